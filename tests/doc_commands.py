@@ -41,9 +41,9 @@ _ONLY_CHECKED = (
     "up",
 )
 #: Options with which a command that follows changes ends.
-_END = {"tail": ["--for", "0s"], "top": ["--once"]}
+_END = {"tail": ["--for", "0s"]}
 #: The exit code 1 of these commands is an answer, such as that no worker lives.
-_ANSWERS_BY_CODE = ("check", "health")
+_ANSWERS_BY_CODE = ("check", "status")
 _ANSWERS = {"console-user": "correct horse battery staple\n" * 2}
 _APP = """
 from celery import Celery
@@ -204,6 +204,9 @@ def _check_click(command: click.Command, words: list[str], where: str) -> None:
             takes_value = not getattr(known[option], "is_flag", False) and not getattr(
                 known[option], "count", False
             )
+            is_optional = getattr(known[option], "_flag_needs_value", False)
+            if is_optional and (not words or words[0].startswith("-")):
+                takes_value = False
             if takes_value and "=" not in word:
                 words.pop(0)
         elif isinstance(command, click.Group):

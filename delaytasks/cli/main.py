@@ -18,15 +18,14 @@ from delaytasks.cli.context import (
 _MODULES = {
     "context": "completion",
     "drain": "drain",
-    "health_commands": "check health",
+    "check": "check",
     "look": "list show tail why",
-    "policy_commands": "forecast pause policy resume",
+    "policy_commands": "pause policy resume",
     "schedule_commands": "recurring schedule",
     "servers": "api-key console console-user exporter serve",
     "setup": "config db",
-    "stats": "stats",
+    "status": "status",
     "task_commands": "audit cancel rerun reschedule spread touch",
-    "top": "top",
     "up": "up",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}

@@ -1,4 +1,4 @@
-"""The checks of `delaytasks health` and of the probes."""
+"""The checks of `delaytasks status --probe` and of the probes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class HealthQuestion(NamedTuple):
         - `deployment`: the database, the sweeps, at least one worker, and a worker for each
           queue that has late tasks.
         - `worker`: the workers of one host.
-        - `drain`: the processes of `delaytasks drain --forever` of one host.
+        - `run`: the processes of `delaytasks run --forever` of one host.
         - `beat`: beat. Workers know when its last message arrived.
         - `api`: a server of the HTTP API or of the console, which only needs the database.
     host
@@ -62,7 +62,7 @@ class HealthQuestion(NamedTuple):
         if self.component == "deployment":
             return True
         is_drain = worker.pool.startswith(POLLING_PREFIX)
-        if is_drain != (self.component == "drain"):
+        if is_drain != (self.component == "run"):
             return False
         return worker.name == self.name or (
             self.name is None and worker.name.rpartition("@")[2] == self.host
@@ -147,7 +147,7 @@ class HealthChecks:
             yield _worker_check(answer, question)
         if answer is not None and question.component == "deployment":
             yield _queues_check(answer)
-        if self._settings.uses_broker and question.component != "drain":
+        if self._settings.uses_broker and question.component != "run":
             broker_error = self._broker_error()
             yield HealthCheck("broker", broker_error is None, broker_error or "answers")
         if answer is None:

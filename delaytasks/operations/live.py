@@ -1,4 +1,4 @@
-"""Counts the present tasks by queue, tag and worker, for `delaytasks top`."""
+"""Counts the present tasks by queue, tag and worker, for `delaytasks status --watch`."""
 
 from __future__ import annotations
 

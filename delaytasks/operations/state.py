@@ -1,6 +1,6 @@
 """One bounded snapshot of a deployment: workers, queues, overdue and failed tasks.
 
-The console, `delaytasks stats`, `top` and the exporter read it here, so that they
+The console, `delaytasks status`, `status --watch` and the exporter read it here, so that they
 show the same numbers. `verdict.py` judges it.
 """
 

@@ -1,6 +1,6 @@
 """Judges a snapshot of the state, in words.
 
-The console, `delaytasks stats` and `top` show this verdict.
+The console, `delaytasks status` and `status --watch` show this verdict.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def in_table(d: Deployment) -> list[Any]:
     return found
 
 
-COMMANDS = [["list"], ["stats"], ["config"], ["check"], ["db", "current"], ["audit"]]
+COMMANDS = [["list"], ["status"], ["config"], ["check"], ["db", "current"], ["audit"]]
 SCRIPT = """
 import json, sys
 from click.testing import CliRunner

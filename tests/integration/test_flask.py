@@ -545,7 +545,7 @@ def test_missing_tables_are_named_with_the_command_of_flask(commands: FlaskComma
         pytest.raises(SessionUnusableError, match="tables, run: flask --app APP delays db upgrade"),
     ):
         commands.delays.schedule_delay("order.close", {}, 60)
-    for words in (["list"], ["health"]):
+    for words in (["list"], ["status", "--probe"]):
         said = commands(*words)
         assert "; run: flask delays db upgrade\n" in said.output, said.output
 

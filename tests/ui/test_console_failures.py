@@ -12,7 +12,7 @@ from flask.testing import FlaskClient
 from sqlalchemy import update
 
 from delaytasks import NewTask
-from delaytasks.cli.stats import read_deployment
+from delaytasks.cli.status import read_deployment
 from delaytasks.operations import state as state_module
 from delaytasks.operations.verdict import Verdict, verdict_of
 from delaytasks.runtime import runtime_of

@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import update
 
 from delaytasks import Status
-from delaytasks.cli.stats import read_deployment
+from delaytasks.cli.status import read_deployment
 from delaytasks.console import queries
 from delaytasks.console.queries import SEARCH_S, ConsoleQueries
 from delaytasks.console.viewers import Role

@@ -92,7 +92,7 @@ def test_help_imports_no_module_that_only_some_commands_need() -> None:
     code = (
         "import sys, delaytasks; before = set(sys.modules); import delaytasks.cli.main; "
         "others = {'rich', 'alembic.command', 'delaytasks.celery', 'delaytasks.storage'}; "
-        "others |= {'delaytasks.cli.stats', 'delaytasks.cli.up', 'delaytasks.worker.standalone'}; "
+        "others |= {'delaytasks.cli.status', 'delaytasks.cli.up', 'delaytasks.worker.standalone'}; "
         "print(others & (set(sys.modules) - before))"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -65,7 +65,7 @@ def completed(*words: str) -> list[str]:
 def test_commands_options_and_values_are_completed() -> None:
     assert completed("re") == ["recurring", "rerun", "reschedule", "resume"]
     assert completed("-A", "shop", "db", "up") == ["upgrade"]
-    assert completed("health", "--max-") == ["--max-overdue", "--max-sweep-age"]
+    assert completed("status", "--max-") == ["--max-overdue", "--max-sweep-age"]
     [status] = completed("list", "--status", "FA")
     assert status.upper() == "FAILED"
 
@@ -102,10 +102,10 @@ def path_of(shell: str) -> str:
     [
         (
             "bash",
-            "COMP_WORDS=(delaytasks hea); COMP_CWORD=1; _delaytasks_completion delaytasks hea; "
+            "COMP_WORDS=(delaytasks sta); COMP_CWORD=1; _delaytasks_completion delaytasks sta; "
             'echo "${COMPREPLY[@]}"',
         ),
-        ("fish", "complete -C 'delaytasks hea'"),
+        ("fish", "complete -C 'delaytasks sta'"),
     ],
 )
 def test_a_shell_completes_the_command(shell: str, asked: str, tmp_path: Path) -> None:
@@ -123,4 +123,4 @@ def test_a_shell_completes_the_command(shell: str, asked: str, tmp_path: Path) -
         timeout=60,
         check=True,
     )
-    assert shown.stdout.split()[:1] == ["health"], shown.stderr
+    assert shown.stdout.split()[:1] == ["status"], shown.stderr

@@ -253,7 +253,7 @@ def test_the_documented_values_to_watch_exist(tmp_path: Path) -> None:
         "from delaytasks.storage import migrations; from delaytasks.runtime import runtime_of; "
         "migrations.upgrade(runtime_of(current_delays()).store.database); "
         "runtime_of(current_delays()).store.workers.report('w', [], 'prefork', 1, 0); "
-        "main(['stats', '--json'])"
+        "main(['status', '--json'])"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],

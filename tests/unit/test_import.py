@@ -89,7 +89,7 @@ def test_the_rules_of_tasks_load_no_storage() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["stats", "check"])
+@pytest.mark.parametrize("command", ["status", "check"])
 def test_commands_that_only_read_load_no_alembic(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Test the commands `stats`, `config` and `db`."""
+"""Test the commands `status`, `config` and `db`."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def test_stats_sees_tasks_workers_sweeps_and_the_broker(shop: Project) -> None:
         connection.execute(
             update(workers).where(workers.c.name == "silent").values(seen_at=db_now_plus(-60))
         )
-    before = shop.json("stats")
+    before = shop.json("status")
     assert before["sweeps"] == [
         {"sweep_partition": 0, "age_s": None, "is_late": True, "armed_until": None}
     ]
     store.sweeps.begin_sweep(0, 1, 1)
-    found = shop.json("stats")
+    found = shop.json("status")
     assert found["counts"] == {
         "NOT_COMPLETE": 2, "DONE": 0, "FAILED": 0, "RUNNING": 0, "CANCELLED": 1, "HELD": 0,
     }  # fmt: skip
@@ -68,8 +68,8 @@ def test_stats_sees_tasks_workers_sweeps_and_the_broker(shop: Project) -> None:
     assert set(found["versions"]) == {"delaytasks", "celery", "sqlalchemy", "python"}
     with store.database.begin() as connection:
         connection.execute(update(store.schema.sweeps).values(swept_at=db_now_plus(-60)))
-    assert shop.json("stats")["sweeps"][0]["is_late"]
-    said = shop("stats").stdout
+    assert shop.json("status")["sweeps"][0]["is_late"]
+    said = shop("status").stdout
     assert re.search(r"^overdue +1, the oldest since \S+Z, 1m3\ds ago$", said, re.MULTILINE)
     assert re.search(r"^fresh .* 1/2 +default, letters +\+1\.5ms +\S+$", said, re.MULTILINE)
 
@@ -80,13 +80,13 @@ def test_stats_shows_a_lost_worker_apart_from_the_others(shop: Project) -> None:
     with store.database.begin() as connection:
         connection.execute(update(store.schema.workers).values(seen_at=db_now_plus(-60)))
     assert store.workers.expire(15) == ["w1@host"]
-    found = shop.json("stats")
+    found = shop.json("status")
     assert found["workers"] == []
     [worker] = found["lost_workers"]
     assert (worker["name"], worker["queues"], worker["concurrency"]) == ("w1@host", ["letters"], 2)
     assert worker["lost_s"] < 30
     assert [problem["level"] for problem in found["verdict"]["problems"]] == ["note"]
-    said = shop("stats").stdout
+    said = shop("status").stdout
     assert re.search(r"^w1@host +lost \d+m?s ago +- .* 2 +letters +- +-$", said, re.MULTILINE)
     assert "no workers; start one" in said
 
@@ -94,7 +94,7 @@ def test_stats_shows_a_lost_worker_apart_from_the_others(shop: Project) -> None:
 def test_stats_shows_which_tags_are_on_time(shop: Project) -> None:
     store, now = runtime_of(shop.delays).store, runtime_of(shop.delays).store.tasks.now()
     shop("db", "upgrade")
-    assert shop.json("stats")["on_time"] == []
+    assert shop.json("status")["on_time"] == []
     table = StatisticsTable(store.database, store.schema)
     for ago, on_time, late in ((timedelta(), 98, 2), (timedelta(hours=5), 700, 200)):
         counts, unwritten = RunCounts(), Unwritten()
@@ -102,23 +102,23 @@ def test_stats_shows_which_tags_are_on_time(shop: Project) -> None:
         unwritten.add_run(int((now - ago).timestamp()) // 60, "mail", counts)
         with store.database.begin() as connection:
             table.add(connection, unwritten, now)
-    [mail] = shop.json("stats")["on_time"]
+    [mail] = shop.json("status")["on_time"]
     recent = {"on_time": 98, "late": 2, "share": 0.98, "budget_left": -1.0}
     day = {"on_time": 798, "late": 202, "share": 0.798, "budget_left": -19.2}
     assert mail == {"tag": "mail", "promised_s": None, "target": 0.99, "hour": recent, "day": day}
-    said = shop("stats").stdout
+    said = shop("status").stdout
     assert "98.00% (2 late)" in said
     assert re.search(r"^mail +- +98\.00% .* 79\.80% \(202 late\) +-1920%$", said, re.MULTILINE)
 
 
 def test_an_estimate_is_shown_as_one(shop: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     shop.schedule("ok", 60)
-    assert shop.json("stats")["estimated"] == []
-    assert "about" not in shop("stats").stdout
+    assert shop.json("status")["estimated"] == []
+    assert "about" not in shop("status").stdout
     large = {status: Count(1_234_567, status is Status.NOT_COMPLETE) for status in Status}
     monkeypatch.setattr(Stats, "counts", lambda *_: large)
-    assert shop("stats").stdout.count("about 1,234,567") == 1
-    assert shop.json("stats")["estimated"] == ["NOT_COMPLETE"]
+    assert shop("status").stdout.count("about 1,234,567") == 1
+    assert shop.json("status")["estimated"] == ["NOT_COMPLETE"]
 
 
 def test_only_tasks_later_than_the_grace_period_are_overdue(shop: Project) -> None:
@@ -135,21 +135,21 @@ def test_stats_counts_runs_whose_lease_is_over(shop: Project) -> None:
     store = runtime_of(shop.delays).store
     shop.schedule()
     store.claims("dead", None).claim_due("default", [0], 1)
-    assert shop.json("stats")["expired_leases"] == 0
+    assert shop.json("status")["expired_leases"] == 0
     with store.database.begin() as connection:
         connection.execute(update(store.schema.tasks).values(lease_until=db_now_plus(-1)))
-    assert shop.json("stats")["expired_leases"] == 1
+    assert shop.json("status")["expired_leases"] == 1
 
 
 def test_stats_reports_an_unavailable_broker(
     shop: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CELERY_BROKER_URL", f"redis://:canary@127.0.0.1:{free_port()}/0")
-    found = shop("stats", "--json")
+    found = shop("status", "--json")
     assert found.exit_code == 0
     assert json.loads(found.stdout)["broker"]["is_up"] is False
     assert "canary" not in found.output
-    assert "canary" not in shop("stats").output
+    assert "canary" not in shop("status").output
 
 
 def test_stats_says_how_many_near_tasks_wait_in_redis(
@@ -165,7 +165,7 @@ def test_stats_says_how_many_near_tasks_wait_in_redis(
     for delay in (5, 5, 500):
         bare.schedule("ok", delay)
     runtime_of(bare.delays).flush()
-    timer = bare.json("stats")["timer"]
+    timer = bare.json("status")["timer"]
     queues = {"default": {"waiting": 2, "taken": 0}, "letters": {"waiting": 0, "taken": 0}}
     assert timer == {
         "name": "redis",
@@ -175,11 +175,11 @@ def test_stats_says_how_many_near_tasks_wait_in_redis(
     }
     assert re.search(
         r"^timer +redis, .*: up; near tasks: default 2, letters 0$",
-        bare("stats").stdout,
+        bare("status").stdout,
         re.MULTILINE,
     )
     redis.stop()
-    said = bare("stats")
+    said = bare("status")
     assert re.search(r"^timer +redis, .*: down$", said.stdout, re.MULTILINE)
     assert "canary" not in said.output
 

@@ -45,7 +45,7 @@ def test_the_forecast_of_a_peak(shop: Project, monkeypatch: pytest.MonkeyPatch) 
     with runtime_of(shop.delays).store.database.begin() as connection:
         due = f"{at:%Y-%m-%d %H:%M:00.000000}"
         connection.execute(text(rows), {"n": 240_000, "due": due})
-    words, lines = shown("docs/forecast.md", "$ delaytasks forecast")
+    words, lines = shown("docs/forecast.md", "$ delaytasks status --ahead 7d")
     assert printed(shop, words) == lines
 
 
@@ -68,10 +68,10 @@ def put_peak(shop: Project, tasks: int) -> datetime:
 
 
 def test_an_empty_forecast_says_so(shop: Project) -> None:
-    lines = shop("forecast").stdout.splitlines()
+    lines = shop("status", "--ahead", "7d").stdout.splitlines()
     assert lines[0].startswith("0 tasks become due until ")
     assert lines[1:] == ["Nothing becomes due."]
-    document = shop.json("forecast")
+    document = shop.json("status", "--ahead", "7d")
     assert (document["due"], document["first_full"], document["hours"]) == (0, None, [])
 
 
@@ -79,27 +79,27 @@ def test_the_busiest_hour_is_shown_with_its_share_of_the_hour(shop: Project) -> 
     at = put_peak(shop, 1200)
     shop.schedule("report", 60, queue="lost")
     runtime_of(shop.delays).store.workers.report("w", ["default", "letters"], "prefork", 2, 0)
-    said = shop("forecast")
+    said = shop("status", "--ahead", "7d")
     assert (
         f"The processes suffice. The busiest hour is {at:%a %Y-%m-%dT%H:%M:%SZ}: 1,200 tasks of "
         "mail keep 2 processes busy for 30s.\n"
     ) in said.stdout
     assert "No worker serves the queues lost." in said.stderr
-    document = shop.json("forecast", "--processes", "1")
+    document = shop.json("status", "--ahead", "7d", "--processes", "1")
     *_, hour = document["hours"]
     assert (hour["due"], hour["start"], hour["busy_s"]) == (1200, at.isoformat(), 60.0)
 
 
-def test_only_the_busiest_hours_are_shown_without_all(shop: Project) -> None:
+def test_only_the_busiest_hours_are_printed(shop: Project) -> None:
     for hour in range(20):
         shop.schedule("mail", hour * 3600 + 1800)
     shop.delays.policies.pause(tag="mail")
-    said = shop("forecast").stdout
+    said = shop("status", "--ahead", "7d").stdout
     assert "20 of them paused" in said
-    assert "and 8 hours more; --all prints them" in said
-    assert "--all" not in shop("forecast", "--all").stdout
+    assert "and 8 hours more; --json has them" in said
+    assert len(shop.json("status", "--ahead", "7d")["hours"]) == 20
 
 
 def test_wrong_options_are_refused(shop: Project) -> None:
-    for options in (("--days", "0"), ("--processes", "0")):
-        assert shop("forecast", *options).exit_code == 2, options
+    for options in (("--ahead", "0"), ("--ahead", "1d", "--processes", "0")):
+        assert shop("status", *options).exit_code == 2, options

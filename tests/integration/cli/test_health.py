@@ -1,4 +1,4 @@
-"""`health` distinguishes healthy deployments and workers from others, also during outages."""
+"""`status --probe` tells healthy deployments and workers from others, also in outages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from sqlalchemy import update
 
-from delaytasks.cli import health_commands as health
+from delaytasks.cli import status
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.settings import Settings
 from delaytasks.core.workers import ServiceTimes
@@ -40,8 +40,8 @@ def age(shop: Project, table: str, **columns: float) -> None:
 
 def failed(shop: Project, *arguments: str) -> list[str]:
     """Return the names of the failed checks, with which the exit code agrees."""
-    result = shop("health", *arguments, "--json")
-    found = shop.json("health", *arguments, exit_code=result.exit_code)
+    result = shop("status", "--probe", *arguments, "--json")
+    found = shop.json("status", "--probe", *arguments, exit_code=result.exit_code)
     names = [check["name"] for check in found["checks"] if not check["is_ok"]]
     assert (found["is_healthy"], result.exit_code) == (not names, int(bool(names)))
     return names
@@ -56,12 +56,12 @@ def healthy(shop: Project) -> Project:
 
 
 def test_a_deployment_is_healthy_if_all_of_its_parts_are(healthy: Project) -> None:
-    found = healthy.json("health", "--max-overdue", "0")
+    found = healthy.json("status", "--probe", "--max-overdue", "0")
     assert (found["component"], found["probe"]) == ("deployment", "ready")
     names = [check["name"] for check in found["checks"]]
     assert names == ["database", "tables", "worker", "queues", "broker", "sweep", "overdue"]
     assert failed(healthy, "worker") == []
-    assert re.search(r"^database +ok +answers$", healthy("health").stdout, re.MULTILINE)
+    assert re.search(r"^database +ok +answers$", healthy("status", "--probe").stdout, re.MULTILINE)
 
 
 def make_a_task_overdue(shop: Project) -> None:
@@ -100,16 +100,16 @@ def test_tables_have_to_be_of_this_version_or_a_newer_one(
     monkeypatch.setattr(migrations, "head", lambda: head)
     assert failed(bare) == expected
     remedy = f"this version has {head}; run: delaytasks -A {bare.name} db upgrade\n"
-    assert (remedy in bare("health").stdout) == bool(expected)
+    assert (remedy in bare("status", "--probe").stdout) == bool(expected)
 
 
 def test_a_broker_that_does_not_answer_stops_no_drain(
     healthy: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report(healthy, f"drain7-ab@{HOST}", "direct/prefork")
-    monkeypatch.setattr(health, "broker_error", lambda *_: "refused")
+    monkeypatch.setattr(status, "broker_error", lambda *_: "refused")
     assert failed(healthy, "worker") == ["broker"]
-    assert failed(healthy, "worker", "--live") == failed(healthy, "drain") == []
+    assert failed(healthy, "worker", "--live") == failed(healthy, "run") == []
 
 
 def test_only_the_workers_of_this_host_or_of_the_name_count(healthy: Project) -> None:
@@ -120,12 +120,12 @@ def test_only_the_workers_of_this_host_or_of_the_name_count(healthy: Project) ->
     assert failed(healthy, "worker", "--live") == []
     assert failed(healthy, "worker", "--live", "--name", "w1@elsewhere") == ["worker"]
     assert failed(healthy, "worker", "--live", "--name", "w2@elsewhere") == ["worker"]
-    assert failed(healthy, "drain", "--live") == ["worker"]
+    assert failed(healthy, "run", "--live") == ["worker"]
 
 
 def test_a_lost_worker_is_named_and_counts_as_little_as_a_missing_one(healthy: Project) -> None:
     def detail(*arguments: str) -> str:
-        found = json.loads(healthy("health", *arguments, "--json").stdout)["checks"]
+        found = json.loads(healthy("status", "--probe", *arguments, "--json").stdout)["checks"]
         text: str = next(each["detail"] for each in found if each["name"] == "worker")
         return text
 
@@ -146,7 +146,7 @@ def test_beat_is_healthy_as_long_as_its_messages_reach_a_worker(healthy: Project
     assert failed(healthy, "beat") == failed(healthy, "beat", "--live") == []
     name = f"celery@{HOST}"
     workers.report(name, ["default"], "prefork", 2, 0, services=ServiceTimes(beat_s=1.0))
-    found = healthy.json("health", "beat")["checks"]
+    found = healthy.json("status", "--probe", "beat")["checks"]
     assert [check["name"] for check in found] == ["database", "tables", "broker", "beat"]
     age(healthy, "workers", beat_at=300)
     assert failed(healthy, "beat") == failed(healthy, "beat", "--live") == ["beat"]
@@ -164,7 +164,9 @@ def test_a_queue_with_late_tasks_and_no_worker_fails_only_the_deployment(healthy
     assert failed(healthy) == [], "a worker may be restarting"
     age(healthy, "tasks", expected_time=20)
     assert failed(healthy) == ["queues"]
-    detail = next(c for c in healthy.json("health", exit_code=1)["checks"] if c["name"] == "queues")
+    detail = next(
+        c for c in healthy.json("status", "--probe", exit_code=1)["checks"] if c["name"] == "queues"
+    )
     assert detail["detail"] == "no live worker serves letters, where tasks are late"
     healthy.delays.policies.pause(queue="letters")
     assert failed(healthy) == []
@@ -177,7 +179,7 @@ def test_a_queue_with_late_tasks_and_no_worker_fails_only_the_deployment(healthy
 def test_more_overdue_tasks_than_the_limit_are_not_counted(healthy: Project) -> None:
     for _ in range(3):
         make_a_task_overdue(healthy)
-    result = healthy("health", "--max-overdue", "1", "--json")
+    result = healthy("status", "--probe", "--max-overdue", "1", "--json")
     found = json.loads(result.stdout)["checks"]
     assert found[-1]["detail"] == "more than 1 overdue, at most 1"
 
@@ -221,11 +223,25 @@ def test_a_database_that_hangs_is_given_up_in_time() -> None:
     ],
 )
 def test_a_limit_that_would_be_ignored_is_refused(shop: Project, options: str) -> None:
-    assert "--max-sweep-age" in shop.error("health", *options.split(), exit_code=2)["error"]
+    assert (
+        "--max-sweep-age" in shop.error("status", "--probe", *options.split(), exit_code=2)["error"]
+    )
 
 
 def test_live_needs_a_component(shop: Project) -> None:
-    assert "requires a component" in shop.error("health", "--live", exit_code=2)["error"]
-    assert (
-        "requires a component" in shop.error("health", "beat", "--name", "w", exit_code=2)["error"]
-    )
+    for options in ("--live", "beat --name w"):
+        error = shop.error("status", "--probe", *options.split(), exit_code=2)["error"]
+        assert "requires a component" in error
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--live", "--live requires --probe"),
+        ("--every 1s", "--every requires --watch"),
+        ("--probe worker --processes 2", "--processes requires --ahead"),
+        ("--watch --ahead 1d", "exclude each other"),
+    ],
+)
+def test_an_option_of_another_answer_is_refused(shop: Project, options: str, said: str) -> None:
+    assert said in shop.error("status", *options.split(), exit_code=2)["error"]

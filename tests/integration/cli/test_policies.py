@@ -45,7 +45,7 @@ def test_a_pause_may_have_an_end(shop: Project) -> None:
         f"tag mail is paused {said}; held" in shop("pause", "--tag", "mail", "--until", end).stdout
     )
     assert said in shop("policy", "list").stdout
-    assert said in shop("stats").stdout
+    assert said in shop("status").stdout
     assert shop.json("pause", "--tag", "mail", "--until", "2h")["paused_until"] < "2030"
     assert shop.error("pause", "--tag", "mail", "--until", "soon", exit_code=2)
     assert shop.json("resume", "--tag", "mail")["paused_until"] is None
@@ -131,12 +131,12 @@ def test_an_invalid_policy_exits_with_2(shop: Project, arguments: list[str], arg
 
 
 def test_stats_list_paused_tags_and_queues(shop: Project) -> None:
-    assert "\npaused " not in shop("stats").stdout
+    assert "\npaused " not in shop("status").stdout
     shop.schedule("mail", 3600)
     shop("pause", "--tag", "mail")
     sweep(shop)
-    assert re.search(r"^paused +tag mail \(1 held\)$", shop("stats").stdout, re.MULTILINE)
-    [policy] = shop.json("stats")["policies"]
+    assert re.search(r"^paused +tag mail \(1 held\)$", shop("status").stdout, re.MULTILINE)
+    [policy] = shop.json("status")["policies"]
     assert (policy["name"], policy["held"]) == ("mail", 1)
 
 
@@ -169,12 +169,12 @@ def test_many_policies_are_shown_page_by_page_and_counted(shop: Project) -> None
     assert (
         "There is no page 4: 250 policies in all." in shop("policy", "list", "--page", "4").stderr
     )
-    stats = shop.json("stats")
+    stats = shop.json("status")
     assert stats["policy_counts"] == {"all": 250, "paused": 20, "limited": 250}
     assert [policy["is_paused"] for policy in stats["policies"]] == [True] * 20 + [False] * 80
     assert re.search(
         r"tag t0230 .* tag t0239 \(0 held\), and 10 more; delaytasks -A \S+ policy list",
-        shop("stats").stdout,
+        shop("status").stdout,
     )
     [one] = shop.delays.policies.list(tag="t0007")
     assert (one.name, one.concurrency) == ("t0007", 1)

@@ -66,7 +66,7 @@ def test_stats_does_not_wait_for_a_broker_that_does_not_answer(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         monkeypatch.setenv("CELERY_BROKER_URL", f"redis://127.0.0.1:{mute.getsockname()[1]}/0")
-        out, err = process("-c", RUN, "-A", shop.name, "stats", "--json").communicate(timeout=15)
+        out, err = process("-c", RUN, "-A", shop.name, "status", "--json").communicate(timeout=15)
     assert json.loads(out)["broker"]["is_up"] is False, err
 
 
@@ -93,7 +93,7 @@ def test_piped_list_output_has_the_id_in_the_first_column(
 
 
 READING = [
-    ["list"], ["stats"], ["check"], ["show", "7"], ["config"], ["db", "current"], ["audit"],
+    ["list"], ["status"], ["check"], ["show", "7"], ["config"], ["db", "current"], ["audit"],
     ["policy", "list"], ["cancel", "7"], ["rerun", "7"],
     ["reschedule", "7", "--delay", "5"],
     ["schedule", "hello", "{}", "--delay", "5"], ["db", "downgrade", "--yes"],

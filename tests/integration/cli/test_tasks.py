@@ -148,7 +148,7 @@ def test_untrusted_text_in_rows_is_escaped(shop: Project) -> None:
         ["show", "7"],
         ["reschedule", "7", "--delay", "1"],
         ["rerun", "7"],
-        ["stats"],
+        ["status"],
     ):
         said = shop(*arguments).output
         assert all(line.isprintable() for line in said.split("\n")), said
@@ -319,7 +319,7 @@ def test_commands_handle_rows_with_invalid_values(shop: Project) -> None:
     shown = [["show", str(id)] for id in range(1, len(NONSENSE) + 1)]
     for arguments in (
         ["list"],
-        ["stats"],
+        ["status"],
         ["check"],
         *shown,
         ["cancel", "3"],

@@ -1,31 +1,30 @@
-"""`top` shows what happens by queue, tag and worker."""
+"""`status` shows what happens by queue, tag and worker."""
 
 from __future__ import annotations
 
-import io
+import fcntl
 import json
+import os
+import pty
 import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
 from sqlalchemy import update
 
-from delaytasks.cli.top import view
 from delaytasks.core.interfaces import Entry
-from delaytasks.operations.live import LiveSnapshot, snapshot
-from delaytasks.operations.verdict import Verdict
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.types import db_now_plus
 from delaytasks.worker.processes import runner_of
-from tests.integration.cli.project import HOSTILE, Project
-
-ON_TIME = Verdict("good", "On time.", [])
-
-
-def read(shop: Project) -> LiveSnapshot:
-    return snapshot(runtime_of(shop.delays).store, shop.delays.settings)
+from tests.integration.cli.project import HOSTILE, ROOT, Project
 
 
 @pytest.fixture
@@ -50,7 +49,8 @@ def busy(shop: Project) -> Project:
 
 
 def test_the_document_counts_by_queue_tag_and_worker(busy: Project) -> None:
-    found = busy.json("top")
+    document = busy.json("status")
+    found = document["live"]
     assert (found["running"], found["overdue"], found["soon"], found["ended"]) == (1, 1, 1, 2)
     assert found["failed"] == 1
     tags = {tag["name"]: tag for tag in found["tags"]}
@@ -60,38 +60,41 @@ def test_the_document_counts_by_queue_tag_and_worker(busy: Project) -> None:
     assert 0 <= tags["bad"]["lateness_p99_s"] < 60
     queues = {queue["name"]: queue for queue in found["queues"]}
     assert (queues["letters"]["overdue"], queues["letters"]["workers"]) == (1, 1)
-    [worker] = found["workers"]
+    [worker] = document["workers"]
     assert (worker["name"], worker["running"], worker["is_alive"]) == ("w1@host", 1, True)
-    assert found["is_sweep_late"], "there was no sweep"
 
 
 def test_a_paused_tag_is_marked(busy: Project) -> None:
     busy("pause", "--tag", "mail")
-    assert "mail paused" in busy("top", "--once").stdout
+    assert "mail paused" in busy("status").stdout
 
 
-@pytest.mark.parametrize("width", [30, 60, 80, 120, 200])
-def test_the_view_fits_each_width(busy: Project, width: int) -> None:
-    from rich.console import Console
+def test_watch_renews_the_view_of_a_terminal_until_ctrl_c(busy: Project) -> None:
+    output, end = pty.openpty()
+    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 12, 60, 0, 0))
+    command = [sys.executable, "-m", "delaytasks", "-A", busy.name, "status", "--watch"]
+    environment = {**os.environ, "TERM": "xterm", "PYTHONPATH": str(ROOT)}
+    watch = subprocess.Popen(
+        [*command, "--every", "100ms"], stdin=end, stdout=end, stderr=end, env=environment
+    )
+    os.close(end)
+    said = b""
+    while said.count(b" lines more") < 2:  # the second view
+        said += os.read(output, 65536)
+    watch.send_signal(signal.SIGINT)
+    with suppress(OSError):  # Linux reports the end of a terminal without a process as an error
+        while os.read(output, 65536):
+            pass
+    assert watch.wait(30) == 0
+    os.close(output)
+    assert b"NOT_COMPLETE" in said
 
-    console = Console(width=width, record=True, file=io.StringIO())
-    console.print(view(read(busy), ON_TIME, width, None))
-    lines = console.export_text().splitlines()
-    assert max(map(len, lines)) <= width
-    assert any(line.startswith("mail ") for line in lines)
-    assert any("overdue" in line for line in lines), "the most important column stays"
 
-
-def test_the_view_fits_the_height_of_the_terminal(shop: Project) -> None:
-    from rich.console import Console
-
-    for number in range(60):
+def test_only_the_first_groups_are_printed(shop: Project) -> None:
+    for number in range(25):
         shop.schedule(f"tag-{number}", queue=f"queue-{number}")
-    console = Console(width=100, height=24, record=True, file=io.StringIO())
-    console.print(view(read(shop), ON_TIME, 100, 24))
-    lines = console.export_text().splitlines()
-    assert len(lines) <= 24
-    assert sum("more" in line for line in lines) == 2
+    assert shop("status").stdout.count("and 5 more") == 2
+    assert len(shop.json("status")["live"]["tags"]) == 25
 
 
 def test_untrusted_names_are_escaped(shop: Project) -> None:
@@ -99,16 +102,15 @@ def test_untrusted_names_are_escaped(shop: Project) -> None:
     with store.database.begin() as connection:
         t = store.schema.tasks
         connection.execute(update(t).where(t.c.id == task.id).values(tag=HOSTILE[:100]))
-    said = shop("top", "--once").stdout
+    said = shop("status").stdout
     assert "\x1b" not in said
     assert "[red]" in said, "markup is shown as it is"
 
 
 def test_capped_counts_are_marked_as_minima(busy: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not read(busy).is_capped
+    assert not busy.json("status")["live"]["is_capped"]
     monkeypatch.setattr("delaytasks.storage.state_queries.MOST_LIVE_ROWS", 1)
-    assert read(busy).is_capped
-    assert "minima" in busy("top", "--once").stdout
+    assert "minima" in busy("status").stdout
 
 
 def test_a_worker_that_is_silent_is_not_alive(busy: Project) -> None:
@@ -117,9 +119,8 @@ def test_a_worker_that_is_silent_is_not_alive(busy: Project) -> None:
     seen_at = store.tasks.now() - timedelta(minutes=5)
     with store.database.begin() as connection:
         connection.execute(update(w).values(seen_at=seen_at))
-    [worker] = busy.json("top")["workers"]
+    [worker] = busy.json("status")["workers"]
     assert not worker["is_alive"]
-    assert "workers 0 of 1" in busy("top", "--once").stdout
 
 
 def test_a_worker_that_was_lost_is_shown_and_not_counted(busy: Project) -> None:
@@ -132,11 +133,10 @@ def test_a_worker_that_was_lost_is_shown_and_not_counted(busy: Project) -> None:
             update(w).where(old).values(seen_at=store.tasks.now() - timedelta(minutes=5))
         )
     assert store.workers.expire(60) == ["w9@host"]
-    found = busy.json("top")
+    found = busy.json("status")
     assert len(found["workers"]) == 1
     assert [worker["name"] for worker in found["lost_workers"]] == ["w9@host"]
-    said = busy("top", "--once").stdout
-    assert "workers 1 of 1" in said
+    said = busy("status").stdout
     assert re.search(r"^w9@host +lost \d+m?s ago", said, re.MULTILINE)
 
 

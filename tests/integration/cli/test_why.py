@@ -1,4 +1,4 @@
-"""The commands `show`, `stats` and `check` explain why tasks have not run."""
+"""The commands `show`, `status` and `check` explain why tasks have not run."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_each_hint_repeats_how_the_user_called(shop: Project) -> None:
     task = overdue(shop)
     worker = f"celery -A {shop.name} worker"
     assert shop.json("why", str(task.id))["remedy"] == f"Start a worker: {worker}"
-    assert f"start one with: {worker}" in shop("stats").stdout
+    assert f"start one with: {worker}" in shop("status").stdout
     assert f"delaytasks -A {shop.name} why 2305843009213693952" in shop("why", "--help").stdout
     store = runtime_of(shop.delays).store
     with store.database.begin() as connection:
@@ -124,13 +124,13 @@ def test_stats_names_the_queue_and_the_tag_of_late_tasks(shop: Project) -> None:
     for _ in range(2):
         overdue(shop, "mail")
     runtime_of(shop.delays).store.workers.report("w", ["default"], "prefork", 2, 0, ["ok"])
-    found = shop.json("stats")
+    found = shop.json("status")
     assert found["overdue"]["count"] == 3
     late = [(each["queue"], each["tag"], each["tasks"], each["code"]) for each in found["late"]]
     assert late == [("letters", "mail", 2, "no_worker"), ("default", "gone", 1, "no_processor")]
     assert all(89 < each["late_s"] < 120 for each in found["late"])
     assert found["workers"][0]["tags"] == ["ok"]
-    said = shop("stats").stdout
+    said = shop("status").stdout
     assert re.search(
         r"^letters +mail +2 +1m3\ds +No live worker serves the queue letters", said, re.MULTILINE
     )
@@ -144,9 +144,9 @@ def test_stats_names_the_queue_and_the_tag_of_late_tasks(shop: Project) -> None:
 def test_stats_names_a_deferral_though_no_worker_publishes_its_tags(shop: Project) -> None:
     deferred(shop)
     runtime_of(shop.delays).store.workers.report("w", ["default"], "prefork", 2, 0)
-    [late] = shop.json("stats")["late"]
+    [late] = shop.json("status")["late"]
     assert (late["code"], late["tag"]) == ("no_processor", "gone")
-    assert shop.json("stats")["workers"][0]["tags"] is None
+    assert shop.json("status")["workers"][0]["tags"] is None
 
 
 def test_check_names_the_queue_and_warns_without_a_failure(shop: Project) -> None:
@@ -170,4 +170,4 @@ def test_tasks_that_only_wait_for_a_free_worker_cause_no_warning(shop: Project) 
     overdue(shop)
     runtime_of(shop.delays).store.workers.report("w", ["*"], "prefork", 2, 0, ["ok"])
     assert shop.json("check")["warnings"] == []
-    assert [each["code"] for each in shop.json("stats")["late"]] == ["due"]
+    assert [each["code"] for each in shop.json("status")["late"]] == ["due"]

@@ -1,11 +1,15 @@
-"""`delaytasks stats`: the state of a deployment as text or as a JSON document."""
+"""`delaytasks status`: the state of a deployment, live, as an exit code, or in the days ahead."""
 
 from __future__ import annotations
 
+import io
 import platform
+import socket
 import sys
+import time
 from collections.abc import Iterator, Sequence
-from datetime import datetime
+from contextlib import redirect_stdout
+from datetime import datetime, timedelta
 from typing import Any
 
 import click
@@ -13,11 +17,13 @@ import click
 from delaytasks.cli.context import Cli, Command, Hints, pass_cli
 from delaytasks.cli.output import (
     BAD,
+    DURATION,
     GOOD,
     NOTHING,
     Cell,
     cell,
     coloured,
+    count,
     print_fields,
     print_json,
     print_table,
@@ -27,10 +33,12 @@ from delaytasks.cli.output import (
 from delaytasks.cli.setup import broker_url
 from delaytasks.client import DelayTasks
 from delaytasks.core.errors import StoreError
-from delaytasks.core.inputs import show_duration
+from delaytasks.core.inputs import show_duration, show_measured
 from delaytasks.core.states import Status
 from delaytasks.core.text import installed_version, mask_url
 from delaytasks.core.workers import RegisteredWorker
+from delaytasks.operations.health import HealthChecks, HealthQuestion
+from delaytasks.operations.live import snapshot
 from delaytasks.operations.state import (
     DatabaseState,
     DeploymentState,
@@ -69,10 +77,10 @@ def read_deployment(delays: DelayTasks) -> DeploymentState:
     return state
 
 
-# -- The document that `stats` prints -------------------------------------------------------------
+# -- The document that `status` prints -------------------------------------------------------------
 
 
-#: Policies in the document. `policy list` lists all of them.
+#: Policies in the document. `limit` lists all of them.
 POLICIES = 100
 
 
@@ -82,10 +90,19 @@ def gather(cli: Cli) -> dict[str, Any]:
     policies = sorted(state.policies, key=lambda policy: not policy.is_paused)
     workers = [worker_json(state.now, worker) for worker in state.workers]
     broker = _broker(delays, state)
+    live = snapshot(cli.store, delays.settings)
+    for worker in workers:
+        worker["running"] = live.running_of.get(worker["name"], 0)
     return {
         "now": show_instant(state.now),
         "verdict": verdict_of(state).as_json(),
         **_counts(state),
+        "live": {
+            **{name: value for name, value in live.total.as_json().items() if name != "name"},
+            "queues": [group.as_json() for group in live.queues],
+            "tags": [group.as_json() for group in live.tags],
+            "is_capped": live.is_capped,
+        },
         "late": [_late(cli, group) for group in state.late],
         "overdue": _overdue(state),
         "expired_leases": state.expired_leases,
@@ -232,23 +249,232 @@ def _timer(
 LEVEL_STYLES = {"good": {"fg": GOOD}, "note": {}, "warning": {"fg": "yellow"}, "bad": {"fg": BAD}}
 #: Paused tags and queues in one line of text.
 NAMED = 10
+#: Queues, and tags, in a table of text. The document has all of them.
+GROUPS_SHOWN = 20
+#: Hours in the table of `--ahead`: those that keep the processes busiest. The document has all.
+HOURS_SHOWN = 12
+#: A lateness from which a number is marked.
+MARKED_LATE_S = 1.0
+_EXIT_CODES = "Exit codes: 0 answered, or healthy; 1 no answer, or not healthy; 2 wrong usage."
+#: The options of each kind of answer, by the option that asks for it.
+_BELONG_TO = {
+    "--watch": "every",
+    "--probe": "live name max_overdue max_sweep_age timeout",
+    "--ahead": "processes",
+}
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, epilog=_EXIT_CODES)
+@click.option("--watch", is_flag=True, help="Renew the view on a terminal until Ctrl-C.")
+@click.option("--every", type=DURATION, help="--watch: the time between two reads. [2s]")
+@click.option(
+    "--probe",
+    type=click.Choice(["deployment", "worker", "run", "beat"]),
+    is_flag=False,
+    flag_value="deployment",
+    help="Answer by the exit code whether this is healthy. Without a value: the deployment.",
+)
+@click.option(
+    "--live", is_flag=True, help="--probe: fail only if a restart of the process would help."
+)
+@click.option("--name", help="--probe: the worker of this name. [all of this host]")
+@click.option(
+    "--max-overdue", type=click.IntRange(0), help="--probe: most overdue tasks. [not counted]"
+)
+@click.option(
+    "--max-sweep-age",
+    type=DURATION,
+    help="--probe: the oldest sweep. [three times the interval of delaytasks_sweep]",
+)
+@click.option(
+    "--timeout", type=DURATION, help="--probe: the time that the databases have to answer. [5s]"
+)
+@click.option("--ahead", type=DURATION, help="Show what becomes due within this time, as 7d.")
+@click.option("--processes", type=int, help="--ahead: instead of those of the live workers.")
 @pass_cli
-def stats(cli: Cli) -> None:
-    """Print counts, late tasks, workers and sweeps.
+def status(
+    cli: Cli,
+    watch: bool,
+    every: timedelta | None,
+    probe: str | None,
+    ahead: timedelta | None,
+    processes: int | None,
+    **limits: Any,
+) -> None:
+    """Show whether tasks run on time: counts, queues, tags, late tasks, workers and sweeps.
 
     \b
-    delaytasks stats
+    delaytasks status --watch
+    delaytasks status --probe --max-overdue 1000 --max-sweep-age 1m
+    delaytasks status --probe worker --live
+    delaytasks status --ahead 7d --processes 32
+
+    Each queue and tag has the number of its tasks that run, that are overdue, that are due within a
+    minute (soon), and that were due within the last minute and have ended, with their lateness
+    (p50, p99).
+
+    With --probe, the deployment is healthy if databases and broker answer, the tables have this
+    version, a worker lives, a sweep was recent, and each queue with late tasks has a worker. A
+    worker (or `run --forever`) of this host is ready under the same conditions except the last one,
+    if it has reported itself. With --live it is unhealthy only if it has stopped reporting while a
+    database answers: a restart does not help against an outage. Beat is healthy if its messages
+    have reached a worker recently. The HTTP API and the console have URLs for probes instead.
+
+    --ahead shows what becomes due in each hour, and whether the processes suffice.
     """
-    found = gather(cli)
-    if cli.is_json:
-        print_json(found)
+    asked = {"--watch": watch, "--probe": probe, "--ahead": ahead}
+    given = {"every": every, "processes": processes, **limits}
+    if sum(map(bool, asked.values())) > 1:
+        raise click.UsageError("--watch, --probe and --ahead exclude each other")
+    for option, names in _BELONG_TO.items():
+        for name in names.split():
+            if given[name] not in (None, False) and not asked[option]:
+                raise click.UsageError(f"--{name.replace('_', '-')} requires {option}")
+    if probe is not None:
+        _probe(cli, probe, **limits)
+    elif ahead is not None:
+        _print_ahead(cli, ahead / timedelta(days=1), processes)
+    elif watch and not cli.is_json and sys.stdout.isatty():
+        _watch(cli, 2.0 if every is None else every.total_seconds())
     else:
-        _print(found, cli.hints)
-    if found["database"]["error"]:
+        found = gather(cli)
+        if cli.is_json:
+            print_json(found)
+        else:
+            _print(found, cli.hints)
+        if found["database"]["error"]:
+            sys.exit(1)
+
+
+# -- `--watch` ------------------------------------------------------------------------------------
+
+
+class _Screen(io.StringIO):
+    """Text for a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def _watch(cli: Cli, every_s: float) -> None:
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    console = Console()
+    try:
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                screen = _Screen()
+                with redirect_stdout(screen):
+                    _print(gather(cli), cli.hints)
+                lines = screen.getvalue().splitlines()
+                more = len(lines) - console.height
+                if more > 0:
+                    lines = [*lines[: console.height - 1], f"and {count(more + 1, 'line')} more"]
+                live.update(Text.from_ansi("\n".join(lines), no_wrap=True), refresh=True)
+                time.sleep(every_s)
+    except KeyboardInterrupt:
+        pass  # the way to end this command
+
+
+# -- `--probe` ------------------------------------------------------------------------------------
+
+
+def _probe(
+    cli: Cli,
+    component: str,
+    live: bool,
+    name: str | None,
+    max_overdue: int | None,
+    max_sweep_age: timedelta | None,
+    timeout: timedelta | None,
+) -> None:
+    if component == "deployment" and live:
+        raise click.UsageError("--live requires a component: worker, run or beat")
+    if component in ("deployment", "beat") and name is not None:
+        raise click.UsageError("--name requires a component: worker or run")
+    if live and (max_overdue is not None or max_sweep_age is not None):
+        raise click.UsageError("--max-overdue and --max-sweep-age cannot be combined with --live")
+    if component == "beat" and max_sweep_age is not None:
+        raise click.UsageError("--max-sweep-age requires another component: beat does not sweep")
+    wiring = runtime_of(cli.delays)
+    settings = wiring.settings
+    question = HealthQuestion(
+        component,
+        socket.gethostname(),
+        name,
+        max_overdue,
+        None if max_sweep_age is None else max_sweep_age.total_seconds(),
+        5.0 if timeout is None else timeout.total_seconds(),
+    )
+    queue = wiring.publisher.queue(settings.default_queue)
+    checks = HealthChecks(
+        wiring.store, settings, lambda: broker_error(wiring.celery, queue, settings.publish_limit_s)
+    )
+    found = [
+        check._replace(detail=cli.hints.rewrite(check.detail))
+        for check in (checks.live(question) if live else checks.ready(question))
+    ]
+    is_healthy = all(check.is_ok for check in found)
+    if cli.is_json:
+        print_json(
+            {
+                "component": component,
+                "probe": "live" if live else "ready",
+                "is_healthy": is_healthy,
+                "checks": [check._asdict() for check in found],
+            }
+        )
+    else:
+        results = {True: ("ok", GOOD), False: ("failed", BAD)}
+        rows = [(check.name, results[check.is_ok], check.detail) for check in found]
+        print_table(("check", "result", "facts"), rows, folded="facts")
+    if not is_healthy:
         sys.exit(1)
+
+
+# -- `--ahead` ------------------------------------------------------------------------------------
+
+
+def _print_ahead(cli: Cli, days: float, processes: int | None) -> None:
+    from delaytasks.forecast import busiest, headline
+
+    cli.import_processors()
+    found = cli.delays.forecast(days, processes=processes)
+    if cli.is_json:
+        print_json(found.as_json())
+        return
+    about = "about " if found.is_estimate else ""
+    paused = f", {found.paused:,} of them paused" if found.paused else ""
+    verb = "becomes" if found.due == 1 else "become"
+    say(f"{about}{count(found.due, 'task')} {verb} due until {show_instant(found.until)}{paused}")
+    say(headline(found, lambda at: f"{at:%a} {show_instant(at)}"))
+    if hours := busiest(found, HOURS_SHOWN):
+        say("")
+        print_table(
+            ("from", "due", "largest tag", "processes", "busy", "of the hour"),
+            [
+                [
+                    f"{hour.start:%a} {show_instant(hour.start)}",
+                    f"{about}{hour.due:,}",
+                    next(iter(hour.due_by_tag)),
+                    hour.processes,
+                    show_duration(hour.busy_s),
+                    (f"{hour.utilization:.0%}", BAD if hour.utilization > 1 else GOOD),
+                ]
+                for hour in hours
+            ],
+            right=("due", "of the hour"),
+            folded="largest tag",
+        )
+        if len(hours) < len(found.hours):
+            say(f"and {count(len(found.hours) - len(hours), 'hour')} more; --json has them")
+    for note in found.notes:
+        cli.note(note)
+
+
+# -- Text -----------------------------------------------------------------------------------------
 
 
 def _print(found: dict[str, Any], hints: Hints) -> None:
@@ -264,6 +490,10 @@ def _print(found: dict[str, Any], hints: Hints) -> None:
     say("")
     _print_verdict(found["verdict"])
     say("")
+    for kind in ("queue", "tag"):
+        _print_groups(kind, found["live"][f"{kind}s"])
+    if found["live"]["is_capped"]:
+        say("there are more tasks than these counts: they are minima", fg="yellow")
     print_fields(_fields(found, hints))
     say("")
     if found["late"]:
@@ -280,6 +510,44 @@ def _print(found: dict[str, Any], hints: Hints) -> None:
         is_direct = found["timer"]["name"] == "direct"
         how = "delaytasks drain --forever" if is_direct else "celery -A … worker"
         say(hints.rewrite(f"no workers; start one with: {how}"), fg="yellow")
+
+
+def _print_groups(kind: str, groups: list[dict[str, Any]]) -> None:
+    """Print what the queues or the tags do now."""
+    if not groups:
+        return
+    print_table(
+        f"{kind} running overdue by soon held done failed p50 p99 workers".split(),
+        [_group_row(group) for group in groups[:GROUPS_SHOWN]],
+        right=("by", "p50", "p99"),
+        folded=kind,
+        extra="p50 held workers failed soon by p99",
+    )
+    if (more := len(groups) - GROUPS_SHOWN) > 0:
+        say(f"and {more:,} more")
+    say("")
+
+
+def _group_row(group: dict[str, Any]) -> list[Cell]:
+    def lateness(late_s: float | None) -> Cell:
+        if late_s is None:
+            return NOTHING
+        return (show_measured(late_s), BAD if late_s >= MARKED_LATE_S else GOOD)
+
+    name, overdue = cell(group["name"]), group["overdue"]
+    return [
+        (f"{name} paused", "yellow") if group["is_paused"] else name,
+        group["running"],
+        overdue,
+        (show_duration(group["oldest_overdue_s"]), BAD) if overdue else NOTHING,
+        group["soon"],
+        group["held"],
+        group["ended"] - group["failed"],
+        group["failed"],
+        lateness(group["lateness_p50_s"]),
+        lateness(group["lateness_p99_s"]),
+        group["workers"],
+    ]
 
 
 def print_late(found: list[dict[str, Any]]) -> None:
