@@ -44,9 +44,10 @@ def _closed(properties: Mapping[str, JSONSchema], *required: str) -> dict[str, A
     return {**found, "required": list(required)} if required else found
 
 
-def _open(properties: Mapping[str, JSONSchema]) -> dict[str, Any]:
+def _open(properties: Mapping[str, JSONSchema], *optional: str) -> dict[str, Any]:
     """Return the schema of a response. Later versions may add names."""
-    return {"type": "object", "properties": dict(properties), "required": list(properties)}
+    required = [name for name in properties if name not in optional]
+    return {"type": "object", "properties": dict(properties), "required": required}
 
 
 ANY_VALUE: dict[str, Any] = {"description": "Any JSON value."}
@@ -262,7 +263,8 @@ COMPONENTS: dict[str, dict[str, Any]] = {
             "status": COUNT,
             "detail": {"type": "string"},
             "argument": {"type": "string"},
-        }
+        },
+        "argument",
     ),
 }
 
