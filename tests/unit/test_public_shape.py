@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import fields
 
 import pytest
 
 import delaytasks
 from delaytasks import DelayTasks
 from delaytasks.core import errors
+from delaytasks.core.settings import Settings
 
 #: The names of the package, without the errors.
 VALUES = """
@@ -39,6 +41,8 @@ def methods() -> list[str]:
 LIMITS: list[tuple[str, Callable[[], Collection[str]], int]] = [
     ("names of DelayTasks", methods, 26),
     ("functions of the package", lambda: FUNCTIONS, 4),
+    ("errors", lambda: errors.__all__, 20),
+    ("settings", lambda: [each.name for each in fields(Settings) if each.metadata], 26),
 ]
 
 
