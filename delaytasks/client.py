@@ -714,8 +714,8 @@ class DelayTasks:
     ) -> DelayTask:
         """Wait until a task has ended: it is DONE, FAILED or CANCELLED.
 
-        On PostgreSQL the end of a task whose processor has `keep_result=True` is notified.
-        Otherwise the row is read in steps of up to half a second.
+        The row is read in a transaction of its own, in steps of up to half a second. Commit the
+        task before.
 
         Parameters
         ----------

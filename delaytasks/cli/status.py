@@ -315,7 +315,7 @@ def status(
 
     With --probe, the deployment is healthy if databases and broker answer, the tables have this
     version, a worker lives, a sweep was recent, and each queue with late tasks has a worker. A
-    worker (or `run --forever`) of this host is ready under the same conditions except the last one,
+    worker (or `drain --forever`) of this host is ready under the same conditions except the last,
     if it has reported itself. With --live it is unhealthy only if it has stopped reporting while a
     database answers: a restart does not help against an outage. Beat is healthy if its messages
     have reached a worker recently. The HTTP API and the console have URLs for probes instead.

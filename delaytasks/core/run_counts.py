@@ -91,7 +91,7 @@ def quantile(
     return min(bounds[-1], highest)
 
 
-#: The tag under which the tags beyond the setting `statistics_tags` are counted.
+#: The tag under which the tags beyond the constant `statistics_tags` are counted.
 OTHER_TAGS = "(other)"
 #: The moves that end a run, with the names under which they are counted.
 OUTCOMES: dict[SettlingMove, str] = {

@@ -1,7 +1,7 @@
 """The sweep: recovers rows, arms near rows, drains overdue ones, releases paused ones, and cleans
 up.
 
-Celery beat starts a sweep of every sweep partition each `sweep_s` seconds. If beat is silent, the
+Celery beat starts a sweep of every sweep partition each `delaytasks_sweep`. If beat is silent, the
 workers sweep by themselves. Each sweep partition arms its share of the rows; number 0 also does the
 work that concerns the whole table.
 """

@@ -32,7 +32,7 @@ class HealthQuestion(NamedTuple):
         - `deployment`: the database, the sweeps, at least one worker, and a worker for each
           queue that has late tasks.
         - `worker`: the workers of one host.
-        - `run`: the processes of `delaytasks run --forever` of one host.
+        - `run`: the processes of `delaytasks drain --forever` of one host.
         - `beat`: beat. Workers know when its last message arrived.
         - `api`: a server of the HTTP API or of the console, which only needs the database.
     host
@@ -81,7 +81,7 @@ class _Answer(NamedTuple):
     """The answer of the database."""
 
     now: datetime
-    #: None if `DelayTasks.create_tables` made the tables, or if there are none.
+    #: None if `delaytasks.testing.create_tables` made the tables, or if there are none.
     revision: str | None
     has_tables: bool
     workers: Sequence[RegisteredWorker] = ()
@@ -241,7 +241,7 @@ class HealthChecks:
 def _revision_check(answer: _Answer, remedy: str) -> HealthCheck:
     """Compare the tables with this version, which also works with tables of a newer one.
 
-    Migrations store the revision, also those of Django. `DelayTasks.create_tables` stores none.
+    Migrations store the revision, also those of Django. `testing.create_tables` stores none.
     """
     if not answer.has_tables:
         return HealthCheck("tables", False, f"they are missing; {remedy}")

@@ -1,4 +1,4 @@
-"""Counts the present tasks by queue, tag and worker, for `delaytasks status --watch`."""
+"""Counts the present tasks by queue, tag and worker, for `delaytasks status`."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ class TaskBuilder:
         max_s = self._settings.max_delay_s
         period = check_period(new.spread, max_s)
         name = str(id) if new.key is None else f"{new.tag}\0{new.key}"
-        # The sum is checked, since the due time itself may be as late as the setting allows.
+        # The sum is checked, since the due time itself may be as late as `max_delay_s` allows.
         delay = check_delay(due - cache.now + share_of(name) * period, max_s, "spread")
         return cache.now + delay, math.ceil(delay.total_seconds())
 

@@ -138,7 +138,7 @@ class UnfinishedWork(NamedTuple):
     #: The queues whose drains it had started, with their priorities (none if only their waitlists
     #: were served).
     queues: list[tuple[str, set[int]]]
-    #: How many drain messages are sent for each queue; None means the setting `drain_messages`.
+    #: How many drain messages are sent for each queue; None means the constant `drain_messages`.
     messages: int | None = None
 
 

@@ -295,7 +295,7 @@ _TIMES = ("due_at", "next_try", "create_time", "execution_time", "update_time", 
 class DelayTaskRowAdmin(admin.ModelAdmin):
     """Lists and shows tasks. Even a superuser cannot add, edit or delete a row.
 
-    The permission `change` allows the actions, which call the functions of delaytasks.
+    The permission `change` allows the actions, which call the methods of `DelayTasks`.
 
     Examples
     --------

@@ -32,8 +32,8 @@ class ReadOnlyRowError(PermissionDenied, TypeError):
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:
     raise ReadOnlyRowError(
-        "rows of delaytasks are read only here: use its functions, such as schedule_delay, cancel, "
-        "reschedule, rerun, pause and recurring.set"
+        "rows of delaytasks are read only here: use its methods, such as schedule_delay, cancel, "
+        "reschedule, rerun, policies.pause and recurring.set"
     )
 
 
