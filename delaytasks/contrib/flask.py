@@ -189,12 +189,12 @@ def verified(request: Request, secrets: str | Iterable[str]) -> Received:
     >>> callback = verified(request, app.config["CALLBACK_SECRET"])
     """
     # Imported here: most apps receive no callbacks.
-    from delaytasks.webhooks import verify
+    from delaytasks.webhooks.signatures import status_of, verify
 
     try:
         return verify(request.get_data(), dict(request.headers), secrets)
     except InvalidInputError as error:
-        abort(401 if error.argument == "headers" else 400, str(error))
+        abort(status_of(error), str(error))
 
 
 def mount_console(

@@ -145,13 +145,7 @@ class PolicyTable:
                 known = Policy(*connection.execute(query.with_for_update()).one())
             if is_same(known):
                 return known, False
-            values = {
-                **changes,
-                "version": p.c.version + 1,
-                "update_time": db_now(),
-                "updated_by": by,
-                "change_number": self._numbers.next(connection, POLICY_CHANGES),
-            }
+            values = self._changed(connection, {**changes, "updated_by": by})
             changed = connection.execute(update(p).where(mine).values(**values)).rowcount
             check_row_count(changed, 1, f"the policy of the {kind} {name!r}")
             return Policy(*connection.execute(query).one()), True
@@ -170,13 +164,7 @@ class PolicyTable:
             found = {"policies": [tuple(row) for row in connection.execute(over.with_for_update())]}
             if not found["policies"]:
                 return []
-            values = {
-                "is_paused": False,
-                "paused_until": None,
-                "version": p.c.version + 1,
-                "update_time": db_now(),
-                "change_number": self._numbers.next(connection, POLICY_CHANGES),
-            }
+            values = self._changed(connection, {"is_paused": False, "paused_until": None})
             changed = connection.execute(update(p).where(named).values(**values), found).rowcount
             check_row_count(changed, len(found["policies"]), "policies")
             rows = connection.execute(select(*self._columns).where(named), found)
@@ -220,6 +208,16 @@ class PolicyTable:
         query = select(t.c.tag, t.c.queue, func.count(), first_due).where(has_status(t, status))
         rows = self._db.rows(query.group_by(t.c.tag, t.c.queue))
         return {(row[0], row[1]): RowCount(row[2], row[3]) for row in rows}
+
+    def _changed(self, on: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the new values of policies that are changed, which makes all processes read
+        them."""
+        return {
+            **changes,
+            "version": self._p.c.version + 1,
+            "update_time": db_now(),
+            "change_number": self._numbers.next(on, POLICY_CHANGES),
+        }
 
     def _named(self, kind: Kind, name: str) -> Any:
         return and_(self._p.c.kind == kind, self._p.c.name == name)

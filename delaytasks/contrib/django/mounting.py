@@ -21,7 +21,7 @@ from django.views.decorators.http import require_POST
 from delaytasks.client import DelayTasks
 from delaytasks.core.errors import InvalidInputError
 from delaytasks.current import current_delays
-from delaytasks.webhooks import verify
+from delaytasks.webhooks.signatures import status_of, verify
 
 if TYPE_CHECKING:
     from flask import Flask
@@ -192,8 +192,7 @@ def verified(
             try:
                 callback = verify(request.body, request.headers, secrets)
             except InvalidInputError as error:
-                status = 401 if error.argument == "headers" else 400
-                return HttpResponse(str(error), status=status, content_type="text/plain")
+                return HttpResponse(str(error), status=status_of(error), content_type="text/plain")
             return view(request, callback, *args, **kwargs)
 
         receive: Callable[..., HttpResponse] = csrf_exempt(require_POST(check))
