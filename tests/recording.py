@@ -43,8 +43,9 @@ from delaytasks.storage.store import Store
 from delaytasks.timers.arming import EtaTimer
 from delaytasks.timers.publisher import Publisher
 from delaytasks.timers.redis_timer import RedisTimer, Taken, redis_location
-from delaytasks.worker.processes import runner_of
+from delaytasks.worker.celery_tasks import processes_of
 from tests.conftest import settings_for
+from tests.world.broker import RecordingTimer
 
 
 def new_key() -> str:
@@ -54,31 +55,6 @@ def new_key() -> str:
 
 class CrashError(BaseException):
     """Simulates the death of the process."""
-
-
-class RecordingTimer:
-    def __init__(self) -> None:
-        self.armed: list[Entry] = []
-        self.disarmed: list[Entry] = []
-        self.requested_drains: list[tuple[str, list[int], int]] = []
-        self.is_up = True
-
-    def arm(self, entries: Iterable[Entry]) -> bool:
-        self.armed += entries if self.is_up else ()
-        return self.is_up
-
-    def disarm(self, entries: Iterable[Entry]) -> None:
-        self.disarmed += entries
-
-    def request_drain(
-        self, queue: str, priorities: Sequence[int], messages: int, expires_s: float
-    ) -> bool:
-        self.requested_drains.append((queue, list(priorities), messages))
-        return self.is_up
-
-    @property
-    def ids(self) -> list[int]:
-        return [entry.id for entry in self.armed]
 
 
 def delays_on(url: str, **settings: Any) -> DelayTasks:
@@ -99,6 +75,11 @@ def record_sweeps(runtime: Runtime, timer: RecordingTimer) -> None:
     sweeper: Any = runtime.sweeper
     for part in (sweeper, sweeper._drain_requests, sweeper._pauses):
         part._timer = timer
+
+
+def runner_of(delays: DelayTasks) -> Runner:
+    """Return what runs the tasks of `delays` in this process."""
+    return processes_of(runtime_of(delays).celery).runner()
 
 
 def run_now(delays: DelayTasks, task: DelayTask) -> DelayTask:

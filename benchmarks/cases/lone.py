@@ -10,7 +10,7 @@ from benchmarks import ours, table
 from benchmarks.call_counts import count_calls
 from benchmarks.stage import CaseContext
 from delaytasks.core.interfaces import Entry
-from delaytasks.worker.processes import runner_of
+from delaytasks.worker.celery_tasks import processes_of
 
 TAG = "bench.lone"
 WARM_UP, COUNTED = 20, 50
@@ -37,6 +37,6 @@ def run(stage: CaseContext) -> None:
 
 
 def _run_each(entries: Sequence[Entry]) -> None:
-    runner = runner_of(ours.delays)
+    runner = processes_of(ours.app).runner()
     for entry in entries:
         runner.run([entry])

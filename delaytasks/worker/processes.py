@@ -219,9 +219,3 @@ class OutcomeCounts:
     def take(self) -> tuple[tuple[str, str, int], ...]:
         counts, self._counts = self._counts, Counter()
         return tuple((name, tag, count) for (name, tag), count in counts.items())
-
-
-def runner_of(delays: Any) -> Runner:
-    """Return what runs the tasks of `delays`, a `DelayTasks`, in this process."""
-    runner: Runner = delays._processes.runner()
-    return runner

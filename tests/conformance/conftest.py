@@ -12,7 +12,8 @@ from delaytasks import DelayTasks
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.claims import Claims
 from delaytasks.storage.store import Store
-from tests.recording import RecordingTimer, WaitingTimer, delays_on, record
+from tests.recording import WaitingTimer, delays_on, record
+from tests.world.broker import RecordingTimer
 
 
 @pytest.fixture

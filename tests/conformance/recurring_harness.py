@@ -14,7 +14,8 @@ from delaytasks.recurrence.creation import Creation, RecurringTable
 from delaytasks.recurrence.recurring import Recurring
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
-from tests.recording import ManualClock, RecordingTimer, delays_on, record
+from tests.recording import ManualClock, delays_on, record
+from tests.world.broker import RecordingTimer
 
 
 class RecurringHarness:

@@ -28,7 +28,6 @@ from delaytasks.storage.store import Store
 from tests.recording import (
     LIMIT_S,
     MOST_BLOCKED_S,
-    RecordingTimer,
     WaitingTimer,
     delays_on,
     engine_at,
@@ -39,6 +38,7 @@ from tests.recording import (
     run_timed,
 )
 from tests.waiting import wait_until
+from tests.world.broker import RecordingTimer
 
 # The asynchronous twins in threads
 

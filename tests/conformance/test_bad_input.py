@@ -21,10 +21,9 @@ from delaytasks.core import errors as e
 from delaytasks.core.task import DelayTask
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
-from delaytasks.worker.processes import runner_of
 from tests.conformance.store_rows import status_columns
 from tests.fuzzing import fuzz
-from tests.recording import delays_on, record
+from tests.recording import delays_on, record, runner_of
 
 UTC = timezone.utc
 SECRET = "s3cr3t-canary"

@@ -28,9 +28,10 @@ from delaytasks.storage.store import Store
 from tests.conformance.bulk_tasks import FAR, NOON, counts, pass_a_moment, put, schedule, statuses
 from tests.conformance.store_rows import RUNNING, status_columns
 from tests.proxy import Proxy
-from tests.recording import RecordingTimer, delays_on, record
+from tests.recording import delays_on, record
 from tests.refusals import invalid
 from tests.running import ROOT
+from tests.world.broker import RecordingTimer
 
 
 @pytest.fixture

@@ -24,11 +24,11 @@ from delaytasks.runtime import runtime_of
 from delaytasks.storage import engines as needless_rollbacks
 from delaytasks.storage.store import Store
 from delaytasks.timers import arming as background
-from delaytasks.worker.processes import runner_of
 from tests.conformance.query_plans import assert_no_scan, plans
 from tests.conformance.store_rows import entry, task
 from tests.conftest import open_store
 from tests.proxy import Proxy, proxy_to
+from tests.recording import runner_of
 from tests.running import delete_keys
 
 # The number of round trips to each database and broker per call and per chunk

@@ -24,9 +24,9 @@ from delaytasks.storage.state_queries import LiveRows
 from delaytasks.storage.store import Store
 from delaytasks.storage.sweep_queries import OverdueRows
 from delaytasks.worker.celery_tasks import processes_of
-from delaytasks.worker.processes import runner_of
 from delaytasks.worker.worker_runtime import WorkerRuntime
-from tests.recording import RecordingTimer, RunnerHarness
+from tests.recording import RunnerHarness, runner_of
+from tests.world.broker import RecordingTimer
 
 # Rows that were deferred because no worker had a processor for their tag
 

@@ -32,8 +32,9 @@ from delaytasks.durable_eta.stored_message import StoredMessage
 from delaytasks.operations import durable_calls as revocations
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
-from tests.recording import RecordingTimer, record, run_now
+from tests.recording import record, run_now
 from tests.refusals import invalid
+from tests.world.broker import RecordingTimer
 
 
 def _remind(*args: Any, **kwargs: Any) -> None: ...

@@ -18,9 +18,8 @@ from delaytasks.core.text import NO_KEY
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
 from delaytasks.worker.celery_tasks import processes_of
-from delaytasks.worker.processes import runner_of
 from tests.doc_pages import ROOT, blocks
-from tests.recording import delays_on, new_key, record, run_now
+from tests.recording import delays_on, new_key, record, run_now, runner_of
 
 OLD, NEW = new_key(), new_key()
 BODY = {"card": "bOdY-cAnArY", "text": "tab\t\\ é 😀"}

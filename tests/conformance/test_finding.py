@@ -23,8 +23,9 @@ from delaytasks.storage.types import for_database
 from tests.conformance.bulk_tasks import NOON
 from tests.conformance.bulk_tasks import put as change
 from tests.conformance.store_rows import add, put, seconds
-from tests.recording import RecordingTimer, RunnerHarness, counted
+from tests.recording import RunnerHarness, counted
 from tests.refusals import invalid
+from tests.world.broker import RecordingTimer
 
 # Look up and count rows, and read the clock, on every database
 

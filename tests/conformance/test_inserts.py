@@ -25,8 +25,9 @@ from delaytasks.storage.store import Store
 from tests.conformance.query_plans import plans
 from tests.conformance.store_rows import NASTY, add, read, seconds, task
 from tests.conftest import open_store
-from tests.recording import RecordingTimer, RunnerHarness, counted
+from tests.recording import RunnerHarness, counted
 from tests.refusals import invalid
+from tests.world.broker import RecordingTimer
 
 # Rows that are inserted, on every database
 

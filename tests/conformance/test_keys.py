@@ -24,7 +24,8 @@ from delaytasks.storage.claims import Claims
 from delaytasks.storage.database import Database
 from delaytasks.storage.store import Store
 from tests.conformance.store_rows import entry, keyed, read, task
-from tests.recording import ManualClock, RecordingTimer, delays_on, record
+from tests.recording import ManualClock, delays_on, record
+from tests.world.broker import RecordingTimer
 
 # Keys, on every database: a tag has at most one live task with the same key
 

@@ -39,8 +39,9 @@ from tests.conformance.store_rows import (
     seconds,
     task,
 )
-from tests.recording import RecordingTimer, RunnerHarness, record_sweeps
+from tests.recording import RunnerHarness, record_sweeps
 from tests.waiting import wait_until
+from tests.world.broker import RecordingTimer
 
 # Leases and row locks, on every database
 

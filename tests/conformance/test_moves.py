@@ -35,8 +35,8 @@ from tests.conformance.store_rows import (
     task,
 )
 from tests.proxy import Proxy
-from tests.recording import RecordingTimer
 from tests.waiting import wait_until
+from tests.world.broker import RecordingTimer
 
 # Cancel, reschedule, retry and touch single rows, on every database
 

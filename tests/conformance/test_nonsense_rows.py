@@ -17,8 +17,7 @@ from delaytasks.core.errors import DelayTaskError, TaskStateError
 from delaytasks.core.interfaces import Entry
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
-from delaytasks.worker.processes import runner_of
-from tests.recording import delays_on, record
+from tests.recording import delays_on, record, runner_of
 
 pytestmark = pytest.mark.slow
 

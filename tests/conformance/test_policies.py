@@ -21,11 +21,11 @@ from delaytasks.runtime import runtime_of
 from delaytasks.storage import policy_rows as store_holding
 from delaytasks.storage.store import Store
 from delaytasks.worker import chunk_request
-from delaytasks.worker.processes import runner_of
 from tests.conformance.store_rows import counts_moves
 from tests.conftest import empty
-from tests.recording import CrashError, RecordingTimer, counted, delays_on, record, record_sweeps
+from tests.recording import CrashError, counted, delays_on, record, record_sweeps, runner_of
 from tests.refusals import invalid
+from tests.world.broker import RecordingTimer
 
 PREFIX = "pol_"
 HOUR = 3600.0

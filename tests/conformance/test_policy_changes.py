@@ -24,8 +24,8 @@ from delaytasks.storage.policy_rows import PolicyTable
 from delaytasks.storage.store import Store
 from delaytasks.storage.types import db_now_plus
 from tests.conftest import settings_for
-from tests.recording import RecordingTimer
 from tests.waiting import wait_until
+from tests.world.broker import RecordingTimer
 
 MANY = 3000
 

@@ -26,7 +26,8 @@ from delaytasks.storage.sweep_queries import OverdueRows
 from tests.conformance.query_plans import assert_no_scan, plans
 from tests.conformance.store_rows import entry, read, seconds, task
 from tests.conftest import open_store
-from tests.recording import RecordingTimer, counted, delays_on
+from tests.recording import counted, delays_on
+from tests.world.broker import RecordingTimer
 
 pytestmark = pytest.mark.slow
 

@@ -38,7 +38,7 @@ from delaytasks.storage.types import db_now_plus
 from delaytasks.storage.worker_table import WorkerTable
 from tests.conformance.store_rows import add, entry, keyed, put, seconds, task
 from tests.conftest import settings_for
-from tests.recording import RecordingTimer
+from tests.world.broker import RecordingTimer
 
 # The queries of the sweep, and the registry of workers, on every database
 

@@ -15,7 +15,8 @@ from delaytasks.core.filters import Filter
 from delaytasks.core.ids import IdMaker
 from delaytasks.storage.store import Store
 from tests.conformance.bulk_tasks import counts, pass_a_moment, put
-from tests.recording import ManualClock, RecordingTimer, RunnerHarness
+from tests.recording import ManualClock, RunnerHarness
+from tests.world.broker import RecordingTimer
 
 # Hours that occur twice or never, and leap days: rows store UTC in every process time zone,
 # and no task is due early

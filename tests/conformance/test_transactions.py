@@ -28,7 +28,8 @@ from delaytasks.storage import inserts, row_lists
 from delaytasks.storage.sessions import _waiting, transaction_of
 from delaytasks.storage.store import Store
 from tests.conformance.store_rows import status_columns
-from tests.recording import RecordingTimer, delays_on, record
+from tests.recording import delays_on, record
+from tests.world.broker import RecordingTimer
 
 
 class SessionCaller:

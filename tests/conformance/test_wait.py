@@ -13,8 +13,7 @@ from delaytasks import DelayTask, DelayTasks, Fail, Status, TaskNotFoundError, W
 from delaytasks.core.interfaces import Entry
 from delaytasks.operations import single_tasks as tasks
 from delaytasks.runtime import runtime_of
-from delaytasks.worker.processes import runner_of
-from tests.recording import engine_at
+from tests.recording import engine_at, runner_of
 from tests.recording import run as run_coroutine
 from tests.waiting import wait_until
 

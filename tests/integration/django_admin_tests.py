@@ -28,7 +28,7 @@ from delaytasks.contrib.django.models import DelayTaskRow
 from delaytasks.contrib.django.mounting import console_urls
 from delaytasks.core.task import DelayTask
 from delaytasks.runtime import runtime_of
-from delaytasks.worker.processes import runner_of
+from tests.recording import runner_of
 
 plain = admin.AdminSite("plain")
 plain.register(DelayTaskRow)

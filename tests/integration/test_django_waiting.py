@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from delaytasks.runtime import runtime_of
-from delaytasks.worker.processes import runner_of
+from tests.recording import runner_of
 
 pytest.importorskip("django")
 

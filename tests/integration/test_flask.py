@@ -26,8 +26,8 @@ from delaytasks.core.errors import ConfigError, SessionUnusableError, StoreError
 from delaytasks.core.interfaces import Entry
 from delaytasks.runtime import runtime_of
 from delaytasks.testing import create_tables
-from delaytasks.worker.processes import runner_of
 from tests.integration.shops import ExampleShop, new_database
+from tests.recording import runner_of
 from tests.running import ROOT
 
 pytest.importorskip("flask_sqlalchemy")

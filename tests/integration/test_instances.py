@@ -17,7 +17,7 @@ from delaytasks.current import set_project_delays
 from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
 from delaytasks.timers.arming import SWEEP
-from delaytasks.worker.processes import runner_of
+from tests.recording import runner_of
 from tests.running import Deployment
 from tests.services import RabbitServer
 
@@ -93,7 +93,7 @@ def schema_url(postgresql_url: str) -> tuple[str, str]:
 
 def test_deployments_share_a_database_by_schema_or_prefix(schema_url: tuple[str, str]) -> None:
     url, schema = schema_url
-    apart = [{"table_schema": schema}, {"table_prefix": "a_"}, {"table_prefix": "b_"}]
+    apart = [{"table_prefix": f"{schema}."}, {"table_prefix": "a_"}, {"table_prefix": "b_"}]
     made = [
         DelayTasks(Celery(str(n), broker="memory://", set_as_current=False), url, **s)
         for n, s in enumerate(apart)

@@ -23,10 +23,9 @@ from delaytasks.storage import migrations
 from delaytasks.storage.database import Database
 from delaytasks.storage.schema import build_schema
 from delaytasks.storage.store import Store
-from delaytasks.worker.processes import runner_of
 from tests.conftest import settings_for
 from tests.doc_pages import block_beginning
-from tests.recording import delays_on
+from tests.recording import delays_on, runner_of
 from tests.running import ROOT
 
 UTC = timezone.utc

@@ -28,9 +28,8 @@ from delaytasks.storage.schema import build_schema
 from delaytasks.storage.state_queries import FactReader, Stats
 from delaytasks.storage.store import Store
 from delaytasks.storage.sweep_queries import OverdueRows
-from delaytasks.worker.processes import runner_of
 from tests.conftest import settings_for
-from tests.recording import delays_on, record
+from tests.recording import delays_on, record, runner_of
 from tests.running import ROOT
 from tests.services import own_database
 

@@ -26,7 +26,7 @@ from delaytasks.runtime import runtime_of
 from delaytasks.serving import make_server
 from delaytasks.statistics.statistics_table import StatisticsTable, Unwritten
 from delaytasks.storage.types import db_now_plus
-from delaytasks.worker.processes import runner_of
+from tests.recording import runner_of
 from tests.waiting import wait_until
 
 #: Text that other users may write into tags, keys, bodies and errors.

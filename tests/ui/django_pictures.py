@@ -49,8 +49,8 @@ def _fill() -> int:
     from sqlalchemy import func, update
 
     from delaytasks.runtime import runtime_of
-    from delaytasks.worker.processes import runner_of
     from tests.integration.django_admin_tests import delays
+    from tests.recording import runner_of
 
     @delays.processor("pay.notify", retries="1ms")
     def notify(body: Any) -> None:

@@ -17,7 +17,7 @@ from sqlalchemy import delete, func, update
 from delaytasks import DelayTasks, NewTask
 from delaytasks.console.requests import EXTENSION
 from delaytasks.runtime import runtime_of
-from delaytasks.worker.processes import runner_of
+from tests.recording import runner_of
 from tests.ui import console_site
 from tests.ui.chromium import chromium, draw_page, find_chromium
 from tests.ui.console_site import Site, fill, make_delays, served, write_runs

@@ -19,8 +19,8 @@ from delaytasks.runtime import runtime_of
 from delaytasks.statistics.statistics_table import StatisticsTable, WorkerCounts
 from delaytasks.storage import state_queries as failed_rows
 from delaytasks.storage.types import db_now_plus
-from delaytasks.worker.processes import runner_of
 from tests.conformance.query_plans import plans
+from tests.recording import runner_of
 from tests.ui.console_site import Site, make_delays
 
 CLOCK = r"(\w+ \d+, )?\d\d:\d\d UTC"

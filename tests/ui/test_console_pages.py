@@ -24,8 +24,8 @@ from delaytasks.operations.verdict import verdict_of
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.searching import SearchTimeoutError
 from delaytasks.storage.types import db_now_plus
-from delaytasks.worker.processes import runner_of
 from tests.conformance.query_plans import plans
+from tests.recording import runner_of
 from tests.ui.console_site import Site, chart_titles, fill, make_delays, post
 
 PAGES = "/ /tasks /tags /failures /forecast /recurring /policies /queues /workers /audit".split()

@@ -23,7 +23,8 @@ from delaytasks.maintenance import sweeper
 from delaytasks.maintenance.sweeper import Sweeper
 from delaytasks.storage.rows import values_of
 from tests.conftest import open_store, settings_for
-from tests.recording import CrashError, RecordingTimer, counted
+from tests.recording import CrashError, counted
+from tests.world.broker import RecordingTimer
 
 # -- sweeps on an SQLite file, with a timer that records what it is given -------------------------
 

@@ -17,7 +17,6 @@ from delaytasks.core.clock import to_us
 from delaytasks.core.interfaces import Claimed, Entry, Recovered, Settlement, UnclaimedRow
 from delaytasks.core.states import SettlingMove
 from delaytasks.execution.runner import Report, Runner
-from delaytasks.runtime import runtime_of
 from delaytasks.storage.leases import Renewed
 from delaytasks.storage.rows import values_of
 from delaytasks.storage.store import Store
@@ -58,9 +57,12 @@ class World:
         settings = {"table_prefix": prefix, "tags": "any", **settings}
         self.delays = DelayTasks(app, url, **settings)
         self.broker = WorldBroker()
-        self.runtime: Any = runtime_of(self.delays)
+        self.runtime: Any = self.delays._make_runtime()
         self.runtime.store = store
         self.runtime.timer = self.runtime.producer_timer = self.broker
+        before = self.delays._exchange_runtime(self.runtime, is_in_test=False)
+        if before is not None:
+            before.close()
         #: The events of the instance, each with its fields.
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.delays.events.subscribe(lambda name, fields: self.events.append((name, fields)))
@@ -116,8 +118,8 @@ class World:
         """Run what the due messages and the drain requests name, and return the reports."""
         entries = self.broker.take(to_us(self.now()))
         reports = [self.worker(by).run_entries(entries)] if entries else []
-        for request in self.broker.take_drain_requests():
-            reports.append(self.worker(by).drain(request.queue, priorities=request.priorities))
+        for queue, priorities, _ in self.broker.take_requested_drains():
+            reports.append(self.worker(by).drain(queue, priorities=priorities))
         return reports
 
     def settle(
@@ -175,8 +177,8 @@ class World:
                     moves = ", ".join(f"{name} = {earlier.format(name)}" for name in instants)
                     connection.execute(text(f"UPDATE {table.fullname} SET {moves}"), {"s": seconds})
         moved = int(seconds * 1e6)
-        self.broker.messages = [
-            entry._replace(due_us=entry.due_us - moved) for entry in self.broker.messages
+        self.broker.armed = [
+            entry._replace(due_us=entry.due_us - moved) for entry in self.broker.armed
         ]
 
     def worker(self, name: str = "worker-1", **options: Any) -> Worker:

@@ -23,8 +23,8 @@ from sqlalchemy import update
 from delaytasks.core.interfaces import Entry
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.types import db_now_plus
-from delaytasks.worker.processes import runner_of
 from tests.integration.cli.project import HOSTILE, ROOT, Project
+from tests.recording import runner_of
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from delaytasks.core.interfaces import Entry
 from delaytasks.core.task import DelayTask
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.types import db_now_plus
-from delaytasks.worker.processes import runner_of
 from tests.integration.cli.project import Project
+from tests.recording import runner_of
 
 
 def overdue(shop: Project, tag: str = "ok", **options: Any) -> DelayTask:

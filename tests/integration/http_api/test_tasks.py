@@ -16,8 +16,8 @@ from delaytasks.core.run_counts import RunCounts
 from delaytasks.http_api.routes import ROUTES, instant_of, make_api
 from delaytasks.runtime import runtime_of
 from delaytasks.statistics.statistics_table import StatisticsTable, Unwritten
-from delaytasks.worker.processes import runner_of
 from tests.integration.http_api.conftest import ApiCaller, ApiSite
+from tests.recording import runner_of
 from tests.running import ROOT
 
 FAR = "2222-01-01T00:00:00Z"

@@ -20,10 +20,9 @@ from delaytasks.core.settings import load_settings
 from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
 from delaytasks.webhooks import http_callbacks as addresses
-from delaytasks.worker.processes import runner_of
 from tests.integration.http_callbacks.caller import PATIENCE_S, SECRETS, Caller, task
 from tests.proxy import WebServer, answer, reset
-from tests.recording import delays_on, run_now
+from tests.recording import delays_on, run_now, runner_of
 from tests.refusals import invalid
 from tests.services import free_port
 
