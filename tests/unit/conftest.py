@@ -1,18 +1,14 @@
-"""Provide test harnesses, each with its own SQLite file."""
+"""Worlds and stores of unit tests are on SQLite."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
+from delaytasks.storage.store import Store
 from tests.conftest import open_store
-from tests.recording import RunnerHarness
 from tests.unit import worker_harness
-
-Make = Callable[..., RunnerHarness]
 
 
 @pytest.fixture(autouse=True)
@@ -21,20 +17,8 @@ def _close_runtimes() -> Iterator[None]:
     worker_harness.close_all()
 
 
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    made: list[RunnerHarness] = []
-
-    def new(may_detach: bool = False, **changes: Any) -> RunnerHarness:
-        store = open_store(f"sqlite:///{tmp_path / f'{len(made)}.sqlite3'}", **changes)
-        made.append(RunnerHarness(store, may_detach, **changes))
-        return made[-1]
-
-    yield new
-    for bench in made:
-        bench.store.close()
-
-
-@pytest.fixture
-def bench(make: Make) -> RunnerHarness:
-    return make()
+@pytest.fixture(scope="session")
+def session_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    store = open_store(f"sqlite:///{tmp_path_factory.mktemp('unit') / 'world.sqlite3'}")
+    yield store
+    store.close()

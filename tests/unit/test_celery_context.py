@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -24,8 +25,8 @@ from delaytasks.core.workers import NO_RENEWAL
 from delaytasks.execution.executor import Lease, ProcessorCall, RunResult, TaskRun
 from delaytasks.processors.registry import EventLoop, ProcessorSpec, Registry, result_of
 from delaytasks.worker.celery_context import CeleryTaskContext, row_in_context
-from tests.recording import ManualClock, RunnerHarness
-from tests.unit.conftest import Make
+from tests.recording import ManualClock
+from tests.world import World
 
 # -- celery exposes the row whose processor is running --------------------------------------------
 
@@ -267,7 +268,7 @@ def exit_politely() -> None:
 
 @pytest.mark.parametrize("outcome", ["Fail", "raises, the last time"])
 def test_a_failure_is_reported_while_its_exception_is_handled(
-    bench: RunnerHarness, sent: Signals, outcome: str
+    world: World, sent: Signals, outcome: str
 ) -> None:
     """Elastic APM calls `sys.exc_info()` in its receiver, and names the function of the task."""
     seen = []
@@ -281,8 +282,8 @@ def test_a_failure_is_reported_while_its_exception_is_handled(
     def close_order(body: Any) -> Any:
         return OUTCOMES[outcome][0]()
 
-    bench.registry.processor("one")(close_order)
-    bench.run(bench.schedule("one", 7))
+    world.delays.processor("one")(close_order)
+    world.run(world.schedule("one", 7))
     [(is_handled, traceback, innermost, name)] = seen
     assert is_handled
     assert traceback is not None
@@ -295,19 +296,19 @@ def test_a_failure_is_reported_while_its_exception_is_handled(
 @pytest.mark.parametrize("mode", ["single", "batch", "in_flight"])
 @pytest.mark.parametrize("outcome", OUTCOMES)
 def test_each_signal_has_the_outcome_of_the_row(
-    bench: RunnerHarness, sent: Signals, outcome: str, mode: str
+    world: World, sent: Signals, outcome: str, mode: str
 ) -> None:
     ends, is_last, signal, status = OUTCOMES[outcome]
     options: dict[str, Any] = {"batch": {"batch": 10}, "in_flight": {"in_flight": 5}}.get(mode, {})
-    bench.registry.processor("one", retries="1h", **options)(lambda given: ends())
+    world.delays.processor("one", retries="1h", **options)(lambda given: ends())
     watching = Watching()
-    bench.runner = bench.make_runner(watcher=lambda: watching)
-    tasks = [bench.schedule("one", number) for number in range(3)]
+    world.worker(watcher=watching)
+    tasks = [world.schedule("one", number) for number in range(3)]
     for task in tasks:
         if is_last:
-            bench.change(task, attempts=1)
-    bench.run(*tasks)
-    assert bench.statuses(tasks) == [status] * 3
+            world.change(task, attempts=1)
+    world.run(*tasks)
+    assert world.statuses(tasks) == [status] * 3
     assert [sent.name(task) for task in tasks] == [signal] * 3
     assert len(watching.moves) == 3
     called = tasks[:1] if mode == "batch" else tasks
@@ -315,14 +316,14 @@ def test_each_signal_has_the_outcome_of_the_row(
     assert sent.states == {str(task.id): STATES[signal] for task in called}
 
 
-def test_each_task_of_a_batch_has_its_own_signal(bench: RunnerHarness, sent: Signals) -> None:
+def test_each_task_of_a_batch_has_its_own_signal(world: World, sent: Signals) -> None:
     def work(tasks: list[DelayTask]) -> dict[int, Any]:
         return {task.id: outcome for task, outcome in zip(tasks, ends, strict=True)}
 
     ends = [None, Fail("broken"), Retry("5m"), Cancel("not needed"), Done(7)]
-    bench.registry.processor("batch", batch=10)(work)
-    tasks = [bench.schedule("batch", number) for number in range(len(ends))]
-    bench.run(*tasks)
+    world.delays.processor("batch", batch=10)(work)
+    tasks = [world.schedule("batch", number) for number in range(len(ends))]
+    world.run(*tasks)
     assert [sent.name(task) for task in tasks] == [
         "success",
         "failure",
@@ -339,27 +340,27 @@ def test_each_task_of_a_batch_has_its_own_signal(bench: RunnerHarness, sent: Sig
 
 @pytest.mark.parametrize("options", [{}, {"batch": 10}, {"in_flight": 5}])
 def test_an_unreadable_body_is_signalled_as_a_failure(
-    bench: RunnerHarness, sent: Signals, options: Any
+    world: World, sent: Signals, options: Any
 ) -> None:
-    bench.registry.processor("one", **options)(lambda given: None)
-    good, bad = bench.schedule("one", 1), bench.schedule("one", 2)
-    bench.change(bad, message_body="{nope")
-    bench.run(good, bad)
-    assert bench.statuses([good, bad]) == ["DONE", "FAILED"]
+    world.delays.processor("one", **options)(lambda given: None)
+    good, bad = world.schedule("one", 1), world.schedule("one", 2)
+    world.change(bad, message_body="{nope")
+    world.run(good, bad)
+    assert world.statuses([good, bad]) == ["DONE", "FAILED"]
     assert (sent.name(good), sent.name(bad)) == ("success", "failure")
     assert sent.states[str(bad.id)] == "FAILURE"
 
 
-def test_signals_have_the_arguments_that_receivers_use(bench: RunnerHarness, sent: Signals) -> None:
-    bench.registry.processor("fail")(lambda body: Fail("the card was refused"))
-    bench.registry.processor("retry")(lambda body: Retry("5m", "busy"))
-    bench.registry.processor("raise")(raise_error)
+def test_signals_have_the_arguments_that_receivers_use(world: World, sent: Signals) -> None:
+    world.delays.processor("fail")(lambda body: Fail("the card was refused"))
+    world.delays.processor("retry")(lambda body: Retry("5m", "busy"))
+    world.delays.processor("raise")(raise_error)
     fail, retry, raises = (
-        bench.schedule("fail", 7),
-        bench.schedule("retry"),
-        bench.schedule("raise"),
+        world.schedule("fail", 7),
+        world.schedule("retry"),
+        world.schedule("raise"),
     )
-    bench.run(fail, retry, raises)
+    world.run(fail, retry, raises)
     failure = sent.fields(fail)
     assert str(failure["exception"]) == "the card was refused"
     assert failure["args"] == (7,)
@@ -384,28 +385,22 @@ def app() -> Celery:
     return Celery(broker="memory://nowhere", set_as_current=False)
 
 
-@pytest.fixture
-def bench(make: Make, app: Celery) -> RunnerHarness:
-    made = make()
-    made.execute = CeleryTaskContext(app, "w@host", made.clock)  # type: ignore[method-assign]
-    made.runner = made.make_runner()
-    return made
+_numbers = itertools.count()
 
 
-def run(
-    bench: RunnerHarness, function: Callable[[], Any], attempts: int = 0, **options: Any
-) -> DelayTask:
+def run(world: World, function: Callable[[], Any], attempts: int = 0, **options: Any) -> DelayTask:
     """Run a task that has already had `attempts` attempts, and return the stored task."""
-    bench.registry.processor("celery", **options)(lambda given: function())
-    task = bench.schedule("celery", {"n": 1})
-    bench.change(task, attempts=attempts)
-    bench.run(task)
-    return bench.now(task)
+    tag = f"celery-{next(_numbers)}"
+    world.delays.processor(tag, **options)(lambda given: function())
+    task = world.schedule(tag, {"n": 1})
+    world.change(task, attempts=attempts)
+    world.run(task)
+    return world.read(task)
 
 
-def waits(bench: RunnerHarness, task: DelayTask) -> timedelta:
+def waits(world: World, task: DelayTask) -> timedelta:
     assert task.status.name == "NOT_COMPLETE"
-    return task.expected_time - bench.clock.now()
+    return task.expected_time - world.now()
 
 
 def retry(**options: Any) -> Callable[[], Any]:
@@ -421,29 +416,29 @@ SECOND = timedelta(seconds=2)
 @pytest.mark.parametrize(
     "options", [{}, {"batch": 5}, {"in_flight": 5}], ids=["single", "batch", "in_flight"]
 )
-def test_current_task_retry_is_a_retry(bench: RunnerHarness, options: Any) -> None:
-    task = run(bench, retry(countdown=600, exc=ValueError("the bank is closed")), **options)
-    assert abs(waits(bench, task) - timedelta(seconds=600)) < SECOND
+def test_current_task_retry_is_a_retry(world: World, options: Any) -> None:
+    task = run(world, retry(countdown=600, exc=ValueError("the bank is closed")), **options)
+    assert abs(waits(world, task) - timedelta(seconds=600)) < SECOND
     assert task.attempts == 1
     assert "ValueError: the bank is closed" in (task.error or "")
 
 
 def test_a_retry_without_a_countdown_takes_the_next_delay_of_the_retry_schedule(
-    bench: RunnerHarness,
+    world: World,
 ) -> None:
-    task = run(bench, retry(), attempts=1, retries="1m 1h")
-    assert abs(waits(bench, task) - timedelta(hours=1)) < SECOND
+    task = run(world, retry(), attempts=1, retries="1m 1h")
+    assert abs(waits(world, task) - timedelta(hours=1)) < SECOND
 
 
-def test_a_retry_past_the_retry_schedule_fails(bench: RunnerHarness) -> None:
-    task = run(bench, retry(exc=ValueError("still closed")), attempts=2, retries="1m 1h")
+def test_a_retry_past_the_retry_schedule_fails(world: World) -> None:
+    task = run(world, retry(exc=ValueError("still closed")), attempts=2, retries="1m 1h")
     assert task.status.name == "FAILED"
     assert "still closed" in (task.error or "")
 
 
-def test_a_tag_without_a_retry_schedule_has_celerys_defaults(bench: RunnerHarness) -> None:
-    task = run(bench, retry())
-    assert abs(waits(bench, task) - CELERYS_WAIT) < SECOND
+def test_a_tag_without_a_retry_schedule_has_celerys_defaults(world: World) -> None:
+    task = run(world, retry())
+    assert abs(waits(world, task) - CELERYS_WAIT) < SECOND
 
 
 @pytest.mark.parametrize(
@@ -451,44 +446,41 @@ def test_a_tag_without_a_retry_schedule_has_celerys_defaults(bench: RunnerHarnes
     [({}, "MaxRetriesExceededError"), ({"exc": ValueError("closed")}, "ValueError: closed")],
     ids=["without an error", "with an error"],
 )
-def test_a_retry_beyond_max_retries_fails(bench: RunnerHarness, options: Any, said: str) -> None:
-    task = run(bench, retry(**options), attempts=3)
+def test_a_retry_beyond_max_retries_fails(world: World, options: Any, said: str) -> None:
+    task = run(world, retry(**options), attempts=3)
     assert task.status.name == "FAILED"
     assert said in (task.error or "")
-    other = run(bench, retry(max_retries=9), attempts=3)
+    other = run(world, retry(max_retries=9), attempts=3)
     assert other.status.name == "NOT_COMPLETE"
 
 
-def test_a_retry_with_an_eta_is_due_at_the_eta(bench: RunnerHarness) -> None:
-    task = run(bench, lambda: retry(eta=bench.clock.now() + timedelta(minutes=7))())
-    assert abs(waits(bench, task) - timedelta(minutes=7)) < SECOND
-    naive = run(
-        bench, lambda: retry(eta=(bench.clock.now() - timedelta(hours=1)).replace(tzinfo=None))()
-    )
-    assert abs(waits(bench, naive)) < SECOND, (
+def test_a_retry_with_an_eta_is_due_at_the_eta(world: World) -> None:
+    task = run(world, lambda: retry(eta=world.now() + timedelta(minutes=7))())
+    assert abs(waits(world, task) - timedelta(minutes=7)) < SECOND
+    naive = run(world, lambda: retry(eta=(world.now() - timedelta(hours=1)).replace(tzinfo=None))())
+    assert abs(waits(world, naive)) < SECOND, (
         "naive is UTC, as the app has it, and what is over is now"
     )
 
 
-def test_a_retry_exception_that_is_raised_or_returned_is_a_retry(bench: RunnerHarness) -> None:
+def test_a_retry_exception_that_is_raised_or_returned_is_a_retry(world: World) -> None:
     def ask() -> None:
         raise CeleryRetry("busy", when=60)
 
     for function in (ask, lambda: CeleryRetry("busy", when=60)):
-        task = run(bench, function)
-        assert abs(waits(bench, task) - timedelta(minutes=1)) < SECOND
+        task = run(world, function)
+        assert abs(waits(world, task) - timedelta(minutes=1)) < SECOND
         assert "busy" in (task.error or "")
-        bench.registry._processors.clear()
 
 
 def test_the_retry_of_a_celery_task_that_a_processor_calls_retries_the_row(
-    bench: RunnerHarness, app: Celery
+    world: World, app: Celery
 ) -> None:
     @app.task(bind=True)
     def charge(self: Task) -> None:
         raise self.retry(countdown=5, exc=ValueError("closed"))
 
-    task = run(bench, lambda: charge(), retries="1m")
+    task = run(world, lambda: charge(), retries="1m")
     assert task.status.name == "NOT_COMPLETE"
     assert "ValueError: closed" in (task.error or "")
 
@@ -502,9 +494,9 @@ def test_the_retry_of_a_celery_task_that_a_processor_calls_retries_the_row(
     ],
 )
 def test_the_error_names_options_that_a_retry_does_not_support(
-    bench: RunnerHarness, options: Any, said: str
+    world: World, options: Any, said: str
 ) -> None:
-    task = run(bench, retry(**options))
+    task = run(world, retry(**options))
     assert task.status.name == "FAILED"
     assert said in (task.error or "")
 
@@ -514,32 +506,32 @@ def test_the_error_names_options_that_a_retry_does_not_support(
     "options", [{}, {"batch": 5}, {"in_flight": 5}], ids=["single", "batch", "in_flight"]
 )
 def test_other_control_exceptions_of_celery_are_errors_that_name_the_outcomes(
-    bench: RunnerHarness, error: Exception, options: Any
+    world: World, error: Exception, options: Any
 ) -> None:
     def end() -> None:
         raise error
 
-    task = run(bench, end, **options)
+    task = run(world, end, **options)
     assert task.status.name == "FAILED"
     assert f"raised celery.exceptions.{type(error).__name__}" in (task.error or "")
     assert "Snooze(after), Cancel(reason)" in (task.error or "")
 
 
 @pytest.mark.parametrize("call", ["delay", "apply_async", "s"])
-def test_a_tag_cannot_be_sent_as_a_message(bench: RunnerHarness, call: str) -> None:
+def test_a_tag_cannot_be_sent_as_a_message(world: World, call: str) -> None:
     def send() -> None:
         made = getattr(current_task, call)()
         made.apply_async()
 
-    task = run(bench, send)
+    task = run(world, send)
     assert task.status.name == "FAILED"
-    assert "use schedule_delay('celery', body, delay)" in (task.error or "")
+    assert f"use schedule_delay('{task.tag}', body, delay)" in (task.error or "")
 
 
 # -- coroutine tasks ------------------------------------------------------------------------------
 
 
-def test_rows_that_interleave_have_requests_of_their_own(bench: RunnerHarness) -> None:
+def test_rows_that_interleave_have_requests_of_their_own(world: World) -> None:
     seen: list[tuple[Any, ...]] = []
     all_there = asyncio.Barrier(6) if hasattr(asyncio, "Barrier") else None
 
@@ -557,18 +549,18 @@ def test_rows_that_interleave_have_requests_of_their_own(bench: RunnerHarness) -
         await asyncio.sleep(0)
         return int(current_task.request.id)
 
-    bench.registry.processor("a")(look)
-    bench.registry.processor("b")(look)
-    tasks = [bench.schedule(tag) for tag in "aaabbb"]
-    bench.run(*tasks)
-    assert set(bench.statuses(tasks)) == {"DONE"}
+    world.delays.processor("a")(look)
+    world.delays.processor("b")(look)
+    tasks = [world.schedule(tag) for tag in "aaabbb"]
+    world.run(*tasks)
+    assert set(world.statuses(tasks)) == {"DONE"}
     assert len(seen) == 36
     for tag, id, name, shown, other in seen:
         assert (name, shown, other) == (tag, id, id)
 
 
 def test_a_celery_task_that_a_coroutine_calls_is_current_meanwhile(
-    bench: RunnerHarness, app: Celery
+    world: World, app: Celery
 ) -> None:
     names: list[str] = []
 
@@ -576,16 +568,16 @@ def test_a_celery_task_that_a_coroutine_calls_is_current_meanwhile(
     def charge(self: Task) -> None:
         names.append(current_task.name)
 
-    @bench.registry.processor("a")
+    @world.delays.processor("a")
     async def ask(given: Any) -> None:
         charge()
         names.append(current_task.name)
 
-    bench.run(bench.schedule("a"))
+    world.run(world.schedule("a"))
     assert names == ["charge", "a"]
 
 
-def test_outside_of_rows_the_event_loop_has_no_worker_task(bench: RunnerHarness) -> None:
+def test_outside_of_rows_the_event_loop_has_no_worker_task(world: World) -> None:
     async def find() -> tuple[Any, Any]:
         task = get_current_task()
         return get_current_worker_task(), task and task.request.id

@@ -32,10 +32,9 @@ from delaytasks.core.states import Status
 from delaytasks.processors.registry import Registry
 from delaytasks.runtime import runtime_of
 from delaytasks.testing import create_tables
-from delaytasks.worker.celery_context import CeleryTaskContext
-from tests.conftest import open_store
-from tests.recording import RunnerHarness, counted, delays_on, record
+from tests.recording import delays_on, record
 from tests.refusals import invalid
+from tests.world import World
 
 # -- handles --------------------------------------------------------------------------------------
 
@@ -187,16 +186,9 @@ def even(body: int) -> int:
     return body
 
 
-@pytest.fixture
-def bench(sqlite_path: Callable[[], str]) -> Iterator[RunnerHarness]:
-    made = RunnerHarness(open_store(sqlite_path()))
-    yield made
-    made.store.close()
-
-
-def takes(bench: RunnerHarness, tag: str, schema: Callable[..., Any], **options: Any) -> list[Any]:
+def takes(world: World, tag: str, schema: Callable[..., Any], **options: Any) -> list[Any]:
     given: list[Any] = []
-    bench.registry.processor(tag, schema=schema, **options)(lambda body: given.append(body))
+    world.delays.processor(tag, schema=schema, **options)(lambda body: given.append(body))
     return given
 
 
@@ -210,48 +202,46 @@ def takes(bench: RunnerHarness, tag: str, schema: Callable[..., Any], **options:
     ],
 )
 def test_a_processor_receives_the_body_converted_by_its_schema(
-    bench: RunnerHarness, schema: Any, body: Any, given: Any
+    world: World, schema: Any, body: Any, given: Any
 ) -> None:
-    seen = takes(bench, "order", schema)
-    bench.run(bench.schedule("order", body))
+    seen = takes(world, "order", schema)
+    world.run(world.schedule("order", body))
     assert seen == [given]
 
 
-def test_a_model_is_stored_as_it_dumps_itself_and_read_again(bench: RunnerHarness) -> None:
-    seen = takes(bench, "order", Model)
-    task = bench.schedule("order", Model(7))
+def test_a_model_is_stored_as_it_dumps_itself_and_read_again(world: World) -> None:
+    seen = takes(world, "order", Model)
+    task = world.schedule("order", Model(7))
     assert task.body == {"number": 7}
-    bench.run(task)
+    world.run(task)
     assert seen[0].number == 7
 
 
-def test_a_dataclass_needs_no_schema_to_be_scheduled(bench: RunnerHarness) -> None:
-    assert bench.schedule("note", Order(7)).body == {"number": 7, "note": ""}
+def test_a_dataclass_needs_no_schema_to_be_scheduled(world: World) -> None:
+    assert world.schedule("note", Order(7)).body == {"number": 7, "note": ""}
     with invalid("body"):
-        bench.schedule("note", Order)
+        world.schedule("note", Order)
 
 
 @pytest.mark.parametrize(
     ("schema", "body"),
     [(Order, {"nummer": 7}), (Order, [7]), (Order, None), (even, 3), (even, "x"), (Model, {})],
 )
-def test_a_body_that_is_refused_is_not_scheduled(
-    bench: RunnerHarness, schema: Any, body: Any
-) -> None:
-    takes(bench, "order", schema)
+def test_a_body_that_is_refused_is_not_scheduled(world: World, schema: Any, body: Any) -> None:
+    takes(world, "order", schema)
     with pytest.raises(BodyRefusedError, match="refuses the body of a task of tag 'order'"):
-        bench.schedule("order", body)
-    assert not any(counted(bench.store).values())
+        world.schedule("order", body)
+    assert not any(world.counted().values())
 
 
 def test_a_body_that_the_schema_refuses_fails_without_a_retry(
-    bench: RunnerHarness,
+    world: World,
 ) -> None:
-    task = bench.schedule("order", {"nummer": 7})
-    seen = takes(bench, "order", Order, retries="10s 10s")
-    bench.run(task)
-    assert (seen, bench.now(task).status) == ([], Status.FAILED)
-    assert "BodyRefusedError: Order refuses" in (bench.now(task).error or "")
+    task = world.schedule("order", {"nummer": 7})
+    seen = takes(world, "order", Order, retries="10s 10s")
+    world.run(task)
+    assert (seen, world.read(task).status) == ([], Status.FAILED)
+    assert "BodyRefusedError: Order refuses" in (world.read(task).error or "")
 
 
 # -- A task is not DONE if the code of its processor did not run ----------------------------------
@@ -343,12 +333,12 @@ FORMS: list[dict[str, Any]] = [{}, {"in_flight": 5}, {"keep_result": True}, {"re
 @pytest.mark.parametrize("name", UNRUN)
 @pytest.mark.parametrize("options", FORMS, ids=str)
 def test_a_task_whose_processor_returns_a_lazy_result_is_not_done(
-    bench: RunnerHarness, name: str, options: Any
+    world: World, name: str, options: Any
 ) -> None:
-    bench.registry.processor("lazy", **options)(UNRUN[name])
-    task = bench.schedule("lazy", [1])
-    bench.run(task)
-    ended = bench.now(task)
+    world.delays.processor("lazy", **options)(UNRUN[name])
+    task = world.schedule("lazy", [1])
+    world.run(task)
+    ended = world.read(task)
     assert ended.status.name == ("NOT_COMPLETE" if "retries" in options else "FAILED")
     assert "InvalidInputError: the processor of 'lazy' returned" in (ended.error or "")
     assert "does not run by itself" in (ended.error or "")
@@ -357,7 +347,7 @@ def test_a_task_whose_processor_returns_a_lazy_result_is_not_done(
 @pytest.mark.parametrize("lazy", [lambda: Awaitable(), lambda: generator(1)], ids=["await", "gen"])
 @pytest.mark.parametrize("form", ["list", "dict", "whole"])
 def test_tasks_of_a_batch_with_lazy_results_are_not_done(
-    bench: RunnerHarness, lazy: Callable[[], Any], form: str
+    world: World, lazy: Callable[[], Any], form: str
 ) -> None:
     def together(tasks: list[Any]) -> Any:
         if form == "whole":
@@ -366,19 +356,16 @@ def test_tasks_of_a_batch_with_lazy_results_are_not_done(
             return {tasks[0].id: lazy()}
         return [lazy(), None]
 
-    bench.registry.processor("lazy", batch=2)(together)
-    tasks = [bench.schedule("lazy") for _ in range(2)]
-    bench.run(*tasks)
-    assert bench.statuses(tasks) == (["FAILED"] * 2 if form == "whole" else ["FAILED", "DONE"])
-    assert "InvalidInputError: the" in (bench.now(tasks[0]).error or "")
+    world.delays.processor("lazy", batch=2)(together)
+    tasks = [world.schedule("lazy") for _ in range(2)]
+    world.run(*tasks)
+    assert world.statuses(tasks) == (["FAILED"] * 2 if form == "whole" else ["FAILED", "DONE"])
+    assert "InvalidInputError: the" in (world.read(tasks[0]).error or "")
 
 
-def test_celerys_signals_see_the_failure(bench: RunnerHarness) -> None:
-    from celery import Celery, signals
+def test_celerys_signals_see_the_failure(world: World) -> None:
+    from celery import signals
 
-    app = Celery(broker="memory://nowhere", set_as_current=False)
-    bench.execute = CeleryTaskContext(app, "w@host", bench.clock)  # type: ignore[method-assign]
-    bench.runner = bench.make_runner()
     failures: list[BaseException] = []
 
     def failed(exception: BaseException, **_: Any) -> None:
@@ -386,8 +373,8 @@ def test_celerys_signals_see_the_failure(bench: RunnerHarness) -> None:
 
     signals.task_failure.connect(failed)
     try:
-        bench.registry.processor("lazy")(UNRUN["generator"])
-        bench.run(bench.schedule("lazy"))
+        world.delays.processor("lazy")(UNRUN["generator"])
+        world.run(world.schedule("lazy"))
     finally:
         signals.task_failure.disconnect(failed)
     assert [type(failure) for failure in failures] == [InvalidInputError]
@@ -396,24 +383,24 @@ def test_celerys_signals_see_the_failure(bench: RunnerHarness) -> None:
 @pytest.mark.parametrize(
     "value", [[1], {"n": 1}, "text", iter([1]), range(3), object()], ids=lambda v: type(v).__name__
 )
-def test_any_other_value_is_success(bench: RunnerHarness, value: object) -> None:
-    bench.registry.processor("eager")(lambda body: value)
-    task = bench.schedule("eager")
-    bench.run(task)
-    assert bench.now(task).status.name == "DONE"
+def test_any_other_value_is_success(world: World, value: object) -> None:
+    world.delays.processor("eager")(lambda body: value)
+    task = world.schedule("eager")
+    world.run(task)
+    assert world.read(task).status.name == "DONE"
 
 
-def test_an_async_method_of_a_callable_object_runs(bench: RunnerHarness) -> None:
+def test_an_async_method_of_a_callable_object_runs(world: World) -> None:
     ran: list[Any] = []
 
     class Works:
         async def __call__(self, body: Any) -> None:
             ran.append(body)
 
-    bench.registry.processor("object")(Works())
-    task = bench.schedule("object", 1)
-    bench.run(task)
-    assert (ran, bench.now(task).status.name) == ([1], "DONE")
+    world.delays.processor("object")(Works())
+    task = world.schedule("object", 1)
+    world.run(task)
+    assert (ran, world.read(task).status.name) == ([1], "DONE")
 
 
 # -- retry schedules: their retry delays, their text, and which schedule an error selects ---------

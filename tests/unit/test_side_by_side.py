@@ -20,10 +20,10 @@ from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import StoreError, StoreUnavailableError, TaskStateError
 from delaytasks.core.interfaces import Settlement
 from delaytasks.core.workers import ChunkSize
+from delaytasks.execution.executor import TaskExecutor
 from delaytasks.processors.registry import MAX_SLOTS, EventLoop, Registry, ThreadSlots
-from tests.recording import RunnerHarness
-from tests.unit.conftest import Make
 from tests.waiting import wait_until
+from tests.world import MakeWorld, World
 
 # -- rows run concurrently in one process, in threads and on an event loop ------------------------
 
@@ -56,12 +56,12 @@ def gate() -> Iterator[ForkGate]:
 
 
 def test_the_chunks_of_a_process_share_the_thread_slots_of_a_tag(
-    bench: RunnerHarness, gate: ForkGate
+    world: World, gate: ForkGate
 ) -> None:
-    bench.registry.processor("wait", in_flight=3)(gate)
-    chunks = [[bench.schedule("wait") for _ in range(2)] for _ in range(3)]
+    world.delays.processor("wait", in_flight=3)(gate)
+    chunks = [[world.schedule("wait") for _ in range(2)] for _ in range(3)]
     with ThreadPoolExecutor(3) as pool:
-        running = [pool.submit(bench.run, *tasks) for tasks in chunks]
+        running = [pool.submit(world.run, *tasks) for tasks in chunks]
         wait_until(lambda: gate.inside == 3, 5, "the places to be taken")
         time.sleep(0.05)
         gate.is_open.set()
@@ -70,27 +70,27 @@ def test_the_chunks_of_a_process_share_the_thread_slots_of_a_tag(
 
 
 def test_concurrent_rows_begin_first_and_other_rows_run_meanwhile(
-    bench: RunnerHarness, gate: ForkGate
+    world: World, gate: ForkGate
 ) -> None:
-    bench.registry.processor("wait", in_flight=5)(gate)
+    world.delays.processor("wait", in_flight=5)(gate)
 
     def opens(body: Any) -> None:
         wait_until(lambda: gate.inside == 2, 5, "the others to have begun")
         gate.is_open.set()
 
-    bench.registry.processor("open")(opens)
-    tasks = [bench.schedule("open", priority=9), bench.schedule("wait"), bench.schedule("wait")]
-    bench.run(*tasks)
-    assert bench.statuses(tasks) == ["DONE"] * 3
+    world.delays.processor("open")(opens)
+    tasks = [world.schedule("open", priority=9), world.schedule("wait"), world.schedule("wait")]
+    world.run(*tasks)
+    assert world.statuses(tasks) == ["DONE"] * 3
 
 
 @pytest.mark.parametrize("option", ["in_flight", "batch"])
 @pytest.mark.parametrize("number", [0, -1, 1001, True, 2.0, "5"])
 def test_an_invalid_number_is_refused_by_the_registration(
-    bench: RunnerHarness, option: str, number: Any
+    world: World, option: str, number: Any
 ) -> None:
     with pytest.raises(ValueError, match=f"{option} is a number from 1 to "):
-        bench.registry.processor("wait", **{option: number})
+        world.delays.processor("wait", **{option: number})
 
 
 def test_all_tags_together_have_at_most_max_slots_thread_slots() -> None:
@@ -107,89 +107,101 @@ def test_all_tags_together_have_at_most_max_slots_thread_slots() -> None:
 # -- how concurrent rows end ----------------------------------------------------------------------
 
 
-def test_a_concurrent_row_that_raises_worker_shutdown_fails(bench: RunnerHarness) -> None:
+def test_a_concurrent_row_that_raises_worker_shutdown_fails(world: World) -> None:
     def stop(body: Any) -> None:
         raise WorkerShutdown(0)
 
-    bench.registry.processor("stop", in_flight=2)(stop)
-    tasks = [bench.schedule("stop"), bench.schedule()]
-    bench.run(*tasks)
-    assert bench.statuses(tasks) == ["FAILED", "DONE"]
+    world.delays.processor("stop", in_flight=2)(stop)
+    tasks = [world.schedule("stop"), world.schedule()]
+    world.run(*tasks)
+    assert world.statuses(tasks) == ["FAILED", "DONE"]
 
 
 def test_rows_without_a_thread_slot_within_the_time_budget_are_given_back(
-    make: Make, gate: ForkGate
+    make_world: MakeWorld, gate: ForkGate
 ) -> None:
-    bench = make(_chunk_time_budget_s=0.5)
-    bench.registry.processor("wait", in_flight=2)(gate)
-    tasks = [bench.schedule("wait") for _ in range(5)]
+    world = make_world(_chunk_time_budget_s=0.5)
+    world.delays.processor("wait", in_flight=2)(gate)
+    tasks = [world.schedule("wait") for _ in range(5)]
+    world.broker.lose()
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(bench.run, *tasks)
+        running = pool.submit(world.run, *tasks)
         wait_until(lambda: gate.inside == 2, 5, "two to begin: all are claimed")
         wait_until(
-            lambda: bench.statuses(tasks).count("NOT_COMPLETE") == 3,
+            lambda: world.statuses(tasks).count("NOT_COMPLETE") == 3,
             5,
             "the others to be given back",
         )
         gate.is_open.set()
         assert running.result(5).ran == 2
-    assert [bench.now(task).attempts for task in tasks] == [1, 1, 0, 0, 0]
-    assert len(bench.timer.armed) == 3
+    assert [world.read(task).attempts for task in tasks] == [1, 1, 0, 0, 0]
+    assert len(world.broker.armed) == 3
 
 
 # -- rows that outlast their chunk ----------------------------------------------------------------
 
 
 def test_a_long_row_delays_neither_other_settlements_nor_the_next_chunk(
-    make: Make, gate: ForkGate
+    make_world: MakeWorld, gate: ForkGate
 ) -> None:
-    bench = make(may_detach=True, _chunk_time_budget_s=0.5)
-    bench.registry.processor("wait", in_flight=5)(gate)
-    bench.registry.processor("quick", in_flight=5)(lambda body: None)
-    slow, quick = bench.schedule("wait"), [bench.schedule("quick") for _ in range(3)]
-    report = bench.run(slow, *quick)
+    world = make_world(_chunk_time_budget_s=0.5)
+    world.worker(may_detach=True)
+    world.delays.processor("wait", in_flight=5)(gate)
+    world.delays.processor("quick", in_flight=5)(lambda body: None)
+    slow, quick = world.schedule("wait"), [world.schedule("quick") for _ in range(3)]
+    report = world.run(slow, *quick)
     assert report.detached == (slow.id,)
-    assert bench.statuses([slow, *quick]) == ["RUNNING", "DONE", "DONE", "DONE"]
-    after = bench.run(*[bench.schedule() for _ in range(3)])
+    assert world.statuses([slow, *quick]) == ["RUNNING", "DONE", "DONE", "DONE"]
+    after = world.run(*[world.schedule() for _ in range(3)])
     assert (after.ran, after.detached) == (3, (slow.id,))
     gate.is_open.set()
-    bench.runner.finish()
-    assert bench.statuses([slow]) == ["DONE"]
-    last = bench.run()
+    world.worker().finish()
+    assert world.statuses([slow]) == ["DONE"]
+    last = world.run()
     assert (last.ran, last.detached) == (1, ()), "the next report tells of it"
 
 
-def test_detached_rows_that_end_together_are_settled_soon_in_one_call(make: Make) -> None:
-    bench = make(may_detach=True, _chunk_time_budget_s=0.5)
+def test_detached_rows_that_end_together_are_settled_soon_in_one_call(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world(_chunk_time_budget_s=0.5)
+    world.worker(may_detach=True)
     doors = [threading.Event() for _ in range(2)]
-    bench.registry.processor("wait", in_flight=20)(lambda body: doors[body].wait(10))
-    tasks = [bench.schedule("wait", n % 2) for n in range(20)]
+    inside: list[int] = []
+
+    def wait(body: int) -> None:
+        inside.append(body)
+        doors[body].wait(10)
+
+    world.delays.processor("wait", in_flight=20)(wait)
+    tasks = [world.schedule("wait", n % 2) for n in range(20)]
     settled: list[int] = []
-    bench.claims.before_settle = lambda settlements: settled.append(len(settlements))
+    world.before_settle = lambda settlements: settled.append(len(settlements))
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(bench.run, *tasks)  # the rows occupy all slots
+        running = pool.submit(world.run, *tasks)  # the rows occupy all slots
         try:
-            wait_until(
-                lambda: bench.runner._chunks._thread_slots.free("wait", 20) == 0, 5, "all to run"
-            )
+            wait_until(lambda: len(inside) == 20, 5, "all to run")
             doors[0].set()
             running.result(5)
             wait_until(
-                lambda: bench.statuses(tasks).count("DONE") == 10, 5, "the first half to be settled"
+                lambda: world.statuses(tasks).count("DONE") == 10, 5, "the first half to be settled"
             )
             assert len(settled) <= 3, "in bulk"
         finally:
             doors[1].set()
-    bench.runner.finish()
-    assert bench.statuses(tasks) == ["DONE"] * 20
+    world.worker().finish()
+    assert world.statuses(tasks) == ["DONE"] * 20
 
 
-def test_a_chunk_is_reported_when_a_thread_slot_is_free(make: Make, gate: ForkGate) -> None:
-    bench = make(may_detach=True, _chunk_time_budget_s=0.2)
-    bench.registry.processor("wait", in_flight=2)(gate)
-    tasks = [bench.schedule("wait") for _ in range(2)]
+def test_a_chunk_is_reported_when_a_thread_slot_is_free(
+    make_world: MakeWorld, gate: ForkGate
+) -> None:
+    world = make_world(_chunk_time_budget_s=0.2)
+    world.worker(may_detach=True)
+    world.delays.processor("wait", in_flight=2)(gate)
+    tasks = [world.schedule("wait") for _ in range(2)]
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(bench.run, *tasks)
+        running = pool.submit(world.run, *tasks)
         wait_until(lambda: gate.inside == 2, 5, "both to run")
         time.sleep(0.6)
         assert not running.done(), (
@@ -197,73 +209,77 @@ def test_a_chunk_is_reported_when_a_thread_slot_is_free(make: Make, gate: ForkGa
         )
         gate.is_open.set()
         running.result(5)
-    bench.runner.finish()
+    world.worker().finish()
 
 
 def test_a_detached_row_that_cannot_be_settled_is_left_to_its_lease(
-    make: Make, gate: ForkGate
+    make_world: MakeWorld, gate: ForkGate
 ) -> None:
-    bench = make(may_detach=True, _chunk_time_budget_s=0.2)
-    bench.registry.processor("wait", in_flight=5)(gate)
-    task = bench.schedule("wait")
-    bench.run(task)
+    world = make_world(_chunk_time_budget_s=0.2)
+    world.worker(may_detach=True)
+    world.delays.processor("wait", in_flight=5)(gate)
+    task = world.schedule("wait")
+    world.run(task)
 
     def refuse(settlements: Sequence[Settlement]) -> None:
         raise StoreError("refused")
 
-    bench.claims.before_settle = refuse
+    world.before_settle = refuse
     gate.is_open.set()
-    bench.runner.finish()
-    assert bench.statuses([task]) == ["RUNNING"]
-    assert bench.run().detached == (), "so nobody renews it"
-    wait_until(lambda: bench.named("loop.failed"), 5, "it to be told")
-    assert [fields["loop"] for fields in bench.named("loop.failed")] == ["time budget"]
+    world.worker().finish()
+    assert world.statuses([task]) == ["RUNNING"]
+    assert world.run().detached == (), "so nobody renews it"
+    wait_until(lambda: world.told("loop.failed"), 5, "it to be told")
+    assert [fields["loop"] for fields in world.told("loop.failed")] == ["time budget"]
 
 
-def test_a_recovered_row_runs_when_no_other_row_runs(make: Make, gate: ForkGate) -> None:
-    bench = make(may_detach=True, _chunk_time_budget_s=0.2)
-    bench.registry.processor("wait", in_flight=5)(gate)
+def test_a_recovered_row_runs_when_no_other_row_runs(make_world: MakeWorld, gate: ForkGate) -> None:
+    world = make_world(_chunk_time_budget_s=0.2)
+    world.worker(may_detach=True)
+    world.delays.processor("wait", in_flight=5)(gate)
     others_inside: list[int] = []
-    bench.registry.processor("suspect", in_flight=5)(lambda body: others_inside.append(gate.inside))
-    bench.run(bench.schedule("wait"))
+    world.delays.processor("suspect", in_flight=5)(lambda body: others_inside.append(gate.inside))
+    world.run(world.schedule("wait"))
     assert gate.inside == 1
-    abandoned_row = bench.schedule("suspect")
-    bench.change(abandoned_row, lapses=1)
+    abandoned_row = world.schedule("suspect")
+    world.change(abandoned_row, lapses=1)
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(bench.runner.run_due, "default", [0], 10)
-        wait_until(lambda: bench.now(abandoned_row).status is Status.RUNNING, 5, "it to be claimed")
+        running = pool.submit(world.drain)
+        wait_until(
+            lambda: world.read(abandoned_row).status is Status.RUNNING, 5, "it to be claimed"
+        )
         time.sleep(0.1)
         gate.is_open.set()
         assert running.result(5).detached == ()
     assert others_inside == [0]
-    assert bench.statuses([abandoned_row]) == ["DONE"]
+    assert world.statuses([abandoned_row]) == ["DONE"]
 
 
 def test_a_row_whose_outcome_cannot_be_determined_lapses_and_frees_its_thread_slot(
-    bench: RunnerHarness, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any) -> Any:
         raise StoreUnavailableError("what time is it?")
 
-    bench.registry.processor("wait", in_flight=1)(lambda body: None)
-    first, second = bench.schedule("wait"), bench.schedule("wait")
+    world.delays.processor("wait", in_flight=1)(lambda body: None)
+    first, second = world.schedule("wait"), world.schedule("wait")
     with monkeypatch.context() as patch:
-        patch.setattr(bench.runner._chunks._executor, "run", broken)
-        patch.setattr(bench.runner._chunks._executor, "failed", broken)
-        bench.run(first)
-    bench.run(second)
-    assert bench.statuses([first, second]) == ["RUNNING", "DONE"]
-    assert [fields["loop"] for fields in bench.named("loop.failed")] == ["concurrent calls"]
+        patch.setattr(TaskExecutor, "run", broken)
+        patch.setattr(TaskExecutor, "failed", broken)
+        world.run(first)
+    world.run(second)
+    assert world.statuses([first, second]) == ["RUNNING", "DONE"]
+    assert [fields["loop"] for fields in world.told("loop.failed")] == ["concurrent calls"]
 
 
 # -- the size of a chunk --------------------------------------------------------------------------
 
 
 def test_the_chunk_size_follows_the_thread_slots_and_not_the_duration_of_a_row(
-    bench: RunnerHarness,
+    world: World,
 ) -> None:
-    bench.registry.processor("wait", in_flight=20)(lambda body: time.sleep(0.1))
-    report = bench.run(*[bench.schedule("wait") for _ in range(20)])
+    world.delays.processor("wait", in_flight=20)(lambda body: time.sleep(0.1))
+    report = world.run(*[world.schedule("wait") for _ in range(20)])
     assert 0.1 <= report.seconds <= 0.5, "20 rows of 100 ms in 20 places take as long as one"
     assert report.wanted == 20
     size = ChunkSize(0.05, 200)
@@ -272,9 +288,9 @@ def test_the_chunk_size_follows_the_thread_slots_and_not_the_duration_of_a_row(
     assert size.fits
 
 
-def test_a_chunk_of_mostly_other_rows_requests_no_more_rows(bench: RunnerHarness) -> None:
-    bench.registry.processor("wait", in_flight=20)(lambda body: None)
-    report = bench.run(bench.schedule("wait"), bench.schedule(), bench.schedule())
+def test_a_chunk_of_mostly_other_rows_requests_no_more_rows(world: World) -> None:
+    world.delays.processor("wait", in_flight=20)(lambda body: None)
+    report = world.run(world.schedule("wait"), world.schedule(), world.schedule())
     assert report.wanted == 0
 
 
@@ -282,7 +298,7 @@ def test_a_chunk_of_mostly_other_rows_requests_no_more_rows(bench: RunnerHarness
 
 
 def test_coroutines_run_concurrently_on_one_loop_and_a_hundred_by_default(
-    bench: RunnerHarness,
+    world: World,
 ) -> None:
     loops: set[int] = set()
     inside, most, awaited = 0, 0, 50
@@ -298,21 +314,21 @@ def test_coroutines_run_concurrently_on_one_loop_and_a_hundred_by_default(
         await asyncio.sleep(0.02)  # an additional row would start in this time
         inside -= 1
 
-    bench.registry.processor("async")(work)
-    bench.registry.processor("few", in_flight=3)(work)
-    tasks = [bench.schedule("async") for _ in range(50)]
-    bench.run(*tasks)
-    assert bench.statuses(tasks) == ["DONE"] * 50
+    world.delays.processor("async")(work)
+    world.delays.processor("few", in_flight=3)(work)
+    tasks = [world.schedule("async") for _ in range(50)]
+    world.run(*tasks)
+    assert world.statuses(tasks) == ["DONE"] * 50
     assert (most, len(loops)) == (50, 1)
-    specs = {spec.tag: spec for spec in bench.registry}
+    specs = {spec.tag: spec for spec in world.runtime.registry}
     places = [specs[tag].in_flight for tag in ("async", "few", "note")]
     assert places == [100, 3, None]
     most, awaited = 0, 3
-    bench.run(*[bench.schedule("few") for _ in range(9)])
+    world.run(*[world.schedule("few") for _ in range(9)])
     assert (most, len(loops)) == (3, 1)
 
 
-def test_a_coroutine_has_the_context_of_its_row(bench: RunnerHarness) -> None:
+def test_a_coroutine_has_the_context_of_its_row(world: World) -> None:
     seen: dict[int, Any] = {}
     variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
 
@@ -324,9 +340,9 @@ def test_a_coroutine_has_the_context_of_its_row(bench: RunnerHarness) -> None:
         with pytest.raises(TaskStateError, match="this is a run of"):
             tasks[0 if task.id != tasks[0].id else 1].complete()
 
-    bench.registry.processor("async")(work)
-    tasks = [bench.schedule("async") for _ in range(5)]
-    bench.run(*tasks)
+    world.delays.processor("async")(work)
+    tasks = [world.schedule("async") for _ in range(5)]
+    world.run(*tasks)
     assert seen == {task.id: (0, task.id) for task in tasks}
 
 
@@ -341,31 +357,31 @@ def test_a_coroutine_has_the_context_of_its_row(bench: RunnerHarness) -> None:
     ids=repr,
 )
 def test_a_coroutine_that_raises_fails_its_row_and_the_loop_continues(
-    bench: RunnerHarness, error: BaseException
+    world: World, error: BaseException
 ) -> None:
     async def fail(body: Any) -> None:
         await asyncio.sleep(0)
         if body:
             raise error
 
-    bench.registry.processor("async")(fail)
-    tasks = [bench.schedule("async", body) for body in (0, 1, 0)]
-    bench.run(*tasks)
-    assert bench.statuses(tasks) == ["DONE", "FAILED", "DONE"]
-    text = bench.now(tasks[1]).error or ""
+    world.delays.processor("async")(fail)
+    tasks = [world.schedule("async", body) for body in (0, 1, 0)]
+    world.run(*tasks)
+    assert world.statuses(tasks) == ["DONE", "FAILED", "DONE"]
+    text = world.read(tasks[1]).error or ""
     assert type(error).__name__ in text
     assert "in fail" in text
-    bench.run(after := bench.schedule("async"))
-    assert bench.statuses([after]) == ["DONE"]
+    world.run(after := world.schedule("async"))
+    assert world.statuses([after]) == ["DONE"]
 
 
-def test_a_coroutine_that_a_function_returns_is_awaited(bench: RunnerHarness) -> None:
+def test_a_coroutine_that_a_function_returns_is_awaited(world: World) -> None:
     async def work(body: Any) -> dict[str, Any]:
         return {"got": body}
 
-    bench.registry.processor("handed", keep_result=True)(lambda body: work(body))
-    bench.run(task := bench.schedule("handed", 7))
-    assert bench.now(task).result == {"got": 7}
+    world.delays.processor("handed", keep_result=True)(lambda body: work(body))
+    world.run(task := world.schedule("handed", 7))
+    assert world.read(task).result == {"got": 7}
 
 
 def test_a_forked_child_has_its_own_event_loop() -> None:
@@ -382,36 +398,37 @@ def test_a_forked_child_has_its_own_event_loop() -> None:
 # -- rows with time limits ------------------------------------------------------------------------
 
 
-def test_time_limits_are_refused_for_concurrent_processors(bench: RunnerHarness) -> None:
+def test_time_limits_are_refused_for_concurrent_processors(world: World) -> None:
     async def work(body: Any) -> None: ...
 
     with pytest.raises(ValueError, match=r"work is async: use timeouts instead"):
-        bench.registry.processor("wait", time_limit=5)(work)
+        world.delays.processor("wait", time_limit=5)(work)
     with pytest.raises(ValueError, match="has in_flight"):
-        bench.registry.processor("wait", soft_time_limit=5, in_flight=5)(lambda body: None)
+        world.delays.processor("wait", soft_time_limit=5, in_flight=5)(lambda body: None)
 
 
 def test_a_row_that_its_time_limit_may_kill_waits_for_the_concurrent_rows(
-    make: Make, gate: ForkGate
+    make_world: MakeWorld, gate: ForkGate
 ) -> None:
-    bench = make(may_detach=True, _chunk_time_budget_s=1)
-    bench.registry.processor("wait", in_flight=5)(gate)
+    world = make_world(_chunk_time_budget_s=1)
+    world.worker(may_detach=True, keeps_time_limits=True)
+    world.delays.processor("wait", in_flight=5)(gate)
     others_inside: list[Any] = []
-    bench.registry.processor("limited", time_limit=60)(
-        lambda body: others_inside.append((gate.inside, bench.statuses([first, second])))  # type: ignore[has-type]
+    world.delays.processor("limited", time_limit=60)(
+        lambda body: others_inside.append((gate.inside, world.statuses([first, second])))
     )
-    bench.run(first := bench.schedule("wait"))
-    second = bench.schedule("wait")
-    limited = bench.schedule("limited", priority=9)
+    world.run(first := world.schedule("wait"))
+    second = world.schedule("wait")
+    limited = world.schedule("limited", priority=9)
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(bench.run, limited, second)
+        running = pool.submit(world.run, limited, second)
         wait_until(lambda: gate.inside == 2, 5, "the others to run")
         time.sleep(0.1)
         assert others_inside == []
         gate.is_open.set()
         running.result(5)
     assert others_inside == [(0, ["DONE", "DONE"])], "what is finished is settled, too"
-    assert bench.statuses([limited]) == ["DONE"]
+    assert world.statuses([limited]) == ["DONE"]
 
 
 # -- batches --------------------------------------------------------------------------------------
@@ -420,12 +437,12 @@ def test_a_row_that_its_time_limit_may_kill_waits_for_the_concurrent_rows(
 Work = Callable[[list[DelayTask]], Any]
 
 
-def run_batch(bench: RunnerHarness, work: Work, count: int = 4, **options: Any) -> list[DelayTask]:
+def run_batch(world: World, work: Work, count: int = 4, **options: Any) -> list[DelayTask]:
     """Run `count` tasks whose bodies are 0, 1, 2, …, and return each task as stored afterwards."""
-    bench.registry.processor("batch", **{"batch": 100, **options})(work)
-    tasks = [bench.schedule("batch", body) for body in range(count)]
-    bench.run(*tasks)
-    return [bench.now(task) for task in tasks]
+    world.delays.processor("batch", **{"batch": 100, **options})(work)
+    tasks = [world.schedule("batch", body) for body in range(count)]
+    world.run(*tasks)
+    return [world.read(task) for task in tasks]
 
 
 def statuses(tasks: list[DelayTask]) -> list[str]:
@@ -435,11 +452,11 @@ def statuses(tasks: list[DelayTask]) -> list[str]:
 # -- the tasks that a batch processor receives ----------------------------------------------------
 
 
-def test_a_batch_is_called_once_for_as_many_tasks_as_it_takes(bench: RunnerHarness) -> None:
+def test_a_batch_is_called_once_for_as_many_tasks_as_it_takes(world: World) -> None:
     got: list[list[int]] = []
     settled: list[int] = []
-    bench.claims.before_settle = lambda settlements: settled.append(len(settlements))
-    tasks = run_batch(bench, lambda tasks: got.append([task.body for task in tasks]), 25, batch=10)
+    world.before_settle = lambda settlements: settled.append(len(settlements))
+    tasks = run_batch(world, lambda tasks: got.append([task.body for task in tasks]), 25, batch=10)
     assert got == [list(range(10)), list(range(10, 20)), list(range(20, 25))]
     assert statuses(tasks) == ["DONE"] * 25
     assert settled == [25]
@@ -447,13 +464,13 @@ def test_a_batch_is_called_once_for_as_many_tasks_as_it_takes(bench: RunnerHarne
 
 
 def test_only_tasks_of_its_tag_are_in_a_batch_and_the_others_keep_their_order(
-    bench: RunnerHarness,
+    world: World,
 ) -> None:
-    bench.registry.processor("batch", batch=10)(
-        lambda tasks: bench.ran.append([task.body for task in tasks])
+    world.delays.processor("batch", batch=10)(
+        lambda tasks: world.notes.append([task.body for task in tasks])
     )
     tasks = [
-        bench.schedule(tag, body, priority=priority)
+        world.schedule(tag, body, priority=priority)
         for tag, body, priority in [
             ("note", "a", 9),
             ("batch", 1, 8),
@@ -461,12 +478,12 @@ def test_only_tasks_of_its_tag_are_in_a_batch_and_the_others_keep_their_order(
             ("batch", 2, 6),
         ]
     ]
-    bench.run(*tasks)
-    assert bench.ran == ["a", [1, 2], "b"]
+    world.run(*tasks)
+    assert world.notes == ["a", [1, 2], "b"]
 
 
 def test_with_two_arguments_the_first_one_has_the_bodies_converted_by_the_schema(
-    bench: RunnerHarness,
+    world: World,
 ) -> None:
     @dataclass
     class Order:
@@ -479,14 +496,14 @@ def test_with_two_arguments_the_first_one_has_the_bodies_converted_by_the_schema
             [(type(order), order.order, task.id) for order, task in zip(orders, tasks, strict=True)]
         )
 
-    bench.registry.processor("orders", batch=10, schema=Order)(work)
-    tasks = [bench.schedule("orders", {"order": 7}), bench.schedule("orders", {"order": 8})]
-    bench.run(*tasks)
+    world.delays.processor("orders", batch=10, schema=Order)(work)
+    tasks = [world.schedule("orders", {"order": 7}), world.schedule("orders", {"order": 8})]
+    world.run(*tasks)
     assert got == [[(Order, 7, tasks[0].id), (Order, 8, tasks[1].id)]]
 
 
 def test_a_refused_body_and_a_body_that_is_not_json_affect_no_other_task(
-    bench: RunnerHarness,
+    world: World,
 ) -> None:
     def even(body: Any) -> Any:
         if body % 2:
@@ -494,33 +511,33 @@ def test_a_refused_body_and_a_body_that_is_not_json_affect_no_other_task(
         return body
 
     got: list[int] = []
-    bench.registry.processor("batch", batch=10, schema=even, retries="10s")(
+    world.delays.processor("batch", batch=10, schema=even, retries="10s")(
         lambda b, t: got.extend(b)
     )
-    tasks = [bench.schedule("batch", body) for body in (0, 2, 4, 6)]
-    bench.change(tasks[1], message_body="3")
-    bench.change(tasks[2], message_body="{nope")
-    bench.run(*tasks)
-    assert bench.statuses(tasks) == ["DONE", "FAILED", "NOT_COMPLETE", "DONE"]
-    assert "odd" in (bench.now(tasks[1]).error or "")
-    assert "JSONDecodeError" in (bench.now(tasks[2]).error or "")
+    tasks = [world.schedule("batch", body) for body in (0, 2, 4, 6)]
+    world.change(tasks[1], message_body="3")
+    world.change(tasks[2], message_body="{nope")
+    world.run(*tasks)
+    assert world.statuses(tasks) == ["DONE", "FAILED", "NOT_COMPLETE", "DONE"]
+    assert "odd" in (world.read(tasks[1]).error or "")
+    assert "JSONDecodeError" in (world.read(tasks[2]).error or "")
     assert got == [0, 6]
 
 
-def test_an_expired_task_is_not_in_the_batch(bench: RunnerHarness) -> None:
+def test_an_expired_task_is_not_in_the_batch(world: World) -> None:
     got: list[int] = []
-    bench.registry.processor("batch", batch=10, expires=10)(
+    world.delays.processor("batch", batch=10, expires=10)(
         lambda tasks: got.extend(task.body for task in tasks)
     )
-    late, fine = bench.schedule("batch", 1), bench.schedule("batch", 2)
-    bench.change(late, expected_time=bench.clock.now() - timedelta(seconds=60))
-    bench.run(bench.now(late), fine)
-    assert bench.statuses([late, fine]) == ["CANCELLED", "DONE"]
+    late, fine = world.schedule("batch", 1), world.schedule("batch", 2)
+    world.change(late, expected_time=world.now() - timedelta(seconds=60))
+    world.run(world.read(late), fine)
+    assert world.statuses([late, fine]) == ["CANCELLED", "DONE"]
     assert got == [2]
-    bench.change(
-        only := bench.schedule("batch", 3), expected_time=bench.clock.now() - timedelta(seconds=60)
+    world.change(
+        only := world.schedule("batch", 3), expected_time=world.now() - timedelta(seconds=60)
     )
-    bench.run(bench.now(only))
+    world.run(world.read(only))
     assert got == [2], "nor is it called for none"
 
 
@@ -538,7 +555,7 @@ ENDS = ["DONE", "DONE", "NOT_COMPLETE", "NOT_COMPLETE", "CANCELLED", "FAILED"]
 
 @pytest.mark.parametrize("said", [list, tuple, dict])
 def test_each_task_has_the_outcome_that_the_processor_returned_for_it(
-    bench: RunnerHarness, said: Any
+    world: World, said: Any
 ) -> None:
     def work(tasks: list[DelayTask]) -> Any:
         if said is dict:
@@ -549,13 +566,13 @@ def test_each_task_has_the_outcome_that_the_processor_returned_for_it(
             }
         return said(OUTCOMES)
 
-    tasks = run_batch(bench, work, len(OUTCOMES))
+    tasks = run_batch(world, work, len(OUTCOMES))
     assert statuses(tasks) == ENDS
     assert [task.attempts for task in tasks] == [1, 1, 1, 0, 1, 1]
 
 
-def test_one_outcome_is_for_all(bench: RunnerHarness) -> None:
-    tasks = run_batch(bench, lambda tasks: Snooze("30m"))
+def test_one_outcome_is_for_all(world: World) -> None:
+    tasks = run_batch(world, lambda tasks: Snooze("30m"))
     assert statuses(tasks) == ["NOT_COMPLETE"] * 4
     assert {task.attempts for task in tasks} == {0}
 
@@ -573,34 +590,34 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_return_value_without_an_outcome_for_each_task_retries_all(
-    bench: RunnerHarness, name: str
+    world: World, name: str
 ) -> None:
     work, says = WRONG[name]
-    tasks = run_batch(bench, work, retries="10s")
+    tasks = run_batch(world, work, retries="10s")
     assert statuses(tasks) == ["NOT_COMPLETE"] * 4
     for task in tasks:
         assert "InvalidInputError: the batch's processor returned" in (task.error or "")
         assert says in (task.error or "")
 
 
-def test_an_error_of_the_processor_fails_all_tasks_by_the_usual_rules(bench: RunnerHarness) -> None:
+def test_an_error_of_the_processor_fails_all_tasks_by_the_usual_rules(world: World) -> None:
     def fail(tasks: list[DelayTask]) -> None:
         raise ConnectionError("busy")
 
-    tasks = run_batch(bench, fail, retries={ConnectionError: "10s"})
+    tasks = run_batch(world, fail, retries={ConnectionError: "10s"})
     assert statuses(tasks) == ["NOT_COMPLETE"] * 4
     assert {task.attempts for task in tasks} == {1}
     for task in tasks:
-        bench.change(task, expected_time=bench.clock.now() - timedelta(milliseconds=10))
-    bench.run(*map(bench.now, tasks))
-    assert bench.statuses(tasks) == ["FAILED"] * 4
-    error = bench.now(tasks[3]).error or ""
+        world.change(task, expected_time=world.now() - timedelta(milliseconds=10))
+    world.run(*map(world.read, tasks))
+    assert world.statuses(tasks) == ["FAILED"] * 4
+    error = world.read(tasks[3]).error or ""
     assert "ConnectionError: busy" in error
     assert "in fail" in error
 
 
-def test_an_invalid_outcome_fails_only_its_own_task(bench: RunnerHarness) -> None:
-    tasks = run_batch(bench, lambda tasks: [None, Retry(), Snooze(-1), None])
+def test_an_invalid_outcome_fails_only_its_own_task(world: World) -> None:
+    tasks = run_batch(world, lambda tasks: [None, Retry(), Snooze(-1), None])
     assert statuses(tasks) == ["DONE", "FAILED", "FAILED", "DONE"]
     assert "needs a retry schedule" in (tasks[1].error or "")
 
@@ -608,47 +625,47 @@ def test_an_invalid_outcome_fails_only_its_own_task(bench: RunnerHarness) -> Non
 # -- other properties of a run -------------------------------------------------------------------
 
 
-def test_a_batch_that_stops_the_worker_does_not_affect_other_rows(bench: RunnerHarness) -> None:
+def test_a_batch_that_stops_the_worker_does_not_affect_other_rows(world: World) -> None:
     def stop(tasks: list[DelayTask]) -> None:
         raise WorkerShutdown(0)
 
-    bench.registry.processor("batch", batch=10)(stop)
+    world.delays.processor("batch", batch=10)(stop)
     tasks = [
-        bench.schedule(priority=9),
-        bench.schedule("batch"),
-        bench.schedule("batch"),
-        bench.schedule(),
+        world.schedule(priority=9),
+        world.schedule("batch"),
+        world.schedule("batch"),
+        world.schedule(),
     ]
     with pytest.raises(WorkerShutdown):
-        bench.run(*tasks)
-    assert bench.statuses(tasks) == ["DONE", "RUNNING", "RUNNING", "NOT_COMPLETE"]
+        world.run(*tasks)
+    assert world.statuses(tasks) == ["DONE", "RUNNING", "RUNNING", "NOT_COMPLETE"]
 
 
-def test_batches_run_concurrently_and_as_coroutines(bench: RunnerHarness) -> None:
+def test_batches_run_concurrently_and_as_coroutines(world: World) -> None:
     both = threading.Barrier(2, timeout=10)
 
     def wait(tasks: list[DelayTask]) -> None:
         both.wait()
 
-    bench.registry.processor("concurrent", batch=5, in_flight=2)(wait)
+    world.delays.processor("concurrent", batch=5, in_flight=2)(wait)
 
     async def work(tasks: list[DelayTask]) -> list[Any]:
         await asyncio.sleep(0.01)
         return [Fail("odd") if task.body % 2 else None for task in tasks]
 
-    bench.registry.processor("async", batch=5)(work)
-    tasks = [bench.schedule("concurrent") for _ in range(10)]
-    assert bench.run(*tasks).wanted == 10
-    assert bench.statuses(tasks) == ["DONE"] * 10
-    tasks = [bench.schedule("async", body) for body in range(10)]
-    bench.run(*tasks)
-    assert bench.statuses(tasks) == ["DONE", "FAILED"] * 5
+    world.delays.processor("async", batch=5)(work)
+    tasks = [world.schedule("concurrent") for _ in range(10)]
+    assert world.run(*tasks).wanted == 10
+    assert world.statuses(tasks) == ["DONE"] * 10
+    tasks = [world.schedule("async", body) for body in range(10)]
+    world.run(*tasks)
+    assert world.statuses(tasks) == ["DONE", "FAILED"] * 5
 
 
-def test_chunks_have_the_size_of_a_batch_even_beyond_the_time_budget(bench: RunnerHarness) -> None:
+def test_chunks_have_the_size_of_a_batch_even_beyond_the_time_budget(world: World) -> None:
     size = ChunkSize(0.05, 200)
-    bench.registry.processor("batch", batch=100)(lambda tasks: time.sleep(0.2))
-    report = bench.run(*[bench.schedule("batch") for _ in range(10)])
+    world.delays.processor("batch", batch=100)(lambda tasks: time.sleep(0.2))
+    report = world.run(*[world.schedule("batch") for _ in range(10)])
     assert report.wanted == 100
     for _ in range(20):
         size.learn(report.ran, report.seconds, report.wanted)

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,10 +24,9 @@ from delaytasks.processors.registry import ProcessorSpec, Registry
 from delaytasks.worker.lease_keeper import has_exited
 from delaytasks.worker.shared_memory import Renewals
 from delaytasks.worker.time_limits import can_limit_time, limited
-from tests.recording import RunnerHarness
 from tests.refusals import invalid
-from tests.unit.conftest import Make
 from tests.waiting import wait_until
+from tests.world import MakeWorld, World
 
 # -- A processor can declare time limits, which leave no state behind after its run ---------------
 
@@ -183,10 +183,11 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
 
 @pytest.fixture
-def bench(make: Make, watch: Watch) -> RunnerHarness:
-    bench = make(lease=LEASE_S, _chunk_time_budget_s=1)
-    bench.runner = bench.make_runner(last_renewal=lambda: LastRenewal(watch.renewed, float("-inf")))
-    return bench
+def world(make_world: MakeWorld, watch: Watch) -> World:
+    world = make_world(lease=LEASE_S, _chunk_time_budget_s=1)
+    renewals = SimpleNamespace(last=lambda: LastRenewal(watch.renewed, float("-inf")))
+    world.worker(renewals=renewals)
+    return world
 
 
 def is_told(task: DelayTask) -> str:
@@ -198,11 +199,11 @@ def is_told(task: DelayTask) -> str:
 
 
 def test_check_lease_raises_after_two_failed_renewals_and_not_before(
-    bench: RunnerHarness, watch: Watch
+    world: World, watch: Watch
 ) -> None:
     told: list[str] = []
 
-    @bench.registry.processor("long")
+    @world.delays.processor("long")
     def work(body: object, task: DelayTask) -> None:
         # The loop renews the lease in each turn.
         for _ in range(3):
@@ -212,40 +213,41 @@ def test_check_lease_raises_after_two_failed_renewals_and_not_before(
             watch.now = watch.renewed + after_s
             told.append(is_told(task))
 
-    bench.run(bench.schedule("long"))
+    world.run(world.schedule("long"))
     assert told[0] == ""
     assert "ends in 19.0 s" in told[1]
 
 
 def test_a_processor_that_raises_the_lease_error_runs_again_without_using_an_attempt(
-    bench: RunnerHarness, watch: Watch
+    world: World, watch: Watch
 ) -> None:
-    @bench.registry.processor("long")
+    @world.delays.processor("long")
     def work(body: object, task: DelayTask) -> None:
         watch.now += LEASE_S
         task.check_lease()
 
-    task = bench.schedule("long")
-    bench.run(task)
-    now = bench.now(task)
+    task = world.schedule("long")
+    world.broker.lose()
+    world.run(task)
+    now = world.read(task)
     assert (now.status, now.attempts, now.error) == (Status.NOT_COMPLETE, 0, None)
-    assert [entry.id for entry in bench.timer.armed] == [task.id], "and at once"
-    assert [fields["id"] for fields in bench.named("task.interrupted")] == [task.id]
-    assert bench.events.counts["task.failed"] == 0
+    assert [entry.id for entry in world.broker.armed] == [task.id], "and at once"
+    assert [fields["id"] for fields in world.told("task.interrupted")] == [task.id]
+    assert world.count("task.failed") == 0
 
 
-def test_each_task_of_a_batch_can_be_asked_about_and_no_other(bench: RunnerHarness) -> None:
-    others = [bench.schedule("note")]
+def test_each_task_of_a_batch_can_be_asked_about_and_no_other(world: World) -> None:
+    others = [world.schedule("note")]
 
-    @bench.registry.processor("many", batch=5)
+    @world.delays.processor("many", batch=5)
     def work(tasks: list[DelayTask]) -> None:
         for task in tasks:
             task.check_lease()
         others[0].check_lease()
 
-    tasks = [bench.schedule("many") for _ in range(2)]
-    bench.run(*tasks)
-    assert all("TaskStateError: task" in (bench.now(task).error or "") for task in tasks)
+    tasks = [world.schedule("many") for _ in range(2)]
+    world.run(*tasks)
+    assert all("TaskStateError: task" in (world.read(task).error or "") for task in tasks)
     with pytest.raises(TaskStateError, match="check_lease"):
         others[0].check_lease()
 
@@ -267,12 +269,12 @@ def test_children_see_the_renewals_that_the_main_process_records() -> None:
     assert renewals.last() == (100, 81), "leases ended before the answer"
 
 
-def test_a_lease_error_that_the_processor_itself_creates_is_a_failure(bench: RunnerHarness) -> None:
-    @bench.registry.processor("wrong")
+def test_a_lease_error_that_the_processor_itself_creates_is_a_failure(world: World) -> None:
+    @world.delays.processor("wrong")
     def work(body: object, task: DelayTask) -> None:
         raise LeaseLostError("as complete() says on a wrong database", task.id)
 
-    task = bench.schedule("wrong")
-    bench.run(task)
-    now = bench.now(task)
+    task = world.schedule("wrong")
+    world.run(task)
+    now = world.read(task)
     assert (now.status, now.attempts) == (Status.FAILED, 1), "or it would run again and again"

@@ -14,7 +14,11 @@ A test names what happens with ten verbs, which do not depend on the classes beh
     move       make any other entry of `MOVES`
 """
 
+from collections.abc import Callable
+
 from tests.world.broker import WorldBroker
 from tests.world.world import Worker, World
 
-__all__ = ["Worker", "World", "WorldBroker"]
+__all__ = ["MakeWorld", "Worker", "World", "WorldBroker"]
+
+MakeWorld = Callable[..., World]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +18,7 @@ from delaytasks.core.clock import to_us
 from delaytasks.core.interfaces import Claimed, Entry, Recovered, Settlement, UnclaimedRow
 from delaytasks.core.states import SettlingMove
 from delaytasks.execution.runner import Report, Runner
+from delaytasks.storage.claims import Claims
 from delaytasks.storage.leases import Renewed
 from delaytasks.storage.rows import values_of
 from delaytasks.storage.store import Store
@@ -54,7 +56,8 @@ class World:
         url = store.database.url.render_as_string(hide_password=False)
         prefix = store.schema.tasks.name.removesuffix("yb_delay_task_message")
         app = Celery("world", broker="memory://", set_as_current=False)
-        settings = {"table_prefix": prefix, "tags": "any", **settings}
+        usual = {"table_prefix": prefix, "tags": "any", "_chunk_time_budget_s": 5}
+        settings = {**usual, **settings}
         self.delays = DelayTasks(app, url, **settings)
         self.broker = WorldBroker()
         self.runtime: Any = self.delays._make_runtime()
@@ -66,10 +69,14 @@ class World:
         #: The events of the instance, each with its fields.
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.delays.events.subscribe(lambda name, fields: self.events.append((name, fields)))
+        #: Are called after each claim and before each settlement of a worker, and may raise.
+        self.after_claim: Callable[[], object] = lambda: None
+        self.before_settle: Callable[[Sequence[Settlement]], object] = lambda settlements: None
         #: The bodies with which the processor of the tag `note` was called.
         self.notes: list[Any] = []
         self.delays.processor("note")(self.notes.append)
         self._workers: dict[str, Worker] = {}
+        self._lock = threading.Lock()
 
     def close(self) -> None:
         """Close what the world has opened. The database stays open for the next world."""
@@ -110,9 +117,15 @@ class World:
         """Run the named tasks in a worker."""
         return self.worker(by).run(*tasks)
 
-    def drain(self, queue: str = "default", most: int = 100, by: str = "worker-1") -> Report:
+    def drain(
+        self,
+        queue: str = "default",
+        most: int = 100,
+        by: str = "worker-1",
+        **options: Any,
+    ) -> Report:
         """Run the due rows of a queue in a worker."""
-        return self.worker(by).drain(queue, most)
+        return self.worker(by).drain(queue, most, **options)
 
     def deliver(self, by: str = "worker-1") -> list[Report]:
         """Run what the due messages and the drain requests name, and return the reports."""
@@ -183,9 +196,10 @@ class World:
 
     def worker(self, name: str = "worker-1", **options: Any) -> Worker:
         """Return the worker of this name, which is made at its first use."""
-        if name not in self._workers:
-            self._workers[name] = Worker(self, name, **options)
-        return self._workers[name]
+        with self._lock:
+            if name not in self._workers:
+                self._workers[name] = Worker(self, name, **options)
+            return self._workers[name]
 
     def die(self, name: str = "worker-1", max_lost_leases: int = 5) -> Recovered:
         """Let a worker die, and release its rows as its main process does."""
@@ -264,6 +278,10 @@ class World:
         """Return the fields of the events with this name."""
         return [fields for event_name, fields in self.events if event_name == name]
 
+    def count(self, name: str) -> int:
+        """Return what the events with this name count."""
+        return self.delays.events.counts[name]
+
     @contextmanager
     def statements(self) -> Iterator[list[str]]:
         """Yield the list to which each statement of our connections is added."""
@@ -299,15 +317,48 @@ class World:
 
 
 class Worker:
-    """A process that claims and runs tasks, one call at a time."""
+    """A process that claims and runs tasks, one call at a time.
 
-    def __init__(self, world: World, name: str, ip: int | None = 0x7F000001) -> None:
+    Parameters
+    ----------
+    world, name
+        The world, and the value of the column `worker`.
+    watcher
+        Receives the moves of the runs, as the sender of Celery's events does.
+    options
+        What the main process of a worker says, as attributes of `Processes`. Without options, the
+        process has no main process.
+    """
+
+    def __init__(self, world: World, name: str, watcher: Any = None, **options: Any) -> None:
         self.name = name
+        self.processes = Processes(lambda: world.runtime)
+        self.processes.name = lambda pid: name  # type: ignore[method-assign]
+        self.processes.is_worker = bool(options)
+        vars(self.processes).update({"may_detach": False, **options})
         self._world = world
-        self._claims = world.store.claims(name, ip)
-        processes = Processes(lambda: world.runtime)
-        processes.name = lambda pid: name  # type: ignore[method-assign]
-        self._runner: Runner = processes.build_runner(lambda: None)
+        self._runner: Runner = self.processes.build_runner(lambda: watcher)
+        self._claims: Claims = self._runner._claims
+        self._call_hooks()
+
+    def _call_hooks(self) -> None:
+        world, claims = self._world, self._claims
+
+        def then(claim: Callable[..., Claimed]) -> Any:
+            def claim_and_call(*arguments: Any) -> Claimed:
+                claimed = claim(*arguments)
+                world.after_claim()
+                return claimed
+
+            return claim_and_call
+
+        def settle(settlements: Sequence[Settlement], on: Any = None) -> set[int]:
+            world.before_settle(settlements)
+            return Claims.settle(claims, settlements, on)
+
+        vars(claims).update(
+            claim=then(claims.claim), claim_due=then(claims.claim_due), settle=settle
+        )
 
     def claim(self, *tasks: DelayTask | Entry) -> Claimed:
         entries = [task if isinstance(task, Entry) else Entry.of(task) for task in tasks]
@@ -345,6 +396,14 @@ class Worker:
         return self._runner.run(entries)
 
     def drain(
-        self, queue: str = "default", most: int = 100, priorities: Sequence[int] = ALL_PRIORITIES
+        self,
+        queue: str = "default",
+        most: int = 100,
+        priorities: Sequence[int] = ALL_PRIORITIES,
+        continue_s: float = 0,
     ) -> Report:
-        return self._runner.run_due(queue, priorities, most)
+        return self._runner.run_due(queue, priorities, most, continue_s=continue_s)
+
+    def finish(self) -> None:
+        """Wait for the rows and settlements that outlive their chunks."""
+        self._runner.finish()
