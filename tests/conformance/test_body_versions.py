@@ -8,72 +8,67 @@ import pytest
 
 from delaytasks import BodyRefusedError, DelayTask, DelayTasks, Status
 from delaytasks.runtime import runtime_of
-from delaytasks.storage.store import Store
-from tests.recording import RunnerHarness, run_now
+from tests.recording import run_now
 from tests.refusals import invalid
+from tests.world import World
 
 UPGRADES = {1: lambda body: {"order": body["nr"]}, 2: lambda body: {**body, "currency": "EUR"}}
 OLD, NEW = {"nr": 7}, {"order": 7, "currency": "EUR"}
 
 
-@pytest.fixture
-def bench(store: Store) -> RunnerHarness:
-    return RunnerHarness(store)
-
-
-def takes(bench: RunnerHarness, **options: Any) -> list[Any]:
+def takes(world: World, **options: Any) -> list[Any]:
     got: list[Any] = []
-    bench.registry.processor("pay", **options)(got.append)
+    world.delays.processor("pay", **options)(got.append)
     return got
 
 
-def test_bodies_of_all_versions_run_as_the_newest(bench: RunnerHarness) -> None:
-    old = bench.schedule("pay", OLD)
-    second = bench.schedule("pay", {"order": 7}, body_version=2)
-    got = takes(bench, version=3, upgrades=UPGRADES)
-    new = bench.schedule("pay", NEW)
-    assert [bench.now(task).body_version for task in (old, second, new)] == [1, 2, 3]
-    bench.run(old, second, new)
+def test_bodies_of_all_versions_run_as_the_newest(world: World) -> None:
+    old = world.schedule("pay", OLD)
+    second = world.schedule("pay", {"order": 7}, body_version=2)
+    got = takes(world, version=3, upgrades=UPGRADES)
+    new = world.schedule("pay", NEW)
+    assert [world.read(task).body_version for task in (old, second, new)] == [1, 2, 3]
+    world.run(old, second, new)
     assert got == [NEW, NEW, NEW]
-    assert bench.now(old).body == OLD, "the row keeps what was stored"
+    assert world.read(old).body == OLD, "the row keeps what was stored"
 
 
-def test_batches_and_schemas_get_upgraded_bodies(bench: RunnerHarness) -> None:
-    tasks = [bench.schedule("pay", OLD), bench.schedule("pay", {"wrong": 1})]
+def test_batches_and_schemas_get_upgraded_bodies(world: World) -> None:
+    tasks = [world.schedule("pay", OLD), world.schedule("pay", {"wrong": 1})]
     got: list[Any] = []
 
-    @bench.registry.processor("pay", version=3, upgrades=UPGRADES, batch=5, schema=dict)
+    @world.delays.processor("pay", version=3, upgrades=UPGRADES, batch=5, schema=dict)
     def work(bodies: list[Any], tasks: list[DelayTask]) -> None:
         got.extend(bodies)
 
-    bench.run(*tasks)
-    assert (got, bench.statuses(tasks)) == ([NEW], ["DONE", "FAILED"])
-    assert "KeyError" in str(bench.now(tasks[1]).error)
+    world.run(*tasks)
+    assert (got, world.statuses(tasks)) == ([NEW], ["DONE", "FAILED"])
+    assert "KeyError" in str(world.read(tasks[1]).error)
 
 
-def test_a_version_without_an_upgrade_fails_without_retries(bench: RunnerHarness) -> None:
-    task = bench.schedule("pay", OLD)
-    got = takes(bench, version=3, upgrades={2: UPGRADES[2]}, retries="1s 1s")
-    bench.run(task)
-    failed = bench.now(task)
+def test_a_version_without_an_upgrade_fails_without_retries(world: World) -> None:
+    task = world.schedule("pay", OLD)
+    got = takes(world, version=3, upgrades={2: UPGRADES[2]}, retries="1s 1s")
+    world.run(task)
+    failed = world.read(task)
     assert (failed.status, got) == (Status.FAILED, [])
     assert "has version 1" in str(failed.error)
     assert "no upgrade from 1" in str(failed.error)
 
 
-def test_a_newer_body_waits_for_newer_code(bench: RunnerHarness) -> None:
-    got = takes(bench, version=2)
-    task = bench.schedule("pay", NEW, body_version=3)
-    bench.run(task)
-    waits = bench.now(task)
+def test_a_newer_body_waits_for_newer_code(world: World) -> None:
+    got = takes(world, version=2)
+    task = world.schedule("pay", NEW, body_version=3)
+    world.run(task)
+    waits = world.read(task)
     assert (waits.status, waits.attempts, got) == (Status.NOT_COMPLETE, 0, [])
     assert waits.due == task.due
-    assert bench.named("task.newer_body")
+    assert world.told("task.newer_body")
     takes_new: list[Any] = []
-    bench.registry._processors.clear()  # as in a process with the new code
-    bench.registry.processor("pay", version=3)(takes_new.append)
-    bench.change(task, expected_time=task.expected_time)
-    bench.run(bench.now(task))
+    world.runtime.registry._processors.clear()  # as in a process with the new code
+    world.delays.processor("pay", version=3)(takes_new.append)
+    world.change(task, expected_time=task.expected_time)
+    world.run(world.read(task))
     assert takes_new == [NEW]
 
 
@@ -87,9 +82,9 @@ def test_a_newer_body_waits_for_newer_code(bench: RunnerHarness) -> None:
         ({"upgrades": {1: OLD.get}}, "no version: say version"),
     ],
 )
-def test_upgrades_lead_to_the_version(bench: RunnerHarness, options: Any, error: str) -> None:
+def test_upgrades_lead_to_the_version(world: World, options: Any, error: str) -> None:
     with pytest.raises(ValueError, match=error):
-        bench.registry.processor("pay", **options)
+        world.delays.processor("pay", **options)
 
 
 def test_scheduling_checks_the_body_in_its_version(delays: DelayTasks) -> None:

@@ -25,9 +25,9 @@ from delaytasks import (
 from delaytasks.core.errors import TaskNotFoundError
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
-from delaytasks.worker.shared_memory import RequestedRuns
-from tests.recording import RunnerHarness, delays_on, record, run_now
+from tests.recording import delays_on, record, run_now
 from tests.refusals import invalid
+from tests.world import World
 
 # The answers of `cancel`, by id and by key, with and without a session, on every database
 
@@ -228,45 +228,34 @@ def test_a_key_that_the_transaction_itself_took_over_names_its_own_task(
 # A running task is asked to stop, and is CANCELLED unless it succeeds, on each database
 
 
-class CancellingHarness(RunnerHarness):
-    """A runner whose processors can cancel their own tasks, as another process would."""
-
-    def __init__(self, store: Store) -> None:
-        super().__init__(store)
-        self.requested = RequestedRuns()
-        self.runner = self.make_runner(is_asked_to_stop=self.requested.has)
-
-    def cancel(self, task: DelayTask) -> DelayTask | None:
-        found = self.store.tasks.cancel(task.id, running=True)
-        self.read_requests()
-        return found
-
-    def read_requests(self) -> None:
-        """Do what the main process of a worker does after a request."""
-        self.requested.record(self.store.tasks.cancel_requests.of(["worker-1"]))
+def cancel(world: World, task: DelayTask) -> DelayTask | None:
+    """Cancel a task that runs, and tell its process, as the main process of its worker does."""
+    found = world.store.tasks.cancel(task.id, running=True)
+    tell(world)
+    return found
 
 
-@pytest.fixture
-def bench(store: Store) -> CancellingHarness:
-    return CancellingHarness(store)
+def tell(world: World) -> None:
+    requests = world.store.tasks.cancel_requests.of(["worker-1"])
+    world.worker().processes.requested_runs.record(requests)
 
 
-def run(bench: CancellingHarness, end: Callable[[DelayTask], Any], **options: Any) -> DelayTask:
+def run(world: World, end: Callable[[DelayTask], Any], **options: Any) -> DelayTask:
     """Run a task that is cancelled while it runs, and ends as `end` says."""
 
     def work(body: object, task: DelayTask) -> Any:
         assert not task.is_cancelled
         task.check_lease()
-        left = bench.cancel(task)
+        left = cancel(world, task)
         assert left is not None
         assert (left.status, left.version) == (Status.RUNNING, task.version)
         assert task.is_cancelled
         return end(task)
 
-    bench.registry.processor("long", **options)(work)
-    task = bench.schedule("long", key="k")
-    bench.run(task)
-    return bench.now(task)
+    world.delays.processor("long", **options)(work)
+    task = world.schedule("long", key="k")
+    world.run(task)
+    return world.read(task)
 
 
 def fail(_: DelayTask) -> None:
@@ -279,22 +268,22 @@ def fail(_: DelayTask) -> None:
     ids=["check_lease", "raises", "Retry", "Snooze", "Fail"],
 )
 def test_a_run_that_stops_is_cancelled_and_not_retried(
-    bench: CancellingHarness, end: Callable[[DelayTask], Any]
+    world: World, end: Callable[[DelayTask], Any]
 ) -> None:
-    task = run(bench, end, retries="10s 10s")
+    task = run(world, end, retries="10s 10s")
     assert task.status is Status.CANCELLED
     assert str(task.error).startswith("cancelled by a caller while it ran")
     assert ("broken off" in str(task.error)) is (end is fail)
-    assert len(bench.named("task.withdrawn")) == 1
-    assert not bench.named("task.failed") + bench.named("task.retry_scheduled")
-    assert bench.store.tasks.id_of_key("long", "k") is None, "the key is free"
+    assert len(world.told("task.withdrawn")) == 1
+    assert not world.told("task.failed") + world.told("task.retry_scheduled")
+    assert world.store.tasks.id_of_key("long", "k") is None, "the key is free"
 
 
-def test_a_run_that_succeeds_nevertheless_is_done(bench: CancellingHarness) -> None:
-    assert run(bench, lambda _: 5, keep_result=True).result == 5
+def test_a_run_that_succeeds_nevertheless_is_done(world: World) -> None:
+    assert run(world, lambda _: 5, keep_result=True).result == 5
 
 
-def test_check_lease_says_that_the_task_was_cancelled(bench: CancellingHarness) -> None:
+def test_check_lease_says_that_the_task_was_cancelled(world: World) -> None:
     told: list[TaskCancelledError] = []
 
     def end(task: DelayTask) -> None:
@@ -302,60 +291,60 @@ def test_check_lease_says_that_the_task_was_cancelled(bench: CancellingHarness) 
             task.check_lease()
         told.append(caught.value)
 
-    assert run(bench, end).status is Status.DONE
+    assert run(world, end).status is Status.DONE
     assert told
 
 
 def test_a_request_that_comes_too_late_for_its_run_prevents_the_next_one(
-    bench: CancellingHarness,
+    world: World,
 ) -> None:
     ran: list[int] = []
 
-    @bench.registry.processor("again")
+    @world.delays.processor("again")
     def work(body: object, task: DelayTask) -> Any:
         ran.append(task.attempts)
-        bench.store.tasks.cancel(task.id, running=True)  # the process hears nothing of it
+        world.store.tasks.cancel(task.id, running=True)  # the process hears nothing of it
         return Snooze(0)
 
-    task = bench.schedule("again")
-    bench.run(task)
-    waits = bench.now(task)
+    task = world.schedule("again")
+    world.run(task)
+    waits = world.read(task)
     assert (waits.status, waits.cancel_request) == (Status.NOT_COMPLETE, 1)
-    bench.change(task, expected_time=task.expected_time)
-    bench.run(bench.now(task))
-    ended = bench.now(task)
+    world.change(task, expected_time=task.expected_time)
+    world.run(world.read(task))
+    ended = world.read(task)
     assert (ended.status, ran) == (Status.CANCELLED, [1])
 
 
 def test_a_row_of_the_same_chunk_that_has_not_begun_is_cancelled_too(
-    bench: CancellingHarness,
+    world: World,
 ) -> None:
     tasks: list[DelayTask] = []
 
-    @bench.registry.processor("first")
+    @world.delays.processor("first")
     def work(body: object) -> None:
-        bench.cancel(bench.now(tasks[1]))
+        cancel(world, world.read(tasks[1]))
 
-    tasks += [bench.schedule("first", priority=9), bench.schedule("note", 2)]
-    bench.run(*tasks)
-    assert bench.statuses(tasks) == ["DONE", "CANCELLED"]
-    assert bench.ran == []
-
-
-def test_a_rerun_forgets_the_request(bench: CancellingHarness) -> None:
-    cancelled = run(bench, fail)
-    bench.registry.processor("other")(lambda body: None)
-    again = bench.store.tasks.rerun(cancelled.id, cancelled.expected_time)
-    assert bench.now(again).cancel_request is None
-    assert bench.store.tasks.cancel_requests.of(["worker-1"]) == []
+    tasks += [world.schedule("first", priority=9), world.schedule("note", 2)]
+    world.run(*tasks)
+    assert world.statuses(tasks) == ["DONE", "CANCELLED"]
+    assert world.notes == []
 
 
-def test_a_request_is_for_one_run_of_the_row(bench: CancellingHarness) -> None:
-    task = run(bench, fail)
-    assert bench.requested.has(task.id, task.version - 1)
-    assert not bench.requested.has(task.id, task.version)
-    bench.read_requests()
-    assert not bench.requested.has(task.id, task.version - 1)
+def test_a_rerun_forgets_the_request(world: World) -> None:
+    cancelled = run(world, fail)
+    world.delays.processor("other")(lambda body: None)
+    again = world.store.tasks.rerun(cancelled.id, cancelled.expected_time)
+    assert world.read(again).cancel_request is None
+    assert world.store.tasks.cancel_requests.of(["worker-1"]) == []
+
+
+def test_a_request_is_for_one_run_of_the_row(world: World) -> None:
+    task = run(world, fail)
+    assert world.worker().processes.requested_runs.has(task.id, task.version - 1)
+    assert not world.worker().processes.requested_runs.has(task.id, task.version)
+    tell(world)
+    assert not world.worker().processes.requested_runs.has(task.id, task.version - 1)
 
 
 def test_the_answer_of_cancel_says_that_the_task_was_asked_to_stop(
@@ -408,20 +397,20 @@ def test_a_task_that_waits_is_cancelled_as_usual(delays: DelayTasks) -> None:
 
 
 def test_the_other_tasks_of_a_batch_run_again_without_losing_an_attempt(
-    bench: CancellingHarness,
+    world: World,
 ) -> None:
     def work(tasks: list[DelayTask]) -> None:
         if len(tasks) == 3:
-            bench.cancel(tasks[1])
+            cancel(world, tasks[1])
         for task in tasks:
             task.check_lease()
 
-    bench.registry.processor("batch", batch=10)(work)
-    tasks = [bench.schedule("batch") for _ in range(3)]
-    bench.run(*tasks)
-    first, cancelled, last = map(bench.now, tasks)
+    world.delays.processor("batch", batch=10)(work)
+    tasks = [world.schedule("batch") for _ in range(3)]
+    world.run(*tasks)
+    first, cancelled, last = map(world.read, tasks)
     assert cancelled.status is Status.CANCELLED
     for other in (first, last):
         assert (other.status, other.attempts) == (Status.NOT_COMPLETE, 0)
-    bench.run(first, last)
-    assert bench.statuses([first, last]) == ["DONE", "DONE"]
+    world.run(first, last)
+    assert world.statuses([first, last]) == ["DONE", "DONE"]

@@ -23,8 +23,9 @@ from delaytasks.storage.types import for_database
 from tests.conformance.bulk_tasks import NOON
 from tests.conformance.bulk_tasks import put as change
 from tests.conformance.store_rows import add, put, seconds
-from tests.recording import RunnerHarness, counted
+from tests.recording import counted
 from tests.refusals import invalid
+from tests.world import World
 from tests.world.broker import RecordingTimer
 
 # Look up and count rows, and read the clock, on every database
@@ -297,11 +298,6 @@ def test_tasks_are_found_within_the_limit(store: Store) -> None:
 # `Follower` finds the changes of tasks in each database, at a bounded cost
 
 
-@pytest.fixture
-def bench(store: Store) -> RunnerHarness:
-    return RunnerHarness(store)
-
-
 def follow(delays: DelayTasks, **filters: Any) -> Follower:
     follower = Follower(runtime_of(delays).store, filter_of(filters))
     follower.read()
@@ -322,12 +318,12 @@ def make_late(store: Store, task: DelayTask) -> None:
         )
 
 
-def test_each_change_is_shown_once(delays: DelayTasks, bench: RunnerHarness) -> None:
+def test_each_change_is_shown_once(delays: DelayTasks, world: World) -> None:
     follower = follow(delays)
     task = delays.schedule_delay("note", {"secret": 1}, 0)
     assert seen(follower) == [(task.id, "NOT_COMPLETE")]
     assert seen(follower) == []
-    bench.claims.claim([bench.entry(task)])
+    world.claim(task)
     assert seen(follower) == [(task.id, "RUNNING")]
     later = delays.schedule_delay("note", {}, 3600)
     assert seen(follower) == [(later.id, "NOT_COMPLETE")]
@@ -335,25 +331,23 @@ def test_each_change_is_shown_once(delays: DelayTasks, bench: RunnerHarness) -> 
     assert seen(follower) == [(later.id, "CANCELLED")]
 
 
-def test_a_run_between_two_reads_is_shown_as_it_ended(
-    delays: DelayTasks, bench: RunnerHarness
-) -> None:
+def test_a_run_between_two_reads_is_shown_as_it_ended(delays: DelayTasks, world: World) -> None:
     follower = follow(delays)
     task = delays.schedule_delay("note", {"secret": 1}, 0)
-    bench.run(task)
+    world.run(task)
     [found] = follower.read().tasks
     assert found.status.name == "DONE"
     assert found.body_json == "", "bodies are not read"
 
 
 def test_a_task_of_a_backlog_is_found_while_it_runs_and_when_it_ends(
-    delays: DelayTasks, bench: RunnerHarness, store: Store
+    delays: DelayTasks, world: World, store: Store
 ) -> None:
     task = delays.schedule_delay("note", {}, 0)
     make_late(store, task)
     follower = follow(delays)
     # The follower has not seen it yet, and it was due long ago, so only its status leads to it.
-    [claimed] = bench.claims.claim([bench.entry(bench.now(task))])
+    [claimed] = world.claim(world.read(task))
     assert (task.id, "RUNNING") in seen(follower)
     t = store.schema.tasks
     with store.database.begin() as connection:

@@ -25,8 +25,9 @@ from delaytasks.storage.store import Store
 from tests.conformance.query_plans import plans
 from tests.conformance.store_rows import NASTY, add, read, seconds, task
 from tests.conftest import open_store
-from tests.recording import RunnerHarness, counted
+from tests.recording import counted
 from tests.refusals import invalid
+from tests.world import World
 from tests.world.broker import RecordingTimer
 
 # Rows that are inserted, on every database
@@ -240,11 +241,6 @@ def test_many_tasks_and_replacements_have_meta(delays: DelayTasks) -> None:
     assert delays.get(first).meta == {"v": "2"}
 
 
-@pytest.fixture
-def bench(store: Store) -> RunnerHarness:
-    return RunnerHarness(store)
-
-
 @pytest.mark.parametrize(
     ("meta", "wanted"),
     [
@@ -279,18 +275,18 @@ def test_tasks_are_found_by_pairs_exactly(
         assert delays.bulk.log(limit=1)[0].filter == {"meta": meta}
 
 
-def test_the_processor_and_the_events_have_the_meta(bench: RunnerHarness) -> None:
+def test_the_processor_and_the_events_have_the_meta(world: World) -> None:
     seen: list[dict[str, str]] = []
     events: list[dict[str, Any]] = []
-    bench.events.subscribe(lambda name, fields: events.append({"name": name, **fields}))
+    world.delays.events.subscribe(lambda name, fields: events.append({"name": name, **fields}))
 
     def work(body: Any, task: DelayTask) -> None:
         seen.append(task.meta)
         raise ValueError("no")
 
-    bench.registry.processor("mail")(work)
-    task = bench.producer.schedule(NewTask("mail", {}, 0, meta={"t": "a"}), "reject", None)
-    bench.run(task)
+    world.delays.processor("mail")(work)
+    task = world.schedule("mail", {}, meta={"t": "a"})
+    world.run(task)
     assert seen == [{"t": "a"}]
     assert [e["name"] for e in events if e.get("meta") == {"t": "a"}] == [
         "task.scheduled",

@@ -15,6 +15,7 @@ import pytest
 from sqlalchemy import Connection, insert, select, update
 
 from delaytasks import DelayTask, DelayTasks, Status
+from delaytasks.core.clock import to_us
 from delaytasks.core.errors import LeaseLostError, StoreUnavailableError, TaskStateError
 from delaytasks.core.interfaces import Level, Recovered, Settlement
 from delaytasks.execution import executor as run_module
@@ -27,7 +28,6 @@ from delaytasks.storage.types import db_now_plus
 from delaytasks.storage.worker_table import LOST_FOR_S, WorkerTable
 from delaytasks.worker import lease_keeper as keeper_module
 from delaytasks.worker.lease_keeper import LeaseKeeper, WorkerShares
-from delaytasks.worker.shared_memory import Renewals
 from tests.conformance.store_rows import (
     add,
     entry,
@@ -39,8 +39,9 @@ from tests.conformance.store_rows import (
     seconds,
     task,
 )
-from tests.recording import RunnerHarness, record_sweeps
+from tests.recording import record_sweeps
 from tests.waiting import wait_until
+from tests.world import MakeWorld
 from tests.world.broker import RecordingTimer
 
 # Leases and row locks, on every database
@@ -250,25 +251,17 @@ LEASE_S = 60.0
 class FrozenWorker:
     """A runner, and the main process that renews its leases, with a monotonic clock that is set."""
 
-    def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100_000.0
         for module in (run_module, keeper_module):
             monkeypatch.setattr(module, "monotonic", lambda: self.now_s)
-        self.renewals = Renewals()
-        self.bench = bench = RunnerHarness(store, lease=LEASE_S, _chunk_time_budget_s=1)
-        bench.runner = bench.make_runner(last_renewal=lambda: self.renewals.last())
-        runtime: Any = SimpleNamespace(
-            store=store,
-            clock=bench.clock,
-            settings=bench.settings,
-            events=bench.events,
-            registry=bench.registry,
-        )
-        processes: Any = SimpleNamespace(name=lambda pid: "worker-1", renewals=self.renewals)
-        chunk_began_us = bench.clock.now_us() - int(LEASE_S * 1e6)
+        self.world = world = make_world(lease=LEASE_S, _chunk_time_budget_s=1)
+        processes = world.worker().processes
+        self.renewals = processes.renewals
+        chunk_began_us = to_us(world.now()) - int(LEASE_S * 1e6)
         self.dispatcher = dispatcher = SimpleNamespace(running=lambda: ([chunk_began_us], {}))
         pool = SimpleNamespace(info={"processes": [os.getpid()]})
-        self._keeper = LeaseKeeper(runtime, processes, cast("Any", dispatcher), pool, None)
+        self._keeper = LeaseKeeper(world.runtime, processes, cast("Any", dispatcher), pool, None)
 
     def renew(self) -> None:
         """Let the main process renew the leases once."""
@@ -283,42 +276,42 @@ class FrozenWorker:
 
 
 @pytest.fixture
-def worker(store: Store, monkeypatch: pytest.MonkeyPatch) -> FrozenWorker:
-    return FrozenWorker(store, monkeypatch)
+def worker(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> FrozenWorker:
+    return FrozenWorker(make_world, monkeypatch)
 
 
 @pytest.mark.quick
 def test_a_lease_that_ended_before_its_renewal_is_reported_as_lost(worker: FrozenWorker) -> None:
-    bench = worker.bench
+    world = worker.world
     reported: list[str] = []
 
-    @bench.registry.processor("long")
+    @world.delays.processor("long")
     def work(body: object, task: DelayTask) -> None:
         worker.now_s += LEASE_S / 2
         worker.renew()
         task.check_lease()
         worker.now_s += LEASE_S + 1  # all processes of the worker are frozen
-        assert lapse_all(bench.store, [task]) == 1, "another worker recovers the row"
+        assert lapse_all(world.store, [task]) == 1, "another worker recovers the row"
         worker.renew()
         with pytest.raises(LeaseLostError, match="has ended"):
             task.check_lease()
         reported.append("lost")
         task.check_lease()
 
-    task = bench.schedule("long")
-    bench.run(task)
+    task = world.schedule("long")
+    world.run(task)
     assert reported == ["lost"]
-    now = bench.now(task)
+    now = world.read(task)
     assert (now.status, now.lapses) == (Status.NOT_COMPLETE, 1)
-    assert [fields["id"] for fields in bench.named("task.lease_lost")] == [task.id]
+    assert [fields["id"] for fields in world.told("task.lease_lost")] == [task.id]
 
 
 @pytest.mark.quick
 def test_a_run_that_began_after_an_idle_time_has_its_lease(worker: FrozenWorker) -> None:
-    bench = worker.bench
+    world = worker.world
     ended: list[int] = []
 
-    @bench.registry.processor("long")
+    @world.delays.processor("long")
     def work(body: object, task: DelayTask) -> None:
         for _ in range(3):
             worker.now_s += LEASE_S / 2
@@ -328,7 +321,7 @@ def test_a_run_that_began_after_an_idle_time_has_its_lease(worker: FrozenWorker)
 
     for _ in range(2):
         worker.now_s += 10 * LEASE_S  # no row runs, so no lease is renewed
-        bench.run(bench.schedule("long"))
+        world.run(world.schedule("long"))
     assert len(ended) == 2
 
 
@@ -337,29 +330,29 @@ def test_a_row_that_was_locked_during_a_renewal_is_renewed_a_second_later(
     worker: FrozenWorker, owner: Connection
 ) -> None:
     """Otherwise a sweep could recover the row, which its worker still runs, after the lock."""
-    bench = worker.bench
-    if not has_row_locks(bench.store):
+    world = worker.world
+    if not has_row_locks(world.store):
         return
     ended: list[int] = []
 
-    @bench.registry.processor("long")
+    @world.delays.processor("long")
     def work(body: object, task: DelayTask) -> None:
-        over, t = bench.store.tasks.now(), bench.store.schema.tasks
-        with bench.store.database.begin() as connection:
+        over, t = world.store.tasks.now(), world.store.schema.tasks
+        with world.store.database.begin() as connection:
             connection.execute(update(t).where(t.c.id == task.id).values(lease_until=over))
-        bench.store.tasks._moves.locked(owner, task.id)
+        world.store.tasks._moves.locked(owner, task.id)
         worker.now_s += LEASE_S / 2
         worker.renew()
-        assert bench.now(task).lease_until == over
+        assert world.read(task).lease_until == over
         owner.get_transaction().rollback()  # type: ignore[union-attr]
         worker.now_s += 1
-        worker.run_keeper(lambda: bench.now(task).lease_until != over)
+        worker.run_keeper(lambda: world.read(task).lease_until != over)
         ended.append(task.id)
 
-    task = bench.schedule("long")
-    bench.run(task)
+    task = world.schedule("long")
+    world.run(task)
     assert ended == [task.id]
-    assert bench.now(task).status is Status.DONE
+    assert world.read(task).status is Status.DONE
 
 
 @pytest.mark.quick

@@ -35,15 +35,10 @@ from delaytasks.statistics.statistics_table import (
 )
 from delaytasks.storage.store import Store
 from tests.conformance.bulk_tasks import put
-from tests.recording import RunnerHarness
 from tests.refusals import invalid
+from tests.world import MakeWorld, World
 
 # A process counts every run once, by tag and outcome, with its lateness and duration
-
-
-@pytest.fixture
-def harness(store: Store) -> RunnerHarness:
-    return RunnerHarness(store)
 
 
 def counts_of(report: Report) -> Mapping[str, RunCounts]:
@@ -54,18 +49,18 @@ def outcomes_of(report: Report, tag: str) -> dict[str, int]:
     return {name: count for name, count in counts_of(report)[tag].by_outcome().items() if count}
 
 
-def test_each_outcome_is_counted(harness: RunnerHarness) -> None:
+def test_each_outcome_is_counted(world: World) -> None:
     def end(body: Any) -> object:
         if body == "raise":
             raise ValueError("broken")
         outcomes = {"fail": Fail("no"), "cancel": Cancel("no"), "snooze": Snooze("1h")}
         return {**outcomes, "retry": Retry("1h")}.get(body)
 
-    harness.registry.processor("end")(end)
-    harness.registry.processor("retried", retries="1h")(end)
+    world.delays.processor("end")(end)
+    world.delays.processor("retried", retries="1h")(end)
     bodies = ["ok", "ok", "raise", "fail", "cancel", "snooze", "retry"]
-    tasks = [harness.schedule("end", body) for body in bodies]
-    report = harness.run(*tasks, harness.schedule("retried", "raise"), harness.schedule())
+    tasks = [world.schedule("end", body) for body in bodies]
+    report = world.run(*tasks, world.schedule("retried", "raise"), world.schedule())
     assert outcomes_of(report, "end") == {
         "done": 2,
         "failed": 2,
@@ -80,82 +75,82 @@ def test_each_outcome_is_counted(harness: RunnerHarness) -> None:
     assert all(sum(one.duration) == one.started for one in found.values())
 
 
-def test_a_report_has_only_what_was_counted_since_the_last_one(harness: RunnerHarness) -> None:
-    assert outcomes_of(harness.run(harness.schedule()), "note") == {"done": 1}
-    assert outcomes_of(harness.run(harness.schedule()), "note") == {"done": 1}
-    assert harness.run().statistics.tags == ()
+def test_a_report_has_only_what_was_counted_since_the_last_one(world: World) -> None:
+    assert outcomes_of(world.run(world.schedule()), "note") == {"done": 1}
+    assert outcomes_of(world.run(world.schedule()), "note") == {"done": 1}
+    assert world.run().statistics.tags == ()
 
 
-def test_a_drain_counts_too(harness: RunnerHarness) -> None:
+def test_a_drain_counts_too(world: World) -> None:
     for _ in range(5):
-        harness.schedule()
-    assert outcomes_of(harness.runner.run_due("default", [0], 100), "note") == {"done": 5}
+        world.schedule()
+    assert outcomes_of(world.drain(), "note") == {"done": 5}
 
 
-def test_a_batch_counts_each_task(harness: RunnerHarness) -> None:
-    harness.registry.processor("batch", batch=10)(lambda tasks: None)
-    report = harness.run(*[harness.schedule("batch") for _ in range(4)])
+def test_a_batch_counts_each_task(world: World) -> None:
+    world.delays.processor("batch", batch=10)(lambda tasks: None)
+    report = world.run(*[world.schedule("batch") for _ in range(4)])
     assert outcomes_of(report, "batch") == {"done": 4}
     assert counts_of(report)["batch"].started == 4
 
 
-def test_concurrent_tasks_are_each_counted_once(harness: RunnerHarness) -> None:
-    harness.registry.processor("slots", in_flight=8)(lambda body: None)
-    tasks = [harness.schedule("slots") for _ in range(50)]
-    report = harness.run(*tasks)
+def test_concurrent_tasks_are_each_counted_once(world: World) -> None:
+    world.delays.processor("slots", in_flight=8)(lambda body: None)
+    tasks = [world.schedule("slots") for _ in range(50)]
+    report = world.run(*tasks)
     assert outcomes_of(report, "slots") == {"done": 50}
     assert counts_of(report)["slots"].started == 50
 
 
 def test_the_lateness_is_that_of_the_due_time_and_decides_about_on_time(
-    harness: RunnerHarness,
+    world: World,
 ) -> None:
-    harness.registry.processor("prompt", on_time="5s")(lambda body: None)
-    late, prompt = harness.schedule("prompt"), harness.schedule("prompt")
-    harness.change(late, expected_time=late.expected_time - timedelta(seconds=100))
-    counts = counts_of(harness.run(late, prompt))["prompt"]
+    world.delays.processor("prompt", on_time="5s")(lambda body: None)
+    late, prompt = world.schedule("prompt"), world.schedule("prompt")
+    world.change(late, expected_time=late.expected_time - timedelta(seconds=100))
+    counts = counts_of(world.run(late, prompt))["prompt"]
     assert (counts.on_time, counts.late) == (1, 1)
     assert counts.lateness[bucket_of(105, LATENESS_BOUNDS_S)] == 1
     assert 100 <= counts.lateness_s < 200
 
 
-def test_a_tag_without_a_promise_is_neither_on_time_nor_late(harness: RunnerHarness) -> None:
-    counts = counts_of(harness.run(harness.schedule()))["note"]
+def test_a_tag_without_a_promise_is_neither_on_time_nor_late(world: World) -> None:
+    counts = counts_of(world.run(world.schedule()))["note"]
     assert (counts.on_time, counts.late) == (0, 0)
 
 
-def test_an_expired_task_is_late_and_has_no_run(harness: RunnerHarness) -> None:
-    harness.registry.processor("brief", on_time="1s", expires="2s")(lambda body: None)
-    task = harness.schedule("brief")
-    harness.change(task, expected_time=task.expected_time - timedelta(seconds=100))
-    report = harness.run(task)
+def test_an_expired_task_is_late_and_has_no_run(world: World) -> None:
+    world.delays.processor("brief", on_time="1s", expires="2s")(lambda body: None)
+    task = world.schedule("brief")
+    world.change(task, expected_time=task.expected_time - timedelta(seconds=100))
+    report = world.run(task)
     assert outcomes_of(report, "brief") == {"expired": 1}
     counts = counts_of(report)["brief"]
     assert (counts.on_time, counts.late, counts.started) == (0, 1, 0)
 
 
-def test_a_task_that_cannot_run_here_is_given_back_and_has_no_run(harness: RunnerHarness) -> None:
-    report = harness.run(harness.schedule("unknown"))
+def test_a_task_that_cannot_run_here_is_given_back_and_has_no_run(world: World) -> None:
+    report = world.run(world.schedule("unknown"))
     assert outcomes_of(report, "unknown") == {"given_back": 1}
     assert counts_of(report)["unknown"].started == 0
 
 
-def test_a_settlement_that_changes_no_row_is_a_lost_lease(harness: RunnerHarness) -> None:
-    task = harness.schedule()
-    harness.claims.before_settle = lambda settlements: harness.change(task, version=99)
-    report = harness.run(task)
+def test_a_settlement_that_changes_no_row_is_a_lost_lease(world: World) -> None:
+    task = world.schedule()
+    world.before_settle = lambda settlements: world.change(task, version=99)
+    report = world.run(task)
     assert outcomes_of(report, "note") == {"lease_lost": 1}
     assert report.statistics.failures == ()
 
 
-def test_failures_are_grouped_by_tag_and_pattern(harness: RunnerHarness) -> None:
+def test_failures_are_grouped_by_tag_and_pattern(world: World) -> None:
     def fail(body: Any) -> None:
         raise KeyError(body)
 
     for tag in ("a", "b"):
-        harness.registry.processor(tag)(fail)
-    tasks = [harness.schedule(tag, body) for tag in "ab" for body in (1, 2, 3)]
-    failures = harness.run(*tasks).statistics.failures
+        world.delays.processor(tag)(fail)
+    tasks = [world.schedule(tag, body) for tag in "ab" for body in (1, 2, 3)]
+    failures = world.run(*tasks).statistics.failures
     assert {(one.tag, one.pattern, one.runs) for one in failures} == {
         (tag, "* in fail\n*KeyError: *", 3) for tag in "ab"
     }
@@ -163,25 +158,24 @@ def test_failures_are_grouped_by_tag_and_pattern(harness: RunnerHarness) -> None
     assert all("KeyError" in one.error for one in failures)
 
 
-def test_the_groups_of_one_report_are_bounded(harness: RunnerHarness) -> None:
+def test_the_groups_of_one_report_are_bounded(world: World) -> None:
     def fail(body: str) -> None:
         raise RuntimeError(body)
 
-    harness.registry.processor("various")(fail)
+    world.delays.processor("various")(fail)
     letters = [chr(ord("a") + number) * 3 for number in range(26)]
-    report = harness.run(*[harness.schedule("various", letter) for letter in letters])
+    report = world.run(*[world.schedule("various", letter) for letter in letters])
     assert len(report.statistics.failures) == MAX_FAILURE_GROUPS
     assert outcomes_of(report, "various") == {"failed": 26}
 
 
-def test_several_threads_lose_no_count(harness: RunnerHarness) -> None:
-    tasks = [harness.schedule() for _ in range(60)]
+def test_several_threads_lose_no_count(world: World) -> None:
+    tasks = [world.schedule() for _ in range(60)]
     reports: list[Report] = []
-    entries = [harness.entry(task) for task in tasks]
 
     def run(number: int) -> None:
-        for entry in entries[number::3]:
-            reports.append(harness.runner.run([entry]))
+        for task in tasks[number::3]:
+            reports.append(world.run(task))
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
     for thread in threads:
@@ -195,9 +189,9 @@ def test_several_threads_lose_no_count(harness: RunnerHarness) -> None:
     assert (total.started, total.outcome("done")) == (60, 60)
 
 
-def test_nothing_is_counted_if_the_setting_is_off(store: Store) -> None:
-    harness = RunnerHarness(store, statistics=False)
-    assert harness.run(harness.schedule()).statistics.tags == ()
+def test_nothing_is_counted_if_the_setting_is_off(make_world: MakeWorld) -> None:
+    world = make_world(statistics=False)
+    assert world.run(world.schedule()).statistics.tags == ()
 
 
 # The filter `error=`, with which the tasks of a failure group are found and moved
@@ -238,24 +232,22 @@ def test_a_pattern_matches_the_whole_text_and_only_its_star_is_special(
         assert ours == sorted(matches)
 
 
-def test_the_pattern_of_a_real_failure_finds_its_task(store: Store, delays: DelayTasks) -> None:
-    harness = RunnerHarness(store)
-
+def test_the_pattern_of_a_real_failure_finds_its_task(world: World, delays: DelayTasks) -> None:
     def charge(body: Any) -> None:
         raise ValueError(f"order {body} of 'customer_{body}' costs 100% {body}")
 
-    harness.registry.processor("charge", retries="1h")(charge)
-    harness.registry.processor("charge.once")(charge)
-    waits, fails = harness.schedule("charge", 1), harness.schedule("charge.once", 2)
-    other = harness.schedule("charge.once", 3)
-    report = harness.run(waits, fails)
+    world.delays.processor("charge", retries="1h")(charge)
+    world.delays.processor("charge.once")(charge)
+    waits, fails = world.schedule("charge", 1), world.schedule("charge.once", 2)
+    other = world.schedule("charge.once", 3)
+    report = world.run(waits, fails)
     patterns = {one.tag: one.pattern for one in report.statistics.failures}
     assert patterns["charge"] == patterns["charge.once"]
     assert [one.id for one in delays.find(tag="charge", error=patterns["charge"])] == [waits.id]
     found = delays.find(tag="charge.once", error=patterns["charge"])
     assert [one.id for one in found] == [fails.id]
     assert delays.bulk.cancel(tag="charge", error=patterns["charge"]).changed == 1
-    assert harness.now(other).status is Status.NOT_COMPLETE
+    assert world.read(other).status is Status.NOT_COMPLETE
 
 
 @pytest.mark.parametrize("pattern", ["", "*", "**", 5, "x" * 1001, "a\0b"])

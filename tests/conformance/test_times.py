@@ -15,7 +15,8 @@ from delaytasks.core.filters import Filter
 from delaytasks.core.ids import IdMaker
 from delaytasks.storage.store import Store
 from tests.conformance.bulk_tasks import counts, pass_a_moment, put
-from tests.recording import ManualClock, RunnerHarness
+from tests.recording import ManualClock
+from tests.world import MakeWorld, World
 from tests.world.broker import RecordingTimer
 
 # Hours that occur twice or never, and leap days: rows store UTC in every process time zone,
@@ -31,12 +32,12 @@ def utc(*numbers: int) -> datetime:
 
 
 @pytest.fixture(params=["America/New_York", "Asia/Kolkata"])
-def bench(
-    request: pytest.FixtureRequest, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[RunnerHarness]:
+def world(
+    request: pytest.FixtureRequest, make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[World]:
     monkeypatch.setenv("TZ", request.param)
     time.tzset()
-    yield RunnerHarness(store)
+    yield make_world()
     monkeypatch.undo()
     time.tzset()
 
@@ -55,14 +56,14 @@ def bench(
         (utc(2029, 2, 28, 23, 59, 59), utc(2029, 2, 28, 23, 59, 59)),
     ],
 )
-def test_an_instant_is_stored_as_it_is(bench: RunnerHarness, when: datetime, due: datetime) -> None:
-    set_clock(bench, due - timedelta(days=1))
-    task = bench.producer.schedule(NewTask("note", None, at=when), "reject", None)
+def test_an_instant_is_stored_as_it_is(world: World, when: datetime, due: datetime) -> None:
+    set_clock(world, due - timedelta(days=1))
+    task = world.delays.schedule_at("note", None, when)
     assert task.expected_time == due
-    assert bench.now(task).expected_time == due
-    assert bench.store.tasks.find(
+    assert world.read(task).expected_time == due
+    assert world.store.tasks.find(
         Filter(since=due, until=due + timedelta(microseconds=1)), 5
-    ).tasks == [bench.now(task)]
+    ).tasks == [world.read(task)]
 
 
 @pytest.mark.parametrize(
@@ -75,18 +76,18 @@ def test_an_instant_is_stored_as_it_is(bench: RunnerHarness, when: datetime, due
     ],
 )
 def test_a_delay_is_a_number_of_elapsed_seconds_on_any_date(
-    bench: RunnerHarness, now: datetime, delay_s: float, due: datetime
+    world: World, now: datetime, delay_s: float, due: datetime
 ) -> None:
-    set_clock(bench, now)
-    task = bench.producer.schedule(NewTask("note", None, delay=delay_s), "reject", None)
-    assert bench.now(task).expected_time == due
-    assert bench.claims.claim([bench.entry(task)]) == [], "not before the database's clock says so"
+    set_clock(world, now)
+    task = world.delays.schedule_delay("note", None, delay_s)
+    assert world.read(task).expected_time == due
+    assert world.claim(task) == [], "not before the database's clock says so"
 
 
-def set_clock(bench: RunnerHarness, now: datetime) -> None:
+def set_clock(world: World, now: datetime) -> None:
     clock = ManualClock(now)
-    bench.producer._clock = clock
-    bench.producer._make_id = IdMaker(lambda: to_us(clock.now()) // 1000)
+    world.runtime.clock = clock
+    world.runtime.new_id = IdMaker(lambda: to_us(clock.now()) // 1000)
 
 
 # `spread` distributes due times over a period, for new tasks and for those of a peak

@@ -17,118 +17,120 @@ from delaytasks.storage.state_queries import FactReader
 from delaytasks.storage.store import Store
 from delaytasks.storage.worker_table import MAX_TAG_BYTES, WorkerTable
 from tests.conformance.store_rows import RUNNING
-from tests.recording import RunnerHarness, delays_on
+from tests.recording import delays_on
 from tests.services import free_port
+from tests.world import MakeWorld, World
 
 # The facts that explain why a task has not run, as each database reports them
 
 
 @pytest.fixture
-def bench(store: Store) -> RunnerHarness:
-    bench = RunnerHarness(store)
-    bench.store.workers.report("w1", ["default"], "prefork", 2, 0, ["note", "limited"])
-    bench.store.sweeps.begin_sweep(0, 1, 4.0)
-    return bench
+def world(make_world: MakeWorld) -> World:
+    world = make_world()
+    world.store.workers.report("w1", ["default"], "prefork", 2, 0, ["note", "limited"])
+    world.store.sweeps.begin_sweep(0, 1, 4.0)
+    return world
 
 
-def fact_codes(bench: RunnerHarness, task: DelayTask) -> list[str]:
+def fact_codes(world: World, task: DelayTask) -> list[str]:
     return [
-        reason.code for reason in why(FactReader(bench.store, bench.settings).of(bench.now(task)))
+        reason.code
+        for reason in why(FactReader(world.store, world.delays.settings).of(world.read(task)))
     ]
 
 
-def test_a_task_with_a_worker_has_no_reason_to_wait(bench: RunnerHarness) -> None:
-    assert fact_codes(bench, bench.schedule()) == ["due"]
-    assert fact_codes(bench, bench.schedule(delay=60)) == ["future"]
+def test_a_task_with_a_worker_has_no_reason_to_wait(world: World) -> None:
+    assert fact_codes(world, world.schedule()) == ["due"]
+    assert fact_codes(world, world.schedule(delay=60)) == ["future"]
 
 
-def test_a_deferred_task_names_its_tag(bench: RunnerHarness) -> None:
-    task = bench.schedule("unknown")
-    assert fact_codes(bench, task) == ["no_processor"], (
+def test_a_deferred_task_names_its_tag(world: World) -> None:
+    task = world.schedule("unknown")
+    assert fact_codes(world, task) == ["no_processor"], (
         "the registry knows it before any worker has tried"
     )
-    bench.run(task)
-    assert bench.now(task).expected_time > bench.clock.now()
-    assert fact_codes(bench, task) == ["no_processor"]
+    world.run(task)
+    assert world.read(task).expected_time > world.now()
+    assert fact_codes(world, task) == ["no_processor"]
 
 
-def test_a_worker_that_was_not_seen_for_long_serves_nothing(bench: RunnerHarness) -> None:
-    task, w = bench.schedule(), bench.store.schema.workers
-    with bench.store.database.begin() as connection:
-        connection.execute(w.update().values(seen_at=bench.clock.now() - timedelta(minutes=1)))
-    assert fact_codes(bench, task) == ["no_worker"]
+def test_a_worker_that_was_not_seen_for_long_serves_nothing(world: World) -> None:
+    task, w = world.schedule(), world.store.schema.workers
+    with world.store.database.begin() as connection:
+        connection.execute(w.update().values(seen_at=world.now() - timedelta(minutes=1)))
+    assert fact_codes(world, task) == ["no_worker"]
 
 
-def test_a_paused_tag_and_a_paused_queue_are_named(bench: RunnerHarness) -> None:
-    task = bench.schedule()
+def test_a_paused_tag_and_a_paused_queue_are_named(world: World) -> None:
+    task = world.schedule()
     for kind, name in (("tag", "note"), ("queue", "default")):
-        bench.store.policies.set(kind, name, {"is_paused": True}, "ann")
-        assert fact_codes(bench, task) == ["paused"]
-        bench.store.policies.set(kind, name, {"is_paused": False}, "ann")
-    assert fact_codes(bench, task) == ["due"]
+        world.store.policies.set(kind, name, {"is_paused": True}, "ann")
+        assert fact_codes(world, task) == ["paused"]
+        world.store.policies.set(kind, name, {"is_paused": False}, "ann")
+    assert fact_codes(world, task) == ["due"]
 
 
-def test_a_task_in_a_waitlist_is_distinguished_from_a_paused_task(bench: RunnerHarness) -> None:
-    bench.registry.processor("limited")(bench.ran.append)
-    bench.store.policies.set("tag", "limited", {"concurrency": 1}, "ann")
-    first, second = bench.schedule("limited"), bench.schedule("limited")
-    [running] = bench.claims.claim([bench.entry(first), bench.entry(second)])
+def test_a_task_in_a_waitlist_is_distinguished_from_a_paused_task(world: World) -> None:
+    world.delays.processor("limited")(world.notes.append)
+    world.store.policies.set("tag", "limited", {"concurrency": 1}, "ann")
+    first, second = world.schedule("limited"), world.schedule("limited")
+    [running] = world.claim(first, second)
     waits = second if running.id == first.id else first
-    assert bench.now(waits).status is Status.HELD
-    assert fact_codes(bench, waits) == ["limit"]
+    assert world.read(waits).status is Status.HELD
+    assert fact_codes(world, waits) == ["limit"]
 
 
-def test_a_retry_is_distinguished_from_a_task_of_the_future(bench: RunnerHarness) -> None:
+def test_a_retry_is_distinguished_from_a_task_of_the_future(world: World) -> None:
     def fail(body: object) -> None:
         raise ValueError("no")
 
-    bench.registry.processor("limited", retries="60s")(fail)
-    task = bench.schedule("limited")
-    bench.run(task)
-    assert fact_codes(bench, task) == ["retry"]
+    world.delays.processor("limited", retries="60s")(fail)
+    task = world.schedule("limited")
+    world.run(task)
+    assert fact_codes(world, task) == ["retry"]
 
 
-def test_rows_with_invalid_values_have_reasons_too(bench: RunnerHarness) -> None:
-    task = bench.schedule()
+def test_rows_with_invalid_values_have_reasons_too(world: World) -> None:
+    task = world.schedule()
     for values in (RUNNING | {"worker": ""}, {"status": 5, "concurrency_key": "x" * 255}):
-        bench.change(task, **values)
-        assert fact_codes(bench, task)
+        world.change(task, **values)
+        assert fact_codes(world, task)
 
 
-def test_a_worker_publishes_its_current_tags_and_removes_old_ones(bench: RunnerHarness) -> None:
-    assert bench.store.workers.all()[0]["tags"] == {"note", "limited"}
-    bench.store.workers.report("w1", ["default"], "prefork", 2, 0, ["other"])
-    assert bench.store.workers.all()[0]["tags"] == {"other"}
+def test_a_worker_publishes_its_current_tags_and_removes_old_ones(world: World) -> None:
+    assert world.store.workers.all()[0]["tags"] == {"note", "limited"}
+    world.store.workers.report("w1", ["default"], "prefork", 2, 0, ["other"])
+    assert world.store.workers.all()[0]["tags"] == {"other"}
 
 
-def test_a_worker_that_was_removed_publishes_its_tags_again(bench: RunnerHarness) -> None:
-    bench.store.workers.remove("w1")
-    bench.store.workers.report("w1", ["default"], "prefork", 2, 0, ["note", "limited"])
-    assert bench.store.workers.all()[0]["tags"] == {"note", "limited"}
+def test_a_worker_that_was_removed_publishes_its_tags_again(world: World) -> None:
+    world.store.workers.remove("w1")
+    world.store.workers.report("w1", ["default"], "prefork", 2, 0, ["note", "limited"])
+    assert world.store.workers.all()[0]["tags"] == {"note", "limited"}
 
 
-def test_more_tags_than_the_registry_takes_are_not_published(bench: RunnerHarness) -> None:
+def test_more_tags_than_the_registry_takes_are_not_published(world: World) -> None:
     many = [f"tag.{number}" for number in range(MAX_TAG_BYTES)]
-    bench.store.workers.report("w1", ["default"], "prefork", 2, 0, many)
-    assert bench.store.workers.all()[0]["tags"] is None
-    assert fact_codes(bench, bench.schedule()) == ["due"], "what is not known is no reason"
+    world.store.workers.report("w1", ["default"], "prefork", 2, 0, many)
+    assert world.store.workers.all()[0]["tags"] is None
+    assert fact_codes(world, world.schedule()) == ["due"], "what is not known is no reason"
 
 
 def test_a_worker_that_starts_again_replaces_the_tags_of_the_one_before(
-    bench: RunnerHarness,
+    world: World,
 ) -> None:
-    restarted = WorkerTable(bench.store.database, bench.store.schema)
+    restarted = WorkerTable(world.store.database, world.store.schema)
     restarted.report(
         "w1", ["default"], "prefork", 2, 0, [f"tag.{number}" for number in range(MAX_TAG_BYTES)]
     )
     assert restarted.all()[0]["tags"] is None
 
 
-def test_a_worker_that_publishes_no_tags_is_no_reason(bench: RunnerHarness) -> None:
-    w = bench.store.schema.workers
-    with bench.store.database.begin() as connection:
+def test_a_worker_that_publishes_no_tags_is_no_reason(world: World) -> None:
+    w = world.store.schema.workers
+    with world.store.database.begin() as connection:
         connection.execute(w.update().values(tags=None))
-    assert fact_codes(bench, bench.schedule()) == ["due"]
+    assert fact_codes(world, world.schedule()) == ["due"]
 
 
 # The explanation of a task names what the database, the broker and the timer report
@@ -218,13 +220,14 @@ def test_a_redis_timer_that_is_down_is_named(store: Store, database_url: str) ->
     delays.close()
 
 
-def test_a_waitlist_names_the_limit_and_its_length(delays: DelayTasks, store: Store) -> None:
+def test_a_waitlist_names_the_limit_and_its_length(
+    delays: DelayTasks, store: Store, make_world: MakeWorld
+) -> None:
     serve(store)
     delays.policies.set(tag="mail", concurrency=1)
     delays.processor("mail")(lambda body: None)
     tasks = [delays.schedule_delay("mail", {}, 0) for _ in range(4)]
-    harness = RunnerHarness(store)
-    harness.claims.claim([harness.entry(task) for task in tasks])
+    make_world().claim(*tasks)
     held = [task for task in tasks if delays.get(task).status.name == "HELD"]
     [reason] = explain(delays, held[0]).reasons
     assert (reason.facts["running"], reason.facts["waitlist_tasks"]) == (1, 3)

@@ -19,14 +19,14 @@ from delaytasks.core import text
 from delaytasks.core.clock import to_us
 from delaytasks.core.interfaces import Entry, Settlement
 from delaytasks.core.states import Status
-from delaytasks.maintenance.sweeper import Sweeper
+from delaytasks.execution.executor import TaskExecutor
 from delaytasks.storage import leases as lapses
 from delaytasks.storage.leases import Renewed
 from delaytasks.storage.row_lists import Prepared
 from delaytasks.storage.settlements import Settlements
 from delaytasks.storage.store import Store
 from tests.conftest import open_store
-from tests.recording import RunnerHarness
+from tests.world import World
 
 pytestmark = pytest.mark.slow
 
@@ -38,27 +38,20 @@ class SmallDeployment:
     """A small deployment in one process. The scene triggers all messages, sweeps and workers."""
 
     def __init__(self, store: Store) -> None:
-        self.bench = RunnerHarness(store, lease=60)
+        self.world = World(store)
         self.store, self.history = store, History()
         self.recorder = Recorder(store)
         self.recorder.start()
         self.body: Callable[[DelayTask], object] = lambda task: None
-        self.bench.registry.processor("work")(self._work)
-        self.sweeper = Sweeper(
-            self.bench.settings,
-            store.sweeps,
-            store.workers,
-            self.bench.clock,
-            self.bench.timer,
-            self.bench.events,
-        )
+        self.world.delays.processor("work")(self._work)
+        self.sweeper = self.world.runtime.sweeper
 
     def now_us(self) -> int:
         return to_us(self.store.tasks.now())
 
     def schedule(self, delay: float = 0, **fields: Any) -> DelayTask:
         asked_us = self.now_us()
-        task = self.bench.schedule("work", delay=delay) if delay else self._due_now()
+        task = self.world.schedule("work", delay=delay) if delay else self._due_now()
         self.history.call_records.append(
             CallRecord(
                 task.id,
@@ -73,13 +66,13 @@ class SmallDeployment:
         return task
 
     def _due_now(self) -> DelayTask:
-        task = self.bench.schedule("work", delay=0.001)
+        task = self.world.schedule("work", delay=0.001)
         threading.Event().wait(0.01)
         return task
 
     def deliver(self, task: DelayTask, version: int = 0) -> None:
         """Deliver a message to a worker that runs its entries."""
-        self.bench.runner.run([Entry(task.id, version, to_us(task.expected_time))])
+        self.world.worker().run_entries([Entry(task.id, version, to_us(task.expected_time))])
 
     def claim(self, task: DelayTask, version: int = 0) -> DelayTask:
         [claimed] = self.store.claims("worker-2", None).claim([Entry(task.id, version, 0)])
@@ -144,22 +137,23 @@ def frozen_worker(deployment: SmallDeployment) -> None:
     )
     deployment.lease_ends()
     deployment.fault("SIGSTOP", since_us, "away")
-    deployment.bench.runner.run_due("default", [0], 10)
+    deployment.world.drain()
     deployment.store.claims("worker-2", None).settle([Settlement(late, "succeed")])
 
 
 def killed_producer(deployment: SmallDeployment) -> None:
     """A producer is killed after the acknowledgement, before the task is armed."""
     deployment.schedule()
-    deployment.bench.runner.run_due("default", [0], 10)
+    deployment.world.drain()
 
 
 def lost_message(deployment: SmallDeployment) -> None:
     """The message of a near task is lost; the sweep sends another one."""
     deployment.schedule(delay=0.3)
+    deployment.world.broker.lose()
     deployment.sweeper.sweep()
     threading.Event().wait(0.35)
-    deployment.bench.runner.run(deployment.bench.timer.armed)
+    deployment.world.deliver()
 
 
 def early_message(deployment: SmallDeployment) -> None:
@@ -181,7 +175,7 @@ def slow_processor(deployment: SmallDeployment) -> None:
             connection.execute(update(t).where(t.c.id == task.id).values(lease_until=over))
         deployment.store.leases.renew([claimed_by(deployment, task)], since)
         deployment.sweep()
-        deployment.bench.make_runner().run_due("default", [0], 10)
+        deployment.world.drain(by="worker-3")
 
     deployment.body = body
     deployment.deliver(task)
@@ -249,7 +243,10 @@ def test_there_are_no_findings_in_the_unchanged_code(
 
 
 def no_version_check_on_claim(deployment: SmallDeployment, patch: pytest.MonkeyPatch) -> None:
-    claim_queries, t = deployment.bench.claims._claims._claim_queries, deployment.store.schema.tasks
+    claim_queries, t = (
+        deployment.world.worker().claims._claim_queries,
+        deployment.store.schema.tasks,
+    )
     pick = claim_queries._query(
         select(*claim_queries._candidate).where(t.c.id == stage_id(deployment))
     )
@@ -287,7 +284,10 @@ def no_sweep(deployment: SmallDeployment, patch: pytest.MonkeyPatch) -> None:
 
 
 def the_workers_clock_decides(deployment: SmallDeployment, patch: pytest.MonkeyPatch) -> None:
-    claim_queries, t = deployment.bench.claims._claims._claim_queries, deployment.store.schema.tasks
+    claim_queries, t = (
+        deployment.world.worker().claims._claim_queries,
+        deployment.store.schema.tasks,
+    )
     fast = datetime.now(tz=deployment.store.tasks.now().tzinfo) + timedelta(hours=2)
     pick = claim_queries._query(select(*claim_queries._candidate).where(t.c.expected_time <= fast))
     patch.setattr(claim_queries, "named", lambda *which: (pick, {}))
@@ -311,9 +311,10 @@ def unsanitised_error_text(deployment: SmallDeployment, patch: pytest.MonkeyPatc
 
 
 def failed_instead_of_run(deployment: SmallDeployment, patch: pytest.MonkeyPatch) -> None:
-    running = deployment.bench.runner._chunks._executor
     patch.setattr(
-        running, "run", lambda processor, tasks, claimed: [Settlement(t, "fail") for t in tasks]
+        TaskExecutor,
+        "run",
+        lambda _, processor, tasks, claimed: [Settlement(t, "fail") for t in tasks],
     )
 
 

@@ -18,6 +18,7 @@ from delaytasks.core.clock import to_us
 from delaytasks.core.interfaces import Claimed, Entry, Recovered, Settlement, UnclaimedRow
 from delaytasks.core.states import SettlingMove
 from delaytasks.execution.runner import Report, Runner
+from delaytasks.limits.admission import Admission
 from delaytasks.storage.claims import Claims
 from delaytasks.storage.leases import Renewed
 from delaytasks.storage.rows import values_of
@@ -170,6 +171,11 @@ class World:
             "hold_back": lambda: self.store.paused_rows.hold_claimed([task]),
         }
         moves[name]()
+
+    def limit(self, tag: str = "note", **limits: Any) -> None:
+        """Limit a tag, and let the workers know."""
+        self.store.policies.set("tag", tag, limits, "a test")
+        self.runtime.policy_cache.refresh()
 
     # -- time and workers -------------------------------------------------------------------------
 
@@ -338,11 +344,12 @@ class Worker:
         vars(self.processes).update({"may_detach": False, **options})
         self._world = world
         self._runner: Runner = self.processes.build_runner(lambda: watcher)
-        self._claims: Claims = self._runner._claims
+        self.claims: Claims = self._runner._claims
+        self.admission: Admission = self._runner._waitlists._admission
         self._call_hooks()
 
     def _call_hooks(self) -> None:
-        world, claims = self._world, self._claims
+        world, claims = self._world, self.claims
 
         def then(claim: Callable[..., Claimed]) -> Any:
             def claim_and_call(*arguments: Any) -> Claimed:
@@ -356,32 +363,31 @@ class Worker:
             world.before_settle(settlements)
             return Claims.settle(claims, settlements, on)
 
-        vars(claims).update(
-            claim=then(claims.claim), claim_due=then(claims.claim_due), settle=settle
-        )
+        vars(claims).update(claim=then(claims.claim), claim_due=then(claims.claim_due))
+        vars(claims)["settle"] = vars(self.admission)["settle"] = settle
 
     def claim(self, *tasks: DelayTask | Entry) -> Claimed:
         entries = [task if isinstance(task, Entry) else Entry.of(task) for task in tasks]
-        return self._claims.claim(entries)
+        return self.claims.claim(entries)
 
     def claim_due(self, queue: str, priorities: Sequence[int], most: int) -> Claimed:
-        return self._claims.claim_due(queue, priorities, most)
+        return self.claims.claim_due(queue, priorities, most)
 
     def claim_alone(self, task: DelayTask, version: int | None = None) -> Claimed:
         """Claim a row that may have lost leases."""
-        return self._claims.claim_alone(task.id, task.version if version is None else version)
+        return self.claims.claim_alone(task.id, task.version if version is None else version)
 
     def claim_recovered(self, queue: str = "default") -> Claimed:
         """Claim one recovered row of a queue."""
-        return self._claims.claim_recovered(queue)
+        return self.claims.claim_recovered(queue)
 
     def unclaimed(self, *tasks: DelayTask) -> dict[int, UnclaimedRow]:
         """Return why a claim did not get these rows."""
-        return {row.id: row for row in self._claims.unclaimed([task.id for task in tasks])}
+        return {row.id: row for row in self.claims.unclaimed([task.id for task in tasks])}
 
     def settle(self, settlements: Sequence[Settlement]) -> set[int]:
         """End the runs of claimed rows, and return the ids that were accepted."""
-        return self._claims.settle(settlements)
+        return self.claims.settle(settlements)
 
     def end(
         self, claimed: Iterable[DelayTask], move: SettlingMove = "succeed", **end: Any
@@ -389,20 +395,24 @@ class Worker:
         """End the runs of claimed rows in the same way."""
         return self.settle([Settlement(one, move, **end) for one in claimed])
 
-    def run(self, *tasks: DelayTask) -> Report:
-        return self.run_entries([Entry.of(task) for task in tasks])
+    def run(self, *tasks: DelayTask, for_s: float = 0) -> Report:
+        return self.run_entries([Entry.of(task) for task in tasks], for_s)
 
-    def run_entries(self, entries: Sequence[Entry]) -> Report:
-        return self._runner.run(entries)
+    def run_entries(self, entries: Sequence[Entry], for_s: float = 0) -> Report:
+        return self._runner.run(entries, for_s)
 
     def drain(
         self,
         queue: str = "default",
         most: int = 100,
         priorities: Sequence[int] = ALL_PRIORITIES,
+        for_s: float = 0,
         continue_s: float = 0,
     ) -> Report:
-        return self._runner.run_due(queue, priorities, most, continue_s=continue_s)
+        return self._runner.run_due(queue, priorities, most, for_s, continue_s)
+
+    def run_waitlist(self, tag: str, most: int, for_s: float, queue: str = "default") -> Report:
+        return self._runner.run_waitlist(queue, tag, most, for_s)
 
     def finish(self) -> None:
         """Wait for the rows and settlements that outlive their chunks."""

@@ -11,9 +11,10 @@ from delaytasks.core.states import Status
 from delaytasks.storage import migrations
 from delaytasks.storage.store import Store
 from tests.conformance.store_rows import add, entry, read
-from tests.conformance.test_waitlists import LimitedRunnerHarness
+from tests.conformance.test_waitlists import waitlist_rows
 from tests.conftest import settings_for
 from tests.services import PostgresServer
+from tests.world import World
 
 
 @pytest.fixture
@@ -58,11 +59,12 @@ def test_a_settlement_is_on_the_disk_with_its_claim(
 def test_a_claim_with_a_limit_is_on_the_disk_with_the_waitlist(
     own_postgresql: PostgresServer, store: Store
 ) -> None:
-    bench = LimitedRunnerHarness(store)
-    bench.limit(concurrency=1)
-    tasks = [bench.schedule(body=number) for number in range(2)]
-    assert len(bench.claim(*tasks)) == 1
+    world = World(store)
+    world.limit(concurrency=1)
+    tasks = [world.schedule(body=number) for number in range(2)]
+    assert len(world.claim(*tasks)) == 1
     own_postgresql.crash()
     own_postgresql.start()
-    assert sorted(bench.statuses(tasks)) == ["HELD", "RUNNING"]
-    assert bench.waitlist_rows() == 1
+    assert sorted(world.statuses(tasks)) == ["HELD", "RUNNING"]
+    assert waitlist_rows(world) == 1
+    world.close()
