@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import event, insert, update
+from sqlalchemy import insert, update
 
-from delaytasks.core.clock import Clock
-from delaytasks.core.events import Events
 from delaytasks.core.filters import Filter
 from delaytasks.core.interfaces import Entry, Level, QueuePlace
 from delaytasks.core.states import FINISHED, Status
@@ -27,7 +22,6 @@ from delaytasks.maintenance.sweeper import (
     MOST_NAMED,
     MOST_OTHERS,
     OverdueQueues,
-    Sweeper,
 )
 from delaytasks.storage import policy_rows as store_holding
 from delaytasks.storage import worker_table as store_workers
@@ -37,8 +31,7 @@ from delaytasks.storage.sweep_queries import SweepQueries
 from delaytasks.storage.types import db_now_plus
 from delaytasks.storage.worker_table import WorkerTable
 from tests.conformance.store_rows import add, entry, keyed, put, seconds, task
-from tests.conftest import settings_for
-from tests.world.broker import RecordingTimer
+from tests.world import World
 
 # The queries of the sweep, and the registry of workers, on every database
 
@@ -288,77 +281,12 @@ EACH = 8
 MANY = 12 * MOST_OTHERS
 
 
-class ManyQueues:
-    """A sweeper on tables with rows in many queues."""
-
-    def __init__(self, store: Store) -> None:
-        self.store, self.timer, self.events = store, RecordingTimer(), Events()
-        self.settings = settings_for(store.database.url.render_as_string(hide_password=False))
-        self.told: list[tuple[str, dict[str, Any]]] = []
-        self.events.subscribe(lambda name, fields: self.told.append((name, fields)))
-        parts = (
-            self.settings,
-            store.sweeps,
-            store.workers,
-            Clock(store.tasks.now),
-            self.timer,
-            self.events,
-        )
-        self.sweeper = Sweeper(*parts)
-
-    def rows(self, *queues: str, in_s: float = -60, priority: int = 0) -> None:
-        self._insert([{"queue": queue, "priority": priority} for queue in queues], in_s)
-
-    def priorities(self, queue: str, *priorities: int) -> None:
-        self._insert([{"queue": queue, "priority": priority} for priority in priorities], -60)
-
-    def _insert(self, rows: list[dict[str, Any]], in_s: float) -> None:
-        due = self.store.tasks.now() + timedelta(seconds=in_s)
-        common = {
-            "tag": "mail",
-            "message_body": "{}",
-            "expected_time": due,
-            "status": int(Status.NOT_COMPLETE),
-        }
-        with self.store.database.begin() as connection:
-            connection.execute(insert(self.store.schema.tasks), [{**common, **row} for row in rows])
-
-    def serve(self, name: str, *queues: str) -> None:
-        self.store.workers.report(name, queues, "prefork", 2, 0)
-
-    def sweep(self, beat: Callable[[], None] = lambda: None) -> None:
-        s = self.store.schema.sweeps
-        self.timer.requested_drains.clear()
-        self.told.clear()
-        with self.store.database.begin() as connection:
-            connection.execute(
-                update(s).values(swept_at=self.store.tasks.now() - timedelta(seconds=60))
-            )
-        assert self.sweeper.sweep(on_step=beat)
-        assert self.of("loop.failed") == []
-
-    def of(self, name: str) -> list[dict[str, Any]]:
-        return [fields for event_name, fields in self.told if event_name == name]
-
-    @contextmanager
-    def counted(self) -> Iterator[list[str]]:
-        """Yield the list of statements that are sent inside the block."""
-        seen: list[str] = []
-
-        def note(*given: Any) -> None:
-            seen.append(given[2])
-
-        engines = (self.store.database.auto, self.store.database.tx)
-        for engine in engines:
-            event.listen(engine, "before_cursor_execute", note)
-        yield seen
-        for engine in engines:
-            event.remove(engine, "before_cursor_execute", note)
-
-
-@pytest.fixture
-def site(store: Store) -> ManyQueues:
-    return ManyQueues(store)
+def sweep(world: World, **options: Any) -> list[str]:
+    """Sweep, and return the queues for which drains were requested."""
+    world.events.clear()
+    world.sweep_later(**options)
+    assert world.told("loop.failed") == []
+    return [queue for queue, _, _ in world.broker.take_requested_drains()]
 
 
 def names(count: int) -> list[str]:
@@ -367,105 +295,100 @@ def names(count: int) -> list[str]:
 
 @pytest.mark.slow
 def test_a_sweep_checks_a_bounded_number_of_queues_and_those_of_live_workers_first(
-    site: ManyQueues,
+    world: World,
 ) -> None:
-    site.rows(*names(MANY))
-    site.rows("served", priority=3)
-    site.serve("w1", "served", "default")
+    world.put_each(names(MANY))
+    world.put(queue="served", priority=3)
+    world.serve("w1", "served", "default")
     beats: list[None] = []
-    with site.counted() as seen:
-        site.sweep(lambda: beats.append(None))
+    with world.statements() as seen:
+        drained = sweep(world, on_step=lambda: beats.append(None))
     assert len(seen) < EACH * MOST_OTHERS, "the cost is not that of all queues"
-    assert [(queue, list(priorities)) for queue, priorities, _ in site.timer.requested_drains] == [
-        ("served", [3])
-    ]
+    assert drained == ["served"]
     assert len(beats) >= MOST_OTHERS / overdue.QUEUES_PER_QUERY, "the loop shows that it goes on"
 
 
 @pytest.mark.slow
-def test_one_log_line_summarizes_the_queues_that_no_worker_serves(site: ManyQueues) -> None:
-    site.rows(*names(MANY))
-    site.serve("w1", "default")
-    site.sweep()
-    [told] = site.of("queue.unserved")
+def test_one_log_line_summarizes_the_queues_that_no_worker_serves(world: World) -> None:
+    world.put_each(names(MANY))
+    world.serve("w1", "default")
+    sweep(world)
+    [told] = world.told("queue.unserved")
     assert told["queue"] == "q000000, q000001, q000002, q000003, q000004"
-    assert told["count"] == MOST_OTHERS == site.events.counts["queue.unserved"]
+    assert told["count"] == MOST_OTHERS == world.count("queue.unserved")
     named = ",".join(f"delaytasks.q00000{number}" for number in range(5))
     assert told["remedy"].endswith(f"worker -Q {named}")
 
 
 @pytest.mark.slow
-def test_each_queue_is_drained_in_one_of_several_sweeps(site: ManyQueues) -> None:
+def test_each_queue_is_drained_in_one_of_several_sweeps(world: World) -> None:
     """A worker without queue names of its own serves all of them."""
-    site.rows(*names(3 * MOST_OTHERS - 10))
-    site.serve("w1", "*")
+    world.put_each(names(3 * MOST_OTHERS - 10))
+    world.serve("w1", "*")
     drained: list[str] = []
     for _ in range(3):
-        site.sweep()
-        drained += [queue for queue, _, _ in site.timer.requested_drains]
+        drained += sweep(world)
     assert sorted(drained) == names(3 * MOST_OTHERS - 10), "each of them once"
-    site.sweep()
-    assert site.timer.requested_drains[0][0] == "q000000", "and again from the beginning"
+    assert sweep(world)[0] == "q000000", "and again from the beginning"
 
 
 @pytest.mark.slow
 def test_a_worker_that_names_thousands_of_queues_has_each_of_them_swept(
-    site: ManyQueues, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(overdue, "MOST_NAMED", 20)
-    site.rows(*names(50))
-    site.serve("w1", *names(50), "default")
+    world.put_each(names(50))
+    world.serve("w1", *names(50), "default")
     drained: list[str] = []
     for _ in range(3):
-        site.sweep()
-        drained += [queue for queue, _, _ in site.timer.requested_drains]
+        drained += sweep(world)
     assert set(drained) == set(names(50))
     assert len(drained) <= 60 < MOST_NAMED
-    assert site.of("queue.unserved") == []
+    assert world.told("queue.unserved") == []
 
 
 @pytest.mark.slow
-def test_waitlists_of_many_queues_are_visited_over_several_sweeps(site: ManyQueues) -> None:
-    line = site.store.schema.waitlists
+def test_waitlists_of_many_queues_are_visited_over_several_sweeps(world: World) -> None:
+    line = world.store.schema.waitlists
     values = {
         "tag": "mail",
         "concurrency_key": "",
         "place": 0,
-        "due": site.store.tasks.now(),
+        "due": world.store.tasks.now(),
         "task_id": 1,
         "version": 1,
     }
-    with site.store.database.begin() as connection:
+    with world.store.database.begin() as connection:
         connection.execute(insert(line), [{**values, "queue": queue} for queue in names(25)])
     found: set[str] = set()
     place = QueuePlace()
     for _ in range(3):
-        queues, place = site.store.sweeps.next_queues(place, 10)
+        queues, place = world.store.sweeps.next_queues(place, 10)
         assert len(queues) <= 10
         found |= queues
     assert found == set(names(25))
     assert place == QueuePlace(), "the next call begins again"
-    assert site.store.sweeps.levels_of(["q000003", "none"], 1.0) == [Level("q000003", 0)]
+    assert world.store.sweeps.levels_of(["q000003", "none"], 1.0) == [Level("q000003", 0)]
 
 
 @pytest.mark.slow
-def test_each_sweep_visits_some_of_thousands_of_waitlists(site: ManyQueues) -> None:
-    line = site.store.schema.waitlists
+def test_each_sweep_visits_some_of_thousands_of_waitlists(world: World) -> None:
+    line = world.store.schema.waitlists
     values = {
         "queue": "default",
         "concurrency_key": "",
         "place": 0,
-        "due": site.store.tasks.now(),
+        "due": world.store.tasks.now(),
         "task_id": 1,
         "version": 1,
     }
-    with site.store.database.begin() as connection:
+    with world.store.database.begin() as connection:
         connection.execute(
             insert(line), [{**values, "tag": tag} for tag in names(2 * WAITLISTS_PER_CALL + 50)]
         )
-    waitlists, found = site.store.waitlist_names, list[str]()
+    waitlists, found = world.store.waitlist_names, list[str]()
     for _ in range(3):
-        with site.counted() as seen:
+        with world.statements() as seen:
             some = waitlists.in_queue("default")
         assert len(some) <= WAITLISTS_PER_CALL
         assert len(seen) <= WAITLISTS_PER_CALL + 1
@@ -477,71 +400,67 @@ def test_each_sweep_visits_some_of_thousands_of_waitlists(site: ManyQueues) -> N
 
 
 @pytest.mark.slow
-def test_thousands_of_worker_rows_cause_a_bounded_number_of_messages(site: ManyQueues) -> None:
-    site.rows("default")
-    w = site.store.schema.workers
+def test_thousands_of_worker_rows_cause_a_bounded_number_of_messages(world: World) -> None:
+    world.put(queue="default")
+    w = world.store.schema.workers
     values = {"queues": '["default"]', "pool": "prefork", "concurrency": 1}
-    now = site.store.tasks.now()
-    with site.store.database.begin() as connection:
+    now = world.store.tasks.now()
+    with world.store.database.begin() as connection:
         rows = [
             {"name": name, "seen_at": now, "started_at": now, **values}
             for name in names(MOST_MESSAGES_PER_QUEUE)
         ]
         connection.execute(insert(w), rows)
-    site.sweep()
-    [(_, _, messages)] = site.timer.requested_drains
+    world.sweep_later()
+    [(_, _, messages)] = world.broker.requested_drains
     assert messages == MOST_MESSAGES_PER_QUEUE
 
 
 @pytest.mark.slow
 def test_each_sweep_reports_some_of_many_lost_workers_in_one_line(
-    site: ManyQueues, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_workers, "EXPIRED_PER_SWEEP", 10)
     for name in names(15):
-        site.serve(name, "default")
-    w = site.store.schema.workers
-    with site.store.database.begin() as connection:
-        connection.execute(update(w).values(seen_at=site.store.tasks.now() - timedelta(seconds=60)))
+        world.serve(name, "default")
+    world.silence()
     told = []
     for _ in range(3):
-        site.sweep()
-        told += [fields["count"] for fields in site.of("worker.lost")]
+        sweep(world)
+        told += [fields["count"] for fields in world.told("worker.lost")]
     assert told == [10, 5]
 
 
 @pytest.mark.slow
 def test_a_sweep_with_near_rows_of_many_queues_ends_in_time(
-    site: ManyQueues, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each queue needs its own message.
 
     The next sweep continues where this one ended, without a gap.
     """
-    site.rows(*names(1200), in_s=20)
-    site.rows(*names(1200), in_s=25)
-    ids = {row.id for row in site.store.tasks.find(Filter(), 10_000).tasks}
+    world.put_each(names(1200), due_s=20)
+    world.put_each(names(1200), due_s=25)
+    ids = {row.id for row in world.store.tasks.find(Filter(), 10_000).tasks}
     now = iter(range(10**6))
     monkeypatch.setattr(sweeper_module, "monotonic", lambda: next(now) * 100.0)
     armed: list[int] = []
     for _ in range(4):
-        before = len(site.timer.armed)
-        site.sweep()
-        armed.append(len(site.timer.armed) - before)
+        armed.append(len(world.sweep_later()))
     assert armed[0] < len(ids)
-    assert set(site.timer.ids) == ids
+    assert set(world.broker.ids) == ids
     assert armed[-1] == 0, "and each sweep came further"
 
 
 @pytest.mark.slow
 def test_a_pause_sweep_over_many_queues_works_step_by_step(
-    site: ManyQueues, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_holding, "QUEUES_PER_CALL", 10)
-    site.rows(*names(25), priority=2)
-    site.rows("q000003", priority=7)
-    rows, found, after = site.store.paused_rows, list[Level](), None
-    with site.counted() as seen:
+    world.put_each(names(25), priority=2)
+    world.put(queue="q000003", priority=7)
+    rows, found, after = world.store.paused_rows, list[Level](), None
+    with world.statements() as seen:
         some, after = rows.levels(Status.NOT_COMPLETE)
     assert len(seen) < EACH * 10
     assert some[0] == Level("q000003", 7), "the highest priority comes first"
@@ -554,8 +473,8 @@ def test_a_pause_sweep_over_many_queues_works_step_by_step(
 
 
 @pytest.mark.slow
-def test_a_check_that_may_read_no_queue_executes_no_statement(site: ManyQueues) -> None:
-    site.rows(*names(3))
-    with site.counted() as seen:
-        assert OverdueQueues(site.store.sweeps, 1.0).of_others((), most=0) == {}
+def test_a_check_that_may_read_no_queue_executes_no_statement(world: World) -> None:
+    world.put_each(names(3))
+    with world.statements() as seen:
+        assert OverdueQueues(world.store.sweeps, 1.0).of_others((), most=0) == {}
     assert seen == []

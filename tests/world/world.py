@@ -155,6 +155,25 @@ class World:
         swept: bool = self.runtime.sweeper.sweep(partition)
         return swept
 
+    def sweep_later(self, partition: int = 0, **options: Any) -> list[int]:
+        """Sweep a partition when it is its time again, and return the ids that were armed."""
+        before, s = len(self.broker.armed), self.store.schema.sweeps
+        with self.store.database.begin() as connection:
+            connection.execute(update(s).values(swept_at=self.now() - timedelta(seconds=60)))
+        assert self.runtime.sweeper.sweep(partition, **options)
+        return self.broker.ids[before:]
+
+    def serve(self, name: str, *queues: str, pool: str = "prefork") -> None:
+        """Report a live worker of these queues."""
+        self.store.workers.report(name, queues, pool, 2, 0)
+
+    def silence(self, seconds: float = 60, *names: str) -> None:
+        """Let workers, or all of them, report nothing for a time."""
+        w = self.store.schema.workers
+        silent = update(w).values(seen_at=self.now() - timedelta(seconds=seconds))
+        with self.store.database.begin() as connection:
+            connection.execute(silent.where(w.c.name.in_(names)) if names else silent)
+
     def cancel(self, task: DelayTask | int, **options: Any) -> Any:
         """Cancel a task by the public API."""
         return self.delays.cancel(task, **options)
@@ -254,6 +273,15 @@ class World:
             replace(first, id=next(_ids), expected_time=first.expected_time + n * MILLISECOND)
             for n in range(1, count)
         ]
+        self.store.tasks.insert_many(made)
+        return made
+
+    def put_each(
+        self, queues: Iterable[str], due_s: float = DUE_S, **fields: Any
+    ) -> list[DelayTask]:
+        """Insert a row into each of these queues."""
+        first = self.new_row(due_s, **fields)
+        made = [replace(first, id=next(_ids), queue=queue) for queue in queues]
         self.store.tasks.insert_many(made)
         return made
 
