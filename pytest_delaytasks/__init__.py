@@ -1,4 +1,4 @@
-"""The pytest plugin of delaytasks: the fixtures `delays` and `inline_delays`.
+"""The pytest plugin of delaytasks: the fixture `delays_tester` and its marker `delays`.
 
 pytest imports this module in every test run where delaytasks is installed. Therefore it imports
 nothing else: delaytasks is imported with the first test that uses one of the fixtures.
@@ -12,17 +12,24 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from delaytasks import DelayTasks
     from delaytasks.testing import DelaysTester
 
 
-@pytest.fixture
-def delays_instance() -> Any:
-    """Override this fixture to return your `DelayTasks`.
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "delays(run_inline=False): options of the DelaysTester that the fixture delays_tester "
+        "returns",
+    )
 
-    None means the instance of the Django project, or the one behind the functions of the module
-    `delaytasks`.
-    """
-    return None
+
+@pytest.fixture
+def delays() -> DelayTasks:
+    """Override this fixture to return another `DelayTasks` than that of `current_delays`."""
+    from delaytasks import current_delays
+
+    return current_delays()
 
 
 @pytest.fixture
@@ -35,18 +42,13 @@ def delays_bind() -> Any:
 
 
 @pytest.fixture
-def delays(delays_instance: Any, delays_bind: Any) -> Iterator[DelaysTester]:
+def delays_tester(
+    request: pytest.FixtureRequest, delays: DelayTasks, delays_bind: Any
+) -> Iterator[DelaysTester]:
     """Return a started `DelaysTester`: the test looks at scheduled tasks and runs them."""
     from delaytasks.testing import DelaysTester
 
-    with DelaysTester(delays_instance, bind=delays_bind) as tester:
-        yield tester
-
-
-@pytest.fixture
-def inline_delays(delays_instance: Any, delays_bind: Any) -> Iterator[DelaysTester]:
-    """Return a started `DelaysTester` that runs each task when its transaction is committed."""
-    from delaytasks.testing import DelaysTester
-
-    with DelaysTester(delays_instance, bind=delays_bind, run_inline=True) as tester:
+    marker = request.node.get_closest_marker("delays")
+    options = {} if marker is None else marker.kwargs
+    with DelaysTester(delays, bind=delays_bind, **options) as tester:
         yield tester

@@ -12,6 +12,7 @@ import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -73,22 +74,29 @@ class Access(Protocol):
         """Return the viewer, or None if the request has none."""
 
 
+#: The name, in the WSGI environment, of a function that the integration with a web framework sets.
+#: It returns a context manager, whose value is the request of the framework.
+HOST_REQUEST = "delaytasks.host_request"
+
+
 class HostAccess:
     """The viewer is the user of the web framework that mounts the console.
 
     Parameters
     ----------
     find
-        Returns the viewer of a request with this WSGI environment, or None.
+        Returns the viewer of a request of the framework, or None. If no framework mounts the
+        console, the request is the WSGI environment.
     """
 
     has_login = False
 
-    def __init__(self, find: Callable[[Mapping[str, Any]], Viewer | None]) -> None:
+    def __init__(self, find: Callable[[Any], Viewer | None]) -> None:
         self._find = find
 
     def viewer(self, environ: Mapping[str, Any], session: Mapping[str, Any]) -> Viewer | None:
-        return self._find(environ)
+        with environ.get(HOST_REQUEST, lambda: nullcontext(environ))() as request:
+            return self._find(request)
 
 
 class ProxyAccess:

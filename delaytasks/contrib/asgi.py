@@ -5,15 +5,17 @@ See docs/other-frameworks.md.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from a2wsgi import WSGIMiddleware
 
 
-def with_wsgi(app: Any, path: str, wsgi: Any) -> Any:
+def mount(app: Any, path: str, wsgi: Any) -> Any:
     """Return an ASGI application that serves `wsgi` below a path, and `app` everywhere else.
 
-    FastAPI and Starlette applications use `mount_wsgi` of `delaytasks.contrib.fastapi` instead.
+    FastAPI and Starlette applications use `mount` of `delaytasks.contrib.fastapi` instead.
 
     Parameters
     ----------
@@ -22,7 +24,8 @@ def with_wsgi(app: Any, path: str, wsgi: Any) -> Any:
     path
         The path, such as `/delays`.
     wsgi
-        The WSGI application. Its requests are served by 10 threads.
+        The result of `make_console` or `make_api`, or another WSGI application. Its requests are
+        served by 10 threads. The function that names a viewer of the console receives the scope.
 
     Returns
     -------
@@ -31,9 +34,9 @@ def with_wsgi(app: Any, path: str, wsgi: Any) -> Any:
 
     Examples
     --------
-    >>> server_app = with_wsgi(app, "/delays", make_api(delays, keys))
+    >>> server_app = mount(app, "/delays", make_api(delays, keys))
     """
-    mounted = asgi_of(wsgi)
+    mounted = asgi_of(wsgi, lambda scope: scope)
 
     async def served(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
@@ -46,13 +49,22 @@ def with_wsgi(app: Any, path: str, wsgi: Any) -> Any:
     return served
 
 
-def asgi_of(wsgi: Any) -> Any:
-    """Return the ASGI application of a WSGI application."""
+def asgi_of(wsgi: Any, request_of: Callable[[Any], Any]) -> Any:
+    """Return the ASGI application of a WSGI application.
 
-    def with_end_of_body(environ: Any, start_response: Any) -> Any:
+    Parameters
+    ----------
+    request_of
+        Returns the request of the framework for an ASGI scope.
+    """
+    # Imported here: the module needs Werkzeug, which the WSGI application has.
+    from delaytasks.console.viewers import HOST_REQUEST
+
+    def adapted(environ: Any, start_response: Any) -> Any:
+        environ[HOST_REQUEST] = lambda: nullcontext(request_of(environ["asgi.scope"]))
         # Werkzeug reads a body without a length only if the stream is known to end.
         if "CONTENT_LENGTH" not in environ:
             environ["wsgi.input_terminated"] = True
         return wsgi(environ, start_response)
 
-    return WSGIMiddleware(with_end_of_body)
+    return WSGIMiddleware(adapted)

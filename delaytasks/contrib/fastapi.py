@@ -1,13 +1,13 @@
-"""Integrates with FastAPI and Starlette: lifespan, the request's transaction, and the console.
+"""Integrates with FastAPI and Starlette: lifespan, the request's transaction, and mounts.
 
 See docs/fastapi.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from starlette.applications import Starlette
@@ -15,9 +15,6 @@ from starlette.requests import Request
 
 from delaytasks.client import DelayTasks
 from delaytasks.runtime import runtime_of
-
-if TYPE_CHECKING:
-    from delaytasks.console.viewers import Viewer
 
 Lifespan = Callable[[Any], AbstractAsyncContextManager[Any]]
 
@@ -93,8 +90,8 @@ def request_transaction(sessions: async_sessionmaker[AsyncSession]) -> Any:
     return Depends(transaction, scope="function")
 
 
-def mount_wsgi(app: Starlette, path: str, wsgi: Any) -> None:
-    """Serve a WSGI application, such as the console, below a path of the application.
+def mount(app: Starlette, path: str, wsgi: Any) -> None:
+    """Serve the console or the HTTP API below a path of the application.
 
     Parameters
     ----------
@@ -103,53 +100,16 @@ def mount_wsgi(app: Starlette, path: str, wsgi: Any) -> None:
     path
         The path, such as `/delays`.
     wsgi
-        The WSGI application. Its requests are served by 10 threads.
+        The result of `make_console` or `make_api`, or another WSGI application. Its requests are
+        served by 10 threads. The function that names a viewer of the console runs in one of them,
+        and receives the `Request`, whose `session` and `user` are those of the application's
+        middleware.
 
     Examples
     --------
-    >>> mount_wsgi(app, "/delays", make_console(delays, users))
+    >>> mount(app, "/delays", make_console(delays, viewer, secret_key=settings.secret_key))
     """
     # Imported here: applications that mount nothing need no a2wsgi.
     from delaytasks.contrib.asgi import asgi_of
 
-    app.mount(path, asgi_of(wsgi))
-
-
-def mount_console(
-    app: Starlette,
-    path: str,
-    delays: DelayTasks,
-    viewer: Callable[[Request], Viewer | None],
-    *,
-    secret_key: str,
-) -> None:
-    """Serve the console below a path, for the users of the application.
-
-    Parameters
-    ----------
-    app
-        A FastAPI or Starlette application.
-    path
-        The path, such as `/delays`.
-    delays
-        The `DelayTasks` whose tasks the console shows.
-    viewer
-        Returns the `Viewer` of a request, or None to refuse the request. The function runs in a
-        thread, and must not be a coroutine function. `request.session` and `request.user` are those
-        of the application's middleware.
-    secret_key
-        The secret of the application. A key is derived from it for the console's own sessions.
-
-    Examples
-    --------
-    >>> mount_console(app, "/delays", delays, viewer_of, secret_key=settings.secret_key)
-    """
-    # Imported here: applications without the console need no Flask.
-    from delaytasks.console.application import make_console
-    from delaytasks.console.viewers import HostAccess, derived_key
-
-    def find(environ: Mapping[str, Any]) -> Viewer | None:
-        return viewer(Request(environ["asgi.scope"]))
-
-    key = derived_key(secret_key)
-    mount_wsgi(app, path, make_console(delays, HostAccess(find), secret_key=key))
+    app.mount(path, asgi_of(wsgi, Request))

@@ -6,18 +6,18 @@ Also mounts the console and the HTTP API. See docs/flask.md.
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from celery import Celery
-from flask import Flask, Request, abort, current_app, has_app_context
+from flask import Flask, Request, current_app, has_app_context, request
 from sqlalchemy import URL, make_url
 from werkzeug.middleware.dispatcher import DispatcherMiddleware
 
 from delaytasks.attachment import attach
 from delaytasks.client import DelayTasks
-from delaytasks.core.errors import ConfigError, InvalidInputError, SessionUnusableError
+from delaytasks.core.errors import ConfigError, SessionUnusableError
 from delaytasks.core.interfaces import Transaction
 from delaytasks.core.settings import load_settings
 from delaytasks.core.task import DelayTask
@@ -27,10 +27,7 @@ from delaytasks.runtime import ProcessorContext, Runtime, runtime_of
 from delaytasks.storage.sessions import _PENDING, transaction_of
 
 if TYPE_CHECKING:
-    from delaytasks.console.viewers import Viewer
     from delaytasks.core.settings import Settings
-    from delaytasks.http_api.api_keys import FindsKeys
-    from delaytasks.webhooks import Received
 
 
 class FlaskDelays(DelayTasks):
@@ -162,45 +159,8 @@ class FlaskDelays(DelayTasks):
                 )
 
 
-def verified(request: Request, secrets: str | Iterable[str]) -> Received:
-    """Return the callback in a request, for an app that receives callbacks.
-
-    Parameters
-    ----------
-    request
-        Flask's request.
-    secrets
-        The secret, or the secrets while they are rotated, that sign callbacks.
-
-    Returns
-    -------
-    Received
-        The id and the body of the callback.
-
-    Raises
-    ------
-    werkzeug.exceptions.Unauthorized
-        If no secret matches the signature.
-    werkzeug.exceptions.BadRequest
-        If the body is not JSON.
-
-    Examples
-    --------
-    >>> callback = verified(request, app.config["CALLBACK_SECRET"])
-    """
-    # Imported here: most apps receive no callbacks.
-    from delaytasks.webhooks.signatures import status_of, verify
-
-    try:
-        return verify(request.get_data(), dict(request.headers), secrets)
-    except InvalidInputError as error:
-        abort(status_of(error), str(error))
-
-
-def mount_console(
-    app: Flask, path: str, viewer: Callable[[], Viewer | None], delays: DelayTasks | None = None
-) -> Flask:
-    """Serve the console below a path of a Flask app, for the users of this app.
+def mount(app: Flask, path: str, wsgi: Any) -> None:
+    """Serve the console or the HTTP API below a path of a Flask app.
 
     Parameters
     ----------
@@ -208,95 +168,29 @@ def mount_console(
         The Flask app.
     path
         The path, such as `/delays`.
-    viewer
-        Returns the viewer of the current request, or None to refuse it. It is called in the
-        request context of `app`, so it can use `current_user` of Flask-Login, or `session`.
-    delays
-        The `DelayTasks`. By default the `FlaskDelays` of the app.
-
-    Returns
-    -------
-    flask.Flask
-        The console, which is an application of its own.
-
-    Raises
-    ------
-    ConfigError
-        If the app has no secret key, or no `DelayTasks`.
+    wsgi
+        The result of `make_console` or `make_api`, or another WSGI application. It runs in no
+        context of `app`. Only the function that names a viewer of the console is called in the
+        request context, so it can use `current_user` of Flask-Login, or `session`.
 
     Examples
     --------
-    >>> mount_console(app, "/delays", lambda: Viewer(current_user.name, Role.OPERATE))
+    >>> mount(app, "/delays", make_console(delays, viewer, secret_key=app.secret_key))
     """
-    # Imported here: most apps do not mount it.
-    from delaytasks.console.application import make_console
-    from delaytasks.console.viewers import HostAccess, derived_key
+    # Imported here: most apps mount nothing.
+    from delaytasks.console.viewers import HOST_REQUEST
 
-    found = delays or _delays_of(app)
-    if not app.secret_key:
-        raise ConfigError("the console signs its sessions: set the secret key of the Flask app")
+    def mounted(environ: dict[str, Any], start_response: Any) -> Any:
+        @contextmanager
+        def request_of_app() -> Iterator[Request]:
+            # The part of the path that belongs to the console is no page of the app.
+            with app.request_context(dict(environ)):
+                yield request
 
-    def find(environ: Mapping[str, Any]) -> Viewer | None:
-        # The console's own part of the path is no page of the app.
-        with app.request_context(dict(environ)):
-            return viewer()
+        return wsgi({**environ, HOST_REQUEST: request_of_app}, start_response)
 
-    console = make_console(found, HostAccess(find), secret_key=derived_key(app.secret_key))
-    _mount(app, path, console)
-    return console
-
-
-def mount_api(
-    app: Flask, path: str, keys: FindsKeys, delays: DelayTasks | None = None, **options: Any
-) -> Flask:
-    """Serve the HTTP API below a path of a Flask app.
-
-    Parameters
-    ----------
-    app
-        The Flask app.
-    path
-        The path, such as `/delays`.
-    keys
-        The API keys.
-    delays
-        The `DelayTasks`. By default the `FlaskDelays` of the app.
-    **options
-        The options of `make_api`.
-
-    Returns
-    -------
-    flask.Flask
-        The API, which is an application of its own.
-
-    Raises
-    ------
-    ConfigError
-        If the app has no `DelayTasks`.
-
-    Examples
-    --------
-    >>> mount_api(app, "/delays", ApiKeyFile(Path("api-keys.json")))
-    """
-    # Imported here: most apps do not mount it.
-    from delaytasks.http_api.routes import make_api
-
-    made = make_api(delays or _delays_of(app), keys, **options)
-    _mount(app, path, made)
-    return made
-
-
-def _delays_of(app: Flask) -> DelayTasks:
-    """Return the `FlaskDelays` of an app."""
-    found: DelayTasks | None = app.extensions.get("delaytasks")
-    if found is None:
-        raise ConfigError("the Flask app has no FlaskDelays: call init_app(app), or give delays=")
-    return found
-
-
-def _mount(app: Flask, path: str, wsgi: Any) -> None:
-    """Serve a WSGI application below a path. It runs in no context of `app`."""
-    app.wsgi_app = DispatcherMiddleware(app.wsgi_app, {path.rstrip("/"): wsgi})  # type: ignore[method-assign]
+    mounts: dict[str, Any] = {path.rstrip("/"): mounted}
+    app.wsgi_app = DispatcherMiddleware(app.wsgi_app, mounts)  # type: ignore[method-assign]
 
 
 def _make_celery(app: Flask) -> Celery:

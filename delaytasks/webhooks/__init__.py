@@ -1,5 +1,6 @@
 """Callbacks: tasks that POST to a URL or send a message to a queue. See docs/callbacks.md."""
 
+from delaytasks.webhooks.receiving import webhook
 from delaytasks.webhooks.signatures import Received, verify
 
-__all__ = ["Received", "verify"]
+__all__ = ["Received", "verify", "webhook"]

@@ -127,11 +127,6 @@ def verify(
         raise InvalidInputError(f"the callback's body is not JSON ({error})", "body") from None
 
 
-def status_of(refusal: InvalidInputError) -> int:
-    """Return the HTTP status that answers a callback which `verify` refuses."""
-    return 401 if refusal.argument == "headers" else 400
-
-
 def _key(secret: str, number: int) -> bytes:
     prefix, text = secret[: len(_PREFIX)], secret[len(_PREFIX) :]
     try:

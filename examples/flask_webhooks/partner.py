@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from itertools import count
 
-from flask import Flask, request
+from flask import Flask
 
-from delaytasks.contrib.flask import verified
+from delaytasks.webhooks import Received, webhook
 from examples.flask_webhooks.shop import SECRET
 
 web = Flask("partner")
@@ -16,8 +16,8 @@ seen: set[str] = set()
 
 
 @web.post("/paid")
-def paid() -> tuple[str, int]:
-    callback = verified(request, SECRET)
+@webhook(SECRET)
+def paid(callback: Received) -> tuple[str, int]:
     if next(attempts) <= 2:
         return "come back later", 503
     if callback.id not in seen:

@@ -22,22 +22,24 @@ from django.test import Client
 from django.urls import include, path
 
 from delaytasks import Status
+from delaytasks.console.application import make_console
 from delaytasks.contrib.django.admin import DelayTaskRowAdmin
 from delaytasks.contrib.django.instance import project_delays
 from delaytasks.contrib.django.models import DelayTaskRow
-from delaytasks.contrib.django.mounting import console_urls
+from delaytasks.contrib.django.mounting import mount, staff_viewer
 from delaytasks.core.task import DelayTask
 from delaytasks.runtime import runtime_of
 from tests.recording import runner_of
 
+delays = project_delays()
+console = make_console(delays, staff_viewer, secret_key="a secret")
 plain = admin.AdminSite("plain")
 plain.register(DelayTaskRow)
 urlpatterns = [
     path("admin/", admin.site.urls),
     path("plain/", plain.urls),
-    path("console/", include(console_urls())),
+    path("console/", include(mount(console))),
 ]
-delays = project_delays()
 TASKS = "/admin/delaytasks/delaytaskrow/"
 HOSTILE = "<script>alert(1)</script>"
 

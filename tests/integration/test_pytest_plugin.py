@@ -53,16 +53,19 @@ def test_the_fixture_finds_the_instance_of_the_current_celery_app(tmp_path: Path
     output = run_pytest(
         tmp_path,
         """
+        import pytest
         from conftest import app, closed
 
-        def test_it(delays):
-            app.schedule_delay("order.close", 7, "30m", key="7")
-            delays.assert_scheduled("order.close", key="7", within="30m")
-            delays.fast_forward("30m")
+        def test_it(delays, delays_tester):
+            assert delays is app
+            delays.schedule_delay("order.close", 7, "30m", key="7")
+            delays_tester.assert_scheduled("order.close", key="7", within="30m")
+            delays_tester.fast_forward("30m")
             assert closed == [7]
 
-        def test_inline(inline_delays):
-            app.schedule_delay("order.close", 8, "30m")
+        @pytest.mark.delays(run_inline=True)
+        def test_inline(delays, delays_tester):
+            delays.schedule_delay("order.close", 8, "30m")
             assert closed == [7, 8]
         """,
     )
@@ -75,12 +78,12 @@ def test_a_failed_assertion_shows_the_line_of_the_test_and_the_difference(tmp_pa
         """
         from conftest import app
 
-        def test_it(delays):
+        def test_it(delays_tester):
             app.schedule_delay("order.close", {"order": 7}, "30m", key="7")
-            delays.assert_scheduled("order.close", key="7", body={"order": 8})
+            delays_tester.assert_scheduled("order.close", key="7", body={"order": 8})
         """,
     )
-    assert ">       delays.assert_scheduled(" in output, output
+    assert ">       delays_tester.assert_scheduled(" in output, output
     assert "E           body['order']: expected 8, got 7" in output
     assert "tester.py" not in output.partition("short test summary")[0].partition("Captured")[0]
 
@@ -95,9 +98,9 @@ def test_the_error_of_a_processor_shows_its_own_line(tmp_path: Path) -> None:
         def fail(body):
             raise ValueError("no money")
 
-        def test_it(delays):
+        def test_it(delays_tester):
             app.schedule_delay("order.fail", 7, 0)
-            delays.run_due()
+            delays_tester.run_due()
         """,
     )
     assert '>       raise ValueError("no money")' in output, output
@@ -120,7 +123,7 @@ def test_a_run_without_the_fixtures_imports_nothing_of_delaytasks(tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "bind"), [("delays_instance", "None"), ("delays_bind", "None")])
+@pytest.mark.parametrize(("name", "bind"), [("delays", "None"), ("delays_bind", "None")])
 def test_each_fixture_can_be_overridden(tmp_path: Path, name: str, bind: str) -> None:
     output = run_pytest(
         tmp_path,
@@ -133,10 +136,10 @@ def test_each_fixture_can_be_overridden(tmp_path: Path, name: str, bind: str) ->
         @pytest.fixture
         def {name}():
             seen.append(1)
-            return app if {name!r} == "delays_instance" else {bind}
+            return app if {name!r} == "delays" else {bind}
 
-        def test_it(delays):
-            assert delays.scheduled() == []
+        def test_it(delays_tester):
+            assert delays_tester.scheduled() == []
             assert seen == [1]
         """,
     )
@@ -159,27 +162,28 @@ def test_pytest_django_rolls_the_tasks_of_a_test_back(tmp_path: Path) -> None:
             return order
 
         @pytest.mark.parametrize("number", [1, 2])
-        def test_it(db, delays, number):
+        def test_it(db, delays_tester, number):
             order = place()
-            delays.assert_scheduled("order.close", key="7", within="30m")
-            delays.fast_forward("30m")
+            delays_tester.assert_scheduled("order.close", key="7", within="30m")
+            delays_tester.fast_forward("30m")
             order.refresh_from_db()
             assert order.status == "closed"
 
         @pytest.mark.parametrize("number", [1, 2])
-        def test_committed(transactional_db, delays, number):
-            delays.clear()
-            test_it(None, delays, number)
+        def test_committed(transactional_db, delays_tester, number):
+            delays_tester.clear()
+            test_it(None, delays_tester, number)
 
-        def test_inline(db, inline_delays, django_capture_on_commit_callbacks):
+        @pytest.mark.delays(run_inline=True)
+        def test_inline(db, delays_tester, django_capture_on_commit_callbacks):
             with django_capture_on_commit_callbacks(execute=True):
                 order = place()
             order.refresh_from_db()
             assert order.status == "closed"
 
-        def test_without_db(delays):
+        def test_without_db(delays_tester):
             with pytest.raises(RuntimeError, match="Database access not allowed"):
-                delays.scheduled()
+                delays_tester.scheduled()
         """,
         "--ds=shop.settings",
         "-o",

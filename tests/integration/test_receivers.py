@@ -1,4 +1,4 @@
-"""Test receivers of callbacks in Flask and Django: they reject missing and invalid signatures."""
+"""Receivers of callbacks in Flask, Django and FastAPI reject missing and invalid signatures."""
 
 from __future__ import annotations
 
@@ -6,45 +6,50 @@ import base64
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import httpx
 import pytest
+from fastapi import FastAPI, Request
 
 from delaytasks.core.clock import wall_ms
+from delaytasks.webhooks import webhook
 from delaytasks.webhooks.signatures import SigningKeys
-
-pytest.importorskip("flask_sqlalchemy")
-pytest.importorskip("django")
+from tests.recording import run
 
 OLD, NEW, OTHER = (
     "whsec_" + base64.b64encode(letter * 32).decode() for letter in (b"o", b"n", b"x")
 )
-#: Posts a payload and headers; returns the status, and the arguments that the view received.
-Post = Callable[[bytes, dict[str, str]], tuple[int, Any]]
+#: Sends a payload and headers with a method; returns the status and the arguments of the view.
+Send = Callable[..., tuple[int, Any]]
 
 
-@pytest.fixture
-def flask_post() -> Post:
-    from flask import Flask, jsonify, request
+def shown(callback: Any, order: int) -> dict[str, Any]:
+    return {"id": callback.id, "body": callback.body, "order": order}
 
-    from delaytasks.contrib.flask import verified
+
+def in_flask(is_async: bool) -> Iterator[Send]:
+    from flask import Flask
 
     app = Flask("receiver")
 
-    @app.post("/paid")
-    def paid() -> Any:
-        callback = verified(request, [OLD, NEW])
-        return jsonify({"id": callback.id, "body": callback.body})
+    @webhook([OLD, NEW])
+    def paid(order: int, callback: Any) -> Any:
+        return shown(callback, order)
 
-    def post(payload: bytes, headers: dict[str, str]) -> tuple[int, Any]:
-        answer = app.test_client().post(
-            "/paid", data=payload, headers=headers, content_type="application/json"
-        )
+    @webhook([OLD, NEW])
+    async def apaid(order: int, callback: Any) -> Any:
+        return shown(callback, order)
+
+    view: Any = apaid if is_async else paid
+    app.add_url_rule("/paid/<int:order>", view_func=view, methods=["POST", "GET"])
+
+    def send(payload: bytes, headers: dict[str, str], method: str = "POST") -> tuple[int, Any]:
+        answer = app.test_client().open("/paid/7", method=method, data=payload, headers=headers)
         return answer.status_code, answer.get_json(silent=True)
 
-    return post
+    yield send
 
 
-@pytest.fixture
-def django_post() -> Iterator[Post]:
+def in_django(is_async: bool) -> Iterator[Send]:
     from tests.integration import django_settings
 
     with django_settings.configured():
@@ -52,28 +57,80 @@ def django_post() -> Iterator[Post]:
         from django.test import Client, override_settings
         from django.urls import path
 
-        from delaytasks.contrib.django.mounting import verified
+        @webhook([OLD, NEW])
+        def paid(request: Any, order: int, callback: Any) -> Any:
+            assert request.method == "POST"
+            return JsonResponse(shown(callback, order))
 
-        @verified([OLD, NEW])
-        def paid(request: Any, callback: Any) -> Any:
-            return JsonResponse({"id": callback.id, "body": callback.body})
+        @webhook([OLD, NEW])
+        async def apaid(request: Any, order: int, callback: Any) -> Any:
+            return JsonResponse(shown(callback, order))
 
-        urls = type("Urls", (), {"urlpatterns": [path("paid", paid)]})
+        view: Any = apaid if is_async else paid
+        urls = type("Urls", (), {"urlpatterns": [path("paid/<int:order>", view)]})
 
-        def post(payload: bytes, headers: dict[str, str]) -> tuple[int, Any]:
+        def send(payload: bytes, headers: dict[str, str], method: str = "POST") -> tuple[int, Any]:
             # The client checks CSRF tokens, like Django does for browsers.
             client = Client(enforce_csrf_checks=True, headers=headers)
-            answer = client.post("/paid", payload, "application/json")
+            answer = client.generic(method, "/paid/7", payload, "application/json")
             return answer.status_code, answer.json() if answer.status_code == 200 else None
 
         with override_settings(ROOT_URLCONF=urls, ALLOWED_HOSTS=["testserver"]):
-            yield post
+            yield send
 
 
-@pytest.fixture(params=["flask", "django"])
-def post(request: pytest.FixtureRequest) -> Post:
-    made: Post = request.getfixturevalue(f"{request.param}_post")
-    return made
+def in_fastapi(is_async: bool) -> Iterator[Send]:
+    app = FastAPI()
+
+    @webhook([OLD, NEW])
+    def paid(order: int, callback: Any) -> dict[str, Any]:
+        return shown(callback, order)
+
+    @webhook([OLD, NEW])
+    async def apaid(order: int, request: Request, callback: Any) -> dict[str, Any]:
+        assert request.url.path == "/paid/7"
+        return shown(callback, order)
+
+    view: Any = apaid if is_async else paid
+    app.add_api_route("/paid/{order}", view, methods=["POST", "GET"])
+    yield asgi_sender(app)
+
+
+def in_starlette(is_async: bool) -> Iterator[Send]:
+    from starlette.applications import Starlette
+    from starlette.responses import JSONResponse
+    from starlette.routing import Route
+
+    @webhook([OLD, NEW])
+    def paid(request: Any, callback: Any) -> Any:
+        return JSONResponse(shown(callback, request.path_params["order"]))
+
+    @webhook([OLD, NEW])
+    async def apaid(request: Any, callback: Any) -> Any:
+        return JSONResponse(shown(callback, request.path_params["order"]))
+
+    view: Any = apaid if is_async else paid
+    yield asgi_sender(Starlette(routes=[Route("/paid/{order:int}", view, methods=["POST", "GET"])]))
+
+
+def asgi_sender(app: Any) -> Send:
+    async def send(payload: bytes, headers: dict[str, str], method: str) -> tuple[int, Any]:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://shop") as client:
+            answer = await client.request(method, "/paid/7", content=payload, headers=headers)
+            return answer.status_code, answer.json() if answer.status_code == 200 else None
+
+    return lambda payload, headers, method="POST": run(send(payload, headers, method))
+
+
+@pytest.fixture(params=[in_flask, in_django, in_fastapi, in_starlette])
+def receiver(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def send(request: pytest.FixtureRequest, receiver: Any) -> Iterator[Send]:
+    yield from receiver(request.param)
 
 
 PAYLOAD = '{"order": 7, "name": "é"}'.encode()
@@ -85,14 +142,13 @@ def signed(secret: str, payload: bytes = PAYLOAD, age_s: int = 0) -> dict[str, s
     return {"webhook-id": "42", "webhook-timestamp": timestamp, "webhook-signature": signature}
 
 
-@pytest.mark.parametrize("secret", [OLD, NEW], ids=["old", "new"])
-def test_a_view_receives_a_callback_that_is_signed_with_one_of_its_secrets(
-    post: Post, secret: str
-) -> None:
-    assert post(PAYLOAD, signed(secret)) == (200, {"id": "42", "body": {"order": 7, "name": "é"}})
+def test_a_view_receives_a_callback_that_is_signed_with_one_of_its_secrets(send: Send) -> None:
+    received = {"id": "42", "body": {"order": 7, "name": "é"}, "order": 7}
+    assert send(PAYLOAD, signed(OLD)) == (200, received)
+    assert send(PAYLOAD, signed(NEW)) == (200, received)
 
 
-def test_a_missing_bad_or_stale_signature_is_answered_with_401(post: Post) -> None:
+def test_a_missing_bad_or_stale_signature_is_answered_with_401(send: Send) -> None:
     right = signed(NEW)
     cases = {
         "missing": {},
@@ -104,19 +160,12 @@ def test_a_missing_bad_or_stale_signature_is_answered_with_401(post: Post) -> No
         "from the future": signed(NEW, age_s=-1000),
     }
     for name, headers in cases.items():
-        assert post(PAYLOAD, headers) == (401, None), name
+        assert send(PAYLOAD, headers) == (401, None), name
 
 
-def test_a_signed_body_that_is_not_json_is_answered_with_400(post: Post) -> None:
-    assert post(b"{nope", signed(NEW, b"{nope")) == (400, None)
+def test_a_signed_body_that_is_not_json_is_answered_with_400(send: Send) -> None:
+    assert send(b"{nope", signed(NEW, b"{nope")) == (400, None)
 
 
-def test_a_get_is_no_callback() -> None:
-    from django.test import RequestFactory
-
-    from delaytasks.contrib.django.mounting import verified
-    from tests.integration import django_settings
-
-    with django_settings.configured():
-        view = verified(NEW)(lambda request, callback: None)
-        assert view(RequestFactory().get("/paid")).status_code == 405
+def test_a_get_is_no_callback(send: Send) -> None:
+    assert send(PAYLOAD, signed(NEW), method="GET") == (405, None)

@@ -14,19 +14,22 @@ import httpx
 import pytest
 from click.testing import CliRunner
 from flask import Flask
+from flask import session as flask_session
 from starlette.middleware.sessions import SessionMiddleware
 from starlette.requests import Request
 
 from delaytasks import DelayTasks
 from delaytasks.cli.main import main
-from delaytasks.console.application import standalone
+from delaytasks.console.application import make_console, standalone
 from delaytasks.console.viewers import FIRST_USER, Role, Viewer
 from delaytasks.contrib import fastapi as fastapi_mounts
-from delaytasks.contrib.flask import mount_console
+from delaytasks.contrib import flask as flask_mounts
 from delaytasks.core.errors import ConfigError
 from delaytasks.serving import make_server
 from tests.integration.django_settings import configured
 from tests.ui.console_site import make_delays, served, token_of
+
+SECRET = "a secret of the shop"
 
 
 @pytest.fixture
@@ -60,9 +63,17 @@ def check_console(client: Any, delays: DelayTasks, get_text: Any) -> None:
 
 def test_in_flask_the_users_of_the_app_are_the_viewers(delays: DelayTasks) -> None:
     app = Flask("shop")
-    app.secret_key = "a secret of the shop"
-    viewers = [Viewer("ann", Role.OPERATE)]
-    mount_console(app, "/delays", lambda: viewers[0] if viewers else None, delays)
+    app.secret_key = SECRET
+    people = ["ann"]
+
+    def viewer(request: Any) -> Viewer | None:
+        assert request.script_root == "/delays"
+        name = flask_session.setdefault("user", "ann")  # the session of the app, not the console's
+        return Viewer(name, Role.OPERATE) if people else None
+
+    console = make_console(delays, viewer, secret_key=SECRET)
+    flask_mounts.mount(app, "/delays", console)
+    assert console.secret_key != SECRET, "the console cannot sign the sessions of the app"
 
     @app.get("/own")
     def own() -> str:
@@ -77,12 +88,11 @@ def test_in_flask_the_users_of_the_app_are_the_viewers(delays: DelayTasks) -> No
 
     check_console(client, delays, text_of)
     assert client.get("/own").text == "the shop"
-    viewers.clear()
+    people.clear()
     assert client.get("/delays/").status_code == 401
     assert client.get("/delays/health/live").status_code == 200
-    app.secret_key = None
-    with pytest.raises(ConfigError, match="secret key"):
-        mount_console(app, "/other", lambda: None, delays)
+    with pytest.raises(ConfigError, match="secret_key"):
+        make_console(delays, viewer)
 
 
 def test_in_django_staff_are_the_viewers(delays: DelayTasks) -> None:
@@ -98,10 +108,12 @@ def test_in_django_staff_are_the_viewers(delays: DelayTasks) -> None:
 
         people["viewer"] = Viewer("ann", Role.OPERATE)
         with override_settings(ALLOWED_HOSTS=["testserver"]):
-            from delaytasks.contrib.django.mounting import console_urls
+            from delaytasks.contrib.django.mounting import mount
+
+            console = make_console(delays, viewer, secret_key=SECRET)
 
             class Urls:
-                urlpatterns = [path("delays/", include(console_urls(viewer, delays)))]
+                urlpatterns = [path("delays/", include(mount(console)))]
 
             override = override_settings(ROOT_URLCONF=Urls)
             override.enable()
@@ -147,8 +159,9 @@ def test_in_fastapi_a_function_of_the_request_names_the_viewer(delays: DelayTask
         return Viewer("ann", Role.OPERATE) if is_known and people else None
 
     people = ["ann"]
-    fastapi_mounts.mount_console(app, "/delays", delays, viewer, secret_key="a secret")
-    app.add_middleware(SessionMiddleware, secret_key="a secret")
+    console = make_console(delays, viewer, secret_key=SECRET)
+    fastapi_mounts.mount(app, "/delays", console)
+    app.add_middleware(SessionMiddleware, secret_key=SECRET)
     client = AsgiClient(app)
     check_console(client, delays, lambda answer: answer.text)
     people.clear()

@@ -10,23 +10,23 @@ from orders.models import Order
 
 class OrderTest(TestCase):
     def setUp(self) -> None:
-        self.delays = DelaysTester().start()
-        self.addCleanup(self.delays.stop)
+        self.tester = DelaysTester().start()
+        self.addCleanup(self.tester.stop)
 
     def test_an_order_is_closed_if_it_is_not_paid(self) -> None:
         number = self.client.post("/orders", {"item": "a pen"}).json()["number"]
-        self.delays.assert_scheduled(
+        self.tester.assert_scheduled(
             "order.close", key=str(number), body={"order": number}, within="2s"
         )
-        self.delays.fast_forward("1m")
+        self.tester.fast_forward("1m")
         assert Order.objects.get(pk=number).status == "closed"
 
     def test_an_order_that_is_paid_is_not_closed(self) -> None:
         number = self.client.post("/orders").json()["number"]
         assert self.client.post(f"/orders/{number}/pay").json()["status"] == "paid"
-        self.delays.assert_not_scheduled("order.close")
+        self.tester.assert_not_scheduled("order.close")
         assert DelayTaskRow.objects.get(tag="order.close").get_status_display() == "CANCELLED"
-        [run] = self.delays.fast_forward("1h")
+        [run] = self.tester.fast_forward("1h")
         assert run.task.tag == "orders.tasks.send_receipt"
         assert self.client.get(f"/orders/{number}").json()["status"] == "paid"
 
@@ -34,7 +34,7 @@ class OrderTest(TestCase):
         self.client.raise_request_exception = False
         assert self.client.post("/orders/fail").status_code == 500
         assert not Order.objects.exists()
-        self.delays.assert_not_scheduled("order.close")
+        self.tester.assert_not_scheduled("order.close")
 
     def test_a_processor_is_a_function(self) -> None:
         order = Order.objects.create(item="a hat")
@@ -54,12 +54,12 @@ class InlineTest(TestCase):
 
 class CommittedOrderTest(TransactionTestCase):
     def setUp(self) -> None:
-        self.delays = DelaysTester().start()
-        self.addCleanup(self.delays.stop)
-        self.delays.clear()
+        self.tester = DelaysTester().start()
+        self.addCleanup(self.tester.stop)
+        self.tester.clear()
 
     def test_an_order_is_closed_if_it_is_not_paid(self) -> None:
         number = self.client.post("/orders").json()["number"]
-        self.delays.assert_scheduled("order.close", key=str(number))
-        self.delays.fast_forward("1m")
+        self.tester.assert_scheduled("order.close", key=str(number))
+        self.tester.fast_forward("1m")
         assert Order.objects.get(pk=number).status == "closed"

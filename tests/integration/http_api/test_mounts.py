@@ -18,8 +18,8 @@ from click.testing import CliRunner
 from flask import Flask
 
 from delaytasks.cli.main import main
-from delaytasks.contrib.fastapi import mount_wsgi
-from delaytasks.contrib.flask import mount_api
+from delaytasks.contrib import fastapi as fastapi_mounts
+from delaytasks.contrib import flask as flask_mounts
 from delaytasks.http_api.api_keys import ApiKeyFile
 from delaytasks.serving import make_server
 from tests.integration.django_settings import configured
@@ -41,7 +41,7 @@ Post = Callable[[Any], httpx.Response]
 @contextmanager
 def in_flask(site: ApiSite) -> Iterator[Post]:
     app = Flask("shop")
-    mount_api(app, "/delays", site.keys, site.delays)
+    flask_mounts.mount(app, "/delays", site.app)
     yield wsgi_post(app, site)
 
 
@@ -64,7 +64,7 @@ def in_django_with_asgi(site: ApiSite) -> Iterator[Post]:
 @contextmanager
 def in_fastapi(site: ApiSite) -> Iterator[Post]:
     app = fastapi.FastAPI()
-    mount_wsgi(app, "/delays", site.app)
+    fastapi_mounts.mount(app, "/delays", site.app)
     yield asgi_post(app, site)
 
 
@@ -106,10 +106,10 @@ def django_urls(site: ApiSite) -> Iterator[None]:
         from django.test import override_settings
         from django.urls import include, path
 
-        from delaytasks.contrib.django.mounting import api_urls
+        from delaytasks.contrib.django.mounting import mount
 
         class Urls:
-            urlpatterns = [path("delays/", include(api_urls(site.keys, site.delays)))]
+            urlpatterns = [path("delays/", include(mount(site.app)))]
 
         with override_settings(ALLOWED_HOSTS=["testserver"], ROOT_URLCONF=Urls):
             yield
