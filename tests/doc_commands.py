@@ -32,19 +32,19 @@ from tests.doc_pages import ROOT, SHELLS, Block, blocks, environment, files_test
 
 #: The beginnings of commands that serve, or need a broker, another database or a deployment.
 _ONLY_CHECKED = (
-    "console",
     "drain --forever",
-    "exporter --host",
     "recurring import django",
     "recurring import redbeat",
-    "serve",
+    "serve --api",
+    "serve --console",
+    "serve --metrics",
     "up",
 )
 #: Options with which a command that follows changes ends.
 _END = {"tail": ["--for", "0s"]}
 #: The exit code 1 of these commands is an answer, such as that no worker lives.
 _ANSWERS_BY_CODE = ("check", "status")
-_ANSWERS = {"console-user": "correct horse battery staple\n" * 2}
+_ANSWERS = {"access": "correct horse battery staple\n" * 2}
 _APP = """
 from celery import Celery
 

@@ -126,9 +126,9 @@ def _fill_statistics() -> None:
 
 @contextmanager
 def _served(stage: CaseContext) -> Iterator[str]:
-    """Start `delaytasks console`, and yield its address."""
+    """Start `delaytasks serve --console`, and yield its address."""
     port = free_port()
-    command = ["delaytasks", "-A", Ours.app_path, "console", f"--port={port}"]
+    command = ["delaytasks", "-A", Ours.app_path, "serve", f"--console={port}"]
     command += ["--proxy-header", USER]
     folder = stage.ours.folder
     UserFile(folder / USERS).set(READER, secrets.token_urlsafe(), Role.OPERATE)

@@ -11,7 +11,7 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -349,6 +349,24 @@ def _json_option() -> click.Option:
     return click.Option(
         ["--json"], is_flag=True, expose_value=False, help="Print one JSON document."
     )
+
+
+def check_belongs(
+    options_of: Mapping[str, str], asked: Mapping[str, object], given: Mapping[str, object]
+) -> None:
+    """Raise a usage error if an option is given without the one that it belongs to.
+
+    Parameters
+    ----------
+    options_of
+        The names of the options, separated by spaces, that belong to each key of `asked`.
+    asked, given
+        What the user asked for, and the values of the options by name.
+    """
+    for owner, names in options_of.items():
+        for name in names.split():
+            if given[name] not in (None, False, ()) and not asked[owner]:
+                raise click.UsageError(f"--{name.replace('_', '-')} requires {owner}")
 
 
 def pass_cli(command: Callable[..., R]) -> Callable[..., R]:

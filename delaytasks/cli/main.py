@@ -22,7 +22,7 @@ _MODULES = {
     "look": "list show tail why",
     "policy_commands": "pause policy resume",
     "schedule_commands": "recurring schedule",
-    "servers": "api-key console console-user exporter serve",
+    "servers": "access serve",
     "setup": "config db",
     "status": "status",
     "task_commands": "audit cancel rerun reschedule spread touch",

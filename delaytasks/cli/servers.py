@@ -1,274 +1,82 @@
-"""Commands that serve pages, the HTTP API and metrics, and manage who may use them."""
+"""`delaytasks serve` and `access`: the console, the HTTP API and metrics, and who may use them."""
 
 from __future__ import annotations
 
 import logging
-import signal
-import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from delaytasks.cli.context import Cli, Command, Group, pass_cli
-from delaytasks.cli.output import print_json, print_table, say
-from delaytasks.core.errors import ConfigError
+from delaytasks.cli.context import Cli, Command, check_belongs, pass_cli
+from delaytasks.cli.output import Parsed, print_json, print_table
+from delaytasks.core.errors import ConfigError, InvalidInputError
 from delaytasks.core.text import needs_extra
+from delaytasks.http_api.api_keys import API_KEYS, ApiKeyFile
 from delaytasks.metrics.files import NAMES, read_file
-from delaytasks.runtime import runtime_of
 
 if TYPE_CHECKING:
-    from delaytasks.http_api.api_keys import ApiKeyFile
+    from delaytasks.console.viewers import UserFile
+    from delaytasks.serving import Place
 
+logger = logging.getLogger(__name__)
 
-API_PORT = 5557
+CONSOLE_PORT, API_PORT, METRICS_PORT = 5556, 5557, 9819
 _keys_option = click.option(
     "--keys",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="The file of the keys [api-keys.json in delaytasks_data_dir].",
+    help="API: the file of the keys [api-keys.json in delaytasks_data_dir].",
 )
-_trusted_proxy = click.option(
+
+
+def _place(text: str, option: str) -> Place:
+    with needs_extra("prometheus" if option == "metrics" else option):
+        from delaytasks.serving import Place
+    found = Place.read(text)
+    if found is None:
+        rule = "write it as 8080, 0.0.0.0:8080, [::1]:8080 or 8080/delays"
+        raise InvalidInputError(f"{text!r:.60} is no address; {rule}", option)
+    return found
+
+
+def _served(option: str, port: int, about: str) -> Callable[[Callable[..., Any]], Any]:
+    return click.option(
+        option,
+        type=Parsed("[HOST:]PORT[/PATH]", _place),
+        is_flag=False,
+        flag_value=f"127.0.0.1:{port}",
+        help=f"Serve {about}, without a value at 127.0.0.1:{port}.",
+    )
+
+
+@click.command(cls=Command)
+@_served("--console", CONSOLE_PORT, "web pages that show whether tasks run on time")
+@_served("--api", API_PORT, "the HTTP API, for programs in other languages")
+@_served("--metrics", METRICS_PORT, "metrics of the databases and the broker to Prometheus")
+@click.option(
     "--trusted-proxy",
     metavar="ADDRESS",
     help="The address of a proxy with TLS, whose X-Forwarded-For and -Proto are believed.",
 )
-
-
-def _listens_at(default: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    host = click.option(
-        "--host", default="127.0.0.1", show_default=True, help="The address to listen on."
-    )
-    port = click.option(
-        "--port",
-        type=click.IntRange(0, 65535),
-        default=default,
-        show_default=True,
-        help="The port to listen on. 0 takes a free one.",
-    )
-    return lambda command: host(port(command))
-
-
-@click.command(cls=Command)
-@_listens_at(API_PORT)
-@click.option("--prefix", default="", metavar="PATH", help="The path of the API, as /delays.")
-@click.option(
-    "--rate",
-    type=click.FloatRange(0, min_open=True),
-    default=100.0,
-    show_default=True,
-    help="The requests that each key may make in a second.",
-)
-@_trusted_proxy
-@_keys_option
-@pass_cli
-def serve(
-    cli: Cli,
-    host: str,
-    port: int,
-    prefix: str,
-    rate: float,
-    trusted_proxy: str | None,
-    keys: Path | None,
-) -> None:
-    """Serve the HTTP API, for programs in other languages.
-
-    \b
-    delaytasks serve
-    """
-    with needs_extra("api"):
-        from delaytasks.http_api.routes import make_api
-        from delaytasks.serving import serve_at
-    cli.import_processors()
-    app = make_api(cli.delays, _key_file(cli, keys), requests_per_s=rate)
-    serve_at(
-        app, host, port, prefix, trusted_proxy, lambda url: click.echo(f"HTTP API at {url} ready.")
-    )
-
-
-@click.group("api-key", cls=Group)
-def api_key() -> None:
-    """The keys of the HTTP API.
-
-    \b
-    delaytasks api-key create shop --scope 'schedule:order.*'
-    delaytasks api-key list
-    """
-
-
-@api_key.command()
-@click.argument("name")
-@click.option(
-    "--scope",
-    "scopes",
-    multiple=True,
-    required=True,
-    metavar="SCOPE",
-    help="read, operate, or schedule:PATTERN. Repeatable.",
-)
-@_keys_option
-@pass_cli
-def create(cli: Cli, name: str, scopes: tuple[str, ...], keys: Path | None) -> None:
-    """Make a key and print it once. Only its hash is stored.
-
-    \b
-    delaytasks api-key create shop --scope 'schedule:order.*' --scope read
-    """
-    key, entry = _key_file(cli, keys).create(name, scopes)
-    cli.answer({"name": name, "key": key, "entry": entry}, key)
-
-
-@api_key.command("list")
-@_keys_option
-@pass_cli
-def list_(cli: Cli, keys: Path | None) -> None:
-    """List the names and scopes of the keys.
-
-    \b
-    delaytasks api-key list
-    """
-    entries = _key_file(cli, keys).entries
-    scopes = {name: list(entry["scopes"]) for name, entry in entries.items()}
-    if cli.is_json:
-        cli.answer([{"name": name, "scopes": each} for name, each in scopes.items()], "")
-    elif scopes:
-        print_table(["name", "scopes"], [(name, " ".join(each)) for name, each in scopes.items()])
-    else:
-        cli.note("No API keys.")
-
-
-@api_key.command()
-@click.argument("name")
-@_keys_option
-@pass_cli
-def remove(cli: Cli, name: str, keys: Path | None) -> None:
-    """Remove a key. Its requests are refused from now on.
-
-    \b
-    delaytasks api-key remove shop
-    """
-    file = _key_file(cli, keys)
-    if not file.remove(name):
-        raise ConfigError(f"{file.path} has no API key {name!r:.40}")
-    cli.answer({"name": name, "removed": True}, f"removed the API key {name}")
-
-
-def _key_file(cli: Cli, path: Path | None) -> ApiKeyFile:
-    from delaytasks.http_api.api_keys import API_KEYS, ApiKeyFile
-
-    return ApiKeyFile(path or Path(cli.delays.settings.data_dir).absolute() / API_KEYS)
-
-
-# -- `console` and `console-user`: the web pages for operators, and who may log in ----------------
-
-
-PORT = 5556
-_ROLES = ["view", "operate", "admin"]
-
-
-@click.command(cls=Command)
-@_listens_at(PORT)
-@click.option("--prefix", default="", metavar="PATH", help="The path of the console, as /delays.")
 @click.option(
     "--proxy-header",
     metavar="NAME",
-    help="A proxy authenticates, and names the user in this header, as X-Forwarded-User.",
+    help="Console: a proxy names the user in this header, as X-Forwarded-User.",
 )
 @click.option(
     "--proxy",
-    "proxies",
     multiple=True,
     metavar="ADDRESS",
-    help="With --proxy-header: the address or network of the proxy. Repeatable. [127.0.0.1, ::1]",
+    help="Console: address or network of the proxy with this header. Repeatable. [127.0.0.1, ::1]",
 )
-@_trusted_proxy
-@pass_cli
-def console(
-    cli: Cli,
-    host: str,
-    port: int,
-    prefix: str,
-    proxy_header: str | None,
-    proxies: tuple[str, ...],
-    trusted_proxy: str | None,
-) -> None:
-    """Serve the console: web pages that show whether tasks run on time, and repair what failed.
-
-    \b
-    delaytasks console
-    delaytasks console --port 8080 --proxy-header X-Forwarded-User
-
-    The first start generates a password and prints it once. Further users: delaytasks console-user.
-    """
-    if proxy_header is not None and trusted_proxy is not None:
-        # --proxy is compared with the address that --trusted-proxy replaces by the browser's.
-        raise ConfigError("--proxy-header and --trusted-proxy cannot be combined")
-    with needs_extra("console"):
-        from delaytasks.console import application
-        from delaytasks.serving import serve_at
-    access = None
-    if proxy_header is not None:
-        access = application.proxy_access(cli.delays, proxy_header, proxies or ("127.0.0.1", "::1"))
-    cli.import_processors()
-    app = application.standalone(cli.delays, click.echo, access)
-    serve_at(
-        app, host, port, prefix, trusted_proxy, lambda url: click.echo(f"console at {url} ready.")
-    )
-
-
-@click.command("console-user", cls=Command)
-@click.argument("name")
 @click.option(
-    "--role",
-    type=click.Choice(_ROLES),
-    default="view",
-    show_default=True,
-    help="The role of the user. Each role may do what the one before it may, and more.",
+    "--rate",
+    type=click.FloatRange(0, min_open=True),
+    help="API: the requests that each key may make in a second. [100]",
 )
-@click.option("--remove", is_flag=True, help="Remove the user.")
-@click.option("--password", help="Instead of a question. Other users of this machine may see it.")
-@pass_cli
-def console_user(cli: Cli, name: str, role: str, remove: bool, password: str | None) -> None:
-    """Add a user of the console, change a password or a role, or remove a user.
-
-    \b
-    delaytasks console-user ann --role operate
-    delaytasks console-user ann --remove
-    """
-    with needs_extra("console"):
-        from delaytasks.console import application
-        from delaytasks.console.viewers import Role
-    users = application.users_of(cli.delays)
-    if remove:
-        if not users.remove(name):
-            raise ConfigError(f"{users.path} has no user {name!r:.40}")
-        cli.answer({"user": name, "removed": True}, f"removed the user {name}")
-        return
-    if password is None:
-        cli.require_terminal(False, "console-user asks for the password on a terminal: --password")
-        password = click.prompt("Password", hide_input=True, confirmation_prompt=True, err=True)
-    users.set(name, password, Role.named(role))
-    cli.answer({"user": name, "role": role}, f"stored the user {name} with the role {role}")
-
-
-# -- `exporter`: serve the metrics of the databases to Prometheus ---------------------------------
-
-
-logger = logging.getLogger(__name__)
-
-#: Prometheus scrapes this port.
-EXPORTER_PORT = 9819
-
-
-@click.command(cls=Command)
-@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen at.")
-@click.option(
-    "--port",
-    type=click.IntRange(1, 65535),
-    default=EXPORTER_PORT,
-    show_default=True,
-    help="The port to listen at.",
-)
+@_keys_option
 @click.option(
     "--print",
     "printed",
@@ -276,34 +84,156 @@ EXPORTER_PORT = 9819
     help="Print the Grafana dashboard or the alert rules of this version, and end.",
 )
 @pass_cli
-def exporter(cli: Cli, host: str, port: int, printed: str | None) -> None:
-    """Serve metrics of the databases, the broker and the timer to Prometheus.
+def serve(cli: Cli, trusted_proxy: str | None, printed: str | None, **options: Any) -> None:
+    """Serve the console, the HTTP API and metrics, each at a port of its own.
 
     \b
-    delaytasks exporter --host 0.0.0.0
-    delaytasks exporter --print rules > delaytasks-rules.yml
+    delaytasks serve --console --api
+    delaytasks serve --console 8080 --proxy-header X-Forwarded-User
+    delaytasks serve --metrics 0.0.0.0:9819
+    delaytasks serve --print rules > delaytasks-rules.yml
+
+    The first start of the console generates a password and prints it once. `access` adds users of
+    the console, and keys of the API.
     """
     if printed is not None:
         click.echo(read_file(printed), nl=False)
         return
-    from delaytasks.metrics.prometheus import serve  # needs the extra `prometheus`
-    from delaytasks.metrics.snapshot import DatabaseMetrics
-
+    makers: dict[str, Callable[..., Any]]
+    makers = {"console": _console, "api": _api, "metrics": _metrics}
+    places = {name: options.pop(name) for name in makers}
+    if not any(places.values()):
+        raise click.UsageError("say what to serve: --console, --api or --metrics")
+    asked = {f"--{name}": place is not None for name, place in places.items()}
+    check_belongs({"--console": "proxy_header proxy", "--api": "rate keys"}, asked, options)
+    if options["proxy_header"] is not None and trusted_proxy is not None:
+        # --proxy is compared with the address that --trusted-proxy replaces by the browser's.
+        raise ConfigError("--proxy-header and --trusted-proxy cannot be combined")
     try:
-        cli.import_processors()  # a forecast asks how many tasks a process runs concurrently
+        cli.import_processors()
     except Exception:
+        if asked["--console"] or asked["--api"]:
+            raise
         logger.exception("the forecast does not know the processors; all other metrics are served")
-    source, stopping = DatabaseMetrics(runtime_of(cli.delays)), threading.Event()
-    try:
-        server = serve(host, port, source)
-    except OSError as error:
-        raise ConfigError(f"cannot serve metrics at {host}:{port}: {error}") from None
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopping.set())
-    url = f"http://{host}:{port}/metrics"
-    if cli.is_json:
-        print_json({"url": url})
+    apps = {
+        name: (makers[name](cli, **options), place)
+        for name, place in places.items()
+        if place is not None
+    }
+    from delaytasks.serving import serve as run
+
+    run(apps, trusted_proxy, partial(_announce, cli))
+
+
+def _announce(cli: Cli, urls: dict[str, str]) -> None:
+    cli.answer(urls, "\n".join(f"{name} at {url} ready." for name, url in urls.items()))
+
+
+def _console(cli: Cli, proxy_header: str | None, proxy: tuple[str, ...], **_: Any) -> Any:
+    with needs_extra("console"):
+        from delaytasks.console import application
+    access = None
+    if proxy_header is not None:
+        access = application.proxy_access(cli.delays, proxy_header, proxy or ("127.0.0.1", "::1"))
+    return application.standalone(cli.delays, partial(click.echo, err=cli.is_json), access)
+
+
+def _api(cli: Cli, rate: float | None, keys: Path | None, **_: Any) -> Any:
+    with needs_extra("api"):
+        from delaytasks.http_api.routes import make_api
+    return make_api(cli.delays, _key_file(cli, keys), requests_per_s=rate or 100.0)
+
+
+def _metrics(cli: Cli, **_: Any) -> Any:
+    from delaytasks.metrics.prometheus import exporter_app  # names its extra itself
+
+    return exporter_app(cli.delays)
+
+
+# -- `access`: who may log in to the console, and the keys of the API -----------------------------
+
+
+@click.command(cls=Command)
+@click.argument("what", type=click.Choice(["console", "api"]))
+@click.argument("name", required=False)
+@click.option(
+    "--role",
+    type=click.Choice(["view", "operate", "admin"]),
+    help="Console: each role may do what the one before it may, and more. [view]",
+)
+@click.option("--password", help="Console: no question. Others on this machine may see it.")
+@click.option(
+    "--scope",
+    multiple=True,
+    metavar="SCOPE",
+    help="API: read, operate, or schedule:PATTERN. Repeatable.",
+)
+@_keys_option
+@click.option("--remove", is_flag=True, help="Remove the user or the key, from now on.")
+@pass_cli
+def access(
+    cli: Cli, what: str, name: str | None, keys: Path | None, remove: bool, **options: Any
+) -> None:
+    """Add, list or remove the users of the console, or the keys of the HTTP API.
+
+    \b
+    delaytasks access console ann --role operate
+    delaytasks access api shop --scope 'schedule:order.*' --scope read
+    delaytasks access api shop --remove
+    delaytasks access console
+
+    For a user who exists, the command changes password and role. A key is printed once, and only
+    its hash is stored. Without a name, the users or keys are listed.
+    """
+    is_api = what == "api"
+    belong_to = {"access console": "role password", "access api": "scope keys"}
+    asked = {"access console": not is_api, "access api": is_api}
+    check_belongs(belong_to, asked, {**options, "keys": keys})
+    file = _key_file(cli, keys) if is_api else _user_file(cli)
+    if name is None:
+        _list(cli, file)
+    elif remove:
+        if not file.remove(name):
+            raise ConfigError(f"{file.path} has no name {name!r:.40}")
+        cli.answer({"name": name, "removed": True}, f"removed {name} from {file.path}")
+    elif isinstance(file, ApiKeyFile):
+        key, entry = file.create(name, options["scope"])
+        cli.answer({"name": name, "key": key, "entry": entry}, key)
     else:
-        say(f"metrics at {url}")
-    stopping.wait()
-    server.stop()
+        _set_user(cli, file, name, options["role"] or "view", options["password"])
+
+
+def _list(cli: Cli, file: UserFile | ApiKeyFile) -> None:
+    if isinstance(file, ApiKeyFile):
+        found: list[dict[str, Any]] = [
+            {"name": name, "scopes": list(entry["scopes"])} for name, entry in file.entries.items()
+        ]
+    else:
+        found = [{"name": name, "role": user["role"]} for name, user in file.users().items()]
+    if cli.is_json:
+        print_json(found)
+    elif found:
+        rows = [[e["name"], e.get("role") or " ".join(e["scopes"])] for e in found]
+        print_table([*found[0]], rows)
+    else:
+        cli.note(f"Nobody has access yet: {file.path} has no name.")
+
+
+def _set_user(cli: Cli, users: UserFile, name: str, role: str, password: str | None) -> None:
+    from delaytasks.console.viewers import Role
+
+    if password is None:
+        cli.require_terminal(False, "access asks for the password on a terminal: --password")
+        password = click.prompt("Password", hide_input=True, confirmation_prompt=True, err=True)
+    users.set(name, password, Role.named(role))
+    cli.answer({"name": name, "role": role}, f"stored the user {name} with the role {role}")
+
+
+def _user_file(cli: Cli) -> UserFile:
+    with needs_extra("console"):
+        from delaytasks.console import application
+    return application.users_of(cli.delays)
+
+
+def _key_file(cli: Cli, path: Path | None) -> ApiKeyFile:
+    return ApiKeyFile(path or Path(cli.delays.settings.data_dir).absolute() / API_KEYS)

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from delaytasks.cli.context import Cli, Command, Hints, pass_cli
+from delaytasks.cli.context import Cli, Command, Hints, check_belongs, pass_cli
 from delaytasks.cli.output import (
     BAD,
     DURATION,
@@ -326,10 +326,7 @@ def status(
     given = {"every": every, "processes": processes, **limits}
     if sum(map(bool, asked.values())) > 1:
         raise click.UsageError("--watch, --probe and --ahead exclude each other")
-    for option, names in _BELONG_TO.items():
-        for name in names.split():
-            if given[name] not in (None, False) and not asked[option]:
-                raise click.UsageError(f"--{name.replace('_', '-')} requires {option}")
+    check_belongs(_BELONG_TO, asked, given)
     if probe is not None:
         _probe(cli, probe, **limits)
     elif ahead is not None:

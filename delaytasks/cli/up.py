@@ -24,7 +24,7 @@ from rich.text import Text
 
 from delaytasks.attachment import file_broker_url
 from delaytasks.cli.context import DEFAULT_APP, Cli, pass_cli
-from delaytasks.cli.servers import PORT as CONSOLE_PORT
+from delaytasks.cli.servers import CONSOLE_PORT
 from delaytasks.cli.setup import broker_url, upgrade_all
 from delaytasks.core.private_files import make_folder
 from delaytasks.runtime import runtime_of
@@ -381,7 +381,7 @@ def _celery(
 
 
 def _console(app: str, port: int) -> Spec:
-    command = [sys.executable, "-m", "delaytasks", "-A", app, "console", f"--port={port}"]
+    command = [sys.executable, "-m", "delaytasks", "-A", app, "serve", f"--console={port}"]
     return Spec("console", command, "blue", stage=2, umask=0o077)
 
 
@@ -409,7 +409,8 @@ def _what_to_open(
         yield "", f"in other shells: export CELERY_BROKER_URL={broker_url(cli.app)}"
     flower = "install Flower for a web page: pip install 'delaytasks[flower]'"
     if console_port:
-        yield "console", f"http://127.0.0.1:{console_port} (more users: {cli.command} console-user)"
+        yield "console", f"http://127.0.0.1:{console_port}"
+        yield "", f"more users: {cli.command} access console NAME"
     else:
         yield "console", "install it: pip install 'delaytasks[console]'"
     yield "watch", f"http://127.0.0.1:{flower_port} (Flower)" if flower_port else flower

@@ -7,7 +7,7 @@
     shown           times, numbers and tasks as the pages show them
     pages_*         one module for each group of pages
 
-No other package imports this one, except the command `delaytasks console` and the integrations.
+No other package imports this one, except the commands `serve` and `access`, and the integrations.
 """
 
 from delaytasks.core.text import needs_extra

@@ -36,7 +36,25 @@ _BOOLS = {
 }
 _TIMERS = ("eta", "direct", "redis")
 _LONGEST_S = 1000 * 366 * 86400.0
-_ADDRESS = re.compile(r"(?:(.+):)?([0-9]{1,5})")
+_ADDRESS = re.compile(r"(?:(?:\[([^]/]+)]|([^][:/]+)):)?([0-9]{1,5})")
+
+
+class Address(NamedTuple):
+    """Where a server listens."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def read(cls, text: str) -> Address | None:
+        """Read `[HOST:]PORT`, or return None. An IPv6 address is in brackets, as in a URL."""
+        found = _ADDRESS.fullmatch(text)
+        if found is None or int(found[3]) > 65535:
+            return None
+        return cls(found[1] or found[2] or "127.0.0.1", int(found[3]))
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 class Sweep(NamedTuple):
@@ -146,12 +164,13 @@ def _sweep(value: Any) -> Sweep:
         raise ValueError(rule) from None
 
 
-def _metrics(value: Any) -> str:
+def _metrics(value: Any) -> Address | str:
     text = "" if _is_none(value) else str(value)
-    address = _ADDRESS.fullmatch(text)
-    is_right = 0 < int(address[2]) < 65536 if address else not text or "/" in text
-    rule = "is a port, as 9819, an address, as 0.0.0.0:9819, or the path of a file"
-    return str(_checked(is_right and not isinstance(value, bool), text, rule))
+    address = Address.read(text)
+    is_right = address.port > 0 if address else not text or "/" in text
+    rule = "is a port, as 9819, an address, as 0.0.0.0:9819 or [::]:9819, or the path of a file"
+    _checked(is_right and not isinstance(value, bool), value, rule)
+    return address or text
 
 
 def _is_none(value: Any) -> bool:
@@ -285,7 +304,7 @@ class Settings:
         _bool,
         "workers count what they run, and write the counts to the database once a minute",
     )
-    metrics: str = _setting(
+    metrics: Address | str = _setting(
         "",
         _metrics,
         "where a worker shows its metrics to Prometheus: at a port (9819, only for this host) or "
@@ -319,8 +338,6 @@ class Settings:
     sweep_s: float = _derived()
     sweep_partitions: int = _derived()
     purge_after_s: float | None = _derived()
-    metrics_address: tuple[str, int] | None = _derived()
-    metrics_file: str = _derived()
     callback_timeout_s: float = _derived()
 
     # -- Constants. Only tests change them: `DelayTasks(…, _grace_s=0)`, `delaytasks__grace_s` ----
@@ -372,9 +389,6 @@ class Settings:
         self._set("sweep_partitions", self.sweep.partitions)
         self._set("self_sweep_s", self.self_sweep_s or 2 * self.sweep_s)
         self._set("purge_after_s", _seconds(self.purge_after))
-        found = _ADDRESS.fullmatch(self.metrics)
-        self._set("metrics_address", found and (found[1] or "127.0.0.1", int(found[2])))
-        self._set("metrics_file", "" if found else self.metrics)
         self._set("callback_timeout_s", _seconds(self.callback_timeout))
         if self.lease_s < 4 * self.chunk_time_budget_s:  # rows claimed ahead wait for two budgets
             self._refuse("lease", f"is at least {4 * self.chunk_time_budget_s:g} s")

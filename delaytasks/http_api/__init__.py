@@ -5,5 +5,5 @@
     schemas      the JSON Schemas of parameters, requests and responses, and their checks
     api_keys     the keys, their scopes and limits, and the file with their hashes
 
-No other package imports this one, except the commands `serve` and `api-key`, and the integrations.
+No other package imports this one, except the commands `serve` and `access`, and the integrations.
 """

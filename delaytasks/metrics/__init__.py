@@ -5,8 +5,8 @@
     prometheus   serves them to Prometheus, over HTTP or in a file
     files        the Grafana dashboard and the alert rules
 
-This module has the values of one metric, as Prometheus names them. `delaytasks exporter` serves the
-snapshot. See docs/metrics.md.
+This module has the values of one metric, as Prometheus names them. `delaytasks serve --metrics`
+serves the snapshot. See docs/metrics.md.
 """
 
 from __future__ import annotations

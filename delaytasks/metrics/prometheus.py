@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.events import Events
 from delaytasks.core.loop import Loop
-from delaytasks.core.settings import Settings
+from delaytasks.core.settings import Address
 from delaytasks.metrics import Family, HistogramValue, Source
 
 if TYPE_CHECKING:
@@ -159,42 +159,37 @@ class MetricsEndpoint:
 
     Parameters
     ----------
-    settings
-        The settings of the worker.
+    place
+        The address, or the path of the file, in which the worker's name has replaced its
+        placeholders.
     events
         Gets `metrics.not_served` once if the port is in use, which is then tried again.
-    path
-        The file, in which the worker's name has replaced its placeholders; empty for none.
     source
         The metrics.
     """
 
-    def __init__(self, settings: Settings, events: Events, path: str, source: Source) -> None:
-        self._settings = settings
+    def __init__(self, place: Address | str, events: Events, source: Source) -> None:
+        self._place = place
         self._events = events
-        self._path = path
         self._source = source
         self._server: MetricsServer | None = None
         self._is_reported = False
-        #: The loops, which the watchdog of the worker starts and checks.
-        self.loops: list[Loop] = []
-        if path:
-            self.loops.append(Loop("metrics_writer", self._write, events, STUCK_S))
-        if settings.metrics_address is not None:
-            self.loops.append(Loop("metrics_server", self._serve, events, STUCK_S))
+        if isinstance(place, Address):
+            loop = Loop("metrics_server", partial(self._serve, place), events, STUCK_S)
+        else:
+            loop = Loop("metrics_writer", partial(self._write, place), events, STUCK_S)
+        #: The loop, which the watchdog of the worker starts and checks.
+        self.loop = loop
 
     def stop(self) -> None:
-        for loop in self.loops:
-            loop.stop()
+        self.loop.stop()
         if self._server is not None:
             self._server.stop()
-        if self._path:
-            self._events.attempt("metrics", "last", partial(write_file, self._path, self._source))
+        if not isinstance(self._place, Address):
+            self._events.attempt("metrics", "last", partial(self._write, self._place))
 
-    def _serve(self) -> float:
+    def _serve(self, address: Address) -> float:
         """Serve at the port unless a server does so already; return when to check again."""
-        assert self._settings.metrics_address is not None
-        host, port = self._settings.metrics_address
         if self._server is not None:
             if self._server.is_alive:
                 return PORT_S
@@ -202,13 +197,13 @@ class MetricsEndpoint:
             self._server = None
             self._events.emit("loop.restarted", loop="metrics_server", reason="dead")
         try:
-            self._server = serve(host, port, self._source)
+            self._server = serve(*address, self._source)
         except OSError as error:  # a worker without metrics is better than no worker
             if not self._is_reported:
-                self._events.emit("metrics.not_served", address=f"{host}:{port}", error=str(error))
+                self._events.emit("metrics.not_served", address=str(address), error=str(error))
             self._is_reported = True
         return PORT_S
 
-    def _write(self) -> float:
-        write_file(self._path, self._source)
+    def _write(self, path: str) -> float:
+        write_file(path, self._source)
         return FILE_S

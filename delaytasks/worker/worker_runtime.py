@@ -194,19 +194,20 @@ class WorkerRuntime:
             signals.worker_shutdown.connect(self.write_statistics)
         self._endpoint = self._make_endpoint()
         if self._endpoint is not None:
-            self.watchdog.loops += self._endpoint.loops
+            self.watchdog.loops.append(self._endpoint.loop)
         self.watchdog.start()
 
     def _make_endpoint(self) -> MetricsEndpoint | None:
         """Return what serves this worker's metrics, or None if the settings ask for none."""
-        settings = self.settings
-        if not settings.metrics:
+        place = self.settings.metrics
+        if not place:
             return None
         # Imported here, since other deployments need no client of Prometheus.
         from delaytasks.metrics.prometheus import MetricsEndpoint
 
-        path = node_format(settings.metrics_file, self.celery_worker.hostname)
-        return MetricsEndpoint(settings, self.events, path, self.metrics)
+        if isinstance(place, str):
+            place = node_format(place, self.celery_worker.hostname)
+        return MetricsEndpoint(place, self.events, self.metrics)
 
     @cached_property
     def metrics(self) -> WorkerMetrics:

@@ -22,8 +22,9 @@ from delaytasks.console.requests import EXTENSION, BulkRunState, ReportProgress,
 from delaytasks.console.viewers import HostAccess, Role, Viewer
 from delaytasks.core.filters import BulkResult
 from delaytasks.core.run_counts import RunCounts
+from delaytasks.core.settings import Address
 from delaytasks.runtime import runtime_of
-from delaytasks.serving import make_server
+from delaytasks.serving import Place, make_server
 from delaytasks.statistics.statistics_table import StatisticsTable, Unwritten
 from delaytasks.storage.types import db_now_plus
 from tests.recording import runner_of
@@ -251,7 +252,7 @@ def post(client: FlaskClient, path: str, **fields: Any) -> Any:
 @contextmanager
 def served(app: Any, trusted_proxy: str | None = None) -> Iterator[str]:
     """Serve a WSGI application, and yield its address."""
-    server = make_server(app, "127.0.0.1", 0, "", trusted_proxy)
+    server = make_server(app, Place(Address("127.0.0.1", 0)), trusted_proxy)
 
     def run() -> None:
         with suppress(OSError):  # the socket that it waits for is closed below

@@ -25,7 +25,8 @@ from delaytasks.console.viewers import FIRST_USER, Role, Viewer
 from delaytasks.contrib import fastapi as fastapi_mounts
 from delaytasks.contrib import flask as flask_mounts
 from delaytasks.core.errors import ConfigError
-from delaytasks.serving import make_server
+from delaytasks.core.settings import Address
+from delaytasks.serving import Place, make_server
 from tests.integration.django_settings import configured
 from tests.ui.console_site import make_delays, served, token_of
 
@@ -189,12 +190,16 @@ def test_a_command_adds_and_removes_users(tmp_path: Path, monkeypatch: pytest.Mo
     runner = CliRunner()
     url = {"DELAYTASKS_DATABASE_URL": f"sqlite:///{tmp_path / 'cli.sqlite3'}"}
     assert runner.invoke(main, ["db", "upgrade"], env=url).exit_code == 0
-    add = ["console-user", "ann", "--role", "operate", "--password", "a long password"]
+    add = ["access", "console", "ann", "--role", "operate", "--password", "a long password"]
     added = runner.invoke(main, add, env=url)
     assert added.output == "stored the user ann with the role operate\n"
-    removed = runner.invoke(main, ["console-user", "ann", "--remove"], env=url)
-    assert removed.exit_code == 0
-    assert runner.invoke(main, ["console-user", "ann", "--remove"], env=url).exit_code == 2
+    listed = runner.invoke(main, ["access", "console", "--json"], env=url)
+    assert json.loads(listed.output) == [{"name": "ann", "role": "operate"}]
+    remove = ["access", "console", "ann", "--remove"]
+    assert runner.invoke(main, remove, env=url).exit_code == 0
+    assert runner.invoke(main, remove, env=url).exit_code == 2
+    other = ["access", "console", "ann", "--scope", "read"]
+    assert "--scope requires access api" in runner.invoke(main, other, env=url).output
 
 
 @pytest.mark.parametrize(
@@ -218,9 +223,9 @@ def test_a_trusted_proxy_is_an_address_and_names_no_user(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="is an IP address"):
-        make_server(None, "127.0.0.1", 0, "", "proxy.example")
+        make_server(None, Place(Address("127.0.0.1", 0)), "proxy.example")
     url = {"DELAYTASKS_DATABASE_URL": f"sqlite:///{tmp_path / 'cli.sqlite3'}"}
-    both = ["console", "--trusted-proxy", "127.0.0.1", "--proxy-header", "X-Forwarded-User"]
+    both = ["serve", "--console", "--trusted-proxy", "127.0.0.1", "--proxy-header", "X-User"]
     refused = CliRunner().invoke(main, both, env=url)
     assert refused.exit_code == 2
     assert "cannot be combined" in refused.output

@@ -17,6 +17,7 @@ from delaytasks.console import requests
 from delaytasks.console.requests import SharedCache
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.events import Events
+from delaytasks.core.settings import Address
 from delaytasks.metrics import prometheus, snapshot
 from delaytasks.metrics.files import read_file
 from delaytasks.metrics.process import FAULT_EVENTS
@@ -41,15 +42,8 @@ def is_served(port: int) -> bool:
 
 
 def endpoint_at(port: int, events: Events) -> MetricsEndpoint:
-    settings: Any = SimpleNamespace(metrics_address=("127.0.0.1", port))
     source: Any = SimpleNamespace(families=list)
-    return MetricsEndpoint(settings, events, "", source)
-
-
-def start(made: MetricsEndpoint) -> None:
-    """Start the loops, as the watchdog does."""
-    for loop in made.loops:
-        loop.start()
+    return MetricsEndpoint(Address("127.0.0.1", port), events, source)
 
 
 class Two:
@@ -65,9 +59,9 @@ class Two:
 def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[Two]:
     monkeypatch.setattr(prometheus, "PORT_S", 0.02)
     two = Two(free_port())
-    start(two.earlier)
+    two.earlier.loop.start()
     wait_until(lambda: is_served(two.port), 20, "the metrics of the earlier worker")
-    start(two.later)
+    two.later.loop.start()
     wait_until(lambda: two.events.counts["metrics.not_served"], 20, "the first attempt")
     yield two
     two.earlier.stop()
@@ -84,7 +78,7 @@ def test_a_port_that_another_worker_still_has_is_served_as_soon_as_it_is_free(tw
 
 def test_a_worker_that_has_ended_does_not_try_its_port_again(two: Two) -> None:
     two.later.stop()
-    assert not any(loop.info()["is_alive"] for loop in two.later.loops)
+    assert not two.later.loop.info()["is_alive"]
     two.earlier.stop()
     assert not is_served(two.port)
 
@@ -93,7 +87,7 @@ def test_a_server_that_dies_is_replaced_and_reported(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(prometheus, "PORT_S", 0.02)
     events, port = Events(), free_port()
     made = endpoint_at(port, events)
-    start(made)
+    made.loop.start()
     try:
         server: Any = wait_until(lambda: made._server, 20, "the metrics to be served")
         server._server.shutdown()  # ends its thread

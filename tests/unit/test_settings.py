@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from delaytasks.core.errors import ConfigError
-from delaytasks.core.settings import Settings, Sweep, load_settings
+from delaytasks.core.settings import Address, Settings, Sweep, load_settings
 from delaytasks.core.text import Secret
 
 
@@ -96,7 +96,11 @@ def test_variables_of_the_tests_are_no_settings() -> None:
         ("tags", "mail.send mail.sent", ("mail.send", "mail.sent")),
         ("tags", [], ()),
         ("timer", "redis://a/0", Secret("redis://a/0")),
-        ("metrics", 9819, "9819"),
+        ("metrics", 9819, Address("127.0.0.1", 9819)),
+        ("metrics", "0.0.0.0:80", Address("0.0.0.0", 80)),
+        ("metrics", "[::1]:9819", Address("::1", 9819)),
+        ("metrics", "/var/%n.prom", "/var/%n.prom"),
+        ("metrics", "/run/shop:9819", "/run/shop:9819"),
         ("queues", {"mail.*": "mail"}, {"mail.*": "mail"}),
         ("queues", '{"mail.*": "mail", "a,b=c": "slow"}', {"mail.*": "mail", "a,b=c": "slow"}),
     ],
@@ -119,9 +123,6 @@ def test_values_are_read_as_their_type(name: str, given: Any, value: Any) -> Non
         ({"durable_eta": True}, {"durable_eta_s": 0.0}),
         ({"durable_eta": "5m"}, {"durable_eta_s": 300.0}),
         ({"sweep": "3s 2"}, {"sweep_s": 3.0, "sweep_partitions": 2, "self_sweep_s": 6.0}),
-        ({"metrics": "9819"}, {"metrics_address": ("127.0.0.1", 9819), "metrics_file": ""}),
-        ({"metrics": "0.0.0.0:80"}, {"metrics_address": ("0.0.0.0", 80)}),
-        ({"metrics": "/var/%n.prom"}, {"metrics_address": None, "metrics_file": "/var/%n.prom"}),
     ],
 )
 def test_one_setting_may_mean_several_things(given: Any, derived: Any) -> None:
@@ -176,6 +177,8 @@ PREFIXED = "delaytasks_"
         ("timer", "etaa"),
         ("metrics", "port"),
         ("metrics", 70000),
+        ("metrics", 0),
+        ("metrics", "::1:9819"),
         ("metrics", True),
         ("tags", 5),
         ("tags", ["", "a"]),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
@@ -21,10 +23,10 @@ from delaytasks.cli.main import main
 from delaytasks.contrib import fastapi as fastapi_mounts
 from delaytasks.contrib import flask as flask_mounts
 from delaytasks.http_api.api_keys import ApiKeyFile
-from delaytasks.serving import make_server
 from tests.integration.django_settings import configured
 from tests.integration.http_api.conftest import ApiSite
 from tests.recording import run
+from tests.running import ROOT
 from tests.ui.console_site import served
 
 NEW = {"tag": "order.close", "body": {"order": 7}, "delay": 60}
@@ -182,23 +184,33 @@ def test_the_server_refuses_a_long_request_before_it_receives_the_body(site: Api
 
 ENDING = """
 import os, signal, sys
-from delaytasks.serving import serve_at
+from delaytasks.core.settings import Address
+from delaytasks.serving import Place, serve
+
+def other(environ, start_response):
+    start_response("200 OK", [("Content-Type", "text/plain")])
+    return [environ["SCRIPT_NAME"].encode()]
 
 def app(environ, start_response):
     os.kill(os.getpid(), signal.SIGTERM)
-    start_response("200 OK", [("Content-Type", "text/plain")])
-    return [b"answered"]
+    return other({"SCRIPT_NAME": "answered"}, start_response)
 
-serve_at(app, "127.0.0.1", 0, "", None, lambda url: print(url, flush=True))
+apps = {
+    "other": (other, Place(Address("127.0.0.1", 0), "/delays")),
+    "app": (app, Place(Address("127.0.0.1", 0))),
+}
+serve(apps, None, lambda urls: print(*urls.values(), flush=True))
 print("ended")
 """
 
 
-def test_the_server_answers_its_requests_before_it_ends_on_term() -> None:
+def test_a_process_serves_several_ports_and_answers_its_requests_before_it_ends_on_term() -> None:
     command = [sys.executable, "-c", ENDING]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
-        assert httpx.get(server.stdout.readline().strip(), timeout=10).text == "answered"
+        other, app = server.stdout.readline().split()
+        assert httpx.get(other, timeout=10).text == "/delays"
+        assert httpx.get(app, timeout=10).text == "answered"
         assert server.stdout.read() == "ended\n"
     assert server.returncode == 0
 
@@ -210,51 +222,66 @@ def test_commands_make_list_and_remove_keys(
     runner, env = CliRunner(), {"DELAYTASKS_DATABASE_URL": f"sqlite:///{tmp_path / 'a.sqlite3'}"}
 
     def invoke(*words: str) -> Any:
-        return runner.invoke(main, ["api-key", *words, "--keys", "keys.json"], env=env)
+        return runner.invoke(main, ["access", "api", *words, "--keys", "keys.json"], env=env)
 
     assert runner.invoke(main, ["db", "upgrade"], env=env).exit_code == 0
-    key = invoke("create", "shop", "--scope", "schedule:order.*", "--scope", "read").output.strip()
+    key = invoke("shop", "--scope", "schedule:order.*", "--scope", "read").output.strip()
     found = ApiKeyFile(tmp_path / "keys.json").find(key)
     assert found is not None
     assert found.name == "shop"
-    assert json.loads(invoke("list", "--json").output) == [
+    assert json.loads(invoke("--json").output) == [
         {"name": "shop", "scopes": ["schedule:order.*", "read"]}
     ]
-    assert "schedule:order.* read" in invoke("list").output
-    assert invoke("create", "shop", "--scope", "read").exit_code == 2
-    assert invoke("create", "other", "--scope", "admin").exit_code == 2
-    assert invoke("remove", "shop").exit_code == 0
-    assert invoke("remove", "shop").exit_code == 2
+    assert "schedule:order.* read" in invoke().output
+    assert invoke("shop", "--scope", "read").exit_code == 2
+    assert invoke("other", "--scope", "admin").exit_code == 2
+    assert invoke("other").exit_code == 2, "a key needs a scope"
+    assert invoke("shop", "--remove").exit_code == 0
+    assert invoke("shop", "--remove").exit_code == 2
 
 
-def test_serve_serves_the_api_with_the_keys_of_the_data_folder(
+def test_serve_serves_console_api_and_metrics_with_the_keys_of_the_data_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     runner, env = CliRunner(), {"DELAYTASKS_DATABASE_URL": f"sqlite:///{tmp_path / 'a.sqlite3'}"}
-    assert runner.invoke(main, ["db", "upgrade"], env=env).exit_code == 0
-    create = ["api-key", "create", "shop", "--scope", "read"]
-    key = runner.invoke(main, create, env=env).output.strip()
-    apps: list[Any] = []
-    app = Path("served_app.py")
-    app.write_text(
+    Path("served_app.py").write_text(
         "from celery import Celery; from delaytasks import DelayTasks\n"
         "app = Celery('served', set_as_current=False); delays = DelayTasks(app)\n"
     )
+    served_app = ["-A", "served_app"]
+    assert runner.invoke(main, [*served_app, "db", "upgrade"], env=env).exit_code == 0
+    create = [*served_app, "access", "api", "shop", "--scope", "read"]
+    key = runner.invoke(main, create, env=env).output.strip()
+    command = [sys.executable, "-m", "delaytasks", *served_app, "serve", "--json"]
+    command += ["--console", "0", "--api", "[::1]:0/delays", "--metrics", "0"]
+    variables = {**os.environ, **env, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) as server:
+        assert server.stdout is not None
+        try:
+            urls = json.loads("".join(server.stdout.readline() for _ in range(5)))
+            assert re.fullmatch(r"http://\[::1\]:\d+/delays/", urls["api"])
+            tasks, headers = f"{urls['api']}v1/tasks", {"Authorization": f"Bearer {key}"}
+            assert httpx.get(tasks, headers=headers, timeout=10).status_code == 200
+            login = httpx.get(urls["console"], timeout=10, follow_redirects=True)
+            assert "Log in" in login.text
+            assert "delaytasks_tasks" in httpx.get(urls["metrics"], timeout=10).text
+        finally:
+            server.terminate()
+    assert server.returncode == 0
 
-    class Server:
-        effective_port = 5557
 
-        def run(self) -> None:
-            headers = {"Authorization": f"Bearer {key}"}
-            assert apps[0].test_client().get("/v1/tasks", headers=headers).status_code == 200
-
-        def close(self) -> None: ...
-
-    def make(app: Any, *_: Any) -> Server:
-        apps.append(app)
-        return Server()
-
-    monkeypatch.setattr(f"{make_server.__module__}.make_server", make)
-    said = runner.invoke(main, ["-A", "served_app", "serve", "--prefix", "/delays"], env=env)
-    assert said.output == "HTTP API at http://127.0.0.1:5557/delays/ ready.\n", said.output
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "say what to serve"),
+        (["--api", "host"], "is no address"),
+        (["--api", "::1:80"], "is no address"),
+        (["--api", "1:70000"], "is no address"),
+        (["--console", "--rate", "5"], "--rate requires --api"),
+    ],
+)
+def test_serve_refuses_wrong_usage(words: list[str], says: str) -> None:
+    refused = CliRunner().invoke(main, ["serve", *words])
+    assert refused.exit_code == 2
+    assert says in refused.output

@@ -47,7 +47,7 @@ class ScrapedSite:
         self.export()
 
     def export(self) -> None:
-        command = ["exporter", "--port", str(self.ports["exporter"])]
+        command = ["serve", "--metrics", str(self.ports["exporter"])]
         exporter = self.deployment.python("exporter", "delaytasks", *command)
         wait_until(lambda: "metrics at" in exporter.log(), 30, exporter.log, every_s=0.1)
 
