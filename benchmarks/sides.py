@@ -176,7 +176,7 @@ class Ours(Side):
         runtime_of(self.delays).clock.now()
 
     def schedule(self, due: float) -> None:
-        self.delays.schedule_at(ours.TAG, {"due": due}, instant(due))
+        self.delays.schedule_delay(ours.TAG, {"due": due}, at=instant(due))
 
     def schedule_many(self, dues: Sequence[float]) -> None:
         self.delays.schedule_many((ours.TAG, {"due": due}, instant(due)) for due in dues)
@@ -228,7 +228,7 @@ class DurableEta(Ours):
         ours.note_celery_task.apply_async((due,), eta=instant(due))
 
     def schedule_many(self, dues: Sequence[float]) -> None:
-        with table.session() as session, session.begin(), self.delays.using(session):
+        with table.session() as session, session.begin(), self.delays.transaction(session):
             for due in dues:
                 self.schedule(due)
 

@@ -394,16 +394,16 @@ def wal_bytes() -> int:
 
 
 def lateness_of(key: str) -> list[float]:
-    """Return the lateness of the started tasks with this concurrency key, in milliseconds."""
+    """Return the lateness of the started tasks with this limit key, in milliseconds."""
     query = select(_t.c.execution_time, _t.c.expected_time)
-    began = query.where(_t.c.concurrency_key == key, _t.c.execution_time.is_not(None))
+    began = query.where(_t.c.limit_key == key, _t.c.execution_time.is_not(None))
     rows = _database.autocommitted(lambda c: c.execute(began).all())
     return [(start - due).total_seconds() * 1000 for start, due in rows]
 
 
 def repeated() -> int:
     """Return the number of rows that ran more than once."""
-    return int(_scalar(select(func.count()).select_from(_t).where(_t.c.attempts > 1)))
+    return int(_scalar(select(func.count()).select_from(_t).where(_t.c.runs > 1)))
 
 
 class PrivateDatabase(NamedTuple):

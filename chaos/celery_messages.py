@@ -17,7 +17,7 @@ from kombu.messaging import Producer
 
 from chaos.history import DeliveryRecord, History, PublishRecord
 from chaos.project import notebook, now_us
-from delaytasks import DelayTask
+from delaytasks import DelayedTask
 from delaytasks.core.celery_calls import celery_tag
 
 #: The environment variable with the folder of the notes.
@@ -48,7 +48,7 @@ def record_messages() -> None:
     Producer.publish = recorded  # type: ignore[method-assign]
 
 
-def use_row_ids(history: History, rows: Iterable[DelayTask]) -> None:
+def use_row_ids(history: History, rows: Iterable[DelayedTask]) -> None:
     """Replace the ids of Celery tasks by the ids of their rows, in a history that was just read."""
     ids = {int(row.key): row.id for row in rows if row.key is not None and row.key.isdigit()}
 

@@ -314,13 +314,13 @@ class Checker:
                 )
 
     def _never_ran(self, task: TaskRecord, claim: RowChange) -> bool:
-        """Return whether the row was given back unrun: its attempts decrease and its worker is
+        """Return whether the row was given back unrun: its runs decrease and its worker is
         removed.
         """
         end = task.end_of(claim)
         if end is None or end.was is not Status.RUNNING or self._is_explained(task, claim):
             return False
-        return end.attempts < claim.attempts and end.worker is None
+        return end.runs < claim.runs and end.worker is None
 
     def _bounded(self, task: TaskRecord) -> Iterator[Violation]:
         most = max((change.lapses for change in task.changes), default=0)

@@ -87,7 +87,7 @@ class RowChange:
     status: Status
     version_was: int | None
     version: int
-    attempts: int
+    runs: int
     lapses: int
     due_us: int
     lease_until_us: int | None

@@ -7,13 +7,13 @@ from datetime import datetime
 
 from chaos.celery_messages import MOST_RUNS
 from chaos.history import CallRecord, History, Occurrence, RowChange
-from delaytasks import DelayTask, Status
+from delaytasks import DelayedTask, Status
 from delaytasks.core.celery_calls import CELERY_PREFIX
 from delaytasks.core.clock import to_us
 from delaytasks.core.states import FINISHED
 
 
-def read_occurrences(history: History, rows: Iterable[DelayTask]) -> dict[str, list[Occurrence]]:
+def read_occurrences(history: History, rows: Iterable[DelayedTask]) -> dict[str, list[Occurrence]]:
     """Return the occurrences with a task by schedule, ordered by time.
 
     A call for each task is added to the history. Rows without the key of an occurrence are left
@@ -37,7 +37,7 @@ def read_occurrences(history: History, rows: Iterable[DelayTask]) -> dict[str, l
     return found
 
 
-def _calls(row: DelayTask, due_us: int, made: RowChange, last: RowChange) -> list[CallRecord]:
+def _calls(row: DelayedTask, due_us: int, made: RowChange, last: RowChange) -> list[CallRecord]:
     is_celery = row.tag.startswith(CELERY_PREFIX)
     most_runs = MOST_RUNS if is_celery else 1
     calls = [

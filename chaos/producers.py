@@ -15,7 +15,7 @@ from chaos.history import Answer, Call, CallRecord, Notebook
 from chaos.load_thread import LoadThread
 from chaos.project import RETRY_SCHEDULE, now_us
 from chaos.system import SystemUnderTest
-from delaytasks import DelayTask, NewTask
+from delaytasks import DelayedTask, NewTask
 from delaytasks.core.clock import to_us
 from delaytasks.core.errors import DelayTaskError, OutcomeUnknownError
 from delaytasks.runtime import runtime_of
@@ -124,20 +124,20 @@ class ChaosProducer:
 
     # -- ways to schedule -------------------------------------------------------------------------
 
-    def _alone(self, wanted: list[Wanted]) -> list[DelayTask]:
+    def _alone(self, wanted: list[Wanted]) -> list[DelayedTask]:
         return [self._delays.schedule_delay(w.tag, w.body, w.delay, id=w.id) for w in wanted]
 
-    def _many(self, wanted: list[Wanted]) -> list[DelayTask]:
+    def _many(self, wanted: list[Wanted]) -> list[DelayedTask]:
         self._delays.schedule_many([NewTask(w.tag, w.body, w.delay, id=w.id) for w in wanted])
         return []
 
-    def _committed(self, wanted: list[Wanted]) -> list[DelayTask]:
+    def _committed(self, wanted: list[Wanted]) -> list[DelayedTask]:
         return self._in_own_transaction(wanted, is_committed=True)
 
-    def _rolled_back(self, wanted: list[Wanted]) -> list[DelayTask]:
+    def _rolled_back(self, wanted: list[Wanted]) -> list[DelayedTask]:
         return self._in_own_transaction(wanted, is_committed=False)
 
-    def _in_own_transaction(self, wanted: list[Wanted], is_committed: bool) -> list[DelayTask]:
+    def _in_own_transaction(self, wanted: list[Wanted], is_committed: bool) -> list[DelayedTask]:
         """Schedule in the producer's own transaction, as an application does that writes its own
         rows.
         """
@@ -171,11 +171,13 @@ class ChaosProducer:
                 "reschedule", [wanted._replace(delay=delay)], lambda: [delays.reschedule(id, delay)]
             )
 
-    def _call(self, wanted: list[Wanted], ask: Callable[[list[Wanted]], list[DelayTask]]) -> Answer:
+    def _call(
+        self, wanted: list[Wanted], ask: Callable[[list[Wanted]], list[DelayedTask]]
+    ) -> Answer:
         return self._ask("schedule", wanted, lambda: ask(wanted))
 
     def _ask(
-        self, call: Call, wanted: list[Wanted], ask: Callable[[], Iterable[DelayTask] | None]
+        self, call: Call, wanted: list[Wanted], ask: Callable[[], Iterable[DelayedTask] | None]
     ) -> Answer:
         answer: Answer = "ok"
         dues: dict[int, int] = {}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from chaos.history import Notebook, RunRecord
-from delaytasks import DelayTask, RetrySchedule, processor
+from delaytasks import DelayedTask, RetrySchedule, processor
 from tests.waiting import STACKS
 
 #: The retry delays of the tasks that fail at first.
@@ -50,7 +50,7 @@ def time_environment(ahead_s: int = 0) -> dict[str, str]:
     return {_AHEAD: str(_ahead + ahead_s * 1_000_000)}
 
 
-def _note(body: dict[str, Any], task: DelayTask) -> None:
+def _note(body: dict[str, Any], task: DelayedTask) -> None:
     notes = notebook(body["folder"])
     begun = RunRecord(task.id, task.version, f"{os.getpid()}", now_us())
     notes.note(begun)
@@ -59,17 +59,17 @@ def _note(body: dict[str, Any], task: DelayTask) -> None:
 
 
 @processor("chaos.note")
-def note(body: dict[str, Any], task: DelayTask) -> None:
+def note(body: dict[str, Any], task: DelayedTask) -> None:
     _note(body, task)
 
 
 @processor("chaos.recurring")
-def recurring(body: dict[str, Any], task: DelayTask) -> None:
+def recurring(body: dict[str, Any], task: DelayedTask) -> None:
     _note(body, task)
 
 
 @processor("chaos.shaky", retries=RETRY_SCHEDULE)
-def shaky(body: dict[str, Any], task: DelayTask) -> None:
+def shaky(body: dict[str, Any], task: DelayedTask) -> None:
     _note(body, task)
-    if task.attempts <= body["fails"]:
+    if task.runs <= body["fails"]:
         raise RuntimeError("as asked")

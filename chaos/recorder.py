@@ -34,7 +34,7 @@ _NOW = {
 }
 #: The recorded columns of the row, by their names in the record.
 _SEEN = {
-    "status": "status", "version": "version", "attempts": "attempts", "lapses": "lapses",
+    "status": "status", "version": "version", "runs": "runs", "lapses": "lapses",
     "due": "expected_time", "lease_until": "lease_until", "worker": "worker",
 }  # fmt: skip
 
@@ -64,7 +64,7 @@ class Recorder:
             Column("version_was", BigInteger),
             Column("status", SmallInteger, nullable=False),
             Column("version", BigInteger, nullable=False),
-            Column("attempts", Integer, nullable=False),
+            Column("runs", Integer, nullable=False),
             Column("lapses", Integer, nullable=False),
             Column("due", UTCDateTime, nullable=False),
             Column("lease_until", UTCDateTime),
@@ -109,7 +109,7 @@ class Recorder:
                     Status(row.status),
                     row.version_was,
                     row.version,
-                    row.attempts,
+                    row.runs,
                     row.lapses,
                     to_us(row.due),
                     None if row.lease_until is None else to_us(row.lease_until),

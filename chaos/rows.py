@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from delaytasks import DelayTask, DelayTasks
+from delaytasks import DelayedTask, DelayTasks
 
 
-def rows_of(delays: DelayTasks, tag: str) -> Iterator[DelayTask]:
+def rows_of(delays: DelayTasks, tag: str) -> Iterator[DelayedTask]:
     """Yield all rows of a tag, finished ones included."""
     cursor: str | None = None
     while True:

@@ -17,6 +17,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, overload
 
@@ -32,16 +33,15 @@ from delaytasks.core.celery_calls import (
 )
 from delaytasks.core.events import Events
 from delaytasks.core.inputs import Delay
-from delaytasks.core.interfaces import connection_of
 from delaytasks.core.settings import hide_secrets
 from delaytasks.core.task import (
-    Attempt,
     CancelResult,
-    DelayTask,
+    DelayedTask,
     NewTask,
     Page,
+    TaskName,
     TouchResult,
-    id_of,
+    new_task,
     new_task_of,
 )
 from delaytasks.core.text import TABLES_REMEDY
@@ -53,10 +53,11 @@ from delaytasks.operations.single_tasks import (
     Pauses,
     cancel_task,
     find_tasks,
-    name_of,
     named_task,
     read_task,
+    result_of,
     touch_tasks,
+    transaction_of_new,
 )
 from delaytasks.processors.registry import MAX_BATCH, Registry
 from delaytasks.twins import twin
@@ -140,13 +141,14 @@ class DelayTasks:
         self,
         tag: str,
         body: Any,
-        delay: Delay,
+        delay: Delay | None = None,
         *,
+        at: datetime | None = None,
         on_conflict: OnConflict = "reject",
         session: Any = None,
         **options: Unpack[TaskOptions],
-    ) -> DelayTask:
-        """Schedule a task: run the processor of `tag` with `body`, `delay` from now.
+    ) -> DelayedTask:
+        """Schedule a task: run the processor of `tag` with `body`, after a delay or at an instant.
 
         Parameters
         ----------
@@ -156,6 +158,8 @@ class DelayTasks:
             The argument of the processor: any value that JSON can represent.
         delay
             Seconds, text such as `"30m"`, or a timedelta.
+        at
+            An aware datetime, instead of `delay`. An instant in the past means now.
         on_conflict
             The rule for a key that a live task has. `"reject"` raises `DuplicateTaskError`,
             `"keep"` returns the existing task, and `"replace"` gives the existing task the new
@@ -176,24 +180,24 @@ class DelayTasks:
         retries : RetrySchedule, str or int, optional
             A retry schedule, text such as `"15s 3m"`, or a number of retries. By default the
             retry schedule of the processor.
-        expires : float, str or timedelta, optional
+        max_late : float, str or timedelta, optional
             The task is CANCELLED instead of run if a worker gets to it later than this after its
             due time. By default the value of the processor.
-        concurrency_key : str, optional
+        limit_key : str, optional
             The customer, host or other entity that limits per key count. By default the value
             that the processor computes.
         meta : dict, optional
             A few pairs of strings, such as `{"tenant": "acme"}`, for filters, processors
             (`task.meta`) and events.
         body_version : int, optional
-            The version of the body. By default the `version` of the processor, or 1.
-        spread : float, str or timedelta, optional
+            The version of the body. By default the `body_version` of the processor, or 1.
+        jitter : float, str or timedelta, optional
             The task is due up to this time after `delay`, so that many tasks do not become due
             together. Times are uniformly distributed. The same id or key gets the same time again.
 
         Returns
         -------
-        DelayTask
+        DelayedTask
             The task as it is stored.
 
         Raises
@@ -211,54 +215,14 @@ class DelayTasks:
 
         Examples
         --------
-        >>> delays.schedule_delay("order.close", {"order": 7}, 1800, key="7")
+        >>> delays.schedule_delay("order.close", {"order": 7}, "30m", key="7")
+        >>> delays.schedule_delay("order.close", {"order": 7}, at=datetime(2031, 1, 1, tzinfo=UTC))
         """
-        new = NewTask(tag, body, delay, **options)
+        new = new_task(tag, body, delay, at, options)
         w = self._runtime
-        return w.producer.schedule(new, on_conflict, w.transactions.of(session))
+        return w.producer.schedule(new, on_conflict, transaction_of_new(w, session))
 
     aschedule_delay = twin(schedule_delay)
-
-    def schedule_at(
-        self,
-        tag: str,
-        body: Any,
-        at: datetime,
-        *,
-        on_conflict: OnConflict = "reject",
-        session: Any = None,
-        **options: Unpack[TaskOptions],
-    ) -> DelayTask:
-        """Schedule a task for an instant.
-
-        Parameters
-        ----------
-        tag, body
-            See `schedule_delay`.
-        at
-            An aware datetime. An instant in the past means now.
-        on_conflict, session, **options
-            See `schedule_delay`.
-
-        Returns
-        -------
-        DelayTask
-            The task as it is stored.
-
-        Raises
-        ------
-        DelayTaskError
-            The errors of `schedule_delay`.
-
-        Examples
-        --------
-        >>> delays.schedule_at("order.close", {"order": 7}, datetime(2027, 1, 1, tzinfo=UTC))
-        """
-        new = NewTask(tag, body, at=at, **options)
-        w = self._runtime
-        return w.producer.schedule(new, on_conflict, w.transactions.of(session))
-
-    aschedule_at = twin(schedule_at)
 
     def schedule_many(
         self,
@@ -266,7 +230,7 @@ class DelayTasks:
         *,
         on_conflict: OnConflict = "reject",
         session: Any = None,
-        on_batch: Callable[[Sequence[DelayTask]], None] | None = None,
+        on_batch: Callable[[Sequence[DelayedTask]], None] | None = None,
     ) -> int:
         """Schedule many tasks in batches of a few thousand.
 
@@ -370,14 +334,14 @@ class DelayTasks:
         >>> delays.apply_async(remind.s(order.id), countdown=3600, session=session)
         """
         w = self._runtime
-        # Without a session of its own, the call takes part in that of an outer `using`.
+        # Without a session of its own, the call takes part in that of an outer `transaction`.
         joined = nullcontext() if session is None else w.transactions.using(session)
         with forced(w.celery), joined:
             return signature.apply_async(args, kwargs, **options)
 
     aapply_async = twin(apply_async)
 
-    def using(self, session: Any) -> AbstractContextManager[None]:
+    def transaction(self, session: Any) -> AbstractContextManager[None]:
         """Let calls inside a block take part in the transaction of `session`.
 
         This concerns calls of this object without `session=`, and Celery tasks that are called
@@ -395,7 +359,7 @@ class DelayTasks:
 
         Examples
         --------
-        >>> with Session.begin() as session, delays.using(session):
+        >>> with Session.begin() as session, delays.transaction(session):
         ...     session.add(order)
         ...     remind.apply_async((order.id,), countdown=3600)
         """
@@ -405,12 +369,11 @@ class DelayTasks:
 
     def cancel(
         self,
-        task: int | str | DelayTask | None = None,
+        task: TaskName | None = None,
         *,
         tag: str | None = None,
         key: str | None = None,
         version: int | None = None,
-        strict: bool = False,
         running: bool = False,
         session: Any = None,
     ) -> CancelResult:
@@ -424,8 +387,6 @@ class DelayTasks:
             The tag and key of a live task.
         version
             Cancel the task only if it still has this version.
-        strict
-            Raise an error if there is nothing to cancel.
         running
             Ask a running task to stop: within about a second its `is_cancelled` is true, and its
             `check_lease` raises `TaskCancelledError`. It is then CANCELLED, unless it succeeds.
@@ -444,21 +405,20 @@ class DelayTasks:
         ------
         StaleVersionError
             If the task has another version than `version`.
-        TaskNotFoundError, TaskStateError
-            With `strict`: if there is no such task, and while it runs or after it has ended.
 
         Examples
         --------
-        >>> if not delays.cancel(tag="order.close", key="7"):
-        ...     return "too late to pay"
+        >>> cancelled = delays.cancel(tag="order.close", key="7")
+        >>> if not cancelled:
+        ...     return f"too late to pay: {cancelled.reason}"
         """
-        return cancel_task(self._runtime, task, tag, key, version, strict, running, session)
+        return cancel_task(self._runtime, task, tag, key, version, running, session)
 
     acancel = twin(cancel)
 
     def reschedule(
         self,
-        task: int | str | DelayTask | None = None,
+        task: TaskName | None = None,
         delay: Delay | None = None,
         *,
         at: datetime | None = None,
@@ -466,7 +426,7 @@ class DelayTasks:
         key: str | None = None,
         version: int | None = None,
         session: Any = None,
-    ) -> DelayTask:
+    ) -> DelayedTask:
         """Give a task that waits another due time.
 
         Parameters
@@ -480,7 +440,7 @@ class DelayTasks:
 
         Returns
         -------
-        DelayTask
+        DelayedTask
             The task with its new due time.
 
         Raises
@@ -508,125 +468,60 @@ class DelayTasks:
 
     def touch(
         self,
-        task: int | str | DelayTask | None = None,
+        task: TaskName | Iterable[TaskName] | None = None,
         delay: Delay | None = None,
         *,
         tag: str | None = None,
-        key: str | None = None,
+        key: str | Iterable[str] | None = None,
         session: Any = None,
-    ) -> TouchResult[int] | TouchResult[str]:
-        """Postpone a timeout: the task is due `delay` from now, unless it is due later already.
+    ) -> TouchResult:
+        """Postpone one timeout or many: a task is due `delay` from now, unless it is due later.
 
-        One row is updated and no message is sent, so `touch` suits frequent heartbeats.
+        No message is sent, and a few thousand rows are updated in one statement, so `touch` suits
+        frequent heartbeats.
 
         Parameters
         ----------
-        task, tag, key, session
-            See `cancel`.
+        task
+            An id or a task that was read, or several. Alternatively give `tag` and `key`.
         delay
             Seconds, text such as `"30m"`, or a timedelta.
-
-        Returns
-        -------
-        TouchResult
-            True if the task waits. If it no longer waits, `result.gone` has its id or key.
-
-        Raises
-        ------
-        TaskNotFoundError
-            If there is no such task.
-
-        Examples
-        --------
-        >>> if not delays.touch(tag="device.offline", key="d-17", delay=90):
-        ...     print("too late")
-        """
-        runtime, name = self._runtime, name_of(task, tag, key)
-        with runtime.transactions.guard(session) as transaction:
-            due, on = runtime.producer.due_of(delay), connection_of(transaction)
-            if isinstance(name, tuple):  # no other statement looks the key up
-                waits = runtime.store.touches.touch_key(*name, due, on)
-                return TouchResult.of([name[1]], {name[1]} if waits else set())
-            waits = runtime.store.touches.touch(id_of(name), due, on)
-            return TouchResult.of([id_of(name)], {id_of(name)} if waits else set())
-
-    atouch = twin(touch)
-
-    @overload
-    def touch_many(
-        self, tasks: Iterable[int | str | DelayTask], delay: Delay, *, session: Any = None
-    ) -> TouchResult[int]: ...
-
-    @overload
-    def touch_many(
-        self, *, tag: str, keys: Iterable[str], delay: Delay, session: Any = None
-    ) -> TouchResult[str]: ...
-
-    def touch_many(
-        self,
-        tasks: Iterable[int | str | DelayTask] | None = None,
-        delay: Delay | None = None,
-        *,
-        tag: str | None = None,
-        keys: Iterable[str] | None = None,
-        session: Any = None,
-    ) -> TouchResult[int] | TouchResult[str]:
-        """Postpone many timeouts, a few thousand tasks in one statement.
-
-        Parameters
-        ----------
-        tasks
-            Ids, or tasks that were read. Alternatively give `tag` and `keys`.
-        delay
-            See `touch`.
-        tag, keys
-            One tag and the keys of its tasks.
+        tag, key
+            A tag, and the key of one of its tasks or several keys.
         session
             See `cancel`.
 
         Returns
         -------
         TouchResult
-            `result.gone` has the ids, or the keys, of the tasks that no longer wait or do not
-            exist. The result is true if there are none.
+            True if the tasks wait. `result.gone` has the ids, or the keys, of those that no longer
+            wait or do not exist.
 
         Raises
         ------
-        InvalidInputError
-            If neither or both of `tasks` and `keys` are given.
+        TaskNotFoundError
+            If one task is named, and there is no such task.
 
         Examples
         --------
-        >>> delays.touch_many(tag="device.offline", keys=["d-17", "d-18"], delay=90).gone
+        >>> if not delays.touch(tag="device.offline", key="d-17", delay=90):
+        ...     print("too late")
+        >>> delays.touch(tag="device.offline", key=["d-17", "d-18"], delay=90).gone
         ['d-18']
         """
-        return touch_tasks(self._runtime, tasks, delay, tag, keys, session)
+        return touch_tasks(self._runtime, task, delay, tag, key, session)
 
-    if TYPE_CHECKING:  # the type of `twin` has no overloads
-
-        @overload
-        async def atouch_many(
-            self, tasks: Iterable[int | str | DelayTask], delay: Delay, *, session: Any = None
-        ) -> TouchResult[int]: ...
-
-        @overload
-        async def atouch_many(
-            self, *, tag: str, keys: Iterable[str], delay: Delay, session: Any = None
-        ) -> TouchResult[str]: ...
-
-        async def atouch_many(self, *arguments: Any, **options: Any) -> Any: ...
-    else:
-        atouch_many = twin(touch_many)
+    atouch = twin(touch)
 
     def rerun(
         self,
-        task: int | str | DelayTask | None = None,
+        task: TaskName | None = None,
         delay: Delay = 0,
         *,
         version: int | None = None,
         session: Any = None,
-    ) -> DelayTask:
-        """Run a FAILED or CANCELLED task again. Its attempts are counted from 0.
+    ) -> DelayedTask:
+        """Run a FAILED or CANCELLED task again. Its runs are counted from 0.
 
         Parameters
         ----------
@@ -637,7 +532,7 @@ class DelayTasks:
 
         Returns
         -------
-        DelayTask
+        DelayedTask
             The task, which waits again.
 
         Raises
@@ -669,24 +564,27 @@ class DelayTasks:
 
     def get(
         self,
-        task: int | str | DelayTask | None = None,
+        task: TaskName | None = None,
         *,
         tag: str | None = None,
         key: str | None = None,
+        attempts: bool = False,
         session: Any = None,
-    ) -> DelayTask:
+    ) -> DelayedTask:
         """Read a task.
 
         Parameters
         ----------
         task, tag, key
             See `cancel`.
+        attempts
+            Read the last 50 failed attempts as well, as `task.runs`.
         session
             A SQLAlchemy Session or Connection that reads the row.
 
         Returns
         -------
-        DelayTask
+        DelayedTask
             The task as it is now.
 
         Raises
@@ -698,21 +596,25 @@ class DelayTasks:
         --------
         >>> delays.get(tag="order.close", key="7").status
         <Status.NOT_COMPLETE: 0>
+        >>> [attempt.error for attempt in delays.get(task, attempts=True).attempts]
+        ['the partner is busy']
         """
+        tasks = self._runtime.store.tasks
         with named_task(self._runtime, task, tag, key, session) as (id, _, on):
-            return self._runtime.store.tasks.read(id, on)
+            found = tasks.read(id, on)
+            return replace(found, attempts=tuple(tasks.attempts(id, on))) if attempts else found
 
     aget = twin(get)
 
-    def wait(
+    def result(
         self,
-        task: int | str | DelayTask | None = None,
+        task: TaskName | None = None,
         timeout: Delay | None = None,
         *,
         tag: str | None = None,
         key: str | None = None,
-    ) -> DelayTask:
-        """Wait until a task has ended: it is DONE, FAILED or CANCELLED.
+    ) -> Any:
+        """Wait until a task has ended, and return what its processor returned.
 
         The row is read in a transaction of its own, in steps of up to half a second. Commit the
         task before.
@@ -727,11 +629,13 @@ class DelayTasks:
 
         Returns
         -------
-        DelayTask
-            The task as it ended. `result` is what its processor returned, if results are kept.
+        object
+            The result of a task that is DONE. None unless its processor keeps results.
 
         Raises
         ------
+        TaskFailedError, TaskCancelledError
+            If the task is FAILED or CANCELLED. The message is its error, and `error.id` its id.
         WaitTimeoutError
             If the task has not ended in time.
         TaskNotFoundError
@@ -739,7 +643,7 @@ class DelayTasks:
 
         Examples
         --------
-        >>> delays.wait(task, "30s").result
+        >>> delays.result(task, "30s")
         {'receipt': 7}
         """
         runtime, pauses = self._runtime, Pauses(timeout)
@@ -747,36 +651,7 @@ class DelayTasks:
         while not found.is_finished:
             time.sleep(pauses.next(found))
             found = runtime.store.tasks.read(found.id)
-        return found
-
-    def attempts(self, task: int | str | DelayTask, *, session: Any = None) -> list[Attempt]:
-        """Read the failed attempts of a task.
-
-        Parameters
-        ----------
-        task
-            The id, or a task that was read.
-        session
-            See `get`.
-
-        Returns
-        -------
-        list of Attempt
-            The last 50 failed attempts, the oldest first.
-
-        Raises
-        ------
-        TaskNotFoundError
-            If there is no such task.
-
-        Examples
-        --------
-        >>> [attempt.error for attempt in delays.attempts(task)]
-        """
-        with named_task(self._runtime, task, None, None, session) as (id, _, on):
-            return self._runtime.store.tasks.attempts(id, on)
-
-    aattempts = twin(attempts)
+        return result_of(found)
 
     def find(
         self,
@@ -979,7 +854,7 @@ class DelayTasks:
         retries : RetrySchedule, str, int or dict, optional
             A retry schedule such as `"15s 3m 10m"`, a number of retries, or a dict with one of
             these for each exception type. By default a task that fails is FAILED.
-        expires : float, str or timedelta, optional
+        max_late : float, str or timedelta, optional
             A task that a worker gets to later than this after its due time is CANCELLED.
         on_time : float, str or timedelta, optional
             A task that begins later than this after its due time counts as late in the statistics.
@@ -992,11 +867,13 @@ class DelayTasks:
         schema : callable, optional
             A dataclass, a pydantic model or a function. Its result for the body is the argument of
             the function; bodies that it refuses are not scheduled, and FAILED if they were stored.
-        version, upgrades : optional
+        body_version, upgrades : optional
             The version of the bodies that the function takes, and a dict of functions that make a
             body of the next version from one of an older version: `{1: f, 2: g}`.
-        concurrency_key : callable, optional
-            A function that returns the concurrency key of a body, for `policies.set`.
+        aliases : iterable of str, optional
+            Former tags of the function, whose rows it runs as well.
+        limit_key : callable, optional
+            A function that returns the limit key of a body, for `policies.set`.
         soft_time_limit, time_limit : float, str or timedelta, optional
             A longer run gets Celery's `SoftTimeLimitExceeded`, or is killed. Only with the prefork
             pool.
@@ -1019,12 +896,15 @@ class DelayTasks:
         ... def close_order(body): ...
         >>> close_order.schedule({"order": 7}, "30m")
         """
-        register = self._registry.processor(tag, **options)
+        tags = (tag, *options.pop("aliases", ()))
+        registers = [self._registry.processor(name, **options) for name in tags]
 
         def decorate(function: Callable[..., Any]) -> Processor[Any, ..., Any]:
             if isinstance(function, Processor):  # it is registered for another tag, too
                 function = function.function
-            return Processor(self, tag, register(function))
+            for register in registers:
+                register(function)
+            return Processor(self, tag, function)
 
         return decorate
 
@@ -1090,34 +970,34 @@ class DelayTasks:
 
         await asyncio.to_thread(self.close)
 
-    async def await_(
+    async def aresult(
         self,
-        task: int | str | DelayTask | None = None,
+        task: TaskName | None = None,
         timeout: Delay | None = None,
         *,
         tag: str | None = None,
         key: str | None = None,
-    ) -> DelayTask:
-        """Wait until a task has ended. The row is read in steps of up to half a second.
+    ) -> Any:
+        """Wait until a task has ended, and return what its processor returned.
 
-        This is the asynchronous twin of `wait`, whose name would be a keyword. Many coroutines can
-        wait at the same time, since none of them occupies a thread.
+        This is the asynchronous twin of `result`. Many coroutines can wait at the same time, since
+        none of them occupies a thread.
 
         Examples
         --------
-        >>> (await delays.await_(task, "30s")).result
+        >>> await delays.aresult(task, "30s")
         {'receipt': 7}
         """
         import asyncio
 
         calls, pauses = await self._async_calls(), Pauses(timeout)
         runtime = self._runtime
-        # As for `wait`, each read is a transaction of its own, whatever the session of `using`.
+        # As for `result`, each read is a transaction of its own, whatever `transaction` says.
         found = await calls.run(read_task, runtime, task, tag, key)
         while not found.is_finished:
             await asyncio.sleep(pauses.next(found))
             found = await calls.run(runtime.store.tasks.read, found.id)
-        return found
+        return result_of(found)
 
     # -- asyncio ----------------------------------------------------------------------------------
 
@@ -1178,14 +1058,14 @@ class DelayTasks:
             self._made = None
             self._arguments.update(settings)
 
-    def _call_back(self, callback: Callback, task: DelayTask) -> Outcome:
+    def _call_back(self, callback: Callback, task: DelayedTask) -> Outcome:
         return self._runtime.callbacks.http(callback, task)
 
-    def _send_message(self, message: Message, task: DelayTask) -> Outcome:
+    def _send_message(self, message: Message, task: DelayedTask) -> Outcome:
         return self._runtime.callbacks.queue(message, task)
 
     def _publish_tasks(
-        self, bodies: Sequence[Any], tasks: Sequence[DelayTask]
+        self, bodies: Sequence[Any], tasks: Sequence[DelayedTask]
     ) -> Sequence[Outcome]:
         return self._runtime.celery_tasks.publish(bodies, tasks)
 

@@ -10,8 +10,8 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
 
 from delaytasks.core.inputs import Delay
-from delaytasks.core.task import DelayTask, NewTask, new_task_of
-from delaytasks.operations.single_tasks import cancel_task, find_tasks
+from delaytasks.core.task import DelayedTask, new_task, new_task_of
+from delaytasks.operations.single_tasks import cancel_task, find_tasks, transaction_of_new
 from delaytasks.twins import twin
 
 if TYPE_CHECKING:
@@ -91,40 +91,24 @@ class Processor(Generic[Body, P, Returned_co]):
     def schedule(
         self,
         body: Body,
-        delay: Delay,
+        delay: Delay | None = None,
         *,
+        at: datetime | None = None,
         on_conflict: OnConflict = "reject",
         session: Any = None,
         **options: Unpack[TaskOptions],
-    ) -> DelayTask:
+    ) -> DelayedTask:
         """Schedule a task of this tag. See `DelayTasks.schedule_delay`.
 
         Examples
         --------
         >>> close_order.schedule({"order": 7}, "30m", key="7")
         """
-        return self._schedule(NewTask(self.tag, body, delay, **options), on_conflict, session)
+        new = new_task(self.tag, body, delay, at, options)
+        w = self._delays._runtime
+        return w.producer.schedule(new, on_conflict, transaction_of_new(w, session))
 
     aschedule = twin(schedule)
-
-    def schedule_at(
-        self,
-        body: Body,
-        at: datetime,
-        *,
-        on_conflict: OnConflict = "reject",
-        session: Any = None,
-        **options: Unpack[TaskOptions],
-    ) -> DelayTask:
-        """Schedule a task of this tag for an instant. See `DelayTasks.schedule_at`.
-
-        Examples
-        --------
-        >>> close_order.schedule_at({"order": 7}, datetime(2027, 1, 1, tzinfo=UTC))
-        """
-        return self._schedule(NewTask(self.tag, body, at=at, **options), on_conflict, session)
-
-    aschedule_at = twin(schedule_at)
 
     def schedule_many(
         self,
@@ -132,7 +116,7 @@ class Processor(Generic[Body, P, Returned_co]):
         *,
         on_conflict: OnConflict = "reject",
         session: Any = None,
-        on_batch: Callable[[Sequence[DelayTask]], None] | None = None,
+        on_batch: Callable[[Sequence[DelayedTask]], None] | None = None,
         **options: Unpack[TaskOptions],
     ) -> int:
         """Schedule many tasks of this tag. See `DelayTasks.schedule_many`.
@@ -160,7 +144,6 @@ class Processor(Generic[Body, P, Returned_co]):
         *,
         key: str,
         version: int | None = None,
-        strict: bool = False,
         running: bool = False,
         session: Any = None,
     ) -> CancelResult:
@@ -171,7 +154,7 @@ class Processor(Generic[Body, P, Returned_co]):
         >>> close_order.cancel(key="7")
         """
         runtime = self._delays._runtime
-        return cancel_task(runtime, None, self.tag, key, version, strict, running, session)
+        return cancel_task(runtime, None, self.tag, key, version, running, session)
 
     acancel = twin(cancel)
 
@@ -200,10 +183,6 @@ class Processor(Generic[Body, P, Returned_co]):
     def _run_async(self) -> Callable[..., Awaitable[Any]]:
         return self._delays._run_async
 
-    def _schedule(self, new: NewTask, on_conflict: OnConflict, session: Any) -> DelayTask:
-        w = self._delays._runtime
-        return w.producer.schedule(new, on_conflict, w.transactions.of(session))
-
 
 def _name(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__qualname__", type(function).__qualname__))
@@ -230,13 +209,13 @@ class BatchDecorator(Protocol):
 
     @overload
     def __call__(
-        self, function: Callable[[list[Body], list[DelayTask]], Returned], /
-    ) -> Processor[Body, [list[Body], list[DelayTask]], Returned]: ...
+        self, function: Callable[[list[Body], list[DelayedTask]], Returned], /
+    ) -> Processor[Body, [list[Body], list[DelayedTask]], Returned]: ...
 
     @overload
     def __call__(
-        self, function: Callable[[list[DelayTask]], Returned], /
-    ) -> Processor[Any, [list[DelayTask]], Returned]: ...
+        self, function: Callable[[list[DelayedTask]], Returned], /
+    ) -> Processor[Any, [list[DelayedTask]], Returned]: ...
 
 
 class SchemaBatchDecorator(Protocol[Body, Converted]):
@@ -244,10 +223,10 @@ class SchemaBatchDecorator(Protocol[Body, Converted]):
 
     @overload
     def __call__(
-        self, function: Callable[[list[Converted], list[DelayTask]], Returned], /
-    ) -> Processor[Body, [list[Converted], list[DelayTask]], Returned]: ...
+        self, function: Callable[[list[Converted], list[DelayedTask]], Returned], /
+    ) -> Processor[Body, [list[Converted], list[DelayedTask]], Returned]: ...
 
     @overload
     def __call__(
-        self, function: Callable[[list[DelayTask]], Returned], /
-    ) -> Processor[Body, [list[DelayTask]], Returned]: ...
+        self, function: Callable[[list[DelayedTask]], Returned], /
+    ) -> Processor[Body, [list[DelayedTask]], Returned]: ...

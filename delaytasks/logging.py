@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 from typing import Any, Literal
 
 from delaytasks.core.events import MOST_TRACEBACK_BYTES, level_of, log_record, logger
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 from delaytasks.core.text import traceback_text
 
 #: The events that report a change of a task. Each is one line at INFO, if it has no higher level.
@@ -47,7 +47,7 @@ def log_structured(name: str, fields: Mapping[str, Any]) -> None:
 def document_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of an event as JSON values, with those of its task."""
     task = fields.get("task")
-    document = _task_fields(task, fields) if isinstance(task, DelayTask) else {}
+    document = _task_fields(task, fields) if isinstance(task, DelayedTask) else {}
     if "id" in fields:
         document["id"] = str(fields["id"])  # JavaScript rounds integers above 2^53
     if fields.get("meta"):
@@ -58,7 +58,7 @@ def document_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     return document
 
 
-def _task_fields(task: DelayTask, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _task_fields(task: DelayedTask, fields: Mapping[str, Any]) -> dict[str, Any]:
     began = fields.get("began")
     late_s = {} if began is None else {"late_s": round((began - task.due).total_seconds(), 6)}
     return {
@@ -66,7 +66,7 @@ def _task_fields(task: DelayTask, fields: Mapping[str, Any]) -> dict[str, Any]:
         "tag": task.tag,
         "key": task.key,
         "queue": task.queue,
-        "attempt": task.attempts,
+        "attempt": task.runs,
         "version": task.version,
         **late_s,
     }

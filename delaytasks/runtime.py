@@ -23,7 +23,7 @@ from delaytasks.core.ids import IdMaker
 from delaytasks.core.loop import ThreadPool
 from delaytasks.core.private_files import tighten_data_folder
 from delaytasks.core.settings import load_settings
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 from delaytasks.execution.policy_cache import PolicyCache
 from delaytasks.maintenance.sweeper import OnStep, PauseSweeper, Sweeper
 from delaytasks.operations.callbacks import Callbacks
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 #: Is entered around each call of a processor.
-ProcessorContext = Callable[[DelayTask], AbstractContextManager[Any]]
+ProcessorContext = Callable[[DelayedTask], AbstractContextManager[Any]]
 
 
 class PublishesMessages(Protocol):

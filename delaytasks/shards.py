@@ -34,14 +34,14 @@ from delaytasks.core.filters import BulkResult, LogEntry
 from delaytasks.core.ids import shard_of
 from delaytasks.core.inputs import Delay, check_page_limit
 from delaytasks.core.states import LIVE
-from delaytasks.core.task import DelayTask, NewTask, Page, id_of, new_task_of
+from delaytasks.core.task import DelayedTask, NewTask, Page, id_of, new_task_of
 from delaytasks.operations.bulk_calls import Bulk
 from delaytasks.operations.callbacks import CallbackCalls
 from delaytasks.twins import twin
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Name = int | str | DelayTask | None
+Name = int | str | DelayedTask | None
 Step = Literal["reading", "moving", "settled"]
 #: A member that was unavailable gets no tasks without a key for this time, if others are available.
 REST_S = 5.0
@@ -186,7 +186,7 @@ def _merged(method: Method[P, Page]) -> MethodOfShards[P, MergedPage]:
         positions = dict(zip(self._by_number, (cursor or "").split("."), strict=False))
         down: Down = {}
 
-        def rows(number: int, member: DelayTasks) -> Iterator[tuple[DelayTask, int]]:
+        def rows(number: int, member: DelayTasks) -> Iterator[tuple[DelayedTask, int]]:
             try:
                 for task in _search(member, positions.get(number), **options):
                     yield task, number
@@ -209,7 +209,7 @@ def _merged(method: Method[P, Page]) -> MethodOfShards[P, MergedPage]:
     return functools.wraps(method)(call)  # type: ignore[return-value]
 
 
-def _search(member: DelayTasks, cursor: str | None = None, **filters: Any) -> Iterator[DelayTask]:
+def _search(member: DelayTasks, cursor: str | None = None, **filters: Any) -> Iterator[DelayedTask]:
     """Yield the tasks of a member that match, and hold `CHUNK` of them in memory."""
     while True:
         page = _calling(DelayTasks.find, cursor=cursor or None, limit=CHUNK, **filters)(member)
@@ -329,7 +329,7 @@ class Shards:
                 return other
         return place
 
-    def member_of(self, task: int | str | DelayTask) -> DelayTasks:
+    def member_of(self, task: int | str | DelayedTask) -> DelayTasks:
         """Return the member that made the id of a task.
 
         Parameters
@@ -392,8 +392,7 @@ class Shards:
     # -- schedule ---------------------------------------------------------------------------------
 
     schedule_delay = _for_new(DelayTasks.schedule_delay)
-    schedule_at = _for_new(DelayTasks.schedule_at)
-    aschedule_delay, aschedule_at = twin(schedule_delay), twin(schedule_at)
+    aschedule_delay = twin(schedule_delay)
 
     @property
     def callbacks(self) -> ShardsCallbacks:
@@ -427,19 +426,16 @@ class Shards:
     touch = _for_one(DelayTasks.touch)
     rerun = _for_one(DelayTasks.rerun)
     get = _for_one(DelayTasks.get)
-    attempts = _for_one(DelayTasks.attempts)
-    wait = _for_one(DelayTasks.wait)
+    result = _for_one(DelayTasks.result)
     acancel, areschedule, atouch = twin(cancel), twin(reschedule), twin(touch)
-    arerun, aget, aattempts = twin(rerun), twin(get), twin(attempts)
+    arerun, aget = twin(rerun), twin(get)
 
-    async def await_(
-        self, task: Name = None, timeout: Delay | None = None, **key: Any
-    ) -> DelayTask:
-        """Wait until a task has ended. This is the asynchronous twin of `wait`.
+    async def aresult(self, task: Name = None, timeout: Delay | None = None, **key: Any) -> Any:
+        """Wait for the result of a task. This is the asynchronous twin of `result`.
 
         Examples
         --------
-        >>> (await shards.await_(task, "30s")).result
+        >>> await shards.aresult(task, "30s")
         """
 
         def having(member: DelayTasks) -> DelayTasks:
@@ -448,7 +444,7 @@ class Shards:
 
         name = (task, key.get("tag"), key.get("key"))
         member: DelayTasks = await self._run_async(self._ask_in_turn, having, *name)
-        return await member.await_(task, timeout, **key)
+        return await member.aresult(task, timeout, **key)
 
     # -- many tasks -------------------------------------------------------------------------------
 
@@ -467,12 +463,12 @@ class Shards:
         """
         return ShardsBulk(self)
 
-    def misplaced(self) -> Iterator[DelayTask]:
+    def misplaced(self) -> Iterator[DelayedTask]:
         """Find the live tasks whose keys now belong to another member, because one was added.
 
         Yields
         ------
-        DelayTask
+        DelayedTask
             A task. Without any, the last member is settled.
 
         Examples

@@ -10,7 +10,7 @@ from delaytasks.core.body import is_encrypted, name_in, names_of
 from delaytasks.core.errors import BodyRefusedError, ConfigError, StoreUnavailableError
 from delaytasks.core.interfaces import Pending, UntrustedInput
 from delaytasks.core.settings import Settings
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 from delaytasks.core.text import shown
 from delaytasks.processors.registry import ProcessorSpec, Registry
 from delaytasks.timers.arming import SWEEP
@@ -215,13 +215,13 @@ def _refused(
     """Yield the id, the due time and the problem of each task whose body cannot be read."""
     for id, body, due, headers in bodies:
         problem = _problem(
-            processor, DelayTask(id, processor.tag, body, due, headers_json=headers), keys
+            processor, DelayedTask(id, processor.tag, body, due, headers_json=headers), keys
         )
         if problem is not None:
             yield id, due, problem
 
 
-def _problem(processor: ProcessorSpec, task: DelayTask, keys: Collection[str]) -> str | None:
+def _problem(processor: ProcessorSpec, task: DelayedTask, keys: Collection[str]) -> str | None:
     versions = processor.versions
     if versions is not None and versions.is_newer(task.body_version):
         return f"bodies of version {task.body_version}, and its processor has {versions.version}"

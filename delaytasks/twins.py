@@ -56,7 +56,7 @@ def twin(
     """
     name, code = method.__name__, method.__code__
     parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    # `AsyncCalls.run` looks for the session of `using` if a method can take one.
+    # `AsyncCalls.run` looks for the session of `transaction` if a method can take one.
     default: dict[str, Any] = {"session": None} if "session" in parameters else {}
 
     @functools.wraps(method)
@@ -99,7 +99,7 @@ class AsyncCalls:
     in_framework
         Runs a call as a web framework requires, instead of `threads`.
     current_session
-        Returns the session of `DelayTasks.using`, or None.
+        Returns the session of `DelayTasks.transaction`, or None.
     """
 
     def __init__(

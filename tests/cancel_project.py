@@ -6,14 +6,14 @@ import asyncio
 import time
 from typing import Any
 
-from delaytasks import DelayTask, processor
+from delaytasks import DelayedTask, processor
 from tests.project import note
 
 MOST_S = 60.0
 STEP_S = 0.05
 
 
-def wait_for_cancel(body: dict[str, Any], task: DelayTask) -> None:
+def wait_for_cancel(body: dict[str, Any], task: DelayedTask) -> None:
     note(body, task.id, "began")
     for _ in range(int(MOST_S / STEP_S)):
         time.sleep(STEP_S)
@@ -21,17 +21,17 @@ def wait_for_cancel(body: dict[str, Any], task: DelayTask) -> None:
 
 
 @processor("cancel.checks", retries="1s")
-def checks(body: dict[str, Any], task: DelayTask) -> None:
+def checks(body: dict[str, Any], task: DelayedTask) -> None:
     wait_for_cancel(body, task)
 
 
 @processor("cancel.threads", in_flight=5)
-def threads(body: dict[str, Any], task: DelayTask) -> None:
+def threads(body: dict[str, Any], task: DelayedTask) -> None:
     wait_for_cancel(body, task)
 
 
 @processor("cancel.coroutine")
-async def coroutine(body: dict[str, Any], task: DelayTask) -> None:
+async def coroutine(body: dict[str, Any], task: DelayedTask) -> None:
     note(body, task.id, "began")
     for _ in range(int(MOST_S / STEP_S)):
         await asyncio.sleep(STEP_S)

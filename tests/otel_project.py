@@ -10,7 +10,7 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
 
-from delaytasks import DelayTask, Fail, processor
+from delaytasks import DelayedTask, Fail, processor
 from delaytasks.contrib import opentelemetry
 
 FOLDER = "DELAYTASKS_TEST_TELEMETRY"
@@ -59,5 +59,5 @@ def fails(body: dict[str, Any]) -> None:
 
 
 @processor("otel.batch", batch=10)
-def batch(bodies: list[dict[str, Any]], tasks: list[DelayTask]) -> dict[int, Any]:
+def batch(bodies: list[dict[str, Any]], tasks: list[DelayedTask]) -> dict[int, Any]:
     return {task.id: Fail("odd") for task in tasks if task.body["number"] % 2}

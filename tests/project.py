@@ -18,7 +18,7 @@ from typing import Any
 from celery import current_task, shared_task
 from sqlalchemy import text
 
-from delaytasks import DelayTask, Fail, current_delays, processor
+from delaytasks import DelayedTask, Fail, current_delays, processor
 from delaytasks.core.errors import LeaseLostError
 from delaytasks.runtime import runtime_of
 from tests.waiting import STACKS
@@ -34,7 +34,7 @@ def note(body: dict[str, Any], *words: object) -> None:
 
 
 @processor("test.note")
-def note_run(body: dict[str, Any], task: DelayTask) -> None:
+def note_run(body: dict[str, Any], task: DelayedTask) -> None:
     late_us = (runtime_of(current_delays()).clock.now() - task.expected_time).total_seconds() * 1e6
     note(body, task.id, int(late_us), os.getpid())
     if "seconds" in body:
@@ -48,7 +48,7 @@ def note_celery(self: Any, file: str) -> None:
 
 
 @processor("test.word")
-def note_word(body: dict[str, Any], task: DelayTask) -> None:
+def note_word(body: dict[str, Any], task: DelayedTask) -> None:
     note(body, task.id, body["word"])
 
 
@@ -63,7 +63,7 @@ def begin_on_time(body: dict[str, Any]) -> None:
 
 
 @processor("test.mail", queue="mail")
-def note_mail(body: dict[str, Any], task: DelayTask) -> None:
+def note_mail(body: dict[str, Any], task: DelayedTask) -> None:
     note(body, task.id, "mail", os.getpid())
 
 
@@ -78,17 +78,17 @@ def exit_politely(body: dict[str, Any]) -> None:
 
 
 @processor("test.abort")
-def abort(body: dict[str, Any], task: DelayTask) -> None:
+def abort(body: dict[str, Any], task: DelayedTask) -> None:
     note(body, task.id, "aborts", os.getpid())
     os.abort()
 
 
 @processor("test.credit")
-def credit(body: dict[str, Any], task: DelayTask) -> None:
+def credit(body: dict[str, Any], task: DelayedTask) -> None:
     """Write to the tasks' own database. The first attempt kills its process where the body says."""
 
     def dies(where: str) -> None:
-        if task.attempts == 1 and body.get("dies") == where:
+        if task.runs == 1 and body.get("dies") == where:
             os.kill(os.getpid(), signal.SIGKILL)
 
     dies("before")
@@ -103,28 +103,28 @@ def credit(body: dict[str, Any], task: DelayTask) -> None:
 
 
 @processor("test.sleep")
-def sleep(body: dict[str, Any], task: DelayTask) -> None:
+def sleep(body: dict[str, Any], task: DelayedTask) -> None:
     note(body, task.id, "began", os.getpid())
     time.sleep(body["seconds"])
     note(body, task.id, "ended", os.getpid())
 
 
 @processor("test.wait", in_flight=50)
-def wait(body: dict[str, Any], task: DelayTask) -> None:
+def wait(body: dict[str, Any], task: DelayedTask) -> None:
     note(body, task.id, "began", os.getpid(), current_task.request.id)
     time.sleep(body["seconds"])
     note(body, task.id, "ended", os.getpid())
 
 
 @processor("test.async")
-async def wait_on_loop(body: dict[str, Any], task: DelayTask) -> None:
+async def wait_on_loop(body: dict[str, Any], task: DelayedTask) -> None:
     note(body, task.id, "began", os.getpid(), id(asyncio.get_running_loop()))
     await asyncio.sleep(body["seconds"])
     note(body, task.id, "ended", os.getpid())
 
 
 @processor("test.batch", batch=40)
-def note_batch(bodies: list[dict[str, Any]], tasks: list[DelayTask]) -> dict[int, Any]:
+def note_batch(bodies: list[dict[str, Any]], tasks: list[DelayedTask]) -> dict[int, Any]:
     note(bodies[0], len(tasks), "together", os.getpid())
     return {
         task.id: Fail("odd") for body, task in zip(bodies, tasks, strict=True) if body["number"] % 2
@@ -132,7 +132,7 @@ def note_batch(bodies: list[dict[str, Any]], tasks: list[DelayTask]) -> dict[int
 
 
 @processor("test.hold_gil")
-def hold_gil(body: dict[str, Any], task: DelayTask) -> None:
+def hold_gil(body: dict[str, Any], task: DelayedTask) -> None:
     """Sleep in C while holding the GIL."""
     note(body, task.id, "began", os.getpid())
     ctypes.PyDLL(None).usleep(int(body["seconds"] * 1e6))
@@ -140,7 +140,7 @@ def hold_gil(body: dict[str, Any], task: DelayTask) -> None:
 
 
 @processor("test.guarded")
-def guarded(body: dict[str, Any], task: DelayTask) -> None:
+def guarded(body: dict[str, Any], task: DelayedTask) -> None:
     """Run for a long time, and stop when the lease cannot be renewed."""
     began = time.monotonic()
     note(body, task.id, "began")
@@ -155,17 +155,17 @@ def guarded(body: dict[str, Any], task: DelayTask) -> None:
 
 
 @processor("test.heap")
-def note_heap(body: dict[str, Any], task: DelayTask) -> None:
+def note_heap(body: dict[str, Any], task: DelayedTask) -> None:
     note(body, task.id, gc.get_freeze_count())
 
 
 @processor("test.time")
-def note_time(body: dict[str, Any], task: DelayTask) -> None:
+def note_time(body: dict[str, Any], task: DelayedTask) -> None:
     note(body, task.id, int(time.time()))
 
 
 @processor("test.request")
-def note_request(body: dict[str, Any], task: DelayTask) -> None:
+def note_request(body: dict[str, Any], task: DelayedTask) -> None:
     request = current_task.request
     note(body, current_task.name, request.id, request.retries, request.delivery_info["routing_key"])
 

@@ -22,7 +22,7 @@ from celery import Celery
 from sqlalchemy import event, func, make_url, select
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
-from delaytasks import DelayTask, DelayTasks
+from delaytasks import DelayedTask, DelayTasks
 from delaytasks.core.clock import Clock, to_us
 from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Entry
@@ -72,7 +72,7 @@ def runner_of(delays: DelayTasks) -> Runner:
     return processes_of(runtime_of(delays).celery).runner()
 
 
-def run_now(delays: DelayTasks, task: DelayTask) -> DelayTask:
+def run_now(delays: DelayTasks, task: DelayedTask) -> DelayedTask:
     """Run the task in this process as if it was due, and return its row afterwards."""
     there = delays.get(task)
     moved = (
@@ -227,8 +227,8 @@ async def let_arm(timer: WaitingTimer, work: Awaitable[Any]) -> Any:
 
 
 def run_timed(
-    monkeypatch: pytest.MonkeyPatch, work: Callable[[list[float]], Awaitable[list[DelayTask]]]
-) -> tuple[list[DelayTask], float]:
+    monkeypatch: pytest.MonkeyPatch, work: Callable[[list[float]], Awaitable[list[DelayedTask]]]
+) -> tuple[list[DelayedTask], float]:
     """Run `work` up to five times; return its results, and the longest turn of the best run.
 
     `work` gets the list to which each turn of the event loop adds its seconds of CPU time. CPU time
@@ -244,7 +244,7 @@ def run_timed(
         took.append(time.thread_time() - began)
 
     monkeypatch.setattr(asyncio.BaseEventLoop, "_run_once", timed)
-    results: list[DelayTask] = []
+    results: list[DelayedTask] = []
     longest_s = float("inf")
     gc.collect()
     gc.disable()

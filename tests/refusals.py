@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from delaytasks import CancelResult
 from delaytasks.core.errors import InvalidInputError
 
 
@@ -19,3 +20,10 @@ def invalid(
         yield caught
     assert type(caught.value) is InvalidInputError
     assert caught.value.argument == argument, caught.value
+
+
+def raised(result: CancelResult) -> CancelResult:
+    """Return the result of `cancel`, or raise its error."""
+    if result.error is not None:
+        raise result.error
+    return result

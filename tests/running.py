@@ -21,7 +21,7 @@ from celery import Celery
 from redis import Redis
 from sqlalchemy import select
 
-from delaytasks import DelayTask, DelayTasks, Status
+from delaytasks import DelayedTask, DelayTasks, Status
 from delaytasks.runtime import runtime_of
 from tests.services import free_port
 from tests.waiting import STACKS, wait_until
@@ -208,14 +208,14 @@ class Deployment:
 
     # -- results ----------------------------------------------------------------------------------
 
-    def schedule(self, tag: str = "test.note", delay: float = 0, **options: Any) -> DelayTask:
+    def schedule(self, tag: str = "test.note", delay: float = 0, **options: Any) -> DelayedTask:
         body = {"file": str(self.file), **options.pop("body", {})}
         return self.delays.schedule_delay(tag, body, delay, **options)
 
     def runs(self) -> list[list[str]]:
         return [line.split() for line in self.file.read_text().splitlines()]
 
-    def at_work(self, task: DelayTask) -> Process:
+    def at_work(self, task: DelayedTask) -> Process:
         """Return the worker that began the task last, according to its processor's notes."""
         pid = int(
             next(run[2] for run in reversed(self.runs()) if run[:2] == [str(task.id), "began"])
@@ -230,7 +230,7 @@ class Deployment:
         """R2, without beat: the time until a task of a dead worker runs again."""
         return float(self.settings["lease"] + self.settings["_self_sweep_s"] + DISPATCH_S)
 
-    def status(self, task: DelayTask) -> Status:
+    def status(self, task: DelayedTask) -> Status:
         return self.delays.get(task).status
 
     def early(self) -> list[int]:
@@ -244,7 +244,7 @@ class Deployment:
         ]
 
     def wait_for(
-        self, tasks: Iterable[DelayTask], status: Status = Status.DONE, deadline_s: float = 20
+        self, tasks: Iterable[DelayedTask], status: Status = Status.DONE, deadline_s: float = 20
     ) -> None:
         for task in tasks:
             wait_until(

@@ -10,7 +10,7 @@ import sentry_sdk
 from sentry_sdk.envelope import Envelope
 from sentry_sdk.transport import Transport
 
-from delaytasks import DelayTask, Fail, Retry, processor
+from delaytasks import DelayedTask, Fail, Retry, processor
 from delaytasks.contrib.sentry import DelayTasksIntegration
 
 FILE = "DELAYTASKS_TEST_ENVELOPES"
@@ -42,13 +42,13 @@ class OrderError(Exception):
 
 
 @processor("sentry.fails")
-def fails(body: dict[str, Any], task: DelayTask) -> None:
+def fails(body: dict[str, Any], task: DelayedTask) -> None:
     sentry_sdk.set_tag("from_processor", body["word"])
     raise OrderError(f"order {task.id} is broken")
 
 
 @processor("sentry.also_fails")
-def also_fails(body: dict[str, Any], task: DelayTask) -> None:
+def also_fails(body: dict[str, Any], task: DelayedTask) -> None:
     raise OrderError(f"order {task.id} is broken")
 
 
@@ -63,12 +63,12 @@ def returns_fail(body: dict[str, Any]) -> Fail:
 
 
 @processor("sentry.retries", retries=[0.1])
-def retries(body: dict[str, Any], task: DelayTask) -> Retry | None:
-    return Retry() if task.attempts == 1 else None
+def retries(body: dict[str, Any], task: DelayedTask) -> Retry | None:
+    return Retry() if task.runs == 1 else None
 
 
 @processor("sentry.batch", batch=10)
-def batch(bodies: list[dict[str, Any]], tasks: list[DelayTask]) -> dict[int, Any]:
+def batch(bodies: list[dict[str, Any]], tasks: list[DelayedTask]) -> dict[int, Any]:
     return {task.id: Fail("odd") for task in tasks if task.body["number"] % 2}
 
 

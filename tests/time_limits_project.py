@@ -12,15 +12,15 @@ from typing import Any
 
 from celery.exceptions import SoftTimeLimitExceeded
 
-from delaytasks import DelayTask, RetrySchedule, processor
+from delaytasks import DelayedTask, RetrySchedule, processor
 from tests.project import note
 
 
-def work(body: dict[str, Any], task: DelayTask) -> None:
+def work(body: dict[str, Any], task: DelayedTask) -> None:
     """Sleep as long as the body specifies for this attempt, or for all attempts."""
     seconds = body.get("seconds", 0)
     if isinstance(seconds, list):
-        seconds = seconds[min(task.attempts, len(seconds)) - 1]
+        seconds = seconds[min(task.runs, len(seconds)) - 1]
     note(body, task.id, "began", os.getpid())
     if body.get("holds_gil"):
         ctypes.PyDLL(None).usleep(int(seconds * 1e6))
@@ -30,12 +30,12 @@ def work(body: dict[str, Any], task: DelayTask) -> None:
 
 
 @processor("limits.soft", queue="limits", soft_time_limit=0.5, retries=RetrySchedule("500ms"))
-def soft(body: dict[str, Any], task: DelayTask) -> None:
+def soft(body: dict[str, Any], task: DelayedTask) -> None:
     work(body, task)
 
 
 @processor("limits.caught", queue="limits", soft_time_limit=0.5, time_limit=30, keep_result=True)
-def caught(body: dict[str, Any], task: DelayTask) -> str:
+def caught(body: dict[str, Any], task: DelayedTask) -> str:
     try:
         work(body, task)
     except SoftTimeLimitExceeded as error:
@@ -45,10 +45,10 @@ def caught(body: dict[str, Any], task: DelayTask) -> str:
 
 
 @processor("limits.hard", queue="limits", time_limit=1)
-def hard(body: dict[str, Any], task: DelayTask) -> None:
+def hard(body: dict[str, Any], task: DelayedTask) -> None:
     work(body, task)
 
 
 @processor("limits.none", queue="limits")
-def none(body: dict[str, Any], task: DelayTask) -> None:
+def none(body: dict[str, Any], task: DelayedTask) -> None:
     work(body, task)

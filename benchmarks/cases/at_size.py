@@ -14,7 +14,7 @@ from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError
 from delaytasks.core.interfaces import Entry, Settlement
 from delaytasks.core.states import Status
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 from delaytasks.maintenance.sweeper import PURGE_ROWS, RECOVER_ROWS
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.state_queries import Stats
@@ -110,11 +110,11 @@ def _chunk() -> list[Step]:
     wiring = runtime_of(ours.delays)
     tasks, claims = wiring.store.tasks, wiring.store.claims("bench", None)
     now = wiring.clock.certain_now()
-    chunk: list[DelayTask] = []
+    chunk: list[DelayedTask] = []
 
     def insert() -> int:
         chunk[:] = [
-            DelayTask(ours.delays.new_id(), ours.TAG, "{}", now, create_time=now)
+            DelayedTask(ours.delays.new_id(), ours.TAG, "{}", now, create_time=now)
             for _ in range(CLAIMED)
         ]
         tasks.insert_many(chunk)

@@ -21,7 +21,7 @@ from benchmarks.waiting import BenchError
 from delaytasks import NewTask
 from delaytasks.core.interfaces import Entry, Settlement
 from delaytasks.core.settings import load_settings
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
 
@@ -71,7 +71,7 @@ def _compare(
         figure.add(*map(statistics.median, times))
 
 
-def _tasks(count: int) -> list[DelayTask]:
+def _tasks(count: int) -> list[DelayedTask]:
     """Return tasks that are due now and were not written yet."""
     new = (NewTask(ours.TAG, {"number": number}, 0) for number in range(count))
     return runtime_of(ours.delays).producer.build(new, "reject")

@@ -42,7 +42,7 @@ def _lateness_ms(stage: CaseContext, many: int, lead: float) -> list[float]:
         for key, count in (("large", many), ("small", FEW)):
             body = {"seconds": ROW_S}
             ours.delays.schedule_many(
-                NewTask(ours.SLOW, body, at=instant(due), concurrency_key=key) for _ in range(count)
+                NewTask(ours.SLOW, body, at=instant(due), limit_key=key) for _ in range(count)
             )
         sleep_until(due)
         wait_until(

@@ -79,4 +79,4 @@ def _alone(stage: CaseContext, ms: float, rate: int) -> None:
 
 
 def _schedule(due: float, ms: float) -> None:
-    ours.delays.schedule_at(ours.WORK, {"due": due, "seconds": ms / 1000}, instant(due))
+    ours.delays.schedule_delay(ours.WORK, {"due": due, "seconds": ms / 1000}, at=instant(due))

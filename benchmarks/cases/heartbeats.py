@@ -68,7 +68,7 @@ class HeartbeatConnections:
     def _touch(self, keys: list[str]) -> None:
         now = runtime_of(self._delays).clock.now
         at, before, cpu_before = now(), time.perf_counter(), time.thread_time()
-        missed = self._delays.touch_many(tag=ours.TAG, keys=keys, delay=TIMEOUT_S).gone
+        missed = self._delays.touch(tag=ours.TAG, key=keys, delay=TIMEOUT_S).gone
         self.cpu_s += time.thread_time() - cpu_before
         self.touching_s += time.perf_counter() - before
         self.touched.update(dict.fromkeys(keys, (at, now())))
@@ -120,7 +120,7 @@ def _run(stage: CaseContext, side: Ours) -> None:
     found = (
         (f"{count:,} keys touched every {EVERY_S:g} s, fired", "", fired, none),
         ("messages", "", spent.messages, none),
-        (f"touch_many of {BATCH_ROWS} keys", "ms", spent.touching_s / spent.calls * 1000, None),
+        (f"touch of {BATCH_ROWS} keys", "ms", spent.touching_s / spent.calls * 1000, None),
         ("CPU of the worker", "% of a core", spent.worker_cpu_s / spent.at * 100, None),
         (
             "CPU of the process that touches",

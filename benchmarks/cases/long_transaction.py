@@ -16,7 +16,7 @@ from benchmarks.waiting import BenchError
 from delaytasks.core.clock import wall_ms
 from delaytasks.core.ids import IdMaker
 from delaytasks.core.interfaces import Entry, Settlement
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 from delaytasks.storage.claims import Claims
 from delaytasks.storage.store import Store
 
@@ -80,13 +80,13 @@ def _claims(store: Store, rounds: int) -> dict[str, list[float]]:
     return found
 
 
-def schedule(store: Store, count: int) -> list[DelayTask]:
+def schedule(store: Store, count: int) -> list[DelayedTask]:
     now = store.tasks.now()
-    tasks = [DelayTask(_make_id(), ours.TAG, "{}", now, create_time=now) for _ in range(count)]
+    tasks = [DelayedTask(_make_id(), ours.TAG, "{}", now, create_time=now) for _ in range(count)]
     store.tasks.insert_many(tasks)
     return tasks
 
 
-def settle(claims: Claims, claimed: list[DelayTask], count: int) -> None:
+def settle(claims: Claims, claimed: list[DelayedTask], count: int) -> None:
     if len(claims.settle([Settlement(one, "succeed") for one in claimed])) != count:
         raise BenchError(f"a chunk of {count} was claimed or settled only in part")

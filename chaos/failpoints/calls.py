@@ -21,7 +21,7 @@ from chaos.celery_messages import MOST_RUNS, NAME
 from chaos.failpoints.catalogue import Mix
 from chaos.history import Answer, Call, CallRecord
 from chaos.project import notebook, now_us
-from delaytasks import DelayTask, DelayTasks
+from delaytasks import DelayedTask, DelayTasks
 from delaytasks.core.clock import to_us
 from delaytasks.core.task import NewTask, OnConflict
 from delaytasks.runtime import runtime_of
@@ -104,18 +104,17 @@ class FailpointCalls:
         id = self._delays.new_id()
         body = {"folder": self._folder, "s": seconds, "fails": self._chance.randint(0, 3)}
         runs = RETRY_SCHEDULE_RUNS if tag == "fail.shaky" else 1
-        call: Any = self._delays.schedule_delay if delay is not None else self._delays.schedule_at
-        due = delay if delay is not None else options.pop("at")
-        self._call(id, "schedule", runs, lambda: call(tag, body, due, id=id, **options))
+        schedule = self._delays.schedule_delay
+        self._call(id, "schedule", runs, lambda: schedule(tag, body, delay, id=id, **options))
         return id
 
     def _insert(self) -> None:
         """Insert a row without arming it, as another program does."""
         id, body = self._delays.new_id(), json.dumps({"folder": self._folder, "s": 0, "fails": 0})
         now = runtime_of(self._delays).clock.now()
-        task = DelayTask(id, "fail.note", body, now, create_time=now)
+        task = DelayedTask(id, "fail.note", body, now, create_time=now)
 
-        def ask() -> DelayTask:
+        def ask() -> DelayedTask:
             runtime_of(self._delays).store.tasks.insert(task)
             return task
 
@@ -137,10 +136,10 @@ class FailpointCalls:
         """
         if number >= MANY_CALLS:
             return
-        asked_us, written = now_us(), list[DelayTask]()
+        asked_us, written = now_us(), list[DelayedTask]()
         body = {"folder": self._folder, "s": 0, "fails": 0}
 
-        def record(tasks: Sequence[DelayTask], answer: Answer) -> None:
+        def record(tasks: Sequence[DelayedTask], answer: Answer) -> None:
             for task in tasks:
                 due_us = to_us(task.expected_time) if answer == "ok" else None
                 self._notes.note(
@@ -201,7 +200,11 @@ class FailpointCalls:
         self._notes.note(CallRecord(id, "revoke", "ok", asked_us, now_us()))
 
     def _cancel(self, id: int) -> None:
-        self._call(id, "cancel", 1, lambda: self._delays.cancel(id, strict=True))
+        self._call(id, "cancel", 1, lambda: self._cancel_it(id))
+
+    def _cancel_it(self, id: int) -> None:
+        if (error := self._delays.cancel(id).error) is not None:
+            raise error
 
     def _retry(self, id: int, delay: float) -> None:
         self._cancel(id)

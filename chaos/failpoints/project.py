@@ -8,41 +8,41 @@ from typing import Any
 
 from chaos.failpoints.orders import VARIABLE, Orders, kill_this_process
 from chaos.project import _note
-from delaytasks import DelayTask, RetrySchedule, current_delays, processor
+from delaytasks import DelayedTask, RetrySchedule, current_delays, processor
 from delaytasks.runtime import runtime_of
 
 RETRY_SCHEDULE = RetrySchedule("0.3s 0.3s")
 
 
 @processor("fail.note")
-def note(body: dict[str, Any], task: DelayTask) -> None:
+def note(body: dict[str, Any], task: DelayedTask) -> None:
     _note(body, task)
 
 
 @processor("fail.shaky", retries=RETRY_SCHEDULE)
-def shaky(body: dict[str, Any], task: DelayTask) -> None:
+def shaky(body: dict[str, Any], task: DelayedTask) -> None:
     _note(body, task)
-    if task.attempts <= body["fails"]:
+    if task.runs <= body["fails"]:
         raise RuntimeError("as asked")
 
 
 @processor("fail.side", in_flight=10)
-def side_by_side(body: dict[str, Any], task: DelayTask) -> None:
+def side_by_side(body: dict[str, Any], task: DelayedTask) -> None:
     _note(body, task)
 
 
 @processor("fail.limited")
-def limited(body: dict[str, Any], task: DelayTask) -> None:
+def limited(body: dict[str, Any], task: DelayedTask) -> None:
     _note(body, task)
 
 
 @processor("fail.recurring")
-def recurring(body: dict[str, Any], task: DelayTask) -> None:
+def recurring(body: dict[str, Any], task: DelayedTask) -> None:
     _note(body, task)
 
 
 @processor("fail.fatal")
-def fatal(body: dict[str, Any], task: DelayTask) -> None:
+def fatal(body: dict[str, Any], task: DelayedTask) -> None:
     """Kill the process in the first run."""
     if not task.lapses:
         kill_this_process("fatal")
@@ -50,7 +50,7 @@ def fatal(body: dict[str, Any], task: DelayTask) -> None:
 
 
 @processor("fail.effect")
-def effect(body: dict[str, Any], task: DelayTask) -> None:
+def effect(body: dict[str, Any], task: DelayedTask) -> None:
     """Settle the task in a transaction of the processor."""
     _note(body, task)
     with runtime_of(current_delays()).store.database.begin() as connection:

@@ -11,7 +11,7 @@ from chaos.history import Answer, Call, CallRecord
 from chaos.simulation.celery_messages import CeleryCalls
 from chaos.simulation.stage import RETRY_SCHEDULE, Play
 from chaos.simulation.world import Dead
-from delaytasks import DelayTask
+from delaytasks import DelayedTask
 from delaytasks.core.clock import from_us, to_us
 from delaytasks.core.errors import DelayTaskError, OutcomeUnknownError
 from delaytasks.core.events import Events
@@ -61,9 +61,9 @@ class SimulatedCalls:
         for _ in range(rows):
             body = {"s": chance.choice(BACKLOG_TAKES_S), "fails": 0, "kills": 0}
             now = from_us(self._play.times.database_us)
-            task = DelayTask(self._play.new_id(), "note", json.dumps(body), now, create_time=now)
+            task = DelayedTask(self._play.new_id(), "note", json.dumps(body), now, create_time=now)
 
-            def ask(task: DelayTask = task) -> DelayTask:
+            def ask(task: DelayedTask = task) -> DelayedTask:
                 self._play.stage.store.tasks.insert(task)
                 return task
 

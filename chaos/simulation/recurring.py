@@ -106,7 +106,7 @@ class SimulatedSchedules:
             queue="default",
             priority=0,
             headers_json=None,
-            concurrency_key=None,
+            limit_key=None,
             timing=f"every {every_s}",
             tz="UTC",
             start_at=from_us(start_us),

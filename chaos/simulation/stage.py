@@ -26,7 +26,7 @@ from chaos.simulation.hazards import Hazards, StepProxy
 from chaos.simulation.redislink import Link, Server
 from chaos.simulation.world import Lock, SimulatedWorld
 from chaos.violation import Violation
-from delaytasks import DelayTask, RetrySchedule
+from delaytasks import DelayedTask, RetrySchedule
 from delaytasks.core.clock import Clock
 from delaytasks.core.events import Events
 from delaytasks.core.settings import load_settings
@@ -130,7 +130,7 @@ class Play:
     def with_steps(self, part: Any) -> Any:
         return StepProxy(part, self.world, self.hazards)
 
-    def rows(self) -> list[DelayTask]:
+    def rows(self) -> list[DelayedTask]:
         """Return all rows of tasks."""
         store = self.stage.store
         query = select(*columns(store.schema))
@@ -155,7 +155,7 @@ class Play:
     def execute(self, call: ProcessorCall, end: Any) -> object:
         return end(call(call.read_argument()), None)
 
-    def _work(self, body: dict[str, Any], task: DelayTask) -> None:
+    def _work(self, body: dict[str, Any], task: DelayedTask) -> None:
         host = self.world.host
         assert host is not None
         self.world.pause(0)  # a killed host ends here
@@ -169,7 +169,7 @@ class Play:
             begun, ended_us=self.times.now_us
         )
         self.hazards.pass_by("run", "after")
-        if task.attempts <= body["fails"]:
+        if task.runs <= body["fails"]:
             raise RuntimeError("as requested, with \x00 and \ud800 in it")
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from delaytasks.client import DelayTasks
-    from delaytasks.core.task import DelayTask
+    from delaytasks.core.task import DelayedTask
     from delaytasks.runtime import Runtime
     from delaytasks.storage.database import Database
     from delaytasks.storage.store import Store
@@ -238,12 +238,12 @@ class Cli:
         else:
             say(text)
 
-    def answer_task(self, task: DelayTask, done: str) -> None:
+    def answer_task(self, task: DelayedTask, done: str) -> None:
         """Print the task, or a sentence such as "scheduled task 7 (mail): due …"."""
         self.answer(task_json(task), sentence(task, done, self.runtime.clock.now()))
 
     def explain(
-        self, task: DelayTask | str | None, tag: str | None = None, key: str | None = None
+        self, task: DelayedTask | str | None, tag: str | None = None, key: str | None = None
     ) -> Explanation:
         """Explain why a task has not run, or how it ended. The key may be that of an ended task."""
         explain = self.runtime.explanations.of
@@ -253,14 +253,14 @@ class Cli:
             explanation = explain(self._ended(tag, key, error))
         return self.hints.in_explanation(explanation)
 
-    def get(self, id: str | None, tag: str | None, key: str | None) -> DelayTask:
+    def get(self, id: str | None, tag: str | None, key: str | None) -> DelayedTask:
         """Read a task. The key may be that of an ended task."""
         try:
             return self.delays.get(id, tag=tag, key=key)
         except TaskNotFoundError as error:
             return self._ended(tag, key, error)
 
-    def _ended(self, tag: str | None, key: str | None, error: TaskNotFoundError) -> DelayTask:
+    def _ended(self, tag: str | None, key: str | None, error: TaskNotFoundError) -> DelayedTask:
         """Return the last task that was scheduled with the key, or raise `error`."""
         if tag is None or key is None:
             raise error

@@ -36,7 +36,7 @@ from delaytasks.core.clock import monotonic
 from delaytasks.core.filters import filter_of
 from delaytasks.core.inputs import show_duration
 from delaytasks.core.states import Status, moves_from
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 from delaytasks.core.text import last_line, one_line
 from delaytasks.core.why import Explanation, deferral_of
 from delaytasks.operations.explanations import Follower, FollowStep, changed_at
@@ -106,7 +106,7 @@ def _typed(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else list(value)
 
 
-def _row(task: DelayTask, now: datetime) -> list[Cell]:
+def _row(task: DelayedTask, now: datetime) -> list[Cell]:
     return [
         str(task.id),
         coloured(task.status),
@@ -115,7 +115,7 @@ def _row(task: DelayTask, now: datetime) -> list[Cell]:
         show_from_now(task.due, now),
         task.due,
         task.queue,
-        task.attempts,
+        task.runs,
         (reason(task.error), BAD),
     ]
 
@@ -148,7 +148,7 @@ def show(cli: Cli, id: str | None, tag: str | None, key: str | None) -> None:
     """
     task = cli.get(id, tag, key)
     moves, document = moves_from(task.status), task_json(task)
-    attempts = cli.delays.attempts(task)
+    attempts = cli.delays.get(task, attempts=True).attempts
     explanation = cli.explain(task)
     if cli.is_json:
         failed_attempts = [one.as_json() for one in attempts]
@@ -293,7 +293,7 @@ class _Printer:
             self._cli.note("There are more changes than tail reads; it shows some of them.")
         self._is_incomplete = step.is_incomplete
 
-    def _line(self, task: DelayTask) -> str:
+    def _line(self, task: DelayedTask) -> str:
         status, colour = coloured(task.status)
         at = changed_at(task).strftime("%H:%M:%S.%f")[:-3]
         detail = one_line(detail_of(task, self._clock.now()), LONGEST_DETAIL)
@@ -304,7 +304,7 @@ class _Printer:
         return f"{click.style(at, dim=True)} {shown} {names}  {detail}".rstrip()
 
 
-def document_of(task: DelayTask) -> dict[str, Any]:
+def document_of(task: DelayedTask) -> dict[str, Any]:
     """Return the JSON document of a change. It has no body and no result."""
     document = task.as_json()
     for name in ("body", "result", "headers"):
@@ -318,25 +318,25 @@ def document_of(task: DelayTask) -> dict[str, Any]:
     }
 
 
-def detail_of(task: DelayTask, now: Any) -> str:
+def detail_of(task: DelayedTask, now: Any) -> str:
     """Return what the status of the task does not say."""
     return ", ".join(_details(task, now))
 
 
-def _details(task: DelayTask, now: Any) -> Iterator[str]:
+def _details(task: DelayedTask, now: Any) -> Iterator[str]:
     error = last_line(task.error)
     if task.status in (Status.NOT_COMPLETE, Status.HELD):
         wait_s = (task.expected_time - now).total_seconds()
         due = f"in {show_duration(wait_s)}" if wait_s > 0 else "now"
         if deferral_of(task.error):
             yield f"deferred, next try {due}: {error}"
-        elif task.attempts and error:
-            yield f"retry {task.attempts} {due}: {error}"
+        elif task.runs and error:
+            yield f"retry {task.runs} {due}: {error}"
         else:
             yield f"due {due}"
         return
     if task.status is Status.RUNNING:
-        yield f"attempt {task.attempts}"
+        yield f"attempt {task.runs}"
         if task.worker:
             yield f"on {task.worker}"
     if (late_s := _late_s(task)) is not None:
@@ -348,7 +348,7 @@ def _details(task: DelayTask, now: Any) -> Iterator[str]:
         yield error
 
 
-def _late_s(task: DelayTask) -> float | None:
+def _late_s(task: DelayedTask) -> float | None:
     """Return the lateness of the last run; None before it."""
     has_run = task.status in (Status.RUNNING, Status.DONE, Status.FAILED)
     if task.execution_time is None or not has_run:

@@ -16,7 +16,7 @@ from delaytasks.core.clock import UTC
 from delaytasks.core.errors import ConfigError, DelayTaskError, InvalidInputError
 from delaytasks.core.inputs import parse_duration, show_duration
 from delaytasks.core.states import Status
-from delaytasks.core.task import DelayTask, pretty
+from delaytasks.core.task import DelayedTask, pretty
 from delaytasks.core.text import count as count
 from delaytasks.core.text import last_line, one_line
 
@@ -333,8 +333,8 @@ def print_json(document: Any) -> None:
     click.echo(json.dumps(document, indent=2, allow_nan=False))
 
 
-def task_json(task: DelayTask) -> dict[str, Any]:
-    """Return `DelayTask.as_json()`.
+def task_json(task: DelayedTask) -> dict[str, Any]:
+    """Return `DelayedTask.as_json()`.
 
     The body stays text if another program wrote it and it cannot be expressed in JSON.
     """
@@ -364,11 +364,11 @@ def block(text: str) -> str:
     return "\n".join("  " + one_line(line, LONGEST) for line in text.rstrip("\n").split("\n"))
 
 
-def pretty_body(task: DelayTask) -> str:
+def pretty_body(task: DelayedTask) -> str:
     return pretty(lambda: task.body, task.body_json)
 
 
-def sentence(task: DelayTask, done: str, now: datetime) -> str:
+def sentence(task: DelayedTask, done: str, now: datetime) -> str:
     """Return, for example, "scheduled task 7 (mail): due 2030-01-31T18:00:00Z, in 1h"."""
     due, tag = task.due, cell(task.tag)
     return f"{done} task {task.id} ({tag}): due {show_instant(due)}, {show_from_now(due, now)}"

@@ -130,7 +130,7 @@ def list_(cli: Cli, limit: int, page: int) -> None:
 @click.option(
     "--concurrency", metavar="N", help="The most tasks that run simultaneously, on all workers."
 )
-@click.option("--key-concurrency", metavar="N", help="The most running tasks of a concurrency key.")
+@click.option("--concurrency-per-key", metavar="N", help="The most running tasks of a limit key.")
 @click.option(
     "--rate", metavar="RATE", help="The most tasks that begin in a period: 100/s, 30/m, 1000/1h30m."
 )
@@ -203,7 +203,7 @@ def _is_unapplied(policy: Policy) -> bool:
 def _limits(policy: Policy) -> str:
     limits = {
         "at once": policy.concurrency,
-        "at once of each key": policy.key_concurrency,
+        "at once of each key": policy.concurrency_per_key,
         "begin": policy.rate_text,
     }
     return ", ".join(f"{value} {name}" for name, value in limits.items() if value is not None)
@@ -217,7 +217,7 @@ def _row(policy: Policy) -> list[Cell]:
         policy.held or 0,
         policy.running or 0,
         policy.concurrency,
-        policy.key_concurrency,
+        policy.concurrency_per_key,
         policy.rate_text,
         policy.update_time,
         policy.updated_by,

@@ -35,7 +35,7 @@ from delaytasks.client import DelayTasks
 from delaytasks.core.errors import DelayTaskError, InvalidInputError
 from delaytasks.core.ids import check_id
 from delaytasks.core.inputs import parse_duration, show_timing
-from delaytasks.core.task import DelayTask, NewTask, OnConflict
+from delaytasks.core.task import DelayedTask, NewTask, OnConflict
 from delaytasks.recurrence.definition import RecurringSchedule, preview
 from delaytasks.recurrence.imports import SOURCES, import_entries
 from delaytasks.recurrence.recurring import default_tz
@@ -69,12 +69,12 @@ _LINE_FIELDS = NewTask._fields
 @click.option("--priority", type=int, default=0, help="0 to 9, higher first.")
 @click.option("--retries", metavar="DELAYS", help='Its own retry schedule, such as "15s 3m 10m".')
 @click.option(
-    "--expires",
+    "--max-late",
     metavar="DURATION",
     help="The latest start after the due time; then it is cancelled.",
 )
 @click.option(
-    "--concurrency-key", metavar="KEY", help="The key for limits that are counted for each key."
+    "--limit-key", metavar="KEY", help="The key for limits that are counted for each key."
 )
 @click.option(
     "--meta",
@@ -84,7 +84,7 @@ _LINE_FIELDS = NewTask._fields
     help="A pair of the task's meta. Repeatable.",
 )
 @click.option(
-    "--spread", metavar="DURATION", help="Due up to this time later, so that many are not together."
+    "--jitter", metavar="DURATION", help="Due up to this time later, so that many are not together."
 )
 @click.option("--id", help="Your own id; scheduling again with it is harmless.")
 @click.option(
@@ -110,7 +110,7 @@ def schedule(
     delaytasks schedule report.send @report.json --at 2030-01-31T18:00:00Z --key january
 
     FILE for --many has one JSON object a line, with tag, body, delay or at, and further options of
-    the task (key, queue, priority, retries, expires, max_wait, concurrency_key, meta, spread,
+    the task (key, queue, priority, retries, max_late, max_wait, limit_key, meta, jitter,
     id):
 
     \b
@@ -138,7 +138,7 @@ def schedule(
     if delay is not None:
         task = delays.schedule_delay(tag, content, delay, **options)
     else:
-        task = delays.schedule_at(tag, content, cast(datetime, at), **options)
+        task = delays.schedule_delay(tag, content, at=cast(datetime, at), **options)
     cli.answer_task(task, "scheduled")
     meant = runtime_of(delays).registry.meant_by(task.tag)
     if meant is not None:
@@ -218,7 +218,7 @@ class _Lines:
                 self._waiting.append((self._number, task))
                 yield task
 
-    def written(self, tasks: Sequence[DelayTask]) -> None:
+    def written(self, tasks: Sequence[DelayedTask]) -> None:
         self.scheduled += len(tasks)
         self._is_batch_written = True
         self._progress.update(self._bar, moved=self.scheduled)
@@ -358,7 +358,7 @@ def list_(cli: Cli, limit: int, **filters: str | None) -> None:
 @click.option("--queue", help="The queue [the queue of the tag].")
 @click.option("--priority", type=int, help="0 to 9; higher first.")
 @click.option("--retries", help='A retry schedule, as "15s 3m".')
-@click.option("--expires", metavar="DURATION", help="A task that starts later is cancelled.")
+@click.option("--max-late", metavar="DURATION", help="A task that starts later is cancelled.")
 @click.option(
     "--meta",
     type=PAIR,

@@ -39,7 +39,7 @@ from delaytasks.core.errors import DelayTaskError, StoreError
 from delaytasks.core.filters import BulkResult
 from delaytasks.core.ids import check_id
 from delaytasks.core.states import Status
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 from delaytasks.core.text import some_values
 from delaytasks.runtime import runtime_of
 
@@ -276,8 +276,9 @@ def cancel(cli: Cli, ids: tuple[str, ...], key: str | None, running: bool, many:
     unchanged: list[str] = []
 
     def cancel_one(id: int) -> None:
-        # With `strict`, the exit code tells a script that the task may have run.
-        result = delays.cancel(id, strict=True, running=running)
+        result = delays.cancel(id, running=running)
+        if result.error is not None:  # the exit code tells a script that the task may have run
+            raise result.error
         (requested if result.is_requested else cancelled if result else unchanged).append(str(id))
         if not cli.is_json:
             say(f"cancelled task {id}" if result else result.reason)
@@ -355,7 +356,7 @@ def spread(
         many = many.due_between(*between)
     if not many.is_meant():
         raise click.UsageError("Name the tasks by --between or by other filters.")
-    move_many(cli, "spread", many, partial(cli.delays.bulk.reschedule, spread=over), is_shift=True)
+    move_many(cli, "spread", many, partial(cli.delays.bulk.reschedule, jitter=over), is_shift=True)
 
 
 @click.command(cls=Command)
@@ -383,10 +384,10 @@ def touch(
     gone: Sequence[Any]
     if tag is None:
         named = [str(check_id(id)) for id in dict.fromkeys(ids)]
-        gone = [str(id) for id in delays.touch_many(named, delay).gone]
+        gone = [str(id) for id in delays.touch(named, delay).gone]
     else:
         named = list(dict.fromkeys(keys))
-        gone = delays.touch_many(tag=tag, keys=keys, delay=delay).gone
+        gone = delays.touch(tag=tag, key=keys, delay=delay).gone
     touched = [name for name in named if name not in gone]
     cli.answer({"touched": touched, "gone": gone}, f"touched {count(len(touched), 'task')}")
     for name in gone:
@@ -419,7 +420,7 @@ def rerun(
             raise click.UsageError("Name the tasks by ids or by --entry; not by both.")
         move_many(cli, "rerun", many, partial(delays.bulk.rerun, delay, entry=entry))
         return
-    started: list[DelayTask] = []
+    started: list[DelayedTask] = []
 
     def rerun_one(id: int) -> None:
         started.append(delays.rerun(id, delay or 0))

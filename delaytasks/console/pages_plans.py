@@ -95,7 +95,7 @@ def set_limits() -> Response:
     return act("set_limits", {**named, **given}, do)
 
 
-_LIMITS = ("concurrency", "key_concurrency", "rate")
+_LIMITS = ("concurrency", "concurrency_per_key", "rate")
 
 
 def _limit(name: str, text: str) -> Any:

@@ -35,7 +35,7 @@ from delaytasks.core.filters import BulkResult
 from delaytasks.core.ids import check_id
 from delaytasks.core.inputs import parse_duration
 from delaytasks.core.states import MOVES, Status, moves_from
-from delaytasks.core.task import DelayTask, Page
+from delaytasks.core.task import DelayedTask, Page
 from delaytasks.core.why import Reason
 from delaytasks.operations.explanations import error_filter, error_matcher
 from delaytasks.runtime import runtime_of
@@ -128,13 +128,13 @@ def _filters(action: str, query: TaskQuery) -> dict[str, Any]:
     return filters
 
 
-def _counted(action: str, query: TaskQuery) -> tuple[int, bool, list[DelayTask]]:
+def _counted(action: str, query: TaskQuery) -> tuple[int, bool, list[DelayedTask]]:
     """Return the number of tasks that can move, whether there may be more, and some of them.
 
     A bounded number of tasks is read, also if only few of them have the error text.
     """
     matches = error_matcher(query.error) if query.error else (lambda error: True)
-    count, read, cursor, examples = 0, 0, None, list[DelayTask]()
+    count, read, cursor, examples = 0, 0, None, list[DelayedTask]()
     searched = {**query.filters, "status": _statuses(action, query)}
     searches = Searches(state().delays)
     while read < MOST_MATCHES_COUNTED:
@@ -194,7 +194,7 @@ def start_bulk() -> Response:
         if action == "reschedule":
             return delays.bulk.reschedule(delay, **options)
         if action == "spread":
-            return delays.bulk.reschedule(spread=delay, **options)
+            return delays.bulk.reschedule(jitter=delay, **options)
         return delays.bulk.rerun(delay, **options)
 
     expected = number_of(request.form.get("expected") or "0")
@@ -312,7 +312,7 @@ def task(id: str) -> str:
     # The explanation reads the task again. The page shows the row that the reasons are about.
     found, reasons = explanation.task or found, explanation.reasons
     now = runtime_of(delays).clock.now()
-    attempts = delays.attempts(found)
+    attempts = delays.get(found, attempts=True).attempts
     schedules = (reason.facts["name"] for reason in reasons if reason.code == "recurring")
     # The trace is a part of the meta, which the role may not show.
     trace = trace_id_of(found.meta) if viewer().role >= Role.OPERATE else None
@@ -360,7 +360,9 @@ def cancel_task(id: str) -> Response:
     is_running = request.form.get("running") == "1"
 
     def do(delays: DelayTasks, number: int) -> str:
-        result = delays.cancel(number, version=_version(), running=is_running, strict=True)
+        result = delays.cancel(number, version=_version(), running=is_running)
+        if result.error is not None:
+            raise result.error
         done = "asked to stop" if result.is_requested else "cancelled"
         return f"The task was {done} at {_time_of_day()}."
 

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from delaytasks.core.clock import UTC
 from delaytasks.core.inputs import show_duration, show_measured
 from delaytasks.core.states import Status
-from delaytasks.core.task import Attempt, DelayTask, pretty
+from delaytasks.core.task import Attempt, DelayedTask, pretty
 from delaytasks.core.text import last_line, some_values
 from delaytasks.statistics.charts import sparkline
 
@@ -117,11 +117,11 @@ def error_line(error: str | None) -> str:
     return last_line(error, 160) if error else ""
 
 
-def pretty_body(task: DelayTask) -> str:
+def pretty_body(task: DelayedTask) -> str:
     return pretty(lambda: task.body, task.body_json)
 
 
-def pretty_result(task: DelayTask) -> str:
+def pretty_result(task: DelayedTask) -> str:
     return pretty(lambda: task.result, task.result_json or "")
 
 
@@ -164,7 +164,7 @@ _ENDS = {Status.DONE: "done", Status.FAILED: "failed", Status.CANCELLED: "cancel
 
 
 def timeline_of(
-    task: DelayTask,
+    task: DelayedTask,
     attempts: Sequence[Attempt],
     now: datetime,
     schedule: str | None = None,
@@ -196,7 +196,7 @@ def _attempt(each: Attempt) -> LifeEvent:
     )
 
 
-def _last_run(task: DelayTask, attempts: Sequence[Attempt]) -> Iterator[LifeEvent]:
+def _last_run(task: DelayedTask, attempts: Sequence[Attempt]) -> Iterator[LifeEvent]:
     began, where = task.execution_time, f" by {task.worker}" if task.worker else ""
     known = {each.began for each in attempts}
     if began is not None and began not in known:
@@ -213,18 +213,18 @@ def _last_run(task: DelayTask, attempts: Sequence[Attempt]) -> Iterator[LifeEven
         yield LifeEvent(task.update_time, kind, kind.capitalize(), took)
 
 
-def _next(task: DelayTask, now: datetime) -> Iterator[LifeEvent]:
+def _next(task: DelayedTask, now: datetime) -> Iterator[LifeEvent]:
     if task.status is Status.RUNNING:
         yield LifeEvent(
             task.lease_until, "running", "Its lease ends, unless it is renewed", "", True
         )
     if task.status not in (Status.NOT_COMPLETE, Status.HELD):
         return
-    is_retry = task.attempts > 0 and task.error is not None
+    is_retry = task.runs > 0 and task.error is not None
     if task.status is Status.HELD:
         title = "Held: due when a pause or a limit lets it start"
     elif task.expected_time <= now:
         title = "Due: waits for a worker"
     else:
-        title = f"Retry {task.attempts}" if is_retry else "Due"
+        title = f"Retry {task.runs}" if is_retry else "Due"
     yield LifeEvent(task.expected_time, "waiting", title, "", True)

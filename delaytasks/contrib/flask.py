@@ -20,7 +20,7 @@ from delaytasks.client import DelayTasks
 from delaytasks.core.errors import ConfigError, SessionUnusableError
 from delaytasks.core.interfaces import Transaction
 from delaytasks.core.settings import load_settings
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 from delaytasks.core.text import Secret, count
 from delaytasks.current import set_project_delays
 from delaytasks.runtime import ProcessorContext, Runtime, runtime_of
@@ -146,7 +146,7 @@ class FlaskDelays(DelayTasks):
         return [self._app_context]
 
     @contextmanager
-    def _app_context(self, task: DelayTask) -> Iterator[None]:
+    def _app_context(self, task: DelayedTask) -> Iterator[None]:
         assert self._flask is not None
         with self._flask.app_context():
             yield

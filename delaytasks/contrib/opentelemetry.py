@@ -22,7 +22,7 @@ with needs_extra("opentelemetry", "delaytasks.contrib.opentelemetry"):
 from delaytasks.contrib.run_signals import RunReceivers
 from delaytasks.core.celery_calls import add_trace_source, remove_trace_source
 from delaytasks.core.inputs import MAX_VALUE_LENGTH
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 
 __all__ = ["instrument", "uninstrument"]
 
@@ -38,7 +38,7 @@ OUTCOME_OF_STATE = {
 _TRACE_CONTEXT = TraceContextTextMapPropagator()
 
 
-def _attributes(tasks: Sequence[DelayTask], operation: str) -> Mapping[str, str | int]:
+def _attributes(tasks: Sequence[DelayedTask], operation: str) -> Mapping[str, str | int]:
     """Return the attributes of a span about one task or about several ones of a tag.
 
     They follow OpenTelemetry's conventions for messaging. The body is left out, because it may be
@@ -59,7 +59,7 @@ def _attributes(tasks: Sequence[DelayTask], operation: str) -> Mapping[str, str 
     if task.key is not None:
         found["delaytasks.key"] = task.key
     if operation == PROCESS:
-        found["delaytasks.attempt"] = task.attempts
+        found["delaytasks.attempt"] = task.runs
     return found
 
 
@@ -80,7 +80,7 @@ class _Tracing:
         )
         self.receivers = RunReceivers("opentelemetry", self.started, self.ended, self.left)
 
-    def scheduled(self, tag: str, tasks: Sequence[DelayTask]) -> Mapping[str, str]:
+    def scheduled(self, tag: str, tasks: Sequence[DelayedTask]) -> Mapping[str, str]:
         """Make the producer span of a call, and return its context for the meta of the tasks."""
         with self._tracer.start_as_current_span(
             f"{CREATE} {tag}", kind=SpanKind.PRODUCER, attributes=_attributes(tasks, CREATE)
@@ -90,7 +90,7 @@ class _Tracing:
         return {name: text for name, text in carrier.items() if len(text) <= MAX_VALUE_LENGTH}
 
     def started(self, request: Any) -> None:
-        tasks: Sequence[DelayTask] = request.delay_tasks
+        tasks: Sequence[DelayedTask] = request.delay_tasks
         contexts = [_TRACE_CONTEXT.extract(task.meta, Context()) for task in tasks]
         creators = [trace.get_current_span(one).get_span_context() for one in contexts]
         by_span = {creator.span_id: creator for creator in creators if creator.is_valid}
@@ -110,7 +110,7 @@ class _Tracing:
         run = self._run.get()
         if run is None:
             return
-        task: DelayTask = request.delay_task
+        task: DelayedTask = request.delay_task
         if len(request.delay_tasks) == 1:
             run.span.set_attribute("delaytasks.outcome", OUTCOME_OF_STATE[state])
         if state in ("FAILURE", "RETRY") and error is not None:

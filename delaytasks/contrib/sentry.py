@@ -23,7 +23,7 @@ with needs_extra("sentry", "delaytasks.contrib.sentry"):
 from delaytasks.contrib.run_signals import RunReceivers
 from delaytasks.core.celery_calls import add_trace_source
 from delaytasks.core.inputs import MAX_VALUE_LENGTH
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 
 if TYPE_CHECKING:
     from sentry_sdk._types import Event, Hint
@@ -66,7 +66,7 @@ def _is_active() -> bool:
 # -- scheduling -----------------------------------------------------------------------------------
 
 
-def _trace_of_call(tag: str, tasks: Sequence[DelayTask]) -> Mapping[str, str]:
+def _trace_of_call(tag: str, tasks: Sequence[DelayedTask]) -> Mapping[str, str]:
     """Return the trace of the caller for the meta of new tasks."""
     if not _is_active():
         return {}
@@ -88,7 +88,7 @@ def _trace_of_call(tag: str, tasks: Sequence[DelayTask]) -> Mapping[str, str]:
 def _started(request: Any) -> None:
     if not _is_active():
         return
-    task: DelayTask = request.delay_task
+    task: DelayedTask = request.delay_task
     stack = ExitStack()
     scope = stack.enter_context(sentry_sdk.isolation_scope())
     scope.clear_breadcrumbs()
@@ -103,7 +103,7 @@ def _started(request: Any) -> None:
         span.set_data("messaging.system", "delaytasks")
         span.set_data("messaging.destination.name", task.queue)
         span.set_data("messaging.message.id", str(task.id))
-        span.set_data("messaging.message.retry.count", task.attempts - 1)
+        span.set_data("messaging.message.retry.count", task.runs - 1)
     _run.set(stack)
 
 
@@ -126,13 +126,13 @@ def _left(request: Any) -> None:
         run.close()
 
 
-def _describe(scope: sentry_sdk.Scope, task: DelayTask) -> None:
+def _describe(scope: sentry_sdk.Scope, task: DelayedTask) -> None:
     """Add what identifies the task to all events of a scope. The body may be confidential."""
     scope.set_transaction_name(task.tag, source="task")
     scope.set_tag("delaytasks.tag", task.tag)
     scope.set_tag("delaytasks.id", str(task.id))
     scope.set_tag("delaytasks.queue", task.queue)
-    scope.set_tag("delaytasks.attempt", str(task.attempts))
+    scope.set_tag("delaytasks.attempt", str(task.runs))
     if task.key is not None:
         scope.set_tag("delaytasks.key", task.key)
     scope.set_context(
@@ -142,7 +142,7 @@ def _describe(scope: sentry_sdk.Scope, task: DelayTask) -> None:
             "tag": task.tag,
             "key": task.key,
             "queue": task.queue,
-            "attempt": task.attempts,
+            "attempt": task.runs,
             "lost_leases": task.lapses,
             "due": task.due.isoformat(),
             "meta": {k: v for k, v in task.meta.items() if k not in TRACE_HEADERS},
@@ -150,7 +150,7 @@ def _describe(scope: sentry_sdk.Scope, task: DelayTask) -> None:
     )
 
 
-def _capture(task: DelayTask, error: BaseException) -> None:
+def _capture(task: DelayedTask, error: BaseException) -> None:
     """Report the failure of a task, grouped by its tag in addition to the usual grouping."""
     event, hint = event_from_exception(
         error,
@@ -171,7 +171,7 @@ def _subscribe(**_: Any) -> None:
 def _report_worker_lost(name: str, fields: Mapping[str, Any]) -> None:
     if name != "task.worker_lost" or not _is_active():
         return
-    task: DelayTask = fields["task"]
+    task: DelayedTask = fields["task"]
     with sentry_sdk.new_scope() as scope:
         _describe(scope, task)
         event: Event = {

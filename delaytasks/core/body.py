@@ -284,7 +284,7 @@ class BodyVersions:
         for number in upgrades:
             if not is_integer(number, FIRST_VERSION, version - 1):
                 raise InvalidInputError(
-                    f"upgrades of {tag!r}: {shown(number)} is no version before version={version}",
+                    f"upgrades of {tag!r}: {shown(number)} is not below body_version={version}",
                     "upgrades",
                 )
         self._upgrades = dict(upgrades)
@@ -305,7 +305,8 @@ class BodyVersions:
             return cls(tag, version, upgrades or {})
         if upgrades:
             raise InvalidInputError(
-                f"the processor of {tag!r} has upgrades and no version: say version=…", "upgrades"
+                f"the processor of {tag!r} has upgrades and no version: say body_version=…",
+                "upgrades",
             )
         return None
 

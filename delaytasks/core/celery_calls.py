@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from delaytasks.core.errors import InvalidInputError
 from delaytasks.core.inputs import TAG_LENGTH, check_key, decode_meta, encode_meta
 from delaytasks.core.retry_schedule import RetrySchedule
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 from delaytasks.core.text import shown
 
 _forced_app: ContextVar[Any] = ContextVar("delaytasks_forced_app", default=None)
@@ -106,7 +106,7 @@ def _digest(text: str) -> str:
 
 
 #: Returns the pairs of meta for new tasks of one tag. The tasks are not written yet.
-TraceSource = Callable[[str, Sequence[DelayTask]], Mapping[str, str]]
+TraceSource = Callable[[str, Sequence[DelayedTask]], Mapping[str, str]]
 
 #: The pairs of meta with the trace: the W3C Trace Context, and that of Sentry.
 _TRACE_PAIRS = {
@@ -129,11 +129,11 @@ def remove_trace_source(source: TraceSource) -> None:
         _sources.remove(source)
 
 
-def add_trace(tasks: Sequence[DelayTask]) -> None:
+def add_trace(tasks: Sequence[DelayedTask]) -> None:
     """Add the trace context of the caller to the meta of new tasks."""
     if not _sources:
         return
-    by_tag: dict[str, list[DelayTask]] = {}
+    by_tag: dict[str, list[DelayedTask]] = {}
     for task in tasks:
         by_tag.setdefault(task.tag, []).append(task)
     for tag, group in by_tag.items():
@@ -156,7 +156,7 @@ def trace_id_of(meta: Mapping[str, str]) -> str | None:
     return None
 
 
-def _add(tasks: Sequence[DelayTask], pairs: Mapping[str, str]) -> None:
+def _add(tasks: Sequence[DelayedTask], pairs: Mapping[str, str]) -> None:
     """Add pairs to the meta. The caller's own pairs take precedence."""
     texts: dict[str | None, str | None] = {}
     for task in tasks:

@@ -12,7 +12,7 @@ DelayTaskError
 ├── WaitTimeoutError (also a TimeoutError)
 ├── ConfigError
 ├── BodyEncryptedError (also a ValueError)     no key of this process decrypts a stored text
-└── TaskFailedError                            for Celery's signals: the processor returned Fail()
+└── TaskFailedError                            the task of `result` is FAILED
 
 A class is a kind that callers handle in the same way. The message explains the case.
 """
@@ -127,11 +127,11 @@ class LeaseLostError(TaskStateError):
 
 
 class TaskCancelledError(TaskStateError):
-    """A caller has cancelled the running task. Let the error end the processor."""
+    """The task is cancelled: for its processor, which lets the error end it, and for `result`."""
 
 
 class WaitTimeoutError(DelayTaskError, TimeoutError):
-    """The task of `wait` has not ended in time. `id` is the id of the task."""
+    """The task of `result` has not ended in time. `id` is the id of the task."""
 
     def __init__(self, message: str, id: int | None = None) -> None:
         super().__init__(message)
@@ -186,10 +186,10 @@ class BodyEncryptedError(DelayTaskError, ValueError):
 
 
 class TaskFailedError(DelayTaskError):
-    """The error in Celery's signals for a task that ended without an exception; it is never raised.
+    """The task of `result` is FAILED. `id` is the id of the task.
 
-    `task_failure` receives it for `Fail()`, and for `Retry()` when no retry delay is left.
-    `task_postrun` receives it for `Cancel()` as well. `id` is the id of the task.
+    Celery's signals receive it for a run that ended without an exception: `task_failure` for
+    `Fail()`, and for `Retry()` when no retry delay is left; `task_postrun` for `Cancel()` as well.
     """
 
     def __init__(self, message: str, id: int | None = None) -> None:

@@ -157,8 +157,8 @@ def check_key(key: object, argument: str = "key") -> str:
     return _check_name(key, argument, KEY_LENGTH)
 
 
-def check_concurrency_key(key: object) -> str:
-    return _check_name(key, "concurrency_key", CONCURRENCY_KEY_LENGTH)
+def check_limit_key(key: object) -> str:
+    return _check_name(key, "limit_key", CONCURRENCY_KEY_LENGTH)
 
 
 def check_schedule_name(name: object) -> str:
@@ -261,7 +261,7 @@ def check_delay(delay: object, max_delay_s: float, argument: str = "delay") -> t
         seconds = delay
     else:
         is_instant = isinstance(delay, datetime)
-        remedy = "; pass an instant to schedule_at, or as at=" if is_instant else ""
+        remedy = "; pass an instant as at=" if is_instant else ""
         raise InvalidInputError(
             f"{argument} is a number of seconds, a text with units such as '30m', or a timedelta, "
             f"not {type(delay).__name__} ({shown(delay)}){remedy}",
@@ -293,9 +293,9 @@ def check_shift(shift: Any, max_s: float) -> timedelta:
     return -checked if is_negative else checked
 
 
-def check_period(spread: object, max_s: float, argument: str = "spread") -> timedelta:
+def check_period(jitter: object, max_s: float, argument: str = "jitter") -> timedelta:
     """Convert a period to a timedelta that is not 0. A text without a unit means seconds."""
-    checked = timedelta(seconds=check_wait(spread, max_s, argument))
+    checked = timedelta(seconds=check_wait(jitter, max_s, argument))
     if not checked:
         raise InvalidInputError(f"{argument} is more than 0", argument)
     return checked
@@ -393,7 +393,7 @@ def pair_text(name: str, value: str) -> str:
     return f"{json.dumps(name)}:{json.dumps(value)}"
 
 
-# -- spread ---------------------------------------------------------------------------------------
+# -- jitter ---------------------------------------------------------------------------------------
 
 # Due times that are distributed over a period, so that many tasks do not become due together.
 

@@ -11,7 +11,7 @@ from delaytasks.core.clock import to_us
 from delaytasks.core.inputs import Spread, is_queue
 from delaytasks.core.policies import NO_WAITLISTS, WaitlistsSeen
 from delaytasks.core.states import MOVES, Ending, SettlingMove, Status
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 
 #: The new due time of rescheduled tasks: an instant, a shift, times in a period, or None if it
 #: stays.
@@ -28,7 +28,7 @@ class Entry(NamedTuple):
     priority: int = 0
 
     @classmethod
-    def of(cls, task: DelayTask) -> Entry:
+    def of(cls, task: DelayedTask) -> Entry:
         return cls(task.id, task.version, to_us(task.expected_time), task.queue, task.priority)
 
     def as_list(self) -> list[int]:
@@ -58,10 +58,12 @@ class UnclaimedRow(NamedTuple):
     lapses: int
 
 
-class Claimed(list[DelayTask]):
+class Claimed(list[DelayedTask]):
     """The tasks that a claim got, and the waitlists that it saw."""
 
-    def __init__(self, tasks: Iterable[DelayTask] = (), seen: WaitlistsSeen = NO_WAITLISTS) -> None:
+    def __init__(
+        self, tasks: Iterable[DelayedTask] = (), seen: WaitlistsSeen = NO_WAITLISTS
+    ) -> None:
         super().__init__(tasks)
         self.seen = seen
 
@@ -131,7 +133,7 @@ class Recovered(NamedTuple):
 
     total: int
     #: The tasks that failed because they lost too many leases.
-    worker_lost: Sequence[DelayTask]
+    worker_lost: Sequence[DelayedTask]
     #: Id and tag of the tasks that exceeded their time limit.
     timed_out: Sequence[tuple[int, str]] = ()
     #: The levels of the tasks that can run again.
@@ -157,7 +159,7 @@ class Settlement(NamedTuple):
     Each task makes one, and a tuple takes a third of the time of a frozen dataclass.
     """
 
-    task: DelayTask
+    task: DelayedTask
     move: SettlingMove
     began: datetime | None = None
     error: str | None = None
@@ -206,7 +208,7 @@ class Transaction(Protocol):
         """Whether each statement is committed by itself, because there is no transaction."""
         ...
 
-    def after_commit(self, tasks: Sequence[DelayTask], action: Callable[..., None]) -> None:
+    def after_commit(self, tasks: Sequence[DelayedTask], action: Callable[..., None]) -> None:
         """Call `action(tasks)` after the commit.
 
         If only the moment before it is known, call `action(tasks, is_committed=False)` then.

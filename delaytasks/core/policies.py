@@ -46,8 +46,8 @@ class Policy:
         When the pause ends by itself. None if it lasts until `resume`.
     concurrency
         The most tasks that run simultaneously. None means no limit.
-    key_concurrency
-        The most tasks of one concurrency key that run simultaneously.
+    concurrency_per_key
+        The most tasks of one limit key that run simultaneously.
     rate, rate_period_s
         The most tasks that start in a period, and the period.
     version
@@ -73,7 +73,7 @@ class Policy:
     is_paused: bool = False
     paused_until: datetime | None = None
     concurrency: int | None = None
-    key_concurrency: int | None = None
+    concurrency_per_key: int | None = None
     rate: int | None = None
     rate_period_s: float | None = None
     version: int = 0
@@ -90,7 +90,7 @@ class Policy:
 
     @property
     def limits(self) -> tuple[int | None, int | None, int | None, float | None]:
-        return self.concurrency, self.key_concurrency, self.rate, self.rate_period_s
+        return self.concurrency, self.concurrency_per_key, self.rate, self.rate_period_s
 
     @property
     def has_limits(self) -> bool:
@@ -122,7 +122,7 @@ class Policy:
             "is_paused": self.is_paused,
             "paused_until": self.paused_until and self.paused_until.isoformat(),
             "concurrency": self.concurrency,
-            "key_concurrency": self.key_concurrency,
+            "concurrency_per_key": self.concurrency_per_key,
             "rate": self.rate_text,
             "held": self.held,
             "held_since": self.held_since and self.held_since.isoformat(),

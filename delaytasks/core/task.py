@@ -7,9 +7,9 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Set
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypedDict, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypedDict
 
 from delaytasks.core.body import (
     FIRST_VERSION,
@@ -49,7 +49,7 @@ current_run: ContextVar[Current | None] = ContextVar("delaytasks_run", default=N
 
 
 def task_json(task: Any) -> dict[str, Any]:
-    """Return the JSON value of a `DelayTask`."""
+    """Return the JSON value of a `DelayedTask`."""
     return {
         "id": str(task.id),
         "tag": task.tag,
@@ -65,14 +65,14 @@ def task_json(task: Any) -> dict[str, Any]:
         "update_time": iso(task.update_time),
         "lease_until": iso(task.lease_until),
         "delay_s": task.delay_s,
-        "attempts": task.attempts,
+        "runs": task.runs,
         "lapses": task.lapses,
         "version": task.version,
         "worker": task.worker,
         "ip_address": task.ip_address,
         "error": task.error,
         "headers": _shown(task.headers_json) if task.headers else {},
-        "concurrency_key": task.concurrency_key,
+        "limit_key": task.limit_key,
         "meta": task.meta,
         "result": None if task.result_json is None else _shown(task.result_json),
     }
@@ -132,7 +132,7 @@ DEFAULT_QUEUE = "default"
 
 # Not frozen: workers make one for each row, and a frozen one takes five times as long to make.
 @dataclass(slots=True, unsafe_hash=True)
-class DelayTask:
+class DelayedTask:
     """A row of `yb_delay_task_message` as it was when it was read.
 
     The object is for reading only. A changed attribute does not change the row, and a processor
@@ -158,14 +158,14 @@ class DelayTask:
         The key, or None.
     delay_s
         The delay in seconds when the task was scheduled.
-    attempts
+    runs
         The number of runs that have started, except those that snoozed or gave the task back.
     lapses
         The number of leases that were lost, because a worker died or hung.
     headers_json
         The options that differ from the processor's, as they are stored.
-    concurrency_key
-        The concurrency key, or None.
+    limit_key
+        The limit key, or None.
     create_time, update_time, execution_time
         The times of the first call, the last change and the start of the last run.
     due_time
@@ -180,6 +180,8 @@ class DelayTask:
         The traceback of the last failed attempt, or the reason of the status.
     result_json
         The result as it is stored. `result` decodes it.
+    attempts
+        The last failed attempts, if `get(attempts=True)` read the task.
 
     Examples
     --------
@@ -198,10 +200,10 @@ class DelayTask:
     priority: int = 0
     key: str | None = None
     delay_s: int = 0
-    attempts: int = 0
+    runs: int = 0
     lapses: int = 0
     headers_json: str | None = None
-    concurrency_key: str | None = None
+    limit_key: str | None = None
     create_time: datetime | None = None
     due_time: datetime | None = None
     meta_json: str | None = None
@@ -213,10 +215,11 @@ class DelayTask:
     ip: int | None = None
     error: str | None = None
     result_json: str | None = None
+    attempts: tuple[Attempt, ...] = ()
 
     @property
     def due(self) -> datetime:
-        """The due time. Lateness and `expires` count from it.
+        """The due time. Lateness and `max_late` count from it.
 
         `expected_time` is later while the task is deferred until a worker can run it.
         """
@@ -321,9 +324,9 @@ class DelayTask:
             return None
 
     @property
-    def expires_s(self) -> float | None:
+    def max_late_s(self) -> float | None:
         """The lateness in seconds after which the task is CANCELLED instead of run."""
-        return self._seconds("expires_s")
+        return self._seconds("max_late_s")
 
     @property
     def max_wait_s(self) -> float | None:
@@ -381,9 +384,13 @@ class DelayTask:
         return task_json(self)
 
 
+#: What names one task: its id, or a task that was read.
+TaskName = int | str | DelayedTask
+
+
 def id_of(name: object) -> int:
     """Return the id of a task that was given as a task or as an id."""
-    return name.id if isinstance(name, DelayTask) else check_id(name)
+    return name.id if isinstance(name, DelayedTask) else check_id(name)
 
 
 # -- A task to schedule, before it is checked -----------------------------------------------------
@@ -400,12 +407,12 @@ class TaskOptions(TypedDict, total=False):
     priority: int
     id: int | None
     retries: RetrySchedule | str | int | None
-    expires: Delay | None
+    max_late: Delay | None
     max_wait: Delay | None
-    concurrency_key: str | None
+    limit_key: str | None
     meta: Mapping[str, str] | None
     body_version: int | None
-    spread: Delay | None
+    jitter: Delay | None
 
 
 # A tuple, because a frozen dataclass takes four times as long to make.
@@ -420,9 +427,9 @@ class NewTask(NamedTuple):
         Seconds, text such as `"30m"`, or a timedelta. Give either `delay` or `at`.
     at
         An aware datetime.
-    key, queue, priority, id, retries, expires, max_wait, concurrency_key, meta, body_version
+    key, queue, priority, id, retries, max_late, max_wait, limit_key, meta, body_version
         See `schedule_delay`.
-    spread
+    jitter
         See `schedule_delay`.
 
     Examples
@@ -439,12 +446,36 @@ class NewTask(NamedTuple):
     priority: int = 0
     id: int | None = None
     retries: RetrySchedule | str | int | None = None
-    expires: Delay | None = None
+    max_late: Delay | None = None
     max_wait: Delay | None = None
-    concurrency_key: str | None = None
+    limit_key: str | None = None
     meta: Mapping[str, str] | None = None
     body_version: int | None = None
-    spread: Delay | None = None
+    jitter: Delay | None = None
+
+
+def new_task(
+    tag: str, body: Any, delay: Any, at: datetime | None, options: Mapping[str, Any]
+) -> NewTask:
+    """Return the task of a call, or say which of our names a name of Celery's has."""
+    try:
+        return NewTask(tag, body, delay, at, **options)
+    except TypeError as error:
+        for name, ours in CELERY_NAMES.items():
+            if name in options:
+                raise TypeError(f"{name}= is Celery's: write {ours}") from None
+        raise TypeError(f"schedule_delay: {str(error).partition(' ')[2]}") from None
+
+
+#: The options of `apply_async` that a user of Celery may try, and what to write instead.
+CELERY_NAMES = {
+    "countdown": "the seconds as the third argument",
+    "eta": "at=",
+    "expires": "max_late=, the longest time after the due time",
+    "args": "the body, which the processor receives",
+    "kwargs": "the body, which the processor receives",
+    "task_id": "id=, an id from new_id(), or key=",
+}
 
 
 def new_task_of(item: object) -> NewTask:
@@ -483,7 +514,7 @@ class Page:
     ...     page = delays.find(status="FAILED", cursor=page.cursor)
     """
 
-    tasks: list[DelayTask]
+    tasks: list[DelayedTask]
     cursor: str | None
 
     def __iter__(self) -> Any:
@@ -491,6 +522,9 @@ class Page:
 
     def __len__(self) -> int:
         return len(self.tasks)
+
+    def __getitem__(self, index: int) -> DelayedTask:
+        return self.tasks[index]
 
 
 # -- A failed attempt to run a task ---------------------------------------------------------------
@@ -512,7 +546,7 @@ class Attempt(NamedTuple):
 
     Examples
     --------
-    >>> [(attempt.number, attempt.ended) for attempt in delays.attempts(task)]
+    >>> [attempt.ended for attempt in delays.get(task, attempts=True).attempts]
     """
 
     number: int
@@ -529,15 +563,12 @@ class Attempt(NamedTuple):
         }
 
 
-# -- The result of `touch` and `touch_many` -------------------------------------------------------
-
-
-IdOrKey = TypeVar("IdOrKey", int, str)
+# -- The result of `touch` ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class TouchResult(Generic[IdOrKey]):
-    """The result of `touch` and `touch_many`: true if all tasks still wait.
+class TouchResult:
+    """The result of `touch`: true if all tasks still wait.
 
     Attributes
     ----------
@@ -548,18 +579,18 @@ class TouchResult(Generic[IdOrKey]):
 
     Examples
     --------
-    >>> delays.touch_many(tag="device.offline", keys=["d-17", "d-18"], delay=90).gone
+    >>> delays.touch(tag="device.offline", key=["d-17", "d-18"], delay=90).gone
     ['d-18']
     """
 
-    touched: list[IdOrKey]
-    gone: list[IdOrKey]
+    touched: list[Any]
+    gone: list[Any]
 
     def __bool__(self) -> bool:
         return not self.gone
 
     @classmethod
-    def of(cls, names: Iterable[IdOrKey], waiting: Set[IdOrKey]) -> TouchResult[IdOrKey]:
+    def of(cls, names: Iterable[Any], waiting: Set[Any]) -> TouchResult:
         """Sort the names, without repetitions, by whether their tasks wait."""
         distinct = dict.fromkeys(names)
         return cls(
@@ -591,6 +622,8 @@ class CancelResult:
         The status of the task after the call. None if no task was found.
     is_requested
         Whether the task runs, and this call has asked it to stop.
+    error
+        The reason as an error that can be raised, if no task could be cancelled.
 
     Examples
     --------
@@ -604,16 +637,17 @@ class CancelResult:
     id: int | None = None
     status: Status | None = None
     is_requested: bool = False
+    error: TaskStateError | None = field(default=None, repr=False, compare=False)
 
     def __bool__(self) -> bool:
         return self.is_cancelled
 
     @classmethod
-    def cancelled(cls, task: DelayTask) -> CancelResult:
+    def cancelled(cls, task: DelayedTask) -> CancelResult:
         return cls(True, f"task {task.id} ({task.tag}) is cancelled", task.id, Status.CANCELLED)
 
     @classmethod
-    def requested(cls, task: DelayTask) -> CancelResult:
+    def requested(cls, task: DelayedTask) -> CancelResult:
         reason = f"task {task.id} ({task.tag}) runs, and is asked to stop"
         return cls(False, reason, task.id, task.status, is_requested=True)
 
@@ -625,12 +659,12 @@ class CancelResult:
     def of_refusal(cls, error: TaskStateError) -> CancelResult | None:
         """Return the result for an error that means "nothing to cancel"; None for another error."""
         if isinstance(error, TaskNotFoundError):
-            return cls(False, str(error), error.id)
+            return cls(False, str(error), error.id, error=error)
         if error.status in _NOTHING_TO_CANCEL:
             reason = f"task {error.id} has ended: it is {error.status.name}"
             if error.status is Status.RUNNING:
                 reason = str(error)
-            return cls(False, reason, error.id, error.status)
+            return cls(False, reason, error.id, error.status, error=error)
         return None
 
 

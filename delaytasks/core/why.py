@@ -15,7 +15,7 @@ from delaytasks.core.inputs import show_duration, show_timing
 from delaytasks.core.interfaces import OverdueGroup
 from delaytasks.core.policies import Policy
 from delaytasks.core.states import Status
-from delaytasks.core.task import DelayTask, iso
+from delaytasks.core.task import DelayedTask, iso
 from delaytasks.core.text import DEFERRALS, count, last_line
 from delaytasks.core.workers import RegisteredWorker
 
@@ -69,7 +69,7 @@ class TransportFacts(NamedTuple):
 class Facts(NamedTuple):
     """The facts on which the reasons for one task depend."""
 
-    task: DelayTask
+    task: DelayedTask
     #: The time of the database, whose clock decides what is due.
     now: datetime
     #: Seconds by which the clock of this machine is ahead of the database's clock.
@@ -83,7 +83,7 @@ class Facts(NamedTuple):
     waitlist_tasks: int = 0
     #: Running tasks of the tag.
     running: int = 0
-    #: Running tasks of the tag with the task's concurrency key.
+    #: Running tasks of the tag with the task's limit key.
     running_of_key: int = 0
     #: Seconds since the last sweep; None if there was none.
     swept_s: float | None = None
@@ -126,7 +126,7 @@ class Explanation:
     """
 
     id: int | None
-    task: DelayTask | None
+    task: DelayedTask | None
     reasons: Sequence[Reason]
 
     def __str__(self) -> str:
@@ -311,8 +311,8 @@ def _limit(facts: Facts, policy: Policy | None) -> Reason:
         "tag": task.tag,
         "concurrency": policy.concurrency,
         "running": facts.running,
-        "key_concurrency": policy.key_concurrency,
-        "concurrency_key": task.concurrency_key,
+        "concurrency_per_key": policy.concurrency_per_key,
+        "limit_key": task.limit_key,
         "running_of_key": facts.running_of_key,
         "rate": policy.rate_text,
         "waitlist_tasks": facts.waitlist_tasks,
@@ -330,10 +330,10 @@ def _limits(policy: Policy, facts: Facts) -> str:
     texts = []
     if policy.concurrency is not None:
         texts.append(f"{policy.concurrency} may run at the same time, and {facts.running} do")
-    if policy.key_concurrency is not None and facts.task.concurrency_key is not None:
-        key = facts.task.concurrency_key
+    if policy.concurrency_per_key is not None and facts.task.limit_key is not None:
+        key = facts.task.limit_key
         texts.append(
-            f"{policy.key_concurrency} of the key {key} may run, and {facts.running_of_key} do"
+            f"{policy.concurrency_per_key} of the key {key} may run, and {facts.running_of_key} do"
         )
     if policy.rate_text is not None:
         texts.append(f"its rate is {policy.rate_text}")
@@ -361,13 +361,13 @@ def _not_due(facts: Facts) -> Iterator[Reason]:
             _REMEDIES.get(cause, ""),
             {**values, "due_time": iso(task.due), "late_s": round(facts.late_s, 3), "error": error},
         )
-    elif task.attempts and task.error:
+    elif task.runs and task.error:
         error = last_line(task.error)
         yield Reason(
             "retry",
-            f"Attempt {task.attempts} failed: {error}. Retry {task.attempts} is due at {at}.",
+            f"Attempt {task.runs} failed: {error}. Retry {task.runs} is due at {at}.",
             f"To run it now: delaytasks reschedule {task.id} --delay 0",
-            {**values, "attempts": task.attempts, "error": error},
+            {**values, "runs": task.runs, "error": error},
         )
     else:
         yield Reason("future", f"It is due at {at}, by the clock of the database.", "", values)
@@ -445,15 +445,15 @@ def _transport(facts: Facts) -> Iterator[Reason]:
 
 
 def _expired(facts: Facts) -> Iterator[Reason]:
-    expires_s, due = facts.task.expires_s, facts.task.due
-    if expires_s is None or facts.late_s <= expires_s:
+    max_late_s, due = facts.task.max_late_s, facts.task.due
+    if max_late_s is None or facts.late_s <= max_late_s:
         return
     yield Reason(
         "expired",
-        f"It has expired: it may be {show_duration(expires_s)} late. The worker that takes it "
+        f"It has expired: it may be {show_duration(max_late_s)} late. The worker that takes it "
         "cancels it instead of running it.",
         f"To run it nevertheless: delaytasks reschedule {facts.task.id} --delay 0",
-        {"expires_s": expires_s, "expired_at": iso(due + timedelta(seconds=expires_s))},
+        {"max_late_s": max_late_s, "expired_at": iso(due + timedelta(seconds=max_late_s))},
     )
 
 
@@ -485,7 +485,7 @@ def _done(facts: Facts) -> Reason:
 
 def _failed(facts: Facts) -> Reason:
     task, error = facts.task, last_line(facts.task.error)
-    times = f" after {count(task.attempts, 'attempt')}" if task.attempts > 1 else ""
+    times = f" after {count(task.runs, 'attempt')}" if task.runs > 1 else ""
     at = "" if task.update_time is None else f" at {instant_text(task.update_time)}"
     return Reason(
         "failed",
@@ -541,18 +541,18 @@ def _running(facts: Facts) -> Reason:
     return Reason("running", sentence, remedy, values)
 
 
-def _run(task: DelayTask) -> dict[str, Any]:
+def _run(task: DelayedTask) -> dict[str, Any]:
     began = task.execution_time
     late_s = None if began is None else round((began - task.due).total_seconds(), 3)
     return {
         "worker": task.worker,
         "began": iso(began),
         "late_s": late_s,
-        "attempts": task.attempts,
+        "runs": task.runs,
     }
 
 
-def _begun(task: DelayTask) -> str:
+def _begun(task: DelayedTask) -> str:
     began = task.execution_time
     if began is None:
         return ""

@@ -9,7 +9,7 @@ from operator import itemgetter
 
 from delaytasks.core.clock import monotonic, reset_in_child
 from delaytasks.core.interfaces import Settlement
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 
 
 class Chunk:
@@ -27,12 +27,12 @@ class Chunk:
     still wait when the time is over.
     """
 
-    def __init__(self, tasks: Sequence[DelayTask], lease_left_s: float, budget_s: float) -> None:
+    def __init__(self, tasks: Sequence[DelayedTask], lease_left_s: float, budget_s: float) -> None:
         self._lock = threading.Lock()
         self._waiting = deque(tasks)
         self._running: set[int] = set()
         self._finished: list[Settlement] = []
-        self._returned: list[DelayTask] = []
+        self._returned: list[DelayedTask] = []
         now = monotonic()
         self._leases_end_at = now + lease_left_s
         self.budget_ends = now + budget_s
@@ -40,7 +40,7 @@ class Chunk:
         #: Locked while the ended rows are settled.
         self.settling = threading.Lock()
 
-    def next(self) -> DelayTask | None:
+    def next(self) -> DelayedTask | None:
         """Return the next waiting row, or None if no row waits or the leases may have ended."""
         try:
             first = self._waiting[0]
@@ -48,7 +48,7 @@ class Chunk:
             return None
         return first if monotonic() <= self._leases_end_at else None
 
-    def start(self, first: DelayTask, most: int = 1) -> list[DelayTask]:
+    def start(self, first: DelayedTask, most: int = 1) -> list[DelayedTask]:
         """Start `first`, and up to `most` rows of its tag together.
 
         Return the started rows; none if the time budget has given `first` back meanwhile.
@@ -72,7 +72,7 @@ class Chunk:
                 self._running.remove(settlement.task.id)
                 self._finished.append(settlement)
 
-    def forget(self, tasks: Iterable[DelayTask]) -> None:
+    def forget(self, tasks: Iterable[DelayedTask]) -> None:
         """Remove started rows that get no settlement."""
         with self._lock:
             for task in tasks:
@@ -107,12 +107,12 @@ class Chunk:
         return self._is_detached
 
     @property
-    def waiting(self) -> list[DelayTask]:
+    def waiting(self) -> list[DelayedTask]:
         with self._lock:
             return list(self._waiting)
 
     @property
-    def returned(self) -> list[DelayTask]:
+    def returned(self) -> list[DelayedTask]:
         """The rows that were given back."""
         return list(self._returned)
 

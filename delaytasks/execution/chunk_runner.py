@@ -19,7 +19,7 @@ from delaytasks.core.errors import OutcomeUnknownError, StoreUnavailableError
 from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Settle, Settlement
 from delaytasks.core.settings import Settings
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 from delaytasks.core.workers import LEARNING
 from delaytasks.execution.chunk import Chunk, TimeBudget
 from delaytasks.execution.executor import TaskExecutor
@@ -50,7 +50,7 @@ class ConcurrentCalls:
         return self._free_slots(processor) * (processor.batch or 1)
 
     def start(
-        self, chunk: Chunk, processor: ProcessorSpec, first: DelayTask, claimed: datetime
+        self, chunk: Chunk, processor: ProcessorSpec, first: DelayedTask, claimed: datetime
     ) -> int | None:
         """Start the row `first` with further rows of its batch, and return their number.
 
@@ -97,7 +97,7 @@ class ConcurrentCalls:
         return self._thread_slots.free(processor.tag, processor.in_flight or 1)
 
     def _call(
-        self, processor: ProcessorSpec, tasks: Sequence[DelayTask], claimed: datetime
+        self, processor: ProcessorSpec, tasks: Sequence[DelayedTask], claimed: datetime
     ) -> list[Settlement]:
         """Run the tasks in this thread, which has no caller that an exception could reach."""
         try:
@@ -110,7 +110,7 @@ class ConcurrentCalls:
                 return []
 
     def _ended(
-        self, chunk: Chunk, tasks: Sequence[DelayTask], settlements: Sequence[Settlement]
+        self, chunk: Chunk, tasks: Sequence[DelayedTask], settlements: Sequence[Settlement]
     ) -> None:
         try:
             chunk.end(settlements)
@@ -190,14 +190,14 @@ class TagCosts:
         self._row_s[tag] = known + LEARNING * (row_s - known)
         return max(seconds - rows * self._time_budget_s, 0.0)
 
-    def counted(self, tasks: Sequence[DelayTask]) -> tuple[int, float]:
+    def counted(self, tasks: Sequence[DelayedTask]) -> tuple[int, float]:
         """Return how many of these rows have known tags, and the time that counts for them."""
         if not tasks:  # as nearly always
             return 0, 0.0
         known = [self._row_s[task.tag] for task in tasks if task.tag in self._row_s]
         return len(known), sum(min(row_s, self._time_budget_s) for row_s in known)
 
-    def quick_first(self, tasks: Sequence[DelayTask]) -> Sequence[DelayTask]:
+    def quick_first(self, tasks: Sequence[DelayedTask]) -> Sequence[DelayedTask]:
         """Return the rows of a chunk in the order in which to run them.
 
         If they will probably not all run within the time budget, the rows of quick tags come first
@@ -209,7 +209,7 @@ class TagCosts:
         costs = self._row_s
         return sorted(tasks, key=lambda task: (-task.priority, costs.get(task.tag, 0.0)))
 
-    def expected_s(self, tasks: Sequence[DelayTask]) -> float:
+    def expected_s(self, tasks: Sequence[DelayedTask]) -> float:
         """Return how long a chunk of these rows takes. No row starts after the time budget."""
         total_s = 0.0
         for task in tasks:
@@ -267,7 +267,7 @@ class ChunkRunner:
     @contextmanager
     def opened(
         self,
-        tasks: Sequence[DelayTask],
+        tasks: Sequence[DelayedTask],
         claimed_at: float,
         settle: Settle | None = None,
         settles_in_background: Callable[[], bool] | None = None,
@@ -350,7 +350,7 @@ class ChunkRunner:
     # -- the start and the end of a chunk ---------------------------------------------------------
 
     def open(
-        self, tasks: Sequence[DelayTask], claimed_at: float, waits_s: float = 0.0
+        self, tasks: Sequence[DelayedTask], claimed_at: float, waits_s: float = 0.0
     ) -> Chunk | None:
         """Hold the paused tasks, and return a chunk of the others; None if all are paused.
 
@@ -399,7 +399,7 @@ class ChunkRunner:
         self._detached.add(chunk)
         self._time_budget.end_now(chunk)
 
-    def _in_order(self, tasks: Sequence[DelayTask]) -> Sequence[DelayTask]:
+    def _in_order(self, tasks: Sequence[DelayedTask]) -> Sequence[DelayedTask]:
         """Order the tasks of a chunk.
 
         Quick rows are before slow ones. Concurrent rows that have a slot are first, since they wait
@@ -409,9 +409,9 @@ class ChunkRunner:
         if not any(self._is_special(tag) for tag in {task.tag for task in tasks}):
             return tasks
         free: dict[str, int] = {}
-        concurrent: list[DelayTask] = []
-        others: list[DelayTask] = []
-        limited: list[DelayTask] = []
+        concurrent: list[DelayedTask] = []
+        others: list[DelayedTask] = []
+        limited: list[DelayedTask] = []
         for task in tasks:
             processor = self._registry.get(task.tag)
             if processor is None or processor.in_flight is None:
@@ -433,7 +433,7 @@ class ChunkRunner:
         self,
         chunk: Chunk,
         processor: ProcessorSpec,
-        first: DelayTask,
+        first: DelayedTask,
         claimed: datetime,
         tally: Tally,
     ) -> float | None:
@@ -459,7 +459,7 @@ class ChunkRunner:
     def _wait_until_alone(self, is_alone: Callable[[], bool]) -> None:
         self._thread_slots.wait(is_alone, monotonic() + ALONE * self._lease_s)
 
-    def _prepare_for_kill(self, chunk: Chunk, tasks: list[DelayTask]) -> float:
+    def _prepare_for_kill(self, chunk: Chunk, tasks: list[DelayedTask]) -> float:
         """Wait for other rows before rows that may end the process, and settle those that ended.
 
         Returns the time that this took.

@@ -22,7 +22,16 @@ from delaytasks.core.events import Events
 from delaytasks.core.inputs import check_wait
 from delaytasks.core.interfaces import CallerConnection, Settlement, Transaction
 from delaytasks.core.settings import Settings
-from delaytasks.core.task import Cancel, DelayTask, Done, Fail, Outcome, Retry, Snooze, current_run
+from delaytasks.core.task import (
+    Cancel,
+    DelayedTask,
+    Done,
+    Fail,
+    Outcome,
+    Retry,
+    Snooze,
+    current_run,
+)
 from delaytasks.core.text import (
     DEFER_MAX_S,
     DEFER_MIN_S,
@@ -73,7 +82,7 @@ class DeferralRules:
         self._keys = [name for name in names_of(settings.encryption_keys) if name != PLAIN]
         self._readable = {NO_NAME, *self._keys}
 
-    def settlement(self, processor: ProcessorSpec | None, task: DelayTask) -> Settlement | None:
+    def settlement(self, processor: ProcessorSpec | None, task: DelayedTask) -> Settlement | None:
         """Return the settlement of a task that is not run here now, or None if the task can run."""
         if task.cancel_request is not None or self._is_asked_to_stop(task.id, task.version):
             self._events.emit("task.withdrawn", **task.event_fields, reason=CANCELLED_EARLIER)
@@ -82,8 +91,8 @@ class DeferralRules:
             known = ", ".join(sorted(processor.tag for processor in self._registry)) or "none"
             why = f"{NO_PROCESSOR}{task.tag} (this worker knows: {known}); is its module imported?"
             return self._defer(task, why, "task.no_processor")
-        expires_s = processor.expires_s if task.expires_s is None else task.expires_s
-        if expires_s is not None and (expired := self._expired(task, expires_s)) is not None:
+        max_late_s = processor.max_late_s if task.max_late_s is None else task.max_late_s
+        if max_late_s is not None and (expired := self._expired(task, max_late_s)) is not None:
             return expired
         if self._lacks_key(task):  # some workers get a new key later than others
             key, known = name_in(task.body_json), ", ".join(self._keys) or "none"
@@ -98,15 +107,15 @@ class DeferralRules:
             return self._defer(task, why + task.queue, "task.no_time_limits")
         return None
 
-    def _expired(self, task: DelayTask, expires_s: float) -> Settlement | None:
+    def _expired(self, task: DelayedTask, max_late_s: float) -> Settlement | None:
         late_s = (self._clock.now() - task.due).total_seconds()
-        if late_s <= expires_s:
+        if late_s <= max_late_s:
             return None
         self._events.emit("task.expired", **task.event_fields, late_s=late_s)
-        error = f"expired: {late_s:.3f} s late, and worth running for {expires_s:g} s"
+        error = f"expired: {late_s:.3f} s late, and worth running for {max_late_s:g} s"
         return Settlement(task, "expire", error=error)
 
-    def _lacks_key(self, task: DelayTask) -> bool:
+    def _lacks_key(self, task: DelayedTask) -> bool:
         """Whether another process may be able to decrypt the body.
 
         A body without a key's name was changed, and so was one that a key of this process cannot
@@ -114,7 +123,7 @@ class DeferralRules:
         """
         return is_encrypted(task.body_json) and name_in(task.body_json) not in self._readable
 
-    def _defer(self, task: DelayTask, why: str, event: str, **fields: Any) -> Settlement:
+    def _defer(self, task: DelayedTask, why: str, event: str, **fields: Any) -> Settlement:
         """Let the task run later on a worker that can run it; it keeps its due time.
 
         It waits for a tenth of the time that it has been overdue, within bounds.
@@ -141,7 +150,7 @@ MAX_RESULT_BYTES = 16 * 1024
 #: half is left.
 LAST_PART = 1 / 3
 #: Returns the transaction of a caller's `session=`.
-TransactionOf = Callable[[Any, DelayTask], Transaction | None]
+TransactionOf = Callable[[Any, DelayedTask], Transaction | None]
 
 
 class LeaseEndsError(LeaseLostError):
@@ -175,7 +184,7 @@ class Lease:
 
 class TaskRun:
     def __init__(
-        self, task: DelayTask, claims: Claims, transaction_of: TransactionOf, lease: Lease
+        self, task: DelayedTask, claims: Claims, transaction_of: TransactionOf, lease: Lease
     ) -> None:
         self.task = task
         self._claims = claims
@@ -236,7 +245,7 @@ class TaskRun:
                 task.id,
             )
 
-    def _committed(self, _tasks: Sequence[DelayTask], is_committed: bool = True) -> None:
+    def _committed(self, _tasks: Sequence[DelayedTask], is_committed: bool = True) -> None:
         self.is_committed, self.is_certain = True, is_committed
 
 
@@ -284,7 +293,7 @@ class OutcomeRules:
         return self.of_error(processor, run.task, began, error), error
 
     def _cancelled(
-        self, task: DelayTask, began: datetime, error: BaseException | None
+        self, task: DelayedTask, began: datetime, error: BaseException | None
     ) -> Settlement:
         """Return the settlement of a run that a caller has cancelled and that did not succeed."""
         reason = "cancelled by a caller while it ran"
@@ -295,7 +304,7 @@ class OutcomeRules:
         return Settlement(task, "withdraw", began, self._text(text))
 
     def of_error(
-        self, processor: ProcessorSpec, task: DelayTask, began: datetime, error: BaseException
+        self, processor: ProcessorSpec, task: DelayedTask, began: datetime, error: BaseException
     ) -> Settlement:
         """Schedule a retry or fail the task.
 
@@ -310,13 +319,13 @@ class OutcomeRules:
             )
         text = traceback_text(error, self._settings.max_error_bytes)
         retry_schedule = processor.retry_schedule_for(error, task)
-        wait_s = None if retry_schedule is None else retry_schedule.wait_s(task.attempts)
+        wait_s = None if retry_schedule is None else retry_schedule.wait_s(task.runs)
         if wait_s is None:
             return self._failed(task, began, text, error)
         return self._schedule_retry(task, began, text, wait_s, error)
 
     def _of_value(
-        self, processor: ProcessorSpec, task: DelayTask, began: datetime, value: object
+        self, processor: ProcessorSpec, task: DelayedTask, began: datetime, value: object
     ) -> Settlement:
         """Return the settlement of an outcome; any other value is a success."""
         if value is None:  # as most processors return
@@ -366,7 +375,7 @@ class OutcomeRules:
         return Settlement(task, "succeed", began, is_made=True)
 
     def _of_rolled_back(
-        self, processor: ProcessorSpec, task: DelayTask, began: datetime, value: object
+        self, processor: ProcessorSpec, task: DelayedTask, began: datetime, value: object
     ) -> Settlement:
         """Return the settlement of a run that rolled its `complete()` back, which is no success."""
         if isinstance(value, Outcome) and not isinstance(value, Done):
@@ -378,11 +387,11 @@ class OutcomeRules:
         )
 
     def _retry(
-        self, processor: ProcessorSpec, task: DelayTask, began: datetime, asked: Retry
+        self, processor: ProcessorSpec, task: DelayedTask, began: datetime, asked: Retry
     ) -> Settlement:
         retry_schedule = processor.retries.retry_schedule_for(Exception, task.retry_schedule)
         reason = asked.reason or "its processor asked to be run again"
-        wait_s = None if retry_schedule is None else retry_schedule.wait_s(task.attempts)
+        wait_s = None if retry_schedule is None else retry_schedule.wait_s(task.runs)
         if retry_schedule is not None and wait_s is None:
             text = self._text(f"{reason} (its retry schedule has no delay left)")
             return self._failed(task, began, text, reason)
@@ -395,24 +404,24 @@ class OutcomeRules:
             )
         return self._schedule_retry(task, began, self._text(reason), wait_s, reason)
 
-    def _failed(self, task: DelayTask, began: datetime, text: str, error: object) -> Settlement:
+    def _failed(self, task: DelayedTask, began: datetime, text: str, error: object) -> Settlement:
         self._events.emit("task.failed", **task.event_fields, began=began, error=error)
         return Settlement(task, "fail", began, text)
 
     def _schedule_retry(
-        self, task: DelayTask, began: datetime, text: str, wait_s: float, error: object
+        self, task: DelayedTask, began: datetime, text: str, wait_s: float, error: object
     ) -> Settlement:
         self._events.emit(
             "task.retry_scheduled",
             **task.event_fields,
             began=began,
-            attempt=task.attempts,
+            attempt=task.runs,
             wait_s=wait_s,
             error=error,
         )
         return Settlement(task, "schedule_retry", began, text, self._clock.after(wait_s))
 
-    def _kept(self, task: DelayTask, result: object) -> str | None:
+    def _kept(self, task: DelayedTask, result: object) -> str | None:
         """Return the result as JSON; a result that cannot be kept does not undo the run."""
         try:
             return encode_body(result, MAX_RESULT_BYTES)
@@ -467,7 +476,7 @@ class ProcessorCall:
         self._refusal = refusal
 
     @property
-    def task(self) -> DelayTask:
+    def task(self) -> DelayedTask:
         """The task, or the first one of a batch."""
         return self.runs[0].task
 
@@ -570,17 +579,17 @@ def ends_process(error: BaseException) -> bool:
     return isinstance(error, _EXITS) and type(error) not in _EXITS
 
 
-def emit_start(events: Events, task: DelayTask, began: datetime) -> None:
+def emit_start(events: Events, task: DelayedTask, began: datetime) -> None:
     events.emit("task.started", **task.event_fields, began=began)
 
 
 class Watcher(Protocol):
     """Observes the run of each row; its methods must not raise."""
 
-    def started(self, task: DelayTask, claimed: datetime, began: datetime) -> None: ...
+    def started(self, task: DelayedTask, claimed: datetime, began: datetime) -> None: ...
     def ended(self, ending: Settlement, ended: datetime, error: BaseException | None) -> None: ...
     def expired(self, ending: Settlement, claimed: datetime) -> None: ...
-    def defer(self, task: DelayTask, claimed: datetime, why: str) -> None: ...
+    def defer(self, task: DelayedTask, claimed: datetime, why: str) -> None: ...
     def flush(self) -> None:
         """Send what was observed."""
 
@@ -604,7 +613,7 @@ class TaskExecutor:
         lease: Lease,
         watcher: Callable[[], Watcher | None],
         counter: RunCounter | None = None,
-        on_start: Callable[[DelayTask, datetime], object] | None = None,
+        on_start: Callable[[DelayedTask, datetime], object] | None = None,
     ) -> None:
         self._claims = claims
         self._clock = clock
@@ -618,7 +627,7 @@ class TaskExecutor:
         self._on_start = on_start
 
     def run(
-        self, processor: ProcessorSpec | None, tasks: Sequence[DelayTask], claimed: datetime
+        self, processor: ProcessorSpec | None, tasks: Sequence[DelayedTask], claimed: datetime
     ) -> list[Settlement]:
         """Run tasks of one tag, one or as many as its processor takes in one call."""
         watcher, began = self._watcher(), self._clock.now()
@@ -650,7 +659,7 @@ class TaskExecutor:
                 self._on_start(run.task, began)
 
     def failed(
-        self, processor: ProcessorSpec, tasks: Sequence[DelayTask], error: BaseException
+        self, processor: ProcessorSpec, tasks: Sequence[DelayedTask], error: BaseException
     ) -> list[Settlement]:
         """Return the settlements of tasks for which `run` itself has raised."""
         began = self._clock.now()
@@ -671,13 +680,13 @@ class TaskExecutor:
     def _defer(
         self,
         processor: ProcessorSpec | None,
-        tasks: Sequence[DelayTask],
+        tasks: Sequence[DelayedTask],
         claimed: datetime,
         watcher: Watcher | None,
-    ) -> tuple[list[Settlement], list[DelayTask]]:
+    ) -> tuple[list[Settlement], list[DelayedTask]]:
         """Return the settlements of the tasks that do not run here, and the tasks that do."""
         settlements: list[Settlement] = []
-        ready: list[DelayTask] = []
+        ready: list[DelayedTask] = []
         for task in tasks:
             settlement = self._deferral_rules.settlement(processor, task)
             if settlement is None:
@@ -691,7 +700,7 @@ class TaskExecutor:
         return settlements, ready
 
     def _calls(
-        self, processor: ProcessorSpec, tasks: Sequence[DelayTask]
+        self, processor: ProcessorSpec, tasks: Sequence[DelayedTask]
     ) -> Iterator[ProcessorCall]:
         if processor.batch is None:
             for task in tasks:
@@ -710,7 +719,7 @@ class TaskExecutor:
         if runs:
             yield ProcessorCall(processor, runs, bodies)
 
-    def _run(self, task: DelayTask) -> TaskRun:
+    def _run(self, task: DelayedTask) -> TaskRun:
         return TaskRun(task, self._claims, self._transaction_of, self._lease)
 
     # -- ends -------------------------------------------------------------------------------------

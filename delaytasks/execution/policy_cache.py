@@ -17,7 +17,7 @@ from delaytasks.core.errors import StoreError
 from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Settlement
 from delaytasks.core.policies import NO_POLICIES, Changes, Policies, Stamp
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 
 if TYPE_CHECKING:
     from delaytasks.storage.policy_rows import PausedRows
@@ -101,8 +101,8 @@ class PauseFilter:
         self._events = events
 
     def hold_paused(
-        self, tasks: Sequence[DelayTask]
-    ) -> tuple[Sequence[DelayTask], Sequence[Settlement]]:
+        self, tasks: Sequence[DelayedTask]
+    ) -> tuple[Sequence[DelayedTask], Sequence[Settlement]]:
         """Hold the paused tasks.
 
         Return the tasks to run, and settlements of paused tasks that could not be held.

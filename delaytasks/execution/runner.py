@@ -19,7 +19,7 @@ from delaytasks.core.policies import NO_WAITLISTS, WaitlistsSeen, WaitlistState
 from delaytasks.core.run_counts import RunStatistics
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 from delaytasks.core.workers import NO_RENEWAL, LastRenewal
 from delaytasks.execution.chunk_runner import (
     ChunkRunner,
@@ -274,7 +274,7 @@ class Runner:
         """Return the function that runs admitted tasks, and counts them in `tally`."""
 
         def run_rows(
-            tasks: Sequence[DelayTask], claimed_at: float, settle: Settle
+            tasks: Sequence[DelayedTask], claimed_at: float, settle: Settle
         ) -> tuple[int, float]:
             of_chunk = Tally()
             with self._chunks.opened(tasks, claimed_at, settle) as chunk:

@@ -16,7 +16,7 @@ from delaytasks.core.interfaces import Entry, Settle, Settlement, Timer
 from delaytasks.core.run_counts import LOST_LEASE, OUTCOMES, FailureCount, RunCounts, RunStatistics
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import MOVES, Status, following
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 from delaytasks.core.text import error_pattern
 from delaytasks.execution.chunk import Chunk
 from delaytasks.processors.registry import Registry
@@ -54,7 +54,7 @@ class RunCounter:
         self._tags: dict[str, RunCounts] = {}
         self._failures: dict[tuple[str, str], FailureCount] = {}
 
-    def add_run(self, task: DelayTask, began: datetime, duration_s: float) -> None:
+    def add_run(self, task: DelayedTask, began: datetime, duration_s: float) -> None:
         """Count a run that has ended, and that began at `began`."""
         self._runs.append((task.tag, began - task.due, duration_s))
 
@@ -117,7 +117,7 @@ class RunCounter:
         processor = self._registry.get(tag)
         return None if processor is None else processor.on_time_s
 
-    def _add_failure(self, task: DelayTask, error: str) -> None:
+    def _add_failure(self, task: DelayedTask, error: str) -> None:
         pattern = error_pattern(error)
         known = self._failures.get((task.tag, pattern))
         if known is not None:
@@ -257,7 +257,7 @@ class Settler:
 
     # -- reports ----------------------------------------------------------------------------------
 
-    def _report_locked(self, task: DelayTask) -> None:
+    def _report_locked(self, task: DelayedTask) -> None:
         """Report a locked row once, not at each try."""
         if self._reported_locked == (task.id, task.version):
             return
@@ -288,7 +288,7 @@ class Settler:
             self._events.emit(
                 "task.done",
                 **s.task.event_fields,
-                attempt=s.task.attempts,
+                attempt=s.task.runs,
                 late_s=((s.began or s.task.due) - s.task.due).total_seconds(),
             )
 

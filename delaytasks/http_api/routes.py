@@ -31,7 +31,7 @@ from delaytasks.core.errors import (
 from delaytasks.core.inputs import parse_duration
 from delaytasks.core.task import (
     CancelResult,
-    DelayTask,
+    DelayedTask,
     NewTask,
     OnConflict,
     TouchResult,
@@ -415,12 +415,12 @@ def _task_of(options: dict[str, Any]) -> tuple[NewTask, OnConflict]:
 class _ScheduledBeforeError(Exception):
     """Rolls the transaction of a repeated request back."""
 
-    def __init__(self, task: DelayTask) -> None:
+    def __init__(self, task: DelayedTask) -> None:
         super().__init__(task.id)
         self.task = task
 
 
-def _schedule_once(request: ApiRequest, new: NewTask) -> DelayTask:
+def _schedule_once(request: ApiRequest, new: NewTask) -> DelayedTask:
     """Schedule a task, unless a request with the same Idempotency-Key has scheduled it.
 
     The task's key is a hash of the names of the API key and of the Idempotency-Key. Of several
@@ -431,7 +431,7 @@ def _schedule_once(request: ApiRequest, new: NewTask) -> DelayTask:
     new = new._replace(key=IDEMPOTENCY_START + digest[:32])
     wiring = runtime_of(request.delays)
 
-    def insert(on: Any) -> DelayTask:
+    def insert(on: Any) -> DelayedTask:
         task = wiring.producer.schedule(new, "keep", wiring.transactions.of(on))
         # A row keeps its key when it ends, but no unique key prevents this insert then. The look
         # comes after the insert, because from then on the key of this row prevents others.
@@ -498,8 +498,8 @@ def get_task(request: ApiRequest) -> Reply:
 @_route("GET /v1/tasks/{id}/attempts", Permission.READ_TASK, "Attempts")
 def get_attempts(request: ApiRequest) -> Reply:
     """Read the failed attempts of a task."""
-    attempts = request.delays.attempts(request.path["id"])
-    return {"attempts": [attempt.as_json() for attempt in attempts]}
+    task = request.delays.get(request.path["id"], attempts=True)
+    return {"attempts": [attempt.as_json() for attempt in task.attempts]}
 
 
 @_route("POST /v1/tasks/{id}/cancel", Permission.CHANGE_TASK, "CancelResult", schemas.CANCEL_TASK)
@@ -541,7 +541,8 @@ def reschedule_key(request: ApiRequest) -> Reply:
 @_route("POST /v1/keys/touch", Permission.CHANGE_TASK, "TouchResult", schemas.TOUCH_KEYS)
 def touch_keys(request: ApiRequest) -> Reply:
     """Postpone the timeouts of many keys."""
-    return _touched(request.delays.touch_many(**request.body))
+    body = dict(request.body)
+    return _touched(request.delays.touch(key=body.pop("keys"), **body))
 
 
 @_route("GET /v1/statistics", Permission.READ, "Statistics", query=schemas.STATISTICS_PARAMETERS)
@@ -576,7 +577,7 @@ def _cancelled(result: CancelResult) -> Reply:
     }
 
 
-def _touched(result: TouchResult[Any]) -> Reply:
+def _touched(result: TouchResult) -> Reply:
     return {"touched": [*map(str, result.touched)], "gone": [*map(str, result.gone)]}
 
 

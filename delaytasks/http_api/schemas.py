@@ -102,11 +102,11 @@ _OPTIONS = {
     "queue": QUEUE,
     "priority": PRIORITY,
     "retries": RETRIES,
-    "expires": _described(DELAY, "A task that starts later than this is cancelled."),
+    "max_late": _described(DELAY, "A task that starts later than this is cancelled."),
     "max_wait": _described(DELAY, "With replace: the longest time from the first call."),
-    "concurrency_key": _text(CONCURRENCY_KEY_LENGTH),
+    "limit_key": _text(CONCURRENCY_KEY_LENGTH),
     "meta": PAIRS,
-    "spread": _described(DELAY, "The task is due up to this time later."),
+    "jitter": _described(DELAY, "The task is due up to this time later."),
 }
 NEW_TASK = _closed(
     {
@@ -206,7 +206,7 @@ TASK = _open(
         "execution_time": _INSTANT_OR_NULL,
         "create_time": _INSTANT_OR_NULL,
         "update_time": _INSTANT_OR_NULL,
-        "attempts": COUNT,
+        "runs": COUNT,
         "version": _VERSION,
         "worker": TEXT_OR_NULL,
         "error": TEXT_OR_NULL,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from delaytasks.core.clock import monotonic
 from delaytasks.core.interfaces import Settlement
 from delaytasks.core.policies import WAITLIST_RECHECK_S, Policy, WaitlistsSeen, WaitlistState
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 from delaytasks.limits.limit_queries import (
     BacklogQueries,
     PolicyQueries,
@@ -129,7 +129,7 @@ class CapacityMeter:
     def measure(self, on: Any, policy: Any) -> Capacity:
         if policy is None:
             return Capacity()
-        concurrency, key_limit = policy.concurrency, policy.key_concurrency
+        concurrency, key_limit = policy.concurrency, policy.concurrency_per_key
         capacity = Capacity(key_limit=key_limit)
         if concurrency is not None or key_limit is not None:
             capacity.running = self._policies.running(on, policy.name, key_limit is not None)
@@ -172,11 +172,11 @@ class CapacityMeter:
 #: first ones.
 EXTRA_ENTRIES = 20
 #: Admits those of the ids and versions of held rows that no other transaction has locked.
-Admit = Callable[[Any, Sequence[tuple[int, int]]], list[DelayTask]]
+Admit = Callable[[Any, Sequence[tuple[int, int]]], list[DelayedTask]]
 
 
 class Admitted(NamedTuple):
-    tasks: list[DelayTask]
+    tasks: list[DelayedTask]
     #: The key of the last one, after which the next turn goes on.
     turn: str | None
 
@@ -184,7 +184,7 @@ class Admitted(NamedTuple):
 class _Removed(NamedTuple):
     """The result of removing entries from a waitlist."""
 
-    tasks: list[DelayTask]
+    tasks: list[DelayedTask]
     #: The number of entries whose row no longer waits here.
     stale: int
     #: The only task is a recovered one, which runs alone because it may kill its worker.
@@ -192,7 +192,7 @@ class _Removed(NamedTuple):
 
 
 class FairOrder:
-    """Admits rows of a waitlist, whose column `concurrency_key` holds the concurrency key."""
+    """Admits rows of a waitlist, whose column `limit_key` holds the limit key."""
 
     def __init__(self, queries: WaitlistQueries, admit: Admit) -> None:
         self._queries = queries
@@ -216,7 +216,7 @@ class FairOrder:
             while is_new:
                 rows = self._queries.first(on, where, after, 1 + EXTRA_ENTRIES)
                 is_new = False
-                for key, entries in groupby(rows, attrgetter("concurrency_key")):
+                for key, entries in groupby(rows, attrgetter("limit_key")):
                     removed = self._remove(on, where, list(entries), 1, True)
                     if removed.tasks:
                         return Admitted(removed.tasks, key)
@@ -227,7 +227,7 @@ class FairOrder:
         self, on: Any, where: dict[str, Any], share: int, capacity: Capacity, turn: str | None
     ) -> Admitted:
         """Take the same number of rows of each key, from the key after `turn` on."""
-        admitted: list[DelayTask] = []
+        admitted: list[DelayedTask] = []
         keys = self._keys(on, where, share, turn)
         for number, key in enumerate(keys):
             quota = -(-(share - len(admitted)) // (len(keys) - number))
@@ -268,7 +268,7 @@ class FairOrder:
         ready = [entry for entry in entries if not entry.is_gone and not entry.is_later]
         is_alone = bool(ready) and ready[0].lapses > 0 and may_be_alone
         ready = ready[:1] if is_alone else [entry for entry in ready if not entry.lapses]
-        admitted: list[DelayTask] = []
+        admitted: list[DelayedTask] = []
         while ready and len(admitted) < quota:
             wanted = quota - len(admitted)
             some, ready = ready[:wanted], ready[wanted:]
@@ -321,7 +321,7 @@ class Waitlist:
             ):
                 if one.tag in limited:
                     of_tag = due.setdefault((one.tag, one.queue), [])
-                    of_tag.append((one.id, one.concurrency_key or ""))
+                    of_tag.append((one.id, one.limit_key or ""))
         held: set[int] = set()
         for tag, queue in sorted(due):  # all workers lock policies in this order
             rows = due[tag, queue]
@@ -411,7 +411,7 @@ class LimitedBacklogs:
         def work(connection: Any) -> list[tuple[str, str]]:
             found = lock(connection)
             self._hold(connection, [row.id for row in found])
-            return [(row.tag, row.concurrency_key) for row in found]
+            return [(row.tag, row.limit_key) for row in found]
 
         return self._db.transaction(work)
 
@@ -437,7 +437,7 @@ class Admission:
         self._queries = waitlist.queries
         self._fair_order = FairOrder(self._queries, claims.admit)
         self._slot_transfer = SlotTransfer(self._db, schema, claims.admitted, claims.columns)
-        #: The concurrency key of the last row of each waitlist that this process admitted.
+        #: The limit key of the last row of each waitlist that this process admitted.
         self._turns: dict[tuple[str, str], str | None] = {}
         #: Waitlists that were empty when this process looked last.
         self._empty: set[tuple[str, str]] = set()
@@ -445,7 +445,7 @@ class Admission:
 
     def admit(
         self, queue: str, tag: str, limit: int, parallel: int = 1
-    ) -> tuple[Sequence[DelayTask], WaitlistState | None]:
+    ) -> tuple[Sequence[DelayedTask], WaitlistState | None]:
         """Admit waiting rows for which there is capacity.
 
         The state is None if the waitlist is empty.
@@ -453,7 +453,7 @@ class Admission:
         `parallel` is the number of the tag's tasks that this process starts simultaneously.
         """
 
-        def work() -> tuple[Sequence[DelayTask], WaitlistState | None]:
+        def work() -> tuple[Sequence[DelayedTask], WaitlistState | None]:
             with self._db.begin() as connection:
                 return self._admit(connection, queue, tag, limit, parallel)
 
@@ -476,7 +476,7 @@ class Admission:
 
     def _admit(
         self, on: Any, queue: str, tag: str, limit: int, parallel: int
-    ) -> tuple[Sequence[DelayTask], WaitlistState | None]:
+    ) -> tuple[Sequence[DelayedTask], WaitlistState | None]:
         policy = self._policies.lock(on, tag)
         capacity = self._capacity.measure(on, policy)
         share = capacity.share(limit, parallel)
@@ -494,7 +494,7 @@ class Admission:
         left = capacity.free - share if count == share else 0
         return admitted.tasks, WaitlistState(queue, tag, left)
 
-    def admit_to_slots(self, on: Any, queue: str, tag: str, slots: int) -> Sequence[DelayTask]:
+    def admit_to_slots(self, on: Any, queue: str, tag: str, slots: int) -> Sequence[DelayedTask]:
         """Admit waiting rows to slots that become free in the same transaction.
 
         Returns no rows if the tag has limits other than the concurrency limit, which a free slot
@@ -507,7 +507,7 @@ class Admission:
         if slots == 1 and self._db.can.array_parameters:
             task = self._slot_transfer.admit(on, queue, tag, turn)
             if task is not None:
-                self._turns[queue, tag] = task.concurrency_key or ""
+                self._turns[queue, tag] = task.limit_key or ""
                 return [task]
         admitted = self._fair_order.admit(on, queue, tag, slots, Capacity(), turn)
         self._turns[queue, tag] = admitted.turn
@@ -515,14 +515,14 @@ class Admission:
 
     def settle_and_admit(
         self, settlements: Sequence[Settlement], queue: str, tag: str
-    ) -> tuple[set[int], Sequence[DelayTask]]:
+    ) -> tuple[set[int], Sequence[DelayedTask]]:
         """Settle tasks of a limited tag, and transfer their slots to the next ones of the waitlist.
 
         One transaction does both. The number of running tasks stays the same for every other
         worker, so the capacity need not be measured.
         """
 
-        def work() -> tuple[set[int], Sequence[DelayTask]]:
+        def work() -> tuple[set[int], Sequence[DelayedTask]]:
             with self._db.begin() as connection:
                 accepted = self._claims.settle(settlements, connection)
                 return accepted, self.admit_to_slots(connection, queue, tag, len(accepted))

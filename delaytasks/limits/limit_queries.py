@@ -24,7 +24,7 @@ from sqlalchemy import (
 )
 
 from delaytasks.core.states import MOVES, Status
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 from delaytasks.storage.database import Database
 from delaytasks.storage.row_lists import Prepared, check_row_count, listed, listing
 from delaytasks.storage.rows import next_version, task_of
@@ -48,7 +48,7 @@ class PolicyQueries:
             t.c.status == literal_column(f"{Status.RUNNING:d}"), t.c.tag == bindparam("tag")
         )
         self._running: Any = select(literal_column("''"), func.count()).where(runs)
-        key = func.coalesce(t.c.concurrency_key, "")
+        key = func.coalesce(t.c.limit_key, "")
         self._running_by_key = select(key, func.count()).where(runs).group_by(key)
         self._now = select(db_now())
 
@@ -57,7 +57,7 @@ class PolicyQueries:
         return on.execute(self._lock, {"tag": tag}).first()
 
     def running(self, on: Connection, tag: str, by_key: bool) -> dict[str, int]:
-        """Count the running tasks of each concurrency key, or all of them under the key ''."""
+        """Count the running tasks of each limit key, or all of them under the key ''."""
         query = self._running_by_key if by_key else self._running
         return dict(on.execute(query, {"tag": tag}).all())
 
@@ -79,10 +79,10 @@ class WaitlistQueries:
 
     def __init__(self, database: Database, schema: Schema) -> None:
         t, entry = schema.tasks, schema.waitlists
-        key = entry.c.concurrency_key
+        key = entry.c.limit_key
         position = (key, entry.c.place, entry.c.due, entry.c.task_id, entry.c.version)
         named = listed(database, t.c.id, "ids")
-        task_key = func.coalesce(t.c.concurrency_key, "")
+        task_key = func.coalesce(t.c.limit_key, "")
         values = select(
             t.c.queue, t.c.tag, task_key, -t.c.priority, t.c.expected_time, t.c.id, t.c.version
         ).where(named)
@@ -113,7 +113,7 @@ class WaitlistQueries:
             .order_by(key, entry.c.place, entry.c.due, entry.c.task_id)
             .limit(bindparam("most"))
         )
-        self._first_of_key = first.where(key == bindparam("concurrency_key"))
+        self._first_of_key = first.where(key == bindparam("limit_key"))
         keys = select(key).where(in_waitlist).order_by(key).limit(1)
         # The keys: whether there was a turn before, and whether some keys have reached their limit.
         after, not_full = key > bindparam("after"), key.not_in(listing("full"))
@@ -163,7 +163,7 @@ class WaitlistQueries:
     def first_of_key(
         self, on: Connection, where: Mapping[str, Any], key: str, most: int
     ) -> Sequence[Any]:
-        return on.execute(self._first_of_key, {**where, "concurrency_key": key, "most": most}).all()
+        return on.execute(self._first_of_key, {**where, "limit_key": key, "most": most}).all()
 
     def remove(self, on: Connection, where: Mapping[str, Any], entries: Sequence[Any]) -> None:
         """Remove entries that one of the queries above has returned."""
@@ -186,10 +186,10 @@ class BacklogQueries:
             t.c.priority == bindparam("priority"),
             is_past(t.c.expected_time, db_now()),
         )
-        key = func.coalesce(t.c.concurrency_key, "").label("concurrency_key")
+        key = func.coalesce(t.c.limit_key, "").label("limit_key")
         due = select(t.c.id, t.c.tag, key).where(is_due)
         oldest = due.order_by(t.c.expected_time).limit(OTHER_KEYS_AMONG).subquery()
-        backlogs = tuple_(oldest.c.tag, oldest.c.concurrency_key).not_in(listing("backlogs"))
+        backlogs = tuple_(oldest.c.tag, oldest.c.limit_key).not_in(listing("backlogs"))
         others = select(oldest.c.id).where(oldest.c.tag.in_(tags), backlogs)
         self._others = others.limit(bindparam("most"))
         due = due.with_for_update(skip_locked=True)
@@ -243,7 +243,7 @@ class SlotTransfer:
                 entry.c.tag == bindparam("of_tag", type_=String),
             )
             .where(t.c.lapses <= 0, t.c.expected_time <= db_now())
-            .order_by(entry.c.concurrency_key, entry.c.place, entry.c.due, entry.c.task_id)
+            .order_by(entry.c.limit_key, entry.c.place, entry.c.due, entry.c.task_id)
             .limit(1)
             .with_for_update(skip_locked=True, of=t)
         )
@@ -258,10 +258,10 @@ class SlotTransfer:
             statement = update(t).where(t.c.id == any_(ids)).values(admitted)
             return Prepared(database, statement.returning(*columns).add_cte(removed))
 
-        after = entry.c.concurrency_key > bindparam("after", type_=String)
+        after = entry.c.limit_key > bindparam("after", type_=String)
         self._admit_first, self._admit_next = admit(first), admit(first.where(after))
 
-    def admit(self, on: Connection, queue: str, tag: str, after: str | None) -> DelayTask | None:
+    def admit(self, on: Connection, queue: str, tag: str, after: str | None) -> DelayedTask | None:
         """Admit the first row of the key after `after`, except locked and recovered rows."""
         where = {"of_queue": queue, "of_tag": tag}
         rows = () if after is None else self._admit_next(on, {**where, "after": after}).rows

@@ -10,7 +10,7 @@ from delaytasks.core.clock import monotonic
 from delaytasks.core.interfaces import Settle, Settlement
 from delaytasks.core.policies import WaitlistsSeen, WaitlistState
 from delaytasks.core.settings import Settings
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 from delaytasks.core.workers import ChunkSize
 from delaytasks.limits.admission import Admission, Waitlist
 from delaytasks.processors.registry import Registry
@@ -20,7 +20,7 @@ from delaytasks.processors.registry import Registry
 MANY, HOLD_S = 5, 0.2
 #: Runs rows that were claimed at a time, with a function that settles them. Returns how many ended,
 #: and the seconds that the process spent on them.
-RunRows = Callable[[Sequence[DelayTask], float, Settle], tuple[int, float]]
+RunRows = Callable[[Sequence[DelayedTask], float, Settle], tuple[int, float]]
 
 
 class _SettlingTransfer:
@@ -34,7 +34,7 @@ class _SettlingTransfer:
         self._until = until
         self._wanted = wanted
         self._is_scarce = is_scarce
-        self.admitted: list[DelayTask] = []
+        self.admitted: list[DelayedTask] = []
 
     def settle(self, settlements: Sequence[Settlement]) -> set[int]:
         is_worth_it = self._is_scarce or len(settlements) >= self._wanted

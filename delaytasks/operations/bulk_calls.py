@@ -23,7 +23,7 @@ from delaytasks.core.ids import check_id
 from delaytasks.core.inputs import Spread, actor_of, check_page_limit
 from delaytasks.core.interfaces import Entry, To
 from delaytasks.core.states import Status
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 from delaytasks.twins import CallGroup, twin
 
 if TYPE_CHECKING:
@@ -98,12 +98,12 @@ class Bulk(CallGroup):
         *,
         at: datetime | None = None,
         by: Delay | None = None,
-        spread: Delay | None = None,
+        jitter: Delay | None = None,
         **options: Unpack[BulkOptions],
     ) -> BulkResult:
         """Give the waiting tasks that match a filter another due time.
 
-        To continue an interrupted call with `by` or `spread`, pass `updated_until=result.started`.
+        To continue an interrupted call with `by` or `jitter`, pass `updated_until=result.started`.
         Otherwise tasks that were shifted already are shifted again.
 
         Parameters
@@ -114,7 +114,7 @@ class Bulk(CallGroup):
             All tasks are due at this instant.
         by
             Each task is due this time later than before; earlier, if negative.
-        spread
+        jitter
             Each task is due up to this time later than before, uniformly distributed. Overdue tasks
             are distributed from now on.
         **options
@@ -128,24 +128,24 @@ class Bulk(CallGroup):
         Raises
         ------
         InvalidInputError
-            Unless exactly one of `delay`, `at`, `by` and `spread` is given.
+            Unless exactly one of `delay`, `at`, `by` and `jitter` is given.
         DelayTaskError
             The errors of `cancel`.
 
         Examples
         --------
         >>> delays.bulk.reschedule(by=3600, tag="mail.send")
-        >>> delays.bulk.reschedule(spread="10m", tag="mail.send", since=nine, until=ten)
+        >>> delays.bulk.reschedule(jitter="10m", tag="mail.send", since=nine, until=ten)
         """
-        if [delay, at, by, spread].count(None) != 3:
+        if [delay, at, by, jitter].count(None) != 3:
             raise InvalidInputError(
-                "give a delay, an instant (at), a shift (by) or a period (spread), one of the four",
+                "give a delay, an instant (at), a shift (by) or a period (jitter), one of the four",
                 "delay",
             )
         producer = self._runtime.producer
         to: To
-        if spread is not None:
-            to = producer.spread_of(spread)
+        if jitter is not None:
+            to = producer.jitter_of(jitter)
         elif by is not None:
             to = producer.shift_of(by)
         else:
@@ -425,7 +425,7 @@ class BulkRun:
 
     def _rerun_keyed_tasks(self, keyed: Iterable[tuple[int, int, datetime]]) -> None:
         """Rerun tasks with a key one by one; since another task may have the key."""
-        rerun: list[DelayTask] = []
+        rerun: list[DelayedTask] = []
         for id, version, due in keyed:
             try:
                 moved_to = new_due(id, due, self._to, self.started) or due

@@ -11,7 +11,7 @@ from delaytasks.core.celery_calls import CALLBACK, MESSAGE
 from delaytasks.core.clock import Clock
 from delaytasks.core.inputs import Delay
 from delaytasks.core.settings import Settings
-from delaytasks.core.task import DelayTask, NewTask
+from delaytasks.core.task import DelayedTask, NewTask
 from delaytasks.timers.publisher import bounded_connection
 from delaytasks.twins import CallGroup, twin
 
@@ -75,7 +75,7 @@ class CallbackCalls(CallGroup):
         on_conflict: OnConflict = "reject",
         session: Any = None,
         **options: Unpack[TaskOptions],
-    ) -> DelayTask:
+    ) -> DelayedTask:
         """Schedule a POST of `body` as JSON to `url`, repeated until the answer is 2xx.
 
         An attempt that fails is retried by `RetrySchedule.NOTIFY`, unless `retries` is given. The
@@ -98,7 +98,7 @@ class CallbackCalls(CallGroup):
 
         Returns
         -------
-        DelayTask
+        DelayedTask
             The task as it is stored.
 
         Raises
@@ -131,7 +131,7 @@ class CallbackCalls(CallGroup):
         on_conflict: OnConflict = "reject",
         session: Any = None,
         **options: Unpack[TaskOptions],
-    ) -> DelayTask:
+    ) -> DelayedTask:
         """Schedule a message to a broker queue, repeated until the broker has accepted it.
 
         Parameters
@@ -150,7 +150,7 @@ class CallbackCalls(CallGroup):
 
         Returns
         -------
-        DelayTask
+        DelayedTask
             The task as it is stored.
 
         Raises
@@ -171,6 +171,6 @@ class CallbackCalls(CallGroup):
 
     apublish = twin(publish)
 
-    def _schedule(self, new: NewTask, on_conflict: OnConflict, session: Any) -> DelayTask:
+    def _schedule(self, new: NewTask, on_conflict: OnConflict, session: Any) -> DelayedTask:
         runtime = self._runtime
         return runtime.producer.schedule(new, on_conflict, runtime.transactions.of(session))

@@ -21,7 +21,7 @@ from delaytasks.core.celery_calls import CeleryCall, called_task, celery_key, is
 from delaytasks.core.errors import BodyRefusedError, ConfigError, DelayTaskError, InvalidInputError
 from delaytasks.core.ids import MAX_ID
 from delaytasks.core.interfaces import Transaction, connection_of
-from delaytasks.core.task import DelayTask, Done, Fail, Outcome, Retry, Snooze
+from delaytasks.core.task import DelayedTask, Done, Fail, Outcome, Retry, Snooze
 from delaytasks.operations.single_tasks import cancel_task
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class CeleryTasks:
 
     # -- publish ----------------------------------------------------------------------------------
 
-    def publish(self, bodies: Sequence[Any], tasks: Sequence[DelayTask]) -> list[Outcome]:
+    def publish(self, bodies: Sequence[Any], tasks: Sequence[DelayedTask]) -> list[Outcome]:
         """Publish the messages of rows that are due; the processor of all `celery:` tags."""
         from delaytasks.durable_eta.message_publisher import NotConfirmedError
 
@@ -165,7 +165,7 @@ class CeleryTasks:
             self._events.emit("celery_task.not_published", count, error=outage)
         return outcomes
 
-    def _message(self, body: Any, task: DelayTask) -> StoredMessage:
+    def _message(self, body: Any, task: DelayedTask) -> StoredMessage:
         """Return the message of a row. That of a recurring task is prepared now: its row has the
         call, and the id of the Celery task is the id of the row."""
         from delaytasks.durable_eta.stored_message import StoredMessage
@@ -258,21 +258,21 @@ class Revocations:
                 self._cancel(named, transaction)
                 page = self._rows.page(page[-1].id, STAMPS_PAGE, on)
 
-    def _cancel(self, live: Iterable[DelayTask], transaction: Transaction | None) -> None:
+    def _cancel(self, live: Iterable[DelayedTask], transaction: Transaction | None) -> None:
         cancelled = [task for task in live if cancel_task(self._runtime, task.id, running=True)]
         if cancelled and transaction is not None:
             transaction.after_commit(cancelled, self._store_revoked)
         else:
             self._store_revoked(cancelled)
 
-    def _store_revoked(self, tasks: Sequence[DelayTask], is_committed: bool = True) -> None:
+    def _store_revoked(self, tasks: Sequence[DelayedTask], is_committed: bool = True) -> None:
         from delaytasks.durable_eta.stored_message import store_revoked
 
         for task in tasks:
             if message := self._readable(task):
                 store_revoked(self._app, message)
 
-    def _readable(self, task: DelayTask) -> StoredMessage | None:
+    def _readable(self, task: DelayedTask) -> StoredMessage | None:
         """Return the message of a row; None if another program wrote it, or without its key."""
         from delaytasks.durable_eta.stored_message import StoredMessage
 
@@ -283,7 +283,7 @@ class Revocations:
         except (DelayTaskError, ValueError):
             return None
 
-    def _called_task(self, task: DelayTask) -> str | None:
+    def _called_task(self, task: DelayedTask) -> str | None:
         """Return the Celery task that a row of a recurring schedule will call, else None."""
         try:
             return called_task(task.body)

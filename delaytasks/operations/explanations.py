@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.filters import Filter, check_error
 from delaytasks.core.states import Status
-from delaytasks.core.task import DelayTask, Page, id_of
+from delaytasks.core.task import DelayedTask, Page, id_of
 from delaytasks.core.why import Explanation, Reason, TransportFacts, why
 from delaytasks.operations.single_tasks import TaskReference, find_id, name_of
 from delaytasks.storage.searching import SearchTimeoutError
@@ -48,7 +48,7 @@ class Explanations:
             return Explanation(_id_in(name), None, [_unreachable(error)])
         return Explanation(found.id, found, why(facts))
 
-    def _transport(self, task: DelayTask) -> TransportFacts:
+    def _transport(self, task: DelayedTask) -> TransportFacts:
         """Ask broker and timer, if the task waits for them now."""
         if not self._settings.uses_broker or not self._is_due_soon(task):
             return TransportFacts()
@@ -56,7 +56,7 @@ class Explanations:
         error = broker_error(self._runtime.celery, queue, self._settings.publish_limit_s)
         return TransportFacts(error, self._timer_error(task.queue))
 
-    def _is_due_soon(self, task: DelayTask) -> bool:
+    def _is_due_soon(self, task: DelayedTask) -> bool:
         if task.status is not Status.NOT_COMPLETE:
             return False
         horizon_s, clock = self._settings.horizon_s, self._runtime.clock
@@ -97,7 +97,7 @@ OVERLAP_S = 10.0
 class FollowStep(NamedTuple):
     """The changes that one read has found, the oldest first."""
 
-    tasks: Sequence[DelayTask]
+    tasks: Sequence[DelayedTask]
     #: Whether there may be changes that the read has not found, because there are very many.
     is_incomplete: bool
 
@@ -133,7 +133,7 @@ class Follower:
         new = [task for task in found.tasks if self._is_new(task)]
         return FollowStep(sorted(new, key=changed_at), found.is_incomplete)
 
-    def _is_new(self, task: DelayTask) -> bool:
+    def _is_new(self, task: DelayedTask) -> bool:
         """Remember the version of a task. Return whether its change is to be shown."""
         if self._known.get(task.id) == task.version:
             return False
@@ -150,7 +150,7 @@ class Follower:
         return wanted is None or Status(task.status) in wanted
 
 
-def changed_at(task: DelayTask) -> datetime:
+def changed_at(task: DelayedTask) -> datetime:
     return task.update_time or task.create_time or task.expected_time
 
 
@@ -188,7 +188,7 @@ def find_by_error(
         The number of tasks at which the search ends.
     """
     filters = {"status": [Status.FAILED], **filters}
-    found: list[DelayTask] = []
+    found: list[DelayedTask] = []
     searched, matches = 0, error_matcher(text)
     for _ in range(SEARCHED_PAGES):
         try:

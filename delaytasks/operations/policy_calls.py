@@ -32,7 +32,7 @@ NO_POLICY: dict[str, Any] = {
     "is_paused": False,
     "paused_until": None,
     "concurrency": None,
-    "key_concurrency": None,
+    "concurrency_per_key": None,
     "rate": None,
     "rate_period_s": None,
 }
@@ -150,7 +150,7 @@ class PolicyCalls(CallGroup):
         tag: str | None = None,
         queue: str | None = None,
         concurrency: int | Unchanged | None = UNCHANGED,
-        key_concurrency: int | Unchanged | None = UNCHANGED,
+        concurrency_per_key: int | Unchanged | None = UNCHANGED,
         rate: str | Unchanged | None = UNCHANGED,
         actor: str | None = None,
     ) -> Policy:
@@ -165,8 +165,8 @@ class PolicyCalls(CallGroup):
             The tag. A queue can be paused, but has no limits: `queue` raises an error.
         concurrency
             The most tasks that run simultaneously.
-        key_concurrency
-            The most tasks of one concurrency key that run simultaneously.
+        concurrency_per_key
+            The most tasks of one limit key that run simultaneously.
         rate
             The most tasks that start in a period, such as `"100/s"` or `"30/m"`.
         actor
@@ -197,13 +197,13 @@ class PolicyCalls(CallGroup):
         changes: dict[str, Any] = {}
         if concurrency is not UNCHANGED:
             changes["concurrency"] = check_limit(concurrency, "concurrency")
-        if key_concurrency is not UNCHANGED:
-            changes["key_concurrency"] = check_limit(key_concurrency, "key_concurrency")
+        if concurrency_per_key is not UNCHANGED:
+            changes["concurrency_per_key"] = check_limit(concurrency_per_key, "concurrency_per_key")
         if rate is not UNCHANGED:
             changes["rate"], changes["rate_period_s"] = parse_rate(rate)
         if not changes:
             raise InvalidInputError(
-                "say what is limited: concurrency, key_concurrency or rate", "concurrency"
+                "say what is limited: concurrency, concurrency_per_key or rate", "concurrency"
             )
         return self._change((kind, name), changes, actor)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -11,6 +13,8 @@ from delaytasks.core.celery_calls import CELERY_PREFIX
 from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import (
     InvalidInputError,
+    TaskCancelledError,
+    TaskFailedError,
     TaskNotFoundError,
     TaskStateError,
     WaitTimeoutError,
@@ -21,8 +25,14 @@ from delaytasks.core.inputs import check_key, check_page_limit, check_tag, check
 from delaytasks.core.interfaces import CallerConnection, Transaction, connection_of
 from delaytasks.core.retry_schedule import MAX_RETRY_DELAY_S
 from delaytasks.core.states import Status
-from delaytasks.core.task import CancelResult, DelayTask, Page, TouchResult, id_of
-from delaytasks.core.text import shown
+from delaytasks.core.task import (
+    CancelResult,
+    DelayedTask,
+    Page,
+    TouchResult,
+    id_of,
+)
+from delaytasks.core.text import last_line, shown
 
 if TYPE_CHECKING:
     from delaytasks.core.inputs import Delay
@@ -34,7 +44,7 @@ if TYPE_CHECKING:
 FIRST_S, LONGEST_S = 0.02, 0.5
 GROWTH = 1.5
 #: A task that was read, an id, or a tag and a key.
-TaskReference = DelayTask | int | tuple[str, str]
+TaskReference = DelayedTask | int | tuple[str, str]
 
 
 class NamedTask(NamedTuple):
@@ -64,9 +74,9 @@ def name_of(task: object, tag: str | None, key: str | None) -> TaskReference:
     return (check_tag(tag), check_key(key)) if task is None else id_or_task(task)
 
 
-def id_or_task(task: object) -> int | DelayTask:
+def id_or_task(task: object) -> int | DelayedTask:
     """Return `task` itself if it was read, else the id, checked."""
-    return task if isinstance(task, DelayTask) else check_id(task)
+    return task if isinstance(task, DelayedTask) else check_id(task)
 
 
 def find_id(store: Store, name: TaskReference, on: CallerConnection | None) -> int:
@@ -80,7 +90,7 @@ def find_id(store: Store, name: TaskReference, on: CallerConnection | None) -> i
     return id
 
 
-def read_task(runtime: Runtime, task: object, tag: str | None, key: str | None) -> DelayTask:
+def read_task(runtime: Runtime, task: object, tag: str | None, key: str | None) -> DelayedTask:
     """Read a task in a transaction of its own, which sees the end of the task."""
     return runtime.store.tasks.read(find_id(runtime.store, name_of(task, tag, key), None))
 
@@ -95,7 +105,7 @@ class Pauses:
             self._limit_s = check_wait(timeout, MAX_RETRY_DELAY_S, "timeout")
             self._ends_at = monotonic() + self._limit_s
 
-    def next(self, task: DelayTask) -> float:
+    def next(self, task: DelayedTask) -> float:
         """Return the seconds until the next read.
 
         Raises
@@ -118,6 +128,32 @@ class Pauses:
                 task.id,
             )
         return min(pause_s, left_s)
+
+
+def result_of(task: DelayedTask) -> Any:
+    """Return the result of a task that has ended, or raise the error that says how it ended."""
+    if task.status is Status.DONE:
+        return task.result
+    reason = f"task {task.id} ({task.tag}) is {task.status.name}: {last_line(task.error)}"
+    if task.status is Status.CANCELLED:
+        raise TaskCancelledError(reason, task.id, task.status)
+    raise TaskFailedError(reason, task.id)
+
+
+def transaction_of_new(runtime: Runtime, session: Any) -> Transaction | None:
+    """Return the transaction of `schedule_delay`, and warn of a call that stops an event loop."""
+    transaction = runtime.transactions.of(session)
+    asyncio = sys.modules.get("asyncio")
+    if asyncio is not None and transaction is None and asyncio._get_running_loop() is not None:
+        from delaytasks.storage.database import is_on_the_loop
+
+        if not is_on_the_loop():
+            warnings.warn(
+                "schedule_delay blocks the event loop of this coroutine: await aschedule_delay",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+    return transaction
 
 
 def find_tasks(
@@ -143,7 +179,6 @@ def cancel_task(
     tag: str | None = None,
     key: str | None = None,
     version: int | None = None,
-    strict: bool = False,
     running: bool = False,
     session: Any = None,
 ) -> CancelResult:
@@ -153,7 +188,7 @@ def cancel_task(
             cancelled = runtime.store.tasks.cancel(id, version, on, running)
     except TaskStateError as error:
         refused = CancelResult.of_refusal(error)
-        if strict or refused is None:
+        if refused is None:
             raise
         return refused
     if cancelled is None:
@@ -167,34 +202,32 @@ def cancel_task(
 
 
 def touch_tasks(
-    runtime: Runtime,
-    tasks: Iterable[object] | None,
-    delay: Delay | None,
-    tag: str | None,
-    keys: Iterable[str] | None,
-    session: Any,
-) -> TouchResult[int] | TouchResult[str]:
-    """Postpone many timeouts, as `DelayTasks.touch_many` explains."""
-    if (tasks is None) == (keys is None) or (tag is None) != (keys is None):
-        raise InvalidInputError("give touch_many the tasks, or tag= and keys=", "tasks")
+    runtime: Runtime, task: Any, delay: Delay | None, tag: str | None, key: Any, session: Any
+) -> TouchResult:
+    """Postpone timeouts, as `DelayTasks.touch` explains."""
+    if (task is None) == (key is None) or (tag is None) != (key is None):
+        raise InvalidInputError("name the tasks by their ids, or by tag= and key=", "task")
     touches = runtime.store.touches
     with runtime.transactions.guard(session) as transaction:
-        on = connection_of(transaction)
-        if keys is None:
-            ids = [id_of(id_or_task(task)) for task in _listed(tasks)]
-            return TouchResult.of(ids, touches.touch_many(ids, runtime.producer.due_of(delay), on))
-        wanted = [check_key(key) for key in _listed(keys)]
-        ids_of_keys = touches.ids_of_keys(check_tag(tag), wanted, on)
-        touched = touches.touch_many(ids_of_keys.values(), runtime.producer.due_of(delay), on)
-        return TouchResult.of(wanted, {key for key, id in ids_of_keys.items() if id in touched})
+        due, on = runtime.producer.due_of(delay), connection_of(transaction)
+        if key is None:
+            if not _is_several(task):
+                id = id_of(id_or_task(task))
+                return TouchResult.of([id], {id} if touches.touch(id, due, on) else set())
+            ids = [id_of(id_or_task(each)) for each in task]
+            return TouchResult.of(ids, touches.touch_many(ids, due, on))
+        tag = check_tag(tag)
+        if not _is_several(key):  # no other statement looks the key up
+            waits = touches.touch_key(tag, check_key(key), due, on)
+            return TouchResult.of([key], {key} if waits else set())
+        keys = [check_key(each) for each in key]
+        ids_of_keys = touches.ids_of_keys(tag, keys, on)
+        touched = touches.touch_many(ids_of_keys.values(), due, on)
+        return TouchResult.of(keys, {key for key, id in ids_of_keys.items() if id in touched})
 
 
-def _listed(items: Any) -> Iterable[Any]:
-    if isinstance(items, (str, bytes)) or not isinstance(items, Iterable):
-        raise InvalidInputError(
-            f"touch_many takes a list of tasks or of keys, not {shown(items)}", "tasks"
-        )
-    return items
+def _is_several(names: Any) -> bool:
+    return isinstance(names, Iterable) and not isinstance(names, (str, bytes))
 
 
 # -- Finds the transaction that a call belongs to -------------------------------------------------
@@ -221,7 +254,7 @@ class CallerTransactions:
             self._session.reset(token)
 
     def current_session(self) -> Any:
-        """Return the session of the innermost `using`, or None."""
+        """Return the session of the innermost block, or None."""
         return self._session.get()
 
     def of(self, session: Any) -> Transaction | None:

@@ -319,7 +319,7 @@ def _held_back(state: DeploymentState, zone: tzinfo) -> Iterator[Problem]:
     for policy in _limited(state):
         limits = {
             "concurrency": policy.concurrency,
-            "of each key": policy.key_concurrency,
+            "of each key": policy.concurrency_per_key,
             "rate": policy.rate_text,
         }
         shown = ", ".join(f"{name} {limit}" for name, limit in limits.items() if limit is not None)

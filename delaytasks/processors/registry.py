@@ -8,7 +8,7 @@ import difflib
 import inspect
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +21,7 @@ from delaytasks.core.clock import monotonic, reset_in_child
 from delaytasks.core.errors import BodyRefusedError, ConfigError, InvalidInputError, UnknownTagError
 from delaytasks.core.inputs import Delay, check_queue, check_tag, check_wait
 from delaytasks.core.retry_schedule import MAX_RETRY_DELAY_S, Retries, RetryRule, RetrySchedule
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 from delaytasks.core.text import shown
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class CommonOptions(TypedDict, total=False):
     #: first failure is final.
     retries: RetryRule
     #: A task that would start later than this after its due time is CANCELLED instead.
-    expires: Delay | None
+    max_late: Delay | None
     #: A task that starts later than this after its due time is counted as late.
     on_time: Delay | None
     #: Whether to store what the processor returns, as JSON.
@@ -162,10 +162,12 @@ class CommonOptions(TypedDict, total=False):
     in_flight: int | None
     #: The version of the bodies that the function takes, and functions that make a body of the next
     #: version from a body of an older one.
-    version: int | None
+    body_version: int | None
     upgrades: Mapping[int, Upgrade]
-    #: Returns the concurrency key of a body, for limits per key; a task may have its own.
-    concurrency_key: Callable[[Any], str | None] | None
+    #: Former tags of the function, whose rows it runs as well.
+    aliases: Iterable[str]
+    #: Returns the limit key of a body, for limits per key; a task may have its own.
+    limit_key: Callable[[Any], str | None] | None
     #: A longer run gets Celery's `SoftTimeLimitExceeded`; a run that is longer than `time_limit` is
     #: killed.
     soft_time_limit: Delay | None
@@ -188,12 +190,12 @@ class ProcessorSpec:
     queue: str | None
     wants_task: bool
     retries: Retries
-    expires_s: float | None
+    max_late_s: float | None
     on_time_s: float | None
     keep_result: bool
     schema: BodySchema | None
     versions: BodyVersions | None
-    concurrency_key: Callable[[Any], str | None] | None
+    limit_key: Callable[[Any], str | None] | None
     batch: int | None
     in_flight: int | None
     soft_time_limit_s: float | None
@@ -203,7 +205,7 @@ class ProcessorSpec:
     def has_time_limits(self) -> bool:
         return self.soft_time_limit_s is not None or self.time_limit_s is not None
 
-    def body_of(self, task: DelayTask) -> Any:
+    def body_of(self, task: DelayedTask) -> Any:
         """Return the body in the version that the function takes."""
         if self.versions is None:
             return task.body
@@ -213,7 +215,7 @@ class ProcessorSpec:
         """Return the body as the schema made it."""
         return body if self.schema is None else self.schema(body)
 
-    def retry_schedule_for(self, error: BaseException, task: DelayTask) -> RetrySchedule | None:
+    def retry_schedule_for(self, error: BaseException, task: DelayedTask) -> RetrySchedule | None:
         """Return the retry schedule of a task whose run ended in `error`."""
         if isinstance(error, BodyRefusedError):  # the next run would refuse it as well
             return None
@@ -237,7 +239,11 @@ class Registry:
             raise TypeError(
                 f"a processor has no option {', '.join(sorted(unknown))} (known: {known})"
             )
-        queue, expires, schema = options.get("queue"), options.get("expires"), options.get("schema")
+        queue, max_late, schema = (
+            options.get("queue"),
+            options.get("max_late"),
+            options.get("schema"),
+        )
         on_time = options.get("on_time")
         soft_s, hard_s = _time_limits(options)
         describe = partial(
@@ -245,16 +251,16 @@ class Registry:
             tag=check_tag(tag),
             queue=None if queue is None else check_queue(queue),
             retries=Retries.of(options.get("retries")),
-            expires_s=None
-            if expires is None
-            else check_wait(expires, MAX_RETRY_DELAY_S, "expires"),
+            max_late_s=None
+            if max_late is None
+            else check_wait(max_late, MAX_RETRY_DELAY_S, "max_late"),
             on_time_s=None
             if on_time is None
             else check_wait(on_time, MAX_RETRY_DELAY_S, "on_time"),
             keep_result=bool(options.get("keep_result")),
             schema=None if schema is None else BodySchema(tag, schema),
-            versions=BodyVersions.of(tag, options.get("version"), options.get("upgrades")),
-            concurrency_key=options.get("concurrency_key"),
+            versions=BodyVersions.of(tag, options.get("body_version"), options.get("upgrades")),
+            limit_key=options.get("limit_key"),
             batch=_bounded("batch", options.get("batch"), MAX_BATCH),
             soft_time_limit_s=soft_s,
             time_limit_s=hard_s,

@@ -19,7 +19,7 @@ from delaytasks.core.events import Events
 from delaytasks.core.interfaces import CallerConnection, Entry, Timer
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import LIVE
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 from delaytasks.recurrence.definition import RecurringSchedule, check_readable, task_options
 from delaytasks.recurrence.timing import ONE_SECOND
 from delaytasks.storage.database import Database
@@ -145,7 +145,7 @@ def _alone(
 T = TypeVar("T")
 #: The columns in the order of the fields of `RecurringSchedule`.
 SCHEDULE_COLUMNS = (
-    "name tag message_body queue priority headers concurrency_key timing tz start_at jitter_s "
+    "name tag message_body queue priority headers limit_key timing tz start_at jitter_s "
     "missed most_missed overlap is_declared is_paused next_at last_at last_task_id version "
     "create_time update_time updated_by id"
 ).split()
@@ -327,7 +327,7 @@ class RecurringTable:
             return set()
         return set(on.execute(self._live, {"ids": sorted(ids)}).scalars())
 
-    def take_keys(self, on: Any, tasks: Sequence[DelayTask]) -> set[int]:
+    def take_keys(self, on: Any, tasks: Sequence[DelayedTask]) -> set[int]:
         """Insert the keys of new tasks, and return the ids of the tasks whose keys were free."""
         if tasks and not self._db.can.insert_or_skip:
             taken = {(tag, key) for tag, key, _ in self._key_rows(on, tasks)}
@@ -341,12 +341,12 @@ class RecurringTable:
             return ids
         return ids & {id for _, _, id in self._key_rows(on, tasks)}
 
-    def _key_rows(self, on: Any, tasks: Sequence[DelayTask]) -> Sequence[Any]:
+    def _key_rows(self, on: Any, tasks: Sequence[DelayedTask]) -> Sequence[Any]:
         keys = sorted(task.key for task in tasks if task.key is not None)
         rows: Sequence[Any] = on.execute(self._owners, {"task_keys": keys}).all()
         return rows
 
-    def write(self, on: Any, tasks: Sequence[DelayTask]) -> None:
+    def write(self, on: Any, tasks: Sequence[DelayedTask]) -> None:
         """Insert tasks that have their keys already."""
         if tasks:
             self._insert_tasks(on, tasks)
@@ -402,7 +402,7 @@ class Visit(NamedTuple):
     schedule: RecurringSchedule
     plan: Plan
     #: The occurrences that get a task, and these tasks.
-    tasks: Sequence[tuple[datetime, DelayTask]]
+    tasks: Sequence[tuple[datetime, DelayedTask]]
 
     @property
     def advance(self) -> Advance | None:
@@ -519,7 +519,7 @@ class Creation:
                     "recurring.overlapped", schedule=schedule.name, at=str(schedule.next_at)
                 )
 
-    def _arm(self, tasks: Sequence[DelayTask]) -> None:
+    def _arm(self, tasks: Sequence[DelayedTask]) -> None:
         """Arm the tasks that the sweep may have passed. The next sweeps arm all later ones."""
         until_us = self._clock.now_us() + (self._horizon_s + SLACK_S) * 1e6
         near = [entry for entry in map(Entry.of, tasks) if entry.due_us <= until_us]
@@ -529,10 +529,10 @@ class Creation:
 
 def task_of(
     schedule: RecurringSchedule, at: datetime, due: datetime, id: int, now: datetime
-) -> DelayTask:
+) -> DelayedTask:
     """Return a new task of an occurrence, due then or, with jitter, later."""
     headers_json, meta_json = task_options(schedule)
-    return DelayTask(
+    return DelayedTask(
         id=id,
         tag=schedule.tag,
         body_json=schedule.body_json,
@@ -543,6 +543,6 @@ def task_of(
         delay_s=max(math.ceil((due - now).total_seconds()), 0),
         headers_json=headers_json,
         meta_json=meta_json,
-        concurrency_key=schedule.concurrency_key,
+        limit_key=schedule.limit_key,
         create_time=now,
     )

@@ -22,7 +22,7 @@ from delaytasks.core.inputs import (
     is_integer,
 )
 from delaytasks.core.retry_schedule import RetrySchedule
-from delaytasks.core.task import DelayTask, NewTask
+from delaytasks.core.task import DelayedTask, NewTask
 from delaytasks.core.text import shown
 from delaytasks.processors.registry import Registry
 from delaytasks.recurrence.timing import (
@@ -43,7 +43,7 @@ Missed = Literal["latest", "skip", "all"]
 Overlap = Literal["allow", "skip"]
 #: The fields that callers define. The other fields of a schedule change while it recurs.
 DEFINED = (
-    "tag body_json queue priority headers_json concurrency_key timing tz jitter_s missed "
+    "tag body_json queue priority headers_json limit_key timing tz jitter_s missed "
     "most_missed overlap"
 ).split()
 
@@ -60,7 +60,7 @@ class RecurringSchedule:
     ----------
     name
         The name.
-    tag, body_json, queue, priority, headers_json, concurrency_key
+    tag, body_json, queue, priority, headers_json, limit_key
         The values of each task of the schedule. `body` decodes the body, and `meta` the meta, which
         is a part of `headers_json`.
     timing, tz, start_at
@@ -98,7 +98,7 @@ class RecurringSchedule:
     queue: str
     priority: int
     headers_json: str | None
-    concurrency_key: str | None
+    limit_key: str | None
     timing: str
     tz: str
     start_at: datetime | None
@@ -230,8 +230,8 @@ class RecurringOptions(TypedDict, total=False):
     queue: str | None
     priority: int
     retries: RetrySchedule | str | int | None
-    expires: float | str | timedelta | None
-    concurrency_key: str | None
+    max_late: float | str | timedelta | None
+    limit_key: str | None
     meta: Mapping[str, str] | None
     body_version: int | None
 
@@ -248,7 +248,7 @@ class Recurrence(TypedDict):
     overlap: Overlap
 
 
-_OF_TASKS = ("queue", "priority", "retries", "expires", "concurrency_key", "meta", "body_version")
+_OF_TASKS = ("queue", "priority", "retries", "max_late", "limit_key", "meta", "body_version")
 
 
 class Definition(NamedTuple):
@@ -261,7 +261,9 @@ class Definition(NamedTuple):
     cron: Any
     options: RecurringOptions
 
-    def checked(self, build: Callable[[NewTask], DelayTask], default_tz: str) -> RecurringSchedule:
+    def checked(
+        self, build: Callable[[NewTask], DelayedTask], default_tz: str
+    ) -> RecurringSchedule:
         """Return the schedule, which is not stored yet.
 
         Parameters
@@ -280,7 +282,7 @@ class Definition(NamedTuple):
             queue=task.queue,
             priority=task.priority,
             headers_json=headers_with_meta(task.headers_json, task.meta_json),
-            concurrency_key=task.concurrency_key,
+            limit_key=task.limit_key,
             **recurrence,
         )
 
@@ -315,7 +317,7 @@ def options_of(schedule: RecurringSchedule, tag: str, body: Any) -> RecurringOpt
     """
     # A task reads these options from the same headers.
     headers_json, _ = task_options(schedule)
-    task = DelayTask(0, schedule.tag, "", ANY_START, headers_json=headers_json)
+    task = DelayedTask(0, schedule.tag, "", ANY_START, headers_json=headers_json)
     is_same_body = tag == schedule.tag and body == schedule.body
     return {
         "tz": schedule.tz,
@@ -327,8 +329,8 @@ def options_of(schedule: RecurringSchedule, tag: str, body: Any) -> RecurringOpt
         "queue": schedule.queue,
         "priority": schedule.priority,
         "retries": task.retry_schedule,
-        "expires": task.expires_s,
-        "concurrency_key": schedule.concurrency_key,
+        "max_late": task.max_late_s,
+        "limit_key": schedule.limit_key,
         "meta": schedule.meta or None,
         "body_version": task.body_version if is_same_body else None,
     }

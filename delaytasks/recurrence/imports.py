@@ -121,7 +121,7 @@ def django_entries(celery_app: Any) -> Iterator[CeleryEntry]:
         if headers := json.loads(row.headers or "{}"):
             options["headers"] = headers
         if row.expire_seconds is not None:
-            options["expires"] = row.expire_seconds
+            options["max_late"] = row.expire_seconds
         yield CeleryEntry(
             row.name,
             row.task,
@@ -137,9 +137,9 @@ def django_entries(celery_app: Any) -> Iterator[CeleryEntry]:
 
 def _django_problem(row: Any) -> str | None:
     if row.clocked_id:
-        return "it runs once, at an instant: use schedule_at"
+        return "it runs once, at an instant: use schedule_delay(at=)"
     if row.one_off:
-        return "it runs once: use schedule_at or schedule_delay"
+        return "it runs once: use schedule_delay"
     if row.expires is not None:
         return f"it ends at {row.expires.isoformat()}, and a recurring schedule has no end"
     return None

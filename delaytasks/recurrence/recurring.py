@@ -20,7 +20,7 @@ from celery.local import PromiseProxy
 from delaytasks.core.errors import ConfigError, InvalidInputError, TaskNotFoundError, TaskStateError
 from delaytasks.core.inputs import actor_of, check_page_limit, check_schedule_name, check_tag
 from delaytasks.core.interfaces import CallerConnection
-from delaytasks.core.task import DelayTask, NewTask
+from delaytasks.core.task import DelayedTask, NewTask
 from delaytasks.recurrence.creation import task_of
 from delaytasks.recurrence.definition import (
     DEFINED,
@@ -39,7 +39,7 @@ from delaytasks.twins import CallGroup, twin
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from delaytasks.core.task import DelayTask
+    from delaytasks.core.task import DelayedTask
     from delaytasks.recurrence.definition import RecurringSchedule
     from delaytasks.runtime import Runtime
 
@@ -176,8 +176,8 @@ class Recurring(CallGroup):
         overlap : str, optional
             `"skip"` makes no task for an occurrence while the task before it waits or runs.
             `"allow"` is the default.
-        queue, priority, retries, expires, concurrency_key, meta, body_version : optional
-            See `DelayTasks.schedule_delay`. `expires` counts from the due time of each task.
+        queue, priority, retries, max_late, limit_key, meta, body_version : optional
+            See `DelayTasks.schedule_delay`. `max_late` counts from the due time of each task.
 
         Returns
         -------
@@ -313,7 +313,7 @@ class Recurring(CallGroup):
 
     aresume = twin(resume)
 
-    def schedule_now(self, name: str, *, session: Any = None) -> DelayTask:
+    def schedule_now(self, name: str, *, session: Any = None) -> DelayedTask:
         """Make one task of a schedule that is due now. Its occurrences stay as they are.
 
         A paused schedule can have such a task, too.
@@ -325,7 +325,7 @@ class Recurring(CallGroup):
 
         Returns
         -------
-        DelayTask
+        DelayedTask
             The task.
 
         Raises
@@ -339,13 +339,13 @@ class Recurring(CallGroup):
         'report-acme@2026-11-24T20:15:00.123Z'
         """
         runtime = self._runtime
-        made: list[DelayTask] = []
+        made: list[DelayedTask] = []
 
         def work(on: Any, known: RecurringSchedule, now: datetime) -> Change:
             at = now.replace(microsecond=now.microsecond // 1000 * 1000)
             task = task_of(known, at, at, runtime.new_id(), now)
             made[:] = [task]  # a transaction may be tried again
-            table, cancelled = runtime.recurring_table, list[DelayTask]()
+            table, cancelled = runtime.recurring_table, list[DelayedTask]()
             changes: dict[str, Any] = {"last_task_id": task.id}
             if known.overlap == "skip" and not known.is_paused:
                 cancelled += _cancel_waiting(runtime, on, known, now)
@@ -460,7 +460,7 @@ class Change(NamedTuple):
     schedule: RecurringSchedule
     #: The kind of the change; empty if nothing was changed.
     action: str = ""
-    cancelled: Sequence[DelayTask] = ()
+    cancelled: Sequence[DelayedTask] = ()
 
 
 #: Changes a locked schedule on a connection.
@@ -475,7 +475,7 @@ def default_tz(runtime: Runtime) -> str:
 def checked(runtime: Runtime, definition: Definition) -> RecurringSchedule:
     """Return the schedule of a definition; write nothing."""
 
-    def build(new: NewTask) -> DelayTask:
+    def build(new: NewTask) -> DelayedTask:
         [task] = runtime.producer.build([new], "reject")
         return task
 
@@ -576,7 +576,7 @@ def _change(
 
 def _cancel_waiting(
     runtime: Runtime, on: CallerConnection, known: RecurringSchedule, now: datetime
-) -> Sequence[DelayTask]:
+) -> Sequence[DelayedTask]:
     """Cancel the tasks that sweeps have made ahead and that wait for their due times."""
     if known.last_at is None:
         return []
@@ -584,7 +584,7 @@ def _cancel_waiting(
         keys = [known.key_of(at) for at in known.between(now, known.last_at)]
     except InvalidInputError:
         return []  # another program wrote the timing, and no sweep made tasks of it
-    cancelled: list[DelayTask] = []
+    cancelled: list[DelayedTask] = []
     for id in runtime.recurring_table.ids_of_keys(on, known.tag, keys):
         try:
             task = runtime.store.tasks.cancel(id, on=on)

@@ -29,11 +29,11 @@ from delaytasks.core.filters import batches
 from delaytasks.core.ids import check_id
 from delaytasks.core.inputs import (
     Spread,
-    check_concurrency_key,
     check_delay,
     check_due,
     check_instant,
     check_key,
+    check_limit_key,
     check_period,
     check_priority,
     check_queue,
@@ -47,7 +47,7 @@ from delaytasks.core.interfaces import CallerConnection, Entry, Timer, Transacti
 from delaytasks.core.retry_schedule import MAX_RETRY_DELAY_S, retry_schedule_of
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
-from delaytasks.core.task import DelayTask, NewTask, OnConflict
+from delaytasks.core.task import DelayedTask, NewTask, OnConflict
 from delaytasks.core.text import shown
 from delaytasks.processors.registry import ProcessorSpec, Registry
 
@@ -106,13 +106,13 @@ class RowBatch(NamedTuple):
     """Tasks that are written in one transaction."""
 
     #: Tasks that one statement inserts.
-    plain: list[DelayTask]
+    plain: list[DelayedTask]
     #: Tasks with a key or with the caller's id, which are inserted one by one; the flag says that
     #: the id is the caller's.
-    named: list[tuple[DelayTask, bool]]
+    named: list[tuple[DelayedTask, bool]]
 
     @property
-    def first(self) -> DelayTask:
+    def first(self) -> DelayedTask:
         return self.plain[0] if self.plain else self.named[0][0]
 
 
@@ -141,7 +141,7 @@ class TaskBuilder:
 
     def many(
         self, asked: Iterable[NewTask], on_conflict: OnConflict, now: datetime
-    ) -> list[DelayTask]:
+    ) -> list[DelayedTask]:
         """Build the tasks as if all of them were scheduled at `now`."""
         check_on_conflict(on_conflict)
         cache = BuildCache(now)
@@ -165,28 +165,28 @@ class TaskBuilder:
         has_own_id = (new.id is not None for new in named)
         return RowBatch(plain, list(zip(tasks, has_own_id, strict=True)))
 
-    def _build(self, new: NewTask, on_conflict: OnConflict, cache: BuildCache) -> DelayTask:
+    def _build(self, new: NewTask, on_conflict: OnConflict, cache: BuildCache) -> DelayedTask:
         tag = cache.tags.get(new.tag) if type(new.tag) is str else None
         if tag is None:
             tag = self._tag(new.tag)
             cache.tags[tag.name] = tag
         id = self._make_id() if new.id is None else check_id(new.id)
         due, delay_s = self._due(new, cache)
-        if new.spread is not None:
+        if new.jitter is not None:
             due, delay_s = self._spread(new, id, due, cache)
         max_wait_s = _max_wait_s(new, on_conflict, self._settings.max_delay_s)
         if max_wait_s is not None:
             due = min(due, cache.now + timedelta(seconds=max_wait_s))
         body = plain(new.body)
         body_json = encode_body(body, self._settings.max_body_bytes)
-        concurrency_key, processor = new.concurrency_key, tag.processor
+        limit_key, processor = new.limit_key, tag.processor
         body_version = _body_version(new, processor)
         if processor is not None:
-            if concurrency_key is None and processor.concurrency_key is not None:
-                concurrency_key = processor.concurrency_key(body)
+            if limit_key is None and processor.limit_key is not None:
+                limit_key = processor.limit_key(body)
             if processor.schema is not None:
                 self._check_body(processor, body_version, body_json)
-        return DelayTask(
+        return DelayedTask(
             id=id,
             tag=tag.name,
             body_json=body_json,
@@ -196,9 +196,7 @@ class TaskBuilder:
             key=None if new.key is None else check_key(new.key),
             delay_s=delay_s,
             headers_json=_headers(new, max_wait_s, body_version),
-            concurrency_key=None
-            if concurrency_key is None
-            else check_concurrency_key(concurrency_key),
+            limit_key=None if limit_key is None else check_limit_key(limit_key),
             create_time=cache.now,
             meta_json=None if new.meta is None else encode_meta(new.meta),
         )
@@ -237,10 +235,10 @@ class TaskBuilder:
         period.
         """
         max_s = self._settings.max_delay_s
-        period = check_period(new.spread, max_s)
+        period = check_period(new.jitter, max_s)
         name = str(id) if new.key is None else f"{new.tag}\0{new.key}"
         # The sum is checked, since the due time itself may be as late as `max_delay_s` allows.
-        delay = check_delay(due - cache.now + share_of(name) * period, max_s, "spread")
+        delay = check_delay(due - cache.now + share_of(name) * period, max_s, "jitter")
         return cache.now + delay, math.ceil(delay.total_seconds())
 
     def _tag(self, asked: object) -> Tag:
@@ -289,7 +287,7 @@ def _body_version(new: NewTask, processor: ProcessorSpec | None) -> int:
 
 def _headers(new: NewTask, max_wait_s: float | None, body_version: int) -> str | None:
     """Return the column `headers`: the version of the body, and the options of the task itself."""
-    options = (new.retries, new.expires, max_wait_s)
+    options = (new.retries, new.max_late, max_wait_s)
     if body_version == FIRST_VERSION and options == (None, None, None):
         return None
     headers: dict[str, Any] = {}
@@ -301,8 +299,8 @@ def _headers(new: NewTask, max_wait_s: float | None, body_version: int) -> str |
             "retry_delays_s": retry_schedule.retry_delays_s,
             "jitter": retry_schedule.jitter,
         }
-    if new.expires is not None:
-        headers["expires_s"] = check_wait(new.expires, MAX_RETRY_DELAY_S, "expires")
+    if new.max_late is not None:
+        headers["max_late_s"] = check_wait(new.max_late, MAX_RETRY_DELAY_S, "max_late")
     if max_wait_s is not None:
         headers["max_wait_s"] = max_wait_s
     return json.dumps(headers, separators=(",", ":"))
@@ -323,7 +321,7 @@ ID_TRIES = 5
 #: Notifies workers of entries when a transaction is committed.
 Notify = Callable[[Sequence[Entry], CallerConnection], None]
 #: Is called with the tasks of each batch that was written.
-OnBatch = Callable[[Sequence[DelayTask]], None]
+OnBatch = Callable[[Sequence[DelayedTask]], None]
 
 
 class Producer:
@@ -352,7 +350,7 @@ class Producer:
 
     def schedule(
         self, new: NewTask, on_conflict: OnConflict, transaction: Transaction | None
-    ) -> DelayTask:
+    ) -> DelayedTask:
         (task,), has_own_id = self.build([new], on_conflict), new.id is not None
         with transaction.guard(task.id) if transaction is not None else nullcontext() as on:
             is_new = task.key is None and self._store.insert(task, on)
@@ -366,18 +364,18 @@ class Producer:
             self.arm_after_commit([task], transaction)
         return task
 
-    def build(self, asked: Iterable[NewTask], on_conflict: OnConflict) -> list[DelayTask]:
+    def build(self, asked: Iterable[NewTask], on_conflict: OnConflict) -> list[DelayedTask]:
         """Return the checked tasks; write nothing."""
         return self._builder.many(asked, on_conflict, self._clock.certain_now())
 
     def _write(
         self,
-        task: DelayTask,
+        task: DelayedTask,
         on_conflict: OnConflict,
         has_own_id: bool,
         on: CallerConnection | None,
         is_id_taken: bool = False,
-    ) -> tuple[DelayTask, bool]:
+    ) -> tuple[DelayedTask, bool]:
         """Return the task that is stored afterwards, and whether it is new."""
         for _ in range(ID_TRIES):
             try:
@@ -445,7 +443,7 @@ class Producer:
 
     def _write_batch(
         self, rows: RowBatch, on_conflict: OnConflict, on: CallerConnection | None
-    ) -> list[DelayTask]:
+    ) -> list[DelayedTask]:
         """Write the tasks of a batch and return those that are new."""
         plain, stored = rows.plain, 0
         for _ in range(ID_TRIES):
@@ -465,11 +463,11 @@ class Producer:
         named = [self._write(task, on_conflict, has_own_id, on) for task, has_own_id in rows.named]
         return [*plain, *(task for task, is_new in named if is_new)]
 
-    def _is_there(self, task: DelayTask, on: CallerConnection | None) -> bool:
+    def _is_there(self, task: DelayedTask, on: CallerConnection | None) -> bool:
         existing = self._existing(task.id, on)
         return existing is not None and _is_same(existing, task)
 
-    def _existing(self, id: int, on: CallerConnection | None) -> DelayTask | None:
+    def _existing(self, id: int, on: CallerConnection | None) -> DelayedTask | None:
         """Return the row with an id of ours; an earlier try may have written it."""
         try:
             return self._store.get(id, on)
@@ -480,7 +478,9 @@ class Producer:
 
     # -- arm --------------------------------------------------------------------------------------
 
-    def arm_after_commit(self, tasks: Sequence[DelayTask], transaction: Transaction | None) -> None:
+    def arm_after_commit(
+        self, tasks: Sequence[DelayedTask], transaction: Transaction | None
+    ) -> None:
         if transaction is None:
             self.arm(tasks)
         elif self._notify is not None and not transaction.stands_alone:
@@ -489,7 +489,7 @@ class Producer:
         elif kept := _to_arm(tasks, self._near_until_us(TRANSACTION_US)):
             transaction.after_commit(kept, self.arm)
 
-    def arm(self, tasks: Sequence[DelayTask], is_committed: bool = True) -> None:
+    def arm(self, tasks: Sequence[DelayedTask], is_committed: bool = True) -> None:
         """Arm the timer for tasks that are due soon. If that fails, the sweep finds the rows."""
         until_us = self._near_until_us()
         entries = [Entry.of(task) for task in _to_arm(tasks, until_us)]
@@ -520,10 +520,10 @@ class Producer:
         """Remove the entries of the versions before these from the timer."""
         self._timer.disarm([entry._replace(version=entry.version - 1) for entry in entries])
 
-    def disarm_after_commit(self, task: DelayTask, transaction: Transaction | None) -> None:
+    def disarm_after_commit(self, task: DelayedTask, transaction: Transaction | None) -> None:
         """Remove the entry of a task that no longer waits from the timer."""
 
-        def disarm(tasks: Sequence[DelayTask], is_committed: bool = True) -> None:
+        def disarm(tasks: Sequence[DelayedTask], is_committed: bool = True) -> None:
             if is_committed:
                 self.disarm_entries([Entry.of(task) for task in tasks])
 
@@ -543,12 +543,12 @@ class Producer:
         """Return the checked shift of due times; a negative shift means earlier."""
         return check_shift(by, self._settings.max_delay_s)
 
-    def spread_of(self, over: Any) -> Spread:
+    def jitter_of(self, over: Any) -> Spread:
         """Return the checked period over which due times are distributed."""
         return Spread(check_period(over, self._settings.max_delay_s))
 
 
-def _to_arm(tasks: Sequence[DelayTask], until_us: int | None) -> Sequence[DelayTask]:
+def _to_arm(tasks: Sequence[DelayedTask], until_us: int | None) -> Sequence[DelayedTask]:
     """Return the tasks that are due until then or have moved, and so need arming or disarming."""
     if until_us is None:
         return tasks
@@ -556,7 +556,7 @@ def _to_arm(tasks: Sequence[DelayTask], until_us: int | None) -> Sequence[DelayT
     return [task for task in tasks if task.expected_time <= until or task.version > 0]
 
 
-def _is_same(existing: DelayTask, task: DelayTask) -> bool:
+def _is_same(existing: DelayedTask, task: DelayedTask) -> bool:
     return (existing.tag, existing.body_json, existing.create_time) == (
         task.tag,
         task.body_json,

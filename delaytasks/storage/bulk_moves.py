@@ -336,7 +336,7 @@ class Bulk:
             expected_time=func.coalesce(w.c.expected_time, t.c.expected_time),
             due_time=case((w.c.expected_time.is_(None), t.c.due_time), else_=None),
             cancel_request=None,
-            **({"attempts": 0, "lapses": 0} if move == "rerun" else {}),
+            **({"runs": 0, "lapses": 0} if move == "rerun" else {}),
         )
         mine = listed(self._db, t.c.id, "ids")  # else a small table would be scanned
         return update(t).where(mine, t.c.id == w.c.id, t.c.version == w.c.version).values(values)

@@ -29,7 +29,7 @@ from delaytasks.core.inputs import MAX_PRIORITY
 from delaytasks.core.interfaces import CallerConnection, Claimed, Entry, Settlement, UnclaimedRow
 from delaytasks.core.policies import NO_WAITLISTS, WaitlistsSeen
 from delaytasks.core.states import MOVES, Status, following
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 from delaytasks.storage.database import Database
 from delaytasks.storage.row_lists import (
     Prepared,
@@ -128,16 +128,16 @@ class OneStatementClaim:
     #: Claims and returns locked rows by their ids.
     locked_statement: Prepared
 
-    def claim(self, on: Any, parameters: Mapping[str, Any]) -> list[DelayTask]:
+    def claim(self, on: Any, parameters: Mapping[str, Any]) -> list[DelayedTask]:
         """Claim the rows in the transaction of the connection `on`."""
         return [task_of(row, self.schema) for row in self.statement(on, parameters).rows]
 
-    def claim_and_commit(self, parameters: Mapping[str, Any]) -> list[DelayTask]:
+    def claim_and_commit(self, parameters: Mapping[str, Any]) -> list[DelayedTask]:
         """Claim the rows in a transaction of its own."""
         claim = partial(self.committing_statement, values=parameters)
         return [task_of(row, self.schema) for row in self.database.autocommitted(claim).rows]
 
-    def claim_locked(self, on: Any, ids: list[int]) -> list[DelayTask]:
+    def claim_locked(self, on: Any, ids: list[int]) -> list[DelayedTask]:
         """Claim these rows, which the transaction of `on` has locked. They may be held rows."""
         rows = self.locked_statement(on, list_of(self.database, ids)).rows
         check_row_count(len(rows), len(ids), ROWS_TO_CLAIM)
@@ -162,11 +162,11 @@ class TwoStatementClaim:
     #: The columns that a worker needs.
     whole: Sequence[Column[Any]]
 
-    def claim(self, on: Any, parameters: Mapping[str, Any]) -> list[DelayTask]:
+    def claim(self, on: Any, parameters: Mapping[str, Any]) -> list[DelayedTask]:
         """Claim the rows in the transaction of the connection `on`."""
         return self._claimed_tasks(self._lock_and_update(on, parameters))
 
-    def claim_and_commit(self, parameters: Mapping[str, Any]) -> list[DelayTask]:
+    def claim_and_commit(self, parameters: Mapping[str, Any]) -> list[DelayedTask]:
         """Claim the rows in a transaction of its own."""
         rows = self.database.transaction(lambda c: self._lock_and_update(c, parameters))
         return self._claimed_tasks(rows)
@@ -177,7 +177,7 @@ class TwoStatementClaim:
             self._update(on, [row[0] for row in rows])
         return rows
 
-    def claim_locked(self, on: Any, ids: list[int]) -> list[DelayTask]:
+    def claim_locked(self, on: Any, ids: list[int]) -> list[DelayedTask]:
         """Claim these rows, which the transaction of `on` has locked. They may be held rows."""
         self._update(on, ids)
         found = select(*self.whole).where(self.schema.tasks.c.id.in_(ids))
@@ -188,12 +188,12 @@ class TwoStatementClaim:
         claim = update(t).where(t.c.id.in_(ids)).values(self.claimed)
         check_row_count(on.execute(by_id(claim, t)).rowcount, len(ids), ROWS_TO_CLAIM)
 
-    def _claimed_tasks(self, rows: Sequence[Any]) -> list[DelayTask]:
+    def _claimed_tasks(self, rows: Sequence[Any]) -> list[DelayedTask]:
         """Return the tasks with the changes that the UPDATE made to these rows."""
         tasks = [task_of(row, self.schema) for row in rows]
         for task in tasks:
             task.status, task.version = MOVES["claim"].target, following(task.version)
-            task.attempts = min(task.attempts + 1, MAX_INTEGER)
+            task.runs = min(task.runs + 1, MAX_INTEGER)
         return tasks
 
 
@@ -244,7 +244,7 @@ class Candidate(NamedTuple):
     queue: str
     priority: int
     expected_time: datetime
-    concurrency_key: str | None
+    limit_key: str | None
 
 
 class ClaimQueries:
@@ -469,7 +469,7 @@ class Claims:
             t,
             "claim",
             version=claim_version(t.c.version, database.can),
-            attempts=one_more(t.c.attempts),
+            runs=one_more(t.c.runs),
             execution_time=db_now(),
             lease_until=db_now_plus(lease_s),
             worker=worker,
@@ -538,12 +538,12 @@ class Claims:
 
     def _claim_within_limits(
         self, query: ClaimQuery, parameters: dict[str, Any], hold_excess: HoldExcess, on: Any
-    ) -> tuple[list[DelayTask], WaitlistsSeen]:
+    ) -> tuple[list[DelayedTask], WaitlistsSeen]:
         candidates = [Candidate(*row) for row in query.lock_candidates(on, parameters).rows]
         starting, seen = hold_excess(on, candidates)
         return query.claim_locked(on, sorted(starting)) if starting else [], seen
 
-    def admit(self, on: Any, pairs: Sequence[tuple[int, int]]) -> list[DelayTask]:
+    def admit(self, on: Any, pairs: Sequence[tuple[int, int]]) -> list[DelayedTask]:
         """Admit those held rows (id and version) that no other transaction has locked."""
         query, parameters = self._claim_queries.named(pairs, ANY_LAPSES, MOVES["admit"].source)
         return _in_order(query.claim(on, parameters))
@@ -568,7 +568,7 @@ class Claims:
         """
         return self._settlements.settle(settlements, on)
 
-    def complete(self, task: DelayTask, result: str | None, on: CallerConnection) -> bool:
+    def complete(self, task: DelayedTask, result: str | None, on: CallerConnection) -> bool:
         """Settle a running task in its processor's own transaction.
 
         Return False if its lease was lost.
@@ -576,6 +576,6 @@ class Claims:
         return self._settlements.complete(task, result, on)
 
 
-def _in_order(tasks: Iterable[DelayTask]) -> list[DelayTask]:
+def _in_order(tasks: Iterable[DelayedTask]) -> list[DelayedTask]:
     """Sort tasks by the order in which a process runs them."""
     return sorted(tasks, key=lambda task: (-task.priority, task.expected_time, task.id))

@@ -14,7 +14,7 @@ from sqlalchemy import Connection, ScalarSelect, Table, bindparam, exc, insert, 
 
 from delaytasks.core.body import dump_json
 from delaytasks.core.filters import batches
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 from delaytasks.storage.database import Database
 from delaytasks.storage.driver_errors import as_sqlalchemy_error, is_duplicate
 from delaytasks.storage.engines import PostgresqlDriver, driver_of
@@ -108,7 +108,7 @@ class BulkInsert:
         #: The statement of each set of columns, and of the columns in which the rows differ.
         self._statements: dict[tuple[tuple[str, ...], tuple[str, ...]], Any] = {}
 
-    def __call__(self, on: Any, tasks: Sequence[DelayTask]) -> None:
+    def __call__(self, on: Any, tasks: Sequence[DelayedTask]) -> None:
         names = columns_of(tasks)
         rows = new_values(tasks, self._schema, names)
         driver = driver_of(on) if self._db.can.copy else None

@@ -10,7 +10,7 @@ from sqlalchemy import ColumnElement, Update, and_, case, or_, select, update
 
 from delaytasks.core.interfaces import Level, Recovered
 from delaytasks.core.states import MOVES, Status
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 from delaytasks.core.text import count
 from delaytasks.storage.database import Database
 from delaytasks.storage.inserts import CANCEL_REQUESTS, ChangeNumbers
@@ -79,7 +79,7 @@ class AbandonedRows:
             select(t.c.id, t.c.tag, t.c.task_key).where(named).order_by(order).limit(limit)
         ).all()
         locked = self._keys.lock_all(on, keyed)
-        run = (t.c.id, t.c.version, t.c.attempts, t.c.execution_time, t.c.worker)
+        run = (t.c.id, t.c.version, t.c.runs, t.c.execution_time, t.c.worker)
         query = select(*run, t.c.lapses, t.c.tag, t.c.queue, t.c.priority, db_now().label("now"))
         # The index of rows that run, or MySQL would lock all rows of a small table for a moment.
         query = by_index(query.where(which), t, hot_index(t)).order_by(order).limit(limit)
@@ -215,7 +215,7 @@ class CancelRequests:
         self._t = schema.tasks
         self._numbers = ChangeNumbers(database, schema)
 
-    def make(self, on: Any, task: DelayTask) -> bool:
+    def make(self, on: Any, task: DelayedTask) -> bool:
         """Ask the run of this version to stop. Return False if it has ended meanwhile."""
         t = self._t
         is_this_run = (

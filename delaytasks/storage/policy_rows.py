@@ -28,7 +28,7 @@ from delaytasks.core.clock import to_us
 from delaytasks.core.interfaces import Entry, FoundRow, Level
 from delaytasks.core.policies import Changes, Kind, Policy, Stamp
 from delaytasks.core.states import MOVES, Status, following
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 from delaytasks.storage.database import Database
 from delaytasks.storage.inserts import CANCEL_REQUESTS, POLICY_CHANGES, ChangeNumbers, Insert
 from delaytasks.storage.row_lists import check_row_count, json_rows, listed, listing
@@ -70,7 +70,7 @@ class PolicyTable:
         self._insert = Insert(database, p, ("kind", "name", "is_paused", "version"))
         self._numbers = ChangeNumbers(database, schema)
         self._columns = [p.c[field.name] for field in fields(Policy) if field.name in p.c]
-        limits = (p.c.concurrency, p.c.key_concurrency, p.c.rate, p.c.rate_period_s)
+        limits = (p.c.concurrency, p.c.concurrency_per_key, p.c.rate, p.c.rate_period_s)
         is_empty = and_(not_(p.c.is_paused), *(limit.is_(None) for limit in limits))
         #: A cleared policy, which is kept for processes that have not read yet that it was cleared.
         self._is_over = and_(
@@ -244,7 +244,7 @@ def is_entry_of(waitlist: Table, row: Any) -> ColumnElement[bool]:
     return and_(
         entry.queue == row.queue,
         entry.tag == row.tag,
-        entry.concurrency_key == func.coalesce(row.concurrency_key, ""),
+        entry.limit_key == func.coalesce(row.limit_key, ""),
         entry.place == -row.priority,
         entry.due == row.expected_time,
         entry.task_id == row.id,
@@ -395,7 +395,7 @@ class PausedRows:
 
         return self._db.transaction(work)
 
-    def hold_claimed(self, tasks: Sequence[DelayTask]) -> set[int]:
+    def hold_claimed(self, tasks: Sequence[DelayedTask]) -> set[int]:
         """Hold paused rows that this worker has claimed but not started. Returns the ids of the
         held rows."""
         t, move = self._t, MOVES["hold_back"]
@@ -413,7 +413,7 @@ class PausedRows:
         values = moved(
             t,
             move.name,
-            attempts=t.c.attempts - 1,
+            runs=t.c.runs - 1,
             execution_time=None,
             lease_until=None,
             worker=None,

@@ -54,8 +54,8 @@ _COLUMN_TYPES = {column.name: column.type for column in task_table(MetaData(), "
 #: The listed values that are not named as the column of the task table that has their type.
 _SAME_TYPE_AS = {
     "old_status": "status",
-    "uncounted": "attempts",
-    "never_ran": "attempts",
+    "uncounted": "runs",
+    "never_ran": "runs",
     "name": "task_key",
     "next_at": "expected_time",
     "last_at": "expected_time",

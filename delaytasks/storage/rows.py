@@ -9,16 +9,16 @@ from typing import Any
 from sqlalchemy import BigInteger, Column, ColumnElement, Table, case, func
 
 from delaytasks.core.states import MOST_VERSIONS, MOVES, Status
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 from delaytasks.storage.schema import BODY, RESULT, Schema
 from delaytasks.storage.types import Capabilities, db_now, epoch_us, once
 
 #: The largest value of an INTEGER column.
 MAX_INTEGER = 2**31 - 1
-#: The columns in the order of DelayTask's fields.
+#: The columns in the order of DelayedTask's fields.
 COLUMNS = (
-    "id tag message_body expected_time status version queue priority task_key delay_time attempts "
-    "lapses headers concurrency_key create_time due_time meta cancel_request "
+    "id tag message_body expected_time status version queue priority task_key delay_time runs "
+    "lapses headers limit_key create_time due_time meta cancel_request "
     "update_time execution_time lease_until worker ip_address error_stack result"
 ).split()
 #: The columns that a worker reads of a row that it claims.
@@ -29,10 +29,10 @@ def columns(schema: Schema, names: Sequence[str] = COLUMNS) -> list[Column[Any]]
     return [schema.tasks.c[name] for name in names]
 
 
-def task_of(row: Sequence[Any], schema: Schema) -> DelayTask:
+def task_of(row: Sequence[Any], schema: Schema) -> DelayedTask:
     cipher = schema.cipher
     body = row[2] if cipher is None else cipher.read(row[2], BODY, row[0], row[1])
-    task = DelayTask(row[0], row[1], body, row[3], Status(row[4]), *row[5:])
+    task = DelayedTask(row[0], row[1], body, row[3], Status(row[4]), *row[5:])
     if cipher is not None and task.result_json is not None:
         task.result_json = cipher.read(task.result_json, RESULT, task.id, task.tag)
     return task
@@ -53,7 +53,7 @@ _ATTRIBUTES = {
     "queue": "queue",
     "priority": "priority",
     "headers": "headers_json",
-    "concurrency_key": "concurrency_key",
+    "limit_key": "limit_key",
     "meta": "meta_json",
 }
 NEW_COLUMNS = tuple(_ATTRIBUTES)
@@ -62,20 +62,20 @@ DIFFERING_COLUMNS = 4
 _TAG = NEW_COLUMNS.index("tag")
 #: The columns of new rows without meta, so that the others cost nothing.
 PLAIN_COLUMNS = tuple(name for name in NEW_COLUMNS if name != "meta")
-_Values = Callable[[DelayTask], tuple[Any, ...]]
+_Values = Callable[[DelayedTask], tuple[Any, ...]]
 _values: dict[tuple[str, ...], _Values] = {
     names: attrgetter(*map(_ATTRIBUTES.__getitem__, names))
     for names in (NEW_COLUMNS, PLAIN_COLUMNS)
 }
 
 
-def columns_of(tasks: Iterable[DelayTask]) -> tuple[str, ...]:
+def columns_of(tasks: Iterable[DelayedTask]) -> tuple[str, ...]:
     """Return the columns that these new rows need."""
     return NEW_COLUMNS if any(task.meta_json is not None for task in tasks) else PLAIN_COLUMNS
 
 
 def new_values(
-    tasks: Iterable[DelayTask], schema: Schema, names: tuple[str, ...] = NEW_COLUMNS
+    tasks: Iterable[DelayedTask], schema: Schema, names: tuple[str, ...] = NEW_COLUMNS
 ) -> Iterator[tuple[Any, ...]]:
     """Yield the values of the columns as they are stored."""
     rows, cipher = map(_values[names], tasks), schema.cipher
@@ -84,7 +84,7 @@ def new_values(
     return ((row[0], cipher.seal(row[1], BODY, row[0], row[_TAG]), *row[2:]) for row in rows)
 
 
-def values_of(task: DelayTask, schema: Schema) -> dict[str, Any]:
+def values_of(task: DelayedTask, schema: Schema) -> dict[str, Any]:
     """Return the row of a new task by column."""
     row = dict(zip(NEW_COLUMNS, next(new_values([task], schema)), strict=True))
     row["status"] = int(task.status)

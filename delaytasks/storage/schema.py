@@ -104,13 +104,13 @@ def task_table(metadata: MetaData, prefix: str) -> Table:
         Column("queue", String(QUEUE_LENGTH), nullable=False, server_default="default"),
         Column("priority", SmallInteger, nullable=False, server_default=text("0")),
         Column("headers", LongText),
-        Column("attempts", Integer, nullable=False, server_default=text("0")),
+        Column("runs", Integer, nullable=False, server_default=text("0")),
         Column("lapses", Integer, nullable=False, server_default=text("0")),
         Column("lease_until", UTCDateTime),
         Column("worker", String(255)),
         Column("task_key", String(KEY_LENGTH)),
         Column("result", LongText),
-        Column("concurrency_key", String(CONCURRENCY_KEY_LENGTH)),
+        Column("limit_key", String(CONCURRENCY_KEY_LENGTH)),
         # The due time of a deferred task, whose expected_time is its next try; NULL for other
         # tasks.
         Column("due_time", UTCDateTime),
@@ -127,7 +127,7 @@ def task_table(metadata: MetaData, prefix: str) -> Table:
     is_valid = and_(
         t.status.between(min(Status), max(Status)),
         or_(t.status != Status.RUNNING, and_(t.lease_until.is_not(None), t.worker.is_not(None))),
-        are_counts(t.version, t.attempts, t.lapses),
+        are_counts(t.version, t.runs, t.lapses),
         t.priority.between(0, MAX_PRIORITY),
         t.tag != "",
         is_queue_name(t.queue),
@@ -348,7 +348,7 @@ def _policies(tables: _TableMaker) -> Table:
         # When the pause ends by itself; NULL if it lasts until somebody ends it.
         Column("paused_until", UTCDateTime),
         Column("concurrency", Integer),
-        Column("key_concurrency", Integer),
+        Column("concurrency_per_key", Integer),
         Column("rate", Integer),
         Column("rate_period_s", Double),
         Column("version", BigInteger, nullable=False, server_default=text("0")),
@@ -356,7 +356,7 @@ def _policies(tables: _TableMaker) -> Table:
         Column("applied_version", BigInteger),
         Column("update_time", UTCDateTime, nullable=False, server_default=db_now()),
         Column("updated_by", String(255)),
-        # For a rate limit: when the next task may start, and the concurrency key served last in the
+        # For a rate limit: when the next task may start, and the limit key served last in the
         # waitlist.
         Column("next_start", UTCDateTime),
         Column("turn", String(CONCURRENCY_KEY_LENGTH)),
@@ -366,7 +366,10 @@ def _policies(tables: _TableMaker) -> Table:
         # The values that `core/policies.py` accepts. A comparison with NULL refuses nothing.
         check=lambda p: and_(
             p.kind.in_(["tag", "queue"]),
-            *(limit.between(1, MAX_LIMIT) for limit in (p.concurrency, p.key_concurrency, p.rate)),
+            *(
+                limit.between(1, MAX_LIMIT)
+                for limit in (p.concurrency, p.concurrency_per_key, p.rate)
+            ),
             p.rate_period_s.between(MIN_PERIOD_S, MAX_PERIOD_S),
             p.rate.is_(None) == p.rate_period_s.is_(None),
             are_counts(p.version),
@@ -422,15 +425,15 @@ def _waitlists(tables: _TableMaker) -> Table:
         "yb_delay_waitlist",
         Column("queue", String(QUEUE_LENGTH), nullable=False),
         Column("tag", String(TAG_LENGTH), nullable=False),
-        # The concurrency key; empty for tasks that have none.
-        Column("concurrency_key", String(CONCURRENCY_KEY_LENGTH), nullable=False),
+        # The limit key; empty for tasks that have none.
+        Column("limit_key", String(CONCURRENCY_KEY_LENGTH), nullable=False),
         # The higher the priority, the lower the number.
         Column("place", Integer, nullable=False, autoincrement=False),
         Column("due", UTCDateTime, nullable=False),
         Column("task_id", BigInteger, nullable=False, autoincrement=False),
         # The version of the held row. If the row has another version, this entry is void.
         Column("version", BigInteger, nullable=False, autoincrement=False),
-        key=["queue", "tag", "concurrency_key", "place", "due", "task_id", "version"],
+        key=["queue", "tag", "limit_key", "place", "due", "task_id", "version"],
     )
 
 
@@ -447,7 +450,7 @@ def _recurring(tables: _TableMaker) -> Table:
         Column("queue", String(QUEUE_LENGTH), nullable=False),
         Column("priority", SmallInteger, nullable=False),
         Column("headers", LongText),
-        Column("concurrency_key", String(CONCURRENCY_KEY_LENGTH)),
+        Column("limit_key", String(CONCURRENCY_KEY_LENGTH)),
         # When the tasks are due.
         Column("timing", String(TIMING_LENGTH), nullable=False),
         Column("tz", String(64), nullable=False),

@@ -36,7 +36,7 @@ from delaytasks.core.filters import Filter
 from delaytasks.core.inputs import pair_text
 from delaytasks.core.interfaces import Level
 from delaytasks.core.states import Status
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 from delaytasks.core.text import shown
 from delaytasks.storage.database import Database
 from delaytasks.storage.driver_errors import is_statement_timeout
@@ -226,7 +226,7 @@ def after_cursor(
     return query.where(is_not_before(at, due), or_(is_after(at, due), and_(at == due, follows)))
 
 
-def make_cursor(task: DelayTask) -> str:
+def make_cursor(task: DelayedTask) -> str:
     text = f"{to_us(task.expected_time)}:{task.id}"
     return base64.urlsafe_b64encode(text.encode()).decode()
 

@@ -15,7 +15,7 @@ from sqlalchemy.util.concurrency import in_greenlet
 
 from delaytasks.core.errors import ConfigError, SessionUnusableError
 from delaytasks.core.interfaces import CallerConnection, Transaction
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 from delaytasks.storage.database import Database, SimulatedTime, off_the_loop, on_the_loop
 from delaytasks.storage.driver_errors import TRIES, lacks_tables, reason_of, unknown_outcome
 
@@ -121,7 +121,7 @@ class SessionTransaction(_CallersTransaction):
         self._last_connection = self._session.connection()
         return self._last_connection
 
-    def after_commit(self, tasks: Sequence[DelayTask], action: CommitAction) -> None:
+    def after_commit(self, tasks: Sequence[DelayedTask], action: CommitAction) -> None:
         session = self._session
         if _PENDING not in session.info:
             event.listen(session, "after_commit", _on_commit)
@@ -174,7 +174,7 @@ def _is_inside(transaction: Any, ended: Any) -> bool:
 #: `Connection.info`, which belongs to the driver's connection and which the pool gives to other
 #: users.
 _waiting: WeakKeyDictionary[
-    Connection, list[tuple[set[str], Sequence[DelayTask], CommitAction]]
+    Connection, list[tuple[set[str], Sequence[DelayedTask], CommitAction]]
 ] = WeakKeyDictionary()
 
 
@@ -191,12 +191,12 @@ class ConnectionTransaction(_CallersTransaction):
     def connection(self) -> CallerConnection:
         return self._connection
 
-    def after_commit(self, tasks: Sequence[DelayTask], action: CommitAction) -> None:
+    def after_commit(self, tasks: Sequence[DelayedTask], action: CommitAction) -> None:
         _after_connection_commit(self._connection, tasks, action)
 
 
 def _after_connection_commit(
-    connection: Connection, tasks: Sequence[DelayTask], action: CommitAction
+    connection: Connection, tasks: Sequence[DelayedTask], action: CommitAction
 ) -> None:
     if not connection.in_transaction() or connection._is_autocommit_isolation():
         off_the_loop(partial(action, tasks))
@@ -240,7 +240,7 @@ T = TypeVar("T")
 RunCall = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
-def _no_context(task: DelayTask) -> AbstractContextManager[Any]:
+def _no_context(task: DelayedTask) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
@@ -267,7 +267,7 @@ class ConnectionSource:
     """
 
     connect: Callable[[], AbstractContextManager[Connection]]
-    around_processor: Callable[[DelayTask], AbstractContextManager[Any]] = _no_context
+    around_processor: Callable[[DelayedTask], AbstractContextManager[Any]] = _no_context
     rewriting: Callable[[SimulatedTime], AbstractContextManager[Any]] = _engines_only
     run_coroutine: Callable[[Coroutine[Any, Any, Any]], Any] | None = None
     in_framework: RunCall | None = None

@@ -26,7 +26,7 @@ from delaytasks.core.body import MARK_LENGTH, PREFIX, dump_json, marks_of
 from delaytasks.core.clock import to_us
 from delaytasks.core.interfaces import CallerConnection, Entry, Settlement
 from delaytasks.core.states import FINISHED, MOVES, Status, following
-from delaytasks.core.task import Attempt, DelayTask
+from delaytasks.core.task import Attempt, DelayedTask
 from delaytasks.core.text import NO_KEY, NO_PROCESSOR, NO_TIME_LIMITS, is_deferred_until
 from delaytasks.storage.database import Database
 from delaytasks.storage.inserts import skipping_insert
@@ -71,16 +71,13 @@ class Attempts:
         )
 
     def record(self, on: Any, failed: Sequence[Settlement], worker: str) -> None:
-        rows = [
-            (s.task.id, s.task.version, s.task.attempts, s.began, worker, s.error) for s in failed
-        ]
+        rows = [(s.task.id, s.task.version, s.task.runs, s.began, worker, s.error) for s in failed]
         self._write(on, rows)
 
     def record_lost_leases(self, on: Any, rows: Iterable[Any], error: str) -> None:
         """Write the runs that lost their lease; `rows` are rows of the task table."""
         runs = [
-            (row.id, row.version, row.attempts, row.execution_time, row.worker, error)
-            for row in rows
+            (row.id, row.version, row.runs, row.execution_time, row.worker, error) for row in rows
         ]
         self._write(on, runs)
 
@@ -191,7 +188,7 @@ class Settlements:
             ip_address=case((never_ran, None), else_=t.c.ip_address),
             expected_time=func.coalesce(new["expected_time"], t.c.expected_time),
             due_time=new["due_time"],
-            attempts=t.c.attempts - new["uncounted"],
+            runs=t.c.runs - new["uncounted"],
             lapses=case((never_ran, t.c.lapses), else_=0),
             lease_until=None,
             update_time=db_now(),
@@ -207,7 +204,7 @@ class Settlements:
             accepted |= self._settle_part(part) if on is None else self._together(on, part)
         return accepted
 
-    def complete(self, task: DelayTask, result: str | None, on: CallerConnection) -> bool:
+    def complete(self, task: DelayedTask, result: str | None, on: CallerConnection) -> bool:
         """Settle a running task in its processor's own transaction.
 
         Return False if its lease was lost.
@@ -282,7 +279,7 @@ class Settlements:
             int(not settlement.ending.has_run),
         )
 
-    def _kept(self, result: str | None, task: DelayTask) -> str | None:
+    def _kept(self, result: str | None, task: DelayedTask) -> str | None:
         if result is None or self._cipher is None:
             return result
         return self._cipher.seal(result, RESULT, task.id, task.tag)

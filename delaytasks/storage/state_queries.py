@@ -19,7 +19,7 @@ from delaytasks.core.inputs import show_duration
 from delaytasks.core.interfaces import Level, Pending, UntrustedInput
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import LIVE, Status
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 from delaytasks.core.why import AuditFacts, Facts, ScheduleFacts, TransportFacts
 from delaytasks.storage.bulk_moves import Bulk
 from delaytasks.storage.database import Database
@@ -266,7 +266,7 @@ class FactReader:
         self._db, self._schema = store.database, store.schema
         self._settings = settings
 
-    def of(self, task: DelayTask, transport: TransportFacts = _NO_ERRORS) -> Facts:
+    def of(self, task: DelayedTask, transport: TransportFacts = _NO_ERRORS) -> Facts:
         """Return the facts that `why` needs about the task.
 
         Each is read from an index, except for the operation that has cancelled the task.
@@ -287,8 +287,8 @@ class FactReader:
             is_in_waitlist=is_in_waitlist,
             waitlist_tasks=self._waitlist_tasks(task) if is_in_waitlist else 0,
             running=self._running_tasks(task.tag) if limited else 0,
-            running_of_key=self._running_tasks(task.tag, task.concurrency_key)
-            if limited and task.concurrency_key
+            running_of_key=self._running_tasks(task.tag, task.limit_key)
+            if limited and task.limit_key
             else 0,
             swept_s=None if last is None else (now - last).total_seconds(),
             grace_s=settings.grace_s,
@@ -306,19 +306,19 @@ class FactReader:
         now = clock.certain_now()
         return now, clock.offset_s
 
-    def _is_in_waitlist(self, task: DelayTask) -> bool:
+    def _is_in_waitlist(self, task: DelayedTask) -> bool:
         waitlist = self._schema.waitlists
         query = select(waitlist.c.task_id).where(is_entry_of(waitlist, task)).limit(1)
         return bool(self._db.rows(query))
 
-    def _waitlist_tasks(self, task: DelayTask) -> int:
+    def _waitlist_tasks(self, task: DelayedTask) -> int:
         w = self._schema.waitlists.c
         mine = select(w.task_id).where(w.queue == task.queue, w.tag == task.tag)
         first = mine.limit(MOST_WAITLIST_COUNTED).subquery()
         query = select(func.count()).select_from(first)
         return self._db.autocommitted(lambda c: int(c.execute(query).scalar_one()))
 
-    def _schedule(self, task: DelayTask) -> ScheduleFacts | None:
+    def _schedule(self, task: DelayedTask) -> ScheduleFacts | None:
         match = _RECURRING_KEY.fullmatch(task.key or "")
         if match is None:
             return None
@@ -327,7 +327,7 @@ class FactReader:
         rows = self._db.rows(select(*columns).where(r.name == match[1], r.tag == task.tag))
         return ScheduleFacts(*rows[0]) if rows else None
 
-    def _cancelled_by(self, task: DelayTask) -> AuditFacts | None:
+    def _cancelled_by(self, task: DelayedTask) -> AuditFacts | None:
         """Return the log entry of the action that has cancelled the task."""
         if task.update_time is None:
             return None
@@ -335,7 +335,7 @@ class FactReader:
             task, task.update_time
         )
 
-    def _cancelled_alone(self, task: DelayTask, at: datetime) -> AuditFacts | None:
+    def _cancelled_alone(self, task: DelayedTask, at: datetime) -> AuditFacts | None:
         """Return the entry of a cancel of this task, which a person made in the console.
 
         The ids of the entries contain their times, so the primary key leads to those of that time.
@@ -348,7 +348,7 @@ class FactReader:
         rows = self._db.rows(query.order_by(a.id.desc()).limit(1))
         return AuditFacts(*rows[0]) if rows else None
 
-    def _cancelled_with_others(self, task: DelayTask, at: datetime) -> AuditFacts | None:
+    def _cancelled_with_others(self, task: DelayedTask, at: datetime) -> AuditFacts | None:
         """Return the bulk operation that has cancelled the task.
 
         No index leads to it, so only the steps of the operations of that time are read.
@@ -368,7 +368,7 @@ class FactReader:
         t = self._schema.tasks
         query = select(func.count()).where(has_status(t, Status.RUNNING), t.c.tag == tag)
         if key is not None:
-            query = query.where(t.c.concurrency_key == key)
+            query = query.where(t.c.limit_key == key)
         return self._db.autocommitted(lambda c: int(c.execute(query).scalar_one()))
 
 
@@ -384,9 +384,7 @@ MOST_LIVE_ROWS = 5_000
 MOST_LIVE_QUEUES = 100
 #: "Soon" and "lately" are a minute.
 LIVE_PERIOD = timedelta(minutes=1)
-_COLUMNS = (
-    "queue tag worker status expected_time due_time execution_time update_time attempts".split()
-)
+_COLUMNS = "queue tag worker status expected_time due_time execution_time update_time runs".split()
 
 
 class LiveRow(NamedTuple):
@@ -398,7 +396,7 @@ class LiveRow(NamedTuple):
     due_time: datetime | None
     execution_time: datetime | None
     update_time: datetime
-    attempts: int
+    runs: int
 
     @property
     def due(self) -> datetime:
@@ -585,7 +583,7 @@ SOON_S = 1.0
 class FoundChanges(NamedTuple):
     """The changed rows, without their bodies and results."""
 
-    tasks: Sequence[DelayTask]
+    tasks: Sequence[DelayedTask]
     #: Whether there may be more changes than the read has looked at.
     is_incomplete: bool
 

@@ -21,7 +21,7 @@ from delaytasks.core.errors import (
     TaskStateError,
 )
 from delaytasks.core.states import MOVES, Status, following
-from delaytasks.core.task import DelayTask, OnConflict
+from delaytasks.core.task import DelayedTask, OnConflict
 from delaytasks.core.text import shown
 from delaytasks.storage.database import Database
 from delaytasks.storage.driver_errors import TRIES
@@ -51,21 +51,21 @@ class TaskKeys:
         """Return the owners of the keys that are taken, by key."""
         return dict(on.execute(self._of_many, {"tag": tag, "task_keys": keys}).all())
 
-    def lock(self, on: Any, task: DelayTask) -> int | None:
+    def lock(self, on: Any, task: DelayedTask) -> int | None:
         """Return the id that owns the task's key, which stays so until the end of the
         transaction."""
         return self.id_of(on, task.tag, task.key, is_locked=True)
 
-    def take(self, on: Any, task: DelayTask) -> bool:
+    def take(self, on: Any, task: DelayedTask) -> bool:
         """Insert the key. Returns True if it was free."""
         return self._insert(on, {"tag": task.tag, "task_key": task.key, "task_id": task.id})
 
-    def pass_to(self, on: Any, task: DelayTask) -> bool:
+    def pass_to(self, on: Any, task: DelayedTask) -> bool:
         """Give a key that exists to this task. Returns False if it does not exist."""
         passing = update(self._k).where(self._named(task)).values(task_id=task.id)
         return bool(on.execute(passing).rowcount)
 
-    def release(self, on: Any, task: DelayTask) -> None:
+    def release(self, on: Any, task: DelayedTask) -> None:
         """Delete the key unless it names another task now."""
         if task.key is not None:
             on.execute(delete(self._k).where(self._named(task), self._k.c.task_id == task.id))
@@ -105,7 +105,7 @@ class TaskKeys:
         """Execute a statement that writes, so that SQLite's driver begins a transaction."""
         on.execute(delete(self._k).where(false()))
 
-    def _named(self, task: DelayTask) -> ColumnElement[bool]:
+    def _named(self, task: DelayedTask) -> ColumnElement[bool]:
         return and_(self._k.c.tag == task.tag, self._k.c.task_key == task.key)
 
 
@@ -122,7 +122,7 @@ class Moves:
         self._keys = keys
         self.get = select(*columns(schema)).where(t.c.id == bindparam("task_id"))
 
-    def take(self, on: Any, name: str, id: int, version: int | None) -> DelayTask:
+    def take(self, on: Any, name: str, id: int, version: int | None) -> DelayedTask:
         """Return the task, locked for this move.
 
         A move that is not allowed is refused without a lock: a caller whose transaction stays open
@@ -145,11 +145,11 @@ class Moves:
         _check(name, task, version)
         return task
 
-    def locked(self, on: Any, id: int) -> DelayTask | None:
+    def locked(self, on: Any, id: int) -> DelayedTask | None:
         row = on.execute(self.get.with_for_update(), {"task_id": id}).first()
         return None if row is None else task_of(row, self._schema)
 
-    def make(self, on: Any, name: str, task: DelayTask, values: dict[str, Any]) -> DelayTask:
+    def make(self, on: Any, name: str, task: DelayedTask, values: dict[str, Any]) -> DelayedTask:
         """Update the row, fenced by the version that was read."""
         move, t = MOVES[name], self._t
         _check_status(name, task)
@@ -178,7 +178,7 @@ class Moves:
         )
 
 
-def _check(name: str, task: DelayTask, version: int | None) -> None:
+def _check(name: str, task: DelayedTask, version: int | None) -> None:
     if version is not None and task.version != version:
         fact = f"task {task.id} has version {task.version}, not {shown(version)}"
         raise StaleVersionError(f"{fact}; read it again", task.id)
@@ -189,7 +189,7 @@ def _check(name: str, task: DelayTask, version: int | None) -> None:
         _check_status(name, task)
 
 
-def _check_status(name: str, task: DelayTask) -> None:
+def _check_status(name: str, task: DelayedTask) -> None:
     sources = MOVES[name].sources
     if task.status not in sources:
         allowed = ", ".join(sorted(s.name for s in sources))
@@ -203,7 +203,7 @@ def _check_status(name: str, task: DelayTask) -> None:
 # wants.
 
 
-def _changed_too_often(task: DelayTask) -> StoreUnavailableError:
+def _changed_too_often(task: DelayedTask) -> StoreUnavailableError:
     return StoreUnavailableError(
         f"key {task.key!r} of tag {task.tag!r} changed its owner {TRIES} times; try again"
     )
@@ -216,7 +216,7 @@ class KeyOwners:
         self._keys = keys
         self._moves = moves
 
-    def take(self, on: Any, task: DelayTask, on_conflict: OnConflict) -> tuple[DelayTask, bool]:
+    def take(self, on: Any, task: DelayedTask, on_conflict: OnConflict) -> tuple[DelayedTask, bool]:
         """Return the task that owns the key afterwards, and whether the key or the row is new.
 
         If the owner is `task` itself, its row has yet to be written.
@@ -243,7 +243,7 @@ class KeyOwners:
             return self._take_over(on, task)
         return self._replaced(on, owner, task), True
 
-    def _take_or_lock(self, on: Any, task: DelayTask) -> int | None:
+    def _take_or_lock(self, on: Any, task: DelayedTask) -> int | None:
         """Take the key if it is free, else lock it and return the id of its owner."""
         for attempt in range(TRIES):
             # In MySQL a failed INSERT would leave a lock on the key, so the key is read first.
@@ -261,25 +261,25 @@ class KeyOwners:
             # The owner has just ended.
         raise _changed_too_often(task)
 
-    def _take_over(self, on: Any, task: DelayTask) -> tuple[DelayTask, bool]:
+    def _take_over(self, on: Any, task: DelayedTask) -> tuple[DelayedTask, bool]:
         if not self._keys.pass_to(on, task):
             # This happens only if each statement is a transaction, so that no lock lasts.
             raise _changed_too_often(task)
         return task, True
 
-    def _replaced(self, on: Any, owner: DelayTask, task: DelayTask) -> DelayTask:
+    def _replaced(self, on: Any, owner: DelayedTask, task: DelayedTask) -> DelayedTask:
         # The row keeps its id, to which the encryption of the new body is bound.
         task = replace(task, id=owner.id, expected_time=_due_of_replacement(task, owner))
         values = values_of(task, self._schema)
         values.pop("create_time")
         self._moves.make(
-            on, "replace", owner, {**values, "attempts": 0, "lapses": 0, "error_stack": None}
+            on, "replace", owner, {**values, "runs": 0, "lapses": 0, "error_stack": None}
         )
         version = following(owner.version)
         return replace(task, version=version, create_time=owner.create_time)
 
 
-def _due_of_replacement(task: DelayTask, owner: DelayTask) -> datetime:
+def _due_of_replacement(task: DelayedTask, owner: DelayedTask) -> datetime:
     """Return when the task that replaces `owner` is due.
 
     Repeated replacements can defer a task by at most `max_wait_s` after the first of them was

@@ -16,7 +16,7 @@ from delaytasks.core.errors import DuplicateTaskError, TaskNotFoundError, TaskSt
 from delaytasks.core.filters import Filter, batches
 from delaytasks.core.interfaces import CallerConnection
 from delaytasks.core.states import LIVE, MOVES, Status
-from delaytasks.core.task import Attempt, DelayTask, OnConflict, Page
+from delaytasks.core.task import Attempt, DelayedTask, OnConflict, Page
 from delaytasks.core.text import shown
 from delaytasks.storage.database import Database
 from delaytasks.storage.driver_errors import TRIES, is_duplicate
@@ -58,7 +58,7 @@ class Tasks:
 
     # -- schedule ---------------------------------------------------------------------------------
 
-    def insert(self, task: DelayTask, on: CallerConnection | None = None) -> bool:
+    def insert(self, task: DelayedTask, on: CallerConnection | None = None) -> bool:
         """Insert one row; return False if a row with this id exists."""
         values = values_of(task, self._schema)
         if on is not None:
@@ -66,7 +66,7 @@ class Tasks:
         insert = partial(self._insert, values=values)
         return self._db.repeat(insert, self._db.connect, unknown_id=task.id)
 
-    def insert_many(self, tasks: Sequence[DelayTask], on: CallerConnection | None = None) -> bool:
+    def insert_many(self, tasks: Sequence[DelayedTask], on: CallerConnection | None = None) -> bool:
         """Insert all rows together. Returns False, and inserts no row, if one of the ids exists."""
 
         def work(connection: Any) -> bool:
@@ -84,11 +84,11 @@ class Tasks:
         return self._db.transaction(work, on, tasks[0].id)
 
     def insert_keyed(
-        self, task: DelayTask, on_conflict: OnConflict, on: CallerConnection | None = None
-    ) -> tuple[DelayTask, bool]:
+        self, task: DelayedTask, on_conflict: OnConflict, on: CallerConnection | None = None
+    ) -> tuple[DelayedTask, bool]:
         """Return the task that owns the key afterwards, and whether it was written now."""
 
-        def work(connection: Any) -> tuple[DelayTask, bool]:
+        def work(connection: Any) -> tuple[DelayedTask, bool]:
             with self._savepoint(on):  # an id that exists must not leave its key behind
                 owner, is_new = self._key_owners.take(connection, task, on_conflict)
                 if owner is task and not self._insert(connection, values_of(task, self._schema)):
@@ -101,11 +101,11 @@ class Tasks:
 
     # -- look up ----------------------------------------------------------------------------------
 
-    def get(self, id: int, on: CallerConnection | None = None) -> DelayTask | None:
+    def get(self, id: int, on: CallerConnection | None = None) -> DelayedTask | None:
         row = self._db.autocommitted(lambda c: c.execute(self._get, {"task_id": id}).first(), on)
         return None if row is None else task_of(row, self._schema)
 
-    def read(self, id: int, on: CallerConnection | None = None) -> DelayTask:
+    def read(self, id: int, on: CallerConnection | None = None) -> DelayedTask:
         """Return the task, or raise `TaskNotFoundError`."""
         found = self.get(id, on)
         if found is None:
@@ -128,10 +128,7 @@ class Tasks:
         return self._keys.id_of(on, tag, key, is_locked=True)
 
     def attempts(self, id: int, on: CallerConnection | None = None) -> list[Attempt]:
-        found = self._db.autocommitted(lambda c: self._attempts.of(c, id), on)
-        if not found:
-            self.read(id, on)
-        return found
+        return self._db.autocommitted(lambda c: self._attempts.of(c, id), on)
 
     def find(
         self,
@@ -176,14 +173,14 @@ class Tasks:
         version: int | None = None,
         on: CallerConnection | None = None,
         running: bool = False,
-    ) -> DelayTask | None:
+    ) -> DelayedTask | None:
         """Return the task as it was left, or None if it was cancelled already.
 
         With `running`, a running task is asked to stop, and returned as RUNNING.
         """
-        tried: list[DelayTask] = []
+        tried: list[DelayedTask] = []
 
-        def work(connection: Any) -> DelayTask | None:
+        def work(connection: Any) -> DelayedTask | None:
             if tried:  # an earlier try of this call, whose answer was lost
                 left = self.get(id, connection)
                 if left is not None and (left.status, left.version) == (
@@ -213,8 +210,8 @@ class Tasks:
 
     def reschedule(
         self, id: int, due: datetime, version: int | None = None, on: CallerConnection | None = None
-    ) -> DelayTask:
-        def work(connection: Any) -> DelayTask:
+    ) -> DelayedTask:
+        def work(connection: Any) -> DelayedTask:
             task = self._moves.take(connection, "reschedule", id, version)
             return self._moves.make(connection, "reschedule", task, {"expected_time": due})
 
@@ -222,10 +219,10 @@ class Tasks:
 
     def rerun(
         self, id: int, due: datetime, version: int | None = None, on: CallerConnection | None = None
-    ) -> DelayTask:
+    ) -> DelayedTask:
         """Let a finished task wait again, with its key."""
 
-        def work(connection: Any) -> DelayTask:
+        def work(connection: Any) -> DelayedTask:
             task = self._moves.take(connection, "rerun", id, version)
             if task.key is not None:
                 try:
@@ -234,7 +231,7 @@ class Tasks:
                 except DuplicateTaskError as error:
                     fact = f"task {error.id} has the key {task.key!r} of task {id} now"
                     raise DuplicateTaskError(f"rerun: {fact}", error.id) from None
-            values = {"expected_time": due, "attempts": 0, "lapses": 0}
+            values = {"expected_time": due, "runs": 0, "lapses": 0}
             return self._moves.make(connection, "rerun", task, values)
 
         return self._db.transaction(work, on, id)
@@ -379,7 +376,7 @@ class Inspection:
     def __init__(self, database: Database, schema: Schema) -> None:
         self._db = database
         self._t = schema.tasks
-        names = "id tag queue priority attempts worker update_time"
+        names = "id tag queue priority runs worker update_time"
         self._select = select(*columns(schema, names.split()))
 
     def running(self, workers: Iterable[str], limit: int) -> Sequence[Any]:
@@ -417,26 +414,26 @@ class CeleryRows:
             live.where(t.c.id > bindparam("after")).order_by(t.c.id).limit(bindparam("limit"))
         )
 
-    def live(self, keys: Sequence[str], on: CallerConnection | None = None) -> list[DelayTask]:
+    def live(self, keys: Sequence[str], on: CallerConnection | None = None) -> list[DelayedTask]:
         """Return the rows with these keys that wait or run."""
-        found: list[DelayTask] = []
+        found: list[DelayedTask] = []
         for some in batches(keys, MOST_KEYS):
             found += self._read(self._live_of_keys, {"task_keys": some}, on)
         return found
 
-    def live_of_ids(self, ids: Sequence[int], on: CallerConnection | None) -> list[DelayTask]:
+    def live_of_ids(self, ids: Sequence[int], on: CallerConnection | None) -> list[DelayedTask]:
         """Return the rows with these ids that wait or run."""
-        found: list[DelayTask] = []
+        found: list[DelayedTask] = []
         for some in batches(ids, MOST_KEYS):
             found += self._read(self._live_of_ids, {"ids": some}, on)
         return found
 
-    def page(self, after: int, limit: int, on: CallerConnection | None = None) -> list[DelayTask]:
+    def page(self, after: int, limit: int, on: CallerConnection | None = None) -> list[DelayedTask]:
         """Return up to `limit` rows that wait or run, in the order of their ids."""
         return self._read(self._after, {"after": after, "limit": limit}, on)
 
     def _read(
         self, query: Select[Any], parameters: dict[str, Any], on: CallerConnection | None
-    ) -> list[DelayTask]:
+    ) -> list[DelayedTask]:
         rows = self._db.autocommitted(lambda c: c.execute(query, parameters).all(), on)
         return [task_of(row, self._schema) for row in rows]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from delaytasks.core.clock import LATEST, Clock, Measure, from_us, to_us, wall_ms
 from delaytasks.core.errors import UnknownTagError
 from delaytasks.core.interfaces import Settlement
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 from delaytasks.core.text import NO_PROCESSOR
 from delaytasks.processors.registry import ProcessorSpec, Registry
 
@@ -48,7 +48,7 @@ class Run:
         The exception that the processor raised, or None.
     """
 
-    task: DelayTask
+    task: DelayedTask
     outcome: str
     at: datetime
     error: BaseException | None = None
@@ -81,7 +81,7 @@ class RunRecorder:
         self._time = time
         self.runs: list[Run] = []
 
-    def started(self, task: DelayTask, claimed: datetime, began: datetime) -> None: ...
+    def started(self, task: DelayedTask, claimed: datetime, began: datetime) -> None: ...
 
     def ended(self, ending: Settlement, ended: datetime, error: BaseException | None) -> None:
         self.runs.append(Run(ending.task, ending.move, self._time.now(), error))
@@ -89,7 +89,7 @@ class RunRecorder:
     def expired(self, ending: Settlement, claimed: datetime) -> None:
         self.runs.append(Run(ending.task, ending.move, self._time.now()))
 
-    def defer(self, task: DelayTask, claimed: datetime, why: str) -> None:
+    def defer(self, task: DelayedTask, claimed: datetime, why: str) -> None:
         if why.startswith(NO_PROCESSOR):
             why += OF_ANOTHER_APPLICATION
         self.runs.append(Run(task, "give_back", self._time.now(), UnknownTagError(why, "tag")))

@@ -21,7 +21,7 @@ from delaytasks.core.celery_calls import Callback, Message
 from delaytasks.core.inputs import Delay, check_delay, check_instant, show_duration
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.states import WAITING, Status
-from delaytasks.core.task import DelayTask, Done, Outcome
+from delaytasks.core.task import DelayedTask, Done, Outcome
 from delaytasks.core.text import count
 from delaytasks.current import current_delays
 from delaytasks.operations.callbacks import Callbacks
@@ -91,7 +91,7 @@ class Expectation:
         if self.within is not None and self.at is not None:
             raise TypeError("within= and at= exclude each other")
 
-    def differences(self, task: DelayTask, now: datetime) -> list[str]:
+    def differences(self, task: DelayedTask, now: datetime) -> list[str]:
         """Return a line for each field in which the task differs."""
         lines = []
         if task.tag != self.tag:
@@ -105,7 +105,7 @@ class Expectation:
         lines += self._due_lines(task, now)
         return lines
 
-    def _due_lines(self, task: DelayTask, now: datetime) -> list[str]:
+    def _due_lines(self, task: DelayedTask, now: datetime) -> list[str]:
         in_text = f"{_away(task.due - now)} ({task.due.isoformat(timespec='seconds')})"
         if (
             self.within is not None
@@ -129,7 +129,7 @@ class Expectation:
         return ", ".join(given)
 
 
-def missing_text(expected: Expectation, tasks: Sequence[DelayTask], now: datetime) -> str:
+def missing_text(expected: Expectation, tasks: Sequence[DelayedTask], now: datetime) -> str:
     """Return the message for an expected task that was not scheduled."""
     same = [task for task in tasks if task.tag == expected.tag]
     lines = [f"no waiting task matches {expected}"]
@@ -147,19 +147,19 @@ def missing_text(expected: Expectation, tasks: Sequence[DelayTask], now: datetim
     return "\n".join(lines)
 
 
-def present_text(expected: Expectation, found: Sequence[DelayTask], now: datetime) -> str:
+def present_text(expected: Expectation, found: Sequence[DelayedTask], now: datetime) -> str:
     """Return the message for tasks that should not have been scheduled."""
     lines = [f"expected no waiting task to match {expected}; {_count(found)}:"]
     lines += [f"  {line_of(task, now)}" for task in found[:MAX_TASKS_SHOWN]]
     return "\n".join(lines)
 
 
-def line_of(task: DelayTask, now: datetime) -> str:
+def line_of(task: DelayedTask, now: datetime) -> str:
     key = "" if task.key is None else f" key={task.key!r}"
     return f"{task.tag}{key} body={task.body!r} due {_away(task.due - now)}"
 
 
-def _count(tasks: Sequence[DelayTask]) -> str:
+def _count(tasks: Sequence[DelayedTask]) -> str:
     return f"{count(len(tasks), 'task')} {'is' if len(tasks) == 1 else 'are'} waiting"
 
 
@@ -283,7 +283,7 @@ class _Recorded:
     def content(self, *arguments: Any) -> Any:
         return self._make_real().content(*arguments)
 
-    def __call__(self, content: Any, task: DelayTask) -> Outcome:
+    def __call__(self, content: Any, task: DelayedTask) -> Outcome:
         self._sent.append(content)
         return Done()
 
@@ -455,7 +455,7 @@ class TaskAssertions(TesterPart):
         *,
         key: str | None = None,
         status: Status | str | Sequence[Status | str] | None = None,
-    ) -> list[DelayTask]:
+    ) -> list[DelayedTask]:
         """Return tasks in the order of their due times.
 
         Parameters
@@ -467,7 +467,7 @@ class TaskAssertions(TesterPart):
 
         Returns
         -------
-        list of DelayTask
+        list of DelayedTask
             The tasks.
 
         Examples
@@ -478,7 +478,7 @@ class TaskAssertions(TesterPart):
         """
         self._instance.require_started()
         filters: dict[str, Any] = {"tag": tag, "key": key, "status": status or WAITING}
-        found: list[DelayTask] = []
+        found: list[DelayedTask] = []
         cursor = None
         while True:
             page = self._instance.delays.find(cursor=cursor, limit=1000, **filters)
@@ -498,7 +498,7 @@ class TaskAssertions(TesterPart):
         meta: Any = ANY,
         within: Delay | None = None,
         at: datetime | None = None,
-    ) -> DelayTask:
+    ) -> DelayedTask:
         """Fail unless a waiting task matches; the message shows the differences.
 
         Parameters
@@ -515,7 +515,7 @@ class TaskAssertions(TesterPart):
 
         Returns
         -------
-        DelayTask
+        DelayedTask
             The first task that matches.
 
         Raises
@@ -560,7 +560,7 @@ class TaskAssertions(TesterPart):
 
     # -- asynchronous tests -----------------------------------------------------------------------
 
-    async def ascheduled(self, tag: str | None = None, **filters: Any) -> list[DelayTask]:
+    async def ascheduled(self, tag: str | None = None, **filters: Any) -> list[DelayedTask]:
         """Await `scheduled`.
 
         Examples
@@ -569,7 +569,7 @@ class TaskAssertions(TesterPart):
         """
         return await self._instance.awaited(partial(self.scheduled, tag, **filters))
 
-    async def aassert_scheduled(self, tag: str, **expected: Any) -> DelayTask:
+    async def aassert_scheduled(self, tag: str, **expected: Any) -> DelayedTask:
         """Await `assert_scheduled`.
 
         Examples

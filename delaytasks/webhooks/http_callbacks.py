@@ -38,7 +38,7 @@ from delaytasks.core.clock import UTC, Clock, monotonic, reset_in_child
 from delaytasks.core.errors import ConfigError, ForbiddenURLError
 from delaytasks.core.loop import within
 from delaytasks.core.settings import Settings
-from delaytasks.core.task import DelayTask, Done, Fail, Outcome, Retry
+from delaytasks.core.task import DelayedTask, Done, Fail, Outcome, Retry
 from delaytasks.core.text import mask_url, one_line, shown
 from delaytasks.webhooks.signatures import ID, SIGNATURE, TIMESTAMP, SigningKeys
 
@@ -320,7 +320,7 @@ class HttpCallbacks:
         content = {"url": url, "body": body}
         return {**content, "headers": dict(headers)} if headers else content
 
-    def __call__(self, callback: Callback, task: DelayTask) -> Outcome:
+    def __call__(self, callback: Callback, task: DelayedTask) -> Outcome:
         payload = json.dumps(callback.body, separators=(",", ":")).encode()
         try:
             return self._post(self._guard.check(callback.url), callback.headers, payload, task)
@@ -333,7 +333,7 @@ class HttpCallbacks:
             self._made.close()
 
     def _post(
-        self, target: Target, headers: Mapping[str, str], payload: bytes, task: DelayTask
+        self, target: Target, headers: Mapping[str, str], payload: bytes, task: DelayedTask
     ) -> Outcome:
         import requests
 
@@ -342,7 +342,7 @@ class HttpCallbacks:
         # The time limit of each step: look up the name, connect, negotiate TLS, send head and body.
         step_s = min(settings.callback_connect_s, settings.callback_timeout_s / 5)
         try:
-            address = self._guard.address(target, task.attempts - 1, step_s)
+            address = self._guard.address(target, task.runs - 1, step_s)
             where = f"{target.host_and_port} ({address})"
             request = requests.PreparedRequest()
             headers = {**_DEFAULT_HEADERS, **headers, **self._own_headers(target, payload, task)}
@@ -357,7 +357,7 @@ class HttpCallbacks:
             text = one_line(str(cause) or type(cause).__name__, MAX_QUOTED_CHARS)
             return Retry(reason=f"network: {type(error).__name__} at {where}: {text}")
 
-    def _own_headers(self, target: Target, payload: bytes, task: DelayTask) -> dict[str, str]:
+    def _own_headers(self, target: Target, payload: bytes, task: DelayedTask) -> dict[str, str]:
         """Return the headers that identify, time and sign the callback.
 
         The id is the same in each attempt, so that the receiver can recognize a repetition.
@@ -380,7 +380,7 @@ class HttpCallbacks:
                 self._made = Adapter(self._settings.callback_in_flight)
             return self._made
 
-    def _outcome(self, response: requests.Response, task: DelayTask) -> Outcome:
+    def _outcome(self, response: requests.Response, task: DelayedTask) -> Outcome:
         """Return the outcome. It depends on the status alone, even if the body cannot be read."""
         status, quoted = response.status_code, _quoted(response)
         if 200 <= status < 300:
@@ -395,7 +395,7 @@ class HttpCallbacks:
             return Fail(reason)
         return Retry(self._asked_wait_s(response, task) if status in (429, 503) else None, reason)
 
-    def _asked_wait_s(self, response: requests.Response, task: DelayTask) -> float | None:
+    def _asked_wait_s(self, response: requests.Response, task: DelayedTask) -> float | None:
         """Return the wait of `Retry-After` if it is longer than the next retry delay, else None.
 
         Otherwise a receiver that always asks for one second would use up the retry schedule in some
@@ -403,7 +403,7 @@ class HttpCallbacks:
         """
         asked = retry_after_s(response.headers.get("Retry-After", ""), self._clock.now())
         asked = min(asked, MAX_RETRY_AFTER_S, self._settings.max_delay_s)
-        wait = (task.retry_schedule or RETRY_SCHEDULE).wait_s(task.attempts)
+        wait = (task.retry_schedule or RETRY_SCHEDULE).wait_s(task.runs)
         return asked if wait is not None and asked > wait else None
 
 

@@ -12,7 +12,7 @@ from kombu.messaging import Producer
 
 from delaytasks.core.celery_calls import Message
 from delaytasks.core.clock import reset_in_child
-from delaytasks.core.task import DelayTask, Done, Fail, Outcome
+from delaytasks.core.task import DelayedTask, Done, Fail, Outcome
 
 
 class _Link(NamedTuple):
@@ -50,7 +50,7 @@ class QueueMessages:
         more = {"exchange": exchange, "headers": dict(headers or {})}
         return {"to": to, "body": body, **{name: value for name, value in more.items() if value}}
 
-    def __call__(self, message: Message, task: DelayTask) -> Outcome:
+    def __call__(self, message: Message, task: DelayedTask) -> Outcome:
         """Send `message`.
 
         Raises the transport's exception if the broker refuses the message, does not confirm it, or
@@ -85,7 +85,7 @@ class QueueMessages:
             connection = self._connect()
             return _Link(connection, Producer(connection.channel(), auto_declare=False)), True
 
-    def _publish(self, link: _Link, message: Message, task: DelayTask) -> Outcome:
+    def _publish(self, link: _Link, message: Message, task: DelayedTask) -> Outcome:
         transport = link.connection.transport
         if message.exchange and transport.driver_type != "amqp":
             return Fail(

@@ -26,7 +26,7 @@ from celery.utils.time import maybe_make_aware
 from delaytasks.core import task as outcomes
 from delaytasks.core.clock import Clock
 from delaytasks.core.errors import InvalidInputError, TaskFailedError
-from delaytasks.core.task import DelayTask, Done
+from delaytasks.core.task import DelayedTask, Done
 from delaytasks.core.text import traceback_text
 from delaytasks.execution.executor import Finish, ProcessorCall, RunResult, ends_process
 from delaytasks.processors.registry import ProcessorSpec, at_start
@@ -263,18 +263,18 @@ class RowRequest(Context):
     called_directly = False
 
     def __init__(
-        self, task: DelayTask, body: Any, hostname: str, call: ProcessorCall | None = None
+        self, task: DelayedTask, body: Any, hostname: str, call: ProcessorCall | None = None
     ) -> None:
         self.delay_task = task
         self._processor_call = call
         self.id = self.root_id = str(task.id)
         self.task = task.tag
         self.args = (body,)
-        self.retries = task.attempts - 1
+        self.retries = task.runs - 1
         self.hostname = hostname
 
     @property
-    def delay_tasks(self) -> list[DelayTask]:
+    def delay_tasks(self) -> list[DelayedTask]:
         """The tasks of the call: one, or those of a batch."""
         call = self._processor_call
         return [self.delay_task] if call is None else [run.task for run in call.runs]
@@ -298,7 +298,7 @@ class RowRequest(Context):
         return {
             "routing_key": task.queue,
             "priority": task.priority,
-            "redelivered": task.attempts > 1,
+            "redelivered": task.runs > 1,
         }
 
 
@@ -347,7 +347,7 @@ class CeleryTaskContext:
         app: Any,
         hostname: str,
         clock: Clock,
-        around: Sequence[Callable[[DelayTask], AbstractContextManager[Any]]] = (),
+        around: Sequence[Callable[[DelayedTask], AbstractContextManager[Any]]] = (),
         keeps_time_limits: bool = False,
     ) -> None:
         self._app = app
@@ -468,7 +468,7 @@ def _argument_of(call: ProcessorCall) -> tuple[Any, Exception | None]:
         return None, error
 
 
-def _body_or_none(task: DelayTask) -> Any:
+def _body_or_none(task: DelayedTask) -> Any:
     try:
         return task.body
     except Exception:  # the task has failed for this reason, which its signal reports

@@ -278,7 +278,7 @@ def _request(runtime: WorkerRuntime, row: Any, worker: str | None = None) -> dic
         "id": str(row.id),
         "name": row.tag,
         "args": [],
-        "kwargs": {"attempt": row.attempts},
+        "kwargs": {"attempt": row.runs},
         "type": row.tag,
         "hostname": runtime.processes.hostname,
         "time_start": row.update_time.timestamp() if worker else None,

@@ -22,7 +22,7 @@ from kombu.messaging import Producer
 
 from delaytasks.core.interfaces import Settlement
 from delaytasks.core.loop import Availability
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 from delaytasks.core.text import shown, storable
 from delaytasks.timers.publisher import bounded_connection
 
@@ -72,7 +72,7 @@ class TaskEvents:
 
     # -- called by the runner ---------------------------------------------------------------------
 
-    def started(self, task: DelayTask, claimed: datetime, began: datetime) -> None:
+    def started(self, task: DelayedTask, claimed: datetime, began: datetime) -> None:
         self._received(task, claimed)
         self._add("task-started", task, began)
         if task.lapses:
@@ -99,11 +99,11 @@ class TaskEvents:
         self._received(settlement.task, claimed)
         self._revoked(settlement, claimed, is_expired=True)
 
-    def defer(self, task: DelayTask, claimed: datetime, why: str) -> None:
+    def defer(self, task: DelayedTask, claimed: datetime, why: str) -> None:
         self._received(task, claimed)
         self._add("task-retried", task, claimed, **_error_fields(why))
 
-    def worker_lost(self, task: DelayTask) -> None:
+    def worker_lost(self, task: DelayedTask) -> None:
         """Add the failure of a task whose processes died, so that none of them could report it."""
         failed = task.update_time or task.expected_time
         self._add(
@@ -142,9 +142,9 @@ class TaskEvents:
 
     # -- events -----------------------------------------------------------------------------------
 
-    def _received(self, task: DelayTask, claimed: datetime) -> None:
-        if task.lapses and task.attempts > 1:
-            before = replace(task, attempts=task.attempts - 1)
+    def _received(self, task: DelayedTask, claimed: datetime) -> None:
+        if task.lapses and task.runs > 1:
+            before = replace(task, runs=task.runs - 1)
             self._add(
                 "task-failed", before, claimed, **self._about(before), **_error_fields(RECOVERED)
             )
@@ -155,30 +155,30 @@ class TaskEvents:
             "task-received",
             task,
             claimed,
-            retries=task.attempts - 1,
+            retries=task.runs - 1,
             eta=task.due.isoformat(),
             routing_key=task.queue,
             root_id=f"{task.id}-1",
-            parent_id=f"{task.id}-{task.attempts - 1}" if task.attempts > 1 else None,
+            parent_id=f"{task.id}-{task.runs - 1}" if task.runs > 1 else None,
             **self._about(task),
         )
 
-    def _add(self, kind: str, task: DelayTask, at: datetime, **fields: Any) -> None:
+    def _add(self, kind: str, task: DelayedTask, at: datetime, **fields: Any) -> None:
         # Each event has the name, so that a monitor that starts later shows and counts the tag.
         event = {
             "type": kind,
-            "uuid": f"{task.id}-{task.attempts}",
+            "uuid": f"{task.id}-{task.runs}",
             "name": task.tag,
             "timestamp": at.timestamp(),
         }
         self._pending.append({**event, **self._who, **fields})
 
-    def _about(self, task: DelayTask) -> dict[str, str]:
+    def _about(self, task: DelayedTask) -> dict[str, str]:
         key = "" if task.key is None else f", 'key': {task.key!r}"
         body = task.body_json if self._shows_bodies else HIDDEN
         return {
             "args": body if len(body) <= LONGEST_REPR else body[:LONGEST_REPR] + "…",
-            "kwargs": f"{{'id': '{task.id}', 'attempt': {task.attempts}{key}}}",
+            "kwargs": f"{{'id': '{task.id}', 'attempt': {task.runs}{key}}}",
         }
 
     # -- sending ----------------------------------------------------------------------------------
@@ -251,14 +251,14 @@ def _error_fields(exception: str, traceback: str = "") -> dict[str, str | None]:
     }
 
 
-def _may_have_run(task: DelayTask) -> bool:
+def _may_have_run(task: DelayedTask) -> bool:
     """Return whether an earlier run may have had the number of this attempt.
 
     An operator who runs a task again resets its attempts, and gives it a later due time than the
     one for which it was scheduled. A first attempt that was given back has the time of its next
     try.
     """
-    if task.attempts == 1 and task.due_time is not None:
+    if task.runs == 1 and task.due_time is not None:
         return True
     created = task.create_time
     return created is not None and task.due > created + timedelta(seconds=task.delay_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from delaytasks import DelayTask, Status
+from delaytasks import DelayedTask, Status
 from examples.demo.story import Shop
 
 #: Usual lateness is far below this value. Tasks that the sweep has to find are far above it.
@@ -15,12 +15,12 @@ HIT_MS = 100.0
 CLOCKS_MS = 50.0
 
 
-def lateness_ms(task: DelayTask) -> float:
+def lateness_ms(task: DelayedTask) -> float:
     assert task.execution_time is not None
     return (task.execution_time - task.expected_time).total_seconds() * 1000
 
 
-def is_hit(task: DelayTask, shop: Shop) -> bool:
+def is_hit(task: DelayedTask, shop: Shop) -> bool:
     """Return whether the killed worker had the task: it ran there, or waited in the worker's
     memory.
     """

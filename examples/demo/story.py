@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from delaytasks import DelayTask, DelayTaskError, Status, current_delays
+from delaytasks import DelayedTask, DelayTaskError, Status, current_delays
 from delaytasks.runtime import runtime_of
 
 ORDERS = 200
@@ -38,8 +38,8 @@ class Shop:
     killed: str = ""
     killed_at: datetime | None = None
     interrupted: set[int] = field(default_factory=set)
-    orders_now: list[DelayTask] = field(default_factory=list)
-    payments_now: list[DelayTask] = field(default_factory=list)
+    orders_now: list[DelayedTask] = field(default_factory=list)
+    payments_now: list[DelayedTask] = field(default_factory=list)
 
 
 class Story:

@@ -80,9 +80,9 @@ async def remind(body: dict[str, str]) -> None:
 
 async def set_reminder(patient: str, starts_at: datetime, session: AsyncSession) -> None:
     """Schedule the reminder, instead of one that waits or in addition to one that has run."""
-    await remind.aschedule_at(
+    await remind.aschedule(
         {"patient": patient},
-        starts_at - BEFORE,
+        at=starts_at - BEFORE,
         key=patient,
         on_conflict="replace",
         session=session,

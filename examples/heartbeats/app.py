@@ -28,7 +28,7 @@ def heartbeats(devices: Iterable[str]) -> None:
     A server calls this every second or so with the devices from which it has heard meanwhile. The
     call updates the rows in a few statements, and sends no message.
     """
-    gone = delays.touch_many(tag="device.lost", keys=devices, delay=SILENCE).gone
+    gone = delays.touch(tag="device.lost", key=devices, delay=SILENCE).gone
     delays.schedule_many(
         (NewTask("device.lost", {"device": name}, SILENCE, key=name) for name in map(str, gone)),
         on_conflict="replace",

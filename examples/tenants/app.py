@@ -13,7 +13,7 @@ from typing import Any
 
 from celery import Celery
 
-from delaytasks import DelayTask, DelayTasks, Shards
+from delaytasks import DelayedTask, DelayTasks, Shards
 
 logger = logging.getLogger(__name__)
 TAG = "invoice.remind"
@@ -40,7 +40,7 @@ shards, apps = connect(os.environ["TENANTS_DATABASES"].split())
 app = apps[int(os.environ.get("DELAYTASKS_SHARD", "0"))]
 
 
-def remind_later(shards: Shards, tenant: str, delay: str) -> DelayTask:
+def remind_later(shards: Shards, tenant: str, delay: str) -> DelayedTask:
     """Remind a tenant once. A second call moves the reminder."""
     return shards.schedule_delay(
         TAG, {"tenant": tenant}, delay, key=tenant, meta={"tenant": tenant}, on_conflict="replace"

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from delaytasks import DelayTask, NewTask, Shards, Status
+from delaytasks import DelayedTask, NewTask, Shards, Status
 from delaytasks.core.clock import monotonic
 from delaytasks.core.ids import shard_of
 from delaytasks.core.states import LIVE
@@ -78,7 +78,7 @@ def test_no_task_is_lost_or_early_while_workers_are_killed_at_random(site: Site)
     for worker in workers:
         wait_until(lambda worker=worker: " ready." in worker.log(), 60, "a worker to be ready")  # type: ignore[misc]
 
-    made: list[DelayTask] = []
+    made: list[DelayedTask] = []
     for start in range(0, TASKS, 100):  # a third with keys, the rest in turn
         numbers = range(start, start + 100)
         new = (site.new(n, key=f"k{n}") if n % 3 == 0 else site.new(n) for n in numbers)

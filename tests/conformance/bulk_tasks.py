@@ -7,7 +7,7 @@ from typing import Any
 
 from sqlalchemy import update
 
-from delaytasks import BulkResult, DelayTask, DelayTasks, Status
+from delaytasks import BulkResult, DelayedTask, DelayTasks, Status
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
 from tests.waiting import wait_until
@@ -17,7 +17,7 @@ FAR = 7 * 86400.0
 
 def schedule(
     delays: DelayTasks, tag: str = "mail", delay: float = FAR, **options: Any
-) -> DelayTask:
+) -> DelayedTask:
     return delays.get(delays.schedule_delay(tag, {}, delay, **options))
 
 
@@ -31,7 +31,7 @@ def pass_a_moment(delays: DelayTasks) -> None:
     )
 
 
-def put(store: Store, task: DelayTask, **values: Any) -> DelayTask:
+def put(store: Store, task: DelayedTask, **values: Any) -> DelayedTask:
     """Write `values` into the row of `task`, and return the task."""
     t = store.schema.tasks
     with store.database.begin() as connection:
@@ -43,7 +43,7 @@ def counts(result: BulkResult) -> tuple[int, int, int]:
     return result.matched, result.changed, result.refused
 
 
-def statuses(delays: DelayTasks, *tasks: DelayTask) -> list[Status]:
+def statuses(delays: DelayTasks, *tasks: DelayedTask) -> list[Status]:
     return [delays.get(task).status for task in tasks]
 
 

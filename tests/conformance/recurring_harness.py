@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlalchemy import update
 
-from delaytasks import DelayTask, DelayTasks, Status
+from delaytasks import DelayedTask, DelayTasks, Status
 from delaytasks.core.events import Events
 from delaytasks.recurrence.creation import Creation, RecurringTable
 from delaytasks.recurrence.recurring import Recurring
@@ -43,7 +43,7 @@ class RecurringHarness:
         self.clock.advance((self.start - self.clock.now()).total_seconds() + at_s)
         self.creation().create(on_step)
 
-    def tasks(self, tag: str = "report") -> list[DelayTask]:
+    def tasks(self, tag: str = "report") -> list[DelayedTask]:
         return list(self.delays.find(tag=tag, limit=1000).tasks)
 
     def due_s(self, tag: str = "report") -> list[float]:
@@ -53,7 +53,7 @@ class RecurringHarness:
     def statuses(self) -> list[str]:
         return [task.status.name for task in self.tasks()]
 
-    def finish(self, tasks: Sequence[DelayTask]) -> None:
+    def finish(self, tasks: Sequence[DelayedTask]) -> None:
         """Settle tasks as a worker does, which also frees their keys."""
         t, k = self.store.schema.tasks, self.store.schema.keys
         with self.store.database.begin() as connection:

@@ -12,7 +12,7 @@ from sqlalchemy import insert, update
 
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.states import Status
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 from delaytasks.storage.rows import values_of
 from delaytasks.storage.store import Store
 from delaytasks.storage.types import db_now_plus
@@ -35,7 +35,7 @@ def status_columns(status: Status) -> dict[str, Any]:
     return RUNNING if status is Status.RUNNING else {"status": int(status)}
 
 
-def task(store: Store, due_s: float = -10.0, **fields: Any) -> DelayTask:
+def task(store: Store, due_s: float = -10.0, **fields: Any) -> DelayedTask:
     """Return an unwritten task that is due `due_s` seconds from now."""
     now = store.tasks.now()
     values: dict[str, Any] = {
@@ -44,27 +44,27 @@ def task(store: Store, due_s: float = -10.0, **fields: Any) -> DelayTask:
         "body_json": "{}",
         "expected_time": seconds(now, due_s),
     }
-    return DelayTask(**{**values, "create_time": now, **fields})
+    return DelayedTask(**{**values, "create_time": now, **fields})
 
 
 def seconds(instant: datetime, more: float) -> datetime:
     return instant + timedelta(seconds=more)
 
 
-def add(store: Store, due_s: float = -10.0, **fields: Any) -> DelayTask:
+def add(store: Store, due_s: float = -10.0, **fields: Any) -> DelayedTask:
     made = task(store, due_s, **fields)
     assert store.tasks.insert(made)
     return made
 
 
-def put(store: Store, status: Status, **fields: Any) -> DelayTask:
+def put(store: Store, status: Status, **fields: Any) -> DelayedTask:
     """Insert a row directly with this status."""
     made = task(store, **fields)
     with store.database.begin() as connection:
         row = {
             **values_of(made, store.schema),
             "status": int(status),
-            "attempts": made.attempts,
+            "runs": made.runs,
             "lapses": made.lapses,
         }
         if status is Status.RUNNING:
@@ -76,17 +76,17 @@ def put(store: Store, status: Status, **fields: Any) -> DelayTask:
     return replace(made, status=status)
 
 
-def read(store: Store, id: int) -> DelayTask:
+def read(store: Store, id: int) -> DelayedTask:
     found = store.tasks.get(id)
     assert found is not None
     return found
 
 
-def entry(made: DelayTask) -> Entry:
+def entry(made: DelayedTask) -> Entry:
     return Entry.of(made)
 
 
-def lapse_all(store: Store, tasks: Sequence[DelayTask], max_lost_leases: int = 5) -> int:
+def lapse_all(store: Store, tasks: Sequence[DelayedTask], max_lost_leases: int = 5) -> int:
     """End the leases of these tasks, and return how many rows the sweep released."""
     t = store.schema.tasks
     with store.database.begin() as connection:
@@ -103,7 +103,7 @@ def second_store(store: Store, url: str) -> Store:
     return Store(url, settings_for(url, table_prefix=prefix))
 
 
-def keyed(store: Store, due_s: float = -10.0, **fields: Any) -> DelayTask:
+def keyed(store: Store, due_s: float = -10.0, **fields: Any) -> DelayedTask:
     made, is_new = store.tasks.insert_keyed(task(store, due_s, key="order-1", **fields), "reject")
     assert is_new
     return made

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from delaytasks import BodyRefusedError, DelayTask, DelayTasks, Status
+from delaytasks import BodyRefusedError, DelayedTask, DelayTasks, Status
 from delaytasks.runtime import runtime_of
 from tests.recording import run_now
 from tests.refusals import invalid
@@ -25,7 +25,7 @@ def takes(world: World, **options: Any) -> list[Any]:
 def test_bodies_of_all_versions_run_as_the_newest(world: World) -> None:
     old = world.schedule("pay", OLD)
     second = world.schedule("pay", {"order": 7}, body_version=2)
-    got = takes(world, version=3, upgrades=UPGRADES)
+    got = takes(world, body_version=3, upgrades=UPGRADES)
     new = world.schedule("pay", NEW)
     assert [world.read(task).body_version for task in (old, second, new)] == [1, 2, 3]
     world.run(old, second, new)
@@ -37,8 +37,8 @@ def test_batches_and_schemas_get_upgraded_bodies(world: World) -> None:
     tasks = [world.schedule("pay", OLD), world.schedule("pay", {"wrong": 1})]
     got: list[Any] = []
 
-    @world.delays.processor("pay", version=3, upgrades=UPGRADES, batch=5, schema=dict)
-    def work(bodies: list[Any], tasks: list[DelayTask]) -> None:
+    @world.delays.processor("pay", body_version=3, upgrades=UPGRADES, batch=5, schema=dict)
+    def work(bodies: list[Any], tasks: list[DelayedTask]) -> None:
         got.extend(bodies)
 
     world.run(*tasks)
@@ -48,7 +48,7 @@ def test_batches_and_schemas_get_upgraded_bodies(world: World) -> None:
 
 def test_a_version_without_an_upgrade_fails_without_retries(world: World) -> None:
     task = world.schedule("pay", OLD)
-    got = takes(world, version=3, upgrades={2: UPGRADES[2]}, retries="1s 1s")
+    got = takes(world, body_version=3, upgrades={2: UPGRADES[2]}, retries="1s 1s")
     world.run(task)
     failed = world.read(task)
     assert (failed.status, got) == (Status.FAILED, [])
@@ -57,16 +57,16 @@ def test_a_version_without_an_upgrade_fails_without_retries(world: World) -> Non
 
 
 def test_a_newer_body_waits_for_newer_code(world: World) -> None:
-    got = takes(world, version=2)
+    got = takes(world, body_version=2)
     task = world.schedule("pay", NEW, body_version=3)
     world.run(task)
     waits = world.read(task)
-    assert (waits.status, waits.attempts, got) == (Status.NOT_COMPLETE, 0, [])
+    assert (waits.status, waits.runs, got) == (Status.NOT_COMPLETE, 0, [])
     assert waits.due == task.due
     assert world.told("task.newer_body")
     takes_new: list[Any] = []
     world.runtime.registry._processors.clear()  # as in a process with the new code
-    world.delays.processor("pay", version=3)(takes_new.append)
+    world.delays.processor("pay", body_version=3)(takes_new.append)
     world.change(task, expected_time=task.expected_time)
     world.run(world.read(task))
     assert takes_new == [NEW]
@@ -75,11 +75,11 @@ def test_a_newer_body_waits_for_newer_code(world: World) -> None:
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"version": 0}, "integer from 1"),
-        ({"version": True}, "integer from 1"),
-        ({"version": 3, "upgrades": {1: OLD.get}}, "none from version 2"),
-        ({"version": 3, "upgrades": {3: OLD.get, 2: OLD.get}}, "3 is no version before"),
-        ({"upgrades": {1: OLD.get}}, "no version: say version"),
+        ({"body_version": 0}, "integer from 1"),
+        ({"body_version": True}, "integer from 1"),
+        ({"body_version": 3, "upgrades": {1: OLD.get}}, "none from version 2"),
+        ({"body_version": 3, "upgrades": {3: OLD.get, 2: OLD.get}}, "3 is not below"),
+        ({"upgrades": {1: OLD.get}}, "no version: say body_version"),
     ],
 )
 def test_upgrades_lead_to_the_version(world: World, options: Any, error: str) -> None:
@@ -92,7 +92,7 @@ def test_scheduling_checks_the_body_in_its_version(delays: DelayTasks) -> None:
         assert "currency" in body
         return body
 
-    delays.processor("pay", version=3, upgrades=UPGRADES, schema=schema)(lambda body: None)
+    delays.processor("pay", body_version=3, upgrades=UPGRADES, schema=schema)(lambda body: None)
     assert delays.schedule_delay("pay", NEW, 60).body_version == 3
     assert delays.schedule_delay("pay", OLD, 60, body_version=1).body_version == 1
     assert delays.schedule_delay("pay", "any", 60, body_version=4).body_version == 4
@@ -119,7 +119,7 @@ def test_check_reports_bodies_that_cannot_be_upgraded(delays: DelayTasks) -> Non
         raise LookupError("no such order")
 
     upgrade = lambda body: body if body["order"] else fail(body)  # noqa: E731
-    delays.processor("pay", version=3, upgrades={2: upgrade})(lambda body: None)
+    delays.processor("pay", body_version=3, upgrades={2: upgrade})(lambda body: None)
     [finding] = delays.check()
     assert set(finding.ids) == {ids["first"], ids["odd"], ids["newer"]}
     assert finding.problem.startswith("the body of a task of tag 'pay' has version 1")

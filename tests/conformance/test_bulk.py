@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, event, select, update
 
-from delaytasks import BulkResult, DelayTask, DelayTasks, Status
+from delaytasks import BulkResult, DelayedTask, DelayTasks, Status
 from delaytasks.core.clock import to_us
 from delaytasks.core.errors import DuplicateTaskError, TaskNotFoundError
 from delaytasks.core.interfaces import Entry, Settlement
@@ -193,14 +193,14 @@ def test_a_task_that_the_search_returns_twice_is_shifted_once(
 def test_failed_tasks_run_again_and_cancelled_ones_if_asked_for(
     store: Store, delays: DelayTasks, timer: RecordingTimer
 ) -> None:
-    used = {"attempts": 4, "lapses": 3}
+    used = {"runs": 4, "lapses": 3}
     tasks = {
         status: put(store, schedule(delays), **status_columns(status), **used) for status in Status
     }
     timer.armed.clear()
     assert counts(delays.bulk.rerun(tag="mail")) == (1, 1, 0)
     failed = delays.get(tasks[Status.FAILED])
-    assert (failed.status, failed.version, failed.attempts, failed.lapses) == (
+    assert (failed.status, failed.version, failed.runs, failed.lapses) == (
         Status.NOT_COMPLETE,
         1,
         0,
@@ -244,7 +244,7 @@ def test_rerun_many_gives_each_task_its_key_back_unless_another_task_has_it(
 def test_a_bulk_call_works_in_small_steps_and_reports_each(delays: DelayTasks) -> None:
     at = runtime_of(delays).clock.now() + timedelta(days=1)
     tasks = [
-        delays.schedule_at("mail", n, at) for n in range(5)
+        delays.schedule_delay("mail", n, at=at) for n in range(5)
     ]  # all are due at the same instant, and exceed one window
     tasks += [schedule(delays, key=f"k{n}") for n in range(8)]
     seen: list[BulkResult] = []
@@ -552,7 +552,7 @@ def test_cancelled_tasks_wait_again_with_their_keys_and_due_times(
 ) -> None:
     monkeypatch.setattr(bulk, "BULK_ROWS", 2)
     tasks = [schedule(delays, delay=86_400.0 + n, key=f"k{n}" if n % 2 else None) for n in range(7)]
-    held, retried = tasks[0], put(store, tasks[1], attempts=2)
+    held, retried = tasks[0], put(store, tasks[1], runs=2)
     put(store, held, status=int(Status.HELD))
     deferred = put(store, tasks[2], due_time=tasks[2].expected_time - timedelta(hours=1))
     result = delays.bulk.cancel(tag="mail")
@@ -562,7 +562,7 @@ def test_cancelled_tasks_wait_again_with_their_keys_and_due_times(
     again = delays.bulk.rerun(entry=result.runs[0], actor="ann", on_progress=progress.append)
     assert counts(again) == (7, 7, 0)
     assert len(progress) == 4
-    assert delays.get(retried).attempts == 0
+    assert delays.get(retried).runs == 0
     assert delays.get(deferred).due == deferred.due
     for task in [held, *tasks[2:]]:
         found = delays.get(task)
@@ -702,8 +702,8 @@ def test_the_tasks_of_an_operation_whose_process_has_died_are_rerun_later(
 def test_each_filter_narrows(store: Store, delays: DelayTasks, filters: Any, wanted: str) -> None:
     def at(
         name: str, tag: str, when: datetime, queue: str | None = None, key: str | None = None
-    ) -> DelayTask:
-        return delays.schedule_at(tag, name, when, queue=queue, key=key)
+    ) -> DelayedTask:
+        return delays.schedule_delay(tag, name, at=when, queue=queue, key=key)
 
     second, early = timedelta(seconds=1), NOON - timedelta(seconds=1)
     held = at("aheld", "a", early)

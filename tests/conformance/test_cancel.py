@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 
 from delaytasks import (
     CancelResult,
-    DelayTask,
+    DelayedTask,
     DelayTasks,
     Fail,
     Retry,
@@ -26,13 +26,13 @@ from delaytasks.core.errors import TaskNotFoundError
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
 from tests.recording import delays_on, record, run_now
-from tests.refusals import invalid
+from tests.refusals import invalid, raised
 from tests.world import World
 
 # The answers of `cancel`, by id and by key, with and without a session, on every database
 
 
-Name = Callable[[DelayTask], dict[str, Any]]
+Name = Callable[[DelayedTask], dict[str, Any]]
 NAMES: list[Name] = [
     lambda task: {"task": task.id},
     lambda task: {"tag": task.tag, "key": task.key},
@@ -56,12 +56,12 @@ class CancelCaller:
                 session.commit()
             return result
 
-    def schedule(self, tag: str = "mail") -> DelayTask:
+    def schedule(self, tag: str = "mail") -> DelayedTask:
         return self.delays.schedule_delay(tag, {}, 0, key="k")
 
     def refuses(self, error: type[TaskStateError], **arguments: Any) -> None:
         with pytest.raises(error) as caught:
-            self.cancel(strict=True, **arguments)
+            raised(self.cancel(**arguments))
         assert type(caught.value) is error
 
 
@@ -106,7 +106,7 @@ def test_the_second_cancel_reports_that_there_is_nothing_to_cancel(
     place: CancelCaller, name: Name
 ) -> None:
     task = place.schedule()
-    assert place.cancel(**name(task), strict=True)
+    assert place.cancel(**name(task))
     again = place.cancel(**name(task))
     assert not again
     is_by_id = "task" in name(task)
@@ -161,13 +161,12 @@ def test_cancelling_an_unknown_task_reports_that_there_is_nothing_to_cancel(
     place.refuses(TaskNotFoundError, tag="mail", key="never")
 
 
-def test_a_stale_version_and_a_bad_id_are_errors_strict_or_not(place: CancelCaller) -> None:
+def test_a_stale_version_and_a_bad_id_are_errors(place: CancelCaller) -> None:
     task = place.schedule()
-    for strict in (False, True):
-        with pytest.raises(StaleVersionError):
-            place.cancel(task=task, version=7, strict=strict)
-        with invalid("id"):
-            place.cancel(task="seven", strict=strict)
+    with pytest.raises(StaleVersionError):
+        place.cancel(task=task, version=7)
+    with invalid("id"):
+        place.cancel(task="seven")
     assert place.delays.get(task).status is Status.NOT_COMPLETE
 
 
@@ -228,7 +227,7 @@ def test_a_key_that_the_transaction_itself_took_over_names_its_own_task(
 # A running task is asked to stop, and is CANCELLED unless it succeeds, on each database
 
 
-def cancel(world: World, task: DelayTask) -> DelayTask | None:
+def cancel(world: World, task: DelayedTask) -> DelayedTask | None:
     """Cancel a task that runs, and tell its process, as the main process of its worker does."""
     found = world.store.tasks.cancel(task.id, running=True)
     tell(world)
@@ -240,10 +239,10 @@ def tell(world: World) -> None:
     world.worker().processes.requested_runs.record(requests)
 
 
-def run(world: World, end: Callable[[DelayTask], Any], **options: Any) -> DelayTask:
+def run(world: World, end: Callable[[DelayedTask], Any], **options: Any) -> DelayedTask:
     """Run a task that is cancelled while it runs, and ends as `end` says."""
 
-    def work(body: object, task: DelayTask) -> Any:
+    def work(body: object, task: DelayedTask) -> Any:
         assert not task.is_cancelled
         task.check_lease()
         left = cancel(world, task)
@@ -258,17 +257,17 @@ def run(world: World, end: Callable[[DelayTask], Any], **options: Any) -> DelayT
     return world.read(task)
 
 
-def fail(_: DelayTask) -> None:
+def fail(_: DelayedTask) -> None:
     raise ValueError("broken off")
 
 
 @pytest.mark.parametrize(
     "end",
-    [DelayTask.check_lease, fail, lambda _: Retry(1), lambda _: Snooze(1), lambda _: Fail("no")],
+    [DelayedTask.check_lease, fail, lambda _: Retry(1), lambda _: Snooze(1), lambda _: Fail("no")],
     ids=["check_lease", "raises", "Retry", "Snooze", "Fail"],
 )
 def test_a_run_that_stops_is_cancelled_and_not_retried(
-    world: World, end: Callable[[DelayTask], Any]
+    world: World, end: Callable[[DelayedTask], Any]
 ) -> None:
     task = run(world, end, retries="10s 10s")
     assert task.status is Status.CANCELLED
@@ -286,7 +285,7 @@ def test_a_run_that_succeeds_nevertheless_is_done(world: World) -> None:
 def test_check_lease_says_that_the_task_was_cancelled(world: World) -> None:
     told: list[TaskCancelledError] = []
 
-    def end(task: DelayTask) -> None:
+    def end(task: DelayedTask) -> None:
         with pytest.raises(TaskCancelledError, match="was cancelled: stop") as caught:
             task.check_lease()
         told.append(caught.value)
@@ -301,8 +300,8 @@ def test_a_request_that_comes_too_late_for_its_run_prevents_the_next_one(
     ran: list[int] = []
 
     @world.delays.processor("again")
-    def work(body: object, task: DelayTask) -> Any:
-        ran.append(task.attempts)
+    def work(body: object, task: DelayedTask) -> Any:
+        ran.append(task.runs)
         world.store.tasks.cancel(task.id, running=True)  # the process hears nothing of it
         return Snooze(0)
 
@@ -319,7 +318,7 @@ def test_a_request_that_comes_too_late_for_its_run_prevents_the_next_one(
 def test_a_row_of_the_same_chunk_that_has_not_begun_is_cancelled_too(
     world: World,
 ) -> None:
-    tasks: list[DelayTask] = []
+    tasks: list[DelayedTask] = []
 
     @world.delays.processor("first")
     def work(body: object) -> None:
@@ -354,11 +353,11 @@ def test_the_answer_of_cancel_says_that_the_task_was_asked_to_stop(
     [claimed] = runtime_of(delays).store.claims("w", None).claim_due("default", [0], 1)
     numbers = runtime_of(delays).store.policies
     before = numbers.changes(None, True).cancel_requests
-    assert not delays.cancel(task).is_requested
-    with pytest.raises(TaskStateError):
-        delays.cancel(task, strict=True)
+    refused = delays.cancel(task)
+    assert not refused.is_requested
+    assert isinstance(refused.error, TaskStateError)
     assert numbers.changes(None, True).cancel_requests == before
-    result = delays.cancel(tag="mail", key="k", running=True, strict=True)
+    result = delays.cancel(tag="mail", key="k", running=True)
     assert (bool(result), result.is_requested, result.status) == (False, True, Status.RUNNING)
     assert numbers.changes(None, False).cancel_requests == before + 1
     found = delays.get(task)
@@ -379,7 +378,7 @@ def test_a_row_that_is_given_back_while_it_is_asked_to_stop_is_cancelled(
     requests, t = runtime_of(delays).store.tasks.cancel_requests, store.schema.tasks
     make = requests.make
 
-    def make_too_late(on: Any, running: DelayTask) -> bool:
+    def make_too_late(on: Any, running: DelayedTask) -> bool:
         given_back = {"status": int(Status.NOT_COMPLETE), "version": running.version + 1}
         on.execute(update(t).where(t.c.id == running.id).values(given_back))
         return make(on, running)
@@ -399,7 +398,7 @@ def test_a_task_that_waits_is_cancelled_as_usual(delays: DelayTasks) -> None:
 def test_the_other_tasks_of_a_batch_run_again_without_losing_an_attempt(
     world: World,
 ) -> None:
-    def work(tasks: list[DelayTask]) -> None:
+    def work(tasks: list[DelayedTask]) -> None:
         if len(tasks) == 3:
             cancel(world, tasks[1])
         for task in tasks:
@@ -411,6 +410,6 @@ def test_the_other_tasks_of_a_batch_run_again_without_losing_an_attempt(
     first, cancelled, last = map(world.read, tasks)
     assert cancelled.status is Status.CANCELLED
     for other in (first, last):
-        assert (other.status, other.attempts) == (Status.NOT_COMPLETE, 0)
+        assert (other.status, other.runs) == (Status.NOT_COMPLETE, 0)
     world.run(first, last)
     assert world.statuses([first, last]) == ["DONE", "DONE"]

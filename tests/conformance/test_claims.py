@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import create_engine, update
 
 from benchmarks.call_counts import count_calls
-from delaytasks import DelayTask, Status
+from delaytasks import DelayedTask, Status
 from delaytasks.core.clock import to_us
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.interfaces import UnclaimedRow
@@ -23,7 +23,7 @@ from delaytasks.storage.claims import RESTART_S
 from tests.world import World
 
 
-def ids(tasks: list[DelayTask]) -> list[int]:
+def ids(tasks: list[DelayedTask]) -> list[int]:
     return [task.id for task in tasks]
 
 
@@ -32,11 +32,11 @@ def test_a_claim_takes_due_rows_and_records_the_worker(world: World) -> None:
     made = world.put(body_json='{"n":1}', priority=2, queue="q")
     before = world.now()
     [claimed] = world.claim(made)
-    assert (claimed.id, claimed.status, claimed.attempts) == (made.id, Status.RUNNING, 1)
+    assert (claimed.id, claimed.status, claimed.runs) == (made.id, Status.RUNNING, 1)
     assert claimed.version > made.version
     assert (claimed.body, claimed.priority, claimed.queue, claimed.lapses) == ({"n": 1}, 2, "q", 0)
     found = world.read(made)
-    assert (found.status, found.attempts) == (Status.RUNNING, 1)
+    assert (found.status, found.runs) == (Status.RUNNING, 1)
     assert found.version == claimed.version
     assert (found.worker, found.ip_address) == ("worker-1", "127.0.0.1")
     assert found.execution_time is not None
@@ -120,7 +120,7 @@ def test_a_row_that_lapsed_is_claimed_alone(world: World) -> None:
     assert world.claim_due() == []
     assert worker.claim_alone(bad, lost.version) == []
     [alone] = worker.claim_alone(bad)
-    assert (alone.id, alone.lapses, alone.attempts) == (bad.id, 1, 2)
+    assert (alone.id, alone.lapses, alone.runs) == (bad.id, 1, 2)
     assert worker.claim_alone(bad) == []
 
 
@@ -250,7 +250,7 @@ def test_a_row_that_its_processor_left_locked_is_named_and_delays_no_other_row(
     t = world.store.schema.tasks
 
     @world.delays.processor("lock")
-    def lock(body: Any, task: DelayTask) -> None:
+    def lock(body: Any, task: DelayedTask) -> None:
         connection.execute(update(t).where(t.c.id == task.id).values(lapses=0))
 
     locking = world.schedule("lock")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from delaytasks import DelayTask, DelayTasks, Retry, RetrySchedule, Snooze, Status
+from delaytasks import DelayedTask, DelayTasks, Retry, RetrySchedule, Snooze, Status
 from delaytasks.console.queries import ConsoleQueries
 from delaytasks.core.errors import DuplicateTaskError
 from delaytasks.core.interfaces import Entry
@@ -32,7 +32,9 @@ from tests.world.broker import RecordingTimer
 # Rows that were deferred because no worker had a processor for their tag
 
 
-def defer(delays: DelayTasks, count: int = 1, tag: str = "new", **options: Any) -> list[DelayTask]:
+def defer(
+    delays: DelayTasks, count: int = 1, tag: str = "new", **options: Any
+) -> list[DelayedTask]:
     """Return deferred tasks as an older worker leaves them."""
     tasks = [delays.schedule_delay(tag, n, 0, **options) for n in range(count)]
     assert runner_of(delays).run([Entry(task.id, 0, 0) for task in tasks]).ran == count
@@ -99,7 +101,7 @@ def test_a_retried_task_waits_for_its_retry_delay_whatever_its_error_text_is(
     delays.processor("new", retries="5m")(fail)
     task = delays.schedule_delay("new", {}, 0)
     runner_of(delays).run([Entry(task.id, 0, 0)])
-    assert delays.get(task).attempts == 1
+    assert delays.get(task).runs == 1
     assert bring(delays, "new") == []
 
 
@@ -193,10 +195,10 @@ def test_a_worker_that_keeps_no_time_limits_does_not_bring_them_forward(
     assert delays.get(task).version > task.version
 
 
-# A task that waits for its processor keeps its due time: `expires` and lateness count from it
+# A task that waits for its processor keeps its due time: `max_late` and lateness count from it
 
 
-def deferred(world: World, tag: str = "new", **options: object) -> tuple[DelayTask, datetime]:
+def deferred(world: World, tag: str = "new", **options: object) -> tuple[DelayedTask, datetime]:
     """Return a task that a worker without its processor has deferred, and its first due time."""
     task = world.schedule(tag, **options)
     due = task.expected_time
@@ -206,14 +208,14 @@ def deferred(world: World, tag: str = "new", **options: object) -> tuple[DelayTa
     return found, due
 
 
-def make_due(world: World, task: DelayTask) -> DelayTask:
+def make_due(world: World, task: DelayedTask) -> DelayedTask:
     """Make the deferred task due without a wait."""
     world.change(task, expected_time=world.now() - timedelta(milliseconds=10))
     return world.read(task)
 
 
 def test_a_deferred_task_expires_by_its_first_due_time(world: World) -> None:
-    task, _ = deferred(world, expires="3s")
+    task, _ = deferred(world, max_late="3s")
     world.change(task, due_time=world.now() - timedelta(seconds=5))
     world.delays.processor("new")(world.notes.append)
     world.run(make_due(world, task))

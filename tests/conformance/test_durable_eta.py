@@ -18,7 +18,7 @@ from kombu import Connection, Exchange, Queue
 from sqlalchemy import update
 from sqlalchemy.orm import Session
 
-from delaytasks import DelayTask, DelayTasks, Status, WaitTimeoutError
+from delaytasks import DelayedTask, DelayTasks, Status, WaitTimeoutError
 from delaytasks.core.celery_calls import celery_key, celery_tag
 from delaytasks.core.errors import (
     ConfigError,
@@ -54,7 +54,7 @@ class Office:
         self.timer: RecordingTimer = record(self.delays)
         self.remind = self.app.task(_remind, name="durable.remind")
 
-    def rows(self) -> list[DelayTask]:
+    def rows(self) -> list[DelayedTask]:
         return list(self.delays.find(tag="celery:durable.remind"))
 
     def message(self) -> StoredMessage:
@@ -62,7 +62,7 @@ class Office:
         (row,) = self.rows()
         return StoredMessage.of_body(row.body)
 
-    def publish(self) -> DelayTask:
+    def publish(self) -> DelayedTask:
         """Run the only row, and return it as it is then."""
         (row,) = self.rows()
         return run_now(self.delays, row)
@@ -121,7 +121,7 @@ def test_a_row_has_the_name_and_the_id_of_its_task_and_is_due_after_the_countdow
 def test_a_wait_for_a_row_in_vain_names_the_result_of_the_celery_task(office: Office) -> None:
     result = office.remind.apply_async((7,), countdown=90)
     with pytest.raises(WaitTimeoutError, match=rf"wait with AsyncResult\('{result.id}'\)\.get"):
-        office.delays.wait(office.rows()[0], timeout=0)
+        office.delays.result(office.rows()[0], timeout=0)
 
 
 def test_the_published_message_is_the_one_that_celery_would_have_sent(office: Office) -> None:
@@ -276,7 +276,7 @@ def test_rows_wait_until_the_broker_is_available_again(make_office: Make) -> Non
 
     waiting = run_now(broken.delays, row)
 
-    assert (waiting.status, waiting.attempts) == (Status.NOT_COMPLETE, 0)
+    assert (waiting.status, waiting.runs) == (Status.NOT_COMPLETE, 0)
     assert broken.delays.events.counts["celery_task.not_published"] == 1
     assert office.publish().status is Status.DONE
     assert len(office.published()) == 1
@@ -500,7 +500,7 @@ def session(office: Office) -> Iterator[Session]:
 
 
 def test_a_row_is_seen_and_armed_after_the_commit(office: Office, session: Session) -> None:
-    with office.delays.using(session):
+    with office.delays.transaction(session):
         result = office.remind.apply_async((7,), countdown=5)
     assert (office.rows(), office.timer.ids) == ([], [])
 
@@ -511,7 +511,7 @@ def test_a_row_is_seen_and_armed_after_the_commit(office: Office, session: Sessi
 
 
 def test_other_calls_in_the_block_take_part_as_well(office: Office, session: Session) -> None:
-    with office.delays.using(session):
+    with office.delays.transaction(session):
         task = office.delays.schedule_delay("mail", 1, 60)
         assert office.delays.get(task).body == 1
     session.rollback()
@@ -548,7 +548,7 @@ def test_a_closed_session_is_refused_and_nothing_is_sent(office: Office) -> None
     connection = engine.connect()
     connection.close()
 
-    with pytest.raises(SessionUnusableError), office.delays.using(connection):
+    with pytest.raises(SessionUnusableError), office.delays.transaction(connection):
         office.remind.apply_async((7,), countdown=5)
 
     assert (office.rows(), office.published()) == ([], [])
@@ -557,7 +557,7 @@ def test_a_closed_session_is_refused_and_nothing_is_sent(office: Office) -> None
 def test_a_retry_survives_the_rollback_of_its_own_transaction(
     office: Office, session: Session
 ) -> None:
-    with running(office, "one"), office.delays.using(session):
+    with running(office, "one"), office.delays.transaction(session):
         with pytest.raises(Retry):
             office.remind.retry(countdown=60)
         session.rollback()
@@ -594,12 +594,12 @@ def test_a_retry_that_is_too_large_for_a_row_goes_to_the_broker(office: Office) 
 
 def test_a_revocation_is_rolled_back_with_its_transaction(office: Office, session: Session) -> None:
     result = office.remind.apply_async((7,), countdown=60)
-    with office.delays.using(session):
+    with office.delays.transaction(session):
         result.revoke()
     session.rollback()
     assert (office.rows()[0].status, result.state) == (Status.NOT_COMPLETE, "PENDING")
 
-    with office.delays.using(session):
+    with office.delays.transaction(session):
         result.revoke()
     assert result.state == "PENDING"
     session.commit()
@@ -610,7 +610,7 @@ def test_a_revocation_is_rolled_back_with_its_transaction(office: Office, sessio
 def test_apply_async_without_a_session_takes_part_in_that_of_the_block(
     office: Office, session: Session
 ) -> None:
-    with office.delays.using(session):
+    with office.delays.transaction(session):
         office.delays.apply_async(office.remind.s(7), countdown=5)
     session.rollback()
 

@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import insert, literal_column, select, text, update
 from sqlalchemy.orm import Session
 
-from delaytasks import DelayTask, DelayTasks, NewTask, Status
+from delaytasks import DelayedTask, DelayTasks, NewTask, Status
 from delaytasks.core.body import PREFIX, key_name
 from delaytasks.core.errors import BodyEncryptedError
 from delaytasks.core.interfaces import Entry
@@ -51,7 +51,7 @@ def stored(store: Store) -> list[tuple[str, str | None]]:
         return [(row[0], row[1]) for row in connection.execute(query)]
 
 
-def change(store: Store, task: DelayTask, **values: Any) -> None:
+def change(store: Store, task: DelayedTask, **values: Any) -> None:
     with store.database.begin() as connection:
         connection.execute(
             update(store.schema.tasks).where(store.schema.tasks.c.id == task.id).values(**values)
@@ -126,7 +126,7 @@ def with_a_result(delays: DelayTasks) -> None:
 
 
 def with_a_result_of_its_own_transaction(delays: DelayTasks) -> None:
-    def complete(body: Any, task: DelayTask) -> None:
+    def complete(body: Any, task: DelayedTask) -> None:
         with Session(runtime_of(delays).store.database.tx) as session, session.begin():
             task.complete(session, result=body)
 
@@ -264,7 +264,7 @@ def test_without_the_key_a_task_is_deferred_and_does_not_fail(
         delays.processor("mail")(got.append)
         assert runner_of(delays).run([Entry(task.id, delays.get(task).version, 0)]).claimed == 1
         found = delays.get(task)
-        assert (found.status, found.attempts, got) == (Status.NOT_COMPLETE, 0, [])
+        assert (found.status, found.runs, got) == (Status.NOT_COMPLETE, 0, [])
         assert found.error is not None
         assert found.error.startswith(NO_KEY + key_name(NEW))
         assert (found.expected_time - runtime_of(delays).clock.now()).total_seconds() > 4
@@ -291,7 +291,7 @@ def test_an_unreadable_body_does_not_prevent_other_rows_from_running(open_with: 
     delays = open_with(NEW)
     delays.processor("batch", batch=10)(lambda tasks: got.extend(task.body for task in tasks))
     unread = [others.schedule_delay("batch", n, 0) for n in range(2)]
-    late = others.schedule_delay("batch", 7, 0, expires=1)
+    late = others.schedule_delay("batch", 7, 0, max_late=1)
     change(runtime_of(delays).store, late, expected_time=late.expected_time.replace(year=2020))
     read = [delays.schedule_delay("batch", n, 0) for n in (2, 3)]
     report = runner_of(delays).run_due("default", [0], 100)

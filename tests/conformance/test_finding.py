@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sqlalchemy import event, text
 
-from delaytasks import DelayTask, DelayTasks, Status
+from delaytasks import DelayedTask, DelayTasks, Status
 from delaytasks.core.clock import monotonic
 from delaytasks.core.filters import Filter, Filters, filter_of
 from delaytasks.operations.explanations import Follower
@@ -80,15 +80,15 @@ SECOND = timedelta(seconds=1)
 
 
 @pytest.fixture
-def tasks(store: Store, delays: DelayTasks) -> dict[str, DelayTask]:
+def tasks(store: Store, delays: DelayTasks) -> dict[str, DelayedTask]:
     """Return one task for each way in which tasks differ."""
     tasks = {
         # The order of ids is not that of due times.
-        "done": delays.schedule_at("b", 5, NOON + 4 * SECOND),
-        "second": delays.schedule_at("a", 2, NOON + SECOND, queue="slow", key="us-1"),
-        "first": delays.schedule_at("a", 1, NOON, key="eu-1"),
-        "failed": delays.schedule_at("b", 3, NOON + 2 * SECOND, priority=3),
-        "cancelled": delays.schedule_at("b", 4, NOON + 3 * SECOND, queue="slow"),
+        "done": delays.schedule_delay("b", 5, at=NOON + 4 * SECOND),
+        "second": delays.schedule_delay("a", 2, at=NOON + SECOND, queue="slow", key="us-1"),
+        "first": delays.schedule_delay("a", 1, at=NOON, key="eu-1"),
+        "failed": delays.schedule_delay("b", 3, at=NOON + 2 * SECOND, priority=3),
+        "cancelled": delays.schedule_delay("b", 4, at=NOON + 3 * SECOND, queue="slow"),
     }
     change(store, tasks["failed"], status=int(Status.FAILED), create_time=NOON)
     change(store, tasks["cancelled"], status=int(Status.CANCELLED))
@@ -113,10 +113,10 @@ def tasks(store: Store, delays: DelayTasks) -> dict[str, DelayTask]:
 )
 @pytest.mark.parametrize("limit", [1, 2, 100])
 def test_find_has_the_filters_of_the_bulk_functions_and_takes_several_statuses(
-    delays: DelayTasks, tasks: dict[str, DelayTask], filters: Any, wanted: str, limit: int
+    delays: DelayTasks, tasks: dict[str, DelayedTask], filters: Any, wanted: str, limit: int
 ) -> None:
     assert filters.keys() <= Filters.__annotations__.keys()
-    found: list[DelayTask] = []
+    found: list[DelayedTask] = []
     for newest_first in (False, True):
         found.clear()
         page = delays.find(limit=limit, newest_first=newest_first, **filters)
@@ -131,7 +131,7 @@ def test_find_has_the_filters_of_the_bulk_functions_and_takes_several_statuses(
 
 
 def test_a_bulk_function_takes_several_statuses_and_a_key(
-    delays: DelayTasks, tasks: dict[str, DelayTask]
+    delays: DelayTasks, tasks: dict[str, DelayedTask]
 ) -> None:
     assert delays.bulk.cancel(key="eu-1").changed == 1
     assert delays.bulk.rerun("1h", status=["FAILED", "CANCELLED"], tag="b").changed == 2
@@ -140,7 +140,7 @@ def test_a_bulk_function_takes_several_statuses_and_a_key(
 
 
 def test_find_reads_the_tasks_with_some_ids_in_the_order_of_their_due_times(
-    delays: DelayTasks, tasks: dict[str, DelayTask]
+    delays: DelayTasks, tasks: dict[str, DelayedTask]
 ) -> None:
     done, second, first = (tasks[name].id for name in ("done", "second", "first"))
 
@@ -159,7 +159,7 @@ def test_find_reads_the_tasks_with_some_ids_in_the_order_of_their_due_times(
 
 
 def test_the_bulk_functions_move_the_tasks_with_some_ids_only(
-    delays: DelayTasks, tasks: dict[str, DelayTask]
+    delays: DelayTasks, tasks: dict[str, DelayedTask]
 ) -> None:
     first, second, failed, done = (tasks[n].id for n in ("first", "second", "failed", "done"))
     assert delays.bulk.cancel(ids=[first, done], dry_run=True).matched == 1
@@ -202,14 +202,14 @@ def test_a_filter_that_does_not_exist_is_refused_by_find_too(delays: DelayTasks)
 
 
 @pytest.fixture
-def equal_tasks(delays: DelayTasks, timer: RecordingTimer) -> list[DelayTask]:
+def equal_tasks(delays: DelayTasks, timer: RecordingTimer) -> list[DelayedTask]:
     """Return tasks of two queues and two tags in the order of their due times; some times are
     equal."""
     now = runtime_of(delays).clock.now()
     tags, queues = ("a", "b"), ("default", "other")
     made = [
-        delays.schedule_at(
-            tags[n % 2], n, now + timedelta(minutes=n // 3), queue=queues[n % 3 // 2]
+        delays.schedule_delay(
+            tags[n % 2], n, at=now + timedelta(minutes=n // 3), queue=queues[n % 3 // 2]
         )
         for n in range(1, 12)
     ]
@@ -219,7 +219,7 @@ def equal_tasks(delays: DelayTasks, timer: RecordingTimer) -> list[DelayTask]:
 @pytest.mark.parametrize("filters", [{}, {"tag": "a"}, {"status": "NOT_COMPLETE"}])
 @pytest.mark.parametrize("limit", [1, 2, 5, 100])
 def test_pages_from_the_newest_to_the_oldest_are_the_others_reversed(
-    delays: DelayTasks, equal_tasks: list[DelayTask], filters: dict[str, str], limit: int
+    delays: DelayTasks, equal_tasks: list[DelayedTask], filters: dict[str, str], limit: int
 ) -> None:
     wanted = [task.id for task in equal_tasks if task.tag == filters.get("tag", task.tag)]
 
@@ -238,7 +238,7 @@ def test_pages_from_the_newest_to_the_oldest_are_the_others_reversed(
 
 
 def test_a_task_that_is_scheduled_between_two_pages_does_not_shift_them(
-    delays: DelayTasks, equal_tasks: list[DelayTask]
+    delays: DelayTasks, equal_tasks: list[DelayedTask]
 ) -> None:
     first = delays.find(limit=4, newest_first=True)
     delays.schedule_delay("a", {}, 86_400)
@@ -308,7 +308,7 @@ def seen(follower: Follower) -> list[tuple[int, str]]:
     return [(task.id, task.status.name) for task in follower.read().tasks]
 
 
-def make_late(store: Store, task: DelayTask) -> None:
+def make_late(store: Store, task: DelayedTask) -> None:
     """Let the task be due long ago, as in a backlog."""
     t = store.schema.tasks
     due = task.expected_time - timedelta(hours=1)

@@ -250,7 +250,7 @@ def test_tasks_that_run_together_share_a_process(delays: DelayTasks, store: Stor
 
 def test_limits_are_named_as_left_out(delays: DelayTasks, store: Store) -> None:
     put_peak(delays, "limited", 1)
-    delays.policies.set(tag="limited", key_concurrency=1)
+    delays.policies.set(tag="limited", concurrency_per_key=1)
     assert "The limits of tags are left out: limited." in delays.forecast().notes
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from sqlalchemy import String, cast, insert, select, text
 
-from delaytasks import DelayTask, DelayTasks, NewTask
+from delaytasks import DelayedTask, DelayTasks, NewTask
 from delaytasks.core.errors import StoreError
 from delaytasks.core.filters import filter_of
 from delaytasks.core.interfaces import Settlement
@@ -35,9 +35,7 @@ from tests.world.broker import RecordingTimer
 
 def test_a_task_comes_back_as_it_was_written(store: Store) -> None:
     body = json.dumps({"text": NASTY}, ensure_ascii=False)
-    made = add(
-        store, 60.0, body_json=body, queue="q", priority=7, delay_s=60, concurrency_key="ä" * 255
-    )
+    made = add(store, 60.0, body_json=body, queue="q", priority=7, delay_s=60, limit_key="ä" * 255)
     found = read(store, made.id)
     assert replace(found, update_time=None) == made
     assert found.body == {"text": NASTY}
@@ -81,7 +79,7 @@ def test_tasks_that_differ_in_all_columns_are_the_same_inserted_together_or_sing
         database = store.tasks._insert_bulk._db
         monkeypatch.setattr(database, "can", replace(database.can, copy=False, binds_values=False))
     monkeypatch.setattr(store_inserts, "_BOUND_ROWS", 3)
-    headers, long_s = '{"expires_s":5}', 3_000_000_000
+    headers, long_s = '{"max_late_s":5}', 3_000_000_000
     made = [
         task(store),
         task(
@@ -94,9 +92,7 @@ def test_tasks_that_differ_in_all_columns_are_the_same_inserted_together_or_sing
             delay_s=long_s,
             headers_json=headers,
         ),
-        task(
-            store, 86400.25, tag="b'\"\\", body_json="null", priority=1, concurrency_key="it's \\ é"
-        ),
+        task(store, 86400.25, tag="b'\"\\", body_json="null", priority=1, limit_key="it's \\ é"),
     ]
     made[1] = replace(made[1], create_time=seconds(store.tasks.now(), -60))
     twins = [replace(one, id=task(store).id) for one in made]
@@ -106,7 +102,7 @@ def test_tasks_that_differ_in_all_columns_are_the_same_inserted_together_or_sing
     assert [stored_as(store, one) for one in made] == [stored_as(store, twin) for twin in twins]
 
 
-def stored_as(store: Store, task: DelayTask) -> Sequence[Any]:
+def stored_as(store: Store, task: DelayedTask) -> Sequence[Any]:
     """Return the columns as text.
 
     SQLite accepts a value of any type, and compares instants as text.
@@ -136,7 +132,7 @@ def test_more_tasks_than_fit_in_one_statement_are_written(store: Store) -> None:
 def test_an_interrupt_during_a_copy_is_raised_and_no_row_is_written(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(task: DelayTask) -> tuple[Any, ...]:
+    def interrupted(task: DelayedTask) -> tuple[Any, ...]:
         if task is made[300]:
             raise KeyboardInterrupt
         return stored(task)
@@ -280,7 +276,7 @@ def test_the_processor_and_the_events_have_the_meta(world: World) -> None:
     events: list[dict[str, Any]] = []
     world.delays.events.subscribe(lambda name, fields: events.append({"name": name, **fields}))
 
-    def work(body: Any, task: DelayTask) -> None:
+    def work(body: Any, task: DelayedTask) -> None:
         seen.append(task.meta)
         raise ValueError("no")
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import update
 
-from delaytasks import DelayTask, DelayTasks, NewTask, Status
+from delaytasks import DelayedTask, DelayTasks, NewTask, Status
 from delaytasks.core.errors import DuplicateTaskError
 from delaytasks.core.filters import filter_of
 from delaytasks.core.interfaces import Settlement
@@ -145,7 +145,7 @@ def test_a_rerun_takes_the_key_again_or_names_the_task_that_has_it(store: Store)
 def test_of_many_callers_with_one_key_one_gets_it(store: Store) -> None:
     made = [task(store, 60.0, key="order-1") for _ in range(8)]
 
-    def schedule(one: DelayTask) -> bool:
+    def schedule(one: DelayedTask) -> bool:
         try:
             return store.tasks.insert_keyed(one, "reject")[1]
         except DuplicateTaskError:
@@ -214,7 +214,7 @@ class Editor:
         self.key = "document"
         self._store = store
 
-    def edit(self, after_s: float = 0, delay: float = 2, max_wait: Any = 30) -> DelayTask:
+    def edit(self, after_s: float = 0, delay: float = 2, max_wait: Any = 30) -> DelayedTask:
         self.clock.advance(after_s)
         options: dict[str, Any] = {"key": self.key, "on_conflict": "replace", "max_wait": max_wait}
         task = self.delays.schedule_delay("index", {}, delay, **options)
@@ -223,7 +223,7 @@ class Editor:
         )
         return task
 
-    def run(self) -> DelayTask:
+    def run(self) -> DelayedTask:
         [claimed] = self.claims.claim_due("default", [0], 1)
         return claimed
 
@@ -235,7 +235,7 @@ def editor(store: Store, database_url: str) -> Iterator[Editor]:
     made.delays.close()
 
 
-def due_s(task: DelayTask) -> float:
+def due_s(task: DelayedTask) -> float:
     return (task.expected_time - START).total_seconds()
 
 
@@ -286,7 +286,7 @@ def test_the_first_schedule_call_waits_no_longer_than_max_wait(editor: Editor) -
         "on_conflict": "replace",
         "max_wait": timedelta(seconds=30),
     }
-    assert due_s(editor.delays.schedule_at("index", {}, at, **options)) == 30
+    assert due_s(editor.delays.schedule_delay("index", {}, at=at, **options)) == 30
 
 
 def test_the_first_edit_after_a_run_begins_a_new_max_wait(editor: Editor) -> None:

@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 from sqlalchemy import Connection, insert, select, update
 
-from delaytasks import DelayTask, DelayTasks, Status
+from delaytasks import DelayedTask, DelayTasks, Status
 from delaytasks.core.clock import to_us
 from delaytasks.core.errors import LeaseLostError, StoreUnavailableError, TaskStateError
 from delaytasks.core.interfaces import Level, Recovered, Settlement
@@ -187,7 +187,7 @@ def test_a_task_that_lapses_too_often_in_a_row_is_failed(store: Store, claims: C
         assert found.lapses == lapses
         assert found.status is (Status.FAILED if lapses == 3 else Status.NOT_COMPLETE)
     assert "3 times in a row" in (found.error or "")
-    assert found.attempts == 3
+    assert found.runs == 3
 
 
 @pytest.mark.quick
@@ -286,7 +286,7 @@ def test_a_lease_that_ended_before_its_renewal_is_reported_as_lost(worker: Froze
     reported: list[str] = []
 
     @world.delays.processor("long")
-    def work(body: object, task: DelayTask) -> None:
+    def work(body: object, task: DelayedTask) -> None:
         worker.now_s += LEASE_S / 2
         worker.renew()
         task.check_lease()
@@ -312,7 +312,7 @@ def test_a_run_that_began_after_an_idle_time_has_its_lease(worker: FrozenWorker)
     ended: list[int] = []
 
     @world.delays.processor("long")
-    def work(body: object, task: DelayTask) -> None:
+    def work(body: object, task: DelayedTask) -> None:
         for _ in range(3):
             worker.now_s += LEASE_S / 2
             worker.renew()
@@ -336,7 +336,7 @@ def test_a_row_that_was_locked_during_a_renewal_is_renewed_a_second_later(
     ended: list[int] = []
 
     @world.delays.processor("long")
-    def work(body: object, task: DelayTask) -> None:
+    def work(body: object, task: DelayedTask) -> None:
         over, t = world.store.tasks.now(), world.store.schema.tasks
         with world.store.database.begin() as connection:
             connection.execute(update(t).where(t.c.id == task.id).values(lease_until=over))

@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import Connection, create_engine, event, text, update
 from sqlalchemy.orm import Session
 
-from delaytasks import DelayTask, DelayTasks, NewTask, Status, TouchResult
+from delaytasks import DelayedTask, DelayTasks, NewTask, Status, TouchResult
 from delaytasks.core.errors import (
     OutcomeUnknownError,
     StaleVersionError,
@@ -41,7 +41,7 @@ from tests.world.broker import RecordingTimer
 # Cancel, reschedule, retry and touch single rows, on every database
 
 
-OPERATORS: dict[str, Callable[[Store, DelayTask], Any]] = {
+OPERATORS: dict[str, Callable[[Store, DelayedTask], Any]] = {
     "cancel": lambda store, made: store.tasks.cancel(made.id),
     "reschedule": lambda store, made: store.tasks.reschedule(
         made.id, seconds(made.expected_time, 60)
@@ -55,14 +55,14 @@ OPERATORS: dict[str, Callable[[Store, DelayTask], Any]] = {
 def test_an_operators_move_is_made_from_its_sources_and_refused_elsewhere(
     store: Store, name: str, status: Status
 ) -> None:
-    made, move = put(store, status, lapses=2, attempts=3), MOVES[name]
+    made, move = put(store, status, lapses=2, runs=3), MOVES[name]
     if status in move.sources:
         moved = OPERATORS[name](store, made)
         found = read(store, made.id)
         assert (found.status, found.version) == (moved.status, moved.version) == (move.target, 1)
         later = 0 if name == "cancel" else 60
         assert found.expected_time == moved.expected_time == seconds(made.expected_time, later)
-        assert (found.attempts, found.lapses) == ((0, 0) if name == "rerun" else (3, 2))
+        assert (found.runs, found.lapses) == ((0, 0) if name == "rerun" else (3, 2))
         assert found.update_time is not None
         assert made.create_time is not None
         assert found.update_time >= made.create_time
@@ -137,17 +137,17 @@ def test_touch_only_moves_later_and_keeps_the_version(store: Store, status: Stat
 # every database
 
 
-def schedule(delays: DelayTasks, delay: float = 5, key: str | None = None) -> DelayTask:
+def schedule(delays: DelayTasks, delay: float = 5, key: str | None = None) -> DelayedTask:
     return delays.schedule_delay("lost", {}, delay, key=key)
 
 
-def set_status(store: Store, task: DelayTask, status: Status) -> None:
+def set_status(store: Store, task: DelayedTask, status: Status) -> None:
     t = store.schema.tasks
     with store.database.begin() as connection:
         connection.execute(update(t).where(t.c.id == task.id).values(status_columns(status)))
 
 
-def lateness(delays: DelayTasks, task: DelayTask) -> float:
+def lateness(delays: DelayTasks, task: DelayedTask) -> float:
     """Return by how many seconds the due time moved later."""
     return (delays.get(task).expected_time - task.expected_time).total_seconds()
 
@@ -162,7 +162,7 @@ def test_touch_many_moves_waiting_tasks_later_and_returns_the_ids_of_the_others(
     for status, made in tasks.items():
         set_status(store, made, status)
     gone = {task.id for status, task in tasks.items() if status not in MOVES["reschedule"].sources}
-    assert set(delays.touch_many([task.id for task in tasks.values()], 60).gone) == gone
+    assert set(delays.touch([task.id for task in tasks.values()], 60).gone) == gone
     for each in tasks.values():
         assert (lateness(delays, each) > 50) is (each.id not in gone)
         assert delays.get(each).version == 0
@@ -175,9 +175,7 @@ def test_touch_many_by_keys_moves_tasks_later_and_returns_keys_without_a_task(
     other = delays.schedule_delay("other", {}, 5, key="elsewhere")
     set_status(store, runs, Status.RUNNING)
     delays.cancel(ends)
-    result = delays.touch_many(
-        tag="lost", keys=["never", "waits", "runs", "ends", "elsewhere"], delay=60
-    )
+    result = delays.touch(tag="lost", key=["never", "waits", "runs", "ends", "elsewhere"], delay=60)
     assert not result
     assert result.touched == ["waits"]
     assert result.gone == ["never", "runs", "ends", "elsewhere"], "in the order given"
@@ -202,7 +200,7 @@ def test_keys_that_moved_after_the_transaction_began_name_the_tasks_that_now_hav
         session.execute(text("SELECT count(*) FROM s_yb_delay_task_message"))
         delays.cancel(before)
         tasks = [schedule(delays, key=key) for key in keys]
-        assert delays.touch_many(tag="lost", keys=keys, delay=60, session=session).gone == []
+        assert delays.touch(tag="lost", key=keys, delay=60, session=session).gone == []
         assert delays.touch(tag="lost", key="moved", delay=60, session=session)
         session.commit()
     assert all(lateness(delays, task) > 50 for task in tasks)
@@ -215,7 +213,7 @@ def test_one_loop_of_touch_many_and_schedule_many_schedules_missing_tasks_again(
     """The heartbeat recipe needs no list of scheduled tasks."""
     alive = [f"device {n}" for n in range(5)]
     for _ in range(2):
-        gone = delays.touch_many(tag="lost", keys=alive, delay=60).gone
+        gone = delays.touch(tag="lost", key=alive, delay=60).gone
         delays.schedule_many(
             (NewTask("lost", {}, 60, key=key) for key in gone), on_conflict="replace"
         )
@@ -226,7 +224,7 @@ def test_one_loop_of_touch_many_and_schedule_many_schedules_missing_tasks_again(
 
 def test_touching_never_makes_a_task_earlier(delays: DelayTasks) -> None:
     far, near, single = schedule(delays, 100), schedule(delays, 5), schedule(delays, 100, key="k")
-    assert delays.touch_many([far, near], 50).gone == []
+    assert delays.touch([far, near], 50).gone == []
     assert lateness(delays, far) == 0
     assert 40 < lateness(delays, near) < 50
     assert delays.touch(single, 50)
@@ -236,12 +234,12 @@ def test_touching_never_makes_a_task_earlier(delays: DelayTasks) -> None:
 
 def test_touch_many_accepts_ids_of_every_form_from_any_iterable(delays: DelayTasks) -> None:
     a, b, c = (schedule(delays) for _ in range(3))
-    assert delays.touch_many(
-        iter([a, str(b.id), c.id, c.id, 77, "77"]), timedelta(minutes=1)
-    ).gone == [77]
+    assert delays.touch(iter([a, str(b.id), c.id, c.id, 77, "77"]), timedelta(minutes=1)).gone == [
+        77
+    ]
     assert min(lateness(delays, task) for task in (a, b, c)) > 50
-    assert delays.touch_many([], 60).gone == []
-    assert delays.touch_many(tag="lost", keys=(), delay=60).gone == []
+    assert delays.touch([], 60).gone == []
+    assert delays.touch(tag="lost", key=(), delay=60).gone == []
 
 
 def test_touching_sends_no_messages(delays: DelayTasks, timer: RecordingTimer) -> None:
@@ -249,8 +247,8 @@ def test_touching_sends_no_messages(delays: DelayTasks, timer: RecordingTimer) -
     armed = len(timer.armed)
     delays.touch(tasks[0], 10)
     delays.touch(tag="lost", key="k1", delay=10)
-    delays.touch_many(tasks, 12)
-    delays.touch_many(tag="lost", keys=["k0", "k1"], delay=15)
+    delays.touch(tasks, 12)
+    delays.touch(tag="lost", key=["k0", "k1"], delay=15)
     assert (len(timer.armed), timer.disarmed) == (armed, [])
 
 
@@ -279,7 +277,7 @@ def test_touch_many_executes_a_few_statements_for_each_batch(
     seen: list[str] = []
     for engine in (runtime_of(delays).store.database.auto, runtime_of(delays).store.database.tx):
         event.listen(engine, "before_cursor_execute", lambda *given: seen.append(given[2]))
-    assert delays.touch_many(tag="lost", keys=keys, delay=60).gone == []
+    assert delays.touch(tag="lost", key=keys, delay=60).gone == []
     named = [statement for statement in seen if "yb_delay" in statement]
     assert len(named) == 3 * 3, "keys, lock, update, for each of three lots"
     assert all(
@@ -297,7 +295,7 @@ def test_touch_many_waits_for_a_locked_row_after_it_has_touched_the_others(
     tasks = [schedule(delays) for _ in range(5)]
     store.tasks.reschedule(tasks[0].id, tasks[0].expected_time, on=owner)
     with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(delays.touch_many, tasks, 60)
+        call = pool.submit(delays.touch, tasks, 60)
         for task in tasks[1:]:
             wait_until(lambda task=task: lateness(delays, task) > 50, 3, "the others")  # type: ignore[misc]
         assert not call.done()
@@ -315,7 +313,7 @@ def test_touch_many_reports_a_row_that_a_worker_claims_meanwhile(
     t = store.schema.tasks
     owner.execute(update(t).where(t.c.id == claimed.id).values(**RUNNING))
     with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(delays.touch_many, [waits, claimed], 60)
+        call = pool.submit(delays.touch, [waits, claimed], 60)
         wait_until(lambda: lateness(delays, waits) > 50, 3, "the other")
         owner.commit()
         assert call.result(5).gone == [claimed.id]
@@ -331,7 +329,7 @@ def test_touch_many_fails_for_a_row_that_stays_locked_and_touches_the_others(
     tasks = [schedule(delays) for _ in range(2)]
     store.tasks.reschedule(tasks[0].id, tasks[0].expected_time, on=owner)
     with pytest.raises(StoreUnavailableError, match="busy"):
-        delays.touch_many(tasks, 60)
+        delays.touch(tasks, 60)
     assert [lateness(delays, task) > 50 for task in tasks] == [False, True]
 
 
@@ -345,12 +343,10 @@ def test_callers_that_touch_the_same_rows_in_different_orders_do_not_deadlock(
         turned = tasks[::-1] if number % 2 else tasks[number:] + tasks[:number]
         with runtime_of(delays).store.database.begin() as connection:
             if number % 3:
-                return len(delays.touch_many(turned, 10 + number, session=connection).gone)
+                return len(delays.touch(turned, 10 + number, session=connection).gone)
             keys = [str(task.key) for task in turned]
             delay = 10 + number
-            return len(
-                delays.touch_many(tag="lost", keys=keys, delay=delay, session=connection).gone
-            )
+            return len(delays.touch(tag="lost", key=keys, delay=delay, session=connection).gone)
 
     with ThreadPoolExecutor(4) as pool:
         assert sum(pool.map(touch, range(24))) == 0

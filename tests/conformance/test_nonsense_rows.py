@@ -12,12 +12,13 @@ import pytest
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
-from delaytasks import DelayTask, DelayTasks, Status
+from delaytasks import DelayedTask, DelayTasks, Status
 from delaytasks.core.errors import DelayTaskError, TaskStateError
 from delaytasks.core.interfaces import Entry
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
 from tests.recording import delays_on, record, runner_of
+from tests.refusals import raised
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +44,7 @@ ACCEPTED: list[tuple[dict[str, str], Status]] = [
         {"version": str(MOST), "status": "5", "tag": "'fails'", "headers": """'{"retry": 5}'"""},
         FAILED,
     ),
-    ({"attempts": str(2**31 - 1)}, DONE),
+    ({"runs": str(2**31 - 1)}, DONE),
     ({"lapses": str(2**31 - 1)}, DONE),
     (RUNNING | {"lease_until": "'9999-01-01 00:00:00'"}, Status.RUNNING),
     (RUNNING | {"lapses": str(2**31 - 1), "version": str(MOST)}, FAILED),
@@ -56,12 +57,12 @@ ACCEPTED: list[tuple[dict[str, str], Status]] = [
     ({"headers": "''"}, DONE),
     ({"headers": "'[]'"}, DONE),
     ({"headers": f"'{'[' * 100_000}'"}, DONE),
-    ({"headers": """'{"expires_s": NaN}'"""}, DONE),
-    ({"headers": """'{"expires_s": -5}'"""}, DONE),
-    ({"headers": """'{"expires_s": true}'"""}, DONE),
-    ({"headers": f"""'{{"expires_s": {"9" * 400}}}'"""}, DONE),
+    ({"headers": """'{"max_late_s": NaN}'"""}, DONE),
+    ({"headers": """'{"max_late_s": -5}'"""}, DONE),
+    ({"headers": """'{"max_late_s": true}'"""}, DONE),
+    ({"headers": f"""'{{"max_late_s": {"9" * 400}}}'"""}, DONE),
     (
-        {"headers": """'{"retry": 5, "max_wait_s": [], "expires_s": {}}'""", "tag": "'fails'"},
+        {"headers": """'{"retry": 5, "max_wait_s": [], "max_late_s": {}}'""", "tag": "'fails'"},
         FAILED,
     ),
     (
@@ -87,7 +88,7 @@ ACCEPTED: list[tuple[dict[str, str], Status]] = [
     ),
     ({"task_key": "''"}, DONE),
     ({"task_key": "'of another task'"}, DONE),
-    ({"concurrency_key": "''"}, DONE),
+    ({"limit_key": "''"}, DONE),
     ({"ip_address": str(-MOST), "worker": "''"}, DONE),
 ]
 REFUSED: list[dict[str, str]] = [
@@ -96,7 +97,7 @@ REFUSED: list[dict[str, str]] = [
     {"status": "3"},
     {"status": "3", "worker": "'w'"},
     {"version": "-1"},
-    {"attempts": "-1"},
+    {"runs": "-1"},
     {"lapses": "-1"},
     {"priority": "-1"},
     {"priority": "10"},
@@ -209,8 +210,8 @@ def kind_of(store: Store) -> str:
     return "mysql" if name == "mariadb" else name
 
 
-def all_pages(delays: DelayTasks) -> dict[int, DelayTask]:
-    by_id, cursor = dict[int, DelayTask](), None
+def all_pages(delays: DelayTasks) -> dict[int, DelayedTask]:
+    by_id, cursor = dict[int, DelayedTask](), None
     for _ in range(100):
         page = delays.find(limit=7, cursor=cursor)
         by_id |= {task.id: task for task in page}
@@ -224,12 +225,12 @@ def assert_calls_raise_our_errors(delays: DelayTasks, ids: Iterable[int]) -> Non
     """Each operator call succeeds or raises one of our errors, never one of the database driver."""
     calls: list[Callable[[int], Any]] = [
         delays.get,
-        delays.attempts,
+        partial(delays.get, attempts=True),
         lambda id: delays.touch(id, 60),
         lambda id: delays.reschedule(id, 60),
-        partial(delays.cancel, strict=True),
+        lambda id: raised(delays.cancel(id)),
         delays.rerun,
-        partial(delays.cancel, strict=True),
+        lambda id: raised(delays.cancel(id)),
     ]
     refused = {(id, type(error)) for id in ids for error in map(partial(refusal, id), calls)}
     assert {kind for _, kind in refused} <= {type(None), TaskStateError}, refused
@@ -259,7 +260,7 @@ def refusal(id: int, call: Callable[[int], Any]) -> DelayTaskError | None:
 POLICIES = [
     {"kind": "'other'"},
     {"concurrency": "0"},
-    {"key_concurrency": "-2000000000"},
+    {"concurrency_per_key": "-2000000000"},
     {"rate": "0", "rate_period_s": "1"},
     {"rate": "-5", "rate_period_s": "1"},
     {"rate": "5", "rate_period_s": "NULL"},

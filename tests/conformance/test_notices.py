@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.orm import Session
 
-from delaytasks import DelayTask, DelayTasks, NewTask
+from delaytasks import DelayedTask, DelayTasks, NewTask
 from delaytasks.core.clock import to_us
 from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Entry
@@ -67,7 +67,7 @@ def received(listener: Listener, delays: DelayTasks) -> list[Entry]:
     return [entry for payload in payloads[:-1] for entry in read_notice(payload)]
 
 
-def entry(task: DelayTask) -> Entry:
+def entry(task: DelayedTask) -> Entry:
     return Entry(task.id, task.version, to_us(task.expected_time), task.queue, task.priority)
 
 
@@ -100,7 +100,7 @@ def test_a_notice_is_sent_at_the_commit_of_the_transaction_that_wrote_the_task(
 def test_many_tasks_of_one_call_cause_a_few_notices_and_very_many_only_one(
     delays: DelayTasks, listener: Listener
 ) -> None:
-    tasks: list[DelayTask] = []
+    tasks: list[DelayedTask] = []
     delays.schedule_many(
         (NewTask("mail", None, delay=0) for _ in range(250)), on_batch=tasks.extend
     )

@@ -19,7 +19,7 @@ from delaytasks import DelayTasks, Status
 from delaytasks.core.errors import StoreError, StoreUnavailableError
 from delaytasks.core.events import Events, is_outage
 from delaytasks.core.interfaces import Settlement
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.database import Database
 from delaytasks.storage.driver_errors import TRIES
@@ -130,9 +130,9 @@ def table(request: pytest.FixtureRequest) -> Iterator[Table]:
     made.store.close()
 
 
-def task(store: Store, id: int) -> DelayTask:
+def task(store: Store, id: int) -> DelayedTask:
     now = store.tasks.now()
-    return DelayTask(id, "mail", "{}", now, create_time=now)
+    return DelayedTask(id, "mail", "{}", now, create_time=now)
 
 
 @pytest.mark.slow
@@ -142,7 +142,7 @@ def test_a_transaction_with_conflicts_is_tried_five_times(
     monkeypatch.setattr(random, "uniform", lambda least, most: least)
     store = table.store
     claims = store.claims("w", None)
-    claimed: list[DelayTask] = []
+    claimed: list[DelayedTask] = []
     verbs: list[tuple[str, Callable[[], Any]]] = [
         ("schedule", lambda: store.tasks.insert(task(store, 1))),
         ("schedule many", lambda: store.tasks.insert_many([task(store, id) for id in (2, 3)])),
@@ -307,7 +307,7 @@ def delays(request: pytest.FixtureRequest) -> Iterator[DelayTasks]:
     made.close()
 
 
-CALLS: dict[str, Callable[[DelayTasks, DelayTask], Any]] = {
+CALLS: dict[str, Callable[[DelayTasks, DelayedTask], Any]] = {
     "schedule": lambda d, task: d.schedule_delay("mail", {}, 5),
     "schedule with a key": lambda d, task: d.schedule_delay("mail", {}, 5, key="new"),
     "schedule_many": lambda d, task: d.schedule_many([("mail", {}, 5)] * 3),

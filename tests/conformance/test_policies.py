@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sqlalchemy import event, select, update
 
-from delaytasks import DelayTask, DelayTasks, NewTask, Snooze, Status
+from delaytasks import DelayedTask, DelayTasks, NewTask, Snooze, Status
 from delaytasks.core import errors as e
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.policies import Stamp
@@ -55,7 +55,7 @@ class PolicyHarness:
         self.others.append(made)
         return made
 
-    def add(self, tag: str = "mail", in_s: float = HOUR, **options: Any) -> DelayTask:
+    def add(self, tag: str = "mail", in_s: float = HOUR, **options: Any) -> DelayedTask:
         task = self.delays.schedule_delay(tag, options.pop("body", {}), max(in_s, 0), **options)
         if in_s <= 0:
             t = self.store.schema.tasks
@@ -79,12 +79,12 @@ class PolicyHarness:
             self.sweep()
         raise AssertionError("100 sweeps were not enough")
 
-    def run(self, *tasks: DelayTask, process: DelayTasks | None = None) -> Report:
+    def run(self, *tasks: DelayedTask, process: DelayTasks | None = None) -> Report:
         return runner_of(process or self.delays).run(
             [Entry(task.id, task.version, 0) for task in tasks]
         )
 
-    def statuses(self, *tasks: DelayTask) -> list[str]:
+    def statuses(self, *tasks: DelayedTask) -> list[str]:
         return [self.delays.get(task).status.name for task in tasks]
 
     def count(self, name: str) -> int:
@@ -277,7 +277,7 @@ def test_a_claimed_task_of_a_paused_tag_is_held_and_does_not_run(field: PolicyHa
     report = field.run(paused, other)
     assert (report.claimed, report.ran, field.ran) == (2, 1, ["other"])
     found = field.delays.get(paused)
-    assert (found.status, found.attempts, found.worker, found.execution_time) == (
+    assert (found.status, found.runs, found.worker, found.execution_time) == (
         Status.HELD,
         0,
         None,
@@ -464,9 +464,9 @@ def test_a_pause_keeps_the_limits_and_clearing_the_policy_removes_both(
     field: PolicyHarness,
 ) -> None:
     field.delays.policies.pause(tag="mail")
-    field.delays.policies.set(tag="mail", concurrency=10, key_concurrency=2, rate="100/s")
+    field.delays.policies.set(tag="mail", concurrency=10, concurrency_per_key=2, rate="100/s")
     field.delays.policies.resume(tag="mail")
-    policy = field.delays.policies.set(tag="mail", key_concurrency=None)
+    policy = field.delays.policies.set(tag="mail", concurrency_per_key=None)
     assert policy.limits == (10, None, 100, 1.0)
     assert runtime_of(field.delays).policy_cache.refresh().limited == {
         "mail": field.store.policies.read()[0]
@@ -527,8 +527,8 @@ def test_invalid_policies_are_refused(field: PolicyHarness) -> None:
     for limit in (0, -1, True, 1.5, "5", 10**10):
         with invalid("concurrency", match="concurrency is an integer"):
             delays.policies.set(tag="mail", concurrency=limit)
-        with invalid("key_concurrency", match="key_concurrency is an integer"):
-            delays.policies.set(tag="mail", key_concurrency=limit)
+        with invalid("concurrency_per_key", match="concurrency_per_key is an integer"):
+            delays.policies.set(tag="mail", concurrency_per_key=limit)
     for rate in (
         "100",
         "0/s",

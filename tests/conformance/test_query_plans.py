@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 from sqlalchemy import event, insert, update
 
-from delaytasks import DelayTask, Status
+from delaytasks import DelayedTask, Status
 from delaytasks.core.filters import LogEntry, bulk_filter_of, filter_of
 from delaytasks.core.interfaces import Level, Settlement
 from delaytasks.recurrence.creation import Creation, RecurringTable
@@ -136,7 +136,7 @@ def test_rows_of_a_chunk_are_found_by_id_if_statistics_have_no_live_rows(databas
     cheap."""
     store = open_store(database_url, table_prefix="stale_")
     backend, table = store.database.url.get_backend_name(), store.schema.tasks.name
-    now, claimed = store.tasks.now(), list[DelayTask]()
+    now, claimed = store.tasks.now(), list[DelayedTask]()
     rows = [task(store, expected_time=seconds(now, n - 9000)) for n in range(4000)]
     with store.database.auto.connect() as connection:
         if backend == "postgresql":
@@ -439,7 +439,7 @@ def planned(request: pytest.FixtureRequest, database_url: str) -> Iterator[Store
     tags = ["mail" if n % 2 else "sms" for n in range(24_000)]
     rows = zip(due, tags, strict=True)
     made.tasks.insert_many(
-        [DelayTask(n + 1, tag, "{}", at, create_time=now) for n, (at, tag) in enumerate(rows)]
+        [DelayedTask(n + 1, tag, "{}", at, create_time=now) for n, (at, tag) in enumerate(rows)]
     )
     with made.database.begin() as connection:
         past = t.c.expected_time < now - timedelta(seconds=1000)

@@ -45,16 +45,21 @@ def test_a_sweep_makes_the_tasks_of_the_near_occurrences(harness: RecurringHarne
 
 
 def test_a_task_has_the_options_of_its_schedule(harness: RecurringHarness) -> None:
-    options: dict[str, Any] = {"queue": "slow", "priority": 7, "retries": "15s 3m", "expires": "1h"}
-    harness.recurring.set("r", "report", every="1m", concurrency_key="acme", **options)
+    options: dict[str, Any] = {
+        "queue": "slow",
+        "priority": 7,
+        "retries": "15s 3m",
+        "max_late": "1h",
+    }
+    harness.recurring.set("r", "report", every="1m", limit_key="acme", **options)
     harness.sweep(0)
     [task] = harness.tasks()
-    like = harness.delays.schedule_delay("other", None, 60, concurrency_key="acme", **options)
-    assert (task.queue, task.priority, task.headers_json, task.concurrency_key, task.body) == (
+    like = harness.delays.schedule_delay("other", None, 60, limit_key="acme", **options)
+    assert (task.queue, task.priority, task.headers_json, task.limit_key, task.body) == (
         like.queue,
         like.priority,
         like.headers_json,
-        like.concurrency_key,
+        like.limit_key,
         None,
     )
     assert task.key is not None

@@ -14,7 +14,7 @@ from delaytasks.core.body import dump_json
 from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Settlement
 from delaytasks.core.states import MOST_VERSIONS, MOVES, Status
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 from delaytasks.maintenance.sweeper import emit_recovered
 from delaytasks.storage import settlements
 from delaytasks.storage.claims import Claims
@@ -50,11 +50,11 @@ def test_settling_writes_the_end_of_each_run(store: Store, claims: Claims) -> No
     ]
     assert claims.settle(ends) == {won.id, lost.id, back.id}
     done, failed, waiting = (read(store, one.id) for one in (won, lost, back))
-    assert (done.status, done.attempts, done.error) == (Status.DONE, 1, None)
+    assert (done.status, done.runs, done.error) == (Status.DONE, 1, None)
     assert done.version == claimed[won.id].version + 1
     assert done.execution_time == began
     assert (failed.status, failed.error) == (Status.FAILED, NASTY)
-    assert (waiting.status, waiting.attempts, waiting.expected_time) == (
+    assert (waiting.status, waiting.runs, waiting.expected_time) == (
         Status.NOT_COMPLETE,
         0,
         due,
@@ -117,8 +117,8 @@ def test_one_statement_carries_a_bounded_text(
 def test_a_claim_returns_the_new_values_of_its_rows(store: Store, claims: Claims) -> None:
     odd: list[dict[str, Any]] = [
         {},
-        {"version": MOST_VERSIONS, "attempts": 2**31 - 1},
-        {"key": "k", "attempts": 3},
+        {"version": MOST_VERSIONS, "runs": 2**31 - 1},
+        {"key": "k", "runs": 3},
     ]
     by_id = [
         put(store, Status.NOT_COMPLETE, expected_time=seconds(store.tasks.now(), -5), **fields)
@@ -157,7 +157,7 @@ def test_runs_with_different_outcomes_are_settled_the_same_together_or_singly(
         {"move": "expire", "error": "too late"},
     ]
 
-    def left_by(settle: Callable[[list[Settlement]], object]) -> list[DelayTask]:
+    def left_by(settle: Callable[[list[Settlement]], object]) -> list[DelayedTask]:
         made = [
             put(store, Status.NOT_COMPLETE, expected_time=seconds(now, -5), lapses=2) for _ in ends
         ]
@@ -283,7 +283,7 @@ def _add(store: Store, **values: Any) -> None:
 
 def test_a_lapse_names_the_time_limit_that_was_over(store: Store) -> None:
     began = store.tasks.now() - timedelta(seconds=7)
-    running = {**RUNNING, "worker": "w/1", "attempts": 1, "execution_time": began}
+    running = {**RUNNING, "worker": "w/1", "runs": 1, "execution_time": began}
     _add(store, id=1, **running, tag="slow", lapses=2)
     _add(store, id=2, **running, tag="slow")
     _add(store, id=3, **running, tag="slower")
@@ -319,7 +319,7 @@ class RecordingTaskEvents:
         self.rows: list[tuple[int, str | None]] = []
         self.flushed = 0
 
-    def worker_lost(self, task: DelayTask) -> None:
+    def worker_lost(self, task: DelayedTask) -> None:
         self.rows.append((task.id, task.error))
 
     def flush(self) -> None:
@@ -330,7 +330,7 @@ class RecordingTaskEvents:
 def test_subscribers_receive_an_event_for_each_row_that_was_given_up(
     store: Store, sends_events: bool
 ) -> None:
-    running = {**RUNNING, "worker": "w/1", "attempts": 3}
+    running = {**RUNNING, "worker": "w/1", "runs": 3}
     _add(store, id=1, **running, lapses=2)
     _add(store, id=2, **running, lapses=1)
     events, heard = Events(), RecordingTaskEvents()

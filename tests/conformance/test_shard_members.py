@@ -16,11 +16,12 @@ import pytest
 from celery import Celery
 from sqlalchemy import create_engine
 
-from delaytasks import DelayTask, DelayTasks, NewTask, Shards, Status
+from delaytasks import DelayedTask, DelayTasks, NewTask, Shards, Status
 from delaytasks.core.errors import (
     ConfigError,
     DuplicateTaskError,
     StoreUnavailableError,
+    TaskCancelledError,
     TaskNotFoundError,
     WaitTimeoutError,
 )
@@ -106,16 +107,16 @@ def moving_key(process: Process) -> str:
     )
 
 
-def one_at_each(shards: Shards) -> list[DelayTask]:
+def one_at_each(shards: Shards) -> list[DelayedTask]:
     return [shards.schedule_delay(TAG, {"n": 1}, 60) for _ in shards.members]
 
 
-def live(shards: Shards, key: str) -> list[DelayTask]:
+def live(shards: Shards, key: str) -> list[DelayedTask]:
     tasks = (task for member in shards.members for task in member.find(tag=TAG, key=key))
     return [task for task in tasks if not task.is_finished]
 
 
-def end(shards: Shards, task: DelayTask) -> None:
+def end(shards: Shards, task: DelayedTask) -> None:
     with DelaysTester(shards.member_of(task)) as tester:
         tester.fast_forward("2d")
     assert shards.get(task).status is Status.DONE
@@ -182,7 +183,7 @@ def test_every_process_sends_a_key_to_the_same_member(process: Process) -> None:
         places[shard_of(task.id)] += 1
         for other in (second, reversed_list):
             with pytest.raises(DuplicateTaskError):
-                other.schedule_at(TAG, None, task.expected_time, key=f"k{number}")
+                other.schedule_delay(TAG, None, at=task.expected_time, key=f"k{number}")
         assert shard_of(first.new_id(TAG, f"k{number}")) == shard_of(task.id)
     assert all(8 < places[number] < 32 for number in range(3)), places
 
@@ -193,17 +194,18 @@ def test_calls_by_id_reach_the_member_of_the_id_and_no_other(
     for task in one_at_each(shards):
         for other in shards.members:
             if other is not shards.member_of(task):
-                for method in ("get", "cancel", "reschedule", "touch", "rerun", "wait", "attempts"):
+                for method in ("get", "cancel", "reschedule", "touch", "rerun", "result"):
                     monkeypatch.setattr(other, method, None)  # calling None would raise
         assert shards.get(str(task.id)).body == {"n": 1}
-        assert shards.attempts(task) == []
+        assert shards.get(task, attempts=True).attempts == ()
         assert shards.touch(task.id, 120).touched == [task.id]
         assert shards.reschedule(task, delay=3600).expected_time > task.expected_time
         with pytest.raises(WaitTimeoutError):
-            shards.wait(task, 0.01)
+            shards.result(task, 0.01)
         assert shards.cancel(task.id)
         assert shards.touch(task.id, 120).gone == [task.id]
-        assert shards.wait(task.id).status is Status.CANCELLED
+        with pytest.raises(TaskCancelledError):
+            shards.result(task.id)
         assert shards.rerun(task.id).status is Status.NOT_COMPLETE
         assert not shards.get(task.id).is_finished
         monkeypatch.undo()
@@ -234,7 +236,7 @@ def test_a_task_is_found_although_its_id_names_another_member(shards: Shards) ->
 def test_a_task_that_nobody_has_is_not_found(shards: Shards) -> None:
     id = shards.new_id()
     assert shards.cancel(id).status is None
-    for call in (shards.get, shards.touch, shards.rerun, shards.attempts, shards.wait):
+    for call in (shards.get, shards.touch, shards.rerun, shards.result):
         with pytest.raises(TaskNotFoundError, match=str(id)):
             call(id, *[5] * (call == shards.touch))
 
@@ -299,7 +301,7 @@ def test_many_tasks_go_to_their_members_in_batches(shards: Shards) -> None:
 
 
 def test_the_tasks_of_a_batch_that_may_go_anywhere_stay_together(shards: Shards) -> None:
-    made: list[DelayTask] = []
+    made: list[DelayedTask] = []
     for _ in shards.members:
         shards.schedule_many([(TAG, None, 60)] * 4, on_batch=made.extend)
     assert [shard_of(task.id) for task in made] == [0] * 4 + [1] * 4 + [2] * 4
@@ -327,7 +329,7 @@ def test_tasks_without_a_key_avoid_a_member_that_is_unavailable(
     shards, tries = process(down=1), list[str]()
     schedule = shards.members[1].schedule_delay
 
-    def counted(*args: Any, **options: Any) -> DelayTask:
+    def counted(*args: Any, **options: Any) -> DelayedTask:
         tries.append("")
         return schedule(*args, **options)
 
@@ -384,7 +386,7 @@ def test_pages_of_all_members_have_each_task_once_and_in_order(
     new = [NewTask(TAG, None, at=now + timedelta(seconds=n % 30)) for n in range(240)]
     for start in range(0, 240, 40):  # in turn
         shards.schedule_many(new[start : start + 40])
-    found: list[DelayTask] = []
+    found: list[DelayedTask] = []
     cursor = None
     while True:
         page = shards.find(tag=TAG, limit=limit, cursor=cursor, newest_first=newest_first)
@@ -524,11 +526,11 @@ def test_processes_of_neighbouring_steps_agree_on_the_task_of_a_key(
 
 
 def test_what_waits_has_an_asynchronous_twin() -> None:
-    without = {"member_of", "misplaced", "new_id", "processor", "wait"}
+    without = {"member_of", "misplaced", "new_id", "processor"}
     methods = {name for name, _ in inspect.getmembers(Shards, inspect.isfunction)}
     waiting = {name for name in methods if name[0] != "_" and f"a{name}" in methods}
     twins = {f"a{name}" for name in waiting}
-    assert {name for name in methods if name[0] != "_"} - waiting - twins == {*without, "await_"}
+    assert {name for name in methods if name[0] != "_"} - waiting - twins == without
 
 
 def test_twins_call_the_right_members(shards: Shards) -> None:
@@ -539,7 +541,6 @@ def test_twins_call_the_right_members(shards: Shards) -> None:
         assert await shards.atouch(made[1].id, 90)
         assert (await shards.areschedule(made[1].id, delay=0)).id == made[1].id
         assert await shards.acancel(made[2].id)
-        assert await shards.aattempts(made[2].id) == []
         assert (await shards.arerun(made[2].id)).id == made[2].id
         assert await shards.aschedule_many([(TAG, None, 60)] * 3) == 3
         assert len(await shards.afind(tag=TAG)) == 6
@@ -550,14 +551,15 @@ def test_twins_call_the_right_members(shards: Shards) -> None:
         assert await shards.aeach(lambda member: member.settings.shard) == {0: 0, 1: 1, 2: 2}
         key = key_at(shards, 2)
         assert await shards.amember(TAG, key) is shards.members[2]
-        task = await shards.aschedule_at(TAG, 5, made[0].expected_time, key=key)
+        task = await shards.aschedule_delay(TAG, 5, at=made[0].expected_time, key=key)
         with pytest.raises(WaitTimeoutError):
-            await shards.await_(tag=TAG, key=key, timeout=0.01)
-        waiting = asyncio.create_task(shards.await_(task.id, 30))
+            await shards.aresult(tag=TAG, key=key, timeout=0.01)
+        waiting = asyncio.create_task(shards.aresult(task.id, 30))
         assert await shards.acancel(tag=TAG, key=key)
-        assert (await waiting).status is Status.CANCELLED
+        with pytest.raises(TaskCancelledError):
+            await waiting
         with pytest.raises(TaskNotFoundError):
-            await shards.await_(shards.new_id(), 1)
+            await shards.aresult(shards.new_id(), 1)
         await shards.aclose()
 
     asyncio.run(work())

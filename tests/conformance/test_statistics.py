@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sqlalchemy.exc import NoResultFound
 
-from delaytasks import Cancel, DelayTask, DelayTasks, Fail, Retry, Snooze, Status
+from delaytasks import Cancel, DelayedTask, DelayTasks, Fail, Retry, Snooze, Status
 from delaytasks.core.errors import StoreError, StoreUnavailableError
 from delaytasks.core.events import Events
 from delaytasks.core.run_counts import (
@@ -120,7 +120,7 @@ def test_a_tag_without_a_promise_is_neither_on_time_nor_late(world: World) -> No
 
 
 def test_an_expired_task_is_late_and_has_no_run(world: World) -> None:
-    world.delays.processor("brief", on_time="1s", expires="2s")(lambda body: None)
+    world.delays.processor("brief", on_time="1s", max_late="2s")(lambda body: None)
     task = world.schedule("brief")
     world.change(task, expected_time=task.expected_time - timedelta(seconds=100))
     report = world.run(task)
@@ -197,7 +197,7 @@ def test_nothing_is_counted_if_the_setting_is_off(make_world: MakeWorld) -> None
 # The filter `error=`, with which the tasks of a failure group are found and moved
 
 
-def failed(store: Store, delays: DelayTasks, error: str, tag: str = "a") -> DelayTask:
+def failed(store: Store, delays: DelayTasks, error: str, tag: str = "a") -> DelayedTask:
     task = delays.schedule_delay(tag, None, "1h")
     put(store, task, status=int(Status.FAILED), error_stack=error)
     return task

@@ -352,7 +352,7 @@ def test_waitlists_of_many_queues_are_visited_over_several_sweeps(world: World) 
     line = world.store.schema.waitlists
     values = {
         "tag": "mail",
-        "concurrency_key": "",
+        "limit_key": "",
         "place": 0,
         "due": world.store.tasks.now(),
         "task_id": 1,
@@ -376,7 +376,7 @@ def test_each_sweep_visits_some_of_thousands_of_waitlists(world: World) -> None:
     line = world.store.schema.waitlists
     values = {
         "queue": "default",
-        "concurrency_key": "",
+        "limit_key": "",
         "place": 0,
         "due": world.store.tasks.now(),
         "task_id": 1,

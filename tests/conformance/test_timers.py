@@ -17,7 +17,7 @@ import pytest
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
-from delaytasks import DelayTask, NewTask, Status
+from delaytasks import DelayedTask, NewTask, Status
 from delaytasks.core.interfaces import Entry
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.types import db_now_plus
@@ -42,7 +42,7 @@ ALONE: dict[str, Any] = {"sweep": 60, "_self_sweep_s": 120, "_grace_s": 30, "hor
 class Row(NamedTuple):
     id: int
     status: int
-    attempts: int
+    runs: int
     expected_time: datetime
     execution_time: datetime | None
     worker: str | None
@@ -52,7 +52,7 @@ class Row(NamedTuple):
         return (self.worker or "").partition("@")[0]
 
 
-def read(d: Deployment, tasks: Iterable[DelayTask]) -> list[Row]:
+def read(d: Deployment, tasks: Iterable[DelayedTask]) -> list[Row]:
     t = d.store.schema.tasks
     query = (
         select(*(t.c[name] for name in Row._fields))
@@ -63,7 +63,7 @@ def read(d: Deployment, tasks: Iterable[DelayTask]) -> list[Row]:
         return [Row(*row) for row in connection.execute(query)]
 
 
-def ran_once(d: Deployment, tasks: Sequence[DelayTask], deadline_s: float = 20) -> list[Row]:
+def ran_once(d: Deployment, tasks: Sequence[DelayedTask], deadline_s: float = 20) -> list[Row]:
     """Return the rows of tasks after each one ran once, in time and not early."""
 
     def is_over() -> bool:
@@ -72,7 +72,7 @@ def ran_once(d: Deployment, tasks: Sequence[DelayTask], deadline_s: float = 20) 
     wait_until(is_over, deadline_s, f"{len(tasks)} tasks to run", every_s=0.02)
     runs, rows = Counter(run[0] for run in d.runs() if run[1] != "ended"), read(d, tasks)
     for row in rows:
-        assert (row.attempts, runs[str(row.id)]) == (1, 1), row
+        assert (row.runs, runs[str(row.id)]) == (1, 1), row
         assert row.execution_time is not None
         assert row.execution_time >= row.expected_time, "nothing runs early"
     return rows
@@ -80,23 +80,23 @@ def ran_once(d: Deployment, tasks: Sequence[DelayTask], deadline_s: float = 20) 
 
 def burst(
     d: Deployment, tag: str, count: int, due_s: float = 0.5, **options: Any
-) -> list[DelayTask]:
+) -> list[DelayedTask]:
     """Schedule tasks together, all due at the same instant."""
-    due, tasks = runtime_of(d.delays).clock.now() + timedelta(seconds=due_s), list[DelayTask]()
+    due, tasks = runtime_of(d.delays).clock.now() + timedelta(seconds=due_s), list[DelayedTask]()
     d.delays.schedule_many(
         (NewTask(tag, at=due, **options) for _ in range(count)), on_batch=tasks.extend
     )
     return tasks
 
 
-def did_not_run(d: Deployment, task: DelayTask) -> DelayTask:
+def did_not_run(d: Deployment, task: DelayedTask) -> DelayedTask:
     row = d.delays.get(task)
-    assert (row.attempts, row.execution_time) == (0, None)
+    assert (row.runs, row.execution_time) == (0, None)
     assert str(task.id) not in [run[0] for run in d.runs()]
     return row
 
 
-def entry(task: DelayTask, **changes: Any) -> Entry:
+def entry(task: DelayedTask, **changes: Any) -> Entry:
     return Entry.of(task)._replace(**changes)
 
 

@@ -9,7 +9,7 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from delaytasks import DelayTask, DelayTasks, NewTask
+from delaytasks import DelayedTask, DelayTasks, NewTask
 from delaytasks.core.clock import to_us
 from delaytasks.core.filters import Filter
 from delaytasks.core.ids import IdMaker
@@ -58,7 +58,7 @@ def world(
 )
 def test_an_instant_is_stored_as_it_is(world: World, when: datetime, due: datetime) -> None:
     set_clock(world, due - timedelta(days=1))
-    task = world.delays.schedule_at("note", None, when)
+    task = world.delays.schedule_delay("note", None, at=when)
     assert task.expected_time == due
     assert world.read(task).expected_time == due
     assert world.store.tasks.find(
@@ -90,7 +90,7 @@ def set_clock(world: World, now: datetime) -> None:
     world.runtime.new_id = IdMaker(lambda: to_us(clock.now()) // 1000)
 
 
-# `spread` distributes due times over a period, for new tasks and for those of a peak
+# `jitter` distributes due times over a period, for new tasks and for those of a peak
 
 
 NINE = datetime(2031, 1, 31, 9, tzinfo=timezone.utc)
@@ -115,7 +115,7 @@ def is_uniform(offsets: list[float], period_s: float) -> bool:
 
 
 def test_many_tasks_of_one_call_are_spread_uniformly(delays: DelayTasks) -> None:
-    delays.schedule_many(NewTask("mail", n, at=NINE, spread="10m") for n in range(400))
+    delays.schedule_many(NewTask("mail", n, at=NINE, jitter="10m") for n in range(400))
     offsets = offsets_s(delays)
     assert min(offsets) >= 0
     assert max(offsets) < 600
@@ -124,10 +124,14 @@ def test_many_tasks_of_one_call_are_spread_uniformly(delays: DelayTasks) -> None
 
 def test_a_call_that_is_repeated_gets_the_same_time(delays: DelayTasks) -> None:
     id = delays.new_id()
-    by_id = [delays.schedule_at("mail", {}, NINE, id=id, spread=TEN_MINUTES) for _ in range(2)]
+    by_id = [
+        delays.schedule_delay("mail", {}, at=NINE, id=id, jitter=TEN_MINUTES) for _ in range(2)
+    ]
     assert len({task.expected_time for task in by_id}) == 1
     by_key = [
-        delays.schedule_at("mail", n, NINE, key="k", on_conflict="replace", spread=TEN_MINUTES)
+        delays.schedule_delay(
+            "mail", n, at=NINE, key="k", on_conflict="replace", jitter=TEN_MINUTES
+        )
         for n in range(3)
     ]
     assert len({task.expected_time for task in by_key}) == 1
@@ -135,7 +139,7 @@ def test_a_call_that_is_repeated_gets_the_same_time(delays: DelayTasks) -> None:
 
 
 def test_a_delay_counts_the_seconds_up_to_the_spread_time(delays: DelayTasks) -> None:
-    task = delays.schedule_delay("mail", {}, 60, spread=60)
+    task = delays.schedule_delay("mail", {}, 60, jitter=60)
     assert task.create_time is not None
     delay_s = (task.expected_time - task.create_time).total_seconds()
     assert 60 <= delay_s < 120
@@ -145,7 +149,7 @@ def test_a_delay_counts_the_seconds_up_to_the_spread_time(delays: DelayTasks) ->
 def test_a_longest_wait_bounds_a_spread_time(delays: DelayTasks) -> None:
     tasks = [
         delays.schedule_delay(
-            "mail", {}, 1, key=f"k{n}", on_conflict="replace", max_wait=2, spread=3600
+            "mail", {}, 1, key=f"k{n}", on_conflict="replace", max_wait=2, jitter=3600
         )
         for n in range(3)
     ]
@@ -155,8 +159,8 @@ def test_a_longest_wait_bounds_a_spread_time(delays: DelayTasks) -> None:
 
 
 @pytest.fixture
-def peak(delays: DelayTasks) -> Callable[[int], list[DelayTask]]:
-    def make(size: int) -> list[DelayTask]:
+def peak(delays: DelayTasks) -> Callable[[int], list[DelayedTask]]:
+    def make(size: int) -> list[DelayedTask]:
         delays.schedule_many(NewTask("mail", n, at=NINE) for n in range(size))
         pass_a_moment(delays)
         return list(delays.find(tag="mail", limit=1000))
@@ -165,12 +169,12 @@ def peak(delays: DelayTasks) -> Callable[[int], list[DelayTask]]:
 
 
 def test_a_peak_is_spread(
-    delays: DelayTasks, peak: Callable[[int], list[DelayTask]], timer: RecordingTimer
+    delays: DelayTasks, peak: Callable[[int], list[DelayedTask]], timer: RecordingTimer
 ) -> None:
     peak(400)
-    other = delays.schedule_at("other", {}, NINE)
+    other = delays.schedule_delay("other", {}, at=NINE)
     result = delays.bulk.reschedule(
-        spread="10m", tag="mail", since=NINE, until=NINE + timedelta(minutes=1), actor="ann"
+        jitter="10m", tag="mail", since=NINE, until=NINE + timedelta(minutes=1), actor="ann"
     )
     assert counts(result) == (400, 400, 0)
     offsets = offsets_s(delays)
@@ -186,18 +190,18 @@ def test_overdue_tasks_are_spread_from_now_on(store: Store, delays: DelayTasks) 
         put(store, delays.schedule_delay("mail", n, 60), expected_time=NINE.replace(year=2020))
     pass_a_moment(delays)
     now = store.bulk.now()
-    assert delays.bulk.reschedule(spread=3600, tag="mail").changed == 20
+    assert delays.bulk.reschedule(jitter=3600, tag="mail").changed == 20
     offsets = offsets_s(delays, since=now)
     assert min(offsets) >= 0
     assert 600 < max(offsets) < 3660
 
 
 def test_a_repeated_spread_with_the_first_start_moves_no_task_twice(
-    delays: DelayTasks, peak: Callable[[int], list[DelayTask]]
+    delays: DelayTasks, peak: Callable[[int], list[DelayedTask]]
 ) -> None:
     peak(5)
-    first = delays.bulk.reschedule(spread="10m", tag="mail")
+    first = delays.bulk.reschedule(jitter="10m", tag="mail")
     before = offsets_s(delays)
-    again = delays.bulk.reschedule(spread="10m", tag="mail", updated_until=first.started)
+    again = delays.bulk.reschedule(jitter="10m", tag="mail", updated_until=first.started)
     assert counts(again) == (0, 0, 0)
     assert offsets_s(delays) == before

@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy import Connection, Engine, create_engine, event, func, insert, select, text, update
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
-from delaytasks import DelayTask, DelayTasks, NewTask, Status
+from delaytasks import DelayedTask, DelayTasks, NewTask, Status
 from delaytasks.core.clock import to_us
 from delaytasks.core.errors import (
     DuplicateTaskError,
@@ -44,7 +44,7 @@ class SessionCaller:
     def session(self) -> Session:
         return Session(self.engine)
 
-    def schedule(self, session: Any, delay: float = 5, **options: Any) -> DelayTask:
+    def schedule(self, session: Any, delay: float = 5, **options: Any) -> DelayedTask:
         return self.delays.schedule_delay("mail", {"n": 1}, delay, session=session, **options)
 
     def seen(self) -> set[int]:
@@ -58,7 +58,7 @@ class SessionCaller:
                 select(func.count()).select_from(self._store.schema.keys)
             ).scalar_one()
 
-    def set_status(self, task: DelayTask, status: Status) -> None:
+    def set_status(self, task: DelayedTask, status: Status) -> None:
         t = self._store.schema.tasks
         with self._store.database.begin() as connection:
             connection.execute(update(t).where(t.c.id == task.id).values(status_columns(status)))
@@ -162,9 +162,10 @@ def test_moves_belong_to_the_callers_transaction(shop: SessionCaller, ending: st
         assert d.cancel(tag="mail", key="k0", session=session)
         assert d.reschedule(moved, 5, session=session).version == 1
         assert d.touch(touched, 500, session=session)
-        assert d.touch_many(
-            tag="mail", keys=["k0", "k4", "new"], delay=500, session=session
-        ).gone == ["k0", "new"]
+        assert d.touch(tag="mail", key=["k0", "k4", "new"], delay=500, session=session).gone == [
+            "k0",
+            "new",
+        ]
         assert d.rerun(failed, 5, session=session).status is Status.NOT_COMPLETE
         assert d.get(cancelled, session=session).status is Status.CANCELLED
         assert [one.id for one in d.find(status="CANCELLED", session=session)] == [cancelled.id]
@@ -305,7 +306,7 @@ def test_if_an_id_is_taken_an_autocommit_batch_loses_and_duplicates_no_task(
     builder = runtime_of(shop.delays).producer._builder
     ids = [builder._make_id() for _ in range(249)]
     monkeypatch.setattr(builder, "_make_id", iter([*ids[:240], old.id, *ids[240:]]).__next__)
-    told: list[DelayTask] = []
+    told: list[DelayedTask] = []
     engine = create_engine(database_url, isolation_level="AUTOCOMMIT")
     with engine.connect() as connection:
         many = (("mail", {"n": n}, 5) for n in range(250))
@@ -328,7 +329,7 @@ def test_a_batch_that_is_written_again_after_a_lost_answer_exists_once(
     monkeypatch.setattr(
         tasks, "together", lambda work, id: together(work, id) and together(work, id)
     )
-    told: list[DelayTask] = []
+    told: list[DelayedTask] = []
     many = [*(NewTask("mail", n, 5) for n in range(3)), NewTask("mail", 3, 5, key="k")]
     assert shop.delays.schedule_many(many, on_batch=told.extend) == 4
     assert shop.seen() == {old.id, *(task.id for task in told)}
@@ -376,7 +377,7 @@ def test_a_row_is_seen_and_armed_after_the_commit_and_its_id_known_before(
 ) -> None:
     with shop.session() as session:
         task = shop.schedule(session)
-        many: list[DelayTask] = []
+        many: list[DelayedTask] = []
         shop.delays.schedule_many(
             [("mail", n, 5) for n in range(3)], session=session, on_batch=many.extend
         )
@@ -556,7 +557,7 @@ def test_many_far_tasks_are_not_held_in_memory_until_the_commit(
             shop.delays.schedule_many((("far", n, 86_400) for n in range(20)), session=caller) == 20
         )
         gc.collect()
-        assert not [it for it in gc.get_objects() if type(it) is DelayTask and it.tag == "far"]
+        assert not [it for it in gc.get_objects() if type(it) is DelayedTask and it.tag == "far"]
         caller.commit()
     assert len(shop.seen()) == 20
 
@@ -584,10 +585,10 @@ def test_an_async_session_is_given_as_its_sync_session(store: Store, database_ur
     delays = delays_on(database_url, table_prefix="s_")
     timer = record(delays)
 
-    def schedule(session: Any) -> DelayTask:
+    def schedule(session: Any) -> DelayedTask:
         return delays.schedule_delay("mail", {}, 5, session=session)
 
-    async def go() -> tuple[DelayTask, DelayTask, DelayTask]:
+    async def go() -> tuple[DelayedTask, DelayedTask, DelayedTask]:
         engine = aio.create_async_engine(database_url.replace("sqlite:", "sqlite+aiosqlite:"))
         async with aio.AsyncSession(engine) as session:
             await session.run_sync(schedule)
@@ -624,7 +625,7 @@ def test_an_async_session_is_given_as_its_sync_session(store: Store, database_ur
 
 
 def every_call(
-    shop: SessionCaller, task: DelayTask, failed: DelayTask, session: Any
+    shop: SessionCaller, task: DelayedTask, failed: DelayedTask, session: Any
 ) -> list[Callable[[], Any]]:
     d = shop.delays
     return [
@@ -634,7 +635,7 @@ def every_call(
         lambda: d.cancel(task, session=session),
         lambda: d.reschedule(task, 5, session=session),
         lambda: d.touch(task, 500, session=session),
-        lambda: d.touch_many([task], 500, session=session),
+        lambda: d.touch([task], 500, session=session),
         lambda: d.rerun(failed, session=session),
     ]
 
@@ -693,7 +694,7 @@ def test_a_deadlock_in_the_callers_transaction_is_raised_and_not_retried(
     statements: list[str] = []
     meet = threading.Barrier(2, timeout=10)
 
-    def move(first: DelayTask, second: DelayTask) -> str:
+    def move(first: DelayedTask, second: DelayedTask) -> str:
         with shop.session() as session:
             scheduled = shop.schedule(session)
             shop.delays.reschedule(first, 5, session=session)

@@ -1,4 +1,4 @@
-"""`wait` returns when a task has ended, on each database."""
+"""`result` returns when a task has ended, on each database."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from delaytasks import DelayTask, DelayTasks, Fail, Status, TaskNotFoundError, WaitTimeoutError
+from delaytasks import (
+    DelayedTask,
+    DelayTasks,
+    Fail,
+    Status,
+    TaskCancelledError,
+    TaskFailedError,
+    TaskNotFoundError,
+    WaitTimeoutError,
+)
 from delaytasks.core.interfaces import Entry
 from delaytasks.operations import single_tasks as tasks
 from delaytasks.runtime import runtime_of
@@ -18,13 +27,13 @@ from tests.recording import run as run_coroutine
 from tests.waiting import wait_until
 
 
-def begin_wait(pool: ThreadPoolExecutor, delays: DelayTasks, task: DelayTask) -> Future[DelayTask]:
-    future = pool.submit(delays.wait, task, 20)
+def begin_wait(pool: ThreadPoolExecutor, delays: DelayTasks, task: DelayedTask) -> Future[Any]:
+    future = pool.submit(delays.result, task, 20)
     wait_until(future.running, 5, "the thread to wait")
     return future
 
 
-def run(delays: DelayTasks, *tasks: DelayTask) -> None:
+def run(delays: DelayTasks, *tasks: DelayedTask) -> None:
     runner_of(delays).run([Entry.of(task) for task in tasks])
 
 
@@ -34,7 +43,7 @@ def reads(delays: DelayTasks, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     tasks, read = runtime_of(delays).store.tasks, list[int]()
     read_row = tasks.read
 
-    def note(id: int, on: Any = None) -> DelayTask:
+    def note(id: int, on: Any = None) -> DelayedTask:
         found = read_row(id, on)
         read.append(id)
         return found
@@ -51,30 +60,34 @@ def test_several_threads_wait_for_results(delays: DelayTasks) -> None:
     with ThreadPoolExecutor(5) as pool:
         futures = [begin_wait(pool, delays, task) for task in [*tasks, tasks[0], fails]]
         run(delays, *tasks, fails)
-        ended = [future.result(20) for future in futures]
-    assert [task.result for task in ended] == [1, 2, 3, 1, None]
-    assert ended[-1].status is Status.FAILED
-    assert delays.wait(tasks[0].id, 0).result == 1, "it has ended before"
+        ended = [future.exception(20) or future.result() for future in futures]
+    assert ended[:4] == [1, 2, 3, 1]
+    assert str(ended[4]) == f"task {fails.id} (fails) is FAILED: no"
+    assert isinstance(ended[4], TaskFailedError)
+    assert ended[4].id == fails.id
+    assert delays.result(tasks[0].id, 0) == 1, "it has ended before"
 
 
 def test_a_cancelled_task_has_ended(delays: DelayTasks, reads: list[int]) -> None:
     task = delays.schedule_delay("mail", {}, 60, key="k")
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(delays.wait, tag="mail", key="k", timeout="20s")
+        future = pool.submit(delays.result, tag="mail", key="k", timeout="20s")
         wait_until(lambda: bool(reads), 5, "the thread to find the task by its key")
         delays.cancel(task)
-        assert future.result(20).is_cancelled
+        with pytest.raises(TaskCancelledError, match="is CANCELLED") as caught:
+            future.result(20)
+    assert (caught.value.id, caught.value.status) == (task.id, Status.CANCELLED)
 
 
 def test_a_task_that_does_not_end_in_time_is_a_timeout(delays: DelayTasks) -> None:
     task = delays.schedule_delay("mail", {}, 60)
     for timeout in (0, 0.05, "50ms"):
         with pytest.raises(WaitTimeoutError, match="NOT_COMPLETE") as caught:
-            delays.wait(task, timeout)
+            delays.result(task, timeout)
         assert caught.value.id == task.id
         assert isinstance(caught.value, TimeoutError)
     with pytest.raises(TaskNotFoundError):
-        delays.wait(7, 1)
+        delays.result(7, 1)
 
 
 def test_several_coroutines_wait_for_results(delays: DelayTasks, reads: list[int]) -> None:
@@ -83,31 +96,31 @@ def test_several_coroutines_wait_for_results(delays: DelayTasks, reads: list[int
     tasks = [delays.schedule_delay("sum", [n, 1], 0, key=str(n)) for n in range(3)]
     fails = delays.schedule_delay("fails", None, 0)
 
-    async def go() -> list[DelayTask]:
-        named = asyncio.ensure_future(delays.await_(tag="sum", key="1", timeout="20s"))
+    async def go() -> list[Any]:
+        named = asyncio.ensure_future(delays.aresult(tag="sum", key="1", timeout="20s"))
         while not reads:  # the key has no task any more after the task has run
             await asyncio.sleep(0.01)
-        waits = [delays.await_(task, 20) for task in [*tasks, tasks[0], fails]]
-        together = asyncio.gather(*waits, named)
+        waits = [delays.aresult(task, 20) for task in [*tasks, tasks[0], fails]]
+        together = asyncio.gather(*waits, named, return_exceptions=True)
         await asyncio.wait([together], timeout=0.1)
         assert not together.done(), "they wait for tasks that have not run"
         await asyncio.to_thread(run, delays, *tasks, fails)
         return await together
 
     ended = run_coroutine(go())
-    assert [task.result for task in ended] == [1, 2, 3, 1, None, 2]
-    assert ended[4].status is Status.FAILED
-    assert run_coroutine(delays.await_(tasks[0].id, 0)).result == 1, "it has ended before"
+    assert isinstance(ended.pop(4), TaskFailedError)
+    assert ended == [1, 2, 3, 1, 2]
+    assert run_coroutine(delays.aresult(tasks[0].id, 0)) == 1, "it has ended before"
 
 
 @pytest.mark.parametrize("timeout", [0, 0.05, "50ms"])
 def test_a_coroutine_gets_a_timeout_too(delays: DelayTasks, timeout: Any) -> None:
     task = delays.schedule_delay("mail", {}, 60)
     with pytest.raises(WaitTimeoutError, match="NOT_COMPLETE") as caught:
-        run_coroutine(delays.await_(task, timeout))
+        run_coroutine(delays.aresult(task, timeout))
     assert caught.value.id == task.id
     with pytest.raises(TaskNotFoundError):
-        run_coroutine(delays.await_(7, 1))
+        run_coroutine(delays.aresult(7, 1))
 
 
 def test_a_coroutine_does_not_sleep_beyond_its_timeout(
@@ -121,7 +134,7 @@ def test_a_coroutine_does_not_sleep_beyond_its_timeout(
     monkeypatch.setattr(tasks, "monotonic", lambda: sum(pauses))
     monkeypatch.setattr(asyncio, "sleep", sleep)
     with pytest.raises(WaitTimeoutError):
-        run_coroutine(delays.await_(task, 0.1))
+        run_coroutine(delays.aresult(task, 0.1))
     assert sum(pauses) == pytest.approx(0.1)
 
 
@@ -138,7 +151,7 @@ def test_the_pauses_of_a_coroutine_between_two_reads_grow(
             run(delays, task)
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
-    assert run_coroutine(delays.await_(task)).result == 1
+    assert run_coroutine(delays.aresult(task)) == 1
     assert pauses == sorted(pauses)
     assert (pauses[0], pauses[-1]) == (tasks.FIRST_S, tasks.LONGEST_S)
 
@@ -150,16 +163,16 @@ def test_a_coroutine_does_not_read_in_the_transaction_of_its_session(
     delays.processor("sum", keep_result=True)(sum)
     task = delays.schedule_delay("sum", [1], 0)
 
-    async def go() -> DelayTask:
+    async def go() -> Any:
         async with engine_at(database_url) as engine, AsyncSession(engine) as session:
-            with delays.using(session):
+            with delays.transaction(session):
                 await delays.afind()
                 assert session.in_transaction()
                 await session.rollback()
-                waiting = asyncio.ensure_future(delays.await_(task, 20))
+                waiting = asyncio.ensure_future(delays.aresult(task, 20))
                 await asyncio.wait([waiting], timeout=0.1)
                 assert not session.in_transaction()
             await asyncio.to_thread(run, delays, task)
             return await waiting
 
-    assert run_coroutine(go()).result == 1
+    assert run_coroutine(go()) == 1

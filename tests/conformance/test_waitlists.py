@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from delaytasks import DelayTask
+from delaytasks import DelayedTask
 from delaytasks.core.errors import StoreError
 from delaytasks.core.interfaces import Level, Settlement
 from delaytasks.core.policies import WaitlistState
@@ -26,7 +26,7 @@ from tests.waiting import wait_until
 from tests.world import World
 
 
-def admit(world: World, limit: int = 100) -> list[DelayTask]:
+def admit(world: World, limit: int = 100) -> list[DelayedTask]:
     return list(world.worker().admission.admit("default", "note", limit)[0])
 
 
@@ -35,7 +35,7 @@ def waitlist_rows(world: World) -> int:
         return len(connection.execute(select(world.store.schema.waitlists)).all())
 
 
-def touch_task(world: World, task: DelayTask) -> None:
+def touch_task(world: World, task: DelayedTask) -> None:
     assert world.store.touches.touch(task.id, world.now() + timedelta(seconds=60))
 
 
@@ -95,7 +95,7 @@ def test_a_runner_admits_the_next_task_of_the_waitlist_when_one_ends(
     assert world.statuses(tasks) == ["DONE"] * 5
     assert (report.ran, report.waitlists, waitlist_rows(world)) == (5, (), 0)
     done = world.read(tasks[4])
-    assert done.attempts == 1
+    assert done.runs == 1
     assert (done.version == 3) is counts_moves(world.store)
 
 
@@ -141,13 +141,13 @@ def test_a_process_finds_an_unknown_waitlist_behind_a_backlog(
 
 
 def test_each_key_has_its_own_limit(world: World) -> None:
-    world.limit(key_concurrency=2)
-    tasks = [world.schedule(body=key, concurrency_key=key) for key in "aaaab"] + [
+    world.limit(concurrency_per_key=2)
+    tasks = [world.schedule(body=key, limit_key=key) for key in "aaaab"] + [
         world.schedule(body="none")
     ] * 1
     assert sorted(task.body for task in world.claim(*tasks)) == ["a", "a", "b", "none"]
     assert admit(world) == []
-    late = [world.schedule(body="b", concurrency_key="b") for _ in range(3)]
+    late = [world.schedule(body="b", limit_key="b") for _ in range(3)]
     assert world.claim(*late) == []
     assert [task.body for task in admit(world)] == ["b"], "the others of a wait, and keep nobody"
     assert waitlist_rows(world) == 4
@@ -158,8 +158,8 @@ def test_tasks_of_different_concurrency_keys_are_admitted_in_turn(
 ) -> None:
     world.limit(concurrency=1)
     world.claim(world.schedule(body="first"))
-    tasks = [world.schedule(body=f"a{n}", concurrency_key="a") for n in range(5)]
-    tasks += [world.schedule(body=f"b{n}", concurrency_key="b") for n in range(2)]
+    tasks = [world.schedule(body=f"a{n}", limit_key="a") for n in range(5)]
+    tasks += [world.schedule(body=f"b{n}", limit_key="b") for n in range(2)]
     tasks += [world.schedule(body=f"-{n}") for n in range(2)]
     assert world.claim(*tasks) == []
     order = []
@@ -175,9 +175,9 @@ def test_several_tasks_admitted_together_are_shared_among_concurrency_keys(
 ) -> None:
     world.limit(concurrency=1)
     world.claim(world.schedule(body="first"))
-    tasks = [world.schedule(body="a", concurrency_key="a") for n in range(30)]
-    tasks += [world.schedule(body="b", concurrency_key="b") for n in range(3)]
-    tasks += [world.schedule(body="c", concurrency_key="c") for n in range(30)]
+    tasks = [world.schedule(body="a", limit_key="a") for n in range(30)]
+    tasks += [world.schedule(body="b", limit_key="b") for n in range(3)]
+    tasks += [world.schedule(body="c", limit_key="c") for n in range(30)]
     world.claim(*tasks)
     world.limit(concurrency=1000)
     assert Counter(task.body for task in admit(world, 15)) == {"a": 5, "b": 3, "c": 7}
@@ -286,11 +286,11 @@ def test_simultaneous_workers_never_exceed_the_limit(world: World) -> None:
     assert 2 <= max(most) <= 5
 
 
-def _cancel(world: World, task: DelayTask) -> None:
+def _cancel(world: World, task: DelayedTask) -> None:
     world.store.tasks.cancel(task.id, None)
 
 
-def _reschedule(world: World, task: DelayTask) -> None:
+def _reschedule(world: World, task: DelayedTask) -> None:
     world.store.tasks.reschedule(task.id, world.now() + timedelta(seconds=60), None)
 
 
@@ -300,7 +300,7 @@ def _reschedule(world: World, task: DelayTask) -> None:
 )
 def test_a_task_that_left_the_waitlist_does_not_run(
     world: World,
-    move: Callable[[World, DelayTask], None],
+    move: Callable[[World, DelayedTask], None],
     status: str,
 ) -> None:
     world.limit(concurrency=1)
@@ -420,13 +420,14 @@ def test_a_slot_that_was_lost_is_not_transferred(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    "limits", [{"rate": 100, "rate_period_s": 1.0}, {"key_concurrency": 1}, {"concurrency": None}]
+    "limits",
+    [{"rate": 100, "rate_period_s": 1.0}, {"concurrency_per_key": 1}, {"concurrency": None}],
 )
 def test_a_slot_is_not_transferred_if_another_limit_also_applies(
     world: World, limits: dict[str, Any]
 ) -> None:
     world.limit(concurrency=1)
-    tasks = [world.schedule(body=n, concurrency_key="k") for n in range(3)]
+    tasks = [world.schedule(body=n, limit_key="k") for n in range(3)]
     assert len(world.claim(*tasks)) == 1
     world.limit(**limits)
     with world.store.database.begin() as connection:
@@ -436,9 +437,7 @@ def test_a_slot_is_not_transferred_if_another_limit_also_applies(
 def test_slot_transfers_alternate_between_concurrency_keys(world: World) -> None:
     world.limit(concurrency=1)
     first = world.schedule(body="first")
-    tasks = [
-        world.schedule(body=f"{key}{n}", concurrency_key=key) for key in "ab" for n in range(3)
-    ]
+    tasks = [world.schedule(body=f"{key}{n}", limit_key=key) for key in "ab" for n in range(3)]
     world.worker().run(first, *tasks, for_s=20)
     assert world.notes == ["first", "a0", "b0", "a1", "b1", "a2", "b2"]
 
@@ -465,8 +464,8 @@ def test_tasks_of_other_keys_join_the_waitlist_before_the_rest_of_a_large_backlo
 ) -> None:
     monkeypatch.setattr(backlogs, "HOLD_ROWS", 8)
     world.limit(concurrency=1)
-    large = [world.schedule(body=n, concurrency_key="large") for n in range(40)]
-    small = [world.schedule(body=n, concurrency_key=f"small {n}") for n in range(3)]
+    large = [world.schedule(body=n, limit_key="large") for n in range(40)]
+    small = [world.schedule(body=n, limit_key=f"small {n}") for n in range(3)]
     later, free = world.schedule(delay=60), world.schedule("free")
     lines, tags = world.worker().admission._waitlist, {"note", "other"}
     assert lines.hold_overdue("default", 0, {"note"})
@@ -500,8 +499,8 @@ def test_locked_rows_do_not_keep_other_overdue_rows_from_the_waitlist(
     if world.store.database.url.get_backend_name() != "postgresql":
         pytest.skip("others lock more of a small table than the rows that are named")
     monkeypatch.setattr(backlogs, "HOLD_ROWS", 4)
-    large = [world.schedule(body=n, concurrency_key="large") for n in range(12)]
-    small = [world.schedule(body=n, concurrency_key=f"small {n}") for n in range(6)]
+    large = [world.schedule(body=n, limit_key="large") for n in range(12)]
+    small = [world.schedule(body=n, limit_key=f"small {n}") for n in range(6)]
     t, lines = world.store.schema.tasks, world.worker().admission._waitlist
     with world.store.database.begin() as somebody:
         somebody.execute(
@@ -517,7 +516,7 @@ def test_the_pause_sweeper_does_not_release_tasks_of_a_waitlist(
 ) -> None:
     world.limit(concurrency=1)
     world.claim(world.schedule())
-    tasks = [world.schedule(body=n, concurrency_key=key) for n, key in enumerate([None, "a", "a"])]
+    tasks = [world.schedule(body=n, limit_key=key) for n, key in enumerate([None, "a", "a"])]
     assert world.claim(*tasks) == []
     stray = world.schedule("other")
     world.change(stray, status=int(Status.HELD))

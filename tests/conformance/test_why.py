@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 from celery import Celery
 
-from delaytasks import DelayTask, DelayTasks, Status
+from delaytasks import DelayedTask, DelayTasks, Status
 from delaytasks.core.why import Explanation, why
 from delaytasks.operations.bulk_calls import record_action
 from delaytasks.runtime import runtime_of
@@ -32,7 +32,7 @@ def world(make_world: MakeWorld) -> World:
     return world
 
 
-def fact_codes(world: World, task: DelayTask) -> list[str]:
+def fact_codes(world: World, task: DelayedTask) -> list[str]:
     return [
         reason.code
         for reason in why(FactReader(world.store, world.delays.settings).of(world.read(task)))
@@ -92,7 +92,7 @@ def test_a_retry_is_distinguished_from_a_task_of_the_future(world: World) -> Non
 
 def test_rows_with_invalid_values_have_reasons_too(world: World) -> None:
     task = world.schedule()
-    for values in (RUNNING | {"worker": ""}, {"status": 5, "concurrency_key": "x" * 255}):
+    for values in (RUNNING | {"worker": ""}, {"status": 5, "limit_key": "x" * 255}):
         world.change(task, **values)
         assert fact_codes(world, task)
 
@@ -136,13 +136,13 @@ def test_a_worker_that_publishes_no_tags_is_no_reason(world: World) -> None:
 # The explanation of a task names what the database, the broker and the timer report
 
 
-def explain(delays: DelayTasks, task: DelayTask | int) -> Explanation:
+def explain(delays: DelayTasks, task: DelayedTask | int) -> Explanation:
     explanation = runtime_of(delays).explanations.of(task)
     assert json.loads(json.dumps(explanation.as_json()))["reasons"], "the result is JSON"
     return explanation
 
 
-def codes(delays: DelayTasks, task: DelayTask) -> list[str]:
+def codes(delays: DelayTasks, task: DelayedTask) -> list[str]:
     return [reason.code for reason in explain(delays, task).reasons]
 
 
@@ -236,7 +236,7 @@ def test_a_waitlist_names_the_limit_and_its_length(
 
 def test_an_expired_task_says_that_it_will_be_cancelled(delays: DelayTasks, store: Store) -> None:
     serve(store)
-    task = delays.schedule_delay("a", {}, 0, expires=0.001)
+    task = delays.schedule_delay("a", {}, 0, max_late=0.001)
     with store.database.begin() as connection:
         t = store.schema.tasks
         due = task.expected_time - timedelta(minutes=1)

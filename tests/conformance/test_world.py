@@ -66,6 +66,6 @@ def test_a_move_leads_from_each_of_its_sources_to_its_target(world: World, name:
     if name in ("hold", "hold_back"):
         world.delays.policies.pause(tag="note")
     for source in MOVES[name].sources:
-        made = world.put(source, attempts=1)
+        made = world.put(source, runs=1)
         world.move(name, made)
         assert world.read(made).status is MOVES[name].target, source

@@ -27,7 +27,7 @@ from delaytasks.contrib.django.admin import DelayTaskRowAdmin
 from delaytasks.contrib.django.instance import project_delays
 from delaytasks.contrib.django.models import DelayTaskRow
 from delaytasks.contrib.django.mounting import mount, staff_viewer
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 from delaytasks.runtime import runtime_of
 from tests.recording import runner_of
 
@@ -95,7 +95,7 @@ def listed(client: Client, query: str = "") -> list[str]:
 
 
 def act(
-    client: Client, action: str, *tasks: DelayTask, query: str = "", **fields: str
+    client: Client, action: str, *tasks: DelayedTask, query: str = "", **fields: str
 ) -> tuple[str, str]:
     """Confirm an action, and return the question and the message after it."""
     ids = [str(task.id) for task in tasks] or ["0"]
@@ -119,7 +119,7 @@ def message_of(client: Client) -> str:
     return re.sub(r"<[^>]*>", "", found[1]).strip()
 
 
-def status(task: DelayTask) -> Status:
+def status(task: DelayedTask) -> Status:
     return delays.get(task).status
 
 

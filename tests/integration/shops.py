@@ -19,7 +19,7 @@ import requests
 from celery import Celery
 from sqlalchemy import create_engine, make_url
 
-from delaytasks import DelayTask, DelayTasks, Status
+from delaytasks import DelayedTask, DelayTasks, Status
 from tests.running import ROOT, Process
 from tests.services import free_port
 from tests.waiting import wait_until
@@ -168,7 +168,7 @@ class ExampleShop:
 
     # -- tasks in the database --------------------------------------------------------------------
 
-    def tasks(self) -> list[DelayTask]:
+    def tasks(self) -> list[DelayedTask]:
         return self.delays.find(tag="order.close").tasks
 
     def logs(self) -> str:

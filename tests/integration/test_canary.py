@@ -20,7 +20,7 @@ import pytest
 from celery import Celery
 from sqlalchemy import make_url, text
 
-from delaytasks import DelayTask, DelayTasks, Status
+from delaytasks import DelayedTask, DelayTasks, Status
 from delaytasks.core.settings import PREFIX, secret_names
 from delaytasks.runtime import runtime_of
 from tests.proxy import WebServer, answer
@@ -62,7 +62,7 @@ def deployment(
     made.close()
 
 
-def end_of(delays: DelayTasks, task: DelayTask) -> DelayTask:
+def end_of(delays: DelayTasks, task: DelayedTask) -> DelayedTask:
     wait_until(lambda: delays.get(task).is_finished, 20, f"the end of {task}")
     return delays.get(task)
 
@@ -98,7 +98,9 @@ def test_secrets_and_bodies_appear_in_no_output(
         "worker": worker.log(),
         "beat": beat.log(),
         "errors": "\n".join(str(row.error) for row in rows),
-        "attempts": "\n".join(str(attempt) for row in rows for attempt in delays.attempts(row)),
+        "attempts": "\n".join(
+            str(attempt) for row in rows for attempt in delays.get(row, attempts=True).attempts
+        ),
         "inspect": repr([inspect.conf(with_defaults=True), inspect.stats(), inspect.active()]),
         "commands": commands(d, *COMMANDS),
         "table": repr(in_table(d)),

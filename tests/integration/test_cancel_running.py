@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from delaytasks import DelayTask, Status
+from delaytasks import DelayedTask, Status
 from tests.integration.conftest import Deploy
 from tests.running import Deployment
 from tests.waiting import SLACK_S, wait_until
@@ -26,7 +26,7 @@ def deploy(deploy: Deploy) -> Deploy:
     )
 
 
-def begun(d: Deployment, tag: str) -> DelayTask:
+def begun(d: Deployment, tag: str) -> DelayedTask:
     """Return a task of this tag that runs."""
     task = d.schedule(tag)
     wait_until(lambda: [str(task.id), "began"] in d.runs(), 20, f"{tag} to run")

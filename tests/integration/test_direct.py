@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from delaytasks import DelayTask, NewTask, Status
+from delaytasks import DelayedTask, NewTask, Status
 from delaytasks.runtime import runtime_of
 from tests.running import Deployment
 from tests.services import free_port
@@ -56,7 +56,7 @@ def on_postgresql(place: Callable[[str], Deploy], postgresql_url: str) -> Deploy
     return place(postgresql_url)
 
 
-def workers(d: Deployment, tasks: list[DelayTask]) -> set[str]:
+def workers(d: Deployment, tasks: list[DelayedTask]) -> set[str]:
     """Return the names of the workers that ran `tasks`, without their process ids."""
     t = d.store.schema.tasks
     query = select(t.c.worker).where(t.c.id.in_([task.id for task in tasks]))
@@ -69,7 +69,7 @@ def set_policies(d: Deployment) -> None:
     d.delays.policies.set(tag="test.note", concurrency=1)
 
 
-def everything(d: Deployment) -> tuple[list[DelayTask], list[DelayTask], list[DelayTask]]:
+def everything(d: Deployment) -> tuple[list[DelayedTask], list[DelayedTask], list[DelayedTask]]:
     """Schedule tasks of each kind.
 
     Return the tasks that end DONE, the tasks that end FAILED, and the tasks that keep waiting.
@@ -89,11 +89,11 @@ def everything(d: Deployment) -> tuple[list[DelayTask], list[DelayTask], list[De
 
 
 def check(
-    d: Deployment, done: list[DelayTask], failed: list[DelayTask], waiting: list[DelayTask]
+    d: Deployment, done: list[DelayedTask], failed: list[DelayedTask], waiting: list[DelayedTask]
 ) -> None:
     d.wait_for(done)
     d.wait_for(failed, Status.FAILED, 40)
-    assert d.delays.get(failed[0]).attempts == 2
+    assert d.delays.get(failed[0]).runs == 2
     # A worker claims a task without a processor for a moment, again and again.
     rests = {Status.NOT_COMPLETE, Status.HELD}
     wait_until(
@@ -145,7 +145,7 @@ def test_permanent_drains_do_all_kinds_of_work_of_a_worker(deploy: Deploy) -> No
     assert len(names) == 2, "both had their part"
     for task in near:
         row = d.delays.get(task)
-        assert row.attempts == 1
+        assert row.runs == 1
         assert row.execution_time is not None
         assert row.execution_time >= row.expected_time
     assert not second.ended()

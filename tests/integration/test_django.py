@@ -207,11 +207,11 @@ def test_a_task_is_read_as_it_was_written(delays: DjangoDelays, is_atomic: bool)
     for when in (DUE, DUE.replace(microsecond=1), DUE.astimezone(timezone(timedelta(hours=-5)))):
         if is_atomic:
             with transaction.atomic(delays.alias):
-                task = delays.schedule_at("%s", body, when, key="%", priority=3, queue="q")
+                task = delays.schedule_delay("%s", body, at=when, key="%", priority=3, queue="q")
                 read = delays.get(tag="%s", key="%")
                 delays.cancel(task)
         else:
-            task = delays.schedule_at("%s", body, when, key="%", priority=3, queue="q")
+            task = delays.schedule_delay("%s", body, at=when, key="%", priority=3, queue="q")
             read = delays.get(tag="%s", key="%")
             delays.cancel(task)
         assert (read.id, read.tag, read.body, read.key) == (task.id, "%s", body, "%")
@@ -236,7 +236,7 @@ def test_without_use_tz_instants_are_the_same(delays: DjangoDelays) -> None:
     with override_settings(USE_TZ=False, TIME_ZONE="Asia/Kolkata"):
         renew()
         with transaction.atomic(delays.alias):
-            task = delays.schedule_at("order.close", 1, DUE)
+            task = delays.schedule_delay("order.close", 1, at=DUE)
             assert delays.get(task).expected_time == DUE
         runtime_of(delays).clock.forget()
         assert abs(
@@ -298,7 +298,7 @@ def test_a_taken_id_among_many_leaves_the_transaction_usable(delays: DjangoDelay
 
 def test_find_sees_the_uncommitted_tasks_of_its_transaction(delays: DjangoDelays) -> None:
     with transaction.atomic(delays.alias):
-        task = delays.schedule_at("order.close", 1, DUE, key="k")
+        task = delays.schedule_delay("order.close", 1, at=DUE, key="k")
         found = delays.find(
             tag="order.close", status="not_complete", key="k", since=DUE, until=DUE + timedelta(1)
         )
@@ -312,15 +312,15 @@ def test_find_sees_the_uncommitted_tasks_of_its_transaction(delays: DjangoDelays
 def test_operators_moves_are_part_of_the_transaction(
     delays: DjangoDelays, armed: list[Entry]
 ) -> None:
-    task = delays.schedule_at("order.close", 1, DUE, key="k")
+    task = delays.schedule_delay("order.close", 1, at=DUE, key="k")
     with rolled_back(delays.alias):
         assert delays.cancel(tag="order.close", key="k")
     assert delays.get(task).status is Status.NOT_COMPLETE
     with transaction.atomic(delays.alias):
         delays.reschedule(task, 3)
         assert delays.touch(tag="order.close", key="k", delay=5)
-        assert delays.touch_many([task.id, 7], 6).gone == [7]
-        assert delays.touch_many(tag="order.close", keys=["k", "l"], delay=8).gone == ["l"]
+        assert delays.touch([task.id, 7], 6).gone == [7]
+        assert delays.touch(tag="order.close", key=["k", "l"], delay=8).gone == ["l"]
         assert not armed
     assert [(entry.id, entry.version) for entry in armed] == [(task.id, 1)]
     with transaction.atomic(delays.alias):

@@ -57,11 +57,11 @@ CALLS: dict[str, Callable[[DjangoDelays], Any]] = {
     "cancel by key": lambda d: d.cancel(tag="mail", key="k"),
     "reschedule": lambda d: d.reschedule(7, 5),
     "touch": lambda d: d.touch(7, 5),
-    "touch_many": lambda d: d.touch_many([7], 5),
+    "touch several": lambda d: d.touch([7], 5),
     "rerun": lambda d: d.rerun(7),
     "get": lambda d: d.get(7),
     "get by key": lambda d: d.get(tag="mail", key="k"),
-    "attempts": lambda d: d.attempts(7),
+    "attempts": lambda d: d.get(7, attempts=True),
     "find": lambda d: d.find(tag="mail").tasks,
 }
 

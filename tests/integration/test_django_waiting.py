@@ -21,7 +21,7 @@ from celery import signals
 from celery.fixups.django import DjangoWorkerFixup
 from django.db import connections
 
-from delaytasks import DelayTask, Status
+from delaytasks import DelayedTask, Status
 from delaytasks.contrib.django.instance import DjangoDelays
 from tests.integration.test_django import alias, armed, delays, django, module_delays  # noqa: F401
 
@@ -42,7 +42,7 @@ def query(alias: str, used: list[tuple[int, Any]]) -> None:  # noqa: F811
     used.append((threading.get_ident(), connections[alias]))
 
 
-def run(delays: DjangoDelays, tag: str) -> list[DelayTask]:  # noqa: F811
+def run(delays: DjangoDelays, tag: str) -> list[DelayedTask]:  # noqa: F811
     tasks = [delays.schedule_delay(tag, None, 0) for _ in range(6)]
     # A row that finds no free slot within the time budget returns to the queue.
     while runner_of(delays).run_due("default", range(10), limit=100).claimed:
@@ -81,7 +81,7 @@ def test_a_concurrent_row_is_completed_in_its_own_transaction(
     # SQLite has one writer at a time.
     turn = threading.Lock()
 
-    def work(body: Any, task: DelayTask) -> None:
+    def work(body: Any, task: DelayedTask) -> None:
         with turn, transaction.atomic(alias):
             task.complete(result=str(task.id))
 

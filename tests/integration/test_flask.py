@@ -19,7 +19,7 @@ from flask_sqlalchemy import SQLAlchemy
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from delaytasks import DelayTask, Status, current, current_delays, schedule_delay
+from delaytasks import DelayedTask, Status, current, current_delays, schedule_delay
 from delaytasks.cli.main import flask_delays
 from delaytasks.contrib.flask import FlaskDelays
 from delaytasks.core.errors import ConfigError, SessionUnusableError, StoreError
@@ -56,7 +56,7 @@ class FlaskProject:
         self.delays.init_app(app)
         return app
 
-    def run(self, task: DelayTask) -> DelayTask:
+    def run(self, task: DelayedTask) -> DelayedTask:
         """Run `task` in this process, as a worker does."""
         runner_of(self.delays).run([Entry(task.id, task.version, 0)])
         return self.delays.get(task)
@@ -240,7 +240,7 @@ def test_tasks_that_a_processor_schedules_are_part_of_its_transaction(
         if body == "commits":
             project.db.session.commit()
 
-    def run(body: str) -> tuple[DelayTask, int]:
+    def run(body: str) -> tuple[DelayedTask, int]:
         done = project.run(project.delays.schedule_delay("order.chain", body, 0))
         return done, len(project.delays.find(tag="order.next"))
 

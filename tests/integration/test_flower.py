@@ -15,7 +15,7 @@ import pytest
 import requests
 from sqlalchemy import insert
 
-from delaytasks import DelayTask, Status
+from delaytasks import DelayedTask, Status
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.types import db_now_plus
 from tests.doc_pages import block_beginning
@@ -61,7 +61,7 @@ class FlowerSite:
     def page(self, path: str) -> str:
         return requests.get(f"{self.url}{path}", timeout=10).text
 
-    def info(self, task: DelayTask, attempt: int = 1) -> dict[str, Any]:
+    def info(self, task: DelayedTask, attempt: int = 1) -> dict[str, Any]:
         """Return Flower's data of one attempt, or `{}` if Flower has none yet."""
         answer = requests.get(f"{self.url}/api/task/info/{task.id}-{attempt}", timeout=10)
         if answer.status_code == 404:
@@ -71,7 +71,7 @@ class FlowerSite:
         return found
 
     def wait_for(
-        self, state: str, task: DelayTask, attempt: int = 1, deadline_s: float = 20
+        self, state: str, task: DelayedTask, attempt: int = 1, deadline_s: float = 20
     ) -> dict[str, Any]:
         def found() -> dict[str, Any] | None:
             info = self.info(task, attempt)
@@ -256,7 +256,7 @@ def test_celery_control_switches_the_events_of_rows_on_and_off(
     site.url = d.flower("--enable-events=False")
     wait_until(lambda: d.node(0) in site.online(), 20, "Flower to see the worker")
 
-    def run_one() -> DelayTask:
+    def run_one() -> DelayedTask:
         task = d.schedule()
         d.wait_for([task])
         return task

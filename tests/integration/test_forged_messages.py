@@ -18,7 +18,7 @@ import pytest
 from kombu import Producer
 from redis import Redis
 
-from delaytasks import DelayTask, Status
+from delaytasks import DelayedTask, Status
 from delaytasks.runtime import runtime_of
 from delaytasks.timers.arming import RUN, SWEEP
 from tests.running import Deployment, Process
@@ -106,7 +106,7 @@ def open_scene(
         scene.close()
 
 
-def forged_bodies(far: DelayTask, near: DelayTask, cancelled: DelayTask) -> list[Any]:
+def forged_bodies(far: DelayedTask, near: DelayedTask, cancelled: DelayedTask) -> list[Any]:
     now = int(datetime.now(timezone.utc).timestamp() * 1e6)
     entries = [
         *([[far.id, 0, now, 0]] * 10),  # This task is not due.
@@ -145,7 +145,7 @@ def forged_bodies(far: DelayTask, near: DelayTask, cancelled: DelayTask) -> list
 
 
 def forged(
-    scene: PickleWorker, far: DelayTask, near: DelayTask, cancelled: DelayTask
+    scene: PickleWorker, far: DelayedTask, near: DelayedTask, cancelled: DelayedTask
 ) -> list[tuple[Any, Any, str]]:
     bodies = forged_bodies(far, near, cancelled)
     bomb = FolderBomb(str(scene.boom))
@@ -252,7 +252,7 @@ def test_forged_messages_stop_no_worker_and_run_no_task(
     )
 
 
-def forge_timer(scene: PickleWorker, redis: Redis, far: DelayTask) -> None:
+def forge_timer(scene: PickleWorker, redis: Redis, far: DelayedTask) -> None:
     timer = runtime_of(scene.d.delays).redis_timer
     assert timer is not None
     members = [

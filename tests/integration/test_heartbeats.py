@@ -37,7 +37,7 @@ class Connections(Deployment):
     """Run a server that regularly reports the connections from which it received a heartbeat."""
 
     def heartbeat(self, alive: list[str]) -> list[str]:
-        gone = self.delays.touch_many(tag="test.note", keys=alive, delay=TIMEOUT_S).gone
+        gone = self.delays.touch(tag="test.note", key=alive, delay=TIMEOUT_S).gone
         body = {"file": str(self.file)}
         self.delays.schedule_many(
             (NewTask("test.note", body, TIMEOUT_S, key=key) for key in gone), on_conflict="replace"

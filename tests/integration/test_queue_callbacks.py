@@ -15,7 +15,7 @@ import pytest
 from kombu import Connection, Exchange, Queue
 from redis import Redis
 
-from delaytasks import DelayTask, DelayTasks, Status
+from delaytasks import DelayedTask, DelayTasks, Status
 from delaytasks.core.celery_calls import MESSAGE, Message
 from delaytasks.core.errors import BodyRefusedError, InvalidInputError
 from delaytasks.runtime import runtime_of
@@ -82,7 +82,7 @@ def delays(make: Make, rabbitmq_url: str) -> DelayTasks:
     return make(rabbitmq_url)
 
 
-def send(delays: DelayTasks, to: str, body: Any = None, **options: Any) -> DelayTask:
+def send(delays: DelayTasks, to: str, body: Any = None, **options: Any) -> DelayedTask:
     return run_now(delays, delays.callbacks.publish(to, body, 0, **options))
 
 
@@ -247,7 +247,7 @@ def test_a_kept_connection_that_was_closed_uses_no_attempt(
     assert send(delays, name, 1).status is Status.DONE
     proxy.reset()
     second = send(delays, name, 2)
-    assert (second.status, second.attempts) == (Status.DONE, 1)
+    assert (second.status, second.runs) == (Status.DONE, 1)
     assert bodies(rabbit, name) == [1, 2]
 
 

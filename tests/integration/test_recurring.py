@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from delaytasks import DelayTask, Status
+from delaytasks import DelayedTask, Status
 from tests.running import Deployment, combination
 from tests.waiting import wait_until
 
@@ -41,7 +41,7 @@ def site(
     made.close()
 
 
-def tasks_of(site: Deployment, tag: str = "test.note") -> list[DelayTask]:
+def tasks_of(site: Deployment, tag: str = "test.note") -> list[DelayedTask]:
     return list(site.delays.find(tag=tag, limit=1000).tasks)
 
 
@@ -74,7 +74,7 @@ def test_each_occurrence_runs_once_on_time_while_workers_and_beats_are_killed(
         done[0].expected_time + timedelta(seconds=n) for n in range(len(done))
     ]
     runs = Counter(run[0] for run in site.runs())
-    assert all(runs[str(task.id)] <= task.attempts for task in done), "the killed worker's only"
+    assert all(runs[str(task.id)] <= task.runs for task in done), "the killed worker's only"
     assert not site.early()
     on_time = [run for run in site.runs() if int(run[1]) < 500_000]
     assert len(on_time) > len(site.runs()) / 2, site.runs()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from delaytasks import DelayTask, NewTask
+from delaytasks import DelayedTask, NewTask
 from delaytasks.core.clock import to_us
 from delaytasks.runtime import runtime_of
 from tests.conformance.test_timers import FAULT_SLACK_S, R1_S, ran_once
@@ -84,7 +84,7 @@ def test_entries_that_a_killed_redis_poller_had_taken_run_on_time_elsewhere(
     mortal = d.worker()
     monkeypatch.delenv("DELAYTASKS_TEST_KILL")
     d.worker()
-    tasks: list[DelayTask] = []
+    tasks: list[DelayedTask] = []
     due = runtime_of(d.delays).clock.now() + timedelta(seconds=0.5)
     d.delays.schedule_many(
         [NewTask("test.note", {"file": str(d.file)}, at=due)] * 300, on_batch=tasks.extend

@@ -14,7 +14,7 @@ import pytest
 from kombu import Connection
 from redis import Redis
 
-from delaytasks import DelayTask
+from delaytasks import DelayedTask
 from delaytasks.runtime import runtime_of
 from tests.running import QUICK, Deployment, Process
 from tests.services import RabbitServer, RedisServer
@@ -144,12 +144,12 @@ class RedisDeployment:
     def worker(self, *options: str, **more: Any) -> Process:
         return self.d.worker(*options, concurrency=1, **more)
 
-    def run_soon(self, count: int = 3) -> list[DelayTask]:
+    def run_soon(self, count: int = 3) -> list[DelayedTask]:
         tasks = [self.d.schedule(delay=0.3) for _ in range(count)]
         self.d.wait_for(tasks, deadline_s=20)
         return tasks
 
-    def lateness_s(self, task: DelayTask) -> float:
+    def lateness_s(self, task: DelayedTask) -> float:
         """Return how many seconds after its due time the task ran, as the task measured it."""
         found = next(run for run in self.d.runs() if run[0] == str(task.id))
         return int(found[1]) / 1e6

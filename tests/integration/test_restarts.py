@@ -18,7 +18,7 @@ import celery
 import pytest
 from kombu import Connection
 
-from delaytasks import DelayTask
+from delaytasks import DelayedTask
 from delaytasks.runtime import runtime_of
 from tests.running import QUICK, Deployment
 from tests.services import RabbitServer, RedisServer, free_port
@@ -114,7 +114,7 @@ def test_a_worker_without_broker_looks_for_it_every_few_seconds(
         d.close()
 
 
-def each_ran_once(d: Deployment, tasks: list[DelayTask]) -> None:
+def each_ran_once(d: Deployment, tasks: list[DelayedTask]) -> None:
     d.wait_for(tasks)
     runs = [run[0] for run in d.runs()]
     assert len(runs) == len(set(runs)), "no task runs twice"

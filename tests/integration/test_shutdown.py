@@ -12,7 +12,7 @@ from datetime import timedelta
 
 import pytest
 
-from delaytasks import DelayTask, NewTask, Status
+from delaytasks import DelayedTask, NewTask, Status
 from delaytasks.runtime import runtime_of
 from tests.conformance.test_timers import ALONE
 from tests.integration.conftest import Deploy
@@ -22,7 +22,7 @@ from tests.waiting import SLACK_S, wait_until
 pytestmark = pytest.mark.slow
 
 
-def asleep(d: Deployment, seconds: float) -> DelayTask:
+def asleep(d: Deployment, seconds: float) -> DelayedTask:
     """Schedule a task that runs for `seconds` seconds, and wait until it has begun."""
     task = d.schedule("test.sleep", body={"seconds": seconds})
     wait_until(
@@ -46,7 +46,7 @@ def test_after_sigterm_a_worker_finishes_its_task_and_gives_back_the_rest_immedi
     d.wait_for([d.schedule()])
     due = runtime_of(d.delays).clock.now() + timedelta(seconds=0.3)
     # The worker claims these rows as one chunk, whose first row takes four seconds.
-    behind: list[DelayTask] = []
+    behind: list[DelayedTask] = []
     new = [NewTask("test.sleep", {"file": str(d.file), "seconds": 4}, at=due, priority=9)]
     new += [NewTask("test.note", {"file": str(d.file)}, at=due) for _ in range(5)]
     d.delays.schedule_many(new, on_batch=behind.extend)
@@ -62,10 +62,10 @@ def test_after_sigterm_a_worker_finishes_its_task_and_gives_back_the_rest_immedi
     assert d.status(long) is Status.RUNNING
     wait_until(worker.ended, 20, f"the worker to end\n{worker.log()}")
     done = d.delays.get(long)
-    assert (done.status, done.attempts, done.lapses) == (Status.DONE, 1, 0)
+    assert (done.status, done.runs, done.lapses) == (Status.DONE, 1, 0)
     d.worker()
     d.wait_for([*behind, *held], deadline_s=25)
-    assert {d.delays.get(task).attempts for task in [*behind, *held]} == {1}
+    assert {d.delays.get(task).runs for task in [*behind, *held]} == {1}
 
 
 def quit_or_kill(worker: Process, number: signal.Signals) -> None:
@@ -94,7 +94,7 @@ def test_the_running_task_of_a_killed_worker_lapses_and_runs_again(
     wait_until(lambda: len(d.runs()) == 2, 30, f"it to run again\n{d.logs()}")
     assert time.monotonic() - began < d.r2_s() + SLACK_S
     again = d.delays.get(task)
-    assert (again.attempts, again.lapses) == (2, 1)
+    assert (again.runs, again.lapses) == (2, 1)
 
 
 def test_celerys_soft_shutdown_waits_for_running_tasks(deploy: Deploy) -> None:
@@ -104,5 +104,5 @@ def test_celerys_soft_shutdown_waits_for_running_tasks(deploy: Deploy) -> None:
     quit_or_kill(worker, signal.SIGQUIT)
     assert "soft shutdown, running tasks have 6 seconds" in worker.log()
     done = d.delays.get(task)
-    assert (done.status, done.attempts) == (Status.DONE, 1), worker.log()
+    assert (done.status, done.runs) == (Status.DONE, 1), worker.log()
     assert d.status(held) is Status.NOT_COMPLETE, "nothing new begins meanwhile"

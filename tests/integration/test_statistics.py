@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from delaytasks import DelayTask, Status
+from delaytasks import DelayedTask, Status
 from delaytasks.statistics.reading import RunTotals
 from tests.running import Deployment, combination
 
@@ -26,8 +26,8 @@ def site(
     made.close()
 
 
-def schedule_quiet(site: Deployment, count: int) -> list[DelayTask]:
-    tasks: list[DelayTask] = []
+def schedule_quiet(site: Deployment, count: int) -> list[DelayedTask]:
+    tasks: list[DelayedTask] = []
     new: list[tuple[str, Any, Any]] = [("test.quiet", {}, number % 2) for number in range(count)]
     assert site.delays.schedule_many(new, on_batch=tasks.extend) == count
     return tasks

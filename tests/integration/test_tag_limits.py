@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from delaytasks import DelayTask, Status
+from delaytasks import DelayedTask, Status
 from delaytasks.runtime import runtime_of
 from tests.integration.conftest import Deploy
 from tests.running import Deployment
@@ -30,7 +30,7 @@ NO_SWEEP: dict[str, Any] = {"sweep": 60, "_self_sweep_s": 120, "horizon": 120}
 
 def schedule(
     d: Deployment, count: int, seconds: float = 0.05, delay: float = 2, **options: Any
-) -> list[DelayTask]:
+) -> list[DelayedTask]:
     body = {"seconds": seconds}
     return [d.schedule("test.sleep", delay, body=body, **options) for _ in range(count)]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from delaytasks import DelayTask, Status
+from delaytasks import DelayedTask, Status
 from delaytasks.runtime import runtime_of
 from tests.integration.conftest import Deploy
 from tests.running import Deployment
@@ -28,7 +28,7 @@ def deploy(deploy: Deploy) -> Deploy:
     return partial(deploy, conf=IMPORTS, queues={"limits.*": "limits"})
 
 
-def runs_of(d: Deployment, task: DelayTask) -> list[str]:
+def runs_of(d: Deployment, task: DelayedTask) -> list[str]:
     return [run[1] for run in d.runs() if run[0] == str(task.id)]
 
 
@@ -46,8 +46,8 @@ def test_a_task_beyond_its_soft_limit_is_retried_and_then_fails(
     d.wait_for([never], Status.FAILED)
     assert runs_of(d, again) == ["began", "began", "ended"]
     assert runs_of(d, never) == ["began", "began"]
-    assert [attempt.number for attempt in d.delays.attempts(again)] == [1]
-    first, last = d.delays.attempts(never)
+    assert [attempt.number for attempt in d.delays.get(again, attempts=True).attempts] == [1]
+    first, last = d.delays.get(never, attempts=True).attempts
     assert first.began is not None
     assert 0.4 < (first.ended - first.began).total_seconds() < 3
     for error in (first.error, last.error, d.delays.get(never).error):
@@ -79,7 +79,7 @@ def test_a_hard_limit_ends_the_process_and_other_tasks_run(
     due = runtime_of(d.delays).clock.now_us() // 1_000_000 + 4
     body = {"file": str(d.file)}
 
-    def all_due(tag: str, count: int, **more: Any) -> list[DelayTask]:
+    def all_due(tag: str, count: int, **more: Any) -> list[DelayedTask]:
         delay = max(due - runtime_of(d.delays).clock.now_us() / 1e6, 0)
         return [d.delays.schedule_delay(tag, {**body, **more}, delay) for _ in range(count)]
 
@@ -95,7 +95,7 @@ def test_a_hard_limit_ends_the_process_and_other_tasks_run(
     assert {ran[str(task.id)] for task in neighbours} == {1}, "nothing that was over runs again"
     found = [d.delays.get(task) for task in neighbours]
     if not holds_gil:
-        assert {(task.lapses, task.attempts) for task in found} == {(0, 1)}
+        assert {(task.lapses, task.runs) for task in found} == {(0, 1)}
     assert {task.lapses for task in found if task.tag == "limits.none"} == {0}
     # With the GIL held, this row may wait behind the stuck row, and no thread can return it.
     if not holds_gil:
@@ -107,7 +107,7 @@ def test_a_hard_limit_ends_the_process_and_other_tasks_run(
         "gave up: the worker died or lost its lease 3 times in a row while this task ran; "
         "its time limit of 1 s was over",
     )
-    attempts = d.delays.attempts(stuck)
+    attempts = d.delays.get(stuck, attempts=True).attempts
     assert [attempt.error for attempt in attempts] == [
         "the worker died, or lost its lease, while this attempt ran; its time limit of 1 s was over"
     ] * 3
@@ -165,7 +165,7 @@ def test_a_pool_that_cannot_keep_time_limits_refuses_to_serve_their_queue(
     d.wait_for([note])
     wait_until(lambda: d.delays.get(strayed).error, 10, "it to be put off")
     left = d.delays.get(strayed)
-    assert (left.status, left.attempts) == (Status.NOT_COMPLETE, 0)
+    assert (left.status, left.runs) == (Status.NOT_COMPLETE, 0)
     assert "let a worker with -P prefork serve the queue default" in (left.error or "")
     assert "task.no_time_limits" in other.log()
     other.terminate()

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from delaytasks import DelayTask, Status
+from delaytasks import DelayedTask, Status
 from delaytasks.runtime import runtime_of
 from tests.integration.conftest import Deploy
 from tests.running import Deployment, combination
@@ -53,9 +53,9 @@ def test_waiting_tasks_run_concurrently_in_each_pool(
     d.worker(pool=pool)
     due = runtime_of(d.delays).clock.now() + timedelta(seconds=2)
     body = {"file": str(d.file), "seconds": 1}
-    waiting = [d.delays.schedule_at(WAITS[n % 2], body, due) for n in range(40)]
+    waiting = [d.delays.schedule_delay(WAITS[n % 2], body, at=due) for n in range(40)]
     together = [
-        d.delays.schedule_at("test.batch", {"file": str(d.file), "number": n}, due)
+        d.delays.schedule_delay("test.batch", {"file": str(d.file), "number": n}, at=due)
         for n in range(60)
     ]
     d.wait_for(waiting)
@@ -64,7 +64,7 @@ def test_waiting_tasks_run_concurrently_in_each_pool(
     ends = [d.delays.get(task) for task in waiting]
     took = max(task.update_time for task in ends if task.update_time) - due
     assert took < timedelta(seconds=10), "one after another they would take 40 s, or 20 s by two"
-    assert {task.attempts for task in ends} == {1}
+    assert {task.runs for task in ends} == {1}
     runs = [run for run in began(d) if int(run[0]) in {task.id for task in waiting[::2]}]
     assert all(run[0] == run[3] for run in runs), "each has a request of its own"
     loops = {
@@ -98,17 +98,17 @@ def test_the_leases_of_long_concurrent_tasks_are_renewed(
     d.worker(pool=pool)
     tasks = [d.schedule(tag, 0, body={"seconds": 7}) for tag in WAITS]
     d.wait_for(tasks)
-    assert [d.delays.get(task).attempts for task in tasks] == [1, 1]
+    assert [d.delays.get(task).runs for task in tasks] == [1, 1]
     assert len(began(d)) == len(ended(d)) == 2
 
 
 def test_a_process_at_its_max_tasks_waits_for_its_concurrent_tasks(deploy: Deploy) -> None:
     d = deploy()
     d.worker("--max-tasks-per-child", "1", concurrency=1)
-    tasks: list[DelayTask] = []
+    tasks: list[DelayedTask] = []
     for _ in range(3):
         tasks.append(d.schedule("test.wait", 0, body={"seconds": 1}))
         wait_until(lambda: len(began(d)) == len(tasks), 15, "it to begin")
     d.wait_for(tasks)
-    assert {d.delays.get(task).attempts for task in tasks} == {1}
+    assert {d.delays.get(task).runs for task in tasks} == {1}
     assert len({run[2] for run in began(d)}) == 3

@@ -91,7 +91,7 @@ def test_broken_loops_are_replaced_and_tasks_run(workers: WorkerTable, pool: str
     assert len({run[0] for run in noted}) == len(noted) == 21
     assert workers.early() == []
     assert max(int(run[1]) for run in noted) / 1e6 < workers.r1_s() + SLACK_S
-    assert workers.delays.get(running).attempts == 1, "its lease was renewed in time"
+    assert workers.delays.get(running).runs == 1, "its lease was renewed in time"
     worker.terminate()
 
 
@@ -109,7 +109,7 @@ def test_the_entries_of_a_frozen_worker_run_once_elsewhere(workers: WorkerTable)
     after = workers.schedule()
     workers.wait_for([after])
     assert len(workers.runs()) == 21
-    assert {workers.delays.get(task).attempts for task in held} == {1}
+    assert {workers.delays.get(task).runs for task in held} == {1}
 
 
 @pytest.mark.parametrize("outage", [{}, {"away_s": 1}], ids=["brief", "longer than a chunk"])

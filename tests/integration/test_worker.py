@@ -77,7 +77,7 @@ def test_tasks_run_on_time_and_their_rows_record_this(
     assert d.early() == []
     assert d.status(cancelled) is Status.CANCELLED
     done = d.delays.get(near[0])
-    assert (done.attempts, done.error, done.lease_until) == (1, None, None)
+    assert (done.runs, done.error, done.lease_until) == (1, None, None)
     # Its queue has no other row. On a busy machine, a row behind others may be given back.
     assert (d.delays.get(mail).version == 2) is counts_moves(d.store)
     assert (done.worker or "").startswith(d.node(0) + "/")
@@ -91,7 +91,7 @@ def test_tasks_run_on_time_and_their_rows_record_this(
     assert 'in fail\n    raise ValueError(body.get("text", "as asked"))' in failed.error
     assert "delaytasks/execution" not in failed.error, "the traceback begins with the processor"
     waiting = d.delays.get(unknown)
-    assert (waiting.status, waiting.attempts) == (Status.NOT_COMPLETE, 0)
+    assert (waiting.status, waiting.runs) == (Status.NOT_COMPLETE, 0)
     assert "no such processor, tag=test.nobody" in (waiting.error or "")
     assert waiting.expected_time > unknown.expected_time
 
@@ -118,7 +118,7 @@ def test_tasks_without_a_processor_in_old_workers_run_after_the_deployment(
     d.worker()
     old.terminate()
     d.wait_for(tasks, deadline_s=QUICK["_self_sweep_s"] + SLACK_S)
-    assert [d.delays.get(task).attempts for task in tasks] == [1] * len(tasks)
+    assert [d.delays.get(task).runs for task in tasks] == [1] * len(tasks)
     assert len(d.runs()) == len(tasks)
 
 
@@ -153,7 +153,7 @@ def test_a_worker_never_claims_rows_of_another_queue(deploy: Deploy) -> None:
         lambda: "queue.unserved queue='default'" in worker.log(), 10, "a sweep after that", 0.1
     )
     left = d.delays.find(status="NOT_COMPLETE", limit=1000).tasks
-    assert {(task.queue, task.version, task.attempts, task.lapses > 0) for task in left} == {
+    assert {(task.queue, task.version, task.runs, task.lapses > 0) for task in left} == {
         ("default", 0, 0, False),
         ("default", 0, 0, True),
     }
@@ -173,8 +173,8 @@ def test_rows_behind_a_slow_one_are_given_back_and_run_elsewhere(deploy: Deploy)
     d = deploy(sweep=30, _self_sweep_s=60, _grace_s=20, horizon=60)
     due = runtime_of(d.delays).clock.now() + timedelta(seconds=4)
     body = {"file": str(d.file), "seconds": SLOW_S}
-    slow = d.delays.schedule_at("test.sleep", body, due, priority=9)
-    others = [d.delays.schedule_at("test.note", {"file": str(d.file)}, due) for _ in range(9)]
+    slow = d.delays.schedule_delay("test.sleep", body, at=due, priority=9)
+    others = [d.delays.schedule_delay("test.note", {"file": str(d.file)}, at=due) for _ in range(9)]
     d.worker(concurrency=2)
     d.wait_for(others, deadline_s=8)
     assert d.status(slow) is Status.RUNNING
@@ -211,17 +211,17 @@ def test_a_task_that_kills_its_process_fails_after_its_lapses_and_other_tasks_ru
 ) -> None:
     d = deploy(max_lost_leases=3, lease=5)
     due = runtime_of(d.delays).clock.now() + timedelta(seconds=4)
-    poison = d.delays.schedule_at("test.abort", {"file": str(d.file)}, due)
-    neighbours = [d.delays.schedule_at("test.note", {"file": str(d.file)}, due) for _ in range(20)]
+    poison = d.delays.schedule_delay("test.abort", {"file": str(d.file)}, at=due)
+    neighbours = [
+        d.delays.schedule_delay("test.note", {"file": str(d.file)}, at=due) for _ in range(20)
+    ]
     d.worker()
     d.wait_for([poison], Status.FAILED, deadline_s=60)
     d.wait_for(neighbours)
     assert d.delays.get(poison).lapses == 3
     assert "3 times in a row" in (d.delays.get(poison).error or "")
     assert len([run for run in d.runs() if run[1] == "aborts"]) == 3
-    assert max(d.delays.get(n).attempts for n in neighbours) <= 2, (
-        "neighbours run once more at most"
-    )
+    assert max(d.delays.get(n).runs for n in neighbours) <= 2, "neighbours run once more at most"
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_an_effect_committed_with_its_task_happens_once_despite_kills_at_any_ste
         connection.execute(text(f"DROP TABLE {table}"))
     assert sorted(effects) == sorted(task.id for task in tasks)
     died = [task for task, place in zip(tasks, places * 3, strict=True) if place in places[:3]]
-    assert all(d.delays.get(task).attempts > 1 for task in died)
+    assert all(d.delays.get(task).runs > 1 for task in died)
 
 
 def test_a_killed_workers_tasks_run_elsewhere(deploy: Deploy) -> None:
@@ -281,7 +281,7 @@ def test_a_killed_workers_tasks_run_elsewhere(deploy: Deploy) -> None:
     assert time.monotonic() - killed < d.r2_s() + SLACK_S
     d.wait_for([*held, running])
     assert max(int(run[1]) for run in d.runs() if run[1].isdigit()) < (d.r1_s() + SLACK_S) * 1e6
-    assert d.delays.get(running).attempts == 2
+    assert d.delays.get(running).runs == 2
     noted = [run[0] for run in d.runs() if run[1].isdigit()]
     assert len(noted) == len(set(noted)) == 30
     assert d.store.workers.all()
@@ -395,8 +395,8 @@ from tests.project import note
 @processor("coroutine.retry")
 async def ask(body, task):
     await asyncio.sleep(0.01)
-    note(body, task.id, task.attempts, current_task.name, current_task.request.id)
-    if task.attempts < 3:
+    note(body, task.id, task.runs, current_task.name, current_task.request.id)
+    if task.runs < 3:
         raise current_task.retry(countdown=0)
 
 @processor("lazy.result")

@@ -161,12 +161,12 @@ def test_a_producer_schedules_and_moves_tasks(role_tables: RoleTables) -> None:
     delays.schedule_delay("mail", {"n": 2}, 60, key="k", on_conflict="replace")
     delays.reschedule(task, 90)
     delays.touch(task, 100)
-    delays.touch_many([task], 110)
+    delays.touch([task], 110)
     assert delays.cancel(task)
     delays.rerun(task, 60)
     assert delays.get(task).status is Status.NOT_COMPLETE
     assert len(delays.find(tag="mail")) == 4
-    assert delays.attempts(task) == []
+    assert delays.get(task, attempts=True).attempts == ()
     with pytest.raises(StoreError):
         delays.policies.pause(tag="mail")
     checks = HealthChecks(runtime_of(delays).store, runtime_of(delays).settings)

@@ -18,7 +18,7 @@ from delaytasks.core.errors import DuplicateTaskError, TaskStateError
 from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.states import FINISHED, MOVES, Status
-from delaytasks.core.task import DelayTask, OnConflict
+from delaytasks.core.task import DelayedTask, OnConflict
 from delaytasks.maintenance.sweeper import Sweeper
 from delaytasks.storage.store import Store
 from delaytasks.timers.arming import EtaTimer
@@ -35,16 +35,16 @@ _ids = itertools.count(1)
 class Known:
     """The expected content of a task's row."""
 
-    task: DelayTask
+    task: DelayedTask
     status: Status = Status.NOT_COMPLETE
     version: int = 0
-    attempts: int = 0
+    runs: int = 0
     lapses: int = 0
     due_us: int = 0
     lease_us: int = 0
     #: The claim that may settle the task, and the claims that may no longer do it.
-    claim: DelayTask | None = None
-    stale: list[DelayTask] = field(default_factory=list)
+    claim: DelayedTask | None = None
+    stale: list[DelayedTask] = field(default_factory=list)
 
     def move(self, name: str) -> None:
         assert self.status in MOVES[name].sources
@@ -114,7 +114,7 @@ class Producers(RuleBasedStateMachine):
 
     @rule(target=tasks, is_due=DUE)
     def schedule(self, is_due: bool) -> int:
-        made = DelayTask(
+        made = DelayedTask(
             next(_ids), "t", "{}", self.due(is_due), create_time=from_us(self.times.now_us)
         )
         assert self.store.tasks.insert(made)
@@ -123,7 +123,7 @@ class Producers(RuleBasedStateMachine):
 
     @rule(target=tasks, is_due=DUE, key=st.sampled_from("ab"), policy=st.sampled_from(POLICIES))
     def schedule_keyed(self, is_due: bool, key: str, policy: OnConflict) -> int:
-        made = DelayTask(
+        made = DelayedTask(
             next(_ids), "t", "{}", self.due(is_due), key=key, create_time=from_us(self.times.now_us)
         )
         # The key of a task with the failure "worker lost" stays in the table, but is free.
@@ -143,7 +143,7 @@ class Producers(RuleBasedStateMachine):
         elif owner.status in MOVES["replace"].sources:
             found, is_new = self.store.tasks.insert_keyed(made, policy)
             owner.move("replace")
-            owner.attempts = owner.lapses = 0
+            owner.runs = owner.lapses = 0
             owner.due_us = self.due_us(is_due)
             assert (found.id, found.version, is_new) == (owner.task.id, owner.version, True)
             return owner.task.id
@@ -194,7 +194,7 @@ class Producers(RuleBasedStateMachine):
         else:
             self.store.tasks.rerun(id, self.due(is_due))
             known.move("rerun")
-            known.attempts = known.lapses = 0
+            known.runs = known.lapses = 0
             known.due_us = self.due_us(is_due)
             if known.task.key is not None:
                 self.keys[known.task.key] = id

@@ -22,7 +22,7 @@ from delaytasks.core.clock import from_us, to_us
 from delaytasks.core.filters import Filter
 from delaytasks.core.interfaces import Entry, Settlement
 from delaytasks.core.states import MOVES, Status
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 from delaytasks.timers.arming import read_message
 from tests.conftest import open_store
 from tests.property.machine import HORIZON_S, LEASE_US, MAX_LOST_LEASES, SWEEP_S, Producers
@@ -39,17 +39,17 @@ class Moves(Producers):
 
     # -- workers ----------------------------------------------------------------------------------
 
-    def took(self, claimed: list[DelayTask]) -> None:
+    def took(self, claimed: list[DelayedTask]) -> None:
         for task in claimed:
             known = self.known[task.id]
             assert known.due_us <= self.times.now_us
             known.move("claim")
             known.lease_us = self.times.now_us // 1000 * 1000 + LEASE_US
-            known.attempts += 1
+            known.runs += 1
             known.claim = task
-            assert (task.version, task.attempts, task.lapses) == (
+            assert (task.version, task.runs, task.lapses) == (
                 known.version,
-                known.attempts,
+                known.runs,
                 known.lapses,
             )
 
@@ -103,7 +103,7 @@ class Moves(Producers):
         assert self.claims.settle([Settlement(known.claim, move, expected_time=due)]) == {id}
         known.move(move)
         if move == "give_back":
-            known.attempts -= 1
+            known.runs -= 1
             known.due_us = known.due_us if due is None else to_us(due)
         else:
             known.lapses = 0
@@ -254,7 +254,7 @@ class Moves(Producers):
         elif self.is_paused():
             assert self.store.paused_rows.hold_claimed([known.claim]) == {known.task.id}
             known.move("hold_back")
-            known.attempts -= 1
+            known.runs -= 1
         else:
             assert self.store.paused_rows.hold_claimed([known.claim]) == set()
 
@@ -266,8 +266,8 @@ class Moves(Producers):
         assert set(found) == set(self.known)
         for id, known in self.known.items():
             task = found[id]
-            shown = (task.status, task.version, task.attempts, task.lapses)
-            assert shown == (known.status, known.version, known.attempts, known.lapses), id
+            shown = (task.status, task.version, task.runs, task.lapses)
+            assert shown == (known.status, known.version, known.runs, known.lapses), id
             assert (task.lease_until is not None) == (task.status is Status.RUNNING)
             assert to_us(task.expected_time) == known.due_us
 

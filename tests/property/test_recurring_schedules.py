@@ -13,7 +13,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from delaytasks import DelayTask, Status
+from delaytasks import DelayedTask, Status
 from delaytasks.runtime import runtime_of
 from tests.conformance.recurring_harness import RecurringHarness
 from tests.conformance.test_recurring import Killer
@@ -120,7 +120,7 @@ class Schedules(RuleBasedStateMachine):
         }
         return Counter({known[key or ""]: count for key, count in keys.items()})
 
-    def _waiting(self) -> list[DelayTask]:
+    def _waiting(self) -> list[DelayedTask]:
         return [task for task in self._harness.tasks() if not task.is_finished]
 
     def _set_clock(self) -> None:

@@ -77,7 +77,7 @@ def test_a_worker_frozen_past_its_lease_cannot_finish_the_tasks_it_lost(
         0.05,
     )
     assert d.delays.get(task) == done, "the refused finish changed the row"
-    assert (done.attempts, done.lapses) == (2, 0)
+    assert (done.runs, done.lapses) == (2, 0)
     assert [run[1] for run in d.runs()].count("ended") == 2
 
 
@@ -107,7 +107,7 @@ def test_a_processor_whose_lease_cannot_be_renewed_is_notified_before_the_lease_
     line.heal()
     wait_until(lambda: len(d.runs()) == 3, 15, "it to begin again", 0.05)
     assert [run[1] for run in d.runs()] == ["began", "notified", "began"]
-    assert d.delays.get(task).attempts == 1, "none is used"
+    assert d.delays.get(task).runs == 1, "none is used"
 
 
 @pytest.mark.slow
@@ -280,7 +280,7 @@ def test_setting_the_clock_of_a_worker_that_holds_tasks_makes_no_task_early_or_l
             late = [row.execution_time - row.expected_time for row in rows if row.execution_time]
             assert min(late) >= timedelta(0), f"early, with {ahead_s:+d} s"
             assert max(late) < timedelta(seconds=d.r1_s() + SLACK_S), f"late, with {ahead_s:+d} s"
-            assert {(row.attempts, row.lapses) for row in rows} == {(1, 0)}, "each of them once"
+            assert {(row.runs, row.lapses) for row in rows} == {(1, 0)}, "each of them once"
             before, began = cpu_s(worker.pid), time.monotonic()
             time.sleep(1)  # the worker is idle meanwhile
             assert (cpu_s(worker.pid) - before) / (time.monotonic() - began) < MOST_CPU, (

@@ -14,7 +14,7 @@ from sqlalchemy import select, true, update
 from chaos.checker import _LEGAL, Checker, Verdict
 from chaos.history import CallRecord, Effect, Fault, History, RunRecord
 from chaos.recorder import Recorder
-from delaytasks import DelayTask
+from delaytasks import DelayedTask
 from delaytasks.core import text
 from delaytasks.core.clock import to_us
 from delaytasks.core.interfaces import Entry, Settlement
@@ -42,14 +42,14 @@ class SmallDeployment:
         self.store, self.history = store, History()
         self.recorder = Recorder(store)
         self.recorder.start()
-        self.body: Callable[[DelayTask], object] = lambda task: None
+        self.body: Callable[[DelayedTask], object] = lambda task: None
         self.world.delays.processor("work")(self._work)
         self.sweeper = self.world.runtime.sweeper
 
     def now_us(self) -> int:
         return to_us(self.store.tasks.now())
 
-    def schedule(self, delay: float = 0, **fields: Any) -> DelayTask:
+    def schedule(self, delay: float = 0, **fields: Any) -> DelayedTask:
         asked_us = self.now_us()
         task = self.world.schedule("work", delay=delay) if delay else self._due_now()
         self.history.call_records.append(
@@ -65,16 +65,16 @@ class SmallDeployment:
         )
         return task
 
-    def _due_now(self) -> DelayTask:
+    def _due_now(self) -> DelayedTask:
         task = self.world.schedule("work", delay=0.001)
         threading.Event().wait(0.01)
         return task
 
-    def deliver(self, task: DelayTask, version: int = 0) -> None:
+    def deliver(self, task: DelayedTask, version: int = 0) -> None:
         """Deliver a message to a worker that runs its entries."""
         self.world.worker().run_entries([Entry(task.id, version, to_us(task.expected_time))])
 
-    def claim(self, task: DelayTask, version: int = 0) -> DelayTask:
+    def claim(self, task: DelayedTask, version: int = 0) -> DelayedTask:
         [claimed] = self.store.claims("worker-2", None).claim([Entry(task.id, version, 0)])
         return claimed
 
@@ -98,7 +98,7 @@ class SmallDeployment:
         history = replace(self.history, changes=list(self.recorder.changes()))
         return Checker(history, MAX_LOST_LEASES, self.now_us()).verdict()
 
-    def _work(self, body: object, task: DelayTask) -> object:
+    def _work(self, body: object, task: DelayedTask) -> object:
         begun = RunRecord(task.id, task.version, "worker-1", self.now_us())
         self.history.run_records.append(begun)
         try:
@@ -166,7 +166,7 @@ def slow_processor(deployment: SmallDeployment) -> None:
     task = deployment.schedule()
     since = deployment.store.tasks.now() - timedelta(seconds=1)
 
-    def body(task: DelayTask) -> None:
+    def body(task: DelayedTask) -> None:
         if len(deployment.history.run_records) > 1:
             return
         t = deployment.store.schema.tasks
@@ -200,7 +200,7 @@ def poison(deployment: SmallDeployment) -> None:
 
 
 def bad_error_text(deployment: SmallDeployment) -> None:
-    def body(task: DelayTask) -> None:
+    def body(task: DelayedTask) -> None:
         raise ValueError("a \x00 and a \ud800 in the text")
 
     deployment.body = body
@@ -212,7 +212,7 @@ def bad_error_text(deployment: SmallDeployment) -> None:
         deployment.lease_ends()
 
 
-def claimed_by(deployment: SmallDeployment, task: DelayTask) -> str:
+def claimed_by(deployment: SmallDeployment, task: DelayedTask) -> str:
     found = deployment.store.tasks.get(task.id)
     assert found is not None
     assert found.worker is not None

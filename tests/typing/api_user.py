@@ -16,7 +16,7 @@ import delaytasks
 from delaytasks import (
     BulkResult,
     CancelResult,
-    DelayTask,
+    DelayedTask,
     DelayTasks,
     Done,
     LogEntry,
@@ -37,7 +37,7 @@ def close_order(body: dict[str, int]) -> bool:
 
 
 @delays.processor("order.remind")
-def remind(body: dict[str, int], task: DelayTask) -> None:
+def remind(body: dict[str, int], task: DelayedTask) -> None:
     task.check_lease()
 
 
@@ -49,27 +49,27 @@ def stream() -> Iterator[NewTask | tuple[str, Any, float]]:
 assert_type(close_order({"order": 1}), bool)
 assert_type(
     delaytasks.schedule_delay("order.close", {"order": 1}, timedelta(minutes=30), key="1"),
-    DelayTask,
+    DelayedTask,
 )
 assert_type(
-    delays.schedule_at("order.close", None, datetime.now(timezone.utc), on_conflict="replace"),
-    DelayTask,
+    delays.schedule_delay(
+        "order.close", None, at=datetime.now(timezone.utc), on_conflict="replace"
+    ),
+    DelayedTask,
 )
 assert_type(
-    delays.schedule_delay("a", {}, 2, key="k", on_conflict="replace", max_wait="30s"), DelayTask
+    delays.schedule_delay("a", {}, 2, key="k", on_conflict="replace", max_wait="30s"), DelayedTask
 )
 assert_type(delays.schedule_many(stream()), int)
 assert_type(delays.cancel(tag="order.close", key="1"), CancelResult)
-assert_type(delays.cancel(7, strict=True).status, Status | None)
-assert_type(delays.reschedule(7, 60), DelayTask)
-assert_type(
-    delays.touch(tag="order.close", key="1", delay="1m"), TouchResult[int] | TouchResult[str]
-)
-assert_type(delays.touch_many([1, "2"], 60), TouchResult[int])
+assert_type(delays.cancel(7).status, Status | None)
+assert_type(delays.reschedule(7, 60), DelayedTask)
+assert_type(delays.touch(tag="order.close", key="1", delay="1m"), TouchResult | TouchResult)
+assert_type(delays.touch([1, "2"], 60), TouchResult)
 assert_type(delays.new_id(), int)
-assert_type(delays.touch_many(tag="order.close", keys={"1", "2"}, delay=60), TouchResult[str])
-assert_type(delays.touch_many(tag="order.close", keys=["1"], delay=60), TouchResult[str])
-assert_type(delays.rerun("7"), DelayTask)
+assert_type(delays.touch(tag="order.close", key={"1", "2"}, delay=60), TouchResult)
+assert_type(delays.touch(tag="order.close", key=["1"], delay=60), TouchResult)
+assert_type(delays.rerun("7"), DelayedTask)
 assert_type(delays.get(7).status, Status)
 assert_type(delays.find(tag="order.close", status=Status.FAILED), Page)
 assert_type([task.id for task in delays.find().tasks], list[int])
@@ -86,7 +86,7 @@ delaytasks.schedule_delay("order.close", {}, 5, on_conflict="ignore")  # type: i
 delaytasks.schedule_delay("order.close", {}, 5, colour="red")  # type: ignore[call-arg]
 
 
-@delays.processor("pay", retries="15s 3m", expires="1h", keep_result=True)
+@delays.processor("pay", retries="15s 3m", max_late="1h", keep_result=True)
 def pay(body: Any) -> Any:
     return Done({"receipt": 7}) if body else Retry(after="5m", reason="busy")
 
@@ -99,12 +99,12 @@ delays.processor("report", time_limits=5)  # type: ignore[call-overload]
 
 
 @delays.processor("store", batch=100)
-def store(tasks: list[DelayTask]) -> dict[int, Retry]:
+def store(tasks: list[DelayedTask]) -> dict[int, Retry]:
     return {task.id: Retry("5m") for task in tasks}
 
 
 @delaytasks.processor("ask", in_flight=50)
-async def ask(body: dict[str, int], task: DelayTask) -> int:
+async def ask(body: dict[str, int], task: DelayedTask) -> int:
     return body["order"]
 
 
@@ -113,12 +113,12 @@ asked: Coroutine[Any, Any, int] = ask({"order": 7}, delays.get(7))
 delays.processor("store", batch="many")  # type: ignore[call-overload]
 
 delays.schedule_delay("pay", {}, 5, retries=3)
-delays.schedule_delay("pay", {}, 5, retries=RetrySchedule.fixed("1s", times=3), expires=60)
+delays.schedule_delay("pay", {}, 5, retries=RetrySchedule.fixed("1s", times=3), max_late=60)
 
 assert_type(
     delays.callbacks.post("https://partner.example/paid", {"order": 7}, 60, headers={"X": "y"}),
-    DelayTask,
+    DelayedTask,
 )
 assert_type(
-    delays.callbacks.publish("invoices", {"order": 7}, 60, exchange="shop", key="7"), DelayTask
+    delays.callbacks.publish("invoices", {"order": 7}, 60, exchange="shop", key="7"), DelayedTask
 )

@@ -15,7 +15,7 @@ from celery import Celery
 from typing_extensions import assert_type
 
 import delaytasks
-from delaytasks import CancelResult, DelayTask, DelayTasks, Page
+from delaytasks import CancelResult, DelayedTask, DelayTasks, Page
 
 delays = DelayTasks(Celery("shop"), "sqlite://")
 NOW = datetime.now(timezone.utc)
@@ -32,7 +32,7 @@ def close_order(body: dict[str, int]) -> bool:
 
 
 @delaytasks.processor("order.remind")
-def remind(body: OrderBody, task: DelayTask) -> None:
+def remind(body: OrderBody, task: DelayedTask) -> None:
     task.check_lease()
 
 
@@ -42,7 +42,7 @@ async def ask(body: str) -> int:
 
 
 @delays.processor("order.refund", schema=OrderBody)
-def refund(body: OrderBody, task: DelayTask) -> None: ...
+def refund(body: OrderBody, task: DelayedTask) -> None: ...
 
 
 def parse(body: list[int]) -> OrderBody:
@@ -54,11 +54,11 @@ def ship(body: OrderBody) -> None: ...
 
 
 @delays.processor("order.store", batch=100)
-def store(bodies: list[dict[str, int]], tasks: list[DelayTask]) -> None: ...
+def store(bodies: list[dict[str, int]], tasks: list[DelayedTask]) -> None: ...
 
 
 @delays.processor("order.count", batch=100, schema=OrderBody)
-def count(tasks: list[DelayTask]) -> int:
+def count(tasks: list[DelayedTask]) -> int:
     return len(tasks)
 
 
@@ -68,15 +68,15 @@ def anything(body: Any) -> None: ...
 
 assert_type(close_order({"order": 1}), bool)
 assert_type(close_order.tag, str)
-assert_type(close_order.schedule({"order": 1}, "30m", key="1"), DelayTask)
-assert_type(close_order.schedule_at({"order": 1}, NOW, on_conflict="keep"), DelayTask)
+assert_type(close_order.schedule({"order": 1}, "30m", key="1"), DelayedTask)
+assert_type(close_order.schedule({"order": 1}, at=NOW, on_conflict="keep"), DelayedTask)
 assert_type(close_order.schedule_many([({"order": 1}, 5), ({"order": 2}, NOW)], priority=3), int)
 assert_type(close_order.cancel(key="1"), CancelResult)
 assert_type(close_order.find(status=["FAILED", "DONE"], limit=5), Page)
 close_order.schedule({"order": "one"}, 5)  # type: ignore[dict-item]
 close_order.schedule(OrderBody(1), 5)  # type: ignore[arg-type]
 close_order.schedule({"order": 1}, 5, colour="red")  # type: ignore[call-arg]
-close_order.schedule_at({"order": 1}, "30m")  # type: ignore[arg-type]
+close_order.schedule({"order": 1}, at="30m")  # type: ignore[arg-type]
 close_order.schedule_many([("order", 5)])  # type: ignore[list-item]
 close_order.find(tag="other")  # type: ignore[call-arg]
 close_order("order")  # type: ignore[arg-type]
@@ -106,19 +106,19 @@ anything.schedule({"a": [1]}, 5)
 
 
 async def use_asyncio() -> None:
-    assert_type(await close_order.aschedule({"order": 1}, "30m", key="1"), DelayTask)
-    assert_type(await close_order.aschedule_at({"order": 1}, NOW, on_conflict="keep"), DelayTask)
+    assert_type(await close_order.aschedule({"order": 1}, "30m", key="1"), DelayedTask)
+    assert_type(await close_order.aschedule({"order": 1}, at=NOW, on_conflict="keep"), DelayedTask)
     assert_type(await close_order.aschedule_many([({"order": 1}, 5), ({"order": 2}, NOW)]), int)
     assert_type(await close_order.acancel(key="1", running=True), CancelResult)
     assert_type(await close_order.afind(status=["FAILED", "DONE"], limit=5), Page)
-    assert_type(await refund.aschedule(OrderBody(1), 5), DelayTask)
+    assert_type(await refund.aschedule(OrderBody(1), 5), DelayedTask)
     await close_order.aschedule({"order": "one"}, 5)  # type: ignore[dict-item]
     await close_order.aschedule({"order": 1}, 5, colour="red")  # type: ignore[call-arg]
-    await close_order.aschedule_at({"order": 1}, "30m")  # type: ignore[arg-type]
+    await close_order.aschedule({"order": 1}, at="30m")  # type: ignore[arg-type]
     await close_order.aschedule_many([("order", 5)])  # type: ignore[list-item]
     await close_order.acancel(key="1", colour="red")  # type: ignore[call-arg]
     await close_order.afind(tag="other")  # type: ignore[call-arg]
-    await refund.aschedule_at({"id": 1}, NOW)  # type: ignore[arg-type]
+    await refund.aschedule({"id": 1}, at=NOW)  # type: ignore[arg-type]
 
 
 def take_text(body: str) -> None: ...

@@ -122,7 +122,7 @@ def add_hostile(delays: DelayTasks) -> None:
         raise ValueError(HOSTILE)
 
     store, body = runtime_of(delays).store, {"text": HOSTILE}
-    options: Any = {"meta": {"tenant": HOSTILE}, "concurrency_key": HOSTILE}
+    options: Any = {"meta": {"tenant": HOSTILE}, "limit_key": HOSTILE}
     delays.schedule_delay(HOSTILE, body, 0, key=HOSTILE, **options)
     delays.schedule_delay(HOSTILE, body, 0, key=f"{HOSTILE} again", retries="1h", **options)
     runner_of(delays).run_due("default", range(10), limit=10)

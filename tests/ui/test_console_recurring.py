@@ -58,8 +58,8 @@ def test_a_schedule_is_changed_in_one_field_and_keeps_the_others(
         queue="mail",
         priority=3,
         retries="15s 3m",
-        expires=60,
-        concurrency_key="k",
+        max_late=60,
+        limit_key="k",
         meta={"tenant": "acme"},
         body_version=3,
     )
@@ -126,7 +126,7 @@ def form_of_limits(text: str) -> dict[str, str]:
 
 def limits(site: Site, tag: str) -> Any:
     [policy] = site.delays.policies.list(tag=tag)
-    return policy.concurrency, policy.key_concurrency, policy.rate_text
+    return policy.concurrency, policy.concurrency_per_key, policy.rate_text
 
 
 def test_one_limit_is_raised_and_the_others_stay(own_site: Site) -> None:
@@ -146,10 +146,10 @@ def test_new_limits_replace_no_others(own_site: Site) -> None:
     client = own_site.client(Role.ADMIN)
     new = form_of_limits(client.get("/policies").text)
     assert new["name"] == ""
-    client.post("/policies/limits", data={**new, "name": "pay.notify", "key_concurrency": "1"})
+    client.post("/policies/limits", data={**new, "name": "pay.notify", "concurrency_per_key": "1"})
     assert "the tag pay.notify has limits already" in client.get("/policies").text
     assert limits(own_site, "pay.notify") == (10, None, "100/s")
-    client.post("/policies/limits", data={**new, "name": "mail.send", "key_concurrency": "1"})
+    client.post("/policies/limits", data={**new, "name": "mail.send", "concurrency_per_key": "1"})
     assert limits(own_site, "mail.send") == (None, 1, None)
 
 

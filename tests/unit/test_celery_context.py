@@ -19,7 +19,7 @@ from celery._state import _task_stack, get_current_task, get_current_worker_task
 from celery.exceptions import Ignore, Reject
 from celery.exceptions import Retry as CeleryRetry
 
-from delaytasks import Cancel, DelayTask, Done, Fail, Retry, Snooze
+from delaytasks import Cancel, DelayedTask, Done, Fail, Retry, Snooze
 from delaytasks.core.interfaces import Settlement
 from delaytasks.core.workers import NO_RENEWAL
 from delaytasks.execution.executor import Lease, ProcessorCall, RunResult, TaskRun
@@ -35,8 +35,8 @@ DUE = datetime(2026, 11, 21, tzinfo=timezone.utc)
 Seen = list[tuple[str, str, int]]
 
 
-def task_of(number: int, tag: str = "a", attempts: int = 1) -> DelayTask:
-    return DelayTask(number, tag, '{"n": 1}', DUE, queue="mail", priority=3, attempts=attempts)
+def task_of(number: int, tag: str = "a", runs: int = 1) -> DelayedTask:
+    return DelayedTask(number, tag, '{"n": 1}', DUE, queue="mail", priority=3, runs=runs)
 
 
 def look(seen: Seen) -> Callable[[Any], None]:
@@ -72,7 +72,7 @@ def processor(tag: str, function: Callable[[Any], object]) -> ProcessorSpec:
 NO_LEASE = Lease(60, 0.05, lambda: NO_RENEWAL, lambda id, version: False)
 
 
-def call(processor: ProcessorSpec, task: DelayTask) -> ProcessorCall:
+def call(processor: ProcessorSpec, task: DelayedTask) -> ProcessorCall:
     run = TaskRun(task, Mock(), lambda session, task: None, NO_LEASE)
     return ProcessorCall(processor, [run])
 
@@ -81,7 +81,7 @@ def call(processor: ProcessorSpec, task: DelayTask) -> ProcessorCall:
 def test_each_row_has_its_own_request(task_context: CeleryTaskContext, is_kept: bool) -> None:
     seen: Seen = []
     a, b = processor("a", look(seen)), processor("b", look(seen))
-    rows = [(a, task_of(1)), (a, task_of(2, attempts=4)), (b, task_of(3, "b")), (a, task_of(4))]
+    rows = [(a, task_of(1)), (a, task_of(2, runs=4)), (b, task_of(3, "b")), (a, task_of(4))]
 
     def run_all() -> None:
         for work, task in rows:
@@ -102,7 +102,7 @@ def test_a_request_has_the_attributes_of_a_request_of_celery(
     requests: list[Any] = []
     work = processor("a", lambda body: requests.append(current_task.request))
     with task_context.reuse_stack():
-        task_context(call(work, task_of(1, attempts=2)), end)
+        task_context(call(work, task_of(1, runs=2)), end)
         task_context(call(work, task_of(2)), end)
     first, second = requests
     assert first is not second
@@ -225,11 +225,11 @@ class Signals:
         for signal, receiver in self._made:
             signal.disconnect(receiver)
 
-    def name(self, task: DelayTask) -> str:
+    def name(self, task: DelayedTask) -> str:
         [(name, _)] = self.ends[str(task.id)]
         return name
 
-    def fields(self, task: DelayTask) -> dict[str, Any]:
+    def fields(self, task: DelayedTask) -> dict[str, Any]:
         return self.ends[str(task.id)][0][1]
 
 
@@ -306,7 +306,7 @@ def test_each_signal_has_the_outcome_of_the_row(
     tasks = [world.schedule("one", number) for number in range(3)]
     for task in tasks:
         if is_last:
-            world.change(task, attempts=1)
+            world.change(task, runs=1)
     world.run(*tasks)
     assert world.statuses(tasks) == [status] * 3
     assert [sent.name(task) for task in tasks] == [signal] * 3
@@ -317,7 +317,7 @@ def test_each_signal_has_the_outcome_of_the_row(
 
 
 def test_each_task_of_a_batch_has_its_own_signal(world: World, sent: Signals) -> None:
-    def work(tasks: list[DelayTask]) -> dict[int, Any]:
+    def work(tasks: list[DelayedTask]) -> dict[int, Any]:
         return {task.id: outcome for task, outcome in zip(tasks, ends, strict=True)}
 
     ends = [None, Fail("broken"), Retry("5m"), Cancel("not needed"), Done(7)]
@@ -388,17 +388,17 @@ def app() -> Celery:
 _numbers = itertools.count()
 
 
-def run(world: World, function: Callable[[], Any], attempts: int = 0, **options: Any) -> DelayTask:
-    """Run a task that has already had `attempts` attempts, and return the stored task."""
+def run(world: World, function: Callable[[], Any], runs: int = 0, **options: Any) -> DelayedTask:
+    """Run a task that has already run `runs` times, and return the stored task."""
     tag = f"celery-{next(_numbers)}"
     world.delays.processor(tag, **options)(lambda given: function())
     task = world.schedule(tag, {"n": 1})
-    world.change(task, attempts=attempts)
+    world.change(task, runs=runs)
     world.run(task)
     return world.read(task)
 
 
-def waits(world: World, task: DelayTask) -> timedelta:
+def waits(world: World, task: DelayedTask) -> timedelta:
     assert task.status.name == "NOT_COMPLETE"
     return task.expected_time - world.now()
 
@@ -419,19 +419,19 @@ SECOND = timedelta(seconds=2)
 def test_current_task_retry_is_a_retry(world: World, options: Any) -> None:
     task = run(world, retry(countdown=600, exc=ValueError("the bank is closed")), **options)
     assert abs(waits(world, task) - timedelta(seconds=600)) < SECOND
-    assert task.attempts == 1
+    assert task.runs == 1
     assert "ValueError: the bank is closed" in (task.error or "")
 
 
 def test_a_retry_without_a_countdown_takes_the_next_delay_of_the_retry_schedule(
     world: World,
 ) -> None:
-    task = run(world, retry(), attempts=1, retries="1m 1h")
+    task = run(world, retry(), runs=1, retries="1m 1h")
     assert abs(waits(world, task) - timedelta(hours=1)) < SECOND
 
 
 def test_a_retry_past_the_retry_schedule_fails(world: World) -> None:
-    task = run(world, retry(exc=ValueError("still closed")), attempts=2, retries="1m 1h")
+    task = run(world, retry(exc=ValueError("still closed")), runs=2, retries="1m 1h")
     assert task.status.name == "FAILED"
     assert "still closed" in (task.error or "")
 
@@ -447,10 +447,10 @@ def test_a_tag_without_a_retry_schedule_has_celerys_defaults(world: World) -> No
     ids=["without an error", "with an error"],
 )
 def test_a_retry_beyond_max_retries_fails(world: World, options: Any, said: str) -> None:
-    task = run(world, retry(**options), attempts=3)
+    task = run(world, retry(**options), runs=3)
     assert task.status.name == "FAILED"
     assert said in (task.error or "")
-    other = run(world, retry(max_retries=9), attempts=3)
+    other = run(world, retry(max_retries=9), runs=3)
     assert other.status.name == "NOT_COMPLETE"
 
 

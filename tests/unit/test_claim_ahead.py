@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from celery.exceptions import WorkerShutdown
 
-from delaytasks import DelayTask
+from delaytasks import DelayedTask
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.execution import runner
 from delaytasks.execution.runner import Report
@@ -29,7 +29,7 @@ def drain(world: World, limit: int = 1, continue_s: float = LONG_S) -> Report:
     return world.drain(most=limit, continue_s=continue_s)
 
 
-def backlog(world: World, rows: int, tag: str = "note") -> list[DelayTask]:
+def backlog(world: World, rows: int, tag: str = "note") -> list[DelayedTask]:
     return [world.schedule(tag, body=number) for number in range(rows)]
 
 
@@ -67,7 +67,7 @@ def test_a_chunk_that_waits_for_a_slow_row_is_given_back(make_world: MakeWorld) 
         try:
             wait_until(lambda: world.statuses(tasks)[1] == "RUNNING", 5, "the claim ahead")
             wait_until(lambda: world.statuses(tasks)[1] == "NOT_COMPLETE", 5, "its return")
-            assert world.read(tasks[1]).attempts == 0
+            assert world.read(tasks[1]).runs == 0
         finally:
             goes_on.set()
         running.result(5)
@@ -110,7 +110,7 @@ def test_other_tasks_that_wait_end_the_backlog_of_this_process(make_world: MakeW
 def test_nothing_is_claimed_ahead_of_a_row_that_may_end_the_process(make_world: MakeWorld) -> None:
     world = make_world(_chunk_max=1)
     seen: list[list[str]] = []
-    tasks: list[DelayTask] = []
+    tasks: list[DelayedTask] = []
     world.delays.processor("limited", time_limit=60)(lambda _: seen.append(world.statuses(tasks)))
     tasks += [world.schedule(), world.schedule("limited"), world.schedule()]
     report = drain(world)
@@ -132,7 +132,7 @@ def test_a_worker_that_stops_gives_back_the_rows_that_it_claimed_ahead(
     with pytest.raises(WorkerShutdown):
         drain(world)
     assert world.statuses(tasks) == ["DONE", "RUNNING", "NOT_COMPLETE", "NOT_COMPLETE"]
-    assert world.read(tasks[2]).attempts == 0
+    assert world.read(tasks[2]).runs == 0
 
 
 def test_a_claim_ahead_that_fails_does_not_affect_the_chunk_that_runs(

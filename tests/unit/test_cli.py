@@ -21,7 +21,7 @@ from delaytasks.cli import output
 from delaytasks.cli.context import Hints
 from delaytasks.cli.main import delays, main
 from delaytasks.core import errors
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 from delaytasks.core.text import TABLES_REMEDY
 
 HOSTILE = "\x1b[31mred\x1b[0m [red]markup[/red] :smile: \r\n\u202eforged line\x9b1m"
@@ -320,7 +320,7 @@ def test_the_reason_is_the_first_line_after_the_frames(error: str | None, shown:
 
 @pytest.mark.parametrize("body", ["NaN", "[" * 200_000, "not json", "[Infinity]"])
 def test_a_body_without_a_json_form_is_shown_as_its_text(body: str) -> None:
-    task = DelayTask(7, "t", body, NOON)
+    task = DelayedTask(7, "t", body, NOON)
     document = output.task_json(task)
     assert document["body"] == body
     assert document["id"] == "7"
@@ -329,7 +329,9 @@ def test_a_body_without_a_json_form_is_shown_as_its_text(body: str) -> None:
 
 
 def test_a_body_keeps_its_integers_exactly(capsys: pytest.CaptureFixture[str]) -> None:
-    output.print_json(output.task_json(DelayTask(2**60 + 1, "t", '{"n": 9007199254740993}', NOON)))
+    output.print_json(
+        output.task_json(DelayedTask(2**60 + 1, "t", '{"n": 9007199254740993}', NOON))
+    )
     document: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert document["id"] == str(2**60 + 1)
     assert document["body"] == {"n": 9007199254740993}

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import gc
 import inspect
 import re
 import subprocess
 import sys
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +23,11 @@ import pytest
 from sqlalchemy import event
 
 import delaytasks
-from delaytasks import DelayTask, DelayTasks, NewTask, Processor, current
+from delaytasks import DelayedTask, DelayTasks, NewTask, Processor, current
 from delaytasks.cli.schedule_commands import schedule
 from delaytasks.contrib.flask import FlaskDelays
 from delaytasks.core import errors
+from delaytasks.core.errors import InvalidInputError
 from delaytasks.core.task import TaskOptions
 from delaytasks.http_api.schemas import TASK
 from delaytasks.operations.bulk_calls import Bulk
@@ -59,8 +63,8 @@ TWINS = {name for name, _ in inspect.getmembers(DelayTasks, is_twin)}
 WITHOUT_TWIN = {
     "new_id": "waits for nothing",
     "processor": "registers a function",
-    "using": "is a context manager that waits for nothing",
-    "wait": "has the twin `await_`, since `await` is a keyword",
+    "transaction": "is a context manager that waits for nothing",
+    "result": "has a twin that occupies no thread",
 }
 
 
@@ -92,6 +96,50 @@ def test_an_instance_that_is_closed_and_no_longer_used_is_freed(tmp_path: Path) 
     del delays
     gc.collect()
     assert left() is None
+
+
+@pytest.fixture
+def delays(tmp_path: Path) -> Iterator[DelayTasks]:
+    url = f"sqlite:///{tmp_path / 'shop.sqlite3'}"
+    open_store(url).close()
+    made = delays_on(url, tags="any")
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        ({"countdown": 5}, "countdown= is Celery's: write the seconds as the third argument"),
+        ({"eta": datetime.max}, "eta= is Celery's: write at="),
+        ({"expires": 5}, "expires= is Celery's: write max_late="),
+        ({"keys": "7"}, "unexpected keyword argument 'keys'"),
+        ({"delay": datetime.now(timezone.utc)}, "pass an instant as at="),
+        ({"delay": timedelta(-1)}, "not negative"),
+        ({"delay": 5, "at": datetime.now(timezone.utc)}, "delay"),
+    ],
+)
+def test_a_call_as_in_celery_is_told_how_to_write_it(
+    delays: DelayTasks, options: dict[str, Any], advice: str
+) -> None:
+    mail = delays.processor("mail")(lambda body: None)
+    for call in (partial(delays.schedule_delay, "mail", {}), partial(mail.schedule, {})):
+        with pytest.raises((TypeError, InvalidInputError), match=re.escape(advice)):
+            call(**options)
+    assert not delays.find().tasks
+
+
+def test_a_call_that_blocks_the_event_loop_warns(delays: DelayTasks) -> None:
+    async def work() -> None:
+        with pytest.warns(RuntimeWarning, match="await aschedule_delay") as caught:
+            delays.schedule_delay("mail", {}, 5)
+        assert caught[0].filename == __file__
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            await delays.aschedule_delay("mail", {}, 5)
+
+    asyncio.run(work())
+    assert delays.find()[1].tag == "mail"
 
 
 def test_the_reference_lists_each_public_name() -> None:
@@ -291,7 +339,7 @@ OPTIONS = set(TaskOptions.__annotations__)
 #: Each way to schedule a task has these arguments in a form of its own.
 ARGUMENTS = {"tag", "body", "delay", "at"}
 #: The JSON value of a task does not have these fields.
-HIDDEN = {"cancel_request"}
+HIDDEN = {"cancel_request", "attempts"}
 
 
 def test_schedule_many_takes_the_options_of_schedule_delay() -> None:
@@ -309,7 +357,7 @@ def test_the_command_has_the_options() -> None:
 
 
 def test_the_json_value_of_a_task_has_its_fields() -> None:
-    task = DelayTask(1, "tag", "null", datetime(2030, 1, 31, tzinfo=timezone.utc))
-    names = {field.name.removesuffix("_json") for field in fields(DelayTask)} - HIDDEN
+    task = DelayedTask(1, "tag", "null", datetime(2030, 1, 31, tzinfo=timezone.utc))
+    names = {field.name.removesuffix("_json") for field in fields(DelayedTask)} - HIDDEN
     assert set(task.as_json()) == {"ip_address" if name == "ip" else name for name in names}
     assert set(TASK["properties"]) <= set(task.as_json())

@@ -25,7 +25,7 @@ from delaytasks.core.errors import (
     TaskStateError,
 )
 from delaytasks.core.interfaces import Settlement
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 from delaytasks.core.text import TABLES_REMEDY
 from delaytasks.storage import engines
 from delaytasks.storage.database import Database
@@ -134,10 +134,10 @@ def test_a_full_disk_leaves_no_partial_change_and_counts_as_an_outage(
     store, pages = tight
     now = store.tasks.now()
     tasks = [
-        DelayTask(id, "mail", '"' + "x" * 100_000 + '"', now, create_time=now)
+        DelayedTask(id, "mail", '"' + "x" * 100_000 + '"', now, create_time=now)
         for id in range(1, 11)
     ]
-    keyed = DelayTask(50, "mail", '"' + "x" * 400_000 + '"', now, key="k", create_time=now)
+    keyed = DelayedTask(50, "mail", '"' + "x" * 400_000 + '"', now, key="k", create_time=now)
     store.tasks.insert(tasks[0])
     claims = store.claims("w", None)
     [claimed] = claims.claim_due("default", [0], 1)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import delaytasks
-from delaytasks import DelayTask, DelayTasks, Status
+from delaytasks import DelayedTask, DelayTasks, Status
 from delaytasks.core.interfaces import Entry
 from delaytasks.runtime import runtime_of
 from delaytasks.worker import chunk_request
@@ -42,7 +42,7 @@ def delays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DelayTas
     made.close()
 
 
-def request_of(kind: str, task: DelayTask) -> ChunkRequest:
+def request_of(kind: str, task: DelayedTask) -> ChunkRequest:
     if kind == "message":
         return ChunkRequest((Entry.of(task),), serve_s=1)
     return ChunkRequest((), task.queue, priorities=(task.priority,), limit=10, serve_s=1)

@@ -20,8 +20,8 @@ from celery import Celery
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delaytasks import DelayTask, DelayTasks, Done, Processor, StaleVersionError
-from delaytasks.core.errors import BodyRefusedError, InvalidInputError
+from delaytasks import DelayedTask, DelayTasks, Done, Processor, StaleVersionError
+from delaytasks.core.errors import BodyRefusedError, ConfigError, InvalidInputError
 from delaytasks.core.retry_schedule import (
     MAX_RETRY_DELAYS,
     Retries,
@@ -32,7 +32,8 @@ from delaytasks.core.states import Status
 from delaytasks.processors.registry import Registry
 from delaytasks.runtime import runtime_of
 from delaytasks.testing import create_tables
-from tests.recording import delays_on, record
+from tests.conftest import open_store
+from tests.recording import delays_on, record, run_now
 from tests.refusals import invalid
 from tests.world import World
 
@@ -44,7 +45,7 @@ delays = DelayTasks(Celery("handles"), "sqlite://")
 
 
 @delays.processor("module.close", queue="slow")
-def close_order(body: dict[str, int], task: DelayTask | None = None) -> int:
+def close_order(body: dict[str, int], task: DelayedTask | None = None) -> int:
     """Close an order."""
     return body["order"]
 
@@ -68,7 +69,7 @@ def test_handles_of_coroutines_and_batches_can_be_called() -> None:
         return body + 1
 
     @delays.processor("module.store", batch=10)
-    def store(bodies: list[int], tasks: list[DelayTask]) -> int:
+    def store(bodies: list[int], tasks: list[DelayedTask]) -> int:
         return len(bodies)
 
     assert asyncio.run(ask(1)) == 2
@@ -113,6 +114,24 @@ def test_functions_of_classes_are_bound_as_usual() -> None:
     assert delays.processor("module.bound")(shop.bound)("?") == "shop?"
 
 
+def test_a_processor_runs_the_rows_of_its_former_tags(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'shop.sqlite3'}"
+    open_store(url).close()
+    delays, seen = delays_on(url), list[str]()
+
+    @delays.processor("order.close", aliases=("close_order",), queue="orders")
+    def close(body: str) -> None:
+        seen.append(body)
+
+    old = delays.schedule_delay("close_order", "old", 0)
+    assert (close.tag, old.tag, old.queue) == ("order.close", "close_order", "orders")
+    assert run_now(delays, old).status is Status.DONE
+    assert run_now(delays, close.schedule("new", 0)).status is Status.DONE
+    assert seen == ["old", "new"]
+    with pytest.raises(ConfigError, match="close_order"):
+        delays.processor("close_order")(lambda body: None)
+
+
 def test_a_handle_schedules_finds_and_cancels_tasks_of_its_tag(tmp_path: Path) -> None:
     own = delays_on(f"sqlite:///{tmp_path}/tasks.sqlite3", tags=["mail.other"])
     with runtime_of(own).store.database.begin() as connection:
@@ -124,7 +143,7 @@ def test_a_handle_schedules_finds_and_cancels_tasks_of_its_tag(tmp_path: Path) -
 
     own.schedule_delay("mail.other", {}, 60)
     first = send.schedule({"n": 1}, "1h", key="1", priority=3)
-    second = send.schedule_at({"n": 2}, AT)
+    second = send.schedule({"n": 2}, at=AT)
     assert (first.tag, first.queue, first.key, first.priority) == ("mail.send", "mail", "1", 3)
     assert second.expected_time == AT
     with invalid("max_wait"):

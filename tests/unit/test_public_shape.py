@@ -14,7 +14,7 @@ from delaytasks.core.settings import Settings
 
 #: The names of the package, without the errors.
 VALUES = """
-Attempt BulkResult Cancel CancelResult DelayTask DelayTasks Done Fail Finding Forecast LogEntry
+Attempt BulkResult Cancel CancelResult DelayedTask DelayTasks Done Fail Finding Forecast LogEntry
 NewTask Outcome Page Policy Processor RecurringSchedule Retry RetrySchedule Shards Snooze Status
 TouchResult
 """.split()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from celery.exceptions import WorkerShutdown
 
-from delaytasks import DelayTask, Retry, Snooze, Status
+from delaytasks import DelayedTask, Retry, Snooze, Status
 from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import StoreError, StoreUnavailableError
 from delaytasks.core.interfaces import Entry, Settlement
@@ -90,7 +90,7 @@ def test_a_worker_that_stops_settles_finished_rows_and_gives_back_the_rest(
     with pytest.raises(WorkerShutdown):
         world.run(*tasks)
     assert world.statuses(tasks) == ["DONE", "RUNNING", "NOT_COMPLETE", "NOT_COMPLETE"]
-    assert [world.read(task).attempts for task in tasks[2:]] == [0, 0]
+    assert [world.read(task).runs for task in tasks[2:]] == [0, 0]
     assert sorted(world.broker.ids) == sorted(task.id for task in tasks[2:])
 
 
@@ -110,7 +110,7 @@ def test_finished_rows_are_settled_before_a_row_that_may_be_killed_begins(
 ) -> None:
     seen: dict[int, list[str]] = {}
 
-    def look(body: Any, task: DelayTask) -> None:
+    def look(body: Any, task: DelayedTask) -> None:
         seen[task.id] = world.statuses(tasks)
 
     world.delays.processor("look", time_limit=60)(look)
@@ -160,7 +160,7 @@ def test_rows_with_time_limits_are_deferred_if_the_pool_cannot_keep_them(
     world.run(*tasks)
     assert world.notes == ["free"]
     left = world.read(tasks[0])
-    assert (left.status, left.attempts) == (Status.NOT_COMPLETE, 0)
+    assert (left.status, left.runs) == (Status.NOT_COMPLETE, 0)
     assert 4 < (left.expected_time - world.now()).total_seconds() <= 5
     assert "let a worker with -P prefork serve the queue default" in (left.error or "")
     assert [fields["tag"] for fields in world.told("task.no_time_limits")] == ["limited"]
@@ -198,7 +198,7 @@ def test_after_the_time_budget_rows_are_given_back_and_results_settled_during_a_
             goes_on.set()
         assert running.result(5).ran == 2
     assert world.statuses([slow]) == ["DONE"]
-    assert [world.read(task).attempts for task in rest] == [0, 0, 0], (
+    assert [world.read(task).runs for task in rest] == [0, 0, 0], (
         "what did not start was no attempt"
     )
     assert sorted(world.broker.armed) == sorted(Entry.of(world.read(task)) for task in rest)
@@ -377,19 +377,19 @@ def test_rows_without_a_processor_are_not_remembered(make_world: MakeWorld) -> N
 TWO_DAYS = timedelta(days=2)
 
 
-def wait_s(world: World, task: DelayTask) -> float:
+def wait_s(world: World, task: DelayedTask) -> float:
     """Return the time until the next attempt, in seconds."""
     return (world.read(task).expected_time - world.now()).total_seconds()
 
 
-def made_long_ago(world: World, tag: str = "unknown", **options: object) -> DelayTask:
+def made_long_ago(world: World, tag: str = "unknown", **options: object) -> DelayedTask:
     task = world.schedule(tag, delay=60, **options)
     assert task.create_time is not None
     world.change(task, create_time=task.create_time - TWO_DAYS)
     return world.read(task)
 
 
-def make_due(world: World, task: DelayTask, late_s: float) -> DelayTask:
+def make_due(world: World, task: DelayedTask, late_s: float) -> DelayedTask:
     """Move the due time as a reschedule, a touch, a retry or a snooze does."""
     world.change(task, expected_time=world.now() - timedelta(seconds=late_s))
     return world.read(task)
@@ -499,7 +499,7 @@ def test_a_task_without_a_processor_waits_a_tenth_of_its_age_and_never_fails(
     before = world.now()
     world.run(world.read(task))
     after = world.read(task)
-    assert (after.status, after.attempts, after.version) == (Status.NOT_COMPLETE, 0, 2)
+    assert (after.status, after.runs, after.version) == (Status.NOT_COMPLETE, 0, 2)
     assert "no such processor, tag=nobody (this worker knows: delaytasks.callback, " in (
         after.error or ""
     )

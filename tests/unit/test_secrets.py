@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from kombu import Connection
 from sqlalchemy import URL, text
 
-from delaytasks import DelayTask, DelayTasks
+from delaytasks import DelayedTask, DelayTasks
 from delaytasks.attachment import file_broker_url
 from delaytasks.core.body import PREFIX, Cipher, is_encrypted, key_name
 from delaytasks.core.clock import LATEST
@@ -366,7 +366,7 @@ def test_any_value_in_a_row_is_decrypted_or_returned_unchanged(found: Any) -> No
 def test_a_task_with_any_encrypted_text_can_be_shown() -> None:
     tokens = ("", "\x1b[31mr:x", f"{key_name(A)}:", f"{key_name(A)}:gAAAAA==")
     for sealed in (f"{PREFIX}{token}" for token in tokens):
-        task = DelayTask(7, "mail", sealed, LATEST)
+        task = DelayedTask(7, "mail", sealed, LATEST)
         assert task.as_json()["body"].startswith("(encrypted with key ")
         with pytest.raises(
             BodyEncryptedError, match=r"the body of task 7 is encrypted with key [0-9a-f?]+, which"

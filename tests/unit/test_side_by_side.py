@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from celery.exceptions import WorkerShutdown
 
-from delaytasks import Cancel, DelayTask, Done, Fail, Retry, Snooze, Status
+from delaytasks import Cancel, DelayedTask, Done, Fail, Retry, Snooze, Status
 from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import StoreError, StoreUnavailableError, TaskStateError
 from delaytasks.core.interfaces import Settlement
@@ -134,7 +134,7 @@ def test_rows_without_a_thread_slot_within_the_time_budget_are_given_back(
         )
         gate.is_open.set()
         assert running.result(5).ran == 2
-    assert [world.read(task).attempts for task in tasks] == [1, 1, 0, 0, 0]
+    assert [world.read(task).runs for task in tasks] == [1, 1, 0, 0, 0]
     assert len(world.broker.armed) == 3
 
 
@@ -332,7 +332,7 @@ def test_a_coroutine_has_the_context_of_its_row(world: World) -> None:
     seen: dict[int, Any] = {}
     variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
 
-    async def work(body: Any, task: DelayTask) -> None:
+    async def work(body: Any, task: DelayedTask) -> None:
         before = variable.get()
         variable.set(task.id)
         await asyncio.sleep(0.01)
@@ -434,10 +434,10 @@ def test_a_row_that_its_time_limit_may_kill_waits_for_the_concurrent_rows(
 # -- batches --------------------------------------------------------------------------------------
 
 
-Work = Callable[[list[DelayTask]], Any]
+Work = Callable[[list[DelayedTask]], Any]
 
 
-def run_batch(world: World, work: Work, count: int = 4, **options: Any) -> list[DelayTask]:
+def run_batch(world: World, work: Work, count: int = 4, **options: Any) -> list[DelayedTask]:
     """Run `count` tasks whose bodies are 0, 1, 2, …, and return each task as stored afterwards."""
     world.delays.processor("batch", **{"batch": 100, **options})(work)
     tasks = [world.schedule("batch", body) for body in range(count)]
@@ -445,7 +445,7 @@ def run_batch(world: World, work: Work, count: int = 4, **options: Any) -> list[
     return [world.read(task) for task in tasks]
 
 
-def statuses(tasks: list[DelayTask]) -> list[str]:
+def statuses(tasks: list[DelayedTask]) -> list[str]:
     return [task.status.name for task in tasks]
 
 
@@ -460,7 +460,7 @@ def test_a_batch_is_called_once_for_as_many_tasks_as_it_takes(world: World) -> N
     assert got == [list(range(10)), list(range(10, 20)), list(range(20, 25))]
     assert statuses(tasks) == ["DONE"] * 25
     assert settled == [25]
-    assert {(task.attempts, task.version) for task in tasks} == {(1, 2)}
+    assert {(task.runs, task.version) for task in tasks} == {(1, 2)}
 
 
 def test_only_tasks_of_its_tag_are_in_a_batch_and_the_others_keep_their_order(
@@ -491,7 +491,7 @@ def test_with_two_arguments_the_first_one_has_the_bodies_converted_by_the_schema
 
     got: list[Any] = []
 
-    def work(orders: list[Order], tasks: list[DelayTask]) -> None:
+    def work(orders: list[Order], tasks: list[DelayedTask]) -> None:
         got.append(
             [(type(order), order.order, task.id) for order, task in zip(orders, tasks, strict=True)]
         )
@@ -526,7 +526,7 @@ def test_a_refused_body_and_a_body_that_is_not_json_affect_no_other_task(
 
 def test_an_expired_task_is_not_in_the_batch(world: World) -> None:
     got: list[int] = []
-    world.delays.processor("batch", batch=10, expires=10)(
+    world.delays.processor("batch", batch=10, max_late=10)(
         lambda tasks: got.extend(task.body for task in tasks)
     )
     late, fine = world.schedule("batch", 1), world.schedule("batch", 2)
@@ -557,7 +557,7 @@ ENDS = ["DONE", "DONE", "NOT_COMPLETE", "NOT_COMPLETE", "CANCELLED", "FAILED"]
 def test_each_task_has_the_outcome_that_the_processor_returned_for_it(
     world: World, said: Any
 ) -> None:
-    def work(tasks: list[DelayTask]) -> Any:
+    def work(tasks: list[DelayedTask]) -> Any:
         if said is dict:
             return {
                 task.id: outcome
@@ -568,13 +568,13 @@ def test_each_task_has_the_outcome_that_the_processor_returned_for_it(
 
     tasks = run_batch(world, work, len(OUTCOMES))
     assert statuses(tasks) == ENDS
-    assert [task.attempts for task in tasks] == [1, 1, 1, 0, 1, 1]
+    assert [task.runs for task in tasks] == [1, 1, 1, 0, 1, 1]
 
 
 def test_one_outcome_is_for_all(world: World) -> None:
     tasks = run_batch(world, lambda tasks: Snooze("30m"))
     assert statuses(tasks) == ["NOT_COMPLETE"] * 4
-    assert {task.attempts for task in tasks} == {0}
+    assert {task.runs for task in tasks} == {0}
 
 
 WRONG = {
@@ -601,12 +601,12 @@ def test_a_return_value_without_an_outcome_for_each_task_retries_all(
 
 
 def test_an_error_of_the_processor_fails_all_tasks_by_the_usual_rules(world: World) -> None:
-    def fail(tasks: list[DelayTask]) -> None:
+    def fail(tasks: list[DelayedTask]) -> None:
         raise ConnectionError("busy")
 
     tasks = run_batch(world, fail, retries={ConnectionError: "10s"})
     assert statuses(tasks) == ["NOT_COMPLETE"] * 4
-    assert {task.attempts for task in tasks} == {1}
+    assert {task.runs for task in tasks} == {1}
     for task in tasks:
         world.change(task, expected_time=world.now() - timedelta(milliseconds=10))
     world.run(*map(world.read, tasks))
@@ -626,7 +626,7 @@ def test_an_invalid_outcome_fails_only_its_own_task(world: World) -> None:
 
 
 def test_a_batch_that_stops_the_worker_does_not_affect_other_rows(world: World) -> None:
-    def stop(tasks: list[DelayTask]) -> None:
+    def stop(tasks: list[DelayedTask]) -> None:
         raise WorkerShutdown(0)
 
     world.delays.processor("batch", batch=10)(stop)
@@ -644,12 +644,12 @@ def test_a_batch_that_stops_the_worker_does_not_affect_other_rows(world: World) 
 def test_batches_run_concurrently_and_as_coroutines(world: World) -> None:
     both = threading.Barrier(2, timeout=10)
 
-    def wait(tasks: list[DelayTask]) -> None:
+    def wait(tasks: list[DelayedTask]) -> None:
         both.wait()
 
     world.delays.processor("concurrent", batch=5, in_flight=2)(wait)
 
-    async def work(tasks: list[DelayTask]) -> list[Any]:
+    async def work(tasks: list[DelayedTask]) -> list[Any]:
         await asyncio.sleep(0.01)
         return [Fail("odd") if task.body % 2 else None for task in tasks]
 

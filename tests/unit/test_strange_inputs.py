@@ -23,7 +23,7 @@ from delaytasks.core.errors import DelayTaskError, InvalidInputError
 from delaytasks.core.inputs import check_delay, check_key, check_queue, check_tag, check_wait
 from delaytasks.core.retry_schedule import RetrySchedule
 from delaytasks.core.states import MOST_VERSIONS, following
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 from delaytasks.core.text import mask_url, one_line, storable
 from tests.fuzzing import fuzz, json_like
 
@@ -81,22 +81,22 @@ def test_any_name_is_unchanged_or_refused(name: Any) -> None:
 
 @fuzz(300)
 @given(st.builds(json.dumps, json_like) | st.text(max_size=30), st.integers(-(2**31), 2**31 - 1))
-@example('{"expires_s": ' + "9" * 400 + "}", 1)
+@example('{"max_late_s": ' + "9" * 400 + "}", 1)
 @example('{"retry": {"retry_delays_s": [5], "jitter": 0}}', -5)
-@example('{"retry": {"retry_delays_s": 5, "jitter": 0}, "expires_s": NaN}', 1)
+@example('{"retry": {"retry_delays_s": 5, "jitter": 0}, "max_late_s": NaN}', 1)
 def test_any_headers_of_a_row_are_read(headers: str, attempts: int) -> None:
     now = datetime.now(timezone.utc)
-    task = DelayTask(
+    task = DelayedTask(
         1,
         "mail",
         headers,
         now,
-        attempts=attempts,
+        runs=attempts,
         headers_json=headers,
         ip=attempts,
         result_json=headers,
     )
-    for seconds in (task.expires_s, task.max_wait_s):
+    for seconds in (task.max_late_s, task.max_wait_s):
         assert seconds is None or 0 <= seconds < 1e15
     assert task.retry_schedule is None or isinstance(task.retry_schedule, RetrySchedule)
     if task.retry_schedule is not None:
@@ -160,7 +160,7 @@ class MappedOrder(Base):
         ),
         (lambda: check_key(MappedOrder()), "not MappedOrder; .*maps: pass its primary key"),
         (lambda: check_key(7), r"key is a string, not int: write str\(7\)$"),
-        (lambda: check_delay(datetime.now(timezone.utc), 9), "pass an instant to schedule_at, or"),
+        (lambda: check_delay(datetime.now(timezone.utc), 9), "pass an instant as at="),
     ],
 )
 def test_a_value_of_a_usual_wrong_type_is_refused_with_what_to_write(

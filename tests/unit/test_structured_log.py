@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from delaytasks import DelayTask
+from delaytasks import DelayedTask
 from delaytasks.core import events as repeats_module
 from delaytasks.core.events import (
     _LOG_LEVELS,
@@ -27,8 +27,8 @@ from delaytasks.logging import LogFormatter, log_structured
 
 
 NOON = datetime(2030, 1, 31, 12, tzinfo=timezone.utc)
-TASK = DelayTask(
-    7, "mail", "{}", NOON, key="k 1", attempts=2, version=5, meta_json='{"tenant":"acme"}'
+TASK = DelayedTask(
+    7, "mail", "{}", NOON, key="k 1", runs=2, version=5, meta_json='{"tenant":"acme"}'
 )
 HOSTILE = 'a "quote", \x1b[31m and \n{"level":"forged"}'
 

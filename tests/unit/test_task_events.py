@@ -18,16 +18,16 @@ from celery.events.state import State, Task
 
 from delaytasks.core import loop as availability
 from delaytasks.core.interfaces import Settlement
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 from delaytasks.worker.task_events import FAILED_SEND_PAUSE_S, TaskEvents, wants_task_events
 
 NOON = datetime(2030, 1, 1, 12, tzinfo=timezone.utc)
-ROW = DelayTask(
+ROW = DelayedTask(
     7,
     "order.close",
     '{"order": 1}',
     NOON,
-    attempts=1,
+    runs=1,
     create_time=NOON - timedelta(seconds=60),
     delay_s=60,
 )
@@ -66,7 +66,7 @@ def heard(rows: TaskEvents) -> Heard:
     return Heard(rows)
 
 
-def fail(rows: TaskEvents, row: DelayTask) -> None:
+def fail(rows: TaskEvents, row: DelayedTask) -> None:
     rows.started(row, NOON, NOON)
     rows.ended(
         Settlement(row, "fail", NOON, "Traceback: no"),
@@ -121,7 +121,7 @@ def test_a_row_that_runs_as_scheduled_is_not_reported_as_retried(
     rows: TaskEvents, heard: Heard
 ) -> None:
     rows.started(ROW, NOON, NOON)
-    retried = replace(ROW, expected_time=NOON + timedelta(seconds=9), due_time=NOON, attempts=2)
+    retried = replace(ROW, expected_time=NOON + timedelta(seconds=9), due_time=NOON, runs=2)
     rows.started(retried, NOON, NOON)
     rows.flush()
     kinds = [event["type"] for events in heard.messages for event in events]
@@ -131,7 +131,7 @@ def test_a_row_that_runs_as_scheduled_is_not_reported_as_retried(
 def test_the_attempt_before_a_lapse_has_failed(rows: TaskEvents, heard: Heard) -> None:
     rows.started(ROW, NOON, NOON)
     rows.flush()
-    second = replace(ROW, attempts=2, lapses=1)
+    second = replace(ROW, runs=2, lapses=1)
     rows.started(second, NOON, NOON)
     assert heard.task("7-2").state == "STARTED", "told at once: it may kill its process again"
     assert heard.task("7-1").state == "FAILURE"

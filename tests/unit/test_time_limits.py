@@ -15,7 +15,7 @@ from celery.concurrency import prefork, solo, thread
 from celery.exceptions import SoftTimeLimitExceeded
 from coverage import Coverage
 
-from delaytasks import DelayTask, Status
+from delaytasks import DelayedTask, Status
 from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import LeaseLostError, TaskStateError
 from delaytasks.core.workers import LastRenewal
@@ -190,7 +190,7 @@ def world(make_world: MakeWorld, watch: Watch) -> World:
     return world
 
 
-def is_told(task: DelayTask) -> str:
+def is_told(task: DelayedTask) -> str:
     try:
         task.check_lease()
     except LeaseLostError as error:
@@ -204,7 +204,7 @@ def test_check_lease_raises_after_two_failed_renewals_and_not_before(
     told: list[str] = []
 
     @world.delays.processor("long")
-    def work(body: object, task: DelayTask) -> None:
+    def work(body: object, task: DelayedTask) -> None:
         # The loop renews the lease in each turn.
         for _ in range(3):
             watch.renewed, watch.now = watch.now, watch.now + LEASE_S / 2
@@ -222,7 +222,7 @@ def test_a_processor_that_raises_the_lease_error_runs_again_without_using_an_att
     world: World, watch: Watch
 ) -> None:
     @world.delays.processor("long")
-    def work(body: object, task: DelayTask) -> None:
+    def work(body: object, task: DelayedTask) -> None:
         watch.now += LEASE_S
         task.check_lease()
 
@@ -230,7 +230,7 @@ def test_a_processor_that_raises_the_lease_error_runs_again_without_using_an_att
     world.broker.lose()
     world.run(task)
     now = world.read(task)
-    assert (now.status, now.attempts, now.error) == (Status.NOT_COMPLETE, 0, None)
+    assert (now.status, now.runs, now.error) == (Status.NOT_COMPLETE, 0, None)
     assert [entry.id for entry in world.broker.armed] == [task.id], "and at once"
     assert [fields["id"] for fields in world.told("task.interrupted")] == [task.id]
     assert world.count("task.failed") == 0
@@ -240,7 +240,7 @@ def test_each_task_of_a_batch_can_be_asked_about_and_no_other(world: World) -> N
     others = [world.schedule("note")]
 
     @world.delays.processor("many", batch=5)
-    def work(tasks: list[DelayTask]) -> None:
+    def work(tasks: list[DelayedTask]) -> None:
         for task in tasks:
             task.check_lease()
         others[0].check_lease()
@@ -271,10 +271,10 @@ def test_children_see_the_renewals_that_the_main_process_records() -> None:
 
 def test_a_lease_error_that_the_processor_itself_creates_is_a_failure(world: World) -> None:
     @world.delays.processor("wrong")
-    def work(body: object, task: DelayTask) -> None:
+    def work(body: object, task: DelayedTask) -> None:
         raise LeaseLostError("as complete() says on a wrong database", task.id)
 
     task = world.schedule("wrong")
     world.run(task)
     now = world.read(task)
-    assert (now.status, now.attempts) == (Status.FAILED, 1), "or it would run again and again"
+    assert (now.status, now.runs) == (Status.FAILED, 1), "or it would run again and again"

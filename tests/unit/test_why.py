@@ -7,7 +7,7 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 
-from delaytasks import DelayTask, Status
+from delaytasks import DelayedTask, Status
 from delaytasks.core.celery_calls import ANY_CELERY_TASK
 from delaytasks.core.policies import Policy
 from delaytasks.core.text import NO_KEY, NO_PROCESSOR, NO_TIME_LIMITS
@@ -15,13 +15,13 @@ from delaytasks.core.why import Facts, ScheduleFacts, unserved, why
 from delaytasks.core.workers import RegisteredWorker
 
 NOW = datetime(2030, 1, 31, 18, tzinfo=timezone.utc)
-TASK = DelayTask(7, "mail.send", "{}", NOW - timedelta(seconds=2), queue="letters")
+TASK = DelayedTask(7, "mail.send", "{}", NOW - timedelta(seconds=2), queue="letters")
 WORKER = RegisteredWorker(
     "w1@host", True, 1.0, ["letters"], frozenset({"mail.send"}), "prefork", 2, NOW, NOW, 0.0
 )
 
 
-def facts(task: DelayTask = TASK, **changes: object) -> Facts:
+def facts(task: DelayedTask = TASK, **changes: object) -> Facts:
     return Facts(task, NOW, 0.0, [WORKER], swept_s=1.0)._replace(**changes)
 
 
@@ -68,8 +68,8 @@ def test_a_limit_with_free_capacity_is_no_reason() -> None:
 
 
 def test_limits_of_keys_and_rates_are_named() -> None:
-    policy = Policy("tag", "mail.send", key_concurrency=2, rate=100, rate_period_s=1)
-    task = replace(TASK, status=Status.HELD, concurrency_key="customer-7")
+    policy = Policy("tag", "mail.send", concurrency_per_key=2, rate=100, rate_period_s=1)
+    task = replace(TASK, status=Status.HELD, limit_key="customer-7")
     said = text(facts(task, policies=[policy], is_in_waitlist=True, running_of_key=2))
     assert "2 of the key customer-7 may run, and 2 do" in said
     assert "its rate is 100/s" in said
@@ -154,7 +154,7 @@ def test_a_retry_names_its_number_its_time_and_the_error() -> None:
     task = replace(
         TASK,
         expected_time=NOW + timedelta(minutes=3),
-        attempts=2,
+        runs=2,
         error="Traceback\nValueError: no",
     )
     found = facts(task)

@@ -13,7 +13,7 @@ from typing import Any
 from celery import Celery
 from sqlalchemy import Connection, event, func, insert, select, text, update
 
-from delaytasks import DelayTask, DelayTasks, Status
+from delaytasks import DelayedTask, DelayTasks, Status
 from delaytasks.core.clock import to_us
 from delaytasks.core.interfaces import Claimed, Entry, Recovered, Settlement, UnclaimedRow
 from delaytasks.core.states import SettlingMove
@@ -88,7 +88,7 @@ class World:
 
     def schedule(
         self, tag: str = "note", body: Any = None, delay: float = 0, **options: Any
-    ) -> DelayTask:
+    ) -> DelayedTask:
         """Schedule a task by the public API. Without a delay it is certainly due."""
         task = self.delays.schedule_delay(tag, body, delay, **options)
         if delay or task.status is not Status.NOT_COMPLETE or "session" in options:
@@ -96,11 +96,11 @@ class World:
         self.change(task, expected_time=task.expected_time + timedelta(milliseconds=-10))
         return self.read(task)
 
-    def arm(self, *tasks: DelayTask) -> None:
+    def arm(self, *tasks: DelayedTask) -> None:
         """Send a message that names these tasks."""
         self.broker.arm(map(Entry.of, tasks))
 
-    def claim(self, *tasks: DelayTask | Entry, by: str = "worker-1") -> Claimed:
+    def claim(self, *tasks: DelayedTask | Entry, by: str = "worker-1") -> Claimed:
         """Claim the named rows for a worker, as a message of theirs leads to."""
         return self.worker(by).claim(*tasks)
 
@@ -114,7 +114,7 @@ class World:
         """Claim the rows of a queue that are due, the highest priority first."""
         return self.worker(by).claim_due(queue, priorities, most)
 
-    def run(self, *tasks: DelayTask, by: str = "worker-1") -> Report:
+    def run(self, *tasks: DelayedTask, by: str = "worker-1") -> Report:
         """Run the named tasks in a worker."""
         return self.worker(by).run(*tasks)
 
@@ -137,7 +137,7 @@ class World:
         return reports
 
     def settle(
-        self, claimed: DelayTask, move: SettlingMove = "succeed", by: str = "worker-1", **end: Any
+        self, claimed: DelayedTask, move: SettlingMove = "succeed", by: str = "worker-1", **end: Any
     ) -> bool:
         """End the run of a claimed row, and return whether the end was accepted."""
         return self.worker(by).settle([Settlement(claimed, move, **end)]) == {claimed.id}
@@ -174,11 +174,11 @@ class World:
         with self.store.database.begin() as connection:
             connection.execute(silent.where(w.c.name.in_(names)) if names else silent)
 
-    def cancel(self, task: DelayTask | int, **options: Any) -> Any:
+    def cancel(self, task: DelayedTask | int, **options: Any) -> Any:
         """Cancel a task by the public API."""
         return self.delays.cancel(task, **options)
 
-    def move(self, name: str, task: DelayTask) -> None:
+    def move(self, name: str, task: DelayedTask) -> None:
         """Make a move of `MOVES` that is neither a claim nor the end of a run."""
         later = task.expected_time + timedelta(seconds=60)
         moves: dict[str, Callable[[], object]] = {
@@ -231,7 +231,7 @@ class World:
         self._workers.pop(name, None)
         return self.store.leases.release([name], max_lost_leases)
 
-    def lapse(self, *tasks: DelayTask, max_lost_leases: int = 5) -> int:
+    def lapse(self, *tasks: DelayedTask, max_lost_leases: int = 5) -> int:
         """End the leases of these tasks, and return how many rows were recovered."""
         over = self.now() - timedelta(seconds=1)
         for task in tasks:
@@ -240,7 +240,7 @@ class World:
 
     # -- rows -------------------------------------------------------------------------------------
 
-    def new_row(self, due_s: float = DUE_S, **fields: Any) -> DelayTask:
+    def new_row(self, due_s: float = DUE_S, **fields: Any) -> DelayedTask:
         """Return a task that is not written yet, and due `due_s` seconds from now."""
         now = self.now()
         values: dict[str, Any] = {
@@ -250,13 +250,13 @@ class World:
             "expected_time": now + timedelta(seconds=due_s),
             "create_time": now,
         }
-        return DelayTask(**{**values, **fields})
+        return DelayedTask(**{**values, **fields})
 
-    def put(self, status: Status = Status.NOT_COMPLETE, **fields: Any) -> DelayTask:
+    def put(self, status: Status = Status.NOT_COMPLETE, **fields: Any) -> DelayedTask:
         """Insert a row directly, as another program does, in any status."""
         made = self.new_row(**fields)
         row = values_of(made, self.store.schema)
-        row |= {"status": int(status), "attempts": made.attempts, "lapses": made.lapses}
+        row |= {"status": int(status), "runs": made.runs, "lapses": made.lapses}
         if status is Status.RUNNING:
             row |= {
                 "lease_until": made.lease_until or db_now_plus(60),
@@ -266,7 +266,7 @@ class World:
             connection.execute(insert(self.store.schema.tasks).values(row))
         return replace(made, status=status)
 
-    def put_many(self, count: int, due_s: float = DUE_S, **fields: Any) -> list[DelayTask]:
+    def put_many(self, count: int, due_s: float = DUE_S, **fields: Any) -> list[DelayedTask]:
         """Insert rows that are due one after another, a millisecond apart."""
         first = self.new_row(due_s, **fields)
         made = [first] + [
@@ -278,25 +278,25 @@ class World:
 
     def put_each(
         self, queues: Iterable[str], due_s: float = DUE_S, **fields: Any
-    ) -> list[DelayTask]:
+    ) -> list[DelayedTask]:
         """Insert a row into each of these queues."""
         first = self.new_row(due_s, **fields)
         made = [replace(first, id=next(_ids), queue=queue) for queue in queues]
         self.store.tasks.insert_many(made)
         return made
 
-    def change(self, task: DelayTask | int, **values: Any) -> None:
+    def change(self, task: DelayedTask | int, **values: Any) -> None:
         """Change columns of a row directly, as another program does."""
         t = self.store.schema.tasks
         id = task if isinstance(task, int) else task.id
         with self.store.database.begin() as connection:
             connection.execute(update(t).where(t.c.id == id).values(**values))
 
-    def read(self, task: DelayTask | int) -> DelayTask:
+    def read(self, task: DelayedTask | int) -> DelayedTask:
         """Return the task as it is now."""
         return self.delays.get(task)
 
-    def statuses(self, tasks: Iterable[DelayTask]) -> list[str]:
+    def statuses(self, tasks: Iterable[DelayedTask]) -> list[str]:
         return [self.read(task).status.name for task in tasks]
 
     def counted(self) -> Mapping[Status, int]:
@@ -334,7 +334,7 @@ class World:
                 event.remove(engine, "before_cursor_execute", note)
 
     @contextmanager
-    def locked(self, *tasks: DelayTask) -> Iterator[Connection]:
+    def locked(self, *tasks: DelayedTask) -> Iterator[Connection]:
         """Yield another program's transaction that has locked these rows."""
         t = self.store.schema.tasks
         with self.store.database.tx.connect() as connection, connection.begin() as transaction:
@@ -394,14 +394,14 @@ class Worker:
         vars(claims).update(claim=then(claims.claim), claim_due=then(claims.claim_due))
         vars(claims)["settle"] = vars(self.admission)["settle"] = settle
 
-    def claim(self, *tasks: DelayTask | Entry) -> Claimed:
+    def claim(self, *tasks: DelayedTask | Entry) -> Claimed:
         entries = [task if isinstance(task, Entry) else Entry.of(task) for task in tasks]
         return self.claims.claim(entries)
 
     def claim_due(self, queue: str, priorities: Sequence[int], most: int) -> Claimed:
         return self.claims.claim_due(queue, priorities, most)
 
-    def claim_alone(self, task: DelayTask, version: int | None = None) -> Claimed:
+    def claim_alone(self, task: DelayedTask, version: int | None = None) -> Claimed:
         """Claim a row that may have lost leases."""
         return self.claims.claim_alone(task.id, task.version if version is None else version)
 
@@ -409,7 +409,7 @@ class Worker:
         """Claim one recovered row of a queue."""
         return self.claims.claim_recovered(queue)
 
-    def unclaimed(self, *tasks: DelayTask) -> dict[int, UnclaimedRow]:
+    def unclaimed(self, *tasks: DelayedTask) -> dict[int, UnclaimedRow]:
         """Return why a claim did not get these rows."""
         return {row.id: row for row in self.claims.unclaimed([task.id for task in tasks])}
 
@@ -418,12 +418,12 @@ class Worker:
         return self.claims.settle(settlements)
 
     def end(
-        self, claimed: Iterable[DelayTask], move: SettlingMove = "succeed", **end: Any
+        self, claimed: Iterable[DelayedTask], move: SettlingMove = "succeed", **end: Any
     ) -> set[int]:
         """End the runs of claimed rows in the same way."""
         return self.settle([Settlement(one, move, **end) for one in claimed])
 
-    def run(self, *tasks: DelayTask, for_s: float = 0) -> Report:
+    def run(self, *tasks: DelayedTask, for_s: float = 0) -> Report:
         return self.run_entries([Entry.of(task) for task in tasks], for_s)
 
     def run_entries(self, entries: Sequence[Entry], for_s: float = 0) -> Report:

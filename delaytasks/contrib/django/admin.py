@@ -34,7 +34,7 @@ from delaytasks.core.errors import (
 from delaytasks.core.ids import check_id
 from delaytasks.core.inputs import ACTOR_LENGTH, parse_duration, show_duration
 from delaytasks.core.states import MOVES, Status
-from delaytasks.core.task import Attempt, DelayTask, Page, pretty
+from delaytasks.core.task import Attempt, DelayedTask, Page, pretty
 from delaytasks.core.text import last_line, one_line
 from delaytasks.operations.bulk_calls import record_action
 from delaytasks.operations.explanations import find_by_error
@@ -48,9 +48,9 @@ NOTHING_SHOWN = "–"
 ERROR_LENGTH = 120
 
 
-def row_of(task: DelayTask) -> DelayTaskRow:
+def row_of(task: DelayedTask) -> DelayTaskRow:
     """Return the row of a task for the admin's pages, which read the attribute `task`."""
-    same = "id tag queue priority attempts lapses worker".split()
+    same = "id tag queue priority runs lapses worker".split()
     same += "expected_time create_time execution_time update_time lease_until".split()
     row = DelayTaskRow(status=int(task.status), **{name: getattr(task, name) for name in same})
     row.task = task
@@ -228,10 +228,11 @@ def _move_tasks(model_admin: Any, request: Any, which: TaskAction) -> Any:
     return HttpResponseRedirect(reverse(view, args=(id,), current_app=site))
 
 
-def _moved(which: TaskAction, id: int, version: int, delay_s: float) -> DelayTask:
+def _moved(which: TaskAction, id: int, version: int, delay_s: float) -> DelayedTask:
     delays = project_delays()
     if which.move == "cancel":
-        delays.cancel(id, version=version, strict=True)
+        if (error := delays.cancel(id, version=version).error) is not None:
+            raise error
         return delays.get(id)
     move = delays.rerun if which.move == "rerun" else delays.reschedule
     return move(id, delay_s, version=version)
@@ -303,7 +304,7 @@ class DelayTaskRowAdmin(admin.ModelAdmin):
     >>> admin.site.register(DelayTaskRow, DelayTaskRowAdmin)
     """
 
-    list_display = ("id", "status_shown", "tag", "key", "due", "attempts", "queue", "last_error")
+    list_display = ("id", "status_shown", "tag", "key", "due", "runs", "queue", "last_error")
     list_filter = (StatusFilter, TagFilter)
     list_per_page = 100
     ordering = ("-expected_time",)
@@ -318,7 +319,7 @@ class DelayTaskRowAdmin(admin.ModelAdmin):
     fieldsets = (
         (None, {"fields": ("id", "status_shown", "tag", "key", "queue", "priority")}),
         ("Times", {"fields": _TIMES}),
-        ("Runs", {"fields": ("attempts", "lapses", "worker", "error", "failed_attempts")}),
+        ("Runs", {"fields": ("runs", "lapses", "worker", "error", "failed_attempts")}),
     )
 
     class Media:
@@ -400,7 +401,7 @@ class DelayTaskRowAdmin(admin.ModelAdmin):
         return _text(row.task.error)
 
     def failed_attempts(self, row: Any) -> Any:
-        return _attempts(project_delays().attempts(row.task))
+        return _attempts(project_delays().get(row.task, attempts=True).attempts)
 
     def body(self, row: Any) -> Any:
         return _text(pretty(lambda: row.task.body, row.task.body_json))

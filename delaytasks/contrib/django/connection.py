@@ -33,7 +33,7 @@ from delaytasks.core.errors import (
     StoreError,
     StoreUnavailableError,
 )
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 from delaytasks.storage.database import SimulatedTime
 from delaytasks.storage.driver_errors import is_demoted, lacks_tables
 from delaytasks.storage.sessions import ConnectionSource
@@ -323,7 +323,7 @@ def _connect(alias: str) -> Iterator[Connection]:
 
 
 @contextmanager
-def _around_processor(alias: str, task: DelayTask) -> Iterator[None]:
+def _around_processor(alias: str, task: DelayedTask) -> Iterator[None]:
     """Leave the test's transaction usable if a statement of the processor fails.
 
     A worker has no transaction around a processor, so only that statement would be undone.
@@ -409,7 +409,7 @@ _DRIVER_NAMES = {"MySQLdb": "mysqldb", "sqlite3": "pysqlite", "sqlite3.dbapi2": 
 # -- The current transaction of a Django connection, in which rows are written --------------------
 
 
-Action = Callable[[Sequence[DelayTask]], None]
+Action = Callable[[Sequence[DelayedTask]], None]
 #: What a user does if the tables are missing or old.
 MIGRATE_REMEDY = "run: python manage.py migrate"
 
@@ -423,7 +423,7 @@ class DjangoTransaction:
         self._django_connection = connections[alias]
         self.connection = DjangoConnection(self._django_connection)
 
-    def after_commit(self, tasks: Sequence[DelayTask], action: Action) -> None:
+    def after_commit(self, tasks: Sequence[DelayedTask], action: Action) -> None:
         connection = self._django_connection
         if connection.in_atomic_block or self.stands_alone:
 

@@ -25,7 +25,7 @@ from delaytasks.contrib.django.connection import (
     database_url,
 )
 from delaytasks.core.errors import ConfigError
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 from delaytasks.core.text import Secret
 from delaytasks.processors.registry import result_of
 from delaytasks.runtime import ProcessorContext, Runtime, runtime_of
@@ -101,7 +101,7 @@ class DjangoDelays(DelayTasks):
         return source_at(self.alias)
 
     @contextmanager
-    def _closes_connections(self, task: DelayTask) -> Iterator[None]:
+    def _closes_connections(self, task: DelayedTask) -> Iterator[None]:
         """Close the connections that Django's async calls have in a thread of asgiref.
 
         Celery's signals do not reach that thread.

@@ -21,7 +21,7 @@ from django.utils.module_loading import import_string
 from delaytasks.contrib.django.instance import project_delays
 from delaytasks.core.errors import InvalidInputError, LeaseLostError, TaskNotFoundError
 from delaytasks.core.states import Status
-from delaytasks.core.task import Attempt, DelayTask, Done
+from delaytasks.core.task import Attempt, DelayedTask, Done
 from delaytasks.core.text import last_line, traceback_text
 from delaytasks.execution.executor import ends_process
 from delaytasks.processors.registry import ProcessorSpec
@@ -89,7 +89,7 @@ class TaskCall:
         if self.run_after is not None:
             datetime.fromisoformat(self.run_after)
 
-    def task(self, row: DelayTask) -> Task:
+    def task(self, row: DelayedTask) -> Task:
         """Return the task as the caller has enqueued it. The tag of its row is its path."""
         run_after = self.run_after and in_django(datetime.fromisoformat(self.run_after))
         return declared_task(row.tag).using(
@@ -145,14 +145,14 @@ _CLASS_PATH = re.compile(r"[A-Za-z_][\w.]*")
 
 
 def result_of_row(
-    task: Task, call: TaskCall, row: DelayTask, attempts: Sequence[Attempt] = ()
+    task: Task, call: TaskCall, row: DelayedTask, attempts: Sequence[Attempt] = ()
 ) -> TaskResult:
     """Return the result of a task; `attempts` are the failed attempts of its row."""
-    began = row.execution_time if row.attempts else None
+    began = row.execution_time if row.runs else None
     first = next((attempt.began for attempt in attempts if attempt.began), began)
     workers = {attempt.number: attempt.worker or "" for attempt in attempts}
-    if row.worker and row.attempts:
-        workers[row.attempts] = row.worker
+    if row.worker and row.runs:
+        workers[row.runs] = row.worker
     result = TaskResult(
         task=task,
         id=str(row.id),
@@ -167,7 +167,7 @@ def result_of_row(
         errors=[_error(attempt.error or "") for attempt in attempts],
         # Django counts the attempts by this list.
         worker_ids=[
-            workers.get(number, "") for number in range(1, min(row.attempts, MOST_ATTEMPTS) + 1)
+            workers.get(number, "") for number in range(1, min(row.runs, MOST_ATTEMPTS) + 1)
         ],
     )
     if row.status is Status.CANCELLED:
@@ -190,7 +190,7 @@ def _error(text: str) -> TaskError:
 # -- The processors of Django tasks: call the function, and send the signals about the run --------
 
 
-def run_task(call: TaskCall, row: DelayTask) -> Done:
+def run_task(call: TaskCall, row: DelayedTask) -> Done:
     """Call the function of a Django task."""
     run = DjangoTaskRun(call, row)
     try:
@@ -201,7 +201,7 @@ def run_task(call: TaskCall, row: DelayTask) -> Done:
     return run.succeeded(value)
 
 
-async def arun_task(call: TaskCall, row: DelayTask) -> Done:
+async def arun_task(call: TaskCall, row: DelayedTask) -> Done:
     """Call the coroutine function of a Django task.
 
     Receivers of the signals are called in the thread in which Django's ORM has its connection.
@@ -218,11 +218,11 @@ async def arun_task(call: TaskCall, row: DelayTask) -> Done:
 class DjangoTaskRun:
     """One run, from the signal `task_started` to `task_finished`."""
 
-    def __init__(self, call: TaskCall, row: DelayTask) -> None:
+    def __init__(self, call: TaskCall, row: DelayedTask) -> None:
         delays = project_delays()
         self._wiring = runtime_of(delays)
         self._call = call
-        self._attempts = delays.attempts(row) if row.attempts > 1 else []
+        self._attempts = delays.get(row, attempts=True).attempts if row.runs > 1 else ()
         worker = processes_of(self._wiring.celery).name(os.getpid())
         # A claimed row is without the columns that its claim has just written.
         self._row = replace(row, worker=worker, execution_time=self._wiring.clock.now())
@@ -244,11 +244,11 @@ class DjangoTaskRun:
         row, settings = self._row, self._wiring.settings
         processor = self._wiring.registry.get(row.tag)
         retries = processor and processor.retry_schedule_for(error, row)
-        has_retry = bool(retries and retries.has_retry_delay(row.attempts))
+        has_retry = bool(retries and retries.has_retry_delay(row.runs))
         if has_retry or ends_process(error) or isinstance(error, LeaseLostError):
             return
         text, now = traceback_text(error, settings.max_error_bytes), self._wiring.clock.now()
-        last = Attempt(row.attempts, row.execution_time, now, row.worker, text)
+        last = Attempt(row.runs, row.execution_time, now, row.worker, text)
         self._send(task_finished, self._finished(Status.FAILED, [*self._attempts, last]))
 
     def _finished(self, status: Status, attempts: Sequence[Attempt]) -> TaskResult:
@@ -307,7 +307,7 @@ class DelayTasksBackend(BaseTaskBackend):
         if run_after is None:
             row = delays.schedule_delay(task.module_path, call, 0, **options)
         else:
-            row = delays.schedule_at(task.module_path, call, run_after, **options)
+            row = delays.schedule_delay(task.module_path, call, at=run_after, **options)
         result = result_of_row(task, call, row)
         task_enqueued.send(type(self), task_result=result)
         return result
@@ -324,8 +324,8 @@ class DelayTasksBackend(BaseTaskBackend):
                 f"{result_id}: this process has no Django task {row.tag!r}; import its module"
             )
         call = processor.checked(processor.body_of(row))
-        failed = row.attempts - (row.status in (Status.RUNNING, Status.DONE))
-        attempts = delays.attempts(row) if failed else []
+        failed = row.runs - (row.status in (Status.RUNNING, Status.DONE))
+        attempts = delays.get(row, attempts=True).attempts if failed else ()
         return result_of_row(call.task(row), call, row, attempts)
 
     def check(self, **kwargs: Any) -> Iterable[checks.CheckMessage]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from click.testing import CliRunner, Result
 
-from delaytasks import DelayTask, DelayTasks, Status
+from delaytasks import DelayedTask, DelayTasks, Status
 from delaytasks.cli.main import main
 
 ROOT = Path(__file__).parents[3]
@@ -38,7 +38,7 @@ def noisy(body): print("noise")
 
 @delays.processor("stop")
 def stop(body, task):
-    if task.attempts == 1:
+    if task.runs == 1:
         for _ in range(body):
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -100,10 +100,10 @@ class Project:
 
     def schedule(
         self, tag: str = "ok", delay: float = 0, body: Any = None, **options: Any
-    ) -> DelayTask:
+    ) -> DelayedTask:
         return self.delays.schedule_delay(tag, body, delay, **options)
 
-    def status(self, task: DelayTask) -> Status:
+    def status(self, task: DelayedTask) -> Status:
         return self.delays.get(task.id).status
 
 

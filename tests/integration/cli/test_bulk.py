@@ -53,7 +53,7 @@ def test_running_tasks_are_left_and_reported(shop: Project) -> None:
 
 def test_spread_distributes_a_peak(shop: Project) -> None:
     nine = datetime.fromisoformat("2031-01-31T09:00:00+00:00")
-    tasks = [shop.delays.schedule_at("ok", None, nine) for _ in range(3)]
+    tasks = [shop.delays.schedule_delay("ok", None, at=nine) for _ in range(3)]
     between = ("--between", "2031-01-31T09:00:00Z", "2031-01-31T09:01:00Z", "--over", "10m")
     counted = shop("spread", *between, "--dry-run")
     assert counted.stdout == "3 tasks would be spread\n"

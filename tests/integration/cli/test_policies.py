@@ -7,7 +7,7 @@ import re
 import pytest
 from sqlalchemy import insert, update
 
-from delaytasks import DelayTask, Status
+from delaytasks import DelayedTask, Status
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.types import db_now_plus
 from tests.integration.cli.project import HOSTILE, Project
@@ -56,7 +56,7 @@ def test_policies_are_listed_with_their_authors(shop: Project) -> None:
     assert "No policies" in shop("policy", "list").stderr
     shop("pause", "--queue", "letters", "--actor", "[red]ann[/red] :smile:")
     shown = shop.json("policy", "set", "--tag", "mail", "--concurrency", "10", "--rate", "30/m")
-    assert (shown["concurrency"], shown["key_concurrency"], shown["rate"]) == (10, None, "30/m")
+    assert (shown["concurrency"], shown["concurrency_per_key"], shown["rate"]) == (10, None, "30/m")
     queue, tag = shop.json("policy", "list")["policies"]
     assert (queue["kind"], queue["name"], queue["is_paused"], tag["name"]) == (
         "queue",
@@ -77,7 +77,7 @@ def test_policy_set_keeps_limits_that_are_not_named_and_none_removes_one(shop: P
         "mail",
         "--concurrency",
         "10",
-        "--key-concurrency",
+        "--concurrency-per-key",
         "2",
         "--rate",
         "100/s",
@@ -89,7 +89,7 @@ def test_policy_set_keeps_limits_that_are_not_named_and_none_removes_one(shop: P
     assert shop.json("policy", "list") == NO_POLICIES
 
 
-def _put(shop: Project, task: DelayTask, status: Status) -> None:
+def _put(shop: Project, task: DelayedTask, status: Status) -> None:
     """Set the status of a row directly, without a worker."""
     store = runtime_of(shop.delays).store
     t = store.schema.tasks
@@ -121,7 +121,10 @@ def test_policy_list_shows_the_running_and_held_tasks_of_a_limited_tag(shop: Pro
         (["pause", "--tag", "mail", "--actor", HOSTILE], "actor"),
         (["policy", "set", "--tag", "mail", "--concurrency", "0"], "concurrency"),
         (["policy", "set", "--tag", "mail", "--concurrency", "-5"], "concurrency"),
-        (["policy", "set", "--tag", "mail", "--key-concurrency", "many"], "key_concurrency"),
+        (
+            ["policy", "set", "--tag", "mail", "--concurrency-per-key", "many"],
+            "concurrency_per_key",
+        ),
         (["policy", "set", "--tag", "mail", "--rate", "fast"], "rate"),
     ],
 )

@@ -306,7 +306,7 @@ NONSENSE: list[dict[str, Any]] = [
     {"expected_time": datetime(9999, 12, 30, tzinfo=timezone.utc)},
     {"expected_time": datetime(1, 1, 2, tzinfo=timezone.utc)},
     {"task_key": "\x1b[31m\r\n"},
-    {"concurrency_key": "\u202e"},
+    {"limit_key": "\u202e"},
 ]
 
 

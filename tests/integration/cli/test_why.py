@@ -8,14 +8,14 @@ from typing import Any
 from sqlalchemy import update
 
 from delaytasks.core.interfaces import Entry
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayedTask
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.types import db_now_plus
 from tests.integration.cli.project import Project
 from tests.recording import runner_of
 
 
-def overdue(shop: Project, tag: str = "ok", **options: Any) -> DelayTask:
+def overdue(shop: Project, tag: str = "ok", **options: Any) -> DelayedTask:
     task, t = shop.schedule(tag, **options), runtime_of(shop.delays).store.schema.tasks
     with runtime_of(shop.delays).store.database.begin() as connection:
         connection.execute(
@@ -24,7 +24,7 @@ def overdue(shop: Project, tag: str = "ok", **options: Any) -> DelayTask:
     return task
 
 
-def deferred(shop: Project) -> DelayTask:
+def deferred(shop: Project) -> DelayedTask:
     task = overdue(shop, "gone")
     runner_of(shop.delays).run([Entry(task.id, 0, 0)])
     assert shop.delays.get(task).expected_time > runtime_of(shop.delays).clock.now()

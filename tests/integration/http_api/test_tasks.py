@@ -45,15 +45,15 @@ def test_a_scheduled_task_runs_and_its_result_is_read(site: ApiSite, shop: ApiCa
 def test_a_request_has_all_options_of_the_python_call(site: ApiSite, shop: ApiCaller) -> None:
     options = {
         "key": "7", "on_conflict": "replace", "queue": "slow", "priority": 3, "retries": "15s 3m",
-        "expires": "1h", "max_wait": "2h", "concurrency_key": "acme", "meta": {"tenant": "acme"},
-        "spread": "10m", "body_version": 2,
+        "max_late": "1h", "max_wait": "2h", "limit_key": "acme", "meta": {"tenant": "acme"},
+        "jitter": "10m", "body_version": 2,
     }  # fmt: skip
     task = shop.json("POST", "/v1/tasks", {"tag": "order.close", "at": FAR, **options})
     stored = site.delays.get(int(task["id"]))
     assert (stored.key, stored.queue, stored.priority) == ("7", "slow", 3)
-    assert (stored.concurrency_key, stored.meta) == ("acme", {"tenant": "acme"})
+    assert (stored.limit_key, stored.meta) == ("acme", {"tenant": "acme"})
     assert stored.headers["retry"]["retry_delays_s"] == [15, 180]
-    assert (stored.headers["expires_s"], stored.headers["body_version"]) == (3600, 2)
+    assert (stored.headers["max_late_s"], stored.headers["body_version"]) == (3600, 2)
 
 
 def test_tasks_are_found_by_pages(shop: ApiCaller) -> None:

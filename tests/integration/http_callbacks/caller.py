@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from delaytasks import DelayTask
+from delaytasks import DelayedTask
 from delaytasks.core.celery_calls import CALLBACK, Callback
 from delaytasks.core.clock import Clock
 from delaytasks.core.loop import within
@@ -60,8 +60,8 @@ class Caller:
             return within(PATIENCE_S, call)
 
 
-def task(attempt: int = 1, **more: Any) -> DelayTask:
-    return DelayTask(42, CALLBACK, "{}", datetime.now(timezone.utc), attempts=attempt, **more)
+def task(attempt: int = 1, **more: Any) -> DelayedTask:
+    return DelayedTask(42, CALLBACK, "{}", datetime.now(timezone.utc), runs=attempt, **more)
 
 
 HEAD = b"HTTP/1.1 500 No\r\nContent-Length: 1000000\r\n\r\n"

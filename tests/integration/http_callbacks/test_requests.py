@@ -230,9 +230,8 @@ def test_a_partner_is_notified_until_it_answers(delays: DelayTasks, web: WebServ
     assert second.error.startswith("network: ")
     web.answers.clear()
     assert run_now(delays, scheduled).status is Status.DONE
-    assert [
-        attempt.error.split(" ")[0] for attempt in delays.attempts(scheduled) if attempt.error
-    ] == [
+    attempts = delays.get(scheduled, attempts=True).attempts
+    assert [str(attempt.error).split(" ")[0] for attempt in attempts] == [
         "HTTP",
         "network:",
     ]
@@ -250,9 +249,9 @@ def test_a_callback_may_have_its_own_retry_schedule_and_expiry(
 ) -> None:
     web.answers["/"] = answer(500)
     task = delays.callbacks.post(
-        web.url(), None, 0, retries=RetrySchedule("1h"), expires="1d", priority=3, queue="slow"
+        web.url(), None, 0, retries=RetrySchedule("1h"), max_late="1d", priority=3, queue="slow"
     )
-    assert (task.priority, task.queue, task.expires_s) == (3, "slow", 86400)
+    assert (task.priority, task.queue, task.max_late_s) == (3, "slow", 86400)
     assert run_now(delays, task).status is Status.NOT_COMPLETE
     assert run_now(delays, task).status is Status.FAILED
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from delaytasks import DelayTask, Status
+from delaytasks import DelayedTask, Status
 from tests.running import Deployment
 from tests.waiting import wait_until
 
@@ -42,7 +42,7 @@ class TracedSite:
         more = {"DELAYTASKS_TEST_TELEMETRY": str(self.folder), **more}
         self.deployment.worker(pool=pool, **more)
 
-    def wait_for(self, *tasks: DelayTask) -> None:
+    def wait_for(self, *tasks: DelayedTask) -> None:
         def have_ended() -> bool:
             found = [self.deployment.delays.get(task.id).status for task in tasks]
             return all(status in (Status.DONE, Status.FAILED) for status in found)

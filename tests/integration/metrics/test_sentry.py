@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from delaytasks import DelayTask, Status
+from delaytasks import DelayedTask, Status
 from tests.running import Deployment, Process
 from tests.waiting import wait_until
 
@@ -28,7 +28,7 @@ class ReportingSite:
         more = {"DELAYTASKS_TEST_ENVELOPES": str(self.file), **more}
         return self.deployment.worker(pool=pool, **more)
 
-    def run(self, *tags: str, **body: Any) -> list[DelayTask]:
+    def run(self, *tags: str, **body: Any) -> list[DelayedTask]:
         """Run a task of each tag, and return the tasks when all have ended."""
         tasks = [
             self.deployment.schedule(tag, body={"word": "pear", "number": n, **body})

@@ -13,7 +13,7 @@ import pytest
 from celery import Celery
 from sqlalchemy import create_engine, make_url, text
 
-from delaytasks import DelayTask, DelayTasks, NewTask
+from delaytasks import DelayedTask, DelayTasks, NewTask
 from delaytasks.core import clock as clock_module
 from delaytasks.core import errors as e
 from delaytasks.runtime import runtime_of
@@ -233,7 +233,7 @@ def watch_and_refuse(proxy: Proxy) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-MOVES: list[tuple[str, Callable[[DelayTasks, DelayTask], Any]]] = [
+MOVES: list[tuple[str, Callable[[DelayTasks, DelayedTask], Any]]] = [
     ("cancel", lambda d, task: d.cancel(task)),
     ("reschedule", lambda d, task: d.reschedule(task, 50)),
 ]
@@ -242,7 +242,7 @@ MOVES: list[tuple[str, Callable[[DelayTasks, DelayTask], Any]]] = [
 @DATABASES
 @pytest.mark.parametrize(("name", "move"), MOVES, ids=[case[0] for case in MOVES])
 def test_a_move_with_an_unknown_outcome_raises_outcome_unknown(
-    connect: Connect, database: str, name: str, move: Callable[[DelayTasks, DelayTask], Any]
+    connect: Connect, database: str, name: str, move: Callable[[DelayTasks, DelayedTask], Any]
 ) -> None:
     caller = connect(database)
     caller.warm_up()

@@ -53,7 +53,7 @@ def test_a_settlement_is_on_the_disk_with_its_claim(
     own_postgresql.crash()
     own_postgresql.start()
     found = read(store, made.id)
-    assert (found.status, found.attempts, found.error) == (Status.FAILED, 1, "refused")
+    assert (found.status, found.runs, found.error) == (Status.FAILED, 1, "refused")
 
 
 def test_a_claim_with_a_limit_is_on_the_disk_with_the_waitlist(

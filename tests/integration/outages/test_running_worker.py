@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from delaytasks import DelayTask
+from delaytasks import DelayedTask
 from delaytasks.core.workers import ServiceTimes
 from delaytasks.runtime import runtime_of
 from tests.integration.outages.proxied_caller import BROKERS, DATABASES, LIMIT_S, SLACK_S, seconds
@@ -66,7 +66,7 @@ def test_a_worker_whose_database_connections_are_killed_runs_all(
     d.wait_for(tasks, deadline_s=30)
     assert not worker.ended()
     assert {run[0] for run in d.runs()} == {str(task.id) for task in tasks}
-    assert all(d.delays.get(task).attempts <= 5 for task in tasks)
+    assert all(d.delays.get(task).runs <= 5 for task in tasks)
 
 
 @BROKERS
@@ -131,7 +131,7 @@ class Outage:
     name: str
     place: ProxiedSite
     worker: Process
-    tasks: list[DelayTask] = field(default_factory=list)
+    tasks: list[DelayedTask] = field(default_factory=list)
     healed_at: datetime = datetime.max
 
     def begin(self) -> None:
