@@ -2,7 +2,8 @@
 
 The broker: CELERY_BROKER_URL, or `broker_url` here; without either, message files in
 `.delaytasks/`. The database: DELAYTASKS_DATABASE_URL, or `delaytasks_database_url` here;
-without either, SQLite in `.delaytasks/`. `delaytasks config` prints all settings with their origin.
+without either, SQLite in `.delaytasks/`. `delaytasks check --settings` prints all settings with
+their origin.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ from tests.doc_pages import ROOT, SHELLS, Block, blocks, environment, files_test
 #: The beginnings of commands that serve, or need a broker, another database or a deployment.
 _ONLY_CHECKED = (
     "drain --forever",
-    "recurring import django",
-    "recurring import redbeat",
+    "import django",
+    "import redbeat",
     "serve --api",
     "serve --console",
     "serve --metrics",

@@ -1,4 +1,4 @@
-"""What the commands share: the app, its options, hints after errors, completion and progress."""
+"""What the commands share: the app, its options, hints after errors and progress."""
 
 from __future__ import annotations
 
@@ -18,9 +18,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
-from click.shell_completion import get_completion_class
 
-from delaytasks.cli.output import WANTS_JSON, Failure, is_json, print_json, say, sentence, task_json
+from delaytasks.cli.output import (
+    WANTS_JSON,
+    Failure,
+    cell,
+    is_json,
+    print_json,
+    say,
+    sentence,
+    show_instant,
+    task_json,
+)
 from delaytasks.core.errors import ConfigError, DelayTaskError, TaskNotFoundError
 from delaytasks.core.loop import wait_for_unfinished
 from delaytasks.core.why import Explanation, Reason
@@ -30,6 +39,7 @@ if TYPE_CHECKING:
 
     from delaytasks.client import DelayTasks
     from delaytasks.core.task import DelayedTask
+    from delaytasks.recurrence.definition import RecurringSchedule
     from delaytasks.runtime import Runtime
     from delaytasks.storage.database import Database
     from delaytasks.storage.store import Store
@@ -242,6 +252,13 @@ class Cli:
         """Print the task, or a sentence such as "scheduled task 7 (mail): due …"."""
         self.answer(task_json(task), sentence(task, done, self.runtime.clock.now()))
 
+    def answer_schedule(self, schedule: RecurringSchedule, done: str) -> None:
+        """Print the recurring schedule, or a sentence with its next occurrence."""
+        at = None if done == "removed" else schedule.next_at
+        following = "" if at is None else f"; next occurrence {show_instant(at)}"
+        what = f"recurring schedule {cell(schedule.name)} ({cell(schedule.tag)})"
+        self.answer(schedule.as_json(), f"{done} {what}{following}")
+
     def explain(
         self, task: DelayedTask | str | None, tag: str | None = None, key: str | None = None
     ) -> Explanation:
@@ -432,30 +449,6 @@ def _celery_of_flask(app: Any) -> Any:
             "where the app is made"
         )
     return delays._runtime.celery
-
-
-# -- `completion`: the script with which a shell completes the command line -----------------------
-
-
-@click.command(cls=Command)
-@click.argument("shell", type=click.Choice(["bash", "fish", "zsh"]))
-@pass_cli
-def completion(cli: Cli, shell: str) -> None:
-    """Print the script with which a shell completes commands, options and their values.
-
-    \b
-    delaytasks completion bash > ~/.local/share/bash-completion/completions/delaytasks
-    delaytasks completion zsh > "${fpath[1]}/_delaytasks"
-    delaytasks completion fish > ~/.config/fish/completions/delaytasks.fish
-
-    A new shell uses it. The script starts delaytasks at each request, so it also knows the commands
-    of later versions. Under Celery, celery -A proj delays has no completion.
-    """
-    kind = get_completion_class(shell)
-    assert kind is not None
-    command = click.get_current_context().command
-    script = kind(command, {}, "delaytasks", "_DELAYTASKS_COMPLETE").source()
-    cli.answer({"shell": shell, "script": script}, script)
 
 
 # -- The progress of a command on a terminal, and Ctrl-C between two steps ------------------------

@@ -16,14 +16,12 @@ from delaytasks.cli.context import (
 
 #: The commands of each module.
 _MODULES = {
-    "context": "completion",
     "drain": "drain",
-    "check": "check",
     "look": "list show tail why",
-    "policy_commands": "pause policy resume",
-    "schedule_commands": "recurring schedule",
+    "policy_commands": "limit pause resume",
+    "schedule_commands": "import recurring schedule",
     "servers": "access serve",
-    "setup": "config db",
+    "setup": "check db",
     "status": "status",
     "task_commands": "audit cancel rerun reschedule spread touch",
     "up": "up",

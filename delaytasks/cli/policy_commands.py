@@ -1,4 +1,4 @@
-"""`delaytasks pause`, `resume` and `policy`."""
+"""`delaytasks pause`, `resume` and `limit`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from delaytasks.cli.context import Cli, Command, Group, pass_cli
+from delaytasks.cli.context import Cli, Command, pass_cli
 from delaytasks.cli.output import (
     NOTHING,
     Cell,
@@ -23,13 +23,14 @@ from delaytasks.cli.output import (
     show_instant,
 )
 from delaytasks.core.errors import InvalidInputError
-from delaytasks.core.inputs import parse_duration
+from delaytasks.core.inputs import has_unit, parse_duration
 from delaytasks.core.policies import Policy
 
 #: Removes a limit.
 NONE = "none"
-#: The default number of policies on a page.
-PAGE = 100
+_recurring = click.option(
+    "--recurring", metavar="NAME", help="The recurring schedule, instead of a tag or a queue."
+)
 
 
 def _target(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,6 +40,9 @@ def _target(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _end(text: str, option: str) -> datetime | timedelta:
+    rule = "write 2h (from now) or 2030-01-31T18:00:00Z"
+    if not has_unit(text):
+        raise InvalidInputError(f"{text!r:.40} has no unit; {rule}", option)
     try:
         return parse_duration(text, option)
     except InvalidInputError:
@@ -47,86 +51,62 @@ def _end(text: str, option: str) -> datetime | timedelta:
 
 @click.command(cls=Command)
 @_target
-@click.option(
-    "--until", type=Parsed("time", _end), help="The end: 2h (from now), or 2030-01-31T18:00:00Z."
-)
+@_recurring
+@click.option("--until", type=Parsed("time", _end), help="The end, as 2h or 2030-01-31T18:00:00Z.")
 @pass_cli
-def pause(cli: Cli, **target: Any) -> None:
-    """Pause a tag or a queue: no more of its tasks begin. Running tasks may finish.
-
-    Waiting tasks become HELD, step by step with each sweep.
+def pause(
+    cli: Cli,
+    recurring: str | None,
+    until: datetime | timedelta | None,
+    actor: str | None,
+    **target: str | None,
+) -> None:
+    """Pause a tag, a queue or a recurring schedule: no more of its tasks begin.
 
     \b
     delaytasks pause --tag mail.send
     delaytasks pause --tag partner.call --until 2h
     delaytasks pause --queue reports --actor "ann, since the printer burns"
+    delaytasks pause --recurring nightly
+
+    Running tasks may finish. The waiting tasks of a tag or a queue become HELD, step by step with
+    each sweep. Those of a recurring schedule are cancelled if their occurrences are later.
     """
-    _report(cli, cli.delays.policies.pause(**target))
+    if recurring is not None:
+        _refuse({**target, "until": until}, "--recurring")
+        cli.answer_schedule(cli.delays.recurring.pause(recurring, actor=actor), "paused")
+        return
+    if isinstance(until, datetime) and until <= cli.runtime.clock.now():
+        raise InvalidInputError(
+            f"{show_instant(until)} is past; name a later time, or use resume to end a pause",
+            "until",
+        )
+    _report(cli, cli.delays.policies.pause(**target, until=until, actor=actor))
 
 
 @click.command(cls=Command)
 @_target
+@_recurring
 @pass_cli
-def resume(cli: Cli, **target: str | None) -> None:
-    """Resume a tag or a queue: its held tasks wait again, in the order of their due times.
+def resume(cli: Cli, recurring: str | None, actor: str | None, **target: str | None) -> None:
+    """Resume a tag, a queue or a recurring schedule.
 
     \b
     delaytasks resume --tag mail.send
+    delaytasks resume --recurring nightly
+
+    Held tasks wait again, in the order of their due times. A recurring schedule continues with its
+    next occurrence.
     """
-    _report(cli, cli.delays.policies.resume(**target))
-
-
-@click.group(cls=Group)
-def policy() -> None:
-    """Pauses and limits.
-
-    \b
-    delaytasks policy list
-    """
-
-
-@policy.command("list")
-@click.option(
-    "--limit",
-    type=click.IntRange(1, 1_000_000),
-    default=PAGE,
-    show_default=True,
-    help="Policies on a page.",
-)
-@click.option("--page", type=click.IntRange(1), default=1, show_default=True, help="The page.")
-@pass_cli
-def list_(cli: Cli, limit: int, page: int) -> None:
-    """List the paused or limited tags and queues, with the number of held and running tasks.
-
-    \b
-    delaytasks policy list
-    delaytasks policy list --limit 1000 --page 2
-    """
-    known = cli.delays.policies.list()
-    found = known[(page - 1) * limit : page * limit]
-    next_page = page + 1 if page * limit < len(known) else None
-    if cli.is_json:
-        policies = [each.as_json() for each in found]
-        print_json({"policies": policies, "total": len(known), "next_page": next_page})
+    if recurring is not None:
+        _refuse(target, "--recurring")
+        cli.answer_schedule(cli.delays.recurring.resume(recurring, actor=actor), "resumed")
         return
-    if not known:
-        cli.note("No policies: nothing is paused, nothing is limited.")
-        return
-    if not found:
-        cli.note(f"There is no page {page}: {count(len(known), 'policy', 'policies')} in all.")
-        return
-    print_table(
-        "kind,name,paused,held,running,at once,each key,rate,since,actor".split(","),
-        [_row(each) for each in found],
-        folded="name actor",
-        extra="since",
-    )
-    if next_page is not None:
-        cli.note(f"{len(found):,} of {len(known):,} policies; the next ones: --page {next_page}")
+    _report(cli, cli.delays.policies.resume(**target, actor=actor))
 
 
-@policy.command("set")
-@click.option("--tag", required=True, help="The tag.")
+@click.command(cls=Command)
+@_target
 @click.option(
     "--concurrency", metavar="N", help="The most tasks that run simultaneously, on all workers."
 )
@@ -134,36 +114,64 @@ def list_(cli: Cli, limit: int, page: int) -> None:
 @click.option(
     "--rate", metavar="RATE", help="The most tasks that begin in a period: 100/s, 30/m, 1000/1h30m."
 )
-@actor_option
+@click.option("--remove", is_flag=True, help="Remove all limits, and the pause.")
 @pass_cli
-def set_(cli: Cli, tag: str, actor: str | None, **limits: str | None) -> None:
-    """Limit a tag. Limits that are not named stay; "none" removes a limit.
+def limit(
+    cli: Cli,
+    tag: str | None,
+    queue: str | None,
+    actor: str | None,
+    remove: bool,
+    **limits: str | None,
+) -> None:
+    """Limit a tag, or show what is limited or paused, with its held and running tasks.
 
     \b
-    delaytasks policy set --tag mail.send --concurrency 10 --rate 100/s
-    delaytasks policy set --tag mail.send --rate none
+    delaytasks limit
+    delaytasks limit --tag mail.send --concurrency 10 --rate 100/s
+    delaytasks limit --tag mail.send --rate none
+    delaytasks limit --tag mail.send --remove
+
+    Limits that are not named stay; "none" removes a limit.
     """
     given: dict[str, Any] = {
         name: None if text == NONE else text if name == "rate" else _number(name, text)
         for name, text in limits.items()
         if text is not None
     }
-    _report(cli, cli.delays.policies.set(tag=tag, **given, actor=actor))
-
-
-@policy.command()
-@_target
-@pass_cli
-def clear(cli: Cli, **target: str | None) -> None:
-    """Remove the pause and the limits of a tag or a queue.
-
-    \b
-    delaytasks policy clear --tag mail.send
-    """
-    _report(cli, cli.delays.policies.remove(**target))
+    if remove:
+        _refuse(given, "--remove")
+        _report(cli, cli.delays.policies.remove(tag=tag, queue=queue, actor=actor))
+    elif given:
+        if tag is None or queue is not None:
+            raise click.UsageError("a limit is for a tag: use --tag; a queue can only be paused")
+        _report(cli, cli.delays.policies.set(tag=tag, **given, actor=actor))
+    else:
+        _list(cli, cli.delays.policies.list(tag=tag, queue=queue))
 
 
 # -- internals ------------------------------------------------------------------------------------
+
+
+def _refuse(given: dict[str, Any], option: str) -> None:
+    """Raise a usage error if an option is given that does not belong to `option`."""
+    for name, value in given.items():
+        if value is not None:
+            raise click.UsageError(f"--{name.replace('_', '-')} cannot be combined with {option}")
+
+
+def _list(cli: Cli, found: list[Policy]) -> None:
+    if cli.is_json:
+        print_json([each.as_json() for each in found])
+    elif found:
+        print_table(
+            "kind,name,paused,held,running,at once,each key,rate,since,actor".split(","),
+            [_row(each) for each in found],
+            folded="name actor",
+            extra="since",
+        )
+    else:
+        cli.note("Nothing is paused, nothing is limited.")
 
 
 def _number(name: str, text: str) -> int:

@@ -1,4 +1,4 @@
-"""`delaytasks schedule` and `delaytasks recurring`."""
+"""`delaytasks schedule`, `recurring` and `import`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
@@ -28,7 +28,6 @@ from delaytasks.cli.output import (
     parse_instant,
     print_json,
     print_table,
-    say,
     show_instant,
 )
 from delaytasks.client import DelayTasks
@@ -36,9 +35,8 @@ from delaytasks.core.errors import DelayTaskError, InvalidInputError
 from delaytasks.core.ids import check_id
 from delaytasks.core.inputs import parse_duration, show_timing
 from delaytasks.core.task import DelayedTask, NewTask, OnConflict
-from delaytasks.recurrence.definition import RecurringSchedule, preview
+from delaytasks.recurrence.definition import RecurringSchedule
 from delaytasks.recurrence.imports import SOURCES, import_entries
-from delaytasks.recurrence.recurring import default_tz
 from delaytasks.recurrence.timing import zone_of
 from delaytasks.runtime import runtime_of
 
@@ -285,22 +283,15 @@ def _size(file: BinaryIO) -> int | None:
         return None
 
 
-# -- `recurring`: list, set, pause, resume, run, remove, next and import --------------------------
+# -- `recurring`: list, set, run and remove, and `import` -----------------------------------------
 
 
 _name = click.argument("name")
 
 
-def _timing(function: Callable[..., Any]) -> Callable[..., Any]:
-    tz = click.option("--tz", metavar="ZONE", help="The time zone of --cron, as Europe/Berlin.")
-    every = click.option("--every", metavar="INTERVAL", help="As 30s, 5m or 1d.")
-    cron = click.option("--cron", metavar="FIELDS", help='As "0 9 * * mon-fri".')
-    return cron(every(tz(function)))
-
-
 @click.group(cls=Group)
 def recurring() -> None:
-    """Recurring schedules.
+    """Recurring schedules. The commands `pause` and `resume` have --recurring NAME.
 
     \b
     delaytasks recurring set nightly report.send --cron "0 2 * * *" --tz Europe/Berlin
@@ -309,8 +300,9 @@ def recurring() -> None:
 
 
 @recurring.command("list")
+@click.argument("name", required=False)
+@click.option("--next", "occurrences", type=click.IntRange(1, 1000), help="Occurrences of NAME.")
 @click.option("--tag", help="Only schedules of this tag.")
-@click.option("--prefix", help="Only schedules whose name begins like this.")
 @click.option("--after", metavar="NAME", help="Begin after this name.")
 @click.option(
     "--limit",
@@ -320,22 +312,35 @@ def recurring() -> None:
     help="The most schedules to list.",
 )
 @pass_cli
-def list_(cli: Cli, limit: int, **filters: str | None) -> None:
-    """List schedules in the order of their names.
-
-    Tasks are made before they are due. "tasks until" is the last occurrence that has its task.
+def list_(cli: Cli, name: str | None, occurrences: int | None, limit: int, **page: Any) -> None:
+    """List schedules in the order of their names, or the next occurrences of one.
 
     \b
-    delaytasks recurring list --prefix eu-
+    delaytasks recurring list
+    delaytasks recurring list 'eu-*'
+    delaytasks recurring list nightly --next 5
+
+    Tasks are made before they are due. "tasks until" is the last occurrence that has its task.
     """
-    found = cli.delays.recurring.list(**filters, limit=limit)
+    now = cli.runtime.clock.certain_now()
+    is_one = name is not None and not name.endswith("*")
+    if occurrences is not None:
+        if not is_one:
+            raise click.UsageError("--next requires the NAME of a schedule")
+        _print_occurrences(cli, cli.delays.recurring.get(str(name)), occurrences, now)
+        return
+    prefix = name.removesuffix("*") if name is not None else None
+    found = (
+        [cli.delays.recurring.get(str(name))]
+        if is_one
+        else cli.delays.recurring.list(prefix=prefix, limit=limit, **page)
+    )
     if cli.is_json:
         print_json([schedule.as_json() for schedule in found])
         return
     if not found:
         cli.note("No recurring schedules.")
         return
-    now = runtime_of(cli.delays).clock.certain_now()
     print_table(
         "name,tag,timing,zone,next occurrence,tasks until,last task,declared".split(","),
         [_row(schedule, now) for schedule in found],
@@ -345,11 +350,21 @@ def list_(cli: Cli, limit: int, **filters: str | None) -> None:
         cli.note(f"The next ones: --after {cell(found[-1].name)}")
 
 
+def _print_occurrences(cli: Cli, schedule: RecurringSchedule, most: int, now: datetime) -> None:
+    zone, found = zone_of(schedule.tz), schedule.next(most, now)
+    local = [at.astimezone(zone).strftime("%a %Y-%m-%d %H:%M:%S %Z") for at in found]
+    shown = [show_instant(at) for at in found]
+    lines = [f"{at}  {here}" for at, here in zip(shown, local, strict=True)]
+    cli.answer(shown, "\n".join(lines) or "No further occurrence.")
+
+
 @recurring.command("set")
 @_name
 @click.argument("tag")
 @click.argument("body", default="null")
-@_timing
+@click.option("--cron", metavar="FIELDS", help='As "0 9 * * mon-fri".')
+@click.option("--every", metavar="INTERVAL", help="As 30s, 5m or 1d.")
+@click.option("--tz", metavar="ZONE", help="The time zone of --cron, as Europe/Berlin.")
 @click.option("--start", type=INSTANT, help="The first occurrence, as 2030-01-31T18:00:00Z.")
 @click.option("--jitter", metavar="DURATION", help="Each task is due up to this time later.")
 @click.option("--missed", help="latest, all or skip: which missed occurrences run.")
@@ -378,35 +393,8 @@ def set_(cli: Cli, name: str, tag: str, body: str, actor: str | None, **given: A
     cli.import_processors()
     given["meta"] = pairs_or(given["meta"])
     options = {option: value for option, value in given.items() if value is not None}
-    _report(
-        cli, cli.delays.recurring.set(name, tag, read_body(body), actor=actor, **options), "stored"
-    )
-
-
-@recurring.command()
-@_name
-@actor_option
-@pass_cli
-def pause(cli: Cli, name: str, actor: str | None) -> None:
-    """Make no more tasks of a schedule, and cancel those that wait for later occurrences.
-
-    \b
-    delaytasks recurring pause nightly --actor "ann, until the printer is repaired"
-    """
-    _report(cli, cli.delays.recurring.pause(name, actor=actor), "paused")
-
-
-@recurring.command()
-@_name
-@actor_option
-@pass_cli
-def resume(cli: Cli, name: str, actor: str | None) -> None:
-    """Continue a schedule with its next occurrence.
-
-    \b
-    delaytasks recurring resume nightly
-    """
-    _report(cli, cli.delays.recurring.resume(name, actor=actor), "resumed")
+    stored = cli.delays.recurring.set(name, tag, read_body(body), actor=actor, **options)
+    cli.answer_schedule(stored, "stored")
 
 
 @recurring.command()
@@ -434,56 +422,12 @@ def remove(cli: Cli, name: str, actor: str | None) -> None:
     delaytasks recurring remove nightly
     """
     removed = cli.delays.recurring.remove(name, actor=actor)
-    _report(cli, removed, "removed")
+    cli.answer_schedule(removed, "removed")
     if removed.is_declared:
         cli.note("Workers whose code declares it add it again. To stop it, pause it.")
 
 
-@recurring.command("next")
-@click.argument("name", required=False)
-@_timing
-@click.option(
-    "--count",
-    "most",
-    type=click.IntRange(1, 1000),
-    default=5,
-    show_default=True,
-    help="The number of occurrences.",
-)
-@click.option("--after", type=INSTANT, help="As 2030-01-31T18:00:00Z [now].")
-@pass_cli
-def next_(
-    cli: Cli,
-    name: str | None,
-    cron: str | None,
-    every: str | None,
-    tz: str | None,
-    most: int,
-    after: datetime | None,
-) -> None:
-    """Show the next occurrences of a schedule, or of --cron or --every.
-
-    \b
-    delaytasks recurring next nightly
-    delaytasks recurring next --cron "30 2 * * *" --tz Europe/Berlin --count 3
-    """
-    if (name is None) == (cron is None and every is None):
-        raise click.UsageError("give the name of a schedule, or --cron or --every")
-    since = after or runtime_of(cli.delays).clock.certain_now()
-    if name is not None:
-        schedule = cli.delays.recurring.get(name)
-        zone, found = schedule.tz, schedule.next(most, since)
-    else:
-        zone = tz or default_tz(runtime_of(cli.delays))
-        found = preview(cron, {"every": every, "tz": zone}, since, most)
-    if cli.is_json:
-        print_json([show_instant(at) for at in found])
-        return
-    for at in found:
-        say(f"{show_instant(at)}  {_local(at, zone)}")
-
-
-@recurring.command("import")
+@click.command("import", cls=Command)
 @click.argument("source", type=click.Choice([*SOURCES]))
 @click.option("--dry-run", is_flag=True, help="Only show what would be stored.")
 @pass_cli
@@ -491,8 +435,8 @@ def import_(cli: Cli, source: str, dry_run: bool) -> None:
     """Store the schedules of Celery beat, django-celery-beat or RedBeat. It can be repeated.
 
     \b
-    delaytasks recurring import beat --dry-run
-    delaytasks recurring import redbeat
+    delaytasks import beat --dry-run
+    delaytasks import redbeat
     """
     cli.import_processors()
     found = [*import_entries(SOURCES[source](cli.app), runtime_of(cli.delays), dry_run)]
@@ -514,19 +458,6 @@ def import_(cli: Cli, source: str, dry_run: bool) -> None:
 
 
 # -- internals ------------------------------------------------------------------------------------
-
-
-def _local(at: datetime, zone: str) -> str:
-    return at.astimezone(zone_of(zone)).strftime("%a %Y-%m-%d %H:%M:%S %Z")
-
-
-def _report(cli: Cli, schedule: RecurringSchedule, done: str) -> None:
-    at = schedule.next_at
-    following = "" if at is None or done == "removed" else f"; next occurrence {show_instant(at)}"
-    cli.answer(
-        schedule.as_json(),
-        f"{done} recurring schedule {cell(schedule.name)} ({cell(schedule.tag)}){following}",
-    )
 
 
 def _next_occurrence(schedule: RecurringSchedule, now: datetime) -> Cell:

@@ -1,4 +1,4 @@
-"""`delaytasks db` and `delaytasks config`."""
+"""`delaytasks db upgrade` and `check`: the tables, the settings, and what a deployment needs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,24 @@ import click
 
 from delaytasks.attachment import file_broker_url
 from delaytasks.cli.context import Cli, Command, Group, pass_cli
-from delaytasks.cli.output import GOOD, NOTHING, cell, print_fields, print_json, print_table, say
+from delaytasks.cli.output import (
+    GOOD,
+    NOTHING,
+    cell,
+    count,
+    print_fields,
+    print_json,
+    print_table,
+    say,
+)
+from delaytasks.client import DelayTasks
+from delaytasks.core.errors import StoreError
 from delaytasks.core.text import mask_url
+from delaytasks.operations.state import explain_overdue
+from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
 from delaytasks.storage.engines import lacks_sqlite_file
+from delaytasks.storage.state_queries import Stats
 
 OTHER_DATABASE = (
     "This is the default database of this folder. For the database of your own app: "
@@ -34,56 +48,38 @@ def db() -> None:
 
 
 @db.command()
-@click.argument("revision", default="head")
+@click.option(
+    "--to", metavar="REVISION", default="head", help="Another revision; base is before the first."
+)
+@click.option("--check", is_flag=True, help="Change nothing; exit 1 if the tables need this.")
+@click.option("--yes", is_flag=True, help="Go back without a question.")
 @pass_cli
-def upgrade(cli: Cli, revision: str) -> None:
-    """Make the tables, or bring them to this version (or to REVISION).
-
-    Rows stay.
+def upgrade(cli: Cli, to: str, check: bool, yes: bool) -> None:
+    """Make the tables, or bring them to this version.
 
     \b
     delaytasks db upgrade
+    delaytasks db upgrade --check
+    delaytasks db upgrade --to base --yes
+
+    Rows stay, unless --to goes back to a revision whose tables have no place for them.
     """
+    if check:
+        sys.exit(0 if _print_current(cli) else 1)
     is_for_own_app = _is_for_own_app(cli)
-    upgrade_all(cli, revision)
-    _report(cli, "upgraded")
+    current = migrations.current(*cli.tables)
+    is_back = to == "base" or to.startswith("-") or (current is not None and to < current)
+    if is_back:
+        cli.require_terminal(yes, "Going back may drop columns and tables; use --yes.")
+        cli.confirm(yes, f"Bring {cli.database_url} back to {to}? Tables may be dropped")
+        migrations.downgrade(*cli.tables, to)
+    else:
+        migrations.upgrade(*cli.tables, to)
+    if not cli.is_json:
+        say(f"{'downgraded' if is_back else 'upgraded'} {cli.database_url}")
+    _print_current(cli)
     if not is_for_own_app:
         cli.note(OTHER_DATABASE)
-
-
-@db.command(context_settings={"ignore_unknown_options": True})
-@click.argument("revision", default="-1")
-@click.option("--yes", is_flag=True, help="Do not ask.")
-@pass_cli
-def downgrade(cli: Cli, revision: str, yes: bool) -> None:
-    """Undo the last migration (or all down to REVISION; base is before the first).
-
-    \b
-    delaytasks db downgrade --yes
-    """
-    cli.require_terminal(yes, "A downgrade may drop columns and tables; use --yes.")
-    url = cli.database_url
-    cli.confirm(yes, f"Downgrade {url} by {revision}? Columns and tables may be dropped")
-    migrations.downgrade(*cli.tables, revision)
-    _report(cli, "downgraded")
-
-
-@db.command()
-@click.option("--check", is_flag=True, help="Exit 1 unless the tables are those of this version.")
-@pass_cli
-def current(cli: Cli, check: bool) -> None:
-    """Print the revision of the tables.
-
-    \b
-    delaytasks db current --check
-    """
-    is_current = _print_current(cli)
-    if check and not is_current:
-        sys.exit(1)
-
-
-def upgrade_all(cli: Cli, revision: str = "head") -> None:
-    migrations.upgrade(*cli.tables, revision)
 
 
 def _is_for_own_app(cli: Cli) -> bool:
@@ -92,12 +88,6 @@ def _is_for_own_app(cli: Cli) -> bool:
         return True
     is_new = lacks_sqlite_file(cli.store.database.url)
     return not is_new and not Path("manage.py").exists()
-
-
-def _report(cli: Cli, done: str) -> None:
-    if not cli.is_json:
-        say(f"{done} {cli.database_url}")
-    _print_current(cli)
 
 
 def _print_current(cli: Cli) -> bool:
@@ -124,23 +114,90 @@ def _print_current(cli: Cli) -> bool:
     return is_current
 
 
-# -- `config`: the effective settings and their origins -------------------------------------------
+# -- `check`: would the waiting tasks run with this code, and the effective settings --------------
 
 
 _BROKER_VARIABLES = ("CELERY_BROKER_WRITE_URL", "CELERY_BROKER_URL")
+_EXIT_CODES_OF_CHECK = (
+    "Exit codes: 0 all would run; 1 some would not, or the database is unavailable; "
+    "2 wrong usage or settings."
+)
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, epilog=_EXIT_CODES_OF_CHECK)
+@click.option("--settings", is_flag=True, help="Print the settings and the origin of each instead.")
 @pass_cli
-def config(cli: Cli) -> None:
-    """Print the settings and the origin of each.
+def check(cli: Cli, settings: bool) -> None:
+    """Check before a deployment that the waiting tasks would run with this code.
 
     \b
-    delaytasks config
+    delaytasks check
+    delaytasks check --settings
+
+    Lists the tasks whose tag has no processor, and those whose body the processor's schema refuses.
+    A wrong setting ends the command with exit code 2. Warnings (late tasks that no worker takes, a
+    database that can lose tasks) do not change the exit code.
 
     Passwords are masked. Celery's configuration is overridden by the environment, and both by the
     arguments of DelayTasks(...).
     """
+    if settings:
+        _print_settings(cli)
+        return
+    cli.import_processors()
+    cli.runtime.checks.check_settings()
+    found = [*cli.delays.check()]
+    warnings = [*map(cli.hints.rewrite, warnings_of(cli.delays))]
+    if cli.is_json:
+        print_json({"findings": [finding.as_json() for finding in found], "warnings": warnings})
+    elif found:
+        print_table(
+            ["tag", "queue", "tasks", "first due", "problem", "for example"],
+            [
+                [f.tag, ", ".join(f.queues), f.tasks, f.first_due, f.problem, _examples(f.ids)]
+                for f in found
+            ],
+            folded="tag queue problem",
+        )
+        tasks = count(sum(finding.tasks for finding in found), "task")
+        say(f"{tasks} would not run well with this code")
+    else:
+        say("every waiting task has a processor that accepts its body")
+    if not cli.is_json:
+        for warning in warnings:
+            say(f"warning: {cell(warning, 1000)}", fg="yellow")
+    if found:
+        sys.exit(1)
+
+
+def _examples(ids: list[int]) -> str:
+    return " ".join(map(str, ids))
+
+
+def warnings_of(delays: DelayTasks) -> list[str]:
+    """Return the problems that do not prevent a deployment."""
+    warnings, runtime = [], runtime_of(delays)
+    try:
+        overdue = explain_overdue(runtime.store, delays.settings)
+    except StoreError as error:
+        overdue = []  # the role may read tasks, but not the tables of workers and policies
+        warnings.append(f"late tasks are unknown: {error}")
+    warnings += [
+        f"{count(group.tasks, 'late task')} of the tag {group.tag} in the queue {group.queue}: "
+        f"{group.reason.text}"
+        for group in overdue
+        if not group.is_expected
+    ]
+    try:
+        problem = Stats(runtime.store.database, runtime.store.schema).standby_problem()
+    except StoreError as error:
+        problem = f"its replication is unknown: {error}"
+    if problem is not None:
+        warnings.append(f"{runtime.store.database.shown_url}: {problem}")
+    return warnings
+
+
+def _print_settings(cli: Cli) -> None:
     settings = cli.delays.settings
     places = {
         "app": (cli.app.main or NOTHING, cli.app_origin),

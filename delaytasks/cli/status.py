@@ -599,7 +599,7 @@ def _paused_text(found: dict[str, Any], hints: Hints) -> str:
     ]
     more = found["policy_counts"]["paused"] - len(paused)
     if more:
-        names.append(f"and {more:,} more; {hints.command} policy list shows them")
+        names.append(f"and {more:,} more; {hints.command} limit shows them")
     return ", ".join(names)
 
 

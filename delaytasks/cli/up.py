@@ -25,9 +25,10 @@ from rich.text import Text
 from delaytasks.attachment import file_broker_url
 from delaytasks.cli.context import DEFAULT_APP, Cli, pass_cli
 from delaytasks.cli.servers import CONSOLE_PORT
-from delaytasks.cli.setup import broker_url, upgrade_all
+from delaytasks.cli.setup import broker_url
 from delaytasks.core.private_files import make_folder
 from delaytasks.runtime import runtime_of
+from delaytasks.storage import migrations
 
 # -- Run a group of child processes with one log --------------------------------------------------
 
@@ -320,7 +321,7 @@ def up(
     console_port = _free_port(None, CONSOLE_PORT) if has_console else None
     cli.import_processors()
     settings = cli.delays.settings
-    upgrade_all(cli)
+    migrations.upgrade(*cli.tables)
     has_files = _use_files(cli.app, settings.data_dir)
     specs = _celery(cli.app_name, settings.data_dir, concurrency, pool, flower_port)
     if console_port:

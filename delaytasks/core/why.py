@@ -317,7 +317,7 @@ def _limit(facts: Facts, policy: Policy | None) -> Reason:
         "rate": policy.rate_text,
         "waitlist_tasks": facts.waitlist_tasks,
     }
-    remedy = f"To change the limit: delaytasks policy set --tag {quote(task.tag)}"
+    remedy = f"To change the limit: delaytasks limit --tag {quote(task.tag)}"
     return Reason("limit", f"{sentence}.", remedy, values)
 
 
@@ -592,7 +592,7 @@ def _recurring(facts: Facts) -> Iterator[Reason]:
         "recurring",
         f"It is a task of the recurring schedule {schedule.name} "
         f"({show_timing(schedule.timing)}); {next_at}.",
-        f"To see its next occurrences: delaytasks recurring next {quote(schedule.name)}",
+        f"To see its next occurrences: delaytasks recurring list {quote(schedule.name)} --next 5",
         {
             "name": schedule.name,
             "timing": schedule.timing,

@@ -343,17 +343,6 @@ def timing_options(timing: str) -> dict[str, str]:
     return {"cron": text} if interval == text else {"every": interval}
 
 
-def preview(cron: Any, options: RecurringOptions, after: datetime, count: int) -> list[datetime]:
-    """Return the first occurrences of a timing that is not stored."""
-    when = Definition("preview", "preview", None, cron, options).recurrence("UTC")
-    timing = parse_timing(when["timing"], when["tz"], when["start_at"] or after)
-    found, at = list[datetime](), timing.after(after)
-    while at is not None and len(found) < count:
-        found.append(at)
-        at = timing.after(at)
-    return found
-
-
 def started(schedule: RecurringSchedule, now: datetime) -> datetime | None:
     """Return the start of a new schedule: an interval without one starts now."""
     if schedule.start_at is None and schedule.timing.startswith(f"{EVERY} "):

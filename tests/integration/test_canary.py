@@ -148,7 +148,14 @@ def in_table(d: Deployment) -> list[Any]:
     return found
 
 
-COMMANDS = [["list"], ["status"], ["config"], ["check"], ["db", "current"], ["audit"]]
+COMMANDS = [
+    ["list"],
+    ["status"],
+    ["check"],
+    ["check", "--settings"],
+    ["db", "upgrade", "--check"],
+    ["audit"],
+]
 SCRIPT = """
 import json, sys
 from click.testing import CliRunner

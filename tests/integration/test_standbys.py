@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from delaytasks.cli.check import warnings_of
+from delaytasks.cli.setup import warnings_of
 from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
 from tests.recording import delays_on

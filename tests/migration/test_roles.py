@@ -16,7 +16,7 @@ from sqlalchemy import create_engine, make_url, text
 from sqlalchemy.exc import DBAPIError
 
 from delaytasks import DelayTasks, Status
-from delaytasks.cli.check import warnings_of
+from delaytasks.cli.setup import warnings_of
 from delaytasks.core.errors import ConfigError, DelayTaskError, StoreError
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.why import why

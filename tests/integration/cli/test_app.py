@@ -93,7 +93,7 @@ def test_an_instance_in_a_module_that_the_app_imports_is_found(
         "from late_app import app; from delaytasks import DelayTasks; delays = DelayTasks(app)",
     )
     forget("late_app", "late_delays")
-    said = CliRunner().invoke(main, ["-A", "late_app", "config", "--json"])
+    said = CliRunner().invoke(main, ["-A", "late_app", "check", "--settings", "--json"])
     assert said.exit_code == 0, said.output
 
 

@@ -1,4 +1,4 @@
-"""Test the commands `status`, `config` and `db`."""
+"""Test the commands `status`, `check` and `db upgrade`."""
 
 from __future__ import annotations
 
@@ -184,32 +184,34 @@ def test_stats_says_how_many_near_tasks_wait_in_redis(
     assert "canary" not in said.output
 
 
-def test_config_prints_every_setting_with_its_origin(
+def test_check_settings_prints_every_setting_with_its_origin(
     bare: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DELAYTASKS_LEASE", "33")
-    found = bare.json("config")
+    found = bare.json("check", "--settings")
     settings = {setting["name"]: setting for setting in found["settings"]}
     assert settings["delaytasks_lease"]["value"] == "33s"
     assert settings["delaytasks_lease"]["origin"] == "environment"
     assert settings["delaytasks_sweep"]["origin"] == "default"
     assert found["app"] == {"value": "shop", "origin": "command line"}
     assert found["broker"] == {"value": "memory://", "origin": "environment"}
-    assert re.search(r"^delaytasks_lease +33s +environment ", bare("config").stdout, re.MULTILINE)
+    assert re.search(
+        r"(?m)^delaytasks_lease +33s +environment ", bare("check", "--settings").stdout
+    )
 
 
-def test_config_knows_the_broker_that_celery_takes_by_default(
+def test_check_settings_knows_the_broker_that_celery_takes_by_default(
     bare: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CELERY_BROKER_URL")
-    assert bare.json("config")["broker"] == {
+    assert bare.json("check", "--settings")["broker"] == {
         "value": "amqp://guest:***@localhost:5672//",
         "origin": "default",
     }
 
 
 @pytest.mark.parametrize("option", [[], ["--json"]])
-def test_config_masks_passwords(
+def test_check_settings_masks_passwords(
     bare: Project, monkeypatch: pytest.MonkeyPatch, option: list[str]
 ) -> None:
     monkeypatch.setenv(
@@ -218,41 +220,41 @@ def test_config_masks_passwords(
     monkeypatch.setenv(
         "CELERY_BROKER_URL", "amqp://me:canary@one.example//;amqp://me:canary@two.example//"
     )
-    said = bare("config", *option)
+    said = bare("check", "--settings", *option)
     assert said.exit_code == 0
     assert "db.example" in said.stdout
     assert "two.example" in said.stdout
     assert "canary" not in said.output
 
 
-def test_db_upgrade_creates_the_tables_and_db_downgrade_drops_them(bare: Project) -> None:
-    empty = bare.json("db", "current", "--check", exit_code=1)
+def test_db_upgrade_creates_the_tables_and_drops_them_on_the_way_back(bare: Project) -> None:
+    empty = bare.json("db", "upgrade", "--check", exit_code=1)
     assert (empty["revision"], empty["is_current"]) == (None, False)
     assert bare.error("list", exit_code=1)["type"] == "StoreError"
     made = bare.json("db", "upgrade")
     assert made["revision"] == made["head"]
     assert made["is_current"]
-    assert bare.json("db", "current", "--check") == made
+    assert bare.json("db", "upgrade", "--check") == made
     bare.schedule(delay=60)
     assert bare("db", "upgrade").exit_code == 0
     assert len(bare.json("list")["tasks"]) == 1
     runtime_of(bare.delays).store.tasks.cancel(int(bare.json("list")["tasks"][0]["id"]))
-    assert bare.json("db", "downgrade", "base", "--yes")["revision"] is None
-    assert "run: delaytasks -A" in bare("db", "current").stdout
+    assert bare.json("db", "upgrade", "--to", "base", "--yes")["revision"] is None
+    assert "run: delaytasks -A" in bare("db", "upgrade", "--check").stdout
 
 
 def test_a_downgrade_is_never_done_unasked(bare: Project) -> None:
     made = bare.json("db", "upgrade")
-    assert "--yes" in bare.error("db", "downgrade", exit_code=2)["error"]
-    assert bare.json("db", "current") == made
+    assert "--yes" in bare.error("db", "upgrade", "--to", "-1", exit_code=2)["error"]
+    assert bare.json("db", "upgrade", "--check") == made
 
 
-@pytest.mark.parametrize("command", [["upgrade"], ["downgrade", "--yes"]])
-def test_an_unknown_revision_exits_with_2(bare: Project, command: list[str]) -> None:
+@pytest.mark.parametrize("revision", ["nowhere", "-9"])
+def test_an_unknown_revision_exits_with_2(bare: Project, revision: str) -> None:
     bare("db", "upgrade")
-    error = bare.error("db", *command, "nowhere", exit_code=2)
+    error = bare.error("db", "upgrade", "--to", revision, "--yes", exit_code=2)
     assert error["type"] == "ConfigError"
-    assert "nowhere" in error["error"]
+    assert revision in error["error"]
 
 
 def test_check_finds_tasks_that_would_not_run_with_this_code(shop: Project) -> None:

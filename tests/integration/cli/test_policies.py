@@ -1,4 +1,4 @@
-"""Test the commands `pause`, `resume` and `policy`."""
+"""Test the commands `pause`, `resume` and `limit`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from delaytasks import DelayedTask, Status
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.types import db_now_plus
 from tests.integration.cli.project import HOSTILE, Project
-
-NO_POLICIES = {"policies": [], "total": 0, "next_page": None}
 
 
 def sweep(shop: Project) -> None:
@@ -44,20 +42,19 @@ def test_a_pause_may_have_an_end(shop: Project) -> None:
     assert (
         f"tag mail is paused {said}; held" in shop("pause", "--tag", "mail", "--until", end).stdout
     )
-    assert said in shop("policy", "list").stdout
+    assert said in shop("limit").stdout
     assert said in shop("status").stdout
     assert shop.json("pause", "--tag", "mail", "--until", "2h")["paused_until"] < "2030"
-    assert shop.error("pause", "--tag", "mail", "--until", "soon", exit_code=2)
     assert shop.json("resume", "--tag", "mail")["paused_until"] is None
 
 
-def test_policies_are_listed_with_their_authors(shop: Project) -> None:
-    assert shop.json("policy", "list") == NO_POLICIES
-    assert "No policies" in shop("policy", "list").stderr
+def test_limits_and_pauses_are_listed_with_their_authors(shop: Project) -> None:
+    assert shop.json("limit") == []
+    assert "nothing is limited" in shop("limit").stderr
     shop("pause", "--queue", "letters", "--actor", "[red]ann[/red] :smile:")
-    shown = shop.json("policy", "set", "--tag", "mail", "--concurrency", "10", "--rate", "30/m")
+    shown = shop.json("limit", "--tag", "mail", "--concurrency", "10", "--rate", "30/m")
     assert (shown["concurrency"], shown["concurrency_per_key"], shown["rate"]) == (10, None, "30/m")
-    queue, tag = shop.json("policy", "list")["policies"]
+    queue, tag = shop.json("limit")
     assert (queue["kind"], queue["name"], queue["is_paused"], tag["name"]) == (
         "queue",
         "letters",
@@ -65,14 +62,13 @@ def test_policies_are_listed_with_their_authors(shop: Project) -> None:
         "mail",
     )
     assert "@" in tag["updated_by"], "the user on the host, unless somebody says something else"
-    said = shop("policy", "list").stdout
+    said = shop("limit").stdout
     assert "[red]ann[/red] :smile:" in said.splitlines()[1], "as it was typed"
 
 
-def test_policy_set_keeps_limits_that_are_not_named_and_none_removes_one(shop: Project) -> None:
+def test_limit_keeps_limits_that_are_not_named_and_none_removes_one(shop: Project) -> None:
     shop(
-        "policy",
-        "set",
+        "limit",
         "--tag",
         "mail",
         "--concurrency",
@@ -82,11 +78,11 @@ def test_policy_set_keeps_limits_that_are_not_named_and_none_removes_one(shop: P
         "--rate",
         "100/s",
     )
-    said = shop("policy", "set", "--tag", "mail", "--rate", "none").stdout
+    said = shop("limit", "--tag", "mail", "--rate", "none").stdout
     assert "limits: 10 at once, 2 at once of each key; running: 0 tasks\n" in said
-    assert shop.json("policy", "clear", "--tag", "mail")["concurrency"] is None
+    assert shop.json("limit", "--tag", "mail", "--remove")["concurrency"] is None
     sweep(shop)
-    assert shop.json("policy", "list") == NO_POLICIES
+    assert shop.json("limit") == []
 
 
 def _put(shop: Project, task: DelayedTask, status: Status) -> None:
@@ -99,15 +95,15 @@ def _put(shop: Project, task: DelayedTask, status: Status) -> None:
     )
 
 
-def test_policy_list_shows_the_running_and_held_tasks_of_a_limited_tag(shop: Project) -> None:
-    shop("policy", "set", "--tag", "mail", "--concurrency", "2")
+def test_limit_shows_the_running_and_held_tasks_of_a_limited_tag(shop: Project) -> None:
+    shop("limit", "--tag", "mail", "--concurrency", "2")
     for status, tasks in ((Status.RUNNING, 2), (Status.HELD, 3)):
         for _ in range(tasks):
             _put(shop, shop.schedule("mail", 0), status)
-    [mail] = shop.json("policy", "list")["policies"]
+    [mail] = shop.json("limit")
     assert (mail["running"], mail["held"]) == (2, 3)
-    assert re.search(r"tag +mail +- +3 +2 +2 ", shop("policy", "list").stdout)
-    said = shop("policy", "set", "--tag", "mail", "--concurrency", "4").stdout
+    assert re.search(r"tag +mail +- +3 +2 +2 ", shop("limit").stdout)
+    said = shop("limit", "--tag", "mail", "--concurrency", "4").stdout
     assert said == "tag mail is not paused; held: 3 tasks\nlimits: 4 at once; running: 2 tasks\n"
 
 
@@ -116,21 +112,26 @@ def test_policy_list_shows_the_running_and_held_tasks_of_a_limited_tag(shop: Pro
     [
         (["pause"], "tag"),
         (["resume", "--tag", "a", "--queue", "b"], "tag"),
-        (["policy", "clear", "--queue", "a b"], "queue"),
-        (["policy", "set", "--tag", "mail"], "concurrency"),
+        (["limit", "--queue", "a b", "--remove"], "queue"),
+        (["limit", "--queue", "a", "--rate", "1/s"], "UsageError"),
+        (["limit", "--rate", "1/s"], "UsageError"),
+        (["limit", "--tag", "a", "--rate", "1/s", "--remove"], "UsageError"),
+        (["pause", "--recurring", "a", "--tag", "b"], "UsageError"),
+        (["pause", "--recurring", "a", "--until", "1h"], "UsageError"),
+        (["resume", "--recurring", "a", "--queue", "b"], "UsageError"),
+        (["pause", "--tag", "mail", "--until", "18"], "until"),
+        (["pause", "--tag", "mail", "--until", "soon"], "until"),
+        (["pause", "--tag", "mail", "--until", "2020-01-31T18:00:00Z"], "until"),
         (["pause", "--tag", "mail", "--actor", HOSTILE], "actor"),
-        (["policy", "set", "--tag", "mail", "--concurrency", "0"], "concurrency"),
-        (["policy", "set", "--tag", "mail", "--concurrency", "-5"], "concurrency"),
-        (
-            ["policy", "set", "--tag", "mail", "--concurrency-per-key", "many"],
-            "concurrency_per_key",
-        ),
-        (["policy", "set", "--tag", "mail", "--rate", "fast"], "rate"),
+        (["limit", "--tag", "mail", "--concurrency", "0"], "concurrency"),
+        (["limit", "--tag", "mail", "--concurrency", "-5"], "concurrency"),
+        (["limit", "--tag", "mail", "--concurrency-per-key", "many"], "concurrency_per_key"),
+        (["limit", "--tag", "mail", "--rate", "fast"], "rate"),
     ],
 )
 def test_an_invalid_policy_exits_with_2(shop: Project, arguments: list[str], argument: str) -> None:
-    assert shop.error(*arguments, exit_code=2)["argument"] == argument
-    assert shop.json("policy", "list") == NO_POLICIES
+    assert shop.wrong(*arguments) == argument
+    assert shop.json("limit") == []
 
 
 def test_stats_list_paused_tags_and_queues(shop: Project) -> None:
@@ -143,7 +144,7 @@ def test_stats_list_paused_tags_and_queues(shop: Project) -> None:
     assert (policy["name"], policy["held"]) == ("mail", 1)
 
 
-def test_many_policies_are_shown_page_by_page_and_counted(shop: Project) -> None:
+def test_many_policies_are_listed_and_counted(shop: Project) -> None:
     p = runtime_of(shop.delays).store.schema.policies
     rows = [
         {
@@ -156,29 +157,13 @@ def test_many_policies_are_shown_page_by_page_and_counted(shop: Project) -> None
         for number in range(250)
     ]
     runtime_of(shop.delays).store.database.autocommitted(lambda c: c.execute(insert(p), rows))
-    first = shop.json("policy", "list")
-    assert (len(first["policies"]), first["total"], first["next_page"]) == (100, 250, 2)
-    last = shop.json("policy", "list", "--page", "3")
-    assert (len(last["policies"]), last["policies"][-1]["name"], last["next_page"]) == (
-        50,
-        "t0249",
-        None,
-    )
-    said = shop("policy", "list", "--limit", "20", "--page", "2")
-    assert [line.split()[1] for line in said.stdout.splitlines()[1:]] == [
-        f"t{number:04}" for number in range(20, 40)
-    ]
-    assert "20 of 250 policies; the next ones: --page 3" in said.stderr
-    assert (
-        "There is no page 4: 250 policies in all." in shop("policy", "list", "--page", "4").stderr
-    )
+    assert len(shop.json("limit")) == 250
+    assert [each["name"] for each in shop.json("limit", "--tag", "t0007")] == ["t0007"]
+    assert shop.json("limit", "--queue", "t0007") == []
     stats = shop.json("status")
     assert stats["policy_counts"] == {"all": 250, "paused": 20, "limited": 250}
     assert [policy["is_paused"] for policy in stats["policies"]] == [True] * 20 + [False] * 80
     assert re.search(
-        r"tag t0230 .* tag t0239 \(0 held\), and 10 more; delaytasks -A \S+ policy list",
+        r"tag t0230 .* tag t0239 \(0 held\), and 10 more; delaytasks -A \S+ limit",
         shop("status").stdout,
     )
-    [one] = shop.delays.policies.list(tag="t0007")
-    assert (one.name, one.concurrency) == ("t0007", 1)
-    assert shop.delays.policies.list(queue="t0007") == []

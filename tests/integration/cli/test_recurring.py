@@ -1,9 +1,10 @@
-"""Test the commands `recurring …`."""
+"""Test the commands `recurring …` and `import`."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import subprocess
 import sys
@@ -20,7 +21,6 @@ from delaytasks.runtime import runtime_of
 from tests.integration.cli.project import HOSTILE, ROOT, Project
 
 DAILY = ("--cron", "0 9 * * mon-fri", "--tz", "Europe/Berlin")
-AFTER = ("--after", "2027-03-26T12:00:00Z")
 
 
 def names(shop: Project) -> list[str]:
@@ -68,26 +68,30 @@ def test_meta_is_given_as_pairs(shop: Project) -> None:
 
 def test_pause_resume_and_run(shop: Project) -> None:
     shop("recurring", "set", "r", "ok", "--every", "1h", "--overlap", "skip", "--jitter", "5m")
-    assert shop.json("recurring", "pause", "r")["is_paused"]
+    assert shop.json("pause", "--recurring", "r", "--actor", "ann")["is_paused"]
     assert "paused" in shop("recurring", "list").stdout
-    assert not shop.json("recurring", "resume", "r")["is_paused"]
+    assert not shop.json("resume", "--recurring", "r")["is_paused"]
     task = shop.json("recurring", "run", "r")
     assert task["key"].startswith("r@")
     assert shop.delays.get(task["id"]).tag == "ok"
 
 
-def test_next_shows_the_change_of_the_clocks(shop: Project) -> None:
-    shop("recurring", "set", "r", "ok", "--cron", "30 2 * * *", "--tz", "Europe/Berlin")
-    shown = shop("recurring", "next", "r", "--count", "3", *AFTER).stdout.splitlines()
-    assert shown == [
-        "2027-03-27T01:30:00Z  Sat 2027-03-27 02:30:00 CET",
-        "2027-03-28T01:00:00Z  Sun 2027-03-28 03:00:00 CEST",
-        "2027-03-29T00:30:00Z  Mon 2027-03-29 02:30:00 CEST",
-    ]
-    timing = ("--cron", "30 2 * * *", "--tz", "Europe/Berlin")
-    preview = shop.json("recurring", "next", *timing, "--count", "3", *AFTER)
-    assert preview == [line.split()[0] for line in shown]
-    assert len(shop.json("recurring", "next", "--every", "5m")) == 5
+def test_schedules_are_found_by_name_and_by_the_beginning_of_their_names(shop: Project) -> None:
+    for name in ("eu-1", "eu-2", "us-1"):
+        shop("recurring", "set", name, "ok", "--every", "1h")
+    found = shop.json("recurring", "list", "eu-*")
+    assert [schedule["name"] for schedule in found] == ["eu-1", "eu-2"]
+    [one] = shop.json("recurring", "list", "us-1")
+    assert one["name"] == "us-1"
+
+
+def test_the_next_occurrences_are_shown_in_utc_and_in_the_zone(shop: Project) -> None:
+    shop("recurring", "set", "r", "ok", "--cron", "30 2 * * *", "--tz", "Asia/Tokyo")
+    shown = shop("recurring", "list", "r", "--next", "3").stdout.splitlines()
+    assert all(re.fullmatch(r"\S+T17:30:00Z  \w{3} \S+ 02:30:00 JST", line) for line in shown)
+    instants = shop.json("recurring", "list", "r", "--next", "3")
+    assert instants == [line.split()[0] for line in shown]
+    assert len({*instants}) == 3
 
 
 @pytest.mark.parametrize(
@@ -98,8 +102,8 @@ def test_next_shows_the_change_of_the_clocks(shop: Project) -> None:
         (("set", "r", "ok", "--every", "5 apples"), "every"),
         (("set", "r", "ok", "--every", "5m", "--missed", "never"), "missed"),
         (("set", "r", "ok", "{", "--every", "5m"), "body"),
-        (("next",), "UsageError"),
-        (("next", "r", "--every", "5m"), "UsageError"),
+        (("list", "--next", "3"), "UsageError"),
+        (("list", "r*", "--next", "3"), "UsageError"),
     ],
 )
 def test_wrong_usage_is_refused(shop: Project, arguments: Any, kind: str) -> None:
@@ -108,8 +112,9 @@ def test_wrong_usage_is_refused(shop: Project, arguments: Any, kind: str) -> Non
 
 
 def test_an_unknown_name_is_an_error(shop: Project) -> None:
-    for command in ("pause", "resume", "run", "remove", "next"):
-        found = shop.error("recurring", command, "nobody", exit_code=1)
+    commands = [["recurring", name, "nobody"] for name in ("list", "run", "remove")]
+    for command in [*commands, *([name, "--recurring", "nobody"] for name in ("pause", "resume"))]:
+        found = shop.error(*command, exit_code=1)
         assert found["type"] == "TaskNotFoundError"
 
 
@@ -139,9 +144,9 @@ BEAT = {
 
 def test_beats_schedule_is_imported_and_again_without_effect(shop: Project) -> None:
     shop.delays._celery.conf.beat_schedule = BEAT
-    dry = {entry["name"]: entry for entry in shop.json("recurring", "import", "beat", "--dry-run")}
+    dry = {entry["name"]: entry for entry in shop.json("import", "beat", "--dry-run")}
     assert names(shop) == []
-    done = {entry["name"]: entry for entry in shop.json("recurring", "import", "beat")}
+    done = {entry["name"]: entry for entry in shop.json("import", "beat")}
     assert done == dry
     refused = {name for name, entry in done.items() if entry["result"] == "refused"}
     assert refused == {"bad args", "fraction"}
@@ -162,9 +167,9 @@ def test_beats_schedule_is_imported_and_again_without_effect(shop: Project) -> N
         "options": {},
     }
     assert stored["daily"]["body"]["options"] == {"queue": "reports", "expires": 60}
-    again = shop.json("recurring", "import", "beat")
+    again = shop.json("import", "beat")
     assert {entry["result"] for entry in again} == {"unchanged", "refused"}
-    assert "5 schedules are stored, and 2 refused" in shop("recurring", "import", "beat").stderr
+    assert "5 schedules are stored, and 2 refused" in shop("import", "beat").stderr
 
 
 def test_redbeats_keys_are_imported(shop: Project, redis_url: str) -> None:
@@ -183,7 +188,7 @@ def test_redbeats_keys_are_imported(shop: Project, redis_url: str) -> None:
     for entry in entries:
         entry.save()
     try:
-        done = {entry["name"]: entry for entry in shop.json("recurring", "import", "redbeat")}
+        done = {entry["name"]: entry for entry in shop.json("import", "redbeat")}
     finally:
         with Redis.from_url(redis_url) as redis:
             redis.delete(*redis.keys(f"{prefix}*"))
@@ -219,7 +224,7 @@ new(name="each", task="shop.poll", interval=interval, args="[1]", kwargs='{"a": 
 new(name="night", task="shop.poll", crontab=cron, enabled=False)
 new(name="once", task="shop.poll", clocked=clocked, one_off=True)
 from delaytasks.cli.main import main
-main(["-A", "shop_of_cli_tests", "recurring", "import", "django", "--json"], prog_name="delaytasks")
+main(["-A", "shop_of_cli_tests", "import", "django", "--json"], prog_name="delaytasks")
 """
 
 
