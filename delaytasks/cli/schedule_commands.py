@@ -6,10 +6,12 @@ import difflib
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from datetime import datetime, timedelta
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 import click
 
@@ -34,16 +36,14 @@ from delaytasks.client import DelayTasks
 from delaytasks.core.errors import DelayTaskError, InvalidInputError
 from delaytasks.core.ids import check_id
 from delaytasks.core.inputs import parse_duration, show_timing
-from delaytasks.core.task import DelayedTask, NewTask, OnConflict
+from delaytasks.core.task import NewTask, OnConflict
 from delaytasks.recurrence.definition import RecurringSchedule
 from delaytasks.recurrence.imports import SOURCES, import_entries
 from delaytasks.recurrence.timing import zone_of
 from delaytasks.runtime import runtime_of
+from delaytasks.scheduling import producer
 
-if TYPE_CHECKING:
-    from rich.progress import Progress
-
-
+T = TypeVar("T")
 _LINE_FIELDS = NewTask._fields
 
 
@@ -172,75 +172,55 @@ def _parse(text: str, what: str, remedy: str) -> Any:
 # -- many -----------------------------------------------------------------------------------------
 
 
-def _schedule_many(cli: Cli, file: BinaryIO, on_conflict: OnConflict, **defaults: Any) -> None:
+def _schedule_many(cli: Cli, file: BinaryIO, **shared: Any) -> None:
     cli.import_processors()
-    delays = cli.delays
+    scheduled, lines = 0, enumerate(file, 1)
     with moved_bar(cli, "scheduled") as progress:
-        lines = _Lines(file, defaults, progress)
-        try:
-            delays.schedule_many(lines, on_conflict=on_conflict, on_batch=lines.written)
-        except DelayTaskError as error:
-            raise lines.located(error, delays, on_conflict) from error
-    cli.answer({"scheduled": lines.scheduled}, f"scheduled {count(lines.scheduled, 'task')}")
+        bar = progress.add_task("", total=_size(file), moved=0)
+        while batch := [*islice(lines, producer.BULK)]:
+            try:
+                scheduled += _schedule_batch(cli.delays, batch, **shared)
+            except DelayTaskError as error:
+                first, last = batch[0][0], batch[-1][0]
+                done = f"{count(scheduled, 'task')} scheduled, those before line {first}"
+                if not isinstance(error, InvalidInputError):
+                    done += f", and perhaps some of lines {first} to {last}"
+                elif not scheduled:
+                    done = "nothing was scheduled"
+                error.args = (f"{error}; {done}", *error.args[1:])
+                raise
+            progress.update(bar, advance=sum(len(raw) for _, raw in batch), moved=scheduled)
+    cli.answer({"scheduled": scheduled}, f"scheduled {count(scheduled, 'task')}")
     cli.note_broker_away()
 
 
-class _Lines:
-    """The tasks of a file.
+def _schedule_batch(
+    delays: DelayTasks, batch: list[tuple[int, bytes]], on_conflict: OnConflict, **defaults: Any
+) -> int:
+    """Schedule the tasks of some numbered lines, all or none. Return the number of new tasks."""
+    defaults["body"] = None
+    tasks = {
+        number: _at_line(number, partial(_task, raw, defaults))
+        for number, raw in batch
+        if raw.strip()
+    }
+    try:
+        return delays.schedule_many(tasks.values(), on_conflict=on_conflict)
+    except InvalidInputError:
+        # A whole batch is checked before it is written: find the wrong task.
+        build = runtime_of(delays).producer.build
+        for number, task in tasks.items():
+            _at_line(number, partial(build, [task], on_conflict))
+        raise
 
-    It counts the lines that were written, so that an error can name the line with which to go on.
-    """
 
-    def __init__(self, file: BinaryIO, defaults: dict[str, Any], progress: Progress) -> None:
-        self._file = file
-        self._defaults = {"body": None, **defaults}
-        self._progress = progress
-        self._bar = progress.add_task("", total=_size(file), moved=0)
-        #: The tasks that are not written yet, each with its line.
-        self._waiting: list[tuple[int, NewTask]] = []
-        self._number = self.scheduled = 0
-        self._is_batch_written = False
-
-    def __iter__(self) -> Iterator[NewTask]:
-        for raw in self._file:
-            self._number += 1
-            self._progress.advance(self._bar, len(raw))
-            if self._is_batch_written:  # the batches are written before the next line is read
-                self._waiting.clear()
-                self._is_batch_written = False
-            if raw.strip():
-                try:
-                    task = _task(raw, self._defaults)
-                except InvalidInputError as error:
-                    raise _at_line(self._number, error) from error
-                self._waiting.append((self._number, task))
-                yield task
-
-    def written(self, tasks: Sequence[DelayedTask]) -> None:
-        self.scheduled += len(tasks)
-        self._is_batch_written = True
-        self._progress.update(self._bar, moved=self.scheduled)
-
-    def located(
-        self, error: DelayTaskError, delays: DelayTasks, on_conflict: OnConflict
-    ) -> DelayTaskError:
-        """Return the error with its line and the number of tasks that were written before it."""
-        first = self._waiting[0][0] if self._waiting else self._number
-        done = f"{count(self.scheduled, 'task')} scheduled, those before line {first}"
-        if not isinstance(error, InvalidInputError):
-            done += f", and perhaps some of lines {first} to {self._number}"
-        else:
-            if not str(error).startswith("line "):
-                # The producer checks a whole batch before it writes: find the wrong task.
-                for number, new in self._waiting:
-                    try:
-                        runtime_of(delays).producer.build([new], on_conflict)
-                    except InvalidInputError:
-                        _at_line(number, error)
-                        break
-            done = done if self.scheduled else "nothing was scheduled"
-        error.args = (f"{error}; {done}", *error.args[1:])
-        return error
+def _at_line(number: int, make: Callable[[], T]) -> T:
+    """Return the result of `make`. An error of the input names the line."""
+    try:
+        return make()
+    except InvalidInputError as error:
+        error.args = (f"line {number}: {error}", *error.args[1:])
+        raise
 
 
 def _task(raw: bytes, defaults: dict[str, Any]) -> NewTask:
@@ -269,11 +249,6 @@ def _task(raw: bytes, defaults: dict[str, Any]) -> NewTask:
         raise InvalidInputError(f"at is an instant in quotes, not {at!r:.40}", "at")
     instant = None if at is None else parse_instant(at)
     return NewTask(**{**defaults, **values, "at": instant})
-
-
-def _at_line(number: int, error: DelayTaskError) -> DelayTaskError:
-    error.args = (f"line {number}: {error}", *error.args[1:])
-    return error
 
 
 def _size(file: BinaryIO) -> int | None:
