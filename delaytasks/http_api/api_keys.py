@@ -1,12 +1,11 @@
 """The keys of the HTTP API, their scopes, and the limit of their requests.
 
-Only salted hashes of keys are stored.
+Only hashes of keys are stored.
 """
 
 from __future__ import annotations
 
 import hashlib
-import hmac
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -116,22 +115,16 @@ class ApiKeys:
 
     def __init__(self, entries: Mapping[str, Mapping[str, Any]]) -> None:
         self.entries = entries
-        self._known: dict[str, tuple[ApiKey, bytes, str]] = {}
+        self._by_hash: dict[str, ApiKey] = {}
         for name, entry in entries.items():
             try:
                 key = ApiKey(check_actor(name), Scopes.of(entry["scopes"]))
-                self._known[entry["id"]] = key, str(entry["salt"]).encode(), str(entry["hash"])
+                self._by_hash[str(entry["hash"])] = key
             except (KeyError, TypeError, AttributeError) as error:
                 raise ConfigError(f"the API key {name!r:.60} is incomplete: {error!r}") from error
 
     def find(self, presented: str) -> ApiKey | None:
-        prefix, _, rest = presented.partition("_")
-        id, _, secret = rest.partition("_")
-        found = self._known.get(id)
-        if found is None or prefix != KEY_PREFIX:
-            return None
-        key, salt, hashed = found
-        return key if hmac.compare_digest(_hash(salt, secret), hashed) else None
+        return self._by_hash.get(_hash(presented))
 
 
 class ApiKeyFile:
@@ -186,18 +179,17 @@ def new_entry(scopes: Sequence[str]) -> tuple[str, dict[str, Any]]:
         `read`, `operate` and `schedule:PATTERN`.
     """
     Scopes.of(scopes)  # raises the error of a wrong scope
-    id, secret, salt = secrets.token_hex(4), secrets.token_urlsafe(32), secrets.token_hex(16)
-    entry = {"id": id, "salt": salt, "hash": _hash(salt.encode(), secret), "scopes": list(scopes)}
-    return f"{KEY_PREFIX}_{id}_{secret}", entry
+    key = f"{KEY_PREFIX}_{secrets.token_urlsafe(32)}"
+    return key, {"hash": _hash(key), "scopes": list(scopes)}
 
 
 def _read_keys(document: Any) -> ApiKeys:
     return ApiKeys(document["keys"])
 
 
-def _hash(salt: bytes, secret: str) -> str:
-    # A secret of 256 random bits cannot be guessed, so a slow hash would add only load.
-    return hashlib.sha256(salt + secret.encode(errors="surrogateescape")).hexdigest()
+def _hash(key: str) -> str:
+    # A key of 256 random bits cannot be guessed, so a salt or a slow hash would add nothing.
+    return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()
 
 
 class RequestLimit:

@@ -1,8 +1,4 @@
-"""The JSON Schemas of parameters, requests and responses, and the check of values by them.
-
-The schemas use only the keywords that `check_value` checks, so a request that contradicts the
-OpenAPI document is refused.
-"""
+"""The JSON Schemas of parameters, requests and responses, and the check of values by them."""
 
 from __future__ import annotations
 
@@ -21,7 +17,10 @@ from delaytasks.core.inputs import (
     TAG_LENGTH,
 )
 from delaytasks.core.states import Status
-from delaytasks.core.text import shown
+from delaytasks.core.text import needs_extra
+
+with needs_extra("api", "the HTTP API"):
+    from jsonschema import Draft202012Validator
 
 JSONSchema = Mapping[str, Any]
 
@@ -270,15 +269,8 @@ COMPONENTS: dict[str, dict[str, Any]] = {
 
 # -- check ----------------------------------------------------------------------------------------
 
-_PYTHON_TYPES: dict[str, tuple[type, ...]] = {
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "array": (list,),
-    "object": (dict,),
-    "null": (type(None),),
-}
+#: The most characters of a message, which may quote the value.
+MESSAGE_LENGTH = 300
 
 
 def check_value(value: Any, schema: JSONSchema, name: str) -> None:
@@ -289,66 +281,14 @@ def check_value(value: Any, schema: JSONSchema, name: str) -> None:
     name
         The place of the value, for the message.
     """
-    _check_type(value, schema, name)
-    if "enum" in schema and value not in schema["enum"]:
-        raise _wrong(f"{name} is one of {schema['enum']}, not {shown(value)}", name)
-    if isinstance(value, str):
-        _check_text(value, schema, name)
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        _check_size(value, schema.get("minimum"), schema.get("maximum"), name)
-    elif isinstance(value, list):
-        _check_size(len(value), schema.get("minItems"), schema.get("maxItems"), f"length of {name}")
-        for index, item in enumerate(value):
-            check_value(item, schema.get("items", {}), f"{name}[{index}]")
-    elif isinstance(value, dict):
-        _check_object(value, schema, name)
-
-
-def _check_type(value: Any, schema: JSONSchema, name: str) -> None:
-    if "type" not in schema:
+    error = next(Draft202012Validator(schema).iter_errors(value), None)
+    if error is None:
         return
-    names = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
-    for each in names:
-        # True is an int in Python, and no number in JSON.
-        is_number = each in ("integer", "number")
-        if isinstance(value, _PYTHON_TYPES[each]) and not (is_number and isinstance(value, bool)):
-            return
-    raise _wrong(f"{name} is of type {' or '.join(names)}, not {shown(value)}", name)
-
-
-def _check_text(value: str, schema: JSONSchema, name: str) -> None:
-    longest = schema.get("maxLength")
-    _check_size(len(value), schema.get("minLength"), longest, f"length of {name}")
-    pattern = schema.get("pattern")
-    if pattern is not None and not re.search(pattern, value):
-        raise _wrong(f"{name} does not match {pattern}: {shown(value)}", name)
-
-
-def _check_size(size: float, least: float | None, most: float | None, name: str) -> None:
-    if least is not None and size < least:
-        raise _wrong(f"the {name} is at least {least}", name)
-    if most is not None and size > most:
-        raise _wrong(f"the {name} is at most {most}", name)
-
-
-def _check_object(value: Mapping[str, Any], schema: JSONSchema, name: str) -> None:
-    properties: Mapping[str, JSONSchema] = schema.get("properties", {})
-    others = schema.get("additionalProperties", {})
-    for required in schema.get("required", ()):
-        if required not in value:
-            raise InvalidInputError(f"{name} has no {required!r}", required)
-    for key, item in value.items():
-        if key in properties:
-            check_value(item, properties[key], f"{name}.{key}")
-        elif others is False:
-            known = ", ".join(properties) or "none"
-            raise InvalidInputError(
-                f"{name} has an unknown name {shown(key)} (known: {known})", key
-            )
-        else:
-            check_value(item, others, f"{name}[{shown(key)}]")
-
-
-def _wrong(fact: str, place: str) -> InvalidInputError:
-    """Return the error about a place such as `the body.tasks[3].tag`, whose argument is `tag`."""
-    return InvalidInputError(fact, re.split(r"[ .]", re.sub(r"\[.*?\]", "", place))[-1])
+    path = [each for each in error.path if isinstance(each, str)]
+    argument = path[-1] if path else re.split(r"[ .]", name)[-1]
+    if error.validator == "required":
+        argument = next(each for each in error.validator_value if each not in error.instance)
+    elif error.validator == "additionalProperties":
+        argument = next(each for each in error.instance if each not in error.schema["properties"])
+    place = ".".join([name, *path])
+    raise InvalidInputError(f"{place}: {error.message}"[:MESSAGE_LENGTH], argument)

@@ -75,20 +75,19 @@ def test_no_key_schedules_tasks_that_send_messages(shop: ApiCaller, tag: str) ->
 
 
 def presented(kind: str, key: str) -> dict[str, str]:
-    id = key.split("_")[1]
     return {
         "none": {},
         "basic": {"Authorization": f"Basic {key}"},
         "empty": {"Authorization": "Bearer "},
-        "unknown id": {"Authorization": "Bearer dtk_00000000_secret"},
-        "wrong secret": {"Authorization": f"Bearer dtk_{id}_secret"},
+        "wrong secret": {"Authorization": "Bearer dtk_secret"},
+        "cut": {"Authorization": f"Bearer {key[:-1]}"},
         "other prefix": {"Authorization": f"Bearer {key.replace('dtk', 'xyz', 1)}"},
-        "not ascii": {"Authorization": f"Bearer dtk_{id}_\xe4\xff"},
+        "not ascii": {"Authorization": "Bearer dtk_\xe4\xff"},
     }[kind]
 
 
 @pytest.mark.parametrize(
-    "kind", ["none", "basic", "empty", "unknown id", "wrong secret", "other prefix", "not ascii"]
+    "kind", ["none", "basic", "empty", "wrong secret", "cut", "other prefix", "not ascii"]
 )
 def test_a_request_without_a_known_key_is_refused(site: ApiSite, kind: str) -> None:
     key, _ = site.keys.create("shop", ["read"])
@@ -109,7 +108,7 @@ def test_a_removed_key_is_refused_with_the_next_request(site: ApiSite) -> None:
 def test_the_file_has_no_key_and_belongs_to_its_owner(tmp_path: Path) -> None:
     file = ApiKeyFile(tmp_path / "data" / "api-keys.json")
     key, entry = file.create("shop", ["schedule:order.*"])
-    secret = key.split("_", 2)[2]
+    secret = key.removeprefix("dtk_")
     assert len(secret) >= 40
     assert secret not in file.path.read_text() + str(entry)
     assert stat.S_IMODE(file.path.stat().st_mode) == 0o600
