@@ -1,0 +1,89 @@
+"""Use delaytasks in web frameworks and in tests.
+
+The type checkers find nothing but the errors that are marked. No test runs this module.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from pathlib import Path
+
+import pytest
+from fastapi import FastAPI
+from flask import Flask
+from typing_extensions import assert_type
+
+from delaytasks import DelayedTask, DelayTasks
+from delaytasks.console.application import make_console
+from delaytasks.console.viewers import Role, UserFile, Viewer
+from delaytasks.contrib import asgi, fastapi
+from delaytasks.contrib import flask as flask_mounts
+from delaytasks.contrib.fastapi import delays_lifespan
+from delaytasks.contrib.flask import FlaskDelays
+from delaytasks.http_api.api_keys import ApiKeyFile, ApiKeys, new_entry
+from delaytasks.http_api.routes import make_api
+from delaytasks.testing import ANY, DelaysTester, Run, SentTask, create_tables
+from delaytasks.webhooks import Received, verify, webhook
+
+app = Flask("shop")
+delays = FlaskDelays(app)
+web = FastAPI(lifespan=delays_lifespan(delays))
+
+
+def viewer(request: object) -> Viewer | None:
+    return Viewer("ann", Role.OPERATE)
+
+
+console = make_console(delays, viewer, secret_key="secret")
+alone = make_console(delays, UserFile(Path("console-users.json")))
+key, entry = new_entry(["read"])
+api = make_api(delays, ApiKeys({"shop": entry}), requests_per_s=10)
+flask_mounts.mount(app, "/delays", console)
+fastapi.mount(web, "/delays", make_api(delays, ApiKeyFile(Path("api-keys.json"))))
+server_app = asgi.mount(web, "/console", alone)
+
+
+@app.post("/closed")
+@webhook("whsec_c2VjcmV0")
+def closed(callback: Received) -> tuple[str, int]:
+    return callback.id, 200
+
+
+@web.post("/aclosed")
+@webhook(["whsec_c2VjcmV0"])
+async def aclosed(callback: Received) -> dict[str, str]:
+    return {"id": callback.id}
+
+
+assert_type(verify(b"", {}, "whsec_c2VjcmV0"), Received)
+
+
+@pytest.mark.delays(run_inline=True)
+def test_an_order_is_closed(delays: DelayTasks, delays_tester: DelaysTester) -> None:
+    assert_type(delays_tester.scheduled("order.close"), list[DelayedTask])
+    assert_type(delays_tester.assert_scheduled("order.close", body=ANY, within="30m"), DelayedTask)
+    delays_tester.assert_not_scheduled("order.close", key="8")
+    assert_type(delays_tester.run_due(), list[Run])
+    assert_type(delays_tester.fast_forward("1h", raises=False), list[Run])
+    delays_tester.travel_to(datetime(2027, 1, 1, tzinfo=timezone.utc))
+    delays_tester.move_with(None)
+    assert_type(delays_tester.runs, list[Run])
+    assert_type(delays_tester.now, datetime)
+    assert_type(delays_tester.sent_tasks, list[SentTask])
+    assert_type(len(delays_tester.sent_messages), int)
+    assert_type([each.url for each in delays_tester.sent_callbacks], list[str])
+    delays_tester.clear()
+    create_tables(object(), delays)
+
+
+async def test_asynchronously(delays_tester: DelaysTester) -> None:
+    assert_type(await delays_tester.ascheduled("order.close"), list[DelayedTask])
+    assert_type(await delays_tester.aassert_scheduled("order.close", key="7"), DelayedTask)
+    await delays_tester.aassert_not_scheduled("order.close", key="8")
+    assert_type(await delays_tester.arun_due(), list[Run])
+    assert_type(await delays_tester.afast_forward("1h"), list[Run])
+
+
+with DelaysTester(delays, bind=None, run_inline=True) as tester:
+    tester.stop()
+    assert_type(tester.start(), DelaysTester)
