@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
@@ -20,16 +21,15 @@ from delaytasks.runtime import runtime_of
 
 def install(app: Flask) -> None:
     app.add_url_rule("/policies", view_func=policies)
-    app.add_url_rule("/policies/pause", view_func=pause, methods=["POST"])
-    app.add_url_rule("/policies/resume", view_func=resume, methods=["POST"])
     app.add_url_rule("/policies/limits", view_func=set_limits, methods=["POST"])
-    app.add_url_rule("/policies/remove", view_func=remove_policy, methods=["POST"])
+    for name in POLICY_BUTTONS:
+        path = f"/policies/{name.removesuffix('_policy')}"
+        app.add_url_rule(path, name, _policy_button(name), methods=["POST"])
     app.add_url_rule("/recurring", view_func=recurring)
     app.add_url_rule("/recurring", view_func=set_recurring, methods=["POST"])
-    app.add_url_rule("/recurring/pause", view_func=pause_recurring, methods=["POST"])
-    app.add_url_rule("/recurring/resume", view_func=resume_recurring, methods=["POST"])
-    app.add_url_rule("/recurring/run", view_func=run_recurring, methods=["POST"])
-    app.add_url_rule("/recurring/remove", view_func=remove_recurring, methods=["POST"])
+    for name in RECURRING_BUTTONS:
+        path = f"/recurring/{name.removesuffix('_recurring')}"
+        app.add_url_rule(path, name, _recurring_button(name), methods=["POST"])
 
 
 @requires(Role.VIEW)
@@ -53,28 +53,29 @@ def _named() -> dict[str, Any]:
     return {kind: name}
 
 
-@requires(Role.OPERATE)
-def pause() -> Response:
-    named, delays = _named(), state().delays
-
-    until = request.form.get("until", "").strip() or None
-
-    def do() -> str:
-        policy = delays.policies.pause(**named, until=until, actor=viewer().name)
-        return f"The {policy.kind} {policy.name} is paused. Tasks that run will finish."
-
-    return act("pause", named | ({"until": until} if until else {}), do)
+#: The role and the sentence for the viewer.
+POLICY_BUTTONS = {
+    "pause": (Role.OPERATE, "The {0.kind} {0.name} is paused. Tasks that run will finish."),
+    "resume": (Role.OPERATE, "The {0.kind} {0.name} continues."),
+    "remove_policy": (Role.ADMIN, "The pause and the limits of the {0.kind} {0.name} are removed."),
+}
 
 
-@requires(Role.OPERATE)
-def resume() -> Response:
-    named, delays = _named(), state().delays
+def _policy_button(name: str) -> Callable[[], Response]:
+    (role, sentence), method = POLICY_BUTTONS[name], name.removesuffix("_policy")
 
-    def do() -> str:
-        policy = delays.policies.resume(**named, actor=viewer().name)
-        return f"The {policy.kind} {policy.name} continues."
+    @requires(role)
+    def press() -> Response:
+        until = request.form.get("until", "").strip()
+        what = _named() | ({"until": until} if until else {})
 
-    return act("resume", named, do)
+        def do() -> str:
+            done = getattr(state().delays.policies, method)(**what, actor=viewer().name)
+            return sentence.format(done)
+
+        return act(name, what, do)
+
+    return press
 
 
 @requires(Role.ADMIN)
@@ -109,17 +110,6 @@ def _limit(name: str, text: str) -> Any:
     if not text.isdigit():
         raise InvalidInputError(f"{name} is a number, not {text!r:.40}", name)
     return int(text)
-
-
-@requires(Role.ADMIN)
-def remove_policy() -> Response:
-    named, delays = _named(), state().delays
-
-    def do() -> str:
-        policy = delays.policies.remove(**named, actor=viewer().name)
-        return f"The pause and the limits of the {policy.kind} {policy.name} are removed."
-
-    return act("remove_policy", named, do)
 
 
 SCHEDULES_PER_PAGE = 100
@@ -165,47 +155,32 @@ def _name() -> str:
     return name
 
 
-@requires(Role.OPERATE)
-def pause_recurring() -> Response:
-    name, schedules = _name(), state().delays.recurring
-
-    def do() -> str:
-        schedules.pause(name, actor=viewer().name)
-        return f"The schedule {name} is paused."
-
-    return act("pause_recurring", {"recurring": name}, do)
+#: The role and the sentence for the viewer.
+RECURRING_BUTTONS = {
+    "pause_recurring": (Role.OPERATE, "The schedule {name} is paused."),
+    "resume_recurring": (Role.OPERATE, "The schedule {name} continues with its next occurrence."),
+    "run_recurring": (Role.OPERATE, "The task {done.id} of the schedule {name} is due now."),
+    "remove_recurring": (Role.ADMIN, "The schedule {name} is removed."),
+}
 
 
-@requires(Role.OPERATE)
-def resume_recurring() -> Response:
-    name, schedules = _name(), state().delays.recurring
+def _recurring_button(button: str) -> Callable[[], Response]:
+    (role, sentence), word = RECURRING_BUTTONS[button], button.removesuffix("_recurring")
 
-    def do() -> str:
-        schedules.resume(name, actor=viewer().name)
-        return f"The schedule {name} continues with its next occurrence."
+    @requires(role)
+    def press() -> Response:
+        name = _name()
 
-    return act("resume_recurring", {"recurring": name}, do)
+        def do() -> str:
+            schedules = state().delays.recurring
+            if word == "run":
+                return sentence.format(name=name, done=schedules.schedule_now(name))
+            getattr(schedules, word)(name, actor=viewer().name)
+            return sentence.format(name=name)
 
+        return act(button, {"recurring": name}, do)
 
-@requires(Role.OPERATE)
-def run_recurring() -> Response:
-    name, schedules = _name(), state().delays.recurring
-
-    def do() -> str:
-        return f"The task {schedules.schedule_now(name).id} of the schedule {name} is due now."
-
-    return act("run_recurring", {"recurring": name}, do)
-
-
-@requires(Role.ADMIN)
-def remove_recurring() -> Response:
-    name, schedules = _name(), state().delays.recurring
-
-    def do() -> str:
-        schedules.remove(name, actor=viewer().name)
-        return f"The schedule {name} is removed."
-
-    return act("remove_recurring", {"recurring": name}, do)
+    return press
 
 
 @requires(Role.ADMIN)

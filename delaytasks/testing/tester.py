@@ -436,18 +436,109 @@ def _raise_failures(runs: Sequence[Run]) -> None:
     raise error
 
 
-class TesterPart:
-    """A part of `DelaysTester`."""
+def create_tables(connection: Any, delays: DelayTasks | None = None) -> None:
+    """Create the tables of delaytasks that do not exist, without migrations.
 
-    def __init__(self, instance: InstanceInTest) -> None:
-        self._instance = instance
+    Parameters
+    ----------
+    connection
+        A SQLAlchemy Connection. Its transaction is not committed.
+    delays
+        The instance. By default that of the process.
+
+    Examples
+    --------
+    >>> create_tables(db.session.connection())
+    """
+    runtime_of(delays or current_delays()).store.schema.metadata.create_all(connection)
 
 
-# -- The methods of `DelaysTester` that look at scheduled tasks -----------------------------------
+class DelaysTester:
+    """Runs the tasks of a `DelayTasks` in a test, without a broker and without waiting.
 
+    Inside the `with` block, or between `start` and `stop`, the instance writes and runs tasks with
+    the same code as in production. Only the clock, the broker and HTTP callbacks are replaced.
 
-class TaskAssertions(TesterPart):
-    """Finds scheduled tasks, and fails if they are not as expected."""
+    Parameters
+    ----------
+    delays
+        The instance. By default the one of the Django project, of the Flask app, or of the
+        current Celery app.
+    bind
+        The SQLAlchemy Engine, Connection or Session of the test, or an asynchronous one. All
+        statements run on it, and in its transaction, which the test rolls back at the end.
+        Without it, the tester uses the database of the settings and commits. With Django, it
+        always uses Django's connection.
+    run_inline
+        Run each task when its transaction is committed, whatever its delay.
+
+    Examples
+    --------
+    >>> with DelaysTester(delays) as tester:
+    ...     place_order(7)
+    ...     tester.assert_scheduled("order.close", key="7", within="30m")
+    ...     tester.fast_forward("30m")
+    """
+
+    def __init__(
+        self, delays: DelayTasks | None = None, *, bind: Any = None, run_inline: bool = False
+    ) -> None:
+        self._instance = instance = InstanceInTest(
+            delays if delays is not None else current_delays(),
+            None if bind is None else source_of(bind),
+            run_inline,
+        )
+        #: The Celery tasks that waited as rows and were sent, in their order.
+        self.sent_tasks: list[SentTask] = instance.sent_tasks
+        #: The HTTP callbacks that were sent.
+        self.sent_callbacks: list[Callback] = instance.sent_callbacks
+        #: The messages to queues that were sent.
+        self.sent_messages: list[Message] = instance.sent_messages
+
+    def start(self) -> Self:
+        """Begin the test. `with` calls this.
+
+        Returns
+        -------
+        DelaysTester
+            This object.
+
+        Examples
+        --------
+        >>> class OrderTest(TestCase):
+        ...     def setUp(self):
+        ...         self.delays = DelaysTester().start()
+        ...         self.addCleanup(self.delays.stop)
+        """
+        self._instance.start()
+        return self
+
+    def stop(self) -> None:
+        """End the test: the instance is again as it was before `start`.
+
+        Examples
+        --------
+        >>> tester.stop()
+        """
+        self._instance.stop()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def clear(self) -> None:
+        """Delete all tasks, schedules and policies, for tests whose transactions are committed.
+
+        Examples
+        --------
+        >>> tester.clear()
+        """
+        self._instance.require_started()
+        runtime_of(self._instance.delays).store.clear()
+
+    # -- look at scheduled tasks -------------------------------------------------------------------
 
     def scheduled(
         self,
@@ -589,12 +680,7 @@ class TaskAssertions(TesterPart):
         __tracebackhide__ = True
         await self._instance.awaited(partial(self.assert_not_scheduled, tag, **expected))
 
-
-# -- The methods of `DelaysTester` that run tasks -------------------------------------------------
-
-
-class TaskRuns(TesterPart):
-    """Runs the tasks that are due."""
+    # -- run tasks ---------------------------------------------------------------------------------
 
     @property
     def runs(self) -> list[Run]:
@@ -683,12 +769,7 @@ class TaskRuns(TesterPart):
         __tracebackhide__ = True
         return await self._instance.awaited(partial(self.fast_forward, delay, raises=raises))
 
-
-# -- The methods of `DelaysTester` that read and set the time of the test -------------------------
-
-
-class TimeTravel(TesterPart):
-    """Reads and sets the time of the test."""
+    # -- the time of the test ----------------------------------------------------------------------
 
     @property
     def now(self) -> datetime:
@@ -731,107 +812,3 @@ class TimeTravel(TesterPart):
         ...     tester.fast_forward("1d")
         """
         self._instance.time.move_with(traveller)
-
-
-def create_tables(connection: Any, delays: DelayTasks | None = None) -> None:
-    """Create the tables of delaytasks that do not exist, without migrations.
-
-    Parameters
-    ----------
-    connection
-        A SQLAlchemy Connection. Its transaction is not committed.
-    delays
-        The instance. By default that of the process.
-
-    Examples
-    --------
-    >>> create_tables(db.session.connection())
-    """
-    runtime_of(delays or current_delays()).store.schema.metadata.create_all(connection)
-
-
-class DelaysTester(TaskAssertions, TaskRuns, TimeTravel):
-    """Runs the tasks of a `DelayTasks` in a test, without a broker and without waiting.
-
-    Inside the `with` block, or between `start` and `stop`, the instance writes and runs tasks with
-    the same code as in production. Only the clock, the broker and HTTP callbacks are replaced.
-
-    Parameters
-    ----------
-    delays
-        The instance. By default the one of the Django project, of the Flask app, or of the
-        current Celery app.
-    bind
-        The SQLAlchemy Engine, Connection or Session of the test, or an asynchronous one. All
-        statements run on it, and in its transaction, which the test rolls back at the end.
-        Without it, the tester uses the database of the settings and commits. With Django, it
-        always uses Django's connection.
-    run_inline
-        Run each task when its transaction is committed, whatever its delay.
-
-    Examples
-    --------
-    >>> with DelaysTester(delays) as tester:
-    ...     place_order(7)
-    ...     tester.assert_scheduled("order.close", key="7", within="30m")
-    ...     tester.fast_forward("30m")
-    """
-
-    def __init__(
-        self, delays: DelayTasks | None = None, *, bind: Any = None, run_inline: bool = False
-    ) -> None:
-        instance = InstanceInTest(
-            delays if delays is not None else current_delays(),
-            None if bind is None else source_of(bind),
-            run_inline,
-        )
-        super().__init__(instance)
-        #: The Celery tasks that waited as rows and were sent, in their order.
-        self.sent_tasks: list[SentTask] = instance.sent_tasks
-        #: The HTTP callbacks that were sent.
-        self.sent_callbacks: list[Callback] = instance.sent_callbacks
-        #: The messages to queues that were sent.
-        self.sent_messages: list[Message] = instance.sent_messages
-
-    def start(self) -> Self:
-        """Begin the test. `with` calls this.
-
-        Returns
-        -------
-        DelaysTester
-            This object.
-
-        Examples
-        --------
-        >>> class OrderTest(TestCase):
-        ...     def setUp(self):
-        ...         self.delays = DelaysTester().start()
-        ...         self.addCleanup(self.delays.stop)
-        """
-        self._instance.start()
-        return self
-
-    def stop(self) -> None:
-        """End the test: the instance is again as it was before `start`.
-
-        Examples
-        --------
-        >>> tester.stop()
-        """
-        self._instance.stop()
-
-    def __enter__(self) -> Self:
-        return self.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def clear(self) -> None:
-        """Delete all tasks, schedules and policies, for tests whose transactions are committed.
-
-        Examples
-        --------
-        >>> tester.clear()
-        """
-        self._instance.require_started()
-        runtime_of(self._instance.delays).store.clear()
