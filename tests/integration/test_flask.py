@@ -401,9 +401,6 @@ def test_the_shops_own_tests_pass(shop: ExampleShop) -> None:
 # -- Two Flask apps live in one process, each with a database and processors of its own -----------
 
 
-pytest.importorskip("flask_sqlalchemy")
-
-
 @pytest.fixture
 def shops(sqlite_path: Callable[[str], str]) -> Iterator[dict[str, FlaskProject]]:
     made = {name: FlaskProject(default=False) for name in ("books", "pens")}
@@ -438,13 +435,6 @@ def test_each_app_schedules_and_runs_its_own_tasks(shops: dict[str, FlaskProject
         assert [(task.id, task.body) for task in project.delays.find()] == [(tasks[name].id, name)]
 
 
-def test_each_app_has_a_celery_app_that_runs_its_tasks(shops: dict[str, FlaskProject]) -> None:
-    celery_apps = [runtime_of(project.delays).celery for project in shops.values()]
-    assert celery_apps == [app_of(project).extensions["celery"] for project in shops.values()]
-    assert [app.main for app in celery_apps] == ["books", "pens"]
-    assert all("delaytasks.run" in app.tasks for app in celery_apps)
-
-
 def test_in_the_context_of_one_app_a_task_of_the_other_has_a_transaction_of_its_own(
     shops: dict[str, FlaskProject],
 ) -> None:
@@ -459,24 +449,12 @@ def test_in_the_context_of_one_app_a_task_of_the_other_has_a_transaction_of_its_
 # -- `flask delays …`: the commands of delaytasks on the tasks of a Flask app ---------------------
 
 
-pytest.importorskip("flask_sqlalchemy")
-
-db = SQLAlchemy()
-
-
-class FlaskCommands:
+class FlaskCommands(FlaskProject):
     """A Flask app with its command line, and the tables in an SQLite file."""
 
     def __init__(self, folder: Path) -> None:
-        self.delays = FlaskDelays()
-        self.app = Flask("shop")
-        self.app.config.update(
-            CELERY={"broker_url": "memory://"},
-            DELAYTASKS={"timer": "direct"},
-            SQLALCHEMY_DATABASE_URI=f"sqlite:///{folder / 'shop.sqlite3'}",
-        )
-        db.init_app(self.app)
-        self.delays.init_app(self.app)
+        super().__init__()
+        self.app = self.create_app(f"sqlite:///{folder / 'shop.sqlite3'}", timer="direct")
 
     def __call__(self, *words: str, app: Flask | None = None) -> Result:
         group = FlaskGroup(add_version_option=False, create_app=lambda: app or self.app)
@@ -491,13 +469,12 @@ class FlaskCommands:
 
 
 @pytest.fixture
-def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FlaskCommands]:
-    monkeypatch.setattr(current, "_of_project", None)
+def commands(tmp_path: Path) -> Iterator[FlaskCommands]:
     made = FlaskCommands(tmp_path)
     assert made.json("db", "upgrade")["is_current"]
     yield made
     with made.app.app_context():
-        db.engine.dispose()
+        made.db.engine.dispose()
     made.delays.close()
 
 
@@ -519,10 +496,8 @@ def test_a_command_commits_although_calls_in_an_application_context_do_not(
 def test_a_command_runs_processors_in_an_application_context(commands: FlaskCommands) -> None:
     @commands.delays.processor("order.close")
     def close(body: Any) -> None:
-        from flask import current_app
-
         assert current_app.name == "shop"
-        db.session.execute(db.text("SELECT 1"))
+        commands.db.session.execute(select(1))
 
     commands.delays.schedule_delay("order.close", {}, 0)
     assert commands.json("drain")["succeeded"] == 1
