@@ -98,8 +98,8 @@ def reason_of(error: DelayTaskError) -> str | int | None:
 
 
 def operate(now: datetime) -> None:
-    task = delays.get(7)
-    attempts: list[Attempt] = delays.attempts(task)
+    task = delays.get(7, attempts=True)
+    attempts: tuple[Attempt, ...] = task.attempts
     assert_type([attempt.error for attempt in attempts], list[str | None])
     findings: list[Finding] = list(delays.check())
     assert_type([finding.first_due for finding in findings], list[datetime])
@@ -121,7 +121,8 @@ def operate(now: datetime) -> None:
     assert_type(delays.statistics.totals(since="1d")["report.send"].failed, int)
     assert_type(delays.settings.namespace, str)
     delays.events.subscribe(lambda name, fields: print(name, fields))
-    assert_type(delays.wait(task, "30s"), DelayedTask)
+    receipt: str = delays.result(task, "30s")
+    assert receipt
     delays.apply_async(send_report, countdown=60)
     with delays.transaction(object()):
         delays.schedule_many([NewTask("report.send", {}, 5)])
