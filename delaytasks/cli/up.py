@@ -47,12 +47,11 @@ LAST_WORDS_S = 2.0
 LOOK_S = 0.1
 
 _LEVELS = {"D": "dim", "W": "yellow", "E": "bold red", "C": "bold red"}
-#: The heads of the log lines of Celery, Flower and Redis. Only the level is kept, because each line
-#: gets our own time.
+#: The heads of the log lines of Celery and Flower. Only the level is kept, because each line gets
+#: our own time.
 _HEADS = re.compile(
     r"\[[\d-]+ [\d:,]+: (?P<celery>[A-Z])[A-Z]*/\S+\] |"
-    r"\[(?P<flower>[A-Z]) \d+ [\d:]+ \S+\] |"
-    r"\d+:[A-Z] [\w :]*[.]\d+ [#*.-] "
+    r"\[(?P<flower>[A-Z]) \d+ [\d:]+ \S+\] "
 )
 _CONTROLS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|[\x00-\x08\x0a-\x1f\x7f]")
 
