@@ -133,12 +133,6 @@ def gather(cli: Cli) -> dict[str, Any]:
 
 
 def _late(cli: Cli, group: ExplainedGroup) -> dict[str, Any]:
-    document = late_json(group)
-    return {**document, "why": cli.hints.rewrite(document["why"])}
-
-
-def late_json(group: ExplainedGroup) -> dict[str, Any]:
-    """Return a group of late tasks as JSON values."""
     return {
         "queue": group.queue,
         "tag": group.tag,
@@ -146,7 +140,7 @@ def late_json(group: ExplainedGroup) -> dict[str, Any]:
         "oldest": show_instant(group.oldest),
         "late_s": round(group.late_s, 3),
         "code": group.reason.code,
-        "why": group.reason.text,
+        "why": cli.hints.rewrite(group.reason.text),
     }
 
 
@@ -493,8 +487,15 @@ def _print(found: dict[str, Any], hints: Hints) -> None:
         say("there are more tasks than these counts: they are minima", fg="yellow")
     print_fields(_fields(found, hints))
     say("")
-    if found["late"]:
-        print_late(found["late"])
+    if late := found["late"]:
+        print_table(
+            ["queue", "tag", "late tasks", "by", "why"],
+            [
+                [e["queue"], e["tag"], e["tasks"], show_duration(e["late_s"]), e["why"]]
+                for e in late
+            ],
+            folded="queue tag why",
+        )
         say("")
     if found["on_time"]:
         print_on_time(found["on_time"])
@@ -545,14 +546,6 @@ def _group_row(group: dict[str, Any]) -> list[Cell]:
         lateness(group["lateness_p99_s"]),
         group["workers"],
     ]
-
-
-def print_late(found: list[dict[str, Any]]) -> None:
-    print_table(
-        ["queue", "tag", "late tasks", "by", "why"],
-        [[f["queue"], f["tag"], f["tasks"], show_duration(f["late_s"]), f["why"]] for f in found],
-        folded="queue tag why",
-    )
 
 
 def _print_verdict(verdict: dict[str, Any]) -> None:
@@ -671,7 +664,9 @@ def print_on_time(shares: Sequence[dict[str, Any]]) -> None:
     for one in shares:
         promised = "" if one["promised_s"] is None else show_duration(one["promised_s"])
         windows = [_share(one[name], one["target"]) for name in WINDOWS]
-        rows.append([one["tag"], promised, *windows, _budget(one[BUDGET_OF])])
+        left = None if one[BUDGET_OF] is None else one[BUDGET_OF]["budget_left"]
+        budget = "–" if left is None else _alarm(f"{left:.0%}", left < 0)
+        rows.append([one["tag"], promised, *windows, budget])
     ranges = [f"last {name}" for name in WINDOWS]
     heads = ["on time", "within", *ranges, f"error budget left, {BUDGET_OF}"]
     print_table(heads, rows, folded="on time")
@@ -681,11 +676,4 @@ def _share(numbers: dict[str, Any] | None, target: float) -> Cell:
     if numbers is None:
         return "–"
     text = f"{numbers['share']:.2%} ({numbers['late']:,} late)"
-    return (text, BAD if numbers["share"] < target else "")
-
-
-def _budget(numbers: dict[str, Any] | None) -> Cell:
-    if numbers is None:
-        return "–"
-    left = numbers["budget_left"]
-    return (f"{left:.0%}", BAD if left < 0 else "")
+    return _alarm(text, numbers["share"] < target)
