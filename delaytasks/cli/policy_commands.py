@@ -54,13 +54,7 @@ def _end(text: str, option: str) -> datetime | timedelta:
 @_recurring
 @click.option("--until", type=Parsed("time", _end), help="The end, as 2h or 2030-01-31T18:00:00Z.")
 @pass_cli
-def pause(
-    cli: Cli,
-    recurring: str | None,
-    until: datetime | timedelta | None,
-    actor: str | None,
-    **target: str | None,
-) -> None:
+def pause(cli: Cli, recurring: str | None, until: Any, actor: str | None, **target: Any) -> None:
     """Pause a tag, a queue or a recurring schedule: no more of its tasks begin.
 
     \b
@@ -107,22 +101,13 @@ def resume(cli: Cli, recurring: str | None, actor: str | None, **target: str | N
 
 @click.command(cls=Command)
 @_target
-@click.option(
-    "--concurrency", metavar="N", help="The most tasks that run simultaneously, on all workers."
-)
+@click.option("--concurrency", metavar="N", help="The most running tasks, on all workers.")
 @click.option("--concurrency-per-key", metavar="N", help="The most running tasks of a limit key.")
-@click.option(
-    "--rate", metavar="RATE", help="The most tasks that begin in a period: 100/s, 30/m, 1000/1h30m."
-)
+@click.option("--rate", help="The most tasks that begin in a period: 100/s, 30/m, 1000/1h30m.")
 @click.option("--remove", is_flag=True, help="Remove all limits, and the pause.")
 @pass_cli
 def limit(
-    cli: Cli,
-    tag: str | None,
-    queue: str | None,
-    actor: str | None,
-    remove: bool,
-    **limits: str | None,
+    cli: Cli, tag: str | None, queue: str | None, actor: str | None, remove: bool, **limits: Any
 ) -> None:
     """Limit a tag, or show what is limited or paused, with its held and running tasks.
 

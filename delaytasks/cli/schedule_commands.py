@@ -45,6 +45,9 @@ from delaytasks.scheduling import producer
 
 T = TypeVar("T")
 _LINE_FIELDS = NewTask._fields
+_meta = click.option(
+    "--meta", type=PAIR, multiple=True, metavar="NAME=VALUE", help="A pair of its meta. Repeatable."
+)
 
 
 @click.command(cls=Command)
@@ -60,36 +63,17 @@ _LINE_FIELDS = NewTask._fields
     show_default=True,
     help="While another task has the key: refuse, keep that task, or give it this body and time.",
 )
-@click.option(
-    "--max-wait", metavar="DURATION", help="The longest time by which repeated replacing defers it."
-)
+@click.option("--max-wait", metavar="DURATION", help="The longest deferral by repeated replacing.")
 @click.option("--queue", help="The queue, if not the processor's own.")
 @click.option("--priority", type=int, default=0, help="0 to 9, higher first.")
 @click.option("--retries", metavar="DELAYS", help='Its own retry schedule, such as "15s 3m 10m".')
-@click.option(
-    "--max-late",
-    metavar="DURATION",
-    help="The latest start after the due time; then it is cancelled.",
-)
-@click.option(
-    "--limit-key", metavar="KEY", help="The key for limits that are counted for each key."
-)
-@click.option(
-    "--meta",
-    type=PAIR,
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="A pair of the task's meta. Repeatable.",
-)
-@click.option(
-    "--jitter", metavar="DURATION", help="Due up to this time later, so that many are not together."
-)
+@click.option("--max-late", metavar="DURATION", help="If it starts later, it is cancelled instead.")
+@click.option("--limit-key", metavar="KEY", help="The key for limits that each key has.")
+@_meta
+@click.option("--jitter", metavar="DURATION", help="Due up to this time later, to spread many.")
 @click.option("--id", help="Your own id; scheduling again with it is harmless.")
 @click.option(
-    "--many",
-    type=click.File("rb"),
-    metavar="FILE",
-    help="Schedule the tasks in FILE (- for stdin).",
+    "--many", type=click.File("rb"), help="Schedule the tasks in this file (- for stdin)."
 )
 @pass_cli
 def schedule(
@@ -279,13 +263,7 @@ def recurring() -> None:
 @click.option("--next", "occurrences", type=click.IntRange(1, 1000), help="Occurrences of NAME.")
 @click.option("--tag", help="Only schedules of this tag.")
 @click.option("--after", metavar="NAME", help="Begin after this name.")
-@click.option(
-    "--limit",
-    type=click.IntRange(1, 1000),
-    default=100,
-    show_default=True,
-    help="The most schedules to list.",
-)
+@click.option("--limit", type=click.IntRange(1, 1000), default=100, help="The most to list. [100]")
 @pass_cli
 def list_(cli: Cli, name: str | None, occurrences: int | None, limit: int, **page: Any) -> None:
     """List schedules in the order of their names, or the next occurrences of one.
@@ -349,13 +327,7 @@ def _print_occurrences(cli: Cli, schedule: RecurringSchedule, most: int, now: da
 @click.option("--priority", type=int, help="0 to 9; higher first.")
 @click.option("--retries", help='A retry schedule, as "15s 3m".')
 @click.option("--max-late", metavar="DURATION", help="A task that starts later is cancelled.")
-@click.option(
-    "--meta",
-    type=PAIR,
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="A pair of the meta of each task. Repeatable.",
-)
+@_meta
 @actor_option
 @pass_cli
 def set_(cli: Cli, name: str, tag: str, body: str, actor: str | None, **given: Any) -> None:

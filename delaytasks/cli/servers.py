@@ -60,21 +60,10 @@ def _served(option: str, port: int, about: str) -> Callable[[Callable[..., Any]]
     metavar="ADDRESS",
     help="The address of a proxy with TLS, whose X-Forwarded-For and -Proto are believed.",
 )
+@click.option("--proxy-header", help="Console: a proxy names the user in it: X-Forwarded-User.")
+@click.option("--proxy", multiple=True, help="Console: its address or network. [127.0.0.1, ::1]")
 @click.option(
-    "--proxy-header",
-    metavar="NAME",
-    help="Console: a proxy names the user in this header, as X-Forwarded-User.",
-)
-@click.option(
-    "--proxy",
-    multiple=True,
-    metavar="ADDRESS",
-    help="Console: address or network of the proxy with this header. Repeatable. [127.0.0.1, ::1]",
-)
-@click.option(
-    "--rate",
-    type=click.FloatRange(0, min_open=True),
-    help="API: the requests that each key may make in a second. [100]",
+    "--rate", type=click.FloatRange(0, min_open=True), help="API: calls/s of a key. [100]"
 )
 @_keys_option
 @click.option(

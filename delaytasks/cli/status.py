@@ -268,21 +268,11 @@ _BELONG_TO = {
     flag_value="deployment",
     help="Answer by the exit code whether this is healthy. Without a value: the deployment.",
 )
-@click.option(
-    "--live", is_flag=True, help="--probe: fail only if a restart of the process would help."
-)
+@click.option("--live", is_flag=True, help="--probe: fail only if a restart would help.")
 @click.option("--name", help="--probe: the worker of this name. [all of this host]")
-@click.option(
-    "--max-overdue", type=click.IntRange(0), help="--probe: most overdue tasks. [not counted]"
-)
-@click.option(
-    "--max-sweep-age",
-    type=DURATION,
-    help="--probe: the oldest sweep. [three times the interval of delaytasks_sweep]",
-)
-@click.option(
-    "--timeout", type=DURATION, help="--probe: the time that the databases have to answer. [5s]"
-)
+@click.option("--max-overdue", type=click.IntRange(0), help="--probe: most overdue tasks. [any]")
+@click.option("--max-sweep-age", type=DURATION, help="--probe: the oldest sweep. [three intervals]")
+@click.option("--timeout", type=DURATION, help="--probe: for the answer of the database. [5s]")
 @click.option("--ahead", type=DURATION, help="Show what becomes due within this time, as 7d.")
 @click.option("--processes", type=int, help="--ahead: instead of those of the live workers.")
 @pass_cli

@@ -258,6 +258,7 @@ def die_with_parent() -> None:
 
 
 FLOWER_PORT = 5555
+_POOL = click.Choice(["prefork", "threads", "solo"])
 #: The time that a worker may take to finish its running tasks when it is stopped.
 WORKER_PATIENCE_S = 60.0
 #: Lines of a worker about root, which `up` replaces by one line, and about a broker without a host.
@@ -269,33 +270,13 @@ _WORKER_NOISE = re.compile(
 
 
 @click.command()
-@click.option(
-    "--concurrency", "-c", type=click.IntRange(1), help="Processes or threads of the worker [CPUs]."
-)
-@click.option(
-    "--pool",
-    "-P",
-    type=click.Choice(["prefork", "threads", "solo"]),
-    default="prefork",
-    show_default=True,
-    help="The pool of the worker.",
-)
-@click.option(
-    "--port",
-    type=click.IntRange(1, 65535),
-    help=f"Flower's port [{FLOWER_PORT}, or the next free one].",
-)
+@click.option("--concurrency", "-c", type=click.IntRange(1), help="That of the worker. [CPUs]")
+@click.option("--pool", "-P", type=_POOL, default="prefork", help="That of the worker. [prefork]")
+@click.option("--port", type=click.IntRange(1, 65535), help=f"That of Flower. [from {FLOWER_PORT}]")
 @click.option("--no-flower", is_flag=True, help="Without Flower, even where it is installed.")
 @click.option("--no-console", is_flag=True, help="Without the console, even where it is installed.")
 @pass_cli
-def up(
-    cli: Cli,
-    concurrency: int | None,
-    pool: str,
-    port: int | None,
-    no_flower: bool,
-    no_console: bool,
-) -> None:
+def up(cli: Cli, port: int | None, no_flower: bool, no_console: bool, **worker: Any) -> None:
     """Start everything here: tables, broker, worker, beat, console and Flower, with one log.
 
     \b
@@ -322,7 +303,7 @@ def up(
     settings = cli.delays.settings
     migrations.upgrade(*cli.tables)
     has_files = _use_files(cli.app, settings.data_dir)
-    specs = _celery(cli.app_name, settings.data_dir, concurrency, pool, flower_port)
+    specs = _celery(cli.app_name, settings.data_dir, flower_port, **worker)
     if console_port:
         specs.append(_console(cli.app_name, console_port))
     console = Console(highlight=False, emoji=False)
@@ -350,7 +331,7 @@ def _use_files(app: Any, data_dir: str) -> bool:
 
 
 def _celery(
-    app: str, data_dir: str, concurrency: int | None, pool: str, flower_port: int | None
+    app: str, data_dir: str, flower_port: int | None, concurrency: int | None, pool: str
 ) -> list[Spec]:
     celery = [sys.executable, "-m", "celery", "--quiet", "-A", app]
     # With one worker, mingle and gossip would only cost a second at the start.
@@ -362,15 +343,7 @@ def _celery(
     # At INFO, beat would log each sweep.
     beat = ["beat", "--loglevel=WARNING", f"--schedule={folder / 'celerybeat-schedule'}"]
     specs = [
-        Spec(
-            "worker",
-            celery + worker,
-            "cyan",
-            1,
-            WORKER_PATIENCE_S,
-            ready_line=" ready.",
-            noise=_WORKER_NOISE,
-        ),
+        Spec("worker", celery + worker, "cyan", 1, WORKER_PATIENCE_S, " ready.", _WORKER_NOISE),
         Spec("beat", celery + beat, "magenta", stage=2, umask=0o077),
     ]
     if flower_port:
