@@ -75,15 +75,16 @@ class PolicyCalls(CallGroup):
         """Stop starting tasks of a tag or queue, within about a second.
 
         Running tasks finish. Waiting tasks are HELD until `resume`, or until the sweep after
-        `until`. Another call replaces the pause, its `until` included.
+        `until`. A call with `until` never shortens a pause: a processor cannot end the pause of an
+        operator. A call without `until` makes a pause last until `resume`.
 
         Parameters
         ----------
         tag, queue
             The tag or the queue.
         until
-            The end of the pause: an aware datetime, or a time from now as seconds, text such as
-            `"2h"`, or a timedelta. The clock of the database counts.
+            The end of the pause, which is not over yet: an aware datetime, or a time from now as
+            seconds, text such as `"2h"`, or a timedelta. The clock of the database counts.
         actor
             The name in the policy's history. By default the user of this process.
 
@@ -95,7 +96,7 @@ class PolicyCalls(CallGroup):
         Raises
         ------
         InvalidInputError
-            Unless exactly one of `tag` and `queue` is given.
+            Unless exactly one of `tag` and `queue` is given, or if `until` is over.
         StoreUnavailableError
             If the database cannot be reached.
 
@@ -105,11 +106,18 @@ class PolicyCalls(CallGroup):
         >>> delays.policies.pause(tag="partner.call", until="2h")
         """
         of, runtime = named(tag, queue), self._runtime
-        if isinstance(until, datetime):
-            until = check_instant(until, "until")
-        elif until is not None:
-            from_now = check_delay(until, runtime.settings.max_delay_s, "until")
-            until = runtime.clock.certain_now() + from_now
+        if until is not None:
+            now = runtime.clock.certain_now()
+            if isinstance(until, datetime):
+                until = check_instant(until, "until")
+            else:
+                until = now + check_delay(until, runtime.settings.max_delay_s, "until")
+            if until <= now:
+                raise InvalidInputError(
+                    f"until is over, as it is {now:%Y-%m-%d %H:%M:%S} UTC: pass a later instant, a "
+                    "time from now such as '2h', or call resume",
+                    "until",
+                )
         return self._change(of, {"is_paused": True, "paused_until": until}, actor)
 
     apause = twin(pause)

@@ -43,6 +43,8 @@ from delaytasks.storage.searching import (
 )
 from delaytasks.storage.types import db_now, db_now_plus, unindexed
 
+#: The actor of a change that nobody made.
+END_OF_PAUSE = "the end of the pause"
 #: Seconds for which a cleared policy is kept, so that every process reads that it was cleared.
 KEPT_S = 86_400.0
 
@@ -129,11 +131,13 @@ class PolicyTable:
         self, kind: Kind, name: str, changes: Mapping[str, Any], by: str
     ) -> tuple[Policy, bool]:
         """Return the policy after the changes, and whether it changed. An empty new policy is not
-        written."""
+        written, and a pause with an end does not replace a longer one."""
         p, mine = self._p, self._named(kind, name)
         query = select(*self._columns).where(mine)
 
         def is_same(known: Policy) -> bool:
+            if known.is_paused and (until := changes.get("paused_until")) is not None:
+                return known.paused_until is None or until <= known.paused_until
             return all(getattr(known, field) == value for field, value in changes.items())
 
         def work(connection: Any) -> tuple[Policy, bool]:
@@ -164,7 +168,8 @@ class PolicyTable:
             found = {"policies": [tuple(row) for row in connection.execute(over.with_for_update())]}
             if not found["policies"]:
                 return []
-            values = self._changed(connection, {"is_paused": False, "paused_until": None})
+            ending = {"is_paused": False, "paused_until": None, "updated_by": END_OF_PAUSE}
+            values = self._changed(connection, ending)
             changed = connection.execute(update(p).where(named).values(**values), found).rowcount
             check_row_count(changed, len(found["policies"]), "policies")
             rows = connection.execute(select(*self._columns).where(named), found)

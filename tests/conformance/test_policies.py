@@ -90,6 +90,11 @@ class PolicyHarness:
     def count(self, name: str) -> int:
         return self.delays.events.counts[name]
 
+    def let_pauses_end(self) -> None:
+        p, now = self.store.schema.policies, self.store.tasks.now()
+        with self.store.database.begin() as connection:
+            connection.execute(update(p).values(paused_until=now, version=p.c.version + 1))
+
     def close(self) -> None:
         for delays in self.others:
             delays.close()
@@ -178,9 +183,12 @@ def test_a_pause_with_an_end_lasts_until_the_first_sweep_after_it(field: PolicyH
     field.sweep()
     field.sweep()
     assert field.statuses(*tasks) == ["HELD"] * 2
-    field.delays.policies.pause(tag="mail", until=now)
-    changes = field.count("policy.changed")
-    field.sweep(field.process())
+    field.let_pauses_end()
+    changes, other = field.count("policy.changed"), field.process()
+    ends: list[Any] = []
+    other.events.subscribe(lambda name, values: ends.append((name, values.get("actor"))))
+    field.sweep(other)
+    assert ("policy.changed", "the end of the pause") in ends
     assert field.statuses(*tasks) == ["NOT_COMPLETE"] * 2
     assert field.delays.policies.list() == []
     field.sweep()
@@ -190,17 +198,20 @@ def test_a_pause_with_an_end_lasts_until_the_first_sweep_after_it(field: PolicyH
 
 
 @pytest.mark.parametrize("is_tag", [True, False])
-def test_a_later_pause_or_resume_replaces_the_end_of_a_pause(
+def test_until_sets_or_extends_the_end_of_a_pause_and_never_shortens_it(
     field: PolicyHarness, is_tag: bool
 ) -> None:
     name = {"tag": "mail"} if is_tag else {"queue": "default"}
     task, policies = field.add(), field.delays.policies
-    policies.pause(**name, until=0.001)
-    assert policies.pause(**name).paused_until is None
-    field.sweep()
+    in_a_day = field.store.tasks.now() + timedelta(days=1)
+    assert policies.pause(**name, until="2h", actor="ann").paused_until is not None
+    assert policies.pause(**name, until=in_a_day, actor="ben").paused_until == in_a_day
+    kept = policies.pause(**name, until="1h", actor="a processor")
+    assert (kept.paused_until, kept.updated_by, kept.version) == (in_a_day, "ben", 2)
+    for until in (None, "2d"):
+        assert policies.pause(**name, until=until, actor="ann").paused_until is None
     field.sweep()
     assert (field.statuses(task), len(policies.list())) == (["HELD"], 1)
-    assert policies.pause(**name, until=timedelta(days=1)).paused_until is not None
     assert policies.resume(**name).paused_until is None
     field.sweep()
     assert (field.statuses(task), policies.list()) == (["NOT_COMPLETE"], [])
@@ -210,7 +221,8 @@ def test_a_later_pause_or_resume_replaces_the_end_of_a_pause(
 
 def test_a_pause_keeps_its_limits_when_it_ends(field: PolicyHarness) -> None:
     field.delays.policies.set(tag="mail", concurrency=3)
-    field.delays.policies.pause(tag="mail", until=field.store.tasks.now())
+    field.delays.policies.pause(tag="mail", until="1h")
+    field.let_pauses_end()
     field.sweep()
     [policy] = field.delays.policies.list()
     assert (policy.is_paused, policy.paused_until, policy.concurrency) == (False, None, 3)
@@ -512,6 +524,9 @@ def test_invalid_policies_are_refused(field: PolicyHarness) -> None:
     for until in ("soon", -5, True, datetime(2030, 1, 1)):
         with invalid("until"):
             delays.policies.pause(tag="mail", until=until)
+    for over in (0, "0s", field.store.tasks.now() - timedelta(seconds=9)):
+        with invalid("until", match="is over.*'2h', or call resume"):
+            delays.policies.pause(tag="mail", until=over)
     for call in (delays.policies.pause, delays.policies.resume, delays.policies.remove):
         for arguments in ({}, {"tag": "a", "queue": "b"}):
             with invalid("tag", match="a tag or a queue"):

@@ -178,7 +178,13 @@ def test_a_worker_runs_sweeps_and_purges(role_tables: RoleTables) -> None:
     web, delays = role_tables.delays("web"), role_tables.delays("worker")
     runtime_of(delays).checks.check_ready()
     ran: list[Any] = []
-    delays.processor("good", keep_result=True)(ran.append)
+
+
+    @delays.processor("good", keep_result=True)
+    def run(body: Any) -> None:
+        ran.append(body)
+        delays.policies.pause(tag="partner", until="1h")
+
     delays.processor("bad", retries="1h")(lambda body: 1 / 0)
     operator = role_tables.delays("operator")
     operator.policies.set(tag="good", concurrency=2)
@@ -209,6 +215,7 @@ def test_a_worker_runs_sweeps_and_purges(role_tables: RoleTables) -> None:
     store.sweeps.forget_armed()
     assert counts["recurring.created"] >= 6
     assert len(ran) == 3
+    assert delays.policies.list(tag="partner")[0].is_paused
     assert not counts["loop.failed"] + counts["chunk.failed"], counts
     for made in (web, delays, operator):
         made.close()
