@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from delaytasks.core.clock import LATEST, Clock, Measure, from_us, to_us, wall_ms
 from delaytasks.core.errors import UnknownTagError
 from delaytasks.core.interfaces import Settlement
+from delaytasks.core.policies import Policies
 from delaytasks.core.task import DelayedTask
 from delaytasks.core.text import NO_PROCESSOR
 from delaytasks.processors.registry import ProcessorSpec, Registry
@@ -120,10 +121,9 @@ class TestRunner:
 
     def run_due(self) -> None:
         """Run what is due now, until nothing is left."""
-        self._sweep()
         began = len(self.runs)
-        while self._pass():
-            self._check_number(began)
+        self._sweep()
+        self._run_passes(began)
 
     def fast_forward(self, until: datetime) -> None:
         """Run everything that falls due up to `until`, each at its due time, and end there."""
@@ -145,11 +145,12 @@ class TestRunner:
         self.run_due()
         while (at := self._next_task(LATEST)) is not None:
             ran = len(self.runs)
+            # No sweep: it would end pauses whose time only seems to be over.
+            self._hold_paused(self._runtime.pauses.cache.refresh())
             with self._time.moved_to(at):
-                self.run_due()
+                self._run_passes(began)
             if len(self.runs) == ran:
                 return  # it is paused or has no processor
-            self._check_number(began)
 
     def take_new(self) -> list[Run]:
         """Return the runs since the last call."""
@@ -160,12 +161,18 @@ class TestRunner:
     def _sweep(self) -> None:
         """Apply pauses now, and sweep as often as beat does."""
         interval_us = self._runtime.settings.sweep_s * 1e6
-        pauses = self._runtime.pauses
-        pauses.walk(pauses.read(), lambda: None)
+        self._hold_paused(self._runtime.pauses.read())
         if self._time.now_us() < self._swept_us + interval_us:
             return
         self._swept_us = self._time.now_us()
         self._runtime.sweeper.sweep(0)
+
+    def _hold_paused(self, policies: Policies) -> None:
+        self._runtime.pauses.walk(policies, lambda: None)
+
+    def _run_passes(self, began: int) -> None:
+        while self._pass():
+            self._check_number(began)
 
     def _pass(self) -> bool:
         """Run a chunk of each queue; return whether a task ran or was held."""

@@ -424,6 +424,18 @@ def test_a_task_runs_inline_whatever_its_delay(
         shop.delays.schedule_delay("order.bill", 1, 0)
 
 
+def test_a_task_that_runs_inline_does_not_end_the_pause_of_another_tag(
+    shop: KitShop, start: Callable[..., DelaysTester]
+) -> None:
+    start(run_inline=True)
+    shop.delays.policies.pause(tag="order.bill", until="1h")
+    held = shop.delays.schedule_delay("order.bill", "bill", 60)
+    shop.delays.schedule_delay("order.close", "close", "2h")
+    assert shop.noted == ["close"]
+    assert shop.delays.policies.list(tag="order.bill")[0].is_paused
+    assert shop.delays.get(held).status is Status.HELD
+
+
 # A tester inside the test's own transaction, which is rolled back at the end
 
 
