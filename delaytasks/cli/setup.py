@@ -23,7 +23,7 @@ from delaytasks.cli.output import (
     say,
 )
 from delaytasks.client import DelayTasks
-from delaytasks.core.errors import StoreError
+from delaytasks.core.errors import ConfigError, StoreError
 from delaytasks.core.text import mask_url
 from delaytasks.operations.state import explain_overdue
 from delaytasks.runtime import runtime_of
@@ -176,6 +176,8 @@ def _examples(ids: list[int]) -> str:
 
 def warnings_of(delays: DelayTasks) -> list[str]:
     """Return the problems that do not prevent a deployment."""
+    from delaytasks.webhooks.http_callbacks import tls_context
+
     warnings, runtime = [], runtime_of(delays)
     try:
         overdue = explain_overdue(runtime.store, delays.settings)
@@ -192,6 +194,10 @@ def warnings_of(delays: DelayTasks) -> list[str]:
         problem = Stats(runtime.store.database, runtime.store.schema).standby_problem()
     except StoreError as error:
         problem = f"its replication is unknown: {error}"
+    try:
+        tls_context()
+    except ConfigError as error:  # a deployment without callbacks may do without
+        warnings.append(str(error))
     if problem is not None:
         warnings.append(f"{runtime.store.database.shown_url}: {problem}")
     return warnings

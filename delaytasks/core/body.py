@@ -111,11 +111,13 @@ def encode_body(body: Any, max_bytes: int) -> str:
 
 
 def _too_large(max_bytes: int, size: str = "") -> InvalidInputError:
-    return InvalidInputError(
+    error = InvalidInputError(
         f"the body is more than {max_bytes:,} bytes of JSON (setting max_body_bytes){size}; "
         "store it elsewhere and schedule its name",
         "body",
     )
+    error.is_too_large = True
+    return error
 
 
 #: The path of a value in the body: the path of its container, and its key or index.

@@ -235,10 +235,10 @@ class Message:
 
     def __post_init__(self) -> None:
         _check_name(self.exchange, "exchange")
-        _check_name(self.to, "queue")
+        _check_name(self.to, "to")
         if not (self.to or self.exchange):
             raise InvalidInputError(
-                "a message goes to a queue or an exchange, and neither is named", "queue"
+                "a message goes to a queue or an exchange, and neither is named", "to"
             )
         if not isinstance(self.headers, Mapping):
             raise InvalidInputError(

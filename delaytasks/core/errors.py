@@ -59,7 +59,11 @@ class InvalidInputError(DelayTaskError, ValueError):
     ----------
     argument
         The name of the argument or option, such as "tag".
+    is_too_large
+        The argument is a body that is longer than the setting `max_body_bytes`.
     """
+
+    is_too_large = False
 
     def __init__(self, message: str, argument: str) -> None:
         super().__init__(message, argument)  # Celery's backends rebuild an error from its `args`

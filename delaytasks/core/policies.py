@@ -139,8 +139,8 @@ class Stamp(NamedTuple):
 
     #: The number of the last change.
     number: int = 0
-    #: The number of policies, and the sum of their versions. They show changes that an older
-    #: release made, which does not number changes.
+    #: The number of policies, and the sum of their versions. They show changes by SQL that are not
+    #: numbered.
     policies: int = 0
     versions: int = 0
     #: The time of the last change. After a failover, two servers with different changes may have

@@ -136,7 +136,7 @@ def _queues(value: Any) -> dict[str, str]:
 
 
 def _timer(value: Any) -> str:
-    text = ";".join(value) if isinstance(value, (list, tuple)) else _text(value)
+    text = ";".join(_texts(value)) if isinstance(value, (list, tuple)) else _text(value)
     is_right = text in _TIMERS or "://" in text
     return str(_checked(is_right, text, "is 'eta', 'direct', 'redis', or the URL of a Redis"))
 
@@ -146,12 +146,14 @@ def _tags(value: Any) -> str | tuple[str, ...]:
 
 
 def _durable_eta(value: Any) -> bool | timedelta:
-    if str(value).lower() in _BOOLS:
-        return _bool(value)
+    rule = "is true, false, or the shortest delay of durable tasks, as 5m; a second is '1s'"
+    is_number = str(value) in ("0", "1")  # which may be meant as false and true, or as seconds
     try:
-        return _duration(value)
+        if str(value).lower() in _BOOLS and not is_number:
+            return _bool(value)
+        return _duration(_checked(not is_number, value, rule))
     except ValueError:
-        raise ValueError("is true, false, or the shortest delay of durable tasks, as 5m") from None
+        raise ValueError(rule) from None
 
 
 def _sweep(value: Any) -> Sweep:
@@ -232,7 +234,7 @@ class Settings:
         _timer,
         "where rows due within the horizon wait: broker and workers (eta), the table (direct), "
         "the broker's Redis (redis), or another Redis (its URL)",
-        lambda value: value if value in _TIMERS else mask_secret(value),
+        lambda value: value if difflib.get_close_matches(value, _TIMERS) else mask_secret(value),
     )
     arm: str = _setting(
         "background",
@@ -534,7 +536,11 @@ def load_settings(
         for full_name, value in found.items():
             name = full_name.removeprefix(PREFIX)
             if name in _CONSTANTS:
-                values[name[1:]] = _CONSTANTS[name](value)
+                try:
+                    values[name[1:]] = _CONSTANTS[name](value)
+                except (TypeError, ValueError):
+                    text = f"{full_name} = {shown(value)} (from {origin})"
+                    raise ConfigError(f"{text}: the value is a number") from None
             elif name in _SPECS:
                 values[name], origins[name] = value, origin
             else:

@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 
 
 POLICY_REFRESH_S = 1.0
-#: The time between two comparisons of the whole table with the known policies. Processes of a
-#: release before migration 0010, and people who write SQL, change policies without counting the
-#: change.
+#: The time between two comparisons of the whole table with the known policies. People who write SQL
+#: change policies without counting the change.
 POLICY_CHECK_S = 10.0
 
 

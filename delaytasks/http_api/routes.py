@@ -324,6 +324,8 @@ def refused(error: RefusedRequestError) -> Response:
 def failed(error: DelayTaskError) -> Response:
     """Return the response for an error of delaytasks."""
     status = next((code for kind, code in STATUS_OF_ERROR if isinstance(error, kind)), None)
+    if isinstance(error, InvalidInputError) and error.is_too_large:
+        status = 413
     if status is None:
         return broken(error)
     id = getattr(error, "id", None)

@@ -105,6 +105,8 @@ class CeleryTasks:
         try:
             self._runtime.producer.schedule(new, "take", transaction)
         except InvalidInputError as error:
+            if error.argument != "body":
+                raise
             raise InvalidInputError(
                 f"the Celery task {call.name} cannot wait as a row: {error}; pass the name of "
                 "stored data, or call the task with durable_eta=False",

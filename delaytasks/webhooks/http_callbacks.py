@@ -590,6 +590,18 @@ class _TLSPool(HTTPSConnectionPool):
     ConnectionCls = _TLSConnection
 
 
+def tls_context() -> ssl.SSLContext:
+    """Return the context with the certificate authorities of callbacks."""
+    ca_file = os.environ.get("SSL_CERT_FILE") or DEFAULT_CA_BUNDLE_PATH
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except OSError as error:
+        raise ConfigError(
+            f"SSL_CERT_FILE = {shown(ca_file)} cannot be read ({error}): name a PEM file of the "
+            "certificate authorities that HTTP callbacks trust, or unset it"
+        ) from None
+
+
 class Adapter(HTTPAdapter):
     """The open connections of a process.
 
@@ -600,8 +612,7 @@ class Adapter(HTTPAdapter):
     def __init__(self, in_flight: int) -> None:
         # All connections share it: reading the certificate authorities takes as long as 40
         # callbacks.
-        ca_file = os.environ.get("SSL_CERT_FILE") or DEFAULT_CA_BUNDLE_PATH
-        self._tls = ssl.create_default_context(cafile=ca_file)
+        self._tls = tls_context()
         super().__init__(
             pool_connections=MAX_OPEN_CONNECTIONS, pool_maxsize=max(MAX_OPEN_CONNECTIONS, in_flight)
         )

@@ -207,6 +207,12 @@ def test_a_message_that_is_too_large_for_a_row_is_refused_with_the_name_of_the_t
     assert office.rows() == []
 
 
+def test_advice_about_the_body_is_for_bodies_only(office: Office) -> None:
+    with invalid("delay") as caught:
+        office.remind.apply_async(countdown=1e12)
+    assert "stored data" not in str(caught.value)
+
+
 def test_a_row_that_is_no_celery_message_fails_and_delays_no_other(office: Office) -> None:
     bodies: list[Any] = [
         {"order": 7},

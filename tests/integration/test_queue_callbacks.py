@@ -289,7 +289,7 @@ BAD_NAMES = [None, 7, "", "a\n", "\x00", "\ud800", "é" * 128]
 
 @pytest.mark.parametrize("to", BAD_NAMES)
 def test_an_invalid_queue_name_is_refused(delays: DelayTasks, to: Any) -> None:
-    with invalid("queue"):
+    with invalid("to"):
         delays.callbacks.publish(to, None, 0)
     with pytest.raises(InvalidInputError):
         delays.callbacks.publish("key", None, 0, exchange=to or 7)

@@ -179,7 +179,6 @@ def test_a_worker_runs_sweeps_and_purges(role_tables: RoleTables) -> None:
     runtime_of(delays).checks.check_ready()
     ran: list[Any] = []
 
-
     @delays.processor("good", keep_result=True)
     def run(body: Any) -> None:
         ran.append(body)

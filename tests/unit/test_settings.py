@@ -92,6 +92,7 @@ def test_variables_of_the_tests_are_no_settings() -> None:
         ("sweep", ("2s", 4), Sweep(timedelta(seconds=2), 4)),
         ("durable_eta", "true", True),
         ("durable_eta", "5m", timedelta(minutes=5)),
+        ("durable_eta", "1s", timedelta(seconds=1)),
         ("tags", "any", "any"),
         ("tags", "mail.send mail.sent", ("mail.send", "mail.sent")),
         ("tags", [], ()),
@@ -174,7 +175,10 @@ PREFIXED = "delaytasks_"
         ("sweep", "5s 4 1"),
         ("sweep", ()),
         ("durable_eta", "sometimes"),
+        *[("durable_eta", given) for given in (0, 1, "0", "1")],
         ("timer", "etaa"),
+        ("timer", ["redis://a", None]),
+        ("_grace_s", "abc"),
         ("metrics", "port"),
         ("metrics", 70000),
         ("metrics", 0),
@@ -211,3 +215,8 @@ def test_the_effective_settings_show_their_origin_and_no_secret() -> None:
     assert rows["delaytasks_purge_after"] == ("none", "arguments")
     assert "canary" not in repr(rows)
     assert all(about for *_, about in settings.effective())
+
+
+def test_a_misspelled_timer_is_shown() -> None:
+    with pytest.raises(ConfigError, match="timer = etta "):
+        load_settings({}, {}, timer="etta")

@@ -257,6 +257,14 @@ def test_an_unknown_revision_exits_with_2(bare: Project, revision: str) -> None:
     assert revision in error["error"]
 
 
+def test_check_warns_if_the_authorities_of_callbacks_cannot_be_read(
+    shop: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", "/nowhere/ca.pem")
+    [warning] = shop.json("check")["warnings"]
+    assert re.match("SSL_CERT_FILE = '/nowhere/ca.pem' cannot be read.*PEM file", warning)
+
+
 def test_check_finds_tasks_that_would_not_run_with_this_code(shop: Project) -> None:
     assert shop.json("check") == {"findings": [], "warnings": []}
     shop.schedule("ok", 60)
