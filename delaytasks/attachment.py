@@ -21,6 +21,7 @@ from kombu.transport import TRANSPORT_ALIASES
 from delaytasks.core.celery_calls import CeleryCall, is_forced
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.settings import PREFIX, secret_names
+from delaytasks.core.text import first_names
 from delaytasks.timers.arming import SWEEP
 from delaytasks.worker.celery_tasks import register_tasks
 
@@ -106,6 +107,10 @@ def file_broker_url(data_dir: str) -> str:
 _attached: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
+#: The tags that `delaytasks.processor` gave to the standalone instance, since there was no other.
+standalone_tags: list[str] = []
+
+
 def newest_attached() -> Any:
     """Return the newest `DelayTasks` whose Celery app may be the current one, or None."""
     return next((delays for delays, is_so in reversed([*_attached.items()]) if is_so), None)
@@ -117,6 +122,12 @@ def attach(celery_app: Any, delays: HasRuntime, processes: Processes) -> None:
     if getattr(celery_app, "delaytasks", None) is not None:
         raise ConfigError(
             f"{celery_app!r} has delayed tasks already: one DelayTasks per Celery app"
+        )
+    if standalone_tags and celery_app.set_as_current:
+        raise ConfigError(
+            f"processors were registered before DelayTasks was made, and belong to no app: "
+            f"{first_names(standalone_tags)}; import their modules after it, or set "
+            "Celery(set_as_current=False)"
         )
     celery_app.delaytasks = delays
     _attached[delays] = celery_app.set_as_current

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery import _state
 
-from delaytasks.attachment import newest_attached
+from delaytasks.attachment import newest_attached, standalone_tags
 from delaytasks.client import DelayTasks
 from delaytasks.core.errors import ConfigError
 
@@ -95,6 +95,8 @@ if TYPE_CHECKING:
 else:
     # Registering a processor makes no runtime.
     def processor(tag: str, **options: Any) -> Any:
+        if not (_of_project or _of_celery()):
+            standalone_tags.append(tag)
         return current_delays().processor(tag, **options)
 
     processor.__doc__ = DelayTasks.processor.__doc__

@@ -13,6 +13,8 @@ from datetime import timedelta
 from math import inf
 from typing import Any, NamedTuple
 
+from billiard.exceptions import SoftTimeLimitExceeded
+
 from delaytasks.core.clock import Clock, from_us, monotonic, reset_in_child
 from delaytasks.core.errors import InvalidInputError
 from delaytasks.core.filters import batches
@@ -160,7 +162,7 @@ class BackgroundTimer:
 
     def after_fork(self) -> None:
         """Forget the entries of the parent process, whose thread arms them."""
-        self._changed = threading.Condition()
+        vars(self).pop("_condition", None)
         self._waiting: list[Entry] = []
         self._send_at: float | None = None
         self._sent_at = -inf
@@ -170,13 +172,27 @@ class BackgroundTimer:
         self._is_exiting = False
 
     @property
+    def _changed(self) -> threading.Condition:
+        # Made by its first use: gevent replaces the locks of a child after its fork.
+        made = vars(self).get("_condition")
+        return made or vars(self).setdefault("_condition", threading.Condition())  # type: ignore[no-any-return]
+
+    @property
     def is_up(self) -> bool:
         return self._timer.is_up
 
     def arm(self, entries: Iterable[Entry]) -> bool:
+        """Arm the entries soon. No error escapes, since the rows are written already."""
         entries = list(entries)
-        if not entries:
-            return True
+        try:
+            return not entries or self._arm(entries)
+        except SoftTimeLimitExceeded:
+            raise
+        except Exception:
+            logger.exception("arming %d tasks failed; the sweep will find them", len(entries))
+            return False
+
+    def _arm(self, entries: Sequence[Entry]) -> bool:
         if len(entries) <= MAX_GATHERED_ENTRIES:
             left_s = (min(entry.due_us for entry in entries) - self._clock.now_us()) / 1e6
             send_at = monotonic() + min(max(left_s * ARM_DELAY_PART, 0), ARM_DELAY_S)

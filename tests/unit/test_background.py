@@ -354,3 +354,38 @@ def test_an_entry_that_is_disarmed_before_it_is_sent_is_not_sent(
     assert timer.flush(5)
     assert [(one.id, one.version) for call in slow.calls for one in call] == [(1, 1), (2, 0)]
     assert slow.disarmed == [first], "it may have been sent long ago"
+
+
+def test_an_error_while_arming_does_not_reach_the_caller_whose_row_is_written(
+    slow: SlowTimer, timer: BackgroundTimer, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow.fails = 1
+    assert not timer.arm([entry(id) for id in range(background.MAX_GATHERED_ENTRIES + 1)])
+    assert "the sweep will find them" in caplog.text
+    assert timer.arm([entry(1)])
+
+
+GEVENT_AFTER_FORK = """
+import os
+from gevent import monkey
+from delaytasks.core.clock import Clock
+from tests.unit.test_background import BackgroundTimer, SlowTimer, entry
+timer = BackgroundTimer(SlowTimer(), Clock())
+timer.arm([entry(1)])
+timer.flush()
+pid = os.fork()
+if pid == 0:
+    monkey.patch_all()
+    timer._timer = SlowTimer()
+    timer.arm([entry(2)])
+    print(timer.flush(), timer._timer.ids, flush=True)
+    os._exit(0)
+os.waitpid(pid, 0)
+"""
+
+
+def test_a_child_that_gevent_patches_after_the_fork_arms_its_entries() -> None:
+    """As with `gunicorn --preload -k gevent`, if the application schedules while it is imported."""
+    command = [sys.executable, "-W", "ignore", "-c", GEVENT_AFTER_FORK]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert run.stdout == "True [2]\n", run.stderr

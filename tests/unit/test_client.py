@@ -332,6 +332,17 @@ print(delaytasks.current_delays() is __import__("delaytasks.celery", fromlist=["
     assert run(tmp_path, code) == "True\n"
 
 
+def test_processors_that_no_app_would_serve_are_refused_with_the_remedy(tmp_path: Path) -> None:
+    code = """
+delaytasks.processor("order.close")(lambda body: None)
+try:
+    delaytasks.DelayTasks(Celery("shop"))
+except ConfigError as error:
+    print(error)
+"""
+    assert re.search("before DelayTasks.*: order.close; import their modules", run(tmp_path, code))
+
+
 # -- task options ---------------------------------------------------------------------------------
 
 
