@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 
 CONTROL = "celery.app.control:Control"
+logger = get_logger(__name__)
 
 
 class DurableSendTask:
@@ -71,6 +72,20 @@ class DurableSendTask:
         return self._send(*call, *more, **options)
 
 
+def warn_of_other_app(sender: Any = None, headers: Any = None, **_: Any) -> None:
+    """Warn if a durable task of an app without `DelayTasks` goes to the broker with its eta."""
+    app = celery.current_app
+    if not (headers or {}).get("eta") or hasattr(app, "delaytasks"):
+        return
+    if getattr(app.tasks.get(sender), "durable_eta", False):
+        logger.warning(
+            "the task %s is durable, but went to the broker: its Celery app %r has no DelayTasks. "
+            "Call set_default() of the app that has one, before tasks are called",
+            sender,
+            app.main,
+        )
+
+
 def intercept(app: Any, delays: HasRuntime) -> None:
     """Let calls with a delay become rows of `delays`, and let `revoke` cancel these rows."""
     app.send_task = DurableSendTask(app, delays)
@@ -81,9 +96,6 @@ def intercept(app: Any, delays: HasRuntime) -> None:
 
         app.control_cls = type("DurableControl", (RevokesRows, symbol_by_name(app.control_cls)), {})
     app.__dict__.pop("control", None)  # made by the previous class
-
-
-logger = get_logger(__name__)
 
 
 ENTRY_POINTS = "delaytasks.processors"
@@ -134,6 +146,9 @@ def attach(celery_app: Any, delays: HasRuntime, processes: Processes) -> None:
     register_tasks(celery_app, processes)
     intercept(celery_app, delays)
     quiet_beats()
+    signals.before_task_publish.connect(
+        warn_of_other_app, weak=False, dispatch_uid="delaytasks.other_app"
+    )
     mask_settings()
     celery_app.steps["worker"].add("delaytasks.worker.bootsteps:DelaysStep")
     celery_app.steps["consumer"].add("delaytasks.worker.broker_connection:GuardStep")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from functools import partial
+from functools import cache, partial
 from pprint import pformat
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -298,6 +298,12 @@ T = TypeVar("T")
 CHUNK_IN_TEST_S = 3600.0
 
 
+@cache
+def _import_modules(loader: Any) -> None:
+    """Import the modules with processors, once: in Django, it runs all system checks."""
+    loader.import_default_modules()
+
+
 class InstanceInTest:
     """Replaces the clock, the broker and the senders of a `DelayTasks`, and runs its tasks."""
 
@@ -318,7 +324,7 @@ class InstanceInTest:
 
     def start(self) -> None:
         delays, time = self.delays, SimulatedTime(self.time.now_us)
-        runtime_of(delays).celery.loader.import_default_modules()
+        _import_modules(runtime_of(delays).celery.loader)
         source = self._source or delays._test_connections()
         self._source = source
         with ExitStack() as opening:

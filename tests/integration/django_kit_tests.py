@@ -4,9 +4,10 @@
 """
 
 from datetime import timedelta
+from unittest import mock
 
 from django.db import IntegrityError, connection
-from django.test import TestCase, TransactionTestCase
+from django.test import TestCase, TransactionTestCase, override_settings
 from orders.models import Order  # type: ignore[import-not-found]
 
 from delaytasks import aschedule_delay, current_delays, processor, schedule_delay
@@ -55,6 +56,17 @@ class TestCaseTest(TestCase):
         self.delays.fast_forward("1m")
         order.refresh_from_db()
         assert order.status == "closed"
+
+    def test_settings_may_be_overridden_and_checks_do_not_run_again(self) -> None:
+        self.delays.stop()
+        with (
+            override_settings(DELAYTASKS_LEASE="5h", MEDIA_URL="other/"),
+            mock.patch("django.core.checks.run_checks") as run_checks,
+            DelaysTester() as tester,
+        ):
+            schedule_delay("order.close", {"order": 0}, 60)
+            assert len(tester.scheduled("order.close")) == 1
+        assert not run_checks.called
 
     def test_limits_apply(self) -> None:
         current_delays().policies.set(tag="order.close", concurrency=1)
