@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
 from dataclasses import fields
 
@@ -11,6 +12,7 @@ import delaytasks
 from delaytasks import DelayTasks
 from delaytasks.core import errors
 from delaytasks.core.settings import Settings
+from tests.running import ROOT
 
 #: The names of the package, without the errors.
 VALUES = """
@@ -42,6 +44,7 @@ LIMITS: list[tuple[str, Callable[[], Collection[str]], int]] = [
     ("names of DelayTasks", methods, 26),
     ("functions of the package", lambda: FUNCTIONS, 4),
     ("errors", lambda: errors.__all__, 20),
+    ("terms", lambda: re.findall("^### (.+)", (ROOT / "docs/glossary.md").read_text(), re.M), 32),
     ("settings", lambda: [each.name for each in fields(Settings) if each.metadata], 26),
 ]
 
