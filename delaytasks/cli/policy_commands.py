@@ -19,7 +19,6 @@ from delaytasks.cli.output import (
     parse_instant,
     print_json,
     print_table,
-    say,
     show_instant,
 )
 from delaytasks.core.errors import InvalidInputError
@@ -169,17 +168,14 @@ def _report(cli: Cli, changed: Policy) -> None:
     """Print the policy as it is now, and the number of tasks that it holds."""
     known = cli.delays.policies.list(**{changed.kind: changed.name})
     policy = known[0] if known else changed
-    if cli.is_json:
-        print_json(policy.as_json())
-        return
     paused = f"paused {_end_of(policy)}".strip()
     state, more = (paused, "and more") if policy.is_paused else ("not paused", "fewer")
-    held = f"held: {count(policy.held or 0, 'task')}"
+    text = f"{policy.kind} {cell(policy.name)} is {state}; held: {count(policy.held or 0, 'task')}"
     if _is_unapplied(policy):
-        held += f", {more} with each sweep"
-    say(f"{policy.kind} {cell(policy.name)} is {state}; {held}")
+        text += f", {more} with each sweep"
     if policy.has_limits:
-        say(f"limits: {_limits(policy)}; running: {count(policy.running or 0, 'task')}")
+        text += f"\nlimits: {_limits(policy)}; running: {count(policy.running or 0, 'task')}"
+    cli.answer(policy.as_json(), text)
 
 
 def _end_of(policy: Policy) -> str:

@@ -94,23 +94,12 @@ def _print_current(cli: Cli) -> bool:
     """Print the revision; return whether it is this version's."""
     head, revision = migrations.head(), migrations.current(*cli.tables)
     is_current = revision == head
-    if cli.is_json:
-        print_json(
-            {
-                "database": cli.database_url,
-                "revision": revision,
-                "head": head,
-                "is_current": is_current,
-            }
-        )
-        return is_current
-    remedy = f"run: {cli.command} db upgrade"
-    if revision is None:
-        say(f"no revision yet (this version has {head}); {remedy}")
-    elif is_current:
-        say(f"revision {revision}, which is this version's")
-    else:
-        say(f"revision {revision}, this version has {head}; {remedy}")
+    document = {"database": cli.database_url, "revision": revision, "head": head}
+    remedy = f"this version has {head}; run: {cli.command} db upgrade"
+    cli.answer(
+        {**document, "is_current": is_current},
+        f"revision {revision or 'none yet'}, {'this version has it' if is_current else remedy}",
+    )
     return is_current
 
 

@@ -27,7 +27,6 @@ from delaytasks.cli.context import DEFAULT_APP, Cli, pass_cli
 from delaytasks.cli.servers import CONSOLE_PORT
 from delaytasks.cli.setup import broker_url
 from delaytasks.core.private_files import make_folder
-from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
 
 # -- Run a group of child processes with one log --------------------------------------------------
@@ -305,7 +304,8 @@ def up(cli: Cli, port: int | None, no_flower: bool, no_console: bool, **worker: 
     has_files = _use_files(cli.app, settings.data_dir)
     specs = _celery(cli.app_name, settings.data_dir, flower_port, **worker)
     if console_port:
-        specs.append(_console(cli.app_name, console_port))
+        serve = ["-m", "delaytasks", "-A", cli.app_name, "serve", f"--console={console_port}"]
+        specs.append(Spec("console", [sys.executable, *serve], "blue", stage=2, umask=0o077))
     console = Console(highlight=False, emoji=False)
     supervisor = Supervisor(specs, console)
     if os.geteuid() == 0:
@@ -353,11 +353,6 @@ def _celery(
     return specs
 
 
-def _console(app: str, port: int) -> Spec:
-    command = [sys.executable, "-m", "delaytasks", "-A", app, "serve", f"--console={port}"]
-    return Spec("console", command, "blue", stage=2, umask=0o077)
-
-
 def _free_port(wanted: int | None, first: int = FLOWER_PORT) -> int:
     for port in [wanted] if wanted else range(first, first + 50):
         with socket.socket() as probe:
@@ -380,23 +375,16 @@ def _what_to_open(
     yield "broker", broker_url(cli.app)
     if has_files and cli.app_name != DEFAULT_APP:
         yield "", f"in other shells: export CELERY_BROKER_URL={broker_url(cli.app)}"
-    flower = "install Flower for a web page: pip install 'delaytasks[flower]'"
+    for name, port in {"console": console_port, "flower": flower_port}.items():
+        install = f"install it: pip install 'delaytasks[{name}]'"
+        yield name, f"http://127.0.0.1:{port}" if port else install
     if console_port:
-        yield "console", f"http://127.0.0.1:{console_port}"
-        yield "", f"more users: {cli.command} access console NAME"
-    else:
-        yield "console", "install it: pip install 'delaytasks[console]'"
-    yield "watch", f"http://127.0.0.1:{flower_port} (Flower)" if flower_port else flower
-    tags = sorted(
-        p.tag for p in runtime_of(cli.delays).registry if not p.tag.startswith("delaytasks.")
-    )
+        yield "", f"more users of the console: {cli.command} access console NAME"
+    tags = [p.tag for p in cli.runtime.registry if not p.tag.startswith("delaytasks.")]
     if not tags:
-        yield (
-            "processors",
-            "none yet: put @delaytasks.processor functions into a module, say tasks.py,",
-        )
+        yield "processors", "none yet: put @delaytasks.processor functions into, say, tasks.py,"
         yield "", 'and into celeryconfig.py here: imports = ["tasks"]'
-    tag = tags[0] if tags else "hello"
+    tag = min(tags, default="hello")
     body = '{"order": 7}' if tag == "order.close" else "{}"
     example = f"{cli.command} schedule {tag} '{body}' --delay 5"
     yield "try", f"in another shell like this one, in this folder: {example}"

@@ -129,7 +129,7 @@ def test_flower_shows_the_tasks_that_up_runs(up: UserFolder) -> None:
     pytest.importorskip("flower")
     up.environ["FLOWER_UNAUTHENTICATED_API"] = "true"
     up.up()
-    url = re.search(r"(http://127\.0\.0\.1:\d+) \(Flower\)", up.log())
+    url = re.search(r"flower +(http://127\.0\.0\.1:\d+)", up.log())
     assert url is not None
     up.schedule("note", 0, text="seen")
 
