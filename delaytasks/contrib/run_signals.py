@@ -36,23 +36,21 @@ class RunReceivers:
         self._started = started
         self._ended = ended
         self._left = left
-
-    def connect(self) -> None:
-        for signal, receiver in (
+        self._receivers: tuple[tuple[Any, Callable[..., None]], ...] = (
             (signals.task_prerun, self._on_prerun),
             (signals.task_success, self._on_success),
             (signals.task_failure, self._on_failure),
             (signals.task_retry, self._on_retry),
             (signals.task_revoked, self._on_revoked),
             (signals.task_postrun, self._on_postrun),
-        ):
+        )
+
+    def connect(self) -> None:
+        for signal, receiver in self._receivers:
             signal.connect(receiver, weak=False, dispatch_uid=self._uid(signal))
 
     def disconnect(self) -> None:
-        for signal in (
-            *(signals.task_prerun, signals.task_success, signals.task_failure),
-            *(signals.task_retry, signals.task_revoked, signals.task_postrun),
-        ):
+        for signal, _ in self._receivers:
             signal.disconnect(dispatch_uid=self._uid(signal))
 
     def _uid(self, signal: Any) -> str:

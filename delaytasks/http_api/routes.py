@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
+from functools import partial
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
@@ -159,46 +160,26 @@ def _route(
     return add
 
 
-class Gate:
-    """Admits requests to their routes."""
-
-    def __init__(self, delays: DelayTasks, keys: FindsKeys, limit: RequestLimit) -> None:
-        self._delays = delays
-        self._keys = keys
-        self._limit = limit
-
-    def admit(self, route: Route, path: Mapping[str, str], http: Request) -> ApiRequest:
-        """Return the checked request, or raise the error that refuses it."""
-        key = self._key_of(http)
-        wait_s = self._limit.wait_s(key.name)
-        if wait_s:
-            raise RefusedRequestError(429, "This API key makes too many requests.", wait_s)
-        is_for_all = route.permission.is_for_all_tags(key.scopes)
-        has_patterns = bool(key.scopes.patterns) and route.permission is not Permission.READ
-        if not is_for_all and not has_patterns:
-            raise _forbidden(route)
-        request = ApiRequest(
-            self._delays,
-            key,
-            path,
-            _query(route, http),
-            _body(route, http),
-            _idempotency_key(route, http),
-        )
-        if not is_for_all and not key.scopes.covers(_tag_of(request)):
-            raise _forbidden(route)
-        return request
-
-    def _key_of(self, http: Request) -> ApiKey:
-        kind, _, presented = http.headers.get("Authorization", "").partition(" ")
-        key = self._keys.find(presented.strip()) if kind.lower() == "bearer" else None
-        if key is None:
-            raise RefusedRequestError(
-                401,
-                "The header Authorization has no known API key: send 'Bearer dtk_…'.",
-                challenge="Bearer",
-            )
-        return key
+def _admitted(
+    delays: DelayTasks, keys: FindsKeys, limit: RequestLimit, route: Route, path: Mapping[str, str]
+) -> ApiRequest:
+    """Return the checked request of Flask's context, or raise the error that refuses it."""
+    kind, _, presented = request.headers.get("Authorization", "").partition(" ")
+    key = keys.find(presented.strip()) if kind.lower() == "bearer" else None
+    if key is None:
+        said = "The header Authorization has no known API key: send 'Bearer dtk_…'."
+        raise RefusedRequestError(401, said, challenge="Bearer")
+    if wait_s := limit.wait_s(key.name):
+        raise RefusedRequestError(429, "This API key makes too many requests.", wait_s)
+    is_for_all = route.permission.is_for_all_tags(key.scopes)
+    has_patterns = bool(key.scopes.patterns) and route.permission is not Permission.READ
+    if not is_for_all and not has_patterns:
+        raise _forbidden(route)
+    query, body = _query(route, request), _body(route, request)
+    found = ApiRequest(delays, key, path, query, body, _idempotency_key(route, request))
+    if not is_for_all and not key.scopes.covers(_tag_of(found)):
+        raise _forbidden(route)
+    return found
 
 
 def _forbidden(route: Route) -> RefusedRequestError:
@@ -626,9 +607,9 @@ def make_api(
     app = Flask(__name__, static_folder=None)
     app.config.update(MAX_CONTENT_LENGTH=most_bytes, PROVIDE_AUTOMATIC_OPTIONS=False)
     app.url_map.merge_slashes = False
-    gate = Gate(delays, keys, RequestLimit(requests_per_s))
+    admitted = partial(_admitted, delays, keys, RequestLimit(requests_per_s))
     for route in ROUTES:
-        _add(app, gate, route)
+        _add(app, route, admitted)
     app.add_url_rule(DOCUMENT_PATH, view_func=_document)
     Probes(lambda: HealthChecks(runtime_of(delays).store, delays.settings)).add_to(app)
     app.after_request(_with_headers)
@@ -639,9 +620,9 @@ def make_api(
     return app
 
 
-def _add(app: Flask, gate: Gate, route: Route) -> None:
+def _add(app: Flask, route: Route, admitted: Callable[..., ApiRequest]) -> None:
     def view(**path: str) -> Response:
-        return _json(route.function(gate.admit(route, path, request)))
+        return _json(route.function(admitted(route, path)))
 
     app.add_url_rule(route.path.replace("{id}", "<id>"), route.name, view, methods=[route.method])
 

@@ -128,14 +128,8 @@ def test_the_headline_names_the_worst_problem_while_tasks_are_on_time(tmp_path: 
     with wiring.store.database.begin() as connection:
         values = {"status": int(Status.HELD), "expected_time": db_now_plus(-200)}
         connection.execute(update(rows).values(**values))
-    limited = verdict_of(read_deployment(delays))
-    assert limited.headline == "On time, but 3 tasks wait for a limit."
-    [problem] = limited.problems
-    assert re.fullmatch(
-        r"3 tasks of order\.close wait for its limit \(concurrency 1\), the oldest since "
-        r"(\w+ \d+, )?\d\d:\d\d UTC \(3m2\ds\)\.",
-        problem.text,
-    )
+    headline = verdict_of(read_deployment(delays)).headline
+    assert headline == "On time, but 3 tasks wait for a limit."
     workers = wiring.store.schema.workers
     wiring.store.workers.report("celery@b", ["default"], "prefork", 2, 0, ["order.close"])
     with wiring.store.database.begin() as connection:
