@@ -7,7 +7,7 @@ import sysconfig
 import traceback
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import cache
 from importlib import metadata
 from itertools import islice
@@ -86,7 +86,7 @@ def last_line(error: str | None, longest: int = 200) -> str:
 def shown(value: object, longest: int = 60) -> str:
     """Return a short `repr` for messages, also of objects whose `repr` fails."""
     try:
-        text = repr(value)
+        text = f"{value.total_seconds():g} s" if isinstance(value, timedelta) else repr(value)
     except Exception:
         return f"<{type(value).__name__}>"
     return text if len(text) <= longest else text[:longest] + "…"

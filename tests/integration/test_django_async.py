@@ -14,6 +14,7 @@ from delaytasks.runtime import runtime_of
 pytest.importorskip("django")
 
 from asgiref.sync import sync_to_async
+from django.core.exceptions import SynchronousOnlyOperation
 from django.db import connections, transaction
 from django.http import HttpRequest, JsonResponse
 from django.test import AsyncClient
@@ -90,6 +91,16 @@ def test_a_call_uses_the_connection_of_djangos_asynchronous_orm(
     assert [task.id for task in delays.find()] == [id]
     assert any(sql.startswith("INSERT INTO") for sql in statements)
     connections[delays.alias].close()
+
+
+def test_a_synchronous_call_in_a_coroutine_names_its_twin(
+    delays: DjangoDelays, run: Callable[[Any], Any]
+) -> None:
+    async def go() -> None:
+        delays.schedule_delay("order.close", {}, 60)
+
+    with pytest.raises(SynchronousOnlyOperation, match="such as aschedule_delay"):
+        run(go())
 
 
 def test_an_asynchronous_view_schedules(delays: DjangoDelays, run: Callable[[Any], Any]) -> None:

@@ -67,7 +67,7 @@ def test_a_task_runs_and_its_result_has_its_return_value(
     tester.run_due()
     result = declared.add.get_result(enqueued.id)
     assert (result.status, result.return_value) == (TaskResultStatus.SUCCESSFUL, 5)
-    assert (result.args, result.kwargs, result.runs) == ([2], {"second": 3}, 1)
+    assert (result.args, result.kwargs, result.attempts) == ([2], {"second": 3}, 1)
     assert enqueued.enqueued_at <= result.started_at <= result.finished_at
     assert not result.errors
 
@@ -114,19 +114,19 @@ def test_a_failed_task_is_retried_and_has_the_error_of_each_attempt(
     sent: list[tuple[str, int, int]] = []
 
     def note_signal(signal: Any, task_result: Any, **_: Any) -> None:
-        sent.append((str(task_result.status), task_result.runs, len(task_result.errors)))
+        sent.append((str(task_result.status), task_result.attempts, len(task_result.errors)))
 
     for signal in (task_started, task_finished):
         signal.connect(note_signal)
     result = declared.fail.enqueue("no paper")
     tester.run_due(raises=False)
     result.refresh()
-    assert (result.status, result.runs, len(result.errors)) == (TaskResultStatus.READY, 1, 1)
+    assert (result.status, result.attempts, len(result.errors)) == (TaskResultStatus.READY, 1, 1)
     tester.fast_forward("5m", raises=False)
     for signal in (task_started, task_finished):
         signal.disconnect(note_signal)
     result.refresh()
-    assert (result.status, result.runs) == (TaskResultStatus.FAILED, 3)
+    assert (result.status, result.attempts) == (TaskResultStatus.FAILED, 3)
     assert [error.exception_class for error in result.errors] == [ValueError] * 3
     assert all(error.traceback.endswith("ValueError: no paper\n") for error in result.errors)
     assert sent == [("RUNNING", 1, 0), ("RUNNING", 2, 1), ("RUNNING", 3, 2), ("FAILED", 3, 3)]

@@ -329,6 +329,11 @@ def test_a_delay_is_seconds_or_text_with_units(delay: str | float, seconds: floa
     assert check_delay(delay, 1e6) == timedelta(seconds=seconds)
 
 
+def test_a_negative_timedelta_is_shown_in_seconds() -> None:
+    with invalid("delay", match="not -5 s"):
+        check_delay(timedelta(seconds=-5), 1e6)
+
+
 @pytest.mark.parametrize("delay", ["5", " 5.0 ", "1e3", "", "-5", "-5m", "soon", "10m1h"])
 def test_a_delay_without_a_unit_or_of_another_form_is_refused(delay: str) -> None:
     with invalid("delay"):

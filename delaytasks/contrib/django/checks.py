@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -96,6 +97,8 @@ def _database_problems(delays: DjangoDelays) -> Iterator[CheckMessage]:
         return
     head, revision = migrations.head(), _revision(delays)
     if revision is None:
+        if sys.argv[1:2] == ["migrate"]:
+            return  # the command makes them
         message = f"The tables of delaytasks are not in database {delays.alias!r}."
         yield Warning(message, MIGRATE_REMEDY.capitalize(), id="delaytasks.W003")
         return

@@ -21,6 +21,7 @@ from django.db import (
     connections,
     transaction,
 )
+from django.utils.asyncio import async_unsafe
 from sqlalchemy import URL, Connection, Engine, StaticPool, exc, make_url
 from sqlalchemy.engine import Dialect, IteratorResult
 from sqlalchemy.engine.result import SimpleResultMetaData
@@ -414,11 +415,18 @@ Action = Callable[[Sequence[DelayedTask]], None]
 MIGRATE_REMEDY = "run: python manage.py migrate"
 
 
+_refuse_coroutines = async_unsafe(
+    "Django's connections are not for the event loop of a coroutine: await the asynchronous twin, "
+    "such as aschedule_delay"
+)(lambda: None)
+
+
 class DjangoTransaction:
     """Inside `atomic`, the caller's transaction; outside, one transaction for each call."""
 
     def __init__(self, alias: str, is_robust: bool = True) -> None:
         """A test sets `is_robust=False`, so that errors after the commit reach it."""
+        _refuse_coroutines()
         self._is_robust = is_robust
         self._django_connection = connections[alias]
         self.connection = DjangoConnection(self._django_connection)
