@@ -69,11 +69,6 @@ def pause(cli: Cli, recurring: str | None, until: Any, actor: str | None, **targ
         _refuse({**target, "until": until}, "--recurring")
         cli.answer_schedule(cli.delays.recurring.pause(recurring, actor=actor), "paused")
         return
-    if isinstance(until, datetime) and until <= cli.runtime.clock.now():
-        raise InvalidInputError(
-            f"{show_instant(until)} is past; name a later time, or use resume to end a pause",
-            "until",
-        )
     _report(cli, cli.delays.policies.pause(**target, until=until, actor=actor))
 
 

@@ -26,10 +26,8 @@ def test_pause_and_resume_report_their_effect_and_the_number_of_held_tasks(shop:
     sweep(shop)
     assert shop("pause", "--tag", "mail").stdout == "tag mail is paused; held: 3 tasks\n"
     assert {shop.status(task) for task in tasks} == {Status.HELD}
-    assert (
-        shop("resume", "--tag", "mail").stdout
-        == "tag mail is not paused; held: 3 tasks, fewer with each sweep\n"
-    )
+    resumed = shop("resume", "--tag", "mail").stdout
+    assert resumed == "tag mail is not paused; held: 3 tasks, fewer with each sweep\n"
     sweep(shop)
     assert shop("resume", "--tag", "mail").stdout == "tag mail is not paused; held: 0 tasks\n"
     assert {shop.status(task) for task in tasks} == {Status.NOT_COMPLETE}
@@ -39,13 +37,12 @@ def test_a_pause_may_have_an_end(shop: Project) -> None:
     end = shop.json("pause", "--tag", "mail", "--until", "2030-01-31T18:00:00Z")["paused_until"]
     assert end == "2030-01-31T18:00:00+00:00"
     said = "until 2030-01-31T18:00:00Z"
-    assert (
-        f"tag mail is paused {said}; held" in shop("pause", "--tag", "mail", "--until", end).stdout
-    )
+    shown = shop("pause", "--tag", "mail", "--until", end).stdout
+    assert f"tag mail is paused {said}; held" in shown
     assert said in shop("limit").stdout
     assert said in shop("status").stdout
-    assert shop.json("pause", "--tag", "mail", "--until", "2h")["paused_until"] < "2030"
     assert shop.json("resume", "--tag", "mail")["paused_until"] is None
+    assert shop.json("pause", "--tag", "mail", "--until", "2h")["paused_until"] < "2030"
 
 
 def test_limits_and_pauses_are_listed_with_their_authors(shop: Project) -> None:
@@ -55,29 +52,16 @@ def test_limits_and_pauses_are_listed_with_their_authors(shop: Project) -> None:
     shown = shop.json("limit", "--tag", "mail", "--concurrency", "10", "--rate", "30/m")
     assert (shown["concurrency"], shown["concurrency_per_key"], shown["rate"]) == (10, None, "30/m")
     queue, tag = shop.json("limit")
-    assert (queue["kind"], queue["name"], queue["is_paused"], tag["name"]) == (
-        "queue",
-        "letters",
-        True,
-        "mail",
-    )
+    shown = (queue["kind"], queue["name"], queue["is_paused"], tag["name"])
+    assert shown == ("queue", "letters", True, "mail")
     assert "@" in tag["updated_by"], "the user on the host, unless somebody says something else"
     said = shop("limit").stdout
     assert "[red]ann[/red] :smile:" in said.splitlines()[1], "as it was typed"
 
 
 def test_limit_keeps_limits_that_are_not_named_and_none_removes_one(shop: Project) -> None:
-    shop(
-        "limit",
-        "--tag",
-        "mail",
-        "--concurrency",
-        "10",
-        "--concurrency-per-key",
-        "2",
-        "--rate",
-        "100/s",
-    )
+    limits = ["--concurrency", "10", "--concurrency-per-key", "2", "--rate", "100/s"]
+    shop("limit", "--tag", "mail", *limits)
     said = shop("limit", "--tag", "mail", "--rate", "none").stdout
     assert "limits: 10 at once, 2 at once of each key; running: 0 tasks\n" in said
     assert shop.json("limit", "--tag", "mail", "--remove")["concurrency"] is None
@@ -146,16 +130,8 @@ def test_stats_list_paused_tags_and_queues(shop: Project) -> None:
 
 def test_many_policies_are_listed_and_counted(shop: Project) -> None:
     p = runtime_of(shop.delays).store.schema.policies
-    rows = [
-        {
-            "kind": "tag",
-            "name": f"t{number:04}",
-            "version": 1,
-            "concurrency": 1,
-            "is_paused": number >= 230,
-        }
-        for number in range(250)
-    ]
+    tag = {"kind": "tag", "version": 1, "concurrency": 1}
+    rows = [tag | {"name": f"t{n:04}", "is_paused": n >= 230} for n in range(250)]
     runtime_of(shop.delays).store.database.autocommitted(lambda c: c.execute(insert(p), rows))
     assert len(shop.json("limit")) == 250
     assert [each["name"] for each in shop.json("limit", "--tag", "t0007")] == ["t0007"]
