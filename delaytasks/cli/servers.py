@@ -1,4 +1,4 @@
-"""`delaytasks serve` and `access`: the console, the HTTP API and metrics, and who may use them."""
+"""`delaytasks serve` and `access`: the console, the HTTP API and metrics, and their users."""
 
 from __future__ import annotations
 
@@ -55,11 +55,7 @@ def _served(option: str, port: int, about: str) -> Callable[[Callable[..., Any]]
 @_served("--console", CONSOLE_PORT, "web pages that show whether tasks run on time")
 @_served("--api", API_PORT, "the HTTP API, for programs in other languages")
 @_served("--metrics", METRICS_PORT, "metrics of the databases and the broker to Prometheus")
-@click.option(
-    "--trusted-proxy",
-    metavar="ADDRESS",
-    help="The address of a proxy with TLS, whose X-Forwarded-For and -Proto are believed.",
-)
+@click.option("--trusted-proxy", help="The address of a proxy, whose X-Forwarded-… are believed.")
 @click.option("--proxy-header", help="Console: a proxy names the user in it: X-Forwarded-User.")
 @click.option("--proxy", multiple=True, help="Console: its address or network. [127.0.0.1, ::1]")
 @click.option(
@@ -139,7 +135,7 @@ def _metrics(cli: Cli, **_: Any) -> Any:
     return exporter_app(cli.delays)
 
 
-# -- `access`: who may log in to the console, and the keys of the API -----------------------------
+# -- `access`: the users of the console, and the keys of the API ----------------------------------
 
 
 @click.command(cls=Command)
@@ -151,12 +147,7 @@ def _metrics(cli: Cli, **_: Any) -> Any:
     help="Console: each role may do what the one before it may, and more. [view]",
 )
 @click.option("--password", help="Console: no question. Others on this machine may see it.")
-@click.option(
-    "--scope",
-    multiple=True,
-    metavar="SCOPE",
-    help="API: read, operate, or schedule:PATTERN. Repeatable.",
-)
+@click.option("--scope", multiple=True, help="API: read, operate, schedule:PATTERN. Repeatable.")
 @_keys_option
 @click.option("--remove", is_flag=True, help="Remove the user or the key, from now on.")
 @pass_cli

@@ -1,4 +1,4 @@
-"""`delaytasks db upgrade` and `check`: the tables, the settings, and what a deployment needs."""
+"""`delaytasks db upgrade` and `check`: the tables, the settings, and tasks that would not run."""
 
 from __future__ import annotations
 
