@@ -9,8 +9,6 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import secrets
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ from typing import Any, Protocol
 
 from werkzeug.security import check_password_hash, generate_password_hash
 
-from delaytasks.core.clock import monotonic
+from delaytasks.core.clock import TokenBuckets
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.inputs import ACTOR_LENGTH
 from delaytasks.core.private_files import WatchedFile, make_folder, write_file
@@ -248,48 +246,26 @@ def _mark(hashed: str) -> str:
 #: Failed logins of one name from one address, and of all names from one address, that are allowed
 #: in a period, and the period.
 MOST_FAILURES, MOST_OF_ADDRESS, PERIOD_S = 5, 50, 300.0
-#: Names and addresses that are remembered. The oldest are forgotten first.
-MOST_REMEMBERED = 10_000
 
 
 class LoginLimit:
-    """Counts failed logins in the memory of this process.
+    """Limits failed logins.
 
     A name alone has no limit: anyone could lock out an operator by name.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        #: The times of failures by name and address. The name None counts all names.
-        self._failures: OrderedDict[tuple[str | None, str], list[float]] = OrderedDict()
+        self._names = TokenBuckets(MOST_FAILURES / PERIOD_S, MOST_FAILURES)
+        self._addresses = TokenBuckets(MOST_OF_ADDRESS / PERIOD_S, MOST_OF_ADDRESS)
 
-    def wait_s(self, name: str, address: str) -> float:
+    def wait_s(self, name: str, address: str, failures: int = 0) -> float:
         """Return the seconds until this name may try again from this address, 0 if it may now."""
-        now = monotonic()
-        with self._lock:
-            waits = [0.0]
-            for subject, most in _subjects(name, address).items():
-                recent = [at for at in self._failures.get(subject, []) if now - at < PERIOD_S]
-                if len(recent) >= most:
-                    waits.append(recent[-most] + PERIOD_S - now)
-            return max(waits)
+        waits = self._names.take((name, address), failures), self._addresses.take(address, failures)
+        return max(waits)
 
     def failed(self, name: str, address: str) -> None:
-        with self._lock:
-            for subject, most in _subjects(name, address).items():
-                times = self._failures.setdefault(subject, [])
-                times.append(monotonic())
-                del times[:-most]
-                self._failures.move_to_end(subject)
-            while len(self._failures) > MOST_REMEMBERED:
-                self._failures.popitem(last=False)
+        self.wait_s(name, address, 1)
 
     def succeeded(self, name: str, address: str) -> None:
         # The count of the address stays: a user could reset it between guesses of other passwords.
-        with self._lock:
-            self._failures.pop((name, address), None)
-
-
-def _subjects(name: str, address: str) -> dict[tuple[str | None, str], int]:
-    """Return what is counted, and how many failures of each are allowed."""
-    return {(name, address): MOST_FAILURES, (None, address): MOST_OF_ADDRESS}
+        self._names.forget((name, address))

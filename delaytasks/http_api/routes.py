@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from delaytasks.client import DelayTasks
 from delaytasks.core.celery_calls import CALLBACK, CELERY_PREFIX
+from delaytasks.core.clock import TokenBuckets
 from delaytasks.core.errors import (
     DelayTaskError,
     InvalidInputError,
@@ -40,7 +41,7 @@ from delaytasks.core.task import (
 )
 from delaytasks.core.text import needs_extra, shown
 from delaytasks.http_api import schemas
-from delaytasks.http_api.api_keys import OWN_PREFIX, ApiKey, FindsKeys, RequestLimit, Scopes
+from delaytasks.http_api.api_keys import OWN_PREFIX, ApiKey, FindsKeys, Scopes
 from delaytasks.http_api.schemas import JSONSchema, check_value
 from delaytasks.operations.health import HealthChecks, Probes
 from delaytasks.runtime import runtime_of
@@ -161,7 +162,7 @@ def _route(
 
 
 def _admitted(
-    delays: DelayTasks, keys: FindsKeys, limit: RequestLimit, route: Route, path: Mapping[str, str]
+    delays: DelayTasks, keys: FindsKeys, limit: TokenBuckets, route: Route, path: Mapping[str, str]
 ) -> ApiRequest:
     """Return the checked request of Flask's context, or raise the error that refuses it."""
     kind, _, presented = request.headers.get("Authorization", "").partition(" ")
@@ -169,7 +170,7 @@ def _admitted(
     if key is None:
         said = "The header Authorization has no known API key: send 'Bearer dtk_…'."
         raise RefusedRequestError(401, said, challenge="Bearer")
-    if wait_s := limit.wait_s(key.name):
+    if wait_s := limit.take(key.name):
         raise RefusedRequestError(429, "This API key makes too many requests.", wait_s)
     is_for_all = route.permission.is_for_all_tags(key.scopes)
     has_patterns = bool(key.scopes.patterns) and route.permission is not Permission.READ
@@ -607,7 +608,9 @@ def make_api(
     app = Flask(__name__, static_folder=None)
     app.config.update(MAX_CONTENT_LENGTH=most_bytes, PROVIDE_AUTOMATIC_OPTIONS=False)
     app.url_map.merge_slashes = False
-    admitted = partial(_admitted, delays, keys, RequestLimit(requests_per_s))
+    # After a pause, a key may make the requests of a second at the same time.
+    limit = TokenBuckets(requests_per_s, max(requests_per_s, 1.0))
+    admitted = partial(_admitted, delays, keys, limit)
     for route in ROUTES:
         _add(app, route, admitted)
     app.add_url_rule(DOCUMENT_PATH, view_func=_document)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from delaytasks.core import clock as clock_module
-from delaytasks.core.clock import Clock, from_us, to_us
+from delaytasks.core.clock import Clock, TokenBuckets, from_us, to_us
 from tests.waiting import wait_until
 
 UTC = timezone.utc
@@ -227,3 +227,12 @@ def test_the_monotonic_clock_continues_while_the_host_is_suspended(
     assert clock_module.monotonic() == 3605.0
     monkeypatch.setattr(clock_module, "_BOOTTIME", None)
     assert clock_module.monotonic() == 5.0, "the next best clock, where there is no such clock"
+
+
+def test_of_many_keys_the_bucket_that_was_used_longest_ago_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(TokenBuckets, "MOST_KEYS", 2)
+    buckets = TokenBuckets(1, 1, lambda: 0.0)
+    assert [buckets.take(key) for key in "abc"] == [0, 0, 0]
+    assert (buckets.take("c"), buckets.take("a")) == (1, 0)

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from delaytasks.core.clock import TokenBuckets
 from delaytasks.core.errors import ConfigError
-from delaytasks.http_api.api_keys import ApiKeyFile, ApiKeys, RequestLimit, Scopes, new_entry
+from delaytasks.http_api.api_keys import ApiKeyFile, ApiKeys, Scopes, new_entry
 from delaytasks.http_api.routes import ROUTES, Permission, Route, make_api
 from delaytasks.operations import health as probes
 from delaytasks.operations.health import HealthChecks
@@ -132,11 +133,11 @@ def test_a_wrong_scope_is_refused(scopes: list[str]) -> None:
 
 def test_a_key_that_makes_too_many_requests_waits(site: ApiSite) -> None:
     now = 1000.0
-    limit = RequestLimit(2, lambda: now)
-    assert [limit.wait_s("shop") for _ in range(3)] == [0, 0, 0.5]
-    assert limit.wait_s("other") == 0
+    limit = TokenBuckets(2, 2, lambda: now)
+    assert [limit.take("shop") for _ in range(3)] == [0, 0, 0.5]
+    assert limit.take("other") == 0
     now += 0.5
-    assert [limit.wait_s("shop"), limit.wait_s("shop")] == [0, 0.5]
+    assert [limit.take("shop"), limit.take("shop")] == [0, 0.5]
     key, _ = site.keys.create("shop", ["read"])
     caller = ApiCaller(make_api(site.delays, site.keys, requests_per_s=0.01), key)
     assert caller("GET", "/v1/tasks").status_code == 200
