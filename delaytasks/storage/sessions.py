@@ -314,6 +314,10 @@ def _connection_of(session: Any) -> Connection:
 @contextmanager
 def _in_savepoint(connection_of: Callable[[], Connection]) -> Iterator[Connection]:
     connection = connection_of()
+    if connection.dialect.is_async and not in_greenlet():
+        raise SessionUnusableError(
+            "bind= is asynchronous: await the twin of the tester's method, such as arun_due"
+        )
     with connection.begin_nested():
         yield connection
 

@@ -602,6 +602,8 @@ def test_an_async_session_schedules_and_coroutines_run_in_the_loop_of_the_test(
                 assert len(await bound_tester.ascheduled()) == 2
                 await bound_tester.afast_forward("2m")
                 assert await bound_tester.arun_due() == []
+                with pytest.raises(SessionUnusableError, match="such as arun_due"):
+                    bound_tester.run_due()
             assert sorted(shop.noted) == [7, 8]
             async with session_of_test() as session:
                 assert (await session.execute(select(orders.c.id))).scalar_one() == 7
