@@ -75,7 +75,8 @@ def in_django(is_async: bool) -> Iterator[Send]:
             answer = client.generic(method, "/paid/7", payload, "application/json")
             return answer.status_code, answer.json() if answer.status_code == 200 else None
 
-        with override_settings(ROOT_URLCONF=urls, ALLOWED_HOSTS=["testserver"]):
+        csrf = ["django.middleware.csrf.CsrfViewMiddleware"]
+        with override_settings(ROOT_URLCONF=urls, ALLOWED_HOSTS=["testserver"], MIDDLEWARE=csrf):
             yield send
 
 

@@ -113,7 +113,8 @@ def django_urls(site: ApiSite) -> Iterator[None]:
         class Urls:
             urlpatterns = [path("delays/", include(mount(site.app)))]
 
-        with override_settings(ALLOWED_HOSTS=["testserver"], ROOT_URLCONF=Urls):
+        csrf = ["django.middleware.csrf.CsrfViewMiddleware"]
+        with override_settings(ALLOWED_HOSTS=["testserver"], ROOT_URLCONF=Urls, MIDDLEWARE=csrf):
             yield
 
 
