@@ -110,6 +110,19 @@ class ManualClock(Clock):
         self._now += timedelta(seconds=seconds)
 
 
+# -- A monotonic clock that a test sets -----------------------------------------------------------
+
+
+class ManualMonotonic:
+    """Replaces `time.monotonic`."""
+
+    def __init__(self) -> None:
+        self.at = 1000.0
+
+    def __call__(self) -> float:
+        return self.at
+
+
 # -- A Redis timer with a manual clock, for tests on a real Redis ---------------------------------
 
 

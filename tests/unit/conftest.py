@@ -8,13 +8,6 @@ import pytest
 
 from delaytasks.storage.store import Store
 from tests.conftest import open_store
-from tests.unit import worker_harness
-
-
-@pytest.fixture(autouse=True)
-def _close_runtimes() -> Iterator[None]:
-    yield
-    worker_harness.close_all()
 
 
 @pytest.fixture(scope="session")

@@ -37,7 +37,7 @@ from delaytasks.twins import STARTS_PER_TURN, LoopTurns
 from delaytasks.worker import worker_runtime as runtime_module
 from delaytasks.worker.celery_patches import let_threads_wake
 from delaytasks.worker.worker_runtime import SUSPENDED_S, WATCHDOG_S, Watchdog
-from tests.unit.worker_harness import ManualMonotonic
+from tests.recording import ManualMonotonic
 from tests.waiting import wait_until
 
 # -- A loop continues after failures. A dead or stuck loop gets a fresh thread --------------------

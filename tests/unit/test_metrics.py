@@ -25,9 +25,8 @@ from delaytasks.metrics.prometheus import MetricsEndpoint
 from delaytasks.metrics.snapshot import MAX_REST_S, REST_S, DatabaseMetrics
 from delaytasks.operations.state import read_tables
 from delaytasks.runtime import runtime_of
-from tests.recording import delays_on
+from tests.recording import ManualMonotonic, delays_on
 from tests.services import free_port
-from tests.unit.worker_harness import ManualMonotonic
 from tests.waiting import wait_until
 
 # -- the port of a worker's metrics ---------------------------------------------------------------

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
-from celery import Celery
 
-from delaytasks import DelayTasks
 from delaytasks.core import workers as chunk_size
 from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.errors import ConfigError
@@ -18,18 +15,13 @@ from delaytasks.core.interfaces import Entry
 from delaytasks.core.loop import SERVICE_REST_S
 from delaytasks.core.settings import load_settings
 from delaytasks.execution.runner import Report
-from delaytasks.runtime import runtime_of
-from delaytasks.storage import migrations
-from delaytasks.storage.database import Database
 from delaytasks.timers import redis_timer as redis
 from delaytasks.timers.redis_timer import RedisTimer, redis_location
 from delaytasks.worker import redis_poller as redis_poller
-from delaytasks.worker.celery_tasks import processes_of
-from delaytasks.worker.worker_runtime import WorkerRuntime
 from tests.proxy import Proxy, proxy_to
 from tests.recording import RedisTimerHarness
-from tests.unit.worker_harness import Pool, WorkerDouble, stop_loops
 from tests.waiting import wait_until
+from tests.world import MainProcess, MakeWorld
 
 # -- the `redis` timer hands out each entry once and in time, and again if its poller died --------
 
@@ -194,39 +186,24 @@ def test_a_key_of_another_type_blocks_only_its_slot_and_is_reported(
 
 
 class Post:
-    """A worker's runtime, and the timer of another process."""
+    """The main process of a worker, and the timer of another process."""
 
-    def __init__(self, folder: Path, url: str, proxy: Proxy, clock: Clock | None = None) -> None:
+    def __init__(
+        self, make_world: MakeWorld, url: str, proxy: Proxy, clock: Clock | None = None
+    ) -> None:
         settings: dict[str, Any] = {
             "namespace": "t" + secrets.token_hex(4), "_grace_s": 60, "sweep": 60,
             "horizon": 200, "_self_sweep_s": 120, "_publish_limit_s": 2,
         }  # fmt: skip
-        database_url = f"sqlite:///{folder / 'test.db'}"
-        migrations.upgrade(Database(database_url), "")
-
-        def connect(name: str, redis_url: str) -> DelayTasks:
-            app = Celery(name, broker="memory://", set_as_current=False)
-            delays = DelayTasks(app, database_url, timer=redis_url, **settings)
-            if clock is not None:
-                made = delays._make_runtime()
-                made.clock = clock
-                delays._exchange_runtime(made, is_in_test=False)
-            return delays
-
-        self.delays, producer = connect("worker", proxy.url(url)), connect("producer", url)
-        timer = runtime_of(producer).redis_timer
-        assert timer is not None
-        self.timer: RedisTimer = timer
-        self.worker = WorkerDouble()
-        self.pool = self.worker.pool = Pool()  # type: ignore[assignment]
-        processes_of(runtime_of(self.delays).celery).queues = ["default"]
-        self.runtime = WorkerRuntime(
-            runtime_of(self.delays), processes_of(runtime_of(self.delays).celery), self.worker
-        )
+        self.world = make_world(timer=proxy.url(url), **settings)
+        self.world.runtime.timer = self.world.runtime.redis_timer
+        if clock is not None:
+            self.world.runtime.clock = clock
+        self.timer: RedisTimer = make_world(timer=url, **settings).runtime.redis_timer
+        self.main = MainProcess(self.world, is_stepped=False)
+        self.runtime, self.pool = self.main.runtime, self.main.pool
         self.forgotten = 0
         self.runtime.sweep_loop.forget_armed = self._forget  # type: ignore[method-assign]
-        self.seen: list[str] = []
-        self.delays.events.subscribe(lambda name, _: self.seen.append(name))
 
     def _forget(self) -> None:
         self.forgotten += 1
@@ -242,7 +219,7 @@ class Post:
         redis_poller._poll_loop.wake()
 
     def arm(self, ids: range, in_s: float = 0, **fields: Any) -> None:
-        due = runtime_of(self.delays).clock.now_us() + int(in_s * 1e6)
+        due = self.world.runtime.clock.now_us() + int(in_s * 1e6)
         assert self.timer.arm([Entry(id, 0, due, **fields) for id in ids])
 
     def here(self) -> int:
@@ -278,12 +255,11 @@ class Post:
 
     def close(self) -> None:
         self.runtime.stop()
-        stop_loops(self.runtime)
+        self.main.close()
         client = self.timer.link.connect()
-        for key in client.scan_iter(f"*{self.delays.settings.namespace}*", count=1000):
+        for key in client.scan_iter(f"*{self.world.delays.settings.namespace}*", count=1000):
             client.delete(key)
         self.timer.link.close()
-        self.delays.close()
 
 
 @pytest.fixture(autouse=True)
@@ -306,8 +282,8 @@ def proxy(redis_url: str) -> Iterator[Proxy]:
 
 
 @pytest.fixture
-def post(tmp_path: Path, redis_url: str, proxy: Proxy) -> Iterator[Post]:
-    post = Post(tmp_path, redis_url, proxy)
+def post(make_world: MakeWorld, redis_url: str, proxy: Proxy) -> Iterator[Post]:
+    post = Post(make_world, redis_url, proxy)
     yield post
     proxy.heal()
     post.close()
@@ -325,17 +301,17 @@ def test_entries_are_taken_ahead_of_time_up_to_the_capacity_and_start_on_time(
     hold, take = post.runtime.dispatcher.receive, post.runtime.dispatcher.take
 
     def note_hold(entries: Sequence[Entry]) -> None:
-        brought.append((runtime_of(post.delays).clock.now_us(), len(entries)))
+        brought.append((post.world.runtime.clock.now_us(), len(entries)))
         hold(entries)
 
     def note_take(entries: Sequence[Entry]) -> None:
-        began.append(runtime_of(post.delays).clock.now_us())
+        began.append(post.world.runtime.clock.now_us())
         take(entries)
 
     post.runtime.dispatcher.receive = note_hold  # type: ignore[method-assign]
     post.runtime.wheel_thread._on_due = note_take
     post.start()
-    due = runtime_of(post.delays).clock.now_us() + 1_500_000
+    due = post.world.runtime.clock.now_us() + 1_500_000
     post.arm(range(1, 201), in_s=1.5)
     wait_until(lambda: post.here() >= 40, 5, "the first ones")
     ahead = [(at, count) for at, count in brought if count and at < due]
@@ -358,12 +334,12 @@ def test_entries_are_taken_up_to_the_capacity_and_more_when_chunks_end(post: Pos
 
 
 def test_entries_that_wait_longer_since_the_clock_was_set_back_use_no_capacity(
-    tmp_path: Path, redis_url: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+    make_world: MakeWorld, redis_url: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (redis_poller, redis):
         monkeypatch.setattr(module, "AHEAD_MS", 5000)
     clock = SetBack()
-    post = Post(tmp_path, redis_url, proxy, clock)
+    post = Post(make_world, redis_url, proxy, clock)
     try:
         post.start()
         post.arm(range(1, 201), in_s=4)
@@ -395,7 +371,7 @@ def test_invalid_messages_of_other_programs_are_ignored_and_counted(post: Post) 
     wait_until(lambda: client.publish(channel, garbage[0]), 5, "the listener to subscribe")
     for other in garbage[1:]:
         assert client.publish(channel, other) == 1
-    counts = post.delays.events.counts
+    counts = post.world.delays.events.counts
     wait_until(lambda: counts["message.refused"] == len(garbage), 5, "all of it to be refused")
     post.arm(range(101, 102))
     wait_until(lambda: post.here() == 1, 5, "the entry, long before the next look at everything")
@@ -406,7 +382,7 @@ def test_invalid_messages_of_other_programs_are_ignored_and_counted(post: Post) 
 def test_a_queue_that_is_added_is_served(post: Post) -> None:
     post.start()
     post.arm(range(1, 11), queue="mail")
-    processes_of(runtime_of(post.delays).celery).queues = ["default", "mail"]
+    post.main.processes.queues = ["default", "mail"]
     wait_until(lambda: len(post.pool.requests) == 2, 5, "what waits in it")
     left = 10 - len(post.end_chunk(0.001))
     post.arm(range(11, 12), queue="mail")
@@ -471,7 +447,7 @@ def test_while_redis_is_down_the_poller_waits_between_two_attempts(
     post: Post, proxy: Proxy
 ) -> None:
     tries: list[float] = []
-    take = runtime_of(post.delays).redis_timer.take  # type: ignore[union-attr]
+    take = post.world.runtime.redis_timer.take
 
     def noted(*args: Any) -> Any:
         tries.append(monotonic())
@@ -480,22 +456,22 @@ def test_while_redis_is_down_the_poller_waits_between_two_attempts(
     post.start()
     proxy.refuse()
     post.look()
-    wait_until(lambda: not runtime_of(post.delays).producer_timer.is_up, 5, "the flag to go down")
-    runtime_of(post.delays).redis_timer.take = noted  # type: ignore[union-attr, method-assign]
+    wait_until(lambda: not post.world.runtime.timer.is_up, 5, "the flag to go down")
+    post.world.runtime.redis_timer.take = noted
     wait_until(lambda: len(tries) >= 3, 10, "three tries")
     assert tries[2] - tries[0] > SERVICE_REST_S
 
 
 def test_redis_is_not_read_repeatedly_while_nothing_is_due(post: Post) -> None:
     turns = 0
-    take = runtime_of(post.delays).redis_timer.take  # type: ignore[union-attr]
+    take = post.world.runtime.redis_timer.take
 
     def counted(*args: Any) -> Any:
         nonlocal turns
         turns += 1
         return take(*args)
 
-    runtime_of(post.delays).redis_timer.take = counted  # type: ignore[union-attr, method-assign]
+    post.world.runtime.redis_timer.take = counted
     post.start()
     rests: Callable[[], bool] = lambda: (  # noqa: E731
         post.runtime.watchdog.info()["redis_listener"]["is_alive"] and turns > 0
@@ -511,10 +487,10 @@ def test_redis_is_not_read_repeatedly_while_nothing_is_due(post: Post) -> None:
 @pytest.mark.slow
 def test_the_listener_subscribes_again_after_a_failed_call(post: Post) -> None:
     post.start()
-    timer = runtime_of(post.delays).redis_timer
+    timer = post.world.runtime.redis_timer
     assert timer is not None
     heard, listen = [], timer.listen
-    timer.listen = lambda queues: heard.append(queues) or listen(queues)  # type: ignore[method-assign]
+    timer.listen = lambda queues: heard.append(queues) or listen(queues)
 
     def fail(client: Any) -> None:
         raise TimeoutError("as asked")

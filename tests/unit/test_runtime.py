@@ -5,8 +5,6 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,29 +15,24 @@ from delaytasks.core.clock import monotonic
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.loop import Loop
 from delaytasks.core.policies import WaitlistState
-from delaytasks.execution.runner import Report
-from delaytasks.runtime import runtime_of
 from delaytasks.worker.chunk_queue import UnfinishedWork
-from delaytasks.worker.chunk_request import ChunkRequest
-from delaytasks.worker.worker_runtime import WorkerRuntime
+from tests.conftest import open_store
 from tests.proxy import proxy_to
-from tests.unit.worker_harness import make_runtime, stop_loops
 from tests.waiting import wait_until
+from tests.world import MainProcess, MakeWorld, World
 
 
-class AtWork:
-    """A runtime that has started, and a record of its restarted loops."""
+class AtWork(MainProcess):
+    """A main process that has started, and whose loops a test can break."""
 
-    def __init__(self, runtime: WorkerRuntime) -> None:
-        self.runtime = runtime
-        self.restarts: list[dict[str, Any]] = []
-        runtime.events.subscribe(lambda event, fields: self._note(event, fields))
+    def __init__(self, world: World) -> None:
+        super().__init__(world, is_stepped=False)
         self.held_up = threading.Event()
-        runtime.start()
+        self.runtime.start()
 
-    def _note(self, event: str, fields: dict[str, Any]) -> None:
-        if event == "loop.restarted":
-            self.restarts.append(fields)
+    @property
+    def restarts(self) -> list[dict[str, Any]]:
+        return self.world.told("loop.restarted")
 
     def loop(self, name: str) -> Loop:
         return next(loop for loop in self.runtime.watchdog.loops if loop.name == name)
@@ -68,15 +61,22 @@ class AtWork:
 
     def close(self) -> None:
         self.held_up.set()
-        stop_loops(self.runtime)
+        super().close()
 
 
 @pytest.fixture
-def at_work(tmp_path: Path) -> Iterator[AtWork]:
+def at_work(make_world: MakeWorld) -> Iterator[AtWork]:
     # A worker that serves no queue does not connect to Redis.
-    at_work = AtWork(make_runtime(tmp_path, timer="redis://127.0.0.1:1/0"))
+    at_work = AtWork(make_world(timer="redis://127.0.0.1:1/0"))
     yield at_work
     at_work.close()
+
+
+@pytest.fixture
+def main(world: World) -> Iterator[MainProcess]:
+    main = MainProcess(world)
+    yield main
+    main.close()
 
 
 def die() -> None:
@@ -174,142 +174,107 @@ def test_a_late_timing_wheel_is_reported(at_work: AtWork) -> None:
 
 @pytest.mark.slow
 def test_a_redis_poller_that_was_stuck_passes_on_none_of_its_entries(
-    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+    make_world: MakeWorld, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "runtime" + secrets.token_hex(4)
-    runtime = make_runtime(tmp_path, timer=redis_url, namespace=name, _grace_s=60)
-    timer = runtime_of(runtime.celery_worker.delays).redis_timer
+    world = make_world(timer=redis_url, namespace=name, _grace_s=60)
+    timer = world.runtime.redis_timer
     came, stuck = list[Any](), list[threading.Thread]()
-    assert timer is not None
     take = timer.take
 
     def take_once_and_hang(*arguments: Any) -> Any:
         taken = take(*arguments)
         if not stuck and any(some.entries for some in taken or ()):
             stuck.append(threading.current_thread())
-            at_work.hang()  # type: ignore[attr-defined]
+            worker.hang()
         return taken
 
-    timer.take = take_once_and_hang  # type: ignore[assignment, method-assign]
-    runtime.dispatcher.receive = came.extend  # type: ignore[assignment, method-assign]
-    runtime.processes.queues = ["default"]
-    at_work = AtWork(runtime)
+    timer.take = take_once_and_hang
+    worker = AtWork(world)
+    worker.dispatcher.receive = came.extend  # type: ignore[assignment, method-assign]
     try:
-        timer.arm([Entry(1, 0, runtime.clock.now_us())])
+        timer.arm([Entry(1, 0, worker.clock.now_us())])
         wait_until(lambda: stuck, 10, "the poller to take the entry")
         monkeypatch.setattr(loop_module, "monotonic", lambda: monotonic() + BOUNDS["redis_poller"])
         wait_until(lambda: came, 15, "another thread to bring it")
-        at_work.held_up.set()
+        worker.held_up.set()
         stuck[0].join(10)
         assert not stuck[0].is_alive()
         assert [entry.id for entry in came] == [1]
     finally:
-        at_work.close()
+        worker.close()
         with redis.Redis.from_url(redis_url) as client:
             for key in client.scan_iter(f"*{name}*", count=1000):
                 client.delete(key)
 
 
 def test_entries_that_become_due_while_a_worker_stops_are_sent_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    main: MainProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runtime = make_runtime(tmp_path)
-    sent: list[Entry] = []
-    monkeypatch.setattr(
-        runtime_of(runtime.celery_worker.delays).timer,
-        "arm",
-        lambda entries: sent.extend(entries) or True,
-    )
-    close = runtime.dispatcher.close
+    close = main.dispatcher.close
 
     def close_in_its_time() -> UnfinishedWork:
         left = close()
         wait_until(
-            lambda: len(runtime.near_entries.wheel) == 0,
+            lambda: len(main.runtime.near_entries.wheel) == 0,
             5,
             "the wheel to bring out what it holds, if it still can",
         )
         return left
 
-    monkeypatch.setattr(runtime.dispatcher, "close", close_in_its_time)
-    runtime.start()
-    entry = Entry(1, 0, runtime.clock.now_us() + 500_000)
-    runtime.dispatcher.receive([entry])
-    runtime.stop()
-    assert sent == [entry]
+    monkeypatch.setattr(main.dispatcher, "close", close_in_its_time)
+    main.runtime.start()
+    entry = Entry(1, 0, main.clock.now_us() + 500_000)
+    main.dispatcher.receive([entry])
+    main.runtime.stop()
+    assert main.world.broker.armed == [entry]
 
 
-def test_entries_that_a_stopped_worker_receives_are_sent_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runtime = make_runtime(tmp_path)
-    timer = runtime_of(runtime.celery_worker.delays).timer
-    sent: list[Entry] = []
-    asked: list[tuple[str, list[int], int]] = []
-    monkeypatch.setattr(timer, "arm", lambda entries: sent.extend(entries) or True)
-    monkeypatch.setattr(
-        timer,
-        "request_drain",
-        lambda queue, priorities, messages, _expires_s: asked.append((queue, priorities, messages)),
+def test_entries_that_a_stopped_worker_receives_are_sent_back(main: MainProcess) -> None:
+    broker = main.world.broker
+    main.runtime.start()
+    main.runtime.stop()
+    early, due = Entry(1, 0, main.clock.now_us() + 60_000_000), Entry(2, 0, main.clock.now_us())
+    main.dispatcher.receive([early, due])
+    main.drain("default", 5, 0)
+    assert broker.armed == [early, due]
+    assert broker.requested_drains == [("default", [0, 5], 1)], (
+        "one message, since this worker may receive it again"
     )
-    runtime.start()
-    runtime.stop()
-    now_us = runtime.clock.now_us()
-    early, due = Entry(1, 0, now_us + 60_000_000), Entry(2, 0, now_us)
-    runtime.dispatcher.receive([early, due])
-    runtime.dispatcher.start_drain("default", [5, 0])
-    assert sent == [early, due]
-    assert asked == [("default", [0, 5], 1)], "one message, since this worker may receive it again"
-    assert (len(runtime.near_entries.wheel), runtime.dispatcher.waiting) == (0, 0)
-    runtime.stop()
-    assert (len(sent), len(asked)) == (2, 1)
+    assert (len(main.runtime.near_entries.wheel), main.dispatcher.waiting) == (0, 0)
+    main.runtime.stop()
+    assert (len(broker.armed), len(broker.requested_drains)) == (2, 1)
 
 
-def test_a_chunk_states_that_its_worker_has_not_read_the_policies_yet(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chunk_states_that_its_worker_has_not_read_the_policies_yet(main: MainProcess) -> None:
     """Without the policies, the chunks would run paused tasks."""
-    runtime = make_runtime(tmp_path)
-    runtime.celery_worker.delays.policies.pause(tag="test.note")
-    sent: list[ChunkRequest] = []
-    pool = SimpleNamespace(
-        limit=2, apply_async=lambda _run, args, **_: sent.append(args[0]) or object()
-    )
-    monkeypatch.setattr(runtime.dispatcher._pool, "_celery_pool", pool)
-    for has_read in (False, True):
-        if has_read:
-            runtime.runtime.policy_cache.refresh()
-        runtime.dispatcher.take([Entry(1, 0, runtime.clock.now_us())])
-        runtime.dispatcher.pump()
-    assert [bool(request.policies) for request in sent] == [False, True]
-    assert sent[0].policies is None
+    main.world.delays.policies.pause(tag="note")
+    main.take(1)
+    main.world.runtime.policy_cache.refresh()
+    main.take(1)
+    first, second = (request.policies for request in main.requests)
+    assert first is None
+    assert second
 
 
 def test_a_stopping_worker_requests_its_unfinished_drains_from_others_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    main: MainProcess,
 ) -> None:
-    runtime = make_runtime(tmp_path)
-    asked: list[tuple[str, list[int]]] = []
-    monkeypatch.setattr(
-        runtime_of(runtime.celery_worker.delays).timer,
-        "request_drain",
-        lambda queue, priorities, messages, expires_s: asked.append((queue, list(priorities))),
-    )
-    runtime.dispatcher.start_drain("default", [5, 0])
-    with runtime.dispatcher._lock:
-        report = Report(waitlists=(WaitlistState("mail", "test.note", 0),))
-        runtime.dispatcher._queue.continue_after(ChunkRequest(()), report)
-    runtime.stop()
-    runtime.stop()
+    main.take(20)
+    main.drain("default", 5, 0)
+    main.pool.limit = 0  # no other chunk begins
+    main.end(waitlists=(WaitlistState("mail", "note", 0),))
+    for _ in range(2):
+        main.runtime.stop()
+    asked = [drain[:2] for drain in main.world.broker.requested_drains]
     assert asked == [("mail", []), ("default", [0, 5])]
 
 
-def test_an_entry_far_beyond_the_horizon_is_not_held(tmp_path: Path) -> None:
-    runtime = make_runtime(tmp_path)
-    now = runtime.clock.now_us()
-    runtime.dispatcher.receive([Entry(1, 0, now + 20_000_000), Entry(2, 0, now + 10**13)])
-    assert len(runtime.near_entries.wheel) == 1
-    assert runtime.events.counts["message.refused"] == 1
+def test_an_entry_far_beyond_the_horizon_is_not_held(main: MainProcess) -> None:
+    now = main.clock.now_us()
+    main.dispatcher.receive([Entry(1, 0, now + 20_000_000), Entry(2, 0, now + 10**13)])
+    assert len(main.runtime.near_entries.wheel) == 1
+    assert main.world.count("message.refused") == 1
 
 
 @pytest.mark.slow
@@ -317,29 +282,24 @@ def test_a_sweep_whose_connections_became_silent_continues_with_new_ones(
     postgresql_url: str,
 ) -> None:
     proxy, prefix = proxy_to(postgresql_url), f"runtime{secrets.token_hex(4)}_"
-    at_work = AtWork(
-        make_runtime(proxy.url(postgresql_url), table_prefix=prefix, sweep=1, _self_sweep_s=2)
-    )
-    counts, database = (
-        at_work.runtime.events.counts,
-        runtime_of(at_work.runtime.celery_worker.delays).store.database,
-    )
+    store = open_store(proxy.url(postgresql_url), table_prefix=prefix)
+    world = World(store, sweep=1, _self_sweep_s=2)
+    at_work = AtWork(world)
     try:
-        wait_until(lambda: counts["sweep.done"], 10, "the first sweep")
+        wait_until(lambda: world.count("sweep.done"), 10, "the first sweep")
         proxy.strand()
         wait_until(
             lambda: at_work.restarts == [{"loop": "sweep", "reason": "stuck"}],
             20,
             "it to be replaced",
         )
-        swept = counts["sweep.done"]
-        wait_until(lambda: counts["sweep.done"] > swept, 20, "the next sweep")
+        swept = world.count("sweep.done")
+        wait_until(lambda: world.count("sweep.done") > swept, 20, "the next sweep")
         assert len(at_work.restarts) == 1, "no other connection of the old ones was used"
     finally:
         at_work.close()
-        with database.begin() as connection:
-            runtime_of(at_work.runtime.celery_worker.delays).store.schema.metadata.drop_all(
-                connection
-            )
-        database.dispose()
+        world.close()
+        with store.database.begin() as connection:
+            store.schema.metadata.drop_all(connection)
+        store.close()
         proxy.close()

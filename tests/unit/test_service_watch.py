@@ -22,7 +22,7 @@ from delaytasks.worker.service_watch import (
     ServiceWatch,
     policy_loop,
 )
-from tests.unit.worker_harness import ManualMonotonic
+from tests.recording import ManualMonotonic
 
 # -- A worker measures for how long it has been without its broker, its timer and beat ------------
 

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
-from pathlib import Path
 from zoneinfo import ZoneInfo
 
 import pytest
@@ -42,7 +41,7 @@ from delaytasks.statistics.statistics_table import (
 )
 from delaytasks.storage.state_queries import FailedRow
 from tests.recording import ManualClock
-from tests.unit.worker_harness import make_runtime
+from tests.world import MainProcess, World
 
 # -- histograms and counts, which can be added and written in compact form ------------------------
 
@@ -219,7 +218,7 @@ PATIENCE_S = 20
 
 
 def test_a_database_that_does_not_answer_does_not_delay_the_end_of_a_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer, ended = threading.Event(), list[bool]()
 
@@ -228,7 +227,7 @@ def test_a_database_that_does_not_answer_does_not_delay_the_end_of_a_process(
 
     monkeypatch.setattr(StatisticsWriter, "write", write)
     monkeypatch.setattr(writer, "LAST_WRITE_S", 0.05)
-    runtime = make_runtime(tmp_path)
+    runtime = MainProcess(world).runtime
     counts = RunCounts()
     counts.add_outcome("done")
     rest = RunStatistics((("a", counts.as_list()),))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from queue import Empty
 from typing import Any
 
@@ -22,13 +21,16 @@ from kombu.serialization import prepare_accept_content
 
 from delaytasks.core.ids import MAX_ID
 from delaytasks.core.interfaces import Entry
-from delaytasks.runtime import runtime_of
+from delaytasks.storage.store import Store
 from delaytasks.timers.arming import RUN, SWEEP
 from delaytasks.worker.broker_connection import GuardStep
 from tests.fuzzing import fuzz, json_like
-from tests.unit.worker_harness import WorkerDouble, make_runtime
+from tests.world import MainProcess, World
 
 DUE = 1_700_000_000_000_000
+
+
+MakeReader = Callable[..., "GuardedConsumer"]
 
 
 class Channel:
@@ -44,12 +46,13 @@ class GuardedConsumer:
     The calls of the worker runtime are recorded.
     """
 
-    def __init__(self, folder: Path, **conf: Any) -> None:
-        self.runtime = make_runtime(folder)
-        self.app: Celery = runtime_of(self.runtime.celery_worker.delays).celery
+    def __init__(self, store: Store, **conf: Any) -> None:
+        self.world = World(store)
+        self.runtime = MainProcess(self.world).runtime
+        self.app: Celery = self.world.runtime.celery
         self.app.conf.update(conf)
-        worker = WorkerDouble()
-        worker.delays_runtime, worker.use_eventloop, worker.state = self.runtime, False, state  # type: ignore[attr-defined]
+        worker = self.runtime.celery_worker
+        worker.delays_runtime, worker.use_eventloop, worker.state = self.runtime, False, state
         self.consumer = Consumer(
             lambda *_: None, app=self.app, controller=worker, hostname="w", timer=Timer()
         )
@@ -60,7 +63,6 @@ class GuardedConsumer:
         self.consumer.task_consumer, self.consumer.pool = tasks, worker.pool
         self.consumer.update_strategies()
         self.handle = self.consumer.create_task_handler()
-        self.runtime.processes.queues = ["default"]
         self.entries: list[Entry] = []
         self.drained: list[tuple[Any, ...]] = []
         self.sweeps: list[Any] = []
@@ -86,10 +88,23 @@ class GuardedConsumer:
 
 
 @pytest.fixture(scope="module")
-def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GuardedConsumer]:
-    made = GuardedConsumer(tmp_path_factory.mktemp("reader"))
+def reader(session_store: Store) -> Iterator[GuardedConsumer]:
+    made = GuardedConsumer(session_store)
     yield made
-    made.runtime.celery_worker.delays.close()
+    made.world.close()
+
+
+@pytest.fixture
+def make_reader(store: Store) -> Iterator[MakeReader]:
+    made: list[GuardedConsumer] = []
+
+    def make(**conf: Any) -> GuardedConsumer:
+        made.append(GuardedConsumer(store, **conf))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.world.close()
 
 
 @pytest.fixture(autouse=True)
@@ -217,20 +232,21 @@ class Bomb:
 )
 @pytest.mark.parametrize("routing_key", ["delaytasks.default", "celery"])
 def test_pickle_is_not_read_from_queues_of_delaytasks_even_if_the_app_accepts_it(
-    tmp_path: Path, headers: dict[str, Any], routing_key: str
+    make_reader: MakeReader, headers: dict[str, Any], routing_key: str
 ) -> None:
     """In Redis the queue of a message is a field of the message."""
-    reader = GuardedConsumer(tmp_path, accept_content=["json", "pickle"])
+    reader = make_reader(accept_content=["json", "pickle"])
     bomb = pickle.dumps({"task": RUN, "args": [[Bomb()]], "id": "x", "kwargs": {}})
     kind, place = "application/x-python-serialize", {"routing_key": routing_key}
     message = reader.read(bomb, headers, kind, delivery_info=place)
     assert message.acknowledged
     assert (ran, reader.refused) == ([], 1)
-    reader.runtime.celery_worker.delays.close()
 
 
-def test_queues_of_the_app_are_read_with_the_content_types_of_the_app(tmp_path: Path) -> None:
-    reader = GuardedConsumer(tmp_path, accept_content=["json", "pickle"])
+def test_queues_of_the_app_are_read_with_the_content_types_of_the_app(
+    make_reader: MakeReader,
+) -> None:
+    reader = make_reader(accept_content=["json", "pickle"])
     reader.consumer.task_consumer.queues.append(Queue("celery"))
     reader.read(
         pickle.dumps([1]),
@@ -241,29 +257,27 @@ def test_queues_of_the_app_are_read_with_the_content_types_of_the_app(tmp_path: 
     assert reader.refused == 0
     reader.read(pickle.dumps([1]), {}, "application/x-python-serialize")
     assert reader.refused == 1
-    reader.runtime.celery_worker.delays.close()
 
 
 @pytest.mark.parametrize(
     ("accepted", "told"), [(["json"], 0), (["json", "msgpack"], 0), (["pickle", "json"], 1)]
 )
 def test_a_worker_reports_that_the_app_accepts_content_that_can_run_code(
-    tmp_path: Path, accepted: Any, told: int
+    make_reader: MakeReader, accepted: Any, told: int
 ) -> None:
-    reader = GuardedConsumer(tmp_path, accept_content=accepted)
+    reader = make_reader(accept_content=accepted)
     seen: list[dict[str, Any]] = []
     reader.runtime.events.subscribe(
         lambda name, fields: seen.append(fields) if name == "content.unsafe" else None
     )
-    runtime_of(reader.runtime.celery_worker.delays).checks.check_broker()
+    reader.world.runtime.checks.check_broker()
     assert [fields["accepts"] for fields in seen] == ["pickle"] * told
-    reader.runtime.celery_worker.delays.close()
 
 
-def test_messages_of_delaytasks_write_no_results_to_a_backend(tmp_path: Path) -> None:
+def test_messages_of_delaytasks_write_no_results_to_a_backend(make_reader: MakeReader) -> None:
     """An app has no result backend by default, and our messages do not use an app's backend."""
-    assert GuardedConsumer(tmp_path).app.conf.result_backend is None
-    backend = GuardedConsumer(tmp_path / "other", result_backend="cache+memory://")
+    assert make_reader().app.conf.result_backend is None
+    backend = make_reader(result_backend="cache+memory://")
     for name in (RUN, SWEEP):
         task = backend.app.tasks[name]
         assert task.ignore_result

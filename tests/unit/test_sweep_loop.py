@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sqlalchemy import update
 
-from delaytasks.core.events import Events
 from delaytasks.core.ids import IdMaker
-from delaytasks.core.interfaces import Entry, Level, QueuePlace
-from delaytasks.core.settings import Settings
+from delaytasks.core.interfaces import Entry
 from delaytasks.maintenance.sweeper import MOST_OTHERS
 from delaytasks.storage.types import db_now_plus
 from delaytasks.timers.direct import NOTIFIED_POLL_S
@@ -31,8 +28,8 @@ from delaytasks.worker.table_poller import (
     TablePoller,
 )
 from delaytasks.worker.worker_runtime import WorkerRuntime
-from tests.recording import ManualClock
-from tests.unit.worker_harness import ManualMonotonic, make_runtime, stop_loops
+from tests.recording import ManualClock, ManualMonotonic
+from tests.world import MainProcess, MakeWorld
 
 # -- sweep loop -----------------------------------------------------------------------------------
 
@@ -49,7 +46,6 @@ class SweepTurns:
         self.fails: set[str] = set()
         self.failed: list[tuple[str, str]] = []
         runtime.events.subscribe(self._note_failure)
-        runtime.processes.queues = ["default"]
         for owner, name, what in (
             (self.store.workers, "report", "report"),
             (self.store.sweeps, "forget_armed", "forget"),
@@ -86,14 +82,13 @@ def time(monkeypatch: pytest.MonkeyPatch) -> ManualMonotonic:
 
 @pytest.fixture
 def turns(
-    tmp_path: Path, time: ManualMonotonic, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[SweepTurns]:
-    runtime = make_runtime(tmp_path, sweep="5s 3")
-    runtime.registry.processor("mail")(lambda body: None)
+    make_world: MakeWorld, time: ManualMonotonic, monkeypatch: pytest.MonkeyPatch
+) -> SweepTurns:
+    world = make_world(sweep="5s 3")
+    world.delays.processor("mail")(lambda body: None)
     for partition in range(3):
-        runtime.store.sweeps.begin_sweep(partition, 3, 0)
-    yield SweepTurns(runtime, monkeypatch)
-    stop_loops(runtime)
+        world.store.sweeps.begin_sweep(partition, 3, 0)
+    return SweepTurns(MainProcess(world).runtime, monkeypatch)
 
 
 def test_without_beat_a_worker_checks_every_second_for_stale_partitions(
@@ -203,129 +198,105 @@ def test_the_check_for_stale_partitions_is_repeated_until_the_query_succeeds(
 # -- test how often a worker without a broker reads its table, and which entries it takes ---------
 
 
-class PollerHarness:
-    """A poller of a table that contains `rows`. The entries that it passes on are in `held`."""
-
-    def __init__(self) -> None:
-        self.clock = ManualClock(datetime(2030, 1, 1, tzinfo=timezone.utc))
-        self.rows: list[Entry] = []
-        self.late: list[Level] = []
-        self.held: list[Entry] = []
-        self.asked: list[tuple[str, list[int]]] = []
-        sweeps = SimpleNamespace(
-            first_due_between=self._look, levels_of=self._levels_of, next_queues=self._next_queues
-        )
-        workers = SimpleNamespace(all=list)
-        self.events = Events()
-        runtime: Any = SimpleNamespace(
-            clock=self.clock,
-            policy_cache=SimpleNamespace(known=None),
-            store=SimpleNamespace(sweeps=sweeps, workers=workers, notices=None, close=lambda: None),
-            settings=Settings(),
-            events=self.events,
-            queues=SimpleNamespace(all=lambda: {"default", "mail"}),
-        )
-        self.processes: Any = SimpleNamespace(queues=["default"])
-        self.dispatcher: Any = SimpleNamespace(
-            start_drain=lambda *args: self.asked.append(args),
-            receive=self.held.extend,
-            drain_count=0,
-        )
-        timer: Any = SimpleNamespace(subscribe=lambda _: None)
-        self.poller = TablePoller(runtime, timer, self.processes, self.dispatcher, "me")
-        self.poller._shares = SimpleNamespace(learn=lambda *_: None, is_mine=lambda entry: True)  # type: ignore[assignment]
-
-    def _levels_of(self, queues: list[str], late_s: float) -> list[Level]:
-        return [level for level in self.late if level.queue in queues]
-
-    def _next_queues(self, after: QueuePlace, most: int) -> tuple[set[str], QueuePlace]:
-        queues = sorted(
-            {level.queue for level in self.late if after.tasks is None or level.queue > after.tasks}
-        )[:most]
-        return set(queues), QueuePlace(queues[-1] if len(queues) == most else None)
-
-    def _look(self, since: datetime, until: datetime, most: int, _: Any) -> list[Entry]:
-        return self.rows[:most]
-
-    def entries(self, count: int, in_s: float) -> list[Entry]:
-        due = self.clock.now_us() + int(in_s * 1e6)
-        return [Entry(n, 0, due + n) for n in range(1, count + 1)]
+Asked = list[tuple[str, list[int]]]
 
 
 @pytest.fixture
-def bench() -> PollerHarness:
-    return PollerHarness()
+def direct(make_world: MakeWorld) -> MainProcess:
+    """A worker without a broker, whose clock stands still."""
+    world = make_world(timer="direct")
+    world.runtime.clock = ManualClock(world.now())
+    return MainProcess(world)
 
 
-def rests(bench: PollerHarness, count: int) -> list[float]:
-    return [bench.poller._turn() for _ in range(count)]
+@pytest.fixture
+def asked(direct: MainProcess, monkeypatch: pytest.MonkeyPatch) -> Asked:
+    """The queues and priorities that the poller asked to drain."""
+    asked: Asked = []
+    monkeypatch.setattr(
+        direct.dispatcher,
+        "start_drain",
+        lambda queue, priorities: asked.append((queue, sorted(priorities))),
+    )
+    return asked
 
 
-def test_a_table_without_notices_is_read_more_rarely_while_nothing_is_late(
-    bench: PollerHarness,
+def poller_of(direct: MainProcess) -> TablePoller:
+    assert direct.runtime.table_poller is not None
+    return direct.runtime.table_poller
+
+
+def rests(direct: MainProcess, count: int) -> list[float]:
+    return [poller_of(direct)._turn() for _ in range(count)]
+
+
+def put(direct: MainProcess, in_s: float, **fields: Any) -> None:
+    due = direct.clock.now() + timedelta(seconds=in_s)
+    direct.world.put(expected_time=due, **fields)
+
+
+def test_a_table_without_notices_is_read_more_rarely_until_a_row_is_late(
+    direct: MainProcess,
 ) -> None:
-    found = rests(bench, 20)
+    found = rests(direct, 20)
     assert found[0] == pytest.approx(MIN_POLL_REST_S * REST_GROWTH)
     assert found == sorted(found)
     assert found[-1] == MAX_POLL_REST_S
-
-
-def test_a_table_without_notices_is_read_often_again_after_a_late_row(bench: PollerHarness) -> None:
-    rests(bench, 20)
-    bench.rows = bench.entries(1, in_s=-0.01)
-    assert rests(bench, 1) == [MIN_POLL_REST_S]
-    assert bench.held == bench.rows
-    assert rests(bench, 1) == [pytest.approx(MIN_POLL_REST_S * REST_GROWTH)], (
+    put(direct, -0.01)
+    assert rests(direct, 1) == [MIN_POLL_REST_S]
+    assert rests(direct, 1) == [pytest.approx(MIN_POLL_REST_S * REST_GROWTH)], (
         "it was handed on already, and is not late again"
     )
-    assert len(bench.held) == 1
+    assert direct.sizes() == [1]
 
 
-def test_a_table_with_notices_is_read_once_a_second(bench: PollerHarness) -> None:
-    bench.poller.listener.is_listening = True
-    assert rests(bench, 3) == [NOTIFIED_POLL_S] * 3
+def test_a_table_with_notices_is_read_once_a_second(direct: MainProcess) -> None:
+    poller_of(direct).listener.is_listening = True
+    assert rests(direct, 3) == [NOTIFIED_POLL_S] * 3
 
 
 def test_if_a_read_is_full_the_next_one_comes_before_the_remaining_rows_are_due(
-    bench: PollerHarness, monkeypatch: pytest.MonkeyPatch
+    direct: MainProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(table_poller, "MAX_READ_ROWS", 10)
-    bench.poller.listener.is_listening = True
-    bench.rows = bench.entries(11, in_s=0.4)
-    assert rests(bench, 1) == [pytest.approx(0.2, abs=0.001)]
-    assert len(bench.held) == 10
+    poller_of(direct).listener.is_listening = True
+    for _ in range(11):
+        put(direct, 0.4)
+    assert rests(direct, 1) == [pytest.approx(0.2, abs=0.001)]
+    assert len(direct.runtime.near_entries.wheel) == 10
 
 
 def test_drains_of_late_rows_are_requested_once_a_second_by_queue_and_priority(
-    bench: PollerHarness,
+    direct: MainProcess, asked: Asked
 ) -> None:
-    bench.late = [Level("default", 0), Level("default", 9), Level("others", 0)]
-    rests(bench, 5)
-    assert bench.asked == [("default", [0, 9])]
-    bench.poller.wake()
-    rests(bench, 1)
-    assert len(bench.asked) == 2
+    for queue, priority in (("default", 0), ("default", 9), ("others", 0)):
+        put(direct, -60, queue=queue, priority=priority)
+    rests(direct, 5)
+    assert asked == [("default", [0, 9])]
+    poller_of(direct).wake()
+    rests(direct, 1)
+    assert len(asked) == 2
 
 
 def test_a_worker_of_all_queues_drains_known_queues_always_and_few_unknown_ones(
-    bench: PollerHarness,
+    direct: MainProcess, asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench.processes.queues = ["*"]
-    names = [f"q{number:04}" for number in range(3 * MOST_OTHERS)]
-    bench.late = [Level("default", 0), *(Level(name, 0) for name in names)]
-    bench.dispatcher.drain_count = MOST_OTHERS - 20
+    direct.processes.queues = ["*"]
+    put(direct, -60)
+    direct.world.put_each([f"q{number:04}" for number in range(3 * MOST_OTHERS)], -60)
+    monkeypatch.setattr(type(direct.dispatcher), "drain_count", MOST_OTHERS - 20)
     for _ in range(3):
-        bench.poller.wake()
-        rests(bench, 1)
-    asked = [queue for queue, _ in bench.asked]
-    assert asked.count("default") == 3
-    assert len(asked) <= 3 + 3 * 20
-    assert len({*asked} - {"default"}) > 40, "each has its turn"
-    bench.dispatcher.drain_count = 2 * MOST_OTHERS
-    bench.asked.clear()
-    bench.poller.wake()
-    rests(bench, 1)
-    assert bench.asked == [("default", [0])], "the others wait until there is room"
+        poller_of(direct).wake()
+        rests(direct, 1)
+    queues = [queue for queue, _ in asked]
+    assert queues.count("default") == 3
+    assert len(queues) <= 3 + 3 * 20
+    assert len({*queues} - {"default"}) > 40, "each has its turn"
+    monkeypatch.setattr(type(direct.dispatcher), "drain_count", 2 * MOST_OTHERS)
+    asked.clear()
+    poller_of(direct).wake()
+    rests(direct, 1)
+    assert asked == [("default", [0])], "the others wait until there is room"
 
 
 # -- worker shares --------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from delaytasks.limits.tracked_waitlists import (
     WaitlistPhase,
     WaitlistVisit,
 )
-from tests.unit.worker_harness import ManualMonotonic
+from tests.recording import ManualMonotonic
 
 MAIL, SLOW = ("default", "mail"), ("slow", "mail")
 

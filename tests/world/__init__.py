@@ -17,8 +17,9 @@ A test names what happens with ten verbs, which do not depend on the classes beh
 from collections.abc import Callable
 
 from tests.world.broker import WorldBroker
+from tests.world.main_process import MainProcess
 from tests.world.world import Worker, World
 
-__all__ = ["MakeWorld", "Worker", "World", "WorldBroker"]
+__all__ = ["MainProcess", "MakeWorld", "Worker", "World", "WorldBroker"]
 
 MakeWorld = Callable[..., World]
