@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pytest
 
-from chaos.checker import Checker
+from chaos.checker import _LEGAL, Checker
 from chaos.claims_ahead import claimed_ahead
 from chaos.history import (
     ALL,
@@ -569,3 +569,7 @@ def test_an_occurrence_is_not_skipped_after_the_task_before_it_has_ended() -> No
 def test_tasks_of_a_schedule_without_overlap_do_not_wait_for_each_other() -> None:
     some = tasks((1, 0, 1.5), (2, 1.4, 2.2), (3, 2.3, 3.1), (4, 3.2, 4.1), (5, 4.2, 5.1))
     assert found_of_schedules(*some, missed="latest", overlap="skip") == {"overlapped"}
+
+
+def test_all_moves_of_the_table_are_legal() -> None:
+    assert {(Status.NOT_COMPLETE, Status.RUNNING), (Status.RUNNING, Status.DONE)} <= _LEGAL

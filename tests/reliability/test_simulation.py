@@ -19,6 +19,7 @@ from delaytasks.core.interfaces import Claimed, Settlement
 from delaytasks.core.states import MOVES, Status
 from delaytasks.core.task import Done
 from delaytasks.execution.chunk import Chunk
+from delaytasks.execution.executor import TaskExecutor
 from delaytasks.maintenance.sweeper import Sweeper
 from delaytasks.operations import durable_calls as celery_tasks
 from delaytasks.recurrence import creation
@@ -138,6 +139,13 @@ def given_back_rows_run_nevertheless(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Chunk, "give_back", give_back)
 
 
+def failed_instead_of_run(patch: pytest.MonkeyPatch) -> None:
+    def fail(_: object, processor: object, tasks: Any, claimed: object) -> list[Settlement]:
+        return [Settlement(task, "fail") for task in tasks]
+
+    patch.setattr(TaskExecutor, "run", fail)
+
+
 def entries_of_a_dead_poller_never_return(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(redis, "RETURN_S", 1e6)
 
@@ -203,6 +211,7 @@ BUGS: list[tuple[Callable[[pytest.MonkeyPatch], None], set[str]]] = [
     (lapses_not_counted, {"too often"}),
     (unsanitised_error_text, {"duplicated"}),
     (given_back_rows_run_nevertheless, {"duplicated"}),
+    (failed_instead_of_run, {"lost"}),
     (entries_of_a_dead_poller_never_return, {"left in Redis"}),
     (passed_on_entries_are_not_deleted, {"left in Redis"}),
     (notices_are_not_received, {"late"}),

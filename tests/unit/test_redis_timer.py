@@ -196,9 +196,9 @@ class Post:
             "horizon": 200, "_self_sweep_s": 120, "_publish_limit_s": 2,
         }  # fmt: skip
         self.world = make_world(timer=proxy.url(url), **settings)
-        self.world.runtime.timer = self.world.runtime.redis_timer
         if clock is not None:
             self.world.runtime.clock = clock
+        self.world.runtime.timer = self.world.runtime.redis_timer
         self.timer: RedisTimer = make_world(timer=url, **settings).runtime.redis_timer
         self.main = MainProcess(self.world, is_stepped=False)
         self.runtime, self.pool = self.main.runtime, self.main.pool
