@@ -522,14 +522,16 @@ def test_old_minutes_and_old_groups_are_purged(store: Store, table: StatisticsTa
 
 
 def test_a_sweep_purges_once_an_hour_unless_the_setting_is_off(
-    store: Store, delays: DelayTasks, table: StatisticsTable, monkeypatch: pytest.MonkeyPatch
+    store: Store, make_world: MakeWorld, table: StatisticsTable
 ) -> None:
-    sweeper = runtime_of(delays).sweeper
-    for _ in range(2):
+    def left_after(world: World) -> int:
         add(store, table, some(NOON_2030.replace(year=2020), a=1))
-        monkeypatch.setattr(type(sweeper._sweeps), "begin_sweep", lambda *_: NOON_2030)
-        assert sweeper.sweep(0)
-    assert len(minutes(table)) == 1, "the second sweep has purged nothing"
+        world.sweep_later()
+        return len(minutes(table))
+
+    on = make_world()
+    assert left_after(make_world(statistics=False)) == 1
+    assert [left_after(on), left_after(on)] == [0, 1]
 
 
 def test_the_number_of_groups_is_bounded(

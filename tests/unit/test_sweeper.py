@@ -198,6 +198,12 @@ def test_a_sweep_that_could_not_read_the_policies_releases_nothing(
     assert [fields["stage"] for fields in other.told("loop.failed")] == ["policies"]
 
 
+def test_a_sweep_makes_the_tasks_of_recurring_schedules(world: World) -> None:
+    world.delays.recurring.set("r", "note", {}, every="5s")
+    world.sweep_later()
+    assert world.delays.find(tag="note").tasks
+
+
 def test_without_a_horizon_nothing_is_armed_by_sweeps(make_world: MakeWorld) -> None:
     world = make_world(horizon=None)
     world.put(due_s=5)
