@@ -112,7 +112,7 @@ def drainer(app: str, name: str, folder: Path, notes: str, **environment: str) -
     """Start a worker without a broker."""
     return BenchmarkProcess(
         name,
-        ["delaytasks", "-A", app, "drain", "--forever", "-c", "2"],
+        ["delaytasks", "-A", app, "run", "--forever", "-c", "2"],
         folder,
         BENCH_NOTES=notes,
         **environment,

@@ -244,7 +244,7 @@ class DurableEta(Ours):
 
 
 class OursDirect(Ours):
-    """delaytasks without a broker: `delaytasks drain --forever` and no beat."""
+    """delaytasks without a broker: `delaytasks run --forever` and no beat."""
 
     name = "delaytasks_direct"
     timer = "direct"

@@ -32,16 +32,14 @@ from tests.doc_pages import ROOT, SHELLS, Block, blocks, environment, files_test
 
 #: The beginnings of commands that serve, or need a broker, another database or a deployment.
 _ONLY_CHECKED = (
-    "drain --forever",
     "import django",
     "import redbeat",
+    "run --forever",
     "serve --api",
     "serve --console",
     "serve --metrics",
     "up",
 )
-#: Options with which a command that follows changes ends.
-_END = {"tail": ["--for", "0s"]}
 #: The exit code 1 of these commands is an answer, such as that no worker lives.
 _ANSWERS_BY_CODE = ("check", "status")
 _ANSWERS = {"access": "correct horse battery staple\n" * 2}
@@ -109,10 +107,10 @@ class Commands:
             check_command(["delaytasks", *words], text)
             return
         self._make_tasks(command)
+        if "--follow" in words:
+            words = [*words, "--for", "0s"]
         with patch.object(Cli, "require_terminal"):
-            done = CliRunner().invoke(
-                main, [*words, *_END.get(command[0], [])], input=_ANSWERS.get(command[0], "y\n")
-            )
+            done = CliRunner().invoke(main, words, input=_ANSWERS.get(command[0], "y\n"))
         codes = (0, 1) if command[0] in _ANSWERS_BY_CODE else (0,)
         assert done.exit_code in codes, f"{text}\n{done.output}\n{done.exception!r}"
         self._output = done.stdout

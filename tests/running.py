@@ -31,7 +31,7 @@ ROOT = Path(__file__).parent.parent
 QUICK: dict[str, Any] = {"sweep": 1, "_self_sweep_s": 2, "_grace_s": 0.5, "horizon": 10, "lease": 4}
 #: As in the bounds of docs/reliability.md.
 DISPATCH_S = 2
-#: The first log line of `delaytasks drain --forever`.
+#: The first log line of `delaytasks run --forever`.
 STARTED = "Runs tasks as they fall due"
 #: The fixture of each broker's URL, and its Celery configuration.
 BROKERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -115,9 +115,9 @@ class Deployment:
         )
 
     def drainer(self, *options: str, concurrency: int = 2) -> Process:
-        """Start `delaytasks drain --forever`."""
-        name = f"drain{len(self._processes)}"
-        command = ["drain", "--forever", "-c", str(concurrency), *options]
+        """Start `delaytasks run --forever`."""
+        name = f"run{len(self._processes)}"
+        command = ["run", "--forever", "-c", str(concurrency), *options]
         process = self._start(name, command, program=("delaytasks",))
         wait_until(
             lambda: STARTED in process.log() or process.ended(),
@@ -129,8 +129,8 @@ class Deployment:
         return process
 
     def drain(self, *options: str, deadline_s: float = 30) -> dict[str, Any]:
-        """Run `delaytasks drain` to its end, and return its summary."""
-        process = self._start("drain", ["drain", "--json", *options], program=("delaytasks",))
+        """Run `delaytasks run` to its end, and return its summary."""
+        process = self._start("run", ["run", "--json", *options], program=("delaytasks",))
         wait_until(process.ended, deadline_s, f"the drain to end\n{process.log()}", every_s=0.05)
         document = re.search(r"^\{$.*^\}$", process.log(), re.MULTILINE | re.DOTALL)
         assert document is not None, process.log()

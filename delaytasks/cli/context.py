@@ -13,7 +13,6 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -32,7 +31,6 @@ from delaytasks.cli.output import (
 )
 from delaytasks.core.errors import ConfigError, DelayTaskError, TaskNotFoundError
 from delaytasks.core.loop import wait_for_unfinished
-from delaytasks.core.why import Explanation, Reason
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -118,7 +116,7 @@ class Hints:
         self._app = app
         any_name = "|".join(map(re.escape, names))
         self._pattern = re.compile(
-            rf"\b(?:delaytasks (?:-A APP )?|flask --app APP delays )(?=(?:{any_name})\b)"
+            rf"(?<!-m )\b(?:delaytasks (?:-A APP )?|flask --app APP delays )(?=(?:{any_name})\b)"
         )
 
     def rewrite(self, message: str) -> str:
@@ -127,13 +125,6 @@ class Hints:
             message = message.replace("celery -A … ", f"celery -A {self._app} ")
         message = message.replace("by tag= and key=", "by --tag and --key")
         return self._pattern.sub(lambda _: f"{self.command} ", message)
-
-    def in_explanation(self, explanation: Explanation) -> Explanation:
-        """Return the explanation with rewritten remedies."""
-        return replace(explanation, reasons=[self._in_reason(one) for one in explanation.reasons])
-
-    def _in_reason(self, reason: Reason) -> Reason:
-        return reason._replace(remedy=self.rewrite(reason.remedy))
 
 
 R = TypeVar("R")
@@ -218,7 +209,7 @@ class Cli:
     def import_processors(self) -> None:
         """Import the app's modules, as a worker does at its start.
 
-        The processors name the queues of their tags, and `drain` runs them.
+        The processors name the queues of their tags, and `run` runs them.
         """
         modules: set[str] = set()
         with (
@@ -259,32 +250,17 @@ class Cli:
         what = f"recurring schedule {cell(schedule.name)} ({cell(schedule.tag)})"
         self.answer(schedule.as_json(), f"{done} {what}{following}")
 
-    def explain(
-        self, task: DelayedTask | str | None, tag: str | None = None, key: str | None = None
-    ) -> Explanation:
-        """Explain why a task has not run, or how it ended. The key may be that of an ended task."""
-        explain = self.runtime.explanations.of
-        try:
-            explanation = explain(task, tag, key)
-        except TaskNotFoundError as error:
-            explanation = explain(self._ended(tag, key, error))
-        return self.hints.in_explanation(explanation)
-
     def get(self, id: str | None, tag: str | None, key: str | None) -> DelayedTask:
-        """Read a task. The key may be that of an ended task."""
+        """Read a task. If no live task has the key, read the last one that had it."""
         try:
             return self.delays.get(id, tag=tag, key=key)
-        except TaskNotFoundError as error:
-            return self._ended(tag, key, error)
-
-    def _ended(self, tag: str | None, key: str | None, error: TaskNotFoundError) -> DelayedTask:
-        """Return the last task that was scheduled with the key, or raise `error`."""
-        if tag is None or key is None:
-            raise error
-        found = self.delays.find(tag=tag, key=key, limit=100, newest_first=True).tasks
-        if not found:
-            raise error
-        return max(found, key=lambda task: (task.create_time or task.expected_time, task.id))
+        except TaskNotFoundError:
+            if tag is None or key is None:
+                raise
+            found = self.delays.find(tag=tag, key=key, limit=100, newest_first=True).tasks
+            if not found:
+                raise
+            return max(found, key=lambda task: (task.create_time or task.expected_time, task.id))
 
     def note(self, text: str) -> None:
         """Print a line on stderr, unless JSON is asked for."""

@@ -16,14 +16,13 @@ from delaytasks.cli.context import (
 
 #: The commands of each module.
 _MODULES = {
-    "drain": "drain",
-    "look": "list show tail why",
     "policy_commands": "limit pause resume",
+    "run": "run",
     "schedule_commands": "import recurring schedule",
     "servers": "access serve",
     "setup": "check db",
     "status": "status",
-    "task_commands": "audit cancel rerun reschedule spread touch",
+    "tasks": "cancel list log rerun reschedule show",
     "up": "up",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}

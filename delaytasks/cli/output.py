@@ -78,29 +78,37 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic only in late
         return self._parse(value, _name(param)) if isinstance(value, str) else value
 
 
-class Past(click.ParamType):  # type: ignore[type-arg]  # generic only in later versions
-    """An instant, or a duration that counts back from now."""
-
-    name = "time"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(value, datetime):
-            return value
+def parse_past(text: str, argument: str) -> datetime:
+    """Return an instant, which may be given as a duration that counts back from now."""
+    try:
+        ago = parse_duration(text)
+    except InvalidInputError:
         try:
-            ago = parse_duration(value)
-        except InvalidInputError:
-            try:
-                return parse_instant(value, _name(param))
-            except InvalidInputError as error:
-                text = f"{error}; or as 1h, which means an hour ago"
-                raise InvalidInputError(text, error.argument) from None
-        assert ctx is not None
-        try:
-            return ctx.obj.runtime.clock.now() - ago
-        except OverflowError:
-            raise InvalidInputError(
-                f"{value!r:.40} ago is before the year 1", _name(param)
-            ) from None
+            return parse_instant(text, argument)
+        except InvalidInputError as error:
+            text = f"{error}; or as 1h, which means an hour ago"
+            raise InvalidInputError(text, argument) from None
+    now: datetime = click.get_current_context().obj.runtime.clock.now()
+    try:
+        return now - ago
+    except OverflowError:
+        raise InvalidInputError(f"{text!r:.40} ago is before the year 1", argument) from None
+
+
+#: A range of instants, each of which may be left out.
+Range = tuple[datetime | None, datetime | None]
+
+
+def parse_range(text: str, argument: str) -> Range:
+    since, dots, until = text.partition("..")
+    if not dots or not (since or until):
+        raise InvalidInputError(
+            f"{text!r:.40} is no range; write it as 2h..1h, or 1h.. without an end", argument
+        )
+    return (
+        parse_past(since, argument) if since else None,
+        parse_past(until, argument) if until else None,
+    )
 
 
 def _name(param: click.Parameter | None) -> str:
@@ -110,7 +118,8 @@ def _name(param: click.Parameter | None) -> str:
 DURATION = Parsed("duration", parse_duration)
 SHIFT = Parsed("duration", parse_shift)
 INSTANT = Parsed("instant", parse_instant)
-PAST = Past()
+PAST = Parsed("time", parse_past)
+RANGE = Parsed("range", parse_range)
 
 delay_option = click.option(
     "--delay", type=DURATION, help="From now: 90 (seconds), 30m, 1h30m, 2d, 500ms."

@@ -299,7 +299,7 @@ def status(
 
     With --probe, the deployment is healthy if databases and broker answer, the tables have this
     version, a worker lives, a sweep was recent, and each queue with late tasks has a worker. A
-    worker (or `drain --forever`) of this host is ready under the same conditions except the last,
+    worker (or `run --forever`) of this host is ready under the same conditions except the last,
     if it has reported itself. With --live it is unhealthy only if it has stopped reporting while a
     database answers: a restart does not help against an outage. Beat is healthy if its messages
     have reached a worker recently. The HTTP API and the console have URLs for probes instead.
@@ -496,7 +496,7 @@ def _print(found: dict[str, Any], hints: Hints) -> None:
         _print_workers(found["workers"], found["lost_workers"])
     if not found["workers"]:
         is_direct = found["timer"]["name"] == "direct"
-        how = "delaytasks drain --forever" if is_direct else "celery -A … worker"
+        how = "delaytasks run --forever" if is_direct else "celery -A … worker"
         say(hints.rewrite(f"no workers; start one with: {how}"), fg="yellow")
 
 

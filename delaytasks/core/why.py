@@ -132,19 +132,6 @@ class Explanation:
     def __str__(self) -> str:
         return " ".join(reason.text for reason in self.reasons)
 
-    def as_json(self) -> dict[str, Any]:
-        """Return a JSON value: the first reason, and all of them in `reasons`. It has no body."""
-        task = self.task
-        return {
-            "id": None if self.id is None else str(self.id),
-            "tag": task and task.tag,
-            "key": task and task.key,
-            "queue": task and task.queue,
-            "status": task and task.status.name,
-            **self.reasons[0].as_json(),
-            "reasons": [reason.as_json() for reason in self.reasons],
-        }
-
 
 def instant_text(instant: datetime | None) -> str:
     if instant is None:

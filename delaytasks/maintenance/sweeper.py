@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 #: Most drain messages for one queue in one sweep, for any number of workers.
 MOST_MESSAGES_PER_QUEUE = 500
 #: The pool names of workers without a broker begin with one of these prefixes: those that poll the
-#: table for rows due within the horizon, and those that only drain (`delaytasks drain`).
+#: table for rows due within the horizon, and those that only drain (`delaytasks run`).
 POLLING_PREFIX, ONLY_DRAINING_PREFIX = "direct/", "drain/"
 #: Starts a drain in this worker; returns False if the worker does not serve the queue.
 StartDrain = Callable[[str, Sequence[int]], bool]

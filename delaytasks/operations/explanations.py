@@ -83,7 +83,7 @@ def _unreachable(error: StoreUnavailableError) -> Reason:
     )
 
 
-# -- Follows the changes of tasks, for `delaytasks tail` ------------------------------------------
+# -- Follows the changes of tasks, for `delaytasks list --follow` ---------------------------------
 
 
 #: Versions that are remembered, to show each change once.

@@ -32,7 +32,7 @@ class HealthQuestion(NamedTuple):
         - `deployment`: the database, the sweeps, at least one worker, and a worker for each
           queue that has late tasks.
         - `worker`: the workers of one host.
-        - `run`: the processes of `delaytasks drain --forever` of one host.
+        - `run`: the processes of `delaytasks run --forever` of one host.
         - `beat`: beat. Workers know when its last message arrived.
         - `api`: a server of the HTTP API or of the console, which only needs the database.
     host

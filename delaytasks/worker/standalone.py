@@ -63,7 +63,7 @@ class StandaloneWorker:
         app = parts.celery
         pool_processes = processes_of(app)
         app.set_current()
-        self.hostname = f"drain{os.getpid()}-{secrets.token_hex(2)}@{socket.gethostname()}"
+        self.hostname = f"run{os.getpid()}-{secrets.token_hex(2)}@{socket.gethostname()}"
         if processes is not None:
             app.loader.init_worker()
             signals.worker_init.send(sender=self)

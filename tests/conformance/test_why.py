@@ -138,7 +138,7 @@ def test_a_worker_that_publishes_no_tags_is_no_reason(world: World) -> None:
 
 def explain(delays: DelayTasks, task: DelayedTask | int) -> Explanation:
     explanation = runtime_of(delays).explanations.of(task)
-    assert json.loads(json.dumps(explanation.as_json()))["reasons"], "the result is JSON"
+    assert json.dumps([each.as_json() for each in explanation.reasons]), "the result is JSON"
     return explanation
 
 

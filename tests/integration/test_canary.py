@@ -154,7 +154,7 @@ COMMANDS = [
     ["check"],
     ["check", "--settings"],
     ["db", "upgrade", "--check"],
-    ["audit"],
+    ["log"],
 ]
 SCRIPT = """
 import json, sys

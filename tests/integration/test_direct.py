@@ -1,6 +1,6 @@
 """Test deployments without a broker.
 
-`delaytasks drain` does all the work of a worker on each database, and runs each task once.
+`delaytasks run` does all the work of a worker on each database, and runs each task once.
 """
 
 from __future__ import annotations

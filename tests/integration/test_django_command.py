@@ -91,7 +91,7 @@ def test_drain_runs_the_tasks_of_djangos_database(delays: DjangoDelays) -> None:
     orders: list[Any] = []
     delays.processor("order.close")(orders.append)
     tasks = [delays.schedule_delay("order.close", number, 0) for number in range(3)]
-    assert manage("drain") == 0
+    assert manage("run") == 0
     assert sorted(orders) == [0, 1, 2]
     assert {delays.get(task).status for task in tasks} == {Status.DONE}
 

@@ -183,7 +183,7 @@ def test_manage_py_drains_overdue_tasks_without_a_broker(shop: ExampleShop) -> N
     shop.command("manage.py", "migrate")
     task = shop.delays.schedule_delay("order.close", {"order": 7}, 0)
     shop.environment["CELERY_BROKER_URL"] = "redis://nobody:1/0"
-    shop.command("manage.py", "delays", "drain")
+    shop.command("manage.py", "delays", "run")
     assert shop.delays.get(task).status is Status.DONE
 
 

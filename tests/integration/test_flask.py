@@ -500,7 +500,7 @@ def test_a_command_runs_processors_in_an_application_context(commands: FlaskComm
         commands.db.session.execute(select(1))
 
     commands.delays.schedule_delay("order.close", {}, 0)
-    assert commands.json("drain")["succeeded"] == 1
+    assert commands.json("run")["succeeded"] == 1
 
 
 def test_hints_begin_like_the_command_itself(commands: FlaskCommands) -> None:

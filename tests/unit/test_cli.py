@@ -350,6 +350,7 @@ def test_a_body_keeps_its_integers_exactly(capsys: pytest.CaptureFixture[str]) -
         ("flask --app APP delays db upgrade", "celery -A shop delays db upgrade"),
         ("name it by its id, or by tag= and key=", "name it by its id, or by --tag and --key"),
         ("run: python manage.py migrate", "run: python manage.py migrate"),
+        ("Usage: python -m delaytasks rerun", "Usage: python -m delaytasks rerun"),
     ],
 )
 def test_a_hint_names_commands_as_the_user_called_them(message: str, said: str) -> None:

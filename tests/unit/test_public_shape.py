@@ -10,9 +10,11 @@ import pytest
 
 import delaytasks
 from delaytasks import DelayTasks
+from delaytasks.cli.main import main
 from delaytasks.core import errors
 from delaytasks.core.settings import Settings
 from tests.running import ROOT
+from tests.unit.test_cli import commands
 
 #: The names of the package, without the errors.
 VALUES = """
@@ -45,6 +47,7 @@ LIMITS: list[tuple[str, Callable[[], Collection[str]], int]] = [
     ("functions of the package", lambda: FUNCTIONS, 4),
     ("errors", lambda: errors.__all__, 20),
     ("terms", lambda: re.findall("^### (.+)", (ROOT / "docs/glossary.md").read_text(), re.M), 32),
+    ("commands", lambda: [path for path, _ in commands(main)], 22),
     ("settings", lambda: [each.name for each in fields(Settings) if each.metadata], 26),
 ]
 

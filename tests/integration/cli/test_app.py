@@ -77,7 +77,7 @@ def test_processors_in_modules_that_the_app_imports_bring_their_queues_and_run(
     assert answer("schedule", "here", "--delay", "0")["queue"] == "own"
     answer("schedule", "--many", "-", typed=lines({"tag": "here", "delay": 0}))
     assert [task["queue"] for task in answer("list")["tasks"]] == ["own", "own"]
-    assert answer("drain")["succeeded"] == 2
+    assert answer("run")["succeeded"] == 2
 
 
 def test_an_instance_in_a_module_that_the_app_imports_is_found(

@@ -1,4 +1,4 @@
-"""Test `cancel`, `reschedule` and `retry` of many tasks, and `audit`."""
+"""`cancel`, `reschedule` and `rerun` change many tasks, and `log` lists these operations."""
 
 from __future__ import annotations
 
@@ -29,11 +29,9 @@ def test_cancel_counts_first_and_cancels_with_yes(shop: Project) -> None:
     other = shop.schedule("mail", 60)
     counted = shop.json("cancel", "--tag", "ok", "--dry-run")
     assert counted == {**ALL, "matched": 3, "changed": 0, "runs": [], "state": "dry run"}
-    assert (
-        shop("cancel", "--key-prefix", "eu-", "--dry-run").stdout == "3 tasks would be cancelled\n"
-    )
+    assert shop("cancel", "--key", "eu-*", "--dry-run").stdout == "3 tasks would be cancelled\n"
     assert {shop.status(task) for task in tasks} == {Status.NOT_COMPLETE}
-    said = shop("cancel", "--key-prefix", "eu-", "--yes")
+    said = shop("cancel", "--key", "eu-*", "--yes")
     assert (said.exit_code, said.stdout, said.stderr) == (0, "cancelled 3 tasks\n", "")
     assert {shop.status(task) for task in tasks} == {Status.CANCELLED}
     assert shop.status(other) is Status.NOT_COMPLETE
@@ -51,49 +49,37 @@ def test_running_tasks_are_left_and_reported(shop: Project) -> None:
     assert shop.json("cancel", "--everything", "--yes")["refused"] == 1
 
 
-def test_spread_distributes_a_peak(shop: Project) -> None:
+def test_jitter_distributes_a_peak(shop: Project) -> None:
     nine = datetime.fromisoformat("2031-01-31T09:00:00+00:00")
     tasks = [shop.delays.schedule_delay("ok", None, at=nine) for _ in range(3)]
-    between = ("--between", "2031-01-31T09:00:00Z", "2031-01-31T09:01:00Z", "--over", "10m")
-    counted = shop("spread", *between, "--dry-run")
-    assert counted.stdout == "3 tasks would be spread\n"
-    moved = shop.json("spread", "--tag", "ok", *between, "--yes")
+    peak = ("--due", "2031-01-31T09:00:00Z..2031-01-31T09:01:00Z", "--jitter", "10m")
+    assert shop("reschedule", *peak, "--dry-run").stdout == "3 tasks would be rescheduled\n"
+    moved = shop.json("reschedule", "--tag", "ok", *peak, "--yes")
     assert moved == {**ALL, "matched": 3, "changed": 3, "runs": moved["runs"]}
     dues = {shop.delays.get(task).due for task in tasks}
     assert len(dues) == 3
     assert max(dues) < datetime.fromisoformat("2031-01-31T09:10:00+00:00")
 
 
-def test_spread_refuses_a_call_that_names_no_tasks(shop: Project) -> None:
-    said = shop("spread", "--over", "10m")
-    assert said.exit_code == 2
-    assert "Name the tasks" in said.stderr
-    both = ("--between", "2031-01-31T09:00:00Z", "2031-01-31T09:01:00Z", "--since", "1h")
-    assert shop("spread", "--over", "10m", *both, "--yes").exit_code == 2
+def test_ids_and_filters_that_are_given_together_must_both_match(shop: Project) -> None:
+    first, second, other = (str(shop.schedule(delay=60 + n).id) for n in range(3))
+    assert shop("cancel", first, second, "--dry-run").stdout == "2 tasks would be cancelled\n"
+    assert shop.json("reschedule", first, second, "--jitter", "1m", "--yes")["changed"] == 2
+    assert shop.json("reschedule", first, second, "--by", "1m", "--yes")["changed"] == 2
+    assert shop.json("cancel", first, second, "--tag", "ok", "--yes")["changed"] == 2
+    assert shop.json("cancel", other, "--tag", "mail", "--yes")["changed"] == 0
+    said = shop("list", first, second, "--oldest-first", "--limit", "1")
+    assert f"list {first} {second} --oldest-first" in said.stderr
+    rerun = shop.json("rerun", first, second, "--status", "CANCELLED", "--yes")
+    assert (rerun["changed"], shop.delays.get(other).version) == (2, 0)
 
 
-def test_many_are_named_by_their_ids(shop: Project) -> None:
-    first, second, other = (shop.schedule(delay=60 + n).id for n in range(3))
-    named = ("--id", str(first), "--id", str(second))
-    said = shop("cancel", *named, "--dry-run")
-    assert said.stdout == "2 tasks would be cancelled\n", said.stderr
-    assert shop.json("reschedule", *named, "--delay", "2h", "--yes")["changed"] == 2
-    said = shop("list", *named, "--oldest-first", "--limit", "1")
-    assert f"--id {first} --id {second} --oldest-first" in said.stderr
-    assert shop.json("spread", *named, "--over", "1m", "--yes")["changed"] == 2
-    assert shop.json("cancel", *named, "--yes")["changed"] == 2
-    assert shop.json("rerun", *named, "--status", "CANCELLED", "--yes")["changed"] == 2
-    assert shop.delays.get(other).version == 0
-    assert shop("cancel", str(other), *named).exit_code == 2
-    assert shop("cancel", "--id", "seven", "--yes").exit_code == 2
-
-
-def test_audit_shows_some_of_many_ids(shop: Project) -> None:
+def test_log_shows_some_of_many_ids(shop: Project) -> None:
     shop.delays.bulk.cancel(ids=[7])
-    assert "more" not in shop("audit").stdout
+    assert "more" not in shop("log").stdout
     shop.delays.bulk.cancel(ids=range(1, 51))
-    assert '"1, 2, 3 and 47 more"' in shop("audit").stdout
-    assert len(shop.json("audit")[0]["filter"]["ids"]) == 50
+    assert '"1, 2, 3 and 47 more"' in shop("log").stdout
+    assert len(shop.json("log")[0]["filter"]["ids"]) == 50
 
 
 def last_update(shop: Project, tasks: Sequence[int]) -> datetime:
@@ -118,43 +104,15 @@ def test_reschedule_sets_or_shifts_the_due_times_of_many_tasks(shop: Project) ->
     }
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["cancel", "--tag", "ok"],
-        ["cancel", "--yes"],
-        ["cancel", "1", "--tag", "ok", "--yes"],
-        ["cancel", "--tag", "ok", "--key", "k", "--queue", "default", "--yes"],
-        ["cancel", "--tag", "ok", "--status", "DONE", "--yes"],
-        ["cancel", "--tag", "ok", "--until", "tomorrow", "--yes"],
-        ["reschedule", "--tag", "ok", "--yes"],
-        ["reschedule", "--tag", "ok", "--by", "1h", "--delay", "1h", "--yes"],
-        ["reschedule", "--tag", "ok", "--by", "0", "--yes"],
-        ["reschedule", "--tag", "ok", "--by", "1h", "--version", "0", "--yes"],
-        ["reschedule", "1", "--by", "1h"],
-        ["rerun", "--status", "RUNNING", "--yes"],
-        ["rerun", "1", "--everything", "--yes"],
-        ["audit", "--limit", "0"],
-    ],
-)
-def test_options_that_select_no_task_or_contradict_each_other_exit_with_2(
-    shop: Project, arguments: list[str]
-) -> None:
-    task = shop.schedule(delay=60, key="k")
-    shop.error(*arguments, exit_code=2)
-    assert shop.delays.get(task).version == 0
-    assert shop.json("audit") == []
-
-
-def test_audit_lists_the_actor_the_action_and_the_progress(
+def test_log_lists_the_actor_the_action_and_the_progress(
     shop: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert shop("audit").stderr == "No actions yet.\n"
+    assert shop("log").stderr == "No operations yet.\n"
     monkeypatch.setenv("LOGNAME", f"ann{HOSTILE}")
     shop.schedule(delay=60)
     shop("cancel", "--tag", "ok", "--yes")
     shop("cancel", "--tag", "[red]", "--yes")
-    newest, first = shop.json("audit")
+    newest, first = shop.json("log")
     assert (first["action"], first["state"], first["matched"], first["changed"]) == (
         "cancel",
         "done",
@@ -163,7 +121,7 @@ def test_audit_lists_the_actor_the_action_and_the_progress(
     )
     assert first["filter"] == {"tag": "ok"}
     assert newest["matched"] == 0
-    said = shop("audit", "--limit", "1").stdout
+    said = shop("log", "--limit", "1").stdout
     assert all(line.isprintable() for line in said.splitlines()), said
     assert '{"tag": "[red]"}' in said
     assert r"ann\x1b[31mred" in said
@@ -277,7 +235,7 @@ def test_a_stopped_shift_prints_the_command_that_continues_it(
 def test_rerun_runs_the_tasks_of_a_cancel_again(shop: Project) -> None:
     ids = [shop.json("schedule", "ok", "--delay", "1h")["id"] for _ in range(2)]
     assert shop.json("cancel", "--tag", "ok", "--yes")["changed"] == 2
-    [entry] = shop.json("audit")
+    [entry] = shop.json("log")
     assert shop("rerun", "--entry", entry["id"], "--dry-run").stdout == "2 tasks would be rerun\n"
     answer = shop.json("rerun", "--entry", entry["id"], "--yes")
     assert (answer["changed"], answer["refused"]) == (2, 0)
@@ -285,8 +243,6 @@ def test_rerun_runs_the_tasks_of_a_cancel_again(shop: Project) -> None:
     said = shop("rerun", "--entry", entry["id"], "--yes")
     assert said.stdout == "rerun 0 tasks\n"
     assert "left as they are: 2 tasks" in said.stderr
-    assert shop.error("rerun", "--entry", "7", "--yes", exit_code=2)["argument"] == "entry"
-    assert shop.error("rerun", ids[0], "--entry", "7", exit_code=2)["type"] == "UsageError"
 
 
 def test_list_and_cancel_take_several_statuses_and_meta(shop: Project) -> None:
@@ -301,7 +257,6 @@ def test_list_and_cancel_take_several_statuses_and_meta(shop: Project) -> None:
     more = shop("list", *both, "--meta", "a=b", "--limit", "1").stderr
     assert "--status CANCELLED --status NOT_COMPLETE" in more
     assert "--meta a=b" in more
-    assert shop.error("list", "--meta", "tenant", exit_code=2)["argument"] == "meta"
 
 
 def test_a_running_task_is_asked_to_stop(shop: Project) -> None:
@@ -310,6 +265,3 @@ def test_a_running_task_is_asked_to_stop(shop: Project) -> None:
     assert shop.json("cancel", id, "--running")["requested"] == [id]
     assert "runs, and is asked to stop" in shop("cancel", id, "--running").stdout
     assert shop.delays.get(claimed).cancel_request == 1
-    assert shop.error("cancel", "--tag", "ok", "--running", "--yes", exit_code=2)["type"] == (
-        "UsageError"
-    )

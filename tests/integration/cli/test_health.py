@@ -103,10 +103,10 @@ def test_tables_have_to_be_of_this_version_or_a_newer_one(
     assert (remedy in bare("status", "--probe").stdout) == bool(expected)
 
 
-def test_a_broker_that_does_not_answer_stops_no_drain(
+def test_a_broker_that_does_not_answer_stops_no_run(
     healthy: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report(healthy, f"drain7-ab@{HOST}", "direct/prefork")
+    report(healthy, f"run7-ab@{HOST}", "direct/prefork")
     monkeypatch.setattr(status, "broker_error", lambda *_: "refused")
     assert failed(healthy, "worker") == ["broker"]
     assert failed(healthy, "worker", "--live") == failed(healthy, "run") == []
@@ -114,7 +114,7 @@ def test_a_broker_that_does_not_answer_stops_no_drain(
 
 def test_only_the_workers_of_this_host_or_of_the_name_count(healthy: Project) -> None:
     report(healthy, "w1@elsewhere")
-    report(healthy, f"drain7-ab@{HOST}", "direct/prefork")
+    report(healthy, f"run7-ab@{HOST}", "direct/prefork")
     age(healthy, "workers", seen_at=60)
     report(healthy)
     assert failed(healthy, "worker", "--live") == []

@@ -30,7 +30,7 @@ def test_celery_has_the_same_commands_with_its_own_app(
         "-m", "celery", "-A", shop.name, "delays", "list", "--limit", "1"
     ).communicate(timeout=30)
     assert f"More: celery -A {shop.name} delays list --limit 1 --cursor " in err
-    out, err = process("-m", "celery", "-A", shop.name, "delays", "why", ids[0]).communicate(
+    out, err = process("-m", "celery", "-A", shop.name, "delays", "show", ids[0]).communicate(
         timeout=30
     )
     assert f"Start a worker: celery -A {shop.name} worker" in out, err
@@ -75,7 +75,7 @@ def test_with_json_the_log_is_not_written_to_stderr(
 ) -> None:
     for option in ([], ["--json"]):
         shop.schedule("bad")
-        _, err = process("-c", RUN, "-A", shop.name, "drain", *option).communicate(timeout=30)
+        _, err = process("-c", RUN, "-A", shop.name, "run", *option).communicate(timeout=30)
         assert ("task.failed" in err) is not bool(option), err
 
 
@@ -93,7 +93,7 @@ def test_piped_list_output_has_the_id_in_the_first_column(
 
 
 READING = [
-    ["list"], ["status"], ["check"], ["show", "7"], ["check", "--settings"], ["audit"],
+    ["list"], ["status"], ["check"], ["show", "7"], ["check", "--settings"], ["log"],
     ["db", "upgrade", "--check"], ["limit"], ["cancel", "7"], ["rerun", "7"],
     ["reschedule", "7", "--delay", "5"],
     ["schedule", "hello", "{}", "--delay", "5"], ["db", "upgrade", "--to", "base", "--yes"],

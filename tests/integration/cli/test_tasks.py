@@ -1,4 +1,4 @@
-"""Test `list`, `show`, `cancel`, `reschedule`, `touch` and `retry`."""
+"""`list`, `show`, `cancel`, `reschedule` and `rerun` of tasks that are named."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def test_list_finds_by_tag_status_key_and_time(shop: Project) -> None:
     assert len(ids()) == 3
     assert ids("--tag", "mail", "--status", "not_complete") == [str(task.id)]
     assert ids("--tag", "mail", "--key", "k") == [str(task.id)]
-    assert ids(
-        "--since", at, "--until", (task.expected_time + timedelta(seconds=1)).isoformat()
-    ) == [str(task.id)]
+    assert ids("--tag", "mail", "--key", "k*") == [str(task.id)]
+    end = (task.expected_time + timedelta(seconds=1)).isoformat()
+    assert ids("--due", f"{at}..{end}") == [str(task.id)]
 
 
 def test_list_prints_a_working_command_for_the_next_page(shop: Project) -> None:
@@ -42,10 +42,13 @@ def test_list_prints_a_working_command_for_the_next_page(shop: Project) -> None:
         "mail",
         "--status",
         "NOT_COMPLETE",
-        "--since",
-        "2020-01-01T00:00:00Z",
+        "--due",
+        f"2020-01-01T00:00:00Z..{FAR}",
+        "--created",
+        "1h..",
+        "--limit",
+        "2",
     ]
-    arguments += ["--until", FAR, "--limit", "2"]
     for _ in range(3):
         said = shop(*arguments)
         seen += [line.split()[0] for line in said.stdout.splitlines()[1:]]
@@ -53,17 +56,18 @@ def test_list_prints_a_working_command_for_the_next_page(shop: Project) -> None:
         if more is None:
             break
         assert more[1] == shop.name
-        assert (
-            "--tag mail --status NOT_COMPLETE --since 2020-01-01T00:00:00+00:00 --until 2999-"
-            in more[2]
-        )
+        due = "--due 2020-01-01T00:00:00+00:00..2999-01-01T00:00:00+00:00 --created 20"
+        assert f"--tag mail --status NOT_COMPLETE {due}" in more[2]
         arguments = shlex.split(more[2])
     assert seen == ids[::-1]
 
 
-def test_list_begins_with_the_newest_and_with_an_option_with_the_oldest(shop: Project) -> None:
+def test_the_newest_is_the_first_and_the_cursor_is_in_the_json_document(shop: Project) -> None:
     ids = [str(shop.schedule("ok", 60 + number).id) for number in range(3)]
-    assert [task["id"] for task in shop.json("list")["tasks"]] == ids[::-1]
+    page = shop.json("list", "--limit", "2")
+    rest = shop.json("list", "--limit", "2", "--cursor", page["cursor"])
+    assert [task["id"] for task in page["tasks"] + rest["tasks"]] == ids[::-1]
+    assert rest["cursor"] is None
     assert [task["id"] for task in shop.json("list", "--oldest-first")["tasks"]] == ids
     said = shop("list", "--oldest-first", "--limit", "1").stderr
     assert "--oldest-first" in said, "the command for the next page goes on in the same order"
@@ -79,35 +83,55 @@ def test_a_duration_counts_back_from_now(shop: Project) -> None:
     def ids(*options: str) -> list[str]:
         return [found["id"] for found in shop.json("list", *options)["tasks"]]
 
-    assert ids("--since", "1h") == [str(near.id)]
-    assert ids("--until", "1h") == [str(old.id)]
-    assert ids("--since", "3h") == [str(near.id), str(old.id)]
-    assert shop.json("cancel", "--until", "1h", "--yes")["changed"] == 1
+    assert ids("--due", "1h..") == [str(near.id)]
+    assert ids("--due", "..1h") == [str(old.id)]
+    assert ids("--due", "3h..") == [str(near.id), str(old.id)]
+    assert shop.json("cancel", "--due", "..1h", "--yes")["changed"] == 1
     assert shop.status(near) is not shop.status(old)
 
 
-def test_the_cursor_is_in_the_json_document(shop: Project) -> None:
-    ids = [str(shop.schedule("ok", 60 + number).id) for number in range(3)]
-    page = shop.json("list", "--limit", "2")
-    rest = shop.json("list", "--limit", "2", "--cursor", page["cursor"])
-    assert [task["id"] for task in page["tasks"] + rest["tasks"]] == ids[::-1]
-    assert rest["cursor"] is None
+WRONG = [
+    ("list --limit 0", "limit"),
+    ("list --limit 1000000000", "limit"),
+    ("list --cursor x", "cursor"),
+    ("list --meta tenant", "meta"),
+    ("list --due now..", "due"),
+    ("list --due 9000y", "due"),
+    ("list --due ..3000000d", "due"),
+    ("list --follow --oldest-first", "UsageError"),
+    ("cancel", "UsageError"),
+    ("cancel --yes", "UsageError"),
+    ("cancel x", "id"),
+    ("cancel --tag ok", "UsageError"),
+    ("cancel --key k", "UsageError"),
+    ("cancel --tag ok --running --yes", "UsageError"),
+    ("cancel --tag ok --status DONE --yes", "status"),
+    ("cancel --tag ok --due ..tomorrow --yes", "due"),
+    ("cancel --tag ok --due 1h --yes", "due"),
+    ("cancel --tag ok --due .. --yes", "due"),
+    ("cancel --tag ok --key * --yes", "key_prefix"),
+    ("reschedule --delay 1", "UsageError"),
+    ("reschedule --tag ok --yes", "UsageError"),
+    ("reschedule --tag ok --by 1h --delay 1h --yes", "UsageError"),
+    ("reschedule --tag ok --by 0 --yes", "by"),
+    ("reschedule --tag ok --jitter 0 --yes", "jitter"),
+    ("reschedule --tag ok --by 1h --version 0 --yes", "UsageError"),
+    ("reschedule 1 --by 1h", "UsageError"),
+    ("rerun", "UsageError"),
+    ("rerun --status RUNNING --yes", "status"),
+    ("rerun --entry 7 --yes", "entry"),
+    ("log --limit 0", "limit"),
+]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--limit", "0"],
-        ["--limit", "-1"],
-        ["--limit", "1000000000"],
-        ["--cursor", "x"],
-        ["--since", "now"],
-        ["--since", "9000y"],
-        ["--since", "3000000d"],
-    ],
-)
-def test_an_invalid_query_exits_with_2(shop: Project, options: list[str]) -> None:
-    assert f"--{shop.wrong('list', *options)}" == options[0]
+@pytest.mark.parametrize(("command", "argument"), WRONG)
+def test_wrong_options_exit_with_2_and_change_nothing(
+    shop: Project, command: str, argument: str
+) -> None:
+    task = shop.schedule(delay=60, key="k")
+    assert shop.wrong(*command.split()) == argument
+    assert shop.delays.get(task).version == 0
+    assert shop.json("log") == []
 
 
 def test_show_has_all_fields_and_the_allowed_moves(shop: Project) -> None:
@@ -123,7 +147,7 @@ def test_show_has_all_fields_and_the_allowed_moves(shop: Project) -> None:
     assert shown["moves"] == ["claim", "hold", "cancel", "reschedule", "replace"]
     said, special = (
         shop("show", "--tag", "ok", "--key", "k").stdout,
-        ("body", "error", "failed_attempts"),
+        ("body", "error", "failed_attempts", "id", "status", "tag", "why"),
     )
     assert '  {\n    "a": [\n      1\n    ]\n  }\n' in said
     assert all(re.search(rf"^{name} ", said, re.MULTILINE) for name in shown if name not in special)
@@ -163,7 +187,7 @@ def test_untrusted_text_in_rows_is_escaped(shop: Project) -> None:
 
 def test_an_error_s_stack_is_shown_line_by_line(shop: Project) -> None:
     task = shop.schedule("bad")
-    shop("drain")
+    shop("run")
     said = shop("show", str(task.id)).stdout
     assert "\nerror\n  Traceback (most recent call last):\n" in said
     assert r"  ValueError: \x1b[31mred\x1b[0m [red]markup[/red] \x9b1m \u202e \r" in said
@@ -186,6 +210,8 @@ def test_cancel_answers_for_each_task(shop: Project) -> None:
 
 def test_each_failure_of_a_cancel_is_printed(shop: Project) -> None:
     task = shop.schedule(delay=60)
+    assert shop.error("cancel", str(task.id), "x", exit_code=2)["argument"] == "id"
+    assert shop.status(task) is Status.NOT_COMPLETE, "an invalid id stops the whole command"
     said = shop("cancel", "5", str(task.id), "6")
     assert said.exit_code == 1
     assert said.stdout == f"cancelled task {task.id}\n"
@@ -195,23 +221,9 @@ def test_each_failure_of_a_cancel_is_printed(shop: Project) -> None:
 def test_cancel_by_tag_and_key(shop: Project) -> None:
     task = shop.schedule(delay=60, key="k")
     assert shop.json("cancel", "--tag", "ok", "--key", "k")["cancelled"] == [str(task.id)]
-    assert (
-        shop.error("cancel", "--tag", "ok", "--key", "k", exit_code=1)["type"]
-        == "TaskNotFoundError"
-    )
-
-
-@pytest.mark.parametrize(
-    "arguments", [[], ["--tag", "ok"], ["--key", "k"], ["1", "--tag", "ok", "--key", "k"], ["x"]]
-)
-def test_a_cancel_that_names_no_task_ends_with_2(shop: Project, arguments: list[str]) -> None:
-    shop.error("cancel", *arguments, exit_code=2)
-
-
-def test_an_invalid_id_stops_the_whole_command(shop: Project) -> None:
-    task = shop.schedule(delay=60)
-    assert shop.error("cancel", str(task.id), "x", exit_code=2)["argument"] == "id"
-    assert shop.status(task) is Status.NOT_COMPLETE
+    assert shop.json("cancel", "--tag", "ok", "--key", "k")["unchanged"] == [str(task.id)]
+    error = shop.error("cancel", "--tag", "ok", "--key", "other", exit_code=1)
+    assert error["type"] == "TaskNotFoundError"
 
 
 def test_a_task_that_runs_or_is_done_cannot_be_cancelled(shop: Project) -> None:
@@ -219,56 +231,20 @@ def test_a_task_that_runs_or_is_done_cannot_be_cancelled(shop: Project) -> None:
     runtime_of(shop.delays).store.claims("w", None).claim_due("default", [0], 1)
     assert shop.error("cancel", str(task.id), exit_code=1)["type"] == "TaskStateError"
     done = shop.schedule()
-    shop("drain")
+    shop("run")
     assert shop.error("cancel", str(done.id), exit_code=1)["type"] == "TaskStateError"
 
 
-def test_reschedule_moves_a_task_unless_its_version_changed(shop: Project) -> None:
-    task = shop.schedule(delay=60)
-    moved = shop.json("reschedule", str(task.id), "--at", "2030-01-01T00:00:00Z", "--version", "0")
-    assert moved["expected_time"] == "2030-01-01T00:00:00+00:00"
-    assert moved["version"] == 1
-    stale = shop.error("reschedule", str(task.id), "--delay", "2h", "--version", "0", exit_code=1)
+def test_reschedule_moves_each_task_unless_its_version_changed(shop: Project) -> None:
+    task, other = shop.schedule(delay=60, key="k"), str(shop.schedule(delay=60).id)
+    named = ("reschedule", "--tag", "ok", "--key", "k")
+    [moved] = shop.json(*named, "--at", "2030-01-01T00:00:00Z", "--version", "0")["rescheduled"]
+    assert (moved["expected_time"], moved["version"]) == ("2030-01-01T00:00:00+00:00", 1)
+    answer = shop.json("reschedule", other, "5", "--delay", "2h", exit_code=1)
+    assert [one["id"] for one in answer["rescheduled"] + answer["failed"]] == [other, "5"]
+    stale = shop.error(*named, "--delay", "2h", "--version", "0", exit_code=1)
     assert stale["type"] == "StaleVersionError"
     assert "rescheduled task" in shop("reschedule", str(task.id), "--delay", "2h").stdout
-    assert shop.error("reschedule", str(task.id), exit_code=2)["type"] == "UsageError"
-    assert shop.error("reschedule", "--delay", "1", exit_code=2)["argument"] == "task"
-
-
-def test_touch_moves_tasks_later_and_names_the_tasks_that_do_not_wait(shop: Project) -> None:
-    first, second = shop.schedule(delay=60, key="a"), shop.schedule(delay=60, key="b")
-    assert shop.json("touch", str(first.id), "--delay", "2h") == {
-        "touched": [str(first.id)],
-        "gone": [],
-    }
-    answer = shop.json(
-        "touch", "--tag", "ok", "--key", "b", "--key", "c", "--delay", "2h", exit_code=1
-    )
-    assert answer == {"touched": ["b"], "gone": ["c"]}
-    for task in (first, second):
-        assert shop.delays.get(task).expected_time - task.expected_time > timedelta(minutes=58)
-    said = shop("touch", str(first.id), "5", "--delay", "3h")
-    assert (said.exit_code, said.stdout, said.stderr) == (
-        1,
-        "touched 1 task\n",
-        "does not wait any more: 5\n",
-    )
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        [],
-        ["--tag", "ok"],
-        ["--key", "k"],
-        ["1", "--tag", "ok", "--key", "k"],
-        ["1", "--tag", "ok"],
-        ["x"],
-    ],
-)
-def test_a_touch_that_names_no_task_or_no_time_ends_with_2(shop: Project, names: list[str]) -> None:
-    shop.error("touch", *names, "--delay", "1m", exit_code=2)
-    shop.error("touch", "1", exit_code=2)
 
 
 def test_retry_runs_failed_and_cancelled_tasks_again(shop: Project) -> None:
@@ -277,7 +253,7 @@ def test_retry_runs_failed_and_cancelled_tasks_again(shop: Project) -> None:
         shop.schedule(delay=60),
         shop.schedule(delay=60),
     )
-    shop("drain")
+    shop("run")
     shop.delays.cancel(cancelled)
     ids = [str(task.id) for task in (failed, cancelled, waiting)]
     answer = shop.json("rerun", *ids, "--delay", "1h", exit_code=1)
@@ -288,7 +264,6 @@ def test_retry_runs_failed_and_cancelled_tasks_again(shop: Project) -> None:
     assert shop.delays.get(failed.id).expected_time > runtime_of(
         shop.delays
     ).clock.now() + timedelta(minutes=59)
-    assert shop.error("rerun", exit_code=2)["type"] == "UsageError"
 
 
 NONSENSE: list[dict[str, Any]] = [
@@ -324,7 +299,7 @@ def test_commands_handle_rows_with_invalid_values(shop: Project) -> None:
         *shown,
         ["cancel", "3"],
         ["rerun", "4"],
-        ["drain"],
+        ["run"],
     ):
         for words in (arguments, [*arguments, "--json"]):
             said = shop(*words)

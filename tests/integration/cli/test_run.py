@@ -1,4 +1,4 @@
-"""`drain` runs overdue tasks in this process."""
+"""`run` runs overdue tasks in this process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.integration.cli.project import Project
 from tests.services import free_port
 
 
-def test_drain_runs_overdue_tasks_and_leaves_the_rest(shop: Project) -> None:
+def test_run_runs_overdue_tasks_and_leaves_the_rest(shop: Project) -> None:
     overdue = [shop.schedule("ok", priority=number % 3) for number in range(30)] + [
         shop.schedule("mail")
     ]
@@ -24,7 +24,7 @@ def test_drain_runs_overdue_tasks_and_leaves_the_rest(shop: Project) -> None:
         shop.schedule("nobody's"),
         shop.schedule(delay=60),
     )
-    answer = shop.json("drain")
+    answer = shop.json("run")
     assert answer.pop("seconds") >= 0
     assert answer == {
         "ran": 32,
@@ -41,93 +41,93 @@ def test_drain_runs_overdue_tasks_and_leaves_the_rest(shop: Project) -> None:
     assert shop.status(later) is Status.NOT_COMPLETE
 
 
-def test_drain_prints_a_summary(shop: Project) -> None:
+def test_run_prints_a_summary(shop: Project) -> None:
     shop.schedule("bad")
     shop.schedule("nobody's")
-    said = shop("drain").stdout.splitlines()
+    said = shop("run").stdout.splitlines()
     assert re.fullmatch(r"ran 1 task in \S+: 0 DONE, 1 FAILED", said[0])
     assert said[1] == "1 task without processor, tried again later: nobody's"
 
 
-def test_drain_needs_no_broker(shop: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_needs_no_broker(shop: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     tasks = [shop.schedule("ok") for _ in range(5)]
     monkeypatch.setenv("CELERY_BROKER_URL", f"redis://127.0.0.1:{free_port()}/0")
-    assert shop.json("drain")["succeeded"] == 5
+    assert shop.json("run")["succeeded"] == 5
     assert {shop.status(task) for task in tasks} == {Status.DONE}
 
 
-def test_drain_runs_only_the_given_queues_and_number(shop: Project) -> None:
+def test_run_runs_only_the_given_queues_and_number(shop: Project) -> None:
     for _ in range(3):
         shop.schedule("ok")
         shop.schedule("mail")
-    assert shop.json("drain", "--queue", "letters")["ran"] == 3
+    assert shop.json("run", "--queue", "letters")["ran"] == 3
     assert {task.tag for task in shop.delays.find(status="DONE")} == {"mail"}
-    assert shop.json("drain", "--limit", "2")["ran"] == 2
+    assert shop.json("run", "--limit", "2")["ran"] == 2
     assert len(shop.delays.find(status="NOT_COMPLETE")) == 1
-    assert shop.error("drain", "--limit", "0", exit_code=2)["type"] == "BadParameter"
+    assert shop.error("run", "--limit", "0", exit_code=2)["type"] == "BadParameter"
 
 
 @pytest.mark.slow
-def test_drain_gives_up_a_database_that_refuses_claims(shop: Project) -> None:
+def test_run_gives_up_a_database_that_refuses_claims(shop: Project) -> None:
     task = shop.schedule()
     store = runtime_of(shop.delays).store
     refuse = f"""CREATE TRIGGER refuse BEFORE UPDATE ON {store.schema.tasks.name}
         WHEN NEW.status = {Status.RUNNING:d} BEGIN SELECT RAISE(ABORT, 'not today'); END"""
     with store.database.begin() as connection:
         connection.execute(text(refuse))
-    assert "the database refused" in shop.error("drain", exit_code=1)["error"]
+    assert "the database refused" in shop.error("run", exit_code=1)["error"]
     with store.database.begin() as connection:
         connection.execute(text("DROP TRIGGER refuse"))
-    assert shop.json("drain")["succeeded"] == 1
+    assert shop.json("run")["succeeded"] == 1
     assert shop.status(task) is Status.DONE
 
 
-def test_drain_recovers_rows_of_a_dead_worker(shop: Project) -> None:
+def test_run_recovers_rows_of_a_dead_worker(shop: Project) -> None:
     task = shop.schedule()
     store = runtime_of(shop.delays).store
     store.claims("dead", None).claim_due("default", [0], 1)
     with store.database.begin() as connection:
         connection.execute(update(store.schema.tasks).values(lease_until=db_now_plus(-1)))
-    answer = shop.json("drain")
+    answer = shop.json("run")
     assert (answer["recovered"], answer["succeeded"]) == (1, 1)
     assert shop.status(task) is Status.DONE
 
 
-def test_drain_renews_the_lease_of_a_long_task(
+def test_run_renews_the_lease_of_a_long_task(
     shop: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DELAYTASKS_LEASE", "0.9")
     sys.modules.pop(shop.name).delays.close()
     shop.schedule("long")
-    assert shop.json("drain")["succeeded"] == 1
+    assert shop.json("run")["succeeded"] == 1
 
 
 def test_output_of_processors_is_not_in_the_json_document(shop: Project) -> None:
     shop.schedule("noisy")
-    assert shop.json("drain")["succeeded"] == 1
+    assert shop.json("run")["succeeded"] == 1
 
 
-def test_ctrl_c_stops_a_drain_after_the_current_chunk(
+def test_ctrl_c_stops_it_after_the_current_chunk(
     shop: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DELAYTASKS__CHUNK_MAX", "10")
     tasks = [shop.schedule("stop", body=1)] + [shop.schedule("ok") for _ in range(30)]
-    answer = shop.json("drain", exit_code=1)
+    answer = shop.json("run", exit_code=1)
     assert answer["is_stopped"]
     assert 1 <= answer["ran"] <= 10
     assert shop.status(tasks[0]) is Status.DONE
     assert shop.status(tasks[-1]) is Status.NOT_COMPLETE
     assert not shop.delays.find(status="RUNNING").tasks
-    assert shop.json("drain")["ran"] == 31 - answer["ran"]
+    assert shop.json("run")["ran"] == 31 - answer["ran"]
 
 
 def test_a_second_ctrl_c_gives_up_the_task_that_runs(shop: Project) -> None:
     tasks = [shop.schedule("stop", body=2)] + [shop.schedule("ok") for _ in range(3)]
-    said = shop("drain")
+    said = shop("run")
     assert said.exit_code == 1
     assert "once more to stop immediately" in said.stderr
     assert "stopped; there may be more" in said.stdout
     given_up = shop.delays.get(tasks[0].id)
     assert (given_up.status, given_up.lapses, given_up.error) == (Status.NOT_COMPLETE, 1, None)
     assert {shop.status(task) for task in tasks} == {Status.NOT_COMPLETE}
-    assert shop.json("drain")["succeeded"] == 4
+    assert shop.json("run")["succeeded"] == 4

@@ -1,4 +1,4 @@
-"""`drain`: run tasks straight from the table, without a broker."""
+"""`run`: run tasks straight from the table, without a broker."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from delaytasks.core.inputs import show_duration
 from delaytasks.execution.runner import Report
 from delaytasks.maintenance.sweeper import emit_recovered
 from delaytasks.runtime import runtime_of
-from delaytasks.storage.store import Store
 from delaytasks.storage.sweep_queries import OverdueRows
 from delaytasks.worker.standalone import StandaloneWorker
 
@@ -58,17 +57,17 @@ class _Abandon(WorkerTerminate):  # type: ignore[misc]  # Celery ships no types
     help="Processes that run tasks [with --forever the CPUs; else tasks run in this process].",
 )
 @pass_cli
-def drain(
+def run(
     cli: Cli, queues: tuple[str, ...], limit: int | None, forever: bool, concurrency: int | None
 ) -> None:
     """Run overdue tasks here, without a broker.
 
     \b
-    delaytasks drain
-    celery -A proj delays drain --queue mail --limit 1000
-    delaytasks drain --forever
+    delaytasks run
+    celery -A proj delays run --queue mail --limit 1000
+    delaytasks run --forever
 
-    Ends when no task is overdue, or with --forever when it is stopped. Workers and other drains may
+    Ends when no task is overdue, or with --forever when it is stopped. Workers and other calls may
     run at the same time. A task that fails becomes FAILED, which is no error of this command. After
     Ctrl-C or SIGTERM, tasks that have not begun are given back, and running tasks end (exit code 1
     if there may be more tasks). A second signal also gives up the running tasks.
@@ -80,30 +79,24 @@ def drain(
     if processes is not None:
         _set_up_logging(cli, forever)
     if forever:
-        _serve(cli, queues, processes)
-        return
-    run = DrainCommand(cli.delays, queues, limit, processes)
-    text = "{task.completed:,} ran, {task.fields[failed]:,} failed"
-    with cli.guarded_stdout(), progress_bar(cli, text) as progress:
-        run.until_empty(cli, progress)
-    summary = run.summary()
-    cli.answer(summary, _text(summary))
-    if run.is_stopped:
+        alone = StandaloneWorker(cli.delays, queues, processes, polls_table=True)
+        limit = alone.pool.limit
+        cli.note(f"Runs tasks as they fall due, with concurrency {limit}; Ctrl-C ends it.")
+        note = "Waiting for running tasks; once more to give them up."
+        with cli.guarded_stdout():
+            is_incomplete = _run(alone, cli, note, lambda: False) > 1
+    else:
+        work = OverdueRun(cli.delays, queues, limit, processes)
+        text = "{task.completed:,} ran, {task.fields[failed]:,} failed"
+        with cli.guarded_stdout(), progress_bar(cli, text) as progress:
+            is_incomplete = work.until_empty(cli, progress)
+        summary = work.summary(is_incomplete)
+        cli.answer(summary, _text(summary))
+    if is_incomplete:
         raise SystemExit(1)
 
 
-def _serve(cli: Cli, queues: tuple[str, ...], processes: int | None) -> None:
-    alone = StandaloneWorker(cli.delays, queues, processes, polls_table=True)
-    note = "Waiting for running tasks; once more to give them up."
-    with cli.guarded_stdout():
-        cli.note(
-            f"Runs tasks as they fall due, with concurrency {alone.pool.limit}; Ctrl-C ends it."
-        )
-        if _run(alone, cli, note, lambda: False) > 1:
-            raise SystemExit(1)
-
-
-class DrainCommand:
+class OverdueRun:
     """Runs the overdue tasks, and counts the outcomes."""
 
     def __init__(
@@ -127,12 +120,12 @@ class DrainCommand:
         self._error = ""
         self._process_lost_at = float("-inf")
         self._show: Callable[..., None] = lambda **_: None
-        self.is_stopped = False
-        self.counts: Counter[str] = Counter()
-        self.unknown_tags: set[str] = set()
+        self._counts: Counter[str] = Counter()
+        self._unknown_tags: set[str] = set()
         delays.events.subscribe(self._on_event)
 
-    def until_empty(self, cli: Cli, progress: Progress) -> None:
+    def until_empty(self, cli: Cli, progress: Progress) -> bool:
+        """Run until no task is overdue. Return whether a signal ended the run before that."""
         self._show = partial(progress.update, progress.add_task("", failed=0))
         passes = self._passes()
 
@@ -144,20 +137,21 @@ class DrainCommand:
             return next(passes, None) is None
 
         note = "Stopping after the current chunk; once more to stop immediately."
-        self.is_stopped = _run(self._alone, cli, note, is_over) > 0
+        is_stopped = _run(self._alone, cli, note, is_over) > 0
         if self._down is not None:
             raise self._down
+        return is_stopped
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self, is_stopped: bool) -> dict[str, Any]:
         return {
-            "ran": self.counts["task.succeeded"] + self.counts["task.failed"],
-            "succeeded": self.counts["task.succeeded"],
-            "failed": self.counts["task.failed"],
-            "without_processor": self.counts["task.no_processor"],
-            "unknown_tags": sorted(self.unknown_tags),
-            "recovered": self.counts["task.recovered"],
+            "ran": self._counts["task.succeeded"] + self._counts["task.failed"],
+            "succeeded": self._counts["task.succeeded"],
+            "failed": self._counts["task.failed"],
+            "without_processor": self._counts["task.no_processor"],
+            "unknown_tags": sorted(self._unknown_tags),
+            "recovered": self._counts["task.recovered"],
             "seconds": round(monotonic() - self._began_at, 3),
-            "is_stopped": self.is_stopped,
+            "is_stopped": is_stopped,
         }
 
     # -- overdue tasks ----------------------------------------------------------------------------
@@ -165,8 +159,11 @@ class DrainCommand:
     def _passes(self) -> Iterator[bool]:
         """Dispatch the overdue tasks, until a pass claims none."""
         try:
-            self._show(total=overdue(self._runtime.store))
-            self._recover()
+            store = self._runtime.store
+            self._show(total=OverdueRows(store.database, store.schema).count(0).tasks)
+            sweeps, most = store.sweeps, self._delays.settings.max_lost_leases
+            while (recovered := sweeps.recover(most, RECOVER_STEP)).total:
+                emit_recovered(self._delays.events, recovered)
             while self._dispatch():
                 claimed = self._claimed
                 yield True
@@ -176,11 +173,6 @@ class DrainCommand:
                     break
         except StoreError as error:
             self._down = error
-
-    def _recover(self) -> None:
-        sweeps, most = self._runtime.store.sweeps, self._delays.settings.max_lost_leases
-        while (recovered := sweeps.recover(most, RECOVER_STEP)).total:
-            emit_recovered(self._delays.events, recovered)
 
     def _dispatch(self) -> bool:
         by_queue: dict[str, list[int]] = {}
@@ -200,23 +192,19 @@ class DrainCommand:
         elif report.claimed:
             self._errors = 0
         for name, tag, number in report.counts:
-            self.counts[name] += number
+            self._counts[name] += number
             if tag:
-                self.unknown_tags.add(tag)
-        self._show(advance=report.ran, failed=self.counts["task.failed"])
+                self._unknown_tags.add(tag)
+        self._show(advance=report.ran, failed=self._counts["task.failed"])
 
     def _on_event(self, name: str, fields: dict[str, Any]) -> None:
         if name == "task.recovered":
-            self.counts[name] += fields.get("count", 1)
+            self._counts[name] += fields.get("count", 1)
         elif name == "task.worker_lost":
-            self.counts["task.failed"] += 1
+            self._counts["task.failed"] += 1
         elif name == "chunk.failed":
             self._claimed += 1  # the chunk had tasks, so another pass is needed
             self._process_lost_at = monotonic()
-
-
-def overdue(store: Store) -> int:
-    return OverdueRows(store.database, store.schema).count(0).tasks
 
 
 def _text(found: dict[str, Any]) -> str:
