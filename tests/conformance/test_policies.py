@@ -1,533 +1,379 @@
-"""Pauses and policies, on every database."""
+"""Pauses and limits of tags and queues, on every database."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from sqlalchemy import event, select, update
 
-from delaytasks import DelayedTask, DelayTasks, NewTask, Snooze, Status
+from delaytasks import DelayedTask, Snooze, Status
 from delaytasks.core import errors as e
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.policies import Stamp
-from delaytasks.execution import policy_cache as policies_of
-from delaytasks.execution.runner import Report
-from delaytasks.maintenance import sweeper as engine_holding
-from delaytasks.runtime import runtime_of
-from delaytasks.storage import policy_rows as store_holding
-from delaytasks.storage.store import Store
+from delaytasks.execution import policy_cache
+from delaytasks.maintenance import sweeper
+from delaytasks.storage import policy_rows
 from delaytasks.worker import chunk_request
 from tests.conformance.store_rows import counts_moves
-from tests.conftest import empty
-from tests.recording import CrashError, counted, delays_on, record, record_sweeps, runner_of
+from tests.recording import CrashError
 from tests.refusals import invalid
-from tests.world.broker import RecordingTimer
+from tests.world import MakeWorld, World
 
-PREFIX = "pol_"
 HOUR = 3600.0
 
 
-class PolicyHarness:
-    """Tasks on a database, with sweeps and runs that the test starts."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self.ran: list[Any] = []
-        self.others: list[DelayTasks] = []
-        self.delays = self.process()
-        self.store: Store = runtime_of(self.delays).store
-        self.timer: RecordingTimer = runtime_of(self.delays).sweeper._timer  # type: ignore[assignment]
-
-    def process(self) -> DelayTasks:
-        """Open another process on the same tables."""
-        made = delays_on(self.url, table_prefix=PREFIX)
-        timer = record(made)
-        runtime = runtime_of(made)
-        record_sweeps(runtime, timer)
-        holding: Any = runtime.sweeper._pauses
-        holding._budget_s = 60  # the pass completes even if the machine stalls for seconds
-        for tag in ("mail", "sms"):
-            made.processor(tag)(self.ran.append)
-        self.others.append(made)
-        return made
-
-    def add(self, tag: str = "mail", in_s: float = HOUR, **options: Any) -> DelayedTask:
-        task = self.delays.schedule_delay(tag, options.pop("body", {}), max(in_s, 0), **options)
-        if in_s <= 0:
-            t = self.store.schema.tasks
-            due = task.expected_time + timedelta(seconds=in_s - 1)
-            with self.store.database.begin() as connection:
-                connection.execute(update(t).where(t.c.id == task.id).values(expected_time=due))
-        return self.delays.get(task)
-
-    def sweep(self, process: DelayTasks | None = None) -> None:
-        s = self.store.schema.sweeps
-        with self.store.database.begin() as connection:
-            connection.execute(
-                update(s).values(swept_at=self.store.tasks.now() - timedelta(seconds=60))
-            )
-        assert runtime_of(process or self.delays).sweeper.sweep()
-
-    def sweep_until(self, is_so: Callable[[], object]) -> None:
-        for _ in range(100):
-            if is_so():
-                return
-            self.sweep()
-        raise AssertionError("100 sweeps were not enough")
-
-    def run(self, *tasks: DelayedTask, process: DelayTasks | None = None) -> Report:
-        return runner_of(process or self.delays).run(
-            [Entry(task.id, task.version, 0) for task in tasks]
-        )
-
-    def statuses(self, *tasks: DelayedTask) -> list[str]:
-        return [self.delays.get(task).status.name for task in tasks]
-
-    def count(self, name: str) -> int:
-        return self.delays.events.counts[name]
-
-    def let_pauses_end(self) -> None:
-        p, now = self.store.schema.policies, self.store.tasks.now()
-        with self.store.database.begin() as connection:
-            connection.execute(update(p).values(paused_until=now, version=p.c.version + 1))
-
-    def close(self) -> None:
-        for delays in self.others:
-            delays.close()
-
-    def held(self) -> list[int]:
-        return [task.id for task in self.delays.find(status="HELD", limit=1000)]
-
-
-@pytest.fixture(scope="module")
-def session_field(database_url: str) -> Iterator[PolicyHarness]:
-    field = PolicyHarness(database_url)
-    with field.store.database.begin() as connection:
-        field.store.schema.metadata.drop_all(connection)
-        field.store.schema.metadata.create_all(connection)
-    yield field
-    with field.store.database.begin() as connection:
-        field.store.schema.metadata.drop_all(connection)
-    field.close()
+@pytest.fixture
+def world(make_world: MakeWorld) -> World:
+    return swept_patiently(make_world())
 
 
 @pytest.fixture
-def field(session_field: PolicyHarness) -> Iterator[PolicyHarness]:
-    """Yield a fresh process on empty tables."""
-    empty(session_field.store)
-    made = PolicyHarness(session_field.url)
-    yield made
-    made.close()
+def other(make_world: MakeWorld) -> World:
+    """Another process on the same tables."""
+    return swept_patiently(make_world())
+
+
+def swept_patiently(world: World) -> World:
+    """Let the pass of a sweep complete even if the machine stalls for seconds."""
+    world.runtime.sweeper._pauses._budget_s = 60
+    world.delays.processor("sms")(world.notes.append)
+    return world
 
 
 @pytest.fixture
-def small_steps(field: PolicyHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+def small_steps(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Limit each step to one row, and each sweep to one step."""
-    monkeypatch.setattr(store_holding, "ROWS_PER_QUERY", 2)
-    monkeypatch.setattr(engine_holding, "PAUSE_ROWS", 1)
-    monkeypatch.setattr(runtime_of(field.delays).sweeper._pauses, "_budget_s", -1)
+    monkeypatch.setattr(policy_rows, "ROWS_PER_QUERY", 2)
+    monkeypatch.setattr(sweeper, "PAUSE_ROWS", 1)
+    monkeypatch.setattr(world.runtime.sweeper._pauses, "_budget_s", -1)
 
 
-def pauses_of(field: PolicyHarness) -> Any:
-    return runtime_of(field.delays).sweeper._pauses
+def pause(world: World, **options: Any) -> Any:
+    """Pause the tag `note`, or what the options name, and apply the pause."""
+    policy = world.delays.policies.pause(**(options or {"tag": "note"}))
+    world.sweep_later()
+    return policy
 
 
-# Tasks of a paused tag or queue are held, and the policies say so
+def resume(world: World, **options: Any) -> None:
+    world.delays.policies.resume(**(options or {"tag": "note"}))
+    world.sweep_later()
+
+
+def sweep_until(world: World, is_so: Callable[[], object]) -> None:
+    for _ in range(100):
+        if is_so():
+            return
+        world.sweep_later()
+    raise AssertionError("100 sweeps were not enough")
+
+
+def held(world: World) -> int:
+    return world.counted()[Status.HELD]
+
+
+def policies(world: World) -> list[tuple[str, str, int]]:
+    return [(each.kind, each.name, each.held or 0) for each in world.delays.policies.list()]
+
+
+def let_pauses_end(world: World) -> None:
+    p, now = world.store.schema.policies, world.now()
+    with world.store.database.begin() as connection:
+        connection.execute(update(p).values(paused_until=now, version=p.c.version + 1))
 
 
 def raise_unavailable(*_: Any) -> list[Any]:
     raise e.StoreUnavailableError("no route to host")
 
 
-# -- pause ---------------------------------------------------------------------------------------
+# -- pause ----------------------------------------------------------------------------------------
 
 
-def test_a_pause_of_a_tag_holds_its_waiting_tasks_at_any_due_time_and_no_others(
-    field: PolicyHarness,
+@pytest.mark.parametrize("kind", ["tag", "queue"])
+def test_a_pause_holds_the_waiting_tasks_at_any_due_time_and_no_others(
+    world: World, kind: str
 ) -> None:
-    paused = [
-        field.add(in_s=in_s, **options)
-        for in_s in (-5, 5, HOUR)
-        for options in ({}, {"priority": 3})
+    of = {"tag": "sms"} if kind == "tag" else {"queue": "slow"}
+    times = [{"due_s": due_s, "priority": n % 2} for n, due_s in enumerate((-5, 5, 15, HOUR))]
+    paused = [world.put(**of, **at) for at in times]
+    paused += [world.put(tag=tag, queue="slow", key=tag) for tag in ("sms", "note")][
+        : 2 if kind == "queue" else 1
     ]
-    others = [field.add("sms", in_s) for in_s in (-5, 5, HOUR)]
-    policy = field.delays.policies.pause(tag="mail", actor="me")
+    others = [world.put(**at) for at in times]
+    recovered = world.put(**of, lapses=1)
+    policy = pause(world, **of, actor="me")
     assert (policy.kind, policy.name, policy.is_paused, policy.updated_by) == (
-        "tag",
-        "mail",
-        True,
-        "me",
-    )
-    field.sweep()
-    assert field.statuses(*paused) == ["HELD"] * 6
-    assert field.statuses(*others) == ["NOT_COMPLETE"] * 3
-    assert field.count("task.held") == 6
-    [shown] = field.delays.policies.list()
-    assert (shown.held, shown.is_applied) == (6, True)
-    assert counted(field.store)[Status.HELD] == 6
-    assert field.delays.get(paused[0]).version == paused[0].version + 1
+        kind, *of.values(), True, "me",
+    )  # fmt: skip
+    assert {*world.statuses(paused)} == {"HELD"}
+    assert {*world.statuses(others)} == {"NOT_COMPLETE"}
+    assert (world.read(recovered).status, world.read(recovered).lapses) == (Status.HELD, 1)
+    assert world.count("task.held") == held(world) == len(paused) + 1
+    assert policies(world) == [(kind, *of.values(), len(paused) + 1)]
+    assert world.delays.policies.list()[0].is_applied
+    assert world.read(paused[0]).version == paused[0].version + 1
 
 
-# -- a pause that ends by itself -----------------------------------------------------------------
-
-
-def test_a_pause_with_an_end_lasts_until_the_first_sweep_after_it(field: PolicyHarness) -> None:
-    tasks, now = [field.add(in_s=in_s) for in_s in (-5, HOUR)], field.store.tasks.now()
-    policy = field.delays.policies.pause(tag="mail", until="1h", actor="me")
-    assert policy.paused_until is not None
-    assert HOUR - 1 < (policy.paused_until - now).total_seconds() < HOUR + 60
-    field.sweep()
-    field.sweep()
-    assert field.statuses(*tasks) == ["HELD"] * 2
-    field.let_pauses_end()
-    changes, other = field.count("policy.changed"), field.process()
-    ends: list[Any] = []
-    other.events.subscribe(lambda name, values: ends.append((name, values.get("actor"))))
-    field.sweep(other)
-    assert ("policy.changed", "the end of the pause") in ends
-    assert field.statuses(*tasks) == ["NOT_COMPLETE"] * 2
-    assert field.delays.policies.list() == []
-    field.sweep()
-    assert field.count("policy.changed") == changes, "the other process has ended the pause"
-    field.run(field.delays.get(tasks[0]))
-    assert field.ran == [{}]
-
-
-@pytest.mark.parametrize("is_tag", [True, False])
-def test_until_sets_or_extends_the_end_of_a_pause_and_never_shortens_it(
-    field: PolicyHarness, is_tag: bool
+def test_a_pause_with_an_end_lasts_until_the_first_sweep_after_it(
+    world: World, other: World
 ) -> None:
-    name = {"tag": "mail"} if is_tag else {"queue": "default"}
-    task, policies = field.add(), field.delays.policies
-    in_a_day = field.store.tasks.now() + timedelta(days=1)
-    assert policies.pause(**name, until="2h", actor="ann").paused_until is not None
-    assert policies.pause(**name, until=in_a_day, actor="ben").paused_until == in_a_day
-    kept = policies.pause(**name, until="1h", actor="a processor")
+    tasks = [world.put(due_s=due_s) for due_s in (-5, HOUR)]
+    world.delays.policies.set(tag="note", concurrency=3)
+    until = pause(world, tag="note", until="1h").paused_until
+    assert HOUR - 60 < (until - world.now()).total_seconds() <= HOUR + 1
+    world.sweep_later()
+    assert world.statuses(tasks) == ["HELD"] * 2
+    let_pauses_end(world)
+    changes = world.count("policy.changed")
+    other.sweep_later()
+    [ended] = other.told("policy.changed")
+    assert ended["actor"] == "the end of the pause"
+    assert world.statuses(tasks) == ["NOT_COMPLETE"] * 2
+    world.sweep_later()
+    assert world.count("policy.changed") == changes, "the other process has ended the pause"
+    [policy] = world.delays.policies.list()
+    assert (policy.is_paused, policy.paused_until, policy.concurrency) == (False, None, 3)
+    world.run(world.read(tasks[0]))
+    assert world.notes == [{}]
+
+
+@pytest.mark.parametrize("name", [{"tag": "note"}, {"queue": "default"}], ids=["tag", "queue"])
+def test_until_sets_or_extends_the_end_of_a_pause_and_never_shortens_it(
+    world: World, name: dict[str, str]
+) -> None:
+    task, calls = world.put(due_s=HOUR), world.delays.policies
+    in_a_day = world.now() + timedelta(days=1)
+    assert calls.pause(**name, until="2h", actor="ann").paused_until is not None
+    assert calls.pause(**name, until=in_a_day, actor="ben").paused_until == in_a_day
+    kept = calls.pause(**name, until="1h", actor="a processor")
     assert (kept.paused_until, kept.updated_by, kept.version) == (in_a_day, "ben", 2)
     for until in (None, "2d"):
-        assert policies.pause(**name, until=until, actor="ann").paused_until is None
-    field.sweep()
-    assert (field.statuses(task), len(policies.list())) == (["HELD"], 1)
-    assert policies.resume(**name).paused_until is None
-    field.sweep()
-    assert (field.statuses(task), policies.list()) == (["NOT_COMPLETE"], [])
-    policies.pause(**name, until="2h")
-    assert policies.remove(**name).paused_until is None
+        assert calls.pause(**name, until=until, actor="ann").paused_until is None
+    world.sweep_later()
+    assert (world.statuses([task]), len(calls.list())) == (["HELD"], 1)
+    assert calls.resume(**name).paused_until is None
+    world.sweep_later()
+    assert (world.statuses([task]), calls.list()) == (["NOT_COMPLETE"], [])
+    calls.pause(**name, until="2h")
+    assert calls.remove(**name).paused_until is None
 
 
-def test_a_pause_keeps_its_limits_when_it_ends(field: PolicyHarness) -> None:
-    field.delays.policies.set(tag="mail", concurrency=3)
-    field.delays.policies.pause(tag="mail", until="1h")
-    field.let_pauses_end()
-    field.sweep()
-    [policy] = field.delays.policies.list()
-    assert (policy.is_paused, policy.paused_until, policy.concurrency) == (False, None, 3)
-
-
-def test_a_processor_can_pause_its_own_tag(field: PolicyHarness) -> None:
-    delays = field.delays
-
-    @delays.processor("partner.call")
+def test_a_processor_can_pause_its_own_tag(world: World) -> None:
+    @world.delays.processor("partner.call")
     def call_partner(body: Any) -> Snooze:
-        delays.policies.pause(tag="partner.call", until="1h")
+        world.delays.policies.pause(tag="partner.call", until="1h")
         return Snooze(1)
 
-    first, second = field.add("partner.call", -5), field.add("partner.call", -5)
-    field.run(first)
-    field.sweep()
-    assert field.statuses(first, second) == ["HELD"] * 2
+    first, second = world.schedule("partner.call"), world.schedule("partner.call")
+    world.run(first)
+    world.sweep_later()
+    assert world.statuses([first, second]) == ["HELD"] * 2
 
 
-def test_a_pause_of_a_queue_holds_the_tasks_of_all_its_tags(field: PolicyHarness) -> None:
-    slow = [field.add(tag, in_s, queue="slow") for tag in ("mail", "sms") for in_s in (-5, HOUR)]
-    other = field.add("mail", -5)
-    field.delays.policies.pause(queue="slow")
-    field.sweep()
-    assert field.statuses(*slow, other) == ["HELD"] * 4 + ["NOT_COMPLETE"]
-    assert [(p.kind, p.name, p.held) for p in field.delays.policies.list()] == [
-        ("queue", "slow", 4)
-    ]
-
-
-def test_a_queue_that_is_paused_gets_no_drain_messages(field: PolicyHarness) -> None:
-    runtime_of(field.delays).store.workers.report("w", ["default", "slow"], "solo", 1, 0)
-    field.delays.policies.pause(queue="slow")
-    field.sweep()
+def test_a_queue_that_is_paused_gets_no_drain_messages(world: World) -> None:
+    world.serve("w", "default", "slow")
+    pause(world, queue="slow")
     # The pause sweeper has already passed the due times of these rows.
-    for queue in ("slow", "default"):
-        field.add("mail", -60, queue=queue)
-    field.sweep()
-    assert [queue for queue, *_ in field.timer.requested_drains] == ["default"]
+    world.put_each(["slow", "default"], due_s=-60)
+    world.sweep_later()
+    assert [queue for queue, *_ in world.broker.requested_drains] == ["default"]
 
 
-def test_a_paused_task_that_comes_within_the_horizon_is_held_and_not_armed(
-    field: PolicyHarness,
+def test_a_paused_task_that_comes_within_the_horizon_is_held_and_not_armed(world: World) -> None:
+    pause(world)  # the pass has ended
+    late, near = world.put_many(3, due_s=60), world.put(tag="sms", due_s=60)
+    world.advance(40)
+    world.sweep_later()
+    assert world.statuses([*late, near]) == ["HELD"] * 3 + ["NOT_COMPLETE"]
+    assert world.broker.ids == [near.id]
+
+
+@pytest.mark.parametrize("is_drained", [False, True])
+def test_a_claimed_task_of_a_paused_tag_is_held_and_does_not_run(
+    world: World, is_drained: bool
 ) -> None:
-    field.delays.policies.pause(tag="mail")
-    field.sweep()  # the pass has ended
-    late = [field.add(in_s=60 + n) for n in range(3)]
-    near = field.add("sms", 60)
-    t = field.store.schema.tasks
-    with field.store.database.begin() as connection:
-        soon = field.store.tasks.now() + timedelta(seconds=20)
-        connection.execute(update(t).values(expected_time=soon))
-        connection.execute(
-            update(field.store.schema.sweeps).values(armed_until=field.store.tasks.now())
-        )
-    field.sweep()
-    assert field.statuses(*late, near) == ["HELD"] * 3 + ["NOT_COMPLETE"]
-    assert field.timer.ids == [near.id]
+    paused, other = world.put(lapses=1 if is_drained else 0), world.put(tag="sms", body_json="7")
+    world.delays.policies.pause(tag="note")
+    report = world.drain() if is_drained else world.run(paused, other)
+    assert (report.claimed, report.ran, world.notes) == (2, 1, [7])
+    found = world.read(paused)
+    assert (found.status, found.runs, found.lapses) == (Status.HELD, 0, paused.lapses)
+    assert (found.worker, found.execution_time, found.lease_until) == (None, None, None)
+    assert (found.version == paused.version + 2) is counts_moves(world.store)
+    assert world.count("task.held") == 1
+    assert world.run(found).claimed == 0, "nobody claims it"
 
 
-def test_a_claimed_task_of_a_paused_tag_is_held_and_does_not_run(field: PolicyHarness) -> None:
-    field.delays.policies.pause(tag="mail")
-    paused, other = field.add(in_s=-5, body="paused"), field.add("sms", -5, body="other")
-    report = field.run(paused, other)
-    assert (report.claimed, report.ran, field.ran) == (2, 1, ["other"])
-    found = field.delays.get(paused)
-    assert (found.status, found.runs, found.worker, found.execution_time) == (
-        Status.HELD,
-        0,
-        None,
-        None,
-    )
-    assert (found.lease_until, found.lapses) == (None, 0)
-    assert (found.version == paused.version + 2) is counts_moves(field.store)
-    assert field.count("task.held") == 1
-    assert field.run(found).claimed == 0, "nobody claims it"
+def test_a_full_chunk_of_paused_rows_asks_for_another_one(world: World) -> None:
+    rows = world.put_many(7)
+    world.delays.policies.pause(tag="note")
+    assert [world.drain(most=5).is_full for _ in range(2)] == [True, False]
+    assert world.statuses(rows) == ["HELD"] * 7
 
 
-def test_a_worker_that_lost_its_lease_holds_nothing(field: PolicyHarness) -> None:
-    field.delays.policies.pause(tag="mail")
-    task = field.add(in_s=-5)
-    [mine] = field.store.claims("frozen", None).claim([Entry(task.id, task.version, 0)])
-    t = field.store.schema.tasks
-    with field.store.database.begin() as connection:
-        connection.execute(
-            update(t).values(lease_until=field.store.tasks.now() - timedelta(seconds=9))
-        )
-    field.store.sweeps.recover(5, 10)
-    lapsed = field.delays.get(task)
-    [again] = field.store.claims("other", None).claim_alone(lapsed.id, lapsed.version)
-    assert field.store.paused_rows.hold_claimed([mine]) == set()
-    assert field.delays.get(task).status is Status.RUNNING
-    assert field.store.paused_rows.hold_claimed([again]) == {task.id}
+def test_a_worker_that_lost_its_lease_holds_nothing(world: World) -> None:
+    world.delays.policies.pause(tag="note")
+    [mine] = world.claim(world.put())
+    world.lapse(mine)
+    [again] = world.worker("other").claim_alone(world.read(mine))
+    assert world.store.paused_rows.hold_claimed([mine]) == set()
+    assert world.read(mine).status is Status.RUNNING
+    assert world.store.paused_rows.hold_claimed([again]) == {mine.id}
 
 
-def test_a_drain_holds_the_overdue_rows_of_a_paused_tag(field: PolicyHarness) -> None:
-    rows = [field.add(in_s=-5) for _ in range(7)]
-    field.delays.policies.pause(tag="mail")
-    runner = runner_of(field.delays)
-    assert [runner.run_due("default", [0], 5).is_full for _ in range(2)] == [True, False]
-    assert field.statuses(*rows) == ["HELD"] * 7
-    assert field.ran == []
+# -- the policies that a process knows ------------------------------------------------------------
 
 
-def test_a_row_that_lapsed_is_held_like_any_other(field: PolicyHarness) -> None:
-    task = field.add(in_s=-5)
-    t = field.store.schema.tasks
-    with field.store.database.begin() as connection:
-        connection.execute(update(t).values(lapses=1))
-    field.delays.policies.pause(tag="mail")
-    runner_of(field.delays).run_due("default", [0], 5)
-    found = field.delays.get(task)
-    assert (found.status, found.lapses, field.ran) == (Status.HELD, 1, [])
+def test_a_process_applies_a_pause_within_about_a_second(world: World, other: World) -> None:
+    cache = other.runtime.policy_cache
+    assert not cache.current().has_pauses
+    world.delays.policies.pause(tag="note")
+    assert not cache.current().has_pauses, "it reads once a second"
+    cache._read_at -= 1
+    assert cache.current().pauses("note", "default")
 
 
-def test_a_process_applies_a_pause_within_about_a_second(
-    field: PolicyHarness, monkeypatch: pytest.MonkeyPatch
+def test_a_pool_process_reads_policies_when_its_main_process_has_others_or_none(
+    world: World, other: World, make_world: MakeWorld
 ) -> None:
-    other = field.process()
-    assert not runtime_of(other).policy_cache.current().has_pauses
-    field.delays.policies.pause(tag="mail")
-    assert not runtime_of(other).policy_cache.current().has_pauses, "it reads once a second"
-    runtime_of(other).policy_cache._read_at -= 1
-    assert runtime_of(other).policy_cache.current().pauses("mail", "default")
-
-
-def test_a_pool_process_reads_policies_when_its_main_process_has_others(
-    field: PolicyHarness,
-) -> None:
-    child = runtime_of(field.process()).policy_cache
-    reads = []
-    read = child._read
+    main, child = world.runtime.policy_cache, other.runtime.policy_cache
+    reads, read = list[int](), child._read
     child._read = lambda *asked: reads.append(1) or read(*asked)
     child.follow(Stamp())
     child.current()
     assert not reads, "without policies nobody asks"
-    field.delays.policies.pause(tag="mail")
-    stamp = runtime_of(field.delays).policy_cache.refresh().stamp
-    child.follow(stamp)
-    assert child.current().pauses("mail", "default")
-    child.follow(stamp)
+    world.delays.policies.pause(tag="note")
+    stamp = main.refresh().stamp
+    for _ in range(2):
+        child.follow(stamp)
+        assert child.current().pauses("note", "default")
     assert len(reads) == 1
-
-
-def test_a_pool_process_reads_policies_when_its_main_process_has_read_none_yet(
-    field: PolicyHarness,
-) -> None:
-    field.delays.policies.pause(tag="mail")
-    main, child = (runtime_of(field.process()).policy_cache for _ in range(2))
-    assert main.stamp is None
-    child.follow(main.stamp)
-    assert child.current().pauses("mail", "default")
-    main.refresh()
-    assert main.stamp == child.stamp
+    late_main, late_child = (make_world().runtime.policy_cache for _ in range(2))
+    assert late_main.stamp is None
+    late_child.follow(late_main.stamp)
+    assert late_child.current().pauses("note", "default")
+    late_main.refresh()
+    assert late_main.stamp == late_child.stamp
 
 
 def test_a_process_that_cannot_read_policies_fails_unless_it_has_read_them_before(
-    field: PolicyHarness, monkeypatch: pytest.MonkeyPatch
+    world: World, other: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    field.delays.policies.pause(tag="mail")
-    policies = runtime_of(field.process()).policy_cache
-    monkeypatch.setattr(policies_of, "POLICY_REFRESH_S", 0)
+    world.delays.policies.pause(tag="note")
+    cache = other.runtime.policy_cache
+    monkeypatch.setattr(policy_cache, "POLICY_REFRESH_S", 0)
     with monkeypatch.context() as away:
-        away.setattr(policies, "_read", raise_unavailable)
+        away.setattr(cache, "_read", raise_unavailable)
         for _ in range(2):
             with pytest.raises(e.StoreUnavailableError):
-                policies.current()
-    assert policies.current().pauses("mail", "default")
-    monkeypatch.setattr(policies, "_read", raise_unavailable)
-    assert policies.current().pauses("mail", "default")
-
-
-def test_a_worker_whose_database_is_away_at_its_start_has_no_wrong_configuration(
-    field: PolicyHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(field.store.policies, "check", raise_unavailable)
-    with pytest.raises(e.StoreUnavailableError):
-        field.store.check()
+                cache.current()
+    assert cache.current().pauses("note", "default")
+    monkeypatch.setattr(cache, "_read", raise_unavailable)
+    assert cache.current().pauses("note", "default")
 
 
 def test_a_worker_that_cannot_read_the_policies_reports_this_at_its_start(
-    field: PolicyHarness,
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    p = field.store.schema.policies
-    assert field.store.check() is None
-    with field.store.database.begin() as connection:
+    p, store = world.store.schema.policies, world.store
+    assert store.check() is None
+    with monkeypatch.context() as away:
+        away.setattr(store.policies, "check", raise_unavailable)
+        with pytest.raises(e.StoreUnavailableError):
+            store.check()
+    with store.database.begin() as connection:
         p.drop(connection)
     try:
-        with pytest.raises(
-            e.ConfigError, match=r"policies cannot be read, in .*: .*delaytasks -A APP db upgrade"
-        ):
-            field.store.check()
+        says = r"policies cannot be read, in .*: .*delaytasks -A APP db upgrade"
+        with pytest.raises(e.ConfigError, match=says):
+            store.check()
     finally:
-        with field.store.database.begin() as connection:
+        with store.database.begin() as connection:
             p.create(connection)
 
 
 def test_a_chunk_runs_no_task_while_its_process_cannot_read_the_policies(
-    field: PolicyHarness, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task = field.add(in_s=-5)
-    child = field.process()
-    monkeypatch.setattr(chunk_request, "current_app", runtime_of(child).celery)
-    chunk = chunk_request.ChunkRequest((Entry(task.id, task.version, 0),), policies=None)
-    policies = runtime_of(child).policy_cache
+    task, cache = world.put(), world.runtime.policy_cache
+    monkeypatch.setattr(chunk_request, "current_app", world.runtime.celery)
+    chunk = chunk_request.ChunkRequest((Entry.of(task),), policies=None)
     with monkeypatch.context() as away:
-        away.setattr(policies, "_read", raise_unavailable)
+        away.setattr(cache, "_read", raise_unavailable)
         report = chunk_request.run_chunk(chunk)
     assert (report.error, report.ran) == ("StoreUnavailableError: no route to host", 0)
-    assert field.statuses(task) == ["NOT_COMPLETE"]
-    assert policies.stamp is None
+    assert world.statuses([task]) == ["NOT_COMPLETE"]
+    assert cache.stamp is None
     assert chunk_request.run_chunk(chunk).ran == 1
-    assert field.statuses(task) == ["DONE"]
+    assert world.statuses([task]) == ["DONE"]
 
 
-# -- other moves of paused rows ------------------------------------------------------------------
+# -- changes of policies --------------------------------------------------------------------------
 
 
-def test_a_held_task_can_be_cancelled_rescheduled_touched_and_replaced(
-    field: PolicyHarness,
-) -> None:
-    cancelled, moved, touched = field.add(), field.add(), field.add()
-    replaced = field.add(key="k")
-    field.delays.policies.pause(tag="mail")
-    field.sweep()
-    assert field.delays.cancel(cancelled)
-    assert field.delays.touch(touched, 2 * HOUR)
-    assert field.delays.get(touched).expected_time > touched.expected_time
-    assert field.delays.reschedule(moved, 60).status is Status.NOT_COMPLETE
-    new = field.delays.schedule_delay("mail", {"new": True}, 60, key="k", on_conflict="replace")
-    assert new.id == replaced.id
-    assert field.statuses(cancelled, touched) == ["CANCELLED", "HELD"]
-    due = field.delays.reschedule(moved, 0)
-    field.run(due)
-    assert (field.statuses(due), field.ran) == (["HELD"], []), "it is paused all the same"
+def test_repeating_a_pause_resume_or_removal_changes_nothing(world: World) -> None:
+    calls = world.delays.policies
+    first = calls.pause(tag="note", actor="a")
+    assert calls.pause(tag="note", actor="b") == first
+    assert world.count("policy.changed") == 1
+    assert calls.resume(tag="sms").version == calls.remove(queue="q").version == 0
+    assert policies(world) == [("tag", "note", 0)]
 
 
-# -- policies ------------------------------------------------------------------------------------
+def test_a_pause_keeps_the_limits_and_removing_the_policy_removes_both(world: World) -> None:
+    calls = world.delays.policies
+    calls.pause(tag="note")
+    calls.set(tag="note", concurrency=10, concurrency_per_key=2, rate="100/s")
+    calls.resume(tag="note")
+    assert calls.set(tag="note", concurrency_per_key=None).limits == (10, None, 100, 1.0)
+    known = world.runtime.policy_cache.refresh().limited
+    assert known == {"note": world.store.policies.read()[0]}
+    world.sweep_later()
+    assert [policy.as_json()["rate"] for policy in calls.list()] == ["100/s"]
+    assert calls.remove(tag="note").is_empty
+    world.sweep_later()
+    assert calls.list() == []
 
 
-def test_repeating_a_pause_resume_or_clear_changes_nothing(field: PolicyHarness) -> None:
-    first = field.delays.policies.pause(tag="mail", actor="a")
-    assert field.delays.policies.pause(tag="mail", actor="b") == first
-    assert field.count("policy.changed") == 1
-    assert field.delays.policies.resume(tag="sms").version == 0
-    assert field.delays.policies.remove(queue="q").version == 0
-    assert [policy.name for policy in field.delays.policies.list()] == ["mail"]
-
-
-def test_a_pause_keeps_the_limits_and_clearing_the_policy_removes_both(
-    field: PolicyHarness,
-) -> None:
-    field.delays.policies.pause(tag="mail")
-    field.delays.policies.set(tag="mail", concurrency=10, concurrency_per_key=2, rate="100/s")
-    field.delays.policies.resume(tag="mail")
-    policy = field.delays.policies.set(tag="mail", concurrency_per_key=None)
-    assert policy.limits == (10, None, 100, 1.0)
-    assert runtime_of(field.delays).policy_cache.refresh().limited == {
-        "mail": field.store.policies.read()[0]
-    }
-    field.sweep()
-    assert [policy.as_json()["rate"] for policy in field.delays.policies.list()] == ["100/s"]
-    assert field.delays.policies.remove(tag="mail").is_empty
-    field.sweep()
-    assert field.delays.policies.list() == []
-
-
-def test_a_pause_sweep_of_an_old_version_does_not_mark_a_newer_policy_as_applied(
-    field: PolicyHarness,
-) -> None:
-    table = field.store.policies
-    paused = field.delays.policies.pause(tag="mail")
-    resumed = field.delays.policies.resume(tag="mail")
-    again = field.delays.policies.pause(tag="mail")
-    for old in (paused, resumed):
+def test_a_pass_for_an_old_version_does_not_mark_a_newer_policy_as_applied(world: World) -> None:
+    table, calls = world.store.policies, world.delays.policies
+    versions = calls.pause(tag="note"), calls.resume(tag="note"), calls.pause(tag="note")
+    for old in versions[:2]:
         table.applied([old])
-        assert [(each.version, each.is_paused, each.applied_version) for each in table.read()] == [
-            (3, True, None)
-        ]
-    table.applied([again])
+        [policy] = table.read()
+        assert (policy.version, policy.is_paused, policy.applied_version) == (3, True, None)
+    table.applied(versions[2:])
     assert table.read()[0].is_applied
 
 
-def test_simultaneous_changes_of_a_policy_are_all_applied(field: PolicyHarness) -> None:
+def test_simultaneous_changes_of_a_policy_are_all_applied(world: World) -> None:
+    calls = world.delays.policies
+    changes: list[Callable[[], Any]] = [
+        lambda: calls.pause(tag="note"),
+        lambda: calls.set(tag="note", concurrency=3),
+        lambda: calls.set(tag="note", rate="5/m"),
+    ]
     with ThreadPoolExecutor(8) as pool:
-        calls: list[Callable[[], Any]] = [
-            lambda: field.delays.policies.pause(tag="mail"),
-            lambda: field.delays.policies.set(tag="mail", concurrency=3),
-            lambda: field.delays.policies.set(tag="mail", rate="5/m"),
-        ]
-        for future in [pool.submit(call) for call in calls * 3]:
+        for future in [pool.submit(call) for call in changes * 3]:
             future.result(30)
-    [policy] = field.store.policies.read()
+    [policy] = world.store.policies.read()
     assert (policy.is_paused, policy.limits, policy.version) == (True, (3, None, 5, 60.0), 3)
 
 
-def test_invalid_policies_are_refused(field: PolicyHarness) -> None:
-    delays: Any = field.delays
+def test_invalid_policies_are_refused(world: World) -> None:
+    calls: Any = world.delays.policies
     for until in ("soon", -5, True, datetime(2030, 1, 1)):
         with invalid("until"):
-            delays.policies.pause(tag="mail", until=until)
-    for over in (0, "0s", field.store.tasks.now() - timedelta(seconds=9)):
+            calls.pause(tag="note", until=until)
+    for over in (0, "0s", world.now() - timedelta(seconds=9)):
         with invalid("until", match="is over.*'2h', or call resume"):
-            delays.policies.pause(tag="mail", until=over)
-    for call in (delays.policies.pause, delays.policies.resume, delays.policies.remove):
+            calls.pause(tag="note", until=over)
+    for call in (calls.pause, calls.resume, calls.remove):
         for arguments in ({}, {"tag": "a", "queue": "b"}):
             with invalid("tag", match="a tag or a queue"):
                 call(**arguments)
@@ -536,295 +382,243 @@ def test_invalid_policies_are_refused(field: PolicyHarness) -> None:
         with invalid("queue"):
             call(queue="a b")
     with invalid("concurrency", match="what"):
-        delays.policies.set(tag="mail")
+        calls.set(tag="note")
     with invalid("queue", match=r"'slow' can be paused.*limits are for tags"):
-        delays.policies.set(queue="slow", concurrency=3)
+        calls.set(queue="slow", concurrency=3)
     for limit in (0, -1, True, 1.5, "5", 10**10):
-        with invalid("concurrency", match="concurrency is an integer"):
-            delays.policies.set(tag="mail", concurrency=limit)
-        with invalid("concurrency_per_key", match="concurrency_per_key is an integer"):
-            delays.policies.set(tag="mail", concurrency_per_key=limit)
-    for rate in (
-        "100",
-        "0/s",
-        "/s",
-        "5/",
-        "5/0s",
-        "5/99d",
-        "-5/s",
-        "5/x",
-        5,
-        "٣/s",
-        "9" * 99 + "/s",
-        "5/s/s",
-    ):
+        for name in ("concurrency", "concurrency_per_key"):
+            with invalid(name, match=f"{name} is an integer"):
+                calls.set(tag="note", **{name: limit})
+    for rate in (*"100 0/s /s 5/ 5/0s 5/99d -5/s 5/x ٣/s 5/s/s".split(), 5, "9" * 99 + "/s"):
         with invalid("rate"):
-            delays.policies.set(tag="mail", rate=rate)
-    assert field.delays.policies.list() == []
+            calls.set(tag="note", rate=rate)
+    assert calls.list() == []
 
 
-# Held tasks are released step by step, by one process or several
+# -- resume ---------------------------------------------------------------------------------------
 
 
-# -- resume --------------------------------------------------------------------------------------
+def test_after_a_resume_held_tasks_run_in_the_order_of_their_due_times(world: World) -> None:
+    rows = [world.put(due_s=-late_s, body_json=str(late_s)) for late_s in (10, 50, 30, 20, 40)]
+    pause(world)
+    assert world.run(*rows).claimed == 0
+    resume(world)
+    assert world.statuses(rows) == ["NOT_COMPLETE"] * 5
+    assert world.count("task.released") == 5
+    world.drain()
+    assert world.notes == [50, 40, 30, 20, 10]
+    assert policies(world) == [], "a policy that says nothing is gone"
+    [row] = world.store.database.rows(select(world.store.schema.policies))
+    assert row.version == row.applied_version, "others may not have read yet that it says nothing"
 
 
-def test_after_a_resume_held_tasks_run_in_the_order_of_their_due_times(
-    field: PolicyHarness,
-) -> None:
-    rows = [field.add(in_s=-in_s, body=in_s) for in_s in (10, 50, 30, 20, 40)]
-    field.delays.policies.pause(tag="mail")
-    field.sweep()
-    assert field.run(*rows).claimed == 0
-    field.delays.policies.resume(tag="mail")
-    field.sweep()
-    assert field.statuses(*rows) == ["NOT_COMPLETE"] * 5
-    assert field.count("task.released") == 5
-    runner_of(field.delays).run_due("default", [0], 10)
-    assert field.ran == [50, 40, 30, 20, 10]
-    assert field.delays.policies.list() == [], "a policy that says nothing is gone"
-    with field.store.database.begin() as connection:
-        [row] = connection.execute(select(field.store.schema.policies)).all()
-    assert row.version == row.applied_version, (
-        "the row stays for those who have not read yet that it says nothing"
-    )
-
-
-def test_a_released_task_within_the_horizon_is_armed(field: PolicyHarness) -> None:
-    near, far, late = field.add(in_s=20), field.add(in_s=HOUR), field.add(in_s=-5)
-    field.delays.policies.pause(tag="mail")
-    field.sweep()
-    field.timer.armed.clear()
-    field.delays.policies.resume(tag="mail")
-    field.sweep()
-    [entry] = field.timer.armed
+def test_a_released_task_within_the_horizon_is_armed(world: World) -> None:
+    near, *others = [world.put(due_s=due_s) for due_s in (20, HOUR, -5)]
+    pause(world)
+    world.broker.lose()
+    resume(world)
+    [entry] = world.broker.armed
     assert (entry.id, entry.version) == (near.id, near.version + 2)
-    assert field.statuses(near, far, late) == ["NOT_COMPLETE"] * 3
+    assert world.statuses([near, *others]) == ["NOT_COMPLETE"] * 3
 
 
 @pytest.mark.slow
-def test_held_tasks_are_released_step_by_step_and_the_oldest_first(
-    field: PolicyHarness, small_steps: None
+def test_held_tasks_are_released_step_by_step_and_the_oldest_of_a_priority_first(
+    world: World, small_steps: None
 ) -> None:
     rows = [
-        field.add(in_s=-in_s, priority=priority) for priority in (0, 5) for in_s in (10, 30, 20)
+        world.put(due_s=-late_s, priority=priority)
+        for priority in (0, 5)
+        for late_s in (10, 30, 20)
     ]
-    field.delays.policies.pause(tag="mail")
-    field.sweep_until(lambda: field.count("task.held") >= 6)
-    field.delays.policies.resume(tag="mail")
-    order: list[int] = []
-    for _ in range(100):
-        field.sweep()
-        order += [
-            task.id
-            for task in rows
-            if task.id not in order and field.statuses(task) == ["NOT_COMPLETE"]
-        ]
-    expected = [rows[n].id for n in (4, 5, 3, 1, 2, 0)]
-    assert order == expected, "the highest priority first, then by their times"
+    pause(world)
+    sweep_until(world, lambda: world.count("task.held") >= 6)
+    world.delays.policies.resume(tag="note")
+    order: list[DelayedTask] = []
+
+    def is_over() -> bool:
+        order.extend(
+            r for r in rows if r not in order and world.read(r).status is Status.NOT_COMPLETE
+        )
+        return len(order) == 6
+
+    sweep_until(world, is_over)
+    assert [rows.index(row) for row in order] == [4, 5, 3, 1, 2, 0]
 
 
-def test_a_tag_that_is_resumed_stays_held_in_a_queue_that_is_not(field: PolicyHarness) -> None:
-    here, there = field.add(queue="slow"), field.add()
-    field.delays.policies.pause(tag="mail")
-    field.delays.policies.pause(queue="slow")
-    field.sweep()
-    field.delays.policies.resume(tag="mail")
-    field.sweep()
-    assert field.statuses(here, there) == ["HELD", "NOT_COMPLETE"]
-    field.delays.policies.resume(queue="slow")
-    field.sweep()
-    assert field.statuses(here) == ["NOT_COMPLETE"]
+def test_a_tag_that_is_resumed_stays_held_in_a_queue_that_is_not(world: World) -> None:
+    here, there = world.put(queue="slow"), world.put()
+    world.delays.policies.pause(tag="note")
+    pause(world, queue="slow")
+    resume(world)
+    assert world.statuses([here, there]) == ["HELD", "NOT_COMPLETE"]
+    resume(world, queue="slow")
+    assert world.statuses([here]) == ["NOT_COMPLETE"]
 
 
 def test_a_worker_with_outdated_policies_runs_claimed_tasks_of_a_resumed_tag(
-    field: PolicyHarness,
+    world: World, other: World
 ) -> None:
-    field.delays.policies.pause(tag="mail")
-    stale = field.process()
-    runtime_of(stale).policy_cache.follow(runtime_of(stale).policy_cache.refresh().stamp)
-    field.delays.policies.resume(tag="mail")
-    field.sweep()
-    task = field.add(in_s=-5, body="ran")
-    field.run(task, process=stale)
-    assert (field.statuses(task), field.ran) == (["DONE"], ["ran"])
+    world.delays.policies.pause(tag="note")
+    stale = other.runtime.policy_cache
+    stale.follow(stale.refresh().stamp)
+    resume(world)
+    task = world.put()
+    other.run(task)
+    assert (world.statuses([task]), other.notes) == (["DONE"], [{}])
 
 
-def test_a_process_with_an_outdated_pause_holds_no_rows(field: PolicyHarness) -> None:
-    task = field.add()
-    assert field.store.paused_rows.hold([task.id]) == 0
-    field.delays.policies.pause(queue="default")
-    assert field.store.paused_rows.hold([task.id]) == 1
-    assert field.store.paused_rows.hold([task.id]) == 0
+def test_a_process_with_an_outdated_pause_holds_no_rows(world: World) -> None:
+    task, rows = world.put(), world.store.paused_rows
+    assert rows.hold([task.id]) == 0
+    world.delays.policies.pause(queue="default")
+    assert [rows.hold([task.id]) for _ in range(2)] == [1, 0]
 
 
 def test_a_sweep_ends_that_can_hold_none_of_the_near_rows(
-    field: PolicyHarness, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pause ended meanwhile, or other transactions have locked the rows."""
-    field.delays.policies.pause(queue="default")
-    near, steps, pauses = field.add(in_s=20), list[None](), pauses_of(field)
-    monkeypatch.setattr(pauses, "_budget_s", 1)
+    world.delays.policies.pause(queue="default")
+    near, steps, pauses = world.put(due_s=20), list[None](), world.runtime.sweeper._pauses
     monkeypatch.setattr(pauses._rows, "hold", lambda ids: 0)
-    policies, now = runtime_of(field.delays).policy_cache.refresh(), field.store.tasks.now()
-    pauses.hold_near(policies, now, now + timedelta(seconds=30), lambda: steps.append(None))
-    assert (len(steps), field.statuses(near)) == (1, ["NOT_COMPLETE"])
+    known, now = world.runtime.policy_cache.refresh(), world.now()
+    pauses.hold_near(known, now, now + timedelta(seconds=30), lambda: steps.append(None))
+    assert (len(steps), world.statuses([near])) == (1, ["NOT_COMPLETE"])
 
 
 def test_a_resume_between_looking_and_holding_leaves_nothing_held_or_counted(
-    field: PolicyHarness,
+    world: World, other: World
 ) -> None:
-    if field.store.database.url.get_backend_name() == "sqlite":
+    if not world.has_row_locks:
         pytest.skip("SQLite lets one writer in at a time")
-    tasks = [field.add(), field.add("sms")]
-    field.delays.policies.pause(tag="mail")
-    field.delays.policies.pause(tag="sms")
-    other, resumed = field.process(), list[str]()
+    tasks, resumed = [world.put(), world.put(tag="sms")], list[str]()
+    for tag in ("note", "sms"):
+        world.delays.policies.pause(tag=tag)
 
     def resume_first(*args: Any) -> None:
         if not resumed and args[2].startswith("UPDATE") and "yb_delay_task_message" in args[2]:
-            resumed.append("mail")
-            other.policies.resume(tag="mail")
+            resumed.append("note")
+            other.delays.policies.resume(tag="note")
 
-    event.listen(field.store.database.tx, "before_cursor_execute", resume_first)
-    assert field.store.paused_rows.hold([task.id for task in tasks]) == 1
-    assert (resumed, field.statuses(*tasks)) == (["mail"], ["NOT_COMPLETE", "HELD"])
-
-
-def test_a_held_row_without_a_pause_is_released(field: PolicyHarness) -> None:
-    task = field.add()
-    t = field.store.schema.tasks
-    with field.store.database.begin() as connection:
-        connection.execute(update(t).values(status=int(Status.HELD)))
-    field.sweep()
-    assert field.statuses(task) == ["NOT_COMPLETE"]
+    event.listen(world.store.database.tx, "before_cursor_execute", resume_first)
+    try:
+        assert world.store.paused_rows.hold([task.id for task in tasks]) == 1
+    finally:
+        event.remove(world.store.database.tx, "before_cursor_execute", resume_first)
+    assert (resumed, world.statuses(tasks)) == (["note"], ["NOT_COMPLETE", "HELD"])
 
 
-def test_a_locked_row_is_released_after_its_transaction_has_ended(field: PolicyHarness) -> None:
-    if field.store.database.url.get_backend_name() == "sqlite":
+def test_a_held_row_without_a_pause_is_released(world: World) -> None:
+    task = world.put(Status.HELD)
+    world.sweep_later()
+    assert world.statuses([task]) == ["NOT_COMPLETE"]
+
+
+def test_a_locked_row_is_released_after_its_transaction_has_ended(world: World) -> None:
+    if not world.has_row_locks:
         return  # SQLite locks the database for each writer, so no other sweep runs
-    locked, free = field.add(), field.add()
-    field.delays.policies.pause(tag="mail")
-    field.sweep()
-    field.delays.policies.resume(tag="mail")
-    t = field.store.schema.tasks
-    with field.store.database.begin() as connection:
-        connection.execute(select(t.c.id).where(t.c.id == locked.id).with_for_update()).all()
-        field.sweep()
-        assert field.statuses(free) == ["NOT_COMPLETE"]
-    assert field.statuses(locked) == ["HELD"]
-    field.sweep()
-    assert field.statuses(locked) == ["NOT_COMPLETE"]
-    field.sweep()
-    assert field.delays.policies.list() == []
+    locked, free = world.put(due_s=HOUR), world.put(due_s=HOUR)
+    pause(world)
+    with world.locked(locked):
+        resume(world)
+        assert world.statuses([free, locked]) == ["NOT_COMPLETE", "HELD"]
+    world.sweep_later()
+    assert world.statuses([locked]) == ["NOT_COMPLETE"]
+    world.sweep_later()
+    assert policies(world) == []
 
 
-# -- steps, several processes and crashes --------------------------------------------------------
+# -- steps, several processes and crashes ---------------------------------------------------------
 
 
 def test_each_sweep_holds_a_part_of_the_rows_and_the_next_sweep_continues(
-    field: PolicyHarness, small_steps: None
+    world: World, small_steps: None
 ) -> None:
-    rows = [field.add(in_s=HOUR + n) for n in range(5)]
-    others = [field.add("sms", HOUR + n) for n in range(5)]
-    field.delays.policies.pause(tag="mail")
-    seen = []
-    for _ in range(100):
-        field.sweep()
-        seen.append(len(field.held()))
-        if field.delays.policies.list()[0].is_applied:
-            break
+    rows, others = world.put_many(5, due_s=HOUR), world.put_many(5, due_s=HOUR, tag="sms")
+    world.delays.policies.pause(tag="note")
+    seen = [0]
+
+    def is_applied() -> bool:
+        seen.append(held(world))
+        return world.delays.policies.list()[0].is_applied
+
+    sweep_until(world, is_applied)
     assert seen[-1] == 5
-    assert max(b - a for a, b in zip([0, *seen], seen, strict=False)) == 1, (
-        "one row in a sweep at most"
-    )
-    assert field.statuses(*rows, *others) == ["HELD"] * 5 + ["NOT_COMPLETE"] * 5
+    assert max(b - a for a, b in pairwise(seen)) == 1, "one row in a sweep"
+    assert world.statuses([*rows, *others]) == ["HELD"] * 5 + ["NOT_COMPLETE"] * 5
 
 
-def test_the_last_of_several_pauses_and_resumes_is_applied(
-    field: PolicyHarness, small_steps: None
-) -> None:
-    rows = [field.add(in_s=HOUR + n) for n in range(6)]
-    field.delays.policies.pause(tag="mail")
-    field.sweep_until(lambda: field.count("task.held") >= 3)
-    field.delays.policies.resume(tag="mail")
-    field.sweep_until(lambda: field.count("task.released") >= 1)
-    field.delays.policies.pause(tag="mail")
-    field.sweep_until(lambda: field.delays.policies.list()[0].is_applied)
-    assert field.statuses(*rows) == ["HELD"] * 6
-    field.delays.policies.remove(tag="mail")
-    field.sweep_until(lambda: not field.delays.policies.list())
-    assert field.statuses(*rows) == ["NOT_COMPLETE"] * 6
+def test_the_last_of_several_pauses_and_resumes_is_applied(world: World, small_steps: None) -> None:
+    rows, calls = world.put_many(6, due_s=HOUR), world.delays.policies
+    calls.pause(tag="note")
+    sweep_until(world, lambda: world.count("task.held") >= 3)
+    calls.resume(tag="note")
+    sweep_until(world, lambda: world.count("task.released") >= 1)
+    calls.pause(tag="note")
+    sweep_until(world, lambda: calls.list()[0].is_applied)
+    assert world.statuses(rows) == ["HELD"] * 6
+    calls.remove(tag="note")
+    sweep_until(world, lambda: not calls.list())
+    assert world.statuses(rows) == ["NOT_COMPLETE"] * 6
 
 
-@pytest.mark.parametrize("verb", ["pause", "resume"])
+@pytest.mark.parametrize(("verb", "move"), [("pause", "hold"), ("resume", "release")])
 def test_the_next_sweep_continues_the_work_of_one_that_died(
-    field: PolicyHarness, verb: str, monkeypatch: pytest.MonkeyPatch
+    world: World, other: World, verb: str, move: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = [field.add(in_s=HOUR + n) for n in range(5)]
+    rows, calls = world.put_many(5, due_s=HOUR), list[Any]()
     if verb == "resume":
-        field.delays.policies.pause(tag="mail")
-        field.sweep()
-    monkeypatch.setattr(engine_holding, "PAUSE_ROWS", 2)
-    getattr(field.delays.policies, verb)(tag="mail")
-    runtime = runtime_of(field.delays)
-    calls: list[Any] = []
-    move = getattr(runtime.store.paused_rows, {"pause": "hold", "resume": "release"}[verb])
+        pause(world)
+    work = getattr(world.store.paused_rows, move)
 
     def dies(ids: Any) -> Any:
         calls.append(ids)
         if len(calls) == 2:
             raise CrashError
-        return move(ids)
+        return work(ids)
 
-    monkeypatch.setattr(runtime.store.paused_rows, move.__name__, dies)
-    with pytest.raises(CrashError):
-        field.sweep()
-    monkeypatch.undo()
-    half = field.statuses(*rows)
-    assert {"HELD", "NOT_COMPLETE"} == set(half)
-    field.sweep(field.process())
-    assert field.statuses(*rows) == [{"pause": "HELD", "resume": "NOT_COMPLETE"}[verb]] * 5
+    getattr(world.delays.policies, verb)(tag="note")
+    with monkeypatch.context() as patch:
+        patch.setattr(sweeper, "PAUSE_ROWS", 2)
+        patch.setattr(world.store.paused_rows, move, dies)
+        with pytest.raises(CrashError):
+            world.sweep_later()
+    assert {*world.statuses(rows)} == {"HELD", "NOT_COMPLETE"}
+    other.sweep_later()
+    assert {*world.statuses(rows)} == {{"pause": "HELD", "resume": "NOT_COMPLETE"}[verb]}
 
 
-def test_simultaneous_pause_sweeps_of_several_workers_count_each_row_once(
-    field: PolicyHarness,
+def test_simultaneous_passes_of_several_workers_count_each_row_once(
+    world: World, make_world: MakeWorld
 ) -> None:
-    field.delays.schedule_many([NewTask("mail", n, HOUR) for n in range(1500)])
-    walkers = [field.process() for _ in range(3)]
+    world.put_many(1500, due_s=HOUR)
+    walkers = [swept_patiently(make_world()) for _ in range(3)]
 
-    def walk(process: DelayTasks) -> int:
-        holding = runtime_of(process).sweeper._pauses
-        assert holding is not None
-        holding.walk(holding.cache.refresh(), lambda: None)
-        return sum(process.events.counts[name] for name in ("task.held", "task.released"))
+    def walk(process: World) -> None:
+        pauses = process.runtime.sweeper._pauses
+        pauses.walk(pauses.cache.refresh(), lambda: None)
 
     for verb in ("pause", "resume"):
-        getattr(field.delays.policies, verb)(tag="mail")
+        getattr(world.delays.policies, verb)(tag="note")
         with ThreadPoolExecutor(3) as pool:
             list(pool.map(walk, walkers))
         for _ in range(10):
-            walk(field.delays)
-    moved = sum(
-        p.events.counts[n] for p in [*walkers, field.delays] for n in ("task.held", "task.released")
-    )
-    assert (field.held(), moved) == ([], 3000), "each row was held once and released once"
-
-
-# -- policies ------------------------------------------------------------------------------------
+            walk(world)
+    for name in ("task.held", "task.released"):
+        assert sum(process.count(name) for process in (world, *walkers)) == 1500, name
+    assert held(world) == 0
 
 
 def test_all_of_many_rows_with_one_due_time_are_held_and_released(
-    field: PolicyHarness, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_holding, "ROWS_PER_QUERY", 3)
-    at = field.store.tasks.now() + timedelta(hours=1)
-    rows = [NewTask("mail" if n % 3 == 0 else "sms", n, at=at) for n in range(20)]
-    rows += [NewTask("mail", n, at=at + timedelta(seconds=n - 2)) for n in range(5)]
-    field.delays.schedule_many(rows)
-    field.delays.policies.pause(tag="mail")
-    field.sweep()
-    assert (len(field.held()), counted(field.store)[Status.NOT_COMPLETE]) == (12, 13)
-    field.delays.policies.resume(tag="mail")
-    field.sweep()
-    assert field.held() == []
+    monkeypatch.setattr(policy_rows, "ROWS_PER_QUERY", 3)
+    at = world.now() + timedelta(hours=1)
+    rows = [world.new_row(tag="sms" if n % 3 else "note", expected_time=at) for n in range(20)]
+    rows += [world.new_row(expected_time=at + timedelta(seconds=n - 2)) for n in range(5)]
+    world.store.tasks.insert_many(rows)
+    pause(world)
+    assert (held(world), world.counted()[Status.NOT_COMPLETE]) == (12, 13)
+    resume(world)
+    assert held(world) == 0

@@ -160,7 +160,7 @@ def test_a_worker_that_lost_its_lease_settles_nothing(
     if max_lost_leases > 1:
         [new] = world.worker("worker-2").claim_alone(world.read(made))
         for move in ("succeed", "fail", "give_back"):
-            assert not world.settle(old, move)  # type: ignore[arg-type]
+            assert not world.settle(old, move)
         found = world.read(made)
         expected = (Status.RUNNING, new.version, "worker-2")
         assert (found.status, found.version, found.worker) == expected
