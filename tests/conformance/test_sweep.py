@@ -194,9 +194,10 @@ def names(count: int) -> list[str]:
     return [f"q{number:06}" for number in range(count)]
 
 
-def drained(world: World, **options: Any) -> list[str]:
-    """Sweep, and return the queues for which drains were requested."""
-    world.sweep_later(**options)
+def drained(world: World, *served: str) -> list[str]:
+    """Sweep while a worker serves these queues, and return those for which it requested drains."""
+    world.serve("w1", *served)
+    world.sweep_later()
     assert world.told("loop.failed") == []
     return [queue for queue, _, _ in world.broker.take_requested_drains()]
 
@@ -233,10 +234,9 @@ def test_each_queue_is_drained_in_one_of_several_sweeps(world: World) -> None:
     """A worker without queue names of its own serves all of them."""
     queues = names(3 * MOST_OTHERS - 10)
     world.put_each(queues)
-    world.serve("w1", "*")
-    found = [queue for _ in range(3) for queue in drained(world)]
+    found = [queue for _ in range(3) for queue in drained(world, "*")]
     assert sorted(found) == queues, "each of them once"
-    assert drained(world)[0] == "q000000", "and again from the beginning"
+    assert drained(world, "*")[0] == "q000000", "and again from the beginning"
 
 
 @pytest.mark.slow
@@ -245,8 +245,7 @@ def test_a_worker_that_names_thousands_of_queues_has_each_of_them_swept(
 ) -> None:
     monkeypatch.setattr(sweeper, "MOST_NAMED", 20)
     world.put_each(names(50))
-    world.serve("w1", *names(50), "default")
-    found = [queue for _ in range(3) for queue in drained(world)]
+    found = [queue for _ in range(3) for queue in drained(world, *names(50), "default")]
     assert set(found) == set(names(50))
     assert len(found) <= 60 < MOST_NAMED
     assert world.told("queue.unserved") == []
