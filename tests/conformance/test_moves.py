@@ -1,17 +1,18 @@
-"""Moves by operators and callers, on every database."""
+"""Moves by operators and callers, on every database: cancel, reschedule, touch and rerun."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, create_engine, event, text, update
+from sqlalchemy import create_engine, insert, text
 from sqlalchemy.orm import Session
 
-from delaytasks import DelayedTask, DelayTasks, NewTask, Status, TouchResult
+from delaytasks import DelayedTask, NewTask, Status, TouchResult
 from delaytasks.core.errors import (
     OutcomeUnknownError,
     StaleVersionError,
@@ -19,334 +20,323 @@ from delaytasks.core.errors import (
     TaskNotFoundError,
     TaskStateError,
 )
-from delaytasks.core.states import MOVES
-from delaytasks.runtime import runtime_of
-from delaytasks.storage import task_rows as touches
-from delaytasks.storage.store import Store
-from tests.conformance.store_rows import (
-    RUNNING,
-    add,
-    has_row_locks,
-    put,
-    read,
-    second_store,
-    seconds,
-    status_columns,
-    task,
-)
+from delaytasks.core.states import FINISHED, MOVES
+from delaytasks.storage import task_rows
+from tests.conformance.store_rows import RUNNING, second_store
+from tests.conformance.test_transactions import own_engine
 from tests.proxy import Proxy
 from tests.waiting import wait_until
-from tests.world.broker import RecordingTimer
+from tests.world import World
 
-# Cancel, reschedule, retry and touch single rows, on every database
+# -- each move, from each status, by id and by key, with and without the caller's transaction -----
 
 
-OPERATORS: dict[str, Callable[[Store, DelayedTask], Any]] = {
-    "cancel": lambda store, made: store.tasks.cancel(made.id),
-    "reschedule": lambda store, made: store.tasks.reschedule(
-        made.id, seconds(made.expected_time, 60)
-    ),
-    "rerun": lambda store, made: store.tasks.rerun(made.id, seconds(made.expected_time, 60)),
+#: The calls, their options, and the due time that each leaves, in seconds from now.
+CALLS: dict[str, tuple[str, dict[str, Any], float]] = {
+    "cancel": ("cancel", {}, 5),
+    "reschedule far": ("reschedule", {"delay": 3600}, 3600),
+    "reschedule near": ("reschedule", {"delay": 2}, 2),
+    "touch": ("touch", {"delay": 3600}, 3600),
+    "touch earlier": ("touch", {"delay": 2}, 5),
+    "rerun": ("rerun", {"delay": 2}, 2),
 }
 
 
-@pytest.mark.parametrize("status", list(Status), ids=lambda status: status.name)
-@pytest.mark.parametrize("name", OPERATORS)
-def test_an_operators_move_is_made_from_its_sources_and_refused_elsewhere(
-    store: Store, name: str, status: Status
-) -> None:
-    made, move = put(store, status, lapses=2, runs=3), MOVES[name]
-    if status in move.sources:
-        moved = OPERATORS[name](store, made)
-        found = read(store, made.id)
-        assert (found.status, found.version) == (moved.status, moved.version) == (move.target, 1)
-        later = 0 if name == "cancel" else 60
-        assert found.expected_time == moved.expected_time == seconds(made.expected_time, later)
-        assert (found.runs, found.lapses) == ((0, 0) if name == "rerun" else (3, 2))
-        assert found.update_time is not None
-        assert made.create_time is not None
-        assert found.update_time >= made.create_time
-        return
-    if name == "cancel" and status is Status.CANCELLED:
-        assert store.tasks.cancel(made.id) is None
+def put_keyed(world: World, status: Status, key: str) -> DelayedTask:
+    """Insert a row with a history; a live one owns its key."""
+    made = world.put(status, key=key, due_s=5, runs=3, lapses=2, priority=4)
+    if status not in FINISHED:
+        owner = {"tag": made.tag, "task_key": key, "task_id": made.id}
+        with world.store.database.begin() as connection:
+            connection.execute(insert(world.store.schema.keys).values(owner))
+    return world.read(made)
+
+
+@contextmanager
+def opened(world: World, where: str) -> Iterator[Any]:
+    """Yield the caller's session or connection, or None."""
+    engine = own_engine(world.store.database.url)
+    if where == "alone":
+        yield None
     else:
-        with pytest.raises(TaskStateError, match=str(made.id)) as caught:
-            OPERATORS[name](store, made)
-        assert (type(caught.value), caught.value.status) == (TaskStateError, status)
-    found = read(store, made.id)
-    assert (found.status, found.version) == (status, 0)
+        with Session(engine) if where == "session" else engine.connect() as made:
+            yield made
+    engine.dispose()
 
 
-@pytest.mark.parametrize("name", OPERATORS)
-def test_the_error_of_an_operators_move_names_the_missing_task(store: Store, name: str) -> None:
-    with pytest.raises(TaskNotFoundError, match="no task") as caught:
-        OPERATORS[name](store, task(store))
-    assert caught.value.id is not None
+def messages(world: World) -> list[tuple[Any, ...]]:
+    """Return the withdrawn entries, then those that were armed."""
+    entries = *world.broker.disarmed, *world.broker.armed
+    return [(entry.id, entry.version, entry.queue, entry.priority) for entry in entries]
+
+
+@pytest.mark.parametrize("where", ["alone", "session", "connection"])
+@pytest.mark.parametrize("by", ["id", "key"])
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("status", list(Status), ids=str)
+def test_a_move_is_made_from_its_sources_in_the_callers_transaction_and_refused_elsewhere(
+    world: World, call: str, by: str, where: str, status: Status
+) -> None:
+    name, options, _ = CALLS[call]
+    if (name, by) == ("rerun", "key"):
+        return  # the key of a finished task may belong to another task
+    is_known = by == "id" or status not in FINISHED
+    is_allowed = status in MOVES["reschedule" if name == "touch" else name].sources
+    for ending in ("rollback", "commit") if where != "alone" else ("commit",):
+        before = put_keyed(world, status, f"k {ending}")
+        of = {"task": before.id} if by == "id" else {"tag": "note", "key": before.key}
+        world.broker.lose()
+        world.broker.disarmed.clear()
+        result: Any
+        with opened(world, where) as session:
+            try:
+                result = getattr(world.delays, name)(**of, **options, session=session)
+            except TaskStateError as error:
+                result = error
+            if session is not None:
+                assert messages(world) == []
+                getattr(session, ending)()
+        if not (is_known and is_allowed):
+            assert_is_refusal(name, result, before, is_known)
+            ending = "rollback"
+        if ending == "rollback":
+            assert (world.read(before), messages(world)) == (before, [])
+        else:
+            assert_is_moved(world, call, result, before, where)
+
+
+def assert_is_refusal(name: str, result: Any, before: DelayedTask, is_known: bool) -> None:
+    if name == "cancel":
+        known = (before.id, before.status) if is_known else (None, None)
+        assert (bool(result), result.id, result.status) == (False, *known)
+    elif name == "touch" and is_known:
+        assert (result.touched, len(result.gone)) == ([], 1)
+        assert result.gone[0] in (before.id, before.key)
+    else:
+        assert type(result) is (TaskStateError if is_known else TaskNotFoundError)
+        assert result.status == (before.status if is_known else None)
+
+
+def assert_is_moved(world: World, call: str, result: Any, before: DelayedTask, where: str) -> None:
+    name, _, due_s = CALLS[call]
+    found, sent = world.read(before), messages(world)
+    assert result
+    if name == "touch":
+        assert (found.status, found.version, sent) == (before.status, before.version, [])
+    else:
+        assert (found.status, found.version) == (MOVES[name].target, before.version + 1)
+        if name != "cancel":
+            assert (result.status, result.version) == (found.status, found.version)
+        old, new = ((before.id, version, "default", 4) for version in (0, 1))
+        # Just before a commit that may fail, nothing is withdrawn.
+        expected = [] if where == "connection" else [old]
+        assert sent == expected + ([new] if due_s == 2 else [])
+    owner = world.store.tasks.id_of_key("note", str(before.key))
+    assert owner == (None if name == "cancel" else before.id)
+    assert (found.runs, found.lapses) == ((0, 0) if name == "rerun" else (3, 2))
+    if due_s == 5:
+        assert found.expected_time == before.expected_time
+    else:
+        assert -3 < (found.expected_time - world.now()).total_seconds() - due_s <= 0.1
+    assert found.update_time >= before.update_time  # type: ignore[operator]
+
+
+def test_a_call_names_the_missing_task_and_refuses_another_version(world: World) -> None:
+    d, task = world.delays, world.read(world.schedule(delay=60))
+    for refused in (
+        lambda: d.reschedule(4711, 60),
+        lambda: d.rerun(4711),
+        lambda: d.touch(4711, 60),
+        lambda: d.touch(tag="note", key="never", delay=60),
+    ):
+        with pytest.raises(TaskNotFoundError, match=r"no task 4711|no live task of tag"):
+            refused()
+    for stale in (
+        lambda: d.cancel(task, version=7),
+        lambda: d.reschedule(task, 60, version=7),
+        lambda: d.rerun(task, version=7),
+    ):
+        with pytest.raises(StaleVersionError, match="has version 0, not 7"):
+            stale()
+    assert world.read(task) == task
 
 
 def test_of_simultaneous_cancels_one_succeeds_and_the_others_report_its_result(
-    store: Store,
+    world: World,
 ) -> None:
-    made = add(store)
+    made = world.put()
     with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(lambda _: store.tasks.cancel(made.id), range(4)))
-    assert [answer is None for answer in answers].count(False) == 1
-    assert read(store, made.id).version == 1
+        answers = list(pool.map(lambda _: bool(world.cancel(made)), range(4)))
+    assert sorted(answers) == [False] * 3 + [True]
+    assert world.read(made).version == 1
 
 
-@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("name", ["cancel", "reschedule", "rerun"])
 def test_a_repeated_move_whose_first_try_succeeded_is_done_or_unknown_not_refused(
-    store: Store, name: str
+    world: World, name: str
 ) -> None:
-    url = store.database.url
+    url = world.store.database.url
     if url.host is None:
         return  # SQLite has no network answer that could be lost
     proxy = Proxy(url.host, url.port or {"postgresql": 5432, "mysql": 3306}[url.get_backend_name()])
-    other = second_store(store, proxy.url(url.render_as_string(hide_password=False)))
-    made = put(store, Status.FAILED if name == "rerun" else Status.NOT_COMPLETE)
-    other.tasks.cancel(add(store).id)  # opens the connection
+    other = second_store(world.store, proxy.url(url.render_as_string(hide_password=False)))
+    made = world.put(Status.FAILED if name == "rerun" else Status.NOT_COMPLETE)
+    other.tasks.cancel(world.put().id)  # opens the connection
     proxy.cut_answer(rb"COMMIT(?!TED)")
     if name == "cancel":
         left = other.tasks.cancel(made.id, version=0)
         assert left is not None
         assert (left.status, left.version) == (Status.CANCELLED, 1)
     else:
+        due = made.expected_time + timedelta(seconds=60)
         with pytest.raises(OutcomeUnknownError, match=f"look at task {made.id}") as caught:
-            getattr(other.tasks, name)(made.id, seconds(made.expected_time, 60), version=0)
+            getattr(other.tasks, name)(made.id, due, version=0)
         assert isinstance(caught.value.__cause__, StaleVersionError)
     assert proxy.cut == 1
-    assert read(store, made.id).version == 1
+    assert world.read(made).version == 1
     other.close()
     proxy.close()
 
 
-@pytest.mark.parametrize("status", list(Status), ids=lambda status: status.name)
-def test_touch_only_moves_later_and_keeps_the_version(store: Store, status: Status) -> None:
-    made = put(store, status)
-    can = status in MOVES["reschedule"].sources
-    later, earlier = seconds(made.expected_time, 60), seconds(made.expected_time, -60)
-    assert store.touches.touch(made.id, earlier) is can
-    assert read(store, made.id).expected_time == made.expected_time
-    assert store.touches.touch(made.id, later) is can
-    found = read(store, made.id)
-    assert found.expected_time == (later if can else made.expected_time)
-    assert (found.version, found.status) == (0, status)
+# -- touch many: due times only move later, without a new version or message ----------------------
 
 
-# Touch one or many tasks: due times only move later, without a new version or message, on
-# every database
+def schedule(
+    world: World, key: str | None = None, delay: float = 5, tag: str = "lost"
+) -> DelayedTask:
+    return world.schedule(tag, delay=delay, key=key)
 
 
-def schedule(delays: DelayTasks, delay: float = 5, key: str | None = None) -> DelayedTask:
-    return delays.schedule_delay("lost", {}, delay, key=key)
-
-
-def set_status(store: Store, task: DelayedTask, status: Status) -> None:
-    t = store.schema.tasks
-    with store.database.begin() as connection:
-        connection.execute(update(t).where(t.c.id == task.id).values(status_columns(status)))
-
-
-def lateness(delays: DelayTasks, task: DelayedTask) -> float:
+def later_s(world: World, task: DelayedTask) -> float:
     """Return by how many seconds the due time moved later."""
-    return (delays.get(task).expected_time - task.expected_time).total_seconds()
+    return (world.read(task).expected_time - task.expected_time).total_seconds()
 
 
-# -- filters --------------------------------------------------------------------------------------
-
-
-def test_touch_many_moves_waiting_tasks_later_and_returns_the_ids_of_the_others(
-    store: Store, delays: DelayTasks
+def test_touch_many_moves_waiting_tasks_later_and_returns_the_others_in_the_order_given(
+    world: World,
 ) -> None:
-    tasks = {status: schedule(delays) for status in Status}
-    for status, made in tasks.items():
-        set_status(store, made, status)
-    gone = {task.id for status, task in tasks.items() if status not in MOVES["reschedule"].sources}
-    assert set(delays.touch([task.id for task in tasks.values()], 60).gone) == gone
-    for each in tasks.values():
-        assert (lateness(delays, each) > 50) is (each.id not in gone)
-        assert delays.get(each).version == 0
+    rows = {status: put_keyed(world, status, status.name) for status in Status}
+    elsewhere = world.read(schedule(world, "elsewhere", tag="other"))
+    waits = [task for status, task in rows.items() if status in MOVES["reschedule"].sources]
+    others = [task for task in rows.values() if task not in waits]
+    found = world.delays.touch([task.id for task in rows.values()], 60)
+    assert found == TouchResult([task.id for task in waits], [task.id for task in others])
+    keys = ["never", *(task.key for task in rows.values()), "elsewhere"]
+    gone = ["never", *(task.key for task in others), "elsewhere"]
+    by_key: Any = world.delays.touch(tag="note", key=keys, delay=90)
+    assert (by_key.touched, by_key.gone) == ([task.key for task in waits], gone)
+    assert all(80 < later_s(world, task) < 86 for task in waits)
+    assert [world.read(task) for task in (*others, elsewhere)] == [*others, elsewhere]
+    assert {world.read(task).version for task in waits} == {0}
 
 
-def test_touch_many_by_keys_moves_tasks_later_and_returns_keys_without_a_task(
-    store: Store, delays: DelayTasks
+def test_touch_many_accepts_ids_of_every_form_from_any_iterable_and_makes_none_earlier(
+    world: World,
 ) -> None:
-    waits, runs, ends = (schedule(delays, key=key) for key in ("waits", "runs", "ends"))
-    other = delays.schedule_delay("other", {}, 5, key="elsewhere")
-    set_status(store, runs, Status.RUNNING)
-    delays.cancel(ends)
-    result = delays.touch(tag="lost", key=["never", "waits", "runs", "ends", "elsewhere"], delay=60)
-    assert not result
-    assert result.touched == ["waits"]
-    assert result.gone == ["never", "runs", "ends", "elsewhere"], "in the order given"
-    assert lateness(delays, waits) > 50
-    assert delays.touch(tag="lost", key="runs", delay=60) == TouchResult([], ["runs"])
-    assert delays.touch(runs, 60) == TouchResult([], [runs.id])
-    assert not delays.touch(ends, 60)
-    assert delays.touch(waits, 60) == TouchResult([waits.id], [])
-    assert lateness(delays, runs) == lateness(delays, ends) == lateness(delays, other) == 0
+    a, b, c = (schedule(world) for _ in range(3))
+    far = schedule(world, delay=100)
+    named = iter([a, str(b.id), c.id, c.id, far, 77, "77"])
+    assert world.delays.touch(named, timedelta(minutes=1)).gone == [77]
+    assert min(later_s(world, task) for task in (a, b, c)) > 50
+    assert later_s(world, far) == 0
+    assert world.delays.touch([], 60).gone == []
+    assert world.delays.touch(tag="lost", key=(), delay=60).gone == []
 
 
 def test_keys_that_moved_after_the_transaction_began_name_the_tasks_that_now_have_them(
-    delays: DelayTasks, database_url: str
+    world: World,
 ) -> None:
-    if not database_url.startswith(("mysql", "postgresql")):
-        pytest.skip(
-            "a transaction on SQLite that has read cannot write once another one has written"
-        )
-    engine = create_engine(database_url)
-    before, keys = schedule(delays, key="moved"), ["moved", "new"]
+    if not world.has_row_locks:
+        pytest.skip("a transaction on SQLite that has read cannot write after another one")
+    engine = create_engine(world.store.database.url)
+    before, keys = schedule(world, "moved"), ["moved", "new"]
     with Session(engine) as session:
-        session.execute(text("SELECT count(*) FROM s_yb_delay_task_message"))
-        delays.cancel(before)
-        tasks = [schedule(delays, key=key) for key in keys]
-        assert delays.touch(tag="lost", key=keys, delay=60, session=session).gone == []
-        assert delays.touch(tag="lost", key="moved", delay=60, session=session)
+        session.execute(text(f"SELECT count(*) FROM {world.store.schema.tasks.name}"))
+        world.cancel(before)
+        tasks = [schedule(world, key) for key in keys]
+        touch = world.delays.touch
+        assert touch(tag="lost", key=keys, delay=60, session=session).gone == []
+        assert touch(tag="lost", key="moved", delay=60, session=session)
         session.commit()
-    assert all(lateness(delays, task) > 50 for task in tasks)
+    assert all(later_s(world, task) > 50 for task in tasks)
     engine.dispose()
 
 
-def test_one_loop_of_touch_many_and_schedule_many_schedules_missing_tasks_again(
-    delays: DelayTasks,
-) -> None:
+def test_one_loop_of_touch_and_schedule_many_schedules_missing_tasks_again(world: World) -> None:
     """The heartbeat recipe needs no list of scheduled tasks."""
     alive = [f"device {n}" for n in range(5)]
     for _ in range(2):
-        gone = delays.touch(tag="lost", key=alive, delay=60).gone
-        delays.schedule_many(
+        gone = world.delays.touch(tag="lost", key=alive, delay=60).gone
+        world.delays.schedule_many(
             (NewTask("lost", {}, 60, key=key) for key in gone), on_conflict="replace"
         )
-        delays.cancel(tag="lost", key="device 3")
+        world.delays.cancel(tag="lost", key="device 3")
     assert gone == ["device 3"]
-    assert len(delays.find(status="NOT_COMPLETE")) == 4
+    assert len(world.delays.find(status="NOT_COMPLETE")) == 4
 
 
-def test_touching_never_makes_a_task_earlier(delays: DelayTasks) -> None:
-    far, near, single = schedule(delays, 100), schedule(delays, 5), schedule(delays, 100, key="k")
-    assert delays.touch([far, near], 50).gone == []
-    assert lateness(delays, far) == 0
-    assert 40 < lateness(delays, near) < 50
-    assert delays.touch(single, 50)
-    assert delays.touch(tag="lost", key="k", delay=50)
-    assert lateness(delays, single) == 0
-
-
-def test_touch_many_accepts_ids_of_every_form_from_any_iterable(delays: DelayTasks) -> None:
-    a, b, c = (schedule(delays) for _ in range(3))
-    assert delays.touch(iter([a, str(b.id), c.id, c.id, 77, "77"]), timedelta(minutes=1)).gone == [
-        77
-    ]
-    assert min(lateness(delays, task) for task in (a, b, c)) > 50
-    assert delays.touch([], 60).gone == []
-    assert delays.touch(tag="lost", key=(), delay=60).gone == []
-
-
-def test_touching_sends_no_messages(delays: DelayTasks, timer: RecordingTimer) -> None:
-    tasks = [schedule(delays, key=f"k{n}") for n in range(3)]
-    armed = len(timer.armed)
-    delays.touch(tasks[0], 10)
-    delays.touch(tag="lost", key="k1", delay=10)
-    delays.touch(tasks, 12)
-    delays.touch(tag="lost", key=["k0", "k1"], delay=15)
-    assert (len(timer.armed), timer.disarmed) == (armed, [])
-
-
-# -- effects --------------------------------------------------------------------------------------
-
-
-def test_a_heartbeat_is_one_statement(delays: DelayTasks) -> None:
-    task = schedule(delays, key="k")
-    seen: list[str] = []
-    event.listen(
-        runtime_of(delays).store.database.auto,
-        "before_cursor_execute",
-        lambda *given: seen.append(given[2]),
-    )
-    assert delays.touch(tag="lost", key="k", delay=60)
-    assert delays.touch(task, 70)
-    assert len(seen) == 2, seen
-
-
-def test_touch_many_executes_a_few_statements_for_each_batch(
-    delays: DelayTasks, monkeypatch: pytest.MonkeyPatch
+def test_a_heartbeat_is_one_statement_and_many_are_a_few_for_each_batch(
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(touches, "TOUCH_BATCH_ROWS", 30)
+    monkeypatch.setattr(task_rows, "TOUCH_BATCH_ROWS", 30)
     keys = [f"k{n}" for n in range(80)]
-    delays.schedule_many([NewTask("lost", {}, 5, key=key) for key in keys])
-    seen: list[str] = []
-    for engine in (runtime_of(delays).store.database.auto, runtime_of(delays).store.database.tx):
-        event.listen(engine, "before_cursor_execute", lambda *given: seen.append(given[2]))
-    assert delays.touch(tag="lost", key=keys, delay=60).gone == []
-    named = [statement for statement in seen if "yb_delay" in statement]
+    world.delays.schedule_many([NewTask("lost", {}, 5, key=key) for key in keys])
+    task = world.delays.get(tag="lost", key="k7")
+    world.broker.lose()
+    with world.statements() as seen:
+        assert world.delays.touch(tag="lost", key="k0", delay=60)
+        assert world.delays.touch(task, 70)
+        assert len(seen) == 2, seen
+        assert world.delays.touch(tag="lost", key=keys, delay=60).gone == []
+    named = [statement for statement in seen[2:] if "yb_delay" in statement]
     assert len(named) == 3 * 3, "keys, lock, update, for each of three lots"
-    assert all(
-        task.expected_time > runtime_of(delays).clock.now() + timedelta(seconds=50)
-        for task in delays.find()
-    )
+    soon = world.now() + timedelta(seconds=50)
+    assert all(found.expected_time > soon for found in world.delays.find(limit=100))
+    assert messages(world) == []
 
 
-def test_touch_many_waits_for_a_locked_row_after_it_has_touched_the_others(
-    store: Store, delays: DelayTasks, owner: Connection, monkeypatch: pytest.MonkeyPatch
+def test_touch_many_waits_for_locked_rows_after_it_has_touched_the_others(
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not has_row_locks(store):
+    if not world.has_row_locks:
         return
-    monkeypatch.setattr(touches, "TOUCH_BATCH_ROWS", 2)
-    tasks = [schedule(delays) for _ in range(5)]
-    store.tasks.reschedule(tasks[0].id, tasks[0].expected_time, on=owner)
-    with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(delays.touch, tasks, 60)
-        for task in tasks[1:]:
-            wait_until(lambda task=task: lateness(delays, task) > 50, 3, "the others")  # type: ignore[misc]
+    monkeypatch.setattr(task_rows, "TOUCH_BATCH_ROWS", 2)
+    locked, claimed, *others = tasks = [schedule(world) for _ in range(6)]
+    t = world.store.schema.tasks
+    with ThreadPoolExecutor(1) as pool, world.locked(locked, claimed) as owner:
+        call = pool.submit(world.delays.touch, tasks, 60)
+        for task in others:
+            wait_until(lambda task=task: later_s(world, task) > 50, 3, "the others")  # type: ignore[misc]
         assert not call.done()
-        owner.commit()
-        assert call.result(5).gone == []
-    assert lateness(delays, tasks[0]) > 50
-
-
-def test_touch_many_reports_a_row_that_a_worker_claims_meanwhile(
-    store: Store, delays: DelayTasks, owner: Connection
-) -> None:
-    if not has_row_locks(store):
-        return
-    waits, claimed = schedule(delays), schedule(delays)
-    t = store.schema.tasks
-    owner.execute(update(t).where(t.c.id == claimed.id).values(**RUNNING))
-    with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(delays.touch, [waits, claimed], 60)
-        wait_until(lambda: lateness(delays, waits) > 50, 3, "the other")
+        owner.execute(t.update().where(t.c.id == claimed.id).values(**RUNNING))
         owner.commit()
         assert call.result(5).gone == [claimed.id]
-    assert lateness(delays, claimed) == 0
+    assert later_s(world, locked) > 50
+    assert later_s(world, claimed) == 0
 
 
 @pytest.mark.slow
-def test_touch_many_fails_for_a_row_that_stays_locked_and_touches_the_others(
-    store: Store, delays: DelayTasks, owner: Connection, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not has_row_locks(store):
+def test_touch_many_fails_for_a_row_that_stays_locked_and_touches_the_others(world: World) -> None:
+    if not world.has_row_locks:
         return
-    tasks = [schedule(delays) for _ in range(2)]
-    store.tasks.reschedule(tasks[0].id, tasks[0].expected_time, on=owner)
-    with pytest.raises(StoreUnavailableError, match="busy"):
-        delays.touch(tasks, 60)
-    assert [lateness(delays, task) > 50 for task in tasks] == [False, True]
+    locked, free = schedule(world), schedule(world)
+    with world.locked(locked), pytest.raises(StoreUnavailableError, match="busy"):
+        world.delays.touch([locked, free], 60)
+    assert [later_s(world, task) > 50 for task in (locked, free)] == [False, True]
 
 
 def test_callers_that_touch_the_same_rows_in_different_orders_do_not_deadlock(
-    delays: DelayTasks,
+    world: World,
 ) -> None:
     """A deadlock in a caller's transaction raises an error, so this test would fail."""
-    tasks = [schedule(delays, key=f"k{n}") for n in range(40)]
+    tasks = [schedule(world, f"k{n}") for n in range(40)]
 
     def touch(number: int) -> int:
         turned = tasks[::-1] if number % 2 else tasks[number:] + tasks[:number]
-        with runtime_of(delays).store.database.begin() as connection:
-            if number % 3:
-                return len(delays.touch(turned, 10 + number, session=connection).gone)
-            keys = [str(task.key) for task in turned]
-            delay = 10 + number
-            return len(delays.touch(tag="lost", key=keys, delay=delay, session=connection).gone)
+        keys = [str(task.key) for task in turned]
+        of: dict[str, Any] = {"task": turned} if number % 3 else {"tag": "lost", "key": keys}
+        with world.store.database.begin() as connection:
+            return len(world.delays.touch(delay=10 + number, session=connection, **of).gone)
 
     with ThreadPoolExecutor(4) as pool:
         assert sum(pool.map(touch, range(24))) == 0
