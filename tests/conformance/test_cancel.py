@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from sqlalchemy import create_engine, text, update
 from sqlalchemy.orm import Session
 
 from delaytasks import (
-    CancelResult,
     DelayedTask,
     DelayTasks,
     Fail,
@@ -25,202 +23,83 @@ from delaytasks import (
 from delaytasks.core.errors import TaskNotFoundError
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
-from tests.recording import delays_on, record, run_now
-from tests.refusals import invalid, raised
+from tests.refusals import invalid
 from tests.world import World
 
-# The answers of `cancel`, by id and by key, with and without a session, on every database
+# The answers of `cancel`. tests/conformance/test_moves.py cancels tasks of each status
 
 
-Name = Callable[[DelayedTask], dict[str, Any]]
-NAMES: list[Name] = [
-    lambda task: {"task": task.id},
-    lambda task: {"tag": task.tag, "key": task.key},
-]
-by_name = pytest.mark.parametrize("name", NAMES, ids=["id", "key"])
+@pytest.mark.parametrize("by", ["id", "key"])
+def test_the_result_says_why_a_task_was_not_cancelled(world: World, by: str) -> None:
+    world.delays.processor("bad")(lambda body: 1 / 0)
+    waits, done, failed = (world.schedule(tag, key="k") for tag in ("waits", "note", "bad"))
+    [runs] = world.claim(world.schedule("runs", key="k"))
+    world.run(done, failed)
 
+    def cancel(task: DelayedTask) -> Any:
+        return world.delays.cancel(**({"task": task.id} if by == "id" else named(task.tag)))
 
-class CancelCaller:
-    """Call one `DelayTasks` with a session or without one."""
+    def named(tag: str) -> dict[str, Any]:
+        return {"tag": tag, "key": "k"}
 
-    def __init__(
-        self, delays: DelayTasks, session: Callable[[], AbstractContextManager[Session | None]]
-    ) -> None:
-        self.delays = delays
-        self._session = session
-
-    def cancel(self, **arguments: Any) -> CancelResult:
-        with self._session() as session:
-            result = self.delays.cancel(session=session, **arguments)
-            if session is not None:
-                session.commit()
-            return result
-
-    def schedule(self, tag: str = "mail") -> DelayedTask:
-        return self.delays.schedule_delay(tag, {}, 0, key="k")
-
-    def refuses(self, error: type[TaskStateError], **arguments: Any) -> None:
-        with pytest.raises(error) as caught:
-            raised(self.cancel(**arguments))
-        assert type(caught.value) is error
-
-
-@pytest.fixture(params=["alone", "session"])
-def place(
-    request: pytest.FixtureRequest, store: Store, database_url: str
-) -> Iterator[CancelCaller]:
-    delays = delays_on(database_url, table_prefix="s_")
-    record(delays)
-    delays.processor("mail")(lambda body: None)
-    delays.processor("bad")(lambda body: 1 / 0)
-    engine = create_engine(database_url)
-
-    @contextmanager
-    def session() -> Iterator[Session]:
-        with Session(engine) as made:
-            yield made
-
-    yield CancelCaller(delays, nullcontext if request.param == "alone" else session)
-    delays.close()
-    engine.dispose()
-
-
-def claim(store: Store) -> None:
-    assert store.claims("w", None).claim_due("default", [0], 1)
-
-
-@by_name
-def test_a_task_that_waits_is_cancelled_and_never_starts(
-    place: CancelCaller, store: Store, name: Name
-) -> None:
-    task = place.schedule()
-    result = place.cancel(**name(task))
-    assert result
-    assert (result.id, result.status) == (task.id, Status.CANCELLED)
-    assert not store.claims("w", None).claim_due("default", [0], 1)
-    assert place.delays.events.counts["task.cancelled"] == 1
-
-
-@by_name
-def test_the_second_cancel_reports_that_there_is_nothing_to_cancel(
-    place: CancelCaller, name: Name
-) -> None:
-    task = place.schedule()
-    assert place.cancel(**name(task))
-    again = place.cancel(**name(task))
-    assert not again
-    is_by_id = "task" in name(task)
-    assert (again.id, again.status) == ((task.id, Status.CANCELLED) if is_by_id else (None, None))
-    nobody = "no live task of tag 'mail' has the key 'k'"
-    assert again.reason == (f"task {task.id} was cancelled before" if is_by_id else nobody)
-    assert place.delays.events.counts["task.cancelled"] == 1
-
-
-@by_name
-def test_a_task_that_runs_is_not_cancelled_and_the_result_says_so(
-    place: CancelCaller, store: Store, name: Name
-) -> None:
-    task = place.schedule()
-    claim(store)
-    result = place.cancel(**name(task))
-    assert not result
-    assert (result.id, result.status) == (task.id, Status.RUNNING)
-    assert f"task {task.id} (mail) runs since" in result.reason
-    place.refuses(TaskStateError, **name(task))
-    assert place.delays.get(task).status is Status.RUNNING
-
-
-@by_name
-@pytest.mark.parametrize(("tag", "status"), [("mail", Status.DONE), ("bad", Status.FAILED)])
-def test_a_task_that_ran_is_not_cancelled_and_the_result_says_so(
-    place: CancelCaller, name: Name, tag: str, status: Status
-) -> None:
-    task = place.schedule(tag)
-    assert run_now(place.delays, task).status is status
-    result = place.cancel(**name(task))
-    assert not result
-    if "task" in name(task):
-        assert (result.id, result.status) == (task.id, status)
-        assert result.reason == f"task {task.id} has ended: it is {status.name}"
-        place.refuses(TaskStateError, **name(task))
-    else:
-        assert (result.id, result.status) == (None, None)
-        assert result.reason == f"no live task of tag '{tag}' has the key 'k'"
-        place.refuses(TaskNotFoundError, **name(task))
-    assert place.delays.get(task).status is status
-
-
-def test_cancelling_an_unknown_task_reports_that_there_is_nothing_to_cancel(
-    place: CancelCaller,
-) -> None:
-    result = place.cancel(task=4711)
-    assert not result
-    assert (result.id, result.status, result.reason) == (4711, None, "there is no task 4711")
-    place.refuses(TaskNotFoundError, task=4711)
-    assert not place.cancel(tag="mail", key="never")
-    place.refuses(TaskNotFoundError, tag="mail", key="never")
-
-
-def test_a_stale_version_and_a_bad_id_are_errors(place: CancelCaller) -> None:
-    task = place.schedule()
-    with pytest.raises(StaleVersionError):
-        place.cancel(task=task, version=7)
+    assert cancel(waits)
+    assert world.claim(waits) == []
+    nobody = "no live task of tag '{}' has the key 'k'"
+    expected = {
+        waits: f"task {waits.id} was cancelled before",
+        done: f"task {done.id} has ended: it is DONE",
+        failed: f"task {failed.id} has ended: it is FAILED",
+    }
+    for task, reason in expected.items():
+        again = cancel(task)
+        assert not again
+        assert again.reason == (reason if by == "id" else nobody.format(task.tag))
+        error = TaskStateError if by == "id" else TaskNotFoundError
+        assert task is waits or type(again.error) is error
+    refused = cancel(runs)
+    assert f"task {runs.id} (runs) runs since" in refused.reason
+    assert type(refused.error) is TaskStateError
+    unknown = world.delays.cancel(4711) if by == "id" else world.delays.cancel(**named("never"))
+    assert type(unknown.error) is TaskNotFoundError
+    assert unknown.reason == ("there is no task 4711" if by == "id" else nobody.format("never"))
+    assert world.count("task.cancelled") == 1
     with invalid("id"):
-        place.cancel(task="seven")
-    assert place.delays.get(task).status is Status.NOT_COMPLETE
+        world.delays.cancel("seven")
 
 
-def test_the_payment_of_a_customer_who_pays_while_the_order_closes_is_kept(
-    place: CancelCaller, store: Store, database_url: str
-) -> None:
+@pytest.mark.parametrize("own", [False, True], ids=["the payment", "the key"])
+def test_a_customer_who_pays_while_the_order_closes_is_told(world: World, own: bool) -> None:
     """This is the flow of the docs: the cancel is part of the transaction that writes the
     payment."""
-    engine = create_engine(database_url)
-    place.schedule()
-    claim(store)
+    engine = create_engine(world.store.database.url)
+    world.claim(world.schedule(key="k"))
     with Session(engine) as session:
-        paid = place.delays.schedule_delay("mail", {"paid": True}, 60, session=session)
-        assert not place.delays.cancel(tag="mail", key="k", session=session)
+        options: Any = {"key": "k", "on_conflict": "replace"} if own else {}
+        paid = world.schedule(body="paid", delay=60, session=session, **options)
+        result = world.delays.cancel(tag="note", key="k", session=session)
+        assert (bool(result), result.id == paid.id) == (own, own)
         session.commit()
-    assert place.delays.get(paid).body == {"paid": True}
+    assert world.read(paid).is_cancelled is own
     engine.dispose()
 
 
 @pytest.mark.parametrize("was_taken", [False, True], ids=["free", "taken"])
 def test_a_key_that_was_taken_after_the_transaction_began_names_the_task_that_now_has_it(
-    place: CancelCaller, store: Store, database_url: str, was_taken: bool
+    world: World, was_taken: bool
 ) -> None:
     """MySQL reads a snapshot of the transaction's start, but `cancel` must still find the task."""
-    if not database_url.startswith(("mysql", "postgresql")):
-        pytest.skip(
-            "a transaction on SQLite that has read cannot write once another one has written"
-        )
-    engine = create_engine(database_url)
-    before = place.schedule() if was_taken else None
+    if not world.has_row_locks:
+        pytest.skip("a transaction on SQLite that has read cannot write after another one")
+    engine = create_engine(world.store.database.url)
+    before = world.schedule(key="k") if was_taken else None
     with Session(engine) as session:
-        session.execute(text("SELECT count(*) FROM s_yb_delay_task_message"))
-        assert before is None or place.delays.cancel(before.id)
-        task = place.schedule()
-        result = place.delays.cancel(tag="mail", key="k", session=session)
+        session.execute(text(f"SELECT count(*) FROM {world.store.schema.tasks.name}"))
+        assert before is None or world.cancel(before)
+        task = world.schedule(key="k")
+        result = world.delays.cancel(tag="note", key="k", session=session)
         assert (bool(result), result.id) == (True, task.id)
         session.commit()
-    assert place.delays.get(task).status is Status.CANCELLED
-    engine.dispose()
-
-
-def test_a_key_that_the_transaction_itself_took_over_names_its_own_task(
-    place: CancelCaller, store: Store, database_url: str
-) -> None:
-    engine = create_engine(database_url)
-    place.schedule()
-    claim(store)
-    with Session(engine) as session:
-        own = place.delays.schedule_delay(
-            "mail", {}, 60, key="k", on_conflict="replace", session=session
-        )
-        result = place.delays.cancel(tag="mail", key="k", session=session)
-        assert (bool(result), result.id) == (True, own.id)
-        session.commit()
+    assert world.read(task).is_cancelled
     engine.dispose()
 
 
