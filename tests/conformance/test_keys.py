@@ -52,7 +52,7 @@ def test_replacing_gives_the_same_id_a_new_version_body_and_time(
     world: World, status: Status
 ) -> None:
     first = keyed(world)
-    world.change(first, status=int(status), attempts=3, lapses=2)
+    world.change(first, status=int(status), runs=3, lapses=2)
     new = keyed(world, "replace", 60, body="new", priority=3, queue="q")
     found = world.read(first)
     assert (new.id, new.version) == (found.id, found.version) == (first.id, 1)
