@@ -59,16 +59,16 @@ class Failpoint(NamedTuple):
         return self.timer in (None, timer)
 
 
-_ARM = ("timers.eta:EtaTimer.arm", "timers.redis:RedisTimer.arm")
+_ARM = ("timers.arming:EtaTimer.arm", "timers.redis_timer:RedisTimer.arm")
 
 FAILPOINTS = [
     # schedule and move
-    Failpoint("inserted", "producer", "after", ("storage.tasks:Tasks.insert",), "R1"),
+    Failpoint("inserted", "producer", "after", ("storage.task_rows:Tasks.insert",), "R1"),
     Failpoint(
         "inserted with a key",
         "producer",
         "after",
-        ("storage.tasks:Tasks.insert_keyed",),
+        ("storage.task_rows:Tasks.insert_keyed",),
         "R1",
         "keyed",
     ),
@@ -76,7 +76,7 @@ FAILPOINTS = [
         "before the commit",
         "producer",
         "before",
-        ("storage.transactions:SessionTransaction.after_commit",),
+        ("storage.sessions:SessionTransaction.after_commit",),
         "R1",
         "in a session",
         is_refused=True,
@@ -98,13 +98,18 @@ FAILPOINTS = [
         "many",
     ),
     Failpoint(
-        "batch inserted", "producer", "after", ("storage.tasks:Tasks.insert_many",), "R1", "many"
+        "batch inserted",
+        "producer",
+        "after",
+        ("storage.task_rows:Tasks.insert_many",),
+        "R1",
+        "many",
     ),
     Failpoint(
         "batches before the commit",
         "producer",
         "before",
-        ("storage.transactions:SessionTransaction.after_commit",),
+        ("storage.sessions:SessionTransaction.after_commit",),
         "R1",
         "many in a session",
         is_refused=True,
@@ -117,12 +122,16 @@ FAILPOINTS = [
         "R1",
         "many in a session",
     ),
-    Failpoint("cancelled", "producer", "after", ("storage.tasks:Tasks.cancel",), "R1", "cancelled"),
-    Failpoint("retried", "producer", "after", ("storage.tasks:Tasks.rerun",), "R1", "retried"),
-    Failpoint("touched", "producer", "after", ("storage.touches:Touches.touch",), "R1", "touched"),
-    Failpoint("moved", "producer", "after", ("storage.tasks:Tasks.reschedule",), "R1", "moved"),
     Failpoint(
-        "waiting to be armed", "producer", "after", ("timers.background:BackgroundTimer.arm",), "R1"
+        "cancelled", "producer", "after", ("storage.task_rows:Tasks.cancel",), "R1", "cancelled"
+    ),
+    Failpoint("retried", "producer", "after", ("storage.task_rows:Tasks.rerun",), "R1", "retried"),
+    Failpoint(
+        "touched", "producer", "after", ("storage.task_rows:Touches.touch",), "R1", "touched"
+    ),
+    Failpoint("moved", "producer", "after", ("storage.task_rows:Tasks.reschedule",), "R1", "moved"),
+    Failpoint(
+        "waiting to be armed", "producer", "after", ("timers.arming:BackgroundTimer.arm",), "R1"
     ),
     Failpoint("arming", "producer", "before", _ARM, "R1"),
     # The tasks of later calls wait to be armed.
@@ -131,7 +140,7 @@ FAILPOINTS = [
         "disarming",
         "producer",
         "before",
-        ("timers.redis:RedisTimer.disarm",),
+        ("timers.redis_timer:RedisTimer.disarm",),
         "R1",
         "moved",
         "redis",
@@ -160,7 +169,9 @@ FAILPOINTS = [
         is_stopped=True,
     ),
     # hold in Redis
-    Failpoint("taken", "main", "after", ("timers.redis:RedisTimer.take",), "R1", timer="redis"),
+    Failpoint(
+        "taken", "main", "after", ("timers.redis_timer:RedisTimer.take",), "R1", timer="redis"
+    ),
     Failpoint(
         "handing on",
         "main",
@@ -219,7 +230,7 @@ FAILPOINTS = [
     ),
     Failpoint("completing", "pool", "after", ("storage.claims:Claims.complete",), "R2", "effect"),
     Failpoint(
-        "completed", "pool", "after", ("execution.task_run:TaskRun._committed",), "R2", "effect"
+        "completed", "pool", "after", ("execution.executor:TaskRun._committed",), "R2", "effect"
     ),
     Failpoint("settling", "pool", "before", ("storage.claims:Claims.settle",), "R2"),
     Failpoint("settled", "pool", "after", ("storage.claims:Claims.settle",), "R1"),
@@ -253,7 +264,7 @@ FAILPOINTS = [
         "added to the waitlist",
         "pool",
         "after",
-        ("limits.waitlist:Waitlist.hold_excess",),
+        ("limits.admission:Waitlist.hold_excess",),
         "R1",
         "limited",
     ),
@@ -304,7 +315,7 @@ FAILPOINTS = [
         "requesting a drain",
         "main",
         "before",
-        ("timers.eta:EtaTimer.request_drain",),
+        ("timers.arming:EtaTimer.request_drain",),
         "R1",
         "not armed",
     ),
@@ -312,7 +323,7 @@ FAILPOINTS = [
         "drain requested",
         "main",
         "after",
-        ("timers.eta:EtaTimer.request_drain",),
+        ("timers.arming:EtaTimer.request_drain",),
         "R1",
         "not armed",
     ),
@@ -324,7 +335,7 @@ FAILPOINTS = [
         "occurrences planned",
         "main",
         "before",
-        ("recurrence.queries:RecurringTable.write",),
+        ("recurrence.creation:RecurringTable.write",),
         "R1",
         "recurring",
     ),
@@ -332,7 +343,7 @@ FAILPOINTS = [
         "occurrences written",
         "main",
         "after",
-        ("recurrence.queries:RecurringTable.write",),
+        ("recurrence.creation:RecurringTable.write",),
         "R1",
         "recurring",
     ),
@@ -340,7 +351,7 @@ FAILPOINTS = [
         "schedules advanced",
         "main",
         "after",
-        ("recurrence.queries:RecurringTable.advance",),
+        ("recurrence.creation:RecurringTable.advance",),
         "R1",
         "recurring",
     ),
@@ -348,7 +359,7 @@ FAILPOINTS = [
         "occurrences committed",
         "main",
         "after",
-        ("recurrence.queries:RecurringTable.transaction",),
+        ("recurrence.creation:RecurringTable.transaction",),
         "R1",
         "recurring",
     ),
@@ -365,7 +376,7 @@ FAILPOINTS = [
         "message captured",
         "producer",
         "before",
-        ("operations.celery_tasks:CeleryTasks._schedule",),
+        ("operations.durable_calls:CeleryTasks._schedule",),
         "R1",
         "Celery tasks",
     ),
@@ -373,7 +384,7 @@ FAILPOINTS = [
         "message stored",
         "producer",
         "after",
-        ("operations.celery_tasks:CeleryTasks._schedule",),
+        ("operations.durable_calls:CeleryTasks._schedule",),
         "R1",
         "Celery tasks",
     ),
@@ -381,7 +392,7 @@ FAILPOINTS = [
         "revoked row found",
         "producer",
         "before",
-        ("operations.revocations:Revocations._cancel",),
+        ("operations.durable_calls:Revocations._cancel",),
         "R1",
         "revoked Celery tasks",
     ),
@@ -389,7 +400,7 @@ FAILPOINTS = [
         "row revoked",
         "producer",
         "after",
-        ("operations.revocations:Revocations._cancel",),
+        ("operations.durable_calls:Revocations._cancel",),
         "R1",
         "revoked Celery tasks",
     ),
@@ -397,7 +408,7 @@ FAILPOINTS = [
         "publishing",
         "pool",
         "before",
-        ("durable_eta.publisher:MessagePublisher.publish",),
+        ("durable_eta.message_publisher:MessagePublisher.publish",),
         "R2",
         "Celery tasks",
     ),
@@ -405,7 +416,7 @@ FAILPOINTS = [
         "message sent",
         "pool",
         "after",
-        ("durable_eta.publisher:_PublisherLink._send",),
+        ("durable_eta.message_publisher:_PublisherLink._send",),
         "R2",
         "Celery tasks",
     ),
@@ -413,7 +424,7 @@ FAILPOINTS = [
         "published",
         "pool",
         "after",
-        ("durable_eta.publisher:MessagePublisher.publish",),
+        ("durable_eta.message_publisher:MessagePublisher.publish",),
         "R2",
         "Celery tasks",
     ),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pkgutil import resolve_name
 from typing import Any, Literal
 
 import pytest
 
 from chaos.checker import _LEGAL, Checker
 from chaos.claims_ahead import claimed_ahead
+from chaos.failpoints.catalogue import FAILPOINTS, Failpoint
 from chaos.history import (
     ALL,
     Answer,
@@ -573,3 +575,9 @@ def test_tasks_of_a_schedule_without_overlap_do_not_wait_for_each_other() -> Non
 
 def test_all_moves_of_the_table_are_legal() -> None:
     assert {(Status.NOT_COMPLETE, Status.RUNNING), (Status.RUNNING, Status.DONE)} <= _LEGAL
+
+
+@pytest.mark.parametrize("failpoint", FAILPOINTS, ids=lambda failpoint: failpoint.name)
+def test_each_failpoint_is_at_a_method_that_exists(failpoint: Failpoint) -> None:
+    for path in failpoint.methods:
+        assert callable(resolve_name(f"delaytasks.{path}"))
