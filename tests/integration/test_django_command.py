@@ -81,7 +81,7 @@ def test_manage_py_has_the_commands_of_the_command_line(
     assert manage("--help") == 0
     found = names(capsys.readouterr().out)
     assert found == names(CliRunner().invoke(main, ["--help"]).output)
-    assert len(found) > 25
+    assert "list" in found
     for name in found:
         assert manage(name, "--help") == 0
         assert f"Usage: manage.py delays {name} " in capsys.readouterr().out
