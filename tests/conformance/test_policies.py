@@ -129,6 +129,7 @@ def test_a_pause_with_an_end_lasts_until_the_first_sweep_after_it(
     world.sweep_later()
     assert world.statuses(tasks) == ["HELD"] * 2
     let_pauses_end(world)
+    world.delays.policies.pause(queue="slow")
     changes = world.count("policy.changed")
     other.sweep_later()
     [ended] = other.told("policy.changed")
@@ -136,7 +137,8 @@ def test_a_pause_with_an_end_lasts_until_the_first_sweep_after_it(
     assert world.statuses(tasks) == ["NOT_COMPLETE"] * 2
     world.sweep_later()
     assert world.count("policy.changed") == changes, "the other process has ended the pause"
-    [policy] = world.delays.policies.list()
+    without_end, policy = world.delays.policies.list()
+    assert without_end.is_paused
     assert (policy.is_paused, policy.paused_until, policy.concurrency) == (False, None, 3)
     world.run(world.read(tasks[0]))
     assert world.notes == [{}]

@@ -338,8 +338,8 @@ class World:
         """Yield another program's transaction that has locked these rows."""
         t = self.store.schema.tasks
         with self.store.database.tx.connect() as connection, connection.begin() as transaction:
-            ids = [task.id for task in tasks]
-            connection.execute(select(t.c.id).where(t.c.id.in_(ids)).with_for_update())
+            for task in tasks:  # for a list, MariaDB would lock all rows of a small table
+                connection.execute(select(t.c.id).where(t.c.id == task.id).with_for_update())
             yield connection
             if transaction.is_active:
                 transaction.rollback()
