@@ -80,10 +80,7 @@ def migrate(connection: Connection) -> None:
 
 if context.is_offline_mode():
     context.configure(
-        url=normalize_url(url),
-        literal_binds=True,
-        dialect_opts={"paramstyle": "named"},
-        **options,
+        url=normalize_url(url), literal_binds=True, dialect_opts={"paramstyle": "named"}, **options
     )
     with context.begin_transaction():
         context.run_migrations(prefix=prefix, schema=schema)

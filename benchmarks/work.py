@@ -24,10 +24,7 @@ LOADS = {"burst": loads.burst, "steady": loads.steady}
 SECONDS = {"burst": (5.0, 1.0), "steady": (10.0, 3.0)}
 PROCESSORS = [
     TimedProcessor.parse(text)
-    for text in (
-        "0",
-        *(f"{kind}:{ms}" for kind in ("sleep", "compute") for ms in (1, 5, 20, 100)),
-    )
+    for text in ("0", *(f"{kind}:{ms}" for kind in ("sleep", "compute") for ms in (1, 5, 20, 100)))
 ]
 PEERS = ("pgqueuer", "procrastinate", "bullmq")
 

@@ -48,9 +48,6 @@ def _close_connections(client: Any) -> None:
 def start_broker(kind: str, folder: Path) -> Broker:
     broker_folder = folder / kind
     broker_folder.mkdir()
-    broker_types: dict[str, type[Any]] = {
-        "redis": PrivateRedis,
-        "rabbitmq": RabbitServer,
-    }
+    broker_types: dict[str, type[Any]] = {"redis": PrivateRedis, "rabbitmq": RabbitServer}
     broker: Broker = broker_types[kind](broker_folder)
     return broker

@@ -161,9 +161,7 @@ class Checker:
                 )
             elif task.last is not None:
                 yield Violation(
-                    "I2",
-                    "unexpected",
-                    "its schedule was refused or rolled back, but it has a row",
+                    "I2", "unexpected", "its schedule was refused or rolled back, but it has a row"
                 )
         for run in task.run_records:
             if (
@@ -308,9 +306,7 @@ class Checker:
         for run in task.run_records:
             if (taken := task.claim_of(run)) is not None and self._never_ran(task, taken):
                 yield Violation(
-                    "I6",
-                    "duplicated",
-                    f"version {run.version} ran, but was given back as not run",
+                    "I6", "duplicated", f"version {run.version} ran, but was given back as not run"
                 )
 
     def _never_ran(self, task: TaskRecord, claim: RowChange) -> bool:

@@ -140,12 +140,7 @@ class Processor(Generic[Body, P, Returned_co]):
     aschedule_many = twin(schedule_many)
 
     def cancel(
-        self,
-        *,
-        key: str,
-        version: int | None = None,
-        running: bool = False,
-        session: Any = None,
+        self, *, key: str, version: int | None = None, running: bool = False, session: Any = None
     ) -> CancelResult:
         """Cancel the task of this tag that has the key. See `DelayTasks.cancel`.
 

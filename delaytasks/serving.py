@@ -37,10 +37,7 @@ class Place(NamedTuple):
 
 
 def make_server(
-    app: Any,
-    place: Place,
-    trusted_proxy: str | None = None,
-    sockets: dict[int, Any] | None = None,
+    app: Any, place: Place, trusted_proxy: str | None = None, sockets: dict[int, Any] | None = None
 ) -> Any:
     """Return a server that listens; its method `run` serves until it is interrupted.
 

@@ -79,8 +79,7 @@ def _fill_schedules(delays: DelayTasks, a_minute: int) -> None:
     """Store schedules that are due each hour, and for the rest daily."""
     hourly = a_minute * 60
     table.fill_recurring(
-        delays,
-        [_timing(n, n < hourly) for n in range(max(a_minute * SCHEDULES_A_TASK, hourly))],
+        delays, [_timing(n, n < hourly) for n in range(max(a_minute * SCHEDULES_A_TASK, hourly))]
     )
 
 

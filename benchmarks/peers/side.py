@@ -246,11 +246,7 @@ class Peer:
     def _start(self, command: Sequence[str], name: str, **variables: str) -> PeerProcess:
         places = {"name": name, "folder": self._folder, "redis": self._servers.redis_url}
         filled = [part.format(**places) for part in command]
-        every = {
-            **self.environment,
-            **environment.variables(self.system),
-            **variables,
-        }
+        every = {**self.environment, **environment.variables(self.system), **variables}
         return PeerProcess(self.system, filled, self._folder, **every)
 
     def _await_consumers(self) -> None:

@@ -262,9 +262,7 @@ class SimulatedWorker(Host):
         )
         hub = SimpleNamespace(call_soon=self.soon)
         return WorkerRuntime(
-            parts,
-            processes,
-            SimpleNamespace(hub=hub, pool=self, consumer=None, hostname=self.name),
+            parts, processes, SimpleNamespace(hub=hub, pool=self, consumer=None, hostname=self.name)
         )
 
     @property

@@ -103,12 +103,7 @@ class OverdueRun:
         self, delays: DelayTasks, queues: tuple[str, ...], limit: int | None, processes: int | None
     ) -> None:
         self._alone = StandaloneWorker(
-            delays,
-            queues,
-            processes,
-            polls_table=False,
-            on_report=self._add,
-            row_budget=limit,
+            delays, queues, processes, polls_table=False, on_report=self._add, row_budget=limit
         )
         self._delays = delays
         self._runtime = runtime_of(delays)

@@ -243,10 +243,7 @@ class ConsoleState:
         """Return the state of the deployment, which is some seconds old, and up to a minute if the
         database answers slowly."""
         found = self.cache.get(
-            "snapshot",
-            SNAPSHOT_S,
-            self._read_state,
-            has_failed=lambda taken: taken.is_down,
+            "snapshot", SNAPSHOT_S, self._read_state, has_failed=lambda taken: taken.is_down
         )
         if not found.services.uses_broker:
             return found

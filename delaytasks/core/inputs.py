@@ -273,8 +273,7 @@ def check_delay(delay: object, max_delay_s: float, argument: str = "delay") -> t
         )
     if seconds > max_delay_s:
         raise InvalidInputError(
-            f"{argument} is at most {show_duration(max_delay_s)}, not {shown(delay)}",
-            argument,
+            f"{argument} is at most {show_duration(max_delay_s)}, not {shown(delay)}", argument
         )
     return timedelta(seconds=seconds)
 

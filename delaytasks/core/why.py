@@ -531,12 +531,7 @@ def _running(facts: Facts) -> Reason:
 def _run(task: DelayedTask) -> dict[str, Any]:
     began = task.execution_time
     late_s = None if began is None else round((began - task.due).total_seconds(), 3)
-    return {
-        "worker": task.worker,
-        "began": iso(began),
-        "late_s": late_s,
-        "runs": task.runs,
-    }
+    return {"worker": task.worker, "began": iso(began), "late_s": late_s, "runs": task.runs}
 
 
 def _begun(task: DelayedTask) -> str:

@@ -156,14 +156,7 @@ def _text(value: Any) -> str:
 
 
 #: Options of `publish` that say how a producer sends. The worker that publishes has its own ways.
-_OF_SENDING = (
-    "retry",
-    "retry_policy",
-    "timeout",
-    "confirm_timeout",
-    "mandatory",
-    "immediate",
-)
+_OF_SENDING = ("retry", "retry_policy", "timeout", "confirm_timeout", "mandatory", "immediate")
 
 
 class CapturingProducer:

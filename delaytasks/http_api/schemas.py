@@ -125,10 +125,7 @@ NEW_CALLBACK = _closed(
     },
     "url",
 )
-_HOW_TO_CANCEL = {
-    "version": VERSION,
-    "running": _described(BOOLEAN, "Ask a running task to stop."),
-}
+_HOW_TO_CANCEL = {"version": VERSION, "running": _described(BOOLEAN, "Ask a running task to stop.")}
 CANCEL_TASK = _closed(_HOW_TO_CANCEL)
 RESCHEDULE_TASK = _closed({**_DUE, "version": VERSION})
 TOUCH_TASK = _closed({"delay": DELAY}, "delay")
@@ -217,12 +214,7 @@ _TASK = {"$ref": "#/components/schemas/Task"}
 #: The schemas that the document names, as in `#/components/schemas/Task`.
 COMPONENTS: dict[str, dict[str, Any]] = {
     "Task": TASK,
-    "TaskPage": _open(
-        {
-            "tasks": {"type": "array", "items": _TASK},
-            "cursor": TEXT_OR_NULL,
-        }
-    ),
+    "TaskPage": _open({"tasks": {"type": "array", "items": _TASK}, "cursor": TEXT_OR_NULL}),
     "Attempts": _open(
         {
             "attempts": {

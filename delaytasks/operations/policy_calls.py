@@ -199,8 +199,7 @@ class PolicyCalls(CallGroup):
         kind, name = named(tag, queue)
         if kind == "queue":
             raise InvalidInputError(
-                f"queue {name!r} can be paused, and limits are for tags: name its tags",
-                "queue",
+                f"queue {name!r} can be paused, and limits are for tags: name its tags", "queue"
             )
         changes: dict[str, Any] = {}
         if concurrency is not UNCHANGED:

@@ -25,13 +25,7 @@ from delaytasks.core.inputs import check_key, check_page_limit, check_tag, check
 from delaytasks.core.interfaces import CallerConnection, Transaction, connection_of
 from delaytasks.core.retry_schedule import MAX_RETRY_DELAY_S
 from delaytasks.core.states import Status
-from delaytasks.core.task import (
-    CancelResult,
-    DelayedTask,
-    Page,
-    TouchResult,
-    id_of,
-)
+from delaytasks.core.task import CancelResult, DelayedTask, Page, TouchResult, id_of
 from delaytasks.core.text import last_line, shown
 
 if TYPE_CHECKING:

@@ -241,12 +241,7 @@ def explain_overdue(
             group.tasks,
             group.oldest,
             max((now - group.oldest).total_seconds(), 0.0),
-            why_late(
-                group,
-                workers,
-                store.policies.of(group.tag, group.queue),
-                settings.namespace,
-            ),
+            why_late(group, workers, store.policies.of(group.tag, group.queue), settings.namespace),
         )
         for group in groups
     ]
@@ -502,9 +497,5 @@ def _sweeps(stats: Stats, settings: Settings, now: datetime) -> Iterator[SweepSt
     for swept in stats.sweeps(settings.sweep_partitions):
         is_late = swept.is_late(now, settings.self_sweep_s)
         yield SweepState(
-            swept.sweep_partition,
-            swept.at,
-            swept.age_s(now),
-            swept.armed_until,
-            is_late,
+            swept.sweep_partition, swept.at, swept.age_s(now), swept.armed_until, is_late
         )

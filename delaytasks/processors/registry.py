@@ -409,11 +409,7 @@ def _is_same(known: Callable[..., Any], function: Callable[..., Any]) -> bool:
         here is not None
         and there is not None
         and (here.co_filename, here.co_firstlineno, here.co_name)
-        == (
-            there.co_filename,
-            there.co_firstlineno,
-            there.co_name,
-        )
+        == (there.co_filename, there.co_firstlineno, there.co_name)
     )
 
 

@@ -277,8 +277,7 @@ def timing_of(found: Any) -> FoundTiming:
     if type(found) is schedule:  # a subclass computes its own times
         return FoundTiming(interval_text(found.run_every))
     raise InvalidInputError(
-        f"{shown(found)} is no crontab or schedule of Celery: only beat knows its times",
-        "cron",
+        f"{shown(found)} is no crontab or schedule of Celery: only beat knows its times", "cron"
     )
 
 

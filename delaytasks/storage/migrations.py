@@ -265,10 +265,7 @@ def wait_for_turn(connection: Connection, name: str) -> None:
 def comparison(dialect: str) -> dict[str, Any]:
     """Return the options of Alembic's comparison."""
     defaults = for_database(
-        dialect,
-        postgresql=True,
-        mysql=_default_without_identity,
-        sqlite=_default_without_identity,
+        dialect, postgresql=True, mysql=_default_without_identity, sqlite=_default_without_identity
     )
     return {
         "compare_type": True,

@@ -489,16 +489,10 @@ POSTGRESQL = Capabilities(
     time_zones=True,
 )
 MYSQL = Capabilities(
-    looks_up_lists=True,
-    estimates=True,
-    reads_as_of_start=True,
-    server_side_cursors=True,
+    looks_up_lists=True, estimates=True, reads_as_of_start=True, server_side_cursors=True
 )
 SQLITE = Capabilities(
-    update_returning=True,
-    insert_or_skip=True,
-    binds_values=True,
-    begins_late=True,
+    update_returning=True, insert_or_skip=True, binds_values=True, begins_late=True
 )
 T = TypeVar("T")
 

@@ -162,11 +162,7 @@ _SIGNALS = {
 def send_prerun(sender: Any, request: Any) -> None:
     if signals.task_prerun.receivers:
         signals.task_prerun.send(
-            sender=sender,
-            task_id=request.id,
-            task=sender,
-            args=request.args,
-            kwargs=request.kwargs,
+            sender=sender, task_id=request.id, task=sender, args=request.args, kwargs=request.kwargs
         )
 
 
@@ -295,11 +291,7 @@ class RowRequest(Context):
     @cached_property
     def delivery_info(self) -> dict[str, Any]:
         task = self.delay_task
-        return {
-            "routing_key": task.queue,
-            "priority": task.priority,
-            "redelivered": task.runs > 1,
-        }
+        return {"routing_key": task.queue, "priority": task.priority, "redelivered": task.runs > 1}
 
 
 class CurrentStack:

@@ -409,11 +409,7 @@ class ChunkQueue:
         if visit is None:
             return None
         return ChunkRequest(
-            (),
-            limit=size,
-            number=number,
-            waitlist=visit.waitlist,
-            is_probe=visit.is_probe,
+            (), limit=size, number=number, waitlist=visit.waitlist, is_probe=visit.is_probe
         )
 
     def _drain_chunk(self, number: int, size: int) -> ChunkRequest | None:

@@ -84,10 +84,7 @@ def run_chunk(request: ChunkRequest) -> Report:
         text = f"{type(error).__name__}: {error}"
         detached = runner.detached if runner is not None else ()
         report = Report(
-            pid=os.getpid(),
-            detached=detached,
-            error=text,
-            reason=FailureReason.of(error),
+            pid=os.getpid(), detached=detached, error=text, reason=FailureReason.of(error)
         )
     if not request.counts_outcomes or processes is None:
         return report

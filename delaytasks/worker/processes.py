@@ -129,9 +129,7 @@ class Processes:
         store, policies = runtime.store, runtime.policy_cache
         waitlist = Waitlist(store, lambda: policies.current().limited)
         claims = store.claims(
-            self.name(os.getpid()),
-            own_address(store.database.url.host),
-            waitlist.hold_if_limited,
+            self.name(os.getpid()), own_address(store.database.url.host), waitlist.hold_if_limited
         )
         task_context = self._task_context(runtime.clock)
         return Runner(

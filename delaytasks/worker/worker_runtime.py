@@ -137,11 +137,7 @@ class WorkerRuntime:
         from delaytasks.worker.table_poller import TablePoller
 
         return TablePoller(
-            self.runtime,
-            timer,
-            self.processes,
-            self.dispatcher,
-            self.celery_worker.hostname,
+            self.runtime, timer, self.processes, self.dispatcher, self.celery_worker.hostname
         )
 
     def _make_redis_poller(self) -> RedisPoller | None:

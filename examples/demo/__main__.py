@@ -74,8 +74,7 @@ def _play(console: Console, folder: Path, picture: Path | None) -> int:
     try:
         servers.start()
         console.print(
-            f"  database  {runtime_of(delays).store.database.url}\n  broker    files",
-            markup=False,
+            f"  database  {runtime_of(delays).store.database.url}\n  broker    files", markup=False
         )
         with Display(console) as display:
             story = Story(servers.kill, folder / "partner-answers", display.tell)
@@ -85,9 +84,7 @@ def _play(console: Console, folder: Path, picture: Path | None) -> int:
         wrong = complaints(shop)
         if wrong or not is_over:
             console.print(
-                f"[bold red]{len(wrong)} tasks did not end as expected:[/]",
-                *wrong[:20],
-                sep="\n",
+                f"[bold red]{len(wrong)} tasks did not end as expected:[/]", *wrong[:20], sep="\n"
             )
             for name in ("one", "two"):
                 console.print(

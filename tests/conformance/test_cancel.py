@@ -173,9 +173,7 @@ def test_check_lease_says_that_the_task_was_cancelled(world: World) -> None:
     assert told
 
 
-def test_a_request_that_comes_too_late_for_its_run_prevents_the_next_one(
-    world: World,
-) -> None:
+def test_a_request_that_comes_too_late_for_its_run_prevents_the_next_one(world: World) -> None:
     ran: list[int] = []
 
     @world.delays.processor("again")
@@ -194,9 +192,7 @@ def test_a_request_that_comes_too_late_for_its_run_prevents_the_next_one(
     assert (ended.status, ran) == (Status.CANCELLED, [1])
 
 
-def test_a_row_of_the_same_chunk_that_has_not_begun_is_cancelled_too(
-    world: World,
-) -> None:
+def test_a_row_of_the_same_chunk_that_has_not_begun_is_cancelled_too(world: World) -> None:
     tasks: list[DelayedTask] = []
 
     @world.delays.processor("first")
@@ -274,9 +270,7 @@ def test_a_task_that_waits_is_cancelled_as_usual(delays: DelayTasks) -> None:
     assert delays.get(task).is_cancelled
 
 
-def test_the_other_tasks_of_a_batch_run_again_without_losing_an_attempt(
-    world: World,
-) -> None:
+def test_the_other_tasks_of_a_batch_run_again_without_losing_an_attempt(world: World) -> None:
     def work(tasks: list[DelayedTask]) -> None:
         if len(tasks) == 3:
             cancel(world, tasks[1])

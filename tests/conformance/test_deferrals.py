@@ -250,9 +250,7 @@ def test_the_event_of_a_late_success_counts_from_the_first_due_time(make_world: 
     assert world.told("task.done")[0]["late_s"] > 4
 
 
-def test_the_error_about_a_taken_key_names_the_first_due_time_of_its_task(
-    world: World,
-) -> None:
+def test_the_error_about_a_taken_key_names_the_first_due_time_of_its_task(world: World) -> None:
     _, due = deferred(world, key="k")
     with pytest.raises(DuplicateTaskError, match=re.escape(f"due {due.isoformat()}")):
         world.schedule(key="k", tag="new")

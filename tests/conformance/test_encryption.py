@@ -255,9 +255,7 @@ def test_plain_as_the_first_key_stores_plain_rows_and_reads_encrypted_ones(
 # -- missing keys ---------------------------------------------------------------------------------
 
 
-def test_without_the_key_a_task_is_deferred_and_does_not_fail(
-    open_with: Open,
-) -> None:
+def test_without_the_key_a_task_is_deferred_and_does_not_fail(open_with: Open) -> None:
     task, got = open_with(NEW).schedule_delay("mail", BODY, 0), list[Any]()
     for keys in ((OLD,), ()):
         delays = open_with(*keys)

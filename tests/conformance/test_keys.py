@@ -237,9 +237,7 @@ def test_the_first_edit_after_a_run_or_during_it_begins_a_new_max_wait(editor: E
     assert [editor.due_s(after_s=after_s) for after_s in (29, 1)] == [230, 230]
 
 
-def test_max_wait_of_a_retried_task_counts_from_the_start_of_its_failed_run(
-    editor: Editor,
-) -> None:
+def test_max_wait_of_a_retried_task_counts_from_the_start_of_its_failed_run(editor: Editor) -> None:
     editor.edit()
     [ran] = editor.world.claim_due()
     began, far = START + timedelta(seconds=5), START + timedelta(days=1)

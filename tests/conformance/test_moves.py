@@ -325,9 +325,7 @@ def test_touch_many_fails_for_a_row_that_stays_locked_and_touches_the_others(wor
     assert [later_s(world, task) > 50 for task in (locked, free)] == [False, True]
 
 
-def test_callers_that_touch_the_same_rows_in_different_orders_do_not_deadlock(
-    world: World,
-) -> None:
+def test_callers_that_touch_the_same_rows_in_different_orders_do_not_deadlock(world: World) -> None:
     """A deadlock in a caller's transaction raises an error, so this test would fail."""
     tasks = [schedule(world, f"k{n}") for n in range(40)]
 

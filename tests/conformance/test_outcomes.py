@@ -119,9 +119,7 @@ def test_a_task_may_have_its_own_retry_schedule(world: World) -> None:
     assert run_again(world, task).status is Status.FAILED
 
 
-def test_an_error_without_a_retry_schedule_fails_the_task_without_a_retry(
-    world: World,
-) -> None:
+def test_an_error_without_a_retry_schedule_fails_the_task_without_a_retry(world: World) -> None:
     raises(world, "pay", ValueError("wrong account"), retries={ValueError: None, Exception: "10s"})
     task = world.schedule("pay")
     world.run(task)
@@ -187,11 +185,7 @@ def test_retry_with_a_time_waits_for_it_and_uses_one_retry_delay(world: World) -
     task = world.schedule("pay")
     world.run(task)
     first = world.read(task)
-    assert (first.status, first.runs, first.error) == (
-        Status.NOT_COMPLETE,
-        1,
-        "the bank is closed",
-    )
+    assert (first.status, first.runs, first.error) == (Status.NOT_COMPLETE, 1, "the bank is closed")
     assert 299 < wait_s(world, first) <= 300
     assert run_again(world, task).status is Status.FAILED
 
@@ -322,9 +316,7 @@ def test_a_task_that_is_retried_while_it_would_be_purged_keeps_its_attempts(
     assert len(world.store.tasks.attempts(task.id)) == 1
 
 
-def test_a_batch_ends_each_of_its_tasks_and_keeps_their_failed_attempts(
-    world: World,
-) -> None:
+def test_a_batch_ends_each_of_its_tasks_and_keeps_their_failed_attempts(world: World) -> None:
     def work(tasks: list[DelayedTask]) -> Any:
         return [Done(7), Retry(reason="busy"), Snooze("30m"), Cancel("closed"), Fail("no")]
 

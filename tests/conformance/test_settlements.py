@@ -30,10 +30,7 @@ def test_runs_with_different_ends_are_settled_the_same_together_or_singly(world:
         ({"move": "succeed"}, ("DONE", None, 1, 0)),
         ({"move": "succeed", "began": now, "result": '{"a":1}'}, ("DONE", now, 1, 0)),
         ({"move": "fail", "began": before, "error": NASTY}, ("FAILED", before, 1, 0)),
-        (
-            {"move": "snooze", "began": now, "expected_time": later},
-            ("NOT_COMPLETE", now, 0, 0),
-        ),
+        ({"move": "snooze", "began": now, "expected_time": later}, ("NOT_COMPLETE", now, 0, 0)),
         (
             {"move": "schedule_retry", "began": now, "expected_time": later, "error": "again"},
             ("NOT_COMPLETE", now, 1, 0),

@@ -102,9 +102,7 @@ def test_concurrent_tasks_are_each_counted_once(world: World) -> None:
     assert counts_of(report)["slots"].started == 50
 
 
-def test_the_lateness_is_that_of_the_due_time_and_decides_about_on_time(
-    world: World,
-) -> None:
+def test_the_lateness_is_that_of_the_due_time_and_decides_about_on_time(world: World) -> None:
     world.delays.processor("prompt", on_time="5s")(lambda body: None)
     late, prompt = world.schedule("prompt"), world.schedule("prompt")
     world.change(late, expected_time=late.expected_time - timedelta(seconds=100))

@@ -125,9 +125,7 @@ def test_after_the_clock_was_set_back_sweeps_continue_and_arm_rows_again(world: 
     assert sweeps.begin_sweep(0, 1, 4.0) is None
 
 
-def test_a_sweep_begins_where_the_last_one_ended_unless_the_timer_has_changed(
-    world: World,
-) -> None:
+def test_a_sweep_begins_where_the_last_one_ended_unless_the_timer_has_changed(world: World) -> None:
     eta, redis = world.store.sweeps, SweepQueries(world.store.database, world.store.schema, "redis")
     for sweeps in (eta, redis, eta):
         since = sweeps.begin_sweep(0, 1, 0.0)

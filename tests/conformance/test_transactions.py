@@ -200,9 +200,7 @@ def test_a_scoped_session_is_taken_for_the_session_it_stands_for(shop: Caller) -
     assert shop.has(task)
 
 
-def test_a_session_joined_to_an_outer_transaction_arms_after_the_outer_commit(
-    shop: Caller,
-) -> None:
+def test_a_session_joined_to_an_outer_transaction_arms_after_the_outer_commit(shop: Caller) -> None:
     with shop.joined() as (connection, session):
         shop.schedule(session)
         session.commit()

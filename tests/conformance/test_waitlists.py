@@ -42,9 +42,7 @@ def touch_task(world: World, task: DelayedTask) -> None:
 # Tasks start within the limits, and others wait in the waitlist
 
 
-def test_no_more_tasks_start_than_the_limit_allows_and_the_others_are_held(
-    world: World,
-) -> None:
+def test_no_more_tasks_start_than_the_limit_allows_and_the_others_are_held(world: World) -> None:
     world.limit(concurrency=4)
     tasks = [world.schedule(body=n) for n in range(6)]
     other = world.schedule("other")
@@ -72,9 +70,7 @@ def test_a_later_task_waits_behind_the_tasks_of_the_waitlist(world: World) -> No
     assert [task.body for task in admit(world)] == [4]
 
 
-def test_a_claim_that_holds_fewer_rows_than_it_has_locked_is_rolled_back(
-    world: World,
-) -> None:
+def test_a_claim_that_holds_fewer_rows_than_it_has_locked_is_rolled_back(world: World) -> None:
     world.limit(concurrency=1)
     tasks = [world.schedule(body=n) for n in range(3)]
     queries, t = world.worker().admission._waitlist.queries, world.store.schema.tasks
@@ -85,9 +81,7 @@ def test_a_claim_that_holds_fewer_rows_than_it_has_locked_is_rolled_back(
     assert waitlist_rows(world) == 0
 
 
-def test_a_runner_admits_the_next_task_of_the_waitlist_when_one_ends(
-    world: World,
-) -> None:
+def test_a_runner_admits_the_next_task_of_the_waitlist_when_one_ends(world: World) -> None:
     world.limit(concurrency=1)
     tasks = [world.schedule(body=n) for n in range(5)]
     report = world.worker().run(*tasks, for_s=20)
@@ -99,9 +93,7 @@ def test_a_runner_admits_the_next_task_of_the_waitlist_when_one_ends(
     assert (done.version == 3) is counts_moves(world.store)
 
 
-def test_a_runner_whose_time_is_over_reports_the_waitlist_that_is_left(
-    world: World,
-) -> None:
+def test_a_runner_whose_time_is_over_reports_the_waitlist_that_is_left(world: World) -> None:
     world.limit(concurrency=1)
     tasks = [world.schedule(body=n) for n in range(3)]
     report = world.run(*tasks)
@@ -153,9 +145,7 @@ def test_each_key_has_its_own_limit(world: World) -> None:
     assert waitlist_rows(world) == 4
 
 
-def test_tasks_of_different_concurrency_keys_are_admitted_in_turn(
-    world: World,
-) -> None:
+def test_tasks_of_different_concurrency_keys_are_admitted_in_turn(world: World) -> None:
     world.limit(concurrency=1)
     world.claim(world.schedule(body="first"))
     tasks = [world.schedule(body=f"a{n}", limit_key="a") for n in range(5)]
@@ -170,9 +160,7 @@ def test_tasks_of_different_concurrency_keys_are_admitted_in_turn(
     assert order == ["-0", "a0", "b0", "-1", "a1", "b1", "a2", "a3", "a4"]
 
 
-def test_several_tasks_admitted_together_are_shared_among_concurrency_keys(
-    world: World,
-) -> None:
+def test_several_tasks_admitted_together_are_shared_among_concurrency_keys(world: World) -> None:
     world.limit(concurrency=1)
     world.claim(world.schedule(body="first"))
     tasks = [world.schedule(body="a", limit_key="a") for n in range(30)]
@@ -185,9 +173,7 @@ def test_several_tasks_admitted_together_are_shared_among_concurrency_keys(
     assert waitlist_rows(world) == 0
 
 
-def test_the_capacity_of_a_dead_worker_is_free_when_its_tasks_lapse(
-    world: World,
-) -> None:
+def test_the_capacity_of_a_dead_worker_is_free_when_its_tasks_lapse(world: World) -> None:
     world.limit(concurrency=2)
     tasks = [world.schedule(body=n) for n in range(4)]
     world.claim(tasks[0])
@@ -299,9 +285,7 @@ def _reschedule(world: World, task: DelayedTask) -> None:
     [(_cancel, "CANCELLED"), (touch_task, "NOT_COMPLETE"), (_reschedule, "NOT_COMPLETE")],
 )
 def test_a_task_that_left_the_waitlist_does_not_run(
-    world: World,
-    move: Callable[[World, DelayedTask], None],
-    status: str,
+    world: World, move: Callable[[World, DelayedTask], None], status: str
 ) -> None:
     world.limit(concurrency=1)
     tasks = [world.schedule(body=n) for n in range(15)]
@@ -318,9 +302,7 @@ def test_a_task_that_left_the_waitlist_does_not_run(
     assert world.statuses(tasks[1:-1]) == [status] * 13
 
 
-def test_a_locked_task_of_the_waitlist_does_not_delay_the_others(
-    world: World,
-) -> None:
+def test_a_locked_task_of_the_waitlist_does_not_delay_the_others(world: World) -> None:
     if world.store.database.url.get_backend_name() == "sqlite":
         return  # SQLite has one writer at a time
     world.limit(concurrency=1)
@@ -392,9 +374,7 @@ def test_the_settlement_of_a_task_transfers_its_slot_to_the_next_one(
     assert world.statuses(tasks) == ["DONE"] * 4
 
 
-def test_a_slot_is_transferred_in_the_transaction_of_the_settlement(
-    world: World,
-) -> None:
+def test_a_slot_is_transferred_in_the_transaction_of_the_settlement(world: World) -> None:
     world.limit(concurrency=1)
     failing, other = world.schedule(body=0, key="k"), world.schedule(body=1)
     [running] = world.claim(failing, other)
@@ -412,10 +392,7 @@ def test_a_slot_that_was_lost_is_not_transferred(world: World) -> None:
     lost = replace(running, version=running.version + 5)
     assert world.worker().admission.settle_and_admit(
         [Settlement(lost, "succeed")], "default", "note"
-    ) == (
-        set(),
-        [],
-    )
+    ) == (set(), [])
     assert world.statuses(tasks) == ["RUNNING", "HELD"]
 
 
@@ -442,9 +419,7 @@ def test_slot_transfers_alternate_between_concurrency_keys(world: World) -> None
     assert world.notes == ["first", "a0", "b0", "a1", "b1", "a2", "b2"]
 
 
-def test_a_chunk_puts_all_overdue_tasks_of_a_full_tag_into_the_waitlist(
-    world: World,
-) -> None:
+def test_a_chunk_puts_all_overdue_tasks_of_a_full_tag_into_the_waitlist(world: World) -> None:
     world.limit(concurrency=1)
     world.claim(world.schedule())
     tasks = [world.schedule(body=n) for n in range(20)]
@@ -511,9 +486,7 @@ def test_locked_rows_do_not_keep_other_overdue_rows_from_the_waitlist(
         assert world.statuses(large) == ["HELD"] * 12
 
 
-def test_the_pause_sweeper_does_not_release_tasks_of_a_waitlist(
-    world: World,
-) -> None:
+def test_the_pause_sweeper_does_not_release_tasks_of_a_waitlist(world: World) -> None:
     world.limit(concurrency=1)
     world.claim(world.schedule())
     tasks = [world.schedule(body=n, limit_key=key) for n, key in enumerate([None, "a", "a"])]

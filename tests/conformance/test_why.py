@@ -116,9 +116,7 @@ def test_more_tags_than_the_registry_takes_are_not_published(world: World) -> No
     assert fact_codes(world, world.schedule()) == ["due"], "what is not known is no reason"
 
 
-def test_a_worker_that_starts_again_replaces_the_tags_of_the_one_before(
-    world: World,
-) -> None:
+def test_a_worker_that_starts_again_replaces_the_tags_of_the_one_before(world: World) -> None:
     restarted = WorkerTable(world.store.database, world.store.schema)
     restarted.report(
         "w1", ["default"], "prefork", 2, 0, [f"tag.{number}" for number in range(MAX_TAG_BYTES)]

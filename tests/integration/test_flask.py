@@ -114,9 +114,7 @@ def test_a_task_is_part_of_the_requests_transaction_and_armed_after_its_commit(
         assert [entry.id for entry in project.armed] == [task.id]
 
 
-def test_an_asynchronous_view_schedules_in_the_requests_transaction(
-    project: FlaskProject,
-) -> None:
+def test_an_asynchronous_view_schedules_in_the_requests_transaction(project: FlaskProject) -> None:
     app = app_of(project)
 
     @app.post("/orders/<outcome>")

@@ -39,9 +39,7 @@ def lines_with(log: str, *words: str) -> list[str]:
     return [line for line in log.splitlines() if all(word in line for word in words)]
 
 
-def test_a_worker_logs_its_tags_and_each_failure_once(
-    proxied: tuple[Deployment, Proxy],
-) -> None:
+def test_a_worker_logs_its_tags_and_each_failure_once(proxied: tuple[Deployment, Proxy]) -> None:
     d, _ = proxied
     worker, beat = d.worker(), d.beat()
     good, bad = (

@@ -292,10 +292,7 @@ def test_a_large_backlog_is_drained_by_all_processes_and_a_small_one_by_one_proc
     main.drain()
     assert len(main.pool.requests) == 1
     main.end(is_full=True)
-    assert main.drained() == [
-        "default",
-        "default",
-    ]
+    assert main.drained() == ["default", "default"]
     main.end(3, 0.000333333)
     assert len(main.pool.requests) == 1
     main.end(0)

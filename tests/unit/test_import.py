@@ -30,10 +30,7 @@ OTHERS = (
     "delaytasks.execution.runner",
 )
 #: The first call that schedules or looks up a task loads these modules.
-WITH_THE_FIRST_CALL = (
-    "delaytasks.runtime",
-    "delaytasks.storage",
-)
+WITH_THE_FIRST_CALL = ("delaytasks.runtime", "delaytasks.storage")
 SCHEDULE = """
 from celery import Celery
 from delaytasks import DelayTasks

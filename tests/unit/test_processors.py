@@ -253,9 +253,7 @@ def test_a_body_that_is_refused_is_not_scheduled(world: World, schema: Any, body
     assert not any(world.counted().values())
 
 
-def test_a_body_that_the_schema_refuses_fails_without_a_retry(
-    world: World,
-) -> None:
+def test_a_body_that_the_schema_refuses_fails_without_a_retry(world: World) -> None:
     task = world.schedule("order", {"nummer": 7})
     seen = takes(world, "order", Order, retries="10s 10s")
     world.run(task)

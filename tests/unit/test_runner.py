@@ -73,9 +73,7 @@ def test_an_error_text_is_bounded(make_world: MakeWorld) -> None:
     assert "characters left out" in text
 
 
-def test_a_worker_that_stops_settles_finished_rows_and_gives_back_the_rest(
-    world: World,
-) -> None:
+def test_a_worker_that_stops_settles_finished_rows_and_gives_back_the_rest(world: World) -> None:
     def stop(body: Any) -> None:
         raise WorkerShutdown(0)
 
@@ -105,9 +103,7 @@ def test_the_highest_priority_runs_first_then_the_oldest(world: World) -> None:
 # -- time limits ---------------------------------------------------------------------------------
 
 
-def test_finished_rows_are_settled_before_a_row_that_may_be_killed_begins(
-    world: World,
-) -> None:
+def test_finished_rows_are_settled_before_a_row_that_may_be_killed_begins(world: World) -> None:
     seen: dict[int, list[str]] = {}
 
     def look(body: Any, task: DelayedTask) -> None:
@@ -218,9 +214,7 @@ def test_no_row_is_started_if_its_lease_may_be_over(make_world: MakeWorld) -> No
     assert world.statuses(tasks) == ["NOT_COMPLETE"] * 3
 
 
-def test_a_settlement_is_tried_again_while_the_database_is_unavailable(
-    world: World,
-) -> None:
+def test_a_settlement_is_tried_again_while_the_database_is_unavailable(world: World) -> None:
     failures = [StoreUnavailableError("away"), StoreUnavailableError("away")]
 
     def fail(settlements: Sequence[Settlement]) -> None:
@@ -246,10 +240,7 @@ def test_a_row_that_cannot_be_settled_does_not_affect_other_rows(world: World) -
         world.run(*tasks)
     assert world.statuses(tasks) == ["DONE", "RUNNING", "DONE"]
     assert len(world.notes) == 3
-    assert (
-        world.count("task.succeeded"),
-        world.count("task.lease_lost"),
-    ) == (2, 0)
+    assert (world.count("task.succeeded"), world.count("task.lease_lost")) == (2, 0)
 
 
 # -- tag costs ------------------------------------------------------------------------------------
@@ -578,9 +569,7 @@ def test_an_early_entry_is_returned_with_the_due_time_of_its_row(world: World) -
     assert world.count("entry.dropped") == 0
 
 
-def test_an_entry_that_is_early_within_the_clock_tolerance_is_waited_for(
-    world: World,
-) -> None:
+def test_an_entry_that_is_early_within_the_clock_tolerance_is_waited_for(world: World) -> None:
     for _ in range(20):
         task = world.schedule(delay=0.02)
         report = world.run(task)
@@ -621,9 +610,7 @@ def test_a_stale_entry_does_not_replace_the_current_one(world: World) -> None:
         assert world.worker().run_entries(order).early == (entry,)
 
 
-def test_the_reported_duration_of_a_chunk_is_the_time_of_its_processors(
-    world: World,
-) -> None:
+def test_the_reported_duration_of_a_chunk_is_the_time_of_its_processors(world: World) -> None:
     world.after_claim = lambda: threading.Event().wait(0.2) and None
     world.before_settle = lambda settlements: threading.Event().wait(0.2) and None
     began = time.monotonic()

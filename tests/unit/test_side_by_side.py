@@ -297,9 +297,7 @@ def test_a_chunk_of_mostly_other_rows_requests_no_more_rows(world: World) -> Non
 # -- coroutines -----------------------------------------------------------------------------------
 
 
-def test_coroutines_run_concurrently_on_one_loop_and_a_hundred_by_default(
-    world: World,
-) -> None:
+def test_coroutines_run_concurrently_on_one_loop_and_a_hundred_by_default(world: World) -> None:
     loops: set[int] = set()
     inside, most, awaited = 0, 0, 50
 
@@ -463,9 +461,7 @@ def test_a_batch_is_called_once_for_as_many_tasks_as_it_takes(world: World) -> N
     assert {(task.runs, task.version) for task in tasks} == {(1, 2)}
 
 
-def test_only_tasks_of_its_tag_are_in_a_batch_and_the_others_keep_their_order(
-    world: World,
-) -> None:
+def test_only_tasks_of_its_tag_are_in_a_batch_and_the_others_keep_their_order(world: World) -> None:
     world.delays.processor("batch", batch=10)(
         lambda tasks: world.notes.append([task.body for task in tasks])
     )
@@ -502,9 +498,7 @@ def test_with_two_arguments_the_first_one_has_the_bodies_converted_by_the_schema
     assert got == [[(Order, 7, tasks[0].id), (Order, 8, tasks[1].id)]]
 
 
-def test_a_refused_body_and_a_body_that_is_not_json_affect_no_other_task(
-    world: World,
-) -> None:
+def test_a_refused_body_and_a_body_that_is_not_json_affect_no_other_task(world: World) -> None:
     def even(body: Any) -> Any:
         if body % 2:
             raise ValueError("odd")

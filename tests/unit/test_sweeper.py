@@ -213,9 +213,7 @@ def test_without_a_horizon_nothing_is_armed_by_sweeps(make_world: MakeWorld) -> 
 # -- A sweep is alone, expires workers, drains queues and purges ----------------------------------
 
 
-def test_partitions_share_the_rows_and_the_first_does_the_other_work(
-    make_world: MakeWorld,
-) -> None:
+def test_partitions_share_the_rows_and_the_first_does_the_other_work(make_world: MakeWorld) -> None:
     world = make_world(sweep=(5, 3))
     tasks = [world.schedule(delay=5) for _ in range(60)]
     world.broker.lose()

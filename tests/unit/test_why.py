@@ -152,10 +152,7 @@ def test_a_deferred_task_whose_next_try_is_now_still_needs_a_worker_that_knows_i
 
 def test_a_retry_names_its_number_its_time_and_the_error() -> None:
     task = replace(
-        TASK,
-        expected_time=NOW + timedelta(minutes=3),
-        runs=2,
-        error="Traceback\nValueError: no",
+        TASK, expected_time=NOW + timedelta(minutes=3), runs=2, error="Traceback\nValueError: no"
     )
     found = facts(task)
     assert codes(found) == ["retry"]

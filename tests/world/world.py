@@ -119,11 +119,7 @@ class World:
         return self.worker(by).run(*tasks)
 
     def drain(
-        self,
-        queue: str = "default",
-        most: int = 100,
-        by: str = "worker-1",
-        **options: Any,
+        self, queue: str = "default", most: int = 100, by: str = "worker-1", **options: Any
     ) -> Report:
         """Run the due rows of a queue in a worker."""
         return self.worker(by).drain(queue, most, **options)

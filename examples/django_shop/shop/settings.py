@@ -69,9 +69,7 @@ DATABASES = {
 CELERY_BROKER_URL = os.environ.get("CELERY_BROKER_URL", "redis://127.0.0.1:6379/0")
 CELERY_BROKER_CONNECTION_RETRY_ON_STARTUP = True
 
-DELAYTASKS = {
-    "namespace": os.environ.get("SHOP_NAMESPACE", "shop"),
-}
+DELAYTASKS = {"namespace": os.environ.get("SHOP_NAMESPACE", "shop")}
 #: For the tasks of `django.tasks`, such as orders/tasks.py.
 TASKS = {"default": {"BACKEND": "delaytasks.contrib.django.tasks_backend.DelayTasksBackend"}}
 

@@ -441,11 +441,7 @@ def web() -> Iterator[WebServer]:
 @pytest.mark.parametrize("status", [204, 304])
 @pytest.mark.parametrize(
     "headers",
-    [
-        LENGTH,
-        b"Transfer-Encoding: chunked\r\n",
-        b"Content-Length: 00%d\r\n" % len(TAKEN),
-    ],
+    [LENGTH, b"Transfer-Encoding: chunked\r\n", b"Content-Length: 00%d\r\n" % len(TAKEN)],
     ids=["length", "chunked", "leading zeros"],
 )
 def test_a_late_body_of_an_answer_without_content_is_not_the_next_answer(

@@ -143,9 +143,7 @@ def test_a_url_that_became_forbidden_after_scheduling_is_not_called(web: WebServ
 # -- simultaneous calls --------------------------------------------------------------------------
 
 
-def test_simultaneous_callbacks_to_one_name_resolve_it_once(
-    web: WebServer,
-) -> None:
+def test_simultaneous_callbacks_to_one_name_resolve_it_once(web: WebServer) -> None:
     everybody = threading.Event()
 
     def names(host: str) -> list[str]:
@@ -231,10 +229,7 @@ def test_a_partner_is_notified_until_it_answers(delays: DelayTasks, web: WebServ
     web.answers.clear()
     assert run_now(delays, scheduled).status is Status.DONE
     attempts = delays.get(scheduled, attempts=True).attempts
-    assert [str(attempt.error).split(" ")[0] for attempt in attempts] == [
-        "HTTP",
-        "network:",
-    ]
+    assert [str(attempt.error).split(" ")[0] for attempt in attempts] == ["HTTP", "network:"]
     assert {request.headers["webhook-id"] for request in web.received} == {str(scheduled.id)}
     assert {request.body for request in web.received} == {b'{"order":7}'}
 

@@ -17,5 +17,5 @@ class Migration(migrations.Migration):
                 ("item", models.CharField(max_length=100)),
                 ("status", models.CharField(default="placed", max_length=10)),
             ],
-        ),
+        )
     ]
