@@ -644,22 +644,15 @@ def _ago(seconds: float | None) -> str:
     return "never" if seconds is None else f"{show_duration(seconds)} ago"
 
 
-#: The range whose error budget is shown.
-BUDGET_OF = "day"
-
-
 def print_on_time(shares: Sequence[dict[str, Any]]) -> None:
     """Print a table with a line for each tag."""
     rows: list[list[Cell]] = []
     for one in shares:
         promised = "" if one["promised_s"] is None else show_duration(one["promised_s"])
         windows = [_share(one[name], one["target"]) for name in WINDOWS]
-        left = None if one[BUDGET_OF] is None else one[BUDGET_OF]["budget_left"]
-        budget = "–" if left is None else _alarm(f"{left:.0%}", left < 0)
-        rows.append([one["tag"], promised, *windows, budget])
+        rows.append([one["tag"], promised, *windows])
     ranges = [f"last {name}" for name in WINDOWS]
-    heads = ["on time", "within", *ranges, f"error budget left, {BUDGET_OF}"]
-    print_table(heads, rows, folded="on time")
+    print_table(["on time", "within", *ranges], rows, folded="on time")
 
 
 def _share(numbers: dict[str, Any] | None, target: float) -> Cell:

@@ -99,13 +99,13 @@ class DatabaseMetrics:
         except StoreError:
             pass  # the value 0 of `delaytasks_database_up` reports it
         self._is_up = found is not None
-        yield _database_up(float(self._is_up))
+        yield gauge("delaytasks_database_up", "Whether the database answers.", self._is_up)
         yield from row_families(found)
         yield from worker_families(found)
         yield from service_families(found)
         yield from peak_families(self._forecast.get() if found is not None else None)
         if wiring.direct_timer is None:
-            yield _broker_up([Sample((), float(self._is_broker_up()))])
+            yield gauge("delaytasks_broker_up", "Whether the broker answers.", self._is_broker_up())
         if wiring.redis_timer is not None:
             served = set() if found is None else queue_workers(found).keys() - {ALL_QUEUES}
             queues = sorted({wiring.settings.default_queue, *served})[:MAX_QUEUES]
@@ -115,24 +115,6 @@ class DatabaseMetrics:
         wiring = self._wiring
         queue = wiring.publisher.queue(wiring.settings.default_queue)
         return broker_error(wiring.celery, queue, wiring.settings.publish_limit_s) is None
-
-
-def known_families() -> list[Family]:
-    """Return all metrics of `DatabaseMetrics`, without values."""
-    timer = [family._replace(samples=()) for family in _redis_timer({})]
-    of_tables = [*row_families(None), *worker_families(None), *service_families(None)]
-    others = [*peak_families(None), _broker_up([])]
-    return [_database_up(None), *of_tables, *others, *timer]
-
-
-def _database_up(value: float | None) -> Family:
-    samples = [] if value is None else [Sample((), value)]
-    about = "Whether the database answers."
-    return Family("delaytasks_database_up", about, "gauge", (), samples)
-
-
-def _broker_up(samples: Sequence[Sample]) -> Family:
-    return Family("delaytasks_broker_up", "Whether the broker answers.", "gauge", (), samples)
 
 
 def _redis_timer(counts: Mapping[str, tuple[int, int]] | None) -> Iterator[Family]:

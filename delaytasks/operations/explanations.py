@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.filters import Filter, check_error
@@ -14,7 +14,7 @@ from delaytasks.core.task import DelayedTask, Page, id_of
 from delaytasks.core.why import Explanation, Reason, TransportFacts, why
 from delaytasks.operations.single_tasks import TaskReference, find_id, name_of
 from delaytasks.storage.searching import SearchTimeoutError
-from delaytasks.storage.state_queries import LATELY_S, ChangeReader, FactReader
+from delaytasks.storage.state_queries import LATELY_S, ChangeReader, FactReader, FoundChanges
 from delaytasks.storage.store import Store
 from delaytasks.timers.publisher import broker_error
 
@@ -94,14 +94,6 @@ MOST_SEEN = 500
 OVERLAP_S = 10.0
 
 
-class FollowStep(NamedTuple):
-    """The changes that one read has found, the oldest first."""
-
-    tasks: Sequence[DelayedTask]
-    #: Whether there may be changes that the read has not found, because there are very many.
-    is_incomplete: bool
-
-
 class Follower:
     """Reads the changes of the tasks that match a filter."""
 
@@ -114,8 +106,8 @@ class Follower:
         self._known: OrderedDict[int, int] = OrderedDict()
         self._live: OrderedDict[int, None] = OrderedDict()
 
-    def read(self) -> FollowStep:
-        """Return the changes since the last read. The first one returns those of the last minute.
+    def read(self) -> FoundChanges:
+        """Return the changes since the last read, the oldest first; at first, of the last minute.
 
         Raises
         ------
@@ -131,7 +123,7 @@ class Follower:
         found = self._changes.read(since, now, self._live)
         self._read_at = now
         new = [task for task in found.tasks if self._is_new(task)]
-        return FollowStep(sorted(new, key=changed_at), found.is_incomplete)
+        return found._replace(tasks=sorted(new, key=changed_at))
 
     def _is_new(self, task: DelayedTask) -> bool:
         """Remember the version of a task. Return whether its change is to be shown."""

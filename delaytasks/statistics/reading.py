@@ -176,22 +176,8 @@ class OnTime:
         """The share of tasks on time."""
         return self.on_time / (self.on_time + self.late)
 
-    @property
-    def budget(self) -> float:
-        """The error budget: the number of tasks that may be late without missing the target."""
-        return (self.on_time + self.late) * (1 - self.target)
-
-    @property
-    def budget_left(self) -> float:
-        """The share of the error budget that is left. It is negative if the target is missed."""
-        return 1 - self.late / self.budget if self.budget else float(not self.late)
-
     def as_json(self) -> dict[str, Any]:
-        return {
-            **asdict(self),
-            "share": round(self.share, 6),
-            "budget_left": round(self.budget_left, 4),
-        }
+        return {**asdict(self), "share": round(self.share, 6)}
 
 
 def _rounded(seconds: float | None) -> float | None:
@@ -307,7 +293,7 @@ class Statistics(CallGroup):
         since, until, tags
             See the class.
         target
-            The share of tasks that should be on time, below 1. It determines the error budget.
+            The share of tasks that should be on time, below 1.
 
         Returns
         -------
@@ -321,7 +307,7 @@ class Statistics(CallGroup):
 
         Examples
         --------
-        >>> [one.budget_left for one in delays.statistics.on_time(since="2d", target=0.999)]
+        >>> [one.share for one in delays.statistics.on_time(since="2d")]
         """
         if not 0 < target < 1:
             raise InvalidInputError(
@@ -535,9 +521,7 @@ def _of_tags(statistics: Statistics, tags: Sequence[str]) -> list[dict[str, Any]
             empty = dict.fromkeys(WINDOWS)
             of_tag = found.setdefault(one.tag, {**about, **empty})
             numbers = one.as_json()
-            of_tag[window] = {
-                name: numbers[name] for name in ("on_time", "late", "share", "budget_left")
-            }
+            of_tag[window] = {name: numbers[name] for name in ("on_time", "late", "share")}
     return [found[tag] for tag in sorted(found)]
 
 

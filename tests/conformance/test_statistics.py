@@ -375,10 +375,6 @@ def test_the_share_on_time_is_exact_though_the_bounds_of_the_histogram_are_not(
     [one] = delays.statistics.on_time(**span, target=0.99)
     assert (one.tag, one.promised_s, one.on_time, one.late) == ("prompt", 5, 997, 3)
     assert one.share == 0.997
-    assert one.budget == pytest.approx(10)
-    assert one.budget_left == pytest.approx(0.7)
-    [strict] = delays.statistics.on_time(**span, target=0.999)
-    assert strict.budget_left == pytest.approx(-2)
     with invalid("target", match="target"):
         delays.statistics.on_time(target=1)
 

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ from delaytasks.core.filters import Filter
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import MOVES, Status
 from delaytasks.http_api.routes import ROUTES
+from delaytasks.metrics import snapshot
 from delaytasks.metrics.files import read_file
 from delaytasks.metrics.process import ProducerMetrics, SweepTimes, WorkerMetrics
-from delaytasks.metrics.snapshot import known_families
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.schema import build_schema
 from delaytasks.testing import DelaysTester, create_tables
@@ -80,8 +81,14 @@ def metric_names() -> set[str]:
     info = {"timer_is_up": True, "held": 0, "waiting": 0, "chunks": 0, "loops": {}, "events": {}}
     worker = WorkerMetrics(lambda: info, dict, lambda: 1, SweepTimes())
     producer = ProducerMetrics(max_tags=1)
-    families = [*known_families(), *worker.families(), *producer.families()]
-    return {each.name + ("_total" if each.kind == "counter" else "") for each in families}
+    of_database = [
+        *(snapshot.row_families(None), snapshot.worker_families(None)),
+        *(snapshot.service_families(None), snapshot.peak_families(None)),
+        snapshot._redis_timer({}),
+    ]
+    families = [*chain(*of_database), *worker.families(), *producer.families()]
+    names = {"delaytasks_database_up", "delaytasks_broker_up"}
+    return names | {each.name + ("_total" if each.kind == "counter" else "") for each in families}
 
 
 def test_each_metric_is_explained() -> None:
