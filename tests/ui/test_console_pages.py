@@ -465,6 +465,7 @@ def test_tags_are_paused_limited_and_resumed(own_site: Site) -> None:
     post(client, "/policies/pause", kind="tag", name="order.close")
     assert policy().is_paused
     assert policy().updated_by == "maria"
+    post(client, "/policies/resume", kind="tag", name="order.close")
     post(client, "/policies/pause", kind="tag", name="order.close", until="2h")
     until = f"{policy().paused_until:%Y-%m-%d %H:%M:%S} UTC"
     for page in ("/policies", "/tag?name=order.close"):
