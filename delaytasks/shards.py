@@ -28,20 +28,18 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from delaytasks.client import DelayTasks
 from delaytasks.core import errors
-from delaytasks.core.celery_calls import CALLBACK, MESSAGE
 from delaytasks.core.clock import monotonic
 from delaytasks.core.filters import BulkResult, LogEntry
 from delaytasks.core.ids import shard_of
 from delaytasks.core.inputs import Delay, check_page_limit
 from delaytasks.core.states import LIVE
-from delaytasks.core.task import DelayedTask, NewTask, Page, id_of, new_task_of
+from delaytasks.core.task import DelayedTask, NewTask, Page, TaskName, id_of, new_task_of
 from delaytasks.operations.bulk_calls import Bulk
-from delaytasks.operations.callbacks import CallbackCalls
 from delaytasks.twins import twin
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Name = int | str | DelayedTask | None
+Name = TaskName | None
 Step = Literal["reading", "moving", "settled"]
 #: A member that was unavailable gets no tasks without a key for this time, if others are available.
 REST_S = 5.0
@@ -106,23 +104,10 @@ def _calling(method: Callable[..., T], /, *args: Any, **options: Any) -> Callabl
 def _for_new(method: Method[P, T]) -> MethodOfShards[P, T]:
     """Schedule at the member for the task, or at any member."""
 
-    def call(self: Shards, /, *args: Any, **options: Any) -> Any:
-        run = _calling(method, *args, **options)
-        return self._schedule(options.get("tag") or args[0], options, run)
+    def call(self: Shards, /, tag: Any, *args: Any, **options: Any) -> Any:
+        return self._schedule(tag, options, _calling(method, tag, *args, **options))
 
-    return functools.wraps(method)(call)
-
-
-def _for_callback(
-    method: Callable[Concatenate[CallbackCalls, P], T], tag: str
-) -> Callable[Concatenate[ShardsCallbacks, P], T]:
-    """Schedule a callback at the member for it, or at any member."""
-
-    def call(self: ShardsCallbacks, /, *args: Any, **options: Any) -> Any:
-        run = _calling(method, *args, **options)
-        return self._shards._schedule(tag, options, lambda member: run(member.callbacks))
-
-    return functools.wraps(method)(call)
+    return functools.wraps(method)(call)  # type: ignore[return-value]
 
 
 def _for_batches(method: Method[P, int]) -> MethodOfShards[P, int]:
@@ -245,18 +230,6 @@ class ShardsBulk:
     arerun, alog = twin(rerun), twin(log)
 
 
-class ShardsCallbacks:
-    """HTTP callbacks and messages, as `shards.callbacks`. See `CallbackCalls`."""
-
-    def __init__(self, shards: Shards) -> None:
-        self._shards = shards
-        self._run_async = shards._run_async
-
-    post = _for_callback(CallbackCalls.post, CALLBACK)
-    publish = _for_callback(CallbackCalls.publish, MESSAGE)
-    apost, apublish = twin(post), twin(publish)
-
-
 class Shards:
     """Several `DelayTasks` used as one.
 
@@ -329,7 +302,7 @@ class Shards:
                 return other
         return place
 
-    def member_of(self, task: int | str | DelayedTask) -> DelayTasks:
+    def member_of(self, task: TaskName) -> DelayTasks:
         """Return the member that made the id of a task.
 
         Parameters
@@ -353,9 +326,7 @@ class Shards:
         """
         number = shard_of(id_of(task))
         if number not in self._by_number:
-            raise errors.InvalidInputError(
-                f"no member has the shard number {number} of the id", "task"
-            )
+            raise errors.InvalidInputError(f"no member has the number {number} of the id", "task")
         return self._by_number[number]
 
     def each(self, call: Callable[[DelayTasks], T]) -> dict[int, T]:
@@ -387,22 +358,31 @@ class Shards:
             raise errors.StoreUnavailableError(f"{error} (shards {[*results]} have done the call)")
         return results
 
-    amember, aeach = twin(member), twin(each)
+    def any(self, call: Callable[[DelayTasks], T]) -> T:
+        """Call a function with the next member in turn that is available, as for a new task.
+
+        Parameters
+        ----------
+        call
+            A function of one `DelayTasks`.
+
+        Returns
+        -------
+        object
+            What the function returns.
+
+        Examples
+        --------
+        >>> shards.any(lambda member: member.callbacks.post("https://partner.example", {}, 60))
+        """
+        return self._first_available(self._in_turn(), call)
+
+    amember, aany, aeach = twin(member), twin(any), twin(each)
 
     # -- schedule ---------------------------------------------------------------------------------
 
     schedule_delay = _for_new(DelayTasks.schedule_delay)
     aschedule_delay = twin(schedule_delay)
-
-    @property
-    def callbacks(self) -> ShardsCallbacks:
-        """Schedule HTTP callbacks, and messages to queues.
-
-        Examples
-        --------
-        >>> shards.callbacks.post("https://partner.example/paid", {"order": 7}, 60)
-        """
-        return ShardsCallbacks(self)
 
     def new_id(self, tag: str | None = None, key: str | None = None) -> int:
         """Return an unused id of the member to which a new task goes. See `DelayTasks.new_id`.
@@ -416,8 +396,7 @@ class Shards:
         --------
         >>> id = shards.new_id("order.close", "7")
         """
-        members = self._members_for(tag or "", key, None) or self._in_turn()
-        return self._first_available(members, lambda member: member.new_id())
+        return self._schedule(tag or "", {"key": key}, lambda member: member.new_id())
 
     # -- one task ---------------------------------------------------------------------------------
 
@@ -584,8 +563,7 @@ class Shards:
         return ask(members[-1])
 
     def _ask_all(self, ask: Callable[[DelayTasks], T]) -> tuple[dict[int, T], Down]:
-        results: dict[int, T] = {}
-        down: Down = {}
+        results, down = dict[int, T](), Down()
         for number, member in self._by_number.items():
             try:
                 results[number] = ask(member)

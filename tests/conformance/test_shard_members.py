@@ -252,7 +252,7 @@ def test_an_id_of_the_callers_own_selects_the_member(shards: Shards) -> None:
     assert shards.schedule_delay(TAG, None, 60, id=id).id == id
     assert shards.schedule_delay(TAG, None, 60, id=id).id == id
     assert shards.members[2].get(id).id == id
-    with invalid("task", match="no member has the shard number 9"):
+    with invalid("task", match="no member has the number 9"):
         shards.schedule_delay(TAG, None, 60, id=shards.members[0].new_id() | 9 << 17)
 
 
@@ -272,14 +272,9 @@ def test_a_session_is_for_a_member(shards: Shards, tmp_path: Path) -> None:
     engine.dispose()
 
 
-def test_callbacks_and_messages_are_routed_like_other_tasks(shards: Shards) -> None:
-    calls = shards.callbacks
-    for schedule, to in ((calls.post, "https://example.org/"), (calls.publish, "invoices")):
-        made = [schedule(to, {}, 60, key=f"k{number}") for number in range(9)]
-        assert len({shard_of(task.id) for task in made}) > 1
-        for number in range(9):
-            with pytest.raises(DuplicateTaskError):
-                schedule(f"{to}2", {}, 60, key=f"k{number}")
+def test_callbacks_and_messages_go_to_the_members_in_turn(shards: Shards) -> None:
+    made = [shards.any(lambda member: member.callbacks.publish("a", {}, 60)) for _ in range(3)]
+    assert {shard_of(task.id) for task in made} == {0, 1, 2}
 
 
 def test_many_tasks_go_to_their_members_in_batches(shards: Shards) -> None:

@@ -60,6 +60,7 @@ async def use_asyncio() -> None:
     await delays.recurring.aremove("daily")
     assert_type(await shards.amember("order.close", "7"), DelayTasks)
     assert_type(await shards.aeach(DelayTasks.new_id), dict[int, int])
+    assert_type(await shards.aany(DelayTasks.new_id), int)
     async for finding in delays.acheck():
         assert_type(finding.tag, str)
     await delays.aschedule_delay("order.close", {}, object())  # type: ignore[arg-type]
