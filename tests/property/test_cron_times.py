@@ -156,59 +156,25 @@ def test_occurrences_at_each_change_of_each_zone(zone: str, expression: str) -> 
         assert occurrences(expression, zone, since, until) == expected, change
 
 
-@pytest.mark.parametrize(
-    ("expression", "zone", "since", "expected"),
-    [
-        # The clocks go from 2:00 to 3:00 on 28 March, and from 3:00 to 2:00 on 31 October.
-        (
-            "30 2 * * *",
-            "Europe/Berlin",
-            "2027-03-27T12:00Z",
-            ["2027-03-28T01:00Z", "2027-03-29T00:30Z"],
-        ),
-        (
-            "30 2 * * *",
-            "Europe/Berlin",
-            "2027-10-30T12:00Z",
-            ["2027-10-31T00:30Z", "2027-11-01T01:30Z"],
-        ),
-        (
-            "30 * * * *",
-            "Europe/Berlin",
-            "2027-03-28T00:00Z",
-            ["2027-03-28T00:30Z", "2027-03-28T01:30Z"],
-        ),
-        (
-            "30 * * * *",
-            "Europe/Berlin",
-            "2027-10-31T00:00Z",
-            ["2027-10-31T00:30Z", "2027-10-31T01:30Z"],
-        ),
-        (
-            "0 9 * * mon-fri",
-            "Asia/Tokyo",
-            "2027-01-01T12:00Z",
-            ["2027-01-04T00:00Z", "2027-01-05T00:00Z"],
-        ),
-        ("0 0 l * *", "UTC", "2028-02-01T00:00Z", ["2028-02-29T00:00Z", "2028-03-31T00:00Z"]),
-        ("0 0 29 2 *", "UTC", "2028-03-01T00:00Z", ["2032-02-29T00:00Z", "2036-02-29T00:00Z"]),
-        (
-            "*/20 0 9 * * *",
-            "UTC",
-            "2027-01-01T09:00:05Z",
-            ["2027-01-01T09:00:20Z", "2027-01-01T09:00:40Z"],
-        ),
-        (
-            "crontab 0 0 13 * 5",
-            "UTC",
-            "2027-01-01T00:00Z",
-            ["2027-08-13T00:00Z", "2028-10-13T00:00Z"],
-        ),
-    ],
-)
-def test_known_occurrences(expression: str, zone: str, since: str, expected: list[str]) -> None:
+KNOWN = """
+0 9 * * mon-fri | Asia/Tokyo | 2027-01-01T12:00Z | 2027-01-04T00:00Z 2027-01-05T00:00Z
+0 0 l * * | UTC | 2028-02-01T00:00Z | 2028-02-29T00:00Z 2028-03-31T00:00Z
+0 0 29 2 * | UTC | 2028-03-01T00:00Z | 2032-02-29T00:00Z 2036-02-29T00:00Z
+*/20 0 9 * * * | UTC | 2027-01-01T09:00:05Z | 2027-01-01T09:00:20Z 2027-01-01T09:00:40Z
+crontab 0 0 13 * 5 | UTC | 2027-01-01T00:00Z | 2027-08-13T00:00Z 2028-10-13T00:00Z
+30 2 * * * | Europe/Berlin | 2027-03-27T12:00Z | 2027-03-28T01:00Z 2027-03-29T00:30Z
+30 2 * * * | Europe/Berlin | 2027-10-30T12:00Z | 2027-10-31T00:30Z 2027-11-01T01:30Z
+30 * * * * | Europe/Berlin | 2027-03-28T00:00Z | 2027-03-28T00:30Z 2027-03-28T01:30Z
+30 * * * * | Europe/Berlin | 2027-10-31T00:00Z | 2027-10-31T00:30Z 2027-10-31T01:30Z
+"""
+
+
+@pytest.mark.parametrize("known", KNOWN.strip().splitlines())
+def test_known_occurrences(known: str) -> None:
+    """Berlin's clocks go from 2:00 to 3:00 on 28 March, and from 3:00 to 2:00 on 31 October."""
+    expression, zone, since, expected = known.split(" | ")
     timing, at = parse_timing(expression, zone), read(since)
-    for each in expected:
+    for each in expected.split():
         following = timing.after(at)
         assert following == read(each)
         at = following

@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from delaytasks import DelayedTask, Status
-from delaytasks.runtime import runtime_of
-from tests.conformance.recurring_harness import RecurringHarness
-from tests.conformance.test_recurring import Killer
+from tests.conformance.recurring_world import RecurringWorld
 from tests.conftest import empty, open_store
 
 EVERY_S = 10
@@ -27,27 +25,16 @@ class Schedules(RuleBasedStateMachine):
         super().__init__()
         self._folder = tempfile.TemporaryDirectory()
         url = f"sqlite:///{Path(self._folder.name) / 'test.sqlite3'}"
-        self._store = open_store(url, table_prefix="s_")
-        self._harness = RecurringHarness(url, self._store)
-        runtime = runtime_of(self._harness.delays)
-        runtime.clock = self._harness.clock
+        open_store(url, table_prefix="s_").close()
+        self._world = RecurringWorld(url)
 
     @initialize(overlap=st.sampled_from(["allow", "skip"]), jitter=st.sampled_from([0, 7]))
     def begin(self, overlap: Any, jitter: int) -> None:
-        empty(self._store)
-        harness = self._harness
+        empty(self._world.store)
         self.now_s, self.since_s = 0.0, 0.0
         self.is_paused, self.is_alone = False, overlap == "skip"
-        harness.recurring.set(
-            "r",
-            "report",
-            every=EVERY_S,
-            start=harness.at(EVERY_S),
-            missed="all",
-            most_missed=1000,
-            overlap=overlap,
-            jitter=jitter,
-        )
+        rules: dict[str, Any] = {"missed": "all", "most_missed": 1000, "overlap": overlap}
+        self._world.recur(EVERY_S, start=EVERY_S, jitter=jitter, **rules)
 
     @rule(seconds=st.sampled_from([0.0, 1.0, 5.0, 10.0, 33.0, 200.0]))
     def pass_time(self, seconds: float) -> None:
@@ -56,44 +43,44 @@ class Schedules(RuleBasedStateMachine):
 
     @rule()
     def sweep(self) -> None:
-        self._harness.sweep(self.now_s)
+        self._world.sweep_at(self.now_s)
         if not self.is_paused and not self.is_alone:
             first_s = self.since_s // EVERY_S * EVERY_S + EVERY_S
             expected = {
-                self._harness.at(first_s + n * EVERY_S)
+                self._world.at(first_s + n * EVERY_S)
                 for n in range(int((self.now_s - first_s) // EVERY_S) + 1)
             }
             assert expected <= self._occurrences().keys(), "occurrences without a task"
 
     @rule(step=st.integers(1, 20))
     def die(self, step: int) -> None:
-        Killer(self._harness, step).sweep(self.now_s)
+        self._world.sweep_and_die(self.now_s, step)
 
     @rule()
     def finish_what_is_due(self) -> None:
-        now = self._harness.at(self.now_s)
-        self._harness.finish([task for task in self._waiting() if task.expected_time <= now])
+        now = self._world.at(self.now_s)
+        self._world.finish([task for task in self._waiting() if task.expected_time <= now])
 
     @precondition(lambda self: not self.is_paused)
     @rule()
     def pause(self) -> None:
-        self._harness.recurring.pause("r")
+        self._world.recurring.pause("r")
         self.is_paused = True
-        now, jitter = self._harness.at(self.now_s), timedelta(seconds=7)
+        now, jitter = self._world.at(self.now_s), timedelta(seconds=7)
         later = [task for task in self._waiting() if task.expected_time > now + jitter]
         assert not later, "a paused schedule runs"
 
     @precondition(lambda self: self.is_paused)
     @rule()
     def resume(self) -> None:
-        self._harness.recurring.resume("r")
+        self._world.recurring.resume("r")
         self.is_paused, self.since_s = False, self.now_s
 
     @rule()
     def run_now(self) -> None:
         self.now_s += 0.01  # two runs in one millisecond would have one key
         self._set_clock()
-        self._harness.recurring.schedule_now("r")
+        self._world.recurring.schedule_now("r")
 
     @invariant()
     def no_occurrence_has_two_tasks(self) -> None:
@@ -109,27 +96,23 @@ class Schedules(RuleBasedStateMachine):
         """Return how many tasks each occurrence has, without those that a pause has cancelled."""
         keys = Counter(
             task.key
-            for task in self._harness.tasks()
+            for task in self._world.tasks()
             if task.status is not Status.CANCELLED and "." not in (task.key or "")
         )
-        harness = self._harness
-        schedule = harness.recurring.get("r")
-        known = {
-            schedule.key_of(harness.at(n * EVERY_S)): harness.at(n * EVERY_S)
-            for n in range(int(self.now_s // EVERY_S) + 30)
-        }
+        schedule = self._world.recurring.get("r")
+        instants = [self._world.at(n * EVERY_S) for n in range(int(self.now_s // EVERY_S) + 30)]
+        known = {schedule.key_of(at): at for at in instants}
         return Counter({known[key or ""]: count for key, count in keys.items()})
 
     def _waiting(self) -> list[DelayedTask]:
-        return [task for task in self._harness.tasks() if not task.is_finished]
+        return [task for task in self._world.tasks() if not task.is_finished]
 
     def _set_clock(self) -> None:
-        clock = self._harness.clock
-        clock.advance((self._harness.at(self.now_s) - clock.now()).total_seconds())
+        clock = self._world.clock
+        clock.advance((self._world.at(self.now_s) - clock.now()).total_seconds())
 
     def teardown(self) -> None:
-        self._harness.close()
-        self._store.close()
+        self._world.close()
         self._folder.cleanup()
 
 

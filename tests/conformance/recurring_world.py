@@ -1,0 +1,103 @@
+"""Recurring schedules on a database, with sweeps at times that the test sets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timedelta
+from typing import Any
+
+from sqlalchemy import event, update
+
+from delaytasks import DelayedTask, Status
+from delaytasks.core.body import Cipher
+from delaytasks.recurrence.definition import RecurringSchedule
+from delaytasks.storage.store import Store
+from tests.conftest import settings_for
+from tests.recording import ManualClock
+from tests.world import World
+
+
+class RecurringWorld(World):
+    """A process that defines schedules, and a sweeper, with a clock of their own."""
+
+    def __init__(self, url: str, **settings: Any) -> None:
+        keys, made = (
+            settings.get("encryption_keys"),
+            settings_for(url, table_prefix="s_", **settings),
+        )
+        super().__init__(Store(url, made, Cipher(keys) if keys else None), **settings)
+        self.recurring = self.delays.recurring
+        self.start = self.store.tasks.now().replace(microsecond=0)
+        self.clock = self.runtime.clock = ManualClock(self.start)
+
+    def close(self) -> None:
+        super().close()
+        self.store.close()
+
+    def recur(
+        self, every: Any = 20, name: str = "r", tag: str = "report", start: float = 20, **more: Any
+    ) -> RecurringSchedule:
+        """Define a schedule with its first occurrence `start` seconds after the test's start."""
+        return self.recurring.set(name, tag, every=every, start=self.at(start), **more)
+
+    def sweep_at(self, at_s: float, on_step: Callable[[], None] = lambda: None) -> None:
+        """Make the tasks that a sweep makes at this time after the start of the test."""
+        self.clock.advance((self.at(at_s) - self.clock.now()).total_seconds())
+        self.runtime._creation.create(on_step)
+
+    def change_schedules(self, **values: Any) -> None:
+        """Change columns of all schedules directly, as another program does."""
+        with self.store.database.begin() as connection:
+            connection.execute(update(self.store.schema.recurring).values(**values))
+
+    def tasks(self, tag: str = "report") -> list[DelayedTask]:
+        return list(self.delays.find(tag=tag, limit=1000).tasks)
+
+    def due_s(self, tag: str = "report") -> list[float]:
+        """Return the due times of all tasks in seconds after the start of the test."""
+        return [(task.expected_time - self.start).total_seconds() for task in self.tasks(tag)]
+
+    def finish(self, tasks: Sequence[DelayedTask]) -> None:
+        """Settle tasks as a worker does, which also frees their keys."""
+        t, k = self.store.schema.tasks, self.store.schema.keys
+        with self.store.database.begin() as connection:
+            ids = [task.id for task in tasks]
+            connection.execute(update(t).where(t.c.id.in_(ids)).values(status=int(Status.DONE)))
+            connection.execute(k.delete().where(k.c.task_id.in_(ids)))
+
+    def at(self, seconds: float) -> datetime:
+        return self.start + timedelta(seconds=seconds)
+
+    def sweep_and_die(self, at_s: float, step: int) -> bool:
+        """Kill the sweeper before or after a statement, or after a commit; return if it died.
+
+        SQLAlchemy rolls the transaction back, as a database does after a death.
+        """
+        left = step
+
+        def count(*_: Any) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise KilledError
+
+        with self._before_and_after_statements(count):
+            try:
+                self.sweep_at(at_s, count)
+            except KilledError:
+                pass
+        return left <= 0
+
+    @contextmanager
+    def _before_and_after_statements(self, call: Callable[..., None]) -> Iterator[None]:
+        names, engine = ("before_cursor_execute", "after_cursor_execute"), self.store.database.tx
+        for name in names:
+            event.listen(engine, name, call)
+        yield
+        for name in names:
+            event.remove(engine, name, call)
+
+
+class KilledError(Exception):
+    """Ends a sweeper."""
