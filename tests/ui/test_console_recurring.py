@@ -31,10 +31,13 @@ def test_recurring_schedules_are_changed(own_site: Site) -> None:
     assert "not JSON" in html.unescape(client.get("/recurring").text)
 
 
-def form_of(text: str) -> dict[str, str]:
-    """Return what a browser sends if a viewer changes nothing in the form of a schedule."""
-    [form] = re.findall(r'<form method="post" action="/recurring" .*?</form>', text, re.DOTALL)
-    fields = dict(re.findall(r'<input[^>]* name="(\w+)"[^>]* value="([^"]*)"', form))
+def form_of(text: str, action: str = "/recurring") -> dict[str, str]:
+    """Return what a browser sends if a viewer changes nothing in the form of this action."""
+    [form] = re.findall(rf'<form method="post" action="{action}" .*?</form>', text, re.DOTALL)
+    fields: dict[str, str] = {}
+    for field in re.findall(r"<input[^>]*>", form):
+        [name] = re.findall(r' name="(\w+)"', field)
+        [fields[name], *_] = re.findall(r' value="([^"]*)"|$', field)
     for name, options in re.findall(r'<select name="(\w+)">(.*?)</select>', form):
         [fields[name], *_] = re.findall(r"<option selected>(\w+)|$", options)
     fields |= re.findall(r'<textarea name="(\w+)"[^>]*>(.*?)</textarea>', form, re.DOTALL)
@@ -46,23 +49,11 @@ def test_a_schedule_is_changed_in_one_field_and_keeps_the_others(
     own_site: Site, timing: dict[str, Any]
 ) -> None:
     client, recurring = own_site.client(Role.ADMIN), own_site.delays.recurring
-    recurring.set(
-        "nightly",
-        "order.close",
-        {"order": 1, "text": "</textarea>é"},
-        **timing,
-        jitter="10s",
-        missed="all",
-        most_missed=7,
-        overlap="skip",
-        queue="mail",
-        priority=3,
-        retries="15s 3m",
-        max_late=60,
-        limit_key="k",
-        meta={"tenant": "acme"},
-        body_version=3,
-    )
+    rules = {"jitter": "10s", "missed": "all", "most_missed": 7, "overlap": "skip"}
+    options = {"queue": "mail", "priority": 3, "retries": "15s 3m", "max_late": 60}
+    options |= {"limit_key": "k", "meta": {"tenant": "acme"}, "body_version": 3}
+    body = {"order": 1, "text": "</textarea>é"}
+    recurring.set("nightly", "order.close", body, **timing, **rules, **options)  # type: ignore[arg-type]
     stored = recurring.get("nightly")
     fields = form_of(client.get("/recurring?name=nightly").text)
     client.post("/recurring", data=fields)
@@ -73,10 +64,7 @@ def test_a_schedule_is_changed_in_one_field_and_keeps_the_others(
     for name in set(DEFINED) - {"queue"}:
         assert getattr(changed, name) == getattr(stored, name), name
     client.post("/recurring", data={**fields, "body": " ", "overlap": "allow"})
-    assert (recurring.get("nightly").body, recurring.get("nightly").overlap) == (
-        {"order": 1, "text": "</textarea>é"},
-        "allow",
-    )
+    assert (recurring.get("nightly").body, recurring.get("nightly").overlap) == (body, "allow")
 
 
 def test_a_new_body_has_the_version_of_its_processor(own_site: Site) -> None:
@@ -114,14 +102,7 @@ def test_the_form_of_schedules_is_for_those_that_can_be_changed(own_site: Site) 
 # -- The form of limits in the console ------------------------------------------------------------
 
 
-def form_of_limits(text: str) -> dict[str, str]:
-    """Return what a browser sends if a viewer changes nothing in the form of limits."""
-    [form] = re.findall(r'<form method="post" action="/policies/limits" .*?</form>', text, re.S)
-    fields: dict[str, str] = {}
-    for field in re.findall(r"<input[^>]*>", form):
-        [name] = re.findall(r' name="(\w+)"', field)
-        fields[name] = html.unescape(next(iter(re.findall(r' value="([^"]*)"', field)), ""))
-    return fields
+LIMITS = "/policies/limits"
 
 
 def limits(site: Site, tag: str) -> Any:
@@ -133,27 +114,27 @@ def test_one_limit_is_raised_and_the_others_stay(own_site: Site) -> None:
     client = own_site.client(Role.ADMIN)
     [link] = re.findall(r'href="(/policies\?tag=[^"]*)"', client.get("/policies").text)
     assert link == "/policies?tag=pay.notify#edit", "mail.send is paused and has no limits"
-    fields = form_of_limits(client.get(link).text)
-    client.post("/policies/limits", data=fields)
+    fields = form_of(client.get(link).text, LIMITS)
+    client.post(LIMITS, data=fields)
     assert limits(own_site, "pay.notify") == (10, None, "100/s")
-    client.post("/policies/limits", data={**fields, "concurrency": "20"})
+    client.post(LIMITS, data={**fields, "concurrency": "20"})
     assert limits(own_site, "pay.notify") == (20, None, "100/s")
-    client.post("/policies/limits", data={**fields, "rate": ""})
+    client.post(LIMITS, data={**fields, "rate": ""})
     assert limits(own_site, "pay.notify") == (10, None, None), "an empty field has no limit"
 
 
 def test_new_limits_replace_no_others(own_site: Site) -> None:
     client = own_site.client(Role.ADMIN)
-    new = form_of_limits(client.get("/policies").text)
+    new = form_of(client.get("/policies").text, LIMITS)
     assert new["name"] == ""
-    client.post("/policies/limits", data={**new, "name": "pay.notify", "concurrency_per_key": "1"})
+    client.post(LIMITS, data={**new, "name": "pay.notify", "concurrency_per_key": "1"})
     assert "the tag pay.notify has limits already" in client.get("/policies").text
     assert limits(own_site, "pay.notify") == (10, None, "100/s")
-    client.post("/policies/limits", data={**new, "name": "mail.send", "concurrency_per_key": "1"})
+    client.post(LIMITS, data={**new, "name": "mail.send", "concurrency_per_key": "1"})
     assert limits(own_site, "mail.send") == (None, 1, None)
 
 
 def test_the_form_of_limits_is_for_administrators(site: Site) -> None:
     assert "/policies?tag=" not in site.client(Role.OPERATE).get("/policies").text
     gone = site.client(Role.ADMIN).get("/policies?tag=gone").text
-    assert form_of_limits(gone)["name"] == ""
+    assert form_of(gone, LIMITS)["name"] == ""
