@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -82,21 +82,14 @@ class RecurringWorld(World):
             if left == 0:
                 raise KilledError
 
-        with self._before_and_after_statements(count):
-            try:
-                self.sweep_at(at_s, count)
-            except KilledError:
-                pass
-        return left <= 0
-
-    @contextmanager
-    def _before_and_after_statements(self, call: Callable[..., None]) -> Iterator[None]:
         names, engine = ("before_cursor_execute", "after_cursor_execute"), self.store.database.tx
         for name in names:
-            event.listen(engine, name, call)
-        yield
+            event.listen(engine, name, count)
+        with suppress(KilledError):
+            self.sweep_at(at_s, count)
         for name in names:
-            event.remove(engine, name, call)
+            event.remove(engine, name, count)
+        return left <= 0
 
 
 class KilledError(Exception):

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,6 +46,13 @@ def tasks_of(site: Deployment, tag: str = "test.note") -> list[DelayedTask]:
     return list(site.delays.find(tag=tag, limit=1000).tasks)
 
 
+def wait_for_runs(site: Deployment, count: int, is_declared: bool = False) -> None:
+    def has_run() -> bool:
+        return sum((run[0] == "declared") == is_declared for run in site.runs()) >= count
+
+    wait_until(has_run, 30, lambda: f"{count} runs\n{site.logs()}", every_s=0.1)
+
+
 @pytest.mark.parametrize(
     ("database", "broker"),
     [
@@ -63,10 +71,10 @@ def test_each_occurrence_runs_once_on_time_while_workers_and_beats_are_killed(
         first.append(site.beat())
         site.beat()
     site.delays.recurring.set("each second", "test.note", {"file": str(site.file)}, every="1s")
-    wait_until(lambda: len(site.runs()) >= 5, 30, lambda: f"five runs\n{site.logs()}", every_s=0.1)
+    wait_for_runs(site, 5)
     for process in first:
         process.kill()
-    wait_until(lambda: len(site.runs()) >= 15, 30, lambda: f"15 runs\n{site.logs()}", every_s=0.1)
+    wait_for_runs(site, 15)
     site.delays.recurring.pause("each second")
     done = [task for task in tasks_of(site) if task.status is not Status.CANCELLED]
     site.wait_for(done)
@@ -81,46 +89,18 @@ def test_each_occurrence_runs_once_on_time_while_workers_and_beats_are_killed(
 
 
 @pytest.mark.quick
-def test_a_worker_stores_and_runs_the_schedules_that_its_code_declares(
-    postgresql_url: str, redis_url: str, tmp_path: Path
-) -> None:
-    conf = {"imports": ["tests.project", "declared_schedules_of_test"]}
-    site = Deployment(tmp_path, postgresql_url, redis_url, conf)
-    module = tmp_path / "declared_schedules_of_test.py"
+@pytest.mark.parametrize(("database", "broker"), [("postgresql_url", "redis_url")])
+def test_a_worker_runs_what_its_code_declares_and_celery_tasks_that_recur(site: Deployment) -> None:
+    module = site.folder / "declared_schedules_of_test.py"
     module.write_text(DECLARED.format(file=str(site.file)))
-    try:
-        worker = site.worker(pool="solo")
-        wait_until(
-            lambda: len(site.runs()) >= 3, 30, lambda: f"three runs\n{site.logs()}", every_s=0.1
-        )
-        [schedule] = site.delays.recurring.list()
-        assert schedule.is_declared
-        worker.terminate()
-    finally:
-        site.close()
-
-
-@pytest.mark.quick
-def test_a_celery_task_recurs(postgresql_url: str, redis_url: str, tmp_path: Path) -> None:
-    site = Deployment(tmp_path, postgresql_url, redis_url)
-    site.delays.recurring.set(
-        "celery", _Named("test.celery_note"), {"args": [str(site.file)]}, every="1s"
-    )
-    try:
-        site.worker("-Q", f"default,{site.conf['task_default_queue']}", pool="solo")
-        wait_until(
-            lambda: len(site.runs()) >= 3, 30, lambda: f"three runs\n{site.logs()}", every_s=0.1
-        )
-        rows = {str(task.id) for task in tasks_of(site, "celery:test.celery_note")}
-        assert {run[0] for run in site.runs()} <= rows, "the message has the id of the row"
-    finally:
-        site.close()
-
-
-class _Named:
-    """A Celery task that only the worker has."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def apply_async(self) -> None: ...
+    site.conf["imports"] = ["tests.project", module.stem]
+    in_the_worker: Any = SimpleNamespace(name="test.celery_note", apply_async=print)
+    site.delays.recurring.set("celery", in_the_worker, {"args": [str(site.file)]}, every="1s")
+    site.worker("-Q", f"default,{site.conf['task_default_queue']}", pool="solo")
+    wait_for_runs(site, 3)
+    wait_for_runs(site, 3, is_declared=True)
+    found = {schedule.name: schedule.is_declared for schedule in site.delays.recurring.list()}
+    assert found == {"celery": False, "test.declared": True}
+    rows = {str(task.id) for task in tasks_of(site, "celery:test.celery_note")}
+    ids = {run[0] for run in site.runs()} - {"declared"}
+    assert ids <= rows, "the message has the id of the row"

@@ -85,7 +85,6 @@ def test_the_next_occurrences_are_shown_in_utc_and_in_the_zone(shop: Project) ->
 @pytest.mark.parametrize(
     ("arguments", "kind"),
     [
-        (("set", "r", "ok"), "cron"),
         (("set", "r", "ok", "--cron", "61 * * * *"), "cron"),
         (("set", "r", "ok", "--every", "5m", "--missed", "never"), "missed"),
         (("set", "r", "ok", "{", "--every", "5m"), "body"),
