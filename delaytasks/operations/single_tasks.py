@@ -141,7 +141,8 @@ def transaction_of_new(runtime: Runtime, session: Any) -> Transaction | None:
     if asyncio is not None and transaction is None and asyncio._get_running_loop() is not None:
         from delaytasks.storage.database import is_on_the_loop
 
-        if not is_on_the_loop():
+        # Drivers of browsers run synchronous code beside a loop, and outside its tasks.
+        if asyncio.current_task() is not None and not is_on_the_loop():
             warnings.warn(
                 "schedule_delay blocks the event loop of this coroutine: await aschedule_delay",
                 RuntimeWarning,
