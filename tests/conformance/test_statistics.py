@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
 from typing import Any
@@ -60,18 +61,18 @@ def test_each_outcome_is_counted(world: World) -> None:
     world.delays.processor("retried", retries="1h")(end)
     bodies = ["ok", "ok", "raise", "fail", "cancel", "snooze", "retry"]
     tasks = [world.schedule("end", body) for body in bodies]
-    report = world.run(*tasks, world.schedule("retried", "raise"), world.schedule())
+    rest = [world.schedule("retried", "raise"), world.schedule(), world.schedule("unknown")]
+    report = world.run(*tasks, *rest)
     assert outcomes_of(report, "end") == {
-        "done": 2,
-        "failed": 2,
-        "cancelled": 1,
-        "snoozed": 1,
-        "retried": 1,
-    }
+        "done": 2, "failed": 2, "cancelled": 1, "snoozed": 1, "retried": 1,
+    }  # fmt: skip
     assert outcomes_of(report, "retried") == {"retried": 1}
     assert outcomes_of(report, "note") == {"done": 1}
+    assert outcomes_of(report, "unknown") == {"given_back": 1}
     found = counts_of(report)
-    assert {tag: one.started for tag, one in found.items()} == {"end": 7, "retried": 1, "note": 1}
+    started = {tag: one.started for tag, one in found.items()}
+    assert started == {"end": 7, "retried": 1, "note": 1, "unknown": 0}
+    assert (found["note"].on_time, found["note"].late) == (0, 0), "the tag has no promise"
     assert all(sum(one.duration) == one.started for one in found.values())
 
 
@@ -87,19 +88,13 @@ def test_a_drain_counts_too(world: World) -> None:
     assert outcomes_of(world.drain(), "note") == {"done": 5}
 
 
-def test_a_batch_counts_each_task(world: World) -> None:
+def test_tasks_of_a_batch_and_concurrent_tasks_are_each_counted_once(world: World) -> None:
     world.delays.processor("batch", batch=10)(lambda tasks: None)
-    report = world.run(*[world.schedule("batch") for _ in range(4)])
-    assert outcomes_of(report, "batch") == {"done": 4}
-    assert counts_of(report)["batch"].started == 4
-
-
-def test_concurrent_tasks_are_each_counted_once(world: World) -> None:
     world.delays.processor("slots", in_flight=8)(lambda body: None)
-    tasks = [world.schedule("slots") for _ in range(50)]
-    report = world.run(*tasks)
-    assert outcomes_of(report, "slots") == {"done": 50}
-    assert counts_of(report)["slots"].started == 50
+    report = world.run(*[world.schedule(tag) for tag in ("batch", "slots") for _ in range(50)])
+    for tag in ("batch", "slots"):
+        assert outcomes_of(report, tag) == {"done": 50}
+        assert counts_of(report)[tag].started == 50
 
 
 def test_the_lateness_is_that_of_the_due_time_and_decides_about_on_time(world: World) -> None:
@@ -112,11 +107,6 @@ def test_the_lateness_is_that_of_the_due_time_and_decides_about_on_time(world: W
     assert 100 <= counts.lateness_s < 200
 
 
-def test_a_tag_without_a_promise_is_neither_on_time_nor_late(world: World) -> None:
-    counts = counts_of(world.run(world.schedule()))["note"]
-    assert (counts.on_time, counts.late) == (0, 0)
-
-
 def test_an_expired_task_is_late_and_has_no_run(world: World) -> None:
     world.delays.processor("brief", on_time="1s", max_late="2s")(lambda body: None)
     task = world.schedule("brief")
@@ -125,12 +115,6 @@ def test_an_expired_task_is_late_and_has_no_run(world: World) -> None:
     assert outcomes_of(report, "brief") == {"expired": 1}
     counts = counts_of(report)["brief"]
     assert (counts.on_time, counts.late, counts.started) == (0, 1, 0)
-
-
-def test_a_task_that_cannot_run_here_is_given_back_and_has_no_run(world: World) -> None:
-    report = world.run(world.schedule("unknown"))
-    assert outcomes_of(report, "unknown") == {"given_back": 1}
-    assert counts_of(report)["unknown"].started == 0
 
 
 def test_a_settlement_that_changes_no_row_is_a_lost_lease(world: World) -> None:
@@ -169,18 +153,9 @@ def test_the_groups_of_one_report_are_bounded(world: World) -> None:
 
 def test_several_threads_lose_no_count(world: World) -> None:
     tasks = [world.schedule() for _ in range(60)]
-    reports: list[Report] = []
-
-    def run(number: int) -> None:
-        for task in tasks[number::3]:
-            reports.append(world.run(task))
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
     total = RunCounts()
+    with ThreadPoolExecutor(3) as threads:
+        reports = list(threads.map(world.run, tasks))
     for report in reports:
         for _, stored in report.statistics.tags:
             total.add_stored(stored)

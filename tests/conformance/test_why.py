@@ -55,9 +55,8 @@ def test_a_deferred_task_names_its_tag(world: World) -> None:
 
 
 def test_a_worker_that_was_not_seen_for_long_serves_nothing(world: World) -> None:
-    task, w = world.schedule(), world.store.schema.workers
-    with world.store.database.begin() as connection:
-        connection.execute(w.update().values(seen_at=world.now() - timedelta(minutes=1)))
+    task = world.schedule()
+    world.silence()
     assert fact_codes(world, task) == ["no_worker"]
 
 
@@ -173,13 +172,6 @@ def test_a_task_that_a_person_cancelled_alone_names_the_actor(delays: DelayTasks
     assert f"by ann (entry {entry.id} of the log)" in reason.sentence
     assert reason.facts["actor"] == "ann"
     assert explain(delays, other).reasons[0].facts["actor"] is None
-
-
-def test_a_task_that_code_cancelled_has_no_actor(delays: DelayTasks) -> None:
-    task = delays.schedule_delay("a", {}, 60)
-    delays.cancel(task)
-    [reason] = explain(delays, task).reasons
-    assert (reason.code, reason.facts["actor"]) == ("cancelled", None)
 
 
 def test_the_task_of_a_recurring_schedule_names_the_schedule(
