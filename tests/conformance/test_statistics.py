@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -235,30 +234,43 @@ def test_a_pattern_that_selects_nothing_in_particular_is_refused(
 
 
 NOON = datetime(2026, 3, 1, 12, tzinfo=timezone.utc)
+NOON_2030 = NOON.replace(year=2030)
 MINUTE, HOUR, DAY = timedelta(minutes=1), timedelta(hours=1), timedelta(days=1)
 
 
+class Table(StatisticsTable):
+    """The tables, with the transactions in which a worker writes to them."""
+
+    def put(self, unwritten: Unwritten, now: datetime = NOON_2030) -> None:
+        self._db.transaction(lambda connection: self.add(connection, unwritten, now))
+
+    def minutes(self) -> dict[tuple[datetime, str], RunCounts]:
+        rows = self.read(NOON_2030 - 4000 * DAY, NOON_2030 + 1000 * DAY, None)
+        return {(row.start, row.tag): row.counts for row in rows}
+
+    def groups(self) -> list[Any]:
+        return list(self.failure_groups(None, None, 10))
+
+
 @pytest.fixture
-def table(store: Store) -> StatisticsTable:
-    return StatisticsTable(store.database, store.schema)
+def table(store: Store) -> Table:
+    return Table(store.database, store.schema)
 
 
-def write(table: StatisticsTable, store: Store, at: datetime, tag: str, *latenesses: float) -> None:
+def write(table: Table, at: datetime, tag: str, *latenesses: float) -> None:
     counts = RunCounts()
     counts.add_outcome("done", len(latenesses))
     for lateness_s in latenesses:
         counts.add_run(lateness_s, 0.2, 5.0 if tag == "prompt" else None)
     unwritten = Unwritten()
     unwritten.add_run(int(at.timestamp()) // 60, tag, counts)
-    store.database.transaction(lambda c: table.add(c, unwritten, at))
+    table.put(unwritten, at)
 
 
-def test_a_series_has_every_step_and_adds_the_tags_up(
-    delays: DelayTasks, store: Store, table: StatisticsTable
-) -> None:
-    write(table, store, NOON, "a", 0.1, 0.1)
-    write(table, store, NOON + 4 * MINUTE, "b", 0.1)
-    write(table, store, NOON + 12 * MINUTE, "a", 0.1)
+def test_a_series_has_every_step_and_adds_the_tags_up(delays: DelayTasks, table: Table) -> None:
+    write(table, NOON, "a", 0.1, 0.1)
+    write(table, NOON + 4 * MINUTE, "b", 0.1)
+    write(table, NOON + 12 * MINUTE, "a", 0.1)
     points = delays.statistics.series(since=NOON, until=NOON + 15 * MINUTE, step="5m")
     assert [(one.start, one.total.done) for one in points] == [
         (NOON, 3),
@@ -270,44 +282,38 @@ def test_a_series_has_every_step_and_adds_the_tags_up(
     assert [one.total.done for one in only] == [1]
 
 
-def test_the_rows_of_a_range_are_counted_up_to_a_limit(
-    delays: DelayTasks, store: Store, table: StatisticsTable
-) -> None:
+def test_the_rows_of_a_range_are_counted_up_to_a_limit(store: Store, table: Table) -> None:
     for minute in range(4):
         for tag in "abc":
-            write(table, store, NOON - minute * MINUTE, tag, 0.1)
+            write(table, NOON - minute * MINUTE, tag, 0.1)
     since, until = NOON - 2 * MINUTE, NOON + HOUR
     assert count_rows(store, since, until, 100) == len(list(table.read(since, until, None))) == 9
     assert count_rows(store, since, until, 5) == 5
 
 
 def test_the_end_of_a_range_is_exclusive_and_its_beginning_is_rounded_down(
-    delays: DelayTasks, store: Store, table: StatisticsTable
+    delays: DelayTasks, table: Table
 ) -> None:
     for offset in (-1, 0, 9, 10):
-        write(table, store, NOON + offset * MINUTE, "a", 0.1)
+        write(table, NOON + offset * MINUTE, "a", 0.1)
     since = NOON + timedelta(seconds=30)
     points = delays.statistics.series(since=since, until=NOON + 10 * MINUTE, step="10m")
     assert [(one.start, one.total.done) for one in points] == [(NOON, 2)]
     assert delays.statistics.totals(since=since, until=NOON + 10 * MINUTE)["a"].done == 2
 
 
-def test_the_totals_of_a_range_need_one_count_for_each_tag(
-    delays: DelayTasks, store: Store, table: StatisticsTable
-) -> None:
+def test_the_totals_of_a_range_need_one_count_for_each_tag(store: Store, table: Table) -> None:
     for minute in (0, 5, 59):
-        write(table, store, NOON + minute * MINUTE, "a", 0.1)
-        write(table, store, NOON + minute * MINUTE, "b", 0.1)
+        write(table, NOON + minute * MINUTE, "a", 0.1)
+        write(table, NOON + minute * MINUTE, "b", 0.1)
     until = NOON + 50 * MINUTE
     steps = StepRange.of(until, NOON, until, "1m", is_series=False)
     [by_tag] = run_counts(store, steps, None).values()
     assert {tag: counts.started for tag, counts in by_tag.items()} == {"a": 2, "b": 2}
 
 
-def test_a_range_is_the_same_in_every_time_zone(
-    delays: DelayTasks, store: Store, table: StatisticsTable
-) -> None:
-    write(table, store, NOON, "a", 0.1)
+def test_a_range_is_the_same_in_every_time_zone(delays: DelayTasks, table: Table) -> None:
+    write(table, NOON, "a", 0.1)
     east = timezone(timedelta(hours=9))
     points = delays.statistics.series(
         since=NOON.astimezone(east), until=(NOON + HOUR).astimezone(east), step="1h"
@@ -316,22 +322,18 @@ def test_a_range_is_the_same_in_every_time_zone(
     assert points[0].start.tzinfo is timezone.utc
 
 
-def test_a_duration_is_a_range_before_now(
-    delays: DelayTasks, store: Store, table: StatisticsTable
-) -> None:
+def test_a_duration_is_a_range_before_now(delays: DelayTasks, store: Store, table: Table) -> None:
     now = store.tasks.now()
-    write(table, store, now - 10 * MINUTE, "a", 0.1)
-    write(table, store, now - 2 * HOUR, "a", 0.1)
+    write(table, now - 10 * MINUTE, "a", 0.1)
+    write(table, now - 2 * HOUR, "a", 0.1)
     assert delays.statistics.totals()["a"].done == 1
     assert delays.statistics.totals(since="3h")["a"].done == 2
     assert sum(one.total.done for one in delays.statistics.series(since="3h")) == 2
 
 
-def test_quantiles_come_from_the_histograms_of_the_range(
-    delays: DelayTasks, store: Store, table: StatisticsTable
-) -> None:
-    write(table, store, NOON, "a", *[0.02] * 98)
-    write(table, store, NOON + MINUTE, "a", 50, 50)
+def test_quantiles_come_from_the_histograms_of_the_range(delays: DelayTasks, table: Table) -> None:
+    write(table, NOON, "a", *[0.02] * 98)
+    write(table, NOON + MINUTE, "a", 50, 50)
     total = delays.statistics.totals(since=NOON, until=NOON + HOUR)["a"]
     assert 0.01 <= (total.lateness_quantile(0.5) or 0) <= 0.025
     assert 30 <= (total.lateness_quantile(0.99) or 0) <= 60
@@ -341,11 +343,11 @@ def test_quantiles_come_from_the_histograms_of_the_range(
 
 
 def test_the_share_on_time_is_exact_though_the_bounds_of_the_histogram_are_not(
-    delays: DelayTasks, store: Store, table: StatisticsTable
+    delays: DelayTasks, table: Table
 ) -> None:
     delays.processor("prompt", on_time="5s")(lambda body: None)
-    write(table, store, NOON, "prompt", *[4.999] * 997, 5.001, 5.002, 9)
-    write(table, store, NOON, "other", 1)
+    write(table, NOON, "prompt", *[4.999] * 997, 5.001, 5.002, 9)
+    write(table, NOON, "other", 1)
     span: dict[str, Any] = {"since": NOON, "until": NOON + HOUR}
     [one] = delays.statistics.on_time(**span, target=0.99)
     assert (one.tag, one.promised_s, one.on_time, one.late) == ("prompt", 5, 997, 3)
@@ -354,14 +356,12 @@ def test_the_share_on_time_is_exact_though_the_bounds_of_the_histogram_are_not(
         delays.statistics.on_time(target=1)
 
 
-def test_failure_groups_are_read_and_select_their_tasks(
-    delays: DelayTasks, store: Store, table: StatisticsTable
-) -> None:
+def test_failure_groups_are_read_and_select_their_tasks(delays: DelayTasks, table: Table) -> None:
     group = Unwritten()
     hour = int(NOON.timestamp()) // 3600
     pattern = "* in charge\n*ValueError: order * not found*"
     group.add_failure(hour, FailureCount("a", pattern, 3, 17, "the error"))
-    store.database.transaction(lambda c: table.add(c, group, NOON))
+    table.put(group, NOON)
     [found] = delays.statistics.failures(tag="a")
     assert (found.runs, found.task_id, found.error) == (3, 17, "the error")
     assert found.hours == {NOON: 3}
@@ -392,9 +392,6 @@ def test_a_wrong_range_is_refused(
 # The tables of statistics: adding counts, and purging them
 
 
-NOON_2030 = datetime(2030, 3, 1, 12, tzinfo=timezone.utc)
-
-
 def minute_of(instant: datetime) -> int:
     return int(instant.timestamp()) // 60
 
@@ -414,23 +411,10 @@ def some(at: datetime, **tags: int) -> Unwritten:
     return unwritten
 
 
-def add(
-    store: Store, table: StatisticsTable, unwritten: Unwritten, now: datetime = NOON_2030
-) -> None:
-    store.database.transaction(lambda c: table.add(c, unwritten, now))
-
-
-def minutes(table: StatisticsTable) -> dict[tuple[datetime, str], RunCounts]:
-    begin, end = NOON_2030 - timedelta(days=4000), NOON_2030 + timedelta(days=1000)
-    return {(row.start, row.tag): row.counts for row in table.read(begin, end, None)}
-
-
-def test_counts_are_added_to_what_other_workers_have_written(
-    store: Store, table: StatisticsTable
-) -> None:
-    add(store, table, some(NOON_2030, a=2, b=1))
-    add(store, table, some(NOON_2030, a=3))
-    found = minutes(table)
+def test_counts_are_added_to_what_other_workers_have_written(table: Table) -> None:
+    table.put(some(NOON_2030, a=2, b=1))
+    table.put(some(NOON_2030, a=3))
+    found = table.minutes()
     assert {key: one.started for key, one in found.items()} == {
         (NOON_2030, "a"): 5,
         (NOON_2030, "b"): 1,
@@ -438,10 +422,8 @@ def test_counts_are_added_to_what_other_workers_have_written(
     assert found[NOON_2030, "a"].outcome("done") == found[NOON_2030, "a"].on_time == 5
 
 
-def test_workers_that_write_simultaneously_lose_nothing(
-    store: Store, table: StatisticsTable
-) -> None:
-    writes, failures = 20, list[BaseException]()
+def test_workers_that_write_simultaneously_lose_nothing(table: Table) -> None:
+    writes = 20
 
     def work(number: int) -> None:
         mine = some(NOON_2030, a=1, b=1, **{f"only-{number}": 1})
@@ -449,90 +431,75 @@ def test_workers_that_write_simultaneously_lose_nothing(
             minute_of(NOON_2030) // 60, FailureCount("a", "broken*", 1, number, "broken")
         )
         for _ in range(writes):
-            try:
-                add(store, table, mine)
-            except BaseException as error:
-                failures.append(error)
+            table.put(mine)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
-    found = minutes(table)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
+    found = table.minutes()
     assert found[NOON_2030, "a"].started == found[NOON_2030, "b"].started == 4 * writes
     assert found[NOON_2030, "only-3"].started == writes
-    [group] = table.failure_groups(None, None, 10)
+    [group] = table.groups()
     assert group.runs == 4 * writes
 
 
-def test_a_failure_group_shows_the_failure_of_the_latest_hour(
-    store: Store, table: StatisticsTable
-) -> None:
+def test_a_failure_group_shows_the_failure_of_the_latest_hour(table: Table) -> None:
     hour, mine = minute_of(NOON_2030) // 60, some(NOON_2030, a=3)
     mine.add_failure(hour - 1, FailureCount("a", "broken*", 1, 1, "rare and old"))
     mine.add_failure(hour, FailureCount("a", "broken*", 5, 2, "frequent and new"))
-    add(store, table, mine)
-    [group] = table.failure_groups(None, None, 10)
+    table.put(mine)
+    [group] = table.groups()
     assert (group.task_id, group.sample, group.runs) == (2, "frequent and new", 6)
 
 
-def test_old_minutes_and_old_groups_are_purged(store: Store, table: StatisticsTable) -> None:
+def test_old_minutes_and_old_groups_are_purged(table: Table) -> None:
     later = NOON_2030 + timedelta(hours=1)
     for at, pattern in ((NOON_2030, "old*"), (later, "new*")):
         one = some(at, a=1)
         one.add_failure(1, FailureCount("a", pattern, 1, 1, "broken"))
-        add(store, table, one, at)
+        table.put(one, at)
     table.purge(NOON_2030 + statistics_table.COUNTS_KEPT + timedelta(minutes=1))
-    assert list(minutes(table)) == [(later, "a")]
+    assert list(table.minutes()) == [(later, "a")]
     table.purge(NOON_2030 + statistics_table.GROUPS_KEPT + timedelta(minutes=1))
-    assert [group.pattern for group in table.failure_groups(None, None, 10)] == ["new*"]
+    assert [group.pattern for group in table.groups()] == ["new*"]
 
 
 def test_a_sweep_purges_once_an_hour_unless_the_setting_is_off(
-    store: Store, make_world: MakeWorld, table: StatisticsTable
+    make_world: MakeWorld, table: Table
 ) -> None:
     def left_after(world: World) -> int:
-        add(store, table, some(NOON_2030.replace(year=2020), a=1))
+        table.put(some(NOON_2030.replace(year=2020), a=1))
         world.sweep_later()
-        return len(minutes(table))
+        return len(table.minutes())
 
     on = make_world()
     assert left_after(make_world(statistics=False)) == 1
     assert [left_after(on), left_after(on)] == [0, 1]
 
 
-def test_the_number_of_groups_is_bounded(
-    store: Store, table: StatisticsTable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_number_of_groups_is_bounded(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(statistics_table, "MAX_STORED_GROUPS", 3)
     for number in range(5):
         one = Unwritten()
         one.add_failure(1, FailureCount("a", f"{number}*", 1, 1, "broken"))
-        add(store, table, one, NOON_2030 + timedelta(minutes=number))
+        table.put(one, NOON_2030 + timedelta(minutes=number))
     table.purge(NOON_2030)
-    assert [group.pattern for group in table.failure_groups(None, None, 10)] == ["4*", "3*", "2*"]
+    assert [group.pattern for group in table.groups()] == ["4*", "3*", "2*"]
 
 
-def test_one_write_has_the_largest_groups(
-    store: Store, table: StatisticsTable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_write_has_the_largest_groups(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(statistics_table, "MAX_GROUPS_PER_WRITE", 2)
     unwritten = Unwritten()
     for number in (1, 3, 2):
         unwritten.add_failure(1, FailureCount("a", f"{number}*", number, number, "broken"))
-    add(store, table, unwritten)
-    assert {group.pattern for group in table.failure_groups(None, None, 10)} == {"2*", "3*"}
+    table.put(unwritten)
+    assert {group.pattern for group in table.groups()} == {"2*", "3*"}
 
 
-def test_a_group_has_its_first_and_last_time_its_last_task_and_its_hours(
-    store: Store, table: StatisticsTable
-) -> None:
+def test_a_group_has_its_first_and_last_time_its_last_task_and_its_hours(table: Table) -> None:
     for number in range(60):
         one = Unwritten()
         one.add_failure(1000 + number, FailureCount("a", "x*", 2, number, f"x{number}"))
-        add(store, table, one, NOON_2030 + timedelta(hours=number))
+        table.put(one, NOON_2030 + timedelta(hours=number))
     [group] = table.failure_groups("a", NOON_2030, 10)
     assert (group.runs, group.task_id, group.sample) == (120, 59, "x59")
     assert (group.first_at, group.last_at) == (NOON_2030, NOON_2030 + timedelta(hours=59))
@@ -540,22 +507,22 @@ def test_a_group_has_its_first_and_last_time_its_last_task_and_its_hours(
     assert hours == dict.fromkeys(range(1012, 1060), 2), "the last 48 hours"
 
 
-def test_the_largest_times_of_a_minute_are_kept(store: Store, table: StatisticsTable) -> None:
+def test_the_largest_times_of_a_minute_are_kept(table: Table) -> None:
     for lateness_s in (0.1, 101.0, 0.3):
         unwritten = Unwritten()
         unwritten.add_run(minute_of(NOON_2030), "a", runs(10, lateness_s))
-        add(store, table, unwritten)
-    [counts] = minutes(table).values()
+        table.put(unwritten)
+    [counts] = table.minutes().values()
     assert (counts.lateness_max_s, counts.duration_max_s) == (101.0, 0.2)
 
 
-def test_values_of_another_program_are_no_error(store: Store, table: StatisticsTable) -> None:
+def test_values_of_another_program_are_no_error(store: Store, table: Table) -> None:
     with store.database.begin() as connection:
         written = {"start": NOON_2030, "tag": "a", "counts": "nonsense"}
         connection.execute(store.schema.statistics.insert(), [written])
-    assert [one.started for one in minutes(table).values()] == [0]
-    add(store, table, some(NOON_2030, a=1))
-    assert [one.started for one in minutes(table).values()] == [1]
+    assert [one.started for one in table.minutes().values()] == [0]
+    table.put(some(NOON_2030, a=1))
+    assert [one.started for one in table.minutes().values()] == [1]
 
 
 # A write that fails is repeated if it was certainly not committed, and otherwise given up
