@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from sqlalchemy import update
 
 from delaytasks import BulkResult, DelayedTask, DelayTasks, Status
+from delaytasks.core.interfaces import Entry
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
 from tests.waiting import wait_until
@@ -45,6 +47,20 @@ def counts(result: BulkResult) -> tuple[int, int, int]:
 
 def statuses(delays: DelayTasks, *tasks: DelayedTask) -> list[Status]:
     return [delays.get(task).status for task in tasks]
+
+
+def versions(tasks: Iterable[DelayedTask | Entry]) -> set[tuple[int, int]]:
+    return {(task.id, task.version) for task in tasks}
+
+
+def shifts(delays: DelayTasks, tasks: Iterable[DelayedTask]) -> set[float]:
+    """Return by how many seconds the tasks have been shifted."""
+    return {(delays.get(t).expected_time - t.expected_time).total_seconds() for t in tasks}
+
+
+def due_in(delays: DelayTasks, task: DelayedTask) -> float:
+    """Return the seconds until the task is due."""
+    return (delays.get(task).due - runtime_of(delays).clock.now()).total_seconds()
 
 
 NOON = datetime(2031, 1, 31, 12, tzinfo=timezone.utc)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import event, text
+from sqlalchemy import text
 
 from delaytasks import DelayedTask, DelayTasks, Status
 from delaytasks.core.clock import monotonic
@@ -79,6 +78,16 @@ def test_the_databases_clock_moves_within_a_transaction(store: Store) -> None:
 SECOND = timedelta(seconds=1)
 
 
+def all_pages(delays: DelayTasks, **options: Any) -> list[int]:
+    """Return the ids of the tasks of all pages."""
+    page = delays.find(**options)
+    found = [task.id for task in page]
+    while page.cursor is not None:
+        page = delays.find(cursor=page.cursor, **options)
+        found += [task.id for task in page]
+    return found
+
+
 @pytest.fixture
 def tasks(store: Store, delays: DelayTasks) -> dict[str, DelayedTask]:
     """Return one task for each way in which tasks differ."""
@@ -116,18 +125,9 @@ def test_find_has_the_filters_of_the_bulk_functions_and_takes_several_statuses(
     delays: DelayTasks, tasks: dict[str, DelayedTask], filters: Any, wanted: str, limit: int
 ) -> None:
     assert filters.keys() <= Filters.__annotations__.keys()
-    found: list[DelayedTask] = []
-    for newest_first in (False, True):
-        found.clear()
-        page = delays.find(limit=limit, newest_first=newest_first, **filters)
-        found += page
-        while page.cursor is not None:
-            page = delays.find(
-                limit=limit, cursor=page.cursor, newest_first=newest_first, **filters
-            )
-            found += page
-        names = [name for one in found for name, task in tasks.items() if task.id == one.id]
-        assert names == (wanted.split()[::-1] if newest_first else wanted.split())
+    ids = [tasks[name].id for name in wanted.split()]
+    assert all_pages(delays, limit=limit, **filters) == ids
+    assert all_pages(delays, limit=limit, newest_first=True, **filters) == ids[::-1]
 
 
 def test_a_bulk_function_takes_several_statuses_and_a_key(
@@ -222,19 +222,8 @@ def test_pages_from_the_newest_to_the_oldest_are_the_others_reversed(
     delays: DelayTasks, equal_tasks: list[DelayedTask], filters: dict[str, str], limit: int
 ) -> None:
     wanted = [task.id for task in equal_tasks if task.tag == filters.get("tag", task.tag)]
-
-    def pages(newest_first: bool) -> list[int]:
-        found: list[int] = []
-        cursor: str | None = None
-        while True:
-            page = delays.find(**filters, limit=limit, cursor=cursor, newest_first=newest_first)
-            found += [task.id for task in page]
-            cursor = page.cursor
-            if cursor is None:
-                return found
-
-    assert pages(newest_first=False) == wanted
-    assert pages(newest_first=True) == wanted[::-1]
+    assert all_pages(delays, limit=limit, **filters) == wanted
+    assert all_pages(delays, limit=limit, newest_first=True, **filters) == wanted[::-1]
 
 
 def test_a_task_that_is_scheduled_between_two_pages_does_not_shift_them(
@@ -308,16 +297,6 @@ def seen(follower: Follower) -> list[tuple[int, str]]:
     return [(task.id, task.status.name) for task in follower.read().tasks]
 
 
-def make_late(store: Store, task: DelayedTask) -> None:
-    """Let the task be due long ago, as in a backlog."""
-    t = store.schema.tasks
-    due = task.expected_time - timedelta(hours=1)
-    with store.database.begin() as connection:
-        connection.execute(
-            t.update().where(t.c.id == task.id).values(expected_time=due, update_time=due)
-        )
-
-
 def test_each_change_is_shown_once(delays: DelayTasks, world: World) -> None:
     follower = follow(delays)
     task = delays.schedule_delay("note", {"secret": 1}, 0)
@@ -341,19 +320,14 @@ def test_a_run_between_two_reads_is_shown_as_it_ended(delays: DelayTasks, world:
 
 
 def test_a_task_of_a_backlog_is_found_while_it_runs_and_when_it_ends(
-    delays: DelayTasks, world: World, store: Store
+    delays: DelayTasks, world: World
 ) -> None:
-    task = delays.schedule_delay("note", {}, 0)
-    make_late(store, task)
+    task = world.put(due_s=-3600, update_time=world.now() - timedelta(hours=1))
     follower = follow(delays)
     # The follower has not seen it yet, and it was due long ago, so only its status leads to it.
-    [claimed] = world.claim(world.read(task))
+    [claimed] = world.claim(task)
     assert (task.id, "RUNNING") in seen(follower)
-    t = store.schema.tasks
-    with store.database.begin() as connection:
-        connection.execute(
-            t.update().where(t.c.id == task.id).values(status=1, version=claimed.version + 1)
-        )
+    world.change(task, status=1, version=claimed.version + 1)
     assert seen(follower) == [(task.id, "DONE")], "it was seen before"
 
 
@@ -369,27 +343,14 @@ def test_filters_apply_to_the_changes(delays: DelayTasks) -> None:
     assert seen(by_status) == seen(by_key) == [(two.id, "CANCELLED")]
 
 
-@pytest.fixture
-def statements(store: Store, delays: DelayTasks) -> Iterator[list[str]]:
-    found: list[str] = []
-
-    def note(connection: Any, cursor: Any, statement: str, *_: Any) -> None:
-        found.append(statement)
-
-    engine = runtime_of(delays).store.database.auto
-    event.listen(engine, "before_cursor_execute", note)
-    yield found
-    event.remove(engine, "before_cursor_execute", note)
-
-
 def test_a_read_has_few_statements_and_each_is_bounded(
-    delays: DelayTasks, statements: list[str], monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    follower = follow(delays)
-    delays.schedule_many(("note", {}, 60) for _ in range(30))
+    follower = follow(world.delays)
+    world.delays.schedule_many(("note", {}, 60) for _ in range(30))
     monkeypatch.setattr(changes, "MOST_CHANGES", 20)
-    statements.clear()
-    step = follower.read()
+    with world.statements() as statements:
+        step = follower.read()
     assert step.is_incomplete
     assert len(step.tasks) == 20
     assert len(statements) == 5, "the time, three parts, and the rows"
