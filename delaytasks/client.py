@@ -52,7 +52,7 @@ from delaytasks.operations.single_tasks import (
     touch_tasks,
     transaction_of_new,
 )
-from delaytasks.processors.registry import MAX_BATCH, Registry
+from delaytasks.processors.registry import MAX_BATCH, Registry, tags_of
 from delaytasks.twins import twin
 from delaytasks.worker.processes import Processes
 
@@ -213,7 +213,8 @@ class DelayTasks:
         """
         new = new_task(tag, body, delay, at, options)
         w = self._runtime
-        return w.producer.schedule(new, on_conflict, transaction_of_new(w, session))
+        transaction = transaction_of_new(w, session, "aschedule_delay")
+        return w.producer.schedule(new, on_conflict, transaction)
 
     aschedule_delay = twin(schedule_delay)
 
@@ -571,7 +572,7 @@ class DelayTasks:
         task, tag, key
             See `cancel`.
         attempts
-            Read the last 50 failed attempts as well, as `task.runs`.
+            Read the last 50 failed attempts as well, as `task.attempts`.
         session
             A SQLAlchemy Session or Connection that reads the row.
 
@@ -863,7 +864,7 @@ class DelayTasks:
         body_version, upgrades : optional
             The version of the bodies that the function takes, and a dict of functions that make a
             body of the next version from one of an older version: `{1: f, 2: g}`.
-        aliases : iterable of str, optional
+        aliases : list or tuple of str, optional
             Former tags of the function, whose rows it runs as well.
         limit_key : callable, optional
             A function that returns the limit key of a body, for `policies.set`.
@@ -889,7 +890,7 @@ class DelayTasks:
         ... def close_order(body): ...
         >>> close_order.schedule({"order": 7}, "30m")
         """
-        tags = (tag, *options.pop("aliases", ()))
+        tags = tags_of(tag, options.pop("aliases", None) or ())
         registers = [self._registry.processor(name, **options) for name in tags]
 
         def decorate(function: Callable[..., Any]) -> Processor[Any, ..., Any]:

@@ -106,7 +106,7 @@ class Processor(Generic[Body, P, Returned_co]):
         """
         new = new_task(self.tag, body, delay, at, options)
         w = self._delays._runtime
-        return w.producer.schedule(new, on_conflict, transaction_of_new(w, session))
+        return w.producer.schedule(new, on_conflict, transaction_of_new(w, session, "aschedule"))
 
     aschedule = twin(schedule)
 

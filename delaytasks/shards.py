@@ -33,8 +33,17 @@ from delaytasks.core.filters import BulkResult, LogEntry
 from delaytasks.core.ids import shard_of
 from delaytasks.core.inputs import Delay, check_page_limit
 from delaytasks.core.states import LIVE
-from delaytasks.core.task import DelayedTask, NewTask, Page, TaskName, id_of, new_task_of
+from delaytasks.core.task import (
+    DelayedTask,
+    NewTask,
+    Page,
+    TaskName,
+    TouchResult,
+    id_of,
+    new_task_of,
+)
 from delaytasks.operations.bulk_calls import Bulk
+from delaytasks.operations.single_tasks import is_several
 from delaytasks.twins import twin
 
 P = ParamSpec("P")
@@ -138,6 +147,26 @@ def _for_one(method: Method[P, T]) -> MethodOfShards[P, T]:
     def call(self: Shards, /, task: Any = None, *args: Any, **options: Any) -> Any:
         ask = _calling(method, task, *args, **options)
         return self._ask_in_turn(ask, task, options.get("tag"), options.get("key"))
+
+    return functools.wraps(method)(call)
+
+
+def _for_one_or_many(method: Method[P, TouchResult]) -> MethodOfShards[P, TouchResult]:
+    """Ask one member after the other, each for the names that the members before it lack."""
+    ask_for_one = _for_one(method)
+
+    def call(self: Shards, /, task: Any = None, *args: Any, **options: Any) -> TouchResult:
+        names: Any = options.get("key") if task is None else task
+        if not is_several(names):
+            return ask_for_one(self, task, *args, **options)
+        names = left = [*names] if task is None else [*map(id_of, names)]
+        touched = set[Any]()
+        for member in self.members:
+            asked = {**options, "key": left} if task is None else {**options, "task": left}
+            result = _calling(method, asked.pop("task", None), *args, **asked)(member)
+            touched.update(result.touched)
+            left = result.gone
+        return TouchResult.of(names, touched)
 
     return functools.wraps(method)(call)
 
@@ -402,7 +431,7 @@ class Shards:
 
     cancel = _for_one(DelayTasks.cancel)
     reschedule = _for_one(DelayTasks.reschedule)
-    touch = _for_one(DelayTasks.touch)
+    touch = _for_one_or_many(DelayTasks.touch)
     rerun = _for_one(DelayTasks.rerun)
     get = _for_one(DelayTasks.get)
     result = _for_one(DelayTasks.result)

@@ -128,14 +128,18 @@ def result_of(task: DelayedTask) -> Any:
     """Return the result of a task that has ended, or raise the error that says how it ended."""
     if task.status is Status.DONE:
         return task.result
-    reason = f"task {task.id} ({task.tag}) is {task.status.name}: {last_line(task.error)}"
+    reason = f"task {task.id} ({task.tag}) is {task.status.name}"
+    if task.error:
+        reason = f"{reason}: {last_line(task.error)}"
     if task.status is Status.CANCELLED:
         raise TaskCancelledError(reason, task.id, task.status)
     raise TaskFailedError(reason, task.id)
 
 
-def transaction_of_new(runtime: Runtime, session: Any) -> Transaction | None:
-    """Return the transaction of `schedule_delay`, and warn of a call that stops an event loop."""
+def transaction_of_new(runtime: Runtime, session: Any, twin: str) -> Transaction | None:
+    """Return the transaction of a new task, and warn of a call that stops an event loop.
+
+    `twin` is the name of the call's asynchronous twin."""
     transaction = runtime.transactions.of(session)
     asyncio = sys.modules.get("asyncio")
     if asyncio is not None and transaction is None and asyncio._get_running_loop() is not None:
@@ -144,7 +148,7 @@ def transaction_of_new(runtime: Runtime, session: Any) -> Transaction | None:
         # Drivers of browsers run synchronous code beside a loop, and outside its tasks.
         if asyncio.current_task() is not None and not is_on_the_loop():
             warnings.warn(
-                "schedule_delay blocks the event loop of this coroutine: await aschedule_delay",
+                f"{twin[1:]} blocks the event loop of this coroutine: await {twin}",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -206,13 +210,13 @@ def touch_tasks(
     with runtime.transactions.guard(session) as transaction:
         due, on = runtime.producer.due_of(delay), connection_of(transaction)
         if key is None:
-            if not _is_several(task):
+            if not is_several(task):
                 id = id_of(id_or_task(task))
                 return TouchResult.of([id], {id} if touches.touch(id, due, on) else set())
             ids = [id_of(id_or_task(each)) for each in task]
             return TouchResult.of(ids, touches.touch_many(ids, due, on))
         tag = check_tag(tag)
-        if not _is_several(key):  # no other statement looks the key up
+        if not is_several(key):  # no other statement looks the key up
             waits = touches.touch_key(tag, check_key(key), due, on)
             return TouchResult.of([key], {key} if waits else set())
         keys = [check_key(each) for each in key]
@@ -221,7 +225,7 @@ def touch_tasks(
         return TouchResult.of(keys, {key for key, id in ids_of_keys.items() if id in touched})
 
 
-def _is_several(names: Any) -> bool:
+def is_several(names: Any) -> bool:
     return isinstance(names, Iterable) and not isinstance(names, (str, bytes))
 
 

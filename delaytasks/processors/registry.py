@@ -8,7 +8,7 @@ import difflib
 import inspect
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -165,7 +165,7 @@ class CommonOptions(TypedDict, total=False):
     body_version: int | None
     upgrades: Mapping[int, Upgrade]
     #: Former tags of the function, whose rows it runs as well.
-    aliases: Iterable[str]
+    aliases: Collection[str] | None
     #: Returns the limit key of a body, for limits per key; a task may have its own.
     limit_key: Callable[[Any], str | None] | None
     #: A longer run gets Celery's `SoftTimeLimitExceeded`; a run that is longer than `time_limit` is
@@ -239,24 +239,15 @@ class Registry:
             raise TypeError(
                 f"a processor has no option {', '.join(sorted(unknown))} (known: {known})"
             )
-        queue, max_late, schema = (
-            options.get("queue"),
-            options.get("max_late"),
-            options.get("schema"),
-        )
-        on_time = options.get("on_time")
+        queue, schema = options.get("queue"), options.get("schema")
         soft_s, hard_s = _time_limits(options)
         describe = partial(
             ProcessorSpec,
             tag=check_tag(tag),
             queue=None if queue is None else check_queue(queue),
             retries=Retries.of(options.get("retries")),
-            max_late_s=None
-            if max_late is None
-            else check_wait(max_late, MAX_RETRY_DELAY_S, "max_late"),
-            on_time_s=None
-            if on_time is None
-            else check_wait(on_time, MAX_RETRY_DELAY_S, "on_time"),
+            max_late_s=_seconds("max_late", options.get("max_late")),
+            on_time_s=_seconds("on_time", options.get("on_time")),
             keep_result=bool(options.get("keep_result")),
             schema=None if schema is None else BodySchema(tag, schema),
             versions=BodyVersions.of(tag, options.get("body_version"), options.get("upgrades")),
@@ -331,6 +322,13 @@ class Registry:
         return iter(self._processors.values())
 
 
+def tags_of(tag: str, aliases: Collection[str]) -> tuple[str, ...]:
+    """Return the tag and the aliases of a processor."""
+    if isinstance(aliases, (str, bytes)) or not isinstance(aliases, Collection):
+        raise InvalidInputError(f"aliases is a list of tags, not {shown(aliases)}", "aliases")
+    return (tag, *aliases)
+
+
 def _time_limits(options: ProcessorOptions) -> tuple[float | None, float | None]:
     """Return the soft and the hard time limit in seconds."""
     soft_s = _time_limit("soft_time_limit", options.get("soft_time_limit"))
@@ -345,12 +343,13 @@ def _time_limits(options: ProcessorOptions) -> tuple[float | None, float | None]
 
 
 def _time_limit(option: str, limit: object) -> float | None:
-    if limit is None:
-        return None
-    seconds = check_wait(limit, MAX_RETRY_DELAY_S, option)
-    if seconds == 0:
+    if (seconds := _seconds(option, limit)) == 0:
         raise InvalidInputError(f"{option}=0 leaves no time to run; None means no limit", option)
     return seconds
+
+
+def _seconds(option: str, duration: object) -> float | None:
+    return None if duration is None else check_wait(duration, MAX_RETRY_DELAY_S, option)
 
 
 def _bounded(option: str, number: int | None, most: int) -> int | None:

@@ -233,6 +233,17 @@ def test_a_task_is_found_although_its_id_names_another_member(shards: Shards) ->
         assert shards.cancel(id).id == id
 
 
+def test_many_timeouts_are_postponed_whichever_members_have_them(shards: Shards) -> None:
+    keys = [key_at(shards, place) for place in range(3)]
+    ids = [shards.schedule_delay(TAG, None, 60, key=key).id for key in keys]
+    foreign = shards.members[1].schedule_delay(TAG, None, 60, id=17)
+    unknown = shards.new_id()
+    by_id = shards.touch([*ids, foreign, unknown], 90)
+    assert (by_id.touched, by_id.gone) == ([*ids, 17], [unknown])
+    by_key = shards.touch(tag=TAG, key=[*keys, "unknown"], delay="2m")
+    assert (by_key.touched, by_key.gone) == (keys, ["unknown"])
+
+
 def test_a_task_that_nobody_has_is_not_found(shards: Shards) -> None:
     id = shards.new_id()
     assert shards.cancel(id).status is None

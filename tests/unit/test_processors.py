@@ -130,6 +130,9 @@ def test_a_processor_runs_the_rows_of_its_former_tags(tmp_path: Path) -> None:
     assert seen == ["old", "new"]
     with pytest.raises(ConfigError, match="close_order"):
         delays.processor("close_order")(lambda body: None)
+    for wrong in ("close", 7, iter(["close"])):
+        with invalid("aliases"):
+            delays.processor("order.send", aliases=wrong)
 
 
 def test_a_handle_schedules_finds_and_cancels_tasks_of_its_tag(tmp_path: Path) -> None:
