@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from chaos.history import Notebook, RunRecord
-from delaytasks import DelayedTask, RetrySchedule, processor
+from delaytasks import DelayedTask, RetrySchedule
+from delaytasks.celery import delays
 from tests.waiting import STACKS
 
 #: The retry delays of the tasks that fail at first.
@@ -58,17 +59,17 @@ def _note(body: dict[str, Any], task: DelayedTask) -> None:
     notes.note(replace(begun, ended_us=now_us()))
 
 
-@processor("chaos.note")
+@delays.processor("chaos.note")
 def note(body: dict[str, Any], task: DelayedTask) -> None:
     _note(body, task)
 
 
-@processor("chaos.recurring")
+@delays.processor("chaos.recurring")
 def recurring(body: dict[str, Any], task: DelayedTask) -> None:
     _note(body, task)
 
 
-@processor("chaos.shaky", retries=RETRY_SCHEDULE)
+@delays.processor("chaos.shaky", retries=RETRY_SCHEDULE)
 def shaky(body: dict[str, Any], task: DelayedTask) -> None:
     _note(body, task)
     if task.runs <= body["fails"]:

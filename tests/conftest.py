@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 from sqlalchemy import delete
 
-from delaytasks.attachment import standalone_tags
 from delaytasks.core.settings import Settings, load_settings
 from delaytasks.storage.store import Store
 from tests.proxy import WebServer
@@ -102,13 +101,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_setup() -> None:
-    """Begin each test as a program of its own: modules that others import may have registered
-    processors before there was a `DelayTasks`.
-
-    Go on measuring coverage if the test before has ended it. Python removes a trace function in
+    """Go on measuring coverage if the test before has ended it. Python removes a trace function in
     which an exception strikes, such as that of a time limit.
     """
-    standalone_tags.clear()
     if "coverage" not in sys.modules or sys.gettrace() is not None:
         return
     measuring = sys.modules["coverage"].Coverage.current()
