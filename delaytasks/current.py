@@ -95,8 +95,9 @@ if TYPE_CHECKING:
 else:
     # Registering a processor makes no runtime.
     def processor(tag: str, **options: Any) -> Any:
-        if not (_of_project or _of_celery()):
+        delays = _of_project or _of_celery()
+        if delays is None:
             standalone_tags.append(tag)
-        return current_delays().processor(tag, **options)
+        return (delays or current_delays()).processor(tag, **options)
 
     processor.__doc__ = DelayTasks.processor.__doc__

@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import Any, BinaryIO, TypeVar
 
 import click
 
@@ -117,10 +117,7 @@ def schedule(
     content = read_body(body)
     cli.import_processors()
     delays = cli.delays
-    if delay is not None:
-        task = delays.schedule_delay(tag, content, delay, **options)
-    else:
-        task = delays.schedule_delay(tag, content, at=cast(datetime, at), **options)
+    task = delays.schedule_delay(tag, content, delay, at=at, **options)
     cli.answer_task(task, "scheduled")
     meant = runtime_of(delays).registry.meant_by(task.tag)
     if meant is not None:

@@ -162,8 +162,8 @@ def access(
     delaytasks access api shop --remove
     delaytasks access console
 
-    For a user who exists, the command changes password and role. A key is printed once, and only
-    its hash is stored. Without a name, the users or keys are listed.
+    For a user who exists, the command changes the password, and with --role the role. A key is
+    printed once, and only its hash is stored. Without a name, the users or keys are listed.
     """
     is_api = what == "api"
     belong_to = {"access console": "role password", "access api": "scope keys"}
@@ -171,6 +171,8 @@ def access(
     check_belongs(belong_to, asked, {**options, "keys": keys})
     file = _key_file(cli, keys) if is_api else _user_file(cli)
     if name is None:
+        if remove or any(options.values()):
+            raise click.UsageError("Missing argument 'NAME'.")
         _list(cli, file)
     elif remove:
         if not file.remove(name):
@@ -180,7 +182,7 @@ def access(
         key, entry = file.create(name, options["scope"])
         cli.answer({"name": name, "key": key, "entry": entry}, key)
     else:
-        _set_user(cli, file, name, options["role"] or "view", options["password"])
+        _set_user(cli, file, name, options["role"], options["password"])
 
 
 def _list(cli: Cli, file: UserFile | ApiKeyFile) -> None:
@@ -199,14 +201,17 @@ def _list(cli: Cli, file: UserFile | ApiKeyFile) -> None:
         cli.note(f"Nobody has access yet: {file.path} has no name.")
 
 
-def _set_user(cli: Cli, users: UserFile, name: str, role: str, password: str | None) -> None:
+def _set_user(cli: Cli, users: UserFile, name: str, role: str | None, password: str | None) -> None:
     from delaytasks.console.viewers import Role
 
     if password is None:
         cli.require_terminal(False, "access asks for the password on a terminal: --password")
         password = click.prompt("Password", hide_input=True, confirmation_prompt=True, err=True)
-    users.set(name, password, Role.named(role))
-    cli.answer({"name": name, "role": role}, f"stored the user {name} with the role {role}")
+    kept = Role.named(role) if role else users.role(name) or Role.VIEW
+    users.set(name, password, kept)
+    cli.answer(
+        {"name": name, "role": kept.label}, f"stored the user {name} with the role {kept.label}"
+    )
 
 
 def _user_file(cli: Cli) -> UserFile:

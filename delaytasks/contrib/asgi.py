@@ -40,7 +40,7 @@ def mount(app: Any, path: str, wsgi: Any) -> Any:
 
     async def served(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
-            root_path = scope.get("root_path", "") + path
+            root_path = scope.get("root_path", "") + path.rstrip("/")
             if f"{scope['path']}/".startswith(f"{root_path}/"):
                 await mounted({**scope, "root_path": root_path}, receive, send)
                 return

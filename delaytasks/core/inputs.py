@@ -139,7 +139,7 @@ def is_number(value: object, least: float, most: float) -> TypeGuard[float]:
 
 TAG_LENGTH = 128
 KEY_LENGTH = 191
-CONCURRENCY_KEY_LENGTH = 255
+LIMIT_KEY_LENGTH = 255
 QUEUE_LENGTH = 100
 ACTOR_LENGTH = 255
 #: The key of an occurrence is the name of its schedule and a time of 25 characters.
@@ -158,7 +158,7 @@ def check_key(key: object, argument: str = "key") -> str:
 
 
 def check_limit_key(key: object) -> str:
-    return _check_name(key, "limit_key", CONCURRENCY_KEY_LENGTH)
+    return _check_name(key, "limit_key", LIMIT_KEY_LENGTH)
 
 
 def check_schedule_name(name: object) -> str:

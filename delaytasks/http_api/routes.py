@@ -22,6 +22,7 @@ from delaytasks.client import DelayTasks
 from delaytasks.core.celery_calls import CALLBACK, CELERY_PREFIX
 from delaytasks.core.clock import TokenBuckets
 from delaytasks.core.errors import (
+    ConfigError,
     DelayTaskError,
     InvalidInputError,
     OutcomeUnknownError,
@@ -605,6 +606,8 @@ def make_api(
     --------
     >>> api = make_api(delays, ApiKeyFile(Path("api-keys.json")))
     """
+    if not requests_per_s > 0:
+        raise ConfigError(f"requests_per_s is more than 0, not {shown(requests_per_s)}")
     app = Flask(__name__, static_folder=None)
     app.config.update(MAX_CONTENT_LENGTH=most_bytes, PROVIDE_AUTOMATIC_OPTIONS=False)
     app.url_map.merge_slashes = False

@@ -9,8 +9,8 @@ from typing import Any
 from delaytasks.core.errors import InvalidInputError
 from delaytasks.core.filters import MAX_IDS
 from delaytasks.core.inputs import (
-    CONCURRENCY_KEY_LENGTH,
     KEY_LENGTH,
+    LIMIT_KEY_LENGTH,
     MAX_PRIORITY,
     PAGE_MAX,
     QUEUE_LENGTH,
@@ -103,7 +103,7 @@ _OPTIONS = {
     "retries": RETRIES,
     "max_late": _described(DELAY, "A task that starts later than this is cancelled."),
     "max_wait": _described(DELAY, "With replace: the longest time from the first call."),
-    "limit_key": _text(CONCURRENCY_KEY_LENGTH),
+    "limit_key": _text(LIMIT_KEY_LENGTH),
     "meta": PAIRS,
     "jitter": _described(DELAY, "The task is due up to this time later."),
 }

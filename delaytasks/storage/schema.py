@@ -31,8 +31,8 @@ from sqlalchemy.sql.elements import conv
 from delaytasks.core.body import Cipher
 from delaytasks.core.inputs import (
     ACTOR_LENGTH,
-    CONCURRENCY_KEY_LENGTH,
     KEY_LENGTH,
+    LIMIT_KEY_LENGTH,
     MAX_PRIORITY,
     QUEUE_LENGTH,
     SCHEDULE_NAME_LENGTH,
@@ -110,7 +110,7 @@ def task_table(metadata: MetaData, prefix: str) -> Table:
         Column("worker", String(255)),
         Column("task_key", String(KEY_LENGTH)),
         Column("result", LongText),
-        Column("limit_key", String(CONCURRENCY_KEY_LENGTH)),
+        Column("limit_key", String(LIMIT_KEY_LENGTH)),
         # The due time of a deferred task, whose expected_time is its next try; NULL for other
         # tasks.
         Column("due_time", UTCDateTime),
@@ -359,7 +359,7 @@ def _policies(tables: _TableMaker) -> Table:
         # For a rate limit: when the next task may start, and the limit key served last in the
         # waitlist.
         Column("next_start", UTCDateTime),
-        Column("turn", String(CONCURRENCY_KEY_LENGTH)),
+        Column("turn", String(LIMIT_KEY_LENGTH)),
         # The number of the transaction that last changed the policy, counted in the next table.
         Column("change_number", BigInteger, nullable=False, server_default=text("0")),
         Index(conv(tables.prefix + "idx_yb_delay_policy_change"), "change_number"),
@@ -426,7 +426,7 @@ def _waitlists(tables: _TableMaker) -> Table:
         Column("queue", String(QUEUE_LENGTH), nullable=False),
         Column("tag", String(TAG_LENGTH), nullable=False),
         # The limit key; empty for tasks that have none.
-        Column("limit_key", String(CONCURRENCY_KEY_LENGTH), nullable=False),
+        Column("limit_key", String(LIMIT_KEY_LENGTH), nullable=False),
         # The higher the priority, the lower the number.
         Column("place", Integer, nullable=False, autoincrement=False),
         Column("due", UTCDateTime, nullable=False),
@@ -450,7 +450,7 @@ def _recurring(tables: _TableMaker) -> Table:
         Column("queue", String(QUEUE_LENGTH), nullable=False),
         Column("priority", SmallInteger, nullable=False),
         Column("headers", LongText),
-        Column("limit_key", String(CONCURRENCY_KEY_LENGTH)),
+        Column("limit_key", String(LIMIT_KEY_LENGTH)),
         # When the tasks are due.
         Column("timing", String(TIMING_LENGTH), nullable=False),
         Column("tz", String(64), nullable=False),

@@ -39,13 +39,15 @@ def webhook(secrets: str | Iterable[str]) -> Callable[[Callable[..., R]], Callab
     ...     ship(callback.body["order"])
     """
 
+    known = secrets if isinstance(secrets, str) else tuple(secrets)
+
     def decorate(view: Callable[..., R]) -> Callable[..., R]:
         def refusal(request: Any, payload: bytes, values: dict[str, Any]) -> Any:
             """Add the callback to the arguments of the view, or return the response."""
             if request.method != "POST":
                 return _response(request, 405, "A callback is a POST.")
             try:
-                values["callback"] = verify(payload, request.headers, secrets)
+                values["callback"] = verify(payload, request.headers, known)
             except InvalidInputError as error:
                 return _response(request, 401 if error.argument == "headers" else 400, str(error))
             if "request" not in parameters:

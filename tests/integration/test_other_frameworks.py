@@ -72,7 +72,8 @@ def test_the_http_api_is_mounted_in_the_application(
         create_tables(connection, delays)
     keys = tmp_path / "api-keys.json"
     key, _ = ApiKeyFile(keys).create("shop", ["read", "schedule:*"])
-    exec(block_with("contrib.asgi").replace("/etc/shop/api-keys.json", str(keys)), names)
+    mounting = block_with("contrib.asgi").replace("/etc/shop/api-keys.json", str(keys))
+    exec(mounting.replace('"/delays"', '"/delays/"') if root_path else mounting, names)
     # The path of a request contains the root path, as in uvicorn.
     transport = httpx.ASGITransport(names["server_app"], root_path=root_path)
     headers = {"Authorization": f"Bearer {key}"}

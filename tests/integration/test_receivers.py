@@ -31,7 +31,7 @@ def in_flask(is_async: bool) -> Iterator[Send]:
 
     app = Flask("receiver")
 
-    @webhook([OLD, NEW])
+    @webhook(secret for secret in (OLD, NEW))
     def paid(order: int, callback: Any) -> Any:
         return shown(callback, order)
 

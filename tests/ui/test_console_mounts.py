@@ -195,6 +195,9 @@ def test_a_command_adds_and_removes_users(tmp_path: Path, monkeypatch: pytest.Mo
     assert added.output == "stored the user ann with the role operate\n"
     listed = runner.invoke(main, ["access", "console", "--json"], env=url)
     assert json.loads(listed.output) == [{"name": "ann", "role": "operate"}]
+    new_password = ["access", "console", "ann", "--password", "another password"]
+    assert "role operate" in runner.invoke(main, new_password, env=url).output
+    assert "'NAME'" in runner.invoke(main, ["access", "console", "--remove"], env=url).output
     remove = ["access", "console", "ann", "--remove"]
     assert runner.invoke(main, remove, env=url).exit_code == 0
     assert runner.invoke(main, remove, env=url).exit_code == 2

@@ -9,7 +9,7 @@ from django.db import DEFAULT_DB_ALIAS, models
 
 from delaytasks.contrib.django.instance import project_delays
 from delaytasks.core.body import decoded
-from delaytasks.core.inputs import CONCURRENCY_KEY_LENGTH, KEY_LENGTH, QUEUE_LENGTH, TAG_LENGTH
+from delaytasks.core.inputs import KEY_LENGTH, LIMIT_KEY_LENGTH, QUEUE_LENGTH, TAG_LENGTH
 from delaytasks.core.states import Status
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.schema import BODY
@@ -92,7 +92,7 @@ class DelayTaskRow(ReadOnlyRow):
     worker = models.CharField(max_length=255, null=True)
     task_key = models.CharField(max_length=KEY_LENGTH, null=True)
     result = models.TextField(null=True)
-    limit_key = models.CharField(max_length=CONCURRENCY_KEY_LENGTH, null=True)
+    limit_key = models.CharField(max_length=LIMIT_KEY_LENGTH, null=True)
     due_time = models.DateTimeField(null=True)
     meta = models.TextField(null=True)
     cancel_request = models.SmallIntegerField(null=True)

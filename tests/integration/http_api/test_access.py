@@ -143,6 +143,8 @@ def test_a_key_that_makes_too_many_requests_waits(site: ApiSite) -> None:
     assert caller("GET", "/v1/tasks").status_code == 200
     refused = caller("GET", "/v1/tasks")
     assert (refused.status_code, refused.headers["Retry-After"]) == (429, "100")
+    with pytest.raises(ConfigError, match="requests_per_s is more than 0"):
+        make_api(site.delays, site.keys, requests_per_s=0)
 
 
 # -- The URLs for probes, which need no key -------------------------------------------------------
