@@ -12,14 +12,14 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
 from celery import Celery
-from sqlalchemy import event, func, make_url, select
+from sqlalchemy import event, func, make_url, select, update
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from delaytasks import DelayedTask, DelayTasks
@@ -93,6 +93,18 @@ def counted(store: Store) -> dict[Status, int]:
     query = select(t.status, func.count()).group_by(t.status)
     found = dict(store.database.autocommitted(lambda c: [tuple(row) for row in c.execute(query)]))
     return {status: found.get(int(status), 0) for status in Status}
+
+
+def set_columns(
+    store: Store, table: str, row: Mapping[str, Any] | None = None, **values: Any
+) -> None:
+    """Set columns of a table directly, as another program does.
+
+    `row` has the column values of the rows that change. Without it, all rows change.
+    """
+    changed = update(getattr(store.schema, table)).filter_by(**row or {}).values(**values)
+    with store.database.begin() as connection:
+        connection.execute(changed)
 
 
 # -- A clock that a test sets by hand -------------------------------------------------------------

@@ -75,8 +75,7 @@ class Deployment:
         self._database_url = database_url
         self.delays = self.producer()
         self.store = runtime_of(self.delays).store
-        with self.store.database.begin() as connection:
-            self.store.schema.metadata.create_all(connection)
+        self.store.schema.metadata.create_all(self.store.database.tx)
         self._processes: list[Process] = []
 
     def producer(self, database_url: str | None = None) -> DelayTasks:
@@ -276,8 +275,7 @@ class Deployment:
         for process in self._processes:
             process.end()
         runtime_of(self.delays).flush()  # later messages would stay in the broker
-        with self.store.database.begin() as connection:
-            self.store.schema.metadata.drop_all(connection)
+        self.store.schema.metadata.drop_all(self.store.database.tx)
         if self.settings.get("timer") != "direct":
             self._delete_queues()
         self.delays.close()

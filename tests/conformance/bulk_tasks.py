@@ -6,12 +6,11 @@ from collections.abc import Iterable
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
-from sqlalchemy import update
-
 from delaytasks import BulkResult, DelayedTask, DelayTasks, Status
 from delaytasks.core.interfaces import Entry
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
+from tests.recording import set_columns
 from tests.waiting import wait_until
 
 FAR = 7 * 86400.0
@@ -35,9 +34,7 @@ def pass_a_moment(delays: DelayTasks) -> None:
 
 def put(store: Store, task: DelayedTask, **values: Any) -> DelayedTask:
     """Write `values` into the row of `task`, and return the task."""
-    t = store.schema.tasks
-    with store.database.begin() as connection:
-        connection.execute(update(t).where(t.c.id == task.id).values(**values))
+    set_columns(store, "tasks", {"id": task.id}, **values)
     return store.tasks.read(task.id)
 
 

@@ -14,7 +14,7 @@ from delaytasks.core.body import Cipher
 from delaytasks.recurrence.definition import RecurringSchedule
 from delaytasks.storage.store import Store
 from tests.conftest import settings_for
-from tests.recording import ManualClock
+from tests.recording import ManualClock, set_columns
 from tests.world import World
 
 
@@ -48,8 +48,7 @@ class RecurringWorld(World):
 
     def change_schedules(self, **values: Any) -> None:
         """Change columns of all schedules directly, as another program does."""
-        with self.store.database.begin() as connection:
-            connection.execute(update(self.store.schema.recurring).values(**values))
+        set_columns(self.store, "recurring", **values)
 
     def tasks(self, tag: str = "report") -> list[DelayedTask]:
         return list(self.delays.find(tag=tag, limit=1000).tasks)

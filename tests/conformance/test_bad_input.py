@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from sqlalchemy import func, insert, select, update
+from sqlalchemy import func, insert, select
 from sqlalchemy.orm import Session
 
 from delaytasks import NewTask, Status
@@ -24,7 +24,7 @@ from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
 from tests.conformance.store_rows import status_columns
 from tests.fuzzing import fuzz
-from tests.recording import delays_on, record, runner_of
+from tests.recording import delays_on, record, runner_of, set_columns
 from tests.refusals import raised
 
 UTC = timezone.utc
@@ -79,9 +79,7 @@ class RefusingClient:
         self, status: Status = Status.NOT_COMPLETE, delay: float = 60, **options: Any
     ) -> DelayedTask:
         task = self.delays.schedule_delay("mail", {"n": 1}, delay, **options)
-        t = self._store.schema.tasks
-        with self._store.database.begin() as connection:
-            connection.execute(update(t).where(t.c.id == task.id).values(status_columns(status)))
+        set_columns(self._store, "tasks", {"id": task.id}, **status_columns(status))
         return task
 
     def insert(self, **values: Any) -> int:

@@ -38,7 +38,7 @@ from tests.conformance.bulk_tasks import (
 )
 from tests.conformance.store_rows import RUNNING, status_columns
 from tests.proxy import Proxy
-from tests.recording import delays_on, record
+from tests.recording import delays_on, record, set_columns
 from tests.refusals import invalid
 from tests.running import ROOT
 from tests.world.broker import RecordingTimer
@@ -471,11 +471,7 @@ def test_old_audit_rows_are_purged_by_the_time_of_their_last_update(
     delays.bulk.cancel(tag="mail")
     delays.bulk.cancel(tag="mail")
     old, _ = delays.bulk.log()
-    a = store.schema.audit
-    with store.database.begin() as connection:
-        connection.execute(
-            update(a).where(a.c.id == old.id).values(seen_at=old.seen_at - timedelta(hours=2))
-        )
+    set_columns(store, "audit", {"id": old.id}, seen_at=old.seen_at - timedelta(hours=2))
     store.sweeps.purge_audit(7200 + 600)
     assert len(delays.bulk.log()) == 2
     store.sweeps.purge_audit(3600)

@@ -109,8 +109,7 @@ class TripCounter:
         assert runtime_of(self.delays).flush()
 
     def close(self) -> None:
-        with self.store.database.begin() as connection:
-            self.store.schema.metadata.drop_all(connection)
+        self.store.schema.metadata.drop_all(self.store.database.tx)
         self.store.close()
         publisher = runtime_of(self.delays).publisher
         with self.app.connection_for_write() as connection:
@@ -228,8 +227,7 @@ def proxy(mysql_url: str) -> Iterator[Proxy]:
 def store(mysql_url: str, proxy: Proxy) -> Iterator[Store]:
     made = open_store(proxy.url(mysql_url), table_prefix="trips_")
     yield made
-    with made.database.begin() as connection:
-        made.schema.metadata.drop_all(connection)
+    made.schema.metadata.drop_all(made.database.tx)
     made.close()
 
 
@@ -292,8 +290,7 @@ def field(request: pytest.FixtureRequest) -> Iterator[Store]:
         )
     )
     yield store
-    with store.database.begin() as connection:
-        store.schema.metadata.drop_all(connection)
+    store.schema.metadata.drop_all(store.database.tx)
     store.close()
 
 
@@ -381,8 +378,7 @@ def test_instants_are_utc_whatever_time_zone_the_url_asks_for(postgresql_url: st
         assert claimed.create_time is not None
         assert str(claimed.create_time.tzinfo) == "UTC"
     finally:
-        with store.database.begin() as connection:
-            store.schema.metadata.drop_all(connection)
+        store.schema.metadata.drop_all(store.database.tx)
         store.close()
 
 
@@ -441,8 +437,7 @@ def test_a_plan_made_for_an_empty_table_serves_a_full_one(field: Store, versions
 def kept_field(postgresql_url: str) -> Iterator[Store]:
     store = open_store(postgresql_url, table_prefix="kept_")
     yield store
-    with store.database.begin() as connection:
-        store.schema.metadata.drop_all(connection)
+    store.schema.metadata.drop_all(store.database.tx)
     store.close()
 
 

@@ -15,7 +15,6 @@ from celery import Celery, _state, group
 from celery.exceptions import Retry
 from celery.signals import after_task_publish, before_task_publish
 from kombu import Connection, Exchange, Queue
-from sqlalchemy import update
 from sqlalchemy.orm import Session
 
 from delaytasks import DelayedTask, DelayTasks, Status, WaitTimeoutError
@@ -32,7 +31,7 @@ from delaytasks.durable_eta.stored_message import StoredMessage
 from delaytasks.operations import durable_calls as revocations
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
-from tests.recording import record, run_now
+from tests.recording import record, run_now, set_columns
 from tests.refusals import invalid
 from tests.world.broker import RecordingTimer
 
@@ -406,14 +405,11 @@ def test_a_message_whose_worker_died_is_not_published_after_its_revoke(office: O
     result = office.remind.apply_async((7,), countdown=90)
     (row,) = office.rows()
     store = runtime_of(office.delays).store
-    t = store.schema.tasks
-    with store.database.begin() as connection:
-        connection.execute(update(t).values(expected_time=store.tasks.now()))
+    set_columns(store, "tasks", expected_time=store.tasks.now())
     assert store.claims("w", None).claim([Entry.of(row)])
 
     result.revoke()
-    with store.database.begin() as connection:
-        connection.execute(update(t).values(lease_until=store.tasks.now() - timedelta(seconds=1)))
+    set_columns(store, "tasks", lease_until=store.tasks.now() - timedelta(seconds=1))
     assert store.sweeps.recover(5, 100).total == 1
 
     assert office.publish().status is Status.CANCELLED

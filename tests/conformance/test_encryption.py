@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import insert, literal_column, select, text, update
+from sqlalchemy import insert, literal_column, select, text
 from sqlalchemy.orm import Session
 
 from delaytasks import DelayedTask, DelayTasks, NewTask, Status
@@ -19,7 +19,7 @@ from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
 from delaytasks.worker.celery_tasks import processes_of
 from tests.doc_pages import ROOT, blocks
-from tests.recording import delays_on, new_key, record, run_now, runner_of
+from tests.recording import delays_on, new_key, record, run_now, runner_of, set_columns
 
 OLD, NEW = new_key(), new_key()
 BODY = {"card": "bOdY-cAnArY", "text": "tab\t\\ é 😀"}
@@ -52,10 +52,7 @@ def stored(store: Store) -> list[tuple[str, str | None]]:
 
 
 def change(store: Store, task: DelayedTask, **values: Any) -> None:
-    with store.database.begin() as connection:
-        connection.execute(
-            update(store.schema.tasks).where(store.schema.tasks.c.id == task.id).values(**values)
-        )
+    set_columns(store, "tasks", {"id": task.id}, **values)
 
 
 def are_sealed(store: Store, key: str = NEW) -> bool:

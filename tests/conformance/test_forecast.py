@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import update
 
 from delaytasks import DelayTasks, NewTask, Status, forecast
 from delaytasks.core.clock import UTC
@@ -21,7 +20,7 @@ from delaytasks.runtime import runtime_of
 from delaytasks.statistics.statistics_table import StatisticsTable, Unwritten
 from delaytasks.storage.store import Store
 from tests.conformance.bulk_tasks import put
-from tests.recording import delays_on
+from tests.recording import delays_on, set_columns
 from tests.refusals import invalid
 
 HOUR_S, DAY_S = 3600.0, 86_400.0
@@ -207,8 +206,7 @@ def test_only_live_workers_count_and_without_any_the_processes_are_assumed(
     report_worker(delays, "b", ["default"], 2)
     w = store.schema.workers
     old = store.tasks.now() - timedelta(days=30)
-    with store.database.begin() as connection:
-        connection.execute(update(w).where(w.c.name == "b").values(seen_at=old))
+    set_columns(store, "workers", {"name": "b"}, seen_at=old)
     assert delays.forecast().processes == 2
     with store.database.begin() as connection:
         connection.execute(w.delete())

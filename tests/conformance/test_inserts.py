@@ -206,8 +206,7 @@ def test_a_row_with_only_the_required_columns_is_a_valid_task(store: Store, clai
 
 def test_missing_tables_are_named_with_the_remedy(database_url: str) -> None:
     store = open_store(database_url, table_prefix="gone_")
-    with store.database.begin() as connection:
-        store.schema.metadata.drop_all(connection)
+    store.schema.metadata.drop_all(store.database.tx)
     with pytest.raises(StoreError, match="delaytasks -A APP db upgrade"):
         store.tasks.get(1)
     store.close()

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from sqlalchemy import select, update
+from sqlalchemy import select
 
 from delaytasks import DelayedTask, Status
 from delaytasks.core.clock import to_us
@@ -27,6 +27,7 @@ from delaytasks.storage.types import db_now_plus
 from delaytasks.storage.worker_table import LOST_FOR_S, WorkerTable
 from delaytasks.worker import lease_keeper as keeper_module
 from delaytasks.worker.lease_keeper import LeaseKeeper, WorkerShares
+from tests.recording import set_columns
 from tests.waiting import wait_until
 from tests.world import MakeWorld, World
 
@@ -307,10 +308,8 @@ def report(store: Store, *names: str, **fields: Any) -> None:
 
 def change(store: Store, name: str, **seconds: float) -> None:
     """Set times of a worker's row to the given numbers of seconds from now."""
-    w = store.schema.workers
     values = {column: db_now_plus(from_now_s) for column, from_now_s in seconds.items()}
-    with store.database.begin() as connection:
-        connection.execute(update(w).where(w.c.name == name).values(**values))
+    set_columns(store, "workers", {"name": name}, **values)
 
 
 def lose(store: Store, *names: str) -> None:

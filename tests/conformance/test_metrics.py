@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from sqlalchemy import delete, update
+from sqlalchemy import delete
 
 from delaytasks import DelayTasks, NewTask
 from delaytasks.core import loop as latest
@@ -21,7 +21,7 @@ from delaytasks.runtime import runtime_of
 from delaytasks.storage.claims import Claims
 from delaytasks.storage.store import Store
 from delaytasks.storage.types import db_now_plus
-from tests.recording import delays_on
+from tests.recording import delays_on, set_columns
 
 # The metrics of a database, as Prometheus gets them
 
@@ -55,9 +55,7 @@ class Values:
 
 def make_late(store: Store, seconds: float) -> None:
     """Make all waiting tasks late by this time."""
-    t = store.schema.tasks
-    with store.database.begin() as connection:
-        connection.execute(update(t).values(expected_time=db_now_plus(-seconds)))
+    set_columns(store, "tasks", expected_time=db_now_plus(-seconds))
 
 
 def test_a_scrape_counts_tasks_by_status_and_shows_the_oldest_overdue_one(
@@ -96,9 +94,7 @@ def test_the_number_of_tags_with_a_label_is_bounded(delays: DelayTasks, store: S
 def test_a_worker_that_does_not_report_is_not_counted(delays: DelayTasks, store: Store) -> None:
     store.workers.report("quiet", ["default"], "prefork", 2, 0)
     store.workers.report("alive", ["default", "mail"], "prefork", 2, 250_000)
-    w = store.schema.workers
-    with store.database.begin() as connection:
-        connection.execute(update(w).where(w.c.name == "quiet").values(seen_at=db_now_plus(-1000)))
+    set_columns(store, "workers", {"name": "quiet"}, seen_at=db_now_plus(-1000))
     values = Values(delays)
     assert values.of("workers") == 1
     assert values.of("queue_workers", queue="default") == 1
@@ -137,9 +133,7 @@ def test_a_lease_that_has_ended_is_counted(
     make_late(store, 10)
     claims.claim_due("default", [0], 1)
     assert Values(delays).of("expired_leases") == 0
-    t = store.schema.tasks
-    with store.database.begin() as connection:
-        connection.execute(update(t).values(lease_until=db_now_plus(-600)))
+    set_columns(store, "tasks", lease_until=db_now_plus(-600))
     assert Values(delays).of("expired_leases") == 1
 
 

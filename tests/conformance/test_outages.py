@@ -366,8 +366,7 @@ def test_a_read_only_database_is_logged_once_for_all_stages(
     events.attempt("sweep", "seen", stages["seen"])
     assert len(lines(caplog)) == 2
     store.close()
-    with owner.database.begin() as connection:
-        owner.schema.metadata.drop_all(connection)
+    owner.schema.metadata.drop_all(owner.database.tx)
     owner.close()
 
 

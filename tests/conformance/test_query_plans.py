@@ -54,8 +54,7 @@ def unanalysed(database_url: str) -> Iterator[Store]:
             update(t).where(t.c.expected_time < seconds(now, -100)).values(status=int(Status.DONE))
         )
     yield store
-    with store.database.begin() as connection:
-        store.schema.metadata.drop_all(connection)
+    store.schema.metadata.drop_all(store.database.tx)
     store.close()
 
 
@@ -80,8 +79,7 @@ def analysed(database_url: str) -> Iterator[Store]:
         words = "ANALYZE TABLE" if store.database.url.get_backend_name() == "mysql" else "ANALYZE"
         connection.exec_driver_sql(f"{words} {t.name}")
     yield store
-    with store.database.begin() as connection:
-        store.schema.metadata.drop_all(connection)
+    store.schema.metadata.drop_all(store.database.tx)
     store.close()
 
 
@@ -154,8 +152,7 @@ def test_rows_of_a_chunk_are_found_by_id_if_statistics_have_no_live_rows(databas
         shown += plans(
             store, lambda: claims.settle([Settlement(one, "succeed", now) for one in claimed])
         )
-    with store.database.begin() as connection:
-        store.schema.metadata.drop_all(connection)
+    store.schema.metadata.drop_all(store.database.tx)
     store.close()
     assert len(claimed) == 200
     assert re.search(r"_pkey|INTEGER PRIMARY KEY|using PRIMARY", shown), shown
@@ -237,8 +234,7 @@ def test_neither_a_claim_nor_a_count_reads_the_rows_that_are_not_due(database_ur
             assert pages, shown
             assert max(pages) < 30, shown
     finally:
-        with store.database.begin() as connection:
-            store.schema.metadata.drop_all(connection)
+        store.schema.metadata.drop_all(store.database.tx)
         store.close()
 
 
@@ -264,8 +260,7 @@ def test_claims_lock_no_rows_of_other_queues_although_the_table_is_small(databas
             assert index in shown, shown
             assert not re.search("SCAN small_|ALL on small_|index on small_", shown), shown
     finally:
-        with store.database.begin() as connection:
-            store.schema.metadata.drop_all(connection)
+        store.schema.metadata.drop_all(store.database.tx)
         store.close()
 
 
@@ -452,8 +447,7 @@ def planned(request: pytest.FixtureRequest, database_url: str) -> Iterator[Store
         with made.database.auto.connect() as connection:
             connection.exec_driver_sql(f"{words} {t.name}")
     yield made
-    with made.database.begin() as connection:
-        made.schema.metadata.drop_all(connection)
+    made.schema.metadata.drop_all(made.database.tx)
     made.close()
 
 
@@ -553,8 +547,7 @@ def many(database_url: str) -> Iterator[tuple[Store, Creation]]:
         store,
         Creation(delays.settings, table, runtime.new_id, runtime.clock, RecordingTimer(), events),
     )
-    with store.database.begin() as connection:
-        store.schema.metadata.drop_all(connection)
+    store.schema.metadata.drop_all(store.database.tx)
     delays.close()
     store.close()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from sqlalchemy import select, update
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from delaytasks import DelayedTask, NewTask, Status
@@ -23,6 +23,7 @@ from delaytasks.runtime import runtime_of
 from delaytasks.storage.types import db_now_plus
 from delaytasks.timers.redis_timer import RedisTimer
 from tests.proxy import proxy_to
+from tests.recording import set_columns
 from tests.running import BROKERS, QUICK, Deployment
 from tests.services import RedisServer
 from tests.waiting import IS_LONG, SLACK_S, wait_until
@@ -399,10 +400,8 @@ def test_far_tasks_are_only_rows_until_a_sweep_arms_them_in_batches(make: Make) 
 
     far = burst(d, "test.note", 250, due_s=3600, body={})
     assert waiting() == []
-    t = d.store.schema.tasks
     # Simulate that an hour passed.
-    with d.store.database.begin() as connection:
-        connection.execute(update(t).values(expected_time=db_now_plus(60)))
+    set_columns(d.store, "tasks", expected_time=db_now_plus(60))
     runtime_of(d.delays).sweeper.sweep()
     found = waiting()
     assert len(found) <= 8, "messages of 100, or slots"

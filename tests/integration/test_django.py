@@ -57,11 +57,9 @@ def alias(django: None, database_url: str) -> Iterator[str]:
 def module_delays(alias: str) -> Iterator[DjangoDelays]:
     prefix = "d" + secrets.token_hex(3) + "_"
     delays = DjangoDelays(django_settings.new_celery_app(), alias, table_prefix=prefix)
-    with runtime_of(delays).store.database.begin() as connection:
-        runtime_of(delays).store.schema.metadata.create_all(connection)
+    runtime_of(delays).store.schema.metadata.create_all(runtime_of(delays).store.database.tx)
     yield delays
-    with runtime_of(delays).store.database.begin() as connection:
-        runtime_of(delays).store.schema.metadata.drop_all(connection)
+    runtime_of(delays).store.schema.metadata.drop_all(runtime_of(delays).store.database.tx)
     delays.close()
 
 

@@ -136,8 +136,7 @@ def test_tasks_are_written_with_psycopg_3_which_django_prefers(postgresql_url: s
             assert cursor.fetchall() == [(task.id,)]
             assert delays.get(task).body == {"order": 7}
     finally:
-        with store.database.begin() as own:
-            store.schema.metadata.drop_all(own)
+        store.schema.metadata.drop_all(store.database.tx)
         delays.close()
         django_settings.remove_database("modern")
 

@@ -190,8 +190,9 @@ def test_a_database_of_its_own_or_join_session_false_leave_the_requests_session_
     own, joined = FlaskProject(), FlaskProject(join_session=False)
     for project, settings in ((own, {"database_url": sqlite_path("tasks")}), (joined, {})):
         app = project.create_app(sqlite_path("shop"), **settings)
-        with runtime_of(project.delays).store.database.begin() as connection:
-            runtime_of(project.delays).store.schema.metadata.create_all(connection)
+        runtime_of(project.delays).store.schema.metadata.create_all(
+            runtime_of(project.delays).store.database.tx
+        )
         with app.app_context():
             project.delays.schedule_delay("order.close", 1, 60)
             project.db.session.rollback()
@@ -509,8 +510,7 @@ def test_hints_begin_like_the_command_itself(commands: FlaskCommands) -> None:
 
 def test_missing_tables_are_named_with_the_command_of_flask(commands: FlaskCommands) -> None:
     store = runtime_of(commands.delays).store
-    with store.database.begin() as connection:
-        store.schema.metadata.drop_all(connection)
+    store.schema.metadata.drop_all(store.database.tx)
     with pytest.raises(StoreError, match=r"; run: flask --app APP delays db upgrade$"):
         commands.delays.schedule_delay("order.close", {}, 60)
     with (

@@ -33,8 +33,7 @@ def instance(tmp_path: Path, name: str, **settings: Any) -> DelayTasks:
         f"sqlite:///{tmp_path / name}.db",
         **settings,
     )
-    with runtime_of(made).store.database.begin() as connection:
-        runtime_of(made).store.schema.metadata.create_all(connection)
+    runtime_of(made).store.schema.metadata.create_all(runtime_of(made).store.database.tx)
     return made
 
 

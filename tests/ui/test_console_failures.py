@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from flask.testing import FlaskClient
-from sqlalchemy import update
 
 from delaytasks import NewTask
 from delaytasks.cli.status import read_deployment
@@ -20,7 +19,7 @@ from delaytasks.statistics.statistics_table import StatisticsTable, WorkerCounts
 from delaytasks.storage import state_queries as failed_rows
 from delaytasks.storage.types import db_now_plus
 from tests.conformance.query_plans import plans
-from tests.recording import runner_of
+from tests.recording import runner_of, set_columns
 from tests.ui.console_site import Site, make_delays
 
 CLOCK = r"(\w+ \d+, )?\d\d:\d\d UTC"
@@ -63,8 +62,7 @@ class FailingShop:
         return self.page(f"/failures/{name}")
 
     def close(self) -> None:
-        with self.store.database.begin() as connection:
-            self.store.schema.metadata.drop_all(connection)
+        self.store.schema.metadata.drop_all(self.store.database.tx)
         self.site.close()
 
 
@@ -116,9 +114,7 @@ def test_a_group_none_of_whose_tasks_was_read_is_named(crowded: FailingShop) -> 
 
 
 def test_since_is_the_first_failure_and_not_the_first_that_was_read(crowded: FailingShop) -> None:
-    rows = crowded.store.schema.tasks
-    with crowded.store.database.begin() as connection:
-        connection.execute(update(rows).values(update_time=db_now_plus(3600)))
+    set_columns(crowded.store, "tasks", update_time=db_now_plus(3600))
     [group] = [g for g in read_deployment(crowded.delays).groups if g.tag == "report.build"]
     assert group.since is not None
     assert group.sample.failed_at is not None
@@ -190,9 +186,7 @@ def test_failures_that_are_repaired_are_no_problem(shop: FailingShop) -> None:
 
 def test_old_failures_that_wait_for_a_retry_are_a_note(shop: FailingShop) -> None:
     shop.run("pay.notify", 50, retries="1d")
-    f = shop.store.schema.failures
-    with shop.store.database.begin() as connection:
-        connection.execute(update(f).values(hours='{"1000": 50}', last_at=db_now_plus(-9000)))
+    set_columns(shop.store, "failures", hours='{"1000": 50}', last_at=db_now_plus(-9000))
     verdict = shop.verdict()
     assert (verdict.level, verdict.headline) == ("note", "On time.")
     assert [problem.text for problem in verdict.problems] == [
@@ -235,9 +229,7 @@ def report(site: Site, name: str) -> None:
 def lose(site: Site, name: str) -> None:
     store = runtime_of(site.delays).store
     report(site, name)
-    w = store.schema.workers
-    with store.database.begin() as connection:
-        connection.execute(update(w).where(w.c.name == name).values(seen_at=db_now_plus(-600)))
+    set_columns(store, "workers", {"name": name}, seen_at=db_now_plus(-600))
     assert store.workers.expire(site.delays.settings.silent_s) == [name]
 
 
@@ -273,8 +265,7 @@ def test_several_lost_workers_are_counted_and_the_last_ones_are_named(site: Site
 def test_late_tasks_are_worse_than_a_lost_worker(site: Site) -> None:
     lose(site, "w1@host")
     store = runtime_of(site.delays).store
-    with store.database.begin() as connection:
-        connection.execute(update(store.schema.tasks).values(expected_time=db_now_plus(-430)))
+    set_columns(store, "tasks", expected_time=db_now_plus(-430))
     verdict = judge(site)
     assert verdict.headline.startswith("Late. 1 task is overdue")
     assert [problem.level for problem in verdict.problems] == ["bad", "note"]

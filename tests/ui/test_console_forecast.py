@@ -9,7 +9,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from sqlalchemy import update
 
 from delaytasks import NewTask, forecast
 from delaytasks.console.viewers import Role
@@ -18,6 +17,7 @@ from delaytasks.core.run_counts import RunCounts
 from delaytasks.runtime import runtime_of
 from delaytasks.statistics.statistics_table import StatisticsTable, Unwritten
 from delaytasks.storage.types import db_now_plus
+from tests.recording import set_columns
 from tests.ui.console_site import Site, make_delays, post
 from tests.ui.test_console_bulk import finish
 from tests.ui.test_console_pages import heading
@@ -157,9 +157,7 @@ def test_after_a_spread_the_peak_is_no_longer_named(quiet: Site) -> None:
 
 def test_overdue_tasks_are_no_peak_ahead(quiet: Site) -> None:
     schedule_peak(quiet)
-    rows = runtime_of(quiet.delays).store.schema.tasks
-    with runtime_of(quiet.delays).store.database.begin() as connection:
-        connection.execute(update(rows).values(expected_time=db_now_plus(-60)))
+    set_columns(runtime_of(quiet.delays).store, "tasks", expected_time=db_now_plus(-60))
     text = quiet.client().get("/").text
     assert heading(text).startswith("! Late.")
     assert "A peak" not in text

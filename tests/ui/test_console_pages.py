@@ -25,7 +25,7 @@ from delaytasks.runtime import runtime_of
 from delaytasks.storage.searching import SearchTimeoutError
 from delaytasks.storage.types import db_now_plus
 from tests.conformance.query_plans import plans
-from tests.recording import runner_of
+from tests.recording import runner_of, set_columns
 from tests.ui.console_site import Site, chart_titles, fill, make_delays, post
 
 PAGES = "/ /tasks /tags /failures /forecast /recurring /policies /queues /workers /audit".split()
@@ -69,9 +69,7 @@ def test_the_verdict_names_the_lateness_and_its_cause(tmp_path: Any) -> None:
     wiring.store.workers.report("celery@a", ["other"], "prefork", 2, 0, [])
     wiring.sweeper.sweep(0)
     delays.schedule_delay("order.close", {}, 60)
-    rows = wiring.store.schema.tasks
-    with wiring.store.database.begin() as connection:
-        connection.execute(update(rows).values(expected_time=db_now_plus(-430)))
+    set_columns(wiring.store, "tasks", expected_time=db_now_plus(-430))
     verdict = verdict_of(read_deployment(delays))
     assert re.match(r"Late\. 1 task is overdue, the oldest by 7m", verdict.headline)
     assert "No live worker serves the queue default" in verdict.problems[0].text
@@ -85,9 +83,7 @@ def test_old_failures_are_named_and_do_not_contradict_the_verdict(tmp_path: Any)
     wiring.sweeper.sweep(0)
     site.delays.schedule_delay("report.build", {"order": 1}, 0)
     runner_of(site.delays).run_due("default", range(10), limit=10)
-    rows = wiring.store.schema.tasks
-    with wiring.store.database.begin() as connection:
-        connection.execute(update(rows).values(update_time=db_now_plus(-7200)))
+    set_columns(wiring.store, "tasks", update_time=db_now_plus(-7200))
     verdict = verdict_of(read_deployment(site.delays))
     assert (verdict.level, verdict.headline) == ("note", "On time.")
     assert [problem.text for problem in verdict.problems] == [
@@ -181,8 +177,7 @@ def test_all_pages_work_on_each_database(database_url: str) -> None:
         assert "cannot be read" not in answer.text, path
     assert "9 tasks of report.build have failed since" in client.get("/").text
     store = runtime_of(site.delays).store
-    with store.database.begin() as connection:
-        store.schema.metadata.drop_all(connection)
+    store.schema.metadata.drop_all(store.database.tx)
     site.delays.close()
 
 

@@ -22,6 +22,7 @@ from delaytasks.storage.state_queries import Stats
 from delaytasks.storage.sweep_queries import OverdueRows
 from delaytasks.storage.types import db_now_plus
 from tests.conformance.store_rows import status_columns
+from tests.recording import set_columns
 from tests.ui.chromium import watched
 from tests.ui.console_site import Site, make_delays, post, served
 from tests.ui.test_console_in_a_browser import MODES, check_page
@@ -83,8 +84,7 @@ def test_the_broker_has_not_answered_since_the_workers_lost_it(site_without_brok
     [sentence] = sentences(page(site))
     assert sentence.startswith("The broker does not answer; "), "the worker reaches it"
     store = runtime_of(site.delays).store
-    with store.database.begin() as connection:
-        connection.execute(update(store.schema.workers).values(started_at=db_now_plus(-900)))
+    set_columns(store, "workers", started_at=db_now_plus(-900))
     report(site, broker_down_s=200)
     [sentence] = sentences(page(site))
     assert re.fullmatch(
@@ -162,9 +162,9 @@ def test_a_tile_has_the_number_of_the_sentence_while_tasks_move(
 
 def test_the_headline_has_all_failed_tasks_as_the_tile_has(site: Site) -> None:
     add(site, 2, Status.FAILED)
-    t = runtime_of(site.delays).store.schema.tasks
-    with runtime_of(site.delays).store.database.begin() as connection:
-        connection.execute(update(t).values(tag="pay.notify", update_time=db_now_plus(-7200)))
+    set_columns(
+        runtime_of(site.delays).store, "tasks", tag="pay.notify", update_time=db_now_plus(-7200)
+    )
     add(site, 3, Status.FAILED)
     text = page(site)
     assert tile(text, "failed") == "5"

@@ -315,8 +315,7 @@ def test_the_insert_statement_in_the_docs_makes_a_valid_task(database_url: str) 
         assert cancelled is not None
         assert (cancelled.status, cancelled.version) == (Status.CANCELLED, 1)
     finally:
-        with store.database.begin() as connection:
-            store.schema.metadata.drop_all(connection)
+        store.schema.metadata.drop_all(store.database.tx)
         store.close()
 
 

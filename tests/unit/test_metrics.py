@@ -113,8 +113,7 @@ def rest_after_reading(
     monkeypatch.setattr(snapshot, "monotonic", time)
     monkeypatch.setattr(snapshot, "read_tables", slow)
     delays = delays_on(f"sqlite:///{tmp_path / 'a.sqlite3'}")
-    with runtime_of(delays).store.database.begin() as connection:
-        runtime_of(delays).store.schema.metadata.create_all(connection)
+    runtime_of(delays).store.schema.metadata.create_all(runtime_of(delays).store.database.tx)
     source = DatabaseMetrics(runtime_of(delays))
     source.families()
     read_at = time.at

@@ -299,7 +299,6 @@ def test_a_sweep_whose_connections_became_silent_continues_with_new_ones(
     finally:
         at_work.close()
         world.close()
-        with store.database.begin() as connection:
-            store.schema.metadata.drop_all(connection)
+        store.schema.metadata.drop_all(store.database.tx)
         store.close()
         proxy.close()

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sqlalchemy import update
 
 from delaytasks.core.ids import IdMaker
 from delaytasks.core.interfaces import Entry
@@ -28,7 +27,7 @@ from delaytasks.worker.table_poller import (
     TablePoller,
 )
 from delaytasks.worker.worker_runtime import WorkerRuntime
-from tests.recording import ManualClock, ManualMonotonic
+from tests.recording import ManualClock, ManualMonotonic, set_columns
 from tests.world import MainProcess, MakeWorld
 
 # -- sweep loop -----------------------------------------------------------------------------------
@@ -141,11 +140,9 @@ def test_deferred_rows_are_brought_forward_when_workers_come_or_go(
         turns.store.deferred_rows, "bring_forward", lambda *args: asked.append(args) or ["entries"]
     )
     monkeypatch.setattr(turns.loop, "_timer", SimpleNamespace(arm=armed.append))
-    w = turns.store.schema.workers
 
     def restart() -> None:
-        with turns.store.database.begin() as connection:
-            connection.execute(update(w).values(started_at=db_now_plus(-60)))
+        set_columns(turns.store, "workers", started_at=db_now_plus(-60))
 
     changes: list[Callable[[], object]] = [
         lambda: None,  # the start of the worker brings rows forward, too
@@ -184,11 +181,7 @@ def test_a_broker_outage_is_remembered_while_the_database_is_unavailable(turns: 
 def test_the_check_for_stale_partitions_is_repeated_until_the_query_succeeds(
     turns: SweepTurns,
 ) -> None:
-    s = turns.store.schema.sweeps
-    with turns.store.database.begin() as connection:
-        connection.execute(
-            update(s).where(s.c.sweep_partition == 2).values(swept_at=db_now_plus(-3600))
-        )
+    set_columns(turns.store, "sweeps", {"sweep_partition": 2}, swept_at=db_now_plus(-3600))
     turns.fails = {"stale"}
     assert turns.turn() == ["report", "drain own"]
     assert turns.turn() == ["stale", "sweep 2"]

@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import select, update
+from sqlalchemy import select
 
 from delaytasks import Status
 from delaytasks.core.errors import StoreUnavailableError
@@ -15,7 +15,7 @@ from delaytasks.core.filters import LogEntry
 from delaytasks.core.interfaces import Entry
 from delaytasks.maintenance import sweeper
 from delaytasks.storage.sweep_queries import SweepQueries
-from tests.recording import CrashError
+from tests.recording import CrashError, set_columns
 from tests.world import MakeWorld, World
 
 
@@ -28,8 +28,7 @@ def armed_until(world: World) -> datetime:
 def arm_until(world: World, in_s: float) -> None:
     """Record that the last sweep has armed the rows that are due within `in_s`."""
     until = world.now() + timedelta(seconds=in_s)
-    with world.store.database.begin() as connection:
-        connection.execute(update(world.store.schema.sweeps).values(armed_until=until))
+    set_columns(world.store, "sweeps", armed_until=until)
 
 
 def drained(world: World) -> list[tuple[str, list[int], int]]:

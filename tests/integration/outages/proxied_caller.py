@@ -72,8 +72,7 @@ class ProxiedCaller:
         self.database.heal()
         self.broker.heal()
         self.delays.close()
-        with self.store.database.begin() as connection:
-            self.store.schema.metadata.drop_all(connection)
+        self.store.schema.metadata.drop_all(self.store.database.tx)
         self.store.close()
         self._forget_queue()
         self.database.close()
