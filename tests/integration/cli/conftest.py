@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from delaytasks.runtime import runtime_of
 from tests.integration.cli.project import HOSTILE, MODULE, ROOT, Project
 
 
@@ -31,9 +30,7 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Project]:
 
 @pytest.fixture
 def shop(bare: Project) -> Project:
-    store = runtime_of(bare.delays).store
-    with store.database.begin() as connection:
-        store.schema.metadata.create_all(connection)
+    bare.store.schema.metadata.create_all(bare.store.database.tx)
     return bare
 
 

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from click.testing import CliRunner, Result
+from sqlalchemy import insert
 
 from delaytasks import DelayedTask, DelayTasks, Status
 from delaytasks.cli.main import main
+from delaytasks.runtime import runtime_of
+from delaytasks.storage.store import Store
 
 ROOT = Path(__file__).parents[3]
 HOSTILE = "\x1b[31mred\x1b[0m [red]markup[/red] \x9b1m \u202e \r\nforged line"
@@ -98,10 +101,20 @@ class Project:
         made: DelayTasks = import_module(self.name).delays
         return made
 
+    @property
+    def store(self) -> Store:
+        return runtime_of(self.delays).store
+
     def schedule(
         self, tag: str = "ok", delay: float = 0, body: Any = None, **options: Any
     ) -> DelayedTask:
         return self.delays.schedule_delay(tag, body, delay, **options)
+
+    def insert(self, **values: Any) -> None:
+        """Insert a row directly, as another program does."""
+        row = {"tag": "ok", "message_body": "{}", **values}
+        with self.store.database.begin() as connection:
+            connection.execute(insert(self.store.schema.tasks).values(**row))
 
     def status(self, task: DelayedTask) -> Status:
         return self.delays.get(task.id).status

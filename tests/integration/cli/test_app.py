@@ -83,16 +83,10 @@ def test_processors_in_modules_that_the_app_imports_bring_their_queues_and_run(
 def test_an_instance_in_a_module_that_the_app_imports_is_found(
     bare: Project, forget: Callable[..., None]
 ) -> None:
-    write(
-        "late_app",
-        "from celery import Celery\n"
-        "app = Celery('late', include=['late_delays'], set_as_current=False)",
-    )
-    write(
-        "late_delays",
-        "from late_app import app; from delaytasks import DelayTasks; delays = DelayTasks(app)",
-    )
-    forget("late_app", "late_delays")
+    app = "from celery import Celery\n"
+    app += "app = Celery('late', include=['late_delays'], set_as_current=False)"
+    own = "from late_app import app; from delaytasks import DelayTasks; delays = DelayTasks(app)"
+    forget(write("late_app", app), write("late_delays", own))
     said = CliRunner().invoke(main, ["-A", "late_app", "check", "--settings", "--json"])
     assert said.exit_code == 0, said.output
 
@@ -117,11 +111,8 @@ def test_a_module_that_the_app_imports_in_vain_is_one_line_if_its_own_name_is_wr
     assert is_traced or len(said.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("name", ["DELAYTASKS_HORIZON", "DELAYTASKS_LEASE"])
-def test_a_wrong_setting_ends_with_2(
-    bare: Project, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setenv(name, "-1")
+def test_a_wrong_setting_ends_with_2(bare: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DELAYTASKS_HORIZON", "-1")
     assert bare.error("list", exit_code=2)["type"] == "ConfigError"
 
 
@@ -136,9 +127,8 @@ def test_a_horizon_beyond_the_brokers_timeout_ends_with_2(
 def test_a_database_that_is_away_ends_with_1(
     bare: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(
-        "DELAYTASKS_DATABASE_URL", f"postgresql://me:canary@127.0.0.1:{free_port()}/shop"
-    )
+    url = f"postgresql://me:canary@127.0.0.1:{free_port()}/shop"
+    monkeypatch.setenv("DELAYTASKS_DATABASE_URL", url)
     said = bare("cancel", "1", "2", "3", "--json")
     assert said.exit_code == 1
     assert json.loads(said.stderr)["type"] == "StoreUnavailableError"

@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 import os
 import pty
-import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
 
-from delaytasks import Status
+from delaytasks import DelayedTask, Status
 from delaytasks.operations import bulk_calls as bulk
-from delaytasks.runtime import runtime_of
 from tests.integration.cli.project import HOSTILE, RUN, Project
 from tests.waiting import wait_until
 
@@ -42,7 +40,7 @@ def test_cancel_counts_first_and_cancels_with_yes(shop: Project) -> None:
 def test_running_tasks_are_left_and_reported(shop: Project) -> None:
     for _ in range(3):
         shop.schedule()
-    runtime_of(shop.delays).store.claims("w", None).claim_due("default", [0], 1)
+    shop.store.claims("w", None).claim_due("default", [0], 1)
     counted = shop("cancel", "--tag", "ok", "--dry-run")
     assert counted.stdout == "2 tasks would be cancelled\n"
     assert counted.stderr == "left as they are: 1 task (they run)\n"
@@ -82,26 +80,24 @@ def test_log_shows_some_of_many_ids(shop: Project) -> None:
     assert len(shop.json("log")[0]["filter"]["ids"]) == 50
 
 
-def last_update(shop: Project, tasks: Sequence[int]) -> datetime:
-    return max(found for task in tasks if (found := shop.delays.get(task).update_time))
+def dues(shop: Project, tasks: Sequence[DelayedTask]) -> set[str]:
+    return {shop.delays.get(task).expected_time.isoformat() for task in tasks}
+
+
+def wait_for_a_later_time(shop: Project, tasks: Sequence[DelayedTask]) -> None:
+    """Wait until the clock of the database is later than the last change of the tasks."""
+    changed = max(found for task in tasks if (found := shop.delays.get(task).update_time))
+    wait_until(lambda: shop.store.bulk.now() > changed, 5, "time")
 
 
 def test_reschedule_sets_or_shifts_the_due_times_of_many_tasks(shop: Project) -> None:
     tasks = [shop.schedule(delay=delay, queue="reports") for delay in (60, 120)]
     shop.json("reschedule", "--queue", "reports", "--at", "2031-01-01T00:00:00Z", "--yes")
-    assert {shop.delays.get(task).expected_time.isoformat() for task in tasks} == {
-        "2031-01-01T00:00:00+00:00"
-    }
-    wait_until(
-        lambda: runtime_of(shop.delays).store.bulk.now() > last_update(shop, tasks), 5, "time"
-    )
-    assert (
-        shop("reschedule", "--queue", "reports", "--by", "-1h30m", "--yes").stdout
-        == "rescheduled 2 tasks\n"
-    )
-    assert {shop.delays.get(task).expected_time.isoformat() for task in tasks} == {
-        "2030-12-31T22:30:00+00:00"
-    }
+    assert dues(shop, tasks) == {"2031-01-01T00:00:00+00:00"}
+    wait_for_a_later_time(shop, tasks)
+    said = shop("reschedule", "--queue", "reports", "--by", "-1h30m", "--yes").stdout
+    assert said == "rescheduled 2 tasks\n"
+    assert dues(shop, tasks) == {"2030-12-31T22:30:00+00:00"}
 
 
 def test_log_lists_the_actor_the_action_and_the_progress(
@@ -113,12 +109,8 @@ def test_log_lists_the_actor_the_action_and_the_progress(
     shop("cancel", "--tag", "ok", "--yes")
     shop("cancel", "--tag", "[red]", "--yes")
     newest, first = shop.json("log")
-    assert (first["action"], first["state"], first["matched"], first["changed"]) == (
-        "cancel",
-        "done",
-        1,
-        1,
-    )
+    assert (first["action"], first["state"]) == ("cancel", "done")
+    assert (first["matched"], first["changed"]) == (1, 1)
     assert first["filter"] == {"tag": "ok"}
     assert newest["matched"] == 0
     said = shop("log", "--limit", "1").stdout
@@ -139,16 +131,11 @@ def at_terminal(
     Return the process, a function that waits for a text, and the file descriptor of its input.
     """
     ours, theirs = pty.openpty()
+    command = [sys.executable, "-c", RUN, "-A", name, *arguments]
+    path = os.pathsep.join([*sys.path, os.getcwd()])
+    env = {**os.environ, "PYTHONPATH": path, "TERM": "xterm"}
     running = subprocess.Popen(
-        [sys.executable, "-c", RUN, "-A", name, *arguments],
-        stdin=theirs,
-        stdout=subprocess.PIPE,
-        stderr=theirs,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([*sys.path, os.getcwd()]),
-            "TERM": "xterm",
-        },
+        command, stdin=theirs, stdout=subprocess.PIPE, stderr=theirs, env=env
     )
     os.close(theirs)
     said = ""
@@ -213,23 +200,17 @@ def test_a_stopped_shift_prints_the_command_that_continues_it(
     shop: Project, ctrl_c: pytest.MonkeyPatch
 ) -> None:
     tasks = [shop.schedule(delay=3600 + n) for n in range(6)]
-    wait_until(
-        lambda: runtime_of(shop.delays).store.bulk.now() > last_update(shop, tasks), 5, "time"
-    )
+    wait_for_a_later_time(shop, tasks)
     said = shop("reschedule", "--tag", "ok", "--by", "1h", "--yes")
     assert said.exit_code == 1
-    more = re.fullmatch(
-        r"stopped: rescheduled 2 of 6 tasks; to go on run it again, with (\S+) (\S+)\n", said.stdout
-    )
-    assert more is not None, said.stdout
+    hint = "stopped: rescheduled 2 of 6 tasks; to go on run it again, with "
+    more = said.stdout.removeprefix(hint).split()
+    assert (said.stdout.startswith(hint), len(more)) == (True, 2), said.stdout
     ctrl_c.undo()
-    assert (
-        shop.json("reschedule", "--tag", "ok", "--by", "1h", "--yes", *more.groups())["changed"]
-        == 4
-    )
-    assert {
-        (shop.delays.get(task).expected_time - task.expected_time).total_seconds() for task in tasks
-    } == {3600}
+    rest = shop.json("reschedule", "--tag", "ok", "--by", "1h", "--yes", *more)
+    assert rest["changed"] == 4
+    shifts = {shop.delays.get(task).expected_time - task.expected_time for task in tasks}
+    assert shifts == {timedelta(hours=1)}
 
 
 def test_rerun_runs_the_tasks_of_a_cancel_again(shop: Project) -> None:
@@ -261,7 +242,7 @@ def test_list_and_cancel_take_several_statuses_and_meta(shop: Project) -> None:
 
 def test_a_running_task_is_asked_to_stop(shop: Project) -> None:
     id = shop.json("schedule", "ok", "--delay", "0s")["id"]
-    [claimed] = runtime_of(shop.delays).store.claims("w", None).claim_due("default", [0], 1)
+    [claimed] = shop.store.claims("w", None).claim_due("default", [0], 1)
     assert shop.json("cancel", id, "--running")["requested"] == [id]
     assert "runs, and is asked to stop" in shop("cancel", id, "--running").stdout
     assert shop.delays.get(claimed).cancel_request == 1

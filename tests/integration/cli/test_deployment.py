@@ -9,7 +9,6 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
-from sqlalchemy import insert, update
 
 from delaytasks import Status
 from delaytasks.core.run_counts import RunCounts
@@ -19,28 +18,20 @@ from delaytasks.storage.state_queries import Count, Stats
 from delaytasks.storage.sweep_queries import OverdueRows
 from delaytasks.storage.types import db_now_plus
 from tests.integration.cli.project import Project
+from tests.recording import set_columns
 from tests.services import RedisServer, free_port
 
 
 def test_stats_sees_tasks_workers_sweeps_and_the_broker(shop: Project) -> None:
-    store = runtime_of(shop.delays).store
+    store = shop.store
     shop.schedule("ok", 60)
     late = shop.schedule("ok")
     shop.delays.cancel(shop.schedule("ok", 60))
     shop("db", "upgrade")
-    with store.database.begin() as connection:
-        connection.execute(
-            update(store.schema.tasks)
-            .where(store.schema.tasks.c.id == late.id)
-            .values(expected_time=db_now_plus(-90))
-        )
+    set_columns(store, "tasks", {"id": late.id}, expected_time=db_now_plus(-90))
     for name, busy in (("fresh", 1), ("silent", None)):
         store.workers.report(name, ["default", "letters"], "prefork", 2, 1500, busy=busy)
-    with store.database.begin() as connection:
-        workers = store.schema.workers
-        connection.execute(
-            update(workers).where(workers.c.name == "silent").values(seen_at=db_now_plus(-60))
-        )
+    set_columns(store, "workers", {"name": "silent"}, seen_at=db_now_plus(-60))
     before = shop.json("status")
     assert before["sweeps"] == [
         {"sweep_partition": 0, "age_s": None, "is_late": True, "armed_until": None}
@@ -66,8 +57,7 @@ def test_stats_sees_tasks_workers_sweeps_and_the_broker(shop: Project) -> None:
     database = found["database"]
     assert database["revision"] == database["head"]
     assert set(found["versions"]) == {"delaytasks", "celery", "sqlalchemy", "python"}
-    with store.database.begin() as connection:
-        connection.execute(update(store.schema.sweeps).values(swept_at=db_now_plus(-60)))
+    set_columns(store, "sweeps", swept_at=db_now_plus(-60))
     assert shop.json("status")["sweeps"][0]["is_late"]
     said = shop("status").stdout
     assert re.search(r"^overdue +1, the oldest since \S+Z, 1m3\ds ago$", said, re.MULTILINE)
@@ -75,11 +65,9 @@ def test_stats_sees_tasks_workers_sweeps_and_the_broker(shop: Project) -> None:
 
 
 def test_stats_shows_a_lost_worker_apart_from_the_others(shop: Project) -> None:
-    store = runtime_of(shop.delays).store
-    store.workers.report("w1@host", ["letters"], "prefork", 2, 0)
-    with store.database.begin() as connection:
-        connection.execute(update(store.schema.workers).values(seen_at=db_now_plus(-60)))
-    assert store.workers.expire(15) == ["w1@host"]
+    shop.store.workers.report("w1@host", ["letters"], "prefork", 2, 0)
+    set_columns(shop.store, "workers", seen_at=db_now_plus(-60))
+    assert shop.store.workers.expire(15) == ["w1@host"]
     found = shop.json("status")
     assert found["workers"] == []
     [worker] = found["lost_workers"]
@@ -92,7 +80,7 @@ def test_stats_shows_a_lost_worker_apart_from_the_others(shop: Project) -> None:
 
 
 def test_stats_shows_which_tags_are_on_time(shop: Project) -> None:
-    store, now = runtime_of(shop.delays).store, runtime_of(shop.delays).store.tasks.now()
+    store, now = shop.store, shop.store.tasks.now()
     shop("db", "upgrade")
     assert shop.json("status")["on_time"] == []
     table = StatisticsTable(store.database, store.schema)
@@ -122,22 +110,19 @@ def test_an_estimate_is_shown_as_one(shop: Project, monkeypatch: pytest.MonkeyPa
 
 
 def test_only_tasks_later_than_the_grace_period_are_overdue(shop: Project) -> None:
-    store = runtime_of(shop.delays).store
+    store = shop.store
     shop.schedule()
-    with store.database.begin() as connection:
-        connection.execute(update(store.schema.tasks).values(expected_time=db_now_plus(-30)))
+    set_columns(store, "tasks", expected_time=db_now_plus(-30))
     overdue = OverdueRows(store.database, store.schema)
     assert overdue.count(1000) == (0, None)
     assert overdue.count(10) == (1, shop.delays.find().tasks[0].expected_time)
 
 
 def test_stats_counts_runs_whose_lease_is_over(shop: Project) -> None:
-    store = runtime_of(shop.delays).store
     shop.schedule()
-    store.claims("dead", None).claim_due("default", [0], 1)
+    shop.store.claims("dead", None).claim_due("default", [0], 1)
     assert shop.json("status")["expired_leases"] == 0
-    with store.database.begin() as connection:
-        connection.execute(update(store.schema.tasks).values(lease_until=db_now_plus(-1)))
+    set_columns(shop.store, "tasks", lease_until=db_now_plus(-1))
     assert shop.json("status")["expired_leases"] == 1
 
 
@@ -158,26 +143,17 @@ def test_stats_says_how_many_near_tasks_wait_in_redis(
     redis = start_redis()
     redis.client().execute_command("ACL", "SETUSER", "default", "resetpass", ">canary")
     monkeypatch.setenv("DELAYTASKS_TIMER", redis.url.replace("://", "://:canary@"))
-    store = runtime_of(bare.delays).store
-    with store.database.begin() as connection:
-        store.schema.metadata.create_all(connection)
-    store.workers.report("fresh", ["default", "letters"], "prefork", 2, 0)
+    bare.store.schema.metadata.create_all(bare.store.database.tx)
+    bare.store.workers.report("fresh", ["default", "letters"], "prefork", 2, 0)
     for delay in (5, 5, 500):
         bare.schedule("ok", delay)
     runtime_of(bare.delays).flush()
     timer = bare.json("status")["timer"]
     queues = {"default": {"waiting": 2, "taken": 0}, "letters": {"waiting": 0, "taken": 0}}
-    assert timer == {
-        "name": "redis",
-        "url": redis.url.replace("://", "://:***@"),
-        "is_up": True,
-        "queues": queues,
-    }
-    assert re.search(
-        r"^timer +redis, .*: up; near tasks: default 2, letters 0$",
-        bare("status").stdout,
-        re.MULTILINE,
-    )
+    url = redis.url.replace("://", "://:***@")
+    assert timer == {"name": "redis", "url": url, "is_up": True, "queues": queues}
+    near = "near tasks: default 2, letters 0"
+    assert re.search(rf"(?m)^timer +redis, .*: up; {near}$", bare("status").stdout)
     redis.stop()
     said = bare("status")
     assert re.search(r"^timer +redis, .*: down$", said.stdout, re.MULTILINE)
@@ -195,31 +171,26 @@ def test_check_settings_prints_every_setting_with_its_origin(
     assert settings["delaytasks_sweep"]["origin"] == "default"
     assert found["app"] == {"value": "shop", "origin": "command line"}
     assert found["broker"] == {"value": "memory://", "origin": "environment"}
-    assert re.search(
-        r"(?m)^delaytasks_lease +33s +environment ", bare("check", "--settings").stdout
-    )
+    said = bare("check", "--settings").stdout
+    assert re.search(r"(?m)^delaytasks_lease +33s +environment ", said)
 
 
 def test_check_settings_knows_the_broker_that_celery_takes_by_default(
     bare: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CELERY_BROKER_URL")
-    assert bare.json("check", "--settings")["broker"] == {
-        "value": "amqp://guest:***@localhost:5672//",
-        "origin": "default",
-    }
+    broker = {"value": "amqp://guest:***@localhost:5672//", "origin": "default"}
+    assert bare.json("check", "--settings")["broker"] == broker
 
 
 @pytest.mark.parametrize("option", [[], ["--json"]])
 def test_check_settings_masks_passwords(
     bare: Project, monkeypatch: pytest.MonkeyPatch, option: list[str]
 ) -> None:
-    monkeypatch.setenv(
-        "DELAYTASKS_DATABASE_URL", "postgresql://me:canary@db.example/shop?sslpassword=canary"
-    )
-    monkeypatch.setenv(
-        "CELERY_BROKER_URL", "amqp://me:canary@one.example//;amqp://me:canary@two.example//"
-    )
+    database = "postgresql://me:canary@db.example/shop?sslpassword=canary"
+    brokers = "amqp://me:canary@one.example//;amqp://me:canary@two.example//"
+    monkeypatch.setenv("DELAYTASKS_DATABASE_URL", database)
+    monkeypatch.setenv("CELERY_BROKER_URL", brokers)
     said = bare("check", "--settings", *option)
     assert said.exit_code == 0
     assert "db.example" in said.stdout
@@ -238,7 +209,7 @@ def test_db_upgrade_creates_the_tables_and_drops_them_on_the_way_back(bare: Proj
     bare.schedule(delay=60)
     assert bare("db", "upgrade").exit_code == 0
     assert len(bare.json("list")["tasks"]) == 1
-    runtime_of(bare.delays).store.tasks.cancel(int(bare.json("list")["tasks"][0]["id"]))
+    bare.store.tasks.cancel(int(bare.json("list")["tasks"][0]["id"]))
     assert bare.json("db", "upgrade", "--to", "base", "--yes")["revision"] is None
     assert "run: delaytasks -A" in bare("db", "upgrade", "--check").stdout
 
@@ -279,7 +250,6 @@ def test_check_finds_tasks_that_would_not_run_with_this_code(shop: Project) -> N
 
 
 def test_check_finds_rows_that_no_worker_will_ever_run(shop: Project) -> None:
-    t = runtime_of(shop.delays).store.schema.tasks
     far = datetime(9999, 1, 1, tzinfo=timezone.utc)
     rows: list[dict[str, Any]] = [
         {"id": 13, "expected_time": far},
@@ -288,14 +258,11 @@ def test_check_finds_rows_that_no_worker_will_ever_run(shop: Project) -> None:
         {"id": 17},
         {"id": 18, "tag": "deep", "message_body": "[" * 100_000},
     ]
-    with runtime_of(shop.delays).store.database.begin() as connection:
-        for row in rows:
-            connection.execute(insert(t).values(**{"tag": "ok", "message_body": "{}", **row}))
+    for row in rows:
+        shop.insert(**row)
     shop.delays.processor("deep", schema=dict)(lambda body: None)
     found = shop.json("check", exit_code=1)["findings"]
     problems = {tuple(map(int, finding["ids"])): finding["problem"] for finding in found}
     assert "recursion" in problems.pop((18,))
-    assert {ids: problem.partition(" ")[0] for ids, problem in problems.items()} == {
-        (13,): "due",
-        (14,): "RUNNING,",
-    }
+    first_words = {ids: problem.partition(" ")[0] for ids, problem in problems.items()}
+    assert first_words == {(13,): "due", (14,): "RUNNING,"}

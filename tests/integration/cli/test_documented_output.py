@@ -9,7 +9,6 @@ import pytest
 from sqlalchemy import text
 
 from delaytasks import NewTask
-from delaytasks.runtime import runtime_of
 from tests.doc_pages import block_beginning
 from tests.integration.cli.project import Project
 from tests.integration.cli.test_policies import sweep
@@ -42,7 +41,7 @@ def test_the_forecast_of_a_peak(shop: Project, monkeypatch: pytest.MonkeyPatch) 
         WITH RECURSIVE numbers (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM numbers WHERE n < :n)
         SELECT 'newsletter.send', '{}', 0, :due FROM numbers
     """
-    with runtime_of(shop.delays).store.database.begin() as connection:
+    with shop.store.database.begin() as connection:
         due = f"{at:%Y-%m-%d %H:%M:00.000000}"
         connection.execute(text(rows), {"n": 240_000, "due": due})
     words, lines = shown("docs/forecast.md", "$ delaytasks status --ahead 7d")
@@ -51,7 +50,7 @@ def test_the_forecast_of_a_peak(shop: Project, monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_reason_why_a_task_has_not_run(shop: Project) -> None:
     words, lines = shown("docs/see-what-happens.md", "$ delaytasks show")
-    runtime_of(shop.delays).store.workers.report("w", ["default"], "prefork", 2, 0)
+    shop.store.workers.report("w", ["default"], "prefork", 2, 0)
     shop.schedule("mail.send", id=int(words[-1]))
     shop("pause", "--tag", "mail.send", "--actor", "ann@shop")
     sweep(shop)
@@ -78,7 +77,7 @@ def test_an_empty_forecast_says_so(shop: Project) -> None:
 def test_the_busiest_hour_is_shown_with_its_share_of_the_hour(shop: Project) -> None:
     at = put_peak(shop, 1200)
     shop.schedule("report", 60, queue="lost")
-    runtime_of(shop.delays).store.workers.report("w", ["default", "letters"], "prefork", 2, 0)
+    shop.store.workers.report("w", ["default", "letters"], "prefork", 2, 0)
     said = shop("status", "--ahead", "7d")
     assert (
         f"The processes suffice. The busiest hour is {at:%a %Y-%m-%dT%H:%M:%SZ}: 1,200 tasks of "

@@ -11,31 +11,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import update
 
 from delaytasks.cli import status
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.settings import Settings
 from delaytasks.core.workers import ServiceTimes
 from delaytasks.operations.health import HealthChecks, HealthQuestion
-from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
 from delaytasks.storage.types import db_now_plus
 from tests.integration.cli.project import Project
+from tests.recording import set_columns
 
 HOST = socket.gethostname()
 
 
-def report(shop: Project, name: str = f"celery@{HOST}", pool: str = "prefork") -> None:
-    runtime_of(shop.delays).store.workers.report(name, ["default"], pool, 2, 0)
+def report(
+    shop: Project, name: str = f"celery@{HOST}", pool: str = "prefork", **services: float
+) -> None:
+    times = ServiceTimes(**services)
+    shop.store.workers.report(name, ["default"], pool, 2, 0, services=times)
 
 
 def age(shop: Project, table: str, **columns: float) -> None:
     """Set the times of a table's rows to this many seconds ago."""
-    store = runtime_of(shop.delays).store
     values = {name: db_now_plus(-ago_s) for name, ago_s in columns.items()}
-    with store.database.begin() as connection:
-        connection.execute(update(getattr(store.schema, table)).values(**values))
+    set_columns(shop.store, table, **values)
 
 
 def failed(shop: Project, *arguments: str) -> list[str]:
@@ -47,11 +47,18 @@ def failed(shop: Project, *arguments: str) -> list[str]:
     return names
 
 
+def detail(shop: Project, check: str, *arguments: str) -> str:
+    """Return what the check of this name says."""
+    found = json.loads(shop("status", "--probe", *arguments, "--json").stdout)["checks"]
+    text: str = next(each["detail"] for each in found if each["name"] == check)
+    return text
+
+
 @pytest.fixture
 def healthy(shop: Project) -> Project:
     """Return a project with a worker on this host, whose tables were just swept."""
     report(shop)
-    runtime_of(shop.delays).store.sweeps.begin_sweep(0, 1, 1)
+    shop.store.sweeps.begin_sweep(0, 1, 1)
     return shop
 
 
@@ -96,7 +103,7 @@ def test_tables_have_to_be_of_this_version_or_a_newer_one(
 ) -> None:
     bare("db", "upgrade")
     report(bare)
-    runtime_of(bare.delays).store.sweeps.begin_sweep(0, 1, 1)
+    bare.store.sweeps.begin_sweep(0, 1, 1)
     monkeypatch.setattr(migrations, "head", lambda: head)
     assert failed(bare) == expected
     remedy = f"this version has {head}; run: delaytasks -A {bare.name} db upgrade\n"
@@ -124,35 +131,27 @@ def test_only_the_workers_of_this_host_or_of_the_name_count(healthy: Project) ->
 
 
 def test_a_lost_worker_is_named_and_counts_as_little_as_a_missing_one(healthy: Project) -> None:
-    def detail(*arguments: str) -> str:
-        found = json.loads(healthy("status", "--probe", *arguments, "--json").stdout)["checks"]
-        text: str = next(each["detail"] for each in found if each["name"] == "worker")
-        return text
-
     age(healthy, "workers", seen_at=60)
-    assert runtime_of(healthy.delays).store.workers.expire(15) == [f"celery@{HOST}"]
+    assert healthy.store.workers.expire(15) == [f"celery@{HOST}"]
     assert failed(healthy) == failed(healthy, "worker", "--live") == ["worker"]
     lost = rf"celery@{re.escape(HOST)} was lost \d+m?s ago"
-    assert re.fullmatch(f"none is registered; {lost}", detail())
-    assert re.fullmatch(f"none is registered on {re.escape(HOST)}; {lost}", detail("worker"))
-    assert "lost" not in detail("worker", "--name", "w1@elsewhere")
+    assert re.fullmatch(f"none is registered; {lost}", detail(healthy, "worker"))
+    of_worker = detail(healthy, "worker", "worker")
+    assert re.fullmatch(f"none is registered on {re.escape(HOST)}; {lost}", of_worker)
+    assert "lost" not in detail(healthy, "worker", "worker", "--name", "w1@elsewhere")
     report(healthy, f"w2@{HOST}")
     assert failed(healthy) == failed(healthy, "worker") == []
-    assert re.fullmatch(rf"w2@{re.escape(HOST)} \(.* ago\); {lost}", detail())
+    assert re.fullmatch(rf"w2@{re.escape(HOST)} \(.* ago\); {lost}", detail(healthy, "worker"))
 
 
 def test_beat_is_healthy_as_long_as_its_messages_reach_a_worker(healthy: Project) -> None:
-    workers = runtime_of(healthy.delays).store.workers
     assert failed(healthy, "beat") == failed(healthy, "beat", "--live") == []
-    name = f"celery@{HOST}"
-    workers.report(name, ["default"], "prefork", 2, 0, services=ServiceTimes(beat_s=1.0))
+    report(healthy, beat_s=1.0)
     found = healthy.json("status", "--probe", "beat")["checks"]
     assert [check["name"] for check in found] == ["database", "tables", "broker", "beat"]
     age(healthy, "workers", beat_at=300)
     assert failed(healthy, "beat") == failed(healthy, "beat", "--live") == ["beat"]
-    workers.report(
-        name, ["default"], "prefork", 2, 0, services=ServiceTimes(broker_down_s=9, beat_s=300)
-    )
+    report(healthy, broker_down_s=9, beat_s=300)
     assert failed(healthy, "beat", "--live") == [], "without the broker it is unknown"
 
 
@@ -164,24 +163,20 @@ def test_a_queue_with_late_tasks_and_no_worker_fails_only_the_deployment(healthy
     assert failed(healthy) == [], "a worker may be restarting"
     age(healthy, "tasks", expected_time=20)
     assert failed(healthy) == ["queues"]
-    detail = next(
-        c for c in healthy.json("status", "--probe", exit_code=1)["checks"] if c["name"] == "queues"
-    )
-    assert detail["detail"] == "no live worker serves letters, where tasks are late"
+    assert detail(healthy, "queues") == "no live worker serves letters, where tasks are late"
     healthy.delays.policies.pause(queue="letters")
     assert failed(healthy) == []
     healthy.delays.policies.resume(queue="letters")
     assert failed(healthy, "worker") == failed(healthy, "worker", "--live") == []
-    runtime_of(healthy.delays).store.workers.report("w", ["*"], "prefork", 2, 0)
+    healthy.store.workers.report("w", ["*"], "prefork", 2, 0)
     assert failed(healthy) == []
 
 
 def test_more_overdue_tasks_than_the_limit_are_not_counted(healthy: Project) -> None:
     for _ in range(3):
         make_a_task_overdue(healthy)
-    result = healthy("status", "--probe", "--max-overdue", "1", "--json")
-    found = json.loads(result.stdout)["checks"]
-    assert found[-1]["detail"] == "more than 1 overdue, at most 1"
+    found = detail(healthy, "overdue", "--max-overdue", "1")
+    assert found == "more than 1 overdue, at most 1"
 
 
 def test_a_restart_is_not_asked_for_while_no_database_answers(
@@ -214,34 +209,19 @@ def test_a_database_that_hangs_is_given_up_in_time() -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        "worker --live --max-overdue 0",
-        "beat --live --max-overdue 0",
-        "beat --live --max-sweep-age 1s",
-        "beat --max-sweep-age 1s",
-    ],
-)
-def test_a_limit_that_would_be_ignored_is_refused(shop: Project, options: str) -> None:
-    assert (
-        "--max-sweep-age" in shop.error("status", "--probe", *options.split(), exit_code=2)["error"]
-    )
-
-
-def test_live_needs_a_component(shop: Project) -> None:
-    for options in ("--live", "beat --name w"):
-        error = shop.error("status", "--probe", *options.split(), exit_code=2)["error"]
-        assert "requires a component" in error
-
-
-@pytest.mark.parametrize(
     ("options", "said"),
     [
+        ("--probe worker --live --max-overdue 0", "--max-sweep-age"),
+        ("--probe beat --live --max-overdue 0", "--max-sweep-age"),
+        ("--probe beat --live --max-sweep-age 1s", "--max-sweep-age"),
+        ("--probe beat --max-sweep-age 1s", "--max-sweep-age"),
+        ("--probe --live", "requires a component"),
+        ("--probe beat --name w", "requires a component"),
         ("--live", "--live requires --probe"),
         ("--every 1s", "--every requires --watch"),
         ("--probe worker --processes 2", "--processes requires --ahead"),
         ("--watch --ahead 1d", "exclude each other"),
     ],
 )
-def test_an_option_of_another_answer_is_refused(shop: Project, options: str, said: str) -> None:
+def test_an_option_that_would_be_ignored_is_refused(shop: Project, options: str, said: str) -> None:
     assert said in shop.error("status", *options.split(), exit_code=2)["error"]

@@ -22,21 +22,21 @@ def test_celery_has_the_same_commands_with_its_own_app(
 ) -> None:
     assert 'delays = "delaytasks.cli.main:delays"' in (ROOT / "pyproject.toml").read_text()
     ids = [str(shop.schedule(delay=60 + number).id) for number in range(3)]
-    out, err = process(
-        "-m", "celery", "-A", shop.name, "delays", "list", "--oldest-first", "--json"
-    ).communicate(timeout=30)
-    assert [task["id"] for task in json.loads(out)["tasks"]] == ids, err
-    out, err = process(
-        "-m", "celery", "-A", shop.name, "delays", "list", "--limit", "1"
-    ).communicate(timeout=30)
-    assert f"More: celery -A {shop.name} delays list --limit 1 --cursor " in err
-    out, err = process("-m", "celery", "-A", shop.name, "delays", "show", ids[0]).communicate(
-        timeout=30
-    )
-    assert f"Start a worker: celery -A {shop.name} worker" in out, err
-    failing = process("-m", "celery", "-A", shop.name, "delays", "show", "5", "--json")
-    out, err = failing.communicate(timeout=30)
-    assert (failing.returncode, out, json.loads(err)["type"]) == (1, "", "TaskNotFoundError")
+
+    def said(*words: str, exit_code: int = 0) -> tuple[str, str]:
+        running = process("-m", "celery", "-A", shop.name, "delays", *words)
+        out, err = running.communicate(timeout=30)
+        assert running.returncode == exit_code, err
+        return out, err
+
+    listed, _ = said("list", "--oldest-first", "--json")
+    assert [task["id"] for task in json.loads(listed)["tasks"]] == ids
+    _, more = said("list", "--limit", "1")
+    assert f"More: celery -A {shop.name} delays list --limit 1 --cursor " in more
+    shown, _ = said("show", ids[0])
+    assert f"Start a worker: celery -A {shop.name} worker" in shown
+    out, err = said("show", "5", "--json", exit_code=1)
+    assert (out, json.loads(err)["type"]) == ("", "TaskNotFoundError")
 
 
 def test_celery_delays_without_an_app_exits_with_the_missing_step(
@@ -101,11 +101,8 @@ READING = [
 
 
 def delaytasks(folder: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("DELAYTASKS_", "CELERY_"))
-    }
+    ours = ("DELAYTASKS_", "CELERY_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     command = [sys.executable, "-m", "delaytasks", *words]
     return subprocess.run(
         command, cwd=folder, env={**kept, **environ}, capture_output=True, text=True, timeout=60
@@ -125,16 +122,14 @@ def test_only_a_migration_makes_the_database(tmp_path: Path, words: list[str]) -
 
 
 def test_a_file_that_is_named_and_not_there_is_not_made_either(tmp_path: Path) -> None:
-    said = delaytasks(tmp_path, "list", DELAYTASKS_DATABASE_URL="sqlite:///shop/typo.db")
+    url = {"DELAYTASKS_DATABASE_URL": "sqlite:///shop/typo.db"}
+    said = delaytasks(tmp_path, "list", **url)
     assert (said.returncode, list(tmp_path.iterdir())) == (1, [])
     assert f"there is no database {tmp_path}/shop/typo.db" in said.stderr
-    made = delaytasks(tmp_path, "db", "upgrade", DELAYTASKS_DATABASE_URL="sqlite:///shop/typo.db")
+    made = delaytasks(tmp_path, "db", "upgrade", **url)
     assert (made.returncode, made.stderr) == (0, "")
     assert (tmp_path / "shop" / "typo.db").stat().st_mode & 0o777 == 0o600
-    assert (
-        delaytasks(tmp_path, "list", DELAYTASKS_DATABASE_URL="sqlite:///shop/typo.db").returncode
-        == 0
-    )
+    assert delaytasks(tmp_path, "list", **url).returncode == 0
 
 
 def test_a_first_upgrade_of_the_default_database_says_how_to_choose_another(tmp_path: Path) -> None:

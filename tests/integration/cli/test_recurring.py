@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 from celery.schedules import crontab, schedule
 from redis import Redis
-from sqlalchemy import update
 
-from delaytasks.runtime import runtime_of
 from tests.integration.cli.project import HOSTILE, ROOT, Project
+from tests.recording import set_columns
 
 DAILY = ("--cron", "0 9 * * mon-fri", "--tz", "Europe/Berlin")
 
@@ -51,9 +50,7 @@ def test_the_next_occurrence_is_shown_although_it_has_its_task(shop: Project) ->
     made = shop.delays.recurring.set("r", "ok", every="5m")
     assert made.next_at is not None
     ahead = made.next_at + timedelta(minutes=10)
-    store = runtime_of(shop.delays).store
-    with store.database.begin() as connection:
-        connection.execute(update(store.schema.recurring).values(next_at=ahead))
+    set_columns(shop.store, "recurring", next_at=ahead)
     header, row = shop("recurring", "list").stdout.splitlines()[:2]
     assert "next occurrence" in header
     assert "every 5m" in row
@@ -191,6 +188,7 @@ new(name="each", task="shop.poll", interval=interval, args="[1]", kwargs='{"a": 
 new(name="night", task="shop.poll", crontab=cron, enabled=False)
 new(name="once", task="shop.poll", clocked=clocked, one_off=True)
 from delaytasks.cli.main import main
+from tests.recording import set_columns
 main(["-A", "shop_of_cli_tests", "import", "django", "--json"], prog_name="delaytasks")
 """
 

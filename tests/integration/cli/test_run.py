@@ -6,35 +6,24 @@ import re
 import sys
 
 import pytest
-from sqlalchemy import text, update
+from sqlalchemy import text
 
 from delaytasks import Status
-from delaytasks.runtime import runtime_of
 from delaytasks.storage.types import db_now_plus
 from tests.integration.cli.project import Project
+from tests.recording import set_columns
 from tests.services import free_port
 
 
 def test_run_runs_overdue_tasks_and_leaves_the_rest(shop: Project) -> None:
-    overdue = [shop.schedule("ok", priority=number % 3) for number in range(30)] + [
-        shop.schedule("mail")
-    ]
-    failed, unknown, later = (
-        shop.schedule("bad"),
-        shop.schedule("nobody's"),
-        shop.schedule(delay=60),
-    )
+    overdue = [shop.schedule("ok", priority=number % 3) for number in range(30)]
+    overdue.append(shop.schedule("mail"))
+    failed, unknown = shop.schedule("bad"), shop.schedule("nobody's")
+    later = shop.schedule(delay=60)
     answer = shop.json("run")
     assert answer.pop("seconds") >= 0
-    assert answer == {
-        "ran": 32,
-        "succeeded": 31,
-        "failed": 1,
-        "without_processor": 1,
-        "unknown_tags": ["nobody's"],
-        "recovered": 0,
-        "is_stopped": False,
-    }
+    ended = {"ran": 32, "succeeded": 31, "failed": 1, "recovered": 0, "is_stopped": False}
+    assert answer == {**ended, "without_processor": 1, "unknown_tags": ["nobody's"]}
     assert {shop.status(task) for task in overdue} == {Status.DONE}
     assert shop.status(failed) is Status.FAILED
     assert shop.status(unknown) is Status.NOT_COMPLETE
@@ -70,13 +59,12 @@ def test_run_runs_only_the_given_queues_and_number(shop: Project) -> None:
 @pytest.mark.slow
 def test_run_gives_up_a_database_that_refuses_claims(shop: Project) -> None:
     task = shop.schedule()
-    store = runtime_of(shop.delays).store
-    refuse = f"""CREATE TRIGGER refuse BEFORE UPDATE ON {store.schema.tasks.name}
+    refuse = f"""CREATE TRIGGER refuse BEFORE UPDATE ON {shop.store.schema.tasks.name}
         WHEN NEW.status = {Status.RUNNING:d} BEGIN SELECT RAISE(ABORT, 'not today'); END"""
-    with store.database.begin() as connection:
+    with shop.store.database.begin() as connection:
         connection.execute(text(refuse))
     assert "the database refused" in shop.error("run", exit_code=1)["error"]
-    with store.database.begin() as connection:
+    with shop.store.database.begin() as connection:
         connection.execute(text("DROP TRIGGER refuse"))
     assert shop.json("run")["succeeded"] == 1
     assert shop.status(task) is Status.DONE
@@ -84,10 +72,8 @@ def test_run_gives_up_a_database_that_refuses_claims(shop: Project) -> None:
 
 def test_run_recovers_rows_of_a_dead_worker(shop: Project) -> None:
     task = shop.schedule()
-    store = runtime_of(shop.delays).store
-    store.claims("dead", None).claim_due("default", [0], 1)
-    with store.database.begin() as connection:
-        connection.execute(update(store.schema.tasks).values(lease_until=db_now_plus(-1)))
+    shop.store.claims("dead", None).claim_due("default", [0], 1)
+    set_columns(shop.store, "tasks", lease_until=db_now_plus(-1))
     answer = shop.json("run")
     assert (answer["recovered"], answer["succeeded"]) == (1, 1)
     assert shop.status(task) is Status.DONE

@@ -68,10 +68,8 @@ def test_a_key_in_use_is_refused_kept_or_replaced(shop: Project) -> None:
     replaced = shop.json(*again, "--on-conflict", "replace")
     assert (replaced["id"], replaced["body"]) == (first["id"], 2)
     capped = shop.json(*again, "--on-conflict", "replace", "--max-wait", "90m")
-    waits = datetime.fromisoformat(capped["expected_time"]) - datetime.fromisoformat(
-        first["create_time"]
-    )
-    assert (capped["id"], waits.total_seconds()) == (first["id"], 5400)
+    begin, end = map(datetime.fromisoformat, (first["create_time"], capped["expected_time"]))
+    assert (capped["id"], (end - begin).total_seconds()) == (first["id"], 5400)
     assert shop.error(*again, "--max-wait", "90m", exit_code=2)["argument"] == "max_wait"
 
 
@@ -124,14 +122,12 @@ def test_an_unavailable_broker_is_reported_and_does_no_harm(
 
 
 def test_many_tasks_come_from_a_file(shop: Project, tmp_path: Path) -> None:
-    (tmp_path / "many.jsonl").write_text(
-        lines(
-            {"tag": "ok", "body": {"n": 1}, "delay": "1h"},
-            {"tag": "mail", "at": "2030-01-01T00:00:00Z", "key": "k"},
-            {"tag": "ok", "delay": 90, "id": "42", "priority": 5, "queue": "q"},
-        )
-        + "\n"
+    text = lines(
+        {"tag": "ok", "body": {"n": 1}, "delay": "1h"},
+        {"tag": "mail", "at": "2030-01-01T00:00:00Z", "key": "k"},
+        {"tag": "ok", "delay": 90, "id": "42", "priority": 5, "queue": "q"},
     )
+    (tmp_path / "many.jsonl").write_text(f"{text}\n")
     assert shop.json("schedule", "--many", "many.jsonl") == {"scheduled": 3}
     found = {task.tag + (task.key or ""): task for task in shop.delays.find() if task.id != 42}
     assert found["ok"].body == {"n": 1}
@@ -141,9 +137,8 @@ def test_many_tasks_come_from_a_file(shop: Project, tmp_path: Path) -> None:
 
 
 def test_many_tasks_come_from_stdin_and_share_options(shop: Project) -> None:
-    text = lines(
-        {"tag": "ok", "delay": 90}, {"tag": "ok", "delay": 90, "queue": "own", "priority": 1}
-    )
+    task = {"tag": "ok", "delay": 90}
+    text = lines(task, {**task, "queue": "own", "priority": 1})
     said = shop("schedule", "--many", "-", "--queue", "all", "--priority", "7", typed=text)
     assert (said.exit_code, said.stdout, said.stderr) == (0, "scheduled 2 tasks\n", "")
     assert {(task.queue, task.priority) for task in shop.delays.find()} == {("all", 7), ("own", 1)}
@@ -151,9 +146,8 @@ def test_many_tasks_come_from_stdin_and_share_options(shop: Project) -> None:
 
 def test_many_tasks_with_keys_may_be_kept(shop: Project) -> None:
     text = lines(*({"tag": "ok", "delay": 90, "key": key} for key in "aba"))
-    assert shop.json("schedule", "--many", "-", "--on-conflict", "keep", typed=text) == {
-        "scheduled": 2
-    }
+    kept = shop.json("schedule", "--many", "-", "--on-conflict", "keep", typed=text)
+    assert kept == {"scheduled": 2}
 
 
 @pytest.mark.parametrize(

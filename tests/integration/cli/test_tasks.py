@@ -9,11 +9,15 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
-from sqlalchemy import insert
 
 from delaytasks import Status
-from delaytasks.runtime import runtime_of
+from delaytasks.storage.types import db_now_plus
 from tests.integration.cli.project import FAR, HOSTILE, Project
+from tests.recording import set_columns
+
+
+def ids(shop: Project, *options: str) -> list[str]:
+    return [found["id"] for found in shop.json("list", *options)["tasks"]]
 
 
 def test_list_finds_by_tag_status_key_and_time(shop: Project) -> None:
@@ -22,33 +26,18 @@ def test_list_finds_by_tag_status_key_and_time(shop: Project) -> None:
     shop.delays.cancel(shop.schedule("mail", 7200))
     at = task.expected_time.isoformat()
 
-    def ids(*options: str) -> list[str]:
-        return [found["id"] for found in shop.json("list", *options)["tasks"]]
-
-    assert len(ids()) == 3
-    assert ids("--tag", "mail", "--status", "not_complete") == [str(task.id)]
-    assert ids("--tag", "mail", "--key", "k") == [str(task.id)]
-    assert ids("--tag", "mail", "--key", "k*") == [str(task.id)]
     end = (task.expected_time + timedelta(seconds=1)).isoformat()
-    assert ids("--due", f"{at}..{end}") == [str(task.id)]
+    assert len(ids(shop)) == 3
+    for chosen in ("--status not_complete", "--key k", "--key k*"):
+        assert ids(shop, "--tag", "mail", *chosen.split()) == [str(task.id)]
+    assert ids(shop, "--due", f"{at}..{end}") == [str(task.id)]
 
 
 def test_list_prints_a_working_command_for_the_next_page(shop: Project) -> None:
     ids = [str(shop.schedule("mail", 60 + number, key=f"a b{number}").id) for number in range(5)]
     seen: list[str] = []
-    arguments = [
-        "list",
-        "--tag",
-        "mail",
-        "--status",
-        "NOT_COMPLETE",
-        "--due",
-        f"2020-01-01T00:00:00Z..{FAR}",
-        "--created",
-        "1h..",
-        "--limit",
-        "2",
-    ]
+    chosen = f"--tag mail --status NOT_COMPLETE --due 2020-01-01T00:00:00Z..{FAR} --created 1h.."
+    arguments = ["list", *chosen.split(), "--limit", "2"]
     for _ in range(3):
         said = shop(*arguments)
         seen += [line.split()[0] for line in said.stdout.splitlines()[1:]]
@@ -75,17 +64,10 @@ def test_the_newest_is_the_first_and_the_cursor_is_in_the_json_document(shop: Pr
 
 def test_a_duration_counts_back_from_now(shop: Project) -> None:
     old, near = shop.schedule("ok"), shop.schedule("ok", 60)
-    t = runtime_of(shop.delays).store.schema.tasks
-    two_hours_ago = runtime_of(shop.delays).clock.now() - timedelta(hours=2)
-    with runtime_of(shop.delays).store.database.begin() as connection:
-        connection.execute(t.update().where(t.c.id == old.id).values(expected_time=two_hours_ago))
-
-    def ids(*options: str) -> list[str]:
-        return [found["id"] for found in shop.json("list", *options)["tasks"]]
-
-    assert ids("--due", "1h..") == [str(near.id)]
-    assert ids("--due", "..1h") == [str(old.id)]
-    assert ids("--due", "3h..") == [str(near.id), str(old.id)]
+    set_columns(shop.store, "tasks", {"id": old.id}, expected_time=db_now_plus(-7200))
+    assert ids(shop, "--due", "1h..") == [str(near.id)]
+    assert ids(shop, "--due", "..1h") == [str(old.id)]
+    assert ids(shop, "--due", "3h..") == [str(near.id), str(old.id)]
     assert shop.json("cancel", "--due", "..1h", "--yes")["changed"] == 1
     assert shop.status(near) is not shop.status(old)
 
@@ -137,44 +119,21 @@ def test_wrong_options_exit_with_2_and_change_nothing(
 def test_show_has_all_fields_and_the_allowed_moves(shop: Project) -> None:
     task = shop.schedule("ok", 3600, {"a": [1]}, key="k")
     shown = shop.json("show", str(task.id))
-    assert {
-        **task.as_json(),
-        "moves": shown["moves"],
-        "update_time": shown["update_time"],
-        "failed_attempts": [],
-        "why": shown["why"],
-    } == shown
+    read = {name: shown[name] for name in ("moves", "update_time", "why")}
+    assert {**task.as_json(), "failed_attempts": [], **read} == shown
     assert shown["moves"] == ["claim", "hold", "cancel", "reschedule", "replace"]
-    said, special = (
-        shop("show", "--tag", "ok", "--key", "k").stdout,
-        ("body", "error", "failed_attempts", "id", "status", "tag", "why"),
-    )
+    said = shop("show", "--tag", "ok", "--key", "k").stdout
+    special = ("body", "error", "failed_attempts", "id", "status", "tag", "why")
     assert '  {\n    "a": [\n      1\n    ]\n  }\n' in said
     assert all(re.search(rf"^{name} ", said, re.MULTILINE) for name in shown if name not in special)
 
 
 def test_untrusted_text_in_rows_is_escaped(shop: Project) -> None:
     """The commands escape each kind of text in a foreign row that could harm a terminal."""
-    store = runtime_of(shop.delays).store
-    hostile = {
-        "id": 7,
-        "tag": HOSTILE,
-        "message_body": f"not json {HOSTILE}",
-        "error_stack": HOSTILE,
-        "status": 2,
-    }
-    with store.database.begin() as connection:
-        connection.execute(
-            insert(store.schema.tasks).values(**hostile, task_key=HOSTILE, worker=HOSTILE)
-        )
-    for arguments in (
-        ["list"],
-        ["show", "7"],
-        ["reschedule", "7", "--delay", "1"],
-        ["rerun", "7"],
-        ["status"],
-    ):
-        said = shop(*arguments).output
+    hostile = dict.fromkeys(("tag", "error_stack", "task_key", "worker"), HOSTILE)
+    shop.insert(id=7, status=2, message_body=f"not json {HOSTILE}", **hostile)
+    for command in ("list", "show 7", "reschedule 7 --delay 1", "rerun 7", "status"):
+        said = shop(*command.split()).output
         assert all(line.isprintable() for line in said.split("\n")), said
         assert not re.search(r"^forged line", said, re.MULTILINE)
     assert len(shop("list").stdout.splitlines()) == 2
@@ -228,7 +187,7 @@ def test_cancel_by_tag_and_key(shop: Project) -> None:
 
 def test_a_task_that_runs_or_is_done_cannot_be_cancelled(shop: Project) -> None:
     task = shop.schedule()
-    runtime_of(shop.delays).store.claims("w", None).claim_due("default", [0], 1)
+    shop.store.claims("w", None).claim_due("default", [0], 1)
     assert shop.error("cancel", str(task.id), exit_code=1)["type"] == "TaskStateError"
     done = shop.schedule()
     shop("run")
@@ -248,22 +207,16 @@ def test_reschedule_moves_each_task_unless_its_version_changed(shop: Project) ->
 
 
 def test_retry_runs_failed_and_cancelled_tasks_again(shop: Project) -> None:
-    failed, cancelled, waiting = (
-        shop.schedule("bad"),
-        shop.schedule(delay=60),
-        shop.schedule(delay=60),
-    )
+    failed, cancelled, waiting = shop.schedule("bad"), *(shop.schedule(delay=60) for _ in range(2))
     shop("run")
     shop.delays.cancel(cancelled)
     ids = [str(task.id) for task in (failed, cancelled, waiting)]
     answer = shop.json("rerun", *ids, "--delay", "1h", exit_code=1)
-    assert [(task["id"], task["status"]) for task in answer["rerun"]] == [
-        (id, "NOT_COMPLETE") for id in ids[:2]
-    ]
+    moved = [(task["id"], task["status"]) for task in answer["rerun"]]
+    assert moved == [(id, "NOT_COMPLETE") for id in ids[:2]]
     assert [(one["id"], one["type"]) for one in answer["failed"]] == [(ids[2], "TaskStateError")]
-    assert shop.delays.get(failed.id).expected_time > runtime_of(
-        shop.delays
-    ).clock.now() + timedelta(minutes=59)
+    in_59_minutes = shop.store.tasks.now() + timedelta(minutes=59)
+    assert shop.delays.get(failed.id).expected_time > in_59_minutes
 
 
 NONSENSE: list[dict[str, Any]] = [
@@ -286,22 +239,11 @@ NONSENSE: list[dict[str, Any]] = [
 
 
 def test_commands_handle_rows_with_invalid_values(shop: Project) -> None:
-    t = runtime_of(shop.delays).store.schema.tasks
-    with runtime_of(shop.delays).store.database.begin() as connection:
-        for id, nonsense in enumerate(NONSENSE, 1):
-            row = {"id": id, "tag": "ok", "message_body": "{}", "status": 4, **nonsense}
-            connection.execute(insert(t).values(**row))
-    shown = [["show", str(id)] for id in range(1, len(NONSENSE) + 1)]
-    for arguments in (
-        ["list"],
-        ["status"],
-        ["check"],
-        *shown,
-        ["cancel", "3"],
-        ["rerun", "4"],
-        ["run"],
-    ):
-        for words in (arguments, [*arguments, "--json"]):
+    for id, nonsense in enumerate(NONSENSE, 1):
+        shop.insert(id=id, status=4, **nonsense)
+    shown = [f"show {id}" for id in range(1, len(NONSENSE) + 1)]
+    for command in ("list", "status", "check", *shown, "cancel 3", "rerun 4", "run"):
+        for words in (command.split(), [*command.split(), "--json"]):
             said = shop(*words)
             assert said.exit_code in (0, 1), (NONSENSE, words, said.output)
             assert all(line.isprintable() for line in said.output.split("\n"))

@@ -15,36 +15,28 @@ import termios
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 
 import pytest
-from sqlalchemy import update
 
 from delaytasks.core.interfaces import Entry
-from delaytasks.runtime import runtime_of
 from delaytasks.storage.types import db_now_plus
 from tests.integration.cli.project import HOSTILE, ROOT, Project
-from tests.recording import runner_of
+from tests.recording import runner_of, set_columns
 
 
 @pytest.fixture
 def busy(shop: Project) -> Project:
     """Return a project with tasks of each kind, and a worker."""
-    store = runtime_of(shop.delays).store
-    store.workers.report("w1@host", ["default", "letters"], "prefork", 4, 0, ["ok", "bad"])
+    shop.store.workers.report("w1@host", ["default", "letters"], "prefork", 4, 0, ["ok", "bad"])
     done, failed = shop.schedule("ok"), shop.schedule("bad")
     runner_of(shop.delays).run([Entry(done.id, 0, 0), Entry(failed.id, 0, 0)])
     overdue, running = shop.schedule("mail"), shop.schedule("ok")
     shop.schedule("ok", delay=30)
     shop.schedule("ok", delay=3600)
-    t = store.schema.tasks
-    with store.database.begin() as connection:
-        connection.execute(
-            update(t).where(t.c.id == overdue.id).values(expected_time=db_now_plus(-90))
-        )
-        values = {"status": 3, "worker": "w1@host/77-ab", "execution_time": db_now_plus(0)}
-        values["lease_until"] = db_now_plus(60)
-        connection.execute(update(t).where(t.c.id == running.id).values(**values))
+    set_columns(shop.store, "tasks", {"id": overdue.id}, expected_time=db_now_plus(-90))
+    lease = {"worker": "w1@host/77-ab", "lease_until": db_now_plus(60)}
+    started = {"status": 3, "execution_time": db_now_plus(0), **lease}
+    set_columns(shop.store, "tasks", {"id": running.id}, **started)
     return shop
 
 
@@ -98,10 +90,8 @@ def test_only_the_first_groups_are_printed(shop: Project) -> None:
 
 
 def test_untrusted_names_are_escaped(shop: Project) -> None:
-    task, store = shop.schedule("ok"), runtime_of(shop.delays).store
-    with store.database.begin() as connection:
-        t = store.schema.tasks
-        connection.execute(update(t).where(t.c.id == task.id).values(tag=HOSTILE[:100]))
+    shop.schedule("ok")
+    set_columns(shop.store, "tasks", tag=HOSTILE[:100])
     said = shop("status").stdout
     assert "\x1b" not in said
     assert "[red]" in said, "markup is shown as it is"
@@ -111,33 +101,6 @@ def test_capped_counts_are_marked_as_minima(busy: Project, monkeypatch: pytest.M
     assert not busy.json("status")["live"]["is_capped"]
     monkeypatch.setattr("delaytasks.storage.state_queries.MOST_LIVE_ROWS", 1)
     assert "minima" in busy("status").stdout
-
-
-def test_a_worker_that_is_silent_is_not_alive(busy: Project) -> None:
-    store = runtime_of(busy.delays).store
-    w = store.schema.workers
-    seen_at = store.tasks.now() - timedelta(minutes=5)
-    with store.database.begin() as connection:
-        connection.execute(update(w).values(seen_at=seen_at))
-    [worker] = busy.json("status")["workers"]
-    assert not worker["is_alive"]
-
-
-def test_a_worker_that_was_lost_is_shown_and_not_counted(busy: Project) -> None:
-    store = runtime_of(busy.delays).store
-    store.workers.report("w9@host", ["letters"], "prefork", 2, 0)
-    w = store.schema.workers
-    with store.database.begin() as connection:
-        old = w.c.name == "w9@host"
-        connection.execute(
-            update(w).where(old).values(seen_at=store.tasks.now() - timedelta(minutes=5))
-        )
-    assert store.workers.expire(60) == ["w9@host"]
-    found = busy.json("status")
-    assert len(found["workers"]) == 1
-    assert [worker["name"] for worker in found["lost_workers"]] == ["w9@host"]
-    said = busy("status").stdout
-    assert re.search(r"^w9@host +lost \d+m?s ago", said, re.MULTILINE)
 
 
 # -- `list --follow` prints the changes of tasks as they happen ----------------------------------
