@@ -195,11 +195,12 @@ def _no_worker(
         sentence += f"; live workers serve {served} ({_names([each.name for each in alive])})"
     elif not workers:
         sentence += "; no worker runs"
+    last_seen = {worker.name: round(worker.age_s, 3) for worker in serving}
     return Reason(
         "no_worker",
         f"{sentence}.",
         remedy,
-        {"queue": queue, "live_queues": live_queues, "last_seen": _last_seen(serving)},
+        {"queue": queue, "live_queues": live_queues, "last_seen": last_seen},
     )
 
 
@@ -210,10 +211,6 @@ def one_more_worker(queues: Collection[str], namespace: str) -> str:
     """
     names = quote(",".join(f"{namespace}.{queue}" for queue in islice(queues, MOST_NAMES)))
     return f"Start one more worker: celery -A … worker -Q {names}"
-
-
-def _last_seen(serving: Sequence[RegisteredWorker]) -> dict[str, float]:
-    return {worker.name: round(worker.age_s, 3) for worker in serving}
 
 
 def _names(names: Sequence[str]) -> str:

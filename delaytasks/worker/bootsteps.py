@@ -123,9 +123,7 @@ def run_strategy(task: Any, app: Any, consumer: Any) -> Handler:
     prefix = runtime.settings.namespace + "."
     acknowledge = _acknowledger(app, consumer.connection_errors)
 
-    def on_message(
-        message: Any, body: Any, ack: Any, reject: Any, callbacks: Any, **_: Any
-    ) -> None:
+    def on_message(message: Any, body: Any, *_: Any, **__: Any) -> None:
         acknowledge(message)
         try:
             queue = ((message.delivery_info or {}).get("routing_key") or "").removeprefix(prefix)
@@ -150,9 +148,7 @@ def sweep_strategy(task: Any, app: Any, consumer: Any) -> Handler:
     runtime: WorkerRuntime = consumer.controller.delays_runtime
     acknowledge = _acknowledger(app, consumer.connection_errors)
 
-    def on_message(
-        message: Any, body: Any, ack: Any, reject: Any, callbacks: Any, **_: Any
-    ) -> None:
+    def on_message(message: Any, body: Any, *_: Any, **__: Any) -> None:
         acknowledge(message)
         try:
             args, settings = _arguments(message, body), runtime.settings

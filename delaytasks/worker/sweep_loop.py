@@ -150,7 +150,7 @@ class SweepLoop:
             self._pool_prefix + type(self._pool).__module__.rpartition(".")[2],
             int(self._pool.limit or 1),
             int(self._clock.offset_s * 1e6),
-            self._tags(),
+            [processor.tag for processor in self._registry],
             services,
             len(self._dispatcher.in_flight),
         )
@@ -161,9 +161,6 @@ class SweepLoop:
             # A worker that begins, or that is left alone, may be the first one that knows a tag.
             self._bring_forward()
             self._workers = workers
-
-    def _tags(self) -> list[str]:
-        return [processor.tag for processor in self._registry]
 
     def _bring_forward(self) -> None:
         """Bring forward the rows that other workers deferred, and that this one can run."""
@@ -217,12 +214,9 @@ class DeclaredSchedules:
         return monotonic() - self._followed_at >= FOLLOW_S
 
     def follow(self) -> None:
-        is_first = self._followed_at < 0
-        if self._runtime.registry.schedules or (is_first and self._are_stored()):
+        is_first, schedules = self._followed_at < 0, self._runtime.store.due_schedules
+        if self._runtime.registry.schedules or (is_first and schedules.has_declared()):
             from delaytasks.recurrence.recurring import follow
 
             follow(self._runtime)
         self._followed_at = monotonic()
-
-    def _are_stored(self) -> bool:
-        return self._runtime.store.due_schedules.has_declared()
