@@ -33,22 +33,13 @@ from delaytasks.core.filters import BulkResult, LogEntry
 from delaytasks.core.ids import shard_of
 from delaytasks.core.inputs import Delay, check_page_limit
 from delaytasks.core.states import LIVE
-from delaytasks.core.task import (
-    DelayedTask,
-    NewTask,
-    Page,
-    TaskName,
-    TouchResult,
-    id_of,
-    new_task_of,
-)
+from delaytasks.core.task import DelayedTask, Page, TaskName, TouchResult, id_of, new_task_of
 from delaytasks.operations.bulk_calls import Bulk
 from delaytasks.operations.single_tasks import is_several
 from delaytasks.twins import twin
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Name = TaskName | None
 Step = Literal["reading", "moving", "settled"]
 #: A member that was unavailable gets no tasks without a key for this time, if others are available.
 REST_S = 5.0
@@ -96,6 +87,7 @@ class MergedResult(BulkResult):
 
 Method = Callable[Concatenate[DelayTasks, P], T]
 MethodOfShards = Callable[Concatenate["Shards", P], T]
+BulkMethod = Callable[Concatenate[Bulk, P], BulkResult]
 Down = dict[int, errors.StoreUnavailableError]
 
 # Each of the next functions makes a method of `Shards` from a method of `DelayTasks`, with the same
@@ -104,9 +96,7 @@ Down = dict[int, errors.StoreUnavailableError]
 
 def _calling(method: Callable[..., T], /, *args: Any, **options: Any) -> Callable[[Any], T]:
     if options.get("session") is not None:
-        raise errors.InvalidInputError(
-            "with session=, call shards.member(tag, key) itself", "session"
-        )
+        raise errors.InvalidInputError("with session=, call shards.member(tag, key)", "session")
     return methodcaller(method.__name__, *args, **options)
 
 
@@ -129,7 +119,7 @@ def _for_batches(method: Method[P, int]) -> MethodOfShards[P, int]:
 
         total, source = 0, map(new_task_of, tasks)
         while batch := list(itertools.islice(source, BULK)):
-            parts: dict[tuple[DelayTasks, ...], list[NewTask]] = {}
+            parts: dict[tuple[DelayTasks, ...], list[Any]] = {}
             anywhere = self._in_turn()
             for new in batch:
                 members = self._members_for(new.tag, new.key, new.id) or anywhere
@@ -146,34 +136,28 @@ def _for_one(method: Method[P, T]) -> MethodOfShards[P, T]:
 
     def call(self: Shards, /, task: Any = None, *args: Any, **options: Any) -> Any:
         ask = _calling(method, task, *args, **options)
-        return self._ask_in_turn(ask, task, options.get("tag"), options.get("key"))
+        return self._ask_in_turn(ask, task, **options)
 
     return functools.wraps(method)(call)
 
 
 def _for_one_or_many(method: Method[P, TouchResult]) -> MethodOfShards[P, TouchResult]:
-    """Ask one member after the other, each for the names that the members before it lack."""
-    ask_for_one = _for_one(method)
+    """Ask one member after the other for one task, or every member for several."""
+    touch_one = _for_one(method)
 
-    def call(self: Shards, /, task: Any = None, *args: Any, **options: Any) -> TouchResult:
-        names: Any = options.get("key") if task is None else task
-        if not is_several(names):
-            return ask_for_one(self, task, *args, **options)
-        names = left = [*names] if task is None else [*map(id_of, names)]
-        touched = set[Any]()
-        for member in self.members:
-            asked = {**options, "key": left} if task is None else {**options, "task": left}
-            result = _calling(method, asked.pop("task", None), *args, **asked)(member)
-            touched.update(result.touched)
-            left = result.gone
-        return TouchResult.of(names, touched)
+    def call(self: Shards, /, task: Any = None, *args: Any, key: Any = None, **options: Any) -> Any:
+        if not is_several(key if task is None else task):
+            return touch_one(self, task, *args, key=key, **options)
+        # An iterator of the caller yields its names once.
+        task, key = ([*names] if is_several(names) else names for names in (task, key))
+        results = self.each(_calling(method, task, *args, key=key, **options))
+        touched = {name for result in results.values() for name in result.touched}
+        return TouchResult.of(key if task is None else map(id_of, task), touched)
 
     return functools.wraps(method)(call)
 
 
-def _for_all(
-    method: Callable[Concatenate[Bulk, P], BulkResult],
-) -> Callable[Concatenate[ShardsBulk, P], MergedResult]:
+def _for_all(method: BulkMethod[P]) -> Callable[Concatenate[ShardsBulk, P], MergedResult]:
     """Change the tasks of one member after the other, and add up the counts."""
 
     def call(self: ShardsBulk, /, *args: Any, **options: Any) -> MergedResult:
@@ -200,25 +184,22 @@ def _merged(method: Method[P, Page]) -> MethodOfShards[P, MergedPage]:
         positions = dict(zip(self._by_number, (cursor or "").split("."), strict=False))
         down: Down = {}
 
-        def rows(number: int, member: DelayTasks) -> Iterator[tuple[DelayedTask, int]]:
+        def rows(number: int, member: DelayTasks) -> Iterator[tuple[Any, int, int, DelayedTask]]:
             try:
                 for task in _search(member, positions.get(number), **options):
-                    yield task, number
+                    yield task.expected_time, task.id, number, task
             except errors.StoreUnavailableError as error:
                 down[number] = error
 
-        merged = heapq.merge(
-            *itertools.starmap(rows, self._by_number.items()),
-            key=lambda row: (row[0].expected_time, row[0].id),
-            reverse=options.get("newest_first", False),
-        )
+        streams = itertools.starmap(rows, self._by_number.items())
+        merged = heapq.merge(*streams, reverse=options.get("newest_first", False))
         taken = list(itertools.islice(merged, limit))
         has_more = next(merged, None) is not None
         if len(down) == len(self.members):
             raise next(iter(down.values()))
-        positions |= {number: make_cursor(task) for task, number in taken}
+        positions |= {number: make_cursor(task) for *_, number, task in taken}
         after = ".".join(positions.get(number, "") for number in self._by_number)
-        return MergedPage([task for task, _ in taken], after if has_more else None, tuple(down))
+        return MergedPage([task for *_, task in taken], after if has_more else None, tuple(down))
 
     return functools.wraps(method)(call)  # type: ignore[return-value]
 
@@ -255,8 +236,7 @@ class ShardsBulk:
         merged = heapq.merge(*entries.values(), key=attrgetter("id"), reverse=True)
         return list(itertools.islice(merged, limit))
 
-    acancel, areschedule = twin(cancel), twin(reschedule)
-    arerun, alog = twin(rerun), twin(log)
+    acancel, areschedule, arerun, alog = twin(cancel), twin(reschedule), twin(rerun), twin(log)
 
 
 class Shards:
@@ -298,11 +278,13 @@ class Shards:
         for what, fact in _DISTINCT.items():
             if len({fact(member.settings) for member in self.members}) < len(self.members):
                 raise errors.ConfigError(f"members of Shards share a {what}: give each its own")
+        self._run_async = self.members[0]._run_async  # its threads call the other members as well
+        #: Cancels, reschedules or reruns all tasks that match a filter.
+        self.bulk = ShardsBulk(self)
         self._newest = newest
         self._by_number = {member.settings.shard: member for member in self.members}
         self._turns = itertools.count()
         self._rests_until: dict[DelayTasks, float] = {}
-        self._run_async = self.members[0]._run_async  # its threads call the other members as well
 
     # -- choose a member --------------------------------------------------------------------------
 
@@ -353,8 +335,7 @@ class Shards:
         --------
         >>> shards.member_of(task).cancel(task, session=session)
         """
-        number = shard_of(id_of(task))
-        if number not in self._by_number:
+        if (number := shard_of(id_of(task))) not in self._by_number:
             raise errors.InvalidInputError(f"no member has the number {number} of the id", "task")
         return self._by_number[number]
 
@@ -438,7 +419,7 @@ class Shards:
     acancel, areschedule, atouch = twin(cancel), twin(reschedule), twin(touch)
     arerun, aget = twin(rerun), twin(get)
 
-    async def aresult(self, task: Name = None, timeout: Delay | None = None, **key: Any) -> Any:
+    async def aresult(self, task: Any = None, timeout: Delay | None = None, **key: Any) -> Any:
         """Wait for the result of a task. This is the asynchronous twin of `result`.
 
         Examples
@@ -450,8 +431,7 @@ class Shards:
             member.get(task, **key)
             return member
 
-        name = (task, key.get("tag"), key.get("key"))
-        member: DelayTasks = await self._run_async(self._ask_in_turn, having, *name)
+        member: DelayTasks = await self._run_async(self._ask_in_turn, having, task, **key)
         return await member.aresult(task, timeout, **key)
 
     # -- many tasks -------------------------------------------------------------------------------
@@ -459,17 +439,6 @@ class Shards:
     schedule_many = _for_batches(DelayTasks.schedule_many)
     find = _merged(DelayTasks.find)
     aschedule_many, afind = twin(schedule_many), twin(find)
-
-    @property
-    def bulk(self) -> ShardsBulk:
-        """Cancel, reschedule or rerun all tasks that match a filter.
-
-        Examples
-        --------
-        >>> shards.bulk.cancel(tag="mail.send").changed
-        1200
-        """
-        return ShardsBulk(self)
 
     def misplaced(self) -> Iterator[DelayedTask]:
         """Find the live tasks whose keys now belong to another member, because one was added.
@@ -519,8 +488,7 @@ class Shards:
         --------
         >>> shards.close()
         """
-        for member in self.members:
-            member.close()
+        self.each(DelayTasks.close)
 
     async def aclose(self) -> None:
         """Close all connections. This is the asynchronous twin of `close`.
@@ -577,10 +545,10 @@ class Shards:
                 self._rests_until[member] = monotonic() + REST_S
         return call(members[-1])
 
-    def _ask_in_turn(self, ask: Callable[[DelayTasks], T], task: Any, *name: Any) -> T:
+    def _ask_in_turn(self, ask: Callable[[DelayTasks], T], task: Any, **name: Any) -> T:
         """Ask the member that most likely has the task, and then the others."""
-        if None not in name:
-            members = self._places(*name)[::-1]
+        if None not in (name.get("tag"), name.get("key")):
+            members = self._places(name["tag"], name["key"])[::-1]
         else:  # without any name, the first member raises the error
             number = None if task is None else shard_of(id_of(task))
             members = sorted(self.members, key=lambda member: member.settings.shard != number)
