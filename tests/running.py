@@ -255,6 +255,12 @@ class Deployment:
                 every_s=0.05,
             )
 
+    def runs_on_time(self) -> bool:
+        """Return whether a task begins earlier than a sweep would find it."""
+        task = self.schedule(delay=0.3)
+        self.wait_for([task], deadline_s=30)
+        return next(int(run[1]) for run in self.runs() if run[0] == str(task.id)) < 200_000
+
     def stacks(self) -> str:
         """Return the logs, after all worker processes have written the stacks of their threads.
 

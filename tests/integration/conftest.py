@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.proxy import proxy_to
 from tests.running import BROKERS, Deployment
 
 Deploy = Callable[..., Deployment]
@@ -43,3 +44,29 @@ def deploy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Deploy]:
     yield make
     for deployment in made:
         deployment.close()
+
+
+class ProxiedSite:
+    """Run a deployment that reaches its broker through a proxy."""
+
+    def __init__(self, folder: Path, database_url: str, broker_url: str, **settings: Any) -> None:
+        self.broker = proxy_to(broker_url)
+        self.deployment = Deployment(folder, database_url, self.broker.url(broker_url), **settings)
+
+
+@pytest.fixture
+def proxied_site(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Callable[..., ProxiedSite]]:
+    made: list[ProxiedSite] = []
+
+    def new(database: str, broker: str, folder: Path = tmp_path, **settings: Any) -> ProxiedSite:
+        urls = [request.getfixturevalue(f"{name}_url") for name in (database, broker)]
+        made.append(ProxiedSite(folder, *urls, **settings))
+        return made[-1]
+
+    yield new
+    for one in made:
+        one.broker.heal()
+        one.deployment.close()
+        one.broker.close()

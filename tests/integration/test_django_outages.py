@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,11 +37,8 @@ def away(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[DjangoDelay
     """Return an instance whose database has never been reachable."""
     kind = request.param
     place = f"//root@127.0.0.1:{free_port()}/shop"
-    url = (
-        f"sqlite:///{tmp_path}/no/such/folder/shop.sqlite3"
-        if kind == "sqlite"
-        else f"{kind}:{place}"
-    )
+    file = f"sqlite:///{tmp_path}/no/such/folder/shop.sqlite3"
+    url = file if kind == "sqlite" else f"{kind}:{place}"
     alias = f"away_{kind}"
     django_settings.add_database(alias, url)
     delays = DjangoDelays(django_settings.new_celery_app(), alias)
@@ -71,9 +69,8 @@ def test_a_call_outside_of_atomic_reports_that_the_database_is_unavailable(
     away: DjangoDelays, name: str
 ) -> None:
     for _ in range(2):
-        with pytest.raises(
-            StoreUnavailableError, match=f"database '{away.alias}' cannot be used: "
-        ) as caught:
+        message = f"database '{away.alias}' cannot be used: "
+        with pytest.raises(StoreUnavailableError, match=message) as caught:
             CALLS[name](away)
         assert "atomic" not in str(caught.value)
 
@@ -85,13 +82,24 @@ def test_the_command_line_reports_that_the_database_is_unavailable(
     module.app = runtime_of(away).celery  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     project = Project(module.__name__)
-    for command in (
-        ["list"],
-        ["show", "7"],
-        ["cancel", "7"],
-        ["schedule", "mail", "{}", "--delay", "5"],
-    ):
-        assert project.error(*command, exit_code=1)["type"] == "StoreUnavailableError", command
+    for command in ("list", "show 7", "cancel 7", "schedule mail {} --delay 5"):
+        error = project.error(*command.split(), exit_code=1)
+        assert error["type"] == "StoreUnavailableError", command
+
+
+@contextmanager
+def on_database(url: str, alias: str) -> Iterator[DjangoDelays]:
+    """Return an instance with tables of its own."""
+    django_settings.add_database(alias, url)
+    delays = DjangoDelays(django_settings.new_celery_app(), alias, table_prefix=f"{alias}_")
+    store = runtime_of(delays).store
+    try:
+        store.schema.metadata.create_all(store.database.tx)
+        yield delays
+        store.schema.metadata.drop_all(store.database.tx)
+    finally:
+        delays.close()
+        django_settings.remove_database(alias)
 
 
 @pytest.mark.parametrize("kind", ["postgresql", "mysql"])
@@ -100,13 +108,7 @@ def test_a_database_lost_between_two_calls_is_reported_and_used_again_later(
 ) -> None:
     url = request.getfixturevalue(f"{kind}_url")
     proxy = proxy_to(url)
-    alias = f"leaves_{kind}"
-    django_settings.add_database(alias, proxy.url(url))
-    delays = DjangoDelays(django_settings.new_celery_app(), alias, table_prefix="dj_")
-    metadata = runtime_of(delays).store.schema.metadata
-    try:
-        with runtime_of(delays).store.database.begin() as connection:
-            metadata.create_all(connection)
+    with closing(proxy), on_database(proxy.url(url), f"leaves_{kind}") as delays:
         task = delays.schedule_delay("mail", {}, 60, key="k")
         # The call must read the database's time inside its own transaction.
         monkeypatch.setattr(runtime_of(delays).clock, "_base", None)
@@ -121,37 +123,20 @@ def test_a_database_lost_between_two_calls_is_reported_and_used_again_later(
         ):
             with pytest.raises(StoreUnavailableError):
                 call()
-        with pytest.raises((SessionUnusableError, DatabaseError)), transaction.atomic(alias):
+        with pytest.raises((SessionUnusableError, DatabaseError)), transaction.atomic(delays.alias):
             delays.get(task)
         proxy.heal()
         assert delays.cancel(task)
-        with runtime_of(delays).store.database.begin() as connection:
-            metadata.drop_all(connection)
-    finally:
-        delays.close()
-        django_settings.remove_database(alias)
-        proxy.close()
 
 
 @pytest.mark.parametrize("kind", ["postgresql", "mysql"])
 def test_a_connection_to_a_former_primary_is_closed_after_one_call(
     kind: str, request: pytest.FixtureRequest
 ) -> None:
-    alias = f"demoted_{kind}"
-    django_settings.add_database(alias, request.getfixturevalue(f"{kind}_url"))
-    delays = DjangoDelays(django_settings.new_celery_app(), alias, table_prefix="djd_")
-    metadata = runtime_of(delays).store.schema.metadata
-    try:
-        with runtime_of(delays).store.database.begin() as connection:
-            metadata.create_all(connection)
-        with connections[alias].cursor() as cursor:
+    with on_database(request.getfixturevalue(f"{kind}_url"), f"demoted_{kind}") as delays:
+        with connections[delays.alias].cursor() as cursor:
             cursor.execute(READ_ONLY[kind])
         with pytest.raises(StoreUnavailableError, match=r"(?i)read.only transaction"):
             delays.schedule_delay("mail", {}, 60)
         delays.schedule_delay("mail", {}, 60)
         assert len(delays.find(tag="mail").tasks) == 1
-        with runtime_of(delays).store.database.begin() as connection:
-            metadata.drop_all(connection)
-    finally:
-        delays.close()
-        django_settings.remove_database(alias)

@@ -181,17 +181,11 @@ def test_a_worker_whose_queues_node_is_down_works_from_the_table(
 
         home.start()
         wait_until(lambda: " ready." in second.log(), 30, "the worker to consume")
-        wait_until(lambda: _runs_on_time(d), 20, "the fast path to work", every_s=0.2)
+        wait_until(d.runs_on_time, 20, "the fast path to work", every_s=0.2)
     finally:
         if home._process is None:
             home.start()
         d.close()
-
-
-def _runs_on_time(d: Deployment) -> bool:
-    task = d.schedule(delay=0.5)
-    d.wait_for([task], deadline_s=30)
-    return next(int(run[1]) for run in d.runs() if run[0] == str(task.id)) < 200_000
 
 
 @pytest.mark.skipif(
@@ -201,21 +195,13 @@ def test_a_url_without_a_server_does_not_keep_a_worker_from_its_messages(
     tmp_path: Path, postgresql_url: str, rabbitmq_url: str
 ) -> None:
     nobody = f"amqp://guest:guest@127.0.0.1:{free_port()}//"
-    conf: dict[str, Any] = {
-        "broker_url": [rabbitmq_url, nobody],
-        "task_default_queue_type": "quorum",
-    }
+    conf = {"broker_url": [rabbitmq_url, nobody], "task_default_queue_type": "quorum"}
     d = Deployment(tmp_path, postgresql_url, rabbitmq_url, conf)
     try:
         worker = d.worker()
-        wait_until(
-            lambda: "Failed to setup delayed delivery" in worker.log(),
-            60,
-            "Celery to give that URL up",
-        )
-        assert worker.log().index(" ready.") < worker.log().index(
-            "Failed to setup delayed delivery"
-        )
+        given_up = "Failed to setup delayed delivery"
+        wait_until(lambda: given_up in worker.log(), 60, "Celery to give that URL up")
+        assert worker.log().index(" ready.") < worker.log().index(given_up)
         d.wait_for([d.schedule()])
         assert not worker.ended()
     finally:
@@ -240,16 +226,8 @@ def test_messages_are_sent_when_only_the_last_of_three_urls_answers(
 def test_tasks_run_in_time_over_amqps_and_a_client_without_the_certificate_sends_none(
     tmp_path: Path, postgresql_url: str, amqps: dict[str, Any]
 ) -> None:
-    d = Deployment(
-        tmp_path,
-        postgresql_url,
-        amqps["broker_url"],
-        amqps,
-        sweep=30,
-        _self_sweep_s=60,
-        _grace_s=20,
-        horizon=90,
-    )
+    slow = {"sweep": 30, "_self_sweep_s": 60, "_grace_s": 20, "horizon": 90}
+    d = Deployment(tmp_path, postgresql_url, amqps["broker_url"], amqps, **slow)
     try:
         d.worker()
         task = d.schedule(delay=0.5)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from delaytasks import DelayedTask
 from delaytasks.core.workers import ServiceTimes
 from delaytasks.runtime import runtime_of
+from tests.integration.conftest import ProxiedSite
 from tests.integration.outages.proxied_caller import BROKERS, DATABASES, LIMIT_S, SLACK_S, seconds
 from tests.proxy import proxy_to
 from tests.running import Deployment, Process
@@ -28,36 +28,12 @@ AWAY_S = 13
 RECONNECTS_S = 4 + 4
 
 
-class ProxiedSite:
-    """Run a deployment that reaches its broker through a proxy."""
-
-    def __init__(self, folder: Path, database_url: str, broker_url: str, **settings: Any) -> None:
-        self.broker = proxy_to(broker_url)
-        self.deployment = Deployment(folder, database_url, self.broker.url(broker_url), **settings)
-
-
-@pytest.fixture
-def site(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., ProxiedSite]]:
-    made: list[ProxiedSite] = []
-
-    def new(database: str, broker: str, folder: Path = tmp_path, **settings: Any) -> ProxiedSite:
-        urls = [request.getfixturevalue(f"{name}_url") for name in (database, broker)]
-        made.append(ProxiedSite(folder, *urls, **settings))
-        return made[-1]
-
-    yield new
-    for one in made:
-        one.broker.heal()
-        one.deployment.close()
-        one.broker.close()
-
-
 @DATABASES
 def test_a_worker_whose_database_connections_are_killed_runs_all(
-    site: Callable[..., ProxiedSite], database: str, request: pytest.FixtureRequest
+    proxied_site: Callable[..., ProxiedSite], database: str, request: pytest.FixtureRequest
 ) -> None:
     url = request.getfixturevalue(f"{database}_url")
-    d = site(database, "redis").deployment
+    d = proxied_site(database, "redis").deployment
     worker = d.worker()
     tasks = [d.schedule(delay=1 + n / 50) for n in range(200)]
     for part in range(1, 5):
@@ -71,9 +47,9 @@ def test_a_worker_whose_database_connections_are_killed_runs_all(
 
 @BROKERS
 def test_a_worker_whose_broker_is_cut_again_and_again_resumes(
-    site: Callable[..., ProxiedSite], broker: str
+    proxied_site: Callable[..., ProxiedSite], broker: str
 ) -> None:
-    place = site("postgresql", broker)
+    place = proxied_site("postgresql", broker)
     d = place.deployment
     worker = d.worker()
     for round in range(5):
@@ -86,23 +62,17 @@ def test_a_worker_whose_broker_is_cut_again_and_again_resumes(
         place.broker.heal()
         d.wait_for(away, deadline_s=15)
         # The broker accepts messages again when a task runs on time without a sweep.
-        wait_until(lambda: runs_on_time(d), 15, "a task on time", every_s=0.2)
+        wait_until(d.runs_on_time, 15, "a task on time", every_s=0.2)
     assert not worker.ended()
     runs = [run[0] for run in d.runs()]
     assert len(runs) == len(set(runs))
 
 
-def runs_on_time(d: Deployment) -> bool:
-    task = d.schedule(delay=0.3)
-    d.wait_for([task])
-    return next(int(run[1]) for run in d.runs() if run[0] == str(task.id)) < 100_000
-
-
 @BROKERS
 def test_a_worker_without_its_broker_shows_this_in_its_row_until_it_is_back(
-    site: Callable[..., ProxiedSite], broker: str
+    proxied_site: Callable[..., ProxiedSite], broker: str
 ) -> None:
-    place = site("postgresql", broker)
+    place = proxied_site("postgresql", broker)
     d = place.deployment
     d.beat()
     d.worker()
@@ -136,10 +106,7 @@ class Outage:
 
     def begin(self) -> None:
         wait_until(
-            lambda: runs_on_time(self.place.deployment),
-            15,
-            f"a task on time, {self.name}",
-            every_s=0.2,
+            self.place.deployment.runs_on_time, 15, f"a task on time, {self.name}", every_s=0.2
         )
         if self.name.endswith("refused"):
             self.place.broker.refuse()
@@ -174,7 +141,7 @@ class Outage:
 
 
 def test_tasks_scheduled_during_a_long_broker_outage_run_soon_after_it(
-    site: Callable[..., ProxiedSite], tmp_path: Path
+    proxied_site: Callable[..., ProxiedSite], tmp_path: Path
 ) -> None:
     """Run four outages simultaneously, since the test mostly waits.
 
@@ -184,7 +151,7 @@ def test_tasks_scheduled_during_a_long_broker_outage_run_soon_after_it(
     for broker in ("redis", "rabbitmq"):
         for way in ("refused", "swallowed"):
             (folder := tmp_path / f"{broker}-{way}").mkdir()
-            place = site("postgresql", broker, folder=folder, _self_sweep_s=60)
+            place = proxied_site("postgresql", broker, folder=folder, _self_sweep_s=60)
             place.deployment.beat()
             outages.append(Outage(folder.name, place, place.deployment.worker(pool="threads")))
     for one in outages:
