@@ -10,19 +10,17 @@ from sqlalchemy import create_engine, text, update
 from sqlalchemy.orm import Session
 
 from delaytasks import (
+    CancelResult,
     DelayedTask,
-    DelayTasks,
     Fail,
     Retry,
     Snooze,
     StaleVersionError,
     Status,
     TaskCancelledError,
+    TaskNotFoundError,
     TaskStateError,
 )
-from delaytasks.core.errors import TaskNotFoundError
-from delaytasks.runtime import runtime_of
-from delaytasks.storage.store import Store
 from tests.refusals import invalid
 from tests.world import World
 
@@ -71,7 +69,7 @@ def test_the_result_says_why_a_task_was_not_cancelled(world: World, by: str) -> 
 def test_a_customer_who_pays_while_the_order_closes_is_told(world: World, own: bool) -> None:
     """This is the flow of the docs: the cancel is part of the transaction that writes the
     payment."""
-    engine = create_engine(world.store.database.url)
+    engine = create_engine(world.url)
     world.claim(world.schedule(key="k"))
     with Session(engine) as session:
         options: Any = {"key": "k", "on_conflict": "replace"} if own else {}
@@ -90,10 +88,10 @@ def test_a_key_that_was_taken_after_the_transaction_began_names_the_task_that_no
     """MySQL reads a snapshot of the transaction's start, but `cancel` must still find the task."""
     if not world.has_row_locks:
         pytest.skip("a transaction on SQLite that has read cannot write after another one")
-    engine = create_engine(world.store.database.url)
+    engine = create_engine(world.url)
     before = world.schedule(key="k") if was_taken else None
     with Session(engine) as session:
-        session.execute(text(f"SELECT count(*) FROM {world.store.schema.tasks.name}"))
+        session.execute(text(f"SELECT count(*) FROM {world.table().name}"))
         assert before is None or world.cancel(before)
         task = world.schedule(key="k")
         result = world.delays.cancel(tag="note", key="k", session=session)
@@ -106,11 +104,11 @@ def test_a_key_that_was_taken_after_the_transaction_began_names_the_task_that_no
 # A running task is asked to stop, and is CANCELLED unless it succeeds, on each database
 
 
-def cancel(world: World, task: DelayedTask) -> DelayedTask | None:
+def cancel(world: World, task: DelayedTask) -> CancelResult:
     """Cancel a task that runs, and tell its process, as the main process of its worker does."""
-    found = world.store.tasks.cancel(task.id, running=True)
+    result = world.delays.cancel(task.id, running=True)
     tell(world)
-    return found
+    return result
 
 
 def tell(world: World) -> None:
@@ -124,9 +122,9 @@ def run(world: World, end: Callable[[DelayedTask], Any], **options: Any) -> Dela
     def work(body: object, task: DelayedTask) -> Any:
         assert not task.is_cancelled
         task.check_lease()
-        left = cancel(world, task)
-        assert left is not None
-        assert (left.status, left.version) == (Status.RUNNING, task.version)
+        asked = cancel(world, task)
+        assert (asked.is_requested, asked.status) == (True, Status.RUNNING)
+        assert world.read(task).version == task.version
         assert task.is_cancelled
         return end(task)
 
@@ -154,7 +152,7 @@ def test_a_run_that_stops_is_cancelled_and_not_retried(
     assert ("broken off" in str(task.error)) is (end is fail)
     assert len(world.told("task.withdrawn")) == 1
     assert not world.told("task.failed") + world.told("task.retry_scheduled")
-    assert world.store.tasks.id_of_key("long", "k") is None, "the key is free"
+    assert world.owner("k", "long") is None, "the key is free"
 
 
 def test_a_run_that_succeeds_nevertheless_is_done(world: World) -> None:
@@ -179,7 +177,7 @@ def test_a_request_that_comes_too_late_for_its_run_prevents_the_next_one(world: 
     @world.delays.processor("again")
     def work(body: object, task: DelayedTask) -> Any:
         ran.append(task.runs)
-        world.store.tasks.cancel(task.id, running=True)  # the process hears nothing of it
+        world.delays.cancel(task, running=True)  # the process hears nothing of it
         return Snooze(0)
 
     task = world.schedule("again")
@@ -208,7 +206,7 @@ def test_a_row_of_the_same_chunk_that_has_not_begun_is_cancelled_too(world: Worl
 def test_a_rerun_forgets_the_request(world: World) -> None:
     cancelled = run(world, fail)
     world.delays.processor("other")(lambda body: None)
-    again = world.store.tasks.rerun(cancelled.id, cancelled.expected_time)
+    again = world.delays.rerun(cancelled)
     assert world.read(again).cancel_request is None
     assert world.store.tasks.cancel_requests.of(["worker-1"]) == []
 
@@ -221,12 +219,10 @@ def test_a_request_is_for_one_run_of_the_row(world: World) -> None:
     assert not world.worker().processes.requested_runs.has(task.id, task.version - 1)
 
 
-def test_the_answer_of_cancel_says_that_the_task_was_asked_to_stop(
-    store: Store, delays: DelayTasks
-) -> None:
-    task = delays.schedule_delay("mail", {}, 0, key="k")
-    [claimed] = runtime_of(delays).store.claims("w", None).claim_due("default", [0], 1)
-    numbers = runtime_of(delays).store.policies
+def test_the_answer_of_cancel_says_that_the_task_was_asked_to_stop(world: World) -> None:
+    delays, task = world.delays, world.schedule("mail", key="k")
+    [claimed] = world.claim(task)
+    numbers = world.store.policies
     before = numbers.changes(None, True).cancel_requests
     refused = delays.cancel(task)
     assert not refused.is_requested
@@ -239,18 +235,18 @@ def test_the_answer_of_cancel_says_that_the_task_was_asked_to_stop(
     assert (found.version, found.cancel_request) == (claimed.version, 1)
     with pytest.raises(StaleVersionError):
         delays.cancel(task, running=True, version=claimed.version - 1)
-    with store.database.tx.connect() as connection:
+    with world.engine.connect() as connection:
         assert delays.cancel(task, running=True, session=connection).is_requested
         connection.rollback()
     assert delays.get(task).cancel_request == 1
 
 
 def test_a_row_that_is_given_back_while_it_is_asked_to_stop_is_cancelled(
-    store: Store, delays: DelayTasks, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task = delays.schedule_delay("mail", {}, 0)
-    runtime_of(delays).store.claims("w", None).claim_due("default", [0], 1)
-    requests, t = runtime_of(delays).store.tasks.cancel_requests, store.schema.tasks
+    delays, task = world.delays, world.schedule("mail")
+    world.claim(task)
+    requests, t = world.store.tasks.cancel_requests, world.table()
     make = requests.make
 
     def make_too_late(on: Any, running: DelayedTask) -> bool:
@@ -263,11 +259,11 @@ def test_a_row_that_is_given_back_while_it_is_asked_to_stop_is_cancelled(
     assert delays.get(task).is_cancelled
 
 
-def test_a_task_that_waits_is_cancelled_as_usual(delays: DelayTasks) -> None:
-    task = delays.schedule_delay("mail", {}, 60)
-    assert delays.cancel(task, running=True)
-    assert not delays.cancel(task, running=True)
-    assert delays.get(task).is_cancelled
+def test_a_task_that_waits_is_cancelled_as_usual(world: World) -> None:
+    task = world.schedule("mail", delay=60)
+    assert world.cancel(task, running=True)
+    assert not world.cancel(task, running=True)
+    assert world.read(task).is_cancelled
 
 
 def test_the_other_tasks_of_a_batch_run_again_without_losing_an_attempt(world: World) -> None:

@@ -245,9 +245,9 @@ def test_a_row_that_its_processor_left_locked_is_named_and_delays_no_other_row(
 ) -> None:
     monkeypatch.setattr(database, "RETRY_FOR_S", 0)
     world: World = make_world(lease=2, _chunk_time_budget_s=0.5)
-    engine = create_engine(world.store.database.url)
+    engine = create_engine(world.url)
     connection = engine.connect()
-    t = world.store.schema.tasks
+    t = world.table()
 
     @world.delays.processor("lock")
     def lock(body: Any, task: DelayedTask) -> None:
@@ -278,7 +278,7 @@ MOST_CALLS = 670
 
 
 def test_the_function_calls_of_a_lone_task_are_limited(world: World) -> None:
-    if world.store.database.url.get_driver_name() != "psycopg2":
+    if world.url.get_driver_name() != "psycopg2":
         pytest.skip("the calls of one driver are counted")
     world.delays.processor("lone")(lambda body: None)
     tasks = [world.schedule("lone") for _ in range(30)]

@@ -13,15 +13,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from delaytasks import DelayedTask, NewTask, Status
-from delaytasks.core.errors import DuplicateTaskError
-from delaytasks.storage.database import Database
+from delaytasks import DelayedTask, DuplicateTaskError, NewTask, Status
 from tests.recording import ManualClock
 from tests.world import World
-
-
-def owner(world: World) -> int | None:
-    return world.store.tasks.id_of_key("note", "k")
 
 
 def keyed(
@@ -40,9 +34,9 @@ def test_a_live_key_is_rejected_or_keeps_its_task_unchanged(world: World) -> Non
         keyed(world, id=77)
     assert caught.value.id == first.id
     kept = keyed(world, "keep", body="new")
-    assert (kept.id, kept.body, owner(world)) == (first.id, first.body, first.id)
-    again = world.store.tasks.insert_keyed(first, "reject")  # the same call again is harmless
-    assert (again[0].id, again[1]) == (first.id, False)
+    assert (kept.id, kept.body, world.owner()) == (first.id, first.body, first.id)
+    again = keyed(world, id=first.id)  # the same call again is harmless
+    assert (again.id, again.version) == (first.id, first.version)
     assert world.counted()[Status.NOT_COMPLETE] == 1
 
 
@@ -69,9 +63,9 @@ def test_replacing_a_running_task_makes_a_new_one_which_has_the_key(world: World
     [running] = world.claim(keyed(world))
     new = keyed(world, "replace", body="new")
     assert new.id != running.id
-    assert owner(world) == new.id
+    assert world.owner() == new.id
     assert world.settle(running)
-    assert owner(world) == new.id
+    assert world.owner() == new.id
 
 
 @pytest.mark.quick
@@ -81,7 +75,7 @@ def test_replacing_a_running_task_makes_a_new_one_which_has_the_key(world: World
 def test_a_finished_task_leaves_its_key(world: World, move: Any, is_free: bool) -> None:
     [running] = world.claim(keyed(world))
     assert world.settle(running, move)
-    assert owner(world) == (None if is_free else running.id)
+    assert world.owner() == (None if is_free else running.id)
     if is_free:
         assert keyed(world).id != running.id
 
@@ -94,8 +88,8 @@ def test_a_key_whose_task_another_program_ended_can_be_used_again(
     first = keyed(world)
     world.change(first, status=int(Status.DONE))
     if is_deleted:
-        with world.store.database.begin() as connection:
-            connection.execute(world.store.schema.tasks.delete())
+        with world.begin() as connection:
+            connection.execute(world.table().delete())
     assert keyed(world).id != first.id
 
 
@@ -103,9 +97,9 @@ def test_a_key_whose_task_another_program_ended_can_be_used_again(
 def test_a_rerun_takes_the_key_again_or_names_the_task_that_has_it(world: World) -> None:
     first = keyed(world)
     world.cancel(first)
-    assert owner(world) is None
+    assert world.owner() is None
     world.move("rerun", first)
-    assert owner(world) == first.id
+    assert world.owner() == first.id
     world.cancel(first)
     second = keyed(world)
     with pytest.raises(DuplicateTaskError) as caught:
@@ -131,12 +125,11 @@ def test_of_many_callers_with_one_key_one_gets_it(world: World) -> None:
 def test_a_key_names_its_only_live_task_during_concurrent_replacing_and_settling(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if world.store.database.url.get_backend_name() == "postgresql":
+    if world.kind == "postgresql":
         # Without this patch, a retry would hide a deadlock, apart from the second that each retry
         # takes.
-        monkeypatch.setattr(Database, "run", lambda self, work, *_, **__: work())
-    ended, tasks = threading.Event(), world.store.tasks
-    made = [world.new_row(key="k") for _ in range(30)]
+        monkeypatch.setattr(type(world.store.database), "run", lambda self, work, *_, **__: work())
+    ended = threading.Event()
 
     def settle() -> None:
         while not ended.is_set():
@@ -144,11 +137,11 @@ def test_a_key_names_its_only_live_task_during_concurrent_replacing_and_settling
 
     with ThreadPoolExecutor(4) as pool:
         settling = pool.submit(settle)
-        list(pool.map(lambda one: tasks.insert_keyed(one, "replace"), made))
+        list(pool.map(lambda _: keyed(world, "replace"), range(30)))
         ended.set()
         settling.result(30)
     live = [task.id for task in world.delays.find(status="NOT_COMPLETE", key="k")]
-    assert live in ([], [owner(world)])
+    assert live in ([], [world.owner()])
 
 
 # -- `max_wait` limits how long repeated replacements can defer a task ----------------------------

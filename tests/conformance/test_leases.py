@@ -73,7 +73,7 @@ def test_a_move_that_is_refused_leaves_no_lock_in_the_callers_transaction(
         return
     [claimed] = world.claim(world.schedule(key="k"))
     more = () if name == "cancel" else (claimed.expected_time,)
-    with world.store.database.tx.connect() as owner, ThreadPoolExecutor(1) as pool:
+    with world.engine.connect() as owner, ThreadPoolExecutor(1) as pool:
         for version in (None, 0):
             with pytest.raises(TaskStateError):
                 getattr(world.store.tasks, name)(claimed.id, *more, version=version, on=owner)
@@ -117,7 +117,7 @@ def test_our_connections_wait_briefly_and_lock_no_gaps(world: World) -> None:
 def test_a_server_that_vanished_is_given_up_after_25_seconds(world: World) -> None:
     if not world.has_row_locks or not hasattr(socket, "TCP_USER_TIMEOUT"):
         return
-    for engine in (world.store.database.auto, world.store.database.tx):
+    for engine in (world.store.database.auto, world.engine):
         with engine.connect() as connection:
             driver: Any = connection.connection.dbapi_connection
             number = (driver if hasattr(driver, "fileno") else driver._sock).fileno()

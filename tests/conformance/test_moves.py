@@ -47,15 +47,15 @@ def put_keyed(world: World, status: Status, key: str) -> DelayedTask:
     made = world.put(status, key=key, due_s=5, runs=3, lapses=2, priority=4)
     if status not in FINISHED:
         owner = {"tag": made.tag, "task_key": key, "task_id": made.id}
-        with world.store.database.begin() as connection:
-            connection.execute(insert(world.store.schema.keys).values(owner))
+        with world.begin() as connection:
+            connection.execute(insert(world.table("keys")).values(owner))
     return world.read(made)
 
 
 @contextmanager
 def opened(world: World, where: str) -> Iterator[Any]:
     """Yield the caller's session or connection, or None."""
-    engine = own_engine(world.store.database.url)
+    engine = own_engine(world.url)
     if where == "alone":
         yield None
     else:
@@ -175,7 +175,7 @@ def test_of_simultaneous_cancels_one_succeeds_and_the_others_report_its_result(
 def test_a_repeated_move_whose_first_try_succeeded_is_done_or_unknown_not_refused(
     world: World, name: str
 ) -> None:
-    url = world.store.database.url
+    url = world.url
     if url.host is None:
         return  # SQLite has no network answer that could be lost
     proxy = Proxy(url.host, url.port or {"postgresql": 5432, "mysql": 3306}[url.get_backend_name()])
@@ -248,10 +248,10 @@ def test_keys_that_moved_after_the_transaction_began_name_the_tasks_that_now_hav
 ) -> None:
     if not world.has_row_locks:
         pytest.skip("a transaction on SQLite that has read cannot write after another one")
-    engine = create_engine(world.store.database.url)
+    engine = create_engine(world.url)
     before, keys = schedule(world, "moved"), ["moved", "new"]
     with Session(engine) as session:
-        session.execute(text(f"SELECT count(*) FROM {world.store.schema.tasks.name}"))
+        session.execute(text(f"SELECT count(*) FROM {world.table().name}"))
         world.cancel(before)
         tasks = [schedule(world, key) for key in keys]
         touch = world.delays.touch
@@ -302,7 +302,7 @@ def test_touch_many_waits_for_locked_rows_after_it_has_touched_the_others(
         return
     monkeypatch.setattr(task_rows, "TOUCH_BATCH_ROWS", 2)
     locked, claimed, *others = tasks = [schedule(world) for _ in range(6)]
-    t = world.store.schema.tasks
+    t = world.table()
     with ThreadPoolExecutor(1) as pool, world.locked(locked, claimed) as owner:
         call = pool.submit(world.delays.touch, tasks, 60)
         for task in others:
@@ -333,7 +333,7 @@ def test_callers_that_touch_the_same_rows_in_different_orders_do_not_deadlock(wo
         turned = tasks[::-1] if number % 2 else tasks[number:] + tasks[:number]
         keys = [str(task.key) for task in turned]
         of: dict[str, Any] = {"task": turned} if number % 3 else {"tag": "lost", "key": keys}
-        with world.store.database.begin() as connection:
+        with world.begin() as connection:
             return len(world.delays.touch(delay=10 + number, session=connection, **of).gone)
 
     with ThreadPoolExecutor(4) as pool:

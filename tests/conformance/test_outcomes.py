@@ -13,18 +13,19 @@ import pytest
 from sqlalchemy import Column, Integer, MetaData, Table, func, insert, select, update
 from sqlalchemy.orm import Session
 
-from delaytasks.core.errors import (
+from delaytasks import (
+    Cancel,
+    DelayedTask,
+    Done,
     DuplicateTaskError,
-    InvalidInputError,
-    LeaseLostError,
-    TaskStateError,
+    Fail,
+    Retry,
+    RetrySchedule,
+    Snooze,
+    Status,
 )
-from delaytasks.core.retry_schedule import RetrySchedule
-from delaytasks.core.states import Status
-from delaytasks.core.task import Cancel, DelayedTask, Done, Fail, Retry, Snooze
-from delaytasks.storage.store import Store
-from delaytasks.storage.types import db_now
-from tests.world import MakeWorld, World
+from delaytasks.core.errors import InvalidInputError, LeaseLostError, TaskStateError
+from tests.world import World
 
 # How attempts end, on each database: retry schedules, outcomes, attempts
 
@@ -65,7 +66,7 @@ def test_a_retry_schedule_with_two_delays_allows_three_runs(world: World) -> Non
     assert 59 < wait_s(world, second) <= 60
     third = run_again(world, task)
     assert (third.status, third.runs) == (Status.FAILED, 3)
-    kept = world.store.tasks.attempts(task.id)
+    kept = world.attempts(task)
     assert [(one.number, one.worker) for one in kept] == [(n, "worker-1") for n in (1, 2, 3)]
     for one in kept:
         assert one.began is not None
@@ -101,13 +102,13 @@ def test_a_task_that_succeeds_after_a_retry_is_done_and_keeps_its_failed_attempt
     world.run(task)
     done = run_again(world, task)
     assert (done.status, done.runs, done.error) == (Status.DONE, 2, None)
-    assert [one.number for one in world.store.tasks.attempts(task.id)] == [1]
+    assert [one.number for one in world.attempts(task)] == [1]
 
 
 def test_a_success_leaves_no_attempt(world: World) -> None:
     task = world.schedule()
     world.run(task)
-    assert world.store.tasks.attempts(task.id) == []
+    assert world.attempts(task) == []
 
 
 def test_a_task_may_have_its_own_retry_schedule(world: World) -> None:
@@ -132,20 +133,20 @@ def test_the_last_fifty_attempts_are_kept(world: World) -> None:
     task = world.schedule("pay")
     for _ in range(60):
         run_again(world, task)
-    assert [one.number for one in world.store.tasks.attempts(task.id)] == list(range(11, 61))
+    assert [one.number for one in world.attempts(task)] == list(range(11, 61))
     run_again(world, task)
-    world.store.tasks.rerun(task.id, world.store.tasks.now())  # counts attempts from 1 again
+    world.delays.rerun(task)  # counts attempts from 1 again
     for _ in range(55):
         run_again(world, task)
-    assert [one.number for one in world.store.tasks.attempts(task.id)] == list(range(6, 56))
+    assert [one.number for one in world.attempts(task)] == list(range(6, 56))
 
 
 def test_a_lapse_is_an_attempt_that_failed(world: World) -> None:
     task = world.schedule()
     world.claim(task)
     world.change(task, lease_until=world.now() - timedelta(seconds=1))
-    world.store.sweeps.recover(5, 10)
-    [kept] = world.store.tasks.attempts(task.id)
+    world.recover()
+    [kept] = world.attempts(task)
     assert (kept.number, kept.worker) == (1, "worker-1")
     assert "lost its lease" in (kept.error or "")
 
@@ -216,7 +217,7 @@ def test_snooze_uses_no_attempt(world: World) -> None:
         snoozed = run_again(world, task)
         assert (snoozed.status, snoozed.runs, snoozed.error) == (Status.NOT_COMPLETE, 0, None)
         assert wait_s(world, snoozed) == pytest.approx(3600, abs=1)
-    assert world.store.tasks.attempts(task.id) == []
+    assert world.attempts(task) == []
 
 
 def test_cancel_ends_the_task_and_frees_its_key(world: World) -> None:
@@ -235,7 +236,7 @@ def test_fail_uses_no_further_retry(world: World) -> None:
     task = world.schedule("pay")
     world.run(task)
     assert (world.read(task).status, world.read(task).error) == (Status.FAILED, "no such account")
-    assert len(world.store.tasks.attempts(task.id)) == 1
+    assert len(world.attempts(task)) == 1
 
 
 # -- expiry and keys ------------------------------------------------------------------------------
@@ -291,7 +292,8 @@ def test_attempts_are_deleted_with_their_task(world: World) -> None:
     old = world.now() - timedelta(days=1)
     world.change(task, expected_time=old, update_time=old)
     assert world.store.sweeps.purge(3600, 10) == 1
-    assert world.store.tasks.attempts(task.id) == []
+    with world.begin() as connection:
+        assert not connection.execute(select(world.table("attempts"))).all()
 
 
 def test_a_task_that_is_retried_while_it_would_be_purged_keeps_its_attempts(
@@ -307,13 +309,13 @@ def test_a_task_that_is_retried_while_it_would_be_purged_keeps_its_attempts(
     lock_all = sweeps._keys.lock_all  # runs between the read and the delete
 
     def retried_meanwhile(on: Any, tasks: Any) -> Any:
-        t = world.store.schema.tasks
-        on.execute(update(t).where(t.c.id == task.id).values(update_time=db_now()))
+        t = world.table()
+        on.execute(update(t).where(t.c.id == task.id).values(update_time=world.now()))
         return lock_all(on, tasks)
 
     monkeypatch.setattr(sweeps._keys, "lock_all", retried_meanwhile)
     assert sweeps.purge(3600, 10) == 1
-    assert len(world.store.tasks.attempts(task.id)) == 1
+    assert len(world.attempts(task)) == 1
 
 
 def test_a_batch_ends_each_of_its_tasks_and_keeps_their_failed_attempts(world: World) -> None:
@@ -325,7 +327,7 @@ def test_a_batch_ends_each_of_its_tasks_and_keeps_their_failed_attempts(world: W
     world.run(*tasks)
     assert world.statuses(tasks) == ["DONE", "NOT_COMPLETE", "NOT_COMPLETE", "CANCELLED", "FAILED"]
     assert world.read(tasks[0]).result == 7
-    kept = [[attempt.error for attempt in world.store.tasks.attempts(task.id)] for task in tasks]
+    kept = [[attempt.error for attempt in world.attempts(task)] for task in tasks]
     assert kept == [[], ["busy"], [], [], ["no"]]
     assert world.schedule("batch", key="0").id != tasks[0].id, "its key is free"
 
@@ -338,23 +340,23 @@ credits = Table("complete_credits", MetaData(), Column("task", Integer))
 
 
 @pytest.fixture
-def credit_world(store: Store, make_world: MakeWorld) -> Iterator[World]:
-    with store.database.begin() as connection:
+def credit_world(world: World) -> Iterator[World]:
+    with world.begin() as connection:
         credits.create(connection)
-    yield make_world()
-    with store.database.begin() as connection:
+    yield world
+    with world.begin() as connection:
         credits.drop(connection)
 
 
 @contextlib.contextmanager
 def of_session(credit_world: World) -> Iterator[Any]:
-    with Session(credit_world.store.database.tx) as session, session.begin():
+    with Session(credit_world.engine) as session, session.begin():
         yield session
 
 
 @contextlib.contextmanager
 def of_connection(credit_world: World) -> Iterator[Any]:
-    with credit_world.store.database.begin() as connection:
+    with credit_world.begin() as connection:
         yield connection
 
 
@@ -364,7 +366,7 @@ def begin(request: pytest.FixtureRequest) -> Any:
 
 
 def effects(credit_world: World) -> int:
-    with credit_world.store.database.begin() as connection:
+    with credit_world.begin() as connection:
         return int(connection.execute(select(func.count()).select_from(credits)).scalar_one())
 
 
@@ -433,7 +435,7 @@ def test_a_processor_that_rolls_back_and_returns_has_a_failed_attempt(
         Status.NOT_COMPLETE,
         1,
     )
-    [attempt] = credit_world.store.tasks.attempts(task.id)
+    [attempt] = credit_world.attempts(task)
     assert "its transaction was rolled back" in (attempt.error or "")
     assert effects(credit_world) == 0
     assert not credit_world.told("task.left_open")
@@ -479,7 +481,7 @@ def test_a_run_that_lost_its_task_leaves_no_effect(credit_world: World, begin: A
 
     def work(task: DelayedTask) -> None:
         credit_world.change(task, lease_until=credit_world.now() - timedelta(seconds=1))
-        assert credit_world.store.sweeps.recover(5, 10).total == 1
+        assert credit_world.recover().total == 1
         try:
             with begin(credit_world) as session:
                 session.execute(insert(credits).values(task=1))
@@ -518,7 +520,7 @@ def test_a_transaction_that_is_left_open_is_reported_and_its_task_lapses(
     sessions: list[Session] = []
 
     def work(task: DelayedTask) -> None:
-        sessions.append(Session(credit_world.store.database.tx))
+        sessions.append(Session(credit_world.engine))
         task.complete(sessions[0])
 
     processes(credit_world, work)
@@ -535,7 +537,7 @@ def test_an_error_with_an_open_transaction_does_not_prevent_settling_other_rows(
     sessions: list[Session] = []
 
     def work(task: DelayedTask) -> None:
-        sessions.append(Session(credit_world.store.database.tx))
+        sessions.append(Session(credit_world.engine))
         sessions[0].execute(insert(credits).values(task=1))
         task.complete(sessions[0])
         raise ValueError("and nobody rolls back")
@@ -546,7 +548,7 @@ def test_an_error_with_an_open_transaction_does_not_prevent_settling_other_rows(
 
     def note(settlements: Any) -> None:
         settled.extend(each.task.id for each in settlements)
-        if credit_world.store.database.can.begins_late:  # SQLite has one writer at a time
+        if not credit_world.has_row_locks:  # SQLite has one writer at a time
             sessions[0].close()
 
     credit_world.before_settle = note

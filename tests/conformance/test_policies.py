@@ -82,8 +82,8 @@ def policies(world: World) -> list[tuple[str, str, int]]:
 
 
 def let_pauses_end(world: World) -> None:
-    p, now = world.store.schema.policies, world.now()
-    with world.store.database.begin() as connection:
+    p, now = world.table("policies"), world.now()
+    with world.begin() as connection:
         connection.execute(update(p).values(paused_until=now, version=p.c.version + 1))
 
 
@@ -282,7 +282,7 @@ def test_a_process_that_cannot_read_policies_fails_unless_it_has_read_them_befor
 def test_a_worker_that_cannot_read_the_policies_reports_this_at_its_start(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    p, store = world.store.schema.policies, world.store
+    p, store = world.table("policies"), world.store
     assert store.check() is None
     with monkeypatch.context() as away:
         away.setattr(store.policies, "check", raise_unavailable)
@@ -410,7 +410,7 @@ def test_after_a_resume_held_tasks_run_in_the_order_of_their_due_times(world: Wo
     world.drain()
     assert world.notes == [50, 40, 30, 20, 10]
     assert policies(world) == [], "a policy that says nothing is gone"
-    [row] = world.store.database.rows(select(world.store.schema.policies))
+    [row] = world.store.database.rows(select(world.table("policies")))
     assert row.version == row.applied_version, "others may not have read yet that it says nothing"
 
 
@@ -503,11 +503,11 @@ def test_a_resume_between_looking_and_holding_leaves_nothing_held_or_counted(
             resumed.append("note")
             other.delays.policies.resume(tag="note")
 
-    event.listen(world.store.database.tx, "before_cursor_execute", resume_first)
+    event.listen(world.engine, "before_cursor_execute", resume_first)
     try:
         assert world.store.paused_rows.hold([task.id for task in tasks]) == 1
     finally:
-        event.remove(world.store.database.tx, "before_cursor_execute", resume_first)
+        event.remove(world.engine, "before_cursor_execute", resume_first)
     assert (resumed, world.statuses(tasks)) == (["note"], ["NOT_COMPLETE", "HELD"])
 
 

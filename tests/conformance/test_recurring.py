@@ -109,7 +109,7 @@ def test_a_changed_version_rolls_the_tasks_back(
 ) -> None:
     """Without the fence, the tasks of a change that the sweep has not seen would be written."""
     world.recur()
-    r, table = world.store.schema.recurring, world.runtime.recurring_table
+    r, table = world.table("recurring"), world.runtime.recurring_table
     read = table.due
 
     def change_after_reading(on: Any, *arguments: Any) -> Any:
@@ -444,7 +444,7 @@ def test_run_makes_one_task_and_keeps_the_occurrences(world: RecurringWorld) -> 
     world.recurring.pause("r")
     task = world.recurring.schedule_now("r")
     assert task.body == {"n": 1}
-    assert task.expected_time <= world.store.tasks.now()
+    assert task.expected_time <= world.now()
     assert world.broker.ids == [task.id]
     assert world.recurring.resume("r").next_at == before.next_at
     assert world.delays.get(task.id).key == task.key

@@ -184,7 +184,7 @@ def test_a_recovery_names_the_time_limit_that_was_over(world: World) -> None:
     timed_out = [(last.id, "slow"), (slow.id, "slow")]
     assert (found.total, sorted(found.timed_out)) == (4, timed_out)
     for row in (last, slow, *others):
-        [attempt] = world.store.tasks.attempts(row.id)
+        [attempt] = world.attempts(row)
         is_over = str(attempt.error).endswith("; its time limit of 5 s was over")
         assert is_over is (row in (last, slow))
     errors = {task.id: str(task.error) for task in found.worker_lost}

@@ -114,8 +114,8 @@ def test_one_of_two_simultaneous_sweeps_begins(world: World) -> None:
 def test_after_the_clock_was_set_back_sweeps_continue_and_arm_rows_again(world: World) -> None:
     sweeps, first = world.store.sweeps, begin(world)
     sweeps.mark_armed(0, 1, first, seconds(first, 3630))
-    with world.store.database.begin() as connection:
-        ahead = update(world.store.schema.sweeps).values(swept_at=seconds(first, 3600))
+    with world.begin() as connection:
+        ahead = update(world.table("sweeps")).values(swept_at=seconds(first, 3600))
         connection.execute(ahead)
     assert sweeps.stale_sweep_partitions(1, 10) == [0], "nobody could say that it was not swept"
     again = sweeps.begin_sweep(0, 1, 4.0)
@@ -202,8 +202,8 @@ def drained(world: World, *served: str) -> list[str]:
 
 def put_waitlists(world: World, rows: list[dict[str, str]]) -> None:
     usual = {"limit_key": "", "place": 0, "due": world.now(), "task_id": 1, "version": 1}
-    with world.store.database.begin() as connection:
-        connection.execute(insert(world.store.schema.waitlists), [usual | row for row in rows])
+    with world.begin() as connection:
+        connection.execute(insert(world.table("waitlists")), [usual | row for row in rows])
 
 
 @pytest.mark.slow
@@ -282,9 +282,9 @@ def test_thousands_of_worker_rows_cause_a_bounded_number_of_messages(world: Worl
     world.put()
     seen: dict[str, Any] = {"seen_at": world.now(), "started_at": world.now()}
     values = {"queues": '["default"]', "pool": "prefork", "concurrency": 1, **seen}
-    with world.store.database.begin() as connection:
+    with world.begin() as connection:
         rows = [{"name": name, **values} for name in names(MOST_MESSAGES_PER_QUEUE)]
-        connection.execute(insert(world.store.schema.workers), rows)
+        connection.execute(insert(world.table("workers")), rows)
     world.sweep_later()
     [(_, _, messages)] = world.broker.requested_drains
     assert messages == MOST_MESSAGES_PER_QUEUE

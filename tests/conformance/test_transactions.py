@@ -44,7 +44,7 @@ class Caller:
 
     def __init__(self, world: World) -> None:
         self.world, self.delays, self.timer = world, world.delays, world.broker
-        self.engine = own_engine(world.store.database.url)
+        self.engine = own_engine(world.url)
         self.is_sqlite = self.engine.dialect.name == "sqlite"
 
     def session(self) -> Session:
@@ -56,10 +56,10 @@ class Caller:
     def seen(self) -> set[int]:
         """Return the ids that other transactions see."""
         with self.world.store.database.auto.connect() as connection:
-            return set(connection.execute(select(self.world.store.schema.tasks.c.id)).scalars())
+            return set(connection.execute(select(self.world.table().c.id)).scalars())
 
     def keys(self) -> int:
-        return len(self.world.store.database.rows(select(self.world.store.schema.keys)))
+        return len(self.world.store.database.rows(select(self.world.table("keys"))))
 
     def has(self, *tasks: DelayedTask) -> bool:
         """Whether other transactions see these tasks alone, and only these were armed, in order."""
@@ -346,7 +346,7 @@ def test_a_key_is_taken_once_though_the_driver_counts_no_inserts(
 
 def test_a_task_on_an_autocommit_connection_is_armed_immediately(shop: Caller) -> None:
     ids: list[int] = []
-    url = shop.world.store.database.url
+    url = shop.world.url
     plain, engine = create_engine(url), create_engine(url, isolation_level="AUTOCOMMIT")
     set_later = plain.connect().execution_options(isolation_level="AUTOCOMMIT")
     for connection in (set_later, engine.connect()):
@@ -374,7 +374,7 @@ def test_if_an_id_is_taken_an_autocommit_batch_loses_and_duplicates_no_task(
     ids = [builder._make_id() for _ in range(249)]
     monkeypatch.setattr(builder, "_make_id", iter([*ids[:240], old.id, *ids[240:]]).__next__)
     told: list[DelayedTask] = []
-    engine = create_engine(shop.world.store.database.url, isolation_level="AUTOCOMMIT")
+    engine = create_engine(shop.world.url, isolation_level="AUTOCOMMIT")
     with engine.connect() as connection:
         many = (("mail", {"n": n}, 5) for n in range(250))
         assert shop.delays.schedule_many(many, session=connection, on_batch=told.extend) == 250
@@ -429,7 +429,7 @@ def test_an_async_session_is_given_as_its_sync_session(shop: Caller) -> None:
     if not shop.is_sqlite:
         pytest.skip("the async driver in the test extra is SQLite's")
     aio = pytest.importorskip("sqlalchemy.ext.asyncio")
-    url = str(shop.world.store.database.url).replace("sqlite:", "sqlite+aiosqlite:")
+    url = str(shop.world.url).replace("sqlite:", "sqlite+aiosqlite:")
     refuses = pytest.raises(SessionUnusableError, match=r"await delays\.aschedule_delay\(")
 
     async def go() -> tuple[DelayedTask, DelayedTask, DelayedTask]:
@@ -505,7 +505,7 @@ READ_ONLY = {
 
 def test_a_read_only_transaction_is_refused_and_nothing_sent(shop: Caller) -> None:
     task, failed = shop.world.put(due_s=100), shop.world.put(Status.FAILED)
-    engine = own_engine(shop.world.store.database.url)  # its connections stay read-only
+    engine = own_engine(shop.world.url)  # its connections stay read-only
     for number in range(8):
         with Session(engine) as session:
             session.execute(text(READ_ONLY[engine.dialect.name]))
@@ -591,7 +591,7 @@ def test_a_rollback_undoes_everything_on_sqlite_with_default_driver_settings(
 ) -> None:
     """Python's driver begins a transaction at the first INSERT, so an earlier savepoint would
     commit."""
-    engine = create_engine(shop.world.store.database.url)
+    engine = create_engine(shop.world.url)
     many = [("mail", {}, 5), NewTask("mail", {}, 5, key="k")]
     with Session(engine) as session:
         if what == "many":

@@ -31,8 +31,8 @@ def admit(world: World, limit: int = 100) -> list[DelayedTask]:
 
 
 def waitlist_rows(world: World) -> int:
-    with world.store.database.begin() as connection:
-        return len(connection.execute(select(world.store.schema.waitlists)).all())
+    with world.begin() as connection:
+        return len(connection.execute(select(world.table("waitlists"))).all())
 
 
 def touch_task(world: World, task: DelayedTask) -> None:
@@ -73,7 +73,7 @@ def test_a_later_task_waits_behind_the_tasks_of_the_waitlist(world: World) -> No
 def test_a_claim_that_holds_fewer_rows_than_it_has_locked_is_rolled_back(world: World) -> None:
     world.limit(concurrency=1)
     tasks = [world.schedule(body=n) for n in range(3)]
-    queries, t = world.worker().admission._waitlist.queries, world.store.schema.tasks
+    queries, t = world.worker().admission._waitlist.queries, world.table()
     queries._hold = queries._hold.where(t.c.id != tasks[2].id)
     with pytest.raises(StoreError, match="rows to hold: 1 of 2 locked rows were changed"):
         world.claim(*tasks)
@@ -219,8 +219,8 @@ def test_several_workers_together_keep_a_rate(world: World) -> None:
             pool.submit(take)
         wait_until(lambda: waitlist_rows(world) == 0, 20, "all to start")
         over.set()
-    t = world.store.schema.tasks
-    with world.store.database.begin() as connection:
+    t = world.table()
+    with world.begin() as connection:
         starts = sorted(connection.execute(select(t.c.execution_time)).scalars())
     assert len(starts) == 60
     worst = max(
@@ -303,14 +303,14 @@ def test_a_task_that_left_the_waitlist_does_not_run(
 
 
 def test_a_locked_task_of_the_waitlist_does_not_delay_the_others(world: World) -> None:
-    if world.store.database.url.get_backend_name() == "sqlite":
+    if world.kind == "sqlite":
         return  # SQLite has one writer at a time
     world.limit(concurrency=1)
     tasks = [world.schedule(body=n) for n in range(3)]
     world.claim(tasks[0])
     world.claim(*tasks[1:])
     world.limit(concurrency=2)
-    with world.store.database.begin() as connection:
+    with world.begin() as connection:
         world.store.tasks.cancel(tasks[1].id, None, connection)
         assert [task.body for task in admit(world)] == [2]
         connection.rollback()
@@ -323,8 +323,8 @@ def test_without_limits_all_tasks_of_a_waitlist_are_admitted(world: World) -> No
     tasks = [world.schedule(body=n) for n in range(5)]
     world.claim(tasks[0])
     world.claim(*tasks[1:])
-    p = world.store.schema.policies
-    with world.store.database.begin() as connection:
+    p = world.table("policies")
+    with world.begin() as connection:
         connection.execute(p.delete())
     assert len(admit(world)) == 4
 
@@ -382,7 +382,7 @@ def test_a_slot_is_transferred_in_the_transaction_of_the_settlement(world: World
     accepted, following = world.worker().admission.settle_and_admit([settlement], "default", "note")
     assert (accepted, [task.id for task in following]) == ({failing.id}, [other.id])
     assert world.statuses([failing, other]) == ["FAILED", "RUNNING"]
-    assert len(world.store.tasks.attempts(failing.id)) == 1
+    assert len(world.attempts(failing)) == 1
 
 
 def test_a_slot_that_was_lost_is_not_transferred(world: World) -> None:
@@ -407,7 +407,7 @@ def test_a_slot_is_not_transferred_if_another_limit_also_applies(
     tasks = [world.schedule(body=n, limit_key="k") for n in range(3)]
     assert len(world.claim(*tasks)) == 1
     world.limit(**limits)
-    with world.store.database.begin() as connection:
+    with world.begin() as connection:
         assert world.worker().admission.admit_to_slots(connection, "default", "note", 1) == []
 
 
@@ -471,13 +471,13 @@ def test_a_backlog_without_keys_does_not_delay_tasks_of_other_tags(
 def test_locked_rows_do_not_keep_other_overdue_rows_from_the_waitlist(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if world.store.database.url.get_backend_name() != "postgresql":
+    if world.kind != "postgresql":
         pytest.skip("others lock more of a small table than the rows that are named")
     monkeypatch.setattr(backlogs, "HOLD_ROWS", 4)
     large = [world.schedule(body=n, limit_key="large") for n in range(12)]
     small = [world.schedule(body=n, limit_key=f"small {n}") for n in range(6)]
-    t, lines = world.store.schema.tasks, world.worker().admission._waitlist
-    with world.store.database.begin() as somebody:
+    t, lines = world.table(), world.worker().admission._waitlist
+    with world.begin() as somebody:
         somebody.execute(
             select(t.c.id).where(t.c.id.in_([task.id for task in small])).with_for_update()
         )

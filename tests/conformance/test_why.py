@@ -124,8 +124,8 @@ def test_a_worker_that_starts_again_replaces_the_tags_of_the_one_before(world: W
 
 
 def test_a_worker_that_publishes_no_tags_is_no_reason(world: World) -> None:
-    w = world.store.schema.workers
-    with world.store.database.begin() as connection:
+    w = world.table("workers")
+    with world.begin() as connection:
         connection.execute(w.update().values(tags=None))
     assert fact_codes(world, world.schedule()) == ["due"]
 

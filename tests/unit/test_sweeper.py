@@ -20,7 +20,7 @@ from tests.world import MakeWorld, World
 
 
 def armed_until(world: World) -> datetime:
-    query = select(world.store.schema.sweeps.c.armed_until)
+    query = select(world.table("sweeps").c.armed_until)
     found: datetime = world.store.database.autocommitted(lambda c: c.execute(query).scalar_one())
     return found
 

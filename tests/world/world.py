@@ -5,18 +5,19 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 
 from celery import Celery
-from sqlalchemy import Connection, event, func, insert, select, text, update
+from sqlalchemy import URL, Connection, Engine, Table, event, func, insert, select, text, update
 
-from delaytasks import DelayedTask, DelayTasks, Status
+from delaytasks import DelayedTask, DelayTasks, Status, TaskNotFoundError
 from delaytasks.core.clock import to_us
 from delaytasks.core.interfaces import Claimed, Entry, Recovered, Settlement, UnclaimedRow
 from delaytasks.core.states import SettlingMove
+from delaytasks.core.task import Attempt
 from delaytasks.execution.runner import Report, Runner
 from delaytasks.limits.admission import Admission
 from delaytasks.storage.claims import Claims
@@ -154,7 +155,7 @@ class World:
     def sweep_later(self, partition: int = 0, **options: Any) -> list[int]:
         """Sweep a partition when it is its time again, and return the ids that were armed."""
         before, s = len(self.broker.armed), self.store.schema.sweeps
-        with self.store.database.begin() as connection:
+        with self.begin() as connection:
             connection.execute(update(s).values(swept_at=self.now() - timedelta(seconds=60)))
         assert self.runtime.sweeper.sweep(partition, **options)
         return self.broker.ids[before:]
@@ -167,7 +168,7 @@ class World:
         """Let workers, or all of them, report nothing for a time."""
         w = self.store.schema.workers
         silent = update(w).values(seen_at=self.now() - timedelta(seconds=seconds))
-        with self.store.database.begin() as connection:
+        with self.begin() as connection:
             connection.execute(silent.where(w.c.name.in_(names)) if names else silent)
 
     def cancel(self, task: DelayedTask | int, **options: Any) -> Any:
@@ -203,8 +204,8 @@ class World:
 
         The database's clock is not touched, so that the statements are those of production.
         """
-        earlier = _EARLIER[self.store.database.url.get_backend_name()]
-        with self.store.database.begin() as connection:
+        earlier = _EARLIER[self.kind]
+        with self.begin() as connection:
             for table in self.store.schema.metadata.sorted_tables:
                 instants = [c.name for c in table.columns if isinstance(c.type, UTCDateTime)]
                 if instants:
@@ -258,7 +259,7 @@ class World:
                 "lease_until": made.lease_until or db_now_plus(60),
                 "worker": made.worker or "worker-1",
             }
-        with self.store.database.begin() as connection:
+        with self.begin() as connection:
             connection.execute(insert(self.store.schema.tasks).values(row))
         return replace(made, status=status)
 
@@ -283,14 +284,24 @@ class World:
 
     def change(self, task: DelayedTask | int, **values: Any) -> None:
         """Change columns of a row directly, as another program does."""
-        t = self.store.schema.tasks
+        t = self.table()
         id = task if isinstance(task, int) else task.id
-        with self.store.database.begin() as connection:
+        with self.begin() as connection:
             connection.execute(update(t).where(t.c.id == id).values(**values))
 
     def read(self, task: DelayedTask | int) -> DelayedTask:
         """Return the task as it is now."""
         return self.delays.get(task)
+
+    def attempts(self, task: DelayedTask) -> list[Attempt]:
+        """Return the failed attempts of a task that are kept."""
+        return list(self.delays.get(task, attempts=True).attempts)
+
+    def owner(self, key: str = "k", tag: str = "note") -> int | None:
+        """Return the id of the live task that has a key."""
+        with suppress(TaskNotFoundError):
+            return self.delays.get(tag=tag, key=key).id
+        return None
 
     def statuses(self, tasks: Iterable[DelayedTask]) -> list[str]:
         return [self.read(task).status.name for task in tasks]
@@ -332,7 +343,7 @@ class World:
     @contextmanager
     def locked(self, *tasks: DelayedTask) -> Iterator[Connection]:
         """Yield another program's transaction that has locked these rows."""
-        t = self.store.schema.tasks
+        t = self.table()
         with self.store.database.tx.connect() as connection, connection.begin() as transaction:
             for task in tasks:  # for a list, MariaDB would lock all rows of a small table
                 connection.execute(select(t.c.id).where(t.c.id == task.id).with_for_update())
@@ -340,10 +351,34 @@ class World:
             if transaction.is_active:
                 transaction.rollback()
 
+    # -- the database, as another program uses it -------------------------------------------------
+
+    @property
+    def url(self) -> URL:
+        return self.store.database.url
+
+    @property
+    def kind(self) -> str:
+        """The kind of the database: postgresql, mysql or sqlite."""
+        return self.url.get_backend_name()
+
     @property
     def has_row_locks(self) -> bool:
         """Whether rows are locked one by one. SQLite has one writer at a time."""
-        return self.store.database.url.get_backend_name() != "sqlite"
+        return self.kind != "sqlite"
+
+    @property
+    def engine(self) -> Engine:
+        """An engine of the database, for sessions and connections of a caller."""
+        return self.store.database.tx
+
+    def begin(self) -> AbstractContextManager[Connection]:
+        """Begin a transaction."""
+        return self.store.database.begin()
+
+    def table(self, name: str = "tasks") -> Table:
+        found: Table = getattr(self.store.schema, name)
+        return found
 
 
 class Worker:
