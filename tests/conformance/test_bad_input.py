@@ -22,10 +22,10 @@ from delaytasks.core import errors as e
 from delaytasks.core.task import DelayedTask
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
-from tests.conformance.store_rows import status_columns
 from tests.fuzzing import fuzz
 from tests.recording import delays_on, record, runner_of, set_columns
 from tests.refusals import raised
+from tests.world import status_columns
 
 UTC = timezone.utc
 FAR_EAST = timezone(timedelta(hours=14))

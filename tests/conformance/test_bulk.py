@@ -36,11 +36,11 @@ from tests.conformance.bulk_tasks import (
     statuses,
     versions,
 )
-from tests.conformance.store_rows import RUNNING, status_columns
 from tests.proxy import Proxy
 from tests.recording import delays_on, record, set_columns
 from tests.refusals import invalid
 from tests.running import ROOT
+from tests.world import RUNNING, status_columns
 from tests.world.broker import RecordingTimer
 
 

@@ -22,11 +22,11 @@ from delaytasks.core.errors import (
 )
 from delaytasks.core.states import FINISHED, MOVES
 from delaytasks.storage import task_rows
-from tests.conformance.store_rows import RUNNING, second_store
+from tests.conformance.store_rows import second_store
 from tests.conformance.test_transactions import own_engine
 from tests.proxy import Proxy
 from tests.waiting import wait_until
-from tests.world import World
+from tests.world import RUNNING, World
 
 # -- each move, from each status, by id and by key, with and without the caller's transaction -----
 

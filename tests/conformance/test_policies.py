@@ -19,7 +19,6 @@ from delaytasks.execution import policy_cache
 from delaytasks.maintenance import sweeper
 from delaytasks.storage import policy_rows
 from delaytasks.worker import chunk_request
-from tests.conformance.store_rows import counts_moves
 from tests.recording import CrashError
 from tests.refusals import invalid
 from tests.world import MakeWorld, World
@@ -206,7 +205,7 @@ def test_a_claimed_task_of_a_paused_tag_is_held_and_does_not_run(
     found = world.read(paused)
     assert (found.status, found.runs, found.lapses) == (Status.HELD, 0, paused.lapses)
     assert (found.worker, found.execution_time, found.lease_until) == (None, None, None)
-    assert (found.version == paused.version + 2) is counts_moves(world.store)
+    assert (found.version == paused.version + 2) is world.counts_moves
     assert world.count("task.held") == 1
     assert world.run(found).claimed == 0, "nobody claims it"
 

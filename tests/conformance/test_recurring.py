@@ -18,10 +18,10 @@ from delaytasks.recurrence.recurring import follow
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
 from tests.conformance.recurring_world import RecurringWorld
-from tests.conformance.store_rows import RUNNING
 from tests.conformance.test_transactions import own_engine
 from tests.recording import new_key
 from tests.refusals import invalid
+from tests.world import RUNNING
 
 MakeWorld = Callable[..., RecurringWorld]
 

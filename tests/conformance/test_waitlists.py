@@ -21,7 +21,6 @@ from delaytasks.core.states import Status
 from delaytasks.execution import runner
 from delaytasks.limits import admission as backlogs
 from delaytasks.limits.admission import Admission
-from tests.conformance.store_rows import counts_moves
 from tests.waiting import wait_until
 from tests.world import World
 
@@ -90,7 +89,7 @@ def test_a_runner_admits_the_next_task_of_the_waitlist_when_one_ends(world: Worl
     assert (report.ran, report.waitlists, waitlist_rows(world)) == (5, (), 0)
     done = world.read(tasks[4])
     assert done.runs == 1
-    assert (done.version == 3) is counts_moves(world.store)
+    assert (done.version == 3) is world.counts_moves
 
 
 def test_a_runner_whose_time_is_over_reports_the_waitlist_that_is_left(world: World) -> None:

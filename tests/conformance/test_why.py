@@ -16,10 +16,9 @@ from delaytasks.runtime import runtime_of
 from delaytasks.storage.state_queries import FactReader
 from delaytasks.storage.store import Store
 from delaytasks.storage.worker_table import MAX_TAG_BYTES, WorkerTable
-from tests.conformance.store_rows import RUNNING
 from tests.recording import delays_on
 from tests.services import free_port
-from tests.world import MakeWorld, World
+from tests.world import RUNNING, MakeWorld, World
 
 # The facts that explain why a task has not run, as each database reports them
 

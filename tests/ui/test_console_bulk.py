@@ -17,12 +17,12 @@ from delaytasks.console.viewers import Role
 from delaytasks.operations import bulk_calls as bulk
 from delaytasks.operations.single_tasks import find_tasks
 from delaytasks.runtime import runtime_of
-from tests.conformance.store_rows import RUNNING
 from tests.ui.chromium import watched
 from tests.ui.console_site import Site, post, served
 from tests.ui.test_console_in_a_browser import MODES, check_page
 from tests.ui.test_console_pages import heading
 from tests.waiting import wait_until
+from tests.world import RUNNING
 
 
 def finish(client: Any, location: str) -> str:

@@ -21,12 +21,12 @@ from delaytasks.runtime import runtime_of
 from delaytasks.storage.state_queries import Stats
 from delaytasks.storage.sweep_queries import OverdueRows
 from delaytasks.storage.types import db_now_plus
-from tests.conformance.store_rows import status_columns
 from tests.recording import set_columns
 from tests.ui.chromium import watched
 from tests.ui.console_site import Site, make_delays, post, served
 from tests.ui.test_console_in_a_browser import MODES, check_page
 from tests.ui.test_console_pages import heading
+from tests.world import status_columns
 
 CLOCK = r"(?:\w+ \d+, )?\d\d:\d\d"
 

@@ -23,9 +23,8 @@ from delaytasks.execution import runner
 from delaytasks.execution.chunk import Chunk, TimeBudget
 from delaytasks.execution.chunk_runner import TagCosts
 from delaytasks.execution.runner import Report
-from tests.conformance.store_rows import RUNNING
 from tests.waiting import wait_until
-from tests.world import MakeWorld, World
+from tests.world import RUNNING, MakeWorld, World
 
 # -- run and settle the rows of a chunk on SQLite, within its time and its lease ------------------
 

@@ -18,8 +18,16 @@ from collections.abc import Callable
 
 from tests.world.broker import WorldBroker
 from tests.world.main_process import MainProcess
-from tests.world.world import Worker, World
+from tests.world.world import RUNNING, Worker, World, status_columns
 
-__all__ = ["MainProcess", "MakeWorld", "Worker", "World", "WorldBroker"]
+__all__ = [
+    "RUNNING",
+    "MainProcess",
+    "MakeWorld",
+    "Worker",
+    "World",
+    "WorldBroker",
+    "status_columns",
+]
 
 MakeWorld = Callable[..., World]

@@ -42,6 +42,19 @@ _EARLIER = {
 }
 
 
+#: The columns that make a row one that a worker runs.
+RUNNING: dict[str, Any] = {
+    "status": int(Status.RUNNING),
+    "lease_until": db_now_plus(60),
+    "worker": "worker-1",
+}
+
+
+def status_columns(status: Status) -> dict[str, Any]:
+    """Return the columns that give a row this status."""
+    return RUNNING if status is Status.RUNNING else {"status": int(status)}
+
+
 class World:
     """One `DelayTasks` on a database with tables, and the workers that a test makes.
 
@@ -253,12 +266,9 @@ class World:
         """Insert a row directly, as another program does, in any status."""
         made = self.new_row(**fields)
         row = values_of(made, self.store.schema)
-        row |= {"status": int(status), "runs": made.runs, "lapses": made.lapses}
-        if status is Status.RUNNING:
-            row |= {
-                "lease_until": made.lease_until or db_now_plus(60),
-                "worker": made.worker or "worker-1",
-            }
+        given = {"worker": made.worker, "lease_until": made.lease_until}
+        row |= status_columns(status) | {name: value for name, value in given.items() if value}
+        row |= {"runs": made.runs, "lapses": made.lapses}
         with self.begin() as connection:
             connection.execute(insert(self.store.schema.tasks).values(row))
         return replace(made, status=status)
@@ -366,6 +376,11 @@ class World:
     def has_row_locks(self) -> bool:
         """Whether rows are locked one by one. SQLite has one writer at a time."""
         return self.kind != "sqlite"
+
+    @property
+    def counts_moves(self) -> bool:
+        """Whether the version of a row is the number of its moves, also after a claim."""
+        return self.kind != "postgresql"
 
     @property
     def engine(self) -> Engine:
