@@ -15,7 +15,6 @@ from delaytasks.core.task import DelayedTask
 from delaytasks.storage.rows import values_of
 from delaytasks.storage.store import Store
 from delaytasks.storage.types import db_now_plus
-from tests.conftest import settings_for
 
 NASTY = (
     "tab\there, line\nbreak, return\rhere, back\\slash, \\N, \\., "
@@ -73,9 +72,3 @@ def read(store: Store, id: int) -> DelayedTask:
 
 def entry(made: DelayedTask) -> Entry:
     return Entry.of(made)
-
-
-def second_store(store: Store, url: str) -> Store:
-    """Return another store on the same tables."""
-    prefix = store.schema.tasks.name.removesuffix("yb_delay_task_message")
-    return Store(url, settings_for(url, table_prefix=prefix))

@@ -21,10 +21,15 @@ from sqlalchemy.ext.asyncio import (
 )
 from sqlalchemy.orm import Session
 
-from delaytasks import DelayedTask, DelayTasks, DuplicateTaskError, StaleVersionError, Status
-from delaytasks.core.errors import SessionUnusableError, TaskNotFoundError
-from delaytasks.runtime import runtime_of
-from delaytasks.storage.store import Store
+from delaytasks import (
+    DelayedTask,
+    DelayTasks,
+    DuplicateTaskError,
+    SessionUnusableError,
+    StaleVersionError,
+    Status,
+    TaskNotFoundError,
+)
 from tests.recording import (
     LIMIT_S,
     MOST_BLOCKED_S,
@@ -38,15 +43,16 @@ from tests.recording import (
     run_timed,
 )
 from tests.waiting import wait_until
+from tests.world import World
 from tests.world.broker import RecordingTimer
 
 # The asynchronous twins in threads
 
 
 def test_five_hundred_concurrent_calls_neither_exhaust_the_pool_nor_block_the_event_loop(
-    delays: DelayTasks, timer: RecordingTimer, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    database = runtime_of(delays).store.database
+    delays, database = world.delays, world.store.database
     used, most_used = set[int](), [0]
 
     def take(link: Any, *_: Any) -> None:
@@ -64,16 +70,16 @@ def test_five_hundred_concurrent_calls_neither_exhaust_the_pool_nor_block_the_ev
 
     tasks, longest_s = run_timed(monkeypatch, go)
     assert len({task.id for task in tasks}) % 500 == 0
-    assert sorted(timer.ids) == sorted(task.id for task in tasks)
+    assert sorted(world.broker.ids) == sorted(task.id for task in tasks)
     assert most_used[0] <= delays.settings.pool_size
     assert threading.get_ident() not in seen
     assert longest_s < MOST_BLOCKED_S
 
 
 def test_the_first_call_reads_the_settings_in_a_thread(
-    store: Store, database_url: str, monkeypatch: pytest.MonkeyPatch
+    world: World, database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fixture `store` makes the tables."""
+    """The world makes the tables."""
     delays, threads = delays_on(database_url, table_prefix="s_"), set[int]()
     make = DelayTasks._make_runtime
 
@@ -412,11 +418,13 @@ def test_aiomysql_works_as_asyncmy_does(
 
 
 def test_a_session_that_is_not_asynchronous_is_refused_with_the_remedy(
-    delays: DelayTasks, timer: RecordingTimer, database_url: str
+    world: World, database_url: str
 ) -> None:
+    delays = world.delays
+
     async def go() -> None:
         with (
-            Session(runtime_of(delays).store.database.tx) as session,
+            Session(world.engine) as session,
             pytest.raises(SessionUnusableError, match="call the synchronous method"),
         ):
             await delays.aschedule_delay("mail", {}, 5, session=session)

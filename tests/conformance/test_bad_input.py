@@ -17,15 +17,12 @@ from hypothesis import strategies as st
 from sqlalchemy import func, insert, select
 from sqlalchemy.orm import Session
 
-from delaytasks import NewTask, Status
+from delaytasks import DelayedTask, NewTask, Status
 from delaytasks.core import errors as e
-from delaytasks.core.task import DelayedTask
-from delaytasks.runtime import runtime_of
-from delaytasks.storage.store import Store
 from tests.fuzzing import fuzz
-from tests.recording import delays_on, record, runner_of, set_columns
+from tests.recording import delays_on, record, runner_of
 from tests.refusals import raised
-from tests.world import status_columns
+from tests.world import World, status_columns
 
 UTC = timezone.utc
 FAR_EAST = timezone(timedelta(hours=14))
@@ -36,17 +33,16 @@ SQL = "x'; DROP TABLE s_yb_delay_task_message; -- %s %(a)s :id \\ \" ?"
 class RefusingClient:
     """A `DelayTasks` on empty tables that checks the side effects of refused calls."""
 
-    def __init__(self, url: str, store: Store, **changes: Any) -> None:
+    def __init__(self, url: str, world: World, **changes: Any) -> None:
         self.delays = delays_on(url, table_prefix="s_", **changes)
         self.timer = record(self.delays)
-        self._store = store
+        self.world = world
 
     def traces(self) -> tuple[int, ...]:
         """Return the number of rows of each table and the number of messages sent."""
-        tables = self._store.schema.metadata.sorted_tables
+        tables = self.world.table().metadata.sorted_tables
         counts = [select(func.count()).select_from(table).scalar_subquery() for table in tables]
-        with self._store.database.auto.connect() as connection:
-            rows = connection.execute(select(*counts)).one()
+        [rows] = self.world.select(select(*counts))
         return (*rows, len(self.timer.armed))
 
     @contextlib.contextmanager
@@ -79,15 +75,14 @@ class RefusingClient:
         self, status: Status = Status.NOT_COMPLETE, delay: float = 60, **options: Any
     ) -> DelayedTask:
         task = self.delays.schedule_delay("mail", {"n": 1}, delay, **options)
-        set_columns(self._store, "tasks", {"id": task.id}, **status_columns(status))
+        self.world.change(task, **status_columns(status))
         return task
 
     def insert(self, **values: Any) -> int:
         """Insert a row as another program would, and return its id."""
-        t = self._store.schema.tasks
-        with self._store.database.begin() as connection:
+        with self.world.begin() as connection:
             made = connection.execute(
-                insert(t).values(**{"tag": "mail", "message_body": "{}", **values})
+                insert(self.world.table()).values(**{"tag": "mail", "message_body": "{}", **values})
             )
             key = made.inserted_primary_key
             assert key is not None
@@ -107,11 +102,11 @@ BAD_NAMES = [
 
 
 @pytest.fixture
-def make(store: Store, database_url: str) -> Iterator[Callable[..., RefusingClient]]:
+def make(world: World, database_url: str) -> Iterator[Callable[..., RefusingClient]]:
     made: list[RefusingClient] = []
 
     def new(**changes: Any) -> RefusingClient:
-        made.append(RefusingClient(database_url, store, **changes))
+        made.append(RefusingClient(database_url, world, **changes))
         return made[-1]
 
     yield new
@@ -367,10 +362,10 @@ def calls_with(
     ]
 
 
-def test_a_closed_session_or_connection_is_refused(place: RefusingClient, store: Store) -> None:
-    closed = Session(store.database.tx, close_resets_only=False)
+def test_a_closed_session_or_connection_is_refused(place: RefusingClient) -> None:
+    closed = Session(place.world.engine, close_resets_only=False)
     closed.close()
-    connection = store.database.tx.connect()
+    connection = place.world.engine.connect()
     connection.close()
     no_sessions = ["x", object(), 5, Session]
     calls = calls_with(place, place.put(), place.put(Status.FAILED))
@@ -721,9 +716,8 @@ def test_an_instant_that_is_no_datetime_is_refused(place: RefusingClient) -> Non
 def test_the_past_is_accepted_and_runs_now(place: RefusingClient, year: int) -> None:
     ran: list[Any] = []
     place.delays.processor("mail")(ran.append)
-    before = runtime_of(place.delays).clock.now()
     task = place.delays.schedule_delay("mail", year, at=datetime(year, 1, 1, tzinfo=UTC))
-    assert before <= place.delays.get(task).expected_time <= runtime_of(place.delays).clock.now()
+    assert abs(place.delays.get(task).expected_time - place.world.now()) < timedelta(seconds=5)
     moved = place.delays.reschedule(task, at=datetime(year, 1, 1, tzinfo=UTC))
     assert [entry.id for entry in place.timer.armed] == [task.id, task.id]
     runner_of(place.delays).run([place.timer.armed[-1]])

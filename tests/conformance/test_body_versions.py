@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from delaytasks import BodyRefusedError, DelayedTask, DelayTasks, Status
-from delaytasks.runtime import runtime_of
 from tests.recording import run_now
 from tests.refusals import invalid
 from tests.world import World
@@ -125,4 +124,3 @@ def test_check_reports_bodies_that_cannot_be_upgraded(delays: DelayTasks) -> Non
     assert finding.problem.startswith("the body of a task of tag 'pay' has version 1")
     waits = delays.get(ids["second"])
     assert run_now(delays, waits).status is Status.DONE
-    assert runtime_of(delays).registry.get("pay") is not None

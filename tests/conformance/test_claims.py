@@ -13,14 +13,8 @@ import pytest
 from sqlalchemy import create_engine, update
 
 from benchmarks.call_counts import count_calls
-from delaytasks import DelayedTask, Status
-from delaytasks.core.clock import to_us
-from delaytasks.core.errors import StoreUnavailableError
-from delaytasks.core.interfaces import UnclaimedRow
-from delaytasks.storage import claims as backlog
-from delaytasks.storage import database
-from delaytasks.storage.claims import RESTART_S
-from tests.world import World
+from delaytasks import DelayedTask, Status, StoreUnavailableError
+from tests.world import Entry, UnclaimedRow, World
 
 
 def ids(tasks: list[DelayedTask]) -> list[int]:
@@ -66,7 +60,7 @@ def test_a_claim_skips_rows_that_are_not_due_have_moved_or_are_unknown(world: Wo
     world.delays.reschedule(moved.id, at=moved.expected_time)
     assert ids(world.claim(due, later, moved, done, gone)) == [due.id]
     unclaimed = world.worker().unclaimed(due, later, moved, done, gone)
-    expected = UnclaimedRow(later.id, 0, Status.NOT_COMPLETE, to_us(later.expected_time), 0)
+    expected = UnclaimedRow(later.id, 0, Status.NOT_COMPLETE, Entry.of(later).due_us, 0)
     assert unclaimed[later.id] == expected
     assert unclaimed[moved.id].version == 1
     assert unclaimed[done.id].status is Status.DONE
@@ -210,13 +204,13 @@ def test_older_rows_wait_for_a_few_seconds_at_most(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr(backlog, "monotonic", lambda: now)
+    monkeypatch.setattr("delaytasks.storage.claims.monotonic", lambda: now)
     backlog_of(world, *range(10, 40))
     next_ids(world, 5)
     backlog_of(world, 1)
-    now += RESTART_S / 2
+    now += 2.5
     assert next_ids(world, 5) == [15, 16, 17, 18, 19]
-    now += RESTART_S / 2
+    now += 2.5
     assert next_ids(world, 5) == [1, 20, 21, 22, 23], "however many chunks came between"
 
 
@@ -243,7 +237,7 @@ def test_each_level_has_its_own_position(world: World) -> None:
 def test_a_row_that_its_processor_left_locked_is_named_and_delays_no_other_row(
     make_world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(database, "RETRY_FOR_S", 0)
+    monkeypatch.setattr("delaytasks.storage.database.RETRY_FOR_S", 0)
     world: World = make_world(lease=2, _chunk_time_budget_s=0.5)
     engine = create_engine(world.url)
     connection = engine.connect()

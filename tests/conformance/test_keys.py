@@ -158,7 +158,7 @@ class Editor:
 
     def __init__(self, world: World) -> None:
         self.world, self.clock, self.key = world, ManualClock(START), "document"
-        world.runtime.producer._clock = self.clock
+        world.set_clock(self.clock)
 
     def edit(self, after_s: float = 0, delay: float = 2, max_wait: Any = 30) -> DelayedTask:
         self.clock.advance(after_s)

@@ -12,25 +12,27 @@ import pytest
 from sqlalchemy import create_engine, insert, text
 from sqlalchemy.orm import Session
 
-from delaytasks import DelayedTask, NewTask, Status, TouchResult
-from delaytasks.core.errors import (
+from delaytasks import (
+    DelayedTask,
+    NewTask,
     OutcomeUnknownError,
     StaleVersionError,
+    Status,
     StoreUnavailableError,
     TaskNotFoundError,
     TaskStateError,
+    TouchResult,
 )
-from delaytasks.core.states import FINISHED, MOVES
-from delaytasks.storage import task_rows
-from tests.conformance.store_rows import second_store
 from tests.conformance.test_transactions import own_engine
-from tests.proxy import Proxy
+from tests.proxy import proxy_to
+from tests.recording import delays_on
 from tests.waiting import wait_until
-from tests.world import RUNNING, World
+from tests.world import FINISHED, MOVES, RUNNING, World
 
 # -- each move, from each status, by id and by key, with and without the caller's transaction -----
 
 
+TOUCH_BATCH_ROWS = "delaytasks.storage.task_rows.TOUCH_BATCH_ROWS"
 #: The calls, their options, and the due time that each leaves, in seconds from now.
 CALLS: dict[str, tuple[str, dict[str, Any], float]] = {
     "cancel": ("cancel", {}, 5),
@@ -131,8 +133,7 @@ def assert_is_moved(world: World, call: str, result: Any, before: DelayedTask, w
         # Just before a commit that may fail, nothing is withdrawn.
         expected = [] if where == "connection" else [old]
         assert sent == expected + ([new] if due_s == 2 else [])
-    owner = world.store.tasks.id_of_key("note", str(before.key))
-    assert owner == (None if name == "cancel" else before.id)
+    assert world.owner(str(before.key)) == (None if name == "cancel" else before.id)
     assert (found.runs, found.lapses) == ((0, 0) if name == "rerun" else (3, 2))
     if due_s == 5:
         assert found.expected_time == before.expected_time
@@ -175,22 +176,20 @@ def test_of_simultaneous_cancels_one_succeeds_and_the_others_report_its_result(
 def test_a_repeated_move_whose_first_try_succeeded_is_done_or_unknown_not_refused(
     world: World, name: str
 ) -> None:
-    url = world.url
-    if url.host is None:
-        return  # SQLite has no network answer that could be lost
-    proxy = Proxy(url.host, url.port or {"postgresql": 5432, "mysql": 3306}[url.get_backend_name()])
-    other = second_store(world.store, proxy.url(url.render_as_string(hide_password=False)))
+    url = world.url.render_as_string(hide_password=False)
+    if world.kind == "sqlite":
+        return  # there is no network answer that could be lost
+    proxy = proxy_to(url)
+    other = delays_on(proxy.url(url), table_prefix="s_")
     made = world.put(Status.FAILED if name == "rerun" else Status.NOT_COMPLETE)
-    other.tasks.cancel(world.put().id)  # opens the connection
+    other.cancel(world.put())  # opens the connection
     proxy.cut_answer(rb"COMMIT(?!TED)")
     if name == "cancel":
-        left = other.tasks.cancel(made.id, version=0)
-        assert left is not None
-        assert (left.status, left.version) == (Status.CANCELLED, 1)
+        assert other.cancel(made, version=0)
+        assert world.read(made).is_cancelled
     else:
-        due = made.expected_time + timedelta(seconds=60)
         with pytest.raises(OutcomeUnknownError, match=f"look at task {made.id}") as caught:
-            getattr(other.tasks, name)(made.id, due, version=0)
+            getattr(other, name)(made, 60, version=0)
         assert isinstance(caught.value.__cause__, StaleVersionError)
     assert proxy.cut == 1
     assert world.read(made).version == 1
@@ -278,7 +277,7 @@ def test_one_loop_of_touch_and_schedule_many_schedules_missing_tasks_again(world
 def test_a_heartbeat_is_one_statement_and_many_are_a_few_for_each_batch(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(task_rows, "TOUCH_BATCH_ROWS", 30)
+    monkeypatch.setattr(TOUCH_BATCH_ROWS, 30)
     keys = [f"k{n}" for n in range(80)]
     world.delays.schedule_many([NewTask("lost", {}, 5, key=key) for key in keys])
     task = world.delays.get(tag="lost", key="k7")
@@ -300,7 +299,7 @@ def test_touch_many_waits_for_locked_rows_after_it_has_touched_the_others(
 ) -> None:
     if not world.has_row_locks:
         return
-    monkeypatch.setattr(task_rows, "TOUCH_BATCH_ROWS", 2)
+    monkeypatch.setattr(TOUCH_BATCH_ROWS, 2)
     locked, claimed, *others = tasks = [schedule(world) for _ in range(6)]
     t = world.table()
     with ThreadPoolExecutor(1) as pool, world.locked(locked, claimed) as owner:

@@ -4,7 +4,7 @@ sweep, or harms other rows."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -14,11 +14,8 @@ from sqlalchemy.exc import DBAPIError
 
 from delaytasks import DelayedTask, DelayTasks, Status
 from delaytasks.core.errors import DelayTaskError, TaskStateError
-from delaytasks.core.interfaces import Entry
-from delaytasks.runtime import runtime_of
-from delaytasks.storage.store import Store
-from tests.recording import delays_on, record, runner_of
 from tests.refusals import raised
+from tests.world import Entry, MakeWorld, World
 
 pytestmark = pytest.mark.slow
 
@@ -132,11 +129,8 @@ REFUSED_BY: dict[str, list[dict[str, str]]] = {
 
 
 @pytest.fixture
-def delays(store: Store, database_url: str) -> Iterator[DelayTasks]:
-    made = delays_on(database_url, table_prefix="s_", sweep=0.001)
-    record(made)
-    yield made
-    made.close()
+def world(make_world: MakeWorld) -> World:
+    return make_world(sweep=0.001)
 
 
 def put(on: Connection, table: str, values: dict[str, str]) -> None:
@@ -153,21 +147,19 @@ def put(on: Connection, table: str, values: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("by", ["messages", "the table alone"])
 def test_a_row_with_invalid_values_stops_no_process_and_affects_no_other_row(
-    store: Store, delays: DelayTasks, by: str
+    world: World, by: str
 ) -> None:
-    ran: list[Any] = []
+    delays, ran = world.delays, list[Any]()
     delays.processor("mail")(lambda body, task: ran.append(task.id))
     delays.processor("fails")(lambda body: 1 / 0)
     delays.processor("retries", retries="1h")(lambda body: 1 / 0)
     owner = delays.schedule_delay("mail", {}, 3600, key="of another task")
     good = range(1000, 1100)
-    expected = insert_rows(store, good)
+    expected = insert_rows(world, good)
     for _ in range(3):
-        run_all(store, delays, expected if by == "messages" else ())
+        run_all(world, expected if by == "messages" else ())
     assert not delays.events.counts["loop.failed"] + delays.events.counts["chunk.failed"]
-    assert runner_of(delays).run_due("default", levels(store), 100).claimed == 0, (
-        "nothing is tried again at once"
-    )
+    assert world.drain(priorities=levels(world)).claimed == 0, "nothing is tried again at once"
 
     # Each valid row ran once, and the pages show each row once.
     assert sorted(id for id in ran if id in good) == list(good)
@@ -188,26 +180,21 @@ def test_a_row_with_invalid_values_stops_no_process_and_affects_no_other_row(
     assert_calls_raise_our_errors(delays, expected)
     delays.bulk.cancel(tag="mail")
     delays.policies.pause(tag="retries")
-    run_all(store, delays, expected)
+    run_all(world, expected)
     assert not delays.events.counts["loop.failed"] + delays.events.counts["chunk.failed"]
 
 
-def insert_rows(store: Store, good: Iterable[int]) -> dict[int, tuple[Any, Any]]:
+def insert_rows(world: World, good: Iterable[int]) -> dict[int, tuple[Any, Any]]:
     """Insert rows of nonsense and good ones. Return each row of nonsense, and how it shall end."""
-    plain = {"tag": "'mail'", "message_body": "'{}'", "expected_time": PAST[kind_of(store)]}
+    plain = {"tag": "'mail'", "message_body": "'{}'", "expected_time": PAST[world.kind]}
     expected = dict(enumerate(ACCEPTED, 1))
-    with store.database.begin() as connection:
+    with world.begin() as connection:
         for id, (nonsense, _) in expected.items():
-            put(connection, store.schema.tasks.name, plain | {"id": str(id)} | nonsense)
+            put(connection, world.table().name, plain | {"id": str(id)} | nonsense)
         for id in good:
             row = plain | {"id": str(id), "message_body": "'7'"}
-            put(connection, store.schema.tasks.name, row)
+            put(connection, world.table().name, row)
     return expected
-
-
-def kind_of(store: Store) -> str:
-    name = store.database.url.get_backend_name()
-    return "mysql" if name == "mariadb" else name
 
 
 def all_pages(delays: DelayTasks) -> dict[int, DelayedTask]:
@@ -236,15 +223,15 @@ def assert_calls_raise_our_errors(delays: DelayTasks, ids: Iterable[int]) -> Non
     assert {kind for _, kind in refused} <= {type(None), TaskStateError}, refused
 
 
-def levels(store: Store) -> list[int]:
-    return sorted({level.priority for level in store.sweeps.levels(1)} | {0})
+def levels(world: World) -> list[int]:
+    return sorted({level.priority for level in world.store.sweeps.levels(1)} | {0})
 
 
-def run_all(store: Store, delays: DelayTasks, ids: Iterable[int]) -> None:
+def run_all(world: World, ids: Iterable[int]) -> None:
     """Process the rows like a worker: from messages that name them, and from the table."""
-    assert runtime_of(delays).sweeper.sweep(0)
-    runner_of(delays).run([Entry(id, 0, 0) for id in ids])
-    while runner_of(delays).run_due("default", levels(store), 30).claimed:
+    assert world.sweep()
+    world.worker().run_entries([Entry(id, 0, 0) for id in ids])
+    while world.drain(most=30, priorities=levels(world)).claimed:
         pass
 
 
@@ -314,34 +301,35 @@ PLAIN = {
     ],
 )
 def test_the_database_refuses_rows_that_no_process_could_use(
-    store: Store, name: str, everywhere: list[dict[str, str]], by_database: Any
+    world: World, name: str, everywhere: list[dict[str, str]], by_database: Any
 ) -> None:
     tables = {
-        "task": store.schema.tasks,
-        "policy": store.schema.policies,
-        "worker": store.schema.workers,
+        "task": world.table(),
+        "policy": world.table("policies"),
+        "worker": world.table("workers"),
     }
-    kind = kind_of(store)
+    kind = world.kind
     for nonsense in everywhere + by_database[kind]:
-        with store.database.tx.connect() as connection:
+        with world.engine.connect() as connection:
             if kind == "mysql":
                 connection.exec_driver_sql("SET SESSION sql_mode = ''")
             # PostgreSQL reports a text that is not JSON instead of the constraint.
             with pytest.raises(DBAPIError, match=rf"ck_yb_delay_{name}|json|JSON|stack depth"):
                 put(connection, tables[name].name, PLAIN[name] | nonsense)
             connection.invalidate()  # its mode was changed
-    with store.database.begin() as connection:
+    with world.begin() as connection:
         put(connection, tables[name].name, PLAIN[name])
 
 
-def test_a_row_with_the_original_columns_alone_is_a_task(store: Store, delays: DelayTasks) -> None:
-    past = PAST[kind_of(store)]
+def test_a_row_with_the_original_columns_alone_is_a_task(world: World) -> None:
+    delays = world.delays
+    past = PAST[world.kind]
     row = PLAIN["task"] | {"status": "0", "error_stack": "NULL", "version": "0"}
     row |= {"ip_address": "NULL", "delay_time": "60", "execution_time": "NULL"}
     row |= dict.fromkeys(("expected_time", "create_time", "update_time"), past)
     delays.processor("mail")(lambda body: None)
-    with store.database.begin() as connection:
-        put(connection, store.schema.tasks.name, row)
-        put(connection, store.schema.tasks.name, PLAIN["task"] | {"id": "2"})
-    run_all(store, delays, ())
+    with world.begin() as connection:
+        put(connection, world.table().name, row)
+        put(connection, world.table().name, PLAIN["task"] | {"id": "2"})
+    run_all(world, ())
     assert [delays.get(id).status for id in (1, 2)] == [DONE, DONE]

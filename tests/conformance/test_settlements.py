@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -10,14 +11,8 @@ from typing import Any
 import pytest
 
 from delaytasks import DelayedTask, Status
-from delaytasks.core.body import dump_json
-from delaytasks.core.interfaces import Settlement
-from delaytasks.core.states import MOST_VERSIONS, MOVES
-from delaytasks.maintenance.sweeper import emit_recovered
-from delaytasks.storage import settlements
-from delaytasks.worker.task_events import WorkerLostEvents
 from tests.conformance.store_rows import NASTY
-from tests.world import World
+from tests.world import MOVES, Settlement, World
 
 pytestmark = pytest.mark.quick
 
@@ -87,11 +82,11 @@ def test_a_chunk_of_long_errors_is_settled_by_statements_of_bounded_text(
     made, sizes = world.put_many(30), list[int]()
 
     def note(rows: Any) -> str:
-        text = dump_json(rows)
+        text = json.dumps(rows, ensure_ascii=False, separators=(",", ":"))
         sizes.append(len(text.encode()))
         return text
 
-    monkeypatch.setattr(settlements, "dump_json", note)
+    monkeypatch.setattr("delaytasks.storage.settlements.dump_json", note)
     error = ("时'\\" * 26_214)[:65_536]  # three bytes of UTF-8, and quoted by two layers
     assert len(world.worker().end(world.claim(*made), "fail", error=error)) == 30
     assert len(sizes) >= 2
@@ -100,11 +95,7 @@ def test_a_chunk_of_long_errors_is_settled_by_statements_of_bounded_text(
 
 
 def test_a_claim_returns_the_new_values_of_its_rows(world: World) -> None:
-    odd: list[dict[str, Any]] = [
-        {},
-        {"version": MOST_VERSIONS, "attempts": 2**31 - 1},
-        {"key": "k", "attempts": 3},
-    ]
+    odd: list[dict[str, Any]] = [{}, {"version": 2**62, "runs": 2**31 - 1}, {"key": "k", "runs": 3}]
     named = [world.put(**fields) for fields in odd]
     claimed = [*world.claim(*named)]
     due = [world.put(**fields) for fields in odd]
@@ -175,7 +166,7 @@ def test_settling_again_after_a_lost_answer_is_accepted_and_changes_nothing(worl
 
 
 def test_a_recovery_names_the_time_limit_that_was_over(world: World) -> None:
-    running: Any = {"status": Status.RUNNING, "attempts": 1}
+    running: Any = {"status": Status.RUNNING, "runs": 1}
     last, slow = (world.put(tag="slow", lapses=lapses, **running) for lapses in (2, 0))
     others = world.put(tag="slower", **running), world.put(tag="free", lapses=2, **running)
     for row in (last, slow, *others):
@@ -198,7 +189,7 @@ def test_a_recovery_names_the_time_limit_that_was_over(world: World) -> None:
 
 @pytest.mark.parametrize("sends_events", [True, False])
 def test_each_row_that_was_given_up_is_reported(world: World, sends_events: bool) -> None:
-    lost, waits = (world.put(Status.RUNNING, attempts=3, lapses=lapses) for lapses in (2, 1))
+    lost, waits = (world.put(Status.RUNNING, runs=3, lapses=lapses) for lapses in (2, 1))
     sent: list[Any] = []
 
     class Sender:
@@ -208,11 +199,9 @@ def test_each_row_that_was_given_up_is_reported(world: World, sends_events: bool
         def flush(self) -> None:
             sent.append("flush")
 
-    sender: Any = Sender()
-    world.delays.events.subscribe(WorkerLostEvents(sender, lambda: sends_events))
-    emit_recovered(world.delays.events, world.die(max_lost_leases=3), reason="it died")
-    [recovered] = world.told("task.recovered")
-    assert (recovered["count"], recovered["reason"]) == (2, "it died")
+    world.report(world.die(max_lost_leases=3), Sender(), sends_events, reason="it died")
+    [told] = world.told("task.recovered")
+    assert (told["count"], told["reason"]) == (2, "it died")
     assert [fields["id"] for fields in world.told("task.worker_lost")] == [lost.id]
     assert sent == ([lost.id, "flush"] if sends_events else [])
     assert world.statuses([lost, waits]) == ["FAILED", "NOT_COMPLETE"]

@@ -29,11 +29,11 @@ from delaytasks.core.errors import (
     TaskNotFoundError,
     UnknownTagError,
 )
-from delaytasks.storage.store import Store
 from delaytasks.testing import DelaysTester, create_tables
 from tests.conformance.test_transactions import own_engine
 from tests.recording import engine_at, run
 from tests.refusals import invalid
+from tests.world import World
 
 
 class KitShop:
@@ -63,7 +63,7 @@ class KitShop:
 
 
 @pytest.fixture
-def shop(store: Store, database_url: str) -> Iterator[KitShop]:
+def shop(world: World, database_url: str) -> Iterator[KitShop]:
     made = KitShop(database_url)
     yield made
     made.delays.close()
@@ -465,10 +465,10 @@ def bound_tester(connection: Any, start: Callable[..., DelaysTester]) -> DelaysT
     return start(bind=connection)
 
 
-def count(store: Store) -> int:
+def count(world: World) -> int:
     """Return the number of rows that other transactions see."""
-    with store.database.begin() as own:
-        return len(own.execute(select(store.schema.tasks.c.id)).all())
+    with world.begin() as own:
+        return len(own.execute(select(world.table().c.id)).all())
 
 
 def place(shop: KitShop, sessions: sessionmaker[Session], number: int, **options: Any) -> None:
@@ -479,25 +479,25 @@ def place(shop: KitShop, sessions: sessionmaker[Session], number: int, **options
 
 
 def test_tasks_of_a_session_run_in_the_transaction_of_the_test(
-    shop: KitShop, sessions: sessionmaker[Session], bound_tester: DelaysTester, store: Store
+    shop: KitShop, sessions: sessionmaker[Session], bound_tester: DelaysTester, world: World
 ) -> None:
     place(shop, sessions, 7, key="7")
     bound_tester.assert_scheduled("order.close", key="7", body=7, within="30m")
     bound_tester.fast_forward("30m")
     assert (shop.noted, bound_tester.scheduled()) == ([7], [])
-    if store.database.url.get_backend_name() != "sqlite":  # which lets no other transaction read
-        assert count(store) == 0
+    if world.kind != "sqlite":  # which lets no other transaction read
+        assert count(world) == 0
 
 
 def test_a_call_without_a_session_is_in_the_transaction_of_the_test_too(
-    shop: KitShop, bound_tester: DelaysTester, store: Store, connection: Any
+    shop: KitShop, bound_tester: DelaysTester, world: World, connection: Any
 ) -> None:
     shop.delays.schedule_delay("order.close", 7, 60, key="7")
     shop.delays.schedule_many([("order.pay", number, 60) for number in range(3)])
     bound_tester.fast_forward("1m")
     assert sorted(shop.noted) == [0, 1, 2, 7]
     connection.rollback()
-    assert count(store) == 0
+    assert count(world) == 0
 
 
 def test_the_rollback_of_a_session_takes_its_task_with_it(
@@ -573,7 +573,7 @@ def test_limits_keys_and_recurring_schedules_work_in_the_transaction_of_the_test
 
 
 def test_an_async_session_schedules_and_coroutines_run_in_the_loop_of_the_test(
-    shop: KitShop, store: Store, database_url: str
+    shop: KitShop, world: World, database_url: str
 ) -> None:
     async def close(body: Any) -> None:
         async with session_of_test() as session:
@@ -610,7 +610,7 @@ def test_an_async_session_schedules_and_coroutines_run_in_the_loop_of_the_test(
             await connection.rollback()
         async with engine_at(database_url) as engine, engine.begin() as own:
             await own.run_sync(orders.metadata.drop_all)
-        assert count(store) == 0
+        assert count(world) == 0
 
     run(go())
 

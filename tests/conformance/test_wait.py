@@ -11,7 +11,6 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from delaytasks import (
     DelayedTask,
-    DelayTasks,
     Fail,
     Status,
     TaskCancelledError,
@@ -19,28 +18,21 @@ from delaytasks import (
     TaskNotFoundError,
     WaitTimeoutError,
 )
-from delaytasks.core.interfaces import Entry
-from delaytasks.operations import single_tasks as tasks
-from delaytasks.runtime import runtime_of
-from tests.recording import engine_at, runner_of
-from tests.recording import run as run_coroutine
+from tests.recording import engine_at, run
 from tests.waiting import wait_until
+from tests.world import World
 
 
-def begin_wait(pool: ThreadPoolExecutor, delays: DelayTasks, task: DelayedTask) -> Future[Any]:
-    future = pool.submit(delays.result, task, 20)
+def begin_wait(pool: ThreadPoolExecutor, world: World, task: DelayedTask) -> Future[Any]:
+    future = pool.submit(world.delays.result, task, 20)
     wait_until(future.running, 5, "the thread to wait")
     return future
 
 
-def run(delays: DelayTasks, *tasks: DelayedTask) -> None:
-    runner_of(delays).run([Entry.of(task) for task in tasks])
-
-
 @pytest.fixture
-def reads(delays: DelayTasks, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def reads(world: World, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return the ids of the rows that calls have read, in their order."""
-    tasks, read = runtime_of(delays).store.tasks, list[int]()
+    tasks, read = world.store.tasks, list[int]()
     read_row = tasks.read
 
     def note(id: int, on: Any = None) -> DelayedTask:
@@ -52,127 +44,128 @@ def reads(delays: DelayTasks, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return read
 
 
-def test_several_threads_wait_for_results(delays: DelayTasks) -> None:
-    delays.processor("sum", keep_result=True)(sum)
-    delays.processor("fails")(lambda body: Fail("no"))
-    tasks = [delays.schedule_delay("sum", [n, 1], 0) for n in range(3)]
-    fails = delays.schedule_delay("fails", None, 0)
+def test_several_threads_wait_for_results(world: World) -> None:
+    world.delays.processor("sum", keep_result=True)(sum)
+    world.delays.processor("fails")(lambda body: Fail("no"))
+    tasks = [world.schedule("sum", [n, 1]) for n in range(3)]
+    fails = world.schedule("fails", None)
     with ThreadPoolExecutor(5) as pool:
-        futures = [begin_wait(pool, delays, task) for task in [*tasks, tasks[0], fails]]
-        run(delays, *tasks, fails)
+        futures = [begin_wait(pool, world, task) for task in [*tasks, tasks[0], fails]]
+        world.run(*tasks, fails)
         ended = [future.exception(20) or future.result() for future in futures]
     assert ended[:4] == [1, 2, 3, 1]
     assert str(ended[4]) == f"task {fails.id} (fails) is FAILED: no"
     assert isinstance(ended[4], TaskFailedError)
     assert ended[4].id == fails.id
-    assert delays.result(tasks[0].id, 0) == 1, "it has ended before"
+    assert world.delays.result(tasks[0].id, 0) == 1, "it has ended before"
 
 
-def test_a_cancelled_task_has_ended(delays: DelayTasks, reads: list[int]) -> None:
-    task = delays.schedule_delay("mail", {}, 60, key="k")
+def test_a_cancelled_task_has_ended(world: World, reads: list[int]) -> None:
+    task = world.schedule(delay=60, key="k")
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(delays.result, tag="mail", key="k", timeout="20s")
+        future = pool.submit(world.delays.result, tag="note", key="k", timeout="20s")
         wait_until(lambda: bool(reads), 5, "the thread to find the task by its key")
-        delays.cancel(task)
+        world.delays.cancel(task)
         with pytest.raises(TaskCancelledError, match=r"is CANCELLED$") as caught:
             future.result(20)
     assert (caught.value.id, caught.value.status) == (task.id, Status.CANCELLED)
 
 
-def test_a_task_that_does_not_end_in_time_is_a_timeout(delays: DelayTasks) -> None:
-    task = delays.schedule_delay("mail", {}, 60)
+def test_a_task_that_does_not_end_in_time_is_a_timeout(world: World) -> None:
+    task = world.schedule(delay=60)
     for timeout in (0, 0.05, "50ms"):
         with pytest.raises(WaitTimeoutError, match="NOT_COMPLETE") as caught:
-            delays.result(task, timeout)
+            world.delays.result(task, timeout)
         assert caught.value.id == task.id
         assert isinstance(caught.value, TimeoutError)
     with pytest.raises(TaskNotFoundError):
-        delays.result(7, 1)
+        world.delays.result(7, 1)
 
 
-def test_several_coroutines_wait_for_results(delays: DelayTasks, reads: list[int]) -> None:
-    delays.processor("sum", keep_result=True)(sum)
-    delays.processor("fails")(lambda body: Fail("no"))
-    tasks = [delays.schedule_delay("sum", [n, 1], 0, key=str(n)) for n in range(3)]
-    fails = delays.schedule_delay("fails", None, 0)
+def test_several_coroutines_wait_for_results(world: World, reads: list[int]) -> None:
+    world.delays.processor("sum", keep_result=True)(sum)
+    world.delays.processor("fails")(lambda body: Fail("no"))
+    tasks = [world.schedule("sum", [n, 1], key=str(n)) for n in range(3)]
+    fails = world.schedule("fails", None)
+    reads.clear()
 
     async def go() -> list[Any]:
-        named = asyncio.ensure_future(delays.aresult(tag="sum", key="1", timeout="20s"))
+        named = asyncio.ensure_future(world.delays.aresult(tag="sum", key="1", timeout="20s"))
         while not reads:  # the key has no task any more after the task has run
             await asyncio.sleep(0.01)
-        waits = [delays.aresult(task, 20) for task in [*tasks, tasks[0], fails]]
+        waits = [world.delays.aresult(task, 20) for task in [*tasks, tasks[0], fails]]
         together = asyncio.gather(*waits, named, return_exceptions=True)
         await asyncio.wait([together], timeout=0.1)
         assert not together.done(), "they wait for tasks that have not run"
-        await asyncio.to_thread(run, delays, *tasks, fails)
+        await asyncio.to_thread(world.run, *tasks, fails)
         return await together
 
-    ended = run_coroutine(go())
+    ended = run(go())
     assert isinstance(ended.pop(4), TaskFailedError)
     assert ended == [1, 2, 3, 1, 2]
-    assert run_coroutine(delays.aresult(tasks[0].id, 0)) == 1, "it has ended before"
+    assert run(world.delays.aresult(tasks[0].id, 0)) == 1, "it has ended before"
 
 
 @pytest.mark.parametrize("timeout", [0, 0.05, "50ms"])
-def test_a_coroutine_gets_a_timeout_too(delays: DelayTasks, timeout: Any) -> None:
-    task = delays.schedule_delay("mail", {}, 60)
+def test_a_coroutine_gets_a_timeout_too(world: World, timeout: Any) -> None:
+    task = world.schedule(delay=60)
     with pytest.raises(WaitTimeoutError, match="NOT_COMPLETE") as caught:
-        run_coroutine(delays.aresult(task, timeout))
+        run(world.delays.aresult(task, timeout))
     assert caught.value.id == task.id
     with pytest.raises(TaskNotFoundError):
-        run_coroutine(delays.aresult(7, 1))
+        run(world.delays.aresult(7, 1))
 
 
 def test_a_coroutine_does_not_sleep_beyond_its_timeout(
-    delays: DelayTasks, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task, pauses = delays.schedule_delay("mail", {}, 60), list[float]()
+    task, pauses = world.schedule(delay=60), list[float]()
 
     async def sleep(seconds: float) -> None:
         pauses.append(seconds)
 
-    monkeypatch.setattr(tasks, "monotonic", lambda: sum(pauses))
+    monkeypatch.setattr("delaytasks.operations.single_tasks.monotonic", lambda: sum(pauses))
     monkeypatch.setattr(asyncio, "sleep", sleep)
     with pytest.raises(WaitTimeoutError):
-        run_coroutine(delays.aresult(task, 0.1))
+        run(world.delays.aresult(task, 0.1))
     assert sum(pauses) == pytest.approx(0.1)
 
 
 def test_the_pauses_of_a_coroutine_between_two_reads_grow(
-    delays: DelayTasks, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    delays.processor("sum", keep_result=True)(sum)
-    task = delays.schedule_delay("sum", [1], 0)
+    world.delays.processor("sum", keep_result=True)(sum)
+    task = world.schedule("sum", [1])
     pauses: list[float] = []
 
     async def sleep(seconds: float) -> None:
         pauses.append(seconds)
         if len(pauses) == 12:
-            run(delays, task)
+            world.run(task)
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
-    assert run_coroutine(delays.aresult(task)) == 1
+    assert run(world.delays.aresult(task)) == 1
     assert pauses == sorted(pauses)
-    assert (pauses[0], pauses[-1]) == (tasks.FIRST_S, tasks.LONGEST_S)
+    assert (pauses[0], pauses[-1]) == (0.02, 0.5)
 
 
 def test_a_coroutine_does_not_read_in_the_transaction_of_its_session(
-    delays: DelayTasks, database_url: str
+    world: World, database_url: str
 ) -> None:
     """That transaction may never see the end of the task."""
-    delays.processor("sum", keep_result=True)(sum)
-    task = delays.schedule_delay("sum", [1], 0)
+    world.delays.processor("sum", keep_result=True)(sum)
+    task = world.schedule("sum", [1])
 
     async def go() -> Any:
         async with engine_at(database_url) as engine, AsyncSession(engine) as session:
-            with delays.transaction(session):
-                await delays.afind()
+            with world.delays.transaction(session):
+                await world.delays.afind()
                 assert session.in_transaction()
                 await session.rollback()
-                waiting = asyncio.ensure_future(delays.aresult(task, 20))
+                waiting = asyncio.ensure_future(world.delays.aresult(task, 20))
                 await asyncio.wait([waiting], timeout=0.1)
                 assert not session.in_transaction()
-            await asyncio.to_thread(run, delays, task)
+            await asyncio.to_thread(world.run, task)
             return await waiting
 
-    assert run_coroutine(go()) == 1
+    assert run(go()) == 1

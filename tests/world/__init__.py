@@ -16,14 +16,22 @@ A test names what happens with ten verbs, which do not depend on the classes beh
 
 from collections.abc import Callable
 
+from delaytasks.core.interfaces import Entry, Level, Settlement, UnclaimedRow
+from delaytasks.core.states import FINISHED, MOVES
 from tests.world.broker import WorldBroker
 from tests.world.main_process import MainProcess
 from tests.world.world import RUNNING, Worker, World, status_columns
 
 __all__ = [
+    "FINISHED",
+    "MOVES",
     "RUNNING",
+    "Entry",
+    "Level",
     "MainProcess",
     "MakeWorld",
+    "Settlement",
+    "UnclaimedRow",
     "Worker",
     "World",
     "WorldBroker",

@@ -14,18 +14,22 @@ from celery import Celery
 from sqlalchemy import URL, Connection, Engine, Table, event, func, insert, select, text, update
 
 from delaytasks import DelayedTask, DelayTasks, Status, TaskNotFoundError
-from delaytasks.core.clock import to_us
+from delaytasks.core.clock import Clock, to_us
+from delaytasks.core.ids import IdMaker
 from delaytasks.core.interfaces import Claimed, Entry, Recovered, Settlement, UnclaimedRow
 from delaytasks.core.states import SettlingMove
 from delaytasks.core.task import Attempt
 from delaytasks.execution.runner import Report, Runner
 from delaytasks.limits.admission import Admission
+from delaytasks.maintenance.sweeper import emit_recovered
+from delaytasks.storage import sessions
 from delaytasks.storage.claims import Claims
 from delaytasks.storage.leases import Renewed
 from delaytasks.storage.rows import values_of
 from delaytasks.storage.store import Store
 from delaytasks.storage.types import UTCDateTime, db_now_plus
 from delaytasks.worker.processes import Processes
+from delaytasks.worker.task_events import WorkerLostEvents
 from tests.world.broker import WorldBroker
 
 #: A due time in the past. SQLite's clock has milliseconds, so that a row which is due now may not
@@ -212,6 +216,11 @@ class World:
         """Return the time of the database."""
         return self.store.tasks.now()
 
+    def set_clock(self, clock: Clock) -> None:
+        """Let the instance read the time of this clock. The database keeps its own."""
+        self.runtime.clock = self.runtime.producer._clock = clock
+        self.runtime.new_id = IdMaker(lambda: clock.now_us() // 1000)
+
     def advance(self, seconds: float) -> None:
         """Let time pass: every instant in the tables and in waiting messages moves to the past.
 
@@ -240,6 +249,13 @@ class World:
         """Let a worker die, and release its rows as its main process does."""
         self._workers.pop(name, None)
         return self.store.leases.release([name], max_lost_leases)
+
+    def report(
+        self, recovered: Recovered, task_events: Any, sends_events: bool, **fields: Any
+    ) -> None:
+        """Report recovered rows, as the worker does that recovered them."""
+        self.delays.events.subscribe(WorkerLostEvents(task_events, lambda: sends_events))
+        emit_recovered(self.delays.events, recovered, **fields)
 
     def lapse(self, *tasks: DelayedTask, max_lost_leases: int = 5) -> int:
         """End the leases of these tasks, and return how many rows were recovered."""
@@ -323,6 +339,10 @@ class World:
         rows = self.store.database.autocommitted(lambda c: [tuple(r) for r in c.execute(query)])
         return dict.fromkeys(Status, 0) | {Status(status): number for status, number in rows}
 
+    def open_transactions(self) -> int:
+        """Return the number of callers' transactions whose tasks are remembered until they end."""
+        return len(sessions._waiting)
+
     # -- what happened ----------------------------------------------------------------------------
 
     def told(self, name: str) -> list[dict[str, Any]]:
@@ -370,7 +390,8 @@ class World:
     @property
     def kind(self) -> str:
         """The kind of the database: postgresql, mysql or sqlite."""
-        return self.url.get_backend_name()
+        name = self.url.get_backend_name()
+        return "mysql" if name == "mariadb" else name
 
     @property
     def has_row_locks(self) -> bool:
@@ -390,6 +411,10 @@ class World:
     def begin(self) -> AbstractContextManager[Connection]:
         """Begin a transaction."""
         return self.store.database.begin()
+
+    def select(self, query: Any) -> Sequence[Any]:
+        """Return rows as other transactions see them."""
+        return self.store.database.rows(query)
 
     def table(self, name: str = "tasks") -> Table:
         found: Table = getattr(self.store.schema, name)
