@@ -158,8 +158,8 @@ def attach(celery_app: Any, delays: HasRuntime, processes: Processes) -> None:
         # Imported here: a process that only registers processors does not need it.
         from delaytasks.start_checks import add_sweeps
 
-        wiring = processes.runtime
-        add_sweeps(sender, wiring.settings, wiring.publisher)
+        runtime = processes.runtime
+        add_sweeps(sender, runtime.settings, runtime.publisher)
 
     celery_app.on_after_finalize.connect(add_to_beat, weak=False)
     if celery_app.finalized:  # the signal was sent before

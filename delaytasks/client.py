@@ -236,7 +236,7 @@ class DelayTasks:
         on_conflict
             See `schedule_delay`.
         session
-            See `schedule_delay`. Without it, each batch is one transaction in each database.
+            See `schedule_delay`. Without it, each batch is one transaction.
         on_batch
             Is called with the tasks of each batch after the batch was written.
 

@@ -271,10 +271,10 @@ class Cli:
         """Print a note if the broker does not answer. JSON documents have no notes."""
         if self.is_json:
             return
-        wiring = self.runtime
-        wiring.flush()
+        runtime = self.runtime
+        runtime.flush()
         wait_for_unfinished()  # the connection to a distant broker may still be in progress
-        if not wiring.timer.is_up:
+        if not runtime.timer.is_up:
             self.note(
                 "The broker cannot be reached: the database has the task, and a sweep will send it."
             )

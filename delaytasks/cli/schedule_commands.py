@@ -58,10 +58,10 @@ _meta = click.option(
 @click.option("--key", help="Names the task within its tag, until it is finished.")
 @click.option(
     "--on-conflict",
-    type=click.Choice(["reject", "keep", "replace"]),
+    type=click.Choice(["reject", "keep", "replace", "take"]),
     default="reject",
     show_default=True,
-    help="While another task has the key: refuse, keep that task, or give it this body and time.",
+    help="While another task has the key: refuse, keep it, give it this body and time, run both.",
 )
 @click.option("--max-wait", metavar="DURATION", help="The longest deferral by repeated replacing.")
 @click.option("--queue", help="The queue, if not the processor's own.")

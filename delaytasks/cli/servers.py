@@ -54,7 +54,7 @@ def _served(option: str, port: int, about: str) -> Callable[[Callable[..., Any]]
 @click.command(cls=Command)
 @_served("--console", CONSOLE_PORT, "web pages that show whether tasks run on time")
 @_served("--api", API_PORT, "the HTTP API, for programs in other languages")
-@_served("--metrics", METRICS_PORT, "metrics of the databases and the broker to Prometheus")
+@_served("--metrics", METRICS_PORT, "metrics of the database and the broker to Prometheus")
 @click.option("--trusted-proxy", help="The address of a proxy, whose X-Forwarded-… are believed.")
 @click.option("--proxy-header", help="Console: a proxy names the user in it: X-Forwarded-User.")
 @click.option("--proxy", multiple=True, help="Console: its address or network. [127.0.0.1, ::1]")

@@ -64,14 +64,14 @@ def read_deployment(delays: DelayTasks) -> DeploymentState:
     StoreError
         If no database answers.
     """
-    wiring, settings = runtime_of(delays), delays.settings
-    uses_broker, error = wiring.direct_timer is None, None
+    runtime, settings = runtime_of(delays), delays.settings
+    uses_broker, error = runtime.direct_timer is None, None
     if uses_broker:
-        queue = wiring.publisher.queue(settings.default_queue)
-        error = broker_error(wiring.celery, queue, settings.publish_limit_s)
+        queue = runtime.publisher.queue(settings.default_queue)
+        error = broker_error(runtime.celery, queue, settings.publish_limit_s)
     services = ServicesState(settings.timer_kind, uses_broker, error)
-    now = wiring.clock.now()
-    state = read_state(wiring, recent_failures, services, now)
+    now = runtime.clock.now()
+    state = read_state(runtime, recent_failures, services, now)
     if state.database.error is not None:
         raise state.database.error
     return state
@@ -297,7 +297,7 @@ def status(
     minute (soon), and that were due within the last minute and have ended, with their lateness
     (p50, p99).
 
-    With --probe, the deployment is healthy if databases and broker answer, the tables have this
+    With --probe, the deployment is healthy if database and broker answer, the tables have this
     version, a worker lives, a sweep was recent, and each queue with late tasks has a worker. A
     worker (or `run --forever`) of this host is ready under the same conditions except the last,
     if it has reported itself. With --live it is unhealthy only if it has stopped reporting while a
@@ -379,8 +379,8 @@ def _probe(
         raise click.UsageError("--max-overdue and --max-sweep-age cannot be combined with --live")
     if component == "beat" and max_sweep_age is not None:
         raise click.UsageError("--max-sweep-age requires another component: beat does not sweep")
-    wiring = runtime_of(cli.delays)
-    settings = wiring.settings
+    runtime = runtime_of(cli.delays)
+    settings = runtime.settings
     question = HealthQuestion(
         component,
         socket.gethostname(),
@@ -389,9 +389,11 @@ def _probe(
         None if max_sweep_age is None else max_sweep_age.total_seconds(),
         5.0 if timeout is None else timeout.total_seconds(),
     )
-    queue = wiring.publisher.queue(settings.default_queue)
+    queue = runtime.publisher.queue(settings.default_queue)
     checks = HealthChecks(
-        wiring.store, settings, lambda: broker_error(wiring.celery, queue, settings.publish_limit_s)
+        runtime.store,
+        settings,
+        lambda: broker_error(runtime.celery, queue, settings.publish_limit_s),
     )
     found = [
         check._replace(detail=cli.hints.rewrite(check.detail))

@@ -1,4 +1,4 @@
-"""What the pages read from the databases: counts, searches with a time limit, and the filters of
+"""What the pages read from the database: counts, searches with a time limit, and the filters of
 the page of tasks.
 """
 

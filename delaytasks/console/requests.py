@@ -251,9 +251,11 @@ class ConsoleState:
         return replace(found, services=found.services._replace(broker_error=error))
 
     def _read_state(self) -> DeploymentState:
-        delays, wiring = self.delays, runtime_of(self.delays)
-        services = ServicesState(delays.settings.timer_kind, wiring.direct_timer is None)
-        return read_state(wiring, recent_failures, services, wiring.clock.now(), MOST_COUNTED_ROWS)
+        delays, runtime = self.delays, runtime_of(self.delays)
+        services = ServicesState(delays.settings.timer_kind, runtime.direct_timer is None)
+        return read_state(
+            runtime, recent_failures, services, runtime.clock.now(), MOST_COUNTED_ROWS
+        )
 
     def _broker_error(self) -> str | None:
         limit_s = self.delays.settings.publish_limit_s

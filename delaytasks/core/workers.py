@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from math import inf
 from typing import Any, NamedTuple
@@ -72,25 +72,6 @@ class LostWorker(NamedTuple):
     def as_json(self) -> dict[str, Any]:
         times = {"lost_at": self.lost_at.isoformat(), "seen_at": self.seen_at.isoformat()}
         return {**self._asdict(), **times}
-
-
-def lost_everywhere(
-    found: Iterable[LostWorker], registered: Collection[str]
-) -> Sequence[LostWorker]:
-    """Return the lost workers of several databases, each name once, the latest loss first.
-
-    Parameters
-    ----------
-    found
-        The lost workers of each database.
-    registered
-        The names of the workers that report to at least one database. They are not lost.
-    """
-    first: dict[str, LostWorker] = {}
-    for worker in sorted(found, key=lambda worker: worker.lost_at):
-        if worker.name not in registered:
-            first.setdefault(worker.name, worker)
-    return list(reversed(first.values()))
 
 
 def beat_age_s(workers: Iterable[RegisteredWorker]) -> float | None:

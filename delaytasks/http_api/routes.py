@@ -414,10 +414,10 @@ def _schedule_once(request: ApiRequest, new: NewTask) -> DelayedTask:
     caller = json.dumps([request.key.name, request.idempotency_key])
     digest = hashlib.sha256(caller.encode(errors="surrogatepass")).hexdigest()
     new = new._replace(key=IDEMPOTENCY_START + digest[:32])
-    wiring = runtime_of(request.delays)
+    runtime = runtime_of(request.delays)
 
     def insert(on: Any) -> DelayedTask:
-        task = wiring.producer.schedule(new, "keep", wiring.transactions.of(on))
+        task = runtime.producer.schedule(new, "keep", runtime.transactions.of(on))
         # A row keeps its key when it ends, but no unique key prevents this insert then. The look
         # comes after the insert, because from then on the key of this row prevents others.
         found = request.delays.find(tag=new.tag, key=new.key, limit=2, session=on)
@@ -427,7 +427,7 @@ def _schedule_once(request: ApiRequest, new: NewTask) -> DelayedTask:
         return task
 
     try:
-        task = wiring.store.database.transaction(insert)
+        task = runtime.store.database.transaction(insert)
     except _ScheduledBeforeError as before:
         task = before.task
     except SessionUnusableError:
@@ -445,8 +445,8 @@ def _schedule_once(request: ApiRequest, new: NewTask) -> DelayedTask:
 
 def _scheduled(request: ApiRequest, new: NewTask, on_conflict: OnConflict) -> Reply:
     if request.idempotency_key is None:
-        wiring = runtime_of(request.delays)
-        return task_json(wiring.producer.schedule(new, on_conflict, wiring.transactions.of(None)))
+        runtime = runtime_of(request.delays)
+        return task_json(runtime.producer.schedule(new, on_conflict, runtime.transactions.of(None)))
     if new.key is not None:
         raise InvalidInputError(
             "a request has a key or the header Idempotency-Key: with a key, on_conflict: keep "

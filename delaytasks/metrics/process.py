@@ -213,9 +213,9 @@ class ProducerMetrics:
 
     @classmethod
     def of(cls, delays: HasRuntime) -> ProducerMetrics:
-        wiring = runtime_of(delays)
-        metrics = cls(wiring.settings.statistics_tags)
-        wiring.events.subscribe(metrics)
+        runtime = runtime_of(delays)
+        metrics = cls(runtime.settings.statistics_tags)
+        runtime.events.subscribe(metrics)
         return metrics
 
     def __call__(self, name: str, fields: Mapping[str, Any]) -> None:

@@ -82,7 +82,7 @@ def registry_of(*sources: Source) -> CollectorRegistry:
 
 
 def exporter_app(delays: HasRuntime) -> WSGIApp:
-    """Return a WSGI application that answers with the metrics of the databases.
+    """Return a WSGI application that answers with the metrics of the database.
 
     Parameters
     ----------

@@ -66,16 +66,16 @@ class DatabaseMetrics:
 
     Parameters
     ----------
-    wiring
+    runtime
         The objects behind a `DelayTasks`.
     rest_s
         The shortest time between two readings.
     """
 
-    def __init__(self, wiring: Runtime, rest_s: float = REST_S) -> None:
-        self._wiring = wiring
+    def __init__(self, runtime: Runtime, rest_s: float = REST_S) -> None:
+        self._runtime = runtime
         self._rest_s = rest_s
-        self._forecast = Latest("forecast", lambda: make_forecast(wiring))
+        self._forecast = Latest("forecast", lambda: make_forecast(runtime))
         self._lock = threading.Lock()
         self._families: Sequence[Family] = ()
         self._is_up = True
@@ -93,9 +93,9 @@ class DatabaseMetrics:
             return self._families
 
     def _read(self) -> Iterator[Family]:
-        wiring, found = self._wiring, None
+        runtime, found = self._runtime, None
         try:
-            found = read_tables(wiring.store, wiring.settings)
+            found = read_tables(runtime.store, runtime.settings)
         except StoreError:
             pass  # the value 0 of `delaytasks_database_up` reports it
         self._is_up = found is not None
@@ -104,17 +104,17 @@ class DatabaseMetrics:
         yield from worker_families(found)
         yield from service_families(found)
         yield from peak_families(self._forecast.get() if found is not None else None)
-        if wiring.direct_timer is None:
+        if runtime.direct_timer is None:
             yield gauge("delaytasks_broker_up", "Whether the broker answers.", self._is_broker_up())
-        if wiring.redis_timer is not None:
+        if runtime.redis_timer is not None:
             served = set() if found is None else queue_workers(found).keys() - {ALL_QUEUES}
-            queues = sorted({wiring.settings.default_queue, *served})[:MAX_QUEUES]
-            yield from _redis_timer(wiring.redis_timer.counts(queues))
+            queues = sorted({runtime.settings.default_queue, *served})[:MAX_QUEUES]
+            yield from _redis_timer(runtime.redis_timer.counts(queues))
 
     def _is_broker_up(self) -> bool:
-        wiring = self._wiring
-        queue = wiring.publisher.queue(wiring.settings.default_queue)
-        return broker_error(wiring.celery, queue, wiring.settings.publish_limit_s) is None
+        runtime = self._runtime
+        queue = runtime.publisher.queue(runtime.settings.default_queue)
+        return broker_error(runtime.celery, queue, runtime.settings.publish_limit_s) is None
 
 
 def _redis_timer(counts: Mapping[str, tuple[int, int]] | None) -> Iterator[Family]:

@@ -15,7 +15,7 @@ from delaytasks.core.inputs import ALL_QUEUES, show_duration
 from delaytasks.core.loop import all_within
 from delaytasks.core.settings import Settings
 from delaytasks.core.text import some_values
-from delaytasks.core.workers import LostWorker, RegisteredWorker, beat_age_s, lost_everywhere
+from delaytasks.core.workers import LostWorker, RegisteredWorker, beat_age_s
 from delaytasks.maintenance.sweeper import ONLY_DRAINING_PREFIX, POLLING_PREFIX
 from delaytasks.storage import migrations
 from delaytasks.storage.state_queries import Stats, Swept
@@ -117,7 +117,7 @@ class HealthChecks:
         """Return a check that fails only if a restart of the process would help.
 
         Without the database it is unknown whether the process works. A restart would not bring
-        them back, so the check succeeds then.
+        it back, so the check succeeds then.
         """
         try:
             answer = self._ask(question._replace(max_overdue=None))
@@ -280,9 +280,7 @@ def _queues_check(answer: _Answer) -> HealthCheck:
 
 def _lost_text(answer: _Answer, question: HealthQuestion) -> str:
     """Return a clause about the lost workers, which does not change the result of the check."""
-    registered = {worker.name for worker in answer.workers}
-    found = [worker for worker in answer.lost if question.is_about(worker)]
-    lost = lost_everywhere(found, registered)
+    lost = [worker for worker in answer.lost if question.is_about(worker)]
     if not lost:
         return ""
     age_s = (answer.now - lost[0].lost_at).total_seconds()
@@ -316,7 +314,7 @@ class Probes:
     """Answers without an API key or a login, and therefore without the texts of errors."""
 
     def __init__(self, checks: Callable[[], HealthChecks]) -> None:
-        """`checks` is called before each question to the databases, and not at the start."""
+        """`checks` is called before each question to the database, and not at the start."""
         self._checks = checks
         self._lock = threading.Lock()
         self._asked_at = -math.inf
@@ -328,7 +326,7 @@ class Probes:
         app.add_url_rule("/health/ready", "health_ready", lambda: _answer(self._ready()))
 
     def _ready(self) -> Mapping[str, bool]:
-        """Return whether each check succeeds. Callers need the databases, and no broker.
+        """Return whether each check succeeds. Callers need the database, and no broker.
 
         While one thread asks, others answer from the last result, so that probes during an outage
         do not block the threads that serve requests.

@@ -11,8 +11,7 @@ from typing import Any
 from delaytasks.core.inputs import ALL_QUEUES
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
-from delaytasks.core.workers import LostWorker, RegisteredWorker, lost_everywhere
-from delaytasks.storage.state_queries import Live, LiveRow, LiveRows, Stats
+from delaytasks.storage.state_queries import Live, LiveRow, LiveRows
 from delaytasks.storage.store import Store
 
 
@@ -57,44 +56,13 @@ class LiveGroup:
 class LiveSnapshot:
     """The counts of one time."""
 
-    now: datetime
     total: LiveGroup
     queues: Sequence[LiveGroup]
     tags: Sequence[LiveGroup]
-    workers: Sequence[RegisteredWorker]
-    #: The workers that were lost within the last hour, the latest loss first.
-    lost: Sequence[LostWorker]
     #: The tasks that the processes of each worker run, by the worker's name.
     running_of: Mapping[str, int]
-    #: Seconds since the last sweep; None if there was none.
-    swept_s: float | None
-    is_sweep_late: bool
     #: Whether there are more tasks than were read, so that the counts are too small.
     is_capped: bool
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "now": self.now.isoformat(),
-            **{name: value for name, value in self.total.as_json().items() if name != "name"},
-            "queues": [group.as_json() for group in self.queues],
-            "tags": [group.as_json() for group in self.tags],
-            "workers": [self._worker_json(worker) for worker in self.workers],
-            "lost_workers": [worker.as_json() for worker in self.lost],
-            "swept_s": self.swept_s,
-            "is_sweep_late": self.is_sweep_late,
-            "is_capped": self.is_capped,
-        }
-
-    def _worker_json(self, worker: RegisteredWorker) -> dict[str, Any]:
-        return {
-            "name": worker.name,
-            "is_alive": worker.is_alive,
-            "age_s": round(worker.age_s, 3),
-            "pool": worker.pool,
-            "concurrency": worker.concurrency,
-            "queues": worker.queues,
-            "running": self.running_of.get(worker.name, 0),
-        }
 
 
 def snapshot(store: Store, settings: Settings) -> LiveSnapshot:
@@ -137,12 +105,7 @@ class _Reading:
             groups = self._tags if policy.kind == "tag" else self._queues
             if policy.is_paused:
                 _of(groups, policy.name).is_paused = True
-        workers = sorted(
-            store.workers.registered(live.now, settings.silent_s), key=lambda worker: worker.name
-        )
-        lost = store.workers.lost()
-        sweeps = Stats(store.database, store.schema).sweeps(settings.sweep_partitions)
-        ages = [swept.age_s(live.now) for swept in sweeps]
+        workers = store.workers.registered(live.now, settings.silent_s)
         alive = [worker for worker in workers if worker.is_alive]
         for name in {queue for worker in alive for queue in worker.queues} - {ALL_QUEUES}:
             _of(self._queues, name)  # a queue without tasks is shown as well
@@ -150,18 +113,11 @@ class _Reading:
             group.workers = sum(worker.serves(group.name) for worker in alive)
         for group in self._tags.values():
             group.workers = sum(group.name in (worker.tags or ()) for worker in alive)
-        known = [age_s for age_s in ages if age_s is not None]
-        swept_s = max(known) if known and len(known) == len(ages) else None
         return LiveSnapshot(
-            now=live.now,
             total=self._total,
             queues=_ordered(self._queues.values()),
             tags=_ordered(self._tags.values()),
-            workers=workers,
-            lost=lost_everywhere(lost, {worker.name for worker in workers}),
             running_of=self._running_of,
-            swept_s=swept_s,
-            is_sweep_late=swept_s is None or swept_s > settings.self_sweep_s,
             is_capped=live.is_capped,
         )
 

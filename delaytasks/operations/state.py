@@ -21,13 +21,7 @@ from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
 from delaytasks.core.text import error_pattern
 from delaytasks.core.why import Reason, why_late
-from delaytasks.core.workers import (
-    LostWorker,
-    RegisteredWorker,
-    beat_age_s,
-    broker_down_s,
-    lost_everywhere,
-)
+from delaytasks.core.workers import LostWorker, RegisteredWorker, beat_age_s, broker_down_s
 from delaytasks.operations.policy_calls import read_policies
 from delaytasks.storage.state_queries import (
     MAX_COUNTED,
@@ -418,7 +412,7 @@ def read_state(
         policies,
         services,
         workers,
-        lost_everywhere(lost, {worker.name for worker in workers}),
+        lost,
         [] if tables is None else _groups(runtime, tables, read_failures, now),
     )
 

@@ -98,7 +98,7 @@ class WorkerCounts:
     """What a worker's processes have run since the worker started.
 
     The pool processes report their counts with each chunk. Any thread may call these methods: one
-    thread for each database writes the counts, and an endpoint for metrics reads `totals`.
+    thread writes the counts, and an endpoint for metrics reads `totals`.
     """
 
     def __init__(self, clock: Clock, max_tags: int) -> None:

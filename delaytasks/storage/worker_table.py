@@ -145,7 +145,8 @@ class WorkerTable:
         return self._db.autocommitted(work)
 
     def lost(self) -> list[LostWorker]:
-        """Return the workers that were lost within the last hour. No other method returns them."""
+        """Return the workers that were lost within the last hour, the latest loss first. No other
+        method returns them."""
         w = self._w
         return [
             LostWorker(
@@ -156,7 +157,7 @@ class WorkerTable:
                 row.concurrency,
                 json.loads(row.queues),
             )
-            for row in self._db.rows(select(w).where(is_lost(w)).order_by(w.c.name))
+            for row in self._db.rows(select(w).where(is_lost(w)).order_by(w.c.lost_at.desc()))
         ]
 
     def all(self) -> list[dict[str, Any]]:

@@ -101,9 +101,9 @@ def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     monkeypatch.setattr(latest, "FIRST_WAIT_S", 60.0)
     monkeypatch.setattr(forecast, "ASSUMED_DURATION_S", 2.0)
     site = Site(make_delays(f"sqlite:///{tmp_path / 'ahead.sqlite3'}"))
-    wiring = runtime_of(site.delays)
-    wiring.store.workers.report("celery@a", ["default"], "prefork", 1, 0)
-    wiring.sweeper.sweep(0)
+    runtime = runtime_of(site.delays)
+    runtime.store.workers.report("celery@a", ["default"], "prefork", 1, 0)
+    runtime.sweeper.sweep(0)
     yield site
     site.delays.close()
 

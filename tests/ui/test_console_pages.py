@@ -52,12 +52,12 @@ def test_the_verdict_names_what_fails(site: Site) -> None:
 
 def test_the_verdict_is_good_if_nothing_is_wrong(tmp_path: Any) -> None:
     delays = make_delays(f"sqlite:///{tmp_path / 'good.sqlite3'}")
-    wiring = runtime_of(delays)
+    runtime = runtime_of(delays)
     assert verdict_of(read_deployment(delays)).headline.startswith("Idle.")
     delays.schedule_delay("order.close", {"order": 1}, 60)
     assert verdict_of(read_deployment(delays)).headline == "Stopped. No worker is alive."
-    wiring.store.workers.report("celery@a", ["default"], "prefork", 2, 0, ["order.close"])
-    wiring.sweeper.sweep(0)
+    runtime.store.workers.report("celery@a", ["default"], "prefork", 2, 0, ["order.close"])
+    runtime.sweeper.sweep(0)
     verdict = verdict_of(read_deployment(delays))
     assert (verdict.level, verdict.headline, verdict.problems) == ("good", "On time.", [])
     delays.close()
@@ -65,11 +65,11 @@ def test_the_verdict_is_good_if_nothing_is_wrong(tmp_path: Any) -> None:
 
 def test_the_verdict_names_the_lateness_and_its_cause(tmp_path: Any) -> None:
     delays = make_delays(f"sqlite:///{tmp_path / 'late.sqlite3'}")
-    wiring = runtime_of(delays)
-    wiring.store.workers.report("celery@a", ["other"], "prefork", 2, 0, [])
-    wiring.sweeper.sweep(0)
+    runtime = runtime_of(delays)
+    runtime.store.workers.report("celery@a", ["other"], "prefork", 2, 0, [])
+    runtime.sweeper.sweep(0)
     delays.schedule_delay("order.close", {}, 60)
-    set_columns(wiring.store, "tasks", expected_time=db_now_plus(-430))
+    set_columns(runtime.store, "tasks", expected_time=db_now_plus(-430))
     verdict = verdict_of(read_deployment(delays))
     assert re.match(r"Late\. 1 task is overdue, the oldest by 7m", verdict.headline)
     assert "No live worker serves the queue default" in verdict.problems[0].text
@@ -78,12 +78,12 @@ def test_the_verdict_names_the_lateness_and_its_cause(tmp_path: Any) -> None:
 
 def test_old_failures_are_named_and_do_not_contradict_the_verdict(tmp_path: Any) -> None:
     site = Site(make_delays(f"sqlite:///{tmp_path / 'old.sqlite3'}"))
-    wiring = runtime_of(site.delays)
-    wiring.store.workers.report("celery@a", ["default"], "prefork", 2, 0, ["report.build"])
-    wiring.sweeper.sweep(0)
+    runtime = runtime_of(site.delays)
+    runtime.store.workers.report("celery@a", ["default"], "prefork", 2, 0, ["report.build"])
+    runtime.sweeper.sweep(0)
     site.delays.schedule_delay("report.build", {"order": 1}, 0)
     runner_of(site.delays).run_due("default", range(10), limit=10)
-    set_columns(wiring.store, "tasks", update_time=db_now_plus(-7200))
+    set_columns(runtime.store, "tasks", update_time=db_now_plus(-7200))
     verdict = verdict_of(read_deployment(site.delays))
     assert (verdict.level, verdict.headline) == ("note", "On time.")
     assert [problem.text for problem in verdict.problems] == [
@@ -95,13 +95,13 @@ def test_old_failures_are_named_and_do_not_contradict_the_verdict(tmp_path: Any)
 
 def test_the_overview_names_a_worker_without_its_broker_and_a_silent_beat(tmp_path: Any) -> None:
     site = Site(make_delays(f"sqlite:///{tmp_path / 'outage.sqlite3'}"))
-    wiring = runtime_of(site.delays)
+    runtime = runtime_of(site.delays)
     for name, services in (
         ("celery@well", ServiceTimes(beat_s=90)),
         ("celery@alone", ServiceTimes(broker_down_s=200, timer_down_s=3, beat_s=200)),
     ):
-        wiring.store.workers.report(name, ["default"], "prefork", 2, 0, services=services)
-    wiring.sweeper.sweep(0)
+        runtime.store.workers.report(name, ["default"], "prefork", 2, 0, services=services)
+    runtime.sweeper.sweep(0)
     text = html.unescape(site.client().get("/").text)
     clock = r"(\w+ \d+, )?\d\d:\d\d UTC"
     assert re.search(
@@ -114,21 +114,21 @@ def test_the_overview_names_a_worker_without_its_broker_and_a_silent_beat(tmp_pa
 
 def test_the_headline_names_the_worst_problem_while_tasks_are_on_time(tmp_path: Any) -> None:
     delays = make_delays(f"sqlite:///{tmp_path / 'flaws.sqlite3'}")
-    wiring = runtime_of(delays)
-    wiring.store.workers.report("celery@a", ["default"], "prefork", 2, 0, ["order.close"])
-    wiring.sweeper.sweep(0)
+    runtime = runtime_of(delays)
+    runtime.store.workers.report("celery@a", ["default"], "prefork", 2, 0, ["order.close"])
+    runtime.sweeper.sweep(0)
     delays.policies.set(tag="order.close", concurrency=1)
     for _ in range(3):
         delays.schedule_delay("order.close", {}, 0)
-    rows = wiring.store.schema.tasks
-    with wiring.store.database.begin() as connection:
+    rows = runtime.store.schema.tasks
+    with runtime.store.database.begin() as connection:
         values = {"status": int(Status.HELD), "expected_time": db_now_plus(-200)}
         connection.execute(update(rows).values(**values))
     headline = verdict_of(read_deployment(delays)).headline
     assert headline == "On time, but 3 tasks wait for a limit."
-    workers = wiring.store.schema.workers
-    wiring.store.workers.report("celery@b", ["default"], "prefork", 2, 0, ["order.close"])
-    with wiring.store.database.begin() as connection:
+    workers = runtime.store.schema.workers
+    runtime.store.workers.report("celery@b", ["default"], "prefork", 2, 0, ["order.close"])
+    with runtime.store.database.begin() as connection:
         lost = workers.c.name == "celery@b"
         connection.execute(update(workers).where(lost).values(seen_at=db_now_plus(-600)))
     assert verdict_of(read_deployment(delays)).headline == "On time, but 1 worker is silent."

@@ -26,7 +26,6 @@ from delaytasks.core.inputs import (
 )
 from delaytasks.core.states import MOVES, SettlingMove, Status
 from delaytasks.core.text import one_line, storable, traceback_text
-from delaytasks.core.workers import LostWorker, lost_everywhere
 from delaytasks.execution.runner import FailureReason
 from tests.refusals import invalid
 
@@ -191,23 +190,6 @@ def test_the_moves_match_the_contract() -> None:
 def test_the_settling_moves_are_the_moves_with_an_ending() -> None:
     settling = {name for name, move in MOVES.items() if move.ending is not None}
     assert settling == set(get_args(SettlingMove))
-
-
-# -- A worker is lost if it reports to none of the databases --------------------------------------
-
-
-def lost(name: str, minute: int) -> LostWorker:
-    at = NOON + timedelta(minutes=minute)
-    return LostWorker(name, at, at - timedelta(minutes=3), "prefork", 2, ["default"])
-
-
-def test_the_latest_loss_comes_first_and_the_first_database_decides_when_it_was() -> None:
-    found = [lost("early", 1), lost("late", 5), lost("early", 9)]
-    assert lost_everywhere(found, ()) == [lost("late", 5), lost("early", 1)]
-
-
-def test_a_worker_that_reports_to_another_database_is_not_lost() -> None:
-    assert lost_everywhere([lost("w1", 1), lost("w2", 2)], {"w2"}) == [lost("w1", 1)]
 
 
 # -- the reasons for which chunks fail ------------------------------------------------------------

@@ -8,7 +8,7 @@
 | `<!-- not run: … -->` | the reason |
 
 `<!-- files: tests/… -->` names the test that writes all blocks of a page whose first line names a
-file, and runs the commands of the page. `test_docs_commands.py` runs the commands of other pages.
+file, and runs the commands of the page. `test_docs.py` runs the commands of other pages.
 """
 
 from __future__ import annotations

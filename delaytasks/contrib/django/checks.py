@@ -34,15 +34,15 @@ def register_checks() -> None:
 def check_settings(**_: Any) -> list[CheckMessage]:
     """Check the settings without any connection."""
     delays = project_delays()
-    wiring = runtime_of(delays)
+    runtime = runtime_of(delays)
     found: list[CheckMessage] = []
     try:
-        wiring.checks.check_settings()
+        runtime.checks.check_settings()
     except ConfigError as error:
         hint = "Correct settings.DELAYTASKS or the CELERY_ settings."
         found.append(Error(str(error), hint, id="delaytasks.E001"))
-    conf = wiring.celery.conf
-    if wiring.direct_timer is None and not (conf.broker_url or conf.broker_write_url):
+    conf = runtime.celery.conf
+    if runtime.direct_timer is None and not (conf.broker_url or conf.broker_write_url):
         found.append(
             Warning(
                 "No broker is configured, and Celery looks for RabbitMQ on this machine.",
@@ -131,13 +131,13 @@ def _revision(delays: DjangoDelays) -> str | None:
 
 
 def _tags_without_processor(delays: DjangoDelays) -> Iterator[CheckMessage]:
-    wiring = runtime_of(delays)
-    found = wiring.store.database.autocommitted(lambda c: live_tags(c, wiring.store.schema))
+    runtime = runtime_of(delays)
+    found = runtime.store.database.autocommitted(lambda c: live_tags(c, runtime.store.schema))
     precision = "at least " if found.is_capped else ""
     unknown = [
         f"{tag!r} ({precision}{tasks:,})"
         for tag, tasks in found.tasks.items()
-        if wiring.registry.get(tag) is None
+        if runtime.registry.get(tag) is None
     ]
     if unknown:
         yield Warning(

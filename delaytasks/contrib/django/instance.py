@@ -55,7 +55,7 @@ class DjangoDelays(DelayTasks):
                 f"({known})"
             )
         self.alias = alias
-        #: The name of the database that the wiring was made for.
+        #: The name of the database that the runtime was made for.
         self._database: Any = None
         super().__init__(celery_app, **options)
 

@@ -54,23 +54,12 @@ class RowManager(_RowsManager):
         return rows if alias == DEFAULT_DB_ALIAS else rows.using(alias)
 
 
-class ReadOnlyRow(models.Model):
-    """A row of a table that only delaytasks writes."""
+class DelayTaskRow(models.Model):
+    """A row of `yb_delay_task_message`, which only delaytasks writes."""
 
     objects = RowManager()
 
     save = delete = _refuse
-
-    class Meta:
-        abstract = True
-        managed = False
-        #: What the admin's pages and actions require.
-        default_permissions = ("view", "change")
-
-
-class DelayTaskRow(ReadOnlyRow):
-    """A row of `yb_delay_task_message`."""
-
     id = models.BigIntegerField(primary_key=True)
     tag = models.CharField(max_length=TAG_LENGTH)
     message_body = models.TextField()
@@ -97,7 +86,10 @@ class DelayTaskRow(ReadOnlyRow):
     meta = models.TextField(null=True)
     cancel_request = models.SmallIntegerField(null=True)
 
-    class Meta(ReadOnlyRow.Meta):
+    class Meta:
+        managed = False
+        #: What the admin's pages and actions require.
+        default_permissions = ("view", "change")
         db_table = table_name()
         verbose_name = "delayed task"
 
