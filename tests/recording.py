@@ -28,7 +28,9 @@ from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.settings import load_settings
 from delaytasks.core.states import Status
+from delaytasks.core.why import Explanation
 from delaytasks.execution.runner import Runner
+from delaytasks.operations import bulk_calls
 from delaytasks.runtime import Runtime, runtime_of
 from delaytasks.storage.store import Store
 from delaytasks.timers.arming import EtaTimer
@@ -82,6 +84,16 @@ def run_now(delays: DelayTasks, task: DelayedTask) -> DelayedTask:
     )
     runner_of(delays).run([Entry(moved.id, moved.version, 0)])
     return delays.get(task)
+
+
+def explain(delays: DelayTasks, task: DelayedTask | int) -> Explanation:
+    """Return why a task has not run, as the command `show` and the console say it."""
+    return runtime_of(delays).explanations.of(task)
+
+
+def record_action(delays: DelayTasks, *words: Any, **options: Any) -> None:
+    """Write an entry of the log, as the console does for an action on one task."""
+    bulk_calls.record_action(runtime_of(delays), *words, **options)
 
 
 # -- rows of a store ---------------------------------------------------------------------------

@@ -13,17 +13,13 @@ from sqlalchemy import event, select, update
 
 from delaytasks import DelayedTask, Snooze, Status
 from delaytasks.core import errors as e
-from delaytasks.core.interfaces import Entry
-from delaytasks.core.policies import Stamp
-from delaytasks.execution import policy_cache
-from delaytasks.maintenance import sweeper
-from delaytasks.storage import policy_rows
-from delaytasks.worker import chunk_request
 from tests.recording import CrashError
 from tests.refusals import invalid
-from tests.world import MakeWorld, World
+from tests.world import NO_POLICIES, MakeWorld, World, run_chunk
 
 HOUR = 3600.0
+PAUSE_ROWS = "delaytasks.maintenance.sweeper.PAUSE_ROWS"
+ROWS_PER_QUERY = "delaytasks.storage.policy_rows.ROWS_PER_QUERY"
 
 
 @pytest.fixture
@@ -47,8 +43,8 @@ def swept_patiently(world: World) -> World:
 @pytest.fixture
 def small_steps(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Limit each step to one row, and each sweep to one step."""
-    monkeypatch.setattr(policy_rows, "ROWS_PER_QUERY", 2)
-    monkeypatch.setattr(sweeper, "PAUSE_ROWS", 1)
+    monkeypatch.setattr(ROWS_PER_QUERY, 2)
+    monkeypatch.setattr(PAUSE_ROWS, 1)
     monkeypatch.setattr(world.runtime.sweeper._pauses, "_budget_s", -1)
 
 
@@ -245,7 +241,7 @@ def test_a_pool_process_reads_policies_when_its_main_process_has_others_or_none(
     main, child = world.runtime.policy_cache, other.runtime.policy_cache
     reads, read = list[int](), child._read
     child._read = lambda *asked: reads.append(1) or read(*asked)
-    child.follow(Stamp())
+    child.follow(NO_POLICIES)
     child.current()
     assert not reads, "without policies nobody asks"
     world.delays.policies.pause(tag="note")
@@ -267,7 +263,7 @@ def test_a_process_that_cannot_read_policies_fails_unless_it_has_read_them_befor
 ) -> None:
     world.delays.policies.pause(tag="note")
     cache = other.runtime.policy_cache
-    monkeypatch.setattr(policy_cache, "POLICY_REFRESH_S", 0)
+    monkeypatch.setattr("delaytasks.execution.policy_cache.POLICY_REFRESH_S", 0)
     with monkeypatch.context() as away:
         away.setattr(cache, "_read", raise_unavailable)
         for _ in range(2):
@@ -302,15 +298,13 @@ def test_a_chunk_runs_no_task_while_its_process_cannot_read_the_policies(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task, cache = world.put(), world.runtime.policy_cache
-    monkeypatch.setattr(chunk_request, "current_app", world.runtime.celery)
-    chunk = chunk_request.ChunkRequest((Entry.of(task),), policies=None)
     with monkeypatch.context() as away:
         away.setattr(cache, "_read", raise_unavailable)
-        report = chunk_request.run_chunk(chunk)
+        report = run_chunk(world, task)
     assert (report.error, report.ran) == ("StoreUnavailableError: no route to host", 0)
     assert world.statuses([task]) == ["NOT_COMPLETE"]
     assert cache.stamp is None
-    assert chunk_request.run_chunk(chunk).ran == 1
+    assert run_chunk(world, task).ran == 1
     assert world.statuses([task]) == ["DONE"]
 
 
@@ -581,7 +575,7 @@ def test_the_next_sweep_continues_the_work_of_one_that_died(
 
     getattr(world.delays.policies, verb)(tag="note")
     with monkeypatch.context() as patch:
-        patch.setattr(sweeper, "PAUSE_ROWS", 2)
+        patch.setattr(PAUSE_ROWS, 2)
         patch.setattr(world.store.paused_rows, move, dies)
         with pytest.raises(CrashError):
             world.sweep_later()
@@ -614,7 +608,7 @@ def test_simultaneous_passes_of_several_workers_count_each_row_once(
 def test_all_of_many_rows_with_one_due_time_are_held_and_released(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(policy_rows, "ROWS_PER_QUERY", 3)
+    monkeypatch.setattr(ROWS_PER_QUERY, 3)
     at = world.now() + timedelta(hours=1)
     rows = [world.new_row(tag="sms" if n % 3 else "note", expected_time=at) for n in range(20)]
     rows += [world.new_row(expected_time=at + timedelta(seconds=n - 2)) for n in range(5)]

@@ -11,23 +11,20 @@ import pytest
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
-from delaytasks import DelayTasks, Status
-from delaytasks.core.errors import ConfigError, StoreError, TaskNotFoundError
-from delaytasks.recurrence import creation as creation_module
-from delaytasks.recurrence.recurring import follow
-from delaytasks.runtime import runtime_of
-from delaytasks.storage.store import Store
-from tests.conformance.recurring_world import RecurringWorld
+from delaytasks import ConfigError, DelayTasks, Status, TaskNotFoundError
+from delaytasks.core.errors import StoreError
 from tests.conformance.test_transactions import own_engine
 from tests.recording import new_key
 from tests.refusals import invalid
 from tests.world import RUNNING
+from tests.world.recurring_world import RecurringWorld, follow
 
 MakeWorld = Callable[..., RecurringWorld]
+CREATION = "delaytasks.recurrence.creation"
 
 
 @pytest.fixture
-def make_world(store: Store, database_url: str) -> Iterator[MakeWorld]:
+def make_world(store: Any, database_url: str) -> Iterator[MakeWorld]:
     made: list[RecurringWorld] = []
 
     def make(**settings: Any) -> RecurringWorld:
@@ -135,7 +132,7 @@ def test_an_occurrence_with_a_live_task_gets_no_second_one(world: RecurringWorld
 def test_schedules_that_wait_for_their_last_task_do_not_hide_others(
     world: RecurringWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(creation_module, "BATCH_SCHEDULES", 2)
+    monkeypatch.setattr(f"{CREATION}.BATCH_SCHEDULES", 2)
     for number in range(5):
         world.recur(10, f"a{number}", start=10, overlap="skip")
     world.sweep_at(0)  # one task each; the next occurrence waits until the task has ended
@@ -175,7 +172,7 @@ def test_a_damaged_schedule_stops_no_other_one_and_can_be_replaced_and_removed(
 def test_many_missed_tasks_are_made_in_several_transactions(
     world: RecurringWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(creation_module, "BATCH_TASKS", 30)
+    monkeypatch.setattr(f"{CREATION}.BATCH_TASKS", 30)
     for number in range(5):
         world.recur(10, f"r{number}", start=10, missed="all")
     steps: list[None] = []
@@ -231,7 +228,7 @@ def code(make_world: MakeWorld) -> Code:
             processor = delays.processor(tag)(lambda body: None)
             if options:
                 delays.recurring(**options)(processor)
-        follow(runtime_of(delays))
+        follow(delays)
         return delays
 
     return start
@@ -254,7 +251,7 @@ def test_a_declaration_is_stored_under_its_tag(code: Code) -> None:
     found = delays.recurring.get("report")
     assert (found.tag, found.timing, found.tz) == ("report", "0 9 * * *", "Asia/Tokyo")
     assert (found.body, found.is_declared) == ({"n": 1}, True)
-    follow(runtime_of(delays))
+    follow(delays)
     assert delays.recurring.get("report") == found
     with invalid("name", match="declared in code"):
         delays.recurring.set("report", "report", every="1m")
@@ -293,11 +290,11 @@ def test_declarations_have_names_of_their_own(code: Code) -> None:
     processor = delays.processor("report")(lambda body: None)
     for name in ("morning", "evening"):
         delays.recurring("0 9 * * *", name=name)(processor)
-    follow(runtime_of(delays))
+    follow(delays)
     assert names(delays) == ["evening", "morning"]
     delays.recurring(every="6m", name="morning")(processor)
     with pytest.raises(ConfigError, match="declares the recurring schedule 'morning' twice"):
-        follow(runtime_of(delays))
+        follow(delays)
     assert delays.recurring.get("morning").timing == "0 9 * * *"
 
 
@@ -305,12 +302,12 @@ def test_a_celery_task_is_declared_without_finalizing_the_app(code: Code) -> Non
     owner, other = code(), code()
     owner.recurring(every="5m", body={"args": [1]})(celery_task(owner))
     assert not owner._celery.finalized
-    follow(runtime_of(owner))
+    follow(owner)
     assert owner.recurring.get("shop.poll").body == {"task": "shop.poll", "args": [1]}
-    follow(runtime_of(other))
+    follow(other)
     assert names(other) == ["shop.poll"], "a process without the task removes nothing"
     celery_task(other)
-    follow(runtime_of(other))
+    follow(other)
     assert names(other) == []
 
 
@@ -327,20 +324,17 @@ def test_a_wrong_declaration_is_an_error_where_the_code_has_it(code: Code) -> No
 SECRET = {"card": "4111"}
 
 
-def test_a_body_is_encrypted_in_the_schedule_and_in_its_tasks(
-    make_world: MakeWorld, store: Store
-) -> None:
+def test_a_body_is_encrypted_in_the_schedule_and_in_its_tasks(make_world: MakeWorld) -> None:
     world = make_world(encryption_keys=[new_key()])
     for tag in ("mail", "report"):
         world.recur(tag=tag, body=SECRET)
     assert world.recurring.get("r").body == SECRET, "also after a change of the tag"
     world.sweep_at(0)
     assert [task.body for task in world.tasks()] == [SECRET] * 3
-    with store.database.begin() as connection:
-        for table in (store.schema.recurring, store.schema.tasks):
-            bodies = [*connection.execute(select(table.c.message_body)).scalars()]
-            assert bodies
-            assert not [body for body in bodies if "4111" in body]
+    for table in (world.table("recurring"), world.table()):
+        bodies = [row.message_body for row in world.select(select(table.c.message_body))]
+        assert bodies
+        assert not [body for body in bodies if "4111" in body]
     for keys in ([], [new_key()]):
         other = make_world(encryption_keys=keys)
         other.sweep_at(100)
@@ -369,7 +363,7 @@ def test_sweepers_that_sweep_together_make_each_task_once(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Normally `begin_sweep` lets only one process sweep. Here nothing keeps the others away."""
-    monkeypatch.setattr(creation_module, "BATCH_SCHEDULES", 4)
+    monkeypatch.setattr(f"{CREATION}.BATCH_SCHEDULES", 4)
     sweepers = [make_world() for _ in range(3)]
     first = sweepers[0]
     for number in range(10):

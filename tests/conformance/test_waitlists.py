@@ -13,29 +13,25 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from delaytasks import DelayedTask
+from delaytasks import DelayedTask, Status
 from delaytasks.core.errors import StoreError
-from delaytasks.core.interfaces import Level, Settlement
-from delaytasks.core.policies import WaitlistState
-from delaytasks.core.states import Status
-from delaytasks.execution import runner
-from delaytasks.limits import admission as backlogs
-from delaytasks.limits.admission import Admission
 from tests.waiting import wait_until
-from tests.world import World
+from tests.world import Level, Settlement, WaitlistState, World
 
 
 def admit(world: World, limit: int = 100) -> list[DelayedTask]:
     return list(world.worker().admission.admit("default", "note", limit)[0])
 
 
+HOLD_ROWS = "delaytasks.limits.admission.HOLD_ROWS"
+
+
 def waitlist_rows(world: World) -> int:
-    with world.begin() as connection:
-        return len(connection.execute(select(world.table("waitlists"))).all())
+    return len(world.select(select(world.table("waitlists"))))
 
 
 def touch_task(world: World, task: DelayedTask) -> None:
-    assert world.store.touches.touch(task.id, world.now() + timedelta(seconds=60))
+    assert world.delays.touch(task, 60)
 
 
 # Tasks start within the limits, and others wait in the waitlist
@@ -125,7 +121,9 @@ def test_a_process_finds_an_unknown_waitlist_behind_a_backlog(
     world.delays.processor("other")(world.notes.append)
     for _ in range(20):
         world.schedule("other", body="other")
-    monkeypatch.setattr(runner, "RECOVERED_S", 0)  # otherwise a second must pass first
+    monkeypatch.setattr(
+        "delaytasks.execution.runner.RECOVERED_S", 0
+    )  # otherwise a second must pass first
     report = world.drain(most=5)
     assert (report.is_full, report.waitlists) == (True, (WaitlistState("default", "note", None),))
     assert world.statuses([second]) == ["HELD"], "the backlog goes on"
@@ -207,7 +205,7 @@ def test_several_workers_together_keep_a_rate(world: World) -> None:
     over = threading.Event()
 
     def take() -> None:
-        admission = Admission(world.worker().admission._waitlist, world.store.claims("other", None))
+        admission = world.worker("other").admission
         while not over.wait(0.002):
             for task in admission.admit("default", "note", 10)[0]:
                 assert task.update_time is None
@@ -272,11 +270,11 @@ def test_simultaneous_workers_never_exceed_the_limit(world: World) -> None:
 
 
 def _cancel(world: World, task: DelayedTask) -> None:
-    world.store.tasks.cancel(task.id, None)
+    world.cancel(task)
 
 
 def _reschedule(world: World, task: DelayedTask) -> None:
-    world.store.tasks.reschedule(task.id, world.now() + timedelta(seconds=60), None)
+    world.delays.reschedule(task, 60)
 
 
 @pytest.mark.parametrize(
@@ -310,7 +308,7 @@ def test_a_locked_task_of_the_waitlist_does_not_delay_the_others(world: World) -
     world.claim(*tasks[1:])
     world.limit(concurrency=2)
     with world.begin() as connection:
-        world.store.tasks.cancel(tasks[1].id, None, connection)
+        world.cancel(tasks[1], session=connection)
         assert [task.body for task in admit(world)] == [2]
         connection.rollback()
     world.limit(concurrency=3)
@@ -356,15 +354,16 @@ def test_the_settlement_of_a_task_transfers_its_slot_to_the_next_one(
     tasks = [world.schedule(body=n) for n in range(4)]
     places: list[int] = []
     seen: list[tuple[str, ...]] = []
-    next = Admission.admit_to_slots
+    admission = world.worker().admission
+    admit_to_slots = admission.admit_to_slots
 
-    def admit_and_record(self: Admission, on: Any, queue: str, tag: str, count: int) -> Any:
-        following = next(self, on, queue, tag, count)
+    def admit_and_record(on: Any, queue: str, tag: str, count: int) -> Any:
+        following = admit_to_slots(on, queue, tag, count)
         places.append(count)
         seen.append(tuple(world.statuses(tasks)))
         return following
 
-    monkeypatch.setattr(Admission, "admit_to_slots", admit_and_record)
+    monkeypatch.setattr(admission, "admit_to_slots", admit_and_record)
     world.worker().run(*tasks, for_s=20)
     assert world.notes == [0, 1, 2, 3]
     assert places == [1, 1, 1]
@@ -436,7 +435,7 @@ def test_a_chunk_puts_all_overdue_tasks_of_a_full_tag_into_the_waitlist(world: W
 def test_tasks_of_other_keys_join_the_waitlist_before_the_rest_of_a_large_backlog(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backlogs, "HOLD_ROWS", 8)
+    monkeypatch.setattr(HOLD_ROWS, 8)
     world.limit(concurrency=1)
     large = [world.schedule(body=n, limit_key="large") for n in range(40)]
     small = [world.schedule(body=n, limit_key=f"small {n}") for n in range(3)]
@@ -457,7 +456,7 @@ def test_tasks_of_other_keys_join_the_waitlist_before_the_rest_of_a_large_backlo
 def test_a_backlog_without_keys_does_not_delay_tasks_of_other_tags(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backlogs, "HOLD_ROWS", 8)
+    monkeypatch.setattr(HOLD_ROWS, 8)
     for _ in range(40):
         world.schedule()
     other = world.schedule("other")
@@ -472,7 +471,7 @@ def test_locked_rows_do_not_keep_other_overdue_rows_from_the_waitlist(
 ) -> None:
     if world.kind != "postgresql":
         pytest.skip("others lock more of a small table than the rows that are named")
-    monkeypatch.setattr(backlogs, "HOLD_ROWS", 4)
+    monkeypatch.setattr(HOLD_ROWS, 4)
     large = [world.schedule(body=n, limit_key="large") for n in range(12)]
     small = [world.schedule(body=n, limit_key=f"small {n}") for n in range(6)]
     t, lines = world.table(), world.worker().admission._waitlist

@@ -8,34 +8,33 @@ from functools import partial
 
 import pytest
 from celery import Celery
+from sqlalchemy import select
 
 from delaytasks import DelayedTask, DelayTasks, Status
-from delaytasks.core.why import Explanation, why
-from delaytasks.operations.bulk_calls import record_action
-from delaytasks.runtime import runtime_of
-from delaytasks.storage.state_queries import FactReader
-from delaytasks.storage.store import Store
-from delaytasks.storage.worker_table import MAX_TAG_BYTES, WorkerTable
-from tests.recording import delays_on
+from tests.recording import delays_on, explain, record_action
 from tests.services import free_port
 from tests.world import RUNNING, MakeWorld, World
 
+#: More tags than the registry takes from a worker.
+TOO_MANY = [f"tag.{number}" for number in range(16_384)]
 # The facts that explain why a task has not run, as each database reports them
 
 
 @pytest.fixture
 def world(make_world: MakeWorld) -> World:
     world = make_world()
-    world.store.workers.report("w1", ["default"], "prefork", 2, 0, ["note", "limited"])
-    world.store.sweeps.begin_sweep(0, 1, 4.0)
+    world.serve("w1", "default", tags=["note", "limited"])
+    world.sweep()
     return world
 
 
 def fact_codes(world: World, task: DelayedTask) -> list[str]:
-    return [
-        reason.code
-        for reason in why(FactReader(world.store, world.delays.settings).of(world.read(task)))
-    ]
+    return [reason.code for reason in world.why(task)]
+
+
+def tags_of_worker(world: World) -> set[str] | None:
+    [row] = world.select(select(world.table("workers").c.tags))
+    return None if row.tags is None else set(json.loads(row.tags))
 
 
 def test_a_task_with_a_worker_has_no_reason_to_wait(world: World) -> None:
@@ -61,16 +60,16 @@ def test_a_worker_that_was_not_seen_for_long_serves_nothing(world: World) -> Non
 
 def test_a_paused_tag_and_a_paused_queue_are_named(world: World) -> None:
     task = world.schedule()
-    for kind, name in (("tag", "note"), ("queue", "default")):
-        world.store.policies.set(kind, name, {"is_paused": True}, "ann")
+    for named in ({"tag": "note"}, {"queue": "default"}):
+        world.delays.policies.pause(**named)
         assert fact_codes(world, task) == ["paused"]
-        world.store.policies.set(kind, name, {"is_paused": False}, "ann")
+        world.delays.policies.resume(**named)
     assert fact_codes(world, task) == ["due"]
 
 
 def test_a_task_in_a_waitlist_is_distinguished_from_a_paused_task(world: World) -> None:
     world.delays.processor("limited")(world.notes.append)
-    world.store.policies.set("tag", "limited", {"concurrency": 1}, "ann")
+    world.limit("limited", concurrency=1)
     first, second = world.schedule("limited"), world.schedule("limited")
     [running] = world.claim(first, second)
     waits = second if running.id == first.id else first
@@ -96,30 +95,28 @@ def test_rows_with_invalid_values_have_reasons_too(world: World) -> None:
 
 
 def test_a_worker_publishes_its_current_tags_and_removes_old_ones(world: World) -> None:
-    assert world.store.workers.all()[0]["tags"] == {"note", "limited"}
-    world.store.workers.report("w1", ["default"], "prefork", 2, 0, ["other"])
-    assert world.store.workers.all()[0]["tags"] == {"other"}
+    assert tags_of_worker(world) == {"note", "limited"}
+    world.serve("w1", "default", tags=["other"])
+    assert tags_of_worker(world) == {"other"}
 
 
 def test_a_worker_that_was_removed_publishes_its_tags_again(world: World) -> None:
     world.store.workers.remove("w1")
-    world.store.workers.report("w1", ["default"], "prefork", 2, 0, ["note", "limited"])
-    assert world.store.workers.all()[0]["tags"] == {"note", "limited"}
+    world.serve("w1", "default", tags=["note", "limited"])
+    assert tags_of_worker(world) == {"note", "limited"}
 
 
 def test_more_tags_than_the_registry_takes_are_not_published(world: World) -> None:
-    many = [f"tag.{number}" for number in range(MAX_TAG_BYTES)]
-    world.store.workers.report("w1", ["default"], "prefork", 2, 0, many)
-    assert world.store.workers.all()[0]["tags"] is None
+    world.serve("w1", "default", tags=TOO_MANY)
+    assert tags_of_worker(world) is None
     assert fact_codes(world, world.schedule()) == ["due"], "what is not known is no reason"
 
 
-def test_a_worker_that_starts_again_replaces_the_tags_of_the_one_before(world: World) -> None:
-    restarted = WorkerTable(world.store.database, world.store.schema)
-    restarted.report(
-        "w1", ["default"], "prefork", 2, 0, [f"tag.{number}" for number in range(MAX_TAG_BYTES)]
-    )
-    assert restarted.all()[0]["tags"] is None
+def test_a_worker_that_starts_again_replaces_the_tags_of_the_one_before(
+    world: World, make_world: MakeWorld
+) -> None:
+    make_world().serve("w1", "default", tags=TOO_MANY)
+    assert tags_of_worker(world) is None
 
 
 def test_a_worker_that_publishes_no_tags_is_no_reason(world: World) -> None:
@@ -132,19 +129,19 @@ def test_a_worker_that_publishes_no_tags_is_no_reason(world: World) -> None:
 # The explanation of a task names what the database, the broker and the timer report
 
 
-def explain(delays: DelayTasks, task: DelayedTask | int) -> Explanation:
-    explanation = runtime_of(delays).explanations.of(task)
-    assert json.dumps([each.as_json() for each in explanation.reasons]), "the result is JSON"
-    return explanation
-
-
 def codes(delays: DelayTasks, task: DelayedTask) -> list[str]:
-    return [reason.code for reason in explain(delays, task).reasons]
+    reasons = explain(delays, task).reasons
+    assert json.dumps([each.as_json() for each in reasons]), "the result is JSON"
+    return [reason.code for reason in reasons]
 
 
-def serve(store: Store) -> None:
-    store.workers.report("w1", ["*"], "prefork", 2, 0)
-    store.sweeps.begin_sweep(0, 1, 4.0)
+@pytest.fixture
+def served(make_world: MakeWorld) -> World:
+    """A worker that serves all queues."""
+    world = make_world()
+    world.serve("w1", "*")
+    world.sweep()
+    return world
 
 
 def test_a_task_of_a_bulk_cancel_names_the_actor_and_the_audit_entry(delays: DelayTasks) -> None:
@@ -159,7 +156,7 @@ def test_a_task_of_a_bulk_cancel_names_the_actor_and_the_audit_entry(delays: Del
 
 def test_a_task_that_a_person_cancelled_alone_names_the_actor(delays: DelayTasks) -> None:
     mine, other = delays.schedule_delay("a", {}, 60), delays.schedule_delay("a", {}, 60)
-    record = partial(record_action, runtime_of(delays))
+    record = partial(record_action, delays)
     for task in (mine, other):
         delays.cancel(task)
     record("cancel_task", {"id": str(mine.id)}, "ann", task=mine.id)
@@ -173,10 +170,8 @@ def test_a_task_that_a_person_cancelled_alone_names_the_actor(delays: DelayTasks
     assert explain(delays, other).reasons[0].facts["actor"] is None
 
 
-def test_the_task_of_a_recurring_schedule_names_the_schedule(
-    delays: DelayTasks, store: Store
-) -> None:
-    serve(store)
+@pytest.mark.usefixtures("served")
+def test_the_task_of_a_recurring_schedule_names_the_schedule(delays: DelayTasks) -> None:
     delays.recurring.set("nightly", "report.send", cron="0 2 * * *")
     task = delays.recurring.schedule_now("nightly")
     assert codes(delays, task) == ["due", "recurring"]
@@ -188,10 +183,8 @@ def test_the_task_of_a_recurring_schedule_names_the_schedule(
     assert codes(delays, other) == ["future"], "the key looks like that of an unknown schedule"
 
 
-def test_a_broker_that_is_down_is_named_for_a_task_that_is_due_soon(
-    store: Store, database_url: str
-) -> None:
-    serve(store)
+@pytest.mark.usefixtures("served")
+def test_a_broker_that_is_down_is_named_for_a_task_that_is_due_soon(database_url: str) -> None:
     broker = f"redis://127.0.0.1:{free_port()}/0"
     app = Celery("test", broker=broker, set_as_current=False)
     delays = DelayTasks(app, database_url, table_prefix="s_", arm="inline")
@@ -200,8 +193,8 @@ def test_a_broker_that_is_down_is_named_for_a_task_that_is_due_soon(
     delays.close()
 
 
-def test_a_redis_timer_that_is_down_is_named(store: Store, database_url: str) -> None:
-    serve(store)
+@pytest.mark.usefixtures("served")
+def test_a_redis_timer_that_is_down_is_named(database_url: str) -> None:
     redis = f"redis://127.0.0.1:{free_port()}/0"
     options = {"timer": redis, "arm": "inline"}
     delays = delays_on(database_url, table_prefix="s_", **options)
@@ -209,25 +202,18 @@ def test_a_redis_timer_that_is_down_is_named(store: Store, database_url: str) ->
     delays.close()
 
 
-def test_a_waitlist_names_the_limit_and_its_length(
-    delays: DelayTasks, store: Store, make_world: MakeWorld
-) -> None:
-    serve(store)
-    delays.policies.set(tag="mail", concurrency=1)
+def test_a_waitlist_names_the_limit_and_its_length(delays: DelayTasks, served: World) -> None:
+    served.limit("mail", concurrency=1)
     delays.processor("mail")(lambda body: None)
     tasks = [delays.schedule_delay("mail", {}, 0) for _ in range(4)]
-    make_world().claim(*tasks)
+    served.claim(*tasks)
     held = [task for task in tasks if delays.get(task).status.name == "HELD"]
     [reason] = explain(delays, held[0]).reasons
     assert (reason.facts["running"], reason.facts["waitlist_tasks"]) == (1, 3)
     assert "1 may run at the same time, and 1 do. Its waitlist has 3 tasks." in reason.sentence
 
 
-def test_an_expired_task_says_that_it_will_be_cancelled(delays: DelayTasks, store: Store) -> None:
-    serve(store)
+def test_an_expired_task_says_that_it_will_be_cancelled(delays: DelayTasks, served: World) -> None:
     task = delays.schedule_delay("a", {}, 0, max_late=0.001)
-    with store.database.begin() as connection:
-        t = store.schema.tasks
-        due = task.expected_time - timedelta(minutes=1)
-        connection.execute(t.update().where(t.c.id == task.id).values(expected_time=due))
+    served.change(task, expected_time=task.expected_time - timedelta(minutes=1))
     assert codes(delays, task) == ["due", "expired"]

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from delaytasks import DelayedTask, Status
-from tests.conformance.recurring_world import RecurringWorld
 from tests.conftest import empty, open_store
+from tests.world.recurring_world import RecurringWorld
 
 EVERY_S = 10
 

@@ -17,14 +17,16 @@ A test names what happens with ten verbs, which do not depend on the classes beh
 from collections.abc import Callable
 
 from delaytasks.core.interfaces import Entry, Level, Settlement, UnclaimedRow
+from delaytasks.core.policies import Stamp, WaitlistState
 from delaytasks.core.states import FINISHED, MOVES
 from tests.world.broker import WorldBroker
-from tests.world.main_process import MainProcess
+from tests.world.main_process import MainProcess, run_chunk
 from tests.world.world import RUNNING, Worker, World, status_columns
 
 __all__ = [
     "FINISHED",
     "MOVES",
+    "NO_POLICIES",
     "RUNNING",
     "Entry",
     "Level",
@@ -32,10 +34,14 @@ __all__ = [
     "MakeWorld",
     "Settlement",
     "UnclaimedRow",
+    "WaitlistState",
     "Worker",
     "World",
     "WorldBroker",
+    "run_chunk",
     "status_columns",
 ]
 
 MakeWorld = Callable[..., World]
+#: What a main process says of policies if there are none.
+NO_POLICIES = Stamp()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
+from delaytasks import DelayedTask
 from delaytasks.core.interfaces import Entry
 from delaytasks.execution.runner import Report
+from delaytasks.worker import chunk_request
 from delaytasks.worker.chunk_request import ChunkRequest
 from delaytasks.worker.processes import Processes
 from delaytasks.worker.worker_runtime import WorkerRuntime
@@ -51,6 +54,14 @@ class SteppedCeleryWorker(CeleryWorker):
     @staticmethod
     def call_soon(call: Callable[[], object]) -> None:
         call()
+
+
+def run_chunk(world: World, *tasks: DelayedTask) -> Report:
+    """Run a chunk in a process of the pool, which has the policies that its main process names:
+    none."""
+    chunk = ChunkRequest(tuple(map(Entry.of, tasks)), policies=None)
+    with mock.patch.object(chunk_request, "current_app", world.runtime.celery):
+        return chunk_request.run_chunk(chunk)
 
 
 class MainProcess:

@@ -19,6 +19,7 @@ from delaytasks.core.ids import IdMaker
 from delaytasks.core.interfaces import Claimed, Entry, Recovered, Settlement, UnclaimedRow
 from delaytasks.core.states import SettlingMove
 from delaytasks.core.task import Attempt
+from delaytasks.core.why import Reason, why
 from delaytasks.execution.runner import Report, Runner
 from delaytasks.limits.admission import Admission
 from delaytasks.maintenance.sweeper import emit_recovered
@@ -26,6 +27,7 @@ from delaytasks.storage import sessions
 from delaytasks.storage.claims import Claims
 from delaytasks.storage.leases import Renewed
 from delaytasks.storage.rows import values_of
+from delaytasks.storage.state_queries import FactReader
 from delaytasks.storage.store import Store
 from delaytasks.storage.types import UTCDateTime, db_now_plus
 from delaytasks.worker.processes import Processes
@@ -177,9 +179,16 @@ class World:
         assert self.runtime.sweeper.sweep(partition, **options)
         return self.broker.ids[before:]
 
-    def serve(self, name: str, *queues: str, pool: str = "prefork") -> None:
-        """Report a live worker of these queues."""
-        self.store.workers.report(name, queues, pool, 2, 0)
+    def serve(
+        self, name: str, *queues: str, pool: str = "prefork", tags: Sequence[str] | None = None
+    ) -> None:
+        """Report a live worker of these queues, with processors of these tags."""
+        self.store.workers.report(name, queues, pool, 2, 0, tags)
+
+    def why(self, task: DelayedTask) -> list[Reason]:
+        """Return what the tables say of a task that has not run."""
+        facts = FactReader(self.store, self.delays.settings).of(self.read(task))
+        return [*why(facts)]
 
     def silence(self, seconds: float = 60, *names: str) -> None:
         """Let workers, or all of them, report nothing for a time."""

@@ -9,13 +9,20 @@ from typing import Any
 
 from sqlalchemy import event, update
 
-from delaytasks import DelayedTask, Status
+from delaytasks import DelayedTask, DelayTasks, Status
 from delaytasks.core.body import Cipher
+from delaytasks.recurrence import recurring
 from delaytasks.recurrence.definition import RecurringSchedule
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
 from tests.conftest import settings_for
 from tests.recording import ManualClock, set_columns
-from tests.world import World
+from tests.world.world import World
+
+
+def follow(delays: DelayTasks) -> None:
+    """Let the table follow what the code declares, as a sweep of a worker does."""
+    recurring.follow(runtime_of(delays))
 
 
 class RecurringWorld(World):
