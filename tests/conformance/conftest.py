@@ -12,20 +12,20 @@ from delaytasks import DelayTasks
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.claims import Claims
 from delaytasks.storage.store import Store
-from tests.recording import WaitingTimer, delays_on, record
+from tests.recording import WaitingTimer
+from tests.world import World
 from tests.world.broker import RecordingTimer
 
 
 @pytest.fixture
-def delays(store: Store, database_url: str) -> Iterator[DelayTasks]:
-    made = delays_on(database_url, table_prefix="s_", tags="any")
-    yield made
-    made.close()
+def delays(world: World) -> DelayTasks:
+    """The instance of the world."""
+    return world.delays
 
 
 @pytest.fixture
-def timer(delays: DelayTasks) -> RecordingTimer:
-    return record(delays)
+def timer(world: World) -> RecordingTimer:
+    return world.broker
 
 
 @pytest.fixture

@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
 from typing import Any
@@ -14,51 +15,76 @@ from typing import Any
 import pytest
 from sqlalchemy import event, select, update
 
-from delaytasks import BulkResult, DelayTasks, Status
-from delaytasks.core.clock import to_us
-from delaytasks.core.errors import DuplicateTaskError, TaskNotFoundError
-from delaytasks.core.interfaces import Entry, Settlement
-from delaytasks.core.states import LIVE, MOVES
-from delaytasks.operations import bulk_calls as bulk
-from delaytasks.runtime import runtime_of
-from delaytasks.storage import bulk_moves as store_bulk
-from delaytasks.storage.database import Database
-from delaytasks.storage.store import Store
-from tests.conformance.bulk_tasks import (
-    FAR,
-    NOON,
-    counts,
-    due_in,
-    pass_a_moment,
-    put,
-    schedule,
-    shifts,
-    statuses,
-    versions,
+from delaytasks import (
+    BulkResult,
+    DelayedTask,
+    DelayTasks,
+    DuplicateTaskError,
+    Status,
+    TaskNotFoundError,
 )
-from tests.proxy import Proxy
+from tests.conformance.bulk_tasks import NOON, counts
+from tests.proxy import proxy_to
 from tests.recording import delays_on, record, set_columns
 from tests.refusals import invalid
 from tests.running import ROOT
-from tests.world import RUNNING, status_columns
+from tests.world import LIVE, MOVES, RUNNING, Entry, World, status_columns
 from tests.world.broker import RecordingTimer
+
+BULK_CALLS = "delaytasks.operations.bulk_calls"
+FAR = 7 * 86400.0
+
+
+def schedule(
+    delays: DelayTasks, tag: str = "mail", delay: float = FAR, **options: Any
+) -> DelayedTask:
+    return delays.get(delays.schedule_delay(tag, {}, delay, **options))
+
+
+def pass_a_moment() -> None:
+    """Wait until scheduled tasks are older than now on a clock that counts milliseconds."""
+    time.sleep(0.003)
+
+
+def put(world: World, task: DelayedTask, **values: Any) -> DelayedTask:
+    """Write `values` into the row of `task`, and return the task."""
+    world.change(task, **values)
+    return world.read(task)
+
+
+def statuses(delays: DelayTasks, *tasks: DelayedTask) -> list[Status]:
+    return [delays.get(task).status for task in tasks]
+
+
+def versions(tasks: Iterable[DelayedTask | Entry]) -> set[tuple[int, int]]:
+    return {(task.id, task.version) for task in tasks}
+
+
+def shifts(delays: DelayTasks, tasks: Iterable[DelayedTask]) -> set[float]:
+    """Return by how many seconds the tasks have been shifted."""
+    return {(delays.get(t).expected_time - t.expected_time).total_seconds() for t in tasks}
+
+
+def due_in(delays: DelayTasks, task: DelayedTask) -> float:
+    """Return the seconds until the task is due."""
+    return (delays.get(task).due - datetime.now(timezone.utc)).total_seconds()
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make steps and windows only a few rows long."""
-    monkeypatch.setattr(bulk, "BULK_ROWS", 3)
-    monkeypatch.setattr(bulk, "BUSY_S", 0.2)
-    monkeypatch.setattr(store_bulk, "WINDOW", 4)
+    monkeypatch.setattr(f"{BULK_CALLS}.BULK_ROWS", 3)
+    monkeypatch.setattr(f"{BULK_CALLS}.BUSY_S", 0.2)
+    monkeypatch.setattr("delaytasks.storage.bulk_moves.WINDOW", 4)
 
 
 # Many tasks are cancelled, rescheduled and retried
 
 
 def test_cancel_many_cancels_waiting_tasks_and_counts_the_running_ones_as_refused(
-    store: Store, delays: DelayTasks, timer: RecordingTimer
+    world: World, delays: DelayTasks, timer: RecordingTimer
 ) -> None:
-    tasks = {status: put(store, schedule(delays), **status_columns(status)) for status in Status}
+    tasks = {status: put(world, schedule(delays), **status_columns(status)) for status in Status}
     other = schedule(delays, "sms")
     assert counts(delays.bulk.cancel(tag="mail")) == (3, 2, 1)
     waited = {status: tasks.pop(status) for status in MOVES["cancel"].sources}
@@ -71,9 +97,9 @@ def test_cancel_many_cancels_waiting_tasks_and_counts_the_running_ones_as_refuse
     assert versions(timer.disarmed) == versions(waited.values())
 
 
-def test_keys_are_free_afterwards(store: Store, delays: DelayTasks) -> None:
+def test_keys_are_free_afterwards(world: World, delays: DelayTasks) -> None:
     tasks = [schedule(delays, key=f"k{n}") for n in range(4)]
-    running = put(store, tasks[3], **RUNNING)
+    running = put(world, tasks[3], **RUNNING)
     assert counts(delays.bulk.cancel(key_prefix="k")) == (4, 3, 1)
     for task in tasks[:3]:
         with pytest.raises(TaskNotFoundError):
@@ -85,12 +111,12 @@ def test_keys_are_free_afterwards(store: Store, delays: DelayTasks) -> None:
 
 
 def test_cancel_many_leaves_a_key_that_now_belongs_to_another_task(
-    store: Store, delays: DelayTasks
+    world: World, delays: DelayTasks
 ) -> None:
     """The replaced task ran, and another program set it back to waiting."""
-    old = put(store, schedule(delays, key="k"), **RUNNING)
+    old = put(world, schedule(delays, key="k"), **RUNNING)
     new = schedule(delays, key="k", on_conflict="replace", queue="other")
-    put(store, old, status=int(Status.NOT_COMPLETE))
+    put(world, old, status=int(Status.NOT_COMPLETE))
     assert counts(delays.bulk.cancel(queue="default")) == (1, 1, 0)
     assert delays.get(tag="mail", key="k").id == new.id
 
@@ -99,11 +125,11 @@ def test_cancel_many_leaves_a_key_that_now_belongs_to_another_task(
 
 
 def test_reschedule_many_arms_near_tasks_and_disarms_their_old_entries(
-    store: Store, delays: DelayTasks, timer: RecordingTimer
+    world: World, delays: DelayTasks, timer: RecordingTimer
 ) -> None:
     tasks = [schedule(delays, delay=5), schedule(delays)]
-    tasks.append(put(store, schedule(delays), status=int(Status.HELD)))
-    running = put(store, schedule(delays), **RUNNING)
+    tasks.append(put(world, schedule(delays), status=int(Status.HELD)))
+    running = put(world, schedule(delays), **RUNNING)
     for delay, is_near in ((2, True), (FAR, False)):
         timer.armed.clear(), timer.disarmed.clear()
         before = [delays.get(task) for task in tasks]
@@ -114,7 +140,7 @@ def test_reschedule_many_arms_near_tasks_and_disarms_their_old_entries(
             (b.version + 1, Status.NOT_COMPLETE) for b in before
         ]
         assert versions(timer.disarmed) == versions(before)
-        armed = [Entry(t.id, t.version, to_us(t.expected_time)) for t in moved] if is_near else []
+        armed = [*map(Entry.of, moved)] if is_near else []
         assert sorted(timer.armed) == sorted(armed)
     assert delays.get(running) == running
 
@@ -123,7 +149,7 @@ def test_a_shift_moves_each_task_by_the_same_time_but_none_into_the_past(
     delays: DelayTasks,
 ) -> None:
     tasks = [schedule(delays, delay=delay) for delay in (60, 3600, 7200.5)]
-    pass_a_moment(delays)
+    pass_a_moment()
     assert counts(delays.bulk.reschedule(by=timedelta(hours=1), everything=True)) == (3, 3, 0)
     assert shifts(delays, tasks) == {3600}
     assert counts(delays.bulk.reschedule(by=-3700, tag="mail")) == (3, 3, 0)
@@ -132,11 +158,11 @@ def test_a_shift_moves_each_task_by_the_same_time_but_none_into_the_past(
 
 
 def test_a_shift_at_the_end_of_time_leaves_a_task_where_it_is(
-    store: Store, delays: DelayTasks
+    world: World, delays: DelayTasks
 ) -> None:
     last = datetime(9999, 12, 31, 23, tzinfo=timezone.utc)
-    task = put(store, schedule(delays), expected_time=last)
-    pass_a_moment(delays)
+    task = put(world, schedule(delays), expected_time=last)
+    pass_a_moment()
     assert counts(delays.bulk.reschedule(by=86400, tag="mail")) == (1, 1, 0)
     assert delays.get(task).expected_time == last
 
@@ -144,7 +170,7 @@ def test_a_shift_at_the_end_of_time_leaves_a_task_where_it_is(
 @pytest.mark.usefixtures("small")
 def test_a_stopped_shift_can_be_continued_without_shifting_a_task_twice(delays: DelayTasks) -> None:
     tasks = [schedule(delays, delay=FAR + n) for n in range(20)]
-    pass_a_moment(delays)
+    pass_a_moment()
     seen: list[BulkResult] = []
 
     def stop(result: BulkResult) -> None:
@@ -162,13 +188,14 @@ def test_a_stopped_shift_can_be_continued_without_shifting_a_task_twice(delays: 
 
 @pytest.mark.usefixtures("small")
 def test_a_task_that_the_search_returns_twice_is_shifted_once(
-    delays: DelayTasks, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The task was paused during the search, so both the waiting and the paused rows contain it."""
+    delays, moves = world.delays, world.store.bulk
     tasks = [schedule(delays) for _ in range(5)]
-    pass_a_moment(delays)
-    matching = store_bulk.Bulk.matching
-    monkeypatch.setattr(store_bulk.Bulk, "matching", lambda *of: [*matching(*of), *matching(*of)])
+    pass_a_moment()
+    matching = moves.matching
+    monkeypatch.setattr(moves, "matching", lambda *of: [*matching(*of), *matching(*of)])
     assert delays.bulk.reschedule(by=7, tag="mail").changed == 5
     assert shifts(delays, tasks) == {7}
 
@@ -177,11 +204,11 @@ def test_a_task_that_the_search_returns_twice_is_shifted_once(
 
 
 def test_failed_tasks_run_again_and_cancelled_ones_if_asked_for(
-    store: Store, delays: DelayTasks, timer: RecordingTimer
+    world: World, delays: DelayTasks, timer: RecordingTimer
 ) -> None:
     used = {"runs": 4, "lapses": 3}
     tasks = {
-        status: put(store, schedule(delays), **status_columns(status), **used) for status in Status
+        status: put(world, schedule(delays), **status_columns(status), **used) for status in Status
     }
     timer.armed.clear()
     assert counts(delays.bulk.rerun(tag="mail")) == (1, 1, 0)
@@ -198,13 +225,13 @@ def test_failed_tasks_run_again_and_cancelled_ones_if_asked_for(
 
 
 def test_rerun_many_gives_each_task_its_key_back_unless_another_task_has_it(
-    store: Store, delays: DelayTasks
+    world: World, delays: DelayTasks
 ) -> None:
     tasks = []
     for n in range(3):
         task = schedule(delays, key=f"k{n}")
         delays.cancel(task)
-        tasks.append(put(store, task, status=int(Status.FAILED)))
+        tasks.append(put(world, task, status=int(Status.FAILED)))
     taken = schedule(delays, key="k1")
     assert counts(delays.bulk.rerun(tag="mail")) == (3, 2, 1)
     assert statuses(delays, *tasks) == [Status.NOT_COMPLETE, Status.FAILED, Status.NOT_COMPLETE]
@@ -220,7 +247,7 @@ def test_rerun_many_gives_each_task_its_key_back_unless_another_task_has_it(
 
 @pytest.mark.usefixtures("small")
 def test_a_bulk_call_works_in_small_steps_and_reports_each(delays: DelayTasks) -> None:
-    at = runtime_of(delays).clock.now() + timedelta(days=1)
+    at = datetime.now(timezone.utc) + timedelta(days=1)
     # All are due at the same instant, and exceed one window.
     tasks = [delays.schedule_delay("mail", n, at=at) for n in range(5)]
     tasks += [schedule(delays, key=f"k{n}") for n in range(8)]
@@ -232,13 +259,13 @@ def test_a_bulk_call_works_in_small_steps_and_reports_each(delays: DelayTasks) -
 
 @pytest.mark.usefixtures("small")
 def test_no_transaction_moves_more_than_a_step_and_none_lasts_longer(
-    store: Store, delays: DelayTasks
+    world: World, delays: DelayTasks
 ) -> None:
     for n in range(10):
         schedule(delays, key=f"k{n}" if n % 2 else None)
     moved: list[int] = []
     commits: list[int] = []
-    tx = runtime_of(delays).store.database.tx
+    tx = world.engine
 
     @event.listens_for(tx, "after_cursor_execute")
     def note(_c: Any, cursor: Any, statement: str, *_: Any) -> None:
@@ -253,11 +280,11 @@ def test_no_transaction_moves_more_than_a_step_and_none_lasts_longer(
 
 @pytest.mark.usefixtures("small")
 def test_the_audit_row_exists_from_the_start_and_shows_the_progress(
-    store: Store, delays: DelayTasks
+    world: World, delays: DelayTasks
 ) -> None:
     for _ in range(8):
         schedule(delays)
-    put(store, schedule(delays), **RUNNING)
+    put(world, schedule(delays), **RUNNING)
     rows: list[tuple[str, int, int, int]] = []
 
     def look(_result: BulkResult) -> None:
@@ -332,13 +359,13 @@ def test_the_audit_shows_a_run_that_died_and_the_next_run_continues_it(
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("verb", ["cancel", "reschedule"])
 def test_a_step_whose_answer_was_lost_is_counted_and_not_done_again(
-    store: Store, verb: str
+    world: World, verb: str
 ) -> None:
-    url = store.database.url
-    if url.host is None:
-        return  # SQLite has no network answer that could be lost
-    proxy = Proxy(url.host, url.port or {"postgresql": 5432, "mysql": 3306}[url.get_backend_name()])
-    proxied = delays_on(proxy.url(url.render_as_string(hide_password=False)), table_prefix="s_")
+    if world.kind == "sqlite":
+        return  # there is no network answer that could be lost
+    url = world.url.render_as_string(hide_password=False)
+    proxy = proxy_to(url)
+    proxied = delays_on(proxy.url(url), table_prefix="s_")
     timer = record(proxied)
     tasks = [schedule(proxied, key=f"k{n}") for n in range(5)]
     timer.disarmed.clear()
@@ -347,7 +374,7 @@ def test_a_step_whose_answer_was_lost_is_counted_and_not_done_again(
         if result.changed == 3:
             proxy.cut_answer(rb"COMMIT(?!TED)")
 
-    pass_a_moment(proxied)
+    pass_a_moment()
     if verb == "cancel":
         result = proxied.bulk.cancel(tag="mail", on_progress=cut)
     else:
@@ -356,7 +383,7 @@ def test_a_step_whose_answer_was_lost_is_counted_and_not_done_again(
     assert counts(result) == (5, 5, 0)
     [entry] = proxied.bulk.log()
     assert (entry.changed, entry.refused, entry.state) == (5, 0, "done")
-    assert {store.tasks.read(task.id).version for task in tasks} == {1}
+    assert {world.read(task).version for task in tasks} == {1}
     if verb == "reschedule":
         assert shifts(proxied, tasks) == {60}
     assert len(timer.disarmed) == 5
@@ -371,46 +398,44 @@ def test_a_step_whose_answer_was_lost_is_counted_and_not_done_again(
 @pytest.mark.parametrize("is_released", [True, False])
 @pytest.mark.parametrize("locks", ["task", "key"])
 def test_a_bulk_call_skips_locked_rows_and_tries_them_once_more(
-    store: Store, delays: DelayTasks, is_released: bool, locks: str
+    world: World, delays: DelayTasks, is_released: bool, locks: str
 ) -> None:
-    if store.database.url.get_backend_name() == "sqlite":
+    if world.kind == "sqlite":
         return  # SQLite has one writer at a time
     tasks = [schedule(delays, key=f"k{n}") for n in range(7)]
-    t, k = store.schema.tasks, store.schema.keys
+    t, k = world.table(), world.table("keys")
     query = (
         select(t.c.id).where(t.c.id == tasks[1].id)
         if locks == "task"
         else select(k).where(k.c.task_key == "k1")
     )
-    with store.database.tx.connect() as connection:
+    with world.engine.connect() as connection:
         connection.execute(query.with_for_update())
 
         def release(result: BulkResult) -> None:
             if is_released and result.changed == 6:
                 connection.rollback()
 
-        began = runtime_of(delays).clock.now()
+        began = time.monotonic()
         result = delays.bulk.cancel(tag="mail", on_progress=release)
-        assert (runtime_of(delays).clock.now() - began).total_seconds() < 3, (
-            "a lock would be waited for longer"
-        )
+        assert time.monotonic() - began < 3, "a lock would be waited for longer"
     assert counts(result) == ((7, 7, 0) if is_released else (7, 6, 1))
     assert (delays.get(tasks[1]).status is Status.CANCELLED) is is_released
     assert delays.bulk.cancel(tag="mail").changed == (0 if is_released else 1)
 
 
 def test_while_workers_run_each_task_is_run_or_cancelled_and_counted_once(
-    store: Store, delays: DelayTasks
+    world: World, delays: DelayTasks
 ) -> None:
     tasks = [schedule(delays, delay=0, key=f"k{n}" if n % 3 == 0 else None) for n in range(400)]
     begun, is_over, ran = threading.Event(), threading.Event(), list[int]()
 
     def work(name: str) -> None:
-        claims = store.claims(name, None)
+        worker = world.worker(name)
         while True:
-            claimed = claims.claim_due("default", [0], 7)
+            claimed = worker.claim_due("default", [0], 7)
             begun.set()
-            ran.extend(claims.settle([Settlement(task, "succeed") for task in claimed]))
+            ran.extend(worker.end(claimed))
             if not claimed and is_over.is_set():
                 return
 
@@ -465,37 +490,38 @@ def test_cancel_many_does_not_deadlock_with_callers_that_replace_the_same_keys(
 
 
 def test_old_audit_rows_are_purged_by_the_time_of_their_last_update(
-    store: Store, delays: DelayTasks
+    world: World, delays: DelayTasks
 ) -> None:
     schedule(delays)
     delays.bulk.cancel(tag="mail")
     delays.bulk.cancel(tag="mail")
     old, _ = delays.bulk.log()
-    set_columns(store, "audit", {"id": old.id}, seen_at=old.seen_at - timedelta(hours=2))
-    store.sweeps.purge_audit(7200 + 600)
+    set_columns(world.store, "audit", {"id": old.id}, seen_at=old.seen_at - timedelta(hours=2))
+    world.store.sweeps.purge_audit(7200 + 600)
     assert len(delays.bulk.log()) == 2
-    store.sweeps.purge_audit(3600)
+    world.store.sweeps.purge_audit(3600)
     assert old.id not in [entry.id for entry in delays.bulk.log()]
     assert len(delays.bulk.log()) == 1
 
 
 @pytest.mark.usefixtures("small")
 def test_a_step_that_was_committed_before_an_interrupt_is_counted(
-    delays: DelayTasks, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C may arrive at any moment."""
+    delays, database = world.delays, type(world.store.database)
     for _ in range(5):
         schedule(delays)
 
-    transaction = Database.transaction
+    transaction = database.transaction
 
-    def stopped(database: Any, work: Any, *rest: Any, **options: Any) -> Any:
-        answer = transaction(database, work, *rest, **options)
+    def stopped(self: Any, work: Any, *rest: Any, **options: Any) -> Any:
+        answer = transaction(self, work, *rest, **options)
         if "Bulk.step" in work.__qualname__:
             raise KeyboardInterrupt
         return answer
 
-    monkeypatch.setattr(Database, "transaction", stopped)
+    monkeypatch.setattr(database, "transaction", stopped)
     with pytest.raises(KeyboardInterrupt):
         delays.bulk.cancel(tag="mail")
     monkeypatch.undo()
@@ -507,13 +533,13 @@ def test_a_step_that_was_committed_before_an_interrupt_is_counted(
 
 
 def test_cancelled_tasks_wait_again_with_their_keys_and_due_times(
-    store: Store, delays: DelayTasks, timer: RecordingTimer, monkeypatch: pytest.MonkeyPatch
+    world: World, delays: DelayTasks, timer: RecordingTimer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bulk, "BULK_ROWS", 2)
+    monkeypatch.setattr(f"{BULK_CALLS}.BULK_ROWS", 2)
     tasks = [schedule(delays, delay=86_400.0 + n, key=f"k{n}" if n % 2 else None) for n in range(7)]
-    held, retried = tasks[0], put(store, tasks[1], runs=2)
-    put(store, held, status=int(Status.HELD))
-    deferred = put(store, tasks[2], due_time=tasks[2].expected_time - timedelta(hours=1))
+    held, retried = tasks[0], put(world, tasks[1], runs=2)
+    put(world, held, status=int(Status.HELD))
+    deferred = put(world, tasks[2], due_time=tasks[2].expected_time - timedelta(hours=1))
     result = delays.bulk.cancel(tag="mail")
     assert result.changed == 7
     assert counts(delays.bulk.rerun(entry=result.runs[0], dry_run=True)) == (7, 0, 0)
@@ -543,7 +569,7 @@ def test_a_delay_and_filters_hold_for_the_tasks_of_an_operation(delays: DelayTas
     assert 3540 < due_in(delays, tasks[1]) <= 3600
 
 
-def test_tasks_that_have_moved_since_are_left_as_they_are(store: Store, delays: DelayTasks) -> None:
+def test_tasks_that_have_moved_since_are_left_as_they_are(world: World, delays: DelayTasks) -> None:
     plain, keyed, rerun, taken, gone, again = (
         schedule(delays, key=key) for key in (None, "k1", "k2", "k3", None, None)
     )
@@ -552,8 +578,9 @@ def test_tasks_that_have_moved_since_are_left_as_they_are(store: Store, delays: 
     delays.rerun(again, "2d")
     delays.cancel(again)
     new = schedule(delays, key="k3")
-    with store.database.begin() as connection:
-        connection.execute(store.schema.tasks.delete().where(store.schema.tasks.c.id == gone.id))
+    t = world.table()
+    with world.begin() as connection:
+        connection.execute(t.delete().where(t.c.id == gone.id))
     before = delays.get(rerun)
     assert counts(delays.bulk.rerun(entry=result.runs[0])) == (6, 2, 4)
     assert set(statuses(delays, plain, keyed)) == {Status.NOT_COMPLETE}
@@ -564,16 +591,15 @@ def test_tasks_that_have_moved_since_are_left_as_they_are(store: Store, delays: 
 
 @pytest.mark.parametrize("point", ["_step", "_lock"])
 def test_a_task_that_moves_before_it_is_locked_is_left_as_it_is(
-    delays: DelayTasks, monkeypatch: pytest.MonkeyPatch, point: str
+    world: World, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
-    monkeypatch.setattr(bulk, "BUSY_S", 0)
+    delays, store, t = world.delays, world.store.bulk, world.table()
+    monkeypatch.setattr(f"{BULK_CALLS}.BUSY_S", 0)
     task = schedule(delays)
     result = delays.bulk.cancel(tag="mail")
-    store = runtime_of(delays).store.bulk
     unpatched = getattr(store, point)
 
     def late(on: Any, *given: Any) -> Any:
-        t = store._t
         on.execute(update(t).where(t.c.id == task.id).values(version=t.c.version + 1))
         return unpatched(on, *given)
 
@@ -582,8 +608,8 @@ def test_a_task_that_moves_before_it_is_locked_is_left_as_it_is(
     assert delays.get(task).status is Status.CANCELLED
 
 
-def test_an_entry_without_cancelled_tasks_is_refused(store: Store, delays: DelayTasks) -> None:
-    put(store, schedule(delays), status=int(Status.FAILED))
+def test_an_entry_without_cancelled_tasks_is_refused(world: World, delays: DelayTasks) -> None:
+    put(world, schedule(delays), status=int(Status.FAILED))
     for result in (delays.bulk.rerun(tag="mail"), delays.bulk.reschedule(60, tag="mail")):
         with invalid("entry", match="only the tasks of a cancel"):
             delays.bulk.rerun(entry=result.runs[0])
@@ -594,11 +620,11 @@ def test_an_entry_without_cancelled_tasks_is_refused(store: Store, delays: Delay
 
 
 def test_the_ids_of_an_operation_are_purged_with_its_audit_entry(
-    store: Store, delays: DelayTasks
+    world: World, delays: DelayTasks
 ) -> None:
     schedule(delays)
     result = delays.bulk.cancel(tag="mail")
-    audit = store.bulk._audit
+    audit = world.store.bulk._audit
     assert list(audit.recorded(result.runs[0]))
     audit.purge(-60)
     assert delays.bulk.log() == []
@@ -621,13 +647,13 @@ def test_the_tasks_of_an_operation_that_still_runs_are_not_rerun(delays: DelayTa
 def test_the_tasks_of_an_operation_whose_process_has_died_are_rerun_later(
     delays: DelayTasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bulk.BulkRun, "_end", lambda *_: None)
+    monkeypatch.setattr(f"{BULK_CALLS}.BulkRun._end", lambda *_: None)
     schedule(delays)
     result = delays.bulk.cancel(tag="mail")
     assert delays.bulk.log()[0].state == "running"
     with invalid("entry", match="still runs"):
         delays.bulk.rerun(entry=result.runs[0])
-    monkeypatch.setattr(bulk, "RUNNING_S", -1)
+    monkeypatch.setattr(f"{BULK_CALLS}.RUNNING_S", -1)
     assert counts(delays.bulk.rerun(entry=result.runs[0])) == (1, 1, 0)
 
 
@@ -653,7 +679,7 @@ def test_the_tasks_of_an_operation_whose_process_has_died_are_rerun_later(
         ({"everything": True}, "a ab aheld b slow"),
     ],
 )
-def test_each_filter_narrows(store: Store, delays: DelayTasks, filters: Any, wanted: str) -> None:
+def test_each_filter_narrows(world: World, delays: DelayTasks, filters: Any, wanted: str) -> None:
     second, early = timedelta(seconds=1), NOON - timedelta(seconds=1)
     schedule = delays.schedule_delay
     held = schedule("a", "aheld", at=early)
@@ -665,8 +691,8 @@ def test_each_filter_narrows(store: Store, delays: DelayTasks, filters: Any, wan
         schedule("b", "b", at=NOON, key="x%_1"),
         slow,
     ]
-    put(store, held, status=int(Status.HELD))
-    put(store, slow, create_time=NOON, update_time=NOON)
+    put(world, held, status=int(Status.HELD))
+    put(world, slow, create_time=NOON, update_time=NOON)
     names = set(wanted.split())
     assert counts(delays.bulk.cancel(dry_run=True, **filters)) == (len(names), 0, 0)
     assert set(statuses(delays, *tasks)) == {Status.NOT_COMPLETE, Status.HELD}
@@ -717,9 +743,9 @@ def test_a_bulk_call_with_invalid_arguments_is_refused_and_changes_nothing(
 
 
 def test_a_dry_run_counts_and_writes_nothing(
-    store: Store, delays: DelayTasks, timer: RecordingTimer
+    world: World, delays: DelayTasks, timer: RecordingTimer
 ) -> None:
-    waits, runs = schedule(delays), put(store, schedule(delays), **RUNNING)
+    waits, runs = schedule(delays), put(world, schedule(delays), **RUNNING)
     result = delays.bulk.cancel(tag="mail", dry_run=True)
     assert (counts(result), result.runs) == ((2, 0, 1), ())
     assert [delays.get(task) for task in (waits, runs)] == [waits, runs]

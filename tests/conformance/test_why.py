@@ -136,11 +136,10 @@ def codes(delays: DelayTasks, task: DelayedTask) -> list[str]:
 
 
 @pytest.fixture
-def served(make_world: MakeWorld) -> World:
-    """A worker that serves all queues."""
-    world = make_world()
-    world.serve("w1", "*")
-    world.sweep()
+def served(world: World) -> World:
+    """A world with a worker that serves all queues, and says nothing of its tags."""
+    world.serve("w2", "*")
+    world.store.workers.remove("w1")
     return world
 
 

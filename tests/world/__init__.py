@@ -18,13 +18,14 @@ from collections.abc import Callable
 
 from delaytasks.core.interfaces import Entry, Level, Settlement, UnclaimedRow
 from delaytasks.core.policies import Stamp, WaitlistState
-from delaytasks.core.states import FINISHED, MOVES
+from delaytasks.core.states import FINISHED, LIVE, MOVES
 from tests.world.broker import WorldBroker
 from tests.world.main_process import MainProcess, run_chunk
 from tests.world.world import RUNNING, Worker, World, status_columns
 
 __all__ = [
     "FINISHED",
+    "LIVE",
     "MOVES",
     "NO_POLICIES",
     "RUNNING",
