@@ -411,6 +411,13 @@ def test_simultaneous_sweeps_return_each_name_once(store: Store) -> None:
     assert sorted(found) == sorted(lost(store)) == names
 
 
+def test_the_latest_loss_comes_first(store: Store) -> None:
+    lose(store, "w1", "w2", "w3")
+    for name, at_s in (("w1", -50), ("w2", -10), ("w3", -30)):
+        change(store, name, lost_at=at_s)
+    assert lost(store) == ["w2", "w3", "w1"]
+
+
 @pytest.mark.parametrize(
     ("seconds", "is_kept"),
     [
