@@ -42,7 +42,7 @@ class RefusingClient:
         """Return the number of rows of each table and the number of messages sent."""
         tables = self.world.table().metadata.sorted_tables
         counts = [select(func.count()).select_from(table).scalar_subquery() for table in tables]
-        [rows] = self.world.select(select(*counts))
+        [rows] = self.world.rows(select(*counts))
         return (*rows, len(self.timer.armed))
 
     @contextlib.contextmanager

@@ -292,7 +292,7 @@ def test_attempts_are_deleted_with_their_task(world: World) -> None:
     old = world.now() - timedelta(days=1)
     world.change(task, expected_time=old, update_time=old)
     assert world.store.sweeps.purge(3600, 10) == 1
-    assert not world.select(select(world.table("attempts")))
+    assert not world.rows(select(world.table("attempts")))
 
 
 def test_a_task_that_is_retried_while_it_would_be_purged_keeps_its_attempts(

@@ -332,7 +332,7 @@ def test_a_body_is_encrypted_in_the_schedule_and_in_its_tasks(make_world: MakeWo
     world.sweep_at(0)
     assert [task.body for task in world.tasks()] == [SECRET] * 3
     for table in (world.table("recurring"), world.table()):
-        bodies = [row.message_body for row in world.select(select(table.c.message_body))]
+        bodies = [row.message_body for row in world.rows(select(table.c.message_body))]
         assert bodies
         assert not [body for body in bodies if "4111" in body]
     for keys in ([], [new_key()]):

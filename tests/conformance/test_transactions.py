@@ -54,10 +54,10 @@ class Caller:
 
     def seen(self) -> set[int]:
         """Return the ids that other transactions see."""
-        return {row.id for row in self.world.select(select(self.world.table().c.id))}
+        return {row.id for row in self.world.rows(select(self.world.table().c.id))}
 
     def keys(self) -> int:
-        return len(self.world.select(select(self.world.table("keys"))))
+        return len(self.world.rows(select(self.world.table("keys"))))
 
     def has(self, *tasks: DelayedTask) -> bool:
         """Whether other transactions see these tasks alone, and only these were armed, in order."""

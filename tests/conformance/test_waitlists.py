@@ -27,7 +27,7 @@ HOLD_ROWS = "delaytasks.limits.admission.HOLD_ROWS"
 
 
 def waitlist_rows(world: World) -> int:
-    return len(world.select(select(world.table("waitlists"))))
+    return len(world.rows(select(world.table("waitlists"))))
 
 
 def touch_task(world: World, task: DelayedTask) -> None:

@@ -33,7 +33,7 @@ def fact_codes(world: World, task: DelayedTask) -> list[str]:
 
 
 def tags_of_worker(world: World) -> set[str] | None:
-    [row] = world.select(select(world.table("workers").c.tags))
+    [row] = world.rows(select(world.table("workers").c.tags))
     return None if row.tags is None else set(json.loads(row.tags))
 
 

@@ -421,7 +421,7 @@ class World:
         """Begin a transaction."""
         return self.store.database.begin()
 
-    def select(self, query: Any) -> Sequence[Any]:
+    def rows(self, query: Any) -> Sequence[Any]:
         """Return rows as other transactions see them."""
         return self.store.database.rows(query)
 
