@@ -461,8 +461,9 @@ def new_task(
     try:
         return NewTask(tag, body, delay, at, **options)
     except TypeError as error:
-        for name in options.keys() & CELERY_NAMES:
-            raise TypeError(f"{name}= is Celery's: write {CELERY_NAMES[name]}") from None
+        for name, ours in CELERY_NAMES.items():
+            if name in options:
+                raise TypeError(f"{name}= is Celery's: write {ours}") from None
         raise TypeError(f"schedule_delay: {str(error).partition(' ')[2]}") from None
 
 
