@@ -211,9 +211,9 @@ def touch_tasks(
         due, on = runtime.producer.due_of(delay), connection_of(transaction)
         if key is None:
             if not is_several(task):
-                id = id_of(id_or_task(task))
+                id = id_of(task)
                 return TouchResult.of([id], {id} if touches.touch(id, due, on) else set())
-            ids = [id_of(id_or_task(each)) for each in task]
+            ids = [id_of(each) for each in task]
             return TouchResult.of(ids, touches.touch_many(ids, due, on))
         tag = check_tag(tag)
         if not is_several(key):  # no other statement looks the key up
