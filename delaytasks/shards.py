@@ -258,6 +258,14 @@ class Shards:
         stays at its older member as long as a live task has it there. With `"settled"`, keys are
         no longer looked up at older members.
 
+    Attributes
+    ----------
+    members
+        The `DelayTasks`, in their order.
+    bulk
+        Cancels, reschedules or reruns all tasks that match a filter, such as
+        `shards.bulk.cancel(tag="mail.send")`. See `ShardsBulk`.
+
     Raises
     ------
     ConfigError
@@ -279,7 +287,6 @@ class Shards:
             if len({fact(member.settings) for member in self.members}) < len(self.members):
                 raise errors.ConfigError(f"members of Shards share a {what}: give each its own")
         self._run_async = self.members[0]._run_async  # its threads call the other members as well
-        #: Cancels, reschedules or reruns all tasks that match a filter.
         self.bulk = ShardsBulk(self)
         self._newest = newest
         self._by_number = {member.settings.shard: member for member in self.members}
