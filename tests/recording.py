@@ -200,8 +200,6 @@ DRIVERS = {
     "pysqlite": "aiosqlite",
 }
 LIMIT_S = 20
-#: The longest time for which one turn may occupy the thread of the event loop.
-MOST_BLOCKED_S = 0.02
 
 
 def run(awaitable: Awaitable[Any]) -> Any:
@@ -266,7 +264,7 @@ async def let_arm(timer: WaitingTimer, work: Awaitable[Any]) -> Any:
 def run_timed(
     monkeypatch: pytest.MonkeyPatch, work: Callable[[list[float]], Awaitable[list[DelayedTask]]]
 ) -> tuple[list[DelayedTask], float]:
-    """Run `work` up to five times; return its results, and the longest turn of the best run.
+    """Run `work`; return its results, and the share of its longest turn in its CPU time.
 
     `work` gets the list to which each turn of the event loop adds its seconds of CPU time. CPU time
     is measured because calls that wait are found by the threads of statements. A collection of
@@ -281,17 +279,10 @@ def run_timed(
         took.append(time.thread_time() - began)
 
     monkeypatch.setattr(asyncio.BaseEventLoop, "_run_once", timed)
-    results: list[DelayedTask] = []
-    longest_s = float("inf")
     gc.collect()
     gc.disable()
     try:
-        for _ in range(5):
-            took.clear()
-            results += run(work(took))
-            longest_s = min(longest_s, max(took))
-            if longest_s < MOST_BLOCKED_S:
-                break
+        results = run(work(took))
     finally:
         gc.enable()
-    return results, longest_s
+    return results, max(took) / sum(took)

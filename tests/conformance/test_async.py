@@ -32,7 +32,6 @@ from delaytasks import (
 )
 from tests.recording import (
     LIMIT_S,
-    MOST_BLOCKED_S,
     WaitingTimer,
     delays_on,
     engine_at,
@@ -68,12 +67,12 @@ def test_five_hundred_concurrent_calls_neither_exhaust_the_pool_nor_block_the_ev
         calls = (delays.aschedule_delay("mail", {"n": n}, 5) for n in range(500))
         return await asyncio.gather(*calls)
 
-    tasks, longest_s = run_timed(monkeypatch, go)
-    assert len({task.id for task in tasks}) % 500 == 0
+    tasks, share = run_timed(monkeypatch, go)
+    assert len({task.id for task in tasks}) == 500
     assert sorted(world.broker.ids) == sorted(task.id for task in tasks)
     assert most_used[0] <= delays.settings.pool_size
     assert threading.get_ident() not in seen
-    assert longest_s < MOST_BLOCKED_S
+    assert share < 0.2  # 0.14 or less, on busy and on idle machines
 
 
 def test_the_first_call_reads_the_settings_in_a_thread(
@@ -490,10 +489,10 @@ def test_five_hundred_calls_on_sessions_do_not_block_the_event_loop(
             took.clear()
             return [first, *await asyncio.gather(*(one(engine, n) for n in range(500)))]
 
-    tasks, longest_s = run_timed(monkeypatch, go)
+    tasks, share = run_timed(monkeypatch, go)
     assert sorted(timer.ids) == sorted(task.id for task in tasks)
     assert threading.get_ident() not in seen
-    assert longest_s < MOST_BLOCKED_S
+    assert share < 0.07  # 0.036 or less
 
 
 def test_the_engine_of_a_test_that_fails_is_closed(database_url: str) -> None:
