@@ -2,11 +2,9 @@
 
 It is kombu's filesystem transport, which has fanout for remote control and events, made private
 and safe between processes. A message gets its name when it is complete, a reader takes it by
-renaming it, and each binding is an empty file with the binding as its name. The database has all
+removing it, and each binding is an empty file with the binding as its name. The database has all
 tasks, so the folder may be deleted at any time.
 """
-
-from __future__ import annotations
 
 import os
 import time
@@ -33,12 +31,10 @@ class Channel(filesystem.Channel):
 
     def _keep_files(self) -> None:
         """Make the folder and the bindings of this process again if they were deleted."""
-        if not self._folder.is_dir():
-            make_folder(self._folder)
-        for path in list(self.connection.bindings):
-            if not path.exists():
-                make_folder(path.parent)
-                make_file(path)
+        make_folder(self._folder)
+        for path in [each for each in self.connection.bindings if not each.exists()]:
+            make_folder(path.parent)
+            make_file(path)
 
     def _put(self, queue: str, payload: Any, **_: Any) -> None:  # type: ignore[override]
         self._keep_files()
@@ -51,11 +47,9 @@ class Channel(filesystem.Channel):
         self._keep_files()
         for name in sorted(os.listdir(self._folder)):
             if name.partition(".")[2] == f"{queue}.msg":
-                taken = self._folder / f".{name}"
                 try:
-                    os.rename(self._folder / name, taken)  # one reader succeeds
-                    text = taken.read_bytes()
-                    taken.unlink()
+                    text = (self._folder / name).read_bytes()
+                    os.unlink(self._folder / name)  # one reader succeeds
                 except FileNotFoundError:
                     continue
                 return loads(text)

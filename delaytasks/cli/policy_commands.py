@@ -163,7 +163,7 @@ def _report(cli: Cli, changed: Policy) -> None:
     """Print the policy as it is now, and the number of tasks that it holds."""
     known = cli.delays.policies.list(**{changed.kind: changed.name})
     policy = known[0] if known else changed
-    paused = f"paused {_end_of(policy)}".strip()
+    paused = f"paused {_end_of(policy) or 'until resumed'}"
     state, more = (paused, "and more") if policy.is_paused else ("not paused", "fewer")
     text = f"{policy.kind} {cell(policy.name)} is {state}; held: {count(policy.held or 0, 'task')}"
     if _is_unapplied(policy):

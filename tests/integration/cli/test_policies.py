@@ -21,10 +21,12 @@ def sweep(shop: Project) -> None:
 
 def test_pause_and_resume_report_their_effect_and_the_number_of_held_tasks(shop: Project) -> None:
     tasks = [shop.schedule("mail", 3600) for _ in range(3)]
-    said = shop("pause", "--tag", "mail", "--actor", "ann: it burns")
-    assert said.stdout == "tag mail is paused; held: 0 tasks, and more with each sweep\n"
+    said = shop("pause", "--tag", "mail", "--actor", "ann: it burns").stdout
+    assert said == "tag mail is paused until resumed; held: 0 tasks, and more with each sweep\n"
     sweep(shop)
-    assert shop("pause", "--tag", "mail").stdout == "tag mail is paused; held: 3 tasks\n"
+    for end in ([], ["--until", "2h"]):  # an end does not shorten the pause
+        said = shop("pause", "--tag", "mail", *end).stdout
+        assert said == "tag mail is paused until resumed; held: 3 tasks\n"
     assert {shop.status(task) for task in tasks} == {Status.HELD}
     resumed = shop("resume", "--tag", "mail").stdout
     assert resumed == "tag mail is not paused; held: 3 tasks, fewer with each sweep\n"
