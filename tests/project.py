@@ -18,8 +18,7 @@ from typing import Any
 from celery import current_task, shared_task
 from sqlalchemy import text
 
-from delaytasks import DelayedTask, Fail, current_delays, processor
-from delaytasks.core.errors import LeaseLostError
+from delaytasks import DelayedTask, Fail, LeaseLostError, current_delays, processor
 from delaytasks.runtime import runtime_of
 from tests.waiting import STACKS
 

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from delaytasks import CancelResult
-from delaytasks.core.errors import InvalidInputError
+from delaytasks import CancelResult, InvalidInputError
 
 
 @contextmanager

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from sqlalchemy import func, insert, select
 from sqlalchemy.orm import Session
 
+import delaytasks as e
 from delaytasks import DelayedTask, NewTask, Status
-from delaytasks.core import errors as e
 from tests.fuzzing import fuzz
 from tests.recording import delays_on, record, runner_of
 from tests.refusals import raised

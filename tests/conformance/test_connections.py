@@ -13,8 +13,7 @@ from celery import Celery
 from sqlalchemy import Connection, create_engine, event, exc, select, text
 from sqlalchemy.orm import Session
 
-from delaytasks import DelayTasks
-from delaytasks.core.errors import StoreError
+from delaytasks import DelayTasks, StoreError
 from delaytasks.core.interfaces import Entry, Settlement
 from delaytasks.core.policies import Policy
 from delaytasks.core.states import Status

@@ -11,9 +11,16 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from delaytasks import DelayedTask, DelayTasks, Retry, RetrySchedule, Snooze, Status
+from delaytasks import (
+    DelayedTask,
+    DelayTasks,
+    DuplicateTaskError,
+    Retry,
+    RetrySchedule,
+    Snooze,
+    Status,
+)
 from delaytasks.console.queries import ConsoleQueries
-from delaytasks.core.errors import DuplicateTaskError
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.text import is_deferred_until
 from delaytasks.execution.executor import DeferralRules, LeaseEndsError

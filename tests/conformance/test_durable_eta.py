@@ -17,14 +17,17 @@ from celery.signals import after_task_publish, before_task_publish
 from kombu import Connection, Exchange, Queue
 from sqlalchemy.orm import Session
 
-from delaytasks import DelayedTask, DelayTasks, Status, WaitTimeoutError
-from delaytasks.core.celery_calls import celery_key, celery_tag
-from delaytasks.core.errors import (
+from delaytasks import (
     ConfigError,
+    DelayedTask,
+    DelayTasks,
     InvalidInputError,
     SessionUnusableError,
+    Status,
     StoreUnavailableError,
+    WaitTimeoutError,
 )
+from delaytasks.core.celery_calls import celery_key, celery_tag
 from delaytasks.core.inputs import TAG_LENGTH
 from delaytasks.core.interfaces import Entry
 from delaytasks.durable_eta.stored_message import StoredMessage

@@ -10,9 +10,8 @@ import pytest
 from sqlalchemy import insert, literal_column, select, text
 from sqlalchemy.orm import Session
 
-from delaytasks import DelayedTask, DelayTasks, NewTask, Status
+from delaytasks import BodyEncryptedError, DelayedTask, DelayTasks, NewTask, Status
 from delaytasks.core.body import PREFIX, key_name
-from delaytasks.core.errors import BodyEncryptedError
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.text import NO_KEY
 from delaytasks.runtime import runtime_of

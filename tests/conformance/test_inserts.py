@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from sqlalchemy import String, cast, insert, select, text
 
-from delaytasks import DelayedTask, DelayTasks, NewTask
-from delaytasks.core.errors import StoreError
+from delaytasks import DelayedTask, DelayTasks, NewTask, StoreError
 from delaytasks.core.filters import filter_of
 from delaytasks.core.interfaces import Settlement
 from delaytasks.core.states import Status

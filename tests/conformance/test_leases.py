@@ -14,9 +14,8 @@ from typing import Any, cast
 import pytest
 from sqlalchemy import select
 
-from delaytasks import DelayedTask, Status
+from delaytasks import DelayedTask, LeaseLostError, Status, StoreUnavailableError, TaskStateError
 from delaytasks.core.clock import to_us
-from delaytasks.core.errors import LeaseLostError, StoreUnavailableError, TaskStateError
 from delaytasks.core.interfaces import Level, Recovered
 from delaytasks.core.workers import ServiceTimes
 from delaytasks.execution import executor as run_module

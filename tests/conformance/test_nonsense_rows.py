@@ -12,8 +12,7 @@ import pytest
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
-from delaytasks import DelayedTask, DelayTasks, Status
-from delaytasks.core.errors import DelayTaskError, TaskStateError
+from delaytasks import DelayedTask, DelayTaskError, DelayTasks, Status, TaskStateError
 from tests.refusals import raised
 from tests.world import Entry, MakeWorld, World
 

@@ -15,8 +15,7 @@ import pytest
 from sqlalchemy import URL, event, make_url, select, text, update
 from sqlalchemy.exc import DBAPIError
 
-from delaytasks import DelayTasks, Status
-from delaytasks.core.errors import StoreError, StoreUnavailableError
+from delaytasks import DelayTasks, Status, StoreError, StoreUnavailableError
 from delaytasks.core.events import Events, is_outage
 from delaytasks.core.interfaces import Settlement
 from delaytasks.core.task import DelayedTask

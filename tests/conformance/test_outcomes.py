@@ -19,12 +19,14 @@ from delaytasks import (
     Done,
     DuplicateTaskError,
     Fail,
+    InvalidInputError,
+    LeaseLostError,
     Retry,
     RetrySchedule,
     Snooze,
     Status,
+    TaskStateError,
 )
-from delaytasks.core.errors import InvalidInputError, LeaseLostError, TaskStateError
 from tests.world import World
 
 # How attempts end, on each database: retry schedules, outcomes, attempts

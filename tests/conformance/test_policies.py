@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from sqlalchemy import event, select, update
 
+import delaytasks as e
 from delaytasks import DelayedTask, Snooze, Status
-from delaytasks.core import errors as e
 from tests.recording import CrashError
 from tests.refusals import invalid
 from tests.world import NO_POLICIES, MakeWorld, World, run_chunk

@@ -11,8 +11,7 @@ import pytest
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
-from delaytasks import ConfigError, DelayTasks, Status, TaskNotFoundError
-from delaytasks.core.errors import StoreError
+from delaytasks import ConfigError, DelayTasks, Status, StoreError, TaskNotFoundError
 from tests.conformance.test_transactions import own_engine
 from tests.recording import new_key
 from tests.refusals import invalid

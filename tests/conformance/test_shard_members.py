@@ -16,10 +16,14 @@ import pytest
 from celery import Celery
 from sqlalchemy import create_engine
 
-from delaytasks import DelayedTask, DelayTasks, NewTask, Shards, Status
-from delaytasks.core.errors import (
+from delaytasks import (
     ConfigError,
+    DelayedTask,
+    DelayTasks,
     DuplicateTaskError,
+    NewTask,
+    Shards,
+    Status,
     StoreUnavailableError,
     TaskCancelledError,
     TaskNotFoundError,

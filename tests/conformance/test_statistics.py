@@ -11,8 +11,17 @@ from typing import Any
 import pytest
 from sqlalchemy.exc import NoResultFound
 
-from delaytasks import Cancel, DelayedTask, DelayTasks, Fail, Retry, Snooze, Status
-from delaytasks.core.errors import StoreError, StoreUnavailableError
+from delaytasks import (
+    Cancel,
+    DelayedTask,
+    DelayTasks,
+    Fail,
+    Retry,
+    Snooze,
+    Status,
+    StoreError,
+    StoreUnavailableError,
+)
 from delaytasks.core.events import Events
 from delaytasks.core.run_counts import (
     LATENESS_BOUNDS_S,

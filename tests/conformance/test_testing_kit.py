@@ -19,12 +19,15 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 from sqlalchemy.pool import StaticPool
 
-from delaytasks import Cancel, DelayTasks, Fail, Status
-from delaytasks.core.errors import (
+from delaytasks import (
+    Cancel,
     ConfigError,
+    DelayTasks,
     DuplicateTaskError,
+    Fail,
     ForbiddenURLError,
     SessionUnusableError,
+    Status,
     StoreError,
     TaskNotFoundError,
     UnknownTagError,

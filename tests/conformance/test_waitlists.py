@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from delaytasks import DelayedTask, Status
-from delaytasks.core.errors import StoreError
+from delaytasks import DelayedTask, Status, StoreError
 from tests.waiting import wait_until
 from tests.world import Level, Settlement, WaitlistState, World
 

@@ -19,19 +19,19 @@ from django.db import connections, transaction
 from django.test.utils import CaptureQueriesContext, override_settings
 from sqlalchemy import literal_column
 
-from delaytasks import Status
-from delaytasks.contrib.django import instance
-from delaytasks.contrib.django.connection import DjangoConnection, DjangoTransaction
-from delaytasks.contrib.django.instance import DjangoDelays
-from delaytasks.core.body import key_name
-from delaytasks.core.errors import (
+from delaytasks import (
     BodyEncryptedError,
     ConfigError,
     OutcomeUnknownError,
     SessionUnusableError,
+    Status,
     StoreError,
     StoreUnavailableError,
 )
+from delaytasks.contrib.django import instance
+from delaytasks.contrib.django.connection import DjangoConnection, DjangoTransaction
+from delaytasks.contrib.django.instance import DjangoDelays
+from delaytasks.core.body import key_name
 from delaytasks.core.interfaces import Entry
 from tests.integration import django_settings
 from tests.recording import new_key

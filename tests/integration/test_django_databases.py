@@ -16,9 +16,9 @@ pytest.importorskip("django")
 from django.db import connections, transaction
 from django.test.utils import override_settings
 
+from delaytasks import ConfigError
 from delaytasks.contrib.django.connection import database_url as url_of
 from delaytasks.contrib.django.instance import DjangoDelays, project_delays
-from delaytasks.core.errors import ConfigError
 from tests.integration import django_settings
 from tests.integration.test_django import django  # noqa: F401
 

@@ -17,8 +17,8 @@ pytest.importorskip("django")
 
 from django.db import DatabaseError, connections, transaction
 
+from delaytasks import SessionUnusableError, StoreUnavailableError
 from delaytasks.contrib.django.instance import DjangoDelays
-from delaytasks.core.errors import SessionUnusableError, StoreUnavailableError
 from tests.conformance.test_outages import READ_ONLY
 from tests.integration import django_settings
 from tests.integration.cli.project import Project

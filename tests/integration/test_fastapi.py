@@ -14,9 +14,8 @@ from sqlalchemy import event
 from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 from starlette.applications import Starlette
 
-from delaytasks import DelayTasks
+from delaytasks import ConfigError, DelayTasks
 from delaytasks.contrib.fastapi import delays_lifespan, request_transaction
-from delaytasks.core.errors import ConfigError
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
 from tests.recording import delays_on, engine_at, run

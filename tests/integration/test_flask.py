@@ -19,10 +19,18 @@ from flask_sqlalchemy import SQLAlchemy
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from delaytasks import DelayedTask, Status, current, current_delays, schedule_delay
+from delaytasks import (
+    ConfigError,
+    DelayedTask,
+    SessionUnusableError,
+    Status,
+    StoreError,
+    current,
+    current_delays,
+    schedule_delay,
+)
 from delaytasks.cli.main import flask_delays
 from delaytasks.contrib.flask import FlaskDelays
-from delaytasks.core.errors import ConfigError, SessionUnusableError, StoreError
 from delaytasks.core.interfaces import Entry
 from delaytasks.runtime import runtime_of
 from delaytasks.testing import create_tables

@@ -11,8 +11,7 @@ from celery import Celery, _state
 from sqlalchemy import text
 
 import delaytasks
-from delaytasks import DelayTasks
-from delaytasks.core.errors import ConfigError, TaskNotFoundError
+from delaytasks import ConfigError, DelayTasks, TaskNotFoundError
 from delaytasks.current import set_project_delays
 from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations

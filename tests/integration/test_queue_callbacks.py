@@ -15,9 +15,8 @@ import pytest
 from kombu import Connection, Exchange, Queue
 from redis import Redis
 
-from delaytasks import DelayedTask, DelayTasks, Status
+from delaytasks import BodyRefusedError, DelayedTask, DelayTasks, InvalidInputError, Status
 from delaytasks.core.celery_calls import MESSAGE, Message
-from delaytasks.core.errors import BodyRefusedError, InvalidInputError
 from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
 from tests.proxy import Proxy, WebServer, proxy_to

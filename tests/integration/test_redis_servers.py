@@ -19,7 +19,7 @@ from redis import Redis
 from redis.cluster import RedisCluster
 from redis.exceptions import NoPermissionError
 
-from delaytasks.core.errors import ConfigError
+from delaytasks import ConfigError
 from delaytasks.timers import redis_timer as redislink
 from tests import services as redis_server
 from tests.conformance.test_timers import ALONE, burst, ran_once

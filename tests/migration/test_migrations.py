@@ -15,8 +15,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import MetaData, Table, inspect, text
 
-from delaytasks import Status
-from delaytasks.core.errors import ConfigError, StoreUnavailableError
+from delaytasks import ConfigError, Status, StoreUnavailableError
 from delaytasks.core.interfaces import Settlement
 from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations

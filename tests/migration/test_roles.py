@@ -15,9 +15,8 @@ import pytest
 from sqlalchemy import create_engine, make_url, text
 from sqlalchemy.exc import DBAPIError
 
-from delaytasks import DelayTasks, Status
+from delaytasks import ConfigError, DelayTaskError, DelayTasks, Status, StoreError
 from delaytasks.cli.setup import warnings_of
-from delaytasks.core.errors import ConfigError, DelayTaskError, StoreError
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.why import why
 from delaytasks.operations.health import HealthChecks, HealthQuestion

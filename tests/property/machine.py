@@ -13,8 +13,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, multi
 
 from chaos.simulation.broker import BrokerPublisher, SimulatedBroker
 from chaos.simulation.clock import Times
+from delaytasks import DuplicateTaskError, TaskStateError
 from delaytasks.core.clock import Clock, from_us
-from delaytasks.core.errors import DuplicateTaskError, TaskStateError
 from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.states import FINISHED, MOVES, Status

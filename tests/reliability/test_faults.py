@@ -21,8 +21,7 @@ import pytest
 
 from chaos.clocks import ABOUT_S, HOUR_S, MOST_CPU, Hours, cpu_s, server, try_out
 from chaos.failpoints.catalogue import FAILPOINTS
-from delaytasks import Status
-from delaytasks.core.errors import StoreUnavailableError
+from delaytasks import Status, StoreUnavailableError
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
 from tests import running as faketime

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from werkzeug.routing import Rule
 
+from delaytasks import ConfigError
 from delaytasks.console import pages_tasks, requests
 from delaytasks.console.application import make_console
 from delaytasks.console.requests import EXTENSION, MOST_ACTIVE, SESSION_S, BulkRunState, new_run_id
@@ -25,7 +26,6 @@ from delaytasks.console.viewers import (
     UserFile,
     Viewer,
 )
-from delaytasks.core.errors import ConfigError
 from delaytasks.core.filters import BulkResult, LogEntry
 from delaytasks.operations import health as probes
 from delaytasks.operations.bulk_calls import record_action

@@ -18,13 +18,12 @@ from flask import session as flask_session
 from starlette.middleware.sessions import SessionMiddleware
 from starlette.requests import Request
 
-from delaytasks import DelayTasks
+from delaytasks import ConfigError, DelayTasks
 from delaytasks.cli.main import main
 from delaytasks.console.application import make_console, standalone
 from delaytasks.console.viewers import FIRST_USER, Role, Viewer
 from delaytasks.contrib import fastapi as fastapi_mounts
 from delaytasks.contrib import flask as flask_mounts
-from delaytasks.core.errors import ConfigError
 from delaytasks.core.settings import Address
 from delaytasks.serving import Place, make_server
 from tests.integration.django_settings import configured

@@ -13,10 +13,10 @@ import pytest
 from flask.testing import FlaskClient
 from sqlalchemy import event
 
+from delaytasks import StoreUnavailableError
 from delaytasks.console import pages_tags
 from delaytasks.console.pages_tags import PERIODS
 from delaytasks.console.viewers import Role
-from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.run_counts import OTHER_TAGS
 from delaytasks.runtime import runtime_of
 from delaytasks.statistics.reading import Statistics

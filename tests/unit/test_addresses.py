@@ -6,8 +6,8 @@ from ipaddress import ip_address
 
 import pytest
 
+from delaytasks import ConfigError, ForbiddenURLError
 from delaytasks.core.clock import monotonic
-from delaytasks.core.errors import ConfigError, ForbiddenURLError
 from delaytasks.webhooks import http_callbacks as addresses
 from delaytasks.webhooks.http_callbacks import Guard
 

@@ -16,8 +16,7 @@ from celery.beat import ScheduleEntry, Scheduler
 from celery.concurrency.prefork import TaskPool
 from celery.schedules import schedule
 
-from delaytasks import DelayTasks
-from delaytasks.core.errors import StoreError
+from delaytasks import DelayTasks, StoreError
 from delaytasks.runtime import runtime_of
 from delaytasks.testing import create_tables
 

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from celery.exceptions import WorkerShutdown
 
-from delaytasks import DelayedTask
-from delaytasks.core.errors import StoreUnavailableError
+from delaytasks import DelayedTask, StoreUnavailableError
 from delaytasks.execution import runner
 from delaytasks.execution.runner import Report
 from tests.waiting import wait_until

@@ -23,11 +23,10 @@ import pytest
 from sqlalchemy import event
 
 import delaytasks
-from delaytasks import DelayedTask, DelayTasks, NewTask, Processor, current
+from delaytasks import DelayedTask, DelayTasks, InvalidInputError, NewTask, Processor, current
 from delaytasks.cli.schedule_commands import schedule
 from delaytasks.contrib.flask import FlaskDelays
 from delaytasks.core import errors
-from delaytasks.core.errors import InvalidInputError
 from delaytasks.core.task import TaskOptions
 from delaytasks.http_api.schemas import TASK
 from delaytasks.operations.bulk_calls import Bulk
@@ -260,7 +259,7 @@ os.chdir({folder!r})
 from celery import Celery
 from sqlalchemy import create_engine
 import delaytasks
-from delaytasks.core.errors import ConfigError
+from delaytasks import ConfigError
 """
 
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from delaytasks import OutcomeUnknownError, StoreError, StoreUnavailableError
 from delaytasks.cli.output import parse_instant, show_from_now, show_instant
-from delaytasks.core.errors import OutcomeUnknownError, StoreError, StoreUnavailableError
 from delaytasks.core.ids import COUNTER_BITS, EPOCH_MS, MAX_ID, SHARD_BITS, IdMaker, check_id
 from delaytasks.core.inputs import (
     check_delay,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Column, MetaData, Table, event, exc, make_url, select
 
-from delaytasks.core.errors import (
+from delaytasks import (
     ConfigError,
     DuplicateTaskError,
     OutcomeUnknownError,

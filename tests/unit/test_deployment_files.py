@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from delaytasks import ConfigError
 from delaytasks.cli.servers import API_PORT
-from delaytasks.core.errors import ConfigError
 from delaytasks.core.settings import load_settings
 from delaytasks.operations.health import READY_ANSWER_S
 from tests.doc_commands import check_command

@@ -16,10 +16,10 @@ import pytest
 from kombu.asynchronous import Hub
 from sqlalchemy import text
 
+from delaytasks import StoreUnavailableError
 from delaytasks.core import loop as availability
 from delaytasks.core import loop as latest
 from delaytasks.core import loop as loop_module
-from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.events import Events
 from delaytasks.core.loop import (
     MOST_RENEW_S,

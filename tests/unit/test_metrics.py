@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from delaytasks import StoreUnavailableError
 from delaytasks.console import requests
 from delaytasks.console.requests import SharedCache
-from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.events import Events
 from delaytasks.core.settings import Address
 from delaytasks.metrics import prometheus, snapshot

@@ -20,8 +20,16 @@ from celery import Celery
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delaytasks import DelayedTask, DelayTasks, Done, Processor, StaleVersionError
-from delaytasks.core.errors import BodyRefusedError, ConfigError, InvalidInputError
+from delaytasks import (
+    BodyRefusedError,
+    ConfigError,
+    DelayedTask,
+    DelayTasks,
+    Done,
+    InvalidInputError,
+    Processor,
+    StaleVersionError,
+)
 from delaytasks.core.retry_schedule import (
     MAX_RETRY_DELAYS,
     Retries,

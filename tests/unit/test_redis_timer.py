@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from delaytasks import ConfigError
 from delaytasks.core import workers as chunk_size
 from delaytasks.core.clock import Clock, monotonic
-from delaytasks.core.errors import ConfigError
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.loop import SERVICE_REST_S
 from delaytasks.core.settings import load_settings

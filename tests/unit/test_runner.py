@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 from celery.exceptions import WorkerShutdown
 
-from delaytasks import DelayedTask, Retry, Snooze, Status
+from delaytasks import DelayedTask, Retry, Snooze, Status, StoreError, StoreUnavailableError
 from delaytasks.core.clock import monotonic
-from delaytasks.core.errors import StoreError, StoreUnavailableError
 from delaytasks.core.interfaces import Entry, Settlement
 from delaytasks.core.text import DEFER_MIN_S
 from delaytasks.core.workers import ChunkSize

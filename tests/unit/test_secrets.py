@@ -20,11 +20,10 @@ from hypothesis import strategies as st
 from kombu import Connection
 from sqlalchemy import URL, text
 
-from delaytasks import DelayedTask, DelayTasks
+from delaytasks import BodyEncryptedError, ConfigError, DelayedTask, DelayTasks
 from delaytasks.attachment import file_broker_url
 from delaytasks.core.body import PREFIX, Cipher, is_encrypted, key_name
 from delaytasks.core.clock import LATEST
-from delaytasks.core.errors import BodyEncryptedError, ConfigError
 from delaytasks.core.private_files import make_folder, tighten_data_folder, tighten_folder
 from delaytasks.core.settings import load_settings
 from delaytasks.core.text import Secret, mask_secret, mask_url

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from delaytasks.core.errors import StoreError, StoreUnavailableError
+from delaytasks import StoreError, StoreUnavailableError
 from delaytasks.core.events import Events
 from delaytasks.core.workers import RegisteredWorker, ServiceTimes, beat_age_s, broker_down_s
 from delaytasks.worker import service_watch

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from delaytasks.core.errors import ConfigError
+from delaytasks import ConfigError
 from delaytasks.core.settings import Address, Settings, Sweep, load_settings
 from delaytasks.core.text import Secret
 

@@ -15,9 +15,19 @@ from typing import Any
 import pytest
 from celery.exceptions import WorkerShutdown
 
-from delaytasks import Cancel, DelayedTask, Done, Fail, Retry, Snooze, Status
+from delaytasks import (
+    Cancel,
+    DelayedTask,
+    Done,
+    Fail,
+    Retry,
+    Snooze,
+    Status,
+    StoreError,
+    StoreUnavailableError,
+    TaskStateError,
+)
 from delaytasks.core.clock import monotonic
-from delaytasks.core.errors import StoreError, StoreUnavailableError, TaskStateError
 from delaytasks.core.interfaces import Settlement
 from delaytasks.core.workers import ChunkSize
 from delaytasks.execution.executor import TaskExecutor

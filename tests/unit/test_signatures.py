@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from standardwebhooks import Webhook
 
+from delaytasks import ConfigError
 from delaytasks.core.clock import wall_ms
-from delaytasks.core.errors import ConfigError
 from delaytasks.webhooks import Received, signatures, verify
 from delaytasks.webhooks.signatures import SigningKeys
 from tests.refusals import invalid

@@ -16,10 +16,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
+from delaytasks import DelayTaskError, InvalidInputError
 from delaytasks.core import body as body_json
 from delaytasks.core import body as jsontext
 from delaytasks.core.body import dump_flat, dump_json, encode_body
-from delaytasks.core.errors import DelayTaskError, InvalidInputError
 from delaytasks.core.inputs import check_delay, check_key, check_queue, check_tag, check_wait
 from delaytasks.core.retry_schedule import RetrySchedule
 from delaytasks.core.states import MOST_VERSIONS, following

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from delaytasks import Status
-from delaytasks.core.errors import StoreUnavailableError
+from delaytasks import Status, StoreUnavailableError
 from delaytasks.core.filters import LogEntry
 from delaytasks.core.interfaces import Entry
 from delaytasks.maintenance import sweeper

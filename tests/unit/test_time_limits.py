@@ -15,9 +15,8 @@ from celery.concurrency import prefork, solo, thread
 from celery.exceptions import SoftTimeLimitExceeded
 from coverage import Coverage
 
-from delaytasks import DelayedTask, Status
+from delaytasks import DelayedTask, LeaseLostError, Status, TaskStateError
 from delaytasks.core.clock import monotonic
-from delaytasks.core.errors import LeaseLostError, TaskStateError
 from delaytasks.core.workers import LastRenewal
 from delaytasks.execution import executor as run_module
 from delaytasks.processors.registry import ProcessorSpec, Registry

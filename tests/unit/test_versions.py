@@ -14,8 +14,8 @@ import celery
 import pytest
 from celery import signals
 
+from delaytasks import ConfigError
 from delaytasks.attachment import NEWEST_TESTED_CELERY, OLDEST_CELERY
-from delaytasks.core.errors import ConfigError
 from tests.proxy import WebServer, answer
 from tests.recording import delays_on
 from tests.running import ROOT

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from delaytasks import StoreUnavailableError
 from delaytasks.cli import status
-from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.settings import Settings
 from delaytasks.core.workers import ServiceTimes
 from delaytasks.operations.health import HealthChecks, HealthQuestion

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from delaytasks import ConfigError
 from delaytasks.core.clock import TokenBuckets
-from delaytasks.core.errors import ConfigError
 from delaytasks.http_api.api_keys import ApiKeyFile, ApiKeys, Scopes, new_entry
 from delaytasks.http_api.routes import ROUTES, Permission, Route, make_api
 from delaytasks.operations import health as probes

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from delaytasks import DelayTasks
-from delaytasks.core.errors import OutcomeUnknownError, StoreUnavailableError
+from delaytasks import DelayTasks, OutcomeUnknownError, StoreUnavailableError
 from delaytasks.core.run_counts import RunCounts
 from delaytasks.http_api.routes import ROUTES, instant_of, make_api
 from delaytasks.runtime import runtime_of

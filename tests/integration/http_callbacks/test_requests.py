@@ -12,10 +12,17 @@ from typing import Any
 import pytest
 from standardwebhooks import Webhook
 
-from delaytasks import DelayTasks, Done, Retry, RetrySchedule, Status
+from delaytasks import (
+    BodyRefusedError,
+    DelayTasks,
+    Done,
+    ForbiddenURLError,
+    Retry,
+    RetrySchedule,
+    Status,
+)
 from delaytasks.core.celery_calls import CALLBACK, Callback
 from delaytasks.core.clock import Clock
-from delaytasks.core.errors import BodyRefusedError, ForbiddenURLError
 from delaytasks.core.settings import load_settings
 from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations

@@ -13,9 +13,9 @@ import pytest
 from celery import Celery
 from sqlalchemy import create_engine, make_url, text
 
+import delaytasks as e
 from delaytasks import DelayedTask, DelayTasks, NewTask
 from delaytasks.core import clock as clock_module
-from delaytasks.core import errors as e
 from delaytasks.runtime import runtime_of
 from tests.integration.outages.proxied_caller import (
     DATABASES,
