@@ -40,15 +40,15 @@ class CeleryLoad:
         self._system, self._tasks, self._rate = system, tasks, rate
         self._chance = random.Random(f"Celery tasks {seed}")
         self._delays = system.deployment.producer(system.producers_url)
-        wiring = runtime_of(self._delays)
-        self._app = wiring.celery
+        runtime = runtime_of(self._delays)
+        self._app = runtime.celery
         connection = self._app.connection_for_write()
         self._broker_errors = (
             OperationalError,
             *connection.connection_errors,
             *connection.channel_errors,
         )
-        self._engine = create_engine(wiring.store.database.url, pool_pre_ping=True)
+        self._engine = create_engine(runtime.store.database.url, pool_pre_ping=True)
         self._notes = Notebook(system.notes)
         #: The calls to revoke now. A revoke waits while the broker is away, without a limit if the
         #: run was terminated, so the process does not wait for these threads at its end.

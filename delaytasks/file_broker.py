@@ -2,8 +2,9 @@
 
 It is kombu's filesystem transport, which has fanout for remote control and events, made private
 and safe between processes. A message gets its name when it is complete, a reader takes it by
-removing it, and each binding is an empty file with the binding as its name. The database has all
-tasks, so the folder may be deleted at any time.
+removing it, and each binding is an empty file with the binding as its name. The queue of a process
+that was killed keeps what it gets, until `up` deletes the folder. The database has all tasks, so
+the folder may be deleted at any time.
 """
 
 import os
@@ -31,7 +32,8 @@ class Channel(filesystem.Channel):
 
     def _keep_files(self) -> None:
         """Make the folder and the bindings of this process again if they were deleted."""
-        make_folder(self._folder)
+        if not self._folder.is_dir():
+            make_folder(self._folder)
         for path in [each for each in self.connection.bindings if not each.exists()]:
             make_folder(path.parent)
             make_file(path)
@@ -57,7 +59,7 @@ class Channel(filesystem.Channel):
 
     def get_table(self, exchange: str) -> list[Any]:
         found = self._binding(exchange).glob("*")
-        return [filesystem.exchange_queue_t(*loads(unquote(path.name))) for path in found]
+        return [filesystem.exchange_queue_t(*map(unquote, path.name.split(","))) for path in found]
 
     def _queue_bind(self, exchange: str, *row: str | None) -> None:
         self.connection.bindings.add(self._binding(exchange, *row))
@@ -72,7 +74,7 @@ class Channel(filesystem.Channel):
     def _binding(self, exchange: str, *row: str | None) -> Path:
         """Return the file of a binding, or the folder of all bindings without one."""
         folder = self._folder / f"exchange-{quote(exchange, safe='')}"
-        return folder / quote(dumps([each or "" for each in row]), safe="") if row else folder
+        return folder / ",".join(quote(each or "", safe="") for each in row) if row else folder
 
 
 class Transport(filesystem.Transport):

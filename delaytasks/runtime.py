@@ -54,7 +54,7 @@ ProcessorContext = Callable[[DelayedTask], AbstractContextManager[Any]]
 
 
 class PublishesMessages(Protocol):
-    """Publishes the messages of Celery tasks that waited as rows."""
+    """A `MessagePublisher`, or that of the testing kit."""
 
     def publish(self, messages: Sequence[Any]) -> list[Exception | None]: ...
     def close(self) -> None: ...
@@ -373,15 +373,10 @@ def runtime_of(delays: HasRuntime) -> Runtime:
     return delays._runtime
 
 
-def renew_runtime(delays: HasRuntime, **settings: Any) -> None:
-    """Close the objects behind `delays`; the next call makes them anew with these settings too."""
-    delays._renew_runtime(**settings)
-
-
 def use_direct_timer(delays: HasRuntime) -> None:
     """From now on this process contacts neither broker nor Redis and finds near rows in the table.
 
     To be called before anything is scheduled or run.
     """
     if runtime_of(delays).settings.uses_broker:
-        renew_runtime(delays, timer="direct")
+        delays._renew_runtime(timer="direct")

@@ -45,7 +45,6 @@ Step = Literal["reading", "moving", "settled"]
 REST_S = 5.0
 #: The rows of each member that a search holds in memory.
 CHUNK = 100
-COUNTS = ("matched", "changed", "refused")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class MergedPage(Page):
     ----------
     missing
         The numbers of the members that were unavailable. Their tasks are not in the page. The next
-        page has them if the members are available by then.
+        page has them if the members are available by then. Without a next page, search again.
 
     Examples
     --------
@@ -135,8 +134,7 @@ def _for_one(method: Method[P, T]) -> MethodOfShards[P, T]:
     """Ask one member after the other until one has the task."""
 
     def call(self: Shards, /, task: Any = None, *args: Any, **options: Any) -> Any:
-        ask = _calling(method, task, *args, **options)
-        return self._ask_in_turn(ask, task, **options)
+        return self._ask_in_turn(_calling(method, task, *args, **options), task, **options)
 
     return functools.wraps(method)(call)
 
@@ -161,14 +159,16 @@ def _for_all(method: BulkMethod[P]) -> Callable[Concatenate[ShardsBulk, P], Merg
     """Change the tasks of one member after the other, and add up the counts."""
 
     def call(self: ShardsBulk, /, *args: Any, **options: Any) -> MergedResult:
-        ask = _calling(method, *args, **options)
-        found, down = self._shards._ask_all(lambda member: ask(member.bulk))
+        ask, entry = _calling(method, *args, **options), options.get("entry")
+        # An entry of the log is in the member that its id names.
+        of = None if entry is None else [self._shards.member_of(getattr(entry, "id", entry))]
+        found, down = self._shards._ask_all(lambda member: ask(member.bulk), of)
         if not found:
             raise next(iter(down.values()))
-        matched, changed, refused = (sum(map(attrgetter(a), found.values())) for a in COUNTS)
+        sums = [sum(map(attrgetter(a), found.values())) for a in ("matched", "changed", "refused")]
         started = min(result.started for result in found.values())
         runs = tuple(run for result in found.values() for run in result.runs)
-        return MergedResult(matched, changed, refused, started, runs, tuple(down))
+        return MergedResult(*sums, started, runs, tuple(down))  # type: ignore[call-arg]
 
     return functools.wraps(method)(call)
 
@@ -181,7 +181,7 @@ def _merged(method: Method[P, Page]) -> MethodOfShards[P, MergedPage]:
 
         check_page_limit(limit)
         # A cursor has the position in each member. A member that was added since has none.
-        positions = dict(zip(self._by_number, (cursor or "").split("."), strict=False))
+        positions = dict(zip(self._by_number, str(cursor or "").split("."), strict=False))
         down: Down = {}
 
         def rows(number: int, member: DelayTasks) -> Iterator[tuple[Any, int, int, DelayedTask]]:
@@ -194,12 +194,12 @@ def _merged(method: Method[P, Page]) -> MethodOfShards[P, MergedPage]:
         streams = itertools.starmap(rows, self._by_number.items())
         merged = heapq.merge(*streams, reverse=options.get("newest_first", False))
         taken = list(itertools.islice(merged, limit))
-        has_more = next(merged, None) is not None
         if len(down) == len(self.members):
             raise next(iter(down.values()))
         positions |= {number: make_cursor(task) for *_, number, task in taken}
         after = ".".join(positions.get(number, "") for number in self._by_number)
-        return MergedPage([task for *_, task in taken], after if has_more else None, tuple(down))
+        cursor = None if next(merged, None) is None else after
+        return MergedPage([task for *_, task in taken], cursor, tuple(down))
 
     return functools.wraps(method)(call)  # type: ignore[return-value]
 
@@ -372,7 +372,8 @@ class Shards:
         results, down = self._ask_all(call)
         if down:
             error = next(iter(down.values()))
-            raise errors.StoreUnavailableError(f"{error} (shards {[*results]} have done the call)")
+            text = f"{error} (members {[*results]} have done the call)"
+            raise errors.StoreUnavailableError(text, error.is_locked, error.is_unable) from error
         return results
 
     def any(self, call: Callable[[DelayTasks], T]) -> T:
@@ -566,13 +567,14 @@ class Shards:
                     return result
         return ask(members[-1])
 
-    def _ask_all(self, ask: Callable[[DelayTasks], T]) -> tuple[dict[int, T], Down]:
+    def _ask_all(self, ask: Callable[[DelayTasks], T], of: Any = None) -> tuple[dict[int, T], Down]:
+        """Ask these members, or all, one after the other."""
         results, down = dict[int, T](), Down()
-        for number, member in self._by_number.items():
+        for member in of or self.members:
             try:
-                results[number] = ask(member)
+                results[member.settings.shard] = ask(member)
             except errors.StoreUnavailableError as error:
-                down[number] = error
+                down[member.settings.shard] = error
         return results, down
 
 

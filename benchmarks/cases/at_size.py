@@ -65,9 +65,9 @@ def _measure(stage: CaseContext, pending: int) -> dict[str, float]:
 
 def _sweeps() -> list[Step]:
     """Return the queries of sweeps and of drains."""
-    wiring, settings = runtime_of(ours.delays), ours.delays.settings
-    sweeps, claims = wiring.store.sweeps, wiring.store.claims("bench", None)
-    now = wiring.clock.certain_now()
+    runtime, settings = runtime_of(ours.delays), ours.delays.settings
+    sweeps, claims = runtime.store.sweeps, runtime.store.claims("bench", None)
+    now = runtime.clock.certain_now()
     until = now + timedelta(seconds=HOUR_S)
     queue = settings.default_queue
     return [
@@ -107,9 +107,9 @@ def _searches(key: str) -> list[Step]:
 
 def _chunk() -> list[Step]:
     """Return the statements of one chunk, each of which needs the one before it."""
-    wiring = runtime_of(ours.delays)
-    tasks, claims = wiring.store.tasks, wiring.store.claims("bench", None)
-    now = wiring.clock.certain_now()
+    runtime = runtime_of(ours.delays)
+    tasks, claims = runtime.store.tasks, runtime.store.claims("bench", None)
+    now = runtime.clock.certain_now()
     chunk: list[DelayedTask] = []
 
     def insert() -> int:

@@ -92,23 +92,23 @@ def _timing(number: int, is_hourly: bool) -> tuple[str, str]:
 
 def _sweep(delays: DelayTasks, sweeps: int) -> RecurringCost:
     """Sweep at the usual pace. The first sweep arms a whole horizon, and is not measured."""
-    wiring = runtime_of(delays)
-    schedules = RecurringTable(wiring.store.database, wiring.store.schema)
+    runtime = runtime_of(delays)
+    schedules = RecurringTable(runtime.store.database, runtime.store.schema)
     creation = Creation(
-        delays.settings, schedules, wiring.new_id, wiring.clock, wiring.timer, wiring.events
+        delays.settings, schedules, runtime.new_id, runtime.clock, runtime.timer, runtime.events
     )
-    wiring.sweeper.sweep()
+    runtime.sweeper.sweep()
     sweeps_s = creation_s = scheduling_s = 0.0
     for _ in range(sweeps):
         time.sleep(PACE_S)
         before, began = _made(delays), time.monotonic()
-        if wiring.store.due_schedules.exist(delays.settings.recurring_lead_s):
+        if runtime.store.due_schedules.exist(delays.settings.recurring_lead_s):
             creation.create(lambda: None)  # so that the sweep finds no schedule that is due
         created = time.monotonic()
         if count := _made(delays) - before:
             delays.schedule_many([(ours.TAG, {"due": 0}, FAR_S)] * count)
         scheduled = time.monotonic()
-        wiring.sweeper.sweep()
+        runtime.sweeper.sweep()
         creation_s += created - began
         scheduling_s += scheduled - created
         sweeps_s += time.monotonic() - scheduled

@@ -33,7 +33,7 @@ from delaytasks.cli.output import (
 from delaytasks.cli.setup import broker_url
 from delaytasks.client import DelayTasks
 from delaytasks.core.errors import StoreError
-from delaytasks.core.inputs import show_duration, show_measured
+from delaytasks.core.inputs import ALL_QUEUES, show_duration, show_measured
 from delaytasks.core.states import Status
 from delaytasks.core.text import installed_version, mask_url
 from delaytasks.core.workers import RegisteredWorker
@@ -62,7 +62,7 @@ def read_deployment(delays: DelayTasks) -> DeploymentState:
     Raises
     ------
     StoreError
-        If no database answers.
+        If the database does not answer.
     """
     runtime, settings = runtime_of(delays), delays.settings
     uses_broker, error = runtime.direct_timer is None, None
@@ -227,7 +227,7 @@ def _timer(
     name, timer = delays.settings.timer_kind, runtime_of(delays).redis_timer
     if timer is None:
         return {"name": name, "url": broker["url"], "is_up": broker["is_up"], "queues": {}}
-    served = {queue for worker in workers for queue in worker["queues"]}
+    served = {queue for worker in workers for queue in worker["queues"]} - {ALL_QUEUES}
     counts = timer.counts(sorted({delays.settings.default_queue, *served}))
     return {
         "name": name,

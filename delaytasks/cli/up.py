@@ -1,4 +1,4 @@
-"""`delaytasks up`: starts broker, worker, beat, Flower and console, and restarts those that end."""
+"""`delaytasks up`: makes the tables, starts worker, beat, Flower and console, and restarts them."""
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ _WORKER_NOISE = re.compile(
 @click.option("--no-console", is_flag=True, help="Without the console, even where it is installed.")
 @pass_cli
 def up(cli: Cli, port: int | None, no_flower: bool, no_console: bool, **worker: Any) -> None:
-    """Start everything here: tables, broker, worker, beat, console and Flower, with one log.
+    """Make the tables, and start a worker, beat, the console and Flower here, with one log.
 
     \b
     delaytasks up

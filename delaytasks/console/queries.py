@@ -46,7 +46,7 @@ class QueueCounts(NamedTuple):
 
 
 class ConsoleQueries:
-    """Reads one database."""
+    """Reads what the pages show."""
 
     def __init__(self, store: Store) -> None:
         self._db = store.database

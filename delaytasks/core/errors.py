@@ -147,7 +147,7 @@ class StoreError(DelayTaskError):
 
 
 class StoreUnavailableError(StoreError):
-    """The database cannot be reached or stays busy. Nothing was done; try again later.
+    """The database cannot be reached or stays busy. The statement was not done; try again later.
 
     Attributes
     ----------

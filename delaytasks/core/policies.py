@@ -162,7 +162,7 @@ class Changes(NamedTuple):
 
 
 class Policies:
-    """The policies of one database as they were read. Immutable."""
+    """The policies as they were read. Immutable."""
 
     def __init__(self, all: Iterable[Policy] = (), number: int = 0) -> None:
         self.number = number

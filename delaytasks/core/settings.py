@@ -557,5 +557,5 @@ def _unknown(name: str, origin: str) -> str:
 
 def _is_for_tools(variable: str) -> bool:
     """Return whether a variable belongs to the tests, the benchmarks or the command line."""
-    others = ("DELAYTASKS_CONSOLE_", "DELAYTASKS_TEST_", "DELAYTASKS_BENCH_")
+    others = ("DELAYTASKS_TEST_", "DELAYTASKS_BENCH_")
     return variable.startswith(others) or variable == "DELAYTASKS_APP"

@@ -30,7 +30,7 @@ POLICY_CHECK_S = 10.0
 
 
 class PolicyCache:
-    """The policies of one database."""
+    """The policies, as this process has read them last."""
 
     def __init__(self, read: Callable[[int | None, bool], Changes]) -> None:
         """`read(number, checks)` returns the changes after `number`; for None, all policies."""

@@ -45,7 +45,7 @@ StartDrain = Callable[[str, Sequence[int]], bool]
 
 
 class DrainRequests:
-    """Finds the overdue queues of one database. Sends drain messages, or starts drains here."""
+    """Finds the overdue queues. Sends drain messages, or starts drains here."""
 
     def __init__(
         self,
@@ -194,7 +194,7 @@ APPLIED = 200
 
 
 class PauseSweeper:
-    """Applies the pauses of one database's policies to its rows, as a part of each sweep."""
+    """Applies the pauses of policies to rows, as a part of each sweep."""
 
     def __init__(
         self,
@@ -388,7 +388,7 @@ def _start_no_drain(queue: str, priorities: Sequence[int]) -> bool:
 
 
 class Sweeper:
-    """Sweeps the tables of one database."""
+    """Sweeps the tables."""
 
     def __init__(
         self,

@@ -170,7 +170,8 @@ class Bulk(CallGroup):
             and with `entry` each at its own due time.
         entry
             An entry of `log` about a `cancel`, or its id: the tasks that it has cancelled and that
-            have not moved since run again.
+            have not moved since run again. Those that have moved are refused, or are not counted
+            if a filter is given, too.
         **options
             See `cancel`. With `status="CANCELLED"`, cancelled tasks run again instead.
 
@@ -326,8 +327,10 @@ class BulkRun:
             for versions in self._store.unmoved(self._which, self._cancelled.id):
                 self._ids.extend(versions)
                 self._versions.extend(versions.values())
-            self.matched = self._cancelled.changed
-            self._refused = self.matched - len(self._ids)
+            self.matched = len(self._ids)
+            if not self._which.where.as_json().keys() - {"status"}:
+                self.matched = self._cancelled.changed
+                self._refused = self.matched - len(self._ids)  # they have moved since
             return
         for rows in self._store.matching(self._which):
             self._ids.extend(id for id, status in rows if status in self._which.movable)

@@ -167,7 +167,7 @@ class Advance(NamedTuple):
 
 
 class RecurringTable:
-    """The schedules of one database, and the tasks that are made of them."""
+    """The recurring schedules, and the tasks that are made of them."""
 
     def __init__(self, database: Database, schema: Schema) -> None:
         self._db = database
@@ -414,7 +414,7 @@ class Visit(NamedTuple):
 
 
 class Creation:
-    """Makes the tasks of the schedules of one database.
+    """Makes the tasks of recurring schedules.
 
     One transaction writes the tasks of a batch of schedules and advances the schedules. Another
     sweeper therefore finds either both or neither. The transaction locks the schedules and changes

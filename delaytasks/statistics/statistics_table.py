@@ -54,7 +54,7 @@ MAX_GROUPS_OF_WORKER = 500
 
 @dataclass
 class Unwritten:
-    """Counts of one database that are not written yet."""
+    """Counts that are not written yet."""
 
     #: By the minute in which they were reported, in minutes since 1970, and by tag.
     runs: dict[tuple[int, str], RunCounts] = field(default_factory=dict)
@@ -203,7 +203,7 @@ class MinuteCounts(NamedTuple):
 
 
 class StatisticsTable:
-    """The statistics of one database."""
+    """The tables of statistics."""
 
     def __init__(self, database: Database, schema: Schema) -> None:
         self._db = database

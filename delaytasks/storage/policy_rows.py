@@ -57,7 +57,7 @@ class RowCount(NamedTuple):
 
 
 class PolicyTable:
-    """The policies of one database, and the number of the last change.
+    """The policies, and the number of the last change.
 
     Each transaction that changes policies adds one to that number, and writes the new number into
     the policies. It keeps the lock on the number's row until it commits, so that numbers become

@@ -259,7 +259,7 @@ _RECURRING_KEY = re.compile(r"(.+)@[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:.]+Z")
 
 
 class FactReader:
-    """Reads one database."""
+    """Counts rows by status, queue and tag."""
 
     def __init__(self, store: Store, settings: Settings) -> None:
         self._store = store
@@ -404,7 +404,7 @@ class LiveRow(NamedTuple):
 
 
 class Live(NamedTuple):
-    """The rows of one database at one time."""
+    """The rows at one time."""
 
     now: datetime
     running: Sequence[LiveRow]

@@ -36,7 +36,7 @@ MAX_CHANNEL_BYTES = 63
 
 
 class Notices:
-    """The channel of one database's tasks."""
+    """The channel of the tasks of a database."""
 
     def __init__(self, database: Database, schema: Schema) -> None:
         self._db = database

@@ -316,7 +316,7 @@ class OverdueCount(NamedTuple):
 
 
 class OverdueRows:
-    """Reads the overdue tasks of one database."""
+    """Reads the overdue tasks."""
 
     def __init__(self, database: Database, schema: Schema) -> None:
         self._db = database

@@ -152,11 +152,11 @@ def defer_by_limit(delays: DelayTasks) -> Any:
     task = delays.schedule_delay("limited", {}, 0)
     claims = runtime_of(delays).store.claims("w", None)
     [claimed] = claims.claim_due("default", [0], 1)
-    wiring = runtime_of(delays)
+    runtime = runtime_of(delays)
     registry = Registry()
     registry.processor("limited", time_limit=60)(lambda body: None)
     rules = DeferralRules(
-        delays.settings, wiring.clock, delays.events, registry, False, lambda id, version: False
+        delays.settings, runtime.clock, delays.events, registry, False, lambda id, version: False
     )
     deferral = rules.settlement(registry.get("limited"), claimed)
     assert deferral is not None

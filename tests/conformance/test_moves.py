@@ -182,7 +182,7 @@ def test_a_repeated_move_whose_first_try_succeeded_is_done_or_unknown_not_refuse
     proxy = proxy_to(url)
     other = delays_on(proxy.url(url), table_prefix="s_")
     made = world.put(Status.FAILED if name == "rerun" else Status.NOT_COMPLETE)
-    other.cancel(world.put())  # opens the connection
+    other.reschedule(world.put(), 60)  # opens the connections, and reads the clock
     proxy.cut_answer(rb"COMMIT(?!TED)")
     if name == "cancel":
         assert other.cancel(made, version=0)

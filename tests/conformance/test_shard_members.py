@@ -378,8 +378,9 @@ def test_without_any_member_calls_fail(tmp_path: Path) -> None:
 
 
 def test_a_call_of_each_member_says_which_ones_have_done_it(process: Process) -> None:
-    with pytest.raises(StoreUnavailableError, match=r"shards \[0, 2\] have done the call"):
+    with pytest.raises(StoreUnavailableError, match=r"members \[0, 2\] have done") as said:
         process(down=1).each(lambda member: member.policies.pause(tag=TAG))
+    assert isinstance(said.value.__cause__, StoreUnavailableError)
     policies = process().each(lambda member: member.policies.list(tag=TAG))
     assert [bool(policies[number]) for number in range(3)] == [True, False, True]
 
@@ -457,6 +458,22 @@ def test_bulk_operations_add_the_members_up(shards: Shards) -> None:
     assert cancelled.started == min(starts) < max(starts)
     assert [entry.actor for entry in entries] == ["eva"] * 3 + ["otto"] * 3 + ["maria"] * 3
     assert [entry.id for entry in shards.bulk.log(limit=4)] == [entry.id for entry in entries[:4]]
+
+
+def test_a_log_entry_is_looked_for_in_the_member_that_made_it(shards: Shards) -> None:
+    for _ in shards.members:
+        shards.schedule_many([(TAG, None, 600)] * 4)
+    runs = shards.bulk.cancel(tag=TAG).runs
+    for entry in (runs[1], shards.bulk.log()[0]):
+        rerun = shards.bulk.rerun(entry=entry)
+        assert (rerun.matched, rerun.changed, len(rerun.runs)) == (4, 4, 1)
+    assert len(shards.find(status="CANCELLED")) == 4
+
+
+@pytest.mark.parametrize("cursor", [5, b"x", "x", ["x"]])
+def test_a_cursor_of_something_else_is_refused(shards: Shards, cursor: Any) -> None:
+    with invalid("cursor", match="cursor"):
+        shards.find(cursor=cursor)
 
 
 # -- adding a member ------------------------------------------------------------------------------

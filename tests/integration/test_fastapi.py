@@ -123,8 +123,8 @@ def test_the_lifespan_closes_after_that_of_the_application(
     delays: DelayTasks, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
-    wiring = runtime_of(delays)
-    monkeypatch.setattr(type(wiring), "close", lambda self: order.append("closed"))
+    runtime = runtime_of(delays)
+    monkeypatch.setattr(type(runtime), "close", lambda self: order.append("closed"))
 
     @asynccontextmanager
     async def own(app: Any) -> AsyncIterator[dict[str, str]]:

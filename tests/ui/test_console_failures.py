@@ -30,10 +30,10 @@ class FailingShop:
 
     def __init__(self, url: str) -> None:
         self.site = Site(make_delays(url, table_prefix="failing_"))
-        self.delays, wiring = self.site.delays, runtime_of(self.site.delays)
-        self.store = wiring.store
+        self.delays, runtime = self.site.delays, runtime_of(self.site.delays)
+        self.store = runtime.store
         self.store.workers.report("celery@a", ["default"], "prefork", 2, 0, ["pay.notify"])
-        wiring.sweeper.sweep(0)
+        runtime.sweeper.sweep(0)
 
     def run(self, tag: str, number: int, **options: Any) -> None:
         """Run new tasks of a tag until all of them have failed once."""

@@ -30,6 +30,7 @@ from delaytasks import file_broker
 from delaytasks.attachment import file_broker_url
 from delaytasks.core import loop as availability
 from delaytasks.core.events import Events
+from delaytasks.core.inputs import QUEUE_LENGTH
 from delaytasks.timers import publisher as broker_module
 from delaytasks.timers import publisher as publisher_module
 from delaytasks.timers.publisher import Publisher
@@ -393,6 +394,12 @@ def test_a_process_makes_its_bindings_again_after_the_folder_was_deleted(
     with pytest.raises(Empty):
         channel._get("mine")
     assert [row.queue for row in channel.get_table("news")] == ["mine"]
+
+
+def test_a_binding_of_the_longest_queue_has_a_file_name(channel: Any) -> None:
+    queue = f"delaytasks.{'q' * QUEUE_LENGTH}"
+    channel._queue_bind("delaytasks", queue, None, queue)
+    assert [tuple(row) for row in channel.get_table("delaytasks")] == [(queue, "", queue)]
 
 
 #: This program prints the messages that it receives until the message is "stop".

@@ -68,12 +68,7 @@ def test_each_test_that_is_named_exists() -> None:
 
 
 #: Variables of the environment that are no settings begin like this.
-_OTHER_VARIABLES = (
-    "DELAYTASKS_APP",
-    "DELAYTASKS_BENCH_",
-    "DELAYTASKS_CONSOLE_",
-    "DELAYTASKS_TEST_",
-)
+_OTHER_VARIABLES = ("DELAYTASKS_APP", "DELAYTASKS_BENCH_", "DELAYTASKS_TEST_")
 
 
 def metric_names() -> set[str]:

@@ -145,6 +145,7 @@ def test_stats_says_how_many_near_tasks_wait_in_redis(
     monkeypatch.setenv("DELAYTASKS_TIMER", redis.url.replace("://", "://:canary@"))
     bare.store.schema.metadata.create_all(bare.store.database.tx)
     bare.store.workers.report("fresh", ["default", "letters"], "prefork", 2, 0)
+    bare.store.workers.report("run", ["*"], "direct/solo", 1, 0)
     for delay in (5, 5, 500):
         bare.schedule("ok", delay)
     runtime_of(bare.delays).flush()

@@ -120,15 +120,15 @@ def test_a_callback_is_scheduled_to_public_addresses_only(site: ApiSite, shop: A
 
 def write_statistics(site: ApiSite, outcomes: dict[str, tuple[int, int]]) -> None:
     """Write the numbers of done and of failed tasks by tag, as a worker does."""
-    wiring, unwritten = runtime_of(site.delays), Unwritten()
-    now = wiring.clock.now()
+    runtime, unwritten = runtime_of(site.delays), Unwritten()
+    now = runtime.clock.now()
     for tag, (done, failed) in outcomes.items():
         counts = RunCounts()
         counts.add_outcome("done", done)
         counts.add_outcome("failed", failed)
         unwritten.add_run(int(now.timestamp()) // 60, tag, counts)
-    table = StatisticsTable(wiring.store.database, wiring.store.schema)
-    with wiring.store.database.begin() as connection:
+    table = StatisticsTable(runtime.store.database, runtime.store.schema)
+    with runtime.store.database.begin() as connection:
         table.add(connection, unwritten, now)
 
 
