@@ -7,8 +7,7 @@ from random import Random
 import pytest
 
 from delaytasks import Status
-from delaytasks.core.states import MOVES
-from tests.world import World
+from tests.world import MOVES, World
 
 
 def test_a_message_runs_its_task_when_time_has_come(world: World) -> None:

@@ -24,7 +24,7 @@ from chaos.history import (
     RowChange,
     RunRecord,
 )
-from delaytasks.core.states import Status
+from delaytasks import Status
 
 # The checker's treatment of unknown answers, and of faults that explain repeated runs
 

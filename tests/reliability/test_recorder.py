@@ -12,8 +12,7 @@ from chaos.checker import Checker, Verdict
 from chaos.history import CallRecord, History, RunRecord
 from chaos.recorder import Recorder
 from delaytasks import Status
-from delaytasks.core.clock import to_us
-from tests.world import World
+from tests.world import World, to_us
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,9 @@ A test names what happens with ten verbs, which do not depend on the classes beh
 
 from collections.abc import Callable
 
-from delaytasks.core.interfaces import Entry, Level, Settlement, UnclaimedRow
+from delaytasks.core.clock import to_us
+from delaytasks.core.ids import shard_of
+from delaytasks.core.interfaces import Claimed, Entry, Level, Recovered, Settlement, UnclaimedRow
 from delaytasks.core.policies import Stamp, WaitlistState
 from delaytasks.core.states import FINISHED, LIVE, MOVES
 from tests.world.broker import WorldBroker
@@ -29,10 +31,12 @@ __all__ = [
     "MOVES",
     "NO_POLICIES",
     "RUNNING",
+    "Claimed",
     "Entry",
     "Level",
     "MainProcess",
     "MakeWorld",
+    "Recovered",
     "Settlement",
     "UnclaimedRow",
     "WaitlistState",
@@ -40,7 +44,9 @@ __all__ = [
     "World",
     "WorldBroker",
     "run_chunk",
+    "shard_of",
     "status_columns",
+    "to_us",
 ]
 
 MakeWorld = Callable[..., World]
