@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
+from delaytasks import DelayedTask
 from delaytasks.storage.store import Store
 from tests.conftest import open_store
+from tests.recording import ManualMonotonic
+from tests.waiting import wait_until
+from tests.world import Settlement, World
 
 
 @pytest.fixture(scope="session")
@@ -15,3 +22,59 @@ def session_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     store = open_store(f"sqlite:///{tmp_path_factory.mktemp('unit') / 'world.sqlite3'}")
     yield store
     store.close()
+
+
+@pytest.fixture
+def time(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ManualMonotonic:
+    """The clock of the modules in the list `CLOCKED` of the suite, which a test sets."""
+    time = ManualMonotonic()
+    for module in request.module.CLOCKED:
+        monkeypatch.setattr(module, "monotonic", time)
+    return time
+
+
+class Gate:
+    """Block each caller until the gate is open, and count the callers."""
+
+    def __init__(self) -> None:
+        self.is_open = threading.Event()
+        self.inside = self.most = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, body: Any) -> None:
+        with self._lock:
+            self.inside += 1
+            self.most = max(self.most, self.inside)
+        assert self.is_open.wait(10)
+        with self._lock:
+            self.inside -= 1
+
+    def wait_for(self, callers: int) -> None:
+        wait_until(lambda: self.inside == callers, 5, f"{callers} rows to run")
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    made = Gate()
+    yield made
+    made.is_open.set()
+
+
+@pytest.fixture
+def pool() -> Iterator[Executor]:
+    with ThreadPoolExecutor(3) as made:
+        yield made
+
+
+def fail_settlements(
+    world: World, errors: Iterable[Exception], of: DelayedTask | None = None
+) -> None:
+    """Raise the next error before each settlement of a world, or of this task only."""
+    left = iter(errors)
+
+    def fail(settlements: Sequence[Settlement]) -> None:
+        if of is None or of.id in [settlement.task.id for settlement in settlements]:
+            for error in left:
+                raise error
+
+    world.before_settle = fail
