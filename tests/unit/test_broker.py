@@ -31,26 +31,15 @@ from delaytasks.attachment import file_broker_url
 from delaytasks.core import loop as availability
 from delaytasks.core.events import Events
 from delaytasks.core.inputs import QUEUE_LENGTH
-from delaytasks.timers import publisher as broker_module
 from delaytasks.timers import publisher as publisher_module
 from delaytasks.timers.publisher import Publisher
+from delaytasks.worker import broker_connection
 from delaytasks.worker import celery_patches as versions
 from delaytasks.worker.bootsteps import warn_of_blocking_driver
-from delaytasks.worker.broker_connection import (
-    RECONNECT_PAUSE_S,
-    ReconnectStep,
-    call_in_background,
-    turn_event_loop,
-)
+from tests.recording import ManualMonotonic
 from tests.waiting import wait_until
 
-# -- A worker tries to reach its broker, and survives the loss of its output ----------------------
-
-
 # -- A worker tries frequently, and for a sufficient time, to reach its broker --------------------
-
-
-NOWHERE = "redis://127.0.0.1:{port}/0"
 
 
 class Clock:
@@ -75,77 +64,65 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def port() -> Iterator[int]:
+def url() -> Iterator[str]:
     with socket.socket() as bound:  # the socket is bound, but does not listen
         bound.bind(("127.0.0.1", 0))
-        yield bound.getsockname()[1]
+        yield f"redis://127.0.0.1:{bound.getsockname()[1]}/0"
 
 
 class Looking(Consumer):
     """A worker's consumer with only the attributes that connecting needs."""
 
-    def __init__(self, url: str, retries: int | None) -> None:
+    def __init__(self, url: str, retries: int, is_ours: bool = False) -> None:
         self.app = Celery(set_as_current=False, broker=url)
-        self.app.conf.update(
-            broker_connection_max_retries=retries, broker_connection_retry_on_startup=True
-        )
+        self.app.conf.broker_connection_max_retries = retries
+        self.app.conf.broker_connection_retry_on_startup = True
         self.first_connection_attempt = True
         self.broker_connection_retry_attempt = 0
+        if is_ours:
+            broker_connection.ReconnectStep(self)
 
 
-def tries_of(consumer: Looking, clock: Clock, most: int = 1000) -> list[float]:
+def tries_of(clock: Clock, *consumer: Any) -> list[float]:
     """Return the times at which the consumer tried to connect, until it gave up."""
     tries: list[float] = []
-    connection = consumer.app.connection_for_read()
+    clock.now, looking = 0.0, Looking(*consumer)
+    connection = looking.app.connection_for_read()
     connect = connection._connection_factory
 
     def note() -> object:
         tries.append(clock.now)
-        if len(tries) == most:
+        if len(tries) == 1000:
             raise KeyboardInterrupt
         return connect()
 
     connection._connection_factory = note
     with pytest.raises((OperationalError, KeyboardInterrupt)):
-        consumer.ensure_connected(connection)
+        looking.ensure_connected(connection)
     return tries
-
-
-def ours(url: str, retries: int | None) -> Looking:
-    consumer = Looking(url, retries)
-    ReconnectStep(consumer)
-    return consumer
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("retries", [0, 1, 5, 100])
-def test_a_worker_gives_up_the_broker_when_celery_would(
-    clock: Clock, port: int, retries: int
-) -> None:
-    url = NOWHERE.format(port=port)
-    celerys = tries_of(Looking(url, retries), clock)
-    began, clock.now = clock.now, 0.0
-    tries = tries_of(ours(url, retries), clock)
-    assert began <= tries[-1] <= began + RECONNECT_PAUSE_S
+def test_a_worker_gives_up_when_celery_would(clock: Clock, url: str, retries: int) -> None:
+    celerys = tries_of(clock, url, retries)
+    gives_up_at = clock.now
+    tries = tries_of(clock, url, retries, True)
+    assert gives_up_at <= tries[-1] <= gives_up_at + broker_connection.RECONNECT_PAUSE_S
     assert (len(celerys) == 1) is (len(tries) == 1)
 
 
-def test_a_worker_with_several_brokers_gives_up_no_earlier_than_celery(
-    clock: Clock, port: int
-) -> None:
-    url = ";".join([NOWHERE.format(port=port)] * 3)
-    gives_up_at = tries_of(Looking(url, 30), clock)[-1]
-    clock.now = 0.0
-    assert tries_of(ours(url, 30), clock)[-1] >= gives_up_at
+def test_a_worker_gives_up_several_brokers_no_earlier_than_celery(clock: Clock, url: str) -> None:
+    urls = ";".join([url] * 3)
+    gives_up_at = tries_of(clock, urls, 30)[-1]
+    assert tries_of(clock, urls, 30, True)[-1] >= gives_up_at
 
 
-def test_other_connections_keep_their_own_retry_limits(clock: Clock, port: int) -> None:
-    consumer = ours(NOWHERE.format(port=port), 100)
-    connection: Connection = consumer.app.connection_for_write()
+def test_other_connections_keep_their_own_retry_limits(clock: Clock, url: str) -> None:
+    connection: Connection = Looking(url, 100, True).app.connection_for_write()
+    options = dict.fromkeys(("interval_start", "interval_step"), 0)
     with pytest.raises(OperationalError):
-        connection.ensure_connection(
-            max_retries=1, interval_start=0, interval_step=0, interval_max=1, timeout=0.5
-        )
+        connection.ensure_connection(max_retries=1, interval_max=1, timeout=0.5, **options)
     assert clock.now == 0
 
 
@@ -177,7 +154,8 @@ def test_the_event_loop_runs_during_a_long_connect_and_is_unchanged_afterwards()
 
     hub.on_tick.add(transports)
     with closing(hub):
-        assert call_in_background(SimpleNamespace(hub=hub, pool=pool), connect) == "connected"
+        worker = SimpleNamespace(hub=hub, pool=pool)
+        assert broker_connection.call_in_background(worker, connect) == "connected"
         assert hub.on_tick == {transports}
         assert all(scheduled.entry.canceled for scheduled in hub.timer.queue)
 
@@ -189,7 +167,7 @@ def test_an_event_loop_whose_pool_cannot_register_keeps_its_callbacks() -> None:
 
     hub.on_tick.add(transports)
     with closing(hub), pytest.raises(OSError, match="no pipe"):
-        turn_event_loop(SimpleNamespace(hub=hub, pool=HubPool(fails=True)), 10)
+        broker_connection.turn_event_loop(SimpleNamespace(hub=hub, pool=HubPool(fails=True)), 10)
     assert hub.on_tick == {transports}
 
 
@@ -216,14 +194,12 @@ def test_a_signal_handler_goes_on_if_its_line_cannot_be_written(
 # -- A worker whose pool has greenlets warns of a driver that stops all of them -------------------
 
 
+DRIVERS = ["postgresql+psycopg2", "postgresql+psycopg", "mysql+pymysql"]
+
+
 @pytest.mark.parametrize(
     ("is_green", "driver", "warns"),
-    [
-        (True, "postgresql+psycopg2", True),
-        (True, "postgresql+psycopg", False),
-        (True, "mysql+pymysql", False),
-        (False, "postgresql+psycopg2", False),
-    ],
+    [*zip([True] * 3, DRIVERS, [True, False, False], strict=True), (False, DRIVERS[0], False)],
 )
 def test_greenlets_and_psycopg2_give_a_warning(
     caplog: pytest.LogCaptureFixture, is_green: bool, driver: str, warns: bool
@@ -250,14 +226,12 @@ class Refused(Queue):
 class RefusedPublisher(Publisher):
     """A publisher whose broker refuses some queues."""
 
-    refused: frozenset[str] = frozenset()
-    now = 1000.0
+    refused: frozenset[str] = frozenset({"refusal.bad"})
 
     def __init__(self) -> None:
+        self.emitted, events = list[str](), Events()
+        events.subscribe(lambda name, fields: self.emitted.append(name))
         app = Celery("test", broker="memory://", set_as_current=False)
-        self.emitted: list[tuple[str, dict[str, Any]]] = []
-        events = Events()
-        events.subscribe(lambda name, fields: self.emitted.append((name, fields)))
         super().__init__(app, "refusal", 0.5, events)
 
     def queue(self, name: str) -> Queue:
@@ -267,36 +241,30 @@ class RefusedPublisher(Publisher):
     def sends_to(self, queue: str) -> bool:
         return self.send("delaytasks.run", queue, MESSAGE)
 
-    @property
-    def event_names(self) -> list[str]:
-        return [name for name, _ in self.emitted]
+
+CLOCKED = [publisher_module, availability]
 
 
 @pytest.fixture
-def publisher(monkeypatch: pytest.MonkeyPatch) -> RefusedPublisher:
-    monkeypatch.setattr(RefusedPublisher, "refused", frozenset({"refusal.bad"}))
-    monkeypatch.setattr(RefusedPublisher, "now", 1000.0)
-    for module in (publisher_module, broker_module, availability):
-        monkeypatch.setattr(module, "monotonic", lambda: RefusedPublisher.now)
+def publisher(time: ManualMonotonic) -> RefusedPublisher:
     return RefusedPublisher()
 
 
 def test_a_refused_queue_is_tried_again_after_its_pause_and_reported_once(
-    publisher: RefusedPublisher, monkeypatch: pytest.MonkeyPatch
+    publisher: RefusedPublisher, time: ManualMonotonic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not publisher.sends_to("bad")
-    monkeypatch.setattr(RefusedPublisher, "refused", frozenset[str]())
-    assert not publisher.sends_to("bad"), "it rests"
-    RefusedPublisher.now += publisher_module.REFUSED_QUEUE_REST_S + 0.1
-    assert publisher.sends_to("bad")
-    monkeypatch.setattr(RefusedPublisher, "refused", frozenset({"refusal.bad"}))
+    with monkeypatch.context() as patch:
+        patch.setattr(RefusedPublisher, "refused", frozenset[str]())
+        assert not publisher.sends_to("bad"), "it rests"
+        time.at += publisher_module.REFUSED_QUEUE_REST_S + 0.1
+        assert publisher.sends_to("bad")
     publisher.close()  # afterwards, the publisher declares the queue again
     assert not publisher.sends_to("bad")
-    RefusedPublisher.now += publisher_module.REFUSED_QUEUE_REST_S + 0.1
+    time.at += publisher_module.REFUSED_QUEUE_REST_S + 0.1
     assert not publisher.sends_to("bad")
-    assert publisher.event_names == ["queue.refused", "queue.refused"], (
-        "once when it begins, not at each try"
-    )
+    # Once when it begins, not at each try.
+    assert publisher.emitted == ["queue.refused", "queue.refused"]
 
 
 def test_a_time_limit_of_the_caller_is_not_a_failure_of_the_broker(
@@ -313,7 +281,7 @@ def test_a_time_limit_of_the_caller_is_not_a_failure_of_the_broker(
         publisher.sends_to("good")
     monkeypatch.undo()
     assert publisher.is_up
-    assert publisher.event_names == []
+    assert publisher.emitted == []
     assert not publisher._is_sending
     assert not publisher._link.is_open, "it may have been struck in the middle of a message"
 
@@ -325,7 +293,7 @@ def test_reading_a_confirmation_is_bounded_as_sending_is(
     app = Celery("test", broker="amqp://127.0.0.1", set_as_current=False)
     app.conf.broker_transport_options = options
     monkeypatch.setattr(Connection, "ensure_connection", lambda *_, **__: None)
-    connection = broker_module.bounded_connection(app, 0.5, connect_step_s=2.0)
+    connection = publisher_module.bounded_connection(app, 0.5, connect_step_s=2.0)
     assert connection.transport_options["read_timeout"] == bound_s
 
 
@@ -347,22 +315,14 @@ def test_the_standalone_app_uses_files_unless_a_broker_is_given(where: str, tmp_
     elif where:
         (tmp_path / "celeryconfig.py").write_text("broker_url = 'redis://given:1/0'\n")
     code = "from delaytasks.celery import app; print(app.conf.broker_url)"
-    said = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=environ,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    command = [sys.executable, "-c", code]
+    said = subprocess.check_output(command, cwd=tmp_path, env=environ, text=True)
     files = file_broker_url(str(tmp_path / ".delaytasks"))
     assert said.strip() == ("redis://given:1/0" if where else files)
     assert not (tmp_path / ".delaytasks").exists()
 
 
-def test_a_message_is_not_seen_before_it_is_whole(
-    channel: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_message_is_not_seen_in_parts(channel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def write_slowly(path: Path, text: str) -> None:
         path.write_text(text[: len(text) // 2])
         with pytest.raises(Empty):
@@ -384,9 +344,7 @@ def test_queues_are_bound_and_unbound_one_by_one(channel: Any) -> None:
     assert channel._size("first") == 0
 
 
-def test_a_process_makes_its_bindings_again_after_the_folder_was_deleted(
-    channel: Any, tmp_path: Path
-) -> None:
+def test_the_bindings_of_a_deleted_folder_are_made_again(channel: Any, tmp_path: Path) -> None:
     channel._queue_bind("news", "", None, "mine")
     shutil.rmtree(tmp_path / "broker")
     with Connection(file_broker_url(str(tmp_path))) as other:

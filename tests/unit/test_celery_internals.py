@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,7 @@ from celery.concurrency.prefork import TaskPool
 from celery.schedules import schedule
 
 from delaytasks import DelayTasks, StoreError
-from delaytasks.runtime import runtime_of
-from delaytasks.testing import create_tables
+from tests.world import World
 
 # -- undocumented names whose absence would cause no error ----------------------------------------
 
@@ -26,9 +26,13 @@ from delaytasks.testing import create_tables
 # tests of workers if a release changes it.
 
 
+def bare_app(**options: Any) -> Celery:
+    return Celery("internals", broker="memory://", set_as_current=False, **options)
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[TaskPool]:
-    app = Celery("internals", broker="memory://", set_as_current=False)
+    app = bare_app()
     made = TaskPool(1, app=app, initargs=(app, "internals"), threads=False, putlocks=False)
     made.start()
     yield made
@@ -48,7 +52,7 @@ def test_a_prefork_pool_has_the_names_that_delaytasks_looks_for(pool: TaskPool) 
 
 
 def test_a_celery_task_says_whether_it_stores_ignored_errors() -> None:
-    app = Celery("internals", broker="memory://", set_as_current=False)
+    app = bare_app()
 
     @app.task(shared=False)
     def work() -> None: ...
@@ -57,7 +61,7 @@ def test_a_celery_task_says_whether_it_stores_ignored_errors() -> None:
 
 
 def test_beat_logs_the_name_of_each_task_that_it_sends(caplog: pytest.LogCaptureFixture) -> None:
-    app = Celery("internals", broker="memory://", set_as_current=False)
+    app = bare_app()
     entry = ScheduleEntry("entry", "a.task", schedule=schedule(timedelta(1)), app=app)
     with caplog.at_level("INFO", "celery.beat"):
         Scheduler(app, lazy=True).apply_entry(entry)
@@ -79,25 +83,32 @@ def revoked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     seen: list[Any] = []
     revocations = "delaytasks.operations.durable_calls.Revocations"
     monkeypatch.setattr(f"{revocations}.revoke", lambda self, ids: seen.append(ids))
-    monkeypatch.setattr(
-        f"{revocations}.revoke_by_stamped_headers", lambda self, headers: seen.append(headers)
-    )
+    by_headers = f"{revocations}.revoke_by_stamped_headers"
+    monkeypatch.setattr(by_headers, lambda self, headers: seen.append(headers))
     monkeypatch.setattr(Control, "broadcast", lambda self, command, *_, **__: command)
     return seen
 
 
-def app_with(tmp_path: Path, **options: Any) -> Celery:
-    app = Celery("shop", broker="memory://", set_as_current=False, **options)
-    DelayTasks(app, f"sqlite:///{tmp_path}/shop.sqlite3", durable_eta=True)
-    return app
+@pytest.fixture
+def make_app(tmp_path: Path) -> Iterator[Callable[..., Celery]]:
+    """Make an app whose instance has no tables."""
+    with ExitStack() as stack:
+
+        def make(app: Celery | None = None, **options: Any) -> Celery:
+            app = app or bare_app(**options)
+            url = f"sqlite:///{tmp_path}/shop.sqlite3"
+            stack.enter_context(closing(DelayTasks(app, url, durable_eta=True)))
+            return app
+
+        yield make
+
+
+Make = Callable[..., Celery]
 
 
 @pytest.mark.parametrize("control", [None, OwnControl, f"{__name__}:OwnControl"])
-def test_each_way_to_revoke_tasks_cancels_their_rows(
-    tmp_path: Path, revoked: list[Any], control: Any
-) -> None:
-    app = app_with(tmp_path, control=control)
-
+def test_each_way_to_revoke_cancels_rows(make_app: Make, revoked: list[Any], control: Any) -> None:
+    app = make_app(control=control)
     assert app.control.revoke("a", terminate=True) == "revoke"
     app.control.revoke(["b", "c"])
     app.control.terminate("d")
@@ -105,59 +116,38 @@ def test_each_way_to_revoke_tasks_cancels_their_rows(
     app.control.broadcast("revoke", task_id=["f"])
     app.control.ping()
     app.control.broadcast("revoke_by_stamped_headers", {"headers": {"tenant": "acme"}})
-
     assert revoked == [["a"], ["b", "c"], ["d"], ["e"], ["f"], {"tenant": "acme"}]
     assert control is None or app.control.greeting == "hello"
-    runtime_of(app.delaytasks).close()
 
 
-def test_a_control_object_that_exists_already_is_replaced(
-    tmp_path: Path, revoked: list[Any]
-) -> None:
-    app = Celery("shop", broker="memory://", set_as_current=False)
+def test_a_control_object_that_exists_is_replaced(make_app: Make, revoked: list[Any]) -> None:
+    app = bare_app()
     assert app.control is not None
-    delays = DelayTasks(app, f"sqlite:///{tmp_path}/shop.sqlite3")
-
-    app.control.revoke("a")
-
+    make_app(app).control.revoke("a")
     assert revoked == [["a"]]
-    delays.close()
 
 
 def test_workers_receive_the_revoke_even_if_the_database_cannot_be_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_app: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
     monkeypatch.setattr(Control, "broadcast", lambda self, command, *_, **__: told.append(command))
-    app = Celery("shop", broker="memory://", set_as_current=False)
-    DelayTasks(app, f"sqlite:///{tmp_path}/without_tables.sqlite3")
-
     with pytest.raises(StoreError):
-        app.control.revoke("a")
-
+        make_app().control.revoke("a")
     assert told == ["revoke"]
-    runtime_of(app.delaytasks).close()
 
 
-def test_send_task_shows_celerys_signature(tmp_path: Path) -> None:
-    bare = Celery("bare", broker="memory://", set_as_current=False)
-
-    app = app_with(tmp_path)
-
-    assert inspect.signature(app.send_task) == inspect.signature(bare.send_task)
+def test_send_task_shows_celerys_signature(make_app: Make) -> None:
+    signatures = [inspect.signature(app.send_task) for app in (make_app(), bare_app())]
+    assert signatures[0] == signatures[1]
 
 
-def test_a_call_by_name_finds_the_options_of_a_task_that_was_just_declared(tmp_path: Path) -> None:
-    app = Celery("shop", broker="memory://", set_as_current=False)
-    delays = DelayTasks(app, f"sqlite:///{tmp_path}/shop.sqlite3")
-    with runtime_of(delays).store.database.begin() as connection:
-        create_tables(connection, delays)
+def test_a_call_by_name_finds_the_options_of_a_task_that_was_just_declared(world: World) -> None:
+    app = world.runtime.celery
 
     @app.task(name="remind", durable_eta=True)
     def remind() -> None: ...
 
     assert not app.finalized
     sent = app.send_task("remind", countdown=60)
-    found = [task.key for task in delays.find().tasks]
-    assert found == [sent.id]
-    delays.close()
+    assert [task.key for task in world.delays.find().tasks] == [sent.id]

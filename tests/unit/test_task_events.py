@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
@@ -22,15 +22,9 @@ from delaytasks.core.task import DelayedTask
 from delaytasks.worker.task_events import FAILED_SEND_PAUSE_S, TaskEvents, wants_task_events
 
 NOON = datetime(2030, 1, 1, 12, tzinfo=timezone.utc)
-ROW = DelayedTask(
-    7,
-    "order.close",
-    '{"order": 1}',
-    NOON,
-    runs=1,
-    create_time=NOON - timedelta(seconds=60),
-    delay_s=60,
-)
+LATER = NOON + timedelta(hours=1)
+MADE = NOON - timedelta(seconds=60)
+ROW = DelayedTask(7, "order.close", '{"order": 1}', NOON, runs=1, create_time=MADE, delay_s=60)
 
 
 class Heard:
@@ -66,60 +60,49 @@ def heard(rows: TaskEvents) -> Heard:
     return Heard(rows)
 
 
-def fail(rows: TaskEvents, row: DelayedTask) -> None:
+def end(
+    rows: TaskEvents, row: DelayedTask, move: Any, *end: Any, error: Any = None, after_s: float = 0
+) -> None:
     rows.started(row, NOON, NOON)
-    rows.ended(
-        Settlement(row, "fail", NOON, "Traceback: no"),
-        NOON + timedelta(seconds=2),
-        ValueError("no"),
-    )
+    rows.ended(Settlement(row, move, NOON, *end), NOON + timedelta(seconds=after_s), error)
+
+
+def fail(rows: TaskEvents) -> None:
+    end(rows, ROW, "fail", "Traceback: no", error=ValueError("no"))
 
 
 def test_a_run_is_one_message(rows: TaskEvents, heard: Heard) -> None:
+    began = NOON + timedelta(seconds=1)
     for number in range(50):
         row = replace(ROW, id=number + 1)
-        rows.started(row, NOON, NOON + timedelta(seconds=1))
-        rows.ended(
-            Settlement(row, "succeed", NOON + timedelta(seconds=1)), NOON + timedelta(seconds=3)
-        )
+        rows.started(row, NOON, began)
+        rows.ended(Settlement(row, "succeed", began), began + timedelta(seconds=2))
     assert heard.messages == []
     rows.flush()
     assert len(heard.messages) == 1
     task = heard.task("7-1")
-    assert (task.name, task.state, task.runtime, task.worker.hostname) == (
-        "order.close",
-        "SUCCESS",
-        2,
-        "w@test",
-    )
-    assert task.started - task.received == 1
+    assert (task.name, task.state, task.runtime) == ("order.close", "SUCCESS", 2)
+    assert (task.worker.hostname, task.started - task.received) == ("w@test", 1)
     rows.flush()
     assert len(heard.messages) == 1, "nothing is sent when nothing happened"
 
 
-def test_a_row_that_an_operator_retries_is_shown_without_its_old_error(
-    rows: TaskEvents, heard: Heard
-) -> None:
-    fail(rows, ROW)
+def test_a_row_that_is_rerun_is_shown_without_its_old_error(rows: TaskEvents, heard: Heard) -> None:
+    fail(rows)
     rows.flush()
     assert heard.task().state == "FAILURE"
     # The row was claimed, failed, was retried and was claimed again. A retry resets the attempts.
     again = replace(ROW, expected_time=NOON + timedelta(seconds=1))
     rows.started(again, NOON, NOON)
     rows.flush()
-    assert (heard.task().state, heard.task().exception, heard.task().traceback) == (
-        "STARTED",
-        None,
-        None,
-    )
+    task = heard.task()
+    assert (task.state, task.exception, task.traceback) == ("STARTED", None, None)
     rows.ended(Settlement(again, "succeed", NOON), NOON)
     rows.flush()
     assert (heard.task().state, heard.task().exception) == ("SUCCESS", None)
 
 
-def test_a_row_that_runs_as_scheduled_is_not_reported_as_retried(
-    rows: TaskEvents, heard: Heard
-) -> None:
+def test_a_row_that_runs_as_planned_is_not_shown_as_retried(rows: TaskEvents, heard: Heard) -> None:
     rows.started(ROW, NOON, NOON)
     retried = replace(ROW, expected_time=NOON + timedelta(seconds=9), due_time=NOON, runs=2)
     rows.started(retried, NOON, NOON)
@@ -140,35 +123,22 @@ def test_the_attempt_before_a_lapse_has_failed(rows: TaskEvents, heard: Heard) -
 
 
 def test_each_outcome_has_a_state_of_celery(rows: TaskEvents, heard: Heard) -> None:
-    later = NOON + timedelta(hours=1)
-    outcomes = [
-        (
-            Settlement(replace(ROW, id=1), "schedule_retry", NOON, "Traceback: busy", later),
-            ValueError("busy"),
-            "RETRY",
-        ),
-        (Settlement(replace(ROW, id=2), "snooze", NOON, None, later), None, "RETRY"),
-        (Settlement(replace(ROW, id=3), "withdraw", NOON, "not needed"), None, "REVOKED"),
-        (Settlement(replace(ROW, id=4), "fail", NOON, "no such order"), None, "FAILURE"),
-        (Settlement(replace(ROW, id=5), "succeed", NOON, result='{"paid":1}'), None, "SUCCESS"),
+    runs: list[tuple[str, str, Any, Any]] = [
+        ("RETRY", "schedule_retry", ("Traceback: busy", LATER), ValueError("busy")),
+        ("RETRY", "snooze", (None, LATER), None),
+        ("REVOKED", "withdraw", ("not needed",), None),
+        ("FAILURE", "fail", ("no such order",), None),
+        ("SUCCESS", "succeed", (None, None, None, '{"paid":1}'), None),
     ]
-    for ending, error, _ in outcomes:
-        rows.started(ending.task, NOON, NOON)
-        rows.ended(ending, NOON, error)
+    for number, (_, move, values, error) in enumerate(runs, 1):
+        end(rows, replace(ROW, id=number), move, *values, error=error)
     rows.expired(Settlement(replace(ROW, id=6), "expire", error="expired: an hour late"), NOON)
     rows.flush()
-    assert [heard.task(f"{n}-1").state for n in range(1, 7)] == [
-        state for *_, state in outcomes
-    ] + ["REVOKED"]
-    assert (heard.task("1-1").exception, heard.task("1-1").traceback) == (
-        "ValueError('busy')",
-        "Traceback: busy",
-    )
-    assert (heard.task("4-1").exception, heard.task("5-1").result) == (
-        "no such order",
-        '{"paid":1}',
-    )
-    assert heard.task("6-1").exception == "expired: an hour late"
+    tasks = [heard.task(f"{number}-1") for number in range(1, 7)]
+    assert [task.state for task in tasks] == [*(state for state, *_ in runs), "REVOKED"]
+    assert (tasks[0].exception, tasks[0].traceback) == ("ValueError('busy')", "Traceback: busy")
+    assert (tasks[3].exception, tasks[4].result) == ("no such order", '{"paid":1}')
+    assert tasks[5].exception == "expired: an hour late"
 
 
 class UnreadableError(Exception):
@@ -180,8 +150,7 @@ class UnreadableError(Exception):
     "error", [UnreadableError(), ValueError("\x00\ud800"), ValueError("x" * 1_000_000)]
 )
 def test_any_error_text_can_be_sent(rows: TaskEvents, heard: Heard, error: Exception) -> None:
-    rows.started(ROW, NOON, NOON)
-    rows.ended(Settlement(ROW, "fail", NOON, "\x00\ud800" + "y" * 1_000_000), NOON, error)
+    end(rows, ROW, "fail", "\x00\ud800" + "y" * 1_000_000, error=error)
     rows.flush()
     task = heard.task()
     assert task.state == "FAILURE"
@@ -199,23 +168,16 @@ def test_a_long_body_is_cut(rows: TaskEvents, heard: Heard) -> None:
 def test_threads_lose_no_event(rows: TaskEvents, heard: Heard) -> None:
     def run(thread: int) -> None:
         for number in range(300):
-            row = replace(ROW, id=thread * 1000 + number)
-            rows.started(row, NOON, NOON)
-            rows.ended(Settlement(row, "succeed", NOON), NOON)
+            end(rows, replace(ROW, id=thread * 1000 + number), "succeed")
             rows.flush()
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(run, range(4)))
     assert sum(map(len, heard.messages)) == 4 * 300 * 3
     assert {task.state for task in heard.state.tasks.values()} == {"SUCCESS"}
 
 
-def test_a_connection_that_was_closed_while_idle_is_replaced(
-    rows: TaskEvents, heard: Heard
-) -> None:
+def test_a_connection_that_was_closed_is_replaced(rows: TaskEvents, heard: Heard) -> None:
     publish, failures = rows._publish, [ConnectionError("idle for too long")]
 
     def publish_or_fail(events: list[dict[str, Any]]) -> None:
@@ -225,47 +187,35 @@ def test_a_connection_that_was_closed_while_idle_is_replaced(
 
     rows._connect()
     rows._publish = publish_or_fail  # type: ignore[method-assign]
-    fail(rows, ROW)
+    fail(rows)
     rows.flush()
     assert heard.task().state == "FAILURE"
-
-
-@pytest.fixture
-def black_hole() -> Iterator[int]:
-    """Yield a port that accepts connections and never answers."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(16)
-        yield listener.getsockname()[1]
 
 
 @pytest.mark.parametrize("scheme", ["redis", "amqp"])
 @pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "silent"])
 def test_an_unavailable_broker_takes_little_time_and_no_memory(
-    scheme: str,
-    is_closed: bool,
-    black_hole: int,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    scheme: str, is_closed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    port = 1 if is_closed else black_hole
+    silent = socket.create_server(("127.0.0.1", 0))  # accepts connections and never answers
+    port = 1 if is_closed else silent.getsockname()[1]
     app = Celery("test", broker=f"{scheme}://127.0.0.1:{port}//", set_as_current=False)
     rows = TaskEvents(app, "w@test", 0.2)
     began = time.monotonic()
-    fail(rows, ROW)
+    fail(rows)
     rows.flush()
     assert time.monotonic() - began < 2
     again = time.monotonic()
     for _ in range(100):
-        fail(rows, ROW)
+        fail(rows)
         rows.flush()
     assert time.monotonic() - again < 0.5, "it rests before it tries again"
     assert not rows._pending
     assert caplog.text.count("row events are not sent, tasks run on") == 1
-
+    silent.close()
     monkeypatch.setattr(availability, "monotonic", lambda: time.monotonic() + FAILED_SEND_PAUSE_S)
     heard = Heard(rows)
-    fail(rows, ROW)
+    fail(rows)
     rows.flush()
     assert heard.task().state == "FAILURE", "it comes back by itself"
 
@@ -281,8 +231,7 @@ def test_bodies_are_shown_unless_the_setting_hides_them(rows: TaskEvents, heard:
     assert heard.task().args == ROW.body_json
     quiet = TaskEvents(rows._app, "w@test", 0.5, shows_bodies=False)
     silent = Heard(quiet)
-    quiet.started(ROW, NOON, NOON)
-    quiet.ended(Settlement(ROW, "succeed", NOON, result='"rEsUlT"'), NOON)
+    end(quiet, ROW, "succeed", None, None, None, '"rEsUlT"')
     quiet.flush()
     assert ROW.body_json not in json.dumps(silent.messages)
     assert "rEsUlT" not in json.dumps(silent.messages)

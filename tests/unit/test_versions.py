@@ -65,55 +65,60 @@ def test_the_versions_in_the_docs_include_the_oldest_ones_that_are_tested() -> N
 # -- A Celery version that is too old or untested is reported, with the versions that work --------
 
 
-def test_a_celery_that_is_too_old_is_named_when_an_app_is_made(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(celery, "VERSION", (5, 4, 0, "", ""))
-    monkeypatch.setattr(celery, "__version__", "5.4.0")
-    oldest = ".".join(map(str, OLDEST_CELERY))
-    with pytest.raises(
-        ConfigError,
-        match=rf"Celery 5\.4\.0 is installed.*needs Celery {re.escape(oldest)} or newer",
-    ):
-        delays_on("sqlite://")
-
-
 def test_the_package_asks_for_the_same_version() -> None:
     asked = re.search(r'"celery\[redis\]>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
     assert asked is not None
     assert asked[1] == ".".join(map(str, OLDEST_CELERY))
 
 
+Install = Callable[..., None]
+Warnings = Callable[..., list[str]]
+
+
 @pytest.fixture
-def warnings_at_start(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> Callable[[tuple[object, ...]], list[str]]:
-    def warnings(version: tuple[object, ...]) -> list[str]:
+def install(monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Pretend that another version of Celery is installed."""
+
+    def install(*version: object) -> None:
         monkeypatch.setattr(celery, "VERSION", version)
         monkeypatch.setattr(celery, "__version__", ".".join(map(str, version)))
+
+    return install
+
+
+@pytest.fixture
+def warned(install: Install, caplog: pytest.LogCaptureFixture) -> Warnings:
+    """Return what a worker with a version of Celery warns of at its start."""
+
+    def warned(*version: object) -> list[str]:
+        install(*version)
         delays_on("sqlite://").close()
         signals.celeryd_after_setup.send(sender="worker", instance=None, conf=None)
         return [r.getMessage() for r in caplog.records if r.name == "delaytasks.attachment"]
 
-    return warnings
+    return warned
+
+
+def test_a_celery_that_is_too_old_is_named_when_an_app_is_made(install: Install) -> None:
+    install(5, 4, 0)
+    oldest = re.escape(".".join(map(str, OLDEST_CELERY)))
+    said = rf"Celery 5\.4\.0 is installed.*needs Celery {oldest} or newer"
+    with pytest.raises(ConfigError, match=said):
+        delays_on("sqlite://")
 
 
 @pytest.mark.parametrize("newer", [(0, 1), (1, 0)])
-def test_a_worker_warns_of_a_celery_that_is_newer_than_the_newest_tested_one(
-    newer: tuple[int, int], warnings_at_start: Callable[[tuple[object, ...]], list[str]]
-) -> None:
+def test_a_worker_warns_of_a_celery_that_is_not_tested_yet(newer: Any, warned: Warnings) -> None:
     major, minor = NEWEST_TESTED_CELERY
     version = (major + newer[0], minor + newer[1], 3)
-    [warning] = warnings_at_start(version)
+    [warning] = warned(*version)
     assert f"Celery {'.'.join(map(str, version))} is installed" in warning
     assert f"pip install 'celery~={major}.{minor}.0'" in warning
 
 
 @pytest.mark.parametrize("version", [(*OLDEST_CELERY, 0), (*NEWEST_TESTED_CELERY, 9)])
-def test_a_worker_does_not_warn_of_a_celery_in_the_tested_range(
-    version: tuple[object, ...], warnings_at_start: Callable[[tuple[object, ...]], list[str]]
-) -> None:
-    assert warnings_at_start(version) == []
+def test_a_worker_does_not_warn_of_a_celery_that_is_tested(version: Any, warned: Warnings) -> None:
+    assert warned(*version) == []
 
 
 def test_the_docs_state_the_tested_range() -> None:
@@ -129,9 +134,8 @@ SCRIPT = ROOT / ".ci" / "audit.py"
 
 
 def audit(url: str) -> tuple[int, str]:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), url], capture_output=True, text=True, timeout=60
-    )
+    command = [sys.executable, str(SCRIPT), url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     return done.returncode, done.stderr
 
 
@@ -142,14 +146,11 @@ def test_an_unavailable_advisory_database_fails_the_audit() -> None:
     assert (code, "NOT CHECKED" in said) == (3, True)
 
 
-@pytest.mark.parametrize(
-    "reply",
-    [answer(404), answer(200, b"hello"), answer(200, b"[]"), answer(200, b"{}")],
-    ids=["404", "text", "[]", "{}"],
-)
-def test_a_server_without_the_known_vulnerability_is_no_advisory_database(
-    web: WebServer, reply: Any
-) -> None:
+REPLIES = [answer(404), answer(200, b"hello"), answer(200, b"[]"), answer(200, b"{}")]
+
+
+@pytest.mark.parametrize("reply", REPLIES, ids=range(4))
+def test_a_server_of_another_kind_is_no_advisory_database(web: WebServer, reply: Any) -> None:
     web.answers["/"] = reply
     assert audit(web.url())[0] == 3
 
