@@ -7,9 +7,9 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from time import sleep
 from typing import Any
 
 import pytest
@@ -17,20 +17,9 @@ from kombu.asynchronous import Hub
 from sqlalchemy import text
 
 from delaytasks import StoreUnavailableError
-from delaytasks.core import loop as availability
-from delaytasks.core import loop as latest
-from delaytasks.core import loop as loop_module
+from delaytasks.core import loop as loops
 from delaytasks.core.events import Events
-from delaytasks.core.loop import (
-    MOST_RENEW_S,
-    RENEW_S,
-    RENEW_SHARE,
-    SERVICE_REST_S,
-    Availability,
-    Latest,
-    Loop,
-    ThreadPool,
-)
+from delaytasks.core.loop import Availability, Latest, Loop, ThreadPool
 from delaytasks.storage.database import Database
 from delaytasks.storage.engines import ForkGate
 from delaytasks.twins import STARTS_PER_TURN, LoopTurns
@@ -40,26 +29,35 @@ from delaytasks.worker.worker_runtime import SUSPENDED_S, WATCHDOG_S, Watchdog
 from tests.recording import ManualMonotonic
 from tests.waiting import wait_until
 
+CLOCKED = [loops, runtime_module]
+
 # -- A loop continues after failures. A dead or stuck loop gets a fresh thread --------------------
 
 
 class Work:
-    """The function of a loop. The next turn calls `plan`, if a test has set one.
+    """The function of a loop with ten seconds for a turn. The next turn calls `plan`, if it is set.
 
     Each turn records its thread in `threads`.
     """
 
-    def __init__(self, stuck_s: float = 10.0) -> None:
+    def __init__(self, time: ManualMonotonic) -> None:
+        self.time = time
         self.threads: list[threading.Thread] = []
         self.plan: Callable[[], None] | None = None
         self.goes_on = threading.Event()
         self.reconnected: list[threading.Thread] = []
         self.events = Events()
-        self.told: list[dict[str, Any]] = []
+        self.reasons: list[str] = []
         self.events.subscribe(
-            lambda name, fields: self.told.append(fields) if name == "loop.restarted" else None
+            lambda name, fields: name == "loop.restarted" and self.reasons.append(fields["reason"])
         )
-        self.loop = Loop("work", self.turn, self.events, stuck_s, self.reconnect)
+        self.loop = Loop(
+            "work",
+            self.turn,
+            self.events,
+            10.0,
+            lambda: self.reconnected.append(threading.current_thread()),
+        )
         self.loop.start()
         self.take_turn()
 
@@ -69,15 +67,18 @@ class Work:
         if plan is not None:
             plan()
 
-    def reconnect(self) -> None:
-        self.reconnected.append(threading.current_thread())
-
     def take_turn(self, plan: Callable[[], None] | None = None) -> threading.Thread:
         """Take one turn that calls `plan`, and return the thread of that turn."""
         turns, self.plan = len(self.threads), plan
         self.loop.wake()
         wait_until(lambda: len(self.threads) > turns, 5, "the next turn", 0.001)
         return self.threads[-1]
+
+    def checked_after(self, seconds: float) -> list[str]:
+        """Check the loop later, and return the reasons for which it was restarted until then."""
+        self.time.at += seconds
+        self.loop.check()
+        return self.reasons
 
     def hang(self) -> None:
         assert self.goes_on.wait(30)
@@ -89,16 +90,8 @@ class Work:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> ManualMonotonic:
-    clock = ManualMonotonic()
-    for module in (loop_module, runtime_module):
-        monkeypatch.setattr(module, "monotonic", clock)
-    return clock
-
-
-@pytest.fixture
-def work(clock: ManualMonotonic) -> Iterator[Work]:
-    work = Work()
+def work(time: ManualMonotonic) -> Iterator[Work]:
+    work = Work(time)
     yield work
     work.goes_on.set()
     work.loop.stop()
@@ -115,71 +108,50 @@ def test_a_turn_that_fails_is_reported_and_the_same_thread_continues(work: Work)
     thread = work.take_turn(fail)
     wait_until(lambda: work.events.counts["loop.failed"], 5, "the failure to be told")
     assert work.take_turn() is thread
-    work.loop.check()
-    assert work.told == []
+    assert work.checked_after(0) == []
 
 
 def test_a_thread_that_died_is_replaced_and_counted(work: Work) -> None:
     thread = work.take_turn(die)
     thread.join(5)
     assert not work.loop.info()["is_alive"]
-    work.loop.check()
-    assert work.told == [{"loop": "work", "reason": "dead"}]
+    assert work.checked_after(0) == ["dead"]
     assert work.take_turn() not in (thread, None)
     assert work.events.counts["loop.failed"] == 1, "what it died of"
     assert work.loop.info() == {"is_alive": True, "turned_s_ago": 0, "restarts": 1}
-    work.loop.check()
-    assert work.loop.info()["restarts"] == 1
+    assert work.checked_after(0) == ["dead"]
     assert work.reconnected == []
 
 
-def test_a_thread_that_is_stuck_is_replaced_by_one_with_fresh_connections(
-    work: Work, clock: ManualMonotonic
-) -> None:
+def test_a_thread_that_is_stuck_is_replaced_by_one_with_fresh_connections(work: Work) -> None:
     stuck = work.take_turn(work.hang)
-    clock.at += 10
-    work.loop.check()
-    assert work.told == [], "it has ten seconds"
-    clock.at += 0.1
-    work.loop.check()
-    assert work.told == [{"loop": "work", "reason": "stuck"}]
+    turns = work.threads.count(stuck)
+    assert work.checked_after(10) == [], "it has ten seconds"
+    assert work.checked_after(0.1) == ["stuck"]
     fresh = work.take_turn()
     assert fresh is not stuck
     assert work.reconnected == [fresh]
-
-
-def test_a_stuck_thread_that_continues_takes_no_further_turn(
-    work: Work, clock: ManualMonotonic
-) -> None:
-    stuck = work.take_turn(work.hang)
-    turns = work.threads.count(stuck)
-    clock.at += 11
-    work.loop.check()
-    fresh = work.take_turn()
     work.rest()
     work.goes_on.set()
     stuck.join(5)
     assert not stuck.is_alive()
     assert work.take_turn() is fresh
-    assert work.threads.count(stuck) == turns
+    assert work.threads.count(stuck) == turns, "it takes no further turn"
 
 
-def test_a_replaced_turn_ends_at_its_next_step(work: Work, clock: ManualMonotonic) -> None:
+def test_a_replaced_turn_ends_at_its_next_step(work: Work) -> None:
     ended_by: list[BaseException] = []
 
     def step() -> None:
         work.hang()
         try:
-            work.events.attempt(
-                "work", "a stage that goes on after errors", work.loop.report_progress
-            )
+            work.events.attempt("work", "a stage that fails", work.loop.report_progress)
         except BaseException as error:
             ended_by.append(error)
             raise
 
     stuck = work.take_turn(step)
-    clock.at += 11
-    work.loop.check()
+    work.checked_after(11)
     work.take_turn()
     work.goes_on.set()
     stuck.join(5)
@@ -187,7 +159,7 @@ def test_a_replaced_turn_ends_at_its_next_step(work: Work, clock: ManualMonotoni
     assert work.events.counts["loop.failed"] == 0, "nothing of it is an error"
 
 
-def test_a_long_turn_that_makes_progress_is_not_stuck(work: Work, clock: ManualMonotonic) -> None:
+def test_a_long_turn_that_makes_progress_is_not_stuck(work: Work) -> None:
     steps = [threading.Event() for _ in range(3)]
     done: list[int] = []
 
@@ -200,66 +172,44 @@ def test_a_long_turn_that_makes_progress_is_not_stuck(work: Work, clock: ManualM
 
     work.take_turn(go)
     for number, step in enumerate(steps):
-        clock.at += 9
-        work.loop.check()
+        assert work.checked_after(9) == []
         step.set()
         wait_until(lambda number=number: number in done, 5, "the step", 0.001)  # type: ignore[misc]
-    assert work.told == []
-    clock.at += 11
-    work.loop.check()
-    assert [fields["reason"] for fields in work.told] == ["stuck"]
+    assert work.checked_after(11) == ["stuck"]
 
 
-def test_an_idle_loop_is_not_stuck(work: Work, clock: ManualMonotonic) -> None:
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_an_idle_or_stopped_loop_is_not_started_again(work: Work, is_stopped: bool) -> None:
     work.rest()
-    clock.at += 3600
-    work.loop.check()
-    assert work.told == []
+    if is_stopped:
+        work.loop.stop()
+    assert work.checked_after(3600) == []
+    assert work.loop.info()["is_alive"] is not is_stopped
 
 
-def test_each_thread_that_is_stuck_in_a_row_is_given_twice_the_time(
-    work: Work, clock: ManualMonotonic
-) -> None:
+def test_each_thread_that_is_stuck_in_a_row_is_given_twice_the_time(work: Work) -> None:
     work.take_turn(work.hang)
-    clock.at += 11
+    work.time.at += 11
     work.plan = work.hang  # the fresh thread hangs in its first turn
     work.loop.check()
     wait_until(lambda: work.reconnected and work.plan is None, 5, "the fresh thread", 0.001)
-    clock.at += 19
-    work.loop.check()
-    assert len(work.told) == 1
-    clock.at += 2
-    work.loop.check()
-    assert len(work.told) == 2
+    assert len(work.checked_after(19)) == 1
+    assert len(work.checked_after(2)) == 2
     work.take_turn()
     work.rest()
     work.take_turn(work.hang)
-    clock.at += 11
-    work.loop.check()
-    assert len(work.told) == 3, "one that ended its turn begins anew"
+    assert len(work.checked_after(11)) == 3, "one that ended its turn begins anew"
 
 
-def test_a_stopped_loop_is_not_started_again(work: Work) -> None:
-    work.rest()
-    work.loop.stop()
-    work.loop.check()
-    assert work.told == []
-    assert not work.loop.info()["is_alive"]
-
-
-def test_no_loop_is_stuck_because_the_whole_process_was_suspended(
-    work: Work, clock: ManualMonotonic
-) -> None:
+def test_no_loop_is_stuck_because_the_whole_process_was_suspended(work: Work) -> None:
     watchdog = Watchdog(work.events, [work.loop])
     work.take_turn(work.hang)
-    clock.at += SUSPENDED_S + 100
+    work.time.at += SUSPENDED_S + 100
     watchdog.check()
-    assert work.told == []
-    clock.at += WATCHDOG_S
+    assert work.reasons == []
+    work.time.at += WATCHDOG_S
     watchdog.check()
-    assert [fields["reason"] for fields in work.told] == ["stuck"], (
-        "it is, if it does not go on now"
-    )
+    assert work.reasons == ["stuck"], "it is, if it does not go on now"
 
 
 # -- availability reports each change of a service once, and a failure begins a rest --------------
@@ -281,26 +231,18 @@ def test_only_changes_of_the_state_are_reported() -> None:
     assert told == ["first", "up"]
 
 
-def test_after_a_failure_the_service_is_not_used_for_a_while(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = [1000.0]
-    monkeypatch.setattr(availability, "monotonic", lambda: now[0])
+def test_after_a_failure_the_service_is_not_used_for_a_while(time: ManualMonotonic) -> None:
     broker = Availability(lambda error: None)
     assert not broker.is_resting
     broker.failed("away")
     assert broker.is_resting
-    now[0] += SERVICE_REST_S - 0.01
+    time.at += loops.SERVICE_REST_S - 0.01
     broker.failed("still")
-    now[0] += 0.5
+    time.at += 0.5
     assert broker.is_resting, "each failure begins a rest"
-    now[0] += SERVICE_REST_S
+    time.at += loops.SERVICE_REST_S
     assert not broker.is_resting
     assert not broker.is_up, "nobody has asked"
-
-
-def test_after_a_success_the_service_is_used_again() -> None:
-    broker = Availability(lambda error: None)
     broker.failed("away")
     broker.answered()
     assert not broker.is_resting
@@ -312,7 +254,7 @@ def test_threads_that_notice_a_failure_simultaneously_report_it_once() -> None:
 
         def __setattr__(self, name: str, value: Any) -> None:
             if name == "is_up":
-                time.sleep(0)
+                sleep(0)
             super().__setattr__(name, value)
 
     told: list[str] = []
@@ -335,13 +277,12 @@ def test_threads_that_notice_a_failure_simultaneously_report_it_once() -> None:
 
 
 class Forecasts:
-    """Makes forecasts, which are numbers here, on a clock that the test turns."""
+    """Makes forecasts, which are numbers here, in the calling thread."""
 
-    def __init__(self) -> None:
-        self.time = ManualMonotonic()
-        self.takes_s = 0.125
+    def __init__(self, time: ManualMonotonic) -> None:
+        self.time, self.takes_s, self.made = time, 0.125, 0
         self.error: Exception | None = None
-        self.made = 0
+        self.kept: Any = Latest("forecast", self.make)
 
     def make(self) -> Any:
         self.time.at += self.takes_s
@@ -350,86 +291,64 @@ class Forecasts:
             raise self.error
         return self.made
 
+    def after(self, seconds: float) -> Any:
+        self.time.at += seconds
+        return self.kept.get()
+
 
 @pytest.fixture
-def forecasts(monkeypatch: pytest.MonkeyPatch) -> Forecasts:
-    """Forecasts that the calling thread makes."""
-    found = Forecasts()
-
-    def do(work: Callable[[], object], *_: Any, **__: Any) -> bool:
-        work()
-        return True
-
-    monkeypatch.setattr(latest, "monotonic", found.time)
-    monkeypatch.setattr(latest, "within", lambda _, work: work())
-    monkeypatch.setattr(latest, "in_background", do)
-    return found
+def forecasts(time: ManualMonotonic, monkeypatch: pytest.MonkeyPatch) -> Forecasts:
+    monkeypatch.setattr(loops, "within", lambda _, work: work())
+    monkeypatch.setattr(loops, "in_background", lambda work, *_, **__: work() or True)
+    return Forecasts(time)
 
 
 @pytest.mark.parametrize(
-    ("takes_s", "rest_s"), [(0.125, RENEW_S), (1, RENEW_SHARE), (300, MOST_RENEW_S)]
+    ("takes_s", "rest_s"),
+    [(0.125, loops.RENEW_S), (1, loops.RENEW_SHARE), (300, loops.MOST_RENEW_S)],
 )
-def test_a_slow_forecast_is_made_again_less_often(
-    forecasts: Forecasts, takes_s: float, rest_s: float
-) -> None:
+def test_slow_forecasts_are_infrequent(forecasts: Forecasts, takes_s: float, rest_s: float) -> None:
     forecasts.takes_s = takes_s
-    kept: Any = Latest("forecast", forecasts.make)
-    assert kept.get() == (1, takes_s)
-    forecasts.time.at += rest_s - 1
-    assert kept.get() == (1, takes_s + rest_s - 1)
-    forecasts.time.at += 1
-    assert kept.get() == (2, takes_s)
+    assert forecasts.after(0) == (1, takes_s)
+    assert forecasts.after(rest_s - 1) == (1, takes_s + rest_s - 1)
+    assert forecasts.after(1) == (2, takes_s)
 
 
 def test_after_an_error_the_last_forecast_is_kept_until_it_is_too_old(forecasts: Forecasts) -> None:
-    kept: Any = Latest("forecast", forecasts.make)
-    assert kept.get() == (1, 0.125)
+    assert forecasts.after(0) == (1, 0.125)
     forecasts.error = StoreUnavailableError("down")
-    forecasts.time.at += RENEW_S
-    assert kept.get() == (1, RENEW_S + 0.25)
-    forecasts.time.at += RENEW_S
-    assert kept.get() is None
+    assert forecasts.after(loops.RENEW_S) == (1, loops.RENEW_S + 0.25)
+    assert forecasts.after(loops.RENEW_S) is None
     forecasts.error = None
-    forecasts.time.at += RENEW_S - 1
-    assert kept.get() is None, "after an error, the database rests as well"
-    forecasts.time.at += 1
-    assert kept.get() == (4, 0.125)
-
-
-class SlowForecasts:
-    """The second forecast waits until the test lets it go on."""
-
-    def __init__(self) -> None:
-        self.made = 0
-        self.goes_on = threading.Event()
-
-    def make(self) -> Any:
-        self.made += 1
-        if self.made > 1:
-            self.goes_on.wait(30)
-        return self.made
+    assert forecasts.after(loops.RENEW_S - 1) is None, "after an error, the database rests as well"
+    assert forecasts.after(1) == (4, 0.125)
 
 
 def test_callers_get_the_last_forecast_while_a_thread_makes_a_new_one(
-    monkeypatch: pytest.MonkeyPatch,
+    time: ManualMonotonic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    time, slow = ManualMonotonic(), SlowForecasts()
-    monkeypatch.setattr(latest, "monotonic", time)
-    monkeypatch.setattr(latest, "FIRST_WAIT_S", 30.0)
-    kept: Any = Latest("forecast", slow.make)
+    monkeypatch.setattr(loops, "FIRST_WAIT_S", 30.0)
+    made, goes_on = list[int](), threading.Event()
+
+    def make() -> Any:
+        made.append(1)
+        assert len(made) == 1 or goes_on.wait(30)
+        return len(made)
+
+    kept: Any = Latest("forecast", make)
 
     def found() -> Any:
         recent = kept.get()
         return recent and recent[0]
 
     assert found() == 1
-    time.at += RENEW_S
+    time.at += loops.RENEW_S
     assert [found(), found()] == [1, 1]
-    time.at += RENEW_S + 1
+    time.at += loops.RENEW_S + 1
     assert found() is None, "it is too old, and the thread still works"
-    slow.goes_on.set()
+    goes_on.set()
     wait_until(lambda: found() == 2, 20, "the new forecast")
-    assert slow.made == 2
+    assert len(made) == 2
 
 
 # -- waking ---------------------------------------------------------------------------------------
@@ -473,9 +392,7 @@ def test_another_thread_wakes_an_event_loop_that_waits(is_reset: bool) -> None:
 # -- A child that is forked while a thread uses SQLite can use SQLite, too ------------------------
 
 
-def test_a_child_forked_while_a_thread_writes_is_not_locked_out(
-    sqlite_path: Callable[[], str],
-) -> None:
+def test_a_child_forked_during_a_write_is_not_locked_out(sqlite_path: Callable[[], str]) -> None:
     database = Database(sqlite_path())
     database.autocommitted(lambda c: c.execute(text("CREATE TABLE t (n integer)")))
     writes, ends = threading.Event(), threading.Event()

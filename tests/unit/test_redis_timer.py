@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from delaytasks import ConfigError
+from delaytasks.core import loop as loops
 from delaytasks.core import workers as chunk_size
 from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.loop import SERVICE_REST_S
 from delaytasks.core.settings import load_settings
-from delaytasks.execution.runner import Report
 from delaytasks.timers import redis_timer as redis
 from delaytasks.timers.redis_timer import RedisTimer, redis_location
-from delaytasks.worker import redis_poller as redis_poller
+from delaytasks.worker import redis_poller
 from tests.proxy import Proxy, proxy_to
-from tests.recording import RedisTimerHarness
+from tests.recording import RedisTimerHarness as Bench
+from tests.unit.conftest import Gate
 from tests.waiting import wait_until
 from tests.world import MainProcess, MakeWorld
 
@@ -27,86 +31,68 @@ from tests.world import MainProcess, MakeWorld
 
 
 @pytest.fixture
-def timer_bench(redis_url: str) -> Iterator[RedisTimerHarness]:
-    timer_bench = RedisTimerHarness(redis_url)
-    yield timer_bench
-    timer_bench.close()
+def bench(redis_url: str) -> Iterator[Bench]:
+    with closing(Bench(redis_url)) as bench:
+        yield bench
 
 
-def test_an_invalid_priority_is_not_requested_from_the_table(
-    timer_bench: RedisTimerHarness,
-) -> None:
-    slot = timer_bench.timer.slots("default")[0]
-    late = timer_bench.clock.now_us() // 1000 - 100_000
-    members = ["1:0:3", "2:0:99999999999999999999"]
-    timer_bench.timer.link.connect().zadd(
-        timer_bench.timer.keys(slot)[0], dict.fromkeys(members, late)
-    )
-    [taken] = timer_bench.timer.take({slot: 10}) or []
+def put(bench: Bench, late_ms: int, *members: str) -> None:
+    """Put these members into each slot, as another program does."""
+    at = bench.clock.now_us() // 1000 - late_ms
+    for slot in bench.timer.slots("default"):
+        bench.timer.link.connect().zadd(bench.timer.keys(slot)[0], dict.fromkeys(members, at))
+
+
+def test_an_invalid_priority_is_not_requested_from_the_table(bench: Bench) -> None:
+    put(bench, 100_000, "1:0:3", "2:0:99999999999999999999")
+    [taken] = bench.timer.take({bench.timer.slots("default")[0]: 10}) or []
     assert taken.dropped == 2
     assert sorted(taken.priorities) == [0, 3]
 
 
-def test_a_slot_that_redis_lost_is_noticed_once(timer_bench: RedisTimerHarness) -> None:
-    assert all(some.was_lost for some in timer_bench.take()), "new ones are as good as lost"
-    assert not any(some.was_lost for some in timer_bench.take())
-    lost = timer_bench.timer.slots("default")[3]
-    timer_bench.timer.link.connect().delete(*timer_bench.timer.keys(lost))
-    timer_bench.timer.arm([timer_bench.entry(id, 1000) for id in range(1, 100)])
-    assert [some.slot for some in timer_bench.take() if some.was_lost] == [lost]
-    assert not any(some.was_lost for some in timer_bench.take())
+def test_a_slot_that_redis_lost_is_noticed_once(bench: Bench) -> None:
+    assert all(some.was_lost for some in bench.take()), "new ones are as good as lost"
+    assert not any(some.was_lost for some in bench.take())
+    lost = bench.timer.slots("default")[3]
+    bench.timer.link.connect().delete(*bench.timer.keys(lost))
+    bench.timer.arm([bench.entry(id, 1000) for id in range(1, 100)])
+    assert [some.slot for some in bench.take() if some.was_lost] == [lost]
+    assert not any(some.was_lost for some in bench.take())
 
 
 def test_only_an_entry_that_is_first_in_its_slot_is_published(redis_url: str) -> None:
-    timer_bench = RedisTimerHarness(redis_url, _redis_slots=1)
-    try:
-        listener = timer_bench.timer.listen(["default"])
-        timer_bench.timer.arm([timer_bench.entry(7, 7000)])
-        timer_bench.take()
-        for in_ms in (5000, 6000, 5000, 4000):
-            timer_bench.timer.arm([timer_bench.entry(in_ms, in_ms)])
-        timer_bench.timer.arm(
-            [timer_bench.entry(9, 9000), timer_bench.entry(1, 1000), timer_bench.entry(2, 2000)]
-        )
-        timer_bench.timer.link.connect().publish(timer_bench.timer.channel("default"), "end")
+    with closing(Bench(redis_url, _redis_slots=1)) as bench:
+        listener = bench.timer.listen(["default"])
+        bench.timer.arm([bench.entry(7, 7000)])
+        bench.take()
+        for some in ([5000], [6000], [5000], [4000], [9000, 1000, 2000]):
+            bench.timer.arm([bench.entry(in_ms, in_ms) for in_ms in some])
+        bench.timer.link.connect().publish(bench.timer.channel("default"), "end")
         heard: list[bytes] = []
         while b"end" not in heard:
             message = listener.get_message(timeout=5)
             heard += [message["data"]] if message else []
-        now = timer_bench.clock.now_us() // 1000
+        now = bench.clock.now_us() // 1000
         told = [b"0 %.1f" % (now + in_ms) for in_ms in (5000, 4000, 1000)]
         assert heard == [b"0 0", *told, b"end"], "and of a slot that Redis lost, or that is new"
         listener.close()
-    finally:
-        timer_bench.close()
 
 
-def test_invalid_members_of_other_programs_are_counted_and_ignored(
-    timer_bench: RedisTimerHarness,
-) -> None:
-    timer_bench.timer.arm([timer_bench.entry(1)])
+def test_invalid_members_of_other_programs_are_counted_and_ignored(bench: Bench) -> None:
+    bench.timer.arm([bench.entry(1)])
     wrong = ["0 0", "x", "1", "1:2:3:4", "0:0", f"{2**63}:0", "1:-1", "5:0:99999", "a:b"]
-    for slot in timer_bench.timer.slots("default"):
-        timer_bench.timer.link.connect().zadd(
-            timer_bench.timer.keys(slot)[0],
-            dict.fromkeys(wrong, timer_bench.clock.now_us() // 1000),
-        )
-    taken = timer_bench.take()
+    put(bench, 0, *wrong)
+    taken = bench.take()
     assert {some.refused for some in taken} == {len(wrong)}
     assert [entry.id for some in taken for entry in some.entries] == [1]
-    timer_bench.timer.take({}, taken)
-    assert timer_bench.members("prepare") == []
+    bench.timer.take({}, taken)
+    assert bench.members("prepare") == []
 
 
-def test_entries_that_no_worker_would_take_are_not_armed(timer_bench: RedisTimerHarness) -> None:
-    assert timer_bench.timer.arm(
-        [
-            timer_bench.entry(-1),
-            timer_bench.entry(2, queue="a queue"),
-            timer_bench.entry(3, version=-1),
-        ]
-    )
-    assert timer_bench.members("store") == []
+def test_entries_that_no_worker_would_take_are_not_armed(bench: Bench) -> None:
+    wrong = [bench.entry(-1), bench.entry(2, queue="a queue"), bench.entry(3, version=-1)]
+    assert bench.timer.arm(wrong)
+    assert bench.members("store") == []
 
 
 @pytest.mark.parametrize(
@@ -141,17 +127,13 @@ def test_several_urls_may_be_a_list() -> None:
     assert load_settings({"delaytasks_timer": urls}, {}).redis_url == "redis://a/0;redis://b/0"
 
 
-NO_REDIS: list[tuple[str, Any]] = [("", "amqp://u:secret@b"), ("http://u:secret@a", "redis://b")]
-INVALID = ["", "redis://:se/cret@a", "redis://a:port/0", "redis://[::1", "redis://a/0?nonsense=1"]
+INVALID: list[tuple[str, Any]] = [("", "amqp://u:secret@b"), ("http://u:secret@a", "redis://b")]
+WRONG = ["", "redis://:se/cret@a", "redis://a:port/0", "redis://[::1", "redis://a/0?nonsense=1"]
+INVALID += [(url, None) for url in (*WRONG, "rediss://a?ssl_cert_reqs=x")]
 
 
-@pytest.mark.parametrize(
-    ("given", "broker"),
-    [*NO_REDIS, *((url, None) for url in (*INVALID, "rediss://a?ssl_cert_reqs=x"))],
-)
-def test_a_missing_or_invalid_redis_is_an_error_that_names_the_setting_and_no_password(
-    given: str, broker: Any
-) -> None:
+@pytest.mark.parametrize(("given", "broker"), INVALID)
+def test_a_wrong_redis_is_an_error_that_shows_no_password(given: str, broker: Any) -> None:
     with pytest.raises(ConfigError, match=r"delaytasks_timer") as caught:
         redis_location(given, broker)
     assert "cret" not in str(caught.value)
@@ -159,19 +141,19 @@ def test_a_missing_or_invalid_redis_is_an_error_that_names_the_setting_and_no_pa
 
 @pytest.mark.parametrize("part", [0, 1], ids=["store", "prepare"])
 def test_a_key_of_another_type_blocks_only_its_slot_and_is_reported(
-    timer_bench: RedisTimerHarness, part: int
+    bench: Bench, part: int
 ) -> None:
-    timer, told = timer_bench.timer, []
-    timer_bench.events.subscribe(
-        lambda name, fields: told.append(fields["key"]) if name == "timer.blocked" else None
+    timer, told = bench.timer, []
+    bench.events.subscribe(
+        lambda name, fields: name == "timer.blocked" and told.append(fields["key"])
     )
-    entries = [timer_bench.entry(id) for id in range(1, 101)]
+    entries = [bench.entry(id) for id in range(1, 101)]
     blocked = timer.slot(entries[0])
     key = timer.keys(blocked)[part]
     timer.link.connect().set(key, "a stranger's")
     assert not timer.arm(entries), "the sweep has to look after some of them"
     others = sorted(entry.id for entry in entries if timer.slot(entry) != blocked)
-    assert sorted(timer_bench.take_ids(1000)) == others
+    assert sorted(bench.take_ids(1000)) == others
     assert timer.is_up
     assert timer.counts(["default"]) is not None
     assert len(told) == 1, "told at once, and not each time"
@@ -179,13 +161,13 @@ def test_a_key_of_another_type_blocks_only_its_slot_and_is_reported(
 
     timer.link.connect().delete(key)
     assert timer.arm(entries)
-    assert sorted(timer_bench.take_ids(1000)) == [entry.id for entry in entries]
+    assert sorted(bench.take_ids(1000)) == [entry.id for entry in entries]
 
 
 # -- test a worker's Redis poller on a real Redis, with a pool whose chunks the test ends ---------
 
 
-class Post:
+class Post(MainProcess):
     """The main process of a worker, and the timer of another process."""
 
     def __init__(
@@ -195,38 +177,28 @@ class Post:
             "namespace": "t" + secrets.token_hex(4), "_grace_s": 60, "sweep": 60,
             "horizon": 200, "_self_sweep_s": 120, "_publish_limit_s": 2,
         }  # fmt: skip
-        self.world = make_world(timer=proxy.url(url), **settings)
-        if clock is not None:
-            self.world.runtime.clock = clock
-        self.world.runtime.timer = self.world.runtime.redis_timer
+        world = make_world(timer=proxy.url(url), **settings)
+        world.runtime.clock = clock or world.runtime.clock
+        world.runtime.timer = world.runtime.redis_timer
         self.timer: RedisTimer = make_world(timer=url, **settings).runtime.redis_timer
-        self.main = MainProcess(self.world, is_stepped=False)
-        self.runtime, self.pool = self.main.runtime, self.main.pool
-        self.forgotten = 0
-        self.runtime.sweep_loop.forget_armed = self._forget  # type: ignore[method-assign]
-
-    def _forget(self) -> None:
-        self.forgotten += 1
+        super().__init__(world, is_stepped=False)
+        self.poller: Any = self.runtime.redis_poller
+        self.forget = self.runtime.sweep_loop.forget_armed = Mock()  # type: ignore[method-assign]
 
     def start(self) -> None:
         self.runtime.start()
-        wait_until(lambda: self.forgotten, 10, "the first read of all slots")
-
-    def look(self) -> None:
-        redis_poller = self.runtime.redis_poller
-        assert redis_poller is not None
-        redis_poller._read_all_soon()
-        redis_poller._poll_loop.wake()
+        wait_until(lambda: self.forget.called, 10, "the first read of all slots")
 
     def arm(self, ids: range, in_s: float = 0, **fields: Any) -> None:
-        due = self.world.runtime.clock.now_us() + int(in_s * 1e6)
+        due = self.clock.now_us() + int(in_s * 1e6)
         assert self.timer.arm([Entry(id, 0, due, **fields) for id in ids])
 
     def here(self) -> int:
         """Return how many entries this worker has received and not passed on."""
-        return self.runtime.dispatcher.waiting + sum(
-            len(request.entries) for request, _, _ in self.pool.requests
-        )
+        return self.dispatcher.waiting + sum(self.sizes())
+
+    def wait_for_the_first(self) -> None:
+        wait_until(lambda: self.here() >= 40 and len(self.requests) == 2, 5, "the first ones")
 
     def left(self) -> tuple[int, int]:
         """Return how many entries wait in Redis, and how many are in transit."""
@@ -235,11 +207,8 @@ class Post:
         return counts["default"]
 
     def end_chunk(self, row_s: float) -> list[int]:
-        wait_until(lambda: self.pool.requests, 5, "a chunk")
-        request, done, _ = self.pool.requests.pop(0)
-        rows = len(request.entries)
-        done(Report(rows, rows, rows * row_s))
-        return [entry.id for entry in request.entries]
+        wait_until(lambda: self.requests, 5, "a chunk")
+        return [entry.id for entry in self.end(self.sizes()[0], row_s).entries]
 
     def end_all(self, count: int) -> list[int]:
         """End one chunk after another until `count` rows have run."""
@@ -255,7 +224,7 @@ class Post:
 
     def close(self) -> None:
         self.runtime.stop()
-        self.main.close()
+        super().close()
         client = self.timer.link.connect()
         for key in client.scan_iter(f"*{self.world.delays.settings.namespace}*", count=1000):
             client.delete(key)
@@ -276,49 +245,44 @@ class SetBack(Clock):
 
 @pytest.fixture
 def proxy(redis_url: str) -> Iterator[Proxy]:
-    proxy = proxy_to(redis_url)
-    yield proxy
-    proxy.close()
+    with closing(proxy_to(redis_url)) as proxy:
+        yield proxy
 
 
 @pytest.fixture
 def post(make_world: MakeWorld, redis_url: str, proxy: Proxy) -> Iterator[Post]:
-    post = Post(make_world, redis_url, proxy)
-    yield post
-    proxy.heal()
-    post.close()
+    with closing(Post(make_world, redis_url, proxy)) as post:
+        yield post
+        proxy.heal()
 
 
 @pytest.mark.slow
-def test_entries_are_taken_ahead_of_time_up_to_the_capacity_and_start_on_time(
-    post: Post, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_entries_taken_ahead_start_on_time(post: Post, monkeypatch: pytest.MonkeyPatch) -> None:
     ahead_ms = 1000  # busy machines need this much time
     for module in (redis_poller, redis):
         monkeypatch.setattr(module, "AHEAD_MS", ahead_ms)
     brought: list[tuple[int, int]] = []
     began: list[int] = []
-    hold, take = post.runtime.dispatcher.receive, post.runtime.dispatcher.take
+    hold, take = post.dispatcher.receive, post.dispatcher.take
 
     def note_hold(entries: Sequence[Entry]) -> None:
-        brought.append((post.world.runtime.clock.now_us(), len(entries)))
+        brought.append((post.clock.now_us(), len(entries)))
         hold(entries)
 
     def note_take(entries: Sequence[Entry]) -> None:
-        began.append(post.world.runtime.clock.now_us())
+        began.append(post.clock.now_us())
         take(entries)
 
-    post.runtime.dispatcher.receive = note_hold  # type: ignore[method-assign]
+    post.dispatcher.receive = note_hold  # type: ignore[method-assign]
     post.runtime.wheel_thread._on_due = note_take
     post.start()
-    due = post.world.runtime.clock.now_us() + 1_500_000
+    due = post.clock.now_us() + 1_500_000
     post.arm(range(1, 201), in_s=1.5)
     wait_until(lambda: post.here() >= 40, 5, "the first ones")
     ahead = [(at, count) for at, count in brought if count and at < due]
     assert 40 <= sum(count for _, count in ahead) < 50, "one more of each slot at most"
-    assert all(at > due - ahead_ms * 1000 - 1000 for at, _ in ahead), (
-        "the others may still be moved or cancelled"
-    )
+    # The others may still be moved or cancelled.
+    assert all(at > due - ahead_ms * 1000 - 1000 for at, _ in ahead)
     assert min(began) >= due - 1000
 
 
@@ -339,18 +303,14 @@ def test_entries_that_wait_longer_since_the_clock_was_set_back_use_no_capacity(
     for module in (redis_poller, redis):
         monkeypatch.setattr(module, "AHEAD_MS", 5000)
     clock = SetBack()
-    post = Post(make_world, redis_url, proxy, clock)
-    try:
+    with closing(Post(make_world, redis_url, proxy, clock)) as post:
         post.start()
         post.arm(range(1, 201), in_s=4)
-        wait_until(
-            lambda: len(post.runtime.near_entries.wheel) >= 40, 5, "what is taken ahead of its time"
-        )
+        wheel = post.runtime.near_entries.wheel
+        wait_until(lambda: len(wheel) >= 40, 5, "what is taken ahead of its time")
         clock.back_us = 3_600_000_000
         post.arm(range(201, 211))
         wait_until(lambda: post.here() == 10, 5, "what is due now")
-    finally:
-        post.close()
 
 
 def test_invalid_messages_of_other_programs_are_ignored_and_counted(post: Post) -> None:
@@ -358,16 +318,8 @@ def test_invalid_messages_of_other_programs_are_ignored_and_counted(post: Post) 
     post.start()
     client, channel = post.timer.link.connect(), post.timer.channel("default")
     slot = post.timer.slots("default")[0].name
-    garbage: list[Any] = [
-        b"",
-        b"x",
-        b"nobody 5",
-        b"\xff\xff",
-        b"a b c",
-        f"{slot} soon",
-        f"{slot} nan",
-        f"{slot} -inf",
-    ]
+    garbage: list[Any] = [b"", b"x", b"nobody 5", b"\xff\xff", b"a b c"]
+    garbage += [f"{slot} {time}" for time in ("soon", "nan", "-inf")]
     wait_until(lambda: client.publish(channel, garbage[0]), 5, "the listener to subscribe")
     for other in garbage[1:]:
         assert client.publish(channel, other) == 1
@@ -382,31 +334,20 @@ def test_invalid_messages_of_other_programs_are_ignored_and_counted(post: Post) 
 def test_a_queue_that_is_added_is_served(post: Post) -> None:
     post.start()
     post.arm(range(1, 11), queue="mail")
-    post.main.processes.queues = ["default", "mail"]
+    post.processes.queues = ["default", "mail"]
     wait_until(lambda: len(post.pool.requests) == 2, 5, "what waits in it")
     left = 10 - len(post.end_chunk(0.001))
     post.arm(range(11, 12), queue="mail")
     wait_until(lambda: post.here() == left + 1, 5, "what comes later")
 
 
-def test_a_worker_that_stops_returns_its_waiting_entries_to_redis(post: Post) -> None:
-    post.arm(range(1, 101))
-    post.start()
-    wait_until(lambda: post.here() >= 40 and len(post.pool.requests) == 2, 5, "the first ones")
-    at_work = sum(len(request.entries) for request, _, _ in post.pool.requests)
-    post.runtime.stop()
-    assert post.left() == (100 - at_work, 0)
-
-
 def test_entries_that_a_stopping_worker_has_just_passed_on_are_deleted(post: Post) -> None:
     post.start()
-    redis_poller = post.runtime.redis_poller
-    assert redis_poller is not None
-    redis_poller._poll_loop.stop()
+    post.poller._poll_loop.stop()
     post.arm(range(1, 11))
     taken = post.timer.take(dict.fromkeys(post.timer.slots("default"), 10))
     assert post.left() == (0, 10)
-    redis_poller._passed_on = taken or []
+    post.poller._passed_on = taken or []
     post.runtime.stop()
     assert post.left() == (0, 0)
 
@@ -414,14 +355,12 @@ def test_entries_that_a_stopping_worker_has_just_passed_on_are_deleted(post: Pos
 def test_a_redis_poller_is_not_woken_without_capacity(post: Post) -> None:
     post.start()
     post.arm(range(1, 101))
-    wait_until(lambda: post.here() >= 40 and len(post.pool.requests) == 2, 5, "the first ones")
-    redis_poller = post.runtime.redis_poller
-    assert redis_poller is not None
-    redis_poller.stop()
-    request = redis_poller._capacity_request
+    post.wait_for_the_first()
+    post.poller.stop()
+    request = post.poller._capacity_request
     request.granted.clear()
     request.open()
-    post.runtime.dispatcher.pump()
+    post.dispatcher.pump()
     assert not request.granted.is_set()
     while post.pool.requests:
         post.end_chunk(0.001)
@@ -431,57 +370,37 @@ def test_a_redis_poller_is_not_woken_without_capacity(post: Post) -> None:
 def test_near_rows_are_armed_again_when_redis_lost_a_slot(post: Post) -> None:
     post.arm(range(2, 3), 50)
     post.start()
-    before = post.forgotten
+    post.forget.reset_mock()
     for slot in post.timer.slots("default"):
         post.timer.link.connect().delete(*post.timer.keys(slot))
     post.arm(range(1, 2), 100)
-    wait_until(
-        lambda: post.forgotten > before,
-        5,
-        "the loss to be noticed, by the next entry that is armed",
-    )
+    wait_until(lambda: post.forget.called, 5, "the loss to be noticed by the next entry")
 
 
 @pytest.mark.slow
-def test_while_redis_is_down_the_poller_waits_between_two_attempts(
-    post: Post, proxy: Proxy
-) -> None:
+def test_without_redis_the_poller_waits_between_two_attempts(post: Post, proxy: Proxy) -> None:
     tries: list[float] = []
-    take = post.world.runtime.redis_timer.take
-
-    def noted(*args: Any) -> Any:
-        tries.append(monotonic())
-        return take(*args)
-
+    timer, take = post.world.runtime.redis_timer, post.world.runtime.redis_timer.take
     post.start()
     proxy.refuse()
-    post.look()
-    wait_until(lambda: not post.world.runtime.timer.is_up, 5, "the flag to go down")
-    post.world.runtime.redis_timer.take = noted
+    post.poller._read_all_soon()
+    post.poller._poll_loop.wake()
+    wait_until(lambda: not timer.is_up, 5, "the flag to go down")
+    timer.take = lambda *args: tries.append(monotonic()) or take(*args)
     wait_until(lambda: len(tries) >= 3, 10, "three tries")
     assert tries[2] - tries[0] > SERVICE_REST_S
 
 
 def test_redis_is_not_read_repeatedly_while_nothing_is_due(post: Post) -> None:
-    turns = 0
-    take = post.world.runtime.redis_timer.take
-
-    def counted(*args: Any) -> Any:
-        nonlocal turns
-        turns += 1
-        return take(*args)
-
-    post.world.runtime.redis_timer.take = counted
+    turns: list[int] = []
+    timer, take = post.world.runtime.redis_timer, post.world.runtime.redis_timer.take
+    timer.take = lambda *args: turns.append(1) or take(*args)
     post.start()
-    rests: Callable[[], bool] = lambda: (  # noqa: E731
-        post.runtime.watchdog.info()["redis_listener"]["is_alive"] and turns > 0
-    )
-    wait_until(rests, 5, "the first looks")
+    loops = post.runtime.watchdog.info
+    wait_until(lambda: loops()["redis_listener"]["is_alive"] and turns, 5, "the first looks")
     post.arm(range(1, 2), 0.5)
     wait_until(lambda: post.here() == 1, 5, "the entry")
-    assert turns < 10, (
-        "at the start, when it is listened, when it was lost, and when the entry is due"
-    )
+    assert len(turns) < 10, "at the start, when it listens, after the loss, and when one is due"
 
 
 @pytest.mark.slow
@@ -497,3 +416,30 @@ def test_the_listener_subscribes_again_after_a_failed_call(post: Post) -> None:
 
     assert timer.link.attempt(fail) is None
     wait_until(lambda: heard, 5, "a new subscription")
+
+
+@pytest.mark.slow
+def test_a_poller_that_was_stuck_passes_on_none_of_its_entries(
+    post: Post, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timer, came, stuck = post.world.runtime.redis_timer, list[Entry](), list[threading.Thread]()
+    take = timer.take
+
+    def take_once_and_hang(*arguments: Any) -> Any:
+        taken = take(*arguments)
+        if not stuck and any(some.entries for some in taken or ()):
+            stuck.append(threading.current_thread())
+            assert gate.is_open.wait(60)
+        return taken
+
+    timer.take = take_once_and_hang
+    post.dispatcher.receive = came.extend  # type: ignore[assignment, method-assign]
+    post.start()
+    post.arm(range(1, 2))
+    wait_until(lambda: stuck, 10, "the poller to take the entry")
+    monkeypatch.setattr(loops, "monotonic", lambda: monotonic() + 5)
+    wait_until(lambda: came, 15, "another thread to bring it")
+    gate.is_open.set()
+    stuck[0].join(10)
+    assert not stuck[0].is_alive()
+    assert [entry.id for entry in came] == [1]

@@ -11,25 +11,17 @@ from typing import Any
 import pytest
 
 from delaytasks import DelayedTask
-from delaytasks.core import events as repeats_module
-from delaytasks.core.events import (
-    _LOG_LEVELS,
-    MOST_SUBJECTS,
-    QUIET_S,
-    SUBJECTS,
-    Events,
-    Repeats,
-    logger,
-)
+from delaytasks.core import events as events_module
+from delaytasks.core.events import Events, Repeats
 from delaytasks.logging import LogFormatter, log_structured
+from tests.recording import ManualMonotonic
 
 # -- structured log lines have the fields of their tasks ------------------------------------------
 
 
 NOON = datetime(2030, 1, 31, 12, tzinfo=timezone.utc)
-TASK = DelayedTask(
-    7, "mail", "{}", NOON, key="k 1", runs=2, version=5, meta_json='{"tenant":"acme"}'
-)
+META = '{"tenant":"acme"}'
+TASK = DelayedTask(7, "mail", "{}", NOON, key="k 1", runs=2, version=5, meta_json=META)
 HOSTILE = 'a "quote", \x1b[31m and \n{"level":"forged"}'
 
 
@@ -55,12 +47,12 @@ def events() -> Events:
 
 
 def _handler(log_format: str) -> Iterator[Lines]:
-    handler, level = Lines(log_format), logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    handler, level = Lines(log_format), events_module.logger.level
+    events_module.logger.addHandler(handler)
+    events_module.logger.setLevel(logging.INFO)
     yield handler
-    logger.removeHandler(handler)
-    logger.setLevel(level)
+    events_module.logger.removeHandler(handler)
+    events_module.logger.setLevel(level)
 
 
 @pytest.fixture
@@ -77,25 +69,13 @@ def test_a_change_of_a_task_is_one_line_with_its_fields(log: Lines, events: Even
     events.emit("task.started", **TASK.event_fields, began=NOON + timedelta(seconds=1.5))
     [line] = log.documents
     assert line.pop("time").endswith("Z")
-    assert line == {
-        "level": "INFO",
-        "logger": "delaytasks",
-        "process": "MainProcess",
-        "event": "task.started",
-        "id": "7",
-        "tag": "mail",
-        "key": "k 1",
-        "queue": "default",
-        "attempt": 2,
-        "version": 5,
-        "late_s": 1.5,
-        "meta": {"tenant": "acme"},
-    }
+    expected = {"level": "INFO", "logger": "delaytasks", "process": "MainProcess", "version": 5}
+    expected |= {"event": "task.started", "id": "7", "tag": "mail", "key": "k 1", "attempt": 2}
+    expected |= {"queue": "default", "late_s": 1.5, "meta": {"tenant": "acme"}}
+    assert line == expected
 
 
-def test_an_error_has_its_text_and_its_traceback_in_the_same_line(
-    log: Lines, events: Events
-) -> None:
+def test_an_error_has_its_text_and_traceback_in_one_line(log: Lines, events: Events) -> None:
     try:
         raise ValueError(HOSTILE)
     except ValueError as error:
@@ -121,12 +101,14 @@ def test_logfmt_quotes_characters_that_could_end_a_value(logfmt: Lines, events: 
 # -- repeats --------------------------------------------------------------------------------------
 
 
+CLOCKED = [events_module]
+
+
 class Log:
-    """Record the logged events. The test sets the clock `now`."""
+    """Record the logged events by a clock that a test sets."""
 
-    now = 1000.0
-
-    def __init__(self) -> None:
+    def __init__(self, time: ManualMonotonic) -> None:
+        self.time = time
         self.lines: list[tuple[str, dict[str, Any]]] = []
         self.repeats = Repeats(lambda name, fields: self.lines.append((name, fields)))
 
@@ -134,37 +116,39 @@ class Log:
         for number in range(times):
             self.repeats(name, {"id": number, "tag": tag})
 
+    def flush_later(self, seconds: float = events_module.QUIET_S) -> None:
+        self.time.at += seconds
+        self.repeats.flush()
+
+    def count(self) -> int:
+        return sum(fields.get("count", 1) for _, fields in self.lines)
+
 
 @pytest.fixture
-def quiet_log(monkeypatch: pytest.MonkeyPatch) -> Log:
-    monkeypatch.setattr(repeats_module, "monotonic", lambda: Log.now)
-    monkeypatch.setattr(Log, "now", 1000.0)
-    return Log()
+def quiet_log(time: ManualMonotonic) -> Log:
+    return Log(time)
 
 
 def test_a_tag_is_logged_once_a_minute_with_a_count(quiet_log: Log) -> None:
     quiet_log.tell("mail", 1000)
     assert quiet_log.lines == [("task.no_processor", {"id": 0, "tag": "mail"})]
-    Log.now += QUIET_S
-    quiet_log.repeats.flush()
+    quiet_log.flush_later()
     assert quiet_log.lines[1:] == [("task.no_processor", {"id": 999, "tag": "mail", "count": 999})]
     quiet_log.tell("mail", 5)
     assert len(quiet_log.lines) == 2, "its next minute has begun"
-    Log.now += QUIET_S
+    quiet_log.time.at += events_module.QUIET_S
     quiet_log.tell("mail")
     assert quiet_log.lines[2][1]["count"] == 5
-    Log.now += 2 * QUIET_S
-    quiet_log.repeats.flush()
-    assert sum(fields.get("count", 1) for _, fields in quiet_log.lines) == 1006, "none is left out"
+    quiet_log.flush_later(2 * events_module.QUIET_S)
+    assert quiet_log.count() == 1006, "none is left out"
 
 
 def test_a_bounded_number_of_tags_is_counted_separately(quiet_log: Log) -> None:
-    for number in range(10 * MOST_SUBJECTS):
+    for number in range(10 * events_module.MOST_SUBJECTS):
         quiet_log.tell(f"tag{number}")
-    assert len(quiet_log.lines) == MOST_SUBJECTS + 1
-    Log.now += QUIET_S
-    quiet_log.repeats.flush()
-    assert sum(fields.get("count", 1) for _, fields in quiet_log.lines) == 10 * MOST_SUBJECTS
+    assert len(quiet_log.lines) == events_module.MOST_SUBJECTS + 1
+    quiet_log.flush_later()
+    assert quiet_log.count() == 10 * events_module.MOST_SUBJECTS
 
 
 def test_failures_are_logged_one_by_one(quiet_log: Log) -> None:
@@ -173,7 +157,7 @@ def test_failures_are_logged_one_by_one(quiet_log: Log) -> None:
 
 
 def test_every_throttled_event_has_a_log_level() -> None:
-    assert SUBJECTS.keys() <= _LOG_LEVELS.keys()
+    assert events_module.SUBJECTS.keys() <= events_module._LOG_LEVELS.keys()
 
 
 def test_subscribers_and_counters_get_every_event(caplog: pytest.LogCaptureFixture) -> None:
@@ -190,11 +174,9 @@ def test_subscribers_and_counters_get_every_event(caplog: pytest.LogCaptureFixtu
 def test_the_last_line_about_an_unblocked_key_reports_its_end(quiet_log: Log) -> None:
     for name in ["queue.blocked"] * 5 + ["queue.unblocked"]:
         quiet_log.repeats(name, {"key": "mail"})
-    Log.now += QUIET_S
-    quiet_log.repeats.flush()
+    quiet_log.flush_later()
     assert [name for name, _ in quiet_log.lines] == ["queue.blocked", "queue.unblocked"]
     for name in ["queue.blocked", "queue.unblocked", "queue.blocked"]:
         quiet_log.repeats(name, {"key": "mail"})
-    Log.now += QUIET_S
-    quiet_log.repeats.flush()
+    quiet_log.flush_later()
     assert [name for name, _ in quiet_log.lines][-1] == "queue.blocked"
