@@ -31,7 +31,7 @@ from delaytasks.core.states import Status
 from delaytasks.core.why import Explanation
 from delaytasks.execution.runner import Runner
 from delaytasks.operations import bulk_calls
-from delaytasks.runtime import Runtime, runtime_of
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
 from delaytasks.timers.arming import EtaTimer
 from delaytasks.timers.publisher import Publisher
@@ -60,13 +60,6 @@ def record(delays: DelayTasks) -> RecordingTimer:
     timer = RecordingTimer()
     runtime_of(delays).producer._timer = timer
     return timer
-
-
-def record_sweeps(runtime: Runtime, timer: RecordingTimer) -> None:
-    """Replace the timer of the sweeps."""
-    sweeper: Any = runtime.sweeper
-    for part in (sweeper, sweeper._drain_requests, sweeper._pauses):
-        part._timer = timer
 
 
 def runner_of(delays: DelayTasks) -> Runner:

@@ -12,14 +12,10 @@ from delaytasks.webhooks import http_callbacks as addresses
 from delaytasks.webhooks.http_callbacks import Guard
 
 PUBLIC = [
-    "https://partner.example/paid",
-    "HTTPS://Partner.Example/paid",
-    "https://partner.example:8443?a=1&b=%C3%A9#x",
-    "https://xn--bcher-kva.example",
-    "https://93.184.216.34/",
-    "https://[2606:2800:220:1:248:1893:25c8:1946]:444/",
-    "https://1.2.3.4a/",
-]
+    "https://partner.example/paid", "HTTPS://Partner.Example/paid", "https://1.2.3.4a/",
+    "https://partner.example:8443?a=1&b=%C3%A9#x", "https://xn--bcher-kva.example",
+    "https://93.184.216.34/", "https://[2606:2800:220:1:248:1893:25c8:1946]:444/",
+]  # fmt: skip
 NOT_PUBLIC = [
     "127.0.0.1", "127.1.2.3", "10.0.0.1", "172.31.255.255", "192.168.1.1", "169.254.169.254",
     "100.64.0.1", "0.0.0.0", "0.1.2.3", "192.0.0.8", "192.0.2.1", "198.18.0.1", "198.51.100.1",
@@ -150,12 +146,8 @@ def test_addresses_in_the_setting_are_allowed() -> None:
 
 
 def test_a_name_is_allowed_if_it_resolves_into_an_allowed_network() -> None:
-    office = guard(
-        "10.1.0.0/16",
-        billing=["10.1.2.3"],
-        metadata=["169.254.169.254"],
-        public_example=["93.184.216.34"],
-    )
+    names = {"billing": ["10.1.2.3"], "metadata": ["169.254.169.254"]}
+    office = guard("10.1.0.0/16", **names, public_example=["93.184.216.34"])
     assert office.address(office.check("http://billing/"), 0, 5) == ip_address("10.1.2.3")
     for url in ("http://metadata/", "http://public.example/"):
         with pytest.raises(ForbiddenURLError):
@@ -167,10 +159,10 @@ def test_an_allowed_name_may_resolve_to_any_address() -> None:
     assert trusted.address(trusted.check("http://billing/"), 0, 5) == ip_address("10.9.9.9")
 
 
-@pytest.mark.parametrize(
-    "entry",
-    ["10.0.0.1/8", "http://a.example", "a.example/", "127.1", "*", "*.a.example", "a:0", "a:", ""],
-)
+WRONG = ["10.0.0.1/8", "http://a.example", "a.example/", "127.1", "*", "*.a.example", "a:0", "a:"]
+
+
+@pytest.mark.parametrize("entry", [*WRONG, ""])
 def test_an_invalid_entry_of_the_setting_is_an_error(entry: str) -> None:
     with pytest.raises(ConfigError, match="callback_allow"):
         Guard([entry])

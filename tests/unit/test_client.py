@@ -11,7 +11,7 @@ import subprocess
 import sys
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from datetime import datetime, timedelta, timezone
@@ -35,10 +35,12 @@ from delaytasks.operations.policy_calls import PolicyCalls
 from delaytasks.recurrence.recurring import Recurring
 from delaytasks.runtime import runtime_of
 from delaytasks.statistics.reading import Statistics
-from delaytasks.testing import DelaysTester, create_tables
+from delaytasks.testing import DelaysTester
+from delaytasks.worker import chunk_request
 from tests.conftest import open_store
 from tests.doc_pages import blocks
 from tests.recording import delays_on, record
+from tests.world import Entry, World
 
 # -- client ---------------------------------------------------------------------------------------
 
@@ -71,11 +73,8 @@ WITHOUT_TWIN = {
     "kind", [DelayTasks, Bulk, CallbackCalls, PolicyCalls, Processor, Recurring, Statistics]
 )
 def test_each_method_that_waits_has_a_twin_with_its_parameters(kind: type) -> None:
-    methods = {
-        name: method
-        for name, method in inspect.getmembers(kind, inspect.isfunction)
-        if name[0] != "_" and not is_twin(method)
-    }
+    public = inspect.getmembers(kind, lambda each: inspect.isfunction(each) and not is_twin(each))
+    methods = {name: method for name, method in public if name[0] != "_"}
     for name in methods.keys() - WITHOUT_TWIN.keys():
         twin = getattr(kind, f"a{name}")
         assert is_twin(twin), name
@@ -83,6 +82,15 @@ def test_each_method_that_waits_has_a_twin_with_its_parameters(kind: type) -> No
         if name != "check":  # its twin is an iterator
             assert inspect.signature(twin) == inspect.signature(methods[name])
         assert f"the asynchronous twin of `{name}`" in twin.__doc__
+
+
+@pytest.fixture
+def delays(tmp_path: Path) -> Iterator[DelayTasks]:
+    url = f"sqlite:///{tmp_path / 'shop.sqlite3'}"
+    open_store(url).close()
+    made = delays_on(url, tags="any")
+    yield made
+    made.close()
 
 
 def test_an_instance_that_is_closed_and_no_longer_used_is_freed(tmp_path: Path) -> None:
@@ -97,15 +105,6 @@ def test_an_instance_that_is_closed_and_no_longer_used_is_freed(tmp_path: Path) 
     assert left() is None
 
 
-@pytest.fixture
-def delays(tmp_path: Path) -> Iterator[DelayTasks]:
-    url = f"sqlite:///{tmp_path / 'shop.sqlite3'}"
-    open_store(url).close()
-    made = delays_on(url, tags="any")
-    yield made
-    made.close()
-
-
 @pytest.mark.parametrize(
     ("options", "advice"),
     [
@@ -118,9 +117,7 @@ def delays(tmp_path: Path) -> Iterator[DelayTasks]:
         ({"delay": 5, "at": datetime.now(timezone.utc)}, "delay"),
     ],
 )
-def test_a_call_as_in_celery_is_told_how_to_write_it(
-    delays: DelayTasks, options: dict[str, Any], advice: str
-) -> None:
+def test_a_call_as_in_celery_is_corrected(delays: DelayTasks, options: Any, advice: str) -> None:
     mail = delays.processor("mail")(lambda body: None)
     for call in (partial(delays.schedule_delay, "mail", {}), partial(mail.schedule, {})):
         with pytest.raises((TypeError, InvalidInputError), match=re.escape(advice)):
@@ -152,11 +149,8 @@ def test_the_reference_lists_each_public_name() -> None:
 
 
 def test_every_error_can_be_imported_from_the_package() -> None:
-    defined = {
-        name
-        for name, value in vars(errors).items()
-        if inspect.isclass(value) and value.__module__ == errors.__name__
-    }
+    classes = inspect.getmembers(errors, inspect.isclass)
+    defined = {name for name, value in classes if value.__module__ == errors.__name__}
     assert defined == set(errors.__all__)
     for name in defined:
         assert getattr(delaytasks, name) is getattr(errors, name)
@@ -185,10 +179,8 @@ def _used_names(page: Path) -> Iterator[tuple[int, str, str]]:
 
 @pytest.mark.parametrize("page", [pytest.param(page, id=page.name) for page in PAGES])
 def test_the_documentation_uses_public_names_only(page: Path) -> None:
-    known = {
-        "delays": public_names() | public_names(FlaskDelays),
-        "delaytasks": {*delaytasks.__all__, "contrib", "testing"},
-    }
+    known = {"delays": public_names() | public_names(FlaskDelays)}
+    known["delaytasks"] = {*delaytasks.__all__, "contrib", "testing"}
     if page.name in ("testing.md", "django.md"):  # there, `delays` is the tester, too
         known["delays"] |= public_names(DelaysTester)
     wrong = [
@@ -221,17 +213,14 @@ MAX_FRAMES = {None: 6, "k": 8}
 @pytest.mark.parametrize("is_of_module", [False, True], ids=["method", "module"])
 @pytest.mark.parametrize("key", MAX_FRAMES)
 def test_a_call_reaches_the_insert_statement_within_few_frames(
-    tmp_path: Path,
+    delays: DelayTasks,
     monkeypatch: pytest.MonkeyPatch,
     session: bool,
     is_of_module: bool,
     key: str | None,
 ) -> None:
-    delays = delays_on(f"sqlite:///{tmp_path / 'shop.sqlite3'}")
     record(delays)
     database = runtime_of(delays).store.database
-    with database.begin() as connection:
-        create_tables(connection, delays)
     monkeypatch.setattr(current, "_of_project", delays)
     schedule_delay = delaytasks.schedule_delay if is_of_module else delays.schedule_delay
     seen: list[list[str]] = []
@@ -248,7 +237,28 @@ def test_a_call_reaches_the_insert_statement_within_few_frames(
     assert delays.get(task).tag == "a"
     [frames] = seen
     assert len(frames) <= MAX_FRAMES[key], frames
-    delays.close()
+
+
+MODES: dict[str, dict[str, Any]] = {"single": {}, "batch": {"batch": 9}, "thread": {"in_flight": 2}}
+
+
+@pytest.mark.parametrize("is_drain", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_request_of_the_pool_reaches_a_processor_within_few_frames(
+    world: World, monkeypatch: pytest.MonkeyPatch, is_drain: bool, mode: str
+) -> None:
+    seen: list[list[str]] = []
+    world.delays.processor("look", **MODES[mode])(lambda given: seen.append(own_frames()))
+    task = world.schedule("look")
+    monkeypatch.setattr(chunk_request, "current_app", world.runtime.celery)
+    entries, queue = ((), "default") if is_drain else ((Entry.of(task),), None)
+    request = chunk_request.ChunkRequest(entries, queue, priorities=(0,), limit=10, serve_s=1)
+    assert chunk_request.run_chunk(request).error == ""
+    assert world.statuses([task]) == ["DONE"]
+    [frames] = seen
+    assert len(frames) <= 6, frames
+    # A row in flight begins in its own thread.
+    assert mode == "thread" or frames[0] == "delaytasks.worker.chunk_request.run_chunk"
 
 
 # -- the functions of the package -----------------------------------------------------------------
@@ -263,16 +273,21 @@ from delaytasks import ConfigError
 """
 
 
-def run(folder: Path, code: str) -> str:
-    script = STANDALONE.format(folder=str(folder)) + code
-    return subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
-    ).stdout
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[[str], str]:
+    """Run a script in an empty folder, and return what it prints."""
+
+    def run(code: str) -> str:
+        script = STANDALONE.format(folder=str(tmp_path)) + code
+        return subprocess.check_output([sys.executable, "-c", script], text=True, timeout=120)
+
+    return run
 
 
-def test_the_functions_use_the_instance_of_the_current_celery_app_or_the_newest_one(
-    tmp_path: Path,
-) -> None:
+Run = Callable[[str], str]
+
+
+def test_the_functions_use_the_instance_of_the_current_app_or_the_newest_one(run: Run) -> None:
     code = """
 import threading
 from delaytasks.testing import create_tables
@@ -296,17 +311,12 @@ delaytasks.processor("mail")(lambda body: None)
 print(made["old"]._registry.get("mail") is not None, made["new"]._registry.get("mail") is None)
 print("delaytasks.celery" in __import__("sys").modules)
 """
-    assert run(tmp_path, code).splitlines() == [
-        "['new']",
-        "['new']",
-        "['new']",
-        "['old']",
-        "True True",
-        "False",
-    ]
+    *schedules, registries, modules = run(code).splitlines()
+    assert schedules == ["['new']", "['new']", "['new']", "['old']"]
+    assert (registries, modules) == ("True True", "False")
 
 
-def test_a_process_whose_celery_app_has_no_instance_schedules_nothing(tmp_path: Path) -> None:
+def test_a_process_whose_celery_app_has_no_instance_schedules_nothing(run: Run) -> None:
     code = """
 import threading
 app = Celery("shop", broker="memory://")
@@ -321,21 +331,21 @@ thread.start()
 thread.join()
 print(os.listdir("."))
 """
-    message, in_thread, files = run(tmp_path, code).splitlines()
+    message, in_thread, files = run(code).splitlines()
     assert message.startswith("the Celery app 'shop' has no DelayTasks: write delays = DelayTasks(")
     assert (in_thread, files) == (message, "[]")
 
 
-def test_a_process_without_a_celery_app_has_the_standalone_instance(tmp_path: Path) -> None:
+def test_a_process_without_a_celery_app_has_the_standalone_instance(run: Run) -> None:
     code = """
 from celery import current_app
 current_app.main  # Celery makes an app of its own
 print(delaytasks.current_delays() is __import__("delaytasks.celery", fromlist=["delays"]).delays)
 """
-    assert run(tmp_path, code) == "True\n"
+    assert run(code) == "True\n"
 
 
-def test_a_durable_task_of_an_app_without_an_instance_is_warned_of(tmp_path: Path) -> None:
+def test_a_durable_task_of_an_app_without_an_instance_is_warned_of(run: Run) -> None:
     code = """
 import logging, sys
 logging.basicConfig(stream=sys.stdout)
@@ -348,12 +358,12 @@ remind.delay()
 print("later")
 remind.apply_async(countdown=60)
 """
-    before, _, after = run(tmp_path, code).partition("later")
+    before, _, after = run(code).partition("later")
     assert "durable" not in before
     assert re.search("remind is durable.*app 'default' has no DelayTasks.*set_default", after)
 
 
-def test_processors_that_no_app_would_serve_are_refused_with_the_remedy(tmp_path: Path) -> None:
+def test_processors_that_no_app_would_serve_are_refused_with_the_remedy(run: Run) -> None:
     code = """
 delaytasks.processor("order.close")(lambda body: None)
 try:
@@ -361,7 +371,7 @@ try:
 except ConfigError as error:
     print(error)
 """
-    assert re.search("before DelayTasks.*: order.close; import their modules", run(tmp_path, code))
+    assert re.search("before DelayTasks.*: order.close; import their modules", run(code))
 
 
 # -- task options ---------------------------------------------------------------------------------

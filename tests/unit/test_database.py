@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,15 +16,8 @@ from typing import Any
 import pytest
 from sqlalchemy import Column, MetaData, Table, event, exc, make_url, select
 
-from delaytasks import (
-    ConfigError,
-    DuplicateTaskError,
-    OutcomeUnknownError,
-    StaleVersionError,
-    StoreError,
-    StoreUnavailableError,
-    TaskStateError,
-)
+import delaytasks
+from delaytasks import ConfigError, OutcomeUnknownError, StaleVersionError, StoreUnavailableError
 from delaytasks.core.interfaces import Settlement
 from delaytasks.core.task import DelayedTask
 from delaytasks.core.text import TABLES_REMEDY
@@ -56,53 +50,9 @@ def error(
     return kind("UPDATE", None, made)
 
 
-def sqlite_error(text: str, kind: type[exc.DBAPIError] = exc.OperationalError) -> exc.DBAPIError:
-    return kind(
-        "UPDATE", None, type("OperationalError", (Exception,), {"__module__": "sqlite3"})(text)
-    )
-
-
-# -- servers that cannot work ---------------------------------------------------------------------
-
-UNABLE = [
-    *(
-        error("no", state=state)
-        for state in ("53100", "53200", "57014", "57P01", "57P02", "58030", "25006")
-    ),
-    *(error(code, "no") for code in (1021, 1040, 1053, 1114, 1203, 1226, 1317)),
-    *(error(code, "no") for code in (1047, 1180, 1290, 1792, 1836, 1874, 3100)),
-    *map(
-        sqlite_error,
-        ("database or disk is full", "disk I/O error", "attempt to write a readonly database"),
-    ),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "failure",
-    UNABLE,
-    ids=lambda failure: (
-        str(failure.orig.pgcode or failure.orig.args[0])
-        if hasattr(failure.orig, "pgcode")
-        else str(failure.orig)
-    ),
-)
-def test_a_server_that_answers_but_cannot_work_is_unavailable(failure: exc.DBAPIError) -> None:
-    assert isinstance(translate(failure), StoreUnavailableError)
-    with pytest.raises(StoreUnavailableError, match="cannot work now"):
-        Database("sqlite://").run(raising(failure))
-
-
-def test_an_error_in_a_statement_is_not_an_outage() -> None:
-    for failure in (
-        error("syntax", state="42601"),
-        error(1064, "syntax"),
-        sqlite_error("near x: syntax error"),
-    ):
-        made = translate(failure)
-        assert isinstance(made, StoreError)
-        assert not isinstance(made, StoreUnavailableError)
+def sqlite_error(text: str) -> exc.DBAPIError:
+    made = type("OperationalError", (Exception,), {"__module__": "sqlite3"})(text)
+    return exc.OperationalError("UPDATE", None, made)
 
 
 def raising(*failures: Exception) -> Callable[[], Any]:
@@ -115,44 +65,64 @@ def raising(*failures: Exception) -> Callable[[], Any]:
     return work
 
 
-@pytest.fixture
-def tight(tmp_path: Path) -> Iterator[tuple[Store, list[int]]]:
-    """Yield a store and the limit of its database's pages, which a test can lower."""
+def run(*failures: Exception, id: int | None = None) -> object:
+    """Run work that raises these errors. `id` is that of the task that it changes."""
+    return Database("sqlite://").run(raising(*failures), id)
+
+
+# -- servers that cannot work ---------------------------------------------------------------------
+
+STATES = "53100 53200 57014 57P01 57P02 58030 25006".split()
+CODES = [1021, 1040, 1053, 1114, 1203, 1226, 1317, 1047, 1180, 1290, 1792, 1836, 1874, 3100]
+SQLITE = ["database or disk is full", "disk I/O error", "attempt to write a readonly database"]
+UNABLE = {state: error("no", state=state) for state in STATES}
+UNABLE |= {str(code): error(code, "no") for code in CODES}
+UNABLE |= {text: sqlite_error(text) for text in SQLITE}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failure", UNABLE.values(), ids=UNABLE)
+def test_a_server_that_answers_but_cannot_work_is_unavailable(failure: exc.DBAPIError) -> None:
+    assert isinstance(translate(failure), StoreUnavailableError)
+    with pytest.raises(StoreUnavailableError, match="cannot work now"):
+        run(failure)
+
+
+def test_an_error_in_a_statement_is_not_an_outage() -> None:
+    syntax = [error("syntax", state="42601"), error(1064, "syntax"), sqlite_error("near x: syntax")]
+    assert {type(translate(failure)) for failure in syntax} == {delaytasks.StoreError}
+
+
+def test_a_full_disk_leaves_no_partial_change_and_counts_as_an_outage(tmp_path: Path) -> None:
     pages = [100_000]
     store = open_store(f"sqlite:///{tmp_path / 'tight.sqlite3'}")
     for engine in (store.database.auto, store.database.tx):
         event.listen(
-            engine, "checkout", lambda c, *_: c.execute(f"PRAGMA max_page_count = {pages[0]}")
+            engine, "checkout", lambda link, *_: link.execute(f"PRAGMA max_page_count = {pages[0]}")
         )
-    yield store, pages
-    store.close()
-
-
-def test_a_full_disk_leaves_no_partial_change_and_counts_as_an_outage(
-    tight: tuple[Store, list[int]],
-) -> None:
-    store, pages = tight
     now = store.tasks.now()
-    tasks = [
-        DelayedTask(id, "mail", '"' + "x" * 100_000 + '"', now, create_time=now)
-        for id in range(1, 11)
-    ]
-    keyed = DelayedTask(50, "mail", '"' + "x" * 400_000 + '"', now, key="k", create_time=now)
+    body = '"' + "x" * 400_000 + '"'
+    task = DelayedTask(50, "mail", body, now, create_time=now)
+    tasks = [replace(task, id=id) for id in range(1, 11)]
+    keyed = replace(task, key="k")
     store.tasks.insert(tasks[0])
     claims = store.claims("w", None)
     [claimed] = claims.claim_due("default", [0], 1)
     pages[0] = 1  # SQLite does not reduce the limit below the current number of pages.
-    with pytest.raises(StoreUnavailableError, match="full"):
-        store.tasks.insert_many(tasks[1:])
-    with pytest.raises(StoreUnavailableError, match="full"):
-        store.tasks.insert_keyed(keyed, "reject")
-    with pytest.raises(StoreUnavailableError, match="full"):
-        claims.settle([Settlement(claimed, "fail", error="x" * 400_000)])
+    failed = [Settlement(claimed, "fail", error=body)]
+    for work in (
+        lambda: store.tasks.insert_many(tasks[1:]),
+        lambda: store.tasks.insert_keyed(keyed, "reject"),
+        lambda: claims.settle(failed),
+    ):
+        with pytest.raises(StoreUnavailableError, match="full"):
+            work()
     assert sum(counted(store).values()) == 1
     assert store.tasks.id_of_key("mail", "k") is None
     pages[0] = 100_000
-    assert claims.settle([Settlement(claimed, "fail", error="x" * 400_000)]) == {1}
+    assert claims.settle(failed) == {1}
     assert store.tasks.insert_many(tasks[1:])
+    store.close()
 
 
 def test_a_deadlock_that_removed_the_savepoint_is_tried_again() -> None:
@@ -180,11 +150,11 @@ def test_galera_commit_that_failed_may_have_been_done() -> None:
     """
     unsure = error(1180, "Got error 6 during COMMIT")
     with pytest.raises(OutcomeUnknownError, match=r"during COMMIT.*look at task 7"):
-        Database("sqlite://").run(raising(unsure), 7)
+        run(unsure, id=7)
     with pytest.raises(OutcomeUnknownError, match="look at task 7"):
-        Database("sqlite://").run(raising(unsure, StaleVersionError("version 1, not 0")), 7)
+        run(unsure, StaleVersionError("version 1, not 0"), id=7)
     with pytest.raises(StoreUnavailableError, match="during COMMIT"):
-        Database("sqlite://").run(raising(unsure))
+        run(unsure)
 
 
 # -- unknown outcomes -----------------------------------------------------------------------------
@@ -196,32 +166,35 @@ def lost() -> exc.DBAPIError:
     return failure
 
 
-@pytest.mark.parametrize("met", [StaleVersionError("version 1, not 0"), TaskStateError("it waits")])
-def test_a_retry_refused_because_of_its_own_first_try_has_an_unknown_outcome(
-    met: TaskStateError,
+@pytest.mark.parametrize(
+    "met", [StaleVersionError("version 1, not 0"), delaytasks.TaskStateError("it waits")]
+)
+def test_a_retry_refused_due_to_its_first_try_has_an_unknown_outcome(
+    met: delaytasks.TaskStateError,
 ) -> None:
     with pytest.raises(OutcomeUnknownError, match=f"{met}.*look at task 7") as caught:
-        Database("sqlite://").run(raising(lost(), met), 7)
+        run(lost(), met, id=7)
     assert caught.value.id == 7
     assert caught.value.__cause__ is met
 
 
 def test_a_retry_without_a_free_connection_has_an_unknown_outcome() -> None:
+    no_connection = exc.TimeoutError("all in use")
     with pytest.raises(OutcomeUnknownError, match=r"no free connection.*look at task 7") as caught:
-        Database("sqlite://").run(raising(lost(), exc.TimeoutError("all in use")), 7)
+        run(lost(), no_connection, id=7)
     assert caught.value.id == 7
     for id, failures in ((7, ()), (None, (lost(),))):
         with pytest.raises(StoreUnavailableError, match="no free connection"):
-            Database("sqlite://").run(raising(*failures, exc.TimeoutError("all in use")), id)
+            run(*failures, no_connection, id=id)
 
 
 def test_a_refusal_without_an_earlier_lost_answer_is_raised_unchanged() -> None:
     met = StaleVersionError("version 1, not 0")
     for failures in ((met,), (error("deadlock", state="40P01"), met)):
         with pytest.raises(StaleVersionError):
-            Database("sqlite://").run(raising(*failures), 7)
-    with pytest.raises(DuplicateTaskError):
-        Database("sqlite://").run(raising(lost(), DuplicateTaskError("there is one")), 7)
+            run(*failures, id=7)
+    with pytest.raises(delaytasks.DuplicateTaskError):
+        run(lost(), delaytasks.DuplicateTaskError("there is one"), id=7)
 
 
 # -- URLs -----------------------------------------------------------------------------------------
@@ -249,13 +222,11 @@ def test_a_url_with_the_driver_of_the_callers_application_works(given: str, ours
     assert Database(given).url.render_as_string(hide_password=False) == ours
 
 
-@pytest.mark.parametrize(
-    "url", ["postgresql+pyodbc://h/d", "mysql+psycopg3://h/d", "sqlite+pysqlcipher://"]
-)
+@pytest.mark.parametrize("url", ["postgresql+pyodbc", "mysql+psycopg3", "sqlite+pysqlcipher"])
 def test_an_unknown_driver_is_named_with_the_remedy(url: str) -> None:
-    driver = url.partition("+")[2].partition(":")[0]
+    driver = url.partition("+")[2]
     with pytest.raises(ConfigError, match=rf"driver '{driver}'.*begin the URL with \w+://"):
-        Database(url)
+        Database(f"{url}://h/d")
 
 
 def test_an_option_that_the_driver_does_not_take_is_a_wrong_setting(mysql_url: str) -> None:
@@ -265,21 +236,16 @@ def test_an_option_that_the_driver_does_not_take_is_a_wrong_setting(mysql_url: s
         Store(f"{mysql_url}?ssl_mode=REQUIRED", settings_for(mysql_url)).tasks.now()
 
 
-@pytest.mark.parametrize(
-    ("url", "package"),
-    [
-        ("postgresql://h/d", "psycopg2-binary"),
-        ("postgresql+psycopg://h/d", "'delaytasks[psycopg]'"),
-        ("mysql://h/d", "'delaytasks[mysql]'"),
-    ],
-)
-def test_a_driver_that_is_not_installed_is_named_with_the_package(
-    url: str, package: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+PACKAGES = {"postgresql": "psycopg2-binary", "mysql": "'delaytasks[mysql]'"}
+PACKAGES["postgresql+psycopg"] = "'delaytasks[psycopg]'"
+
+
+@pytest.mark.parametrize("scheme", PACKAGES)
+def test_a_missing_driver_has_a_remedy(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("psycopg2", "psycopg", "pymysql"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ConfigError, match=rf"pip install {re.escape(package)}"):
-        _ = Database(url).auto
+    with pytest.raises(ConfigError, match=rf"pip install {re.escape(PACKAGES[scheme])}"):
+        _ = Database(f"{scheme}://h/d").auto
 
 
 # -- connections ----------------------------------------------------------------------------------
@@ -288,9 +254,8 @@ def test_a_driver_that_is_not_installed_is_named_with_the_package(
 def test_options_of_the_postgresql_url_are_kept_and_win() -> None:
     given = make_url("postgresql://h/d?options=-c%20lock_timeout%3D1s")
     assert engines._postgresql_options(given).endswith(" -c lock_timeout=1s")
-    assert engines._postgresql_options(make_url("postgresql://h/d")).startswith(
-        "-c lock_timeout=1s -c default_tr"
-    )
+    usual = engines._postgresql_options(make_url("postgresql://h/d"))
+    assert usual.startswith("-c lock_timeout=1s -c default_tr")
 
 
 # -- values ---------------------------------------------------------------------------------------
@@ -303,12 +268,11 @@ QUOTING = [
 ]
 
 
-@pytest.mark.parametrize("number", range(len(QUOTING)))
-def test_an_error_names_its_number_and_no_values(number: int) -> None:
-    failure = QUOTING[number]
-    code = failure.orig.pgcode or failure.orig.args[0]  # type: ignore[union-attr]
-    with pytest.raises(StoreError, match=str(code)) as caught:
-        Database("sqlite://").run(raising(failure))
+@pytest.mark.parametrize("failure", QUOTING)
+def test_an_error_names_its_number_and_no_values(failure: Any) -> None:
+    code = failure.orig.pgcode or failure.orig.args[0]
+    with pytest.raises(delaytasks.StoreError, match=str(code)) as caught:
+        run(failure)
     said: BaseException | None = caught.value
     while said is not None:
         assert SECRET not in f"{said!s} {said!r}"
@@ -328,9 +292,7 @@ def test_an_error_names_its_number_and_no_values(number: int) -> None:
         (sqlite_error("no such savepoint: s"), False),
     ],
 )
-def test_missing_tables_are_told_from_other_things_that_do_not_exist(
-    failure: exc.DBAPIError, is_missing: bool
-) -> None:
+def test_missing_tables_are_told_from_others(failure: exc.DBAPIError, is_missing: bool) -> None:
     assert lacks_tables(failure.orig) == is_missing
 
 
@@ -380,19 +342,14 @@ def test_urls_of_different_servers_have_no_common_address(one: str, other: str) 
     assert not addresses_of(make_url(one)) & addresses_of(make_url(other))
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "postgresql://root@h1:5432,h2:5432/d",
-        "postgresql://root@/d?host=h1&host=h2&port=5432",
-        "postgresql://root@/d?host=h1,h2,h3&port=1,2",
-        "postgresql://root@/d?host=h1:x&host=h2",
-        "postgresql://root@h1:5432,h2/d",
-    ],
-)
-def test_unequal_numbers_of_hosts_and_ports_are_a_wrong_setting(url: str) -> None:
+UNEQUAL = ["h1:5432,h2:5432/d", "/d?host=h1&host=h2&port=5432", "/d?host=h1,h2,h3&port=1,2"]
+UNEQUAL += ["/d?host=h1:x&host=h2", "h1:5432,h2/d"]
+
+
+@pytest.mark.parametrize("rest", UNEQUAL)
+def test_unequal_numbers_of_hosts_and_ports_are_a_wrong_setting(rest: str) -> None:
     with pytest.raises(ConfigError, match=r"delaytasks_database_url .*host=h1:5432&host=h2:5432"):
-        Database(url).auto.connect()
+        Database(f"postgresql://root@{rest}").auto.connect()
 
 
 # -- A database that delaytasks does not support is refused, and not taken for another one --------
@@ -403,22 +360,16 @@ pytestmark = pytest.mark.quick
 UNKNOWN: Any = SimpleNamespace(dialect=SimpleNamespace(name="oracle"))
 
 
-def _migrate() -> None:
-    with exclusively(UNKNOWN, "", None):
-        pass
+USES: dict[str, Callable[[], object]] = {
+    "capabilities": lambda: capabilities_of("oracle"),
+    "estimates": lambda: estimate_rows(UNKNOWN, select(Table("t", MetaData(), Column("id")))),
+    "migrations": lambda: exclusively(UNKNOWN, "", None).__enter__(),
+    "DDL": lambda: ddl("oracle"),
+    "comparison": lambda: comparison("oracle"),
+}
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda: capabilities_of("oracle"),
-        lambda: estimate_rows(UNKNOWN, select(Table("t", MetaData(), Column("id")))),
-        _migrate,
-        lambda: ddl("oracle"),
-        lambda: comparison("oracle"),
-    ],
-    ids=["capabilities", "estimates", "migrations", "DDL", "comparison"],
-)
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_an_unknown_database_is_refused_with_the_supported_ones(use: Any) -> None:
     with pytest.raises(ConfigError, match="'oracle'; it supports postgresql, mysql, mariadb, sqli"):
         use()

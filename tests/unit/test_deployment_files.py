@@ -147,23 +147,14 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
         (units / name).write_text(text)
     names = sorted(map(str, units.iterdir()))
     environment = {**os.environ, "SYSTEMD_UNIT_PATH": f"{units}:"}
-    checked = subprocess.run(
-        [program, "verify", "--man=no", *names],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    command = [program, "verify", "--man=no", *names]
+    checked = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert (checked.returncode, checked.stderr) == (0, "")
 
 
 def test_the_compose_file_agrees_with_the_schema_of_compose() -> None:
     pytest.importorskip("check_jsonschema")
-    options = ["--builtin-schema", "vendor.compose-spec", str(FOLDER / "compose.yml")]
-    checked = subprocess.run(
-        [sys.executable, "-m", "check_jsonschema", *options],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
+    command.append(str(FOLDER / "compose.yml"))
+    checked = subprocess.run(command, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 from celery import Celery
 from freezegun import freeze_time
+from sqlalchemy import text
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateIndex
 
@@ -37,6 +39,7 @@ from delaytasks.testing import DelaysTester, create_tables
 from delaytasks.worker.lease_keeper import PROCESS_CHECK_S
 from delaytasks.worker.sweep_loop import STALE_CHECK_S
 from tests.conformance.test_connections import ROUND_TRIPS
+from tests.conftest import open_store
 from tests.doc_commands import check_command, command_lines, runs_here
 from tests.doc_pages import NAMES, PAGES, ROOT, SHELLS, block_beginning, blocks, environment
 
@@ -62,13 +65,22 @@ def test_each_test_that_is_named_exists() -> None:
     named = {found for page in PAGES for found in NAMED.findall(page.read_text())}
     assert len(named) > 30
     for path, function in named:
-        assert f"def {function}(" in (ROOT / "tests" / path).read_text() or not function, (
-            f"{path}::{function}"
-        )
+        text = (ROOT / "tests" / path).read_text()
+        assert not function or f"def {function}(" in text, f"{path}::{function}"
 
 
 #: Variables of the environment that are no settings begin like this.
 _OTHER_VARIABLES = ("DELAYTASKS_APP", "DELAYTASKS_BENCH_", "DELAYTASKS_TEST_")
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / f"{name}.md").read_text()
+
+
+def cells(text: str) -> list[str]:
+    """Return what is in backticks in the first column of the tables."""
+    rows = re.findall(r"^\| (`.+?) \|", text, re.MULTILINE)
+    return [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
 
 
 def metric_names() -> set[str]:
@@ -76,24 +88,19 @@ def metric_names() -> set[str]:
     info = {"timer_is_up": True, "held": 0, "waiting": 0, "chunks": 0, "loops": {}, "events": {}}
     worker = WorkerMetrics(lambda: info, dict, lambda: 1, SweepTimes())
     producer = ProducerMetrics(max_tags=1)
-    of_database = [
+    families = chain(
         *(snapshot.row_families(None), snapshot.worker_families(None)),
         *(snapshot.service_families(None), snapshot.peak_families(None)),
-        snapshot._redis_timer({}),
-    ]
-    families = [*chain(*of_database), *worker.families(), *producer.families()]
+        *(snapshot._redis_timer({}), worker.families(), producer.families()),
+    )
     names = {"delaytasks_database_up", "delaytasks_broker_up"}
     return names | {each.name + ("_total" if each.kind == "counter" else "") for each in families}
 
 
-def test_each_metric_is_explained() -> None:
-    page = (ROOT / "docs/metrics.md").read_text()
-    assert not [name for name in metric_names() if not re.search(rf"[`\"]{name}[`{{\"]", page)]
-
-
-def test_each_alert_is_explained() -> None:
-    page = (ROOT / "docs/metrics.md").read_text()
-    shown = re.findall(r"^\| `(DelayTasks\w+)` \|", page, re.MULTILINE)
+def test_each_metric_and_each_alert_is_explained() -> None:
+    text = page("metrics")
+    assert not [name for name in metric_names() if not re.search(rf"[`\"]{name}[`{{\"]", text)]
+    shown = re.findall(r"^\| `(DelayTasks\w+)` \|", text, re.MULTILINE)
     assert shown == re.findall(r"- alert: (\w+)", read_file("rules"))
 
 
@@ -108,17 +115,15 @@ def test_each_setting_named_exists(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_link_inside_the_project_leads_somewhere(name: str) -> None:
-    page = ROOT / name
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+    path = ROOT / name
+    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
         if target.startswith(("http://", "https://")):
             continue
-        path, _, anchor = target.partition("#")
-        found = (page.parent / path).resolve() if path else page
+        file, _, anchor = target.partition("#")
+        found = (path.parent / file).resolve() if file else path
         assert found.exists(), f"{name} links {target}"
-        if anchor:
-            assert anchor in {_anchor(line) for line in found.read_text().splitlines()}, (
-                f"{name} links {target}"
-            )
+        anchors = {_anchor(line) for line in found.read_text().splitlines()} if anchor else {""}
+        assert anchor in anchors, f"{name} links {target}"
 
 
 def _anchor(heading: str) -> str | None:
@@ -149,18 +154,15 @@ def moves_table() -> str:
 def round_trips_table() -> str:
     rows = ["| step | PostgreSQL | MariaDB | Redis | RabbitMQ |", "|---|---|---|---|---|"]
     for step, (first, second) in ROUND_TRIPS.items():
-        rows.append(
-            f"| {step} | {first.database} | {second.database} | {first.broker} | {second.broker} |"
-        )
+        numbers = (first.database, second.database, first.broker, second.broker)
+        rows.append(f"| {step} | {' | '.join(map(str, numbers))} |")
     return "\n".join(rows)
 
 
 def http_routes_table() -> str:
     rows = ["| operation | request | requires |", "|---|---|---|"]
-    rows += [
-        f"| {route.summary} | `{route.method} {route.path}` | {route.permission.value} |"
-        for route in ROUTES
-    ]
+    for each in ROUTES:
+        rows.append(f"| {each.summary} | `{each.method} {each.path}` | {each.permission.value} |")
     return "\n".join(rows)
 
 
@@ -191,44 +193,31 @@ def write_tables() -> None:
 
 
 def test_each_event_that_is_logged_is_explained_with_its_level() -> None:
-    page, shown = (ROOT / "docs/worker.md").read_text(), dict[str, str]()
-    for names, levels in re.findall(r"^\| (`[a-z_.`, ]+) \| ([A-Z, ]+) \|", page, re.MULTILINE):
+    shown = dict[str, str]()
+    for names, levels in re.findall(r"^\| (`[a-z_.`, ]+) \| ([A-Z, ]+) \|", page("worker"), re.M):
         shown.update(zip(re.findall(r"`([^`]+)`", names), levels.split(", "), strict=True))
     source = "".join(path.read_text() for path in (ROOT / "delaytasks").rglob("*.py"))
     emitted = set(re.findall(r'(?:emit\(|self\._defer\(.*,)\s*"([a-z_.]+)"', source))
-    assert shown == {
-        name: logging.getLevelName(level) for name, level in LEVELS.items() if name in emitted
-    }
+    levels = {name: logging.getLevelName(level) for name, level in LEVELS.items()}
+    assert shown == {name: level for name, level in levels.items() if name in emitted}
 
 
 def test_each_error_is_explained() -> None:
-    page = (ROOT / "docs/errors.md").read_text()
     for name, value in vars(errors).items():
         if isinstance(value, type) and issubclass(value, errors.DelayTaskError):
-            assert f"`{name}`" in page or re.search(rf"^\W*{name}\b", page, re.MULTILINE), name
+            shown = rf"`{name}`|^\W*{name}\b"
+            assert re.search(shown, page("errors"), re.MULTILINE), name
 
 
 def test_the_extras_in_the_docs_are_those_of_the_package() -> None:
     text = (ROOT / "pyproject.toml").read_text()
-    table = re.search(
-        r"^\[project\.optional-dependencies\]\n(.*?)^\[", text, re.MULTILINE | re.DOTALL
-    )
-    assert table is not None
-    shown = re.findall(
-        r"^\| `delaytasks\[(\w+)\]`", (ROOT / "docs/install.md").read_text(), re.MULTILINE
-    )
-    assert sorted(shown) == sorted(re.findall(r"^(\w+) = \[", table[1], re.MULTILINE))
+    extras = text.partition("\n[project.optional-dependencies]\n")[2].partition("\n[")[0]
+    shown = re.findall(r"^\| `delaytasks\[(\w+)\]`", page("install"), re.MULTILINE)
+    assert sorted(shown) == sorted(re.findall(r"^(\w+) = \[", extras, re.MULTILINE))
 
 
 def test_the_columns_in_the_docs_are_those_of_the_table() -> None:
-    from delaytasks.storage.schema import build_schema
-
-    page = (ROOT / "docs/scheduling.md").read_text().partition("## The columns")[2]
-    shown = [
-        name
-        for row in re.findall(r"^\| (`.+?) \|", page, re.MULTILINE)
-        for name in re.findall(r"`(\w+)`", row)
-    ]
+    shown = cells(page("scheduling").partition("## The columns")[2])
     assert sorted(shown) == sorted(column.name for column in build_schema().tasks.columns)
 
 
@@ -239,17 +228,7 @@ def test_the_files_that_a_page_names_exist(name: str) -> None:
 
 
 def test_the_documented_values_to_watch_exist(tmp_path: Path) -> None:
-    page = (
-        (ROOT / "docs/operations.md")
-        .read_text()
-        .partition("## What to watch")[2]
-        .partition("\n## ")[0]
-    )
-    shown = {
-        name
-        for row in re.findall(r"^\| (`.+?) \|", page, re.MULTILINE)
-        for name in re.findall(r"`([^`]+)`", row)
-    }
+    shown = cells(page("operations").partition("## What to watch")[2].partition("\n## ")[0])
     program = (
         "from delaytasks import current_delays; from delaytasks.cli.main import main; "
         "from delaytasks.storage import migrations; from delaytasks.runtime import runtime_of; "
@@ -257,18 +236,11 @@ def test_the_documented_values_to_watch_exist(tmp_path: Path) -> None:
         "runtime_of(current_delays()).store.workers.report('w', [], 'prefork', 1, 0); "
         "main(['status', '--json'])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        env=environment(tmp_path),
-        capture_output=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    found = json.loads(done.stdout)
+    command = [sys.executable, "-c", program]
+    found = json.loads(subprocess.check_output(command, cwd=tmp_path, env=environment(tmp_path)))
     assert shown, "the table is there"
     for path in shown:
-        value = found
+        value: Any = found
         for name in path.split("."):
             value = value[name.removesuffix("[]")]
             value = value[0] if name.endswith("[]") else value
@@ -278,12 +250,6 @@ def test_the_documented_values_to_watch_exist(tmp_path: Path) -> None:
 
 
 def test_the_insert_statement_in_the_docs_makes_a_valid_task(database_url: str) -> None:
-    from datetime import timedelta
-
-    from sqlalchemy import text
-
-    from tests.conftest import open_store
-
     titles = {"postgresql": "-- PostgreSQL", "mysql": "-- MySQL, MariaDB", "sqlite": "-- SQLite"}
     store = open_store(database_url, table_prefix="docs_")
     title = titles[store.database.url.get_backend_name()]
@@ -297,15 +263,11 @@ def test_the_insert_statement_in_the_docs_makes_a_valid_task(database_url: str) 
         [task] = store.tasks.find(Filter(), 10)
         assert (task.tag, task.body, task.delay_s) == ("order.close", {"order": 7}, 1800)
         assert task.status is Status.NOT_COMPLETE
-        assert (
-            timedelta(seconds=1790)
-            < task.expected_time - store.tasks.now()
-            <= timedelta(seconds=1800)
-        )
+        left = task.expected_time - store.tasks.now()
+        assert timedelta(seconds=1790) < left <= timedelta(seconds=1800)
         with store.database.begin() as connection:
-            connection.execute(
-                text(cancellation.replace("yb_", "docs_yb_").replace("42", str(task.id)))
-            )
+            cancellation = cancellation.replace("yb_", "docs_yb_").replace("42", str(task.id))
+            connection.execute(text(cancellation))
         cancelled = store.tasks.get(task.id)
         assert cancelled is not None
         assert (cancelled.status, cancelled.version) == (Status.CANCELLED, 1)
@@ -324,8 +286,7 @@ def test_the_recovery_times_of_faults_follow_from_the_default_settings() -> None
         "G + S; dead after 3 S": settings.grace_s + settings.sweep_s,
         "about a second": PROCESS_CHECK_S,
     }
-    page = (ROOT / "docs" / "how-it-works.md").read_text()
-    table = page.partition("## What each fault costs")[2]
+    table = page("how-it-works").partition("## What each fault costs")[2]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
     found = {row[2].partition(", after")[0]: row[3] for row in rows if len(row) == 4}
     for bound, seconds in bounds.items():
@@ -342,14 +303,11 @@ if __name__ == "__main__":
 
 
 def test_the_indexes_to_create_before_a_migration_are_those_of_the_schema() -> None:
-    made = {
-        str(CreateIndex(index).compile(dialect=postgresql.dialect()))
-        for index in build_schema().tasks.indexes
-    }
+    indexes = map(CreateIndex, build_schema().tasks.indexes)
+    made = {str(index.compile(dialect=postgresql.dialect())) for index in indexes}
     block = block_beginning("docs/operations.md", "CREATE INDEX CONCURRENTLY")
-    statements = (
-        re.sub(r"\s+", " ", block.text.replace(" CONCURRENTLY", "")).strip(" ;").split("; ")
-    )
+    text = re.sub(r"\s+", " ", block.text.replace(" CONCURRENTLY", ""))
+    statements = text.strip(" ;").split("; ")
     assert len(statements) == 3
     assert set(statements) <= made
 
@@ -362,11 +320,8 @@ def test_the_entry_point_of_processors_is_the_one_that_workers_load() -> None:
 def test_the_tree_of_errors_has_the_classes_below_the_first_one() -> None:
     first, *lines = block_beginning("docs/errors.md", "DelayTaskError").text.splitlines()
     root = getattr(errors, first)
-    shown = {
-        match[1]: match[2]
-        for line in lines
-        if (match := re.fullmatch(r"[├└]── (\w+)(?: \(an? (\w+)\))? +\S.*", line))
-    }
+    branch = re.compile(r"[├└]── (\w+)(?: \(an? (\w+)\))? +\S.*")
+    shown = {match[1]: match[2] for line in lines if (match := branch.fullmatch(line))}
     assert len(shown) == len(lines)
     assert shown == {
         name: next((base.__name__ for base in value.__bases__ if base is not root), None)
@@ -391,22 +346,16 @@ def test_a_failed_assertion_has_the_text_in_the_documentation(tmp_path: Path) ->
 # -- the commands in the documentation run, and the other commands have known options -------------
 
 
-WITH_COMMANDS = [
-    name for name in NAMES if any(runs_here(ROOT / name, block) for block in blocks(ROOT / name))
-]
+WITH_COMMANDS = [n for n in NAMES if any(runs_here(ROOT / n, each) for each in blocks(ROOT / n))]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_COMMANDS)
 def test_the_commands_of_a_page_run(name: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.doc_commands", str(ROOT / name)],
-        cwd=tmp_path,
-        env={**environment(tmp_path), "HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    command = [sys.executable, "-m", "tests.doc_commands", str(ROOT / name)]
+    env = {**environment(tmp_path), "HOME": str(tmp_path)}
+    options: Any = {"cwd": tmp_path, "env": env, "timeout": 180}
+    done = subprocess.run(command, capture_output=True, text=True, **options)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -424,9 +373,8 @@ def test_each_command_shown_exists_with_its_options(name: str) -> None:
 
 
 def test_the_page_in_the_docs_matches_its_values(tmp_path: Path) -> None:
-    written: list[Any] = pages.write(
-        ROOT / "docs" / "peers.json", tmp_path / "peers.md", tmp_path / "images"
-    )
+    docs = ROOT / "docs" / "peers.json"
+    written: list[Any] = pages.write(docs, tmp_path / "peers.md", tmp_path / "images")
     for path in written:
         shown = (pages.PAGE if path.suffix == ".md" else pages.PICTURES / path.name).read_text()
         assert shown == path.read_text(), (

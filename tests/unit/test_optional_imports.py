@@ -9,31 +9,23 @@ from pathlib import Path
 
 import pytest
 
-#: A deployment with one database and the timer `eta`, without limits, callbacks, encryption and
-#: encryption, does not need these modules.
-OPTIONAL = (
-    "cronsim",
-    "cryptography",
-    "sentry_sdk",
-    "requests",
-    "delaytasks.console",
-    "delaytasks.durable_eta",
-    "delaytasks.file_broker",
-    "delaytasks.forecast",
-    "delaytasks.http_api",
-    "delaytasks.limits",
-    "delaytasks.metrics",
-    "delaytasks.recurrence",
-    "delaytasks.testing",
-    "delaytasks.timers.direct",
-    "delaytasks.timers.redis_timer",
-    "delaytasks.timers.redis_timer",
-    "delaytasks.timers.redis_timer",
-    "delaytasks.timers.redis_timer",
-    "delaytasks.webhooks",
-    "delaytasks.worker.redis_poller",
-    "delaytasks.worker.table_poller",
-)
+#: What a process that schedules tasks does not need: Alembic and its dependencies, dialects, HTTP,
+#: the command line, frameworks, and optional packages.
+OTHERS = """
+alembic mako pygments sqlalchemy.orm psycopg2 pymysql requests redis rich cryptography flask
+delaytasks.cli delaytasks.contrib delaytasks.execution.runner sqlalchemy.dialects.mysql
+sqlalchemy.dialects.postgresql
+""".split()
+#: The first call that schedules or looks up a task loads these modules.
+WITH_THE_FIRST_CALL = ["delaytasks.runtime", "delaytasks.storage", "sqlalchemy.dialects.sqlite"]
+#: A deployment with one database and the timer `eta`, without limits, callbacks and encryption,
+#: does not need these modules.
+OPTIONAL = """
+cronsim cryptography sentry_sdk requests delaytasks.console delaytasks.durable_eta
+delaytasks.file_broker delaytasks.forecast delaytasks.http_api delaytasks.limits delaytasks.metrics
+delaytasks.recurrence delaytasks.testing delaytasks.timers.direct delaytasks.timers.redis_timer
+delaytasks.webhooks delaytasks.worker.redis_poller delaytasks.worker.table_poller
+""".split()
 PROJECT = """
 import sys
 from pathlib import Path
@@ -92,27 +84,32 @@ def schedule(**_):
 """
 
 
+def among(loaded: str, others: list[str]) -> set[str]:
+    """Return the modules of `others` that are, or have a part, among the loaded ones."""
+    names = loaded.split()
+    assert "delaytasks.client" in names
+    return {each for each in others if any(f"{name}.".startswith(f"{each}.") for name in names)}
+
+
+def loaded_by(code: str, others: list[str] = OTHERS) -> set[str]:
+    """Return the modules of `others` that `code` loads in a fresh interpreter.
+
+    Modules that `import celery` and `import sqlalchemy` load do not count.
+    """
+    script = (
+        f"import sys, celery, sqlalchemy\nbefore = set(sys.modules)\n{code}\n"
+        "print(*(set(sys.modules) - before))"
+    )
+    return among(subprocess.check_output([sys.executable, "-c", script], text=True), others)
+
+
 def imported_by(tmp_path: Path, source: str, command: list[str], settings: object) -> set[str]:
     """Run a project in a fresh interpreter; return the optional modules that it has imported."""
     (tmp_path / "shop.py").write_text(PROJECT.format(settings=settings) + source)
     (tmp_path / "modules").unlink(missing_ok=True)
-    run = subprocess.run(
-        [sys.executable, *command],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert run.returncode == 0, run.stderr
-    assert (tmp_path / "modules").exists(), run.stderr
-    names = (tmp_path / "modules").read_text().split()
-    assert "delaytasks.scheduling.producer" in names
-    return {
-        module
-        for module in OPTIONAL
-        if any(name == module or name.startswith(f"{module}.") for name in names)
-    }
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    subprocess.check_call([sys.executable, *command], cwd=tmp_path, env=environment, timeout=120)
+    return among((tmp_path / "modules").read_text(), OPTIONAL)
 
 
 def imported_by_a_producer(tmp_path: Path, **settings: object) -> set[str]:
@@ -149,9 +146,7 @@ write_modules()
 """
 
 
-def test_durable_celery_tasks_are_imported_only_if_a_task_is_called_with_a_delay(
-    tmp_path: Path,
-) -> None:
+def test_durable_celery_tasks_are_imported_by_a_call_with_a_delay(tmp_path: Path) -> None:
     source = PRODUCER.replace("write_modules()", "") + CELERY_PRODUCER
     assert imported_by(tmp_path, source, ["shop.py"], {}) == set()
     (tmp_path / "shop.sqlite3").unlink()
@@ -160,24 +155,66 @@ def test_durable_celery_tasks_are_imported_only_if_a_task_is_called_with_a_delay
 
 
 @pytest.mark.slow
-def test_recurring_schedules_are_imported_by_a_worker_that_finds_one_in_the_database(
-    tmp_path: Path,
-) -> None:
+def test_recurring_schedules_are_imported_by_a_worker_that_finds_one(tmp_path: Path) -> None:
     assert imported_by_a_producer(tmp_path) == set()
     imported = imported_by_a_worker(tmp_path, RECURRING_WORKER)
     assert imported == {"cronsim", "delaytasks.recurrence"}
 
 
 @pytest.mark.parametrize(
-    ("statement", "said"),
+    ("module", "said", "extra"),
     [
-        ("import delaytasks.console.application", "the console needs more packages (flask)"),
-        ("import delaytasks.http_api.routes", "the HTTP API needs more packages (flask)"),
+        ("console.application", "the console needs more packages (flask)", "console"),
+        ("http_api.routes", "the HTTP API needs more packages (flask)", "api"),
     ],
 )
-def test_a_mount_without_its_packages_names_the_extra(statement: str, said: str) -> None:
-    code = f"import sys; sys.modules['flask'] = None; {statement}"
+def test_a_mount_without_its_packages_names_the_extra(module: str, said: str, extra: str) -> None:
+    code = f"import sys; sys.modules['flask'] = None; import delaytasks.{module}"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    extra = "console" if "console" in said else "api"
     error = f"ConfigError: {said}: pip install 'delaytasks[{extra}]'"
     assert ran.stderr.splitlines()[-1].endswith(error), ran.stderr
+
+
+# -- `import delaytasks` loads only the modules that a process needs to schedule tasks -----------
+
+SCHEDULE = """
+from celery import Celery
+from delaytasks import DelayTasks
+from delaytasks.runtime import runtime_of
+delays = DelayTasks(Celery("shop", broker="memory://"), "sqlite:///{path}")
+runtime_of(delays).store.schema.metadata.create_all(runtime_of(delays).store.database.tx)
+runtime_of(delays).checks.check_ready()
+assert delays.cancel(delays.schedule_delay("mail", {{}}, 3600))
+"""
+READ = """
+import contextlib, io
+from delaytasks.cli.main import main
+with contextlib.redirect_stdout(io.StringIO()):
+    main(["--json", "{command}"], standalone_mode=False)
+"""
+
+
+def test_importing_loads_nothing_that_only_others_need() -> None:
+    assert loaded_by("import delaytasks", OTHERS + WITH_THE_FIRST_CALL) == set()
+
+
+def test_a_process_that_schedules_loads_neither_alembic_nor_other_drivers(tmp_path: Path) -> None:
+    others = [name for name in OTHERS if not name.startswith("sqlalchemy.dialects.")]
+    assert not loaded_by(SCHEDULE.format(path=tmp_path / "shop.sqlite3"), others)
+
+
+def test_the_rules_of_tasks_load_no_storage() -> None:
+    """The contracts of imports cannot show this, since they count imports for type checkers."""
+    rules = "delaytasks.execution.chunk_runner, delaytasks.maintenance.sweeper"
+    assert loaded_by(f"import delaytasks.client, {rules}", ["delaytasks.storage"]) == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["status", "check"])
+def test_commands_that_only_read_load_no_alembic(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DELAYTASKS_DATABASE_URL", f"sqlite:///{tmp_path / 'shop.sqlite3'}")
+    subprocess.check_output([sys.executable, "-m", "delaytasks", "db", "upgrade"], timeout=120)
+    assert "alembic" not in loaded_by(READ.format(command=command))

@@ -8,10 +8,9 @@ import inspect
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
-from pathlib import Path
 from types import coroutine
 from typing import Any
 
@@ -19,29 +18,20 @@ import pytest
 from celery import Celery
 from hypothesis import given
 from hypothesis import strategies as st
+from kombu import Queue
 
-from delaytasks import (
-    BodyRefusedError,
-    ConfigError,
-    DelayedTask,
-    DelayTasks,
-    Done,
-    InvalidInputError,
-    Processor,
-    StaleVersionError,
-)
-from delaytasks.core.retry_schedule import (
-    MAX_RETRY_DELAYS,
-    Retries,
-    RetrySchedule,
-    retry_schedule_of,
-)
+import delaytasks
+from delaytasks import DelayedTask, DelayTasks, Done, InvalidInputError, NewTask, Processor
+from delaytasks.core import retry_schedule
+from delaytasks.core.retry_schedule import MAX_RETRY_DELAYS, Retries, RetrySchedule
+from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
 from delaytasks.processors.registry import Registry
 from delaytasks.runtime import runtime_of
-from delaytasks.testing import create_tables
-from tests.conftest import open_store
-from tests.recording import delays_on, record, run_now
+from delaytasks.scheduling.producer import QueueRouting
+from delaytasks.timers.arming import SWEEP
+from delaytasks.worker.celery_patches import add_queues
+from delaytasks.worker.processes import logical_queues
 from tests.refusals import invalid
 from tests.world import World
 
@@ -92,10 +82,8 @@ def test_a_function_can_have_several_tags_and_the_registry_gets_the_function_its
     def both(body: int) -> int:
         return body
 
-    registry = runtime_of(delays).registry
-    specs = {spec.tag: spec for spec in registry}
-    functions = [specs[tag].function for tag in ("module.one", "module.two")]
-    assert functions[0] is functions[1] is both.function
+    specs = {spec.tag: spec for spec in runtime_of(delays).registry}
+    assert specs["module.one"].function is specs["module.two"].function is both.function
     assert both.tag == "module.one"
 
 
@@ -122,32 +110,23 @@ def test_functions_of_classes_are_bound_as_usual() -> None:
     assert delays.processor("module.bound")(shop.bound)("?") == "shop?"
 
 
-def test_a_processor_runs_the_rows_of_its_former_tags(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'shop.sqlite3'}"
-    open_store(url).close()
-    delays, seen = delays_on(url), list[str]()
-
-    @delays.processor("order.close", aliases=("close_order",), queue="orders")
-    def close(body: str) -> None:
-        seen.append(body)
-
-    old = delays.schedule_delay("close_order", "old", 0)
+def test_a_processor_runs_the_rows_of_its_former_tags(world: World) -> None:
+    options: Any = {"aliases": ("close_order",), "queue": "orders"}
+    close = world.delays.processor("order.close", **options)(world.notes.append)
+    old = world.schedule("close_order", "old")
     assert (close.tag, old.tag, old.queue) == ("order.close", "close_order", "orders")
-    assert run_now(delays, old).status is Status.DONE
-    assert run_now(delays, close.schedule("new", 0)).status is Status.DONE
-    assert seen == ["old", "new"]
-    with pytest.raises(ConfigError, match="close_order"):
-        delays.processor("close_order")(lambda body: None)
+    world.run(old, new := world.schedule("order.close", "new"))
+    assert world.statuses([old, new]) == ["DONE", "DONE"]
+    assert world.notes == ["old", "new"]
+    with pytest.raises(delaytasks.ConfigError, match="close_order"):
+        world.delays.processor("close_order")(lambda body: None)
     for wrong in ("close", 7, iter(["close"])):
         with invalid("aliases"):
-            delays.processor("order.send", aliases=wrong)
+            world.delays.processor("order.send", aliases=wrong)
 
 
-def test_a_handle_schedules_finds_and_cancels_tasks_of_its_tag(tmp_path: Path) -> None:
-    own = delays_on(f"sqlite:///{tmp_path}/tasks.sqlite3", tags=["mail.other"])
-    with runtime_of(own).store.database.begin() as connection:
-        create_tables(connection, own)
-    record(own)
+def test_a_handle_schedules_finds_and_cancels_tasks_of_its_tag(world: World) -> None:
+    own = world.delays
 
     @own.processor("mail.send", queue="mail")
     def send(body: Any) -> None: ...
@@ -165,11 +144,11 @@ def test_a_handle_schedules_finds_and_cancels_tasks_of_its_tag(tmp_path: Path) -
     assert len(send.find()) == 6
     assert len(send.find(queue="bulk", until=AT)) == 3
     assert send.schedule_many([({"n": 5}, 5)], key="1", on_conflict="keep") == 0
-    with pytest.raises(StaleVersionError):
+    with pytest.raises(delaytasks.StaleVersionError):
         send.cancel(key="1", version=first.version + 1)
     assert send.cancel(key="1")
     assert not send.cancel(key="1")
-    with runtime_of(own).store.database.begin() as connection:
+    with world.begin() as connection:
         send.schedule({"n": 4}, 5, session=connection)
         connection.rollback()
     assert len(send.find()) == 6
@@ -231,9 +210,7 @@ def takes(world: World, tag: str, schema: Callable[..., Any], **options: Any) ->
         (lambda body: body["n"], {"n": 1}, 1),
     ],
 )
-def test_a_processor_receives_the_body_converted_by_its_schema(
-    world: World, schema: Any, body: Any, given: Any
-) -> None:
+def test_a_schema_converts_the_body(world: World, schema: Any, body: Any, given: Any) -> None:
     seen = takes(world, "order", schema)
     world.run(world.schedule("order", body))
     assert seen == [given]
@@ -259,7 +236,9 @@ def test_a_dataclass_needs_no_schema_to_be_scheduled(world: World) -> None:
 )
 def test_a_body_that_is_refused_is_not_scheduled(world: World, schema: Any, body: Any) -> None:
     takes(world, "order", schema)
-    with pytest.raises(BodyRefusedError, match="refuses the body of a task of tag 'order'"):
+    with pytest.raises(
+        delaytasks.BodyRefusedError, match="refuses the body of a task of tag 'order'"
+    ):
         world.schedule("order", body)
     assert not any(world.counted().values())
 
@@ -288,13 +267,11 @@ def old_coroutine(body: Any) -> Any:
     yield from ()
 
 
-class GeneratorMethod:
+class Methods:
     def __call__(self, body: Any) -> Any:
         yield body
 
-
-class AsyncGeneratorMethod:
-    async def __call__(self, body: Any) -> Any:
+    async def asynchronous(self, body: Any) -> Any:
         yield body
 
 
@@ -304,9 +281,10 @@ REFUSED: dict[str, Callable[..., Any]] = {
     "async generator": async_generator,
     "partial": functools.partial(generator),
     "partial of an async generator": functools.partial(async_generator),
-    "bound method": GeneratorMethod().__call__,
-    "callable object": GeneratorMethod(),
-    "callable object, async": AsyncGeneratorMethod(),
+    "bound method": Methods().__call__,
+    "async bound method": Methods().asynchronous,
+    "callable object": Methods(),
+    "callable object, async": type("Called", (), {"__call__": Methods.asynchronous})(),
 }
 
 
@@ -360,12 +338,9 @@ FORMS: list[dict[str, Any]] = [{}, {"in_flight": 5}, {"keep_result": True}, {"re
 
 @pytest.mark.parametrize("name", UNRUN)
 @pytest.mark.parametrize("options", FORMS, ids=str)
-def test_a_task_whose_processor_returns_a_lazy_result_is_not_done(
-    world: World, name: str, options: Any
-) -> None:
+def test_a_task_with_a_lazy_result_is_not_done(world: World, name: str, options: Any) -> None:
     world.delays.processor("lazy", **options)(UNRUN[name])
-    task = world.schedule("lazy", [1])
-    world.run(task)
+    world.run(task := world.schedule("lazy", [1]))
     ended = world.read(task)
     assert ended.status.name == ("NOT_COMPLETE" if "retries" in options else "FAILED")
     assert "InvalidInputError: the processor of 'lazy' returned" in (ended.error or "")
@@ -374,9 +349,7 @@ def test_a_task_whose_processor_returns_a_lazy_result_is_not_done(
 
 @pytest.mark.parametrize("lazy", [lambda: Awaitable(), lambda: generator(1)], ids=["await", "gen"])
 @pytest.mark.parametrize("form", ["list", "dict", "whole"])
-def test_tasks_of_a_batch_with_lazy_results_are_not_done(
-    world: World, lazy: Callable[[], Any], form: str
-) -> None:
+def test_lazy_results_of_batches_are_not_done(world: World, lazy: Any, form: str) -> None:
     def together(tasks: list[Any]) -> Any:
         if form == "whole":
             return lazy()
@@ -385,27 +358,9 @@ def test_tasks_of_a_batch_with_lazy_results_are_not_done(
         return [lazy(), None]
 
     world.delays.processor("lazy", batch=2)(together)
-    tasks = [world.schedule("lazy") for _ in range(2)]
-    world.run(*tasks)
+    world.run(*(tasks := [world.schedule("lazy") for _ in range(2)]))
     assert world.statuses(tasks) == (["FAILED"] * 2 if form == "whole" else ["FAILED", "DONE"])
     assert "InvalidInputError: the" in (world.read(tasks[0]).error or "")
-
-
-def test_celerys_signals_see_the_failure(world: World) -> None:
-    from celery import signals
-
-    failures: list[BaseException] = []
-
-    def failed(exception: BaseException, **_: Any) -> None:
-        failures.append(exception)
-
-    signals.task_failure.connect(failed)
-    try:
-        world.delays.processor("lazy")(UNRUN["generator"])
-        world.run(world.schedule("lazy"))
-    finally:
-        signals.task_failure.disconnect(failed)
-    assert [type(failure) for failure in failures] == [InvalidInputError]
 
 
 @pytest.mark.parametrize(
@@ -413,22 +368,18 @@ def test_celerys_signals_see_the_failure(world: World) -> None:
 )
 def test_any_other_value_is_success(world: World, value: object) -> None:
     world.delays.processor("eager")(lambda body: value)
-    task = world.schedule("eager")
-    world.run(task)
+    world.run(task := world.schedule("eager"))
     assert world.read(task).status.name == "DONE"
 
 
 def test_an_async_method_of_a_callable_object_runs(world: World) -> None:
-    ran: list[Any] = []
-
     class Works:
         async def __call__(self, body: Any) -> None:
-            ran.append(body)
+            world.notes.append(body)
 
     world.delays.processor("object")(Works())
-    task = world.schedule("object", 1)
-    world.run(task)
-    assert (ran, world.read(task).status.name) == ([1], "DONE")
+    world.run(task := world.schedule("object", 1))
+    assert (world.notes, world.read(task).status.name) == ([1], "DONE")
 
 
 # -- retry schedules: their retry delays, their text, and which schedule an error selects ---------
@@ -441,24 +392,14 @@ def test_a_retry_schedule_is_written_as_durations() -> None:
 
 
 def test_a_retry_schedule_of_n_delays_has_n_waits() -> None:
-    retry_schedule = RetrySchedule("1s 2s")
-    assert [retry_schedule.wait_s(failures) for failures in (1, 2, 3, 4)] == [1, 2, None, None]
-    assert [retry_schedule.has_retry_delay(failures) for failures in (1, 2, 3)] == [
-        True,
-        True,
-        False,
-    ]
+    schedule, failures = RetrySchedule("1s 2s"), (1, 2, 3, 4)
+    assert [schedule.wait_s(number) for number in failures] == [1, 2, None, None]
+    assert [schedule.has_retry_delay(number) for number in failures] == [True, True, False, False]
 
 
 def test_exponential_waits_grow_to_their_cap() -> None:
-    assert RetrySchedule.exponential("1s", times=6, cap="10s", jitter=0).retry_delays_s == (
-        1,
-        2,
-        4,
-        8,
-        10,
-        10,
-    )
+    growing = RetrySchedule.exponential("1s", times=6, cap="10s", jitter=0)
+    assert growing.retry_delays_s == (1, 2, 4, 8, 10, 10)
     assert RetrySchedule.fixed("5s", times=3).retry_delays_s == (5, 5, 5)
 
 
@@ -475,15 +416,13 @@ def test_jitter_spreads_the_retries_of_tasks_that_failed_together() -> None:
     assert len({retry_schedule.wait_s(1) for _ in range(20)}) > 10
 
 
+DELAYS: list[Any] = ["", "soon", "-5s", [float("nan")], [True], [1] * (MAX_RETRY_DELAYS + 1)]
+
+
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: RetrySchedule(""),
-        lambda: RetrySchedule("soon"),
-        lambda: RetrySchedule("-5s"),
-        lambda: RetrySchedule([float("nan")]),
-        lambda: RetrySchedule([True]),
-        lambda: RetrySchedule([1] * (MAX_RETRY_DELAYS + 1)),
+        *(functools.partial(RetrySchedule, delays) for delays in DELAYS),
         lambda: RetrySchedule("1s", jitter=2),
         lambda: RetrySchedule.fixed("1s", times=0),
         lambda: RetrySchedule.exponential("1s", times=2, factor=0.5),
@@ -498,12 +437,12 @@ def test_an_invalid_retry_schedule_is_refused(make: Any) -> None:
 
 
 def test_a_number_of_retries_has_the_default_delays() -> None:
-    assert retry_schedule_of(3) == RetrySchedule("5s 30s 1m")
-    assert retry_schedule_of(11) == RetrySchedule("5s 30s 1m 10m 30m 1h 6h 1d 2d 2d 2d")
+    assert retry_schedule.retry_schedule_of(3) == RetrySchedule("5s 30s 1m")
+    eleven = RetrySchedule("5s 30s 1m 10m 30m 1h 6h 1d 2d 2d 2d")
+    assert retry_schedule.retry_schedule_of(11) == eleven
     assert Retries.of(1).retry_schedule_for(ValueError) == RetrySchedule("5s")
-    assert Retries.of({OSError: 2, Exception: None}).retry_schedule_for(
-        ConnectionError
-    ) == RetrySchedule("5s 30s")
+    two = Retries.of({OSError: 2, Exception: None})
+    assert two.retry_schedule_for(ConnectionError) == RetrySchedule("5s 30s")
 
 
 @pytest.mark.parametrize("retry", [True, False, 0, -1, 1.5, MAX_RETRY_DELAYS + 1, object(), b"15s"])
@@ -516,9 +455,8 @@ def test_an_invalid_number_of_retries_is_refused_with_the_remedy(retry: Any) -> 
 
 
 def test_the_nearest_class_of_an_error_selects_the_retry_schedule() -> None:
-    retries = Retries.of(
-        {OSError: "1s", ConnectionError: "2s", ValueError: None, Exception: RetrySchedule.NOTIFY}
-    )
+    delays: Any = {OSError: "1s", ConnectionError: "2s", ValueError: None}
+    retries = Retries.of({**delays, Exception: RetrySchedule.NOTIFY})
     assert retries.retry_schedule_for(ConnectionResetError) == RetrySchedule("2s")
     assert retries.retry_schedule_for(FileNotFoundError) == RetrySchedule("1s")
     assert retries.retry_schedule_for(UnicodeDecodeError) is None
@@ -531,3 +469,132 @@ def test_a_tasks_own_retry_schedule_does_not_retry_errors_that_its_tag_excludes(
     assert retries.retry_schedule_for(KeyError, own) is own
     assert retries.retry_schedule_for(ValueError, own) is None
     assert Retries.of(None).retry_schedule_for(KeyError, own) is own
+
+
+# -- the queue of a tag, and careless settings that do not disturb workers or beat -----------------
+
+# -- queues ---------------------------------------------------------------------------------------
+
+
+MAPPING = {"*": "rest", "mail.*": "mail", "mail.bulk.*": "bulk", "report.daily": "slow"}
+MAPPING |= {"report.?????": "short", "sms.[ab]": "sms", "sms.*": "other"}
+
+
+QUEUES = {"mail.send": "mail", "mail.bulk.send": "bulk", "mail": "rest", "Mail.send": "rest"}
+QUEUES |= {"report.daily": "slow", "report.other": "short", "report.daily.too": "rest"}
+QUEUES |= {"sms.a": "sms", "sms.c": "other", "a\nb": "rest"}
+
+
+@pytest.mark.parametrize(("tag", "queue"), QUEUES.items())
+def test_a_tag_uses_the_queue_of_its_name_or_most_specific_pattern(tag: str, queue: str) -> None:
+    assert QueueRouting(Settings(queues=MAPPING), Registry()).of(tag) == queue
+
+
+def test_of_equally_specific_patterns_the_first_one_applies() -> None:
+    assert QueueRouting(Settings(queues={"a.*": "x", "*.b": "y"}), Registry()).of("a.b") == "x"
+    assert QueueRouting(Settings(queues={"*.b": "y", "a.*": "x"}), Registry()).of("a.b") == "y"
+
+
+def test_a_tag_without_a_mapping_uses_the_default_queue() -> None:
+    assert QueueRouting(Settings(queues={"*": "usual"}), Registry()).of("mail.send") == "usual"
+
+
+def make_delays(conf: Mapping[str, Any] | None = None, **settings: Any) -> DelayTasks:
+    app = Celery("test", broker="memory://", set_as_current=False)
+    app.conf.update(conf or {})
+    return DelayTasks(app, "sqlite://", **settings)
+
+
+def test_the_call_overrides_the_processor_and_the_processor_the_mapping() -> None:
+    delays = make_delays(queues={"mail.*": "mail", "mail.send": "sending"})
+    build = runtime_of(delays).producer.build
+
+    def queue_of(**options: Any) -> str:
+        return build([NewTask("mail.send", {}, 0, **options)], "reject")[0].queue
+
+    assert queue_of() == "sending"
+    delays.processor("mail.send", queue="own")(lambda body: None)
+    assert queue_of() == "own"
+    assert queue_of(queue="asked") == "asked"
+
+
+def served(delays: DelayTasks, *chosen: str) -> tuple[list[str], set[str]]:
+    """Return our queues of a worker that runs with `-Q chosen`, and all queues that it consumes."""
+    if chosen:
+        runtime_of(delays).celery.amqp.queues.select(chosen)
+    runtime = runtime_of(delays)
+    consumed = add_queues(runtime.celery, runtime.queues.all(), runtime.publisher)
+    return logical_queues(consumed, delays.settings.namespace), set(consumed)
+
+
+def test_a_worker_without_a_choice_serves_all_queues_that_a_tag_may_have() -> None:
+    delays = make_delays(queues={"mail.*": "mail", "*": "usual"})
+    delays.processor("report.make", queue="slow")(lambda body: None)
+    assert served(delays)[0] == ["default", "mail", "slow", "usual"]
+
+
+@pytest.mark.parametrize("name", ["mail", "delaytasks.mail"])
+def test_a_worker_with_a_choice_serves_only_that_with_or_without_the_prefix(name: str) -> None:
+    queues, consumed = served(make_delays(queues={"mail.*": "mail", "sms.*": "sms"}), name)
+    assert queues == ["mail"]
+    assert consumed == {name, "delaytasks.mail"}
+
+
+# -- careless settings do not disturb workers or beat ---------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("chosen", "ours", "consumed"),
+    [
+        ("other", ["other"], {"other", "delaytasks.other"}),
+        ("delaytasks.other", ["other"], {"delaytasks.other"}),
+        ("celery", [], {"celery"}),
+        ("a b", [], {"a b"}),
+    ],
+)
+def test_a_queue_of_calls_only_is_served(chosen: str, ours: list[str], consumed: set[str]) -> None:
+    assert served(make_delays(), chosen) == (ours, consumed)
+
+
+@pytest.mark.parametrize("queues", [[Queue("reports")], {"reports": {}}])
+def test_a_chosen_queue_that_the_app_declares_is_not_taken_for_ours(queues: Any) -> None:
+    assert served(make_delays({"task_queues": queues}), "reports")[0] == []
+
+
+PLACE = {"exchange": "foo", "routing_key": "bar"}
+CONFS: list[dict[str, Any]] = [
+    {"task_annotations": {"*": {"serializer": "pickle"}}},
+    {"task_annotations": {"*": PLACE}},
+    {"task_routes": {"*": PLACE}},
+    {"task_routes": {"*": {"exchange": "foo", "exchange_type": "topic", "serializer": "pickle"}}},
+    {"task_serializer": "pickle"},
+]
+
+
+@pytest.mark.parametrize("conf", CONFS)
+def test_a_sweep_message_arrives_with_any_task_settings_of_the_app(conf: dict[str, Any]) -> None:
+    delays = make_delays(conf)
+    app, queue = runtime_of(delays).celery, runtime_of(delays).publisher.queue("default")
+    app.amqp.queues.add(queue)
+    with app.connection_for_write() as connection:
+        bound = queue(connection.default_channel)
+        bound.declare()
+        bound.purge()
+        # Beat sends the same message.
+        app.tasks[SWEEP].apply_async((0,), queue=queue.name)
+        message = bound.get(no_ack=True, accept=["json"])
+        assert message is not None
+        assert message.payload[0] == [0]
+
+
+# -- Django --------------------------------------------------------------------------------------
+
+
+def test_a_django_project_without_views_needs_no_root_urlconf() -> None:
+    program = (
+        "from django.conf import settings; settings.configure(); "
+        "from delaytasks.contrib.django.instance import _celery_app; print(_celery_app(None).main)"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout.strip() == "django", done.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import os
 import pickle
 import stat
@@ -43,23 +42,13 @@ KEYS = [new_key(), new_key()]
 SECRETS = [WORD, SIGNING, SIGNING.removeprefix("whsec_"), *KEYS, repr((WORD * 2).encode())[2:-1]]
 
 URLS = [
-    f":{WORD}@h:6379/0",
-    f"user:{WORD}@h:6379/0",
-    f"{WORD}@h:6379",
-    f"//:{WORD}@h",
-    f"redis://:{WORD}@h/0",
-    f"redis://:my {WORD}@h/0",
-    f"redis://:a@b;{WORD}@h/0",
-    f"amqp://h1/;amqp://u:{WORD}@h2",
-    f"amqp://u:{WORD}@h1/;amqp://u:{WORD}@h2/",
-    f"redis://h1/0;:{WORD}@h2/0",
-    f":{WORD}@h1;redis://h2",
-    f"unix:///run/redis.sock?password={WORD}",
-    f"mysql://h/shop?ssl_key_password={WORD}&charset=utf8",
-    f"sqs://h?aws_secret_access_key={WORD}",
+    f":{WORD}@h:6379/0", f"user:{WORD}@h:6379/0", f"{WORD}@h:6379", f"//:{WORD}@h", SIGNING,
+    f"redis://:{WORD}@h/0", f"redis://:my {WORD}@h/0", f"redis://:a@b;{WORD}@h/0",
+    f"amqp://h1/;amqp://u:{WORD}@h2", f"amqp://u:{WORD}@h1/;amqp://u:{WORD}@h2/",
+    f"redis://h1/0;:{WORD}@h2/0", f":{WORD}@h1;redis://h2", f"sqs://h?aws_secret_access_key={WORD}",
+    f"unix:///run/redis.sock?password={WORD}", f"mysql://h/shop?ssl_key_password={WORD}&charset=utf8",
     f"postgresql://h/shop?passfile=x&sslpassword={WORD}",
-    SIGNING,
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("url", URLS)
@@ -68,19 +57,17 @@ def test_no_url_and_no_part_of_one_shows_a_secret(url: str) -> None:
         assert not any(secret in shown for secret in SECRETS), shown
 
 
+HARMLESS = [
+    *("redis://h:6379/0", "https://h/path?mail=a@b", "amqp://guest@h//"),
+    *("sqlite:////srv/shop/delays.sqlite3", "postgresql://h/shop?sslmode=require"),
+]
+
+
 def test_a_text_without_a_secret_is_not_masked() -> None:
-    for url in (
-        "redis://h:6379/0",
-        "https://h/path?mail=a@b",
-        "amqp://guest@h//",
-        "sqlite:////srv/shop/delays.sqlite3",
-        "postgresql://h/shop?sslmode=require",
-    ):
+    for url in HARMLESS:
         assert mask_url(url) == mask_secret(url) == url
-    assert (
-        mask_url(f"postgresql://shop:{WORD}@h/shop?sslmode=require")
-        == "postgresql://shop:***@h/shop?sslmode=require"
-    )
+    rest = "@h/shop?sslmode=require"
+    assert mask_url(f"postgresql://shop:{WORD}{rest}") == f"postgresql://shop:***{rest}"
     assert mask_secret("") == ""
     assert mask_secret("localhost:6379") == "***", "nobody can tell what it is"
 
@@ -110,11 +97,11 @@ def test_a_redis_url_that_is_wrong_is_not_shown(url: str) -> None:
     assert WORD not in repr(settings.effective())
     with pytest.raises(ConfigError) as caught:
         redis_location(settings.redis_url, "")
-    frames = [frame for frame in traceback.StackSummary.extract(
-        traceback.walk_tb(caught.value.__traceback__), capture_locals=True
-    ) if Path(frame.filename).parent.name == "timers"]  # fmt: skip
-    assert frames
-    assert WORD not in repr([frame.locals for frame in frames])
+    stack = traceback.walk_tb(caught.value.__traceback__)
+    frames = traceback.StackSummary.extract(stack, capture_locals=True)
+    ours = [frame.locals for frame in frames if Path(frame.filename).parent.name == "timers"]
+    assert ours
+    assert WORD not in repr(ours)
 
 
 def everything(start: object) -> Iterable[tuple[str, object]]:
@@ -133,20 +120,16 @@ def everything(start: object) -> Iterable[tuple[str, object]]:
         elif isinstance(found, (list, tuple, set, frozenset)) and not isinstance(found, URL):
             left += [(f"{way}[]", each) for each in found]
         elif type(found).__module__.startswith("delaytasks"):
-            slots = [
-                name for kind in type(found).__mro__ for name in getattr(kind, "__slots__", ())
-            ]
-            held = {
-                **getattr(found, "__dict__", {}),
-                **{name: getattr(found, name, None) for name in slots},
-            }
+            kinds = type(found).__mro__
+            slots = [name for kind in kinds for name in getattr(kind, "__slots__", ())]
+            held = dict(vars(found)) if hasattr(found, "__dict__") else {}
+            held |= {name: getattr(found, name, None) for name in slots}
             left += [(f"{way}.{name}", each) for name, each in held.items()]
 
 
 def test_nothing_that_is_reachable_from_delays_shows_a_secret(tmp_path: Path) -> None:
-    app = Celery("hidden", broker="memory://", set_as_current=False)
     delays = DelayTasks(
-        app,
+        Celery("hidden", broker="memory://", set_as_current=False),
         f"postgresql://shop:{WORD}@h/shop",
         timer=f"redis://:{WORD}@h/0",
         callback_secrets=[SIGNING],
@@ -164,19 +147,15 @@ def test_nothing_that_is_reachable_from_delays_shows_a_secret(tmp_path: Path) ->
     delays.close()
 
 
-def test_a_wrong_setting_shows_no_secret_in_its_traceback() -> None:
-    for wrong in (
-        {"encryption_keys": [WORD]},
-        {"callback_secrets": [WORD]},
-        {"database_url": f"x://:{WORD}@h"},
-    ):
-        delays = DelayTasks(Celery("wrong", broker="memory://", set_as_current=False), **wrong)
-        assert WORD not in repr(vars(delays))
-        with pytest.raises(ConfigError) as caught:
-            _ = delays.settings
-        text = io.StringIO()
-        text.writelines(traceback.TracebackException.from_exception(caught.value).format())
-        assert WORD not in text.getvalue()
+@pytest.mark.parametrize("name", ["encryption_keys", "callback_secrets", "database_url"])
+def test_a_wrong_setting_shows_no_secret_in_its_traceback(name: str) -> None:
+    wrong = f"x://:{WORD}@h" if name == "database_url" else [WORD]
+    app = Celery("wrong", broker="memory://", set_as_current=False)
+    delays = DelayTasks(app, **{name: wrong})
+    assert WORD not in repr(vars(delays))
+    with pytest.raises(ConfigError) as caught:
+        _ = delays.settings
+    assert WORD not in "".join(traceback.format_exception(caught.value))
 
 
 # -- only the owner can read the data folder and its files, whatever the umask is -----------------
@@ -202,39 +181,22 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def modes(folder: Path) -> dict[str, int]:
-    """Return the modes of a folder and of everything in it."""
-    return {
-        str(path.relative_to(folder.parent)): mode(path) for path in (folder, *folder.rglob("*"))
-    }
-
-
 def assert_private(folder: Path) -> None:
-    found = modes(folder)
+    """Check the modes of a folder and of everything in it."""
+    found = {path: oct(mode(path)) for path in (folder, *folder.rglob("*"))}
     assert len(found) > 1
-    assert {name: oct(each) for name, each in found.items() if each & 0o077} == {}
+    assert {path: each for path, each in found.items() if int(each, 8) & 0o077} == {}
 
 
-def opened(data: Path) -> DelayTasks:
-    delays = DelayTasks(
-        Celery("private", broker="memory://", set_as_current=False), data_dir=str(data)
-    )
+def test_the_embedded_database_and_its_files_are_private(open_umask: None, data: Path) -> None:
+    app = Celery("private", broker="memory://", set_as_current=False)
+    delays = DelayTasks(app, data_dir=str(data))
     migrations.upgrade(runtime_of(delays).store.database)
-    return delays
-
-
-def test_the_embedded_database_is_made_private_with_all_its_files(
-    open_umask: None, data: Path
-) -> None:
-    delays = opened(data)
     delays.schedule_delay("mail", {"card": 1}, 60)
     with runtime_of(delays).store.database.begin() as connection:
         connection.execute(text("DELETE FROM yb_delay_task_message"))
-        assert {path.name for path in data.iterdir()} >= {
-            "delays.sqlite3",
-            "delays.sqlite3-wal",
-            "delays.sqlite3-shm",
-        }
+        names = {f"delays.sqlite3{end}" for end in ("", "-wal", "-shm")}
+        assert {path.name for path in data.iterdir()} >= names
         assert_private(data)
     delays.close()
     assert mode(data) == 0o700
@@ -251,13 +213,14 @@ def test_the_broker_of_files_is_private(open_umask: None, data: Path) -> None:
 
 def test_a_shared_folder_keeps_its_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     project, shared, linked = tmp_path / "project", tmp_path / "shared", tmp_path / "linked"
-    for folder, bits in ((tmp_path, 0o755), (project, 0o755), (shared, 0o1777)):
+    bits = {tmp_path: 0o755, project: 0o755, shared: 0o1777}
+    for folder in bits:
         folder.mkdir(exist_ok=True)
-        folder.chmod(bits)
+        folder.chmod(bits[folder])
     monkeypatch.chdir(project)
-    for folder, bits in ((tmp_path, 0o755), (project, 0o755), (shared, 0o1777)):
+    for folder in bits:
         tighten_folder(folder)
-        assert mode(folder) == bits
+        assert mode(folder) == bits[folder]
     (project / "delays.sqlite3").touch(mode=0o644)
     (project / "orders.sqlite3").touch(mode=0o644)
     tighten_data_folder(Path("."))
@@ -287,18 +250,11 @@ def test_keys_are_a_list_or_come_from_the_environment() -> None:
 
 
 WRONG: dict[str, Any] = {
-    "a password": ["password"],
-    "too short": [A[:-1]],
-    "too long": [A + "A"],
-    "another letter": [A[:5] + "!" + A[6:]],
-    "one twice": [A, A],
-    "none to read with": ["plain"],
-    "plain after a key": [A, "plain"],
-    "plain twice": ["plain", "plain", A],
-    "a number": [A, 5],
-    "bytes": [A.encode()],
-    "a mapping": {"a": A},
-}
+    "a password": ["password"], "too short": [A[:-1]], "too long": [A + "A"], "one twice": [A, A],
+    "another letter": [A[:5] + "!" + A[6:]], "none to read with": ["plain"], "a number": [A, 5],
+    "plain after a key": [A, "plain"], "plain twice": ["plain", "plain", A],
+    "bytes": [A.encode()], "a mapping": {"a": A},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("keys", WRONG.values(), ids=WRONG)
@@ -317,9 +273,7 @@ def test_settings_show_the_names_of_keys_only() -> None:
     assert len({key_name(new_key()) for _ in range(10)}) == 10
 
 
-def test_without_the_library_the_error_names_the_package_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_the_library_the_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)
     with pytest.raises(ConfigError, match=r"pip install 'delaytasks\[encryption\]'"):
         Cipher([A])
@@ -367,7 +321,6 @@ def test_a_task_with_any_encrypted_text_can_be_shown() -> None:
     for sealed in (f"{PREFIX}{token}" for token in tokens):
         task = DelayedTask(7, "mail", sealed, LATEST)
         assert task.as_json()["body"].startswith("(encrypted with key ")
-        with pytest.raises(
-            BodyEncryptedError, match=r"the body of task 7 is encrypted with key [0-9a-f?]+, which"
-        ):
+        error = r"the body of task 7 is encrypted with key [0-9a-f?]+, which"
+        with pytest.raises(BodyEncryptedError, match=error):
             _ = task.body

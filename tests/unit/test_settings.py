@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -20,12 +19,7 @@ def test_without_settings_the_defaults_hold() -> None:
 
 
 def test_the_environment_wins_over_celerys_configuration_and_arguments_win_over_both() -> None:
-    conf = {
-        "delaytasks_lease": 10,
-        "delaytasks_horizon": "1m",
-        "delaytasks_max_lost_leases": 2,
-        "broker_url": "memory://",
-    }
+    conf = {"delaytasks_lease": 10, "delaytasks_horizon": "1m", "delaytasks_max_lost_leases": 2}
     environ = {"DELAYTASKS_LEASE": "20", "DELAYTASKS_HORIZON": "2m", "PATH": "/bin"}
     settings = load_settings(conf, environ, lease=30.0)
     assert (settings.lease_s, settings.horizon_s, settings.max_lost_leases) == (30, 120, 2)
@@ -34,31 +28,19 @@ def test_the_environment_wins_over_celerys_configuration_and_arguments_win_over_
 
 
 @pytest.mark.parametrize(
-    ("load", "message"),
+    ("conf", "environ", "arguments", "message"),
     [
-        (
-            lambda: load_settings({"delaytasks_leas": 1}, {}),
-            "delaytasks_leas .*celery.*mean delaytasks_lease",
-        ),
-        (
-            lambda: load_settings({}, {"DELAYTASKS_HORIZON_S": "1"}),
-            "delaytasks_horizon_s .*mean delaytasks_horizon",
-        ),
-        (
-            lambda: load_settings({}, {"DELAYTASKS_REDIS_URL": "redis://"}),
-            "delaytasks_redis_url .*mean delaytasks_timer",
-        ),
-        (
-            lambda: load_settings({}, {}, databse_url="x"),
-            "delaytasks_databse_url .*mean delaytasks_database_url",
-        ),
+        ({"delaytasks_leas": 1}, {}, {}, "leas .*celery.*mean delaytasks_lease"),
+        ({}, {"DELAYTASKS_HORIZON_S": "1"}, {}, "horizon_s .*mean delaytasks_horizon"),
+        ({}, {"DELAYTASKS_REDIS_URL": "redis://"}, {}, "redis_url .*mean delaytasks_timer"),
+        ({}, {}, {"databse_url": "x"}, "databse_url .*mean delaytasks_database_url"),
     ],
 )
 def test_a_typo_is_answered_with_the_nearest_name(
-    load: Callable[[], Settings], message: str
+    conf: Any, environ: Any, arguments: Any, message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load()
+    with pytest.raises(ConfigError, match=f"delaytasks_{message}"):
+        load_settings(conf, environ, **arguments)
 
 
 def test_a_name_near_to_nothing_is_refused_without_a_guess() -> None:
@@ -72,42 +54,45 @@ def test_variables_of_the_tests_are_no_settings() -> None:
         assert load_settings({}, {name: "redis://x"}) == Settings()
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "value"),
-    [
-        ("horizon", "none", None),
-        ("horizon", None, None),
-        ("horizon", "1h30m", timedelta(minutes=90)),
-        ("purge_after", "86400", timedelta(days=1)),
-        ("purge_after", timedelta(days=1), timedelta(days=1)),
-        ("event_bodies", "yes", True),
-        ("event_bodies", "0", False),
-        ("event_bodies", False, False),
-        ("pool_size", "7", 7),
-        ("shard", "0", 0),
-        ("shard", "31", 31),
-        ("lease", 30, timedelta(seconds=30)),
-        ("sweep", "2s", Sweep(timedelta(seconds=2), 1)),
-        ("sweep", "2s 4", Sweep(timedelta(seconds=2), 4)),
-        ("sweep", ("2s", 4), Sweep(timedelta(seconds=2), 4)),
-        ("durable_eta", "true", True),
-        ("durable_eta", "5m", timedelta(minutes=5)),
-        ("durable_eta", "1s", timedelta(seconds=1)),
-        ("tags", "any", "any"),
-        ("tags", "mail.send mail.sent", ("mail.send", "mail.sent")),
-        ("tags", [], ()),
-        ("timer", "redis://a/0", Secret("redis://a/0")),
-        ("metrics", 9819, Address("127.0.0.1", 9819)),
-        ("metrics", "0.0.0.0:80", Address("0.0.0.0", 80)),
-        ("metrics", "[::1]:9819", Address("::1", 9819)),
-        ("metrics", "/var/%n.prom", "/var/%n.prom"),
-        ("metrics", "/run/shop:9819", "/run/shop:9819"),
-        ("queues", {"mail.*": "mail"}, {"mail.*": "mail"}),
-        ("queues", '{"mail.*": "mail", "a,b=c": "slow"}', {"mail.*": "mail", "a,b=c": "slow"}),
+def cases(table: dict[str, list[Any]]) -> list[Any]:
+    """Return the name of a setting with each of its values."""
+    return [(name, value) for name, values in table.items() for value in values]
+
+
+#: The values that are given, and what they mean.
+VALUES: dict[str, list[tuple[Any, Any]]] = {
+    "horizon": [("none", None), (None, None), ("1h30m", timedelta(minutes=90))],
+    "purge_after": [("86400", timedelta(days=1)), (timedelta(days=1), timedelta(days=1))],
+    "event_bodies": [("yes", True), ("0", False), (False, False)],
+    "pool_size": [("7", 7)],
+    "shard": [("0", 0), ("31", 31)],
+    "lease": [(30, timedelta(seconds=30))],
+    "sweep": [
+        ("2s", Sweep(timedelta(seconds=2), 1)),
+        ("2s 4", Sweep(timedelta(seconds=2), 4)),
+        (("2s", 4), Sweep(timedelta(seconds=2), 4)),
     ],
-)
-def test_values_are_read_as_their_type(name: str, given: Any, value: Any) -> None:
-    found = getattr(load_settings({PREFIXED + name: given}, {}), name)
+    "durable_eta": [("true", True), ("5m", timedelta(minutes=5)), ("1s", timedelta(seconds=1))],
+    "tags": [("any", "any"), ("mail.send mail.sent", ("mail.send", "mail.sent")), ([], ())],
+    "timer": [("redis://a/0", Secret("redis://a/0"))],
+    "metrics": [
+        (9819, Address("127.0.0.1", 9819)),
+        ("0.0.0.0:80", Address("0.0.0.0", 80)),
+        ("[::1]:9819", Address("::1", 9819)),
+        ("/var/%n.prom", "/var/%n.prom"),
+        ("/run/shop:9819", "/run/shop:9819"),
+    ],
+    "queues": [
+        ({"mail.*": "mail"}, {"mail.*": "mail"}),
+        ('{"mail.*": "mail", "a,b=c": "slow"}', {"mail.*": "mail", "a,b=c": "slow"}),
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "both"), cases(VALUES))
+def test_values_are_read_as_their_type(name: str, both: tuple[Any, Any]) -> None:
+    given, value = both
+    found = getattr(load_settings({f"delaytasks_{name}": given}, {}), name)
     assert (found, type(found)) == (value, type(value))
 
 
@@ -144,72 +129,41 @@ def test_settings_of_a_project_that_cannot_be_read_do_no_harm() -> None:
     assert load_settings(conf, {}).lease_s == 120
 
 
-PREFIXED = "delaytasks_"
-
-
-@pytest.mark.parametrize(
-    ("name", "given"),
-    [
-        ("pool_size", "many"),
-        ("pool_size", 1.5),
-        ("pool_size", True),
-        ("pool_size", 0),
-        ("pool_size", 10**400),
-        ("lease", "nan"),
-        ("lease", float("inf")),
-        ("lease", 10**400),
-        ("lease", None),
-        ("lease", -1),
-        ("lease", True),
-        ("lease", "soon"),
-        ("lease", 0.15),  # shorter than four time budgets of a chunk
-        ("event_bodies", "perhaps"),
-        ("arm", "never"),
-        ("namespace", "a b"),
-        ("table_prefix", "x; DROP TABLE"),
-        ("table_prefix", "a.b.c"),
-        ("max_lost_leases", 5000),
-        ("horizon", 6),  # below two sweeps
-        ("horizon", 1e12),  # no date is that far away
-        ("sweep", "5s 0"),
-        ("sweep", "5s 4 1"),
-        ("sweep", ()),
-        ("durable_eta", "sometimes"),
-        *[("durable_eta", given) for given in (0, 1, "0", "1")],
-        ("timer", "etaa"),
-        ("timer", ["redis://a", None]),
-        ("_grace_s", "abc"),
-        ("metrics", "port"),
-        ("metrics", 70000),
-        ("metrics", 0),
-        ("metrics", "::1:9819"),
-        ("metrics", True),
-        ("tags", 5),
-        ("tags", ["", "a"]),
-        ("database_url", 5),
-        ("queues", {"*": "a b"}),
-        ("queues", "mail.*=mail"),
-        ("queues", '["mail"]'),
-        ("queues", {"mail.*": 5}),
-        ("queues", {"": "mail"}),
-        ("queues", {"mail.*": "a b"}),
-        ("queues", None),
-        ("database_url", ["sqlite://", ""]),
-        ("database_url", ["mysql://a/x", "mysql://b/x"]),
-        ("shard", -1),
-        ("shard", 32),
-        ("shard", "one"),
+#: A lease is at least four time budgets of a chunk, and a horizon at least two sweeps; no date is
+#: as far away as 1e12 seconds.
+WRONG: dict[str, list[Any]] = {
+    "pool_size": ["many", 1.5, True, 0, 10**400],
+    "lease": ["nan", float("inf"), 10**400, None, -1, True, "soon", 0.15],
+    "event_bodies": ["perhaps"],
+    "arm": ["never"],
+    "namespace": ["a b"],
+    "table_prefix": ["x; DROP TABLE", "a.b.c"],
+    "max_lost_leases": [5000],
+    "horizon": [6, 1e12],
+    "sweep": ["5s 0", "5s 4 1", ()],
+    "durable_eta": ["sometimes", 0, 1, "0", "1"],
+    "timer": ["etaa", ["redis://a", None]],
+    "_grace_s": ["abc"],
+    "metrics": ["port", 70000, 0, "::1:9819", True],
+    "tags": [5, ["", "a"]],
+    "database_url": [5, ["sqlite://", ""], ["mysql://a/x", "mysql://b/x"]],
+    "queues": [
+        *({"*": "a b"}, {"mail.*": 5}, {"": "mail"}, {"mail.*": "a b"}),
+        *("mail.*=mail", '["mail"]', None),
     ],
-)
+    "shard": [-1, 32, "one"],
+}
+
+
+@pytest.mark.parametrize(("name", "given"), cases(WRONG))
 def test_a_wrong_value_is_named_with_its_origin(name: str, given: Any) -> None:
     with pytest.raises(ConfigError, match=f"delaytasks_{name} = .*celery configuration"):
-        load_settings({PREFIXED + name: given}, {})
+        load_settings({f"delaytasks_{name}": given}, {})
 
 
 def test_the_effective_settings_show_their_origin_and_no_secret() -> None:
-    settings = load_settings(
-        {}, {"DELAYTASKS_DATABASE_URL": "mysql://me:canary@host/x"}, purge_after=None
-    )
+    environ = {"DELAYTASKS_DATABASE_URL": "mysql://me:canary@host/x"}
+    settings = load_settings({}, environ, purge_after=None)
     rows = {name: (value, origin) for name, value, origin, _about in settings.effective()}
     assert rows["delaytasks_database_url"] == ("mysql://me:***@host/x", "environment")
     assert rows["delaytasks_purge_after"] == ("none", "arguments")

@@ -36,11 +36,8 @@ def signed(*secrets: str, age_s: int = 0, payload: bytes = PAYLOAD) -> dict[str,
 def test_signatures_of_the_official_package_are_verified() -> None:
     now = datetime.now(timezone.utc)
     signature = Webhook(NEW).sign("42", now, PAYLOAD.decode())
-    headers = {
-        "Webhook-Id": "42",
-        "Webhook-Timestamp": str(int(now.timestamp())),
-        "Webhook-Signature": f"v1a,zz {signature}",
-    }
+    headers = {"Webhook-Id": "42", "Webhook-Timestamp": str(int(now.timestamp()))}
+    headers["Webhook-Signature"] = f"v1a,zz {signature}"
     assert verify(PAYLOAD, headers, NEW) == Received("42", {"order": 7, "name": "é"})
 
 
@@ -58,6 +55,10 @@ def without(name: str) -> dict[str, str]:
     return {key: value for key, value in signed(NEW).items() if key != name}
 
 
+def with_signature(signature: str) -> dict[str, str]:
+    return {**signed(NEW), "webhook-signature": signature}
+
+
 BAD: dict[str, Any] = {
     "no id": without("webhook-id"),
     "no timestamp": without("webhook-timestamp"),
@@ -68,11 +69,8 @@ BAD: dict[str, Any] = {
     "another body": signed(NEW, payload=b"{}"),
     "stale": signed(NEW, age_s=310),
     "from the future": signed(NEW, age_s=-4000),
-    "no version": {
-        **signed(NEW),
-        "webhook-signature": signed(NEW)["webhook-signature"].removeprefix("v1,"),
-    },
-    "not ASCII": {**signed(NEW), "webhook-signature": "v1,é\ud800"},
+    "no version": with_signature(signed(NEW)["webhook-signature"].removeprefix("v1,")),
+    "not ASCII": with_signature("v1,é\ud800"),
     "not a time": {**signed(NEW), "webhook-timestamp": "now"},
 }
 
@@ -91,9 +89,8 @@ def test_signatures_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatc
         compared.append((one, other))
         return one == other
 
-    monkeypatch.setattr(
-        signatures, "hmac", SimpleNamespace(digest=hmac.digest, compare_digest=compare)
-    )
+    spied = SimpleNamespace(digest=hmac.digest, compare_digest=compare)
+    monkeypatch.setattr(signatures, "hmac", spied)
     given = signed(NEW)
     given["webhook-signature"] += " v1,AAAA v1,BBBB"
     assert verify(PAYLOAD, given, [NEW, OLD]).id == "42"

@@ -13,32 +13,16 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
+from delaytasks.core import run_counts
 from delaytasks.core.clock import UTC, from_us
 from delaytasks.core.inputs import parse_duration
-from delaytasks.core.run_counts import (
-    DURATION_BOUNDS_S,
-    LATENESS_BOUNDS_S,
-    OTHER_TAGS,
-    OUTCOME_NAMES,
-    WORKER_LOST,
-    FailureCount,
-    RunCounts,
-    RunStatistics,
-    bucket_of,
-    quantile,
-)
+from delaytasks.core.run_counts import FailureCount, RunCounts, RunStatistics
 from delaytasks.core.text import MAX_PATTERN, error_pattern, traceback_text
 from delaytasks.operations.state import groups_of
 from delaytasks.statistics import statistics_table as writer
 from delaytasks.statistics.charts import LEFT, RIGHT, WIDTH, Series, lines, stacked_bars
 from delaytasks.statistics.reading import RunTotals
-from delaytasks.statistics.statistics_table import (
-    MAX_GROUPS_OF_WORKER,
-    MAX_MINUTES,
-    StatisticsWriter,
-    WorkerCounts,
-    write_rest,
-)
+from delaytasks.statistics.statistics_table import StatisticsWriter, WorkerCounts
 from delaytasks.storage.state_queries import FailedRow
 from tests.recording import ManualClock
 from tests.world import MainProcess, World
@@ -46,29 +30,29 @@ from tests.world import MainProcess, World
 # -- histograms and counts, which can be added and written in compact form ------------------------
 
 
-@pytest.mark.parametrize("bounds", [LATENESS_BOUNDS_S, DURATION_BOUNDS_S])
+@pytest.mark.parametrize("bounds", [run_counts.LATENESS_BOUNDS_S, run_counts.DURATION_BOUNDS_S])
 def test_bounds_increase(bounds: tuple[float, ...]) -> None:
     assert list(bounds) == sorted(set(bounds))
 
 
 def test_a_value_that_equals_a_bound_belongs_to_its_bucket() -> None:
-    assert bucket_of(0.0, LATENESS_BOUNDS_S) == 0
-    assert bucket_of(0.005, LATENESS_BOUNDS_S) == 0
-    assert bucket_of(0.0051, LATENESS_BOUNDS_S) == 1
-    assert bucket_of(1e9, LATENESS_BOUNDS_S) == len(LATENESS_BOUNDS_S)
+    values, bounds = (0.0, 0.005, 0.0051, 1e9), run_counts.LATENESS_BOUNDS_S
+    buckets = [run_counts.bucket_of(value, bounds) for value in values]
+    assert buckets == [0, 0, 1, len(run_counts.LATENESS_BOUNDS_S)]
 
 
 def test_a_quantile_is_between_the_bounds_of_its_bucket() -> None:
     counts = [0, 90, 0, 10]
-    assert quantile(counts, (1, 2, 4), 0.5) == pytest.approx(1 + 50 / 90)
-    assert quantile(counts, (1, 2, 4), 0.9) == 2
-    assert quantile(counts, (1, 2, 4), 0.99) == 4, "the last bucket has no upper bound"
-    assert quantile([0, 0, 0, 0], (1, 2, 4), 0.5) is None
+    assert run_counts.quantile(counts, (1, 2, 4), 0.5) == pytest.approx(1 + 50 / 90)
+    assert run_counts.quantile(counts, (1, 2, 4), 0.9) == 2
+    assert run_counts.quantile(counts, (1, 2, 4), 0.99) == 4, "the last bucket has no upper bound"
+    assert run_counts.quantile([0, 0, 0, 0], (1, 2, 4), 0.5) is None
 
 
 def test_no_quantile_exceeds_the_largest_value() -> None:
-    assert quantile([0, 0, 1, 0], (1, 60, 300), 0.99, highest=101) == pytest.approx(100.59)
-    assert quantile([0, 0, 0, 4], (1, 60, 300), 1.0, highest=400) == 400, "above the last bound"
+    bounds = (1, 60, 300)
+    assert run_counts.quantile([0, 0, 1, 0], bounds, 0.99, highest=101) == pytest.approx(100.59)
+    assert run_counts.quantile([0, 0, 0, 4], bounds, 1.0, highest=400) == 400, "above the last"
     counts = RunCounts()
     counts.add_run(101.0, 0.02, None)
     totals = RunTotals.of(counts)
@@ -78,7 +62,7 @@ def test_no_quantile_exceeds_the_largest_value() -> None:
 
 def some_counts(seed: int) -> RunCounts:
     randoms, counts = random.Random(seed), RunCounts()
-    for name in OUTCOME_NAMES:
+    for name in run_counts.OUTCOME_NAMES:
         counts.add_outcome(name, randoms.randrange(3))
     for _ in range(20):
         counts.add_run(randoms.expovariate(1), randoms.expovariate(10), on_time_s=1.0)
@@ -86,16 +70,13 @@ def some_counts(seed: int) -> RunCounts:
 
 
 def test_adding_counts_equals_counting_together() -> None:
-    first, second = some_counts(1), some_counts(2)
-    added = RunCounts()
+    first, second, added = some_counts(1), some_counts(2), RunCounts()
     added.add(first)
     added.add_stored(second.as_list())
-    assert added.started == 40
-    assert added.by_outcome() == {
-        name: first.outcome(name) + second.outcome(name) for name in OUTCOME_NAMES
-    }
+    assert (added.started, added.late) == (40, first.late + second.late)
+    both = {name: first.outcome(name) + second.outcome(name) for name in run_counts.OUTCOME_NAMES}
+    assert added.by_outcome() == both
     assert added.lateness_s == pytest.approx(first.lateness_s + second.lateness_s, abs=0.001)
-    assert added.late == first.late + second.late
 
 
 def test_a_start_before_the_due_time_counts_as_on_time() -> None:
@@ -123,9 +104,6 @@ def totals_of(*runs: tuple[float, float]) -> RunTotals:
 def test_totals_add_counts_sums_and_histograms() -> None:
     parts = [totals_of((0.125, 2.0), (5.0, 1.0)), totals_of((0.125, 2.0))]
     assert RunTotals.total(parts) == totals_of((0.125, 2.0), (5.0, 1.0), (0.125, 2.0))
-
-
-def test_totals_of_nothing_are_zero_and_have_no_quantiles() -> None:
     nothing = RunTotals.total([])
     assert nothing == totals_of()
     assert nothing.lateness_quantile(0.5) is None
@@ -149,8 +127,17 @@ def started(counts: WorkerCounts) -> dict[str, int]:
     return {tag: found.started for tag, found in counts.totals().items()}
 
 
-def test_totals_include_written_and_unwritten_counts() -> None:
-    counts = WorkerCounts(ManualClock(START), 10)
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock(START)
+
+
+@pytest.fixture
+def counts(clock: ManualClock) -> WorkerCounts:
+    return WorkerCounts(clock, 2)
+
+
+def test_totals_include_written_and_unwritten_counts(counts: WorkerCounts) -> None:
     counts.add(report("a", "b"))
     counts.take()
     counts.add(report("a"))
@@ -158,54 +145,45 @@ def test_totals_include_written_and_unwritten_counts() -> None:
     assert counts.totals()["a"].outcome("done") == 2
 
 
-def test_tags_beyond_the_limit_are_counted_together() -> None:
-    counts = WorkerCounts(ManualClock(START), 2)
+def test_tags_beyond_the_limit_are_counted_together(counts: WorkerCounts) -> None:
     counts.add(report("a", "b", "c", "d"))
     counts.add(report("a", "d"))
-    assert started(counts) == {"a": 2, "b": 1, OTHER_TAGS: 3}
+    assert started(counts) == {"a": 2, "b": 1, run_counts.OTHER_TAGS: 3}
 
 
-def test_a_long_outage_keeps_a_bounded_number_of_minutes_and_all_counts() -> None:
-    clock = ManualClock(START)
-    counts = WorkerCounts(clock, 1)
-    for _ in range(2 * MAX_MINUTES):
-        counts.add(report("a"))
-        clock.advance(60)
-    taken = counts.take()
-    assert len(taken.runs) == MAX_MINUTES
-    assert sum(one.started for one in taken.runs.values()) == 2 * MAX_MINUTES
-
-
-def test_failed_writes_keep_the_newest_minutes_and_all_counts() -> None:
-    clock = ManualClock(START)
-    counts = WorkerCounts(clock, 10)
-    for number in range(2 * MAX_MINUTES):
+@pytest.mark.parametrize("is_tried", [False, True], ids=["no writes", "failed writes"])
+def test_a_long_outage_keeps_the_newest_minutes_and_all_counts(
+    clock: ManualClock, counts: WorkerCounts, is_tried: bool
+) -> None:
+    for number in range(2 * writer.MAX_MINUTES):
+        clock.advance(60 * bool(number))
         counts.add(report("a", "b"))
-        counts.put_back(counts.take())
-        if number < 2 * MAX_MINUTES - 1:
-            clock.advance(60)
+        if is_tried:
+            counts.put_back(counts.take())
     taken = counts.take()
-    newest = MINUTE + 2 * MAX_MINUTES - 1
-    oldest = newest - MAX_MINUTES + 1
-    assert {minute for minute, _ in taken.runs} == set(range(oldest, newest + 1))
-    assert taken.runs[oldest, "a"].started == taken.runs[oldest, "b"].started == MAX_MINUTES + 1
-    assert sum(one.started for one in taken.runs.values()) == 4 * MAX_MINUTES
-    assert started(counts) == {"a": 2 * MAX_MINUTES, "b": 2 * MAX_MINUTES}
+    minutes = {minute for minute, _ in taken.runs}
+    assert sum(one.started for one in taken.runs.values()) == 4 * writer.MAX_MINUTES
+    assert started(counts) == {"a": 2 * writer.MAX_MINUTES, "b": 2 * writer.MAX_MINUTES}
+    if is_tried:
+        newest = MINUTE + 2 * writer.MAX_MINUTES - 1
+        oldest = newest - writer.MAX_MINUTES + 1
+        assert minutes == set(range(oldest, newest + 1))
+        assert {taken.runs[oldest, tag].started for tag in "ab"} == {writer.MAX_MINUTES + 1}
+    else:
+        assert len(minutes) == writer.MAX_MINUTES
 
 
-def test_failed_writes_keep_a_bounded_number_of_groups() -> None:
-    counts = WorkerCounts(ManualClock(START), 10)
-    for number in range(MAX_GROUPS_OF_WORKER + 5):
+def test_failed_writes_keep_a_bounded_number_of_groups(counts: WorkerCounts) -> None:
+    for number in range(writer.MAX_GROUPS_OF_WORKER + 5):
         counts.add(report("a", failures=(FailureCount("a", f"p{number}", 1, number, "error"),)))
         counts.put_back(counts.take())
-    assert len(counts.take().failures) == MAX_GROUPS_OF_WORKER
+    assert len(counts.take().failures) == writer.MAX_GROUPS_OF_WORKER
 
 
-def test_a_task_that_its_workers_lost_is_counted_and_grouped() -> None:
-    counts = WorkerCounts(ManualClock(START), 10)
+def test_a_task_that_its_workers_lost_is_counted_and_grouped(counts: WorkerCounts) -> None:
     counts("task.worker_lost", {"id": 5, "tag": "a", "error": "gave up: it died 5 times"})
     counts("task.failed", {"id": 5, "tag": "a", "error": "counted by the process"})
-    assert counts.totals()["a"].outcome(WORKER_LOST) == 1
+    assert counts.totals()["a"].outcome(run_counts.WORKER_LOST) == 1
     [failure] = counts.take().failures.values()
     assert failure.pattern == "gave up: it died * times*"
 
@@ -213,27 +191,16 @@ def test_a_task_that_its_workers_lost_is_counted_and_grouped() -> None:
 # -- A process that ends writes its counts, and waits briefly -------------------------------------
 
 
-#: Ends a test that would wait forever if the code was wrong.
-PATIENCE_S = 20
-
-
-def test_a_database_that_does_not_answer_does_not_delay_the_end_of_a_process(
+def test_a_silent_database_delays_no_end_of_a_process(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer, ended = threading.Event(), list[bool]()
-
-    def write(self: StatisticsWriter) -> None:
-        ended.append(answer.wait(PATIENCE_S))
-
-    monkeypatch.setattr(StatisticsWriter, "write", write)
+    monkeypatch.setattr(StatisticsWriter, "write", lambda self: ended.append(answer.wait(20)))
     monkeypatch.setattr(writer, "LAST_WRITE_S", 0.05)
     runtime = MainProcess(world).runtime
-    counts = RunCounts()
-    counts.add_outcome("done")
-    rest = RunStatistics((("a", counts.as_list()),))
     try:
         runtime.write_statistics()
-        write_rest(runtime.runtime, rest)
+        writer.write_rest(runtime.runtime, report("a"))
         assert ended == []
     finally:
         answer.set()
@@ -271,10 +238,8 @@ def text_of(fail: Callable[[object], None], order: object) -> str:
 
 
 def test_numbers_ids_and_quoted_text_do_not_matter() -> None:
-    patterns = {
-        error_pattern(text_of(charge, order))
-        for order in (7, "8f14e45fceea167a5a36dedd4bea2543", "a-17", "2c1f4e4a-1b3c-4d5e-8f90-aa1")
-    }
+    orders = (7, "8f14e45fceea167a5a36dedd4bea2543", "a-17", "2c1f4e4a-1b3c-4d5e-8f90-aa1")
+    patterns = {error_pattern(text_of(charge, order)) for order in orders}
     assert patterns == {"* in charge\n*ValueError: order * of * was not found*"}
 
 
@@ -287,35 +252,29 @@ def test_the_pattern_has_the_function_of_the_users_code() -> None:
     assert error_pattern(text_of(through_a_library, 1)).startswith("* in through_a_library\n*")
 
 
-@pytest.mark.parametrize(
-    ("reason", "pattern"),
-    [
-        ("card 4711 refused", "card * refused*"),
-        ("first line\nsecond line", "first line*"),
-        ("", "*"),
-        ("50% * off", "* * off*"),
-    ],
-)
+PATTERNS = {"card 4711 refused": "card * refused*", "first line\nsecond line": "first line*"}
+PATTERNS |= {"": "*", "50% * off": "* * off*"}
+
+
+@pytest.mark.parametrize(("reason", "pattern"), PATTERNS.items())
 def test_the_reason_of_an_outcome_is_its_first_line(reason: str, pattern: str) -> None:
     assert error_pattern(reason) == pattern
 
 
-@pytest.mark.parametrize(
-    ("fail", "summary"),
-    [(charge, "ValueError: order … of … was not found"), (look_up, "KeyError: …"),
-     (refuse, "KeyError")],
-)  # fmt: skip
-def test_the_summary_of_a_group_does_not_end_with_a_colon(
-    fail: Callable[[object], None], summary: str
-) -> None:
+SUMMARIES = [(charge, "ValueError: order … of … was not found"), (look_up, "KeyError: …")]
+
+
+@pytest.mark.parametrize(("fail", "summary"), [*SUMMARIES, (refuse, "KeyError")])
+def test_the_summary_of_a_group_has_no_colon(fail: Callable[[object], None], summary: str) -> None:
     now = datetime(2030, 1, 31, 18, tzinfo=timezone.utc)
     [group] = groups_of([FailedRow(7, "order.close", "default", now, now, text_of(fail, 7))], now)
     assert group.summary == summary
 
 
-@pytest.mark.parametrize(
-    "text", ["x" * 100_000, "'" * 100_000, "a b " * 30_000, '  File "' * 10_000, "\n" * 100_000]
-)
+LONG = ["x" * 100_000, "'" * 100_000, "a b " * 30_000, '  File "' * 10_000, "\n" * 100_000]
+
+
+@pytest.mark.parametrize("text", LONG, ids=range(5))
 def test_long_texts_cost_little_and_give_short_patterns(text: str) -> None:
     began = time.process_time()
     assert len(error_pattern(text)) <= MAX_PATTERN
@@ -410,9 +369,8 @@ def test_bars_are_stacked_to_the_height_of_their_sum() -> None:
     starts, step = [from_us(0), from_us(60_000_000)], parse_duration("1m")
     parts = [Series("done", "done", [60, 0]), Series("failed", "failed", [40, None])]
     chart = stacked_bars(starts, step, parts)
-    bars = re.findall(
-        r'<rect class="(done|failed)" [^>]* y="([\d.]+)" [^>]*height="([\d.]+)"', chart
-    )
+    bar = r'<rect class="(done|failed)" [^>]* y="([\d.]+)" [^>]*height="([\d.]+)"'
+    bars = re.findall(bar, chart)
     assert [name for name, _, _ in bars] == ["done", "failed"]
     (_, y, height), (_, upper_y, upper_height) = bars
     assert float(upper_y) + float(upper_height) == pytest.approx(float(y), abs=0.2)
@@ -428,9 +386,8 @@ def test_the_labels_of_the_counts_and_durations_are_short() -> None:
         assert zone == "UTC"
         return found
 
-    assert texts(stacked_bars(starts, step, [Series("due", "due", [240_000, 0])])) == [
-        "0", "100k", "200k", "300k",
-    ]  # fmt: skip
+    bars = stacked_bars(starts, step, [Series("due", "due", [240_000, 0])])
+    assert texts(bars) == ["0", "100k", "200k", "300k"]
     for seconds, expected in (
         ([109.0, 217.0], ["1m", "10m"]),
         ([0.004, 7200.0], ["1ms", "10ms", "100ms", "1.0s", "10s", "1m", "10m", "1h", "10h"]),

@@ -18,7 +18,6 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from delaytasks import DelayTaskError, InvalidInputError
 from delaytasks.core import body as body_json
-from delaytasks.core import body as jsontext
 from delaytasks.core.body import dump_flat, dump_json, encode_body
 from delaytasks.core.inputs import check_delay, check_key, check_queue, check_tag, check_wait
 from delaytasks.core.retry_schedule import RetrySchedule
@@ -31,20 +30,11 @@ from tests.fuzzing import fuzz, json_like
 
 
 anything = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.floats(),
-    st.text(),
-    st.binary(),
-    st.lists(st.text()),
-    st.builds(object),
+    *(st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary()),
+    *(st.lists(st.text()), st.builds(object)),
 )
-durations = (
-    st.text()
-    | st.text("0123456789.smhdw +-", max_size=12)
-    | st.from_regex(r"\d{1,400}(\.\d+)?[smhd]")
-)
+durations = st.text() | st.text("0123456789.smhdw +-", max_size=12)
+durations |= st.from_regex(r"\d{1,400}(\.\d+)?[smhd]")
 
 
 def attempt(work: Callable[[], str]) -> tuple[str, InvalidInputError | None]:
@@ -86,16 +76,8 @@ def test_any_name_is_unchanged_or_refused(name: Any) -> None:
 @example('{"retry": {"retry_delays_s": 5, "jitter": 0}, "max_late_s": NaN}', 1)
 def test_any_headers_of_a_row_are_read(headers: str, attempts: int) -> None:
     now = datetime.now(timezone.utc)
-    task = DelayedTask(
-        1,
-        "mail",
-        headers,
-        now,
-        runs=attempts,
-        headers_json=headers,
-        ip=attempts,
-        result_json=headers,
-    )
+    texts = {"headers_json": headers, "result_json": headers}
+    task = DelayedTask(1, "mail", headers, now, runs=attempts, ip=attempts, **texts)
     for seconds in (task.max_late_s, task.max_wait_s):
         assert seconds is None or 0 <= seconds < 1e15
     assert task.retry_schedule is None or isinstance(task.retry_schedule, RetrySchedule)
@@ -110,10 +92,7 @@ def test_any_headers_of_a_row_are_read(headers: str, attempts: int) -> None:
 def test_any_retry_schedule_is_valid_or_refused(retry_delays: Any, jitter: Any) -> None:
     try:
         retry_schedule = RetrySchedule(retry_delays, jitter=jitter)
-    except (
-        InvalidInputError,
-        TypeError,  # a value that is not iterable is not a list of retry delays
-    ):
+    except (InvalidInputError, TypeError):  # a value that is not iterable is no list of delays
         return
     assert all(retry_delay >= 0 for retry_delay in retry_schedule.retry_delays_s)
 
@@ -151,21 +130,19 @@ class MappedOrder(Base):
     id: Mapped[int] = mapped_column(primary_key=True)
 
 
-@pytest.mark.parametrize(
-    ("call", "remedy"),
-    [
-        (
-            lambda: encode_body({"o": MappedOrder()}, 99),
-            r"\$\.o: MappedOrder cannot .*: pass its primary key, and",
-        ),
-        (lambda: check_key(MappedOrder()), "not MappedOrder; .*maps: pass its primary key"),
-        (lambda: check_key(7), r"key is a string, not int: write str\(7\)$"),
-        (lambda: check_delay(datetime.now(timezone.utc), 9), "pass an instant as at="),
-    ],
-)
-def test_a_value_of_a_usual_wrong_type_is_refused_with_what_to_write(
-    call: Callable[[], Any], remedy: str
-) -> None:
+CALLS: list[tuple[Callable[[], Any], str]] = [
+    (
+        lambda: encode_body({"o": MappedOrder()}, 99),
+        r"\$\.o: MappedOrder .*: pass its primary key,",
+    ),
+    (lambda: check_key(MappedOrder()), "not MappedOrder; .*maps: pass its primary key"),
+    (lambda: check_key(7), r"key is a string, not int: write str\(7\)$"),
+    (lambda: check_delay(datetime.now(timezone.utc), 9), "pass an instant as at="),
+]
+
+
+@pytest.mark.parametrize(("call", "remedy"), CALLS)
+def test_a_usual_wrong_type_is_refused_with_a_remedy(call: Callable[[], Any], remedy: str) -> None:
     with pytest.raises(InvalidInputError, match=remedy):
         call()
 
@@ -178,8 +155,7 @@ class Pair(NamedTuple):
     right: int
 
 
-class Colour(str, Enum):
-    RED = "red"
+Colour = Enum("Colour", {"RED": "red"}, type=str)
 
 
 class Odd(str, Enum):
@@ -193,14 +169,13 @@ class Odd(str, Enum):
         return made
 
 
-@pytest.mark.parametrize(
-    "value",
-    [{"a": [1, "é 😀", None, True]}, 2**70, Pair(1, 2), {"c": Colour.RED}, [-0.0, 1e300]],
-    ids=["mixed", "long", "pair", "enum", "floats"],
-)
+VALUES = [{"a": [1, "é 😀", None, True]}, 2**70, Pair(1, 2), {"c": Colour.RED}, [-0.0, 1e300]]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=range(5))
 def test_both_encoders_write_the_same_json(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fast = dump_json(value)
-    monkeypatch.setattr(jsontext, "orjson", None)
+    monkeypatch.setattr(body_json, "orjson", None)
     assert json.loads(fast) == json.loads(dump_json(value))
     assert " " not in fast.replace("é 😀", "")
 
@@ -252,27 +227,18 @@ def test_a_flat_body_is_written_or_refused_as_any_other(body: Any) -> None:
 
 
 def test_only_small_flat_bodies_of_plain_values_use_the_short_path() -> None:
-    assert (
-        dump_flat({"a": 1, "é": "ü", "n": None, "x": -0.5}) == '{"a":1,"é":"ü","n":null,"x":-0.5}'
-    )
-    bodies: list[Any] = [
-        {"a": "x" * 1000},
-        dict.fromkeys(map(str, range(1000)), 1),
-        {"a": []},
-        [1],
-        {"a": Colour.RED},
-        {"a": "\\"},
-    ]
+    flat = {"a": 1, "é": "ü", "n": None, "x": -0.5}
+    assert dump_flat(flat) == '{"a":1,"é":"ü","n":null,"x":-0.5}'
+    bodies: list[Any] = [{"a": "x" * 1000}, dict.fromkeys(map(str, range(1000)), 1), {"a": []}]
+    bodies += [[1], {"a": Colour.RED}, {"a": "\\"}]
     for body in bodies:
         assert dump_flat(body) is None
 
 
 @pytest.mark.parametrize("value", [{1, 2}, b"x", object()], ids=lambda value: type(value).__name__)
-def test_both_encoders_refuse_values_without_a_json_form(
-    value: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_encoders_refuse_the_same_values(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TypeError):
         dump_json(value)
-    monkeypatch.setattr(jsontext, "orjson", None)
+    monkeypatch.setattr(body_json, "orjson", None)
     with pytest.raises(TypeError):
         dump_json(value)

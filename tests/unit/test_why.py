@@ -160,14 +160,12 @@ def test_the_reason_of_a_deferred_task_has_its_cause_and_the_next_try(
 
 
 def test_a_retry_names_its_number_its_time_and_the_error() -> None:
-    task = replace(
-        TASK, expected_time=NOW + timedelta(minutes=3), runs=2, error="Traceback\nValueError: no"
-    )
+    due, error = NOW + timedelta(minutes=3), "Traceback\nValueError: no"
+    task = replace(TASK, expected_time=due, runs=2, error=error)
     found = facts(task)
     assert codes(found) == ["retry"]
-    assert "Attempt 2 failed: Traceback. Retry 2 is due at 2030-01-31T18:03:00Z, in 3m" in text(
-        found
-    )
+    said = "Attempt 2 failed: Traceback. Retry 2 is due at 2030-01-31T18:03:00Z, in 3m"
+    assert said in text(found)
 
 
 def test_a_task_that_runs_names_its_worker() -> None:
