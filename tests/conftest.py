@@ -11,6 +11,7 @@ import tempfile
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -120,11 +121,19 @@ def services() -> Iterator[Services]:
 
 
 def _url(services: Services, name: str) -> str:
-    try:
+    with _needing(name):
         return services.url(name)
+    raise AssertionError("unreachable")
+
+
+@contextmanager
+def _needing(name: str) -> Iterator[None]:
+    """Give the test up if a service is missing."""
+    try:
+        yield
     except MissingServiceError as error:
         _missing[name] = str(error)
-    raise _given_up(name)
+        raise _given_up(name) from None
 
 
 def _given_up(name: str) -> BaseException:
@@ -183,11 +192,8 @@ def start_redis(tmp_path: Path) -> Iterator[Callable[..., RedisServer]]:
     started: list[RedisServer] = []
 
     def start(*options: str) -> RedisServer:
-        try:
+        with _needing("redis-server"):
             started.append(RedisServer(tmp_path, *options))
-        except MissingServiceError as error:
-            _missing["redis-server"] = str(error)
-            raise _given_up("redis-server") from None
         return started[-1]
 
     yield start
@@ -198,11 +204,8 @@ def start_redis(tmp_path: Path) -> Iterator[Callable[..., RedisServer]]:
 @pytest.fixture(scope="module")
 def own_rabbitmq(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitServer]:
     """A private RabbitMQ of a module, because it takes seconds to start."""
-    try:
+    with _needing("rabbitmq-server"):
         server = RabbitServer(tmp_path_factory.mktemp("rabbitmq"))
-    except MissingServiceError as error:
-        _missing["rabbitmq-server"] = str(error)
-        raise _given_up("rabbitmq-server") from None
     yield server
     server.stop()
 
@@ -211,41 +214,24 @@ def own_rabbitmq(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitSer
 def amqps(tmp_path: Path) -> Iterator[dict[str, Any]]:
     """Celery's configuration for a private RabbitMQ with TLS."""
     port = free_port()
-    try:
+    with _needing("rabbitmq-server"):
         key, certificate = self_signed(tmp_path)
-        server = RabbitServer(
-            tmp_path,
-            f"listeners.ssl.default = 127.0.0.1:{port}",
-            f"ssl_options.cacertfile = {certificate}",
-            f"ssl_options.certfile = {certificate}",
-            f"ssl_options.keyfile = {key}",
-            "ssl_options.verify = verify_none",
-        )
-    except MissingServiceError as error:
-        _missing["rabbitmq-server"] = str(error)
-        raise _given_up("rabbitmq-server") from None
-    yield {
-        "broker_url": f"amqps://guest:guest@localhost:{port}//",
-        "broker_use_ssl": {
-            "ca_certs": str(certificate),
-            "cert_reqs": 2,
-            "server_hostname": "localhost",
-        },
-    }
+        options = {"cacertfile": certificate, "certfile": certificate, "keyfile": key}
+        lines = [f"ssl_options.{name} = {value}" for name, value in options.items()]
+        lines += ["ssl_options.verify = verify_none"]
+        server = RabbitServer(tmp_path, f"listeners.ssl.default = 127.0.0.1:{port}", *lines)
+    ssl = {"ca_certs": str(certificate), "cert_reqs": 2, "server_hostname": "localhost"}
+    yield {"broker_url": f"amqps://guest:guest@localhost:{port}//", "broker_use_ssl": ssl}
     server.stop()
 
 
 @pytest.fixture
 def own_postgresql() -> Iterator[PostgresServer]:
     """A private PostgreSQL server."""
-    with tempfile.TemporaryDirectory(
-        prefix="dt_test_"
-    ) as folder:  # other users cannot enter pytest's folder
-        try:
+    # Other users cannot enter pytest's folder.
+    with tempfile.TemporaryDirectory(prefix="dt_test_") as folder:
+        with _needing("postgresql-server"):
             server = PostgresServer(Path(folder), free_port(), MissingServiceError)
-        except MissingServiceError as error:
-            _missing["postgresql-server"] = str(error)
-            raise _given_up("postgresql-server") from None
         yield server
         server.stop()
 
@@ -253,11 +239,8 @@ def own_postgresql() -> Iterator[PostgresServer]:
 @pytest.fixture
 def logging_mariadb(tmp_path: Path) -> Iterator[MariaDBServer]:
     """A private MariaDB that writes a binary log, as a replicated one does."""
-    try:
+    with _needing("mariadb-server"):
         server = MariaDBServer(tmp_path, options=["--log-bin=binlog", "--server-id=1"])
-    except MissingServiceError as error:
-        _missing["mariadb-server"] = str(error)
-        raise _given_up("mariadb-server") from None
     yield server
     server.stop()
 

@@ -150,21 +150,14 @@ class Proxy:
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
                 self._pairs.append((client, server))
-            for source, target, direction in (
-                (client, server, "request"),
-                (server, client, "answer"),
-            ):
-                way = (source, target, direction, self.accepted, self._flows)
+            for ends, direction in (((client, server), "request"), ((server, client), "answer")):
+                way = (*ends, direction, self.accepted, self._flows)
                 threading.Thread(target=self._pump, args=way, daemon=True).start()
 
     def _pump(
-        self,
-        source: socket.socket,
-        target: socket.socket,
-        direction: str,
-        number: int,
+        self, source: socket.socket, target: socket.socket, direction: str, number: int,
         flows: threading.Event,
-    ) -> None:
+    ) -> None:  # fmt: skip
         try:
             for data in self._delayed(source, direction, number):
                 flows.wait()
@@ -302,9 +295,8 @@ class Exchange(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.web.received.append(
-            Request(self.path, {k.lower(): v for k, v in self.headers.items()}, body)
-        )
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        self.web.received.append(Request(self.path, headers, body))
         write = self.web.answers.get(self.path.partition("?")[0], answer())
         try:
             write(self)
@@ -341,9 +333,7 @@ class WebServer:
             )
         self._take_in, self._server.get_request = self._server.get_request, self._count  # type: ignore[method-assign]
         self.port: int = self._server.server_address[1]
-        threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
-        ).start()
+        threading.Thread(target=self._server.serve_forever, args=[0.05], daemon=True).start()
 
     def url(self, path: str = "/", host: str = "127.0.0.1", scheme: str = "http") -> str:
         return f"{scheme}://{host}:{self.port}{path}"

