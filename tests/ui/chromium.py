@@ -11,6 +11,11 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
+MODES: dict[str, dict[str, Any]] = {
+    "light": {"viewport": {"width": 1280, "height": 850}, "color_scheme": "light"},
+    "dark": {"viewport": {"width": 1280, "height": 850}, "color_scheme": "dark"},
+    "phone": {"viewport": {"width": 390, "height": 844}, "color_scheme": "light"},
+}
 
 
 def find_chromium() -> str | None:
@@ -53,9 +58,8 @@ def watched(browser: Any, **options: Any) -> Iterator[Any]:
     assert problems == []
 
 
-def draw_page(page: Any, address: str, picture: Path, tallest: int) -> None:
+def draw_page(page: Any, picture: Path, tallest: int) -> None:
     """Write the upper part of a page as a picture. The program pngquant makes it small."""
-    page.goto(address)
     page.wait_for_load_state()
     height = min(page.evaluate("document.documentElement.scrollHeight"), tallest)
     clip = {"x": 0, "y": 0, "width": page.viewport_size["width"], "height": height}

@@ -9,12 +9,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from celery import Celery
 from flask import Flask
 from flask.testing import FlaskClient
-from sqlalchemy import update
 
 from delaytasks import DelayTasks, Retry
 from delaytasks.console.application import make_console
@@ -27,7 +27,7 @@ from delaytasks.runtime import runtime_of
 from delaytasks.serving import Place, make_server
 from delaytasks.statistics.statistics_table import StatisticsTable, Unwritten
 from delaytasks.storage.types import db_now_plus
-from tests.recording import runner_of
+from tests.recording import runner_of, set_columns
 from tests.waiting import wait_until
 
 #: Text that other users may write into tags, keys, bodies and errors.
@@ -37,17 +37,15 @@ SECRET = "card 4111-secret"
 ON_TIME_S = 0.5
 
 
-def make_delays(url: str, **settings: Any) -> DelayTasks:
-    """Return a `DelayTasks` with empty tables and a few processors."""
-    delays = DelayTasks(
-        Celery("shop", broker="memory://"), url, timer="direct", tags="any", **settings
-    )
+def make_delays(url: str, is_new: bool = True, **settings: Any) -> DelayTasks:
+    """Return a `DelayTasks` with a few processors, and with empty tables if `is_new` is true."""
+    app = Celery("shop", broker="memory://")
+    delays = DelayTasks(app, url, timer="direct", tags="any", **settings)
 
     @delays.processor("pay.notify")
     def notify(body: Any) -> None:
-        raise ConnectionError(
-            f"HTTPSConnectionPool(host='pay.example', port={body['port']}): timed out"
-        )
+        place = f"host='pay.example', port={body['port']}"
+        raise ConnectionError(f"HTTPSConnectionPool({place}): timed out")
 
     @delays.processor("report.build")
     def build(body: Any) -> None:
@@ -66,15 +64,14 @@ def make_delays(url: str, **settings: Any) -> DelayTasks:
         raise ValueError(HOSTILE)
 
     store = runtime_of(delays).store
-    with store.database.begin() as connection:
-        store.schema.metadata.drop_all(connection)
-        store.schema.metadata.create_all(connection)
+    if is_new:
+        store.schema.metadata.drop_all(store.database.tx)
+        store.schema.metadata.create_all(store.database.tx)
     return delays
 
 
 def fill(delays: DelayTasks) -> None:
     """Add tasks in all states, workers, policies, schedules and sweeps."""
-    store = runtime_of(delays).store
     for number in range(9):
         delays.schedule_delay("report.build", {"order": 900 + number}, 0, key=f"report-{number}")
     for number in range(4):
@@ -89,29 +86,29 @@ def fill(delays: DelayTasks) -> None:
         pass  # on a slow machine, the budget of one chunk ends before all have run
     for number in range(160):
         delay = 40 + number * 9 + (number % 7) * 13 + (number // 40) * 60
-        delays.schedule_delay(
-            "order.close" if number % 3 else "mail.send", {"order": number}, delay, key=f"o{number}"
-        )
+        tag = "order.close" if number % 3 else "mail.send"
+        delays.schedule_delay(tag, {"order": number}, delay, key=f"o{number}")
     for number in range(12):
-        delays.schedule_delay(
-            "feed.read", {"feed": number}, 3600 * 24 * (number + 1), queue="feeds"
-        )
+        delays.schedule_delay("feed.read", {"feed": number}, 86400 * (number + 1), queue="feeds")
     delays.policies.pause(tag="mail.send", actor="maria")
     delays.policies.set(tag="pay.notify", concurrency=10, rate="100/s", actor="maria")
     delays.recurring.set("report-nightly", "report.build", {}, cron="0 2 * * *", tz="Europe/Berlin")
     delays.recurring.set("feeds", "feed.read", {"feed": 1}, every="5m", overlap="skip")
     delays.recurring.pause("feeds", actor="maria")
-    delays.bulk.cancel(
-        tag="feed.read",
-        since=runtime_of(delays).clock.now().replace(microsecond=0) + timedelta(days=9, hours=1),
-        actor="maria",
-    )
-    for name, queues in (("celery@shop-1", ["default"]), ("celery@shop-2", ["default", "feeds"])):
-        tags = ["order.close", "pay.notify"]
-        store.workers.report(name, queues, "prefork", 8, 1400, tags, busy=len(queues))
-    runtime_of(delays).sweeper.sweep(0)
+    nine_days = timedelta(days=9, hours=1)
+    since = runtime_of(delays).clock.now().replace(microsecond=0) + nine_days
+    delays.bulk.cancel(tag="feed.read", since=since, actor="maria")
+    report_workers(delays)
     spread_failures(delays)
     write_statistics(delays)
+
+
+def report_workers(delays: DelayTasks, busy: int = 1) -> None:
+    """Report two workers, and sweep, as they do."""
+    workers, tags = runtime_of(delays).store.workers, ["order.close", "pay.notify"]
+    for name, queues in (("celery@shop-1", ["default"]), ("celery@shop-2", ["default", "feeds"])):
+        workers.report(name, queues, "prefork", 8, 1400, tags, busy=busy * len(queues))
+    runtime_of(delays).sweeper.sweep(0)
 
 
 def add_hostile(delays: DelayTasks) -> None:
@@ -135,23 +132,17 @@ def add_hostile(delays: DelayTasks) -> None:
     delays.policies.set(tag=HOSTILE, concurrency=1, actor=HOSTILE)
     for name in (HOSTILE, f"{HOSTILE} lost"):
         store.workers.report(name, ["default"], HOSTILE, 2, 0, [HOSTILE])
-    schema = store.schema
-    t, a, w, r = schema.tasks, schema.attempts, schema.workers, schema.recurring
-    with store.database.begin() as connection:
-        connection.execute(update(t).where(t.c.tag == HOSTILE).values(worker=HOSTILE))
-        connection.execute(update(a).values(worker=HOSTILE))
-        connection.execute(update(w).where(w.c.name == HOSTILE).values(version=HOSTILE))
-        is_lost = w.c.name.endswith(" lost")
-        connection.execute(update(w).where(is_lost).values(seen_at=db_now_plus(-600)))
-        connection.execute(update(r).where(r.c.name == HOSTILE).values(tz=HOSTILE))
+    set_columns(store, "tasks", {"tag": HOSTILE}, worker=HOSTILE)
+    set_columns(store, "attempts", worker=HOSTILE)
+    set_columns(store, "workers", {"name": HOSTILE}, version=HOSTILE)
+    set_columns(store, "workers", {"name": f"{HOSTILE} lost"}, seen_at=db_now_plus(-600))
+    set_columns(store, "recurring", {"name": HOSTILE}, tz=HOSTILE)
     store.workers.expire(delays.settings.silent_s)
     write_runs(delays, HOSTILE, timedelta(minutes=3), 7, 2)
 
 
 def write_statistics(delays: DelayTasks) -> None:
     """Write what workers would have counted in the last hour."""
-    store, now = runtime_of(delays).store, runtime_of(delays).clock.now()
-    unwritten = Unwritten()
     for ago in range(60):
         counts = RunCounts()
         runs = int(220 + 90 * math.sin(ago / 9) + 17 * (ago % 5)) - ago
@@ -162,35 +153,25 @@ def write_statistics(delays: DelayTasks) -> None:
         for number in range(runs):
             slow = 0.9 if number % 60 == 0 and ago < 20 else 0.0
             counts.add_run(0.004 + number % 7 * 0.001 + slow, 0.02, ON_TIME_S)
-        unwritten.add_run(int(now.timestamp()) // 60 - ago, "order.close", counts)
-    table = StatisticsTable(store.database, store.schema)
-    with store.database.begin() as connection:
-        table.add(connection, unwritten, now)
+        write_counts(delays, "order.close", timedelta(minutes=ago), counts)
 
 
 def write_runs(delays: DelayTasks, tag: str, ago: timedelta, runs: int, failed: int = 0) -> None:
     """Write what a worker would have counted in one minute of the past."""
-    store, now = runtime_of(delays).store, runtime_of(delays).clock.now()
-    counts, unwritten = RunCounts(), Unwritten()
+    counts = RunCounts()
     for _ in range(runs):
         counts.add_run(0.02, 0.3, None)
     counts.add_outcome("done", runs - failed)
     counts.add_outcome("failed", failed)
-    unwritten.add_run(int((now - ago).timestamp()) // 60, tag, counts)
-    table = StatisticsTable(store.database, store.schema)
-    with store.database.begin() as connection:
-        table.add(connection, unwritten, now)
+    write_counts(delays, tag, ago, counts)
 
 
 def spread_failures(delays: DelayTasks) -> None:
     """Let the failed tasks have failed one after the other, within some hours."""
     store = runtime_of(delays).store
-    t = store.schema.tasks
     for number, task in enumerate(delays.find(status="FAILED", tag="report.build")):
-        ago = -(number**2) * 900.0
-        with store.database.begin() as connection:
-            statement = update(t).where(t.c.id == task.id)
-            connection.execute(statement.values(update_time=db_now_plus(ago)))
+        at = db_now_plus(-(number**2) * 900.0)
+        set_columns(store, "tasks", {"id": task.id}, update_time=at)
 
 
 class Site:
@@ -227,6 +208,32 @@ class Site:
         if self._begun_run is not None:
             self._begun_run.stop.set()
         self.delays.close()
+
+
+def write_on_time(delays: DelayTasks, tag: str, ago: timedelta, on_time: int, late: int) -> None:
+    """Write how many tasks began on time in one minute of the past."""
+    counts = RunCounts()
+    counts.on_time, counts.late = on_time, late
+    write_counts(delays, tag, ago, counts)
+
+
+def write_counts(delays: DelayTasks, tag: str, ago: timedelta, counts: RunCounts) -> None:
+    """Write what a worker would have counted in one minute of the past."""
+    store, now, unwritten = runtime_of(delays).store, runtime_of(delays).clock.now(), Unwritten()
+    unwritten.add_run(int((now - ago).timestamp()) // 60, tag, counts)
+    with store.database.begin() as connection:
+        StatisticsTable(store.database, store.schema).add(connection, unwritten, now)
+
+
+@contextmanager
+def healthy_site(folder: Path, **settings: Any) -> Iterator[Site]:
+    """Yield a site with one worker, whose tables were just swept, and in which nothing is wrong."""
+    site = Site(make_delays(f"sqlite:///{folder / 'healthy.sqlite3'}", **settings))
+    runtime = runtime_of(site.delays)
+    runtime.store.workers.report("celery@a", ["default"], "prefork", 1, 0)
+    runtime.sweeper.sweep(0)
+    yield site
+    site.close()
 
 
 def chart_titles(page: str, charts: int) -> str:

@@ -6,13 +6,13 @@ It needs Chromium, and pngquant makes the pictures small.
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 import tempfile
 import threading
 from pathlib import Path
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, make_server
+
+from tests.ui.chromium import chromium, draw_page, find_chromium
 
 FOLDER = Path(__file__).parents[2] / "docs/images/django"
 SIZE = {"width": 1280, "height": 800}
@@ -46,11 +46,10 @@ def draw() -> None:
 
 def _fill() -> int:
     """Make tasks; return the id of a task that failed."""
-    from sqlalchemy import func, update
-
     from delaytasks.runtime import runtime_of
     from tests.integration.django_admin_tests import delays
     from tests.recording import runner_of
+    from tests.ui.pictures import rename
 
     @delays.processor("pay.notify", retries="1ms")
     def notify(body: Any) -> None:
@@ -67,50 +66,26 @@ def _fill() -> int:
         delays.schedule_delay("order.close", {"order": 7000 + number}, 600 * number,
                               key=f"order-{number}")  # fmt: skip
     delays.cancel(tag="order.close", key="order-20")
-    store = runtime_of(delays).store
-    tasks, attempts = store.schema.tasks, store.schema.attempts
-    with store.database.begin() as connection:
-        for table, column in ((tasks, tasks.c.error_stack), (attempts, attempts.c.error)):
-            renamed = func.replace(column, __file__, "/srv/shop/delays.py")
-            connection.execute(update(table).values({column.name: renamed}))
-            worker = update(table).where(table.c.worker.is_not(None))
-            connection.execute(worker.values(worker="celery@shop-1"))
+    rename(runtime_of(delays).store, __file__, "/srv/shop/delays.py")
     return int(delays.find(tag="pay.notify", status="FAILED").tasks[0].id)
 
 
 def _draw_pages(address: str, session: str, failed: int) -> None:
-    from playwright.sync_api import sync_playwright
-
     FOLDER.mkdir(parents=True, exist_ok=True)
     pages = f"{address}/admin/delaytasks/"
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=shutil.which("chromium"),
-            args=["--no-sandbox", "--disable-gpu", "--disable-quic"],
-        )
-        context = browser.new_context(viewport=SIZE)  # type: ignore[arg-type]
+    with chromium(find_chromium()) as browser:
+        context = browser.new_context(viewport=SIZE)
         context.add_cookies([{"name": "sessionid", "value": session, "url": address}])
         page = context.new_page()
         page.goto(f"{pages}delaytaskrow/?tag=order.close")
-        _save(page, "tasks")
+        draw_page(page, FOLDER / "tasks.png", 800)
         page.check("#action-toggle")
         page.select_option("select[name=action]", "reschedule_tasks")
         page.click("div.actions button[type=submit]")
-        _save(page, "confirm")
+        draw_page(page, FOLDER / "confirm.png", 800)
         page.goto(f"{pages}delaytaskrow/{failed}/change/")
         page.click("summary >> nth=0")
-        _save(page, "task", 1400)
-        browser.close()
-
-
-def _save(page: Any, name: str, height: int = 800) -> None:
-    page.wait_for_load_state()
-    picture = FOLDER / f"{name}.png"
-    whole = page.evaluate("document.documentElement.scrollHeight")
-    clip = {"x": 0, "y": 0, "width": SIZE["width"], "height": min(whole, height)}
-    page.screenshot(path=picture, full_page=True, clip=clip)
-    if shutil.which("pngquant"):
-        subprocess.run(["pngquant", "64", "--force", "--output", picture, picture], check=True)
+        draw_page(page, FOLDER / "task.png", 1400)
 
 
 if __name__ == "__main__":

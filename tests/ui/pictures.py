@@ -17,22 +17,16 @@ from sqlalchemy import delete, func, update
 from delaytasks import DelayTasks, NewTask
 from delaytasks.console.requests import EXTENSION
 from delaytasks.runtime import runtime_of
+from delaytasks.storage.store import Store
 from tests.recording import runner_of
 from tests.ui import console_site
-from tests.ui.chromium import chromium, draw_page, find_chromium
-from tests.ui.console_site import Site, fill, make_delays, served, write_runs
-from tests.ui.test_console_in_a_browser import MODES, paths_of
+from tests.ui.chromium import MODES, chromium, draw_page, find_chromium
+from tests.ui.console_site import Site, fill, make_delays, report_workers, served, write_runs
+from tests.ui.test_console_in_a_browser import paths_of
 
 FOLDER = Path(__file__).parents[2] / "docs/images/console"
 #: The pictures of the docs.
-PICTURES = (
-    ("overview", "light"),
-    ("overview", "phone"),
-    ("tasks", "light"),
-    ("task", "dark"),
-    ("failure", "light"),
-    ("forecast", "light"),
-)
+PICTURES = "overview-light overview-phone tasks-light task-dark failure-light forecast-light"
 #: Pixels of a picture, and the tasks of a peak.
 TALLEST, PEAK = 1600, 60_000
 #: The runs of some tags in each minute of the last hour.
@@ -49,11 +43,12 @@ def draw() -> None:
         write_runs(delays, tag, timedelta(minutes=minutes), runs + 3 * (minutes % 7))
     site = Site(delays)
     with served(site.app) as address, chromium(find_chromium()) as browser:
-        for name, mode in PICTURES:
+        for name, mode in (each.split("-") for each in PICTURES.split()):
             page = browser.new_context(**MODES[mode]).new_page()
             _keep_alive(site)
             path = paths_of(site)[name]
-            draw_page(page, address + path, FOLDER / f"{name}-{mode}.png", TALLEST)
+            page.goto(address + path)
+            draw_page(page, FOLDER / f"{name}-{mode}.png", TALLEST)
     site.close()
 
 
@@ -68,27 +63,29 @@ def _add_peak(delays: DelayTasks) -> None:
 def _rename(delays: DelayTasks) -> None:
     """Replace the names of this machine, and leave out the hostile task."""
     store = runtime_of(delays).store
-    tasks, attempts = store.schema.tasks, store.schema.attempts
     with store.database.begin() as connection:
-        connection.execute(delete(tasks).where(tasks.c.tag == "hostile"))
-        for table, column in ((tasks, tasks.c.error_stack), (attempts, attempts.c.error)):
-            renamed = func.replace(column, console_site.__file__, "/srv/shop/tasks.py")
-            connection.execute(update(table).values({column.name: renamed}))
-        connection.execute(update(attempts).values(worker="celery@shop-1"))
-        connection.execute(update(tasks).where(tasks.c.status != 0).values(worker="celery@shop-1"))
+        connection.execute(delete(store.schema.tasks).filter_by(tag="hostile"))
+    rename(store, console_site.__file__, "/srv/shop/tasks.py")
     found = [task.error or "" for task in delays.find(status="FAILED")]
     assert not any(re.search(r"console_site", error) for error in found)
+
+
+def rename(store: Store, file: str, shown: str) -> None:
+    """Replace the name of a file in errors, and the names of workers."""
+    tasks, attempts = store.schema.tasks, store.schema.attempts
+    with store.database.begin() as connection:
+        for table, column in ((tasks, tasks.c.error_stack), (attempts, attempts.c.error)):
+            renamed = {column.name: func.replace(column, file, shown)}
+            connection.execute(update(table).values(renamed))
+            worker = update(table).where(table.c.worker.is_not(None))
+            connection.execute(worker.values(worker="celery@shop-1"))
 
 
 def _keep_alive(site: Site) -> None:
     """Do what the workers of the pictures would have done: run what is due, and report."""
     delays = site.delays
-    store = runtime_of(delays).store
     runner_of(delays).run_due("default", range(10), limit=100)
-    for name, queues in (("celery@shop-1", ["default"]), ("celery@shop-2", ["default", "feeds"])):
-        tags = ["order.close", "pay.notify"]
-        store.workers.report(name, queues, "prefork", 8, 1400, tags, busy=3 * len(queues))
-    runtime_of(delays).sweeper.sweep(0)
+    report_workers(delays, busy=3)
     site.app.extensions[EXTENSION].cache.forget()
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from delaytasks.console.application import make_console
-from delaytasks.console.viewers import UserFile
-from tests.ui.chromium import watched
+from delaytasks.console.viewers import Role, UserFile
+from tests.ui.chromium import MODES, watched
 from tests.ui.console_site import Site, served
 
 pytestmark = pytest.mark.slow
@@ -20,15 +20,8 @@ AXE = Path(__file__).parent / "axe/axe-4.14.1.min.js"
 #: The rules of WCAG 2.0 to 2.2, levels A and AA, and axe-core's best practices.
 RUN_AXE = """() => axe.run(document, {runOnly: ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa",
     "wcag22aa", "best-practice"]})"""
-NAMES = (
-    "overview tasks task tags tag failures failure forecast recurring schedule policies queues "
-    "workers audit bulk run missing"
-).split()
-MODES: dict[str, dict[str, Any]] = {
-    "light": {"viewport": {"width": 1280, "height": 850}, "color_scheme": "light"},
-    "dark": {"viewport": {"width": 1280, "height": 850}, "color_scheme": "dark"},
-    "phone": {"viewport": {"width": 390, "height": 844}, "color_scheme": "light"},
-}
+NAMES = """overview tasks task tags tag failures failure forecast recurring schedule policies queues
+    workers audit bulk run missing""".split()
 
 
 def paths_of(site: Site) -> dict[str, str]:
@@ -47,13 +40,6 @@ def paths_of(site: Site) -> dict[str, str]:
         "missing": "/nothing",
     }
     return {name: special.get(name, f"/{name}") for name in NAMES}
-
-
-@pytest.fixture(params=MODES)
-def page(request: pytest.FixtureRequest, browser: Any) -> Iterator[Any]:
-    """A tab whose errors, refused scripts and requests to other hosts fail the test."""
-    with watched(browser, **MODES[request.param], reduced_motion="reduce") as opened:
-        yield opened
 
 
 def check_page(page: Any) -> None:
@@ -192,3 +178,44 @@ def test_actions_work_without_scripts(browser: Any, own_site: Site) -> None:
         opened.get_by_text("The task was cancelled at").wait_for()
         context.close()
     assert own_site.delays.get(task.id).status.name == "CANCELLED"
+
+
+# -- Buttons copy the id, the body and the errors of a task ---------------------------------------
+
+
+COPIES = ("the id", "the body", "the error")
+
+
+@pytest.mark.parametrize("has_clipboard", [True, False])
+def test_the_keyboard_copies_what_the_page_shows(
+    site: Site, browser: Any, has_clipboard: bool
+) -> None:
+    task = site.delays.find(tag="pay.notify", status="FAILED").tasks[0]
+    site.client(Role.OPERATE)
+    with served(site.app) as address, watched(browser) as page:
+        page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        if not has_clipboard:  # as in pages that came by HTTP from another host
+            hide = "Object.defineProperty(Navigator.prototype, 'clipboard', {value: undefined})"
+            page.add_init_script(f"window.reader = navigator.clipboard; {hide}")
+        page.goto(f"{address}/tasks/{task.id}")
+        for name in COPIES:
+            button = page.get_by_role("button", name=f"Copy {name}", exact=True)
+            button.focus()
+            page.keyboard.press("Enter")
+            copied = page.locator("[role=status]", has_text=re.compile("^Copied$"))
+            copied.wait_for(state="attached")
+            assert page.evaluate("document.activeElement.dataset.copy") is not None
+            text = page.evaluate("(window.reader || navigator.clipboard).readText()")
+            shown = page.locator(f"#{'task-' + name.removeprefix('the ')}").text_content()
+            assert text == shown
+        assert str(task.error) == text
+        check_page(page)
+
+
+def test_a_copy_that_is_refused_is_reported(site: Site, browser: Any) -> None:
+    task = site.delays.find(tag="pay.notify", status="FAILED").tasks[0]
+    with served(site.app) as address, watched(browser) as page:
+        page.add_init_script("navigator.clipboard.writeText = () => Promise.reject(new Error())")
+        page.goto(f"{address}/tasks/{task.id}")
+        page.get_by_role("button", name="Copy the id").click()
+        page.locator("[role=status]", has_text="Not copied").wait_for(state="attached")

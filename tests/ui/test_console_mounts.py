@@ -34,8 +34,7 @@ SECRET = "a secret of the shop"
 
 @pytest.fixture
 def delays(tmp_path: Path) -> Iterator[DelayTasks]:
-    url = f"sqlite:///{tmp_path / 'mounts.sqlite3'}"
-    made = make_delays(url)
+    made = make_delays(f"sqlite:///{tmp_path / 'mounts.sqlite3'}")
     yield made
     made.close()
 
@@ -59,6 +58,11 @@ def check_console(client: Any, delays: DelayTasks, get_text: Any) -> None:
     assert delays.policies.list(tag="mail")[0].updated_by == "ann"
     data["csrf"] = "wrong"
     assert client.post("/delays/policies/resume", data=data).status_code == 403
+
+
+def check_refused(client: Any) -> None:
+    assert client.get("/delays/").status_code == 401
+    assert client.get("/delays/health/live").status_code == 200
 
 
 def test_in_flask_the_users_of_the_app_are_the_viewers(delays: DelayTasks) -> None:
@@ -89,8 +93,7 @@ def test_in_flask_the_users_of_the_app_are_the_viewers(delays: DelayTasks) -> No
     check_console(client, delays, text_of)
     assert client.get("/own").text == "the shop"
     people.clear()
-    assert client.get("/delays/").status_code == 401
-    assert client.get("/delays/health/live").status_code == 200
+    check_refused(client)
     with pytest.raises(ConfigError, match="secret_key"):
         make_console(delays, viewer)
 
@@ -100,55 +103,36 @@ def test_in_django_staff_are_the_viewers(delays: DelayTasks) -> None:
         from django.test import Client, override_settings
         from django.urls import include, path
 
-        people: dict[str, Any] = {}
+        from delaytasks.contrib.django.mounting import mount
 
-        def viewer(request: Any) -> Viewer | None:
-            found: Viewer | None = people.get("viewer")
-            return found
-
-        people["viewer"] = Viewer("ann", Role.OPERATE)
-        with override_settings(ALLOWED_HOSTS=["testserver"]):
-            from delaytasks.contrib.django.mounting import mount
-
-            console = make_console(delays, viewer, secret_key=SECRET)
-
-            class Urls:
-                urlpatterns = [path("delays/", include(mount(console)))]
-
-            override = override_settings(ROOT_URLCONF=Urls)
-            override.enable()
+        people = [Viewer("ann", Role.OPERATE)]
+        console = make_console(delays, lambda _: next(iter(people), None), secret_key=SECRET)
+        urls = type("Urls", (), {"urlpatterns": [path("delays/", include(mount(console)))]})
+        with override_settings(ALLOWED_HOSTS=["testserver"], ROOT_URLCONF=urls):
             client = Client(enforce_csrf_checks=True)
             check_console(client, delays, lambda answer: answer.content.decode())
             people.clear()
-            assert client.get("/delays/").status_code == 401
-            assert client.get("/delays/health/live").status_code == 200
-            override.disable()
+            check_refused(client)
 
 
 class AsgiClient:
     """A client of an ASGI application, with cookies."""
 
     def __init__(self, app: Any) -> None:
-        self._app = app
-        self._cookies = httpx.Cookies()
+        self._app, self._cookies = app, httpx.Cookies()
 
-    def get(self, path: str) -> httpx.Response:
-        return self._send("GET", path)
-
-    def post(self, path: str, data: Any = None, follow_redirects: bool = False) -> httpx.Response:
-        return self._send("POST", path, data=data)
-
-    def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
+    def get(self, path: str, method: str = "GET", **options: Any) -> httpx.Response:
         async def send() -> httpx.Response:
-            transport = httpx.ASGITransport(self._app)
-            async with httpx.AsyncClient(
-                transport=transport, base_url="http://shop", cookies=self._cookies
-            ) as client:
+            where: Any = {"transport": httpx.ASGITransport(self._app), "base_url": "http://shop"}
+            async with httpx.AsyncClient(**where, cookies=self._cookies) as client:
                 answer = await client.request(method, path, **options)
                 self._cookies.update(client.cookies)
                 return answer
 
         return asyncio.run(send())
+
+    def post(self, path: str, **options: Any) -> httpx.Response:
+        return self.get(path, "POST", **options)
 
 
 def test_in_fastapi_a_function_of_the_request_names_the_viewer(delays: DelayTasks) -> None:
@@ -165,8 +149,7 @@ def test_in_fastapi_a_function_of_the_request_names_the_viewer(delays: DelayTask
     client = AsgiClient(app)
     check_console(client, delays, lambda answer: answer.text)
     people.clear()
-    assert client.get("/delays/").status_code == 401
-    assert client.get("/delays/health/live").status_code == 200
+    check_refused(client)
 
 
 def test_the_first_start_prints_a_password_once(delays: DelayTasks, tmp_path: Path) -> None:
@@ -190,8 +173,8 @@ def test_a_command_adds_and_removes_users(tmp_path: Path, monkeypatch: pytest.Mo
     url = {"DELAYTASKS_DATABASE_URL": f"sqlite:///{tmp_path / 'cli.sqlite3'}"}
     assert runner.invoke(main, ["db", "upgrade"], env=url).exit_code == 0
     add = ["access", "console", "ann", "--role", "operate", "--password", "a long password"]
-    added = runner.invoke(main, add, env=url)
-    assert added.output == "stored the user ann with the role operate\n"
+    stored = "stored the user ann with the role operate\n"
+    assert runner.invoke(main, add, env=url).output == stored
     listed = runner.invoke(main, ["access", "console", "--json"], env=url)
     assert json.loads(listed.output) == [{"name": "ann", "role": "operate"}]
     new_password = ["access", "console", "ann", "--password", "another password"]

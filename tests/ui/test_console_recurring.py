@@ -71,17 +71,16 @@ def test_a_schedule_is_changed_in_one_field_and_keeps_the_others(
     assert "body_version" not in (recurring.get("nightly").headers_json or "")
 
 
-def test_a_new_schedule_replaces_no_other_one(own_site: Site) -> None:
+def test_the_form_is_for_schedules_that_can_be_changed_and_a_new_one_replaces_no_other(
+    own_site: Site,
+) -> None:
     client, recurring = own_site.client(Role.ADMIN), own_site.delays.recurring
-    recurring.set("nightly", "order.close", {"order": 1}, cron="0 3 * * *")
     fields = form_of(client.get("/recurring").text)
-    fields |= {"name": "nightly", "tag": "report.build", "cron": "0 4 * * *"}
+    fields |= {"name": "feeds", "tag": "report.build", "cron": "0 4 * * *"}
     client.post("/recurring", data=fields)
-    assert "there is a schedule nightly already" in client.get("/recurring").text
-    assert recurring.get("nightly").tag == "order.close"
+    assert "there is a schedule feeds already" in client.get("/recurring").text
+    assert recurring.get("feeds").tag == "feed.read"
 
-
-def test_the_form_of_schedules_is_for_those_that_can_be_changed(own_site: Site) -> None:
     @own_site.delays.recurring("0 9 * * *", name="declared")
     @own_site.delays.processor("declared.report")
     def report(body: Any) -> None: ...
@@ -105,8 +104,12 @@ def limits(site: Site, tag: str) -> Any:
     return policy.concurrency, policy.concurrency_per_key, policy.rate_text
 
 
-def test_one_limit_is_raised_and_the_others_stay(own_site: Site) -> None:
+def test_limits_are_changed_one_by_one_by_administrators_and_new_ones_replace_no_others(
+    own_site: Site,
+) -> None:
+    assert "/policies?tag=" not in own_site.client(Role.OPERATE).get("/policies").text
     client = own_site.client(Role.ADMIN)
+    assert form_of(client.get("/policies?tag=gone").text, LIMITS)["name"] == ""
     [link] = re.findall(r'href="(/policies\?tag=[^"]*)"', client.get("/policies").text)
     assert link == "/policies?tag=pay.notify#edit", "mail.send is paused and has no limits"
     fields = form_of(client.get(link).text, LIMITS)
@@ -116,20 +119,10 @@ def test_one_limit_is_raised_and_the_others_stay(own_site: Site) -> None:
     assert limits(own_site, "pay.notify") == (20, None, "100/s")
     client.post(LIMITS, data={**fields, "rate": ""})
     assert limits(own_site, "pay.notify") == (10, None, None), "an empty field has no limit"
-
-
-def test_new_limits_replace_no_others(own_site: Site) -> None:
-    client = own_site.client(Role.ADMIN)
     new = form_of(client.get("/policies").text, LIMITS)
     assert new["name"] == ""
     client.post(LIMITS, data={**new, "name": "pay.notify", "concurrency_per_key": "1"})
     assert "the tag pay.notify has limits already" in client.get("/policies").text
-    assert limits(own_site, "pay.notify") == (10, None, "100/s")
+    assert limits(own_site, "pay.notify") == (10, None, None)
     client.post(LIMITS, data={**new, "name": "mail.send", "concurrency_per_key": "1"})
     assert limits(own_site, "mail.send") == (None, 1, None)
-
-
-def test_the_form_of_limits_is_for_administrators(site: Site) -> None:
-    assert "/policies?tag=" not in site.client(Role.OPERATE).get("/policies").text
-    gone = site.client(Role.ADMIN).get("/policies?tag=gone").text
-    assert form_of(gone, LIMITS)["name"] == ""

@@ -5,26 +5,33 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import update
+from flask.testing import FlaskClient
 
-from delaytasks import Status
+from delaytasks import NewTask, Status
+from delaytasks.cli.status import read_deployment
 from delaytasks.console.requests import ConsoleState
 from delaytasks.console.viewers import Role
 from delaytasks.core.workers import ServiceTimes
+from delaytasks.operations import state as state_module
 from delaytasks.operations.state import ServicesState
+from delaytasks.operations.verdict import Verdict, verdict_of
 from delaytasks.runtime import runtime_of
+from delaytasks.statistics.statistics_table import StatisticsTable, WorkerCounts
+from delaytasks.storage import state_queries as failed_rows
 from delaytasks.storage.state_queries import Stats
 from delaytasks.storage.sweep_queries import OverdueRows
 from delaytasks.storage.types import db_now_plus
-from tests.recording import set_columns
-from tests.ui.chromium import watched
-from tests.ui.console_site import Site, make_delays, post, served
-from tests.ui.test_console_in_a_browser import MODES, check_page
+from tests.conformance.query_plans import plans
+from tests.recording import runner_of, set_columns
+from tests.ui.chromium import MODES, watched
+from tests.ui.console_site import Site, healthy_site, make_delays, post, served
+from tests.ui.test_console_in_a_browser import check_page
 from tests.ui.test_console_pages import heading
 from tests.world import status_columns
 
@@ -34,11 +41,8 @@ CLOCK = r"(?:\w+ \d+, )?\d\d:\d\d"
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
     """A deployment with one worker, in which nothing is wrong."""
-    site = Site(make_delays(f"sqlite:///{tmp_path / 'verdict.sqlite3'}"))
-    report(site)
-    runtime_of(site.delays).sweeper.sweep(0)
-    yield site
-    site.delays.close()
+    with healthy_site(tmp_path) as site:
+        yield site
 
 
 def report(site: Site, name: str = "celery@a", **services: float) -> None:
@@ -49,13 +53,11 @@ def report(site: Site, name: str = "celery@a", **services: float) -> None:
 
 def add(site: Site, number: int, status: Status, age_s: float = 60) -> None:
     """Add tasks of this status that were due some time ago."""
-    store, tag = runtime_of(site.delays).store, "report.build"
-    ids = [site.delays.schedule_delay(tag, {"order": 1}, 60).id for _ in range(number)]
-    t, at = store.schema.tasks, db_now_plus(-age_s)
-    with store.database.begin() as connection:
-        statement = update(t).where(t.c.id.in_(ids))
-        values: dict[str, Any] = {**status_columns(status), "expected_time": at}
-        connection.execute(statement.values(**values, update_time=at, error_stack="E: no"))
+    values: dict[str, Any] = dict.fromkeys(("expected_time", "update_time"), db_now_plus(-age_s))
+    values |= {**status_columns(status), "error_stack": "E: no"}
+    for _ in range(number):
+        task = site.delays.schedule_delay("report.build", {"order": 1}, 60)
+        set_columns(runtime_of(site.delays).store, "tasks", {"id": task.id}, **values)
 
 
 def page(site: Site) -> str:
@@ -140,8 +142,6 @@ def test_a_tile_has_the_number_of_the_sentence_while_tasks_move(
 ) -> None:
     site.delays.policies.set(tag="report.build", concurrency=1)
     add(site, 3, status)
-    count: Callable[..., Any] = Stats.counts
-    overdue: Callable[..., Any] = OverdueRows.count
 
     def then_add(query: Callable[..., Any]) -> Callable[..., Any]:
         def work(*arguments: Any) -> Any:
@@ -151,8 +151,8 @@ def test_a_tile_has_the_number_of_the_sentence_while_tasks_move(
 
         return work
 
-    monkeypatch.setattr(Stats, "counts", then_add(count))
-    monkeypatch.setattr(OverdueRows, "count", then_add(overdue))
+    monkeypatch.setattr(Stats, "counts", then_add(Stats.counts))
+    monkeypatch.setattr(OverdueRows, "count", then_add(OverdueRows.count))
     text = page(site)
     number = tile(text, label)
     assert int(number) == 5
@@ -183,6 +183,41 @@ def test_waiting_and_running_tasks_without_a_worker_are_counted_separately(site:
         "No worker is alive, and 1 task is waiting and 2 tasks are running. Start a worker."
     )
     assert (tile(text, "waiting"), tile(text, "running")) == ("1", "2")
+
+
+def test_old_failures_are_named_and_do_not_contradict_the_verdict(site: Site) -> None:
+    add(site, 1, Status.FAILED, age_s=7200)
+    verdict = judge(site)
+    assert (verdict.level, verdict.headline) == ("note", "On time.")
+    [problem] = verdict.problems
+    assert problem.text == "1 task is failed, but none in the last hour."
+    assert "no task is failed" not in page(site)
+
+
+def test_the_overview_names_a_worker_without_its_broker_and_a_silent_beat(site: Site) -> None:
+    report(site, beat_s=90)
+    report(site, "celery@alone", broker_down_s=200, timer_down_s=3, beat_s=200)
+    text, clock = page(site), f"{CLOCK} UTC"
+    reached = rf"The worker celery@alone has not reached its broker since {clock} \(3m2\ds\)\."
+    assert re.search(reached, text)
+    assert re.search(rf"No message of beat has arrived since {clock} \(1m3\ds\)\.", text)
+    assert "server of its timer" not in text, "three seconds are not worth a sentence"
+
+
+def test_the_headline_names_the_worst_problem_while_tasks_are_on_time(site: Site) -> None:
+    site.delays.policies.set(tag="report.build", concurrency=1)
+    add(site, 3, Status.HELD, age_s=200)
+    assert judge(site).headline == "On time, but 3 tasks wait for a limit."
+    report(site, "celery@b")
+    store = runtime_of(site.delays).store
+    set_columns(store, "workers", {"name": "celery@b"}, seen_at=db_now_plus(-600))
+    assert judge(site).headline == "On time, but 1 worker is silent."
+
+
+def test_one_task_is_no_plural(site: Site) -> None:
+    site.delays.schedule_delay("order.close", {"order": 1}, 60)
+    [heading] = re.findall(r"<h2>Due in the next.*?</h2>", page(site))
+    assert heading.endswith(">1 task</span></h2>")
 
 
 # -- links ----------------------------------------------------------------------------------------
@@ -242,12 +277,7 @@ DAY, TIME = r"\w{3} (\w{3} )?\d\d", r"\d\d:\d\d"
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "label"),
-    [
-        ("/", f"{TIME}|{DAY}"),
-        ("/forecast?period=day", f"{TIME}|{DAY}"),
-        ("/forecast", DAY),
-        ("/forecast?period=month", DAY),
-    ],
+    [("/", f"{TIME}|{DAY}"), ("/forecast?period=day", f"{TIME}|{DAY}"), ("/forecast", DAY)],
 )
 def test_the_labels_of_the_time_axis_do_not_overlap(
     site: Site, browser: Any, path: str, label: str
@@ -265,3 +295,242 @@ def test_the_labels_of_the_time_axis_do_not_overlap(
             assert left["x"] + left["width"] < right["x"], words
         frame = chart.bounding_box()
         assert boxes[-1]["x"] + boxes[-1]["width"] <= frame["x"] + frame["width"]
+
+
+# -- Failures that are not among the FAILED tasks that are read, and lost workers -----------------
+
+
+class FailingShop:
+    """A console, and a worker that runs what is due and writes its statistics."""
+
+    def __init__(self, url: str) -> None:
+        self.site = Site(make_delays(url, table_prefix="failing_"))
+        self.delays, wiring = self.site.delays, runtime_of(self.site.delays)
+        self.store = wiring.store
+        self.store.workers.report("celery@a", ["default"], "prefork", 2, 0, ["pay.notify"])
+        wiring.sweeper.sweep(0)
+
+    def run(self, tag: str, number: int, **options: Any) -> None:
+        """Run new tasks of a tag until all of them have failed once."""
+        body = {"port": 443, "order": 7}
+        self.delays.schedule_many(NewTask(tag, body, delay=0, **options) for _ in range(number))
+        store, runner = self.store, runner_of(self.delays)
+        counts = WorkerCounts(runtime_of(self.delays).clock, 10)
+        while (report := runner.run_due("default", range(10), limit=100)).ran:
+            counts.add(report.statistics)
+        table = StatisticsTable(store.database, store.schema)
+        with store.database.begin() as connection:
+            table.add(connection, counts.take(), store.tasks.now())
+
+    def verdict(self) -> Verdict:
+        return verdict_of(read_deployment(self.delays))
+
+    def page(self, path: str) -> str:
+        self.site.app.extensions["delaytasks_console"].cache.forget()
+        client: FlaskClient = self.site.client()
+        answer = client.get(path)
+        assert answer.status_code == 200
+        return re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]*>", " ", answer.text)))
+
+    def group_page(self, tag: str) -> str:
+        [name] = [g.name for g in read_deployment(self.delays).groups if g.tag == tag]
+        return self.page(f"/failures/{name}")
+
+    def close(self) -> None:
+        self.store.schema.metadata.drop_all(self.store.database.tx)
+        self.site.close()
+
+
+@pytest.fixture
+def shop(database_url: str) -> Iterator[FailingShop]:
+    made = FailingShop(database_url)
+    yield made
+    made.close()
+
+
+def texts(verdict: Verdict) -> str:
+    return "\n".join(f"{problem.level}: {problem.text}" for problem in verdict.problems)
+
+
+# -- more FAILED tasks than are read --------------------------------------------------------------
+
+
+def test_failures_beyond_those_that_are_read_are_counted_and_named(
+    shop: FailingShop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are four failures of one tag, and then 30 of another one, of which 20 are read."""
+    for module in (failed_rows, state_module):
+        monkeypatch.setattr(module, "MOST_FAILED", 20)
+    shop.run("pay.notify", 4)
+    shop.run("report.build", 30)
+    verdict = shop.verdict()
+    assert verdict.headline == "On time, but 34 tasks failed.", "the number of all failed tasks"
+    said = texts(verdict)
+    lower_bound = rf"(?m)^bad: At least 20 tasks of report\.build have failed since {CLOCK} UTC"
+    assert re.search(lower_bound, said)
+    page = shop.group_page("report.build")
+    assert "20 or more failed report.build" in page
+    assert "30 runs failed" in page
+    # None of the tasks of this group was read.
+    assert re.search(rf"(?m)^bad: 4 runs of pay\.notify have failed since {CLOCK} UTC: Conn", said)
+    assert "4 runs pay.notify" in shop.page("/")
+    assert re.search(r"1 or more 4 pay\.notify", shop.page("/failures"))
+    page = shop.group_page("pay.notify")
+    assert "1 or more failed pay.notify" in page
+    assert "Run all again" in page
+    # `since` is the first failure, and not the first one that was read.
+    set_columns(shop.store, "tasks", update_time=db_now_plus(3600))
+    [group] = [g for g in read_deployment(shop.delays).groups if g.tag == "report.build"]
+    assert group.since is not None
+    assert group.sample.failed_at is not None
+    assert (group.sample.failed_at - group.since).total_seconds() > 1800
+
+
+def test_the_last_tasks_are_found_by_their_ids(shop: FailingShop) -> None:
+    shop.run("pay.notify", 3, retries="1h")
+    shop.delays.schedule_many(NewTask("order.close", {}, delay=60) for _ in range(2000))
+    store = shop.store
+    ids = [task.id for task in shop.delays.find(tag="pay.notify")]
+    found: list[Any] = []
+    rows_of = partial(failed_rows.rows_of, store.database, store.schema, ids)
+    shown = plans(store, lambda: found.extend(rows_of()))
+    assert len(found) == 3
+    assert not re.search(r"Seq Scan|SCAN|'type': 'ALL'", shown), shown
+
+
+# -- tasks that are retried -----------------------------------------------------------------------
+
+
+def test_a_tag_whose_runs_all_fail_and_are_retried_is_a_warning_and_a_group(
+    shop: FailingShop,
+) -> None:
+    shop.run("pay.notify", 50, retries="1h 2h")
+    verdict = shop.verdict()
+    assert verdict.level == "warning"
+    assert verdict.headline == "On time, but 50 runs have failed and will be retried."
+    [problem] = verdict.problems
+    assert re.fullmatch(
+        rf"50 runs of pay\.notify have failed since {CLOCK} UTC, and will be retried: "
+        r"ConnectionError: .* timed out",
+        problem.text,
+    )
+    page = shop.page("/")
+    assert problem.text in page
+    assert "no task has the status FAILED" not in page
+    assert "50 runs pay.notify" in page
+    listed = shop.page("/failures")
+    assert "0 50 pay.notify" in listed
+    assert "Cancel retries" in listed
+    assert "Run again" not in listed
+    page = shop.group_page("pay.notify")
+    assert "50 failed runs pay.notify" in page
+    assert "Cancel their retries" in page
+    assert "Run all again" not in page
+    assert page.count("waiting pay.notify") == 50, "the table has the tasks that wait"
+    # Repaired failures are no problem.
+    shop.delays.bulk.cancel(tag="pay.notify")
+    verdict = shop.verdict()
+    assert (verdict.level, verdict.problems) == ("good", [])
+    assert "no task has the status FAILED" in shop.page("/")
+    assert "No task is failed, and no failed run waits" in shop.page("/failures")
+
+
+def test_a_few_retried_failures_of_many_runs_are_a_note(shop: FailingShop) -> None:
+    shop.run("order.close", 200)
+    shop.run("pay.notify", 3, retries="1h")
+    verdict = shop.verdict()
+    assert (verdict.level, verdict.headline) == ("note", "On time.")
+    assert texts(verdict).startswith("note: 3 runs of pay.notify have failed since")
+
+
+def test_old_failures_that_wait_for_a_retry_are_a_note(shop: FailingShop) -> None:
+    shop.run("pay.notify", 50, retries="1d")
+    set_columns(shop.store, "failures", hours='{"1000": 50}', last_at=db_now_plus(-9000))
+    verdict = shop.verdict()
+    assert (verdict.level, verdict.headline) == ("note", "On time.")
+    assert [problem.text for problem in verdict.problems] == [
+        "Failed runs of pay.notify wait for a retry, but none is of the last hour."
+    ]
+
+
+def test_failed_tasks_of_a_group_are_named_before_its_retries(shop: FailingShop) -> None:
+    shop.run("pay.notify", 10, retries="1h")
+    shop.run("pay.notify", 2)
+    verdict = shop.verdict()
+    assert verdict.headline == "On time, but 2 tasks failed."
+    [problem] = verdict.problems
+    assert problem.text.startswith("2 tasks of pay.notify have failed since")
+    assert "2 12 pay.notify" in shop.page("/failures")
+
+
+# -- The console names a worker that was killed while others live ---------------------------------
+
+
+LEASES = "run again elsewhere when their leases end."
+
+
+@pytest.fixture
+def waiting(site: Site) -> Site:
+    """Return a site with one waiting task."""
+    site.delays.schedule_delay("order.close", {"order": 1}, 60)
+    return site
+
+
+def lose(site: Site, name: str) -> None:
+    store = runtime_of(site.delays).store
+    report(site, name)
+    set_columns(store, "workers", {"name": name}, seen_at=db_now_plus(-600))
+    assert store.workers.expire(site.delays.settings.silent_s) == [name]
+
+
+def judge(site: Site) -> Verdict:
+    return verdict_of(read_deployment(site.delays))
+
+
+def test_a_lost_worker_is_a_note_while_tasks_are_on_time(waiting: Site) -> None:
+    lose(waiting, "w1@host")
+    verdict = judge(waiting)
+    assert (verdict.level, verdict.headline) == ("note", "On time.")
+    [problem] = verdict.problems
+    assert re.fullmatch(
+        r"Worker w1@host was lost at \d\d:\d\d UTC: it was killed, or its host is down\. "
+        rf"Its tasks {LEASES}",
+        problem.text,
+    )
+    assert (problem.level, problem.page) == ("note", "workers")
+    overview, workers = (
+        html.unescape(waiting.client().get(path).text) for path in ("/", "/workers")
+    )
+    assert problem.text in overview
+    for text in (overview, workers):
+        [row] = [each for each in re.findall(r"(?s)<tr>.*?</tr>", text) if "w1@host" in each]
+        words = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", "", row))
+        assert re.search(r"w1@host lost [-\d]{10} [:\d]{8} UTC (now|\d+m?s ago) 10m\S* ago", words)
+    # A worker that reports again is no problem.
+    report(waiting, "w1@host")
+    verdict = judge(waiting)
+    assert (verdict.level, verdict.problems) == ("good", [])
+    waiting.app.extensions["delaytasks_console"].cache.forget()
+    assert "lost" not in waiting.client().get("/workers").text
+
+
+def test_several_lost_workers_are_counted_and_late_tasks_are_worse(waiting: Site) -> None:
+    for number in range(1, 5):
+        lose(waiting, f"w{number}@host")
+    [problem] = judge(waiting).problems
+    assert re.fullmatch(
+        r"4 workers were lost, the last one at \d\d:\d\d UTC: w4@host, w3@host, w2@host, …\. "
+        rf"They were killed, or their hosts are down\. Their tasks {LEASES}",
+        problem.text,
+    )
+    store = runtime_of(waiting.delays).store
+    set_columns(store, "tasks", expected_time=db_now_plus(-430))
+    verdict = judge(waiting)
+    assert verdict.headline.startswith("Late. 1 task is overdue")
+    assert [problem.level for problem in verdict.problems] == ["bad", "note"]
+    # The page names them, too, if no other worker is left.
+    store.workers.remove("celery@a")
+    assert judge(waiting).headline == "Stopped. No worker is alive."
+    text = waiting.client().get("/workers").text
+    assert "w4@host" in text
+    assert "Tags with a processor" not in text
