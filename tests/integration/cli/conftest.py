@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.integration.cli.project import HOSTILE, MODULE, ROOT, Project
+from tests.integration.cli.project import HOSTILE, MODULE, Project
 
 
 @pytest.fixture
@@ -22,7 +20,7 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Project]:
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("DELAYTASKS_DATABASE_URL", f"sqlite:///{tmp_path / 'shop.sqlite3'}")
     monkeypatch.setenv("CELERY_BROKER_URL", "memory://")
-    yield Project(name)
+    yield Project(name, monkeypatch)
     module = sys.modules.pop(name, None)
     if module is not None:
         module.delays.close()
@@ -40,28 +38,3 @@ def forget(request: pytest.FixtureRequest) -> Callable[..., None]:
     return lambda *names: request.addfinalizer(
         lambda: [sys.modules.pop(name, None) for name in names]
     )
-
-
-@pytest.fixture
-def process(shop: Project, tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
-    def start(*command: str) -> subprocess.Popen[str]:
-        # Register the Celery command like an installed package.
-        information = tmp_path / "site" / "delaytasks-0.0.0.dist-info"
-        information.mkdir(parents=True, exist_ok=True)
-        (information / "METADATA").write_text(
-            "Metadata-Version: 2.1\nName: delaytasks\nVersion: 0.0.0\n"
-        )
-        (information / "entry_points.txt").write_text(
-            "[celery.commands]\ndelays = delaytasks.cli.main:delays\n"
-        )
-        path = os.pathsep.join([str(information.parent), str(ROOT), str(tmp_path)])
-        return subprocess.Popen(
-            [sys.executable, *command],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": path},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    return start

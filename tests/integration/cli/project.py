@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import pytest
 from click.testing import CliRunner, Result
 from sqlalchemy import insert
 
@@ -58,8 +62,9 @@ RUN = "from delaytasks.cli.main import main; main(prog_name='delaytasks')"
 
 
 class Project:
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, patch: pytest.MonkeyPatch) -> None:
         self.name = name
+        self.patch = patch
 
     def __call__(
         self, *arguments: str, typed: str | bytes | None = None, color: bool = False
@@ -71,6 +76,19 @@ class Project:
             result.exception
         )
         return result
+
+    def process(self, *command: str) -> subprocess.Popen[str]:
+        """Start Python in the folder of the project, as if delaytasks was installed."""
+        information = Path("site/delaytasks-0.0.0.dist-info")
+        information.mkdir(parents=True, exist_ok=True)
+        metadata = "Metadata-Version: 2.1\nName: delaytasks\nVersion: 0.0.0\n"
+        (information / "METADATA").write_text(metadata)
+        entry = "[celery.commands]\ndelays = delaytasks.cli.main:delays\n"
+        (information / "entry_points.txt").write_text(entry)
+        path = os.pathsep.join([str(information.parent.absolute()), str(ROOT), os.getcwd()])
+        pipes: dict[str, Any] = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+        env = {**os.environ, "PYTHONPATH": path}
+        return subprocess.Popen([sys.executable, *command], env=env, text=True, **pipes)
 
     def json(self, *arguments: str, exit_code: int = 0, typed: str | bytes | None = None) -> Any:
         """Return the document on stdout, which contains nothing else."""

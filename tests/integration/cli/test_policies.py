@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 
-import pytest
 from sqlalchemy import insert
 
 from delaytasks import Status
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.types import db_now_plus
-from tests.integration.cli.project import HOSTILE, Project
+from tests.integration.cli.project import Project
 
 
 def sweep(shop: Project) -> None:
@@ -81,33 +80,6 @@ def test_limit_shows_the_running_and_held_tasks_of_a_limited_tag(shop: Project) 
     assert re.search(r"tag +mail +- +3 +2 +2 ", shop("limit").stdout)
     said = shop("limit", "--tag", "mail", "--concurrency", "4").stdout
     assert said == "tag mail is not paused; held: 3 tasks\nlimits: 4 at once; running: 2 tasks\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "argument"),
-    [
-        (["pause"], "tag"),
-        (["resume", "--tag", "a", "--queue", "b"], "tag"),
-        (["limit", "--queue", "a b", "--remove"], "queue"),
-        (["limit", "--queue", "a", "--rate", "1/s"], "UsageError"),
-        (["limit", "--rate", "1/s"], "UsageError"),
-        (["limit", "--tag", "a", "--rate", "1/s", "--remove"], "UsageError"),
-        (["pause", "--recurring", "a", "--tag", "b"], "UsageError"),
-        (["pause", "--recurring", "a", "--until", "1h"], "UsageError"),
-        (["resume", "--recurring", "a", "--queue", "b"], "UsageError"),
-        (["pause", "--tag", "mail", "--until", "18"], "until"),
-        (["pause", "--tag", "mail", "--until", "soon"], "until"),
-        (["pause", "--tag", "mail", "--until", "2020-01-31T18:00:00Z"], "until"),
-        (["pause", "--tag", "mail", "--actor", HOSTILE], "actor"),
-        (["limit", "--tag", "mail", "--concurrency", "0"], "concurrency"),
-        (["limit", "--tag", "mail", "--concurrency", "-5"], "concurrency"),
-        (["limit", "--tag", "mail", "--concurrency-per-key", "many"], "concurrency_per_key"),
-        (["limit", "--tag", "mail", "--rate", "fast"], "rate"),
-    ],
-)
-def test_an_invalid_policy_exits_with_2(shop: Project, arguments: list[str], argument: str) -> None:
-    assert shop.wrong(*arguments) == argument
-    assert shop.json("limit") == []
 
 
 def test_stats_list_paused_tags_and_queues(shop: Project) -> None:

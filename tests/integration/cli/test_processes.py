@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,14 +16,12 @@ from tests.integration.cli.project import ROOT, RUN, Project, write
 pytestmark = pytest.mark.slow
 
 
-def test_celery_has_the_same_commands_with_its_own_app(
-    shop: Project, process: Callable[..., subprocess.Popen[str]]
-) -> None:
+def test_celery_has_the_same_commands_with_its_own_app(shop: Project) -> None:
     assert 'delays = "delaytasks.cli.main:delays"' in (ROOT / "pyproject.toml").read_text()
     ids = [str(shop.schedule(delay=60 + number).id) for number in range(3)]
 
     def said(*words: str, exit_code: int = 0) -> tuple[str, str]:
-        running = process("-m", "celery", "-A", shop.name, "delays", *words)
+        running = shop.process("-m", "celery", "-A", shop.name, "delays", *words)
         out, err = running.communicate(timeout=30)
         assert running.returncode == exit_code, err
         return out, err
@@ -39,52 +36,46 @@ def test_celery_has_the_same_commands_with_its_own_app(
     assert (out, json.loads(err)["type"]) == ("", "TaskNotFoundError")
 
 
-def test_celery_delays_without_an_app_exits_with_the_missing_step(
-    process: Callable[..., subprocess.Popen[str]],
-) -> None:
+def test_celery_delays_without_an_app_exits_with_the_missing_step(shop: Project) -> None:
     write("celeryconfig", "")
-    failing = process("-m", "celery", "delays", "list")
+    failing = shop.process("-m", "celery", "delays", "list")
     _, err = failing.communicate(timeout=30)
     assert failing.returncode == 2
     assert "has no delayed tasks; make one with DelayTasks(app)" in err
 
 
 @pytest.mark.parametrize("option", [[], ["--json"]])
-def test_a_pipe_that_closes_early_causes_no_error_message(
-    shop: Project, process: Callable[..., subprocess.Popen[str]], option: list[str]
-) -> None:
+def test_a_pipe_that_closes_early_causes_no_error_message(shop: Project, option: list[str]) -> None:
     shop.delays.schedule_many(("ok", None, 60) for _ in range(100))
-    with process("-c", RUN, "-A", shop.name, "list", *option) as running:
+    with shop.process("-c", RUN, "-A", shop.name, "list", *option) as running:
         assert running.stdout is not None
         assert running.stderr is not None
         running.stdout.close()
         assert running.stderr.read() == ""
 
 
-def test_stats_does_not_wait_for_a_broker_that_does_not_answer(
-    shop: Project, process: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stats_does_not_wait_for_a_broker_that_does_not_answer(shop: Project) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
-        monkeypatch.setenv("CELERY_BROKER_URL", f"redis://127.0.0.1:{mute.getsockname()[1]}/0")
-        out, err = process("-c", RUN, "-A", shop.name, "status", "--json").communicate(timeout=15)
+        shop.patch.setenv("CELERY_BROKER_URL", f"redis://127.0.0.1:{mute.getsockname()[1]}/0")
+        out, err = shop.process("-c", RUN, "-A", shop.name, "status", "--json").communicate(
+            timeout=15
+        )
     assert json.loads(out)["broker"]["is_up"] is False, err
 
 
-def test_with_json_the_log_is_not_written_to_stderr(
-    shop: Project, process: Callable[..., subprocess.Popen[str]]
-) -> None:
+def test_with_json_the_log_is_not_written_to_stderr(shop: Project) -> None:
     for option in ([], ["--json"]):
         shop.schedule("bad")
-        _, err = process("-c", RUN, "-A", shop.name, "run", *option).communicate(timeout=30)
+        _, err = shop.process("-c", RUN, "-A", shop.name, "run", *option).communicate(timeout=30)
         assert ("task.failed" in err) is not bool(option), err
 
 
 @pytest.mark.quick
-def test_piped_list_output_has_the_id_in_the_first_column(
-    shop: Project, process: Callable[..., subprocess.Popen[str]]
-) -> None:
+def test_piped_list_output_has_the_id_in_the_first_column(shop: Project) -> None:
     ids = [str(shop.schedule(delay=60 + number).id) for number in range(3)]
-    out, err = process("-c", RUN, "-A", shop.name, "list", "--oldest-first").communicate(timeout=30)
+    out, err = shop.process("-c", RUN, "-A", shop.name, "list", "--oldest-first").communicate(
+        timeout=30
+    )
     assert [line.split()[0] for line in out.splitlines()] == ["id", *ids]
     assert err == ""
 
@@ -92,12 +83,10 @@ def test_piped_list_output_has_the_id_in_the_first_column(
 # -- A command in a folder without a database exits with an error and creates no files ------------
 
 
-READING = [
-    ["list"], ["status"], ["check"], ["show", "7"], ["check", "--settings"], ["log"],
-    ["db", "upgrade", "--check"], ["limit"], ["cancel", "7"], ["rerun", "7"],
-    ["reschedule", "7", "--delay", "5"],
-    ["schedule", "hello", "{}", "--delay", "5"], ["db", "upgrade", "--to", "base", "--yes"],
-]  # fmt: skip
+READING = """list,status,check,show 7,check --settings,log,db upgrade --check,limit,cancel 7,
+    rerun 7,reschedule 7 --delay 5,schedule hello {} --delay 5,db upgrade --to base --yes""".split(
+    ","
+)
 
 
 def delaytasks(folder: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -109,12 +98,12 @@ def delaytasks(folder: Path, *words: str, **environ: str) -> subprocess.Complete
     )
 
 
-@pytest.mark.parametrize("words", READING, ids=" ".join)
-def test_only_a_migration_makes_the_database(tmp_path: Path, words: list[str]) -> None:
-    said = delaytasks(tmp_path, *words)
+@pytest.mark.parametrize("command", READING)
+def test_only_a_migration_makes_the_database(tmp_path: Path, command: str) -> None:
+    said = delaytasks(tmp_path, *command.split())
     assert list(tmp_path.iterdir()) == []
     assert "Traceback" not in said.stderr
-    if words[-1] not in ("--settings", "--check"):
+    if not command.endswith(("--settings", "--check")):
         assert said.returncode == 1
         assert f"there is no database {tmp_path}/.delaytasks/delays.sqlite3" in said.stderr
         assert "delaytasks -A APP" in said.stderr

@@ -33,9 +33,9 @@ def test_a_schedule_is_stored_shown_run_and_removed(shop: Project) -> None:
     said = shop("recurring", "set", name, "mail", json.dumps(HOSTILE), *DAILY, *meta).stdout
     assert said.startswith(f"stored recurring schedule {name} (mail); next occurrence ")
     shown, text = schedules(shop)[name], shop("recurring", "list").stdout
-    assert (shown["timing"], shown["tz"]) == ("0 9 * * mon-fri", "Europe/Berlin")
-    assert (shown["body"], shown["queue"]) == (HOSTILE, "letters")
-    assert (shown["meta"], shown["headers_json"]) == ({"tenant": "acme", "trace": "1"}, None)
+    wanted: dict[str, Any] = {"timing": "0 9 * * mon-fri", "tz": "Europe/Berlin", "body": HOSTILE}
+    wanted |= {"queue": "letters", "meta": {"tenant": "acme", "trace": "1"}, "headers_json": None}
+    assert shown == shown | wanted
     assert name in text
     assert "0 9 * * mon-fri" in text
     task = shop.json("recurring", "run", name)
@@ -77,21 +77,6 @@ def test_the_next_occurrences_are_shown_in_utc_and_in_the_zone(shop: Project) ->
     instants = shop.json("recurring", "list", "r", "--next", "3")
     assert instants == [line.split()[0] for line in shown]
     assert len({*instants}) == 3
-
-
-@pytest.mark.parametrize(
-    ("arguments", "kind"),
-    [
-        (("set", "r", "ok", "--cron", "61 * * * *"), "cron"),
-        (("set", "r", "ok", "--every", "5m", "--missed", "never"), "missed"),
-        (("set", "r", "ok", "{", "--every", "5m"), "body"),
-        (("list", "--next", "3"), "UsageError"),
-        (("list", "r*", "--next", "3"), "UsageError"),
-    ],
-)
-def test_wrong_usage_is_refused(shop: Project, arguments: Any, kind: str) -> None:
-    assert shop.wrong("recurring", *arguments) == kind
-    assert not schedules(shop)
 
 
 def test_an_unknown_name_is_an_error(shop: Project) -> None:

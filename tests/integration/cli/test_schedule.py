@@ -6,33 +6,30 @@ import json
 import re
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from delaytasks.scheduling import producer
-from tests.integration.cli.project import FAR, Project, lines
+from tests.integration.cli.project import Project, lines
 from tests.services import free_port
 
 
 def test_schedule_answers_with_the_task(shop: Project) -> None:
     options = ["--key", "k", "--priority", "3", "--queue", "q", "--id", "42"]
     task = shop.json("schedule", "ok", '{"n": 9007199254740993}', "--delay", "1h30m", *options)
-    assert task["id"] == "42"
-    assert task["status"] == "NOT_COMPLETE"
-    assert (task["tag"], task["key"], task["queue"], task["priority"]) == ("ok", "k", "q", 3)
-    assert task["body"] == {"n": 9007199254740993}
-    assert task["delay_s"] == 5400
+    wanted: dict[str, Any] = {"id": "42", "status": "NOT_COMPLETE", "tag": "ok", "key": "k"}
+    wanted |= {"queue": "q", "priority": 3, "body": {"n": 9007199254740993}, "delay_s": 5400}
+    assert task == task | wanted
+    assert shop.json("schedule", "mail", "--delay", "1h")["queue"] == "letters"
     stored = shop.delays.get(42)
     assert stored.body == {"n": 9007199254740993}
     assert stored.expected_time.isoformat() == task["expected_time"]
 
 
-def test_schedule_takes_an_instant(shop: Project) -> None:
+def test_schedule_takes_an_instant_and_prints_a_sentence(shop: Project) -> None:
     task = shop.json("schedule", "ok", "--at", "2030-01-01T02:00:00+02:00")
     assert task["expected_time"] == "2030-01-01T00:00:00+00:00"
-
-
-def test_schedule_prints_a_sentence(shop: Project) -> None:
     said = shop("schedule", "ok", "--delay", "30m", "--id", "42")
     assert said.exit_code == 0
     assert re.fullmatch(r"scheduled task 42 \(ok\): due \S+Z, in (30m|29m59s)\n", said.stdout)
@@ -46,10 +43,6 @@ def test_a_tag_that_looks_mistyped_is_accepted_and_reported(shop: Project) -> No
     for tag in ("mail", "elsewhere"):
         assert shop("schedule", tag, "--delay", "30m").stderr == ""
     assert shop("schedule", "mial", "--delay", "30m", "--json").stderr == ""
-
-
-def test_schedule_uses_the_queue_of_the_processor(shop: Project) -> None:
-    assert shop.json("schedule", "mail", "--delay", "1h")["queue"] == "letters"
 
 
 def test_a_body_comes_from_a_file_or_from_stdin(shop: Project, tmp_path: Path) -> None:
@@ -73,48 +66,8 @@ def test_a_key_in_use_is_refused_kept_or_replaced(shop: Project) -> None:
     assert shop.error(*again, "--max-wait", "90m", exit_code=2)["argument"] == "max_wait"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (["ok", "--delay", "soon"], "delay"),
-        (["ok", "--delay", "-5"], "delay"),
-        (["ok", "--delay", "9999d"], "delay"),
-        (["ok", "--at", "2030-01-01T00:00"], "at"),
-        (["ok", "--at", "tomorrow"], "at"),
-        (["ok", "{a}", "--delay", "1"], "body"),
-        (["ok", "NaN", "--delay", "1"], "body"),
-        (["ok", "[" * 100_000, "--delay", "1"], "body"),
-        (["ok", r'"\u0000"', "--delay", "1"], "body"),
-        (["ok", json.dumps("x" * 300_000), "--delay", "1"], "body"),
-        (["ok", "@nowhere.json", "--delay", "1"], "BadParameter"),
-        ([" ", "--delay", "1"], "tag"),
-        (["a\nb", "--delay", "1"], "tag"),
-        (["ok", "--delay", "1", "--id", "1 OR 1=1"], "id"),
-        (["ok", "--delay", "1", "--priority", "10"], "priority"),
-        (["ok", "--delay", "1", "--priority", "x"], "BadParameter"),
-        (["ok", "--delay", "1", "--key", ""], "key"),
-        (["ok", "--delay", "1", "--queue", " "], "queue"),
-        (["ok", "--delay", "1", "--on-conflict", "x"], "BadParameter"),
-        (["ok", "--delay", "1", "--at", FAR], "UsageError"),
-        (["ok"], "UsageError"),
-        ([], "UsageError"),
-        (["ok", "--delya", "1"], "NoSuchOption"),
-        (["ok", "--many", "-"], "UsageError"),
-        (["--many", "-", "--max-wait", "5"], "UsageError"),
-        (["--many", "nowhere.jsonl"], "BadParameter"),
-    ],
-)
-def test_an_invalid_task_exits_with_2_and_leaves_nothing(
-    shop: Project, arguments: list[str], error: str
-) -> None:
-    assert shop.wrong("schedule", *arguments) == error
-    assert len(shop.delays.find()) == 0
-
-
-def test_an_unavailable_broker_is_reported_and_does_no_harm(
-    shop: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CELERY_BROKER_URL", f"redis://127.0.0.1:{free_port()}/0")
+def test_an_unavailable_broker_is_reported_and_does_no_harm(shop: Project) -> None:
+    shop.patch.setenv("CELERY_BROKER_URL", f"redis://127.0.0.1:{free_port()}/0")
     said = shop("schedule", "ok", "--delay", "1")
     assert said.exit_code == 0
     assert "a sweep will send it" in said.stderr
@@ -122,11 +75,9 @@ def test_an_unavailable_broker_is_reported_and_does_no_harm(
 
 
 def test_many_tasks_come_from_a_file(shop: Project, tmp_path: Path) -> None:
-    text = lines(
-        {"tag": "ok", "body": {"n": 1}, "delay": "1h"},
-        {"tag": "mail", "at": "2030-01-01T00:00:00Z", "key": "k"},
-        {"tag": "ok", "delay": 90, "id": "42", "priority": 5, "queue": "q"},
-    )
+    text = lines({"tag": "ok", "body": {"n": 1}, "delay": "1h"})
+    text += lines({"tag": "mail", "at": "2030-01-01T00:00:00Z", "key": "k"})
+    text += lines({"tag": "ok", "delay": 90, "id": "42", "priority": 5, "queue": "q"})
     (tmp_path / "many.jsonl").write_text(f"{text}\n")
     assert shop.json("schedule", "--many", "many.jsonl") == {"scheduled": 3}
     found = {task.tag + (task.key or ""): task for task in shop.delays.find() if task.id != 42}
@@ -144,12 +95,6 @@ def test_many_tasks_come_from_stdin_and_share_options(shop: Project) -> None:
     assert {(task.queue, task.priority) for task in shop.delays.find()} == {("all", 7), ("own", 1)}
 
 
-def test_many_tasks_with_keys_may_be_kept(shop: Project) -> None:
-    text = lines(*({"tag": "ok", "delay": 90, "key": key} for key in "aba"))
-    kept = shop.json("schedule", "--many", "-", "--on-conflict", "keep", typed=text)
-    assert kept == {"scheduled": 2}
-
-
 @pytest.mark.parametrize(
     ("line", "error", "says"),
     [
@@ -158,13 +103,9 @@ def test_many_tasks_with_keys_may_be_kept(shop: Project) -> None:
         ('{"delay": 1}', "tag", "line 2: "),
         ('{"tag": "ok", "dely": 1}', "dely", "did you mean 'delay'"),
         ('{"tag": "ok", "delay": "soon"}', "delay", "line 2: "),
-        ('{"tag": "ok", "delay": -1}', "delay", "line 2: "),
-        ('{"tag": "ok", "delay": true}', "delay", "line 2: "),
         ('{"tag": "ok"}', "delay", "line 2: "),
         ('{"tag": "ok", "at": 5}', "at", "line 2: "),
-        ('{"tag": "ok", "at": "2030-01-01T00:00"}', "at", "line 2: "),
         ('{"tag": "ok", "delay": 1, "body": NaN}', "body", "line 2: "),
-        ('{"tag": "", "delay": 1}', "tag", "line 2: "),
         ('{"tag": "ok", "delay": 1, "id": 0}', "id", "line 2: "),
         ('{"tag": "ok", "delay": 1, "key": "k", "max_wait": 9}', "max_wait", "line 2: "),
     ],
@@ -186,10 +127,8 @@ def test_a_line_that_is_not_utf8_is_named(shop: Project) -> None:
     assert "line 1: the line is not UTF-8" in json.loads(said.stderr)["error"]
 
 
-def test_an_error_in_a_later_batch_counts_the_scheduled_tasks(
-    shop: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(producer, "BULK", 2)
+def test_an_error_in_a_later_batch_counts_the_scheduled_tasks(shop: Project) -> None:
+    shop.patch.setattr(producer, "BULK", 2)
     text = lines(*[{"tag": "ok", "delay": 90}] * 5, {"tag": "ok", "delay": -1})
     said = shop("schedule", "--many", "-", "--json", typed=text)
     assert said.exit_code == 2
@@ -199,10 +138,12 @@ def test_an_error_in_a_later_batch_counts_the_scheduled_tasks(
     assert len(shop.delays.find()) == 4
 
 
-def test_a_conflict_among_many_names_the_uncertain_lines(shop: Project) -> None:
-    text = lines(*[{"tag": "ok", "delay": 90, "key": "k"}] * 2)
-    said = shop("schedule", "--many", "-", "--json", typed=text)
-    assert said.exit_code == 1
-    found = json.loads(said.stderr)
+def test_a_conflict_among_many_names_the_uncertain_lines_unless_tasks_are_kept(
+    shop: Project,
+) -> None:
+    text = lines(*({"tag": "ok", "delay": 90, "key": key} for key in "aba"))
+    found = shop.error("schedule", "--many", "-", typed=text, exit_code=1)
     assert found["type"] == "DuplicateTaskError"
-    assert "perhaps some of lines 1 to 2" in found["error"]
+    assert "perhaps some of lines 1 to 3" in found["error"]
+    kept = shop.json("schedule", "--many", "-", "--on-conflict", "keep", typed=text)
+    assert kept == {"scheduled": 2}

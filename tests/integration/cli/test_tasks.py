@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timedelta
 from typing import Any
 
-import pytest
-
 from delaytasks import Status
+from delaytasks.core.clock import UTC
 from delaytasks.storage.types import db_now_plus
 from tests.integration.cli.project import FAR, HOSTILE, Project
 from tests.recording import set_columns
@@ -72,48 +71,66 @@ def test_a_duration_counts_back_from_now(shop: Project) -> None:
     assert shop.status(near) is not shop.status(old)
 
 
-WRONG = [
-    ("list --limit 0", "limit"),
-    ("list --limit 1000000000", "limit"),
-    ("list --cursor x", "cursor"),
-    ("list --meta tenant", "meta"),
-    ("list --due now..", "due"),
-    ("list --due 9000y", "due"),
-    ("list --due ..3000000d", "due"),
-    ("list --follow --oldest-first", "UsageError"),
-    ("cancel", "UsageError"),
-    ("cancel --yes", "UsageError"),
-    ("cancel x", "id"),
-    ("cancel --tag ok", "UsageError"),
-    ("cancel --key k", "UsageError"),
-    ("cancel --tag ok --running --yes", "UsageError"),
-    ("cancel --tag ok --status DONE --yes", "status"),
-    ("cancel --tag ok --due ..tomorrow --yes", "due"),
-    ("cancel --tag ok --due 1h --yes", "due"),
-    ("cancel --tag ok --due .. --yes", "due"),
-    ("cancel --tag ok --key * --yes", "key_prefix"),
-    ("reschedule --delay 1", "UsageError"),
-    ("reschedule --tag ok --yes", "UsageError"),
-    ("reschedule --tag ok --by 1h --delay 1h --yes", "UsageError"),
-    ("reschedule --tag ok --by 0 --yes", "by"),
-    ("reschedule --tag ok --jitter 0 --yes", "jitter"),
-    ("reschedule --tag ok --by 1h --version 0 --yes", "UsageError"),
-    ("reschedule 1 --by 1h", "UsageError"),
-    ("rerun", "UsageError"),
-    ("rerun --status RUNNING --yes", "status"),
-    ("rerun --entry 7 --yes", "entry"),
-    ("log --limit 0", "limit"),
-]
+#: The wrong argument, or the type of the error, and commands with this error.
+WRONG = """
+    limit: list --limit 0 | log --limit 0
+    cursor: list --cursor x
+    meta: list --meta tenant
+    due: list --due now.. | list --due ..3000000d
+    due: cancel --tag ok --due 1h --yes | cancel --tag ok --due .. --yes
+    UsageError: list --follow --oldest-first
+    UsageError: cancel | cancel --yes | cancel --tag ok | cancel --key k
+    UsageError: cancel --tag ok --running --yes
+    id: cancel x | schedule ok --delay 1 --id '1 OR 1=1'
+    status: cancel --tag ok --status DONE --yes | rerun --status RUNNING --yes
+    key_prefix: cancel --tag ok --key * --yes
+    UsageError: reschedule --delay 1 | reschedule --tag ok --yes | reschedule 1 --by 1h
+    UsageError: reschedule --tag ok --by 1h --delay 1h --yes
+    UsageError: reschedule --tag ok --by 1h --version 0 --yes
+    by: reschedule --tag ok --by 0 --yes
+    jitter: reschedule --tag ok --jitter 0 --yes
+    UsageError: rerun
+    entry: rerun --entry 7 --yes
+    delay: schedule ok --delay soon
+    at: schedule ok --at 2030-01-01T00:00
+    body: schedule ok {a} --delay 1
+    BadParameter: schedule ok @nowhere.json --delay 1 | schedule ok --delay 1 --priority x
+    BadParameter: schedule ok --delay 1 --on-conflict x | schedule --many nowhere.jsonl
+    UsageError: schedule | schedule ok --delay 1 --at 2999-01-01T00:00:00Z
+    UsageError: schedule ok --many - | schedule --many - --max-wait 5
+    NoSuchOption: schedule ok --delya 1
+    tag: pause | resume --tag a --queue b
+    queue: limit --queue 'a b' --remove
+    UsageError: limit --queue a --rate 1/s | limit --rate 1/s | limit --tag a --rate 1/s --remove
+    UsageError: pause --recurring a --tag b | pause --recurring a --until 1h
+    UsageError: resume --recurring a --queue b
+    until: pause --tag mail --until soon | pause --tag mail --until 2020-01-31T18:00:00Z
+    concurrency: limit --tag mail --concurrency 0
+    concurrency_per_key: limit --tag mail --concurrency-per-key many
+    rate: limit --tag mail --rate fast
+    cron: recurring set r ok --cron '61 * * * *'
+    missed: recurring set r ok --every 5m --missed never
+    body: recurring set r ok { --every 5m
+    UsageError: recurring list --next 3 | recurring list r* --next 3
+"""
 
 
-@pytest.mark.parametrize(("command", "argument"), WRONG)
-def test_wrong_options_exit_with_2_and_change_nothing(
-    shop: Project, command: str, argument: str
-) -> None:
+def test_a_wrong_command_exits_with_2_and_changes_nothing(shop: Project) -> None:
     task = shop.schedule(delay=60, key="k")
-    assert shop.wrong(*command.split()) == argument
-    assert shop.delays.get(task).version == 0
-    assert shop.json("log") == []
+    wrong = [
+        (argument, shlex.split(command))
+        for argument, commands in re.findall(r"(\w+): (.*)", WRONG)
+        for command in commands.split(" | ")
+    ]
+    for body in ("[" * 100_000, json.dumps("x" * 300_000)):
+        wrong.append(("body", ["schedule", "ok", body, "--delay", "1"]))
+    wrong.append(("tag", ["schedule", "a\nb", "--delay", "1"]))
+    wrong.append(("actor", ["pause", "--tag", "mail", "--actor", HOSTILE]))
+    for argument, command in wrong:
+        assert shop.wrong(*command) == argument, f"{command}"[:100]
+    assert [(each.id, each.version) for each in shop.delays.find()] == [(task.id, 0)]
+    for listing in ("log", "limit", "recurring list"):
+        assert shop.json(*listing.split()) == []
 
 
 def test_show_has_all_fields_and_the_allowed_moves(shop: Project) -> None:
@@ -154,35 +171,25 @@ def test_an_error_s_stack_is_shown_line_by_line(shop: Project) -> None:
 
 
 def test_cancel_answers_for_each_task(shop: Project) -> None:
-    first, second = shop.schedule(delay=60), shop.schedule(delay=60)
+    first, second = shop.schedule(delay=60, key="k"), shop.schedule(delay=60)
     shop.delays.cancel(second)
     answer = shop.json("cancel", str(first.id), "5", str(second.id), exit_code=1)
-    assert answer == {
-        "cancelled": [str(first.id)],
-        "requested": [],
-        "unchanged": [str(second.id)],
-        "failed": [{"id": "5", "error": "there is no task 5", "type": "TaskNotFoundError"}],
-    }
+    failed = {"id": "5", "error": "there is no task 5", "type": "TaskNotFoundError"}
+    changed = {"cancelled": [str(first.id)], "requested": [], "unchanged": [str(second.id)]}
+    assert answer == {**changed, "failed": [failed]}
     assert shop.status(first) is Status.CANCELLED
     assert shop.error("cancel", "5", exit_code=1)["type"] == "TaskNotFoundError"
-
-
-def test_each_failure_of_a_cancel_is_printed(shop: Project) -> None:
-    task = shop.schedule(delay=60)
-    assert shop.error("cancel", str(task.id), "x", exit_code=2)["argument"] == "id"
-    assert shop.status(task) is Status.NOT_COMPLETE, "an invalid id stops the whole command"
-    said = shop("cancel", "5", str(task.id), "6")
-    assert said.exit_code == 1
-    assert said.stdout == f"cancelled task {task.id}\n"
-    assert said.stderr == "Error: there is no task 5\nError: there is no task 6\n"
-
-
-def test_cancel_by_tag_and_key(shop: Project) -> None:
-    task = shop.schedule(delay=60, key="k")
-    assert shop.json("cancel", "--tag", "ok", "--key", "k")["cancelled"] == [str(task.id)]
-    assert shop.json("cancel", "--tag", "ok", "--key", "k")["unchanged"] == [str(task.id)]
+    assert shop.json("cancel", "--tag", "ok", "--key", "k")["unchanged"] == [str(first.id)]
     error = shop.error("cancel", "--tag", "ok", "--key", "other", exit_code=1)
     assert error["type"] == "TaskNotFoundError"
+    third = shop.schedule(delay=60, key="l")
+    assert shop.error("cancel", str(third.id), "x", exit_code=2)["argument"] == "id"
+    assert shop.status(third) is Status.NOT_COMPLETE, "an invalid id stops the whole command"
+    said = shop("cancel", "5", str(third.id), "6")
+    errors = "Error: there is no task 5\nError: there is no task 6\n"
+    assert (said.exit_code, said.stdout, said.stderr) == (1, f"cancelled task {third.id}\n", errors)
+    named = shop.schedule(delay=60, key="k")
+    assert shop.json("cancel", "--tag", "ok", "--key", "k")["cancelled"] == [str(named.id)]
 
 
 def test_a_task_that_runs_or_is_done_cannot_be_cancelled(shop: Project) -> None:
@@ -219,31 +226,25 @@ def test_retry_runs_failed_and_cancelled_tasks_again(shop: Project) -> None:
     assert shop.delays.get(failed.id).expected_time > in_59_minutes
 
 
-NONSENSE: list[dict[str, Any]] = [
-    {"message_body": '{"a": NaN}'},
-    {"message_body": "[1e400]"},
-    {"message_body": "[" * 900 + "]" * 900},
-    {"message_body": "9" * 5000},
-    {"message_body": '"\\ud800"'},
-    {"headers": '{"retry": NaN}'},
-    {"headers": "[]"},
-    {"result": "{"},
-    {"result": "Infinity"},
-    {"delay_time": -(2**63)},
-    {"ip_address": -1},
-    {"expected_time": datetime(9999, 12, 30, tzinfo=timezone.utc)},
-    {"expected_time": datetime(1, 1, 2, tzinfo=timezone.utc)},
-    {"task_key": "\x1b[31m\r\n"},
-    {"limit_key": "\u202e"},
-]
+NONSENSE: dict[str, list[Any]] = {
+    "message_body": ['{"a": NaN}', "[1e400]", "[" * 900 + "]" * 900, "9" * 5000, '"\\ud800"'],
+    "headers": ['{"retry": NaN}', "[]"],
+    "result": ["{", "Infinity"],
+    "delay_time": [-(2**63)],
+    "ip_address": [-1],
+    "expected_time": [datetime(9999, 12, 30, tzinfo=UTC), datetime(1, 1, 2, tzinfo=UTC)],
+    "task_key": ["\x1b[31m\r\n"],
+    "limit_key": ["\u202e"],
+}
 
 
 def test_commands_handle_rows_with_invalid_values(shop: Project) -> None:
-    for id, nonsense in enumerate(NONSENSE, 1):
+    rows = [{name: value} for name, values in NONSENSE.items() for value in values]
+    for id, nonsense in enumerate(rows, 1):
         shop.insert(id=id, status=4, **nonsense)
-    shown = [f"show {id}" for id in range(1, len(NONSENSE) + 1)]
+    shown = [f"show {id}" for id in range(1, len(rows) + 1)]
     for command in ("list", "status", "check", *shown, "cancel 3", "rerun 4", "run"):
         for words in (command.split(), [*command.split(), "--json"]):
             said = shop(*words)
-            assert said.exit_code in (0, 1), (NONSENSE, words, said.output)
+            assert said.exit_code in (0, 1), (words, said.output)
             assert all(line.isprintable() for line in said.output.split("\n"))

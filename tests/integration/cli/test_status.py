@@ -1,0 +1,265 @@
+"""`status` shows what happens by queue, tag and worker, and why tasks have not run."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from delaytasks.core.interfaces import Entry
+from delaytasks.core.task import DelayedTask
+from delaytasks.runtime import runtime_of
+from delaytasks.storage.types import db_now_plus
+from tests.integration.cli.project import HOSTILE, ROOT, Project
+from tests.recording import runner_of, set_columns
+
+
+@pytest.fixture
+def busy(shop: Project) -> Project:
+    """Return a project with tasks of each kind, and a worker."""
+    shop.store.workers.report("w1@host", ["default", "letters"], "prefork", 4, 0, ["ok", "bad"])
+    done, failed = shop.schedule("ok"), shop.schedule("bad")
+    runner_of(shop.delays).run([Entry(done.id, 0, 0), Entry(failed.id, 0, 0)])
+    overdue, running = shop.schedule("mail"), shop.schedule("ok")
+    shop.schedule("ok", delay=30)
+    shop.schedule("ok", delay=3600)
+    set_columns(shop.store, "tasks", {"id": overdue.id}, expected_time=db_now_plus(-90))
+    lease = {"worker": "w1@host/77-ab", "lease_until": db_now_plus(60)}
+    started = {"status": 3, "execution_time": db_now_plus(0), **lease}
+    set_columns(shop.store, "tasks", {"id": running.id}, **started)
+    return shop
+
+
+def test_the_document_counts_by_queue_tag_and_worker(busy: Project) -> None:
+    document = busy.json("status")
+    found = document["live"]
+    assert (found["running"], found["overdue"], found["soon"], found["ended"]) == (1, 1, 1, 2)
+    assert found["failed"] == 1
+    tags = {tag["name"]: tag for tag in found["tags"]}
+    assert next(iter(tags)) == "mail", "the overdue tag is the first"
+    assert 89 < tags["mail"]["oldest_overdue_s"] < 120
+    assert (tags["ok"]["running"], tags["ok"]["workers"], tags["mail"]["workers"]) == (1, 1, 0)
+    assert 0 <= tags["bad"]["lateness_p99_s"] < 60
+    queues = {queue["name"]: queue for queue in found["queues"]}
+    assert (queues["letters"]["overdue"], queues["letters"]["workers"]) == (1, 1)
+    [worker] = document["workers"]
+    assert (worker["name"], worker["running"], worker["is_alive"]) == ("w1@host", 1, True)
+
+
+def test_watch_renews_the_view_of_a_terminal_until_ctrl_c(busy: Project) -> None:
+    output, end = pty.openpty()
+    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 12, 60, 0, 0))
+    command = [sys.executable, "-m", "delaytasks", "-A", busy.name, "status", "--watch"]
+    environment = {**os.environ, "TERM": "xterm", "PYTHONPATH": str(ROOT)}
+    watch = subprocess.Popen(
+        [*command, "--every", "100ms"], stdin=end, stdout=end, stderr=end, env=environment
+    )
+    os.close(end)
+    said = b""
+    while said.count(b" lines more") < 2:  # the second view
+        said += os.read(output, 65536)
+    watch.send_signal(signal.SIGINT)
+    with suppress(OSError):  # Linux reports the end of a terminal without a process as an error
+        while os.read(output, 65536):
+            pass
+    assert watch.wait(30) == 0
+    os.close(output)
+    assert b"NOT_COMPLETE" in said
+
+
+def test_only_the_first_groups_are_printed(shop: Project) -> None:
+    for number in range(25):
+        shop.schedule(f"tag-{number}", queue=f"queue-{number}")
+    assert shop("status").stdout.count("and 5 more") == 2
+    assert len(shop.json("status")["live"]["tags"]) == 25
+
+
+def test_paused_tags_capped_counts_and_untrusted_names_are_shown(busy: Project) -> None:
+    assert not busy.json("status")["live"]["is_capped"]
+    busy("pause", "--tag", "mail")
+    assert "mail paused" in busy("status").stdout
+    busy.patch.setattr("delaytasks.storage.state_queries.MOST_LIVE_ROWS", 1)
+    assert "minima" in busy("status").stdout
+    set_columns(busy.store, "tasks", tag=HOSTILE[:100])
+    said = busy("status").stdout
+    assert "\x1b" not in said
+    assert "[red]" in said, "markup is shown as it is"
+
+
+# -- `list --follow` prints the changes of tasks as they happen ----------------------------------
+
+
+def during(work: Callable[[], object], shop: Project, *options: str) -> str:
+    """Return what the command prints while another thread works."""
+    thread = threading.Timer(0.3, work)
+    thread.start()
+    result = shop("list", "--follow", "--for", "1500ms", *options)
+    thread.join()
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_follow_prints_a_line_for_each_change(shop: Project) -> None:
+    task = shop.schedule("bad", key="k1")
+    lines = during(lambda: runner_of(shop.delays).run([Entry(task.id, 0, 0)]), shop).splitlines()
+    at = r"[0-9:]{8}\.[0-9]{3}"
+    assert re.fullmatch(rf"{at} NOT_COMPLETE bad +{task.id} k1  due now", lines[0])
+    assert re.match(
+        rf"{at} FAILED       bad +{task.id} k1  \S+ late, took \S+, ValueError: ", lines[-1]
+    )
+    assert not [line for line in lines if line.startswith("forged")]
+
+
+def test_follow_on_a_terminal_colors_the_status_and_no_text_of_a_task(shop: Project) -> None:
+    tasks = {name: shop.schedule(name) for name in ("ok", "bad")}
+    runner_of(shop.delays).run([Entry(task.id, 0, 0) for task in tasks.values()])
+    shop.delays.cancel(shop.schedule("mail", 60))
+    shop.schedule("mail", 60)
+    lines = shop("list", "--follow", "--for", "0", color=True).stdout.splitlines()
+    styled = [re.sub(r"\d\d:.{9}|\d{6,}.*", "", line) for line in lines]
+    dim, bold, end = "\x1b[2m", "\x1b[1m", "\x1b[0m"
+    colors = {"DONE": "\x1b[32m", "FAILED": "\x1b[31m", "CANCELLED": "\x1b[90m", "NOT_COMPLETE": ""}
+    assert sorted(styled) == sorted(
+        f"{dim}{end} {color}{status:12}{end} {bold}{tag:16}{end} "
+        for (status, color), tag in zip(colors.items(), ("ok", "bad", "mail", "mail"), strict=True)
+    )
+    assert all(line.count("\x1b") == styled[at].count("\x1b") for at, line in enumerate(lines))
+    assert shop("list", "--follow", "--for", "0").stdout.count("\x1b") == 0
+
+
+def test_follow_in_json_has_a_document_in_each_line(shop: Project) -> None:
+    def work() -> None:
+        shop.schedule("ok", body={"secret": 1}, meta={"tenant": "acme"})
+        shop.schedule("ok", meta={"tenant": "other"})
+
+    lines = during(work, shop, "--json", "--meta", "tenant=acme").splitlines()
+    [document] = [json.loads(line) for line in lines]
+    assert (document["tag"], document["status"]) == ("ok", "NOT_COMPLETE")
+    assert document["meta"] == {"tenant": "acme"}
+    assert "secret" not in lines[0]
+    assert "body" not in document
+
+
+def test_follow_begins_with_the_last_changes_that_are_asked_for(shop: Project) -> None:
+    tasks, follow = [shop.schedule() for _ in range(5)], "list --follow --for 0".split()
+    assert len(shop(*follow, "--limit", "3").stdout.splitlines()) == 3
+    assert shop(*follow, "--limit", "0").stdout == ""
+    assert str(tasks[-1].id) in shop(*follow).stdout
+
+
+# -- `show`, `status` and `check` explain why tasks have not run ----------------------------------
+
+
+def overdue(shop: Project, tag: str = "ok", **options: Any) -> DelayedTask:
+    task = shop.schedule(tag, **options)
+    set_columns(shop.store, "tasks", {"id": task.id}, expected_time=db_now_plus(-90))
+    return task
+
+
+def deferred(shop: Project) -> DelayedTask:
+    task = overdue(shop, "gone")
+    runner_of(shop.delays).run([Entry(task.id, 0, 0)])
+    assert shop.delays.get(task).expected_time > runtime_of(shop.delays).clock.now()
+    return task
+
+
+def test_show_begins_with_each_reason_and_its_remedy(shop: Project) -> None:
+    task = overdue(shop, key="k1")
+    [reason] = shop.json("show", str(task.id))["why"]
+    assert reason["code"] == "no_worker"
+    shop("pause", "--tag", "ok", "--actor", "ann")
+    said = shop("show", str(task.id)).stdout.splitlines()
+    assert said[0] == f"task {task.id} (ok): NOT_COMPLETE"
+    assert said[1].startswith("The tag ok is paused by ann since 20")
+    assert said[2] == f"  → To resume it: delaytasks -A {shop.name} resume --tag ok"
+    assert said[3].startswith("No live worker serves the queue default")
+    paused, no_worker = shop.json("show", "--tag", "ok", "--key", "k1")["why"]
+    assert (paused["code"], paused["facts"]["actor"]) == ("paused", "ann")
+    assert no_worker["code"] == "no_worker"
+
+
+def test_a_key_of_no_live_task_names_the_last_task_that_had_it(shop: Project) -> None:
+    older = shop.schedule(key="k1", delay=3600)
+    shop.delays.cancel(older)
+    newer = shop.schedule(key="k1", delay=60)
+    shop.delays.cancel(newer)
+    found = shop.json("show", "--tag", "ok", "--key", "k1")
+    assert (found["id"], found["status"]) == (str(newer.id), "CANCELLED")
+    error = shop.error("show", "--tag", "ok", "--key", "k2", exit_code=1)
+    assert error["type"] == "TaskNotFoundError"
+    live = shop.schedule(key="k1", delay=30)
+    assert shop.json("show", "--tag", "ok", "--key", "k1")["id"] == str(live.id)
+
+
+def test_each_hint_repeats_how_the_user_called(shop: Project) -> None:
+    task = overdue(shop)
+    worker = f"celery -A {shop.name} worker"
+    assert shop.json("show", str(task.id))["why"][0]["remedy"] == f"Start a worker: {worker}"
+    assert f"start one with: {worker}" in shop("status").stdout
+    assert f"delaytasks -A {shop.name} show 2305843009213693952" in shop("show", "--help").stdout
+    shop.store.schema.metadata.drop_all(shop.store.database.tx)
+    assert f"run: delaytasks -A {shop.name} db upgrade\n" in shop("list").stderr
+
+
+def test_show_of_a_deferred_task_has_its_due_time_and_the_next_try(shop: Project) -> None:
+    shop.store.workers.report("w", ["default"], "prefork", 2, 0, ["ok"])
+    task = deferred(shop)
+    shown = shop.json("show", str(task.id))
+    assert shown["due_time"] < shown["expected_time"]
+    assert [each["code"] for each in shown["why"]] == ["no_processor"]
+    said = shop("show", str(task.id)).stdout
+    assert re.search(r"(?m)^due_time .* ago\)$", said)
+    assert re.search(r"(?m)^It was due 1m3\ds ago, and no worker could run it: no such proc", said)
+    assert re.search(rf"(?m)^{task.id} .* 1m3\ds ago", shop("list").stdout), "not its next try"
+
+
+def test_stats_names_the_queue_and_the_tag_of_late_tasks(shop: Project) -> None:
+    deferred(shop)
+    for _ in range(2):
+        overdue(shop, "mail")
+    shop.store.workers.report("w", ["default"], "prefork", 2, 0, ["ok"])
+    found = shop.json("status")
+    assert found["overdue"]["count"] == 3
+    late = [(each["queue"], each["tag"], each["tasks"], each["code"]) for each in found["late"]]
+    assert late == [("letters", "mail", 2, "no_worker"), ("default", "gone", 1, "no_processor")]
+    assert all(89 < each["late_s"] < 120 for each in found["late"])
+    assert found["workers"][0]["tags"] == ["ok"]
+    said = shop("status").stdout
+    for pattern in (
+        r"letters +mail +2 +1m3\ds +No live worker serves the queue letters",
+        r"default +gone +1 +1m3\ds +No worker of the queue default has a processor",
+    ):
+        assert re.search(f"(?m)^{pattern}", said)
+
+
+def test_check_names_the_queue_and_warns_without_a_failure(shop: Project) -> None:
+    overdue(shop, "mail")
+    found = shop.json("check")
+    [warning] = found["warnings"]
+    late = "1 late task of the tag mail in the queue letters: No live worker serves the queue"
+    assert warning.startswith(late)
+    assert "warning: 1 late task of the tag mail" in shop("check").stdout
+    deferred(shop)
+    [finding] = shop.json("check", exit_code=1)["findings"]
+    assert (finding["tag"], finding["queues"]) == ("gone", ["default"])
+    assert finding["problem"] == "no processor"
+
+
+def test_tasks_that_only_wait_for_a_free_worker_cause_no_warning(shop: Project) -> None:
+    overdue(shop)
+    shop.store.workers.report("w", ["*"], "prefork", 2, 0, ["ok"])
+    assert shop.json("check")["warnings"] == []
+    assert [each["code"] for each in shop.json("status")["late"]] == ["due"]
