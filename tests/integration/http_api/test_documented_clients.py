@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from werkzeug.serving import make_server
 
 from tests.doc_pages import ROOT, blocks
 from tests.integration.http_api.conftest import ApiCaller, ApiSite
+from tests.running import output_of
 
 BLOCKS = [(block.language, block.text) for block in blocks(ROOT / "docs" / "http-api.md")]
 #: By the language of a block: the file for it, and the command that runs the file.
@@ -43,21 +43,11 @@ def run(language: str, program: str, url: str, site: ApiSite, folder: Path) -> s
         pytest.skip(f"needs {needed}")
     (folder / name).write_text(program.replace("https://delays.example", url))
     key, _ = site.keys.create(f"shop-{len(site.keys.entries)}", ["schedule:order.*"])
-    done = subprocess.run(
-        [*command, name],
-        cwd=folder,
-        env={**os.environ, "API_KEY": key},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return output_of([*command, name], folder, {**os.environ, "API_KEY": key})
 
 
 @pytest.mark.parametrize("language", COMMANDS)
-def test_a_documented_client_schedules_a_task(
+def test_a_documented_client_schedules_a_task_which_the_documented_request_cancels(
     language: str, file_site: ApiSite, url: str, tmp_path: Path
 ) -> None:
     program = next(text for block, text in BLOCKS if block == language)
@@ -65,24 +55,22 @@ def test_a_documented_client_schedules_a_task(
     [task] = file_site.delays.find(tag="order.close")
     assert (task.key, task.body) == ("7", {"order": 7})
     assert str(task.id) in output
-
-
-def test_the_documented_request_cancels_by_key(
-    file_site: ApiSite, url: str, tmp_path: Path
-) -> None:
-    schedule, cancel = [text for block, text in BLOCKS if block == "text"][:2]
-    run("text", schedule, url, file_site, tmp_path)
-    assert '"is_cancelled":true' in run("text", cancel, url, file_site, tmp_path).replace(" ", "")
-    [task] = file_site.delays.find(tag="order.close", status="CANCELLED")
-    assert task.key == "7"
+    if language == "text":
+        _, cancel, *_ = [text for block, text in BLOCKS if block == "text"]
+        answer = run("text", cancel, url, file_site, tmp_path)
+        assert '"is_cancelled":true' in answer.replace(" ", "")
+        assert file_site.delays.get(task).status.name == "CANCELLED"
 
 
 def test_a_key_that_is_in_use_is_answered_with_the_documented_problem(shop: ApiCaller) -> None:
     [documented] = [json.loads(text) for language, text in BLOCKS if language == "json"]
     body = {"tag": "order.close", "body": {"order": 7}, "delay": "30m", "key": "7"}
     task = shop.json("POST", "/v1/tasks", body)
-    problem = shop("POST", "/v1/tasks", body).json
+    answer = shop("POST", "/v1/tasks", body)
+    problem = answer.json
     assert problem is not None
+    assert answer.status_code == problem["status"] == 409
+    assert shop.json("POST", "/v1/tasks", {**body, "on_conflict": "keep"})["id"] == task["id"]
     assert problem.pop("id") == task["id"] != documented.pop("id")
     assert problem.pop("detail").startswith(f"task {task['id']} ")
     assert documented.pop("detail").startswith("task 7 ")

@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from threading import Barrier
 from typing import Any
 
 import pytest
 
 from delaytasks import DelayTasks, OutcomeUnknownError, StoreUnavailableError
-from delaytasks.core.run_counts import RunCounts
 from delaytasks.http_api.routes import ROUTES, instant_of, make_api
-from delaytasks.runtime import runtime_of
-from delaytasks.statistics.statistics_table import StatisticsTable, Unwritten
 from tests.integration.http_api.conftest import ApiCaller, ApiSite
 from tests.recording import runner_of
 from tests.running import ROOT
+from tests.ui.console_site import write_runs
 
 FAR = "2222-01-01T00:00:00Z"
 NEW = {"tag": "order.close", "delay": 0}
@@ -118,23 +117,10 @@ def test_a_callback_is_scheduled_to_public_addresses_only(site: ApiSite, shop: A
     assert shop.problem("POST", "/v1/callbacks", inside) == (400, "ForbiddenURLError")
 
 
-def write_statistics(site: ApiSite, outcomes: dict[str, tuple[int, int]]) -> None:
-    """Write the numbers of done and of failed tasks by tag, as a worker does."""
-    runtime, unwritten = runtime_of(site.delays), Unwritten()
-    now = runtime.clock.now()
-    for tag, (done, failed) in outcomes.items():
-        counts = RunCounts()
-        counts.add_outcome("done", done)
-        counts.add_outcome("failed", failed)
-        unwritten.add_run(int(now.timestamp()) // 60, tag, counts)
-    table = StatisticsTable(runtime.store.database, runtime.store.schema)
-    with runtime.store.database.begin() as connection:
-        table.add(connection, unwritten, now)
-
-
 def test_statistics_have_totals_by_tag(site: ApiSite, shop: ApiCaller) -> None:
     assert shop.json("GET", "/v1/statistics") == {"tags": {}}
-    write_statistics(site, {"mail": (5, 2), "order.close": (3, 0)})
+    write_runs(site.delays, "mail", timedelta(), 7, 2)
+    write_runs(site.delays, "order.close", timedelta(), 3)
     found = shop.json("GET", "/v1/statistics?since=1d&tag=mail")
     [(tag, totals)] = found["tags"].items()
     assert (tag, totals["done"], totals["failed"]) == ("mail", 5, 2)
@@ -146,22 +132,20 @@ def test_statistics_have_totals_by_tag(site: ApiSite, shop: ApiCaller) -> None:
 # -- errors ---------------------------------------------------------------------------------------
 
 
-def test_each_error_is_a_problem_with_its_status(site: ApiSite, shop: ApiCaller) -> None:
-    def refused(**body: Any) -> tuple[int, str]:
-        return shop.problem("POST", "/v1/tasks", {"tag": "mail", **body})
+#: The wrong argument, and values of a task.
+WRONG: list[tuple[str, dict[str, Any]]] = [
+    *(("delay", {"delay": -1}), ("delay", {"delay": True}), ("delay", {"delay": 1, "at": FAR})),
+    *(("body", {"delay": 1, "body": "\0"}), ("prio", {"delay": 1, "prio": 1})),
+    ("at", {"at": "2026-11-25T00:00:00"}),
+]
 
-    assert refused(delay=-1) == (400, "delay")
-    assert refused(delay=1, at=FAR) == (400, "delay")
-    assert refused(delay=1e20) == (400, "delay")
-    assert refused(delay=1, body="\0") == (400, "body")
-    assert refused(at="2026-11-25T00:00:00") == (400, "at")
-    assert refused(delay=1, prio=1) == (400, "prio")
-    assert refused(delay=True) == (400, "delay")
-    assert shop.problem("GET", "/v1/tasks/0") == (400, "id")
+
+def test_each_error_is_a_problem_with_its_status(shop: ApiCaller) -> None:
+    for argument, values in WRONG:
+        assert shop.problem("POST", "/v1/tasks", {"tag": "mail", **values}) == (400, argument)
     assert shop.problem("GET", "/v1/tasks/1%20OR%201=1") == (400, "id")
-    assert shop.problem("GET", "/v1/tasks?limit=0") == (400, "limit")
-    assert shop.problem("GET", "/v1/tasks?ids=seven") == (400, "ids")
-    assert shop.problem("GET", "/v1/tasks?tga=mail") == (400, "tga")
+    for name, value in (("limit", "0"), ("ids", "seven"), ("tga", "mail")):
+        assert shop.problem("GET", f"/v1/tasks?{name}={value}") == (400, name)
     too_large = {"version": 2**63}
     assert shop.problem("POST", "/v1/tasks/1/cancel", too_large) == (400, "version")
     assert shop.problem("GET", "/v1/tasks/7") == (404, "TaskNotFoundError")
@@ -171,32 +155,17 @@ def test_each_error_is_a_problem_with_its_status(site: ApiSite, shop: ApiCaller)
     assert set(wrong_method.headers["Allow"].split(", ")) == {"GET", "HEAD", "POST"}
 
 
-def test_a_taken_key_names_the_task_that_has_it(shop: ApiCaller) -> None:
-    new = {"tag": "mail", "delay": 60, "key": "a"}
-    task = shop.json("POST", "/v1/tasks", new)
-    answer = shop("POST", "/v1/tasks", new)
-    assert answer.json is not None
-    assert (answer.status_code, answer.json["id"]) == (409, task["id"])
-    assert shop.json("POST", "/v1/tasks", {**new, "on_conflict": "keep"})["id"] == task["id"]
+TASK, JSON = b'{"tag": "a", "delay": 1, "body": %s}', "application/json"
 
 
 @pytest.mark.parametrize(
     ("data", "kind", "status"),
     [
-        (b"{", "application/json", 400),
-        (b'{"tag": "a", "delay": NaN}', "application/json", 400),
-        (b"\xff", "application/json", 400),
-        (b"[" * 100_000, "application/json", 400),
-        (b"9" * 5000, "application/json", 400),
-        (
-            b'{"tag": "a", "delay": 1, "body": ' + b"[" * 500 + b"]" * 500 + b"}",
-            "application/json",
-            400,
-        ),
-        (b'{"tag": "a", "delay": 1}', "text/plain", 415),
-        (b"", "application/json", 400),
-        (b" " * 2000, "application/json", 413),
-        (b'{"tag": "a", "delay": 1, "body": "%s"}' % (b"x" * 300_000), "application/json", 413),
+        *((data, JSON, 400) for data in (TASK % b"NaN", b"\xff", b"", b"9" * 5000, b"[" * 100_000)),
+        (TASK % (b"[" * 500 + b"]" * 500), JSON, 400),
+        (TASK % b"1", "text/plain", 415),
+        (b" " * 2000, JSON, 413),
+        (TASK % b'"%s"' % (b"x" * 300_000), JSON, 413),
     ],
 )
 def test_a_body_that_is_no_json_document_is_refused(
@@ -271,6 +240,8 @@ def test_a_repeated_request_schedules_nothing_also_after_the_task_has_run(
 ) -> None:
     site.delays.processor("order.close")(lambda body: None)
     first = post(shop)
+    other = shop("POST", "/v1/tasks", {**NEW_ORDER, "body": {"order": 8}}, Idempotency_Key="a")
+    assert other.status_code == 422, "another request with the same key"
     assert post(shop)["version"] == first["version"]
     run_all(site)
     again = post(shop)
@@ -278,13 +249,6 @@ def test_a_repeated_request_schedules_nothing_also_after_the_task_has_run(
     assert len(site.delays.find()) == 1
     assert post(shop, key="b")["id"] != first["id"]
     assert post(site.caller("schedule:*"))["id"] != first["id"], "another caller"
-
-
-def test_another_request_with_the_same_key_is_refused(site: ApiSite, shop: ApiCaller) -> None:
-    post(shop)
-    other = shop("POST", "/v1/tasks", {**NEW_ORDER, "body": {"order": 8}}, Idempotency_Key="a")
-    assert other.status_code == 422
-    assert len(site.delays.find()) == 1
 
 
 def test_simultaneous_requests_schedule_one_task(site: ApiSite, shop: ApiCaller) -> None:
@@ -300,28 +264,16 @@ def test_simultaneous_requests_schedule_one_task(site: ApiSite, shop: ApiCaller)
     assert len(ids) == len(site.delays.find()) == 1
 
 
-def test_a_key_in_the_request_goes_without_the_header(shop: ApiCaller) -> None:
-    refused = (400, "key")
-    named = {**NEW_ORDER, "key": "7"}
-    assert shop.problem("POST", "/v1/tasks", named, Idempotency_Key="a") == refused
-
-
-def test_a_caller_cannot_plant_the_task_of_another_request(site: ApiSite, shop: ApiCaller) -> None:
+def test_a_header_that_cannot_be_used_is_refused(site: ApiSite, shop: ApiCaller) -> None:
     key = post(shop)["key"]
     run_all(site)
-    planted = {**NEW_ORDER, "key": key}
-    other = site.caller("schedule:*")
-    assert other.problem("POST", "/v1/tasks", planted) == (400, "key")
-
-
-def test_too_long_a_key_is_refused(shop: ApiCaller) -> None:
-    answer = shop.problem("POST", "/v1/tasks", NEW_ORDER, Idempotency_Key="k" * 256)
-    assert answer == (400, "Idempotency-Key")
-
-
-def test_other_routes_refuse_the_header(shop: ApiCaller) -> None:
-    answer = shop.problem("GET", "/v1/tasks", Idempotency_Key="a")
-    assert answer == (400, "Idempotency-Key")
+    planted, named = {**NEW_ORDER, "key": key}, {**NEW_ORDER, "key": "7"}
+    # Another caller cannot plant the task of this request.
+    assert site.caller("schedule:*").problem("POST", "/v1/tasks", planted) == (400, "key")
+    assert shop.problem("POST", "/v1/tasks", named, Idempotency_Key="a") == (400, "key")
+    refused = (400, "Idempotency-Key")
+    assert shop.problem("POST", "/v1/tasks", NEW_ORDER, Idempotency_Key="k" * 256) == refused
+    assert shop.problem("GET", "/v1/tasks", Idempotency_Key="a") == refused
 
 
 def test_the_docs_name_the_routes_that_take_the_header() -> None:

@@ -1,17 +1,79 @@
-"""Fixtures of the tests of HTTP callbacks."""
+"""Send single callbacks, as a worker does."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import base64
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from delaytasks import DelayTasks
+from delaytasks import DelayedTask, DelayTasks
+from delaytasks.core.celery_calls import CALLBACK, Callback
+from delaytasks.core.clock import Clock
+from delaytasks.core.loop import within
+from delaytasks.core.settings import load_settings
 from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
-from tests.integration.http_callbacks.caller import SECRETS, Caller
+from delaytasks.webhooks.http_callbacks import Guard, HttpCallbacks
 from tests.recording import delays_on, record
+
+SECRETS = ["whsec_" + base64.b64encode(letter * 32).decode() for letter in (b"a", b"b")]
+#: Each test ends within this many seconds; the limits under test are much shorter.
+PATIENCE_S = 20
+
+
+class Caller:
+    """Send callbacks as a process does, with a name resolution of the test's own."""
+
+    def __init__(
+        self,
+        names: Callable[[str], list[str]] | None = None,
+        *,
+        connect_s: float = 2,
+        read_s: float = 0.5,
+        ca_file: str = "",
+        **settings: Any,
+    ) -> None:
+        settings = {"allow": "127.0.0.1", "timeout": 1, **settings}
+        given = {f"callback_{name}": value for name, value in settings.items()}
+        constants = {"_callback_connect_s": connect_s, "_callback_read_s": read_s}
+        self.settings = load_settings({}, {}, **constants, **given)
+        self._ca_file = ca_file
+        self.looked_up: list[str] = []
+
+        def resolve(host: str, port: int) -> list[str]:
+            self.looked_up.append(host)
+            return names(host) if names is not None else ["127.0.0.1"]
+
+        guard = Guard(self.settings.callback_allow, resolve)
+        self.http = HttpCallbacks(self.settings, guard, Clock())
+
+    def post(self, url: str, body: Any = None, attempt: int = 1, **more: Any) -> Any:
+        """Return the outcome, or raise `TimeoutError` if the callback does not end in time."""
+        call = partial(self.http, Callback(url, body, **more), task(attempt))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SSL_CERT_FILE", self._ca_file)
+            return within(PATIENCE_S, call)
+
+
+def task(attempt: int = 1, **more: Any) -> DelayedTask:
+    return DelayedTask(42, CALLBACK, "{}", datetime.now(timezone.utc), runs=attempt, **more)
+
+
+HEAD = b"HTTP/1.1 500 No\r\nContent-Length: 1000000\r\n\r\n"
+
+
+@contextmanager
+def listener() -> Iterator[int]:
+    """Yield the port of a server that accepts connections, and neither reads nor writes."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield listening.getsockname()[1]
 
 
 @pytest.fixture
@@ -21,11 +83,8 @@ def caller() -> Caller:
 
 @pytest.fixture
 def delays(tmp_path: Path) -> Iterator[DelayTasks]:
-    made = delays_on(
-        f"sqlite:///{tmp_path / 'test.sqlite3'}",
-        callback_allow="127.0.0.1",
-        callback_secrets=SECRETS[0],
-    )
+    settings = {"callback_allow": "127.0.0.1", "callback_secrets": SECRETS[0]}
+    made = delays_on(f"sqlite:///{tmp_path / 'test.sqlite3'}", **settings)
     migrations.upgrade(runtime_of(made).store.database)
     record(made)
     yield made
