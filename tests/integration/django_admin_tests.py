@@ -119,6 +119,12 @@ def message_of(client: Client) -> str:
     return re.sub(r"<[^>]*>", "", found[1]).strip()
 
 
+def confirm(client: Client, task: DelayedTask, version: str) -> Any:
+    """Answer the question about a cancellation at once."""
+    answer = {"action": "cancel_tasks", "_selected_action": task.id, "is_confirmed": "yes"}
+    return client.post(TASKS, {**answer, "version": version})
+
+
 def status(task: DelayedTask) -> Status:
     return delays.get(task).status
 
@@ -147,8 +153,7 @@ def test_a_user_with_only_the_view_permission_sees_no_content_and_no_actions() -
         assert "4711" not in shown
         assert "acme" not in shown
         assert "cancel_tasks" in text_of(operator().get(page))
-    answer = {"action": "cancel_tasks", "_selected_action": task.id, "is_confirmed": "yes"}
-    viewer().post(TASKS, {**answer, "version": f"{task.id}:{task.version}"})
+    confirm(viewer(), task, f"{task.id}:{task.version}")
     assert status(task) is Status.NOT_COMPLETE
     assert user().get(TASKS).status_code == 403
 
@@ -208,12 +213,9 @@ def test_selected_tasks_are_counted_before_an_action_and_audited_after_it() -> N
     assert status(waits) is Status.CANCELLED
     [entry] = delays.bulk.log()
     assert (entry.action, entry.filter["ids"]) == ("cancel_tasks", [waits.id])
-
-
-def test_tasks_are_rescheduled() -> None:
-    task = delays.schedule_delay("mail", {}, 3600)
-    act(operator(), "reschedule_tasks", task, delay="2h")
-    due_in = delays.get(task).due - runtime_of(delays).clock.now()
+    moved = delays.schedule_delay("mail", {}, 3600)
+    act(operator(), "reschedule_tasks", moved, delay="2h")
+    due_in = delays.get(moved).due - runtime_of(delays).clock.now()
     assert abs(due_in - timedelta(hours=2)) < timedelta(seconds=30)
 
 
@@ -231,8 +233,7 @@ def test_a_task_that_moved_after_the_question_is_left_as_it_is() -> None:
     client, task = operator(), delays.schedule_delay("mail", {}, 3600)
     version = f"{task.id}:{task.version}"
     delays.reschedule(task, 7200)
-    answer = {"action": "cancel_tasks", "_selected_action": task.id, "is_confirmed": "yes"}
-    client.post(TASKS, {**answer, "version": version})
+    confirm(client, task, version)
     assert "0 tasks are cancelled. 1 refused" in message_of(client)
     assert status(task) is Status.NOT_COMPLETE
 
@@ -241,8 +242,7 @@ def test_wrong_answers_change_nothing() -> None:
     client, task = operator(), delays.schedule_delay("mail", {}, 3600)
     assert "Delay is a duration" in act(client, "reschedule_tasks", task, delay="soon")[1]
     for version in ("x", "1", f"{task.id}:-1", f"{task.id}:²"):
-        answer = {"action": "cancel_tasks", "_selected_action": task.id, "is_confirmed": "yes"}
-        assert client.post(TASKS, {**answer, "version": version}).status_code == 302
+        assert confirm(client, task, version).status_code == 302
     assert client.get(f"{TASKS}x/change/").status_code == 302
     assert delays.get(task).version == 0
 

@@ -9,11 +9,16 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from celery import Celery
 
 from delaytasks import current
+from delaytasks.runtime import runtime_of
 from tests.django_site import database_entry, replace_mysqlclient
+
+if TYPE_CHECKING:
+    from delaytasks.contrib.django.instance import DjangoDelays
 
 
 def new_celery_app() -> Celery:
@@ -71,6 +76,23 @@ def _set_up() -> None:
         SECRET_KEY="a secret of the tests",
     )
     django.setup()
+
+
+@contextmanager
+def instance_on(url: str, alias: str) -> Iterator[DjangoDelays]:
+    """Make an instance with tables of its own on a database that is added for it."""
+    from delaytasks.contrib.django.instance import DjangoDelays
+
+    add_database(alias, url)
+    delays = DjangoDelays(new_celery_app(), alias, table_prefix=f"{alias}_")
+    store = runtime_of(delays).store
+    try:
+        store.schema.metadata.create_all(store.database.tx)
+        yield delays
+        store.schema.metadata.drop_all(store.database.tx)
+    finally:
+        delays.close()
+        remove_database(alias)
 
 
 def add_database(alias: str, url: str) -> None:

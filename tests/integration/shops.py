@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import os
 import secrets
-import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import redis
 import requests
 from celery import Celery
-from sqlalchemy import create_engine, make_url
 
 from delaytasks import DelayedTask, DelayTasks, Status
-from tests.running import ROOT, Process
-from tests.services import free_port
+from tests.running import ROOT, Process, output_of
+from tests.services import free_port, own_database
 from tests.waiting import wait_until
 
 PAY_WITHIN_S = 2.0
@@ -36,12 +35,9 @@ class ExampleShop:
         self.database_url = database_url
         self.broker_url = broker_url
         name = "shop" + secrets.token_hex(3)
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("DELAYTASKS_")}
         self.environment = {
-            **{
-                name: value
-                for name, value in os.environ.items()
-                if not name.startswith("DELAYTASKS_")
-            },
+            **kept,
             "PYTHONPATH": f"{self.project}{os.pathsep}{ROOT}",
             "SHOP_DATABASE_URL": database_url,
             "SHOP_NAMESPACE": name,
@@ -57,13 +53,8 @@ class ExampleShop:
 
     def command(self, *arguments: str) -> str:
         """Run a command of the project and return its output."""
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", *arguments],
-            cwd=self.project, env=self.environment, capture_output=True, text=True, timeout=120,
-            check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout + done.stderr
+        command = [sys.executable, "-W", "ignore", *arguments]
+        return output_of(command, self.project, self.environment)
 
     def serve(self, *command: str) -> None:
         """Start the web server.
@@ -71,34 +62,16 @@ class ExampleShop:
         The command contains its port as `{port}` and its folder as `{project}`.
         """
         port = free_port()
-        server = self._start(
-            "web", [part.format(port=port, project=self.project) for part in command]
-        )
+        parts = [part.format(port=port, project=self.project) for part in command]
+        server = self._start("web", parts)
         self.url = f"http://127.0.0.1:{port}"
-        wait_until(
-            lambda: self._answers() or server.ended(), 30, f"the shop\n{server.log()}", every_s=0.05
-        )
+        wait_until(lambda: self._answers() or server.ended(), 30, server.log, every_s=0.05)
         assert not server.ended(), server.log()
 
     def work(self, *options: str) -> Process:
-        command = [
-            "-m",
-            "celery",
-            "-A",
-            "shop",
-            "worker",
-            "-c",
-            "1",
-            "-n",
-            f"{secrets.token_hex(3)}@shop",
-            "-l",
-            "INFO",
-        ]
-        worker = self._start("worker", [*command, "--without-gossip", "--without-mingle", *options])
-        wait_until(
-            lambda: " ready." in worker.log() or worker.ended(), 30, "the worker", every_s=0.05
-        )
-        assert not worker.ended(), worker.log()
+        command = "-m celery -A shop worker -c 1 -l INFO --without-gossip --without-mingle -n"
+        worker = self._start("worker", [*command.split(), f"{secrets.token_hex(3)}@shop", *options])
+        worker.wait_for(" ready.", 30)
         return worker
 
     def _start(self, name: str, command: list[str]) -> Process:
@@ -117,12 +90,9 @@ class ExampleShop:
 
     def post(self, path: str, status: int, **fields: str) -> dict[str, Any]:
         answer = requests.post(self.url + path, data=fields, timeout=20)
-        assert answer.status_code == status, (
-            f"{answer.status_code} {answer.text[:2000]}\n{self.logs()}"
-        )
-        body: dict[str, Any] = (
-            answer.json() if answer.headers["content-type"] == "application/json" else {}
-        )
+        assert answer.status_code == status, f"{answer.text[:2000]}\n{self.logs()}"
+        is_json = answer.headers["content-type"] == "application/json"
+        body: dict[str, Any] = answer.json() if is_json else {}
         return body
 
     def status(self, number: int) -> str:
@@ -130,12 +100,8 @@ class ExampleShop:
         return str(answer.json()["status"])
 
     def wait_for(self, number: int, status: str, deadline_s: float = 20) -> None:
-        wait_until(
-            lambda: self.status(number) == status,
-            deadline_s,
-            f"order {number} to be {status}: {self.tasks()}\n{self.logs()}",
-            every_s=0.05,
-        )
+        what = f"order {number} to be {status}: {self.tasks()}\n{self.logs()}"
+        wait_until(lambda: self.status(number) == status, deadline_s, what, every_s=0.05)
 
     def check_orders(self) -> None:
         """Check that an unpaid order is closed on time, but neither a paid nor a failed one."""
@@ -152,18 +118,13 @@ class ExampleShop:
         tasks = {task.body["order"]: task for task in self.tasks()}
         # The request that failed has no task.
         assert set(tasks) == {unpaid, paid}
-        wait_until(
-            lambda: self.delays.get(tasks[unpaid]).status is Status.DONE,
-            10,
-            "the task to be settled",
-        )
+        wait_until(lambda: self.delays.get(tasks[unpaid]).is_finished, 10, "the task to be settled")
         done = self.delays.get(tasks[unpaid])
-        assert tasks[paid].status is Status.CANCELLED
+        assert (done.status, tasks[paid].status) == (Status.DONE, Status.CANCELLED)
         assert done.execution_time is not None
         assert done.create_time is not None
-        assert timedelta(0) <= done.execution_time - done.expected_time < timedelta(seconds=1.5), (
-            self.logs()
-        )
+        late = done.execution_time - done.expected_time
+        assert timedelta(0) <= late < timedelta(seconds=1.5), self.logs()
         assert done.expected_time - done.create_time == timedelta(seconds=PAY_WITHIN_S)
 
     # -- tasks in the database --------------------------------------------------------------------
@@ -183,20 +144,13 @@ class ExampleShop:
         self.delays.close()
 
 
-def new_database(url: str) -> tuple[str, Callable[[], None]]:
-    """Create an empty database on the server of `url`.
-
-    Return its URL and a function that drops it.
-    """
-    place, name = make_url(url), f"dt_shop_{secrets.token_hex(4)}"
-    is_postgresql = place.get_backend_name() == "postgresql"
-
-    def run(statement: str) -> None:
-        engine = create_engine(url, isolation_level="AUTOCOMMIT")
-        with engine.connect() as connection:
-            connection.exec_driver_sql(statement)
-        engine.dispose()
-
-    run(f"CREATE DATABASE {name}" + ("" if is_postgresql else " CHARACTER SET utf8mb4"))
-    drop = f"DROP DATABASE IF EXISTS {name}" + (" WITH (FORCE)" if is_postgresql else "")
-    return place.set(database=name).render_as_string(hide_password=False), lambda: run(drop)
+def fresh_database(kind: str, request: pytest.FixtureRequest, folder: Path) -> Iterator[str]:
+    """Yield the URL of an empty database that only one test uses."""
+    if kind == "sqlite":
+        yield f"sqlite:///{folder / 'shop.sqlite3'}"
+        return
+    url, drop = own_database(request.getfixturevalue(f"{kind}_url"), f"_{secrets.token_hex(4)}")
+    try:
+        yield url
+    finally:
+        drop()

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from delaytasks.core.filters import Filter
-from delaytasks.runtime import runtime_of
-
 pytest.importorskip("django")
 
+from asgiref.sync import sync_to_async
+from celery import signals as celery_signals
+from celery.fixups.django import DjangoWorkerFixup
+from django.core import signals
+from django.core.exceptions import SynchronousOnlyOperation
+from django.core.management import call_command
 from django.db import connections, transaction
+from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.test import AsyncClient, Client
 from django.test.utils import CaptureQueriesContext, override_settings
+from django.urls import path
 from sqlalchemy import literal_column
 
 from delaytasks import (
     BodyEncryptedError,
     ConfigError,
+    DelayedTask,
     OutcomeUnknownError,
     SessionUnusableError,
     Status,
@@ -32,9 +42,11 @@ from delaytasks.contrib.django import instance
 from delaytasks.contrib.django.connection import DjangoConnection, DjangoTransaction
 from delaytasks.contrib.django.instance import DjangoDelays
 from delaytasks.core.body import key_name
+from delaytasks.core.filters import Filter
 from delaytasks.core.interfaces import Entry
+from delaytasks.runtime import runtime_of
 from tests.integration import django_settings
-from tests.recording import new_key
+from tests.recording import new_key, runner_of
 
 DUE = datetime(2031, 2, 3, 4, 5, 6, tzinfo=timezone.utc)
 
@@ -133,12 +145,11 @@ def test_outside_of_atomic_a_task_is_committed_and_armed_immediately(
 ) -> None:
     plain = delays.schedule_delay("order.close", 1, 1)
     keyed = delays.schedule_delay("order.close", 2, 1, key="k")
-    assert (
-        {task.id for task in rows(delays)} == {entry.id for entry in armed} == {plain.id, keyed.id}
-    )
+    ids = [plain.id, keyed.id]
+    assert sorted(task.id for task in rows(delays)) == [entry.id for entry in armed] == ids
 
 
-def test_a_rollback_leaves_no_row_and_arms_nothing(
+def test_a_rollback_also_of_a_savepoint_leaves_no_row_and_arms_nothing(
     delays: DjangoDelays, armed: list[Entry]
 ) -> None:
     with rolled_back(delays.alias):
@@ -147,20 +158,15 @@ def test_a_rollback_leaves_no_row_and_arms_nothing(
         delays.schedule_many([("order.close", n, 1) for n in range(700)])
     assert not rows(delays)
     assert not armed
-    # The rollback released the key.
-    delays.schedule_delay("order.close", 3, 1, key="k")
-
-
-def test_a_savepoint_rollback_removes_its_tasks(delays: DjangoDelays, armed: list[Entry]) -> None:
+    # The rollback released the key, and that of a savepoint removes its tasks.
     with transaction.atomic(delays.alias):
-        kept = delays.schedule_delay("order.close", 1, 1)
+        kept = delays.schedule_delay("order.close", 1, 1, key="k")
         with rolled_back(delays.alias):
             delays.schedule_delay("order.close", 2, 1)
         with transaction.atomic(delays.alias):
             inner = delays.schedule_delay("order.close", 3, 1)
-    assert (
-        {task.id for task in rows(delays)} == {entry.id for entry in armed} == {kept.id, inner.id}
-    )
+    ids = [kept.id, inner.id]
+    assert sorted(task.id for task in rows(delays)) == [entry.id for entry in armed] == ids
 
 
 def test_a_transaction_that_is_committed_by_hand_has_its_tasks(
@@ -183,10 +189,8 @@ def test_a_transaction_that_is_committed_by_hand_has_its_tasks(
 def test_one_call_in_atomic_is_one_query(delays: DjangoDelays) -> None:
     # The call reads the database's time again, and the count excludes that query.
     runtime_of(delays).clock.forget()
-    with (
-        transaction.atomic(delays.alias),
-        CaptureQueriesContext(connections[delays.alias]) as queries,
-    ):
+    counting = CaptureQueriesContext(connections[delays.alias])
+    with transaction.atomic(delays.alias), counting as queries:
         delays.schedule_delay("order.close", 1, 1)
     assert len(queries) == 1, queries.captured_queries
 
@@ -203,12 +207,7 @@ def test_a_task_is_read_as_it_was_written(delays: DjangoDelays, is_atomic: bool)
         "number": 2**60,
     }
     for when in (DUE, DUE.replace(microsecond=1), DUE.astimezone(timezone(timedelta(hours=-5)))):
-        if is_atomic:
-            with transaction.atomic(delays.alias):
-                task = delays.schedule_delay("%s", body, at=when, key="%", priority=3, queue="q")
-                read = delays.get(tag="%s", key="%")
-                delays.cancel(task)
-        else:
+        with transaction.atomic(delays.alias) if is_atomic else nullcontext():
             task = delays.schedule_delay("%s", body, at=when, key="%", priority=3, queue="q")
             read = delays.get(tag="%s", key="%")
             delays.cancel(task)
@@ -236,10 +235,9 @@ def test_without_use_tz_instants_are_the_same(delays: DjangoDelays) -> None:
         with transaction.atomic(delays.alias):
             task = delays.schedule_delay("order.close", 1, at=DUE)
             assert delays.get(task).expected_time == DUE
-        runtime_of(delays).clock.forget()
-        assert abs(
-            runtime_of(delays).clock.now() - runtime_of(delays).store.tasks.now()
-        ) < timedelta(seconds=1)
+        runtime = runtime_of(delays)
+        runtime.clock.forget()
+        assert abs(runtime.clock.now() - runtime.store.tasks.now()) < timedelta(seconds=1)
     renew()
     assert rows(delays)[0].expected_time == DUE
 
@@ -261,10 +259,9 @@ def test_bodies_are_encrypted_on_djangos_connection_and_the_model_reads_them(
         own.schedule_delay("order.close", body, 60, key="k", on_conflict="replace")
         own.schedule_many([("order.close", body, 60)] * 3)
         assert [task.body for task in own.find()] == [body] * 5
+    table = runtime_of(own).store.schema.tasks.name
     with connections[own.alias].cursor() as cursor:
-        cursor.execute(
-            f"SELECT message_body, id, tag FROM {runtime_of(own).store.schema.tasks.name}"
-        )
+        cursor.execute(f"SELECT message_body, id, tag FROM {table}")
         rows = cursor.fetchall()
     stored = [row[0] for row in rows]
     assert [text[:16] for text in stored] == [f"aesgcm:{key_name(key)}:"] * 5
@@ -297,8 +294,9 @@ def test_a_taken_id_among_many_leaves_the_transaction_usable(delays: DjangoDelay
 def test_find_sees_the_uncommitted_tasks_of_its_transaction(delays: DjangoDelays) -> None:
     with transaction.atomic(delays.alias):
         task = delays.schedule_delay("order.close", 1, at=DUE, key="k")
+        until = DUE + timedelta(1)
         found = delays.find(
-            tag="order.close", status="not_complete", key="k", since=DUE, until=DUE + timedelta(1)
+            tag="order.close", status="not_complete", key="k", since=DUE, until=until
         )
         assert [found.id for found in found] == [task.id]
         assert not delays.find(until=DUE).tasks
@@ -335,9 +333,8 @@ def test_operators_moves_are_part_of_the_transaction(
 def test_bulk_calls_use_their_own_transactions(delays: DjangoDelays) -> None:
     task = delays.schedule_delay("many", {}, 60)
     # SQLite has one writer, so the caller's block must end before the second write.
-    with (
-        nullcontext() if connections[delays.alias].vendor == "sqlite" else rolled_back(delays.alias)
-    ):
+    is_sqlite = connections[delays.alias].vendor == "sqlite"
+    with nullcontext() if is_sqlite else rolled_back(delays.alias):
         assert delays.bulk.cancel(tag="many").changed == 1
     assert delays.get(task).status is Status.CANCELLED
     assert [entry.changed for entry in delays.bulk.log(limit=1)] == [1]
@@ -381,10 +378,8 @@ def test_the_error_about_missing_tables_names_the_command_that_creates_them(alia
     try:
         with pytest.raises(StoreError, match=r"nowhere_yb_delay_task_message.*manage\.py migrate"):
             delays.schedule_delay("order.close", 1, 1)
-        with (
-            pytest.raises(SessionUnusableError, match=r"manage\.py migrate"),
-            transaction.atomic(alias),
-        ):
+        refused = pytest.raises(SessionUnusableError, match=r"manage\.py migrate")
+        with refused, transaction.atomic(alias):
             delays.schedule_delay("order.close", 1, 1)
         with pytest.raises(ConfigError, match=r"does not exist.*; run: python manage\.py migrate$"):
             runtime_of(delays).checks.check_ready()  # as a worker does at its start
@@ -400,10 +395,8 @@ def test_a_failed_time_measurement_raises_the_same_error_as_other_statements(
         patch.setattr(runtime_of(delays).clock, "_base", None)
         with pytest.raises(StoreError, match="no_such_column"):
             delays.schedule_delay("order.close", 1, 1)
-        with (
-            transaction.atomic(delays.alias),
-            pytest.raises(SessionUnusableError, match="no_such_column"),
-        ):
+        refused = pytest.raises(SessionUnusableError, match="no_such_column")
+        with transaction.atomic(delays.alias), refused:
             delays.schedule_delay("order.close", 2, 1)
     assert not rows(delays)
     delays.schedule_delay("order.close", 3, 1)
@@ -445,3 +438,247 @@ def test_outside_of_atomic_a_call_is_done_as_a_whole_or_not_at_all(
     with connections[delays.alias].cursor() as cursor:
         cursor.execute(f"SELECT count(*) FROM {runtime_of(delays).store.schema.keys.name}")
         assert cursor.fetchone() == (0,)
+
+
+# -- Requests of a Django project, and several databases ------------------------------------------
+
+
+class OneDatabase:
+    """A router that lets only one database have tables."""
+
+    def allow_migrate(self, db: str, app_label: str, **_: Any) -> bool:
+        return db == "orders"
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_with_atomic_requests_a_task_is_part_of_the_request(
+    delays: DjangoDelays, armed: list[Entry], monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    during = list[int]()
+
+    def view(request: HttpRequest) -> HttpResponse:
+        delays.schedule_delay("order.close", {}, 1)
+        during.append(len(armed))
+        if fails:
+            raise ValueError("the view fails")
+        return HttpResponse()
+
+    monkeypatch.setitem(connections.settings[delays.alias], "ATOMIC_REQUESTS", True)
+    urls = type("urls", (), {"urlpatterns": [path("order", view)]})
+    with override_settings(ROOT_URLCONF=urls, ALLOWED_HOSTS=["*"]):
+        status = Client(raise_request_exception=False).get("/order").status_code
+    assert status == (500 if fails else 200)
+    assert during == [0]
+    assert len(armed) == len(delays.find()) == (0 if fails else 1)
+
+
+@pytest.mark.parametrize("max_age_s", [0, 60, None])
+def test_calls_work_with_any_conn_max_age(
+    delays: DjangoDelays, monkeypatch: pytest.MonkeyPatch, max_age_s: float | None
+) -> None:
+    connection = connections[delays.alias]
+    monkeypatch.setitem(connection.settings_dict, "CONN_MAX_AGE", max_age_s)
+    connection.close()
+    for number in range(3):
+        signals.request_started.send(None)
+        delays.schedule_delay("order.close", number, 60)
+        signals.request_finished.send(None)
+        assert (connection.connection is None) is (max_age_s == 0)
+    assert [task.body for task in delays.find()] == [0, 1, 2]
+
+
+@pytest.fixture
+def orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DjangoDelays]:
+    """Return an instance on the second of two databases, both without tables."""
+    for name in ("orders", "archive"):
+        django_settings.add_database(name, f"sqlite:///{tmp_path / name}.sqlite3")
+    made = DjangoDelays(django_settings.new_celery_app(), "orders")
+    from delaytasks.contrib.django import checks as tables
+    from delaytasks.contrib.django import models
+
+    for module in (tables, models):
+        monkeypatch.setattr(module, "project_delays", lambda: made)
+    yield made
+    made.close()
+    for name in ("orders", "archive"):
+        django_settings.remove_database(name)
+
+
+@pytest.mark.parametrize("routers", [[], [f"{__name__}.OneDatabase"]])
+def test_only_the_configured_database_gets_the_tables_and_the_model_reads_it(
+    orders: DjangoDelays, routers: list[str]
+) -> None:
+    with override_settings(DATABASE_ROUTERS=routers):
+        for name in ("orders", "archive"):
+            call_command("migrate", database=name, verbosity=0)
+        task = orders.schedule_delay("order.close", {"order": 7}, 60)
+        from delaytasks.contrib.django.models import DelayTaskRow
+
+        assert [row.id for row in DelayTaskRow.objects.all()] == [task.id]
+    table = runtime_of(orders).store.schema.tasks.name
+    assert table in connections["orders"].introspection.table_names()
+    assert table not in connections["archive"].introspection.table_names()
+
+
+# -- Connections of rows that run concurrently, which are closed after each row -------------------
+
+
+@pytest.fixture
+def fixup(module_delays: DjangoDelays) -> Iterator[None]:
+    """Install the fixup that a worker of a Django project installs."""
+    made = DjangoWorkerFixup(runtime_of(module_delays).celery).install()
+    yield
+    celery_signals.task_prerun.disconnect(made.on_task_prerun)
+    celery_signals.task_postrun.disconnect(made.on_task_postrun)
+
+
+def query(alias: str, used: list[tuple[int, Any]]) -> None:
+    with connections[alias].cursor() as cursor:
+        cursor.execute("SELECT 1")
+    assert connections[alias].connection is not None
+    used.append((threading.get_ident(), connections[alias]))
+
+
+def run_six(delays: DjangoDelays, tag: str) -> list[DelayedTask]:
+    tasks = [delays.schedule_delay(tag, None, 0) for _ in range(6)]
+    # A row that finds no free slot within the time budget returns to the queue.
+    while runner_of(delays).run_due("default", range(10), limit=100).claimed:
+        pass
+    return [delays.get(task) for task in tasks]
+
+
+@pytest.mark.usefixtures("fixup")
+@pytest.mark.parametrize("is_async", [False, True], ids=["threads", "coroutines"])
+def test_each_thread_closes_its_connection_after_its_row(
+    delays: DjangoDelays, alias: str, is_async: bool
+) -> None:
+    """Django makes the connections of coroutines in a thread of its own."""
+    used: list[tuple[int, Any]] = []
+
+    def work(body: Any) -> None:
+        query(alias, used)
+
+    async def work_on_loop(body: Any) -> None:
+        await sync_to_async(query)(alias, used)
+
+    runtime_of(delays).registry._processors.pop("shop.concurrent", None)
+    delays.processor("shop.concurrent", in_flight=2)(work_on_loop if is_async else work)
+    assert {task.status for task in run_six(delays, "shop.concurrent")} == {Status.DONE}
+    assert threading.get_ident() not in {thread for thread, _ in used}
+    assert [connection.connection for _, connection in used] == [None] * 6
+
+
+@pytest.mark.usefixtures("fixup")
+def test_a_concurrent_row_is_completed_in_its_own_transaction(
+    delays: DjangoDelays, alias: str
+) -> None:
+    from django.db import transaction
+
+    # SQLite has one writer at a time.
+    turn = threading.Lock()
+
+    def work(body: Any, task: DelayedTask) -> None:
+        with turn, transaction.atomic(alias):
+            task.complete(result=str(task.id))
+
+    runtime_of(delays).registry._processors.pop("shop.complete", None)
+    delays.processor("shop.complete", in_flight=3)(work)
+    tasks = run_six(delays, "shop.complete")
+    assert [task.result for task in tasks] == [str(task.id) for task in tasks]
+
+
+# -- Asynchronous methods run on the connection of the asynchronous ORM ---------------------------
+
+
+#: The instance that the views use.
+made: list[DjangoDelays] = []
+
+
+async def close_later(request: HttpRequest) -> JsonResponse:
+    task = await made[0].aschedule_delay("order.close", {"order": 7}, 60)
+    found = await made[0].aget(task)
+    return JsonResponse({"id": found.id})
+
+
+urlpatterns = [path("orders/", close_later)]
+
+
+@pytest.fixture
+def async_delays(database_url: str) -> Iterator[DjangoDelays]:
+    # The name is new because asgiref's thread keeps its connections.
+    with django_settings.instance_on(database_url, f"async_{secrets.token_hex(3)}") as new:
+        made.append(new)
+        yield new
+        made.clear()
+
+
+@pytest.fixture
+def run(async_delays: DjangoDelays) -> Callable[[Any], Any]:
+    """Run a coroutine, and close the connection that Django has in the thread of its ORM."""
+
+    async def closing(coroutine: Any) -> Any:
+        try:
+            return await coroutine
+        finally:
+            await sync_to_async(lambda: connections[async_delays.alias].close())()
+
+    return lambda coroutine: asyncio.run(closing(coroutine))
+
+
+def test_a_call_uses_the_connection_of_djangos_asynchronous_orm(
+    async_delays: DjangoDelays, run: Callable[[Any], Any]
+) -> None:
+    statements: list[str] = []
+
+    def note(execute: Any, sql: str, *rest: Any) -> Any:
+        statements.append(sql)
+        return execute(sql, *rest)
+
+    async def go() -> int:
+        await sync_to_async(lambda: connections[async_delays.alias].execute_wrappers.append(note))()
+        return (await async_delays.aschedule_delay("order.close", {}, 60)).id
+
+    id = run(go())
+    assert [task.id for task in async_delays.find()] == [id]
+    assert any(sql.startswith("INSERT INTO") for sql in statements)
+    connections[async_delays.alias].close()
+
+
+def test_a_synchronous_call_in_a_coroutine_names_its_twin(
+    async_delays: DjangoDelays, run: Callable[[Any], Any]
+) -> None:
+    async def go() -> None:
+        async_delays.schedule_delay("order.close", {}, 60)
+
+    with pytest.raises(SynchronousOnlyOperation, match="such as aschedule_delay"):
+        run(go())
+
+
+def test_an_asynchronous_view_schedules(
+    async_delays: DjangoDelays, run: Callable[[Any], Any]
+) -> None:
+    async def go() -> dict[str, int]:
+        answers = await asyncio.gather(*(AsyncClient().get("/orders/") for _ in range(5)))
+        assert {answer.status_code for answer in answers} == {200}
+        found: dict[str, int] = answers[0].json()
+        return found
+
+    with override_settings(ROOT_URLCONF=__name__, ALLOWED_HOSTS=["*"]):
+        assert run(go())["id"] in [task.id for task in async_delays.find()]
+    assert len(async_delays.find()) == 5
+    connections[async_delays.alias].close()
+
+
+def test_a_task_belongs_to_the_atomic_block_of_a_function_in_the_same_thread(
+    async_delays: DjangoDelays, run: Callable[[Any], Any]
+) -> None:
+    def roll_back() -> None:
+        with transaction.atomic(async_delays.alias):
+            async_delays.schedule_delay("order.close", {}, 60)
+            transaction.set_rollback(True, using=async_delays.alias)
+
+    async def go() -> int:
+        await sync_to_async(roll_back)()
+        return len(await async_delays.afind())
+
+    assert run(go()) == 0

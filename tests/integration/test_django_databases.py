@@ -1,104 +1,71 @@
-"""Test how the database and the options are taken from Django's settings."""
+"""Test a Django project's database settings, and its errors while a database is away."""
+
+# ruff: noqa: F811 - parameters have the names of imported fixtures
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 from urllib.parse import unquote
 
-import psycopg
 import pytest
-
-from delaytasks.runtime import runtime_of
-from delaytasks.testing import create_tables
 
 pytest.importorskip("django")
 
-from django.db import connections, transaction
+import psycopg
+from django.db import DatabaseError, connections, transaction
 from django.test.utils import override_settings
 
-from delaytasks import ConfigError
+from delaytasks import ConfigError, SessionUnusableError, StoreUnavailableError
 from delaytasks.contrib.django.connection import database_url as url_of
 from delaytasks.contrib.django.instance import DjangoDelays, project_delays
+from delaytasks.runtime import runtime_of
+from tests.conformance.test_outages import READ_ONLY
 from tests.integration import django_settings
-from tests.integration.test_django import django  # noqa: F401
+from tests.integration.cli.project import Project
+from tests.integration.django_settings import instance_on
+from tests.integration.test_django import alias, django  # noqa: F401
+from tests.proxy import proxy_to
+from tests.services import free_port
+
+SHOP = {"NAME": "shop", "HOST": "db"}
 
 
 @pytest.mark.parametrize(
     ("vendor", "settings", "url"),
     [
-        (
-            "postgresql",
-            {"NAME": "shop", "USER": "me", "PASSWORD": "p@ss:/%", "HOST": "db", "PORT": "5433"},
-            "postgresql+psycopg2://me:p%40ss%3A%2F%25@db:5433/shop",
-        ),
-        ("postgresql", {"NAME": "shop"}, "postgresql+psycopg2:///shop"),
-        (
-            "postgresql",
-            {"NAME": "shop", "HOST": "/var/run/postgresql", "PORT": 5433},
-            "postgresql+psycopg2:///shop?host=%2Fvar%2Frun%2Fpostgresql&port=5433",
-        ),
-        (
-            "postgresql",
-            {
-                "NAME": "shop",
-                "HOST": "db",
-                "OPTIONS": {"sslmode": "require", "pool": True, "isolation_level": 3},
-            },
-            "postgresql+psycopg2://db/shop?sslmode=require",
-        ),
-        (
-            "postgresql",
-            {
-                "NAME": "shop",
-                "HOST": "db",
-                "OPTIONS": {"options": "-c search_path=a", "assume_role": "b"},
-            },
-            "postgresql+psycopg2://db/shop?options=-c+search_path%3Da+-c+role%3Db",
-        ),
-        (
-            "postgresql",
-            {"NAME": "", "OPTIONS": {"service": "shop"}},
-            "postgresql+psycopg2://?service=shop",
-        ),
-        (
-            "mysql",
-            {
-                "NAME": "shop",
-                "USER": "me",
-                "PASSWORD": "p w",
-                "HOST": "db",
-                "PORT": 3307,
-                "OPTIONS": {"charset": "x"},
-            },
-            "mysql+pymysql://me:p w@db:3307/shop",
-        ),
-        (
-            "mysql",
-            {"NAME": "shop", "HOST": "/run/mysqld.sock"},
-            "mysql+pymysql://localhost/shop?unix_socket=%2Frun%2Fmysqld.sock",
-        ),
-        (
-            "mysql",
-            {
-                "NAME": "shop",
-                "HOST": "db",
-                "OPTIONS": {"ssl_mode": "VERIFY_CA", "ssl": {"ca": "/ca.pem"}},
-            },
-            "mysql+pymysql://db/shop?ssl_ca=%2Fca.pem&ssl_check_hostname=false",
-        ),
-        ("sqlite", {"NAME": "/srv/shop.sqlite3"}, "sqlite:////srv/shop.sqlite3"),
-        (
-            "sqlite",
-            {"NAME": "file:memorydb_default?mode=memory&cache=shared"},
-            "sqlite:///file%3Amemorydb_default?cache=shared&mode=memory&uri=true",
-        ),
+        ("postgresql", {**SHOP, "USER": "me", "PASSWORD": "p@ss:/%", "PORT": "5433"},
+         "+psycopg2://me:p%40ss%3A%2F%25@db:5433/shop"),
+        ("postgresql", {"NAME": "shop"}, "+psycopg2:///shop"),
+        ("postgresql", {"NAME": "shop", "HOST": "/var/run/postgresql", "PORT": 5433},
+         "+psycopg2:///shop?host=%2Fvar%2Frun%2Fpostgresql&port=5433"),
+        ("postgresql",
+         {**SHOP, "OPTIONS": {"sslmode": "require", "pool": True, "isolation_level": 3}},
+         "+psycopg2://db/shop?sslmode=require"),
+        ("postgresql", {**SHOP, "OPTIONS": {"options": "-c search_path=a", "assume_role": "b"}},
+         "+psycopg2://db/shop?options=-c+search_path%3Da+-c+role%3Db"),
+        ("postgresql", {"NAME": "", "OPTIONS": {"service": "shop"}}, "+psycopg2://?service=shop"),
+        ("mysql",
+         {**SHOP, "USER": "me", "PASSWORD": "p w", "PORT": 3307, "OPTIONS": {"charset": "x"}},
+         "+pymysql://me:p w@db:3307/shop"),
+        ("mysql", {"NAME": "shop", "HOST": "/run/mysqld.sock"},
+         "+pymysql://localhost/shop?unix_socket=%2Frun%2Fmysqld.sock"),
+        ("mysql", {**SHOP, "OPTIONS": {"ssl_mode": "VERIFY_CA", "ssl": {"ca": "/ca.pem"}}},
+         "+pymysql://db/shop?ssl_ca=%2Fca.pem&ssl_check_hostname=false"),
+        ("sqlite", {"NAME": "/srv/shop.sqlite3"}, ":////srv/shop.sqlite3"),
+        ("sqlite", {"NAME": "file:memorydb_default?mode=memory&cache=shared"},
+         ":///file%3Amemorydb_default?cache=shared&mode=memory&uri=true"),
     ],
-)
+)  # fmt: skip
 def test_the_url_has_the_values_of_djangos_settings(
     vendor: str, settings: dict[str, Any], url: str
 ) -> None:
     # SQLAlchemy 2.0 quotes fewer characters.
-    assert unquote(url_of(vendor, settings)) == unquote(url)
+    assert unquote(url_of(vendor, settings)) == unquote(vendor + url)
 
 
 def test_a_database_that_is_not_supported_is_named() -> None:
@@ -110,12 +77,10 @@ def test_the_instance_uses_the_database_of_the_test_runner(tmp_path: Any) -> Non
     django_settings.add_database("moving", f"sqlite:///{tmp_path / 'shop.sqlite3'}")
     try:
         delays = DjangoDelays(django_settings.new_celery_app(), "moving")
-        before = runtime_of(delays).store
+        before, name = runtime_of(delays).store, str(tmp_path / "test_shop.sqlite3")
         assert runtime_of(delays).store is before
-        connections.settings["moving"]["NAME"] = str(tmp_path / "test_shop.sqlite3")
-        assert str(runtime_of(delays).store.database.url.database) == str(
-            tmp_path / "test_shop.sqlite3"
-        )
+        connections.settings["moving"]["NAME"] = name
+        assert str(runtime_of(delays).store.database.url.database) == name
         assert runtime_of(delays).store is runtime_of(delays).store is not before
         delays.close()
     finally:
@@ -123,22 +88,16 @@ def test_the_instance_uses_the_database_of_the_test_runner(tmp_path: Any) -> Non
 
 
 def test_tasks_are_written_with_psycopg_3_which_django_prefers(postgresql_url: str) -> None:
-    django_settings.add_database("modern", postgresql_url)
-    delays = DjangoDelays(django_settings.new_celery_app(), "modern", table_prefix="psycopg3_")
-    store = runtime_of(delays).store
-    with store.database.begin() as own:
-        create_tables(own, delays)
-    try:
-        with transaction.atomic("modern"), connections["modern"].cursor() as cursor:
-            task = delays.schedule_delay("order.close", {"order": 7}, 60)
-            assert isinstance(connections["modern"].connection, psycopg.Connection)
-            cursor.execute(f"SELECT id FROM {store.schema.tasks.name}")
-            assert cursor.fetchall() == [(task.id,)]
-            assert delays.get(task).body == {"order": 7}
-    finally:
-        store.schema.metadata.drop_all(store.database.tx)
-        delays.close()
-        django_settings.remove_database("modern")
+    with (
+        django_settings.instance_on(postgresql_url, "modern") as delays,
+        transaction.atomic("modern"),
+        connections["modern"].cursor() as cursor,
+    ):
+        task = delays.schedule_delay("order.close", {"order": 7}, 60)
+        assert isinstance(connections["modern"].connection, psycopg.Connection)
+        cursor.execute(f"SELECT id FROM {runtime_of(delays).store.schema.tasks.name}")
+        assert cursor.fetchall() == [(task.id,)]
+        assert delays.get(task).body == {"order": 7}
 
 
 @pytest.mark.parametrize(
@@ -161,3 +120,101 @@ def test_a_wrong_setting_is_reported_at_the_start(
         options = {"celery_app": f"{django_settings.__name__}.celery_app", **options}
     with override_settings(DELAYTASKS=options), pytest.raises(ConfigError, match=message):
         project_delays.__wrapped__()
+
+
+# -- Errors of calls and commands without a database ----------------------------------------------
+
+
+@pytest.fixture(params=["postgresql", "mysql", "sqlite"])
+def away(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[DjangoDelays]:
+    """Return an instance whose database has never been reachable."""
+    kind = request.param
+    place = f"//root@127.0.0.1:{free_port()}/shop"
+    file = f"sqlite:///{tmp_path}/no/such/folder/shop.sqlite3"
+    url = file if kind == "sqlite" else f"{kind}:{place}"
+    alias = f"away_{kind}"
+    django_settings.add_database(alias, url)
+    delays = DjangoDelays(django_settings.new_celery_app(), alias)
+    yield delays
+    delays.close()
+    django_settings.remove_database(alias)
+
+
+CALLS: dict[str, Callable[[DjangoDelays], Any]] = {
+    "schedule_delay": lambda d: d.schedule_delay("mail", {}, 5),
+    "schedule_delay with a key": lambda d: d.schedule_delay("mail", {}, 5, key="k"),
+    "schedule_many": lambda d: d.schedule_many([("mail", {}, 5)]),
+    "cancel": lambda d: d.cancel(7),
+    "cancel by key": lambda d: d.cancel(tag="mail", key="k"),
+    "reschedule": lambda d: d.reschedule(7, 5),
+    "touch": lambda d: d.touch(7, 5),
+    "touch several": lambda d: d.touch([7], 5),
+    "rerun": lambda d: d.rerun(7),
+    "get": lambda d: d.get(7),
+    "get by key": lambda d: d.get(tag="mail", key="k"),
+    "attempts": lambda d: d.get(7, attempts=True),
+    "find": lambda d: d.find(tag="mail").tasks,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_outside_of_atomic_reports_that_the_database_is_unavailable(
+    away: DjangoDelays, name: str
+) -> None:
+    for _ in range(2):
+        message = f"database '{away.alias}' cannot be used: "
+        with pytest.raises(StoreUnavailableError, match=message) as caught:
+            CALLS[name](away)
+        assert "atomic" not in str(caught.value)
+
+
+def test_the_command_line_reports_that_the_database_is_unavailable(
+    away: DjangoDelays, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("project_that_is_away")
+    module.app = runtime_of(away).celery  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    project = Project(module.__name__, monkeypatch)
+    for words in ("list", "show 7", "cancel 7", "schedule mail {} --delay 5"):
+        error = project.error(*words.split(), exit_code=1)
+        assert error["type"] == "StoreUnavailableError", words
+
+
+@pytest.mark.parametrize("kind", ["postgresql", "mysql"])
+def test_a_database_lost_between_two_calls_is_reported_and_used_again_later(
+    kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = request.getfixturevalue(f"{kind}_url")
+    proxy = proxy_to(url)
+    with closing(proxy), instance_on(proxy.url(url), f"leaves_{kind}") as delays:
+        task = delays.schedule_delay("mail", {}, 60, key="k")
+        # The call must read the database's time inside its own transaction.
+        monkeypatch.setattr(runtime_of(delays).clock, "_base", None)
+        proxy.reset()
+        with pytest.raises(StoreUnavailableError):
+            delays.reschedule(task, 5)
+        proxy.refuse()
+        for call in (
+            lambda: delays.reschedule(task, 5),
+            lambda: delays.cancel(task),
+            lambda: delays.get(task),
+        ):
+            with pytest.raises(StoreUnavailableError):
+                call()
+        with pytest.raises((SessionUnusableError, DatabaseError)), transaction.atomic(delays.alias):
+            delays.get(task)
+        proxy.heal()
+        assert delays.cancel(task)
+
+
+@pytest.mark.parametrize("kind", ["postgresql", "mysql"])
+def test_a_connection_to_a_former_primary_is_closed_after_one_call(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    with instance_on(request.getfixturevalue(f"{kind}_url"), f"demoted_{kind}") as delays:
+        with connections[delays.alias].cursor() as cursor:
+            cursor.execute(READ_ONLY[kind])
+        with pytest.raises(StoreUnavailableError, match=r"(?i)read.only transaction"):
+            delays.schedule_delay("mail", {}, 60)
+        delays.schedule_delay("mail", {}, 60)
+        assert len(delays.find(tag="mail").tasks) == 1

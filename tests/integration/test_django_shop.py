@@ -7,17 +7,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from alembic.autogenerate import compare_metadata
-from alembic.migration import MigrationContext
 from sqlalchemy import create_engine, text
 
-from delaytasks import Status
 from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
-from tests.integration.shops import ExampleShop, new_database
+from tests.integration.shops import ExampleShop, fresh_database
+from tests.migration.test_migrations import schema_differences
 from tests.running import ROOT
 from tests.waiting import wait_until
 
@@ -29,13 +26,7 @@ pytest.importorskip("django")
 @pytest.fixture
 def fresh_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """Create a database that only this test uses."""
-    kind = request.param
-    if kind == "sqlite":
-        yield f"sqlite:///{tmp_path / 'shop.sqlite3'}"
-        return
-    url, drop = new_database(request.getfixturevalue(f"{kind}_url"))
-    yield url
-    drop()
+    yield from fresh_database(request.param, request, tmp_path)
 
 
 each_database = pytest.mark.parametrize(
@@ -49,20 +40,6 @@ def shop(fresh_url: str, redis_url: str, tmp_path: Path) -> Iterator[ExampleShop
     shop = ExampleShop("django_shop", tmp_path, fresh_url, redis_url)
     yield shop
     shop.close()
-
-
-def differences(shop: ExampleShop) -> list[Any]:
-    """Return the changes with which Alembic would make the tables match the metadata."""
-    tables = runtime_of(shop.delays).store.schema.metadata
-    options = {
-        **migrations.comparison(runtime_of(shop.delays).store.database.url.get_backend_name()),
-        "include_name": lambda name, kind, _parents: kind != "table" or name in tables.tables,
-    }
-    with runtime_of(shop.delays).store.database.begin() as connection:
-        found: list[Any] = compare_metadata(
-            MigrationContext.configure(connection, opts=options), tables
-        )
-    return found
 
 
 def create_statements(url: str) -> dict[str, str]:
@@ -101,42 +78,35 @@ WHERE tablename LIKE 'yb_delay%'
 
 
 @each_database
-def test_migrate_makes_the_tables_of_the_metadata_as_alembic_does(shop: ExampleShop) -> None:
+def test_migrate_makes_and_finds_the_tables_of_the_metadata_as_alembic_does(
+    shop: ExampleShop,
+) -> None:
+    database = runtime_of(shop.delays).store.database
     shop.command("manage.py", "migrate")
-    assert differences(shop) == []
-    assert migrations.current(runtime_of(shop.delays).store.database) == migrations.head()
+    assert schema_differences(database, "", None) == []
+    assert migrations.current(database) == migrations.head()
     by_django = create_statements(shop.database_url)
     assert len(by_django) >= 5
 
     shop.command("manage.py", "migrate", "delaytasks", "zero")
-    with runtime_of(shop.delays).store.database.begin() as connection:
+    with database.begin() as connection:
         connection.execute(text("DROP TABLE yb_delay_alembic_version"))
     assert not create_statements(shop.database_url)
-    migrations.upgrade(runtime_of(shop.delays).store.database)
+    migrations.upgrade(database)
     assert create_statements(shop.database_url) == by_django
-
-
-@each_database
-def test_migrate_finds_the_tables_that_delaytasks_db_upgrade_made(shop: ExampleShop) -> None:
-    migrations.upgrade(runtime_of(shop.delays).store.database)
     task = shop.delays.schedule_delay("order.close", {"order": 7}, 3600)
     shop.command("manage.py", "migrate")
     assert shop.delays.get(task).body == {"order": 7}
-    assert differences(shop) == []
+    assert schema_differences(database, "", None) == []
 
-
-@each_database
-def test_the_reverse_migration_keeps_a_task_table_that_has_rows(shop: ExampleShop) -> None:
-    shop.command("manage.py", "migrate")
-    with runtime_of(shop.delays).store.database.begin() as connection:
-        row = "INSERT INTO yb_delay_task_message (id, tag, message_body) VALUES (7, 'old', '{}')"
-        connection.execute(text(row))
+    # The reverse migration keeps a task table that has rows.
     shop.command("manage.py", "migrate", "delaytasks", "zero")
-    with runtime_of(shop.delays).store.database.begin() as connection:
-        assert connection.execute(text("SELECT tag FROM yb_delay_task_message")).scalar() == "old"
+    with database.begin() as connection:
+        query = text("SELECT tag FROM yb_delay_task_message")
+        assert connection.execute(query).scalar() == "order.close"
     shop.command("manage.py", "migrate")
-    assert shop.delays.get(7).tag == "old"
-    assert migrations.current(runtime_of(shop.delays).store.database) == migrations.head()
+    assert shop.delays.get(task).body == {"order": 7}
+    assert migrations.current(database) == migrations.head()
 
 
 @pytest.mark.quick
@@ -165,26 +135,13 @@ def test_the_shops_own_tests_pass_in_djangos_test_databases(shop: ExampleShop) -
 def test_delays_modules_are_imported_and_the_module_level_functions_are_the_projects(
     shop: ExampleShop,
 ) -> None:
-    shown = shop.command(
-        "manage.py",
-        "shell",
-        "-c",
-        "from delaytasks import current_delays; from delaytasks.runtime import runtime_of; "
-        "from shop.celery import app; d = current_delays(); w = runtime_of(d); "
-        "tags = [p.tag for p in w.registry if not p.tag.startswith('delaytasks.')]; "
-        "print('tags', tags, w.celery is app, d.settings.namespace)",
-    )
+    script = """from delaytasks import current_delays; from delaytasks.runtime import runtime_of
+from shop.celery import app; d = current_delays(); w = runtime_of(d)
+tags = [p.tag for p in w.registry if not p.tag.startswith("delaytasks.")]
+print("tags", tags, w.celery is app, d.settings.namespace)"""
+    shown = shop.command("manage.py", "shell", "-c", script)
     tags = ["order.close", "orders.tasks.send_receipt"]
     assert f"tags {tags} True {shop.environment['SHOP_NAMESPACE']}" in shown
-
-
-@pytest.mark.parametrize("fresh_url", ["sqlite"], indirect=True)
-def test_manage_py_drains_overdue_tasks_without_a_broker(shop: ExampleShop) -> None:
-    shop.command("manage.py", "migrate")
-    task = shop.delays.schedule_delay("order.close", {"order": 7}, 0)
-    shop.environment["CELERY_BROKER_URL"] = "redis://nobody:1/0"
-    shop.command("manage.py", "delays", "run")
-    assert shop.delays.get(task).status is Status.DONE
 
 
 @pytest.mark.parametrize(
@@ -223,21 +180,12 @@ pytest.importorskip("django")
 )
 def test_the_tests_of_the_admin_pass(fresh_url: str) -> None:
     # The plugin of pytest-django would refuse to use a database.
-    plugins = [
-        "no:django",
-        "no:xdist",
-        "no:cacheprovider",
-        "tests.integration.django_admin_settings",
-    ]
+    plugins = "no:django no:xdist no:cacheprovider tests.integration.django_admin_settings".split()
     options = [option for plugin in plugins for option in ("-p", plugin)]
     tests = "tests/integration/django_admin_tests.py"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *options, tests],
-        cwd=ROOT,
-        env={**os.environ, "ADMIN_DATABASE_URL": fresh_url},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+        cwd=ROOT, env={**os.environ, "ADMIN_DATABASE_URL": fresh_url},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

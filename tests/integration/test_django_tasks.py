@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
 from importlib.util import find_spec
@@ -34,8 +34,8 @@ from delaytasks.contrib.django.tasks_backend import (
 )
 from delaytasks.testing import DelaysTester
 from tests.integration import django_settings, django_task_suite
-from tests.integration.shops import ExampleShop, new_database
-from tests.running import ROOT
+from tests.integration.shops import ExampleShop, fresh_database
+from tests.running import output_of
 
 
 @pytest.fixture(scope="module")
@@ -200,25 +200,18 @@ def test_the_tests_of_the_frameworks_own_backends_pass(tmp_path: Path, task_suit
     """Run the tests of Django 6, or before Django 6 those of the package `django-tasks`."""
     package = "tests" if find_spec("django.tasks") is None else "tasks"
     suite = Path(django_task_suite.__file__)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(suite), str(task_suite), package],
-        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "not applicable" in done.stdout
+    command = [sys.executable, "-W", "ignore", suite, task_suite, package]
+    assert "not applicable" in output_of(command, tmp_path)
 
 
 @pytest.mark.slow
 def test_tests_that_cannot_be_downloaded_are_listed_as_not_run_in_ci() -> None:
     test = f"{__file__}::{test_the_tests_of_the_frameworks_own_backends_pass.__name__}"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider", test],
-        env={**os.environ, "CI": "true", "DELAYTASKS_TEST_TASK_SUITE": "not_downloaded"},
-        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "not run on this machine" in done.stdout
-    assert "the tests of django-tasks: 1 tests; they could not be downloaded" in done.stdout
+    command = [sys.executable, *"-m pytest -q -W default -p no:cacheprovider".split(), test]
+    environ = {**os.environ, "CI": "true", "DELAYTASKS_TEST_TASK_SUITE": "not_downloaded"}
+    output = output_of(command, env=environ)
+    assert "not run on this machine" in output
+    assert "the tests of django-tasks: 1 tests; they could not be downloaded" in output
 
 
 SETTINGS = """
@@ -273,25 +266,18 @@ print(json.dumps([
 def test_a_worker_runs_the_tasks_of_installed_apps(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path, redis_url: str
 ) -> None:
-    if kind == "sqlite":
-        url, drop = f"sqlite:///{tmp_path / 'shop'}", lambda: None
-    else:
-        url, drop = new_database(request.getfixturevalue(f"{kind}_url"))
     app = tmp_path / "receipts"
     app.mkdir()
     (app / "__init__.py").touch()
     (app / "tasks.py").write_text(TASKS)
     (tmp_path / "shop_with_tasks.py").write_text(SETTINGS)
-    shop = ExampleShop("django_shop", tmp_path, url, redis_url)
-    shop.environment["PYTHONPATH"] += f":{tmp_path}"
-    shop.environment["DJANGO_SETTINGS_MODULE"] = "shop_with_tasks"
-    try:
-        shop.command("manage.py", "migrate")
-        shop.work()
-        output = shop.command("manage.py", "shell", "-c", CALLS)
-    finally:
-        shop.close()
-        drop()
+    for url in fresh_database(kind, request, tmp_path):
+        with closing(ExampleShop("django_shop", tmp_path, url, redis_url)) as shop:
+            shop.environment["PYTHONPATH"] += f":{tmp_path}"
+            shop.environment["DJANGO_SETTINGS_MODULE"] = "shop_with_tasks"
+            shop.command("manage.py", "migrate")
+            shop.work()
+            output = shop.command("manage.py", "shell", "-c", CALLS)
     (written, failed, counted) = json.loads(output.strip().splitlines()[-1])
     assert written[:3] == ["SUCCESSFUL", 1, 1]
     assert failed[:3] == ["FAILED", False, 1]

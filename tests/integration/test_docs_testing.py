@@ -16,28 +16,20 @@ import pytest
 from sqlalchemy import make_url
 
 from tests.doc_pages import section
-from tests.integration.shops import new_database
+from tests.integration.shops import fresh_database
 from tests.recording import DRIVERS
 from tests.running import ROOT
 
 PAGE = ROOT / "docs" / "testing.md"
 
 
-@pytest.fixture(
-    params=[
-        "sqlite",
-        pytest.param("postgresql", marks=pytest.mark.slow),
-        pytest.param("mysql", marks=pytest.mark.slow),
-    ]
-)
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("postgresql", "mysql")]
+
+
+@pytest.fixture(params=["sqlite", *SLOW])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """Create an empty database."""
-    if request.param == "sqlite":
-        yield f"sqlite:///{tmp_path / 'kit.sqlite3'}"
-        return
-    made, drop = new_database(request.getfixturevalue(f"{request.param}_url"))
-    yield made
-    drop()
+    yield from fresh_database(request.param, request, tmp_path)
 
 
 def write_files(heading: str, folder: Path, page: Path = PAGE) -> None:

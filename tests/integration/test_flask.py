@@ -7,6 +7,7 @@ import json
 import logging
 import secrets
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from delaytasks.contrib.flask import FlaskDelays
 from delaytasks.core.interfaces import Entry
 from delaytasks.runtime import runtime_of
 from delaytasks.testing import create_tables
-from tests.integration.shops import ExampleShop, new_database
+from tests.integration.shops import ExampleShop, fresh_database
 from tests.recording import runner_of
 from tests.running import ROOT
 
@@ -69,6 +70,10 @@ class FlaskProject:
         runner_of(self.delays).run([Entry(task.id, task.version, 0)])
         return self.delays.get(task)
 
+    def dispose(self) -> None:
+        with app_of(self).app_context():
+            self.db.engine.dispose()
+
 
 @pytest.fixture
 def project(database_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FlaskProject]:
@@ -76,17 +81,11 @@ def project(database_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Flas
     project = FlaskProject()
     project.create_app(database_url, table_prefix="f" + secrets.token_hex(3) + "_")
     monkeypatch.setattr(runtime_of(project.delays).producer_timer, "arm", project.armed.extend)
-    tables, database = (
-        runtime_of(project.delays).store.schema.metadata,
-        runtime_of(project.delays).store.database,
-    )
-    with database.begin() as connection:
-        tables.create_all(connection)
+    store = runtime_of(project.delays).store
+    store.schema.metadata.create_all(store.database.tx)
     yield project
-    with app_of(project).app_context():
-        project.db.engine.dispose()
-    with database.begin() as connection:
-        tables.drop_all(connection)
+    project.dispose()
+    store.schema.metadata.drop_all(store.database.tx)
     project.delays.close()
 
 
@@ -98,10 +97,9 @@ def app_of(project: FlaskProject) -> Flask:
 
 def count(project: FlaskProject) -> int:
     """Return the number of rows that other connections see."""
-    query = select(func.count()).select_from(runtime_of(project.delays).store.schema.tasks)
-    found: int = runtime_of(project.delays).store.database.autocommitted(
-        lambda c: c.execute(query).scalar_one()
-    )
+    store = runtime_of(project.delays).store
+    query = select(func.count()).select_from(store.schema.tasks)
+    found: int = store.database.autocommitted(lambda c: c.execute(query).scalar_one())
     return found
 
 
@@ -158,16 +156,12 @@ def test_a_request_that_does_not_commit_is_reported_in_the_log(
 ) -> None:
     app = app_of(project)
 
-    @app.get("/forgets")
-    def forget() -> str:
+    @app.get("/<outcome>")
+    def place(outcome: str) -> str:
         project.delays.schedule_delay("order.close", 1, 1)
-        return "placed"
-
-    @app.get("/commits")
-    def commit() -> str:
-        project.delays.schedule_delay("order.close", 1, 1)
-        project.db.session.commit()
-        return "placed"
+        if outcome == "commits":
+            project.db.session.commit()
+        return outcome
 
     with caplog.at_level(logging.WARNING, "shop"):
         app.test_client().get("/commits")
@@ -177,19 +171,16 @@ def test_a_request_that_does_not_commit_is_reported_in_the_log(
     assert count(project) == 1
 
 
-def test_without_an_application_context_a_task_is_committed_immediately(
+def test_without_an_application_context_or_with_a_session_the_requests_session_is_left_alone(
     project: FlaskProject,
 ) -> None:
     project.delays.schedule_delay("order.close", 1, 1)
     assert count(project) == len(project.armed) == 1
-
-
-def test_the_session_argument_overrides_the_requests_session(project: FlaskProject) -> None:
     with app_of(project).app_context():
         with Session(project.db.engine) as other, other.begin():
             project.delays.schedule_delay("order.close", 1, 1, session=other)
         project.db.session.rollback()
-    assert count(project) == len(project.armed) == 1
+    assert count(project) == len(project.armed) == 2
 
 
 def test_a_database_of_its_own_or_join_session_false_leave_the_requests_session_alone(
@@ -198,9 +189,8 @@ def test_a_database_of_its_own_or_join_session_false_leave_the_requests_session_
     own, joined = FlaskProject(), FlaskProject(join_session=False)
     for project, settings in ((own, {"database_url": sqlite_path("tasks")}), (joined, {})):
         app = project.create_app(sqlite_path("shop"), **settings)
-        runtime_of(project.delays).store.schema.metadata.create_all(
-            runtime_of(project.delays).store.database.tx
-        )
+        store = runtime_of(project.delays).store
+        store.schema.metadata.create_all(store.database.tx)
         with app.app_context():
             project.delays.schedule_delay("order.close", 1, 60)
             project.db.session.rollback()
@@ -227,9 +217,8 @@ def test_a_processor_has_an_application_context_and_a_session_of_its_own(
     (name, first), (_, second) = seen
     assert name == "shop"
     assert first is not second
-    # The session was closed, and its connection returned to the pool.
-    assert not first.in_transaction()
-    assert not second.in_transaction()
+    # The sessions were closed, and their connections returned to the pool.
+    assert not any(session.in_transaction() for session in (first, second))
 
 
 def test_tasks_that_a_processor_schedules_are_part_of_its_transaction(
@@ -265,9 +254,7 @@ def test_tasks_that_a_processor_schedules_are_part_of_its_transaction(
 
 
 def test_the_celery_app_is_the_one_given_or_the_apps_or_made_from_its_configuration() -> None:
-    given, extension = (
-        Celery(name, broker="memory://", set_as_current=False) for name in ("given", "extension")
-    )
+    given, extension = (Celery(broker="memory://", set_as_current=False) for _ in range(2))
     app = Flask("shop")
     app.extensions["celery"] = extension
     assert runtime_of(FlaskDelays(app)).celery is extension
@@ -275,9 +262,9 @@ def test_the_celery_app_is_the_one_given_or_the_apps_or_made_from_its_configurat
     app = Flask("shop")
     app.config["CELERY"] = {"broker_url": "memory://made"}
     made = FlaskDelays(app)
-    assert runtime_of(made).celery.main == "shop"
-    assert runtime_of(made).celery.conf.broker_url == "memory://made"
-    assert app.extensions["celery"] is runtime_of(made).celery
+    celery = runtime_of(made).celery
+    assert (celery.main, celery.conf.broker_url) == ("shop", "memory://made")
+    assert app.extensions["celery"] is celery
     assert app.extensions["delaytasks"] is made
     assert "delaytasks.run" in app.extensions["celery"].tasks
 
@@ -301,16 +288,16 @@ def test_each_app_of_a_test_suite_has_its_own_database_and_settings(
 
     for name in ("one", "two"):
         app = project.create_app(sqlite_path(name), namespace=name)
-        assert str(runtime_of(project.delays).store.database.url) == sqlite_path(name)
+        runtime = runtime_of(project.delays)
+        assert str(runtime.store.database.url) == sqlite_path(name)
         assert project.delays.settings.namespace == name
-        assert runtime_of(project.delays).celery is app.extensions["celery"]
-        assert runtime_of(project.delays).registry.get("order.close") is not None
+        assert runtime.celery is app.extensions["celery"]
+        assert runtime.registry.get("order.close") is not None
 
 
 def test_an_in_memory_database_is_enough_for_tests_of_views() -> None:
     project = FlaskProject()
-    app = project.create_app("sqlite://")
-    with app.app_context():
+    with project.create_app("sqlite://").app_context():
         runtime_of(project.delays).store.schema.metadata.create_all(project.db.session.connection())
         task = project.delays.schedule_delay("order.close", 1, 60, key="k")
         assert [found.id for found in project.delays.find(tag="order.close")] == [task.id]
@@ -322,12 +309,10 @@ def test_an_in_memory_database_is_enough_for_tests_of_views() -> None:
     ("uri", "url"),
     [
         ("postgresql://me:p%40ss@db/shop", "postgresql+psycopg2://me:p%40ss@db/shop"),
-        (
-            "postgresql+psycopg://db/shop?sslmode=require",
-            "postgresql+psycopg://db/shop?sslmode=require",
+        *(
+            [each] * 2
+            for each in ("postgresql+psycopg://db/shop?sslmode=require", "sqlite:////srv/a")
         ),
-        ("mysql+pymysql://me@db:3307/shop", "mysql+pymysql://me@db:3307/shop"),
-        ("sqlite:////srv/shop.sqlite3", "sqlite:////srv/shop.sqlite3"),
     ],
 )
 def test_the_url_of_flask_sqlalchemy_is_used_even_from_its_configuration_alone(
@@ -342,9 +327,8 @@ def test_the_url_of_flask_sqlalchemy_is_used_even_from_its_configuration_alone(
 def test_a_relative_sqlite_path_is_resolved_as_by_flask_sqlalchemy(tmp_path: Path) -> None:
     db, delays = SQLAlchemy(), FlaskDelays()
     app = Flask("shop", instance_path=str(tmp_path))
-    app.config.update(
-        SQLALCHEMY_DATABASE_URI="sqlite:///shop.sqlite3", CELERY={"broker_url": "memory://"}
-    )
+    app.config |= {"SQLALCHEMY_DATABASE_URI": "sqlite:///shop.sqlite3"}
+    app.config["CELERY"] = {"broker_url": "memory://"}
     with pytest.raises(ConfigError, match=r"db\.init_app\(app\) before"):
         delays.init_app(app)
     db.init_app(app)
@@ -352,22 +336,14 @@ def test_a_relative_sqlite_path_is_resolved_as_by_flask_sqlalchemy(tmp_path: Pat
     assert runtime_of(delays).store.database.url.database == str(tmp_path / "shop.sqlite3")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"horizon_s": 30}, "did you mean delaytasks_horizon"),
-        ({"horizon": -1}, "delaytasks_horizon = -1"),
-        ([("horizon", 30)], "is a dict"),
-    ],
-)
-def test_init_app_reports_a_wrong_setting(options: Any, message: str) -> None:
-    app = Flask("shop")
-    app.config["DELAYTASKS"] = options
-    with pytest.raises(ConfigError, match=message):
-        FlaskDelays(app)
-
-
-def test_a_call_without_an_app_names_the_missing_init_app() -> None:
+def test_wrong_settings_and_a_missing_init_app_are_reported() -> None:
+    nearest = "did you mean delaytasks_horizon"
+    named: list[tuple[Any, str]] = [({"horizon_s": 30}, nearest), ([("horizon", 30)], "is a dict")]
+    for options, message in [*named, ({"horizon": -1}, "delaytasks_horizon = -1")]:
+        app = Flask("shop")
+        app.config["DELAYTASKS"] = options
+        with pytest.raises(ConfigError, match=message):
+            FlaskDelays(app)
     with pytest.raises(ConfigError, match=r"init_app\(app\)"):
         FlaskDelays().schedule_delay("order.close", 1, 1)
 
@@ -377,21 +353,14 @@ def test_a_call_without_an_app_names_the_missing_init_app() -> None:
 
 @pytest.fixture(params=[pytest.param("postgresql", marks=pytest.mark.slow), "sqlite"])
 def shop(request: pytest.FixtureRequest, redis_url: str, tmp_path: Path) -> Iterator[ExampleShop]:
-    drop: Callable[[], None] = lambda: None  # noqa: E731
-    url = f"sqlite:///{tmp_path / 'shop.sqlite3'}"
-    if request.param != "sqlite":
-        url, drop = new_database(request.getfixturevalue(f"{request.param}_url"))
-    shop = ExampleShop("flask_shop", tmp_path, url, redis_url)
-    yield shop
-    shop.close()
-    drop()
+    for url in fresh_database(request.param, request, tmp_path):
+        with closing(ExampleShop("flask_shop", tmp_path, url, redis_url)) as shop:
+            yield shop
 
 
 def test_orders_are_closed_on_time_unless_they_are_paid_or_rolled_back(shop: ExampleShop) -> None:
     shop.command("-m", "flask", "--app", "shop", "create-tables")
-    shop.command(
-        "-c", "from delaytasks.cli.main import main; main()", "-A", "shop", "db", "upgrade"
-    )
+    shop.command("-m", "delaytasks", "-A", "shop", "db", "upgrade")
     shop.serve("-m", "flask", "--app", "shop", "run", "--no-reload", "--port", "{port}")
     shop.work()
     shop.check_orders()
@@ -399,10 +368,8 @@ def test_orders_are_closed_on_time_unless_they_are_paid_or_rolled_back(shop: Exa
 
 def test_the_shops_own_tests_pass(shop: ExampleShop) -> None:
     shop.environment["CELERY_BROKER_URL"] = "amqp://localhost:1//"
-    assert "4 passed" in shop.command(
-        "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", ".",
-        "tests.py",
-    )  # fmt: skip
+    command = "-m pytest -q -p no:cacheprovider -c /dev/null --rootdir . tests.py"
+    assert "4 passed" in shop.command(*command.split())
 
 
 # -- Two Flask apps live in one process, each with a database and processors of its own -----------
@@ -417,8 +384,7 @@ def shops(sqlite_path: Callable[[str], str]) -> Iterator[dict[str, FlaskProject]
             create_tables(connection, project.delays)
     yield made
     for project in made.values():
-        with app_of(project).app_context():
-            project.db.engine.dispose()
+        project.dispose()
         project.delays.close()
 
 
@@ -480,8 +446,7 @@ def commands(tmp_path: Path) -> Iterator[FlaskCommands]:
     made = FlaskCommands(tmp_path)
     assert made.json("db", "upgrade")["is_current"]
     yield made
-    with made.app.app_context():
-        made.db.engine.dispose()
+    made.dispose()
     made.delays.close()
 
 
@@ -490,11 +455,13 @@ def test_flask_finds_the_commands_by_an_entry_point() -> None:
     assert found in (ROOT / "pyproject.toml").read_text()
 
 
-def test_a_command_commits_although_calls_in_an_application_context_do_not(
+def test_a_command_commits_outside_of_a_request_and_its_hints_begin_like_itself(
     commands: FlaskCommands,
 ) -> None:
     task = commands.json("schedule", "order.close", '{"order": 7}', "--delay", "1h")
     assert commands.delays.get(task["id"]).body == {"order": 7}
+    commands.delays.schedule_delay("order.close", {}, 60)
+    assert "More: flask delays list --limit 1 --cursor " in commands("list", "--limit", "1").stderr
     commands.json("cancel", task["id"])
     with commands.app.app_context():
         assert commands.delays.get(task["id"]).status.name == "CANCELLED"
@@ -510,21 +477,13 @@ def test_a_command_runs_processors_in_an_application_context(commands: FlaskComm
     assert commands.json("run")["succeeded"] == 1
 
 
-def test_hints_begin_like_the_command_itself(commands: FlaskCommands) -> None:
-    for number in range(3):
-        commands.delays.schedule_delay("order.close", number, 60)
-    assert "More: flask delays list --limit 1 --cursor " in commands("list", "--limit", "1").stderr
-
-
 def test_missing_tables_are_named_with_the_command_of_flask(commands: FlaskCommands) -> None:
     store = runtime_of(commands.delays).store
     store.schema.metadata.drop_all(store.database.tx)
     with pytest.raises(StoreError, match=r"; run: flask --app APP delays db upgrade$"):
         commands.delays.schedule_delay("order.close", {}, 60)
-    with (
-        commands.app.app_context(),
-        pytest.raises(SessionUnusableError, match="tables, run: flask --app APP delays db upgrade"),
-    ):
+    remedy = "tables, run: flask --app APP delays db upgrade"
+    with commands.app.app_context(), pytest.raises(SessionUnusableError, match=remedy):
         commands.delays.schedule_delay("order.close", {}, 60)
     for words in (["list"], ["status", "--probe"]):
         said = commands(*words)
@@ -532,9 +491,7 @@ def test_missing_tables_are_named_with_the_command_of_flask(commands: FlaskComma
 
 
 def test_an_app_without_delayed_tasks_and_up_are_usage_errors(commands: FlaskCommands) -> None:
-    plain = commands("list", app=Flask("plain"))
-    assert plain.exit_code == 2
+    plain, up = commands("list", app=Flask("plain")), commands("up")
+    assert plain.exit_code == up.exit_code == 2
     assert "the Flask app 'plain' has no delayed tasks; call init_app(app)" in plain.stderr
-    up = commands("up")
-    assert up.exit_code == 2
     assert "delaytasks -A shop.celery up" in up.stderr

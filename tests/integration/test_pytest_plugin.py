@@ -72,23 +72,9 @@ def test_the_fixture_finds_the_instance_of_the_current_celery_app(tmp_path: Path
     assert "2 passed" in output, output
 
 
-def test_a_failed_assertion_shows_the_line_of_the_test_and_the_difference(tmp_path: Path) -> None:
-    output = run_pytest(
-        tmp_path,
-        """
-        from conftest import app
-
-        def test_it(delays_tester):
-            app.schedule_delay("order.close", {"order": 7}, "30m", key="7")
-            delays_tester.assert_scheduled("order.close", key="7", body={"order": 8})
-        """,
-    )
-    assert ">       delays_tester.assert_scheduled(" in output, output
-    assert "E           body['order']: expected 8, got 7" in output
-    assert "tester.py" not in output.partition("short test summary")[0].partition("Captured")[0]
-
-
-def test_the_error_of_a_processor_shows_its_own_line(tmp_path: Path) -> None:
+def test_a_failed_assertion_and_the_error_of_a_processor_show_their_own_lines(
+    tmp_path: Path,
+) -> None:
     output = run_pytest(
         tmp_path,
         """
@@ -99,12 +85,20 @@ def test_the_error_of_a_processor_shows_its_own_line(tmp_path: Path) -> None:
             raise ValueError("no money")
 
         def test_it(delays_tester):
+            app.schedule_delay("order.close", {"order": 7}, "30m", key="7")
+            delays_tester.assert_scheduled("order.close", key="7", body={"order": 8})
+
+        def test_error(delays_tester):
             app.schedule_delay("order.fail", 7, 0)
             delays_tester.run_due()
         """,
     )
-    assert '>       raise ValueError("no money")' in output, output
-    assert "E       raised by the processor of task" in output or sys.version_info < (3, 11)
+    asserted, failed = output.partition("short test summary")[0].split("_ test_error _")
+    assert ">       delays_tester.assert_scheduled(" in asserted, output
+    assert "E           body['order']: expected 8, got 7" in asserted
+    assert "tester.py" not in asserted.partition("Captured")[0]
+    assert '>       raise ValueError("no money")' in failed, output
+    assert "E       raised by the processor of task" in failed or sys.version_info < (3, 11)
 
 
 def test_a_run_without_the_fixtures_imports_nothing_of_delaytasks(tmp_path: Path) -> None:

@@ -73,15 +73,11 @@ class Server:
             return connection.execute(text(query)).scalar_one()
 
     def partitions(self) -> list[str]:
-        with self.engine.connect() as connection:
-            return sorted(
-                connection.execute(
-                    text(
-                        "SELECT inhrelid::regclass::text FROM pg_inherits "
-                        f"WHERE inhparent = '{TABLE}'::regclass"
-                    )
-                ).scalars()
-            )
+        found: list[str] = self.ask(
+            "SELECT array_agg(inhrelid::regclass::text) FROM pg_inherits "
+            f"WHERE inhparent = '{TABLE}'::regclass"
+        )
+        return sorted(found)
 
 
 @pytest.fixture
@@ -129,9 +125,8 @@ def test_the_statements_of_the_page_keep_a_table_in_partitions(server: Server) -
     assert len(parts) == 7  # the table as it was, five weeks and the default partition
     assert f"{TABLE}_p0" in parts
     assert server.ask(f"SELECT count(*) FROM {TABLE}_p0") == ROWS + 3
-    assert {server.ask(options.format(part.removeprefix(TABLE))) for part in parts} == {
-        wanted_options
-    }
+    of_parts = {server.ask(options.format(part.removeprefix(TABLE))) for part in parts}
+    assert of_parts == {wanted_options}
     names = server.ask(
         f"SELECT string_agg(indexname, ' ' ORDER BY indexname) FROM pg_indexes "
         f"WHERE tablename = '{TABLE}'"
@@ -169,9 +164,8 @@ def test_the_statements_of_the_page_keep_a_table_in_partitions(server: Server) -
     server.run(sql["drop"])
     assert f"{TABLE}_p0" in server.partitions()  # it contains tasks of today
     server.run(OLD_WEEK)
-    first, second, *_ = [
-        name for name in server.partitions() if re.fullmatch(rf"{TABLE}_p\d{{18}}", name)
-    ]
+    weeks = [name for name in server.partitions() if re.fullmatch(rf"{TABLE}_p\d{{18}}", name)]
+    first, second, *_ = weeks
     attempts = server.ask("SELECT count(*) FROM yb_delay_attempt")
     dropped = server.ask(f"SELECT count(*) FROM {second}")
     assert dropped > 5000

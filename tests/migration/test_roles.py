@@ -9,6 +9,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
@@ -52,11 +53,8 @@ class RoleTables:
     admin: Callable[..., None]
 
     def url_of(self, role: str) -> str:
-        return (
-            make_url(self.url)
-            .set(username=self.names[role], password="secret")
-            .render_as_string(hide_password=False)
-        )
+        own = make_url(self.url).set(username=self.names[role], password="secret")
+        return own.render_as_string(hide_password=False)
 
     def delays(self, role: str) -> DelayTasks:
         made = delays_on(self.url_of(role), sweep=0.001, purge_after=1)
@@ -65,10 +63,9 @@ class RoleTables:
 
     def tables(self) -> dict[str, str]:
         """Return the tables, each with one of its columns."""
-        tables = build_schema().metadata.sorted_tables
         return {
             table.name: next(column.name for column in table.columns if column.name != "id")
-            for table in tables
+            for table in build_schema().metadata.sorted_tables
         }
 
     def may(self, role: str, statement: str) -> bool:
@@ -106,34 +103,23 @@ def role_tables(request: pytest.FixtureRequest) -> Iterator[RoleTables]:
     made = RoleTables(url, names, admin)
     try:
         for account in accounts:
-            admin(
-                f"CREATE ROLE {account} LOGIN"
-                if is_pg
-                else f"CREATE USER {account} IDENTIFIED BY 'secret'"
-            )
-        grant(made, is_pg, [one for one in documented() if one[2] == "migrator"])
+            kind, how = ("ROLE", "LOGIN") if is_pg else ("USER", "IDENTIFIED BY 'secret'")
+            admin(f"CREATE {kind} {account} {how}")
+        grants = documented()
+        grant(made, is_pg, [one for one in grants if one[2] == "migrator"])
         if not is_pg:
             admin(f"GRANT ALL ON {make_url(url).database}.* TO {accounts[0]}")
         migrator = Store(made.url_of("migrator"), settings_for(made.url_of("migrator")))
         migrations.upgrade(migrator.database)
         migrator.close()
-        grant(made, is_pg, [one for one in documented() if one[2] != "migrator"])
         # An operator is a console with additional privileges.
-        grant(
-            made,
-            is_pg,
-            [(p, t, "operator") for p, t, role in documented() if role in ("console", "web")],
-        )
+        grants += [(p, t, "operator") for p, t, role in grants if role in ("console", "web")]
+        grant(made, is_pg, [one for one in grants if one[2] != "migrator"])
         yield made
     finally:
         for account in accounts:
-            admin(
-                *(
-                    [f"DROP OWNED BY {account}", f"DROP ROLE {account}"]
-                    if is_pg
-                    else [f"DROP USER {account}"]
-                )
-            )
+            ends = ("OWNED BY", "ROLE") if is_pg else ("USER",)
+            admin(*(f"DROP {end} {account}" for end in ends))
         engine.dispose()
         drop()
 
@@ -145,12 +131,8 @@ def grant(role_tables: RoleTables, is_pg: bool, grants: Sequence[tuple[str, str,
             role_tables.admin(f"GRANT {privileges} ON {tables} TO {role_tables.names[role]}")
         elif not tables.startswith("SCHEMA"):
             account = f"'{role_tables.names[role]}'@'%'"
-            role_tables.admin(
-                *(
-                    f"GRANT {privileges} ON {database}.{table} TO {account}"
-                    for table in tables.split(", ")
-                )
-            )
+            for table in tables.split(", "):
+                role_tables.admin(f"GRANT {privileges} ON {database}.{table} TO {account}")
 
 
 def test_a_producer_schedules_and_moves_tasks(role_tables: RoleTables) -> None:
@@ -188,11 +170,8 @@ def test_a_worker_runs_sweeps_and_purges(role_tables: RoleTables) -> None:
     operator.policies.set(tag="good", concurrency=2)
     operator.policies.pause(tag="bad")
     operator.policies.resume(tag="bad")
-    tasks = [
-        web.schedule_delay(tag, {}, 0, key=f"{tag}{n}")
-        for tag in ("good", "bad", "nobody")
-        for n in range(3)
-    ]
+    tags = ["good", "bad", "nobody"] * 3
+    tasks = [web.schedule_delay(tag, {}, 0, key=f"{tag}{n}") for n, tag in enumerate(tags)]
     web.recurring.set("each hour", "good", every="1h")
     web.recurring.set("soon", "good", every="20s")
     operator.recurring.pause("each hour")
@@ -223,9 +202,8 @@ def test_check_warns_if_a_role_may_not_read_the_worker_table(role_tables: RoleTa
     """The role of a producer that runs the deploy check."""
     delays = role_tables.delays("web")
     delays.schedule_delay("late", {}, 0)
-    role_tables.admin(
-        "UPDATE yb_delay_task_message SET expected_time = '2026-01-01 00:00:00' WHERE tag = 'late'"
-    )
+    late = "expected_time = '2026-01-01 00:00:00' WHERE tag = 'late'"
+    role_tables.admin(f"UPDATE yb_delay_task_message SET {late}")
     try:
         [warning] = [one for one in warnings_of(delays) if "fsync" not in one]
     finally:
@@ -240,12 +218,10 @@ def test_a_worker_that_may_not_read_the_number_of_changes_is_refused_with_the_ca
 ) -> None:
     delays = role_tables.delays("worker")
     table = "yb_delay_policy_change"
-    is_pg = role_tables.url.startswith("postgresql")
-    of = f"{table} FROM {role_tables.names['worker']}"
-    if not is_pg:
-        of = (
-            f"{make_url(role_tables.url).database}.{table} FROM '{role_tables.names['worker']}'@'%'"
-        )
+    name = role_tables.names["worker"]
+    of = f"{make_url(role_tables.url).database}.{table} FROM '{name}'@'%'"
+    if role_tables.url.startswith("postgresql"):
+        of = f"{table} FROM {name}"
     role_tables.admin(f"REVOKE SELECT ON {of}")
     try:
         with pytest.raises(ConfigError, match=rf"(?s)policies cannot be read.*denied.*{table}"):
@@ -257,23 +233,21 @@ def test_a_worker_that_may_not_read_the_number_of_changes_is_refused_with_the_ca
 
 def test_a_console_can_read(role_tables: RoleTables) -> None:
     web, delays = role_tables.delays("web"), role_tables.delays("console")
-    stats = Stats(runtime_of(delays).store.database, runtime_of(delays).store.schema)
+    store = runtime_of(delays).store
+    stats, overdue = Stats(store.database, store.schema), OverdueRows(store.database, store.schema)
     task = web.schedule_delay("mail", {}, 60)
     web.close()
-    assert why(FactReader(runtime_of(delays).store, delays.settings).of(task))[0].code == "future"
-    overdue = OverdueRows(runtime_of(delays).store.database, runtime_of(delays).store.schema)
+    assert why(FactReader(store, delays.settings).of(task))[0].code == "future"
     assert overdue.groups(3600, 20) == [], "an earlier test may have left due tasks"
     assert stats.standby_problem() is None
     assert list(stats.pending()) is not None
     assert delays.find() is not None
     assert delays.policies.list() is not None
-    assert runtime_of(delays).store.workers.all() is not None
-    for call in (
-        lambda: delays.schedule_delay("mail", {}, 5),
-        lambda: delays.policies.pause(tag="mail"),
-    ):
-        with pytest.raises(DelayTaskError):
-            call()
+    assert store.workers.all() is not None
+    with pytest.raises(DelayTaskError):
+        delays.schedule_delay("mail", {}, 5)
+    with pytest.raises(DelayTaskError):
+        delays.policies.pause(tag="mail")
     delays.close()
 
 
@@ -294,7 +268,7 @@ def test_no_role_has_more_privileges_than_documented(role_tables: RoleTables) ->
     granted = {
         (role, privilege, table)
         for privileges, tables, role in documented()
-        for privilege, table in each(privileges, tables)
+        for privilege, table in product(privileges.split(", "), tables.split(", "))
     }
     granted |= {("operator", p, t) for role, p, t in granted if role in ("console", "web")}
     columns = {**role_tables.tables(), "yb_delay_alembic_version": "version_num"}
@@ -314,9 +288,3 @@ STATEMENTS = {
     "UPDATE": "UPDATE {table} SET {column} = NULL WHERE 1 = 0",
     "DELETE": "DELETE FROM {table} WHERE 1 = 0",
 }
-
-
-def each(privileges: str, tables: str) -> Iterator[tuple[str, str]]:
-    for privilege in privileges.split(", "):
-        for table in tables.split(", "):
-            yield privilege, table
