@@ -20,11 +20,11 @@ from celery import Celery
 
 from delaytasks import DelayTasks
 from delaytasks.core.clock import Clock
-from delaytasks.core.interfaces import Entry
 from delaytasks.runtime import runtime_of
 from delaytasks.timers import arming as background
 from delaytasks.timers.arming import BackgroundTimer
 from tests.waiting import wait_until
+from tests.world import Entry
 from tests.world.broker import RecordingTimer
 
 

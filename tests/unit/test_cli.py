@@ -22,13 +22,13 @@ from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 from rich.console import Console
 
+from delaytasks import DelayedTask
 from delaytasks.cli import context, output
 from delaytasks.cli import context as opening
 from delaytasks.cli.context import Hints
 from delaytasks.cli.main import delays, main
 from delaytasks.cli.up import CombinedLog, Spec, Supervisor
 from delaytasks.core import errors
-from delaytasks.core.task import DelayedTask
 from delaytasks.core.text import TABLES_REMEDY
 from tests.running import ROOT
 

@@ -17,9 +17,7 @@ import pytest
 from sqlalchemy import Column, MetaData, Table, event, exc, make_url, select
 
 import delaytasks
-from delaytasks import ConfigError, OutcomeUnknownError, StaleVersionError, StoreUnavailableError
-from delaytasks.core.interfaces import Settlement
-from delaytasks.core.task import DelayedTask
+from delaytasks import ConfigError, DelayedTask, OutcomeUnknownError, StoreUnavailableError
 from delaytasks.core.text import TABLES_REMEDY
 from delaytasks.storage import engines
 from delaytasks.storage.database import Database
@@ -32,6 +30,7 @@ from delaytasks.storage.store import Store
 from delaytasks.storage.types import capabilities_of
 from tests.conftest import open_store, settings_for
 from tests.recording import counted
+from tests.world import Settlement
 
 # -- the store classifies a driver's errors and retries the statement where that is safe ----------
 
@@ -152,7 +151,7 @@ def test_galera_commit_that_failed_may_have_been_done() -> None:
     with pytest.raises(OutcomeUnknownError, match=r"during COMMIT.*look at task 7"):
         run(unsure, id=7)
     with pytest.raises(OutcomeUnknownError, match="look at task 7"):
-        run(unsure, StaleVersionError("version 1, not 0"), id=7)
+        run(unsure, delaytasks.StaleVersionError("version 1, not 0"), id=7)
     with pytest.raises(StoreUnavailableError, match="during COMMIT"):
         run(unsure)
 
@@ -167,7 +166,7 @@ def lost() -> exc.DBAPIError:
 
 
 @pytest.mark.parametrize(
-    "met", [StaleVersionError("version 1, not 0"), delaytasks.TaskStateError("it waits")]
+    "met", [delaytasks.StaleVersionError("version 1, not 0"), delaytasks.TaskStateError("it waits")]
 )
 def test_a_retry_refused_due_to_its_first_try_has_an_unknown_outcome(
     met: delaytasks.TaskStateError,
@@ -189,9 +188,9 @@ def test_a_retry_without_a_free_connection_has_an_unknown_outcome() -> None:
 
 
 def test_a_refusal_without_an_earlier_lost_answer_is_raised_unchanged() -> None:
-    met = StaleVersionError("version 1, not 0")
+    met = delaytasks.StaleVersionError("version 1, not 0")
     for failures in ((met,), (error("deadlock", state="40P01"), met)):
-        with pytest.raises(StaleVersionError):
+        with pytest.raises(delaytasks.StaleVersionError):
             run(*failures, id=7)
     with pytest.raises(delaytasks.DuplicateTaskError):
         run(lost(), delaytasks.DuplicateTaskError("there is one"), id=7)

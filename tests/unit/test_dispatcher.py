@@ -13,15 +13,13 @@ from billiard.einfo import ExceptionInfo
 from billiard.exceptions import WorkerLostError
 from celery.concurrency import solo
 
-from delaytasks.core.interfaces import Entry
-from delaytasks.core.policies import WaitlistState
 from delaytasks.core.settings import Settings
 from delaytasks.execution.runner import FailureReason, Report
 from delaytasks.worker import chunk_queue, pool
 from delaytasks.worker.pool import POOL_REST_S
 from tests.recording import ManualClock, ManualMonotonic
 from tests.waiting import wait_until
-from tests.world import MainProcess, MakeWorld, World
+from tests.world import Entry, MainProcess, MakeWorld, WaitlistState, World
 
 CLOCKED = [pool, chunk_queue]
 MakeMain = Callable[[int], "Main"]

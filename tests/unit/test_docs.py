@@ -22,13 +22,12 @@ from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateIndex
 
 from benchmarks.peers import pages
-from delaytasks import DelayTasks
+from delaytasks import DelayTasks, Status
 from delaytasks.attachment import ENTRY_POINTS
 from delaytasks.core import errors
 from delaytasks.core.events import _LOG_LEVELS as LEVELS
 from delaytasks.core.filters import Filter
 from delaytasks.core.settings import Settings
-from delaytasks.core.states import MOVES, Status
 from delaytasks.http_api.routes import ROUTES
 from delaytasks.metrics import snapshot
 from delaytasks.metrics.files import read_file
@@ -42,6 +41,7 @@ from tests.conformance.test_connections import ROUND_TRIPS
 from tests.conftest import open_store
 from tests.doc_commands import check_command, command_lines, runs_here
 from tests.doc_pages import NAMES, PAGES, ROOT, SHELLS, block_beginning, blocks, environment
+from tests.world import MOVES
 
 # -- the documentation agrees with the code: settings, metrics, errors and files exist ------------
 

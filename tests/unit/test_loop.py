@@ -48,8 +48,11 @@ class Work:
         self.reconnected: list[threading.Thread] = []
         self.events = Events()
         self.reasons: list[str] = []
+        restarted = "loop.restarted", "work"
         self.events.subscribe(
-            lambda name, fields: name == "loop.restarted" and self.reasons.append(fields["reason"])
+            lambda name, fields: (
+                (name, fields.get("loop")) == restarted and self.reasons.append(fields["reason"])
+            )
         )
         self.loop = Loop(
             "work",

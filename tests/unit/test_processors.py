@@ -21,11 +21,10 @@ from hypothesis import strategies as st
 from kombu import Queue
 
 import delaytasks
-from delaytasks import DelayedTask, DelayTasks, Done, InvalidInputError, NewTask, Processor
+from delaytasks import DelayedTask, DelayTasks, Done, InvalidInputError, RetrySchedule, Status
 from delaytasks.core import retry_schedule
-from delaytasks.core.retry_schedule import MAX_RETRY_DELAYS, Retries, RetrySchedule
+from delaytasks.core.retry_schedule import MAX_RETRY_DELAYS, Retries
 from delaytasks.core.settings import Settings
-from delaytasks.core.states import Status
 from delaytasks.processors.registry import Registry
 from delaytasks.runtime import runtime_of
 from delaytasks.scheduling.producer import QueueRouting
@@ -49,7 +48,7 @@ def close_order(body: dict[str, int], task: DelayedTask | None = None) -> int:
 
 
 def test_a_handle_is_called_like_its_function_and_looks_like_it() -> None:
-    assert isinstance(close_order, Processor)
+    assert isinstance(close_order, delaytasks.Processor)
     assert close_order({"order": 7}) == 7
     assert (close_order.__name__, close_order.__doc__) == ("close_order", "Close an order.")
     assert close_order.__module__ == __name__
@@ -510,7 +509,7 @@ def test_the_call_overrides_the_processor_and_the_processor_the_mapping() -> Non
     build = runtime_of(delays).producer.build
 
     def queue_of(**options: Any) -> str:
-        return build([NewTask("mail.send", {}, 0, **options)], "reject")[0].queue
+        return build([delaytasks.NewTask("mail.send", {}, 0, **options)], "reject")[0].queue
 
     assert queue_of() == "sending"
     delays.processor("mail.send", queue="own")(lambda body: None)

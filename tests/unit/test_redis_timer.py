@@ -15,7 +15,6 @@ from delaytasks import ConfigError
 from delaytasks.core import loop as loops
 from delaytasks.core import workers as chunk_size
 from delaytasks.core.clock import Clock, monotonic
-from delaytasks.core.interfaces import Entry
 from delaytasks.core.loop import SERVICE_REST_S
 from delaytasks.core.settings import load_settings
 from delaytasks.timers import redis_timer as redis
@@ -25,7 +24,7 @@ from tests.proxy import Proxy, proxy_to
 from tests.recording import RedisTimerHarness as Bench
 from tests.unit.conftest import Gate
 from tests.waiting import wait_until
-from tests.world import MainProcess, MakeWorld
+from tests.world import Entry, MainProcess, MakeWorld
 
 # -- the `redis` timer hands out each entry once and in time, and again if its poller died --------
 

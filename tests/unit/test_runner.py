@@ -16,7 +16,6 @@ import pytest
 from celery.exceptions import WorkerShutdown
 
 from delaytasks import DelayedTask, Retry, Snooze, Status, StoreError, StoreUnavailableError
-from delaytasks.core.interfaces import Entry
 from delaytasks.core.text import DEFER_MIN_S
 from delaytasks.core.workers import ChunkSize
 from delaytasks.execution import runner
@@ -26,7 +25,7 @@ from delaytasks.execution.runner import Report
 from tests.recording import ManualMonotonic
 from tests.unit.conftest import Gate, fail_settlements
 from tests.waiting import wait_until
-from tests.world import RUNNING, MakeWorld, Settlement, World
+from tests.world import RUNNING, Entry, MakeWorld, Settlement, World
 
 BUDGET_S = 0.1
 

@@ -17,9 +17,7 @@ from delaytasks import StoreError, StoreUnavailableError
 from delaytasks.core import loop as loop_module
 from delaytasks.core.clock import monotonic
 from delaytasks.core.events import Events
-from delaytasks.core.interfaces import Entry
 from delaytasks.core.loop import Loop
-from delaytasks.core.policies import WaitlistState
 from delaytasks.core.workers import RegisteredWorker, ServiceTimes, beat_age_s, broker_down_s
 from delaytasks.worker import service_watch
 from delaytasks.worker.chunk_queue import UnfinishedWork
@@ -28,7 +26,7 @@ from tests.conftest import open_store
 from tests.proxy import proxy_to
 from tests.recording import ManualMonotonic
 from tests.waiting import wait_until
-from tests.world import MainProcess, MakeWorld, World
+from tests.world import Entry, MainProcess, MakeWorld, WaitlistState, World
 
 
 class AtWork(MainProcess):

@@ -20,6 +20,7 @@ def test_without_settings_the_defaults_hold() -> None:
 
 def test_the_environment_wins_over_celerys_configuration_and_arguments_win_over_both() -> None:
     conf = {"delaytasks_lease": 10, "delaytasks_horizon": "1m", "delaytasks_max_lost_leases": 2}
+    conf["broker_url"] = "memory://"
     environ = {"DELAYTASKS_LEASE": "20", "DELAYTASKS_HORIZON": "2m", "PATH": "/bin"}
     settings = load_settings(conf, environ, lease=30.0)
     assert (settings.lease_s, settings.horizon_s, settings.max_lost_leases) == (30, 120, 2)

@@ -21,12 +21,11 @@ from kombu.message import Message
 from kombu.serialization import prepare_accept_content
 
 from delaytasks.core.ids import MAX_ID
-from delaytasks.core.interfaces import Entry
 from delaytasks.storage.store import Store
 from delaytasks.timers.arming import RUN, SWEEP
 from delaytasks.worker.broker_connection import GuardStep
 from tests.fuzzing import fuzz, json_like
-from tests.world import MainProcess, World
+from tests.world import Entry, MainProcess, World
 
 DUE = 1_700_000_000_000_000
 

@@ -16,7 +16,6 @@ from sqlalchemy import select
 from delaytasks import Status, StoreUnavailableError
 from delaytasks.core.filters import LogEntry
 from delaytasks.core.ids import IdMaker
-from delaytasks.core.interfaces import Entry
 from delaytasks.maintenance import sweeper
 from delaytasks.maintenance.sweeper import MOST_OTHERS
 from delaytasks.storage.sweep_queries import SweepQueries
@@ -27,7 +26,7 @@ from delaytasks.worker import table_poller
 from delaytasks.worker.lease_keeper import WorkerShares
 from delaytasks.worker.table_poller import MAX_POLL_REST_S, MIN_POLL_REST_S, REST_GROWTH
 from tests.recording import CrashError, ManualClock, ManualMonotonic, set_columns
-from tests.world import MainProcess, MakeWorld, World
+from tests.world import Entry, MainProcess, MakeWorld, World
 
 
 def armed_until(world: World) -> datetime:
@@ -395,38 +394,33 @@ def test_without_beat_a_worker_checks_every_second_for_stale_partitions(turns: S
     assert max(later - earlier for earlier, later in itertools.pairwise(asked_at)) == 1.0
 
 
-#: Calls that are requested, the call that fails, the calls of the first turn, and of the next one.
-FAILURES: list[tuple[Callable[[Any], object], str, list[str], list[str]]] = [
-    (lambda loop: loop.request(1), "report", ["drain own", "sweep 1", "stale"], ["report"]),
-    (lambda loop: None, "drain own", ["report", "stale"], ["drain own"]),
-    (
-        lambda loop: loop.request(None),
-        "sweep 0",
-        ["report", "drain own", "sweep 1", "sweep 2", "stale"],
-        ["sweep 0"],
-    ),
-    (
-        lambda loop: loop.forget_armed() or loop.request(2),
-        "forget",
-        ["report", "drain own", "sweep 2", "stale"],
-        ["forget"],
-    ),
-    (lambda loop: None, "stale", ["report", "drain own"], ["stale", "sweep 2"]),
+START = "report, drain own"
+STAGES_OF_TURNS = {"report": "report", "sweep 0": "sweep partition 0"}
+#: What is requested, the call that fails, the calls of the first turn, and of the next one.
+FAILURES: list[tuple[Callable[[Any], object], str, str, str]] = [
+    (lambda loop: loop.request(1), "report", "drain own, sweep 1, stale", "report"),
+    (lambda loop: None, "drain own", "report, stale", "drain own"),
+    (lambda loop: loop.request(None), "sweep 0", f"{START}, sweep 1, sweep 2, stale", "sweep 0"),
+    (lambda loop: loop.forget_armed(), "forget", f"{START}, sweep 2, stale", "forget"),
+    (lambda loop: None, "stale", START, "stale, sweep 2"),
 ]
 
 
 @pytest.mark.parametrize(("asks", "fails", "first", "second"), FAILURES)
 def test_what_fails_in_a_turn_does_not_stop_the_rest_and_is_tried_again(
-    turns: SweepTurns, asks: Any, fails: str, first: list[str], second: list[str]
+    turns: SweepTurns, asks: Any, fails: str, first: str, second: str
 ) -> None:
     if fails == "stale":
         set_columns(turns.store, "sweeps", {"sweep_partition": 2}, swept_at=db_now_plus(-3600))
     turns.fails = {fails}
     asks(turns.loop)
-    assert turns.turn() == first
+    if fails == "forget":
+        turns.loop.request(2)
+    assert turns.turn() == first.split(", ")
     [failure] = turns.world.told("loop.failed")
     assert failure["error"] == f"OSError: {fails} failed"
-    assert turns.turn() == second
+    assert failure["stage"] == STAGES_OF_TURNS.get(fails, failure["stage"])
+    assert turns.turn() == second.split(", ")
     assert turns.turn() == []
 
 

@@ -16,10 +16,10 @@ import pytest
 from celery import Celery
 from celery.events.state import State, Task
 
+from delaytasks import DelayedTask
 from delaytasks.core import loop as availability
-from delaytasks.core.interfaces import Settlement
-from delaytasks.core.task import DelayedTask
 from delaytasks.worker.task_events import FAILED_SEND_PAUSE_S, TaskEvents, wants_task_events
+from tests.world import Settlement
 
 NOON = datetime(2030, 1, 1, 12, tzinfo=timezone.utc)
 LATER = NOON + timedelta(hours=1)

@@ -12,12 +12,7 @@ from hypothesis import strategies as st
 from delaytasks.core.policies import WAITLIST_RECHECK_S, WaitlistState
 from delaytasks.limits import tracked_waitlists
 from delaytasks.limits.admission import UNLIMITED, Capacity, StartPace
-from delaytasks.limits.tracked_waitlists import (
-    TrackedWaitlists,
-    WaitlistName,
-    WaitlistPhase,
-    WaitlistVisit,
-)
+from delaytasks.limits.tracked_waitlists import TrackedWaitlists, WaitlistName, WaitlistPhase
 from tests.recording import ManualMonotonic
 
 MAIL, SLOW = ("default", "mail"), ("slow", "mail")
@@ -158,13 +153,13 @@ def test_a_full_waitlist_is_checked_again_later(found: Tracked) -> None:
 def test_while_processes_run_long_tasks_more_and_more_others_probe(found: Tracked) -> None:
     """A limit may have been raised, and a process that runs a long task reports nothing."""
     found.sees(1)
-    assert found.next_visit() == WaitlistVisit(MAIL, is_probe=False)
+    assert found.next_visit() == tracked_waitlists.WaitlistVisit(MAIL, is_probe=False)
     sent = []
     for _ in range(5):
         assert found.next_check_due_in_s == pytest.approx(tracked_waitlists.PROBE_S)
         found.time.at += tracked_waitlists.PROBE_S
         turns = [found.next_visit() for _ in range(40)]
-        assert set(turns) <= {WaitlistVisit(MAIL, is_probe=True), None}
+        assert set(turns) <= {tracked_waitlists.WaitlistVisit(MAIL, is_probe=True), None}
         sent.append(len(turns) - turns.count(None))
     assert sent == [2, 4, 8, 16, 32]
 
@@ -186,7 +181,7 @@ def test_a_probe_that_finds_many_free_slots_calls_as_many_processes(found: Track
     found.sees(1)
     assert [found.visits(), found.visits(1, tracked_waitlists.PROBE_S)] == [[MAIL], [MAIL]]
     found.ends(3, is_probe=True)
-    no_probe = WaitlistVisit(MAIL, is_probe=False)
+    no_probe = tracked_waitlists.WaitlistVisit(MAIL, is_probe=False)
     assert [found.next_visit() for _ in range(3)] == [no_probe, no_probe, None]
 
 
