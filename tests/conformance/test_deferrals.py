@@ -418,10 +418,11 @@ def test_late_tasks_are_counted_by_queue_tag_and_cause(world: World) -> None:
 
 
 def test_a_shift_of_many_counts_from_the_due_time_and_not_from_the_next_try(
-    delays: DelayTasks, timer: RecordingTimer
+    world: World, delays: DelayTasks
 ) -> None:
     task = delays.schedule_delay("new", {}, 0)
     runner_of(delays).run([Entry.of(task)])
+    world.advance(1)  # a shift leaves out what changes in its first millisecond
     before = delays.get(task)
     assert before.expected_time > before.due
     assert delays.bulk.reschedule(by=3600, tag="new").changed == 1
