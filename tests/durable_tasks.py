@@ -9,8 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from celery import Task, shared_task
-from pydantic import BaseModel
+from celery import shared_task
 
 
 def _facts(request: Any) -> dict[str, Any]:
@@ -86,37 +85,6 @@ def autoretry(self: Any) -> int:
         raise ValueError("not yet")
     retries: int = self.request.retries
     return retries
-
-
-class GreetingTask(Task):
-    """A task class of the project."""
-
-    greeting = "hello"
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return f"{self.greeting} {super().__call__(*args, **kwargs)}"
-
-
-@shared_task(base=GreetingTask, name="durable.greet")
-def greet(name: str) -> str:
-    return name
-
-
-class OrderModel(BaseModel):
-    """A model that a task takes as its argument."""
-
-    id: int
-    words: list[str] = []
-
-
-@shared_task(name="durable.order", pydantic=True)
-def describe_order(order: OrderModel) -> str:
-    return f"{type(order).__name__} {order.id} {' '.join(order.words)}"
-
-
-@shared_task(name="durable.kind")
-def kind_of(value: Any) -> str:
-    return type(value).__name__
 
 
 @shared_task(name="durable.die_once", acks_late=True, reject_on_worker_lost=True)

@@ -55,11 +55,6 @@ def output_of(
     return done.stdout + done.stderr
 
 
-def combination(*names: str, is_quick: bool = False) -> Any:
-    """Return a parameter of a test: a database, a broker and a pool, which make up its id."""
-    return combinations("-".join(names), is_quick)[0]
-
-
 def combinations(names: str, is_quick: bool = False) -> list[Any]:
     """Return parameters of a test: a database, a broker and a pool for each id in `names`.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.running import ROOT
+from tests.running import ROOT, output_of
 
 #: An example, and a line that it prints when it has reached its end.
 LAST_LINES = {
@@ -29,12 +29,8 @@ OTHERS = {"demo", "flask_shop"}
 @pytest.mark.parametrize("name", LAST_LINES)
 def test_an_example_runs_with_one_command(name: str) -> None:
     environment = {**os.environ, "CELERY_BROKER_URL": "redis://nobody:1/0"}
-    done = subprocess.run(
-        [sys.executable, "-m", f"examples.{name}"],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert LAST_LINES[name] in done.stdout
+    output = output_of([sys.executable, "-m", f"examples.{name}"], env=environment)
+    assert LAST_LINES[name] in output
 
 
 def test_each_example_is_tested() -> None:

@@ -41,12 +41,10 @@ class Site:
         self.file = deployments[0].file
 
     def begin_worker(self, number: int) -> Process:
-        settings = self.deployments[number].settings
-        return self.deployments[0].begin_worker(
-            DELAYTASKS_DATABASE_URL=self.shards.members[number].settings.database_url,
-            DELAYTASKS_SHARD=str(number),
-            DELAYTASKS_NAMESPACE=settings["namespace"],
-        )
+        own = {"SHARD": str(number), "NAMESPACE": self.deployments[number].settings["namespace"]}
+        own["DATABASE_URL"] = self.shards.members[number].settings.database_url
+        environ = {f"DELAYTASKS_{name}": value for name, value in own.items()}
+        return self.deployments[0].begin_worker(**environ)
 
     def new(self, number: int, **options: Any) -> NewTask:
         body = {"file": str(self.file), "seconds": 0.05}
@@ -62,12 +60,8 @@ def site(postgresql_url: str, mysql_url: str, redis_url: str, tmp_path: Path) ->
         deployments = []
         for number, url in enumerate((postgresql_url, second, mysql_url)):
             (folder := tmp_path / str(number)).mkdir()
-            own: dict[str, Any] = {
-                "namespace": f"{name}-{number}",
-                "shard": number,
-                "table_prefix": f"{name}_",
-            }
-            deployment = Deployment(folder, url, redis_url, **own)
+            own: dict[str, Any] = {"namespace": f"{name}-{number}", "table_prefix": f"{name}_"}
+            deployment = Deployment(folder, url, redis_url, shard=number, **own)
             deployments.append(stack.enter_context(closing(deployment)))
         yield Site(deployments)
 
@@ -90,12 +84,8 @@ def test_no_task_is_lost_or_early_while_workers_are_killed_at_random(site: Site)
     began_at = monotonic()
     for kill in range(KILLS):
         pause_s = SPAN_S / KILLS * random_.uniform(0.5, 1.5)
-        wait_until(
-            lambda until=began_at + kill * SPAN_S / KILLS + pause_s: monotonic() > until,  # type: ignore[misc]
-            SPAN_S,
-            "the next kill",
-            every_s=0.02,
-        )
+        at = began_at + kill * SPAN_S / KILLS + pause_s
+        wait_until(lambda at=at: monotonic() > at, SPAN_S, "the next kill", 0.02)  # type: ignore[misc]
         number = random_.randrange(3)
         workers[number].kill()
         workers[number] = site.begin_worker(number)

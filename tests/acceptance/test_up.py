@@ -5,23 +5,125 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
+import shutil
 import signal
+import subprocess
+import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.acceptance.user_folder import UserFolder
+from tests.running import ROOT, marked
 from tests.waiting import wait_until
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not Path("/proc/self/environ").exists(), reason="looks for processes in /proc"
-    ),
-]
+DELAYTASKS = [sys.executable, "-c", "from delaytasks.cli.main import main; main()"]
+#: All processes that are started here inherit this variable, which identifies them.
+MARK = "DELAYTASKS_TEST_UP"
+
+
+PROCESSORS = """
+import time
+from delaytasks import processor
+
+@processor("note")
+def note(body):
+    with open("notes.txt", "a") as file:
+        file.write(body["text"] + "\\n")
+
+@processor("slow")
+def slow(body):
+    time.sleep(body["seconds"])
+    note(body)
+"""
+
+
+class UserFolder:
+    """A folder whose processes can be found and ended, including indirectly started ones."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.mark = secrets.token_hex(8)
+        self.environ = {
+            k: v for k, v in os.environ.items() if not k.startswith(("DELAYTASKS_", "CELERY_"))
+        }
+        self.environ |= {"PYTHONPATH": str(ROOT), "COLUMNS": "200", MARK: self.mark}
+        (folder / "tasks.py").write_text(PROCESSORS)
+        (folder / "celeryconfig.py").write_text("imports = ['tasks']\n")
+        self.process: subprocess.Popen[bytes] | None = None
+        self._starts = 0
+
+    def start(self, command: list[str], until: str) -> None:
+        """Run a command, and wait for a line in its log."""
+        self._starts += 1
+        self._log = self.folder / f"{self._starts}.log"
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command, cwd=self.folder, env=self.environ, stdout=log, stderr=log
+            )
+        self.wait_for(until, 60)
+
+    def up(self, *options: str, app: str = "") -> None:
+        chosen = ["-A", app] if app else []
+        self.start([*DELAYTASKS, *chosen, "up", "--concurrency", "1", *options], "stop +Ctrl-C")
+
+    def stop(self, number: int = signal.SIGINT) -> int:
+        assert self.process is not None
+        self.process.send_signal(number)
+        return self.process.wait(60)
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def wait_for(self, pattern: str, deadline_s: float = 30) -> None:
+        def is_there() -> bool:
+            assert self.process is not None
+            return bool(re.search(pattern, self.log())) or self.process.poll() is not None
+
+        wait_until(is_there, deadline_s, f"{pattern!r} in the log", every_s=0.05)
+        assert re.search(pattern, self.log()), self.log()
+
+    def run(self, *arguments: str) -> Any:
+        """Run a command in another shell of the folder."""
+        command = [*DELAYTASKS, *arguments, "--json"]
+        done = subprocess.run(
+            command, cwd=self.folder, env=self.environ, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def schedule(self, tag: str, delay_s: float, **body: Any) -> str:
+        task = self.run("schedule", tag, json.dumps(body), "--delay", f"{delay_s:g}")
+        return str(task["id"])
+
+    def notes(self) -> list[str]:
+        file = self.folder / "notes.txt"
+        return file.read_text().split() if file.exists() else []
+
+    def processes(self) -> dict[int, str]:
+        """Return the command line of every process that was started here."""
+        return marked(f"{MARK}={self.mark}")
+
+    def pid_of(self, words: str) -> int:
+        """Return the oldest process with these words, which is not a pool process."""
+        return min(pid for pid, line in self.processes().items() if words in line)
+
+    def end(self) -> None:
+        for pid in self.processes():
+            os.kill(pid, signal.SIGKILL)
+        if self.process is not None:
+            self.process.wait(10)
+
+    def is_done(self, id: str) -> Callable[[], bool]:
+        return lambda: bool(self.run("show", id)["status"] == "DONE")
+
+
+HAS_PROC = Path("/proc/self/environ").exists()
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not HAS_PROC, reason="needs /proc")]
 
 
 @pytest.fixture
@@ -82,9 +184,8 @@ def test_killing_up_itself_leaves_no_process(up: UserFolder) -> None:
     up.up("--no-flower")
     assert len(up.processes()) >= 4
     up.stop(signal.SIGKILL)
-    wait_until(
-        lambda: not up.processes(), 20, lambda: f"{up.processes()} to end; {up.log()}", every_s=0.05
-    )
+    what = lambda: f"{up.processes()} to end; {up.log()}"  # noqa: E731
+    wait_until(lambda: not up.processes(), 20, what, every_s=0.05)
 
 
 def test_the_second_ctrl_c_does_not_wait_for_a_running_task(up: UserFolder) -> None:
@@ -143,3 +244,29 @@ def test_flower_shows_the_tasks_that_up_runs(up: UserFolder) -> None:
     wait_until(seen, 30, "the task in Flower", every_s=0.2)
     assert up.stop() == 0
     assert up.processes() == {}
+
+
+# -- The Procfile, as `honcho start` runs it ------------------------------------------------------
+
+
+@pytest.mark.quick
+def test_the_procfile_has_a_line_for_each_process() -> None:
+    lines = dict(line.split(": ", 1) for line in (ROOT / "Procfile").read_text().splitlines())
+    assert list(lines) == ["worker", "beat", "flower"]
+    assert all(f"celery -A delaytasks {name}" in line for name, line in lines.items())
+
+
+def test_honcho_runs_worker_and_beat_without_configuration(up: UserFolder) -> None:
+    pytest.importorskip("honcho")
+    folder = up
+    shutil.copy(ROOT / "Procfile", folder.folder)
+    folder.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    folder.run("db", "upgrade")
+    # Without Flower, since its port may be in use on this machine.
+    folder.start([sys.executable, "-m", "honcho", "start", "worker", "beat"], " ready[.]")
+    id = folder.schedule("note", 1, text="noted")
+    wait_until(folder.is_done(id), 30, "the task")
+    folder.wait_for("beat: Starting...", 30)
+    folder.stop()
+    wait_until(lambda: not folder.processes(), 10, "all processes to end", every_s=0.05)
+    assert folder.notes() == ["noted"]

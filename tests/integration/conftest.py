@@ -2,71 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.proxy import proxy_to
+from tests.proxy import Proxy, proxy_to
 from tests.running import BROKERS, Deployment
 
 Deploy = Callable[..., Deployment]
 
 
 @pytest.fixture
-def deploy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Deploy]:
+def proxies() -> Iterator[list[Proxy]]:
+    """The proxies that a test makes. They are closed after its deployments."""
+    made: list[Proxy] = []
+    yield made
+    for proxy in made:
+        proxy.close()
+
+
+@pytest.fixture
+def deploy(
+    request: pytest.FixtureRequest, tmp_path: Path, proxies: list[Proxy], start_redis: object
+) -> Iterator[Deploy]:
+    """Make deployments on databases and brokers, each given by its name or its URL.
+
+    They are closed before the servers of `start_redis` end.
+    """
     made: list[Deployment] = []
+
+    def url_of(name: str) -> str:
+        url: str = name if "://" in name else request.getfixturevalue(f"{name}_url")
+        return url
 
     def make(
         database: str = "postgresql",
         broker: str = "redis",
         conf: dict[str, Any] | None = None,
+        *,
+        kind: type[Deployment] = Deployment,
+        folder: str = "",
+        proxied: Collection[str] = (),
         **settings: Any,
     ) -> Deployment:
-        database_url = f"sqlite:///{tmp_path / 'test.sqlite3'}"
-        if database != "sqlite":
-            database_url = request.getfixturevalue(f"{database}_url")
-        if broker == "filesystem":
-            folder = tmp_path / "broker"
-            folder.mkdir()
+        """`proxied` names what is reached through a proxy: `database` or `broker`."""
+        place, own = tmp_path / folder, dict[str, Any]()
+        if broker == "direct":
+            broker, settings = "memory://", {"timer": "direct", **settings}
+        elif broker == "filesystem":
             names = ("data_folder_in", "data_folder_out", "control_folder")
-            options = dict.fromkeys(names, str(folder))
-            broker_url, own = "filesystem://", {"broker_transport_options": options}
-        else:
+            (place / "broker").mkdir(parents=True)
+            own = {"broker_transport_options": dict.fromkeys(names, str(place / "broker"))}
+            broker = "filesystem://"
+        elif broker in BROKERS:
+            if settings.get("timer") == "redis" and broker != "redis":
+                settings["timer"] = url_of("redis")
             fixture, own = BROKERS[broker]
-            broker_url = request.getfixturevalue(fixture)
+            broker = fixture.removesuffix("_url")
+        place.mkdir(exist_ok=True)
+        database = f"sqlite:///{place / 'test.sqlite3'}" if database == "sqlite" else database
+        urls = {"database": url_of(database), "broker": url_of(broker)}
+        own_proxies = {name: proxy_to(urls[name]) for name in proxied}
+        proxies.extend(own_proxies.values())
+        urls |= {name: proxy.url(urls[name]) for name, proxy in own_proxies.items()}
         made.append(
-            Deployment(tmp_path, database_url, broker_url, {**own, **(conf or {})}, **settings)
+            kind(place, urls["database"], urls["broker"], {**own, **(conf or {})}, **settings)
         )
+        made[-1].proxies = own_proxies
         return made[-1]
 
     yield make
+    for proxy in proxies:
+        proxy.heal()
     for deployment in made:
         deployment.close()
-
-
-class ProxiedSite:
-    """Run a deployment that reaches its broker through a proxy."""
-
-    def __init__(self, folder: Path, database_url: str, broker_url: str, **settings: Any) -> None:
-        self.broker = proxy_to(broker_url)
-        self.deployment = Deployment(folder, database_url, self.broker.url(broker_url), **settings)
-
-
-@pytest.fixture
-def proxied_site(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> Iterator[Callable[..., ProxiedSite]]:
-    made: list[ProxiedSite] = []
-
-    def new(database: str, broker: str, folder: Path = tmp_path, **settings: Any) -> ProxiedSite:
-        urls = [request.getfixturevalue(f"{name}_url") for name in (database, broker)]
-        made.append(ProxiedSite(folder, *urls, **settings))
-        return made[-1]
-
-    yield new
-    for one in made:
-        one.broker.heal()
-        one.deployment.close()
-        one.broker.close()

@@ -12,7 +12,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,9 @@ from sqlalchemy import make_url, text
 from delaytasks import DelayedTask, DelayTasks, Status
 from delaytasks.core.settings import PREFIX, secret_names
 from delaytasks.runtime import runtime_of
+from tests.integration.conftest import Deploy
 from tests.proxy import WebServer, answer
-from tests.recording import new_key
+from tests.recording import delays_on, new_key
 from tests.running import ROOT, Deployment
 from tests.services import RedisServer
 from tests.waiting import wait_until
@@ -40,26 +41,17 @@ HIDDEN = (SECRET, KEY, KEY.removeprefix("whsec_"), *ENCRYPTION_KEYS)
 
 
 @pytest.fixture
-def deployment(
-    tmp_path: Path, postgresql_url: str, start_redis: Callable[..., RedisServer]
-) -> Iterator[tuple[Deployment, DelayTasks]]:
+def d(deploy: Deploy, postgresql_url: str, start_redis: Callable[..., RedisServer]) -> Deployment:
     server = start_redis()
     server.client().config_set("requirepass", SECRET)
     redis_url = server.url.replace("redis://", f"redis://:{SECRET}@")
     # PostgreSQL accepts any password if its authentication method is `trust`.
     database = make_url(postgresql_url).set(password=SECRET).render_as_string(hide_password=False)
-    made = Deployment(
-        tmp_path,
-        database,
-        redis_url,
-        timer=redis_url,
-        callback_secrets=[KEY],
-        encryption_keys=ENCRYPTION_KEYS,
-        callback_allow=["127.0.0.1"],
-        callback_broker_url=f"amqp://u:{SECRET}@127.0.0.1:1//",
-    )
-    yield made, made.delays
-    made.close()
+    callbacks = {"secrets": [KEY], "allow": ["127.0.0.1"]}
+    callbacks["broker_url"] = f"amqp://u:{SECRET}@127.0.0.1:1//"  # type: ignore[assignment]
+    settings = {f"callback_{name}": value for name, value in callbacks.items()}
+    keys = {"timer": redis_url, "encryption_keys": ENCRYPTION_KEYS}
+    return deploy(database, redis_url, **settings, **keys)
 
 
 def end_of(delays: DelayTasks, task: DelayedTask) -> DelayedTask:
@@ -67,21 +59,16 @@ def end_of(delays: DelayTasks, task: DelayedTask) -> DelayedTask:
     return delays.get(task)
 
 
-def test_secrets_and_bodies_appear_in_no_output(
-    deployment: tuple[Deployment, DelayTasks], web: WebServer
-) -> None:
-    d, delays = deployment
-    worker, beat = d.worker("-E"), d.beat()
+def test_secrets_and_bodies_appear_in_no_output(d: Deployment, web: WebServer) -> None:
+    delays, worker, beat = d.delays, d.worker("-E"), d.beat()
     web.answers["/"] = answer(500, b"busy")
-    hidden = {"Authorization": BODY, "X-Key": BODY}
+    hidden, closed = {"Authorization": BODY, "X-Key": BODY}, "http://127.0.0.1:1/"
     ends = [
         d.schedule(body={"card": BODY}),
         d.schedule("test.fail", body={"card": BODY}),
         d.schedule("test.fail", body={"file": 5, "card": BODY}),
         delays.callbacks.post(web.url(), {"card": BODY}, 0, headers=hidden, retries="0s"),
-        delays.callbacks.post(
-            "http://127.0.0.1:1/", {"card": BODY}, 0, headers=hidden, retries="0s"
-        ),
+        delays.callbacks.post(closed, {"card": BODY}, 0, headers=hidden, retries="0s"),
         delays.callbacks.publish("orders", {"card": BODY}, 0, headers={"key": BODY}, retries="0s"),
     ]
     d.schedule("test.nobody", body={"card": BODY})
@@ -90,19 +77,17 @@ def test_secrets_and_bodies_appear_in_no_output(
     insert_foreign_rows(d)
     rows = [end_of(delays, task) for task in ends]
     assert {row.status for row in rows} == {Status.DONE, Status.FAILED}
-    wait_until(lambda: "no_processor" in worker.log(), 20, "the task without processor")
-    wait_until(lambda: "no_key" in worker.log(), 20, "the task whose key is not there")
+    worker.wait_for("no_processor")
+    worker.wait_for("no_key")
 
     inspect = runtime_of(delays).celery.control.inspect([d.node(0)], timeout=10, limit=1)
     told = {
         "worker": worker.log(),
         "beat": beat.log(),
-        "errors": "\n".join(str(row.error) for row in rows),
-        "attempts": "\n".join(
-            str(attempt) for row in rows for attempt in delays.get(row, attempts=True).attempts
-        ),
+        "errors": str([row.error for row in rows]),
+        "attempts": repr([delays.get(row, attempts=True).attempts for row in rows]),
         "inspect": repr([inspect.conf(with_defaults=True), inspect.stats(), inspect.active()]),
-        "commands": commands(d, *COMMANDS),
+        "commands": commands(d, *map(str.split, COMMANDS)),
         "table": repr(in_table(d)),
     }
     assert "Error" in told["errors"]
@@ -123,17 +108,9 @@ def test_secrets_and_bodies_appear_in_no_output(
 
 def insert_foreign_rows(d: Deployment) -> None:
     """Insert rows like another program. No configured key decrypts the last one."""
-    with d.store.database.begin() as connection:
-        table = d.store.schema.tasks.name
-        insert = f"INSERT INTO {table} (tag, message_body) VALUES ('test.note', :body)"
-        connection.execute(text(insert), {"body": f'{{"card": {BODY}'})
-        insert = f"INSERT INTO {table} (tag, message_body) VALUES (:tag, '{{}}')"
-        connection.execute(text(insert), {"tag": HOSTILE})
-        insert = (
-            f"INSERT INTO {table} (tag, message_body) "
-            "VALUES ('test.note', 'aesgcm:ffffffff:gAAAAA')"
-        )
-        connection.execute(text(insert))
+    d.insert(message_body=f'{{"card": {BODY}')
+    d.insert(tag=HOSTILE, message_body="{}")
+    d.insert(message_body="aesgcm:ffffffff:gAAAAA")
 
 
 def in_table(d: Deployment) -> list[Any]:
@@ -148,14 +125,7 @@ def in_table(d: Deployment) -> list[Any]:
     return found
 
 
-COMMANDS = [
-    ["list"],
-    ["status"],
-    ["check"],
-    ["check", "--settings"],
-    ["db", "upgrade", "--check"],
-    ["log"],
-]
+COMMANDS = "list,status,check,check --settings,db upgrade --check,log".split(",")
 SCRIPT = """
 import json, sys
 from click.testing import CliRunner
@@ -192,15 +162,8 @@ def test_celery_shows_none_of_the_secret_settings() -> None:
 def test_the_error_about_a_refused_body_does_not_show_the_body(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    delays = DelayTasks(
-        Celery("shop", broker="memory://", set_as_current=False), f"sqlite:///{tmp_path / 'x.db'}"
-    )
-    bodies: list[Any] = [
-        {"card": BODY, "x": object()},
-        BODY * 100_000,
-        {"card": BODY + "\x00"},
-        {"card": {BODY}},
-    ]
+    delays = delays_on(f"sqlite:///{tmp_path / 'x.db'}")
+    bodies: list[Any] = [{"card": BODY, "x": object()}, {"card": BODY + "\x00"}, BODY * 100_000]
     with caplog.at_level(logging.DEBUG):
         for body in bodies:
             with pytest.raises(ValueError) as caught:

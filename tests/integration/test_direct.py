@@ -7,61 +7,29 @@ from __future__ import annotations
 
 import signal
 import socket
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import select
 
 from delaytasks import DelayedTask, NewTask, Status
 from delaytasks.runtime import runtime_of
+from tests.integration.conftest import Deploy
 from tests.running import Deployment
 from tests.services import free_port
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
-Deploy = Callable[..., Deployment]
-
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Callable[[str], Deploy]]:
-    """Return a function that creates deployments whose broker is unreachable."""
-    made: list[Deployment] = []
+def direct(deploy: Deploy) -> Deploy:
+    """Make deployments whose broker is unreachable, on PostgreSQL unless a database is named."""
 
-    def on(database_url: str) -> Deploy:
-        def deploy(**settings: Any) -> Deployment:
-            broker_url = settings.pop("broker_url", f"redis://127.0.0.1:{free_port()}/0")
-            made.append(
-                Deployment(tmp_path, database_url, broker_url, **{"timer": "direct", **settings})
-            )
-            return made[-1]
+    def make(database: str = "postgresql", **settings: Any) -> Deployment:
+        broker_url = settings.pop("broker_url", f"redis://127.0.0.1:{free_port()}/0")
+        return deploy(database, broker_url, **{"timer": "direct", **settings})
 
-        return deploy
-
-    yield on
-    for deployment in made:
-        deployment.close()
-
-
-@pytest.fixture
-def deploy(place: Callable[[str], Deploy], database_url: str) -> Deploy:
-    """Return a function that creates deployments on each database."""
-    return place(database_url)
-
-
-@pytest.fixture
-def on_postgresql(place: Callable[[str], Deploy], postgresql_url: str) -> Deploy:
-    return place(postgresql_url)
-
-
-def workers(d: Deployment, tasks: list[DelayedTask]) -> set[str]:
-    """Return the names of the workers that ran `tasks`, without their process ids."""
-    t = d.store.schema.tasks
-    query = select(t.c.worker).where(t.c.id.in_([task.id for task in tasks]))
-    with d.store.database.auto.connect() as connection:
-        return {name.partition("/")[0] for name in connection.execute(query).scalars() if name}
+    return make
 
 
 def set_policies(d: Deployment) -> None:
@@ -76,11 +44,8 @@ def everything(d: Deployment) -> tuple[list[DelayedTask], list[DelayedTask], lis
     """
     mail = d.schedule("test.mail")
     batch = [d.schedule("test.batch", body={"number": number}) for number in range(0, 20, 2)]
-    side_by_side = [
-        d.schedule(tag, body={"seconds": 0.1})
-        for tag in ("test.wait", "test.async")
-        for _ in range(5)
-    ]
+    tags = ["test.wait", "test.async"] * 5
+    side_by_side = [d.schedule(tag, body={"seconds": 0.1}) for tag in tags]
     climbing = d.schedule("test.fail", retries="0.1s")
     paused = d.schedule("test.word", body={"word": "never"})
     unknown = d.schedule("test.nobody")
@@ -96,47 +61,40 @@ def check(
     assert d.delays.get(failed[0]).runs == 2
     # A worker claims a task without a processor for a moment, again and again.
     rests = {Status.NOT_COMPLETE, Status.HELD}
-    wait_until(
-        lambda: {d.status(task) for task in waiting} <= rests,
-        5,
-        lambda: f"to wait: {[*map(d.status, waiting)]}",
-    )
+    wait_until(lambda: {*map(d.status, waiting)} <= rests, 5, "the others to wait")
     runs = [run[0] for run in d.runs() if run[1] != "ended"]
     notes = [str(task.id) for task in done if task.tag == "test.note"]
     assert sorted(run for run in runs if run in notes) == sorted(notes), "each once"
 
 
-def test_drain_does_all_kinds_of_work_of_a_worker_and_ends(deploy: Deploy) -> None:
-    d = deploy()
+def test_drain_does_all_kinds_of_work_of_a_worker_and_ends(
+    direct: Deploy, database_url: str
+) -> None:
+    d = direct(database_url)
     set_policies(d)
     done, failed, waiting = everything(d)
     first = d.drain("-c", "2", deadline_s=60)
-    wait_until(
-        lambda: runtime_of(d.delays).clock.now() > d.delays.get(failed[0]).expected_time,
-        10,
-        "the last rung to be due",
-    )
+    clock = runtime_of(d.delays).clock
+    wait_until(lambda: clock.now() > d.delays.get(failed[0]).expected_time, 10, "the last retry")
     second = d.drain("-c", "2", deadline_s=60)
     check(d, done, failed, waiting)
-    assert (first["succeeded"], first["without_processor"], first["is_stopped"]) == (
-        len(done),
-        1,
-        False,
-    )
-    assert first["failed"] + second["failed"] == 1, (
-        "its last rung may be due before the first one ends"
-    )
+    counts = [first[name] for name in ("succeeded", "without_processor", "is_stopped")]
+    assert counts == [len(done), 1, False]
+    # The last retry may be due before the first drain ends.
+    assert first["failed"] + second["failed"] == 1
 
 
-def test_permanent_drains_do_all_kinds_of_work_of_a_worker(deploy: Deploy) -> None:
+def test_permanent_drains_do_all_kinds_of_work_of_a_worker(
+    direct: Deploy, database_url: str
+) -> None:
     """Two drainers share all kinds of work, and one of them runs the rest when the other stops."""
-    d = deploy(lease=60)
+    d = direct(database_url, lease=60)
     set_policies(d)
     first, second = d.drainer(), d.drainer()
     kinds = everything(d)
     near = [d.schedule("test.quiet", 1 + n / 50) for n in range(100)]
     d.wait_for(near[:50])
-    names = workers(d, near[:50])
+    names = {(d.delays.get(task).worker or "").partition("/")[0] for task in near[:50]}
     long = d.schedule("test.sleep", body={"seconds": 1.5})
     wait_until(lambda: d.delays.get(long).status is Status.RUNNING, 20, "the long one to begin")
     first.terminate()
@@ -151,35 +109,23 @@ def test_permanent_drains_do_all_kinds_of_work_of_a_worker(deploy: Deploy) -> No
     assert not second.ended()
 
 
-def test_a_task_that_kills_its_process_is_given_up_and_other_tasks_run(
-    on_postgresql: Deploy,
-) -> None:
-    d = on_postgresql(max_lost_leases=2)
-    d.drainer()
-    poison, others = d.schedule("test.abort"), [d.schedule("test.quiet") for _ in range(20)]
-    d.wait_for(others)
-    d.wait_for([poison], Status.FAILED, 40)
-    assert max(d.delays.get(task).lapses for task in others) <= 1
-
-
-def test_a_second_signal_gives_up_the_running_task(on_postgresql: Deploy) -> None:
-    d = on_postgresql(lease=60)
+def test_a_second_signal_gives_up_the_running_task(direct: Deploy) -> None:
+    d = direct(lease=60)
     drainer = d.drainer()
     task = d.schedule("test.sleep", body={"seconds": 60})
     wait_until(lambda: d.runs(), 20, "it to begin")
     drainer.signal(signal.SIGTERM)
-    wait_until(lambda: "Waiting for running tasks" in drainer.log(), 10, "it to hear the first one")
+    drainer.wait_for("Waiting for running tasks", 10)
     drainer.terminate()
     given_up = d.delays.get(task)
-    assert (given_up.status, given_up.lapses) == (Status.NOT_COMPLETE, 1), (
-        "at once, and not when its lease ends"
-    )
+    # The row is released immediately, and not when its lease ends.
+    assert (given_up.status, given_up.lapses) == (Status.NOT_COMPLETE, 1)
 
 
 @pytest.mark.quick
-def test_the_direct_timer_makes_no_connection_to_the_broker(on_postgresql: Deploy) -> None:
+def test_the_direct_timer_makes_no_connection_to_the_broker(direct: Deploy) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
-        d = on_postgresql(broker_url=f"redis://127.0.0.1:{mute.getsockname()[1]}/0")
+        d = direct(broker_url=f"redis://127.0.0.1:{mute.getsockname()[1]}/0")
         d.drainer()
         tasks = [d.schedule(delay=n / 50) for n in range(10)]
         d.delays.schedule_many(NewTask("test.quiet", None, delay=0.1) for _ in range(10))
@@ -191,10 +137,8 @@ def test_the_direct_timer_makes_no_connection_to_the_broker(on_postgresql: Deplo
             mute.accept()
 
 
-def test_drains_run_tasks_with_the_eta_timer_while_the_broker_is_down(
-    on_postgresql: Deploy,
-) -> None:
-    d = on_postgresql(timer="eta", _publish_limit_s=0.1)
+def test_drains_run_tasks_with_the_eta_timer_while_the_broker_is_down(direct: Deploy) -> None:
+    d = direct(timer="eta", _publish_limit_s=0.1)
     try:
         d.drainer()
         tasks = [d.schedule(delay=n / 10) for n in range(10)]

@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,8 @@ from redis import Redis
 from delaytasks import DelayedTask, Status
 from delaytasks.runtime import runtime_of
 from delaytasks.timers.arming import RUN, SWEEP
-from tests.running import Deployment, Process
+from tests.integration.conftest import Deploy
+from tests.running import Deployment
 from tests.services import RedisServer
 from tests.waiting import wait_until
 
@@ -32,7 +32,7 @@ RUNS = {"task": RUN, "id": "forged"}
 
 
 class FolderBomb:
-    """Create a folder when an instance is unpickled."""
+    """Creates a folder when an instance is unpickled."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -41,69 +41,28 @@ class FolderBomb:
         return os.mkdir, (self.folder,)
 
 
-class PickleWorker:
-    """Run a worker whose app accepts pickle, which is an insecure setting."""
-
-    def __init__(self, folder: Path, database: str, broker: str, **settings: Any) -> None:
-        self.d = Deployment(
-            folder, database, broker, {"accept_content": ["json", "pickle"]}, **settings
-        )
-        self.boom = folder / "boom"
-        self.redis = Redis.from_url(broker) if broker.startswith("redis") else None
-        self.worker: Process = self.d.worker("-Q", "default", concurrency=1)
+class PickleWorker(Deployment):
+    """A deployment whose app accepts pickle, which is an insecure setting."""
 
     def queue(self) -> Any:
-        return runtime_of(self.d.delays).publisher.queue("default")
+        return runtime_of(self.delays).publisher.queue("default")
 
     def send(self, messages: list[tuple[Any, Any, str]]) -> None:
         """Send messages; each one is a body, its headers and its content type."""
         queue = self.queue()
-        with runtime_of(self.d.delays).celery.connection_for_write() as connection:
+        with runtime_of(self.delays).celery.connection_for_write() as connection:
             producer = Producer(connection)
             for body, headers, kind in messages:
                 text = body if isinstance(body, (bytes, str)) else json.dumps(body)
                 producer.publish(
-                    text,
-                    headers=headers,
-                    content_type=kind,
+                    text, headers=headers, content_type=kind,
                     content_encoding="binary" if isinstance(text, bytes) else "utf-8",
-                    exchange=queue.exchange,
-                    routing_key=queue.routing_key,
-                    declare=[queue],
-                )
+                    exchange=queue.exchange, routing_key=queue.routing_key, declare=[queue],
+                )  # fmt: skip
 
-    def close(self) -> None:
-        self.d.close()
-        if self.redis is not None:
-            self.redis.close()
-
-
-Open = Callable[..., PickleWorker]
-
-
-@pytest.fixture
-def open_scene(
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-    start_redis: Callable[..., RedisServer],
-    monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[Open]:
-    made: list[PickleWorker] = []
-    # Celery refuses to accept pickle as root without this variable.
-    monkeypatch.setenv("C_FORCE_ROOT", "1")
-
-    def make(broker: str, **settings: Any) -> PickleWorker:
-        # Each worker on a Redis server receives broadcast commands, so this test starts its own
-        # server.
-        url = request.getfixturevalue("rabbitmq_url") if broker == "rabbitmq" else start_redis().url
-        made.append(
-            PickleWorker(tmp_path, request.getfixturevalue("postgresql_url"), url, **settings)
-        )
-        return made[-1]
-
-    yield make
-    for scene in made:
-        scene.close()
+    def length(self) -> int:
+        with runtime_of(self.delays).celery.connection_for_write() as connection:
+            return int(self.queue()(connection).queue_declare().message_count)
 
 
 def forged_bodies(far: DelayedTask, near: DelayedTask, cancelled: DelayedTask) -> list[Any]:
@@ -120,13 +79,7 @@ def forged_bodies(far: DelayedTask, near: DelayedTask, cancelled: DelayedTask) -
         *([[[entry], {}, {}] for entry in entries]),
         [[entries[:10]], {}, {}],
         [[[[far.id, 0, now, 0]]] * 2, {}, {}],
-        [],
-        {},
-        None,
-        5,
-        "text",
-        [[]],
-        [[[]], {}, {}],
+        *([], {}, None, 5, "text", [[]], [[[]], {}, {}]),
         [[], {"evil": 1}, {}],
         [[[[far.id, 0, now]]], {}, {}],
         [[[["1", "0", "0", "0"]]], {}, {}],
@@ -138,79 +91,48 @@ def forged_bodies(far: DelayedTask, near: DelayedTask, cancelled: DelayedTask) -
         [[[], {"drain": "x"}], {}, {}],
         {"task": RUN, "args": "x", "kwargs": {"evil": 1}, "id": "x"},
         "[" * 100_000,
-        b"\xff\xfe\x00",
-        b"",
+        *(b"\xff\xfe\x00", b""),
         "[[" + "1," * 400_000 + "1]]",
     ]
 
 
-def forged(
-    scene: PickleWorker, far: DelayedTask, near: DelayedTask, cancelled: DelayedTask
-) -> list[tuple[Any, Any, str]]:
-    bodies = forged_bodies(far, near, cancelled)
-    bomb = FolderBomb(str(scene.boom))
+def forged(bomb: FolderBomb, *tasks: DelayedTask) -> list[tuple[Any, Any, str]]:
+    bodies = forged_bodies(*tasks)
     messages: list[tuple[Any, Any, str]] = [(body, RUNS, JSON) for body in bodies]
     messages += [(body, {}, JSON) for body in bodies if not isinstance(body, bytes)]
-    messages += [
-        (body, {"task": SWEEP, "id": "x"}, JSON)
-        for body in list[Any]([[[99], {}, {}], [["x"], {}, {}], [[[]], {}, {}]])
-    ]
+    sweeps: list[Any] = [[[99], {}, {}], [["x"], {}, {}], [[[]], {}, {}]]
+    messages += [(body, {"task": SWEEP, "id": "x"}, JSON) for body in sweeps]
+    pickled = pickle.dumps({"task": RUN, "args": [bomb], "id": "x", "kwargs": {}})
     for kind in (PICKLE, YAML, "application/octet-stream"):
         for headers in (RUNS, {}, {"task": "other", "id": "x"}):
-            messages.append(
-                (
-                    pickle.dumps({"task": RUN, "args": [bomb], "id": "x", "kwargs": {}}),
-                    headers,
-                    kind,
-                )
-            )
-    messages += [
-        ([[], {}, {}], {"task": {"not": "hashable"}, "id": "x"}, JSON),
-        ([[], {}, {}], {"task": "no.such.task"}, JSON),
-        ([[], {}, {}], {"task": "no.such.task", "id": "x"}, JSON),
-        ([[], {}, {}], {**RUNS, "compression": "application/x-gzip"}, JSON),
+            messages.append((pickled, headers, kind))
+    empty: list[Any] = [[], {}, {}]
+    return [
+        *messages,
+        (empty, {"task": {"not": "hashable"}, "id": "x"}, JSON),
+        (empty, {"task": "no.such.task"}, JSON),
+        (empty, {"task": "no.such.task", "id": "x"}, JSON),
+        (empty, {**RUNS, "compression": "application/x-gzip"}, JSON),
         ([[], {"drain": [0]}, {}], {**RUNS, "expires": "soon"}, JSON),
         ([[[], {"drain": [0]}], {}, {}], {**RUNS, "expires": 5}, JSON),
     ]
-    return messages
+
+
+def raw(properties: Any, headers: Any, body: Any = "e30=", **more: Any) -> str:
+    return json.dumps({"properties": properties, "headers": headers, "body": body, **more})
 
 
 #: In Redis a queue is a list, so a client can push any bytes into it.
 RAW: list[Any] = [
-    b"garbage",
-    b"\xff\xfe",
-    b"5",
-    b"[]",
-    b"{}",
-    b"[" * 100_000,
-    b'{"properties": 5}',
-    b'{"properties": {}}',
-    json.dumps({"properties": {"delivery_tag": "x"}, "headers": "text", "body": "e30="}),
-    json.dumps(
-        {
-            "properties": {"delivery_tag": "x", "delivery_info": 5},
-            "headers": {"task": RUN},
-            "body": "e30=",
-        }
-    ),
-    json.dumps(
-        {
-            "properties": {"delivery_tag": [], "body_encoding": "base64"},
-            "headers": RUNS,
-            "body": "?",
-        }
-    ),
-    json.dumps(
-        {
-            "properties": {
-                "delivery_tag": "x",
-                "body_encoding": "none",
-                "delivery_info": {"routing_key": ["x"]},
-            },
-            "headers": RUNS,
-            "body": 5,
-            "content-type": JSON,
-        }
+    *(b"garbage", b"\xff\xfe", b"5", b"[]", b"{}", b"[" * 100_000),
+    *(b'{"properties": 5}', b'{"properties": {}}'),
+    raw({"delivery_tag": "x"}, "text"),
+    raw({"delivery_tag": "x", "delivery_info": 5}, {"task": RUN}),
+    raw({"delivery_tag": [], "body_encoding": "base64"}, RUNS, "?"),
+    raw(
+        {"delivery_tag": "x", "body_encoding": "none", "delivery_info": {"routing_key": ["x"]}},
+        *(RUNS, 5),
+        **{"content-type": JSON},
     ),
 ]
 
@@ -219,19 +141,30 @@ RAW: list[Any] = [
     ("broker", "timer"), [("redis", "eta"), ("redis", "redis"), ("rabbitmq", "eta")]
 )
 def test_forged_messages_stop_no_worker_and_run_no_task(
-    open_scene: Open, broker: str, timer: str
+    deploy: Deploy,
+    start_redis: Callable[..., RedisServer],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    broker: str,
+    timer: str,
 ) -> None:
-    scene = open_scene(broker, timer=timer)
-    d, worker = scene.d, scene.worker
+    # Celery refuses to accept pickle as root without this variable.
+    monkeypatch.setenv("C_FORCE_ROOT", "1")
+    # Each worker on a Redis server receives broadcast commands, so this test starts its own server.
+    server, boom = start_redis() if broker == "redis" else None, tmp_path / "boom"
+    conf = {"accept_content": ["json", "pickle"]}
+    url = server.url if server else broker
+    d = deploy("postgresql", url, conf, kind=PickleWorker, timer=timer)
+    assert isinstance(d, PickleWorker)
+    worker = d.worker("-Q", "default", concurrency=1)
     far, near, cancelled = d.schedule(delay=3600), d.schedule(delay=4), d.schedule(delay=3600)
     d.delays.cancel(cancelled)
-    scene.send(forged(scene, far, near, cancelled))
-    if scene.redis is not None:
-        name = scene.queue().name
-        for raw in RAW:
-            scene.redis.lpush(name, raw)
+    d.send(forged(FolderBomb(str(boom)), far, near, cancelled))
+    if server:
+        for text in RAW:
+            server.client().lpush(d.queue().name, text)
         if timer == "redis":
-            forge_timer(scene, scene.redis, far)
+            forge_timer(d, server.client(), far)
     good = [d.schedule(delay=0.2) for _ in range(20)]
     d.wait_for([*good, near])
     assert not worker.ended()
@@ -239,47 +172,26 @@ def test_forged_messages_stop_no_worker_and_run_no_task(
     ran = [int(run[0]) for run in d.runs()]
     assert sorted(ran) == sorted(task.id for task in [*good, near])
     assert d.early() == []
-    assert not scene.boom.exists()
-    wait_until(lambda: _length(scene) == 0, 10, "all to be taken in")
+    assert not boom.exists()
+    wait_until(lambda: d.length() == 0, 10, "all to be taken in")
     log = worker.log()
     # One line for each kind: messages, their entries, requests of sweeps, entries in Redis.
     assert 1 <= log.count("message.refused") <= 4, "whoever sends many does not fill the log"
     assert "content.unsafe accepts='pickle'" in log
     assert "Unrecoverable" not in log
     assert "Connection to broker lost" not in log
-    assert re.search(
-        r'"?message.refused"?: \d\d', d.command("inspect", "stats", "-d", d.node(0)).log()
-    )
+    assert d.events()["message.refused"] >= 10
 
 
-def forge_timer(scene: PickleWorker, redis: Redis, far: DelayedTask) -> None:
-    timer = runtime_of(scene.d.delays).redis_timer
+def forge_timer(d: Deployment, redis: Redis, far: DelayedTask) -> None:
+    timer = runtime_of(d.delays).redis_timer
     assert timer is not None
-    members = [
-        "x",
-        "",
-        " ",
-        "0:0",
-        f"{2**63}:0",
-        "1:2:3:4",
-        "\x00",
-        "1:0 5",
-        "[" * 1000,
-        f"{far.id}:0",
-        f"{far.id}:7",
-    ]
+    members = ["x", "", " ", "0:0", f"{2**63}:0", "1:2:3:4", "\x00", "1:0 5", "[" * 1000]
+    members += [f"{far.id}:0", f"{far.id}:7"]
     for slot in timer.slots("default"):
-        store, prepare = timer.keys(slot)
-        redis.zadd(store, dict.fromkeys(members, 1))
-        redis.zadd(prepare, dict.fromkeys(members, 1))
+        for key in timer.keys(slot):
+            redis.zadd(key, dict.fromkeys(members, 1))
         for said in ("garbage", "", "0 x", "0 nan", "0 -inf", "\xff", "99 0", "0"):
             redis.publish(timer.channel("default"), said)
     blocked = timer.keys(timer.slots("default")[-1])[0]
     redis.set(blocked, "of another type")
-
-
-def _length(scene: PickleWorker) -> int:
-    if scene.redis is not None:
-        return int(scene.redis.llen(scene.queue().name))
-    with runtime_of(scene.d.delays).celery.connection_for_write() as connection:
-        return int(scene.queue()(connection).queue_declare(passive=True).message_count)

@@ -5,16 +5,16 @@ Later some of the connections become silent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from delaytasks import NewTask
 from delaytasks.runtime import runtime_of
-from tests.running import BROKERS, Deployment
+from tests.integration.conftest import Deploy
+from tests.running import Deployment, combinations
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -25,12 +25,6 @@ SILENT = set(ALIVE[::8])
 #: A busy machine adds up to this many seconds to RELIABILITY's bound of grace period, sweep
 #: interval and dispatch.
 SLACK_S = 10
-
-COMBINATIONS = [
-    ("postgresql", "redis", "prefork", "eta"),
-    ("postgresql", "redis", "threads", "redis"),
-    ("mysql", "rabbitmq", "prefork", "eta"),
-]
 
 
 class Connections(Deployment):
@@ -65,40 +59,16 @@ class Connections(Deployment):
         runtime_of(self.delays).publisher.send = counting  # type: ignore[method-assign]
         return sent
 
-    def worker_events(self) -> dict[str, int]:
-        answer = (
-            runtime_of(self.delays)
-            .celery.control.inspect([self.node(0)], timeout=10, limit=1)
-            .stats()
-            or {}
-        )
-        events: dict[str, int] = answer[self.node(0)]["delaytasks"]["events"]
-        return events
-
 
 @pytest.fixture
-def connections(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Connections]:
-    database, broker, _, timer = request.param
-    fixture, conf = BROKERS[broker]
-    urls = [request.getfixturevalue(name) for name in (f"{database}_url", fixture)]
-    timer = request.getfixturevalue("redis_url") if timer == "redis" else timer
-    deployment = Connections(tmp_path, *urls, conf, timer=timer)  # type: ignore[call-arg]
-    yield deployment
-    deployment.close()
+def connections(deploy: Deploy, database: str, broker: str, timer: str) -> Deployment:
+    return deploy(database, broker, kind=Connections, timer=timer)
 
 
 @pytest.mark.parametrize(
-    ("connections", "pool"),
-    [
-        pytest.param(
-            combination,
-            combination[2],
-            id="-".join(combination),
-            marks=pytest.mark.quick if "threads" in combination else (),
-        )
-        for combination in COMBINATIONS
-    ],
-    indirect=["connections"],
+    ("database", "broker", "pool", "timer"),
+    combinations("postgresql-redis-threads-redis", is_quick=True)
+    + combinations("postgresql-redis-prefork-eta mysql-rabbitmq-prefork-eta"),
 )
 def test_only_connections_without_heartbeats_time_out(connections: Connections, pool: str) -> None:
     d = connections
@@ -107,10 +77,10 @@ def test_only_connections_without_heartbeats_time_out(connections: Connections, 
     sent = d.count_messages()
     d.live(ALIVE, lambda: False, TIMEOUT_S)
     # The worker's first sweep arms these rows if it starts after the tasks were scheduled.
-    armed = d.worker_events().get("sweep.armed")
+    armed = d.events().get("sweep.armed")
     d.live(ALIVE, lambda: False, 1.5 * TIMEOUT_S)
     assert (d.runs(), sent) == ([], []), "nothing fires, and nothing is sent"
-    assert d.worker_events().get("sweep.armed") == armed, "by the sweep neither"
+    assert d.events().get("sweep.armed") == armed, "by the sweep neither"
 
     tasks = {str(task.id): task.key for task in d.delays.find(tag="test.note", limit=len(ALIVE))}
     assert sorted(tasks.values()) == sorted(ALIVE)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from redis import Redis
 from delaytasks import Status
 from delaytasks.core.text import installed_version
 from delaytasks.runtime import runtime_of
+from tests.integration.conftest import Deploy
 from tests.running import Deployment
 from tests.services import RedisServer
 from tests.waiting import wait_until
@@ -23,17 +23,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def open_deployment(
-    tmp_path: Path, start_redis: Callable[..., RedisServer], database_url: str
-) -> Iterator[Callable[..., Deployment]]:
-    made: list[Deployment] = []
-
-    def make(**settings: Any) -> Deployment:
-        made.append(Deployment(tmp_path, database_url, start_redis().url, **settings))
-        return made[-1]
-
-    yield make
-    for deployment in made:
-        deployment.close()
+    deploy: Deploy, start_redis: Callable[..., RedisServer], database_url: str
+) -> Deploy:
+    return lambda **settings: deploy(database_url, start_redis().url, **settings)
 
 
 def reports(d: Deployment) -> list[tuple[int, str]]:
@@ -42,9 +34,7 @@ def reports(d: Deployment) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("timer", ["eta", "redis"])
-def test_celery_inspect_answers_while_a_chunk_runs(
-    open_deployment: Callable[..., Deployment], timer: str
-) -> None:
+def test_celery_inspect_answers_while_a_chunk_runs(open_deployment: Deploy, timer: str) -> None:
     """`celery inspect` prints the answer with the JSON encoder of the standard library."""
     d = open_deployment(timer=timer, horizon=3000)
     worker = d.worker(concurrency=1)
@@ -63,23 +53,17 @@ def test_celery_inspect_answers_while_a_chunk_runs(
 
     assert answer("stats")["delaytasks"]["chunks"] == 1
     [active] = answer("active")
-    assert (active["id"], active["name"], active["acknowledged"]) == (
-        str(running.id),
-        "test.sleep",
-        True,
-    )
-    assert active["worker_pid"] == int(d.runs()[0][2])
-    assert active["args"] == []
+    shown = [active[name] for name in ("id", "name", "acknowledged", "worker_pid", "args")]
+    assert shown == [str(running.id), "test.sleep", True, int(d.runs()[0][2]), []]
     scheduled = [(one["request"]["id"], one["request"]["name"]) for one in answer("scheduled")]
-    assert scheduled == ([(str(near.id), "test.note")] if timer == "eta" else []), (
-        "with redis it waits there"
-    )
+    # With the timer `redis`, it waits in Redis.
+    assert scheduled == ([(str(near.id), "test.note")] if timer == "eta" else [])
     assert {"test.sleep", "test.note", "delaytasks.run"} <= set(answer("registered"))
     assert answer("reserved") == []
     assert not worker.ended()
 
 
-def test_celery_purge_loses_no_task(open_deployment: Callable[..., Deployment]) -> None:
+def test_celery_purge_loses_no_task(open_deployment: Deploy) -> None:
     """A sweep finds the rows whose messages `celery purge` deletes.
 
     `celery purge` empties Celery's own queues, and the queues of delaytasks if it names them.
@@ -95,16 +79,3 @@ def test_celery_purge_loses_no_task(open_deployment: Callable[..., Deployment]) 
     assert d.status(task) is Status.NOT_COMPLETE
     d.worker(concurrency=1)
     d.wait_for([task], deadline_s=d.r1_s() + 15)
-
-
-def test_a_worker_that_celery_shuts_down_ends_its_task_and_sends_back_the_near_ones(
-    open_deployment: Callable[..., Deployment],
-) -> None:
-    d = open_deployment(horizon=120)
-    worker = d.worker()
-    near, running = d.schedule(delay=100), d.schedule("test.sleep", body={"seconds": 4})
-    wait_until(lambda: d.status(running) is Status.RUNNING, 10, "the sleeper to run")
-    d.command("control", "shutdown", "--destination", d.node(0))
-    wait_until(worker.ended, 20, "the worker to shut down", every_s=0.05)
-    assert "sent back 1 near tasks" in worker.log()
-    assert (d.status(running), d.status(near)) == (Status.DONE, Status.NOT_COMPLETE)

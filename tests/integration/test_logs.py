@@ -3,51 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from delaytasks.runtime import runtime_of
 from tests.doc_pages import block_beginning
+from tests.integration.conftest import Deploy
 from tests.proxy import Proxy, proxy_to
-from tests.running import Deployment
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(params=["postgresql", "mysql"])
-def proxied(
-    request: pytest.FixtureRequest, tmp_path: Path, redis_url: str
-) -> Iterator[tuple[Deployment, Proxy]]:
-    """Yield a deployment whose workers and beats reach the database through a proxy.
-
-    The test itself connects to the database directly.
-    """
-    url = request.getfixturevalue(f"{request.param}_url")
-    proxy = proxy_to(url)
-    deployment = Deployment(tmp_path, url, redis_url)
-    deployment._database_url = proxy.url(url)
-    yield deployment, proxy
-    proxy.heal()
-    deployment.close()
-    proxy.close()
+FORGED = "no \x1b[31m way\n[2026] forged"
 
 
 def lines_with(log: str, *words: str) -> list[str]:
     return [line for line in log.splitlines() if all(word in line for word in words)]
 
 
-def test_a_worker_logs_its_tags_and_each_failure_once(proxied: tuple[Deployment, Proxy]) -> None:
-    d, _ = proxied
+def test_a_worker_logs_its_tags_and_each_failure_once(deploy: Deploy) -> None:
+    d = deploy()
     worker, beat = d.worker(), d.beat()
-    good, bad = (
-        d.schedule("test.quiet"),
-        d.schedule("test.fail", body={"text": "no \x1b[31m way\n[2026] forged"}),
-    )
-    wait_until(lambda: lines_with(worker.log(), "task.failed"), 15, "the failure to be logged")
-    wait_until(lambda: "Starting" in beat.log(), 15, "beat to start")
+    good, bad = d.schedule("test.quiet"), d.schedule("test.fail", body={"text": FORGED})
+    worker.wait_for("task.failed")
+    beat.wait_for("Starting")
     d.wait_for([good, d.schedule("test.quiet", 3)])  # beat has swept meanwhile
     log = worker.log()
     [tags] = lines_with(log, "tags have a processor here")
@@ -62,10 +40,14 @@ def test_a_worker_logs_its_tags_and_each_failure_once(proxied: tuple[Deployment,
     assert "Sending due task" not in beat.log()
 
 
+@pytest.mark.parametrize("database", ["postgresql", "mysql"])
 def test_an_outage_of_the_database_is_logged_in_two_lines(
-    proxied: tuple[Deployment, Proxy],
+    deploy: Deploy, proxies: list[Proxy], database: str
 ) -> None:
-    d, proxy = proxied
+    d = deploy(database)
+    # Only the worker reaches the database through the proxy.
+    proxies.append(proxy := proxy_to(d._database_url))
+    d._database_url = proxy.url(d._database_url)
     worker = d.worker()
     d.wait_for([d.schedule("test.quiet")])
     running = d.schedule("test.sleep", body={"seconds": 1})
@@ -73,44 +55,33 @@ def test_an_outage_of_the_database_is_logged_in_two_lines(
     before = len(worker.log())
     proxy.refuse()
     waiting = [d.schedule("test.quiet", delay=n / 4) for n in range(20)]
-    wait_until(lambda: "store.down" in worker.log(), 15, "the outage to be noticed")
-    wait_until(
-        lambda: all(task.expected_time < runtime_of(d.delays).clock.now() for task in waiting),
-        15,
-        "all to be due",
-    )
+    worker.wait_for("store.down")
+    clock = runtime_of(d.delays).clock
+    wait_until(lambda: waiting[-1].expected_time < clock.now(), 15, "all to be due")
     down = worker.log()[before:]
     proxy.heal()
     d.wait_for([running, *waiting], deadline_s=40)
-    wait_until(lambda: "store.up" in worker.log(), 15, "the end to be noticed")
+    worker.wait_for("store.up")
     log = worker.log()[before:]
     assert (log.count("store.down"), log.count("store.up")) == (1, 1), log
     assert "Traceback" not in log
     assert len(down.splitlines()) <= 5, down
 
 
-@pytest.fixture(params=["json", "logfmt"])
-def structured(
-    request: pytest.FixtureRequest, tmp_path: Path, postgresql_url: str, redis_url: str
-) -> Iterator[Deployment]:
-    deployment = Deployment(tmp_path, postgresql_url, redis_url, log_format=request.param)
-    yield deployment
-    deployment.close()
-
-
-def test_each_line_of_a_worker_and_of_beat_is_structured(structured: Deployment) -> None:
-    d = structured
+@pytest.mark.parametrize("log_format", ["json", "logfmt"])
+def test_each_line_of_a_worker_and_of_beat_is_structured(deploy: Deploy, log_format: str) -> None:
+    d = deploy(log_format=log_format)
     worker, beat = d.worker(), d.beat()
-    bad = d.schedule("test.fail", body={"text": "no \x1b[31m way\n[2026] forged"}, key="k 1")
-    wait_until(lambda: lines_with(worker.log(), "task.failed"), 15, "the failure to be logged")
-    wait_until(lambda: "beat: Starting..." in beat.log(), 15, "beat to start")
+    bad = d.schedule("test.fail", body={"text": FORGED}, key="k 1")
+    worker.wait_for("task.failed")
+    beat.wait_for("beat: Starting...")
     # The banner precedes the log.
     for log in (worker.log(), beat.log()):
         lines = [line for line in log.splitlines() if line.startswith(("{", "time="))]
         after_the_first = log[log.index(lines[0]) :].splitlines()
         assert after_the_first == lines, "the traceback is in the line of its error"
     changes = lines_with(worker.log(), str(bad.id))
-    if d.settings["log_format"] == "json":
+    if log_format == "json":
         started, failed = map(json.loads, changes)
         assert (started["event"], failed["event"]) == ("task.started", "task.failed")
         assert (failed["key"], failed["attempt"]) == ("k 1", 1)

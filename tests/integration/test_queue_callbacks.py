@@ -19,10 +19,10 @@ from delaytasks import BodyRefusedError, DelayedTask, DelayTasks, InvalidInputEr
 from delaytasks.core.celery_calls import MESSAGE, Message
 from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
+from tests.integration.conftest import Deploy
 from tests.proxy import Proxy, WebServer, proxy_to
 from tests.recording import delays_on, record, run_now
 from tests.refusals import invalid
-from tests.running import Deployment
 from tests.services import free_port
 
 BODY = {"order": 7, "name": "é"}
@@ -50,10 +50,15 @@ def rabbit(rabbitmq_url: str, name: str) -> Iterator[Any]:
 
 
 @pytest.fixture
-def proxy(rabbitmq_url: str) -> Iterator[Proxy]:
-    made = proxy_to(rabbitmq_url)
-    yield made
-    made.close()
+def queue(rabbit: Any, name: str) -> str:
+    rabbit.queue_declare(name, durable=True, auto_delete=False)
+    return name
+
+
+@pytest.fixture
+def proxy(rabbitmq_url: str, proxies: list[Proxy]) -> Proxy:
+    proxies.append(proxy_to(rabbitmq_url))
+    return proxies[-1]
 
 
 Make = Callable[..., DelayTasks]
@@ -95,13 +100,12 @@ def bodies(channel: Any, queue: str) -> list[Any]:
 
 
 def test_a_consumer_on_rabbitmq_gets_the_body_and_the_tasks_id(
-    delays: DelayTasks, rabbit: Any, name: str
+    delays: DelayTasks, rabbit: Any, queue: str
 ) -> None:
-    rabbit.queue_declare(name, durable=True, auto_delete=False)
-    task = send(delays, name, BODY, headers={"shop": "one", "n": 1})
+    task = send(delays, queue, BODY, headers={"shop": "one", "n": 1})
     assert task.status is Status.DONE
-    with Connection(delays.settings.callback_broker_url).SimpleQueue(name) as queue:
-        message = queue.get(timeout=5)
+    with Connection(delays.settings.callback_broker_url).SimpleQueue(queue) as messages:
+        message = messages.get(timeout=5)
         message.ack()
     assert message.payload == BODY
     assert message.content_type == "application/json"
@@ -113,7 +117,8 @@ def test_a_consumer_on_rabbitmq_gets_the_body_and_the_tasks_id(
 def test_a_consumer_on_redis_gets_the_message_in_the_format_of_kombu(
     make: Make, redis_url: str, name: str
 ) -> None:
-    task = send(make(redis_url), name, BODY, headers={"shop": "one"})
+    delays = make(redis_url)
+    task = send(delays, name, BODY, headers={"shop": "one"})
     assert task.status is Status.DONE
     with Redis.from_url(redis_url) as client:
         popped: Any = client.brpop([name], timeout=5)
@@ -122,16 +127,10 @@ def test_a_consumer_on_redis_gets_the_message_in_the_format_of_kombu(
     assert message["content-type"] == "application/json"
     assert message["headers"] == {"shop": "one"}
     assert message["properties"]["message_id"] == str(task.id)
-
-
-def test_a_kombu_consumer_on_redis_gets_the_message(make: Make, redis_url: str, name: str) -> None:
-    delays = make(redis_url)
     for number in range(3):
         send(delays, name, number)
-    with (
-        Connection(redis_url) as connection,
-        connection.SimpleQueue(Queue(name, no_declare=True)) as queue,
-    ):
+    of_kombu = Queue(name, no_declare=True)
+    with Connection(redis_url) as connection, connection.SimpleQueue(of_kombu) as queue:
         messages = [queue.get(timeout=5) for _ in range(3)]
         for message in messages:
             message.ack()
@@ -139,6 +138,9 @@ def test_a_kombu_consumer_on_redis_gets_the_message(make: Make, redis_url: str, 
 
 
 def test_an_exchange_routes_by_the_key(delays: DelayTasks, rabbit: Any, name: str) -> None:
+    lost = send(delays, "key", BODY, exchange=name)
+    assert lost.status is Status.NOT_COMPLETE
+    assert "NOT_FOUND - no exchange" in (lost.error or "")
     exchange = Exchange(name, "topic")(rabbit)
     exchange.declare()
     Queue(name, exchange, "order.*")(rabbit).declare()
@@ -152,22 +154,19 @@ def test_an_exchange_routes_by_the_key(delays: DelayTasks, rabbit: Any, name: st
 def test_exchanges_are_amqps(make: Make, redis_url: str, name: str) -> None:
     delays = make(redis_url)
     failed = send(delays, "key", BODY, exchange=name)
-    assert (failed.status, failed.error) == (
-        Status.FAILED,
-        "redis has no exchanges: on it a message goes to a queue",
-    )
+    problem = "redis has no exchanges: on it a message goes to a queue"
+    assert (failed.status, failed.error) == (Status.FAILED, problem)
     with Redis.from_url(redis_url) as client:
         assert client.exists("key", name) == 0
 
 
 def test_without_a_setting_messages_are_sent_to_the_apps_broker(
-    make: Make, rabbitmq_url: str, rabbit: Any, name: str
+    make: Make, rabbitmq_url: str, rabbit: Any, queue: str
 ) -> None:
     delays = make("")
     runtime_of(delays).celery.conf.broker_url = rabbitmq_url
-    rabbit.queue_declare(name, durable=True, auto_delete=False)
-    assert send(delays, name, BODY).status is Status.DONE
-    assert bodies(rabbit, name) == [BODY]
+    assert send(delays, queue, BODY).status is Status.DONE
+    assert bodies(rabbit, queue) == [BODY]
 
 
 # -- refused messages -----------------------------------------------------------------------------
@@ -181,18 +180,11 @@ def test_an_unroutable_message_is_retried_until_its_queue_exists(
     assert lost.status is Status.NOT_COMPLETE
     assert "NO_ROUTE" in (lost.error or "")
     assert send(delays, name + ".other", 1).status is Status.DONE
-    assert run_now(delays, lost).status is Status.NOT_COMPLETE, (
-        "the answer to another message is not taken for its own"
-    )
+    # The answer to another message is not taken for its own.
+    assert run_now(delays, lost).status is Status.NOT_COMPLETE
     rabbit.queue_declare(name, durable=True, auto_delete=False)
     assert run_now(delays, lost).status is Status.DONE
     assert bodies(rabbit, name) == [BODY]
-
-
-def test_a_missing_exchange_is_named_in_the_error(delays: DelayTasks, name: str) -> None:
-    lost = send(delays, "key", BODY, exchange=name)
-    assert lost.status is Status.NOT_COMPLETE
-    assert "NOT_FOUND - no exchange" in (lost.error or "")
 
 
 def test_a_message_that_the_queue_refuses_is_not_done(
@@ -209,28 +201,19 @@ def test_a_message_that_the_queue_refuses_is_not_done(
     assert bodies(rabbit, name) == [2]
 
 
-def test_an_unavailable_broker_is_a_failure_in_bounded_time(
-    make: Make, proxy: Proxy, rabbitmq_url: str
+def test_an_unavailable_broker_and_a_missing_confirmation_are_failures_in_bounded_time(
+    make: Make, proxy: Proxy, rabbitmq_url: str, rabbit: Any, queue: str
 ) -> None:
+    delays = make(proxy.url(rabbitmq_url), _callback_connect_s=1)
+    assert send(delays, queue, 1).status is Status.DONE
     away = send(make(f"amqp://127.0.0.1:{free_port()}//", _callback_connect_s=1), "queue", BODY)
     assert away.status is Status.NOT_COMPLETE
     assert "refused" in (away.error or "")
     proxy.swallow()
     silent = send(make(proxy.url(rabbitmq_url), _callback_connect_s=0.5), "queue", BODY)
-    assert silent.status is Status.NOT_COMPLETE
-    assert "timed out" in (silent.error or "")
-
-
-def test_a_missing_confirmation_is_a_failure_in_bounded_time(
-    make: Make, proxy: Proxy, rabbitmq_url: str, rabbit: Any, name: str
-) -> None:
-    rabbit.queue_declare(name, durable=True, auto_delete=False)
-    delays = make(proxy.url(rabbitmq_url), _callback_connect_s=1)
-    assert send(delays, name, 1).status is Status.DONE
-    proxy.swallow()
-    unknown = send(delays, name, 2)
-    assert unknown.status is Status.NOT_COMPLETE
-    assert "timed out" in (unknown.error or "")
+    for unknown in (silent, send(delays, queue, 2)):
+        assert unknown.status is Status.NOT_COMPLETE
+        assert "timed out" in (unknown.error or "")
     proxy.heal()
     assert run_now(delays, unknown).status is Status.DONE
 
@@ -239,46 +222,42 @@ def test_a_missing_confirmation_is_a_failure_in_bounded_time(
 
 
 def test_a_kept_connection_that_was_closed_uses_no_attempt(
-    make: Make, proxy: Proxy, rabbitmq_url: str, rabbit: Any, name: str
+    make: Make, proxy: Proxy, rabbitmq_url: str, rabbit: Any, queue: str
 ) -> None:
-    rabbit.queue_declare(name, durable=True, auto_delete=False)
     delays = make(proxy.url(rabbitmq_url))
-    assert send(delays, name, 1).status is Status.DONE
+    assert send(delays, queue, 1).status is Status.DONE
     proxy.reset()
-    second = send(delays, name, 2)
+    second = send(delays, queue, 2)
     assert (second.status, second.runs) == (Status.DONE, 1)
-    assert bodies(rabbit, name) == [1, 2]
+    assert bodies(rabbit, queue) == [1, 2]
 
 
 def test_connections_are_kept_and_never_used_by_two_threads_simultaneously(
-    make: Make, proxy: Proxy, rabbitmq_url: str, rabbit: Any, name: str
+    make: Make, proxy: Proxy, rabbitmq_url: str, rabbit: Any, queue: str
 ) -> None:
-    rabbit.queue_declare(name, durable=True, auto_delete=False)
     delays = make(proxy.url(rabbitmq_url))
-    task = delays.callbacks.publish(name, None, 60)
+    task = delays.callbacks.publish(queue, None, 60)
+    callbacks = delays._runtime.callbacks
     with ThreadPoolExecutor(4) as pool:
-        list(
-            pool.map(lambda n: delays._runtime.callbacks.queue(Message(name, n), task), range(100))
-        )
-    assert sorted(bodies(rabbit, name)) == list(range(100))
+        list(pool.map(lambda n: callbacks.queue(Message(queue, n), task), range(100)))
+    assert sorted(bodies(rabbit, queue)) == list(range(100))
     assert proxy.accepted <= 4
 
 
 def test_a_connection_is_not_shared_with_a_child(
-    make: Make, proxy: Proxy, rabbitmq_url: str, rabbit: Any, name: str
+    make: Make, proxy: Proxy, rabbitmq_url: str, rabbit: Any, queue: str
 ) -> None:
-    rabbit.queue_declare(name, durable=True, auto_delete=False)
     delays = make(proxy.url(rabbitmq_url))
-    task = send(delays, name, 1)
+    task = send(delays, queue, 1)
     child = os.fork()
     if child == 0:
-        delays._runtime.callbacks.queue(Message(name, 2), task)
+        delays._runtime.callbacks.queue(Message(queue, 2), task)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert proxy.accepted == 2
-    assert send(delays, name, 3).status is Status.DONE
+    assert send(delays, queue, 3).status is Status.DONE
     assert proxy.accepted == 2
-    assert bodies(rabbit, name) == [1, 2, 3]
+    assert bodies(rabbit, queue) == [1, 2, 3]
 
 
 # -- tasks ----------------------------------------------------------------------------------------
@@ -303,25 +282,17 @@ def test_a_header_that_cannot_be_sent_is_refused(delays: DelayTasks, headers: An
 
 
 def test_a_worker_sends_callbacks_and_messages(
-    tmp_path: Path, postgresql_url: str, redis_url: str, name: str
+    deploy: Deploy, redis_url: str, name: str, web: WebServer
 ) -> None:
-    web = WebServer()
-    allow = {"callback_allow": "127.0.0.1", "callback_broker_url": redis_url}
-    deployment = Deployment(tmp_path, postgresql_url, redis_url, **allow)
-    try:
-        deployment.worker()
-        calls = [deployment.delays.callbacks.post(web.url("/paid"), n, 0.5) for n in range(20)]
-        messages = [deployment.delays.callbacks.publish(name, n, 0.5) for n in range(20)]
-        deployment.wait_for([*calls, *messages])
-    finally:
-        deployment.close()
-        web.close()
+    d = deploy(callback_allow="127.0.0.1", callback_broker_url=redis_url)
+    d.worker()
+    calls = [d.delays.callbacks.post(web.url("/paid"), n, 0.5) for n in range(20)]
+    messages = [d.delays.callbacks.publish(name, n, 0.5) for n in range(20)]
+    d.wait_for([*calls, *messages])
     assert sorted(int(request.body) for request in web.received) == list(range(20))
-    assert {request.headers["webhook-id"] for request in web.received} == {
-        str(task.id) for task in calls
-    }
+    ids = {request.headers["webhook-id"] for request in web.received}
+    assert ids == {str(task.id) for task in calls}
     with Redis.from_url(redis_url) as client:
         taken: Any = client.rpop(name, 100)
-    assert sorted(json.loads(base64.b64decode(json.loads(each)["body"])) for each in taken) == list(
-        range(20)
-    )
+    sent = [json.loads(base64.b64decode(json.loads(each)["body"])) for each in taken]
+    assert sorted(sent) == list(range(20))

@@ -23,26 +23,25 @@ from delaytasks import ConfigError
 from delaytasks.timers import redis_timer as redislink
 from tests import services as redis_server
 from tests.conformance.test_timers import ALONE, burst, ran_once
+from tests.integration.conftest import Deploy
 from tests.proxy import Proxy
 from tests.recording import RedisTimerHarness
-from tests.running import Deployment
 from tests.services import RedisServer, free_port, redis_answers, self_signed
 from tests.waiting import wait_until
 
 Start = Callable[..., RedisServer]
+Connect = Callable[..., RedisTimerHarness]
 LIMIT_S = 0.5
 #: A busy machine adds up to this many seconds to a call.
 SLACK_S = 0.4
 
 
 @pytest.fixture
-def connect() -> Iterator[Callable[..., RedisTimerHarness]]:
+def connect() -> Iterator[Connect]:
     made: list[RedisTimerHarness] = []
 
-    def connect(
-        url: str, options: dict[str, Any] | None = None, **settings: Any
-    ) -> RedisTimerHarness:
-        made.append(RedisTimerHarness(url, options, **settings))
+    def connect(url: str, *options: dict[str, Any], **settings: Any) -> RedisTimerHarness:
+        made.append(RedisTimerHarness(url, *options, **settings))
         return made[-1]
 
     yield connect
@@ -62,7 +61,7 @@ def took(work: Callable[[], object]) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["refuse", "swallow"])
 def test_an_unavailable_redis_delays_no_caller_and_is_reported_once(
-    start_redis: Start, connect: Callable[..., RedisTimerHarness], how: str
+    start_redis: Start, connect: Connect, how: str
 ) -> None:
     proxy = Proxy("127.0.0.1", start_redis().port)
     bench = connect(f"redis://127.0.0.1:{proxy.port}/0", _publish_limit_s=LIMIT_S)
@@ -85,7 +84,7 @@ def test_an_unavailable_redis_delays_no_caller_and_is_reported_once(
 
 @pytest.mark.slow
 def test_a_slow_redis_delays_no_caller_beyond_the_limit(
-    start_redis: Start, connect: Callable[..., RedisTimerHarness]
+    start_redis: Start, connect: Connect
 ) -> None:
     proxy = Proxy("127.0.0.1", start_redis().port)
     # The proxy delays each direction of each step that opens a connection.
@@ -93,18 +92,13 @@ def test_a_slow_redis_delays_no_caller_beyond_the_limit(
     bench = connect(f"redis://127.0.0.1:{proxy.port}/1", _publish_limit_s=LIMIT_S)
     for id in (1, 2, 3):
         assert took(lambda id=id: bench.timer.arm([bench.entry(id)])) < LIMIT_S + SLACK_S  # type: ignore[misc]
-    wait_until(
-        lambda: bench.timer.is_up and bench.timer.counts(["default"]) == {"default": (3, 0)},
-        10,
-        "all three",
-    )
+    all_three = {"default": (3, 0)}
+    wait_until(lambda: bench.timer.is_up and bench.timer.counts(["default"]) == all_three, 10, "3")
     assert bench.events.counts["timer.down"] == 0, "it is slow, and works"
     proxy.close()
 
 
-def test_a_restarted_redis_is_used_immediately(
-    start_redis: Start, connect: Callable[..., RedisTimerHarness]
-) -> None:
+def test_a_restarted_redis_is_used_immediately(start_redis: Start, connect: Connect) -> None:
     server = start_redis()
     bench = connect(server.url)
     bench.take()
@@ -114,24 +108,17 @@ def test_a_restarted_redis_is_used_immediately(
     assert all(some.was_lost for some in bench.take())
 
 
-def test_a_forked_child_has_a_connection_of_its_own(
-    start_redis: Start, connect: Callable[..., RedisTimerHarness]
-) -> None:
+def test_a_forked_child_has_a_connection_of_its_own(start_redis: Start, connect: Connect) -> None:
     bench = connect(start_redis().url)
     assert bench.timer.arm([bench.entry(1)])
     child = os.fork()
     if child == 0:
-        status = 1
+        is_right = False
         try:
-            ids = range(100, 200)
-            status = (
-                0
-                if bench.timer.link._client is None
-                and all(bench.timer.arm([bench.entry(id)]) for id in ids)
-                else 2
-            )
+            armed = (bench.timer.arm([bench.entry(id)]) for id in range(100, 200))
+            is_right = bench.timer.link._client is None and all(armed)
         finally:
-            os._exit(status)
+            os._exit(not is_right)
     for id in range(2, 100):
         assert bench.timer.arm([bench.entry(id)])
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -141,9 +128,7 @@ def test_a_forked_child_has_a_connection_of_its_own(
 # -- full -----------------------------------------------------------------------------------------
 
 
-def test_entries_can_be_taken_from_a_full_redis(
-    start_redis: Start, connect: Callable[..., RedisTimerHarness]
-) -> None:
+def test_entries_can_be_taken_from_a_full_redis(start_redis: Start, connect: Connect) -> None:
     bench = connect(start_redis().url)
     bench.timer.arm([bench.entry(id) for id in range(1, 1001)])
     bench.timer.link.connect().config_set("maxmemory", 1)
@@ -155,16 +140,12 @@ def test_entries_can_be_taken_from_a_full_redis(
 
 @pytest.mark.parametrize(
     ("policy", "maxmemory", "warnings"),
-    [
-        ("allkeys-lru", "100mb", 1),
-        ("allkeys-lru", "0", 0),
-        ("volatile-lru", "100mb", 0),
-        ("noeviction", "100mb", 0),
-    ],
+    [("allkeys-lru", "100mb", 1), ("allkeys-lru", "0", 0), ("volatile-lru", "100mb", 0)],
 )
-def test_a_redis_that_may_evict_entries_causes_a_warning(
+def test_a_redis_that_may_evict_entries_causes_a_warning_and_an_old_one_is_refused(
     start_redis: Start,
-    connect: Callable[..., RedisTimerHarness],
+    connect: Connect,
+    monkeypatch: pytest.MonkeyPatch,
     policy: str,
     maxmemory: str,
     warnings: int,
@@ -172,13 +153,6 @@ def test_a_redis_that_may_evict_entries_causes_a_warning(
     bench = connect(start_redis("--maxmemory", maxmemory, "--maxmemory-policy", policy).url)
     bench.timer.link.check()
     assert bench.events.counts["timer.evicts"] == warnings
-
-
-def test_a_redis_that_is_too_old_is_refused(
-    start_redis: Start, connect: Callable[..., RedisTimerHarness], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = connect(start_redis().url)
-    bench.timer.link.check()
     monkeypatch.setattr(redislink, "OLDEST_TIMER_REDIS", (99, 1))
     with pytest.raises(ConfigError, match=r"needs Redis 99\.1 or Valkey, and this one is \d"):
         bench.timer.link.check()
@@ -199,7 +173,7 @@ def allow(kind: str, *servers: RedisServer, more: str = "") -> str:
 
 
 def test_users_with_the_documented_rights_can_do_their_work_only(
-    start_redis: Start, connect: Callable[..., RedisTimerHarness]
+    start_redis: Start, connect: Connect
 ) -> None:
     server = start_redis()
     web, worker = (
@@ -231,39 +205,27 @@ def tls(
 ) -> tuple[RedisServer, str]:
     """Return a server with a self-signed certificate, and a URL that trusts the certificate."""
     folders = os.get_exec_path()
-    found = [
-        shutil.which(name, path=folder)
-        for name in ("redis-server", "valkey-server")
-        for folder in folders
-    ]
+    names = ("redis-server", "valkey-server")
+    found = [shutil.which(name, path=folder) for name in names for folder in folders]
     programs = [program for program in found if program is not None and knows_tls(program)]
     if not programs or shutil.which("openssl") is None:
         pytest.skip("needs a redis-server with TLS, and openssl")
     monkeypatch.setattr(redis_server, "redis_program", lambda: programs[0])
     (key, certificate), port = self_signed(tmp_path), free_port()
-    options = [
-        "--tls-port",
-        str(port),
-        "--tls-cert-file",
-        str(certificate),
-        "--tls-key-file",
-        str(key),
-    ]
-    server = start_redis(
-        *options, "--tls-ca-cert-file", str(certificate), "--tls-auth-clients", "no"
-    )
+    options = f"--tls-port {port} --tls-cert-file {certificate} --tls-key-file {key} "
+    options += f"--tls-ca-cert-file {certificate} --tls-auth-clients no"
+    server = start_redis(*options.split())
     return server, f"rediss://localhost:{port}/0?ssl_ca_certs={certificate}"
 
 
 def knows_tls(program: str) -> bool:
-    said = subprocess.run(
-        [program, "--port", "0", "--tls-port", "1", "--tls-cert-file", "/"], capture_output=True
-    )
+    options = "--port 0 --tls-port 1 --tls-cert-file /".split()
+    said = subprocess.run([program, *options], capture_output=True)
     return b"Bad directive" not in said.stdout + said.stderr
 
 
 def test_connections_use_tls_and_check_the_certificate(
-    tls: tuple[RedisServer, str], connect: Callable[..., RedisTimerHarness]
+    tls: tuple[RedisServer, str], connect: Connect
 ) -> None:
     _, url = tls
     bench = connect(url)
@@ -285,13 +247,8 @@ def cluster(start_redis: Start, tmp_path: Path) -> list[RedisServer]:
     """Start three nodes that share the slots."""
     servers = []
     for number in range(3):
-        options = [
-            "--cluster-enabled",
-            "yes",
-            "--cluster-config-file",
-            str(tmp_path / f"nodes-{number}.conf"),
-        ]
-        servers.append(start_redis(*options, "--cluster-node-timeout", "2000"))
+        options = f"--cluster-enabled yes --cluster-config-file {tmp_path}/nodes-{number}.conf"
+        servers.append(start_redis(*options.split(), "--cluster-node-timeout", "2000"))
     nodes = [Redis(port=server.port) for server in servers]
     for number, node in enumerate(nodes):
         first, last = (SLOTS * step // len(nodes) for step in (number, number + 1))
@@ -302,9 +259,7 @@ def cluster(start_redis: Start, tmp_path: Path) -> list[RedisServer]:
 
     def is_formed() -> bool:
         found = [node.execute_command("CLUSTER", "INFO") for node in nodes]
-        return all(
-            b"cluster_state:ok" in info and b"cluster_known_nodes:3" in info for info in found
-        )
+        return all(b"state:ok" in info and b"known_nodes:3" in info for info in found)
 
     wait_until(is_formed, 30, "the cluster to form", every_s=0.1)
     return servers
@@ -312,7 +267,7 @@ def cluster(start_redis: Start, tmp_path: Path) -> list[RedisServer]:
 
 @pytest.mark.slow
 def test_a_cluster_is_detected_and_its_nodes_share_the_slots(
-    cluster: list[RedisServer], connect: Callable[..., RedisTimerHarness]
+    cluster: list[RedisServer], connect: Connect
 ) -> None:
     bench = connect(cluster[1].url)
     assert isinstance(bench.timer.link.connect(), RedisCluster)
@@ -328,20 +283,17 @@ def test_a_cluster_is_detected_and_its_nodes_share_the_slots(
     found = bench.take_ids(1000)
     while portion := bench.take_ids(1000):
         found += portion
-    assert sorted(found) == list(range(1000, 2001)), (
-        "what was late by more than the grace is left out"
-    )
+    # What was late by more than the grace is left out.
+    assert sorted(found) == list(range(1000, 2001))
 
 
 @pytest.mark.slow
 def test_in_a_cluster_the_same_users_need_the_rights_that_the_docs_add(
-    cluster: list[RedisServer], connect: Callable[..., RedisTimerHarness]
+    cluster: list[RedisServer], connect: Connect
 ) -> None:
     [more] = re.findall(r"^In a cluster both need `([^`]+)` as well", PAGE, re.MULTILINE)
-    web, worker = (
-        connect(allow(kind, *cluster, more=more), namespace="shop")
-        for kind in ("shop_web", "shop_worker")
-    )
+    urls = [allow(kind, *cluster, more=more) for kind in ("shop_web", "shop_worker")]
+    web, worker = (connect(url, namespace="shop") for url in urls)
     listener = worker.timer.listen(["default"])
     assert web.timer.arm([web.entry(id) for id in range(1, 101)]), web.events.counts
     wait_until(lambda: listener.get_message(timeout=1), 10, "a message")
@@ -353,86 +305,58 @@ def test_in_a_cluster_the_same_users_need_the_rights_that_the_docs_add(
 
 
 @pytest.mark.slow
-def test_a_cluster_is_reached_through_any_of_its_nodes(
-    cluster: list[RedisServer], connect: Callable[..., RedisTimerHarness]
-) -> None:
-    nobody = f"redis://127.0.0.1:{free_port()}/0"
-    bench = connect(f"{nobody};{cluster[1].url}", _publish_limit_s=LIMIT_S)
-    wait_until(lambda: bench.timer.arm([bench.entry(1)]), 10, "the second URL to be tried")
-    assert isinstance(bench.timer.link.connect(), RedisCluster)
-
-
-@pytest.mark.slow
 def test_a_cluster_is_used_while_the_node_of_the_url_is_down(
-    cluster: list[RedisServer], connect: Callable[..., RedisTimerHarness]
+    cluster: list[RedisServer], connect: Connect
 ) -> None:
     for server in cluster:
         server.client().config_set("cluster-require-full-coverage", "no")
-    bench = connect(cluster[0].url, _publish_limit_s=LIMIT_S)
+    nobody = f"redis://127.0.0.1:{free_port()}/0"
+    bench = connect(f"{nobody};{cluster[0].url}", _publish_limit_s=LIMIT_S)
     entries = [bench.entry(id) for id in range(1, 201)]
-    wait_until(lambda: bench.timer.arm(entries), 10, "the cluster to be found")
+    wait_until(lambda: bench.timer.arm(entries), 10, "the second URL to be tried")
     keys = {entry: bench.timer.keys(bench.timer.slot(entry))[0] for entry in entries}
-    node_of = bench.timer.link.connect().get_node_from_key
+    connection = bench.timer.link.connect()
+    assert isinstance(connection, RedisCluster)
+    node_of = connection.get_node_from_key
     left = [entry for entry in entries if node_of(keys[entry]).port != cluster[0].port]
     assert 0 < len(left) < len(entries)
     cluster[0].stop()
-    wait_until(
-        lambda: bench.timer.arm(left),
-        15,
-        "what the other nodes have to be armed again",
-        every_s=0.1,
-    )
+    wait_until(lambda: bench.timer.arm(left), 15, "the other nodes to be armed again", every_s=0.1)
     # The Redis poller closes its link, too, when it is stuck.
     bench.timer.link.close()
-    wait_until(
-        lambda: bench.timer.arm(left), 15, "the timer to connect by another node", every_s=0.1
-    )
+    wait_until(lambda: bench.timer.arm(left), 15, "a connection by another node", every_s=0.1)
 
 
 @pytest.mark.slow
 def test_sentinels_lead_to_the_primary_and_after_a_failover_to_the_new_one(
-    start_redis: Start, tmp_path: Path, connect: Callable[..., RedisTimerHarness]
+    start_redis: Start, tmp_path: Path, connect: Connect, request: pytest.FixtureRequest
 ) -> None:
     primary = start_redis()
     replica = start_redis("--replicaof", "127.0.0.1", str(primary.port))
-    wait_until(
-        lambda: replica.client().info("replication").get("master_link_status") == "up",
-        15,
-        "the replica",
-    )
-    (tmp_path / "sentinel.conf").write_text(
-        f"sentinel monitor shop 127.0.0.1 {primary.port} 1\n"
-        "sentinel down-after-milliseconds shop 1000\n"
-        "sentinel failover-timeout shop 5000\n"
-    )
+
+    def of_replica(name: str) -> Any:
+        return replica.client().info("replication").get(name)
+
+    wait_until(lambda: of_replica("master_link_status") == "up", 15, "the replica")
+    options = [f"monitor shop 127.0.0.1 {primary.port} 1", "failover-timeout shop 5000"]
+    options.append("down-after-milliseconds shop 1000")
+    lines = "".join(f"sentinel {option}\n" for option in options)
+    (tmp_path / "sentinel.conf").write_text(lines)
     sentinel = SentinelServer(tmp_path)
+    request.addfinalizer(sentinel.stop)
     nobody = f"sentinel://127.0.0.1:{free_port()}"
-    try:
-        wait_until(
-            lambda: sentinel.knows_replica("shop"),
-            30,
-            "the Sentinel to find the replica",
-            every_s=0.1,
-        )
-        bench = connect(
-            f"{nobody};{sentinel.url}", {"master_name": "shop"}, _publish_limit_s=LIMIT_S
-        )
-        wait_until(lambda: bench.timer.arm([bench.entry(1)]), 10, "the primary to be found")
-        listener = bench.timer.listen(["default"])
-        assert bench.timer.arm([bench.entry(2, -1)])
-        wait_until(lambda: listener.get_message(timeout=1), 10, "a message")
-        assert bench.timer.counts(["default"]) == {"default": (2, 0)}
-        primary.stop()
-        wait_until(
-            lambda: bench.timer.arm([bench.entry(3)]),
-            30,
-            "the new primary to be found",
-            every_s=0.1,
-        )
-        assert replica.client().info("replication")["role"] == "master"
-        assert bench.timer.is_up
-    finally:
-        sentinel.stop()
+    wait_until(lambda: sentinel.knows_replica("shop"), 30, "the Sentinel", every_s=0.1)
+    named = {"master_name": "shop"}
+    bench = connect(f"{nobody};{sentinel.url}", named, _publish_limit_s=LIMIT_S)
+    wait_until(lambda: bench.timer.arm([bench.entry(1)]), 10, "the primary to be found")
+    listener = bench.timer.listen(["default"])
+    assert bench.timer.arm([bench.entry(2, -1)])
+    wait_until(lambda: listener.get_message(timeout=1), 10, "a message")
+    assert bench.timer.counts(["default"]) == {"default": (2, 0)}
+    primary.stop()
+    wait_until(lambda: bench.timer.arm([bench.entry(3)]), 30, "the new primary", every_s=0.1)
+    assert of_replica("role") == "master"
+    assert bench.timer.is_up
 
 
 class SentinelServer(RedisServer):
@@ -465,16 +389,9 @@ class SentinelServer(RedisServer):
 
 @pytest.mark.slow
 def test_a_worker_runs_the_tasks_of_a_redis_cluster(
-    cluster: list[RedisServer], tmp_path: Path, postgresql_url: str, redis_url: str
+    cluster: list[RedisServer], deploy: Deploy
 ) -> None:
-    options = {**ALONE, "timer": cluster[0].url}
-    d = Deployment(tmp_path, postgresql_url, redis_url, **options)
-    try:
-        d.worker()
-        ran_once(
-            d,
-            [d.schedule(delay=n / 20) for n in range(40)]
-            + burst(d, "test.note", 300, body={"file": str(d.file)}),
-        )
-    finally:
-        d.close()
+    d = deploy(**ALONE, timer=cluster[0].url)
+    d.worker()
+    tasks = [d.schedule(delay=n / 20) for n in range(40)]
+    ran_once(d, tasks + burst(d, "test.note", 300, body={"file": str(d.file)}))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,35 +11,25 @@ import pytest
 from kombu import Connection, Consumer, Queue
 from redis import Redis
 
-from delaytasks import Status
 from delaytasks.runtime import runtime_of
 from delaytasks.worker.broker_connection import stop_reading
-from tests.running import Deployment, delete_keys
+from tests.integration.conftest import Deploy
+from tests.running import delete_keys
 from tests.services import RedisServer
 from tests.waiting import wait_until
 
 
 def test_without_remote_control_tasks_run_and_no_message_shuts_a_worker_down(
-    tmp_path: Path, postgresql_url: str, start_redis: Callable[[], RedisServer]
+    deploy: Deploy, start_redis: Callable[[], RedisServer]
 ) -> None:
-    d = Deployment(
-        tmp_path, postgresql_url, start_redis().url, {"worker_enable_remote_control": False}
-    )
-    try:
-        worker, delays = d.worker(ready_s=90), d.delays
-        # The test acts as an attacker. A worker that accepts commands would stop before it runs the
-        # tasks that are scheduled after the command.
-        runtime_of(delays).celery.control.shutdown()
-        tasks = [d.schedule(delay=0.2) for _ in range(3)]
-        wait_until(
-            lambda: {delays.get(task).status for task in tasks} == {Status.DONE},
-            60,
-            "the tasks to be done",
-        )
-        assert not worker.ended()
-        assert "remote shutdown" not in worker.log()
-    finally:
-        d.close()
+    d = deploy("postgresql", start_redis().url, {"worker_enable_remote_control": False})
+    worker = d.worker(ready_s=90)
+    # The test acts as an attacker. A worker that accepts commands would stop before it runs the
+    # tasks that are scheduled after the command.
+    runtime_of(d.delays).celery.control.shutdown()
+    d.wait_for([d.schedule(delay=0.2) for _ in range(3)], deadline_s=60)
+    assert not worker.ended()
+    assert "remote shutdown" not in worker.log()
 
 
 # -- test hanging up ------------------------------------------------------------------------------
@@ -94,8 +83,5 @@ def test_a_message_delivered_to_a_stopping_worker_returns_to_its_redis_queue(
     assert place.waiting() == 1
     assert place.taken == []
 
-
-def test_a_worker_that_stopped_reading_gets_no_more_messages(place: ConsumingConnection) -> None:
-    stop_reading(SimpleNamespace(connection=place.connection))
     place.publish()
-    assert place.waiting() == 1
+    assert place.waiting() == 2, "a worker that stopped reading gets no more messages"

@@ -11,7 +11,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import celery
@@ -20,7 +19,8 @@ from kombu import Connection
 
 from delaytasks import DelayedTask
 from delaytasks.runtime import runtime_of
-from tests.running import QUICK, Deployment
+from tests.integration.conftest import Deploy
+from tests.running import Deployment
 from tests.services import RabbitServer, RedisServer, free_port
 from tests.waiting import SLACK_S, wait_until
 
@@ -40,30 +40,19 @@ def server(start_redis: Callable[[], RedisServer]) -> RedisServer:
     return start_redis()
 
 
-@pytest.fixture
-def deployments(
-    tmp_path: Path, postgresql_url: str, server: RedisServer
-) -> Iterator[list[Deployment]]:
-    made = []
-    for timer in ("eta", "redis"):
-        folder = tmp_path / timer
-        folder.mkdir()
-        made.append(Deployment(folder, postgresql_url, server.url, timer=timer))
-    yield made
-    for deployment in made:
-        deployment.close()
-
-
 def test_workers_resume_each_time_their_redis_is_restarted(
-    deployments: list[Deployment], server: RedisServer
+    deploy: Deploy, server: RedisServer
 ) -> None:
+    deployments = [
+        deploy("postgresql", server.url, folder=timer, timer=timer) for timer in ("eta", "redis")
+    ]
     workers = [d.worker() for d in deployments]
     tasks = [(d, d.schedule(delay=n / 2)) for d in deployments for n in range(20)]
     for _ in range(ROUNDS):
         tasks += [(d, d.schedule(delay=0.2)) for d in deployments for _ in range(5)]
         server.restart()
         for d in deployments:
-            wait_until(lambda d=d: is_in_time(d), RESUMES_S, "a task to be in time", every_s=0.2)  # type: ignore[misc]
+            wait_until(d.runs_on_time, RESUMES_S, "a task to be in time", every_s=0.2)
     assert not any(worker.ended() for worker in workers)
     for d in deployments:
         each_ran_once(d, [task for place, task in tasks if place is d])
@@ -71,47 +60,37 @@ def test_workers_resume_each_time_their_redis_is_restarted(
 
 @pytest.mark.parametrize("queue_type", ["classic", "quorum"])
 def test_workers_resume_each_time_their_rabbitmq_is_restarted(
-    tmp_path: Path, postgresql_url: str, own_rabbitmq: RabbitServer, queue_type: str
+    deploy: Deploy, own_rabbitmq: RabbitServer, queue_type: str
 ) -> None:
-    d = Deployment(
-        tmp_path, postgresql_url, own_rabbitmq.url, {"task_default_queue_type": queue_type}
-    )
-    try:
-        worker = d.worker()
-        tasks = [d.schedule(delay=n / 2) for n in range(20)]
-        for round in range(RABBITMQ_ROUNDS):
-            tasks += [d.schedule(delay=0.2) for _ in range(5)]
-            time.sleep(QUORUM_QUEUE_STORED_S)
-            own_rabbitmq.crash()
-            tasks.append(d.schedule(delay=0.2))
-            own_rabbitmq.start(is_empty=round % 2 == 1)
-            wait_until(lambda: is_in_time(d), RESUMES_S, "a task to be in time", every_s=0.2)
-        assert not worker.ended()
-        each_ran_once(d, tasks)
-    finally:
-        d.close()
+    d = deploy("postgresql", own_rabbitmq.url, {"task_default_queue_type": queue_type})
+    worker = d.worker()
+    tasks = [d.schedule(delay=n / 2) for n in range(20)]
+    for round in range(RABBITMQ_ROUNDS):
+        tasks += [d.schedule(delay=0.2) for _ in range(5)]
+        time.sleep(QUORUM_QUEUE_STORED_S)
+        own_rabbitmq.crash()
+        tasks.append(d.schedule(delay=0.2))
+        own_rabbitmq.start(is_empty=round % 2 == 1)
+        wait_until(d.runs_on_time, RESUMES_S, "a task to be in time", every_s=0.2)
+    assert not worker.ended()
+    each_ran_once(d, tasks)
 
 
 def test_a_worker_without_broker_looks_for_it_every_few_seconds(
-    tmp_path: Path, sqlite_path: Callable[[str], str], server: RedisServer
+    deploy: Deploy, server: RedisServer
 ) -> None:
     """Celery's own pauses grow by two seconds with each attempt; those of a worker are limited."""
-    d = Deployment(tmp_path, sqlite_path("test"), server.url)
-    try:
-        worker = d.worker(pool="solo")
-        server.stop()
-        pauses: list[str] = []
+    d = deploy("sqlite", server.url)
+    worker = d.worker(pool="solo")
+    server.stop()
 
-        def has_tried_thrice() -> bool:
-            pauses[:] = re.findall(r"Trying again in (\d+)", worker.log())
-            return len(pauses) == 3
+    def pauses() -> list[str]:
+        return re.findall(r"Trying again in (\d+)", worker.log())
 
-        wait_until(has_tried_thrice, 30, "three tries to connect", every_s=0.2)
-        assert pauses == ["2", "4", "4"]
-        server.start()
-        wait_until(lambda: is_in_time(d), RESUMES_S, "a task to be in time", every_s=0.2)
-    finally:
-        d.close()
+    wait_until(lambda: len(pauses()) >= 3, 30, "three tries to connect", every_s=0.2)
+    assert pauses()[:3] == ["2", "4", "4"]
+    server.start()
+    wait_until(d.runs_on_time, RESUMES_S, "a task to be in time", every_s=0.2)
 
 
 def each_ran_once(d: Deployment, tasks: list[DelayedTask]) -> None:
@@ -119,17 +98,6 @@ def each_ran_once(d: Deployment, tasks: list[DelayedTask]) -> None:
     runs = [run[0] for run in d.runs()]
     assert len(runs) == len(set(runs)), "no task runs twice"
     assert {str(task.id) for task in tasks} <= set(runs)
-
-
-def is_in_time(d: Deployment) -> bool:
-    """Return whether the broker delivers a task before a sweep can find it.
-
-    A sweep ignores a task until its grace period ends.
-    """
-    task = d.schedule(delay=0.2)
-    d.wait_for([task])
-    late_us = next(int(run[1]) for run in d.runs() if run[0] == str(task.id))
-    return late_us < float(QUICK["_grace_s"]) * 1e6
 
 
 # -- Test RabbitMQ clusters with unreachable queues, and URLs without a server --------------------
@@ -146,98 +114,85 @@ def nodes(
 
 
 def test_a_worker_whose_queues_node_is_down_works_from_the_table(
-    tmp_path: Path, postgresql_url: str, nodes: list[RabbitServer]
+    deploy: Deploy, request: pytest.FixtureRequest, nodes: list[RabbitServer]
 ) -> None:
     home, other = nodes
-    d = Deployment(tmp_path, postgresql_url, other.url)
-    try:
-        with Connection(home.url) as connection:
-            # A queue stays on the node that declared it.
-            runtime_of(d.delays).publisher.queue("default")(connection).declare()
-        first = d.worker()
-        d.wait_for([d.schedule()])
-        home.crash()
-        refused: list[str] = []
-        d.delays.events.subscribe(
-            lambda n, fields: refused.append(fields["remedy"]) if n == "queue.refused" else None
-        )
-        # A new connection declares the queue again.
-        d.delays.close()
-        d.wait_for([d.schedule(delay=n / 2) for n in range(4)], deadline_s=10 + d.r1_s() + SLACK_S)
-        assert len(refused) == 1
-        assert "node of the queue" in refused[0]
-        assert "delete" not in refused[0], "it is there again when its node is"
+    d = deploy("postgresql", other.url)
+    with Connection(home.url) as connection:
+        # A queue stays on the node that declared it.
+        runtime_of(d.delays).publisher.queue("default")(connection).declare()
+    first = d.worker()
+    d.wait_for([d.schedule()])
+    home.crash()
+    request.addfinalizer(lambda: home.start() if home._process is None else None)
+    refused: list[str] = []
+    d.delays.events.subscribe(
+        lambda n, fields: refused.append(fields["remedy"]) if n == "queue.refused" else None
+    )
+    # A new connection declares the queue again.
+    d.delays.close()
+    d.wait_for([d.schedule(delay=n / 2) for n in range(4)], deadline_s=10 + d.r1_s() + SLACK_S)
+    assert len(refused) == 1
+    assert "node of the queue" in refused[0]
+    assert "delete" not in refused[0], "it is there again when its node is"
 
-        second = d.begin_worker()
-        first.terminate()
-        assert first.status == 0
-        d.wait_for([d.schedule(delay=n / 2) for n in range(4)], deadline_s=15 + d.r1_s() + SLACK_S)
-        assert not second.ended()
-        stats = d._start("stats", ["status", "--json"], program=("delaytasks",))
-        wait_until(stats.ended, 30, "the statistics")
-        broker = json.loads(stats.log()[stats.log().index("{\n") :])["broker"]
-        assert broker["is_up"] is False
-        assert "home node" in broker["error"]
+    second = d.begin_worker()
+    first.terminate()
+    assert first.status == 0
+    d.wait_for([d.schedule(delay=n / 2) for n in range(4)], deadline_s=15 + d.r1_s() + SLACK_S)
+    assert not second.ended()
+    stats = d._start("stats", ["status", "--json"], program=("delaytasks",))
+    wait_until(stats.ended, 30, "the statistics")
+    broker = json.loads(stats.log()[stats.log().index("{\n") :])["broker"]
+    assert broker["is_up"] is False
+    assert "home node" in broker["error"]
 
-        home.start()
-        wait_until(lambda: " ready." in second.log(), 30, "the worker to consume")
-        wait_until(d.runs_on_time, 20, "the fast path to work", every_s=0.2)
-    finally:
-        if home._process is None:
-            home.start()
-        d.close()
+    home.start()
+    second.wait_for(" ready.", 30)
+    wait_until(d.runs_on_time, 20, "the fast path to work", every_s=0.2)
 
 
 @pytest.mark.skipif(
     celery.__version__ == "5.5.0", reason="Celery 5.5.0 fails if broker_url is a list"
 )
 def test_a_url_without_a_server_does_not_keep_a_worker_from_its_messages(
-    tmp_path: Path, postgresql_url: str, rabbitmq_url: str
+    deploy: Deploy, rabbitmq_url: str
 ) -> None:
     nobody = f"amqp://guest:guest@127.0.0.1:{free_port()}//"
     conf = {"broker_url": [rabbitmq_url, nobody], "task_default_queue_type": "quorum"}
-    d = Deployment(tmp_path, postgresql_url, rabbitmq_url, conf)
-    try:
-        worker = d.worker()
-        given_up = "Failed to setup delayed delivery"
-        wait_until(lambda: given_up in worker.log(), 60, "Celery to give that URL up")
-        assert worker.log().index(" ready.") < worker.log().index(given_up)
-        d.wait_for([d.schedule()])
-        assert not worker.ended()
-    finally:
-        d.close()
+    d = deploy("postgresql", "rabbitmq", conf)
+    worker = d.worker()
+    given_up = "Failed to setup delayed delivery"
+    worker.wait_for(given_up, 60)
+    assert worker.log().index(" ready.") < worker.log().index(given_up)
+    d.wait_for([d.schedule()])
+    assert not worker.ended()
 
 
 def test_messages_are_sent_when_only_the_last_of_three_urls_answers(
-    tmp_path: Path, postgresql_url: str, rabbitmq_url: str
+    deploy: Deploy, rabbitmq_url: str
 ) -> None:
     nobody = [f"amqp://guest:guest@127.0.0.1:{free_port()}//" for _ in range(2)]
-    d = Deployment(tmp_path, postgresql_url, rabbitmq_url, {"broker_url": [*nobody, rabbitmq_url]})
-    try:
-        assert runtime_of(d.delays).publisher.send("delaytasks.run", "default", [([[]], {})])
-        assert runtime_of(d.delays).producer_timer.is_up
-    finally:
-        d.close()
+    d = deploy("postgresql", "rabbitmq", {"broker_url": [*nobody, rabbitmq_url]})
+    assert runtime_of(d.delays).publisher.send("delaytasks.run", "default", [([[]], {})])
+    assert runtime_of(d.delays).producer_timer.is_up
 
 
 # -- Workers and producers reach RabbitMQ through TLS only ----------------------------------------
 
 
 def test_tasks_run_in_time_over_amqps_and_a_client_without_the_certificate_sends_none(
-    tmp_path: Path, postgresql_url: str, amqps: dict[str, Any]
+    amqps: dict[str, Any], deploy: Deploy
 ) -> None:
     slow = {"sweep": 30, "_self_sweep_s": 60, "_grace_s": 20, "horizon": 90}
-    d = Deployment(tmp_path, postgresql_url, amqps["broker_url"], amqps, **slow)
-    try:
-        d.worker()
-        task = d.schedule(delay=0.5)
-        # The deadline is shorter than the sweep interval, so no sweep armed the task.
-        d.wait_for([task], deadline_s=10)
-        assert d.delays.events.counts["timer.down"] == 0
-        d.conf = {**d.conf, "broker_use_ssl": {"cert_reqs": 2, "server_hostname": "localhost"}}
-        distrusting = d.producer()
-        distrusting.schedule_delay("test.note", {"file": str(d.file)}, 5)
-        wait_until(lambda: distrusting.events.counts["timer.down"], 10, "the refusal")
-        distrusting.close()
-    finally:
-        d.close()
+    d = deploy("postgresql", amqps["broker_url"], amqps, **slow)
+    d.worker()
+    task = d.schedule(delay=0.5)
+    # The deadline is shorter than the sweep interval, so no sweep armed the task.
+    d.wait_for([task], deadline_s=10)
+    assert d.delays.events.counts["timer.down"] == 0
+    d.conf = {**d.conf, "broker_use_ssl": {"cert_reqs": 2, "server_hostname": "localhost"}}
+    distrusting = d.producer()
+    distrusting.schedule_delay("test.note", {"file": str(d.file)}, 5)
+    wait_until(lambda: distrusting.events.counts["timer.down"], 10, "the refusal")
+    distrusting.close()

@@ -25,11 +25,7 @@ pytestmark = pytest.mark.slow
 def asleep(d: Deployment, seconds: float) -> DelayedTask:
     """Schedule a task that runs for `seconds` seconds, and wait until it has begun."""
     task = d.schedule("test.sleep", body={"seconds": seconds})
-    wait_until(
-        lambda: any(run[:2] == [str(task.id), "began"] for run in d.runs()),
-        20,
-        f"it to begin\n{d.logs()}",
-    )
+    wait_until(lambda: [run[0] for run in d.runs("began")] == [str(task.id)], 20, d.logs)
     return task
 
 
@@ -52,13 +48,9 @@ def test_after_sigterm_a_worker_finishes_its_task_and_gives_back_the_rest_immedi
     d.delays.schedule_many(new, on_batch=behind.extend)
     long = behind.pop(0)
     held = [d.schedule(delay=8) for _ in range(5)]
-    wait_until(lambda: any(run[1] == "began" for run in d.runs()), 20, f"it to begin\n{d.logs()}")
+    wait_until(lambda: d.runs("began"), 20, d.logs)
     worker.signal(signal.SIGTERM)
-    wait_until(
-        lambda: {d.status(task) for task in behind} == {Status.NOT_COMPLETE},
-        3,
-        "the rest to be given back",
-    )
+    wait_until(lambda: {*map(d.status, behind)} == {Status.NOT_COMPLETE}, 3, "the rest to return")
     assert d.status(long) is Status.RUNNING
     wait_until(worker.ended, 20, f"the worker to end\n{worker.log()}")
     done = d.delays.get(long)
@@ -91,7 +83,7 @@ def test_the_running_task_of_a_killed_worker_lapses_and_runs_again(
     worker = d.at_work(task)
     began = time.monotonic()
     quit_or_kill(worker, number)
-    wait_until(lambda: len(d.runs()) == 2, 30, f"it to run again\n{d.logs()}")
+    wait_until(lambda: len(d.runs()) == 2, 30, d.logs)
     assert time.monotonic() - began < d.r2_s() + SLACK_S
     again = d.delays.get(task)
     assert (again.runs, again.lapses) == (2, 1)

@@ -65,10 +65,9 @@ def some_command(
 ) -> tuple[Any, ...] | None:
     """Return a random command at a time that grows with `step`, or None to delete all keys."""
     now = 1_900_000_000_000 + step * 20
-    members = [
-        f"{chance.randint(1, 40)}:{chance.randint(0, 2)}{chance.choice(['', '', ':5'])}"
-        for _ in range(3)
-    ]
+    ends = ["", "", ":5"]
+    ids = [f"{chance.randint(1, 40)}:{chance.randint(0, 2)}" for _ in range(3)]
+    members = [id + chance.choice(ends) for id in ids]
     drawn = chance.random()
     if drawn < 0.01:
         return None
@@ -81,12 +80,8 @@ def some_command(
     if drawn < 0.6:
         ticket = now + chance.randint(0, 10) * 20
         return "ZREMRANGEBYSCORE", prepare, ticket, ticket
-    times = (
-        now,
-        now - chance.choice([300, 600]),
-        now + 100.5,
-        now + 200 + chance.choice([0, 0.001, 0.123, 0.999]),
-    )
+    soon, far = now - chance.choice([300, 600]), now + 200
+    times = (now, soon, now + 100.5, far + chance.choice([0, 0.001, 0.123, 0.999]))
     return "EVALSHA", _NAMES[TAKE], 2, store, prepare, *times, chance.randint(0, 4)
 
 
@@ -100,11 +95,5 @@ def comparable(answer: Any) -> Any:
     *numbers, levels, ticket, text, waiting, in_hand = answer
     words = text.split()
     entries = [(member, float(due)) for member, due in zip(words[::2], words[1::2], strict=True)]
-    return [
-        *numbers,
-        sorted(levels.split()),
-        float(ticket),
-        entries,
-        float(waiting),
-        float(in_hand),
-    ]
+    counts = [float(waiting), float(in_hand)]
+    return [*numbers, sorted(levels.split()), float(ticket), entries, *counts]

@@ -13,17 +13,11 @@ import pytest
 from delaytasks import DelayedTask, Status
 from delaytasks.runtime import runtime_of
 from tests.integration.conftest import Deploy
-from tests.running import Deployment
+from tests.running import Deployment, combinations
 from tests.waiting import SLACK_S, wait_until
 
 pytestmark = pytest.mark.slow
 
-COMBINATIONS = [
-    ("postgresql", "redis", "threads", "eta"),
-    ("postgresql", "redis", "prefork", "redis"),
-    ("mysql", "rabbitmq", "threads", "eta"),
-    ("sqlite", "redis", "solo", "eta"),
-]
 #: These intervals are longer than the tests, so no sweep takes part.
 NO_SWEEP: dict[str, Any] = {"sweep": 60, "_self_sweep_s": 120, "horizon": 120}
 
@@ -44,7 +38,9 @@ def most_at_once(d: Deployment) -> int:
 
 
 @pytest.mark.parametrize(
-    ("database", "broker", "pool", "timer"), COMBINATIONS, ids=map("-".join, COMBINATIONS)
+    ("database", "broker", "pool", "timer"),
+    combinations("""postgresql-redis-threads-eta postgresql-redis-prefork-redis
+        mysql-rabbitmq-threads-eta sqlite-redis-solo-eta"""),
 )
 def test_a_concurrency_limit_is_never_exceeded(
     deploy: Deploy, database: str, broker: str, pool: str, timer: str
@@ -87,10 +83,8 @@ def test_another_worker_runs_the_waitlist_that_a_stopped_worker_leaves(deploy: D
     second = d.worker("-Q", d.settings["namespace"] + ".mail", pool="threads", concurrency=2)
     tasks = schedule(d, 80, seconds=0.1, delay=1)
     wait_until(lambda: len(d.runs()) > 10, 15, "some of them to run")
-    queue, control = (
-        runtime_of(d.delays).publisher.queue("default").name,
-        runtime_of(d.delays).celery.control,
-    )
+    runtime = runtime_of(d.delays)
+    queue, control = runtime.publisher.queue("default").name, runtime.celery.control
     assert control.add_consumer(queue, destination=[d.node(1)], reply=True, timeout=10, limit=1)
     # The second worker must learn that it serves the queue. It has not found a row on the waitlist.
     time.sleep(2)
@@ -109,11 +103,7 @@ def test_a_limit_that_is_set_later_applies_to_the_remaining_tasks_until_it_is_re
     d.delays.policies.set(tag="test.sleep", rate="1/h")
     time.sleep(1.5)
     tasks = schedule(d, 6, delay=0)
-    wait_until(
-        lambda: sum(d.status(task) is Status.HELD for task in tasks) == 5,
-        10,
-        "them to wait in line",
-    )
+    wait_until(lambda: [*map(d.status, tasks)].count(Status.HELD) == 5, 10, "5 to wait in line")
     d.delays.policies.set(tag="test.sleep", rate=None)
     d.wait_for(tasks, deadline_s=15)
 
@@ -127,40 +117,29 @@ ONLY_MESSAGES = {**NO_SWEEP, "_grace_s": 30}
 USED_S = 2.0
 
 
-def begun(d: Deployment) -> int:
-    return sum(run[1] == "began" for run in d.runs())
-
-
 @pytest.mark.parametrize(
     ("database", "pool", "processes", "few", "many"),
     [
         ("postgresql", "threads", 60, 5, 50),
         ("mysql", "threads", 40, 5, 30),
         ("postgresql", "prefork", 8, 1, 6),
+        ("postgresql", "threads", 40, "1/h", "600/m"),
     ],
 )
-def test_a_raised_concurrency_is_used_while_long_rows_run(
-    deploy: Deploy, database: str, pool: str, processes: int, few: int, many: int
+def test_a_raised_limit_is_used_while_long_rows_run(
+    deploy: Deploy, database: str, pool: str, processes: int, few: Any, many: Any
 ) -> None:
-    d = deploy(database, **ONLY_MESSAGES)
-    d.delays.policies.set(tag="test.sleep", concurrency=few)
+    d, is_rate = deploy(database, **ONLY_MESSAGES), isinstance(many, str)
+    limit = "rate" if is_rate else "concurrency"
+    first, then = (1, 20) if is_rate else (few, many)
+    d.delays.policies.set(tag="test.sleep", **{limit: few})
     d.worker(pool=pool, concurrency=processes)
-    tasks = [d.schedule("test.sleep", 1, body={"seconds": LONG_S}) for _ in range(3 * many)]
-    wait_until(lambda: begun(d) == few, 20, lambda: f"the first ones to begin\n{d.stacks()}")
+    tasks = schedule(d, 3 * then, LONG_S, 1)
+    wait_until(lambda: len(d.runs("began")) == first, 20, d.stacks)
     wait_until(lambda: d.status(tasks[-1]) is Status.HELD, 20, "the others to wait in line", 0.1)
-    d.delays.policies.set(tag="test.sleep", concurrency=many)
-    wait_until(lambda: begun(d) >= many, USED_S + SLACK_S, lambda: f"{many} to run, not {begun(d)}")
-    other = d.schedule()
-    d.wait_for([other], deadline_s=10)
-    assert begun(d) == many, "and no more than are allowed"
-
-
-def test_a_raised_rate_is_used_while_long_rows_run(deploy: Deploy) -> None:
-    d = deploy("postgresql", **ONLY_MESSAGES)
-    d.delays.policies.set(tag="test.sleep", rate="1/h")
-    d.worker(pool="threads", concurrency=40)
-    tasks = [d.schedule("test.sleep", 1, body={"seconds": LONG_S}) for _ in range(60)]
-    wait_until(lambda: begun(d) == 1, 20, lambda: f"the first one to begin\n{d.stacks()}")
-    wait_until(lambda: d.status(tasks[-1]) is Status.HELD, 20, "the others to wait in line", 0.1)
-    d.delays.policies.set(tag="test.sleep", rate="600/m")
-    wait_until(lambda: begun(d) >= 20, USED_S + 2 + SLACK_S, lambda: f"20 to run, not {begun(d)}")
+    d.delays.policies.set(tag="test.sleep", **{limit: many})
+    within_s = USED_S + SLACK_S + 2 * is_rate
+    wait_until(lambda: len(d.runs("began")) >= then, within_s, lambda: str(len(d.runs())))
+    if not is_rate:
+        d.wait_for([d.schedule()], deadline_s=10)
+        assert len(d.runs("began")) == many, "and no more than are allowed"

@@ -9,40 +9,16 @@ import pytest
 from delaytasks import DelayedTask, Status
 from delaytasks.runtime import runtime_of
 from tests.integration.conftest import Deploy
-from tests.running import Deployment, combination
+from tests.running import combinations
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
-POOLS = [
-    combination("postgresql", "redis", "prefork"),
-    combination("postgresql", "redis", "threads"),
-    combination("postgresql", "rabbitmq", "solo"),
-    combination("mysql", "redis", "prefork"),
-    combination("sqlite", "filesystem", "prefork"),
-    combination("sqlite", "filesystem", "threads", is_quick=True),
-    combination("sqlite", "filesystem", "solo"),
-    combination("psycopg", "redis", "gevent"),
-    combination("mysql", "rabbitmq", "gevent"),
-]
-in_each_pool = pytest.mark.parametrize(
-    ("database", "pool"),
-    [
-        ("postgresql", "prefork"),
-        ("postgresql", "threads"),
-        ("postgresql", "solo"),
-        ("psycopg", "gevent"),
-    ],
-)
+POOLS = combinations("sqlite-filesystem-threads", is_quick=True)
+POOLS += combinations("""postgresql-rabbitmq-solo mysql-redis-prefork sqlite-filesystem-solo
+    psycopg-redis-gevent mysql-rabbitmq-gevent""")
+in_each_pool = pytest.mark.parametrize("pool", ["prefork", "threads", "solo", "gevent"])
 WAITS = ["test.wait", "test.async"]
-
-
-def began(d: Deployment) -> list[list[str]]:
-    return [run for run in d.runs() if run[1] == "began"]
-
-
-def ended(d: Deployment) -> list[list[str]]:
-    return [run for run in d.runs() if run[1] == "ended"]
 
 
 @pytest.mark.parametrize(("database", "broker", "pool"), POOLS)
@@ -65,41 +41,30 @@ def test_waiting_tasks_run_concurrently_in_each_pool(
     took = max(task.update_time for task in ends if task.update_time) - due
     assert took < timedelta(seconds=10), "one after another they would take 40 s, or 20 s by two"
     assert {task.runs for task in ends} == {1}
-    runs = [run for run in began(d) if int(run[0]) in {task.id for task in waiting[::2]}]
+    in_threads = {str(task.id) for task in waiting[::2]}
+    runs = [run for run in d.runs("began") if run[0] in in_threads]
     assert all(run[0] == run[3] for run in runs), "each has a request of its own"
-    loops = {
-        (run[2], run[3]) for run in began(d) if int(run[0]) in {task.id for task in waiting[1::2]}
-    }
+    loops = {(run[2], run[3]) for run in d.runs("began") if run[0] not in in_threads}
     assert len(loops) == len({process for process, _ in loops}), "one loop in a process"
-    sizes = [int(run[0]) for run in d.runs() if run[1] == "together"]
+    sizes = [int(run[0]) for run in d.runs("together")]
     assert sum(sizes) == 60
     assert max(sizes) <= 40
 
 
 @in_each_pool
-@pytest.mark.parametrize("tag", WAITS)
-def test_a_worker_that_stops_waits_for_its_concurrent_tasks(
-    deploy: Deploy, database: str, pool: str, tag: str
+def test_long_concurrent_tasks_keep_their_leases_and_a_worker_that_stops_waits_for_them(
+    deploy: Deploy, pool: str
 ) -> None:
-    d = deploy(database)
+    d = deploy("psycopg" if pool == "gevent" else "postgresql", lease=2)
     worker = d.worker(pool=pool)
-    tasks = [d.schedule(tag, 0, body={"seconds": 3}) for _ in range(5)]
-    wait_until(lambda: len(began(d)) == 5, 10, "them to begin")
-    worker.terminate()
-    assert [d.status(task) for task in tasks] == [Status.DONE] * 5
-    assert len(ended(d)) == 5
-
-
-@in_each_pool
-def test_the_leases_of_long_concurrent_tasks_are_renewed(
-    deploy: Deploy, database: str, pool: str
-) -> None:
-    d = deploy(database, lease=2)
-    d.worker(pool=pool)
     tasks = [d.schedule(tag, 0, body={"seconds": 7}) for tag in WAITS]
     d.wait_for(tasks)
     assert [d.delays.get(task).runs for task in tasks] == [1, 1]
-    assert len(began(d)) == len(ended(d)) == 2
+    tasks = [d.schedule(tag, 0, body={"seconds": 1.5}) for tag in WAITS for _ in range(3)]
+    wait_until(lambda: len(d.runs("began")) == 8, 10, "them to begin")
+    worker.terminate()
+    assert [d.status(task) for task in tasks] == [Status.DONE] * 6
+    assert len(d.runs("began")) == len(d.runs("ended")) == 8
 
 
 def test_a_process_at_its_max_tasks_waits_for_its_concurrent_tasks(deploy: Deploy) -> None:
@@ -108,7 +73,7 @@ def test_a_process_at_its_max_tasks_waits_for_its_concurrent_tasks(deploy: Deplo
     tasks: list[DelayedTask] = []
     for _ in range(3):
         tasks.append(d.schedule("test.wait", 0, body={"seconds": 1}))
-        wait_until(lambda: len(began(d)) == len(tasks), 15, "it to begin")
+        wait_until(lambda: len(d.runs("began")) == len(tasks), 15, "it to begin")
     d.wait_for(tasks)
     assert {d.delays.get(task).runs for task in tasks} == {1}
-    assert len({run[2] for run in began(d)}) == 3
+    assert len({run[2] for run in d.runs("began")}) == 3

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
+from datetime import timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import insert
 
 from delaytasks import Status
 from delaytasks.runtime import runtime_of
-from delaytasks.storage.types import db_now_plus
-from tests.proxy import Proxy, proxy_to
+from tests.integration.conftest import Deploy
 from tests.recording import counted
 from tests.running import Deployment
 from tests.waiting import SLACK_S, wait_until
@@ -25,13 +22,17 @@ pytestmark = pytest.mark.slow
 class WorkerTable(Deployment):
     """Run workers whose loops a test can break."""
 
-    def break_loop(self, node: str, loop: str, way: str) -> None:
+    def tell(self, node: str, command: str, **arguments: Any) -> dict[str, Any]:
+        """Send a command of `tests.saboteur` to a worker, and return its answer."""
         control = runtime_of(self.delays).celery.control
-        arguments = {"loop": loop, "way": way}
-        answers = control.broadcast(
-            "break_loop", arguments, destination=[node], reply=True, timeout=10, limit=1
-        )
-        assert answers == [{node: {"ok": f"{loop} will {way}"}}]
+        how = {"destination": [node], "reply": True, "timeout": 10, "limit": 1}
+        [answer] = control.broadcast(command, arguments, **how)
+        found: dict[str, Any] = answer[node]
+        return found
+
+    def break_loop(self, node: str, loop: str, way: str) -> None:
+        answer = self.tell(node, "break_loop", loop=loop, way=way)
+        assert answer == {"ok": f"{loop} will {way}"}
 
     def stats(self, node: str) -> dict[str, Any]:
         """Return delaytasks' section of the answer to `celery inspect stats`."""
@@ -50,12 +51,8 @@ class WorkerTable(Deployment):
 
 
 @pytest.fixture
-def workers(tmp_path: Path, postgresql_url: str, redis_url: str) -> Iterator[WorkerTable]:
-    workers = WorkerTable(
-        tmp_path, postgresql_url, redis_url, {"imports": ["tests.project", "tests.saboteur"]}
-    )
-    yield workers
-    workers.close()
+def workers(deploy: Deploy) -> Deployment:
+    return deploy(conf={"imports": ["tests.project", "tests.saboteur"]}, kind=WorkerTable)
 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads"])
@@ -70,27 +67,18 @@ def test_broken_loops_are_replaced_and_tasks_run(workers: WorkerTable, pool: str
     broken = {"watchdog": "die", "wheel": "die", "sweep": "hang", "leases": "hang", "watch": "die"}
     for loop, way in list(broken.items())[1:]:
         workers.break_loop(node, loop, way)
-    # Only a sweep can find this row.
-    with workers.store.database.begin() as connection:
-        body = f'{{"file": "{workers.file}"}}'
-        connection.execute(
-            insert(workers.store.schema.tasks).values(
-                tag="test.note", message_body=body, expected_time=db_now_plus(3)
-            )
-        )
+    workers.insert(in_s=3)  # only a sweep can find this row
     wait_until(lambda: workers.restarted(node) >= set(broken), 30, "each to be replaced")
     assert workers.stats(node)["events"]["loop.restarted"] >= len(broken)
     for loop, way in broken.items():
         reason = "dead" if way == "die" else "stuck"
         assert f"loop.restarted loop='{loop}' reason='{reason}'" in worker.log()
     workers.wait_for([*near, running], deadline_s=30)
-    wait_until(
-        lambda: counted(workers.store)[Status.DONE] == 22, 15, "the row that a sweep must find"
-    )
+    wait_until(lambda: counted(workers.store)[Status.DONE] == 22, 15, "the row to be swept")
     noted = [run for run in workers.runs() if run[1].isdigit()]
     assert len({run[0] for run in noted}) == len(noted) == 21
     assert workers.early() == []
-    assert max(int(run[1]) for run in noted) / 1e6 < workers.r1_s() + SLACK_S
+    assert max(workers.lateness_s()) < workers.r1_s() + SLACK_S
     assert workers.delays.get(running).runs == 1, "its lease was renewed in time"
     worker.terminate()
 
@@ -103,7 +91,7 @@ def test_the_entries_of_a_frozen_worker_run_once_elsewhere(workers: WorkerTable)
     workers.worker()
     workers.wait_for(held)
     assert workers.early() == []
-    assert max(int(run[1]) for run in workers.runs()) / 1e6 < workers.r1_s() + SLACK_S
+    assert max(workers.lateness_s()) < workers.r1_s() + SLACK_S
     frozen.signal(signal.SIGCONT)
     wait_until(lambda: workers.rests(node), 20, "it to bring out what it held")
     after = workers.schedule()
@@ -120,10 +108,7 @@ def test_chunks_that_the_pool_forgets_with_the_broker_block_no_process(
     node, control, forgotten = workers.node(0), runtime_of(workers.delays).celery.control, 0
     for _ in range(3):
         wait_until(lambda: control.ping([node], timeout=1), 10, "it to be connected again")
-        [answer] = control.broadcast(
-            "lose_broker", outage, destination=[node], reply=True, timeout=10, limit=1
-        )
-        forgotten += answer[node]["forgotten"]
+        forgotten += workers.tell(node, "lose_broker", **outage)["forgotten"]
         workers.wait_for([workers.schedule()], deadline_s=10)
     assert forgotten
     wait_until(lambda: workers.rests(node), 10, "no chunk to be left")
@@ -137,11 +122,7 @@ def test_a_chunk_of_a_process_that_died_just_before_the_broker_blocks_no_process
     Celery therefore reports that the new process has the chunk.
     """
     workers.worker(concurrency=1)
-    node, control = workers.node(0), runtime_of(workers.delays).celery.control
-    [answer] = control.broadcast(
-        "lose_broker", {"kills": True}, destination=[node], reply=True, timeout=10, limit=1
-    )
-    assert answer[node]["forgotten"] == 1
+    assert workers.tell(workers.node(0), "lose_broker", kills=True)["forgotten"] == 1
     workers.wait_for([workers.schedule()], deadline_s=SLACK_S)
 
 
@@ -160,7 +141,7 @@ def test_a_stopping_worker_gets_the_report_of_an_unconfirmed_chunk(workers: Work
     workers.schedule(delay=8)
     wait_until(lambda: workers.stats(workers.node(0)).get("held"), 7, "a task to be held")
     worker.signal(signal.SIGTERM)
-    wait_until(lambda: "sent back 1 near tasks" in worker.log(), 10, "the worker to stop")
+    worker.wait_for("sent back 1 near tasks", 10)
     os.kill(process, signal.SIGCONT)
     wait_until(worker.ended, 10, "it to end")
     assert (worker.status, workers.status(task)) == (0, Status.DONE)
@@ -175,65 +156,38 @@ def test_a_stopping_worker_gets_the_report_of_an_unconfirmed_chunk(workers: Work
 SILENT_S = 3
 
 
-@pytest.fixture
-def proxied(
-    request: pytest.FixtureRequest, tmp_path: Path, redis_url: str
-) -> Iterator[tuple[Deployment, Proxy]]:
-    """Yield a deployment that reaches its database through a proxy."""
-    url: str = request.getfixturevalue(f"{request.param}_url")
-    database = proxy_to(url)
-    d = Deployment(tmp_path, database.url(url), redis_url)
-    yield d, database
-    database.heal()
-    d.close()
-    database.close()
-
-
 def sweeps_go_on(d: Deployment) -> None:
     """Wait until there were several sweeps, and until each worker has reported."""
     w, s = d.store.schema.workers, d.store.schema.sweeps
-    now = d.store.tasks.now()
+    later = d.store.tasks.now() + timedelta(seconds=SILENT_S + 2)
 
     def done() -> bool:
         with d.store.database.auto.connect() as connection:
-            seen = connection.execute(w.select()).all()
-            swept = connection.execute(s.select()).all()
-        is_seen = seen and all((row.seen_at - now).total_seconds() > SILENT_S + 2 for row in seen)
-        return bool(
-            is_seen and all((row.swept_at - now).total_seconds() > SILENT_S + 2 for row in swept)
-        )
+            seen = [row.seen_at for row in connection.execute(w.select())]
+            swept = [row.swept_at for row in connection.execute(s.select())]
+        return bool(seen) and min([*seen, *swept]) > later
 
     wait_until(done, 60, lambda: f"sweeps after the outage\n{d.logs()}", every_s=0.2)
 
 
-@pytest.mark.parametrize("proxied", ["postgresql", "mysql"], indirect=True)
+@pytest.mark.parametrize("database", ["postgresql", "mysql"])
 @pytest.mark.parametrize("outage", ["refuse", "swallow"])
 def test_no_worker_is_declared_lost_because_the_database_was_away(
-    proxied: tuple[Deployment, Proxy], outage: str
+    deploy: Deploy, database: str, outage: str
 ) -> None:
-    d, database = proxied
+    d = deploy(database, proxied=["database"])
+    proxy, clock = d.proxies["database"], runtime_of(d.delays).clock
     workers = [d.worker(pool="threads"), d.worker(pool="threads")]
     d.wait_for([d.schedule()])
     tasks = [d.schedule(delay=delay) for delay in (1, 2, 3)]
-    getattr(database, outage)()
-    since = runtime_of(d.delays).clock.now()
-    wait_until(
-        lambda: (runtime_of(d.delays).clock.now() - since).total_seconds() > 3 * SILENT_S,
-        30,
-        "the outage",
-        every_s=0.1,
-    )
-    database.heal()
+    getattr(proxy, outage)()
+    ends = clock.now() + timedelta(seconds=3 * SILENT_S)
+    wait_until(lambda: clock.now() > ends, 30, "the outage", every_s=0.1)
+    proxy.heal()
     d.wait_for(tasks, deadline_s=40)
     sweeps_go_on(d)
     logs = "".join(worker.log() for worker in workers)
     assert "worker.lost" not in logs, logs
     assert "queue.unserved" not in logs, logs
     workers[0].kill()
-    lost = f"worker.lost worker='{d.node(0)}'"
-    wait_until(
-        lambda: lost in workers[1].log(),
-        40,
-        lambda: f"the other one to notice\n{d.logs()}",
-        every_s=0.1,
-    )
+    workers[1].wait_for(f"worker.lost worker='{d.node(0)}'", 40)

@@ -82,12 +82,8 @@ def project(
     """A project with a running worker, on a database and a broker."""
     folder = tmp_path_factory.mktemp("durable")
     database, broker = request.param.split("-")
-    made = begin(
-        folder,
-        url_of(database, folder, request),
-        request.getfixturevalue(f"{broker}_url"),
-        redis_url,
-    )
+    url = url_of(database, folder, request)
+    made = begin(folder, url, request.getfixturevalue(f"{broker}_url"), redis_url)
     made.start_worker()
     yield made
     end(made)

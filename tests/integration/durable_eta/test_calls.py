@@ -5,13 +5,11 @@ from __future__ import annotations
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
-import celery
 import pytest
 from celery import chain, chord, group, signature
 from celery.exceptions import TaskRevokedError
 
 from delaytasks import Status
-from tests.durable_tasks import OrderModel
 from tests.integration.durable_eta.conftest import Shop, in_each_combination
 from tests.waiting import wait_until
 
@@ -54,12 +52,8 @@ def test_apply_async_with_a_countdown_runs_the_task_once_its_row_is_due(project:
 def test_an_eta_with_a_time_zone_without_one_and_as_text_is_the_due_time(project: Shop) -> None:
     due = (datetime.now(timezone.utc) + timedelta(hours=1)).replace(microsecond=7)
     add = project.task("add")
-    etas = (
-        due,
-        due.replace(tzinfo=None),
-        due.isoformat(),
-        due.astimezone(timezone(timedelta(hours=3))),
-    )
+    other = due.astimezone(timezone(timedelta(hours=3)))
+    etas = (due, due.replace(tzinfo=None), due.isoformat(), other)
 
     results = [add.apply_async((1, 2), eta=eta) for eta in etas]
 
@@ -92,14 +86,6 @@ def test_calls_without_a_delay_go_to_the_broker(project: Shop) -> None:
     assert not {result.id for result in results} & keys(project, "add")
 
 
-def test_an_option_of_the_call_goes_before_the_option_of_the_task(project: Shop) -> None:
-    add = project.task("add")
-    result = add.apply_async((1, 2), countdown=SOON_S, durable_eta=False)
-
-    assert result.get(timeout=WAIT_S) == 3
-    assert result.id not in keys(project, "add")
-
-
 @in_each_combination
 def test_each_retry_is_a_row_with_the_id_of_the_task(project: Shop) -> None:
     result = project.task("persist").apply_async((2,), {"countdown": SOON_S}, countdown=SOON_S)
@@ -108,47 +94,13 @@ def test_each_retry_is_a_row_with_the_id_of_the_task(project: Shop) -> None:
     wait_for_done(project, "persist", result.id, rows=3)
 
 
-def test_a_retry_at_an_instant_with_other_arguments_is_a_row(project: Shop) -> None:
+def test_retries_with_other_arguments_and_automatic_ones_are_rows(project: Shop) -> None:
     result = project.task("persist").delay(1, countdown=SOON_S, args=(1,), kwargs={})
+    automatic = project.task("autoretry").delay()
 
-    assert result.get(timeout=WAIT_S) == [1, result.id]
+    assert (result.get(timeout=WAIT_S), automatic.get(timeout=WAIT_S)) == ([1, result.id], 2)
     wait_for_done(project, "persist", result.id, rows=1)
-
-
-def test_automatic_retries_with_backoff_are_rows(project: Shop) -> None:
-    result = project.task("autoretry").delay()
-
-    assert result.get(timeout=WAIT_S) == 2
-    wait_for_done(project, "autoretry", result.id, rows=2)
-
-
-def test_a_task_class_of_the_project_is_used(project: Shop) -> None:
-    result = project.task("greet").apply_async(("ada",), countdown=SOON_S)
-
-    assert result.get(timeout=WAIT_S) == "hello ada"
-    assert result.id in keys(project, "greet")
-
-
-@pytest.mark.skipif(
-    celery.VERSION < (5, 6), reason="Celery 5.5 reads no annotations that are strings"
-)
-def test_a_model_of_pydantic_is_an_argument(project: Shop) -> None:
-    task, order = project.task("order"), OrderModel(id=7, words=["a", "b"])
-
-    results = [
-        task.apply_async(({"id": 7, "words": ["a", "b"]},), countdown=SOON_S),
-        task.apply_async((), {"order": order.model_dump()}, countdown=SOON_S),
-    ]
-
-    assert [result.get(timeout=WAIT_S) for result in results] == ["OrderModel 7 a b"] * 2
-
-
-def test_pickled_values_keep_their_type(project: Shop) -> None:
-    value = {1, 2}
-
-    result = project.task("kind").apply_async((value,), serializer="pickle", countdown=SOON_S)
-
-    assert result.get(timeout=WAIT_S) == "set"
+    wait_for_done(project, "autoretry", automatic.id, rows=2)
 
 
 @in_each_combination
@@ -162,9 +114,8 @@ def test_links_are_called_with_the_result_and_the_error(project: Shop, tmp_path:
     ).get(timeout=WAIT_S)
     fail.apply_async(countdown=SOON_S, link_error=note.si(str(file), "failed"))
 
-    wait_until(
-        lambda: sorted(file.read_text().split()) == ["failed", "linked"], WAIT_S, "both callbacks"
-    )
+    both = ["failed", "linked"]
+    wait_until(lambda: sorted(file.read_text().split()) == both, WAIT_S, "both callbacks")
 
 
 def test_two_calls_with_one_id_both_run_as_with_bare_celery(project: Shop, tmp_path: Any) -> None:
@@ -175,39 +126,38 @@ def test_two_calls_with_one_id_both_run_as_with_bare_celery(project: Shop, tmp_p
     for word in ("first", "second"):
         note.apply_async((str(file), word), countdown=SOON_S, task_id=f"one-{tmp_path}")
 
-    wait_until(
-        lambda: sorted(file.read_text().split()) == ["first", "second"], WAIT_S, "both tasks"
-    )
+    both = ["first", "second"]
+    wait_until(lambda: sorted(file.read_text().split()) == both, WAIT_S, "both tasks")
 
 
 # -- canvas ------------------------------------------------------------------------------------
 
 
-def test_a_chain_with_a_countdown_begins_with_a_row(project: Shop) -> None:
+def test_a_chain_with_a_countdown_begins_with_a_row_and_its_later_links_may_be_rows(
+    project: Shop,
+) -> None:
     add = project.task("add")
 
-    result = chain(add.s(1, 2), add.s(3), add.s(4)).apply_async(countdown=SOON_S)
+    first = chain(add.s(1, 2), add.s(3), add.s(4)).apply_async(countdown=SOON_S)
+    later = chain(add.s(1, 2), add.s(3).set(countdown=SOON_S)).apply_async()
 
-    assert result.get(timeout=WAIT_S) == 10
-    assert result.parent.parent.id in keys(project, "add")
+    assert (first.get(timeout=WAIT_S), later.get(timeout=WAIT_S)) == (10, 6)
+    assert {first.parent.parent.id, later.id} <= keys(project, "add")
 
 
-def test_a_later_link_of_a_chain_with_a_countdown_is_a_row(project: Shop) -> None:
+def test_groups_starmap_and_chunks_with_a_countdown_are_rows(project: Shop) -> None:
     add = project.task("add")
 
-    result = chain(add.s(1, 2), add.s(3).set(countdown=SOON_S)).apply_async()
+    added = group(add.s(number, 1) for number in range(3)).apply_async(countdown=SOON_S)
+    starmap = add.starmap([(1, 2), (3, 4)]).apply_async(countdown=SOON_S)
+    chunks = add.chunks([(1, 2), (3, 4)], 1).group().apply_async(countdown=SOON_S)
 
-    assert result.get(timeout=WAIT_S) == 6
-    assert result.id in keys(project, "add")
-
-
-def test_each_task_of_a_group_with_a_countdown_is_a_row(project: Shop) -> None:
-    add = project.task("add")
-
-    result = group(add.s(number, 1) for number in range(3)).apply_async(countdown=SOON_S)
-
-    assert result.get(timeout=WAIT_S) == [1, 2, 3]
-    assert {each.id for each in result} <= keys(project, "add")
+    assert added.get(timeout=WAIT_S) == [1, 2, 3]
+    assert starmap.get(timeout=WAIT_S) == [3, 7]
+    assert chunks.get(timeout=WAIT_S) == [[3], [7]]
+    assert {each.id for each in added} <= keys(project, "add")
+    found = {row.key for row in project.delays.find(tag="celery:celery.starmap", limit=1000)}
+    assert {starmap.id, *(each.id for each in chunks)} <= found
 
 
 @in_each_combination
@@ -216,29 +166,10 @@ def test_each_header_task_of_a_chord_with_a_countdown_is_a_row(project: Shop) ->
     header = group(add.s(number, 1).set(countdown=SOON_S) for number in range(3))
 
     result = chord(header)(total.s())
+    called = chord([add.s(1, 1), add.s(2, 2)], total.s()).apply_async(countdown=SOON_S)
 
-    assert result.get(timeout=WAIT_S) == 6
+    assert (result.get(timeout=WAIT_S), called.get(timeout=WAIT_S)) == (6, 6)
     assert {each.id for each in result.parent} <= keys(project, "add")
-
-
-def test_a_chord_that_is_called_with_a_countdown_runs(project: Shop) -> None:
-    add, total = project.task("add"), project.task("total")
-
-    result = chord([add.s(1, 1), add.s(2, 2)], total.s()).apply_async(countdown=SOON_S)
-
-    assert result.get(timeout=WAIT_S) == 6
-
-
-def test_starmap_and_chunks_with_a_countdown_are_rows(project: Shop) -> None:
-    add = project.task("add")
-
-    starmap = add.starmap([(1, 2), (3, 4)]).apply_async(countdown=SOON_S)
-    chunks = add.chunks([(1, 2), (3, 4)], 1).group().apply_async(countdown=SOON_S)
-
-    assert starmap.get(timeout=WAIT_S) == [3, 7]
-    assert chunks.get(timeout=WAIT_S) == [[3], [7]]
-    found = {row.key for row in project.delays.find(tag="celery:celery.starmap", limit=1000)}
-    assert {starmap.id, *(each.id for each in chunks)} <= found
 
 
 # -- revoke ------------------------------------------------------------------------------------
@@ -312,11 +243,8 @@ def test_a_paused_task_name_waits_until_it_is_resumed(project: Shop) -> None:
     tag = "celery:durable.total"
     project.delays.policies.pause(tag=tag)
     result = project.task("total").apply_async(([1, 2],), countdown=3)
-    wait_until(
-        lambda: project.delays.get(tag=tag, key=result.id).status is Status.HELD,
-        WAIT_S,
-        "the row to be held",
-    )
+    row = project.delays.get(tag=tag, key=result.id)
+    wait_until(lambda: project.delays.get(row).status is Status.HELD, WAIT_S, "a held row")
 
     project.delays.policies.resume(tag=tag)
 

@@ -40,16 +40,10 @@ class PublisherHarness:
         )
 
     def message(self, number: int, **changes: Any) -> StoredMessage:
-        made = StoredMessage(
-            f"{number}",
-            "application/json",
-            "utf-8",
-            {"task": "any", "id": str(number)},
-            {"correlation_id": str(number), "delivery_mode": 2, "priority": 0},
-            "",
-            self.queue,
-            self.queue,
-        )
+        headers = {"task": "any", "id": str(number)}
+        properties = {"correlation_id": str(number), "delivery_mode": 2, "priority": 0}
+        kind, queue = ("application/json", "utf-8"), self.queue
+        made = StoredMessage(str(number), *kind, headers, properties, "", queue, queue)
         return made._replace(**changes)
 
     def arrived(self) -> list[int]:
@@ -73,21 +67,8 @@ Make = Callable[[str], PublisherHarness]
 
 
 @pytest.fixture
-def proxies() -> Iterator[Callable[[str], Proxy]]:
-    """Make proxies, which are closed after the publishers that use them."""
-    made: list[Proxy] = []
-
-    def make(url: str) -> Proxy:
-        made.append(proxy_to(url))
-        return made[-1]
-
-    yield make
-    for proxy in made:
-        proxy.close()
-
-
-@pytest.fixture
-def make_post(proxies: Callable[[str], Proxy]) -> Iterator[Make]:
+def make_post(proxies: list[Proxy]) -> Iterator[Make]:
+    """Make publishers, which are closed before the proxies that they use."""
     made: list[PublisherHarness] = []
 
     def make(url: str) -> PublisherHarness:
@@ -115,9 +96,9 @@ def test_a_batch_arrives_complete_and_in_its_order(make_post: Make, broker_url: 
 
 
 def test_a_broker_that_was_lost_is_used_again_when_it_is_back(
-    make_post: Make, proxies: Callable[[str], Proxy], broker_url: str
+    make_post: Make, proxies: list[Proxy], broker_url: str
 ) -> None:
-    proxy = proxies(broker_url)
+    proxies.append(proxy := proxy_to(broker_url))
     post = make_post(proxy.url(broker_url))
     assert post.publisher.publish([post.message(1)]) == [None]
     proxy.refuse()

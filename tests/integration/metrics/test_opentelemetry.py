@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from delaytasks import DelayedTask, Status
-from tests.running import Deployment
+from delaytasks import DelayedTask
+from tests.running import Deployment, Process
 from tests.waiting import wait_until
 
 pytest.importorskip("opentelemetry.sdk")
@@ -27,27 +27,22 @@ pools = pytest.mark.parametrize(
 )
 
 
-class TracedSite:
-    def __init__(self, folder: Path, database_url: str, redis_url: str) -> None:
-        self.folder = folder
+class TracedSite(Deployment):
+    def __init__(self, folder: Path, database_url: str, broker_url: str) -> None:
         conf = {"imports": ["tests.project", "tests.otel_project"]}
-        self.deployment = Deployment(folder, database_url, redis_url, conf)
+        super().__init__(folder, database_url, broker_url, conf)
         self.spans_here = InMemorySpanExporter()
         provider = TracerProvider()
         provider.add_span_processor(SimpleSpanProcessor(self.spans_here))
         self.tracer = provider.get_tracer("shop")
         opentelemetry.instrument(provider)
 
-    def worker(self, pool: str, **more: str) -> None:
-        more = {"DELAYTASKS_TEST_TELEMETRY": str(self.folder), **more}
-        self.deployment.worker(pool=pool, **more)
+    def worker(self, *options: str, **more: Any) -> Process:
+        return super().worker(*options, DELAYTASKS_TEST_TELEMETRY=str(self.folder), **more)
 
-    def wait_for(self, *tasks: DelayedTask) -> None:
-        def have_ended() -> bool:
-            found = [self.deployment.delays.get(task.id).status for task in tasks]
-            return all(status in (Status.DONE, Status.FAILED) for status in found)
-
-        wait_until(have_ended, 30, self.deployment.logs, every_s=0.05)
+    def ended(self, *tasks: DelayedTask) -> None:
+        """Wait for the end of tasks."""
+        wait_until(lambda: all(self.delays.get(task).is_finished for task in tasks), 30, self.logs)
 
     def spans(self, name: str, count: int = 1) -> list[dict[str, Any]]:
         """Return the worker's spans of this name as soon as there are `count`."""
@@ -66,17 +61,17 @@ def site(tmp_path: Path, postgresql_url: str, redis_url: str) -> Iterator[Traced
     made = TracedSite(tmp_path, postgresql_url, redis_url)
     yield made
     opentelemetry.uninstrument()
-    made.deployment.close()
+    made.close()
 
 
 @pools
 def test_the_span_of_a_run_has_a_link_to_the_span_of_its_scheduling_call(
     site: TracedSite, pool: str
 ) -> None:
-    site.worker(pool)
+    site.worker(pool=pool)
     with site.tracer.start_as_current_span("POST /orders") as request:
-        task = site.deployment.schedule("otel.works", key="order-7", queue="mail")
-    site.wait_for(task)
+        task = site.schedule("otel.works", key="order-7", queue="mail")
+    site.ended(task)
     created, _ = site.spans_here.get_finished_spans()
     assert created.name == "schedule otel.works"
     assert created.kind.name == "PRODUCER"
@@ -89,16 +84,14 @@ def test_the_span_of_a_run_has_a_link_to_the_span_of_its_scheduling_call(
     assert int(link["context"]["span_id"], 16) == created.context.span_id
     assert int(link["context"]["trace_id"], 16) == created.context.trace_id
     assert run["context"]["trace_id"] != link["context"]["trace_id"]
-    assert run["attributes"] == {
-        "messaging.system": "delaytasks",
-        "messaging.operation.name": "process",
-        "messaging.operation.type": "process",
-        "messaging.destination.name": "mail",
-        "messaging.message.id": str(task.id),
-        "delaytasks.tag": "otel.works",
-        "delaytasks.key": "order-7",
-        "delaytasks.attempt": 1,
-        "delaytasks.outcome": "done",
+    of_messaging = {
+        "system": "delaytasks", "operation.name": "process", "operation.type": "process",
+        "destination.name": "mail", "message.id": str(task.id),
+    }  # fmt: skip
+    own = {"tag": "otel.works", "key": "order-7", "attempt": 1, "outcome": "done"}
+    wanted = {f"messaging.{name}": value for name, value in of_messaging.items()}
+    assert run["attributes"] == wanted | {
+        f"delaytasks.{name}": value for name, value in own.items()
     }
     [inside] = site.spans("inside")
     assert inside["parent_id"] == run["context"]["span_id"]
@@ -106,8 +99,8 @@ def test_the_span_of_a_run_has_a_link_to_the_span_of_its_scheduling_call(
 
 
 def test_a_run_can_continue_the_trace_of_its_scheduling_call(site: TracedSite) -> None:
-    site.worker("prefork", DELAYTASKS_TEST_CONTINUES_TRACE="1")
-    site.wait_for(site.deployment.schedule("otel.works"))
+    site.worker(DELAYTASKS_TEST_CONTINUES_TRACE="1")
+    site.ended(site.schedule("otel.works"))
     [created] = site.spans_here.get_finished_spans()
     [run] = site.spans("process otel.works")
     assert int(run["parent_id"], 16) == created.context.span_id
@@ -120,31 +113,23 @@ OPENTELEMETRY_INSTRUMENT = """
 from opentelemetry.instrumentation.auto_instrumentation import run
 run()
 """
-INTO_THE_LOG = {
-    "OTEL_TRACES_EXPORTER": "console",
-    "OTEL_BSP_SCHEDULE_DELAY": "100",
-    "OTEL_METRICS_EXPORTER": "none",
-    "OTEL_LOGS_EXPORTER": "none",
-}
+INTO_THE_LOG = {"OTEL_TRACES_EXPORTER": "console", "OTEL_BSP_SCHEDULE_DELAY": "100"}
+INTO_THE_LOG |= {"OTEL_METRICS_EXPORTER": "none", "OTEL_LOGS_EXPORTER": "none"}
 
 
 def test_the_command_opentelemetry_instrument_needs_no_code_of_the_user(site: TracedSite) -> None:
     pytest.importorskip("opentelemetry.distro")
     (site.folder / "opentelemetry_instrument.py").write_text(OPENTELEMETRY_INSTRUMENT)
-    worker = site.deployment.python(
-        "instrumented",
-        "opentelemetry_instrument",
-        *(sys.executable, "-m", "celery", "-A", "delaytasks", "worker", "-c", "1"),
-        **INTO_THE_LOG,
-    )
-    site.wait_for(site.deployment.schedule("otel.prompt"))
+    command = [sys.executable, *"-m celery -A delaytasks worker -c 1".split()]
+    worker = site.python("instrumented", "opentelemetry_instrument", *command, **INTO_THE_LOG)
+    site.ended(site.schedule("otel.prompt"))
     wait_until(lambda: '"name": "process otel.prompt"' in worker.log(), 20, worker.log)
 
 
 @pools
 def test_a_failed_run_has_its_exception(site: TracedSite, pool: str) -> None:
-    site.worker(pool)
-    site.wait_for(site.deployment.schedule("otel.fails"))
+    site.worker(pool=pool)
+    site.ended(site.schedule("otel.fails"))
     [run] = site.spans("process otel.fails")
     assert run["status"]["status_code"] == "ERROR"
     assert run["attributes"]["error.type"] == "ValueError"
@@ -154,31 +139,26 @@ def test_a_failed_run_has_its_exception(site: TracedSite, pool: str) -> None:
     assert "in fails" in event["attributes"]["exception.stacktrace"]
 
 
-def test_a_coroutine_runs_within_the_span_of_its_task(site: TracedSite) -> None:
-    site.worker("prefork")
-    site.wait_for(site.deployment.schedule("otel.async"))
+def test_a_coroutine_runs_within_the_span_of_its_task_and_a_batch_has_a_link_to_each_call(
+    site: TracedSite,
+) -> None:
+    body = {"file": str(site.file)}
+    tasks = [site.delays.schedule_delay("otel.batch", {**body, "number": n}, 3) for n in range(4)]
+    created = site.spans_here.get_finished_spans()
+    site.worker()
+    site.ended(*tasks)
+    runs = site.spans("process otel.batch")
+    links = {link["context"]["span_id"] for run in runs for link in run["links"]}
+    assert links == {f"0x{span.context.span_id:016x}" for span in created}
+    assert len(links) == 4
+    site.ended(site.schedule("otel.async"))
     [run], [inside] = site.spans("process otel.async"), site.spans("in the loop")
     assert inside["parent_id"] == run["context"]["span_id"]
 
 
-def test_a_batch_has_a_link_to_each_scheduling_call(site: TracedSite) -> None:
-    body = {"file": str(site.deployment.file)}
-    tasks = [
-        site.deployment.delays.schedule_delay("otel.batch", {**body, "number": n}, 3)
-        for n in range(4)
-    ]
-    site.worker("prefork")
-    site.wait_for(*tasks)
-    runs = site.spans("process otel.batch")
-    links = {link["context"]["span_id"] for run in runs for link in run["links"]}
-    created = site.spans_here.get_finished_spans()
-    assert links == {f"0x{span.context.span_id:016x}" for span in created}
-    assert len(links) == 4
-
-
 def test_one_call_for_many_tasks_is_one_span(site: TracedSite) -> None:
     items: list[Any] = [("otel.works", {}, 3600), ("otel.fails", {}, 3600)] * 50
-    site.deployment.delays.schedule_many(items)
+    site.delays.schedule_many(items)
     spans = {span.name: span for span in site.spans_here.get_finished_spans()}
     assert sorted(spans) == ["schedule otel.fails", "schedule otel.works"]
     attributes = spans["schedule otel.works"].attributes

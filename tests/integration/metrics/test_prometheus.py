@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 
 from delaytasks.metrics.files import NAMES, read_file
 from delaytasks.metrics.process import ProducerMetrics
-from delaytasks.metrics.prometheus import MetricsServer, serve
-from tests.integration.metrics.prometheus_server import PrometheusServer
+from delaytasks.metrics.prometheus import serve
+from tests.integration.conftest import Deploy
 from tests.running import Deployment
-from tests.services import MissingServiceError, free_port
+from tests.services import MissingServiceError, free_port, spawn
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -25,31 +27,32 @@ REDIS_TIMER = "delaytasks_redis_timer_"
 JOBS = ("prefork", "threads", "exporter", "producer")
 
 
-class ScrapedSite:
-    def __init__(self, folder: Path, database_url: str, broker_url: str, **settings: Any) -> None:
-        self.deployment = Deployment(folder, database_url, broker_url, **settings)
+class ScrapedSite(Deployment):
+    _servers: tuple[Any, ...] = ()
+
+    def scrape(self) -> None:
+        """Start a Prometheus."""
         self.ports = {job: free_port() for job in JOBS}
-        self._producer: MetricsServer | None = None
-        rules = folder / NAMES["rules"]
+        rules = self.folder / NAMES["rules"]
         rules.write_text(read_file("rules"))
         try:
-            self.prometheus = PrometheusServer(folder, self.ports, rules)
+            self.prometheus = PrometheusServer(self.folder, self.ports, rules)
         except MissingServiceError as error:
-            self.deployment.close()
             pytest.skip(f"needs prometheus: {error}")
+        self._servers = (self.prometheus,)
 
     def start(self) -> None:
-        metrics = ProducerMetrics.of(self.deployment.delays)
-        self._producer = serve("127.0.0.1", self.ports["producer"], metrics)
-        self.deployment.beat()
+        metrics = ProducerMetrics.of(self.delays)
+        self._servers += (serve("127.0.0.1", self.ports["producer"], metrics),)
+        self.beat()
         for pool in ("prefork", "threads"):
-            self.deployment.worker(pool=pool, DELAYTASKS_METRICS=str(self.ports[pool]))
+            self.worker(pool=pool, DELAYTASKS_METRICS=str(self.ports[pool]))
         self.export()
 
     def export(self) -> None:
         command = ["serve", "--metrics", str(self.ports["exporter"])]
-        exporter = self.deployment.python("exporter", "delaytasks", *command)
-        wait_until(lambda: "metrics at" in exporter.log(), 30, exporter.log, every_s=0.1)
+        exporter = self.python("exporter", "delaytasks", *command)
+        exporter.wait_for("metrics at", 30)
 
     def expect_result(self, expression: str, what: str) -> None:
         """Wait until an expression has a result. A rate needs two scrapes.
@@ -63,25 +66,20 @@ class ScrapedSite:
         assert set(re.findall(r"delaytasks_\w+", expression)) <= known, what
 
     def close(self) -> None:
-        if self._producer is not None:
-            self._producer.stop()
-        self.prometheus.stop()
-        self.deployment.close()
+        for server in self._servers:
+            server.stop()
+        super().close()
 
 
 @pytest.fixture
-def site(tmp_path: Path, postgresql_url: str, redis_url: str) -> Iterator[ScrapedSite]:
-    made = ScrapedSite(tmp_path, postgresql_url, redis_url)
-    yield made
-    made.close()
+def make_site(deploy: Deploy) -> Callable[..., ScrapedSite]:
+    def make(**settings: Any) -> ScrapedSite:
+        made = deploy(kind=ScrapedSite, **settings)
+        assert isinstance(made, ScrapedSite)
+        made.scrape()
+        return made
 
-
-@pytest.fixture
-def redis_timer_site(tmp_path: Path, postgresql_url: str, redis_url: str) -> Iterator[ScrapedSite]:
-    settings = {"timer": redis_url, "horizon": 120}
-    made = ScrapedSite(tmp_path, postgresql_url, redis_url, **settings)
-    yield made
-    made.close()
+    return make
 
 
 def is_used(expression: str) -> bool:
@@ -100,8 +98,11 @@ def expressions_of_dashboard() -> list[tuple[str, str]]:
     return found
 
 
-def test_every_expression_of_dashboard_and_rules_has_a_result(site: ScrapedSite) -> None:
-    d, prometheus = site.deployment, site.prometheus
+def test_every_expression_of_dashboard_and_rules_has_a_result(
+    make_site: Callable[..., ScrapedSite],
+) -> None:
+    d = site = make_site()
+    prometheus = site.prometheus
     d.schedule("test.quiet", 3600)  # the first forecast has this peak
     site.start()
     followers = []
@@ -129,37 +130,24 @@ def test_every_expression_of_dashboard_and_rules_has_a_result(site: ScrapedSite)
         last = f'sum(delaytasks_run_{kind}_seconds_bucket{{tag="test.quiet",le="+Inf"}})'
         assert prometheus.value(last) == 30
     assert prometheus.value("sum(delaytasks_pool_processes)") == 4
-    wait_until(
-        lambda: prometheus.value('delaytasks_tasks{status="FAILED"}') == 7,
-        60,
-        "an exporter's scrape",
-    )
+    shown = 'delaytasks_tasks{status="FAILED"}'
+    wait_until(lambda: prometheus.value(shown) == 7, 60, "an exporter's scrape")
     late = 'delaytasks_overdue_tasks_by_tag{queue="nobody"}'
     wait_until(lambda: prometheus.value(late) == 1, 60, "the late task", every_s=0.3)
     assert prometheus.value("delaytasks_workers") == 2
     assert prometheus.value("delaytasks_broker_up") == 1
     assert prometheus.value("sum(delaytasks_runs_on_time_total)") == 1
     scheduled = 'sum(delaytasks_scheduled_total{job="producer"})'
-    wait_until(
-        lambda: prometheus.value(scheduled) == 39 + len(followers),
-        30,
-        "the tasks scheduled since the start",
-        every_s=0.3,
-    )
+    wait_until(lambda: prometheus.value(scheduled) == 39 + len(followers), 30, scheduled, 0.3)
     assert 0 < (prometheus.value("delaytasks_forecast_peak_utilization") or 0) < 1
 
-    check_dashboard(site)
-    check_rules(site)
-    d.delays.cancel(unserved.id)
-
-
-def check_dashboard(site: ScrapedSite) -> None:
-    """Check that each query of the dashboard has a result."""
     expressions = expressions_of_dashboard()
     assert len(expressions) > 25
     for title, text in expressions:
         if is_used(text):
             site.expect_result(text, title)
+    check_rules(site)
+    d.delays.cancel(unserved.id)
 
 
 def check_rules(site: ScrapedSite) -> None:
@@ -185,10 +173,12 @@ def check_rules(site: ScrapedSite) -> None:
     assert active() <= {"DelayTasksQueueWithoutWorker", "DelayTasksFailing", "DelayTasksLate"}
 
 
-def test_expressions_about_the_redis_timer_have_results(redis_timer_site: ScrapedSite) -> None:
-    site = redis_timer_site
+def test_expressions_about_the_redis_timer_have_results(
+    make_site: Callable[..., ScrapedSite],
+) -> None:
+    d = site = make_site(timer="redis", horizon=120)
     site.start()
-    d, prometheus = site.deployment, site.prometheus
+    prometheus = site.prometheus
     d.wait_for([d.schedule("test.quiet")])
     expressions = [one for one in expressions_of_dashboard() if REDIS_TIMER in one[1]]
     assert expressions
@@ -201,8 +191,11 @@ def test_expressions_about_the_redis_timer_have_results(redis_timer_site: Scrape
     d.delays.cancel(task.id)
 
 
-def test_without_workers_the_alert_about_them_is_pending(site: ScrapedSite) -> None:
-    d, prometheus = site.deployment, site.prometheus
+def test_without_workers_the_alert_about_them_is_pending(
+    make_site: Callable[..., ScrapedSite],
+) -> None:
+    d = site = make_site()
+    prometheus = site.prometheus
     site.export()
     task = d.schedule("test.quiet", queue="nobody")
 
@@ -216,31 +209,79 @@ def test_without_workers_the_alert_about_them_is_pending(site: ScrapedSite) -> N
     d.delays.cancel(task.id)
 
 
-def test_a_worker_writes_its_metrics_to_a_file(
-    tmp_path: Path, postgresql_url: str, redis_url: str
-) -> None:
-    d = Deployment(tmp_path, postgresql_url, redis_url)
-    try:
-        worker = d.worker(DELAYTASKS_METRICS=str(tmp_path / "%n.prom"))
-        d.wait_for([d.schedule("test.quiet")])
-        worker.terminate()
-        [file] = tmp_path.glob("*.prom")
-        assert 'delaytasks_runs_total{outcome="done",tag="test.quiet"} 1.0' in file.read_text()
-    finally:
-        d.close()
+def test_a_worker_writes_its_metrics_to_a_file(deploy: Deploy, tmp_path: Path) -> None:
+    d = deploy()
+    worker = d.worker(DELAYTASKS_METRICS=str(tmp_path / "%n.prom"))
+    d.wait_for([d.schedule("test.quiet")])
+    worker.terminate()
+    [file] = tmp_path.glob("*.prom")
+    assert 'delaytasks_runs_total{outcome="done",tag="test.quiet"} 1.0' in file.read_text()
 
 
-def test_a_worker_whose_port_is_in_use_runs_without_metrics(
-    tmp_path: Path, postgresql_url: str, redis_url: str
-) -> None:
-    d, port = Deployment(tmp_path, postgresql_url, redis_url), str(free_port())
-    try:
-        first = d.worker(DELAYTASKS_METRICS=port)
-        second = d.worker(DELAYTASKS_METRICS=port)
-        wait_until(
-            lambda: "metrics.not_served" in second.log(), 20, lambda: second.log(), every_s=0.1
-        )
-        assert "metrics.not_served" not in first.log()
-        d.wait_for([d.schedule("test.quiet") for _ in range(5)])
-    finally:
-        d.close()
+def test_a_worker_whose_port_is_in_use_runs_without_metrics(deploy: Deploy) -> None:
+    d, port = deploy(), str(free_port())
+    first = d.worker(DELAYTASKS_METRICS=port)
+    second = d.worker(DELAYTASKS_METRICS=port)
+    second.wait_for("metrics.not_served")
+    assert "metrics.not_served" not in first.log()
+    d.wait_for([d.schedule("test.quiet") for _ in range(5)])
+
+
+# -- A private Prometheus, which scrapes what a test starts ---------------------------------------
+
+
+class PrometheusServer:
+    """Scrapes `targets`, by the names of their jobs, each second."""
+
+    def __init__(self, folder: Path, targets: dict[str, int], rules: Path) -> None:
+        program = shutil.which("prometheus")
+        if program is None:
+            raise MissingServiceError("prometheus is not on the PATH")
+        config = {
+            "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+            "rule_files": [str(rules)],
+            "scrape_configs": [
+                {"job_name": name, "static_configs": [{"targets": [f"127.0.0.1:{port}"]}]}
+                for name, port in targets.items()
+            ],
+        }
+        file = folder / "prometheus.yml"
+        file.write_text(json.dumps(config))  # JSON is YAML, too
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}/api/v1"
+        self.log = folder / "prometheus.log"
+        places = [f"--config.file={file}", f"--storage.tsdb.path={folder / 'tsdb'}"]
+        command = [program, *places, f"--web.listen-address=127.0.0.1:{port}"]
+        self._process = spawn(command, self.log)
+        try:
+            wait_until(self._answers, 60, lambda: self.log.read_text(), every_s=0.2)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _answers(self) -> bool:
+        assert self._process.poll() is None, self.log.read_text()
+        try:
+            return requests.get(self.url.replace("/api/v1", "/-/ready"), timeout=5).ok
+        except requests.ConnectionError:
+            return False
+
+    def get(self, path: str, **parameters: str) -> Any:
+        answer = requests.get(f"{self.url}/{path}", params=parameters, timeout=30).json()
+        assert answer["status"] == "success", answer
+        return answer["data"]
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        """Return the values of an expression now, with their labels."""
+        found: list[dict[str, Any]] = self.get("query", query=expression)["result"]
+        return found
+
+    def value(self, expression: str) -> float | None:
+        """Return the only value of an expression, or None without one."""
+        found = self.query(expression)
+        assert len(found) <= 1, found
+        return float(found[0]["value"][1]) if found else None
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self._process.wait(30)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from delaytasks import DelayedTask, Status
+from delaytasks import DelayedTask
 from tests.running import Deployment, Process
 from tests.waiting import wait_until
 
@@ -18,39 +18,27 @@ pytestmark = pytest.mark.slow
 IMPORTS = {"imports": ["tests.project", "tests.sentry_project"]}
 
 
-class ReportingSite:
-    def __init__(self, folder: Path, database_url: str, redis_url: str) -> None:
-        self.file = folder / "envelopes.jsonl"
-        self.file.touch()
-        self.deployment = Deployment(folder, database_url, redis_url, IMPORTS, max_lost_leases=1)
+class ReportingSite(Deployment):
+    def __init__(self, folder: Path, database_url: str, broker_url: str) -> None:
+        super().__init__(folder, database_url, broker_url, IMPORTS, max_lost_leases=1)
+        self.envelopes = folder / "envelopes.jsonl"
+        self.envelopes.touch()
 
-    def worker(self, pool: str, **more: str) -> Process:
-        more = {"DELAYTASKS_TEST_ENVELOPES": str(self.file), **more}
-        return self.deployment.worker(pool=pool, **more)
+    def worker(self, *options: str, **more: Any) -> Process:
+        return super().worker(*options, DELAYTASKS_TEST_ENVELOPES=str(self.envelopes), **more)
 
     def run(self, *tags: str, **body: Any) -> list[DelayedTask]:
         """Run a task of each tag, and return the tasks when all have ended."""
-        tasks = [
-            self.deployment.schedule(tag, body={"word": "pear", "number": n, **body})
-            for n, tag in enumerate(tags)
-        ]
-        for task in tasks:
-            wait_until(
-                lambda id=task.id: (
-                    self.deployment.delays.get(id).status  # type: ignore[misc]
-                    in (Status.DONE, Status.FAILED)
-                ),
-                30,
-                lambda: f"the tasks to end\n{self.deployment.logs()}",
-                every_s=0.05,
-            )
+        bodies = [{"word": "pear", "number": n, **body} for n in range(len(tags))]
+        tasks = [self.schedule(tag, body=each) for tag, each in zip(tags, bodies, strict=True)]
+        wait_until(lambda: all(self.delays.get(task).is_finished for task in tasks), 30, self.logs)
         return tasks
 
     def items(self, kind: str) -> list[dict[str, Any]]:
-        lines = [json.loads(line) for line in self.file.read_text().splitlines()]
+        lines = [json.loads(line) for line in self.envelopes.read_text().splitlines()]
         return [line for line in lines if line["item"] == kind]
 
-    def events(self, count: int) -> list[dict[str, Any]]:
+    def errors(self, count: int) -> list[dict[str, Any]]:
         """Return the errors as soon as there are this many."""
         wait_until(lambda: len(self.items("event")) >= count, 20, f"{count} events", every_s=0.05)
         return self.items("event")
@@ -60,7 +48,7 @@ class ReportingSite:
 def site(tmp_path: Path, postgresql_url: str, redis_url: str) -> Iterator[ReportingSite]:
     made = ReportingSite(tmp_path, postgresql_url, redis_url)
     yield made
-    made.deployment.close()
+    made.close()
 
 
 pools = pytest.mark.parametrize(
@@ -72,9 +60,9 @@ pools = pytest.mark.parametrize(
 def test_a_failed_task_is_one_event_with_its_exception_tag_id_key_and_attempt(
     site: ReportingSite, pool: str
 ) -> None:
-    worker = site.worker(pool)
-    task = site.deployment.schedule("sentry.fails", body={"word": "pear"}, key="order-7")
-    [event] = site.events(1)
+    worker = site.worker(pool=pool)
+    task = site.schedule("sentry.fails", body={"word": "pear"}, key="order-7")
+    [event] = site.errors(1)
     [error] = event["exception"]["values"]
     assert error["type"] == "OrderError"
     assert error["value"] == f"order {task.id} is broken"
@@ -97,27 +85,18 @@ def test_a_failed_task_is_one_event_with_its_exception_tag_id_key_and_attempt(
 
 
 @pools
-def test_tasks_of_different_tags_are_different_issues(site: ReportingSite, pool: str) -> None:
-    site.worker(pool)
-    site.run("sentry.fails", "sentry.also_fails", "sentry.fails")
-    events = site.events(3)
-    assert len(events) == 3
-    assert sorted(event["fingerprint"][1] for event in events) == [
-        "sentry.also_fails",
-        "sentry.fails",
-        "sentry.fails",
-    ]
-
-
-@pools
 def test_each_kind_of_failure_is_reported_once_and_retries_are_not(
     site: ReportingSite, pool: str
 ) -> None:
-    site.worker(pool)
-    site.run("sentry.fails_twice", "sentry.returns_fail", "sentry.retries", "sentry.async")
-    events = {event["tags"]["delaytasks.tag"]: event for event in site.events(3)}
-    assert len(site.items("event")) == 3, site.items("event")
-    assert sorted(events) == ["sentry.async", "sentry.fails_twice", "sentry.returns_fail"]
+    site.worker(pool=pool)
+    tags = ["also_fails", "fails_twice", "returns_fail", "async"]
+    site.run(*(f"sentry.{tag}" for tag in tags), "sentry.retries")
+    events = {event["tags"]["delaytasks.tag"]: event for event in site.errors(4)}
+    assert len(site.items("event")) == 4, site.items("event")
+    for tag in tags:
+        assert events[f"sentry.{tag}"]["fingerprint"] == ["{{ default }}", f"sentry.{tag}"], (
+            "its own issue"
+        )
     assert events["sentry.fails_twice"]["tags"]["delaytasks.attempt"] == "2"
     [declined] = events["sentry.returns_fail"]["exception"]["values"]
     assert declined["type"] == "TaskFailedError"
@@ -127,25 +106,25 @@ def test_each_kind_of_failure_is_reported_once_and_retries_are_not(
 
 
 def test_each_failed_task_of_a_batch_is_an_event(site: ReportingSite) -> None:
-    site.worker("prefork")
+    site.worker()
     tasks = site.run(*["sentry.batch"] * 6)
     odd = {str(task.id) for n, task in enumerate(tasks) if n % 2}
-    assert {event["tags"]["delaytasks.id"] for event in site.events(3)} == odd
+    assert {event["tags"]["delaytasks.id"] for event in site.errors(3)} == odd
 
 
 def test_a_task_that_failed_because_its_process_died_is_one_event(site: ReportingSite) -> None:
-    worker = site.worker("prefork")
+    worker = site.worker()
     [task] = site.run("sentry.kills")
 
     def found() -> list[dict[str, Any]]:
         # Celery logs the end of the process, which Sentry reports too.
         return [event for event in site.items("event") if event["logger"] == "delaytasks"]
 
-    wait_until(found, 20, site.deployment.logs, every_s=0.05)
+    wait_until(found, 20, site.logs, every_s=0.05)
     worker.terminate()
     [event] = found()
     assert event["level"] == "error"
-    assert event["message"] == site.deployment.delays.get(task.id).error
+    assert event["message"] == site.delays.get(task.id).error
     assert event["fingerprint"] == ["delaytasks", "task.worker_lost", "sentry.kills"]
     assert event["tags"]["delaytasks.id"] == str(task.id)
     assert event["contexts"]["delaytasks"]["lost_leases"] == 1
@@ -161,21 +140,17 @@ def test_the_run_continues_the_trace_of_the_scheduling_call(site: ReportingSite,
     class Nowhere(Transport):
         def capture_envelope(self, envelope: Any) -> None: ...
 
-    site.worker(pool)
-    sentry_sdk.init(
-        "http://key@127.0.0.1/1",
-        transport=Nowhere,
-        traces_sample_rate=1.0,
-        integrations=[DelayTasksIntegration()],
-        default_integrations=False,
-    )
+    site.worker(pool=pool)
+    ours: dict[str, Any] = {"integrations": [DelayTasksIntegration()], "transport": Nowhere}
+    ours |= {"traces_sample_rate": 1.0, "default_integrations": False}
+    sentry_sdk.init("http://key@127.0.0.1/1", **ours)
     try:
         with sentry_sdk.start_transaction(name="POST /orders") as request:
             task, _ = site.run("sentry.fails", "sentry.quiet")
     finally:
         sentry_sdk.init()  # without a client, the integration does nothing
     assert task.meta["sentry-trace"].startswith(request.trace_id)
-    [event] = site.events(1)
+    [event] = site.errors(1)
     assert event["contexts"]["trace"]["trace_id"] == request.trace_id
     wait_until(lambda: len(site.items("transaction")) >= 2, 20, "the runs to be sent")
     runs = {run["transaction"]: run["contexts"]["trace"] for run in site.items("transaction")}
@@ -185,16 +160,16 @@ def test_the_run_continues_the_trace_of_the_scheduling_call(site: ReportingSite,
         assert runs[tag]["status"] == status
     assert runs["sentry.fails"]["parent_span_id"] == task.meta["sentry-trace"].split("-")[1]
     assert runs["sentry.fails"]["data"]["messaging.message.id"] == str(task.id)
-    assert site.deployment.schedule("sentry.quiet").meta == {}
+    assert site.schedule("sentry.quiet").meta == {}
 
 
 @pools
 def test_without_the_integration_a_failure_is_reported_with_its_exception(
     site: ReportingSite, pool: str
 ) -> None:
-    worker = site.worker(pool, DELAYTASKS_TEST_SENTRY="default")
+    worker = site.worker(pool=pool, DELAYTASKS_TEST_SENTRY="default")
     [task] = site.run("sentry.fails")
-    [event] = site.events(1)
+    [event] = site.errors(1)
     [error] = event["exception"]["values"]
     assert error["value"] == f"order {task.id} is broken"
     assert error["stacktrace"]["frames"][-1]["function"] == "fails"

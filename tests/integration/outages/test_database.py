@@ -10,21 +10,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from celery import Celery
 from sqlalchemy import create_engine, make_url, text
 
 import delaytasks as e
 from delaytasks import DelayedTask, DelayTasks, NewTask
 from delaytasks.core import clock as clock_module
 from delaytasks.runtime import runtime_of
-from tests.integration.outages.proxied_caller import (
-    DATABASES,
-    SLACK_S,
-    Connect,
-    ProxiedCaller,
-    seconds,
-)
+from tests.integration.outages.conftest import DATABASES, SLACK_S, Connect, ProxiedCaller, seconds
 from tests.proxy import Proxy
+from tests.recording import delays_on
 from tests.services import kill_connections
 from tests.waiting import wait_until
 
@@ -38,20 +32,15 @@ INSERT, COMMIT = rb"INSERT INTO|EXECUTE ", rb"COMMIT(?!TED)"
 
 @DATABASES
 def test_connections_killed_between_calls_are_replaced(
-    connect: Connect, database: str, request: pytest.FixtureRequest
+    caller: ProxiedCaller, database: str, request: pytest.FixtureRequest
 ) -> None:
-    caller = connect(database)
-    url = request.getfixturevalue(f"{database}_url")
-    d = caller.delays
-    caller.warm_up()
+    url, d = request.getfixturevalue(f"{database}_url"), caller.delays
     failed = d.schedule_delay("mail", {}, 3600)
     calls: list[Callable[[], Any]] = [
         lambda: d.schedule_delay("mail", {}, 60),
         lambda: d.schedule_delay("mail", {}, 60, key="k", on_conflict="replace"),
         lambda: d.schedule_many([("mail", {}, 60)] * 3),
-        lambda: d.schedule_many(
-            [NewTask("mail", {}, 60), NewTask("mail", {}, 60, key="l")], on_conflict="keep"
-        ),
+        lambda: d.schedule_many([NewTask("mail", {}, 60, key="l")], on_conflict="keep"),
         lambda: d.reschedule(tag="mail", key="warm", delay=50),
         lambda: d.touch(tag="mail", key="warm", delay=60),
         lambda: d.get(failed),
@@ -63,42 +52,60 @@ def test_connections_killed_between_calls_are_replaced(
     for call in calls:
         assert kill_connections(url) >= 1
         call()
-    assert caller.rows() == 3 + 1 + 1 + 3 + 2
+    assert caller.rows() == 3 + 1 + 1 + 3 + 1
 
 
-ONE_ROW: list[tuple[str, int, Callable[[DelayTasks], Any]]] = [
-    ("plain", 1, lambda d: d.schedule_delay("mail", {"n": 1}, 60)),
-    ("keyed", 1, lambda d: d.schedule_delay("mail", {"n": 1}, 60, key="k")),
-    ("kept", 1, lambda d: d.schedule_delay("mail", {"n": 1}, 60, key="k", on_conflict="keep")),
-    ("own id", 1, lambda d: d.schedule_delay("mail", {"n": 1}, 60, id=4711)),
-    ("many", 20, lambda d: d.schedule_many([("mail", {"n": n}, 60) for n in range(20)])),
-    (
-        "lot",
-        3,
-        lambda d: d.schedule_many(
-            [("mail", {}, 60), ("mail", {}, 60), NewTask("mail", {}, 60, key="k")]
-        ),
-    ),
-]
+Schedule = Callable[[DelayTasks], Any]
+
+
+def one(**options: Any) -> Schedule:
+    return lambda d: d.schedule_delay("mail", {"n": 1}, 60, **options)
+
+
+def many(*options: dict[str, Any]) -> Schedule:
+    new = [NewTask("mail", {"n": n}, 60, **each) for n, each in enumerate(options)]
+    return lambda d: d.schedule_many(new)
+
+
+CASES: dict[str, tuple[int, Schedule]] = {
+    "plain": (1, one()),
+    "keyed": (1, one(key="k")),
+    "kept": (1, one(key="k", on_conflict="keep")),
+    "own id": (1, one(id=4711)),
+    "many": (20, many(*[{}] * 20)),
+    "lot": (3, many({}, {}, {"key": "k"})),
+    "named": (3, many({"id": 4711}, {"id": 4712}, {"id": 4713})),
+}
+EXCEPT_NAMED = [name for name in CASES if name != "named"]
+MOMENTS = pytest.mark.parametrize("moment", ["request", "answer"])
+
+
+def cut(caller: ProxiedCaller, moment: str, words: bytes) -> None:
+    """Cut the connection at the next request with these words, or at its answer."""
+    proxy = caller.database
+    (proxy.cut_answer if "answer" in moment else proxy.cut_request)(words)
+
+
+@pytest.fixture
+def caller(connect: Connect, database: str) -> ProxiedCaller:
+    made = connect(database)
+    made.warm_up()
+    return made
+
+
+def unknown() -> Any:
+    return pytest.raises(e.OutcomeUnknownError, match="scheduling again with id=")
 
 
 @DATABASES
 @pytest.mark.parametrize("moment", ["request", "answer", "commit", "commit answer"])
-@pytest.mark.parametrize(("name", "rows", "schedule"), ONE_ROW, ids=[case[0] for case in ONE_ROW])
+@pytest.mark.parametrize("name", EXCEPT_NAMED)
 def test_a_connection_cut_while_scheduling_makes_no_second_row(
-    connect: Connect,
-    database: str,
-    moment: str,
-    name: str,
-    rows: int,
-    schedule: Callable[[DelayTasks], Any],
+    caller: ProxiedCaller, database: str, moment: str, name: str
 ) -> None:
-    caller = connect(database)
-    caller.warm_up()
-    before = caller.rows()
-    cut = caller.database.cut_answer if "answer" in moment else caller.database.cut_request
+    before, (rows, schedule) = caller.rows(), CASES[name]
     is_copied = database == "postgresql" and name in ("many", "lot")
-    cut(COMMIT if "commit" in moment else rb"COPY " if is_copied else INSERT)
+    cut(caller, moment, COMMIT if "commit" in moment else rb"COPY " if is_copied else INSERT)
     schedule(caller.delays)
     autocommitted = name in ("plain", "own id")
     assert caller.database.cut == (0 if autocommitted and "commit" in moment else 1)
@@ -109,18 +116,15 @@ def test_a_connection_cut_while_scheduling_makes_no_second_row(
 
 
 @DATABASES
-@pytest.mark.parametrize("moment", ["request", "answer"])
+@MOMENTS
 @pytest.mark.parametrize("key", [None, "k"])
 def test_an_unknown_outcome_names_the_id_and_scheduling_again_with_it_is_safe(
-    connect: Connect, database: str, moment: str, key: str | None
+    caller: ProxiedCaller, moment: str, key: str | None
 ) -> None:
-    caller = connect(database)
-    caller.warm_up()
     before = caller.rows()
-    words = INSERT if key is None else COMMIT
-    (caller.database.cut_answer if moment == "answer" else caller.database.cut_request)(words)
+    cut(caller, moment, INSERT if key is None else COMMIT)
     watch_and_refuse(caller.database)
-    with pytest.raises(e.OutcomeUnknownError, match="scheduling again with id=") as caught:
+    with unknown() as caught:
         caller.delays.schedule_delay("mail", {"n": 1}, 5, key=key)
     id = caught.value.id
     assert id is not None
@@ -134,33 +138,16 @@ def test_an_unknown_outcome_names_the_id_and_scheduling_again_with_it_is_safe(
     wait_until(lambda: caller.arrived() > messages, 5, "the row to be armed")
 
 
-LOTS: list[tuple[str, int, Callable[[DelayTasks], Any]]] = [
-    ("alike", 20, lambda d: d.schedule_many([("mail", {"n": n}, 60) for n in range(20)])),
-    (
-        "named",
-        3,
-        lambda d: d.schedule_many([NewTask("mail", {}, 60, id=id) for id in (4711, 4712, 4713)]),
-    ),
-]
-
-
 @DATABASES
-@pytest.mark.parametrize("moment", ["request", "answer"])
-@pytest.mark.parametrize(("name", "rows", "schedule"), LOTS, ids=[case[0] for case in LOTS])
+@MOMENTS
+@pytest.mark.parametrize("name", ["many", "named"])
 def test_if_the_outcome_of_a_batch_is_unknown_all_or_none_of_its_tasks_exist(
-    connect: Connect,
-    database: str,
-    moment: str,
-    name: str,
-    rows: int,
-    schedule: Callable[[DelayTasks], Any],
+    caller: ProxiedCaller, moment: str, name: str
 ) -> None:
-    caller = connect(database)
-    caller.warm_up()
-    before = caller.rows()
-    (caller.database.cut_answer if moment == "answer" else caller.database.cut_request)(COMMIT)
+    before, (rows, schedule) = caller.rows(), CASES[name]
+    cut(caller, moment, COMMIT)
     watch_and_refuse(caller.database)
-    with pytest.raises(e.OutcomeUnknownError, match="scheduling again with id=") as caught:
+    with unknown() as caught:
         schedule(caller.delays)
     caller.database.heal()
     assert caller.rows() == before + (rows if moment == "answer" else 0)
@@ -176,43 +163,39 @@ def test_if_the_outcome_of_a_batch_is_unknown_all_or_none_of_its_tasks_exist(
         assert caller.rows() == before + rows
 
 
-def test_an_interrupted_copy_raises_the_same_error_as_other_statements(connect: Connect) -> None:
-    caller = connect()
-    caller.warm_up()
+@pytest.mark.parametrize("database", ["postgresql"])
+def test_an_interrupted_copy_raises_the_same_error_as_other_statements(
+    caller: ProxiedCaller,
+) -> None:
     before = caller.rows()
     caller.database.cut_request(b"COPY ")
     watch_and_refuse(caller.database)
-    with pytest.raises(e.OutcomeUnknownError, match="scheduling again with id="):
-        caller.delays.schedule_many([("mail", {"n": n}, 60) for n in range(20)])
+    with unknown():
+        CASES["many"][1](caller.delays)
     caller.database.heal()
     assert caller.rows() == before
 
 
 @DATABASES
 @pytest.mark.parametrize(("name", "rows"), [("one", 1), ("many", 3)])
-@pytest.mark.parametrize("moment", ["request", "answer"])
+@MOMENTS
 def test_an_autocommit_statement_on_the_callers_connection_has_an_unknown_outcome(
-    connect: Connect, database: str, name: str, rows: int, moment: str
+    caller: ProxiedCaller, database: str, name: str, rows: int, moment: str
 ) -> None:
-    caller = connect(database)
-    caller.warm_up()
     before = caller.rows()
 
     def schedule(session: Any, id: int | None = None) -> Any:
         if name == "one":
             return caller.delays.schedule_delay("mail", {}, 60, id=id, session=session)
-        return caller.delays.schedule_many(
-            [("mail", {"n": n}, 60) for n in range(rows)], session=session
-        )
+        new = [("mail", {"n": n}, 60) for n in range(rows)]
+        return caller.delays.schedule_many(new, session=session)
 
-    engine = create_engine(
-        runtime_of(caller.delays).store.database.url, isolation_level="AUTOCOMMIT"
-    )
+    url = runtime_of(caller.delays).store.database.url
+    engine = create_engine(url, isolation_level="AUTOCOMMIT")
     with engine.connect() as connection:
         connection.execute(text("SELECT 1"))
-        words = b"COPY " if (database, name) == ("postgresql", "many") else INSERT
-        (caller.database.cut_answer if moment == "answer" else caller.database.cut_request)(words)
-        with pytest.raises(e.OutcomeUnknownError, match="scheduling again with id=") as caught:
+        cut(caller, moment, b"COPY " if (database, name) == ("postgresql", "many") else INSERT)
+        with unknown() as caught:
             schedule(connection)
         assert connection.invalidated, "the pool must not give it to anybody"
     assert caller.rows() in (before, before + rows)
@@ -233,36 +216,32 @@ def watch_and_refuse(proxy: Proxy) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-MOVES: list[tuple[str, Callable[[DelayTasks, DelayedTask], Any]]] = [
-    ("cancel", lambda d, task: d.cancel(task)),
-    ("reschedule", lambda d, task: d.reschedule(task, 50)),
-]
+MOVES: dict[str, Callable[[DelayTasks, DelayedTask], Any]] = {
+    "cancel": lambda d, task: d.cancel(task),
+    "reschedule": lambda d, task: d.reschedule(task, 50),
+}
 
 
 @DATABASES
-@pytest.mark.parametrize(("name", "move"), MOVES, ids=[case[0] for case in MOVES])
+@pytest.mark.parametrize("name", MOVES)
 def test_a_move_with_an_unknown_outcome_raises_outcome_unknown(
-    connect: Connect, database: str, name: str, move: Callable[[DelayTasks, DelayedTask], Any]
+    caller: ProxiedCaller, name: str
 ) -> None:
-    caller = connect(database)
-    caller.warm_up()
     task = caller.delays.schedule_delay("mail", {}, 3600)
     caller.database.cut_answer(COMMIT)
     watch_and_refuse(caller.database)
     with pytest.raises(e.OutcomeUnknownError, match=f"look at task {task.id}"):
-        move(caller.delays, task)
+        MOVES[name](caller.delays, task)
     caller.database.heal()
     assert caller.delays.get(task).version == 1, "and it was done"
     # A repeated call changes nothing.
-    move(caller.delays, task)
+    MOVES[name](caller.delays, task)
 
 
 @DATABASES
 def test_a_database_lost_between_calls_raises_unavailable_not_unknown(
-    connect: Connect, database: str
+    caller: ProxiedCaller,
 ) -> None:
-    caller = connect(database)
-    caller.warm_up()
     caller.database.refuse()
     for key in (None, "k"):
         with pytest.raises(e.StoreUnavailableError, match="cannot be reached"):
@@ -270,16 +249,6 @@ def test_a_database_lost_between_calls_raises_unavailable_not_unknown(
 
 
 CANARY = "s3cr3t-canary"
-
-
-def away(caller: ProxiedCaller, url: str, outage: str) -> DelayTasks:
-    """Return a `DelayTasks` with secrets in its URLs and an unreachable database."""
-    place = (
-        make_url(url).set(username="canary", password=CANARY).render_as_string(hide_password=False)
-    )
-    delays = caller.connect(place, f"redis://:{CANARY}@127.0.0.1/9")
-    getattr(caller.database, outage)()
-    return delays
 
 
 @DATABASES
@@ -293,9 +262,12 @@ def test_an_unavailable_database_is_reported_soon_and_without_secrets(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caller = connect(database)
-    delays = away(caller, request.getfixturevalue(f"{database}_url"), outage)
+    url = make_url(request.getfixturevalue(f"{database}_url")).set(username="x", password=CANARY)
+    place = url.render_as_string(hide_password=False)
+    delays = caller.connect(place, f"redis://:{CANARY}@127.0.0.1/9")
+    getattr(caller.database, outage)()
     calls: list[Callable[[], Any]] = [lambda: delays.schedule_delay("mail", {"card": CANARY}, 60)]
-    # Each call of the other outages waits until its limit, so only this outage tests all calls.
+    # Each call of the other outage waits until its limit, so only this outage tests all calls.
     if outage == "refuse":
         calls += [
             lambda: delays.get(1),
@@ -304,12 +276,11 @@ def test_an_unavailable_database_is_reported_soon_and_without_secrets(
             lambda: delays.cancel(1),
             lambda: delays.find(),
         ]
+    refused = "the database cannot be reached"
     with caplog.at_level(logging.DEBUG):
         for call in calls:
             began = time.monotonic()
-            with pytest.raises(
-                e.StoreUnavailableError, match="the database cannot be reached"
-            ) as caught:
+            with pytest.raises(e.StoreUnavailableError, match=refused) as caught:
                 call()
             assert time.monotonic() - began < limit_s
             assert CANARY not in texts_of_causes(caught.value)
@@ -327,9 +298,7 @@ BAD_URLS = [
 
 @pytest.mark.parametrize("url", BAD_URLS)
 def test_an_invalid_url_is_a_config_error_that_does_not_show_it(url: str) -> None:
-    delays = DelayTasks(
-        Celery("producer", broker="memory://", set_as_current=False), url.format(CANARY)
-    )
+    delays = delays_on(url.format(CANARY))
     with pytest.raises(e.ConfigError) as caught:
         delays.schedule_delay("mail", {}, 5)
     assert CANARY not in texts_of_causes(caught.value)
