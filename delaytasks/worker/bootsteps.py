@@ -17,6 +17,7 @@ from delaytasks.worker.celery_patches import (
     end_chunks_on_cold_shutdown,
     let_threads_wake,
     obey_signals_without_output,
+    pass_over_exited_processes,
     show_rows,
 )
 from delaytasks.worker.celery_tasks import processes_of
@@ -66,6 +67,7 @@ class DelaysStep(bootsteps.StartStopStep):
         check_time_limits(runtime.registry, parts.queues, queues, worker.pool)
         log_tags((processor.tag for processor in runtime.registry), queues)
         warn_of_blocking_driver(worker.pool, runtime.store.database.url.drivername)
+        pass_over_exited_processes(worker.pool)
         runtime.start()
 
     def stop(self, worker: Any) -> None:

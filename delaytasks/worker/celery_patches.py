@@ -78,6 +78,24 @@ def mark_busy(pool: Any, processes: Iterable[Any]) -> None:
         busy.update(process.inqW_fd for process in processes)
 
 
+def pass_over_exited_processes(pool: Any) -> None:
+    """Let a worker connect again while a process of its prefork pool has exited.
+
+    Until the pool replaces the process, Celery 5.7 watches None for it. With kombu 5.7 this is a
+    `ValueError`, which ends the worker.
+    """
+    workers = getattr(pool, "_pool", None)
+    watch = getattr(workers, "_track_child_process", None)
+    if watch is None:
+        return
+
+    def watch_if_alive(process: Any, hub: Any) -> None:
+        if getattr(process, "_sentinel_poll", 0) is not None:
+            watch(process, hub)
+
+    workers._track_child_process = watch_if_alive  # type: ignore[union-attr]
+
+
 def obey_signals_without_output() -> None:
     """Let the worker obey SIGTERM although the program that reads its output has ended.
 

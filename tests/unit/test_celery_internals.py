@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,10 @@ from celery.app.control import Control
 from celery.beat import ScheduleEntry, Scheduler
 from celery.concurrency.prefork import TaskPool
 from celery.schedules import schedule
+from kombu.asynchronous import Hub
 
 from delaytasks import DelayTasks, StoreError
+from delaytasks.worker.celery_patches import pass_over_exited_processes
 from tests.world import World
 
 # -- undocumented names whose absence would cause no error ----------------------------------------
@@ -49,6 +52,18 @@ def test_a_prefork_pool_has_the_names_that_delaytasks_looks_for(pool: TaskPool) 
     assert list(result.worker_pids()) == []
     names = ("_write_to", "_on_timeout_set", "_timeout", "_soft_timeout")
     assert [getattr(result, name) for name in names] == [None] * 4
+
+
+def test_a_worker_connects_again_while_a_process_of_its_pool_has_exited(pool: TaskPool) -> None:
+    pass_over_exited_processes(pool)
+    workers, hub = pool._pool, Hub()
+    workers._track_child_process(SimpleNamespace(_sentinel_poll=None), hub)
+    assert not hub.readers
+    living = workers._pool[0]
+    workers._track_child_process(living, hub)
+    assert list(hub.readers) == [living._sentinel_poll]
+    workers._untrack_child_process(living, hub)
+    hub.close()
 
 
 def test_a_celery_task_says_whether_it_stores_ignored_errors() -> None:
