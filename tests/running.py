@@ -10,8 +10,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,10 @@ from delaytasks import DelayedTask, DelayTasks, Status
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.types import db_now_plus
 from tests.proxy import Proxy
+from tests.recording import counted
 from tests.services import free_port, spawn
 from tests.waiting import STACKS, wait_until
+from tests.world import Entry
 
 ROOT = Path(__file__).parent.parent
 #: Short intervals, so that tests of slow paths take seconds.
@@ -130,6 +133,50 @@ class Deployment:
         assert document is not None, process.log()
         summary: dict[str, Any] = json.loads(document[0])
         return summary
+
+    def now(self) -> datetime:
+        """Return the time of the database, as producers know it."""
+        return runtime_of(self.delays).clock.now()
+
+    def sweep(self) -> None:
+        runtime_of(self.delays).sweeper.sweep()
+
+    def arm(self, entries: Iterable[Entry]) -> bool:
+        """Send messages that name these entries, or store them in the Redis timer."""
+        return runtime_of(self.delays).producer_timer.arm(entries)
+
+    def counted(self) -> Mapping[Status, int]:
+        """Return the number of rows in each status."""
+        return counted(self.store)
+
+    @property
+    def timer_is_up(self) -> bool:
+        return runtime_of(self.delays).producer_timer.is_up
+
+    def timer_slots(self) -> list[list[int]]:
+        """Return the ids that wait in each slot of the Redis timer."""
+        timer = runtime_of(self.delays).redis_timer
+        if timer is None:
+            return []
+        client, slots = timer.link.connect(), timer.slots("default")
+        members = [client.zrange(timer.keys(slot)[0], 0, -1) for slot in slots]
+        found = [[int(one.split(b":")[0]) for one in some if one != b"."] for some in members]
+        return [ids for ids in found if ids]
+
+    @property
+    def queue_name(self) -> str:
+        """The name of the default queue in the broker."""
+        name: str = runtime_of(self.delays).publisher.queue("default").name
+        return name
+
+    @contextmanager
+    def broker_queue(self) -> Iterator[Any]:
+        """Yield the default queue on a connection to the broker."""
+        runtime = runtime_of(self.delays)
+        with runtime.celery.connection_for_write() as connection:
+            queue = runtime.publisher.queue("default")(connection)
+            queue.declare()
+            yield queue
 
     def node(self, number: int) -> str:
         """Return the name of the worker with this process number; it is unique among all tests."""

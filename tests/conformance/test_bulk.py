@@ -331,28 +331,25 @@ def test_a_stopped_bulk_call_is_in_the_audit_and_continues_when_it_is_called_aga
 
 DIES = """
 import os, sys
-from delaytasks.operations import bulk_calls
 from tests.recording import delays_on
-bulk_calls.BULK_ROWS = 3
 delays = delays_on(sys.argv[1], table_prefix="s_")
 delays.bulk.cancel(tag="mail", on_progress=lambda result: \
-result.changed == 6 and os.kill(os.getpid(), 9))
+result.changed == 1000 and os.kill(os.getpid(), 9))
 """
 
 
 def test_the_audit_shows_a_run_that_died_and_the_next_run_continues_it(
     delays: DelayTasks, database_url: str
 ) -> None:
-    for n in range(10):
-        schedule(delays, key=f"k{n}")
+    delays.schedule_many([("mail", None, 60)] * 1200)
     command = [sys.executable, "-c", DIES, database_url]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     assert subprocess.run(command, cwd=ROOT, env=environment, timeout=60).returncode == -9
     [entry] = delays.bulk.log()
-    assert (entry.matched, entry.changed) == (10, 6)
+    assert (entry.matched, entry.changed) == (1200, 1000)
     assert (entry.state, entry.finished_at) == ("running", None)
-    assert len(delays.find(status="CANCELLED")) == 6
-    assert counts(delays.bulk.cancel(tag="mail")) == (4, 4, 0)
+    assert len(delays.find(status="CANCELLED", limit=1000)) == 1000
+    assert counts(delays.bulk.cancel(tag="mail")) == (200, 200, 0)
     assert [one.state for one in delays.bulk.log()] == ["done", "running"]
 
 

@@ -18,15 +18,12 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from delaytasks import DelayedTask, NewTask, Status
-from delaytasks.core.interfaces import Entry
-from delaytasks.runtime import runtime_of
-from delaytasks.storage.types import db_now_plus
-from delaytasks.timers.redis_timer import RedisTimer
 from tests.proxy import proxy_to
 from tests.recording import set_columns
 from tests.running import BROKERS, QUICK, Deployment
 from tests.services import RedisServer
 from tests.waiting import IS_LONG, SLACK_S, wait_until
+from tests.world import Entry, to_us
 
 pytestmark = pytest.mark.slow
 
@@ -83,7 +80,7 @@ def burst(
     d: Deployment, tag: str, count: int, due_s: float = 0.5, **options: Any
 ) -> list[DelayedTask]:
     """Schedule tasks together, all due at the same instant."""
-    due, tasks = runtime_of(d.delays).clock.now() + timedelta(seconds=due_s), list[DelayedTask]()
+    due, tasks = d.now() + timedelta(seconds=due_s), list[DelayedTask]()
     d.delays.schedule_many(
         (NewTask(tag, at=due, **options) for _ in range(count)), on_batch=tasks.extend
     )
@@ -121,7 +118,7 @@ def d(
     place = (tmp_path_factory.mktemp("timers"), postgresql_url, request.getfixturevalue(fixture))
     timer = redis_url if timer == "redis" else timer
     deployment = Deployment(*place, conf, **ALONE, timer=timer)
-    runtime_of(deployment.delays).sweeper.sweep()  # the next sweep is a minute later
+    deployment.sweep()  # the next sweep is a minute later
     queue = deployment.settings["namespace"] + ".{}"
     deployment.worker("-Q", queue.format("default"))
     deployment.worker("-Q", queue.format("default") + "," + queue.format("mail"), concurrency=1)
@@ -146,7 +143,7 @@ def test_many_tasks_that_wait_do_not_hold_up_one_that_is_due(d: Deployment) -> N
     waiting = burst(d, "test.quiet", 1000, due_s=100, body={})
     for task in waiting:
         # Also arm each task on its own, as if it had been scheduled alone.
-        runtime_of(d.delays).producer_timer.arm([entry(task)])
+        d.arm([entry(task)])
     ran_once(d, [d.schedule(delay=0.3)])
     assert d.status(waiting[0]) is Status.NOT_COMPLETE
 
@@ -207,7 +204,7 @@ def test_a_task_that_is_committed_after_its_due_time_runs_then(d: Deployment) ->
     with Session(d.store.database.tx) as session:
         task = d.schedule(delay=0.1, session=session)
         time.sleep(OPEN_S)  # waits to show that nothing happens
-        assert runtime_of(d.delays).clock.now() > task.expected_time
+        assert d.now() > task.expected_time
         session.commit()
     began = time.monotonic()
     ran_once(d, [task])
@@ -239,8 +236,8 @@ def test_an_entry_that_is_armed_many_times_in_any_order_runs_once(d: Deployment)
     entries = [entry(task) for task in tasks + moved] * 10
     random.Random(7).shuffle(entries)
     for one in entries:
-        assert runtime_of(d.delays).producer_timer.arm([one])
-    assert runtime_of(d.delays).producer_timer.arm(entries)
+        assert d.arm([one])
+    assert d.arm(entries)
     ran_once(d, tasks)
     ran_once(d, [d.schedule(delay=0.1)])
     ran_once(d, tasks)
@@ -249,8 +246,8 @@ def test_an_entry_that_is_armed_many_times_in_any_order_runs_once(d: Deployment)
 def test_a_forged_entry_runs_nothing(d: Deployment) -> None:
     waits, cancelled, soon = d.schedule(delay=40), d.schedule(delay=0.4), d.schedule(delay=0.6)
     d.delays.cancel(cancelled)
-    now_us = runtime_of(d.delays).clock.now_us()
-    runtime_of(d.delays).producer_timer.arm(
+    now_us = to_us(d.now())
+    d.arm(
         [
             entry(waits, due_us=now_us),
             entry(waits, due_us=now_us, id=2**62),
@@ -310,9 +307,7 @@ class Rig:
     def lose(self) -> None:
         """Delete all messages in the broker and all entries in the timer's Redis."""
         d = self.deployment
-        with runtime_of(d.delays).celery.connection_for_write() as connection:
-            queue = runtime_of(d.delays).publisher.queue("default")(connection)
-            queue.declare()
+        with d.broker_queue() as queue:
             queue.purge()
         self._redis.client().flushall()
 
@@ -349,7 +344,7 @@ def make(
 
 def test_armed_tasks_wait_for_a_worker_and_survive_the_stop_of_a_worker(make: Make) -> None:
     d = make(**ALONE).deployment
-    runtime_of(d.delays).sweeper.sweep()  # the next sweep is a minute later
+    d.sweep()  # the next sweep is a minute later
     early = [d.schedule() for _ in range(10)]
     first = d.worker()
     later = [d.schedule(delay=3) for _ in range(20)]
@@ -395,14 +390,13 @@ def test_far_tasks_are_only_rows_until_a_sweep_arms_them_in_batches(make: Make) 
     d = make(**ALONE).deployment
 
     def waiting() -> list[list[int]]:
-        timer = runtime_of(d.delays).timer
-        return messages(d) + (slots(timer) if isinstance(timer, RedisTimer) else [])
+        return messages(d) + d.timer_slots()
 
     far = burst(d, "test.note", 250, due_s=3600, body={})
     assert waiting() == []
     # Simulate that an hour passed.
-    set_columns(d.store, "tasks", expected_time=db_now_plus(60))
-    runtime_of(d.delays).sweeper.sweep()
+    set_columns(d.store, "tasks", expected_time=d.now() + timedelta(seconds=60))
+    d.sweep()
     found = waiting()
     assert len(found) <= 8, "messages of 100, or slots"
     assert sorted(id for ids in found for id in ids) == sorted(task.id for task in far)
@@ -411,9 +405,7 @@ def test_far_tasks_are_only_rows_until_a_sweep_arms_them_in_batches(make: Make) 
 def messages(d: Deployment) -> list[list[int]]:
     """Take all waiting messages from the broker, and return the ids of each message."""
     found = []
-    with runtime_of(d.delays).celery.connection_for_write() as connection:
-        queue = runtime_of(d.delays).publisher.queue("default")(connection)
-        queue.declare()
+    with d.broker_queue() as queue:
         while (message := queue.get(no_ack=True)) is not None:
             found.append([item[0] for item in message.payload[0][0]])
     return [ids for ids in found if ids]
@@ -424,17 +416,8 @@ def unacknowledged(d: Deployment) -> int:
 
     Brokers that detect a closed connection have already redelivered them.
     """
-    with runtime_of(d.delays).celery.connection_for_write() as connection:
-        channel = connection.default_channel
+    with d.broker_queue() as queue:
+        channel = queue.channel
         return (
             int(channel.client.hlen(channel.unacked_key)) if hasattr(channel, "unacked_key") else 0
         )
-
-
-def slots(timer: RedisTimer) -> list[list[int]]:
-    """Return the ids that wait in each slot."""
-    members = [
-        timer.link.connect().zrange(timer.keys(slot)[0], 0, -1) for slot in timer.slots("default")
-    ]
-    found = [[int(member.split(b":")[0]) for member in some if member != b"."] for some in members]
-    return [ids for ids in found if ids]

@@ -70,7 +70,7 @@ def test_celery_purge_loses_no_task(open_deployment: Deploy) -> None:
     """
     d = open_deployment(horizon=60)
     task = d.schedule(delay=1)
-    queue = runtime_of(d.delays).publisher.queue("default").name
+    queue = d.queue_name
     with Redis.from_url(d.conf["broker_url"]) as redis:
         said = d.command("purge", "-f")
         assert (said.status, redis.llen(queue)) == (0, 1), said.log()

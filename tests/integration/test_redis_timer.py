@@ -62,7 +62,7 @@ def test_entries_that_a_killed_redis_poller_had_taken_run_on_time_elsewhere(
     monkeypatch.delenv("DELAYTASKS_TEST_KILL")
     d.worker()
     tasks: list[DelayedTask] = []
-    due = runtime_of(d.delays).clock.now() + timedelta(seconds=0.5)
+    due = d.now() + timedelta(seconds=0.5)
     d.delays.schedule_many(
         [NewTask("test.note", {"file": str(d.file)}, at=due)] * 300, on_batch=tasks.extend
     )

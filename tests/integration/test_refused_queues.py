@@ -68,7 +68,7 @@ def test_a_running_and_a_starting_worker_survive_a_refused_queue(
     first = d.worker()
     # Celery ignores a cancelled consumer in the consumer's first 0.1 s.
     goes_on(d, first)
-    name = runtime_of(d.delays).publisher.queue("default").name
+    name = d.queue_name
     with Connection(rabbitmq_url) as connection:
         command(connection.default_channel, name)
         for part in (f"key={name!r}", f"code={code}", "remedy="):
@@ -226,7 +226,7 @@ def test_with_a_global_keyprefix_the_log_names_the_key_that_an_operator_finds_in
     server = start_redis()
     options = {"broker_transport_options": {"global_keyprefix": "shop_"}}
     d = deploy("postgresql", server.url, options)
-    key = "shop_" + runtime_of(d.delays).publisher.queue("default").name
+    key = "shop_" + d.queue_name
     worker = d.worker(concurrency=1)
     with server.client() as redis:
         redis.delete(key)

@@ -175,7 +175,7 @@ def test_messages_are_sent_when_only_the_last_of_three_urls_answers(
     nobody = [f"amqp://guest:guest@127.0.0.1:{free_port()}//" for _ in range(2)]
     d = deploy("postgresql", "rabbitmq", {"broker_url": [*nobody, rabbitmq_url]})
     assert runtime_of(d.delays).publisher.send("delaytasks.run", "default", [([[]], {})])
-    assert runtime_of(d.delays).producer_timer.is_up
+    assert d.timer_is_up
 
 
 # -- Workers and producers reach RabbitMQ through TLS only ----------------------------------------

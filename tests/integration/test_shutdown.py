@@ -13,7 +13,6 @@ from datetime import timedelta
 import pytest
 
 from delaytasks import DelayedTask, NewTask, Status
-from delaytasks.runtime import runtime_of
 from tests.conformance.test_timers import ALONE
 from tests.integration.conftest import Deploy
 from tests.running import Deployment, Process
@@ -37,10 +36,10 @@ def test_after_sigterm_a_worker_finishes_its_task_and_gives_back_the_rest_immedi
 ) -> None:
     """The worker itself returns its rows: leases are long, and no sweep runs during the test."""
     d = deploy(**ALONE, lease=60)
-    runtime_of(d.delays).sweeper.sweep()
+    d.sweep()
     worker = d.worker(pool=pool, concurrency=1)
     d.wait_for([d.schedule()])
-    due = runtime_of(d.delays).clock.now() + timedelta(seconds=0.3)
+    due = d.now() + timedelta(seconds=0.3)
     # The worker claims these rows as one chunk, whose first row takes four seconds.
     behind: list[DelayedTask] = []
     new = [NewTask("test.sleep", {"file": str(d.file), "seconds": 4}, at=due, priority=9)]

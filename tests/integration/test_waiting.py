@@ -7,7 +7,6 @@ from datetime import timedelta
 import pytest
 
 from delaytasks import DelayedTask, Status
-from delaytasks.runtime import runtime_of
 from tests.integration.conftest import Deploy
 from tests.running import combinations
 from tests.waiting import wait_until
@@ -27,7 +26,7 @@ def test_waiting_tasks_run_concurrently_in_each_pool(
 ) -> None:
     d = deploy(database, broker)
     d.worker(pool=pool)
-    due = runtime_of(d.delays).clock.now() + timedelta(seconds=2)
+    due = d.now() + timedelta(seconds=2)
     body = {"file": str(d.file), "seconds": 1}
     waiting = [d.delays.schedule_delay(WAITS[n % 2], body, at=due) for n in range(40)]
     together = [

@@ -16,10 +16,8 @@ import pytest
 from sqlalchemy import insert, text, update
 
 from delaytasks import Status
-from delaytasks.runtime import runtime_of
 from delaytasks.storage.types import db_now_plus
 from tests.integration.conftest import Deploy
-from tests.recording import counted
 from tests.running import QUICK, combinations
 from tests.waiting import IS_LONG, SLACK_S, wait_until
 
@@ -50,7 +48,7 @@ def test_tasks_run_on_time_and_their_rows_record_this(
     d.insert()
     d.wait_for([*near, mail])
     d.wait_for([failing], Status.FAILED)
-    wait_until(lambda: counted(d.store)[Status.DONE] == 52, 15, "the plain row to run", 0.05)
+    wait_until(lambda: d.counted()[Status.DONE] == 52, 15, "the plain row to run", 0.05)
 
     noted = [run[0] for run in d.runs() if run[1] != "mail"]
     assert len(noted) == len(set(noted)) == 51
@@ -116,7 +114,7 @@ def test_a_worker_never_claims_rows_of_another_queue(deploy: Deploy) -> None:
     d = deploy(queues={"test.note": "mail"})
     name = d.settings["namespace"] + ".{}"
     worker = d.worker("-Q", name.format("mail"))
-    past = runtime_of(d.delays).clock.now() - timedelta(minutes=1)
+    past = d.now() - timedelta(minutes=1)
     common = {"tag": "test.quiet", "message_body": "{}", "expected_time": past}
     overdue = [
         {**common, "queue": queue, "lapses": lapses, "priority": priority}
@@ -128,12 +126,12 @@ def test_a_worker_never_claims_rows_of_another_queue(deploy: Deploy) -> None:
     others = [d.schedule("test.quiet", delay) for delay in (0, 1, 3)]
     mail = [d.schedule("test.note", delay) for delay in (0, 1, 3)]
     d.wait_for(mail)
-    wait_until(lambda: counted(d.store)[Status.DONE] == 606, 30, "all of the mail to be run", 0.1)
+    wait_until(lambda: d.counted()[Status.DONE] == 606, 30, "all of the mail to be run", 0.1)
     worker.wait_for("queue.unserved queue='default'")
     left = d.delays.find(status="NOT_COMPLETE", limit=1000).tasks
     assert {(task.queue, task.version, task.runs) for task in left} == {("default", 0, 0)}
     d.worker("-Q", name.format("default"))
-    wait_until(lambda: counted(d.store)[Status.DONE] == 1212, 30, "another worker's turn", 0.1)
+    wait_until(lambda: d.counted()[Status.DONE] == 1212, 30, "another worker's turn", 0.1)
     d.wait_for(others)
     ran_by = {
         (each.queue, str(each.worker).partition("/")[0]) for each in d.delays.find(limit=1000)
@@ -143,7 +141,7 @@ def test_a_worker_never_claims_rows_of_another_queue(deploy: Deploy) -> None:
 
 def test_rows_behind_a_slow_one_are_given_back_and_run_elsewhere(deploy: Deploy) -> None:
     d = deploy(sweep=30, _self_sweep_s=60, _grace_s=20, horizon=60)
-    due = runtime_of(d.delays).clock.now() + timedelta(seconds=4)
+    due = d.now() + timedelta(seconds=4)
     body = {"file": str(d.file), "seconds": SLOW_S}
     slow = d.delays.schedule_delay("test.sleep", body, at=due, priority=9)
     others = [d.delays.schedule_delay("test.note", {"file": str(d.file)}, at=due) for _ in range(9)]
@@ -179,7 +177,7 @@ def test_a_task_that_kills_its_process_fails_after_its_lapses_and_other_tasks_ru
     deploy: Deploy, is_drain: bool
 ) -> None:
     d = deploy(broker="direct" if is_drain else "redis", max_lost_leases=3, lease=5)
-    due = runtime_of(d.delays).clock.now() + timedelta(seconds=4)
+    due = d.now() + timedelta(seconds=4)
     body = {"file": str(d.file)}
     poison = d.delays.schedule_delay("test.abort", body, at=due)
     neighbours = [d.delays.schedule_delay("test.note", body, at=due) for _ in range(20)]
@@ -258,7 +256,7 @@ def test_quick_overdue_rows_do_not_wait_for_slow_ones_while_a_process_is_free(
     deploy: Deploy, database: str, broker: str, pool: str
 ) -> None:
     d = deploy(database, broker, sweep=15, _self_sweep_s=15, horizon=30, lease=60)
-    now = runtime_of(d.delays).clock.now()
+    now = d.now()
     slow = {"tag": "test.sleep", "message_body": f'{{"file": "{d.file}", "seconds": 12}}'}
     quick = {"tag": "test.quiet", "message_body": "{}"}
     rows = [{**slow, "expected_time": now - timedelta(hours=2)} for _ in range(3)]
@@ -266,7 +264,7 @@ def test_quick_overdue_rows_do_not_wait_for_slow_ones_while_a_process_is_free(
     with d.store.database.begin() as connection:
         connection.execute(insert(d.store.schema.tasks), rows)
     d.drainer(concurrency=4) if pool == "drain" else d.worker(pool=pool, concurrency=4)
-    wait_until(lambda: counted(d.store)[Status.DONE] == 100, 8, "the quick rows to be run", 0.05)
+    wait_until(lambda: d.counted()[Status.DONE] == 100, 8, "the quick rows to be run", 0.05)
     assert {run[1] for run in d.runs()} == {"began"}, "the slow ones run still"
 
 
@@ -277,7 +275,7 @@ def test_a_partition_that_beat_omits_is_swept_by_a_worker_whose_processes_are_al
     d = deploy(sweep=(1, 2), horizon=3)
     d.conf["beat_schedule"] = {"sweep": {"task": "delaytasks.sweep", "schedule": 0.5, "args": (0,)}}
     beat, worker = d.beat(), d.worker(concurrency=1)
-    due = runtime_of(d.delays).clock.now() + timedelta(seconds=6)
+    due = d.now() + timedelta(seconds=6)
     sleeper = d.schedule("test.sleep", 0, body={"seconds": 4})
     wait_until(d.runs, 10, "the sleeper to begin")
     # These ids belong to sweep partition 1.
@@ -297,7 +295,7 @@ def test_beat_sweeps_on_quorum_queues(deploy: Deploy) -> None:
     beat.wait_for("Sending due task")  # it is the first to declare the queue
     worker = d.worker()
     d.insert(in_s=3)
-    wait_until(lambda: counted(d.store)[Status.DONE] == 1, 15, "beat's sweep to find the row", 0.05)
+    wait_until(lambda: d.counted()[Status.DONE] == 1, 15, "beat's sweep to find the row", 0.05)
     assert "PRECONDITION" not in beat.log() + worker.log()
 
 
@@ -307,7 +305,7 @@ def test_rows_of_other_programs_run_with_any_default_queue(deploy: Deploy) -> No
     d.insert()
     ours = d.schedule()
     assert ours.queue == "ours"
-    wait_until(lambda: counted(d.store)[Status.DONE] == 2, 15, "both rows to run", 0.05)
+    wait_until(lambda: d.counted()[Status.DONE] == 2, 15, "both rows to run", 0.05)
 
 
 def test_a_worker_that_quits_immediately_returns_its_entries_to_the_broker(deploy: Deploy) -> None:

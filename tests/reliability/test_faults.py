@@ -22,12 +22,8 @@ import pytest
 from chaos.clocks import ABOUT_S, HOUR_S, MOST_CPU, Hours, cpu_s, server, try_out
 from chaos.failpoints.catalogue import FAILPOINTS
 from delaytasks import Status, StoreUnavailableError
-from delaytasks.runtime import runtime_of
-from delaytasks.storage.store import Store
 from tests import running as faketime
-from tests.conftest import settings_for
 from tests.proxy import Proxy, proxy_to
-from tests.recording import counted
 from tests.running import QUICK, Deployment, Process
 from tests.services import MissingServiceError, PostgresServer, RabbitServer
 from tests.waiting import SLACK_S, wait_until
@@ -127,7 +123,7 @@ def test_workers_continue_within_seconds_after_a_killed_postgresql_restarts(
     assert time.monotonic() - up < 5
     d.wait_for([*tasks, running], deadline_s=30)
     assert not worker.ended()
-    assert counted(d.store)[Status.DONE] == 52
+    assert d.counted()[Status.DONE] == 52
 
 
 @pytest.fixture
@@ -342,8 +338,7 @@ def threads_of(worker: Process) -> int:
 
 
 def queued(d: Deployment) -> int:
-    with runtime_of(d.delays).celery.connection_for_write() as connection:
-        queue = runtime_of(d.delays).publisher.queue("default")(connection)
+    with d.broker_queue() as queue:
         return int(queue.queue_declare(passive=False).message_count)
 
 
@@ -370,9 +365,7 @@ def test_a_slow_database_does_not_make_requests_pile_up(
     slow_line: Proxy, deploy_inline: Deploy, postgresql_url: str, redis_url: str
 ) -> None:
     d = deploy_inline(redis_url, slow_line.url(postgresql_url))
-    direct = Store(
-        postgresql_url, settings_for(postgresql_url, table_prefix=d.settings["table_prefix"])
-    )
+    direct = d.producer(postgresql_url)
     worker = d.worker()
     d.wait_for([d.schedule()])
     before = threads_of(worker)
@@ -385,7 +378,7 @@ def test_a_slow_database_does_not_make_requests_pile_up(
     def are_done() -> bool:
         nonlocal most
         most = max(most, queued(d))
-        return counted(direct)[Status.DONE] == 151
+        return len(direct.find(status="DONE", limit=1000)) == 151
 
     wait_until(are_done, 30, "all tasks to run", every_s=0.1)
     assert most <= 150, "at most one message per task, and no repeated messages"
@@ -408,9 +401,9 @@ def test_a_rabbitmq_that_blocks_publishers_delays_tasks_but_loses_none(
     own_rabbitmq.alarm(True)
     try:
         schedule_in_vain(d)
-        assert not runtime_of(d.delays).producer_timer.is_up
+        assert not d.timer_is_up
         wait_until(
-            lambda: counted(d.store)[Status.NOT_COMPLETE] == 0, 20, "the worker to drain them", 0.1
+            lambda: d.counted()[Status.NOT_COMPLETE] == 0, 20, "the worker to drain them", 0.1
         )
         assert "does the broker answer" in worker.log()
     finally:
@@ -426,7 +419,7 @@ def test_the_sweep_finds_tasks_that_a_full_queue_refused(
     own_rabbitmq: RabbitServer, deploy_inline: Deploy
 ) -> None:
     d = deploy_inline(own_rabbitmq.url)
-    name = runtime_of(d.delays).publisher.queue("default").name
+    name = d.queue_name
     own_rabbitmq.ctl(
         "set_policy",
         "full",
