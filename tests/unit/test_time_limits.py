@@ -68,6 +68,13 @@ def test_invalid_time_limits_are_refused(limits: dict[str, Any]) -> None:
         processor(**limits)
 
 
+def test_a_registry_knows_the_tags_whose_runs_may_be_killed() -> None:
+    registry = Registry()
+    registry.processor("hard", time_limit="5s")(lambda body: None)
+    registry.processor("soft", soft_time_limit=5)(lambda body: None)
+    assert registry.time_limits == {"hard": 5}
+
+
 @pytest.fixture
 def dumps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """How hard limits are armed, which end the process with a dump, and "over" for each end."""
