@@ -74,6 +74,8 @@ def test_a_forked_child_makes_other_ids_than_its_parent() -> None:
     _shared()
     with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
         shares = pool.map(_make_some, range(4), chunksize=1)
+        pool.close()
+        pool.join()  # a new child that the pool terminates at once may hang
     shares.append(_make_some(0))
     starts = {share[0] for share in shares}
     # Each share starts at a random value below 131,072. All five start at the same value only once
