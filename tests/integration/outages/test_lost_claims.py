@@ -34,8 +34,7 @@ def test_the_run_of_a_lost_claim_cannot_settle_the_run_of_the_next_claim(
     made = add(store)
     first, second = store.claims("worker-1", None), store.claims("worker-2", None)
     [lost] = first.claim([entry(made)])
-    own_postgresql.crash()
-    own_postgresql.start()
+    own_postgresql.restart()
     found = read(store, made.id)
     assert (found.status, found.version) == (Status.NOT_COMPLETE, made.version)
     [again] = second.claim([entry(made)])
@@ -50,8 +49,7 @@ def test_a_settlement_is_on_the_disk_with_its_claim(
     claims = store.claims("worker-1", None)
     [claimed] = claims.claim([entry(made)])
     assert claims.settle([Settlement(claimed, "fail", error="refused")]) == {made.id}
-    own_postgresql.crash()
-    own_postgresql.start()
+    own_postgresql.restart()
     found = read(store, made.id)
     assert (found.status, found.runs, found.error) == (Status.FAILED, 1, "refused")
 
@@ -63,8 +61,7 @@ def test_a_claim_with_a_limit_is_on_the_disk_with_the_waitlist(
     world.limit(concurrency=1)
     tasks = [world.schedule(body=number) for number in range(2)]
     assert len(world.claim(*tasks)) == 1
-    own_postgresql.crash()
-    own_postgresql.start()
+    own_postgresql.restart()
     assert sorted(world.statuses(tasks)) == ["HELD", "RUNNING"]
     assert waitlist_rows(world) == 1
     world.close()
