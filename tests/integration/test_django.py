@@ -22,10 +22,7 @@ from django.core import signals
 from django.core.exceptions import SynchronousOnlyOperation
 from django.core.management import call_command
 from django.db import connections, transaction
-from django.http import HttpRequest, HttpResponse, JsonResponse
-from django.test import AsyncClient, Client
 from django.test.utils import CaptureQueriesContext, override_settings
-from django.urls import path
 from sqlalchemy import literal_column
 
 from delaytasks import (
@@ -114,12 +111,21 @@ def rows(delays: DjangoDelays) -> list[Any]:
 # -- transactions --------------------------------------------------------------------------------
 
 
-def test_a_task_is_written_in_the_atomic_block_and_armed_after_its_commit(
+def test_one_query_writes_a_task_in_the_atomic_block_and_it_is_armed_after_the_commit(
     delays: DjangoDelays, armed: list[Entry]
 ) -> None:
+    # The call reads the database's time again, and the count excludes that query.
+    runtime_of(delays).clock.forget()
     with transaction.atomic(delays.alias):
-        task = delays.schedule_delay("order.close", {"order": 7}, 1)
+        with CaptureQueriesContext(connections[delays.alias]) as queries:
+            task = delays.schedule_delay("order.close", {"order": 7}, 1)
+        assert len(queries) == 1, queries.captured_queries
         assert delays.get(task).body == {"order": 7}
+        due = task.expected_time
+        names = {"tag": "order.close", "status": "not_complete"}
+        [found] = delays.find(**names, since=due, until=due + timedelta(1))
+        assert found.id == task.id
+        assert not delays.find(until=due).tasks
         assert not armed
         # On SQLite a reader would wait, or would read the last commit.
         if connections[delays.alias].vendor != "sqlite":
@@ -138,15 +144,6 @@ def test_a_delayed_celery_task_is_written_in_the_atomic_block(delays: DjangoDela
     with transaction.atomic(delays.alias):
         kept = remind.apply_async((2,), countdown=60, durable_eta=True)
     assert [row.key for row in rows(delays)] == [kept.id]
-
-
-def test_outside_of_atomic_a_task_is_committed_and_armed_immediately(
-    delays: DjangoDelays, armed: list[Entry]
-) -> None:
-    plain = delays.schedule_delay("order.close", 1, 1)
-    keyed = delays.schedule_delay("order.close", 2, 1, key="k")
-    ids = [plain.id, keyed.id]
-    assert sorted(task.id for task in rows(delays)) == [entry.id for entry in armed] == ids
 
 
 def test_a_rollback_also_of_a_savepoint_leaves_no_row_and_arms_nothing(
@@ -184,15 +181,6 @@ def test_a_transaction_that_is_committed_by_hand_has_its_tasks(
     assert [task.body for task in rows(delays)] == [2]
     # Django does not call `on_commit` functions for such a commit, so the sweep arms the row.
     assert not armed
-
-
-def test_one_call_in_atomic_is_one_query(delays: DjangoDelays) -> None:
-    # The call reads the database's time again, and the count excludes that query.
-    runtime_of(delays).clock.forget()
-    counting = CaptureQueriesContext(connections[delays.alias])
-    with transaction.atomic(delays.alias), counting as queries:
-        delays.schedule_delay("order.close", 1, 1)
-    assert len(queries) == 1, queries.captured_queries
 
 
 # -- statements on Django's cursor ---------------------------------------------------------------
@@ -291,17 +279,6 @@ def test_a_taken_id_among_many_leaves_the_transaction_usable(delays: DjangoDelay
     assert [found.id for found in rows(delays)] == [task.id]
 
 
-def test_find_sees_the_uncommitted_tasks_of_its_transaction(delays: DjangoDelays) -> None:
-    with transaction.atomic(delays.alias):
-        task = delays.schedule_delay("order.close", 1, at=DUE, key="k")
-        until = DUE + timedelta(1)
-        found = delays.find(
-            tag="order.close", status="not_complete", key="k", since=DUE, until=until
-        )
-        assert [found.id for found in found] == [task.id]
-        assert not delays.find(until=DUE).tasks
-
-
 # -- keys and status changes ---------------------------------------------------------------------
 
 
@@ -330,25 +307,23 @@ def test_operators_moves_are_part_of_the_transaction(
 # -- errors --------------------------------------------------------------------------------------
 
 
-def test_bulk_calls_use_their_own_transactions(delays: DjangoDelays) -> None:
-    task = delays.schedule_delay("many", {}, 60)
+def test_outside_of_atomic_each_call_is_a_transaction_and_bulk_calls_always_are(
+    delays: DjangoDelays, armed: list[Entry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime_of(delays).store.tasks, "_insert", fail_in_sql)
+        with pytest.raises(StoreError):
+            delays.schedule_delay("many", 1, 60, key="k")
+    # The key is free, since the call that failed has left nothing.
+    made = [delays.schedule_delay("many", {}, 1), delays.schedule_delay("many", {}, 1, key="k")]
+    ids = [task.id for task in made]
+    assert sorted(task.id for task in rows(delays)) == [entry.id for entry in armed] == ids
     # SQLite has one writer, so the caller's block must end before the second write.
     is_sqlite = connections[delays.alias].vendor == "sqlite"
     with nullcontext() if is_sqlite else rolled_back(delays.alias):
-        assert delays.bulk.cancel(tag="many").changed == 1
-    assert delays.get(task).status is Status.CANCELLED
-    assert [entry.changed for entry in delays.bulk.log(limit=1)] == [1]
-
-
-def test_a_broken_transaction_is_reported_and_nothing_is_armed(
-    delays: DjangoDelays, armed: list[Entry]
-) -> None:
-    with rolled_back(delays.alias):
-        transaction.set_rollback(True, using=delays.alias)
-        with pytest.raises(SessionUnusableError, match="leave the atomic block"):
-            delays.schedule_delay("order.close", 1, 1)
-    assert not rows(delays)
-    assert not armed
+        assert delays.bulk.cancel(tag="many").changed == 2
+    assert {task.status for task in rows(delays)} == {Status.CANCELLED}
+    assert [entry.changed for entry in delays.bulk.log(limit=1)] == [2]
 
 
 def test_a_database_error_rolls_back_the_callers_block_even_if_it_is_caught(
@@ -360,7 +335,7 @@ def test_a_database_error_rolls_back_the_callers_block_even_if_it_is_caught(
             patch.setattr(runtime_of(delays).store.tasks, "insert", fail_in_sql)
             with pytest.raises(SessionUnusableError, match="no_such_table"):
                 delays.schedule_delay("order.close", 2, 1)
-        with pytest.raises(SessionUnusableError):
+        with pytest.raises(SessionUnusableError, match="leave the atomic block"):
             delays.schedule_delay("order.close", 3, 1)
     assert not rows(delays)
     assert not armed
@@ -428,18 +403,6 @@ def test_a_broken_connection_is_reported_and_during_a_commit_with_the_id(
     assert delays.schedule_delay("order.close", 1, 1, id=unknown.value.id).id == unknown.value.id
 
 
-def test_outside_of_atomic_a_call_is_done_as_a_whole_or_not_at_all(
-    delays: DjangoDelays, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(runtime_of(delays).store.tasks, "_insert", fail_in_sql)
-        with pytest.raises(StoreError):
-            delays.schedule_delay("order.close", 1, 60, key="k")
-    with connections[delays.alias].cursor() as cursor:
-        cursor.execute(f"SELECT count(*) FROM {runtime_of(delays).store.schema.keys.name}")
-        assert cursor.fetchone() == (0,)
-
-
 # -- Requests of a Django project, and several databases ------------------------------------------
 
 
@@ -448,28 +411,6 @@ class OneDatabase:
 
     def allow_migrate(self, db: str, app_label: str, **_: Any) -> bool:
         return db == "orders"
-
-
-@pytest.mark.parametrize("fails", [True, False])
-def test_with_atomic_requests_a_task_is_part_of_the_request(
-    delays: DjangoDelays, armed: list[Entry], monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
-    during = list[int]()
-
-    def view(request: HttpRequest) -> HttpResponse:
-        delays.schedule_delay("order.close", {}, 1)
-        during.append(len(armed))
-        if fails:
-            raise ValueError("the view fails")
-        return HttpResponse()
-
-    monkeypatch.setitem(connections.settings[delays.alias], "ATOMIC_REQUESTS", True)
-    urls = type("urls", (), {"urlpatterns": [path("order", view)]})
-    with override_settings(ROOT_URLCONF=urls, ALLOWED_HOSTS=["*"]):
-        status = Client(raise_request_exception=False).get("/order").status_code
-    assert status == (500 if fails else 200)
-    assert during == [0]
-    assert len(armed) == len(delays.find()) == (0 if fails else 1)
 
 
 @pytest.mark.parametrize("max_age_s", [0, 60, None])
@@ -590,26 +531,11 @@ def test_a_concurrent_row_is_completed_in_its_own_transaction(
 # -- Asynchronous methods run on the connection of the asynchronous ORM ---------------------------
 
 
-#: The instance that the views use.
-made: list[DjangoDelays] = []
-
-
-async def close_later(request: HttpRequest) -> JsonResponse:
-    task = await made[0].aschedule_delay("order.close", {"order": 7}, 60)
-    found = await made[0].aget(task)
-    return JsonResponse({"id": found.id})
-
-
-urlpatterns = [path("orders/", close_later)]
-
-
 @pytest.fixture
 def async_delays(database_url: str) -> Iterator[DjangoDelays]:
     # The name is new because asgiref's thread keeps its connections.
     with django_settings.instance_on(database_url, f"async_{secrets.token_hex(3)}") as new:
-        made.append(new)
         yield new
-        made.clear()
 
 
 @pytest.fixture
@@ -625,7 +551,7 @@ def run(async_delays: DjangoDelays) -> Callable[[Any], Any]:
     return lambda coroutine: asyncio.run(closing(coroutine))
 
 
-def test_a_call_uses_the_connection_of_djangos_asynchronous_orm(
+def test_concurrent_calls_use_the_connection_of_djangos_asynchronous_orm(
     async_delays: DjangoDelays, run: Callable[[Any], Any]
 ) -> None:
     statements: list[str] = []
@@ -634,13 +560,14 @@ def test_a_call_uses_the_connection_of_djangos_asynchronous_orm(
         statements.append(sql)
         return execute(sql, *rest)
 
-    async def go() -> int:
+    async def go() -> set[int]:
         await sync_to_async(lambda: connections[async_delays.alias].execute_wrappers.append(note))()
-        return (await async_delays.aschedule_delay("order.close", {}, 60)).id
+        calls = (async_delays.aschedule_delay("order.close", {}, 60) for _ in range(5))
+        return {task.id for task in await asyncio.gather(*calls)}
 
-    id = run(go())
-    assert [task.id for task in async_delays.find()] == [id]
-    assert any(sql.startswith("INSERT INTO") for sql in statements)
+    ids = run(go())
+    assert {task.id for task in async_delays.find()} == ids
+    assert len([sql for sql in statements if sql.startswith("INSERT INTO")]) == len(ids) == 5
     connections[async_delays.alias].close()
 
 
@@ -652,21 +579,6 @@ def test_a_synchronous_call_in_a_coroutine_names_its_twin(
 
     with pytest.raises(SynchronousOnlyOperation, match="such as aschedule_delay"):
         run(go())
-
-
-def test_an_asynchronous_view_schedules(
-    async_delays: DjangoDelays, run: Callable[[Any], Any]
-) -> None:
-    async def go() -> dict[str, int]:
-        answers = await asyncio.gather(*(AsyncClient().get("/orders/") for _ in range(5)))
-        assert {answer.status_code for answer in answers} == {200}
-        found: dict[str, int] = answers[0].json()
-        return found
-
-    with override_settings(ROOT_URLCONF=__name__, ALLOWED_HOSTS=["*"]):
-        assert run(go())["id"] in [task.id for task in async_delays.find()]
-    assert len(async_delays.find()) == 5
-    connections[async_delays.alias].close()
 
 
 def test_a_task_belongs_to_the_atomic_block_of_a_function_in_the_same_thread(

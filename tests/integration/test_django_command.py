@@ -64,24 +64,17 @@ def found(**options: Any) -> dict[str, str]:
     return {each.id.removeprefix("delaytasks."): f"{each.msg} {each.hint}" for each in messages}
 
 
-def test_a_usual_project_has_no_problem_but_sqlite_is_reported_before_a_deployment(
+def test_a_usual_project_has_no_problem_unless_its_horizon_or_its_broker_is_wrong(
     make_project: MakeProject,
 ) -> None:
     migrations.upgrade(runtime_of(make_project()).store.database)
     assert found(databases=["checked"]) == {}
+    # Before a deployment, SQLite is reported.
     assert list(found(include_deployment_checks=True)) == ["W002"]
-
-
-def test_a_horizon_above_the_brokers_timeout_is_an_error(make_project: MakeProject) -> None:
     delays = make_project(horizon=30)
     runtime_of(delays).celery.conf.broker_transport_options = {"visibility_timeout": 20}
     assert list(found()) == ["E001"]
     assert "lower the horizon" in found()["E001"]
-
-
-def test_a_project_without_a_broker_is_warned_unless_it_needs_none(
-    make_project: MakeProject,
-) -> None:
     make_project(None)
     assert "CELERY_BROKER_URL" in found()["W001"]
     make_project(None, timer="direct")
@@ -166,15 +159,12 @@ def test_a_model_instance_is_refused_and_the_error_says_to_pass_its_pk(
 
 
 @pytest.fixture
-def commanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DjangoDelays]:
-    """Return the project's instance, on an SQLite file."""
-    django_settings.add_database("commanded", f"sqlite:///{tmp_path / 'shop.sqlite3'}")
-    made = DjangoDelays(django_settings.new_celery_app(), "commanded", tags="any")
+def commanded(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> DjangoDelays:
+    """Return the project's instance, with tables."""
+    made = make_project(tags="any")
     migrations.upgrade(runtime_of(made).store.database)
     monkeypatch.setattr(command, "project_delays", lambda: made)
-    yield made
-    made.close()
-    django_settings.remove_database("commanded")
+    return made
 
 
 def manage(*arguments: str) -> int | str | None:
@@ -182,14 +172,6 @@ def manage(*arguments: str) -> int | str | None:
     with pytest.raises(SystemExit) as caught:
         command.Command().run_from_argv(["./manage.py", "delays", *arguments])
     return caught.value.code
-
-
-def test_a_command_uses_the_database_of_djangos_settings(
-    commanded: DjangoDelays, capsys: pytest.CaptureFixture[str]
-) -> None:
-    task = commanded.schedule_delay("order.close", {"order": 7}, 60)
-    assert manage("show", str(task.id), "--json") == 0
-    assert json.loads(capsys.readouterr().out)["body"] == {"order": 7}
 
 
 def test_options_of_manage_py_may_be_anywhere_and_others_are_passed_on(
@@ -222,10 +204,14 @@ def test_manage_py_has_the_commands_of_the_command_line(
         assert f"Usage: manage.py delays {name} " in capsys.readouterr().out
 
 
-def test_drain_runs_the_tasks_of_djangos_database(commanded: DjangoDelays) -> None:
+def test_commands_show_and_run_the_tasks_of_djangos_database(
+    commanded: DjangoDelays, capsys: pytest.CaptureFixture[str]
+) -> None:
     orders: list[Any] = []
     commanded.processor("order.close")(orders.append)
     tasks = [commanded.schedule_delay("order.close", number, 0) for number in range(3)]
+    assert manage("show", str(tasks[2].id), "--json") == 0
+    assert json.loads(capsys.readouterr().out)["body"] == 2
     assert manage("run") == 0
     assert sorted(orders) == [0, 1, 2]
     assert {commanded.get(task).status for task in tasks} == {Status.DONE}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +14,7 @@ from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
 from tests.integration.shops import ExampleShop, fresh_database
 from tests.migration.test_migrations import schema_differences
-from tests.running import ROOT
-from tests.waiting import wait_until
+from tests.running import output_of
 
 pytestmark = pytest.mark.slow
 
@@ -35,9 +33,9 @@ each_database = pytest.mark.parametrize(
 
 
 @pytest.fixture
-def shop(fresh_url: str, redis_url: str, tmp_path: Path) -> Iterator[ExampleShop]:
-    """Return a shop whose database is empty and whose processes are not started."""
-    shop = ExampleShop("django_shop", tmp_path, fresh_url, redis_url)
+def shop(fresh_url: str) -> Iterator[ExampleShop]:
+    """Return a shop whose database is empty."""
+    shop = ExampleShop("django_shop", fresh_url)
     yield shop
     shop.close()
 
@@ -85,6 +83,8 @@ def test_migrate_makes_and_finds_the_tables_of_the_metadata_as_alembic_does(
     shop.command("manage.py", "migrate")
     assert schema_differences(database, "", None) == []
     assert migrations.current(database) == migrations.head()
+    wanted = shop.command("manage.py", "makemigrations", "--check", "--dry-run")
+    assert "No changes detected" in wanted, "Django's models need no other migration"
     by_django = create_statements(shop.database_url)
     assert len(by_django) >= 5
 
@@ -109,14 +109,6 @@ def test_migrate_makes_and_finds_the_tables_of_the_metadata_as_alembic_does(
     assert migrations.current(database) == migrations.head()
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("fresh_url", ["sqlite"], indirect=True)
-def test_djangos_models_need_no_other_migration(shop: ExampleShop) -> None:
-    assert "No changes detected" in shop.command(
-        "manage.py", "makemigrations", "--check", "--dry-run"
-    )
-
-
 # -- the project ----------------------------------------------------------------------------------
 
 
@@ -131,46 +123,7 @@ def test_the_shops_own_tests_pass_in_djangos_test_databases(shop: ExampleShop) -
     assert "OK" in shop.command("manage.py", "test", "tests.integration.django_kit_tests")
 
 
-@pytest.mark.parametrize("fresh_url", ["sqlite"], indirect=True)
-def test_delays_modules_are_imported_and_the_module_level_functions_are_the_projects(
-    shop: ExampleShop,
-) -> None:
-    script = """from delaytasks import current_delays; from delaytasks.runtime import runtime_of
-from shop.celery import app; d = current_delays(); w = runtime_of(d)
-tags = [p.tag for p in w.registry if not p.tag.startswith("delaytasks.")]
-print("tags", tags, w.celery is app, d.settings.namespace)"""
-    shown = shop.command("manage.py", "shell", "-c", script)
-    tags = ["order.close", "orders.tasks.send_receipt"]
-    assert f"tags {tags} True {shop.environment['SHOP_NAMESPACE']}" in shown
-
-
-@pytest.mark.parametrize(
-    "fresh_url", ["postgresql", pytest.param("sqlite", marks=pytest.mark.quick)], indirect=True
-)
-def test_orders_are_closed_on_time_unless_they_are_paid_or_rolled_back(shop: ExampleShop) -> None:
-    shop.command("manage.py", "migrate")
-    shop.serve("{project}/manage.py", "runserver", "--noreload", "127.0.0.1:{port}")
-    shop.work()
-    shop.check_orders()
-    if shop.database_url.startswith("postgresql"):
-        # Django's connections have no application name; those of delaytasks have one. Celery closes
-        # Django's connections after each task.
-        query = text(
-            "SELECT count(*) FROM pg_stat_activity "
-            "WHERE datname = current_database() AND application_name = ''"
-        )
-        database = runtime_of(shop.delays).store.database
-        wait_until(
-            lambda: database.autocommitted(lambda c: c.execute(query).scalar()) == 0,
-            5,
-            "Django's connections to close",
-        )
-
-
 # -- Test Django's admin on each database ---------------------------------------------------------
-
-
-pytest.importorskip("django")
 
 
 @pytest.mark.parametrize(
@@ -183,9 +136,5 @@ def test_the_tests_of_the_admin_pass(fresh_url: str) -> None:
     plugins = "no:django no:xdist no:cacheprovider tests.integration.django_admin_settings".split()
     options = [option for plugin in plugins for option in ("-p", plugin)]
     tests = "tests/integration/django_admin_tests.py"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *options, tests],
-        cwd=ROOT, env={**os.environ, "ADMIN_DATABASE_URL": fresh_url},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = [sys.executable, "-m", "pytest", "-q", *options, tests]
+    output_of(command, env={**os.environ, "ADMIN_DATABASE_URL": fresh_url})

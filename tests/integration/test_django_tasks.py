@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
 from importlib.util import find_spec
@@ -34,7 +32,6 @@ from delaytasks.contrib.django.tasks_backend import (
 )
 from delaytasks.testing import DelaysTester
 from tests.integration import django_settings, django_task_suite
-from tests.integration.shops import ExampleShop, fresh_database
 from tests.running import output_of
 
 
@@ -68,14 +65,17 @@ def test_a_task_runs_and_its_result_has_its_return_value(
     result = declared.add.get_result(enqueued.id)
     assert (result.status, result.return_value) == (TaskResultStatus.SUCCESSFUL, 5)
     assert (result.args, result.kwargs, result.attempts) == ([2], {"second": 3}, 1)
+    assert len(result.worker_ids) == 1
     assert enqueued.enqueued_at <= result.started_at <= result.finished_at
     assert not result.errors
-
-
-def test_a_coroutine_is_enqueued_and_awaited(declared: Any, tester: DelaysTester) -> None:
-    enqueued = async_to_sync(declared.aadd.aenqueue)(2, 3)
-    tester.run_due()
-    assert async_to_sync(declared.aadd.aget_result)(enqueued.id).return_value == 5
+    awaited, told = async_to_sync(declared.aadd.aenqueue)(2, 3), declared.tell.enqueue()
+    refused = declared.answer_with_an_object.enqueue()
+    tester.run_due(raises=False)
+    assert async_to_sync(declared.aadd.aget_result)(awaited.id).return_value == 5
+    told.refresh()
+    assert told.return_value == [told.id, 1], "the context has the result and the attempt"
+    refused.refresh()
+    assert refused.errors[0].exception_class is TypeError, "JSON cannot express its result"
 
 
 def test_a_task_belongs_to_the_transaction_that_enqueues_it(
@@ -132,22 +132,6 @@ def test_a_failed_task_is_retried_and_has_the_error_of_each_attempt(
     assert sent == [("RUNNING", 1, 0), ("RUNNING", 2, 1), ("RUNNING", 3, 2), ("FAILED", 3, 3)]
 
 
-def test_the_context_has_the_result_and_the_attempt(declared: Any, tester: DelaysTester) -> None:
-    result = declared.tell.enqueue()
-    tester.run_due()
-    result.refresh()
-    assert result.return_value == [result.id, 1]
-
-
-def test_a_result_that_json_cannot_express_fails_the_task(
-    declared: Any, tester: DelaysTester
-) -> None:
-    result = declared.answer_with_an_object.enqueue()
-    tester.run_due(raises=False)
-    result.refresh()
-    assert result.errors[0].exception_class is TypeError
-
-
 def test_a_cancelled_task_has_failed(declared: Any, tester: DelaysTester) -> None:
     result = declared.note.enqueue("never")
     project_delays().cancel(result.id)
@@ -156,13 +140,12 @@ def test_a_cancelled_task_has_failed(declared: Any, tester: DelaysTester) -> Non
     assert result.errors[0].exception_class.__name__ == "TaskCancelledError"
 
 
-@pytest.mark.parametrize("id", ["7", "", "1 OR 1=1", "9" * 40])
-def test_an_unknown_id_has_no_result(declared: Any, tester: DelaysTester, id: str) -> None:
-    with pytest.raises(TaskResultDoesNotExist):
-        declared.note.get_result(id)
-
-
-def test_a_row_that_is_no_django_task_has_no_result(declared: Any, tester: DelaysTester) -> None:
+def test_an_unknown_id_and_a_row_that_is_no_django_task_have_no_result(
+    declared: Any, tester: DelaysTester
+) -> None:
+    for id in ("7", "", "1 OR 1=1", "9" * 40):
+        with pytest.raises(TaskResultDoesNotExist):
+            declared.note.get_result(id)
     delays = project_delays()
     delays.processor("order.close")(declared.noted.append)
     with pytest.raises(TaskResultDoesNotExist, match="no Django task"):
@@ -212,74 +195,3 @@ def test_tests_that_cannot_be_downloaded_are_listed_as_not_run_in_ci() -> None:
     output = output_of(command, env=environ)
     assert "not run on this machine" in output
     assert "the tests of django-tasks: 1 tests; they could not be downloaded" in output
-
-
-SETTINGS = """
-from shop.settings import *
-INSTALLED_APPS += ["receipts"]
-TASKS = {"default": {"BACKEND": "delaytasks.contrib.django.tasks_backend.DelayTasksBackend"}}
-"""
-TASKS = """
-try:
-    from django.tasks import task
-except ModuleNotFoundError:
-    from django_tasks import task
-from orders.models import Order
-
-@task
-def write(item):
-    return Order.objects.create(item=item).pk
-
-@task(takes_context=True)
-async def count(context):
-    return [await Order.objects.acount(), context.attempt]
-
-@task
-def fail():
-    raise ValueError("no paper")
-"""
-CALLS = """
-import json
-from contextlib import suppress
-from delaytasks import TaskFailedError, current_delays
-from django.db import transaction
-from receipts.tasks import count, fail, write
-
-def ended(result):
-    with suppress(TaskFailedError):
-        current_delays().result(result.id, 30)
-    result.refresh()
-    return result
-
-with transaction.atomic():
-    written, failed = write.enqueue("a book"), fail.enqueue()
-results = [ended(written), ended(failed), ended(count.enqueue())]
-print(json.dumps([
-    [str(r.status), r.status == "SUCCESSFUL" and r.return_value, len(r.worker_ids), r.worker_ids[0]]
-    for r in results
-]))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["postgresql", "mysql", "sqlite"])
-def test_a_worker_runs_the_tasks_of_installed_apps(
-    kind: str, request: pytest.FixtureRequest, tmp_path: Path, redis_url: str
-) -> None:
-    app = tmp_path / "receipts"
-    app.mkdir()
-    (app / "__init__.py").touch()
-    (app / "tasks.py").write_text(TASKS)
-    (tmp_path / "shop_with_tasks.py").write_text(SETTINGS)
-    for url in fresh_database(kind, request, tmp_path):
-        with closing(ExampleShop("django_shop", tmp_path, url, redis_url)) as shop:
-            shop.environment["PYTHONPATH"] += f":{tmp_path}"
-            shop.environment["DJANGO_SETTINGS_MODULE"] = "shop_with_tasks"
-            shop.command("manage.py", "migrate")
-            shop.work()
-            output = shop.command("manage.py", "shell", "-c", CALLS)
-    (written, failed, counted) = json.loads(output.strip().splitlines()[-1])
-    assert written[:3] == ["SUCCESSFUL", 1, 1]
-    assert failed[:3] == ["FAILED", False, 1]
-    assert counted[:3] == ["SUCCESSFUL", [1, 1], 1]
-    assert "@shop/" in written[3]
