@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,20 +27,25 @@ def shown(callback: Any, order: int) -> dict[str, Any]:
     return {"id": callback.id, "body": callback.body, "order": order}
 
 
+def receiver_of(view: Callable[..., Any], is_async: bool) -> Any:
+    """Return a receiver with the parameters of `view`, which is a coroutine function if asked."""
+
+    @functools.wraps(view)
+    async def awaited(*arguments: Any, **named: Any) -> Any:
+        return view(*arguments, **named)
+
+    return webhook(secret for secret in (OLD, NEW))(awaited if is_async else view)
+
+
 def in_flask(is_async: bool) -> Iterator[Send]:
     from flask import Flask
 
     app = Flask("receiver")
 
-    @webhook(secret for secret in (OLD, NEW))
     def paid(order: int, callback: Any) -> Any:
         return shown(callback, order)
 
-    @webhook([OLD, NEW])
-    async def apaid(order: int, callback: Any) -> Any:
-        return shown(callback, order)
-
-    view: Any = apaid if is_async else paid
+    view = receiver_of(paid, is_async)
     app.add_url_rule("/paid/<int:order>", view_func=view, methods=["POST", "GET"])
 
     def send(payload: bytes, headers: dict[str, str], method: str = "POST") -> tuple[int, Any]:
@@ -57,16 +63,11 @@ def in_django(is_async: bool) -> Iterator[Send]:
         from django.test import Client, override_settings
         from django.urls import path
 
-        @webhook([OLD, NEW])
         def paid(request: Any, order: int, callback: Any) -> Any:
             assert request.method == "POST"
             return JsonResponse(shown(callback, order))
 
-        @webhook([OLD, NEW])
-        async def apaid(request: Any, order: int, callback: Any) -> Any:
-            return JsonResponse(shown(callback, order))
-
-        view: Any = apaid if is_async else paid
+        view = receiver_of(paid, is_async)
         urls = type("Urls", (), {"urlpatterns": [path("paid/<int:order>", view)]})
 
         def send(payload: bytes, headers: dict[str, str], method: str = "POST") -> tuple[int, Any]:
@@ -83,16 +84,14 @@ def in_django(is_async: bool) -> Iterator[Send]:
 def in_fastapi(is_async: bool) -> Iterator[Send]:
     app = FastAPI()
 
-    @webhook([OLD, NEW])
-    def paid(order: int, callback: Any) -> dict[str, Any]:
-        return shown(callback, order)
-
-    @webhook([OLD, NEW])
-    async def apaid(order: int, request: Request, callback: Any) -> dict[str, Any]:
+    def paid(order: int, request: Request, callback: Any) -> dict[str, Any]:
         assert request.url.path == "/paid/7"
         return shown(callback, order)
 
-    view: Any = apaid if is_async else paid
+    def shipped(order: int, callback: Any) -> dict[str, Any]:
+        return shown(callback, order)
+
+    view = receiver_of(paid if is_async else shipped, is_async)
     app.add_api_route("/paid/{order}", view, methods=["POST", "GET"])
     yield asgi_sender(app)
 
@@ -102,15 +101,10 @@ def in_starlette(is_async: bool) -> Iterator[Send]:
     from starlette.responses import JSONResponse
     from starlette.routing import Route
 
-    @webhook([OLD, NEW])
     def paid(request: Any, callback: Any) -> Any:
         return JSONResponse(shown(callback, request.path_params["order"]))
 
-    @webhook([OLD, NEW])
-    async def apaid(request: Any, callback: Any) -> Any:
-        return JSONResponse(shown(callback, request.path_params["order"]))
-
-    view: Any = apaid if is_async else paid
+    view = receiver_of(paid, is_async)
     yield asgi_sender(Starlette(routes=[Route("/paid/{order:int}", view, methods=["POST", "GET"])]))
 
 
