@@ -187,6 +187,10 @@ class Site:
         self.viewer = None if role is None else Viewer("maria", role)
         return self.app.test_client()
 
+    def forget(self) -> None:
+        """Let the next page read the database again."""
+        self.app.extensions[EXTENSION].forget()
+
     def begun_run(self, tag: str) -> str:
         """Return the path of a bulk run that has done a half, and goes on until it is stopped."""
         if self._begun_run is None or self._begun_run.filters != {"tag": tag}:

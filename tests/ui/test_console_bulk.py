@@ -74,19 +74,6 @@ def test_the_retries_of_a_group_of_failures_are_cancelled(own_site: Site) -> Non
     assert len(delays.find(tag="pay.notify", status="FAILED")) == 4
 
 
-def test_a_bulk_cancel_is_taken_back_from_the_audit_page(own_site: Site) -> None:
-    client, delays = own_site.client(Role.OPERATE), own_site.delays
-    before = len(delays.find(tag="order.close", status="NOT_COMPLETE", limit=1000))
-    finish(client, post(client, "/bulk", action="cancel", tag="order.close").location)
-    assert len(delays.find(tag="order.close", status="NOT_COMPLETE")) == 0
-    [entry] = [entry for entry in delays.bulk.log() if entry.filter.get("tag") == "order.close"]
-    [path] = re.findall(rf'action="(/audit/{entry.id}/rerun)"', client.get("/audit").text)
-    text = finish(client, post(client, path).location)
-    assert f"{before} changed, 0 left as they were" in text
-    assert len(delays.find(tag="order.close", status="NOT_COMPLETE", limit=1000)) == before
-    assert (delays.bulk.log()[0].action, delays.bulk.log()[0].actor) == ("rerun", "maria")
-
-
 def test_a_bulk_run_that_is_stopped_leaves_the_rest(
     own_site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,6 +40,14 @@ def test_the_forecast_names_the_busiest_hour_and_whether_it_fits(peak: Site) -> 
     assert re.search(busy, heading(text)), heading(text)
     assert "No worker is alive" in text
     assert '<section class="verdict good"' in text
+    peak.delays.schedule_delay("order.close", {}, 3600 * 24)
+    peak.forget()
+    text = peak.client().get("/forecast?processes=1").text
+    due, busy = re.findall(r'<svg class="chart".*?</svg>', text)
+    assert due.count("<title>") == busy.count("<title>") > 24 * 7
+    assert due.count(f"newsletter.send {FITTING}, other tags 0") == 1
+    assert due.count("newsletter.send 0, other tags 1") == 1
+    assert busy.count("% of the hour 1, more than the hour 0") == 1
 
 
 def test_an_hour_that_does_not_fit_is_a_warning(
@@ -52,16 +60,6 @@ def test_an_hour_that_does_not_fit_is_a_warning(
     )
     assert '<section class="verdict warn"' in text
     assert '<span class="bad-text">200%</span>' in text
-
-
-def test_the_charts_have_each_hour_and_the_largest_tag(peak: Site) -> None:
-    peak.delays.schedule_delay("order.close", {}, 3600 * 24)
-    text = peak.client().get("/forecast?processes=1").text
-    due, busy = re.findall(r'<svg class="chart".*?</svg>', text)
-    assert due.count("<title>") == busy.count("<title>") > 24 * 7
-    assert due.count(f"newsletter.send {FITTING}, other tags 0") == 1
-    assert due.count("newsletter.send 0, other tags 1") == 1
-    assert busy.count("% of the hour 1, more than the hour 0") == 1
 
 
 def test_an_operator_spreads_a_peak(peak: Site) -> None:
@@ -115,6 +113,10 @@ def test_a_peak_ahead_is_named_with_a_link_to_its_forecast(quiet: Site) -> None:
     )
     assert re.search(sentences, problem), problem
     assert 'href="/forecast"' in problem
+    client = quiet.client(Role.OPERATE)
+    link = "/bulk?action=spread&tag=newsletter.send&status=NOT_COMPLETE"
+    assert f"{PEAK:,} changed" in confirm(client, link, delay="6h")[1]
+    assert heading(client.get("/").text) == "✓ On time.", "a peak that was spread is none"
 
 
 def test_a_peak_that_is_on_time_is_not_named(quiet: Site) -> None:
@@ -124,29 +126,19 @@ def test_a_peak_that_is_on_time_is_not_named(quiet: Site) -> None:
     assert "A peak" not in text
 
 
-def test_after_a_spread_the_peak_is_no_longer_named(quiet: Site) -> None:
-    schedule_peak(quiet)
-    client = quiet.client(Role.OPERATE)
-    assert problems(client.get("/").text)
-    link = "/bulk?action=spread&tag=newsletter.send&status=NOT_COMPLETE"
-    assert f"{PEAK:,} changed" in confirm(client, link, delay="6h")[1]
-    assert heading(client.get("/").text) == "✓ On time."
-
-
-def test_overdue_tasks_are_no_peak_ahead(quiet: Site) -> None:
-    schedule_peak(quiet)
-    set_columns(runtime_of(quiet.delays).store, "tasks", expected_time=db_now_plus(-60))
-    text = quiet.client().get("/").text
-    assert heading(text).startswith("! Late.")
-    assert "A peak" not in text
-
-
-def test_without_a_live_worker_the_overview_names_no_peak(quiet: Site) -> None:
+def test_overdue_tasks_and_those_without_a_live_worker_are_no_peak_ahead(quiet: Site) -> None:
     """A worker has to be started in any case, and the forecast would be for an assumed one."""
     schedule_peak(quiet)
-    runtime_of(quiet.delays).store.workers.remove("celery@a")
+    store = runtime_of(quiet.delays).store
+    store.workers.remove("celery@a")
     text = quiet.client().get("/").text
     assert heading(text) == "! Stopped. No worker is alive."
+    assert "A peak" not in text
+    store.workers.report("celery@a", ["default"], "prefork", 1, 0)
+    set_columns(store, "tasks", expected_time=db_now_plus(-60))
+    quiet.forget()
+    text = quiet.client().get("/").text
+    assert heading(text).startswith("! Late.")
     assert "A peak" not in text
 
 
@@ -155,7 +147,7 @@ def test_the_overview_shows_the_share_on_time_of_each_tag(quiet: Site) -> None:
     write_on_time(quiet.delays, "mail", timedelta(), 98, 2)
     write_on_time(quiet.delays, "mail", timedelta(hours=5), 700, 200)
     write_on_time(quiet.delays, "alarm", timedelta(), 1000, 5)
-    quiet.app.extensions["delaytasks_console"].forget()
+    quiet.forget()
     text = quiet.client(Role.VIEW).get("/").text
     [card] = re.findall(r'aria-label="On time">.*?</table>', text, re.DOTALL)
     words = " ".join(re.sub(r"<[^>]*>", " ", card).split())

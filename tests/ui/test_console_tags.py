@@ -63,14 +63,6 @@ def test_the_page_of_tags_has_a_row_for_each_tag_sorted_by_runs(empty: Site) -> 
     assert 'href="/tasks?tag=mail.send"' in text
 
 
-def test_the_share_on_time_is_shown_for_a_tag_that_promises_it(site: Site) -> None:
-    [row] = rows(site.client().get("/tags").text)
-    assert row["Tag"] == "order.close"
-    assert re.fullmatch(r"9\d\.\d\d%", row["On time"])
-    page = site.client().get("/tag?name=order.close").text
-    assert f"<dd>{row['On time']} " in page
-
-
 def test_tags_are_filtered_by_a_part_of_their_names(empty: Site) -> None:
     for tag in ("mail.send", "Mail.read", "e-mail", "order.close"):
         write_runs(empty.delays, tag, 2 * MINUTE, 1)
@@ -82,6 +74,10 @@ def test_tags_are_filtered_by_a_part_of_their_names(empty: Site) -> None:
 
 def test_the_page_of_a_tag_has_its_charts_policy_and_failures(site: Site) -> None:
     text = site.client().get("/tag?name=order.close").text
+    [row] = rows(site.client().get("/tags").text)
+    assert row["Tag"] == "order.close"
+    assert re.fullmatch(r"9\d\.\d\d%", row["On time"])
+    assert f"<dd>{row['On time']} " in text
     titles = chart_titles(text, charts=3)
     assert re.search(r"UTC: done \d+, retried \d+, failed \d+", titles)
     assert re.search(r"99 of 100 began earlier \d{3}ms", titles)
@@ -128,15 +124,22 @@ def test_the_link_of_each_tag_leads_to_its_page(empty: Site, tag: str) -> None:
         assert client.get("/tag", query_string={"name": name}).status_code == 400
 
 
-def test_the_page_of_tags_does_not_read_the_tasks(own_site: Site) -> None:
+def test_the_page_of_tags_and_the_suggested_names_do_not_read_the_tasks(own_site: Site) -> None:
     store, seen = runtime_of(own_site.delays).store, list[str]()
     runtime_of(own_site.delays).clock.now()  # it reads the time of the database
-    event.listen(store.database.auto, "before_cursor_execute", lambda *args: seen.append(args[2]))
+    for engine in (store.database.auto, store.database.tx):
+        event.listen(engine, "before_cursor_execute", lambda *args: seen.append(args[2]))
     for period in PERIODS:
         assert rows(own_site.client().get(f"/tags?period={period}").text)
     assert seen
     assert all(store.schema.statistics.name in statement for statement in seen)
-    assert not any(store.schema.tasks.name in statement for statement in seen)
+    with own_site.app.test_request_context():
+        found = pages_tags.known_names()
+        assert found.tags
+        assert not [each for each in seen if store.schema.tasks.name in each]
+        seen.clear()
+        assert pages_tags.known_names() == found
+        assert seen == [], "all viewers share them for a minute"
 
 
 def test_the_overview_and_the_page_of_tags_share_what_is_read(
@@ -258,20 +261,6 @@ def test_the_names_are_bounded_and_those_of_policies_stay(
     assert len(tags) == 4
     assert "paused.tag" in tags
     assert len(suggested(client, "/tasks", "queue")) == 4
-
-
-def test_the_names_are_read_without_the_table_of_tasks(own_site: Site) -> None:
-    store, seen = runtime_of(own_site.delays).store, list[str]()
-    for engine in (store.database.auto, store.database.tx):
-        event.listen(engine, "before_cursor_execute", lambda *args: seen.append(args[2]))
-    with own_site.app.test_request_context():
-        found = pages_tags.known_names()
-        assert found.tags
-        assert seen
-        assert not [each for each in seen if store.schema.tasks.name in each]
-        seen.clear()
-        assert pages_tags.known_names() == found
-        assert seen == [], "all viewers share them for a minute"
 
 
 def test_a_page_is_shown_if_the_names_cannot_be_read(

@@ -61,7 +61,7 @@ def add(site: Site, number: int, status: Status, age_s: float = 60) -> None:
 
 
 def page(site: Site) -> str:
-    site.app.extensions["delaytasks_console"].cache.forget()
+    site.forget()
     text: str = site.client(Role.VIEW).get("/").text
     return html.unescape(text)
 
@@ -160,18 +160,24 @@ def test_a_tile_has_the_number_of_the_sentence_while_tasks_move(
     assert f"{number} tasks" in heading(text)
 
 
-def test_the_headline_has_all_failed_tasks_as_the_tile_has(site: Site) -> None:
-    add(site, 2, Status.FAILED)
-    set_columns(
-        runtime_of(site.delays).store, "tasks", tag="pay.notify", update_time=db_now_plus(-7200)
-    )
+def test_the_headline_has_all_failed_tasks_if_some_failed_in_the_last_hour(site: Site) -> None:
+    add(site, 2, Status.FAILED, age_s=7200)
+    set_columns(runtime_of(site.delays).store, "tasks", tag="pay.notify")
+    verdict = judge(site)
+    assert (verdict.level, verdict.headline) == ("note", "On time.")
+    [problem] = verdict.problems
+    assert problem.text == "2 tasks are failed, but none in the last hour."
+    assert "no task is failed" not in page(site)
     add(site, 3, Status.FAILED)
+    site.delays.schedule_delay("order.close", {"order": 1}, 60)
     text = page(site)
     assert tile(text, "failed") == "5"
     assert heading(text) == "! On time, but 5 tasks failed."
     first, second = sentences(text)
     assert first.startswith("3 tasks of report.build have failed since")
     assert second == "2 other tasks failed more than an hour ago."
+    [due] = re.findall(r"<h2>Due in the next.*?</h2>", text)
+    assert due.endswith(">1 task</span></h2>"), "one task is no plural"
 
 
 def test_waiting_and_running_tasks_without_a_worker_are_counted_separately(site: Site) -> None:
@@ -183,15 +189,6 @@ def test_waiting_and_running_tasks_without_a_worker_are_counted_separately(site:
         "No worker is alive, and 1 task is waiting and 2 tasks are running. Start a worker."
     )
     assert (tile(text, "waiting"), tile(text, "running")) == ("1", "2")
-
-
-def test_old_failures_are_named_and_do_not_contradict_the_verdict(site: Site) -> None:
-    add(site, 1, Status.FAILED, age_s=7200)
-    verdict = judge(site)
-    assert (verdict.level, verdict.headline) == ("note", "On time.")
-    [problem] = verdict.problems
-    assert problem.text == "1 task is failed, but none in the last hour."
-    assert "no task is failed" not in page(site)
 
 
 def test_the_overview_names_a_worker_without_its_broker_and_a_silent_beat(site: Site) -> None:
@@ -212,12 +209,6 @@ def test_the_headline_names_the_worst_problem_while_tasks_are_on_time(site: Site
     store = runtime_of(site.delays).store
     set_columns(store, "workers", {"name": "celery@b"}, seen_at=db_now_plus(-600))
     assert judge(site).headline == "On time, but 1 worker is silent."
-
-
-def test_one_task_is_no_plural(site: Site) -> None:
-    site.delays.schedule_delay("order.close", {"order": 1}, 60)
-    [heading] = re.findall(r"<h2>Due in the next.*?</h2>", page(site))
-    assert heading.endswith(">1 task</span></h2>")
 
 
 # -- links ----------------------------------------------------------------------------------------
@@ -256,6 +247,10 @@ def test_the_links_have_short_names_and_their_sentences_as_descriptions(
         box = described.bounding_box()
         assert box["y"] + box["height"] < 850, "it is seen without scrolling"
         check_page(tab)
+        labels = tab.locator("svg.chart").first.locator('text[text-anchor="middle"]').all()
+        boxes = [each.bounding_box() for each in labels]
+        assert len(boxes) >= 3
+        assert all(a["x"] + a["width"] < b["x"] for a, b in pairwise(boxes)), "they do not overlap"
         link.click()
         tab.wait_for_url("**/failures/*")
 
@@ -269,32 +264,6 @@ def test_the_link_of_a_silent_beat_leads_to_the_health(site: Site, browser: Any)
         tab.wait_for_url("**/#health")
         box = tab.get_by_role("heading", name="Health").bounding_box()
         assert 0 <= box["y"] < MODES["phone"]["viewport"]["height"]
-
-
-DAY, TIME = r"\w{3} (\w{3} )?\d\d", r"\d\d:\d\d"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("path", "label"),
-    [("/", f"{TIME}|{DAY}"), ("/forecast?period=day", f"{TIME}|{DAY}"), ("/forecast", DAY)],
-)
-def test_the_labels_of_the_time_axis_do_not_overlap(
-    site: Site, browser: Any, path: str, label: str
-) -> None:
-    site.delays.schedule_delay("report.build", {}, 600)
-    with served(site.app) as address, watched(browser, **MODES["light"]) as tab:
-        tab.goto(address + path)
-        chart = tab.locator("svg.chart").first
-        labels = chart.locator('text[text-anchor="middle"]').all()
-        words = [each.text_content() for each in labels]
-        assert len(words) >= 3
-        assert all(re.fullmatch(label, word) for word in words), words
-        boxes = [each.bounding_box() for each in labels]
-        for left, right in pairwise(boxes):
-            assert left["x"] + left["width"] < right["x"], words
-        frame = chart.bounding_box()
-        assert boxes[-1]["x"] + boxes[-1]["width"] <= frame["x"] + frame["width"]
 
 
 # -- Failures that are not among the FAILED tasks that are read, and lost workers -----------------
@@ -326,7 +295,7 @@ class FailingShop:
         return verdict_of(read_deployment(self.delays))
 
     def page(self, path: str) -> str:
-        self.site.app.extensions["delaytasks_console"].cache.forget()
+        self.site.forget()
         client: FlaskClient = self.site.client()
         answer = client.get(path)
         assert answer.status_code == 200
@@ -435,12 +404,20 @@ def test_a_tag_whose_runs_all_fail_and_are_retried_is_a_warning_and_a_group(
     assert "No task is failed, and no failed run waits" in shop.page("/failures")
 
 
-def test_a_few_retried_failures_of_many_runs_are_a_note(shop: FailingShop) -> None:
+def test_a_few_retried_failures_of_many_runs_are_a_note_and_failed_tasks_are_not(
+    shop: FailingShop,
+) -> None:
     shop.run("order.close", 200)
     shop.run("pay.notify", 3, retries="1h")
     verdict = shop.verdict()
     assert (verdict.level, verdict.headline) == ("note", "On time.")
     assert texts(verdict).startswith("note: 3 runs of pay.notify have failed since")
+    shop.run("pay.notify", 2)
+    verdict = shop.verdict()
+    assert verdict.headline == "On time, but 2 tasks failed."
+    [problem] = verdict.problems
+    assert problem.text.startswith("2 tasks of pay.notify have failed since")
+    assert "2 5 pay.notify" in shop.page("/failures")
 
 
 def test_old_failures_that_wait_for_a_retry_are_a_note(shop: FailingShop) -> None:
@@ -451,16 +428,6 @@ def test_old_failures_that_wait_for_a_retry_are_a_note(shop: FailingShop) -> Non
     assert [problem.text for problem in verdict.problems] == [
         "Failed runs of pay.notify wait for a retry, but none is of the last hour."
     ]
-
-
-def test_failed_tasks_of_a_group_are_named_before_its_retries(shop: FailingShop) -> None:
-    shop.run("pay.notify", 10, retries="1h")
-    shop.run("pay.notify", 2)
-    verdict = shop.verdict()
-    assert verdict.headline == "On time, but 2 tasks failed."
-    [problem] = verdict.problems
-    assert problem.text.startswith("2 tasks of pay.notify have failed since")
-    assert "2 12 pay.notify" in shop.page("/failures")
 
 
 # -- The console names a worker that was killed while others live ---------------------------------
@@ -510,7 +477,7 @@ def test_a_lost_worker_is_a_note_while_tasks_are_on_time(waiting: Site) -> None:
     report(waiting, "w1@host")
     verdict = judge(waiting)
     assert (verdict.level, verdict.problems) == ("good", [])
-    waiting.app.extensions["delaytasks_console"].cache.forget()
+    waiting.forget()
     assert "lost" not in waiting.client().get("/workers").text
 
 
