@@ -107,20 +107,17 @@ def test_a_module_that_the_app_imports_in_vain_is_one_line_if_its_own_name_is_wr
     assert is_traced or len(said.stderr.splitlines()) == 1
 
 
-def test_a_wrong_setting_ends_with_2(bare: Project) -> None:
+def test_a_wrong_setting_ends_with_2_and_a_database_that_is_away_with_1(bare: Project) -> None:
     bare.patch.setenv("DELAYTASKS_HORIZON", "-1")
     assert bare.error("list", exit_code=2)["type"] == "ConfigError"
-
-
-def test_a_horizon_beyond_the_brokers_timeout_ends_with_2(bare: Project) -> None:
-    bare.patch.setenv("CELERY_BROKER_URL", "redis://127.0.0.1:1/0")
     bare.patch.setenv("DELAYTASKS_HORIZON", "3600")
+    bare.patch.setenv("CELERY_BROKER_URL", "redis://127.0.0.1:1/0")
+    sys.modules.pop(bare.name).delays.close()
     assert "visibility_timeout" in bare.error("check", exit_code=2)["error"]
-
-
-def test_a_database_that_is_away_ends_with_1(bare: Project) -> None:
+    bare.patch.delenv("DELAYTASKS_HORIZON")
     url = f"postgresql://me:canary@127.0.0.1:{free_port()}/shop"
     bare.patch.setenv("DELAYTASKS_DATABASE_URL", url)
+    sys.modules.pop(bare.name).delays.close()
     said = bare("cancel", "1", "2", "3", "--json")
     assert said.exit_code == 1
     assert json.loads(said.stderr)["type"] == "StoreUnavailableError"

@@ -36,14 +36,19 @@ def test_cancel_counts_first_and_cancels_with_yes(shop: Project) -> None:
     assert (again["matched"], again["changed"], len(again["runs"])) == (0, 0, 1)
 
 
-def test_running_tasks_are_left_and_reported(shop: Project) -> None:
+def test_running_tasks_are_left_and_reported_or_asked_to_stop(shop: Project) -> None:
     for _ in range(3):
         shop.schedule()
-    shop.store.claims("w", None).claim_due("default", [0], 1)
+    [claimed] = shop.store.claims("w", None).claim_due("default", [0], 1)
+    id = str(claimed.id)
     counted = shop("cancel", "--tag", "ok", "--dry-run")
     assert counted.stdout == "2 tasks would be cancelled\n"
     assert counted.stderr == "left as they are: 1 task (they run)\n"
+    assert shop.error("cancel", id, exit_code=1)["type"] == "TaskStateError"
     assert shop.json("cancel", "--everything", "--yes")["refused"] == 1
+    assert shop.json("cancel", id, "--running")["requested"] == [id]
+    assert "runs, and is asked to stop" in shop("cancel", id, "--running").stdout
+    assert shop.delays.get(claimed).cancel_request == 1
 
 
 def test_jitter_distributes_a_peak(shop: Project) -> None:
@@ -228,11 +233,3 @@ def test_list_and_cancel_take_several_statuses_and_meta(shop: Project) -> None:
     more = shop("list", *both, "--meta", "a=b", "--limit", "1").stderr
     assert "--status CANCELLED --status NOT_COMPLETE" in more
     assert "--meta a=b" in more
-
-
-def test_a_running_task_is_asked_to_stop(shop: Project) -> None:
-    id = shop.json("schedule", "ok", "--delay", "0s")["id"]
-    [claimed] = shop.store.claims("w", None).claim_due("default", [0], 1)
-    assert shop.json("cancel", id, "--running")["requested"] == [id]
-    assert "runs, and is asked to stop" in shop("cancel", id, "--running").stdout
-    assert shop.delays.get(claimed).cancel_request == 1

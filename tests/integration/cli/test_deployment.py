@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import socket
+import sys
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from typing import Any
@@ -28,12 +30,17 @@ def test_stats_sees_tasks_workers_sweeps_and_the_broker(shop: Project) -> None:
     for name, busy in (("fresh", 1), ("silent", None)):
         store.workers.report(name, ["default", "letters"], "prefork", 2, 1500, busy=busy)
     set_columns(store, "workers", {"name": "silent"}, seen_at=db_now_plus(-60))
+    shop.schedule("mail")
+    store.claims("dead", None).claim_due("letters", [0], 1)
+    assert shop.json("status")["expired_leases"] == 0
+    set_columns(store, "tasks", {"tag": "mail"}, lease_until=db_now_plus(-1))
     never = {"sweep_partition": 0, "age_s": None, "is_late": True, "armed_until": None}
     assert shop.json("status")["sweeps"] == [never]
     store.sweeps.begin_sweep(0, 1, 1)
     found = shop.json("status")
-    counts = {status.name: 0 for status in Status} | {"NOT_COMPLETE": 2, "CANCELLED": 1}
-    assert found["counts"] == counts
+    counts = {"NOT_COMPLETE": 2, "CANCELLED": 1, "RUNNING": 1}
+    assert found["counts"] == {status.name: 0 for status in Status} | counts
+    assert found["expired_leases"] == 1
     assert found["overdue"]["count"] == 1
     assert OverdueRows(store.database, store.schema).count(1000) == (0, None), "within its grace"
     assert 89 < found["overdue"]["late_s"] < 120
@@ -95,18 +102,15 @@ def test_an_estimate_is_shown_as_one(shop: Project) -> None:
     assert shop.json("status")["estimated"] == ["NOT_COMPLETE"]
 
 
-def test_stats_counts_runs_whose_lease_is_over(shop: Project) -> None:
-    shop.schedule()
-    shop.store.claims("dead", None).claim_due("default", [0], 1)
-    assert shop.json("status")["expired_leases"] == 0
-    set_columns(shop.store, "tasks", lease_until=db_now_plus(-1))
-    assert shop.json("status")["expired_leases"] == 1
-
-
-def test_stats_reports_an_unavailable_broker(shop: Project) -> None:
-    shop.patch.setenv("CELERY_BROKER_URL", f"redis://:canary@127.0.0.1:{free_port()}/0")
-    assert shop.json("status")["broker"]["is_up"] is False
-    assert "canary" not in shop("status", "--json").output + shop("status").output
+def test_stats_reports_an_unavailable_broker_and_does_not_wait_for_a_silent_one(
+    shop: Project,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        for port in (free_port(), mute.getsockname()[1]):
+            shop.patch.setenv("CELERY_BROKER_URL", f"redis://:canary@127.0.0.1:{port}/0")
+            sys.modules.pop(shop.name).delays.close()
+            assert shop.json("status")["broker"]["is_up"] is False
+            assert "canary" not in shop("status", "--json").output + shop("status").output
 
 
 def test_stats_says_how_many_near_tasks_wait_in_redis(

@@ -27,10 +27,14 @@ def test_pause_and_resume_report_their_effect_and_the_number_of_held_tasks(shop:
         said = shop("pause", "--tag", "mail", *end).stdout
         assert said == "tag mail is paused until resumed; held: 3 tasks\n"
     assert {shop.status(task) for task in tasks} == {Status.HELD}
+    assert re.search(r"^paused +tag mail \(3 held\)$", shop("status").stdout, re.MULTILINE)
+    [policy] = shop.json("status")["policies"]
+    assert (policy["name"], policy["held"]) == ("mail", 3)
     resumed = shop("resume", "--tag", "mail").stdout
     assert resumed == "tag mail is not paused; held: 3 tasks, fewer with each sweep\n"
     sweep(shop)
     assert shop("resume", "--tag", "mail").stdout == "tag mail is not paused; held: 0 tasks\n"
+    assert "\npaused " not in shop("status").stdout
     assert {shop.status(task) for task in tasks} == {Status.NOT_COMPLETE}
 
 
@@ -80,16 +84,6 @@ def test_limit_shows_the_running_and_held_tasks_of_a_limited_tag(shop: Project) 
     assert re.search(r"tag +mail +- +3 +2 +2 ", shop("limit").stdout)
     said = shop("limit", "--tag", "mail", "--concurrency", "4").stdout
     assert said == "tag mail is not paused; held: 3 tasks\nlimits: 4 at once; running: 2 tasks\n"
-
-
-def test_stats_list_paused_tags_and_queues(shop: Project) -> None:
-    assert "\npaused " not in shop("status").stdout
-    shop.schedule("mail", 3600)
-    shop("pause", "--tag", "mail")
-    sweep(shop)
-    assert re.search(r"^paused +tag mail \(1 held\)$", shop("status").stdout, re.MULTILINE)
-    [policy] = shop.json("status")["policies"]
-    assert (policy["name"], policy["held"]) == ("mail", 1)
 
 
 def test_many_policies_are_listed_and_counted(shop: Project) -> None:

@@ -21,7 +21,7 @@ def ids(shop: Project, *options: str) -> list[str]:
 
 def test_list_finds_by_tag_status_key_and_time(shop: Project) -> None:
     task = shop.schedule("mail", 3600, key="k")
-    shop.schedule("ok", 60)
+    near = shop.schedule("ok", 60)
     shop.delays.cancel(shop.schedule("mail", 7200))
     at = task.expected_time.isoformat()
 
@@ -30,6 +30,14 @@ def test_list_finds_by_tag_status_key_and_time(shop: Project) -> None:
     for chosen in ("--status not_complete", "--key k", "--key k*"):
         assert ids(shop, "--tag", "mail", *chosen.split()) == [str(task.id)]
     assert ids(shop, "--due", f"{at}..{end}") == [str(task.id)]
+    # A duration counts back from now.
+    old = shop.schedule("ok")
+    set_columns(shop.store, "tasks", {"id": old.id}, expected_time=db_now_plus(-7200))
+    assert ids(shop, "--tag", "ok", "--due", "1h..") == [str(near.id)]
+    assert ids(shop, "--tag", "ok", "--due", "..1h") == [str(old.id)]
+    assert ids(shop, "--tag", "ok", "--due", "3h..") == [str(near.id), str(old.id)]
+    assert shop.json("cancel", "--due", "..1h", "--yes")["changed"] == 1
+    assert shop.status(near) is not shop.status(old)
 
 
 def test_list_prints_a_working_command_for_the_next_page(shop: Project) -> None:
@@ -59,16 +67,6 @@ def test_the_newest_is_the_first_and_the_cursor_is_in_the_json_document(shop: Pr
     assert [task["id"] for task in shop.json("list", "--oldest-first")["tasks"]] == ids
     said = shop("list", "--oldest-first", "--limit", "1").stderr
     assert "--oldest-first" in said, "the command for the next page goes on in the same order"
-
-
-def test_a_duration_counts_back_from_now(shop: Project) -> None:
-    old, near = shop.schedule("ok"), shop.schedule("ok", 60)
-    set_columns(shop.store, "tasks", {"id": old.id}, expected_time=db_now_plus(-7200))
-    assert ids(shop, "--due", "1h..") == [str(near.id)]
-    assert ids(shop, "--due", "..1h") == [str(old.id)]
-    assert ids(shop, "--due", "3h..") == [str(near.id), str(old.id)]
-    assert shop.json("cancel", "--due", "..1h", "--yes")["changed"] == 1
-    assert shop.status(near) is not shop.status(old)
 
 
 #: The wrong argument, or the type of the error, and commands with this error.
@@ -190,15 +188,6 @@ def test_cancel_answers_for_each_task(shop: Project) -> None:
     assert (said.exit_code, said.stdout, said.stderr) == (1, f"cancelled task {third.id}\n", errors)
     named = shop.schedule(delay=60, key="k")
     assert shop.json("cancel", "--tag", "ok", "--key", "k")["cancelled"] == [str(named.id)]
-
-
-def test_a_task_that_runs_or_is_done_cannot_be_cancelled(shop: Project) -> None:
-    task = shop.schedule()
-    shop.store.claims("w", None).claim_due("default", [0], 1)
-    assert shop.error("cancel", str(task.id), exit_code=1)["type"] == "TaskStateError"
-    done = shop.schedule()
-    shop("run")
-    assert shop.error("cancel", str(done.id), exit_code=1)["type"] == "TaskStateError"
 
 
 def test_reschedule_moves_each_task_unless_its_version_changed(shop: Project) -> None:
