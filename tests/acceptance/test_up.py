@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.running import ROOT, marked
+from tests.running import ROOT, Process, marked
 from tests.waiting import wait_until
 
 DELAYTASKS = [sys.executable, "-c", "from delaytasks.cli.main import main; main()"]
@@ -45,6 +45,8 @@ def slow(body):
 class UserFolder:
     """A folder whose processes can be found and ended, including indirectly started ones."""
 
+    process: Process
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.mark = secrets.token_hex(8)
@@ -54,35 +56,29 @@ class UserFolder:
         self.environ |= {"PYTHONPATH": str(ROOT), "COLUMNS": "200", MARK: self.mark}
         (folder / "tasks.py").write_text(PROCESSORS)
         (folder / "celeryconfig.py").write_text("imports = ['tasks']\n")
-        self.process: subprocess.Popen[bytes] | None = None
         self._starts = 0
 
     def start(self, command: list[str], until: str) -> None:
         """Run a command, and wait for a line in its log."""
         self._starts += 1
-        self._log = self.folder / f"{self._starts}.log"
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(
-                command, cwd=self.folder, env=self.environ, stdout=log, stderr=log
-            )
+        self.process = Process(command, self.environ, self.folder / f"{self._starts}.log")
         self.wait_for(until, 60)
 
     def up(self, *options: str, app: str = "") -> None:
         chosen = ["-A", app] if app else []
         self.start([*DELAYTASKS, *chosen, "up", "--concurrency", "1", *options], "stop +Ctrl-C")
 
-    def stop(self, number: int = signal.SIGINT) -> int:
-        assert self.process is not None
-        self.process.send_signal(number)
-        return self.process.wait(60)
+    def stop(self, number: signal.Signals = signal.SIGINT) -> int | None:
+        self.process.signal(number)
+        wait_until(self.process.ended, 60, self.log)
+        return self.process.status
 
     def log(self) -> str:
-        return self._log.read_text(errors="replace")
+        return self.process.log()
 
     def wait_for(self, pattern: str, deadline_s: float = 30) -> None:
         def is_there() -> bool:
-            assert self.process is not None
-            return bool(re.search(pattern, self.log())) or self.process.poll() is not None
+            return bool(re.search(pattern, self.log())) or self.process.ended()
 
         wait_until(is_there, deadline_s, f"{pattern!r} in the log", every_s=0.05)
         assert re.search(pattern, self.log()), self.log()
@@ -115,8 +111,8 @@ class UserFolder:
     def end(self) -> None:
         for pid in self.processes():
             os.kill(pid, signal.SIGKILL)
-        if self.process is not None:
-            self.process.wait(10)
+        if self._starts:
+            self.process.kill()
 
     def is_done(self, id: str) -> Callable[[], bool]:
         return lambda: bool(self.run("show", id)["status"] == "DONE")
@@ -131,19 +127,6 @@ def up(tmp_path: Path) -> Iterator[UserFolder]:
     started = UserFolder(tmp_path)
     yield started
     started.end()
-
-
-def test_up_serves_the_console_with_a_login(up: UserFolder) -> None:
-    pytest.importorskip("waitress")
-    up.up("--no-flower")
-    wait_until(lambda: "/ ready." in up.log(), 30, "the console", every_s=0.05)
-    assert re.search(r"first user is admin with the password \S+", up.log())
-    address = re.search(r"console at (http://127\.0\.0\.1:\d+)/ ready", up.log())
-    assert address is not None
-    with urllib.request.urlopen(address[1], timeout=10) as answer:
-        assert answer.url == f"{address[1]}/login"
-    assert up.stop() == 0
-    assert up.processes() == {}
 
 
 def test_up_runs_tasks_restarts_a_killed_worker_and_stops_cleanly(up: UserFolder) -> None:
@@ -166,7 +149,9 @@ def test_up_runs_tasks_restarts_a_killed_worker_and_stops_cleanly(up: UserFolder
     assert stops == ["beat", "worker", "all"]
 
 
-def test_scheduled_tasks_survive_a_restart_of_up(up: UserFolder) -> None:
+def test_scheduled_tasks_survive_a_restart_of_up_and_the_second_ctrl_c_waits_for_none(
+    up: UserFolder,
+) -> None:
     up.up("--no-flower")
     far = up.schedule("note", 3600, text="far")
     near = up.schedule("note", 8, text="near")
@@ -176,7 +161,12 @@ def test_scheduled_tasks_survive_a_restart_of_up(up: UserFolder) -> None:
     up.up("--no-flower")
     wait_until(up.is_done(near), 30, "the task that fell due meanwhile")
     assert up.run("show", far)["status"] == "NOT_COMPLETE"
+    id = up.schedule("slow", 0, seconds=120, text="slow")
+    wait_until(lambda: up.run("show", id)["status"] == "RUNNING", 20, "the slow task to run")
+    up.process.signal(signal.SIGINT)
+    up.wait_for("Warm shutdown")
     assert up.stop() == 0
+    assert up.processes() == {}
 
 
 @pytest.mark.quick
@@ -186,17 +176,6 @@ def test_killing_up_itself_leaves_no_process(up: UserFolder) -> None:
     up.stop(signal.SIGKILL)
     what = lambda: f"{up.processes()} to end; {up.log()}"  # noqa: E731
     wait_until(lambda: not up.processes(), 20, what, every_s=0.05)
-
-
-def test_the_second_ctrl_c_does_not_wait_for_a_running_task(up: UserFolder) -> None:
-    up.up("--no-flower")
-    id = up.schedule("slow", 0, seconds=120, text="slow")
-    wait_until(lambda: up.run("show", id)["status"] == "RUNNING", 20, "the slow task to run")
-    assert up.process is not None
-    up.process.send_signal(signal.SIGINT)
-    up.wait_for("Warm shutdown")
-    assert up.stop() == 0
-    assert up.processes() == {}
 
 
 SHOP = """
@@ -226,17 +205,22 @@ def test_up_runs_an_app_that_has_no_broker(up: UserFolder) -> None:
     assert up.notes() == ["noted"]
 
 
-def test_flower_shows_the_tasks_that_up_runs(up: UserFolder) -> None:
+def test_up_serves_the_console_with_a_login_and_flower_with_its_tasks(up: UserFolder) -> None:
     pytest.importorskip("flower")
+    pytest.importorskip("waitress")
     up.environ["FLOWER_UNAUTHENTICATED_API"] = "true"
     up.up()
-    url = re.search(r"flower +(http://127\.0\.0\.1:\d+)", up.log())
-    assert url is not None
+    up.wait_for(r"console at http://127\.0\.0\.1:\d+/ ready")
+    assert re.search(r"first user is admin with the password \S+", up.log())
+    [console] = re.findall(r"console at (http://127\.0\.0\.1:\d+)/ ready", up.log())
+    with urllib.request.urlopen(console, timeout=10) as answer:
+        assert answer.url == f"{console}/login"
+    [flower] = re.findall(r"flower +(http://127\.0\.0\.1:\d+)", up.log())
     up.schedule("note", 0, text="seen")
 
     def seen() -> bool:
         try:
-            with urllib.request.urlopen(f"{url[1]}/api/tasks", timeout=5) as answer:
+            with urllib.request.urlopen(f"{flower}/api/tasks", timeout=5) as answer:
                 return any(task["name"] == "note" for task in json.load(answer).values())
         except urllib.error.URLError:
             return False  # it is still starting
@@ -249,24 +233,19 @@ def test_flower_shows_the_tasks_that_up_runs(up: UserFolder) -> None:
 # -- The Procfile, as `honcho start` runs it ------------------------------------------------------
 
 
-@pytest.mark.quick
-def test_the_procfile_has_a_line_for_each_process() -> None:
+def test_honcho_runs_worker_and_beat_without_configuration(up: UserFolder) -> None:
+    pytest.importorskip("honcho")
     lines = dict(line.split(": ", 1) for line in (ROOT / "Procfile").read_text().splitlines())
     assert list(lines) == ["worker", "beat", "flower"]
     assert all(f"celery -A delaytasks {name}" in line for name, line in lines.items())
-
-
-def test_honcho_runs_worker_and_beat_without_configuration(up: UserFolder) -> None:
-    pytest.importorskip("honcho")
-    folder = up
-    shutil.copy(ROOT / "Procfile", folder.folder)
-    folder.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    folder.run("db", "upgrade")
+    shutil.copy(ROOT / "Procfile", up.folder)
+    up.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    up.run("db", "upgrade")
     # Without Flower, since its port may be in use on this machine.
-    folder.start([sys.executable, "-m", "honcho", "start", "worker", "beat"], " ready[.]")
-    id = folder.schedule("note", 1, text="noted")
-    wait_until(folder.is_done(id), 30, "the task")
-    folder.wait_for("beat: Starting...", 30)
-    folder.stop()
-    wait_until(lambda: not folder.processes(), 10, "all processes to end", every_s=0.05)
-    assert folder.notes() == ["noted"]
+    up.start([sys.executable, "-m", "honcho", "start", "worker", "beat"], " ready[.]")
+    id = up.schedule("note", 1, text="noted")
+    wait_until(up.is_done(id), 30, "the task")
+    up.wait_for("beat: Starting...", 30)
+    up.stop()
+    wait_until(lambda: not up.processes(), 10, "all processes to end", every_s=0.05)
+    assert up.notes() == ["noted"]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from sqlalchemy import make_url
 from tests.doc_pages import section
 from tests.integration.shops import fresh_database
 from tests.recording import DRIVERS
-from tests.running import ROOT
+from tests.running import ROOT, output_of
 
 PAGE = ROOT / "docs" / "testing.md"
 
@@ -42,22 +41,14 @@ def write_files(heading: str, folder: Path, page: Path = PAGE) -> None:
 
 
 def run(folder: Path, url: str, *arguments: str) -> str:
-    kept = {name: value for name, value in os.environ.items() if not _is_ours(name)}
+    ours_begin = ("DELAYTASKS_", "PYTEST_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours_begin)}
     # A section takes minutes as its delay; the examples read theirs from the environment.
     ours = {
         "PYTHONPATH": str(ROOT), "DATABASE_URL": url, "SHOP_DATABASE_URL": url,
         "CELERY_BROKER_URL": "amqp://localhost:1//", "SHOP_PAY_WITHIN_S": "1800",
     }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder, env={**kept, **ours}, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
-def _is_ours(name: str) -> bool:
-    return name.startswith(("DELAYTASKS_", "PYTEST_"))
+    return output_of([sys.executable, *arguments], folder, {**kept, **ours})
 
 
 def run_pytest(folder: Path, url: str, *options: str) -> str:
@@ -72,20 +63,23 @@ def test_celery_and_sqlalchemy(url: str, tmp_path: Path) -> None:
     assert "6 passed" in run_pytest(tmp_path, url)  # the first run has left no rows
 
 
-@pytest.mark.slow
-def test_django(url: str, tmp_path: Path) -> None:
+#: Repeats the tests of the page, none of which may leave rows.
+MORE = """
+import pytest
+from test_orders import *
+
+def test_without_db(delays_tester):
+    with pytest.raises(RuntimeError, match="Database access not allowed"):
+        delays_tester.scheduled()
+"""
+
+
+def test_pytest_django(url: str, tmp_path: Path) -> None:
     project = tmp_path / "project"
     shutil.copytree(ROOT / "examples" / "django_shop", project)
     write_files("Django", project)
-    assert "Ran 3 tests" in run(project, url, "-W", "ignore", "manage.py", "test")
-    assert "3 passed" in run_pytest(project, url, "--ds=shop.settings", "tests")
-
-
-def test_flask_sqlalchemy(url: str, tmp_path: Path) -> None:
-    project = tmp_path / "project"
-    shutil.copytree(ROOT / "examples" / "flask_shop", project)
-    write_files("Flask-SQLAlchemy", project)
-    assert "2 passed" in run_pytest(project, url, "test_orders.py")
+    (project / "tests" / "test_more.py").write_text(MORE)
+    assert "7 passed" in run_pytest(project, url, "--ds=shop.settings", "tests")
 
 
 def test_fastapi_and_asyncio(url: str, tmp_path: Path) -> None:

@@ -49,7 +49,9 @@ def run_pytest(folder: Path, tests: str, *options: str, conftest: str = CONFTEST
 
 
 @pytest.mark.slow
-def test_the_fixture_finds_the_instance_of_the_current_celery_app(tmp_path: Path) -> None:
+def test_the_fixture_finds_the_instance_of_the_current_celery_app_unless_it_is_overridden(
+    tmp_path: Path,
+) -> None:
     output = run_pytest(
         tmp_path,
         """
@@ -67,9 +69,23 @@ def test_the_fixture_finds_the_instance_of_the_current_celery_app(tmp_path: Path
         def test_inline(delays, delays_tester):
             delays.schedule_delay("order.close", 8, "30m")
             assert closed == [7, 8]
+
+        class TestOther:
+            @pytest.fixture
+            def delays(self):
+                closed.append("found")
+                return app
+
+            @pytest.fixture
+            def delays_bind(self):
+                closed.append("bound")
+
+            def test_it(self, delays_tester):
+                assert delays_tester.scheduled() == []
+                assert sorted(closed[2:]) == ["bound", "found"]
         """,
     )
-    assert "2 passed" in output, output
+    assert "3 passed" in output, output
 
 
 def test_a_failed_assertion_and_the_error_of_a_processor_show_their_own_lines(
@@ -114,74 +130,3 @@ def test_a_run_without_the_fixtures_imports_nothing_of_delaytasks(tmp_path: Path
         conftest="",
     )
     assert "1 passed" in output, output
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "bind"), [("delays", "None"), ("delays_bind", "None")])
-def test_each_fixture_can_be_overridden(tmp_path: Path, name: str, bind: str) -> None:
-    output = run_pytest(
-        tmp_path,
-        f"""
-        import pytest
-        from conftest import app
-
-        seen = []
-
-        @pytest.fixture
-        def {name}():
-            seen.append(1)
-            return app if {name!r} == "delays" else {bind}
-
-        def test_it(delays_tester):
-            assert delays_tester.scheduled() == []
-            assert seen == [1]
-        """,
-    )
-    assert "1 passed" in output, output
-
-
-def test_pytest_django_rolls_the_tasks_of_a_test_back(tmp_path: Path) -> None:
-    """The marks and fixtures of pytest-django, with the project of an example."""
-    pytest.importorskip("pytest_django")
-    output = run_pytest(
-        tmp_path,
-        """
-        import pytest
-        from delaytasks import schedule_delay
-        from orders.models import Order
-
-        def place():
-            order = Order.objects.create(item="a pen")
-            schedule_delay("order.close", {"order": order.pk}, "30m", key="7")
-            return order
-
-        @pytest.mark.parametrize("number", [1, 2])
-        def test_it(db, delays_tester, number):
-            order = place()
-            delays_tester.assert_scheduled("order.close", key="7", within="30m")
-            delays_tester.fast_forward("30m")
-            order.refresh_from_db()
-            assert order.status == "closed"
-
-        @pytest.mark.parametrize("number", [1, 2])
-        def test_committed(transactional_db, delays_tester, number):
-            delays_tester.clear()
-            test_it(None, delays_tester, number)
-
-        @pytest.mark.delays(run_inline=True)
-        def test_inline(db, delays_tester, django_capture_on_commit_callbacks):
-            with django_capture_on_commit_callbacks(execute=True):
-                order = place()
-            order.refresh_from_db()
-            assert order.status == "closed"
-
-        def test_without_db(delays_tester):
-            with pytest.raises(RuntimeError, match="Database access not allowed"):
-                delays_tester.scheduled()
-        """,
-        "--ds=shop.settings",
-        "-o",
-        f"pythonpath={ROOT / 'examples' / 'django_shop'}",
-        conftest="",
-    )
-    assert "6 passed" in output, output
