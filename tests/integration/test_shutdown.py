@@ -69,23 +69,32 @@ def quit_or_kill(worker: Process, number: signal.Signals) -> None:
 
 @pytest.mark.parametrize(
     ("pool", "number"),
-    [("prefork", signal.SIGQUIT), ("threads", signal.SIGKILL), ("solo", signal.SIGKILL)],
-    ids=["prefork-QUIT", "threads-KILL", "solo-KILL"],
-)
-def test_the_running_task_of_a_killed_worker_lapses_and_runs_again(
+    [
+        ("prefork", signal.SIGQUIT), ("prefork", signal.SIGKILL), ("threads", signal.SIGKILL),
+        ("solo", signal.SIGKILL),
+    ],
+    ids=["prefork-QUIT", "prefork-KILL", "threads-KILL", "solo-KILL"],
+)  # fmt: skip
+def test_the_tasks_of_a_killed_worker_run_elsewhere(
     deploy: Deploy, pool: str, number: signal.Signals
 ) -> None:
     d = deploy(lease=2)
     for _ in range(2):
-        d.worker(pool=pool, concurrency=1)
+        d.worker(pool=pool, concurrency=2)
     task = asleep(d, 60)
+    held = [d.schedule(delay=1.5 + n / 20) for n in range(30)]
     worker = d.at_work(task)
     began = time.monotonic()
     quit_or_kill(worker, number)
-    wait_until(lambda: len(d.runs()) == 2, 30, d.logs)
+    wait_until(lambda: len(d.runs("began")) == 2, 30, d.logs)
     assert time.monotonic() - began < d.r2_s() + SLACK_S
     again = d.delays.get(task)
     assert (again.runs, again.lapses) == (2, 1)
+    if pool != "solo":  # its only process sleeps
+        d.wait_for(held)
+        assert max(d.lateness_s()) < d.r1_s() + SLACK_S
+        noted = [run[0] for run in d.runs() if run[1].isdigit()]
+        assert len(noted) == len(set(noted)) == 30
 
 
 def test_celerys_soft_shutdown_waits_for_running_tasks(deploy: Deploy) -> None:

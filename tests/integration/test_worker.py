@@ -8,17 +8,15 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import time
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from sqlalchemy import insert, text, update
+from sqlalchemy import insert, text
 
 from delaytasks import Status
-from delaytasks.storage.types import db_now_plus
 from tests.integration.conftest import Deploy
-from tests.running import QUICK, combinations
+from tests.running import combinations
 from tests.waiting import IS_LONG, SLACK_S, wait_until
 
 pytestmark = pytest.mark.slow
@@ -44,13 +42,17 @@ def test_tasks_run_on_time_and_their_rows_record_this(
     cancelled = d.schedule(delay=2)
     assert d.delays.cancel(cancelled)
     failing = d.schedule("test.fail", 0, body={"text": "no way"})
+    heap, request = d.schedule("test.heap"), d.schedule("test.request")
     unknown = d.schedule("test.nobody", 0)
     d.insert()
-    d.wait_for([*near, mail])
+    d.wait_for([*near, mail, heap, request])
     d.wait_for([failing], Status.FAILED)
-    wait_until(lambda: d.counted()[Status.DONE] == 52, 15, "the plain row to run", 0.05)
+    wait_until(lambda: d.counted()[Status.DONE] == 54, 15, "the plain row to run", 0.05)
 
-    noted = [run[0] for run in d.runs() if run[1] != "mail"]
+    [[_, frozen]] = [run for run in d.runs() if run[0] == str(heap.id)]
+    assert int(frozen) > 10_000, "the garbage collector ignores what the worker has loaded"
+    assert ["test.request", str(request.id), "0", "default"] in d.runs()
+    noted = [run[0] for run in d.runs() if len(run) == 3 and run[1] != "mail"]
     assert len(noted) == len(set(noted)) == 51
     assert d.early() == []
     assert d.status(cancelled) is Status.CANCELLED
@@ -76,37 +78,6 @@ def test_tasks_run_on_time_and_their_rows_record_this(
     held = [d.schedule(delay=5) for _ in range(3)]
     worker.terminate()
     assert {d.status(task) for task in held} == {Status.NOT_COMPLETE}
-
-
-def test_tasks_without_a_processor_in_old_workers_run_after_the_deployment(
-    deploy: Deploy, tmp_path: Path
-) -> None:
-    d = deploy("postgresql", "redis")
-    tasks = [d.schedule() for _ in range(5)]
-    t = d.store.schema.tasks
-    # If the deployment takes an hour, workers defer the rows for six minutes.
-    with d.store.database.begin() as connection:
-        an_hour_ago = db_now_plus(-3600)
-        connection.execute(update(t).values(create_time=an_hour_ago, expected_time=an_hour_ago))
-    (tmp_path / "release_before.py").touch()
-    d.conf["imports"] = ["release_before"]
-    old = d.worker()
-    wait_until(lambda: all(d.delays.get(task).error for task in tasks), 20, "all to be put off")
-    del d.conf["imports"]
-    d.worker()
-    old.terminate()
-    d.wait_for(tasks, deadline_s=QUICK["_self_sweep_s"] + SLACK_S)
-    assert [d.delays.get(task).runs for task in tasks] == [1] * len(tasks)
-    assert len(d.runs()) == len(tasks)
-
-
-@pytest.mark.quick
-def test_each_row_has_celerys_request_and_the_tags_name(deploy: Deploy) -> None:
-    d = deploy()
-    d.worker()
-    task = d.schedule("test.request", 0)
-    d.wait_for([task])
-    assert d.runs() == [["test.request", str(task.id), "0", "default"]]
 
 
 def test_a_worker_never_claims_rows_of_another_queue(deploy: Deploy) -> None:
@@ -151,16 +122,6 @@ def test_rows_behind_a_slow_one_are_given_back_and_run_elsewhere(deploy: Deploy)
     assert max(d.lateness_s()) < 2, "the time budget, and a moment"
     d.wait_for([slow], deadline_s=SLOW_S + 20)
     assert len(d.runs("began")) == len(d.runs("ended")) == 1, "its lease was renewed"
-
-
-@pytest.mark.parametrize("pool", ["prefork", "threads"])
-def test_the_garbage_collector_ignores_the_objects_that_a_worker_loaded(
-    deploy: Deploy, pool: str
-) -> None:
-    d = deploy()
-    d.worker(pool=pool)
-    d.wait_for([d.schedule("test.heap")])
-    assert int(d.runs()[-1][1]) > 10_000
 
 
 def test_a_processor_that_holds_the_gil_for_four_leases_runs_once(deploy: Deploy) -> None:
@@ -228,25 +189,6 @@ def test_an_effect_committed_with_its_task_happens_once_despite_kills_at_any_ste
     assert all(d.delays.get(task).runs > 1 for task in died)
 
 
-def test_a_killed_workers_tasks_run_elsewhere(deploy: Deploy) -> None:
-    d = deploy(lease=3)
-    for _ in range(2):
-        d.worker()
-    running = d.schedule("test.sleep", 0, body={"seconds": 2})
-    wait_until(lambda: d.runs(), 10, "the sleeper to begin")
-    held = [d.schedule(delay=1.5 + n / 20) for n in range(30)]
-    d.at_work(running).kill()
-    killed = time.monotonic()
-    wait_until(lambda: len(d.runs("began")) == 2, 30, "the sleeper to begin elsewhere")
-    assert time.monotonic() - killed < d.r2_s() + SLACK_S
-    d.wait_for([*held, running])
-    assert max(d.lateness_s()) < d.r1_s() + SLACK_S
-    assert d.delays.get(running).runs == 2
-    noted = [run[0] for run in d.runs() if run[1].isdigit()]
-    assert len(noted) == len(set(noted)) == 30
-    assert d.store.workers.all()
-
-
 @pytest.mark.parametrize(
     ("database", "broker", "pool"),
     combinations("""postgresql-redis-prefork postgresql-direct-drain mysql-rabbitmq-threads
@@ -299,15 +241,6 @@ def test_beat_sweeps_on_quorum_queues(deploy: Deploy) -> None:
     assert "PRECONDITION" not in beat.log() + worker.log()
 
 
-def test_rows_of_other_programs_run_with_any_default_queue(deploy: Deploy) -> None:
-    d = deploy(queues={"*": "ours"})
-    d.worker()
-    d.insert()
-    ours = d.schedule()
-    assert ours.queue == "ours"
-    wait_until(lambda: d.counted()[Status.DONE] == 2, 15, "both rows to run", 0.05)
-
-
 def test_a_worker_that_quits_immediately_returns_its_entries_to_the_broker(deploy: Deploy) -> None:
     d = deploy(sweep=60, _self_sweep_s=120, horizon=120, _grace_s=30)
     first = d.worker(concurrency=1)
@@ -347,14 +280,17 @@ def test_a_coroutine_retries_as_a_celery_task_does(
     deploy: Deploy, tmp_path: Path, pool: str
 ) -> None:
     (tmp_path / "coroutines.py").write_text(PROJECT)
-    d = deploy("sqlite", "filesystem")
+    d = deploy("sqlite", "filesystem", queues={"*": "ours"})
     d.conf["imports"] = ["coroutines"]
     d.worker(pool=pool)
+    d.insert(tag="test.quiet")  # it is in the queue `default`
     tasks = [d.schedule("coroutine.retry") for _ in range(5)]
     lazy = d.schedule("lazy.result")
+    assert lazy.queue == "ours"
     d.wait_for(tasks, deadline_s=10 + SLACK_S)
     d.wait_for([lazy], Status.FAILED, deadline_s=10 + SLACK_S)
     assert "returned an object of type generator" in (d.delays.get(lazy).error or "")
+    wait_until(lambda: d.counted()[Status.DONE] == 6, 15, "the other program's row to run", 0.05)
     wanted = [
         [str(task.id), str(n), "coroutine.retry", str(task.id)] for task in tasks for n in (1, 2, 3)
     ]
