@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar, overload
 
 import pytest
 
 from tests.proxy import Proxy, proxy_to
 from tests.running import BROKERS, Deployment
 
-Deploy = Callable[..., Deployment]
+D = TypeVar("D", bound=Deployment)
+
+
+class Deploy(Protocol):
+    """The fixture `deploy`. `kind` is the class of the deployment that it makes."""
+
+    @overload
+    def __call__(self, *places: Any, kind: type[D], **settings: Any) -> D: ...
+
+    @overload
+    def __call__(self, *places: Any, **settings: Any) -> Deployment: ...
 
 
 @pytest.fixture
@@ -26,7 +36,7 @@ def proxies() -> Iterator[list[Proxy]]:
 @pytest.fixture
 def deploy(
     request: pytest.FixtureRequest, tmp_path: Path, proxies: list[Proxy], start_redis: object
-) -> Iterator[Deploy]:
+) -> Iterator[Any]:
     """Make deployments on databases and brokers, each given by its name or its URL.
 
     They are closed before the servers of `start_redis` end.

@@ -6,7 +6,7 @@ import html
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -46,9 +46,10 @@ class FlowerSite(Deployment):
         self.worker_name = self.node(1)
 
     def start(self) -> FlowerSite:
-        """Start Flower and a worker."""
+        """Start Flower, a worker, and a beat, whose sweeps Flower should not show."""
         self.url = self.flower()
         self.worker("-E")
+        self.beat()
         return self
 
     def get(self, path: str, **parameters: Any) -> Any:
@@ -96,26 +97,23 @@ class FlowerSite(Deployment):
 def site(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[FlowerSite]:
-    urls = [request.getfixturevalue(f"{name}_url") for name in ("postgresql", request.param)]
-    with closing(FlowerSite(tmp_path_factory.mktemp("flower"), *urls, max_lost_leases=2)) as site:
+    database, broker = (
+        request.getfixturevalue(f"{name}_url") for name in ("postgresql", request.param)
+    )
+    folder, conf = tmp_path_factory.mktemp("flower"), {"task_send_sent_event": True}
+    settings = {"max_lost_leases": 2, "_self_sweep_s": 60}
+    with closing(FlowerSite(folder, database, broker, conf, **settings)) as site:
         yield site.start()
-
-
-@pytest.fixture
-def make_site(deploy: Deploy) -> Callable[..., FlowerSite]:
-    def make(broker: str = "redis", **settings: Any) -> FlowerSite:
-        made = deploy("postgresql", broker, kind=FlowerSite, **settings)
-        assert isinstance(made, FlowerSite)
-        return made
-
-    return make
 
 
 # -- the API --------------------------------------------------------------------------------------
 
 
 def test_each_row_is_a_task_named_by_its_tag(site: FlowerSite) -> None:
+    long = site.schedule("test.sleep", 0, body={"seconds": 3})
     task = site.schedule("test.note", 1, key="the-key", body={"order": 7})
+    running = site.shown("STARTED", long, deadline_s=3)
+    assert (running["name"], running["succeeded"]) == ("test.sleep", None)
     info = site.shown("SUCCESS", task)
     row = site.delays.get(task)
     assert row.status is Status.DONE
@@ -131,6 +129,7 @@ def test_each_row_is_a_task_named_by_its_tag(site: FlowerSite) -> None:
     assert info["eta"] == task.expected_time.isoformat()
     assert info["routing_key"] == "default"
     assert info["exception"] is None
+    assert site.shown("SUCCESS", long)["runtime"] == pytest.approx(3, abs=0.5)
 
 
 def test_a_failed_row_shows_its_error(site: FlowerSite) -> None:
@@ -147,31 +146,13 @@ def test_a_failed_row_shows_its_error(site: FlowerSite) -> None:
     assert re.search(r'class="badge text-bg-danger">\s*FAILURE', page)
 
 
-def test_a_long_task_is_shown_while_it_runs(site: FlowerSite) -> None:
-    task = site.schedule("test.sleep", 0, body={"seconds": 3})
-    info = site.shown("STARTED", task, deadline_s=3)
-    assert info["name"] == "test.sleep"
-    assert info["succeeded"] is None
-    assert site.status(task) is Status.RUNNING
-    assert site.shown("SUCCESS", task)["runtime"] == pytest.approx(3, abs=0.5)
-
-
-def test_the_sweeps_of_beat_are_not_shown_even_if_sent_tasks_are(
-    make_site: Callable[..., FlowerSite],
-) -> None:
-    site = make_site(conf={"task_send_sent_event": True}, _self_sweep_s=60)
-    site.url = site.flower()
-    site.beat()
-    site.worker("-E")
-    site.insert(in_s=3)  # only a sweep finds this row
-    found = wait_until(lambda: site.get("/api/tasks"), 20, "the row to be seen", every_s=0.1)
-    assert {task["name"] for task in found.values()} == {"test.note"}
-
-
 def test_tasks_metrics_and_the_worker_are_shown_without_messages_and_ids(site: FlowerSite) -> None:
     task = site.schedule()
     site.shown("SUCCESS", task)
     site.shown("FAILURE", site.schedule("test.fail"))
+    before = site.counted()[Status.DONE]
+    site.insert(in_s=3)  # only a sweep of beat finds this row
+    wait_until(lambda: site.counted()[Status.DONE] > before, 20, site.logs, every_s=0.1)
     tasks = site.get("/api/tasks", limit=10_000)
     assert {"test.note"} <= {task["name"] for task in tasks.values()} <= TAGS
     metrics = site.page("/metrics")
@@ -198,9 +179,9 @@ def test_tasks_metrics_and_the_worker_are_shown_without_messages_and_ids(site: F
     ("broker", "pool"), [("redis", "prefork"), ("rabbitmq", "threads"), ("redis", "solo")]
 )
 def test_celery_control_switches_the_events_of_rows_on_and_off(
-    make_site: Callable[..., FlowerSite], broker: str, pool: str
+    deploy: Deploy, broker: str, pool: str
 ) -> None:
-    site = make_site(broker)
+    site = deploy("postgresql", broker, kind=FlowerSite)
     site.worker(pool=pool)
     site.url = site.flower("--enable-events=False")
     wait_until(lambda: site.node(0) in site.online(), 20, "Flower to see the worker")
@@ -226,14 +207,12 @@ def test_celery_control_switches_the_events_of_rows_on_and_off(
     assert [bool(site.info(task)) for task in (unseen, seen, also_unseen)] == [False, True, False]
 
 
-def test_flower_is_protected_as_documented(
-    make_site: Callable[..., FlowerSite], tmp_path: Path
-) -> None:
+def test_flower_is_protected_as_documented(deploy: Deploy, tmp_path: Path) -> None:
     text = (ROOT / "docs" / "flower.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     [config] = [block for block in blocks if "format_task" in block]
     (tmp_path / "flowerconfig.py").write_text(config)
-    site = make_site()
+    site = deploy(kind=FlowerSite)
     site.url = site.flower("--basic-auth=ann:secret", "--read_only")
     site.worker("-E")
     task = site.schedule("test.quiet", 0, body={"word": "canary"})

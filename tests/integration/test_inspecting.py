@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def open_deployment(
     deploy: Deploy, start_redis: Callable[..., RedisServer], database_url: str
-) -> Deploy:
+) -> Callable[..., Deployment]:
     return lambda **settings: deploy(database_url, start_redis().url, **settings)
 
 

@@ -117,10 +117,6 @@ class OwnRedis(Deployment):
     def redis(self) -> Redis:
         return Redis.from_url(self.conf["broker_url"])
 
-    @property
-    def queue(self) -> str:
-        return runtime_of(self.delays).publisher.queue("default").name
-
     def block(self, key: str) -> None:
         """Atomically replace the list, set or hash at `key` with a string."""
         with self.redis() as redis, redis.pipeline() as pipe:
@@ -146,12 +142,7 @@ Open = Callable[..., OwnRedis]
 
 @pytest.fixture
 def open_broker(deploy: Deploy, start_redis: Callable[..., RedisServer]) -> Open:
-    def make(**settings: Any) -> OwnRedis:
-        made = deploy("postgresql", start_redis().url, kind=OwnRedis, **settings)
-        assert isinstance(made, OwnRedis)
-        return made
-
-    return make
+    return lambda **settings: deploy("postgresql", start_redis().url, kind=OwnRedis, **settings)
 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads", "solo"])
@@ -159,8 +150,8 @@ def test_a_worker_survives_a_queue_whose_key_is_a_string(open_broker: Open, pool
     d = open_broker()
     worker = d.worker(pool=pool, concurrency=1)
     d.run_soon()
-    d.block(d.queue)
-    for part in (d.queue, "WRONGTYPE", "remedy="):
+    d.block(d.queue_name)
+    for part in (d.queue_name, "WRONGTYPE", "remedy="):
         assert part in told(worker)
     d.run_soon()
     assert not worker.ended(), worker.log()
@@ -173,7 +164,11 @@ def test_a_worker_survives_a_queue_whose_key_is_a_string(open_broker: Open, pool
 @pytest.mark.parametrize("timer", ["eta", "redis"])
 def test_a_worker_starts_where_its_keys_are_strings(open_broker: Open, timer: str) -> None:
     d = open_broker(timer=timer)
-    keys = [d.queue, f"_kombu.binding.{d.queue}", f"_kombu.binding.permanent.{d.queue}"]
+    keys = [
+        d.queue_name,
+        f"_kombu.binding.{d.queue_name}",
+        f"_kombu.binding.permanent.{d.queue_name}",
+    ]
     if (redis_timer := runtime_of(d.delays).redis_timer) is not None:
         slots = redis_timer.slots("default")
         keys = [key for slot in slots for key in redis_timer.keys(slot)]

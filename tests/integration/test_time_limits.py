@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ LIMIT_S = 1
 
 
 @pytest.fixture
-def deploy(deploy: Deploy) -> Deploy:
+def deploy(deploy: Deploy) -> Callable[..., Deployment]:
     # The processors specify this queue, but the test does not import them.
     return partial(deploy, conf=IMPORTS, queues={"limits.*": "limits"})
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,10 @@ from delaytasks.metrics.process import ProducerMetrics
 from delaytasks.metrics.prometheus import serve
 from tests.integration.conftest import Deploy
 from tests.running import Deployment
-from tests.services import MissingServiceError, free_port, spawn
+from tests.services import Server, free_port
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
-#: Expressions about the timer `redis` have a test of their own.
-REDIS_TIMER = "delaytasks_redis_timer_"
 JOBS = ("prefork", "threads", "exporter", "producer")
 
 
@@ -35,10 +32,7 @@ class ScrapedSite(Deployment):
         self.ports = {job: free_port() for job in JOBS}
         rules = self.folder / NAMES["rules"]
         rules.write_text(read_file("rules"))
-        try:
-            self.prometheus = PrometheusServer(self.folder, self.ports, rules)
-        except MissingServiceError as error:
-            pytest.skip(f"needs prometheus: {error}")
+        self.prometheus = PrometheusServer(self.folder, self.ports, rules)
         self._servers = (self.prometheus,)
 
     def start(self) -> None:
@@ -47,7 +41,6 @@ class ScrapedSite(Deployment):
         self.beat()
         for pool in ("prefork", "threads"):
             self.worker(pool=pool, DELAYTASKS_METRICS=str(self.ports[pool]))
-        self.export()
 
     def export(self) -> None:
         command = ["serve", "--metrics", str(self.ports["exporter"])]
@@ -71,22 +64,6 @@ class ScrapedSite(Deployment):
         super().close()
 
 
-@pytest.fixture
-def make_site(deploy: Deploy) -> Callable[..., ScrapedSite]:
-    def make(**settings: Any) -> ScrapedSite:
-        made = deploy(kind=ScrapedSite, **settings)
-        assert isinstance(made, ScrapedSite)
-        made.scrape()
-        return made
-
-    return make
-
-
-def is_used(expression: str) -> bool:
-    """Return whether the deployment of the first test has these metrics."""
-    return REDIS_TIMER not in expression
-
-
 def expressions_of_dashboard() -> list[tuple[str, str]]:
     """Return the title and the expression of each query, with values for its variables."""
     document = json.loads(read_file("dashboard"))
@@ -98,12 +75,19 @@ def expressions_of_dashboard() -> list[tuple[str, str]]:
     return found
 
 
-def test_every_expression_of_dashboard_and_rules_has_a_result(
-    make_site: Callable[..., ScrapedSite],
-) -> None:
-    d = site = make_site()
+def test_every_expression_of_dashboard_and_rules_has_a_result(deploy: Deploy) -> None:
+    d = site = deploy(kind=ScrapedSite, timer="redis", horizon=120)
+    site.scrape()
     prometheus = site.prometheus
     d.schedule("test.quiet", 3600)  # the first forecast has this peak
+    unserved = d.schedule("test.quiet", queue="nobody")
+
+    def alerts() -> set[str]:
+        return {alert["labels"]["alertname"] for alert in prometheus.get("alerts")["alerts"]}
+
+    site.export()
+    idle = {"DelayTasksNoWorker", "DelayTasksQueueWithoutWorker", "DelayTasksSweepOld"}
+    wait_until(lambda: idle <= alerts(), 60, lambda: f"{alerts()}\n{d.logs()}", every_s=0.5)
     site.start()
     followers = []
 
@@ -113,7 +97,6 @@ def test_every_expression_of_dashboard_and_rules_has_a_result(
             followers.append(d.schedule("test.note"))
         return prometheus.value(query) == number
 
-    unserved = d.schedule("test.quiet", queue="nobody")
     tasks = [d.schedule("test.quiet") for _ in range(30)]
     d.wait_for([*tasks, d.schedule("test.prompt")])
     for _ in range(7):
@@ -138,16 +121,20 @@ def test_every_expression_of_dashboard_and_rules_has_a_result(
     assert prometheus.value("delaytasks_broker_up") == 1
     assert prometheus.value("sum(delaytasks_runs_on_time_total)") == 1
     scheduled = 'sum(delaytasks_scheduled_total{job="producer"})'
-    wait_until(lambda: prometheus.value(scheduled) == 39 + len(followers), 30, scheduled, 0.3)
+    wait_until(lambda: prometheus.value(scheduled) == 38 + len(followers), 30, scheduled, 0.3)
+    assert prometheus.value("delaytasks_redis_timer_up") == 1
+    near = d.schedule("test.quiet", 100)
+    entries = "sum(delaytasks_redis_timer_entries)"
+    wait_until(lambda: prometheus.value(entries) == 1, 60, d.logs, every_s=0.3)
     assert 0 < (prometheus.value("delaytasks_forecast_peak_utilization") or 0) < 1
 
     expressions = expressions_of_dashboard()
     assert len(expressions) > 25
     for title, text in expressions:
-        if is_used(text):
-            site.expect_result(text, title)
+        site.expect_result(text, title)
     check_rules(site)
-    d.delays.cancel(unserved.id)
+    for task in (unserved, near):
+        d.delays.cancel(task.id)
 
 
 def check_rules(site: ScrapedSite) -> None:
@@ -162,8 +149,7 @@ def check_rules(site: ScrapedSite) -> None:
     )
     assert len(rules()) == read_file("rules").count("- alert:")
     for rule in rules():
-        if is_used(rule["query"]):
-            site.expect_result(rule["query"], rule["name"])
+        site.expect_result(rule["query"], rule["name"])
 
     def active() -> set[str]:
         return {rule["name"] for rule in rules() if rule["state"] != "inactive"}
@@ -171,42 +157,6 @@ def check_rules(site: ScrapedSite) -> None:
     wait_until(lambda: "DelayTasksQueueWithoutWorker" in active(), 30, lambda: str(rules()))
     # The task of the queue without a worker becomes late in the course of this test.
     assert active() <= {"DelayTasksQueueWithoutWorker", "DelayTasksFailing", "DelayTasksLate"}
-
-
-def test_expressions_about_the_redis_timer_have_results(
-    make_site: Callable[..., ScrapedSite],
-) -> None:
-    d = site = make_site(timer="redis", horizon=120)
-    site.start()
-    prometheus = site.prometheus
-    d.wait_for([d.schedule("test.quiet")])
-    expressions = [one for one in expressions_of_dashboard() if REDIS_TIMER in one[1]]
-    assert expressions
-    for title, text in expressions:
-        site.expect_result(text, title)
-    assert prometheus.value("delaytasks_redis_timer_up") == 1
-    task = d.schedule("test.quiet", 100)
-    entries = "sum(delaytasks_redis_timer_entries)"
-    wait_until(lambda: prometheus.value(entries) == 1, 60, d.logs, every_s=0.3)
-    d.delays.cancel(task.id)
-
-
-def test_without_workers_the_alert_about_them_is_pending(
-    make_site: Callable[..., ScrapedSite],
-) -> None:
-    d = site = make_site()
-    prometheus = site.prometheus
-    site.export()
-    task = d.schedule("test.quiet", queue="nobody")
-
-    def alerts() -> set[str]:
-        return {alert["labels"]["alertname"] for alert in prometheus.get("alerts")["alerts"]}
-
-    wanted = {"DelayTasksNoWorker", "DelayTasksQueueWithoutWorker", "DelayTasksSweepOld"}
-    wait_until(lambda: wanted <= alerts(), 60, lambda: f"{alerts()}\n{d.logs()}", every_s=0.5)
-    late = 'delaytasks_overdue_tasks_by_tag{queue="nobody"}'
-    assert prometheus.value(late) == 1
-    d.delays.cancel(task.id)
 
 
 def test_a_worker_writes_its_metrics_to_a_file(deploy: Deploy, tmp_path: Path) -> None:
@@ -230,13 +180,15 @@ def test_a_worker_whose_port_is_in_use_runs_without_metrics(deploy: Deploy) -> N
 # -- A private Prometheus, which scrapes what a test starts ---------------------------------------
 
 
-class PrometheusServer:
+class PrometheusServer(Server):
     """Scrapes `targets`, by the names of their jobs, each second."""
+
+    name = "Prometheus"
 
     def __init__(self, folder: Path, targets: dict[str, int], rules: Path) -> None:
         program = shutil.which("prometheus")
         if program is None:
-            raise MissingServiceError("prometheus is not on the PATH")
+            pytest.skip("needs prometheus: it is not on the PATH")
         config = {
             "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
             "rule_files": [str(rules)],
@@ -249,18 +201,11 @@ class PrometheusServer:
         file.write_text(json.dumps(config))  # JSON is YAML, too
         port = free_port()
         self.url = f"http://127.0.0.1:{port}/api/v1"
-        self.log = folder / "prometheus.log"
         places = [f"--config.file={file}", f"--storage.tsdb.path={folder / 'tsdb'}"]
         command = [program, *places, f"--web.listen-address=127.0.0.1:{port}"]
-        self._process = spawn(command, self.log)
-        try:
-            wait_until(self._answers, 60, lambda: self.log.read_text(), every_s=0.2)
-        except BaseException:
-            self.stop()
-            raise
+        super().__init__(command, folder / "prometheus.log")
 
     def _answers(self) -> bool:
-        assert self._process.poll() is None, self.log.read_text()
         try:
             return requests.get(self.url.replace("/api/v1", "/-/ready"), timeout=5).ok
         except requests.ConnectionError:
@@ -281,7 +226,3 @@ class PrometheusServer:
         found = self.query(expression)
         assert len(found) <= 1, found
         return float(found[0]["value"][1]) if found else None
-
-    def stop(self) -> None:
-        self._process.terminate()
-        self._process.wait(30)

@@ -57,59 +57,46 @@ pools = pytest.mark.parametrize(
 
 
 @pools
-def test_a_failed_task_is_one_event_with_its_exception_tag_id_key_and_attempt(
+def test_each_kind_of_failure_is_one_event_with_its_exception_and_retries_are_none(
     site: ReportingSite, pool: str
 ) -> None:
     worker = site.worker(pool=pool)
     task = site.schedule("sentry.fails", body={"word": "pear"}, key="order-7")
-    [event] = site.errors(1)
+    tags = ["also_fails", "fails_twice", "returns_fail", "async"]
+    singly = [*(f"sentry.{tag}" for tag in tags), "sentry.retries"]
+    batch = site.run(*singly, *["sentry.batch"] * 6)[len(singly) :]
+    found = site.errors(8)
+    odd = {str(task.id) for n, task in enumerate(batch) if n % 2 == 0}  # their numbers are 5 to 10
+    of_batch = [event for event in found if event["tags"]["delaytasks.tag"] == "sentry.batch"]
+    assert {event["tags"]["delaytasks.id"] for event in of_batch} == odd
+    assert len(of_batch) == 3
+    assert len(site.items("event")) == 8, site.items("event")
+    events = {event["tags"]["delaytasks.tag"]: event for event in found}
+    event = events["sentry.fails"]
     [error] = event["exception"]["values"]
     assert error["type"] == "OrderError"
     assert error["value"] == f"order {task.id} is broken"
     assert error["stacktrace"]["frames"][-1]["function"] == "fails"
     assert error["mechanism"] == {"type": "delaytasks", "handled": False}
-    tags = event["tags"]
-    assert tags["delaytasks.tag"] == "sentry.fails"
-    assert tags["delaytasks.id"] == str(task.id)
-    assert tags["delaytasks.key"] == "order-7"
-    assert tags["delaytasks.attempt"] == "1"
-    assert tags["from_processor"] == "pear"
-    assert event["fingerprint"] == ["{{ default }}", "sentry.fails"]
+    wanted = {"tag": "sentry.fails", "id": str(task.id), "key": "order-7", "attempt": "1"}
+    own = {f"delaytasks.{name}": value for name, value in wanted.items()}
+    assert event["tags"] == event["tags"] | own | {"from_processor": "pear"}
     assert event["transaction"] == "sentry.fails"
     assert "pear" not in json.dumps(event["contexts"]["delaytasks"]), "the body is not sent"
-    # The worker's log has the exception, too.
-    log = worker.log()
-    assert f"task.failed id={task.id}" in log
-    assert "tests.sentry_project.OrderError: order" in log
-    assert "in fails" in log
-
-
-@pools
-def test_each_kind_of_failure_is_reported_once_and_retries_are_not(
-    site: ReportingSite, pool: str
-) -> None:
-    site.worker(pool=pool)
-    tags = ["also_fails", "fails_twice", "returns_fail", "async"]
-    site.run(*(f"sentry.{tag}" for tag in tags), "sentry.retries")
-    events = {event["tags"]["delaytasks.tag"]: event for event in site.errors(4)}
-    assert len(site.items("event")) == 4, site.items("event")
-    for tag in tags:
-        assert events[f"sentry.{tag}"]["fingerprint"] == ["{{ default }}", f"sentry.{tag}"], (
-            "its own issue"
-        )
+    for tag in ("fails", *tags):
+        wanted_print = ["{{ default }}", f"sentry.{tag}"]
+        assert events[f"sentry.{tag}"]["fingerprint"] == wanted_print, "its own issue"
     assert events["sentry.fails_twice"]["tags"]["delaytasks.attempt"] == "2"
     [declined] = events["sentry.returns_fail"]["exception"]["values"]
     assert declined["type"] == "TaskFailedError"
     assert "the card was declined" in declined["value"]
     [in_loop] = events["sentry.async"]["exception"]["values"]
     assert in_loop["stacktrace"]["frames"][-1]["function"] == "fails_on_the_loop"
-
-
-def test_each_failed_task_of_a_batch_is_an_event(site: ReportingSite) -> None:
-    site.worker()
-    tasks = site.run(*["sentry.batch"] * 6)
-    odd = {str(task.id) for n, task in enumerate(tasks) if n % 2}
-    assert {event["tags"]["delaytasks.id"] for event in site.errors(3)} == odd
+    # The worker's log has the exception, too.
+    log = worker.log()
+    assert f"task.failed id={task.id}" in log
+    assert "tests.sentry_project.OrderError: order" in log
+    assert "in fails" in log
 
 
 def test_a_task_that_failed_because_its_process_died_is_one_event(site: ReportingSite) -> None:
