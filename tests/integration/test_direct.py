@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,10 +23,10 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def direct(deploy: Deploy) -> Deploy:
+def direct(deploy: Deploy) -> Callable[..., Deployment]:
     """Make deployments whose broker is unreachable, on PostgreSQL unless a database is named."""
 
-    def make(database: str = "postgresql", **settings: Any) -> Deployment:
+    def make(database: str = "postgresql", **settings: Any) -> Any:
         broker_url = settings.pop("broker_url", f"redis://127.0.0.1:{free_port()}/0")
         return deploy(database, broker_url, **{"timer": "direct", **settings})
 
@@ -135,14 +136,3 @@ def test_the_direct_timer_makes_no_connection_to_the_broker(direct: Deploy) -> N
         mute.setblocking(False)
         with pytest.raises(BlockingIOError):
             mute.accept()
-
-
-def test_drains_run_tasks_with_the_eta_timer_while_the_broker_is_down(direct: Deploy) -> None:
-    d = direct(timer="eta", _publish_limit_s=0.1)
-    try:
-        d.drainer()
-        tasks = [d.schedule(delay=n / 10) for n in range(10)]
-        d.wait_for(tasks)
-    finally:
-        # No broker contains queues that the teardown must delete.
-        d.settings["timer"] = "direct"

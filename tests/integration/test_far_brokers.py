@@ -12,13 +12,11 @@ from typing import Any
 import pytest
 from celery import Celery
 from kombu import Connection
-from redis import Redis
 
 from delaytasks.core.events import Events
 from delaytasks.timers.publisher import Publisher
 from tests.integration.conftest import Deploy
 from tests.proxy import Proxy, proxy_to
-from tests.recording import RedisTimerHarness
 from tests.running import ROOT, delete_keys
 from tests.waiting import wait_until
 
@@ -145,26 +143,6 @@ def test_a_short_lived_process_reaches_a_broker_and_does_not_wait_long_for_a_sil
     far.proxy.reset()
 
 
-@pytest.mark.parametrize("broker", ["redis"])
-def test_a_key_that_is_not_a_list_keeps_no_other_queue_from_its_messages(far: Far) -> None:
-    far.proxy.delay_s = 0
-    # The first message to each queue declares the queue.
-    for queue in ("default", "other"):
-        wait_until(lambda queue=queue: far.send(queue)[0], CONNECTED_S, "a message to be sent")  # type: ignore[misc]
-    told: list[tuple[str, dict[str, Any]]] = []
-    far.events.subscribe(lambda *event: told.append(event))
-    with Redis.from_url(far.url) as client:
-        client.delete(f"{far.namespace}.default")
-        client.set(f"{far.namespace}.default", "x")
-        with ThreadPoolExecutor(8) as pool:
-            sent = list(pool.map(lambda n: far.send("default" if n % 2 else "other")[0], range(8)))
-        client.delete(f"{far.namespace}.default")
-    assert sent == [True, False] * 4
-    assert far.events.counts["timer.down"] == 0
-    [remedy] = [fields["remedy"] for name, fields in told if name == "queue.refused"]
-    assert remedy.startswith(f"the key {far.namespace}.default in Redis is")
-
-
 @pytest.mark.parametrize("arm", ["inline", "background"])
 @BROKERS
 def test_a_worker_receives_several_tasks_in_a_round_trip_to_a_distant_broker(
@@ -184,24 +162,3 @@ def test_a_worker_receives_several_tasks_in_a_round_trip_to_a_distant_broker(
     wait_until(lambda: {run[0] for run in d.runs()} == ids, 7, worker.log)
     worker.terminate()
     assert "Traceback" not in worker.log()
-
-
-def test_many_threads_reach_the_redis_timer_when_it_is_far_away(
-    redis_url: str, proxies: list[Proxy]
-) -> None:
-    proxies.append(proxy := proxy_to(redis_url))
-    proxy.delay_s = DELAY_S
-    bench = RedisTimerHarness(proxy.url(redis_url), _publish_limit_s=LIMIT_S)
-    armed = 0
-    try:
-        for more in (THREADS, 4 * THREADS):
-            with ThreadPoolExecutor(THREADS) as pool:
-                new = range(armed + 1, armed + more + 1)
-                list(pool.map(lambda id: bench.timer.arm([bench.entry(id)]), new))
-            armed += more
-            wanted = {"default": (armed, 0)}
-            wait_until(lambda: bench.timer.counts(["default"]) == wanted, CONNECTED_S, "all")  # noqa: B023
-        assert bench.events.counts["timer.down"] == 0
-    finally:
-        proxy.heal()
-        bench.close()

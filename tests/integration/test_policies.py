@@ -38,19 +38,6 @@ def heard(site: Deployment, say: Callable[[], object], status: Status) -> None:
     wait_until(is_so, 3, f"a task to be {status.name}", every_s=0.05)
 
 
-def test_paused_tasks_run_within_a_sweep_after_the_end_of_the_pause(site: Deployment) -> None:
-    site.worker()
-    site.wait_for([site.schedule()])
-    heard(site, lambda: site.delays.policies.pause(tag=TAG, until="5s"), Status.HELD)
-    [policy] = site.delays.policies.list()
-    assert policy.paused_until is not None
-    tasks = [site.schedule() for _ in range(20)]
-    site.wait_for(tasks)
-    began = [site.delays.get(task).execution_time for task in tasks]
-    assert min(at for at in began if at) >= policy.paused_until
-    assert site.delays.policies.list() == []
-
-
 @pytest.mark.parametrize(
     ("pool", "kind"),
     [

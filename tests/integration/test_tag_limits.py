@@ -95,19 +95,6 @@ def test_another_worker_runs_the_waitlist_that_a_stopped_worker_leaves(deploy: D
     assert most_at_once(d) == 1
 
 
-def test_a_limit_that_is_set_later_applies_to_the_remaining_tasks_until_it_is_removed(
-    deploy: Deploy,
-) -> None:
-    d = deploy(sweep=2)
-    d.worker(pool="threads", concurrency=4)
-    d.delays.policies.set(tag="test.sleep", rate="1/h")
-    time.sleep(1.5)
-    tasks = schedule(d, 6, delay=0)
-    wait_until(lambda: [*map(d.status, tasks)].count(Status.HELD) == 5, 10, "5 to wait in line")
-    d.delays.policies.set(tag="test.sleep", rate=None)
-    d.wait_for(tasks, deadline_s=15)
-
-
 # -- a raised limit is used within seconds, and not when running rows end --------------------------
 
 

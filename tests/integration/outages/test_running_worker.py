@@ -40,23 +40,6 @@ def test_a_worker_whose_database_connections_are_killed_runs_all(
 
 
 @BROKERS
-def test_a_worker_whose_broker_is_cut_again_and_again_resumes(deploy: Deploy, broker: str) -> None:
-    d = deploy("postgresql", broker, proxied=["broker"])
-    worker, proxy = d.worker(), d.proxies["broker"]
-    for cut in [proxy.reset, proxy.refuse, proxy.reset, proxy.refuse, proxy.reset]:
-        cut()
-        # The broker is unreachable, or has just become reachable again.
-        away = [d.schedule(delay=0.2) for _ in range(5)]
-        proxy.heal()
-        d.wait_for(away, deadline_s=15)
-        # The broker accepts messages again when a task runs on time without a sweep.
-        wait_until(d.runs_on_time, 15, "a task on time", every_s=0.2)
-    assert not worker.ended()
-    runs = [run[0] for run in d.runs()]
-    assert len(runs) == len(set(runs))
-
-
-@BROKERS
 def test_a_worker_without_its_broker_shows_this_in_its_row_until_it_is_back(
     deploy: Deploy, broker: str
 ) -> None:
