@@ -118,18 +118,6 @@ def test_links_are_called_with_the_result_and_the_error(project: Shop, tmp_path:
     wait_until(lambda: sorted(file.read_text().split()) == both, WAIT_S, "both callbacks")
 
 
-def test_two_calls_with_one_id_both_run_as_with_bare_celery(project: Shop, tmp_path: Any) -> None:
-    file = tmp_path / "words"
-    file.touch()
-    note = project.task("note")
-
-    for word in ("first", "second"):
-        note.apply_async((str(file), word), countdown=SOON_S, task_id=f"one-{tmp_path}")
-
-    both = ["first", "second"]
-    wait_until(lambda: sorted(file.read_text().split()) == both, WAIT_S, "both tasks")
-
-
 # -- canvas ------------------------------------------------------------------------------------
 
 
@@ -187,36 +175,6 @@ def test_revoking_a_waiting_task_cancels_its_row_and_stores_its_state(project: S
         result.get(timeout=WAIT_S)
 
 
-def test_a_list_of_tasks_and_a_group_are_revoked_together(project: Shop) -> None:
-    add = project.task("add")
-    listed = [add.apply_async((1, 2), countdown=3600).id for _ in range(3)]
-    grouped = group(add.s(1, 2) for _ in range(2)).apply_async(countdown=3600)
-
-    project.app.control.revoke(listed, terminate=True)
-    grouped.revoke()
-
-    revoked = {*listed, *(each.id for each in grouped)}
-    states = {row.status for row in project.rows("add") if row.key in revoked}
-    assert states == {Status.CANCELLED}
-
-
-def test_revoking_by_a_stamp_cancels_the_rows_with_this_stamp_only(project: Shop) -> None:
-    add = project.task("add")
-
-    def stamped(tenant: str) -> str:
-        options = {"stamped_headers": ["tenant"], "tenant": tenant}
-        return str(add.apply_async((1, 2), countdown=3600, **options).id)
-
-    ours, others = [stamped("acme"), stamped("acme")], [stamped("other")]
-
-    project.app.control.revoke_by_stamped_headers({"tenant": ["acme", "nobody"]})
-
-    found = {row.key: row.status for row in project.rows("add")}
-    assert [found[id] for id in ours] == [Status.CANCELLED] * 2
-    assert [found[id] for id in others] == [Status.NOT_COMPLETE]
-    project.app.control.revoke(others)
-
-
 def test_a_chord_fails_when_a_waiting_task_of_its_header_is_revoked(project: Shop) -> None:
     add, total = project.task("add"), project.task("total")
     slow = add.s(1, 2).set(countdown=3600)
@@ -239,21 +197,18 @@ def test_a_task_that_expires_before_it_is_due_is_revoked_by_the_worker(project: 
 # -- operate -----------------------------------------------------------------------------------
 
 
-def test_a_paused_task_name_waits_until_it_is_resumed(project: Shop) -> None:
+def test_a_row_is_paused_resumed_and_moved_by_the_name_and_the_id_of_the_task(
+    project: Shop,
+) -> None:
     tag = "celery:durable.total"
     project.delays.policies.pause(tag=tag)
-    result = project.task("total").apply_async(([1, 2],), countdown=3)
+    result = project.task("total").apply_async(([1, 2],), countdown=3600)
     row = project.delays.get(tag=tag, key=result.id)
     wait_until(lambda: project.delays.get(row).status is Status.HELD, WAIT_S, "a held row")
 
     project.delays.policies.resume(tag=tag)
-
-    assert result.get(timeout=WAIT_S) == 3
-
-
-def test_a_row_is_found_and_moved_by_the_name_and_the_id_of_the_task(project: Shop) -> None:
-    result = project.task("add").apply_async((1, 2), countdown=3600)
-
-    project.delays.reschedule(tag="celery:durable.add", key=result.id, delay=0)
+    waits = Status.NOT_COMPLETE
+    wait_until(lambda: project.delays.get(row).status is waits, WAIT_S, "the end of the pause")
+    project.delays.reschedule(tag=tag, key=result.id, delay=0)
 
     assert result.get(timeout=WAIT_S) == 3

@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import create_engine, make_url, text
 
 import delaytasks as e
-from delaytasks import DelayedTask, DelayTasks, NewTask
+from delaytasks import DelayTasks, NewTask
 from delaytasks.core import clock as clock_module
 from delaytasks.runtime import runtime_of
 from tests.integration.outages.conftest import DATABASES, SLACK_S, Connect, ProxiedCaller, seconds
@@ -214,28 +214,6 @@ def watch_and_refuse(proxy: Proxy) -> None:
         proxy.refuse()
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-MOVES: dict[str, Callable[[DelayTasks, DelayedTask], Any]] = {
-    "cancel": lambda d, task: d.cancel(task),
-    "reschedule": lambda d, task: d.reschedule(task, 50),
-}
-
-
-@DATABASES
-@pytest.mark.parametrize("name", MOVES)
-def test_a_move_with_an_unknown_outcome_raises_outcome_unknown(
-    caller: ProxiedCaller, name: str
-) -> None:
-    task = caller.delays.schedule_delay("mail", {}, 3600)
-    caller.database.cut_answer(COMMIT)
-    watch_and_refuse(caller.database)
-    with pytest.raises(e.OutcomeUnknownError, match=f"look at task {task.id}"):
-        MOVES[name](caller.delays, task)
-    caller.database.heal()
-    assert caller.delays.get(task).version == 1, "and it was done"
-    # A repeated call changes nothing.
-    MOVES[name](caller.delays, task)
 
 
 @DATABASES
