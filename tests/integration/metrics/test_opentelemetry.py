@@ -68,11 +68,15 @@ def site(tmp_path: Path, postgresql_url: str, redis_url: str) -> Iterator[Traced
 def test_the_span_of_a_run_has_a_link_to_the_span_of_its_scheduling_call(
     site: TracedSite, pool: str
 ) -> None:
+    body = {"file": str(site.file)}
+    batch = [site.delays.schedule_delay("otel.batch", {**body, "number": n}, 3) for n in range(4)]
+    of_batch = site.spans_here.get_finished_spans()
     site.worker(pool=pool)
     with site.tracer.start_as_current_span("POST /orders") as request:
         task = site.schedule("otel.works", key="order-7", queue="mail")
-    site.ended(task)
-    created, _ = site.spans_here.get_finished_spans()
+    *_, created, _ = site.spans_here.get_finished_spans()
+    others = [site.schedule(tag) for tag in ("otel.fails", "otel.async")]
+    site.ended(task, *others, *batch)
     assert created.name == "schedule otel.works"
     assert created.kind.name == "PRODUCER"
     assert created.parent is not None
@@ -96,6 +100,22 @@ def test_the_span_of_a_run_has_a_link_to_the_span_of_its_scheduling_call(
     [inside] = site.spans("inside")
     assert inside["parent_id"] == run["context"]["span_id"]
     assert run["status"]["status_code"] == "UNSET"
+    [failed] = site.spans("process otel.fails")
+    assert failed["status"]["status_code"] == "ERROR"
+    assert failed["attributes"]["error.type"] == "ValueError"
+    [event] = failed["events"]
+    assert event["name"] == "exception"
+    assert event["attributes"]["exception.message"] == "no order"
+    assert "in fails" in event["attributes"]["exception.stacktrace"]
+    [run], [inside] = site.spans("process otel.async"), site.spans("in the loop")
+    assert inside["parent_id"] == run["context"]["span_id"], "the coroutine runs within its span"
+    links = {
+        each["context"]["span_id"]
+        for run in site.spans("process otel.batch")
+        for each in run["links"]
+    }
+    assert links == {f"0x{span.context.span_id:016x}" for span in of_batch}, "one to each call"
+    assert len(links) == 4
 
 
 def test_a_run_can_continue_the_trace_of_its_scheduling_call(site: TracedSite) -> None:
@@ -124,36 +144,6 @@ def test_the_command_opentelemetry_instrument_needs_no_code_of_the_user(site: Tr
     worker = site.python("instrumented", "opentelemetry_instrument", *command, **INTO_THE_LOG)
     site.ended(site.schedule("otel.prompt"))
     wait_until(lambda: '"name": "process otel.prompt"' in worker.log(), 20, worker.log)
-
-
-@pools
-def test_a_failed_run_has_its_exception(site: TracedSite, pool: str) -> None:
-    site.worker(pool=pool)
-    site.ended(site.schedule("otel.fails"))
-    [run] = site.spans("process otel.fails")
-    assert run["status"]["status_code"] == "ERROR"
-    assert run["attributes"]["error.type"] == "ValueError"
-    [event] = run["events"]
-    assert event["name"] == "exception"
-    assert event["attributes"]["exception.message"] == "no order"
-    assert "in fails" in event["attributes"]["exception.stacktrace"]
-
-
-def test_a_coroutine_runs_within_the_span_of_its_task_and_a_batch_has_a_link_to_each_call(
-    site: TracedSite,
-) -> None:
-    body = {"file": str(site.file)}
-    tasks = [site.delays.schedule_delay("otel.batch", {**body, "number": n}, 3) for n in range(4)]
-    created = site.spans_here.get_finished_spans()
-    site.worker()
-    site.ended(*tasks)
-    runs = site.spans("process otel.batch")
-    links = {link["context"]["span_id"] for run in runs for link in run["links"]}
-    assert links == {f"0x{span.context.span_id:016x}" for span in created}
-    assert len(links) == 4
-    site.ended(site.schedule("otel.async"))
-    [run], [inside] = site.spans("process otel.async"), site.spans("in the loop")
-    assert inside["parent_id"] == run["context"]["span_id"]
 
 
 def test_one_call_for_many_tasks_is_one_span(site: TracedSite) -> None:
