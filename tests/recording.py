@@ -10,6 +10,7 @@ import base64
 import gc
 import os
 import secrets
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
@@ -23,7 +24,7 @@ from sqlalchemy import event, func, make_url, select, update
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from delaytasks import DelayedTask, DelayTasks
-from delaytasks.core.clock import Clock, to_us
+from delaytasks.core.clock import Clock, monotonic, to_us
 from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.settings import load_settings
@@ -131,13 +132,21 @@ class ManualClock(Clock):
 
 
 class ManualMonotonic:
-    """Replaces `time.monotonic`."""
+    """Replaces `time.monotonic`. With `runs`, it is `at` seconds ahead of the real clock."""
 
-    def __init__(self) -> None:
-        self.at = 1000.0
+    def __init__(self, at: float = 1000.0, runs: bool = False) -> None:
+        self.at, self._runs = at, runs
 
     def __call__(self) -> float:
-        return self.at
+        return self.at + monotonic() if self._runs else self.at
+
+    def replace(self, patch: pytest.MonkeyPatch) -> None:
+        """Be the clock of all modules of delaytasks that are loaded."""
+        own = monotonic.__module__  # other modules may import it from there meanwhile
+        loaded = {name: vars(module) for name, module in [*sys.modules.items()] if name != own}
+        for name, values in loaded.items():
+            if name.startswith("delaytasks.") and values.get("monotonic") is monotonic:
+                patch.setitem(values, "monotonic", self)
 
 
 # -- A Redis timer with a manual clock, for tests on a real Redis ---------------------------------

@@ -156,7 +156,7 @@ def test_a_lapse_is_an_attempt_that_failed(world: World) -> None:
 # -- outcomes -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [None, Done(), 7, "text"])
+@pytest.mark.parametrize("value", [None, Done(), 7, "text", iter([1]), range(3)], ids=repr)
 def test_anything_that_is_no_outcome_is_success(world: World, value: Any) -> None:
     returns(world, "pay", value)
     task = world.schedule("pay")

@@ -26,10 +26,20 @@ def session_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
 
 @pytest.fixture
 def time(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ManualMonotonic:
-    """The clock of the modules in the list `CLOCKED` of the suite, which a test sets."""
+    """The clock of the modules in the list `CLOCKED` of the suite, or of all, which a test sets."""
     time = ManualMonotonic()
-    for module in request.module.CLOCKED:
+    for module in getattr(request.module, "CLOCKED", ()):
         monkeypatch.setattr(module, "monotonic", time)
+    if not hasattr(request.module, "CLOCKED"):
+        time.replace(monkeypatch)
+    return time
+
+
+@pytest.fixture
+def ahead(monkeypatch: pytest.MonkeyPatch) -> ManualMonotonic:
+    """The clock of all modules, which runs, and which a test sets ahead."""
+    time = ManualMonotonic(0.0, runs=True)
+    time.replace(monkeypatch)
     return time
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -14,13 +15,11 @@ from unittest.mock import Mock
 
 import pytest
 from celery import Celery, Task, current_task, signals
-from celery._state import _task_stack, get_current_task, get_current_worker_task
+from celery._state import get_current_task, get_current_worker_task
 from celery.exceptions import Ignore, Reject
 from celery.exceptions import Retry as CeleryRetry
 
 from delaytasks import Cancel, DelayedTask, Done, Fail, Retry, Snooze
-from delaytasks.processors.registry import EventLoop, result_of
-from delaytasks.worker.celery_context import row_in_context
 from tests.world import World
 
 #: The options of a processor in each way of calling it.
@@ -29,9 +28,10 @@ MODES: dict[str, Any] = {"single": {}, "batch": {"batch": 10}, "thread": {"in_fl
 
 @pytest.fixture(autouse=True)
 def _leave_nothing_behind() -> Iterator[None]:
+    before = contextvars.copy_context()
     yield
-    assert not _task_stack.stack
-    assert row_in_context.get(None) is None
+    assert get_current_task() is None
+    assert contextvars.copy_context() == before
 
 
 # -- celery exposes the row whose processor is running --------------------------------------------
@@ -393,28 +393,14 @@ def test_a_celery_task_that_a_coroutine_calls_is_current(world: World, app: Cele
 
 
 def test_outside_of_rows_the_event_loop_has_no_worker_task(world: World) -> None:
-    async def find() -> tuple[Any, Any]:
+    def look() -> None:
         task = get_current_task()
-        return get_current_worker_task(), task and task.request.id
+        world.notes.append((get_current_worker_task(), task and task.request.id))
 
-    assert result_of(find()) == (None, None)
+    @world.delays.processor("a")
+    async def ask(given: Any) -> None:
+        asyncio.get_running_loop().call_soon(look, context=contextvars.Context())
+        await asyncio.sleep(0.01)
 
-
-def test_a_start_function_of_the_event_loop_is_called_in_each_new_loop() -> None:
-    loop, calls, late = EventLoop(), list[int](), list[int]()
-
-    def call() -> None:
-        calls.append(1)
-
-    async def nothing() -> None: ...
-
-    loop.at_start(call)
-    loop.at_start(call)
-    loop.result_of(nothing())
-    assert len(calls) == 1
-    loop.after_fork()
-    loop.result_of(nothing())
-    assert len(calls) == 2
-    loop.at_start(lambda: late.append(1))
-    loop.result_of(nothing())
-    assert late == [1], "the loop ran already"
+    world.run(world.schedule("a"))
+    assert world.notes == [(None, None)]

@@ -2,52 +2,45 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import datetime, timezone
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from billiard.einfo import ExceptionInfo
-from billiard.exceptions import WorkerLostError
 from celery.concurrency import solo
 
-from delaytasks.core.settings import Settings
-from delaytasks.execution.runner import FailureReason, Report
-from delaytasks.worker import chunk_queue, pool
-from delaytasks.worker.pool import POOL_REST_S
 from tests.recording import ManualClock, ManualMonotonic
 from tests.waiting import wait_until
-from tests.world import Entry, MainProcess, MakeWorld, WaitlistState, World
+from tests.world import Entry, FailureReason, MainProcess, MakeWorld, Report, WaitlistState, World
 
-CLOCKED = [pool, chunk_queue]
 MakeMain = Callable[[int], "Main"]
+#: How much longer late entries wait if their queue has a backlog, how long a process continues with
+#: a backlog, also in turn with another one, and when a slow chunk gets another one beside it.
+BACKLOG_WAIT_S, CONTINUE_S, CONTINUE_IN_TURN_S, HELD_UP_S = 10.0, 2.0, 0.5, 0.26
 
 
 class Main(MainProcess):
     """A main process whose clocks stand still until a test sets them."""
 
     def __init__(self, world: World, processes: int, time: ManualMonotonic) -> None:
-        world.runtime.clock = ManualClock(datetime(2030, 1, 1, tzinfo=timezone.utc))
+        world.set_clock(ManualClock(datetime(2030, 1, 1, tzinfo=timezone.utc)))
         super().__init__(world, processes)
-        self.time = time
+        self.time, self.broker = time, world.broker
 
     def pump_later(self, seconds: float) -> None:
         self.time.at += seconds
-        self.dispatcher.pump()
+        self.pump()
 
     def late(self) -> int:
         """Return how many entries were left to the table."""
         return self.world.count("entry.late")
 
-    def lose_process(self) -> None:
-        """Let the process of the newest chunk die."""
-        _, _, lost = self.pool.requests.pop()
-        try:
-            raise WorkerLostError("exited prematurely")
-        except WorkerLostError:
-            lost(ExceptionInfo())
+    def learn(self, row_s: float) -> None:
+        """Learn how long a row takes."""
+        self.take(10)
+        for _ in range(2):
+            self.end(5, row_s)
 
 
 @pytest.fixture
@@ -74,7 +67,7 @@ def draining(main: Main) -> Main:
 def test_chunks_grow_to_the_number_of_rows_that_fits_the_time_budget(main: Main) -> None:
     main.take(1000)
     assert main.sizes() == [10, 10], "no more chunks than processes"
-    assert main.dispatcher.waiting == 980
+    assert main.waiting == 980
     main.end(10, 0.0001)
     assert main.sizes() == [10, 200], "a tenth of a millisecond each: as many as a chunk may have"
     main.end(10, 0.050)
@@ -86,48 +79,44 @@ def test_late_entries_are_left_to_the_table_even_if_the_pool_is_busy(main: Main)
     main.take(20)
     main.take(5000, start=100)
     main.clock.advance(2)
-    main.dispatcher.take([])
-    assert main.dispatcher.waiting == 0
-    assert main.late() == 5000
-    assert main.dispatcher.take_left_to_table().queues == [("default", {0})]
+    main.pump()
+    assert (main.waiting, main.late()) == (0, 5000)
     main.end(10, 0.001)
-    assert main.pool.requests[-1][0].drained_queue == "default"
+    assert main.drained() == [None, "default"]
 
 
 def test_late_entries_wait_longer_if_their_queue_has_a_backlog(draining: Main) -> None:
     main = draining
-    grace_s = Settings().grace_s
-    assert main.dispatcher.grace_s("default") == grace_s + chunk_queue.BACKLOG_WAIT_S
-    assert main.dispatcher.grace_s("mail") == grace_s
+    grace_s = main.world.delays.settings.grace_s
     main.take(5)
-    main.clock.advance(grace_s + chunk_queue.BACKLOG_WAIT_S - 0.1)
+    main.clock.advance(grace_s + BACKLOG_WAIT_S - 0.1)
     main.end(is_full=True)
     assert main.sizes() == [0, 5], "in turn with the backlog"
     mail = [entry._replace(queue="mail") for entry in main.entries(3, start=200)]
-    main.dispatcher.take(main.entries(5, start=100) + mail)
+    main.take(main.entries(5, start=100) + mail)
     main.clock.advance(grace_s + 0.1)
-    main.dispatcher.take([])
+    main.pump()
     assert main.late() == 3, "those of a queue without a backlog go to the table"
-    main.clock.advance(chunk_queue.BACKLOG_WAIT_S)
-    main.dispatcher.take([])
+    main.clock.advance(BACKLOG_WAIT_S)
+    main.pump()
     assert main.late() == 8
 
 
 def test_the_capacity_is_a_chunk_and_the_next_one_of_each_process(main: Main) -> None:
-    assert main.dispatcher.capacity() == 400, "two processes, of which nothing is known yet"
+    assert main.capacity() == 400, "two processes, of which nothing is known yet"
     main.take(20)
     main.end(10, 0.005)
     main.end(10, 0.005)
-    assert main.dispatcher.capacity() == 40, "ten rows each in a time budget"
-    assert main.dispatcher.capacity(coming=15) == 25
+    assert main.capacity() == 40, "ten rows each in a time budget"
+    assert main.capacity(coming=15) == 25
     main.take(15, start=50)
-    assert main.dispatcher.capacity() == 20, "both work, and nothing waits"
+    assert main.capacity() == 20, "both work, and nothing waits"
     main.take(5, start=100)
-    assert main.dispatcher.capacity() == 15
+    assert main.capacity() == 15
     main.take(6, start=200)
-    assert main.dispatcher.capacity() == 0, "not worth the way"
-    main.dispatcher.close()
-    assert main.dispatcher.capacity() == 0
+    assert main.capacity() == 0, "not worth the way"
+    main.stop()
+    assert main.capacity() == 0
 
 
 def test_chunks_are_made_in_the_order_in_which_rows_were_written(main: Main) -> None:
@@ -136,72 +125,45 @@ def test_chunks_are_made_in_the_order_in_which_rows_were_written(main: Main) -> 
     now = main.clock.now_us()
     ids = list(range(101, 141))
     odd, even = ([Entry(id, 0, now) for id in ids if id % 2 == rest] for rest in (1, 0))
-    main.dispatcher.take(odd)
-    main.dispatcher.take([*even, Entry(90, 0, now + 1), Entry(200, 0, now - 1)])
-    main.dispatcher.take([Entry(1, 0, now)])
-    ran: list[int] = []
-    while main.pool.requests:
-        request = main.end(10, 0.005)
-        ran += [entry.id for entry in request.entries]
+    main.take(odd)
+    main.take([*even, Entry(90, 0, now + 1), Entry(200, 0, now - 1)])
+    main.take([Entry(1, 0, now)])
+    ran = list[int]()
+    while main.requests:
+        ran += [entry.id for entry in main.end(10, 0.005).entries]
     assert ran[20:] == [200, *ids, 90, 1]
 
 
 def test_a_process_that_will_be_busy_for_long_adds_no_capacity(main: Main) -> None:
     main.take(20)
     main.clock.advance(0.5)
-    assert main.dispatcher.capacity() == 0, "its chunk takes longer than the time budget"
+    assert main.capacity() == 0, "its chunk takes longer than the time budget"
     main.end(10, 1)
     # A second each: the free process takes one, and the next one when that is over.
-    assert main.dispatcher.capacity() == 1
+    assert main.capacity() == 1
     main.take(1, start=100)
-    assert main.dispatcher.capacity() == 0
+    assert main.capacity() == 0
 
 
-def test_a_closed_dispatcher_returns_waiting_entries_and_starts_no_chunk(main: Main) -> None:
-    main.take(25)
-    assert len(main.dispatcher.close().entries) == 5
-    main.end(10, 0.0001)
-    assert len(main.pool.requests) == 1
-
-
-def test_work_that_a_chunk_reports_after_the_close_is_left_to_other_workers(main: Main) -> None:
-    main.take(12)
-    main.end(waitlists=(WaitlistState("default", "test.first"),))
-    assert not main.world.broker.requested_drains, "this worker continues with them"
-    main.dispatcher.close()
-    [early] = main.entries(1, start=50)
-    states = tuple(WaitlistState("default", tag) for tag in ("test.first", "test.second"))
-    main.end(2, early=(early,), waitlists=states)
-    assert main.world.broker.armed == [early]
-    assert [request[:2] for request in main.world.broker.requested_drains] == [("default", [])]
-    assert len(main.runtime.near_entries.wheel) == 0, "the wheel has stopped"
-
-
-def test_early_entries_are_held_before_the_dispatcher_closes(
-    main: Main, monkeypatch: pytest.MonkeyPatch
+def test_a_worker_that_stops_sends_back_what_waits_and_what_its_chunks_report_later(
+    main: Main,
 ) -> None:
-    """A closed dispatcher would pass them to a timing wheel that is empty and no longer turns."""
-    closed, closing = list[bool](), list[threading.Thread]()
-    hold = main.runtime.near_entries.hold
+    main.take(25)
+    first, second = (WaitlistState("default", tag) for tag in ("test.first", "test.second"))
+    main.end(waitlists=(first,))
+    assert not main.broker.requested_drains, "this worker continues with it"
+    main.stop()
+    assert (len(main.broker.armed), asked(main)) == (5, [("default", [])])
+    main.broker.lose()
+    [early] = main.entries(1, start=50)
+    main.end(early=(early,), waitlists=(first, second))
+    assert (main.broker.armed, asked(main)) == ([early], [("default", [])])
+    assert (len(main.requests), main.kept) == (1, 0), "it sends no chunk, and its wheel has stopped"
 
-    def close() -> None:
-        main.dispatcher.close()
-        closed.append(True)
 
-    def hold_slowly(entries: Sequence[Entry]) -> list[Entry]:
-        closing.append(threading.Thread(target=close))
-        closing[0].start()
-        closing[0].join(0.2)  # `close` waits for the end of the chunk
-        assert not closed, "what is held now would be lost"
-        return hold(entries)
-
-    monkeypatch.setattr(main.runtime.near_entries, "hold", hold_slowly)
-    main.take(1)
-    early = Entry(7, 0, main.clock.now_us() + 1_000_000)
-    main.end(0, early=(early,))
-    closing[0].join(10)
-    assert (closed, main.world.broker.armed) == ([True], [])
-    assert len(main.runtime.near_entries.wheel) == 1
+def asked(main: Main) -> list[tuple[str, list[int]]]:
+    """Return the drains that other workers were asked for since the last call."""
+    return [request[:2] for request in main.broker.take_requested_drains()]
 
 
 # -- batch processors ----------------------------------------------------------------------------
@@ -228,23 +190,23 @@ def test_detached_rows_are_known_until_their_process_reports_their_end(main: Mai
     main.take(400)
     main.pool.end(Report(10, 8, 0.01, pid=1, detached=(4, 5)))
     main.pool.end(Report(10, 9, 0.01, pid=2, detached=(9,)))
-    assert main.dispatcher.running()[1] == {1: (4, 5), 2: (9,)}
-    assert len(main.pool.requests) == 2, "and the next chunks come"
+    assert main.detached() == {1: (4, 5), 2: (9,)}
+    assert len(main.requests) == 2, "and the next chunks come"
     main.pool.end(Report(1, 3, 0.01, pid=1))
     away = FailureReason.UNAVAILABLE
     main.pool.end(Report(error="away", reason=away, pid=2, detached=(9, 12)))
-    assert main.dispatcher.running()[1] == {2: (9, 12)}
+    assert main.detached() == {2: (9, 12)}
 
 
 def test_after_a_chunk_found_the_database_unavailable_chunks_pause(main: Main) -> None:
     main.take(100)
-    assert len(main.pool.requests) == 2
+    assert len(main.requests) == 2
     main.end(0, error="away", reason=FailureReason.UNAVAILABLE)
-    main.dispatcher.take([])
-    assert len(main.pool.requests) == 1
+    main.pump()
+    assert len(main.requests) == 1
     main.time.at += 1
-    main.dispatcher.take([])
-    assert len(main.pool.requests) == 2, "after its pause it is tried again"
+    main.pump()
+    assert len(main.requests) == 2, "after its pause it is tried again"
 
 
 @pytest.mark.parametrize("reason", [FailureReason.UNKNOWN, FailureReason.REFUSED])
@@ -259,7 +221,7 @@ def test_other_failures_pause_nothing(make_main: MakeMain, reason: FailureReason
     main.take(1, start=2)
     assert len(main.pool.end(failed).entries) == 1, "nor does the next task"
     main.pump_later(60)
-    assert main.pool.requests == [], "neither the entries nor the drain are tried again"
+    assert main.requests == [], "neither the entries nor the drain are tried again"
 
 
 # -- drains of queues whose rows are overdue ------------------------------------------------------
@@ -267,66 +229,63 @@ def test_other_failures_pause_nothing(make_main: MakeMain, reason: FailureReason
 
 def test_all_processes_drain_a_large_backlog_and_one_drains_a_small_one(main: Main) -> None:
     main.drain()
-    assert len(main.pool.requests) == 1
+    assert len(main.requests) == 1
     main.end(is_full=True)
     assert main.drained() == ["default", "default"]
     main.end(3, 0.000333333)
-    assert len(main.pool.requests) == 1
+    assert len(main.requests) == 1
     main.end(0)
-    assert main.pool.requests == []
+    assert main.requests == []
 
 
 def test_chunks_of_fresh_tasks_and_of_a_backlog_alternate(make_main: MakeMain) -> None:
     main = make_main(1)
     main.take(100)
     main.drain()
-    kinds = []
-    for _ in range(4):
-        request = main.end(10, 0.005, is_full=True)
-        kinds.append("old" if request.drained_queue else "fresh")
-    assert kinds == ["fresh", "old", "fresh", "old"]
+    drained = [main.end(10, 0.005, is_full=True).drained_queue for _ in range(4)]
+    assert drained == [None, "default", None, "default"]
 
 
 def test_a_drain_delayed_by_a_slow_row_continues_in_free_processes(make_main: MakeMain) -> None:
     """Each look at most doubles the number of processes, until a process finds the queue empty."""
     main = make_main(8)
     main.drain()
-    assert len(main.pool.requests) == 1, "it is not known to be deep"
+    assert len(main.requests) == 1, "it is not known to be deep"
     for processes in (2, 4, 8, 8):
-        main.time.at += chunk_queue.HELD_UP_S + 0.01
-        wait_until(lambda count=processes: len(main.pool.requests) == count, 5, "them")  # type: ignore[misc]
-        main.dispatcher.pump()
-        assert len(main.pool.requests) == processes, "the new ones have just begun"
+        main.time.at += HELD_UP_S
+        wait_until(lambda count=processes: len(main.requests) == count, 5, "them")  # type: ignore[misc]
+        main.pump()
+        assert len(main.requests) == processes, "the new ones have just begun"
     for _ in range(8):
         main.end(1, 12)
-    assert main.pool.requests == []
+    assert main.requests == []
 
 
 def test_an_empty_queue_behind_a_slow_task_is_read_once(make_main: MakeMain) -> None:
     main = make_main(8)
     main.drain()
-    main.pump_later(chunk_queue.HELD_UP_S + 0.01)
-    assert len(main.pool.requests) == 2
+    main.pump_later(HELD_UP_S)
+    assert len(main.requests) == 2
     slow = main.pool.requests.pop(0)
     main.end(0)
     for _ in range(3):
-        main.pump_later(chunk_queue.HELD_UP_S + 0.01)
-    assert main.pool.requests == [], "there is nothing in it"
+        main.pump_later(HELD_UP_S)
+    assert main.requests == [], "there is nothing in it"
     main.drain()
     main.end(0)
-    assert main.pool.requests == [], "the next start is worth one look, too"
+    assert main.requests == [], "the next start is worth one look, too"
     slow[1](Report(10, 1, 12.0))
-    assert main.pool.requests == []
+    assert main.requests == []
 
 
 def test_a_chunk_that_ends_late_does_not_end_a_drain_that_was_requested_later(main: Main) -> None:
     main.drain()
-    main.pump_later(chunk_queue.HELD_UP_S + 0.01)
+    main.pump_later(HELD_UP_S)
     slow = main.pool.requests.pop(0)
     main.end(0)
     main.pool.limit = 1  # the slow chunk occupies the only process
     main.drain()
-    assert main.pool.requests == []
+    assert main.requests == []
     slow[1](Report(3, 1, 12.0))
     assert main.drained() == ["default"]
 
@@ -334,10 +293,11 @@ def test_a_chunk_that_ends_late_does_not_end_a_drain_that_was_requested_later(ma
 def test_a_drain_survives_its_process_and_not_the_loss_of_the_database(main: Main) -> None:
     main.drain()
     main.lose_process()
-    wait_until(lambda: main.pool.requests, 5, "another process to go on")
+    wait_until(lambda: main.requests, 5, "another process to go on")
+    assert main.world.count("chunk.failed") == 1
     main.end(0, error="away", reason=FailureReason.UNAVAILABLE)
     main.pump_later(60)
-    assert main.pool.requests == []
+    assert main.requests == []
 
 
 def test_a_drain_requested_during_another_drain_is_done_after_it(main: Main) -> None:
@@ -346,37 +306,37 @@ def test_a_drain_requested_during_another_drain_is_done_after_it(main: Main) -> 
     main.end(0)
     assert [set(request.priorities) for request, _, _ in main.pool.requests] == [{0, 5}]
     main.end(0)
-    assert main.pool.requests == []
+    assert main.requests == []
 
 
 def test_processes_drain_a_large_backlog_until_the_worker_stops(main: Main) -> None:
     main.drain()
     assert main.continue_s() == [0]
     main.end(is_full=True)
-    assert main.continue_s() == [chunk_queue.CONTINUE_S] * 2
-    assert not main.processes.others_wait.is_so()
+    assert main.continue_s() == [CONTINUE_S] * 2
+    assert not main.others_wait
     main.clock.advance(0.4)
-    assert main.dispatcher.capacity() > 0, "they have time for entries that become due"
-    main.dispatcher.close()
-    assert main.processes.others_wait.is_so()
+    assert main.capacity() > 0, "they have time for entries that become due"
+    main.stop()
+    assert main.others_wait
 
 
 def test_draining_processes_share_their_time_with_another_queue(draining: Main) -> None:
     draining.drain("mail", 0)
-    assert draining.processes.others_wait.is_so()
+    assert draining.others_wait
     draining.end(is_full=True)
-    assert not draining.processes.others_wait.is_so(), "a process drains the other queue"
+    assert not draining.others_wait, "a process drains the other queue"
     draining.end(is_full=True)
     assert {*draining.drained()} == {"default", "mail"}
-    assert draining.continue_s() == [0, chunk_queue.CONTINUE_IN_TURN_S]
+    assert draining.continue_s() == [0, CONTINUE_IN_TURN_S]
 
 
 def test_draining_processes_notice_tasks_that_wait_for_a_process(draining: Main) -> None:
     draining.take(1)
-    assert draining.processes.others_wait.is_so()
+    assert draining.others_wait
     draining.end(is_full=True)
     assert draining.sizes() == [0, 1]
-    assert not draining.processes.others_wait.is_so(), "the task is in a process"
+    assert not draining.others_wait, "the task is in a process"
 
 
 def test_a_solo_pool_drains_chunk_by_chunk(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,43 +346,32 @@ def test_a_solo_pool_drains_chunk_by_chunk(main: Main, monkeypatch: pytest.Monke
     assert main.continue_s() == [0, 0]
 
 
-def learn(main: Main, row_s: float) -> None:
-    main.take(10)
-    for _ in range(2):
-        main.end(5, row_s)
-
-
 def test_a_burst_of_slow_tasks_is_left_to_the_table_and_claimed_ahead(main: Main) -> None:
-    learn(main, 0.02)
-    main.take(200)
+    main.learn(0.02)
+    main.take(main.entries(100) + main.entries(100, priority=5, start=101))
     assert main.drained() == ["default"] * 2
-    assert main.continue_s() == [chunk_queue.CONTINUE_S] * 2
-    assert (main.dispatcher.waiting, main.late()) == (0, 200)
-
-
-def test_other_workers_are_asked_once_to_help_with_what_is_left_to_the_table(main: Main) -> None:
-    learn(main, 0.02)
-    main.dispatcher.take(main.entries(100) + main.entries(100, priority=5, start=101))
-    left = chunk_queue.UnfinishedWork([], [("default", {0, 5})])
-    assert main.dispatcher.take_left_to_table() == left
-    assert main.dispatcher.take_left_to_table() == chunk_queue.UnfinishedWork([], [])
+    assert main.continue_s() == [CONTINUE_S] * 2
+    assert (main.waiting, main.late()) == (0, 200)
+    for drains in ([("default", [0, 5])], []):
+        main.ask_for_help()
+        assert asked(main) == drains, "other workers are asked once"
 
 
 @pytest.mark.parametrize(("row_s", "entries"), [(0.02, 15), (0.0001, 1000)], ids=["few", "quick"])
 def test_other_bursts_are_run_from_their_entries(main: Main, row_s: float, entries: int) -> None:
-    learn(main, row_s)
+    main.learn(row_s)
     main.take(entries)
     assert main.drained() == [None] * 2
 
 
 def test_a_burst_in_a_queue_with_a_backlog_is_run_from_its_entries(main: Main) -> None:
-    learn(main, 0.02)
+    main.learn(0.02)
     main.drain()
     main.end(2, 0.02, is_full=True)
     main.take(200)
     main.end(2, 0.02, is_full=True)
     assert len(main.pool.requests[-1][0].entries) == 2
-    assert main.dispatcher.waiting == 198
+    assert main.waiting == 198
 
 
 # -- pool processes that die, fail or lose a chunk ------------------------------------------------
@@ -431,17 +380,10 @@ def test_a_burst_in_a_queue_with_a_backlog_is_run_from_its_entries(main: Main) -
 def test_a_pool_that_refuses_a_chunk_pauses_and_keeps_the_other_entries(main: Main) -> None:
     main.pool.is_broken = True
     main.take(30)
-    assert (main.dispatcher.waiting, main.world.count("chunk.failed")) == (20, 1)
+    assert (main.waiting, main.world.count("chunk.failed")) == (20, 1)
     main.pool.is_broken = False
-    main.pump_later(POOL_REST_S)
+    main.pump_later(1.0)
     assert main.sizes() == [10, 10]
-
-
-def test_a_dead_process_does_not_pause_chunks(main: Main) -> None:
-    main.take(30)
-    main.lose_process()
-    wait_until(lambda: main.pool.requests, 5, "the next chunk")
-    assert main.world.count("chunk.failed") == 1
 
 
 class Sent:
@@ -482,16 +424,14 @@ def test_a_forgotten_chunk_blocks_no_process(main: Main, written_to: Any, is_wri
 
     main.pool.apply_async = apply_async  # type: ignore[method-assign]
     main.take(20)
-    assert main.dispatcher.recall() == []
-    assert len(main.dispatcher.in_flight) == 2, "nothing is forgotten yet"
+    main.reconnect()
+    assert main.sizes() == [10, 10], "nothing is forgotten yet"
     first = books.pop(0)
-    [request, *_] = main.pool.requests[0]
-    assert main.dispatcher.recall() == ([] if is_written else list(request.entries))
+    main.reconnect()
+    again = [request.entries for request in main.requests[2:]]
+    assert again == ([] if is_written else [main.requests[0].entries])
     assert books.get(0) is (first if is_written else None)
     assert busy == ({101} if is_written else set()), "Celery before 5.7 forgets this, too"
-    assert len(main.dispatcher.in_flight) == (2 if is_written else 1)
-    main.take(5, start=100)
-    assert len(main.pool.requests) == (2 if is_written else 3)
     # The report arrives after all, or the process was busy with another request for a long time.
     main.end(10, 0.005)
     assert main.world.count("chunk.failed") == 0

@@ -15,19 +15,24 @@ from typing import Any
 import pytest
 from celery.exceptions import WorkerShutdown
 
-from delaytasks import DelayedTask, Retry, Snooze, Status, StoreError, StoreUnavailableError
-from delaytasks.core.text import DEFER_MIN_S
-from delaytasks.core.workers import ChunkSize
-from delaytasks.execution import runner
-from delaytasks.execution.chunk import Chunk, TimeBudget
-from delaytasks.execution.chunk_runner import TagCosts
-from delaytasks.execution.runner import Report
+from delaytasks import (
+    DelayedTask,
+    LeaseLostError,
+    Retry,
+    Snooze,
+    Status,
+    StoreError,
+    StoreUnavailableError,
+    TaskStateError,
+)
 from tests.recording import ManualMonotonic
 from tests.unit.conftest import Gate, fail_settlements
 from tests.waiting import wait_until
-from tests.world import RUNNING, Entry, MakeWorld, Settlement, World
+from tests.world import RUNNING, Entry, MainProcess, MakeWorld, Report, Settlement, World
 
 BUDGET_S = 0.1
+#: During a backlog, recovered rows are looked for again after this time.
+RECOVERED_S = 1.0
 
 # -- run and settle the rows of a chunk on SQLite, within its time and its lease ------------------
 
@@ -38,11 +43,15 @@ class UnsayableError(Exception):
 
 
 FAILURES: list[BaseException] = [ValueError("as asked"), ValueError("\x00 \ud800")]
-FAILURES += [UnsayableError(), SystemExit(3), KeyboardInterrupt()]
+FAILURES += [UnsayableError(), SystemExit(3), KeyboardInterrupt(), ValueError("é" * 100_000)]
 
 
 @pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
-def test_a_processor_that_raises_fails_only_its_row(world: World, error: BaseException) -> None:
+def test_a_processor_that_raises_fails_only_its_row(
+    make_world: MakeWorld, error: BaseException
+) -> None:
+    world = make_world(_max_error_bytes=2000)
+
     def fail(body: Any) -> None:
         raise error
 
@@ -50,22 +59,11 @@ def test_a_processor_that_raises_fails_only_its_row(world: World, error: BaseExc
     world.run(*(tasks := [world.schedule(), world.schedule("fail"), world.schedule()]))
     assert world.statuses(tasks) == ["DONE", "FAILED", "DONE"]
     text = world.read(tasks[1]).error or ""
-    assert type(error).__name__ in text
+    is_long = "ééé" in text
+    assert (type(error).__name__ in text, "characters left out" in text) == (not is_long, is_long)
     assert "\x00" not in text
-    assert [fields["id"] for fields in world.told("task.failed")] == [tasks[1].id]
-
-
-def test_an_error_text_is_bounded(make_world: MakeWorld) -> None:
-    world = make_world(_max_error_bytes=2000)
-
-    def fail(body: Any) -> None:
-        raise ValueError("é" * 100_000)
-
-    world.delays.processor("fail")(fail)
-    world.run(task := world.schedule("fail"))
-    text = world.read(task).error or ""
     assert len(text.encode()) <= 2000
-    assert "characters left out" in text
+    assert [fields["id"] for fields in world.told("task.failed")] == [tasks[1].id]
 
 
 @pytest.mark.parametrize(("options", "second"), [({}, "NOT_COMPLETE"), ({"batch": 9}, "RUNNING")])
@@ -176,29 +174,6 @@ def test_after_the_time_budget_rows_are_given_back_and_results_settled_during_a_
     assert world.run(*rest).ran == 3, "and they run elsewhere"
 
 
-def test_an_error_is_reported_and_the_next_chunk_is_watched() -> None:
-    errors, expired = list[Exception](), list[Chunk]()
-    budget = TimeBudget(
-        BUDGET_S, lambda chunk: expired.append(chunk) or 1 / (len(expired) - 1), errors.append
-    )
-    for count in (1, 2):
-        budget.open(Chunk([], 60, 60))
-        wait_until(lambda count=count: len(expired) == count and errors, 5, "the end of its time")  # type: ignore[misc]
-    assert [type(error) for error in errors] == [ZeroDivisionError]
-
-
-def test_chunks_that_end_in_time_wake_no_thread_and_are_not_reported() -> None:
-    expired, woken = list[Chunk](), list[int]()
-    budget: Any = TimeBudget(5, expired.append, lambda error: None)
-    for number in range(50):
-        budget.open(chunk := Chunk([], 60, 60))
-        time.sleep(0.005)
-        budget.close(chunk)
-        if number == 0:
-            budget._changed.notify = lambda: woken.append(1)
-    assert (woken, expired) == ([], [])
-
-
 @pytest.mark.parametrize(("rows", "threads"), [(1, []), (2, ["delaytasks-time-budget"])])
 def test_only_several_rows_need_a_time_budget(world: World, rows: int, threads: list[str]) -> None:
     tasks, before = [world.schedule() for _ in range(rows)], set(threading.enumerate())
@@ -235,14 +210,6 @@ def test_a_row_that_cannot_be_settled_does_not_affect_other_rows(world: World) -
 
 
 # -- tag costs ------------------------------------------------------------------------------------
-
-
-def size_after(*reports: Report) -> ChunkSize:
-    size = ChunkSize(BUDGET_S, 200)
-    for report in reports:
-        rows, seconds = report.sample or (report.ran, report.seconds)
-        size.learn(rows, seconds)
-    return size
 
 
 def mixed(make_world: MakeWorld, slow: Callable[[Any], object], **changes: Any) -> World:
@@ -314,25 +281,21 @@ def test_a_slow_row_counts_as_one_time_budget(make_world: MakeWorld) -> None:
     world = mixed(make_world, lambda body: threading.Event().wait(4 * BUDGET_S))
     quick = [world.schedule() for _ in range(19)]
     report = world.run(*quick, world.schedule("slow"))
-    assert report.ran == 20
-    assert report.seconds > 4 * BUDGET_S
-    assert size_after(report, report).rows > 10, "with the whole time it would be 5"
+    assert (report.ran, report.sample and report.sample.rows) == (20, 20)
+    assert report.sample is not None
+    assert report.sample.seconds < 3 * BUDGET_S < 4 * BUDGET_S < report.seconds
 
 
 def test_a_chunk_of_slow_rows_makes_the_next_one_small(make_world: MakeWorld) -> None:
     world = outlasting(make_world)
-    quick = Report(200, 200, 0.0002)
     report = world.run(*[world.schedule("slow", number) for number in range(40)])
     assert report.ran == 1
-    assert size_after(quick, report).rows == 1
-    assert size_after(quick, Report(40, 1, report.seconds)).rows > 1, "by the row that ran alone"
-
-
-def test_unknown_tags_are_not_remembered(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    learned: list[str] = []
-    monkeypatch.setattr(TagCosts, "learn", lambda self, tag, *_: learned.append(tag) or 1.0)
-    world.run(world.schedule("of another release"), world.schedule())
-    assert learned == ["note"]
+    main = MainProcess(world)
+    for make in (Report(200, 200, 0.0002), report):
+        main.take(1)
+        main.pool.end(make)
+    main.take(4)
+    assert main.sizes() == [1, 1]
 
 
 # -- tags without a processor --------------------------------------------------------------------
@@ -365,32 +328,29 @@ def test_a_task_without_a_processor_waits_a_tenth_of_its_age_and_never_fails(
 
 
 @pytest.mark.parametrize("outcome", [Retry(after=1), Snooze(1)])
-def test_a_task_whose_processor_vanished_is_tried_again_soon(world: World, outcome: object) -> None:
+def test_a_task_whose_processor_vanished_is_tried_again_soon(
+    make_world: MakeWorld, outcome: object
+) -> None:
     """The delay is a tenth of its lateness, whatever its age is."""
+    world, newer = make_world(), make_world()
     world.delays.processor("gone", retries="1s 1s")(lambda body: outcome)
     task = world.schedule("gone", delay=60)
     world.change(task, create_time=world.now() - timedelta(days=2))
-    for _ in range(2):
+    for each in (world, newer):
         world.change(task, expected_time=world.now() - timedelta(seconds=1))
-        world.run(world.read(task))
-        world.runtime.registry._processors.pop("gone", None)
+        each.run(world.read(task))
     wait_s = (world.read(task).expected_time - world.now()).total_seconds()
-    assert wait_s == pytest.approx(DEFER_MIN_S, abs=1)
+    assert wait_s == pytest.approx(5, abs=1)
 
 
 # -- rows with a lost lease ----------------------------------------------------------------------
 
 
-@pytest.fixture
-def ahead(monkeypatch: pytest.MonkeyPatch) -> ManualMonotonic:
-    """The time by which the clock of the runner is ahead."""
-    passed = ManualMonotonic()
-    passed.at = 0.0
-    monkeypatch.setattr(runner, "monotonic", lambda: time.monotonic() + passed.at)
-    return passed
+def test_recovered_rows_share_the_time_of_a_backlog(
+    make_world: MakeWorld, ahead: ManualMonotonic
+) -> None:
+    world = make_world(lease=600)
 
-
-def test_recovered_rows_share_the_time_of_a_backlog(world: World, ahead: ManualMonotonic) -> None:
     def wait(seconds: float) -> None:
         world.notes.append(f"waits {seconds:g}")
         ahead.at += seconds
@@ -408,13 +368,13 @@ def test_recovered_rows_share_the_time_of_a_backlog(world: World, ahead: ManualM
         return world.notes
 
     assert drain(2) == [0, 1], "that there are some is not known yet"
-    ahead.at += runner.RECOVERED_S
+    ahead.at += RECOVERED_S
     assert drain(3) == [2, 3, "waits 60"]
     ahead.at += 59
     assert drain(2) == [4, 5], "others have half of the time"
     ahead.at += 2
     assert drain(1) == ["lapsed"]
-    ahead.at += runner.RECOVERED_S
+    ahead.at += RECOVERED_S
     assert drain(2) == [6], "there was none"
     assert drain(2) == [7, 8]
 
@@ -428,7 +388,7 @@ def test_a_recovered_row_that_is_held_is_not_counted(world: World, ahead: Manual
     for number in range(4):
         world.schedule(body=number)
     assert world.drain(most=2).is_full
-    ahead.at += runner.RECOVERED_S
+    ahead.at += RECOVERED_S
     assert world.drain(most=2).is_full
     assert world.statuses([lapsed]) == ["HELD"]
     assert not world.drain(most=2).is_full, "one row was left"
@@ -468,8 +428,8 @@ def test_an_entry_beyond_the_horizon_is_dropped(make_world: MakeWorld) -> None:
 def test_entries_of_rows_that_changed_are_dropped_and_counted(world: World) -> None:
     cancelled, moved, running, done, held = (world.schedule() for _ in range(5))
     good = world.schedule(body="good")
-    world.store.tasks.cancel(cancelled.id)
-    world.store.tasks.reschedule(moved.id, world.now())
+    world.cancel(cancelled)
+    world.delays.reschedule(moved.id, at=world.now())
     world.change(running, **RUNNING)
     world.change(done, status=int(Status.DONE))
     world.change(held, status=int(Status.HELD))
@@ -645,21 +605,31 @@ def others(wait: bool) -> Any:
     return SimpleNamespace(is_so=lambda: wait)
 
 
+def slowly(world: World, *tags: str, **options: Any) -> None:
+    """Register processors whose rows take so long that their chunks are worth another thread."""
+
+    def work(body: Any) -> None:
+        time.sleep(0.002)
+        world.notes.append(body)
+
+    for tag in tags:
+        world.delays.processor(tag, **options)(work)
+
+
 @pytest.fixture
-def busy(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> World:
-    """A world whose chunks are settled later, also those of empty processors."""
-    monkeypatch.setattr(runner, "SLOW_ROW_S", 0.0)
-    world = make_world()
+def busy(world: World) -> World:
+    """A world whose chunks are settled later."""
+    slowly(world, "slow")
+    slowly(world, "concurrent", in_flight=2)
     world.worker(may_detach=True, others_wait=others(True))
     return world
 
 
-@pytest.mark.parametrize("tag", ["note", "concurrent"])
+@pytest.mark.parametrize("tag", ["slow", "concurrent"])
 def test_a_chunk_reports_before_it_is_settled_and_the_next_ones_run(
     busy: World, gate: Gate, tag: str
 ) -> None:
     """At most one chunk is settled later."""
-    busy.delays.processor("concurrent", in_flight=2)(busy.notes.append)
     tasks = backlog(busy, 4, tag)
 
     def hold_first(settlements: Sequence[Settlement]) -> None:
@@ -677,7 +647,7 @@ def test_a_process_that_ends_waits_for_its_settlements(
     busy: World, gate: Gate, pool: Executor
 ) -> None:
     busy.before_settle = gate
-    busy.run(task := busy.schedule())
+    busy.run(task := busy.schedule("slow"))
     finished = pool.submit(busy.worker().finish)
     gate.wait_for(1)
     assert not finished.done()
@@ -687,7 +657,7 @@ def test_a_process_that_ends_waits_for_its_settlements(
 
 
 def test_a_recovered_row_may_kill_the_process_and_waits_for_the_settlement(busy: World) -> None:
-    other, seen = busy.schedule(), list[list[str]]()
+    other, seen = busy.schedule("slow"), list[list[str]]()
     busy.delays.processor("poison")(lambda _: seen.append(busy.statuses([other])))
     recovered = busy.schedule("poison")
     busy.change(recovered, lapses=1)
@@ -697,23 +667,93 @@ def test_a_recovered_row_may_kill_the_process_and_waits_for_the_settlement(busy:
 
 
 @pytest.mark.parametrize(
-    ("tag", "slow_row_s", "options"),
+    ("tag", "options"),
     [
-        ("limited", 0.0, {}),  # its waitlist waits for a slot
-        ("note", 10.0, {}),  # quick rows
-        ("note", 0.0, {"may_detach": False}),
-        ("note", 0.0, {"others_wait": others(False)}),
+        ("limited", {}),  # its waitlist waits for a slot
+        ("slow", {"may_detach": False}),
+        ("slow", {"others_wait": others(False)}),
     ],
 )
 def test_otherwise_a_chunk_is_settled_before_it_reports(
-    world: World, monkeypatch: pytest.MonkeyPatch, tag: str, slow_row_s: float, options: Any
+    world: World, tag: str, options: Any
 ) -> None:
-    monkeypatch.setattr(runner, "SLOW_ROW_S", slow_row_s)
     world.worker(**{"may_detach": True, "others_wait": others(True), **options})
     world.limit("limited", concurrency=1)
-    world.delays.processor("limited")(world.notes.append)
+    slowly(world, "slow", "limited")
     threads: list[threading.Thread] = []
     world.before_settle = lambda _: threads.append(threading.current_thread())
     world.run(*(tasks := backlog(world, 2, tag)))
     assert set(threads) == {threading.current_thread()}
     assert world.statuses(tasks) == ["DONE"] * 2
+
+
+# -- `check_lease` informs a long processor before its lease ends, without a database query -------
+
+
+LEASE_S = 60
+
+
+@pytest.fixture
+def leased(make_world: MakeWorld, time: ManualMonotonic) -> World:
+    """A world whose monotonic clock stands still."""
+    world = make_world(lease=LEASE_S, _chunk_time_budget_s=1)
+    world.worker(may_detach=False)
+    return world
+
+
+def test_check_lease_raises_after_two_failed_renewals(leased: World, time: ManualMonotonic) -> None:
+    @leased.delays.processor("long")
+    def work(body: object, task: DelayedTask) -> None:
+        for _ in range(3):
+            leased.worker().renewed(time.at, LEASE_S)
+            time.at += LEASE_S / 2
+            task.check_lease()
+        time.at += LEASE_S / 6
+        task.check_lease()
+        time.at += 1
+        with pytest.raises(LeaseLostError, match=r"ends in 19\.0 s"):
+            task.check_lease()
+
+    leased.run(task := leased.schedule("long"))
+    assert leased.statuses([task]) == ["DONE"]
+
+
+def test_the_lease_error_uses_no_attempt(leased: World, time: ManualMonotonic) -> None:
+    @leased.delays.processor("long")
+    def work(body: object, task: DelayedTask) -> None:
+        time.at += LEASE_S
+        task.check_lease()
+
+    task = leased.schedule("long")
+    leased.broker.lose()
+    leased.run(task)
+    now = leased.read(task)
+    assert (now.status, now.runs, now.error) == (Status.NOT_COMPLETE, 0, None)
+    assert leased.broker.ids == [task.id], "and immediately"
+    assert [fields["id"] for fields in leased.told("task.interrupted")] == [task.id]
+    assert leased.count("task.failed") == 0
+
+
+def test_each_task_of_a_batch_can_be_asked_about_and_no_other(world: World) -> None:
+    other = world.schedule("note")
+
+    @world.delays.processor("many", batch=5)
+    def work(tasks: list[DelayedTask]) -> None:
+        for task in tasks:
+            task.check_lease()
+        other.check_lease()
+
+    world.run(*(tasks := [world.schedule("many") for _ in range(2)]))
+    assert all("TaskStateError: task" in (world.read(task).error or "") for task in tasks)
+    with pytest.raises(TaskStateError, match="check_lease"):
+        other.check_lease()
+
+
+def test_a_lease_error_that_the_processor_itself_creates_is_a_failure(world: World) -> None:
+    @world.delays.processor("wrong")
+    def work(body: object, task: DelayedTask) -> None:
+        raise LeaseLostError("as complete() says on a wrong database", task.id)
+
+    world.run(task := world.schedule("wrong"))
+    now = world.read(task)
+    assert (now.status, now.runs) == (Status.FAILED, 1), "or it would run again and again"

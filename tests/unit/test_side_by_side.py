@@ -18,10 +18,7 @@ from celery.exceptions import WorkerShutdown
 
 import delaytasks
 from delaytasks import Cancel, DelayedTask, Done, Fail, Retry, Snooze, Status
-from delaytasks.core.clock import monotonic
-from delaytasks.core.workers import ChunkSize
-from delaytasks.execution.executor import TaskExecutor
-from delaytasks.processors.registry import MAX_SLOTS, Registry, ThreadSlots
+from tests.recording import ManualClock
 from tests.unit.conftest import Gate, fail_settlements
 from tests.waiting import wait_until
 from tests.world import MakeWorld, World
@@ -65,15 +62,6 @@ def test_concurrent_rows_begin_first_and_other_rows_run_meanwhile(world: World, 
 def test_an_invalid_number_is_refused(world: World, option: str, number: Any) -> None:
     with pytest.raises(ValueError, match=f"{option} is a number from 1 to "):
         world.delays.processor("wait", **{option: number})
-
-
-def test_all_tags_together_have_at_most_max_slots_thread_slots() -> None:
-    slots = ThreadSlots()
-    assert all(slots.take(tag, MAX_SLOTS, 0) for tag in "ab" for _ in range(MAX_SLOTS // 2))
-    assert not slots.take("c", 5, monotonic() + 0.01)
-    assert slots.free("c", 5) == 0
-    slots.give_back("a")
-    assert slots.take("c", 5, 0)
 
 
 # -- how concurrent rows end ----------------------------------------------------------------------
@@ -195,18 +183,31 @@ def test_a_row_that_may_end_its_process_runs_when_no_other_row_runs(
     assert world.statuses([risky]) == ["DONE"]
 
 
-def test_a_row_whose_outcome_cannot_be_determined_lapses_and_frees_its_thread_slot(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: Any) -> Any:
-        raise delaytasks.StoreUnavailableError("what time is it?")
+class LostClock(ManualClock):
+    """A clock that needs a measurement while the database is away."""
 
-    world.delays.processor("wait", in_flight=1)(lambda body: None)
-    first, second = world.schedule("wait"), world.schedule("wait")
-    with monkeypatch.context() as patch:
-        patch.setattr(TaskExecutor, "run", broken)
-        patch.setattr(TaskExecutor, "failed", broken)
-        world.run(first)
+    is_lost = False
+
+    def now_us(self) -> int:
+        if self.is_lost:
+            raise delaytasks.StoreUnavailableError("what time is it?")
+        return super().now_us()
+
+
+def test_a_row_whose_outcome_cannot_be_determined_lapses_and_frees_its_thread_slot(
+    world: World,
+) -> None:
+    clock = LostClock(world.now())
+    world.set_clock(clock)
+
+    @world.delays.processor("wait", in_flight=1, retries="1m")
+    def work(is_lost: bool) -> None:
+        clock.is_lost = is_lost
+        assert not is_lost
+
+    first, second = world.schedule("wait", True), world.schedule("wait", False)
+    world.run(first)
+    clock.is_lost = False
     world.run(second)
     assert world.statuses([first, second]) == ["RUNNING", "DONE"]
     assert [fields["loop"] for fields in world.told("loop.failed")] == ["concurrent calls"]
@@ -219,24 +220,11 @@ def test_a_chunk_requests_as_many_rows_as_can_start_together(world: World) -> No
     world.delays.processor("wait", in_flight=20)(lambda body: time.sleep(0.1))
     world.delays.processor("batch", batch=100)(lambda tasks: None)
     report = world.run(*[world.schedule("wait") for _ in range(20)])
-    assert 0.1 <= report.seconds <= 0.5, "20 rows of 100 ms in 20 places take as long as one"
+    assert 0.1 <= report.seconds < 1.9, "20 rows of 100 ms in 20 places take as long as one"
     assert report.wanted == 20
     assert world.run(*[world.schedule("batch") for _ in range(10)]).wanted == 100
     mostly_others = [world.schedule("wait"), world.schedule(), world.schedule()]
     assert world.run(*mostly_others).wanted == 0
-
-
-def test_a_chunk_has_the_size_that_is_requested_and_may_exceed_the_time_budget() -> None:
-    size = ChunkSize(0.05, 200)
-    size.learn(20, 0.1, 20)
-    assert (size.rows, size.fits) == (20, True)
-    for _ in range(20):
-        size.learn(10, 0.2, 100)
-    assert (size.rows, size.least) == (100, 100)
-    size.learn(10, 0.2, 0)
-    assert size.rows < 5, "others came, who want none of that"
-    size.learn(0, 0.0, 0)
-    assert size.least == 1
 
 
 # -- coroutines -----------------------------------------------------------------------------------
@@ -244,7 +232,7 @@ def test_a_chunk_has_the_size_that_is_requested_and_may_exceed_the_time_budget()
 
 def test_coroutines_run_concurrently_on_one_loop_and_a_hundred_by_default(world: World) -> None:
     loops: set[int] = set()
-    inside, most, awaited = 0, 0, 50
+    inside, most, awaited = 0, 0, 100
 
     async def work(body: Any) -> None:
         nonlocal inside, most
@@ -259,11 +247,9 @@ def test_coroutines_run_concurrently_on_one_loop_and_a_hundred_by_default(world:
 
     world.delays.processor("async")(work)
     world.delays.processor("few", in_flight=3)(work)
-    world.run(*(tasks := [world.schedule("async") for _ in range(50)]))
-    assert world.statuses(tasks) == ["DONE"] * 50
-    assert (most, len(loops)) == (50, 1)
-    places = {spec.tag: spec.in_flight for spec in world.runtime.registry}
-    assert [places[tag] for tag in ("async", "few", "note")] == [100, 3, None]
+    world.run(*(tasks := [world.schedule("async") for _ in range(120)]))
+    assert world.statuses(tasks) == ["DONE"] * 120
+    assert (most, len(loops)) == (100, 1)
     most, awaited = 0, 3
     world.run(*[world.schedule("few") for _ in range(9)])
     assert (most, len(loops)) == (3, 1)
@@ -408,10 +394,10 @@ def test_an_expired_task_is_not_in_the_batch(world: World) -> None:
     assert got == [2], "nor is it called for none"
 
 
-def test_a_function_with_other_arguments_is_refused() -> None:
+def test_a_function_with_other_arguments_is_refused(world: World) -> None:
     for function in (lambda: None, lambda a, b, c: None):
         with pytest.raises(TypeError, match=r"\(tasks\) or \(bodies, tasks\)"):
-            Registry().processor("batch", batch=10)(function)
+            world.delays.processor("batch", batch=10)(function)
 
 
 # -- the outcomes that a batch processor returns --------------------------------------------------

@@ -2,47 +2,33 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Sequence
-from datetime import datetime, timedelta, timezone
-from functools import partial
-from types import SimpleNamespace
+from collections.abc import Iterable, Sequence
+from datetime import datetime, timedelta
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 from sqlalchemy import select
 
-from delaytasks import Status, StoreUnavailableError
-from delaytasks.core.filters import LogEntry
-from delaytasks.core.ids import IdMaker
-from delaytasks.maintenance import sweeper
-from delaytasks.maintenance.sweeper import MOST_OTHERS
-from delaytasks.storage.sweep_queries import SweepQueries
-from delaytasks.storage.types import db_now_plus
-from delaytasks.timers.direct import NOTIFIED_POLL_S
-from delaytasks.worker import sweep_loop as sweep_loop_module
-from delaytasks.worker import table_poller
-from delaytasks.worker.lease_keeper import WorkerShares
-from delaytasks.worker.table_poller import MAX_POLL_REST_S, MIN_POLL_REST_S, REST_GROWTH
-from tests.recording import CrashError, ManualClock, ManualMonotonic, set_columns
+from delaytasks import DelayedTask, Status, StoreUnavailableError
+from tests.recording import CrashError, ManualClock, ManualMonotonic
 from tests.world import Entry, MainProcess, MakeWorld, World
+
+#: The rows that one statement recovers or purges, and the queues that one check reads in turn.
+STEP_ROWS, MOST_OTHERS = 500, 100
 
 
 def armed_until(world: World) -> datetime:
-    query = select(world.table("sweeps").c.armed_until)
-    found: datetime = world.store.database.autocommitted(lambda c: c.execute(query).scalar_one())
+    found: datetime = world.rows(select(world.table("sweeps").c.armed_until))[0][0]
     return found
-
-
-def arm_until(world: World, in_s: float) -> None:
-    """Record that the last sweep has armed the rows that are due within `in_s`."""
-    until = world.now() + timedelta(seconds=in_s)
-    set_columns(world.store, "sweeps", armed_until=until)
 
 
 def drained(world: World) -> list[tuple[str, list[int], int]]:
     return [(queue, sorted(some), count) for queue, some, count in world.broker.requested_drains]
+
+
+def lapsed(world: World, **fields: Any) -> DelayedTask:
+    return world.put(Status.RUNNING, lease_until=world.now() - timedelta(seconds=1), **fields)
 
 
 # -- A sweep arms the rows that are due within the horizon ----------------------------------------
@@ -50,7 +36,7 @@ def drained(world: World) -> list[tuple[str, list[int], int]]:
 
 def test_a_long_pause_leaves_no_gap(world: World) -> None:
     world.sweep_later()
-    arm_until(world, -100)
+    world.set_columns("sweeps", armed_until=world.now() - timedelta(seconds=100))
     world.put(due_s=-50)  # it is overdue, and drained
     near = world.put(due_s=25)
     assert world.sweep_later() == [near.id]
@@ -104,45 +90,38 @@ def test_a_refused_queue_does_not_keep_other_rows_from_being_armed(world: World)
 
 
 def test_a_clock_without_a_measurement_arms_nothing_and_marks_nothing(world: World) -> None:
-    near, away = world.put(due_s=5), StoreUnavailableError("the database can not be reached")
-    with patch.object(world.runtime.clock, "certain_now", side_effect=away):
+    near = world.put(due_s=5)
+    with world.failing("clock", StoreUnavailableError("the database can not be reached")):
         assert world.sweep_later() == []
     assert armed_until(world) <= world.now()
     assert world.sweep_later() == [near.id]
 
 
-STAGES = {"expire": "workers", "due_between": "arm", "recover": "abandoned"}
-STAGES |= {"levels_of": "overdue", "purge": "purge", "purge_audit": "audit"}
-
-
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ["workers", "arm", "abandoned", "overdue", "purge", "audit"])
 def test_a_stage_that_fails_does_not_prevent_the_others(make_world: MakeWorld, stage: str) -> None:
     world = make_world(purge_after=3600)
-    store, long_ago = world.store, world.now() - timedelta(hours=2)
-    near, old = world.put(due_s=5), world.put(Status.DONE, due_s=-7200)
-    lapsed = world.put(Status.RUNNING, lease_until=world.now() - timedelta(seconds=1))
+    long_ago = world.now() - timedelta(hours=2)
+    near, old, over = world.put(due_s=5), world.put(Status.DONE, due_s=-7200), lapsed(world)
     world.change(old, update_time=long_ago)
-    log = LogEntry(1, "cancel", {}, "ann", "done", long_ago, long_ago, long_ago, 0, 0, 0)
-    store.bulk.begin(log)
+    world.delays.bulk.cancel(tag="none")  # makes an entry of the log
+    world.set_columns("audit", seen_at=long_ago)
     world.put(due_s=-60)
     world.serve("w1", "default")
     world.serve("dead", "default")
     world.silence(60, "dead")
-
-    owner = store.workers if stage == "expire" else store.sweeps
-    with patch.object(owner, stage, side_effect=ValueError("a row can not be read")):
+    with world.failing(stage, ValueError("a row can not be read")):
         armed = world.sweep_later()
     done = {
-        "expire": world.count("worker.lost") == 1,
-        "due_between": armed == [near.id],
-        "recover": world.read(lapsed).status is Status.NOT_COMPLETE,
-        "levels_of": len(drained(world)) == 1,
-        "purge": store.tasks.get(old.id) is None,
-        "purge_audit": store.bulk.log(10) == [],
+        "workers": world.count("worker.lost") == 1,
+        "arm": armed == [near.id],
+        "abandoned": world.read(over).status is Status.NOT_COMPLETE,
+        "overdue": len(drained(world)) == 1,
+        "purge": world.counted()[Status.DONE] == 0,
+        "audit": not list(world.delays.bulk.log()),
     }
     assert [name for name, is_done in done.items() if not is_done] == [stage]
     [failure] = world.told("loop.failed")
-    assert (failure["loop"], failure["stage"]) == ("sweep", STAGES[stage])
+    assert (failure["loop"], failure["stage"]) == ("sweep", stage)
     assert failure["error"] == "ValueError: a row can not be read"
 
 
@@ -169,8 +148,7 @@ def test_a_sweep_that_could_not_read_the_policies_releases_nothing(make_world: M
     world.delays.policies.pause(tag="note")
     world.sweep_later()
     assert world.statuses([task]) == ["HELD"]
-    cache = other.runtime.policy_cache
-    with patch.object(cache, "refresh", side_effect=StoreUnavailableError("away")):
+    with other.failing("policies", StoreUnavailableError("away")):
         other.sweep_later()
     assert other.statuses([task]) == ["HELD"]
     assert [fields["stage"] for fields in other.told("loop.failed")] == ["policies"]
@@ -195,19 +173,16 @@ def test_partitions_share_the_rows_and_the_first_does_the_other_work(make_world:
     world = make_world(sweep=(5, 3))
     tasks = [world.schedule(delay=5) for _ in range(60)]
     world.broker.lose()
-    lapsed = world.put(Status.RUNNING, lease_until=world.now() - timedelta(seconds=1))
+    over = lapsed(world)
     world.serve("w1", "default")
     world.put(due_s=-60)
     shares = [world.sweep_later(1), world.sweep_later(2)]
-    assert (world.statuses([lapsed]), drained(world)) == (["RUNNING"], [])
+    assert (world.statuses([over]), drained(world)) == (["RUNNING"], [])
     shares.append(world.sweep_later(0))
-    assert (world.statuses([lapsed]), len(drained(world))) == (["NOT_COMPLETE"], 1)
+    assert (world.statuses([over]), len(drained(world))) == (["NOT_COMPLETE"], 1)
     assert sorted(id for share in shares for id in share) == sorted(task.id for task in tasks)
     assert min(len(share) for share in shares) >= 10
     assert [world.sweep_later(partition) for partition in range(3)] == [[], [], []]
-
-
-# -- workers that died ---------------------------------------------------------------------------
 
 
 def test_rows_that_a_dead_worker_held_are_armed_again(world: World) -> None:
@@ -241,7 +216,7 @@ def test_a_worker_that_dies_during_a_sweep_is_not_forgotten(make_world: MakeWorl
 
     for _ in range(20):
         world.schedule(delay=29.9)
-    arm_until(world, 29)
+    world.set_columns("sweeps", armed_until=world.now() + timedelta(seconds=29))
     with patch.object(world.broker, "arm", die_meanwhile):
         world.sweep_later(1)
     world.sweep_later(1)
@@ -252,9 +227,8 @@ def test_a_worker_that_dies_during_a_sweep_is_not_forgotten(make_world: MakeWorl
 
 
 def test_overdue_rows_cause_a_few_drain_messages_for_served_queues(world: World) -> None:
-    for _ in range(50):
-        world.put(due_s=-60, queue="mail", priority=3)
-        world.put(due_s=-60, queue="mail", priority=5)
+    for priority in [3, 5] * 50:
+        world.put(due_s=-60, queue="mail", priority=priority)
     world.put(due_s=-60, queue="nobody")
     world.put(due_s=-0.2)  # within the grace period
     world.serve("w1", "default", "mail")
@@ -267,24 +241,25 @@ def test_overdue_rows_cause_a_few_drain_messages_for_served_queues(world: World)
 @pytest.mark.parametrize(
     ("setting", "age", "left"),
     [
-        ("30d", timedelta(days=29), 28),
+        ("30d", timedelta(days=29), STEP_ROWS + 13),
         ("30d", timedelta(days=31), 3),
-        (None, timedelta(days=31), 28),
+        (None, timedelta(days=31), STEP_ROWS + 13),
         ("1h", timedelta(hours=2), 3),
     ],
 )
 def test_rows_that_ended_long_ago_are_deleted_and_all_others_stay(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, setting: Any, age: timedelta, left: int
+    make_world: MakeWorld, setting: Any, age: timedelta, left: int
 ) -> None:
-    monkeypatch.setattr(sweeper, "PURGE_ROWS", 10)
     world = make_world(**({} if setting == "30d" else {"purge_after": setting}))
-    due_s = -age.total_seconds()
-    for status in (*[Status.DONE] * 25, Status.NOT_COMPLETE, Status.RUNNING):
+    due_s, done = -age.total_seconds(), int(Status.DONE)
+    world.put_many(STEP_ROWS + 10, due_s=due_s)
+    world.set_columns("tasks", status=done, update_time=world.now() - age)
+    for status in (Status.NOT_COMPLETE, Status.RUNNING):
         world.change(world.put(status, due_s=due_s), update_time=world.now() - age)
     world.change(world.put(Status.FAILED, due_s=due_s), update_time=world.now())
     world.sweep_later()
     assert sum(world.counted().values()) == left
-    assert world.count("task.purged") == 28 - left
+    assert world.count("task.purged") == STEP_ROWS + 13 - left
 
 
 def test_workers_without_a_broker_cause_no_drain_messages(world: World) -> None:
@@ -299,163 +274,139 @@ def test_workers_without_a_broker_cause_no_drain_messages(world: World) -> None:
     assert messages == world.delays.settings.drain_messages
 
 
-def test_sweeps_without_a_broker_do_not_replace_sweeps_with_one(world: World) -> None:
-    sweeps, store = world.store.sweeps, world.store
-    direct = SweepQueries(store.database, store.schema, "direct")
-    assert direct.begin_sweep(0, 1, 4) is not None
-    assert sweeps.stale_sweep_partitions(1, 10) == [0]
-    assert sweeps.begin_sweep(0, 1, 4) is not None
-    assert [each.stale_sweep_partitions(1, 10) for each in (sweeps, direct)] == [[], []]
-    assert direct.begin_sweep(0, 1, 4) is None
-
-
-def test_any_number_of_rows_is_recovered(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweeper, "RECOVER_ROWS", 10)
-    over = {"lease_until": world.now() - timedelta(seconds=1)}
-    lapsed = [world.put(Status.RUNNING, **over) for _ in range(25)]
-    last = world.put(Status.RUNNING, lapses=world.delays.settings.max_lost_leases - 1, **over)
+def test_any_number_of_rows_is_recovered(world: World) -> None:
+    over = world.put_many(STEP_ROWS + 25)
+    ago = world.now() - timedelta(seconds=1)
+    world.set_columns("tasks", status=int(Status.RUNNING), lease_until=ago, worker="worker-1")
+    last = lapsed(world, lapses=world.delays.settings.max_lost_leases - 1)
     runs = world.put(Status.RUNNING)
     world.sweep_later()
-    assert world.statuses([*lapsed, last, runs]) == ["NOT_COMPLETE"] * 25 + ["FAILED", "RUNNING"]
-    assert world.count("task.recovered") == 26
+    assert world.counted()[Status.NOT_COMPLETE] == len(over)
+    assert world.statuses([last, runs]) == ["FAILED", "RUNNING"]
+    assert world.count("task.recovered") == len(over) + 1
 
 
-def test_a_worker_drains_its_own_queues_without_a_sweep(world: World) -> None:
-    for queue, priority in (("default", 0), ("default", 9), ("mail", 0), ("paused", 0)):
-        world.put(due_s=-60, queue=queue, priority=priority)
-    world.put(due_s=-0.5)
-    world.put(due_s=60, queue="later")
-    world.delays.policies.pause(queue="paused")
-    here: list[tuple[str, list[int]]] = []
-    world.runtime.sweeper.start_own_drains(
-        ["default", "mail", "paused", "later"],
-        lambda queue, priorities: here.append((queue, sorted(priorities))) or True,
-    )
-    assert sorted(here) == [("default", [0, 9]), ("mail", [0])]
-
-
-# -- the sweep loop of a worker, and its table poller without a broker -----------------------------
-
-CLOCKED = [sweep_loop_module]
-
-# -- sweep loop -----------------------------------------------------------------------------------
-
-
-class SweepTurns:
-    """The sweep loop of a worker on a SQLite file, and the calls of its turns.
-
-    Each call in `fails` fails once.
-    """
-
-    def __init__(self, main: MainProcess, time: ManualMonotonic, patch: pytest.MonkeyPatch) -> None:
-        self.world, self.runtime, self.time = main.world, main.runtime, time
-        self.patch = patch.setattr
-        self.loop, self.store = self.runtime.sweep_loop, main.world.store
-        self.done: list[str] = []
-        self.fails: set[str] = set()
-        for owner, name, what in (
-            (self.store.workers, "report", "report"),
-            (self.store.sweeps, "forget_armed", "forget"),
-            (self.store.sweeps, "stale_sweep_partitions", "stale"),
-            (self.runtime.runtime.sweeper, "start_own_drains", "drain own"),
-            (self.runtime.runtime.sweeper, "sweep", "sweep {}"),
-        ):
-            patch.setattr(owner, name, partial(self._call, getattr(owner, name), what))
-
-    def _call(self, call: Callable[..., Any], what: str, *args: Any, **options: Any) -> Any:
-        what = what.format(*args[:1])
-        if what in self.fails:
-            self.fails.discard(what)
-            raise OSError(f"{what} failed")
-        self.done.append(what)
-        return call(*args, **options)
-
-    def turn(self, after_s: float = 0) -> list[str]:
-        self.time.at += after_s
-        self.done.clear()
-        self.loop._turn()
-        return list(self.done)
+# -- the thread of a worker that sweeps -----------------------------------------------------------
 
 
 @pytest.fixture
-def turns(
-    make_world: MakeWorld, time: ManualMonotonic, monkeypatch: pytest.MonkeyPatch
-) -> SweepTurns:
-    world = make_world(sweep="5s 3")
-    world.delays.processor("mail")(lambda body: None)
+def main(make_world: MakeWorld, time: ManualMonotonic) -> MainProcess:
+    """The main process of a worker with three partitions, each of which was swept just now."""
+    main = MainProcess(world := make_world(sweep="5s 3"))
     for partition in range(3):
-        world.store.sweeps.begin_sweep(partition, 3, 0)
-    return SweepTurns(MainProcess(world), time, monkeypatch)
+        world.sweep(partition)
+    world.events.clear()
+    return main
 
 
-def test_without_beat_a_worker_checks_every_second_for_stale_partitions(turns: SweepTurns) -> None:
-    """Otherwise, the time between two sweeps could reach one and a half times `self_sweep_s`."""
-    asked_at = [turns.time.at for _ in range(40) if "stale" in turns.turn(0.5)]
-    assert max(later - earlier for earlier, later in itertools.pairwise(asked_at)) == 1.0
+def swept(world: World) -> list[int]:
+    """Return the partitions that were swept since the last call."""
+    partitions = [fields["sweep_partition"] for fields in world.told("sweep.done")]
+    world.events.clear()
+    return partitions
 
 
-START = "report, drain own"
-STAGES_OF_TURNS = {"report": "report", "sweep 0": "sweep partition 0"}
-#: What is requested, the call that fails, the calls of the first turn, and of the next one.
-FAILURES: list[tuple[Callable[[Any], object], str, str, str]] = [
-    (lambda loop: loop.request(1), "report", "drain own, sweep 1, stale", "report"),
-    (lambda loop: None, "drain own", "report, stale", "drain own"),
-    (lambda loop: loop.request(None), "sweep 0", f"{START}, sweep 1, sweep 2, stale", "sweep 0"),
-    (lambda loop: loop.forget_armed(), "forget", f"{START}, sweep 2, stale", "forget"),
-    (lambda loop: None, "stale", START, "stale, sweep 2"),
-]
-
-
-@pytest.mark.parametrize(("asks", "fails", "first", "second"), FAILURES)
-def test_what_fails_in_a_turn_does_not_stop_the_rest_and_is_tried_again(
-    turns: SweepTurns, asks: Any, fails: str, first: str, second: str
+def test_a_worker_drains_its_own_queues_periodically_without_a_sweep(
+    main: MainProcess, time: ManualMonotonic
 ) -> None:
-    if fails == "stale":
-        set_columns(turns.store, "sweeps", {"sweep_partition": 2}, swept_at=db_now_plus(-3600))
-    turns.fails = {fails}
-    asks(turns.loop)
-    if fails == "forget":
-        turns.loop.request(2)
-    assert turns.turn() == first.split(", ")
-    [failure] = turns.world.told("loop.failed")
-    assert failure["error"] == f"OSError: {fails} failed"
-    assert failure["stage"] == STAGES_OF_TURNS.get(fails, failure["stage"])
-    assert turns.turn() == second.split(", ")
-    assert turns.turn() == []
+    main.processes.queues = ["default", "mail", "paused", "later"]
+    for queue, priority in (("default", 0), ("default", 9), ("mail", 0), ("paused", 0)):
+        main.world.put(due_s=-60, queue=queue, priority=priority)
+    main.world.put(due_s=-0.5, priority=5)
+    main.world.put(due_s=60, queue="later")
+    main.world.delays.policies.pause(queue="paused")
+    every_s = main.world.delays.settings.self_sweep_s
+    for wait_s, found in ((0, {"default", "mail"}), (every_s - 1, set()), (1, {"default", "mail"})):
+        time.at += wait_s
+        main.sweep_turn()
+        assert {*main.drained()} == found
+        for request in main.requests:
+            assert {*request.priorities} == ({0} if request.drained_queue == "mail" else {0, 9})
+            main.end(0)
+    assert swept(main.world) == []
 
 
-def test_a_worker_publishes_its_load_and_tags(turns: SweepTurns) -> None:
-    turns.patch(type(turns.runtime.dispatcher), "in_flight", [1.0])
-    turns.turn()
-    [worker] = turns.store.workers.all()
-    assert ("mail" in worker["tags"], worker["busy"]) == (True, 1)
+def test_without_beat_a_worker_checks_every_second_for_stale_partitions(
+    main: MainProcess, time: ManualMonotonic
+) -> None:
+    """Otherwise, the time between two sweeps could reach one and a half times `self_sweep_s`."""
+    found = []
+    for _ in range(9):
+        main.world.set_columns("sweeps", swept_at=main.world.now() - timedelta(hours=1))
+        main.sweep_turn()
+        found.append(sorted(swept(main.world)))
+        time.at += 0.5
+    assert found == [[0, 1, 2], [], [0, 1, 2], [], [0, 1, 2], [], [0, 1, 2], [], [0, 1, 2]]
 
 
-def test_a_worker_checks_its_queues_for_overdue_rows_periodically(turns: SweepTurns) -> None:
-    assert "drain own" in turns.turn()
-    assert "drain own" not in turns.turn(turns.runtime.settings.self_sweep_s - 1)
-    assert "drain own" in turns.turn(1)
+STAGES = ["report", "own queues", "forget", "sweep partition 1", "stale"]
 
 
-def test_workers_that_come_or_go_bring_rows_forward(turns: SweepTurns) -> None:
-    asked, armed, workers = list[tuple[Any, ...]](), list[Any](), turns.store.workers
-    turns.patch(
-        turns.store.deferred_rows, "bring_forward", lambda *args: asked.append(args) or ["entries"]
-    )
-    turns.patch(turns.loop, "_timer", SimpleNamespace(arm=armed.append))
-    changes: list[Callable[[], object]] = [
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_fails_in_a_turn_does_not_stop_the_rest_and_is_tried_again(
+    main: MainProcess, stage: str
+) -> None:
+    world, now, partitions = main.world, main.world.now(), set[int]()
+    world.put(due_s=-60)
+    for partition, ago_s in ((1, 5), (2, 3600)):  # the second one is stale
+        row = {"sweep_partition": partition}
+        world.set_columns("sweeps", row, swept_at=now - timedelta(seconds=ago_s))
+    main.request_sweep(1)
+    main.forget_armed()
+
+    def missing() -> list[str]:
+        partitions.update(swept(world))
+        sweeps = world.table("sweeps").c
+        first = world.rows(select(sweeps.armed_until).where(sweeps.sweep_partition == 0))
+        done = {
+            "report": world.rows(select(world.table("workers"))),
+            "own queues": main.drained(),
+            "forget": first[0][0] <= world.now(),
+            "sweep partition 1": 1 in partitions,
+            "stale": 2 in partitions,
+        }
+        return [name for name in done if not done[name]]
+
+    assert missing() == STAGES
+    with world.failing(stage, OSError("away")):
+        main.sweep_turn()
+        [failure] = world.told("loop.failed")
+    assert (failure["stage"], failure["error"]) == (stage, "OSError: away")
+    assert missing() == [stage]
+    main.sweep_turn()
+    assert missing() == []
+
+
+def test_a_worker_publishes_its_load_and_tags(main: MainProcess) -> None:
+    main.take(1)
+    main.sweep_turn()
+    w = main.world.table("workers").c
+    [(tags, busy)] = main.world.rows(select(w.tags, w.busy))
+    assert ("note" in tags, busy) == (True, 1)
+
+
+def test_workers_that_come_or_go_bring_rows_forward(
+    main: MainProcess, make_world: MakeWorld, time: ManualMonotonic
+) -> None:
+    world, old = main.world, make_world()
+    world.delays.processor("mail")(world.notes.append)
+    task = old.schedule("mail")
+    for change in (
         lambda: None,  # the start of the worker brings rows forward, too
-        lambda: workers.report("w2", ["default"], "prefork", 2, 0),
-        lambda: workers.remove("w2"),
-        lambda: set_columns(turns.store, "workers", started_at=db_now_plus(-60)),  # a restart
-    ]
-    for number, change in enumerate(changes, 1):
+        lambda: world.serve("w2", "default"),
+        lambda: world.store.workers.remove("w2"),
+        lambda: world.set_columns("workers", started_at=world.now() - timedelta(hours=1)),
+    ):
         change()
-        for _ in range(2):
-            turns.turn(turns.runtime.settings.sweep_s)
-            assert armed == [["entries"]] * number
-    tags = [each.tag for each in turns.runtime.registry]
-    assert asked == [(tags, ["default"], 600.0)] * len(changes)
+        for is_brought in (True, False):
+            old.change(task, create_time=world.now() - timedelta(hours=1))
+            old.change(task, expected_time=world.now() - timedelta(hours=1), due_time=None)
+            old.run(old.read(task))
+            assert old.read(task).expected_time > world.now() + timedelta(minutes=5)
+            time.at += world.delays.settings.sweep_s
+            main.sweep_turn()
+            now = world.now()
+            assert (old.read(task).expected_time <= now + timedelta(minutes=1)) == is_brought
 
 
 # -- test how often a worker without a broker reads its table, and which entries it takes ---------
@@ -464,17 +415,12 @@ def test_workers_that_come_or_go_bring_rows_forward(turns: SweepTurns) -> None:
 class Direct(MainProcess):
     """A worker without a broker, whose clock stands still."""
 
-    def __init__(self, world: World) -> None:
-        world.runtime.clock = ManualClock(world.now())
-        super().__init__(world)
-        self.poller: Any = self.runtime.table_poller
+    def __init__(self, world: World, processes: int = 2, name: str = "w@test") -> None:
+        world.set_clock(ManualClock(world.now()))
+        super().__init__(world, processes, name=name)
 
     def rests(self, count: int) -> list[float]:
-        return [self.poller._turn() for _ in range(count)]
-
-    def look(self) -> None:
-        self.poller.wake()
-        self.poller._turn()
+        return [self.poll() for _ in range(count)]
 
     def put(self, in_s: float, **fields: Any) -> None:
         self.world.put(expected_time=self.clock.now() + timedelta(seconds=in_s), **fields)
@@ -482,115 +428,95 @@ class Direct(MainProcess):
 
 @pytest.fixture
 def direct(make_world: MakeWorld) -> Direct:
-    return Direct(make_world(timer="direct"))
-
-
-@pytest.fixture
-def asked(direct: Direct, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[int]]]:
-    """The queues and priorities that the poller asked to drain."""
-    asked: list[tuple[str, list[int]]] = []
-    monkeypatch.setattr(
-        direct.dispatcher,
-        "start_drain",
-        lambda queue, priorities: asked.append((queue, sorted(priorities))),
-    )
-    return asked
+    return Direct(make_world(timer="direct"), 1000)
 
 
 def test_a_table_without_notices_is_read_more_rarely_until_a_row_is_late(direct: Direct) -> None:
     found = direct.rests(20)
-    assert found[0] == pytest.approx(MIN_POLL_REST_S * REST_GROWTH)
+    assert found[:2] == [pytest.approx(0.03), pytest.approx(0.045)]
     assert found == sorted(found)
-    assert found[-1] == MAX_POLL_REST_S
+    assert found[-1] == 0.5
     direct.put(-0.01)
     # It was handed on already, and is not late again.
-    assert direct.rests(2) == [MIN_POLL_REST_S, pytest.approx(MIN_POLL_REST_S * REST_GROWTH)]
+    assert direct.rests(2) == [0.02, pytest.approx(0.03)]
     assert direct.sizes() == [1]
 
 
-def test_a_table_with_notices_is_read_once_a_second(
-    direct: Direct, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(table_poller, "MAX_READ_ROWS", 10)
-    direct.poller.listener.is_listening = True
-    assert direct.rests(3) == [NOTIFIED_POLL_S] * 3
-    for _ in range(11):
-        direct.put(0.4)
-    assert direct.rests(1) == [pytest.approx(0.2, abs=0.001)], "that read was full"
-    assert len(direct.runtime.near_entries.wheel) == 10
+def test_a_table_with_notices_is_read_once_a_second(direct: Direct) -> None:
+    assert [direct.poll(hears_notices=True) for _ in range(3)] == [1.0] * 3
+    direct.world.put_many(2001, due_s=0.4 + 60)
+    direct.world.set_columns("tasks", expected_time=direct.clock.now() + timedelta(seconds=0.4))
+    assert direct.poll(hears_notices=True) == pytest.approx(0.2, abs=0.001), "that read was full"
+    assert direct.kept == 2000
 
 
-def test_drains_of_late_rows_are_requested_once_a_second(direct: Direct, asked: list[Any]) -> None:
+def test_drains_of_late_rows_are_requested_once_a_second(direct: Direct) -> None:
     for queue, priority in (("default", 0), ("default", 9), ("others", 0)):
         direct.put(-60, queue=queue, priority=priority)
     direct.rests(5)
-    assert asked == [("default", [0, 9])]
-    direct.look()
-    assert len(asked) == 2
+    assert [(one.drained_queue, {*one.priorities}) for one in direct.requests] == [
+        ("default", {0, 9})
+    ]
+    direct.end(0)
+    direct.rests(5)
+    assert direct.requests == []
+    direct.poll(is_woken=True)
+    assert direct.drained() == ["default"]
 
 
 def test_a_worker_of_all_queues_drains_known_queues_always_and_few_unknown_ones(
-    direct: Direct, asked: list[Any], monkeypatch: pytest.MonkeyPatch
+    direct: Direct,
 ) -> None:
     direct.processes.queues = ["*"]
     direct.put(-60)
     direct.world.put_each([f"q{number:04}" for number in range(3 * MOST_OTHERS)], -60)
-    monkeypatch.setattr(type(direct.dispatcher), "drain_count", MOST_OTHERS - 20)
+    found = list[set[str | None]]()
     for _ in range(3):
-        direct.look()
-    queues = [queue for queue, _ in asked]
-    assert queues.count("default") == 3
-    assert len(queues) <= 3 + 3 * 20
-    assert len({*queues} - {"default"}) > 40, "each has its turn"
-    monkeypatch.setattr(type(direct.dispatcher), "drain_count", 2 * MOST_OTHERS)
-    asked.clear()
-    direct.look()
-    assert asked == [("default", [0])], "the others wait until there is room"
+        direct.poll(is_woken=True)
+        found.append({*direct.drained()})
+        direct.poll(is_woken=True)
+        assert {*direct.drained()} == found[-1], "the others wait until there is room"
+        while direct.requests:
+            direct.end(0)
+    assert all("default" in queues for queues in found)
+    assert max(map(len, found)) <= MOST_OTHERS + 1
+    assert len(set[str | None]().union(*found)) > 2 * MOST_OTHERS, "each has its turn"
 
 
 # -- worker shares --------------------------------------------------------------------------------
 
 
-NOW = datetime(2030, 1, 1, tzinfo=timezone.utc)
+def kept(make_world: MakeWorld, name: str, rows: int = 400) -> int:
+    """Return how many of these rows a worker keeps, which is due soon in the queue `default`."""
+    worker = Direct(make_world(timer="direct"), name=name)
+    if not sum(worker.world.counted().values()):
+        worker.world.put_many(rows, due_s=0.02)
+    worker.world.set_columns("tasks", expected_time=worker.clock.now() + timedelta(seconds=0.02))
+    worker.poll()
+    return worker.kept
 
 
-def worker(name: str, size: int = 2, *queues: str, **changes: Any) -> dict[str, Any]:
-    row = {"name": name, "concurrency": size, "queues": queues or ["*"], "pool": "direct/prefork"}
-    return {**row, "seen_at": NOW, **changes}
-
-
-def shares(rows: list[dict[str, Any]], names: str, queue: str = "default") -> list[set[int]]:
-    """Return the ids of the entries that each of these workers takes, of 4,000 entries."""
-    make_id, found = IdMaker(lambda: 1_900_000_000_000, 0), list[set[int]]()
-    entries = [Entry(make_id(), 0, 0, queue) for _ in range(4000)]
-    for name in names:
-        members = WorkerShares(name)
-        members.learn(rows, NOW, 5)
-        found.append({entry.id for entry in entries if members.is_mine(entry)})
-    return found
-
-
-def test_each_task_belongs_to_one_worker_and_shares_are_proportional_to_pool_sizes() -> None:
-    first, second = shares([worker("a", 1), worker("b", 3)], "ab")
-    assert len(first | second) == 4000
-    assert not first & second
-    assert 0.2 < len(first) / 4000 < 0.3
-
-
-def test_a_worker_has_no_share_of_a_queue_that_it_does_not_serve() -> None:
-    rows = [worker("a", 2, "mail"), worker("b"), worker("c", 2, "default")]
-    assert len(shares(rows, "b")[0]) < 4000
-    assert shares(rows, "a", "mail")[0]
+def test_each_task_belongs_to_one_worker_and_shares_are_proportional_to_pool_sizes(
+    make_world: MakeWorld,
+) -> None:
+    for name, size in (("a", 1), ("b", 3)):
+        make_world().serve(name, "*", pool="direct/prefork", size=size)
+    first, second = kept(make_world, "a"), kept(make_world, "b")
+    assert first + second == 400
+    assert 80 < first < 120
 
 
 @pytest.mark.parametrize(
-    "rows",
-    [
-        [worker("a"), worker("b", seen_at=NOW - timedelta(seconds=16))],  # a silent worker
-        [worker("a"), worker("b", pool="prefork")],  # one without the direct timer
-        [worker("a", 2, "default"), worker("b", 2, "mail")],
-        [worker("b")],  # the worker is not registered yet
-    ],
+    ("queue", "pool", "silent_s"),
+    [("*", "direct/prefork", 16), ("*", "prefork", 0), ("mail", "direct/prefork", 0)],
+    ids=["a silent worker", "one without the direct timer", "one of another queue"],
 )
-def test_a_worker_that_is_alone_takes_all_tasks(rows: list[dict[str, Any]]) -> None:
-    assert len(shares(rows, "a")[0]) == 4000
+def test_a_worker_that_is_alone_takes_all_tasks(
+    make_world: MakeWorld, queue: str, pool: str, silent_s: float
+) -> None:
+    world = make_world()
+    world.serve("a", "default", pool="direct/prefork")
+    world.serve("b", queue, pool=pool)
+    world.silence(silent_s, "b")
+    assert kept(make_world, "a") == 400
+    assert kept(make_world, "not registered yet") == 400

@@ -1,4 +1,4 @@
-"""Time limits of processors, and how a long processor learns of its lease."""
+"""Time limits of processors, which leave no state behind after a run, and dead processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,19 +14,12 @@ from celery.concurrency import prefork, solo, thread
 from celery.exceptions import SoftTimeLimitExceeded
 from coverage import Coverage
 
-from delaytasks import DelayedTask, LeaseLostError, Status, TaskStateError
 from delaytasks.core.clock import monotonic
-from delaytasks.core.workers import LastRenewal
-from delaytasks.execution import executor as run_module
 from delaytasks.processors.registry import ProcessorSpec, Registry
 from delaytasks.worker.lease_keeper import has_exited
-from delaytasks.worker.shared_memory import Renewals
 from delaytasks.worker.time_limits import can_limit_time, limited
 from tests.refusals import invalid
 from tests.waiting import wait_until
-from tests.world import MakeWorld, World
-
-# -- A processor can declare time limits, which leave no state behind after its run ---------------
 
 
 def processor(**limits: Any) -> ProcessorSpec:
@@ -148,108 +140,3 @@ def test_a_dead_child_is_detected_before_and_after_it_is_waited_for() -> None:
     assert not has_exited(os.getpid())
     os.close(reads)
     os.close(writes)
-
-
-# -- `check_lease` informs a long processor before its lease ends, without a database query -------
-
-
-LEASE_S = 60
-
-
-class Watch:
-    """The monotonic clock of a run, and the time of the last lease renewal."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 1000.0
-        self.renewed = float("-inf")
-        monkeypatch.setattr(run_module, "monotonic", lambda: self.now)
-
-
-@pytest.fixture
-def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
-    return Watch(monkeypatch)
-
-
-@pytest.fixture
-def world(make_world: MakeWorld, watch: Watch) -> World:
-    world = make_world(lease=LEASE_S, _chunk_time_budget_s=1)
-    renewals = SimpleNamespace(last=lambda: LastRenewal(watch.renewed, float("-inf")))
-    world.worker(renewals=renewals)
-    return world
-
-
-def test_check_lease_raises_after_two_failed_renewals(world: World, watch: Watch) -> None:
-    @world.delays.processor("long")
-    def work(body: object, task: DelayedTask) -> None:
-        # The loop renews the lease in each turn.
-        for _ in range(3):
-            watch.renewed, watch.now = watch.now, watch.now + LEASE_S / 2
-            task.check_lease()
-        watch.now = watch.renewed + LEASE_S * 2 / 3
-        task.check_lease()
-        watch.now += 1
-        with pytest.raises(LeaseLostError, match=r"ends in 19\.0 s"):
-            task.check_lease()
-
-    world.run(task := world.schedule("long"))
-    assert world.statuses([task]) == ["DONE"]
-
-
-def test_the_lease_error_uses_no_attempt(world: World, watch: Watch) -> None:
-    @world.delays.processor("long")
-    def work(body: object, task: DelayedTask) -> None:
-        watch.now += LEASE_S
-        task.check_lease()
-
-    task = world.schedule("long")
-    world.broker.lose()
-    world.run(task)
-    now = world.read(task)
-    assert (now.status, now.runs, now.error) == (Status.NOT_COMPLETE, 0, None)
-    assert [entry.id for entry in world.broker.armed] == [task.id], "and at once"
-    assert [fields["id"] for fields in world.told("task.interrupted")] == [task.id]
-    assert world.count("task.failed") == 0
-
-
-def test_each_task_of_a_batch_can_be_asked_about_and_no_other(world: World) -> None:
-    other = world.schedule("note")
-
-    @world.delays.processor("many", batch=5)
-    def work(tasks: list[DelayedTask]) -> None:
-        for task in tasks:
-            task.check_lease()
-        other.check_lease()
-
-    world.run(*(tasks := [world.schedule("many") for _ in range(2)]))
-    assert all("TaskStateError: task" in (world.read(task).error or "") for task in tasks)
-    with pytest.raises(TaskStateError, match="check_lease"):
-        other.check_lease()
-
-
-def test_children_see_the_renewals_that_the_main_process_records() -> None:
-    renewals = Renewals()
-    assert renewals.last() == (0, 0)
-    renewals.record(asked_at=61.5, answered_at=61.5, lease_s=60)
-    child = os.fork()
-    if child == 0:
-        is_seen = renewals.last() == (61.5, 1.5)
-        renewals.record(asked_at=62.5, answered_at=62.5, lease_s=60)
-        os._exit(0 if is_seen else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert renewals.last() == (62.5, 1.5)
-    for asked_at, answered_at, last in (
-        (80, 81, (80, 1.5)),  # no lease ended between the two renewals
-        (100, 141, (100, 81)),  # leases ended before the answer
-    ):
-        renewals.record(asked_at=asked_at, answered_at=answered_at, lease_s=60)
-        assert renewals.last() == last
-
-
-def test_a_lease_error_that_the_processor_itself_creates_is_a_failure(world: World) -> None:
-    @world.delays.processor("wrong")
-    def work(body: object, task: DelayedTask) -> None:
-        raise LeaseLostError("as complete() says on a wrong database", task.id)
-
-    world.run(task := world.schedule("wrong"))
-    now = world.read(task)
-    assert (now.status, now.runs) == (Status.FAILED, 1), "or it would run again and again"

@@ -21,8 +21,10 @@ from delaytasks.core.ids import shard_of
 from delaytasks.core.interfaces import Claimed, Entry, Level, Recovered, Settlement, UnclaimedRow
 from delaytasks.core.policies import Stamp, WaitlistState
 from delaytasks.core.states import FINISHED, LIVE, MOVES
+from delaytasks.execution.runner import FailureReason, Report
 from tests.world.broker import WorldBroker
-from tests.world.main_process import MainProcess, run_chunk
+from tests.world.main_process import MainProcess, run_chunk, served_queues
+from tests.world.monitor import Monitor
 from tests.world.world import RUNNING, Worker, World, status_columns
 
 __all__ = [
@@ -33,10 +35,13 @@ __all__ = [
     "RUNNING",
     "Claimed",
     "Entry",
+    "FailureReason",
     "Level",
     "MainProcess",
     "MakeWorld",
+    "Monitor",
     "Recovered",
+    "Report",
     "Settlement",
     "UnclaimedRow",
     "WaitlistState",
@@ -44,6 +49,7 @@ __all__ = [
     "World",
     "WorldBroker",
     "run_chunk",
+    "served_queues",
     "shard_of",
     "status_columns",
     "to_us",

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
-from delaytasks import DelayedTask
+from billiard.einfo import ExceptionInfo
+from billiard.exceptions import WorkerLostError
+
+from delaytasks import DelayedTask, DelayTasks
 from delaytasks.core.interfaces import Entry
 from delaytasks.execution.runner import Report
+from delaytasks.runtime import runtime_of
 from delaytasks.worker import chunk_request
+from delaytasks.worker.celery_patches import add_queues
 from delaytasks.worker.chunk_request import ChunkRequest
-from delaytasks.worker.processes import Processes
+from delaytasks.worker.processes import Processes, logical_queues
+from delaytasks.worker.table_poller import TablePoller
 from delaytasks.worker.worker_runtime import WorkerRuntime
 from tests.world.world import World
 
@@ -41,11 +47,10 @@ class Pool:
 class CeleryWorker:
     """The parts of Celery's worker that the runtime uses."""
 
-    hostname = "w@test"
     hub = consumer = None
 
-    def __init__(self, pool: Any) -> None:
-        self.pool = pool
+    def __init__(self, pool: Any, hostname: str) -> None:
+        self.pool, self.hostname = pool, hostname
 
 
 class SteppedCeleryWorker(CeleryWorker):
@@ -64,6 +69,15 @@ def run_chunk(world: World, *tasks: DelayedTask) -> Report:
         return chunk_request.run_chunk(chunk)
 
 
+def served_queues(delays: DelayTasks, *chosen: str) -> tuple[list[str], set[str]]:
+    """Return our queues of a worker that runs with `-Q chosen`, and all queues that it consumes."""
+    runtime = runtime_of(delays)
+    if chosen:
+        runtime.celery.amqp.queues.select(chosen)
+    consumed = add_queues(runtime.celery, runtime.queues.all(), runtime.publisher)
+    return logical_queues(consumed, delays.settings.namespace), set(consumed)
+
+
 class MainProcess:
     """The main process of a worker.
 
@@ -75,14 +89,18 @@ class MainProcess:
         The number of the pool's processes.
     is_stepped
         Whether the thread that calls also sends the chunks, so that a test needs no loop.
+    name
+        The name of the worker.
     """
 
-    def __init__(self, world: World, processes: int = 2, is_stepped: bool = True) -> None:
+    def __init__(
+        self, world: World, processes: int = 2, is_stepped: bool = True, name: str = "w@test"
+    ) -> None:
         self.world = world
         self.pool = Pool(processes)
         self.processes = Processes(lambda: world.runtime)
         self.processes.queues = ["default"]
-        worker = (SteppedCeleryWorker if is_stepped else CeleryWorker)(self.pool)
+        worker = (SteppedCeleryWorker if is_stepped else CeleryWorker)(self.pool, name)
         self.runtime = WorkerRuntime(world.runtime, self.processes, worker)
         self.dispatcher = self.runtime.dispatcher
         self.clock: Any = self.runtime.clock
@@ -97,9 +115,48 @@ class MainProcess:
         now = self.clock.now_us()
         return [Entry(start + n, 0, now, "default", priority) for n in range(count)]
 
-    def take(self, count: int, priority: int = 0, start: int = 1) -> None:
-        """Take entries that are due now."""
-        self.dispatcher.take(self.entries(count, priority, start))
+    def take(self, entries: int | Sequence[Entry], start: int = 1) -> None:
+        """Take entries, or a number of new ones, that are due now."""
+        if isinstance(entries, int):
+            entries = self.entries(entries, start=start)
+        self.dispatcher.take(entries)
+
+    def pump(self) -> None:
+        """Fill the free processes, and leave late entries to the table."""
+        self.dispatcher.pump()
+
+    def stop(self) -> None:
+        """Send back what the worker keeps, as at its stop."""
+        self.runtime.stop()
+
+    def reconnect(self) -> None:
+        """Restore the chunks that Celery forgets with its connection to the broker."""
+        self.runtime.recall()
+
+    def ask_for_help(self) -> None:
+        """Ask other workers to drain the queues whose entries were left to the table."""
+        self.runtime.work_sender.send_back(self.dispatcher.take_left_to_table())
+
+    def request_sweep(self, partition: int) -> None:
+        """Request a sweep, as a message of beat does."""
+        self.runtime.sweep_loop.request(partition)
+
+    def forget_armed(self) -> None:
+        """Let the next sweep arm all near rows again, as after a loss of the broker."""
+        self.runtime.sweep_loop.forget_armed()
+
+    def sweep_turn(self) -> None:
+        """Let the thread that sweeps take one turn."""
+        self.runtime.sweep_loop._turn()
+
+    def poll(self, is_woken: bool = False, hears_notices: bool = False) -> float:
+        """Let the thread that reads the table take one turn, and return how long it rests."""
+        poller = self.runtime.table_poller
+        assert isinstance(poller, TablePoller)
+        poller.listener.is_listening = hears_notices
+        if is_woken:
+            poller.wake()
+        return poller._turn()
 
     def drain(self, queue: str = "default", *priorities: int) -> None:
         """Start to drain a queue."""
@@ -122,3 +179,34 @@ class MainProcess:
 
     def continue_s(self) -> list[float]:
         return [request.continue_s for request in self.requests]
+
+    @property
+    def waiting(self) -> int:
+        """The number of entries that are due and wait for a process."""
+        return self.dispatcher.waiting
+
+    @property
+    def kept(self) -> int:
+        """The number of entries that wait until they are due."""
+        return len(self.runtime.near_entries.wheel)
+
+    @property
+    def others_wait(self) -> bool:
+        """Whether the processes are told that tasks wait for a process."""
+        return self.processes.others_wait.is_so()
+
+    def capacity(self, coming: int = 0) -> int:
+        """Return how many more entries can run in time."""
+        return self.dispatcher.capacity(coming)
+
+    def detached(self) -> Mapping[int, Collection[int]]:
+        """Return by process the rows that outlive their chunks."""
+        return self.dispatcher.running()[1]
+
+    def lose_process(self) -> None:
+        """Let the process of the newest chunk die."""
+        _, _, lost = self.pool.requests.pop()
+        try:
+            raise WorkerLostError("exited prematurely")
+        except WorkerLostError:
+            lost(ExceptionInfo())

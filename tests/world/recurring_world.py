@@ -16,7 +16,7 @@ from delaytasks.recurrence.definition import RecurringSchedule
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
 from tests.conftest import settings_for
-from tests.recording import ManualClock, set_columns
+from tests.recording import ManualClock
 from tests.world.world import World
 
 
@@ -55,7 +55,7 @@ class RecurringWorld(World):
 
     def change_schedules(self, **values: Any) -> None:
         """Change columns of all schedules directly, as another program does."""
-        set_columns(self.store, "recurring", **values)
+        self.set_columns("recurring", **values)
 
     def tasks(self, tag: str = "report") -> list[DelayedTask]:
         return list(self.delays.find(tag=tag, limit=1000).tasks)

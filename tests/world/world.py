@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
+from operator import attrgetter
 from typing import Any
+from unittest import mock
 
 from celery import Celery
 from sqlalchemy import URL, Connection, Engine, Table, event, func, insert, select, text, update
@@ -48,6 +50,23 @@ _EARLIER = {
 }
 
 
+#: What the stages of a sweep call first, and what the thread that sweeps calls.
+STAGES = {
+    "policies": "runtime.policy_cache.refresh",
+    "clock": "runtime.clock.certain_now",
+    "workers": "store.workers.expire",
+    "arm": "store.sweeps.due_between",
+    "abandoned": "store.sweeps.recover",
+    "overdue": "store.sweeps.levels_of",
+    "purge": "store.sweeps.purge",
+    "audit": "store.sweeps.purge_audit",
+    "report": "store.workers.report",
+    "own queues": "store.sweeps.levels_of",
+    "forget": "store.sweeps.forget_armed",
+    "sweep partition 1": "store.sweeps.begin_sweep",
+    "stale": "store.sweeps.stale_sweep_partitions",
+}
+
 #: The columns that make a row one that a worker runs.
 RUNNING: dict[str, Any] = {
     "status": int(Status.RUNNING),
@@ -68,15 +87,17 @@ class World:
     ----------
     store
         The database with its tables, which several worlds use one after another.
+    broker
+        The URL of the broker of Celery's events. All else is sent to `WorldBroker`.
     settings
         The settings of the `DelayTasks`.
     """
 
-    def __init__(self, store: Store, **settings: Any) -> None:
+    def __init__(self, store: Store, broker: str = "memory://", **settings: Any) -> None:
         self.store = store
         url = store.database.url.render_as_string(hide_password=False)
         prefix = store.schema.tasks.name.removesuffix("yb_delay_task_message")
-        app = Celery("world", broker="memory://", set_as_current=False)
+        app = Celery("world", broker=broker, set_as_current=False)
         usual = {"table_prefix": prefix, "tags": "any", "_chunk_time_budget_s": 5}
         settings = {**usual, **settings}
         self.delays = DelayTasks(app, url, **settings)
@@ -173,17 +194,36 @@ class World:
 
     def sweep_later(self, partition: int = 0, **options: Any) -> list[int]:
         """Sweep a partition when it is its time again, and return the ids that were armed."""
-        before, s = len(self.broker.armed), self.store.schema.sweeps
-        with self.begin() as connection:
-            connection.execute(update(s).values(swept_at=self.now() - timedelta(seconds=60)))
+        before = len(self.broker.armed)
+        self.set_columns("sweeps", swept_at=self.now() - timedelta(seconds=60))
         assert self.runtime.sweeper.sweep(partition, **options)
         return self.broker.ids[before:]
 
+    @contextmanager
+    def failing(self, stage: str, error: Exception) -> Iterator[None]:
+        """Let the first call of a stage of a sweep fail, by the name that `loop.failed` has."""
+        owner, _, name = STAGES[stage].rpartition(".")
+        part = attrgetter(owner)(self)
+        real, errors = getattr(part, name), iter([error])
+
+        def call(*args: Any, **options: Any) -> Any:
+            for one in errors:
+                raise one
+            return real(*args, **options)
+
+        with mock.patch.object(part, name, call):
+            yield
+
     def serve(
-        self, name: str, *queues: str, pool: str = "prefork", tags: Sequence[str] | None = None
+        self,
+        name: str,
+        *queues: str,
+        pool: str = "prefork",
+        tags: Sequence[str] | None = None,
+        size: int = 2,
     ) -> None:
         """Report a live worker of these queues, with processors of these tags."""
-        self.store.workers.report(name, queues, pool, 2, 0, tags)
+        self.store.workers.report(name, queues, pool, size, 0, tags)
 
     def why(self, task: DelayedTask) -> list[Reason]:
         """Return what the tables say of a task that has not run."""
@@ -192,10 +232,8 @@ class World:
 
     def silence(self, seconds: float = 60, *names: str) -> None:
         """Let workers, or all of them, report nothing for a time."""
-        w = self.store.schema.workers
-        silent = update(w).values(seen_at=self.now() - timedelta(seconds=seconds))
-        with self.begin() as connection:
-            connection.execute(silent.where(w.c.name.in_(names)) if names else silent)
+        for row in [{"name": name} for name in names] or [{}]:
+            self.set_columns("workers", row, seen_at=self.now() - timedelta(seconds=seconds))
 
     def cancel(self, task: DelayedTask | int, **options: Any) -> Any:
         """Cancel a task by the public API."""
@@ -323,6 +361,12 @@ class World:
         id = task if isinstance(task, int) else task.id
         with self.begin() as connection:
             connection.execute(update(t).where(t.c.id == id).values(**values))
+
+    def set_columns(self, table: str, row: Mapping[str, Any] | None = None, **values: Any) -> None:
+        """Change columns of a table directly, of the rows with these values or of all rows."""
+        changed = update(self.table(table)).filter_by(**row or {}).values(**values)
+        with self.begin() as connection:
+            connection.execute(changed)
 
     def read(self, task: DelayedTask | int) -> DelayedTask:
         """Return the task as it is now."""
@@ -521,6 +565,10 @@ class Worker:
 
     def run_waitlist(self, tag: str, most: int, for_s: float, queue: str = "default") -> Report:
         return self._runner.run_waitlist(queue, tag, most, for_s)
+
+    def renewed(self, at: float, lease_s: float) -> None:
+        """Tell the process that its leases were renewed at a time of its monotonic clock."""
+        self.processes.renewals.record(at, at, lease_s)
 
     def finish(self) -> None:
         """Wait for the rows and settlements that outlive their chunks."""

@@ -1,0 +1,104 @@
+"""Parts of a process whose effects are seen only under load, or after a fork."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from delaytasks.core.clock import monotonic
+from delaytasks.execution.chunk import Chunk, TimeBudget
+from delaytasks.execution.chunk_runner import TagCosts
+from delaytasks.processors.registry import MAX_SLOTS, EventLoop, ThreadSlots
+from delaytasks.storage.sweep_queries import SweepQueries
+from delaytasks.worker.shared_memory import Renewals
+from tests.waiting import wait_until
+from tests.world import World
+
+
+def test_an_error_is_reported_and_the_next_chunk_is_watched() -> None:
+    errors, expired = list[Exception](), list[Chunk]()
+    budget = TimeBudget(
+        0.1, lambda chunk: expired.append(chunk) or 1 / (len(expired) - 1), errors.append
+    )
+    for count in (1, 2):
+        budget.open(Chunk([], 60, 60))
+        wait_until(lambda count=count: len(expired) == count and errors, 5, "the end of its time")  # type: ignore[misc]
+    assert [type(error) for error in errors] == [ZeroDivisionError]
+
+
+def test_chunks_that_end_in_time_wake_no_thread_and_are_not_reported() -> None:
+    expired, woken = list[Chunk](), list[int]()
+    budget: Any = TimeBudget(60, expired.append, lambda error: None)
+    for number in range(50):
+        budget.open(chunk := Chunk([], 60, 60))
+        time.sleep(0.005)
+        budget.close(chunk)
+        if number == 0:
+            budget._changed.notify = lambda: woken.append(1)
+    assert (woken, expired) == ([], [])
+
+
+def test_unknown_tags_are_not_remembered(world: World, monkeypatch: Any) -> None:
+    learned: list[str] = []
+    monkeypatch.setattr(TagCosts, "learn", lambda self, tag, *_: learned.append(tag) or 1.0)
+    world.run(world.schedule("of another release"), world.schedule())
+    assert learned == ["note"]
+
+
+def test_all_tags_together_have_at_most_max_slots_thread_slots() -> None:
+    slots = ThreadSlots()
+    assert all(slots.take(tag, MAX_SLOTS, 0) for tag in "ab" for _ in range(MAX_SLOTS // 2))
+    assert not slots.take("c", 5, monotonic() + 0.01)
+    assert slots.free("c", 5) == 0
+    slots.give_back("a")
+    assert slots.take("c", 5, 0)
+
+
+def test_a_start_function_of_the_event_loop_is_called_in_each_new_loop() -> None:
+    loop, calls, late = EventLoop(), list[int](), list[int]()
+
+    def call() -> None:
+        calls.append(1)
+
+    async def nothing() -> None: ...
+
+    loop.at_start(call)
+    loop.at_start(call)
+    loop.result_of(nothing())
+    assert len(calls) == 1
+    loop.after_fork()
+    loop.result_of(nothing())
+    assert len(calls) == 2
+    loop.at_start(lambda: late.append(1))
+    loop.result_of(nothing())
+    assert late == [1], "the loop ran already"
+
+
+def test_children_see_the_renewals_that_the_main_process_records() -> None:
+    renewals = Renewals()
+    assert renewals.last() == (0, 0)
+    renewals.record(asked_at=61.5, answered_at=61.5, lease_s=60)
+    child = os.fork()
+    if child == 0:
+        is_seen = renewals.last() == (61.5, 1.5)
+        renewals.record(asked_at=62.5, answered_at=62.5, lease_s=60)
+        os._exit(0 if is_seen else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert renewals.last() == (62.5, 1.5)
+    for asked_at, answered_at, last in (
+        (80, 81, (80, 1.5)),  # no lease ended between the two renewals
+        (100, 141, (100, 81)),  # leases ended before the answer
+    ):
+        renewals.record(asked_at=asked_at, answered_at=answered_at, lease_s=60)
+        assert renewals.last() == last
+
+
+def test_sweeps_without_a_broker_do_not_replace_sweeps_with_one(world: World) -> None:
+    sweeps, store = world.store.sweeps, world.store
+    direct = SweepQueries(store.database, store.schema, "direct")
+    assert direct.begin_sweep(0, 1, 4) is not None
+    assert sweeps.stale_sweep_partitions(1, 10) == [0]
+    assert sweeps.begin_sweep(0, 1, 4) is not None
+    assert [each.stale_sweep_partitions(1, 10) for each in (sweeps, direct)] == [[], []]
+    assert direct.begin_sweep(0, 1, 4) is None
