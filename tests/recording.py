@@ -36,7 +36,7 @@ from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
 from delaytasks.timers.arming import EtaTimer
 from delaytasks.timers.publisher import Publisher
-from delaytasks.timers.redis_timer import RedisTimer, Taken, redis_location
+from delaytasks.timers.redis_timer import AHEAD_MS, RETURN_S, RedisTimer, Taken, redis_location
 from delaytasks.worker.celery_tasks import processes_of
 from tests.world.broker import RecordingTimer
 
@@ -154,6 +154,9 @@ class ManualMonotonic:
 
 class RedisTimerHarness:
     """A timer with a private namespace and a manual clock."""
+
+    #: How early entries are taken, and when those return that a poller has not handed on.
+    ahead_ms, return_s = AHEAD_MS, RETURN_S
 
     def __init__(self, url: str, options: dict[str, Any] | None = None, **settings: Any) -> None:
         self.clock = ManualClock(datetime(2030, 1, 1, tzinfo=timezone.utc))

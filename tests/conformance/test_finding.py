@@ -7,69 +7,52 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import select, text
 
-from delaytasks import DelayedTask, DelayTasks, Status
-from delaytasks.core.clock import monotonic
-from delaytasks.core.filters import Filter, Filters, filter_of
-from delaytasks.operations.explanations import Follower
-from delaytasks.runtime import runtime_of
-from delaytasks.storage import state_queries as changes
-from delaytasks.storage.searching import SearchTimeoutError, limited_search
-from delaytasks.storage.state_queries import Stats
-from delaytasks.storage.store import Store
-from delaytasks.storage.types import for_database
+from delaytasks import DelayedTask, DelayTasks, Status, StoreError
 from tests.conformance.bulk_tasks import NOON
-from tests.conformance.bulk_tasks import put as change
-from tests.conformance.store_rows import add, put, seconds
-from tests.recording import counted
 from tests.refusals import invalid
 from tests.world import World
-from tests.world.broker import RecordingTimer
 
 # Look up and count rows, and read the clock, on every database
 
 
-def test_pages_show_each_resting_row_once_while_others_move(store: Store) -> None:
-    now = seconds(store.tasks.now(), 1000)
+def test_pages_show_each_resting_row_once_while_others_move(world: World) -> None:
+    now, second = world.now() + timedelta(seconds=1000), timedelta(seconds=1)
     # Many rows have the same due time, so the cursor must compare ids and times.
-    resting = [add(store, expected_time=seconds(now, n // 4)) for n in range(20)]
-    moving = [add(store, expected_time=seconds(now, n)) for n in range(5)]
+    resting = {world.put(expected_time=now + n // 4 * second).id for n in range(20)}
+    moving = [world.put(expected_time=now + n * second) for n in range(5)]
     seen: list[int] = []
     cursor = None
     for step in range(25):
-        page = store.tasks.find(Filter(), 3, cursor)
+        page = world.delays.find(limit=3, cursor=cursor)
         seen += [one.id for one in page]
         cursor = page.cursor
         if cursor is None:
             break
         if step < 5:
-            store.tasks.reschedule(moving[step].id, seconds(now, -1 if step % 2 else 500))
+            world.delays.reschedule(moving[step], at=now + (-1 if step % 2 else 500) * second)
     assert cursor is None
-    assert Counter(one for one in seen if one in {r.id for r in resting}) == {
-        one.id: 1 for one in resting
-    }
+    assert Counter(id for id in seen if id in resting) == Counter(resting)
 
 
-def test_counts_name_every_status(store: Store) -> None:
-    for status, many in ((Status.NOT_COMPLETE, 3), (Status.FAILED, 2)):
-        for _ in range(many):
-            put(store, status)
-    counts = Stats(store.database, store.schema).counts()
-    assert {status: rows for status, (rows, _) in counts.items()} == counted(store)
-    assert counted(store) == {**dict.fromkeys(Status, 0), Status.NOT_COMPLETE: 3, Status.FAILED: 2}
+def test_counts_name_every_status(world: World) -> None:
+    for status in [Status.NOT_COMPLETE] * 3 + [Status.FAILED] * 2:
+        world.put(status)
+    counts = {status: count.rows for status, count in world.state().counts.items()}
+    assert counts == world.counted()
+    assert counts == dict.fromkeys(Status, 0) | {Status.NOT_COMPLETE: 3, Status.FAILED: 2}
 
 
-def test_the_databases_clock_moves_within_a_transaction(store: Store) -> None:
-    with store.database.begin() as connection:
-        first = connection.execute(store.tasks._get, {"task_id": 1}).first()
-        assert first is None
-        before = store.tasks.now()
-        if store.database.can.server_side_cursors:
-            added = add(store, 0.0)
+def test_the_databases_clock_moves_within_a_transaction(world: World) -> None:
+    with world.begin() as connection:
+        connection.execute(select(1)).first()
+        before = world.now()
+        if world.can.server_side_cursors:
+            added = world.schedule(session=connection)
             assert added.create_time is not None
             assert added.create_time >= before
-    assert store.tasks.now() >= before
+    assert world.now() >= before
 
 
 # `find` and the bulk functions have the same filters, on each database
@@ -89,7 +72,7 @@ def all_pages(delays: DelayTasks, **options: Any) -> list[int]:
 
 
 @pytest.fixture
-def tasks(store: Store, delays: DelayTasks) -> dict[str, DelayedTask]:
+def tasks(world: World, delays: DelayTasks) -> dict[str, DelayedTask]:
     """Return one task for each way in which tasks differ."""
     tasks = {
         # The order of ids is not that of due times.
@@ -99,9 +82,9 @@ def tasks(store: Store, delays: DelayTasks) -> dict[str, DelayedTask]:
         "failed": delays.schedule_delay("b", 3, at=NOON + 2 * SECOND, priority=3),
         "cancelled": delays.schedule_delay("b", 4, at=NOON + 3 * SECOND, queue="slow"),
     }
-    change(store, tasks["failed"], status=int(Status.FAILED), create_time=NOON)
-    change(store, tasks["cancelled"], status=int(Status.CANCELLED))
-    change(store, tasks["done"], status=int(Status.DONE), update_time=NOON)
+    world.change(tasks["failed"], status=int(Status.FAILED), create_time=NOON)
+    world.change(tasks["cancelled"], status=int(Status.CANCELLED))
+    world.change(tasks["done"], status=int(Status.DONE), update_time=NOON)
     return tasks
 
 
@@ -124,7 +107,6 @@ def tasks(store: Store, delays: DelayTasks) -> dict[str, DelayedTask]:
 def test_find_has_the_filters_of_the_bulk_functions_and_takes_several_statuses(
     delays: DelayTasks, tasks: dict[str, DelayedTask], filters: Any, wanted: str, limit: int
 ) -> None:
-    assert filters.keys() <= Filters.__annotations__.keys()
     ids = [tasks[name].id for name in wanted.split()]
     assert all_pages(delays, limit=limit, **filters) == ids
     assert all_pages(delays, limit=limit, newest_first=True, **filters) == ids[::-1]
@@ -202,10 +184,10 @@ def test_a_filter_that_does_not_exist_is_refused_by_find_too(delays: DelayTasks)
 
 
 @pytest.fixture
-def equal_tasks(delays: DelayTasks, timer: RecordingTimer) -> list[DelayedTask]:
+def equal_tasks(world: World, delays: DelayTasks) -> list[DelayedTask]:
     """Return tasks of two queues and two tags in the order of their due times; some times are
     equal."""
-    now = runtime_of(delays).clock.now()
+    now = world.now()
     tags, queues = ("a", "b"), ("default", "other")
     made = [
         delays.schedule_delay(
@@ -238,92 +220,69 @@ def test_a_task_that_is_scheduled_between_two_pages_does_not_shift_them(
 # A search ends at its time limit, on every database
 
 
-COUNT_FOREVER = """
-WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {most})
-SELECT count(*) FROM n
-"""
+COUNT = (
+    "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {}) SELECT {} FROM n"
+)
+#: Statements that take minutes.
+ENDLESS = {
+    "postgresql": "SELECT pg_sleep(300)",
+    "mysql": "SELECT SLEEP(300)",
+    "sqlite": COUNT.format(10**12, "count(*)"),
+}
+#: The limit that a connection has. SQLite interrupts a statement that takes some time.
+LIMIT = {
+    "postgresql": "SELECT setting FROM pg_settings WHERE name = 'statement_timeout'",
+    "mysql": "SELECT @@max_statement_time",
+    "sqlite": COUNT.format(10**5, "0 * count(*)"),
+}
 
 
-def endless(store: Store) -> Any:
-    """Return a statement that takes minutes."""
-    sql = for_database(
-        store.database.backend,
-        postgresql="SELECT pg_sleep(300)",
-        mysql="SELECT SLEEP(300)",
-        sqlite=COUNT_FOREVER.format(most=10**12),
-    )
-    return text(sql)
-
-
-def test_a_statement_ends_at_the_limit_and_the_connections_keep_none(store: Store) -> None:
-    began = monotonic()
-    with pytest.raises(SearchTimeoutError, match="narrow its filter"):
-        limited_search(store.database, lambda c: c.execute(endless(store)), 0.2)
-    assert monotonic() - began < 60
-    limit = for_database(
-        store.database.backend,
-        postgresql="SELECT setting FROM pg_settings WHERE name = 'statement_timeout'",
-        mysql="SELECT @@max_statement_time",
-        sqlite=COUNT_FOREVER.format(most=10**5).replace("count(*)", "0 * count(*)"),
-    )
-    for engine in (store.database.auto, store.database.tx):
-        with engine.connect() as connection:
-            assert float(connection.execute(text(limit)).scalar_one()) == 0
-
-
-def test_no_statement_begins_after_the_limit(store: Store) -> None:
-    def work(connection: Any) -> None:
+def test_a_search_ends_at_its_limit_and_the_connections_keep_none(world: World) -> None:
+    def ask_again_and_again(connection: Any) -> None:
         while True:
             connection.execute(text("SELECT 1"))
 
-    with pytest.raises(SearchTimeoutError):
-        limited_search(store.database, work, 0.1)
+    endless, limit = text(ENDLESS[world.kind]), text(LIMIT[world.kind])
+    for work in (lambda connection: connection.execute(endless), ask_again_and_again):
+        with pytest.raises(StoreError, match="narrow its filter"):
+            world.search(work, limit_s=0.2)
+    with world.begin() as connection:
+        assert float(connection.execute(limit).scalar_one()) == 0
+    assert float(world.rows(limit)[0][0]) == 0
 
 
-def test_tasks_are_found_within_the_limit(store: Store) -> None:
-    assert store.tasks.find(filter_of({"tag": "unknown"}), 10, time_limit_s=30).tasks == []
+# A follower finds the changes of tasks in each database, at a bounded cost
 
 
-# `Follower` finds the changes of tasks in each database, at a bounded cost
-
-
-def follow(delays: DelayTasks, **filters: Any) -> Follower:
-    follower = Follower(runtime_of(delays).store, filter_of(filters))
-    follower.read()
-    return follower
-
-
-def seen(follower: Follower) -> list[tuple[int, str]]:
+def seen(follower: Any) -> list[tuple[int, str]]:
     return [(task.id, task.status.name) for task in follower.read().tasks]
 
 
-def test_each_change_is_shown_once(delays: DelayTasks, world: World) -> None:
-    follower = follow(delays)
-    task = delays.schedule_delay("note", {"secret": 1}, 0)
+def test_each_change_is_shown_once(world: World) -> None:
+    follower = world.follow()
+    task = world.schedule(body={"secret": 1})
     assert seen(follower) == [(task.id, "NOT_COMPLETE")]
     assert seen(follower) == []
     world.claim(task)
     assert seen(follower) == [(task.id, "RUNNING")]
-    later = delays.schedule_delay("note", {}, 3600)
+    later = world.schedule(delay=3600)
     assert seen(follower) == [(later.id, "NOT_COMPLETE")]
-    delays.cancel(later)
+    world.cancel(later)
     assert seen(follower) == [(later.id, "CANCELLED")]
 
 
-def test_a_run_between_two_reads_is_shown_as_it_ended(delays: DelayTasks, world: World) -> None:
-    follower = follow(delays)
-    task = delays.schedule_delay("note", {"secret": 1}, 0)
+def test_a_run_between_two_reads_is_shown_as_it_ended(world: World) -> None:
+    follower = world.follow()
+    task = world.schedule(body={"secret": 1})
     world.run(task)
     [found] = follower.read().tasks
     assert found.status.name == "DONE"
     assert found.body_json == "", "bodies are not read"
 
 
-def test_a_task_of_a_backlog_is_found_while_it_runs_and_when_it_ends(
-    delays: DelayTasks, world: World
-) -> None:
+def test_a_task_of_a_backlog_is_found_while_it_runs_and_when_it_ends(world: World) -> None:
     task = world.put(due_s=-3600, update_time=world.now() - timedelta(hours=1))
-    follower = follow(delays)
+    follower = world.follow()
     # The follower has not seen it yet, and it was due long ago, so only its status leads to it.
     [claimed] = world.claim(task)
     assert (task.id, "RUNNING") in seen(follower)
@@ -331,9 +290,9 @@ def test_a_task_of_a_backlog_is_found_while_it_runs_and_when_it_ends(
     assert seen(follower) == [(task.id, "DONE")], "it was seen before"
 
 
-def test_filters_apply_to_the_changes(delays: DelayTasks) -> None:
-    by_tag, by_key = follow(delays, tag="a"), follow(delays, key="k")
-    by_meta, by_status = follow(delays, meta={"tenant": "acme"}), follow(delays, status="CANCELLED")
+def test_filters_apply_to_the_changes(world: World, delays: DelayTasks) -> None:
+    by_tag, by_key = world.follow(tag="a"), world.follow(key="k")
+    by_meta, by_status = world.follow(meta={"tenant": "acme"}), world.follow(status="CANCELLED")
     one = delays.schedule_delay("a", {}, 60)
     two = delays.schedule_delay("b", {}, 60, key="k", meta={"tenant": "acme"})
     assert seen(by_tag) == [(one.id, "NOT_COMPLETE")]
@@ -343,12 +302,10 @@ def test_filters_apply_to_the_changes(delays: DelayTasks) -> None:
     assert seen(by_status) == seen(by_key) == [(two.id, "CANCELLED")]
 
 
-def test_a_read_has_few_statements_and_each_is_bounded(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    follower = follow(world.delays)
+def test_a_read_has_few_statements_and_each_is_bounded(world: World) -> None:
+    follower = world.follow()
     world.delays.schedule_many(("note", {}, 60) for _ in range(30))
-    monkeypatch.setattr(changes, "MOST_CHANGES", 20)
+    world.lower(changes_of_a_read=20)
     with world.statements() as statements:
         step = follower.read()
     assert step.is_incomplete

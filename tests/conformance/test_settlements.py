@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from delaytasks import DelayedTask, Status
-from tests.conformance.store_rows import NASTY
-from tests.world import MOVES, Settlement, World
+from tests.world import MOVES, NASTY, Settlement, World
 
 pytestmark = pytest.mark.quick
 

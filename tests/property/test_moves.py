@@ -1,45 +1,197 @@
-"""Random operations on a real store, checked against the table of moves.
+"""Random operations on a real database, checked against the table of moves.
 
 The model knows each task's status, version, attempts, lapses and due time, and which claim may
-settle it until when. The clock is simulated, the broker is flushed and redelivers messages, and
-workers die. After each operation, the row must be in a state that MOVES allows. A refused call must
-leave the row unchanged.
+settle it until when. The clock is simulated, the broker loses and repeats messages, and workers
+die. After each operation, the row must be in a state that MOVES allows. A refused call must leave
+the row unchanged.
 """
 
 from __future__ import annotations
 
+import itertools
 import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from chaos.simulation.clock import Times, installed
-from delaytasks.core.clock import from_us, to_us
-from delaytasks.core.filters import Filter
-from delaytasks.core.interfaces import Entry, Settlement
-from delaytasks.core.states import MOVES, Status
-from delaytasks.core.task import DelayedTask
-from delaytasks.timers.arming import read_message
-from tests.conftest import open_store
-from tests.property.machine import HORIZON_S, LEASE_US, MAX_LOST_LEASES, SWEEP_S, Producers
+from delaytasks import DelayedTask, DuplicateTaskError, Status, TaskStateError
+from tests.conftest import empty, open_store
+from tests.world import FINISHED, MOVES, Entry, World, from_us, to_us
 
 pytestmark = pytest.mark.slow
 
+MAX_LOST_LEASES, SWEEP_S, HORIZON_S, LEASE_US = 3, 5, 20, 60_000_000
 ENDS = ["succeed", "fail", "give_back", "give_back"]
+#: Tasks are mostly due, since a waiting task takes part in few moves.
+IN_S = st.sampled_from([0, 0, 0, 25])
 
 
-class Moves(Producers):
-    """The calls of workers, sweeps and messages."""
+@dataclass
+class Known:
+    """The expected content of a task's row."""
 
-    tasks = Producers.tasks
+    task: DelayedTask
+    status: Status = Status.NOT_COMPLETE
+    version: int = 0
+    runs: int = 0
+    lapses: int = 0
+    due_us: int = 0
+    lease_us: int = 0
+    #: The claim that may settle the task, and the claims that may no longer do it.
+    claim: DelayedTask | None = None
+    stale: list[DelayedTask] = field(default_factory=list)
+
+    def can(self, name: str) -> bool:
+        return self.status in MOVES[name].sources
+
+    def move(self, name: str) -> None:
+        assert self.can(name)
+        self.status = MOVES[name].target
+        self.version += 1
+        if self.claim is not None:
+            self.stale.append(self.claim)
+            self.claim = None
+
+
+class Moves(RuleBasedStateMachine):
+    """The expected content of the table, and the calls that change it."""
+
+    store: Any  # set by the test: created once, and emptied for each run
+    times: Times
+    tasks = Bundle("tasks")
+
+    @initialize(target=tasks)
+    def begin(self) -> Any:
+        empty(self.store)
+        limits: dict[str, Any] = {"horizon": HORIZON_S, "max_lost_leases": MAX_LOST_LEASES}
+        self.world = World(self.store, sweep=SWEEP_S, **limits)
+        self.known: dict[int, Known] = {}
+        self.keys: dict[str, int] = {}
+        self.names = (f"w{number}" for number in itertools.count())
+        self.seen_us: dict[str, int] = {}
+        self.begin_worker()
+        self.swept_us = self.armed_us = 0
+        self.is_paused, self.is_applied = False, True
+        return multiple(*(self.schedule_keyed(0, key, "reject") for key in "ab"), self.schedule(0))
+
+    def teardown(self) -> None:
+        self.world.close()
+
+    def begin_worker(self) -> None:
+        self.worker = next(self.names)
+        self.report_worker()
+
+    def report_worker(self) -> None:
+        self.world.serve(self.worker, "default")
+        self.seen_us[self.worker] = self.times.now_us
+
+    def due_us(self, in_s: int) -> int:
+        return self.times.now_us + in_s * 1_000_000
+
+    def can_run(self, known: Known) -> bool:
+        return known.can("claim") and known.due_us <= self.times.now_us
+
+    def those(self, status: Status) -> list[Known]:
+        return [known for known in self.known.values() if known.status is status]
+
+    def leave_key(self, known: Known) -> None:
+        key = known.task.key
+        if key is not None and self.keys.get(key) == known.task.id:
+            del self.keys[key]
+
+    # -- producers and operators ------------------------------------------------------------------
+
+    @rule(target=tasks, in_s=IN_S)
+    def schedule(self, in_s: int) -> int:
+        return self.new_task(in_s)
+
+    def new_task(self, in_s: int, **options: Any) -> int:
+        made = self.world.delays.schedule_delay("t", {}, in_s, **options)
+        self.known.setdefault(made.id, Known(made, due_us=self.due_us(in_s)))
+        return made.id
+
+    @rule(
+        target=tasks,
+        in_s=IN_S,
+        key=st.sampled_from("ab"),
+        policy=st.sampled_from(["reject", "keep", "replace"]),
+    )
+    def schedule_keyed(self, in_s: int, key: str, policy: str) -> int:
+        # The key of a task with the failure "worker lost" stays in the table, but is free.
+        owner = self.known.get(self.keys.get(key, 0))
+        has_owner = owner is not None and owner.status not in FINISHED
+        if owner is not None and has_owner and policy == "reject":
+            with pytest.raises(DuplicateTaskError) as caught:
+                self.new_task(in_s, key=key)
+            assert caught.value.id == owner.task.id
+            return owner.task.id
+        id = self.new_task(in_s, key=key, on_conflict=policy)
+        if owner is None or not has_owner or (policy == "replace" and not owner.can("replace")):
+            assert owner is None or id != owner.task.id
+            self.keys[key] = id
+            return id
+        assert id == owner.task.id
+        if policy == "replace":
+            owner.move("replace")
+            owner.runs = owner.lapses = 0
+            owner.due_us = self.due_us(in_s)
+        return id
+
+    @rule(id=tasks)
+    def cancel(self, id: int) -> None:
+        known, can = self.known[id], self.known[id].can("cancel")
+        result = self.world.cancel(id)
+        if can:
+            known.move("cancel")
+            self.leave_key(known)
+        assert (bool(result), result.status) == (can, known.status)
+
+    @rule(id=tasks, in_s=IN_S, move=st.sampled_from(["reschedule", "rerun"]))
+    def give_time(self, id: int, in_s: int, move: str) -> None:
+        known, call = self.known[id], getattr(self.world.delays, move)
+        if not known.can(move):
+            with pytest.raises(TaskStateError):
+                call(id, in_s)
+        elif move == "rerun" and self.keys.get(known.task.key or "", id) != id:
+            with pytest.raises(DuplicateTaskError):
+                call(id, in_s)
+        else:
+            call(id, in_s, version=known.version)
+            known.move(move)
+            known.due_us = self.due_us(in_s)
+            if move == "rerun":
+                known.runs = known.lapses = 0
+                if known.task.key is not None:
+                    self.keys[known.task.key] = id
+
+    @rule(ids=st.lists(tasks, min_size=1, max_size=4, unique=True), in_s=IN_S)
+    def touch(self, ids: list[int], in_s: int) -> None:
+        """Extend timeouts. A touch does not make a waiting task due."""
+        result = self.world.delays.touch(ids if len(ids) > 1 else ids[0], in_s)
+        waiting = [known for known in map(self.known.__getitem__, ids) if known.can("reschedule")]
+        assert {*ids} - {*result.gone} == {known.task.id for known in waiting}
+        for known in waiting:
+            known.due_us = max(known.due_us, self.due_us(in_s))
 
     # -- workers ----------------------------------------------------------------------------------
 
-    def took(self, claimed: list[DelayedTask]) -> None:
+    def took(self, claimed: Iterable[DelayedTask]) -> None:
         for task in claimed:
             known = self.known[task.id]
             assert known.due_us <= self.times.now_us
@@ -47,60 +199,59 @@ class Moves(Producers):
             known.lease_us = self.times.now_us // 1000 * 1000 + LEASE_US
             known.runs += 1
             known.claim = task
-            assert (task.version, task.runs, task.lapses) == (
-                known.version,
-                known.runs,
-                known.lapses,
-            )
+            shown = (task.version, task.runs, task.lapses)
+            assert shown == (known.version, known.runs, known.lapses)
 
-    @rule(ids=st.lists(tasks, min_size=1, max_size=4, unique=True), is_stale=st.booleans())
-    def claim(self, ids: list[int], is_stale: bool) -> None:
-        named = [self.known[id] for id in ids]
-        entries = [self.entry(known) for known in named]
-        if is_stale:
-            entries = [replace_version(entry, entry.version - 1) for entry in entries]
-        claimed = self.claims.claim(entries)
-        wanted = {k.task.id for k in named if self.can_run(k) and k.lapses == 0 and not is_stale}
+    def take_named(self, entries: list[Entry]) -> None:
+        wanted = {
+            entry.id
+            for entry in entries
+            if self.can_run(known := self.known[entry.id])
+            and (known.version, known.lapses) == (entry.version, 0)
+        }
+        claimed = self.world.claim(*entries, by=self.worker)
         assert {task.id for task in claimed} == wanted
         self.took(claimed)
+
+    @rule(ids=st.lists(tasks, min_size=1, max_size=4, unique=True), age=st.integers(0, 1))
+    def claim(self, ids: list[int], age: int) -> None:
+        named = [self.known[id] for id in ids]
+        self.take_named([Entry(one.task.id, one.version - age, one.due_us) for one in named])
 
     @rule(id=tasks)
     def claim_alone(self, id: int) -> None:
         known = self.known[id]
-        claimed = self.claims.claim_alone(id, known.version)
+        claimed = self.world.worker(self.worker).claim_alone(known.task, known.version)
         assert bool(claimed) == self.can_run(known)
         self.took(claimed)
 
     @precondition(lambda self: any(map(self.can_run, self.known.values())))
-    @rule(limit=st.integers(1, 3))
-    def claim_due(self, limit: int) -> None:
-        claimed = self.claims.claim_due("default", [0], limit)
-        due = [known for known in self.known.values() if self.can_run(known) and known.lapses == 0]
-        assert len(claimed) == min(limit, len(due))
+    @rule(most=st.integers(1, 3))
+    def claim_due(self, most: int) -> None:
+        claimed = self.world.claim_due(most=most, by=self.worker)
+        due = [known for known in self.known.values() if self.can_run(known) and not known.lapses]
+        assert len(claimed) == min(most, len(due))
         self.took(claimed)
 
     @precondition(lambda self: any(known.lapses for known in self.known.values()))
     @rule()
     def claim_recovered(self) -> None:
-        claimed = self.claims.claim_recovered("default")
-        abandoned = [
-            known for known in self.known.values() if self.can_run(known) and known.lapses > 0
-        ]
-        assert bool(claimed) == bool(abandoned)
+        claimed = self.world.worker(self.worker).claim_recovered()
+        due = [known for known in self.known.values() if self.can_run(known) and known.lapses]
+        assert bool(claimed) == bool(due)
         self.took(claimed)
 
     def running(self) -> list[int]:
         """Return the tasks that run in living workers."""
-        return sorted(id for id, known in self.known.items() if known.claim is not None)
+        return [id for id, known in self.known.items() if known.claim is not None]
 
     @precondition(lambda self: bool(self.running()))
     @rule(pick=st.integers(0, 99), move=st.sampled_from(ENDS), is_later=st.booleans())
     def settle(self, pick: int, move: Any, is_later: bool) -> None:
-        id = self.running()[pick % len(self.running())]
-        known = self.known[id]
+        known = self.known[self.running()[pick % len(self.running())]]
         assert known.claim is not None
-        due = self.due(False) if is_later and move == "give_back" else None
-        assert self.claims.settle([Settlement(known.claim, move, expected_time=due)]) == {id}
+        due = from_us(self.due_us(25)) if is_later and move == "give_back" else None
+        assert self.world.settle(known.claim, move, by=self.worker, expected_time=due)
         known.move(move)
         if move == "give_back":
             known.runs -= 1
@@ -116,7 +267,7 @@ class Moves(Producers):
         no effect.
         """
         for claim in self.known[id].stale:
-            self.claims.settle([Settlement(claim, move)])
+            self.world.settle(claim, move, by=self.worker)
 
     @precondition(lambda self: bool(self.running()))
     @rule()
@@ -129,7 +280,7 @@ class Moves(Producers):
     @rule()
     def renew(self) -> None:
         running = self.running()
-        assert self.store.leases.renew([self.worker], from_us(0)).rows == len(running)
+        assert self.world.renew(by=self.worker).rows == len(running)
         for id in running:
             self.known[id].lease_us = self.times.now_us // 1000 * 1000 + LEASE_US
 
@@ -141,13 +292,11 @@ class Moves(Producers):
         if sweeps:
             self.sweep()
 
-    def lapsing(self) -> list[int]:
-        running = (known for known in self.known.values() if known.status is Status.RUNNING)
-        return sorted(known.task.id for known in running if known.lease_us < self.times.now_us)
+    def lapsing(self) -> list[Known]:
+        return [one for one in self.those(Status.RUNNING) if one.lease_us < self.times.now_us]
 
-    def lapse(self, ids: list[int]) -> None:
-        for id in ids:
-            known = self.known[id]
+    def lapse(self, lapsing: Iterable[Known]) -> None:
+        for known in lapsing:
             known.lapses += 1
             if known.lapses >= MAX_LOST_LEASES:
                 known.move("fail_worker_lost")
@@ -156,11 +305,14 @@ class Moves(Producers):
                 known.move("recover")
 
     @precondition(lambda self: bool(self.lapsing()))
-    @rule(limit=st.integers(1, 5))
-    def lapse_some(self, limit: int) -> None:
-        lapsing = self.lapsing()[:limit]
-        assert self.store.sweeps.recover(MAX_LOST_LEASES, limit).total == len(lapsing)
-        self.lapse(lapsing)
+    @rule(most=st.integers(1, 5))
+    def lapse_some(self, most: int) -> None:
+        lapsing = self.lapsing()
+        recovered = self.world.recover(MAX_LOST_LEASES, most)
+        assert recovered.total == min(len(lapsing), most)
+        ended = [one for one in lapsing if self.world.read(one.task.id).status != Status.RUNNING]
+        assert len(ended) == recovered.total
+        self.lapse(ended)
 
     @rule(times=st.integers(1, 3))
     def go_on_sweeping(self, times: int) -> None:
@@ -170,14 +322,12 @@ class Moves(Producers):
 
     @rule()
     def sweep(self) -> None:
-        is_mine = self.times.now_us - self.swept_us >= 0.8e6 * SWEEP_S
-        self.report_worker()
-        before = len(self.broker.messages)
-        assert self.sweeper.sweep() == is_mine
         now_us = self.times.now_us
-        silent = {
-            name for name, seen_us in self.seen_us.items() if seen_us < now_us - 3e6 * SWEEP_S
-        }
+        is_mine = now_us - self.swept_us >= 0.8e6 * SWEEP_S
+        self.report_worker()
+        before = len(self.world.broker.armed)
+        assert self.world.sweep() == is_mine
+        silent = [name for name, at_us in self.seen_us.items() if at_us < now_us - 3e6 * SWEEP_S]
         if silent:  # the entries that they held are armed again
             self.armed_us = min(self.armed_us, now_us)
         for name in silent:
@@ -185,64 +335,63 @@ class Moves(Producers):
         if not is_mine:
             return
         since_us, until_us = max(self.armed_us, now_us), now_us + HORIZON_S * 1_000_000
-        self.swept_us = now_us
-        waiting = [known for known in self.known.values() if known.status is Status.NOT_COMPLETE]
-        near = {(k.task.id, k.version) for k in waiting if since_us < k.due_us <= until_us}
+        self.swept_us, self.armed_us = now_us, until_us
+        waiting = self.those(Status.NOT_COMPLETE)
+        armed = [known for known in waiting if since_us < known.due_us <= until_us]
+        if self.is_paused:
+            for known in armed:
+                known.move("hold")
+            armed = []
         self.lapse(self.lapsing())
-        sent = [message.read()[0] for message in self.broker.messages[before:]]
-        assert {(entry[0], entry[1]) for entries in sent for entry in entries} == near
-        self.armed_us = until_us
+        if not self.is_applied:
+            move, status = (
+                ("hold", Status.NOT_COMPLETE) if self.is_paused else ("release", Status.HELD)
+            )
+            for known in self.those(status):
+                known.move(move)
+                if move == "release" and now_us < known.due_us <= until_us:
+                    armed.append(known)
+        self.is_applied = True
+        sent = {entry[:2] for entry in self.world.broker.armed[before:]}
+        assert sent == {(known.task.id, known.version) for known in armed}
 
-    @precondition(lambda self: self.broker.messages)
-    @rule(pick=st.integers(0, 99), is_again=st.booleans())
-    def deliver(self, pick: int, is_again: bool) -> None:
+    @precondition(lambda self: self.world.broker.armed)
+    @rule(pick=st.integers(0, 99), most=st.integers(1, 3), is_again=st.booleans())
+    def deliver(self, pick: int, most: int, is_again: bool) -> None:
         """Deliver a message, even if its tasks have changed since. It may be delivered twice."""
-        number = pick % len(self.broker.messages)
-        asked = read_message(self.broker.messages[number].read(), "default")
+        armed = self.world.broker.armed
+        part = slice(first := pick % len(armed), first + most)
+        entries = list({entry.id: entry for entry in armed[part]}.values())
         if not is_again:
-            del self.broker.messages[number]
-        if asked.entries:
-            named = [(self.known[entry.id], entry) for entry in asked.entries]
-            wanted = {
-                e.id
-                for known, e in named
-                if self.can_run(known) and (known.version, known.lapses) == (e.version, 0)
-            }
-            claimed = self.claims.claim(asked.entries)
-            assert {task.id for task in claimed} == wanted
-            self.took(claimed)
-        else:
-            self.claim_due(3)
+            del armed[part]
+        self.take_named(entries)
 
     @rule()
     def flush_the_broker(self) -> None:
-        self.broker.flush()
+        self.world.broker.lose()
 
     # -- pauses -----------------------------------------------------------------------------------
 
-    @rule(is_paused=st.booleans())
-    def pause(self, is_paused: bool) -> None:
-        self.store.policies.set("tag", "t", {"is_paused": is_paused}, "me")
-
-    def is_paused(self) -> bool:
-        return any(policy.is_paused for policy in self.store.policies.read())
+    @rule()
+    def pause_or_resume(self) -> None:
+        policies = self.world.delays.policies
+        (policies.resume if self.is_paused else policies.pause)(tag="t")
+        self.is_paused, self.is_applied = not self.is_paused, False
 
     @rule(ids=st.lists(tasks, min_size=1, max_size=4, unique=True))
     def hold(self, ids: list[int]) -> None:
-        waiting = [self.known[id] for id in ids if self.known[id].status in MOVES["hold"].sources]
-        assert self.store.paused_rows.hold(ids) == (len(waiting) if self.is_paused() else 0)
-        for known in waiting if self.is_paused() else ():
+        waiting = [self.known[id] for id in ids if self.known[id].can("hold") and self.is_paused]
+        assert self.world.hold(*ids) == len(waiting)
+        for known in waiting:
             known.move("hold")
 
     @rule(ids=st.lists(tasks, min_size=1, max_size=4, unique=True))
     def release(self, ids: list[int]) -> None:
-        held = [self.known[id] for id in ids if self.known[id].status in MOVES["release"].sources]
-        released = self.store.paused_rows.release(ids)
-        assert {entry[:2] for entry in released} == {
-            (known.task.id, known.version + 1) for known in held
-        }
+        held = [self.known[id] for id in ids if self.known[id].can("release")]
+        released = {entry[:2] for entry in self.world.release(*ids)}
         for known in held:
             known.move("release")
+        assert released == {(known.task.id, known.version) for known in held}
 
     @precondition(lambda self: bool(self.running()))
     @rule(pick=st.integers(0, 99), is_stale=st.booleans())
@@ -250,19 +399,19 @@ class Moves(Producers):
         known = self.known[self.running()[pick % len(self.running())]]
         assert known.claim is not None
         if is_stale and known.stale:
-            assert self.store.paused_rows.hold_claimed(known.stale[-1:]) == set()
-        elif self.is_paused():
-            assert self.store.paused_rows.hold_claimed([known.claim]) == {known.task.id}
+            assert self.world.hold_back(known.stale[-1]) == set()
+        elif self.is_paused:
+            assert self.world.hold_back(known.claim) == {known.task.id}
             known.move("hold_back")
             known.runs -= 1
         else:
-            assert self.store.paused_rows.hold_claimed([known.claim]) == set()
+            assert self.world.hold_back(known.claim) == set()
 
     # -- invariants -------------------------------------------------------------------------------
 
     @invariant()
     def rows_are_as_known(self) -> None:
-        found = {task.id: task for task in self.store.tasks.find(Filter(), 1000)}
+        found = {task.id: task for task in self.world.delays.find(limit=1000)}
         assert set(found) == set(self.known)
         for id, known in self.known.items():
             task = found[id]
@@ -274,11 +423,7 @@ class Moves(Producers):
     @invariant()
     def keys_name_what_they_must(self) -> None:
         for key in "ab":
-            assert self.store.tasks.id_of_key("t", key) == self.keys.get(key)
-
-
-def replace_version(entry: Entry, version: int) -> Entry:
-    return entry._replace(version=version)
+            assert self.world.owner(key, "t") == self.keys.get(key)
 
 
 def test_no_order_of_operations_leads_to_a_state_outside_the_moves() -> None:

@@ -22,11 +22,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from delaytasks.core.interfaces import Entry
-from delaytasks.timers.redis_timer import AHEAD_MS, RETURN_S, Taken
 from tests.fuzzing import ASKED
 from tests.recording import RedisTimerHarness
+from tests.world import Entry
 
+AHEAD_MS, RETURN_S = RedisTimerHarness.ahead_ms, RedisTimerHarness.return_s
 GRACE_MS, RETURN_MS = 1000, int(RETURN_S * 1000)
 Name = tuple[int, int, int]
 names = st.tuples(st.integers(1, 12), st.integers(0, 2), st.sampled_from([0, 0, 0, 5]))
@@ -44,7 +44,7 @@ class RedisTimerModel(RuleBasedStateMachine):
         self.waiting: dict[Name, int] = {}
         #: When a prepared entry returns, in milliseconds.
         self.prepared: dict[Name, float] = {}
-        self.taken: list[Taken] = []
+        self.taken: list[Any] = []
 
     def teardown(self) -> None:
         self.bench.close()

@@ -16,30 +16,36 @@ A test names what happens with ten verbs, which do not depend on the classes beh
 
 from collections.abc import Callable
 
-from delaytasks.core.clock import to_us
+from delaytasks.core.body import key_name
+from delaytasks.core.clock import from_us, to_us
 from delaytasks.core.ids import shard_of
 from delaytasks.core.interfaces import Claimed, Entry, Level, Recovered, Settlement, UnclaimedRow
 from delaytasks.core.policies import Stamp, WaitlistState
 from delaytasks.core.states import FINISHED, LIVE, MOVES
+from delaytasks.execution.executor import LeaseEndsError
 from delaytasks.execution.runner import FailureReason, Report
 from tests.world.broker import WorldBroker
 from tests.world.main_process import MainProcess, run_chunk, served_queues
 from tests.world.monitor import Monitor
-from tests.world.world import RUNNING, Worker, World, status_columns
+from tests.world.policy_reader import PolicyReader
+from tests.world.world import NASTY, RUNNING, Worker, World, status_columns
 
 __all__ = [
     "FINISHED",
     "LIVE",
     "MOVES",
+    "NASTY",
     "NO_POLICIES",
     "RUNNING",
     "Claimed",
     "Entry",
     "FailureReason",
+    "LeaseEndsError",
     "Level",
     "MainProcess",
     "MakeWorld",
     "Monitor",
+    "PolicyReader",
     "Recovered",
     "Report",
     "Settlement",
@@ -48,6 +54,8 @@ __all__ = [
     "Worker",
     "World",
     "WorldBroker",
+    "from_us",
+    "key_name",
     "run_chunk",
     "served_queues",
     "shard_of",

@@ -12,26 +12,48 @@ from operator import attrgetter
 from typing import Any
 from unittest import mock
 
+import pytest
 from celery import Celery
-from sqlalchemy import URL, Connection, Engine, Table, event, func, insert, select, text, update
+from sqlalchemy import (
+    URL,
+    Connection,
+    Engine,
+    Table,
+    delete,
+    event,
+    func,
+    insert,
+    select,
+    text,
+    update,
+)
 
-from delaytasks import DelayedTask, DelayTasks, Status, TaskNotFoundError
+from delaytasks import DelayedTask, DelayTasks, Forecast, Status, TaskNotFoundError, forecast
 from delaytasks.core.clock import Clock, to_us
+from delaytasks.core.filters import filter_of
 from delaytasks.core.ids import IdMaker
 from delaytasks.core.interfaces import Claimed, Entry, Recovered, Settlement, UnclaimedRow
+from delaytasks.core.run_counts import RunCounts
 from delaytasks.core.states import SettlingMove
 from delaytasks.core.task import Attempt
 from delaytasks.core.why import Reason, why
+from delaytasks.core.workers import ServiceTimes
 from delaytasks.execution.runner import Report, Runner
 from delaytasks.limits.admission import Admission
+from delaytasks.maintenance import sweeper
 from delaytasks.maintenance.sweeper import emit_recovered
-from delaytasks.storage import sessions
+from delaytasks.operations.explanations import Follower
+from delaytasks.operations.live import LiveSnapshot, snapshot
+from delaytasks.operations.state import TableState, read_tables
+from delaytasks.statistics.statistics_table import StatisticsTable, Unwritten
+from delaytasks.storage import rows, sessions
 from delaytasks.storage.claims import Claims
 from delaytasks.storage.leases import Renewed
 from delaytasks.storage.rows import values_of
+from delaytasks.storage.searching import limited_search
 from delaytasks.storage.state_queries import FactReader
 from delaytasks.storage.store import Store
-from delaytasks.storage.types import UTCDateTime, db_now_plus
+from delaytasks.storage.types import Capabilities, UTCDateTime, db_now_plus
 from delaytasks.worker.processes import Processes
 from delaytasks.worker.task_events import WorkerLostEvents
 from tests.world.broker import WorldBroker
@@ -41,6 +63,30 @@ from tests.world.broker import WorldBroker
 DUE_S = -10.0
 ALL_PRIORITIES = range(10)
 MILLISECOND = timedelta(milliseconds=1)
+#: Text with characters that statements, COPY and JSON treat in special ways.
+NASTY = (
+    "tab\there, line\nbreak, return\rhere, back\\slash, \\N, \\., "
+    "'quotes' \"double\", %s :name, 😀 ünï, <b>&"
+)
+#: The limits that `World.lower` lowers, and their names in the code of today.
+LIMITS = {
+    "rows_brought_forward": "storage.settlements.DEFERRED_BATCH_ROWS",
+    "changes_of_a_read": "storage.state_queries.MOST_CHANGES",
+    "tasks_counted_exactly": "forecast.MAX_EXACT",
+    "tasks_sampled": "forecast.SAMPLED",
+    "seconds_to_a_first_forecast": "core.loop.FIRST_WAIT_S",
+    "occurrences_computed": "forecast.MAX_OCCURRENCES",
+    "named_queues_of_a_sweep": "maintenance.sweeper.MOST_NAMED",
+    "messages_for_a_queue": "maintenance.sweeper.MOST_MESSAGES_PER_QUEUE",
+    "rows_of_a_purge": "maintenance.sweeper.PURGE_ROWS",
+    "purges_of_a_sweep": "maintenance.sweeper.PURGE_STEPS",
+    "policies_applied_together": "maintenance.sweeper.APPLIED",
+    "seconds_between_policy_checks": "execution.policy_cache.POLICY_CHECK_S",
+    "waitlists_of_a_visit": "storage.policy_rows.WAITLISTS_PER_CALL",
+    "queues_of_a_pause_query": "storage.policy_rows.QUEUES_PER_CALL",
+    "lost_workers_of_a_sweep": "storage.worker_table.EXPIRED_PER_SWEEP",
+    "rows_of_an_insert": "storage.inserts._BOUND_ROWS",
+}
 _ids = itertools.count(1_000_000)
 #: The instant of a column `:s` seconds earlier, by database.
 _EARLIER = {
@@ -94,7 +140,6 @@ class World:
     """
 
     def __init__(self, store: Store, broker: str = "memory://", **settings: Any) -> None:
-        self.store = store
         url = store.database.url.render_as_string(hide_password=False)
         prefix = store.schema.tasks.name.removesuffix("yb_delay_task_message")
         app = Celery("world", broker=broker, set_as_current=False)
@@ -103,7 +148,11 @@ class World:
         self.delays = DelayTasks(app, url, **settings)
         self.broker = WorldBroker()
         self.runtime: Any = self.delays._make_runtime()
-        self.runtime.store = store
+        #: With keys of its own, the world needs connections of its own.
+        self._owns_store = bool(settings.get("encryption_keys")) and store.schema.cipher is None
+        if not self._owns_store:
+            self.runtime.store = store
+        self.store: Store = self.runtime.store
         self.runtime.timer = self.runtime.producer_timer = self.broker
         before = self.delays._exchange_runtime(self.runtime, is_in_test=False)
         if before is not None:
@@ -119,11 +168,19 @@ class World:
         self.delays.processor("note")(self.notes.append)
         self._workers: dict[str, Worker] = {}
         self._lock = threading.Lock()
+        self._patches = pytest.MonkeyPatch()
 
     def close(self) -> None:
         """Close what the world has opened. The database stays open for the next world."""
-        del self.runtime.store
+        self._patches.undo()
+        if not self._owns_store:
+            del self.runtime.store
         self.delays.close()
+
+    def lower(self, **limits: float) -> None:
+        """Lower some of `LIMITS` until the world is closed, so that few rows reach them."""
+        for name, value in limits.items():
+            self._patches.setattr(f"delaytasks.{LIMITS[name]}", value)
 
     # -- the verbs --------------------------------------------------------------------------------
 
@@ -214,6 +271,54 @@ class World:
         with mock.patch.object(part, name, call):
             yield
 
+    def deny(self, *features: str) -> None:
+        """Use none of these features of the database, as if it lacked them."""
+        lacked = replace(self.can, **dict.fromkeys(features, False))
+        self._patches.setattr(self.store.database, "can", lacked)
+
+    @contextmanager
+    def interrupted_insert(self, after: int) -> Iterator[None]:
+        """Interrupt the process when it has written this number of the rows of a call."""
+        numbers, values = itertools.count(1), rows._values[rows.PLAIN_COLUMNS]
+
+        def interrupted(task: DelayedTask) -> tuple[Any, ...]:
+            if next(numbers) > after:
+                raise KeyboardInterrupt
+            return values(task)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(rows._values, rows.PLAIN_COLUMNS, interrupted)
+            yield
+
+    def slow_sweeps(self, seconds: float) -> None:
+        """Let sweeps believe that this time passes whenever they look at their clock."""
+        ticks = itertools.count()
+        self._patches.setattr(sweeper, "monotonic", lambda: next(ticks) * seconds)
+
+    def forget_armed(self) -> None:
+        """Let sweeps arm again, as a worker does after its broker may have lost messages."""
+        self.store.sweeps.forget_armed()
+
+    def unswept(self, seconds: float) -> list[int]:
+        """Return the partitions that workers sweep by themselves, since they were not swept."""
+        partitions = self.delays.settings.sweep_partitions
+        return self.store.sweeps.stale_sweep_partitions(partitions, seconds)
+
+    def visit_waitlists(self, queue: str = "default") -> list[str]:
+        """Return the tags of the waitlists that a drain of the queue visits next."""
+        return sorted(tag for _, tag in self.store.waitlist_names.in_queue(queue))
+
+    def forget_policies(self) -> int:
+        """Delete policies that were cleared long ago, as a sweep does about once an hour."""
+        return self.store.policies.forget()
+
+    def bring_forward(self, *tags: str, queues: Sequence[str] | None = ("default",)) -> list[int]:
+        """Arm the tasks that others deferred, as a worker with these processors does; return
+        their ids."""
+        brought = self.store.deferred_rows.bring_forward(tags, queues, 600)
+        self.broker.arm(brought)
+        return [entry.id for entry in brought]
+
     def serve(
         self,
         name: str,
@@ -221,9 +326,60 @@ class World:
         pool: str = "prefork",
         tags: Sequence[str] | None = None,
         size: int = 2,
+        clock_offset_s: float = 0,
+        **services: float,
     ) -> None:
-        """Report a live worker of these queues, with processors of these tags."""
-        self.store.workers.report(name, queues, pool, size, 0, tags)
+        """Report a live worker of these queues, with processors of these tags.
+
+        `services` has the seconds since it lost its broker or timer, and since beat's last message.
+        """
+        offset_us, times = int(clock_offset_s * 1e6), ServiceTimes(**services)
+        self.store.workers.report(name, queues, pool, size, offset_us, tags, times)
+
+    def state(self) -> TableState:
+        """Return the numbers of the tables, as the command `status` shows them."""
+        return read_tables(self.store, self.delays.settings)
+
+    def live(self) -> LiveSnapshot:
+        """Return what the command `top` shows."""
+        return snapshot(self.store, self.delays.settings)
+
+    def queues(self) -> list[Any]:
+        """Return the counts of queues that the console shows, of those with live tasks."""
+        from delaytasks.console.queries import count_queues
+
+        return count_queues(self.delays, [])
+
+    def headline(self, found: Forecast) -> str:
+        """Return what the command `forecast` says of the first full hour."""
+        return forecast.headline(found, lambda start: f"{start:%H:%M}")
+
+    def believe_rows(self, number: int) -> None:
+        """Let the planner believe that a query finds this number of rows."""
+        self._patches.setattr(forecast, "estimate_rows", lambda *_: number)
+
+    def search(self, work: Callable[[Connection], object], limit_s: float) -> object:
+        """Do the work of a search, as `find` does for the console."""
+        return limited_search(self.store.database, work, limit_s)
+
+    def follow(self, **filters: Any) -> Follower:
+        """Return a reader of changes, as `list --follow` uses it, that has read once."""
+        follower = Follower(self.store, filter_of(filters))
+        follower.read()
+        return follower
+
+    def shown_to_monitors(self, task: DelayedTask) -> Mapping[str, str]:
+        """Return what Celery's events say of a task."""
+        return self.worker().processes.task_events()._about(task)
+
+    def measure(self, tag: str, runs: int, duration_s: float, ago: timedelta) -> None:
+        """Store the statistics of runs that ended this long ago, as a worker writes them."""
+        counts, unwritten, at = RunCounts(), Unwritten(), self.now() - ago
+        for _ in range(runs):
+            counts.add_run(0.0, duration_s, None)
+        unwritten.add_run(int(at.timestamp()) // 60, tag, counts)
+        table = StatisticsTable(self.store.database, self.store.schema)
+        self.store.database.transaction(lambda c: table.add(c, unwritten, at))
 
     def why(self, task: DelayedTask) -> list[Reason]:
         """Return what the tables say of a task that has not run."""
@@ -246,11 +402,23 @@ class World:
             "cancel": lambda: self.delays.cancel(task.id),
             "reschedule": lambda: self.delays.reschedule(task.id, at=later),
             "rerun": lambda: self.delays.rerun(task.id, 60),
-            "hold": lambda: self.store.paused_rows.hold([task.id]),
-            "release": lambda: self.store.paused_rows.release([task.id]),
-            "hold_back": lambda: self.store.paused_rows.hold_claimed([task]),
+            "hold": lambda: self.hold(task.id),
+            "release": lambda: self.release(task.id),
+            "hold_back": lambda: self.hold_back(task),
         }
         moves[name]()
+
+    def hold(self, *ids: int) -> int:
+        """Hold paused rows as a sweep does, and return their number."""
+        return self.store.paused_rows.hold(ids)
+
+    def release(self, *ids: int) -> list[Entry]:
+        """Let held rows wait again as a sweep does, and return them."""
+        return self.store.paused_rows.release(ids)
+
+    def hold_back(self, *claimed: DelayedTask) -> set[int]:
+        """Hold claimed rows that are paused, as a worker does, and return their ids."""
+        return self.store.paused_rows.hold_claimed(claimed)
 
     def limit(self, tag: str = "note", **limits: Any) -> None:
         """Limit a tag, and let the workers know."""
@@ -267,6 +435,10 @@ class World:
         """Let the instance read the time of this clock. The database keeps its own."""
         self.runtime.clock = self.runtime.producer._clock = clock
         self.runtime.new_id = IdMaker(lambda: clock.now_us() // 1000)
+
+    def arm_by(self, timer: Any) -> None:
+        """Let the tasks of callers be armed by this timer."""
+        self.runtime.producer._timer = timer
 
     def advance(self, seconds: float) -> None:
         """Let time pass: every instant in the tables and in waiting messages moves to the past.
@@ -368,6 +540,17 @@ class World:
         with self.begin() as connection:
             connection.execute(changed)
 
+    def insert(self, table: str, *rows: Mapping[str, Any]) -> None:
+        """Insert rows of any table directly, as another program does."""
+        with self.begin() as connection:
+            for start in range(0, len(rows), 1000):
+                connection.execute(insert(self.table(table)), rows[start : start + 1000])
+
+    def delete(self, table: str, **row: Any) -> None:
+        """Delete the rows of a table that have these columns."""
+        with self.begin() as connection:
+            connection.execute(delete(self.table(table)).filter_by(**row))
+
     def read(self, task: DelayedTask | int) -> DelayedTask:
         """Return the task as it is now."""
         return self.delays.get(task)
@@ -455,6 +638,11 @@ class World:
     def counts_moves(self) -> bool:
         """Whether the version of a row is the number of its moves, also after a claim."""
         return self.kind != "postgresql"
+
+    @property
+    def can(self) -> Capabilities:
+        """What the database can do."""
+        return self.store.database.can
 
     @property
     def engine(self) -> Engine:

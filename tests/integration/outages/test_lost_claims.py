@@ -6,11 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from delaytasks.core.interfaces import Settlement
-from delaytasks.core.states import Status
+from delaytasks import Status
 from delaytasks.storage import migrations
 from delaytasks.storage.store import Store
-from tests.conformance.store_rows import add, entry, read
 from tests.conformance.test_waitlists import waitlist_rows
 from tests.conftest import settings_for
 from tests.services import PostgresServer
@@ -18,50 +16,48 @@ from tests.world import World
 
 
 @pytest.fixture
-def store(own_postgresql: PostgresServer) -> Iterator[Store]:
-    """A store on a server that brings asynchronous commits to the disk after ten seconds."""
+def world(own_postgresql: PostgresServer) -> Iterator[World]:
+    """A world on a server that brings asynchronous commits to the disk after ten seconds."""
     own_postgresql.execute("ALTER SYSTEM SET wal_writer_delay = '10s'")
     own_postgresql.execute("SELECT pg_reload_conf()")
-    made = Store(own_postgresql.url, settings_for(own_postgresql.url))
-    migrations.upgrade(made.database)
-    yield made
-    made.close()
+    store = Store(own_postgresql.url, settings_for(own_postgresql.url))
+    migrations.upgrade(store.database)
+    world = World(store)
+    yield world
+    world.close()
+    store.close()
 
 
 def test_the_run_of_a_lost_claim_cannot_settle_the_run_of_the_next_claim(
-    own_postgresql: PostgresServer, store: Store
+    own_postgresql: PostgresServer, world: World
 ) -> None:
-    made = add(store)
-    first, second = store.claims("worker-1", None), store.claims("worker-2", None)
-    [lost] = first.claim([entry(made)])
+    made = world.put()
+    [lost] = world.claim(made)
     own_postgresql.restart()
-    found = read(store, made.id)
+    found = world.read(made)
     assert (found.status, found.version) == (Status.NOT_COMPLETE, made.version)
-    [again] = second.claim([entry(made)])
-    assert first.settle([Settlement(lost, "succeed")]) == set()
-    assert second.settle([Settlement(again, "succeed")]) == {made.id}
+    [again] = world.claim(made, by="worker-2")
+    assert not world.settle(lost)
+    assert world.settle(again, by="worker-2")
 
 
 def test_a_settlement_is_on_the_disk_with_its_claim(
-    own_postgresql: PostgresServer, store: Store
+    own_postgresql: PostgresServer, world: World
 ) -> None:
-    made = add(store)
-    claims = store.claims("worker-1", None)
-    [claimed] = claims.claim([entry(made)])
-    assert claims.settle([Settlement(claimed, "fail", error="refused")]) == {made.id}
+    made = world.put()
+    [claimed] = world.claim(made)
+    assert world.settle(claimed, "fail", error="refused")
     own_postgresql.restart()
-    found = read(store, made.id)
+    found = world.read(made)
     assert (found.status, found.runs, found.error) == (Status.FAILED, 1, "refused")
 
 
 def test_a_claim_with_a_limit_is_on_the_disk_with_the_waitlist(
-    own_postgresql: PostgresServer, store: Store
+    own_postgresql: PostgresServer, world: World
 ) -> None:
-    world = World(store)
     world.limit(concurrency=1)
     tasks = [world.schedule(body=number) for number in range(2)]
     assert len(world.claim(*tasks)) == 1
     own_postgresql.restart()
     assert sorted(world.statuses(tasks)) == ["HELD", "RUNNING"]
     assert waitlist_rows(world) == 1
-    world.close()
