@@ -126,7 +126,7 @@ def test_an_idle_or_stopped_loop_is_not_started_again(
     at_work.turn("leases")
     at_work.rest("leases")
     if is_stopped:
-        at_work.stop("leases")
+        at_work.stop_loop("leases")
     time.at += 3600
     assert at_work.check("leases") == []
     assert at_work.info["leases"]["is_alive"] is not is_stopped

@@ -38,7 +38,7 @@ class AtWork(MainProcess):
         self._goes_on = threading.Event()
         self.runtime.start()
         for name in () if is_watched else ("watch", "watchdog"):
-            self.stop(name)
+            self.stop_loop(name)
 
     @property
     def info(self) -> dict[str, dict[str, Any]]:
@@ -95,7 +95,7 @@ class AtWork(MainProcess):
             self.runtime.watchdog.check()
         return self.restarts(name)
 
-    def stop(self, name: str) -> None:
+    def stop_loop(self, name: str) -> None:
         self._loop(name).stop()
 
     def close(self) -> None:
