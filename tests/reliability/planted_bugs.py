@@ -7,30 +7,50 @@ code of today has a verb, so the bugs survive when the core is rebuilt.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from math import inf
+from time import monotonic
 from typing import Any, NamedTuple
 
 import pytest
+from sqlalchemy import update
 
 from chaos.simulation.clock import Times
-from delaytasks import Done
-from delaytasks.core import text
-from delaytasks.execution.chunk import Chunk
-from delaytasks.execution.executor import TaskExecutor
+from delaytasks import Done, TaskStateError
+from delaytasks.core import clock, text
+from delaytasks.core.events import Events
+from delaytasks.core.loop import Loop
+from delaytasks.execution import settlement
+from delaytasks.execution.chunk import Chunk, TimeBudget
+from delaytasks.execution.executor import DeferralRules, Lease, OutcomeRules, TaskExecutor
+from delaytasks.execution.runner import FailureReason
+from delaytasks.limits.tracked_waitlists import TrackedWaitlist
 from delaytasks.maintenance.sweeper import Sweeper
 from delaytasks.operations import durable_calls
 from delaytasks.recurrence import creation
 from delaytasks.recurrence.creation import RecurringTable
-from delaytasks.storage.claims import Claims
+from delaytasks.scheduling import producer
+from delaytasks.start_checks import StartChecks
+from delaytasks.storage import claims, database, driver_errors, leases
+from delaytasks.storage.claims import Backlog, Claims
+from delaytasks.storage.database import Database
 from delaytasks.storage.leases import CancelRequests, Leases
-from delaytasks.storage.policy_rows import PausedRows
+from delaytasks.storage.policy_rows import PausedRows, PolicyTable
 from delaytasks.storage.settlements import DeferredRows
 from delaytasks.storage.sweep_queries import SweepQueries
 from delaytasks.storage.task_rows import CeleryRows, Tasks, Touches
-from delaytasks.timers import redis_timer
+from delaytasks.storage.worker_table import WorkerTable
+from delaytasks.timers import publisher, redis_timer
+from delaytasks.timers.arming import BackgroundTimer
+from delaytasks.timers.publisher import Publisher
+from delaytasks.worker import broker_connection, celery_context, time_limits
+from delaytasks.worker.chunk_queue import ChunkQueue, QueueDrain, WorkSender
+from delaytasks.worker.dispatcher import Dispatcher
 from delaytasks.worker.redis_poller import RedisPoller
+from delaytasks.worker.service_watch import DatabaseContact
 from delaytasks.worker.shared_memory import Renewals
+from delaytasks.worker.sweep_loop import SweepLoop
 from tests.world import Claimed, Recovered, Settlement
 
 #: Where the code of today has each verb.
@@ -45,6 +65,7 @@ VERBS: dict[str, tuple[Any, str]] = {
     "run": (TaskExecutor, "run"),
     "give back": (Chunk, "give_back"),
     "settle": (Claims, "settle"),
+    "complete": (Claims, "complete"),
     "bring forward": (DeferredRows, "bring_forward"),
     "renew": (Leases, "renew"),
     "tell of a renewal": (Renewals, "record"),
@@ -62,49 +83,120 @@ VERBS: dict[str, tuple[Any, str]] = {
     "plan a visit": (creation, "plan"),
     "defer a message": (durable_calls, "Snooze"),
     "find a durable task": (CeleryRows, "live"),
+    "find the task of a key": (Tasks, "id_of_key"),
+    "arm after a call": (BackgroundTimer, "arm"),
+    "send to the broker": (Publisher, "send"),
+    "connect again": (broker_connection, "retries_as_long_as"),
+    "show a coroutine's task": (celery_context, "_show_coroutines"),
+    "connect to the broker": (publisher, "bounded_connection"),
+    "check the horizon": (StartChecks, "_check_visibility"),
+    "tell": (Events, "emit"),
+    "find the primary": (redis_timer, "redis_location"),
+    "continue a backlog": (Backlog, "claim"),
+    "read the time once": (claims, "once"),
+    "claim by an index": (claims, "by_index"),
+    "find lost leases by an index": (leases, "is_rare"),
+    "look before a run": (DeferralRules, "settlement"),
+    "judge an outcome": (OutcomeRules, "settlement"),
+    "keep a time limit": (time_limits, "limited"),
+    "keep a time budget": (TimeBudget, "open"),
+    "know the time that a lease has left": (Lease, "left_s"),
+    "read the clock of the host": (clock, "monotonic"),
+    "settle again": (settlement, "is_locked"),
+    "repeat a transaction": (Database, "repeat"),
+    "judge a full database": (driver_errors, "is_unable"),
+    "judge a login": (driver_errors, "_is_connecting"),
+    "judge a failed chunk": (FailureReason, "of"),
+    "translate an error": (database, "translate"),
+    "read an instant": (producer, "check_instant"),
+    "expire workers": (WorkerTable, "expire"),
+    "note a failure of the database": (DatabaseContact, "mark_failed"),
+    "walk through the queues": (SweepQueries, "next_queues"),
+    "read without a broker": (SweepQueries, "first_due_between"),
+    "sweep without beat": (SweepLoop, "_sweep_stale"),
+    "drain the own queues": (Sweeper, "start_own_drains"),
+    "watch a loop": (Loop, "check"),
+    "send back": (WorkSender, "send_back"),
+    "ask others to help": (Dispatcher, "take_left_to_table"),
+    "take a turn for a backlog": (ChunkQueue, "_drain_chunk"),
+    "want another chunk": (QueueDrain, "wants_chunk"),
+    "probe a waitlist": (TrackedWaitlist, "needs_process"),
+    "change a policy": (PolicyTable, "set"),
 }
 
 
 class Bug(NamedTuple):
     plant: Callable[[pytest.MonkeyPatch], object]
-    #: The violations of which a simulation reports one, or a file of tests of which one fails.
+    #: The violations of which a simulation reports one, or a file of tests of which one fails:
+    #: `conformance/keys` is tests/conformance/test_keys.py, and words of a test may follow.
     found_as: tuple[str, ...]
+    #: The database of these tests.
+    on: str = "sqlite"
 
 
-#: Every bug, by the name of its function.
+#: Every bug, by its name.
 BUGS: dict[str, Bug] = {}
 
 
-def bug(verb: str, *found_as: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """List a bug of this verb."""
+def _list(
+    name: str, verb: str, change: Callable[..., Any], *found: str, on: str = "sqlite"
+) -> None:
+    place, attribute = VERBS[verb]
+    real = getattr(place, attribute)
 
-    def listed(change: Callable[..., Any]) -> Callable[..., Any]:
-        place, name = VERBS[verb]
-        real = getattr(place, name)
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(place, attribute, lambda *args, **options: change(real, *args, **options))
 
-        def plant(patch: pytest.MonkeyPatch) -> None:
-            patch.setattr(place, name, lambda *args, **options: change(real, *args, **options))
+    BUGS[name] = Bug(plant, found, on)
 
-        BUGS[change.__name__] = Bug(plant, found_as)
-        return change
 
-    return listed
+def bug(verb: str, *found: str, on: str = "sqlite") -> Callable[[Callable[..., Any]], Any]:
+    """List a bug of this verb, with the name of the function."""
+    return lambda change: _list(change.__name__, verb, change, *found, on=on)
+
+
+#: Verbs that do nothing, and give the same answer to every caller.
+for _name, _verb, _answer, *_found in [
+    ("acknowledged_before_it_is_written", "insert", True, "lost"),
+    ("a_timeout_is_not_postponed", "touch", True, "conformance/deferrals"),
+    ("deferred_rows_wait_for_their_next_try", "bring forward", [], "conformance/deferrals"),
+    ("leases_are_not_renewed", "renew", 0, "duplicated"),
+    ("lost_leases_are_not_found", "recover", Recovered(0, []), "stuck"),
+    ("a_completed_task_runs_again", "complete", True, "conformance/outcomes"),
+    ("a_coroutine_has_no_current_task", "show a coroutine's task", None, "unit/celery_context"),
+    ("rows_of_a_dead_process_wait_for_a_sweep", "release", Recovered(0, []), "conformance/leases"),
+    ("no_sweep", "sweep", True, "stuck"),
+    ("every_sweep_was_just_made", "begin a sweep", None, "stuck"),
+    ("nobody_sweeps_without_beat", "sweep without beat", None, "unit/sweeper"),
+    ("running_tasks_are_not_asked_to_stop", "ask to stop", True, "conformance/cancel"),
+    ("paused_rows_are_not_held", "hold", 0, "conformance/policies"),
+    ("notices_are_not_received", "receive notices", None, "late"),
+    ("tasks_of_a_schedule_may_overlap", "find live tasks of schedules", set(), "overlapped"),
+    ("a_revoke_changes_no_row", "find a durable task", [], "revoked"),
+    ("a_worker_without_a_broker_runs_nothing", "read without a broker", [], "unit/sweeper"),
+    ("a_worker_without_a_broker_drains_nothing", "drain the own queues", None, "unit/sweeper"),
+    ("dead_loops_are_not_replaced", "watch a loop", None, "unit/loop"),
+    ("a_stopped_worker_keeps_what_it_receives", "send back", None, "unit/runtime stopped_worker"),
+    ("rows_behind_a_slow_one_wait_for_it", "keep a time budget", None, "unit/runner budget_rows"),
+    ("any_horizon_is_accepted", "check the horizon", None, "integration/instances"),
+    ("a_full_database_is_no_outage", "judge a full database", False, "unit/database"),
+    ("a_refused_login_is_no_outage", "judge a login", False, "conformance/outages connecting"),
+    ("every_failure_is_an_outage", "judge a failed chunk", FailureReason.UNAVAILABLE, "unit/core"),
+    ("an_outage_makes_workers_lost", "note a failure of the database", None, "unit/runtime a_gap"),
+    ("a_locked_row_holds_up_the_others", "settle again", False, "conformance/claims left_locked"),
+]:
+    _list(_name, _verb, lambda *_, answer=_answer, **__: answer, *_found)
 
 
 # -- schedule -------------------------------------------------------------------------------------
 
 
-@bug("insert", "lost")
-def acknowledged_before_it_is_written(insert: Any, *_: Any) -> bool:
-    return True
-
-
-@bug("insert", "tests/conformance/test_transactions.py")
+@bug("insert", "conformance/transactions")
 def written_outside_the_callers_transaction(insert: Any, at: Any, task: Any, on: Any = None) -> Any:
     return insert(at, task)
 
 
-@bug("insert keyed", "tests/conformance/test_keys.py")
+@bug("insert keyed", "conformance/keys")
 def a_key_has_many_tasks(insert_keyed: Any, at: Any, task: Any, *_: Any, **options: Any) -> Any:
     at.insert(task, options.get("on"))
     return task, True
@@ -120,9 +212,23 @@ def rescheduled_tasks_keep_their_time(_: Any, at: Any, id: int, due: Any, *more:
     return replace(at.read(id), expected_time=due)
 
 
-@bug("touch", "tests/conformance/test_deferrals.py")
-def a_timeout_is_not_postponed(touch: Any, *_: Any, **options: Any) -> bool:
+@bug("find the task of a key", "conformance/cancel", on="mariadb")
+def a_key_is_read_as_the_transaction_began(
+    find: Any, at: Any, tag: str, key: str, on: Any = None
+) -> Any:
+    return find(at, tag, key) if on is None else at._keys.id_of(on, tag, key)
+
+
+@bug("arm after a call", "unit/background")
+def an_error_of_arming_reaches_the_caller(arm: Any, at: Any, entries: Any) -> bool:
+    if not arm(at, entries):
+        raise ConnectionError
     return True
+
+
+@bug("read an instant", "conformance/times")
+def local_times_are_taken_for_utc(_: Any, at: Any) -> Any:
+    return at.replace(tzinfo=clock.UTC)
 
 
 # -- claim and run --------------------------------------------------------------------------------
@@ -135,7 +241,7 @@ def a_named_row_is_claimed_twice(claim: Any, at: Any, entries: Any) -> Claimed:
     return found
 
 
-@bug("claim recovered", "tests/conformance/test_claims.py")
+@bug("claim recovered", "conformance/claims")
 def poison_is_claimed_with_others(_: Any, at: Any, queue: str, priorities: Any, *more: Any) -> Any:
     return at.claim_due(queue, priorities, 100)
 
@@ -158,6 +264,39 @@ def given_back_rows_run_nevertheless(give_back: Any, chunk: Any) -> int:
     return len(waiting)
 
 
+@bug("continue a backlog", "conformance/claims")
+def each_chunk_begins_at_the_oldest_entry(
+    _: Any, at: Any, queue: str, priority: int, limit: int, claim: Any
+) -> Any:
+    return claim(None, limit)
+
+
+@bug("read the time once", "conformance/query_plans", on="postgresql")
+def claims_read_rows_that_are_not_due(_: Any, instant: Any) -> Any:
+    return instant
+
+
+@bug("claim by an index", "conformance/query_plans", on="mariadb")
+def claims_lock_rows_of_other_queues(_: Any, statement: Any, *__: Any) -> Any:
+    return statement
+
+
+@bug("look before a run", "conformance/durable_eta")
+def a_request_to_stop_ends_with_its_run(look: Any, at: Any, processor: Any, task: Any) -> Any:
+    return look(at, processor, replace(task, cancel_request=None))
+
+
+@bug("judge an outcome", "unit/processors")
+def a_task_whose_code_has_not_run_is_done(judge: Any, *args: Any) -> Any:
+    *run, value, error = args
+    return judge(*run, None if isinstance(value, Iterator) else value, error)
+
+
+@bug("keep a time limit", "unit/time_limits ends_with")
+def time_limits_are_not_kept(_: Any, processor: Any, call: Any) -> Any:
+    return call()
+
+
 # -- settle ---------------------------------------------------------------------------------------
 
 
@@ -176,7 +315,7 @@ def ends_of_runs_are_not_written(settle: Any, at: Any, settlements: Any, on: Any
     return {one.task.id for one in settlements}
 
 
-@bug("settle", "tests/conformance/test_outcomes.py")
+@bug("settle", "conformance/outcomes")
 def a_retry_is_a_failure(settle: Any, at: Any, settlements: Any, on: Any = None) -> Any:
     ends = [
         one._replace(move="fail") if one.move == "schedule_retry" else one for one in settlements
@@ -184,7 +323,7 @@ def a_retry_is_a_failure(settle: Any, at: Any, settlements: Any, on: Any = None)
     return settle(at, ends, on)
 
 
-@bug("settle", "tests/conformance/test_outcomes.py")
+@bug("settle", "conformance/outcomes")
 def a_retry_is_at_once(settle: Any, at: Any, settlements: Any, on: Any = None) -> Any:
     ends = [
         one._replace(expected_time=one.task.expected_time) if one.move == "schedule_retry" else one
@@ -193,32 +332,66 @@ def a_retry_is_at_once(settle: Any, at: Any, settlements: Any, on: Any = None) -
     return settle(at, ends, on)
 
 
-@bug("bring forward", "tests/conformance/test_deferrals.py")
-def deferred_rows_wait_for_their_next_try(bring_forward: Any, *_: Any, **options: Any) -> list[Any]:
-    return []
-
-
 @bug("store a text", "duplicated")
 def errors_are_stored_as_they_are(storable: Any, raw: str, *_: Any) -> str:
     return raw
 
 
+@bug("settle", "conformance/deferrals")
+def a_task_without_a_processor_fails(settle: Any, at: Any, settlements: Any, on: Any = None) -> Any:
+    return settle(
+        at, [one._replace(move="fail") if one.due_time else one for one in settlements], on
+    )
+
+
+@bug("settle", "conformance/deferrals")
+def a_deferred_task_is_due_at_its_next_try(
+    settle: Any, at: Any, settlements: Any, on: Any = None
+) -> Any:
+    return settle(at, [one._replace(due_time=None) for one in settlements], on)
+
+
+@bug("settle", "unit/runner")
+def a_deferral_counts_from_the_creation(
+    settle: Any, at: Any, settlements: Any, on: Any = None
+) -> Any:
+    def later(one: Any) -> Any:
+        age = one.task.due - one.task.create_time
+        return one._replace(expected_time=one.expected_time + age / 10) if one.due_time else one
+
+    return settle(at, [*map(later, settlements)], on)
+
+
+@bug("settle", "unit/runner")
+def rows_are_not_given_back(settle: Any, at: Any, settlements: Any, on: Any = None) -> Any:
+    ended = [one for one in settlements if one.move != "give_back"]
+    return settle(at, ended, on) | {one.task.id for one in settlements}
+
+
+@bug("tell", "unit/runner")
+def a_settlement_waits_in_silence(tell: Any, at: Any, name: str, /, **fields: Any) -> None:
+    if name != "settle.waits":
+        tell(at, name, **fields)
+
+
+@bug("repeat a transaction", "unit/database")
+def conflicts_are_not_tried_again(
+    repeat: Any, at: Any, work: Any, connect: Any, id: Any = None, *_: Any, **__: Any
+) -> Any:
+    return repeat(at, work, connect, id, 1)
+
+
+@bug("translate an error", "unit/database")
+def an_unknown_outcome_is_an_outage(translate: Any, error: Any, id: Any, *more: Any) -> Any:
+    return translate(error, None, *more)
+
+
 # -- leases and sweeps ----------------------------------------------------------------------------
-
-
-@bug("renew", "duplicated")
-def leases_are_not_renewed(renew: Any, *_: Any) -> int:
-    return 0
 
 
 @bug("tell of a renewal", "failed")
 def leases_are_renewed_with_an_error(tell: Any, *_: Any) -> None:
     raise AttributeError
-
-
-@bug("recover", "stuck")
-def lost_leases_are_not_found(recover: Any, *_: Any) -> Recovered:
-    return Recovered(0, [])
 
 
 @bug("recover", "too often")
@@ -234,14 +407,55 @@ def the_rows_of_living_workers_are_released(
     return release(at, [*workers, *all], *args, **options)
 
 
-@bug("sweep", "stuck")
-def no_sweep(sweep: Any, *_: Any) -> bool:
-    return True
+@bug("renew", "conformance/leases", on="postgresql")
+def a_locked_row_is_not_renewed(renew: Any, *args: Any) -> Any:
+    return renew(*args)._replace(skipped=())
 
 
-@bug("begin a sweep", "stuck")
-def every_sweep_was_just_made(begin_sweep: Any, *_: Any) -> None:
-    return None
+@bug("renew", "conformance/leases")
+def rows_that_were_lost_on_the_way_are_renewed(renew: Any, at: Any, workers: Any, *_: Any) -> Any:
+    return renew(at, workers, clock.EPOCH)
+
+
+@bug("know the time that a lease has left", "conformance/leases")
+def a_lease_never_ends(left_s: Any, at: Any, began: float) -> float:
+    return inf
+
+
+@bug("read the clock of the host", "unit/clock")
+def a_suspended_host_keeps_its_leases(_: Any) -> float:
+    return monotonic()
+
+
+@bug("find lost leases by an index", "conformance/query_plans")
+def all_rows_are_read_for_lost_leases(_: Any, condition: Any) -> Any:
+    return condition
+
+
+@bug("begin a sweep", "conformance/sweep")
+def two_beats_sweep_twice(begin: Any, at: Any, partition: int, partitions: int, _: float) -> Any:
+    return begin(at, partition, partitions, -1)
+
+
+@bug("begin a sweep", "conformance/sweep")
+def rows_armed_before_the_clock_was_set_back_are_forgotten(begin: Any, at: Any, *args: Any) -> Any:
+    since = begin(at, *args)
+    if since is not None:
+        at.__dict__["latest"] = since = max(since, at.__dict__.get("latest", since))
+    return since
+
+
+@bug("walk through the queues", "conformance/sweep")
+def a_sweep_looks_at_all_queues(walk: Any, at: Any, after: Any, most: int) -> Any:
+    return walk(at, after, 1_000_000)
+
+
+@bug("expire workers", "conformance/leases")
+def workers_of_the_future_live_on(expire: Any, at: Any, silent_s: float) -> Any:
+    now = at._db.now()
+    late = update(at._w).where(at._w.c.seen_at > now).values(seen_at=now)
+    at._db.autocommitted(lambda c: c.execute(late))
+    return expire(at, silent_s)
 
 
 @bug("read the clock of the database", "early")
@@ -253,17 +467,76 @@ def the_workers_clock_decides(strftime: Any, times: Times, *words: str) -> Any:
         times.now_us = true_us
 
 
+# -- the worker and its broker --------------------------------------------------------------------
+
+
+@bug("ask others to help", "unit/dispatcher")
+def other_workers_help_after_the_next_sweep(take: Any, at: Any) -> Any:
+    return take(at)._replace(queues=[])
+
+
+@bug("take a turn for a backlog", "unit/dispatcher")
+def fresh_tasks_starve_a_backlog(turn: Any, at: Any, *args: Any) -> Any:
+    return None if at.waiting else turn(at, *args)
+
+
+@bug("want another chunk", "unit/dispatcher")
+def quick_tasks_wait_behind_a_slow_one(_: Any, at: Any) -> bool:
+    return at.is_deep or not at.chunks
+
+
+@bug("send to the broker", "unit/broker")
+def a_time_limit_is_a_failure_of_the_broker(send: Any, *args: Any) -> bool:
+    try:
+        return bool(send(*args))
+    except Exception:
+        return False
+
+
+@bug("send to the broker", "unit/broker")
+def a_refused_queue_is_tried_each_time(send: Any, at: Any, *args: Any) -> bool:
+    at._refused.clear()
+    return bool(send(at, *args))
+
+
+@bug("connect to the broker", "unit/broker")
+def a_confirmation_may_take_any_time(connect: Any, *args: Any, **options: Any) -> Any:
+    made = connect(*args, **options)
+    made.transport_options.pop("read_timeout", None)
+    return made
+
+
+@bug("connect again", "unit/broker")
+def a_worker_gives_up_its_brokers_early(_: Any, retries: int) -> int:
+    return retries
+
+
+@bug("find the primary", "unit/redis_timer")
+def only_the_first_redis_is_asked(find: Any, *args: Any) -> Any:
+    found = find(*args)
+    return found._replace(urls=found.urls[:1])
+
+
 # -- operators ------------------------------------------------------------------------------------
 
 
-@bug("ask to stop", "tests/conformance/test_cancel.py")
-def running_tasks_are_not_asked_to_stop(make: Any, *_: Any) -> bool:
+@bug("ask to stop", "conformance/cancel")
+def a_request_to_stop_may_come_too_late(make: Any, at: Any, on: Any, task: Any) -> bool:
+    if not make(at, on, task):
+        raise TaskStateError("too late", task.id, task.status)
     return True
 
 
-@bug("hold", "tests/conformance/test_policies.py")
-def paused_rows_are_not_held(hold: Any, at: Any, ids: Any) -> int:
-    return 0
+@bug("change a policy", "conformance/policies")
+def a_later_pause_is_shorter(change: Any, at: Any, kind: str, name: str, to: Any, by: str) -> Any:
+    if to.get("paused_until"):
+        change(at, kind, name, {"is_paused": False, "paused_until": None}, by)
+    return change(at, kind, name, to, by)
+
+
+@bug("probe a waitlist", "unit/waitlists")
+def a_higher_limit_waits_for_long_rows(needs: Any, at: Any, now: float) -> bool:
+    return bool(at.wanted) if at.serving else needs(at, now)
 
 
 # -- the Redis timer ------------------------------------------------------------------------------
@@ -275,17 +548,7 @@ def passed_on_entries_are_not_deleted(pass_on: Any, poller: Any, taken: Any) -> 
     poller._passed_on = []
 
 
-@bug("receive notices", "late")
-def notices_are_not_received(receive: Any, *_: Any) -> None:
-    return None
-
-
 # -- recurring schedules and durable Celery tasks -------------------------------------------------
-
-
-@bug("find live tasks of schedules", "overlapped")
-def tasks_of_a_schedule_may_overlap(live: Any, *_: Any) -> set[int]:
-    return set()
 
 
 @bug("plan a visit", "left out")
@@ -297,11 +560,6 @@ def the_first_task_of_a_visit_is_forgotten(plan: Any, *args: Any) -> Any:
 @bug("defer a message", "lost")
 def unconfirmed_messages_count_as_published(defer: Any, _: Any) -> Done:
     return Done()
-
-
-@bug("find a durable task", "revoked")
-def a_revoke_changes_no_row(live: Any, *_: Any) -> list[Any]:
-    return []
 
 
 def _claim_whatever_the_status(patch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,9 @@ def test_playing_a_seed_again_gives_the_same_history(here: SimulationStage) -> N
     assert history(7) != history(8)
 
 
-IN_TESTS = {name: bug for name, bug in BUGS.items() if bug.found_as[0].startswith("tests/")}
+IN_TESTS = {name: bug for name, bug in BUGS.items() if "/" in bug.found_as[0]}
+#: The fixtures of the databases that a test needs besides SQLite.
+SERVERS = {"postgresql": "postgresql_url", "mariadb": "mysql_url"}
 
 
 @pytest.mark.slow
@@ -65,11 +67,17 @@ def test_a_planted_bug_is_found(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", IN_TESTS)
-def test_a_planted_bug_fails_a_test(name: str) -> None:
-    plugin = ["-p", "tests.reliability.planted_bugs", "-p", "no:cacheprovider", "-n", "0"]
+def test_a_planted_bug_fails_a_test(request: pytest.FixtureRequest, name: str) -> None:
+    bug = IN_TESTS[name]
+    if bug.on in SERVERS:
+        request.getfixturevalue(SERVERS[bug.on])
+    folder, _, rest = bug.found_as[0].partition("/")
+    file, _, words = rest.partition(" ")
+    options = ["-p", "tests.reliability.planted_bugs", "-p", "no:cacheprovider", "-n", "0"]
+    options += [f"tests/{folder}/test_{file}.py", "-k", words]
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-qx", "--all", *plugin, *IN_TESTS[name].found_as],
-        env=os.environ | {"PLANTED_BUG": name, "DELAYTASKS_TEST_DATABASES": "sqlite"},
+        [sys.executable, "-m", "pytest", "-qx", "--all", *options],
+        env=os.environ | {"PLANTED_BUG": name, "DELAYTASKS_TEST_DATABASES": bug.on},
         capture_output=True,
         text=True,
     )
