@@ -281,6 +281,19 @@ def open_store(url: str, **changes: Any) -> Store:
     return store
 
 
+@contextmanager
+def new_world(url: str, **settings: Any) -> Iterator[World]:
+    """Yield a world with tables of its own, which are dropped afterwards."""
+    store = open_store(url, **settings)
+    world = World(store, **settings)
+    try:
+        yield world
+    finally:
+        world.close()
+        store.schema.metadata.drop_all(store.database.tx)
+        store.close()
+
+
 def empty(store: Store) -> None:
     """Delete all rows. On small tables, DELETE is many times faster than TRUNCATE."""
     with store.database.begin() as connection:

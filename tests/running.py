@@ -26,10 +26,10 @@ from delaytasks import DelayedTask, DelayTasks, Status
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.types import db_now_plus
 from tests.proxy import Proxy
-from tests.recording import counted
 from tests.services import free_port, spawn
 from tests.waiting import STACKS, wait_until
 from tests.world import Entry
+from tests.world.recording import counted
 
 ROOT = Path(__file__).parent.parent
 #: Short intervals, so that tests of slow paths take seconds.

@@ -7,7 +7,7 @@ from typing import Any
 
 from delaytasks import BulkResult, DelayedTask
 from delaytasks.storage.store import Store
-from tests.recording import set_columns
+from tests.world.recording import set_columns
 
 NOON = datetime(2031, 1, 31, 12, tzinfo=timezone.utc)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from delaytasks import DelayTasks
-from tests.recording import WaitingTimer
 from tests.world import World, WorldBroker
+from tests.world.recording import WaitingTimer
 
 
 @pytest.fixture

@@ -30,7 +30,10 @@ from delaytasks import (
     Status,
     TaskNotFoundError,
 )
-from tests.recording import (
+from tests.waiting import wait_until
+from tests.world import World
+from tests.world.broker import RecordingTimer
+from tests.world.recording import (
     LIMIT_S,
     WaitingTimer,
     delays_on,
@@ -41,9 +44,6 @@ from tests.recording import (
     run_now,
     run_timed,
 )
-from tests.waiting import wait_until
-from tests.world import World
-from tests.world.broker import RecordingTimer
 
 # The asynchronous twins in threads
 

@@ -20,9 +20,9 @@ from sqlalchemy.orm import Session
 import delaytasks as e
 from delaytasks import DelayedTask, NewTask, Status
 from tests.fuzzing import fuzz
-from tests.recording import delays_on, record, runner_of
 from tests.refusals import raised
 from tests.world import World, status_columns
+from tests.world.recording import delays_on, record, runner_of
 
 UTC = timezone.utc
 FAR_EAST = timezone(timedelta(hours=14))

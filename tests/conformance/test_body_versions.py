@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from delaytasks import BodyRefusedError, DelayedTask, DelayTasks, Status
-from tests.recording import run_now
 from tests.refusals import invalid
 from tests.world import World
+from tests.world.recording import run_now
 
 UPGRADES = {1: lambda body: {"order": body["nr"]}, 2: lambda body: {**body, "currency": "EUR"}}
 OLD, NEW = {"nr": 7}, {"order": 7, "currency": "EUR"}

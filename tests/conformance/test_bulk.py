@@ -25,11 +25,11 @@ from delaytasks import (
 )
 from tests.conformance.bulk_tasks import NOON, counts
 from tests.proxy import proxy_to
-from tests.recording import delays_on, record, set_columns
 from tests.refusals import invalid
 from tests.running import ROOT
 from tests.world import LIVE, MOVES, RUNNING, Entry, World, status_columns
 from tests.world.broker import RecordingTimer
+from tests.world.recording import delays_on, record, set_columns
 
 BULK_CALLS = "delaytasks.operations.bulk_calls"
 FAR = 7 * 86400.0
@@ -331,7 +331,7 @@ def test_a_stopped_bulk_call_is_in_the_audit_and_continues_when_it_is_called_aga
 
 DIES = """
 import os, sys
-from tests.recording import delays_on
+from tests.world.recording import delays_on
 delays = delays_on(sys.argv[1], table_prefix="s_")
 delays.bulk.cancel(tag="mail", on_progress=lambda result: \
 result.changed == 1000 and os.kill(os.getpid(), 9))

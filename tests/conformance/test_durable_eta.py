@@ -27,16 +27,9 @@ from delaytasks import (
     StoreUnavailableError,
     WaitTimeoutError,
 )
-from delaytasks.core.celery_calls import celery_key, celery_tag
-from delaytasks.core.inputs import TAG_LENGTH
-from delaytasks.core.interfaces import Entry
-from delaytasks.durable_eta.stored_message import StoredMessage
-from delaytasks.operations import durable_calls as revocations
-from delaytasks.runtime import runtime_of
-from delaytasks.storage.store import Store
-from tests.recording import record, run_now, set_columns
 from tests.refusals import invalid
-from tests.world.broker import RecordingTimer
+from tests.world import World
+from tests.world.recording import new_key, record, refusing, run_now
 
 
 def _remind(*args: Any, **kwargs: Any) -> None: ...
@@ -53,27 +46,22 @@ class Office:
         self.app.conf.task_default_queue = self.queue
         settings = {"durable_eta": True, "table_prefix": "s_", **settings}
         self.delays = DelayTasks(self.app, url, **settings)
-        self.timer: RecordingTimer = record(self.delays)
+        self.timer = record(self.delays)
         self.remind = self.app.task(_remind, name="durable.remind")
 
     def rows(self) -> list[DelayedTask]:
         return list(self.delays.find(tag="celery:durable.remind"))
-
-    def message(self) -> StoredMessage:
-        """Return the message of the only row."""
-        (row,) = self.rows()
-        return StoredMessage.of_body(row.body)
 
     def publish(self) -> DelayedTask:
         """Run the only row, and return it as it is then."""
         (row,) = self.rows()
         return run_now(self.delays, row)
 
-    def published(self) -> list[Any]:
-        """Return the messages in the queue of the broker, which removes them."""
+    def published(self, queue_name: str = "") -> list[Any]:
+        """Return the messages in a queue of the broker, which removes them."""
         found = []
         with self.app.connection_for_read() as connection:
-            queue = self.app.amqp.queues[self.queue](connection.default_channel)
+            queue = self.app.amqp.queues[queue_name or self.queue](connection.default_channel)
             queue.declare()
             while (message := queue.get(no_ack=True)) is not None:
                 found.append(message)
@@ -81,9 +69,9 @@ class Office:
 
 
 @pytest.fixture
-def make_office(store: Store) -> Iterator[Callable[..., Office]]:
+def make_office(world: World) -> Iterator[Callable[..., Office]]:
     made: list[Office] = []
-    url = store.database.url.render_as_string(hide_password=False)
+    url = world.url.render_as_string(hide_password=False)
 
     def make(broker: str = "memory://", **settings: Any) -> Office:
         made.append(Office(url, broker, **settings))
@@ -91,7 +79,7 @@ def make_office(store: Store) -> Iterator[Callable[..., Office]]:
 
     yield make
     for office in made:
-        runtime_of(office.delays).close()
+        office.delays.close()
         office.app.close()
 
 
@@ -104,7 +92,6 @@ def office(make_office: Callable[..., Office]) -> Office:
 
 
 Make = Callable[..., Office]
-KEY = "Y4u4ZQvcCmwmGO5qY2wVH_RvEu3mHPTqVfQ4Dzw9xpE="
 
 
 def _silent() -> None: ...
@@ -178,10 +165,11 @@ def test_headers_without_a_json_form_arrive_as_they_were(office: Office) -> None
         "raw": b"\xff",
     }
     office.remind.apply_async((7,), countdown=90, headers=headers)
+    office.publish()
 
-    found = office.message().headers
+    (message,) = office.published()
 
-    assert {name: found[name] for name in headers} == headers
+    assert {name: message.headers[name] for name in headers} == headers
 
 
 def test_a_header_that_cannot_be_expressed_is_refused(office: Office) -> None:
@@ -191,7 +179,7 @@ def test_a_header_that_cannot_be_expressed_is_refused(office: Office) -> None:
 
 
 def test_an_encrypted_row_does_not_show_the_arguments(make_office: Make) -> None:
-    office = make_office(encryption_keys=[KEY])
+    office = make_office(encryption_keys=[new_key()])
     office.remind.apply_async(("secret word",), countdown=90)
 
     (as_stored,) = make_office().rows()
@@ -251,8 +239,9 @@ def test_routes_of_the_app_decide_about_the_queue(office: Office) -> None:
     office.app.conf.task_routes = {"durable.remind": {"queue": f"{office.queue}.routed"}}
 
     office.remind.apply_async((7,), countdown=90)
+    office.publish()
 
-    assert office.message().routing_key == f"{office.queue}.routed"
+    assert len(office.published(f"{office.queue}.routed")) == 1
 
 
 def test_a_pattern_of_tags_decides_about_the_queue_of_the_rows(make_office: Make) -> None:
@@ -403,17 +392,17 @@ def test_a_recurring_celery_task_is_sent_with_its_own_options_and_those_of_its_s
 # -- revoke ------------------------------------------------------------------------------------
 
 
-def test_a_message_whose_worker_died_is_not_published_after_its_revoke(office: Office) -> None:
+def test_a_message_whose_worker_died_is_not_published_after_its_revoke(
+    world: World, office: Office
+) -> None:
     """The worker has claimed the row, and is killed before it publishes the message."""
     result = office.remind.apply_async((7,), countdown=90)
     (row,) = office.rows()
-    store = runtime_of(office.delays).store
-    set_columns(store, "tasks", expected_time=store.tasks.now())
-    assert store.claims("w", None).claim([Entry.of(row)])
+    world.advance(100)
+    assert world.claim(world.read(row))
 
     result.revoke()
-    set_columns(store, "tasks", lease_until=store.tasks.now() - timedelta(seconds=1))
-    assert store.sweeps.recover(5, 100).total == 1
+    assert world.lapse(row) == 1
 
     assert office.publish().status is Status.CANCELLED
     assert office.published() == []
@@ -447,16 +436,15 @@ def test_a_revoked_task_whose_result_is_ignored_has_no_state(office: Office) -> 
     assert office.app.AsyncResult(kept.id).state == "REVOKED"
 
 
-def test_a_stamp_is_found_in_every_page_of_the_rows(
-    office: Office, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(revocations, "STAMPS_PAGE", 2)
-    for tenant in ("other", "acme", "other", "other", "acme", "other", "acme"):
+def test_a_stamp_is_found_in_every_page_of_the_rows(world: World, office: Office) -> None:
+    for tenant in ("other", "acme", "acme"):
         office.remind.apply_async(countdown=90, stamped_headers=["tenant"], tenant=tenant)
+    other = office.rows()[0]
+    world.put_many(1000, tag=other.tag, body_json=other.body_json)
 
     office.app.control.revoke_by_stamped_headers({"tenant": ["acme"]})
 
-    assert [row.status.name for row in office.rows()].count("CANCELLED") == 3
+    assert len(office.delays.find(tag=other.tag, status="CANCELLED").tasks) == 2
 
 
 # -- names and ids -----------------------------------------------------------------------------
@@ -474,12 +462,18 @@ def test_two_waiting_tasks_can_have_one_id_and_are_revoked_together(office: Offi
     assert result.state == "REVOKED"
 
 
-def test_long_names_and_ids_are_shortened_and_stay_different() -> None:
-    names = ["shop." + "x" * 200 + end for end in "ab"]
-    assert len({celery_tag(name) for name in names}) == 2
-    assert all(len(celery_tag(name)) <= TAG_LENGTH for name in names)
-    assert celery_key("7") == "7"
-    assert celery_key("x" * 300) == celery_key("x" * 300) != celery_key("x" * 301)
+def test_long_names_and_ids_are_shortened_and_stay_different(office: Office) -> None:
+    for end in "ab":
+        task = office.app.task(_silent, name="shop." + "x" * 200 + end)
+        for length in (300, 301):
+            task.apply_async(countdown=90, task_id="x" * length)
+
+    office.app.control.revoke("x" * 300)
+
+    rows = list(office.delays.find())
+    assert len({row.tag for row in rows}) == len({row.key for row in rows}) == 2
+    assert len({(row.tag, row.key) for row in rows}) == len(rows) == 4
+    assert len({row.key for row in rows if row.status is Status.CANCELLED}) == 1
 
 
 # Celery tasks that are called in a transaction of the caller
@@ -499,8 +493,8 @@ def running(office: Office, task_id: str) -> Iterator[None]:
 
 
 @pytest.fixture
-def session(office: Office) -> Iterator[Session]:
-    with Session(runtime_of(office.delays).store.database.tx) as made:
+def session(world: World) -> Iterator[Session]:
+    with Session(world.engine) as made:
         yield made
 
 
@@ -525,13 +519,12 @@ def test_other_calls_in_the_block_take_part_as_well(office: Office, session: Ses
 
 
 def test_apply_async_with_a_session_publishes_a_task_without_a_delay_after_the_commit(
-    make_office: Make,
+    make_office: Make, session: Session
 ) -> None:
     office = make_office(durable_eta=False)
-    with Session(runtime_of(office.delays).store.database.tx) as session:
-        result = office.delays.apply_async(office.remind.s(7), session=session)
-        assert office.published() == []
-        session.commit()
+    result = office.delays.apply_async(office.remind.s(7), session=session)
+    assert office.published() == []
+    session.commit()
 
     assert office.publish().status is Status.DONE
     (message,) = office.published()
@@ -548,9 +541,8 @@ def test_each_task_of_a_group_takes_part_in_the_session(office: Office, session:
     assert len(office.rows()) == 3
 
 
-def test_a_closed_session_is_refused_and_nothing_is_sent(office: Office) -> None:
-    engine = runtime_of(office.delays).store.database.tx
-    connection = engine.connect()
+def test_a_closed_session_is_refused_and_nothing_is_sent(world: World, office: Office) -> None:
+    connection = world.engine.connect()
     connection.close()
 
     with pytest.raises(SessionUnusableError), office.delays.transaction(connection):
@@ -570,18 +562,12 @@ def test_a_retry_survives_the_rollback_of_its_own_transaction(
     assert [row.key for row in office.rows()] == ["one"]
 
 
-def test_a_retry_goes_to_the_broker_if_its_row_cannot_be_written(
-    office: Office, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> Any:
-        raise StoreUnavailableError("as asked")
-
-    monkeypatch.setattr(runtime_of(office.delays).producer, "schedule", refuse)
-
-    with pytest.raises(StoreUnavailableError):
-        office.remind.apply_async((7,), countdown=60)
-    with running(office, "one"), pytest.raises(Retry):
-        office.remind.retry(countdown=60)
+def test_a_retry_goes_to_the_broker_if_its_row_cannot_be_written(office: Office) -> None:
+    with refusing(office.delays, StoreUnavailableError("as asked")):
+        with pytest.raises(StoreUnavailableError):
+            office.remind.apply_async((7,), countdown=60)
+        with running(office, "one"), pytest.raises(Retry):
+            office.remind.retry(countdown=60)
 
     (message,) = office.published()
     assert message.headers["id"] == "one"

@@ -12,8 +12,8 @@ from sqlalchemy.orm import Session
 
 from delaytasks import BodyEncryptedError, DelayedTask, NewTask, Status
 from tests.doc_pages import ROOT, blocks
-from tests.recording import new_key
 from tests.world import MakeWorld, World, key_name
+from tests.world.recording import new_key
 
 OLD, NEW = new_key(), new_key()
 PREFIX = "aesgcm:"

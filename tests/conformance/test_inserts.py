@@ -13,10 +13,10 @@ import pytest
 from sqlalchemy import String, cast, select, text
 
 from delaytasks import DelayedTask, DelayTasks, NewTask, Status, StoreError
-from tests.conformance.query_plans import plans
-from tests.recording import ManualClock, delays_on
 from tests.refusals import invalid
 from tests.world import NASTY, World
+from tests.world.plans import plans
+from tests.world.recording import ManualClock, delays_on
 
 # Rows that are inserted, on every database
 

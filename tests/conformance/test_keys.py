@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from delaytasks import DelayedTask, DuplicateTaskError, NewTask, Status
-from tests.recording import ManualClock
 from tests.world import World
+from tests.world.recording import ManualClock
 
 
 def keyed(

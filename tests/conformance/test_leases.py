@@ -5,30 +5,17 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from datetime import timedelta
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
-from sqlalchemy import select
 
-from delaytasks import DelayedTask, LeaseLostError, Status, StoreUnavailableError, TaskStateError
-from delaytasks.core.clock import to_us
-from delaytasks.core.interfaces import Level, Recovered
-from delaytasks.core.workers import ServiceTimes
-from delaytasks.execution import executor as run_module
-from delaytasks.operations.state import read_tables
-from delaytasks.storage import database, worker_table
-from delaytasks.storage.store import Store
-from delaytasks.storage.types import db_now_plus
-from delaytasks.storage.worker_table import LOST_FOR_S, WorkerTable
-from delaytasks.worker import lease_keeper as keeper_module
-from delaytasks.worker.lease_keeper import LeaseKeeper, WorkerShares
-from tests.recording import set_columns
-from tests.waiting import wait_until
-from tests.world import MakeWorld, World
+from delaytasks import DelayedTask, LeaseLostError, Status, TaskStateError
+from tests.world import Level, MakeWorld, Recovered, World
+from tests.world.workers import FrozenWorker, Registry
 
 pytestmark = pytest.mark.quick
 
@@ -36,22 +23,18 @@ pytestmark = pytest.mark.quick
 
 
 def test_leases_are_renewed_only_for_rows_that_the_named_processes_claimed(world: World) -> None:
-    before, [mine], [theirs] = (
-        world.now(),
-        world.claim(world.put()),
-        world.claim(world.put(), by="w2"),
-    )
-    leases, later = world.store.leases, world.now() + timedelta(minutes=1)
+    before, later = world.now(), world.now() + timedelta(minutes=1)
+    [mine], [theirs] = world.claim(world.put()), world.claim(world.put(), by="w2")
     for one in (mine, theirs):
         world.change(one, lease_until=before)
-    assert leases.renew(["worker-1"], before).rows == 1
+    assert world.renew(since=before).rows == 1
     assert world.read(mine).lease_until > before + timedelta(seconds=59)  # type: ignore[operator]
     assert world.read(theirs).lease_until == before
-    assert leases.renew(["worker-1"], later).rows == 0, "claimed before, and lost on the way"
-    assert leases.renew(["w2", "w3"], before).rows == 1
+    assert world.renew(since=later).rows == 0, "claimed before, and lost on the way"
+    assert world.renew(by="w2", since=before).rows == 1
     # A lease is renewed if a process still runs the task and names it.
-    assert leases.renew(["worker-1"], later, [mine.id, theirs.id]).rows == 1
-    assert leases.renew(["worker-1"], before, [mine.id]).rows == 1
+    assert world.renew(since=later, named=[mine.id, theirs.id]).rows == 1
+    assert world.renew(since=before, named=[mine.id]).rows == 1
     assert world.settle(mine), "its version is the one that the worker holds"
 
 
@@ -71,32 +54,15 @@ def test_a_move_that_is_refused_leaves_no_lock_in_the_callers_transaction(
     if not world.has_row_locks:
         return
     [claimed] = world.claim(world.schedule(key="k"))
-    more = () if name == "cancel" else (claimed.expected_time,)
+    move, more = getattr(world.delays, name), () if name == "cancel" else (60,)
     with world.engine.connect() as owner, ThreadPoolExecutor(1) as pool:
         for version in (None, 0):
-            with pytest.raises(TaskStateError):
-                getattr(world.store.tasks, name)(claimed.id, *more, version=version, on=owner)
+            with suppress(TaskStateError):
+                assert not move(claimed.id, *more, version=version, session=owner)
         assert pool.submit(world.settle, claimed).result(3)
 
 
-@pytest.mark.slow
-def test_a_settlement_waits_for_a_lock_only_for_a_while(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not world.has_row_locks:
-        return
-    monkeypatch.setattr(database, "RETRY_FOR_S", 0)
-    # One settlement stands alone, and one shares a transaction with its key.
-    claimed = world.claim(world.schedule(), world.schedule(key="k"))
-    with world.locked(*claimed):
-        for one in claimed:
-            with pytest.raises(StoreUnavailableError, match="stayed busy"):
-                world.settle(one)
-    assert [world.settle(one) for one in claimed] == [True, True]
-
-
 def test_our_connections_wait_briefly_and_lock_no_gaps(world: World) -> None:
-    d = world.store.database
     asked, expected = {
         "postgresql": (
             ("SHOW lock_timeout", "SHOW transaction_isolation"),
@@ -107,21 +73,19 @@ def test_our_connections_wait_briefly_and_lock_no_gaps(world: World) -> None:
             (1, "READ-COMMITTED"),
         ),
         "sqlite": (("PRAGMA busy_timeout", "PRAGMA read_uncommitted"), (30000, 0)),
-    }[d.url.get_backend_name()]
-    for engine in (d.auto, d.tx):
-        with engine.connect() as connection:
-            assert tuple(connection.exec_driver_sql(one).scalar() for one in asked) == expected
+    }[world.kind]
+    for connection in world.connections():
+        assert tuple(connection.exec_driver_sql(one).scalar() for one in asked) == expected
 
 
 def test_a_server_that_vanished_is_given_up_after_25_seconds(world: World) -> None:
     if not world.has_row_locks or not hasattr(socket, "TCP_USER_TIMEOUT"):
         return
-    for engine in (world.store.database.auto, world.engine):
-        with engine.connect() as connection:
-            driver: Any = connection.connection.dbapi_connection
-            number = (driver if hasattr(driver, "fileno") else driver._sock).fileno()
-            with socket.socket(fileno=os.dup(number)) as line:
-                assert line.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 25_000
+    for connection in world.connections():
+        driver: Any = connection.connection.dbapi_connection
+        number = (driver if hasattr(driver, "fileno") else driver._sock).fileno()
+        with socket.socket(fileno=os.dup(number)) as line:
+            assert line.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 25_000
 
 
 def test_the_rows_of_a_dead_process_are_recovered_immediately(world: World) -> None:
@@ -164,8 +128,9 @@ def test_a_recovered_task_leaves_its_key_only_if_it_fails(
         found = world.die(max_lost_leases=most)
         lost = set() if end == "waits" else {made.id, other.id}
         assert (found.total, {one.id for one in found.worker_lost}) == (2, lost)
-    owner = world.store.tasks.id_of_key("note", "k")
-    assert owner == {"waits": made.id, "fails": None}.get(end, new.id if "another" in end else 0)
+    assert world.owner() == {"waits": made.id, "fails": None}.get(
+        end, new.id if "another" in end else 0
+    )
 
 
 def test_lost_leases_are_found_in_bounded_steps(world: World) -> None:
@@ -181,36 +146,10 @@ def test_lost_leases_are_found_in_bounded_steps(world: World) -> None:
 LEASE_S = 60.0
 
 
-class FrozenWorker:
-    """A runner, and the main process that renews its leases, with a monotonic clock that is set."""
-
-    def __init__(self, make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now_s = 100_000.0
-        for module in (run_module, keeper_module):
-            monkeypatch.setattr(module, "monotonic", lambda: self.now_s)
-        self.world = world = make_world(lease=LEASE_S, _chunk_time_budget_s=1)
-        processes = world.worker().processes
-        self.renewals = processes.renewals
-        chunk_began_us = to_us(world.now()) - int(LEASE_S * 1e6)
-        self.dispatcher = dispatcher = SimpleNamespace(running=lambda: ([chunk_began_us], {}))
-        pool = SimpleNamespace(info={"processes": [os.getpid()]})
-        self._keeper = LeaseKeeper(world.runtime, processes, cast("Any", dispatcher), pool, None)
-
-    def renew(self) -> None:
-        """Let the main process renew the leases once."""
-        self.run_keeper(lambda: self.renewals.last()[0] == self.now_s)
-
-    def run_keeper(self, until: Callable[[], bool]) -> None:
-        self._keeper.loop.start()
-        try:
-            wait_until(until, 10, "the renewal")
-        finally:
-            self._keeper.loop.stop()
-
-
 @pytest.fixture
-def worker(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> FrozenWorker:
-    return FrozenWorker(make_world, monkeypatch)
+def worker(make_world: MakeWorld) -> Iterator[FrozenWorker]:
+    with closing(FrozenWorker(make_world(lease=LEASE_S, _chunk_time_budget_s=1))) as made:
+        yield made
 
 
 def test_a_lease_that_ended_before_its_renewal_is_reported_as_lost(worker: FrozenWorker) -> None:
@@ -274,7 +213,7 @@ def test_a_row_that_was_locked_during_a_renewal_is_renewed_a_second_later(
             worker.renew()
             assert world.read(task).lease_until == over
         worker.now_s += 1
-        worker.run_keeper(lambda: world.read(task).lease_until != over)
+        worker.keep_leases(lambda: world.read(task).lease_until != over)
         ended.append(task.id)
 
     task = world.schedule("long")
@@ -287,198 +226,150 @@ def test_a_process_is_dead_although_its_last_report_came_after_its_death(
     worker: FrozenWorker,
 ) -> None:
     """Otherwise the worker would wait for its rows, and kill this process id, when it stops."""
-    dead, found = 2**22 + 1, list[int]()
-    worker.dispatcher.running = lambda: ([], {} if found else {dead: (7,)})
-    worker.dispatcher.process_died = lambda pid: found.append(pid)
-    worker.run_keeper(lambda: bool(found))
-    assert found == [dead]
+    worker.find_dead(2**22 + 1)
 
 
 # The registry of workers. A worker that was lost stays for an hour, where only `lost` returns it
 
 
-SILENT_S = 60.0
+@pytest.fixture
+def registry(world: World) -> Registry:
+    return Registry(world)
 
 
-def report(store: Store, *names: str, **fields: Any) -> None:
-    for name in names:
-        store.workers.report(name, ["default"], "prefork", 2, 0, ["mail"], **fields)
+def present(registry: Registry) -> list[str]:
+    return [worker.name for worker in registry.present()]
 
 
-def change(store: Store, name: str, **seconds: float) -> None:
-    """Set times of a worker's row to the given numbers of seconds from now."""
-    values = {column: db_now_plus(from_now_s) for column, from_now_s in seconds.items()}
-    set_columns(store, "workers", {"name": name}, **values)
+def lost(registry: Registry) -> list[str]:
+    return [worker.name for worker in registry.lost()]
 
 
-def lose(store: Store, *names: str) -> None:
-    report(store, *names)
-    for name in names:
-        change(store, name, seen_at=-100)
-    assert store.workers.expire(SILENT_S) == sorted(names)
+def in_threads(work: Callable[[], object]) -> list[Any]:
+    """Return what the calls of four threads return that begin together."""
+    start = threading.Barrier(4)
+    with ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(lambda: (start.wait(), work())[1]) for _ in range(4)]
+    return [call.result() for call in calls]
 
 
-def present(store: Store) -> list[str]:
-    found = [worker["name"] for worker in store.workers.all()]
-    assert [worker.name for worker in store.workers.registered(store.tasks.now(), 60)] == found
-    return found
-
-
-def lost(store: Store) -> list[str]:
-    return [worker.name for worker in store.workers.lost()]
-
-
-def rows(store: Store) -> list[str]:
-    w = store.schema.workers
-    return [row.name for row in store.database.rows(select(w.c.name).order_by(w.c.name))]
-
-
-def test_a_worker_is_listed_as_it_reports_until_it_stops_in_order(store: Store) -> None:
-    store.workers.report("w1", ["b", "a"], "prefork", 2, -1500)
-    store.workers.report("w2", [], "solo", 1, 0)
-    [first, _] = store.workers.all()
-    shown = [first[name] for name in ("name", "queues", "pool", "concurrency", "clock_offset_us")]
-    assert shown == ["w1", ["a", "b"], "prefork", 2, -1500]
-    lacking = ServiceTimes(broker_down_s=400, timer_down_s=30, beat_s=90)
-    store.workers.report("w1", ["a"], "threads", 3, 7, services=lacking)
-    again = store.workers.all()[0]
-    kept = again["queues"], again["pool"], again["started_at"]
-    assert kept == (["a"], "threads", first["started_at"])
-    assert again["seen_at"] >= first["seen_at"]
-    worker = store.workers.registered(store.tasks.now(), 60)[0]
-    for stored_s, measured_s in zip(worker.services, (400, 30, 90), strict=True):
+def test_a_worker_is_listed_as_it_reports_until_it_stops_in_order(registry: Registry) -> None:
+    registry.report("w1", queues=["b", "a"], offset_us=-1500)
+    registry.report("w2", queues=[], pool="solo", concurrency=1)
+    first, _ = registry.present()
+    assert (first.queues, first.pool, first.concurrency) == (["a", "b"], "prefork", 2)
+    assert first.clock_offset_s == -0.0015
+    lacking = {"broker_down_s": 400.0, "timer_down_s": 30.0, "beat_s": 90.0}
+    registry.report("w1", queues=["a"], pool="threads", **lacking)
+    again, _ = registry.present()
+    assert (again.queues, again.pool, again.started_at) == (["a"], "threads", first.started_at)
+    assert again.seen_at >= first.seen_at
+    for stored_s, measured_s in zip(again.services, lacking.values(), strict=True):
         assert stored_s is not None
         assert measured_s <= stored_s < measured_s + 60
-    report(store, "w1")
-    assert store.workers.registered(store.tasks.now(), 60)[0].services == ServiceTimes()
-    lose(store, "w3")
+    registry.report("w1")
+    assert set(registry.present()[0].services) == {None}
+    registry.lose("w3")
     for name in ("w1", "w3"):
-        store.workers.remove(name)
-    assert (rows(store), lost(store)) == (["w2"], [])
+        registry.stop(name)
+    assert (registry.names(), lost(registry)) == (["w2"], [])
 
 
-def test_a_worker_that_restarts_after_a_crash_has_a_new_start(store: Store) -> None:
-    report(store, "w1")
-    change(store, "w1", started_at=-3600)
-    report(store, "w1")
-    for process, is_old in (
-        (store.workers, True),
-        (WorkerTable(store.database, store.schema), False),
-    ):
-        process.report("w1", ["a"], "prefork", 2, 0)
-        [worker] = store.workers.registered(store.tasks.now(), 60)
-        assert ((worker.seen_at - worker.started_at).total_seconds() >= 3600) is is_old
+def test_a_worker_that_restarts_after_a_crash_has_a_new_start(registry: Registry) -> None:
+    registry.report("w1")
+    registry.change("w1", started_at=-3600)
+    for is_restarted in (False, True):
+        registry.report("w1", is_restarted=is_restarted)
+        [worker] = registry.present()
+        age_s = (worker.seen_at - worker.started_at).total_seconds()
+        assert (age_s < 3600) is is_restarted
 
 
-def test_several_threads_may_report_a_worker_simultaneously(store: Store) -> None:
-    start = threading.Barrier(4)
-
-    def seen(_: int) -> None:
-        start.wait()
-        report(store, "w1")
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(seen, range(4)))
-    assert present(store) == ["w1"]
+def test_several_threads_may_report_a_worker_simultaneously(registry: Registry) -> None:
+    in_threads(lambda: registry.report("w1"))
+    assert present(registry) == ["w1"]
 
 
-def test_a_silent_worker_is_returned_once_and_is_lost_from_then_on(store: Store) -> None:
-    report(store, "alive")
-    before = store.tasks.now()
-    lose(store, "killed")
-    assert store.workers.expire(SILENT_S) == []
-    assert present(store) == ["alive"]
-    [worker] = store.workers.lost()
+def test_a_silent_worker_is_returned_once_and_is_lost_from_then_on(
+    world: World, registry: Registry
+) -> None:
+    registry.report("alive")
+    before = world.now()
+    registry.lose("killed")
+    assert registry.expire() == []
+    assert present(registry) == ["alive"]
+    [worker] = registry.lost()
     assert (worker.name, worker.queues, worker.concurrency) == ("killed", ["default"], 2)
-    assert before <= worker.lost_at <= store.tasks.now()
+    assert before <= worker.lost_at <= world.now()
     assert (worker.lost_at - worker.seen_at).total_seconds() >= 100
 
 
-def test_simultaneous_sweeps_return_each_name_once(store: Store) -> None:
+def test_simultaneous_sweeps_return_each_name_once(registry: Registry) -> None:
     names = [f"w{number:02}" for number in range(20)]
-    report(store, *names)
-    for name in names:
-        change(store, name, seen_at=-100)
-    start = threading.Barrier(4)
-
-    def sweep(_: int) -> list[str]:
-        start.wait()
-        return store.workers.expire(SILENT_S)
-
-    with ThreadPoolExecutor(4) as pool:
-        found = [name for names in pool.map(sweep, range(4)) for name in names]
-    assert sorted(found) == sorted(lost(store)) == names
+    registry.report(*names)
+    registry.change(*names, seen_at=-100)
+    found = [name for some in in_threads(registry.expire) for name in some]
+    assert sorted(found) == sorted(lost(registry)) == names
 
 
-def test_the_latest_loss_comes_first(store: Store) -> None:
-    lose(store, "w1", "w2", "w3")
+def test_the_latest_loss_comes_first(registry: Registry) -> None:
+    registry.lose("w1", "w2", "w3")
     for name, at_s in (("w1", -50), ("w2", -10), ("w3", -30)):
-        change(store, name, lost_at=at_s)
-    assert lost(store) == ["w2", "w3", "w1"]
+        registry.change(name, lost_at=at_s)
+    assert lost(registry) == ["w2", "w3", "w1"]
 
 
 @pytest.mark.parametrize(
-    ("seconds", "is_kept"),
-    [
-        ({"lost_at": -LOST_FOR_S - 1, "seen_at": -LOST_FOR_S - 200}, False),
-        ({"lost_at": -LOST_FOR_S + 60, "seen_at": -LOST_FOR_S - 100}, True),
-        ({"lost_at": 5100, "seen_at": 5000}, False),  # the clock was set back
-    ],
+    ("lost_s", "seen_s", "is_kept"),
+    [(-3601, -3800, False), (-3540, -3700, True), (5100, 5000, False)],
+    ids=["over", "not over", "the clock was set back"],
 )
 def test_a_lost_worker_is_removed_after_an_hour(
-    store: Store, seconds: dict[str, float], is_kept: bool
+    registry: Registry, lost_s: float, seen_s: float, is_kept: bool
 ) -> None:
-    lose(store, "w1")
-    change(store, "w1", **seconds)
-    assert store.workers.expire(SILENT_S) == []
-    assert rows(store) == lost(store) == (["w1"] if is_kept else [])
+    registry.lose("w1")
+    registry.change("w1", lost_at=lost_s, seen_at=seen_s)
+    assert registry.expire() == []
+    assert registry.names() == lost(registry) == (["w1"] if is_kept else [])
 
 
-def test_a_sweep_removes_a_limited_number_of_lost_workers(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = ["w1", "w2", "w3"]
-    lose(store, *names)
-    for name in names:
-        change(store, name, lost_at=-LOST_FOR_S - 1, seen_at=-LOST_FOR_S - 200)
-    monkeypatch.setattr(worker_table, "EXPIRED_PER_SWEEP", 2)
-    assert store.workers.expire(SILENT_S) == []
-    assert rows(store) == ["w3"]
-    lose(store, "w4")
+def test_a_sweep_loses_and_removes_a_limited_number_of_workers(registry: Registry) -> None:
+    names = [f"w{number:03}" for number in range(102)]
+    registry.report(*names)
+    registry.change(*names, seen_at=-100)
+    assert [registry.expire(), registry.expire()] == [names[:100], names[100:]]
+    registry.change(*names, lost_at=-3601)
+    assert registry.expire() == []
+    assert registry.names() == names[100:]
 
 
-def test_a_worker_that_reports_again_is_no_longer_lost(store: Store) -> None:
-    lose(store, "w1")
-    WorkerTable(store.database, store.schema).report("w1", ["mail"], "threads", 3, 0, ["note"])
-    [worker] = store.workers.registered(store.tasks.now(), 60)
+def test_a_worker_that_reports_again_is_no_longer_lost(registry: Registry) -> None:
+    registry.lose("w1")
+    registry.report("w1", queues=["mail"], pool="threads", tags=["note"], is_restarted=True)
+    [worker] = registry.present()
     assert (worker.is_alive, worker.queues, worker.pool) == (True, ["mail"], "threads")
     assert list(worker.tags or ()) == ["note"]
     # Otherwise, a clock that is set back would make a live worker a lost one.
-    change(store, "w1", seen_at=-1000)
-    assert (present(store), lost(store)) == (["w1"], [])
-    assert store.workers.expire(SILENT_S) == ["w1"], "it is lost a second time"
+    registry.change("w1", seen_at=-1000)
+    assert (present(registry), lost(registry)) == (["w1"], [])
+    assert registry.expire() == ["w1"], "it is lost a second time"
 
 
-def test_a_lost_worker_counts_nowhere_even_if_its_report_looks_recent(world: World) -> None:
-    lose(world.store, "killed")
-    change(world.store, "killed", seen_at=-1, lost_at=0)
-    world.put(due_s=-3600)
-    found = read_tables(world.store, world.delays.settings)
-    assert found.workers == []
-    assert [group.reason.facts["last_seen"] for group in found.late] == [{}]
+def test_a_lost_worker_counts_nowhere_even_if_its_report_looks_recent(
+    world: World, registry: Registry
+) -> None:
+    registry.lose("killed")
+    registry.change("killed", seen_at=-1, lost_at=0)
+    [reason, *_] = world.why(world.put(due_s=-3600))
+    assert reason.facts["last_seen"] == {}
+    assert present(registry) == []
     assert world.sweep()
     assert world.broker.requested_drains == [], "no worker would receive the message"
 
 
-def test_a_worker_that_was_seen_in_the_future_is_lost(store: Store) -> None:
-    report(store, "good", "strange")
-    change(store, "strange", seen_at=1e9)
-    found = store.workers.registered(store.tasks.now(), SILENT_S)
-    assert [worker.is_alive for worker in found] == [True, False]
-    members = WorkerShares("me")
-    members.learn(
-        [row for row in store.workers.all() if row["name"] != "good"], store.tasks.now(), 5
-    )
-    assert members._workers == []
-    assert store.workers.expire(SILENT_S) == ["strange"]
-    assert present(store) == ["good"]
+def test_a_worker_that_was_seen_in_the_future_is_lost(registry: Registry) -> None:
+    registry.report("good", "strange")
+    registry.change("strange", seen_at=1e9)
+    assert [worker.is_alive for worker in registry.present()] == [True, False]
+    assert registry.expire() == ["strange"]
+    assert present(registry) == ["good"]

@@ -9,9 +9,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from delaytasks import NewTask
-from tests.recording import delays_on
 from tests.world import World
 from tests.world.metrics import count_scheduled, exporter_app
+from tests.world.recording import delays_on
 
 # The metrics of a database, as Prometheus gets them
 

@@ -25,9 +25,9 @@ from delaytasks import (
 )
 from tests.conformance.test_transactions import own_engine
 from tests.proxy import proxy_to
-from tests.recording import delays_on
 from tests.waiting import wait_until
 from tests.world import FINISHED, MOVES, RUNNING, World
+from tests.world.recording import delays_on
 
 # -- each move, from each status, by id and by key, with and without the caller's transaction -----
 

@@ -13,9 +13,9 @@ from sqlalchemy import event, select, update
 
 import delaytasks as e
 from delaytasks import DelayedTask, Snooze, Status
-from tests.recording import CrashError
 from tests.refusals import invalid
 from tests.world import NO_POLICIES, MakeWorld, World, run_chunk
+from tests.world.recording import CrashError
 
 HOUR = 3600.0
 PAUSE_ROWS = "delaytasks.maintenance.sweeper.PAUSE_ROWS"

@@ -13,9 +13,9 @@ from sqlalchemy.orm import Session
 
 from delaytasks import ConfigError, DelayTasks, Status, StoreError, TaskNotFoundError
 from tests.conformance.test_transactions import own_engine
-from tests.recording import new_key
 from tests.refusals import invalid
 from tests.world import RUNNING
+from tests.world.recording import new_key
 from tests.world.recurring_world import RecurringWorld, follow
 
 MakeWorld = Callable[..., RecurringWorld]

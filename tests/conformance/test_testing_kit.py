@@ -34,9 +34,9 @@ from delaytasks import (
 )
 from delaytasks.testing import DelaysTester, create_tables
 from tests.conformance.test_transactions import own_engine
-from tests.recording import engine_at, run
 from tests.refusals import invalid
 from tests.world import World
+from tests.world.recording import engine_at, run
 
 
 class KitShop:

@@ -19,11 +19,11 @@ from sqlalchemy.orm import Session
 
 from delaytasks import DelayedTask, NewTask, Status
 from tests.proxy import proxy_to
-from tests.recording import set_columns
 from tests.running import BROKERS, QUICK, Deployment
 from tests.services import RedisServer
 from tests.waiting import IS_LONG, SLACK_S, wait_until
 from tests.world import Entry, to_us
+from tests.world.recording import set_columns
 
 pytestmark = pytest.mark.slow
 

@@ -11,8 +11,8 @@ import pytest
 
 from delaytasks import DelayedTask, DelayTasks, NewTask
 from tests.conformance.bulk_tasks import counts
-from tests.recording import ManualClock
 from tests.world import MakeWorld, World
+from tests.world.recording import ManualClock
 
 # Hours that occur twice or never, and leap days: rows store UTC in every process time zone,
 # and no task is due early

@@ -23,8 +23,8 @@ from delaytasks import (
     Status,
     StoreUnavailableError,
 )
-from tests.recording import delays_on
 from tests.world import World
+from tests.world.recording import delays_on
 
 
 def own_engine(url: Any, **options: Any) -> Engine:

@@ -18,9 +18,9 @@ from delaytasks import (
     TaskNotFoundError,
     WaitTimeoutError,
 )
-from tests.recording import engine_at, run
 from tests.waiting import wait_until
 from tests.world import World
+from tests.world.recording import engine_at, run
 
 
 def begin_wait(pool: ThreadPoolExecutor, world: World, task: DelayedTask) -> Future[Any]:

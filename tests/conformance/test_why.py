@@ -11,9 +11,9 @@ from celery import Celery
 from sqlalchemy import select
 
 from delaytasks import DelayedTask, DelayTasks, Status
-from tests.recording import delays_on, explain, record_action
 from tests.services import free_port
 from tests.world import RUNNING, MakeWorld, World
+from tests.world.recording import delays_on, explain, record_action
 
 #: More tags than the registry takes from a worker.
 TOO_MANY = [f"tag.{number}" for number in range(16_384)]

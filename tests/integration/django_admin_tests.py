@@ -29,7 +29,7 @@ from delaytasks.contrib.django.models import DelayTaskRow
 from delaytasks.contrib.django.mounting import mount, staff_viewer
 from delaytasks.core.task import DelayedTask
 from delaytasks.runtime import runtime_of
-from tests.recording import runner_of
+from tests.world.recording import runner_of
 
 delays = project_delays()
 console = make_console(delays, staff_viewer, secret_key="a secret")

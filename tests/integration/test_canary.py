@@ -25,10 +25,10 @@ from delaytasks.core.settings import PREFIX, secret_names
 from delaytasks.runtime import runtime_of
 from tests.integration.conftest import Deploy
 from tests.proxy import WebServer, answer
-from tests.recording import delays_on, new_key
 from tests.running import ROOT, Deployment
 from tests.services import RedisServer
 from tests.waiting import wait_until
+from tests.world.recording import delays_on, new_key
 
 pytestmark = pytest.mark.slow
 

@@ -43,7 +43,7 @@ from delaytasks.core.filters import Filter
 from delaytasks.core.interfaces import Entry
 from delaytasks.runtime import runtime_of
 from tests.integration import django_settings
-from tests.recording import new_key, runner_of
+from tests.world.recording import new_key, runner_of
 
 DUE = datetime(2031, 2, 3, 4, 5, 6, tzinfo=timezone.utc)
 

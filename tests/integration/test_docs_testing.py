@@ -16,8 +16,8 @@ from sqlalchemy import make_url
 
 from tests.doc_pages import section
 from tests.integration.shops import fresh_database
-from tests.recording import DRIVERS
 from tests.running import ROOT, output_of
+from tests.world.recording import DRIVERS
 
 PAGE = ROOT / "docs" / "testing.md"
 

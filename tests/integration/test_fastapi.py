@@ -18,7 +18,7 @@ from delaytasks import ConfigError, DelayTasks
 from delaytasks.contrib.fastapi import delays_lifespan, request_transaction
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
-from tests.recording import delays_on, engine_at, run
+from tests.world.recording import delays_on, engine_at, run
 
 
 @pytest.fixture

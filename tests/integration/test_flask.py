@@ -36,8 +36,8 @@ from delaytasks.core.interfaces import Entry
 from delaytasks.runtime import runtime_of
 from delaytasks.testing import create_tables
 from tests.integration.shops import ExampleShop, fresh_database
-from tests.recording import runner_of
 from tests.running import ROOT
+from tests.world.recording import runner_of
 
 pytest.importorskip("flask_sqlalchemy")
 

@@ -17,8 +17,8 @@ from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
 from delaytasks.timers.arming import SWEEP
 from tests.integration.conftest import Deploy
-from tests.recording import runner_of
 from tests.services import RabbitServer
+from tests.world.recording import runner_of
 
 pytestmark = pytest.mark.slow
 

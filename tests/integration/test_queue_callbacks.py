@@ -21,9 +21,9 @@ from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
 from tests.integration.conftest import Deploy
 from tests.proxy import Proxy, WebServer, proxy_to
-from tests.recording import delays_on, record, run_now
 from tests.refusals import invalid
 from tests.services import free_port
+from tests.world.recording import delays_on, record, run_now
 
 BODY = {"order": 7, "name": "é"}
 

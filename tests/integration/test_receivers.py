@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request
 from delaytasks.core.clock import wall_ms
 from delaytasks.webhooks import webhook
 from delaytasks.webhooks.signatures import SigningKeys
-from tests.recording import run
+from tests.world.recording import run
 
 OLD, NEW, OTHER = (
     "whsec_" + base64.b64encode(letter * 32).decode() for letter in (b"o", b"n", b"x")

@@ -26,9 +26,9 @@ from tests import services as redis_server
 from tests.conformance.test_timers import ALONE, burst, ran_once
 from tests.integration.conftest import Deploy
 from tests.proxy import Proxy
-from tests.recording import RedisTimerHarness
 from tests.services import RedisServer, Server, free_port, redis_answers, redis_program, self_signed
 from tests.waiting import wait_until
+from tests.world.recording import RedisTimerHarness
 
 Start = Callable[..., RedisServer]
 Connect = Callable[..., RedisTimerHarness]

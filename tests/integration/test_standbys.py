@@ -9,9 +9,9 @@ import pytest
 from delaytasks.cli.setup import warnings_of
 from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
-from tests.recording import delays_on
 from tests.services import MariaDBServer, PostgresServer
 from tests.waiting import wait_until
+from tests.world.recording import delays_on
 
 pytestmark = pytest.mark.slow
 

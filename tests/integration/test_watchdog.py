@@ -12,9 +12,9 @@ import pytest
 from delaytasks import Status
 from delaytasks.runtime import runtime_of
 from tests.integration.conftest import Deploy
-from tests.recording import counted
 from tests.running import Deployment
 from tests.waiting import SLACK_S, wait_until
+from tests.world.recording import counted
 
 pytestmark = pytest.mark.slow
 

@@ -24,8 +24,8 @@ from delaytasks.storage.schema import build_schema
 from delaytasks.storage.store import Store
 from tests.conftest import settings_for
 from tests.doc_pages import block_beginning
-from tests.recording import delays_on, runner_of
 from tests.running import ROOT, output_of
+from tests.world.recording import delays_on, runner_of
 
 PREFIX = "m_"
 TASKS = PREFIX + "yb_delay_task_message"

@@ -29,9 +29,9 @@ from delaytasks.storage.state_queries import FactReader, Stats
 from delaytasks.storage.store import Store
 from delaytasks.storage.sweep_queries import OverdueRows
 from tests.conftest import settings_for
-from tests.recording import delays_on, record, runner_of
 from tests.running import ROOT
 from tests.services import own_database
+from tests.world.recording import delays_on, record, runner_of
 
 ROLES = ("migrator", "web", "worker", "console", "operator")
 

@@ -23,8 +23,8 @@ from hypothesis.stateful import (
 )
 
 from tests.fuzzing import ASKED
-from tests.recording import RedisTimerHarness
 from tests.world import Entry
+from tests.world.recording import RedisTimerHarness
 
 AHEAD_MS, RETURN_S = RedisTimerHarness.ahead_ms, RedisTimerHarness.return_s
 GRACE_MS, RETURN_MS = 1000, int(RETURN_S * 1000)

@@ -27,8 +27,8 @@ from delaytasks.runtime import runtime_of
 from delaytasks.serving import Place, make_server
 from delaytasks.statistics.statistics_table import StatisticsTable, Unwritten
 from delaytasks.storage.types import db_now_plus
-from tests.recording import runner_of, set_columns
 from tests.waiting import wait_until
+from tests.world.recording import runner_of, set_columns
 
 #: Text that other users may write into tags, keys, bodies and errors.
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">'\"{{7*7}}"

@@ -48,8 +48,8 @@ def _fill() -> int:
     """Make tasks; return the id of a task that failed."""
     from delaytasks.runtime import runtime_of
     from tests.integration.django_admin_tests import delays
-    from tests.recording import runner_of
     from tests.ui.pictures import rename
+    from tests.world.recording import runner_of
 
     @delays.processor("pay.notify", retries="1ms")
     def notify(body: Any) -> None:

@@ -18,11 +18,11 @@ from delaytasks import DelayTasks, NewTask
 from delaytasks.console.requests import EXTENSION
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
-from tests.recording import runner_of
 from tests.ui import console_site
 from tests.ui.chromium import MODES, chromium, draw_page, find_chromium
 from tests.ui.console_site import Site, fill, make_delays, report_workers, served, write_runs
 from tests.ui.test_console_in_a_browser import paths_of
+from tests.world.recording import runner_of
 
 FOLDER = Path(__file__).parents[2] / "docs/images/console"
 #: The pictures of the docs.

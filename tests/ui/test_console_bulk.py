@@ -15,13 +15,13 @@ from delaytasks.console.viewers import Role
 from delaytasks.operations import bulk_calls as bulk
 from delaytasks.operations.single_tasks import find_tasks
 from delaytasks.runtime import runtime_of
-from tests.recording import set_columns
 from tests.ui.chromium import MODES, watched
 from tests.ui.console_site import Site, post, served
 from tests.ui.test_console_in_a_browser import check_page
 from tests.ui.test_console_pages import heading
 from tests.waiting import wait_until
 from tests.world import RUNNING
+from tests.world.recording import set_columns
 
 
 def finish(client: Any, location: str) -> str:

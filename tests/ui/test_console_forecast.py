@@ -14,10 +14,10 @@ from delaytasks.console.viewers import Role
 from delaytasks.core import loop as latest
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.types import db_now_plus
-from tests.recording import set_columns
 from tests.ui.console_site import Site, healthy_site, make_delays, write_on_time
 from tests.ui.test_console_bulk import confirm
 from tests.ui.test_console_pages import heading
+from tests.world.recording import set_columns
 
 FITTING, PEAK = 600, 3000
 

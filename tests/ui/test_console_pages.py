@@ -22,9 +22,9 @@ from delaytasks.operations.verdict import verdict_of
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.searching import SearchTimeoutError
 from delaytasks.storage.types import db_now_plus
-from tests.conformance.query_plans import plans
-from tests.recording import set_columns
 from tests.ui.console_site import Site, chart_titles, fill, make_delays, post
+from tests.world.plans import plans
+from tests.world.recording import set_columns
 
 PAGES = "/ /tasks /tags /failures /forecast /recurring /policies /queues /workers /audit".split()
 

@@ -27,13 +27,13 @@ from delaytasks.storage import state_queries as failed_rows
 from delaytasks.storage.state_queries import Stats
 from delaytasks.storage.sweep_queries import OverdueRows
 from delaytasks.storage.types import db_now_plus
-from tests.conformance.query_plans import plans
-from tests.recording import runner_of, set_columns
 from tests.ui.chromium import MODES, watched
 from tests.ui.console_site import Site, healthy_site, make_delays, post, served
 from tests.ui.test_console_in_a_browser import check_page
 from tests.ui.test_console_pages import heading
 from tests.world import status_columns
+from tests.world.plans import plans
+from tests.world.recording import runner_of, set_columns
 
 CLOCK = r"(?:\w+ \d+, )?\d\d:\d\d"
 

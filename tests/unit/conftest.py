@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 
 from delaytasks import DelayedTask
+from delaytasks.storage.store import Store
 from tests.conftest import open_store
-from tests.recording import ManualMonotonic
 from tests.waiting import wait_until
 from tests.world import Settlement, World
+from tests.world.recording import ManualMonotonic
 
 
 @pytest.fixture(scope="session")
-def session_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def session_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     store = open_store(f"sqlite:///{tmp_path_factory.mktemp('unit') / 'world.sqlite3'}")
     yield store
     store.close()

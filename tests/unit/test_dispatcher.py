@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from celery.concurrency import solo
 
-from tests.recording import ManualClock, ManualMonotonic
 from tests.waiting import wait_until
 from tests.world import Entry, FailureReason, MainProcess, MakeWorld, Report, WaitlistState, World
+from tests.world.recording import ManualClock, ManualMonotonic
 
 MakeMain = Callable[[int], "Main"]
 #: How much longer late entries wait if their queue has a backlog, how long a process continues with

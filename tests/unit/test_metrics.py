@@ -23,10 +23,10 @@ from delaytasks.metrics.process import FAULT_EVENTS
 from delaytasks.metrics.prometheus import MetricsEndpoint
 from delaytasks.metrics.snapshot import MAX_REST_S, REST_S, DatabaseMetrics
 from delaytasks.operations.state import read_tables
-from tests.recording import ManualMonotonic
 from tests.services import free_port
 from tests.waiting import wait_until
 from tests.world import World
+from tests.world.recording import ManualMonotonic
 
 # -- the port of a worker's metrics ---------------------------------------------------------------
 

@@ -25,10 +25,10 @@ from delaytasks import (
     StoreUnavailableError,
     TaskStateError,
 )
-from tests.recording import ManualMonotonic
 from tests.unit.conftest import Gate, fail_settlements
 from tests.waiting import wait_until
 from tests.world import RUNNING, Entry, MainProcess, MakeWorld, Report, Settlement, World
+from tests.world.recording import ManualMonotonic
 
 BUDGET_S = 0.1
 #: During a backlog, recovered rows are looked for again after this time.

@@ -18,10 +18,10 @@ from celery.exceptions import WorkerShutdown
 
 import delaytasks
 from delaytasks import Cancel, DelayedTask, Done, Fail, Retry, Snooze, Status
-from tests.recording import ManualClock
 from tests.unit.conftest import Gate, fail_settlements
 from tests.waiting import wait_until
 from tests.world import MakeWorld, World
+from tests.world.recording import ManualClock
 
 # -- rows run concurrently in one process, in threads and on an event loop ------------------------
 

@@ -24,18 +24,21 @@ from delaytasks.statistics.charts import LEFT, RIGHT, WIDTH, Series, lines, stac
 from delaytasks.statistics.reading import RunTotals
 from delaytasks.statistics.statistics_table import StatisticsWriter, WorkerCounts
 from delaytasks.storage.state_queries import FailedRow
-from tests.recording import ManualClock
 from tests.world import MainProcess, World
+from tests.world.recording import ManualClock
 
 # -- histograms and counts, which can be added and written in compact form ------------------------
 
 
-def test_bounds_increase_and_a_value_that_equals_one_belongs_to_its_bucket() -> None:
-    for bounds in (run_counts.LATENESS_BOUNDS_S, run_counts.DURATION_BOUNDS_S):
-        assert list(bounds) == sorted(set(bounds))
-    bounds = run_counts.LATENESS_BOUNDS_S
-    buckets = [run_counts.bucket_of(value, bounds) for value in (0.0, 0.005, 0.0051, 1e9)]
-    assert buckets == [0, 0, 1, len(bounds)]
+@pytest.mark.parametrize("bounds", [run_counts.LATENESS_BOUNDS_S, run_counts.DURATION_BOUNDS_S])
+def test_bounds_increase(bounds: tuple[float, ...]) -> None:
+    assert list(bounds) == sorted(set(bounds))
+
+
+def test_a_value_that_equals_a_bound_belongs_to_its_bucket() -> None:
+    values, bounds = (0.0, 0.005, 0.0051, 1e9), run_counts.LATENESS_BOUNDS_S
+    buckets = [run_counts.bucket_of(value, bounds) for value in values]
+    assert buckets == [0, 0, 1, len(run_counts.LATENESS_BOUNDS_S)]
 
 
 def test_a_quantile_is_between_the_bounds_of_its_bucket() -> None:
@@ -44,12 +47,15 @@ def test_a_quantile_is_between_the_bounds_of_its_bucket() -> None:
     assert run_counts.quantile(counts, (1, 2, 4), 0.9) == 2
     assert run_counts.quantile(counts, (1, 2, 4), 0.99) == 4, "the last bucket has no upper bound"
     assert run_counts.quantile([0, 0, 0, 0], (1, 2, 4), 0.5) is None
-    bounds = (1, 60, 300)  # no quantile exceeds the largest value
+
+
+def test_no_quantile_exceeds_the_largest_value() -> None:
+    bounds = (1, 60, 300)
     assert run_counts.quantile([0, 0, 1, 0], bounds, 0.99, highest=101) == pytest.approx(100.59)
     assert run_counts.quantile([0, 0, 0, 4], bounds, 1.0, highest=400) == 400, "above the last"
-    run = RunCounts()
-    run.add_run(101.0, 0.02, None)
-    totals = RunTotals.of(run)
+    counts = RunCounts()
+    counts.add_run(101.0, 0.02, None)
+    totals = RunTotals.of(counts)
     assert 60 < (totals.lateness_quantile(0.5) or 0) < (totals.lateness_quantile(1.0) or 0) == 101
     assert totals.duration_quantile(1.0) == 0.02
 
@@ -73,11 +79,15 @@ def test_adding_counts_equals_counting_together() -> None:
     assert added.lateness_s == pytest.approx(first.lateness_s + second.lateness_s, abs=0.001)
 
 
-def test_an_early_start_is_on_time_and_buckets_of_a_newer_version_count_in_the_last_one() -> None:
+def test_a_start_before_the_due_time_counts_as_on_time() -> None:
     counts = RunCounts()
     counts.add_run(-0.04, 0.1, on_time_s=0.0)
     assert (counts.on_time, counts.lateness[0], counts.lateness_s) == (1, 1, 0.0)
-    assert RunCounts.of([[0, 1], [], 0, 0, [99, 3], [1, 3]]).lateness[-1] == 3
+
+
+def test_buckets_of_a_newer_version_count_in_the_last_one() -> None:
+    counts = RunCounts.of([[0, 1], [], 0, 0, [99, 3], [1, 3]])
+    assert counts.lateness[-1] == 3
 
 
 # -- the values that `delays.statistics` returns --------------------------------------------------
@@ -194,6 +204,16 @@ def test_a_silent_database_delays_no_end_of_a_process(
         assert ended == []
     finally:
         answer.set()
+
+
+def test_after_a_failed_write_the_loop_rests_as_long_as_after_another(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = MainProcess(world).runtime.statistics_writer
+    assert made is not None
+    monkeypatch.setattr(made, "write", lambda: 1 / 0)
+    assert [made._turn(), made._turn()] == [writer.WRITE_S] * 2
+    assert world.count("loop.failed") == 1
 
 
 # -- patterns of error texts: equal for errors of one kind, and different for others --------------

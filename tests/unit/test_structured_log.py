@@ -14,7 +14,7 @@ from delaytasks import DelayedTask
 from delaytasks.core import events as events_module
 from delaytasks.core.events import Events, Repeats
 from delaytasks.logging import LogFormatter, log_structured
-from tests.recording import ManualMonotonic
+from tests.world.recording import ManualMonotonic
 
 # -- structured log lines have the fields of their tasks ------------------------------------------
 

@@ -11,8 +11,8 @@ import pytest
 from sqlalchemy import select
 
 from delaytasks import DelayedTask, Status, StoreUnavailableError
-from tests.recording import CrashError, ManualClock, ManualMonotonic
 from tests.world import Entry, MainProcess, MakeWorld, World
+from tests.world.recording import CrashError, ManualClock, ManualMonotonic
 
 #: The rows that one statement recovers or purges, and the queues that one check reads in turn.
 STEP_ROWS, MOST_OTHERS = 500, 100
@@ -508,8 +508,12 @@ def test_each_task_belongs_to_one_worker_and_shares_are_proportional_to_pool_siz
 
 @pytest.mark.parametrize(
     ("queue", "pool", "silent_s"),
-    [("*", "direct/prefork", 16), ("*", "prefork", 0), ("mail", "direct/prefork", 0)],
-    ids=["a silent worker", "one without the direct timer", "one of another queue"],
+    [
+        pytest.param("*", "direct/prefork", 16, id="a silent worker"),
+        pytest.param("*", "direct/prefork", -9999 * 86400, id="one of the future"),
+        pytest.param("*", "prefork", 0, id="one without the direct timer"),
+        pytest.param("mail", "direct/prefork", 0, id="one of another queue"),
+    ],
 )
 def test_a_worker_that_is_alone_takes_all_tasks(
     make_world: MakeWorld, queue: str, pool: str, silent_s: float

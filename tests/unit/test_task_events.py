@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from delaytasks import Cancel, DelayedTask, Done, Fail, Snooze
-from tests.recording import ManualMonotonic
 from tests.world import MakeWorld, Monitor, World
+from tests.world.recording import ManualMonotonic
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from celery import signals
 from delaytasks import ConfigError
 from delaytasks.attachment import NEWEST_TESTED_CELERY, OLDEST_CELERY
 from tests.proxy import WebServer, answer
-from tests.recording import delays_on
 from tests.running import ROOT
+from tests.world.recording import delays_on
 
 # -- the tested versions are the versions that may be installed, and others are reported ----------
 

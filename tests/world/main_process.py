@@ -61,11 +61,10 @@ class SteppedCeleryWorker(CeleryWorker):
         call()
 
 
-def run_chunk(world: World, *tasks: DelayedTask, queue: str | None = None) -> Report:
-    """Run a chunk in a process of the pool: these tasks, or the due tasks of a queue. The process
-    has the policies that its main process names: none."""
-    entries = tuple(map(Entry.of, tasks))
-    chunk = ChunkRequest(entries, queue, (0,), 10, policies=None, serve_s=1)
+def run_chunk(world: World, *tasks: DelayedTask) -> Report:
+    """Run a chunk in a process of the pool, which has the policies that its main process names:
+    none."""
+    chunk = ChunkRequest(tuple(map(Entry.of, tasks)), policies=None)
     with mock.patch.object(chunk_request, "current_app", world.runtime.celery):
         return chunk_request.run_chunk(chunk)
 
@@ -171,15 +170,25 @@ class MainProcess:
         """End the oldest chunk, of which that many rows ran in that time each."""
         return self.pool.end(Report(rows, rows, rows * row_s, **report))
 
+    def sweep(self) -> None:
+        """Report the worker, and sweep all partitions, each stage by itself."""
+        loop = self.runtime.sweep_loop
+        loop._reported_at = float("-inf")
+        loop.request(None)
+        loop._turn()
+
+    def write_counts(self, *reports: Report) -> None:
+        """Write what these chunks have counted, and what could not be written before."""
+        if self.runtime.counts is None or self.runtime.statistics_writer is None:
+            return
+        for report in reports:
+            self.runtime.counts.add(report.statistics)
+        self.runtime.statistics_writer.write()
+
     @property
     def requests(self) -> list[ChunkRequest]:
         """The chunks in the pool."""
         return [request for request, _, _ in self.pool.requests]
-
-    @property
-    def held(self) -> int:
-        """The number of entries that wait until they are due."""
-        return len(self.runtime.near_entries.wheel)
 
     def sizes(self) -> list[int]:
         return [len(request.entries) for request in self.requests]

@@ -16,7 +16,7 @@ from delaytasks.recurrence.definition import RecurringSchedule
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
 from tests.conftest import settings_for
-from tests.recording import ManualClock
+from tests.world.recording import ManualClock
 from tests.world.world import World
 
 

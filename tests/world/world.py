@@ -28,7 +28,15 @@ from sqlalchemy import (
     update,
 )
 
-from delaytasks import DelayedTask, DelayTasks, Forecast, Status, TaskNotFoundError, forecast
+from delaytasks import (
+    DelayedTask,
+    DelayTasks,
+    Forecast,
+    Status,
+    StoreUnavailableError,
+    TaskNotFoundError,
+    forecast,
+)
 from delaytasks.core.clock import Clock, to_us
 from delaytasks.core.filters import filter_of
 from delaytasks.core.ids import IdMaker
@@ -167,6 +175,7 @@ class World:
         self.notes: list[Any] = []
         self.delays.processor("note")(self.notes.append)
         self._workers: dict[str, Worker] = {}
+        self._first_statements: tuple[str, ...] = ()
         self._lock = threading.Lock()
         self._patches = pytest.MonkeyPatch()
 
@@ -236,9 +245,11 @@ class World:
         """End the run of a claimed row, and return whether the end was accepted."""
         return self.worker(by).settle([Settlement(claimed, move, **end)]) == {claimed.id}
 
-    def renew(self, *, by: str = "worker-1", named: Sequence[int] = ()) -> Renewed:
-        """Renew the leases of a worker."""
-        return self.store.leases.renew([by], self.now() - timedelta(hours=1), named)
+    def renew(
+        self, *, by: str = "worker-1", since: datetime | None = None, named: Sequence[int] = ()
+    ) -> Renewed:
+        """Renew a worker's leases of rows that it claimed since then, or that it names."""
+        return self.store.leases.renew([by], since or self.now() - timedelta(hours=1), named)
 
     def recover(self, max_lost_leases: int = 5, most: int = 100) -> Recovered:
         """Release the rows whose leases have ended."""
@@ -270,6 +281,11 @@ class World:
 
         with mock.patch.object(part, name, call):
             yield
+
+    def due_within(self, seconds: float, most: int) -> list[Entry]:
+        """Return the first tasks that are due soon, as a worker reads them without a broker."""
+        now = self.now()
+        return self.store.sweeps.first_due_between(now, now + timedelta(seconds=seconds), most)
 
     def deny(self, *features: str) -> None:
         """Use none of these features of the database, as if it lacked them."""
@@ -497,6 +513,10 @@ class World:
         }
         return DelayedTask(**{**values, **fields})
 
+    def skip_ids(self, count: int) -> None:
+        """Leave out the ids that follow the last one."""
+        next(itertools.islice(_ids, count, count), None)
+
     def put(self, status: Status = Status.NOT_COMPLETE, **fields: Any) -> DelayedTask:
         """Insert a row directly, as another program does, in any status."""
         made = self.new_row(**fields)
@@ -607,6 +627,20 @@ class World:
                 event.remove(engine, "before_cursor_execute", note)
 
     @contextmanager
+    def losing_answers(self) -> Iterator[None]:
+        """Lose the connection after the commit of each transaction, before the answer comes."""
+        database, begin = self.store.database, self.store.database.begin
+
+        @contextmanager
+        def lost() -> Iterator[Connection]:
+            with begin() as connection:
+                yield connection
+            raise StoreUnavailableError("the connection was lost")
+
+        with mock.patch.object(database, "begin", lost):
+            yield
+
+    @contextmanager
     def locked(self, *tasks: DelayedTask) -> Iterator[Connection]:
         """Yield another program's transaction that has locked these rows."""
         t = self.table()
@@ -638,6 +672,35 @@ class World:
     def counts_moves(self) -> bool:
         """Whether the version of a row is the number of its moves, also after a claim."""
         return self.kind != "postgresql"
+
+    def reconnect(self, *statements: str) -> None:
+        """Replace all connections, with these statements at the start of each new one."""
+        for engine in (self.store.database.auto, self.store.database.tx):
+            if not event.contains(engine, "connect", self._begin):
+                event.listen(engine, "connect", self._begin)
+        self._first_statements = statements
+        self.store.database.dispose()
+
+    def demote(self, *statements: str) -> None:
+        """Fill the pools with connections that begin with these statements, as those to a server
+        that is no longer the primary. New connections are normal again."""
+        self.reconnect(*statements)
+        for engine in (self.store.database.auto, self.store.database.tx):
+            for connection in [engine.connect() for _ in range(3)]:
+                connection.close()
+        self._first_statements = ()
+
+    def _begin(self, connection: Any, _record: Any) -> None:
+        for statement in self._first_statements:
+            with connection.cursor() as cursor:
+                cursor.execute(statement)
+            connection.commit()
+
+    def connections(self) -> Iterator[Connection]:
+        """Yield a connection of each kind that the instance uses."""
+        for engine in (self.store.database.auto, self.store.database.tx):
+            with engine.connect() as connection:
+                yield connection
 
     @property
     def can(self) -> Capabilities:

@@ -15,9 +15,9 @@ from delaytasks.storage.state_queries import Count, Stats
 from delaytasks.storage.sweep_queries import OverdueRows
 from delaytasks.storage.types import db_now_plus
 from tests.integration.cli.project import Project
-from tests.recording import set_columns
 from tests.services import RedisServer, free_port
 from tests.ui.console_site import write_on_time
+from tests.world.recording import set_columns
 
 
 def test_stats_sees_tasks_workers_sweeps_and_the_broker(shop: Project) -> None:

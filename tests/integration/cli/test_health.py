@@ -20,7 +20,7 @@ from delaytasks.operations.health import HealthChecks, HealthQuestion
 from delaytasks.storage import migrations
 from delaytasks.storage.types import db_now_plus
 from tests.integration.cli.project import Project
-from tests.recording import set_columns
+from tests.world.recording import set_columns
 
 HOST = socket.gethostname()
 

@@ -18,7 +18,7 @@ from celery.schedules import crontab, schedule
 from redis import Redis
 
 from tests.integration.cli.project import HOSTILE, ROOT, Project
-from tests.recording import set_columns
+from tests.world.recording import set_columns
 
 DAILY = ("--cron", "0 9 * * mon-fri", "--tz", "Europe/Berlin")
 
@@ -173,7 +173,7 @@ new(name="each", task="shop.poll", interval=interval, args="[1]", kwargs='{"a": 
 new(name="night", task="shop.poll", crontab=cron, enabled=False)
 new(name="once", task="shop.poll", clocked=clocked, one_off=True)
 from delaytasks.cli.main import main
-from tests.recording import set_columns
+from tests.world.recording import set_columns
 main(["-A", "shop_of_cli_tests", "import", "django", "--json"], prog_name="delaytasks")
 """
 

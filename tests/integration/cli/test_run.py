@@ -11,8 +11,8 @@ from sqlalchemy import text
 from delaytasks import Status
 from delaytasks.storage.types import db_now_plus
 from tests.integration.cli.project import Project
-from tests.recording import set_columns
 from tests.services import free_port
+from tests.world.recording import set_columns
 
 
 def test_run_recovers_and_runs_overdue_tasks_without_a_broker_and_leaves_the_rest(

@@ -24,7 +24,7 @@ from delaytasks.core.task import DelayedTask
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.types import db_now_plus
 from tests.integration.cli.project import HOSTILE, ROOT, Project
-from tests.recording import runner_of, set_columns
+from tests.world.recording import runner_of, set_columns
 
 
 @pytest.fixture

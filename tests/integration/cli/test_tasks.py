@@ -12,7 +12,7 @@ from delaytasks import Status
 from delaytasks.core.clock import UTC
 from delaytasks.storage.types import db_now_plus
 from tests.integration.cli.project import FAR, HOSTILE, Project
-from tests.recording import set_columns
+from tests.world.recording import set_columns
 
 
 def ids(shop: Project, *options: str) -> list[str]:

@@ -17,7 +17,7 @@ from delaytasks.http_api.routes import make_api
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
 from delaytasks.testing import create_tables
-from tests.recording import delays_on
+from tests.world.recording import delays_on
 
 
 class ApiCaller:

@@ -24,9 +24,9 @@ from delaytasks.contrib import flask as flask_mounts
 from delaytasks.http_api.api_keys import ApiKeyFile
 from tests.integration.django_settings import configured
 from tests.integration.http_api.conftest import ApiSite
-from tests.recording import run
 from tests.running import ROOT
 from tests.ui.console_site import served
+from tests.world.recording import run
 
 NEW = {"tag": "order.close", "body": {"order": 7}, "delay": 60}
 

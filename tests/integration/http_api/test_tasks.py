@@ -14,9 +14,9 @@ import pytest
 from delaytasks import DelayTasks, OutcomeUnknownError, StoreUnavailableError
 from delaytasks.http_api.routes import ROUTES, instant_of, make_api
 from tests.integration.http_api.conftest import ApiCaller, ApiSite
-from tests.recording import runner_of
 from tests.running import ROOT
 from tests.ui.console_site import write_runs
+from tests.world.recording import runner_of
 
 FAR = "2222-01-01T00:00:00Z"
 NEW = {"tag": "order.close", "delay": 0}

@@ -21,7 +21,7 @@ from delaytasks.core.settings import load_settings
 from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
 from delaytasks.webhooks.http_callbacks import Guard, HttpCallbacks
-from tests.recording import delays_on, record
+from tests.world.recording import delays_on, record
 
 SECRETS = ["whsec_" + base64.b64encode(letter * 32).decode() for letter in (b"a", b"b")]
 #: Each test ends within this many seconds; the limits under test are much shorter.

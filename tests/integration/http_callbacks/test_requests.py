@@ -19,9 +19,9 @@ from delaytasks.runtime import runtime_of
 from delaytasks.webhooks import http_callbacks as addresses
 from tests.integration.http_callbacks.conftest import PATIENCE_S, SECRETS, Caller, task
 from tests.proxy import WebServer, answer, reset
-from tests.recording import record, run_now, runner_of
 from tests.refusals import invalid
 from tests.services import free_port
+from tests.world.recording import record, run_now, runner_of
 
 
 def test_a_callback_is_a_post_of_json_that_the_official_package_verifies(web: WebServer) -> None:

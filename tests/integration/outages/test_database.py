@@ -18,9 +18,9 @@ from delaytasks.core import clock as clock_module
 from delaytasks.runtime import runtime_of
 from tests.integration.outages.conftest import DATABASES, SLACK_S, Connect, ProxiedCaller, seconds
 from tests.proxy import Proxy
-from tests.recording import delays_on
 from tests.services import kill_connections
 from tests.waiting import wait_until
+from tests.world.recording import delays_on
 
 pytestmark = pytest.mark.slow
 

@@ -1,0 +1,220 @@
+"""A world whose statements have plans that a test reads."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import datetime, timedelta
+from functools import partial
+from typing import Any
+from unittest import mock
+
+from sqlalchemy import Connection, event, update
+
+from delaytasks import DelayedTask, Status
+from delaytasks.core.filters import bulk_filter_of, filter_of
+from delaytasks.core.interfaces import Level
+from delaytasks.storage import bulk_moves
+from delaytasks.storage.row_lists import Prepared
+from delaytasks.storage.state_queries import ChangeReader, LiveRows, Stats, live_tags
+from delaytasks.storage.store import Store
+from delaytasks.storage.sweep_queries import OverdueRows
+from tests.conftest import open_store
+from tests.world.world import World
+
+run_prepared = Prepared.__call__
+
+
+class PlannedWorld(World):
+    """A world with many rows, and what its processes read of them."""
+
+    # -- rows and their statistics ----------------------------------------------------------------
+
+    def fill(
+        self,
+        count: int,
+        first_s: float,
+        step_s: float = 1,
+        tags: Sequence[str] = ("mail",),
+        **fields: Any,
+    ) -> list[DelayedTask]:
+        """Insert rows that wait, the first of which is due `first_s` seconds from now."""
+        first, step = self.new_row(first_s, **fields), timedelta(seconds=step_s)
+        made = [
+            replace(
+                first,
+                id=first.id + n,
+                tag=tags[n % len(tags)],
+                expected_time=first.expected_time + n * step,
+            )
+            for n in range(count)
+        ]
+        self.skip_ids(count)
+        self.store.tasks.insert_many(made)
+        return made
+
+    def end(self, until_s: float, status: Status = Status.DONE, **where: Any) -> None:
+        """Give the waiting rows that are due until then another status."""
+        t, until = self.table(), self.now() + timedelta(seconds=until_s)
+        waits = update(t).where(t.c.expected_time < until, t.c.status == 0).filter_by(**where)
+        with self.begin() as connection:
+            connection.execute(waits.values(status=int(status)))
+
+    def execute(self, statement: str) -> None:
+        """Execute a statement outside of transactions."""
+        with self.store.database.auto.connect() as connection:
+            connection.exec_driver_sql(statement)
+
+    def analyse(self, name: str = "tasks") -> None:
+        """Let the planner know the rows of a table."""
+        self.execute(f"ANALYZE {'TABLE' * (self.kind == 'mysql')} {self.table(name).name}")
+
+    @contextmanager
+    def without_kept_plans(self) -> Iterator[None]:
+        """Prepare no statements, as with some poolers."""
+        database = self.store.database
+        with mock.patch.object(database, "can", replace(database.can, prepare=False)):
+            yield
+
+    # -- what processes read ----------------------------------------------------------------------
+
+    def changes(self, **filters: str) -> object:
+        """Read what has changed, as the console does."""
+        changes = ChangeReader(self.store.database, self.store.schema, filter_of(filters))
+        now = changes.now()
+        return changes.read(now - timedelta(seconds=10), now, [])
+
+    def live_rows(self) -> object:
+        return LiveRows(self.store.database, self.store.schema).read(1)
+
+    def live_tags(self) -> object:
+        return self.store.database.autocommitted(lambda c: live_tags(c, self.store.schema))
+
+    def overdue(self) -> object:
+        return OverdueRows(self.store.database, self.store.schema).count(1)
+
+    def unserved(self) -> object:
+        """Search for queues that no worker serves."""
+        return OverdueRows(self.store.database, self.store.schema).other_queues({"served"}, 1)
+
+    def expired_leases(self) -> object:
+        return Stats(self.store.database, self.store.schema).expired_leases()
+
+    def counts(self, *most: int) -> dict[Status, tuple[int, bool]]:
+        """Return the number of rows of each status, and whether it is an estimate."""
+        found = Stats(self.store.database, self.store.schema).counts(*most)
+        return {status: (count.rows, count.is_estimate) for status, count in found.items()}
+
+    def levels(self, late_s: float) -> object:
+        """Read the queues and priorities with late rows."""
+        return self.store.sweeps.levels(late_s)
+
+    def near(self) -> object:
+        """Read the rows that a sweep arms."""
+        now = self.now()
+        return list(self.store.sweeps.due_between(now, now + timedelta(seconds=30), 0, 1))
+
+    def purge(self, age_s: float) -> object:
+        return self.store.sweeps.purge(age_s, 100)
+
+    def paused_levels(self, status: Status) -> object:
+        return self.store.paused_rows.levels(status)
+
+    def paused_rows(self, status: Status, since: datetime | None, until: datetime | None) -> object:
+        return self.store.paused_rows.look(status, Level("default", 0), since, until)
+
+    def windows(self, move: Any, filters: dict[str, Any], most: int = 2) -> object:
+        """Find the rows of the first windows of a bulk call."""
+        with mock.patch.object(bulk_moves, "WINDOW", 500):
+            which = bulk_filter_of(move, filters, False)
+            return list(itertools.islice(self.store.bulk.matching(which), most))
+
+    def make_recurring_tasks(self) -> None:
+        self.runtime._make_recurring_tasks(lambda: None)
+
+    # -- plans ------------------------------------------------------------------------------------
+
+    def plans(self, work: Callable[[], object], options: str = "") -> str:
+        """Return the query plan of each statement of `work`; `options` are those of EXPLAIN."""
+        return plans(self.store, work, options)
+
+
+@contextmanager
+def planned_world(url: str, prefix: str, is_analysed: bool = True) -> Iterator[PlannedWorld]:
+    """Yield a world with new tables. If `is_analysed` is false, PostgreSQL never analyses them."""
+    store = open_store(url, table_prefix=prefix)
+    world = PlannedWorld(store)
+    if world.kind == "postgresql" and not is_analysed:
+        world.execute(f"ALTER TABLE {world.table().name} SET (autovacuum_enabled = off)")
+    try:
+        yield world
+    finally:
+        world.close()
+        store.schema.metadata.drop_all(store.database.tx)
+        store.close()
+
+
+def plans(store: Store, work: Callable[[], object], options: str = "") -> str:
+    """Return the query plan of each statement of `work` that does not only read the policies, which
+    are few; `options` are those of EXPLAIN."""
+    seen: list[tuple[str, Any]] = []
+
+    def note(
+        _c: Any, _cursor: Any, statement: str, parameters: Any, _context: Any, _many: bool
+    ) -> None:
+        if re.search("yb_delay_(?!policy)", statement) and statement.lstrip().upper().startswith(
+            ("SELECT", "UPDATE", "WITH")
+        ):
+            seen.append((statement, parameters))
+
+    def note_prepared(self: Prepared, on: Connection, values: Mapping[str, Any]) -> Any:
+        answer = run_prepared(self, on, values)
+        if self._made_texts is not None:
+            _, execute, names = self._made_texts
+            seen.append((execute, tuple(values[name] for name in names)))
+        return answer
+
+    for engine in (store.database.auto, store.database.tx):
+        event.listen(engine, "before_cursor_execute", note)
+    with mock.patch.object(Prepared, "__call__", note_prepared):
+        work()
+    for engine in (store.database.auto, store.database.tx):
+        event.remove(engine, "before_cursor_execute", note)
+    return _explain(store, seen, options)
+
+
+def _explain(store: Store, seen: Sequence[tuple[str, Any]], options: str) -> str:
+    kind = store.database.url.get_backend_name()
+    words = "EXPLAIN QUERY PLAN " if kind == "sqlite" else f"EXPLAIN {options} "
+    found: list[Any] = []
+
+    def explain(connection: Connection, sql: str, given: Any) -> None:
+        if store.database.can.prepare:  # the others need a good plan without this
+            connection.exec_driver_sql(
+                f"SET enable_seqscan = {'off' if sql.startswith('EXECUTE') else 'on'}"
+            )
+        found.extend(row._mapping for row in connection.exec_driver_sql(words + sql, given))
+        if store.database.can.prepare:
+            connection.exec_driver_sql("SET enable_seqscan = off")
+
+    for sql, given in seen:
+        # This uses the connection that keeps the plan of a prepared statement.
+        store.database.autocommitted(partial(explain, sql=sql, given=given))
+    if kind == "mysql":
+        # Leave out the possible keys, because only the key in use matters.
+        return "\n".join(
+            f"{row['type']} on {row['table']} using {row['key']}" for row in found if row["table"]
+        )
+    return "\n".join(str(row.get("QUERY PLAN") or row.get("detail")) for row in found)
+
+
+def assert_no_scan(shown: str) -> None:
+    # A scan of this index from its start only reads the first value. There are few policies.
+    table = r"\w*plan_"
+    line = rf"(?!{table}yb_delay_(policy|waitlist (using|USING))){table}"
+    assert not re.search(f"Seq Scan on {line}|SCAN {line}|ALL on {line}|index on {line}", shown), (
+        shown
+    )

@@ -1,0 +1,130 @@
+"""The table of workers, and a worker that is frozen for a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest import mock
+
+from sqlalchemy import select
+
+from delaytasks.core.clock import to_us
+from delaytasks.core.workers import LostWorker, RegisteredWorker, ServiceTimes
+from delaytasks.execution import executor
+from delaytasks.storage.types import db_now_plus
+from delaytasks.storage.worker_table import WorkerTable
+from delaytasks.worker import lease_keeper
+from tests.waiting import wait_until
+from tests.world.recording import set_columns
+from tests.world.world import World
+
+
+class Registry:
+    """Workers that report, are silent and are lost."""
+
+    SILENT_S = 60.0
+
+    def __init__(self, world: World) -> None:
+        self._store = world.store
+
+    def report(
+        self,
+        *names: str,
+        queues: Sequence[str] = ("default",),
+        pool: str = "prefork",
+        concurrency: int = 2,
+        offset_us: int = 0,
+        tags: Sequence[str] | None = ("mail",),
+        is_restarted: bool = False,
+        **services: float | None,
+    ) -> None:
+        """Report live workers, from a process that has reported them before or a new one."""
+        table = self._store.workers
+        if is_restarted:
+            table = WorkerTable(self._store.database, self._store.schema)
+        for name in names:
+            table.report(name, queues, pool, concurrency, offset_us, tags, ServiceTimes(**services))
+
+    def stop(self, name: str) -> None:
+        """Let a worker stop in order."""
+        self._store.workers.remove(name)
+
+    def change(self, *names: str, **seconds: float) -> None:
+        """Set times of workers to these numbers of seconds from now."""
+        values = {column: db_now_plus(from_now_s) for column, from_now_s in seconds.items()}
+        for name in names:
+            set_columns(self._store, "workers", {"name": name}, **values)
+
+    def lose(self, *names: str) -> None:
+        """Let workers report, and be silent until they are lost."""
+        self.report(*names)
+        self.change(*names, seen_at=-100)
+        assert self.expire() == sorted(names)
+
+    def expire(self) -> list[str]:
+        """Mark silent workers as lost, as a sweep does, and return their names."""
+        return self._store.workers.expire(self.SILENT_S)
+
+    def present(self) -> list[RegisteredWorker]:
+        """Return the workers that are not lost."""
+        found = self._store.workers.registered(self._store.tasks.now(), self.SILENT_S)
+        assert [row["name"] for row in self._store.workers.all()] == [one.name for one in found]
+        return found
+
+    def lost(self) -> list[LostWorker]:
+        return self._store.workers.lost()
+
+    def names(self) -> list[str]:
+        """Return the names in the table: those of workers that are present or lost."""
+        w = self._store.schema.workers
+        return [row.name for row in self._store.database.rows(select(w.c.name).order_by(w.c.name))]
+
+
+class FrozenWorker:
+    """A process that runs tasks, and the main process that renews its leases, with a clock that a
+    test sets as if the host stood still meanwhile."""
+
+    def __init__(self, world: World) -> None:
+        self.now_s = 100_000.0
+        self._patches = ExitStack()
+        read: Any = self._read_clock
+        for module in (executor, lease_keeper):
+            self._patches.enter_context(mock.patch.object(module, "monotonic", read))
+        self.world = world
+        processes = world.worker().processes
+        self._renewals = processes.renewals
+        chunk_began_us = to_us(world.now()) - int(world.delays.settings.lease_s * 1e6)
+        self._dispatcher = cast("Any", SimpleNamespace(running=lambda: ([chunk_began_us], {})))
+        pool = SimpleNamespace(info={"processes": [os.getpid()]})
+        self._keeper = lease_keeper.LeaseKeeper(
+            world.runtime, processes, self._dispatcher, pool, None
+        )
+
+    def _read_clock(self) -> float:
+        return self.now_s
+
+    def close(self) -> None:
+        self._patches.close()
+
+    def renew(self) -> None:
+        """Let the main process renew the leases once."""
+        self.keep_leases(lambda: self._renewals.last()[0] == self.now_s)
+
+    def keep_leases(self, until: Callable[[], bool]) -> None:
+        """Let the main process work until the condition is true."""
+        self._keeper.loop.start()
+        try:
+            wait_until(until, 10, "the work of the main process")
+        finally:
+            self._keeper.loop.stop()
+
+    def find_dead(self, pid: int) -> None:
+        """Let the main process find that a process has died of which it has reports."""
+        found: list[int] = []
+        self._dispatcher.running = lambda: ([], {} if found else {pid: (7,)})
+        self._dispatcher.process_died = found.append
+        self.keep_leases(lambda: bool(found))
+        assert found == [pid]
