@@ -156,7 +156,11 @@ def test_a_lapse_is_an_attempt_that_failed(world: World) -> None:
 # -- outcomes -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [None, Done(), 7, "text", iter([1]), range(3)], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [None, Done(), 7, "text", iter([1]), range(3)],
+    ids=["none", "done", "number", "text", "iterator", "range"],
+)
 def test_anything_that_is_no_outcome_is_success(world: World, value: Any) -> None:
     returns(world, "pay", value)
     task = world.schedule("pay")

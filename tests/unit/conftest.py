@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from delaytasks import DelayedTask
-from delaytasks.storage.store import Store
 from tests.conftest import open_store
 from tests.waiting import wait_until
 from tests.world import Settlement, World
@@ -18,7 +17,7 @@ from tests.world.recording import ManualMonotonic
 
 
 @pytest.fixture(scope="session")
-def session_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+def session_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     store = open_store(f"sqlite:///{tmp_path_factory.mktemp('unit') / 'world.sqlite3'}")
     yield store
     store.close()

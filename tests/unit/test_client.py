@@ -1,4 +1,4 @@
-"""The public API: its names, its options, and the path from a call to the INSERT statement."""
+"""The public API: names, options, ids, and the path from a call to the INSERT statement."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import ast
 import asyncio
 import gc
 import inspect
+import os
 import re
 import subprocess
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import fields
 from datetime import datetime, timedelta, timezone
 from functools import partial
@@ -20,27 +23,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import event
+from celery import Celery, _state
+from sqlalchemy import Engine, create_engine, event
 
 import delaytasks
-from delaytasks import DelayedTask, DelayTasks, InvalidInputError, NewTask, Processor, current
-from delaytasks.cli.schedule_commands import schedule
-from delaytasks.contrib.flask import FlaskDelays
-from delaytasks.core import errors
-from delaytasks.core.task import TaskOptions
-from delaytasks.http_api.schemas import TASK
-from delaytasks.operations.bulk_calls import Bulk
-from delaytasks.operations.callbacks import CallbackCalls
-from delaytasks.operations.policy_calls import PolicyCalls
-from delaytasks.recurrence.recurring import Recurring
-from delaytasks.runtime import runtime_of
-from delaytasks.statistics.reading import Statistics
+from delaytasks import (
+    DelayedTask,
+    DelayTaskError,
+    DelayTasks,
+    InvalidInputError,
+    NewTask,
+    Processor,
+    Status,
+)
 from delaytasks.testing import DelaysTester
-from delaytasks.worker import chunk_request
 from tests.conftest import open_store
 from tests.doc_pages import blocks
-from tests.world import Entry, World
-from tests.world.recording import delays_on, record
+from tests.running import output_of
+from tests.world import World, run_chunk
+from tests.world.recording import ManualClock, delays_on
 
 # -- client ---------------------------------------------------------------------------------------
 
@@ -69,10 +70,15 @@ WITHOUT_TWIN = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind", [DelayTasks, Bulk, CallbackCalls, PolicyCalls, Processor, Recurring, Statistics]
-)
-def test_each_method_that_waits_has_a_twin_with_its_parameters(kind: type) -> None:
+GROUPS = ["bulk", "callbacks", "policies", "recurring", "statistics"]
+
+
+@pytest.mark.parametrize("name", ["delays", "handle", *GROUPS])
+def test_each_method_that_waits_has_a_twin_with_its_parameters(
+    delays: DelayTasks, name: str
+) -> None:
+    kinds: dict[str, type] = {"delays": DelayTasks, "handle": Processor}
+    kind = kinds.get(name) or type(getattr(delays, name))
     public = inspect.getmembers(kind, lambda each: inspect.isfunction(each) and not is_twin(each))
     methods = {name: method for name, method in public if name[0] != "_"}
     for name in methods.keys() - WITHOUT_TWIN.keys():
@@ -85,17 +91,26 @@ def test_each_method_that_waits_has_a_twin_with_its_parameters(kind: type) -> No
 
 
 @pytest.fixture
-def delays(tmp_path: Path) -> Iterator[DelayTasks]:
+def url(tmp_path: Path) -> str:
     url = f"sqlite:///{tmp_path / 'shop.sqlite3'}"
     open_store(url).close()
-    made = delays_on(url, tags="any")
-    yield made
-    made.close()
+    return url
 
 
-def test_an_instance_that_is_closed_and_no_longer_used_is_freed(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'shop.sqlite3'}"
-    open_store(url).close()
+@pytest.fixture
+def app() -> Iterator[Celery]:
+    before = _state._tls.current_app
+    yield Celery("shop", broker="memory://", set_as_current=False)
+    _state._set_current_app(before)
+
+
+@pytest.fixture
+def delays(app: Celery, url: str) -> Iterator[DelayTasks]:
+    with closing(DelayTasks(app, url, tags="any")) as delays:
+        yield delays
+
+
+def test_an_instance_that_is_closed_and_no_longer_used_is_freed(url: str) -> None:
     delays = delays_on(url, tags="any")
     delays.schedule_delay("mail", None, 60)
     delays.close()
@@ -149,11 +164,15 @@ def test_the_reference_lists_each_public_name() -> None:
 
 
 def test_every_error_can_be_imported_from_the_package() -> None:
-    classes = inspect.getmembers(errors, inspect.isclass)
-    defined = {name for name, value in classes if value.__module__ == errors.__name__}
-    assert defined == set(errors.__all__)
-    for name in defined:
-        assert getattr(delaytasks, name) is getattr(errors, name)
+    def kinds(of: type[DelayTaskError]) -> Iterator[type[DelayTaskError]]:
+        for kind in of.__subclasses__():
+            yield from (kind, *kinds(kind))
+
+    defined = {
+        kind for kind in kinds(DelayTaskError) if kind.__module__ == DelayTaskError.__module__
+    }
+    assert {getattr(delaytasks, kind.__name__) for kind in defined} == defined
+    assert {kind.__name__ for kind in defined} <= {*delaytasks.__all__}
 
 
 # -- the documentation ----------------------------------------------------------------------------
@@ -179,7 +198,7 @@ def _used_names(page: Path) -> Iterator[tuple[int, str, str]]:
 
 @pytest.mark.parametrize("page", [pytest.param(page, id=page.name) for page in PAGES])
 def test_the_documentation_uses_public_names_only(page: Path) -> None:
-    known = {"delays": public_names() | public_names(FlaskDelays)}
+    known = {"delays": public_names() | {"init_app"}}  # the extension of Flask has one more
     known["delaytasks"] = {*delaytasks.__all__, "contrib", "testing"}
     if page.name in ("testing.md", "django.md"):  # there, `delays` is the tester, too
         known["delays"] |= public_names(DelaysTester)
@@ -213,27 +232,23 @@ MAX_FRAMES = {None: 6, "k": 8}
 @pytest.mark.parametrize("is_of_module", [False, True], ids=["method", "module"])
 @pytest.mark.parametrize("key", MAX_FRAMES)
 def test_a_call_reaches_the_insert_statement_within_few_frames(
-    delays: DelayTasks,
-    monkeypatch: pytest.MonkeyPatch,
-    session: bool,
-    is_of_module: bool,
-    key: str | None,
+    delays: DelayTasks, app: Celery, url: str, session: bool, is_of_module: bool, key: str | None
 ) -> None:
-    record(delays)
-    database = runtime_of(delays).store.database
-    monkeypatch.setattr(current, "_of_project", delays)
+    app.set_current()
     schedule_delay = delaytasks.schedule_delay if is_of_module else delays.schedule_delay
     seen: list[list[str]] = []
 
     def note(_c: Any, _cursor: Any, statement: str, *_: Any) -> None:
-        if statement.startswith(f"INSERT INTO {runtime_of(delays).store.schema.tasks.name} "):
+        if statement.startswith("INSERT INTO yb_delay_task_message "):
             seen.append(own_frames())
 
-    for engine in (database.auto, database.tx):
-        event.listen(engine, "before_cursor_execute", note)
-    own: AbstractContextManager[Any] = database.begin() if session else nullcontext()
-    with own as connection:
-        task = schedule_delay("a", {}, 60, key=key, session=connection)
+    event.listen(Engine, "before_cursor_execute", note)
+    own: AbstractContextManager[Any] = create_engine(url).begin() if session else nullcontext()
+    try:
+        with own as connection:
+            task = schedule_delay("a", {}, 60, key=key, session=connection)
+    finally:
+        event.remove(Engine, "before_cursor_execute", note)
     assert delays.get(task).tag == "a"
     [frames] = seen
     assert len(frames) <= MAX_FRAMES[key], frames
@@ -245,15 +260,13 @@ MODES: dict[str, dict[str, Any]] = {"single": {}, "batch": {"batch": 9}, "thread
 @pytest.mark.parametrize("is_drain", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_request_of_the_pool_reaches_a_processor_within_few_frames(
-    world: World, monkeypatch: pytest.MonkeyPatch, is_drain: bool, mode: str
+    world: World, is_drain: bool, mode: str
 ) -> None:
     seen: list[list[str]] = []
     world.delays.processor("look", **MODES[mode])(lambda given: seen.append(own_frames()))
     task = world.schedule("look")
-    monkeypatch.setattr(chunk_request, "current_app", world.runtime.celery)
-    entries, queue = ((), "default") if is_drain else ((Entry.of(task),), None)
-    request = chunk_request.ChunkRequest(entries, queue, priorities=(0,), limit=10, serve_s=1)
-    assert chunk_request.run_chunk(request).error == ""
+    report = run_chunk(world, queue="default") if is_drain else run_chunk(world, task)
+    assert report.error == ""
     assert world.statuses([task]) == ["DONE"]
     [frames] = seen
     assert len(frames) <= 6, frames
@@ -377,22 +390,20 @@ except ConfigError as error:
 # -- task options ---------------------------------------------------------------------------------
 
 
-OPTIONS = set(TaskOptions.__annotations__)
 #: Each way to schedule a task has these arguments in a form of its own.
-ARGUMENTS = {"tag", "body", "delay", "at"}
+OPTIONS = {*NewTask._fields} - {"tag", "body", "delay", "at"}
 #: The JSON value of a task does not have these fields.
 HIDDEN = {"cancel_request", "attempts"}
 
 
-def test_schedule_many_takes_the_options_of_schedule_delay() -> None:
-    assert set(NewTask._fields) == OPTIONS | ARGUMENTS
-
-
-def test_the_command_has_the_options() -> None:
-    parameters = {parameter.name for parameter in schedule.params}
+def test_each_way_to_schedule_a_task_has_its_options() -> None:
+    documented = (DelayTasks.schedule_delay.__doc__ or "").partition("Returns")[0]
+    assert set(re.findall(r"^ +(\w+) : .*, optional$", documented, re.MULTILINE)) == OPTIONS
+    command = [sys.executable, "-m", "delaytasks", "schedule", "--help"]
+    help_text = re.sub(r"\s+", " ", output_of(command, env={**os.environ, "COLUMNS": "200"}))
     # The command line has the version of the processor, or 1.
-    assert parameters >= OPTIONS - {"body_version"}
-    help_text = re.sub(r"\s+", " ", schedule.help or "")
+    for option in OPTIONS - {"body_version"}:
+        assert f"--{option.replace('_', '-')} " in help_text
     named = re.search(r"further options of the task \((.*?)\)", help_text)
     assert named is not None
     assert set(named[1].split(", ")) == OPTIONS - {"body_version"}
@@ -402,4 +413,59 @@ def test_the_json_value_of_a_task_has_its_fields() -> None:
     task = DelayedTask(1, "tag", "null", datetime(2030, 1, 31, tzinfo=timezone.utc))
     names = {field.name.removesuffix("_json") for field in fields(DelayedTask)} - HIDDEN
     assert set(task.as_json()) == {"ip_address" if name == "ip" else name for name in names}
-    assert set(TASK["properties"]) <= set(task.as_json())
+
+
+# -- ids ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stopped(world: World) -> ManualClock:
+    """The clock of a world, which stands still in 2089."""
+    clock = ManualClock(datetime(2089, 1, 31, tzinfo=timezone.utc))
+    world.set_clock(clock)
+    return clock
+
+
+def test_ids_grow_with_time_and_have_63_bits(world: World, stopped: ManualClock) -> None:
+    first = world.delays.new_id()
+    stopped.advance(0.001)
+    assert 2**62 < first < world.delays.new_id() < 2**63
+    task = world.schedule(id=first, delay=60)
+    assert world.delays.get(str(first)).id == task.id == first
+
+
+def test_ids_of_one_millisecond_are_different_in_all_threads(
+    world: World, stopped: ManualClock
+) -> None:
+    start = threading.Barrier(8)
+
+    def some(_: int) -> list[int]:
+        start.wait()
+        return [world.delays.new_id() for _ in range(500)]
+
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(20):  # The first ids of each maker must differ, too.
+            world.set_clock(stopped)
+            assert len({id for made in pool.map(some, range(8)) for id in made}) == 4000
+
+
+def test_a_forked_child_makes_other_ids_than_its_parent(world: World, stopped: ManualClock) -> None:
+    read, write = os.pipe()
+    world.delays.new_id()
+    for _ in range(4):
+        if (child := os.fork()) == 0:
+            os.write(write, b"%d " % world.delays.new_id())
+            os._exit(0)
+        os.waitpid(child, 0)
+    starts = {*map(int, os.read(read, 1000).split()), world.delays.new_id()}
+    os.close(read)
+    os.close(write)
+    # Each starts at a random value below 131,072. Two starts are equal once in 13,000 runs, and all
+    # of them are equal once in 10^20 runs.
+    assert len(starts) > 1
+
+
+def test_the_contracts_statuses_keep_their_numbers() -> None:
+    numbers = {"NOT_COMPLETE": 0, "DONE": 1, "FAILED": 2, "RUNNING": 3, "CANCELLED": 4, "HELD": 5}
+    assert {status.name: status.value for status in Status} == numbers
+    assert f"{Status.DONE} {Status.DONE!s} {Status.DONE:d}" == "DONE DONE 1"

@@ -30,15 +30,12 @@ from tests.world.recording import ManualClock
 # -- histograms and counts, which can be added and written in compact form ------------------------
 
 
-@pytest.mark.parametrize("bounds", [run_counts.LATENESS_BOUNDS_S, run_counts.DURATION_BOUNDS_S])
-def test_bounds_increase(bounds: tuple[float, ...]) -> None:
-    assert list(bounds) == sorted(set(bounds))
-
-
-def test_a_value_that_equals_a_bound_belongs_to_its_bucket() -> None:
-    values, bounds = (0.0, 0.005, 0.0051, 1e9), run_counts.LATENESS_BOUNDS_S
-    buckets = [run_counts.bucket_of(value, bounds) for value in values]
-    assert buckets == [0, 0, 1, len(run_counts.LATENESS_BOUNDS_S)]
+def test_bounds_increase_and_a_value_that_equals_one_belongs_to_its_bucket() -> None:
+    for bounds in (run_counts.LATENESS_BOUNDS_S, run_counts.DURATION_BOUNDS_S):
+        assert list(bounds) == sorted(set(bounds))
+    bounds = run_counts.LATENESS_BOUNDS_S
+    buckets = [run_counts.bucket_of(value, bounds) for value in (0.0, 0.005, 0.0051, 1e9)]
+    assert buckets == [0, 0, 1, len(bounds)]
 
 
 def test_a_quantile_is_between_the_bounds_of_its_bucket() -> None:
@@ -47,15 +44,12 @@ def test_a_quantile_is_between_the_bounds_of_its_bucket() -> None:
     assert run_counts.quantile(counts, (1, 2, 4), 0.9) == 2
     assert run_counts.quantile(counts, (1, 2, 4), 0.99) == 4, "the last bucket has no upper bound"
     assert run_counts.quantile([0, 0, 0, 0], (1, 2, 4), 0.5) is None
-
-
-def test_no_quantile_exceeds_the_largest_value() -> None:
-    bounds = (1, 60, 300)
+    bounds = (1, 60, 300)  # no quantile exceeds the largest value
     assert run_counts.quantile([0, 0, 1, 0], bounds, 0.99, highest=101) == pytest.approx(100.59)
     assert run_counts.quantile([0, 0, 0, 4], bounds, 1.0, highest=400) == 400, "above the last"
-    counts = RunCounts()
-    counts.add_run(101.0, 0.02, None)
-    totals = RunTotals.of(counts)
+    run = RunCounts()
+    run.add_run(101.0, 0.02, None)
+    totals = RunTotals.of(run)
     assert 60 < (totals.lateness_quantile(0.5) or 0) < (totals.lateness_quantile(1.0) or 0) == 101
     assert totals.duration_quantile(1.0) == 0.02
 
@@ -79,15 +73,11 @@ def test_adding_counts_equals_counting_together() -> None:
     assert added.lateness_s == pytest.approx(first.lateness_s + second.lateness_s, abs=0.001)
 
 
-def test_a_start_before_the_due_time_counts_as_on_time() -> None:
+def test_an_early_start_is_on_time_and_buckets_of_a_newer_version_count_in_the_last_one() -> None:
     counts = RunCounts()
     counts.add_run(-0.04, 0.1, on_time_s=0.0)
     assert (counts.on_time, counts.lateness[0], counts.lateness_s) == (1, 1, 0.0)
-
-
-def test_buckets_of_a_newer_version_count_in_the_last_one() -> None:
-    counts = RunCounts.of([[0, 1], [], 0, 0, [99, 3], [1, 3]])
-    assert counts.lateness[-1] == 3
+    assert RunCounts.of([[0, 1], [], 0, 0, [99, 3], [1, 3]]).lateness[-1] == 3
 
 
 # -- the values that `delays.statistics` returns --------------------------------------------------

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from random import Random
+from time import monotonic
+from typing import Any
 
+from delaytasks import DelayTasks
+from delaytasks.core.clock import Clock
 from delaytasks.core.interfaces import Entry
+from delaytasks.runtime import runtime_of
+from delaytasks.timers import arming
+from delaytasks.timers.arming import BackgroundTimer
 
 
 class RecordingTimer:
@@ -62,3 +71,59 @@ class WorldBroker(RecordingTimer):
     def take_requested_drains(self) -> list[tuple[str, list[int], int]]:
         taken, self.requested_drains = self.requested_drains, []
         return taken
+
+
+class SlowBroker(RecordingTimer):
+    """Records each call with its time, and blocks the call while `gate` is closed.
+
+    It raises an error in as many calls as `fails` says.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[list[Entry]] = []
+        self.times: list[float] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.fails = 0
+
+    def arm(self, entries: Iterable[Entry]) -> bool:
+        self.calls.append(list(entries))
+        self.times.append(monotonic())
+        assert self.gate.wait(10)
+        self.armed += self.calls[-1]
+        if self.fails:
+            self.fails -= 1
+            raise OSError("as asked")
+        return True
+
+
+class ArmingThread(BackgroundTimer):
+    """Arms entries in a thread, as the calls of an application do, and hands them to `broker`."""
+
+    def __init__(self, broker: Any = None) -> None:
+        self.broker = broker or SlowBroker()
+        super().__init__(self.broker, Clock())
+
+    @staticmethod
+    def entry(id: int, in_s: float = 10) -> Entry:
+        """Return an entry that is due in so many seconds."""
+        return Entry(id, 0, Clock().now_us() + int(in_s * 1e6))
+
+    def change(self, monkeypatch: Any, **constants: float) -> None:
+        """Change how long entries wait for others, how often they are sent, and how many wait."""
+        for name, value in constants.items():
+            monkeypatch.setattr(arming, name.upper(), value)
+
+    @property
+    def has_died(self) -> bool:
+        return not (self._thread and self._thread.is_alive())
+
+    def locked(self) -> AbstractContextManager[Any]:
+        """Hold the lock of the thread, as another thread does in the middle of a call."""
+        return self._changed
+
+
+def arms_in_background(delays: DelayTasks) -> bool:
+    """Return whether the calls of an instance leave the broker to a thread."""
+    return runtime_of(delays).background_timer is not None

@@ -61,10 +61,11 @@ class SteppedCeleryWorker(CeleryWorker):
         call()
 
 
-def run_chunk(world: World, *tasks: DelayedTask) -> Report:
-    """Run a chunk in a process of the pool, which has the policies that its main process names:
-    none."""
-    chunk = ChunkRequest(tuple(map(Entry.of, tasks)), policies=None)
+def run_chunk(world: World, *tasks: DelayedTask, queue: str | None = None) -> Report:
+    """Run a chunk in a process of the pool: these tasks, or the due tasks of a queue. The process
+    has the policies that its main process names: none."""
+    entries = tuple(map(Entry.of, tasks))
+    chunk = ChunkRequest(entries, queue, (0,), 10, policies=None, serve_s=1)
     with mock.patch.object(chunk_request, "current_app", world.runtime.celery):
         return chunk_request.run_chunk(chunk)
 
@@ -189,6 +190,11 @@ class MainProcess:
     def requests(self) -> list[ChunkRequest]:
         """The chunks in the pool."""
         return [request for request, _, _ in self.pool.requests]
+
+    @property
+    def held(self) -> int:
+        """The number of entries that wait until they are due."""
+        return len(self.runtime.near_entries.wheel)
 
     def sizes(self) -> list[int]:
         return [len(request.entries) for request in self.requests]

@@ -200,6 +200,39 @@ class RedisTimerHarness:
     def take_ids(self, most: int = 100) -> list[int]:
         return sorted(entry.id for some in self.take(most) for entry in some.entries)
 
+    def hand_on(self, taken: list[Taken]) -> None:
+        """Delete entries that were taken and passed on."""
+        self.timer.take({}, taken)
+
+    def put(self, late_ms: int, *members: str) -> None:
+        """Put these members into each slot, as another program does."""
+        at = self.clock.now_us() // 1000 - late_ms
+        for slot in self.timer.slots("default"):
+            self.timer.link.connect().zadd(self.timer.keys(slot)[0], dict.fromkeys(members, at))
+
+    def lose_slot(self) -> Any:
+        """Delete a slot, as a Redis that lost its memory does, and return it."""
+        lost = self.timer.slots("default")[3]
+        self.timer.link.connect().delete(*self.timer.keys(lost))
+        return lost
+
+    def block_slot(self, slot: Any, which: str) -> str:
+        """Give a key of a slot another type, and return its name."""
+        key: str = self.timer.keys(slot)[("store", "prepare").index(which)]
+        self.timer.link.connect().set(key, "a stranger's")
+        return key
+
+    @contextmanager
+    def heard(self) -> Iterator[list[bytes]]:
+        """Yield the list of what listeners of the default queue get until the block ends."""
+        listener, heard = self.timer.listen(["default"]), list[bytes]()
+        yield heard
+        self.timer.link.connect().publish(self.timer.channel("default"), "end")
+        while b"end" not in heard:
+            message = listener.get_message(timeout=5)
+            heard += [message["data"]] if message else []
+        listener.close()
+
     def members(self, which: str) -> list[bytes]:
         client, index = self.timer.link.connect(), ("store", "prepare").index(which)
         keys = [self.timer.keys(slot)[index] for slot in self.timer.slots("default")]

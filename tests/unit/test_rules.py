@@ -1,0 +1,554 @@
+"""Rules of a worker's main process, by a clock that a test sets: waitlists of limited tags, the
+availability of services, and values that are kept."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import datetime, timedelta, timezone
+from time import sleep
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from celery import Celery
+from celery.apps import worker as celery_worker
+from hypothesis import given
+from hypothesis import strategies as st
+from kombu.connection import Connection
+
+from delaytasks import StoreError, StoreUnavailableError
+from delaytasks.core import loop as loops
+from delaytasks.core.events import Events
+from delaytasks.core.loop import Availability, Latest
+from delaytasks.core.policies import WAITLIST_RECHECK_S, WaitlistState
+from delaytasks.core.workers import RegisteredWorker, ServiceTimes, beat_age_s, broker_down_s
+from delaytasks.limits import tracked_waitlists
+from delaytasks.limits.admission import UNLIMITED, Capacity, StartPace
+from delaytasks.limits.tracked_waitlists import TrackedWaitlists, WaitlistName, WaitlistPhase
+from delaytasks.storage.engines import ForkGate
+from delaytasks.timers import publisher
+from delaytasks.worker import celery_patches, service_watch
+from delaytasks.worker.bootsteps import warn_of_blocking_driver
+from delaytasks.worker.service_watch import DatabaseContact, ServiceWatch
+from tests.waiting import wait_until
+from tests.world.recording import ManualMonotonic
+
+MAIL, SLOW = ("default", "mail"), ("slow", "mail")
+NOW = datetime(2026, 11, 25, tzinfo=timezone.utc)
+
+# -- waitlists: rates, capacity, and the waitlist that a free process visits ----------------------
+
+
+@given(st.integers(1, 300), st.sampled_from([0.5, 1.0, 60.0]), st.integers(0, 2**32))
+def test_no_period_has_more_starts_than_its_rate(rate: int, period_s: float, seed: int) -> None:
+    """The limit holds at any time of a request and for any number of starts."""
+    pace, chance = StartPace.of(rate, period_s), random.Random(seed)
+    now, next_start, starts = 0.0, 0.0, list[float]()
+    while now < 2.5 * period_s:
+        now += chance.choice([pace.interval_s / 7, pace.interval_s, chance.random() * period_s / 3])
+        ahead_s = max(next_start - now, 0.0)
+        taken = chance.randint(0, pace.starts(ahead_s))
+        starts += [now] * taken
+        if taken:
+            next_start = now + ahead_s + taken * pace.interval_s
+    for since in starts:
+        assert sum(since <= start < since + period_s for start in starts) <= rate
+
+
+@pytest.mark.parametrize(("rate", "period_s"), [(100, 1.0), (5, 60.0), (1, 3600.0), (10_000, 1.0)])
+def test_a_rate_is_reached_within_about_a_tenth(rate: int, period_s: float) -> None:
+    pace = StartPace.of(rate, period_s)
+    assert 0.86 * rate <= period_s / pace.interval_s <= rate
+    assert pace.starts(0.0) == pace.burst >= 1
+    assert pace.starts(pace.max_ahead_s) == 0
+    assert pace.wait_s(0.0) == 0.0
+    wait_s = pace.wait_s(pace.max_ahead_s)
+    assert pace.starts(pace.max_ahead_s - wait_s) == 1
+    assert pace.starts(pace.max_ahead_s - wait_s * 0.99) == 0
+
+
+def test_one_process_takes_a_share_of_the_capacity() -> None:
+    shares = [Capacity(slots=places).share(100) for places in (0, 1, 2, 10, 1000)]
+    assert shares == [0, 1, 1, 1, 100]
+    assert Capacity().share(7) == 7
+    capacity = Capacity(slots=8, key_limit=3, running={"a": 3, "b": 1, "": 5})
+    assert [capacity.for_key(key) for key in ("a", "b", "c", "")] == [0, 2, 3, UNLIMITED]
+    assert capacity.full_keys == ["a"]
+    capacity.limit_rate(StartPace(1.0, 2), 0.5)
+    assert (capacity.free, capacity.share(100), capacity.recheck_s) == (1, 1, WAITLIST_RECHECK_S)
+    capacity.limit_rate(StartPace(1.0, 2), 1.25)
+    assert (capacity.free, capacity.share(100), capacity.recheck_s) == (0, 0, 0.25)
+
+
+class Tracked(TrackedWaitlists):
+    """The waitlists that a main process tracks, by a clock that stands still."""
+
+    def __init__(self, time: ManualMonotonic) -> None:
+        super().__init__()
+        self.time = time
+
+    def sees(self, free: int | None = None, recheck_s: float = WAITLIST_RECHECK_S) -> float | None:
+        """A claim, or a visit to another waitlist, reports this number of free slots."""
+        return self.update([WaitlistState(*MAIL, free, recheck_s)])
+
+    def ends(self, free: int, is_probe: bool = False) -> float | None:
+        """A process returns from the waitlist and reports this number of free slots."""
+        return self.update([WaitlistState(*MAIL, free)], MAIL, is_probe)
+
+    def visits(self, count: int = 1, after_s: float = 0) -> list[WaitlistName | None]:
+        """Return the waitlists to which as many free processes are sent."""
+        self.time.at += after_s
+        visits = [self.next_visit() for _ in range(count)]
+        return [None if visit is None else visit.waitlist for visit in visits]
+
+    def phase(self) -> WaitlistPhase:
+        """Return the phase of the only waitlist, as far as it is visible from outside."""
+        if not self:
+            return WaitlistPhase.EMPTY
+        if not self.is_active:
+            return WaitlistPhase.FULL
+        visit = self.next_visit()
+        return WaitlistPhase.SERVED if visit is None or visit.is_probe else WaitlistPhase.OPEN
+
+
+@pytest.fixture
+def found(time: ManualMonotonic) -> Tracked:
+    return Tracked(time)
+
+
+#: The steps by which a waitlist comes to a phase: `sees 2` and `ends 2` report 2 free slots, `sent`
+#: sends a process, `later` sends one a second later, and `probe` and `empty` end a visit.
+PHASES = {
+    "": "EMPTY", "sees None": "OPEN", "sees 1": "OPEN", "sees 0": "FULL",
+    "sees 1, sent": "SERVED", "sees 2, sent": "OPEN", "sees 1, sees 0": "FULL",
+    "sees 2, sent, sees 0": "SERVED", "sees 0, later": "SERVED", "sees 0, sees 1": "OPEN",
+    "sees 1, sent, later": "SERVED", "sees 1, sent, later, probe 2": "OPEN",
+    "sees 1, sent, later, probe 1": "SERVED", "sees 1, sent, ends 1": "OPEN",
+    "sees 1, sent, ends 0": "FULL", "sees 2, sent, sent, ends 0": "SERVED",
+    "sees 1, sent, empty": "EMPTY",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("steps", "phase"), PHASES.items())
+def test_a_waitlist_has_the_phases_of_its_table(found: Tracked, steps: str, phase: str) -> None:
+    for step in steps.split(", ") if steps else ():
+        name, _, free = step.partition(" ")
+        if name in ("sent", "later"):
+            assert found.visits(1, WAITLIST_RECHECK_S * (name == "later")) == [MAIL]
+        elif name == "sees":
+            found.sees(None if free == "None" else int(free))
+        elif name == "empty":
+            found.update([], MAIL)
+        else:
+            found.ends(int(free), is_probe=name == "probe")
+    assert found.phase() is WaitlistPhase[phase]
+
+
+def test_as_many_processes_visit_a_waitlist_as_would_find_a_task(found: Tracked) -> None:
+    assert found.visits() == [None]
+    assert found.update([WaitlistState(*MAIL, 2), WaitlistState(*SLOW, 1)]) == WAITLIST_RECHECK_S
+    assert Counter(found.visits(4)) == {MAIL: 2, SLOW: 1, None: 1}
+
+
+def test_a_full_waitlist_is_checked_again_later(found: Tracked) -> None:
+    assert found.sees(0) == WAITLIST_RECHECK_S
+    assert found.sees(0) is None, "somebody will look already"
+    assert found.sees(0, 0.1) == 0.1
+    assert found.visits() == [None]
+    assert found.visits(2, after_s=0.2) == [MAIL, None]
+    waits = []
+    for _ in range(8):
+        waits.append(found.ends(0))
+        assert found.visits() == [None]
+        assert found.visits(1, WAITLIST_RECHECK_S) == [MAIL]
+    # Soon, then less and less often.
+    assert waits == [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, WAITLIST_RECHECK_S, WAITLIST_RECHECK_S]
+    found.ends(1)
+    assert found.visits() == [MAIL]
+    assert found.ends(0) == 0.02
+
+
+def test_while_processes_run_long_tasks_more_and_more_others_probe(found: Tracked) -> None:
+    """A limit may have been raised, and a process that runs a long task reports nothing."""
+    found.sees(1)
+    assert found.next_visit() == tracked_waitlists.WaitlistVisit(MAIL, is_probe=False)
+    sent = []
+    for _ in range(5):
+        assert found.next_check_due_in_s == pytest.approx(tracked_waitlists.PROBE_S)
+        found.time.at += tracked_waitlists.PROBE_S
+        turns = [found.next_visit() for _ in range(40)]
+        assert set(turns) <= {tracked_waitlists.WaitlistVisit(MAIL, is_probe=True), None}
+        sent.append(len(turns) - turns.count(None))
+    assert sent == [2, 4, 8, 16, 32]
+
+
+def test_probes_without_success_become_rarer_down_to_one_a_second(found: Tracked) -> None:
+    found.sees(1)
+    assert found.visits() == [MAIL]
+    assert found.visits(3, tracked_waitlists.PROBE_S) == [MAIL, MAIL, None]
+    found.ends(0, is_probe=True)
+    waits = []
+    for _ in range(5):
+        waits.append(found.ends(0, is_probe=True))
+        assert found.visits() == [None]
+        assert found.visits(2, waits[-1] or 0) == [MAIL, None]
+    assert waits == [0.4, 0.8, WAITLIST_RECHECK_S, WAITLIST_RECHECK_S, WAITLIST_RECHECK_S]
+
+
+def test_a_probe_that_finds_many_free_slots_calls_as_many_processes(found: Tracked) -> None:
+    found.sees(1)
+    assert [found.visits(), found.visits(1, tracked_waitlists.PROBE_S)] == [[MAIL], [MAIL]]
+    found.ends(3, is_probe=True)
+    no_probe = tracked_waitlists.WaitlistVisit(MAIL, is_probe=False)
+    assert [found.next_visit() for _ in range(3)] == [no_probe, no_probe, None]
+
+
+def test_a_probe_that_took_the_last_slot_briefly_calls_no_process(found: Tracked) -> None:
+    """One process is enough for quick rows of a tag with a rate. It waits for the next start."""
+    found.sees(1)
+    assert [found.visits(), found.visits(1, tracked_waitlists.PROBE_S)] == [[MAIL], [MAIL]]
+    assert found.ends(1, is_probe=True) == tracked_waitlists.PROBE_S
+    assert found.visits() == [None]
+
+
+def test_a_waitlist_that_a_chunk_reports_is_visited_unless_it_is_known(found: Tracked) -> None:
+    assert found.sees() == WAITLIST_RECHECK_S
+    assert found.visits() == [MAIL]
+    assert found.sees() is None
+    assert found.visits() == [None], "somebody is at it"
+    waits = []
+    for _ in range(3):
+        waits.append(found.ends(0))
+        assert found.sees() is None
+        assert found.visits() == [None], "somebody will look"
+        assert found.visits(1, WAITLIST_RECHECK_S) == [MAIL]
+    assert waits == [0.02, 0.04, 0.08], "less and less often"
+
+
+def test_a_waitlist_whose_process_failed_is_visited_again(found: Tracked) -> None:
+    found.sees(1)
+    assert found.visits() == [MAIL]
+    assert found.visit_failed(MAIL) == 0.02
+    assert found.visits(1, WAITLIST_RECHECK_S) == [MAIL]
+
+
+def test_thousands_of_waitlists_are_checked_more_rarely_and_never_all_together(
+    found: Tracked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracked_waitlists, "MAX_TRACKED_WAITLISTS", 30)
+    monkeypatch.setattr(tracked_waitlists, "MAX_CHECKS_PER_S", 6)
+    met, looks = set[WaitlistName](), 0
+    found.update([WaitlistState("default", f"t{number:05}", 0) for number in range(90)])
+    for _ in range(100):
+        found.time.at += WAITLIST_RECHECK_S / 2
+        while (key := found.visits()[0]) is not None:
+            met.add(key)
+            looks += 1
+            found.update([WaitlistState(*key, 0)], key)
+    assert len(met) == 30, "the sweep comes by the others"
+    assert looks <= 6 * 50 + 5 * 30, "six a second, and the first ones sooner"
+
+
+# -- for how long a worker has been without its broker, its timer and beat -----------------------
+
+
+class Watch(ServiceWatch):
+    """A watch whose timer is up, unless a check of a test says otherwise."""
+
+    def __init__(self, time: ManualMonotonic, answers: Sequence[bool] = ()) -> None:
+        self.time = time
+        timer: Any = SimpleNamespace(is_up=not answers)
+        left = iter(answers)
+        super().__init__(timer, lambda: answers and setattr(timer, "is_up", next(left)))
+
+    def after(self, seconds: float, reads_beat: bool = False) -> ServiceTimes:
+        self.time.at += seconds
+        return self.times(reads_beat=reads_beat)
+
+
+@pytest.fixture
+def watch(time: ManualMonotonic) -> Watch:
+    return Watch(time)
+
+
+def test_an_idle_timer_that_is_down_tries_its_server_at_each_report(time: ManualMonotonic) -> None:
+    watch = Watch(time, [False, False, True])
+    assert [watch.after(seconds).timer_down_s for seconds in (0, 5, 0)] == [0, 5, None]
+
+
+def test_beat_is_as_old_as_its_last_message_unless_the_broker_was_away(watch: Watch) -> None:
+    assert watch.after(60, reads_beat=True).beat_s == 60, "it has waited since its start"
+    watch.mark_beat()
+    assert watch.after(2, reads_beat=True).beat_s == 2
+    watch.mark_broker_lost()
+    watch.time.at += 60
+    watch.mark_broker_lost()  # the next attempt to connect
+    assert watch.after(1) == ServiceTimes(broker_down_s=61)
+    watch.mark_broker_back()
+    assert watch.after(0, reads_beat=True) == ServiceTimes(beat_s=0)
+    watch.time.at += 5
+    watch.mark_broker_back()  # it was not lost
+    assert watch.after(0, reads_beat=True).beat_s == 5
+
+
+def worker(is_alive: bool = True, up_s: float = 3600, **services: float) -> RegisteredWorker:
+    times, began = ServiceTimes(**services), NOW - timedelta(seconds=up_s)
+    of_pool = (["default"], None, "prefork", 2)
+    return RegisteredWorker("w", is_alive, 0, *of_pool, began, NOW, 0.0, times)
+
+
+ALONE, BOTH = worker(broker_down_s=3000), worker(broker_down_s=60)
+RESTARTED, DEAD = worker(up_s=20, broker_down_s=20), worker(is_alive=False, beat_s=3)
+#: Workers, and for how long beat and the broker have not been heard of.
+HEARD: list[tuple[list[RegisteredWorker], float | None, float | None]] = [
+    ([], None, None),
+    ([worker()], None, None),
+    ([worker(beat_s=400), worker(beat_s=3), worker()], 3, None),
+    ([DEAD, worker(beat_s=400)], 400, None),
+    ([worker(broker_down_s=60, beat_s=60)], None, 60),
+    ([BOTH, worker()], None, None),
+    ([BOTH, DEAD], None, 60),
+    ([ALONE, BOTH], None, 60),  # the broker answered others for longer
+    ([RESTARTED, BOTH], None, 60),  # it does not know since when the broker is down
+    ([RESTARTED, worker(up_s=40, broker_down_s=41)], None, 41),
+]
+
+
+@pytest.mark.parametrize(("workers", "beat_s", "down_s"), HEARD)
+def test_beat_and_the_broker_are_heard_of_by_any_live_worker_that_can(
+    workers: list[RegisteredWorker], beat_s: float | None, down_s: float | None
+) -> None:
+    assert (beat_age_s(workers), broker_down_s(workers)) == (beat_s, down_s)
+
+
+# -- outages of the databases, and uninterrupted contact with them --------------------------------
+
+
+DOWN = StoreUnavailableError("connection refused")
+REFUSALS = [StoreError("permission denied"), StoreUnavailableError("stayed busy", is_locked=True)]
+
+
+@pytest.mark.parametrize("error", [*REFUSALS, DOWN])
+def test_a_database_that_refuses_is_not_down(time: ManualMonotonic, error: StoreError) -> None:
+    events, told = Events(), list[str]()
+    events.subscribe(lambda name, fields: told.append(name))
+    outages = service_watch.DatabaseOutages(events)
+    cache = Mock(known=SimpleNamespace(stamp=None), cancel_requests=0)
+    cache.refresh.side_effect = error
+    runtime: Any = SimpleNamespace(policy_cache=cache, events=events, store=Mock(close=None))
+    loop = service_watch.policy_loop(runtime, outages, Mock())
+    for _ in range(3):
+        with suppress(StoreError):
+            loop._turn()
+        time.at += service_watch.DATABASE_ANSWER_S + 1
+        outages.check_answer()
+    assert told == (["store.down"] if error is DOWN else [])
+
+
+def test_a_gap_or_a_failure_restarts_the_contact(time: ManualMonotonic) -> None:
+    contact = DatabaseContact(gap_s=8)
+    assert contact.seconds == 0, "nobody has answered yet"
+    for _ in range(4):
+        contact.mark_answered()
+        time.at += 5
+    assert contact.seconds == 20
+    contact.mark_failed()
+    assert contact.seconds == 0
+    contact.mark_answered()
+    time.at += 9
+    assert contact.seconds == 0, "this process may have stood still"
+    contact.mark_answered()
+    time.at += 1
+    assert contact.seconds == 1
+
+
+# -- the availability of a service, and values that are kept ---------------------------------------
+
+
+THREADS = 8
+
+
+def test_after_each_failure_a_service_rests_and_each_change_is_reported_once(
+    time: ManualMonotonic,
+) -> None:
+    told: list[str] = []
+    broker = Availability(told.append, lambda: told.append("up"))
+    for error, is_up in (("first", False), ("second", False), (None, True), (None, True)):
+        broker.answered() if error is None else broker.failed(error)
+        assert (broker.is_up, broker.is_resting) == (is_up, not is_up)
+        time.at += loops.SERVICE_REST_S - 0.01
+        assert broker.is_resting is not is_up
+    broker.failed("third")
+    time.at += loops.SERVICE_REST_S
+    assert not broker.is_resting
+    assert not broker.is_up, "nobody has asked"
+    assert told == ["first", "up", "third"]
+
+
+def test_threads_that_notice_a_failure_simultaneously_report_it_once() -> None:
+    class Watched(Availability):
+        """Let another thread run between the read of the state and its change."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "is_up":
+                sleep(0)
+            super().__setattr__(name, value)
+
+    told: list[str] = []
+    broker = Watched(told.append, lambda: told.append("up"))
+    start = threading.Barrier(THREADS)
+
+    def find_out(_: int) -> None:
+        for _ in range(200):
+            start.wait()
+            broker.failed("down")
+            start.wait()
+            broker.answered()
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(find_out, range(THREADS)))
+    assert told == ["down", "up"] * 200
+
+
+# -- the latest value, here a forecast, is kept, and callers rarely wait for a new one ------------
+
+
+class Forecasts:
+    """Makes forecasts, which are numbers here, in the calling thread."""
+
+    def __init__(self, time: ManualMonotonic) -> None:
+        self.time, self.takes_s, self.made = time, 0.125, 0
+        self.error: Exception | None = None
+        self.kept: Any = Latest("forecast", self.make)
+
+    def make(self) -> Any:
+        self.time.at += self.takes_s
+        self.made += 1
+        if self.error is not None:
+            raise self.error
+        return self.made
+
+    def after(self, seconds: float) -> Any:
+        self.time.at += seconds
+        return self.kept.get()
+
+
+@pytest.fixture
+def forecasts(time: ManualMonotonic, monkeypatch: pytest.MonkeyPatch) -> Forecasts:
+    monkeypatch.setattr(loops, "within", lambda _, work: work())
+    monkeypatch.setattr(loops, "in_background", lambda work, *_, **__: work() or True)
+    return Forecasts(time)
+
+
+@pytest.mark.parametrize(
+    ("takes_s", "rest_s"),
+    [(0.125, loops.RENEW_S), (1, loops.RENEW_SHARE), (300, loops.MOST_RENEW_S)],
+)
+def test_slow_forecasts_are_infrequent(forecasts: Forecasts, takes_s: float, rest_s: float) -> None:
+    forecasts.takes_s = takes_s
+    assert forecasts.after(0) == (1, takes_s)
+    assert forecasts.after(rest_s - 1) == (1, takes_s + rest_s - 1)
+    assert forecasts.after(1) == (2, takes_s)
+
+
+def test_after_an_error_the_last_forecast_is_kept_until_it_is_too_old(forecasts: Forecasts) -> None:
+    assert forecasts.after(0) == (1, 0.125)
+    forecasts.error = StoreUnavailableError("down")
+    assert forecasts.after(loops.RENEW_S) == (1, loops.RENEW_S + 0.25)
+    assert forecasts.after(loops.RENEW_S) is None
+    forecasts.error = None
+    assert forecasts.after(loops.RENEW_S - 1) is None, "after an error, the database rests as well"
+    assert forecasts.after(1) == (4, 0.125)
+
+
+def test_callers_get_the_last_forecast_while_a_thread_makes_a_new_one(
+    time: ManualMonotonic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loops, "FIRST_WAIT_S", 30.0)
+    made, goes_on = list[int](), threading.Event()
+
+    def make() -> Any:
+        made.append(1)
+        assert len(made) == 1 or goes_on.wait(30)
+        return len(made)
+
+    kept: Any = Latest("forecast", make)
+
+    def found() -> Any:
+        recent = kept.get()
+        return recent and recent[0]
+
+    assert found() == 1
+    time.at += loops.RENEW_S
+    assert [found(), found()] == [1, 1]
+    time.at += loops.RENEW_S + 1
+    assert found() is None, "it is too old, and the thread still works"
+    goes_on.set()
+    wait_until(lambda: found() == 2, 20, "the new forecast")
+    assert len(made) == 2
+
+
+def test_a_fork_waits_for_threads_in_the_gate_and_no_thread_enters_meanwhile() -> None:
+    gate, order = ForkGate(), list[str]()
+    gate.enter()
+    forks = threading.Thread(target=lambda: (gate._before(), order.append("forked"), gate._after()))
+    forks.start()
+    wait_until(lambda: gate._is_forking, 5, "the fork to wait")
+    enters = threading.Thread(target=lambda: (gate.enter(), order.append("entered")))
+    enters.start()
+    assert order == []
+    gate.leave()
+    forks.join(5)
+    enters.join(5)
+    assert order == ["forked", "entered"]
+
+
+# -- a worker without output, with greenlets, and with a broker that confirms ----------------------
+
+
+@pytest.mark.parametrize("celery", [(5, 5), (5, 6)])
+def test_a_signal_handler_goes_on_if_its_line_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, celery: tuple[int, int]
+) -> None:
+    said: list[Any] = []
+
+    def say(*args: Any) -> None:
+        said.append(args)
+        raise BrokenPipeError
+
+    monkeypatch.setattr(celery_patches, "_CELERY", celery)
+    monkeypatch.setattr(celery_worker, "safe_say", say)
+    celery_patches.obey_signals_without_output()
+    celery_worker.safe_say("worker: Warm shutdown", None)
+    assert said == [("worker: Warm shutdown", None)]
+
+
+DRIVERS = ["postgresql+psycopg2", "postgresql+psycopg", "mysql+pymysql"]
+
+
+@pytest.mark.parametrize(
+    ("is_green", "driver", "warns"),
+    [*zip([True] * 3, DRIVERS, [True, False, False], strict=True), (False, DRIVERS[0], False)],
+)
+def test_greenlets_and_psycopg2_give_a_warning(
+    caplog: pytest.LogCaptureFixture, is_green: bool, driver: str, warns: bool
+) -> None:
+    warn_of_blocking_driver(SimpleNamespace(is_green=is_green), driver)
+    assert ("begin delaytasks_database_url with postgresql+psycopg://" in caplog.text) is warns
+
+
+@pytest.mark.parametrize(("options", "bound_s"), [({"confirm_publish": True}, 0.5), ({}, 2.0)])
+def test_reading_a_confirmation_is_bounded_as_sending_is(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], bound_s: float
+) -> None:
+    app = Celery("test", broker="amqp://127.0.0.1", set_as_current=False)
+    app.conf.broker_transport_options = options
+    monkeypatch.setattr(Connection, "ensure_connection", lambda *_, **__: None)
+    connection = publisher.bounded_connection(app, 0.5, connect_step_s=2.0)
+    assert connection.transport_options["read_timeout"] == bound_s

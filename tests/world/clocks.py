@@ -1,0 +1,122 @@
+"""A clock that follows a database, a timing wheel, and the wrong clocks that they meet."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+from delaytasks.core import clock as clock_module
+from delaytasks.core.clock import Clock, from_us, to_us
+from delaytasks.core.events import Events
+from delaytasks.timers import timing_wheel
+from delaytasks.timers.timing_wheel import TICK_US, SharedWheel, WheelThread
+
+__all__ = ["TICK_US", "Clock", "Collector", "Database", "Host", "SetClock", "from_us"]
+
+NOON = datetime(2026, 1, 2, 12, tzinfo=timezone.utc)
+START_US = to_us(datetime(2030, 1, 1, tzinfo=timezone.utc))
+
+
+class Host:
+    """The two clocks of a machine. The wall clock may be wrong and may be set."""
+
+    def __init__(self, monkeypatch: Any) -> None:
+        self.at = 1000.0
+        self.wall = 1_700_000_000.0
+        self.askers: set[int] = set()
+        monkeypatch.setattr(clock_module, "time", self)
+
+    def monotonic(self) -> float:
+        self.askers.add(threading.get_ident())
+        return self.at
+
+    def time_ns(self) -> int:
+        return int(self.wall * 1e9)
+
+    def advance(self, seconds: float) -> None:
+        self.at += seconds
+        self.wall += seconds
+
+    @property
+    def right(self) -> datetime:
+        """The time of the database."""
+        return NOON + timedelta(seconds=self.at - 1000)
+
+
+class Database:
+    """A database with a correct clock, whose answers take some time."""
+
+    def __init__(self, host: Host) -> None:
+        self.host, self.asked, self.is_up = host, 0, True
+        self.meanwhile: Callable[[], object] = lambda: None
+        self.trips = [0.0]
+        # The database's clock gained this time while the host slept.
+        self.ahead_s = 0.0
+
+    def clock(self, **options: Any) -> Clock:
+        """Return a clock that asks this database every 60 seconds."""
+        return Clock(self._now, **options)
+
+    def _now(self, insists: bool = False) -> datetime:
+        self.asked += 1
+        self.meanwhile()
+        if not self.is_up:
+            raise ConnectionError("down")
+        trip = self.trips[self.asked % len(self.trips)]
+        self.host.advance(trip / 2)
+        told = self.host.right + timedelta(seconds=self.ahead_s)
+        self.host.advance(trip / 2)
+        return told
+
+
+class SetClock(Clock):
+    """A clock that a test sets. `asked` counts the calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.us = START_US
+        self.asked = 0
+
+    def now_us(self) -> int:
+        self.asked += 1
+        return self.us
+
+
+class Collector:
+    """Keeps entries until they are due, and collects what becomes due, in a thread or by `turn`."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.came: list[tuple[str, int]] = []
+        self.meanwhile: Callable[[], object] = lambda: None
+        self.wheel: SharedWheel[str] = SharedWheel(clock)
+        self._thread = WheelThread(self.wheel, self._take, Events())
+        self.stop, self.turn = self._thread.stop, self._thread._turn
+
+    def start(self) -> None:
+        self._thread.loop.start()
+
+    def follow(self, clock: SetClock, monkeypatch: Any) -> None:
+        """Let the thread measure its rests by a clock that a test sets."""
+        monkeypatch.setattr(timing_wheel, "monotonic", lambda: 1000 + (clock.us - START_US) / 1e6)
+
+    def _take(self, entries: list[str]) -> None:
+        now = self.clock.now_us()
+        self.came += [(entry, now) for entry in entries]
+        self.meanwhile()
+
+    def add(self, name: str, in_us: int, start_us: int | None = None) -> int:
+        due_us = (self.clock.now_us() if start_us is None else start_us) + in_us
+        self.wheel.add([(name, due_us, name)])
+        return due_us
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether the thread sleeps until the next entry is due."""
+        return self.wheel._next_tick is not None
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.came]
