@@ -155,7 +155,7 @@ def test_after_the_time_budget_rows_are_given_back_and_results_settled_during_a_
     done, slow = world.schedule(priority=9), world.schedule("wait", priority=5)
     rest = [world.schedule(body=n) for n in range(3)]
     world.broker.lose()
-    running, claimed = pool.submit(world.run, done, slow, *rest), time.monotonic()
+    claimed, running = time.monotonic(), pool.submit(world.run, done, slow, *rest)
     gate.wait_for(1)
     assert world.statuses(rest) == ["RUNNING"] * 3, "all are ours within the box"
     wait_until(lambda: world.count("chunk.gave_back"), 5, "the rest to be given back")
