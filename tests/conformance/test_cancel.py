@@ -188,6 +188,7 @@ def test_a_request_that_comes_too_late_for_its_run_prevents_the_next_one(world: 
     world.run(world.read(task))
     ended = world.read(task)
     assert (ended.status, ran) == (Status.CANCELLED, [1])
+    assert [told["reason"] for told in world.told("task.withdrawn")] == [ended.error]
 
 
 def test_a_row_of_the_same_chunk_that_has_not_begun_is_cancelled_too(world: World) -> None:

@@ -128,7 +128,7 @@ def test_a_pause_with_an_end_lasts_until_the_first_sweep_after_it(
     changes = world.count("policy.changed")
     other.sweep_later()
     [ended] = other.told("policy.changed")
-    assert ended["actor"] == "the end of the pause"
+    assert (ended["actor"], ended["changes"]) == ("the end of the pause", "{'is_paused': False}")
     assert world.statuses(tasks) == ["NOT_COMPLETE"] * 2
     world.sweep_later()
     assert world.count("policy.changed") == changes, "the other process has ended the pause"

@@ -201,6 +201,7 @@ def test_each_row_that_was_given_up_is_reported(world: World, sends_events: bool
     world.report(world.die(max_lost_leases=3), Sender(), sends_events, reason="it died")
     [told] = world.told("task.recovered")
     assert (told["count"], told["reason"]) == (2, "it died")
-    assert [fields["id"] for fields in world.told("task.worker_lost")] == [lost.id]
+    [gave_up] = world.told("task.worker_lost")
+    assert (gave_up["id"], gave_up["error"]) == (lost.id, world.read(lost).error)
     assert sent == ([lost.id, "flush"] if sends_events else [])
     assert world.statuses([lost, waits]) == ["FAILED", "NOT_COMPLETE"]

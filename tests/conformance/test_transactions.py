@@ -362,8 +362,9 @@ def test_a_task_on_an_autocommit_connection_is_armed_immediately(shop: Caller) -
     engine.dispose()
 
 
+@pytest.mark.parametrize("is_callers", [True, False])
 def test_if_an_id_is_taken_an_autocommit_batch_loses_and_duplicates_no_task(
-    shop: Caller, monkeypatch: pytest.MonkeyPatch
+    shop: Caller, monkeypatch: pytest.MonkeyPatch, is_callers: bool
 ) -> None:
     # Databases without COPY use several statements.
     monkeypatch.setattr("delaytasks.storage.row_lists.MAX_TEXT", 100_000)
@@ -375,7 +376,8 @@ def test_if_an_id_is_taken_an_autocommit_batch_loses_and_duplicates_no_task(
     engine = create_engine(shop.world.url, isolation_level="AUTOCOMMIT")
     with engine.connect() as connection:
         many = (("mail", {"n": n}, 5) for n in range(250))
-        assert shop.delays.schedule_many(many, session=connection, on_batch=told.extend) == 250
+        session = {"session": connection} if is_callers else {}
+        assert shop.delays.schedule_many(many, on_batch=told.extend, **session) == 250
     engine.dispose()
     assert [task.body["n"] for task in told] == list(range(250))
     assert shop.seen() == {old.id, *(task.id for task in told)}
