@@ -223,6 +223,8 @@ def test_a_touch_up_to_the_next_try_is_kept_by_a_worker_that_brings_the_task_for
     assert world.delays.touch(long_overdue, 180)
     touched = world.read(long_overdue)
     assert long_overdue.due < touched.due < touched.expected_time == long_overdue.expected_time
+    assert world.delays.touch(long_overdue, 60)
+    assert world.read(long_overdue).due == touched.due, "never earlier"
     assert world.bring_forward("new") == [long_overdue.id]
     moved = world.read(long_overdue)
     assert moved.expected_time == moved.due == touched.due, "it must not run before that"
