@@ -179,10 +179,10 @@ for _name, _verb, _answer, *_found in [
     ("a_stopped_worker_keeps_what_it_receives", "send back", None, "unit/runtime stopped_worker"),
     ("rows_behind_a_slow_one_wait_for_it", "keep a time budget", None, "unit/runner budget_rows"),
     ("any_horizon_is_accepted", "check the horizon", None, "integration/instances"),
-    ("a_full_database_is_no_outage", "judge a full database", False, "unit/database"),
+    ("a_full_database_is_no_outage", "judge a full database", False, "unit/core cannot_work"),
     ("a_refused_login_is_no_outage", "judge a login", False, "conformance/outages connecting"),
     ("every_failure_is_an_outage", "judge a failed chunk", FailureReason.UNAVAILABLE, "unit/core"),
-    ("an_outage_makes_workers_lost", "note a failure of the database", None, "unit/runtime a_gap"),
+    ("an_outage_makes_workers_lost", "note a failure of the database", None, "unit/rules a_gap"),
     ("a_locked_row_holds_up_the_others", "settle again", False, "conformance/claims left_locked"),
 ]:
     _list(_name, _verb, lambda *_, answer=_answer, **__: answer, *_found)
@@ -374,14 +374,14 @@ def a_settlement_waits_in_silence(tell: Any, at: Any, name: str, /, **fields: An
         tell(at, name, **fields)
 
 
-@bug("repeat a transaction", "unit/database")
+@bug("repeat a transaction", "unit/core outcome")
 def conflicts_are_not_tried_again(
     repeat: Any, at: Any, work: Any, connect: Any, id: Any = None, *_: Any, **__: Any
 ) -> Any:
     return repeat(at, work, connect, id, 1)
 
 
-@bug("translate an error", "unit/database")
+@bug("translate an error", "unit/core outcome")
 def an_unknown_outcome_is_an_outage(translate: Any, error: Any, id: Any, *more: Any) -> Any:
     return translate(error, None, *more)
 
@@ -422,7 +422,7 @@ def a_lease_never_ends(left_s: Any, at: Any, began: float) -> float:
     return inf
 
 
-@bug("read the clock of the host", "unit/clock")
+@bug("read the clock of the host", "unit/core suspension")
 def a_suspended_host_keeps_its_leases(_: Any) -> float:
     return monotonic()
 
@@ -499,7 +499,7 @@ def a_refused_queue_is_tried_each_time(send: Any, at: Any, *args: Any) -> bool:
     return bool(send(at, *args))
 
 
-@bug("connect to the broker", "unit/broker")
+@bug("connect to the broker", "unit/rules confirmation")
 def a_confirmation_may_take_any_time(connect: Any, *args: Any, **options: Any) -> Any:
     made = connect(*args, **options)
     made.transport_options.pop("read_timeout", None)
@@ -511,7 +511,7 @@ def a_worker_gives_up_its_brokers_early(_: Any, retries: int) -> int:
     return retries
 
 
-@bug("find the primary", "unit/redis_timer")
+@bug("find the primary", "unit/core the_redis_is")
 def only_the_first_redis_is_asked(find: Any, *args: Any) -> Any:
     found = find(*args)
     return found._replace(urls=found.urls[:1])
@@ -534,7 +534,7 @@ def a_later_pause_is_shorter(change: Any, at: Any, kind: str, name: str, to: Any
     return change(at, kind, name, to, by)
 
 
-@bug("probe a waitlist", "unit/waitlists")
+@bug("probe a waitlist", "unit/rules")
 def a_higher_limit_waits_for_long_rows(needs: Any, at: Any, now: float) -> bool:
     return bool(at.wanted) if at.serving else needs(at, now)
 
