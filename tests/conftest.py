@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from sqlalchemy import delete
@@ -281,11 +281,14 @@ def open_store(url: str, **changes: Any) -> Store:
     return store
 
 
+W = TypeVar("W", bound=World)
+
+
 @contextmanager
-def new_world(url: str, **settings: Any) -> Iterator[World]:
+def new_world(kind: type[W], url: str, **settings: Any) -> Iterator[W]:
     """Yield a world with tables of its own, which are dropped afterwards."""
     store = open_store(url, **settings)
-    world = World(store, **settings)
+    world = kind(store, **settings)
     try:
         yield world
     finally:

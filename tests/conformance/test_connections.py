@@ -14,7 +14,8 @@ from sqlalchemy.orm import Session
 
 from delaytasks import StoreError
 from tests.conftest import new_world
-from tests.world.connections import ConnectedWorld, RoundTrips, TripCounter, connected_world
+from tests.world import World
+from tests.world.connections import ConnectedWorld, RoundTrips, TripCounter
 from tests.world.plans import assert_no_scan
 
 # The number of round trips to each database and broker per call and per chunk
@@ -153,7 +154,7 @@ def test_a_chunk_makes_these_round_trips(counter: Counter, rows: int, has_keys: 
     reason="SQLAlchemy has no skip_autocommit_rollback before 2.0.43",
 )
 def test_an_abandoned_transaction_is_rolled_back(mysql_url: str) -> None:
-    with new_world(mysql_url, table_prefix="trips_") as world:
+    with new_world(World, mysql_url, table_prefix="trips_") as world:
         row, t = world.put(), world.table()
         left_open = world.engine.connect()
         left_open.execute(select(t.c.id).where(t.c.id == row.id).with_for_update())
@@ -169,7 +170,7 @@ def test_an_abandoned_transaction_is_rolled_back(mysql_url: str) -> None:
 @pytest.fixture(params=["postgresql_url", "psycopg_url"])
 def field(request: pytest.FixtureRequest) -> Iterator[ConnectedWorld]:
     url = request.getfixturevalue(request.param)
-    with connected_world(url, table_prefix="plan_", pool_size=1) as world:
+    with new_world(ConnectedWorld, url, table_prefix="plan_", pool_size=1) as world:
         world.alter("SET (autovacuum_enabled = off)")
         yield world
 
@@ -235,7 +236,7 @@ def test_an_error_of_a_prepared_statement_is_a_store_error_without_values(
 @pytest.mark.slow
 def test_instants_are_utc_whatever_time_zone_the_url_asks_for(postgresql_url: str) -> None:
     url = f"{postgresql_url}?options=-c%20timezone%3DAsia/Tokyo"
-    with new_world(url, table_prefix="zone_") as world:
+    with new_world(World, url, table_prefix="zone_") as world:
         waits = world.put()
         [claimed] = world.claim(waits)
     assert claimed.expected_time == waits.expected_time
@@ -279,7 +280,7 @@ def test_a_plan_made_for_an_empty_table_serves_a_full_one(
 
 @pytest.fixture
 def kept(postgresql_url: str) -> Iterator[ConnectedWorld]:
-    with connected_world(postgresql_url, table_prefix="kept_") as world:
+    with new_world(ConnectedWorld, postgresql_url, table_prefix="kept_") as world:
         yield world
 
 

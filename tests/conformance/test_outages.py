@@ -112,14 +112,17 @@ class Conflicts:
 def conflicts(request: pytest.FixtureRequest) -> Iterator[Conflicts]:
     database, code = request.param
     url = request.getfixturevalue(f"{database}_url")
-    with new_world(url, table_prefix=PREFIX) as world, closing(Conflicts(world, code)) as made:
+    with (
+        new_world(World, url, table_prefix=PREFIX) as world,
+        closing(Conflicts(world, code)) as made,
+    ):
         yield made
 
 
 @pytest.fixture(params=["postgresql_url", "mysql_url"])
 def own(request: pytest.FixtureRequest) -> Iterator[World]:
     """A world whose tables no other test uses, on the databases with row locks."""
-    with new_world(request.getfixturevalue(request.param), table_prefix=PREFIX) as made:
+    with new_world(World, request.getfixturevalue(request.param), table_prefix=PREFIX) as made:
         yield made
 
 
@@ -203,7 +206,10 @@ def test_a_locked_row_is_waited_for_in_five_tries(own: World, tries: list[float]
 def test_a_read_of_a_table_that_a_migration_has_locked_waits(
     postgresql_url: str, tries: list[float]
 ) -> None:
-    with new_world(postgresql_url, table_prefix=PREFIX) as world, ThreadPoolExecutor(1) as pool:
+    with (
+        new_world(World, postgresql_url, table_prefix=PREFIX) as world,
+        ThreadPoolExecutor(1) as pool,
+    ):
         task = world.schedule(delay=60)
         with world.begin() as migration:
             migration.exec_driver_sql(f"LOCK TABLE {world.table().name} IN ACCESS EXCLUSIVE MODE")
@@ -259,7 +265,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_read_only_database_is_logged_once_for_all_stages(
     postgresql_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with new_world(postgresql_url, table_prefix="ro_") as world:
+    with new_world(World, postgresql_url, table_prefix="ro_") as world:
         main = MainProcess(world)
         caplog.set_level(logging.DEBUG, "delaytasks")
         for number in (1, 2):
@@ -324,7 +330,7 @@ def test_a_user_who_is_locked_out_while_running_is_an_outage(mysql_url: str) -> 
     try:
         url = place.set(username=user, password="p").render_as_string(hide_password=False)
         with (
-            new_world(mysql_url, table_prefix=PREFIX),
+            new_world(World, mysql_url, table_prefix=PREFIX),
             closing(delays_on(url, table_prefix=PREFIX)) as delays,
         ):
             assert delays.find().tasks == []

@@ -182,16 +182,3 @@ class ConnectedWorld(PlannedWorld):
 def _session_of(connection: Connection) -> int:
     found: int = connection.connection.driver_connection.info.backend_pid  # type: ignore[union-attr]
     return found
-
-
-@contextmanager
-def connected_world(url: str, **settings: Any) -> Iterator[ConnectedWorld]:
-    """Yield a world with new tables."""
-    store = open_store(url, **settings)
-    world = ConnectedWorld(store, **settings)
-    try:
-        yield world
-    finally:
-        world.close()
-        store.schema.metadata.drop_all(store.database.tx)
-        store.close()

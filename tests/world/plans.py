@@ -22,7 +22,7 @@ from delaytasks.storage.row_lists import Prepared
 from delaytasks.storage.state_queries import ChangeReader, LiveRows, Stats, live_tags
 from delaytasks.storage.store import Store
 from delaytasks.storage.sweep_queries import OverdueRows
-from tests.conftest import open_store
+from tests.conftest import new_world
 from tests.world.world import World
 
 run_prepared = Prepared.__call__
@@ -145,16 +145,10 @@ class PlannedWorld(World):
 @contextmanager
 def planned_world(url: str, prefix: str, is_analysed: bool = True) -> Iterator[PlannedWorld]:
     """Yield a world with new tables. If `is_analysed` is false, PostgreSQL never analyses them."""
-    store = open_store(url, table_prefix=prefix)
-    world = PlannedWorld(store)
-    if world.kind == "postgresql" and not is_analysed:
-        world.execute(f"ALTER TABLE {world.table().name} SET (autovacuum_enabled = off)")
-    try:
+    with new_world(PlannedWorld, url, table_prefix=prefix) as world:
+        if world.kind == "postgresql" and not is_analysed:
+            world.execute(f"ALTER TABLE {world.table().name} SET (autovacuum_enabled = off)")
         yield world
-    finally:
-        world.close()
-        store.schema.metadata.drop_all(store.database.tx)
-        store.close()
 
 
 def plans(store: Store, work: Callable[[], object], options: str = "") -> str:
@@ -200,6 +194,7 @@ def _explain(store: Store, seen: Sequence[tuple[str, Any]], options: str) -> str
         if store.database.can.prepare:
             connection.exec_driver_sql("SET enable_seqscan = off")
 
+    assert seen, "no statement was executed"
     for sql, given in seen:
         # This uses the connection that keeps the plan of a prepared statement.
         store.database.autocommitted(partial(explain, sql=sql, given=given))
