@@ -158,7 +158,7 @@ def test_a_worker_that_stops_sends_back_what_waits_and_what_its_chunks_report_la
     [early] = main.entries(1, start=50)
     main.end(early=(early,), waitlists=(first, second))
     assert (main.broker.armed, asked(main)) == ([early], [("default", [])])
-    assert (len(main.requests), main.kept) == (1, 0), "it sends no chunk, and its wheel has stopped"
+    assert (len(main.requests), main.held) == (1, 0), "it sends no chunk, and its wheel has stopped"
 
 
 def asked(main: Main) -> list[tuple[str, list[int]]]:

@@ -447,7 +447,7 @@ def test_a_table_with_notices_is_read_once_a_second(direct: Direct) -> None:
     direct.world.put_many(2001, due_s=0.4 + 60)
     direct.world.set_columns("tasks", expected_time=direct.clock.now() + timedelta(seconds=0.4))
     assert direct.poll(hears_notices=True) == pytest.approx(0.2, abs=0.001), "that read was full"
-    assert direct.kept == 2000
+    assert direct.held == 2000
 
 
 def test_drains_of_late_rows_are_requested_once_a_second(direct: Direct) -> None:
@@ -493,7 +493,7 @@ def kept(make_world: MakeWorld, name: str, rows: int = 400) -> int:
         worker.world.put_many(rows, due_s=0.02)
     worker.world.set_columns("tasks", expected_time=worker.clock.now() + timedelta(seconds=0.02))
     worker.poll()
-    return worker.kept
+    return worker.held
 
 
 def test_each_task_belongs_to_one_worker_and_shares_are_proportional_to_pool_sizes(

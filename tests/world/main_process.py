@@ -211,11 +211,6 @@ class MainProcess:
         return self.dispatcher.waiting
 
     @property
-    def kept(self) -> int:
-        """The number of entries that wait until they are due."""
-        return len(self.runtime.near_entries.wheel)
-
-    @property
     def others_wait(self) -> bool:
         """Whether the processes are told that tasks wait for a process."""
         return self.processes.others_wait.is_so()
