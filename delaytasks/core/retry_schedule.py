@@ -29,18 +29,18 @@ class RetrySchedule:
     retry_delays
         The time from each failed run to the next one: text such as `"15s 3m 10m"`, or a list of
         texts, seconds and timedeltas. At most 1,000 delays.
-    jitter
-        `jitter=0.1` draws each delay from 90% to 110% of its value, so that tasks that failed
+    variation
+        `variation=0.1` draws each delay from 90% to 110% of its value, so that tasks that failed
         simultaneously are retried at different times.
 
     Raises
     ------
     InvalidInputError
-        If there are no delays or too many, or `jitter` is not between 0 and 1.
+        If there are no delays or too many, or `variation` is not between 0 and 1.
 
     Examples
     --------
-    >>> delays.schedule_delay("mail.send", {}, 60, retries=RetrySchedule("15s 3m", jitter=0.1))
+    >>> delays.schedule_delay("mail.send", {}, 60, retries=RetrySchedule("15s 3m", variation=0.1))
     """
 
     #: Delays from seconds to days, for the processing of tasks.
@@ -49,10 +49,10 @@ class RetrySchedule:
     NOTIFY: ClassVar[RetrySchedule]
 
     retry_delays_s: tuple[float, ...]
-    jitter: float
+    variation: float
 
     def __init__(
-        self, retry_delays: str | Iterable[str | float | timedelta], *, jitter: float = 0.0
+        self, retry_delays: str | Iterable[str | float | timedelta], *, variation: float = 0.0
     ) -> None:
         if isinstance(retry_delays, (bytes, Mapping)) or not isinstance(retry_delays, Iterable):
             raise InvalidInputError(
@@ -73,16 +73,17 @@ class RetrySchedule:
                 f"a retry schedule has 1 to {MAX_RETRY_DELAYS} delays, not {len(retry_delays_s)}",
                 "retry_delays",
             )
-        if not is_number(jitter, 0, 1):
+        if not is_number(variation, 0, 1):
             raise InvalidInputError(
-                f"jitter is a number from 0 to 1, not {shown(jitter)}", "jitter"
+                f"variation is a share from 0 to 1, such as 0.1 for 10%, not {shown(variation)}",
+                "variation",
             )
         object.__setattr__(self, "retry_delays_s", retry_delays_s)
-        object.__setattr__(self, "jitter", float(jitter))
+        object.__setattr__(self, "variation", float(variation))
 
     @classmethod
     def fixed(
-        cls, wait: str | float | timedelta, *, times: int, jitter: float = 0.0
+        cls, wait: str | float | timedelta, *, times: int, variation: float = 0.0
     ) -> RetrySchedule:
         """Return a schedule with the same delay before each retry.
 
@@ -92,7 +93,7 @@ class RetrySchedule:
             The delay: seconds, text such as `"5m"`, or a timedelta.
         times
             The number of retries.
-        jitter
+        variation
             See the class.
 
         Returns
@@ -104,7 +105,7 @@ class RetrySchedule:
         --------
         >>> RetrySchedule.fixed("30s", times=10)
         """
-        return cls([wait] * _checked(times), jitter=jitter)
+        return cls([wait] * _checked(times), variation=variation)
 
     @classmethod
     def exponential(
@@ -114,7 +115,7 @@ class RetrySchedule:
         times: int,
         factor: float = 2.0,
         cap: str | float | timedelta = "1d",
-        jitter: float = 0.1,
+        variation: float = 0.1,
     ) -> RetrySchedule:
         """Return a schedule whose delays grow by a factor.
 
@@ -128,7 +129,7 @@ class RetrySchedule:
             The ratio of each delay to the one before, 1 to 100.
         cap
             The longest delay.
-        jitter
+        variation
             See the class.
 
         Returns
@@ -149,7 +150,7 @@ class RetrySchedule:
         for _ in range(_checked(times)):
             retry_delays.append(min(wait, highest))
             wait = min(wait * factor, MAX_RETRY_DELAY_S)
-        return cls(retry_delays, jitter=jitter)
+        return cls(retry_delays, variation=variation)
 
     def has_retry_delay(self, attempts: int) -> bool:
         """Return whether a task is retried after this number of attempts."""
@@ -160,7 +161,11 @@ class RetrySchedule:
         if not self.has_retry_delay(attempts):
             return None
         wait = self.retry_delays_s[max(attempts, 1) - 1]  # another program may write any count
-        return wait * random.uniform(1 - self.jitter, 1 + self.jitter) if self.jitter else wait
+        return (
+            wait * random.uniform(1 - self.variation, 1 + self.variation)
+            if self.variation
+            else wait
+        )
 
 
 @dataclass(frozen=True, slots=True)

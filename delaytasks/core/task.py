@@ -319,7 +319,7 @@ class DelayedTask:
         if retry is None:
             return None
         try:
-            return RetrySchedule(retry["retry_delays_s"], jitter=retry["jitter"])
+            return RetrySchedule(retry["retry_delays_s"], variation=retry["variation"])
         except (ValueError, TypeError, KeyError):  # written by another program
             return None
 

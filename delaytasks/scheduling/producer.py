@@ -297,7 +297,7 @@ def _headers(new: NewTask, max_wait_s: float | None, body_version: int) -> str |
         retry_schedule = retry_schedule_of(new.retries)
         headers["retry"] = {
             "retry_delays_s": retry_schedule.retry_delays_s,
-            "jitter": retry_schedule.jitter,
+            "variation": retry_schedule.variation,
         }
     if new.max_late is not None:
         headers["max_late_s"] = check_wait(new.max_late, MAX_RETRY_DELAY_S, "max_late")

@@ -171,7 +171,7 @@ def test_a_time_that_the_task_asked_for_is_its_new_due_time(world: World, outcom
             raise outcome
         return outcome
 
-    world.delays.processor("new", retries=RetrySchedule("60s", jitter=0))(end)
+    world.delays.processor("new", retries=RetrySchedule("60s", variation=0))(end)
     again = run_when_due(world, task)
     assert (again.status, again.due_time) == (Status.NOT_COMPLETE, None)
     assert again.due == again.expected_time > world.now() + timedelta(seconds=50)

@@ -63,21 +63,21 @@ ACCEPTED: list[tuple[dict[str, str], Status]] = [
     ),
     (
         {
-            "headers": """'{"retry": {"retry_delays_s": {"a": 1}, "jitter": "x"}}'""",
+            "headers": """'{"retry": {"retry_delays_s": {"a": 1}, "variation": "x"}}'""",
             "tag": "'fails'",
         },
         FAILED,
     ),
     (
         {
-            "headers": """'{"retry": {"retry_delays_s": [1e400, -1], "jitter": 0}}'""",
+            "headers": """'{"retry": {"retry_delays_s": [1e400, -1], "variation": 0}}'""",
             "tag": "'fails'",
         },
         FAILED,
     ),
     (
         {
-            "headers": f"""'{{"retry": {{"retry_delays_s": {[1] * 1001}, "jitter": 0}}}}'""",
+            "headers": f"""'{{"retry": {{"retry_delays_s": {[1] * 1001}, "variation": 0}}}}'""",
             "tag": "'fails'",
         },
         FAILED,

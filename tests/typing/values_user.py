@@ -76,7 +76,7 @@ handle: Processor[dict[str, int], ..., Outcome] = send_report
 assert_type(RetrySchedule.NOTIFY.retry_delays_s, tuple[float, ...])
 assert_type(RetrySchedule.LEVELS.wait_s(1), float | None)
 assert_type(RetrySchedule.LEVELS.has_retry_delay(1), bool)
-assert_type(RetrySchedule.exponential("1s", times=3).jitter, float)
+assert_type(RetrySchedule.exponential("1s", times=3).variation, float)
 
 
 def reason_of(error: DelayTaskError) -> str | int | None:

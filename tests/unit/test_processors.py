@@ -363,21 +363,21 @@ def test_a_retry_schedule_is_written_as_durations_or_made_of_them() -> None:
     retry_schedule = RetrySchedule("15s 3m 1h30m")
     assert retry_schedule.retry_delays_s == (15, 180, 5400)
     assert retry_schedule == RetrySchedule([15, "3m", timedelta(minutes=90)])
-    growing = RetrySchedule.exponential("1s", times=6, cap="10s", jitter=0)
+    growing = RetrySchedule.exponential("1s", times=6, cap="10s", variation=0)
     assert growing == RetrySchedule("1s 2s 4s 8s 10s 10s")
     assert RetrySchedule.fixed("5s", times=3) == RetrySchedule("5s 5s 5s")
 
 
 @given(st.floats(0, 1), st.integers(1, 9))
-def test_jitter_stays_within_its_share(jitter: float, failures: int) -> None:
-    wait = RetrySchedule(RetrySchedule.NOTIFY.retry_delays_s, jitter=jitter).wait_s(failures)
+def test_a_retry_delay_varies_within_its_share(variation: float, failures: int) -> None:
+    wait = RetrySchedule(RetrySchedule.NOTIFY.retry_delays_s, variation=variation).wait_s(failures)
     retry_delay = RetrySchedule.NOTIFY.retry_delays_s[failures - 1]
     assert wait is not None
-    assert retry_delay * (1 - jitter) - 1e-6 <= wait <= retry_delay * (1 + jitter) + 1e-6
+    assert retry_delay * (1 - variation) - 1e-6 <= wait <= retry_delay * (1 + variation) + 1e-6
 
 
-def test_jitter_spreads_the_retries_of_tasks_that_failed_together() -> None:
-    retry_schedule = RetrySchedule("1h", jitter=0.5)
+def test_a_variation_spreads_the_retries_of_tasks_that_failed_together() -> None:
+    retry_schedule = RetrySchedule("1h", variation=0.5)
     assert len({retry_schedule.wait_s(1) for _ in range(20)}) > 10
 
 
@@ -388,7 +388,7 @@ DELAYS: list[Any] = ["", "soon", "-5s", [float("nan")], [True], [1] * 1001]
     "make",
     [
         *(functools.partial(RetrySchedule, delays) for delays in DELAYS),
-        lambda: RetrySchedule("1s", jitter=2),
+        lambda: RetrySchedule("1s", variation=2),
         lambda: RetrySchedule.fixed("1s", times=0),
         lambda: RetrySchedule.exponential("1s", times=2, factor=0.5),
         lambda: RetrySchedule.exponential("1s", times=2, cap="400d"),

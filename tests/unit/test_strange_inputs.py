@@ -27,9 +27,9 @@ durations |= st.from_regex(r"\d{1,400}(\.\d+)?[smhd]")
 
 @fuzz(300)
 @given(st.lists(anything | durations, max_size=4) | anything, st.floats() | json_like)
-def test_any_retry_schedule_is_valid_or_refused(retry_delays: Any, jitter: Any) -> None:
+def test_any_retry_schedule_is_valid_or_refused(retry_delays: Any, variation: Any) -> None:
     try:
-        retry_schedule = RetrySchedule(retry_delays, jitter=jitter)
+        retry_schedule = RetrySchedule(retry_delays, variation=variation)
     except (InvalidInputError, TypeError):  # a value that is not iterable is no list of delays
         return
     assert all(0 <= delay_s <= 1e9 for delay_s in retry_schedule.retry_delays_s)
@@ -85,8 +85,8 @@ def test_a_delay_is_seconds_or_text_with_units_and_a_shift_has_a_sign(world: Wor
 @fuzz(300)
 @given(st.builds(json.dumps, json_like) | st.text(max_size=30), st.integers(-(2**31), 2**31 - 1))
 @example('{"max_late_s": ' + "9" * 400 + "}", 1)
-@example('{"retry": {"retry_delays_s": [5], "jitter": 0}}', -5)
-@example('{"retry": {"retry_delays_s": 5, "jitter": 0}, "max_late_s": NaN}', 1)
+@example('{"retry": {"retry_delays_s": [5], "variation": 0}}', -5)
+@example('{"retry": {"retry_delays_s": 5, "variation": 0}, "max_late_s": NaN}', 1)
 def test_any_headers_of_a_row_are_read(headers: str, attempts: int) -> None:
     now = datetime.now(timezone.utc)
     texts = {"headers_json": headers, "result_json": headers}

@@ -79,7 +79,7 @@ def test_retry_after_applies_to_a_schedule_of_the_task_and_not_to_other_statuses
     web: WebServer, caller: Caller
 ) -> None:
     web.answers["/"] = answer(503, b"", Retry_After="20")
-    own = task(headers_json='{"retry": {"retry_delays_s": [1], "jitter": 0}}')
+    own = task(headers_json='{"retry": {"retry_delays_s": [1], "variation": 0}}')
     assert caller.http(Callback(web.url()), own) == Retry(20, "HTTP 503")
     web.answers["/"] = answer(500, b"", Retry_After="120")
     assert caller.post(web.url()).after is None
