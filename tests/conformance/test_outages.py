@@ -288,6 +288,20 @@ def test_another_reason_is_logged(world: World, caplog: pytest.LogCaptureFixture
     assert sum("stage='report'" in line for line in lines(caplog)) == 2
 
 
+def test_a_full_sqlite_file_is_reported_and_leaves_no_partial_change(
+    sqlite_path: Callable[..., str],
+) -> None:
+    with new_world(World, sqlite_path(), table_prefix=PREFIX) as world:
+        tasks = [("note", "x" * 10_000, 60)] * 500
+        world.reconnect("PRAGMA max_page_count = 500")
+        with pytest.raises(StoreUnavailableError, match="cannot work now") as raised:
+            world.delays.schedule_many(tasks)
+        assert raised.value.is_unable
+        assert world.delays.find().tasks == []
+        world.reconnect()
+        assert world.delays.schedule_many(tasks) == 500
+
+
 # A database that refuses logins counts as unavailable, like a server that does not answer
 
 

@@ -178,6 +178,9 @@ def test_the_task_of_a_recurring_schedule_names_the_schedule(delays: DelayTasks)
     assert reason.sentence.startswith("It is a task of the recurring schedule nightly (0 2 * * *)")
     delays.recurring.pause("nightly")
     assert explain(delays, task).reasons[-1].sentence.endswith("it is paused.")
+    delays.recurring.set("often", "report.send", every="5m")
+    of_interval = explain(delays, delays.recurring.schedule_now("often")).reasons[-1]
+    assert "recurring schedule often (every 5m)" in of_interval.sentence
     other = delays.schedule_delay("report.send", {}, 60, key="weekly@2030-01-01T00:00:00Z")
     assert codes(delays, other) == ["future"], "the key looks like that of an unknown schedule"
 

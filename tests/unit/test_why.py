@@ -19,7 +19,7 @@ TAG, QUEUE, WORKER = "mail.send", "letters", "w1@host"
 
 @pytest.fixture
 def world(make_world: MakeWorld) -> World:
-    world = make_world()
+    world = make_world(namespace="staging")
     world.serve(WORKER, QUEUE, tags=[TAG])
     world.sweep()
     return world
@@ -134,14 +134,14 @@ def test_limits_of_keys_and_rates_are_named(world: World) -> None:
 
 
 def test_an_unserved_queue_names_what_workers_serve_and_what_a_q_lacks(world: World) -> None:
-    task, start = put(world), "celery -A … worker -Q delaytasks.letters"
+    task, start = put(world), "celery -A … worker -Q staging.letters"
     world.silence(90)
     says(world, task, "no_worker", "w1@host, which did, was seen 1m3")
     world.serve(WORKER, "default", "reports")
     served = "No live worker serves the queue letters; live workers serve default, reports"
     says(world, task, "no_worker", f"{served} (w1@host). Start one more worker: {start}")
     world.serve(WORKER)
-    lacks = "Add delaytasks.letters to the -Q of a worker, or start one more: "
+    lacks = "Add staging.letters to the -Q of a worker, or start one more: "
     says(world, task, "no_worker", "no queue of delaytasks (w1@host). ", lacks + start)
 
 

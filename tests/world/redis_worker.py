@@ -99,6 +99,13 @@ class RedisWorker(MainProcess):
         poller._read_all_soon()
         poller._poll_loop.wake()
 
+    def count_turns(self) -> Mock:
+        """Return what counts the turns of the poller from now on."""
+        loop: Any = self.runtime.redis_poller.loops[0]  # type: ignore[union-attr]
+        loop._turn = Mock(wraps=loop._turn)
+        turns: Mock = loop._turn
+        return turns
+
     def stop_after_passing_on(self, ids: range) -> None:
         """Stop the worker when it has passed entries on and not deleted them yet."""
         poller: Any = self.runtime.redis_poller

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
 from operator import attrgetter
@@ -692,7 +692,7 @@ class World:
 
     def _begin(self, connection: Any, _record: Any) -> None:
         for statement in self._first_statements:
-            with connection.cursor() as cursor:
+            with closing(connection.cursor()) as cursor:
                 cursor.execute(statement)
             connection.commit()
 
