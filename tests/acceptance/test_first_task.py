@@ -113,9 +113,7 @@ def reader(tmp_path: Path, start_redis: Callable[..., RedisServer]) -> Iterator[
     ("name", "tests"),
     [("django", "Django"), ("flask", "Flask-SQLAlchemy"), ("fastapi", "FastAPI and asyncio")],
 )
-def test_a_reader_sees_the_first_task_done_and_the_tests_pass(
-    name: str, tests: str, reader: Reader
-) -> None:
+def test_a_reader_sees_the_task_done_and_tests_pass(name: str, tests: str, reader: Reader) -> None:
     page = ROOT / f"docs/{name}.md"
     first_task = section(page, "A first task")
     others = [block for block in blocks(page) if block not in first_task]

@@ -149,9 +149,7 @@ def test_up_runs_tasks_restarts_a_killed_worker_and_stops_cleanly(up: UserFolder
     assert stops == ["beat", "worker", "all"]
 
 
-def test_scheduled_tasks_survive_a_restart_of_up_and_the_second_ctrl_c_waits_for_none(
-    up: UserFolder,
-) -> None:
+def test_tasks_survive_a_restart_of_up_and_the_second_ctrl_c_waits_for_none(up: UserFolder) -> None:
     up.up("--no-flower")
     far = up.schedule("note", 3600, text="far")
     near = up.schedule("note", 8, text="near")

@@ -186,9 +186,7 @@ def test_search_finds_an_id_a_key_or_a_part_of_the_error() -> None:
     assert listed(client, "?q=order-8") == []
 
 
-def test_each_page_begins_after_the_last_task_of_the_page_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_each_page_begins_after_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DelayTaskRowAdmin, "list_per_page", 2)
     delays.schedule_many([("mail", str(number), 60) for number in range(5)])
     client, query, seen = viewer(), "?tag=mail", list[str]()
@@ -278,9 +276,7 @@ def test_the_console_is_not_for_others_than_staff(flags: dict[str, bool] | None)
 
 
 @pytest.mark.parametrize(("is_superuser", "role"), [(False, "view"), (True, "admin")])
-def test_staff_can_view_the_console_and_superusers_can_change_policies(
-    is_superuser: bool, role: str
-) -> None:
+def test_staff_can_view_the_console_and_superusers_change_it(is_superuser: bool, role: str) -> None:
     client = user(is_superuser=is_superuser)
     text = text_of(client.get("/console/policies"))
     assert f'<span class="chip">{role}</span>' in text

@@ -68,9 +68,7 @@ def check(
     assert sorted(run for run in runs if run in notes) == sorted(notes), "each once"
 
 
-def test_drain_does_all_kinds_of_work_of_a_worker_and_ends(
-    direct: Deploy, database_url: str
-) -> None:
+def test_drain_does_all_the_work_of_a_worker_and_ends(direct: Deploy, database_url: str) -> None:
     d = direct(database_url)
     set_policies(d)
     done, failed, waiting = everything(d)
@@ -85,9 +83,7 @@ def test_drain_does_all_kinds_of_work_of_a_worker_and_ends(
     assert first["failed"] + second["failed"] == 1
 
 
-def test_permanent_drains_do_all_kinds_of_work_of_a_worker(
-    direct: Deploy, database_url: str
-) -> None:
+def test_permanent_drains_do_all_the_work_of_a_worker(direct: Deploy, database_url: str) -> None:
     """Two drainers share all kinds of work, and one of them runs the rest when the other stops."""
     d = direct(database_url, lease=60)
     set_policies(d)

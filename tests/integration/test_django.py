@@ -146,9 +146,7 @@ def test_a_delayed_celery_task_is_written_in_the_atomic_block(delays: DjangoDela
     assert [row.key for row in rows(delays)] == [kept.id]
 
 
-def test_a_rollback_also_of_a_savepoint_leaves_no_row_and_arms_nothing(
-    delays: DjangoDelays, armed: list[Entry]
-) -> None:
+def test_a_rollback_leaves_no_row_and_no_entry(delays: DjangoDelays, armed: list[Entry]) -> None:
     with rolled_back(delays.alias):
         delays.schedule_delay("order.close", 1, 1)
         delays.schedule_delay("order.close", 2, 1, key="k")
@@ -166,9 +164,7 @@ def test_a_rollback_also_of_a_savepoint_leaves_no_row_and_arms_nothing(
     assert sorted(task.id for task in rows(delays)) == [entry.id for entry in armed] == ids
 
 
-def test_a_transaction_that_is_committed_by_hand_has_its_tasks(
-    delays: DjangoDelays, armed: list[Entry]
-) -> None:
+def test_a_commit_by_hand_writes_the_tasks(delays: DjangoDelays, armed: list[Entry]) -> None:
     connection = connections[delays.alias]
     connection.set_autocommit(False, force_begin_transaction_with_broken_autocommit=True)
     try:
@@ -282,9 +278,7 @@ def test_a_taken_id_among_many_leaves_the_transaction_usable(delays: DjangoDelay
 # -- keys and status changes ---------------------------------------------------------------------
 
 
-def test_operators_moves_are_part_of_the_transaction(
-    delays: DjangoDelays, armed: list[Entry]
-) -> None:
+def test_operators_moves_are_in_the_transaction(delays: DjangoDelays, armed: list[Entry]) -> None:
     task = delays.schedule_delay("order.close", 1, at=DUE, key="k")
     with rolled_back(delays.alias):
         assert delays.cancel(tag="order.close", key="k")
@@ -446,9 +440,7 @@ def orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DjangoDe
 
 
 @pytest.mark.parametrize("routers", [[], [f"{__name__}.OneDatabase"]])
-def test_only_the_configured_database_gets_the_tables_and_the_model_reads_it(
-    orders: DjangoDelays, routers: list[str]
-) -> None:
+def test_only_the_configured_database_has_tables(orders: DjangoDelays, routers: list[str]) -> None:
     with override_settings(DATABASE_ROUTERS=routers):
         for name in ("orders", "archive"):
             call_command("migrate", database=name, verbosity=0)
@@ -490,9 +482,7 @@ def run_six(delays: DjangoDelays, tag: str) -> list[DelayedTask]:
 
 @pytest.mark.usefixtures("fixup")
 @pytest.mark.parametrize("is_async", [False, True], ids=["threads", "coroutines"])
-def test_each_thread_closes_its_connection_after_its_row(
-    delays: DjangoDelays, alias: str, is_async: bool
-) -> None:
+def test_each_row_closes_its_connection(delays: DjangoDelays, alias: str, is_async: bool) -> None:
     """Django makes the connections of coroutines in a thread of its own."""
     used: list[tuple[int, Any]] = []
 
@@ -510,9 +500,7 @@ def test_each_thread_closes_its_connection_after_its_row(
 
 
 @pytest.mark.usefixtures("fixup")
-def test_a_concurrent_row_is_completed_in_its_own_transaction(
-    delays: DjangoDelays, alias: str
-) -> None:
+def test_a_concurrent_row_has_its_own_transaction(delays: DjangoDelays, alias: str) -> None:
     from django.db import transaction
 
     # SQLite has one writer at a time.

@@ -64,9 +64,7 @@ def found(**options: Any) -> dict[str, str]:
     return {each.id.removeprefix("delaytasks."): f"{each.msg} {each.hint}" for each in messages}
 
 
-def test_a_usual_project_has_no_problem_unless_its_horizon_or_its_broker_is_wrong(
-    make_project: MakeProject,
-) -> None:
+def test_only_a_wrong_horizon_or_broker_is_a_problem(make_project: MakeProject) -> None:
     migrations.upgrade(runtime_of(make_project()).store.database)
     assert found(databases=["checked"]) == {}
     # Before a deployment, SQLite is reported.
@@ -136,9 +134,7 @@ def test_waiting_tasks_whose_tag_has_no_processor_are_counted_up_to_a_limit(
     assert "'removed' (at least 2), 'renamed' (at least 1)" in message
 
 
-def test_a_model_instance_is_refused_and_the_error_says_to_pass_its_pk(
-    make_project: MakeProject,
-) -> None:
+def test_a_model_instance_is_refused_and_the_error_names_its_pk(make_project: MakeProject) -> None:
     from delaytasks.contrib.django.models import DelayTaskRow
 
     delays, order = make_project(), DelayTaskRow(id=7)

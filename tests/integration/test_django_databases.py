@@ -61,9 +61,7 @@ SHOP = {"NAME": "shop", "HOST": "db"}
          ":///file%3Amemorydb_default?cache=shared&mode=memory&uri=true"),
     ],
 )  # fmt: skip
-def test_the_url_has_the_values_of_djangos_settings(
-    vendor: str, settings: dict[str, Any], url: str
-) -> None:
+def test_the_url_has_djangos_settings(vendor: str, settings: dict[str, Any], url: str) -> None:
     # SQLAlchemy 2.0 quotes fewer characters.
     assert unquote(url_of(vendor, settings)) == unquote(vendor + url)
     with pytest.raises(ConfigError, match=r"oracle.*DELAYTASKS\['database'\]"):

@@ -76,9 +76,7 @@ WHERE tablename LIKE 'yb_delay%'
 
 
 @each_database
-def test_migrate_makes_and_finds_the_tables_of_the_metadata_as_alembic_does(
-    shop: ExampleShop,
-) -> None:
+def test_migrate_makes_and_finds_the_metadatas_tables_as_alembic_does(shop: ExampleShop) -> None:
     database = runtime_of(shop.delays).store.database
     shop.command("manage.py", "migrate")
     assert schema_differences(database, "", None) == []

@@ -53,9 +53,7 @@ def tester(declared: Any) -> Iterator[DelaysTester]:
         tester.clear()
 
 
-def test_a_task_runs_and_its_result_has_its_return_value(
-    declared: Any, tester: DelaysTester
-) -> None:
+def test_a_task_runs_and_its_result_has_its_value(declared: Any, tester: DelaysTester) -> None:
     enqueued = declared.add.enqueue(2, second=3)
     assert enqueued.status == TaskResultStatus.READY
     assert declared.add.get_result(enqueued.id) == enqueued
@@ -78,9 +76,7 @@ def test_a_task_runs_and_its_result_has_its_return_value(
     assert refused.errors[0].exception_class is TypeError, "JSON cannot express its result"
 
 
-def test_a_task_belongs_to_the_transaction_that_enqueues_it(
-    declared: Any, tester: DelaysTester
-) -> None:
+def test_a_task_belongs_to_the_enqueuing_transaction(declared: Any, tester: DelaysTester) -> None:
     with transaction.atomic():
         enqueued = declared.note.enqueue("never")
         transaction.set_rollback(True)
@@ -108,9 +104,7 @@ def test_tasks_with_a_higher_priority_run_first(declared: Any, tester: DelaysTes
     assert declared.noted == [100, 50, 0, -20, -100]
 
 
-def test_a_failed_task_is_retried_and_has_the_error_of_each_attempt(
-    declared: Any, tester: DelaysTester
-) -> None:
+def test_a_failed_task_is_retried_and_has_all_errors(declared: Any, tester: DelaysTester) -> None:
     sent: list[tuple[str, int, int]] = []
 
     def note_signal(signal: Any, task_result: Any, **_: Any) -> None:
@@ -140,9 +134,7 @@ def test_a_cancelled_task_has_failed(declared: Any, tester: DelaysTester) -> Non
     assert result.errors[0].exception_class.__name__ == "TaskCancelledError"
 
 
-def test_an_unknown_id_and_a_row_that_is_no_django_task_have_no_result(
-    declared: Any, tester: DelaysTester
-) -> None:
+def test_unknown_ids_and_rows_of_others_have_no_result(declared: Any, tester: DelaysTester) -> None:
     for id in ("7", "", "1 OR 1=1", "9" * 40):
         with pytest.raises(TaskResultDoesNotExist):
             declared.note.get_result(id)
@@ -153,9 +145,7 @@ def test_an_unknown_id_and_a_row_that_is_no_django_task_have_no_result(
 
 
 @pytest.mark.parametrize("change", ['{"args": 7}', '["os.system"]', '"text"'])
-def test_a_body_that_another_program_wrote_fails_the_task(
-    declared: Any, tester: DelaysTester, change: str
-) -> None:
+def test_foreign_bodies_fail_their_tasks(declared: Any, tester: DelaysTester, change: str) -> None:
     from django.db import connection
 
     result = declared.note.enqueue("never")

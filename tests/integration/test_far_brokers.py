@@ -130,9 +130,7 @@ def call_once(far: Far) -> None:
 
 
 @BROKERS
-def test_a_short_lived_process_reaches_a_broker_and_does_not_wait_long_for_a_silent_one(
-    far: Far,
-) -> None:
+def test_a_short_lived_process_reaches_a_broker_and_hardly_waits_for_a_silent_one(far: Far) -> None:
     call_once(far)
     # RabbitMQ counts an unconfirmed message a moment later.
     wait_until(lambda: far.arrived() == 1, 5, "the message to be counted")

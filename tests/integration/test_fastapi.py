@@ -79,9 +79,7 @@ def fail(_: Any) -> None:
     raise RuntimeError("the server is gone")
 
 
-def test_the_transaction_of_a_request_is_committed_before_a_response_that_succeeds(
-    delays: DelayTasks,
-) -> None:
+def test_a_requests_transaction_is_committed_before_a_good_response(delays: DelayTasks) -> None:
     async def go() -> None:
         async with shop_of(delays) as shop:
             for outcome, status in (("refused", 409), ("failed", 500)):

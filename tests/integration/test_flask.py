@@ -106,9 +106,7 @@ def count(project: FlaskProject) -> int:
 # -- the request's transaction --------------------------------------------------------------------
 
 
-def test_a_task_is_part_of_the_requests_transaction_and_armed_after_its_commit(
-    project: FlaskProject,
-) -> None:
+def test_a_task_is_in_the_requests_transaction_and_armed_after_it(project: FlaskProject) -> None:
     with app_of(project).test_request_context():
         task = project.delays.schedule_delay("order.close", {"order": 7}, 1)
         assert project.delays.get(task).body == {"order": 7}
@@ -186,9 +184,7 @@ def test_a_database_of_its_own_or_join_session_false_leave_the_requests_session_
 # -- processors -----------------------------------------------------------------------------------
 
 
-def test_a_processor_has_an_application_context_and_a_session_of_its_own(
-    project: FlaskProject,
-) -> None:
+def test_a_processor_has_its_own_application_context_and_session(project: FlaskProject) -> None:
     seen: list[Any] = []
 
     @project.delays.processor("order.look")
@@ -206,9 +202,7 @@ def test_a_processor_has_an_application_context_and_a_session_of_its_own(
     assert not any(session.in_transaction() for session in (first, second))
 
 
-def test_tasks_that_a_processor_schedules_are_part_of_its_transaction(
-    project: FlaskProject,
-) -> None:
+def test_tasks_that_a_processor_schedules_are_in_its_transaction(project: FlaskProject) -> None:
     project.delays.processor("order.next")(lambda body: None)
 
     @project.delays.processor("order.chain")
@@ -254,18 +248,14 @@ def test_the_celery_app_is_the_one_given_or_the_apps_or_made_from_its_configurat
     assert "delaytasks.run" in app.extensions["celery"].tasks
 
 
-def test_the_functions_of_the_package_use_the_extension_unless_default_is_false(
-    project: FlaskProject,
-) -> None:
+def test_functions_of_the_package_use_the_extension_by_default(project: FlaskProject) -> None:
     task = schedule_delay("order.close", 1, 60)
     assert project.delays.get(task).tag == "order.close"
     FlaskDelays(default=False)
     assert current_delays() is project.delays
 
 
-def test_each_app_of_a_test_suite_has_its_own_database_and_settings(
-    sqlite_path: Callable[[str], str],
-) -> None:
+def test_each_app_of_a_test_suite_has_its_own_settings(sqlite_path: Callable[[str], str]) -> None:
     project = FlaskProject()
 
     @project.delays.processor("order.close")
@@ -300,9 +290,7 @@ def test_an_in_memory_database_is_enough_for_tests_of_views() -> None:
         ),
     ],
 )
-def test_the_url_of_flask_sqlalchemy_is_used_even_from_its_configuration_alone(
-    uri: str, url: str
-) -> None:
+def test_the_url_of_flask_sqlalchemy_is_used_from_its_configuration(uri: str, url: str) -> None:
     app = Flask("shop")
     app.config["SQLALCHEMY_DATABASE_URI"] = uri
     delays = FlaskDelays(app, celery_app=Celery(broker="memory://", set_as_current=False))
@@ -420,9 +408,7 @@ def commands(tmp_path: Path) -> Iterator[FlaskCommands]:
     made.delays.close()
 
 
-def test_a_command_commits_outside_of_a_request_and_its_hints_begin_like_itself(
-    commands: FlaskCommands,
-) -> None:
+def test_a_command_commits_by_itself_and_hints_begin_like_it(commands: FlaskCommands) -> None:
     task = commands.json("schedule", "order.close", '{"order": 7}', "--delay", "1h")
     assert commands.delays.get(task["id"]).body == {"order": 7}
     commands.delays.schedule_delay("order.close", {}, 60)

@@ -178,9 +178,7 @@ def test_tasks_metrics_and_the_worker_are_shown_without_messages_and_ids(site: F
 @pytest.mark.parametrize(
     ("broker", "pool"), [("redis", "prefork"), ("rabbitmq", "threads"), ("redis", "solo")]
 )
-def test_celery_control_switches_the_events_of_rows_on_and_off(
-    deploy: Deploy, broker: str, pool: str
-) -> None:
+def test_celery_control_switches_the_events_of_rows(deploy: Deploy, broker: str, pool: str) -> None:
     site = deploy("postgresql", broker, kind=FlowerSite)
     site.worker(pool=pool)
     site.url = site.flower("--enable-events=False")

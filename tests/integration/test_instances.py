@@ -102,9 +102,7 @@ def test_deployments_share_a_database_by_schema_or_prefix(postgresql_url: str) -
 
 
 @pytest.mark.parametrize("sweep_partition", [2, -1, True, "0"])
-def test_a_schedule_of_the_app_may_only_name_existing_sweep_partitions(
-    tmp_path: Path, sweep_partition: Any
-) -> None:
+def test_a_schedule_may_only_name_existing_partitions(tmp_path: Path, sweep_partition: Any) -> None:
     app = Celery("shop", broker="redis://127.0.0.1:1/0", set_as_current=False)
     each = {"task": SWEEP, "schedule": 5}
     entries = {"all": each, "first": {**each, "args": (0,)}}
@@ -137,9 +135,7 @@ def test_the_horizon_must_be_below_the_brokers_visibility_timeout(
         runtime_of(delays).checks.check_settings()
 
 
-def test_without_a_horizon_a_message_beyond_the_visibility_timeout_runs_once(
-    deploy: Deploy,
-) -> None:
+def test_without_a_horizon_a_message_after_the_visibility_timeout_runs_once(deploy: Deploy) -> None:
     """A worker acknowledges a message on receipt, so the broker does not deliver it again."""
     conf = {"broker_transport_options": {"visibility_timeout": 2}}
     d = deploy(conf=conf, horizon=None, sweep=60, _self_sweep_s=120)

@@ -46,9 +46,7 @@ def heard(site: Deployment, say: Callable[[], object], status: Status) -> None:
         ("solo", "tag"),
     ],
 )
-def test_paused_tasks_do_not_run_until_they_are_resumed(
-    site: Deployment, pool: str, kind: str
-) -> None:
+def test_paused_tasks_do_not_run_until_resumed(site: Deployment, pool: str, kind: str) -> None:
     names = {"tag": TAG} if kind == "tag" else {"queue": "default"}
     site.worker(pool=pool)
     site.wait_for([site.schedule()])

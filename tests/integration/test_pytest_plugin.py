@@ -49,9 +49,7 @@ def run_pytest(folder: Path, tests: str, *options: str, conftest: str = CONFTEST
 
 
 @pytest.mark.slow
-def test_the_fixture_finds_the_instance_of_the_current_celery_app_unless_it_is_overridden(
-    tmp_path: Path,
-) -> None:
+def test_the_fixture_finds_the_current_instance_unless_it_is_overridden(tmp_path: Path) -> None:
     output = run_pytest(
         tmp_path,
         """
@@ -88,9 +86,7 @@ def test_the_fixture_finds_the_instance_of_the_current_celery_app_unless_it_is_o
     assert "3 passed" in output, output
 
 
-def test_a_failed_assertion_and_the_error_of_a_processor_show_their_own_lines(
-    tmp_path: Path,
-) -> None:
+def test_a_failed_assertion_and_the_error_of_a_processor_show_their_line(tmp_path: Path) -> None:
     output = run_pytest(
         tmp_path,
         """

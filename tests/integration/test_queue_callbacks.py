@@ -99,9 +99,7 @@ def bodies(channel: Any, queue: str) -> list[Any]:
 # -- brokers --------------------------------------------------------------------------------------
 
 
-def test_a_consumer_on_rabbitmq_gets_the_body_and_the_tasks_id(
-    delays: DelayTasks, rabbit: Any, queue: str
-) -> None:
+def test_rabbitmqs_consumers_get_body_and_id(delays: DelayTasks, rabbit: Any, queue: str) -> None:
     task = send(delays, queue, BODY, headers={"shop": "one", "n": 1})
     assert task.status is Status.DONE
     with Connection(delays.settings.callback_broker_url).SimpleQueue(queue) as messages:
@@ -114,9 +112,7 @@ def test_a_consumer_on_rabbitmq_gets_the_body_and_the_tasks_id(
     assert message.properties["delivery_mode"] == 2
 
 
-def test_a_consumer_on_redis_gets_the_message_in_the_format_of_kombu(
-    make: Make, redis_url: str, name: str
-) -> None:
+def test_a_consumer_on_redis_gets_a_message_of_kombu(make: Make, redis_url: str, name: str) -> None:
     delays = make(redis_url)
     task = send(delays, name, BODY, headers={"shop": "one"})
     assert task.status is Status.DONE
@@ -172,9 +168,7 @@ def test_without_a_setting_messages_are_sent_to_the_apps_broker(
 # -- refused messages -----------------------------------------------------------------------------
 
 
-def test_an_unroutable_message_is_retried_until_its_queue_exists(
-    delays: DelayTasks, rabbit: Any, name: str
-) -> None:
+def test_a_message_is_retried_until_routed(delays: DelayTasks, rabbit: Any, name: str) -> None:
     rabbit.queue_declare(name + ".other", durable=True, auto_delete=False)
     lost = send(delays, name, BODY)
     assert lost.status is Status.NOT_COMPLETE
@@ -187,9 +181,7 @@ def test_an_unroutable_message_is_retried_until_its_queue_exists(
     assert bodies(rabbit, name) == [BODY]
 
 
-def test_a_message_that_the_queue_refuses_is_not_done(
-    delays: DelayTasks, rabbit: Any, name: str
-) -> None:
+def test_a_message_that_is_refused_is_not_done(delays: DelayTasks, rabbit: Any, name: str) -> None:
     arguments = {"x-max-length": 1, "x-overflow": "reject-publish"}
     rabbit.queue_declare(name, durable=True, auto_delete=False, arguments=arguments)
     assert send(delays, name, 1).status is Status.DONE

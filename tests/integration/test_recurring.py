@@ -47,9 +47,7 @@ def wait_for_runs(site: Deployment, count: int, is_declared: bool = False) -> No
     ("database", "broker"),
     combinations("postgresql-redis mysql-rabbitmq sqlite-redis postgresql-direct"),
 )
-def test_each_occurrence_runs_once_on_time_while_workers_and_beats_are_killed(
-    site: Deployment,
-) -> None:
+def test_each_occurrence_runs_once_on_time_while_processes_are_killed(site: Deployment) -> None:
     first = [site.worker(pool="threads")]
     site.worker(pool="threads")
     if site.settings.get("timer") != "direct":

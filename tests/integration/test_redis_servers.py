@@ -62,9 +62,7 @@ def took(work: Callable[[], object]) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["refuse", "swallow"])
-def test_an_unavailable_redis_delays_no_caller_and_is_reported_once(
-    start_redis: Start, connect: Connect, how: str
-) -> None:
+def test_no_caller_waits_for_a_redis_outage(start_redis: Start, connect: Connect, how: str) -> None:
     proxy = Proxy("127.0.0.1", start_redis().port)
     bench = connect(f"redis://127.0.0.1:{proxy.port}/0", _publish_limit_s=LIMIT_S)
     for number in range(2):
@@ -85,9 +83,7 @@ def test_an_unavailable_redis_delays_no_caller_and_is_reported_once(
 
 
 @pytest.mark.slow
-def test_a_slow_redis_delays_no_caller_beyond_the_limit(
-    start_redis: Start, connect: Connect
-) -> None:
+def test_a_slow_redis_delays_no_caller_over_the_limit(start_redis: Start, connect: Connect) -> None:
     proxy = Proxy("127.0.0.1", start_redis().port)
     # The proxy delays each direction of each step that opens a connection.
     proxy.delay_s = 0.1
@@ -179,9 +175,7 @@ def allow(kind: str, *servers: RedisServer, more: str = "") -> str:
     return servers[0].url.replace("://", f"://{kind}:secret@")
 
 
-def test_users_with_the_documented_rights_can_do_their_work_only(
-    start_redis: Start, connect: Connect
-) -> None:
+def test_the_documented_rights_allow_the_work_only(start_redis: Start, connect: Connect) -> None:
     server = start_redis()
     web, worker = (
         connect(allow(kind, server), namespace="shop") for kind in ("shop_web", "shop_worker")
@@ -231,9 +225,7 @@ def knows_tls(program: str) -> bool:
     return b"Bad directive" not in said.stdout + said.stderr
 
 
-def test_connections_use_tls_and_check_the_certificate(
-    tls: tuple[RedisServer, str], connect: Connect
-) -> None:
+def test_tls_connections_check_certificates(tls: tuple[RedisServer, str], connect: Connect) -> None:
     _, url = tls
     bench = connect(url)
     listener = bench.timer.listen(["default"])
@@ -273,9 +265,7 @@ def cluster(start_redis: Start, tmp_path: Path) -> list[RedisServer]:
 
 
 @pytest.mark.slow
-def test_a_cluster_is_detected_and_its_nodes_share_the_slots(
-    cluster: list[RedisServer], connect: Connect
-) -> None:
+def test_a_clusters_nodes_share_the_slots(cluster: list[RedisServer], connect: Connect) -> None:
     bench = connect(cluster[1].url)
     assert isinstance(bench.timer.link.connect(), RedisCluster)
     bench.timer.link.check()
@@ -295,9 +285,7 @@ def test_a_cluster_is_detected_and_its_nodes_share_the_slots(
 
 
 @pytest.mark.slow
-def test_in_a_cluster_the_same_users_need_the_rights_that_the_docs_add(
-    cluster: list[RedisServer], connect: Connect
-) -> None:
+def test_cluster_users_need_the_added_rights(cluster: list[RedisServer], connect: Connect) -> None:
     [more] = re.findall(r"^In a cluster both need `([^`]+)` as well", PAGE, re.MULTILINE)
     urls = [allow(kind, *cluster, more=more) for kind in ("shop_web", "shop_worker")]
     web, worker = (connect(url, namespace="shop") for url in urls)
@@ -312,9 +300,7 @@ def test_in_a_cluster_the_same_users_need_the_rights_that_the_docs_add(
 
 
 @pytest.mark.slow
-def test_a_cluster_is_used_while_the_node_of_the_url_is_down(
-    cluster: list[RedisServer], connect: Connect
-) -> None:
+def test_a_cluster_is_used_while_a_node_fails(cluster: list[RedisServer], connect: Connect) -> None:
     for server in cluster:
         server.client().config_set("cluster-require-full-coverage", "no")
     nobody = f"redis://127.0.0.1:{free_port()}/0"
@@ -387,9 +373,7 @@ class SentinelServer(Server):
 
 
 @pytest.mark.slow
-def test_a_worker_runs_the_tasks_of_a_redis_cluster(
-    cluster: list[RedisServer], deploy: Deploy
-) -> None:
+def test_a_worker_runs_tasks_of_a_redis_cluster(cluster: list[RedisServer], deploy: Deploy) -> None:
     d = deploy(**ALONE, timer=cluster[0].url)
     d.worker()
     tasks = [d.schedule(delay=n / 20) for n in range(40)]

@@ -78,9 +78,7 @@ def test_entries_that_a_killed_redis_poller_had_taken_run_on_time_elsewhere(
 
 
 @pytest.mark.parametrize("timer", ["eta", "redis"])
-def test_switching_the_timer_loses_and_repeats_nothing(
-    deploy: Deploy, redis_url: str, timer: str
-) -> None:
+def test_a_new_timer_loses_and_repeats_no_task(deploy: Deploy, redis_url: str, timer: str) -> None:
     d = deploy("postgresql", "rabbitmq", timer=timer)
     old_worker, old_producer = d.worker(), d.delays
     tasks = [d.schedule(delay=n / 5) for n in range(20)]

@@ -74,9 +74,7 @@ def place(redis_url: str) -> Iterator[ConsumingConnection]:
     made.redis.close()
 
 
-def test_a_message_delivered_to_a_stopping_worker_returns_to_its_redis_queue(
-    place: ConsumingConnection,
-) -> None:
+def test_a_message_of_a_stopping_worker_returns_to_redis(place: ConsumingConnection) -> None:
     place.publish()
     wait_until(lambda: place.waiting() == 0, 10, "Redis to give it out")
     stop_reading(SimpleNamespace(connection=place.connection))

@@ -40,9 +40,7 @@ def server(start_redis: Callable[[], RedisServer]) -> RedisServer:
     return start_redis()
 
 
-def test_workers_resume_each_time_their_redis_is_restarted(
-    deploy: Deploy, server: RedisServer
-) -> None:
+def test_workers_resume_whenever_redis_is_restarted(deploy: Deploy, server: RedisServer) -> None:
     deployments = [
         deploy("postgresql", server.url, folder=timer, timer=timer) for timer in ("eta", "redis")
     ]
@@ -76,9 +74,7 @@ def test_workers_resume_each_time_their_rabbitmq_is_restarted(
     each_ran_once(d, tasks)
 
 
-def test_a_worker_without_broker_looks_for_it_every_few_seconds(
-    deploy: Deploy, server: RedisServer
-) -> None:
+def test_a_worker_often_looks_for_its_missing_broker(deploy: Deploy, server: RedisServer) -> None:
     """Celery's own pauses grow by two seconds with each attempt; those of a worker are limited."""
     d = deploy("sqlite", server.url)
     worker = d.worker(pool="solo")
@@ -155,9 +151,7 @@ def test_a_worker_whose_queues_node_is_down_works_from_the_table(
 @pytest.mark.skipif(
     celery.__version__ == "5.5.0", reason="Celery 5.5.0 fails if broker_url is a list"
 )
-def test_a_url_without_a_server_does_not_keep_a_worker_from_its_messages(
-    deploy: Deploy, rabbitmq_url: str
-) -> None:
+def test_a_url_without_a_server_keeps_no_worker_idle(deploy: Deploy, rabbitmq_url: str) -> None:
     nobody = f"amqp://guest:guest@127.0.0.1:{free_port()}//"
     conf = {"broker_url": [rabbitmq_url, nobody], "task_default_queue_type": "quorum"}
     d = deploy("postgresql", "rabbitmq", conf)
@@ -169,9 +163,7 @@ def test_a_url_without_a_server_does_not_keep_a_worker_from_its_messages(
     assert not worker.ended()
 
 
-def test_messages_are_sent_when_only_the_last_of_three_urls_answers(
-    deploy: Deploy, rabbitmq_url: str
-) -> None:
+def test_messages_are_sent_when_the_last_of_3_urls_works(deploy: Deploy, rabbitmq_url: str) -> None:
     nobody = [f"amqp://guest:guest@127.0.0.1:{free_port()}//" for _ in range(2)]
     d = deploy("postgresql", "rabbitmq", {"broker_url": [*nobody, rabbitmq_url]})
     assert runtime_of(d.delays).publisher.send("delaytasks.run", "default", [([[]], {})])

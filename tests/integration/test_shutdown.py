@@ -31,9 +31,7 @@ def asleep(d: Deployment, seconds: float) -> DelayedTask:
 @pytest.mark.parametrize(
     "pool", ["prefork", pytest.param("threads", marks=pytest.mark.quick), "solo"]
 )
-def test_after_sigterm_a_worker_finishes_its_task_and_gives_back_the_rest_immediately(
-    deploy: Deploy, pool: str
-) -> None:
+def test_after_sigterm_a_worker_ends_its_task_and_returns_others(deploy: Deploy, pool: str) -> None:
     """The worker itself returns its rows: leases are long, and no sweep runs during the test."""
     d = deploy(**ALONE, lease=60)
     d.sweep()
@@ -75,9 +73,7 @@ def quit_or_kill(worker: Process, number: signal.Signals) -> None:
     ],
     ids=["prefork-QUIT", "prefork-KILL", "threads-KILL", "solo-KILL"],
 )  # fmt: skip
-def test_the_tasks_of_a_killed_worker_run_elsewhere(
-    deploy: Deploy, pool: str, number: signal.Signals
-) -> None:
+def test_killed_workers_tasks_run_again(deploy: Deploy, pool: str, number: signal.Signals) -> None:
     d = deploy(lease=2)
     for _ in range(2):
         d.worker(pool=pool, concurrency=2)

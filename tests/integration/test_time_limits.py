@@ -36,9 +36,7 @@ def runs_of(d: Deployment, task: DelayedTask) -> list[str]:
 @pytest.mark.parametrize(
     "database", ["postgresql", "mysql", pytest.param("sqlite", marks=pytest.mark.quick)]
 )
-def test_a_task_beyond_its_soft_limit_is_retried_and_then_fails(
-    deploy: Deploy, database: str
-) -> None:
+def test_a_task_beyond_its_soft_limit_is_retried_and_fails(deploy: Deploy, database: str) -> None:
     d = deploy(database)
     d.worker()
     again = d.schedule("limits.soft", body={"seconds": [20, 0]})
@@ -73,9 +71,7 @@ def test_a_processor_may_catch_its_soft_limit_and_succeed(deploy: Deploy) -> Non
 
 @pytest.mark.parametrize("database", ["postgresql", "mysql", "sqlite"])
 @pytest.mark.parametrize("holds_gil", [False, True], ids=["sleeps", "holds the GIL"])
-def test_a_hard_limit_ends_the_process_and_other_tasks_run(
-    deploy: Deploy, database: str, holds_gil: bool
-) -> None:
+def test_a_hard_limit_ends_only_its_process(deploy: Deploy, database: str, holds_gil: bool) -> None:
     d = deploy(database, max_lost_leases=3)
     due = runtime_of(d.delays).clock.now_us() // 1_000_000 + 4
     body = {"file": str(d.file)}
@@ -139,9 +135,7 @@ def test_celerys_own_time_limits_do_not_apply_to_delayed_tasks(deploy: Deploy) -
 
 
 @pytest.mark.parametrize("pool", ["threads", "solo"])
-def test_a_pool_that_cannot_keep_time_limits_refuses_to_serve_their_queue(
-    deploy: Deploy, pool: str
-) -> None:
+def test_a_pool_without_time_limits_refuses_to_serve_their_queue(deploy: Deploy, pool: str) -> None:
     d = deploy()
     refused = d.command("worker", "-P", pool, "-n", "refused", "--without-gossip").log()
     problem = f"the tag 'limits.caught' has time limits, which the pool '{pool[:6]}' cannot keep"
@@ -185,9 +179,7 @@ def begun(d: Deployment, tag: str) -> DelayedTask:
         ("sqlite", "threads"),
     ],
 )
-def test_a_running_task_notices_its_cancellation_and_is_not_retried(
-    deploy: Deploy, database: str, pool: str
-) -> None:
+def test_a_cancelled_run_stops_and_is_not_retried(deploy: Deploy, database: str, pool: str) -> None:
     # A lease is renewed after a third of it: the request must not wait for that.
     d = deploy(database, conf=CANCELS, lease=30)
     d.worker(pool=pool)

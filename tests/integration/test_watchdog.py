@@ -114,9 +114,7 @@ def test_chunks_that_the_pool_forgets_with_the_broker_block_no_process(
     wait_until(lambda: workers.rests(node), 10, "no chunk to be left")
 
 
-def test_a_chunk_of_a_process_that_died_just_before_the_broker_blocks_no_process(
-    workers: WorkerTable,
-) -> None:
+def test_a_chunk_of_a_process_that_died_before_the_broker_blocks_none(workers: WorkerTable) -> None:
     """The new process inherits the pipe of the dead one.
 
     Celery therefore reports that the new process has the chunk.
@@ -172,9 +170,7 @@ def sweeps_go_on(d: Deployment) -> None:
 
 @pytest.mark.parametrize("database", ["postgresql", "mysql"])
 @pytest.mark.parametrize("outage", ["refuse", "swallow"])
-def test_no_worker_is_declared_lost_because_the_database_was_away(
-    deploy: Deploy, database: str, outage: str
-) -> None:
+def test_no_worker_is_lost_because_of_an_outage(deploy: Deploy, database: str, outage: str) -> None:
     d = deploy(database, proxied=["database"])
     proxy, clock = d.proxies["database"], runtime_of(d.delays).clock
     workers = [d.worker(pool="threads"), d.worker(pool="threads")]

@@ -50,9 +50,7 @@ def test_a_worker_whose_redis_hangs_works_from_the_table(
 
 @pytest.mark.parametrize("broker", ["redis", "rabbitmq"])
 @pytest.mark.parametrize("outage", ["refuse", "swallow"])
-def test_a_worker_that_starts_without_its_broker_works_from_the_table(
-    deploy: Deploy, broker: str, outage: str
-) -> None:
+def test_a_worker_starts_and_works_without_broker(deploy: Deploy, broker: str, outage: str) -> None:
     d = deploy("postgresql", broker, proxied=["broker"])
     proxy = d.proxies["broker"]
     getattr(proxy, outage)()

@@ -134,9 +134,7 @@ def test_a_processor_that_holds_the_gil_for_four_leases_runs_once(deploy: Deploy
 
 
 @pytest.mark.parametrize("is_drain", [False, True])
-def test_a_task_that_kills_its_process_fails_after_its_lapses_and_other_tasks_run(
-    deploy: Deploy, is_drain: bool
-) -> None:
+def test_a_task_that_kills_its_process_fails_and_others_run(deploy: Deploy, is_drain: bool) -> None:
     d = deploy(broker="direct" if is_drain else "redis", max_lost_leases=3, lease=5)
     due = d.now() + timedelta(seconds=4)
     body = {"file": str(d.file)}
@@ -153,9 +151,7 @@ def test_a_task_that_kills_its_process_fails_after_its_lapses_and_other_tasks_ru
 @pytest.mark.parametrize(
     "database", [pytest.param("postgresql", marks=pytest.mark.quick), "mysql", "sqlite"]
 )
-def test_the_task_of_a_dead_pool_process_runs_again_immediately(
-    deploy: Deploy, database: str
-) -> None:
+def test_the_task_of_a_dead_process_runs_again_immediately(deploy: Deploy, database: str) -> None:
     d = deploy(database, sweep=30, _self_sweep_s=30, horizon=60, lease=60)
     d.worker()
     task = d.schedule("test.sleep", body={"seconds": 5})
@@ -169,9 +165,7 @@ def test_the_task_of_a_dead_pool_process_runs_again_immediately(
 
 
 @pytest.mark.parametrize("database", ["postgresql", "mysql", "sqlite"])
-def test_an_effect_committed_with_its_task_happens_once_despite_kills_at_any_step(
-    deploy: Deploy, database: str
-) -> None:
+def test_a_committed_effect_happens_once_despite_kills(deploy: Deploy, database: str) -> None:
     d = deploy(database)
     table = d.settings["table_prefix"] + "credits"
     with d.store.database.begin() as connection:
@@ -210,9 +204,7 @@ def test_quick_overdue_rows_do_not_wait_for_slow_ones_while_a_process_is_free(
     assert {run[1] for run in d.runs()} == {"began"}, "the slow ones run still"
 
 
-def test_a_partition_that_beat_omits_is_swept_by_a_worker_whose_processes_are_all_busy(
-    deploy: Deploy,
-) -> None:
+def test_a_partition_that_beat_omits_is_swept_by_a_worker_that_is_busy(deploy: Deploy) -> None:
     # The short horizon keeps the rows out of the first sweep.
     d = deploy(sweep=(1, 2), horizon=3)
     d.conf["beat_schedule"] = {"sweep": {"task": "delaytasks.sweep", "schedule": 0.5, "args": (0,)}}
@@ -276,9 +268,7 @@ def lazy(body, task):
 
 
 @pytest.mark.parametrize("pool", ["prefork", pytest.param("threads", marks=pytest.mark.quick)])
-def test_a_coroutine_retries_as_a_celery_task_does(
-    deploy: Deploy, tmp_path: Path, pool: str
-) -> None:
+def test_a_coroutine_retries_as_celery_tasks_do(deploy: Deploy, tmp_path: Path, pool: str) -> None:
     (tmp_path / "coroutines.py").write_text(PROJECT)
     d = deploy("sqlite", "filesystem", queues={"*": "ours"})
     d.conf["imports"] = ["coroutines"]

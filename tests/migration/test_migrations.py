@@ -140,9 +140,7 @@ def test_a_table_that_a_framework_created_is_accepted_unchanged(database: Databa
     assert schema_differences(database, PREFIX, None) == []
 
 
-def test_upgrade_builds_exactly_the_metadatas_schema_also_after_a_downgrade(
-    database: Database,
-) -> None:
+def test_upgrade_builds_the_metadatas_schema_also_after_a_downgrade(database: Database) -> None:
     assert migrations.current(database, PREFIX) is None
     for _ in range(2):  # a second upgrade has no effect
         migrations.upgrade(database, PREFIX)

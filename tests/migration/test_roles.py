@@ -213,9 +213,7 @@ def test_check_warns_if_a_role_may_not_read_the_worker_table(role_tables: RoleTa
     assert "denied" in warning
 
 
-def test_a_worker_that_may_not_read_the_number_of_changes_is_refused_with_the_cause(
-    role_tables: RoleTables,
-) -> None:
+def test_a_worker_that_may_not_read_the_change_count_is_refused(role_tables: RoleTables) -> None:
     delays = role_tables.delays("worker")
     table = "yb_delay_policy_change"
     name = role_tables.names["worker"]

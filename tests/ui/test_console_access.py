@@ -268,9 +268,7 @@ def test_an_address_cannot_try_passwords_of_many_names() -> None:
     assert limit.wait_s("ann", "192.0.2.8") == 0
 
 
-def test_a_session_ends_with_the_user_the_role_and_the_password(
-    site: Site, users: UserFile
-) -> None:
+def test_a_session_ends_with_the_user_role_and_password(site: Site, users: UserFile) -> None:
     client, page = make_console(site.delays, users).test_client(), "/bulk?action=cancel&tag=x"
     log_in(client)
     assert client.get(page).status_code == 200
@@ -282,9 +280,7 @@ def test_a_session_ends_with_the_user_the_role_and_the_password(
     assert client.get("/").status_code == 303
 
 
-def test_a_session_ends_although_it_is_used(
-    site: Site, users: UserFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_used_session_ends(site: Site, users: UserFile, monkeypatch: pytest.MonkeyPatch) -> None:
     client = make_console(site.delays, users).test_client()
     log_in(client)
     start = now = runtime_of(site.delays).clock.now().timestamp()
@@ -386,9 +382,7 @@ def test_the_audit_names_the_user_that_stops_the_run_of_another_user(own_site: S
     assert (entry.filter["action"], entry.filter["started by"]) == ("cancel", "maria")
 
 
-def test_a_refused_form_is_audited_in_part_only(
-    own_site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_form_is_audited_in_part(own_site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     client = own_site.client(Role.VIEW)
     long = {f"field-{number}": "x" * 5000 for number in range(100)}
     answer = post(client, "/recurring", name="nightly", body="a secret", **long)
@@ -412,9 +406,7 @@ def test_no_viewer_and_no_action_means_no_entry(own_site: Site) -> None:
     assert newest(own_site) == [before]
 
 
-def test_the_pages_of_the_audit_have_each_entry_once(
-    own_site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_audit_pages_have_each_entry_once(own_site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages_tasks, "AUDIT_ENTRIES", 3)
     client, runtime = own_site.client(), runtime_of(own_site.delays)
     for number in range(8):

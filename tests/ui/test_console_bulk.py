@@ -74,9 +74,7 @@ def test_the_retries_of_a_group_of_failures_are_cancelled(own_site: Site) -> Non
     assert len(delays.find(tag="pay.notify", status="FAILED")) == 4
 
 
-def test_a_bulk_run_that_is_stopped_leaves_the_rest(
-    own_site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stopped_bulk_runs_leave_the_rest(own_site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     client, delays = own_site.client(Role.OPERATE), own_site.delays
     before = len(delays.find(tag="order.close", status="NOT_COMPLETE", limit=1000))
     has_begun, may_go_on, cancel = threading.Event(), threading.Event(), delays.bulk.cancel
@@ -117,9 +115,7 @@ def test_a_bulk_action_leaves_out_the_chosen_statuses_that_cannot_move(own_site:
     assert len(delays.find(tag="order.close", status="CANCELLED", limit=1000)) == before
 
 
-def test_the_count_before_a_bulk_action_reads_small_pages(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bulk_counts_read_small_pages(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[int] = []
 
     def finding(runtime: Any, filters: Any, cursor: Any, limit: int, *others: Any) -> Any:
@@ -200,9 +196,7 @@ def test_selected_tasks_are_cancelled_and_no_others(own_site: Site) -> None:
     assert states(own_site, many) == ["CANCELLED"] * 40
 
 
-def test_selected_tasks_are_rescheduled_and_failed_and_cancelled_ones_run_again(
-    own_site: Site,
-) -> None:
+def test_selected_tasks_are_rescheduled_and_ended_ones_run_again(own_site: Site) -> None:
     client, delays, ids = own_site.client(Role.OPERATE), own_site.delays, waiting(own_site, 2)
     before = [delays.get(id).due for id in ids]
     question, text = confirm(client, link_of("reschedule", ids[:1]))

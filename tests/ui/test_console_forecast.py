@@ -50,9 +50,7 @@ def test_the_forecast_names_the_busiest_hour_and_whether_it_fits(peak: Site) -> 
     assert busy.count("% of the hour 1, more than the hour 0") == 1
 
 
-def test_an_hour_that_does_not_fit_is_a_warning(
-    peak: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_hour_that_is_too_full_is_a_warning(peak: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forecast, "ASSUMED_DURATION_S", 24.0)
     text = peak.client().get("/forecast?processes=2").text
     assert re.search(

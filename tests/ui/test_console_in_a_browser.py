@@ -58,16 +58,12 @@ def check_page(page: Any) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_page_is_accessible_and_fits_its_window(
-    site: Site, address: str, page: Any, name: str
-) -> None:
+def test_each_page_is_accessible_and_fits(site: Site, address: str, page: Any, name: str) -> None:
     page.goto(address + paths_of(site)[name])
     check_page(page)
 
 
-def test_the_login_page_is_accessible_and_fits_its_window(
-    site: Site, page: Any, tmp_path: Path
-) -> None:
+def test_the_login_page_is_accessible_and_fits(site: Site, page: Any, tmp_path: Path) -> None:
     with served(make_console(site.delays, UserFile(tmp_path / "users.json"))) as address:
         page.goto(address)
         check_page(page)
@@ -78,9 +74,7 @@ def test_the_login_page_is_accessible_and_fits_its_window(
         check_page(page)
 
 
-def test_a_print_is_light_and_has_neither_navigation_nor_buttons(
-    site: Site, address: str, browser: Any
-) -> None:
+def test_a_print_is_light_and_without_navigation(site: Site, address: str, browser: Any) -> None:
     with watched(browser, **MODES["dark"]) as page:
         page.goto(address)
         page.emulate_media(media="print", color_scheme="dark")
@@ -187,9 +181,7 @@ COPIES = ("the id", "the body", "the error")
 
 
 @pytest.mark.parametrize("has_clipboard", [True, False])
-def test_the_keyboard_copies_what_the_page_shows(
-    site: Site, browser: Any, has_clipboard: bool
-) -> None:
+def test_the_keyboard_copies_the_shown_text(site: Site, browser: Any, has_clipboard: bool) -> None:
     task = site.delays.find(tag="pay.notify", status="FAILED").tasks[0]
     site.client(Role.OPERATE)
     with served(site.app) as address, watched(browser) as page:

@@ -191,9 +191,7 @@ def test_a_command_adds_and_removes_users(tmp_path: Path, monkeypatch: pytest.Mo
     ("proxy", "seen"),
     [("127.0.0.1", "https 192.0.2.7"), ("127.0.0.2", "http 127.0.0.1"), (None, "http 127.0.0.1")],
 )
-def test_a_trusted_proxy_names_the_address_and_the_scheme_of_the_browser(
-    proxy: str | None, seen: str
-) -> None:
+def test_a_trusted_proxy_names_the_address_and_scheme(proxy: str | None, seen: str) -> None:
     def app(environ: Any, start_response: Any) -> list[bytes]:
         start_response("200 OK", [])
         return [f"{environ['wsgi.url_scheme']} {environ['REMOTE_ADDR']}".encode()]
@@ -203,9 +201,7 @@ def test_a_trusted_proxy_names_the_address_and_the_scheme_of_the_browser(
         assert httpx.get(url, headers=headers).text == seen
 
 
-def test_a_trusted_proxy_is_an_address_and_names_no_user(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_proxy_is_an_address_and_no_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="is an IP address"):
         make_server(None, Place(Address("127.0.0.1", 0)), "proxy.example")

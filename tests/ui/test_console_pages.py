@@ -38,9 +38,7 @@ def heading(text: str) -> str:
 # -- the verdict ----------------------------------------------------------------------------------
 
 
-def test_the_verdict_is_good_if_nothing_is_wrong_and_names_the_lateness_and_its_cause(
-    tmp_path: Any,
-) -> None:
+def test_the_verdict_is_good_if_all_is_well_and_names_lateness_and_cause(tmp_path: Any) -> None:
     delays = make_delays(f"sqlite:///{tmp_path / 'good.sqlite3'}")
     runtime = runtime_of(delays)
     assert verdict_of(read_deployment(delays)).headline.startswith("Idle.")
@@ -166,15 +164,11 @@ def test_a_wrong_filter_is_explained(site: Site, query: str) -> None:
         ("*a" * 60 + "*b", "a" * 3000, False),
     ],
 )
-def test_a_pattern_of_an_error_matches_in_one_pass(
-    pattern: str, error: str, is_match: bool
-) -> None:
+def test_an_error_pattern_matches_in_one_pass(pattern: str, error: str, is_match: bool) -> None:
     assert error_matcher(pattern)(error) is is_match
 
 
-def test_a_search_that_takes_too_long_asks_for_a_narrower_filter(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_search_asks_to_narrow_it(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[float] = []
 
     def find(*arguments: Any) -> Any:
@@ -293,9 +287,7 @@ def test_a_task_is_cancelled_run_again_and_rescheduled(own_site: Site) -> None:
     assert actions == ["run_task", "reschedule_task", "rerun_task", "cancel_task"]
 
 
-def test_the_page_of_a_task_names_no_command_that_its_viewers_may_call_differently(
-    site: Site,
-) -> None:
+def test_the_page_of_a_task_names_no_command_that_viewers_may_call_otherwise(site: Site) -> None:
     client = site.client(Role.VIEW)
     for status in ("FAILED", "CANCELLED", "HELD"):
         [task, *_] = site.delays.find(status=status).tasks

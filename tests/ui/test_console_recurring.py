@@ -71,9 +71,7 @@ def test_a_schedule_is_changed_in_one_field_and_keeps_the_others(
     assert "body_version" not in (recurring.get("nightly").headers_json or "")
 
 
-def test_the_form_is_for_schedules_that_can_be_changed_and_a_new_one_replaces_no_other(
-    own_site: Site,
-) -> None:
+def test_the_form_is_for_schedules_that_can_change_and_replaces_no_other(own_site: Site) -> None:
     client, recurring = own_site.client(Role.ADMIN), own_site.delays.recurring
     fields = form_of(client.get("/recurring").text)
     fields |= {"name": "feeds", "tag": "report.build", "cron": "0 4 * * *"}
@@ -104,9 +102,7 @@ def limits(site: Site, tag: str) -> Any:
     return policy.concurrency, policy.concurrency_per_key, policy.rate_text
 
 
-def test_limits_are_changed_one_by_one_by_administrators_and_new_ones_replace_no_others(
-    own_site: Site,
-) -> None:
+def test_administrators_change_limits_one_by_one_and_new_ones_replace_none(own_site: Site) -> None:
     assert "/policies?tag=" not in own_site.client(Role.OPERATE).get("/policies").text
     client = own_site.client(Role.ADMIN)
     assert form_of(client.get("/policies?tag=gone").text, LIMITS)["name"] == ""

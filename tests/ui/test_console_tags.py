@@ -142,9 +142,7 @@ def test_the_page_of_tags_and_the_suggested_names_do_not_read_the_tasks(own_site
         assert seen == [], "all viewers share them for a minute"
 
 
-def test_the_overview_and_the_page_of_tags_share_what_is_read(
-    empty: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_overview_and_tags_share_what_is_read(empty: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     write_runs(empty.delays, "mail.send", 2 * MINUTE, 1)
     reads, series = [], Statistics.series
 
@@ -175,9 +173,7 @@ def test_longer_periods_have_older_runs(empty: Site, hours: int, periods: list[s
     assert len(re.findall("UTC: done 5", longest)) == 1
 
 
-def test_a_day_of_many_tags_reads_those_with_the_most_runs(
-    empty: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_day_of_many_tags_reads_the_busiest(empty: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(9):
         write_runs(empty.delays, f"tag.{number}", 2 * MINUTE, number + 1)
         write_runs(empty.delays, f"tag.{number}", 300 * MINUTE, 1)
@@ -195,9 +191,7 @@ def test_a_day_of_many_tags_reads_those_with_the_most_runs(
     assert len(rows(client.get("/tags?period=hour").text)) == 9
 
 
-def test_statistics_that_cannot_be_read_are_part_of_the_page(
-    empty: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_statistics_are_reported(empty: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: Statistics, **options: Any) -> Any:
         raise StoreUnavailableError("the database is gone")
 
@@ -263,9 +257,7 @@ def test_the_names_are_bounded_and_those_of_policies_stay(
     assert len(suggested(client, "/tasks", "queue")) == 4
 
 
-def test_a_page_is_shown_if_the_names_cannot_be_read(
-    own_site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_is_shown_without_names(own_site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise StoreUnavailableError("the database does not answer")
 

@@ -370,9 +370,7 @@ def test_the_last_tasks_are_found_by_their_ids(shop: FailingShop) -> None:
 # -- tasks that are retried -----------------------------------------------------------------------
 
 
-def test_a_tag_whose_runs_all_fail_and_are_retried_is_a_warning_and_a_group(
-    shop: FailingShop,
-) -> None:
+def test_a_tag_whose_runs_all_fail_and_are_retried_is_a_warning(shop: FailingShop) -> None:
     shop.run("pay.notify", 50, retries="1h 2h")
     verdict = shop.verdict()
     assert verdict.level == "warning"
@@ -404,9 +402,7 @@ def test_a_tag_whose_runs_all_fail_and_are_retried_is_a_warning_and_a_group(
     assert "No task is failed, and no failed run waits" in shop.page("/failures")
 
 
-def test_a_few_retried_failures_of_many_runs_are_a_note_and_failed_tasks_are_not(
-    shop: FailingShop,
-) -> None:
+def test_a_few_retried_failures_are_a_note_and_failed_tasks_are_not(shop: FailingShop) -> None:
     shop.run("order.close", 200)
     shop.run("pay.notify", 3, retries="1h")
     verdict = shop.verdict()

@@ -78,9 +78,7 @@ def test_processors_in_modules_that_the_app_imports_bring_their_queues_and_run(
     assert answer("run")["succeeded"] == 2
 
 
-def test_an_instance_in_a_module_that_the_app_imports_is_found(
-    bare: Project, forget: Callable[..., None]
-) -> None:
+def test_an_imported_modules_instance_is_found(bare: Project, forget: Callable[..., None]) -> None:
     app = f"{CELERY}; app = Celery('late', include=['late_delays'], set_as_current=False)"
     own = "from late_app import app; from delaytasks import DelayTasks; delays = DelayTasks(app)"
     forget(write("late_app", app), write("late_delays", own))

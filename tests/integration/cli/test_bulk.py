@@ -151,9 +151,7 @@ def at_terminal(
 
 
 @pytest.mark.parametrize(("typed", "status"), [("n", Status.NOT_COMPLETE), ("y", Status.CANCELLED)])
-def test_a_bulk_command_asks_for_a_confirmation_with_the_count(
-    shop: Project, typed: str, status: Status
-) -> None:
+def test_a_bulk_command_shows_the_count_and_asks(shop: Project, typed: str, status: Status) -> None:
     tasks = [shop.schedule(delay=60) for _ in range(3)]
     running, until, terminal = at_terminal(shop.name, "cancel", "--tag", "ok")
     assert "3 tasks would be cancelled. Go on? [y/N]" in until("[y/N]")
@@ -179,9 +177,7 @@ def ctrl_c(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
         yield patch
 
 
-def test_a_stopped_bulk_command_prints_its_state_as_json(
-    shop: Project, ctrl_c: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_command_prints_its_state(shop: Project, ctrl_c: pytest.MonkeyPatch) -> None:
     for _ in range(6):
         shop.schedule(delay=3600)
     told = shop.json("cancel", "--tag", "ok", "--yes", exit_code=1)
@@ -191,9 +187,7 @@ def test_a_stopped_bulk_command_prints_its_state_as_json(
     assert shop.json("cancel", "--tag", "ok", "--yes")["changed"] == 4
 
 
-def test_a_stopped_shift_prints_the_command_that_continues_it(
-    shop: Project, ctrl_c: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_shift_prints_how_to_go_on(shop: Project, ctrl_c: pytest.MonkeyPatch) -> None:
     tasks = [shop.schedule(delay=3600 + n) for n in range(6)]
     wait_for_a_later_time(shop, tasks)
     said = shop("reschedule", "--tag", "ok", "--by", "1h", "--yes")

@@ -102,9 +102,7 @@ def test_an_estimate_is_shown_as_one(shop: Project) -> None:
     assert shop.json("status")["estimated"] == ["NOT_COMPLETE"]
 
 
-def test_stats_reports_an_unavailable_broker_and_does_not_wait_for_a_silent_one(
-    shop: Project,
-) -> None:
+def test_stats_reports_an_unavailable_broker_and_waits_for_no_silent_one(shop: Project) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         for port in (free_port(), mute.getsockname()[1]):
             shop.patch.setenv("CELERY_BROKER_URL", f"redis://:canary@127.0.0.1:{port}/0")

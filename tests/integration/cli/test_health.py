@@ -102,9 +102,7 @@ def test_the_options_set_the_limits_of_the_checks(healthy: Project) -> None:
 
 
 @pytest.mark.parametrize(("head", "expected"), [("9999", ["tables"]), ("0001", [])])
-def test_tables_have_to_be_of_this_version_or_a_newer_one(
-    bare: Project, head: str, expected: list[str]
-) -> None:
+def test_tables_are_of_this_version_or_newer(bare: Project, head: str, expected: list[str]) -> None:
     bare("db", "upgrade")
     report(bare)
     bare.store.sweeps.begin_sweep(0, 1, 1)
@@ -174,9 +172,7 @@ def test_a_queue_with_late_tasks_and_no_worker_fails_only_the_deployment(healthy
     assert failed(healthy) == []
 
 
-def test_a_restart_is_not_asked_for_while_no_database_answers(
-    healthy: Project, tmp_path: Path
-) -> None:
+def test_no_restart_is_needed_while_no_database_answers(healthy: Project, tmp_path: Path) -> None:
     healthy.delays.close()
     (tmp_path / "shop.sqlite3").write_text("no database any more")
     assert failed(healthy, "worker", "--live") == []

@@ -15,9 +15,7 @@ from tests.services import free_port
 from tests.world.recording import set_columns
 
 
-def test_run_recovers_and_runs_overdue_tasks_without_a_broker_and_leaves_the_rest(
-    shop: Project,
-) -> None:
+def test_run_recovers_and_runs_overdue_tasks_without_a_broker_and_no_others(shop: Project) -> None:
     shop.patch.setenv("CELERY_BROKER_URL", f"redis://127.0.0.1:{free_port()}/0")
     lost = shop.schedule()
     shop.store.claims("dead", None).claim_due("default", [0], 1)

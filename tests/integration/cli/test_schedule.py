@@ -138,9 +138,7 @@ def test_an_error_in_a_later_batch_counts_the_scheduled_tasks(shop: Project) -> 
     assert len(shop.delays.find()) == 4
 
 
-def test_a_conflict_among_many_names_the_uncertain_lines_unless_tasks_are_kept(
-    shop: Project,
-) -> None:
+def test_conflicts_among_many_name_the_uncertain_lines_unless_tasks_are_kept(shop: Project) -> None:
     text = lines(*({"tag": "ok", "delay": 90, "key": key} for key in "aba"))
     found = shop.error("schedule", "--many", "-", typed=text, exit_code=1)
     assert found["type"] == "DuplicateTaskError"

@@ -121,9 +121,7 @@ def test_links_are_called_with_the_result_and_the_error(project: Shop, tmp_path:
 # -- canvas ------------------------------------------------------------------------------------
 
 
-def test_a_chain_with_a_countdown_begins_with_a_row_and_its_later_links_may_be_rows(
-    project: Shop,
-) -> None:
+def test_a_chain_with_a_countdown_begins_with_a_row_and_later_links_may_too(project: Shop) -> None:
     add = project.task("add")
 
     first = chain(add.s(1, 2), add.s(3), add.s(4)).apply_async(countdown=SOON_S)
@@ -197,9 +195,7 @@ def test_a_task_that_expires_before_it_is_due_is_revoked_by_the_worker(project: 
 # -- operate -----------------------------------------------------------------------------------
 
 
-def test_a_row_is_paused_resumed_and_moved_by_the_name_and_the_id_of_the_task(
-    project: Shop,
-) -> None:
+def test_a_row_is_paused_resumed_and_moved_by_the_name_and_id_of_the_task(project: Shop) -> None:
     tag = "celery:durable.total"
     project.delays.policies.pause(tag=tag)
     result = project.task("total").apply_async(([1, 2],), countdown=3600)

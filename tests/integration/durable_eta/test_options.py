@@ -58,9 +58,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_a_task_sees_the_same_request_as_with_bare_celery(
-    project: Shop, options: dict[str, Any]
-) -> None:
+def test_a_task_sees_the_request_of_bare_celery(project: Shop, options: dict[str, Any]) -> None:
     see = project.task("see")
 
     def call(**more: Any) -> Any:
@@ -145,9 +143,7 @@ def test_each_option_of_the_documentation_is_called() -> None:
     assert not {*documented, *listed} - called
 
 
-def test_a_task_that_is_acknowledged_late_runs_again_when_its_process_dies(
-    project: Shop, tmp_path: Path
-) -> None:
+def test_a_late_acknowledged_task_survives_its_process(project: Shop, tmp_path: Path) -> None:
     result = project.task("die_once").apply_async((str(tmp_path / "died"),), **SOON)
 
     assert result.get(timeout=WAIT_S) == "survived"

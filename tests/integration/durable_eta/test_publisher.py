@@ -111,9 +111,7 @@ def test_a_broker_that_was_lost_is_used_again_when_it_is_back(
     assert post.arrived() == [1, 4]
 
 
-def test_a_message_that_rabbitmq_refuses_does_not_keep_the_others_back(
-    make_post: Make, rabbitmq_url: str
-) -> None:
+def test_a_message_that_rabbitmq_refuses_stops_no_other(make_post: Make, rabbitmq_url: str) -> None:
     post = make_post(rabbitmq_url)
     nowhere = post.message(1, exchange="dt_test_no_such_exchange", queue=None)
     lost = post.message(2, routing_key=f"{post.queue}.no_such_queue", queue=None)
@@ -145,9 +143,7 @@ def test_while_rabbitmq_blocks_publishers_each_message_is_sent_to_it_once(
     assert post.arrived() == [0, 1, 2]
 
 
-def test_a_key_in_redis_that_is_not_a_list_keeps_back_its_own_messages_only(
-    make_post: Make, redis_url: str
-) -> None:
+def test_a_redis_key_of_another_type_stops_no_other_queue(make_post: Make, redis_url: str) -> None:
     post, other = make_post(redis_url), make_post(redis_url)
     with post.app.connection_for_write() as connection:
         client = connection.default_channel.client

@@ -128,9 +128,7 @@ def in_chunks(document: Any, size: int) -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize("mount", MOUNTS)
-def test_a_mounted_request_has_the_size_limit_of_the_api_also_in_chunks(
-    file_site: ApiSite, mount: Mount
-) -> None:
+def test_a_mounted_request_has_the_size_limit_of_the_api(file_site: ApiSite, mount: Mount) -> None:
     """Servers that do not read chunks refuse them."""
     reads_chunks = mount not in (in_flask, in_django_with_wsgi)
     with mount(file_site) as post:
@@ -198,9 +196,7 @@ def test_a_process_serves_several_ports_and_answers_its_requests_before_it_ends_
     assert server.returncode == 0
 
 
-def test_commands_make_list_and_remove_keys(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_add_list_and_remove_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DELAYTASKS_DATABASE_URL", "sqlite:///a.sqlite3")
 

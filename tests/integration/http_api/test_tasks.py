@@ -235,9 +235,7 @@ def run_all(site: ApiSite) -> None:
         pass
 
 
-def test_a_repeated_request_schedules_nothing_also_after_the_task_has_run(
-    site: ApiSite, shop: ApiCaller
-) -> None:
+def test_a_repeated_request_schedules_nothing_even_later(site: ApiSite, shop: ApiCaller) -> None:
     site.delays.processor("order.close")(lambda body: None)
     first = post(shop)
     other = shop("POST", "/v1/tasks", {**NEW_ORDER, "body": {"order": 8}}, Idempotency_Key="a")

@@ -28,9 +28,7 @@ def test_success_is_any_2xx(web: WebServer, caller: Caller, status: int) -> None
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 408, 418, 500, 502, 503, 599])
-def test_other_statuses_are_retried_and_the_error_quotes_the_answer(
-    web: WebServer, caller: Caller, status: int
-) -> None:
+def test_other_statuses_are_retried_and_quoted(web: WebServer, caller: Caller, status: int) -> None:
     web.answers["/"] = answer(status, b"no\r\n\x1b[31m such \x00 order" + b"!" * 5000)
     outcome = caller.post(web.url())
     assert isinstance(outcome, Retry)
@@ -47,9 +45,7 @@ def test_status_410_fails_the_callback(web: WebServer, caller: Caller) -> None:
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-def test_redirects_are_failures_and_not_followed(
-    web: WebServer, caller: Caller, status: int
-) -> None:
+def test_redirects_are_failures_never_followed(web: WebServer, caller: Caller, status: int) -> None:
     web.answers["/"] = answer(status, b"", Location=web.url("/other"))
     reason = f"HTTP {status}, to {web.url('/other')}: redirects are not followed"
     assert caller.post(web.url()) == Retry(None, reason)
@@ -57,9 +53,7 @@ def test_redirects_are_failures_and_not_followed(
 
 
 @pytest.mark.parametrize("status", [429, 503])
-def test_retry_after_makes_a_wait_longer_up_to_a_cap_and_never_shorter(
-    web: WebServer, caller: Caller, status: int
-) -> None:
+def test_retry_after_lengthens_waits_to_a_cap(web: WebServer, caller: Caller, status: int) -> None:
     def after(value: str, attempt: int = 1) -> Any:
         web.answers["/"] = answer(status, b"", Retry_After=value)
         return caller.post(web.url(), attempt=attempt).after
@@ -75,9 +69,7 @@ def test_retry_after_makes_a_wait_longer_up_to_a_cap_and_never_shorter(
     assert after("120", attempt=10) is None, "no rung is left"
 
 
-def test_retry_after_applies_to_a_schedule_of_the_task_and_not_to_other_statuses(
-    web: WebServer, caller: Caller
-) -> None:
+def test_retry_after_is_for_own_schedules_and_not_for_500(web: WebServer, caller: Caller) -> None:
     web.answers["/"] = answer(503, b"", Retry_After="20")
     own = task(headers_json='{"retry": {"retry_delays_s": [1], "variation": 0}}')
     assert caller.http(Callback(web.url()), own) == Retry(20, "HTTP 503")
@@ -165,9 +157,7 @@ class _Saying:
         return getattr(self._exchange, name)
 
 
-def test_an_endless_answer_is_read_to_the_cap_only_and_a_redirect_not_to_its_end(
-    web: WebServer,
-) -> None:
+def test_an_endless_answer_is_read_to_the_cap_and_a_redirect_not_to_its_end(web: WebServer) -> None:
     sent = 0
 
     def count(exchange: Any) -> None:
@@ -184,9 +174,7 @@ def test_an_endless_answer_is_read_to_the_cap_only_and_a_redirect_not_to_its_end
     assert Caller(timeout=600, read_s=600).post(web.url()).reason.startswith("HTTP 302, to /x")
 
 
-def test_receivers_that_do_not_read_or_refuse_the_connection_are_network_errors(
-    caller: Caller,
-) -> None:
+def test_receivers_that_do_not_read_or_do_refuse_are_network_errors(caller: Caller) -> None:
     with listener() as port:
         outcome = caller.post(f"http://127.0.0.1:{port}/", "x" * 50_000_000)
     assert outcome.reason.startswith("network: "), "it is given up in time"
@@ -257,9 +245,7 @@ def test_interim_answers_are_bounded_in_number(web: WebServer, caller: Caller, s
     assert caller.post(web.url("/taken")) == Done()
 
 
-def test_a_switch_of_protocols_fails_and_closes_the_connection(
-    web: WebServer, caller: Caller
-) -> None:
+def test_a_switch_of_protocols_fails_and_disconnects(web: WebServer, caller: Caller) -> None:
     web.answers["/switch"] = raw(
         b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: h2c\r\nConnection: Upgrade\r\n\r\n"
     )
@@ -286,18 +272,14 @@ LEFT_OVER = {
 
 
 @pytest.mark.parametrize("name", LEFT_OVER)
-def test_a_connection_with_unread_bytes_is_not_used_again(
-    web: WebServer, caller: Caller, name: str
-) -> None:
+def test_a_connection_with_unread_bytes_is_ended(web: WebServer, caller: Caller, name: str) -> None:
     web.answers["/more"] = raw(LEFT_OVER[name])
     assert caller.post(web.url("/more")) == Done()
     assert caller.post(web.url("/taken")) == Done()
     assert web.accepted == 2
 
 
-def test_bytes_that_arrive_while_a_connection_is_idle_are_not_an_answer(
-    web: WebServer, caller: Caller
-) -> None:
+def test_bytes_that_arrive_between_requests_are_no_answer(web: WebServer, caller: Caller) -> None:
     go_on, written = threading.Event(), threading.Event()
 
     def write(exchange: Exchange) -> None:
@@ -344,9 +326,7 @@ def test_a_connection_is_kept_after_every_valid_answer(web: WebServer, caller: C
     assert web.accepted == 1
 
 
-def test_hosts_that_share_an_address_do_not_share_a_connection(
-    web: WebServer, caller: Caller
-) -> None:
+def test_hosts_of_one_address_do_not_share_a_connection(web: WebServer, caller: Caller) -> None:
     for host in ["one.example", "two.example", "one.example"]:
         assert caller.post(web.url("/", host)) == Done()
     assert web.accepted == 2
@@ -420,9 +400,7 @@ def secure(tmp_path: Path) -> Iterator[Secure]:
         server.close()
 
 
-def test_a_pinned_address_is_asked_for_the_hosts_certificate_and_checked_by_the_hosts_name(
-    secure: Secure,
-) -> None:
+def test_a_pinned_address_is_asked_for_the_certificate_of_the_hosts_name(secure: Secure) -> None:
     server, caller = secure("DNS:partner.example")
     for _ in range(2):
         assert caller.post(server.url("/", "partner.example", "https")) == Done()
@@ -434,9 +412,7 @@ def test_a_pinned_address_is_asked_for_the_hosts_certificate_and_checked_by_the_
     assert len(server.received) == 2
 
 
-def test_a_certificate_for_the_address_or_of_an_unknown_authority_is_refused(
-    secure: Secure,
-) -> None:
+def test_a_certificate_of_the_address_or_of_an_unknown_authority_is_refused(secure: Secure) -> None:
     server, caller = secure("IP:127.0.0.1")
     assert caller.post(server.url("/", "127.0.0.1", "https")) == Done()
     outcome = caller.post(server.url("/", "partner.example", "https"))

@@ -158,9 +158,7 @@ def test_a_callback_that_shares_a_name_lookup_waits_no_longer_than_its_own_limit
     assert all("no answer within" in outcome.reason for outcome in outcomes)
 
 
-def test_a_process_sends_callback_in_flight_callbacks_simultaneously(
-    web: WebServer, delays: DelayTasks
-) -> None:
+def test_a_process_sends_several_callbacks_at_a_time(web: WebServer, delays: DelayTasks) -> None:
     delays._renew_runtime(_callback_in_flight=7, _chunk_time_budget_s=5)
     record(delays)
     inside, most, lock, all_in = 0, 0, threading.Lock(), threading.Event()
@@ -210,9 +208,7 @@ def test_a_partner_is_notified_until_it_answers(delays: DelayTasks, web: WebServ
     assert {request.body for request in web.received} == {b'{"order":7}'}
 
 
-def test_a_callback_may_have_its_own_retry_schedule_and_expiry(
-    delays: DelayTasks, web: WebServer
-) -> None:
+def test_a_callback_may_have_its_own_retries_and_expiry(delays: DelayTasks, web: WebServer) -> None:
     web.answers["/"] = answer(500)
     task = delays.callbacks.post(
         web.url(), None, 0, retries=RetrySchedule("1h"), max_late="1d", priority=3, queue="slow"

@@ -65,9 +65,7 @@ def site(tmp_path: Path, postgresql_url: str, redis_url: str) -> Iterator[Traced
 
 
 @pools
-def test_the_span_of_a_run_has_a_link_to_the_span_of_its_scheduling_call(
-    site: TracedSite, pool: str
-) -> None:
+def test_the_span_of_a_run_links_to_the_span_of_its_call(site: TracedSite, pool: str) -> None:
     body = {"file": str(site.file)}
     batch = [site.delays.schedule_delay("otel.batch", {**body, "number": n}, 3) for n in range(4)]
     of_batch = site.spans_here.get_finished_spans()

@@ -57,9 +57,7 @@ pools = pytest.mark.parametrize(
 
 
 @pools
-def test_each_kind_of_failure_is_one_event_with_its_exception_and_retries_are_none(
-    site: ReportingSite, pool: str
-) -> None:
+def test_each_failure_is_one_event_and_retries_are_none(site: ReportingSite, pool: str) -> None:
     worker = site.worker(pool=pool)
     task = site.schedule("sentry.fails", body={"word": "pear"}, key="order-7")
     tags = ["also_fails", "fails_twice", "returns_fail", "async"]
@@ -151,9 +149,7 @@ def test_the_run_continues_the_trace_of_the_scheduling_call(site: ReportingSite,
 
 
 @pools
-def test_without_the_integration_a_failure_is_reported_with_its_exception(
-    site: ReportingSite, pool: str
-) -> None:
+def test_without_the_integration_failures_have_exceptions(site: ReportingSite, pool: str) -> None:
     worker = site.worker(pool=pool, DELAYTASKS_TEST_SENTRY="default")
     [task] = site.run("sentry.fails")
     [event] = site.errors(1)

@@ -70,9 +70,7 @@ def test_scheduling_continues_without_the_broker(
 
 
 @BROKERS
-def test_callers_in_many_threads_do_not_wait_one_by_one_for_a_silent_broker(
-    connect: Connect, broker: str
-) -> None:
+def test_callers_in_many_threads_wait_together_for_a_broker(connect: Connect, broker: str) -> None:
     caller = connect(broker=broker, pool_size=10)
     caller.delays.schedule_delay("mail", {}, 3600)
     caller.broker.swallow()
@@ -121,9 +119,7 @@ def backend(engine: Engine) -> int:
 
 @BROKERS
 @pytest.mark.parametrize("arm", ["inline", "background"])
-def test_a_forked_child_schedules_over_its_own_connections(
-    connect: Connect, broker: str, arm: str
-) -> None:
+def test_a_forked_child_has_its_own_connections(connect: Connect, broker: str, arm: str) -> None:
     caller = connect(broker=broker, arm=arm)
     caller.warm_up()
     accepted, database = caller.broker.accepted, runtime_of(caller.delays).store.database

@@ -164,9 +164,7 @@ def test_if_the_outcome_of_a_batch_is_unknown_all_or_none_of_its_tasks_exist(
 
 
 @pytest.mark.parametrize("database", ["postgresql"])
-def test_an_interrupted_copy_raises_the_same_error_as_other_statements(
-    caller: ProxiedCaller,
-) -> None:
+def test_an_interrupted_copy_raises_the_error_of_other_statements(caller: ProxiedCaller) -> None:
     before = caller.rows()
     caller.database.cut_request(b"COPY ")
     watch_and_refuse(caller.database)
@@ -217,9 +215,7 @@ def watch_and_refuse(proxy: Proxy) -> None:
 
 
 @DATABASES
-def test_a_database_lost_between_calls_raises_unavailable_not_unknown(
-    caller: ProxiedCaller,
-) -> None:
+def test_a_database_lost_between_calls_is_unavailable_not_unknown(caller: ProxiedCaller) -> None:
     caller.database.refuse()
     for key in (None, "k"):
         with pytest.raises(e.StoreUnavailableError, match="cannot be reached"):

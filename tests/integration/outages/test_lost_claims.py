@@ -41,9 +41,7 @@ def test_the_run_of_a_lost_claim_cannot_settle_the_run_of_the_next_claim(
     assert world.settle(again, by="worker-2")
 
 
-def test_a_settlement_is_on_the_disk_with_its_claim(
-    own_postgresql: PostgresServer, world: World
-) -> None:
+def test_settlements_are_durable_with_claims(own_postgresql: PostgresServer, world: World) -> None:
     made = world.put()
     [claimed] = world.claim(made)
     assert world.settle(claimed, "fail", error="refused")
@@ -52,9 +50,7 @@ def test_a_settlement_is_on_the_disk_with_its_claim(
     assert (found.status, found.runs, found.error) == (Status.FAILED, 1, "refused")
 
 
-def test_a_claim_with_a_limit_is_on_the_disk_with_the_waitlist(
-    own_postgresql: PostgresServer, world: World
-) -> None:
+def test_a_claim_with_a_limit_is_on_the_disk(own_postgresql: PostgresServer, world: World) -> None:
     world.limit(concurrency=1)
     tasks = [world.schedule(body=number) for number in range(2)]
     assert len(world.claim(*tasks)) == 1

@@ -24,9 +24,7 @@ RECONNECTS_S = 4 + 4
 
 
 @DATABASES
-def test_a_worker_whose_database_connections_are_killed_runs_all(
-    deploy: Deploy, database: str
-) -> None:
+def test_a_worker_whose_connections_are_killed_runs_all(deploy: Deploy, database: str) -> None:
     d = deploy(database)
     worker = d.worker()
     tasks = [d.schedule(delay=1 + n / 50) for n in range(200)]
@@ -40,9 +38,7 @@ def test_a_worker_whose_database_connections_are_killed_runs_all(
 
 
 @BROKERS
-def test_a_worker_without_its_broker_shows_this_in_its_row_until_it_is_back(
-    deploy: Deploy, broker: str
-) -> None:
+def test_a_worker_shows_a_lost_broker_in_its_row(deploy: Deploy, broker: str) -> None:
     d = deploy("postgresql", broker, proxied=["broker"])
     proxy = d.proxies["broker"]
     d.beat()
