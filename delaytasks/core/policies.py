@@ -216,6 +216,11 @@ class Policies:
     def stamp(self) -> Stamp:
         return Stamp(self.number, len(self._by_name), self._versions, self._changed_at)
 
+    def limits_changed_from(self, before: Policies) -> set[str]:
+        """Return the tags whose policies with limits differ from those before."""
+        tags = self.limited.keys() | before.limited.keys()
+        return {tag for tag in tags if self.limited.get(tag) != before.limited.get(tag)}
+
     @property
     def has_pauses(self) -> bool:
         return bool(self.paused_tags or self.paused_queues)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 from math import inf
@@ -15,8 +15,9 @@ from delaytasks.core.policies import WAITLIST_RECHECK_S, WaitlistState
 #: comes after this time, and each further one after twice the time.
 FIRST_RECHECK_S = 0.02
 #: While processes serve a waitlist, another free process probes it after this time. After each
-#: probe that finds no free slot the time doubles, up to `WAITLIST_RECHECK_S`. The processes that
-#: serve the waitlist may run tasks that take minutes, and they report nothing before these end.
+#: probe that finds no free slot the time doubles, up to `WAITLIST_RECHECK_S`, until the limits
+#: change. The processes that serve the waitlist may run tasks that take minutes, and they report
+#: nothing before these end.
 PROBE_S = 0.1
 #: How many waitlists a worker tracks, and how many full ones it checks per second. The drain
 #: chunks of the sweep serve all other waitlists.
@@ -117,6 +118,10 @@ class TrackedWaitlist:
         self.check_at = monotonic() + self.probe_s
         return self.probe_s
 
+    def limits_changed(self, now: float) -> None:
+        """Let a check be due now, and further ones soon, since slots may have become free."""
+        self.misses, self.probe_s, self.check_at = 0, PROBE_S, now
+
     def needs_process(self, now: float) -> bool:
         if self.check_at <= now:
             # Each process that has not come back found a task that takes long. There may be as many
@@ -209,6 +214,13 @@ class TrackedWaitlists:
             if one.phase is not WaitlistPhase.EMPTY
         }
         return None if first_s == inf else first_s
+
+    def limits_changed(self, tags: Set[str]) -> None:
+        """Check the waitlists of these tags now."""
+        now = monotonic()
+        for (_, tag), one in self._waitlists.items():
+            if tag in tags:
+                one.limits_changed(now)
 
     def visit_failed(self, name: WaitlistName) -> float | None:
         return self.update([WaitlistState(*name, 0, WAITLIST_RECHECK_S)], name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from math import inf
 from queue import Empty, SimpleQueue
@@ -214,6 +214,14 @@ class Dispatcher:
         else:
             # One message for one, since this worker may receive it again before it stops.
             self._send_back(UnfinishedWork([], [(queue, set(priorities))], messages=1))
+
+    def limits_changed(self, tags: Set[str]) -> None:
+        """Check the waitlists of these tags now."""
+        with self._lock:
+            if self._queue.waitlists is None:
+                return
+            self._queue.waitlists.limits_changed(tags)
+        self._pump_soon()
 
     def close(self) -> UnfinishedWork:
         """Send no more chunks, and return what waits."""

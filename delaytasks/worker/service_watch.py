@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import TYPE_CHECKING, Any
 
 from delaytasks.core.clock import monotonic
@@ -11,6 +11,7 @@ from delaytasks.core.errors import StoreError, StoreUnavailableError
 from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Timer
 from delaytasks.core.loop import Loop
+from delaytasks.core.policies import Policies
 from delaytasks.core.workers import ServiceTimes
 from delaytasks.execution.policy_cache import POLICY_REFRESH_S
 from delaytasks.worker.celery_patches import running_pids
@@ -150,21 +151,27 @@ POLICY_READ_S = 10.0
 
 
 def policy_loop(
-    runtime: Runtime, outages: DatabaseOutages, cancel_requests: CancelRequestReader
+    runtime: Runtime,
+    outages: DatabaseOutages,
+    cancel_requests: CancelRequestReader,
+    limits_changed: Callable[[Set[str]], object],
 ) -> Loop:
     """Return the loop. It asks the database each second, so it also reports its outages.
 
-    The same statement reads the number of requests to cancel running tasks.
+    The same statement reads the number of requests to cancel running tasks. `limits_changed` gets
+    the tags whose limits have changed.
     """
     cache, seen_requests = runtime.policy_cache, 0
+    seen: Policies | None = None
 
     def read_policies() -> float:
-        nonlocal seen_requests
+        nonlocal seen_requests, seen
         cache.is_led = True
-        before = cache.known.stamp
+        # A sweep reads the policies as well, so that the turn before may know older ones.
+        before = seen or cache.known
         outages.mark_asked()
         try:
-            now = cache.refresh().stamp
+            now = cache.refresh()
         except StoreUnavailableError as error:
             if error.is_locked:
                 outages.mark_up()
@@ -175,8 +182,10 @@ def policy_loop(
             outages.mark_up()
             raise
         outages.mark_up()
-        if now != before:
+        seen = now
+        if now.stamp != before.stamp:
             runtime.events.emit("policies.read")
+            limits_changed(now.limits_changed_from(before))
         if (requests := cache.cancel_requests) != seen_requests:
             cancel_requests.read()
             seen_requests = requests

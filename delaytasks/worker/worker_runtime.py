@@ -162,7 +162,7 @@ class WorkerRuntime:
             self.wheel_thread.loop,
             self.sweep_loop.loop,
             self.lease_keeper.loop,
-            policy_loop(self.runtime, self.outages, requests),
+            policy_loop(self.runtime, self.outages, requests, self.dispatcher.limits_changed),
             *([] if self._call_thread is None else [self._call_thread.loop]),
             *([] if self.table_poller is None else self.table_poller.loops),
             *([] if self.redis_poller is None else self.redis_poller.loops),

@@ -25,7 +25,7 @@ from delaytasks.execution import settlement
 from delaytasks.execution.chunk import Chunk, TimeBudget
 from delaytasks.execution.executor import DeferralRules, Lease, OutcomeRules, TaskExecutor
 from delaytasks.execution.runner import FailureReason
-from delaytasks.limits.tracked_waitlists import TrackedWaitlist
+from delaytasks.limits.tracked_waitlists import TrackedWaitlist, TrackedWaitlists
 from delaytasks.maintenance.sweeper import Sweeper
 from delaytasks.operations import durable_calls
 from delaytasks.recurrence import creation
@@ -121,6 +121,7 @@ VERBS: dict[str, tuple[Any, str]] = {
     "take a turn for a backlog": (ChunkQueue, "_drain_chunk"),
     "want another chunk": (QueueDrain, "wants_chunk"),
     "probe a waitlist": (TrackedWaitlist, "needs_process"),
+    "follow a limit": (TrackedWaitlists, "limits_changed"),
     "change a policy": (PolicyTable, "set"),
 }
 
@@ -183,6 +184,12 @@ for _name, _verb, _answer, *_found in [
     ("a_refused_login_is_no_outage", "judge a login", False, "conformance/outages connecting"),
     ("every_failure_is_an_outage", "judge a failed chunk", FailureReason.UNAVAILABLE, "unit/core"),
     ("an_outage_makes_workers_lost", "note a failure of the database", None, "unit/rules a_gap"),
+    (
+        "a_higher_limit_waits_for_rare_probes",
+        "follow a limit",
+        None,
+        "unit/dispatcher raised_limit",
+    ),
     ("a_locked_row_holds_up_the_others", "settle again", False, "conformance/claims left_locked"),
 ]:
     _list(_name, _verb, lambda *_, answer=_answer, **__: answer, *_found)

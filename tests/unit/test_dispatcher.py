@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import datetime, timezone
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -371,6 +372,27 @@ def test_a_burst_in_a_queue_with_a_backlog_is_run_from_its_entries(main: Main) -
     main.end(2, 0.02, is_full=True)
     assert len(main.pool.requests[-1][0].entries) == 2
     assert main.waiting == 198
+
+
+# -- waitlists ------------------------------------------------------------------------------------
+
+
+def test_a_raised_limit_is_used_in_a_second_while_long_rows_run(make_main: MakeMain) -> None:
+    main, reports = make_main(80), partial(WaitlistState, "default", "note")
+    main.world.limit(concurrency=5)
+    main.read_policies()
+    main.take(1)
+    main.end(waitlists=(reports(5),))
+    assert len(main.requests) == 5, "each runs a long row"
+    for _ in range(10):
+        main.pump_later(1)
+        while len(main.requests) > 5:
+            main.pool.end(Report(waitlists=(reports(0),)), -1)
+    main.world.limit(concurrency=50)
+    for _ in range(6):
+        main.read_policies()
+        main.pump_later(0.1)
+    assert len(main.requests) >= 50
 
 
 # -- pool processes that die, fail or lose a chunk ------------------------------------------------

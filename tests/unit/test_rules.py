@@ -342,7 +342,7 @@ def test_a_database_that_refuses_is_not_down(time: ManualMonotonic, error: Store
     cache = Mock(known=SimpleNamespace(stamp=None), cancel_requests=0)
     cache.refresh.side_effect = error
     runtime: Any = SimpleNamespace(policy_cache=cache, events=events, store=Mock(close=None))
-    loop = service_watch.policy_loop(runtime, outages, Mock())
+    loop = service_watch.policy_loop(runtime, outages, Mock(), Mock())
     for _ in range(3):
         with suppress(StoreError):
             loop._turn()

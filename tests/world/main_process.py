@@ -38,8 +38,8 @@ class Pool:
         self.requests.append((args[0], callback, error_callback))
         return object()
 
-    def end(self, report: Any) -> ChunkRequest:
-        request, callback, _ = self.requests.pop(0)
+    def end(self, report: Any, number: int = 0) -> ChunkRequest:
+        request, callback, _ = self.requests.pop(number)
         callback(report)
         return request
 
@@ -176,6 +176,11 @@ class MainProcess:
         loop = self.runtime.sweep_loop
         loop._reported_at = float("-inf")
         loop.request(None)
+        loop._turn()
+
+    def read_policies(self) -> None:
+        """Let the thread that reads the policies take one turn."""
+        [loop] = [loop for loop in self.runtime.watchdog.loops if loop.name == "policies"]
         loop._turn()
 
     def write_counts(self, *reports: Report) -> None:
