@@ -31,7 +31,7 @@ from delaytasks import (
     TaskNotFoundError,
 )
 from tests.waiting import wait_until
-from tests.world import World
+from tests.world import MonkeyPatch, World
 from tests.world.broker import RecordingTimer
 from tests.world.recording import (
     LIMIT_S,
@@ -48,9 +48,7 @@ from tests.world.recording import (
 # The asynchronous twins in threads
 
 
-def test_five_hundred_concurrent_calls_neither_exhaust_the_pool_nor_block_the_event_loop(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_calls_empty_no_pool_and_block_no_loop(world: World, monkeypatch: MonkeyPatch) -> None:
     delays, database = world.delays, world.store.database
     used, most_used = set[int](), [0]
 
@@ -75,8 +73,8 @@ def test_five_hundred_concurrent_calls_neither_exhaust_the_pool_nor_block_the_ev
     assert share < 0.2  # 0.14 or less, on busy and on idle machines
 
 
-def test_the_first_call_reads_the_settings_in_a_thread(
-    world: World, database_url: str, monkeypatch: pytest.MonkeyPatch
+def test_the_first_call_runs_in_a_thread(
+    world: World, database_url: str, monkeypatch: MonkeyPatch
 ) -> None:
     """The world makes the tables."""
     delays, threads = delays_on(database_url, table_prefix="s_"), set[int]()
@@ -96,9 +94,7 @@ def test_the_first_call_reads_the_settings_in_a_thread(
     assert threads - {threading.get_ident()} == threads != set()
 
 
-def test_the_event_loop_continues_while_a_call_in_a_thread_waits(
-    delays: DelayTasks, waiting_timer: WaitingTimer
-) -> None:
+def test_the_loop_runs_while_a_call_waits(delays: DelayTasks, waiting_timer: WaitingTimer) -> None:
     task = run(let_arm(waiting_timer, delays.aschedule_delay("mail", {}, 5)))
     assert waiting_timer.ids == [task.id]
 
@@ -120,7 +116,7 @@ def test_the_thread_has_the_context_variables_of_the_caller(
     assert sorted(seen) == ["acme", "umbrella"]
 
 
-def test_the_handle_of_a_processor_has_the_twins_of_its_methods(
+def test_the_handle_of_a_processor_has_twins_of_its_methods(
     delays: DelayTasks, timer: RecordingTimer, database_url: str
 ) -> None:
     @delays.processor("order.close", queue="orders")
@@ -184,14 +180,14 @@ class BlockedCancellations:
 
 
 @pytest.fixture
-def blocked(delays: DelayTasks, monkeypatch: pytest.MonkeyPatch) -> Iterator[BlockedCancellations]:
+def blocked(delays: DelayTasks, monkeypatch: MonkeyPatch) -> Iterator[BlockedCancellations]:
     cancellations = BlockedCancellations()
     monkeypatch.setattr("delaytasks.client.cancel_task", cancellations)
     yield cancellations
     cancellations.goes_on.set()
 
 
-def test_a_call_that_is_cancelled_before_its_start_is_not_made(
+def test_a_call_cancelled_before_start_is_not_made(
     delays: DelayTasks, blocked: BlockedCancellations
 ) -> None:
     async def go() -> None:
@@ -207,7 +203,7 @@ def test_a_call_that_is_cancelled_before_its_start_is_not_made(
     run(go())
 
 
-def test_a_call_that_is_cancelled_after_its_start_is_completed(
+def test_a_call_cancelled_after_start_completes(
     delays: DelayTasks, waiting_timer: WaitingTimer
 ) -> None:
     async def go() -> None:
@@ -224,7 +220,7 @@ def test_a_call_that_is_cancelled_after_its_start_is_completed(
     wait_until(lambda: waiting_timer.ids, LIMIT_S, "the task to be armed")
 
 
-def test_the_error_of_a_call_whose_caller_was_cancelled_is_logged(
+def test_the_error_of_a_cancelled_call_is_logged(
     delays: DelayTasks, blocked: BlockedCancellations
 ) -> None:
     failed: list[Any] = []
@@ -257,9 +253,7 @@ def test_an_iterator_is_read_with_async_for(delays: DelayTasks, timer: Recording
     assert sorted(run(go())) == ["gone", "lost"]
 
 
-def test_an_iterator_is_closed_when_its_reader_was_cancelled(
-    delays: DelayTasks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cancelled_readers_close_iterators(delays: DelayTasks, monkeypatch: MonkeyPatch) -> None:
     has_begun, goes_on, is_closed = threading.Event(), threading.Event(), threading.Event()
 
     def findings() -> Iterator[int]:
@@ -416,9 +410,7 @@ def test_aiomysql_works_as_asyncmy_does(
     run(go())
 
 
-def test_a_session_that_is_not_asynchronous_is_refused_with_the_remedy(
-    world: World, database_url: str
-) -> None:
+def test_a_synchronous_session_is_refused_with_the_remedy(world: World, database_url: str) -> None:
     delays = world.delays
 
     async def go() -> None:
@@ -435,7 +427,7 @@ def test_a_session_that_is_not_asynchronous_is_refused_with_the_remedy(
     run(go())
 
 
-def test_the_event_loop_continues_while_a_committed_task_is_armed(
+def test_arming_blocks_no_event_loop(
     delays: DelayTasks, waiting_timer: WaitingTimer, database_url: str
 ) -> None:
     async def go() -> None:
@@ -473,7 +465,7 @@ def test_a_commit_that_is_cancelled_while_its_task_is_sent_has_committed(
 
 @pytest.mark.slow
 def test_five_hundred_calls_on_sessions_do_not_block_the_event_loop(
-    delays: DelayTasks, timer: RecordingTimer, database_url: str, monkeypatch: pytest.MonkeyPatch
+    delays: DelayTasks, timer: RecordingTimer, database_url: str, monkeypatch: MonkeyPatch
 ) -> None:
     seen = own_threads(delays)
 

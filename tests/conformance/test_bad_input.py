@@ -209,7 +209,7 @@ def test_a_body_of_the_default_size_fits_every_database(place: RefusingClient) -
         place.delays.schedule_delay("mail", body + "b", 60)
 
 
-def test_a_body_that_contains_one_part_many_times_is_refused_without_expanding_it(
+def test_a_body_with_one_part_many_times_is_refused_without_expanding_it(
     place: RefusingClient,
 ) -> None:
     body: list[Any] = ["x"]
@@ -552,9 +552,7 @@ def test_a_priority_is_an_integer_from_0_to_9(place: RefusingClient) -> None:
     )
 
 
-def test_a_process_with_processors_refuses_other_tags_and_names_the_nearest(
-    make: Callable[..., RefusingClient],
-) -> None:
+def test_a_process_with_processors_refuses_other_tags_and_names_the_nearest(make: Any) -> None:
     place = make()
     place.delays.schedule_delay("nobody", {}, 5)
     place.delays.processor("mail.send")(lambda body: None)
@@ -683,9 +681,7 @@ def test_max_wait_is_a_delay_and_requires_a_replacement(place: RefusingClient) -
     assert place.delays.get(waits).version == 0
 
 
-def test_a_delay_above_the_setting_is_refused_and_one_at_it_is_not(
-    make: Callable[..., RefusingClient],
-) -> None:
+def test_a_delay_above_the_setting_is_refused_and_one_at_it_is_not(make: Any) -> None:
     place = make(_max_delay_s=100)
     place.delays.schedule_delay("mail", {}, 100)
     with place.refuses("delay", "at most 1m40s"):
@@ -855,9 +851,7 @@ def test_any_junk_in_a_body_is_refused(place: RefusingClient, body: Any) -> None
 @pytest.mark.slow
 @quick
 @given(data=st.data())
-def test_any_arguments_are_answered_with_a_task_or_with_our_error(
-    place: RefusingClient, data: st.DataObject
-) -> None:
+def test_any_arguments_give_a_task_or_our_error(place: RefusingClient, data: st.DataObject) -> None:
     def some(*good: Any) -> Any:
         return data.draw(st.sampled_from(good or (None,)) | anything)
 

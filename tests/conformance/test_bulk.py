@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
 from typing import Any
@@ -27,7 +27,7 @@ from tests.conformance.bulk_tasks import NOON, counts
 from tests.proxy import proxy_to
 from tests.refusals import invalid
 from tests.running import ROOT
-from tests.world import LIVE, MOVES, RUNNING, Entry, World, status_columns
+from tests.world import LIVE, MOVES, RUNNING, Entry, MonkeyPatch, World, status_columns
 from tests.world.broker import RecordingTimer
 from tests.world.recording import delays_on, record, set_columns
 
@@ -71,7 +71,7 @@ def due_in(delays: DelayTasks, task: DelayedTask) -> float:
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch: MonkeyPatch) -> None:
     """Make steps and windows only a few rows long."""
     monkeypatch.setattr(f"{BULK_CALLS}.BULK_ROWS", 3)
     monkeypatch.setattr(f"{BULK_CALLS}.BUSY_S", 0.2)
@@ -81,7 +81,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 # Many tasks are cancelled, rescheduled and retried
 
 
-def test_cancel_many_cancels_waiting_tasks_and_counts_the_running_ones_as_refused(
+def test_cancel_many_cancels_waiting_tasks_only(
     world: World, delays: DelayTasks, timer: RecordingTimer
 ) -> None:
     tasks = {status: put(world, schedule(delays), **status_columns(status)) for status in Status}
@@ -110,9 +110,7 @@ def test_keys_are_free_afterwards(world: World, delays: DelayTasks) -> None:
         schedule(delays, key="k3")
 
 
-def test_cancel_many_leaves_a_key_that_now_belongs_to_another_task(
-    world: World, delays: DelayTasks
-) -> None:
+def test_cancel_many_leaves_a_key_that_another_task_has(world: World, delays: DelayTasks) -> None:
     """The replaced task ran, and another program set it back to waiting."""
     old = put(world, schedule(delays, key="k"), **RUNNING)
     new = schedule(delays, key="k", on_conflict="replace", queue="other")
@@ -124,7 +122,7 @@ def test_cancel_many_leaves_a_key_that_now_belongs_to_another_task(
 # -- reschedule ----------------------------------------------------------------------------------
 
 
-def test_reschedule_many_arms_near_tasks_and_disarms_their_old_entries(
+def test_reschedule_many_arms_near_tasks_and_disarms_old(
     world: World, delays: DelayTasks, timer: RecordingTimer
 ) -> None:
     tasks = [schedule(delays, delay=5), schedule(delays)]
@@ -145,9 +143,7 @@ def test_reschedule_many_arms_near_tasks_and_disarms_their_old_entries(
     assert delays.get(running) == running
 
 
-def test_a_shift_moves_each_task_by_the_same_time_but_none_into_the_past(
-    delays: DelayTasks,
-) -> None:
+def test_a_shift_moves_tasks_by_the_same_time_but_none_into_the_past(delays: DelayTasks) -> None:
     tasks = [schedule(delays, delay=delay) for delay in (60, 3600, 7200.5)]
     pass_a_moment()
     assert counts(delays.bulk.reschedule(by=timedelta(hours=1), everything=True)) == (3, 3, 0)
@@ -157,9 +153,7 @@ def test_a_shift_moves_each_task_by_the_same_time_but_none_into_the_past(
     assert shifts(delays, tasks[1:]) == {-100}
 
 
-def test_a_shift_at_the_end_of_time_leaves_a_task_where_it_is(
-    world: World, delays: DelayTasks
-) -> None:
+def test_a_shift_at_the_end_of_time_leaves_a_task_there(world: World, delays: DelayTasks) -> None:
     last = datetime(9999, 12, 31, 23, tzinfo=timezone.utc)
     task = put(world, schedule(delays), expected_time=last)
     pass_a_moment()
@@ -187,9 +181,7 @@ def test_a_stopped_shift_can_be_continued_without_shifting_a_task_twice(delays: 
 
 
 @pytest.mark.usefixtures("small")
-def test_a_task_that_the_search_returns_twice_is_shifted_once(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_that_is_found_twice_is_shifted_once(world: World, monkeypatch: MonkeyPatch) -> None:
     """The task was paused during the search, so both the waiting and the paused rows contain it."""
     delays, moves = world.delays, world.store.bulk
     tasks = [schedule(delays) for _ in range(5)]
@@ -203,7 +195,7 @@ def test_a_task_that_the_search_returns_twice_is_shifted_once(
 # -- retry ---------------------------------------------------------------------------------------
 
 
-def test_failed_tasks_run_again_and_cancelled_ones_if_asked_for(
+def test_failed_tasks_rerun_and_cancelled_ones_if_asked(
     world: World, delays: DelayTasks, timer: RecordingTimer
 ) -> None:
     used = {"runs": 4, "lapses": 3}
@@ -224,9 +216,7 @@ def test_failed_tasks_run_again_and_cancelled_ones_if_asked_for(
         assert delays.get(tasks[status]) == tasks[status]
 
 
-def test_rerun_many_gives_each_task_its_key_back_unless_another_task_has_it(
-    world: World, delays: DelayTasks
-) -> None:
+def test_rerun_many_gives_keys_back_that_no_task_has(world: World, delays: DelayTasks) -> None:
     tasks = []
     for n in range(3):
         task = schedule(delays, key=f"k{n}")
@@ -258,9 +248,7 @@ def test_a_bulk_call_works_in_small_steps_and_reports_each(delays: DelayTasks) -
 
 
 @pytest.mark.usefixtures("small")
-def test_no_transaction_moves_more_than_a_step_and_none_lasts_longer(
-    world: World, delays: DelayTasks
-) -> None:
+def test_each_transaction_moves_one_step(world: World, delays: DelayTasks) -> None:
     for n in range(10):
         schedule(delays, key=f"k{n}" if n % 2 else None)
     moved: list[int] = []
@@ -279,9 +267,7 @@ def test_no_transaction_moves_more_than_a_step_and_none_lasts_longer(
 
 
 @pytest.mark.usefixtures("small")
-def test_the_audit_row_exists_from_the_start_and_shows_the_progress(
-    world: World, delays: DelayTasks
-) -> None:
+def test_the_audit_row_shows_the_progress_from_the_start(world: World, delays: DelayTasks) -> None:
     for _ in range(8):
         schedule(delays)
     put(world, schedule(delays), **RUNNING)
@@ -313,9 +299,7 @@ def test_the_audit_row_exists_from_the_start_and_shows_the_progress(
 @pytest.mark.parametrize(
     ("error", "state"), [(KeyboardInterrupt, "stopped"), (ZeroDivisionError, "failed")]
 )
-def test_a_stopped_bulk_call_is_in_the_audit_and_continues_when_it_is_called_again(
-    delays: DelayTasks, error: type[BaseException], state: str
-) -> None:
+def test_a_stopped_call_is_audited_and_resumes(delays: DelayTasks, error: Any, state: str) -> None:
     for _ in range(8):
         schedule(delays)
 
@@ -338,9 +322,7 @@ result.changed == 1000 and os.kill(os.getpid(), 9))
 """
 
 
-def test_the_audit_shows_a_run_that_died_and_the_next_run_continues_it(
-    delays: DelayTasks, database_url: str
-) -> None:
+def test_a_run_that_died_is_shown_and_continued(delays: DelayTasks, database_url: str) -> None:
     delays.schedule_many([("mail", None, 60)] * 1200)
     command = [sys.executable, "-c", DIES, database_url]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -355,9 +337,7 @@ def test_the_audit_shows_a_run_that_died_and_the_next_run_continues_it(
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("verb", ["cancel", "reschedule"])
-def test_a_step_whose_answer_was_lost_is_counted_and_not_done_again(
-    world: World, verb: str
-) -> None:
+def test_a_step_whose_answer_was_lost_is_counted_and_not_repeated(world: World, verb: str) -> None:
     if world.kind == "sqlite":
         return  # there is no network answer that could be lost
     url = world.url.render_as_string(hide_password=False)
@@ -421,9 +401,7 @@ def test_a_bulk_call_skips_locked_rows_and_tries_them_once_more(
     assert delays.bulk.cancel(tag="mail").changed == (0 if is_released else 1)
 
 
-def test_while_workers_run_each_task_is_run_or_cancelled_and_counted_once(
-    world: World, delays: DelayTasks
-) -> None:
+def test_each_task_is_run_or_cancelled_and_counted_once(world: World, delays: DelayTasks) -> None:
     tasks = [schedule(delays, delay=0, key=f"k{n}" if n % 3 == 0 else None) for n in range(400)]
     begun, is_over, ran = threading.Event(), threading.Event(), list[int]()
 
@@ -457,9 +435,7 @@ def test_while_workers_run_each_task_is_run_or_cancelled_and_counted_once(
 
 
 @pytest.mark.usefixtures("small")
-def test_cancel_many_does_not_deadlock_with_callers_that_replace_the_same_keys(
-    delays: DelayTasks,
-) -> None:
+def test_cancel_many_does_not_deadlock_with_callers_that_replace_keys(delays: DelayTasks) -> None:
     keys = [f"k{n}" for n in range(30)]
     is_over = threading.Event()
 
@@ -486,9 +462,7 @@ def test_cancel_many_does_not_deadlock_with_callers_that_replace_the_same_keys(
 # -- bounds --------------------------------------------------------------------------------------
 
 
-def test_old_audit_rows_are_purged_by_the_time_of_their_last_update(
-    world: World, delays: DelayTasks
-) -> None:
+def test_audit_rows_are_purged_by_their_last_update(world: World, delays: DelayTasks) -> None:
     schedule(delays)
     delays.bulk.cancel(tag="mail")
     delays.bulk.cancel(tag="mail")
@@ -502,8 +476,8 @@ def test_old_audit_rows_are_purged_by_the_time_of_their_last_update(
 
 
 @pytest.mark.usefixtures("small")
-def test_a_step_that_was_committed_before_an_interrupt_is_counted(
-    world: World, monkeypatch: pytest.MonkeyPatch
+def test_a_step_committed_before_an_interrupt_counts(
+    world: World, monkeypatch: MonkeyPatch
 ) -> None:
     """Ctrl-C may arrive at any moment."""
     delays, database = world.delays, type(world.store.database)
@@ -529,8 +503,8 @@ def test_a_step_that_was_committed_before_an_interrupt_is_counted(
 # `bulk.rerun(entry=…)` runs the tasks of a cancel again that have not moved since
 
 
-def test_cancelled_tasks_wait_again_with_their_keys_and_due_times(
-    world: World, delays: DelayTasks, timer: RecordingTimer, monkeypatch: pytest.MonkeyPatch
+def test_cancelled_tasks_wait_again_with_keys_and_times(
+    world: World, delays: DelayTasks, timer: RecordingTimer, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(f"{BULK_CALLS}.BULK_ROWS", 2)
     tasks = [schedule(delays, delay=86_400.0 + n, key=f"k{n}" if n % 2 else None) for n in range(7)]
@@ -588,7 +562,7 @@ def test_tasks_that_have_moved_since_are_left_as_they_are(world: World, delays: 
 
 @pytest.mark.parametrize("point", ["_step", "_lock"])
 def test_a_task_that_moves_before_it_is_locked_is_left_as_it_is(
-    world: World, monkeypatch: pytest.MonkeyPatch, point: str
+    world: World, monkeypatch: MonkeyPatch, point: str
 ) -> None:
     delays, store, t = world.delays, world.store.bulk, world.table()
     monkeypatch.setattr(f"{BULK_CALLS}.BUSY_S", 0)
@@ -616,9 +590,7 @@ def test_an_entry_without_cancelled_tasks_is_refused(world: World, delays: Delay
         delays.bulk.rerun(entry="none")
 
 
-def test_the_ids_of_an_operation_are_purged_with_its_audit_entry(
-    world: World, delays: DelayTasks
-) -> None:
+def test_the_ids_of_a_call_are_purged_with_its_entry(world: World, delays: DelayTasks) -> None:
     schedule(delays)
     result = delays.bulk.cancel(tag="mail")
     audit = world.store.bulk._audit
@@ -641,9 +613,7 @@ def test_the_tasks_of_an_operation_that_still_runs_are_not_rerun(delays: DelayTa
     assert refused
 
 
-def test_the_tasks_of_an_operation_whose_process_has_died_are_rerun_later(
-    delays: DelayTasks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cancel_that_died_is_rerun_later(delays: DelayTasks, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(f"{BULK_CALLS}.BulkRun._end", lambda *_: None)
     schedule(delays)
     result = delays.bulk.cancel(tag="mail")
@@ -729,9 +699,7 @@ def test_a_filter_compares_text_literally(delays: DelayTasks, tag: str) -> None:
         (lambda d: d.bulk.log(limit=0), "limit", "1 to 1000"),
     ],
 )
-def test_a_bulk_call_with_invalid_arguments_is_refused_and_changes_nothing(
-    delays: DelayTasks, call: Callable[[DelayTasks], object], argument: str, says: str
-) -> None:
+def test_invalid_calls_are_refused(delays: DelayTasks, call: Any, argument: str, says: str) -> None:
     task = schedule(delays, "a")
     with invalid(argument, match=says):
         call(delays)

@@ -22,7 +22,7 @@ from delaytasks import (
     TaskStateError,
 )
 from tests.refusals import invalid
-from tests.world import World
+from tests.world import MonkeyPatch, World
 
 # The answers of `cancel`. tests/conformance/test_moves.py cancels tasks of each status
 
@@ -82,9 +82,7 @@ def test_a_customer_who_pays_while_the_order_closes_is_told(world: World, own: b
 
 
 @pytest.mark.parametrize("was_taken", [False, True], ids=["free", "taken"])
-def test_a_key_that_was_taken_after_the_transaction_began_names_the_task_that_now_has_it(
-    world: World, was_taken: bool
-) -> None:
+def test_a_key_that_moved_meanwhile_names_its_new_task(world: World, was_taken: bool) -> None:
     """MySQL reads a snapshot of the transaction's start, but `cancel` must still find the task."""
     if not world.has_row_locks:
         pytest.skip("a transaction on SQLite that has read cannot write after another one")
@@ -143,9 +141,7 @@ def fail(_: DelayedTask) -> None:
     [DelayedTask.check_lease, fail, lambda _: Retry(1), lambda _: Snooze(1), lambda _: Fail("no")],
     ids=["check_lease", "raises", "Retry", "Snooze", "Fail"],
 )
-def test_a_run_that_stops_is_cancelled_and_not_retried(
-    world: World, end: Callable[[DelayedTask], Any]
-) -> None:
+def test_a_run_that_stops_is_cancelled_and_not_retried(world: World, end: Any) -> None:
     task = run(world, end, retries="10s 10s")
     assert task.status is Status.CANCELLED
     assert str(task.error).startswith("cancelled by a caller while it ran")
@@ -242,9 +238,7 @@ def test_the_answer_of_cancel_says_that_the_task_was_asked_to_stop(world: World)
     assert delays.get(task).cancel_request == 1
 
 
-def test_a_row_that_is_given_back_while_it_is_asked_to_stop_is_cancelled(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_given_back_as_it_stops_is_cancelled(world: World, monkeypatch: MonkeyPatch) -> None:
     delays, task = world.delays, world.schedule("mail")
     world.claim(task)
     requests, t = world.store.tasks.cancel_requests, world.table()

@@ -14,7 +14,7 @@ from sqlalchemy import create_engine, update
 
 from benchmarks.call_counts import count_calls
 from delaytasks import DelayedTask, Status, StoreUnavailableError
-from tests.world import Entry, UnclaimedRow, World
+from tests.world import Entry, MonkeyPatch, UnclaimedRow, World
 
 
 def ids(tasks: list[DelayedTask]) -> list[int]:
@@ -200,9 +200,7 @@ def test_older_rows_are_claimed_before_a_level_is_empty(world: World) -> None:
     assert next_ids(world, 4) == []
 
 
-def test_older_rows_wait_for_a_few_seconds_at_most(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_older_rows_wait_for_a_few_seconds_at_most(world: World, monkeypatch: MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr("delaytasks.storage.claims.monotonic", lambda: now)
     backlog_of(world, *range(10, 40))
@@ -234,9 +232,7 @@ def test_each_level_has_its_own_position(world: World) -> None:
 
 
 @pytest.mark.slow
-def test_a_row_that_its_processor_left_locked_is_named_and_delays_no_other_row(
-    make_world: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_locked_row_is_named_and_delays_none(make_world: Any, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr("delaytasks.storage.database.RETRY_FOR_S", 0)
     world: World = make_world(lease=2, _chunk_time_budget_s=0.5)
     engine = create_engine(world.url)

@@ -202,7 +202,7 @@ def test_claims_and_settlements_are_planned_once(field: ConnectedWorld) -> None:
     ],
     ids=["dropped by a pooler", "prepared by another client", "a column has another type"],
 )
-def test_statements_work_although_their_prepared_ones_do_not(
+def test_statements_work_though_their_prepared_ones_do_not(
     field: ConnectedWorld, change: Callable[[ConnectedWorld], None]
 ) -> None:
     work_through(field)
@@ -212,9 +212,7 @@ def test_statements_work_although_their_prepared_ones_do_not(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_forgotten", [False, True])
-def test_a_transaction_that_fails_because_of_a_dropped_statement_is_tried_again(
-    field: ConnectedWorld, is_forgotten: bool
-) -> None:
+def test_a_dropped_statement_is_prepared_again(field: ConnectedWorld, is_forgotten: bool) -> None:
     field.limit(concurrency=10)  # a claim of several statements, in a transaction
     for _ in range(2):
         waits = field.put()
@@ -223,9 +221,7 @@ def test_a_transaction_that_fails_because_of_a_dropped_statement_is_tried_again(
 
 
 @pytest.mark.slow
-def test_an_error_of_a_prepared_statement_is_a_store_error_without_values(
-    field: ConnectedWorld,
-) -> None:
+def test_an_error_of_a_prepared_statement_is_ours_without_values(field: ConnectedWorld) -> None:
     work_through(field)
     field.alter("ADD CHECK (version < 1) NOT VALID")
     with pytest.raises(StoreError, match="a value cannot be stored") as caught:
@@ -245,9 +241,7 @@ def test_instants_are_utc_whatever_time_zone_the_url_asks_for(postgresql_url: st
 
 
 @pytest.mark.slow
-def test_a_statement_on_a_broken_connection_is_sent_again_on_another_one(
-    field: ConnectedWorld,
-) -> None:
+def test_a_statement_on_a_broken_connection_is_sent_again_on_another(field: ConnectedWorld) -> None:
     work_through(field)
     waits, before = field.put(), field.session()
     with field.breaking_the_next_connection() as used:
@@ -258,9 +252,7 @@ def test_a_statement_on_a_broken_connection_is_sent_again_on_another_one(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("versions", [1, 2], ids=["one_version", "several"])
-def test_a_plan_made_for_an_empty_table_serves_a_full_one(
-    field: ConnectedWorld, versions: int
-) -> None:
+def test_a_plan_for_an_empty_table_serves_a_full_one(field: ConnectedWorld, versions: int) -> None:
     none = [field.new_row(version=n % versions) for n in range(2)]
     field.worker().end([*field.claim(*none), *none])
     some = [
@@ -292,9 +284,7 @@ def test_a_claim_checks_no_connection_out_of_the_pool(kept: ConnectedWorld) -> N
     assert connections == []
 
 
-def test_a_connection_that_the_server_has_ended_is_replaced_before_it_is_used(
-    kept: ConnectedWorld,
-) -> None:
+def test_a_connection_that_the_server_ended_is_replaced_before_use(kept: ConnectedWorld) -> None:
     ended = kept.session()
     kept.end_session(ended)
     assert kept.ask("SELECT 1", tries=1) == [(1,)]
@@ -315,9 +305,7 @@ def test_disposing_of_the_connections_closes_the_kept_one_too(kept: ConnectedWor
     assert not kept.has_session(before)
 
 
-def test_a_connection_that_is_in_use_while_all_are_disposed_of_is_not_kept(
-    kept: ConnectedWorld,
-) -> None:
+def test_a_connection_in_use_while_all_are_disposed_of_is_not_kept(kept: ConnectedWorld) -> None:
     before = kept.session()
     kept.while_in_use(kept.reconnect)
     assert kept.session() != before

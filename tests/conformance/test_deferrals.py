@@ -189,9 +189,7 @@ CALLS: dict[str, Callable[[World, DelayedTask], object]] = {
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_a_call_that_names_a_later_time_gives_a_deferred_task_a_new_due_time(
-    world: World, call: Callable[[World, DelayedTask], object]
-) -> None:
+def test_a_call_with_a_later_time_gives_a_deferral_a_new_due_time(world: World, call: Any) -> None:
     [task] = defer(world, key="k")
     call(world, task)
     again = world.read(task)
@@ -217,7 +215,7 @@ def long_overdue(world: World) -> DelayedTask:
     return world.read(task)
 
 
-def test_a_touch_up_to_the_next_try_is_kept_by_a_worker_that_brings_the_task_forward(
+def test_a_touch_is_kept_when_the_task_comes_forward(
     world: World, long_overdue: DelayedTask
 ) -> None:
     assert world.delays.touch(long_overdue, 180)
@@ -231,7 +229,7 @@ def test_a_touch_up_to_the_next_try_is_kept_by_a_worker_that_brings_the_task_for
     assert not world.deliver()
 
 
-def test_an_overdue_task_is_overdue_everywhere_though_its_next_try_is_in_the_future(
+def test_a_task_is_overdue_though_its_next_try_is_later(
     world: World, long_overdue: DelayedTask
 ) -> None:
     world.serve("worker-1", "default")

@@ -28,7 +28,7 @@ from delaytasks import (
     WaitTimeoutError,
 )
 from tests.refusals import invalid
-from tests.world import World
+from tests.world import MonkeyPatch, World
 from tests.world.recording import new_key, record, refusing, run_now
 
 
@@ -97,9 +97,7 @@ Make = Callable[..., Office]
 def _silent() -> None: ...
 
 
-def test_a_row_has_the_name_and_the_id_of_its_task_and_is_due_after_the_countdown(
-    office: Office,
-) -> None:
+def test_a_row_has_name_and_id_of_its_task_and_is_due_after_the_countdown(office: Office) -> None:
     result = office.remind.apply_async((7,), countdown=90)
 
     (row,) = office.rows()
@@ -132,9 +130,7 @@ def test_the_published_message_is_the_one_that_celery_would_have_sent(office: Of
     assert 0 < int(ours.properties["expiration"]) <= 600_000
 
 
-def test_the_time_that_the_broker_keeps_a_message_ends_when_the_task_expires(
-    office: Office,
-) -> None:
+def test_the_time_that_the_broker_keeps_a_message_ends_as_the_task_expires(office: Office) -> None:
     office.remind.apply_async((7,), countdown=90, expires=0.001)
     office.publish()
 
@@ -143,9 +139,7 @@ def test_the_time_that_the_broker_keeps_a_message_ends_when_the_task_expires(
     assert "expiration" not in message.properties, "a worker must store the state REVOKED"
 
 
-def test_a_body_that_no_worker_may_deserialize_is_published_unread(
-    office: Office, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_body_is_published_without_reading_it(office: Office, monkeypatch: MonkeyPatch) -> None:
     office.remind.apply_async(({1, 2},), countdown=90, serializer="pickle", compression="zlib")
     monkeypatch.setattr(pickle, "loads", pytest.fail)
     monkeypatch.setattr("kombu.serialization.pickle_loads", pytest.fail)
@@ -189,9 +183,7 @@ def test_an_encrypted_row_does_not_show_the_arguments(make_office: Make) -> None
     assert message.payload[0] == ["secret word"]
 
 
-def test_a_message_that_is_too_large_for_a_row_is_refused_with_the_name_of_the_task(
-    office: Office,
-) -> None:
+def test_a_message_too_large_for_a_row_is_refused_with_the_name_of_the_task(office: Office) -> None:
     with invalid("body", match=r"remind.*262,144.*durable_eta=False"):
         office.remind.apply_async(("x" * 300_000,), countdown=90)
     assert office.rows() == []
@@ -222,9 +214,7 @@ def test_a_row_that_is_no_celery_message_fails_and_delays_no_other(office: Offic
     assert "is not a Celery message" in str(office.delays.get(strange[0]).error)
 
 
-def test_a_queue_that_only_the_call_defines_is_declared_before_it_is_published_to(
-    office: Office,
-) -> None:
+def test_a_queue_that_only_the_call_defines_is_declared_before_publishing(office: Office) -> None:
     name = f"{office.queue}.own"
     own = Queue(name, Exchange(name), routing_key=name, queue_arguments={"x-max-priority": 3})
 
@@ -373,9 +363,7 @@ def test_celerys_signals_are_sent_by_the_call_after_the_row_is_written(office: O
     assert message.headers["traced"] == "yes"
 
 
-def test_a_recurring_celery_task_is_sent_with_its_own_options_and_those_of_its_schedule(
-    office: Office,
-) -> None:
+def test_a_recurring_task_is_sent_with_its_own_options_and_its_schedules(office: Office) -> None:
     task = office.app.task(_silent, name="durable.silent", compression="zlib", ignore_result=True)
     call = {"args": [7], "kwargs": {"word": "é"}, "options": {"priority": 4}}
     office.delays.recurring.set("nightly", task, call, every="1h")
@@ -392,9 +380,7 @@ def test_a_recurring_celery_task_is_sent_with_its_own_options_and_those_of_its_s
 # -- revoke ------------------------------------------------------------------------------------
 
 
-def test_a_message_whose_worker_died_is_not_published_after_its_revoke(
-    world: World, office: Office
-) -> None:
+def test_a_revoked_message_of_a_dead_worker_is_not_published(world: World, office: Office) -> None:
     """The worker has claimed the row, and is killed before it publishes the message."""
     result = office.remind.apply_async((7,), countdown=90)
     (row,) = office.rows()
@@ -518,9 +504,7 @@ def test_other_calls_in_the_block_take_part_as_well(office: Office, session: Ses
     assert not list(office.delays.find(tag="mail"))
 
 
-def test_apply_async_with_a_session_publishes_a_task_without_a_delay_after_the_commit(
-    make_office: Make, session: Session
-) -> None:
+def test_with_a_session_a_task_is_sent_after_commit(make_office: Make, session: Session) -> None:
     office = make_office(durable_eta=False)
     result = office.delays.apply_async(office.remind.s(7), session=session)
     assert office.published() == []
@@ -551,9 +535,7 @@ def test_a_closed_session_is_refused_and_nothing_is_sent(world: World, office: O
     assert (office.rows(), office.published()) == ([], [])
 
 
-def test_a_retry_survives_the_rollback_of_its_own_transaction(
-    office: Office, session: Session
-) -> None:
+def test_a_retry_survives_the_rollback_of_its_transaction(office: Office, session: Session) -> None:
     with running(office, "one"), office.delays.transaction(session):
         with pytest.raises(Retry):
             office.remind.retry(countdown=60)
@@ -598,9 +580,7 @@ def test_a_revocation_is_rolled_back_with_its_transaction(office: Office, sessio
     assert (office.rows()[0].status, result.state) == (Status.CANCELLED, "REVOKED")
 
 
-def test_apply_async_without_a_session_takes_part_in_that_of_the_block(
-    office: Office, session: Session
-) -> None:
+def test_apply_async_uses_the_session_of_the_block(office: Office, session: Session) -> None:
     with office.delays.transaction(session):
         office.delays.apply_async(office.remind.s(7), countdown=5)
     session.rollback()

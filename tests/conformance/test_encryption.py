@@ -95,9 +95,7 @@ WAYS_IN: dict[str, Callable[[World], object]] = {
 
 
 @pytest.mark.parametrize("way_in", WAYS_IN.values(), ids=WAYS_IN)
-def test_no_body_and_no_result_is_in_the_table_as_it_is(
-    open_with: Open, way_in: Callable[[World], object]
-) -> None:
+def test_no_body_and_no_result_is_in_the_table_as_it_is(open_with: Open, way_in: Any) -> None:
     world = open_with(NEW)
     way_in(world)
     assert stored(world)
@@ -108,9 +106,7 @@ def test_no_body_and_no_result_is_in_the_table_as_it_is(
     assert all("cAnArY" in json.dumps(task.body) for task in world.delays.find())
 
 
-def test_the_size_limit_is_that_of_the_plain_body_and_its_encrypted_text_is_stored(
-    open_with: Open,
-) -> None:
+def test_the_size_limit_is_of_the_plain_body_and_encrypted_text_is_stored(open_with: Open) -> None:
     world, body = open_with(NEW), "😀" * 65_535 + "a" * 2
     world.schedule("mail", body, 60)
     world.delays.schedule_many([NewTask("mail", body, 60)] * 9)
@@ -118,9 +114,7 @@ def test_the_size_limit_is_that_of_the_plain_body_and_its_encrypted_text_is_stor
     assert are_sealed(world)
 
 
-def test_a_task_that_is_scheduled_again_after_an_unknown_outcome_is_the_same(
-    open_with: Open,
-) -> None:
+def test_a_task_scheduled_again_after_an_unknown_outcome_is_the_same(open_with: Open) -> None:
     world = open_with(NEW)
     id = world.delays.new_id()
     first, again = (world.schedule("mail", BODY, 60, id=id) for _ in range(2))
@@ -237,7 +231,7 @@ CHANGES: dict[str, Callable[[str], str]] = {
 
 
 @pytest.mark.parametrize("change_token", CHANGES.values(), ids=CHANGES)
-def test_a_changed_encrypted_body_fails_like_a_body_that_is_not_json(
+def test_a_changed_body_fails_like_bad_json(
     world: World, open_with: Open, change_token: Callable[[str], str]
 ) -> None:
     own = open_with(NEW)
@@ -277,9 +271,7 @@ def test_check_reads_bodies_for_schemas(open_with: Open) -> None:
     assert (found.ids, "no mail for cards" in found.problem) == ([task.id], True)
 
 
-def test_check_distinguishes_a_damaged_body_from_a_missing_key(
-    world: World, open_with: Open
-) -> None:
+def test_check_tells_a_damaged_body_from_a_missing_key(world: World, open_with: Open) -> None:
     own = open_with(NEW)
     own.delays.processor("mail", schema=dict)(lambda body: None)
     damaged, stranger = (own.schedule("mail", BODY, 60) for _ in range(2))
@@ -315,9 +307,7 @@ def test_check_names_tasks_whose_key_is_missing(open_with: Open) -> None:
 # -- tokens copied to another row -----------------------------------------------------------------
 
 
-def test_a_body_that_was_moved_to_another_row_does_not_run_there(
-    world: World, open_with: Open
-) -> None:
+def test_a_body_that_was_moved_to_another_row_does_not_run(world: World, open_with: Open) -> None:
     own = open_with(NEW)
     own.delays.processor("mail", schema=lambda body: body)(own.notes.append)
     tasks = [own.schedule("mail", n) for n in range(3)]

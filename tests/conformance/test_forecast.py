@@ -14,7 +14,7 @@ from sqlalchemy import text
 
 from delaytasks import Forecast, NewTask, Status
 from tests.refusals import invalid
-from tests.world import World
+from tests.world import MonkeyPatch, World
 
 HOUR, DAY = timedelta(hours=1), timedelta(days=1)
 EVEN, PEAK = 6000, 3000
@@ -151,9 +151,7 @@ def test_a_queue_with_workers_of_its_own_is_judged_by_them(world: World) -> None
     assert "No worker serves the queues lost." in found.notes
 
 
-def test_only_live_workers_count_and_without_any_the_processes_are_assumed(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_live_workers_or_assumed_ones_count(world: World, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 7)
     put_peak(world, "mail", 10)
     world.serve("a", "default")
@@ -256,9 +254,7 @@ def test_missed_occurrences_are_due_now_and_a_broken_timing_stops_no_forecast(wo
     assert dues(world.delays.forecast(1)) == {"sync": 25}
 
 
-def test_a_forecast_without_schedules_imports_nothing_of_them(
-    world: World, database_url: str
-) -> None:
+def test_a_forecast_without_schedules_imports_none(world: World, database_url: str) -> None:
     code = (
         "import sys; from celery import Celery; from delaytasks import DelayTasks;"
         f"d = DelayTasks(Celery('a'), database_url={database_url!r}, table_prefix='s_');"

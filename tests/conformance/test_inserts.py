@@ -46,9 +46,7 @@ def test_many_tasks_with_any_text_are_written_unchanged(world: World) -> None:
 
 
 @pytest.mark.parametrize("is_json", [False, True], ids=["best", "json"])
-def test_tasks_that_differ_in_all_columns_are_the_same_inserted_together_or_singly(
-    world: World, is_json: bool
-) -> None:
+def test_tasks_are_the_same_inserted_together_or_singly(world: World, is_json: bool) -> None:
     if is_json:
         world.deny("copy", "binds_values")
     world.lower(rows_of_an_insert=3)
@@ -98,9 +96,7 @@ def test_many_large_tasks_are_written_in_one_call(world: World) -> None:
 
 
 @pytest.mark.parametrize("is_session", [False, True])
-def test_if_one_of_many_ids_exists_its_task_is_unchanged_and_the_others_are_written(
-    world: World, is_session: bool
-) -> None:
+def test_an_existing_id_stays_and_the_others_are_written(world: World, is_session: bool) -> None:
     old, large = world.schedule(body="old"), "x" * 240_000
     # Databases without COPY need several statements for this size.
     new = [NewTask("note", large, 60) for _ in range(9)] + [NewTask("note", 1, 60)] * 150
@@ -187,9 +183,7 @@ def test_many_tasks_and_replacements_have_meta(delays: DelayTasks) -> None:
         ({"z": "\\"}, "quotes"),
     ],
 )
-def test_tasks_are_found_by_pairs_exactly(
-    delays: DelayTasks, meta: dict[str, str], wanted: str
-) -> None:
+def test_tasks_are_found_by_pairs_exactly(delays: DelayTasks, meta: Any, wanted: str) -> None:
     pairs: dict[str, Any] = {
         "none": None,
         "acme": {"tenant": "acme"},

@@ -26,7 +26,7 @@ from delaytasks import (
 from tests.conformance.test_transactions import own_engine
 from tests.proxy import proxy_to
 from tests.waiting import wait_until
-from tests.world import FINISHED, MOVES, RUNNING, World
+from tests.world import FINISHED, MOVES, RUNNING, MonkeyPatch, World
 from tests.world.recording import delays_on
 
 # -- each move, from each status, by id and by key, with and without the caller's transaction -----
@@ -162,9 +162,7 @@ def test_a_call_names_the_missing_task_and_refuses_another_version(world: World)
     assert world.read(task) == task
 
 
-def test_of_simultaneous_cancels_one_succeeds_and_the_others_report_its_result(
-    world: World,
-) -> None:
+def test_of_simultaneous_cancels_one_succeeds_and_others_report_its_result(world: World) -> None:
     made = world.put()
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda _: bool(world.cancel(made)), range(4)))
@@ -173,9 +171,7 @@ def test_of_simultaneous_cancels_one_succeeds_and_the_others_report_its_result(
 
 
 @pytest.mark.parametrize("name", ["cancel", "reschedule", "rerun"])
-def test_a_repeated_move_whose_first_try_succeeded_is_done_or_unknown_not_refused(
-    world: World, name: str
-) -> None:
+def test_a_repeated_move_that_had_succeeded_is_done_or_unknown(world: World, name: str) -> None:
     url = world.url.render_as_string(hide_password=False)
     if world.kind == "sqlite":
         return  # there is no network answer that could be lost
@@ -211,9 +207,7 @@ def later_s(world: World, task: DelayedTask) -> float:
     return (world.read(task).expected_time - task.expected_time).total_seconds()
 
 
-def test_touch_many_moves_waiting_tasks_later_and_returns_the_others_in_the_order_given(
-    world: World,
-) -> None:
+def test_touch_many_moves_waiting_tasks_later_and_returns_the_others_in_order(world: World) -> None:
     rows = {status: put_keyed(world, status, status.name) for status in Status}
     elsewhere = world.read(schedule(world, "elsewhere", tag="other"))
     waits = [task for status, task in rows.items() if status in MOVES["reschedule"].sources]
@@ -229,9 +223,7 @@ def test_touch_many_moves_waiting_tasks_later_and_returns_the_others_in_the_orde
     assert {world.read(task).version for task in waits} == {0}
 
 
-def test_touch_many_accepts_ids_of_every_form_from_any_iterable_and_makes_none_earlier(
-    world: World,
-) -> None:
+def test_touch_many_takes_ids_of_any_form_and_iterable_and_makes_none_earlier(world: World) -> None:
     a, b, c = (schedule(world) for _ in range(3))
     far = schedule(world, delay=100)
     named = iter([a, str(b.id), c.id, c.id, far, 77, "77"])
@@ -242,9 +234,7 @@ def test_touch_many_accepts_ids_of_every_form_from_any_iterable_and_makes_none_e
     assert world.delays.touch(tag="lost", key=(), delay=60).gone == []
 
 
-def test_keys_that_moved_after_the_transaction_began_name_the_tasks_that_now_have_them(
-    world: World,
-) -> None:
+def test_keys_that_moved_after_the_transaction_began_name_their_new_tasks(world: World) -> None:
     if not world.has_row_locks:
         pytest.skip("a transaction on SQLite that has read cannot write after another one")
     engine = create_engine(world.url)
@@ -274,9 +264,7 @@ def test_one_loop_of_touch_and_schedule_many_schedules_missing_tasks_again(world
     assert len(world.delays.find(status="NOT_COMPLETE")) == 4
 
 
-def test_a_heartbeat_is_one_statement_and_many_are_a_few_for_each_batch(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_heartbeat_is_one_statement_many_are_few(world: World, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(TOUCH_BATCH_ROWS, 30)
     keys = [f"k{n}" for n in range(80)]
     world.delays.schedule_many([NewTask("lost", {}, 5, key=key) for key in keys])
@@ -294,9 +282,7 @@ def test_a_heartbeat_is_one_statement_and_many_are_a_few_for_each_batch(
     assert messages(world) == []
 
 
-def test_touch_many_waits_for_locked_rows_after_it_has_touched_the_others(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_touch_many_touches_locked_rows_last(world: World, monkeypatch: MonkeyPatch) -> None:
     if not world.has_row_locks:
         return
     monkeypatch.setattr(TOUCH_BATCH_ROWS, 2)

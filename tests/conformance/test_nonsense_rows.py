@@ -145,9 +145,7 @@ def put(on: Connection, table: str, values: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("by", ["messages", "the table alone"])
-def test_a_row_with_invalid_values_stops_no_process_and_affects_no_other_row(
-    world: World, by: str
-) -> None:
+def test_a_row_with_invalid_values_stops_no_process_and_no_other_row(world: World, by: str) -> None:
     delays, ran = world.delays, list[Any]()
     delays.processor("mail")(lambda body, task: ran.append(task.id))
     delays.processor("fails")(lambda body: 1 / 0)

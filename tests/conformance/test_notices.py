@@ -51,9 +51,7 @@ def test_only_tasks_that_are_due_soon_cause_notices(delays: DelayTasks, notified
     assert notified.received() == [Entry.of(moved)]
 
 
-def test_a_notice_is_sent_at_the_commit_of_the_transaction_that_wrote_the_task(
-    url: str, delays: DelayTasks, notified: Notified
-) -> None:
+def test_a_notice_is_sent_at_the_commit(url: str, delays: DelayTasks, notified: Notified) -> None:
     engine = create_engine(url)
     with Session(engine) as session, engine.connect() as connection, Session(engine) as third:
         one, other, undone = [
@@ -69,9 +67,7 @@ def test_a_notice_is_sent_at_the_commit_of_the_transaction_that_wrote_the_task(
     engine.dispose()
 
 
-def test_many_tasks_of_one_call_cause_a_few_notices_and_very_many_only_one(
-    delays: DelayTasks, notified: Notified
-) -> None:
+def test_many_tasks_of_a_call_cause_few_notices(delays: DelayTasks, notified: Notified) -> None:
     tasks: list[DelayedTask] = []
     delays.schedule_many(
         (NewTask("mail", None, delay=0) for _ in range(250)), on_batch=tasks.extend
@@ -120,9 +116,7 @@ def test_a_listener_receives_entries_read_requests_and_invalid_notices(
     assert (len(worker.refused), worker.looks) == (len(invalid), looks + 1)
 
 
-def test_a_listener_whose_connection_ends_reports_this_and_listens_again(
-    delays: DelayTasks, worker: ListeningWorker
-) -> None:
+def test_a_listener_listens_again_after_a_loss(delays: DelayTasks, worker: ListeningWorker) -> None:
     worker.end_connection()
     wait_until(
         lambda: "notices.down" in worker.event_names and worker.is_listening,
@@ -134,9 +128,7 @@ def test_a_listener_whose_connection_ends_reports_this_and_listens_again(
 
 
 @pytest.mark.slow
-def test_a_listener_behind_a_pooler_that_drops_notices_knows_that_it_receives_none(
-    worker: ListeningWorker,
-) -> None:
+def test_a_listener_behind_a_pooler_knows_that_it_gets_no_notices(worker: ListeningWorker) -> None:
     with worker.behind_a_pooler():
         wait_until(lambda: "notices.down" in worker.event_names, 10, "it to notice")
         assert not worker.is_listening

@@ -27,7 +27,7 @@ from delaytasks import (
     Status,
     TaskStateError,
 )
-from tests.world import World
+from tests.world import MonkeyPatch, World
 
 # How attempts end, on each database: retry schedules, outcomes, attempts
 
@@ -89,9 +89,7 @@ def test_a_retry_that_is_due_within_the_horizon_is_armed(world: World) -> None:
     assert world.broker.armed == []
 
 
-def test_a_task_that_succeeds_after_a_retry_is_done_and_keeps_its_failed_attempts(
-    world: World,
-) -> None:
+def test_a_task_that_succeeds_after_a_retry_keeps_its_failed_attempts(world: World) -> None:
     answers = [ConnectionError("first"), None]
 
     @world.delays.processor("pay", retries="1s 1s")
@@ -177,9 +175,7 @@ def test_anything_that_is_no_outcome_is_success(world: World, value: Any) -> Non
         *((value, None, 1) for value in (object(), "x" * 100_000, float("nan"))),
     ],
 )
-def test_a_result_is_stored_if_the_processor_has_keep_result_and_it_can_be_stored(
-    world: World, value: Any, kept: Any, dropped: int
-) -> None:
+def test_a_result_is_stored_if_asked_for(world: World, value: Any, kept: Any, dropped: int) -> None:
     returns(world, "pay", value, keep_result=True)
     task = world.schedule("pay")
     world.run(task)
@@ -206,9 +202,7 @@ def test_retry_with_a_time_waits_for_it_and_uses_one_retry_delay(world: World) -
         (Snooze(float("inf")), "after is"),
     ],
 )
-def test_an_invalid_outcome_fails_the_task_with_an_explanation(
-    world: World, value: Any, says: str
-) -> None:
+def test_an_invalid_outcome_fails_with_an_explanation(world: World, value: Any, says: str) -> None:
     returns(world, "pay", value)
     task = world.schedule("pay")
     world.run(task)
@@ -303,9 +297,7 @@ def test_attempts_are_deleted_with_their_task(world: World) -> None:
     assert not world.rows(select(world.table("attempts")))
 
 
-def test_a_task_that_is_retried_while_it_would_be_purged_keeps_its_attempts(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_retry_during_a_purge_keeps_the_attempts(world: World, monkeypatch: MonkeyPatch) -> None:
     raises(world, "pay", ValueError())
     task, other = world.schedule("pay"), world.schedule("pay")
     world.run(task, other)
@@ -432,9 +424,7 @@ def roll_back(credit_world: World, begin: Any, task: DelayedTask) -> None:
         raise ConnectionError("busy")
 
 
-def test_a_processor_that_rolls_back_and_returns_has_a_failed_attempt(
-    credit_world: World, begin: Any
-) -> None:
+def test_a_processor_that_rolls_back_has_a_failed_attempt(credit_world: World, begin: Any) -> None:
     processes(credit_world, lambda task: roll_back(credit_world, begin, task), retries="10s")
     task = credit_world.schedule("credit")
     credit_world.run(task)
@@ -449,9 +439,7 @@ def test_a_processor_that_rolls_back_and_returns_has_a_failed_attempt(
     assert not credit_world.told("task.lease_lost")
 
 
-def test_a_processor_that_rolls_back_can_return_another_outcome(
-    credit_world: World, begin: Any
-) -> None:
+def test_a_processor_that_rolls_back_can_return_an_outcome(credit_world: World, begin: Any) -> None:
     outcomes = iter([Snooze("10s"), Cancel("not now"), Fail("never")])
 
     def work(task: DelayedTask) -> Any:
@@ -521,9 +509,7 @@ def test_an_error_after_the_commit_leaves_the_task_done(credit_world: World) -> 
     assert len(credit_world.told("task.raised_late")) == 1
 
 
-def test_a_transaction_that_is_left_open_is_reported_and_its_task_lapses(
-    credit_world: World,
-) -> None:
+def test_a_transaction_left_open_is_reported_and_its_task_lapses(credit_world: World) -> None:
     sessions: list[Session] = []
 
     def work(task: DelayedTask) -> None:
@@ -538,9 +524,7 @@ def test_a_transaction_that_is_left_open_is_reported_and_its_task_lapses(
     assert credit_world.read(task).status is Status.RUNNING, "its lease ends some time"
 
 
-def test_an_error_with_an_open_transaction_does_not_prevent_settling_other_rows(
-    credit_world: World,
-) -> None:
+def test_an_error_with_an_open_transaction_stops_no_other_settlement(credit_world: World) -> None:
     sessions: list[Session] = []
 
     def work(task: DelayedTask) -> None:
@@ -590,9 +574,7 @@ def test_complete_is_for_the_run_of_the_task(credit_world: World) -> None:
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_concurrent_rows_are_completed_each_in_its_own_transaction(
-    credit_world: World, begin: Any, is_async: bool
-) -> None:
+def test_rows_complete_in_own_transactions(credit_world: World, begin: Any, is_async: bool) -> None:
     turn = threading.Lock()  # SQLite has one writer at a time
 
     def work(body: Any, task: DelayedTask) -> None:

@@ -14,7 +14,7 @@ from sqlalchemy import event, select, update
 import delaytasks as e
 from delaytasks import DelayedTask, Snooze, Status
 from tests.refusals import invalid
-from tests.world import NO_POLICIES, MakeWorld, World, run_chunk
+from tests.world import NO_POLICIES, MakeWorld, MonkeyPatch, World, run_chunk
 from tests.world.recording import CrashError
 
 HOUR = 3600.0
@@ -41,7 +41,7 @@ def swept_patiently(world: World) -> World:
 
 
 @pytest.fixture
-def small_steps(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def small_steps(world: World, monkeypatch: MonkeyPatch) -> None:
     """Limit each step to one row, and each sweep to one step."""
     monkeypatch.setattr(ROWS_PER_QUERY, 2)
     monkeypatch.setattr(PAUSE_ROWS, 1)
@@ -90,9 +90,7 @@ def raise_unavailable(*_: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", ["tag", "queue"])
-def test_a_pause_holds_the_waiting_tasks_at_any_due_time_and_no_others(
-    world: World, kind: str
-) -> None:
+def test_a_pause_holds_the_waiting_tasks_of_any_time_and_no_others(world: World, kind: str) -> None:
     of = {"tag": "sms"} if kind == "tag" else {"queue": "slow"}
     times = [{"due_s": due_s, "priority": n % 2} for n, due_s in enumerate((-5, 5, 15, HOUR))]
     paused = [world.put(**of, **at) for at in times]
@@ -114,9 +112,7 @@ def test_a_pause_holds_the_waiting_tasks_at_any_due_time_and_no_others(
     assert world.read(paused[0]).version == paused[0].version + 1
 
 
-def test_a_pause_with_an_end_lasts_until_the_first_sweep_after_it(
-    world: World, other: World
-) -> None:
+def test_a_pause_with_an_end_lasts_until_the_sweep_after_it(world: World, other: World) -> None:
     tasks = [world.put(due_s=due_s) for due_s in (-5, HOUR)]
     world.delays.policies.set(tag="note", concurrency=3)
     until = pause(world, tag="note", until="1h").paused_until
@@ -140,9 +136,7 @@ def test_a_pause_with_an_end_lasts_until_the_first_sweep_after_it(
 
 
 @pytest.mark.parametrize("name", [{"tag": "note"}, {"queue": "default"}], ids=["tag", "queue"])
-def test_until_sets_or_extends_the_end_of_a_pause_and_never_shortens_it(
-    world: World, name: dict[str, str]
-) -> None:
+def test_until_sets_or_extends_a_pause_and_never_shortens_it(world: World, name: Any) -> None:
     task, calls = world.put(due_s=HOUR), world.delays.policies
     in_a_day = world.now() + timedelta(days=1)
     assert calls.pause(**name, until="2h", actor="ann").paused_until is not None
@@ -191,9 +185,7 @@ def test_a_paused_task_that_comes_within_the_horizon_is_held_and_not_armed(world
 
 
 @pytest.mark.parametrize("is_drained", [False, True])
-def test_a_claimed_task_of_a_paused_tag_is_held_and_does_not_run(
-    world: World, is_drained: bool
-) -> None:
+def test_a_claimed_task_of_a_paused_tag_is_held_not_run(world: World, is_drained: bool) -> None:
     paused, other = world.put(lapses=1 if is_drained else 0), world.put(tag="sms", body_json="7")
     world.delays.policies.pause(tag="note")
     report = world.drain() if is_drained else world.run(paused, other)
@@ -258,8 +250,8 @@ def test_a_pool_process_reads_policies_when_its_main_process_has_others_or_none(
     assert late_main.stamp == late_child.stamp
 
 
-def test_a_process_that_cannot_read_policies_fails_unless_it_has_read_them_before(
-    world: World, other: World, monkeypatch: pytest.MonkeyPatch
+def test_a_process_without_policies_fails_if_it_cannot_read_them(
+    world: World, other: World, monkeypatch: MonkeyPatch
 ) -> None:
     world.delays.policies.pause(tag="note")
     cache = other.runtime.policy_cache
@@ -275,7 +267,7 @@ def test_a_process_that_cannot_read_policies_fails_unless_it_has_read_them_befor
 
 
 def test_a_worker_that_cannot_read_the_policies_reports_this_at_its_start(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: MonkeyPatch
 ) -> None:
     p, store = world.table("policies"), world.store
     assert store.check() is None
@@ -295,7 +287,7 @@ def test_a_worker_that_cannot_read_the_policies_reports_this_at_its_start(
 
 
 def test_a_chunk_runs_no_task_while_its_process_cannot_read_the_policies(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: MonkeyPatch
 ) -> None:
     task, cache = world.put(), world.runtime.policy_cache
     with monkeypatch.context() as away:
@@ -418,9 +410,7 @@ def test_a_released_task_within_the_horizon_is_armed(world: World) -> None:
 
 
 @pytest.mark.slow
-def test_held_tasks_are_released_step_by_step_and_the_oldest_of_a_priority_first(
-    world: World, small_steps: None
-) -> None:
+def test_held_tasks_are_released_in_steps_the_oldest_first(world: World, small_steps: None) -> None:
     rows = [
         world.put(due_s=-late_s, priority=priority)
         for priority in (0, 5)
@@ -451,9 +441,7 @@ def test_a_tag_that_is_resumed_stays_held_in_a_queue_that_is_not(world: World) -
     assert world.statuses([here]) == ["NOT_COMPLETE"]
 
 
-def test_a_worker_with_outdated_policies_runs_claimed_tasks_of_a_resumed_tag(
-    world: World, other: World
-) -> None:
+def test_a_worker_with_old_policies_runs_tasks_of_a_resumed_tag(world: World, other: World) -> None:
     world.delays.policies.pause(tag="note")
     stale = other.runtime.policy_cache
     stale.follow(stale.refresh().stamp)
@@ -470,9 +458,7 @@ def test_a_process_with_an_outdated_pause_holds_no_rows(world: World) -> None:
     assert [rows.hold([task.id]) for _ in range(2)] == [1, 0]
 
 
-def test_a_sweep_ends_that_can_hold_none_of_the_near_rows(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_that_can_hold_no_near_row_ends(world: World, monkeypatch: MonkeyPatch) -> None:
     """The pause ended meanwhile, or other transactions have locked the rows."""
     world.delays.policies.pause(queue="default")
     near, steps, pauses = world.put(due_s=20), list[None](), world.runtime.sweeper._pauses
@@ -482,9 +468,7 @@ def test_a_sweep_ends_that_can_hold_none_of_the_near_rows(
     assert (len(steps), world.statuses([near])) == (1, ["NOT_COMPLETE"])
 
 
-def test_a_resume_between_looking_and_holding_leaves_nothing_held_or_counted(
-    world: World, other: World
-) -> None:
+def test_a_resume_between_looking_and_holding_leaves_none_held(world: World, other: World) -> None:
     if not world.has_row_locks:
         pytest.skip("SQLite lets one writer in at a time")
     tasks, resumed = [world.put(), world.put(tag="sms")], list[str]()
@@ -527,7 +511,7 @@ def test_a_locked_row_is_released_after_its_transaction_has_ended(world: World) 
 # -- steps, several processes and crashes ---------------------------------------------------------
 
 
-def test_each_sweep_holds_a_part_of_the_rows_and_the_next_sweep_continues(
+def test_each_sweep_holds_a_part_and_the_next_one_continues(
     world: World, small_steps: None
 ) -> None:
     rows, others = world.put_many(5, due_s=HOUR), world.put_many(5, due_s=HOUR, tag="sms")
@@ -560,7 +544,7 @@ def test_the_last_of_several_pauses_and_resumes_is_applied(world: World, small_s
 
 @pytest.mark.parametrize(("verb", "move"), [("pause", "hold"), ("resume", "release")])
 def test_the_next_sweep_continues_the_work_of_one_that_died(
-    world: World, other: World, verb: str, move: str, monkeypatch: pytest.MonkeyPatch
+    world: World, other: World, verb: str, move: str, monkeypatch: MonkeyPatch
 ) -> None:
     rows, calls = world.put_many(5, due_s=HOUR), list[Any]()
     if verb == "resume":
@@ -584,9 +568,7 @@ def test_the_next_sweep_continues_the_work_of_one_that_died(
     assert {*world.statuses(rows)} == {{"pause": "HELD", "resume": "NOT_COMPLETE"}[verb]}
 
 
-def test_simultaneous_passes_of_several_workers_count_each_row_once(
-    world: World, make_world: MakeWorld
-) -> None:
+def test_simultaneous_passes_count_each_row_once(world: World, make_world: MakeWorld) -> None:
     world.put_many(1500, due_s=HOUR)
     walkers = [swept_patiently(make_world()) for _ in range(3)]
 
@@ -606,7 +588,7 @@ def test_simultaneous_passes_of_several_workers_count_each_row_once(
 
 
 def test_all_of_many_rows_with_one_due_time_are_held_and_released(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ROWS_PER_QUERY, 3)
     at = world.now() + timedelta(hours=1)

@@ -47,9 +47,7 @@ def test_a_read_returns_changed_policies_only(world: World, reader: PolicyReader
     assert (child.read, child.known) == ([MANY, 2], reader.known), "and only if it is needed"
 
 
-def test_a_change_that_is_committed_late_is_read_as_well(
-    world: World, reader: PolicyReader
-) -> None:
+def test_a_change_that_is_committed_late_is_read_too(world: World, reader: PolicyReader) -> None:
     """A later change of another policy must not become visible before this change."""
     limit(world, "first", 1)
     reader.refresh()
@@ -96,7 +94,7 @@ def test_simultaneous_changes_are_all_read(world: World, reader: PolicyReader) -
     assert reader.stamp == fresh.stamp
 
 
-def test_a_policy_that_was_cleared_is_read_as_such_and_deleted_much_later(
+def test_a_cleared_policy_is_read_and_deleted_much_later(
     world: World, reader: PolicyReader
 ) -> None:
     policies = world.delays.policies
@@ -118,9 +116,7 @@ def test_a_policy_that_was_cleared_is_read_as_such_and_deleted_much_later(
     assert reader.paused == {"mail"}, "and it may come again"
 
 
-def test_a_process_that_was_suspended_notices_a_deleted_policy(
-    world: World, reader: PolicyReader
-) -> None:
+def test_a_suspended_process_notices_a_deleted_policy(world: World, reader: PolicyReader) -> None:
     world.delays.policies.pause(tag="mail")
     reader.refresh()
     world.delete("policies", name="mail")
@@ -132,9 +128,7 @@ def test_a_process_that_was_suspended_notices_a_deleted_policy(
 
 
 @pytest.mark.parametrize("how", ["update", "insert", "delete"])
-def test_a_change_by_an_older_release_without_a_number_is_found_at_the_next_check(
-    world: World, reader: PolicyReader, how: str
-) -> None:
+def test_a_change_of_an_old_release_is_found(world: World, reader: PolicyReader, how: str) -> None:
     limit(world, "sms", 1)
     if how == "delete":
         world.delays.policies.pause(tag="mail")
@@ -153,7 +147,7 @@ def test_a_change_by_an_older_release_without_a_number_is_found_at_the_next_chec
     assert child.paused == reader.paused, "and so do the processes of its pool"
 
 
-def test_a_server_that_lacks_the_last_changes_is_read_as_a_whole(
+def test_a_server_without_the_last_changes_is_read_fully(
     world: World, reader: PolicyReader
 ) -> None:
     for number in range(1, 4):
@@ -164,7 +158,7 @@ def test_a_server_that_lacks_the_last_changes_is_read_as_a_whole(
     assert reader.refresh()["mail"].concurrency == 2
 
 
-def test_a_server_with_as_many_but_different_changes_is_detected(
+def test_a_server_with_as_many_other_changes_is_detected(
     world: World, reader: PolicyReader
 ) -> None:
     """After a failover that lost changes, the number, the count and the versions may be equal by
@@ -194,9 +188,7 @@ def test_a_check_reads_no_policy_while_nothing_changes(world: World, reader: Pol
     assert reader.read == [0, 2, 0, 0]
 
 
-def test_a_late_refresh_does_not_replace_the_newer_policies_of_another_thread(
-    world: World, reader: PolicyReader
-) -> None:
+def test_a_late_refresh_replaces_no_newer_policies(world: World, reader: PolicyReader) -> None:
     limit(world, "mail", 1)
     reader.refresh()
     limit(world, "mail", 2)

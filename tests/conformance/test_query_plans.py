@@ -47,9 +47,7 @@ def analysed(database_url: str) -> Iterator[PlannedWorld]:
 
 
 @pytest.fixture(params=["unanalysed", "analysed"])
-def either(
-    request: pytest.FixtureRequest, unanalysed: PlannedWorld, analysed: PlannedWorld
-) -> PlannedWorld:
+def either(request: Any, unanalysed: PlannedWorld, analysed: PlannedWorld) -> PlannedWorld:
     return analysed if request.param == "analysed" else unanalysed
 
 
@@ -62,9 +60,7 @@ def settle(world: PlannedWorld, tasks: list[DelayedTask]) -> object:
 
 
 @pytest.mark.parametrize("versions", [1, 3], ids=["one_version", "several"])
-def test_a_claim_by_id_uses_the_primary_key_on_empty_statistics(
-    unanalysed: PlannedWorld, versions: int
-) -> None:
+def test_claims_use_the_key_on_empty_statistics(unanalysed: PlannedWorld, versions: int) -> None:
     found = waiting(unanalysed, 20)
     some = [replace(one, version=n % versions) for n, one in enumerate(found)]
     shown = unanalysed.plans(lambda: unanalysed.claim(*some))
@@ -108,9 +104,7 @@ def test_rows_of_a_chunk_are_found_by_id_if_statistics_have_no_live_rows(databas
     assert "idx_" not in shown, shown
 
 
-def test_touching_finds_rows_and_keys_by_index_on_empty_statistics(
-    unanalysed: PlannedWorld,
-) -> None:
+def test_touch_finds_rows_and_keys_by_index_on_empty_statistics(unanalysed: PlannedWorld) -> None:
     delays, ids = unanalysed.delays, [one.id for one in waiting(unanalysed, 1000)]
     keys = [f"k{n}" for n in range(10_000)]
     with unanalysed.begin() as connection:
@@ -230,9 +224,7 @@ def test_due_rows_are_found_without_reading_waiting_rows(unanalysed: PlannedWorl
         assert re.search(r"Index Cond: .*expected_time\)? <", shown)
 
 
-def test_the_sweep_reads_near_and_old_rows_by_their_time(
-    unanalysed: PlannedWorld, analysed: PlannedWorld
-) -> None:
+def test_a_sweep_reads_rows_by_their_time(unanalysed: PlannedWorld, analysed: PlannedWorld) -> None:
     works: list[tuple[PlannedWorld, Callable[[], object]]] = [
         (unanalysed, unanalysed.near),
         (analysed, lambda: analysed.purge(20_000)),
@@ -247,9 +239,7 @@ def test_the_sweep_reads_near_and_old_rows_by_their_time(
 
 
 @pytest.mark.parametrize("move", ["cancel", "reschedule", "rerun"])
-def test_bulk_calls_find_rows_by_status_and_due_time_window_by_window(
-    analysed: PlannedWorld, move: str
-) -> None:
+def test_bulk_calls_find_rows_in_windows_of_due_times(analysed: PlannedWorld, move: str) -> None:
     status = "FAILED" if move == "rerun" else "NOT_COMPLETE"
     since = analysed.now() - timedelta(seconds=5000)
     choices: list[dict[str, Any]] = [{"tag": "nobody"}]
@@ -283,9 +273,7 @@ def test_some_ids_are_found_by_the_primary_key(either: PlannedWorld) -> None:
 
 
 @pytest.mark.parametrize("move", ["cancel", "reschedule"])
-def test_bulk_calls_move_rows_by_their_ids_on_empty_statistics(
-    unanalysed: PlannedWorld, move: str
-) -> None:
+def test_bulk_moves_use_ids_on_empty_statistics(unanalysed: PlannedWorld, move: str) -> None:
     delays = unanalysed.delays
     made = [delays.schedule_delay("mail", None, 60, key=f"{move}{n}") for n in range(300)]
     call, more = getattr(delays.bulk, move), [] if move == "cancel" else [3600]

@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 from delaytasks import ConfigError, DelayTasks, Status, StoreError, TaskNotFoundError
 from tests.conformance.test_transactions import own_engine
 from tests.refusals import invalid
-from tests.world import RUNNING
+from tests.world import RUNNING, MonkeyPatch
 from tests.world.recording import new_key
 from tests.world.recurring_world import RecurringWorld, follow
 
@@ -100,9 +100,7 @@ def test_only_tasks_that_sweeps_may_have_passed_are_armed(world: RecurringWorld)
     assert world.broker.ids == near
 
 
-def test_a_changed_version_rolls_the_tasks_back(
-    world: RecurringWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changed_versions_roll_tasks_back(world: RecurringWorld, monkeypatch: MonkeyPatch) -> None:
     """Without the fence, the tasks of a change that the sweep has not seen would be written."""
     world.recur()
     r, table = world.table("recurring"), world.runtime.recurring_table
@@ -128,9 +126,7 @@ def test_an_occurrence_with_a_live_task_gets_no_second_one(world: RecurringWorld
     assert world.due_s() == [20, 40, 60, 80]
 
 
-def test_schedules_that_wait_for_their_last_task_do_not_hide_others(
-    world: RecurringWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_schedules_hide_no_others(world: RecurringWorld, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(f"{CREATION}.BATCH_SCHEDULES", 2)
     for number in range(5):
         world.recur(10, f"a{number}", start=10, overlap="skip")
@@ -152,9 +148,7 @@ def test_the_statements_of_a_batch_do_not_grow_with_its_schedules(world: Recurri
     assert statements(40) <= first + 1
 
 
-def test_a_damaged_schedule_stops_no_other_one_and_can_be_replaced_and_removed(
-    world: RecurringWorld,
-) -> None:
+def test_a_damaged_schedule_stops_no_other_and_can_be_replaced(world: RecurringWorld) -> None:
     for name in ("replaced", "removed"):
         world.recur(name=name)
     world.sweep_at(0)
@@ -168,9 +162,7 @@ def test_a_damaged_schedule_stops_no_other_one_and_can_be_replaced_and_removed(
     assert [each.name for each in world.recurring.list()] == ["good", "replaced"]
 
 
-def test_many_missed_tasks_are_made_in_several_transactions(
-    world: RecurringWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missed_tasks_are_made_in_portions(world: RecurringWorld, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(f"{CREATION}.BATCH_TASKS", 30)
     for number in range(5):
         world.recur(10, f"r{number}", start=10, missed="all")
@@ -180,9 +172,7 @@ def test_many_missed_tasks_are_made_in_several_transactions(
     assert sorted(world.due_s()) == sorted([*range(10, 271, 10)] * 5)
 
 
-def test_without_overlap_an_occurrence_is_skipped_while_the_last_task_runs(
-    world: RecurringWorld,
-) -> None:
+def test_without_overlap_an_occurrence_is_skipped_while_one_runs(world: RecurringWorld) -> None:
     world.recur(overlap="skip")
     world.sweep_at(0)
     world.sweep_at(5)
@@ -270,9 +260,7 @@ def test_a_changed_declaration_replaces_the_stored_one_and_keeps_a_pause(code: C
         pytest.param({"bad": BAD, "good": OFTEN}, ["good", "report"], id="one cannot be stored"),
     ],
 )
-def test_what_other_code_leaves_of_the_declarations(
-    code: Code, later: dict[str, Any], left: list[str]
-) -> None:
+def test_what_other_code_leaves_of_declarations(code: Code, later: Any, left: list[str]) -> None:
     code(report=OFTEN).recurring.set("dynamic", "report", every="5m")
     process = code(**later)
     assert names(process) == sorted([*left, "dynamic"])
@@ -358,9 +346,7 @@ def test_a_sweeper_may_die_at_each_step(world: RecurringWorld) -> None:
     assert step >= 8
 
 
-def test_sweepers_that_sweep_together_make_each_task_once(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_joint_sweeps_make_each_task_once(make_world: MakeWorld, monkeypatch: MonkeyPatch) -> None:
     """Normally `begin_sweep` lets only one process sweep. Here nothing keeps the others away."""
     monkeypatch.setattr(f"{CREATION}.BATCH_SCHEDULES", 4)
     sweepers = [make_world() for _ in range(3)]
@@ -479,9 +465,7 @@ def test_list_returns_pages_by_name(world: RecurringWorld) -> None:
     assert found(prefix="us-") == found(tag="tag.us") == ["us-1", "us-2"]
 
 
-def test_a_schedule_belongs_to_the_transaction_of_the_session(
-    world: RecurringWorld, database_url: str
-) -> None:
+def test_a_schedule_has_the_sessions_transaction(world: RecurringWorld, database_url: str) -> None:
     engine = own_engine(database_url)
     for end, call, left in (
         ("rollback", world.recur, 0),
@@ -513,9 +497,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("argument", "options"), WRONG)
-def test_wrong_options_are_refused_and_nothing_is_written(
-    world: RecurringWorld, argument: str, options: dict[str, Any]
-) -> None:
+def test_wrong_options_write_nothing(world: RecurringWorld, argument: str, options: Any) -> None:
     with invalid(argument):
         world.recurring.set(**{"name": "r", "tag": "report", **options})
     with invalid("start"):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from delaytasks import DelayedTask, Status
-from tests.world import MOVES, NASTY, Settlement, World
+from tests.world import MOVES, NASTY, MonkeyPatch, Settlement, World
 
 pytestmark = pytest.mark.quick
 
@@ -75,9 +75,7 @@ def test_any_error_text_is_stored_as_it_is(world: World, error: str) -> None:
     assert world.read(made).error == error
 
 
-def test_a_chunk_of_long_errors_is_settled_by_statements_of_bounded_text(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_errors_are_settled_in_bounded_texts(world: World, monkeypatch: MonkeyPatch) -> None:
     made, sizes = world.put_many(30), list[int]()
 
     def note(rows: Any) -> str:
@@ -109,7 +107,7 @@ def test_a_claim_returns_the_new_values_of_its_rows(world: World) -> None:
 @pytest.mark.parametrize("prepares", [True, False], ids=["prepared", "behind_a_pooler"])
 @pytest.mark.parametrize("versions", [(4, 4, 4, 4), (4, 0, 7, 4)], ids=["one_version", "several"])
 def test_rows_with_the_same_end_are_matched_by_version_and_keep_their_start_times(
-    world: World, versions: Sequence[int], prepares: bool, monkeypatch: pytest.MonkeyPatch
+    world: World, versions: Sequence[int], prepares: bool, monkeypatch: MonkeyPatch
 ) -> None:
     if not prepares:
         can = replace(world.store.database.can, prepare=False)
@@ -135,9 +133,7 @@ def test_rows_with_the_same_end_are_matched_by_version_and_keep_their_start_time
 
 
 @pytest.mark.parametrize(("end", "max_lost_leases"), [("give_back", 5), ("fail", 1)])
-def test_a_worker_that_lost_its_lease_settles_nothing(
-    world: World, end: Any, max_lost_leases: int
-) -> None:
+def test_no_worker_settles_without_its_lease(world: World, end: Any, max_lost_leases: int) -> None:
     """Its end must not be mistaken for a recovery that leaves the same status."""
     made = world.put()
     [old] = world.claim(made)

@@ -31,7 +31,7 @@ from delaytasks import (
 )
 from delaytasks.testing import DelaysTester, create_tables
 from tests.refusals import invalid
-from tests.world import shard_of
+from tests.world import MonkeyPatch, shard_of
 
 TAG = "order.close"
 Process = Callable[..., Shards]
@@ -145,9 +145,7 @@ def test_new_ids_carry_the_number_of_the_setting_and_their_tasks_run(process: Pr
         ({"database_url": "sqlite:///{folder}/0.sqlite3"}, "database"),
     ],
 )
-def test_members_must_not_share_a_number_a_namespace_or_a_database(
-    tmp_path: Path, same: dict[str, Any], what: str
-) -> None:
+def test_members_must_differ_in_number_and_database(tmp_path: Path, same: Any, what: str) -> None:
     url = {key: str(value).format(folder=tmp_path) for key, value in same.items()}
     twice = [member(tmp_path, 0), member(tmp_path, 1, **url)]
     with pytest.raises(ConfigError, match=f"share a {what}: give each its own"):
@@ -191,9 +189,7 @@ def test_every_process_sends_a_key_to_the_same_member(process: Process) -> None:
     assert all(8 < places[number] < 32 for number in range(3)), places
 
 
-def test_calls_by_id_reach_the_member_of_the_id_and_no_other(
-    shards: Shards, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_by_id_reach_only_its_member(shards: Shards, monkeypatch: MonkeyPatch) -> None:
     for task in one_at_each(shards):
         for other in shards.members:
             if other is not shards.member_of(task):
@@ -332,9 +328,7 @@ def test_a_processor_is_registered_with_each_member(shards: Shards) -> None:
 # -- a member is unavailable ----------------------------------------------------------------------
 
 
-def test_tasks_without_a_key_avoid_a_member_that_is_unavailable(
-    process: Process, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keyless_tasks_avoid_a_missing_member(process: Process, monkeypatch: MonkeyPatch) -> None:
     shards, tries = process(down=1), list[str]()
     schedule = shards.members[1].schedule_delay
 
@@ -351,9 +345,7 @@ def test_tasks_without_a_key_avoid_a_member_that_is_unavailable(
         shards.schedule_delay(TAG, None, 60, key=key_at(shards, 1))
 
 
-def test_a_search_has_the_tasks_of_the_others_and_goes_on_when_the_member_is_back(
-    process: Process,
-) -> None:
+def test_a_search_has_the_others_tasks_and_goes_on_when_a_member_is_back(process: Process) -> None:
     whole, down = process(), process(down=1)
     ids = [whole.schedule_delay(TAG, None, 60 + n).id for n in range(9)]
     page = down.find(limit=2)
@@ -389,9 +381,7 @@ def test_a_call_of_each_member_says_which_ones_have_done_it(process: Process) ->
 
 @pytest.mark.parametrize("newest_first", [False, True])
 @pytest.mark.parametrize("limit", [1, 7, 250])
-def test_pages_of_all_members_have_each_task_once_and_in_order(
-    shards: Shards, newest_first: bool, limit: int
-) -> None:
+def test_pages_have_each_task_once_in_order(shards: Shards, newest_first: bool, limit: int) -> None:
     now = shards.schedule_delay(TAG, None, 60).expected_time
     new = [NewTask(TAG, None, at=now + timedelta(seconds=n % 30)) for n in range(240)]
     for start in range(0, 240, 40):  # in turn
@@ -410,9 +400,7 @@ def test_pages_of_all_members_have_each_task_once_and_in_order(
     assert places == sorted(places, reverse=newest_first)
 
 
-def test_a_search_holds_one_chunk_of_each_member(
-    shards: Shards, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_holds_one_chunk_of_each_member(shards: Shards, monkeypatch: MonkeyPatch) -> None:
     for _ in shards.members:
         shards.schedule_many([(TAG, None, 60)] * 1000)
     calls: list[int] = []
@@ -533,9 +521,7 @@ def test_a_key_stays_at_its_older_member_until_its_task_has_ended(process: Proce
     ids=lambda step: step[1],
 )
 @pytest.mark.parametrize("on_conflict", ["keep", "replace"])
-def test_processes_of_neighbouring_steps_agree_on_the_task_of_a_key(
-    process: Process, steps: Any, on_conflict: Any
-) -> None:
+def test_neighbouring_steps_agree_on_a_key(process: Process, steps: Any, on_conflict: Any) -> None:
     one, other = (process(*step) for step in steps)
     reader, places = process(3), set[int]()
     for first, second, name in ((one, other, "a"), (other, one, "b")):

@@ -23,9 +23,7 @@ EACH = 8
 
 
 @pytest.mark.parametrize("partitions", [1, 2, 4])
-def test_all_partitions_together_arm_each_near_row_once(
-    make_world: MakeWorld, partitions: int
-) -> None:
+def test_partitions_together_arm_each_near_row_once(make_world: MakeWorld, partitions: int) -> None:
     world = make_world(sweep=(5, partitions), horizon=600)
     made = [row.id for row in world.put_many(2500, due_s=300, priority=3)]
     made += [world.put(id=(1 << 60) + (n << 22), due_s=300, queue="q").id for n in range(50)]
@@ -104,9 +102,7 @@ def test_after_the_clock_was_set_back_sweeps_continue_and_arm_rows_again(world: 
     assert world.broker.ids == [near.id] * 2
 
 
-def test_a_sweep_arms_again_what_may_be_lost_even_if_that_is_known_only_during_a_sweep(
-    world: World,
-) -> None:
+def test_a_sweep_arms_again_what_may_be_lost_even_if_that_is_known_during_it(world: World) -> None:
     first = world.put(due_s=20)
     assert world.sweep_later() == [first.id]
     world.forget_armed()
@@ -173,9 +169,7 @@ def put_waitlists(world: World, names: Sequence[dict[str, str]]) -> None:
 
 
 @pytest.mark.slow
-def test_a_sweep_looks_at_a_bounded_number_of_queues_and_at_those_of_live_workers_first(
-    world: World,
-) -> None:
+def test_a_sweep_looks_at_a_few_queues_and_at_those_of_live_workers_first(world: World) -> None:
     world.put_each(names(12 * MOST_OTHERS))
     world.put(queue="served", priority=3)
     world.serve("w1", "served", "default")
@@ -194,9 +188,7 @@ def test_a_sweep_looks_at_a_bounded_number_of_queues_and_at_those_of_live_worker
 
 
 @pytest.mark.slow
-def test_each_queue_and_each_queue_of_waitlists_is_drained_in_one_of_several_sweeps(
-    world: World,
-) -> None:
+def test_each_queue_and_queue_of_waitlists_is_drained_in_one_of_some_sweeps(world: World) -> None:
     """A worker without queue names of its own serves all of them."""
     queues, waitlists = names(3 * MOST_OTHERS - 10), [f"w{n}" for n in range(2 * MOST_OTHERS - 10)]
     world.put_each(queues)

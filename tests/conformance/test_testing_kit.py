@@ -120,7 +120,7 @@ def test_a_scheduled_task_is_found_by_each_of_its_values(
         ({"within": "20m"}, "due: expected within 20m, got in "),
     ],
 )
-def test_each_difference_is_described(
+def test_differences_are_named(
     shop: KitShop, tester: DelaysTester, expected: dict[str, object], line: str
 ) -> None:
     shop.delays.schedule_delay("order.close", {"order": 7}, "30m", key="7")
@@ -138,7 +138,7 @@ def test_the_most_similar_task_comes_first(shop: KitShop, tester: DelaysTester) 
     assert text.index("key='2' body={'order': 2}") < text.index("key='1' body={'order': 1}")
 
 
-def test_the_message_says_that_only_other_tags_are_waiting_or_nothing(
+def test_the_message_says_that_other_tags_wait_or_nothing(
     shop: KitShop, tester: DelaysTester
 ) -> None:
     with pytest.raises(AssertionError, match="no task is waiting"):
@@ -259,7 +259,7 @@ def test_run_due_runs_due_tasks_only(shop: KitShop, tester: DelaysTester) -> Non
     assert shop.delays.get(run.task.id).status is Status.DONE
 
 
-def test_fast_forward_runs_everything_at_its_due_time_and_in_order(
+def test_fast_forward_runs_all_at_their_due_times_in_order(
     shop: KitShop, tester: DelaysTester
 ) -> None:
     began = tester.now
@@ -272,9 +272,7 @@ def test_fast_forward_runs_everything_at_its_due_time_and_in_order(
     assert timedelta(minutes=30) <= tester.now - began < timedelta(minutes=31)
 
 
-def test_fast_forward_runs_tasks_that_processors_schedule_and_retries(
-    shop: KitShop, tester: DelaysTester
-) -> None:
+def test_fast_forward_runs_new_tasks_and_retries(shop: KitShop, tester: DelaysTester) -> None:
     shop.delays.processor("chain")(
         lambda body: shop.delays.schedule_delay("order.pay", body, 60) and None
     )
@@ -298,9 +296,7 @@ def test_a_coroutine_runs_in_the_thread_of_the_test(shop: KitShop, tester: Delay
 # -- errors ---------------------------------------------------------------------------------------
 
 
-def test_the_error_of_a_processor_reaches_the_test_after_the_other_tasks_ran(
-    shop: KitShop, tester: DelaysTester
-) -> None:
+def test_a_processors_error_is_raised_after_all_tasks(shop: KitShop, tester: DelaysTester) -> None:
     shop.errors = [ValueError("no money")]
     shop.delays.schedule_delay("order.bill", 1, 0)
     shop.delays.schedule_delay("order.close", 2, 0)
@@ -336,9 +332,7 @@ def test_outcomes_are_no_errors(shop: KitShop, tester: DelaysTester) -> None:
     assert [run.outcome for run in tester.fast_forward(5)] == ["fail", "withdraw"]
 
 
-def test_the_testing_kit_refuses_calls_that_production_refuses(
-    shop: KitShop, tester: DelaysTester
-) -> None:
+def test_the_kit_refuses_calls_that_production_refuses(shop: KitShop, tester: DelaysTester) -> None:
     with invalid("body"):
         shop.delays.schedule_delay("order.close", {1, 2}, 0)
     with pytest.raises(UnknownTagError):
@@ -361,7 +355,7 @@ def test_a_task_without_a_processor_is_an_error(shop: KitShop, tester: DelaysTes
         tester.fast_forward("1d")
 
 
-def test_a_task_that_schedules_itself_again_and_again_is_an_error(
+def test_a_task_that_schedules_itself_forever_is_an_error(
     shop: KitShop, tester: DelaysTester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("delaytasks.testing.runs.MAX_RUNS", 20)
@@ -414,9 +408,7 @@ def test_recurring_schedules_run_at_each_occurrence(shop: KitShop, tester: Delay
 # -- inline ---------------------------------------------------------------------------------------
 
 
-def test_a_task_runs_inline_whatever_its_delay(
-    shop: KitShop, start: Callable[..., DelaysTester]
-) -> None:
+def test_a_task_runs_inline_whatever_its_delay(shop: KitShop, start: Any) -> None:
     tester = start(run_inline=True)
     began = tester.now
     shop.delays.schedule_delay("order.close", 1, "30m")
@@ -427,9 +419,7 @@ def test_a_task_runs_inline_whatever_its_delay(
         shop.delays.schedule_delay("order.bill", 1, 0)
 
 
-def test_a_task_that_runs_inline_does_not_end_the_pause_of_another_tag(
-    shop: KitShop, start: Callable[..., DelaysTester]
-) -> None:
+def test_a_task_that_runs_inline_ends_no_pause_of_another_tag(shop: KitShop, start: Any) -> None:
     start(run_inline=True)
     shop.delays.policies.pause(tag="order.bill", until="1h")
     held = shop.delays.schedule_delay("order.bill", "bill", 60)
@@ -503,7 +493,7 @@ def test_a_call_without_a_session_is_in_the_transaction_of_the_test_too(
     assert count(world) == 0
 
 
-def test_the_rollback_of_a_session_takes_its_task_with_it(
+def test_a_rollback_removes_its_task(
     shop: KitShop, sessions: sessionmaker[Session], bound_tester: DelaysTester
 ) -> None:
     with sessions() as session:
@@ -512,7 +502,7 @@ def test_the_rollback_of_a_session_takes_its_task_with_it(
     bound_tester.assert_not_scheduled("order.close")
 
 
-def test_a_processor_has_sessions_of_its_own_and_its_failure_undoes_only_them(
+def test_a_failure_undoes_its_work_only(
     shop: KitShop, sessions: sessionmaker[Session], bound_tester: DelaysTester
 ) -> None:
     def cancel(body: Any) -> None:
@@ -558,7 +548,7 @@ def test_a_task_runs_inline_when_its_session_commits(
     assert shop.noted == [7]
 
 
-def test_limits_keys_and_recurring_schedules_work_in_the_transaction_of_the_test(
+def test_limits_keys_and_schedules_work_in_a_transaction(
     shop: KitShop, bound_tester: DelaysTester
 ) -> None:
     shop.delays.policies.set(tag="order.close", concurrency=1)
@@ -575,7 +565,7 @@ def test_limits_keys_and_recurring_schedules_work_in_the_transaction_of_the_test
 # -- asynchronous ---------------------------------------------------------------------------------
 
 
-def test_an_async_session_schedules_and_coroutines_run_in_the_loop_of_the_test(
+def test_coroutines_run_in_the_loop_of_the_test(
     shop: KitShop, world: World, database_url: str
 ) -> None:
     async def close(body: Any) -> None:

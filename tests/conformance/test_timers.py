@@ -322,12 +322,7 @@ Make = Callable[..., Rig]
 
 
 @pytest.fixture(params=COMBINATIONS, ids="-".join)
-def make(
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    postgresql_url: str,
-    start_redis: Callable[[], RedisServer],
-) -> Iterator[Make]:
+def make(request: Any, tmp_path: Path, postgresql_url: str, start_redis: Any) -> Iterator[Make]:
     made: list[Rig] = []
     broker, timer = request.param
 

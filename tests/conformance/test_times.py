@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
+from typing import Any
 from zoneinfo import ZoneInfo
 
 import pytest
 
 from delaytasks import DelayedTask, DelayTasks, NewTask
 from tests.conformance.bulk_tasks import counts
-from tests.world import MakeWorld, World
+from tests.world import MakeWorld, MonkeyPatch, World
 from tests.world.recording import ManualClock
 
 # Hours that occur twice or never, and leap days: rows store UTC in every process time zone,
@@ -27,9 +28,7 @@ def utc(*numbers: int) -> datetime:
 
 
 @pytest.fixture(params=["America/New_York", "Asia/Kolkata"])
-def world(
-    request: pytest.FixtureRequest, make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[World]:
+def world(request: Any, make_world: MakeWorld, monkeypatch: MonkeyPatch) -> Iterator[World]:
     monkeypatch.setenv("TZ", request.param)
     time.tzset()
     yield make_world()
@@ -69,7 +68,7 @@ def test_an_instant_is_stored_as_it_is(world: World, when: datetime, due: dateti
         (utc(2028, 12, 31, 23, 59, 59), 1, utc(2029, 1, 1)),
     ],
 )
-def test_a_delay_is_a_number_of_elapsed_seconds_on_any_date(
+def test_a_delay_counts_elapsed_seconds(
     world: World, now: datetime, delay_s: float, due: datetime
 ) -> None:
     world.set_clock(ManualClock(now))
@@ -181,7 +180,7 @@ def test_overdue_tasks_are_spread_from_now_on(world: World) -> None:
     assert 600 < max(offsets) < 3660
 
 
-def test_a_repeated_spread_with_the_first_start_moves_no_task_twice(
+def test_a_repeated_spread_with_one_start_moves_no_task_twice(
     delays: DelayTasks, peak: Callable[[int], list[DelayedTask]]
 ) -> None:
     peak(5)

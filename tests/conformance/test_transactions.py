@@ -23,7 +23,7 @@ from delaytasks import (
     Status,
     StoreUnavailableError,
 )
-from tests.world import World
+from tests.world import MonkeyPatch, World
 from tests.world.recording import delays_on
 
 
@@ -92,9 +92,7 @@ def place(request: pytest.FixtureRequest, shop: Caller) -> Iterator[Any]:
 # -- commit and rollback --------------------------------------------------------------------------
 
 
-def test_a_row_is_seen_and_armed_after_the_commit_and_its_id_known_before(
-    shop: Caller, place: Any
-) -> None:
+def test_a_row_is_seen_and_armed_after_the_commit_its_id_before(shop: Caller, place: Any) -> None:
     many: list[DelayedTask] = []
     rolled_back = shop.schedule(place)
     place.rollback()
@@ -116,9 +114,7 @@ def test_a_row_is_seen_and_armed_after_the_commit_and_its_id_known_before(
     assert rolled_back.id not in shop.seen()
 
 
-def test_savepoints_that_are_rolled_back_leave_no_row_and_arm_nothing(
-    shop: Caller, place: Any
-) -> None:
+def test_savepoints_rolled_back_leave_no_row_and_arm_nothing(shop: Caller, place: Any) -> None:
     with place.begin_nested() as early:  # set before delaytasks first used the connection
         shop.schedule(place)
         early.rollback()
@@ -236,8 +232,8 @@ def test_many_far_tasks_are_not_held_in_memory_until_the_commit(shop: Caller, pl
     assert len(shop.seen()) == 20
 
 
-def test_a_task_that_comes_within_the_horizon_before_the_commit_is_armed_at_it(
-    shop: Caller, monkeypatch: pytest.MonkeyPatch
+def test_a_task_that_becomes_near_is_armed_at_commit(
+    shop: Caller, monkeypatch: MonkeyPatch
 ) -> None:
     with shop.session() as session:
         task = shop.schedule(session, delay=600)
@@ -251,9 +247,7 @@ def test_a_task_that_comes_within_the_horizon_before_the_commit_is_armed_at_it(
 # -- keys -----------------------------------------------------------------------------------------
 
 
-def test_a_key_that_is_taken_leaves_the_callers_transaction_usable(
-    shop: Caller, place: Any
-) -> None:
+def test_a_taken_key_leaves_the_callers_transaction_usable(shop: Caller, place: Any) -> None:
     was = shop.world.schedule(delay=3600, key="k")
     shop.delays.cancel(was)
     owner = shop.world.schedule(delay=3600, key="k")
@@ -313,9 +307,7 @@ def test_two_callers_with_one_key_wait_for_each_other(shop: Caller) -> None:
         assert second.result(10).id == task.id
 
 
-def test_a_key_is_taken_once_though_the_driver_counts_no_inserts(
-    shop: Caller, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_is_taken_once_without_a_row_count(shop: Caller, monkeypatch: MonkeyPatch) -> None:
     """SQLAlchemy with psycopg 3 or asyncpg reads the row count of an INSERT only on request.
 
     Other drivers are made to behave in this way.
@@ -364,7 +356,7 @@ def test_a_task_on_an_autocommit_connection_is_armed_immediately(shop: Caller) -
 
 @pytest.mark.parametrize("is_callers", [True, False])
 def test_if_an_id_is_taken_an_autocommit_batch_loses_and_duplicates_no_task(
-    shop: Caller, monkeypatch: pytest.MonkeyPatch, is_callers: bool
+    shop: Caller, monkeypatch: MonkeyPatch, is_callers: bool
 ) -> None:
     # Databases without COPY use several statements.
     monkeypatch.setattr("delaytasks.storage.row_lists.MAX_TEXT", 100_000)
@@ -384,9 +376,7 @@ def test_if_an_id_is_taken_an_autocommit_batch_loses_and_duplicates_no_task(
     assert len(shop.seen()) == 251
 
 
-def test_a_batch_that_is_written_again_after_a_lost_answer_exists_once(
-    shop: Caller, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_repeated_after_a_loss_exists_once(shop: Caller, monkeypatch: MonkeyPatch) -> None:
     """One id was taken, so the builder made new ids."""
     old = shop.world.schedule()
     tasks, builder = shop.world.store.tasks, shop.world.runtime.producer._builder
@@ -403,7 +393,7 @@ def test_a_batch_that_is_written_again_after_a_lost_answer_exists_once(
 
 
 def test_if_the_database_is_lost_after_an_id_was_taken_the_outcome_is_unknown(
-    shop: Caller, monkeypatch: pytest.MonkeyPatch
+    shop: Caller, monkeypatch: MonkeyPatch
 ) -> None:
     def gone(*_: Any) -> None:
         raise StoreUnavailableError("the database is gone")
@@ -586,9 +576,7 @@ def test_errors_about_the_callers_transaction_do_not_show_its_data(shop: Caller)
 
 
 @pytest.mark.parametrize("what", ["one", "keyed", "many"])
-def test_a_rollback_undoes_everything_on_sqlite_with_default_driver_settings(
-    shop: Caller, what: str
-) -> None:
+def test_a_rollback_undoes_all_on_sqlite_with_default_settings(shop: Caller, what: str) -> None:
     """Python's driver begins a transaction at the first INSERT, so an earlier savepoint would
     commit."""
     engine = create_engine(shop.world.url)

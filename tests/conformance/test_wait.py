@@ -19,7 +19,7 @@ from delaytasks import (
     WaitTimeoutError,
 )
 from tests.waiting import wait_until
-from tests.world import World
+from tests.world import MonkeyPatch, World
 from tests.world.recording import engine_at, run
 
 
@@ -30,7 +30,7 @@ def begin_wait(pool: ThreadPoolExecutor, world: World, task: DelayedTask) -> Fut
 
 
 @pytest.fixture
-def reads(world: World, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def reads(world: World, monkeypatch: MonkeyPatch) -> list[int]:
     """Return the ids of the rows that calls have read, in their order."""
     tasks, read = world.store.tasks, list[int]()
     read_row = tasks.read
@@ -116,9 +116,7 @@ def test_a_coroutine_gets_a_timeout_too(world: World, timeout: Any) -> None:
         run(world.delays.aresult(7, 1))
 
 
-def test_a_coroutine_does_not_sleep_beyond_its_timeout(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_coroutine_sleeps_beyond_its_timeout(world: World, monkeypatch: MonkeyPatch) -> None:
     task, pauses = world.schedule(delay=60), list[float]()
 
     async def sleep(seconds: float) -> None:
@@ -131,9 +129,7 @@ def test_a_coroutine_does_not_sleep_beyond_its_timeout(
     assert sum(pauses) == pytest.approx(0.1)
 
 
-def test_the_pauses_of_a_coroutine_between_two_reads_grow(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_coroutines_pauses_between_reads_grow(world: World, monkeypatch: MonkeyPatch) -> None:
     world.delays.processor("sum", keep_result=True)(sum)
     task = world.schedule("sum", [1])
     pauses: list[float] = []
@@ -149,9 +145,7 @@ def test_the_pauses_of_a_coroutine_between_two_reads_grow(
     assert (pauses[0], pauses[-1]) == (0.02, 0.5)
 
 
-def test_a_coroutine_does_not_read_in_the_transaction_of_its_session(
-    world: World, database_url: str
-) -> None:
+def test_no_coroutine_reads_in_its_sessions_transaction(world: World, database_url: str) -> None:
     """That transaction may never see the end of the task."""
     world.delays.processor("sum", keep_result=True)(sum)
     task = world.schedule("sum", [1])

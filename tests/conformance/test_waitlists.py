@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -15,7 +14,7 @@ from sqlalchemy import select
 
 from delaytasks import DelayedTask, Status, StoreError
 from tests.waiting import wait_until
-from tests.world import Level, Settlement, WaitlistState, World
+from tests.world import Level, MonkeyPatch, Settlement, WaitlistState, World
 
 
 def admit(world: World, limit: int = 100) -> list[DelayedTask]:
@@ -110,9 +109,7 @@ def test_overdue_tasks_of_a_limited_tag_join_the_waitlist(world: World) -> None:
     assert world.statuses([*tasks, other]) == ["DONE"] * 8
 
 
-def test_a_process_finds_an_unknown_waitlist_behind_a_backlog(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waitlists_are_found_behind_a_backlog(world: World, monkeypatch: MonkeyPatch) -> None:
     world.limit(concurrency=1)
     first, second = [world.schedule(body=n) for n in range(2)]
     world.worker().end(world.claim(first, second))
@@ -280,9 +277,7 @@ def _reschedule(world: World, task: DelayedTask) -> None:
     ("move", "status"),
     [(_cancel, "CANCELLED"), (touch_task, "NOT_COMPLETE"), (_reschedule, "NOT_COMPLETE")],
 )
-def test_a_task_that_left_the_waitlist_does_not_run(
-    world: World, move: Callable[[World, DelayedTask], None], status: str
-) -> None:
+def test_a_task_that_left_the_waitlist_does_not_run(world: World, move: Any, status: str) -> None:
     world.limit(concurrency=1)
     tasks = [world.schedule(body=n) for n in range(15)]
     world.claim(tasks[0])
@@ -346,9 +341,7 @@ def test_a_task_in_a_waitlist_is_held(world: World) -> None:
 # A task that is settled passes its slot on, and an overdue backlog of a limited tag waits
 
 
-def test_the_settlement_of_a_task_transfers_its_slot_to_the_next_one(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_settlement_transfers_a_slot_to_the_next(world: World, monkeypatch: MonkeyPatch) -> None:
     world.limit(concurrency=1)
     tasks = [world.schedule(body=n) for n in range(4)]
     places: list[int] = []
@@ -397,9 +390,7 @@ def test_a_slot_that_was_lost_is_not_transferred(world: World) -> None:
     "limits",
     [{"rate": 100, "rate_period_s": 1.0}, {"concurrency_per_key": 1}, {"concurrency": None}],
 )
-def test_a_slot_is_not_transferred_if_another_limit_also_applies(
-    world: World, limits: dict[str, Any]
-) -> None:
+def test_a_slot_is_not_transferred_if_another_limit_also_applies(world: World, limits: Any) -> None:
     world.limit(concurrency=1)
     tasks = [world.schedule(body=n, limit_key="k") for n in range(3)]
     assert len(world.claim(*tasks)) == 1
@@ -431,9 +422,7 @@ def test_a_chunk_puts_all_overdue_tasks_of_a_full_tag_into_the_waitlist(world: W
     assert [task.body for task in admit(world)] == list(range(20))
 
 
-def test_tasks_of_other_keys_join_the_waitlist_before_the_rest_of_a_large_backlog(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_keys_join_waitlists_before_backlogs(world: World, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(HOLD_ROWS, 8)
     world.limit(concurrency=1)
     large = [world.schedule(body=n, limit_key="large") for n in range(40)]
@@ -452,9 +441,7 @@ def test_tasks_of_other_keys_join_the_waitlist_before_the_rest_of_a_large_backlo
     assert waitlist_rows(world) == 43
 
 
-def test_a_backlog_without_keys_does_not_delay_tasks_of_other_tags(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_backlog_without_keys_delays_no_other_tag(world: World, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(HOLD_ROWS, 8)
     for _ in range(40):
         world.schedule()
@@ -465,9 +452,7 @@ def test_a_backlog_without_keys_does_not_delay_tasks_of_other_tags(
     assert world.statuses([other]) == ["HELD"]
 
 
-def test_locked_rows_do_not_keep_other_overdue_rows_from_the_waitlist(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_locked_rows_keep_no_others_off_a_waitlist(world: World, monkeypatch: MonkeyPatch) -> None:
     if world.kind != "postgresql":
         pytest.skip("others lock more of a small table than the rows that are named")
     monkeypatch.setattr(HOLD_ROWS, 4)

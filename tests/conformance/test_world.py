@@ -44,9 +44,7 @@ def test_repeated_and_reordered_messages_run_each_task_once(world: World) -> Non
     assert sorted(world.notes) == list(range(5))
 
 
-def test_the_rows_of_a_silent_worker_are_recovered_and_those_of_another_are_not(
-    world: World,
-) -> None:
+def test_only_the_rows_of_a_silent_worker_are_recovered(world: World) -> None:
     mine, theirs = world.put(), world.put()
     [held] = world.claim(mine)
     world.claim(theirs, by="worker-2")

@@ -135,9 +135,7 @@ def occurrences(expression: str, zone: str, since: datetime, until: datetime) ->
 @example("Australia/Lord_Howe", 1, "0,30 1,2 * * *", -60)
 @example("America/Havana", 0, "0,30 0 * * *", -120)
 @example("Antarctica/Troll", 0, "*/30 1-3 * * *", -120)
-def test_occurrences_around_a_change_of_the_clocks(
-    zone: str, number: int, expression: str, minutes: int
-) -> None:
+def test_times_around_a_clock_change(zone: str, number: int, expression: str, minutes: int) -> None:
     around = transitions(zone)
     since = around[number % len(around)] + minutes * MINUTE
     expected = [*Expected(expression, zone).between(since, since + 2 * DAY)]
@@ -186,9 +184,7 @@ def read(text: str) -> datetime:
     st.datetimes(datetime(2020, 1, 1), datetime(2040, 1, 1)),
     st.integers(-100, 10**9),
 )
-def test_an_interval_has_the_next_multiple_after_its_start(
-    seconds: int, start: datetime, later: int
-) -> None:
+def test_the_next_of_an_interval_is_a_multiple(seconds: int, start: datetime, later: int) -> None:
     begin = start.replace(tzinfo=UTC, microsecond=0)
     instant = begin + timedelta(seconds=later)
     found = Every(timedelta(seconds=seconds), begin).after(instant)

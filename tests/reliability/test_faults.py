@@ -49,9 +49,7 @@ def deploy(tmp_path: Path, redis_url: str) -> Iterator[Deploy]:
 
 
 @pytest.mark.slow
-def test_a_worker_frozen_past_its_lease_cannot_finish_the_tasks_it_lost(
-    deploy: Deploy, postgresql_url: str
-) -> None:
+def test_a_frozen_worker_cannot_finish_tasks_it_lost(deploy: Deploy, postgresql_url: str) -> None:
     d = deploy(postgresql_url, lease=LEASE_S)
     for _ in range(2):
         d.worker(concurrency=1)
@@ -106,9 +104,7 @@ def test_a_processor_whose_lease_cannot_be_renewed_is_notified_before_the_lease_
 
 
 @pytest.mark.slow
-def test_workers_continue_within_seconds_after_a_killed_postgresql_restarts(
-    own_postgresql: PostgresServer, deploy: Deploy
-) -> None:
+def test_workers_survive_a_killed_database(own_postgresql: PostgresServer, deploy: Deploy) -> None:
     d = deploy(own_postgresql.url)
     worker = d.worker()
     tasks = [d.schedule(delay=n / 10) for n in range(50)]
@@ -392,9 +388,7 @@ def test_a_slow_database_does_not_make_requests_pile_up(
 
 
 @pytest.mark.slow
-def test_a_rabbitmq_that_blocks_publishers_delays_tasks_but_loses_none(
-    own_rabbitmq: RabbitServer, deploy_inline: Deploy
-) -> None:
+def test_a_blocking_rabbitmq_loses_none(own_rabbitmq: RabbitServer, deploy_inline: Deploy) -> None:
     d = deploy_inline(own_rabbitmq.url)
     worker = d.worker()
     wait_until(lambda: is_on_time(d), 10, "the fast path")
@@ -415,9 +409,7 @@ def test_a_rabbitmq_that_blocks_publishers_delays_tasks_but_loses_none(
 
 
 @pytest.mark.slow
-def test_the_sweep_finds_tasks_that_a_full_queue_refused(
-    own_rabbitmq: RabbitServer, deploy_inline: Deploy
-) -> None:
+def test_sweeps_find_what_queues_refused(own_rabbitmq: RabbitServer, deploy_inline: Deploy) -> None:
     d = deploy_inline(own_rabbitmq.url)
     name = d.queue_name
     own_rabbitmq.ctl(

@@ -43,9 +43,7 @@ def run_once(world: World, recorder: Recorder, **changes: Any) -> Verdict:
     return Checker(history, 5, to_us(world.now())).verdict()
 
 
-def test_the_moves_of_a_run_are_noted_and_nothing_is_found(
-    world: World, recorder: Recorder
-) -> None:
+def test_moves_of_a_run_are_noted_and_nothing_is_found(world: World, recorder: Recorder) -> None:
     assert str(run_once(world, recorder)).endswith("nothing found")
     moves = [(change.was, change.status) for change in recorder.changes()]
     assert moves == [

@@ -15,6 +15,7 @@ import pytest
 from chaos.simulation.script import play_script
 from chaos.simulation.stage import SimulationStage, stage
 from tests.reliability.planted_bugs import BUGS
+from tests.world import MonkeyPatch
 
 SEEDS = 120
 #: Each planted bug is found within this number of seeds, most of them within twenty.
@@ -53,9 +54,7 @@ SERVERS = {"postgresql": "postgresql_url", "mariadb": "mysql_url"}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(BUGS.keys() - IN_TESTS))
-def test_a_planted_bug_is_found(
-    here: SimulationStage, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_planted_bug_is_found(here: SimulationStage, monkeypatch: MonkeyPatch, name: str) -> None:
     kinds, found = BUGS[name].found_as, set[str]()
     BUGS[name].plant(monkeypatch)
     for seed in range(MOST):

@@ -69,9 +69,7 @@ def test_public_https_urls_are_allowed(url: str) -> None:
 
 
 @pytest.mark.parametrize("host", NOT_PUBLIC)
-def test_addresses_that_are_not_public_are_forbidden_as_text_and_as_a_resolved_name(
-    host: str,
-) -> None:
+def test_addresses_that_are_not_public_are_forbidden_as_text_and_as_a_name(host: str) -> None:
     with pytest.raises(ForbiddenURLError, match="is not a public address"):
         guard().check(f"https://{host}/")
     named = guard(partner_example=[host.strip("[]")])

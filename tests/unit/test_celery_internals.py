@@ -21,7 +21,7 @@ from kombu.asynchronous import Hub
 
 from delaytasks import DelayTasks, StoreError
 from delaytasks.worker.celery_patches import pass_over_exited_processes
-from tests.world import World
+from tests.world import MonkeyPatch, World
 
 # -- undocumented names whose absence would cause no error ----------------------------------------
 
@@ -93,7 +93,7 @@ class OwnControl(Control):
 
 
 @pytest.fixture
-def revoked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def revoked(monkeypatch: MonkeyPatch) -> list[Any]:
     """The arguments with which rows are revoked; nothing is broadcast."""
     seen: list[Any] = []
     revocations = "delaytasks.operations.durable_calls.Revocations"
@@ -142,9 +142,7 @@ def test_a_control_object_that_exists_is_replaced(make_app: Make, revoked: list[
     assert revoked == [["a"]]
 
 
-def test_workers_receive_the_revoke_even_if_the_database_cannot_be_used(
-    make_app: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_get_a_revoke_without_a_database(make_app: Make, monkeypatch: MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr(Control, "broadcast", lambda self, command, *_, **__: told.append(command))
     with pytest.raises(StoreError):

@@ -31,6 +31,7 @@ from delaytasks.cli.up import CombinedLog, Spec, Supervisor
 from delaytasks.core import errors
 from delaytasks.core.text import TABLES_REMEDY
 from tests.running import ROOT
+from tests.world import MonkeyPatch
 
 HOSTILE = "\x1b[31mred\x1b[0m [red]markup[/red] :smile: \r\n\u202eforged line\x9b1m"
 NOON = datetime(2030, 1, 31, 12, tzinfo=timezone.utc)
@@ -46,7 +47,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Terminal]:
+def terminal(monkeypatch: MonkeyPatch) -> Callable[[], Terminal]:
     """Return a function that replaces stdout.
 
     Call it in the test, because pytest uses stdout before.
@@ -225,7 +226,7 @@ def listed(error: str, tag: str = "newsletter.send", rows: int = 2) -> None:
 
 @pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
 def test_no_line_is_longer_than_the_terminal_and_no_tag_is_broken(
-    terminal: Callable[[], Terminal], monkeypatch: pytest.MonkeyPatch, width: int
+    terminal: Callable[[], Terminal], monkeypatch: MonkeyPatch, width: int
 ) -> None:
     screen = terminal()
     monkeypatch.setenv("COLUMNS", str(width))
@@ -333,7 +334,7 @@ def test_a_hint_names_commands_as_the_user_called_them(message: str, said: str) 
     ("is_on_path", "program"), [(True, "delaytasks"), (False, ".venv/bin/delaytasks")]
 )
 def test_hints_name_a_command_that_the_shell_finds(
-    is_on_path: bool, program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_on_path: bool, program: str, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     """`./dev up` starts the program by its path."""
     folder = tmp_path / ".venv" / "bin"
@@ -360,9 +361,7 @@ def examples(command: click.Command) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("path", COMMANDS)
-def test_each_example_of_the_help_is_a_valid_call_of_its_command(
-    path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_help_examples_are_valid_calls(path: str, monkeypatch: MonkeyPatch, tmp_path: Path) -> None:
     called: list[str] = []
     monkeypatch.setattr(COMMANDS[path], "callback", lambda **_: called.append(path))
     runtime = SimpleNamespace(clock=SimpleNamespace(now=lambda: NOON))

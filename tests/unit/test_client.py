@@ -74,9 +74,7 @@ GROUPS = ["bulk", "callbacks", "policies", "recurring", "statistics"]
 
 
 @pytest.mark.parametrize("name", ["delays", "handle", *GROUPS])
-def test_each_method_that_waits_has_a_twin_with_its_parameters(
-    delays: DelayTasks, name: str
-) -> None:
+def test_each_waiting_method_has_a_twin_with_its_parameters(delays: DelayTasks, name: str) -> None:
     kinds: dict[str, type] = {"delays": DelayTasks, "handle": Processor}
     kind = kinds.get(name) or type(getattr(delays, name))
     public = inspect.getmembers(kind, lambda each: inspect.isfunction(each) and not is_twin(each))
@@ -259,9 +257,7 @@ MODES: dict[str, dict[str, Any]] = {"single": {}, "batch": {"batch": 9}, "thread
 
 @pytest.mark.parametrize("is_drain", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_request_of_the_pool_reaches_a_processor_within_few_frames(
-    world: World, is_drain: bool, mode: str
-) -> None:
+def test_requests_reach_processors_in_few_frames(world: World, is_drain: bool, mode: str) -> None:
     seen: list[list[str]] = []
     world.delays.processor("look", **MODES[mode])(lambda given: seen.append(own_frames()))
     task = world.schedule("look")
@@ -434,9 +430,7 @@ def test_ids_grow_with_time_and_have_63_bits(world: World, stopped: ManualClock)
     assert world.delays.get(str(first)).id == task.id == first
 
 
-def test_ids_of_one_millisecond_are_different_in_all_threads(
-    world: World, stopped: ManualClock
-) -> None:
+def test_ids_of_one_millisecond_differ_in_all_threads(world: World, stopped: ManualClock) -> None:
     start = threading.Barrier(8)
 
     def some(_: int) -> list[int]:

@@ -47,6 +47,7 @@ from delaytasks.storage.schema import BODY, RESULT
 from delaytasks.timers.redis_timer import redis_location
 from tests.fuzzing import fuzz, json_like
 from tests.refusals import invalid
+from tests.world import MonkeyPatch
 from tests.world.recording import new_key
 
 NOON = datetime(2030, 1, 31, 12, tzinfo=timezone.utc)
@@ -131,7 +132,7 @@ def test_a_shown_duration_can_be_typed_again(seconds: int) -> None:
     assert again <= seconds <= again * 8 / 7
 
 
-def test_the_monotonic_clock_continues_during_a_suspension(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_monotonic_clock_continues_during_a_suspension(monkeypatch: MonkeyPatch) -> None:
     """A lease ends by the database's clock, which goes on."""
     monkeypatch.setattr(time, "clock_gettime", {7: 3605.0}.__getitem__)
     monkeypatch.setattr(clock, "_BOOTTIME", 7)
@@ -140,7 +141,7 @@ def test_the_monotonic_clock_continues_during_a_suspension(monkeypatch: pytest.M
     assert clock.monotonic() != 3605.0, "the next best clock, where there is no such clock"
 
 
-def test_the_bucket_that_was_used_longest_ago_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bucket_that_was_used_longest_ago_is_forgotten(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(clock.TokenBuckets, "MOST_KEYS", 2)
     buckets = clock.TokenBuckets(1, 1, lambda: 0.0)
     assert [buckets.take(key) for key in "abccb"] == [0, 0, 0, 1, 1]
@@ -179,9 +180,7 @@ class Sly(dict[str, Any]):
 VALUES = [{"a": [1, "é 😀", None, True]}, 2**70, Pair(1, 2), {"c": Colour.RED}, [-0.0, 1e300]]
 
 
-def test_both_encoders_write_the_same_json_and_refuse_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_both_encoders_write_the_same_json_and_refuse_the_same(monkeypatch: MonkeyPatch) -> None:
     fast = [dump_json(value) for value in VALUES]
     for is_fast in (True, False):
         for value in ({1, 2}, b"x", object()):
@@ -227,7 +226,7 @@ def test_a_flat_body_is_written_or_refused_as_any_other(body: Any) -> None:
             return type(error), str(error)
 
     found = encode()
-    with pytest.MonkeyPatch.context() as patch:
+    with MonkeyPatch.context() as patch:
         patch.setattr(body_json, "dump_flat", lambda value: None)
         assert encode() == found
 
@@ -410,9 +409,7 @@ PAIRS = [*((pair, True) for pair in SAME), *((pair, False) for pair in DIFFERENT
 
 
 @pytest.mark.parametrize(("urls", "is_same"), PAIRS)
-def test_urls_of_the_same_server_have_a_common_address(
-    urls: tuple[str, str], is_same: bool
-) -> None:
+def test_urls_of_one_server_have_a_common_address(urls: tuple[str, str], is_same: bool) -> None:
     one, other = (engines.addresses_of(make_url(url)) for url in urls)
     assert bool(one & other) is is_same
 
@@ -569,9 +566,7 @@ def test_all_rows_come_in_parts_and_then_nothing() -> None:
 
 
 @pytest.mark.parametrize("form", ["file:{}", "file://{}", "file://localhost{}"])
-def test_a_missing_file_of_a_uri_is_an_error_and_is_made_for_its_owner(
-    tmp_path: Path, form: str
-) -> None:
+def test_a_missing_uri_file_is_an_error_and_made_for_its_owner(tmp_path: Path, form: str) -> None:
     path = tmp_path / "a file.sqlite3"
     uri = form.format(path).replace(" ", "%20")
     url = URL.create("sqlite", database=uri, query={"uri": "true"}).render_as_string()

@@ -146,9 +146,7 @@ def test_a_process_that_will_be_busy_for_long_adds_no_capacity(main: Main) -> No
     assert main.capacity() == 0
 
 
-def test_a_worker_that_stops_sends_back_what_waits_and_what_its_chunks_report_later(
-    main: Main,
-) -> None:
+def test_a_worker_that_stops_sends_back_what_waits_and_what_chunks_report(main: Main) -> None:
     main.take(25)
     first, second = (WaitlistState("default", tag) for tag in ("test.first", "test.second"))
     main.end(waitlists=(first,))

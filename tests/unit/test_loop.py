@@ -60,7 +60,7 @@ def test_a_thread_that_died_is_replaced_and_counted(at_work: AtWork) -> None:
 
 
 @pytest.mark.parametrize("name", BOUNDS)
-def test_a_thread_that_is_stuck_is_replaced_and_takes_no_further_turn(
+def test_a_stuck_thread_is_replaced_and_ends(
     at_work: AtWork, time: ManualMonotonic, name: str
 ) -> None:
     stuck = at_work.plan(name, at_work.hang)
@@ -132,7 +132,7 @@ def test_an_idle_or_stopped_loop_is_not_started_again(
     assert at_work.info["leases"]["is_alive"] is not is_stopped
 
 
-def test_each_thread_that_is_stuck_in_a_row_is_given_twice_the_time(
+def test_each_stuck_thread_in_a_row_gets_twice_the_time(
     at_work: AtWork, time: ManualMonotonic
 ) -> None:
     at_work.plan("leases", at_work.hang)
@@ -150,9 +150,7 @@ def test_each_thread_that_is_stuck_in_a_row_is_given_twice_the_time(
     assert len(at_work.check("leases")) == 3, "one that ended its turn begins anew"
 
 
-def test_no_loop_is_stuck_because_the_whole_process_was_suspended(
-    at_work: AtWork, time: ManualMonotonic
-) -> None:
+def test_a_suspended_process_has_no_stuck_loop(at_work: AtWork, time: ManualMonotonic) -> None:
     at_work.plan("sweep", at_work.hang)
     time.at += 100
     assert at_work.check("sweep", times=1) == []

@@ -37,6 +37,7 @@ from delaytasks.worker import celery_patches, service_watch
 from delaytasks.worker.bootsteps import warn_of_blocking_driver
 from delaytasks.worker.service_watch import DatabaseContact, ServiceWatch
 from tests.waiting import wait_until
+from tests.world import MonkeyPatch
 from tests.world.recording import ManualMonotonic
 
 MAIL, SLOW = ("default", "mail"), ("slow", "mail")
@@ -238,8 +239,8 @@ def test_a_waitlist_whose_process_failed_is_visited_again(found: Tracked) -> Non
     assert found.visits(1, WAITLIST_RECHECK_S) == [MAIL]
 
 
-def test_thousands_of_waitlists_are_checked_more_rarely_and_never_all_together(
-    found: Tracked, monkeypatch: pytest.MonkeyPatch
+def test_many_waitlists_are_checked_rarely_and_apart(
+    found: Tracked, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tracked_waitlists, "MAX_TRACKED_WAITLISTS", 30)
     monkeypatch.setattr(tracked_waitlists, "MAX_CHECKS_PER_S", 6)
@@ -374,7 +375,7 @@ def test_a_gap_or_a_failure_restarts_the_contact(time: ManualMonotonic) -> None:
 THREADS = 8
 
 
-def test_after_each_failure_a_service_rests_and_each_change_is_reported_once(
+def test_after_each_failure_a_service_rests_and_changes_are_reported_once(
     time: ManualMonotonic,
 ) -> None:
     told: list[str] = []
@@ -440,7 +441,7 @@ class Forecasts:
 
 
 @pytest.fixture
-def forecasts(time: ManualMonotonic, monkeypatch: pytest.MonkeyPatch) -> Forecasts:
+def forecasts(time: ManualMonotonic, monkeypatch: MonkeyPatch) -> Forecasts:
     monkeypatch.setattr(loops, "within", lambda _, work: work())
     monkeypatch.setattr(loops, "in_background", lambda work, *_, **__: work() or True)
     return Forecasts(time)
@@ -467,8 +468,8 @@ def test_after_an_error_the_last_forecast_is_kept_until_it_is_too_old(forecasts:
     assert forecasts.after(1) == (4, 0.125)
 
 
-def test_callers_get_the_last_forecast_while_a_thread_makes_a_new_one(
-    time: ManualMonotonic, monkeypatch: pytest.MonkeyPatch
+def test_callers_get_an_old_forecast_meanwhile(
+    time: ManualMonotonic, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loops, "FIRST_WAIT_S", 30.0)
     made, goes_on = list[int](), threading.Event()
@@ -513,9 +514,7 @@ def test_a_fork_waits_for_threads_in_the_gate_and_no_thread_enters_meanwhile() -
 
 
 @pytest.mark.parametrize("celery", [(5, 5), (5, 6)])
-def test_a_signal_handler_goes_on_if_its_line_cannot_be_written(
-    monkeypatch: pytest.MonkeyPatch, celery: tuple[int, int]
-) -> None:
+def test_a_signal_handler_goes_on_if_it_cannot_write(monkeypatch: MonkeyPatch, celery: Any) -> None:
     said: list[Any] = []
 
     def say(*args: Any) -> None:
@@ -545,7 +544,7 @@ def test_greenlets_and_psycopg2_give_a_warning(
 
 @pytest.mark.parametrize(("options", "bound_s"), [({"confirm_publish": True}, 0.5), ({}, 2.0)])
 def test_reading_a_confirmation_is_bounded_as_sending_is(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], bound_s: float
+    monkeypatch: MonkeyPatch, options: dict[str, Any], bound_s: float
 ) -> None:
     app = Celery("test", broker="amqp://127.0.0.1", set_as_current=False)
     app.conf.broker_transport_options = options

@@ -47,9 +47,7 @@ FAILURES += [UnsayableError(), SystemExit(3), KeyboardInterrupt(), ValueError("Ã
 
 
 @pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
-def test_a_processor_that_raises_fails_only_its_row(
-    make_world: MakeWorld, error: BaseException
-) -> None:
+def test_a_processor_that_raises_fails_only_its_row(make_world: MakeWorld, error: Any) -> None:
     world = make_world(_max_error_bytes=2000)
 
     def fail(body: Any) -> None:
@@ -68,7 +66,7 @@ def test_a_processor_that_raises_fails_only_its_row(
 
 
 @pytest.mark.parametrize(("options", "second"), [({}, "NOT_COMPLETE"), ({"batch": 9}, "RUNNING")])
-def test_a_worker_that_stops_settles_finished_rows_and_gives_back_the_rest(
+def test_a_worker_that_stops_settles_and_gives_back(
     world: World, options: dict[str, Any], second: str
 ) -> None:
     def stop(_: Any) -> None:
@@ -308,9 +306,7 @@ AGES = [(0.0, 5.0), (30.0, 5.0), (100.0, 10.0), (3600.0, 360.0), (24 * 3600.0, 6
 
 
 @pytest.mark.parametrize(("age_s", "wait_s"), AGES)
-def test_a_task_without_a_processor_waits_a_tenth_of_its_age_and_never_fails(
-    world: World, age_s: float, wait_s: float
-) -> None:
+def test_a_task_without_processor_never_fails(world: World, age_s: float, wait_s: float) -> None:
     task = world.schedule("nobody")
     since = world.now() - timedelta(seconds=age_s)
     world.change(task, create_time=since, expected_time=since)
@@ -329,9 +325,7 @@ def test_a_task_without_a_processor_waits_a_tenth_of_its_age_and_never_fails(
 
 
 @pytest.mark.parametrize("outcome", [Retry(after=1), Snooze(1)])
-def test_a_task_whose_processor_vanished_is_tried_again_soon(
-    make_world: MakeWorld, outcome: object
-) -> None:
+def test_a_task_whose_processor_went_is_retried_soon(make_world: MakeWorld, outcome: Any) -> None:
     """The delay is a tenth of its lateness, whatever its age is."""
     world, newer = make_world(), make_world()
     world.delays.processor("gone", retries="1s 1s")(lambda body: outcome)
@@ -347,7 +341,7 @@ def test_a_task_whose_processor_vanished_is_tried_again_soon(
 # -- rows with a lost lease ----------------------------------------------------------------------
 
 
-def test_recovered_rows_share_the_time_of_a_backlog(
+def test_recovered_rows_share_the_backlogs_time(
     make_world: MakeWorld, ahead: ManualMonotonic
 ) -> None:
     world = make_world(lease=600)
@@ -627,9 +621,7 @@ def busy(world: World) -> World:
 
 
 @pytest.mark.parametrize("tag", ["slow", "concurrent"])
-def test_a_chunk_reports_before_it_is_settled_and_the_next_ones_run(
-    busy: World, gate: Gate, tag: str
-) -> None:
+def test_a_chunk_reports_before_it_settles_and_more_run(busy: World, gate: Gate, tag: str) -> None:
     """At most one chunk is settled later."""
     tasks = backlog(busy, 4, tag)
 
@@ -644,9 +636,7 @@ def test_a_chunk_reports_before_it_is_settled_and_the_next_ones_run(
     wait_until(lambda: busy.statuses(tasks) == ["DONE"] * 4, 5, "the first settlement")
 
 
-def test_a_process_that_ends_waits_for_its_settlements(
-    busy: World, gate: Gate, pool: Executor
-) -> None:
+def test_a_process_that_ends_awaits_settlements(busy: World, gate: Gate, pool: Executor) -> None:
     busy.before_settle = gate
     busy.run(task := busy.schedule("slow"))
     finished = pool.submit(busy.worker().finish)
@@ -675,9 +665,7 @@ def test_a_recovered_row_may_kill_the_process_and_waits_for_the_settlement(busy:
         ("slow", {"others_wait": others(False)}),
     ],
 )
-def test_otherwise_a_chunk_is_settled_before_it_reports(
-    world: World, tag: str, options: Any
-) -> None:
+def test_else_a_chunk_is_settled_before_it_reports(world: World, tag: str, options: Any) -> None:
     world.worker(**{"may_detach": True, "others_wait": others(True), **options})
     world.limit("limited", concurrency=1)
     slowly(world, "slow", "limited")

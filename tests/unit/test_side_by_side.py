@@ -194,9 +194,7 @@ class LostClock(ManualClock):
         return super().now_us()
 
 
-def test_a_row_whose_outcome_cannot_be_determined_lapses_and_frees_its_thread_slot(
-    world: World,
-) -> None:
+def test_a_row_of_unknown_outcome_lapses_and_frees_its_thread_slot(world: World) -> None:
     clock = LostClock(world.now())
     world.set_clock(clock)
 

@@ -24,7 +24,7 @@ from delaytasks.statistics.charts import LEFT, RIGHT, WIDTH, Series, lines, stac
 from delaytasks.statistics.reading import RunTotals
 from delaytasks.statistics.statistics_table import StatisticsWriter, WorkerCounts
 from delaytasks.storage.state_queries import FailedRow
-from tests.world import MainProcess, World
+from tests.world import MainProcess, MonkeyPatch, World
 from tests.world.recording import ManualClock
 
 # -- histograms and counts, which can be added and written in compact form ------------------------
@@ -181,9 +181,7 @@ def test_a_task_that_its_workers_lost_is_counted_and_grouped(counts: WorkerCount
 # -- A process that ends writes its counts, and waits briefly -------------------------------------
 
 
-def test_a_silent_database_delays_no_end_of_a_process(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_database_delays_no_process_end(world: World, monkeypatch: MonkeyPatch) -> None:
     answer, ended = threading.Event(), list[bool]()
     monkeypatch.setattr(StatisticsWriter, "write", lambda self: ended.append(answer.wait(20)))
     monkeypatch.setattr(writer, "LAST_WRITE_S", 0.05)
@@ -196,9 +194,7 @@ def test_a_silent_database_delays_no_end_of_a_process(
         answer.set()
 
 
-def test_after_a_failed_write_the_loop_rests_as_long_as_after_another(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_failed_write_the_loop_rests(world: World, monkeypatch: MonkeyPatch) -> None:
     made = MainProcess(world).runtime.statistics_writer
     assert made is not None
     monkeypatch.setattr(made, "write", lambda: 1 / 0)

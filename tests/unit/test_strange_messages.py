@@ -124,9 +124,7 @@ class Bomb:
     "headers", [{"task": RUN, "id": "x"}, {}, {"task": "test.other", "id": "x"}]
 )
 @pytest.mark.parametrize("queue", ["delaytasks.default", "celery"])
-def test_pickle_is_not_read_from_queues_of_delaytasks_even_if_the_app_accepts_it(
-    make_reader: MakeReader, headers: dict[str, Any], queue: str
-) -> None:
+def test_our_queues_never_accept_pickle(make_reader: MakeReader, headers: Any, queue: str) -> None:
     """In Redis the queue of a message is a field of the message."""
     reader = make_reader(accept_content=["json", "pickle"])
     bomb = pickle.dumps({"task": RUN, "args": [[Bomb()]], "id": "x", "kwargs": {}})
@@ -146,9 +144,7 @@ def test_queues_of_the_app_are_read_with_its_content_types(make_reader: MakeRead
 @pytest.mark.parametrize(
     ("accepted", "told"), [(["json"], 0), (["json", "msgpack"], 0), (["pickle", "json"], 1)]
 )
-def test_a_worker_reports_that_the_app_accepts_content_that_can_run_code(
-    make_reader: MakeReader, accepted: Any, told: int
-) -> None:
+def test_accepting_code_is_reported(make_reader: MakeReader, accepted: Any, told: int) -> None:
     reader = make_reader(accept_content=accepted)
     reader.check_app()
     told_of = reader.world.told("content.unsafe")

@@ -306,9 +306,7 @@ def swept(world: World) -> list[int]:
     return partitions
 
 
-def test_a_worker_drains_its_own_queues_periodically_without_a_sweep(
-    main: MainProcess, time: ManualMonotonic
-) -> None:
+def test_a_worker_regularly_drains_its_own_queues(main: MainProcess, time: ManualMonotonic) -> None:
     main.processes.queues = ["default", "mail", "paused", "later"]
     for queue, priority in (("default", 0), ("default", 9), ("mail", 0), ("paused", 0)):
         main.world.put(due_s=-60, queue=queue, priority=priority)
@@ -326,7 +324,7 @@ def test_a_worker_drains_its_own_queues_periodically_without_a_sweep(
     assert swept(main.world) == []
 
 
-def test_without_beat_a_worker_checks_every_second_for_stale_partitions(
+def test_without_beat_workers_check_stale_partitions(
     main: MainProcess, time: ManualMonotonic
 ) -> None:
     """Otherwise, the time between two sweeps could reach one and a half times `self_sweep_s`."""
@@ -343,9 +341,7 @@ STAGES = ["report", "own queues", "forget", "sweep partition 1", "stale"]
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_what_fails_in_a_turn_does_not_stop_the_rest_and_is_tried_again(
-    main: MainProcess, stage: str
-) -> None:
+def test_a_stage_that_fails_stops_no_other_and_is_retried(main: MainProcess, stage: str) -> None:
     world, now, partitions = main.world, main.world.now(), set[int]()
     world.put(due_s=-60)
     for partition, ago_s in ((1, 5), (2, 3600)):  # the second one is stale
@@ -464,9 +460,7 @@ def test_drains_of_late_rows_are_requested_once_a_second(direct: Direct) -> None
     assert direct.drained() == ["default"]
 
 
-def test_a_worker_of_all_queues_drains_known_queues_always_and_few_unknown_ones(
-    direct: Direct,
-) -> None:
+def test_a_worker_of_all_queues_drains_known_ones_and_few_unknown_ones(direct: Direct) -> None:
     direct.processes.queues = ["*"]
     direct.put(-60)
     direct.world.put_each([f"q{number:04}" for number in range(3 * MOST_OTHERS)], -60)
@@ -496,9 +490,7 @@ def kept(make_world: MakeWorld, name: str, rows: int = 400) -> int:
     return worker.held
 
 
-def test_each_task_belongs_to_one_worker_and_shares_are_proportional_to_pool_sizes(
-    make_world: MakeWorld,
-) -> None:
+def test_each_task_has_one_worker_and_shares_fit_the_pool_sizes(make_world: MakeWorld) -> None:
     for name, size in (("a", 1), ("b", 3)):
         make_world().serve(name, "*", pool="direct/prefork", size=size)
     first, second = kept(make_world, "a"), kept(make_world, "b")

@@ -16,6 +16,8 @@ A test names what happens with ten verbs, which do not depend on the classes beh
 
 from collections.abc import Callable
 
+import pytest
+
 from delaytasks.core.body import key_name
 from delaytasks.core.clock import from_us, to_us
 from delaytasks.core.ids import shard_of
@@ -45,6 +47,7 @@ __all__ = [
     "MainProcess",
     "MakeWorld",
     "Monitor",
+    "MonkeyPatch",
     "PolicyReader",
     "Recovered",
     "Report",
@@ -64,5 +67,6 @@ __all__ = [
 ]
 
 MakeWorld = Callable[..., World]
+MonkeyPatch = pytest.MonkeyPatch
 #: What a main process says of policies if there are none.
 NO_POLICIES = Stamp()
