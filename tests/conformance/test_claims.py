@@ -232,7 +232,7 @@ def test_each_level_has_its_own_position(world: World) -> None:
 
 
 @pytest.mark.slow
-def test_a_locked_row_is_named_and_delays_none(make_world: Any, monkeypatch: MonkeyPatch) -> None:
+def test_a_row_left_locked_delays_no_other_row(make_world: Any, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr("delaytasks.storage.database.RETRY_FOR_S", 0)
     world: World = make_world(lease=2, _chunk_time_budget_s=0.5)
     engine = create_engine(world.url)
