@@ -23,7 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
-from delaytasks.core.clock import monotonic, reset_in_child
+from delaytasks.core.clock import monotonic, reset_in_child, to_us
 from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Claimed
 from delaytasks.core.policies import WaitlistsSeen
@@ -40,6 +40,20 @@ MAX_BUDGETS = 2
 Claim = Callable[[int], Claimed]
 
 
+class DrainedTo(NamedTuple):
+    """No older row of the queue and the priority waited when the last rows were claimed."""
+
+    priority: int
+    due_us: int
+
+    @classmethod
+    def by(cls, claimed: Claimed) -> DrainedTo:
+        """Rows are claimed in the order of their priorities, and then of their due times."""
+        lowest = min(task.priority for task in claimed)
+        last = max(task.expected_time for task in claimed if task.priority == lowest)
+        return cls(lowest, to_us(last))
+
+
 class ClaimedChunk(NamedTuple):
     """The result of one claim. `chunk` is None if there is no row that may run."""
 
@@ -48,6 +62,8 @@ class ClaimedChunk(NamedTuple):
     #: Whether the claim got as many rows as it asked for, so that there are probably more.
     is_full: bool
     seen: WaitlistsSeen
+    #: Up to where a full claim has emptied its queue.
+    drained_to: DrainedTo | None
     #: Whether a row of the chunk has a time limit, which may end the process.
     may_end_process: bool
 
@@ -166,7 +182,8 @@ class ClaimAhead:
         chunk = self._chunks.open(claimed, claimed_at, waits_s)
         is_full = len(claimed) + claimed.seen.held >= most
         may_end_process = any(task.tag in self._registry.time_limits for task in claimed)
-        return ClaimedChunk(chunk, len(claimed), is_full, claimed.seen, may_end_process)
+        drained_to = DrainedTo.by(claimed) if is_full and claimed else None
+        return ClaimedChunk(chunk, len(claimed), is_full, claimed.seen, drained_to, may_end_process)
 
     def _close(self, chunk: Chunk | None) -> None:
         if chunk is not None:

@@ -28,7 +28,7 @@ from delaytasks.execution.chunk_runner import (
     Tally,
     ThreadContext,
 )
-from delaytasks.execution.claim_ahead import MAX_BUDGETS, ClaimAhead
+from delaytasks.execution.claim_ahead import MAX_BUDGETS, ClaimAhead, DrainedTo
 from delaytasks.execution.executor import (
     DeferralRules,
     Execute,
@@ -91,6 +91,8 @@ class Report(NamedTuple):
     seconds: float = 0.0
     early: tuple[Entry, ...] = ()
     is_full: bool = False
+    #: Up to where a drain that goes on has emptied its queue.
+    drained_to: DrainedTo | None = None
     #: The least number of rows for the next chunk, as this chunk's processors require it.
     wanted: int = 0
     #: This process, and its rows that still run although their chunk is over.
@@ -235,7 +237,9 @@ class Runner:
         later = waitlists - seen.waitlists if is_full else set()
         states = self._waitlists.run(waitlists - later, limit, for_s, self._counting(tally))
         states += tuple(WaitlistState(*waitlist, None) for waitlist in sorted(later))
-        return self._report(tally, tally.claimed, is_full=is_full, waitlists=states)
+        return self._report(
+            tally, tally.claimed, is_full=is_full, drained_to=claimed.drained_to, waitlists=states
+        )
 
     def _settles_in_background(self, tally: Tally) -> bool:
         """Whether another thread should settle a chunk that has run."""
@@ -305,6 +309,7 @@ class Runner:
         claimed: int,
         early: tuple[Entry, ...] = (),
         is_full: bool = False,
+        drained_to: DrainedTo | None = None,
         waitlists: tuple[WaitlistState, ...] = (),
     ) -> Report:
         tally.add(*self._chunks.ended())
@@ -315,6 +320,7 @@ class Runner:
             seconds,
             early,
             is_full,
+            drained_to,
             wanted=tally.wanted_next,
             pid=os.getpid(),
             detached=self._chunks.detached,

@@ -5,9 +5,10 @@ Entries that are due, waitlists, and drains of queues take turns.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heapreplace
 from math import inf
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
@@ -81,29 +82,42 @@ _WRITTEN_ORDER = attrgetter("due_us", "id")
 
 
 class ReadyEntries:
+    """Entries by priority and queue. No method reads more entries than it adds or removes, so that
+    the work for a chunk does not grow with the number of entries that wait.
+    """
+
     def __init__(self) -> None:
-        self._by_priority: dict[int, deque[Entry]] = {}
+        self._levels: dict[tuple[int, str], deque[Entry]] = {}
 
     def __len__(self) -> int:
-        return sum(map(len, self._by_priority.values()))
+        return sum(map(len, self._levels.values()))
 
     def add(self, entries: Sequence[Entry]) -> None:
-        for entry in sorted(entries, key=_WRITTEN_ORDER):
-            self._by_priority.setdefault(entry.priority, deque()).append(entry)
-        for priority, count in Counter(entry.priority for entry in entries).items():
-            ready = self._by_priority[priority]
-            if count * SORTED_SHARE >= len(ready):
-                self._by_priority[priority] = deque(sorted(ready, key=_WRITTEN_ORDER))
+        new: dict[tuple[int, str], list[Entry]] = {}
+        for entry in entries:
+            new.setdefault((entry.priority, entry.queue), []).append(entry)
+        for level, some in new.items():
+            ready = self._levels.setdefault(level, deque())
+            some.sort(key=_WRITTEN_ORDER)
+            ready.extend(some)
+            if len(some) * SORTED_SHARE >= len(ready):
+                self._levels[level] = deque(sorted(ready, key=_WRITTEN_ORDER))
 
     def pop(self, count: int) -> list[Entry]:
         """Remove and return up to `count` entries, the oldest of the highest priority first."""
         popped: list[Entry] = []
-        for priority in sorted(self._by_priority, reverse=True):
-            ready = self._by_priority[priority]
-            while ready and len(popped) < count:
+        for priority in sorted({priority for priority, _ in self._levels}, reverse=True):
+            levels = [ready for level, ready in self._levels.items() if level[0] == priority]
+            firsts = [(*_WRITTEN_ORDER(ready[0]), number) for number, ready in enumerate(levels)]
+            heapify(firsts)
+            while firsts and len(popped) < count:
+                ready = levels[firsts[0][2]]
                 popped.append(ready.popleft())
-            if not ready:
-                del self._by_priority[priority]
+                if ready:
+                    heapreplace(firsts, (*_WRITTEN_ORDER(ready[0]), firsts[0][2]))
+                else:
+                    heappop(firsts)
+        self._forget_empty()
         return popped
 
     def remove_late(self, before_us: int, wait_s: Callable[[str], float]) -> list[Entry]:
@@ -112,23 +126,32 @@ class ReadyEntries:
         Those of a queue for which `wait_s` returns a time stay for so much longer.
         """
         removed: list[Entry] = []
-        late_before: dict[str, float] = {}
-        for ready in self._by_priority.values():
-            kept: list[Entry] = []
-            while ready and ready[0].due_us < before_us:
-                entry = ready.popleft()
-                if entry.queue not in late_before:
-                    late_before[entry.queue] = before_us - wait_s(entry.queue) * 1e6
-                is_late = entry.due_us < late_before[entry.queue]
-                (removed if is_late else kept).append(entry)
-            ready.extendleft(reversed(kept))
+        for (_, queue), ready in self._levels.items():
+            if ready[0].due_us < before_us:
+                late_before = before_us - wait_s(queue) * 1e6
+                while ready and ready[0].due_us < late_before:
+                    removed.append(ready.popleft())
+        if removed:
+            self._forget_empty()
         return removed
+
+    def remove_until(self, queue: str, priority: int, due_us: int) -> None:
+        """Remove the entries of rows that a drain has claimed, or will claim next if they were
+        written meanwhile.
+        """
+        ready = self._levels.get((priority, queue), deque())
+        while ready and ready[0].due_us <= due_us:
+            ready.popleft()
+        self._forget_empty()
 
     def clear(self) -> list[Entry]:
         """Remove and return all entries."""
-        waiting = [entry for ready in self._by_priority.values() for entry in ready]
-        self._by_priority.clear()
+        waiting = [entry for ready in self._levels.values() for entry in ready]
+        self._levels.clear()
         return waiting
+
+    def _forget_empty(self) -> None:
+        self._levels = {level: ready for level, ready in self._levels.items() if ready}
 
 
 class UnfinishedWork(NamedTuple):
@@ -469,6 +492,8 @@ class ChunkQueue:
         """
         if request.drained_queue is not None:
             self._drain_chunk_ended(request, request.drained_queue, report.is_full)
+            if report.drained_to is not None:
+                self._ready.remove_until(request.drained_queue, *report.drained_to)
         return self._update_waitlists(report, request)
 
     def chunk_failed(self, request: ChunkRequest, reason: FailureReason, ran: int) -> None:

@@ -119,6 +119,7 @@ VERBS: dict[str, tuple[Any, str]] = {
     "send back": (WorkSender, "send_back"),
     "ask others to help": (Dispatcher, "take_left_to_table"),
     "take a turn for a backlog": (ChunkQueue, "_drain_chunk"),
+    "go on after a chunk": (ChunkQueue, "continue_after"),
     "want another chunk": (QueueDrain, "wants_chunk"),
     "probe a waitlist": (TrackedWaitlist, "needs_process"),
     "follow a limit": (TrackedWaitlists, "limits_changed"),
@@ -485,6 +486,11 @@ def other_workers_help_after_the_next_sweep(take: Any, at: Any) -> Any:
 @bug("take a turn for a backlog", "unit/dispatcher")
 def fresh_tasks_starve_a_backlog(turn: Any, at: Any, *args: Any) -> Any:
     return None if at.waiting else turn(at, *args)
+
+
+@bug("go on after a chunk", "unit/dispatcher")
+def entries_of_drained_rows_are_kept(verb: Any, queue: Any, request: Any, report: Any) -> Any:
+    return verb(queue, request, report._replace(drained_to=None))
 
 
 @bug("want another chunk", "unit/dispatcher")

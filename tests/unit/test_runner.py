@@ -392,6 +392,12 @@ def test_a_recovered_row_that_is_held_is_not_counted(world: World, ahead: Manual
 # -- entries that the claim does not return ------------------------------------------------------
 
 
+def test_a_drain_reports_up_to_where_it_has_emptied_its_queue(world: World) -> None:
+    last = [world.schedule(priority=priority) for priority in (5, 0, 0)][1]
+    assert world.drain(most=2).drained_to == (0, Entry.of(last).due_us)
+    assert world.drain(most=2).drained_to is None, "nothing is left, so the drain ends"
+
+
 def test_an_early_entry_is_returned_with_the_due_time_of_its_row(world: World) -> None:
     task = world.schedule(delay=20)
     report = world.worker().run_entries([Entry.of(task)._replace(due_us=0)])
