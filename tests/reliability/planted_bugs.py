@@ -117,6 +117,7 @@ VERBS: dict[str, tuple[Any, str]] = {
     "drain the own queues": (Sweeper, "start_own_drains"),
     "watch a loop": (Loop, "check"),
     "send back": (WorkSender, "send_back"),
+    "close": (Dispatcher, "close"),
     "ask others to help": (Dispatcher, "take_left_to_table"),
     "take a turn for a backlog": (ChunkQueue, "_drain_chunk"),
     "go on after a chunk": (ChunkQueue, "continue_after"),
@@ -481,6 +482,12 @@ def the_workers_clock_decides(strftime: Any, times: Times, *words: str) -> Any:
 @bug("ask others to help", "unit/dispatcher")
 def other_workers_help_after_the_next_sweep(take: Any, at: Any) -> Any:
     return take(at)._replace(queues=[])
+
+
+@bug("close", "unit/dispatcher early_entries")
+def a_dispatcher_closes_while_entries_are_held(_: Any, at: Any) -> Any:
+    at._is_open = False
+    return at._queue.clear()
 
 
 @bug("take a turn for a backlog", "unit/dispatcher")

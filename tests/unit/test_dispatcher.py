@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, wait
 from datetime import datetime, timezone
 from functools import partial
 from types import SimpleNamespace
@@ -171,6 +172,24 @@ def test_a_worker_that_stops_sends_back_what_waits_and_what_chunks_report(main: 
     main.end(early=(early,), waitlists=(first, second))
     assert (main.broker.armed, asked(main)) == ([early], [("default", [])])
     assert (len(main.requests), main.held) == (1, 0), "it sends no chunk, and its wheel has stopped"
+
+
+def test_early_entries_are_held_before_the_dispatcher_closes(
+    main: Main, pool: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a closed dispatcher holds is lost, because its wheel has stopped."""
+    hold, closing = main.runtime.near_entries.hold, list[Future[Any]]()
+
+    def close_and_hold(entries: Sequence[Entry]) -> list[Entry]:
+        closing.append(pool.submit(main.dispatcher.close))
+        assert not wait(closing, 0.2).done
+        return hold(entries)
+
+    monkeypatch.setattr(main.runtime.near_entries, "hold", close_and_hold)
+    main.take(1)
+    main.end(0, early=(Entry(7, 0, main.clock.now_us() + 1_000_000),))
+    closing[0].result(10)
+    assert main.held == 1
 
 
 def asked(main: Main) -> list[tuple[str, list[int]]]:

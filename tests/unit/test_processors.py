@@ -70,6 +70,8 @@ def test_a_function_can_have_several_tags(world: World) -> None:
     decorated = world.delays.processor("one")(world.delays.processor("two")(world.notes.append))
     world.run(world.schedule("one", 1), world.schedule("two", 2))
     assert (decorated.tag, sorted(world.notes)) == ("one", [1, 2])
+    functions = [spec.function for spec in world.runtime.registry if spec.tag in ("one", "two")]
+    assert functions == [world.notes.append] * 2, "workers call the function itself"
 
 
 def test_functions_of_classes_are_bound_as_usual() -> None:
