@@ -44,7 +44,7 @@ def test_a_locked_row_does_not_prevent_the_renewal_of_other_leases(world: World)
     locked, free = world.put(), world.put()
     world.claim(locked, free)
     with ThreadPoolExecutor(1) as pool, world.locked(locked):
-        assert pool.submit(world.renew, by="worker-1").result(3) == (1, [locked.id])
+        assert pool.submit(world.renew, by="worker-1").result(10) == (1, [locked.id])
 
 
 @pytest.mark.parametrize("name", ["cancel", "reschedule", "rerun"])
@@ -59,7 +59,7 @@ def test_a_move_that_is_refused_leaves_no_lock_in_the_callers_transaction(
         for version in (None, 0):
             with suppress(TaskStateError):
                 assert not move(claimed.id, *more, version=version, session=owner)
-        assert pool.submit(world.settle, claimed).result(3)
+        assert pool.submit(world.settle, claimed).result(10)
 
 
 def test_our_connections_wait_briefly_and_lock_no_gaps(world: World) -> None:

@@ -105,7 +105,7 @@ def test_a_listener_receives_entries_read_requests_and_invalid_notices(
     delays: DelayTasks, worker: ListeningWorker, notified: Notified
 ) -> None:
     invalid = ["", "x", "{}", "[]", '["q"]', '["q", 1]', '["q q", []]', '["q", [[1, 2]]]']
-    invalid += ['["q", [[-1, 0, 0, 0]]]', "[" * 7000]
+    invalid += ['["q", [[-1, 0, 0, 0]]]', '["q\\n", []]', "[" * 7000]
     looks = worker.looks
     task = schedule(delays)
     notified.request_look()

@@ -190,8 +190,8 @@ def test_a_locked_row_is_waited_for_in_five_tries(own: World, tries: list[float]
     with ThreadPoolExecutor(1) as pool:
         with own.locked(task):
             moving = pool.submit(own.delays.reschedule, task, 3600)
-            wait_until(lambda: tries, 3, "a second try")
-        assert moving.result(5).version == 1, "let go in time, it is ours"
+            wait_until(lambda: tries, 10, "a second try")
+        assert moving.result(10).version == 1, "let go in time, it is ours"
     tries.clear()
     with (
         own.locked(task),
@@ -214,8 +214,8 @@ def test_a_read_of_a_table_that_a_migration_has_locked_waits(
         with world.begin() as migration:
             migration.exec_driver_sql(f"LOCK TABLE {world.table().name} IN ACCESS EXCLUSIVE MODE")
             near = pool.submit(world.due_within, 600, 10)
-            wait_until(lambda: tries, 3, "a second try")
-        assert [entry.id for entry in near.result(5)] == [task.id]
+            wait_until(lambda: tries, 10, "a second try")
+        assert [entry.id for entry in near.result(10)] == [task.id]
 
 
 def is_locked(world: World, task: DelayedTask) -> bool:

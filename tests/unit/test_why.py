@@ -19,7 +19,7 @@ TAG, QUEUE, WORKER = "mail.send", "letters", "w1@host"
 
 @pytest.fixture
 def world(make_world: MakeWorld) -> World:
-    world = make_world(namespace="staging")
+    world = make_world(namespace="staging", _grace_s=30)
     world.serve(WORKER, QUEUE, tags=[TAG])
     world.sweep()
     return world
@@ -79,7 +79,7 @@ def test_the_facts_decide_about_the_reason(
 
 
 def test_a_sweep_that_is_late_is_the_reason_of_overdue_tasks_only(world: World) -> None:
-    late, new = put(world), world.put(due_s=-0.1, tag=TAG, queue=QUEUE)
+    late, new = put(world, expected_time=ago(world, minutes=1)), put(world)
     swept(world, 3)
     assert [codes(world, task) for task in (late, new)] == [["due"], ["due"]]
     swept(world, 60)
@@ -95,7 +95,7 @@ def test_what_an_operator_can_end_is_named_first(world: World) -> None:
 
 
 def test_a_task_of_the_future_names_its_due_time(world: World) -> None:
-    due = ago(world, seconds=-3601)
+    due = ago(world, seconds=-3650)
     said = f"It is due at {at(due)}, in 1h, by the clock of the database."
     says(world, put(world, expected_time=due), "future", said)
 
@@ -178,7 +178,7 @@ def test_the_reason_of_a_deferred_task_has_its_cause_and_the_next_try(
 
 
 def test_a_retry_names_its_number_its_time_and_the_error(world: World) -> None:
-    due, error = ago(world, seconds=-181), "ValueError: no"
+    due, error = ago(world, seconds=-230), "ValueError: no"
     task = put(world, expected_time=due, runs=2, error_stack=error)
     says(world, task, "retry", f"Attempt 2 failed: {error}. Retry 2 is due at {at(due)}, in 3m")
 
