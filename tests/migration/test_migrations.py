@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -220,10 +221,13 @@ def test_a_migration_does_not_queue_behind_a_long_transaction(
     migrations.upgrade(database, PREFIX)
     forget(database, f"DROP INDEX {PREFIX}idx_yb_delay_hot")
     monkeypatch.setattr(migrations, "TABLE_LOCK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(migrations, "_TURN_S", 20)
     with database.begin() as writer:
         writer.execute(text(f"DELETE FROM {TASKS}"))
+        began = time.monotonic()
         with pytest.raises(StoreUnavailableError, match="lock timeout"):
             migrations.upgrade(database, PREFIX)
+    assert time.monotonic() - began < 10
     migrations.upgrade(database, PREFIX)
 
 

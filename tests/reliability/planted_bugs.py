@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
 from time import monotonic
@@ -32,7 +33,7 @@ from delaytasks.recurrence import creation
 from delaytasks.recurrence.creation import RecurringTable
 from delaytasks.scheduling import producer
 from delaytasks.start_checks import StartChecks
-from delaytasks.storage import claims, database, driver_errors, leases
+from delaytasks.storage import claims, database, driver_errors, leases, migrations
 from delaytasks.storage.claims import Backlog, Claims
 from delaytasks.storage.database import Database
 from delaytasks.storage.leases import CancelRequests, Leases
@@ -44,6 +45,7 @@ from delaytasks.storage.worker_table import WorkerTable
 from delaytasks.timers import publisher, redis_timer
 from delaytasks.timers.arming import BackgroundTimer
 from delaytasks.timers.publisher import Publisher
+from delaytasks.webhooks import http_callbacks
 from delaytasks.worker import broker_connection, celery_context, time_limits
 from delaytasks.worker.chunk_queue import ChunkQueue, QueueDrain, WorkSender
 from delaytasks.worker.dispatcher import Dispatcher
@@ -108,6 +110,9 @@ VERBS: dict[str, tuple[Any, str]] = {
     "judge a login": (driver_errors, "_is_connecting"),
     "judge a failed chunk": (FailureReason, "of"),
     "translate an error": (database, "translate"),
+    "connect to the database": (database, "make_engine"),
+    "migrate alone": (migrations, "_alone_on_postgresql"),
+    "know the time that a callback has left": (http_callbacks, "time_left_s"),
     "read an instant": (producer, "check_instant"),
     "expire workers": (WorkerTable, "expire"),
     "note a failure of the database": (DatabaseContact, "mark_failed"),
@@ -191,6 +196,12 @@ for _name, _verb, _answer, *_found in [
         "follow a limit",
         None,
         "unit/dispatcher raised_limit",
+    ),
+    (
+        "a_receiver_may_answer_forever",
+        "know the time that a callback has left",
+        1e6,
+        "integration/http_callbacks/answers body_is_broken",
     ),
     ("a_locked_row_holds_up_the_others", "settle again", False, "conformance/claims left_locked"),
 ]:
@@ -393,6 +404,23 @@ def conflicts_are_not_tried_again(
 @bug("translate an error", "unit/core outcome")
 def an_unknown_outcome_is_an_outage(translate: Any, error: Any, id: Any, *more: Any) -> Any:
     return translate(error, None, *more)
+
+
+@bug("connect to the database", "reliability/faults slow_database", on="postgresql")
+def all_callers_share_one_connection(make: Any, url: Any, pool_size: int, *more: Any) -> Any:
+    made = make(url, 1, *more)
+    made.pool._max_overflow = 0
+    return made
+
+
+@bug("migrate alone", "migration/migrations long_transaction", on="postgresql")
+@contextmanager
+def a_migration_waits_as_long_for_a_lock_as_for_its_turn(
+    alone: Any, on: Any, *args: Any
+) -> Iterator[None]:
+    with alone(on, *args):
+        on.exec_driver_sql(f"SET LOCAL lock_timeout = '{migrations._TURN_S}s'")
+        yield
 
 
 # -- leases and sweeps ----------------------------------------------------------------------------

@@ -70,8 +70,8 @@ def test_a_planted_bug_fails_a_test(request: pytest.FixtureRequest, name: str) -
     bug = IN_TESTS[name]
     if bug.on in SERVERS:
         request.getfixturevalue(SERVERS[bug.on])
-    folder, _, rest = bug.found_as[0].partition("/")
-    file, _, words = rest.partition(" ")
+    place, _, words = bug.found_as[0].partition(" ")
+    folder, _, file = place.rpartition("/")
     options = ["-p", "tests.reliability.planted_bugs", "-p", "no:cacheprovider", "-n", "0"]
     options += [f"tests/{folder}/test_{file}.py", "-k", words]
     run = subprocess.run(
