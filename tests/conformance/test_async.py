@@ -6,9 +6,11 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from contextvars import ContextVar
 from datetime import datetime, timezone
 from typing import Any
+from unittest import mock
 
 import pytest
 from sqlalchemy import event
@@ -73,9 +75,7 @@ def test_many_calls_empty_no_pool_and_block_no_loop(world: World, monkeypatch: M
     assert share < 0.2  # 0.14 or less, on busy and on idle machines
 
 
-def test_the_first_call_runs_in_a_thread(
-    world: World, database_url: str, monkeypatch: MonkeyPatch
-) -> None:
+def test_the_first_call_runs_in_a_thread(world: World, database_url: str) -> None:
     """The world makes the tables."""
     delays, threads = delays_on(database_url, table_prefix="s_"), set[int]()
     make = DelayTasks._make_runtime
@@ -84,13 +84,12 @@ def test_the_first_call_runs_in_a_thread(
         threads.add(threading.get_ident())
         return make(self)
 
-    monkeypatch.setattr(DelayTasks, "_make_runtime", recorded)
-
     async def go() -> None:
         await asyncio.gather(delays.afind(), delays.afind())
         await delays.aclose()
 
-    run(go())
+    with mock.patch.object(DelayTasks, "_make_runtime", recorded):
+        run(go())
     assert threads - {threading.get_ident()} == threads != set()
 
 
@@ -99,9 +98,7 @@ def test_the_loop_runs_while_a_call_waits(delays: DelayTasks, waiting_timer: Wai
     assert waiting_timer.ids == [task.id]
 
 
-def test_the_thread_has_the_context_variables_of_the_caller(
-    delays: DelayTasks, timer: RecordingTimer
-) -> None:
+def test_the_thread_has_the_context_variables_of_the_caller(delays: DelayTasks) -> None:
     tenant, seen = ContextVar("tenant", default="none"), list[str]()
     delays.events.subscribe(lambda name, fields: seen.append(tenant.get()))
 
@@ -116,9 +113,7 @@ def test_the_thread_has_the_context_variables_of_the_caller(
     assert sorted(seen) == ["acme", "umbrella"]
 
 
-def test_the_handle_of_a_processor_has_twins_of_its_methods(
-    delays: DelayTasks, timer: RecordingTimer, database_url: str
-) -> None:
+def test_the_handle_of_a_processor_has_all_twins(delays: DelayTasks, database_url: str) -> None:
     @delays.processor("order.close", queue="orders")
     def close_order(body: dict[str, int]) -> None: ...
 
@@ -162,7 +157,7 @@ def test_the_handle_of_a_processor_has_twins_of_its_methods(
     run(go())
 
 
-class BlockedCancellations:
+class Blocked:
     """Let the cancellations of tasks wait for an event, after which they fail."""
 
     def __init__(self) -> None:
@@ -180,16 +175,14 @@ class BlockedCancellations:
 
 
 @pytest.fixture
-def blocked(delays: DelayTasks, monkeypatch: MonkeyPatch) -> Iterator[BlockedCancellations]:
-    cancellations = BlockedCancellations()
+def blocked(delays: DelayTasks, monkeypatch: MonkeyPatch) -> Iterator[Blocked]:
+    cancellations = Blocked()
     monkeypatch.setattr("delaytasks.client.cancel_task", cancellations)
     yield cancellations
     cancellations.goes_on.set()
 
 
-def test_a_call_cancelled_before_start_is_not_made(
-    delays: DelayTasks, blocked: BlockedCancellations
-) -> None:
+def test_a_call_cancelled_before_start_is_not_made(delays: DelayTasks, blocked: Blocked) -> None:
     async def go() -> None:
         size = delays.settings.pool_size
         others = [asyncio.create_task(delays.acancel(1)) for _ in range(size)]
@@ -203,9 +196,7 @@ def test_a_call_cancelled_before_start_is_not_made(
     run(go())
 
 
-def test_a_call_cancelled_after_start_completes(
-    delays: DelayTasks, waiting_timer: WaitingTimer
-) -> None:
+def test_a_call_cancelled_later_completes(delays: DelayTasks, waiting_timer: WaitingTimer) -> None:
     async def go() -> None:
         call = asyncio.create_task(delays.aschedule_delay("mail", {}, 5))
         while not waiting_timer.is_arming.is_set():
@@ -220,9 +211,7 @@ def test_a_call_cancelled_after_start_completes(
     wait_until(lambda: waiting_timer.ids, LIMIT_S, "the task to be armed")
 
 
-def test_the_error_of_a_cancelled_call_is_logged(
-    delays: DelayTasks, blocked: BlockedCancellations
-) -> None:
+def test_the_error_of_a_cancelled_call_is_logged(delays: DelayTasks, blocked: Blocked) -> None:
     failed: list[Any] = []
     delays.events.subscribe(
         lambda name, fields: failed.append(fields["error"]) if name == "async.failed" else None
@@ -241,7 +230,7 @@ def test_the_error_of_a_cancelled_call_is_logged(
     assert isinstance(failed[0], ZeroDivisionError)
 
 
-def test_an_iterator_is_read_with_async_for(delays: DelayTasks, timer: RecordingTimer) -> None:
+def test_an_iterator_is_read_with_async_for(delays: DelayTasks) -> None:
     async def go() -> list[str]:
         delays.processor("known")(lambda body: None)
         await delays.aschedule_many([("gone", {}, 5), ("lost", {}, 5), ("known", {}, 5)])
@@ -284,9 +273,7 @@ def test_cancelled_readers_close_iterators(delays: DelayTasks, monkeypatch: Monk
     assert is_closed.wait(LIMIT_S)
 
 
-def test_an_asynchronous_processor_awaits_the_twins(
-    delays: DelayTasks, timer: RecordingTimer
-) -> None:
+def test_an_asynchronous_processor_awaits_the_twins(delays: DelayTasks) -> None:
     async def follow_up(body: Any) -> None:
         await delays.aschedule_delay("second", body, 60)
 
@@ -295,7 +282,7 @@ def test_an_asynchronous_processor_awaits_the_twins(
     assert [task.body for task in delays.find(tag="second")] == [{"n": 1}]
 
 
-def test_several_event_loops_share_an_instance(delays: DelayTasks, timer: RecordingTimer) -> None:
+def test_several_event_loops_share_an_instance(delays: DelayTasks) -> None:
     with ThreadPoolExecutor(3) as threads:
         many = [
             threads.submit(run, delays.aschedule_many([("mail", {}, 5)] * 10)) for _ in range(3)
@@ -307,60 +294,34 @@ def test_several_event_loops_share_an_instance(delays: DelayTasks, timer: Record
 # The asynchronous twins on the caller's session or connection
 
 
-def test_a_row_in_an_async_session_exists_and_is_armed_after_its_commit(
-    delays: DelayTasks, timer: RecordingTimer, database_url: str
-) -> None:
-    async def go() -> None:
-        async with engine_at(database_url) as engine, AsyncSession(engine) as session:
-            await delays.aschedule_delay("mail", {}, 5, session=session)
-            await session.rollback()
-            assert len(await delays.afind()) == 0
-            task = await delays.aschedule_delay("mail", {}, 5, session=session)
-            async with session.begin_nested() as savepoint:
-                await delays.aschedule_delay("mail", {}, 5, session=session)
-                await savepoint.rollback()
-            assert timer.ids == []
-            await session.commit()
-            assert timer.ids == [task.id]
-            assert [found.id for found in (await delays.afind()).tasks] == [task.id]
-
-    run(go())
-
-
+@pytest.mark.parametrize("place", ["session", "connection", "block"])
 def test_a_row_on_an_async_connection_exists_and_is_armed_after_its_commit(
-    delays: DelayTasks, timer: RecordingTimer, database_url: str
+    delays: DelayTasks, timer: RecordingTimer, database_url: str, place: str
 ) -> None:
+    async def use(own: Any) -> None:
+        of = {} if place == "block" else {"session": own}
+        with delays.transaction(own) if place == "block" else nullcontext():
+            await delays.aschedule_delay("mail", {}, 5, **of)
+            await own.rollback()
+            assert len(await delays.afind()) == 0
+            task = await delays.aschedule_delay("mail", {}, 5, **of)
+            async with own.begin_nested() as savepoint:
+                await delays.aschedule_delay("mail", {}, 5, **of)
+                await savepoint.rollback()
+        assert (timer.ids, len(await delays.afind())) == ([], 0)
+        await own.commit()
+        assert timer.ids == [found.id for found in await delays.afind()] == [task.id]
+
     async def go() -> None:
-        async with engine_at(database_url) as engine, engine.connect() as connection:
-            await delays.aschedule_delay("mail", {}, 5, session=connection)
-            await connection.rollback()
-            task = await delays.aschedule_delay("mail", {}, 5, session=connection)
-            assert (timer.ids, len(await delays.afind())) == ([], 0)
-            await connection.commit()
-            assert (timer.ids, len(await delays.afind())) == ([task.id], 1)
+        async with engine_at(database_url) as engine:
+            own = engine.connect() if place == "connection" else AsyncSession(engine)
+            async with own:
+                await use(own)
 
     run(go())
 
 
-def test_calls_in_a_block_of_using_take_part_in_its_async_session(
-    delays: DelayTasks, timer: RecordingTimer, database_url: str
-) -> None:
-    async def go() -> None:
-        async with engine_at(database_url) as engine, AsyncSession(engine) as session:
-            with delays.transaction(session):
-                await delays.aschedule_delay("mail", {}, 5)
-                await session.rollback()
-                task = await delays.aschedule_delay("mail", {}, 5)
-            assert (timer.ids, len(await delays.afind())) == ([], 0)
-            await session.commit()
-            assert (timer.ids, len(await delays.afind())) == ([task.id], 1)
-
-    run(go())
-
-
-def test_each_method_with_a_session_works_on_an_async_session(
-    delays: DelayTasks, timer: RecordingTimer, database_url: str
-) -> None:
+def test_each_method_works_on_an_async_session(delays: DelayTasks, database_url: str) -> None:
     async def use(session: Any) -> None:
         first = await delays.aschedule_delay("mail", {}, 3600, key="a", session=session)
         assert await delays.aschedule_many([("mail", {}, 3600)] * 3, session=session) == 3
@@ -392,9 +353,7 @@ def test_each_method_with_a_session_works_on_an_async_session(
     run(go())
 
 
-def test_aiomysql_works_as_asyncmy_does(
-    delays: DelayTasks, timer: RecordingTimer, database_url: str
-) -> None:
+def test_aiomysql_works_too(delays: DelayTasks, timer: RecordingTimer, database_url: str) -> None:
     if not database_url.startswith("mysql"):
         pytest.skip("a driver of MySQL")
 

@@ -30,7 +30,7 @@ SECRET = "s3cr3t-canary"
 SQL = "x'; DROP TABLE s_yb_delay_task_message; -- %s %(a)s :id \\ \" ?"
 
 
-class RefusingClient:
+class Place:
     """A `DelayTasks` on empty tables that checks the side effects of refused calls."""
 
     def __init__(self, url: str, world: World, **changes: Any) -> None:
@@ -101,12 +101,15 @@ BAD_NAMES = [
 ]  # fmt: skip
 
 
-@pytest.fixture
-def make(world: World, database_url: str) -> Iterator[Callable[..., RefusingClient]]:
-    made: list[RefusingClient] = []
+Make = Callable[..., Place]
 
-    def new(**changes: Any) -> RefusingClient:
-        made.append(RefusingClient(database_url, world, **changes))
+
+@pytest.fixture
+def make(world: World, database_url: str) -> Iterator[Callable[..., Place]]:
+    made: list[Place] = []
+
+    def new(**changes: Any) -> Place:
+        made.append(Place(database_url, world, **changes))
         return made[-1]
 
     yield new
@@ -115,7 +118,7 @@ def make(world: World, database_url: str) -> Iterator[Callable[..., RefusingClie
 
 
 @pytest.fixture
-def place(make: Callable[..., RefusingClient]) -> RefusingClient:
+def place(make: Make) -> Place:
     return make()
 
 
@@ -156,9 +159,7 @@ NOT_JSON = [
 ]
 
 
-def test_a_body_without_a_json_form_is_refused_with_the_path_of_the_bad_value(
-    place: RefusingClient,
-) -> None:
+def test_a_body_without_a_json_form_is_refused_with_the_path_of_the_bad_value(place: Place) -> None:
     d = place.delays
     for body, where in NOT_JSON:
         place.refuse(
@@ -171,7 +172,7 @@ def test_a_body_without_a_json_form_is_refused_with_the_path_of_the_bad_value(
         )
 
 
-def test_a_body_a_hundred_deep_is_accepted(place: RefusingClient) -> None:
+def test_a_body_a_hundred_deep_is_accepted(place: Place) -> None:
     task = place.delays.schedule_delay("mail", nested(100), 60)
     assert place.delays.get(task).body == nested(100)
 
@@ -179,9 +180,7 @@ def test_a_body_a_hundred_deep_is_accepted(place: RefusingClient) -> None:
 @pytest.mark.parametrize(
     "second", [object(), float("nan"), nested(100_000)], ids=lambda s: type(s).__name__
 )
-def test_a_body_that_changes_while_it_is_written_is_refused(
-    place: RefusingClient, second: Any
-) -> None:
+def test_a_body_that_changes_while_it_is_written_is_refused(place: Place, second: Any) -> None:
     class TwoFaced(list):  # type: ignore[type-arg]
         def __iter__(self) -> Iterator[Any]:
             face, self.face = getattr(self, "face", 1), second
@@ -191,7 +190,7 @@ def test_a_body_that_changes_while_it_is_written_is_refused(
         place.delays.schedule_delay("mail", TwoFaced([1]), 5)
 
 
-def test_a_body_is_measured_in_bytes(make: Callable[..., RefusingClient]) -> None:
+def test_a_body_is_measured_in_bytes(make: Make) -> None:
     place = make(max_body_bytes=1000)
     for body in ("a" * 998, "é" * 499, "😀" * 249 + "aa"):
         task = place.delays.schedule_delay("mail", body, 60)
@@ -200,7 +199,7 @@ def test_a_body_is_measured_in_bytes(make: Callable[..., RefusingClient]) -> Non
             place.delays.schedule_delay("mail", body + "b", 60)
 
 
-def test_a_body_of_the_default_size_fits_every_database(place: RefusingClient) -> None:
+def test_a_body_of_the_default_size_fits_every_database(place: Place) -> None:
     body = "😀" * 65_535 + "a" * 2
     task = place.delays.schedule_delay("mail", body, 60)
     assert place.delays.get(task).body == body
@@ -209,9 +208,7 @@ def test_a_body_of_the_default_size_fits_every_database(place: RefusingClient) -
         place.delays.schedule_delay("mail", body + "b", 60)
 
 
-def test_a_body_with_one_part_many_times_is_refused_without_expanding_it(
-    place: RefusingClient,
-) -> None:
+def test_a_body_with_one_part_many_times_is_refused_without_expanding_it(place: Place) -> None:
     body: list[Any] = ["x"]
     for _ in range(90):
         body = [body, body]
@@ -219,9 +216,7 @@ def test_a_body_with_one_part_many_times_is_refused_without_expanding_it(
         place.delays.schedule_delay("mail", body, 5)
 
 
-def test_text_that_one_database_cannot_store_is_refused_on_every_database(
-    place: RefusingClient,
-) -> None:
+def test_text_that_one_database_cannot_store_is_refused_on_every_database(place: Place) -> None:
     d = place.delays
     for wrap in (lambda bad: bad, lambda bad: [bad], lambda bad: {"a": bad}, lambda bad: {bad: 1}):
         bodies = [wrap(bad) for bad in UNSTORABLE]
@@ -241,19 +236,19 @@ def test_text_that_one_database_cannot_store_is_refused_on_every_database(
     place.refuse("queue", UNSTORABLE, lambda bad: d.schedule_delay("mail", {}, 5, queue=bad))
 
 
-def test_text_that_only_looks_unstorable_is_stored(place: RefusingClient) -> None:
+def test_text_that_only_looks_unstorable_is_stored(place: Place) -> None:
     body = {"\\u0000": "\\ud800", "\x01\x1f\x7f": "\ufffe\ufeff\u2028"}
     assert place.delays.get(place.delays.schedule_delay("mail", body, 60)).body == body
 
 
-def test_integers_are_exact(place: RefusingClient) -> None:
+def test_integers_are_exact(place: Place) -> None:
     body = [2**53 + 1, -(2**53) - 1, 2**63, 2**64 + 1, -(10**40), 10**4000, {"n": 9007199254740993}]
     task = place.delays.schedule_delay("mail", body, 60)
     assert place.delays.get(task).body == body
     assert place.delays.get(task).as_json()["body"] == body
 
 
-def test_sql_in_tag_key_and_body_is_stored_literally(place: RefusingClient) -> None:
+def test_sql_in_tag_key_and_body_is_stored_literally(place: Place) -> None:
     ran: list[Any] = []
     place.delays.processor(SQL)(ran.append)
     task = place.delays.schedule_delay(SQL, {SQL: SQL}, 0, key=SQL)
@@ -281,7 +276,7 @@ def test_sql_in_tag_key_and_body_is_stored_literally(place: RefusingClient) -> N
     ],
     ids=lambda v: getattr(v, "name", ""),
 )
-def test_cancelling_in_each_status(place: RefusingClient, status: Status, answer: Any) -> None:
+def test_cancelling_in_each_status(place: Place, status: Status, answer: Any) -> None:
     task = place.put(status)
     if isinstance(answer, bool):
         assert bool(raised(place.delays.cancel(task))) is answer
@@ -293,7 +288,7 @@ def test_cancelling_in_each_status(place: RefusingClient, status: Status, answer
     assert place.delays.get(task).status is status
 
 
-def test_a_stale_version_is_refused_by_every_move(place: RefusingClient) -> None:
+def test_a_stale_version_is_refused_by_every_move(place: Place) -> None:
     for version in [1, -1, 2**70, 10**5000, "0", Unsayable()]:
         waits, failed = place.put(), place.put(Status.FAILED)
         with place.refuses(e.StaleVersionError, "version 0, not"):
@@ -309,12 +304,12 @@ def test_a_stale_version_is_refused_by_every_move(place: RefusingClient) -> None
 # -- queries -------------------------------------------------------------------------------------
 
 
-def test_a_page_is_bounded(place: RefusingClient) -> None:
+def test_a_page_is_bounded(place: Place) -> None:
     limits = [-1, 0, 1001, 10**9, 10**5000, True, 1.0, "10", None, Unsayable()]
     place.refuse("limit", limits, lambda limit: place.delays.find(limit=limit), says="1 to 1000")
 
 
-def test_a_status_that_does_not_exist_is_refused(place: RefusingClient) -> None:
+def test_a_status_that_does_not_exist_is_refused(place: Place) -> None:
     wrong = [77, -1, True, "GONE", "", 1.5, [], Unsayable()]
     place.refuse("status", wrong, lambda it: place.delays.find(status=it), says="NOT_COMPLETE")
 
@@ -329,12 +324,12 @@ BAD_CURSORS += [
 BAD_CURSORS += ["MTotMTAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMA=="]
 
 
-def test_a_cursor_that_find_never_gave_is_refused(place: RefusingClient) -> None:
+def test_a_cursor_that_find_never_gave_is_refused(place: Place) -> None:
     place.put()
     place.refuse("cursor", BAD_CURSORS, lambda it: place.delays.find(cursor=it), says="cursor")
 
 
-def test_calls_accept_the_earliest_and_the_latest_possible_time(place: RefusingClient) -> None:
+def test_calls_accept_the_earliest_and_the_latest_possible_time(place: Place) -> None:
     place.put()
     for instant in [datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)]:
         assert len(place.delays.find(since=instant)) + len(place.delays.find(until=instant)) == 1
@@ -343,9 +338,7 @@ def test_calls_accept_the_earliest_and_the_latest_possible_time(place: RefusingC
 # -- sessions ------------------------------------------------------------------------------------
 
 
-def calls_with(
-    place: RefusingClient, task: DelayedTask, failed: DelayedTask
-) -> list[Callable[[Any], Any]]:
+def calls_with(place: Place, task: DelayedTask, failed: DelayedTask) -> list[Callable[[Any], Any]]:
     d = place.delays
     return [
         lambda session: d.schedule_delay("mail", {}, 5, session=session),
@@ -362,7 +355,7 @@ def calls_with(
     ]
 
 
-def test_a_closed_session_or_connection_is_refused(place: RefusingClient) -> None:
+def test_a_closed_session_or_connection_is_refused(place: Place) -> None:
     closed = Session(place.world.engine, close_resets_only=False)
     closed.close()
     connection = place.world.engine.connect()
@@ -375,7 +368,7 @@ def test_a_closed_session_or_connection_is_refused(place: RefusingClient) -> Non
 # Ids and keys that are invalid, unknown or taken
 
 
-def by_id(place: RefusingClient) -> list[Callable[[Any], Any]]:
+def by_id(place: Place) -> list[Callable[[Any], Any]]:
     d = place.delays
     return [
         d.get,
@@ -392,7 +385,7 @@ BAD_IDS = [
 ]  # fmt: skip
 
 
-def test_an_id_that_is_no_id_is_refused_by_every_call(place: RefusingClient) -> None:
+def test_an_id_that_is_no_id_is_refused_by_every_call(place: Place) -> None:
     task, d = place.put(), place.delays
     place.refuse(
         "id",
@@ -405,12 +398,12 @@ def test_an_id_that_is_no_id_is_refused_by_every_call(place: RefusingClient) -> 
     )
 
 
-def test_every_call_reports_an_unknown_id_as_not_found(place: RefusingClient) -> None:
+def test_every_call_reports_an_unknown_id_as_not_found(place: Place) -> None:
     for id in [1, 2**63 - 1, "4711"]:
         place.refuse(e.TaskNotFoundError, [id], *by_id(place), says=str(id))
 
 
-def test_every_call_reports_an_unknown_key_as_not_found(place: RefusingClient) -> None:
+def test_every_call_reports_an_unknown_key_as_not_found(place: Place) -> None:
     d, name = place.delays, {"tag": "mail", "key": "k"}
     for call in (
         lambda: d.get(**name),
@@ -422,13 +415,13 @@ def test_every_call_reports_an_unknown_key_as_not_found(place: RefusingClient) -
             call()
 
 
-def test_a_task_is_named_in_one_way(place: RefusingClient) -> None:
+def test_a_task_is_named_in_one_way(place: Place) -> None:
     task = place.put(key="k")
     names = [{}, {"key": "k"}, {"tag": "mail"}, {"task": task, "tag": "mail", "key": "k"}]
     place.refuse("task", names, lambda names: place.delays.cancel(**names))
 
 
-def test_touch_takes_tasks_or_keys(place: RefusingClient) -> None:
+def test_touch_takes_tasks_or_keys(place: Place) -> None:
     task, touch = place.put(key="k"), place.delays.touch
     names = [{}, {"tag": "mail"}, {"key": ["k"]}, {"task": [task], "tag": "mail"}]
     names += [{"task": [task], "tag": "mail", "key": ["k"]}]
@@ -438,13 +431,13 @@ def test_touch_takes_tasks_or_keys(place: RefusingClient) -> None:
     assert place.delays.get(task).expected_time == task.expected_time
 
 
-def test_schedule_many_inserts_no_task_if_one_key_is_taken(place: RefusingClient) -> None:
+def test_schedule_many_inserts_no_task_if_one_key_is_taken(place: Place) -> None:
     place.put(key="k")
     with place.refuses(e.DuplicateTaskError):
         place.delays.schedule_many(NewTask("mail", {}, 5, key=key) for key in (None, "l", "k"))
 
 
-def test_a_typo_in_on_conflict_is_refused(place: RefusingClient) -> None:
+def test_a_typo_in_on_conflict_is_refused(place: Place) -> None:
     place.put(key="k")
     d = place.delays
     place.refuse(
@@ -456,9 +449,7 @@ def test_a_typo_in_on_conflict_is_refused(place: RefusingClient) -> None:
     )
 
 
-def test_scheduling_the_same_id_again_changes_nothing_and_arms_the_task_again(
-    place: RefusingClient,
-) -> None:
+def test_scheduling_the_same_id_again_changes_nothing_and_arms_the_task_again(place: Place) -> None:
     first = place.delays.schedule_delay("mail", {"n": 1}, 5, id=4711)
     before = place.traces()
     again = place.delays.schedule_delay("mail", {"n": 2}, 60, id=4711)
@@ -475,7 +466,7 @@ def test_scheduling_the_same_id_again_changes_nothing_and_arms_the_task_again(
 # Invalid tags, keys, queues and priorities
 
 
-def test_a_tag_that_is_no_name_is_refused(place: RefusingClient) -> None:
+def test_a_tag_that_is_no_name_is_refused(place: Place) -> None:
     tags, d = [*BAD_NAMES, "x" * 129], place.delays
     place.refuse(
         "tag",
@@ -487,7 +478,7 @@ def test_a_tag_that_is_no_name_is_refused(place: RefusingClient) -> None:
     place.refuse("tag", tags[1:], lambda tag: d.find(tag=tag))
 
 
-def test_a_key_that_is_no_name_is_refused(place: RefusingClient) -> None:
+def test_a_key_that_is_no_name_is_refused(place: Place) -> None:
     d = place.delays
     place.refuse(
         "key",
@@ -501,7 +492,7 @@ def test_a_key_that_is_no_name_is_refused(place: RefusingClient) -> None:
     )
 
 
-def test_a_queue_that_a_broker_could_not_have_is_refused(place: RefusingClient) -> None:
+def test_a_queue_that_a_broker_could_not_have_is_refused(place: Place) -> None:
     d, paths = place.delays, ["a b", "../../etc/passwd", "a/b", "😀" * 90, "q*", "q#", "a:b"]
     place.refuse(
         "queue",
@@ -512,7 +503,7 @@ def test_a_queue_that_a_broker_could_not_have_is_refused(place: RefusingClient) 
     )
 
 
-def test_names_at_their_longest_are_accepted(place: RefusingClient) -> None:
+def test_names_at_their_longest_are_accepted(place: Place) -> None:
     tag, key, queue = "😀" * 128, "ü" * 191, "q" * 100
     task = place.delays.schedule_delay(tag, {}, 60, key=key, queue=queue)
     found = place.delays.get(tag=tag, key=key)
@@ -529,7 +520,7 @@ class Level(int, enum.Enum):
     ID = 4711
 
 
-def test_an_enum_member_is_stored_as_its_value(place: RefusingClient) -> None:
+def test_an_enum_member_is_stored_as_its_value(place: Place) -> None:
     body = {"level": Level.HIGH, "name": Name.KEY}
     task = place.delays.schedule_delay(
         Name.MAIL, body, 60, key=Name.KEY, priority=Level.HIGH, id=Level.ID
@@ -543,7 +534,7 @@ def test_an_enum_member_is_stored_as_its_value(place: RefusingClient) -> None:
     assert [one.id for one in place.delays.find(tag=Name.MAIL)] == [4711]
 
 
-def test_a_priority_is_an_integer_from_0_to_9(place: RefusingClient) -> None:
+def test_a_priority_is_an_integer_from_0_to_9(place: Place) -> None:
     place.refuse(
         "priority",
         [-1, 10, True, 1.0, "1", None, 10**5000, Unsayable()],
@@ -575,7 +566,7 @@ def test_a_process_with_processors_refuses_other_tags_and_names_the_nearest(make
     ],
 )
 def test_the_setting_tags_decides_about_other_tags(
-    make: Callable[..., RefusingClient], settings: Any, has_processor: bool, accepted: str
+    make: Make, settings: Any, has_processor: bool, accepted: str
 ) -> None:
     place = make(**settings)
     if has_processor:
@@ -588,16 +579,14 @@ def test_the_setting_tags_decides_about_other_tags(
                 place.delays.schedule_delay(f"mail.{name}", {}, 5)
 
 
-def test_a_limit_key_is_a_key_and_may_be_long(place: RefusingClient) -> None:
+def test_a_limit_key_is_a_key_and_may_be_long(place: Place) -> None:
     schedule = partial(place.delays.schedule_delay, "mail", {}, 5)
     wrong = ["", " ", "a ", "a" * 256, "a\nb", 7, True]
     place.refuse("limit_key", wrong, lambda key: schedule(limit_key=key))
     assert schedule(limit_key="a" * 255).limit_key == "a" * 255
 
 
-def test_a_processor_computes_the_limit_key_unless_the_call_names_one(
-    place: RefusingClient,
-) -> None:
+def test_a_processor_computes_the_limit_key_unless_the_call_names_one(place: Place) -> None:
     place.delays.processor("pay", limit_key=lambda body: body["customer"])(lambda body: None)
     schedule = place.delays.schedule_delay
     assert place.delays.get(schedule("pay", {"customer": "c7"}, 5)).limit_key == "c7"
@@ -620,7 +609,7 @@ BAD_DELAYS = [
 BAD_OPTIONS = [*BAD_DELAYS, 0, "0s", "soon"]
 
 
-def test_a_delay_that_is_no_delay_is_refused_by_every_call(place: RefusingClient) -> None:
+def test_a_delay_that_is_no_delay_is_refused_by_every_call(place: Place) -> None:
     waits, failed, d = place.put(), place.put(Status.FAILED), place.delays
     place.refuse(
         "delay",
@@ -634,7 +623,7 @@ def test_a_delay_that_is_no_delay_is_refused_by_every_call(place: RefusingClient
     )
 
 
-def test_a_spread_is_a_delay_and_not_zero(place: RefusingClient) -> None:
+def test_a_spread_is_a_delay_and_not_zero(place: Place) -> None:
     waits, d = place.put(key="k"), place.delays
     longest = d.settings.max_delay_s
     place.refuse(
@@ -651,7 +640,7 @@ def test_a_spread_is_a_delay_and_not_zero(place: RefusingClient) -> None:
     assert d.get(waits).version == 0
 
 
-def test_max_wait_is_a_delay_and_requires_a_replacement(place: RefusingClient) -> None:
+def test_max_wait_is_a_delay_and_requires_a_replacement(place: Place) -> None:
     waits, at = place.put(key="k"), datetime(2030, 1, 1, tzinfo=UTC)
     schedule, many = partial(place.delays.schedule_delay, "mail", {}), place.delays.schedule_many
     replace = partial(schedule, key="k", on_conflict="replace")
@@ -690,7 +679,7 @@ def test_a_delay_above_the_setting_is_refused_and_one_at_it_is_not(make: Any) ->
         place.delays.schedule_delay("mail", {}, at=datetime.max.replace(tzinfo=UTC))
 
 
-def test_a_datetime_without_a_zone_is_refused_by_every_call(place: RefusingClient) -> None:
+def test_a_datetime_without_a_zone_is_refused_by_every_call(place: Place) -> None:
     waits, naive, d = place.put(), datetime(2030, 1, 1), place.delays
     place.refuse("at", [naive], lambda at: d.schedule_delay("mail", {}, at=at), says="2030")
     place.refuse(
@@ -703,13 +692,13 @@ def test_a_datetime_without_a_zone_is_refused_by_every_call(place: RefusingClien
     place.refuse("until", [naive], lambda until: d.find(until=until))
 
 
-def test_an_instant_that_is_no_datetime_is_refused(place: RefusingClient) -> None:
+def test_an_instant_that_is_no_datetime_is_refused(place: Place) -> None:
     wrong = ["2030-01-01T00:00:00Z", 1893456000, object(), datetime(1, 1, 1, tzinfo=FAR_EAST)]
     place.refuse("at", wrong, lambda at: place.delays.schedule_delay("mail", {}, at=at))
 
 
 @pytest.mark.parametrize("year", [1, 1500, 1969, 2001])
-def test_the_past_is_accepted_and_runs_now(place: RefusingClient, year: int) -> None:
+def test_the_past_is_accepted_and_runs_now(place: Place, year: int) -> None:
     ran: list[Any] = []
     place.delays.processor("mail")(ran.append)
     task = place.delays.schedule_delay("mail", year, at=datetime(year, 1, 1, tzinfo=UTC))
@@ -721,7 +710,7 @@ def test_the_past_is_accepted_and_runs_now(place: RefusingClient, year: int) -> 
     assert place.delays.get(moved).status is Status.DONE
 
 
-def test_a_delay_and_an_instant_together_or_neither_are_refused(place: RefusingClient) -> None:
+def test_a_delay_and_an_instant_together_or_neither_are_refused(place: Place) -> None:
     waits, when = place.put(), datetime(2030, 1, 1, tzinfo=UTC)
     for delay, instant in ((5, when), (None, None)):
         with place.refuses("delay"):
@@ -730,7 +719,7 @@ def test_a_delay_and_an_instant_together_or_neither_are_refused(place: RefusingC
             place.delays.reschedule(waits, delay, at=instant)
 
 
-def test_schedule_many_refuses_an_item_that_is_not_a_task(place: RefusingClient) -> None:
+def test_schedule_many_refuses_an_item_that_is_not_a_task(place: Place) -> None:
     wrong: list[Any] = [
         None,
         "mail",
@@ -821,7 +810,7 @@ quick = fuzz(60)
         "\x7f\x01",
     ]
 )
-def test_any_json_comes_back_exactly(place: RefusingClient, bodies: list[Any]) -> None:
+def test_any_json_comes_back_exactly(place: Place, bodies: list[Any]) -> None:
     one = place.delays.schedule_delay("mail", bodies, 60)
     assert same(place.delays.get(one).body, bodies)
     ids: list[int] = []
@@ -841,7 +830,7 @@ def same(left: Any, right: Any) -> bool:
 @pytest.mark.slow
 @quick
 @given(body=junk_bodies)
-def test_any_junk_in_a_body_is_refused(place: RefusingClient, body: Any) -> None:
+def test_any_junk_in_a_body_is_refused(place: Place, body: Any) -> None:
     before = place.traces()
     with pytest.raises(e.InvalidInputError, match=r"^\$"):
         place.delays.schedule_delay("mail", body, 60)
@@ -851,7 +840,7 @@ def test_any_junk_in_a_body_is_refused(place: RefusingClient, body: Any) -> None
 @pytest.mark.slow
 @quick
 @given(data=st.data())
-def test_any_arguments_give_a_task_or_our_error(place: RefusingClient, data: st.DataObject) -> None:
+def test_any_arguments_give_a_task_or_our_error(place: Place, data: st.DataObject) -> None:
     def some(*good: Any) -> Any:
         return data.draw(st.sampled_from(good or (None,)) | anything)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
 from typing import Any
+from unittest import mock
 
 import pytest
 from sqlalchemy import event, select, update
@@ -28,17 +29,13 @@ from tests.proxy import proxy_to
 from tests.refusals import invalid
 from tests.running import ROOT
 from tests.world import LIVE, MOVES, RUNNING, Entry, MonkeyPatch, World, status_columns
-from tests.world.broker import RecordingTimer
-from tests.world.recording import delays_on, record, set_columns
+from tests.world.recording import delays_on, record
 
-BULK_CALLS = "delaytasks.operations.bulk_calls"
 FAR = 7 * 86400.0
 
 
-def schedule(
-    delays: DelayTasks, tag: str = "mail", delay: float = FAR, **options: Any
-) -> DelayedTask:
-    return delays.get(delays.schedule_delay(tag, {}, delay, **options))
+def schedule(delays: DelayTasks, tag: str = "mail", delay: float = FAR, **more: Any) -> DelayedTask:
+    return delays.get(delays.schedule_delay(tag, {}, delay, **more))
 
 
 def pass_a_moment() -> None:
@@ -71,19 +68,15 @@ def due_in(delays: DelayTasks, task: DelayedTask) -> float:
 
 
 @pytest.fixture
-def small(monkeypatch: MonkeyPatch) -> None:
+def small(world: World) -> None:
     """Make steps and windows only a few rows long."""
-    monkeypatch.setattr(f"{BULK_CALLS}.BULK_ROWS", 3)
-    monkeypatch.setattr(f"{BULK_CALLS}.BUSY_S", 0.2)
-    monkeypatch.setattr("delaytasks.storage.bulk_moves.WINDOW", 4)
+    world.lower(rows_of_a_bulk_step=3, seconds_before_a_second_try=0.2, rows_of_a_bulk_window=4)
 
 
 # Many tasks are cancelled, rescheduled and retried
 
 
-def test_cancel_many_cancels_waiting_tasks_only(
-    world: World, delays: DelayTasks, timer: RecordingTimer
-) -> None:
+def test_cancel_many_cancels_waiting_tasks_only(world: World, delays: DelayTasks) -> None:
     tasks = {status: put(world, schedule(delays), **status_columns(status)) for status in Status}
     other = schedule(delays, "sms")
     assert counts(delays.bulk.cancel(tag="mail")) == (3, 2, 1)
@@ -94,7 +87,7 @@ def test_cancel_many_cancels_waiting_tasks_only(
     for task in (*tasks.values(), other):
         assert delays.get(task) == task
     assert delays.events.counts["task.cancelled"] == 2
-    assert versions(timer.disarmed) == versions(waited.values())
+    assert versions(world.broker.disarmed) == versions(waited.values())
 
 
 def test_keys_are_free_afterwards(world: World, delays: DelayTasks) -> None:
@@ -122,14 +115,12 @@ def test_cancel_many_leaves_a_key_that_another_task_has(world: World, delays: De
 # -- reschedule ----------------------------------------------------------------------------------
 
 
-def test_reschedule_many_arms_near_tasks_and_disarms_old(
-    world: World, delays: DelayTasks, timer: RecordingTimer
-) -> None:
+def test_reschedule_many_arms_near_tasks_and_disarms_old(world: World, delays: DelayTasks) -> None:
     tasks = [schedule(delays, delay=5), schedule(delays)]
     tasks.append(put(world, schedule(delays), status=int(Status.HELD)))
     running = put(world, schedule(delays), **RUNNING)
     for delay, is_near in ((2, True), (FAR, False)):
-        timer.armed.clear(), timer.disarmed.clear()
+        world.broker.armed.clear(), world.broker.disarmed.clear()
         before = [delays.get(task) for task in tasks]
         assert counts(delays.bulk.reschedule(delay, tag="mail")) == (4, 3, 1)
         moved = [delays.get(task) for task in tasks]
@@ -137,9 +128,9 @@ def test_reschedule_many_arms_near_tasks_and_disarms_old(
         assert [(t.version, t.status) for t in moved] == [
             (b.version + 1, Status.NOT_COMPLETE) for b in before
         ]
-        assert versions(timer.disarmed) == versions(before)
+        assert versions(world.broker.disarmed) == versions(before)
         armed = [*map(Entry.of, moved)] if is_near else []
-        assert sorted(timer.armed) == sorted(armed)
+        assert sorted(world.broker.armed) == sorted(armed)
     assert delays.get(running) == running
 
 
@@ -195,19 +186,17 @@ def test_a_task_that_is_found_twice_is_shifted_once(world: World, monkeypatch: M
 # -- retry ---------------------------------------------------------------------------------------
 
 
-def test_failed_tasks_rerun_and_cancelled_ones_if_asked(
-    world: World, delays: DelayTasks, timer: RecordingTimer
-) -> None:
+def test_failed_tasks_rerun_and_cancelled_ones_if_asked(world: World, delays: DelayTasks) -> None:
     used = {"runs": 4, "lapses": 3}
     tasks = {
         status: put(world, schedule(delays), **status_columns(status), **used) for status in Status
     }
-    timer.armed.clear()
+    world.broker.armed.clear()
     assert counts(delays.bulk.rerun(tag="mail")) == (1, 1, 0)
     failed = delays.get(tasks[Status.FAILED])
     assert (failed.status, failed.version) == (Status.NOT_COMPLETE, 1)
     assert (failed.runs, failed.lapses) == (0, 0)
-    assert versions(timer.armed) == {(failed.id, 1)}
+    assert versions(world.broker.armed) == {(failed.id, 1)}
     assert delays.get(tasks[Status.CANCELLED]).status is Status.CANCELLED
     assert counts(delays.bulk.rerun(60, tag="mail", status="cancelled")) == (1, 1, 0)
     assert delays.get(tasks[Status.CANCELLED]).status is Status.NOT_COMPLETE
@@ -352,10 +341,8 @@ def test_a_step_whose_answer_was_lost_is_counted_and_not_repeated(world: World, 
             proxy.cut_answer(rb"COMMIT(?!TED)")
 
     pass_a_moment()
-    if verb == "cancel":
-        result = proxied.bulk.cancel(tag="mail", on_progress=cut)
-    else:
-        result = proxied.bulk.reschedule(by=60, tag="mail", on_progress=cut)
+    options = {"by": 60} if verb == "reschedule" else {}
+    result = getattr(proxied.bulk, verb)(tag="mail", on_progress=cut, **options)
     assert proxy.cut == 1
     assert counts(result) == (5, 5, 0)
     [entry] = proxied.bulk.log()
@@ -381,11 +368,8 @@ def test_a_bulk_call_skips_locked_rows_and_tries_them_once_more(
         return  # SQLite has one writer at a time
     tasks = [schedule(delays, key=f"k{n}") for n in range(7)]
     t, k = world.table(), world.table("keys")
-    query = (
-        select(t.c.id).where(t.c.id == tasks[1].id)
-        if locks == "task"
-        else select(k).where(k.c.task_key == "k1")
-    )
+    task, key = select(t.c.id).where(t.c.id == tasks[1].id), select(k).where(k.c.task_key == "k1")
+    query = task if locks == "task" else key
     with world.engine.connect() as connection:
         connection.execute(query.with_for_update())
 
@@ -424,11 +408,8 @@ def test_each_task_is_run_or_cancelled_and_counted_once(world: World, delays: De
     there = [delays.get(task) for task in tasks]
     assert {task.id for task in there if task.status is Status.DONE} == set(ran)
     assert len(ran) == len(set(ran))
-    assert (
-        sum(task.status is Status.CANCELLED for task in there)
-        == result.changed
-        == len(tasks) - len(ran)
-    )
+    cancelled = [task for task in there if task.status is Status.CANCELLED]
+    assert len(cancelled) == result.changed == len(tasks) - len(ran)
     assert result.matched == result.changed + result.refused
     with pytest.raises(TaskNotFoundError):
         delays.get(tag="mail", key="k0")
@@ -467,7 +448,7 @@ def test_audit_rows_are_purged_by_their_last_update(world: World, delays: DelayT
     delays.bulk.cancel(tag="mail")
     delays.bulk.cancel(tag="mail")
     old, _ = delays.bulk.log()
-    set_columns(world.store, "audit", {"id": old.id}, seen_at=old.seen_at - timedelta(hours=2))
+    world.set_columns("audit", {"id": old.id}, seen_at=old.seen_at - timedelta(hours=2))
     world.store.sweeps.purge_audit(7200 + 600)
     assert len(delays.bulk.log()) == 2
     world.store.sweeps.purge_audit(3600)
@@ -476,9 +457,7 @@ def test_audit_rows_are_purged_by_their_last_update(world: World, delays: DelayT
 
 
 @pytest.mark.usefixtures("small")
-def test_a_step_committed_before_an_interrupt_counts(
-    world: World, monkeypatch: MonkeyPatch
-) -> None:
+def test_steps_committed_before_an_interrupt_count(world: World, monkeypatch: MonkeyPatch) -> None:
     """Ctrl-C may arrive at any moment."""
     delays, database = world.delays, type(world.store.database)
     for _ in range(5):
@@ -503,10 +482,8 @@ def test_a_step_committed_before_an_interrupt_counts(
 # `bulk.rerun(entry=…)` runs the tasks of a cancel again that have not moved since
 
 
-def test_cancelled_tasks_wait_again_with_keys_and_times(
-    world: World, delays: DelayTasks, timer: RecordingTimer, monkeypatch: MonkeyPatch
-) -> None:
-    monkeypatch.setattr(f"{BULK_CALLS}.BULK_ROWS", 2)
+def test_cancelled_tasks_wait_again_with_keys_and_times(world: World, delays: DelayTasks) -> None:
+    world.lower(rows_of_a_bulk_step=2)
     tasks = [schedule(delays, delay=86_400.0 + n, key=f"k{n}" if n % 2 else None) for n in range(7)]
     held, retried = tasks[0], put(world, tasks[1], runs=2)
     put(world, held, status=int(Status.HELD))
@@ -529,7 +506,7 @@ def test_cancelled_tasks_wait_again_with_keys_and_times(
     assert (entry.action, entry.actor) == ("rerun", "ann")
     assert entry.filter["entry"] == str(result.runs[0])
     assert counts(delays.bulk.rerun(entry=str(result.runs[0]))) == (7, 0, 7), "they have moved"
-    assert {e.id for e in timer.armed} <= {task.id for task in tasks}
+    assert {e.id for e in world.broker.armed} <= {task.id for task in tasks}
 
 
 def test_a_delay_and_filters_hold_for_the_tasks_of_an_operation(delays: DelayTasks) -> None:
@@ -549,9 +526,7 @@ def test_tasks_that_have_moved_since_are_left_as_they_are(world: World, delays: 
     delays.rerun(again, "2d")
     delays.cancel(again)
     new = schedule(delays, key="k3")
-    t = world.table()
-    with world.begin() as connection:
-        connection.execute(t.delete().where(t.c.id == gone.id))
+    world.delete("tasks", id=gone.id)
     before = delays.get(rerun)
     assert counts(delays.bulk.rerun(entry=result.runs[0])) == (6, 2, 4)
     assert set(statuses(delays, plain, keyed)) == {Status.NOT_COMPLETE}
@@ -561,11 +536,9 @@ def test_tasks_that_have_moved_since_are_left_as_they_are(world: World, delays: 
 
 
 @pytest.mark.parametrize("point", ["_step", "_lock"])
-def test_a_task_that_moves_before_it_is_locked_is_left_as_it_is(
-    world: World, monkeypatch: MonkeyPatch, point: str
-) -> None:
+def test_a_task_that_moves_before_it_is_locked_is_left_as_it_is(world: World, point: str) -> None:
     delays, store, t = world.delays, world.store.bulk, world.table()
-    monkeypatch.setattr(f"{BULK_CALLS}.BUSY_S", 0)
+    world.lower(seconds_before_a_second_try=0)
     task = schedule(delays)
     result = delays.bulk.cancel(tag="mail")
     unpatched = getattr(store, point)
@@ -574,8 +547,8 @@ def test_a_task_that_moves_before_it_is_locked_is_left_as_it_is(
         on.execute(update(t).where(t.c.id == task.id).values(version=t.c.version + 1))
         return unpatched(on, *given)
 
-    monkeypatch.setattr(store, point, late)
-    assert counts(delays.bulk.rerun(entry=result.runs[0])) == (1, 0, 1)
+    with mock.patch.object(store, point, late):
+        assert counts(delays.bulk.rerun(entry=result.runs[0])) == (1, 0, 1)
     assert delays.get(task).status is Status.CANCELLED
 
 
@@ -614,13 +587,13 @@ def test_the_tasks_of_an_operation_that_still_runs_are_not_rerun(delays: DelayTa
 
 
 def test_a_cancel_that_died_is_rerun_later(delays: DelayTasks, monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{BULK_CALLS}.BulkRun._end", lambda *_: None)
+    monkeypatch.setattr("delaytasks.operations.bulk_calls.BulkRun._end", lambda *_: None)
     schedule(delays)
     result = delays.bulk.cancel(tag="mail")
     assert delays.bulk.log()[0].state == "running"
     with invalid("entry", match="still runs"):
         delays.bulk.rerun(entry=result.runs[0])
-    monkeypatch.setattr(f"{BULK_CALLS}.RUNNING_S", -1)
+    monkeypatch.setattr("delaytasks.operations.bulk_calls.RUNNING_S", -1)
     assert counts(delays.bulk.rerun(entry=result.runs[0])) == (1, 1, 0)
 
 
@@ -707,11 +680,9 @@ def test_invalid_calls_are_refused(delays: DelayTasks, call: Any, argument: str,
     assert delays.bulk.log() == []
 
 
-def test_a_dry_run_counts_and_writes_nothing(
-    world: World, delays: DelayTasks, timer: RecordingTimer
-) -> None:
+def test_a_dry_run_counts_and_writes_nothing(world: World, delays: DelayTasks) -> None:
     waits, runs = schedule(delays), put(world, schedule(delays), **RUNNING)
     result = delays.bulk.cancel(tag="mail", dry_run=True)
     assert (counts(result), result.runs) == ((2, 0, 1), ())
     assert [delays.get(task) for task in (waits, runs)] == [waits, runs]
-    assert (timer.disarmed, delays.bulk.log()) == ([], [])
+    assert (world.broker.disarmed, delays.bulk.log()) == ([], [])

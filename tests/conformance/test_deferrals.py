@@ -208,33 +208,29 @@ def test_a_shift_of_many_counts_from_the_due_time_and_not_from_the_next_try(worl
 
 
 @pytest.fixture
-def long_overdue(world: World) -> DelayedTask:
+def overdue(world: World) -> DelayedTask:
     """A task that was due an hour ago, and whose next try is in six minutes."""
     task = world.put(due_s=-3600, tag="new")
     world.run(task)
     return world.read(task)
 
 
-def test_a_touch_is_kept_when_the_task_comes_forward(
-    world: World, long_overdue: DelayedTask
-) -> None:
-    assert world.delays.touch(long_overdue, 180)
-    touched = world.read(long_overdue)
-    assert long_overdue.due < touched.due < touched.expected_time == long_overdue.expected_time
-    assert world.delays.touch(long_overdue, 60)
-    assert world.read(long_overdue).due == touched.due, "never earlier"
-    assert world.bring_forward("new") == [long_overdue.id]
-    moved = world.read(long_overdue)
+def test_a_touch_is_kept_when_the_task_comes_forward(world: World, overdue: DelayedTask) -> None:
+    assert world.delays.touch(overdue, 180)
+    touched = world.read(overdue)
+    assert overdue.due < touched.due < touched.expected_time == overdue.expected_time
+    assert world.delays.touch(overdue, 60)
+    assert world.read(overdue).due == touched.due, "never earlier"
+    assert world.bring_forward("new") == [overdue.id]
+    moved = world.read(overdue)
     assert moved.expected_time == moved.due == touched.due, "it must not run before that"
     assert not world.deliver()
 
 
-def test_a_task_is_overdue_though_its_next_try_is_later(
-    world: World, long_overdue: DelayedTask
-) -> None:
+def test_a_task_is_overdue_though_its_next_try_is_later(world: World, overdue: DelayedTask) -> None:
     world.serve("worker-1", "default")
     world.schedule("later", delay=60)
-    state, due = world.state(), long_overdue.due
+    state, due = world.state(), overdue.due
     assert state.overdue == (1, due)
     assert [(one.tag, one.oldest, one.reason.code) for one in state.late] == [
         ("new", due, "no_processor")
@@ -244,9 +240,7 @@ def test_a_task_is_overdue_though_its_next_try_is_later(
     assert [(one.name, one.overdue) for one in world.live().tags if one.overdue] == [("new", 1)]
 
 
-def test_late_tasks_are_counted_by_queue_tag_and_cause(
-    world: World, long_overdue: DelayedTask
-) -> None:
+def test_late_tasks_are_counted_by_queue_tag_and_cause(world: World, overdue: DelayedTask) -> None:
     world.serve("worker-1", "default", "letters")
     for tag, queue in (("note", "default"), ("note", "letters"), ("new", "default")):
         world.put(due_s=-100, tag=tag, queue=queue)

@@ -18,10 +18,8 @@ from tests.world import MonkeyPatch, World
 from tests.world.recording import ManualClock
 
 
-def keyed(
-    world: World, on_conflict: Any = "reject", delay: float = 0, **options: Any
-) -> DelayedTask:
-    return world.schedule(key="k", on_conflict=on_conflict, delay=delay, **options)
+def keyed(world: World, on_conflict: Any = "reject", delay: float = 0, **more: Any) -> DelayedTask:
+    return world.schedule(key="k", on_conflict=on_conflict, delay=delay, **more)
 
 
 # -- a tag has at most one live task with the same key --------------------------------------------

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 from sqlalchemy import event, select, update
@@ -18,8 +19,6 @@ from tests.world import NO_POLICIES, MakeWorld, MonkeyPatch, World, run_chunk
 from tests.world.recording import CrashError
 
 HOUR = 3600.0
-PAUSE_ROWS = "delaytasks.maintenance.sweeper.PAUSE_ROWS"
-ROWS_PER_QUERY = "delaytasks.storage.policy_rows.ROWS_PER_QUERY"
 
 
 @pytest.fixture
@@ -41,11 +40,10 @@ def swept_patiently(world: World) -> World:
 
 
 @pytest.fixture
-def small_steps(world: World, monkeypatch: MonkeyPatch) -> None:
+def small_steps(world: World) -> None:
     """Limit each step to one row, and each sweep to one step."""
-    monkeypatch.setattr(ROWS_PER_QUERY, 2)
-    monkeypatch.setattr(PAUSE_ROWS, 1)
-    monkeypatch.setattr(world.runtime.sweeper._pauses, "_budget_s", -1)
+    world.lower(rows_of_a_pause_query=2, rows_of_a_pause_step=1)
+    world.runtime.sweeper._pauses._budget_s = -1
 
 
 def pause(world: World, **options: Any) -> Any:
@@ -250,20 +248,18 @@ def test_a_pool_process_reads_policies_when_its_main_process_has_others_or_none(
     assert late_main.stamp == late_child.stamp
 
 
-def test_a_process_without_policies_fails_if_it_cannot_read_them(
-    world: World, other: World, monkeypatch: MonkeyPatch
-) -> None:
+def test_a_process_without_policies_fails_if_it_reads_none(world: World, other: World) -> None:
     world.delays.policies.pause(tag="note")
+    world.lower(seconds_between_policy_reads=0)
     cache = other.runtime.policy_cache
-    monkeypatch.setattr("delaytasks.execution.policy_cache.POLICY_REFRESH_S", 0)
-    with monkeypatch.context() as away:
-        away.setattr(cache, "_read", raise_unavailable)
+    unavailable = mock.patch.object(cache, "_read", raise_unavailable)
+    with unavailable:
         for _ in range(2):
             with pytest.raises(e.StoreUnavailableError):
                 cache.current()
     assert cache.current().pauses("note", "default")
-    monkeypatch.setattr(cache, "_read", raise_unavailable)
-    assert cache.current().pauses("note", "default")
+    with unavailable:
+        assert cache.current().pauses("note", "default")
 
 
 def test_a_worker_that_cannot_read_the_policies_reports_this_at_its_start(
@@ -511,9 +507,7 @@ def test_a_locked_row_is_released_after_its_transaction_has_ended(world: World) 
 # -- steps, several processes and crashes ---------------------------------------------------------
 
 
-def test_each_sweep_holds_a_part_and_the_next_one_continues(
-    world: World, small_steps: None
-) -> None:
+def test_each_sweep_holds_a_part_and_the_next_continues(world: World, small_steps: None) -> None:
     rows, others = world.put_many(5, due_s=HOUR), world.put_many(5, due_s=HOUR, tag="sms")
     world.delays.policies.pause(tag="note")
     seen = [0]
@@ -543,9 +537,7 @@ def test_the_last_of_several_pauses_and_resumes_is_applied(world: World, small_s
 
 
 @pytest.mark.parametrize(("verb", "move"), [("pause", "hold"), ("resume", "release")])
-def test_the_next_sweep_continues_the_work_of_one_that_died(
-    world: World, other: World, verb: str, move: str, monkeypatch: MonkeyPatch
-) -> None:
+def test_a_sweep_continues_one_that_died(world: World, other: World, verb: str, move: str) -> None:
     rows, calls = world.put_many(5, due_s=HOUR), list[Any]()
     if verb == "resume":
         pause(world)
@@ -558,11 +550,9 @@ def test_the_next_sweep_continues_the_work_of_one_that_died(
         return work(ids)
 
     getattr(world.delays.policies, verb)(tag="note")
-    with monkeypatch.context() as patch:
-        patch.setattr(PAUSE_ROWS, 2)
-        patch.setattr(world.store.paused_rows, move, dies)
-        with pytest.raises(CrashError):
-            world.sweep_later()
+    world.lower(rows_of_a_pause_step=2)
+    with mock.patch.object(world.store.paused_rows, move, dies), pytest.raises(CrashError):
+        world.sweep_later()
     assert {*world.statuses(rows)} == {"HELD", "NOT_COMPLETE"}
     other.sweep_later()
     assert {*world.statuses(rows)} == {{"pause": "HELD", "resume": "NOT_COMPLETE"}[verb]}
@@ -587,10 +577,8 @@ def test_simultaneous_passes_count_each_row_once(world: World, make_world: MakeW
     assert held(world) == 0
 
 
-def test_all_of_many_rows_with_one_due_time_are_held_and_released(
-    world: World, monkeypatch: MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ROWS_PER_QUERY, 3)
+def test_all_of_many_rows_with_one_due_time_are_held_and_released(world: World) -> None:
+    world.lower(rows_of_a_pause_query=3)
     at = world.now() + timedelta(hours=1)
     rows = [world.new_row(tag="sms" if n % 3 else "note", expected_time=at) for n in range(20)]
     rows += [world.new_row(expected_time=at + timedelta(seconds=n - 2)) for n in range(5)]

@@ -94,9 +94,7 @@ def test_simultaneous_changes_are_all_read(world: World, reader: PolicyReader) -
     assert reader.stamp == fresh.stamp
 
 
-def test_a_cleared_policy_is_read_and_deleted_much_later(
-    world: World, reader: PolicyReader
-) -> None:
+def test_a_cleared_policy_is_read_and_deleted_later(world: World, reader: PolicyReader) -> None:
     policies = world.delays.policies
     policies.pause(tag="mail")
     world.sweep_later()
@@ -147,9 +145,7 @@ def test_a_change_of_an_old_release_is_found(world: World, reader: PolicyReader,
     assert child.paused == reader.paused, "and so do the processes of its pool"
 
 
-def test_a_server_without_the_last_changes_is_read_fully(
-    world: World, reader: PolicyReader
-) -> None:
+def test_a_server_without_last_changes_is_read_fully(world: World, reader: PolicyReader) -> None:
     for number in range(1, 4):
         limit(world, "mail", number)
     reader.refresh()
@@ -158,9 +154,7 @@ def test_a_server_without_the_last_changes_is_read_fully(
     assert reader.refresh()["mail"].concurrency == 2
 
 
-def test_a_server_with_as_many_other_changes_is_detected(
-    world: World, reader: PolicyReader
-) -> None:
+def test_a_server_with_equally_many_changes_is_found(world: World, reader: PolicyReader) -> None:
     """After a failover that lost changes, the number, the count and the versions may be equal by
     chance."""
     limit(world, "mail", 1)

@@ -328,7 +328,7 @@ def test_failure_groups_are_read_and_select_their_tasks(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "argument", "reason"),
+    ("options", "name", "says"),
     [
         ({"step": "90s"}, "step", "whole minutes"),
         ({"step": 0}, "step", "whole minutes"),
@@ -338,10 +338,8 @@ def test_failure_groups_are_read_and_select_their_tasks(world: World) -> None:
         ({"tags": "mail"}, "tags", "list"),
     ],
 )
-def test_a_wrong_range_is_refused(
-    delays: DelayTasks, options: Any, argument: str, reason: str
-) -> None:
-    with invalid(argument, match=reason):
+def test_a_wrong_range_is_refused(delays: DelayTasks, options: Any, name: str, says: str) -> None:
+    with invalid(name, match=says):
         delays.statistics.series(**options)
 
 

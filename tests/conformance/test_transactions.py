@@ -232,9 +232,7 @@ def test_many_far_tasks_are_not_held_in_memory_until_the_commit(shop: Caller, pl
     assert len(shop.seen()) == 20
 
 
-def test_a_task_that_becomes_near_is_armed_at_commit(
-    shop: Caller, monkeypatch: MonkeyPatch
-) -> None:
+def test_a_task_that_comes_near_is_armed_at_commit(shop: Caller, monkeypatch: MonkeyPatch) -> None:
     with shop.session() as session:
         task = shop.schedule(session, delay=600)
         clock = shop.world.runtime.clock

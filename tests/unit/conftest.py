@@ -13,7 +13,7 @@ from delaytasks import DelayedTask
 from tests.conftest import open_store
 from tests.waiting import wait_until
 from tests.world import Settlement, World
-from tests.world.recording import ManualMonotonic
+from tests.world.recording import ManualTime
 
 
 @pytest.fixture(scope="session")
@@ -24,9 +24,9 @@ def session_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @pytest.fixture
-def time(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ManualMonotonic:
+def time(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ManualTime:
     """The clock of the modules in the list `CLOCKED` of the suite, or of all, which a test sets."""
-    time = ManualMonotonic()
+    time = ManualTime()
     for module in getattr(request.module, "CLOCKED", ()):
         monkeypatch.setattr(module, "monotonic", time)
     if not hasattr(request.module, "CLOCKED"):
@@ -35,9 +35,9 @@ def time(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Man
 
 
 @pytest.fixture
-def ahead(monkeypatch: pytest.MonkeyPatch) -> ManualMonotonic:
+def ahead(monkeypatch: pytest.MonkeyPatch) -> ManualTime:
     """The clock of all modules, which runs, and which a test sets ahead."""
-    time = ManualMonotonic(0.0, runs=True)
+    time = ManualTime(0.0, runs=True)
     time.replace(monkeypatch)
     return time
 

@@ -30,7 +30,7 @@ from delaytasks import DelayTasks
 from tests.conftest import open_store
 from tests.waiting import wait_until
 from tests.world.messages import RECONNECT_PAUSE_S, connect_as_a_worker, connect_in_background
-from tests.world.recording import ManualMonotonic
+from tests.world.recording import ManualTime
 
 # -- A worker tries frequently, and for a sufficient time, to reach its broker --------------------
 
@@ -211,7 +211,7 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 def test_a_refused_queue_is_tried_again_after_its_pause_and_reported_once(
-    delays: DelayTasks, sends: Sends, refused: set[str], time: ManualMonotonic
+    delays: DelayTasks, sends: Sends, refused: set[str], time: ManualTime
 ) -> None:
     assert not sends("bad")
     assert sends("good")

@@ -14,7 +14,7 @@ from celery.concurrency import solo
 
 from tests.waiting import wait_until
 from tests.world import Entry, FailureReason, MainProcess, MakeWorld, Report, WaitlistState, World
-from tests.world.recording import ManualClock, ManualMonotonic
+from tests.world.recording import ManualClock, ManualTime
 
 MakeMain = Callable[[int], "Main"]
 #: How much longer late entries wait if their queue has a backlog, how long a process continues with
@@ -25,7 +25,7 @@ BACKLOG_WAIT_S, CONTINUE_S, CONTINUE_IN_TURN_S, HELD_UP_S = 10.0, 2.0, 0.5, 0.26
 class Main(MainProcess):
     """A main process whose clocks stand still until a test sets them."""
 
-    def __init__(self, world: World, processes: int, time: ManualMonotonic) -> None:
+    def __init__(self, world: World, processes: int, time: ManualTime) -> None:
         world.set_clock(ManualClock(datetime(2030, 1, 1, tzinfo=timezone.utc)))
         super().__init__(world, processes)
         self.time, self.broker = time, world.broker
@@ -46,7 +46,7 @@ class Main(MainProcess):
 
 
 @pytest.fixture
-def make_main(make_world: MakeWorld, time: ManualMonotonic) -> MakeMain:
+def make_main(make_world: MakeWorld, time: ManualTime) -> MakeMain:
     return lambda processes: Main(make_world(_chunk_time_budget_s=0.05), processes, time)
 
 

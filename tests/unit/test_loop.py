@@ -18,7 +18,7 @@ from tests.conftest import open_store
 from tests.waiting import wait_until
 from tests.world import MakeWorld, World
 from tests.world.loops import AtWork, worker_hub
-from tests.world.recording import ManualMonotonic, delays_on
+from tests.world.recording import ManualTime, delays_on
 
 # -- A loop continues after failures. A dead or stuck loop gets a fresh thread --------------------
 
@@ -28,7 +28,7 @@ BOUNDS = {"wheel": 2, "leases": 10, "sweep": 20, "redis_poller": 5, "redis_liste
 
 
 @pytest.fixture
-def at_work(make_world: MakeWorld, time: ManualMonotonic) -> Iterator[AtWork]:
+def at_work(make_world: MakeWorld, time: ManualTime) -> Iterator[AtWork]:
     world = make_world(timer="redis://127.0.0.1:1/0")
     with closing(AtWork(world, is_watched=False)) as at_work:
         yield at_work
@@ -60,9 +60,7 @@ def test_a_thread_that_died_is_replaced_and_counted(at_work: AtWork) -> None:
 
 
 @pytest.mark.parametrize("name", BOUNDS)
-def test_a_stuck_thread_is_replaced_and_ends(
-    at_work: AtWork, time: ManualMonotonic, name: str
-) -> None:
+def test_a_stuck_thread_is_replaced_and_ends(at_work: AtWork, time: ManualTime, name: str) -> None:
     stuck = at_work.plan(name, at_work.hang)
     time.at += BOUNDS[name]
     assert at_work.check(name) == []
@@ -75,7 +73,7 @@ def test_a_stuck_thread_is_replaced_and_ends(
     assert at_work.turn(name) is fresh is not stuck
 
 
-def test_a_replaced_turn_ends_at_its_next_step(at_work: AtWork, time: ManualMonotonic) -> None:
+def test_a_replaced_turn_ends_at_its_next_step(at_work: AtWork, time: ManualTime) -> None:
     ended_by: list[str] = []
 
     def step() -> None:
@@ -97,9 +95,7 @@ def test_a_replaced_turn_ends_at_its_next_step(at_work: AtWork, time: ManualMono
     assert at_work.world.count("loop.failed") == 0, "nothing of it is an error"
 
 
-def test_a_long_turn_that_makes_progress_is_not_stuck(
-    at_work: AtWork, time: ManualMonotonic
-) -> None:
+def test_a_long_turn_that_makes_progress_is_not_stuck(at_work: AtWork, time: ManualTime) -> None:
     step, done = threading.Semaphore(0), threading.Semaphore(0)
 
     def go() -> None:
@@ -121,7 +117,7 @@ def test_a_long_turn_that_makes_progress_is_not_stuck(
 
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_an_idle_or_stopped_loop_is_not_started_again(
-    at_work: AtWork, time: ManualMonotonic, is_stopped: bool
+    at_work: AtWork, time: ManualTime, is_stopped: bool
 ) -> None:
     at_work.turn("leases")
     at_work.rest("leases")
@@ -132,9 +128,7 @@ def test_an_idle_or_stopped_loop_is_not_started_again(
     assert at_work.info["leases"]["is_alive"] is not is_stopped
 
 
-def test_each_stuck_thread_in_a_row_gets_twice_the_time(
-    at_work: AtWork, time: ManualMonotonic
-) -> None:
+def test_each_stuck_thread_in_a_row_gets_twice_the_time(at_work: AtWork, time: ManualTime) -> None:
     at_work.plan("leases", at_work.hang)
     time.at += 11
     assert len(at_work.check("leases")) == 1
@@ -150,7 +144,7 @@ def test_each_stuck_thread_in_a_row_gets_twice_the_time(
     assert len(at_work.check("leases")) == 3, "one that ended its turn begins anew"
 
 
-def test_a_suspended_process_has_no_stuck_loop(at_work: AtWork, time: ManualMonotonic) -> None:
+def test_a_suspended_process_has_no_stuck_loop(at_work: AtWork, time: ManualTime) -> None:
     at_work.plan("sweep", at_work.hang)
     time.at += 100
     assert at_work.check("sweep", times=1) == []
@@ -158,7 +152,7 @@ def test_a_suspended_process_has_no_stuck_loop(at_work: AtWork, time: ManualMono
     assert at_work.check("sweep", times=1) == ["stuck"], "it is, if it does not go on now"
 
 
-def test_a_long_call_is_not_repeated(at_work: AtWork, time: ManualMonotonic) -> None:
+def test_a_long_call_is_not_repeated(at_work: AtWork, time: ManualTime) -> None:
     """A solo pool runs its processors in this loop."""
     at_work.plan("calls", at_work.hang)
     time.at += 100_000

@@ -26,7 +26,7 @@ from delaytasks.operations.state import read_tables
 from tests.services import free_port
 from tests.waiting import wait_until
 from tests.world import World
-from tests.world.recording import ManualMonotonic
+from tests.world.recording import ManualTime
 
 # -- the port of a worker's metrics ---------------------------------------------------------------
 
@@ -104,7 +104,7 @@ CLOCKED = [snapshot, requests]
 def test_slow_queries_are_repeated_less_often_and_a_database_that_was_down_is_read_soon(
     world: World,
     monkeypatch: pytest.MonkeyPatch,
-    time: ManualMonotonic,
+    time: ManualTime,
     took_s: float,
     error: Exception | None,
     rest_s: float,
@@ -144,7 +144,7 @@ def test_the_dashboard_shows_the_fault_events_whose_counters_begin_at_zero() -> 
     [(0.1, False, 4), (0.5, False, 10), (30, False, 60), (30, True, 4)],
 )
 def test_a_value_that_was_read_slowly_is_kept_longer(
-    time: ManualMonotonic, duration_s: float, has_failed: bool, kept_s: float
+    time: ManualTime, duration_s: float, has_failed: bool, kept_s: float
 ) -> None:
     shared, reads = SharedCache(), list[float]()
 
@@ -163,7 +163,7 @@ def test_a_value_that_was_read_slowly_is_kept_longer(
     assert get() == 2
 
 
-def test_threads_that_wait_get_the_error_of_the_first(time: ManualMonotonic) -> None:
+def test_threads_that_wait_get_the_error_of_the_first(time: ManualTime) -> None:
     shared, reads, goes_on = SharedCache(), list[int](), threading.Event()
 
     def read() -> int:

@@ -38,7 +38,7 @@ from delaytasks.worker.bootsteps import warn_of_blocking_driver
 from delaytasks.worker.service_watch import DatabaseContact, ServiceWatch
 from tests.waiting import wait_until
 from tests.world import MonkeyPatch
-from tests.world.recording import ManualMonotonic
+from tests.world.recording import ManualTime
 
 MAIL, SLOW = ("default", "mail"), ("slow", "mail")
 NOW = datetime(2026, 11, 25, tzinfo=timezone.utc)
@@ -90,7 +90,7 @@ def test_one_process_takes_a_share_of_the_capacity() -> None:
 class Tracked(TrackedWaitlists):
     """The waitlists that a main process tracks, by a clock that stands still."""
 
-    def __init__(self, time: ManualMonotonic) -> None:
+    def __init__(self, time: ManualTime) -> None:
         super().__init__()
         self.time = time
 
@@ -119,7 +119,7 @@ class Tracked(TrackedWaitlists):
 
 
 @pytest.fixture
-def found(time: ManualMonotonic) -> Tracked:
+def found(time: ManualTime) -> Tracked:
     return Tracked(time)
 
 
@@ -239,9 +239,7 @@ def test_a_waitlist_whose_process_failed_is_visited_again(found: Tracked) -> Non
     assert found.visits(1, WAITLIST_RECHECK_S) == [MAIL]
 
 
-def test_many_waitlists_are_checked_rarely_and_apart(
-    found: Tracked, monkeypatch: MonkeyPatch
-) -> None:
+def test_many_waitlists_are_checked_rarely_singly(found: Tracked, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(tracked_waitlists, "MAX_TRACKED_WAITLISTS", 30)
     monkeypatch.setattr(tracked_waitlists, "MAX_CHECKS_PER_S", 6)
     met, looks = set[WaitlistName](), 0
@@ -262,7 +260,7 @@ def test_many_waitlists_are_checked_rarely_and_apart(
 class Watch(ServiceWatch):
     """A watch whose timer is up, unless a check of a test says otherwise."""
 
-    def __init__(self, time: ManualMonotonic, answers: Sequence[bool] = ()) -> None:
+    def __init__(self, time: ManualTime, answers: Sequence[bool] = ()) -> None:
         self.time = time
         timer: Any = SimpleNamespace(is_up=not answers)
         left = iter(answers)
@@ -274,11 +272,11 @@ class Watch(ServiceWatch):
 
 
 @pytest.fixture
-def watch(time: ManualMonotonic) -> Watch:
+def watch(time: ManualTime) -> Watch:
     return Watch(time)
 
 
-def test_an_idle_timer_that_is_down_tries_its_server_at_each_report(time: ManualMonotonic) -> None:
+def test_an_idle_timer_that_is_down_tries_its_server_at_each_report(time: ManualTime) -> None:
     watch = Watch(time, [False, False, True])
     assert [watch.after(seconds).timer_down_s for seconds in (0, 5, 0)] == [0, 5, None]
 
@@ -336,7 +334,7 @@ REFUSALS = [StoreError("permission denied"), StoreUnavailableError("stayed busy"
 
 
 @pytest.mark.parametrize("error", [*REFUSALS, DOWN])
-def test_a_database_that_refuses_is_not_down(time: ManualMonotonic, error: StoreError) -> None:
+def test_a_database_that_refuses_is_not_down(time: ManualTime, error: StoreError) -> None:
     events, told = Events(), list[str]()
     events.subscribe(lambda name, fields: told.append(name))
     outages = service_watch.DatabaseOutages(events)
@@ -352,7 +350,7 @@ def test_a_database_that_refuses_is_not_down(time: ManualMonotonic, error: Store
     assert told == (["store.down"] if error is DOWN else [])
 
 
-def test_a_gap_or_a_failure_restarts_the_contact(time: ManualMonotonic) -> None:
+def test_a_gap_or_a_failure_restarts_the_contact(time: ManualTime) -> None:
     contact = DatabaseContact(gap_s=8)
     assert contact.seconds == 0, "nobody has answered yet"
     for _ in range(4):
@@ -375,9 +373,7 @@ def test_a_gap_or_a_failure_restarts_the_contact(time: ManualMonotonic) -> None:
 THREADS = 8
 
 
-def test_after_each_failure_a_service_rests_and_changes_are_reported_once(
-    time: ManualMonotonic,
-) -> None:
+def test_after_each_failure_a_service_rests_and_changes_are_reported_once(time: ManualTime) -> None:
     told: list[str] = []
     broker = Availability(told.append, lambda: told.append("up"))
     for error, is_up in (("first", False), ("second", False), (None, True), (None, True)):
@@ -423,7 +419,7 @@ def test_threads_that_notice_a_failure_simultaneously_report_it_once() -> None:
 class Forecasts:
     """Makes forecasts, which are numbers here, in the calling thread."""
 
-    def __init__(self, time: ManualMonotonic) -> None:
+    def __init__(self, time: ManualTime) -> None:
         self.time, self.takes_s, self.made = time, 0.125, 0
         self.error: Exception | None = None
         self.kept: Any = Latest("forecast", self.make)
@@ -441,7 +437,7 @@ class Forecasts:
 
 
 @pytest.fixture
-def forecasts(time: ManualMonotonic, monkeypatch: MonkeyPatch) -> Forecasts:
+def forecasts(time: ManualTime, monkeypatch: MonkeyPatch) -> Forecasts:
     monkeypatch.setattr(loops, "within", lambda _, work: work())
     monkeypatch.setattr(loops, "in_background", lambda work, *_, **__: work() or True)
     return Forecasts(time)
@@ -468,9 +464,7 @@ def test_after_an_error_the_last_forecast_is_kept_until_it_is_too_old(forecasts:
     assert forecasts.after(1) == (4, 0.125)
 
 
-def test_callers_get_an_old_forecast_meanwhile(
-    time: ManualMonotonic, monkeypatch: MonkeyPatch
-) -> None:
+def test_callers_get_an_old_forecast_meanwhile(time: ManualTime, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(loops, "FIRST_WAIT_S", 30.0)
     made, goes_on = list[int](), threading.Event()
 

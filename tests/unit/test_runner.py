@@ -28,7 +28,7 @@ from delaytasks import (
 from tests.unit.conftest import Gate, fail_settlements
 from tests.waiting import wait_until
 from tests.world import RUNNING, Entry, MainProcess, MakeWorld, Report, Settlement, World
-from tests.world.recording import ManualMonotonic
+from tests.world.recording import ManualTime
 
 BUDGET_S = 0.1
 #: During a backlog, recovered rows are looked for again after this time.
@@ -66,9 +66,7 @@ def test_a_processor_that_raises_fails_only_its_row(make_world: MakeWorld, error
 
 
 @pytest.mark.parametrize(("options", "second"), [({}, "NOT_COMPLETE"), ({"batch": 9}, "RUNNING")])
-def test_a_worker_that_stops_settles_and_gives_back(
-    world: World, options: dict[str, Any], second: str
-) -> None:
+def test_a_stopping_worker_settles_and_gives_back(world: World, options: Any, second: str) -> None:
     def stop(_: Any) -> None:
         raise WorkerShutdown(0)
 
@@ -341,9 +339,7 @@ def test_a_task_whose_processor_went_is_retried_soon(make_world: MakeWorld, outc
 # -- rows with a lost lease ----------------------------------------------------------------------
 
 
-def test_recovered_rows_share_the_backlogs_time(
-    make_world: MakeWorld, ahead: ManualMonotonic
-) -> None:
+def test_recovered_rows_share_the_backlogs_time(make_world: MakeWorld, ahead: ManualTime) -> None:
     world = make_world(lease=600)
 
     def wait(seconds: float) -> None:
@@ -374,7 +370,7 @@ def test_recovered_rows_share_the_backlogs_time(
     assert drain(2) == [7, 8]
 
 
-def test_a_recovered_row_that_is_held_is_not_counted(world: World, ahead: ManualMonotonic) -> None:
+def test_a_recovered_row_that_is_held_is_not_counted(world: World, ahead: ManualTime) -> None:
     world.limit("limited", concurrency=1)
     world.delays.processor("limited")(world.notes.append)
     running, lapsed = world.schedule("limited"), world.schedule("limited")
@@ -689,14 +685,14 @@ LEASE_S = 60
 
 
 @pytest.fixture
-def leased(make_world: MakeWorld, time: ManualMonotonic) -> World:
+def leased(make_world: MakeWorld, time: ManualTime) -> World:
     """A world whose monotonic clock stands still."""
     world = make_world(lease=LEASE_S, _chunk_time_budget_s=1)
     world.worker(may_detach=False)
     return world
 
 
-def test_check_lease_raises_after_two_failed_renewals(leased: World, time: ManualMonotonic) -> None:
+def test_check_lease_raises_after_two_failed_renewals(leased: World, time: ManualTime) -> None:
     @leased.delays.processor("long")
     def work(body: object, task: DelayedTask) -> None:
         for _ in range(3):
@@ -713,7 +709,7 @@ def test_check_lease_raises_after_two_failed_renewals(leased: World, time: Manua
     assert leased.statuses([task]) == ["DONE"]
 
 
-def test_the_lease_error_uses_no_attempt(leased: World, time: ManualMonotonic) -> None:
+def test_the_lease_error_uses_no_attempt(leased: World, time: ManualTime) -> None:
     @leased.delays.processor("long")
     def work(body: object, task: DelayedTask) -> None:
         time.at += LEASE_S

@@ -14,7 +14,7 @@ from tests.proxy import proxy_to
 from tests.waiting import wait_until
 from tests.world import Entry, MainProcess, MakeWorld, WaitlistState, World
 from tests.world.loops import AtWork
-from tests.world.recording import ManualMonotonic
+from tests.world.recording import ManualTime
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_a_worker_has_the_expected_loops(at_work: AtWork) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "stuck_s"), [("watch", 30), ("watchdog", 10), ("sweep", 20)])
 def test_the_loops_of_a_worker_check_each_other(
-    at_work: AtWork, time: ManualMonotonic, name: str, stuck_s: float
+    at_work: AtWork, time: ManualTime, name: str, stuck_s: float
 ) -> None:
     stuck = at_work.plan(name, at_work.hang)
     time.at += stuck_s + 0.1

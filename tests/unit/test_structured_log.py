@@ -14,7 +14,7 @@ from delaytasks import DelayedTask
 from delaytasks.core import events as events_module
 from delaytasks.core.events import Events, Repeats
 from delaytasks.logging import LogFormatter, log_structured
-from tests.world.recording import ManualMonotonic
+from tests.world.recording import ManualTime
 
 # -- structured log lines have the fields of their tasks ------------------------------------------
 
@@ -107,7 +107,7 @@ CLOCKED = [events_module]
 class Log:
     """Record the logged events by a clock that a test sets."""
 
-    def __init__(self, time: ManualMonotonic) -> None:
+    def __init__(self, time: ManualTime) -> None:
         self.time = time
         self.lines: list[tuple[str, dict[str, Any]]] = []
         self.repeats = Repeats(lambda name, fields: self.lines.append((name, fields)))
@@ -125,7 +125,7 @@ class Log:
 
 
 @pytest.fixture
-def quiet_log(time: ManualMonotonic) -> Log:
+def quiet_log(time: ManualTime) -> Log:
     return Log(time)
 
 

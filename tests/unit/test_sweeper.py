@@ -12,7 +12,7 @@ from sqlalchemy import select
 
 from delaytasks import DelayedTask, Status, StoreUnavailableError
 from tests.world import Entry, MainProcess, MakeWorld, World
-from tests.world.recording import CrashError, ManualClock, ManualMonotonic
+from tests.world.recording import CrashError, ManualClock, ManualTime
 
 #: The rows that one statement recovers or purges, and the queues that one check reads in turn.
 STEP_ROWS, MOST_OTHERS = 500, 100
@@ -290,7 +290,7 @@ def test_any_number_of_rows_is_recovered(world: World) -> None:
 
 
 @pytest.fixture
-def main(make_world: MakeWorld, time: ManualMonotonic) -> MainProcess:
+def main(make_world: MakeWorld, time: ManualTime) -> MainProcess:
     """The main process of a worker with three partitions, each of which was swept just now."""
     main = MainProcess(world := make_world(sweep="5s 3"))
     for partition in range(3):
@@ -306,7 +306,7 @@ def swept(world: World) -> list[int]:
     return partitions
 
 
-def test_a_worker_regularly_drains_its_own_queues(main: MainProcess, time: ManualMonotonic) -> None:
+def test_a_worker_regularly_drains_its_own_queues(main: MainProcess, time: ManualTime) -> None:
     main.processes.queues = ["default", "mail", "paused", "later"]
     for queue, priority in (("default", 0), ("default", 9), ("mail", 0), ("paused", 0)):
         main.world.put(due_s=-60, queue=queue, priority=priority)
@@ -324,9 +324,7 @@ def test_a_worker_regularly_drains_its_own_queues(main: MainProcess, time: Manua
     assert swept(main.world) == []
 
 
-def test_without_beat_workers_check_stale_partitions(
-    main: MainProcess, time: ManualMonotonic
-) -> None:
+def test_without_beat_workers_check_stale_partitions(main: MainProcess, time: ManualTime) -> None:
     """Otherwise, the time between two sweeps could reach one and a half times `self_sweep_s`."""
     found = []
     for _ in range(9):
@@ -382,7 +380,7 @@ def test_a_worker_publishes_its_load_and_tags(main: MainProcess) -> None:
 
 
 def test_workers_that_come_or_go_bring_rows_forward(
-    main: MainProcess, make_world: MakeWorld, time: ManualMonotonic
+    main: MainProcess, make_world: MakeWorld, time: ManualTime
 ) -> None:
     world, old = main.world, make_world()
     world.delays.processor("mail")(world.notes.append)

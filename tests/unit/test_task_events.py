@@ -11,7 +11,7 @@ import pytest
 
 from delaytasks import Cancel, DelayedTask, Done, Fail, Snooze
 from tests.world import MakeWorld, Monitor, World
-from tests.world.recording import ManualMonotonic
+from tests.world.recording import ManualTime
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_a_connection_that_was_closed_is_replaced(world: World, heard: Monitor) 
 @pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "silent"])
 def test_an_unavailable_broker_takes_little_time_and_no_memory(
     make_world: MakeWorld,
-    ahead: ManualMonotonic,
+    ahead: ManualTime,
     caplog: pytest.LogCaptureFixture,
     scheme: str,
     is_closed: bool,

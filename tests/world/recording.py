@@ -149,7 +149,7 @@ class ManualClock(Clock):
 # -- A monotonic clock that a test sets -----------------------------------------------------------
 
 
-class ManualMonotonic:
+class ManualTime:
     """Replaces `time.monotonic`. With `runs`, it is `at` seconds ahead of the real clock."""
 
     def __init__(self, at: float = 1000.0, runs: bool = False) -> None:

@@ -94,6 +94,12 @@ LIMITS = {
     "queues_of_a_pause_query": "storage.policy_rows.QUEUES_PER_CALL",
     "lost_workers_of_a_sweep": "storage.worker_table.EXPIRED_PER_SWEEP",
     "rows_of_an_insert": "storage.inserts._BOUND_ROWS",
+    "rows_of_a_bulk_step": "operations.bulk_calls.BULK_ROWS",
+    "seconds_before_a_second_try": "operations.bulk_calls.BUSY_S",
+    "rows_of_a_bulk_window": "storage.bulk_moves.WINDOW",
+    "rows_of_a_pause_step": "maintenance.sweeper.PAUSE_ROWS",
+    "rows_of_a_pause_query": "storage.policy_rows.ROWS_PER_QUERY",
+    "seconds_between_policy_reads": "execution.policy_cache.POLICY_REFRESH_S",
 }
 _ids = itertools.count(1_000_000)
 #: The instant of a column `:s` seconds earlier, by database.
