@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from contextvars import ContextVar
 from datetime import datetime, timezone
+from itertools import chain
 from typing import Any
 from unittest import mock
 
@@ -135,12 +136,14 @@ def test_the_handle_of_a_processor_has_all_twins(delays: DelayTasks, database_ur
         assert (second.expected_time, second.key) == (at, "2")
         await delays.aschedule_delay("other", {}, 60)
         second = await close_order.aschedule({"order": 2}, at=at, key="2")
-        batches: list[int] = []
+        batches: list[Any] = []
         many: list[tuple[dict[str, int], str]] = [({"order": n}, "1d") for n in range(3)]
-        count = await close_order.aschedule_many(
-            many, on_batch=lambda tasks: batches.append(len(tasks)), queue="bulk"
+        count = await close_order.aschedule_many(many, on_batch=batches.append, queue="bulk")
+        assert (count, len([*chain(*batches)]), len(await close_order.afind(queue="bulk"))) == (
+            3,
+            3,
+            3,
         )
-        assert (count, sum(batches), len(await close_order.afind(queue="bulk"))) == (3, 3, 3)
         async with engine_at(database_url) as engine, AsyncSession(engine) as session:
             await close_order.aschedule_many(many, session=session)
             await session.rollback()
@@ -284,10 +287,8 @@ def test_an_asynchronous_processor_awaits_the_twins(delays: DelayTasks) -> None:
 
 def test_several_event_loops_share_an_instance(delays: DelayTasks) -> None:
     with ThreadPoolExecutor(3) as threads:
-        many = [
-            threads.submit(run, delays.aschedule_many([("mail", {}, 5)] * 10)) for _ in range(3)
-        ]
-        assert [each.result() for each in many] == [10] * 3
+        calls = [delays.aschedule_many([("mail", {}, 5)] * 10) for _ in range(3)]
+        assert list(threads.map(run, calls)) == [10] * 3
     assert len(delays.find()) == 30
 
 

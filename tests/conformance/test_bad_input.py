@@ -81,9 +81,8 @@ class Place:
     def insert(self, **values: Any) -> int:
         """Insert a row as another program would, and return its id."""
         with self.world.begin() as connection:
-            made = connection.execute(
-                insert(self.world.table()).values(**{"tag": "mail", "message_body": "{}", **values})
-            )
+            row = {"tag": "mail", "message_body": "{}", **values}
+            made = connection.execute(insert(self.world.table()).values(**row))
             key = made.inserted_primary_key
             assert key is not None
             return int(key[0])
@@ -221,12 +220,8 @@ def test_text_that_one_database_cannot_store_is_refused_on_every_database(place:
     for wrap in (lambda bad: bad, lambda bad: [bad], lambda bad: {"a": bad}, lambda bad: {bad: 1}):
         bodies = [wrap(bad) for bad in UNSTORABLE]
         place.refuse("body", bodies, lambda body: d.schedule_delay("mail", body, 5), says="$")
-    place.refuse(
-        "tag",
-        UNSTORABLE,
-        lambda bad: d.schedule_delay("mail" + bad, {}, 5),
-        lambda bad: d.find(tag=bad),
-    )
+    tagged = [lambda bad: d.schedule_delay("mail" + bad, {}, 5), lambda bad: d.find(tag=bad)]
+    place.refuse("tag", UNSTORABLE, *tagged)
     place.refuse(
         "key",
         UNSTORABLE,
@@ -370,13 +365,8 @@ def test_a_closed_session_or_connection_is_refused(place: Place) -> None:
 
 def by_id(place: Place) -> list[Callable[[Any], Any]]:
     d = place.delays
-    return [
-        d.get,
-        lambda id: raised(d.cancel(id)),
-        lambda id: d.reschedule(id, 5),
-        lambda id: d.touch(id, 5),
-        d.rerun,
-    ]
+    moves = [lambda id: d.reschedule(id, 5), lambda id: d.touch(id, 5)]
+    return [d.get, lambda id: raised(d.cancel(id)), *moves, d.rerun]
 
 
 BAD_IDS = [
@@ -522,9 +512,8 @@ class Level(int, enum.Enum):
 
 def test_an_enum_member_is_stored_as_its_value(place: Place) -> None:
     body = {"level": Level.HIGH, "name": Name.KEY}
-    task = place.delays.schedule_delay(
-        Name.MAIL, body, 60, key=Name.KEY, priority=Level.HIGH, id=Level.ID
-    )
+    options: Any = {"key": Name.KEY, "priority": Level.HIGH, "id": Level.ID}
+    task = place.delays.schedule_delay(Name.MAIL, body, 60, **options)
     stored = (task.tag, task.key, task.priority, task.id)
     # The values must have plain types. A driver may write a subclass by its `str()`, "Name.MAIL".
     assert same(stored, ("mail", "the key", 9, 4711))
@@ -590,9 +579,8 @@ def test_a_processor_computes_the_limit_key_unless_the_call_names_one(place: Pla
     place.delays.processor("pay", limit_key=lambda body: body["customer"])(lambda body: None)
     schedule = place.delays.schedule_delay
     assert place.delays.get(schedule("pay", {"customer": "c7"}, 5)).limit_key == "c7"
-    assert (
-        place.delays.get(schedule("pay", {"customer": "c7"}, 5, limit_key="own")).limit_key == "own"
-    )
+    own = schedule("pay", {"customer": "c7"}, 5, limit_key="own")
+    assert place.delays.get(own).limit_key == "own"
     assert place.delays.get(schedule("pay", {"customer": None}, 5)).limit_key is None
     with place.refuses("limit_key"):
         schedule("pay", {"customer": 7}, 5)
@@ -720,14 +708,8 @@ def test_a_delay_and_an_instant_together_or_neither_are_refused(place: Place) ->
 
 
 def test_schedule_many_refuses_an_item_that_is_not_a_task(place: Place) -> None:
-    wrong: list[Any] = [
-        None,
-        "mail",
-        ("mail", {}),
-        ("mail", {}, 1, 2),
-        ["mail", {}, 1],
-        Unsayable(),
-    ]
+    wrong: list[Any] = [None, "mail", ("mail", {}), ("mail", {}, 1, 2), ["mail", {}, 1]]
+    wrong.append(Unsayable())
     place.refuse("tasks", wrong, lambda item: place.delays.schedule_many([("mail", {}, 5), item]))
 
 

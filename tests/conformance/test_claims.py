@@ -50,12 +50,8 @@ def test_a_task_is_never_claimed_early(world: World) -> None:
 
 @pytest.mark.quick
 def test_a_claim_skips_rows_that_are_not_due_have_moved_or_are_unknown(world: World) -> None:
-    due, later, moved, done = (
-        world.put(),
-        world.put(due_s=60),
-        world.put(),
-        world.put(Status.DONE),
-    )
+    due, moved = world.put_many(2)
+    later, done = world.put(due_s=60), world.put(Status.DONE)
     gone = world.new_row()
     world.delays.reschedule(moved.id, at=moved.expected_time)
     assert ids(world.claim(due, later, moved, done, gone)) == [due.id]

@@ -253,9 +253,8 @@ def test_a_statement_on_a_broken_connection_is_sent_again_on_another(field: Conn
 def test_a_plan_for_an_empty_table_serves_a_full_one(field: ConnectedWorld, versions: int) -> None:
     none = [field.new_row(version=n % versions) for n in range(2)]
     field.worker().end([*field.claim(*none), *none])
-    some = [
-        one for n in range(versions) for one in field.put_many(20_000 // versions, -60, version=n)
-    ]
+    number = 20_000 // versions
+    some = [one for n in range(versions) for one in field.put_many(number, -60, version=n)]
     mixed = [*some[:50], *some[-50:]]
     shown = field.plans(lambda: field.claim(*mixed))
     claimed = field.claim(*some[50:100], *some[-100:-50])

@@ -153,11 +153,8 @@ def test_a_body_is_published_without_reading_it(office: Office, monkeypatch: Mon
 
 
 def test_headers_without_a_json_form_arrive_as_they_were(office: Office) -> None:
-    headers = {
-        "at": datetime(2030, 1, 1, tzinfo=timezone.utc),
-        "sum": Decimal("1.5"),
-        "raw": b"\xff",
-    }
+    at = datetime(2030, 1, 1, tzinfo=timezone.utc)
+    headers = {"at": at, "sum": Decimal("1.5"), "raw": b"\xff"}
     office.remind.apply_async((7,), countdown=90, headers=headers)
     office.publish()
 
@@ -196,14 +193,8 @@ def test_advice_about_the_body_is_for_bodies_only(office: Office) -> None:
 
 
 def test_a_row_that_is_no_celery_message_fails_and_delays_no_other(office: Office) -> None:
-    bodies: list[Any] = [
-        {"order": 7},
-        [],
-        "text",
-        None,
-        {"typed": "{"},
-        {"body": "x", "headers": 1},
-    ]
+    bodies: list[Any] = [{"order": 7}, [], "text", None, {"typed": "{"}]
+    bodies.append({"body": "x", "headers": 1})
     strange = [office.delays.schedule_delay("celery:durable.remind", body, 60) for body in bodies]
     good = office.remind.apply_async((7,), countdown=60)
 

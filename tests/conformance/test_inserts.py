@@ -37,9 +37,8 @@ BODIES = [NASTY, "\\.", "\\N", "", "\\\\n", "\t", "\r\n", "\\t", "a\x0bb\x0cc\x0
 
 def test_many_tasks_with_any_text_are_written_unchanged(world: World) -> None:
     at = world.now().replace(microsecond=250_000) + timedelta(days=1)
-    world.delays.schedule_many(
-        NewTask("mail", body, at=at + timedelta(minutes=n)) for n, body in enumerate(BODIES)
-    )
+    new = [NewTask("mail", body, at=at + timedelta(minutes=n)) for n, body in enumerate(BODIES)]
+    world.delays.schedule_many(new)
     found = world.delays.find()
     assert [task.body for task in found] == BODIES
     assert [task.due for task in found] == [at + timedelta(minutes=n) for n in range(len(BODIES))]
@@ -75,9 +74,8 @@ def stored_as(world: World, id: int) -> Sequence[Any]:
 
 def test_more_tasks_than_fit_in_one_statement_are_written(world: World) -> None:
     bodies = [["x" * 200_000] if n % 40 == 0 else n for n in range(450)]
-    assert (
-        world.delays.schedule_many(("mail", body, 60 + n) for n, body in enumerate(bodies)) == 450
-    )
+    new = [("mail", body, 60 + n) for n, body in enumerate(bodies)]
+    assert world.delays.schedule_many(iter(new)) == 450
     assert [task.body for task in world.delays.find(limit=1000)] == bodies
 
 

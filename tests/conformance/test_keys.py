@@ -176,11 +176,8 @@ def test_edits_delay_the_task_until_max_wait_is_over(editor: Editor) -> None:
 
 
 #: Each edit has the seconds since the previous edit, the delay, and `max_wait`.
-edits = st.lists(
-    st.tuples(st.floats(0, 50), st.floats(0, 50), st.none() | st.floats(0.001, 100)),
-    min_size=1,
-    max_size=12,
-)
+edit = st.tuples(st.floats(0, 50), st.floats(0, 50), st.none() | st.floats(0.001, 100))
+edits = st.lists(edit, min_size=1, max_size=12)
 
 
 @settings(

@@ -256,9 +256,8 @@ def test_one_loop_of_touch_and_schedule_many_schedules_missing_tasks_again(world
     alive = [f"device {n}" for n in range(5)]
     for _ in range(2):
         gone = world.delays.touch(tag="lost", key=alive, delay=60).gone
-        world.delays.schedule_many(
-            (NewTask("lost", {}, 60, key=key) for key in gone), on_conflict="replace"
-        )
+        new = [NewTask("lost", {}, 60, key=key) for key in gone]
+        world.delays.schedule_many(new, on_conflict="replace")
         world.delays.cancel(tag="lost", key="device 3")
     assert gone == ["device 3"]
     assert len(world.delays.find(status="NOT_COMPLETE")) == 4

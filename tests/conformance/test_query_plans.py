@@ -353,9 +353,9 @@ def test_no_statement_of_a_sweep_reads_all_schedules(database_url: str) -> None:
         world.delays.recurring.set("first", "report", every="1h", overlap="skip")
         schedules, now = world.table("recurring"), world.now()
         [first] = world.rows(schedules.select())
+        times = [now + timedelta(seconds=n) for n in range(5000)]
         rows = [
-            {**first._mapping, "name": f"r{n}", "id": n, "next_at": now + timedelta(seconds=n)}
-            for n in range(5000)
+            {**first._mapping, "name": f"r{n}", "id": n, "next_at": t} for n, t in enumerate(times)
         ]
         keys = [{"tag": "other", "task_key": f"k{n}", "task_id": n} for n in range(5000)]
         with world.begin() as connection:

@@ -48,19 +48,13 @@ def test_runs_with_different_ends_are_settled_the_same_together_or_singly(world:
             else:
                 assert row.execution_time == began
             has_run = end["move"] not in ("give_back", "expire")
-            assert (row.worker, row.ip_address) == (
-                ("worker-1", "127.0.0.1") if has_run else (None, None)
-            )
+            begun = ("worker-1", "127.0.0.1") if has_run else (None, None)
+            assert (row.worker, row.ip_address) == begun
             assert (row.version, row.lease_until) == (one.version + 1, None)
             assert (row.error, row.result_json) == (end.get("error"), end.get("result"))
             assert row.expected_time == end.get("expected_time", one.expected_time)
-        same = {
-            "id": 0,
-            "version": 0,
-            "create_time": now,
-            "update_time": now,
-            "execution_time": now,
-        }
+        times = dict.fromkeys(("create_time", "update_time", "execution_time"), now)
+        same = {"id": 0, "version": 0, **times}
         return [replace(row, **same, expected_time=now) for row in rows]
 
     assert left(is_together=True) == left(is_together=False)

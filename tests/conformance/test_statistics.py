@@ -129,8 +129,9 @@ def test_failures_are_grouped_by_tag_and_pattern(main: MainProcess) -> None:
     tasks = [world.schedule(tag, body) for tag in "ab" for body in (1, 2, 3)]
     main.write_counts(world.run(*tasks))
     failures = world.delays.statistics.failures()
+    words = "* in fail\n*KeyError: *"
     assert {(one.tag, one.pattern, one.runs) for one in failures} == {
-        (tag, "* in fail\n*KeyError: *", 3) for tag in "ab"
+        (tag, words, 3) for tag in "ab"
     }
     assert {one.task_id for one in failures} <= {task.id for task in tasks}
     assert all("KeyError" in one.error for one in failures)
@@ -244,11 +245,8 @@ def test_a_series_has_every_step_and_adds_the_tags_up(delays: DelayTasks, write:
     write(NOON + 4 * MINUTE, "b", 0.1)
     write(NOON + 12 * MINUTE, "a", 0.1)
     points = delays.statistics.series(since=NOON, until=NOON + 15 * MINUTE, step="5m")
-    assert [(one.start, one.total.done) for one in points] == [
-        (NOON, 3),
-        (NOON + 5 * MINUTE, 0),
-        (NOON + 10 * MINUTE, 1),
-    ]
+    counts = [(one.start, one.total.done) for one in points]
+    assert counts == [(NOON, 3), (NOON + 5 * MINUTE, 0), (NOON + 10 * MINUTE, 1)]
     assert {tag: one.started for tag, one in points[0].tags.items()} == {"a": 2, "b": 1}
     only = delays.statistics.series(since=NOON, until=NOON + 5 * MINUTE, step="5m", tags=["b"])
     assert [one.total.done for one in only] == [1]
@@ -277,9 +275,8 @@ def test_a_range_excludes_its_end_and_rounds_its_start(delays: DelayTasks, write
 def test_a_range_is_the_same_in_every_time_zone(delays: DelayTasks, write: Write) -> None:
     write(NOON, "a", 0.1)
     east = timezone(timedelta(hours=9))
-    points = delays.statistics.series(
-        since=NOON.astimezone(east), until=(NOON + HOUR).astimezone(east), step="1h"
-    )
+    since, until = NOON.astimezone(east), (NOON + HOUR).astimezone(east)
+    points = delays.statistics.series(since=since, until=until, step="1h")
     assert [(one.start, one.total.done) for one in points] == [(NOON, 1)]
     assert points[0].start.tzinfo is timezone.utc
 

@@ -81,9 +81,8 @@ def burst(
 ) -> list[DelayedTask]:
     """Schedule tasks together, all due at the same instant."""
     due, tasks = d.now() + timedelta(seconds=due_s), list[DelayedTask]()
-    d.delays.schedule_many(
-        (NewTask(tag, at=due, **options) for _ in range(count)), on_batch=tasks.extend
-    )
+    new = [NewTask(tag, at=due, **options) for _ in range(count)]
+    d.delays.schedule_many(new, on_batch=tasks.extend)
     return tasks
 
 
@@ -355,9 +354,7 @@ def test_tasks_in_the_memory_of_a_killed_worker_run_after_the_next_sweep(make: M
     held = [d.schedule(delay=3) for _ in range(20)]  # due only after the worker is killed
     ran_once(d, [d.schedule()])  # sent after their messages
     first.kill()
-    assert messages(d) == [], (
-        "acknowledged on receipt: no timeout of a broker's has anything to deliver again"
-    )
+    assert messages(d) == [], "acknowledged on receipt: a broker has nothing to deliver again"
     assert unacknowledged(d) == 0, "nor has Celery's of Redis"
     d.worker()
     ran_once(d, held, deadline_s=3 + R1_S + FAULT_SLACK_S)

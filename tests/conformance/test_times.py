@@ -156,9 +156,8 @@ def peak(delays: DelayTasks) -> Callable[[int], list[DelayedTask]]:
 def test_a_peak_is_spread(delays: DelayTasks, peak: Any) -> None:
     peak(400)
     other = delays.schedule_delay("other", {}, at=NINE)
-    result = delays.bulk.reschedule(
-        jitter="10m", tag="mail", since=NINE, until=NINE + timedelta(minutes=1), actor="ann"
-    )
+    filters: Any = {"tag": "mail", "since": NINE, "until": NINE + timedelta(minutes=1)}
+    result = delays.bulk.reschedule(jitter="10m", actor="ann", **filters)
     assert counts(result) == (400, 400, 0)
     offsets = offsets_s(delays)
     assert is_uniform(offsets, 600), offsets

@@ -344,9 +344,8 @@ class Moves(RuleBasedStateMachine):
             armed = []
         self.lapse(self.lapsing())
         if not self.is_applied:
-            move, status = (
-                ("hold", Status.NOT_COMPLETE) if self.is_paused else ("release", Status.HELD)
-            )
+            paused = ("hold", Status.NOT_COMPLETE)
+            move, status = paused if self.is_paused else ("release", Status.HELD)
             for known in self.those(status):
                 known.move(move)
                 if move == "release" and now_us < known.due_us <= until_us:

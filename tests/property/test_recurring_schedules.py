@@ -46,10 +46,8 @@ class Schedules(RuleBasedStateMachine):
         self._world.sweep_at(self.now_s)
         if not self.is_paused and not self.is_alone:
             first_s = self.since_s // EVERY_S * EVERY_S + EVERY_S
-            expected = {
-                self._world.at(first_s + n * EVERY_S)
-                for n in range(int((self.now_s - first_s) // EVERY_S) + 1)
-            }
+            count = int((self.now_s - first_s) // EVERY_S) + 1
+            expected = {self._world.at(first_s + n * EVERY_S) for n in range(count)}
             assert expected <= self._occurrences().keys(), "occurrences without a task"
 
     @rule(step=st.integers(1, 20))

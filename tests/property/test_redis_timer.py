@@ -84,17 +84,12 @@ class RedisTimerModel(RuleBasedStateMachine):
     def take(self, most: int) -> None:
         """Take entries as a poller that may hand them on later, or never."""
         for some in self.bench.take(most):
-            here = {
-                name
-                for name in {*self.waiting, *self.prepared}
-                if self.timer.slot(self.entry(name)) == some.slot
-            }
+            names, slot = {*self.waiting, *self.prepared}, self.timer.slot
+            here = {name for name in names if slot(self.entry(name)) == some.slot}
             stale = [name for name in here if self.prepared.get(name, self.now + 1) <= self.now]
             self.waiting |= dict.fromkeys(stale, self.bench.clock.now_us())
-            late_us, soon_us = (
-                (int(self.now) - GRACE_MS) * 1000,
-                self.bench.clock.now_us() + AHEAD_MS * 1000,
-            )
+            late_us = (int(self.now) - GRACE_MS) * 1000
+            soon_us = self.bench.clock.now_us() + AHEAD_MS * 1000
             late = [name for name in here if self.waiting.get(name, late_us) < late_us]
             for name in late:
                 del self.waiting[name]
@@ -102,11 +97,8 @@ class RedisTimerModel(RuleBasedStateMachine):
                 del self.prepared[name]
             due = [name for name in here if self.waiting.get(name, soon_us + 1) <= soon_us]
             got = [(entry.id, entry.version, entry.priority) for entry in some.entries]
-            assert (some.returned, some.dropped, len(got)) == (
-                len(stale),
-                len(late),
-                min(len(due), most),
-            )
+            counts = len(stale), len(late), min(len(due), most)
+            assert (some.returned, some.dropped, len(got)) == counts
             assert set(some.priorities) == {name[2] for name in late}
             times = {name: self.waiting.pop(name) for name in got}
             assert [entry.due_us for entry in some.entries] == sorted(times.values())

@@ -28,7 +28,7 @@ class WheelAndList(RuleBasedStateMachine):
         entry = (name, self.number)
         tick = self.wheel.add(name, self.now + delta, entry)
         assert tick == max(self.now + delta, self.now + 1), (
-            "an overdue entry expires at the next tick"
+            "an overdue one expires at the next tick"
         )
         self.held[name] = (tick, entry)
 
@@ -51,9 +51,7 @@ class WheelAndList(RuleBasedStateMachine):
         self.now += delta
         due = sorted((tick, entry) for tick, entry in self.held.values() if tick <= self.now)
         came = self.wheel.advance(self.now)
-        assert sorted(came) == sorted(entry for _, entry in due), (
-            "never early, never late, each once"
-        )
+        assert sorted(came) == sorted(entry for _, entry in due), "none early or late, each once"
         ticks = [self.held[name][0] for name, _ in came]
         assert ticks == sorted(ticks), "in the order of ticks"
         for name, _ in came:

@@ -45,11 +45,8 @@ def calls(*answers: Answer) -> list[CallRecord]:
 
 def row_and_run(at_us: int) -> tuple[list[RowChange], list[RunRecord]]:
     """A row that is inserted, runs and ends."""
-    moves = [
-        (None, Status.NOT_COMPLETE),
-        (Status.NOT_COMPLETE, Status.RUNNING),
-        (Status.RUNNING, Status.DONE),
-    ]
+    waits, runs = Status.NOT_COMPLETE, Status.RUNNING
+    moves = [(None, waits), (waits, runs), (runs, Status.DONE)]
     changes = [
         RowChange(
             1,
@@ -104,14 +101,8 @@ def test_a_run_is_not_early_if_the_due_time_is_unknown() -> None:
     changes, ran = row_and_run(NOW)
     asked = [CallRecord(1, "schedule", "ok", NOW - 9 * S, NOW - 8 * S, NOW + 9 * S)]
     assert found(History(asked, ran, changes)) == {"early"}
-    assert (
-        found(
-            History(
-                [*asked, CallRecord(1, "reschedule", "unknown", NOW - 7 * S, NOW)], ran, changes
-            )
-        )
-        == set()
-    )
+    asked.append(CallRecord(1, "reschedule", "unknown", NOW - 7 * S, NOW))
+    assert found(History(asked, ran, changes)) == set()
 
 
 def test_a_task_with_an_unknown_answer_must_not_run_early() -> None:
@@ -325,10 +316,8 @@ def test_rows_that_a_process_claims_while_it_runs_another_one_are_counted() -> N
         RowChange(id, at, Status.NOT_COMPLETE, Status.RUNNING, 0, 1, 1, 0, NOW, at + 4 * S, worker)
         for id, at, worker in claims
     ]
-    runs = [
-        RunRecord(1, 1, "a", NOW + S, NOW + 3 * S),
-        RunRecord(2, 1, "a", NOW + 3 * S, NOW + 4 * S),
-    ]
+    spans = [(1, NOW + S, NOW + 3 * S), (2, NOW + 3 * S, NOW + 4 * S)]
+    runs = [RunRecord(number, 1, "a", began, ended) for number, began, ended in spans]
     assert claimed_ahead(History([], runs, changes)) == 1
 
 
@@ -537,9 +526,8 @@ def test_after_an_outage_only_the_latest_may_have_a_task(missed: Any, kinds: set
 def test_the_latest_occurrence_of_an_outage_has_a_task() -> None:
     """The fourth occurrence has passed when the fifth gets its task before its time."""
     made_us = NOW + 4 * S + S // 2
-    assert found_of_schedules(
-        *ahead(1, 2, 3), Occurrence(NOW + 5 * S, made_us), missed="latest"
-    ) == {"left out"}
+    schedules = [*ahead(1, 2, 3), Occurrence(NOW + 5 * S, made_us)]
+    assert found_of_schedules(*schedules, missed="latest") == {"left out"}
 
 
 def tasks(*times: tuple[float, float, float]) -> list[Occurrence]:

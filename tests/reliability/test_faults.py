@@ -63,12 +63,8 @@ def test_a_frozen_worker_cannot_finish_tasks_it_lost(deploy: Deploy, postgresql_
     d.wait_for([task])
     done = d.delays.get(task)
     os.killpg(frozen.pid, signal.SIGCONT)
-    wait_until(
-        lambda: f"task.lease_lost id={task.id}" in frozen.log(),
-        15,
-        "its late finish to be refused",
-        0.05,
-    )
+    line = f"task.lease_lost id={task.id}"
+    wait_until(lambda: line in frozen.log(), 15, "its late finish to be refused", 0.05)
     assert d.delays.get(task) == done, "the refused finish changed the row"
     assert (done.runs, done.lapses) == (2, 0)
     assert [run[1] for run in d.runs()].count("ended") == 2
@@ -274,9 +270,8 @@ def test_setting_the_clock_of_a_worker_that_holds_tasks_makes_no_task_early_or_l
             assert {(row.runs, row.lapses) for row in rows} == {(1, 0)}, "each of them once"
             before, began = cpu_s(worker.pid), time.monotonic()
             time.sleep(1)  # the worker is idle meanwhile
-            assert (cpu_s(worker.pid) - before) / (time.monotonic() - began) < MOST_CPU, (
-                f"hot, with {ahead_s:+d} s"
-            )
+            used = (cpu_s(worker.pid) - before) / (time.monotonic() - began)
+            assert used < MOST_CPU, f"hot, with {ahead_s:+d} s"
     finally:
         d.close()
         faketime.forget_the_dead()

@@ -46,11 +46,8 @@ def run_once(world: World, recorder: Recorder, **changes: Any) -> Verdict:
 def test_moves_of_a_run_are_noted_and_nothing_is_found(world: World, recorder: Recorder) -> None:
     assert str(run_once(world, recorder)).endswith("nothing found")
     moves = [(change.was, change.status) for change in recorder.changes()]
-    assert moves == [
-        (None, Status.NOT_COMPLETE),
-        (Status.NOT_COMPLETE, Status.RUNNING),
-        (Status.RUNNING, Status.DONE),
-    ]
+    waits, runs = Status.NOT_COMPLETE, Status.RUNNING
+    assert moves == [(None, waits), (waits, runs), (runs, Status.DONE)]
 
 
 def test_a_finding_contains_the_whole_story_of_its_task(world: World, recorder: Recorder) -> None:

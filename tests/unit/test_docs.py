@@ -377,6 +377,4 @@ def test_the_page_in_the_docs_matches_its_values(tmp_path: Path) -> None:
     written: list[Any] = pages.write(docs, tmp_path / "peers.md", tmp_path / "images")
     for path in written:
         shown = (pages.PAGE if path.suffix == ".md" else pages.PICTURES / path.name).read_text()
-        assert shown == path.read_text(), (
-            f"{path.name} is out of date; run: ./dev bench --pages docs/peers.json"
-        )
+        assert shown == path.read_text(), f"{path.name}: run ./dev bench --pages docs/peers.json"

@@ -448,9 +448,8 @@ def test_drains_of_late_rows_are_requested_once_a_second(direct: Direct) -> None
     for queue, priority in (("default", 0), ("default", 9), ("others", 0)):
         direct.put(-60, queue=queue, priority=priority)
     direct.rests(5)
-    assert [(one.drained_queue, {*one.priorities}) for one in direct.requests] == [
-        ("default", {0, 9})
-    ]
+    [request] = direct.requests
+    assert (request.drained_queue, {*request.priorities}) == ("default", {0, 9})
     direct.end(0)
     direct.rests(5)
     assert direct.requests == []

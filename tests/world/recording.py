@@ -71,11 +71,8 @@ def runner_of(delays: DelayTasks) -> Runner:
 def run_now(delays: DelayTasks, task: DelayedTask) -> DelayedTask:
     """Run the task in this process as if it was due, and return its row afterwards."""
     there = delays.get(task)
-    moved = (
-        delays.reschedule(task.id, 0)
-        if there.expected_time > runtime_of(delays).clock.now()
-        else there
-    )
+    is_early = there.expected_time > runtime_of(delays).clock.now()
+    moved = delays.reschedule(task.id, 0) if is_early else there
     runner_of(delays).run([Entry(moved.id, moved.version, 0)])
     return delays.get(task)
 

@@ -128,11 +128,8 @@ STAGES = {
 }
 
 #: The columns that make a row one that a worker runs.
-RUNNING: dict[str, Any] = {
-    "status": int(Status.RUNNING),
-    "lease_until": db_now_plus(60),
-    "worker": "worker-1",
-}
+RUNNING: dict[str, Any] = {"status": int(Status.RUNNING), "worker": "worker-1"}
+RUNNING["lease_until"] = db_now_plus(60)
 
 
 def status_columns(status: Status) -> dict[str, Any]:
