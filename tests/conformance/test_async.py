@@ -139,11 +139,8 @@ def test_the_handle_of_a_processor_has_all_twins(delays: DelayTasks, database_ur
         batches: list[Any] = []
         many: list[tuple[dict[str, int], str]] = [({"order": n}, "1d") for n in range(3)]
         count = await close_order.aschedule_many(many, on_batch=batches.append, queue="bulk")
-        assert (count, len([*chain(*batches)]), len(await close_order.afind(queue="bulk"))) == (
-            3,
-            3,
-            3,
-        )
+        found = await close_order.afind(queue="bulk")
+        assert (count, len([*chain(*batches)]), len(found)) == (3, 3, 3)
         async with engine_at(database_url) as engine, AsyncSession(engine) as session:
             await close_order.aschedule_many(many, session=session)
             await session.rollback()
@@ -359,12 +356,9 @@ def test_aiomysql_works_too(delays: DelayTasks, timer: RecordingTimer, database_
         pytest.skip("a driver of MySQL")
 
     async def go() -> None:
-        async with (
-            engine_at(database_url, "aiomysql") as engine,
-            AsyncSession(engine) as session,
-            session.begin(),
-        ):
+        async with engine_at(database_url, "aiomysql") as engine, AsyncSession(engine) as session:
             task = await delays.aschedule_delay("mail", {}, 5, key="a", session=session)
+            await session.commit()
         assert timer.ids == [task.id]
 
     run(go())
@@ -374,10 +368,8 @@ def test_a_synchronous_session_is_refused_with_the_remedy(world: World, database
     delays = world.delays
 
     async def go() -> None:
-        with (
-            Session(world.engine) as session,
-            pytest.raises(SessionUnusableError, match="call the synchronous method"),
-        ):
+        refused = pytest.raises(SessionUnusableError, match="call the synchronous method")
+        with Session(world.engine) as session, refused:
             await delays.aschedule_delay("mail", {}, 5, session=session)
         async with engine_at(database_url) as engine:
             for wrong in (engine, AsyncConnection(engine)):

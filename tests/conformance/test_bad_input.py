@@ -259,18 +259,12 @@ def test_sql_in_tag_key_and_body_is_stored_literally(place: Place) -> None:
 # Statuses, queries and sessions that a call cannot use
 
 
-@pytest.mark.parametrize(
-    ("status", "answer"),
-    [
-        (Status.NOT_COMPLETE, True),
-        (Status.HELD, True),
-        (Status.CANCELLED, False),
-        (Status.RUNNING, "runs since"),
-        (Status.DONE, "is DONE, not"),
-        (Status.FAILED, "is FAILED, not"),
-    ],
-    ids=lambda v: getattr(v, "name", ""),
-)
+ANSWERS: list[tuple[Status, Any]] = [(Status.NOT_COMPLETE, True), (Status.HELD, True)]
+ANSWERS += [(Status.CANCELLED, False), (Status.RUNNING, "runs since")]
+ANSWERS += [(Status.DONE, "is DONE, not"), (Status.FAILED, "is FAILED, not")]
+
+
+@pytest.mark.parametrize(("status", "answer"), ANSWERS, ids=lambda v: getattr(v, "name", ""))
 def test_cancelling_in_each_status(place: Place, status: Status, answer: Any) -> None:
     task = place.put(status)
     if isinstance(answer, bool):
@@ -543,17 +537,12 @@ def test_a_process_with_processors_refuses_other_tags_and_names_the_nearest(make
         place.delays.schedule_many([("mail.send", {}, 5), ("mail.sent", {}, 5)])
 
 
-@pytest.mark.parametrize(
-    ("settings", "has_processor", "accepted"),
-    [
-        ({}, False, "send sent"),
-        ({"tags": ["mail.sent"]}, False, "sent"),
-        ({"tags": ["mail.sent"]}, True, "send sent"),
-        ({"tags": "any"}, True, "send sent"),
-        ({"tags": []}, True, "send"),
-        ({"tags": []}, False, ""),
-    ],
-)
+TAGS: list[Any] = [({}, False, "send sent"), ({"tags": ["mail.sent"]}, False, "sent")]
+TAGS += [({"tags": ["mail.sent"]}, True, "send sent"), ({"tags": "any"}, True, "send sent")]
+TAGS += [({"tags": []}, True, "send"), ({"tags": []}, False, "")]
+
+
+@pytest.mark.parametrize(("settings", "has_processor", "accepted"), TAGS)
 def test_the_setting_tags_decides_about_other_tags(
     make: Make, settings: Any, has_processor: bool, accepted: str
 ) -> None:
@@ -730,19 +719,9 @@ json_bodies = st.recursive(
 )
 #: Values that JSON cannot represent, anywhere in a body.
 junk = st.one_of(
-    st.binary(),
-    st.sets(st.integers(), min_size=1),
-    st.just(float("nan")),
-    st.just(float("-inf")),
-    st.complex_numbers(),
-    st.decimals(),
-    st.datetimes(),
-    st.timedeltas(),
-    st.uuids(),
-    st.builds(object),
-    st.builds(Unsayable),
-    st.just(Ellipsis),
-    st.functions(),
+    *(st.binary(), st.sets(st.integers(), min_size=1), st.complex_numbers(), st.decimals()),
+    *(st.just(float("nan")), st.just(float("-inf")), st.just(Ellipsis), st.functions()),
+    *(st.datetimes(), st.timedeltas(), st.uuids(), st.builds(object), st.builds(Unsayable)),
     st.dictionaries(st.integers() | st.none() | st.tuples(), json_bodies, min_size=1),
     st.sampled_from(UNSTORABLE),
 )
@@ -765,41 +744,25 @@ junk_bodies = st.recursive(
     max_leaves=4,
 )
 anything = st.one_of(
-    json_bodies,
-    junk,
-    st.integers(),
-    st.floats(),
-    st.text(),
+    *(json_bodies, junk, st.integers(), st.floats(), st.text()),
     st.datetimes(timezones=st.none() | st.just(UTC)),
 )
 quick = fuzz(60)
 
 
+ODD: list[Any] = [1e308, -1e308, 5e-324, -0.0, 2**53 + 1, 2**63, "😀", "\u2028", "\x7f\x01"]
+
+
 @pytest.mark.slow
 @quick
 @given(bodies=st.lists(json_bodies, min_size=1, max_size=5))
-@example(
-    bodies=[
-        1e308,
-        -1e308,
-        5e-324,
-        -0.0,
-        2**53 + 1,
-        2**63,
-        "😀",
-        "\u2028",
-        {"": [[[]]], "a": {}},
-        "\x7f\x01",
-    ]
-)
+@example(bodies=[*ODD, {"": [[[]]], "a": {}}])
 def test_any_json_comes_back_exactly(place: Place, bodies: list[Any]) -> None:
     one = place.delays.schedule_delay("mail", bodies, 60)
     assert same(place.delays.get(one).body, bodies)
     ids: list[int] = []
-    place.delays.schedule_many(
-        [("mail", body, 60) for body in bodies],
-        on_batch=lambda batch: ids.extend(t.id for t in batch),
-    )
+    new = [("mail", body, 60) for body in bodies]
+    place.delays.schedule_many(new, on_batch=lambda batch: ids.extend(t.id for t in batch))
     for id, body in zip(ids, bodies, strict=True):
         assert same(place.delays.get(id).body, body)
 

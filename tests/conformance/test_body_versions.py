@@ -71,16 +71,13 @@ def test_a_newer_body_waits_for_newer_code(world: World) -> None:
     assert takes_new == [NEW]
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"body_version": 0}, "integer from 1"),
-        ({"body_version": True}, "integer from 1"),
-        ({"body_version": 3, "upgrades": {1: OLD.get}}, "none from version 2"),
-        ({"body_version": 3, "upgrades": {3: OLD.get, 2: OLD.get}}, "3 is not below"),
-        ({"upgrades": {1: OLD.get}}, "no version: say body_version"),
-    ],
-)
+WRONG: list[Any] = [({"body_version": version}, "integer from 1") for version in (0, True)]
+WRONG += [({"body_version": 3, "upgrades": {1: OLD.get}}, "none from version 2")]
+WRONG += [({"body_version": 3, "upgrades": {3: OLD.get, 2: OLD.get}}, "3 is not below")]
+WRONG += [({"upgrades": {1: OLD.get}}, "no version: say body_version")]
+
+
+@pytest.mark.parametrize(("options", "error"), WRONG)
 def test_upgrades_lead_to_the_version(world: World, options: Any, error: str) -> None:
     with pytest.raises(ValueError, match=error):
         world.delays.processor("pay", **options)
@@ -103,16 +100,13 @@ def test_scheduling_checks_the_body_in_its_version(delays: DelayTasks) -> None:
 
 
 def test_check_reports_bodies_that_cannot_be_upgraded(delays: DelayTasks) -> None:
-    ids = {
-        name: delays.schedule_delay("pay", body, 60, body_version=version).id
-        for name, body, version in (
-            ("first", OLD, 1),
-            ("second", {"order": 7}, 2),
-            ("odd", {"order": None}, 2),
-            ("newest", NEW, 3),
-            ("newer", NEW, 4),
-        )
-    }
+    bodies: list[Any] = [
+        ("first", OLD, 1),
+        ("second", {"order": 7}, 2),
+        ("odd", {"order": None}, 2),
+    ]
+    bodies += [("newest", NEW, 3), ("newer", NEW, 4)]
+    ids = {name: delays.schedule_delay("pay", b, 60, body_version=v).id for name, b, v in bodies}
 
     def fail(body: Any) -> Any:
         raise LookupError("no such order")

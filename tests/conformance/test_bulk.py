@@ -622,13 +622,8 @@ def test_each_filter_narrows(world: World, delays: DelayTasks, filters: Any, wan
     schedule = delays.schedule_delay
     held = schedule("a", "aheld", at=early)
     slow = schedule("b", "slow", at=NOON + second, queue="slow", key="Xx")
-    tasks = [
-        schedule("a", "a", at=early, key="xxx1"),
-        schedule("a", "ab", at=early, key="éa"),
-        held,
-        schedule("b", "b", at=NOON, key="x%_1"),
-        slow,
-    ]
+    a, ab = schedule("a", "a", at=early, key="xxx1"), schedule("a", "ab", at=early, key="éa")
+    tasks = [a, ab, held, schedule("b", "b", at=NOON, key="x%_1"), slow]
     put(world, held, status=int(Status.HELD))
     put(world, slow, create_time=NOON, update_time=NOON)
     names = set(wanted.split())

@@ -192,16 +192,15 @@ def test_claims_and_settlements_are_planned_once(field: ConnectedWorld) -> None:
     assert set(prepared.values()) == {3}
 
 
+CHANGES: dict[str, Any] = {
+    "dropped by a pooler": lambda world: world.tell("DEALLOCATE ALL"),
+    "prepared by another client": lambda world: world.forget(),
+    "a column has another type": lambda world: world.alter("ALTER COLUMN tag TYPE varchar(200)"),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda world: world.tell("DEALLOCATE ALL"),
-        lambda world: world.forget(),
-        lambda world: world.alter("ALTER COLUMN tag TYPE varchar(200)"),
-    ],
-    ids=["dropped by a pooler", "prepared by another client", "a column has another type"],
-)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_statements_work_if_their_prepared_ones_do_not(field: ConnectedWorld, change: Any) -> None:
     work_through(field)
     change(field)

@@ -166,29 +166,17 @@ def test_many_tasks_and_replacements_have_meta(delays: DelayTasks) -> None:
     assert delays.get(first).meta == {"v": "2"}
 
 
-@pytest.mark.parametrize(
-    ("meta", "wanted"),
-    [
-        ({"tenant": "acme"}, "acme both"),
-        ({"tenant": "acme", "plan": "big"}, "both"),
-        ({"plan": "big", "tenant": "acme"}, "both"),
-        ({"tenant": "Acme"}, ""),
-        ({"tenant": "acm"}, ""),
-        ({"enant": "acme"}, ""),
-        ({"tenant": 'ac"me'}, "odd"),
-        (QUOTES, "quotes"),
-        ({"note": QUOTES["note"]}, "quotes"),
-        ({"z": "\\"}, "quotes"),
-    ],
-)
+ACME, BOTH = {"tenant": "acme"}, {"tenant": "acme", "plan": "big"}
+FOUND = [(ACME, "acme both"), (BOTH, "both"), ({"plan": "big", "tenant": "acme"}, "both")]
+FOUND += [({"tenant": "Acme"}, ""), ({"tenant": "acm"}, ""), ({"enant": "acme"}, "")]
+FOUND += [({"tenant": 'ac"me'}, "odd"), (QUOTES, "quotes"), ({"z": "\\"}, "quotes")]
+FOUND += [({"note": QUOTES["note"]}, "quotes")]
+
+
+@pytest.mark.parametrize(("meta", "wanted"), FOUND)
 def test_tasks_are_found_by_pairs_exactly(delays: DelayTasks, meta: Any, wanted: str) -> None:
-    pairs: dict[str, Any] = {
-        "none": None,
-        "acme": {"tenant": "acme"},
-        "both": {"tenant": "acme", "plan": "big", "a": ""},
-        "odd": {"tenant": 'ac"me'},
-        "quotes": QUOTES,
-    }
+    pairs: dict[str, Any] = {"none": None, "acme": ACME, "both": {**BOTH, "a": ""}}
+    pairs |= {"odd": {"tenant": 'ac"me'}, "quotes": QUOTES}
     tasks = {name: delays.schedule_delay("mail", name, 60, meta=m) for name, m in pairs.items()}
     assert sorted(task.body for task in delays.find(meta=meta)) == sorted(wanted.split())
     assert delays.bulk.cancel(meta=meta).changed == len(wanted.split())
@@ -213,19 +201,11 @@ def test_the_processor_and_the_events_have_the_meta(world: World) -> None:
     assert told == ["task.scheduled", "task.failed"]
 
 
-@pytest.mark.parametrize(
-    "meta",
-    [
-        "tenant",
-        {"": "a"},
-        {"a b": "c"},
-        {"a": 1},
-        {1: "a"},
-        {"a": "x" * 513},
-        {str(n): "x" for n in range(17)},
-        {str(n): "x" * 512 for n in range(9)},
-    ],
-)
+BAD_META: list[Any] = ["tenant", {"": "a"}, {"a b": "c"}, {"a": 1}, {1: "a"}, {"a": "x" * 513}]
+BAD_META += [{str(n): "x" for n in range(17)}, {str(n): "x" * 512 for n in range(9)}]
+
+
+@pytest.mark.parametrize("meta", BAD_META)
 def test_meta_of_another_form_is_refused(delays: DelayTasks, meta: Any) -> None:
     with invalid("meta"):
         delays.schedule_delay("mail", {}, 60, meta=meta)

@@ -87,20 +87,10 @@ ACCEPTED: list[tuple[dict[str, str], Status]] = [
     ({"limit_key": "''"}, DONE),
     ({"ip_address": str(-MOST), "worker": "''"}, DONE),
 ]
-REFUSED: list[dict[str, str]] = [
-    {"status": "6"},
-    {"status": "-1"},
-    {"status": "3"},
-    {"status": "3", "worker": "'w'"},
-    {"version": "-1"},
-    {"runs": "-1"},
-    {"lapses": "-1"},
-    {"priority": "-1"},
-    {"priority": "10"},
-    {"tag": "''"},
-    {"queue": "''"},
-    {"queue": "'../a b*'"},
-]
+REFUSED: list[dict[str, str]] = [{"status": status} for status in ("6", "-1", "3")]
+REFUSED += [{name: "-1"} for name in ("version", "runs", "lapses", "priority")]
+REFUSED += [{"status": "3", "worker": "'w'"}, {"priority": "10"}, {"tag": "''"}]
+REFUSED += [{"queue": "''"}, {"queue": "'../a b*'"}]
 REFUSED_BY: dict[str, list[dict[str, str]]] = {
     "postgresql": [
         {"expected_time": "'-infinity'"},
@@ -240,62 +230,31 @@ def refusal(id: int, call: Callable[[int], Any]) -> DelayTaskError | None:
 
 
 #: Values of policies and of workers that no process could use.
-POLICIES = [
-    {"kind": "'other'"},
-    {"concurrency": "0"},
-    {"concurrency_per_key": "-2000000000"},
-    {"rate": "0", "rate_period_s": "1"},
-    {"rate": "-5", "rate_period_s": "1"},
-    {"rate": "5", "rate_period_s": "NULL"},
-    {"rate": "NULL", "rate_period_s": "5"},
-    {"rate": "5", "rate_period_s": "0"},
-    {"rate": "5", "rate_period_s": "1e300"},
-]
-POLICIES_BY = {
-    "postgresql": [
-        {"rate": "5", "rate_period_s": "'NaN'"},
-        {"rate": "5", "rate_period_s": "'Infinity'"},
-    ],
-    "mysql": [],
-    "sqlite": [
-        {"rate": "'x'", "rate_period_s": "1"},
-        {"rate": "5", "rate_period_s": "9e999"},
-        {"concurrency": "'x'"},
-    ],
-}
-WORKERS = [
-    *({"queues": f"'{text}'"} for text in ("x", "5", "null", '{"default": 1}', "[" * 100_000, "")),
-    {"tags": "'x'"},
-    {"concurrency": "-1"},
-    {"busy": "-1"},
-]
-WORKERS_BY = {
-    "postgresql": [],
-    "mysql": [],
-    "sqlite": [{"queues": "x'00'"}, {"concurrency": "'x'"}, {"busy": "'x'"}],
-}
+RATES = [("0", "1"), ("-5", "1"), ("5", "NULL"), ("NULL", "5"), ("5", "0"), ("5", "1e300")]
+POLICIES = [{"kind": "'other'"}, {"concurrency": "0"}, {"concurrency_per_key": "-2000000000"}]
+POLICIES += [{"rate": rate, "rate_period_s": period_s} for rate, period_s in RATES]
+NO_NUMBERS = [{"rate": "5", "rate_period_s": value} for value in ("'NaN'", "'Infinity'")]
+NO_TYPES = [{"rate": "'x'", "rate_period_s": "1"}, {"rate": "5", "rate_period_s": "9e999"}]
+NO_TYPES += [{"concurrency": "'x'"}]
+POLICIES_BY = {"postgresql": NO_NUMBERS, "mysql": [], "sqlite": NO_TYPES}
+NO_QUEUES = ("x", "5", "null", '{"default": 1}', "[" * 100_000, "")
+WORKERS = [{"queues": f"'{text}'"} for text in NO_QUEUES]
+WORKERS += [{"tags": "'x'"}, {"concurrency": "-1"}, {"busy": "-1"}]
+WORKERS_BY: dict[str, Any] = {"postgresql": [], "mysql": []}
+WORKERS_BY["sqlite"] = [{"queues": "x'00'"}, {"concurrency": "'x'"}, {"busy": "'x'"}]
+WORKER = {"name": "'w'", "queues": "'[]'", "pool": "'prefork'", "concurrency": "1"}
 PLAIN = {
     "task": {"id": "1", "tag": "'mail'", "message_body": "'{}'"},
     "policy": {"kind": "'tag'", "name": "'mail'", "is_paused": "false"},
-    "worker": {
-        "name": "'w'",
-        "queues": "'[]'",
-        "pool": "'prefork'",
-        "concurrency": "1",
-        "seen_at": "CURRENT_TIMESTAMP",
-        "started_at": "CURRENT_TIMESTAMP",
-    },
+    "worker": WORKER | dict.fromkeys(("seen_at", "started_at"), "CURRENT_TIMESTAMP"),
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "everywhere", "by_database"),
-    [
-        ("task", REFUSED, REFUSED_BY),
-        ("policy", POLICIES, POLICIES_BY),
-        ("worker", WORKERS, WORKERS_BY),
-    ],
-)
+KINDS: list[Any] = [("task", REFUSED, REFUSED_BY), ("policy", POLICIES, POLICIES_BY)]
+KINDS += [("worker", WORKERS, WORKERS_BY)]
+
+
+@pytest.mark.parametrize(("name", "everywhere", "by_database"), KINDS)
 def test_the_database_refuses_rows_that_no_process_could_use(
     world: World, name: str, everywhere: list[dict[str, str]], by_database: Any
 ) -> None:

@@ -166,15 +166,11 @@ def test_anything_that_is_no_outcome_is_success(world: World, value: Any) -> Non
     assert (world.read(task).status, world.read(task).result) == (Status.DONE, None)
 
 
-@pytest.mark.parametrize(
-    ("value", "kept", "dropped"),
-    [
-        ({"paid": 7}, {"paid": 7}, 0),
-        (Done([1, "é"]), [1, "é"], 0),
-        (None, None, 0),
-        *((value, None, 1) for value in (object(), "x" * 100_000, float("nan"))),
-    ],
-)
+RESULTS: list[Any] = [({"paid": 7}, {"paid": 7}, 0), (Done([1, "é"]), [1, "é"], 0)]
+RESULTS += [(None, None, 0), *((value, None, 1) for value in (object(), "x" * 10**5, float("nan")))]
+
+
+@pytest.mark.parametrize(("value", "kept", "dropped"), RESULTS)
 def test_a_result_is_stored_if_asked_for(world: World, value: Any, kept: Any, dropped: int) -> None:
     returns(world, "pay", value, keep_result=True)
     task = world.schedule("pay")
@@ -193,15 +189,11 @@ def test_retry_with_a_time_waits_for_it_and_uses_one_retry_delay(world: World) -
     assert run_again(world, task).status is Status.FAILED
 
 
-@pytest.mark.parametrize(
-    ("value", "says"),
-    [
-        (Retry(), "Retry() without after= needs a retry schedule"),
-        (Retry(after=-1), "after is"),
-        (Snooze("soon"), "after is"),
-        (Snooze(float("inf")), "after is"),
-    ],
-)
+INVALID: list[Any] = [(Retry(), "Retry() without after= needs a retry schedule")]
+INVALID += [(it, "after is") for it in (Retry(after=-1), Snooze("soon"), Snooze(float("inf")))]
+
+
+@pytest.mark.parametrize(("value", "says"), INVALID)
 def test_an_invalid_outcome_fails_with_an_explanation(world: World, value: Any, says: str) -> None:
     returns(world, "pay", value)
     task = world.schedule("pay")
@@ -385,12 +377,8 @@ def test_the_effect_and_done_are_one_transaction(credit_world: World, begin: Any
     task = credit_world.schedule("credit", key="7")
     credit_world.run(task)
     done = credit_world.read(task)
-    assert (done.status, done.version, done.result, done.lease_until) == (
-        Status.DONE,
-        claimed[0].version + 1,
-        {"credited": 1},
-        None,
-    )
+    assert (done.status, done.version) == (Status.DONE, claimed[0].version + 1)
+    assert (done.result, done.lease_until) == ({"credited": 1}, None)
     assert effects(credit_world) == 1
     assert credit_world.count("task.succeeded") == 1
     assert credit_world.count("task.lease_lost") == 0

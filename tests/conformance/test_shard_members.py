@@ -39,13 +39,8 @@ Process = Callable[..., Shards]
 
 def member(folder: Path, number: int, **settings: Any) -> DelayTasks:
     """Return one of several `DelayTasks`, with a database of its own."""
-    settings = {
-        "database_url": f"sqlite:///{folder}/{number}.sqlite3",
-        "shard": number,
-        "namespace": f"shop-{number}",
-        "timer": "direct",
-        **settings,
-    }
+    usual: Any = {"shard": number, "namespace": f"shop-{number}", "timer": "direct"}
+    settings = {"database_url": f"sqlite:///{folder}/{number}.sqlite3", **usual, **settings}
     app = Celery(f"shop-{number}", broker="memory://", set_as_current=False)
     return DelayTasks(app, **settings)
 
@@ -137,14 +132,14 @@ def test_new_ids_carry_the_number_of_the_setting_and_their_tasks_run(process: Pr
         assert delays.get(task.id).status is Status.DONE
 
 
-@pytest.mark.parametrize(
-    ("same", "what"),
-    [
-        ({"shard": 0}, "delaytasks_shard"),
-        ({"namespace": "shop-0"}, "delaytasks_namespace"),
-        ({"database_url": "sqlite:///{folder}/0.sqlite3"}, "database"),
-    ],
-)
+SAME: list[Any] = [
+    ({"shard": 0}, "delaytasks_shard"),
+    ({"namespace": "shop-0"}, "delaytasks_namespace"),
+]
+SAME += [({"database_url": "sqlite:///{folder}/0.sqlite3"}, "database")]
+
+
+@pytest.mark.parametrize(("same", "what"), SAME)
 def test_members_must_differ_in_number_and_database(tmp_path: Path, same: Any, what: str) -> None:
     url = {key: str(value).format(folder=tmp_path) for key, value in same.items()}
     twice = [member(tmp_path, 0), member(tmp_path, 1, **url)]

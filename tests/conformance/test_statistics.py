@@ -165,18 +165,13 @@ def test_nothing_is_counted_if_the_setting_is_off(make_world: MakeWorld) -> None
 # The filter `error=`, with which the tasks of a failure group are found and moved
 
 
-@pytest.mark.parametrize(
-    ("pattern", "matches"),
-    [
-        ("*timeout*", ["a timeout of 5 s", "timeout"]),
-        ("*Timeout", ["Timeout", "read Timeout"]),
-        ("100%*", ["100% full"]),
-        ("a_b*", ["a_b"]),
-        ("wow! *", ["wow! such error"]),
-        ("back\\slash*", ["back\\slash"]),
-        ("first*second", ["first\nline\nsecond"]),
-    ],
-)
+MATCHES = [("*timeout*", ["a timeout of 5 s", "timeout"]), ("100%*", ["100% full"])]
+MATCHES += [("*Timeout", ["Timeout", "read Timeout"]), ("a_b*", ["a_b"])]
+MATCHES += [("wow! *", ["wow! such error"]), ("back\\slash*", ["back\\slash"])]
+MATCHES += [("first*second", ["first\nline\nsecond"])]
+
+
+@pytest.mark.parametrize(("pattern", "matches"), MATCHES)
 def test_patterns_match_whole_texts_with_stars(world: World, pattern: str, matches: Any) -> None:
     texts = (
         "a timeout of 5 s|timeout|Timeout|read Timeout|100% full|100 full|a_b|axb|wow! such error|"
@@ -324,17 +319,16 @@ def test_failure_groups_are_read_and_select_their_tasks(world: World) -> None:
     assert read(tag="b") == read(since=NOON + MINUTE) == []
 
 
-@pytest.mark.parametrize(
-    ("options", "name", "says"),
-    [
-        ({"step": "90s"}, "step", "whole minutes"),
-        ({"step": 0}, "step", "whole minutes"),
-        ({"since": NOON, "until": NOON}, "since", "empty"),
-        ({"since": "3d"}, "since", "two days"),
-        ({"since": NOON - 9 * DAY, "until": NOON}, "step", "longer step"),
-        ({"tags": "mail"}, "tags", "list"),
-    ],
-)
+RANGES: list[Any] = [({"step": step}, "step", "whole minutes") for step in ("90s", 0)]
+RANGES += [
+    ({"since": NOON, "until": NOON}, "since", "empty"),
+    ({"since": "3d"}, "since", "two days"),
+]
+RANGES += [({"since": NOON - 9 * DAY, "until": NOON}, "step", "longer step")]
+RANGES += [({"tags": "mail"}, "tags", "list")]
+
+
+@pytest.mark.parametrize(("options", "name", "says"), RANGES)
 def test_a_wrong_range_is_refused(delays: DelayTasks, options: Any, name: str, says: str) -> None:
     with invalid(name, match=says):
         delays.statistics.series(**options)

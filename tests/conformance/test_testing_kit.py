@@ -94,15 +94,8 @@ def test_a_scheduled_task_is_found_by_each_of_its_values(shop: Shop, tester: Del
     task = shop.delays.schedule_delay(
         "order.close", {"order": 7}, "30m", key="7", queue="q", priority=3, meta={"tenant": "a"}
     )
-    found = tester.assert_scheduled(
-        "order.close",
-        key="7",
-        body={"order": mock.ANY},
-        queue="q",
-        priority=3,
-        meta={"tenant": "a"},
-        within="30m",
-    )
+    of: Any = {"queue": "q", "priority": 3, "meta": {"tenant": "a"}, "within": "30m"}
+    found = tester.assert_scheduled("order.close", key="7", body={"order": mock.ANY}, **of)
     assert found.id == task.id
     tester.assert_scheduled("order.close", at=tester.now + timedelta(minutes=30))
     tester.assert_scheduled("order.close", within=timedelta(hours=1))

@@ -246,17 +246,12 @@ def test_a_forged_entry_runs_nothing(d: Deployment) -> None:
     waits, cancelled, soon = d.schedule(delay=40), d.schedule(delay=0.4), d.schedule(delay=0.6)
     d.delays.cancel(cancelled)
     now_us = to_us(d.now())
-    d.arm(
-        [
-            entry(waits, due_us=now_us),
-            entry(waits, due_us=now_us, id=2**62),
-            entry(waits, due_us=now_us, id=1),
-            entry(soon, due_us=now_us),
-            entry(soon, due_us=now_us, version=soon.version + 7),
-            entry(cancelled),
-            entry(cancelled, version=cancelled.version + 1),
-        ]
-    )
+    entries = [
+        entry(waits, due_us=now_us),
+        *(entry(waits, due_us=now_us, id=id) for id in (2**62, 1)),
+    ]
+    entries += [entry(soon, due_us=now_us, version=soon.version + n) for n in (0, 7)]
+    d.arm([*entries, entry(cancelled), entry(cancelled, version=cancelled.version + 1)])
     ran_once(d, [soon])
     did_not_run(d, waits)
     did_not_run(d, cancelled)

@@ -113,12 +113,8 @@ def test_a_call_that_is_repeated_gets_the_same_time(delays: DelayTasks) -> None:
         delays.schedule_delay("mail", {}, at=NINE, id=id, jitter=TEN_MINUTES) for _ in range(2)
     ]
     assert len({task.expected_time for task in by_id}) == 1
-    by_key = [
-        delays.schedule_delay(
-            "mail", n, at=NINE, key="k", on_conflict="replace", jitter=TEN_MINUTES
-        )
-        for n in range(3)
-    ]
+    again: Any = {"key": "k", "on_conflict": "replace", "jitter": TEN_MINUTES}
+    by_key = [delays.schedule_delay("mail", n, at=NINE, **again) for n in range(3)]
     assert len({task.expected_time for task in by_key}) == 1
     assert by_id[0].expected_time != by_key[0].expected_time
 
@@ -132,12 +128,8 @@ def test_a_delay_counts_the_seconds_up_to_the_spread_time(delays: DelayTasks) ->
 
 
 def test_a_longest_wait_bounds_a_spread_time(delays: DelayTasks) -> None:
-    tasks = [
-        delays.schedule_delay(
-            "mail", {}, 1, key=f"k{n}", on_conflict="replace", max_wait=2, jitter=3600
-        )
-        for n in range(3)
-    ]
+    options: Any = {"on_conflict": "replace", "max_wait": 2, "jitter": 3600}
+    tasks = [delays.schedule_delay("mail", {}, 1, key=f"k{n}", **options) for n in range(3)]
     for task in tasks:
         assert task.create_time is not None
         assert task.expected_time - task.create_time <= timedelta(seconds=2)

@@ -431,15 +431,9 @@ def test_no_order_of_operations_leads_to_a_state_outside_the_moves() -> None:
         times.serve(store)
         machine = type("MovesHere", (Moves,), {"store": store, "times": times})
         with installed(times, {}):
-            run_state_machine_as_test(
-                machine,
-                settings=settings(
-                    max_examples=120,
-                    stateful_step_count=50,
-                    deadline=None,
-                    derandomize=True,
-                    database=None,
-                    suppress_health_check=[HealthCheck.too_slow],
-                ),
+            steps = settings(
+                max_examples=120, stateful_step_count=50, deadline=None, derandomize=True
             )
+            quiet = settings(steps, database=None, suppress_health_check=[HealthCheck.too_slow])
+            run_state_machine_as_test(machine, settings=quiet)
         store.close()

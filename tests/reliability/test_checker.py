@@ -47,21 +47,10 @@ def row_and_run(at_us: int) -> tuple[list[RowChange], list[RunRecord]]:
     """A row that is inserted, runs and ends."""
     waits, runs = Status.NOT_COMPLETE, Status.RUNNING
     moves = [(None, waits), (waits, runs), (runs, Status.DONE)]
+    before = [None, 0, 1]
     changes = [
-        RowChange(
-            1,
-            at_us + n * 1000,
-            was,
-            status,
-            n - 1 if n else None,
-            n,
-            min(n, 1),
-            0,
-            at_us,
-            None,
-            None,
-        )
-        for n, (was, status) in enumerate(moves)
+        RowChange(1, at_us + n * 1000, was, to, before[n], n, min(n, 1), 0, at_us, None, None)
+        for n, (was, to) in enumerate(moves)
     ]
     return changes, [RunRecord(1, 1, "w", at_us + 1500, at_us + 1800)]
 
@@ -78,15 +67,11 @@ def test_a_task_with_an_unknown_answer_may_run(answers: tuple[Answer, ...]) -> N
     assert found(History(calls(*answers), ran, changes)) == set()
 
 
-@pytest.mark.parametrize(
-    ("answers", "kinds"),
-    [
-        (("unknown",), set()),
-        (("failed",), set()),
-        (("unknown", "failed"), set()),
-        (("unknown", "ok"), {"lost"}),
-    ],
-)
+ANSWERS: list[Any] = [(("unknown",), set()), (("failed",), set()), (("unknown", "failed"), set())]
+ANSWERS += [(("unknown", "ok"), {"lost"})]
+
+
+@pytest.mark.parametrize(("answers", "kinds"), ANSWERS)
 def test_an_unknown_answer_may_miss_its_task_unless_confirmed(answers: Any, kinds: Any) -> None:
     assert found(History(calls(*answers))) == kinds
 
@@ -164,27 +149,15 @@ def fault(
     until_s: float = 5,
     loses_claims: bool = False,
 ) -> Fault:
-    return Fault(
-        "as asked",
-        "x",
-        NOW + int(since_s * S),
-        NOW + int(until_s * S),
-        effect,
-        key_owners,
-        loses_claims=loses_claims,
-    )
+    times = NOW + int(since_s * S), NOW + int(until_s * S)
+    return Fault("as asked", "x", *times, effect, key_owners, loses_claims=loses_claims)
 
 
-@pytest.mark.parametrize(
-    "of_its_holder",
-    [
-        fault("dead", "w1@x/"),
-        fault("dead", "w1@x/11-"),
-        fault("away", "w1@x/"),
-        fault("away", *ALL),
-    ],
-    ids=lambda fault: f"{fault.effect} {fault.key_owners}",
-)
+HOLDERS = [fault("dead", "w1@x/"), fault("dead", "w1@x/11-"), fault("away", "w1@x/")]
+HOLDERS += [fault("away", *ALL)]
+
+
+@pytest.mark.parametrize("of_its_holder", HOLDERS, ids=lambda it: f"{it.effect} {it.key_owners}")
 def test_a_fault_of_the_lease_owner_explains_a_second_run(of_its_holder: Fault) -> None:
     history = lapsed()
     history.faults = [of_its_holder]
@@ -498,20 +471,13 @@ def ahead(*seconds: float) -> list[Occurrence]:
     return tasks(*((s, s - 10, s + 0.001) for s in seconds))
 
 
+MADE: list[Any] = [([1, 2, 3, 4, 5], set()), ([1, 2, 3, 4, 5, 6], set())]
+MADE += [([1, 2, 2, 3, 4, 5], {"repeated"}), ([1, 2, 3, 3.5, 4, 5], {"unexpected"})]
+MADE += [(some, {"left out"}) for some in ([1, 2, 4, 5], [2, 3, 4, 5], [1, 2, 3, 4], [])]
+
+
 @pytest.mark.parametrize("missed", ["all", "latest"])
-@pytest.mark.parametrize(
-    ("seconds", "kinds"),
-    [
-        ([1, 2, 3, 4, 5], set()),
-        ([1, 2, 3, 4, 5, 6], set()),
-        ([1, 2, 2, 3, 4, 5], {"repeated"}),
-        ([1, 2, 4, 5], {"left out"}),
-        ([2, 3, 4, 5], {"left out"}),
-        ([1, 2, 3, 4], {"left out"}),
-        ([1, 2, 3, 3.5, 4, 5], {"unexpected"}),
-        ([], {"left out"}),
-    ],
-)
+@pytest.mark.parametrize(("seconds", "kinds"), MADE)
 def test_each_occurrence_has_exactly_one_task(seconds: Any, kinds: set[str], missed: Any) -> None:
     assert found_of_schedules(*ahead(*seconds), missed=missed) == kinds
 

@@ -186,16 +186,8 @@ def test_a_full_disk_is_reported_and_leaves_no_partial_changes(
 
 ROOT = Path(__file__).parent.parent.parent
 #: Failpoints that kill a whole worker, whose restart takes a second or two.
-OF_MAIN = {
-    "received",
-    "in the pool",
-    "sending back",
-    "handing on",
-    "near rows armed",
-    "renewed",
-    "occurrences written",
-    "occurrences committed",
-}
+OF_MAIN = {"received", "in the pool", "sending back", "handing on", "near rows armed", "renewed"}
+OF_MAIN |= {"occurrences written", "occurrences committed"}
 
 
 @pytest.mark.slow
@@ -407,14 +399,8 @@ def test_a_blocking_rabbitmq_loses_none(own_rabbitmq: RabbitServer, deploy_inlin
 def test_sweeps_find_what_queues_refused(own_rabbitmq: RabbitServer, deploy_inline: Deploy) -> None:
     d = deploy_inline(own_rabbitmq.url)
     name = d.queue_name
-    own_rabbitmq.ctl(
-        "set_policy",
-        "full",
-        f"^{name}$",
-        '{"max-length": 5, "overflow": "reject-publish"}',
-        "--apply-to",
-        "queues",
-    )
+    policy = '{"max-length": 5, "overflow": "reject-publish"}'
+    own_rabbitmq.ctl("set_policy", "full", f"^{name}$", policy, "--apply-to", "queues")
     assert queued(d) == 0
     tasks = [d.schedule(delay=0.2) for _ in range(30)]
     wait_until(lambda: queued(d) == 5, 5, "the queue to be full")

@@ -581,18 +581,13 @@ def test_a_missing_uri_file_is_an_error_and_made_for_its_owner(tmp_path: Path, f
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-@pytest.mark.parametrize(
-    ("url", "path"),
-    [
-        ("sqlite:///file:a.db?uri=true", "a.db"),
-        ("sqlite:///file:/x/a.db?mode=ro&uri=true", "/x/a.db"),
-        ("sqlite:///file:a.db", "file:a.db"),
-        ("sqlite:///a.db", "a.db"),
-        ("sqlite:///file::memory:?uri=true", None),
-        ("sqlite:///file:name?mode=memory&cache=shared&uri=true", None),
-        ("sqlite://", None),
-        ("sqlite:///:memory:", None),
-    ],
-)
+PATHS: list[Any] = [("sqlite:///file:a.db?uri=true", "a.db"), ("sqlite:///a.db", "a.db")]
+PATHS += [("sqlite:///file:/x/a.db?mode=ro&uri=true", "/x/a.db")]
+PATHS += [("sqlite:///file:a.db", "file:a.db"), ("sqlite:///file::memory:?uri=true", None)]
+PATHS += [("sqlite:///file:name?mode=memory&cache=shared&uri=true", None)]
+PATHS += [("sqlite://", None), ("sqlite:///:memory:", None)]
+
+
+@pytest.mark.parametrize(("url", "path"), PATHS)
 def test_the_path_of_a_url(url: str, path: str | None) -> None:
     assert sqlite_path(make_url(url)) == (None if path is None else Path(path))

@@ -188,15 +188,11 @@ def takes(world: World, tag: str, schema: Callable[..., Any], **options: Any) ->
     return given
 
 
-@pytest.mark.parametrize(
-    ("schema", "body", "given"),
-    [
-        (Order, {"number": 7}, Order(7)),
-        (Order, Order(7, "x"), Order(7, "x")),
-        (even, 4, 4),
-        (lambda body: body["n"], {"n": 1}, 1),
-    ],
-)
+SCHEMAS: list[Any] = [(Order, {"number": 7}, Order(7)), (Order, Order(7, "x"), Order(7, "x"))]
+SCHEMAS += [(even, 4, 4), (lambda body: body["n"], {"n": 1}, 1)]
+
+
+@pytest.mark.parametrize(("schema", "body", "given"), SCHEMAS)
 def test_a_schema_converts_the_body(world: World, schema: Any, body: Any, given: Any) -> None:
     seen = takes(world, "order", schema)
     world.run(world.schedule("order", body))
@@ -504,14 +500,10 @@ def test_a_worker_without_a_choice_serves_all_queues_that_a_tag_may_have() -> No
 
 
 #: What a worker serves that runs with `-Q`: our queues, and the names of all that it consumes.
-CHOSEN = [
-    ("mail", ["mail"], {"mail", "delaytasks.mail"}),
-    ("delaytasks.mail", ["mail"], {"delaytasks.mail"}),
-    ("other", ["other"], {"other", "delaytasks.other"}),
-    ("delaytasks.other", ["other"], {"delaytasks.other"}),
-    ("celery", [], {"celery"}),
-    ("a b", [], {"a b"}),
-]
+CHOSEN: list[Any] = [("mail", ["mail"], {"mail", "delaytasks.mail"}), ("a b", [], {"a b"})]
+CHOSEN += [("delaytasks.mail", ["mail"], {"delaytasks.mail"}), ("celery", [], {"celery"})]
+CHOSEN += [("other", ["other"], {"other", "delaytasks.other"})]
+CHOSEN += [("delaytasks.other", ["other"], {"delaytasks.other"})]
 
 
 @pytest.mark.parametrize(("chosen", "ours", "consumed"), CHOSEN)

@@ -238,15 +238,11 @@ def test_overdue_rows_cause_a_few_drain_messages_for_served_queues(world: World)
     assert [fields["queue"] for fields in world.told("queue.unserved")] == ["nobody"]
 
 
-@pytest.mark.parametrize(
-    ("setting", "age", "left"),
-    [
-        ("30d", timedelta(days=29), STEP_ROWS + 13),
-        ("30d", timedelta(days=31), 3),
-        (None, timedelta(days=31), STEP_ROWS + 13),
-        ("1h", timedelta(hours=2), 3),
-    ],
-)
+PURGES: list[Any] = [("30d", timedelta(days=29), STEP_ROWS + 13), ("30d", timedelta(days=31), 3)]
+PURGES += [(None, timedelta(days=31), STEP_ROWS + 13), ("1h", timedelta(hours=2), 3)]
+
+
+@pytest.mark.parametrize(("setting", "age", "left"), PURGES)
 def test_rows_that_ended_long_ago_are_deleted_and_all_others_stay(
     make_world: MakeWorld, setting: Any, age: timedelta, left: int
 ) -> None:

@@ -32,39 +32,11 @@ from tests.world.monitor import Monitor
 from tests.world.policy_reader import PolicyReader
 from tests.world.world import NASTY, RUNNING, Worker, World, status_columns
 
-__all__ = [
-    "FINISHED",
-    "LIVE",
-    "MOVES",
-    "NASTY",
-    "NO_POLICIES",
-    "RUNNING",
-    "Claimed",
-    "Entry",
-    "FailureReason",
-    "LeaseEndsError",
-    "Level",
-    "MainProcess",
-    "MakeWorld",
-    "Monitor",
-    "MonkeyPatch",
-    "PolicyReader",
-    "Recovered",
-    "Report",
-    "Settlement",
-    "UnclaimedRow",
-    "WaitlistState",
-    "Worker",
-    "World",
-    "WorldBroker",
-    "from_us",
-    "key_name",
-    "run_chunk",
-    "served_queues",
-    "shard_of",
-    "status_columns",
-    "to_us",
-]
+__all__ = ["FINISHED", "LIVE", "MOVES", "NASTY", "NO_POLICIES", "RUNNING", "Claimed", "Entry"]
+__all__ += ["FailureReason", "LeaseEndsError", "Level", "MainProcess", "MakeWorld", "Monitor"]
+__all__ += ["MonkeyPatch", "PolicyReader", "Recovered", "Report", "Settlement", "UnclaimedRow"]
+__all__ += ["WaitlistState", "Worker", "World", "WorldBroker", "from_us", "key_name", "run_chunk"]
+__all__ += ["served_queues", "shard_of", "status_columns", "to_us"]
 
 MakeWorld = Callable[..., World]
 MonkeyPatch = pytest.MonkeyPatch

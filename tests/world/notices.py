@@ -19,12 +19,8 @@ from delaytasks.worker import table_poller
 from tests.waiting import wait_until
 
 #: Short times of the part of a worker that listens.
-TIMES: dict[str, Any] = {
-    "NOTICE_WAIT_S": 0.1,
-    "TEST_ANSWER_S": 1,
-    "RECONNECT_REST_S": 0.1,
-    "TEST_EVERY_S": 0.5,
-}
+TIMES: dict[str, Any] = {"NOTICE_WAIT_S": 0.1, "TEST_ANSWER_S": 1, "RECONNECT_REST_S": 0.1}
+TIMES["TEST_EVERY_S"] = 0.5
 
 
 class Notified:

@@ -43,14 +43,10 @@ class PlannedWorld(World):
     ) -> list[DelayedTask]:
         """Insert rows that wait, the first of which is due `first_s` seconds from now."""
         first, step = self.new_row(first_s, **fields), timedelta(seconds=step_s)
+        times = [first.expected_time + n * step for n in range(count)]
         made = [
-            replace(
-                first,
-                id=first.id + n,
-                tag=tags[n % len(tags)],
-                expected_time=first.expected_time + n * step,
-            )
-            for n in range(count)
+            replace(first, id=first.id + n, tag=tags[n % len(tags)], expected_time=at)
+            for n, at in enumerate(times)
         ]
         self.skip_ids(count)
         self.store.tasks.insert_many(made)

@@ -246,12 +246,8 @@ class RedisTimerHarness:
 
 
 #: The asynchronous driver for each driver of our own.
-DRIVERS = {
-    "psycopg2": "asyncpg",
-    "psycopg": "psycopg",
-    "pymysql": "asyncmy",
-    "pysqlite": "aiosqlite",
-}
+DRIVERS = {"psycopg2": "asyncpg", "psycopg": "psycopg", "pymysql": "asyncmy"}
+DRIVERS["pysqlite"] = "aiosqlite"
 LIMIT_S = 20
 
 

@@ -507,13 +507,8 @@ class World:
     def new_row(self, due_s: float = DUE_S, **fields: Any) -> DelayedTask:
         """Return a task that is not written yet, and due `due_s` seconds from now."""
         now = self.now()
-        values: dict[str, Any] = {
-            "id": next(_ids),
-            "tag": "note",
-            "body_json": "{}",
-            "expected_time": now + timedelta(seconds=due_s),
-            "create_time": now,
-        }
+        values: dict[str, Any] = {"id": next(_ids), "tag": "note", "body_json": "{}"}
+        values |= {"expected_time": now + timedelta(seconds=due_s), "create_time": now}
         return DelayedTask(**{**values, **fields})
 
     def skip_ids(self, count: int) -> None:
