@@ -14,7 +14,8 @@ from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
 from tests.integration.shops import ExampleShop, fresh_database
 from tests.migration.test_migrations import schema_differences
-from tests.running import output_of
+from tests.running import Process, output_of
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -119,6 +120,34 @@ def test_the_shops_own_tests_pass_in_djangos_test_databases(shop: ExampleShop) -
     assert "OK" in shop.command("manage.py", "test")
     assert "OK" in shop.command("manage.py", "test", "--parallel", "2")
     assert "OK" in shop.command("manage.py", "test", "tests.integration.django_kit_tests")
+
+
+SHOPPING = """from django.test import Client
+customer = Client(SERVER_NAME="localhost")
+paid, unpaid = (customer.post("/orders").json()["number"] for _ in range(2))
+assert customer.post(f"/orders/{paid}/pay").status_code == 200"""
+
+
+@pytest.mark.parametrize("fresh_url", ["postgresql", "mysql"], indirect=True)
+def test_a_worker_closes_unpaid_orders_and_sends_receipts(
+    shop: ExampleShop, tmp_path: Path
+) -> None:
+    shop.environment["CELERY_BROKER_URL"] = f"delaytasks-files://localhost/{tmp_path}"
+    shop.command("manage.py", "migrate")
+    command = [sys.executable, *"-W ignore -m celery -A shop worker -l INFO -c 1".split()]
+    worker = Process(command, shop.environment, tmp_path / "worker.log")
+    try:
+        shop.command("manage.py", "shell", "-c", SHOPPING)
+        ends = ["CANCELLED", "DONE", "DONE"]
+        found = shop.delays.find
+        wait_until(lambda: sorted(t.status.name for t in found()) == ends, 40, worker.log)
+        query = "SELECT status FROM orders_order ORDER BY id"
+        with runtime_of(shop.delays).store.database.begin() as connection:
+            statuses = connection.exec_driver_sql(query).scalars().all()
+        assert statuses == ["paid", "closed"]
+        assert worker.log().count("the receipt of order") == 1
+    finally:
+        worker.terminate()
 
 
 # -- Test Django's admin on each database ---------------------------------------------------------
