@@ -7,6 +7,8 @@ from typing import Any
 
 from sqlalchemy import make_url
 
+OURS = "delaytasks.contrib.django"
+
 
 def site_settings(urls: str, *apps: str, **others: Any) -> dict[str, Any]:
     """Return the settings of a project that has the admin, and `apps` of its own.
@@ -14,11 +16,9 @@ def site_settings(urls: str, *apps: str, **others: Any) -> dict[str, Any]:
     `urls` is the module of its URLs.
     """
     contrib = ("admin", "auth", "contenttypes", "sessions", "messages")
-    context_processors = [
-        "django.template.context_processors.request",
-        "django.contrib.auth.context_processors.auth",
-        "django.contrib.messages.context_processors.messages",
-    ]
+    processors = "template.context_processors.request contrib.auth.context_processors.auth"
+    processors += " contrib.messages.context_processors.messages"
+    middleware = {"sessions": "Session", "auth": "Authentication", "messages": "Message"}
     return {
         "SECRET_KEY": "a secret of the tests",
         "ALLOWED_HOSTS": ["*"],
@@ -26,21 +26,17 @@ def site_settings(urls: str, *apps: str, **others: Any) -> dict[str, Any]:
         "STATIC_URL": "/static/",
         "USE_TZ": True,
         "DEFAULT_AUTO_FIELD": "django.db.models.BigAutoField",
-        "INSTALLED_APPS": [
-            *(f"django.contrib.{name}" for name in contrib),
-            "delaytasks.contrib.django",
-            *apps,
-        ],
+        "INSTALLED_APPS": [*(f"django.contrib.{name}" for name in contrib), OURS, *apps],
         "MIDDLEWARE": [
-            "django.contrib.sessions.middleware.SessionMiddleware",
-            "django.contrib.auth.middleware.AuthenticationMiddleware",
-            "django.contrib.messages.middleware.MessageMiddleware",
+            f"django.contrib.{app}.middleware.{name}Middleware" for app, name in middleware.items()
         ],
         "TEMPLATES": [
             {
                 "BACKEND": "django.template.backends.django.DjangoTemplates",
                 "APP_DIRS": True,
-                "OPTIONS": {"context_processors": context_processors},
+                "OPTIONS": {
+                    "context_processors": [f"django.{each}" for each in processors.split()]
+                },
             }
         ],
         **others,
@@ -58,9 +54,8 @@ def replace_mysqlclient() -> None:
 def database_entry(url: str) -> dict[str, Any]:
     """Return the entry of the setting DATABASES for a SQLAlchemy URL."""
     place = make_url(url)
-    engine = {"postgresql": "postgresql", "mysql": "mysql", "sqlite": "sqlite3"}[
-        place.get_backend_name()
-    ]
+    kind = place.get_backend_name()
+    engine = "sqlite3" if kind == "sqlite" else kind
     options = {
         "sqlite3": {"transaction_mode": "IMMEDIATE", "timeout": 20},
         "mysql": {"charset": "utf8mb4"},

@@ -71,11 +71,6 @@ def fail(body: dict[str, Any]) -> None:
     raise ValueError(body.get("text", "as asked"))
 
 
-@processor("test.exit")
-def exit_politely(body: dict[str, Any]) -> None:
-    raise SystemExit(3)
-
-
 @processor("test.abort")
 def abort(body: dict[str, Any], task: DelayedTask) -> None:
     note(body, task.id, "aborts", os.getpid())

@@ -27,7 +27,7 @@ class Proxy:
     """Passes connections on, unless a fault is active.
 
     `refuse`, `swallow` and `heal` last until the next call. `reset` closes open connections,
-    `strand` makes them hang. `cut_answer` and `cut_after` take effect once. `delay_s` is the time
+    `strand` makes them hang. `cut_request` and `cut_answer` take effect once. `delay_s` is the time
     that bytes take in each direction, so a round trip takes twice as long.
     """
 
@@ -85,17 +85,6 @@ class Proxy:
         for pair in pairs:
             for end in pair:
                 _reset(end)
-
-    def cut_after(self, count: int) -> None:
-        """Reset the next connection that has sent `count` bytes."""
-        seen = 0
-
-        def is_over(_: int, data: bytes) -> bool:
-            nonlocal seen
-            seen += len(data)
-            return seen >= count
-
-        self._cuts["request"].append(is_over)
 
     def cut_request(self, pattern: bytes) -> None:
         """Drop the next request that matches, and reset its connection."""

@@ -71,12 +71,7 @@ class Deployment:
     """One or several databases, a broker, and the processes that a test starts with them."""
 
     def __init__(
-        self,
-        folder: Path,
-        database_url: str,
-        broker_url: str,
-        conf: dict[str, Any] | None = None,
-        **settings: Any,
+        self, folder: Path, database_url: str, broker_url: str, conf: Any = None, **settings: Any
     ) -> None:
         self.folder = folder
         self.file = folder / "runs.txt"
@@ -113,21 +108,20 @@ class Deployment:
         """Start a worker. It is ready when its log contains that."""
         name = self.node(len(self._processes))
         command = ["worker", "-P", pool, "-c", str(concurrency), "-n", name, "-l", "INFO"]
-        return self._start(
-            name, [*command, "--without-gossip", "--without-mingle", *options], **more
-        )
+        quiet = ("--without-gossip", "--without-mingle")
+        return self._start(name, *command, *quiet, *options, **more)
 
     def drainer(self, *options: str, concurrency: int = 2) -> Process:
         """Start `delaytasks run --forever`."""
         name = f"run{len(self._processes)}"
         command = ["run", "--forever", "-c", str(concurrency), *options]
-        process = self._start(name, command, program=("delaytasks",))
+        process = self.python(name, "delaytasks", *command)
         process.wait_for(STARTED, 30)
         return process
 
     def drain(self, *options: str, deadline_s: float = 30) -> dict[str, Any]:
         """Run `delaytasks run` to its end, and return its summary."""
-        process = self._start("run", ["run", "--json", *options], program=("delaytasks",))
+        process = self.python("run", "delaytasks", "run", "--json", *options)
         wait_until(process.ended, deadline_s, f"the drain to end\n{process.log()}", every_s=0.05)
         document = re.search(r"^\{$.*^\}$", process.log(), re.MULTILINE | re.DOTALL)
         assert document is not None, process.log()
@@ -184,13 +178,13 @@ class Deployment:
 
     def beat(self, level: str = "INFO", **more: str) -> Process:
         schedule = self.folder / f"beat{len(self._processes)}"
-        return self._start("beat", ["beat", "-s", str(schedule), "-l", level], **more)
+        return self._start("beat", "beat", "-s", str(schedule), "-l", level, **more)
 
     def flower(self, *options: str) -> str:
         """Start Flower with its API, and return its address."""
         port = free_port()
         command = ["flower", "--address=127.0.0.1", f"--port={port}", *options]
-        process = self._start("flower", command, FLOWER_UNAUTHENTICATED_API="true")
+        process = self._start("flower", *command, FLOWER_UNAUTHENTICATED_API="true")
         url = f"http://127.0.0.1:{port}"
 
         def answers() -> bool:
@@ -205,7 +199,7 @@ class Deployment:
 
     def command(self, *arguments: str, deadline_s: float = 30) -> Process:
         """Run a command of Celery to its end; its output is its log."""
-        process = self._start(arguments[0], list(arguments))
+        process = self._start(arguments[0], *arguments)
         wait_until(process.ended, deadline_s, f"celery {' '.join(arguments)} to end", every_s=0.05)
         return process
 
@@ -217,14 +211,8 @@ class Deployment:
         self._processes.append(process)
         return process
 
-    def _start(
-        self,
-        name: str,
-        arguments: list[str],
-        program: Sequence[str] = ("celery", "-A", "delaytasks"),
-        **more: str,
-    ) -> Process:
-        return self.python(name, *program, *arguments, **more)
+    def _start(self, name: str, *arguments: str, **more: str) -> Process:
+        return self.python(name, "celery", "-A", "delaytasks", *arguments, **more)
 
     def _environment(self, **more: str) -> dict[str, str]:
         config = self.folder / "test_celeryconfig.py"

@@ -88,3 +88,9 @@ def deploy(
         proxy.heal()
     for deployment in made:
         deployment.close()
+
+
+@pytest.fixture
+def site(deploy: Deploy, database: str, broker: str) -> Deployment:
+    """The deployment of a test that names a database and a broker."""
+    return deploy(database, broker)

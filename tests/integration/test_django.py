@@ -25,16 +25,8 @@ from django.db import connections, transaction
 from django.test.utils import CaptureQueriesContext, override_settings
 from sqlalchemy import literal_column
 
-from delaytasks import (
-    BodyEncryptedError,
-    ConfigError,
-    DelayedTask,
-    OutcomeUnknownError,
-    SessionUnusableError,
-    Status,
-    StoreError,
-    StoreUnavailableError,
-)
+import delaytasks as e
+from delaytasks import DelayedTask, Status
 from delaytasks.contrib.django import instance
 from delaytasks.contrib.django.connection import DjangoConnection, DjangoTransaction
 from delaytasks.contrib.django.instance import DjangoDelays
@@ -251,7 +243,7 @@ def test_bodies_are_encrypted_on_djangos_connection_and_the_model_reads_them(
     assert [text[:16] for text in stored] == [f"aesgcm:{key_name(key)}:"] * 5
     assert "cAnArY" not in repr(stored)
     row = models.DelayTaskRow(id=rows[0][1], tag=rows[0][2], message_body=stored[0])
-    with pytest.raises(BodyEncryptedError):
+    with pytest.raises(e.BodyEncryptedError):
         _ = row.body
     monkeypatch.setattr(models, "project_delays", lambda: own)
     assert row.body == body
@@ -306,7 +298,7 @@ def test_outside_of_atomic_each_call_is_a_transaction_and_bulk_calls_always_are(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(runtime_of(delays).store.tasks, "_insert", fail_in_sql)
-        with pytest.raises(StoreError):
+        with pytest.raises(e.StoreError):
             delays.schedule_delay("many", 1, 60, key="k")
     # The key is free, since the call that failed has left nothing.
     made = [delays.schedule_delay("many", {}, 1), delays.schedule_delay("many", {}, 1, key="k")]
@@ -327,9 +319,9 @@ def test_a_database_error_rolls_back_the_callers_block_even_if_it_is_caught(
         delays.schedule_delay("order.close", 1, 1)
         with monkeypatch.context() as patch:
             patch.setattr(runtime_of(delays).store.tasks, "insert", fail_in_sql)
-            with pytest.raises(SessionUnusableError, match="no_such_table"):
+            with pytest.raises(e.SessionUnusableError, match="no_such_table"):
                 delays.schedule_delay("order.close", 2, 1)
-        with pytest.raises(SessionUnusableError, match="leave the atomic block"):
+        with pytest.raises(e.SessionUnusableError, match="leave the atomic block"):
             delays.schedule_delay("order.close", 3, 1)
     assert not rows(delays)
     assert not armed
@@ -345,12 +337,12 @@ def fail_in_sql(*arguments: Any) -> bool:
 def test_the_error_about_missing_tables_names_the_command_that_creates_them(alias: str) -> None:
     delays = DjangoDelays(django_settings.new_celery_app(), alias, table_prefix="nowhere_")
     try:
-        with pytest.raises(StoreError, match=r"nowhere_yb_delay_task_message.*manage\.py migrate"):
+        with pytest.raises(e.StoreError, match=r"nowhere_yb_delay_task.*manage\.py migrate"):
             delays.schedule_delay("order.close", 1, 1)
-        refused = pytest.raises(SessionUnusableError, match=r"manage\.py migrate")
+        refused = pytest.raises(e.SessionUnusableError, match=r"manage\.py migrate")
         with refused, transaction.atomic(alias):
             delays.schedule_delay("order.close", 1, 1)
-        with pytest.raises(ConfigError, match=r"does not exist.*; run: python manage\.py migrate$"):
+        with pytest.raises(e.ConfigError, match=r"not exist.*; run: python manage\.py migrate$"):
             runtime_of(delays).checks.check_ready()  # as a worker does at its start
     finally:
         delays.close()
@@ -362,9 +354,9 @@ def test_a_failed_time_measurement_raises_the_same_error_as_other_statements(
     with monkeypatch.context() as patch:
         patch.setattr(instance, "db_now", lambda: literal_column("no_such_column"))
         patch.setattr(runtime_of(delays).clock, "_base", None)
-        with pytest.raises(StoreError, match="no_such_column"):
+        with pytest.raises(e.StoreError, match="no_such_column"):
             delays.schedule_delay("order.close", 1, 1)
-        refused = pytest.raises(SessionUnusableError, match="no_such_column")
+        refused = pytest.raises(e.SessionUnusableError, match="no_such_column")
         with transaction.atomic(delays.alias), refused:
             delays.schedule_delay("order.close", 2, 1)
     assert not rows(delays)
@@ -383,14 +375,14 @@ def test_a_broken_connection_is_reported_and_during_a_commit_with_the_id(
     connection = connections[delays.alias]
     with monkeypatch.context() as patch:
         patch.setattr(runtime_of(delays).store.tasks, "insert", broken)
-        with pytest.raises(StoreUnavailableError, match="closed the connection") as error:
+        with pytest.raises(e.StoreUnavailableError, match="closed the connection") as error:
             delays.schedule_delay("order.close", 1, 1)
         assert "secret" not in str(error.value)
     with monkeypatch.context() as patch:
         patch.setattr(connection, "commit", broken)
-        with pytest.raises(OutcomeUnknownError) as many:
+        with pytest.raises(e.OutcomeUnknownError) as many:
             delays.schedule_many([("order.close", 1, 1)])
-        with pytest.raises(OutcomeUnknownError) as unknown:
+        with pytest.raises(e.OutcomeUnknownError) as unknown:
             delays.schedule_delay("order.close", 1, 1)
     assert many.value.id is not None
     assert unknown.value.id is not None

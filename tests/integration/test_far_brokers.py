@@ -16,22 +16,19 @@ from kombu import Connection
 from delaytasks.core.events import Events
 from delaytasks.timers.publisher import Publisher
 from tests.integration.conftest import Deploy
+from tests.integration.outages.conftest import BROKERS, LIMIT_S, SLACK_S
 from tests.proxy import Proxy, proxy_to
 from tests.running import ROOT, delete_keys
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
-LIMIT_S = 0.5
-#: A busy machine adds up to this many seconds to a call.
-SLACK_S = 0.4
 #: The proxy delays each direction by this many seconds, so a round trip takes 0.1 s.
 DELAY_S = 0.05
 #: This is longer than the dozen round trips of a new connection.
 CONNECTED_S = 10
 THREADS, EACH = 16, 5
 MESSAGE: list[tuple[list[Any], dict[str, Any]]] = [([[]], {})]
-BROKERS = pytest.mark.parametrize("broker", ["redis", "rabbitmq"])
 
 
 class Far:

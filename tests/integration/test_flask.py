@@ -20,16 +20,8 @@ from flask_sqlalchemy import SQLAlchemy
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from delaytasks import (
-    ConfigError,
-    DelayedTask,
-    SessionUnusableError,
-    Status,
-    StoreError,
-    current,
-    current_delays,
-    schedule_delay,
-)
+import delaytasks as e
+from delaytasks import DelayedTask, Status, current, current_delays, schedule_delay
 from delaytasks.cli.main import flask_delays
 from delaytasks.contrib.flask import FlaskDelays
 from delaytasks.core.interfaces import Entry
@@ -302,7 +294,7 @@ def test_a_relative_sqlite_path_is_resolved_as_by_flask_sqlalchemy(tmp_path: Pat
     app = Flask("shop", instance_path=str(tmp_path))
     app.config |= {"SQLALCHEMY_DATABASE_URI": "sqlite:///shop.sqlite3"}
     app.config["CELERY"] = {"broker_url": "memory://"}
-    with pytest.raises(ConfigError, match=r"db\.init_app\(app\) before"):
+    with pytest.raises(e.ConfigError, match=r"db\.init_app\(app\) before"):
         delays.init_app(app)
     db.init_app(app)
     delays.init_app(app)
@@ -315,9 +307,9 @@ def test_wrong_settings_and_a_missing_init_app_are_reported() -> None:
     for options, message in [*named, ({"horizon": -1}, "delaytasks_horizon = -1")]:
         app = Flask("shop")
         app.config["DELAYTASKS"] = options
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(e.ConfigError, match=message):
             FlaskDelays(app)
-    with pytest.raises(ConfigError, match=r"init_app\(app\)"):
+    with pytest.raises(e.ConfigError, match=r"init_app\(app\)"):
         FlaskDelays().schedule_delay("order.close", 1, 1)
 
 
@@ -431,10 +423,10 @@ def test_a_command_commits_by_itself_and_hints_begin_like_it(commands: FlaskComm
 def test_missing_tables_are_named_with_the_command_of_flask(commands: FlaskCommands) -> None:
     store = runtime_of(commands.delays).store
     store.schema.metadata.drop_all(store.database.tx)
-    with pytest.raises(StoreError, match=r"; run: flask --app APP delays db upgrade$"):
+    with pytest.raises(e.StoreError, match=r"; run: flask --app APP delays db upgrade$"):
         commands.delays.schedule_delay("order.close", {}, 60)
     remedy = "tables, run: flask --app APP delays db upgrade"
-    with commands.app.app_context(), pytest.raises(SessionUnusableError, match=remedy):
+    with commands.app.app_context(), pytest.raises(e.SessionUnusableError, match=remedy):
         commands.delays.schedule_delay("order.close", {}, 60)
     for words in (["list"], ["status", "--probe"]):
         said = commands(*words)

@@ -39,31 +39,9 @@ def application(framework: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -
     return names
 
 
-@pytest.mark.parametrize("framework", ["litestar", "quart"])
-def test_a_request_schedules_in_its_transaction(
-    framework: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = application(framework, tmp_path, monkeypatch)
-    delays, sessions = names["delays"], names["sessions"]
-    with runtime_of(delays).store.database.begin() as connection:
-        create_tables(connection, delays)
-
-    async def go() -> None:
-        transport = httpx.ASGITransport(names["app"], raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://shop") as client:
-            assert (await client.post("/orders/7")).json() == {"order": 7}
-            assert (await delays.aget(tag="order.close", key="7")).body == {"order": 7}
-            assert (await client.post("/orders/7")).status_code == 500, "the key is in use"
-        await sessions.kw["bind"].dispose()
-
-    asyncio.run(go())
-    assert len(delays.find()) == 1
-    delays.close()
-
-
 @pytest.mark.parametrize("root_path", ["", "/public"])
 @pytest.mark.parametrize("framework", ["litestar", "quart"])
-def test_the_http_api_is_mounted_in_the_application(
+def test_a_request_schedules_in_its_transaction_and_the_http_api_is_mounted(
     framework: str, root_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = application(framework, tmp_path, monkeypatch)
@@ -75,24 +53,24 @@ def test_the_http_api_is_mounted_in_the_application(
     mounting = block_with("contrib.asgi").replace("/etc/shop/api-keys.json", str(keys))
     exec(mounting.replace('"/delays"', '"/delays/"') if root_path else mounting, names)
     # The path of a request contains the root path, as in uvicorn.
-    transport = httpx.ASGITransport(names["server_app"], root_path=root_path)
-    headers = {"Authorization": f"Bearer {key}"}
+    asgi: dict[str, Any] = {"root_path": root_path, "raise_app_exceptions": False}
+    place: dict[str, Any] = {"transport": httpx.ASGITransport(names["server_app"], **asgi)}
+    place |= {"base_url": f"http://shop{root_path}", "headers": {"Authorization": f"Bearer {key}"}}
     new = {"tag": "order.close", "body": {"order": 7}, "delay": 60}
 
     async def go() -> None:
-        base_url = f"http://shop{root_path}"
-        async with httpx.AsyncClient(
-            transport=transport, base_url=base_url, headers=headers
-        ) as client:
+        async with httpx.AsyncClient(**place) as client:
             task = (await client.post("/delays/v1/tasks", json=new)).json()
-            assert (await client.get(f"/delays/v1/tasks/{task['id']}")).json()["body"] == {
-                "order": 7
-            }
+            found = (await client.get(f"/delays/v1/tasks/{task['id']}")).json()
+            assert found["body"] == {"order": 7}
             document = (await client.get("/delays/v1/openapi.json")).json()
             assert document["servers"] == [{"url": f"{root_path}/delays"}]
             assert (await client.get("/delays-of-others")).status_code == 404
             assert (await client.post("/orders/8")).json() == {"order": 8}
+            assert (await delays.aget(tag="order.close", key="8")).body == {"order": 8}
+            assert (await client.post("/orders/8")).status_code == 500, "the key is in use"
         await names["sessions"].kw["bind"].dispose()
 
     asyncio.run(go())
+    assert len(delays.find()) == 2
     delays.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -14,28 +13,12 @@ from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
-TAG = "test.note"
+ENDS = (Status.DONE, Status.HELD)
 
 
 @pytest.fixture
 def site(deploy: Deploy) -> Deployment:
     return deploy()
-
-
-def heard(site: Deployment, say: Callable[[], object], status: Status) -> None:
-    """Call `say`, and wait until the workers apply its policy.
-
-    Workers apply a change after about a second. A task that is due then gets the status `status`.
-    """
-    say()
-
-    def is_so() -> bool:
-        probe = site.schedule()
-        ends = (Status.DONE, Status.HELD)
-        wait_until(lambda: site.status(probe) in ends, 10, "the probe to end", every_s=0.02)
-        return site.status(probe) is status
-
-    wait_until(is_so, 3, f"a task to be {status.name}", every_s=0.05)
 
 
 @pytest.mark.parametrize(
@@ -47,10 +30,18 @@ def heard(site: Deployment, say: Callable[[], object], status: Status) -> None:
     ],
 )
 def test_paused_tasks_do_not_run_until_resumed(site: Deployment, pool: str, kind: str) -> None:
-    names = {"tag": TAG} if kind == "tag" else {"queue": "default"}
+    names = {"tag": "test.note"} if kind == "tag" else {"queue": "default"}
     site.worker(pool=pool)
     site.wait_for([site.schedule()])
-    heard(site, lambda: site.delays.policies.pause(**names), Status.HELD)
+    site.delays.policies.pause(**names)
+
+    def is_held() -> bool:
+        probe = site.schedule()
+        wait_until(lambda: site.status(probe) in ENDS, 10, "the probe to end", every_s=0.02)
+        return site.status(probe) is Status.HELD
+
+    # Workers apply a change after about a second.
+    wait_until(is_held, 3, "a task to be held", every_s=0.05)
     ran = len(site.runs())
     waits = [site.schedule(delay=n / 20) for n in range(20)]
     far = [site.schedule(delay=60 + n) for n in range(3)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import secrets
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ from tests.integration.conftest import Deploy
 from tests.proxy import Proxy, WebServer, proxy_to
 from tests.refusals import invalid
 from tests.services import free_port
+from tests.waiting import in_child
 from tests.world.recording import delays_on, record, run_now
 
 BODY = {"order": 7, "name": "é"}
@@ -84,6 +84,11 @@ def make(tmp_path: Path) -> Iterator[Make]:
 @pytest.fixture
 def delays(make: Make, rabbitmq_url: str) -> DelayTasks:
     return make(rabbitmq_url)
+
+
+@pytest.fixture
+def proxied(make: Make, proxy: Proxy, rabbitmq_url: str) -> DelayTasks:
+    return make(proxy.url(rabbitmq_url))
 
 
 def send(delays: DelayTasks, to: str, body: Any = None, **options: Any) -> DelayedTask:
@@ -214,22 +219,19 @@ def test_an_unavailable_broker_and_a_missing_confirmation_are_failures_in_bounde
 
 
 def test_a_kept_connection_that_was_closed_uses_no_attempt(
-    make: Make, proxy: Proxy, rabbitmq_url: str, rabbit: Any, queue: str
+    proxied: DelayTasks, proxy: Proxy, rabbit: Any, queue: str
 ) -> None:
-    delays = make(proxy.url(rabbitmq_url))
-    assert send(delays, queue, 1).status is Status.DONE
+    assert send(proxied, queue, 1).status is Status.DONE
     proxy.reset()
-    second = send(delays, queue, 2)
+    second = send(proxied, queue, 2)
     assert (second.status, second.runs) == (Status.DONE, 1)
     assert bodies(rabbit, queue) == [1, 2]
 
 
 def test_connections_are_kept_and_never_used_by_two_threads_simultaneously(
-    make: Make, proxy: Proxy, rabbitmq_url: str, rabbit: Any, queue: str
+    proxied: DelayTasks, proxy: Proxy, rabbit: Any, queue: str
 ) -> None:
-    delays = make(proxy.url(rabbitmq_url))
-    task = delays.callbacks.publish(queue, None, 60)
-    callbacks = delays._runtime.callbacks
+    task, callbacks = proxied.callbacks.publish(queue, None, 60), runtime_of(proxied).callbacks
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda n: callbacks.queue(Message(queue, n), task), range(100)))
     assert sorted(bodies(rabbit, queue)) == list(range(100))
@@ -237,17 +239,12 @@ def test_connections_are_kept_and_never_used_by_two_threads_simultaneously(
 
 
 def test_a_connection_is_not_shared_with_a_child(
-    make: Make, proxy: Proxy, rabbitmq_url: str, rabbit: Any, queue: str
+    proxied: DelayTasks, proxy: Proxy, rabbit: Any, queue: str
 ) -> None:
-    delays = make(proxy.url(rabbitmq_url))
-    task = send(delays, queue, 1)
-    child = os.fork()
-    if child == 0:
-        delays._runtime.callbacks.queue(Message(queue, 2), task)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
+    task = send(proxied, queue, 1)
+    assert in_child(lambda: runtime_of(proxied).callbacks.queue(Message(queue, 2), task))
     assert proxy.accepted == 2
-    assert send(delays, queue, 3).status is Status.DONE
+    assert send(proxied, queue, 3).status is Status.DONE
     assert proxy.accepted == 2
     assert bodies(rabbit, queue) == [1, 2, 3]
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from delaytasks import DelayedTask, Status
-from tests.integration.conftest import Deploy
 from tests.running import Deployment, combinations
 from tests.waiting import wait_until
 
@@ -25,11 +24,6 @@ from tests.project import note
 def declared(body):
     note(body, "declared")
 """
-
-
-@pytest.fixture
-def site(deploy: Deploy, database: str, broker: str) -> Deployment:
-    return deploy(database, broker)
 
 
 def tasks_of(site: Deployment, tag: str = "test.note") -> list[DelayedTask]:

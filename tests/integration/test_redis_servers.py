@@ -10,7 +10,6 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,16 +25,14 @@ from delaytasks.timers import redis_timer as redislink
 from tests import services as redis_server
 from tests.conformance.test_timers import ALONE, burst, ran_once
 from tests.integration.conftest import Deploy
+from tests.integration.outages.conftest import LIMIT_S, SLACK_S, seconds
 from tests.proxy import Proxy
 from tests.services import RedisServer, Server, free_port, redis_answers, redis_program, self_signed
-from tests.waiting import wait_until
+from tests.waiting import in_child, wait_until
 from tests.world.recording import RedisTimerHarness
 
 Start = Callable[..., RedisServer]
 Connect = Callable[..., RedisTimerHarness]
-LIMIT_S = 0.5
-#: A busy machine adds up to this many seconds to a call.
-SLACK_S = 0.4
 
 
 @pytest.fixture
@@ -51,12 +48,6 @@ def connect() -> Iterator[Connect]:
         bench.timer.link.close()
 
 
-def took(work: Callable[[], object]) -> float:
-    began = time.monotonic()
-    work()
-    return time.monotonic() - began
-
-
 # -- unreachable ----------------------------------------------------------------------------------
 
 
@@ -68,9 +59,9 @@ def test_no_caller_waits_for_a_redis_outage(start_redis: Start, connect: Connect
     for number in range(2):
         assert bench.timer.arm([bench.entry(1)])
         getattr(proxy, how)()
-        assert took(lambda: bench.timer.arm([bench.entry(2)])) < LIMIT_S + SLACK_S
+        assert seconds(lambda: bench.timer.arm([bench.entry(2)])) < LIMIT_S + SLACK_S
         assert not bench.timer.is_up
-        assert took(lambda: [bench.timer.arm([bench.entry(3)]) for _ in range(100)]) < SLACK_S, (
+        assert seconds(lambda: [bench.timer.arm([bench.entry(3)]) for _ in range(100)]) < SLACK_S, (
             "nothing is tried"
         )
         assert bench.timer.take(dict.fromkeys(bench.timer.slots("default"), 10)) is None
@@ -90,7 +81,7 @@ def test_a_slow_redis_delays_no_caller_over_the_limit(start_redis: Start, connec
     bench = connect(f"redis://127.0.0.1:{proxy.port}/1", _publish_limit_s=LIMIT_S)
 
     def arm(id: int) -> float:
-        return took(lambda: bench.timer.arm([bench.entry(id)]))
+        return seconds(lambda: bench.timer.arm([bench.entry(id)]))
 
     with ThreadPoolExecutor(16) as pool:
         for first, end in ((1, 17), (17, 65)):  # the first ones connect
@@ -113,18 +104,15 @@ def test_a_restarted_redis_is_used_immediately(start_redis: Start, connect: Conn
 
 def test_a_forked_child_has_a_connection_of_its_own(start_redis: Start, connect: Connect) -> None:
     bench = connect(start_redis().url)
+
+    def arm(ids: range) -> bool:
+        return all(bench.timer.arm([bench.entry(id)]) for id in ids)
+
+    def arm_own() -> bool:
+        return bench.timer.link._client is None and arm(range(100, 200))
+
     assert bench.timer.arm([bench.entry(1)])
-    child = os.fork()
-    if child == 0:
-        is_right = False
-        try:
-            armed = (bench.timer.arm([bench.entry(id)]) for id in range(100, 200))
-            is_right = bench.timer.link._client is None and all(armed)
-        finally:
-            os._exit(not is_right)
-    for id in range(2, 100):
-        assert bench.timer.arm([bench.entry(id)])
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert in_child(arm_own, meanwhile=lambda: arm(range(2, 100)))
     assert bench.take_ids() == list(range(1, 200))
 
 
@@ -141,21 +129,22 @@ def test_entries_can_be_taken_from_a_full_redis(start_redis: Start, connect: Con
     assert bench.take_ids(1000) == list(range(1, 1001))
 
 
+EVICTING = "--maxmemory-policy allkeys-lru"
+
+
 @pytest.mark.parametrize(
-    ("policy", "maxmemory", "warnings"),
-    [("allkeys-lru", "100mb", 1), ("allkeys-lru", "0", 0), ("volatile-lru", "100mb", 0)],
-)
+    ("options", "count"),
+    [
+        (f"{EVICTING} --maxmemory 100mb", 1), (f"{EVICTING} --maxmemory 0", 0),
+        ("--maxmemory-policy volatile-lru --maxmemory 100mb", 0),
+    ],
+)  # fmt: skip
 def test_a_redis_that_may_evict_entries_causes_a_warning_and_an_old_one_is_refused(
-    start_redis: Start,
-    connect: Connect,
-    monkeypatch: pytest.MonkeyPatch,
-    policy: str,
-    maxmemory: str,
-    warnings: int,
+    start_redis: Start, connect: Connect, monkeypatch: pytest.MonkeyPatch, options: str, count: int
 ) -> None:
-    bench = connect(start_redis("--maxmemory", maxmemory, "--maxmemory-policy", policy).url)
+    bench = connect(start_redis(*options.split()).url)
     bench.timer.link.check()
-    assert bench.events.counts["timer.evicts"] == warnings
+    assert bench.events.counts["timer.evicts"] == count
     monkeypatch.setattr(redislink, "OLDEST_TIMER_REDIS", (99, 1))
     with pytest.raises(ConfigError, match=r"needs Redis 99\.1 or Valkey, and this one is \d"):
         bench.timer.link.check()

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from delaytasks import DelayedTask, Status
-from tests.integration.conftest import Deploy
-from tests.running import combinations
+from tests.running import Deployment, combinations
 
 pytestmark = pytest.mark.slow
 
@@ -18,10 +17,7 @@ pytestmark = pytest.mark.slow
     combinations("postgresql-redis-prefork", is_quick=True)
     + combinations("mysql-rabbitmq-threads postgresql-rabbitmq-solo postgresql-direct-drain"),
 )
-def test_workers_that_stop_have_counted_every_run_once(
-    deploy: Deploy, database: str, broker: str, pool: str
-) -> None:
-    site = deploy(database, broker)
+def test_workers_that_stop_have_counted_every_run_once(site: Deployment, pool: str) -> None:
     workers = [site.drainer() if pool == "drain" else site.worker(pool=pool) for _ in range(2)]
     quiet: list[DelayedTask] = []
     new: list[Any] = [("test.quiet", {}, number % 2) for number in range(300)]

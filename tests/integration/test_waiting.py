@@ -8,7 +8,7 @@ import pytest
 
 from delaytasks import DelayedTask, Status
 from tests.integration.conftest import Deploy
-from tests.running import combinations
+from tests.running import Deployment, combinations
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -21,10 +21,8 @@ WAITS = ["test.wait", "test.async"]
 
 
 @pytest.mark.parametrize(("database", "broker", "pool"), POOLS)
-def test_waiting_tasks_run_concurrently_in_each_pool(
-    deploy: Deploy, database: str, broker: str, pool: str
-) -> None:
-    d = deploy(database, broker)
+def test_waiting_tasks_run_concurrently_in_each_pool(site: Deployment, pool: str) -> None:
+    d = site
     d.worker(pool=pool)
     due = d.now() + timedelta(seconds=2)
     body = {"file": str(d.file), "seconds": 1}

@@ -16,7 +16,7 @@ from sqlalchemy import insert, text
 
 from delaytasks import Status
 from tests.integration.conftest import Deploy
-from tests.running import combinations
+from tests.running import Deployment, combinations
 from tests.waiting import IS_LONG, SLACK_S, wait_until
 
 pytestmark = pytest.mark.slow
@@ -32,10 +32,8 @@ SLOW_S = 600 if IS_LONG else 6
 
 
 @pytest.mark.parametrize(("database", "broker", "pool"), COMBINATIONS)
-def test_tasks_run_on_time_and_their_rows_record_this(
-    deploy: Deploy, database: str, broker: str, pool: str
-) -> None:
-    d = deploy(database, broker)
+def test_tasks_run_on_time_and_their_rows_record_this(site: Deployment, pool: str) -> None:
+    d = site
     worker = d.worker(pool=pool)
     near = [d.schedule(delay=1 + n / 50) for n in range(50)]
     mail = d.schedule("test.mail", 0.5)

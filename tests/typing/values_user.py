@@ -10,112 +10,77 @@ from datetime import datetime
 from celery import Celery
 from typing_extensions import assert_type
 
-import delaytasks
-from delaytasks import (
-    Attempt,
-    BodyEncryptedError,
-    BodyRefusedError,
-    Cancel,
-    ConfigError,
-    DelayedTask,
-    DelayTaskError,
-    DelayTasks,
-    Done,
-    DuplicateTaskError,
-    Fail,
-    Finding,
-    ForbiddenURLError,
-    Forecast,
-    InvalidInputError,
-    LeaseLostError,
-    NewTask,
-    Outcome,
-    OutcomeUnknownError,
-    Policy,
-    Processor,
-    RecurringSchedule,
-    Retry,
-    RetrySchedule,
-    SessionUnusableError,
-    Shards,
-    Snooze,
-    StaleVersionError,
-    StoreError,
-    StoreUnavailableError,
-    TaskCancelledError,
-    TaskFailedError,
-    TaskNotFoundError,
-    TaskStateError,
-    UnknownTagError,
-    WaitTimeoutError,
-)
+import delaytasks as dt
+from delaytasks import DelayedTask, DelayTasks
 
 delays = DelayTasks(Celery("shop"), "sqlite://")
-shards = Shards([delays])
-assert_type(delaytasks.current_delays(), DelayTasks)
+shards = dt.Shards([delays])
+assert_type(dt.current_delays(), DelayTasks)
 
 
-def outcome_of(status: int) -> Outcome:
-    outcomes: dict[int, Outcome] = {
-        200: Done(),
-        202: Snooze("1h"),
-        404: Fail("gone"),
-        410: Cancel("not needed"),
-        503: Retry("5m"),
+def outcome_of(status: int) -> dt.Outcome:
+    outcomes: dict[int, dt.Outcome] = {
+        200: dt.Done(),
+        202: dt.Snooze("1h"),
+        404: dt.Fail("gone"),
+        410: dt.Cancel("not needed"),
+        503: dt.Retry("5m"),
     }
     return outcomes[status]
 
 
 @delays.recurring("0 9 * * mon-fri", tz="Europe/Berlin")
-@delays.processor("report.send", retries=RetrySchedule.LEVELS)
-def send_report(body: dict[str, int], task: DelayedTask) -> Outcome:
+@delays.processor("report.send", retries=dt.RetrySchedule.LEVELS)
+def send_report(body: dict[str, int], task: DelayedTask) -> dt.Outcome:
     return outcome_of(body["status"])
 
 
-handle: Processor[dict[str, int], ..., Outcome] = send_report
-assert_type(RetrySchedule.NOTIFY.retry_delays_s, tuple[float, ...])
-assert_type(RetrySchedule.LEVELS.wait_s(1), float | None)
-assert_type(RetrySchedule.LEVELS.has_retry_delay(1), bool)
-assert_type(RetrySchedule.exponential("1s", times=3).variation, float)
+handle: dt.Processor[dict[str, int], ..., dt.Outcome] = send_report
+assert_type(dt.RetrySchedule.NOTIFY.retry_delays_s, tuple[float, ...])
+assert_type(dt.RetrySchedule.LEVELS.wait_s(1), float | None)
+assert_type(dt.RetrySchedule.LEVELS.has_retry_delay(1), bool)
+assert_type(dt.RetrySchedule.exponential("1s", times=3).variation, float)
 
 
-def reason_of(error: DelayTaskError) -> str | int | None:
-    if isinstance(error, InvalidInputError):
+def reason_of(error: dt.DelayTaskError) -> str | int | None:
+    if isinstance(error, dt.InvalidInputError):
         assert_type(error.argument, str)
-        kinds = (BodyRefusedError, ForbiddenURLError, UnknownTagError)
+        kinds = (dt.BodyRefusedError, dt.ForbiddenURLError, dt.UnknownTagError)
         return error.argument if isinstance(error, kinds) else None
-    if isinstance(error, OutcomeUnknownError):
+    if isinstance(error, dt.OutcomeUnknownError):
         return assert_type(error.id, int | None)
-    if isinstance(error, (StoreUnavailableError, SessionUnusableError, StoreError)):
+    if isinstance(error, (dt.StoreUnavailableError, dt.SessionUnusableError, dt.StoreError)):
         return "the database"
-    if isinstance(error, (TaskNotFoundError, DuplicateTaskError, StaleVersionError)):
+    if isinstance(error, (dt.TaskNotFoundError, dt.DuplicateTaskError, dt.StaleVersionError)):
         return "the task"
-    if isinstance(error, (LeaseLostError, TaskCancelledError, TaskStateError)):
+    if isinstance(error, (dt.LeaseLostError, dt.TaskCancelledError, dt.TaskStateError)):
         return "the state"
-    if isinstance(error, (ConfigError, BodyEncryptedError, TaskFailedError, WaitTimeoutError)):
+    if isinstance(
+        error, (dt.ConfigError, dt.BodyEncryptedError, dt.TaskFailedError, dt.WaitTimeoutError)
+    ):
         return str(error)
     return None
 
 
 def operate(now: datetime) -> None:
     task = delays.get(7, attempts=True)
-    attempts: tuple[Attempt, ...] = task.attempts
+    attempts: tuple[dt.Attempt, ...] = task.attempts
     assert_type([attempt.error for attempt in attempts], list[str | None])
-    findings: list[Finding] = list(delays.check())
+    findings: list[dt.Finding] = list(delays.check())
     assert_type([finding.first_due for finding in findings], list[datetime])
-    forecast: Forecast = delays.forecast(7, processes=4)
+    forecast: dt.Forecast = delays.forecast(7, processes=4)
     assert_type([hour.due for hour in forecast.hours], list[int])
-    policy: Policy | None = delays.policies.pause(tag="report.send", until=now)
-    assert_type(delays.policies.set(tag="report.send", concurrency=2), Policy)
-    assert_type(delays.policies.resume(tag="report.send"), Policy)
-    policies: list[Policy] = delays.policies.list(queue="reports")
+    policy: dt.Policy | None = delays.policies.pause(tag="report.send", until=now)
+    assert_type(delays.policies.set(tag="report.send", concurrency=2), dt.Policy)
+    assert_type(delays.policies.resume(tag="report.send"), dt.Policy)
+    policies: list[dt.Policy] = delays.policies.list(queue="reports")
     delays.policies.remove(tag="report.send")
     assert policy in policies
-    schedule: RecurringSchedule = delays.recurring.set("daily", "report.send", cron="0 9 * * *")
-    assert_type(delays.recurring.get("daily"), RecurringSchedule)
-    assert_type(delays.recurring.list(), list[RecurringSchedule])
-    assert_type(delays.recurring.pause(schedule.name), RecurringSchedule)
-    assert_type(delays.recurring.resume("daily"), RecurringSchedule)
+    schedule: dt.RecurringSchedule = delays.recurring.set("daily", "report.send", cron="0 9 * * *")
+    assert_type(delays.recurring.get("daily"), dt.RecurringSchedule)
+    assert_type(delays.recurring.list(), list[dt.RecurringSchedule])
+    assert_type(delays.recurring.pause(schedule.name), dt.RecurringSchedule)
+    assert_type(delays.recurring.resume("daily"), dt.RecurringSchedule)
     assert_type(delays.recurring.schedule_now("daily"), DelayedTask)
     delays.recurring.remove("daily")
     assert_type(delays.statistics.totals(since="1d")["report.send"].failed, int)
@@ -125,7 +90,7 @@ def operate(now: datetime) -> None:
     assert receipt
     delays.apply_async(send_report, countdown=60)
     with delays.transaction(object()):
-        delays.schedule_many([NewTask("report.send", {}, 5)])
+        delays.schedule_many([dt.NewTask("report.send", {}, 5)])
     assert_type(shards.member("report.send", "7"), DelayTasks)
     assert_type(shards.member_of(task), DelayTasks)
     assert_type(shards.each(DelayTasks.new_id), dict[int, int])

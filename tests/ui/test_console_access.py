@@ -12,20 +12,10 @@ import pytest
 from werkzeug.routing import Rule
 
 from delaytasks import ConfigError
-from delaytasks.console import pages_tasks, requests
+from delaytasks.console import pages_tasks, requests, viewers
 from delaytasks.console.application import make_console
 from delaytasks.console.requests import EXTENSION, MOST_ACTIVE, SESSION_S, BulkRunState, new_run_id
-from delaytasks.console.viewers import (
-    FIRST_USER,
-    MOST_FAILURES,
-    MOST_OF_ADDRESS,
-    HostAccess,
-    LoginLimit,
-    ProxyAccess,
-    Role,
-    UserFile,
-    Viewer,
-)
+from delaytasks.console.viewers import HostAccess, LoginLimit, ProxyAccess, Role, UserFile, Viewer
 from delaytasks.core.filters import BulkResult, LogEntry
 from delaytasks.operations.bulk_calls import record_action
 from delaytasks.runtime import runtime_of
@@ -247,7 +237,7 @@ def test_wrong_logins_are_limited_by_name_and_address(
     users.set("bob", "a long password", Role.VIEW)
     console = make_console(site.delays, users)
     client = console.test_client()
-    for _ in range(MOST_FAILURES):
+    for _ in range(viewers.MOST_FAILURES):
         assert log_in(client, name, password).status_code == 401
     answer = log_in(client, name, "a long password")
     assert answer.status_code == 429, "the right password is refused too, for a while"
@@ -260,7 +250,7 @@ def test_wrong_logins_are_limited_by_name_and_address(
 
 def test_an_address_cannot_try_passwords_of_many_names() -> None:
     limit = LoginLimit()
-    for number in range(MOST_OF_ADDRESS):
+    for number in range(viewers.MOST_OF_ADDRESS):
         assert limit.wait_s(f"user-{number}", "192.0.2.7") == 0
         limit.failed(f"user-{number}", "192.0.2.7")
         limit.succeeded("ann", "192.0.2.7")
@@ -299,7 +289,7 @@ def test_the_file_has_hashes_only_and_belongs_to_its_owner(tmp_path: Path) -> No
     assert password not in users.path.read_text()
     assert users.path.stat().st_mode & 0o077 == 0
     assert users.make_first() is None, "the password is generated once"
-    assert users.check(FIRST_USER, password) is not None
+    assert users.check(viewers.FIRST_USER, password) is not None
     with pytest.raises(ConfigError, match="at least 10 characters"):
         users.set("bob", "short", Role.VIEW)
 

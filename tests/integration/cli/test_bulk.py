@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -18,14 +18,13 @@ from delaytasks.operations import bulk_calls as bulk
 from tests.integration.cli.project import HOSTILE, RUN, Project
 from tests.waiting import wait_until
 
-ALL = {"refused": 0, "state": "done"}
-
 
 def test_cancel_counts_first_and_cancels_with_yes(shop: Project) -> None:
     tasks = [shop.schedule(delay=60, key=f"eu-{n}") for n in range(3)]
     other = shop.schedule("mail", 60)
     counted = shop.json("cancel", "--tag", "ok", "--dry-run")
-    assert counted == {**ALL, "matched": 3, "changed": 0, "runs": [], "state": "dry run"}
+    assert counted.pop("state") == "dry run"
+    assert counted == {"matched": 3, "changed": 0, "refused": 0, "runs": []}
     assert shop("cancel", "--key", "eu-*", "--dry-run").stdout == "3 tasks would be cancelled\n"
     assert {shop.status(task) for task in tasks} == {Status.NOT_COMPLETE}
     said = shop("cancel", "--key", "eu-*", "--yes")
@@ -49,18 +48,6 @@ def test_running_tasks_are_left_and_reported_or_asked_to_stop(shop: Project) -> 
     assert shop.json("cancel", id, "--running")["requested"] == [id]
     assert "runs, and is asked to stop" in shop("cancel", id, "--running").stdout
     assert shop.delays.get(claimed).cancel_request == 1
-
-
-def test_jitter_distributes_a_peak(shop: Project) -> None:
-    nine = datetime.fromisoformat("2031-01-31T09:00:00+00:00")
-    tasks = [shop.delays.schedule_delay("ok", None, at=nine) for _ in range(3)]
-    peak = ("--due", "2031-01-31T09:00:00Z..2031-01-31T09:01:00Z", "--jitter", "10m")
-    assert shop("reschedule", *peak, "--dry-run").stdout == "3 tasks would be rescheduled\n"
-    moved = shop.json("reschedule", "--tag", "ok", *peak, "--yes")
-    assert moved == {**ALL, "matched": 3, "changed": 3, "runs": moved["runs"]}
-    dues = {shop.delays.get(task).due for task in tasks}
-    assert len(dues) == 3
-    assert max(dues) < datetime.fromisoformat("2031-01-31T09:10:00+00:00")
 
 
 def test_ids_and_filters_that_are_given_together_must_both_match(shop: Project) -> None:
@@ -94,6 +81,8 @@ def test_reschedule_sets_or_shifts_the_due_times_of_many_tasks(shop: Project) ->
     said = shop("reschedule", "--queue", "reports", "--by", "-1h30m", "--yes").stdout
     assert said == "rescheduled 2 tasks\n"
     assert dues(shop, tasks) == {"2030-12-31T22:30:00+00:00"}
+    shop("reschedule", "--due", "2030-01-01T00:00:00Z..", "--jitter", "10m", "--yes")
+    assert len(dues(shop, tasks)) == 2, "a peak is distributed"
 
 
 def test_log_lists_the_actor_the_action_and_the_progress(shop: Project) -> None:
@@ -203,14 +192,13 @@ def test_a_stopped_shift_prints_how_to_go_on(shop: Project, ctrl_c: pytest.Monke
 
 
 def test_rerun_runs_the_tasks_of_a_cancel_again(shop: Project) -> None:
-    ids = [shop.json("schedule", "ok", "--delay", "1h")["id"] for _ in range(2)]
-    assert shop.json("cancel", "--tag", "ok", "--yes")["changed"] == 2
-    [entry] = shop.json("log")
-    assert shop("rerun", "--entry", entry["id"], "--dry-run").stdout == "2 tasks would be rerun\n"
-    answer = shop.json("rerun", "--entry", entry["id"], "--yes")
-    assert (answer["changed"], answer["refused"]) == (2, 0)
-    assert [shop.json("show", id)["status"] for id in ids] == ["NOT_COMPLETE"] * 2
-    said = shop("rerun", "--entry", entry["id"], "--yes")
+    tasks = [shop.schedule(delay=3600) for _ in range(2)]
+    shop("cancel", "--tag", "ok", "--yes")
+    again = ("rerun", "--entry", shop.json("log")[0]["id"])
+    assert shop(*again, "--dry-run").stdout == "2 tasks would be rerun\n"
+    assert shop.json(*again, "--yes")["changed"] == 2
+    assert {shop.status(task) for task in tasks} == {Status.NOT_COMPLETE}
+    said = shop(*again, "--yes")
     assert said.stdout == "rerun 0 tasks\n"
     assert "left as they are: 2 tasks" in said.stderr
 

@@ -74,25 +74,23 @@ def test_an_unavailable_broker_is_reported_and_does_no_harm(shop: Project) -> No
     assert len(shop.delays.find()) == 1
 
 
-def test_many_tasks_come_from_a_file(shop: Project, tmp_path: Path) -> None:
+def test_many_tasks_come_from_a_file_or_from_stdin_and_share_options(
+    shop: Project, tmp_path: Path
+) -> None:
     text = lines({"tag": "ok", "body": {"n": 1}, "delay": "1h"})
-    text += lines({"tag": "mail", "at": "2030-01-01T00:00:00Z", "key": "k"})
     text += lines({"tag": "ok", "delay": 90, "id": "42", "priority": 5, "queue": "q"})
     (tmp_path / "many.jsonl").write_text(f"{text}\n")
-    assert shop.json("schedule", "--many", "many.jsonl") == {"scheduled": 3}
-    found = {task.tag + (task.key or ""): task for task in shop.delays.find() if task.id != 42}
-    assert found["ok"].body == {"n": 1}
-    assert found["mailk"].queue == "letters"
-    assert found["mailk"].expected_time == datetime(2030, 1, 1, tzinfo=timezone.utc)
-    assert (shop.delays.get(42).priority, shop.delays.get(42).queue) == (5, "q")
-
-
-def test_many_tasks_come_from_stdin_and_share_options(shop: Project) -> None:
-    task = {"tag": "ok", "delay": 90}
-    text = lines(task, {**task, "queue": "own", "priority": 1})
-    said = shop("schedule", "--many", "-", "--queue", "all", "--priority", "7", typed=text)
+    assert shop.json("schedule", "--many", "many.jsonl") == {"scheduled": 2}
+    text = lines({"tag": "mail", "at": "2030-01-01T00:00:00Z", "key": "k"})
+    text += lines({"tag": "ok", "delay": 90, "priority": 1, "queue": "own"})
+    said = shop("schedule", "--many", "-", "--priority", "7", typed=text)
     assert (said.exit_code, said.stdout, said.stderr) == (0, "scheduled 2 tasks\n", "")
-    assert {(task.queue, task.priority) for task in shop.delays.find()} == {("all", 7), ("own", 1)}
+    found = {task.queue: task for task in shop.delays.find()}
+    shared = {queue: task.priority for queue, task in found.items()}
+    assert shared == {"default": 0, "q": 5, "letters": 7, "own": 1}
+    assert (found["default"].body, found["q"].id) == ({"n": 1}, 42)
+    assert found["letters"].key == "k"
+    assert found["letters"].expected_time == datetime(2030, 1, 1, tzinfo=timezone.utc)
 
 
 @pytest.mark.parametrize(

@@ -27,19 +27,6 @@ def run_due(site: ApiSite) -> None:
     assert runner_of(site.delays).run_due("default", range(10), limit=10).ran == 1
 
 
-def test_a_scheduled_task_runs_and_its_result_is_read(site: ApiSite, shop: ApiCaller) -> None:
-    @site.delays.processor("order.close", keep_result=True)
-    def close(body: Any) -> Any:
-        return {"closed": body["order"]}
-
-    big = 2**60 + 1
-    task = shop.json("POST", "/v1/tasks", {**NEW, "body": {"order": big}})
-    assert task["status"] == "NOT_COMPLETE"
-    run_due(site)
-    done = shop.json("GET", f"/v1/tasks/{task['id']}")
-    assert (done["status"], done["result"]) == ("DONE", {"closed": big})
-
-
 def test_a_request_has_all_options_of_the_python_call(site: ApiSite, shop: ApiCaller) -> None:
     options = {
         "key": "7", "on_conflict": "replace", "queue": "slow", "priority": 3, "retries": "15s 3m",
@@ -85,20 +72,26 @@ def test_a_waiting_task_is_moved_postponed_and_cancelled(site: ApiSite, shop: Ap
     assert shop.json("POST", f"{path}/rerun", {"delay": "1m"})["status"] == "NOT_COMPLETE"
 
 
-def test_a_failed_task_shows_its_attempts_and_runs_again(site: ApiSite, shop: ApiCaller) -> None:
+def test_a_failed_task_shows_its_attempts_runs_again_and_has_a_result(
+    site: ApiSite, shop: ApiCaller
+) -> None:
     is_open: list[bool] = []
 
-    @site.delays.processor("order.close")
-    def close(body: Any) -> None:
+    @site.delays.processor("order.close", keep_result=True)
+    def close(body: Any) -> Any:
         if not is_open:
             raise ValueError(f"the bank is closed for order {body}")
+        return {"closed": body}
 
-    path = f"/v1/tasks/{shop.json('POST', '/v1/tasks', {**NEW, 'body': 7})['id']}"
+    big = 2**60 + 1
+    task = shop.json("POST", "/v1/tasks", {**NEW, "body": big})
+    path = f"/v1/tasks/{task['id']}"
+    assert task["status"] == "NOT_COMPLETE"
     assert shop.json("GET", f"{path}/attempts") == {"attempts": []}
     run_due(site)
     [attempt] = shop.json("GET", f"{path}/attempts")["attempts"]
     assert attempt["number"] == 1
-    assert "ValueError: the bank is closed for order 7" in attempt["error"]
+    assert f"ValueError: the bank is closed for order {big}" in attempt["error"]
     failed = shop.json("GET", path)
     assert failed["status"] == "FAILED"
     stale = {"version": failed["version"] - 1}
@@ -106,7 +99,8 @@ def test_a_failed_task_shows_its_attempts_and_runs_again(site: ApiSite, shop: Ap
     is_open.append(True)
     assert shop.json("POST", f"{path}/rerun")["status"] == "NOT_COMPLETE"
     run_due(site)
-    assert shop.json("GET", path)["status"] == "DONE"
+    done = shop.json("GET", path)
+    assert (done["status"], done["result"]) == ("DONE", {"closed": big})
 
 
 def test_a_callback_is_scheduled_to_public_addresses_only(site: ApiSite, shop: ApiCaller) -> None:

@@ -28,22 +28,21 @@ SECRETS = ["whsec_" + base64.b64encode(letter * 32).decode() for letter in (b"a"
 PATIENCE_S = 20
 
 
+#: Returns the addresses of a host.
+Names = Callable[[str], list[str]]
+
+
 class Caller:
     """Send callbacks as a process does, with a name resolution of the test's own."""
 
-    def __init__(
-        self,
-        names: Callable[[str], list[str]] | None = None,
-        *,
-        connect_s: float = 2,
-        read_s: float = 0.5,
-        ca_file: str = "",
-        **settings: Any,
-    ) -> None:
-        settings = {"allow": "127.0.0.1", "timeout": 1, **settings}
-        given = {f"callback_{name}": value for name, value in settings.items()}
-        constants = {"_callback_connect_s": connect_s, "_callback_read_s": read_s}
-        self.settings = load_settings({}, {}, **constants, **given)
+    def __init__(self, names: Names | None = None, ca_file: str = "", **settings: Any) -> None:
+        """`settings` are those of callbacks, and the limits `connect_s` and `read_s`."""
+        usual = {"allow": "127.0.0.1", "timeout": 1, "connect_s": 2, "read_s": 0.5}
+        given = {
+            f"{'_' * name.endswith('_s')}callback_{name}": value
+            for name, value in {**usual, **settings}.items()
+        }
+        self.settings = load_settings({}, {}, **given)
         self._ca_file = ca_file
         self.looked_up: list[str] = []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
@@ -21,6 +20,7 @@ from tests.integration.http_callbacks.conftest import PATIENCE_S, SECRETS, Calle
 from tests.proxy import WebServer, answer, reset
 from tests.refusals import invalid
 from tests.services import free_port
+from tests.waiting import in_child
 from tests.world.recording import record, run_now, runner_of
 
 
@@ -69,10 +69,7 @@ def test_connections_are_kept_and_shared_by_threads(web: WebServer, caller: Call
 
 def test_a_connection_is_not_shared_with_a_child(web: WebServer, caller: Caller) -> None:
     caller.post(web.url())
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if caller.http(Callback(web.url()), task()) == Done() else 1)
-    assert os.waitpid(child, 0)[1] == 0
+    assert in_child(lambda: caller.http(Callback(web.url()), task()) == Done())
     assert web.accepted == 2
     caller.post(web.url())
     assert web.accepted == 2, "and the parent's is as it was"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -20,7 +19,7 @@ from tests.integration.outages.conftest import (
     Connect,
     seconds,
 )
-from tests.waiting import wait_until
+from tests.waiting import in_child, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -124,20 +123,17 @@ def test_a_forked_child_has_its_own_connections(connect: Connect, broker: str, a
     caller.warm_up()
     accepted, database = caller.broker.accepted, runtime_of(caller.delays).store.database
     sessions = {backend(database.auto), backend(database.tx)}
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            assert not sessions & {backend(database.auto), backend(database.tx)}
-            for _ in range(50):
-                caller.delays.schedule_delay("mail", {"from": "child"}, 5)
-            caller.delays.close()
-            status = 0
-        finally:
-            os._exit(status)
-    for _ in range(50):
-        caller.delays.schedule_delay("mail", {"from": "parent"}, 5)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def schedule(place: str) -> None:
+        for _ in range(50):
+            caller.delays.schedule_delay("mail", {"from": place}, 5)
+
+    def work() -> None:
+        assert not sessions & {backend(database.auto), backend(database.tx)}
+        schedule("child")
+        caller.delays.close()
+
+    assert in_child(work, meanwhile=lambda: schedule("parent"))
     tasks = list(caller.delays.find(limit=1000))
     assert len({task.id for task in tasks}) == len(tasks) == 102
     assert [task.body for task in tasks].count({"from": "child"}) == 50

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sqlalchemy import create_engine, make_url, text
+from sqlalchemy import create_engine, text
 
 import delaytasks as e
 from delaytasks import DelayTasks, NewTask
@@ -31,10 +31,8 @@ INSERT, COMMIT = rb"INSERT INTO|EXECUTE ", rb"COMMIT(?!TED)"
 
 
 @DATABASES
-def test_connections_killed_between_calls_are_replaced(
-    caller: ProxiedCaller, database: str, request: pytest.FixtureRequest
-) -> None:
-    url, d = request.getfixturevalue(f"{database}_url"), caller.delays
+def test_connections_killed_between_calls_are_replaced(caller: ProxiedCaller) -> None:
+    d, url = caller.delays, caller.store.database.url.render_as_string(hide_password=False)
     failed = d.schedule_delay("mail", {}, 3600)
     calls: list[Callable[[], Any]] = [
         lambda: d.schedule_delay("mail", {}, 60),
@@ -228,15 +226,10 @@ CANARY = "s3cr3t-canary"
 @DATABASES
 @pytest.mark.parametrize(("outage", "limit_s"), [("refuse", 4), ("swallow", 7)])
 def test_an_unavailable_database_is_reported_soon_and_without_secrets(
-    connect: Connect,
-    database: str,
-    outage: str,
-    limit_s: float,
-    request: pytest.FixtureRequest,
-    caplog: pytest.LogCaptureFixture,
+    connect: Connect, database: str, outage: str, limit_s: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     caller = connect(database)
-    url = make_url(request.getfixturevalue(f"{database}_url")).set(username="x", password=CANARY)
+    url = caller.store.database.url.set(username="x", password=CANARY)
     place = url.render_as_string(hide_password=False)
     delays = caller.connect(place, f"redis://:{CANARY}@127.0.0.1/9")
     getattr(caller.database, outage)()
