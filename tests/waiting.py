@@ -45,7 +45,5 @@ def wait_until(check: Callable[[], T], deadline_s: float, what: What, every_s: f
             return answer
         if time.monotonic() > ends:
             named = what if isinstance(what, str) else what()
-            raise AssertionError(
-                f"waited {deadline_s:g} s for {named}; the last value was {answer!r}"
-            )
+            raise AssertionError(f"waited {deadline_s:g} s for {named}; the last was {answer!r}")
         time.sleep(every_s)

@@ -77,9 +77,7 @@ def deploy(
         own_proxies = {name: proxy_to(urls[name]) for name in proxied}
         proxies.extend(own_proxies.values())
         urls |= {name: proxy.url(urls[name]) for name, proxy in own_proxies.items()}
-        made.append(
-            kind(place, urls["database"], urls["broker"], {**own, **(conf or {})}, **settings)
-        )
+        made.append(kind(place, urls["database"], urls["broker"], own | (conf or {}), **settings))
         made[-1].proxies = own_proxies
         return made[-1]
 

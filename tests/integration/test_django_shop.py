@@ -66,9 +66,7 @@ WHERE tablename LIKE 'yb_delay%'
                 name: str(connection.execute(text(f"SHOW CREATE TABLE {name}")).one()[1])
                 for name in names
             }
-        found = {
-            str(name): " ".join(str(sql).split()) for name, sql in connection.execute(text(query))
-        }
+        found = {str(name): " ".join(sql.split()) for name, sql in connection.execute(text(query))}
     engine.dispose()
     return found
 

@@ -7,18 +7,15 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import httpx
 import pytest
 from fastapi import FastAPI, Request
 
 from delaytasks.core.clock import wall_ms
 from delaytasks.webhooks import webhook
 from delaytasks.webhooks.signatures import SigningKeys
-from tests.world.recording import run
+from tests.ui.test_console_mounts import AsgiClient
 
-OLD, NEW, OTHER = (
-    "whsec_" + base64.b64encode(letter * 32).decode() for letter in (b"o", b"n", b"x")
-)
+OLD, NEW, OTHER = ("whsec_" + base64.b64encode(byte * 32).decode() for byte in (b"o", b"n", b"x"))
 #: Sends a payload and headers with a method; returns the status and the arguments of the view.
 Send = Callable[..., tuple[int, Any]]
 
@@ -109,13 +106,11 @@ def in_starlette(is_async: bool) -> Iterator[Send]:
 
 
 def asgi_sender(app: Any) -> Send:
-    async def send(payload: bytes, headers: dict[str, str], method: str) -> tuple[int, Any]:
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://shop") as client:
-            answer = await client.request(method, "/paid/7", content=payload, headers=headers)
-            return answer.status_code, answer.json() if answer.status_code == 200 else None
+    def send(payload: bytes, headers: dict[str, str], method: str = "POST") -> tuple[int, Any]:
+        answer = AsgiClient(app).get("/paid/7", method, content=payload, headers=headers)
+        return answer.status_code, answer.json() if answer.status_code == 200 else None
 
-    return lambda payload, headers, method="POST": run(send(payload, headers, method))
+    return send
 
 
 @pytest.fixture(params=[in_flask, in_django, in_fastapi, in_starlette])

@@ -153,6 +153,7 @@ def test_a_redis_that_may_evict_entries_causes_a_warning_and_an_old_one_is_refus
 # -- users ----------------------------------------------------------------------------------------
 
 
+KINDS = ("shop_web", "shop_worker")
 PAGE = (Path(__file__).parents[2] / "docs/security.md").read_text()
 
 
@@ -166,9 +167,7 @@ def allow(kind: str, *servers: RedisServer, more: str = "") -> str:
 
 def test_the_documented_rights_allow_the_work_only(start_redis: Start, connect: Connect) -> None:
     server = start_redis()
-    web, worker = (
-        connect(allow(kind, server), namespace="shop") for kind in ("shop_web", "shop_worker")
-    )
+    web, worker = (connect(allow(kind, server), namespace="shop") for kind in KINDS)
     listener = worker.timer.listen(["default"])
     assert web.timer.arm([web.entry(1), web.entry(2)]), web.events.counts
     web.timer.disarm([web.entry(2)])
@@ -276,7 +275,7 @@ def test_a_clusters_nodes_share_the_slots(cluster: list[RedisServer], connect: C
 @pytest.mark.slow
 def test_cluster_users_need_the_added_rights(cluster: list[RedisServer], connect: Connect) -> None:
     [more] = re.findall(r"^In a cluster both need `([^`]+)` as well", PAGE, re.MULTILINE)
-    urls = [allow(kind, *cluster, more=more) for kind in ("shop_web", "shop_worker")]
+    urls = [allow(kind, *cluster, more=more) for kind in KINDS]
     web, worker = (connect(url, namespace="shop") for url in urls)
     listener = worker.timer.listen(["default"])
     assert web.timer.arm([web.entry(id) for id in range(1, 101)]), web.events.counts

@@ -148,9 +148,7 @@ def test_a_worker_whose_queues_node_is_down_works_from_the_table(
     wait_until(d.runs_on_time, 20, "the fast path to work", every_s=0.2)
 
 
-@pytest.mark.skipif(
-    celery.__version__ == "5.5.0", reason="Celery 5.5.0 fails if broker_url is a list"
-)
+@pytest.mark.skipif(celery.__version__ == "5.5.0", reason="Celery 5.5.0 fails with a list of URLs")
 def test_a_url_without_a_server_keeps_no_worker_idle(deploy: Deploy, rabbitmq_url: str) -> None:
     nobody = f"amqp://guest:guest@127.0.0.1:{free_port()}//"
     conf = {"broker_url": [rabbitmq_url, nobody], "task_default_queue_type": "quorum"}

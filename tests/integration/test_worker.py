@@ -102,9 +102,7 @@ def test_a_worker_never_claims_rows_of_another_queue(deploy: Deploy) -> None:
     d.worker("-Q", name.format("default"))
     wait_until(lambda: d.counted()[Status.DONE] == 1212, 30, "another worker's turn", 0.1)
     d.wait_for(others)
-    ran_by = {
-        (each.queue, str(each.worker).partition("/")[0]) for each in d.delays.find(limit=1000)
-    }
+    ran_by = {(row.queue, str(row.worker).partition("/")[0]) for row in d.delays.find(limit=1000)}
     assert ran_by == {("mail", d.node(0)), ("default", d.node(1))}
 
 
@@ -279,7 +277,5 @@ def test_a_coroutine_retries_as_celery_tasks_do(deploy: Deploy, tmp_path: Path, 
     d.wait_for([lazy], Status.FAILED, deadline_s=10 + SLACK_S)
     assert "returned an object of type generator" in (d.delays.get(lazy).error or "")
     wait_until(lambda: d.counted()[Status.DONE] == 6, 15, "the other program's row to run", 0.05)
-    wanted = [
-        [str(task.id), str(n), "coroutine.retry", str(task.id)] for task in tasks for n in (1, 2, 3)
-    ]
+    wanted = [[str(t.id), str(n), "coroutine.retry", str(t.id)] for t in tasks for n in (1, 2, 3)]
     assert sorted(d.runs()) == sorted(wanted)

@@ -39,9 +39,7 @@ async def use_asyncio() -> None:
     await delays.policies.aremove(tag="order.close")
     assert_type(await delays.callbacks.apost("https://partner.example", {}, 60), DelayedTask)
     assert_type(await delays.callbacks.apublish("invoices", {}, 60), DelayedTask)
-    assert_type(
-        await delays.recurring.aset("daily", "order.close", every="1d"), dt.RecurringSchedule
-    )
+    assert_type(await delays.recurring.aset("daily", "report", every="1d"), dt.RecurringSchedule)
     assert_type(await delays.recurring.aget("daily"), dt.RecurringSchedule)
     assert_type(await delays.recurring.alist(), list[dt.RecurringSchedule])
     assert_type(await delays.recurring.apause("daily"), dt.RecurringSchedule)

@@ -461,9 +461,7 @@ def test_a_lost_worker_is_a_note_while_tasks_are_on_time(waiting: Site) -> None:
         problem.text,
     )
     assert (problem.level, problem.page) == ("note", "workers")
-    overview, workers = (
-        html.unescape(waiting.client().get(path).text) for path in ("/", "/workers")
-    )
+    overview, workers = (html.unescape(waiting.client().get(p).text) for p in ("/", "/workers"))
     assert problem.text in overview
     for text in (overview, workers):
         [row] = [each for each in re.findall(r"(?s)<tr>.*?</tr>", text) if "w1@host" in each]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkContext, SpawnContext
@@ -17,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.waiting import wait_until
+from tests.waiting import in_child, wait_until
 from tests.world import Entry
 from tests.world.broker import ArmingThread, SlowBroker, arms_in_background
 from tests.world.recording import delays_on
@@ -217,17 +215,6 @@ def die(*_: object) -> bool:
     raise SystemExit
 
 
-def in_child(work: Callable[[], bool]) -> int:
-    child = os.fork()
-    if child == 0:
-        signal.alarm(5)  # without the alarm, a failure would block the test forever
-        try:
-            os._exit(0 if work() else 2)
-        finally:
-            os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 def test_a_forked_child_sends_its_own_entries_and_not_those_of_its_parent(
     patient: ArmingThread,
 ) -> None:
@@ -237,7 +224,7 @@ def test_a_forked_child_sends_its_own_entries_and_not_those_of_its_parent(
         patient.arm([entry(2, 100)])
         return patient.flush(5) and patient.broker.ids == [2]
 
-    assert in_child(work) == 0
+    assert in_child(work)
     assert patient.broker.calls == []
     assert patient.flush(5)
     assert patient.broker.ids == [1]
@@ -262,7 +249,7 @@ def test_a_child_forked_while_a_thread_holds_the_lock_has_a_working_timer(
         return timer.flush(5) and timer.broker.ids == [2]
 
     try:
-        assert in_child(work) == 0
+        assert in_child(work)
     finally:
         goes_on.set()
         owner.join()

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
@@ -15,7 +13,7 @@ import pytest
 from sqlalchemy import insert
 
 from tests.conftest import open_store
-from tests.waiting import wait_until
+from tests.waiting import in_child, wait_until
 from tests.world import MakeWorld, World
 from tests.world.loops import AtWork, worker_hub
 from tests.world.recording import ManualTime, delays_on
@@ -194,19 +192,6 @@ def test_another_thread_wakes_an_event_loop_that_waits(is_reset: bool) -> None:
 # -- forks ----------------------------------------------------------------------------------------
 
 
-def in_child(work: Callable[[], object]) -> int:
-    """Call `work` in a forked child, and return 0 if it returns in time."""
-    child = os.fork()
-    if child == 0:
-        signal.alarm(5)  # without the alarm, a blocked child would wait for 30 seconds
-        try:
-            work()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    return os.waitpid(child, 0)[1]
-
-
 def test_a_child_forked_during_a_write_of_sqlite_is_not_locked_out(world: World) -> None:
     writes, ends = threading.Event(), threading.Event()
     values = {"tag": "note", "message_body": "{}"}
@@ -221,7 +206,7 @@ def test_a_child_forked_during_a_write_of_sqlite_is_not_locked_out(world: World)
     thread.start()
     assert writes.wait(10)
     threading.Timer(0.3, ends.set).start()
-    assert in_child(lambda: world.schedule(delay=60)) == 0
+    assert in_child(lambda: world.schedule(delay=60))
     thread.join()
     assert sum(world.counted().values()) == 2
 
@@ -234,7 +219,7 @@ def test_the_twins_work_in_a_forked_child_and_after_a_close(sqlite_path: Any) ->
         asyncio.run(delays.aschedule_delay("mail", None, 60))
 
     schedule()
-    assert in_child(schedule) == 0
+    assert in_child(schedule)
     delays.close()
     schedule()
     assert len(delays.find().tasks) == 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Any
 
@@ -12,7 +11,7 @@ from delaytasks.execution.chunk_runner import TagCosts
 from delaytasks.processors.registry import MAX_SLOTS, EventLoop, ThreadSlots
 from delaytasks.storage.sweep_queries import SweepQueries
 from delaytasks.worker.shared_memory import Renewals
-from tests.waiting import wait_until
+from tests.waiting import in_child, wait_until
 from tests.world import World
 
 
@@ -79,12 +78,13 @@ def test_children_see_the_renewals_that_the_main_process_records() -> None:
     renewals = Renewals()
     assert renewals.last() == (0, 0)
     renewals.record(asked_at=61.5, answered_at=61.5, lease_s=60)
-    child = os.fork()
-    if child == 0:
+
+    def see_and_record() -> bool:
         is_seen = renewals.last() == (61.5, 1.5)
         renewals.record(asked_at=62.5, answered_at=62.5, lease_s=60)
-        os._exit(0 if is_seen else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        return is_seen
+
+    assert in_child(see_and_record)
     assert renewals.last() == (62.5, 1.5)
     for asked_at, answered_at, last in (
         (80, 81, (80, 1.5)),  # no lease ended between the two renewals

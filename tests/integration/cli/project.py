@@ -72,9 +72,7 @@ class Project:
         """Run a command. With `color`, its output is that on a terminal."""
         command = ["-A", self.name, *arguments]
         result = CliRunner().invoke(main, command, input=typed, color=color)
-        assert result.exception is None or isinstance(result.exception, SystemExit), (
-            result.exception
-        )
+        assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
         return result
 
     def process(self, *command: str) -> subprocess.Popen[str]:

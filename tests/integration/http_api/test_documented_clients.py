@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from werkzeug.serving import make_server
 
 from tests.doc_pages import ROOT, blocks
 from tests.integration.http_api.conftest import ApiCaller, ApiSite
 from tests.running import output_of
+from tests.ui.console_site import served
 
 BLOCKS = [(block.language, block.text) for block in blocks(ROOT / "docs" / "http-api.md")]
 #: By the language of a block: the file for it, and the command that runs the file.
@@ -27,12 +26,8 @@ COMMANDS = {
 
 @pytest.fixture
 def url(file_site: ApiSite) -> Iterator[str]:
-    server = make_server("127.0.0.1", 0, file_site.app, threaded=True)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
+    with served(file_site.app) as url:
+        yield url
 
 
 def run(language: str, program: str, url: str, site: ApiSite, folder: Path) -> str:

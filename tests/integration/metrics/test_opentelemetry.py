@@ -92,9 +92,7 @@ def test_the_span_of_a_run_links_to_the_span_of_its_call(site: TracedSite, pool:
     }  # fmt: skip
     own = {"tag": "otel.works", "key": "order-7", "attempt": 1, "outcome": "done"}
     wanted = {f"messaging.{name}": value for name, value in of_messaging.items()}
-    assert run["attributes"] == wanted | {
-        f"delaytasks.{name}": value for name, value in own.items()
-    }
+    assert run["attributes"] == wanted | {f"delaytasks.{key}": value for key, value in own.items()}
     [inside] = site.spans("inside")
     assert inside["parent_id"] == run["context"]["span_id"]
     assert run["status"]["status_code"] == "UNSET"

@@ -162,9 +162,7 @@ def check_rules(site: ScrapedSite) -> None:
     def rules() -> list[dict[str, Any]]:
         return [rule for group in prometheus.get("rules")["groups"] for rule in group["rules"]]
 
-    wait_until(
-        lambda: all(rule["health"] == "ok" for rule in rules()), 30, lambda: str(rules()), every_s=1
-    )
+    wait_until(lambda: all(rule["health"] == "ok" for rule in rules()), 30, lambda: str(rules()), 1)
     assert len(rules()) == read_file("rules").count("- alert:")
     for rule in rules():
         if REDIS_TIMER not in rule["query"]:

@@ -52,6 +52,11 @@ class ProxiedCaller:
         self.delays.schedule_delay("mail", {}, 3600, key="warm")
         wait_until(lambda: self.arrived() == 1, 5, "the first message")
 
+    def arms(self) -> bool:
+        """Schedule a task, and return whether the timer is up."""
+        self.delays.schedule_delay("mail", {}, 5)
+        return runtime_of(self.delays).producer_timer.is_up
+
     def rows(self) -> int:
         with self.store.database.auto.connect() as connection:
             return connection.execute(
