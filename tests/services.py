@@ -483,23 +483,16 @@ class RabbitServer(Server):
         self.url = f"amqp://guest:guest@127.0.0.1:{self._port}//"
         (folder / "plugins").write_text("[].\n")
         (folder / "rabbitmq.conf").write_text("".join(f"{line}\n" for line in configuration))
-        self._environment = {
-            **os.environ,
-            "HOME": str(folder),  # contains the cookie that nodes share
-            "ERL_EPMD_PORT": str(self.mapper_port),
-            "ERL_EPMD_ADDRESS": "127.0.0.1",
-            "RABBITMQ_NODENAME": self.node,
-            "RABBITMQ_NODE_IP_ADDRESS": "127.0.0.1",
-            "RABBITMQ_NODE_PORT": str(self._port),
-            "RABBITMQ_DIST_PORT": str(free_port()),
-            "RABBITMQ_MNESIA_BASE": str(folder / "mnesia"),
-            "RABBITMQ_LOG_BASE": str(folder / "log"),
-            "RABBITMQ_LOGS": "-",
-            "RABBITMQ_PID_FILE": str(folder / "pid"),
-            "RABBITMQ_CONFIG_FILE": str(folder / "rabbitmq"),
-            "RABBITMQ_CONF_ENV_FILE": str(folder / "none.sh"),
-            "RABBITMQ_ENABLED_PLUGINS_FILE": str(folder / "plugins"),
-        }
+        own = {
+            "NODENAME": self.node, "NODE_IP_ADDRESS": "127.0.0.1", "NODE_PORT": self._port,
+            "DIST_PORT": free_port(), "MNESIA_BASE": folder / "mnesia", "LOG_BASE": folder / "log",
+            "LOGS": "-", "PID_FILE": folder / "pid", "CONFIG_FILE": folder / "rabbitmq",
+            "CONF_ENV_FILE": folder / "none.sh", "ENABLED_PLUGINS_FILE": folder / "plugins",
+        }  # fmt: skip
+        mapper = {"ERL_EPMD_PORT": str(self.mapper_port), "ERL_EPMD_ADDRESS": "127.0.0.1"}
+        # The folder contains the cookie that nodes share.
+        self._environment = {**os.environ, **mapper, "HOME": str(folder)}
+        self._environment |= {f"RABBITMQ_{name}": str(value) for name, value in own.items()}
         log, where = folder / "rabbitmq.log", {"cwd": folder, "env": self._environment}
         self._mapper: subprocess.Popen[bytes] | None = None
         if cluster_of is None:

@@ -8,8 +8,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from delaytasks.scheduling import producer
 from tests.integration.cli.project import Project, lines
 from tests.services import free_port
@@ -93,29 +91,29 @@ def test_many_tasks_come_from_a_file_or_from_stdin_and_share_options(
     assert found["letters"].expected_time == datetime(2030, 1, 1, tzinfo=timezone.utc)
 
 
-@pytest.mark.parametrize(
-    ("line", "error", "says"),
-    [
-        ("{", "body", "line 2: "),
-        ("[1]", "tag", "line 2: "),
-        ('{"delay": 1}', "tag", "line 2: "),
-        ('{"tag": "ok", "dely": 1}', "dely", "did you mean 'delay'"),
-        ('{"tag": "ok", "delay": "soon"}', "delay", "line 2: "),
-        ('{"tag": "ok"}', "delay", "line 2: "),
-        ('{"tag": "ok", "at": 5}', "at", "line 2: "),
-        ('{"tag": "ok", "delay": 1, "body": NaN}', "body", "line 2: "),
-        ('{"tag": "ok", "delay": 1, "id": 0}', "id", "line 2: "),
-        ('{"tag": "ok", "delay": 1, "key": "k", "max_wait": 9}', "max_wait", "line 2: "),
-    ],
-)
-def test_a_wrong_line_is_named_and_nothing_of_its_batch_is_written(
-    shop: Project, line: str, error: str, says: str
-) -> None:
-    text = lines({"tag": "ok", "delay": 90}) + line + "\n" + lines({"tag": "ok", "delay": 90})
-    found = shop.error("schedule", "--many", "-", exit_code=2, typed=text)
-    assert found["argument"] == error
-    assert says in found["error"]
-    assert found["error"].endswith("; nothing was scheduled")
+#: The wrong argument, and lines with this error.
+WRONG = """
+    body: { | {"tag": "ok", "delay": 1, "body": NaN}
+    tag: [1] | {"delay": 1}
+    dely: {"tag": "ok", "dely": 1}
+    delay: {"tag": "ok", "delay": "soon"} | {"tag": "ok"}
+    at: {"tag": "ok", "at": 5}
+    id: {"tag": "ok", "delay": 1, "id": 0}
+    max_wait: {"tag": "ok", "delay": 1, "key": "k", "max_wait": 9}
+"""
+
+
+def test_a_wrong_line_is_named_and_nothing_of_its_batch_is_written(shop: Project) -> None:
+    for argument, wrong in re.findall(r"^    (\w+): (.*)$", WRONG, re.MULTILINE):
+        for line in wrong.split(" | "):
+            text = (
+                lines({"tag": "ok", "delay": 90}) + line + "\n" + lines({"tag": "ok", "delay": 90})
+            )
+            found = shop.error("schedule", "--many", "-", exit_code=2, typed=text)
+            assert found["argument"] == argument, line
+            says = "did you mean 'delay'" if argument == "dely" else "line 2: "
+            assert says in found["error"]
+            assert found["error"].endswith("; nothing was scheduled")
     assert len(shop.delays.find()) == 0
 
 
