@@ -104,11 +104,10 @@ WRONG = """
 
 
 def test_a_wrong_line_is_named_and_nothing_of_its_batch_is_written(shop: Project) -> None:
+    right = lines({"tag": "ok", "delay": 90})
     for argument, wrong in re.findall(r"^    (\w+): (.*)$", WRONG, re.MULTILINE):
         for line in wrong.split(" | "):
-            text = (
-                lines({"tag": "ok", "delay": 90}) + line + "\n" + lines({"tag": "ok", "delay": 90})
-            )
+            text = f"{right}{line}\n{right}"
             found = shop.error("schedule", "--many", "-", exit_code=2, typed=text)
             assert found["argument"] == argument, line
             says = "did you mean 'delay'" if argument == "dely" else "line 2: "
