@@ -28,24 +28,26 @@ def world(own_postgresql: PostgresServer) -> Iterator[World]:
     store.close()
 
 
-def test_only_plain_claims_are_lost_and_their_runs_cannot_settle_the_next_ones(
+def test_a_settlement_is_on_the_disk_and_the_run_of_a_lost_claim_cannot_settle_the_next(
     own_postgresql: PostgresServer, world: World
 ) -> None:
     settled, made = world.put(), world.put()
     [ended] = world.claim(settled)
     assert world.settle(ended, "fail", error="refused")
-    world.limit("mail", concurrency=1)
-    limited = [world.schedule("mail", number) for number in range(2)]
-    assert len(world.claim(*limited)) == 1
-    # A later commit that waits for the disk would save this claim.
     [lost] = world.claim(made)
     own_postgresql.restart()
-    failed = world.read(settled)
+    failed, found = world.read(settled), world.read(made)
     assert (failed.status, failed.runs, failed.error) == (Status.FAILED, 1, "refused")
-    assert sorted(world.statuses(limited)) == ["HELD", "RUNNING"]
-    assert waitlist_rows(world) == 1
-    found = world.read(made)
     assert (found.status, found.version) == (Status.NOT_COMPLETE, made.version)
     [again] = world.claim(made, by="worker-2")
     assert not world.settle(lost)
     assert world.settle(again, by="worker-2")
+
+
+def test_a_claim_with_a_limit_is_on_the_disk(own_postgresql: PostgresServer, world: World) -> None:
+    world.limit(concurrency=1)
+    tasks = [world.schedule(body=number) for number in range(2)]
+    assert len(world.claim(*tasks)) == 1
+    own_postgresql.restart()
+    assert sorted(world.statuses(tasks)) == ["HELD", "RUNNING"]
+    assert waitlist_rows(world) == 1
