@@ -25,7 +25,10 @@ def _make_app() -> Celery:
 
 
 class _StandaloneDelays(DelayTasks):
-    _tables_remedy = "run: delaytasks db upgrade"
+    _tables_remedy = (
+        "run: delaytasks db upgrade (this process has made no other DelayTasks: if your project "
+        "has one, import its module first)"
+    )
 
 
 app = _make_app()

@@ -132,7 +132,9 @@ class FlaskDelays(DelayTasks):
         if not database.may_be_at(url):
             return None
         session = current_app.extensions["sqlalchemy"].session
-        return transaction_of(session, database.remedy_at)
+        transaction = transaction_of(session, database.remedy_at)
+        transaction.reports_changes = True
+        return transaction
 
     def _in_framework(self, call: Callable[[], Any]) -> Awaitable[Any] | None:
         """Run the call in the thread of the request, if it may use `db.session`.
@@ -153,9 +155,10 @@ class FlaskDelays(DelayTasks):
             uncommitted = _uncommitted()
             if uncommitted:
                 raise SessionUnusableError(
-                    f"the processor of {task.tag!r} scheduled {count(uncommitted, 'task')} in "
-                    "db.session and ended without db.session.commit(), so the transaction is "
-                    "rolled back; commit, or roll back yourself"
+                    f"the processor of {task.tag!r} scheduled or changed "
+                    f"{count(uncommitted, 'task')} in db.session and ended without "
+                    "db.session.commit(), so the transaction is rolled back; commit, or roll back "
+                    "yourself"
                 )
 
 
@@ -232,7 +235,9 @@ def _url_of(app: Flask) -> URL | None:
 
 
 def _uncommitted() -> int:
-    """Return the number of tasks that are written in db.session and not committed."""
+    """Return the number of tasks that were scheduled, moved or cancelled in db.session, and not
+    committed.
+    """
     database = current_app.extensions.get("sqlalchemy")
     if database is None or not database.session.registry.has():
         return 0
@@ -243,6 +248,7 @@ def _warn_of_uncommitted(error: BaseException | None) -> None:
     uncommitted = 0 if error is not None else _uncommitted()
     if uncommitted:
         current_app.logger.warning(
-            "%s scheduled in db.session, which was not committed and is rolled back",
+            "%s scheduled or changed in db.session, which was not committed and is rolled back; "
+            "call db.session.commit()",
             count(uncommitted, "delayed task"),
         )

@@ -69,6 +69,10 @@ def wall_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
+#: When this process began to use delaytasks, by the host's clock.
+STARTED_MS = wall_ms()
+
+
 def to_us(instant: datetime) -> int:
     """Return microseconds since 1970."""
     return (instant - EPOCH) // _MICROSECOND

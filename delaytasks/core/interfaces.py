@@ -200,6 +200,10 @@ class CallerConnection(Protocol):
 class Transaction(Protocol):
     """A transaction of the caller; its tasks are armed after the commit."""
 
+    #: Whether a web framework reports changes of tasks that are not committed: `after_commit` is
+    #: then also called for tasks that need no arming.
+    reports_changes: bool
+
     @property
     def connection(self) -> CallerConnection: ...
 

@@ -483,10 +483,14 @@ class Producer:
     ) -> None:
         if transaction is None:
             self.arm(tasks)
-        elif self._notify is not None and not transaction.stands_alone:
+            return
+        is_notified = self._notify is not None and not transaction.stands_alone
+        if self._notify is not None and is_notified:
             with transaction.guard() as on:
                 self._notify([Entry.of(task) for task in tasks], on)
-        elif kept := _to_arm(tasks, self._near_until_us(TRANSACTION_US)):
+        if transaction.reports_changes:
+            transaction.after_commit(tasks, _do_nothing if is_notified else self.arm)
+        elif not is_notified and (kept := _to_arm(tasks, self._near_until_us(TRANSACTION_US))):
             transaction.after_commit(kept, self.arm)
 
     def arm(self, tasks: Sequence[DelayedTask], is_committed: bool = True) -> None:
@@ -546,6 +550,9 @@ class Producer:
     def jitter_of(self, over: Any) -> Spread:
         """Return the checked period over which due times are distributed."""
         return Spread(check_period(over, self._settings.max_delay_s))
+
+
+def _do_nothing(tasks: Sequence[DelayedTask], is_committed: bool = True) -> None: ...
 
 
 def _to_arm(tasks: Sequence[DelayedTask], until_us: int | None) -> Sequence[DelayedTask]:

@@ -57,6 +57,7 @@ def transaction_of(session: Any, remedy_at: RemedyAt) -> Transaction:
 
 class _CallersTransaction:
     connection: Any
+    reports_changes = False
     _remedy_at: RemedyAt
 
     @property

@@ -8,10 +8,13 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
-from delaytasks.core.clock import LATEST, Clock, Measure, from_us, to_us, wall_ms
-from delaytasks.core.errors import UnknownTagError
+from sqlalchemy import URL, select
+
+from delaytasks.core.clock import LATEST, STARTED_MS, Clock, Measure, from_us, to_us, wall_ms
+from delaytasks.core.errors import ConfigError, UnknownTagError
 from delaytasks.core.interfaces import Settlement
 from delaytasks.core.policies import Policies
+from delaytasks.core.states import LIVE
 from delaytasks.core.task import DelayedTask
 from delaytasks.core.text import NO_PROCESSOR
 from delaytasks.processors.registry import ProcessorSpec, Registry
@@ -19,6 +22,7 @@ from delaytasks.processors.registry import ProcessorSpec, Registry
 if TYPE_CHECKING:
     from delaytasks.execution.runner import Runner
     from delaytasks.runtime import Runtime
+    from delaytasks.storage.store import Store
     from delaytasks.worker.processes import Processes
 
 
@@ -121,6 +125,7 @@ class TestRunner:
 
     def run_due(self) -> None:
         """Run what is due now, until nothing is left."""
+        _refuse_earlier_tasks(self._runtime.store)
         began = len(self.runs)
         self._sweep()
         self._run_passes(began)
@@ -215,6 +220,33 @@ class TestRunner:
 
     def _next_sweep(self) -> datetime:
         return from_us(int(self._swept_us + self._runtime.settings.sweep_s * 1e6))
+
+
+#: The databases of this process that had no live tasks of before.
+_checked: set[URL] = set()
+
+
+def _refuse_earlier_tasks(store: Store) -> None:
+    """Raise an error if the database has live tasks that were scheduled before this process began.
+
+    They are probably those of a running application, and the test would run them, and recover
+    and drop rows as if hours had passed.
+    """
+    if (url := store.database.url) in _checked:
+        return
+    t = store.schema.tasks
+    query = select(t.c.tag, t.c.id).where(
+        t.c.status.in_(sorted(map(int, LIVE))), t.c.create_time < from_us(STARTED_MS * 1000)
+    )
+    earlier = store.database.autocommitted(lambda c: c.execute(query.limit(2)).all())
+    if earlier:
+        raise ConfigError(
+            f"the database {url.render_as_string()} has live tasks that were scheduled before "
+            f"these tests began, such as {earlier[0].id} (tag {earlier[0].tag!r}), and a test "
+            "would run them: give the tests a database of their own, or begin with "
+            "tester.clear() if earlier tests left them"
+        )
+    _checked.add(url)
 
 
 # -- The clock of a test: the time of the host, moved forward as the test asks --------------------

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from datetime import datetime, timedelta, timezone
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,7 +15,7 @@ import pytest
 import time_machine
 from celery import Celery
 from freezegun import freeze_time
-from sqlalchemy import Column, Integer, MetaData, Table, create_engine, insert, select
+from sqlalchemy import Column, Integer, MetaData, Table, create_engine, insert, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 from sqlalchemy.pool import StaticPool
@@ -215,6 +216,29 @@ def test_the_time_of_freezegun_is_enough_without_moves(shop: Shop) -> None:
         with freeze_time(NEW_YEAR + timedelta(hours=1)):
             tester.run_due()
     assert shop.noted == [1]
+
+
+def test_live_tasks_of_before_are_refused(tmp_path: Path) -> None:
+    """They are those of a running application, whose tasks a test must not run."""
+    shop = Shop(f"sqlite:///{tmp_path}/shop.sqlite3")
+    engine = create_engine(f"sqlite:///{tmp_path}/shop.sqlite3")
+    with engine.begin() as connection:
+        create_tables(connection, shop.delays)
+    shop.delays.schedule_delay("order.close", 7, "30m")
+    with engine.begin() as connection:
+        connection.execute(
+            text("UPDATE s_yb_delay_task_message SET create_time = '2026-01-01 00:00:00'")
+        )
+    with DelaysTester(shop.delays) as tester:
+        for run_tasks in (tester.run_due, lambda: tester.fast_forward("1h")):
+            with pytest.raises(ConfigError, match=r"tag 'order.close'.*database of their own"):
+                run_tasks()
+        tester.clear()
+        shop.delays.schedule_delay("order.close", 8, "30m")
+        tester.fast_forward("1h")
+    assert shop.noted == [8]
+    shop.delays.close()
+    engine.dispose()
 
 
 def test_the_instance_is_as_before_after_the_test(shop: Shop) -> None:

@@ -45,7 +45,7 @@ def run(folder: Path, url: str, *arguments: str) -> str:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(ours_begin)}
     # A section takes minutes as its delay; the examples read theirs from the environment.
     ours = {
-        "PYTHONPATH": str(ROOT), "DATABASE_URL": url, "SHOP_DATABASE_URL": url,
+        "PYTHONPATH": str(ROOT), "TEST_DATABASE_URL": url, "SHOP_DATABASE_URL": url,
         "CELERY_BROKER_URL": "amqp://localhost:1//", "SHOP_PAY_WITHIN_S": "1800",
     }  # fmt: skip
     return output_of([sys.executable, *arguments], folder, {**kept, **ours})

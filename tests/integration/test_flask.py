@@ -126,24 +126,35 @@ def test_an_asynchronous_view_schedules_in_the_requests_transaction(project: Fla
     assert count(project) == len(project.armed) == 3
 
 
+@pytest.mark.parametrize("change", ["near", "far", "cancel", "reschedule"])
 def test_a_request_that_does_not_commit_is_reported_in_the_log(
-    project: FlaskProject, caplog: pytest.LogCaptureFixture
+    project: FlaskProject, caplog: pytest.LogCaptureFixture, change: str
 ) -> None:
-    app = app_of(project)
+    app, delays = app_of(project), project.delays
+    changes: dict[str, Callable[[], object]] = {
+        "near": lambda: delays.schedule_delay("order.close", 1, 1),
+        "far": lambda: delays.schedule_delay("order.close", 1, "1d"),
+        "cancel": lambda: delays.cancel(tag="order.close", key="k"),
+        "reschedule": lambda: delays.reschedule(tag="order.close", key="k", delay="1d"),
+    }
+    delays.schedule_delay("order.close", 1, "2d", key="k")
 
     @app.get("/<outcome>")
     def place(outcome: str) -> str:
-        project.delays.schedule_delay("order.close", 1, 1)
+        if outcome != "reads":
+            changes[change]()
+        assert delays.get(delays.find(tag="order.close").tasks[0])
         if outcome == "commits":
             project.db.session.commit()
         return outcome
 
     with caplog.at_level(logging.WARNING, "shop"):
-        app.test_client().get("/commits")
-        assert "not committed" not in caplog.text
         app.test_client().get("/forgets")
-    assert "1 delayed task scheduled in db.session, which was not committed" in caplog.text
-    assert count(project) == 1
+        assert "1 delayed task scheduled or changed in db.session" in caplog.text
+        caplog.clear()
+        app.test_client().get("/commits")
+        app.test_client().get("/reads")
+    assert "not committed" not in caplog.text
 
 
 def test_without_an_application_context_or_with_a_session_the_requests_session_is_left_alone(

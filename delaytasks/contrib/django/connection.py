@@ -424,6 +424,8 @@ _refuse_coroutines = async_unsafe(
 class DjangoTransaction:
     """Inside `atomic`, the caller's transaction; outside, one transaction for each call."""
 
+    reports_changes = False
+
     def __init__(self, alias: str, is_robust: bool = True) -> None:
         """A test sets `is_robust=False`, so that errors after the commit reach it."""
         _refuse_coroutines()
