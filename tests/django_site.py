@@ -18,6 +18,7 @@ def site_settings(urls: str, *apps: str, **others: Any) -> dict[str, Any]:
     contrib = ("admin", "auth", "contenttypes", "sessions", "messages")
     processors = "template.context_processors.request contrib.auth.context_processors.auth"
     processors += " contrib.messages.context_processors.messages"
+    context = [f"django.{each}" for each in processors.split()]
     middleware = {"sessions": "Session", "auth": "Authentication", "messages": "Message"}
     return {
         "SECRET_KEY": "a secret of the tests",
@@ -34,9 +35,7 @@ def site_settings(urls: str, *apps: str, **others: Any) -> dict[str, Any]:
             {
                 "BACKEND": "django.template.backends.django.DjangoTemplates",
                 "APP_DIRS": True,
-                "OPTIONS": {
-                    "context_processors": [f"django.{each}" for each in processors.split()]
-                },
+                "OPTIONS": {"context_processors": context},
             }
         ],
         **others,

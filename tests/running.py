@@ -58,6 +58,11 @@ def output_of(
     return done.stdout + done.stderr
 
 
+def quick(*values: Any) -> Any:
+    """Return a parameter of a slow test, with which it belongs to the quick suite."""
+    return pytest.param(*values, marks=pytest.mark.quick)
+
+
 def combinations(names: str, is_quick: bool = False) -> list[Any]:
     """Return parameters of a test: a database, a broker and a pool for each id in `names`.
 

@@ -11,7 +11,7 @@ from delaytasks import DelayedTask, NewTask
 from delaytasks.runtime import runtime_of
 from tests.conformance.test_timers import FAULT_SLACK_S, R1_S, ran_once
 from tests.integration.conftest import Deploy
-from tests.running import Deployment
+from tests.running import Deployment, quick
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -27,7 +27,7 @@ def is_empty(d: Deployment, held: int = 0) -> bool:
     return timer.counts(["default"]) == {"default": (held, 0)}
 
 
-@pytest.mark.parametrize("pool", [pytest.param("threads", marks=pytest.mark.quick), "solo"])
+@pytest.mark.parametrize("pool", [quick("threads"), "solo"])
 def test_tasks_run_on_time_and_once_in_other_pools(deploy: Deploy, pool: str) -> None:
     """The timers of `tests/conformance/test_timers.py` run in the pool `prefork`."""
     d = deploy(timer="redis", **SLOW)

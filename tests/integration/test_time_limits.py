@@ -13,7 +13,7 @@ import pytest
 from delaytasks import DelayedTask, Status
 from delaytasks.runtime import runtime_of
 from tests.integration.conftest import Deploy
-from tests.running import Deployment
+from tests.running import Deployment, quick
 from tests.waiting import SLACK_S, wait_until
 
 pytestmark = pytest.mark.slow
@@ -33,9 +33,7 @@ def runs_of(d: Deployment, task: DelayedTask) -> list[str]:
     return [run[1] for run in d.runs() if run[0] == str(task.id)]
 
 
-@pytest.mark.parametrize(
-    "database", ["postgresql", "mysql", pytest.param("sqlite", marks=pytest.mark.quick)]
-)
+@pytest.mark.parametrize("database", ["postgresql", "mysql", quick("sqlite")])
 def test_a_task_beyond_its_soft_limit_is_retried_and_fails(deploy: Deploy, database: str) -> None:
     d = deploy(database)
     d.worker()
@@ -173,11 +171,7 @@ def begun(d: Deployment, tag: str) -> DelayedTask:
 
 @pytest.mark.parametrize(
     ("database", "pool"),
-    [
-        pytest.param("postgresql", "prefork", marks=pytest.mark.quick),
-        ("mysql", "prefork"),
-        ("sqlite", "threads"),
-    ],
+    [quick("postgresql", "prefork"), ("mysql", "prefork"), ("sqlite", "threads")],
 )
 def test_a_cancelled_run_stops_and_is_not_retried(deploy: Deploy, database: str, pool: str) -> None:
     # A lease is renewed after a third of it: the request must not wait for that.

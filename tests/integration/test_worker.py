@@ -16,7 +16,7 @@ from sqlalchemy import insert, text
 
 from delaytasks import Status
 from tests.integration.conftest import Deploy
-from tests.running import Deployment, combinations
+from tests.running import Deployment, combinations, quick
 from tests.waiting import IS_LONG, SLACK_S, wait_until
 
 pytestmark = pytest.mark.slow
@@ -144,9 +144,7 @@ def test_a_task_that_kills_its_process_fails_and_others_run(deploy: Deploy, is_d
     assert max(d.delays.get(n).runs for n in neighbours) <= 2, "neighbours run once more at most"
 
 
-@pytest.mark.parametrize(
-    "database", [pytest.param("postgresql", marks=pytest.mark.quick), "mysql", "sqlite"]
-)
+@pytest.mark.parametrize("database", [quick("postgresql"), "mysql", "sqlite"])
 def test_the_task_of_a_dead_process_runs_again_immediately(deploy: Deploy, database: str) -> None:
     d = deploy(database, sweep=30, _self_sweep_s=30, horizon=60, lease=60)
     d.worker()
@@ -263,7 +261,7 @@ def lazy(body, task):
 """
 
 
-@pytest.mark.parametrize("pool", ["prefork", pytest.param("threads", marks=pytest.mark.quick)])
+@pytest.mark.parametrize("pool", ["prefork", quick("threads")])
 def test_a_coroutine_retries_as_celery_tasks_do(deploy: Deploy, tmp_path: Path, pool: str) -> None:
     (tmp_path / "coroutines.py").write_text(PROJECT)
     d = deploy("sqlite", "filesystem", queues={"*": "ours"})

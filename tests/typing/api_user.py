@@ -16,6 +16,7 @@ import delaytasks as dt
 from delaytasks import DelayedTask, DelayTasks, NewTask
 
 delays = DelayTasks(Celery("shop"), "sqlite://", horizon=20)
+NOW = datetime.now(timezone.utc)
 
 
 @dt.processor("order.close", queue="orders")
@@ -29,7 +30,7 @@ def remind(body: dict[str, int], task: DelayedTask) -> None:
 
 
 def stream() -> Iterator[NewTask | tuple[str, Any, float]]:
-    yield NewTask("order.close", {"order": 1}, at=datetime.now(timezone.utc))
+    yield NewTask("order.close", {"order": 1}, at=NOW)
     yield ("order.close", {"order": 2}, 1800)
 
 
@@ -37,12 +38,7 @@ assert_type(close_order({"order": 1}), bool)
 assert_type(
     dt.schedule_delay("order.close", {"order": 1}, timedelta(minutes=30), key="1"), DelayedTask
 )
-assert_type(
-    delays.schedule_delay(
-        "order.close", None, at=datetime.now(timezone.utc), on_conflict="replace"
-    ),
-    DelayedTask,
-)
+assert_type(delays.schedule_delay("order.close", None, at=NOW, on_conflict="replace"), DelayedTask)
 assert_type(
     delays.schedule_delay("a", {}, 2, key="k", on_conflict="replace", max_wait="30s"), DelayedTask
 )
@@ -61,7 +57,7 @@ assert_type(delays.find(tag="order.close", status=dt.Status.FAILED), dt.Page)
 assert_type([task.id for task in delays.find().tasks], list[int])
 assert_type(delays.bulk.cancel(tag="order.close", key_prefix="e", on_progress=print), dt.BulkResult)
 assert_type(delays.bulk.reschedule(by=timedelta(hours=1), status="HELD", dry_run=True).changed, int)
-assert_type(delays.bulk.rerun(60, since=datetime.now(timezone.utc)), dt.BulkResult)
+assert_type(delays.bulk.rerun(60, since=NOW), dt.BulkResult)
 assert_type(delays.bulk.log(limit=5), list[dt.LogEntry])
 
 delays.bulk.cancel(colour="red")  # type: ignore[call-arg]

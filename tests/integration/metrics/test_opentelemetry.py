@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from delaytasks import DelayedTask
-from tests.running import Deployment, Process
+from tests.running import Deployment, Process, quick
 from tests.waiting import wait_until
 
 pytest.importorskip("opentelemetry.sdk")
@@ -22,9 +22,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from delaytasks.contrib import opentelemetry
 
 pytestmark = pytest.mark.slow
-pools = pytest.mark.parametrize(
-    "pool", [pytest.param("prefork", marks=pytest.mark.quick), "threads"]
-)
+pools = pytest.mark.parametrize("pool", [quick("prefork"), "threads"])
 
 
 class TracedSite(Deployment):

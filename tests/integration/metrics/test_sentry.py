@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from delaytasks import DelayedTask
-from tests.running import Deployment, Process
+from tests.running import Deployment, Process, quick
 from tests.waiting import wait_until
 
 pytest.importorskip("sentry_sdk")
@@ -51,9 +51,7 @@ def site(tmp_path: Path, postgresql_url: str, redis_url: str) -> Iterator[Report
     made.close()
 
 
-pools = pytest.mark.parametrize(
-    "pool", [pytest.param("prefork", marks=pytest.mark.quick), "threads"]
-)
+pools = pytest.mark.parametrize("pool", [quick("prefork"), "threads"])
 
 
 @pools

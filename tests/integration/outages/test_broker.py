@@ -19,13 +19,14 @@ from tests.integration.outages.conftest import (
     Connect,
     seconds,
 )
+from tests.running import quick
 from tests.waiting import in_child, wait_until
 
 pytestmark = pytest.mark.slow
 
 
 @BROKERS
-@pytest.mark.parametrize("outage", [pytest.param("refuse", marks=pytest.mark.quick), "swallow"])
+@pytest.mark.parametrize("outage", [quick("refuse"), "swallow"])
 @pytest.mark.parametrize("is_warm", [True, False], ids=["warm", "cold"])
 def test_scheduling_continues_without_the_broker(
     connect: Connect, broker: str, outage: str, is_warm: bool
