@@ -209,11 +209,8 @@ COUNT = (
     "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {}) SELECT {} FROM n"
 )
 #: Statements that take minutes.
-ENDLESS = {
-    "postgresql": "SELECT pg_sleep(300)",
-    "mysql": "SELECT SLEEP(300)",
-    "sqlite": COUNT.format(10**12, "count(*)"),
-}
+ENDLESS = {"postgresql": "SELECT pg_sleep(300)", "mysql": "SELECT SLEEP(300)"}
+ENDLESS["sqlite"] = COUNT.format(10**12, "count(*)")
 #: The limit that a connection has. SQLite interrupts a statement that takes some time.
 LIMIT = {
     "postgresql": "SELECT setting FROM pg_settings WHERE name = 'statement_timeout'",

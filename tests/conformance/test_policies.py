@@ -261,9 +261,7 @@ def test_a_process_without_policies_fails_if_it_reads_none(world: World, other: 
         assert cache.current().pauses("note", "default")
 
 
-def test_a_worker_that_cannot_read_the_policies_reports_this_at_its_start(
-    world: World, monkeypatch: MonkeyPatch
-) -> None:
+def test_a_worker_without_policies_reports_this(world: World, monkeypatch: MonkeyPatch) -> None:
     p, store = world.table("policies"), world.store
     assert store.check() is None
     with monkeypatch.context() as away:
@@ -281,9 +279,7 @@ def test_a_worker_that_cannot_read_the_policies_reports_this_at_its_start(
             p.create(connection)
 
 
-def test_a_chunk_runs_no_task_while_its_process_cannot_read_the_policies(
-    world: World, monkeypatch: MonkeyPatch
-) -> None:
+def test_a_chunk_without_policies_runs_no_task(world: World, monkeypatch: MonkeyPatch) -> None:
     task, cache = world.put(), world.runtime.policy_cache
     with monkeypatch.context() as away:
         away.setattr(cache, "_read", raise_unavailable)

@@ -510,9 +510,7 @@ def test_a_rollback_removes_its_task(shop: Shop, sessions: Sessions, bound: Dela
     bound.assert_not_scheduled("order.close")
 
 
-def test_a_failure_undoes_its_work_only(
-    shop: Shop, sessions: Sessions, bound: DelaysTester
-) -> None:
+def test_a_failure_undoes_its_work(shop: Shop, sessions: Sessions, bound: DelaysTester) -> None:
     def cancel(body: Any) -> None:
         with sessions.begin() as session:
             session.execute(insert(orders).values(id=body))  # exists already

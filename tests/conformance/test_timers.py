@@ -103,10 +103,7 @@ COMBINATIONS = [(broker, timer) for broker in BROKERS for timer in TIMERS]
 
 @pytest.fixture(scope="module", params=COMBINATIONS, ids="-".join)
 def d(
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-    postgresql_url: str,
-    redis_url: str,
+    request: Any, tmp_path_factory: pytest.TempPathFactory, postgresql_url: str, redis_url: str
 ) -> Iterator[Deployment]:
     """Yield a deployment with two workers, which tests share.
 

@@ -169,9 +169,7 @@ def test_overdue_tasks_are_spread_from_now_on(world: World) -> None:
     assert 600 < max(offsets) < 3660
 
 
-def test_a_repeated_spread_with_one_start_moves_no_task_twice(
-    delays: DelayTasks, peak: Any
-) -> None:
+def test_a_repeated_spread_with_one_start_moves_none_twice(delays: DelayTasks, peak: Any) -> None:
     peak(5)
     first = delays.bulk.reschedule(jitter="10m", tag="mail")
     before = offsets_s(delays)

@@ -270,10 +270,10 @@ def _reschedule(world: World, task: DelayedTask) -> None:
     world.delays.reschedule(task, 60)
 
 
-@pytest.mark.parametrize(
-    ("move", "status"),
-    [(_cancel, "CANCELLED"), (touch_task, "NOT_COMPLETE"), (_reschedule, "NOT_COMPLETE")],
-)
+LEAVES = [(_cancel, "CANCELLED"), (touch_task, "NOT_COMPLETE"), (_reschedule, "NOT_COMPLETE")]
+
+
+@pytest.mark.parametrize(("move", "status"), LEAVES)
 def test_a_task_that_left_the_waitlist_does_not_run(world: World, move: Any, status: str) -> None:
     world.limit(concurrency=1)
     tasks = [world.schedule(body=n) for n in range(15)]
@@ -382,10 +382,10 @@ def test_a_slot_that_was_lost_is_not_transferred(world: World) -> None:
     assert world.statuses(tasks) == ["RUNNING", "HELD"]
 
 
-@pytest.mark.parametrize(
-    "limits",
-    [{"rate": 100, "rate_period_s": 1.0}, {"concurrency_per_key": 1}, {"concurrency": None}],
-)
+OTHERS = [{"rate": 100, "rate_period_s": 1.0}, {"concurrency_per_key": 1}, {"concurrency": None}]
+
+
+@pytest.mark.parametrize("limits", OTHERS)
 def test_a_slot_is_not_transferred_if_another_limit_also_applies(world: World, limits: Any) -> None:
     world.limit(concurrency=1)
     tasks = [world.schedule(body=n, limit_key="k") for n in range(3)]

@@ -179,11 +179,10 @@ def read(text: str) -> datetime:
     return datetime.fromisoformat(text.replace("Z", "+00:00"))
 
 
-@given(
-    st.integers(1, 10**7),
-    st.datetimes(datetime(2020, 1, 1), datetime(2040, 1, 1)),
-    st.integers(-100, 10**9),
-)
+STARTS = st.datetimes(datetime(2020, 1, 1), datetime(2040, 1, 1))
+
+
+@given(st.integers(1, 10**7), STARTS, st.integers(-100, 10**9))
 def test_the_next_of_an_interval_is_a_multiple(seconds: int, start: datetime, later: int) -> None:
     begin = start.replace(tzinfo=UTC, microsecond=0)
     instant = begin + timedelta(seconds=later)

@@ -192,22 +192,10 @@ OF_MAIN |= {"occurrences written", "occurrences committed"}
 
 @pytest.mark.slow
 def test_tasks_recover_at_whatever_step_a_process_is_killed(redis_url: str) -> None:
-    names = [
-        failpoint.name
-        for failpoint in FAILPOINTS
-        if failpoint.process_kind != "main" or failpoint.name in OF_MAIN
-    ]
-    command = [
-        sys.executable,
-        "-m",
-        "chaos.failpoints",
-        "--seeds",
-        "1",
-        "--worlds",
-        "2",
-        "--slack",
-        "10",
-    ]
+    points = [one for one in FAILPOINTS if one.process_kind != "main" or one.name in OF_MAIN]
+    names = [failpoint.name for failpoint in points]
+    command = [sys.executable, "-m", "chaos.failpoints", "--seeds", "1", "--worlds", "2"]
+    command += ["--slack", "10"]
     command += [word for name in names for word in ("--only", name)]
     ended = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=450, check=False

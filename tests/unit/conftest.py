@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from delaytasks import DelayedTask
 from tests.conftest import open_store
 from tests.waiting import wait_until
 from tests.world import Settlement, World
@@ -75,9 +74,7 @@ def pool() -> Iterator[Executor]:
         yield made
 
 
-def fail_settlements(
-    world: World, errors: Iterable[Exception], of: DelayedTask | None = None
-) -> None:
+def fail_settlements(world: World, errors: Iterable[Exception], of: Any = None) -> None:
     """Raise the next error before each settlement of a world, or of this task only."""
     left = iter(errors)
 

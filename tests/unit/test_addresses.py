@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from ipaddress import ip_address
 
 import pytest
 
 from delaytasks import ConfigError, ForbiddenURLError
-from delaytasks.core.clock import monotonic
 from delaytasks.webhooks import http_callbacks as addresses
 from delaytasks.webhooks.http_callbacks import Guard
 
@@ -118,7 +118,7 @@ def test_a_resolved_name_is_kept_for_a_short_time(monkeypatch: pytest.MonkeyPatc
         assert str(changing.address(target, 0, 5)) == "93.184.216.34"
     with pytest.raises(ForbiddenURLError):
         changing.address(changing.check("https://partner.example:444/"), 0, 5)
-    now = monotonic()
+    now = time.monotonic()
     monkeypatch.setattr(addresses, "monotonic", lambda: now + addresses.RESOLVED_FOR_S + 1)
     answers.append(["169.254.169.254"])
     with pytest.raises(ForbiddenURLError):

@@ -114,9 +114,7 @@ def test_a_long_turn_that_makes_progress_is_not_stuck(at_work: AtWork, time: Man
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])
-def test_an_idle_or_stopped_loop_is_not_started_again(
-    at_work: AtWork, time: ManualTime, is_stopped: bool
-) -> None:
+def test_an_idle_or_ended_loop_is_left(at_work: AtWork, time: ManualTime, is_stopped: bool) -> None:
     at_work.turn("leases")
     at_work.rest("leases")
     if is_stopped:

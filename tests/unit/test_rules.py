@@ -443,10 +443,10 @@ def forecasts(time: ManualTime, monkeypatch: MonkeyPatch) -> Forecasts:
     return Forecasts(time)
 
 
-@pytest.mark.parametrize(
-    ("takes_s", "rest_s"),
-    [(0.125, loops.RENEW_S), (1, loops.RENEW_SHARE), (300, loops.MOST_RENEW_S)],
-)
+SHARES = [(0.125, loops.RENEW_S), (1, loops.RENEW_SHARE), (300, loops.MOST_RENEW_S)]
+
+
+@pytest.mark.parametrize(("takes_s", "rest_s"), SHARES)
 def test_slow_forecasts_are_infrequent(forecasts: Forecasts, takes_s: float, rest_s: float) -> None:
     forecasts.takes_s = takes_s
     assert forecasts.after(0) == (1, takes_s)

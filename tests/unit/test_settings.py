@@ -29,7 +29,7 @@ def test_the_environment_wins_over_celerys_configuration_and_arguments_win_over_
 
 
 @pytest.mark.parametrize(
-    ("conf", "environ", "arguments", "message"),
+    ("conf", "environ", "given", "says"),
     [
         ({"delaytasks_leas": 1}, {}, {}, "leas .*celery.*mean delaytasks_lease"),
         ({}, {"DELAYTASKS_HORIZON_S": "1"}, {}, "horizon_s .*mean delaytasks_horizon"),
@@ -37,11 +37,9 @@ def test_the_environment_wins_over_celerys_configuration_and_arguments_win_over_
         ({}, {}, {"databse_url": "x"}, "databse_url .*mean delaytasks_database_url"),
     ],
 )
-def test_a_typo_is_answered_with_the_nearest_name(
-    conf: Any, environ: Any, arguments: Any, message: str
-) -> None:
-    with pytest.raises(ConfigError, match=f"delaytasks_{message}"):
-        load_settings(conf, environ, **arguments)
+def test_a_typo_gets_the_nearest_name(conf: Any, environ: Any, given: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=f"delaytasks_{says}"):
+        load_settings(conf, environ, **given)
 
 
 def test_a_name_near_to_nothing_is_refused_without_a_guess() -> None:

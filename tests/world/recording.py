@@ -13,7 +13,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from datetime import datetime, timedelta, timezone
 from typing import Any
@@ -116,9 +116,7 @@ def counted(store: Store) -> dict[Status, int]:
     return {status: found.get(int(status), 0) for status in Status}
 
 
-def set_columns(
-    store: Store, table: str, row: Mapping[str, Any] | None = None, **values: Any
-) -> None:
+def set_columns(store: Store, table: str, row: Any = None, **values: Any) -> None:
     """Set columns of a table directly, as another program does.
 
     `row` has the column values of the rows that change. Without it, all rows change.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
 
@@ -18,7 +17,6 @@ from delaytasks.worker import redis_poller
 from tests.proxy import Proxy
 from tests.waiting import wait_until
 from tests.world.main_process import MainProcess
-from tests.world.world import World
 
 
 class SetBack(Clock):
@@ -39,7 +37,7 @@ class RedisWorker(MainProcess):
 
     def __init__(
         self,
-        make_world: Callable[..., World],
+        make_world: Any,
         url: str,
         proxy: Proxy,
         patch: pytest.MonkeyPatch,

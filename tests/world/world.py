@@ -14,19 +14,7 @@ from unittest import mock
 
 import pytest
 from celery import Celery
-from sqlalchemy import (
-    URL,
-    Connection,
-    Engine,
-    Table,
-    delete,
-    event,
-    func,
-    insert,
-    select,
-    text,
-    update,
-)
+from sqlalchemy import URL, Connection, Engine, Table, delete, event, insert, select, text, update
 
 from delaytasks import (
     DelayedTask,
@@ -65,6 +53,7 @@ from delaytasks.storage.types import Capabilities, UTCDateTime, db_now_plus
 from delaytasks.worker.processes import Processes
 from delaytasks.worker.task_events import WorkerLostEvents
 from tests.world.broker import WorldBroker
+from tests.world.recording import counted, set_columns
 
 #: A due time in the past. SQLite's clock has milliseconds, so that a row which is due now may not
 #: be due yet for the next statement.
@@ -554,9 +543,7 @@ class World:
 
     def set_columns(self, table: str, row: Mapping[str, Any] | None = None, **values: Any) -> None:
         """Change columns of a table directly, of the rows with these values or of all rows."""
-        changed = update(self.table(table)).filter_by(**row or {}).values(**values)
-        with self.begin() as connection:
-            connection.execute(changed)
+        set_columns(self.store, table, row, **values)
 
     def insert(self, table: str, *rows: Mapping[str, Any]) -> None:
         """Insert rows of any table directly, as another program does."""
@@ -588,10 +575,7 @@ class World:
 
     def counted(self) -> Mapping[Status, int]:
         """Return the number of rows of each status, by counting all rows."""
-        t = self.store.schema.tasks.c
-        query = select(t.status, func.count()).group_by(t.status)
-        rows = self.store.database.autocommitted(lambda c: [tuple(r) for r in c.execute(query)])
-        return dict.fromkeys(Status, 0) | {Status(status): number for status, number in rows}
+        return counted(self.store)
 
     def open_transactions(self) -> int:
         """Return the number of callers' transactions whose tasks are remembered until they end."""
