@@ -508,7 +508,7 @@ def test_a_key_stays_at_its_older_member_until_its_task_has_ended(process: Proce
 MOVING = [(2, "settled"), (3, "reading"), (3, "moving"), (3, "settled")]
 
 
-@pytest.mark.parametrize("steps", pairwise(MOVING), ids=lambda step: step[1])
+@pytest.mark.parametrize("steps", [*pairwise(MOVING)], ids=lambda step: step[1])
 @pytest.mark.parametrize("on_conflict", ["keep", "replace"])
 def test_neighbouring_steps_agree_on_a_key(process: Process, steps: Any, on_conflict: Any) -> None:
     one, other = (process(*step) for step in steps)
