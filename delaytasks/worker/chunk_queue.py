@@ -17,18 +17,18 @@ from celery.utils.log import get_logger
 
 from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.events import Events
-from delaytasks.core.interfaces import Entry, Timer
+from delaytasks.core.interfaces import Entry
 from delaytasks.core.settings import Settings
 from delaytasks.core.workers import ChunkSize
 from delaytasks.execution.runner import FailureReason, Report
 from delaytasks.timers.timing_wheel import SharedWheel
 from delaytasks.worker.chunk_request import ChunkRequest
 from delaytasks.worker.pool import Pool
-from delaytasks.worker.shared_memory import OthersWait
 
 if TYPE_CHECKING:
     from delaytasks.limits.tracked_waitlists import TrackedWaitlists
-    from delaytasks.storage.sweep_queries import SweepQueries
+    from delaytasks.runtime import Runtime
+    from delaytasks.worker.worker_runtime import WorkerRuntime
 
 
 # -- The entries in a worker's main process -------------------------------------------------------
@@ -168,13 +168,11 @@ class UnfinishedWork(NamedTuple):
 class WorkSender:
     """Sends unfinished work back to the timer, so that other workers get it in time."""
 
-    def __init__(
-        self, settings: Settings, timer: Timer, sweeps: SweepQueries, events: Events
-    ) -> None:
-        self._settings = settings
-        self._timer = timer
-        self._sweeps = sweeps
-        self._events = events
+    def __init__(self, runtime: Runtime) -> None:
+        self._settings = runtime.settings
+        self._timer = runtime.timer
+        self._sweeps = runtime.store.sweeps
+        self._events = runtime.events
 
     def send_back(self, work: UnfinishedWork) -> None:
         if work.entries:
@@ -206,26 +204,17 @@ CONTINUE_S, CONTINUE_IN_TURN_S = 2.0, 0.5
 class ChunkQueue:
     """Not thread-safe: the lock of the dispatcher guards it.
 
-    Each process of the pool runs one chunk at a time. `row_budget` is how many rows may be claimed
-    in all; None means any number.
+    Each process of the pool runs one chunk at a time.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        clock: Clock,
-        events: Events,
-        pool: Pool,
-        others_wait: OthersWait,
-        row_budget: int | None,
-    ) -> None:
-        self._settings = settings
-        self._clock = clock
-        self._events = events
+    def __init__(self, worker: WorkerRuntime, pool: Pool) -> None:
+        self._settings = settings = worker.settings
+        self._clock = worker.clock
+        self._events = worker.events
         self._pool = pool
-        self._others_wait = others_wait
-        #: How many more rows may be claimed.
-        self.row_budget = row_budget
+        self._others_wait = worker.processes.others_wait
+        #: How many more rows may be claimed in all; None means any number.
+        self.row_budget = worker.row_budget
         self._size = ChunkSize(settings.chunk_time_budget_s, settings.chunk_max)
         self._last_number = 0
         self._paused_until = 0.0

@@ -12,22 +12,21 @@ from collections.abc import Callable, Sequence, Set
 from functools import partial
 from math import inf
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from billiard.exceptions import WorkerLostError
 
-from delaytasks.core.clock import Clock, monotonic
+from delaytasks.core.clock import monotonic
 from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.loop import Loop
-from delaytasks.core.policies import Stamp
-from delaytasks.core.settings import Settings
 from delaytasks.execution.runner import FailureReason, Report
-from delaytasks.statistics.statistics_table import WorkerCounts
-from delaytasks.worker.chunk_queue import FAILED_PAUSE_S, ChunkQueue, NearEntries, UnfinishedWork
+from delaytasks.worker.chunk_queue import FAILED_PAUSE_S, ChunkQueue, UnfinishedWork
 from delaytasks.worker.chunk_request import ChunkRequest
 from delaytasks.worker.pool import POOL_REST_S, Pool
-from delaytasks.worker.shared_memory import OthersWait
+
+if TYPE_CHECKING:
+    from delaytasks.worker.worker_runtime import WorkerRuntime
 
 # -- Calls in the thread that may use the pool: the event loop, or a thread in its place ----------
 
@@ -145,50 +144,27 @@ class Dispatcher:
     `pump`, `_send` and `recall` use the pool, and run in the thread to which `call_soon` brings a
     call. Any thread may call the other methods.
 
-    `send_back` takes the entries and requests that come after `close`. With `on_report`, chunks
-    count the outcomes of their tasks in their reports. At most `row_budget` rows are claimed.
-    `counts` adds up what the processes report for the statistics, if they are on.
+    What comes after `close` is sent back. If the worker has an `on_report`, chunks count the
+    outcomes of their tasks in their reports.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        clock: Clock,
-        events: Events,
-        pool: Any,
-        *,
-        call_soon: Callable[[Call], object],
-        near_entries: NearEntries,
-        capacity_request: CapacityRequest,
-        send_back: Callable[[UnfinishedWork], None],
-        policy_stamp: Callable[[], Stamp | None],
-        sends_events: Callable[[], bool],
-        others_wait: OthersWait,
-        on_report: Callable[[Report], None] | None = None,
-        row_budget: int | None = None,
-        counts: WorkerCounts | None = None,
-    ) -> None:
-        self._events = events
-        self._pool = Pool(pool)
-        self._call_soon = call_soon
-        self._near_entries = near_entries
-        self._capacity_request = capacity_request
-        self._send_back = send_back
-        self._policy_stamp = policy_stamp
-        self._sends_events = sends_events
-        self._on_report = on_report
-        self._counts = counts
+    def __init__(self, worker: WorkerRuntime) -> None:
+        self._worker = worker
+        self._events = worker.events
+        self._send_back = worker.work_sender.send_back
+        self._pool = Pool(worker.celery_worker.pool)
+        self._call_soon = worker.call_soon
         self._lock = threading.RLock()
-        self._queue = ChunkQueue(settings, clock, events, self._pool, others_wait, row_budget)
+        self._queue = ChunkQueue(worker, self._pool)
         self._is_pumping = False
         self._is_open = True
-        self._delayed_pump = DelayedCall(call_soon, self.pump)
+        self._delayed_pump = DelayedCall(self._call_soon, self.pump)
 
     # -- what arrives -----------------------------------------------------------------------------
 
     def receive(self, entries: Sequence[Entry]) -> None:
         """Hold the entries until they are due, and take those that are due now."""
-        due = self._near_entries.hold(entries)
+        due = self._worker.near_entries.hold(entries)
         if due:
             self.take(due)
 
@@ -314,7 +290,7 @@ class Dispatcher:
                 if self._is_open and self._queue.free_processes > 0:
                     # A drain whose chunk a slow task holds up gets another chunk then.
                     self._delayed_pump.call_within(self._queue.extra_chunk_in_s())
-            self._capacity_request.grant_if(self.capacity)
+            self._worker.capacity_request.grant_if(self.capacity)
 
     def _next_chunk(self) -> ChunkRequest | None:
         with self._lock:
@@ -324,9 +300,9 @@ class Dispatcher:
             if request is None:
                 return None
             return request._replace(
-                sends_events=self._sends_events(),
-                policies=self._policy_stamp(),
-                counts_outcomes=self._on_report is not None,
+                sends_events=self._worker.sends_events(),
+                policies=self._worker.runtime.policy_cache.stamp,
+                counts_outcomes=self._worker.on_report is not None,
             )
 
     def _send(self, request: ChunkRequest) -> bool:
@@ -381,10 +357,10 @@ class Dispatcher:
         if not isinstance(report, Report):
             self._lost(request, report)
             return
-        if self._on_report is not None:
-            self._on_report(report)
-        if self._counts is not None:
-            self._counts.add(report.statistics)
+        if self._worker.on_report is not None:
+            self._worker.on_report(report)
+        if self._worker.counts is not None:
+            self._worker.counts.add(report.statistics)
         with self._lock:
             self._queue.set_detached(report.pid, report.detached)
         if report.error:

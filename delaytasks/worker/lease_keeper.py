@@ -21,9 +21,7 @@ from delaytasks.maintenance.sweeper import POLLING_PREFIX, emit_recovered
 from delaytasks.worker.celery_patches import running_pids
 
 if TYPE_CHECKING:
-    from delaytasks.runtime import Runtime
-    from delaytasks.worker.dispatcher import Dispatcher
-    from delaytasks.worker.processes import Processes
+    from delaytasks.worker.worker_runtime import WorkerRuntime
 
 #: The longest time between two checks of the pool's processes.
 PROCESS_CHECK_S = 1.0
@@ -43,18 +41,17 @@ class LeaseKeeper:
     After an error, which is logged, the next turn begins a second later.
     """
 
-    def __init__(
-        self, runtime: Runtime, processes: Processes, dispatcher: Dispatcher, pool: Any, hub: Any
-    ) -> None:
+    def __init__(self, worker: WorkerRuntime) -> None:
+        runtime = worker.runtime
         self._leases = runtime.store.leases
         self._clock = runtime.clock
         self._settings = runtime.settings
         self._events = runtime.events
         self._registry = runtime.registry
-        self._processes = processes
-        self._dispatcher = dispatcher
-        self._pool = pool
-        self._hub = hub
+        self._processes = worker.processes
+        self._dispatcher = worker.dispatcher
+        self._pool = worker.celery_worker.pool
+        self._hub = worker.celery_worker.hub
         self._known_pids: set[int] = set()
         #: The names of processes that died, whose rows have yet to be released.
         self._dead: set[str] = set()

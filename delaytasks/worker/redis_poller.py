@@ -12,9 +12,9 @@ import threading
 from collections.abc import Mapping
 from itertools import chain
 from math import inf
+from typing import TYPE_CHECKING
 
-from delaytasks.core.clock import Clock, monotonic
-from delaytasks.core.events import Events
+from delaytasks.core.clock import monotonic
 from delaytasks.core.loop import SERVICE_REST_S, Loop
 from delaytasks.timers.redis_timer import (
     AHEAD_MS,
@@ -25,9 +25,9 @@ from delaytasks.timers.redis_timer import (
     Slot,
     Taken,
 )
-from delaytasks.worker.dispatcher import CapacityRequest, Dispatcher
-from delaytasks.worker.processes import Processes
-from delaytasks.worker.sweep_loop import SweepLoop
+
+if TYPE_CHECKING:
+    from delaytasks.worker.worker_runtime import WorkerRuntime
 
 #: All slots are read this often, whatever was published: a message may be lost, a worker may die.
 READ_ALL_S = 15.0
@@ -49,23 +49,14 @@ class RedisPoller:
     capacity for it.
     """
 
-    def __init__(
-        self,
-        timer: RedisTimer,
-        clock: Clock,
-        events: Events,
-        processes: Processes,
-        dispatcher: Dispatcher,
-        capacity_request: CapacityRequest,
-        sweep_loop: SweepLoop,
-    ) -> None:
+    def __init__(self, worker: WorkerRuntime, timer: RedisTimer) -> None:
         self._timer = timer
-        self._clock = clock
-        self._events = events
-        self._processes = processes
-        self._dispatcher = dispatcher
-        self._capacity_request = capacity_request
-        self._sweep_loop = sweep_loop
+        self._clock = worker.clock
+        self._events = events = worker.events
+        self._processes = worker.processes
+        self._dispatcher = worker.dispatcher
+        self._capacity_request = worker.capacity_request
+        self._sweep_loop = worker.sweep_loop
         self._lock = threading.Lock()
         #: When each slot should be read, in milliseconds.
         self._read_at: dict[Slot, float] = {}
@@ -83,7 +74,7 @@ class RedisPoller:
             events,
             REDIS_STUCK_S,
             self._reconnect,
-            wake=capacity_request.granted,
+            wake=self._capacity_request.granted,
         )
         self._listen_loop = Loop(
             "redis_listener", self._listen, events, REDIS_STUCK_S, self._reconnect

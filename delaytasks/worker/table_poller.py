@@ -20,13 +20,11 @@ from delaytasks.core.interfaces import Entry
 from delaytasks.core.loop import Loop
 from delaytasks.maintenance.sweeper import MOST_OTHERS, OverdueQueues
 from delaytasks.timers.direct import LOOK, NOTICE_SLACK_S, NOTIFIED_POLL_S, DirectTimer, read_notice
-from delaytasks.worker.dispatcher import Dispatcher
 from delaytasks.worker.lease_keeper import WorkerShares, serves
 
 if TYPE_CHECKING:
-    from delaytasks.runtime import Runtime
     from delaytasks.storage.store import Listener, Notices
-    from delaytasks.worker.processes import Processes
+    from delaytasks.worker.worker_runtime import WorkerRuntime
 
 
 # -- Receives the notices of the database about tasks that are due soon ---------------------------
@@ -154,23 +152,17 @@ POLL_STUCK_S = 10.0
 class TablePoller:
     """Also gets the entries that this process arms itself, with `timer`."""
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        timer: DirectTimer,
-        processes: Processes,
-        dispatcher: Dispatcher,
-        hostname: str,
-    ) -> None:
+    def __init__(self, worker: WorkerRuntime, timer: DirectTimer) -> None:
+        runtime = worker.runtime
         self._store = runtime.store
         self._clock = runtime.clock
         self._policies = runtime.policy_cache
         self._settings = runtime.settings
         self._timer = timer
-        self._processes = processes
+        self._processes = worker.processes
         self._queue_routing = runtime.queues
-        self._dispatcher = dispatcher
-        self._shares = WorkerShares(hostname)
+        self._dispatcher = worker.dispatcher
+        self._shares = WorkerShares(worker.celery_worker.hostname)
         #: The rows that were passed on, which the next read may find again, and their due times.
         self._passed_on: dict[tuple[int, int], int] = {}
         self._rest_s = MIN_POLL_REST_S

@@ -71,8 +71,8 @@ class WorkerRuntime:
         self.processes = processes
         self.celery_worker = celery_worker
         self.polls_table = polls_table
-        self._on_report = on_report
-        self._row_budget = row_budget
+        self.on_report = on_report
+        self.row_budget = row_budget
         self.settings = runtime.settings
         self.events = runtime.events
         self.clock = runtime.clock
@@ -82,11 +82,11 @@ class WorkerRuntime:
         self.outages = DatabaseOutages(self.events)
         self.capacity_request = CapacityRequest()
         self.service_watch = ServiceWatch(self.timer, self._check_timer)
-        self.work_sender = WorkSender(self.settings, self.timer, self.store.sweeps, self.events)
+        self.work_sender = WorkSender(runtime)
         hub_or_worker = celery_worker.hub or celery_worker
         has_event_loop = hasattr(hub_or_worker, "call_soon")
         self._call_thread = None if has_event_loop else CallThread(self.events)
-        self._call_soon = (self._call_thread or hub_or_worker).call_soon
+        self.call_soon = (self._call_thread or hub_or_worker).call_soon
         #: What the worker has run; None if the setting `statistics` is off.
         self.counts: WorkerCounts | None = None
         self.statistics_writer: StatisticsWriter | None = None
@@ -96,39 +96,19 @@ class WorkerRuntime:
                 self.store, self.clock, self.counts, self.events
             )
         self.near_entries = NearEntries(self.settings, self.clock, self.events)
-        self.dispatcher = self._make_dispatcher()
+        self.dispatcher = Dispatcher(self)
         self.wheel_thread = WheelThread(
             self.near_entries.wheel, self.dispatcher.take, self.events, self.settings.grace_s
         )
         self.sweep_loop = SweepLoop(self, DeclaredSchedules(runtime))
-        self.lease_keeper = LeaseKeeper(
-            runtime, processes, self.dispatcher, celery_worker.pool, celery_worker.hub
-        )
+        self.lease_keeper = LeaseKeeper(self)
         self.table_poller = self._make_table_poller()
         self.redis_poller = self._make_redis_poller()
-        self.worker_lost_events = WorkerLostEvents(processes.task_events(), self._sends_events)
+        self.worker_lost_events = WorkerLostEvents(processes.task_events(), self.sends_events)
         watch = Loop("watch", self._watch, self.events, WATCH_STUCK_S)
         self.watchdog = Watchdog(self.events, [watch, *self._loops()])
         self._was_connected = False
         self._endpoint: MetricsEndpoint | None = None
-
-    def _make_dispatcher(self) -> Dispatcher:
-        return Dispatcher(
-            self.settings,
-            self.clock,
-            self.events,
-            self.celery_worker.pool,
-            call_soon=self._call_soon,
-            near_entries=self.near_entries,
-            capacity_request=self.capacity_request,
-            send_back=self.work_sender.send_back,
-            policy_stamp=lambda: self.runtime.policy_cache.stamp,
-            sends_events=self._sends_events,
-            others_wait=self.processes.others_wait,
-            on_report=self._on_report,
-            row_budget=self._row_budget,
-            counts=self.counts,
-        )
 
     def _make_table_poller(self) -> TablePoller | None:
         timer = self.runtime.direct_timer
@@ -136,25 +116,16 @@ class WorkerRuntime:
             return None
         from delaytasks.worker.table_poller import TablePoller
 
-        return TablePoller(
-            self.runtime, timer, self.processes, self.dispatcher, self.celery_worker.hostname
-        )
+        return TablePoller(self, timer)
 
     def _make_redis_poller(self) -> RedisPoller | None:
-        if self.runtime.redis_timer is None:
+        timer = self.runtime.redis_timer
+        if timer is None:
             return None
         # Imported here, since other deployments need no Redis client.
         from delaytasks.worker.redis_poller import RedisPoller
 
-        return RedisPoller(
-            self.runtime.redis_timer,
-            self.clock,
-            self.events,
-            self.processes,
-            self.dispatcher,
-            self.capacity_request,
-            self.sweep_loop,
-        )
+        return RedisPoller(self, timer)
 
     def _loops(self) -> list[Loop]:
         requests = CancelRequestReader(self.runtime, self.processes, self.celery_worker.pool)
@@ -169,7 +140,7 @@ class WorkerRuntime:
             *([] if self.statistics_writer is None else [self.statistics_writer.loop]),
         ]
 
-    def _sends_events(self) -> bool:
+    def sends_events(self) -> bool:
         return wants_task_events(getattr(self.celery_worker, "consumer", None))
 
     def _check_timer(self) -> None:

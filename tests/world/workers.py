@@ -99,9 +99,13 @@ class FrozenWorker:
         chunk_began_us = to_us(world.now()) - int(world.delays.settings.lease_s * 1e6)
         self._dispatcher = cast("Any", SimpleNamespace(running=lambda: ([chunk_began_us], {})))
         pool = SimpleNamespace(info={"processes": [os.getpid()]})
-        self._keeper = lease_keeper.LeaseKeeper(
-            world.runtime, processes, self._dispatcher, pool, None
+        worker: Any = SimpleNamespace(
+            runtime=world.runtime,
+            processes=processes,
+            dispatcher=self._dispatcher,
+            celery_worker=SimpleNamespace(pool=pool, hub=None),
         )
+        self._keeper = lease_keeper.LeaseKeeper(worker)
 
     def _read_clock(self) -> float:
         return self.now_s
