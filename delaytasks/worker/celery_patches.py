@@ -326,16 +326,20 @@ def _read(read: Callable[[], Any]) -> Any:
 def process_ids(celery_pool: Any) -> frozenset[int]:
     """Return the processes of a prefork pool. Other pools have none."""
     processes = getattr(getattr(celery_pool, "_pool", None), "_pool", ())
-    return frozenset(process.pid for process in processes)
+    return frozenset(process.pid for process in processes if process.pid is not None)
 
 
 def running_pids(celery_pool: Any) -> set[int]:
-    """Return the processes that run the jobs of a pool: its own ones, or this one."""
+    """Return the processes that run the jobs of a pool: its own ones, or this one.
+
+    A process that the pool is about to start in place of another one has no id yet.
+    """
     try:
         info = celery_pool.info or {}
     except AttributeError:
         return set()  # a prefork pool that has stopped has no information
-    return set(info.get("processes") or [os.getpid()])
+    pids = info.get("processes") or [os.getpid()]
+    return {pid for pid in pids if pid is not None}
 
 
 def pids_with(result: Any) -> Sequence[int]:

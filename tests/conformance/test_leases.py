@@ -229,6 +229,13 @@ def test_a_process_is_dead_although_its_last_report_came_after_its_death(
     worker.find_dead(2**22 + 1)
 
 
+def test_leases_are_renewed_while_the_pool_replaces_a_process(worker: FrozenWorker) -> None:
+    worker.pids.append(None)
+    worker.now_s += LEASE_S / 2
+    worker.renew()
+    assert not worker.world.told("loop.failed")
+
+
 # The registry of workers. A worker that was lost stays for an hour, where only `lost` returns it
 
 

@@ -47,6 +47,7 @@ from delaytasks.timers.arming import BackgroundTimer
 from delaytasks.timers.publisher import Publisher
 from delaytasks.webhooks import http_callbacks
 from delaytasks.worker import broker_connection, celery_context, time_limits
+from delaytasks.worker import broker_connection, celery_context, lease_keeper, time_limits
 from delaytasks.worker.chunk_queue import ChunkQueue, QueueDrain, WorkSender
 from delaytasks.worker.dispatcher import Dispatcher
 from delaytasks.worker.redis_poller import RedisPoller
@@ -102,6 +103,7 @@ VERBS: dict[str, tuple[Any, str]] = {
     "judge an outcome": (OutcomeRules, "settlement"),
     "keep a time limit": (time_limits, "limited"),
     "keep a time budget": (TimeBudget, "open"),
+    "know the processes": (lease_keeper, "running_pids"),
     "know the time that a lease has left": (Lease, "left_s"),
     "read the clock of the host": (clock, "monotonic"),
     "settle again": (settlement, "is_locked"),
@@ -457,6 +459,11 @@ def rows_that_were_lost_on_the_way_are_renewed(renew: Any, at: Any, workers: Any
 @bug("know the time that a lease has left", "conformance/leases")
 def a_lease_never_ends(left_s: Any, at: Any, began: float) -> float:
     return inf
+
+
+@bug("know the processes", "conformance/leases replaces")
+def a_process_that_is_being_replaced_stops_renewals(_: Any, pool: Any) -> set[int]:
+    return set(pool.info["processes"])
 
 
 @bug("read the clock of the host", "unit/core suspension")

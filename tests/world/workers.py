@@ -98,7 +98,9 @@ class FrozenWorker:
         self._renewals = processes.renewals
         chunk_began_us = to_us(world.now()) - int(world.delays.settings.lease_s * 1e6)
         self._dispatcher = cast("Any", SimpleNamespace(running=lambda: ([chunk_began_us], {})))
-        pool = SimpleNamespace(info={"processes": [os.getpid()]})
+        #: The ids of the pool's processes.
+        self.pids: list[int | None] = [os.getpid()]
+        pool = SimpleNamespace(info={"processes": self.pids})
         worker: Any = SimpleNamespace(
             runtime=world.runtime,
             processes=processes,
