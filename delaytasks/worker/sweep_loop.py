@@ -184,10 +184,15 @@ class SweepLoop:
     def _sweep_stale(self) -> None:
         """Sweep the sweep partitions that no worker has swept for a while."""
         settings, sweeps = self._settings, self._store.sweeps
-        has_waited = monotonic() - self._started_at > settings.self_sweep_s
+        # While the database was away, sweeps that beat requested failed as well. After a start,
+        # beat sends its first message up to a sweep interval later.
+        is_beat_silent = (
+            self._contact.seconds > settings.self_sweep_s
+            and monotonic() - self._started_at > settings.self_sweep_s + settings.sweep_s
+        )
         stale = sweeps.stale_sweep_partitions(settings.sweep_partitions, self._patience_s)
         for sweep_partition in stale:
-            if has_waited and not self._polls_table:
+            if is_beat_silent and not self._polls_table:
                 self._events.emit(
                     "sweep.self",
                     sweep_partition=sweep_partition,

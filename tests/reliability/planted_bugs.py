@@ -118,6 +118,7 @@ VERBS: dict[str, tuple[Any, str]] = {
     "read an instant": (producer, "check_instant"),
     "expire workers": (WorkerTable, "expire"),
     "note a failure of the database": (DatabaseContact, "mark_failed"),
+    "know the contact": (SweepLoop, "_sweep_stale"),
     "walk through the queues": (SweepQueries, "next_queues"),
     "read without a broker": (SweepQueries, "first_due_between"),
     "sweep without beat": (SweepLoop, "_sweep_stale"),
@@ -459,6 +460,13 @@ def rows_that_were_lost_on_the_way_are_renewed(renew: Any, at: Any, workers: Any
 @bug("know the time that a lease has left", "conformance/leases")
 def a_lease_never_ends(left_s: Any, at: Any, began: float) -> float:
     return inf
+
+
+@bug("know the contact", "unit/sweeper missed_only")
+def beat_is_missed_after_each_outage(sweep: Any, at: Any) -> None:
+    at._contact.__dict__["_since"] = -inf
+    at._contact.__dict__["_answered_at"] = clock.monotonic()
+    sweep(at)
 
 
 @bug("know the processes", "conformance/leases replaces")

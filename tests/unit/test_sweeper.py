@@ -331,6 +331,28 @@ def test_without_beat_workers_check_stale_partitions(main: MainProcess, time: Ma
     assert found == [[0, 1, 2], [], [0, 1, 2], [], [0, 1, 2], [], [0, 1, 2], [], [0, 1, 2]]
 
 
+def test_beat_is_missed_only_after_it_could_have_swept(main: MainProcess, time: ManualTime) -> None:
+    """Neither after a start nor after an outage, when no sweep could be made."""
+    world = main.world
+
+    def is_missed_within(turns: int) -> bool:
+        for _ in range(turns):
+            time.at += 1
+            world.set_columns("sweeps", swept_at=world.now() - timedelta(hours=1))
+            main.sweep_turn()
+        return bool(world.told("sweep.self"))
+
+    every_s, patience_s = 5, 10
+    assert not is_missed_within(every_s + patience_s)
+    assert is_missed_within(1)
+    with world.failing("stale", StoreUnavailableError("away")):
+        is_missed_within(1)
+    world.events.clear()
+    assert not is_missed_within(patience_s)
+    assert len(swept(world)) == 3 * patience_s, "it sweeps nevertheless"
+    assert is_missed_within(every_s)
+
+
 STAGES = ["report", "own queues", "forget", "sweep partition 1", "stale"]
 
 
