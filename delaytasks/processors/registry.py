@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import difflib
 import inspect
@@ -434,7 +435,8 @@ run_coroutine: contextvars.ContextVar[Callable[[Coroutine[Any, Any, Any]], Any] 
 class EventLoop:
     """An event loop in a thread of its own, which the first coroutine starts.
 
-    All processors share one loop, and thus its clients and connections.
+    All processors share one loop, and thus its clients and connections. If a coroutine stops the
+    loop, the other coroutines on it fail, and the next one starts another loop.
     """
 
     def __init__(self) -> None:
@@ -445,6 +447,8 @@ class EventLoop:
     def after_fork(self) -> None:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
+        #: The results for which callers wait.
+        self._answers: set[Future[ResultAndError]] = set()
         self._running: set[asyncio.Task[None]] = set()
 
     def result_of(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -454,12 +458,18 @@ class EventLoop:
         answer: Future[ResultAndError] = Future()
 
         def start() -> None:
+            if answer.done():  # the loop was stopped before
+                coroutine.close()
+                return
             task = asyncio.ensure_future(_into(answer, coroutine))
             self._running.add(task)  # the loop itself has weak references only
             task.add_done_callback(self._running.discard)
 
-        self._started().call_soon_threadsafe(start, context=contextvars.copy_context())
+        with self._lock:
+            self._answers.add(answer)
+            self._started().call_soon_threadsafe(start, context=contextvars.copy_context())
         value, error = answer.result()
+        self._answers.discard(answer)
         if error is not None:
             raise error
         return value
@@ -473,23 +483,53 @@ class EventLoop:
                     self._loop.call_soon_threadsafe(call)
 
     def _started(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            for call in self._at_start:
+                self._loop.call_soon(call)
+            threading.Thread(
+                target=self._run, args=(self._loop,), name="delaytasks-async", daemon=True
+            ).start()
+        return self._loop
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            loop.run_forever()
+        finally:
+            self._stopped(loop)
+
+    def _stopped(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Let the callers that wait for coroutines of this loop fail, and end the coroutines."""
         with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                for call in self._at_start:
-                    self._loop.call_soon(call)
-                threading.Thread(
-                    target=self._loop.run_forever, name="delaytasks-async", daemon=True
-                ).start()
-            return self._loop
+            self._loop = None
+            answers, self._answers = self._answers, set()
+        for answer in list(answers):
+            if not answer.done():
+                answer.set_result((None, RuntimeError(_STOPPED)))
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        with contextlib.suppress(RuntimeError):  # one of them stopped the loop again
+            loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
+
+
+_STOPPED = (
+    "the event loop of this process was stopped while the coroutine ran: a processor, or a library "
+    "that it uses, called `loop.stop()`, which ends all coroutines of the process; remove the call"
+)
 
 
 async def _into(answer: Future[ResultAndError], coroutine: Coroutine[Any, Any, Any]) -> None:
     """Pass on every exception, since an exit would end the loop and all coroutines in it."""
+    result: ResultAndError
     try:
-        answer.set_result((await coroutine, None))
+        result = await coroutine, None
     except BaseException as error:
-        answer.set_result((None, error))
+        result = None, error
+    if not answer.done():  # the loop was stopped before
+        answer.set_result(result)
 
 
 _of_process = EventLoop()

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from contextvars import ContextVar
 from datetime import datetime, timezone
+from functools import partial
 from itertools import chain
 from typing import Any
 from unittest import mock
@@ -33,6 +34,7 @@ from delaytasks import (
     Status,
     TaskNotFoundError,
 )
+from delaytasks.core.loop import within
 from tests.waiting import wait_until
 from tests.world import MonkeyPatch, World
 from tests.world.broker import RecordingTimer
@@ -280,6 +282,34 @@ def test_an_asynchronous_processor_awaits_the_twins(delays: DelayTasks) -> None:
     delays.processor("first")(follow_up)
     assert run_now(delays, delays.schedule_delay("first", {"n": 1}, 0)).status is Status.DONE
     assert [task.body for task in delays.find(tag="second")] == [{"n": 1}]
+
+
+def test_coroutines_fail_when_one_of_them_stops_the_event_loop(world: World) -> None:
+    began, ended = list[str](), list[str]()
+
+    @world.delays.processor("waits")
+    async def waits(body: str) -> None:
+        began.append(body)
+        while len(began) < 2:
+            await asyncio.sleep(0)
+        if body == "stops":
+            asyncio.get_running_loop().stop()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(body)
+
+    @world.delays.processor("returns")
+    async def returns(body: None) -> None: ...
+
+    tasks = [world.schedule("waits", body) for body in ("stops", "waits")]
+    within(20, partial(world.run, *tasks))
+    assert world.statuses(tasks) == ["FAILED"] * 2
+    for task in tasks:
+        assert "called `loop.stop()`" in (world.read(task).error or "")
+    world.run(after := world.schedule("returns"))
+    assert world.read(after).status is Status.DONE, "on another event loop"
+    wait_until(lambda: {*ended} == {"stops", "waits"}, 10, "what cleans up")
 
 
 def test_several_event_loops_share_an_instance(delays: DelayTasks) -> None:

@@ -29,6 +29,7 @@ from delaytasks.execution.runner import FailureReason
 from delaytasks.limits.tracked_waitlists import TrackedWaitlist, TrackedWaitlists
 from delaytasks.maintenance.sweeper import Sweeper
 from delaytasks.operations import durable_calls
+from delaytasks.processors.registry import EventLoop
 from delaytasks.recurrence import creation
 from delaytasks.recurrence.creation import RecurringTable
 from delaytasks.scheduling import producer
@@ -46,7 +47,6 @@ from delaytasks.timers import publisher, redis_timer
 from delaytasks.timers.arming import BackgroundTimer
 from delaytasks.timers.publisher import Publisher
 from delaytasks.webhooks import http_callbacks
-from delaytasks.worker import broker_connection, celery_context, time_limits
 from delaytasks.worker import broker_connection, celery_context, lease_keeper, time_limits
 from delaytasks.worker.chunk_queue import ChunkQueue, QueueDrain, WorkSender
 from delaytasks.worker.dispatcher import Dispatcher
@@ -90,6 +90,7 @@ VERBS: dict[str, tuple[Any, str]] = {
     "arm after a call": (BackgroundTimer, "arm"),
     "send to the broker": (Publisher, "send"),
     "connect again": (broker_connection, "retries_as_long_as"),
+    "end a stopped event loop": (EventLoop, "_stopped"),
     "show a coroutine's task": (celery_context, "_show_coroutines"),
     "connect to the broker": (publisher, "bounded_connection"),
     "check the horizon": (StartChecks, "_check_visibility"),
@@ -118,7 +119,6 @@ VERBS: dict[str, tuple[Any, str]] = {
     "read an instant": (producer, "check_instant"),
     "expire workers": (WorkerTable, "expire"),
     "note a failure of the database": (DatabaseContact, "mark_failed"),
-    "know the contact": (SweepLoop, "_sweep_stale"),
     "walk through the queues": (SweepQueries, "next_queues"),
     "read without a broker": (SweepQueries, "first_due_between"),
     "sweep without beat": (SweepLoop, "_sweep_stale"),
@@ -320,6 +320,14 @@ def time_limits_are_not_kept(_: Any, processor: Any, call: Any) -> Any:
     return call()
 
 
+@bug("end a stopped event loop", "conformance/async stops")
+def rows_of_a_stopped_event_loop_are_done(end: Any, at: Any, loop: Any) -> None:
+    for answer in [*at._answers]:
+        if not answer.done():
+            answer.set_result((None, None))
+    end(at, loop)
+
+
 # -- settle ---------------------------------------------------------------------------------------
 
 
@@ -462,7 +470,7 @@ def a_lease_never_ends(left_s: Any, at: Any, began: float) -> float:
     return inf
 
 
-@bug("know the contact", "unit/sweeper missed_only")
+@bug("sweep without beat", "unit/sweeper missed_only")
 def beat_is_missed_after_each_outage(sweep: Any, at: Any) -> None:
     at._contact.__dict__["_since"] = -inf
     at._contact.__dict__["_answered_at"] = clock.monotonic()
