@@ -20,19 +20,10 @@ from sqlalchemy import delete
 
 from delaytasks.core.settings import Settings, load_settings
 from delaytasks.storage.store import Store
+from tests import services as servers
 from tests.proxy import WebServer
 from tests.running import ROOT
-from tests.services import (
-    MariaDBServer,
-    MissingServiceError,
-    PostgresServer,
-    RabbitServer,
-    RedisServer,
-    Services,
-    free_port,
-    own_database,
-    self_signed,
-)
+from tests.services import RabbitServer, RedisServer, Services
 from tests.world import World
 
 #: The databases of tests that run on each database. `psycopg` is PostgreSQL with psycopg 3.
@@ -131,7 +122,7 @@ def _needing(name: str) -> Iterator[None]:
     """Give the test up if a service is missing."""
     try:
         yield
-    except MissingServiceError as error:
+    except servers.MissingServiceError as error:
         _missing[name] = str(error)
         raise _given_up(name) from None
 
@@ -175,7 +166,7 @@ def mysql_url(services: Services) -> Iterator[str]:
 
 
 def _own(url: str, part: str = "") -> Iterator[str]:
-    mine, drop = own_database(url, part)
+    mine, drop = servers.own_database(url, part)
     yield mine
     drop()
 
@@ -213,9 +204,9 @@ def own_rabbitmq(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitSer
 @pytest.fixture
 def amqps(tmp_path: Path) -> Iterator[dict[str, Any]]:
     """Celery's configuration for a private RabbitMQ with TLS."""
-    port = free_port()
+    port = servers.free_port()
     with _needing("rabbitmq-server"):
-        key, certificate = self_signed(tmp_path)
+        key, certificate = servers.self_signed(tmp_path)
         options = {"cacertfile": certificate, "certfile": certificate, "keyfile": key}
         lines = [f"ssl_options.{name} = {value}" for name, value in options.items()]
         lines += ["ssl_options.verify = verify_none"]
@@ -226,21 +217,21 @@ def amqps(tmp_path: Path) -> Iterator[dict[str, Any]]:
 
 
 @pytest.fixture
-def own_postgresql() -> Iterator[PostgresServer]:
+def own_postgresql() -> Iterator[servers.PostgresServer]:
     """A private PostgreSQL server."""
     # Other users cannot enter pytest's folder.
     with tempfile.TemporaryDirectory(prefix="dt_test_") as folder:
         with _needing("postgresql-server"):
-            server = PostgresServer(Path(folder))
+            server = servers.PostgresServer(Path(folder))
         yield server
         server.stop()
 
 
 @pytest.fixture
-def logging_mariadb(tmp_path: Path) -> Iterator[MariaDBServer]:
+def logging_mariadb(tmp_path: Path) -> Iterator[servers.MariaDBServer]:
     """A private MariaDB that writes a binary log, as a replicated one does."""
     with _needing("mariadb-server"):
-        server = MariaDBServer(tmp_path, options=["--log-bin=binlog", "--server-id=1"])
+        server = servers.MariaDBServer(tmp_path, options=["--log-bin=binlog", "--server-id=1"])
     yield server
     server.stop()
 

@@ -55,10 +55,8 @@ def database_entry(url: str) -> dict[str, Any]:
     place = make_url(url)
     kind = place.get_backend_name()
     engine = "sqlite3" if kind == "sqlite" else kind
-    options = {
-        "sqlite3": {"transaction_mode": "IMMEDIATE", "timeout": 20},
-        "mysql": {"charset": "utf8mb4"},
-    }
+    options = {"sqlite3": {"transaction_mode": "IMMEDIATE", "timeout": 20}}
+    options["mysql"] = {"charset": "utf8mb4"}
     return {
         "ENGINE": f"django.db.backends.{engine}",
         "NAME": place.database,

@@ -152,11 +152,9 @@ def _run_in_shell(line: str) -> None:
     """Run a line in the shell, with this interpreter and a copy of the examples."""
     shutil.copytree(ROOT / "examples", "examples", dirs_exist_ok=True)
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    variables = {**environment(Path.cwd()), "PATH": programs}
-    del variables["DELAYTASKS_DATABASE_URL"]  # it would win over the databases of the examples
-    done = subprocess.run(
-        ["sh", "-c", line], env=variables, capture_output=True, text=True, timeout=120
-    )
+    env = {**environment(Path.cwd()), "PATH": programs}
+    del env["DELAYTASKS_DATABASE_URL"]  # it would win over the databases of the examples
+    done = subprocess.run(["sh", "-c", line], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
 
 

@@ -69,9 +69,7 @@ def blocks(page: Path) -> Iterator[Block]:
 
 def blocks_of(language: str) -> list[Any]:
     """Return the blocks of a language as parameters of a test."""
-    found = [
-        (page, block) for page in PAGES for block in blocks(page) if block.language == language
-    ]
+    found = [(page, part) for page in PAGES for part in blocks(page) if part.language == language]
     return [pytest.param(*each, id=f"{each[0].relative_to(ROOT)}:{each[1].line}") for each in found]
 
 

@@ -86,12 +86,10 @@ def credit(body: dict[str, Any], task: DelayedTask) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     dies("before")
-    with runtime_of(current_delays()).store.database.begin() as connection:
-        connection.execute(
-            text(f"INSERT INTO {body['table']} (task) VALUES (:task)"), {"task": task.id}
-        )
+    with runtime_of(current_delays()).store.database.begin() as link:
+        link.execute(text(f"INSERT INTO {body['table']} (task) VALUES (:task)"), {"task": task.id})
         dies("after the effect")
-        task.complete(connection)
+        task.complete(link)
         dies("after complete")
     dies("after the commit")
 
@@ -120,9 +118,7 @@ async def wait_on_loop(body: dict[str, Any], task: DelayedTask) -> None:
 @processor("test.batch", batch=40)
 def note_batch(bodies: list[dict[str, Any]], tasks: list[DelayedTask]) -> dict[int, Any]:
     note(bodies[0], len(tasks), "together", os.getpid())
-    return {
-        task.id: Fail("odd") for body, task in zip(bodies, tasks, strict=True) if body["number"] % 2
-    }
+    return {one.id: Fail("odd") for it, one in zip(bodies, tasks, strict=True) if it["number"] % 2}
 
 
 @processor("test.hold_gil")

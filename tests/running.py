@@ -46,14 +46,11 @@ BROKERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def output_of(
-    command: Sequence[object], folder: Path = ROOT, env: Mapping[str, str] | None = None
-) -> str:
+def output_of(command: Sequence[Any], folder: Path = ROOT, env: Any = None) -> str:
     """Run a program to its end, which is a success, and return what it prints."""
     done = subprocess.run(
-        [*map(str, command)], cwd=folder, env=env, capture_output=True, text=True, timeout=300,
-        check=False,
-    )  # fmt: skip
+        [*map(str, command)], cwd=folder, env=env, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -99,11 +96,9 @@ class Deployment:
         app.conf.update(self.conf)
         return DelayTasks(app, database_url or self._database_url, **self.settings)
 
-    def worker(
-        self, *options: str, concurrency: int = 2, ready_s: float = 30, **more: str
-    ) -> Process:
+    def worker(self, *args: str, concurrency: int = 2, ready_s: float = 30, **more: str) -> Process:
         """Start a worker. `more` is its pool, and what is added to its environment."""
-        process = self.begin_worker(*options, concurrency=concurrency, **more)
+        process = self.begin_worker(*args, concurrency=concurrency, **more)
         process.wait_for(" ready.", ready_s)
         return process
 
@@ -280,10 +275,8 @@ class Deployment:
 
     def early(self) -> list[int]:
         """Return the tasks that began before their due time, by the database's clock."""
-        t = self.store.schema.tasks
-        query = select(t.c.id).where(
-            t.c.status == int(Status.DONE), t.c.execution_time < t.c.expected_time
-        )
+        t = self.store.schema.tasks.c
+        query = select(t.id).where(t.status == int(Status.DONE), t.execution_time < t.expected_time)
         found = self.store.database.autocommitted(lambda c: c.scalars(query).all())
         return list(found)
 

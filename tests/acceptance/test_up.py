@@ -50,10 +50,9 @@ class UserFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.mark = secrets.token_hex(8)
-        self.environ = {
-            k: v for k, v in os.environ.items() if not k.startswith(("DELAYTASKS_", "CELERY_"))
-        }
-        self.environ |= {"PYTHONPATH": str(ROOT), "COLUMNS": "200", MARK: self.mark}
+        ours = ("DELAYTASKS_", "CELERY_")
+        self.env = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
+        self.env |= {"PYTHONPATH": str(ROOT), "COLUMNS": "200", MARK: self.mark}
         (folder / "tasks.py").write_text(PROCESSORS)
         (folder / "celeryconfig.py").write_text("imports = ['tasks']\n")
         self._starts = 0
@@ -61,7 +60,7 @@ class UserFolder:
     def start(self, command: list[str], until: str) -> None:
         """Run a command, and wait for a line in its log."""
         self._starts += 1
-        self.process = Process(command, self.environ, self.folder / f"{self._starts}.log")
+        self.process = Process(command, self.env, self.folder / f"{self._starts}.log")
         self.wait_for(until, 60)
 
     def up(self, *options: str, app: str = "") -> None:
@@ -85,10 +84,8 @@ class UserFolder:
 
     def run(self, *arguments: str) -> Any:
         """Run a command in another shell of the folder."""
-        command = [*DELAYTASKS, *arguments, "--json"]
-        done = subprocess.run(
-            command, cwd=self.folder, env=self.environ, capture_output=True, text=True, check=False
-        )
+        words = [*DELAYTASKS, *arguments, "--json"]
+        done = subprocess.run(words, cwd=self.folder, env=self.env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
@@ -196,7 +193,7 @@ def test_up_runs_an_app_that_has_no_broker(up: UserFolder) -> None:
     up.up("--no-flower", "--no-console", app="shop")
     export = re.search(r"in other shells: export (CELERY_BROKER_URL)=(\S+)", up.log())
     assert export is not None
-    up.environ[export[1]] = export[2]
+    up.env[export[1]] = export[2]
     id = up.run("-A", "shop", "schedule", "note", '{"text": "noted"}', "--delay", "1")["id"]
     wait_until(lambda: up.run("-A", "shop", "show", str(id))["status"] == "DONE", 20, "the task")
     assert up.stop() == 0
@@ -206,7 +203,7 @@ def test_up_runs_an_app_that_has_no_broker(up: UserFolder) -> None:
 def test_up_serves_the_console_with_a_login_and_flower_with_its_tasks(up: UserFolder) -> None:
     pytest.importorskip("flower")
     pytest.importorskip("waitress")
-    up.environ["FLOWER_UNAUTHENTICATED_API"] = "true"
+    up.env["FLOWER_UNAUTHENTICATED_API"] = "true"
     up.up()
     up.wait_for(r"console at http://127\.0\.0\.1:\d+/ ready")
     assert re.search(r"first user is admin with the password \S+", up.log())
@@ -237,7 +234,7 @@ def test_honcho_runs_worker_and_beat_without_configuration(up: UserFolder) -> No
     assert list(lines) == ["worker", "beat", "flower"]
     assert all(f"celery -A delaytasks {name}" in line for name, line in lines.items())
     shutil.copy(ROOT / "Procfile", up.folder)
-    up.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    up.env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     up.run("db", "upgrade")
     # Without Flower, since its port may be in use on this machine.
     up.start([sys.executable, "-m", "honcho", "start", "worker", "beat"], " ready[.]")

@@ -16,39 +16,17 @@ from unittest import mock
 
 import pytest
 from sqlalchemy import event
-from sqlalchemy.ext.asyncio import (
-    AsyncConnection,
-    AsyncEngine,
-    AsyncSession,
-    async_scoped_session,
-    async_sessionmaker,
-)
+from sqlalchemy.ext import asyncio as sqla
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session
 
-from delaytasks import (
-    DelayedTask,
-    DelayTasks,
-    DuplicateTaskError,
-    SessionUnusableError,
-    StaleVersionError,
-    Status,
-    TaskNotFoundError,
-)
+import delaytasks as e
+from delaytasks import DelayedTask, DelayTasks, Status
 from delaytasks.core.loop import within
 from tests.waiting import wait_until
-from tests.world import MonkeyPatch, World
+from tests.world import MonkeyPatch, World, recording
 from tests.world.broker import RecordingTimer
-from tests.world.recording import (
-    LIMIT_S,
-    WaitingTimer,
-    delays_on,
-    engine_at,
-    let_arm,
-    own_threads,
-    run,
-    run_now,
-    run_timed,
-)
+from tests.world.recording import LIMIT_S, WaitingTimer, delays_on, engine_at, run, run_now
 
 # The asynchronous twins in threads
 
@@ -64,13 +42,13 @@ def test_many_calls_empty_no_pool_and_block_no_loop(world: World, monkeypatch: M
     for engine in (database.auto, database.tx):
         event.listen(engine, "checkout", take)
         event.listen(engine, "checkin", lambda link, *_: used.discard(id(link)))
-    seen = own_threads(delays)
+    seen = recording.own_threads(delays)
 
     async def go(took: list[float]) -> list[DelayedTask]:
         calls = (delays.aschedule_delay("mail", {"n": n}, 5) for n in range(500))
         return await asyncio.gather(*calls)
 
-    tasks, share = run_timed(monkeypatch, go)
+    tasks, share = recording.run_timed(monkeypatch, go)
     assert len({task.id for task in tasks}) == 500
     assert sorted(world.broker.ids) == sorted(task.id for task in tasks)
     assert most_used[0] <= delays.settings.pool_size
@@ -97,7 +75,7 @@ def test_the_first_call_runs_in_a_thread(world: World, database_url: str) -> Non
 
 
 def test_the_loop_runs_while_a_call_waits(delays: DelayTasks, waiting_timer: WaitingTimer) -> None:
-    task = run(let_arm(waiting_timer, delays.aschedule_delay("mail", {}, 5)))
+    task = run(recording.let_arm(waiting_timer, delays.aschedule_delay("mail", {}, 5)))
     assert waiting_timer.ids == [task.id]
 
 
@@ -126,7 +104,7 @@ def test_the_handle_of_a_processor_has_all_twins(delays: DelayTasks, database_ur
         first = await close_order.aschedule({"order": 1}, "1h", key="1", priority=3)
         assert (first.tag, first.queue, first.key) == ("order.close", "orders", "1")
         assert (first.body, first.priority, first.delay_s) == ({"order": 1}, 3, 3600)
-        with pytest.raises(DuplicateTaskError):
+        with pytest.raises(e.DuplicateTaskError):
             await close_order.aschedule({"order": 1}, 60, key="1")
         kept = await close_order.aschedule({"order": 9}, at=at, key="1", on_conflict="keep")
         assert kept.id == first.id
@@ -151,7 +129,7 @@ def test_the_handle_of_a_processor_has_all_twins(delays: DelayTasks, database_ur
         assert [task.id for task in page] == [second.id]
         rest = await close_order.afind(newest_first=True, cursor=page.cursor, status="NOT_COMPLETE")
         assert [task.id for task in rest] == [first.id]
-        with pytest.raises(StaleVersionError):
+        with pytest.raises(e.StaleVersionError):
             await close_order.acancel(key="1", version=7)
         assert (await close_order.acancel(key="1")).id == first.id
         assert [task.key for task in await close_order.afind(status="NOT_COMPLETE")] == ["2"]
@@ -363,7 +341,7 @@ def test_each_method_works_on_an_async_session(delays: DelayTasks, database_url:
         assert (await delays.arerun(first.id, 60, session=session)).id == first.id
         assert (await delays.aget(first.id, attempts=True, session=session)).attempts == ()
         assert len(await delays.afind(tag="mail", session=session)) == 4
-        with pytest.raises(TaskNotFoundError):
+        with pytest.raises(e.TaskNotFoundError):
             await delays.aget(1, session=session)
         assert len(await delays.afind(tag="mail")) == 0
 
@@ -374,9 +352,9 @@ def test_each_method_works_on_an_async_session(delays: DelayTasks, database_url:
                 await session.rollback()
             async with engine.connect() as connection:
                 await use(connection)
-            scoped = async_scoped_session(async_sessionmaker(engine), asyncio.current_task)
-            await use(scoped)
-            await scoped.remove()
+            local = sqla.async_scoped_session(sqla.async_sessionmaker(engine), asyncio.current_task)
+            await use(local)
+            await local.remove()
 
     run(go())
 
@@ -398,12 +376,12 @@ def test_a_synchronous_session_is_refused_with_the_remedy(world: World, database
     delays = world.delays
 
     async def go() -> None:
-        refused = pytest.raises(SessionUnusableError, match="call the synchronous method")
+        refused = pytest.raises(e.SessionUnusableError, match="call the synchronous method")
         with Session(world.engine) as session, refused:
             await delays.aschedule_delay("mail", {}, 5, session=session)
         async with engine_at(database_url) as engine:
-            for wrong in (engine, AsyncConnection(engine)):
-                with pytest.raises(SessionUnusableError):
+            for wrong in (engine, sqla.AsyncConnection(engine)):
+                with pytest.raises(e.SessionUnusableError):
                     await delays.aschedule_delay("mail", {}, 5, session=wrong)
 
     run(go())
@@ -415,7 +393,7 @@ def test_arming_blocks_no_event_loop(
     async def go() -> None:
         async with engine_at(database_url) as engine, AsyncSession(engine) as session:
             task = await delays.aschedule_delay("mail", {}, 5, session=session)
-            await let_arm(waiting_timer, session.commit())
+            await recording.let_arm(waiting_timer, session.commit())
         assert waiting_timer.ids == [task.id]
 
     run(go())
@@ -449,7 +427,7 @@ def test_a_commit_that_is_cancelled_while_its_task_is_sent_has_committed(
 def test_five_hundred_calls_on_sessions_do_not_block_the_event_loop(
     delays: DelayTasks, timer: RecordingTimer, database_url: str, monkeypatch: MonkeyPatch
 ) -> None:
-    seen = own_threads(delays)
+    seen = recording.own_threads(delays)
 
     async def one(engine: AsyncEngine, n: int) -> DelayedTask:
         async with AsyncSession(engine) as session:
@@ -463,7 +441,7 @@ def test_five_hundred_calls_on_sessions_do_not_block_the_event_loop(
             took.clear()
             return [first, *await asyncio.gather(*(one(engine, n) for n in range(500)))]
 
-    tasks, share = run_timed(monkeypatch, go)
+    tasks, share = recording.run_timed(monkeypatch, go)
     assert sorted(timer.ids) == sorted(task.id for task in tasks)
     assert threading.get_ident() not in seen
     assert share < 0.07  # 0.036 or less

@@ -634,14 +634,9 @@ def test_max_wait_is_a_delay_and_requires_a_replacement(place: Place) -> None:
         says="max_wait",
     )
     place.refuse("max_wait", BAD_OPTIONS, replace_many)
-    for options in (
-        {},
-        {"key": "k"},
-        {"key": "k", "on_conflict": "keep"},
-        {"on_conflict": "replace"},
-    ):
+    for some in ({}, {"key": "k"}, {"key": "k", "on_conflict": "keep"}, {"on_conflict": "replace"}):
         with place.refuses("max_wait", "max_wait", "key", "replace"):
-            schedule(5, max_wait=30, **options)
+            schedule(5, max_wait=30, **some)
     with place.refuses("max_wait"):
         replace_many(30, key=None)
     assert place.delays.get(waits).version == 0

@@ -100,13 +100,9 @@ def test_scheduling_checks_the_body_in_its_version(delays: DelayTasks) -> None:
 
 
 def test_check_reports_bodies_that_cannot_be_upgraded(delays: DelayTasks) -> None:
-    bodies: list[Any] = [
-        ("first", OLD, 1),
-        ("second", {"order": 7}, 2),
-        ("odd", {"order": None}, 2),
-    ]
-    bodies += [("newest", NEW, 3), ("newer", NEW, 4)]
-    ids = {name: delays.schedule_delay("pay", b, 60, body_version=v).id for name, b, v in bodies}
+    cases: list[Any] = [("first", OLD, 1), ("second", {"order": 7}, 2), ("odd", {"order": None}, 2)]
+    cases += [("newest", NEW, 3), ("newer", NEW, 4)]
+    ids = {name: delays.schedule_delay("pay", b, 60, body_version=v).id for name, b, v in cases}
 
     def fail(body: Any) -> Any:
         raise LookupError("no such order")

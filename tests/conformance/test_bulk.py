@@ -16,14 +16,8 @@ from unittest import mock
 import pytest
 from sqlalchemy import event, select, update
 
-from delaytasks import (
-    BulkResult,
-    DelayedTask,
-    DelayTasks,
-    DuplicateTaskError,
-    Status,
-    TaskNotFoundError,
-)
+import delaytasks as e
+from delaytasks import BulkResult, DelayedTask, DelayTasks, Status
 from tests.conformance.bulk_tasks import NOON, counts
 from tests.proxy import proxy_to
 from tests.refusals import invalid
@@ -95,11 +89,11 @@ def test_keys_are_free_afterwards(world: World, delays: DelayTasks) -> None:
     running = put(world, tasks[3], **RUNNING)
     assert counts(delays.bulk.cancel(key_prefix="k")) == (4, 3, 1)
     for task in tasks[:3]:
-        with pytest.raises(TaskNotFoundError):
+        with pytest.raises(e.TaskNotFoundError):
             delays.get(tag="mail", key=task.key)
         schedule(delays, key=task.key)
     assert delays.get(tag="mail", key="k3") == running
-    with pytest.raises(DuplicateTaskError):
+    with pytest.raises(e.DuplicateTaskError):
         schedule(delays, key="k3")
 
 
@@ -187,9 +181,7 @@ def test_a_task_that_is_found_twice_is_shifted_once(world: World, monkeypatch: M
 
 def test_failed_tasks_rerun_and_cancelled_ones_if_asked(world: World, delays: DelayTasks) -> None:
     used = {"runs": 4, "lapses": 3}
-    tasks = {
-        status: put(world, schedule(delays), **status_columns(status), **used) for status in Status
-    }
+    tasks = {each: put(world, schedule(delays), **status_columns(each), **used) for each in Status}
     world.broker.armed.clear()
     assert counts(delays.bulk.rerun(tag="mail")) == (1, 1, 0)
     failed = delays.get(tasks[Status.FAILED])
@@ -409,7 +401,7 @@ def test_each_task_is_run_or_cancelled_and_counted_once(world: World, delays: De
     cancelled = [task for task in there if task.status is Status.CANCELLED]
     assert len(cancelled) == result.changed == len(tasks) - len(ran)
     assert result.matched == result.changed + result.refused
-    with pytest.raises(TaskNotFoundError):
+    with pytest.raises(e.TaskNotFoundError):
         delays.get(tag="mail", key="k0")
 
 
@@ -504,7 +496,7 @@ def test_cancelled_tasks_wait_again_with_keys_and_times(world: World, delays: De
     assert (entry.action, entry.actor) == ("rerun", "ann")
     assert entry.filter["entry"] == str(result.runs[0])
     assert counts(delays.bulk.rerun(entry=str(result.runs[0]))) == (7, 0, 7), "they have moved"
-    assert {e.id for e in world.broker.armed} <= {task.id for task in tasks}
+    assert {entry.id for entry in world.broker.armed} <= {task.id for task in tasks}
 
 
 def test_a_delay_and_filters_hold_for_the_tasks_of_an_operation(delays: DelayTasks) -> None:

@@ -9,18 +9,8 @@ import pytest
 from sqlalchemy import create_engine, text, update
 from sqlalchemy.orm import Session
 
-from delaytasks import (
-    CancelResult,
-    DelayedTask,
-    Fail,
-    Retry,
-    Snooze,
-    StaleVersionError,
-    Status,
-    TaskCancelledError,
-    TaskNotFoundError,
-    TaskStateError,
-)
+import delaytasks as e
+from delaytasks import CancelResult, DelayedTask, Fail, Retry, Snooze, Status
 from tests.refusals import invalid
 from tests.world import MonkeyPatch, World
 
@@ -52,13 +42,13 @@ def test_the_result_says_why_a_task_was_not_cancelled(world: World, by: str) -> 
         again = cancel(task)
         assert not again
         assert again.reason == (reason if by == "id" else nobody.format(task.tag))
-        error = TaskStateError if by == "id" else TaskNotFoundError
+        error = e.TaskStateError if by == "id" else e.TaskNotFoundError
         assert task is waits or type(again.error) is error
     refused = cancel(runs)
     assert f"task {runs.id} (runs) runs since" in refused.reason
-    assert type(refused.error) is TaskStateError
+    assert type(refused.error) is e.TaskStateError
     unknown = world.delays.cancel(4711) if by == "id" else world.delays.cancel(**named("never"))
-    assert type(unknown.error) is TaskNotFoundError
+    assert type(unknown.error) is e.TaskNotFoundError
     assert unknown.reason == ("there is no task 4711" if by == "id" else nobody.format("never"))
     assert world.count("task.cancelled") == 1
     with invalid("id"):
@@ -156,10 +146,10 @@ def test_a_run_that_succeeds_nevertheless_is_done(world: World) -> None:
 
 
 def test_check_lease_says_that_the_task_was_cancelled(world: World) -> None:
-    told: list[TaskCancelledError] = []
+    told: list[e.TaskCancelledError] = []
 
     def end(task: DelayedTask) -> None:
-        with pytest.raises(TaskCancelledError, match="was cancelled: stop") as caught:
+        with pytest.raises(e.TaskCancelledError, match="was cancelled: stop") as caught:
             task.check_lease()
         told.append(caught.value)
 
@@ -223,14 +213,14 @@ def test_the_answer_of_cancel_says_that_the_task_was_asked_to_stop(world: World)
     before = numbers.changes(None, True).cancel_requests
     refused = delays.cancel(task)
     assert not refused.is_requested
-    assert isinstance(refused.error, TaskStateError)
+    assert isinstance(refused.error, e.TaskStateError)
     assert numbers.changes(None, True).cancel_requests == before
     result = delays.cancel(tag="mail", key="k", running=True)
     assert (bool(result), result.is_requested, result.status) == (False, True, Status.RUNNING)
     assert numbers.changes(None, False).cancel_requests == before + 1
     found = delays.get(task)
     assert (found.version, found.cancel_request) == (claimed.version, 1)
-    with pytest.raises(StaleVersionError):
+    with pytest.raises(e.StaleVersionError):
         delays.cancel(task, running=True, version=claimed.version - 1)
     with world.engine.connect() as connection:
         assert delays.cancel(task, running=True, session=connection).is_requested

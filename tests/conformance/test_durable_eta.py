@@ -17,16 +17,8 @@ from celery.signals import after_task_publish, before_task_publish
 from kombu import Connection, Exchange, Queue
 from sqlalchemy.orm import Session
 
-from delaytasks import (
-    ConfigError,
-    DelayedTask,
-    DelayTasks,
-    InvalidInputError,
-    SessionUnusableError,
-    Status,
-    StoreUnavailableError,
-    WaitTimeoutError,
-)
+import delaytasks as e
+from delaytasks import DelayedTask, DelayTasks, Status
 from tests.refusals import invalid
 from tests.world import MonkeyPatch, World
 from tests.world.recording import new_key, record, refusing, run_now
@@ -39,10 +31,8 @@ class Office:
     """The app and the timer of one test, and the queue of its messages."""
 
     def __init__(self, url: str, broker: str, **settings: Any) -> None:
-        self.queue = "office" + secrets.token_hex(4)
-        self.app = Celery(
-            self.queue, broker=broker, backend="cache+memory://", set_as_current=False
-        )
+        self.queue = name = "office" + secrets.token_hex(4)
+        self.app = Celery(name, broker=broker, backend="cache+memory://", set_as_current=False)
         self.app.conf.task_default_queue = self.queue
         settings = {"durable_eta": True, "table_prefix": "s_", **settings}
         self.delays = DelayTasks(self.app, url, **settings)
@@ -107,7 +97,7 @@ def test_a_row_has_name_and_id_of_its_task_and_is_due_after_the_countdown(office
 
 def test_a_wait_for_a_row_in_vain_names_the_result_of_the_celery_task(office: Office) -> None:
     result = office.remind.apply_async((7,), countdown=90)
-    with pytest.raises(WaitTimeoutError, match=rf"wait with AsyncResult\('{result.id}'\)\.get"):
+    with pytest.raises(e.WaitTimeoutError, match=rf"wait with AsyncResult\('{result.id}'\)\.get"):
         office.delays.result(office.rows()[0], timeout=0)
 
 
@@ -164,7 +154,7 @@ def test_headers_without_a_json_form_arrive_as_they_were(office: Office) -> None
 
 
 def test_a_header_that_cannot_be_expressed_is_refused(office: Office) -> None:
-    with pytest.raises((InvalidInputError, TypeError)):
+    with pytest.raises((e.InvalidInputError, TypeError)):
         office.remind.apply_async((7,), countdown=90, headers={"odd": object()})
     assert office.rows() == []
 
@@ -321,7 +311,7 @@ def test_neither_a_broker_nor_a_connection_is_needed_to_write_a_row(make_office:
 def test_a_producer_of_another_broker_is_refused(office: Office) -> None:
     with (
         Connection("redis://elsewhere/0") as connection,
-        pytest.raises(ConfigError, match="durable_eta=False"),
+        pytest.raises(e.ConfigError, match="durable_eta=False"),
     ):
         office.remind.apply_async((7,), countdown=90, connection=connection)
     with office.app.producer_or_acquire() as producer:
@@ -520,7 +510,7 @@ def test_a_closed_session_is_refused_and_nothing_is_sent(world: World, office: O
     connection = world.engine.connect()
     connection.close()
 
-    with pytest.raises(SessionUnusableError), office.delays.transaction(connection):
+    with pytest.raises(e.SessionUnusableError), office.delays.transaction(connection):
         office.remind.apply_async((7,), countdown=5)
 
     assert (office.rows(), office.published()) == ([], [])
@@ -536,8 +526,8 @@ def test_a_retry_survives_the_rollback_of_its_transaction(office: Office, sessio
 
 
 def test_a_retry_goes_to_the_broker_if_its_row_cannot_be_written(office: Office) -> None:
-    with refusing(office.delays, StoreUnavailableError("as asked")):
-        with pytest.raises(StoreUnavailableError):
+    with refusing(office.delays, e.StoreUnavailableError("as asked")):
+        with pytest.raises(e.StoreUnavailableError):
             office.remind.apply_async((7,), countdown=60)
         with running(office, "one"), pytest.raises(Retry):
             office.remind.retry(countdown=60)

@@ -205,9 +205,8 @@ def test_a_worker_with_the_key_brings_forward_tasks_that_others_deferred(open_wi
 
 def test_an_unreadable_body_does_not_prevent_other_rows_from_running(open_with: Open) -> None:
     others, world = open_with(OLD), open_with(NEW)
-    world.delays.processor("batch", batch=10)(
-        lambda tasks: world.notes.extend(task.body for task in tasks)
-    )
+    takes = world.delays.processor("batch", batch=10)
+    takes(lambda tasks: world.notes.extend(task.body for task in tasks))
     unread = [others.schedule("batch", n) for n in range(2)]
     late = others.schedule("batch", 7, max_late=1)
     others.change(late, expected_time=late.expected_time.replace(year=2020))

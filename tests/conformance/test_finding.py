@@ -205,9 +205,7 @@ def test_a_new_task_between_pages_shifts_none(delays: DelayTasks, equal_tasks: A
 # A search ends at its time limit, on every database
 
 
-COUNT = (
-    "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {}) SELECT {} FROM n"
-)
+COUNT = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i+1 FROM n WHERE i<{}) SELECT {} FROM n"
 #: Statements that take minutes.
 ENDLESS = {"postgresql": "SELECT pg_sleep(300)", "mysql": "SELECT SLEEP(300)"}
 ENDLESS["sqlite"] = COUNT.format(10**12, "count(*)")

@@ -48,9 +48,7 @@ def test_a_locked_row_does_not_prevent_the_renewal_of_other_leases(world: World)
 
 
 @pytest.mark.parametrize("name", ["cancel", "reschedule", "rerun"])
-def test_a_move_that_is_refused_leaves_no_lock_in_the_callers_transaction(
-    world: World, name: str
-) -> None:
+def test_a_move_that_is_refused_leaves_no_lock_in_the_transaction(world: World, name: str) -> None:
     if not world.has_row_locks:
         return
     [claimed] = world.claim(world.schedule(key="k"))
@@ -114,9 +112,7 @@ def test_a_task_that_loses_too_many_leases_in_a_row_fails(world: World) -> None:
 
 @pytest.mark.parametrize("verb", ["recover", "release"])
 @pytest.mark.parametrize("end", ["waits", "fails", "fails after its key went to another task"])
-def test_a_recovered_task_leaves_its_key_only_if_it_fails(
-    world: World, verb: str, end: str
-) -> None:
+def test_a_recovered_task_frees_its_key_only_if_it_fails(world: World, verb: str, end: str) -> None:
     made, other = world.schedule(key="k"), world.schedule()
     world.claim(made, other)
     if "another" in end:
@@ -128,9 +124,8 @@ def test_a_recovered_task_leaves_its_key_only_if_it_fails(
         found = world.die(max_lost_leases=most)
         lost = set() if end == "waits" else {made.id, other.id}
         assert (found.total, {one.id for one in found.worker_lost}) == (2, lost)
-    assert world.owner() == {"waits": made.id, "fails": None}.get(
-        end, new.id if "another" in end else 0
-    )
+    owners = {"waits": made.id, "fails": None}
+    assert world.owner() == owners.get(end, new.id if "another" in end else 0)
 
 
 def test_lost_leases_are_found_in_bounded_steps(world: World) -> None:
@@ -222,9 +217,7 @@ def test_a_row_that_was_locked_during_a_renewal_is_renewed_a_second_later(
     assert world.read(task).status is Status.DONE
 
 
-def test_a_process_is_dead_although_its_last_report_came_after_its_death(
-    worker: FrozenWorker,
-) -> None:
+def test_a_process_is_dead_although_its_report_came_after_its_death(worker: FrozenWorker) -> None:
     """Otherwise the worker would wait for its rows, and kill this process id, when it stops."""
     worker.find_dead(2**22 + 1)
 

@@ -34,10 +34,7 @@ class Values:
     def late(self) -> dict[tuple[str, str], float]:
         """Return the overdue tasks by queue and tag."""
         found = {name: value for name, value in self._values.items() if "_by_tag" in name[0]}
-        return {
-            (dict(labels)["queue"], dict(labels)["tag"]): value
-            for (_, labels), value in found.items()
-        }
+        return {(dict(labels)["queue"], dict(labels)["tag"]): n for (_, labels), n in found.items()}
 
 
 def test_a_scrape_counts_tasks_by_status_and_shows_the_oldest_overdue_one(world: World) -> None:

@@ -12,17 +12,8 @@ import pytest
 from sqlalchemy import create_engine, insert, text
 from sqlalchemy.orm import Session
 
-from delaytasks import (
-    DelayedTask,
-    NewTask,
-    OutcomeUnknownError,
-    StaleVersionError,
-    Status,
-    StoreUnavailableError,
-    TaskNotFoundError,
-    TaskStateError,
-    TouchResult,
-)
+import delaytasks as e
+from delaytasks import DelayedTask, NewTask, Status, TouchResult
 from tests.conformance.test_transactions import own_engine
 from tests.proxy import proxy_to
 from tests.waiting import wait_until
@@ -93,7 +84,7 @@ def test_a_move_is_made_from_its_sources_in_the_callers_transaction_and_refused_
         with opened(world, where) as session:
             try:
                 result = getattr(world.delays, name)(**of, **options, session=session)
-            except TaskStateError as error:
+            except e.TaskStateError as error:
                 result = error
             if session is not None:
                 assert messages(world) == []
@@ -115,7 +106,7 @@ def assert_is_refusal(name: str, result: Any, before: DelayedTask, is_known: boo
         assert (result.touched, len(result.gone)) == ([], 1)
         assert result.gone[0] in (before.id, before.key)
     else:
-        assert type(result) is (TaskStateError if is_known else TaskNotFoundError)
+        assert type(result) is (e.TaskStateError if is_known else e.TaskNotFoundError)
         assert result.status == (before.status if is_known else None)
 
 
@@ -150,14 +141,14 @@ def test_a_call_names_the_missing_task_and_refuses_another_version(world: World)
         lambda: d.touch(4711, 60),
         lambda: d.touch(tag="note", key="never", delay=60),
     ):
-        with pytest.raises(TaskNotFoundError, match=r"no task 4711|no live task of tag"):
+        with pytest.raises(e.TaskNotFoundError, match=r"no task 4711|no live task of tag"):
             refused()
     for stale in (
         lambda: d.cancel(task, version=7),
         lambda: d.reschedule(task, 60, version=7),
         lambda: d.rerun(task, version=7),
     ):
-        with pytest.raises(StaleVersionError, match="has version 0, not 7"):
+        with pytest.raises(e.StaleVersionError, match="has version 0, not 7"):
             stale()
     assert world.read(task) == task
 
@@ -184,9 +175,9 @@ def test_a_repeated_move_that_had_succeeded_is_done_or_unknown(world: World, nam
         assert other.cancel(made, version=0)
         assert world.read(made).is_cancelled
     else:
-        with pytest.raises(OutcomeUnknownError, match=f"look at task {made.id}") as caught:
+        with pytest.raises(e.OutcomeUnknownError, match=f"look at task {made.id}") as caught:
             getattr(other, name)(made, 60, version=0)
-        assert isinstance(caught.value.__cause__, StaleVersionError)
+        assert isinstance(caught.value.__cause__, e.StaleVersionError)
     assert proxy.cut == 1
     assert world.read(made).version == 1
     other.close()
@@ -304,7 +295,7 @@ def test_touch_many_fails_for_a_row_that_stays_locked_and_touches_the_others(wor
     if not world.has_row_locks:
         return
     locked, free = schedule(world), schedule(world)
-    with world.locked(locked), pytest.raises(StoreUnavailableError, match="busy"):
+    with world.locked(locked), pytest.raises(e.StoreUnavailableError, match="busy"):
         world.delays.touch([locked, free], 60)
     assert [later_s(world, task) > 50 for task in (locked, free)] == [False, True]
 

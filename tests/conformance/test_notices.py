@@ -54,9 +54,7 @@ def test_only_tasks_that_are_due_soon_cause_notices(delays: DelayTasks, notified
 def test_a_notice_is_sent_at_the_commit(url: str, delays: DelayTasks, notified: Notified) -> None:
     engine = create_engine(url)
     with Session(engine) as session, engine.connect() as connection, Session(engine) as third:
-        one, other, undone = [
-            schedule(delays, session=each) for each in (session, connection, third)
-        ]
+        one, other, undone = [schedule(delays, session=it) for it in (session, connection, third)]
         assert notified.received() == []
         third.rollback()
         session.commit()
@@ -68,11 +66,9 @@ def test_a_notice_is_sent_at_the_commit(url: str, delays: DelayTasks, notified: 
 
 
 def test_many_tasks_of_a_call_cause_few_notices(delays: DelayTasks, notified: Notified) -> None:
-    tasks: list[DelayedTask] = []
-    delays.schedule_many(
-        (NewTask("mail", None, delay=0) for _ in range(250)), on_batch=tasks.extend
-    )
-    assert sorted(notified.received()) == sorted(Entry.of(task) for task in tasks)
+    made: list[DelayedTask] = []
+    delays.schedule_many((NewTask("mail", None, delay=0) for _ in range(250)), on_batch=made.extend)
+    assert sorted(notified.received()) == sorted(Entry.of(task) for task in made)
     delays.schedule_many(NewTask("mail", None, delay=0) for _ in range(2000))
     assert notified.payloads() == ["look"]
 

@@ -13,20 +13,8 @@ import pytest
 from sqlalchemy import Column, Integer, MetaData, Table, func, insert, select, update
 from sqlalchemy.orm import Session
 
-from delaytasks import (
-    Cancel,
-    DelayedTask,
-    Done,
-    DuplicateTaskError,
-    Fail,
-    InvalidInputError,
-    LeaseLostError,
-    Retry,
-    RetrySchedule,
-    Snooze,
-    Status,
-    TaskStateError,
-)
+import delaytasks as e
+from delaytasks import Cancel, DelayedTask, Done, Fail, Retry, RetrySchedule, Snooze, Status
 from tests.world import MonkeyPatch, World
 
 # How attempts end, on each database: retry schedules, outcomes, attempts
@@ -262,7 +250,7 @@ def test_a_task_whose_key_went_to_another_one_does_not_run_again(world: World) -
     assert "ConnectionError: busy" in error
     assert "its key '7' went to another task" in error
     assert world.read(newer[0]).status is Status.NOT_COMPLETE
-    with pytest.raises(DuplicateTaskError):
+    with pytest.raises(e.DuplicateTaskError):
         world.schedule("pay", key="7")
 
 
@@ -270,7 +258,7 @@ def test_a_task_keeps_its_key_until_its_last_retry(world: World) -> None:
     raises(world, "pay", ConnectionError(), retries="10s")
     task = world.schedule("pay", key="7")
     world.run(task)
-    with pytest.raises(DuplicateTaskError):
+    with pytest.raises(e.DuplicateTaskError):
         world.schedule("pay", key="7")
     assert run_again(world, task).status is Status.FAILED
     assert world.schedule("pay", key="7").id != task.id
@@ -453,7 +441,7 @@ def test_a_rollback_of_the_savepoint_also_undoes_done(credit_world: World) -> No
 
 
 def test_a_run_that_lost_its_task_leaves_no_effect(credit_world: World, begin: Any) -> None:
-    lost: list[LeaseLostError] = []
+    lost: list[e.LeaseLostError] = []
 
     def work(task: DelayedTask) -> None:
         credit_world.change(task, lease_until=credit_world.now() - timedelta(seconds=1))
@@ -462,7 +450,7 @@ def test_a_run_that_lost_its_task_leaves_no_effect(credit_world: World, begin: A
             with begin(credit_world) as session:
                 session.execute(insert(credits).values(task=1))
                 task.complete(session)
-        except LeaseLostError as error:
+        except e.LeaseLostError as error:
             lost.append(error)
             raise
 
@@ -546,9 +534,9 @@ def test_complete_is_for_the_run_of_the_task(credit_world: World) -> None:
 
     processes(credit_world, work)
     credit_world.run(credit_world.schedule("credit"))
-    with pytest.raises(TaskStateError):
+    with pytest.raises(e.TaskStateError):
         other.complete()
-    assert [type(error) for error in errors] == [TaskStateError, InvalidInputError]
+    assert [type(error) for error in errors] == [e.TaskStateError, e.InvalidInputError]
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -562,12 +550,10 @@ def test_rows_complete_in_own_transactions(credit_world: World, begin: Any, is_a
             if body == 3:
                 raise ConnectionError("busy")
 
-    async def work_on_loop(body: Any, task: DelayedTask) -> None:
+    async def awork(body: Any, task: DelayedTask) -> None:
         await asyncio.to_thread(work, body, task)
 
-    credit_world.delays.processor("credit", in_flight=5, retries="10s")(
-        work_on_loop if is_async else work
-    )
+    credit_world.delays.processor("credit", in_flight=5, retries="10s")(awork if is_async else work)
     tasks = [credit_world.schedule("credit", n) for n in range(10)]
     credit_world.run(*tasks)
     assert credit_world.statuses(tasks) == ["DONE"] * 3 + ["NOT_COMPLETE"] + ["DONE"] * 6

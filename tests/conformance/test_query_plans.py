@@ -278,9 +278,8 @@ def test_bulk_moves_use_ids_on_empty_statistics(unanalysed: PlannedWorld, move: 
     made = [delays.schedule_delay("mail", None, 60, key=f"{move}{n}") for n in range(300)]
     call, more = getattr(delays.bulk, move), [] if move == "cancel" else [3600]
     shown = unanalysed.plans(lambda: call(*more, ids=[one.id for one in made]))
-    assert not re.search(
-        "(Seq Scan|ALL|index) on new_plan_yb_delay_task_m|SCAN new_plan_", shown
-    ), shown
+    scan = "(Seq Scan|ALL|index) on new_plan_yb_delay_task_m|SCAN new_plan_"
+    assert not re.search(scan, shown), shown
     assert "plan_idx" not in shown, shown
     assert {unanalysed.read(one).version for one in made} == {1}
 
@@ -353,13 +352,11 @@ def test_no_statement_of_a_sweep_reads_all_schedules(database_url: str) -> None:
         world.delays.recurring.set("first", "report", every="1h", overlap="skip")
         schedules, now = world.table("recurring"), world.now()
         [first] = world.rows(schedules.select())
-        times = [now + timedelta(seconds=n) for n in range(5000)]
-        rows = [
-            {**first._mapping, "name": f"r{n}", "id": n, "next_at": t} for n, t in enumerate(times)
-        ]
+        at = [now + timedelta(seconds=n) for n in range(5000)]
+        new = [{**first._mapping, "name": f"r{n}", "id": n, "next_at": t} for n, t in enumerate(at)]
         keys = [{"tag": "other", "task_key": f"k{n}", "task_id": n} for n in range(5000)]
         with world.begin() as connection:
-            connection.execute(insert(schedules), rows)
+            connection.execute(insert(schedules), new)
             connection.execute(insert(world.table("keys")), keys)
         if world.kind != "sqlite":
             world.analyse("recurring")

@@ -17,19 +17,8 @@ import pytest
 from celery import Celery
 from sqlalchemy import create_engine
 
-from delaytasks import (
-    ConfigError,
-    DelayedTask,
-    DelayTasks,
-    DuplicateTaskError,
-    NewTask,
-    Shards,
-    Status,
-    StoreUnavailableError,
-    TaskCancelledError,
-    TaskNotFoundError,
-    WaitTimeoutError,
-)
+import delaytasks as e
+from delaytasks import DelayedTask, DelayTasks, NewTask, Shards, Status
 from delaytasks.testing import DelaysTester, create_tables
 from tests.refusals import invalid
 from tests.world import MonkeyPatch, shard_of
@@ -133,10 +122,8 @@ def test_new_ids_carry_the_number_of_the_setting_and_their_tasks_run(process: Pr
         assert delays.get(task.id).status is Status.DONE
 
 
-SAME: list[Any] = [
-    ({"shard": 0}, "delaytasks_shard"),
-    ({"namespace": "shop-0"}, "delaytasks_namespace"),
-]
+SAME: list[Any] = [({"shard": 0}, "delaytasks_shard")]
+SAME += [({"namespace": "shop-0"}, "delaytasks_namespace")]
 SAME += [({"database_url": "sqlite:///{folder}/0.sqlite3"}, "database")]
 
 
@@ -144,7 +131,7 @@ SAME += [({"database_url": "sqlite:///{folder}/0.sqlite3"}, "database")]
 def test_members_must_differ_in_number_and_database(tmp_path: Path, same: Any, what: str) -> None:
     url = {key: str(value).format(folder=tmp_path) for key, value in same.items()}
     twice = [member(tmp_path, 0), member(tmp_path, 1, **url)]
-    with pytest.raises(ConfigError, match=f"share a {what}: give each its own"):
+    with pytest.raises(e.ConfigError, match=f"share a {what}: give each its own"):
         Shards(twice)
 
 
@@ -155,9 +142,9 @@ def test_a_table_prefix_makes_two_databases_of_one(tmp_path: Path) -> None:
 
 
 def test_a_newest_member_needs_an_older_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="two"):
+    with pytest.raises(e.ConfigError, match="two"):
         Shards([member(tmp_path, 0)], newest="moving")
-    with pytest.raises(ConfigError, match="needs a member"):
+    with pytest.raises(e.ConfigError, match="needs a member"):
         Shards([])
 
 
@@ -179,7 +166,7 @@ def test_every_process_sends_a_key_to_the_same_member(process: Process) -> None:
         task = first.schedule_delay(TAG, None, 60, key=f"k{number}")
         places[shard_of(task.id)] += 1
         for other in (second, reversed_list):
-            with pytest.raises(DuplicateTaskError):
+            with pytest.raises(e.DuplicateTaskError):
                 other.schedule_delay(TAG, None, at=task.expected_time, key=f"k{number}")
         assert shard_of(first.new_id(TAG, f"k{number}")) == shard_of(task.id)
     assert all(8 < places[number] < 32 for number in range(3)), places
@@ -195,11 +182,11 @@ def test_calls_by_id_reach_only_its_member(shards: Shards, monkeypatch: MonkeyPa
         assert shards.get(task, attempts=True).attempts == ()
         assert shards.touch(task.id, 120).touched == [task.id]
         assert shards.reschedule(task, delay=3600).expected_time > task.expected_time
-        with pytest.raises(WaitTimeoutError):
+        with pytest.raises(e.WaitTimeoutError):
             shards.result(task, 0.01)
         assert shards.cancel(task.id)
         assert shards.touch(task.id, 120).gone == [task.id]
-        with pytest.raises(TaskCancelledError):
+        with pytest.raises(e.TaskCancelledError):
             shards.result(task.id)
         assert shards.rerun(task.id).status is Status.NOT_COMPLETE
         assert not shards.get(task.id).is_finished
@@ -243,7 +230,7 @@ def test_a_task_that_nobody_has_is_not_found(shards: Shards) -> None:
     id = shards.new_id()
     assert shards.cancel(id).status is None
     for call in (shards.get, shards.touch, shards.rerun, shards.result):
-        with pytest.raises(TaskNotFoundError, match=str(id)):
+        with pytest.raises(e.TaskNotFoundError, match=str(id)):
             call(id, *[5] * (call == shards.touch))
 
 
@@ -337,7 +324,7 @@ def test_keyless_tasks_avoid_a_missing_member(process: Process, monkeypatch: Mon
     assert {shard_of(task.id) for task in made} == {0, 2}
     assert len(tries) == 1
     assert shards.schedule_many([(TAG, None, 60)] * 5) == 5
-    with pytest.raises(StoreUnavailableError):
+    with pytest.raises(e.StoreUnavailableError):
         shards.schedule_delay(TAG, None, 60, key=key_at(shards, 1))
 
 
@@ -360,14 +347,14 @@ def test_without_any_member_calls_fail(tmp_path: Path) -> None:
         lambda: shards.find(),
         lambda: shards.bulk.cancel(tag=TAG),
     ):
-        with pytest.raises(StoreUnavailableError):
+        with pytest.raises(e.StoreUnavailableError):
             call()
 
 
 def test_a_call_of_each_member_says_which_ones_have_done_it(process: Process) -> None:
-    with pytest.raises(StoreUnavailableError, match=r"members \[0, 2\] have done") as said:
+    with pytest.raises(e.StoreUnavailableError, match=r"members \[0, 2\] have done") as said:
         process(down=1).each(lambda member: member.policies.pause(tag=TAG))
-    assert isinstance(said.value.__cause__, StoreUnavailableError)
+    assert isinstance(said.value.__cause__, e.StoreUnavailableError)
     policies = process().each(lambda member: member.policies.list(tag=TAG))
     assert [bool(policies[number]) for number in range(3)] == [True, False, True]
 
@@ -489,7 +476,7 @@ def test_a_key_stays_at_its_older_member_until_its_task_has_ended(process: Proce
     key = moving_key(process)
     old = process(2).schedule_delay(TAG, {"n": 1}, 60, key=key)
     moving = process(3, "moving")
-    with pytest.raises(DuplicateTaskError):
+    with pytest.raises(e.DuplicateTaskError):
         moving.schedule_delay(TAG, None, 60, key=key)
     replaced = moving.schedule_delay(TAG, {"n": 2}, 120, key=key, on_conflict="replace")
     assert replaced.id == old.id
@@ -553,13 +540,13 @@ def test_twins_call_the_right_members(shards: Shards) -> None:
         key = key_at(shards, 2)
         assert await shards.amember(TAG, key) is shards.members[2]
         task = await shards.aschedule_delay(TAG, 5, at=made[0].expected_time, key=key)
-        with pytest.raises(WaitTimeoutError):
+        with pytest.raises(e.WaitTimeoutError):
             await shards.aresult(tag=TAG, key=key, timeout=0.01)
         waiting = asyncio.create_task(shards.aresult(task.id, 30))
         assert await shards.acancel(tag=TAG, key=key)
-        with pytest.raises(TaskCancelledError):
+        with pytest.raises(e.TaskCancelledError):
             await waiting
-        with pytest.raises(TaskNotFoundError):
+        with pytest.raises(e.TaskNotFoundError):
             await shards.aresult(shards.new_id(), 1)
         await shards.aclose()
 

@@ -11,16 +11,8 @@ import pytest
 from sqlalchemy import insert
 from sqlalchemy.exc import NoResultFound
 
-from delaytasks import (
-    Cancel,
-    DelayTasks,
-    Fail,
-    Retry,
-    Snooze,
-    Status,
-    StoreError,
-    StoreUnavailableError,
-)
+import delaytasks as e
+from delaytasks import Cancel, DelayTasks, Fail, Retry, Snooze, Status
 from tests.refusals import invalid
 from tests.world import MainProcess, MakeWorld, World
 from tests.world.recording import refusing
@@ -128,13 +120,11 @@ def test_failures_are_grouped_by_tag_and_pattern(main: MainProcess) -> None:
         world.delays.processor(tag)(fail)
     tasks = [world.schedule(tag, body) for tag in "ab" for body in (1, 2, 3)]
     main.write_counts(world.run(*tasks))
-    failures = world.delays.statistics.failures()
+    found = world.delays.statistics.failures()
     words = "* in fail\n*KeyError: *"
-    assert {(one.tag, one.pattern, one.runs) for one in failures} == {
-        (tag, words, 3) for tag in "ab"
-    }
-    assert {one.task_id for one in failures} <= {task.id for task in tasks}
-    assert all("KeyError" in one.error for one in failures)
+    assert {(one.tag, one.pattern, one.runs) for one in found} == {(tag, words, 3) for tag in "ab"}
+    assert {one.task_id for one in found} <= {task.id for task in tasks}
+    assert all("KeyError" in one.error for one in found)
 
 
 def test_the_groups_of_one_report_are_bounded(main: MainProcess) -> None:
@@ -320,10 +310,8 @@ def test_failure_groups_are_read_and_select_their_tasks(world: World) -> None:
 
 
 RANGES: list[Any] = [({"step": step}, "step", "whole minutes") for step in ("90s", 0)]
-RANGES += [
-    ({"since": NOON, "until": NOON}, "since", "empty"),
-    ({"since": "3d"}, "since", "two days"),
-]
+RANGES += [({"since": NOON, "until": NOON}, "since", "empty")]
+RANGES += [({"since": "3d"}, "since", "two days")]
 RANGES += [({"since": NOON - 9 * DAY, "until": NOON}, "step", "longer step")]
 RANGES += [({"tags": "mail"}, "tags", "list")]
 
@@ -440,7 +428,7 @@ def test_values_of_another_program_are_no_error(world: World, write: Write) -> N
 # A write that fails is repeated if it was certainly not committed, and otherwise given up
 
 
-@pytest.mark.parametrize("error", [StoreUnavailableError("down"), NoResultFound()])
+@pytest.mark.parametrize("error", [e.StoreUnavailableError("down"), NoResultFound()])
 def test_counts_whose_write_failed_are_written_later(main: MainProcess, error: Exception) -> None:
     report = main.world.run(main.world.schedule())
     refused = refusing(main.world.delays, error, "yb_delay_statistics")
@@ -453,7 +441,7 @@ def test_counts_whose_write_failed_are_written_later(main: MainProcess, error: E
 
 def test_counts_whose_commit_had_no_answer_are_not_written_twice(main: MainProcess) -> None:
     report = main.world.run(main.world.schedule())
-    with main.world.losing_answers(), pytest.raises(StoreError):
+    with main.world.losing_answers(), pytest.raises(e.StoreError):
         main.write_counts(report)
     main.write_counts()
     assert outcomes(main.world) == {"done": 1}

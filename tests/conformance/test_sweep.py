@@ -245,10 +245,8 @@ def test_each_sweep_reports_some_of_many_lost_workers_in_one_line(world: World) 
 
 def test_a_pause_sweep_over_many_queues_works_step_by_step(world: World) -> None:
     world.lower(queues_of_a_pause_query=10)
-    rows = [
-        *world.put_each(names(25), 30, priority=2),
-        world.put(due_s=30, queue="q000003", priority=7),
-    ]
+    rows = world.put_each(names(25), 30, priority=2)
+    rows.append(world.put(due_s=30, queue="q000003", priority=7))
     with world.statements() as seen:
         world.store.paused_rows.levels(Status.NOT_COMPLETE)
     assert len(seen) < 4 * 10, "a step looks at a few queues"

@@ -20,19 +20,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 from sqlalchemy.pool import StaticPool
 
-from delaytasks import (
-    Cancel,
-    ConfigError,
-    DelayTasks,
-    DuplicateTaskError,
-    Fail,
-    ForbiddenURLError,
-    SessionUnusableError,
-    Status,
-    StoreError,
-    TaskNotFoundError,
-    UnknownTagError,
-)
+import delaytasks as e
+from delaytasks import Cancel, DelayTasks, Fail, Status
 from delaytasks.testing import DelaysTester, create_tables
 from tests.conformance.test_transactions import own_engine
 from tests.refusals import invalid
@@ -170,7 +159,7 @@ def test_a_durable_celery_task_is_kept_instead_of_sent(shop: Shop, tester: Delay
 
 
 def test_callbacks_and_messages_are_checked_and_kept(shop: Shop, tester: DelaysTester) -> None:
-    with pytest.raises(ForbiddenURLError):
+    with pytest.raises(e.ForbiddenURLError):
         shop.delays.callbacks.post("http://localhost/", 1, 60)
     shop.delays.callbacks.post("https://1.1.1.1/paid", {"order": 7}, 60)
     shop.delays.callbacks.publish("invoices", {"order": 7}, 60)
@@ -225,13 +214,11 @@ def test_live_tasks_of_before_are_refused(tmp_path: Path) -> None:
     with engine.begin() as connection:
         create_tables(connection, shop.delays)
     shop.delays.schedule_delay("order.close", 7, "30m")
-    with engine.begin() as connection:
-        connection.execute(
-            text("UPDATE s_yb_delay_task_message SET create_time = '2026-01-01 00:00:00'")
-        )
+    with engine.begin() as link:
+        link.execute(text("UPDATE s_yb_delay_task_message SET create_time = '2026-01-01 00:00:00'"))
     with DelaysTester(shop.delays) as tester:
         for run_tasks in (tester.run_due, lambda: tester.fast_forward("1h")):
-            with pytest.raises(ConfigError, match=r"tag 'order.close'.*database of their own"):
+            with pytest.raises(e.ConfigError, match=r"tag 'order.close'.*database of their own"):
                 run_tasks()
         tester.clear()
         shop.delays.schedule_delay("order.close", 8, "30m")
@@ -285,9 +272,8 @@ def test_fast_forward_runs_all_at_due_times_in_order(shop: Shop, tester: DelaysT
 
 
 def test_fast_forward_runs_new_tasks_and_retries(shop: Shop, tester: DelaysTester) -> None:
-    shop.delays.processor("chain")(
-        lambda body: shop.delays.schedule_delay("order.pay", body, 60) and None
-    )
+    delays = shop.delays
+    delays.processor("chain")(lambda body: delays.schedule_delay("order.pay", body, 60) and None)
     shop.errors = [ValueError("first"), ValueError("second")]
     shop.delays.schedule_delay("chain", 7, 60)
     runs = tester.fast_forward("1h")
@@ -345,13 +331,13 @@ def test_outcomes_are_no_errors(shop: Shop, tester: DelaysTester) -> None:
 def test_the_kit_refuses_calls_that_production_refuses(shop: Shop, tester: DelaysTester) -> None:
     with invalid("body"):
         shop.delays.schedule_delay("order.close", {1, 2}, 0)
-    with pytest.raises(UnknownTagError):
+    with pytest.raises(e.UnknownTagError):
         shop.delays.schedule_delay("order.clos", 1, 0)
     shop.delays.schedule_delay("order.close", 1, 60, key="7")
-    with pytest.raises(DuplicateTaskError):
+    with pytest.raises(e.DuplicateTaskError):
         shop.delays.schedule_delay("order.close", 1, 60, key="7")
     shop.delays.cancel(tag="order.close", key="7")
-    with pytest.raises(TaskNotFoundError):
+    with pytest.raises(e.TaskNotFoundError):
         shop.delays.get(tag="order.close", key="8")
     assert tester.fast_forward("2m") == []
 
@@ -361,7 +347,7 @@ def test_a_task_without_a_processor_is_an_error(shop: Shop, tester: DelaysTester
     shop.delays.schedule_delay("gone", 1, 60)
     del shop.delays._registry._processors["gone"]
     another = r"tag=gone.*; if the task is of another application, give the tests a database"
-    with pytest.raises(UnknownTagError, match=another):
+    with pytest.raises(e.UnknownTagError, match=another):
         tester.fast_forward("1d")
 
 
@@ -592,7 +578,7 @@ def test_coroutines_run_in_the_loop_of_a_test(shop: Shop, world: World, database
                 assert len(await bound.ascheduled()) == 2
                 await bound.afast_forward("2m")
                 assert await bound.arun_due() == []
-                with pytest.raises(SessionUnusableError, match="such as arun_due"):
+                with pytest.raises(e.SessionUnusableError, match="such as arun_due"):
                     bound.run_due()
             assert sorted(shop.noted) == [7, 8]
             async with session_of_test() as session:
@@ -632,7 +618,7 @@ def test_a_database_in_memory_is_bound_by_its_engine() -> None:
 
 
 def test_other_objects_cannot_be_bound(shop: Shop) -> None:
-    with pytest.raises(ConfigError, match="Engine, Connection or Session"):
+    with pytest.raises(e.ConfigError, match="Engine, Connection or Session"):
         DelaysTester(shop.delays, bind="sqlite://")
 
 
@@ -641,7 +627,7 @@ def test_missing_tables_are_made_by_a_call_in_the_test() -> None:
     delays = DelayTasks(Celery("shop", set_as_current=False), "sqlite:///elsewhere.sqlite3")
     remedy = r"call delaytasks.testing.create_tables\(connection\) in the test, or run: delaytasks"
     with DelaysTester(delays, bind=engine), Session(engine) as session:
-        for error, options in ((StoreError, {}), (SessionUnusableError, {"session": session})):
+        for error, options in ((e.StoreError, {}), (e.SessionUnusableError, {"session": session})):
             with pytest.raises(error, match=f"; {remedy}") as raised:
                 delays.schedule_delay("order.close", 7, 60, **options)
             assert type(raised.value) is error

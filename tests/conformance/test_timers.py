@@ -76,12 +76,10 @@ def ran_once(d: Deployment, tasks: Sequence[DelayedTask], deadline_s: float = 20
     return rows
 
 
-def burst(
-    d: Deployment, tag: str, count: int, due_s: float = 0.5, **options: Any
-) -> list[DelayedTask]:
+def burst(d: Deployment, tag: str, many: int, due_s: float = 0.5, **more: Any) -> list[DelayedTask]:
     """Schedule tasks together, all due at the same instant."""
     due, tasks = d.now() + timedelta(seconds=due_s), list[DelayedTask]()
-    new = [NewTask(tag, at=due, **options) for _ in range(count)]
+    new = [NewTask(tag, at=due, **more) for _ in range(many)]
     d.delays.schedule_many(new, on_batch=tasks.extend)
     return tasks
 
@@ -166,12 +164,10 @@ def test_a_task_that_is_rescheduled_for_earlier_runs_then(d: Deployment, delay_s
 
 
 def test_a_replaced_task_runs_once_with_the_new_body_at_the_new_time(d: Deployment) -> None:
-    for first_s, second_s in ((0.4, 0.6), (30, 0.3)):
+    for first_s, then_s in ((0.4, 0.6), (30, 0.3)):
         key = f"replaced after {first_s}"
         d.schedule("test.word", first_s, key=key, body={"word": "old"})
-        task = d.schedule(
-            "test.word", second_s, key=key, on_conflict="replace", body={"word": "new"}
-        )
+        task = d.schedule("test.word", then_s, key=key, on_conflict="replace", body={"word": "new"})
         ran_once(d, [task])
         assert [run[1] for run in d.runs() if run[0] == str(task.id)] == ["new"]
 
@@ -211,9 +207,7 @@ def test_tasks_of_a_higher_priority_run_first_when_processes_are_busy(d: Deploym
     d.schedule("test.sleep", 0, queue="mail", body={"seconds": 0.8})
     wait_until(lambda: d.runs()[-1][1] == "began", 10, "the sleeper to begin")
     body, options = {"file": str(d.file)}, {"queue": "mail", "due_s": 0.3}
-    low, high = (
-        burst(d, "test.note", 20, body=body, priority=priority, **options) for priority in (1, 8)
-    )
+    low, high = (burst(d, "test.note", 20, body=body, priority=each, **options) for each in (1, 8))
     ran_once(d, low + high)
     order = [run[0] for run in d.runs()]
     first = sorted(low + high, key=lambda task: order.index(str(task.id)))[:20]
@@ -242,13 +236,10 @@ def test_an_entry_that_is_armed_many_times_in_any_order_runs_once(d: Deployment)
 def test_a_forged_entry_runs_nothing(d: Deployment) -> None:
     waits, cancelled, soon = d.schedule(delay=40), d.schedule(delay=0.4), d.schedule(delay=0.6)
     d.delays.cancel(cancelled)
-    now_us = to_us(d.now())
-    entries = [
-        entry(waits, due_us=now_us),
-        *(entry(waits, due_us=now_us, id=id) for id in (2**62, 1)),
-    ]
-    entries += [entry(soon, due_us=now_us, version=soon.version + n) for n in (0, 7)]
-    d.arm([*entries, entry(cancelled), entry(cancelled, version=cancelled.version + 1)])
+    at_us = to_us(d.now())
+    forged = [entry(waits, due_us=at_us), *(entry(waits, due_us=at_us, id=id) for id in (2**62, 1))]
+    forged += [entry(soon, due_us=at_us, version=soon.version + n) for n in (0, 7)]
+    d.arm([*forged, entry(cancelled), entry(cancelled, version=cancelled.version + 1)])
     ran_once(d, [soon])
     did_not_run(d, waits)
     did_not_run(d, cancelled)
@@ -271,21 +262,19 @@ class Rig:
     def __init__(
         self,
         folder: Path,
-        database_url: str,
+        database: str,
         broker: str,
-        broker_url: str,
+        url: str,
         redis: RedisServer,
         **settings: Any,
     ) -> None:
         self._redis = redis
-        self._proxies = [proxy_to(url) for url in (broker_url, redis.url)]
-        urls = [
-            proxy.url(url)
-            for proxy, url in zip(self._proxies, (broker_url, redis.url), strict=True)
-        ]
+        own = (url, redis.url)
+        self._proxies = [proxy_to(each) for each in own]
+        urls = [proxy.url(each) for proxy, each in zip(self._proxies, own, strict=True)]
         if settings.get("timer") == "redis":
             settings["timer"] = urls[1]
-        self.deployment = Deployment(folder, database_url, urls[0], BROKERS[broker][1], **settings)
+        self.deployment = Deployment(folder, database, urls[0], BROKERS[broker][1], **settings)
 
     def away(self, how: str) -> None:
         for proxy in self._proxies:
@@ -401,7 +390,5 @@ def unacknowledged(d: Deployment) -> int:
     Brokers that detect a closed connection have already redelivered them.
     """
     with d.broker_queue() as queue:
-        channel = queue.channel
-        return (
-            int(channel.client.hlen(channel.unacked_key)) if hasattr(channel, "unacked_key") else 0
-        )
+        redis = queue.channel
+        return int(redis.client.hlen(redis.unacked_key)) if hasattr(redis, "unacked_key") else 0

@@ -109,9 +109,7 @@ def test_many_tasks_of_one_call_are_spread_uniformly(delays: DelayTasks) -> None
 
 def test_a_call_that_is_repeated_gets_the_same_time(delays: DelayTasks) -> None:
     id = delays.new_id()
-    by_id = [
-        delays.schedule_delay("mail", {}, at=NINE, id=id, jitter=TEN_MINUTES) for _ in range(2)
-    ]
+    by_id = [delays.schedule_delay("mail", {}, at=NINE, id=id, jitter=TEN_MINUTES) for _ in (1, 2)]
     assert len({task.expected_time for task in by_id}) == 1
     again: Any = {"key": "k", "on_conflict": "replace", "jitter": TEN_MINUTES}
     by_key = [delays.schedule_delay("mail", n, at=NINE, **again) for n in range(3)]

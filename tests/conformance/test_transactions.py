@@ -8,21 +8,15 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 from sqlalchemy import Connection, Engine, create_engine, event, insert, select, text
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
-from delaytasks import (
-    DelayedTask,
-    DuplicateTaskError,
-    NewTask,
-    OutcomeUnknownError,
-    SessionUnusableError,
-    Status,
-    StoreUnavailableError,
-)
+import delaytasks as e
+from delaytasks import DelayedTask, NewTask, Status
 from tests.world import MonkeyPatch, World
 from tests.world.recording import delays_on
 
@@ -31,9 +25,7 @@ def own_engine(url: Any, **options: Any) -> Engine:
     engine = create_engine(url, **options)
     if engine.dialect.name == "sqlite":
         # SQLAlchemy's documentation recommends this for savepoints with SQLite.
-        event.listen(
-            engine, "connect", lambda connection, _: setattr(connection, "isolation_level", None)
-        )
+        event.listen(engine, "connect", lambda link, _: setattr(link, "isolation_level", None))
         event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
     return engine
 
@@ -97,9 +89,7 @@ def test_a_row_is_seen_and_armed_after_the_commit_its_id_before(shop: Caller, pl
     rolled_back = shop.schedule(place)
     place.rollback()
     first, far = shop.schedule(place), shop.schedule(place, delay=3600)
-    shop.delays.schedule_many(
-        [("mail", n, 5) for n in range(3)], session=place, on_batch=many.extend
-    )
+    shop.delays.schedule_many([("mail", 0, 5)] * 3, session=place, on_batch=many.extend)
     assert shop.delays.get(first, session=place).body == {"n": 1}
     assert shop.has(), "nothing is seen or armed yet"
     place.commit()
@@ -250,11 +240,9 @@ def test_a_taken_key_leaves_the_callers_transaction_usable(shop: Caller, place: 
     shop.delays.cancel(was)
     owner = shop.world.schedule(delay=3600, key="k")
     before = shop.schedule(place)
-    for call in (
-        lambda: shop.schedule(place, key="k"),
-        lambda: shop.delays.rerun(was.id, session=place),
-    ):
-        with pytest.raises(DuplicateTaskError) as caught:
+    rerun = partial(shop.delays.rerun, was.id, session=place)
+    for call in (partial(shop.schedule, place, key="k"), rerun):
+        with pytest.raises(e.DuplicateTaskError) as caught:
             call()
         assert caught.value.id == owner.id
     assert shop.schedule(place, key="k", on_conflict="keep").id == owner.id
@@ -277,7 +265,7 @@ def test_replacing_belongs_to_the_callers_transaction(shop: Caller, ending: str)
         assert shop.timer.disarmed == []
         getattr(session, ending)()
     assert shop.delays.get(tag="note", key="k").body == ({"n": 1} if is_kept else "old")
-    messages = [(e.id, e.version) for e in (*shop.timer.disarmed, *shop.timer.armed)]
+    messages = [(entry.id, entry.version) for entry in (*shop.timer.disarmed, *shop.timer.armed)]
     assert messages == ([(owner.id, 0), (owner.id, 1)] if is_kept else [])
 
 
@@ -322,7 +310,7 @@ def test_a_key_is_taken_once_without_a_row_count(shop: Caller, monkeypatch: Monk
         monkeypatch.setattr(dialect, "execution_ctx_cls", context)
     with shop.session() as session:
         task = shop.schedule(session, key="k")
-        with pytest.raises(DuplicateTaskError):
+        with pytest.raises(e.DuplicateTaskError):
             shop.schedule(session, key="k")
         assert shop.schedule(session, key="k", on_conflict="keep").id == task.id
         session.commit()
@@ -378,11 +366,9 @@ def test_a_batch_repeated_after_a_loss_exists_once(shop: Caller, monkeypatch: Mo
     """One id was taken, so the builder made new ids."""
     old = shop.world.schedule()
     tasks, builder = shop.world.store.tasks, shop.world.runtime.producer._builder
-    ids, together = [builder._make_id() for _ in range(3)], tasks.together
+    ids, once = [builder._make_id() for _ in range(3)], tasks.together
     monkeypatch.setattr(builder, "_make_id", iter([ids[0], old.id, *ids[1:]]).__next__)
-    monkeypatch.setattr(
-        tasks, "together", lambda work, id: together(work, id) and together(work, id)
-    )
+    monkeypatch.setattr(tasks, "together", lambda work, id: once(work, id) and once(work, id))
     told: list[DelayedTask] = []
     many = [*(NewTask("mail", n, 5) for n in range(3)), NewTask("mail", 3, 5, key="k")]
     assert shop.delays.schedule_many(many, on_batch=told.extend) == 4
@@ -394,7 +380,7 @@ def test_if_the_database_is_lost_after_an_id_was_taken_the_outcome_is_unknown(
     shop: Caller, monkeypatch: MonkeyPatch
 ) -> None:
     def gone(*_: Any) -> None:
-        raise StoreUnavailableError("the database is gone")
+        raise e.StoreUnavailableError("the database is gone")
 
     tasks = shop.world.store.tasks
     for insert_in in ("insert", "insert_many"):
@@ -404,7 +390,7 @@ def test_if_the_database_is_lost_after_an_id_was_taken_the_outcome_is_unknown(
         lambda: shop.delays.schedule_delay("mail", 1, 5),
         lambda: shop.delays.schedule_many([("mail", 1, 5)]),
     ):
-        with pytest.raises(OutcomeUnknownError) as unknown:
+        with pytest.raises(e.OutcomeUnknownError) as unknown:
             schedule()
         assert unknown.value.id is not None
 
@@ -418,7 +404,7 @@ def test_an_async_session_is_given_as_its_sync_session(shop: Caller) -> None:
         pytest.skip("the async driver in the test extra is SQLite's")
     aio = pytest.importorskip("sqlalchemy.ext.asyncio")
     url = str(shop.world.url).replace("sqlite:", "sqlite+aiosqlite:")
-    refuses = pytest.raises(SessionUnusableError, match=r"await delays\.aschedule_delay\(")
+    refuses = pytest.raises(e.SessionUnusableError, match=r"await delays\.aschedule_delay\(")
 
     async def go() -> tuple[DelayedTask, DelayedTask, DelayedTask]:
         engine = aio.create_async_engine(url)
@@ -476,7 +462,7 @@ def test_a_transaction_that_failed_is_refused_and_nothing_sent(shop: Caller, pla
     with pytest.raises(Exception, match="division by zero"):
         place.execute(text("SELECT 1 / 0"))
     for call in every_call(shop, task, failed, place):
-        with pytest.raises(SessionUnusableError, match="aborted"):
+        with pytest.raises(e.SessionUnusableError, match="aborted"):
             call()
     place.rollback()
     assert shop.schedule(place).id  # the session is usable again after the rollback
@@ -499,7 +485,7 @@ def test_a_read_only_transaction_is_refused_and_nothing_sent(shop: Caller) -> No
             session.execute(text(READ_ONLY[engine.dialect.name]))
             if engine.dialect.name == "mysql":
                 session.commit()  # the setting applies from the next transaction
-            with pytest.raises(SessionUnusableError):
+            with pytest.raises(e.SessionUnusableError):
                 every_call(shop, task, failed, session)[number]()
             session.rollback()
             session.commit()
@@ -525,7 +511,7 @@ def test_a_deadlock_in_the_callers_transaction_is_raised_and_not_retried(shop: C
             meet.wait()
             try:
                 shop.delays.reschedule(second, 5, session=session)
-            except SessionUnusableError as error:
+            except e.SessionUnusableError as error:
                 session.rollback()
                 return str(error), scheduled.id
             session.commit()
@@ -546,7 +532,7 @@ def test_a_session_bound_to_another_database_is_refused(shop: Caller) -> None:
     elsewhere = create_engine("sqlite://")
     with Session(elsewhere) as session:
         for call in every_call(shop, shop.world.put(), shop.world.put(), session)[:3]:
-            with pytest.raises(SessionUnusableError):
+            with pytest.raises(e.SessionUnusableError):
                 call()
             session.rollback()
     elsewhere.dispose()
@@ -557,7 +543,7 @@ def test_missing_tables_are_named_with_the_remedy(database_url: str) -> None:
     delays, engine = delays_on(database_url, table_prefix="gone_"), create_engine(database_url)
     with Session(engine) as session:
         remedy = "nothing was sent; to make the tables, run: delaytasks -A APP db upgrade"
-        with pytest.raises(SessionUnusableError, match=remedy):
+        with pytest.raises(e.SessionUnusableError, match=remedy):
             delays.schedule_delay("mail", {}, 5, session=session)
     engine.dispose()
     delays.close()
@@ -567,7 +553,7 @@ def test_errors_about_the_callers_transaction_do_not_show_its_data(shop: Caller)
     canary, table = "s3cr3t-canary", shop.world.table()
     with shop.session() as session:
         guard = shop.world.runtime.transactions.guard(session)
-        with pytest.raises(SessionUnusableError) as caught, guard:
+        with pytest.raises(e.SessionUnusableError) as caught, guard:
             session.execute(insert(table).values(id=1, tag=None, message_body=canary))
         session.rollback()
     assert canary not in str(caught.value)

@@ -9,15 +9,8 @@ from typing import Any
 import pytest
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from delaytasks import (
-    DelayedTask,
-    Fail,
-    Status,
-    TaskCancelledError,
-    TaskFailedError,
-    TaskNotFoundError,
-    WaitTimeoutError,
-)
+import delaytasks as e
+from delaytasks import DelayedTask, Fail, Status
 from tests.waiting import wait_until
 from tests.world import MonkeyPatch, World
 from tests.world.recording import engine_at, run
@@ -55,7 +48,7 @@ def test_several_threads_wait_for_results(world: World) -> None:
         ended = [future.exception(20) or future.result() for future in futures]
     assert ended[:4] == [1, 2, 3, 1]
     assert str(ended[4]) == f"task {fails.id} (fails) is FAILED: no"
-    assert isinstance(ended[4], TaskFailedError)
+    assert isinstance(ended[4], e.TaskFailedError)
     assert ended[4].id == fails.id
     assert world.delays.result(tasks[0].id, 0) == 1, "it has ended before"
 
@@ -66,7 +59,7 @@ def test_a_cancelled_task_has_ended(world: World, reads: list[int]) -> None:
         future = pool.submit(world.delays.result, tag="note", key="k", timeout="20s")
         wait_until(lambda: bool(reads), 5, "the thread to find the task by its key")
         world.delays.cancel(task)
-        with pytest.raises(TaskCancelledError, match=r"is CANCELLED$") as caught:
+        with pytest.raises(e.TaskCancelledError, match=r"is CANCELLED$") as caught:
             future.result(20)
     assert (caught.value.id, caught.value.status) == (task.id, Status.CANCELLED)
 
@@ -74,11 +67,11 @@ def test_a_cancelled_task_has_ended(world: World, reads: list[int]) -> None:
 def test_a_task_that_does_not_end_in_time_is_a_timeout(world: World) -> None:
     task = world.schedule(delay=60)
     for timeout in (0, 0.05, "50ms"):
-        with pytest.raises(WaitTimeoutError, match="NOT_COMPLETE") as caught:
+        with pytest.raises(e.WaitTimeoutError, match="NOT_COMPLETE") as caught:
             world.delays.result(task, timeout)
         assert caught.value.id == task.id
         assert isinstance(caught.value, TimeoutError)
-    with pytest.raises(TaskNotFoundError):
+    with pytest.raises(e.TaskNotFoundError):
         world.delays.result(7, 1)
 
 
@@ -101,7 +94,7 @@ def test_several_coroutines_wait_for_results(world: World, reads: list[int]) -> 
         return await together
 
     ended = run(go())
-    assert isinstance(ended.pop(4), TaskFailedError)
+    assert isinstance(ended.pop(4), e.TaskFailedError)
     assert ended == [1, 2, 3, 1, 2]
     assert run(world.delays.aresult(tasks[0].id, 0)) == 1, "it has ended before"
 
@@ -109,10 +102,10 @@ def test_several_coroutines_wait_for_results(world: World, reads: list[int]) -> 
 @pytest.mark.parametrize("timeout", [0, 0.05, "50ms"])
 def test_a_coroutine_gets_a_timeout_too(world: World, timeout: Any) -> None:
     task = world.schedule(delay=60)
-    with pytest.raises(WaitTimeoutError, match="NOT_COMPLETE") as caught:
+    with pytest.raises(e.WaitTimeoutError, match="NOT_COMPLETE") as caught:
         run(world.delays.aresult(task, timeout))
     assert caught.value.id == task.id
-    with pytest.raises(TaskNotFoundError):
+    with pytest.raises(e.TaskNotFoundError):
         run(world.delays.aresult(7, 1))
 
 
@@ -124,7 +117,7 @@ def test_no_coroutine_sleeps_beyond_its_timeout(world: World, monkeypatch: Monke
 
     monkeypatch.setattr("delaytasks.operations.single_tasks.monotonic", lambda: sum(pauses))
     monkeypatch.setattr(asyncio, "sleep", sleep)
-    with pytest.raises(WaitTimeoutError):
+    with pytest.raises(e.WaitTimeoutError):
         run(world.delays.aresult(task, 0.1))
     assert sum(pauses) == pytest.approx(0.1)
 

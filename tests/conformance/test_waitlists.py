@@ -7,6 +7,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -127,9 +128,8 @@ def test_waitlists_are_found_behind_a_backlog(world: World, monkeypatch: MonkeyP
 
 def test_each_key_has_its_own_limit(world: World) -> None:
     world.limit(concurrency_per_key=2)
-    tasks = [world.schedule(body=key, limit_key=key) for key in "aaaab"] + [
-        world.schedule(body="none")
-    ] * 1
+    tasks = [world.schedule(body=key, limit_key=key) for key in "aaaab"]
+    tasks.append(world.schedule(body="none"))
     assert sorted(task.body for task in world.claim(*tasks)) == ["a", "a", "b", "none"]
     assert admit(world) == []
     late = [world.schedule(body="b", limit_key="b") for _ in range(3)]
@@ -470,12 +470,10 @@ def test_the_pause_sweeper_does_not_release_tasks_of_a_waitlist(world: World) ->
     assert world.claim(*tasks) == []
     stray = world.schedule("other")
     world.change(stray, status=int(Status.HELD))
-    level = Level("default", 0)
-    assert [seen.id for seen in world.store.paused_rows.look(Status.HELD, level, None, None)] == [
-        stray.id
-    ]
+    look = partial(world.store.paused_rows.look, Status.HELD, Level("default", 0), None, None)
+    assert [seen.id for seen in look()] == [stray.id]
     touch_task(world, tasks[1])
-    found = {seen.id for seen in world.store.paused_rows.look(Status.HELD, level, None, None)}
+    found = {seen.id for seen in look()}
     assert found == {stray.id, tasks[1].id}, "it is not due any more, and waits in vain"
 
 

@@ -66,18 +66,14 @@ def _settings_of(package: str) -> dict[str, Any]:
 
 
 def _replace_backends() -> None:
-    from delaytasks.contrib.django.tasks_backend import (
-        BaseTaskBackend,
-        DelayTasksBackend,
-        TaskResult,
-    )
+    from delaytasks.contrib.django import tasks_backend
     from delaytasks.testing import DelaysTester
 
-    class StoringBackend(DelayTasksBackend):
+    class StoringBackend(tasks_backend.DelayTasksBackend):
         """Has the two names that tests use of the backend that only keeps tasks."""
 
         @property
-        def results(self) -> list[TaskResult]:
+        def results(self) -> list[tasks_backend.TaskResult]:
             with DelaysTester() as tester:
                 return [self.get_result(str(task.id)) for task in tester.scheduled()]
 
@@ -85,17 +81,17 @@ def _replace_backends() -> None:
             with DelaysTester() as tester:
                 tester.clear()
 
-    class RunningBackend(DelayTasksBackend):
+    class RunningBackend(tasks_backend.DelayTasksBackend):
         """Runs each task before `enqueue` returns."""
 
-        def enqueue(self, *arguments: Any, **options: Any) -> TaskResult:
+        def enqueue(self, *arguments: Any, **options: Any) -> tasks_backend.TaskResult:
             with DelaysTester() as tester:
                 result = super().enqueue(*arguments, **options)
                 tester.run_due(raises=False)
                 result.refresh()
             return result
 
-    backends = BaseTaskBackend.__module__.rpartition(".")[0]
+    backends = tasks_backend.BaseTaskBackend.__module__.rpartition(".")[0]
     dummy: Any = importlib.import_module(f"{backends}.dummy")
     immediate: Any = importlib.import_module(f"{backends}.immediate")
     dummy.DummyBackend, immediate.ImmediateBackend = StoringBackend, RunningBackend

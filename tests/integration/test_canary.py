@@ -93,9 +93,7 @@ def test_secrets_and_bodies_appear_in_no_output(d: Deployment, web: WebServer) -
     assert "Error" in told["errors"]
     assert "callback_broker_url" in told["inspect"]
     assert "test.note" in told["commands"]
-    leaks = {
-        where: name for where, said in told.items() for name in (*HIDDEN, BODY) if name in said
-    }
+    leaks = {where: name for where, log in told.items() for name in (*HIDDEN, BODY) if name in log}
     assert not leaks
     for where in ("worker", "beat", "commands"):
         assert all(line.isprintable() for line in told[where].split("\n")), told[where]

@@ -176,12 +176,7 @@ def test_a_commit_by_hand_writes_the_tasks(delays: DjangoDelays, armed: list[Ent
 
 @pytest.mark.parametrize("is_atomic", [True, False])
 def test_a_task_is_read_as_it_was_written(delays: DjangoDelays, is_atomic: bool) -> None:
-    body = {
-        "percent": "100 % %s %(x)s %%",
-        "quote": "it's \\ \"",
-        "text": "Zoë 🕐",
-        "number": 2**60,
-    }
+    body = {"rate": "100 % %s %(x)s %%", "quote": "it's \\ \"", "text": "Zoë 🕐", "number": 2**60}
     for when in (DUE, DUE.replace(microsecond=1), DUE.astimezone(timezone(timedelta(hours=-5)))):
         with transaction.atomic(delays.alias) if is_atomic else nullcontext():
             task = delays.schedule_delay("%s", body, at=when, key="%", priority=3, queue="q")

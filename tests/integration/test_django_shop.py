@@ -28,9 +28,7 @@ def fresh_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     yield from fresh_database(request.param, request, tmp_path)
 
 
-each_database = pytest.mark.parametrize(
-    "fresh_url", ["postgresql", "mysql", "sqlite"], indirect=True
-)
+databases = pytest.mark.parametrize("fresh_url", ["postgresql", "mysql", "sqlite"], indirect=True)
 
 
 @pytest.fixture
@@ -74,7 +72,7 @@ WHERE tablename LIKE 'yb_delay%'
 # -- migrations -----------------------------------------------------------------------------------
 
 
-@each_database
+@databases
 def test_migrate_makes_and_finds_the_metadatas_tables_as_alembic_does(shop: ExampleShop) -> None:
     database = runtime_of(shop.delays).store.database
     shop.command("manage.py", "migrate")
@@ -109,7 +107,7 @@ def test_migrate_makes_and_finds_the_metadatas_tables_as_alembic_does(shop: Exam
 # -- the project ----------------------------------------------------------------------------------
 
 
-@each_database
+@databases
 def test_the_shops_own_tests_pass_in_djangos_test_databases(shop: ExampleShop) -> None:
     """Django creates, fills, copies and drops the test databases.
 
@@ -127,9 +125,7 @@ assert customer.post(f"/orders/{paid}/pay").status_code == 200"""
 
 
 @pytest.mark.parametrize("fresh_url", ["postgresql", "mysql"], indirect=True)
-def test_a_worker_closes_unpaid_orders_and_sends_receipts(
-    shop: ExampleShop, tmp_path: Path
-) -> None:
+def test_a_worker_ends_unpaid_orders_and_sends_receipts(shop: ExampleShop, tmp_path: Path) -> None:
     shop.environment["CELERY_BROKER_URL"] = f"delaytasks-files://localhost/{tmp_path}"
     shop.command("manage.py", "migrate")
     command = [sys.executable, *"-W ignore -m celery -A shop worker -l INFO -c 1".split()]

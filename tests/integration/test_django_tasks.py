@@ -22,14 +22,9 @@ from django.core.management import call_command
 from django.db import transaction
 
 from delaytasks import Status
+from delaytasks.contrib.django import tasks_backend as ours
 from delaytasks.contrib.django.instance import project_delays
-from delaytasks.contrib.django.tasks_backend import (
-    InvalidTask,
-    TaskResultDoesNotExist,
-    TaskResultStatus,
-    task_finished,
-    task_started,
-)
+from delaytasks.contrib.django.tasks_backend import TaskResultDoesNotExist, TaskResultStatus
 from delaytasks.testing import DelaysTester
 from tests.integration import django_settings, django_task_suite
 from tests.running import output_of
@@ -110,14 +105,14 @@ def test_a_failed_task_is_retried_and_has_all_errors(declared: Any, tester: Dela
     def note_signal(signal: Any, task_result: Any, **_: Any) -> None:
         sent.append((str(task_result.status), task_result.attempts, len(task_result.errors)))
 
-    for signal in (task_started, task_finished):
+    for signal in (ours.task_started, ours.task_finished):
         signal.connect(note_signal)
     result = declared.fail.enqueue("no paper")
     tester.run_due(raises=False)
     result.refresh()
     assert (result.status, result.attempts, len(result.errors)) == (TaskResultStatus.READY, 1, 1)
     tester.fast_forward("5m", raises=False)
-    for signal in (task_started, task_finished):
+    for signal in (ours.task_started, ours.task_finished):
         signal.disconnect(note_signal)
     result.refresh()
     assert (result.status, result.attempts) == (TaskResultStatus.FAILED, 3)
@@ -157,10 +152,10 @@ def test_foreign_bodies_fail_their_tasks(declared: Any, tester: DelaysTester, ch
 
 
 def test_workers_must_be_able_to_find_a_task(declared: Any, tester: DelaysTester) -> None:
-    with pytest.raises(InvalidTask, match=r"declare it with @task\(backend='default'\)"):
+    with pytest.raises(ours.InvalidTask, match=r"declare it with @task\(backend='default'\)"):
         declared.of_another_backend.using(backend="default").enqueue()
     hidden = replace(declared.note, func=_undecorated)
-    with pytest.raises(InvalidTask, match="decorate the function where it is defined"):
+    with pytest.raises(ours.InvalidTask, match="decorate the function where it is defined"):
         hidden.enqueue()
     assert not tester.scheduled()
 

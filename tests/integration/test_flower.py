@@ -94,12 +94,9 @@ class FlowerSite(Deployment):
 
 
 @pytest.fixture(scope="module", params=[quick("redis"), "rabbitmq"])
-def site(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[FlowerSite]:
-    database, broker = (
-        request.getfixturevalue(f"{name}_url") for name in ("postgresql", request.param)
-    )
+def site(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FlowerSite]:
+    urls = ("postgresql_url", f"{request.param}_url")
+    database, broker = map(request.getfixturevalue, urls)
     folder, conf = tmp_path_factory.mktemp("flower"), {"task_send_sent_event": True}
     settings = {"max_lost_leases": 2, "_self_sweep_s": 60}
     with closing(FlowerSite(folder, database, broker, conf, **settings)) as site:
@@ -214,21 +211,19 @@ def test_flower_is_protected_as_documented(deploy: Deploy, tmp_path: Path) -> No
     site.url = site.flower("--basic-auth=ann:secret", "--read_only")
     site.worker("-E")
     task = site.schedule("test.quiet", 0, body={"word": "canary"})
-    task_page = f"/task/{task.id}-1"
+    shown = f"/task/{task.id}-1"
 
     def get(path: str) -> requests.Response:
         return requests.get(site.url + path, auth=("ann", "secret"), timeout=10)
 
-    page = wait_until(
-        lambda: get(task_page) if get(task_page).ok else None, 20, "Flower to show the task"
-    )
+    page = wait_until(lambda: get(shown) if get(shown).ok else None, 20, "Flower to show the task")
     assert page is not None
     assert "canary" not in page.text
     assert "(hidden)" in page.text
     assert "canary" in get("/api/tasks").text
     stop = f"{site.url}/api/worker/shutdown/{site.worker_name}"
     assert requests.post(stop, auth=("ann", "secret"), timeout=10).status_code == 403
-    for path in (task_page, "/tasks", "/", "/api/tasks", "/workers?json=1"):
+    for path in (shown, "/tasks", "/", "/api/tasks", "/workers?json=1"):
         assert requests.get(site.url + path, timeout=10).status_code == 401, path
     for path in ("/metrics", "/healthcheck"):
         assert requests.get(site.url + path, timeout=10).ok, path

@@ -21,7 +21,7 @@ from delaytasks import DelayedTask, Status
 from delaytasks.runtime import runtime_of
 from delaytasks.timers.arming import RUN, SWEEP
 from tests.integration.conftest import Deploy
-from tests.running import Deployment
+from tests.running import Deployment, combinations
 from tests.services import RedisServer
 from tests.waiting import wait_until
 
@@ -137,9 +137,7 @@ RAW: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("broker", "timer"), [("redis", "eta"), ("redis", "redis"), ("rabbitmq", "eta")]
-)
+@pytest.mark.parametrize(("broker", "timer"), combinations("redis-eta redis-redis rabbitmq-eta"))
 def test_forged_messages_stop_no_worker_and_run_no_task(
     deploy: Deploy,
     start_redis: Callable[..., RedisServer],

@@ -169,11 +169,8 @@ def test_a_worker_survives_a_queue_whose_key_is_a_string(open_broker: Open, pool
 @pytest.mark.parametrize("timer", ["eta", "redis"])
 def test_a_worker_starts_where_its_keys_are_strings(open_broker: Open, timer: str) -> None:
     d = open_broker(timer=timer)
-    keys = [
-        d.queue_name,
-        f"_kombu.binding.{d.queue_name}",
-        f"_kombu.binding.permanent.{d.queue_name}",
-    ]
+    name = d.queue_name
+    keys = [name, f"_kombu.binding.{name}", f"_kombu.binding.permanent.{name}"]
     if (redis_timer := runtime_of(d.delays).redis_timer) is not None:
         slots = redis_timer.slots("default")
         keys = [key for slot in slots for key in redis_timer.keys(slot)]

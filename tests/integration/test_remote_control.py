@@ -46,14 +46,12 @@ class ConsumingConnection:
         self.redis = Redis.from_url(url)
         self.connection = Connection(url)
         self.queue = Queue(self.name, no_ack=True)
-        consumer = Consumer(
-            self.connection, [self.queue], no_ack=True, on_message=self.taken.append
-        )
-        consumer.consume()
+        reader = Consumer(self.connection, [self.queue], no_ack=True, on_message=self.taken.append)
+        reader.consume()
         self.channel: Any = self.connection.default_channel
         self.connection.transport.cycle._register_BRPOP(self.channel)
         # Celery's own steps cancel the consumer before our step stops.
-        consumer.cancel()
+        reader.cancel()
 
     def publish(self) -> None:
         with Connection(self.connection.as_uri(include_password=True)) as other:

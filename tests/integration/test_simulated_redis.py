@@ -35,9 +35,7 @@ def test_the_simulated_redis_answers_as_a_real_one(redis_url: str) -> None:
                 real.delete(store, prepare)
                 simulated.sets.clear()
                 continue
-            assert comparable(real.execute_command(*words)) == comparable(simulated.call(*words)), (
-                words
-            )
+            assert plain(real.execute_command(*words)) == plain(simulated.call(*words)), words
             for key in (store, prepare):
                 scores: Any = real.zrange(key, 0, -1, withscores=True)
                 there = {member.decode(): score for member, score in scores}
@@ -51,9 +49,7 @@ def test_the_simulated_redis_answers_as_a_real_one(redis_url: str) -> None:
         wait_until(all_received, 5, "all notices")
         assert len(heard) > STEPS / 50
         assert [said.split()[0] for said in heard] == [said.split()[0] for said in published]
-        assert [float(said.split()[1]) for said in heard] == [
-            float(said.split()[1]) for said in published
-        ]
+        assert [float(it.split()[1]) for it in heard] == [float(it.split()[1]) for it in published]
     finally:
         listener.close()
         real.delete(store, prepare)
@@ -85,7 +81,7 @@ def some_command(
     return "EVALSHA", _NAMES[TAKE], 2, store, prepare, *times, chance.randint(0, 4)
 
 
-def comparable(answer: Any) -> Any:
+def plain(answer: Any) -> Any:
     """Return the answer with parsed numbers and sorted priorities.
 
     A number has several notations, and priorities have no fixed order.

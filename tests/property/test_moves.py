@@ -16,18 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, settings, stateful
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    Bundle,
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    multiple,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import initialize, invariant, multiple, precondition, rule
 
 from chaos.simulation.clock import Times, installed
 from delaytasks import DelayedTask, DuplicateTaskError, Status, TaskStateError
@@ -69,12 +60,12 @@ class Known:
             self.claim = None
 
 
-class Moves(RuleBasedStateMachine):
+class Moves(stateful.RuleBasedStateMachine):
     """The expected content of the table, and the calls that change it."""
 
     store: Any  # set by the test: created once, and emptied for each run
     times: Times
-    tasks = Bundle("tasks")
+    tasks = stateful.Bundle("tasks")
 
     @initialize(target=tasks)
     def begin(self) -> Any:
@@ -435,5 +426,5 @@ def test_no_order_of_operations_leads_to_a_state_outside_the_moves() -> None:
                 max_examples=120, stateful_step_count=50, deadline=None, derandomize=True
             )
             quiet = settings(steps, database=None, suppress_health_check=[HealthCheck.too_slow])
-            run_state_machine_as_test(machine, settings=quiet)
+            stateful.run_state_machine_as_test(machine, settings=quiet)
         store.close()

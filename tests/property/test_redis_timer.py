@@ -12,15 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import settings
+from hypothesis import settings, stateful
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.fuzzing import ASKED
 from tests.world import Entry
@@ -107,9 +101,7 @@ class RedisTimerModel(RuleBasedStateMachine):
             )
             self.prepared |= dict.fromkeys(got, some.ticket)
             assert self.now + RETURN_MS - 2 < some.ticket if got else some.ticket == 0
-            later = [
-                due_us / 1000 - AHEAD_MS for name, due_us in self.waiting.items() if name in here
-            ]
+            later = [us / 1000 - AHEAD_MS for name, us in self.waiting.items() if name in here]
             later += [back_ms for name, back_ms in self.prepared.items() if name in here]
             assert some.next_ms == min(later, default=float("inf"))
             self.taken.append(some)
@@ -161,7 +153,7 @@ def test_a_ticket_is_not_reused_after_its_entries_were_armed_again(redis_url: st
 
 def test_the_timer_behaves_like_the_model(redis_url: str) -> None:
     RedisTimerModel.url = redis_url
-    run_state_machine_as_test(
+    stateful.run_state_machine_as_test(
         RedisTimerModel,
         settings=settings(max_examples=ASKED or 25, stateful_step_count=20, deadline=None),
     )

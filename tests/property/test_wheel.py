@@ -27,9 +27,7 @@ class WheelAndList(RuleBasedStateMachine):
         self.number += 1
         entry = (name, self.number)
         tick = self.wheel.add(name, self.now + delta, entry)
-        assert tick == max(self.now + delta, self.now + 1), (
-            "an overdue one expires at the next tick"
-        )
+        assert tick == max(self.now + delta, self.now + 1), "overdue ones expire at the next tick"
         self.held[name] = (tick, entry)
 
     @rule(name=names, rounds=st.integers(0, 5), off=st.integers(-1, 1))

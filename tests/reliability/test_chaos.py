@@ -38,13 +38,11 @@ def chaos(site: Sequence[str], *options: str) -> list[str]:
 
 @pytest.mark.parametrize("site", SITES, ids="-".join)
 def test_nothing_is_lost_early_or_run_twice_without_a_reason(site: tuple[str, str, str]) -> None:
-    ended = subprocess.run(
-        chaos(site, *SHORT), cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
-    if ended.returncode == MISSING:
-        pytest.skip(ended.stdout.splitlines()[-1])
-    assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-3000:]
-    assert "nothing found" in ended.stdout
+    run = subprocess.run(chaos(site, *SHORT), cwd=ROOT, capture_output=True, text=True, timeout=300)
+    if run.returncode == MISSING:
+        pytest.skip(run.stdout.splitlines()[-1])
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-3000:]
+    assert "nothing found" in run.stdout
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)

@@ -7,23 +7,11 @@ from typing import Any, Literal
 
 import pytest
 
+from chaos import history as records
 from chaos.checker import _LEGAL, Checker
 from chaos.claims_ahead import claimed_ahead
 from chaos.failpoints.catalogue import FAILPOINTS, Failpoint
-from chaos.history import (
-    ALL,
-    Answer,
-    CallRecord,
-    DeliveryRecord,
-    Effect,
-    Fault,
-    History,
-    Occurrence,
-    Occurrences,
-    PublishRecord,
-    RowChange,
-    RunRecord,
-)
+from chaos.history import ALL, CallRecord, Fault, History, Occurrence, RowChange, RunRecord
 from delaytasks import Status
 
 # The checker's treatment of unknown answers, and of faults that explain repeated runs
@@ -35,12 +23,10 @@ S = 1_000_000
 WITHOUT_CLAIM = {"unexpected", "too often"}
 
 
-def calls(*answers: Answer) -> list[CallRecord]:
+def calls(*answers: records.Answer) -> list[CallRecord]:
     """One task that is scheduled several times with its id, due immediately."""
     times = [(answer, NOW + n * S) for n, answer in enumerate(answers)]
-    return [
-        CallRecord(1, "schedule", answer, at_us, at_us + S // 2, at_us) for answer, at_us in times
-    ]
+    return [CallRecord(1, "schedule", answer, at, at + S // 2, at) for answer, at in times]
 
 
 def row_and_run(at_us: int) -> tuple[list[RowChange], list[RunRecord]]:
@@ -62,7 +48,7 @@ def found(history: History) -> set[str]:
 @pytest.mark.parametrize(
     "answers", [("unknown",), ("unknown", "unknown"), ("unknown", "failed"), ("unknown", "ok")]
 )
-def test_a_task_with_an_unknown_answer_may_run(answers: tuple[Answer, ...]) -> None:
+def test_a_task_with_an_unknown_answer_may_run(answers: tuple[records.Answer, ...]) -> None:
     changes, ran = row_and_run(NOW + 3 * S)
     assert found(History(calls(*answers), ran, changes)) == set()
 
@@ -143,7 +129,7 @@ def lapsed(*renewals_us: int, end_us: int = NOW + 6 * S) -> History:
 
 
 def fault(
-    effect: Effect,
+    effect: records.Effect,
     *key_owners: str,
     since_s: float = 2,
     until_s: float = 5,
@@ -304,18 +290,16 @@ PUBLISHED = ((0, WAITS), (2, RUNS), (3, DONE))
 
 
 def row(*statuses: tuple[float, Status], due: float = 2, lapses: int = 0) -> list[RowChange]:
-    changes: list[RowChange] = []
+    made: list[RowChange] = []
     for version, (second, status) in enumerate(statuses):
         was = statuses[version - 1][1] if version else None
         at_us, due_us = int(NOW + second * S), int(NOW + due * S)
-        worker = "w" if status is RUNS else None
+        by = "w" if status is RUNS else None
         lease_us = at_us + 60 * S if status is RUNS else None
-        before = version - 1 if version else None
+        old = version - 1 if version else None
         lost = lapses if version > 1 else 0
-        changes.append(
-            RowChange(1, at_us, was, status, before, version, 0, lost, due_us, lease_us, worker)
-        )
-    return changes
+        made.append(RowChange(1, at_us, was, status, old, version, 0, lost, due_us, lease_us, by))
+    return made
 
 
 def found_of_messages(
@@ -331,8 +315,8 @@ def found_of_messages(
         [call, *([revoke] if revoke else [])],
         changes=changes,
         faults=list(faults),
-        publications=[PublishRecord(1, int(NOW + s * S)) for s in published],
-        deliveries=[DeliveryRecord(1, int(NOW + s * S)) for s in ran],
+        publications=[records.PublishRecord(1, int(NOW + s * S)) for s in published],
+        deliveries=[records.DeliveryRecord(1, int(NOW + s * S)) for s in ran],
     )
     return set(Checker(history, quiet_us=NOW + 60 * S).verdict().counts())
 
@@ -369,6 +353,7 @@ def test_a_message_is_not_published_without_a_claim() -> None:
     assert "unexpected" in found_of_messages(row(*PUBLISHED), (1.9, 2.5))
 
 
+REVOKED = ((0, WAITS), (3, RUNS), (4, DONE))
 #: The statuses of a row, what happened to its message, and what the checker finds.
 MESSAGES: dict[str, tuple[Any, dict[str, Any], set[str]]] = {
     "is published once and in time": (PUBLISHED, {}, set()),
@@ -376,45 +361,24 @@ MESSAGES: dict[str, tuple[Any, dict[str, Any], set[str]]] = {
     "of an acknowledged call has a row": ((), NEVER, LOST),
     "of a call that was rolled back is not published": ((), {**NEVER, "answer": "failed"}, set()),
     "of a call that was rolled back is published": ((), {"answer": "failed"}, {"unexpected"}),
-    "is published after its acknowledged revoke": (
-        ((0, WAITS), (3, RUNS), (4, DONE)),
-        {"published": (3.5,), "revoke": revoked(1)},
-        {"revoked"},
-    ),
-    "is published after a revoke of which nobody knows": (
-        ((0, WAITS), (3, RUNS), (4, DONE)),
-        {"published": (3.5,), "revoke": revoked(1, "unknown")},
-        set(),
-    ),
+    "is published after its acknowledged revoke":
+        (REVOKED, {"published": (3.5,), "revoke": revoked(1)}, {"revoked"}),
+    "is published after a revoke of which nobody knows":
+        (REVOKED, {"published": (3.5,), "revoke": revoked(1, "unknown")}, set()),
     "is being published and arrives after its revoke": (PUBLISHED, {"revoke": revoked(2.2)}, set()),
-    "of a row that its revoke cancels is not published": (
-        ((0, WAITS), (1.0005, CANCELLED)),
-        {**NEVER, "revoke": revoked(1)},
-        set(),
-    ),
+    "of a row that its revoke cancels is not published":
+        (((0, WAITS), (1.0005, CANCELLED)), {**NEVER, "revoke": revoked(1)}, set()),
     "is published again without a fault": (TWICE, {"published": TWICE_PUBLISHED}, {"duplicated"}),
-    "is published again because of a fault": (
-        TWICE,
-        {"published": TWICE_PUBLISHED, "faults": (message_fault(2.5),)},
-        set(),
-    ),
-    "is published again long before a fault": (
-        TWICE,
-        {"published": TWICE_PUBLISHED, "faults": (message_fault(30),)},
-        {"duplicated"},
-    ),
+    "is published again because of a fault":
+        (TWICE, {"published": TWICE_PUBLISHED, "faults": (message_fault(2.5),)}, set()),
+    "is published again long before a fault":
+        (TWICE, {"published": TWICE_PUBLISHED, "faults": (message_fault(30),)}, {"duplicated"}),
     "is published again within one claim": (PUBLISHED, {"published": (2.4, 2.5)}, {"duplicated"}),
-    "is published again within one claim because of a fault": (
-        PUBLISHED,
-        {"published": (2.4, 2.5), "faults": (message_fault(2),)},
-        set(),
-    ),
+    "is published again within one claim because of a fault":
+        (PUBLISHED, {"published": (2.4, 2.5), "faults": (message_fault(2),)}, set()),
     "has no claim": (LATE, {"published": (2.5, 5.5)}, {"unexpected"}),
-    "has a claim that a crash of the database lost": (
-        LATE,
-        {"published": (2.5, 5.5), "faults": (message_fault(3, loses_claims=True),)},
-        set(),
-    ),
+    "has a claim that a crash of the database lost":
+        (LATE, {"published": (2.5, 5.5), "faults": (message_fault(3, loses_claims=True),)}, set()),
     "has a claim that no crash lost": (
         PUBLISHED,
         {"published": (2.5, 2.6), "faults": (message_fault(20, loses_claims=True),)},
@@ -426,22 +390,13 @@ MESSAGES: dict[str, tuple[Any, dict[str, Any], set[str]]] = {
         {"unexpected"},
     ),
     "does not reach its task": (PUBLISHED, {"ran": ()}, LOST),
-    "does not reach its task because of a fault that loses none": (
-        PUBLISHED,
-        {"ran": (), "faults": (message_fault(2.5),)},
-        LOST,
-    ),
-    "does not reach its task because of a fault that loses some": (
-        PUBLISHED,
-        {"ran": (), "faults": (message_fault(2.5, loses_messages=True),)},
-        set(),
-    ),
-    "does not reach its task long before a fault that loses some": (
-        PUBLISHED,
-        {"ran": (), "faults": (message_fault(40, loses_messages=True),)},
-        LOST,
-    ),
-}
+    "does not reach its task because of a fault that loses none":
+        (PUBLISHED, {"ran": (), "faults": (message_fault(2.5),)}, LOST),
+    "does not reach its task because of a fault that loses some":
+        (PUBLISHED, {"ran": (), "faults": (message_fault(2.5, loses_messages=True),)}, set()),
+    "does not reach its task long before a fault that loses some":
+        (PUBLISHED, {"ran": (), "faults": (message_fault(40, loses_messages=True),)}, LOST),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", MESSAGES)
@@ -462,7 +417,7 @@ def found_of_schedules(
     missed: Literal["all", "latest"] = "all",
     overlap: Literal["allow", "skip"] = "allow",
 ) -> set[str]:
-    some = Occurrences("report", S, FIRST, LAST, list(occurrences), missed, overlap)
+    some = records.Occurrences("report", S, FIRST, LAST, list(occurrences), missed, overlap)
     return set(Checker(History(occurrences=[some])).verdict().counts())
 
 

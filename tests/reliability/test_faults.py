@@ -123,9 +123,7 @@ def small_disk(own_postgresql: PostgresServer) -> Iterator[Path]:
     """A disk of a few megabytes for a tablespace of this PostgreSQL. Only root can mount one."""
     with tempfile.TemporaryDirectory(prefix="dt_test_disk_") as folder:
         Path(folder).chmod(0o755)
-        mounted = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", folder], check=False
-        )
+        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", folder])
         if mounted.returncode:
             pytest.skip("needs a small disk, which only root can mount")
         try:
@@ -197,9 +195,7 @@ def test_tasks_recover_at_whatever_step_a_process_is_killed(redis_url: str) -> N
     command = [sys.executable, "-m", "chaos.failpoints", "--seeds", "1", "--worlds", "2"]
     command += ["--slack", "10"]
     command += [word for name in names for word in ("--only", name)]
-    ended = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=450, check=False
-    )
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=450)
     assert ended.returncode == 0, ended.stdout[-9000:] + ended.stderr[-3000:]
     assert f"{len(names)} faults" in ended.stdout
     assert "all within their bounds, no findings" in ended.stdout
@@ -302,9 +298,7 @@ def schedule_in_vain(d: Deployment) -> None:
 
 
 def threads_of(worker: Process) -> int:
-    found = re.search(
-        r"^Threads:\s+(\d+)", Path(f"/proc/{worker.pid}/status").read_text(), re.MULTILINE
-    )
+    found = re.search(r"\nThreads:\s+(\d+)", Path(f"/proc/{worker.pid}/status").read_text())
     return int(found[1]) if found else 0
 
 
@@ -371,9 +365,7 @@ def test_a_blocking_rabbitmq_loses_none(own_rabbitmq: RabbitServer, deploy_inlin
     try:
         schedule_in_vain(d)
         assert not d.timer_is_up
-        wait_until(
-            lambda: d.counted()[Status.NOT_COMPLETE] == 0, 20, "the worker to drain them", 0.1
-        )
+        wait_until(lambda: d.counted()[Status.NOT_COMPLETE] == 0, 20, "them to be drained", 0.1)
         assert "does the broker answer" in worker.log()
     finally:
         own_rabbitmq.alarm(False)

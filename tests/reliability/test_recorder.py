@@ -29,9 +29,8 @@ def run_once(world: World, recorder: Recorder, **changes: Any) -> Verdict:
     """Run a task, let another program make changes, and return what the checker finds."""
     asked_us = to_us(world.now())
     task = world.schedule(delay=0.001)
-    called = CallRecord(
-        task.id, "schedule", "ok", asked_us, to_us(world.now()), to_us(task.expected_time)
-    )
+    due_us = to_us(task.expected_time)
+    called = CallRecord(task.id, "schedule", "ok", asked_us, to_us(world.now()), due_us)
     threading.Event().wait(0.02)
     [claimed] = world.claim(task)
     began_us = to_us(world.now())

@@ -55,9 +55,8 @@ def reason_of(error: dt.DelayTaskError) -> str | int | None:
         return "the task"
     if isinstance(error, (dt.LeaseLostError, dt.TaskCancelledError, dt.TaskStateError)):
         return "the state"
-    if isinstance(
-        error, (dt.ConfigError, dt.BodyEncryptedError, dt.TaskFailedError, dt.WaitTimeoutError)
-    ):
+    others = (dt.ConfigError, dt.BodyEncryptedError, dt.TaskFailedError, dt.WaitTimeoutError)
+    if isinstance(error, others):
         return str(error)
     return None
 

@@ -38,9 +38,7 @@ def rows(text: str) -> list[dict[str, str]]:
     found = []
     for row in re.findall(r"<tr data-row>(.*?)</tr>", text, re.DOTALL):
         cells = re.findall(r'<td data-label="([^"]*)"[^>]*>(.*?)</td>', row, re.DOTALL)
-        found.append(
-            {label: html.unescape(re.sub("<[^>]*>", "", cell)).strip() for label, cell in cells}
-        )
+        found.append({name: html.unescape(re.sub("<[^>]*>", "", it)).strip() for name, it in cells})
     return found
 
 

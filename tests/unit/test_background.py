@@ -61,9 +61,7 @@ def test_a_task_that_is_due_now_is_sent_immediately(patient: ArmingThread) -> No
     wait_until(lambda: patient.broker.ids == [1, 2], 10, "both, at once")
 
 
-def test_entries_wait_for_others_for_a_tenth_of_the_time_until_one_is_due(
-    patient: ArmingThread,
-) -> None:
+def test_entries_wait_for_others_a_tenth_of_the_time_that_is_left(patient: ArmingThread) -> None:
     began = time.monotonic()
     patient.arm([entry(1, 2)])
     wait_until(lambda: patient.broker.calls, 10, "the call")
@@ -80,9 +78,7 @@ def test_flush_waits_until_all_is_sent_or_its_timeout_is_over(patient: ArmingThr
     assert patient.broker.ids == [1]
 
 
-def test_memory_is_bounded_in_an_outage(
-    timer: ArmingThread, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_bounded_in_outages(timer: ArmingThread, monkeypatch: pytest.MonkeyPatch) -> None:
     timer.change(monkeypatch, max_waiting_entries=10)
     timer.broker.gate.clear()
     timer.arm([entry(0, 0)])
@@ -172,9 +168,7 @@ def test_uwsgi_without_threads_is_recognized(
         assert arms_in_background(delays) is expected
 
 
-def test_a_failure_loses_one_call_only(
-    timer: ArmingThread, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failure_loses_one_call(timer: ArmingThread, caplog: pytest.LogCaptureFixture) -> None:
     timer.broker.fails = 1
     timer.arm([entry(1, 0)])
     assert timer.flush(5)
@@ -196,9 +190,7 @@ def test_a_thread_that_died_is_replaced_by_the_next_call(timer: ArmingThread) ->
     assert timer.broker.ids == [2]
 
 
-def test_without_threads_the_call_sends(
-    timer: ArmingThread, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_threads_calls_send(timer: ArmingThread, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -215,9 +207,7 @@ def die(*_: object) -> bool:
     raise SystemExit
 
 
-def test_a_forked_child_sends_its_own_entries_and_not_those_of_its_parent(
-    patient: ArmingThread,
-) -> None:
+def test_a_forked_child_sends_its_own_entries_and_none_of_its_parent(patient: ArmingThread) -> None:
     patient.arm([entry(1, 100)])
 
     def work() -> bool:
@@ -230,9 +220,7 @@ def test_a_forked_child_sends_its_own_entries_and_not_those_of_its_parent(
     assert patient.broker.ids == [1]
 
 
-def test_a_child_forked_while_a_thread_holds_the_lock_has_a_working_timer(
-    timer: ArmingThread,
-) -> None:
+def test_a_child_forked_while_a_thread_holds_the_lock_can_arm(timer: ArmingThread) -> None:
     has_it, goes_on = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -264,9 +252,7 @@ def test_an_entry_that_is_disarmed_before_it_is_sent_is_not_sent(patient: Arming
     assert patient.broker.disarmed == [first], "it may have been sent long ago"
 
 
-def test_an_error_of_arming_is_not_raised(
-    timer: ArmingThread, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_arming_raises_no_error(timer: ArmingThread, caplog: pytest.LogCaptureFixture) -> None:
     timer.broker.fails = 1
     assert not timer.arm([entry(id) for id in range(101)]), "so many are armed by the call itself"
     assert len(timer.broker.ids) == 101

@@ -27,15 +27,7 @@ from celery import Celery, _state
 from sqlalchemy import Engine, create_engine, event
 
 import delaytasks
-from delaytasks import (
-    DelayedTask,
-    DelayTaskError,
-    DelayTasks,
-    InvalidInputError,
-    NewTask,
-    Processor,
-    Status,
-)
+from delaytasks import DelayedTask, DelayTaskError, DelayTasks, NewTask, Processor, Status
 from delaytasks.testing import DelaysTester
 from tests.conftest import open_store
 from tests.doc_pages import blocks
@@ -133,7 +125,7 @@ def test_an_instance_that_is_closed_and_no_longer_used_is_freed(url: str) -> Non
 def test_a_call_as_in_celery_is_corrected(delays: DelayTasks, options: Any, advice: str) -> None:
     mail = delays.processor("mail")(lambda body: None)
     for call in (partial(delays.schedule_delay, "mail", {}), partial(mail.schedule, {})):
-        with pytest.raises((TypeError, InvalidInputError), match=re.escape(advice)):
+        with pytest.raises((TypeError, delaytasks.InvalidInputError), match=re.escape(advice)):
             call(**options)
     assert not delays.find().tasks
 

@@ -21,16 +21,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from sqlalchemy import URL, exc, make_url
 
-from delaytasks import (
-    ConfigError,
-    DelayTaskError,
-    DuplicateTaskError,
-    OutcomeUnknownError,
-    StaleVersionError,
-    StoreError,
-    StoreUnavailableError,
-    TaskStateError,
-)
+import delaytasks as e
 from delaytasks.cli.output import parse_instant, show_from_now, show_instant
 from delaytasks.core import body as body_json
 from delaytasks.core import clock, inputs
@@ -79,9 +70,9 @@ def test_any_text_is_shown_on_one_line_and_stored(text: str) -> None:
 
 
 REASONS = [
-    (StoreUnavailableError("the database cannot be reached"), FailureReason.UNAVAILABLE),
-    (OutcomeUnknownError("the connection broke before the answer"), FailureReason.UNAVAILABLE),
-    (StoreError("the tables are missing"), FailureReason.REFUSED),
+    (e.StoreUnavailableError("the database cannot be reached"), FailureReason.UNAVAILABLE),
+    (e.OutcomeUnknownError("the connection broke before the answer"), FailureReason.UNAVAILABLE),
+    (e.StoreError("the tables are missing"), FailureReason.REFUSED),
     (KeyError("a bug, or a row that cannot be read"), FailureReason.UNKNOWN),
 ]
 
@@ -222,7 +213,7 @@ def test_a_flat_body_is_written_or_refused_as_any_other(body: Any) -> None:
     def encode() -> Any:
         try:
             return encode_body(body, 4000)
-        except DelayTaskError as error:
+        except e.DelayTaskError as error:
             return type(error), str(error)
 
     found = encode()
@@ -350,16 +341,14 @@ def test_sentinels_are_asked_for_the_primary_that_the_url_or_celery_names() -> N
 INVALID: list[tuple[str, Any]] = [("", "amqp://u:secret@b"), ("http://u:secret@a", "redis://b")]
 WRONG = ["", "redis://:se/cret@a", "redis://a:port/0", "redis://[::1", "redis://a/0?nonsense=1"]
 INVALID += [(url, None) for url in (*WRONG, "rediss://a?ssl_cert_reqs=x")]
-SENTINELS = [
-    (f"sentinel://:secret@a:26379/2;{other}", None) for other in ("sentinel://b", "redis://b")
-]
+SENTINELS = [(f"sentinel://:secret@a:26379/2;{it}", None) for it in ("sentinel://b", "redis://b")]
 
 
 @pytest.mark.parametrize(("given", "broker"), INVALID + SENTINELS)
 def test_a_wrong_redis_is_an_error_that_shows_no_password(given: str, broker: Any) -> None:
-    with pytest.raises(ConfigError, match=r"delaytasks_timer|master_name|needs a Redis") as caught:
+    with pytest.raises(e.ConfigError, match=r"delaytasks_timer|master_name|needs a Redis") as got:
         redis_location(given, broker)
-    assert "cret" not in str(caught.value)
+    assert "cret" not in str(got.value)
 
 
 # -- the URL of the database ----------------------------------------------------------------------
@@ -478,28 +467,28 @@ SYNTAX = [error("syntax", state="42601"), error(1064, "syntax"), sqlite_error("n
 
 def test_a_server_that_answers_but_cannot_work_is_unavailable() -> None:
     for failure in UNABLE:
-        assert type(translate(failure)) is StoreUnavailableError, failure
+        assert type(translate(failure)) is e.StoreUnavailableError, failure
         assert "cannot work now" in str(translate(failure))
-    assert {type(translate(failure)) for failure in SYNTAX} == {StoreError}
+    assert {type(translate(failure)) for failure in SYNTAX} == {e.StoreError}
 
 
-STALE, ENDED = StaleVersionError("version 1, not 0"), TaskStateError("it waits")
-TAKEN, NONE_FREE = DuplicateTaskError("there is one"), exc.TimeoutError("all in use")
+STALE, ENDED = e.StaleVersionError("version 1, not 0"), e.TaskStateError("it waits")
+TAKEN, NONE_FREE = e.DuplicateTaskError("there is one"), exc.TimeoutError("all in use")
 #: With error 1180, Galera may have lost its cluster during COMMIT. The other nodes may have the
 #: transaction.
 UNSURE = error(1180, "Got error 6 during COMMIT")
 OUTCOMES: list[tuple[list[Any], int | None, type[Exception], str]] = [
-    ([UNSURE], 7, OutcomeUnknownError, r"during COMMIT.*look at task 7"),
-    ([UNSURE, STALE], 7, OutcomeUnknownError, "look at task 7"),
-    ([UNSURE], None, StoreUnavailableError, "during COMMIT"),
-    ([lost(), STALE], 7, OutcomeUnknownError, "version 1, not 0.*look at task 7"),
-    ([lost(), ENDED], 7, OutcomeUnknownError, "it waits.*look at task 7"),
-    ([lost(), NONE_FREE], 7, OutcomeUnknownError, "no free connection.*look at task 7"),
-    ([NONE_FREE], 7, StoreUnavailableError, "no free connection"),
-    ([lost(), NONE_FREE], None, StoreUnavailableError, "no free connection"),
-    ([STALE], 7, StaleVersionError, ""),
-    ([error("deadlock", state="40P01"), STALE], 7, StaleVersionError, ""),
-    ([lost(), TAKEN], 7, DuplicateTaskError, ""),
+    ([UNSURE], 7, e.OutcomeUnknownError, r"during COMMIT.*look at task 7"),
+    ([UNSURE, STALE], 7, e.OutcomeUnknownError, "look at task 7"),
+    ([UNSURE], None, e.StoreUnavailableError, "during COMMIT"),
+    ([lost(), STALE], 7, e.OutcomeUnknownError, "version 1, not 0.*look at task 7"),
+    ([lost(), ENDED], 7, e.OutcomeUnknownError, "it waits.*look at task 7"),
+    ([lost(), NONE_FREE], 7, e.OutcomeUnknownError, "no free connection.*look at task 7"),
+    ([NONE_FREE], 7, e.StoreUnavailableError, "no free connection"),
+    ([lost(), NONE_FREE], None, e.StoreUnavailableError, "no free connection"),
+    ([STALE], 7, e.StaleVersionError, ""),
+    ([error("deadlock", state="40P01"), STALE], 7, e.StaleVersionError, ""),
+    ([lost(), TAKEN], 7, e.DuplicateTaskError, ""),
 ]
 
 
@@ -508,7 +497,7 @@ def test_a_lost_answer_leaves_changes_unknown(outcomes: Any, id: Any, kind: Any,
     with pytest.raises(kind, match=said or None) as caught:
         run(*outcomes, id=id)
     assert type(caught.value) is kind
-    assert kind is not OutcomeUnknownError or caught.value.id == 7
+    assert kind is not e.OutcomeUnknownError or caught.value.id == 7
 
 
 def test_a_deadlock_that_removed_the_savepoint_is_tried_again() -> None:
@@ -525,7 +514,7 @@ QUOTING = [
 
 @pytest.mark.parametrize("failure", QUOTING)
 def test_an_error_names_its_number_and_no_values(failure: Any) -> None:
-    with pytest.raises(StoreError, match=str(failure.orig.pgcode or failure.orig.args[0])) as got:
+    with pytest.raises(e.StoreError, match=str(failure.orig.pgcode or failure.orig.args[0])) as got:
         run(failure)
     said: BaseException | None = got.value
     while said is not None:
@@ -570,7 +559,7 @@ def test_a_missing_uri_file_is_an_error_and_made_for_its_owner(tmp_path: Path, f
     url = URL.create("sqlite", database=uri, query={"uri": "true"}).render_as_string()
     database = Database(url)
     database.expect_file()
-    with pytest.raises(StoreError, match=r"there is no database .*a file"):
+    with pytest.raises(e.StoreError, match=r"there is no database .*a file"):
         database.autocommitted(lambda c: c.exec_driver_sql("SELECT 1"))
     assert not path.exists()
     database = Database(url)

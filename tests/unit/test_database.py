@@ -29,9 +29,8 @@ def test_an_unknown_database_is_refused_with_the_supported_ones() -> None:
 
 
 def test_an_option_that_the_driver_does_not_take_is_a_wrong_setting(mysql_url: str) -> None:
-    with pytest.raises(
-        ConfigError, match=r"delaytasks_database_url has an option .* pymysql .*'ssl_mode'"
-    ):
+    says = r"delaytasks_database_url has an option .* pymysql .*'ssl_mode'"
+    with pytest.raises(ConfigError, match=says):
         delays_on(f"{mysql_url}?ssl_mode=REQUIRED").find()
 
 
@@ -72,8 +71,6 @@ def compares_a_name(path: Path) -> bool:
 
 
 def test_only_contrib_and_modules_with_a_reason_compare_the_name_of_a_database() -> None:
-    package = ROOT / "delaytasks"
-    found = {
-        str(path.relative_to(package)) for path in package.rglob("*.py") if compares_a_name(path)
-    }
+    root = ROOT / "delaytasks"
+    found = {str(path.relative_to(root)) for path in root.rglob("*.py") if compares_a_name(path)}
     assert {path for path in found if not path.startswith("contrib/")} == set(COMPARING)

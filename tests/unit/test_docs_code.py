@@ -55,9 +55,7 @@ def test_a_test_that_runs_blocks_of_a_page_reads_the_page(page: Path) -> None:
     "name", [n for n, page in zip(NAMES, PAGES, strict=True) if any(b.runs for b in blocks(page))]
 )
 def test_the_blocks_of_a_page_that_are_marked_to_run_succeed(name: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.doc_runner", str(ROOT / name)]
+    words = [sys.executable, "-m", "tests.doc_runner", str(ROOT / name)]
     env = environment(tmp_path)
-    done = subprocess.run(
-        command, cwd=tmp_path, env=env, timeout=60, capture_output=True, text=True
-    )
+    done = subprocess.run(words, cwd=tmp_path, env=env, timeout=60, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -17,9 +17,7 @@ from tests.world import World
 
 def test_an_error_is_reported_and_the_next_chunk_is_watched() -> None:
     errors, expired = list[Exception](), list[Chunk]()
-    budget = TimeBudget(
-        0.1, lambda chunk: expired.append(chunk) or 1 / (len(expired) - 1), errors.append
-    )
+    budget = TimeBudget(0.1, lambda it: expired.append(it) or 1 / (len(expired) - 1), errors.append)
     for count in (1, 2):
         budget.open(Chunk([], 60, 60))
         wait_until(lambda count=count: len(expired) == count and errors, 5, "the end of its time")  # type: ignore[misc]

@@ -12,7 +12,7 @@ import pytest
 from tests.proxy import Proxy, proxy_to
 from tests.unit.conftest import Gate
 from tests.waiting import wait_until
-from tests.world import MakeWorld
+from tests.world import MakeWorld, MonkeyPatch
 from tests.world.recording import RedisTimerHarness as Bench
 from tests.world.recording import delays_on
 from tests.world.redis_worker import RedisWorker
@@ -76,9 +76,7 @@ def test_a_key_of_another_type_blocks_only_its_slot_and_is_reported(
     bench: Bench, part: str
 ) -> None:
     timer, told = bench.timer, []
-    bench.events.subscribe(
-        lambda name, fields: name == "timer.blocked" and told.append(fields["key"])
-    )
+    bench.events.subscribe(lambda n, fields: n == "timer.blocked" and told.append(fields["key"]))
     entries = [bench.entry(id) for id in range(1, 101)]
     blocked = timer.slot(entries[0])
     key = bench.block_slot(blocked, part)
@@ -112,9 +110,7 @@ def proxy(redis_url: str) -> Iterator[Proxy]:
 
 
 @pytest.fixture
-def make(
-    make_world: MakeWorld, redis_url: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
-) -> Make:
+def make(make_world: MakeWorld, redis_url: str, proxy: Proxy, monkeypatch: MonkeyPatch) -> Make:
     return lambda **options: RedisWorker(make_world, redis_url, proxy, monkeypatch, **options)
 
 
@@ -193,9 +189,7 @@ def test_near_rows_are_armed_again_when_redis_lost_a_slot(post: RedisWorker) -> 
 
 
 @pytest.mark.slow
-def test_without_redis_the_poller_waits_between_two_attempts(
-    post: RedisWorker, proxy: Proxy
-) -> None:
+def test_without_redis_the_poller_waits_between_two_tries(post: RedisWorker, proxy: Proxy) -> None:
     post.start()
     proxy.refuse()
     post.look_at_all()
@@ -211,9 +205,7 @@ def test_redis_is_not_read_repeatedly_while_nothing_is_due(post: RedisWorker) ->
     wait_until(lambda: loops()["redis_listener"]["is_alive"] and post.reads, 5, "the first looks")
     post.arm(range(1, 2), 0.5)
     wait_until(lambda: post.here() == 1, 5, "the entry")
-    assert len(post.reads) < 10, (
-        "at the start, when it listens, after the loss, and when one is due"
-    )
+    assert len(post.reads) < 10, "at the start, when it listens, after a loss, and when one is due"
 
 
 @pytest.mark.slow
@@ -230,9 +222,7 @@ def test_the_listener_subscribes_again_after_a_failed_call(post: RedisWorker) ->
 
 
 @pytest.mark.slow
-def test_a_poller_that_was_stuck_passes_on_none_of_its_entries(
-    post: RedisWorker, gate: Gate
-) -> None:
+def test_a_poller_that_was_stuck_passes_on_no_entry(post: RedisWorker, gate: Gate) -> None:
     timer, came, stuck = post.own_timer, list[Any](), list[threading.Thread]()
     take = timer.take
 

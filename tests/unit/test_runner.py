@@ -15,16 +15,8 @@ from typing import Any
 import pytest
 from celery.exceptions import WorkerShutdown
 
-from delaytasks import (
-    DelayedTask,
-    LeaseLostError,
-    Retry,
-    Snooze,
-    Status,
-    StoreError,
-    StoreUnavailableError,
-    TaskStateError,
-)
+import delaytasks as e
+from delaytasks import DelayedTask, Retry, Snooze, Status
 from tests.unit.conftest import Gate, fail_settlements
 from tests.waiting import wait_until
 from tests.world import RUNNING, Entry, MainProcess, MakeWorld, Report, Settlement, World
@@ -116,8 +108,8 @@ def test_a_row_about_to_begin_is_given_back_after_a_failed_settlement(world: Wor
     world.delays.processor("hard", time_limit=60)(world.notes.append)
     tasks = [world.schedule(body="first"), world.schedule("hard", "second")]
     # The second error is for the settlement of the single row.
-    fail_settlements(world, [StoreError("refused")] * 2)
-    with pytest.raises(StoreError, match="refused"):
+    fail_settlements(world, [e.StoreError("refused")] * 2)
+    with pytest.raises(e.StoreError, match="refused"):
         world.run(*tasks)
     assert world.notes == ["first"]
     assert world.statuses(tasks) == ["DONE", "NOT_COMPLETE"]
@@ -190,7 +182,7 @@ def test_no_row_is_started_if_its_lease_may_be_over(make_world: MakeWorld) -> No
 
 
 def test_a_settlement_is_tried_again_while_the_database_is_unavailable(world: World) -> None:
-    fail_settlements(world, [StoreUnavailableError("away")] * 2)
+    fail_settlements(world, [e.StoreUnavailableError("away")] * 2)
     world.run(task := world.schedule())
     assert world.statuses([task]) == ["DONE"]
     assert world.count("settle.waits") == 2
@@ -198,8 +190,8 @@ def test_a_settlement_is_tried_again_while_the_database_is_unavailable(world: Wo
 
 def test_a_row_that_cannot_be_settled_does_not_affect_other_rows(world: World) -> None:
     tasks = [world.schedule() for _ in range(3)]
-    fail_settlements(world, repeat(StoreError("refused")), of=tasks[1])
-    with pytest.raises(StoreError):
+    fail_settlements(world, repeat(e.StoreError("refused")), of=tasks[1])
+    with pytest.raises(e.StoreError):
         world.run(*tasks)
     assert world.statuses(tasks) == ["DONE", "RUNNING", "DONE"]
     assert len(world.notes) == 3
@@ -566,11 +558,11 @@ def test_a_claim_ahead_that_fails_does_not_affect_the_chunk_that_runs(single: Wo
     def fail_third() -> None:
         claims.append(1)
         if len(claims) == 3:
-            raise StoreUnavailableError("away")
+            raise e.StoreUnavailableError("away")
 
     single.after_claim = fail_third
     tasks = backlog(single, 4)
-    with pytest.raises(StoreUnavailableError):
+    with pytest.raises(e.StoreUnavailableError):
         drain(single)
     assert single.statuses(tasks) == ["DONE", "DONE", "RUNNING", "NOT_COMPLETE"], (
         "the answer to the third claim was lost, so that its lease has to end"
@@ -580,8 +572,8 @@ def test_a_claim_ahead_that_fails_does_not_affect_the_chunk_that_runs(single: Wo
 def test_a_settlement_that_fails_does_not_affect_the_chunk_that_runs(make_world: MakeWorld) -> None:
     world = make_world(_chunk_max=1, lease=2, _chunk_time_budget_s=0.1)
     tasks = backlog(world, 3)
-    fail_settlements(world, repeat(StoreUnavailableError("away")), of=tasks[0])
-    with pytest.raises(StoreUnavailableError):
+    fail_settlements(world, repeat(e.StoreUnavailableError("away")), of=tasks[0])
+    with pytest.raises(e.StoreUnavailableError):
         drain(world)
     assert world.statuses(tasks) == ["RUNNING", "DONE", "NOT_COMPLETE"]
 
@@ -702,7 +694,7 @@ def test_check_lease_raises_after_two_failed_renewals(leased: World, time: Manua
         time.at += LEASE_S / 6
         task.check_lease()
         time.at += 1
-        with pytest.raises(LeaseLostError, match=r"ends in 19\.0 s"):
+        with pytest.raises(e.LeaseLostError, match=r"ends in 19\.0 s"):
             task.check_lease()
 
     leased.run(task := leased.schedule("long"))
@@ -736,14 +728,14 @@ def test_each_task_of_a_batch_can_be_asked_about_and_no_other(world: World) -> N
 
     world.run(*(tasks := [world.schedule("many") for _ in range(2)]))
     assert all("TaskStateError: task" in (world.read(task).error or "") for task in tasks)
-    with pytest.raises(TaskStateError, match="check_lease"):
+    with pytest.raises(e.TaskStateError, match="check_lease"):
         other.check_lease()
 
 
 def test_a_lease_error_that_the_processor_itself_creates_is_a_failure(world: World) -> None:
     @world.delays.processor("wrong")
     def work(body: object, task: DelayedTask) -> None:
-        raise LeaseLostError("as complete() says on a wrong database", task.id)
+        raise e.LeaseLostError("as complete() says on a wrong database", task.id)
 
     world.run(task := world.schedule("wrong"))
     now = world.read(task)

@@ -116,9 +116,8 @@ def test_detached_rows_are_settled_together(detaching: World, pool: Executor) ->
     world, doors = detaching, [threading.Event() for _ in range(2)]
     inside: list[int] = []
     settled: list[int] = []
-    world.delays.processor("half", in_flight=20)(
-        lambda body: inside.append(body) or doors[body].wait(10)
-    )
+    half = world.delays.processor("half", in_flight=20)
+    half(lambda body: inside.append(body) or doors[body].wait(10))
     tasks = [world.schedule("half", n % 2) for n in range(20)]
     world.before_settle = lambda settlements: settled.append(len(settlements))
     running = pool.submit(world.run, *tasks)  # the rows occupy all slots

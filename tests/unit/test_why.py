@@ -101,9 +101,7 @@ def test_a_task_of_the_future_names_its_due_time(world: World) -> None:
 
 
 @pytest.mark.parametrize(("kind", "name"), [("tag", TAG), ("queue", QUEUE)])
-def test_a_pause_names_its_author_and_the_command_that_ends_it(
-    world: World, kind: str, name: str
-) -> None:
+def test_a_pause_names_its_author_and_what_ends_it(world: World, kind: str, name: str) -> None:
     policies, named = world.delays.policies, {kind: name}
     policies.pause(**named, actor="ann@desk")
     for task in (put(world), put(world, Status.HELD)):

@@ -91,11 +91,9 @@ class TripCounter:
 class ConnectedWorld(PlannedWorld):
     """A world on PostgreSQL, and the connection that its process keeps for most statements."""
 
-    def ask(self, query: str, **options: Any) -> list[tuple[Any, ...]]:
+    def ask(self, sql: str, **options: Any) -> list[tuple[Any, ...]]:
         """Return the rows of a query on the kept connection."""
-        found = self.store.database.autocommitted(
-            lambda c: c.exec_driver_sql(query).all(), **options
-        )
+        found = self.store.database.autocommitted(lambda c: c.exec_driver_sql(sql).all(), **options)
         return [tuple(row) for row in found]
 
     def tell(self, statement: str) -> None:

@@ -182,10 +182,8 @@ class RedisTimerHarness:
             location, self.settings, EtaTimer(publisher, self.clock), self.clock, self.events
         )
 
-    def entry(self, id: int, in_ms: float = 0, **fields: Any) -> Entry:
-        return Entry(
-            id, fields.pop("version", 0), self.clock.now_us() + int(in_ms * 1000), **fields
-        )
+    def entry(self, id: int, in_ms: float = 0, **more: Any) -> Entry:
+        return Entry(id, more.pop("version", 0), self.clock.now_us() + int(in_ms * 1000), **more)
 
     def take(self, most: int = 100, queue: str = "default") -> list[Taken]:
         taken = self.timer.take(dict.fromkeys(self.timer.slots(queue), most))
@@ -266,10 +264,9 @@ async def engine_at(url: str, driver: str | None = None) -> AsyncIterator[AsyncE
     pytest.importorskip(driver)
     engine = create_async_engine(place.set(drivername=f"{place.get_backend_name()}+{driver}"))
     if driver == "aiosqlite":  # see tests/conformance/test_transactions.py
-        event.listen(
-            engine.sync_engine, "connect", lambda link, _: setattr(link, "isolation_level", None)
-        )
-        event.listen(engine.sync_engine, "begin", lambda link: link.exec_driver_sql("BEGIN"))
+        own = engine.sync_engine
+        event.listen(own, "connect", lambda link, _: setattr(link, "isolation_level", None))
+        event.listen(own, "begin", lambda link: link.exec_driver_sql("BEGIN"))
     try:
         yield engine
     finally:

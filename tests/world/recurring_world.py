@@ -29,10 +29,8 @@ class RecurringWorld(World):
     """A process that defines schedules, and a sweeper, with a clock of their own."""
 
     def __init__(self, url: str, **settings: Any) -> None:
-        keys, made = (
-            settings.get("encryption_keys"),
-            settings_for(url, table_prefix="s_", **settings),
-        )
+        keys = settings.get("encryption_keys")
+        made = settings_for(url, table_prefix="s_", **settings)
         super().__init__(Store(url, made, Cipher(keys) if keys else None), **settings)
         self.recurring = self.delays.recurring
         self.start = self.store.tasks.now().replace(microsecond=0)

@@ -16,15 +16,8 @@ import pytest
 from celery import Celery
 from sqlalchemy import URL, Connection, Engine, Table, delete, event, insert, select, text, update
 
-from delaytasks import (
-    DelayedTask,
-    DelayTasks,
-    Forecast,
-    Status,
-    StoreUnavailableError,
-    TaskNotFoundError,
-    forecast,
-)
+import delaytasks as e
+from delaytasks import DelayedTask, DelayTasks, Forecast, Status, forecast
 from delaytasks.core.clock import Clock, to_us
 from delaytasks.core.filters import filter_of
 from delaytasks.core.ids import IdMaker
@@ -461,9 +454,7 @@ class World:
                     moves = ", ".join(f"{name} = {earlier.format(name)}" for name in instants)
                     connection.execute(text(f"UPDATE {table.fullname} SET {moves}"), {"s": seconds})
         moved = int(seconds * 1e6)
-        self.broker.armed = [
-            entry._replace(due_us=entry.due_us - moved) for entry in self.broker.armed
-        ]
+        self.broker.armed = [one._replace(due_us=one.due_us - moved) for one in self.broker.armed]
 
     def worker(self, name: str = "worker-1", **options: Any) -> Worker:
         """Return the worker of this name, which is made at its first use."""
@@ -477,11 +468,9 @@ class World:
         self._workers.pop(name, None)
         return self.store.leases.release([name], max_lost_leases)
 
-    def report(
-        self, recovered: Recovered, task_events: Any, sends_events: bool, **fields: Any
-    ) -> None:
+    def report(self, recovered: Recovered, events: Any, sends_events: bool, **fields: Any) -> None:
         """Report recovered rows, as the worker does that recovered them."""
-        self.delays.events.subscribe(WorkerLostEvents(task_events, lambda: sends_events))
+        self.delays.events.subscribe(WorkerLostEvents(events, lambda: sends_events))
         emit_recovered(self.delays.events, recovered, **fields)
 
     def lapse(self, *tasks: DelayedTask, max_lost_leases: int = 5) -> int:
@@ -525,12 +514,10 @@ class World:
         self.store.tasks.insert_many(made)
         return made
 
-    def put_each(
-        self, queues: Iterable[str], due_s: float = DUE_S, **fields: Any
-    ) -> list[DelayedTask]:
+    def put_each(self, names: Iterable[str], due_s: float = DUE_S, **row: Any) -> list[DelayedTask]:
         """Insert a row into each of these queues."""
-        first = self.new_row(due_s, **fields)
-        made = [replace(first, id=next(_ids), queue=queue) for queue in queues]
+        first = self.new_row(due_s, **row)
+        made = [replace(first, id=next(_ids), queue=queue) for queue in names]
         self.store.tasks.insert_many(made)
         return made
 
@@ -566,7 +553,7 @@ class World:
 
     def owner(self, key: str = "k", tag: str = "note") -> int | None:
         """Return the id of the live task that has a key."""
-        with suppress(TaskNotFoundError):
+        with suppress(e.TaskNotFoundError):
             return self.delays.get(tag=tag, key=key).id
         return None
 
@@ -617,7 +604,7 @@ class World:
         def lost() -> Iterator[Connection]:
             with begin() as connection:
                 yield connection
-            raise StoreUnavailableError("the connection was lost")
+            raise e.StoreUnavailableError("the connection was lost")
 
         with mock.patch.object(database, "begin", lost):
             yield

@@ -35,6 +35,4 @@ def shop(bare: Project) -> Project:
 @pytest.fixture
 def forget(request: pytest.FixtureRequest) -> Callable[..., None]:
     """Return a function that removes this test's modules from `sys.modules` at teardown."""
-    return lambda *names: request.addfinalizer(
-        lambda: [sys.modules.pop(name, None) for name in names]
-    )
+    return lambda *names: request.addfinalizer(lambda: [sys.modules.pop(it, None) for it in names])

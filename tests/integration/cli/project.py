@@ -66,11 +66,9 @@ class Project:
         self.name = name
         self.patch = patch
 
-    def __call__(
-        self, *arguments: str, typed: str | bytes | None = None, color: bool = False
-    ) -> Result:
+    def __call__(self, *args: str, typed: str | bytes | None = None, color: bool = False) -> Result:
         """Run a command. With `color`, its output is that on a terminal."""
-        command = ["-A", self.name, *arguments]
+        command = ["-A", self.name, *args]
         result = CliRunner().invoke(main, command, input=typed, color=color)
         assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
         return result

@@ -109,20 +109,16 @@ def test_log_lists_the_actor_the_action_and_the_progress(shop: Project) -> None:
 # -- at a terminal --------------------------------------------------------------------------------
 
 
-def at_terminal(
-    name: str, *arguments: str
-) -> tuple[subprocess.Popen[bytes], Callable[[str], str], int]:
+def at_terminal(name: str, *args: str) -> tuple[subprocess.Popen[bytes], Callable[[str], str], int]:
     """Start the command on a pseudo-terminal.
 
     Return the process, a function that waits for a text, and the file descriptor of its input.
     """
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-c", RUN, "-A", name, *arguments]
+    command = [sys.executable, "-c", RUN, "-A", name, *args]
     path = os.pathsep.join([*sys.path, os.getcwd()])
     env = {**os.environ, "PYTHONPATH": path, "TERM": "xterm"}
-    running = subprocess.Popen(
-        command, stdin=theirs, stdout=subprocess.PIPE, stderr=theirs, env=env
-    )
+    child = subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=theirs, env=env)
     os.close(theirs)
     said = ""
 
@@ -136,7 +132,7 @@ def at_terminal(
                 raise AssertionError(f"ended without {text!r}: {said}") from None
         return said
 
-    return running, until, ours
+    return child, until, ours
 
 
 @pytest.mark.parametrize(("typed", "status"), [("n", Status.NOT_COMPLETE), ("y", Status.CANCELLED)])

@@ -63,9 +63,8 @@ def test_with_json_the_log_is_not_written_to_stderr(shop: Project) -> None:
 @pytest.mark.quick
 def test_piped_list_output_has_the_id_in_the_first_column(shop: Project) -> None:
     ids = [str(shop.schedule(delay=60 + number).id) for number in range(3)]
-    out, err = shop.process("-c", RUN, "-A", shop.name, "list", "--oldest-first").communicate(
-        timeout=30
-    )
+    listing = shop.process("-c", RUN, "-A", shop.name, "list", "--oldest-first")
+    out, err = listing.communicate(timeout=30)
     assert [line.split()[0] for line in out.splitlines()] == ["id", *ids]
     assert err == ""
 

@@ -72,9 +72,7 @@ def test_an_unavailable_broker_is_reported_and_does_no_harm(shop: Project) -> No
     assert len(shop.delays.find()) == 1
 
 
-def test_many_tasks_come_from_a_file_or_from_stdin_and_share_options(
-    shop: Project, tmp_path: Path
-) -> None:
+def test_tasks_come_from_a_file_or_stdin_and_share_options(shop: Project, tmp_path: Path) -> None:
     text = lines({"tag": "ok", "body": {"n": 1}, "delay": "1h"})
     text += lines({"tag": "ok", "delay": 90, "id": "42", "priority": 5, "queue": "q"})
     (tmp_path / "many.jsonl").write_text(f"{text}\n")

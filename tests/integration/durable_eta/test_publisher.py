@@ -10,11 +10,7 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from delaytasks.durable_eta.message_publisher import (
-    MessagePublisher,
-    NotConfirmedError,
-    RefusedByBrokerError,
-)
+from delaytasks.durable_eta import message_publisher
 from delaytasks.durable_eta.stored_message import StoredMessage
 from delaytasks.timers.publisher import bounded_connection
 from tests.proxy import Proxy, proxy_to
@@ -35,7 +31,7 @@ class PublisherHarness:
             options = {"read_timeout": LIMIT_S, "confirm_publish": False}
             return bounded_connection(self.app, LIMIT_S, **options)
 
-        self.publisher = MessagePublisher(
+        self.publisher = message_publisher.MessagePublisher(
             self.app, connect, LIMIT_S, lambda: datetime.now(timezone.utc)
         )
 
@@ -104,7 +100,7 @@ def test_a_broker_that_was_lost_is_used_again_when_it_is_back(
     proxy.refuse()
 
     lost = post.publisher.publish([post.message(2), post.message(3)])
-    assert [type(result) for result in lost] == [NotConfirmedError] * 2
+    assert [type(result) for result in lost] == [message_publisher.NotConfirmedError] * 2
 
     proxy.heal()
     assert post.publisher.publish([post.message(4)]) == [None]
@@ -120,7 +116,7 @@ def test_a_message_that_rabbitmq_refuses_stops_no_other(make_post: Make, rabbitm
 
     assert (results[0], results[3]) == (None, None)
     assert "no exchange" in str(results[1])
-    assert isinstance(results[2], RefusedByBrokerError)
+    assert isinstance(results[2], message_publisher.RefusedByBrokerError)
     assert "no queue" in str(results[2])
     assert sorted(set(post.arrived())) == [0, 3]
 

@@ -62,10 +62,8 @@ def test_a_waiting_task_is_moved_postponed_and_cancelled(site: ApiSite, shop: Ap
     stale = {"delay": 1, "version": task["version"]}
     assert shop.problem("POST", f"{path}/reschedule", stale) == (409, "StaleVersionError")
     assert shop.json("POST", f"{path}/touch", {"delay": "1h"})["touched"] == [task["id"]]
-    touched = shop.json(
-        "POST", "/v1/keys/touch", {"tag": "order.close", "keys": ["7", "8"], "delay": 1}
-    )
-    assert touched == {"touched": ["7"], "gone": ["8"]}
+    keys = {"tag": "order.close", "keys": ["7", "8"], "delay": 1}
+    assert shop.json("POST", "/v1/keys/touch", keys) == {"touched": ["7"], "gone": ["8"]}
     assert shop.json("POST", "/v1/keys/reschedule", {**named, "delay": 90})["id"] == task["id"]
     assert shop.json("POST", "/v1/keys/cancel", named)["is_cancelled"]
     assert not shop.json("POST", f"{path}/cancel")["is_cancelled"]

@@ -14,7 +14,6 @@ from sqlalchemy import func, select
 
 from delaytasks import DelayTasks
 from delaytasks.runtime import runtime_of
-from delaytasks.timers.publisher import CONNECT_STEP_S
 from tests.conftest import open_store
 from tests.proxy import proxy_to
 from tests.running import delete_keys
@@ -23,8 +22,6 @@ from tests.waiting import wait_until
 LIMIT_S = 0.5
 #: A busy machine adds up to this many seconds to a call.
 SLACK_S = 0.4
-#: Connecting in a background thread may take this many seconds.
-CONNECTS_S = 2 * CONNECT_STEP_S + SLACK_S
 
 
 class ProxiedCaller:

@@ -11,16 +11,13 @@ from sqlalchemy import Engine, text
 
 from delaytasks import Status
 from delaytasks.runtime import runtime_of
-from tests.integration.outages.conftest import (
-    BROKERS,
-    CONNECTS_S,
-    LIMIT_S,
-    SLACK_S,
-    Connect,
-    seconds,
-)
+from delaytasks.timers.publisher import CONNECT_STEP_S
+from tests.integration.outages.conftest import BROKERS, LIMIT_S, SLACK_S, Connect, seconds
 from tests.running import quick
 from tests.waiting import in_child, wait_until
+
+#: Connecting in a background thread may take this many seconds.
+CONNECTS_S = 2 * CONNECT_STEP_S + SLACK_S
 
 pytestmark = pytest.mark.slow
 

@@ -64,11 +64,9 @@ def test_a_worker_shows_a_lost_broker_in_its_row(deploy: Deploy, broker: str) ->
 class Outage:
     """A producer, a beat and a worker during one kind of outage of one broker."""
 
-    def __init__(self, deploy: Deploy, broker: str, way: str) -> None:
+    def __init__(self, start: Deploy, broker: str, way: str) -> None:
         self.name, self.way = f"{broker}-{way}", way
-        self.d = deploy(
-            "postgresql", broker, folder=self.name, proxied=["broker"], _self_sweep_s=60
-        )
+        self.d = start("postgresql", broker, folder=self.name, proxied=["broker"], _self_sweep_s=60)
         self.proxy = self.d.proxies["broker"]
         self.d.beat()
         self.worker = self.d.worker(pool="threads")
