@@ -306,10 +306,8 @@ def test_a_status_that_does_not_exist_is_refused(place: Place) -> None:
 BAD_CURSORS = ["", "x", "====", "MTIz", "YTpi", "😀", "\ud800", "MTox\n;", 5, b"MTox", ["x"]]
 BAD_CURSORS += ["nonsense", "AAAA", "ОК"]
 #: These cursors are well formed, but no row has their numbers: 10^30:1, 1:10^30, 1:-10^30.
-BAD_CURSORS += [
-    "MTAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDox",
-    "MToxMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAw",
-]
+BAD_CURSORS += ["MTAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDox"]
+BAD_CURSORS += ["MToxMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAw"]
 BAD_CURSORS += ["MTotMTAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMA=="]
 
 
@@ -654,12 +652,8 @@ def test_a_delay_above_the_setting_is_refused_and_one_at_it_is_not(make: Any) ->
 def test_a_datetime_without_a_zone_is_refused_by_every_call(place: Place) -> None:
     waits, naive, d = place.put(), datetime(2030, 1, 1), place.delays
     place.refuse("at", [naive], lambda at: d.schedule_delay("mail", {}, at=at), says="2030")
-    place.refuse(
-        "at",
-        [naive],
-        lambda at: d.schedule_many([("mail", {}, at)]),
-        lambda at: d.reschedule(waits, at=at),
-    )
+    place.refuse("at", [naive], lambda at: d.schedule_many([("mail", {}, at)]))
+    place.refuse("at", [naive], lambda at: d.reschedule(waits, at=at))
     place.refuse("since", [naive], lambda since: d.find(since=since))
     place.refuse("until", [naive], lambda until: d.find(until=until))
 

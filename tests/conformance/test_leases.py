@@ -290,9 +290,7 @@ def test_several_threads_may_report_a_worker_simultaneously(registry: Registry) 
     assert present(registry) == ["w1"]
 
 
-def test_a_silent_worker_is_returned_once_and_is_lost_from_then_on(
-    world: World, registry: Registry
-) -> None:
+def test_a_silent_worker_is_returned_once_and_then_lost(world: World, registry: Registry) -> None:
     registry.report("alive")
     before = world.now()
     registry.lose("killed")
@@ -355,9 +353,7 @@ def test_a_worker_that_reports_again_is_no_longer_lost(registry: Registry) -> No
     assert registry.expire() == ["w1"], "it is lost a second time"
 
 
-def test_a_lost_worker_counts_nowhere_even_if_its_report_looks_recent(
-    world: World, registry: Registry
-) -> None:
+def test_a_lost_worker_with_a_new_report_counts_nowhere(world: World, registry: Registry) -> None:
     registry.lose("killed")
     registry.change("killed", seen_at=-1, lost_at=0)
     [reason, *_] = world.why(world.put(due_s=-3600))

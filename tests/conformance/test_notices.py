@@ -115,9 +115,7 @@ def test_a_listener_receives_entries_read_requests_and_invalid_notices(
 def test_a_listener_listens_again_after_a_loss(delays: DelayTasks, worker: ListeningWorker) -> None:
     worker.end_connection()
     wait_until(
-        lambda: "notices.down" in worker.event_names and worker.is_listening,
-        10,
-        "it to listen again",
+        lambda: "notices.down" in worker.event_names and worker.is_listening, 10, "it to listen"
     )
     task = schedule(delays)
     wait_until(lambda: worker.entries == [Entry.of(task)], 10, "the next notice")

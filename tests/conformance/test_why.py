@@ -112,9 +112,7 @@ def test_more_tags_than_the_registry_takes_are_not_published(world: World) -> No
     assert fact_codes(world, world.schedule()) == ["due"], "what is not known is no reason"
 
 
-def test_a_worker_that_starts_again_replaces_the_tags_of_the_one_before(
-    world: World, make_world: MakeWorld
-) -> None:
+def test_a_worker_that_starts_again_replaces_its_tags(world: World, make_world: MakeWorld) -> None:
     make_world().serve("w1", "default", tags=TOO_MANY)
     assert tags_of_worker(world) is None
 

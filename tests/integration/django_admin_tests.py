@@ -35,11 +35,8 @@ delays = project_delays()
 console = make_console(delays, staff_viewer, secret_key="a secret")
 plain = admin.AdminSite("plain")
 plain.register(DelayTaskRow)
-urlpatterns = [
-    path("admin/", admin.site.urls),
-    path("plain/", plain.urls),
-    path("console/", include(mount(console))),
-]
+urlpatterns = [path("admin/", admin.site.urls), path("plain/", plain.urls)]
+urlpatterns += [path("console/", include(mount(console)))]
 TASKS = "/admin/delaytasks/delaytaskrow/"
 HOSTILE = "<script>alert(1)</script>"
 

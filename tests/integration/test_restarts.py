@@ -41,9 +41,7 @@ def server(start_redis: Callable[[], RedisServer]) -> RedisServer:
 
 
 def test_workers_resume_whenever_redis_is_restarted(deploy: Deploy, server: RedisServer) -> None:
-    deployments = [
-        deploy("postgresql", server.url, folder=timer, timer=timer) for timer in ("eta", "redis")
-    ]
+    deployments = [deploy("postgresql", server.url, folder=it, timer=it) for it in ("eta", "redis")]
     workers = [d.worker() for d in deployments]
     tasks = [(d, d.schedule(delay=n / 2)) for d in deployments for n in range(20)]
     for _ in range(ROUNDS):

@@ -158,9 +158,7 @@ def test_every_error_can_be_imported_from_the_package() -> None:
         for kind in of.__subclasses__():
             yield from (kind, *kinds(kind))
 
-    defined = {
-        kind for kind in kinds(DelayTaskError) if kind.__module__ == DelayTaskError.__module__
-    }
+    defined = {one for one in kinds(DelayTaskError) if one.__module__ == DelayTaskError.__module__}
     assert {getattr(delaytasks, kind.__name__) for kind in defined} == defined
     assert {kind.__name__ for kind in defined} <= {*delaytasks.__all__}
 

@@ -72,9 +72,7 @@ def dumps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """How hard limits are armed, which end the process with a dump, and "over" for each end."""
     calls: list[Any] = []
     monkeypatch.setattr(
-        faulthandler,
-        "dump_traceback_later",
-        lambda s, **options: calls.append((s, options["exit"])),
+        faulthandler, "dump_traceback_later", lambda s, **more: calls.append((s, more["exit"]))
     )
     monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: calls.append("over"))
     return calls

@@ -165,9 +165,7 @@ DEFERRALS = [
 
 
 @pytest.mark.parametrize(("begin", "code"), DEFERRALS)
-def test_the_reason_of_a_deferred_task_has_its_cause_and_the_next_try(
-    world: World, begin: str, code: str
-) -> None:
+def test_a_deferred_task_has_a_cause_and_a_next_try(world: World, begin: str, code: str) -> None:
     if code == "no_processor":  # the registry and the row both tell the reason
         world.serve(WORKER, QUEUE, tags=[])
     due, next_try = ago(world, seconds=121), ago(world, seconds=-30)

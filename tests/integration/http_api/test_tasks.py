@@ -160,9 +160,7 @@ TASK, JSON = b'{"tag": "a", "delay": 1, "body": %s}', "application/json"
         (TASK % b'"%s"' % (b"x" * 300_000), JSON, 413),
     ],
 )
-def test_a_body_that_is_no_json_document_is_refused(
-    site: ApiSite, data: bytes, kind: str, status: int
-) -> None:
+def test_a_body_without_json_is_refused(site: ApiSite, data: bytes, kind: str, status: int) -> None:
     key, _ = site.keys.create("shop", ["schedule:*"])
     most = 1000 if data.isspace() else 400_000
     client = make_api(site.delays, site.keys, most_bytes=most).test_client()

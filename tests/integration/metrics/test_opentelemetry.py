@@ -103,11 +103,8 @@ def test_the_span_of_a_run_links_to_the_span_of_its_call(site: TracedSite, pool:
     assert "in fails" in event["attributes"]["exception.stacktrace"]
     [run], [inside] = site.spans("process otel.async"), site.spans("in the loop")
     assert inside["parent_id"] == run["context"]["span_id"], "the coroutine runs within its span"
-    links = {
-        each["context"]["span_id"]
-        for run in site.spans("process otel.batch")
-        for each in run["links"]
-    }
+    runs = site.spans("process otel.batch")
+    links = {each["context"]["span_id"] for run in runs for each in run["links"]}
     assert links == {f"0x{span.context.span_id:016x}" for span in of_batch}, "one to each call"
     assert len(links) == 4
 
