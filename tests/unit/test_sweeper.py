@@ -484,7 +484,11 @@ def test_a_worker_of_all_queues_drains_known_ones_and_few_unknown_ones(direct: D
     for _ in range(3):
         direct.poll(is_woken=True)
         # A thread that looks for held-up chunks may send the last ones.
-        wait_until(lambda: len({*direct.drained()}) > MOST_OTHERS, 10, "the drains of a turn")
+        wait_until(
+            lambda: len({*direct.drained()}) == direct.dispatcher.drain_count,
+            10,
+            "a chunk of each drain",
+        )
         found.append({*direct.drained()})
         direct.poll(is_woken=True)
         assert {*direct.drained()} == found[-1], "the others wait until there is room"
