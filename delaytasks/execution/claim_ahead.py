@@ -26,7 +26,6 @@ from typing import NamedTuple
 from delaytasks.core.clock import monotonic, reset_in_child, to_us
 from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Claimed
-from delaytasks.core.policies import WaitlistsSeen
 from delaytasks.core.settings import Settings
 from delaytasks.core.workers import ChunkSize
 from delaytasks.execution.chunk import Chunk
@@ -58,14 +57,16 @@ class ClaimedChunk(NamedTuple):
     """The result of one claim. `chunk` is None if there is no row that may run."""
 
     chunk: Chunk | None
-    rows: int
+    claimed: Claimed
     #: Whether the claim got as many rows as it asked for, so that there are probably more.
     is_full: bool
-    seen: WaitlistsSeen
-    #: Up to where a full claim has emptied its queue.
-    drained_to: DrainedTo | None
     #: Whether a row of the chunk has a time limit, which may end the process.
     may_end_process: bool
+
+    @property
+    def drained_to(self) -> DrainedTo | None:
+        """Up to where the claim has emptied its queue; None if it got less than it asked for."""
+        return DrainedTo.by(self.claimed) if self.is_full and self.claimed else None
 
 
 class _Pause:
@@ -128,7 +129,7 @@ class ClaimAhead:
             rows_to_claim = partial(self._rows_to_claim, pause, size, until)
             beside = self._threads.submit(self._close_and_claim, ended, claim, rows_to_claim)
             before = tally.sample
-            tally.claimed += current.rows
+            tally.claimed += len(current.claimed)
             try:
                 yield current
                 tally.add(*self._chunks.ended())
@@ -140,7 +141,7 @@ class ClaimAhead:
                 pause.end(is_given_up=True)
                 self._give_up(current, beside, error)
                 raise
-        tally.claimed += current.rows
+        tally.claimed += len(current.claimed)
         try:
             self._close(ended)
             yield current
@@ -152,7 +153,7 @@ class ClaimAhead:
             return False
         # Rows that are claimed ahead would be lost with the process. Waitlists have their own
         # runner.
-        if current.may_end_process or current.seen.waitlists:
+        if current.may_end_process or current.claimed.seen.waitlists:
             return False
         return monotonic() < until and not self._has_others()
 
@@ -182,8 +183,7 @@ class ClaimAhead:
         chunk = self._chunks.open(claimed, claimed_at, waits_s)
         is_full = len(claimed) + claimed.seen.held >= most
         may_end_process = any(task.tag in self._registry.time_limits for task in claimed)
-        drained_to = DrainedTo.by(claimed) if is_full and claimed else None
-        return ClaimedChunk(chunk, len(claimed), is_full, claimed.seen, drained_to, may_end_process)
+        return ClaimedChunk(chunk, claimed, is_full, may_end_process)
 
     def _close(self, chunk: Chunk | None) -> None:
         if chunk is not None:

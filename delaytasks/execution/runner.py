@@ -219,9 +219,9 @@ class Runner:
         most = limit - 1 if is_turn_of_recovered else limit
         claim = partial(self._claims.claim_due, queue, priorities)
         with closing(self._ahead.chunks(claim, most, continue_s, tally)) as chunks:
-            for claimed in chunks:
-                self._chunks.run(claimed.chunk, tally, self._may_detach)
-        is_full, seen = claimed.is_full, claimed.seen
+            for last in chunks:
+                self._chunks.run(last.chunk, tally, self._may_detach)
+        is_full, seen = last.is_full, last.claimed.seen
         if is_turn_of_recovered or not is_full:
             recovered = self._run_recovered(queue, priorities, tally)
             is_full = bool(recovered) or is_full
@@ -238,7 +238,7 @@ class Runner:
         states = self._waitlists.run(waitlists - later, limit, for_s, self._counting(tally))
         states += tuple(WaitlistState(*waitlist, None) for waitlist in sorted(later))
         return self._report(
-            tally, tally.claimed, is_full=is_full, drained_to=claimed.drained_to, waitlists=states
+            tally, tally.claimed, is_full=is_full, drained_to=last.drained_to, waitlists=states
         )
 
     def _settles_in_background(self, tally: Tally) -> bool:

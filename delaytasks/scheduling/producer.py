@@ -484,14 +484,17 @@ class Producer:
         if transaction is None:
             self.arm(tasks)
             return
-        is_notified = self._notify is not None and not transaction.stands_alone
-        if self._notify is not None and is_notified:
+        notify = None if transaction.stands_alone else self._notify
+        kept: Sequence[DelayedTask] = ()
+        if notify is None:
+            kept = _to_arm(tasks, self._near_until_us(TRANSACTION_US))
+        else:
             with transaction.guard() as on:
-                self._notify([Entry.of(task) for task in tasks], on)
+                notify([Entry.of(task) for task in tasks], on)
         if transaction.reports_changes:
-            transaction.after_commit(tasks, _do_nothing if is_notified else self.arm)
-        elif not is_notified and (kept := _to_arm(tasks, self._near_until_us(TRANSACTION_US))):
-            transaction.after_commit(kept, self.arm)
+            kept = tasks
+        if kept:
+            transaction.after_commit(kept, self.arm if notify is None else _do_nothing)
 
     def arm(self, tasks: Sequence[DelayedTask], is_committed: bool = True) -> None:
         """Arm the timer for tasks that are due soon. If that fails, the sweep finds the rows."""

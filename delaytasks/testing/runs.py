@@ -238,11 +238,11 @@ def _refuse_earlier_tasks(store: Store) -> None:
     query = select(t.c.tag, t.c.id).where(
         t.c.status.in_(sorted(map(int, LIVE))), t.c.create_time < from_us(STARTED_MS * 1000)
     )
-    earlier = store.database.autocommitted(lambda c: c.execute(query.limit(2)).all())
-    if earlier:
+    earlier = store.database.autocommitted(lambda c: c.execute(query.limit(1)).first())
+    if earlier is not None:
         raise ConfigError(
             f"the database {url.render_as_string()} has live tasks that were scheduled before "
-            f"these tests began, such as {earlier[0].id} (tag {earlier[0].tag!r}), and a test "
+            f"these tests began, such as {earlier.id} (tag {earlier.tag!r}), and a test "
             "would run them: give the tests a database of their own, or begin with "
             "tester.clear() if earlier tests left them"
         )

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heapreplace
+from heapq import merge
+from itertools import islice
 from math import inf
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
@@ -82,8 +83,8 @@ _WRITTEN_ORDER = attrgetter("due_us", "id")
 
 
 class ReadyEntries:
-    """Entries by priority and queue. No method reads more entries than it adds or removes, so that
-    the work for a chunk does not grow with the number of entries that wait.
+    """Entries by priority and queue, so that the work for a chunk does not grow with the number of
+    entries that wait.
     """
 
     def __init__(self) -> None:
@@ -98,25 +99,21 @@ class ReadyEntries:
             new.setdefault((entry.priority, entry.queue), []).append(entry)
         for level, some in new.items():
             ready = self._levels.setdefault(level, deque())
-            some.sort(key=_WRITTEN_ORDER)
-            ready.extend(some)
-            if len(some) * SORTED_SHARE >= len(ready):
-                self._levels[level] = deque(sorted(ready, key=_WRITTEN_ORDER))
+            if len(some) * SORTED_SHARE >= len(ready) + len(some):
+                self._levels[level] = deque(sorted([*ready, *some], key=_WRITTEN_ORDER))
+            else:
+                ready.extend(sorted(some, key=_WRITTEN_ORDER))
 
     def pop(self, count: int) -> list[Entry]:
         """Remove and return up to `count` entries, the oldest of the highest priority first."""
         popped: list[Entry] = []
         for priority in sorted({priority for priority, _ in self._levels}, reverse=True):
-            levels = [ready for level, ready in self._levels.items() if level[0] == priority]
-            firsts = [(*_WRITTEN_ORDER(ready[0]), number) for number, ready in enumerate(levels)]
-            heapify(firsts)
-            while firsts and len(popped) < count:
-                ready = levels[firsts[0][2]]
-                popped.append(ready.popleft())
-                if ready:
-                    heapreplace(firsts, (*_WRITTEN_ORDER(ready[0]), firsts[0][2]))
-                else:
-                    heappop(firsts)
+            levels = (ready for level, ready in self._levels.items() if level[0] == priority)
+            in_order = merge(*levels, key=_WRITTEN_ORDER)
+            first = list(islice(in_order, count - len(popped)))
+            for entry in first:
+                self._levels[priority, entry.queue].popleft()
+            popped += first
         self._forget_empty()
         return popped
 

@@ -332,12 +332,16 @@ def fail_in_sql(*arguments: Any) -> bool:
 def test_the_error_about_missing_tables_names_the_command_that_creates_them(alias: str) -> None:
     delays = DjangoDelays(django_settings.new_celery_app(), alias, table_prefix="nowhere_")
     try:
-        with pytest.raises(e.StoreError, match=r"nowhere_yb_delay_task.*manage\.py migrate"):
+        with pytest.raises(
+            e.StoreError, match=r"nowhere_yb_delay_task_message.*manage\.py migrate"
+        ):
             delays.schedule_delay("order.close", 1, 1)
         refused = pytest.raises(e.SessionUnusableError, match=r"manage\.py migrate")
         with refused, transaction.atomic(alias):
             delays.schedule_delay("order.close", 1, 1)
-        with pytest.raises(e.ConfigError, match=r"not exist.*; run: python manage\.py migrate$"):
+        with pytest.raises(
+            e.ConfigError, match=r"does not exist.*; run: python manage\.py migrate$"
+        ):
             runtime_of(delays).checks.check_ready()  # as a worker does at its start
     finally:
         delays.close()

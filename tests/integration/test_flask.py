@@ -137,7 +137,7 @@ def test_a_request_that_does_not_commit_is_reported_in_the_log(
         "cancel": lambda: delays.cancel(tag="order.close", key="k"),
         "reschedule": lambda: delays.reschedule(tag="order.close", key="k", delay="1d"),
     }
-    delays.schedule_delay("order.close", 1, "2d", key="k")
+    waits = delays.schedule_delay("order.close", 1, "2d", key="k")
 
     @app.get("/<outcome>")
     def place(outcome: str) -> str:
@@ -150,7 +150,9 @@ def test_a_request_that_does_not_commit_is_reported_in_the_log(
 
     with caplog.at_level(logging.WARNING, "shop"):
         app.test_client().get("/forgets")
-        assert "1 delayed task scheduled or changed in db.session" in caplog.text
+        says = "1 delayed task scheduled or changed in db.session, which was not committed"
+        assert says in caplog.text
+        assert (count(project), delays.get(waits).version) == (1, 0)
         caplog.clear()
         app.test_client().get("/commits")
         app.test_client().get("/reads")

@@ -53,7 +53,8 @@ def test_the_forecast_names_the_busiest_hour_and_whether_it_fits(peak: Site) -> 
 def test_an_hour_that_is_too_full_is_a_warning(peak: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forecast, "ASSUMED_DURATION_S", 24.0)
     text = peak.client().get("/forecast?processes=2").text
-    assert re.search(r"From .*: 600 tasks .* busy for 2h\. 4 processes would run", heading(text))
+    says = r"From .*: 600 tasks .* busy for 2h\. 4 processes would run them"
+    assert re.search(says, heading(text))
     assert '<section class="verdict warn"' in text
     assert '<span class="bad-text">200%</span>' in text
 

@@ -62,6 +62,7 @@ def test_leases_are_renewed_while_the_watch_loop_waits(at_work: AtWork) -> None:
 def test_the_entries_of_the_timing_wheel_survive_its_thread(at_work: AtWork) -> None:
     due_us = at_work.clock.now_us() + 3_000_000
     at_work.dispatcher.receive([Entry(id, 0, due_us) for id in (1, 2)])
+    assert at_work.held == 2
     at_work.plan("wheel", die)
     wait_until(lambda: sum(at_work.sizes()) == 2, 30, "the new thread to bring them out")
     assert at_work.clock.now_us() >= due_us

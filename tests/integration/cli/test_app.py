@@ -98,7 +98,8 @@ def test_a_module_that_the_app_imports_in_vain_is_one_line_if_its_own_name_is_wr
     said = CliRunner().invoke(main, ["-A", "late_app", "list"])
     assert said.exit_code == 2
     fact = f"failed: ModuleNotFoundError: No module named '{missing}'"
-    assert said.stderr.endswith(f"importing what the app's imports and include name {fact}\n")
+    where = "Error: importing what the app's imports and include name"
+    assert said.stderr.endswith(f"{where} {fact}\n")
     assert ("Traceback" in said.stderr) is is_traced
     assert is_traced or len(said.stderr.splitlines()) == 1
 

@@ -74,16 +74,17 @@ def test_an_unavailable_broker_is_reported_and_does_no_harm(shop: Project) -> No
 
 def test_tasks_come_from_a_file_or_stdin_and_share_options(shop: Project, tmp_path: Path) -> None:
     text = lines({"tag": "ok", "body": {"n": 1}, "delay": "1h"})
+    text += lines({"tag": "mail", "at": "2030-01-01T00:00:00Z", "key": "k"})
     text += lines({"tag": "ok", "delay": 90, "id": "42", "priority": 5, "queue": "q"})
     (tmp_path / "many.jsonl").write_text(f"{text}\n")
-    assert shop.json("schedule", "--many", "many.jsonl") == {"scheduled": 2}
-    text = lines({"tag": "mail", "at": "2030-01-01T00:00:00Z", "key": "k"})
-    text += lines({"tag": "ok", "delay": 90, "priority": 1, "queue": "own"})
-    said = shop("schedule", "--many", "-", "--priority", "7", typed=text)
+    assert shop.json("schedule", "--many", "many.jsonl") == {"scheduled": 3}
+    task = {"tag": "ok", "delay": 90}
+    text = lines(task, {**task, "priority": 1, "queue": "own"})
+    said = shop("schedule", "--many", "-", "--queue", "all", "--priority", "7", typed=text)
     assert (said.exit_code, said.stdout, said.stderr) == (0, "scheduled 2 tasks\n", "")
     found = {task.queue: task for task in shop.delays.find()}
-    shared = {queue: task.priority for queue, task in found.items()}
-    assert shared == {"default": 0, "q": 5, "letters": 7, "own": 1}
+    priorities = {queue: task.priority for queue, task in found.items()}
+    assert priorities == {"default": 0, "letters": 0, "q": 5, "all": 7, "own": 1}
     assert (found["default"].body, found["q"].id) == ({"n": 1}, 42)
     assert found["letters"].key == "k"
     assert found["letters"].expected_time == datetime(2030, 1, 1, tzinfo=timezone.utc)

@@ -117,7 +117,8 @@ def test_follow_prints_a_line_for_each_change(shop: Project) -> None:
     lines = during(lambda: runner_of(shop.delays).run([Entry(task.id, 0, 0)]), shop).splitlines()
     at = r"[0-9:]{8}\.[0-9]{3}"
     assert re.fullmatch(rf"{at} NOT_COMPLETE bad +{task.id} k1  due now", lines[0])
-    assert re.match(rf"{at} FAILED +bad +{task.id} k1  \S+ late, took \S+, ValueError: ", lines[-1])
+    failed = rf"{at} FAILED       bad +{task.id} k1  \S+ late, took \S+, ValueError: "
+    assert re.match(failed, lines[-1])
     assert not [line for line in lines if line.startswith("forged")]
 
 
