@@ -155,10 +155,9 @@ class FlaskDelays(DelayTasks):
             uncommitted = _uncommitted()
             if uncommitted:
                 raise SessionUnusableError(
-                    f"the processor of {task.tag!r} scheduled or changed "
-                    f"{count(uncommitted, 'task')} in db.session and ended without "
-                    "db.session.commit(), so the transaction is rolled back; commit, or roll back "
-                    "yourself"
+                    f"the processor of {task.tag!r} made {count(uncommitted, 'change')} of tasks "
+                    "in db.session and ended without db.session.commit(), so the transaction is "
+                    "rolled back; commit, or roll back yourself"
                 )
 
 
@@ -235,9 +234,7 @@ def _url_of(app: Flask) -> URL | None:
 
 
 def _uncommitted() -> int:
-    """Return the number of tasks that were scheduled, moved or cancelled in db.session, and not
-    committed.
-    """
+    """Return how often a task was scheduled, moved or cancelled in db.session and not committed."""
     database = current_app.extensions.get("sqlalchemy")
     if database is None or not database.session.registry.has():
         return 0

@@ -69,7 +69,7 @@ def wall_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-#: When this process began to use delaytasks, by the host's clock.
+#: When this process first imported delaytasks, by the host's clock: tests refuse older tasks.
 STARTED_MS = wall_ms()
 
 

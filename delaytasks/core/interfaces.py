@@ -66,10 +66,13 @@ class Claimed(list[DelayedTask]):
     ) -> None:
         super().__init__(tasks)
         self.seen = seen
+        #: Where in the last queue and priority the search began; None is the beginning.
+        self.due_from: datetime | None = None
 
     def add(self, other: Claimed) -> None:
         self.extend(other)
         self.seen = self.seen.merge(other.seen)
+        self.due_from = other.due_from
 
 
 class Pending(NamedTuple):
@@ -200,8 +203,9 @@ class CallerConnection(Protocol):
 class Transaction(Protocol):
     """A transaction of the caller; its tasks are armed after the commit."""
 
-    #: Whether a web framework reports changes of tasks that are not committed: `after_commit` is
-    #: then also called for tasks that need no arming.
+    #: Whether a web framework counts the tasks that were scheduled, moved or cancelled, and reports
+    #: them if the commit is missing: `after_commit` is then also called for those that need no
+    #: arming.
     reports_changes: bool
 
     @property
@@ -212,7 +216,7 @@ class Transaction(Protocol):
         """Whether each statement is committed by itself, because there is no transaction."""
         ...
 
-    def after_commit(self, tasks: Sequence[DelayedTask], action: Callable[..., None]) -> None:
+    def after_commit(self, tasks: Sequence[Any], action: Callable[..., None]) -> None:
         """Call `action(tasks)` after the commit.
 
         If only the moment before it is known, call `action(tasks, is_committed=False)` then.

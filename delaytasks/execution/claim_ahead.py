@@ -23,7 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
-from delaytasks.core.clock import monotonic, reset_in_child, to_us
+from delaytasks.core.clock import EARLIEST, monotonic, reset_in_child, to_us
 from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Claimed
 from delaytasks.core.settings import Settings
@@ -40,17 +40,22 @@ Claim = Callable[[int], Claimed]
 
 
 class DrainedTo(NamedTuple):
-    """No older row of the queue and the priority waited when the last rows were claimed."""
+    """Between these due times no row of the queue and the priority waited for a claim.
+
+    Rows that others had locked, or that lost a lease, are excepted: a later search from the
+    beginning finds them.
+    """
 
     priority: int
-    due_us: int
+    from_us: int
+    until_us: int
 
     @classmethod
     def by(cls, claimed: Claimed) -> DrainedTo:
         """Rows are claimed in the order of their priorities, and then of their due times."""
         lowest = min(task.priority for task in claimed)
         last = max(task.expected_time for task in claimed if task.priority == lowest)
-        return cls(lowest, to_us(last))
+        return cls(lowest, to_us(claimed.due_from or EARLIEST), to_us(last))
 
 
 class ClaimedChunk(NamedTuple):

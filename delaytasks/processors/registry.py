@@ -465,11 +465,13 @@ class EventLoop:
             self._running.add(task)  # the loop itself has weak references only
             task.add_done_callback(self._running.discard)
 
-        with self._lock:
-            self._answers.add(answer)
-            self._started().call_soon_threadsafe(start, context=contextvars.copy_context())
-        value, error = answer.result()
-        self._answers.discard(answer)
+        try:
+            with self._lock:
+                self._answers.add(answer)
+                self._started().call_soon_threadsafe(start, context=contextvars.copy_context())
+            value, error = answer.result()
+        finally:  # a soft time limit ends the wait
+            self._answers.discard(answer)
         if error is not None:
             raise error
         return value
@@ -484,12 +486,13 @@ class EventLoop:
 
     def _started(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
-            self._loop = asyncio.new_event_loop()
+            loop = asyncio.new_event_loop()
             for call in self._at_start:
-                self._loop.call_soon(call)
+                loop.call_soon(call)
             threading.Thread(
-                target=self._run, args=(self._loop,), name="delaytasks-async", daemon=True
+                target=self._run, args=(loop,), name="delaytasks-async", daemon=True
             ).start()
+            self._loop = loop  # only now: a process may have too many threads
         return self._loop
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -506,11 +509,8 @@ class EventLoop:
         for answer in list(answers):
             if not answer.done():
                 answer.set_result((None, RuntimeError(_STOPPED)))
-        tasks = asyncio.all_tasks(loop)
-        for task in tasks:
-            task.cancel()
         with contextlib.suppress(RuntimeError):  # one of them stopped the loop again
-            loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            loop.run_until_complete(_cancel_others())
             loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
 
@@ -519,6 +519,13 @@ _STOPPED = (
     "the event loop of this process was stopped while the coroutine ran: a processor, or a library "
     "that it uses, called `loop.stop()`, which ends all coroutines of the process; remove the call"
 )
+
+
+async def _cancel_others() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _into(answer: Future[ResultAndError], coroutine: Coroutine[Any, Any, Any]) -> None:

@@ -484,17 +484,18 @@ class Producer:
         if transaction is None:
             self.arm(tasks)
             return
-        notify = None if transaction.stands_alone else self._notify
-        kept: Sequence[DelayedTask] = ()
-        if notify is None:
-            kept = _to_arm(tasks, self._near_until_us(TRANSACTION_US))
+        stands_alone = transaction.stands_alone
+        armed: Sequence[DelayedTask] = ()
+        if self._notify is None or stands_alone:
+            armed = _to_arm(tasks, self._near_until_us(TRANSACTION_US))
         else:
             with transaction.guard() as on:
-                notify([Entry.of(task) for task in tasks], on)
-        if transaction.reports_changes:
-            kept = tasks
-        if kept:
-            transaction.after_commit(kept, self.arm if notify is None else _do_nothing)
+                self._notify([Entry.of(task) for task in tasks], on)
+        if armed:
+            transaction.after_commit(armed, self.arm)
+        if transaction.reports_changes and not stands_alone and len(armed) < len(tasks):
+            # Only their number is kept: a batch of bodies would stay in memory until the commit.
+            transaction.after_commit(range(len(tasks) - len(armed)), _do_nothing)
 
     def arm(self, tasks: Sequence[DelayedTask], is_committed: bool = True) -> None:
         """Arm the timer for tasks that are due soon. If that fails, the sweep finds the rows."""
@@ -555,7 +556,7 @@ class Producer:
         return Spread(check_period(over, self._settings.max_delay_s))
 
 
-def _do_nothing(tasks: Sequence[DelayedTask], is_committed: bool = True) -> None: ...
+def _do_nothing(tasks: Sequence[Any], is_committed: bool = True) -> None: ...
 
 
 def _to_arm(tasks: Sequence[DelayedTask], until_us: int | None) -> Sequence[DelayedTask]:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import merge
-from itertools import islice
+from itertools import islice, takewhile
 from math import inf
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
@@ -132,13 +132,15 @@ class ReadyEntries:
             self._forget_empty()
         return removed
 
-    def remove_until(self, queue: str, priority: int, due_us: int) -> None:
+    def remove_between(self, queue: str, priority: int, from_us: int, until_us: int) -> None:
         """Remove the entries of rows that a drain has claimed, or will claim next if they were
-        written meanwhile.
+        written meanwhile or are due at `until_us` too.
         """
         ready = self._levels.get((priority, queue), deque())
-        while ready and ready[0].due_us <= due_us:
+        older = list(takewhile(lambda entry: entry.due_us < from_us, ready))
+        while ready and ready[0].due_us <= until_us:
             ready.popleft()
+        ready.extendleft(reversed(older))
         self._forget_empty()
 
     def clear(self) -> list[Entry]:
@@ -479,7 +481,7 @@ class ChunkQueue:
         if request.drained_queue is not None:
             self._drain_chunk_ended(request, request.drained_queue, report.is_full)
             if report.drained_to is not None:
-                self._ready.remove_until(request.drained_queue, *report.drained_to)
+                self._ready.remove_between(request.drained_queue, *report.drained_to)
         return self._update_waitlists(report, request)
 
     def chunk_failed(self, request: ChunkRequest, reason: FailureReason, ran: int) -> None:

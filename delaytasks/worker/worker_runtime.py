@@ -53,8 +53,9 @@ class WorkerRuntime:
     """Keeps near entries, sends chunks to the pool, sweeps, and renews leases.
 
     `celery_worker` is Celery's worker, or a worker that does without a broker. With `polls_table`
-    and the timer `direct` it looks for near tasks in the table. `on_report` and `row_budget` are
-    those of the dispatcher. A test replaces a part by setting its attribute before `loops` is used.
+    and the timer `direct` it looks for near tasks in the table. `on_report` gets the report of each
+    chunk, and at most `row_budget` rows are claimed, if it is given. A test replaces a part by
+    setting its attribute before `loops` is used.
     """
 
     def __init__(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from contextvars import ContextVar
@@ -288,6 +288,45 @@ def test_coroutines_fail_when_one_of_them_stops_the_event_loop(world: World) -> 
     world.run(after := world.schedule("returns"))
     assert world.read(after).status is Status.DONE, "on another event loop"
     wait_until(lambda: {*ended} == {"stops", "waits"}, 10, "what cleans up")
+
+
+def test_a_coroutine_that_stops_the_event_loop_leaves_nothing_open(world: World) -> None:
+    ended, kept = list[str](), list[Any]()
+
+    async def numbers() -> AsyncIterator[int]:
+        try:
+            yield 1
+        finally:
+            ended.append("a generator")
+
+    @world.delays.processor("stops")
+    async def stops(body: None) -> None:
+        kept.append(numbers())
+        await anext(kept[0])
+        asyncio.get_running_loop().stop()
+
+    within(20, partial(world.run, world.schedule("stops")))
+    wait_until(lambda: ended == ["a generator"], 10, "what cleans up")
+
+
+def test_without_a_thread_for_the_event_loop_only_this_row_fails(
+    world: World, monkeypatch: MonkeyPatch
+) -> None:
+    @world.delays.processor("returns")
+    async def returns(body: None) -> None: ...
+
+    tasks, start = [world.schedule("returns") for _ in range(2)], threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "delaytasks-async":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        within(20, partial(world.run, tasks[0]))
+    within(20, partial(world.run, tasks[1]))
+    assert world.statuses(tasks) == ["FAILED", "DONE"]
 
 
 def test_several_event_loops_share_an_instance(delays: DelayTasks) -> None:

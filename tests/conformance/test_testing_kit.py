@@ -198,11 +198,12 @@ def test_a_library_sets_the_time_and_moves_with_it(shop: Shop, freeze: Any) -> N
         assert tester.now == datetime.now(timezone.utc) == NEW_YEAR + timedelta(hours=2)
 
 
-def test_the_time_of_freezegun_is_enough_without_moves(shop: Shop) -> None:
+@pytest.mark.parametrize("at", [NEW_YEAR, NEW_YEAR - timedelta(days=4000)], ids=["next", "past"])
+def test_the_time_of_freezegun_is_enough_without_moves(shop: Shop, at: datetime) -> None:
     with DelaysTester(shop.delays) as tester:
-        with freeze_time(NEW_YEAR):
+        with freeze_time(at):
             shop.delays.schedule_delay("order.close", 1, "1h")
-        with freeze_time(NEW_YEAR + timedelta(hours=1)):
+        with freeze_time(at + timedelta(hours=1)):
             tester.run_due()
     assert shop.noted == [1]
 
@@ -216,6 +217,12 @@ def test_live_tasks_of_before_are_refused(tmp_path: Path) -> None:
     shop.delays.schedule_delay("order.close", 7, "30m")
     with engine.begin() as link:
         link.execute(text("UPDATE s_yb_delay_task_message SET create_time = '2026-01-01 00:00:00'"))
+    empty = create_engine(f"sqlite:///{tmp_path}/empty.sqlite3")
+    with empty.begin() as connection:
+        create_tables(connection, shop.delays)
+    with DelaysTester(shop.delays, bind=empty) as tester:
+        tester.run_due()  # says nothing of the database of the settings
+    empty.dispose()
     with DelaysTester(shop.delays) as tester:
         for run_tasks in (tester.run_due, lambda: tester.fast_forward("1h")):
             with pytest.raises(e.ConfigError, match=r"tag 'order.close'.*database of their own"):

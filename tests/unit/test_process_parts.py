@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
+import threading
 import time
 from typing import Any
+
+import pytest
+from celery.exceptions import SoftTimeLimitExceeded
 
 from delaytasks.core.clock import monotonic
 from delaytasks.execution.chunk import Chunk, TimeBudget
@@ -70,6 +76,23 @@ def test_a_start_function_of_the_event_loop_is_called_in_each_new_loop() -> None
     loop.at_start(lambda: late.append(1))
     loop.result_of(nothing())
     assert late == [1], "the loop ran already"
+
+
+def test_a_wait_for_a_coroutine_that_a_signal_ends_leaves_nothing_behind() -> None:
+    loop = EventLoop()
+
+    async def until_forgotten() -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+        await asyncio.Event().wait()
+
+    def end(*_: Any) -> None:
+        raise SoftTimeLimitExceeded
+
+    before = signal.signal(signal.SIGALRM, end)
+    with pytest.raises(SoftTimeLimitExceeded):
+        loop.result_of(until_forgotten())
+    signal.signal(signal.SIGALRM, before)
+    assert not loop._answers
 
 
 def test_children_see_the_renewals_that_the_main_process_records() -> None:

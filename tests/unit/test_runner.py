@@ -17,6 +17,7 @@ from celery.exceptions import WorkerShutdown
 
 import delaytasks as e
 from delaytasks import DelayedTask, Retry, Snooze, Status
+from delaytasks.core.clock import EARLIEST, to_us
 from tests.unit.conftest import Gate, fail_settlements
 from tests.waiting import wait_until
 from tests.world import RUNNING, Entry, MainProcess, MakeWorld, Report, Settlement, World
@@ -381,9 +382,12 @@ def test_a_recovered_row_that_is_held_is_not_counted(world: World, ahead: Manual
 
 
 def test_a_drain_reports_up_to_where_it_has_emptied_its_queue(world: World) -> None:
-    last = [world.schedule(priority=priority) for priority in (5, 0, 0)][1]
-    assert world.drain(most=2).drained_to == (0, Entry.of(last).due_us)
-    assert world.drain(most=2).drained_to is None, "nothing is left, so the drain ends"
+    due_us = [Entry.of(world.schedule(priority=p)).due_us for p in (5, 0, 0, 0, 0)]
+    told = [world.drain(most=most).drained_to for most in (2, 2, 3)]
+    from_us = to_us(EARLIEST)
+    ends = [(0, from_us, due_us[1]), (0, due_us[1], due_us[3])]
+    assert [*map(tuple, told[:2])] == ends, "the second search began where the first one ended"
+    assert told[2] is None, "nothing is left, so the drain ends"
 
 
 def test_an_early_entry_is_returned_with_the_due_time_of_its_row(world: World) -> None:

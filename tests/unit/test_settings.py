@@ -48,6 +48,11 @@ def test_a_name_near_to_nothing_is_refused_without_a_guess() -> None:
     assert "mean" not in str(caught.value)
 
 
+def test_an_argument_that_is_written_as_a_setting_is_named_without_the_prefix() -> None:
+    with pytest.raises(ConfigError, match=r"; write log_format, without the prefix$"):
+        load_settings({}, {}, delaytasks_log_format="json")
+
+
 def test_variables_of_the_tests_are_no_settings() -> None:
     for name in ("DELAYTASKS_TEST_REDIS_URL", "DELAYTASKS_BENCH_BROKER_URL", "DELAYTASKS_APP"):
         assert load_settings({}, {name: "redis://x"}) == Settings()
