@@ -551,6 +551,12 @@ def entries_of_drained_rows_are_kept(verb: Any, queue: Any, request: Any, report
     return verb(queue, request, report._replace(drained_to=None))
 
 
+@bug("go on after a chunk", "unit/dispatcher drain_has_claimed")
+def entries_before_a_drained_part_are_dropped(verb: Any, queue: Any, request: Any, to: Any) -> Any:
+    priority, _, until_us = to.drained_to or (0, 0, 0)
+    return verb(queue, request, to._replace(drained_to=(priority, 0, until_us)))
+
+
 @bug("want another chunk", "unit/dispatcher")
 def quick_tasks_wait_behind_a_slow_one(_: Any, at: Any) -> bool:
     return at.is_deep or not at.chunks
