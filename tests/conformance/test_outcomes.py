@@ -363,10 +363,11 @@ def test_the_effect_and_done_are_one_transaction(credit_world: World, begin: Any
 
     processes(credit_world, work)
     task = credit_world.schedule("credit", key="7")
+    credit_world.change(task, lapses=1)
     credit_world.run(task)
     done = credit_world.read(task)
     assert (done.status, done.version) == (Status.DONE, claimed[0].version + 1)
-    assert (done.result, done.lease_until) == ({"credited": 1}, None)
+    assert (done.result, done.lease_until, done.lapses) == ({"credited": 1}, None, 0)
     assert effects(credit_world) == 1
     assert credit_world.count("task.succeeded") == 1
     assert credit_world.count("task.lease_lost") == 0
