@@ -22,8 +22,7 @@ from sqlalchemy.orm import Session
 
 import delaytasks as e
 from delaytasks import DelayedTask, DelayTasks, Status
-from delaytasks.core.loop import within
-from tests.waiting import wait_until
+from tests.waiting import wait_until, within
 from tests.world import MonkeyPatch, World, recording
 from tests.world.broker import RecordingTimer
 from tests.world.recording import LIMIT_S, WaitingTimer, delays_on, engine_at, run, run_now
