@@ -40,6 +40,7 @@ def test_each_example_is_tested() -> None:
 # -- the demo --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="it kills processes")
 def test_the_demo_loses_nothing_and_says_so(tmp_path: Path) -> None:
     picture = tmp_path / "demo.svg"

@@ -164,7 +164,6 @@ def test_tasks_survive_a_restart_of_up_and_the_second_ctrl_c_waits_for_none(up: 
     assert up.processes() == {}
 
 
-@pytest.mark.quick
 def test_killing_up_itself_leaves_no_process(up: UserFolder) -> None:
     up.up("--no-flower")
     assert len(up.processes()) >= 4

@@ -14,7 +14,7 @@ from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
 from tests.integration.shops import ExampleShop, fresh_database
 from tests.migration.test_migrations import schema_differences
-from tests.running import Process, output_of, quick
+from tests.running import Process, output_of
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -147,7 +147,7 @@ def test_a_worker_ends_unpaid_orders_and_sends_receipts(shop: ExampleShop, tmp_p
 # -- Test Django's admin on each database ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("fresh_url", ["postgresql", "mysql", quick("sqlite")], indirect=True)
+@pytest.mark.parametrize("fresh_url", ["postgresql", "mysql", "sqlite"], indirect=True)
 def test_the_tests_of_the_admin_pass(fresh_url: str) -> None:
     # The plugin of pytest-django would refuse to use a database.
     plugins = "no:django no:xdist no:cacheprovider tests.integration.django_admin_settings".split()

@@ -74,6 +74,7 @@ def test_without_db(delays_tester):
 """
 
 
+@pytest.mark.slow
 def test_pytest_django(url: str, tmp_path: Path) -> None:
     project = tmp_path / "project"
     shutil.copytree(ROOT / "examples" / "django_shop", project)

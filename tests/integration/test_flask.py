@@ -329,7 +329,8 @@ def test_wrong_settings_and_a_missing_init_app_are_reported() -> None:
 # -- the shop -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [pytest.param("postgresql", marks=pytest.mark.slow), "sqlite"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["postgresql", "sqlite"])
 def test_the_shops_tests_pass(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     command = "-m pytest -q -p no:cacheprovider -c /dev/null --rootdir . tests.py"
     for url in fresh_database(kind, request, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 from delaytasks import Status
 from tests.integration.conftest import Deploy
-from tests.running import Deployment, quick
+from tests.running import Deployment
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -22,7 +22,7 @@ def site(deploy: Deploy) -> Deployment:
 
 
 @pytest.mark.parametrize(
-    ("pool", "kind"), [quick("threads", "tag"), ("prefork", "queue"), ("solo", "tag")]
+    ("pool", "kind"), [("threads", "tag"), ("prefork", "queue"), ("solo", "tag")]
 )
 def test_paused_tasks_do_not_run_until_resumed(site: Deployment, pool: str, kind: str) -> None:
     names = {"tag": "test.note"} if kind == "tag" else {"queue": "default"}

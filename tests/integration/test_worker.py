@@ -261,7 +261,7 @@ def lazy(body, task):
 """
 
 
-@pytest.mark.parametrize("pool", ["prefork", quick("threads")])
+@pytest.mark.parametrize("pool", ["prefork", "threads"])
 def test_a_coroutine_retries_as_celery_tasks_do(deploy: Deploy, tmp_path: Path, pool: str) -> None:
     (tmp_path / "coroutines.py").write_text(PROJECT)
     d = deploy("sqlite", "filesystem", queues={"*": "ours"})

@@ -125,6 +125,7 @@ def imported_by_a_worker(tmp_path: Path, source: str = WORKER, **settings: objec
     return imported - {"cryptography", "delaytasks.limits"}
 
 
+@pytest.mark.slow
 def test_without_optional_features_none_of_their_modules_is_imported(tmp_path: Path) -> None:
     assert imported_by_a_producer(tmp_path) == set()
     assert imported_by_a_worker(tmp_path) == set()

@@ -51,10 +51,10 @@ def site(tmp_path: Path, postgresql_url: str, redis_url: str) -> Iterator[Report
     made.close()
 
 
-pools = pytest.mark.parametrize("pool", [quick("prefork"), "threads"])
+pools = pytest.mark.parametrize("pool", ["prefork", "threads"])
 
 
-@pools
+@pytest.mark.parametrize("pool", [quick("prefork"), "threads"])
 def test_each_failure_is_one_event_and_retries_are_none(site: ReportingSite, pool: str) -> None:
     worker = site.worker(pool=pool)
     task = site.schedule("sentry.fails", body={"word": "pear"}, key="order-7")
