@@ -340,6 +340,7 @@ def test_a_search_has_the_others_tasks_and_goes_on_when_a_member_is_back(process
     assert whole.bulk.cancel(tag=TAG).changed == 3
 
 
+@pytest.mark.slow
 def test_without_any_member_calls_fail(tmp_path: Path) -> None:
     shards = Shards([unavailable(tmp_path, 0), unavailable(tmp_path, 1)])
     for call in (

@@ -18,7 +18,7 @@ from delaytasks import DelayedTask, Status
 from delaytasks.runtime import runtime_of
 from tests.doc_pages import block_beginning
 from tests.integration.conftest import Deploy
-from tests.running import ROOT, Deployment, delete_keys, quick
+from tests.running import ROOT, Deployment, delete_keys
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -93,7 +93,7 @@ class FlowerSite(Deployment):
         super().close()
 
 
-@pytest.fixture(scope="module", params=[quick("redis"), "rabbitmq"])
+@pytest.fixture(scope="module", params=["redis", "rabbitmq"])
 def site(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FlowerSite]:
     urls = ("postgresql_url", f"{request.param}_url")
     database, broker = map(request.getfixturevalue, urls)
