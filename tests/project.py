@@ -34,7 +34,9 @@ def note(body: dict[str, Any], *words: object) -> None:
 
 @processor("test.note")
 def note_run(body: dict[str, Any], task: DelayedTask) -> None:
-    late_us = (runtime_of(current_delays()).clock.now() - task.expected_time).total_seconds() * 1e6
+    runtime = runtime_of(current_delays())
+    now = runtime.store.tasks.now() if body.get("asks_database") else runtime.clock.now()
+    late_us = (now - task.expected_time).total_seconds() * 1e6
     note(body, task.id, int(late_us), os.getpid())
     if "seconds" in body:
         time.sleep(body["seconds"])

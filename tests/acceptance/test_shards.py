@@ -47,7 +47,8 @@ class Site:
         return self.deployments[0].begin_worker(**environ)
 
     def new(self, number: int, **options: Any) -> NewTask:
-        body = {"file": str(self.file), "seconds": 0.05}
+        # The clock of a pool process is exact to half a round trip only.
+        body = {"file": str(self.file), "seconds": 0.05, "asks_database": True}
         return NewTask(TAG, body, SPAN_S * number / TASKS, **options)
 
 
@@ -95,7 +96,6 @@ def test_no_task_is_lost_or_early_while_workers_are_killed_at_random(site: Site)
     lost = {task.id for task in made} - {id for id, _ in runs}
     assert not lost
     assert {task.status for task in map(shards.get, (task.id for task in made))} == {Status.DONE}
-    # A pool process knows the database's time to half a round trip; `early` asks the database.
-    assert min(late_us for _, late_us in runs) >= -50_000
+    assert min(late_us for _, late_us in runs) >= 0
     assert [deployment.early() for deployment in site.deployments] == [[], [], []]
     print(f"{TASKS} tasks on {dict(places)}, {KILLS} kills: {len(runs) - TASKS} ran again")

@@ -16,11 +16,11 @@ import pytest
 from delaytasks import DelayedTask, DelayTasks
 from delaytasks.core.celery_calls import CALLBACK, Callback
 from delaytasks.core.clock import Clock
-from delaytasks.core.loop import within
 from delaytasks.core.settings import load_settings
 from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
 from delaytasks.webhooks.http_callbacks import Guard, HttpCallbacks
+from tests.waiting import within
 from tests.world.recording import delays_on, record
 
 SECRETS = ["whsec_" + base64.b64encode(letter * 32).decode() for letter in (b"a", b"b")]
