@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import merge
-from itertools import islice, takewhile
+from itertools import islice
 from math import inf
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
@@ -137,10 +137,10 @@ class ReadyEntries:
         written meanwhile or are due at `until_us` too.
         """
         ready = self._levels.get((priority, queue), deque())
-        older = list(takewhile(lambda entry: entry.due_us < from_us, ready))
+        popped = list[Entry]()
         while ready and ready[0].due_us <= until_us:
-            ready.popleft()
-        ready.extendleft(reversed(older))
+            popped.append(ready.popleft())
+        ready.extendleft(entry for entry in reversed(popped) if entry.due_us < from_us)
         self._forget_empty()
 
     def clear(self) -> list[Entry]:
