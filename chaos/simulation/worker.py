@@ -84,17 +84,7 @@ class Child(Host):
 
     def _run(self, request: ChunkRequest) -> Report:
         try:
-            if request.waitlist is not None:
-                return self._runner.run_waitlist(*request.waitlist, request.limit, request.serve_s)
-            if request.drained_queue is not None:
-                return self._runner.run_due(
-                    request.drained_queue,
-                    request.priorities,
-                    request.limit,
-                    request.serve_s,
-                    request.continue_s,
-                )
-            return self._runner.run(request.entries, request.serve_s)
+            return request.work(self._runner)()
         except Exception as error:
             return Report(
                 detached=self._runner.detached,

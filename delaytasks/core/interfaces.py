@@ -66,13 +66,10 @@ class Claimed(list[DelayedTask]):
     ) -> None:
         super().__init__(tasks)
         self.seen = seen
-        #: Where in the last queue and priority the search began; None is the beginning.
-        self.due_from: datetime | None = None
 
     def add(self, other: Claimed) -> None:
         self.extend(other)
         self.seen = self.seen.merge(other.seen)
-        self.due_from = other.due_from
 
 
 class Pending(NamedTuple):

@@ -23,7 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
-from delaytasks.core.clock import EARLIEST, monotonic, reset_in_child, to_us
+from delaytasks.core.clock import monotonic, reset_in_child
 from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Claimed
 from delaytasks.core.settings import Settings
@@ -39,25 +39,6 @@ MAX_BUDGETS = 2
 Claim = Callable[[int], Claimed]
 
 
-class DrainedTo(NamedTuple):
-    """Between these due times no row of the queue and the priority waited for a claim.
-
-    Rows that others had locked, or that lost a lease, are excepted: a later search from the
-    beginning finds them.
-    """
-
-    priority: int
-    from_us: int
-    until_us: int
-
-    @classmethod
-    def by(cls, claimed: Claimed) -> DrainedTo:
-        """Rows are claimed in the order of their priorities, and then of their due times."""
-        lowest = min(task.priority for task in claimed)
-        last = max(task.expected_time for task in claimed if task.priority == lowest)
-        return cls(lowest, to_us(claimed.due_from or EARLIEST), to_us(last))
-
-
 class ClaimedChunk(NamedTuple):
     """The result of one claim. `chunk` is None if there is no row that may run."""
 
@@ -67,11 +48,6 @@ class ClaimedChunk(NamedTuple):
     is_full: bool
     #: Whether a row of the chunk has a time limit, which may end the process.
     may_end_process: bool
-
-    @property
-    def drained_to(self) -> DrainedTo | None:
-        """Up to where the claim has emptied its queue; None if it got less than it asked for."""
-        return DrainedTo.by(self.claimed) if self.is_full and self.claimed else None
 
 
 class _Pause:

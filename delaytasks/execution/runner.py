@@ -11,7 +11,7 @@ from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from delaytasks.core.clock import Clock, monotonic
+from delaytasks.core.clock import Clock, monotonic, to_us
 from delaytasks.core.errors import OutcomeUnknownError, StoreError, StoreUnavailableError
 from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Claimed, Entry, Settle, Timer
@@ -28,7 +28,7 @@ from delaytasks.execution.chunk_runner import (
     Tally,
     ThreadContext,
 )
-from delaytasks.execution.claim_ahead import MAX_BUDGETS, ClaimAhead, DrainedTo
+from delaytasks.execution.claim_ahead import MAX_BUDGETS, ClaimAhead
 from delaytasks.execution.executor import (
     DeferralRules,
     Execute,
@@ -83,6 +83,18 @@ class FailureReason(Enum):
         return cls.REFUSED if isinstance(error, StoreError) else cls.UNKNOWN
 
 
+class DrainedRows(NamedTuple):
+    #: The version with which each row was claimed, by its id.
+    versions: dict[int, int]
+    #: The due time of the last row of each priority.
+    until_us: dict[int, int]
+
+    def add(self, claimed: Claimed) -> None:
+        self.versions.update((task.id, task.version) for task in claimed)
+        last = {task.priority: task.expected_time for task in claimed}  # in this order
+        self.until_us.update((priority, to_us(due)) for priority, due in last.items())
+
+
 class Report(NamedTuple):
     """The result of a chunk for the worker's main process."""
 
@@ -91,8 +103,8 @@ class Report(NamedTuple):
     seconds: float = 0.0
     early: tuple[Entry, ...] = ()
     is_full: bool = False
-    #: Up to where a drain that goes on has emptied its queue.
-    drained_to: DrainedTo | None = None
+    #: The rows that a drain has claimed.
+    drained: DrainedRows | None = None
     #: The least number of rows for the next chunk, as this chunk's processors require it.
     wanted: int = 0
     #: This process, and its rows that still run although their chunk is over.
@@ -218,8 +230,10 @@ class Runner:
         is_turn_of_recovered = began >= self._recovered_at.setdefault(queue, began + RECOVERED_S)
         most = limit - 1 if is_turn_of_recovered else limit
         claim = partial(self._claims.claim_due, queue, priorities)
+        drained = DrainedRows({}, {})
         with closing(self._ahead.chunks(claim, most, continue_s, tally)) as chunks:
             for last in chunks:
+                drained.add(last.claimed)
                 self._chunks.run(last.chunk, tally, self._may_detach)
         is_full, seen = last.is_full, last.claimed.seen
         if is_turn_of_recovered or not is_full:
@@ -238,7 +252,7 @@ class Runner:
         states = self._waitlists.run(waitlists - later, limit, for_s, self._counting(tally))
         states += tuple(WaitlistState(*waitlist, None) for waitlist in sorted(later))
         return self._report(
-            tally, tally.claimed, is_full=is_full, drained_to=last.drained_to, waitlists=states
+            tally, tally.claimed, is_full=is_full, drained=drained, waitlists=states
         )
 
     def _settles_in_background(self, tally: Tally) -> bool:
@@ -309,7 +323,7 @@ class Runner:
         claimed: int,
         early: tuple[Entry, ...] = (),
         is_full: bool = False,
-        drained_to: DrainedTo | None = None,
+        drained: DrainedRows | None = None,
         waitlists: tuple[WaitlistState, ...] = (),
     ) -> Report:
         tally.add(*self._chunks.ended())
@@ -320,7 +334,7 @@ class Runner:
             seconds,
             early,
             is_full,
-            drained_to,
+            drained,
             wanted=tally.wanted_next,
             pid=os.getpid(),
             detached=self._chunks.detached,

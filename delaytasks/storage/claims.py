@@ -94,7 +94,6 @@ class Backlog:
         now = monotonic()
         due_from = reached if now < until else None
         claimed = claim(due_from, limit)
-        claimed.due_from = due_from
         if due_from is not None and len(claimed) < limit:
             claimed = Claimed([*claim(None, limit - len(claimed)), *claimed])
         if claimed and len(claimed) >= limit:

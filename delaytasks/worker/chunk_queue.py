@@ -21,7 +21,7 @@ from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.settings import Settings
 from delaytasks.core.workers import ChunkSize
-from delaytasks.execution.runner import FailureReason, Report
+from delaytasks.execution.runner import DrainedRows, FailureReason, Report
 from delaytasks.timers.timing_wheel import SharedWheel
 from delaytasks.worker.chunk_request import ChunkRequest
 from delaytasks.worker.pool import Pool
@@ -132,15 +132,19 @@ class ReadyEntries:
             self._forget_empty()
         return removed
 
-    def remove_between(self, queue: str, priority: int, from_us: int, until_us: int) -> None:
-        """Remove the entries of rows that a drain has claimed, or will claim next if they were
-        written meanwhile or are due at `until_us` too.
+    def remove_claimed(self, queue: str, drained: DrainedRows) -> None:
+        """Remove the entries of rows that a drain has claimed, since a claim would find nothing.
+
+        A row that was given back has a later version, with an entry of its own.
         """
-        ready = self._levels.get((priority, queue), deque())
-        popped = list[Entry]()
-        while ready and ready[0].due_us <= until_us:
-            popped.append(ready.popleft())
-        ready.extendleft(entry for entry in reversed(popped) if entry.due_us < from_us)
+        versions = drained.versions
+        for priority, until_us in drained.until_us.items():
+            ready, kept = self._levels.get((priority, queue), deque()), list[Entry]()
+            while ready and ready[0].due_us <= until_us and len(kept) < len(versions):
+                entry = ready.popleft()
+                if versions.get(entry.id, -1) <= entry.version:
+                    kept.append(entry)
+            ready.extendleft(reversed(kept))
         self._forget_empty()
 
     def clear(self) -> list[Entry]:
@@ -480,8 +484,8 @@ class ChunkQueue:
         """
         if request.drained_queue is not None:
             self._drain_chunk_ended(request, request.drained_queue, report.is_full)
-            if report.drained_to is not None:
-                self._ready.remove_between(request.drained_queue, *report.drained_to)
+            if report.drained is not None:
+                self._ready.remove_claimed(request.drained_queue, report.drained)
         return self._update_waitlists(report, request)
 
     def chunk_failed(self, request: ChunkRequest, reason: FailureReason, ran: int) -> None:

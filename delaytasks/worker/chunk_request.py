@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from celery import current_app
@@ -40,6 +42,15 @@ class ChunkRequest(NamedTuple):
     #: Whether the report should count the outcomes of the tasks.
     counts_outcomes: bool = False
 
+    def work(self, runner: Runner) -> Callable[[], Report]:
+        """Return the call that runs the chunk, which is no frame of its own in a traceback."""
+        if self.waitlist is not None:
+            return partial(runner.run_waitlist, *self.waitlist, self.limit, self.serve_s)
+        if self.drained_queue is None:
+            return partial(runner.run, self.entries, self.serve_s)
+        limits = self.limit, self.serve_s, self.continue_s
+        return partial(runner.run_due, self.drained_queue, self.priorities, *limits)
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle entries as plain tuples, which takes the main process a seventh of the time."""
         return _unpickle, (tuple(map(tuple, self.entries)), *self[1:])
@@ -66,18 +77,7 @@ def run_chunk(request: ChunkRequest) -> Report:
         is_led = request.continue_s == 0
         policies.follow(request.policies, is_led)
         runner = processes.runner(request.sends_events)
-        if request.waitlist is not None:
-            report = runner.run_waitlist(*request.waitlist, request.limit, request.serve_s)
-        elif request.drained_queue is not None:
-            report = runner.run_due(
-                request.drained_queue,
-                request.priorities,
-                request.limit,
-                request.serve_s,
-                request.continue_s,
-            )
-        else:
-            report = runner.run(request.entries, request.serve_s)
+        report = request.work(runner)()
     except Exception as error:
         # Not as an event, which would be counted twice if the main process runs the chunk.
         log_event("chunk.failed", {"error": error})

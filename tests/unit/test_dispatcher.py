@@ -13,7 +13,16 @@ import pytest
 from celery.concurrency import solo
 
 from tests.waiting import wait_until
-from tests.world import Entry, FailureReason, MainProcess, MakeWorld, Report, WaitlistState, World
+from tests.world import (
+    DrainedRows,
+    Entry,
+    FailureReason,
+    MainProcess,
+    MakeWorld,
+    Report,
+    WaitlistState,
+    World,
+)
 from tests.world.recording import ManualClock, ManualTime
 
 MakeMain = Callable[[int], "Main"]
@@ -124,14 +133,14 @@ def test_the_capacity_is_a_chunk_and_the_next_one_of_each_process(main: Main) ->
 def test_entries_of_rows_that_a_drain_has_claimed_are_forgotten(draining: Main) -> None:
     """Otherwise every second claim of a standing backlog would find rows that have ended."""
     main, now = draining, draining.clock.now_us()
-    for priority, at in ((0, now - 4), (0, now - 2), (0, now - 1), (0, now), (1, now - 2)):
-        main.take([Entry(at - now + 9, 0, at, "default", priority)])
-    main.take([Entry(1, 0, now - 2, "mail")])
-    main.end(is_full=True, drained_to=(0, now - 3, now - 1))
+    main.take([Entry(id, 0, now - 2) for id in range(100, 110)])
+    for id, version, due_us in ((1, 0, now - 4), (2, 7, now - 1), (5, 0, now)):
+        main.take([Entry(id, version, due_us)])
+    main.take([Entry(3, 0, now - 2, "default", 1), Entry(4, 0, now - 2, "mail")])
+    versions = dict.fromkeys([2, 3, 4, 5, *range(100, 110)], 6)
+    main.end(is_full=True, drained=DrainedRows(versions, {0: now - 1}))
     [chunk] = [chunk for chunk in main.requests if chunk.entries]
-    assert [(e.queue, e.priority, e.due_us - now) for e in chunk.entries] == [
-        *(("default", 1, -2), ("default", 0, -4), ("mail", 0, -2), ("default", 0, 0))
-    ]
+    assert [entry.id for entry in chunk.entries] == [3, 1, 4, 2, 5]
 
 
 def test_chunks_are_made_in_the_order_in_which_rows_were_written(main: Main) -> None:

@@ -380,13 +380,13 @@ def test_a_recovered_row_that_is_held_is_not_counted(world: World, ahead: Manual
 # -- entries that the claim does not return ------------------------------------------------------
 
 
-def test_a_drain_reports_up_to_where_it_has_emptied_its_queue(world: World) -> None:
-    due_us = [Entry.of(world.schedule(priority=p)).due_us for p in (5, 0, 0, 0, 0)]
-    first, second, third = (world.drain(most=most).drained_to for most in (2, 2, 3))
-    assert first is not None
-    assert (first.from_us < 0, first.until_us) == (True, due_us[1])
-    assert tuple(second or ()) == (0, *due_us[1:4:2]), "it began where the first one ended"
-    assert third is None, "nothing is left, so the drain ends"
+def test_a_drain_names_the_rows_that_its_chunks_have_claimed(world: World) -> None:
+    tasks = [world.schedule(priority=priority) for priority in (5, 5, 0, 0, 0, 0)]
+    drained = world.drain(most=2, continue_s=60).drained
+    assert drained is not None
+    assert drained.versions.keys() == {task.id for task in tasks}
+    assert all(version > 0 for version in drained.versions.values())
+    assert drained.until_us == {5: Entry.of(tasks[1]).due_us, 0: Entry.of(tasks[5]).due_us}
 
 
 def test_an_early_entry_is_returned_with_the_due_time_of_its_row(world: World) -> None:
