@@ -245,7 +245,7 @@ def _warn_of_uncommitted(error: BaseException | None) -> None:
     uncommitted = 0 if error is not None else _uncommitted()
     if uncommitted:
         current_app.logger.warning(
-            "%s scheduled or changed in db.session, which was not committed and is rolled back; "
-            "call db.session.commit()",
-            count(uncommitted, "delayed task"),
+            "%s of delayed tasks in db.session not committed, and rolled back; call "
+            "db.session.commit()",
+            count(uncommitted, "change"),
         )

@@ -552,7 +552,7 @@ def _unknown(name: str, origin: str) -> str:
     close = difflib.get_close_matches(name, _SPECS, n=1, cutoff=0.5)
     meant = _MEANT.get(name) or (close[0] if close else None)
     hint = f"; did you mean {PREFIX}{meant}?" if meant else ""
-    if (short := name.removeprefix(PREFIX)) in _SPECS:  # an argument with the prefix
+    if origin == "arguments" and (short := name.removeprefix(PREFIX)) in _SPECS:
         hint = f"; write {short}, without the prefix"
     return f"unknown setting {PREFIX}{name} (from {origin}){hint}"
 

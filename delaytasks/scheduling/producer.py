@@ -493,7 +493,7 @@ class Producer:
                 self._notify([Entry.of(task) for task in tasks], on)
         if armed:
             transaction.after_commit(armed, self.arm)
-        if transaction.reports_changes and not stands_alone and len(armed) < len(tasks):
+        if transaction.reports_changes and len(armed) < len(tasks):
             # Only their number is kept: a batch of bodies would stay in memory until the commit.
             transaction.after_commit(range(len(tasks) - len(armed)), _do_nothing)
 

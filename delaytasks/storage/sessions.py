@@ -123,16 +123,17 @@ class SessionTransaction(_CallersTransaction):
         return self._last_connection
 
     def after_commit(self, tasks: Sequence[DelayedTask], action: CommitAction) -> None:
-        session = self._session
+        session, connection = self._session, self._last_connection or self.connection
+        if _stands_alone(connection):  # each statement is committed
+            off_the_loop(partial(action, tasks))
+            return
         if _PENDING not in session.info:
             event.listen(session, "after_commit", _on_commit)
             event.listen(session, "after_soft_rollback", _on_rollback)
             event.listen(session, "after_transaction_end", _on_end)
             session.info[_PENDING] = []
         transaction = session.get_nested_transaction() or session.get_transaction()
-        session.info[_PENDING].append(
-            (transaction, self._last_connection or self.connection, tasks, action)
-        )
+        session.info[_PENDING].append((transaction, connection, tasks, action))
 
 
 def _on_commit(session: Session) -> None:

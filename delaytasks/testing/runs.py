@@ -19,6 +19,7 @@ from delaytasks.core.states import LIVE
 from delaytasks.core.task import DelayedTask
 from delaytasks.core.text import NO_PROCESSOR
 from delaytasks.processors.registry import ProcessorSpec, Registry
+from delaytasks.storage.engines import masked
 
 if TYPE_CHECKING:
     from delaytasks.execution.runner import Runner
@@ -120,6 +121,7 @@ class TestRunner:
         self._recheck_us = float("inf")
         #: How many of the recorder's runs have been reported.
         self._reported = 0
+        self._was_in_past = False
 
     @property
     def runs(self) -> list[Run]:
@@ -127,7 +129,8 @@ class TestRunner:
 
     def run_due(self) -> None:
         """Run what is due now, until nothing is left."""
-        if self._time.now_us() >= STARTED_MS * 1000:  # else this test's own tasks look older
+        self._was_in_past |= self._time.now_us() < STARTED_MS * 1000
+        if not self._was_in_past:  # else this test's own tasks look older
             _refuse_earlier_tasks(self._runtime.store)
         began = len(self.runs)
         self._sweep()
@@ -245,7 +248,7 @@ def _refuse_earlier_tasks(store: Store) -> None:
     url, earlier = store.database.autocommitted(lambda c: (c.engine.url, c.execute(query).first()))
     if earlier is not None:
         raise ConfigError(
-            f"the database {url.render_as_string()} has live tasks that were scheduled before "
+            f"the database {masked(url)} has live tasks that were scheduled before "
             f"these tests began, such as {earlier.id} (tag {earlier.tag!r}), and a test "
             "would run them: give the tests a database of their own, or begin with "
             "tester.clear() if earlier tests left them"

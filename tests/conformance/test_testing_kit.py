@@ -199,13 +199,15 @@ def test_a_library_sets_the_time_and_moves_with_it(shop: Shop, freeze: Any) -> N
 
 
 @pytest.mark.parametrize("at", [NEW_YEAR, NEW_YEAR - timedelta(days=4000)], ids=["next", "past"])
-def test_the_time_of_freezegun_is_enough_without_moves(shop: Shop, at: datetime) -> None:
+def test_a_test_may_set_the_time_by_freezegun(shop: Shop, at: datetime) -> None:
     with DelaysTester(shop.delays) as tester:
         with freeze_time(at):
             shop.delays.schedule_delay("order.close", 1, "1h")
         with freeze_time(at + timedelta(hours=1)):
             tester.run_due()
-    assert shop.noted == [1]
+            shop.delays.schedule_delay("order.close", 2, "3000d")
+            tester.fast_forward("3000d")  # from the past into the future
+    assert shop.noted == [1, 2]
 
 
 def test_live_tasks_of_before_are_refused(tmp_path: Path) -> None:

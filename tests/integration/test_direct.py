@@ -91,13 +91,17 @@ def test_permanent_drains_do_all_the_work_of_a_worker(direct: Deploy, database_u
     kinds = everything(d)
     near = [d.schedule("test.quiet", 1 + n / 50) for n in range(100)]
     d.wait_for(near[:50])
-    names = {(d.delays.get(task).worker or "").partition("/")[0] for task in near[:50]}
+
+    def workers() -> set[str]:
+        near.append(d.schedule("test.quiet", 0.1))
+        return {task.worker.partition("/")[0] for task in map(d.delays.get, near) if task.worker}
+
+    wait_until(lambda: len(workers()) == 2, 30, "both to have their part")
     long = d.schedule("test.sleep", body={"seconds": 1.5})
     wait_until(lambda: d.delays.get(long).status is Status.RUNNING, 20, "the long one to begin")
     first.terminate()
     check(d, *kinds)
     d.wait_for([*near, long])
-    assert len(names) == 2, "both had their part"
     for task in near:
         row = d.delays.get(task)
         assert row.runs == 1

@@ -150,7 +150,7 @@ def test_a_request_that_does_not_commit_is_reported_in_the_log(
 
     with caplog.at_level(logging.WARNING, "shop"):
         app.test_client().get("/forgets")
-        says = "1 delayed task scheduled or changed in db.session, which was not committed"
+        says = "1 change of delayed tasks in db.session not committed"
         assert says in caplog.text
         assert (count(project), delays.get(waits).version) == (1, 0)
         caplog.clear()
@@ -184,6 +184,16 @@ def test_a_database_of_its_own_or_join_session_false_leave_the_requests_session_
             project.db.session.rollback()
         assert count(project) == 1
         project.delays.close()
+
+
+def test_a_session_in_autocommit_commits_and_arms_each_task(
+    project: FlaskProject, caplog: pytest.LogCaptureFixture
+) -> None:
+    with app_of(project).app_context():
+        project.db.session.connection(execution_options={"isolation_level": "AUTOCOMMIT"})
+        near, _ = (project.delays.schedule_delay("order.close", 1, at) for at in (1, "1d"))
+        assert ([entry.id for entry in project.armed], count(project)) == ([near.id], 2)
+    assert "not committed" not in caplog.text
 
 
 # -- processors -----------------------------------------------------------------------------------

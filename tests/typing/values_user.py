@@ -19,14 +19,8 @@ assert_type(dt.current_delays(), DelayTasks)
 
 
 def outcome_of(status: int) -> dt.Outcome:
-    outcomes: dict[int, dt.Outcome] = {
-        200: dt.Done(),
-        202: dt.Snooze("1h"),
-        404: dt.Fail("gone"),
-        410: dt.Cancel("not needed"),
-        503: dt.Retry("5m"),
-    }
-    return outcomes[status]
+    outcomes: list[dt.Outcome] = [dt.Done(), dt.Snooze("1h"), dt.Retry("5m")]
+    return [*outcomes, dt.Fail("gone"), dt.Cancel("not needed")][status]
 
 
 @delays.recurring("0 9 * * mon-fri", tz="Europe/Berlin")
@@ -49,16 +43,11 @@ def reason_of(error: dt.DelayTaskError) -> str | int | None:
         return error.argument if isinstance(error, kinds) else None
     if isinstance(error, dt.OutcomeUnknownError):
         return assert_type(error.id, int | None)
-    if isinstance(error, (dt.StoreUnavailableError, dt.SessionUnusableError, dt.StoreError)):
-        return "the database"
-    if isinstance(error, (dt.TaskNotFoundError, dt.DuplicateTaskError, dt.StaleVersionError)):
-        return "the task"
-    if isinstance(error, (dt.LeaseLostError, dt.TaskCancelledError, dt.TaskStateError)):
-        return "the state"
+    of_database = (dt.StoreUnavailableError, dt.SessionUnusableError, dt.StoreError)
+    of_task = (dt.TaskNotFoundError, dt.DuplicateTaskError, dt.StaleVersionError)
+    of_state = (dt.LeaseLostError, dt.TaskCancelledError, dt.TaskStateError)
     others = (dt.ConfigError, dt.BodyEncryptedError, dt.TaskFailedError, dt.WaitTimeoutError)
-    if isinstance(error, others):
-        return str(error)
-    return None
+    return str(error) if isinstance(error, (*of_database, *of_task, *of_state, *others)) else None
 
 
 def operate(now: datetime) -> None:

@@ -314,9 +314,8 @@ def _connect(alias: str) -> Iterator[Connection]:
         pool = StaticPool(
             lambda: _Lent(django_connection.connection), dialect=_borrowed_dialect(alias)
         )
-        engine = Engine(
-            pool, _borrowed_dialect(alias), make_url(f"{_borrowed_dialect(alias).name}://")
-        )
+        dialect, name = _borrowed_dialect(alias), django_connection.settings_dict["NAME"]
+        engine = Engine(pool, dialect, URL.create(dialect.name, database=str(name or "")))
         with engine.connect() as connection:
             if getattr(engine.dialect, "server_version_info", None) is None:
                 engine.dialect.initialize(connection)
