@@ -91,7 +91,8 @@ class DrainedRows(NamedTuple):
 
     def add(self, claimed: Claimed) -> None:
         self.versions.update((task.id, task.version) for task in claimed)
-        last = {task.priority: task.expected_time for task in claimed}  # in this order
+        # A claim returns the rows of each priority in the order of their due times.
+        last = {task.priority: task.expected_time for task in claimed}
         self.until_us.update((priority, to_us(due)) for priority, due in last.items())
 
 

@@ -484,9 +484,8 @@ class Producer:
         if transaction is None:
             self.arm(tasks)
             return
-        stands_alone = transaction.stands_alone
         armed: Sequence[DelayedTask] = ()
-        if self._notify is None or stands_alone:
+        if self._notify is None or transaction.stands_alone:
             armed = _to_arm(tasks, self._near_until_us(TRANSACTION_US))
         else:
             with transaction.guard() as on:

@@ -200,7 +200,7 @@ class ConnectionTransaction(_CallersTransaction):
 def _after_connection_commit(
     connection: Connection, tasks: Sequence[DelayedTask], action: CommitAction
 ) -> None:
-    if not connection.in_transaction() or connection._is_autocommit_isolation():
+    if not connection.in_transaction() or _stands_alone(connection):
         off_the_loop(partial(action, tasks))
         return
     if not event.contains(connection, "commit", _on_connection_commit):

@@ -135,7 +135,8 @@ class ReadyEntries:
     def remove_claimed(self, queue: str, drained: DrainedRows) -> None:
         """Remove the entries of rows that a drain has claimed, since a claim would find nothing.
 
-        A row that was given back has a later version, with an entry of its own.
+        A row that was given back has a later version, with an entry of its own. The search ends
+        when it has seen as many other entries as the drain has rows.
         """
         versions = drained.versions
         for priority, until_us in drained.until_us.items():

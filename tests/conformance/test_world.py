@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
 from tests.world import MOVES, World
@@ -20,6 +22,16 @@ def test_the_sweep_finds_the_task_of_a_lost_message(world: World) -> None:
     world.deliver()
     assert world.notes == ["kept", "lost"]
     assert world.statuses([lost, kept]) == ["DONE", "DONE"]
+
+
+def test_repeated_and_reordered_messages_run_each_task_once(world: World) -> None:
+    for number in range(5):
+        world.schedule(body=number, delay=1)
+    world.broker.repeat()
+    world.broker.reorder(Random(7))
+    world.advance(2)
+    world.deliver()
+    assert sorted(world.notes) == list(range(5))
 
 
 def test_only_the_rows_of_a_silent_worker_are_recovered(world: World) -> None:

@@ -18,18 +18,17 @@ shards = dt.Shards([delays])
 assert_type(dt.current_delays(), DelayTasks)
 
 
-def outcome_of(status: int) -> dt.Outcome:
-    outcomes: list[dt.Outcome] = [dt.Done(), dt.Snooze("1h"), dt.Retry("5m")]
-    return [*outcomes, dt.Fail("gone"), dt.Cancel("not needed")][status]
+outcomes: dict[str, dt.Outcome] = {"sent": dt.Done(), "busy": dt.Snooze("1h")}
+outcomes |= {"away": dt.Retry("5m"), "gone": dt.Fail("gone"), "late": dt.Cancel("not needed")}
 
 
 @delays.recurring("0 9 * * mon-fri", tz="Europe/Berlin")
 @delays.processor("report.send", retries=dt.RetrySchedule.LEVELS)
-def send_report(body: dict[str, int], task: DelayedTask) -> dt.Outcome:
-    return outcome_of(body["status"])
+def send_report(body: dict[str, str], task: DelayedTask) -> dt.Outcome:
+    return outcomes[body["status"]]
 
 
-handle: dt.Processor[dict[str, int], ..., dt.Outcome] = send_report
+handle: dt.Processor[dict[str, str], ..., dt.Outcome] = send_report
 assert_type(dt.RetrySchedule.NOTIFY.retry_delays_s, tuple[float, ...])
 assert_type(dt.RetrySchedule.LEVELS.wait_s(1), float | None)
 assert_type(dt.RetrySchedule.LEVELS.has_retry_delay(1), bool)
