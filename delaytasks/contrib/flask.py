@@ -245,7 +245,7 @@ def _warn_of_uncommitted(error: BaseException | None) -> None:
     uncommitted = 0 if error is not None else _uncommitted()
     if uncommitted:
         current_app.logger.warning(
-            "%s of delayed tasks in db.session not committed, and rolled back; call "
-            "db.session.commit()",
+            "the app context ends without db.session.commit(), "
+            "which rolls back %s of delayed tasks",
             count(uncommitted, "change"),
         )

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from delaytasks.core.clock import Clock, monotonic, to_us
+from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.errors import OutcomeUnknownError, StoreError, StoreUnavailableError
 from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Claimed, Entry, Settle, Timer
@@ -83,19 +83,6 @@ class FailureReason(Enum):
         return cls.REFUSED if isinstance(error, StoreError) else cls.UNKNOWN
 
 
-class DrainedRows(NamedTuple):
-    #: The version with which each row was claimed, by its id.
-    versions: dict[int, int]
-    #: The due time of the last row of each priority.
-    until_us: dict[int, int]
-
-    def add(self, claimed: Claimed) -> None:
-        self.versions.update((task.id, task.version) for task in claimed)
-        # A claim returns the rows of each priority in the order of their due times.
-        last = {task.priority: task.expected_time for task in claimed}
-        self.until_us.update((priority, to_us(due)) for priority, due in last.items())
-
-
 class Report(NamedTuple):
     """The result of a chunk for the worker's main process."""
 
@@ -104,8 +91,8 @@ class Report(NamedTuple):
     seconds: float = 0.0
     early: tuple[Entry, ...] = ()
     is_full: bool = False
-    #: The rows that a drain has claimed.
-    drained: DrainedRows | None = None
+    #: The versions with which a drain has claimed rows, by their ids.
+    drained: Mapping[int, int] = {}
     #: The least number of rows for the next chunk, as this chunk's processors require it.
     wanted: int = 0
     #: This process, and its rows that still run although their chunk is over.
@@ -231,10 +218,10 @@ class Runner:
         is_turn_of_recovered = began >= self._recovered_at.setdefault(queue, began + RECOVERED_S)
         most = limit - 1 if is_turn_of_recovered else limit
         claim = partial(self._claims.claim_due, queue, priorities)
-        drained = DrainedRows({}, {})
+        drained = dict[int, int]()
         with closing(self._ahead.chunks(claim, most, continue_s, tally)) as chunks:
             for last in chunks:
-                drained.add(last.claimed)
+                drained.update((task.id, task.version) for task in last.claimed)
                 self._chunks.run(last.chunk, tally, self._may_detach)
         is_full, seen = last.is_full, last.claimed.seen
         if is_turn_of_recovered or not is_full:
@@ -324,7 +311,7 @@ class Runner:
         claimed: int,
         early: tuple[Entry, ...] = (),
         is_full: bool = False,
-        drained: DrainedRows | None = None,
+        drained: Mapping[int, int] = {},
         waitlists: tuple[WaitlistState, ...] = (),
     ) -> Report:
         tally.add(*self._chunks.ended())

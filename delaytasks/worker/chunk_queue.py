@@ -6,10 +6,9 @@ Entries that are due, waitlists, and drains of queues take turns.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import merge
-from itertools import islice
 from math import inf
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,7 +20,7 @@ from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.settings import Settings
 from delaytasks.core.workers import ChunkSize
-from delaytasks.execution.runner import DrainedRows, FailureReason, Report
+from delaytasks.execution.runner import FailureReason, Report
 from delaytasks.timers.timing_wheel import SharedWheel
 from delaytasks.worker.chunk_request import ChunkRequest
 from delaytasks.worker.pool import Pool
@@ -88,15 +87,21 @@ class ReadyEntries:
     """
 
     def __init__(self) -> None:
+        self._waiting: dict[int, Entry] = {}
+        #: An entry that is not in `_waiting` was removed, and is passed over.
         self._levels: dict[tuple[int, str], deque[Entry]] = {}
 
     def __len__(self) -> int:
-        return sum(map(len, self._levels.values()))
+        return len(self._waiting)
 
     def add(self, entries: Sequence[Entry]) -> None:
+        """Add entries, except those of rows that wait already with this version or a later one."""
         new: dict[tuple[int, str], list[Entry]] = {}
         for entry in entries:
-            new.setdefault((entry.priority, entry.queue), []).append(entry)
+            known = self._waiting.get(entry.id)
+            if known is None or known.version < entry.version:
+                self._waiting[entry.id] = entry
+                new.setdefault((entry.priority, entry.queue), []).append(entry)
         for level, some in new.items():
             ready = self._levels.setdefault(level, deque())
             if len(some) * SORTED_SHARE >= len(ready) + len(some):
@@ -109,11 +114,15 @@ class ReadyEntries:
         popped: list[Entry] = []
         for priority in sorted({priority for priority, _ in self._levels}, reverse=True):
             levels = (ready for level, ready in self._levels.items() if level[0] == priority)
-            in_order = merge(*levels, key=_WRITTEN_ORDER)
-            first = list(islice(in_order, count - len(popped)))
-            for entry in first:
+            passed = list[Entry]()
+            for entry in merge(*levels, key=_WRITTEN_ORDER):
+                if len(popped) == count:
+                    break
+                passed.append(entry)
+                if self._take(entry):
+                    popped.append(entry)
+            for entry in passed:
                 self._levels[priority, entry.queue].popleft()
-            popped += first
         self._forget_empty()
         return popped
 
@@ -127,32 +136,37 @@ class ReadyEntries:
             if ready[0].due_us < before_us:
                 late_before = before_us - wait_s(queue) * 1e6
                 while ready and ready[0].due_us < late_before:
-                    removed.append(ready.popleft())
-        if removed:
-            self._forget_empty()
+                    entry = ready.popleft()
+                    if self._take(entry):
+                        removed.append(entry)
+        self._forget_empty()
         return removed
 
-    def remove_claimed(self, queue: str, drained: DrainedRows) -> None:
-        """Remove the entries of rows that a drain has claimed, since a claim would find nothing.
+    def remove_claimed(self, versions: Mapping[int, int]) -> None:
+        """Remove the entries of rows that were claimed with these versions, by their ids.
 
-        A row that was given back has a later version, with an entry of its own. The search ends
-        when it has seen as many other entries as the drain has rows.
+        A row that was given back has a later version, with an entry of its own.
         """
-        versions = drained.versions
-        for priority, until_us in drained.until_us.items():
-            ready, kept = self._levels.get((priority, queue), deque()), list[Entry]()
-            while ready and ready[0].due_us <= until_us and len(kept) < len(versions):
-                entry = ready.popleft()
-                if versions.get(entry.id, -1) <= entry.version:
-                    kept.append(entry)
-            ready.extendleft(reversed(kept))
-        self._forget_empty()
+        for id, version in versions.items():
+            entry = self._waiting.get(id)
+            if entry is not None and entry.version < version:
+                del self._waiting[id]
+        if not self._waiting:
+            self._levels.clear()
 
     def clear(self) -> list[Entry]:
         """Remove and return all entries."""
-        waiting = [entry for ready in self._levels.values() for entry in ready]
+        waiting = list(self._waiting.values())
+        self._waiting.clear()
         self._levels.clear()
         return waiting
+
+    def _take(self, entry: Entry) -> bool:
+        """Let an entry wait no more. Return whether it still did."""
+        if self._waiting.get(entry.id) is not entry:
+            return False
+        del self._waiting[entry.id]
+        return True
 
     def _forget_empty(self) -> None:
         self._levels = {level: ready for level, ready in self._levels.items() if ready}
@@ -485,8 +499,7 @@ class ChunkQueue:
         """
         if request.drained_queue is not None:
             self._drain_chunk_ended(request, request.drained_queue, report.is_full)
-            if report.drained is not None:
-                self._ready.remove_claimed(request.drained_queue, report.drained)
+            self._ready.remove_claimed(report.drained)
         return self._update_waitlists(report, request)
 
     def chunk_failed(self, request: ChunkRequest, reason: FailureReason, ran: int) -> None:

@@ -15,7 +15,7 @@ import pytest
 from delaytasks import DelayedTask, NewTask, Status
 from tests.conformance.test_timers import ALONE
 from tests.integration.conftest import Deploy
-from tests.running import Deployment, Process, quick
+from tests.running import Deployment, Process
 from tests.waiting import SLACK_S, wait_until
 
 pytestmark = pytest.mark.slow
@@ -28,7 +28,7 @@ def asleep(d: Deployment, seconds: float) -> DelayedTask:
     return task
 
 
-@pytest.mark.parametrize("pool", ["prefork", quick("threads"), "solo"])
+@pytest.mark.parametrize("pool", ["prefork", "threads", "solo"])
 def test_after_sigterm_a_worker_ends_its_task_and_returns_others(deploy: Deploy, pool: str) -> None:
     """The worker itself returns its rows: leases are long, and no sweep runs during the test."""
     d = deploy(**ALONE, lease=60)

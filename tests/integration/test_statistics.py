@@ -14,8 +14,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize(
     ("database", "broker", "pool"),
-    combinations("postgresql-redis-prefork", is_quick=True)
-    + combinations("mysql-rabbitmq-threads postgresql-rabbitmq-solo postgresql-direct-drain"),
+    combinations(
+        "postgresql-redis-prefork mysql-rabbitmq-threads postgresql-rabbitmq-solo "
+        "postgresql-direct-drain"
+    ),
 )
 def test_workers_that_stop_have_counted_every_run_once(site: Deployment, pool: str) -> None:
     workers = [site.drainer() if pool == "drain" else site.worker(pool=pool) for _ in range(2)]

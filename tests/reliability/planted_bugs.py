@@ -25,7 +25,7 @@ from delaytasks.core.loop import Loop
 from delaytasks.execution import settlement
 from delaytasks.execution.chunk import Chunk, TimeBudget
 from delaytasks.execution.executor import DeferralRules, Lease, OutcomeRules, TaskExecutor
-from delaytasks.execution.runner import DrainedRows, FailureReason
+from delaytasks.execution.runner import FailureReason
 from delaytasks.limits.tracked_waitlists import TrackedWaitlist, TrackedWaitlists
 from delaytasks.maintenance.sweeper import Sweeper
 from delaytasks.operations import durable_calls
@@ -548,13 +548,12 @@ def fresh_tasks_starve_a_backlog(turn: Any, at: Any, *args: Any) -> Any:
 
 @bug("go on after a chunk", "unit/dispatcher")
 def entries_of_drained_rows_are_kept(verb: Any, queue: Any, request: Any, report: Any) -> Any:
-    return verb(queue, request, report._replace(drained=None))
+    return verb(queue, request, report._replace(drained={}))
 
 
 @bug("go on after a chunk", "unit/dispatcher drain_has_claimed")
 def entries_of_rows_given_back_are_dropped(verb: Any, queue: Any, request: Any, to: Any) -> Any:
-    versions, until_us = to.drained or ({}, {})
-    drained = DrainedRows(dict.fromkeys(versions, 1 << 63), until_us)
+    drained = dict.fromkeys(to.drained, 1 << 63)
     return verb(queue, request, to._replace(drained=drained))
 
 

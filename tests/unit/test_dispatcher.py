@@ -13,16 +13,7 @@ import pytest
 from celery.concurrency import solo
 
 from tests.waiting import wait_until
-from tests.world import (
-    DrainedRows,
-    Entry,
-    FailureReason,
-    MainProcess,
-    MakeWorld,
-    Report,
-    WaitlistState,
-    World,
-)
+from tests.world import Entry, FailureReason, MainProcess, MakeWorld, Report, WaitlistState, World
 from tests.world.recording import ManualClock, ManualTime
 
 MakeMain = Callable[[int], "Main"]
@@ -134,13 +125,17 @@ def test_entries_of_rows_that_a_drain_has_claimed_are_forgotten(draining: Main) 
     """Otherwise every second claim of a standing backlog would find rows that have ended."""
     main, now = draining, draining.clock.now_us()
     main.take([Entry(id, 0, now - 2) for id in range(100, 110)])
-    for id, version, due_us in ((1, 0, now - 4), (2, 7, now - 1), (5, 0, now)):
-        main.take([Entry(id, version, due_us)])
+    for id, version in ((1, 0), (1, 0), (2, 6), (2, 7), (2, 5), (5, 0)):
+        main.take([Entry(id, version, now - 1)])
     main.take([Entry(3, 0, now - 2, "default", 1), Entry(4, 0, now - 2, "mail")])
-    versions = dict.fromkeys([2, 3, 4, 5, *range(100, 110)], 6)
-    main.end(is_full=True, drained=DrainedRows(versions, {0: now - 1}))
+    main.take([*main.entries(30, start=200), Entry(999, 0, now, "sms")])
+    main.end(is_full=True, drained=dict.fromkeys([2, 5, *range(100, 110), 999], 6))
     [chunk] = [chunk for chunk in main.requests if chunk.entries]
-    assert [entry.id for entry in chunk.entries] == [3, 1, 4, 2, 5]
+    assert [entry.id for entry in chunk.entries][:5] == [3, 4, 1, 2, 200]
+    main.clock.advance(60)
+    for _ in range(2):
+        main.pump()
+    assert main.dispatcher.waiting == 0, "late entries are left to the table"
 
 
 def test_chunks_are_made_in_the_order_in_which_rows_were_written(main: Main) -> None:

@@ -383,10 +383,8 @@ def test_a_recovered_row_that_is_held_is_not_counted(world: World, ahead: Manual
 def test_a_drain_names_the_rows_that_its_chunks_have_claimed(world: World) -> None:
     tasks = [world.schedule(priority=priority) for priority in (5, 5, 0, 0, 0, 0)]
     drained = world.drain(most=2, continue_s=60).drained
-    assert drained is not None
-    assert drained.versions.keys() == {task.id for task in tasks}
-    assert all(version > 0 for version in drained.versions.values())
-    assert drained.until_us == {5: Entry.of(tasks[1]).due_us, 0: Entry.of(tasks[5]).due_us}
+    assert drained.keys() == {task.id for task in tasks}
+    assert all(version > 0 for version in drained.values())
 
 
 def test_an_early_entry_is_returned_with_the_due_time_of_its_row(world: World) -> None:

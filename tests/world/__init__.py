@@ -25,7 +25,7 @@ from delaytasks.core.interfaces import Claimed, Entry, Level, Recovered, Settlem
 from delaytasks.core.policies import Stamp, WaitlistState
 from delaytasks.core.states import FINISHED, LIVE, MOVES
 from delaytasks.execution.executor import LeaseEndsError
-from delaytasks.execution.runner import DrainedRows, FailureReason, Report
+from delaytasks.execution.runner import FailureReason, Report
 from tests.world.broker import WorldBroker
 from tests.world.main_process import MainProcess, run_chunk, served_queues
 from tests.world.monitor import Monitor
@@ -36,7 +36,7 @@ __all__ = ["FINISHED", "LIVE", "MOVES", "NASTY", "NO_POLICIES", "RUNNING", "Clai
 __all__ += ["FailureReason", "LeaseEndsError", "Level", "MainProcess", "MakeWorld", "Monitor"]
 __all__ += ["MonkeyPatch", "PolicyReader", "Recovered", "Report", "Settlement", "UnclaimedRow"]
 __all__ += ["WaitlistState", "Worker", "World", "WorldBroker", "from_us", "key_name", "run_chunk"]
-__all__ += ["DrainedRows", "served_queues", "shard_of", "status_columns", "to_us"]
+__all__ += ["served_queues", "shard_of", "status_columns", "to_us"]
 
 MakeWorld = Callable[..., World]
 MonkeyPatch = pytest.MonkeyPatch
