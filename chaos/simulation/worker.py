@@ -17,6 +17,7 @@ from chaos.simulation.world import Host
 from chaos.violation import Violation
 from delaytasks.core.events import Events
 from delaytasks.core.loop import FAILED_REST_S, Loop
+from delaytasks.execution.executor import Host as RunnerHost
 from delaytasks.execution.runner import FailureReason, Report, Runner
 from delaytasks.limits.admission import Waitlist
 from delaytasks.maintenance.sweeper import Sweeper
@@ -44,21 +45,24 @@ class Child(Host):
         self._play = play = worker.play
         self.request: Any = None
         clock = play.clock()
-        self._runner = Runner(
-            play.settings,
+        runtime: Any = SimpleNamespace(
+            settings=play.settings,
+            clock=clock,
+            timer=play.timer(clock, Events()),
+            events=Events(),
+            transactions=SimpleNamespace(of=None),
+        )
+        host = RunnerHost(
             play.claims(self.name),
             Waitlist(play.stage.store, dict),
-            clock,
             play.registry,
-            play.timer(clock, Events()),
-            Events(),
             play.execute,
-            lambda session, task: None,
             thread_slots=SimulatedSlots(play),
             may_detach=True,
             last_renewal=lambda: worker.processes.renewals.last(0),
             has_others=worker.processes.others_wait.is_so,
         )
+        self._runner = Runner(runtime, host)
         self._runner._ahead._threads = SimulatedThreads(play, self)  # type: ignore[assignment]
         self._time_budgets = self._runner._chunks._time_budget = TimeBudgets(
             play, self, self._runner

@@ -8,24 +8,24 @@ budget settles them when they end.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from delaytasks.core.clock import Clock, monotonic
+from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import OutcomeUnknownError, StoreUnavailableError
-from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Settle, Settlement
-from delaytasks.core.settings import Settings
 from delaytasks.core.task import DelayedTask
 from delaytasks.core.workers import LEARNING
 from delaytasks.execution.chunk import Chunk, TimeBudget
-from delaytasks.execution.executor import TaskExecutor
-from delaytasks.execution.policy_cache import PauseFilter
+from delaytasks.execution.executor import Host, TaskExecutor
 from delaytasks.execution.settlement import Settler
-from delaytasks.processors.registry import ProcessorSpec, Registry, ThreadSlots
+from delaytasks.processors.registry import ProcessorSpec, ThreadSlots
+
+if TYPE_CHECKING:
+    from delaytasks.runtime import Runtime
 
 # -- Runs the rows of processors with `in_flight` in threads, beyond the runner's own thread ------
 
@@ -219,8 +219,6 @@ class TagCosts:
         return total_s
 
 
-#: Keeps the context of the rows that one thread runs one after another.
-ThreadContext = Callable[[], AbstractContextManager[object]]
 #: A row that may kill this process waits for other rows to end, at most for this part of the lease.
 ALONE = 0.25
 #: The time between two tries to settle detached rows while the database is unavailable.
@@ -230,34 +228,22 @@ DETACHED_RETRY_S = 1.0
 class ChunkRunner:
     def __init__(
         self,
-        settings: Settings,
-        clock: Clock,
-        registry: Registry,
+        runtime: Runtime,
+        host: Host,
         executor: TaskExecutor,
         settler: Settler,
-        thread_slots: ThreadSlots,
-        pause_filter: PauseFilter | None,
-        events: Events,
-        thread_context: ThreadContext,
         costs: TagCosts,
     ) -> None:
-        self._thread_context = thread_context
-        self._lease_s = settings.lease_s
-        self._budget_s = settings.chunk_time_budget_s
-        self._costs = costs
-        self._clock = clock
-        self._registry = registry
-        self._executor = executor
-        self._settler = settler
-        self._thread_slots = thread_slots
-        self._pause_filter = pause_filter
-        self._events = events
-        self._time_budget = TimeBudget(
-            self._budget_s, self._expire, partial(events.failed, "time budget")
-        )
-        on_error = partial(events.failed, "concurrent calls")
+        self._clock, self._events = runtime.clock, runtime.events
+        self._lease_s = runtime.settings.lease_s
+        self._budget_s = runtime.settings.chunk_time_budget_s
+        self._registry, self._thread_context = host.registry, host.thread_context
+        self._thread_slots, self._pause_filter = host.thread_slots, host.pause_filter
+        self._executor, self._settler, self._costs = executor, settler, costs
+        failed = self._events.failed
+        self._time_budget = TimeBudget(self._budget_s, self._expire, partial(failed, "time budget"))
         self._concurrent_calls = ConcurrentCalls(
-            thread_slots, executor, self._time_budget.open, on_error
+            host.thread_slots, executor, self._time_budget.open, partial(failed, "concurrent calls")
         )
         #: Chunks whose runner has gone on, although some of their rows still run.
         self._detached: set[Chunk] = set()

@@ -21,16 +21,18 @@ import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from delaytasks.core.clock import monotonic, reset_in_child
-from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Claimed
-from delaytasks.core.settings import Settings
 from delaytasks.core.workers import ChunkSize
 from delaytasks.execution.chunk import Chunk
 from delaytasks.execution.chunk_runner import ChunkRunner, TagCosts, Tally
-from delaytasks.processors.registry import MAX_SLOTS, Registry
+from delaytasks.execution.executor import Host
+from delaytasks.processors.registry import MAX_SLOTS
+
+if TYPE_CHECKING:
+    from delaytasks.runtime import Runtime
 
 #: The longest time from the claim of a row to its start, in time budgets. A chunk that is claimed
 #: ahead waits for the budget of the current one, too.
@@ -70,24 +72,12 @@ class _Pause:
 
 
 class ClaimAhead:
-    """`has_others` returns whether other tasks than those of a backlog wait for this process."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        registry: Registry,
-        chunks: ChunkRunner,
-        costs: TagCosts,
-        events: Events,
-        has_others: Callable[[], bool],
-    ) -> None:
-        self._budget_s = settings.chunk_time_budget_s
-        self._chunk_max = settings.chunk_max
-        self._registry = registry
-        self._chunks = chunks
-        self._costs = costs
-        self._events = events
-        self._has_others = has_others
+    def __init__(self, runtime: Runtime, host: Host, chunks: ChunkRunner, costs: TagCosts) -> None:
+        self._budget_s = runtime.settings.chunk_time_budget_s
+        self._chunk_max = runtime.settings.chunk_max
+        self._events = runtime.events
+        self._registry, self._has_others = host.registry, host.has_others
+        self._chunks, self._costs = chunks, costs
         self.after_fork()
         reset_in_child(self)
 

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from types import AsyncGeneratorType, GeneratorType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, get_args
 
 from delaytasks.core.body import NO_NAME, PLAIN, encode_body, is_encrypted, name_in, names_of
-from delaytasks.core.clock import Clock, monotonic
+from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import (
     InvalidInputError,
     LeaseLostError,
     TaskCancelledError,
     TaskStateError,
 )
-from delaytasks.core.events import Events
 from delaytasks.core.inputs import check_wait
 from delaytasks.core.interfaces import CallerConnection, Settlement, Transaction
-from delaytasks.core.settings import Settings
 from delaytasks.core.task import (
     Cancel,
     DelayedTask,
@@ -45,11 +44,14 @@ from delaytasks.core.text import (
     storable,
     traceback_text,
 )
-from delaytasks.core.workers import LastRenewal
+from delaytasks.core.workers import NO_RENEWAL, LastRenewal
 from delaytasks.execution.settlement import RunCounter
-from delaytasks.processors.registry import ProcessorSpec, Registry, awaited
+from delaytasks.processors.registry import ProcessorSpec, Registry, ThreadSlots, awaited
 
 if TYPE_CHECKING:
+    from delaytasks.execution.policy_cache import PauseFilter
+    from delaytasks.limits.admission import Waitlist
+    from delaytasks.runtime import Runtime
     from delaytasks.storage.claims import Claims
 
 
@@ -63,32 +65,20 @@ MAX_DEFERRAL_BYTES = 4096
 
 
 class DeferralRules:
-    """`keeps_time_limits` is whether this process can keep the time limits of processors."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        clock: Clock,
-        events: Events,
-        registry: Registry,
-        keeps_time_limits: bool,
-        is_asked_to_stop: Callable[[int, int], bool],
-    ) -> None:
-        self._clock = clock
-        self._events = events
-        self._registry = registry
-        self._keeps_time_limits = keeps_time_limits
-        self._is_asked_to_stop = is_asked_to_stop
-        self._keys = [name for name in names_of(settings.encryption_keys) if name != PLAIN]
+    def __init__(self, runtime: Runtime, host: Host) -> None:
+        self._clock, self._events = runtime.clock, runtime.events
+        self._host = host
+        keys = runtime.settings.encryption_keys
+        self._keys = [name for name in names_of(keys) if name != PLAIN]
         self._readable = {NO_NAME, *self._keys}
 
     def settlement(self, processor: ProcessorSpec | None, task: DelayedTask) -> Settlement | None:
         """Return the settlement of a task that is not run here now, or None if the task can run."""
-        if task.cancel_request is not None or self._is_asked_to_stop(task.id, task.version):
+        if task.cancel_request is not None or self._host.is_asked_to_stop(task.id, task.version):
             self._events.emit("task.withdrawn", **task.event_fields, reason=CANCELLED_EARLIER)
             return Settlement(task, "expire", error=CANCELLED_EARLIER)
         if processor is None:  # a deploy may bring it
-            known = ", ".join(sorted(processor.tag for processor in self._registry)) or "none"
+            known = ", ".join(sorted(processor.tag for processor in self._host.registry)) or "none"
             why = f"{NO_PROCESSOR}{task.tag} (this worker knows: {known}); is its module imported?"
             return self._defer(task, why, "task.no_processor")
         max_late_s = processor.max_late_s if task.max_late_s is None else task.max_late_s
@@ -102,7 +92,7 @@ class DeferralRules:
         if versions is not None and versions.is_newer(task.body_version):
             why = f"{NEWER_BODY}{task.tag} (version {task.body_version}, not {versions.version})"
             return self._defer(task, why, "task.newer_body")
-        if processor.has_time_limits and not self._keeps_time_limits:
+        if processor.has_time_limits and not self._host.keeps_time_limits:
             why = f"{NO_TIME_LIMITS}{task.tag}; let a worker with -P prefork serve the queue "
             return self._defer(task, why + task.queue, "task.no_time_limits")
         return None
@@ -150,7 +140,7 @@ MAX_RESULT_BYTES = 16 * 1024
 #: half is left.
 LAST_PART = 1 / 3
 #: Returns the transaction of a caller's `session=`.
-TransactionOf = Callable[[Any, DelayedTask], Transaction | None]
+TransactionOf = Callable[[Any], Transaction | None]
 
 
 class LeaseEndsError(LeaseLostError):
@@ -215,7 +205,7 @@ class TaskRun:
     def complete(self, session: Any, result: Any) -> None:
         task = self.task
         kept = None if result is None else encode_body(result, MAX_RESULT_BYTES)
-        transaction = self._transaction_of(session, task)
+        transaction = self._transaction_of(session)
         if transaction is None:
             raise InvalidInputError(
                 "complete() takes the session that the effect is written in: session=…", "session"
@@ -259,10 +249,9 @@ _UNFINISHED = (Retry, Snooze, Fail)
 
 
 class OutcomeRules:
-    def __init__(self, settings: Settings, clock: Clock, events: Events) -> None:
-        self._settings = settings
-        self._clock = clock
-        self._events = events
+    def __init__(self, runtime: Runtime) -> None:
+        self._settings, self._clock = runtime.settings, runtime.clock
+        self._events = runtime.events
 
     def settlement(
         self,
@@ -579,10 +568,6 @@ def ends_process(error: BaseException) -> bool:
     return isinstance(error, _EXITS) and type(error) not in _EXITS
 
 
-def emit_start(events: Events, task: DelayedTask, began: datetime) -> None:
-    events.emit("task.started", **task.event_fields, began=began)
-
-
 class Watcher(Protocol):
     """Observes the run of each row; its methods must not raise."""
 
@@ -594,37 +579,49 @@ class Watcher(Protocol):
         """Send what was observed."""
 
 
-class TaskExecutor:
-    """Runs tasks.
+@dataclass(frozen=True)
+class Host:
+    """What a process gives to its runner. The defaults are those of a process without a worker."""
 
-    `watcher` returns the watcher of the moment, or None. `counter` counts the runs for the
-    statistics, if they are on. `on_start` is called with each task before it runs, and with the
-    time.
-    """
+    claims: Claims
+    waitlist: Waitlist
+    registry: Registry
+    #: Calls a processor in the context that it expects.
+    execute: Execute
+    #: Keeps this context between rows that a thread runs one after another.
+    thread_context: Callable[[], AbstractContextManager[object]] = nullcontext
+    #: Returns the watcher of the moment.
+    watcher: Callable[[], Watcher | None] = lambda: None
+    pause_filter: PauseFilter | None = None
+    thread_slots: ThreadSlots = field(default_factory=ThreadSlots)
+    #: Whether the time limits of processors can be kept.
+    keeps_time_limits: bool = True
+    #: Whether concurrent rows may go on while the next chunk runs: another process has to renew
+    #: their leases, and `Runner.finish` has to be called at the end.
+    may_detach: bool = False
+    #: Returns the last renewal of the leases that succeeded.
+    last_renewal: Callable[[], LastRenewal] = lambda: NO_RENEWAL
+    #: Whether a caller has asked the run of this id and version to stop.
+    is_asked_to_stop: Callable[[int, int], bool] = lambda id, version: False
+    #: Whether other tasks than those of a backlog wait for this process.
+    has_others: Callable[[], bool] = lambda: False
+
+
+class TaskExecutor:
+    """Runs tasks. `counter` counts the runs for the statistics, if they are on."""
 
     def __init__(
-        self,
-        claims: Claims,
-        clock: Clock,
-        deferral_rules: DeferralRules,
-        outcome_rules: OutcomeRules,
-        execute: Execute,
-        transaction_of: TransactionOf,
-        lease: Lease,
-        watcher: Callable[[], Watcher | None],
-        counter: RunCounter | None = None,
-        on_start: Callable[[DelayedTask, datetime], object] | None = None,
+        self, runtime: Runtime, host: Host, lease: Lease, counter: RunCounter | None
     ) -> None:
-        self._claims = claims
-        self._clock = clock
-        self._deferral_rules = deferral_rules
-        self._outcome_rules = outcome_rules
-        self._execute = execute
-        self._transaction_of = transaction_of
+        self._clock, self._events = runtime.clock, runtime.events
+        self._deferral_rules = DeferralRules(runtime, host)
+        self._outcome_rules = OutcomeRules(runtime)
+        self._claims, self._execute = host.claims, host.execute
+        self._watcher = host.watcher
+        self._transaction_of = runtime.transactions.of
         self._lease = lease
-        self._watcher = watcher
         self._counter = counter
-        self._on_start = on_start
+        self._logs_starts = runtime.settings.has_structured_log
 
     def run(
         self, processor: ProcessorSpec | None, tasks: Sequence[DelayedTask], claimed: datetime
@@ -635,7 +632,7 @@ class TaskExecutor:
         if processor is None:
             return settlements
         for call in self._calls(processor, ready):
-            if watcher is not None or self._on_start is not None:
+            if watcher is not None or self._logs_starts:
                 self._started(call, claimed, began, watcher)
             ended: list[RunResult] = []
             context, end = copy_context(), self._end(call, began, ended, watcher)
@@ -655,8 +652,8 @@ class TaskExecutor:
         for run in call.runs:
             if watcher is not None:
                 watcher.started(run.task, claimed, began)
-            if self._on_start is not None:
-                self._on_start(run.task, began)
+            if self._logs_starts:
+                self._events.emit("task.started", **run.task.event_fields, began=began)
 
     def failed(
         self, processor: ProcessorSpec, tasks: Sequence[DelayedTask], error: BaseException

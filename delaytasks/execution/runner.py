@@ -5,48 +5,28 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from delaytasks.core.clock import Clock, monotonic
+from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import OutcomeUnknownError, StoreError, StoreUnavailableError
-from delaytasks.core.events import Events
-from delaytasks.core.interfaces import Claimed, Entry, Settle, Timer
+from delaytasks.core.interfaces import Claimed, Entry, Settle
 from delaytasks.core.policies import NO_WAITLISTS, WaitlistsSeen, WaitlistState
 from delaytasks.core.run_counts import RunStatistics
-from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayedTask
-from delaytasks.core.workers import NO_RENEWAL, LastRenewal
-from delaytasks.execution.chunk_runner import (
-    ChunkRunner,
-    SizeSample,
-    TagCosts,
-    Tally,
-    ThreadContext,
-)
+from delaytasks.execution.chunk_runner import ChunkRunner, SizeSample, TagCosts, Tally
 from delaytasks.execution.claim_ahead import MAX_BUDGETS, ClaimAhead
-from delaytasks.execution.executor import (
-    DeferralRules,
-    Execute,
-    Lease,
-    OutcomeRules,
-    TaskExecutor,
-    TransactionOf,
-    Watcher,
-    emit_start,
-)
-from delaytasks.execution.policy_cache import PauseFilter
+from delaytasks.execution.executor import Host, Lease, TaskExecutor
 from delaytasks.execution.settlement import RunCounter, Settler
-from delaytasks.limits.admission import Admission, Waitlist
+from delaytasks.limits.admission import Admission
 from delaytasks.limits.waitlist_runner import RunRows, WaitlistRunner
-from delaytasks.processors.registry import Registry, ThreadSlots
 
 if TYPE_CHECKING:
-    from delaytasks.storage.claims import Claims
+    from delaytasks.runtime import Runtime
 
 
 #: A message that is early by less than this is waited for: clocks differ by a fraction of it.
@@ -112,69 +92,24 @@ class Report(NamedTuple):
 
 
 class Runner:
-    """Runs chunks in one process.
+    """Runs chunks in one process, which is its `host`."""
 
-    `execute` calls a processor in the context that it expects, and `thread_context` keeps this
-    context between rows that a thread runs one after another. With `may_detach`, concurrent rows
-    may go on while the next chunk runs: another process has to renew their leases, and `finish` has
-    to be called at the end. `last_renewal` and `is_asked_to_stop` are described in `Lease`,
-    `has_others` in `ClaimAhead`, and `watcher` returns the watcher of the moment.
-    """
-
-    def __init__(
-        self,
-        settings: Settings,
-        claims: Claims,
-        waitlist: Waitlist,
-        clock: Clock,
-        registry: Registry,
-        timer: Timer,
-        events: Events,
-        execute: Execute,
-        transaction_of: TransactionOf,
-        pause_filter: PauseFilter | None = None,
-        keeps_time_limits: bool = True,
-        thread_slots: ThreadSlots | None = None,
-        may_detach: bool = False,
-        last_renewal: Callable[[], LastRenewal] = lambda: NO_RENEWAL,
-        is_asked_to_stop: Callable[[int, int], bool] = lambda id, version: False,
-        thread_context: ThreadContext = nullcontext,
-        watcher: Callable[[], Watcher | None] = lambda: None,
-        has_others: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._settings, self._claims = settings, claims
-        self._clock, self._events = clock, events
-        costs = TagCosts(settings.chunk_time_budget_s)
+    def __init__(self, runtime: Runtime, host: Host) -> None:
+        self._settings = settings = runtime.settings
+        self._clock, self._events = runtime.clock, runtime.events
+        self._claims, waitlist = host.claims, host.waitlist
+        self._may_detach, self._has_others = host.may_detach, host.has_others
+        self._counter = RunCounter(host.registry) if settings.statistics else None
         max_wait_s = MAX_BUDGETS * settings.chunk_time_budget_s
-        self._counter = RunCounter(registry) if settings.statistics else None
-        executor = TaskExecutor(
-            claims,
-            clock,
-            DeferralRules(settings, clock, events, registry, keeps_time_limits, is_asked_to_stop),
-            OutcomeRules(settings, clock, events),
-            execute,
-            transaction_of,
-            Lease(settings.lease_s, max_wait_s, last_renewal, is_asked_to_stop),
-            watcher,
-            self._counter,
-            partial(emit_start, events) if settings.has_structured_log else None,
-        )
-        self._chunks = ChunkRunner(
-            settings,
-            clock,
-            registry,
-            executor,
-            Settler(settings, claims, clock, timer, events, self._counter),
-            thread_slots or ThreadSlots(),
-            pause_filter,
-            events,
-            thread_context,
-            costs,
-        )
-        self._ahead = ClaimAhead(settings, registry, self._chunks, costs, events, has_others)
-        self._may_detach, self._has_others = may_detach, has_others
+        lease = Lease(settings.lease_s, max_wait_s, host.last_renewal, host.is_asked_to_stop)
+        executor = TaskExecutor(runtime, host, lease, self._counter)
+        settler = Settler(runtime, host.claims, self._counter)
+        costs = TagCosts(settings.chunk_time_budget_s)
+        self._chunks = ChunkRunner(runtime, host, executor, settler, costs)
+        self._ahead = ClaimAhead(runtime, host, self._chunks, costs)
         self._waitlists_in = waitlist.in_queue
-        self._waitlists = WaitlistRunner(settings, registry, waitlist, Admission(waitlist, claims))
+        admission = Admission(waitlist, host.claims)
+        self._waitlists = WaitlistRunner(settings, host.registry, waitlist, admission)
         self._recovered_at: dict[str, float] = {}  # the next time for them, by queue
 
     def run(self, entries: Sequence[Entry], for_s: float = 0) -> Report:

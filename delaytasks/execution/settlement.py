@@ -9,12 +9,10 @@ from collections.abc import Container, Sequence
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
-from delaytasks.core.clock import Clock, monotonic, reset_in_child, to_us
+from delaytasks.core.clock import monotonic, reset_in_child, to_us
 from delaytasks.core.errors import OutcomeUnknownError, StoreError, StoreUnavailableError
-from delaytasks.core.events import Events
-from delaytasks.core.interfaces import Entry, Settle, Settlement, Timer
+from delaytasks.core.interfaces import Entry, Settle, Settlement
 from delaytasks.core.run_counts import LOST_LEASE, OUTCOMES, FailureCount, RunCounts, RunStatistics
-from delaytasks.core.settings import Settings
 from delaytasks.core.states import MOVES, Status, following
 from delaytasks.core.task import DelayedTask
 from delaytasks.core.text import error_pattern
@@ -22,6 +20,7 @@ from delaytasks.execution.chunk import Chunk
 from delaytasks.processors.registry import Registry
 
 if TYPE_CHECKING:
+    from delaytasks.runtime import Runtime
     from delaytasks.storage.claims import Claims
 
 
@@ -140,21 +139,10 @@ def is_locked(error: StoreError) -> bool:
 
 
 class Settler:
-    def __init__(
-        self,
-        settings: Settings,
-        claims: Claims,
-        clock: Clock,
-        timer: Timer,
-        events: Events,
-        counter: RunCounter | None = None,
-    ) -> None:
-        self._settings = settings
-        self._claims = claims
-        self._clock = clock
-        self._timer = timer
-        self._events = events
-        self._counter = counter
+    def __init__(self, runtime: Runtime, claims: Claims, counter: RunCounter | None) -> None:
+        self._settings, self._clock = runtime.settings, runtime.clock
+        self._timer, self._events = runtime.timer, runtime.events
+        self._claims, self._counter = claims, counter
         #: Id and version of the last locked row that was reported.
         self._reported_locked: tuple[int, int] | None = None
 

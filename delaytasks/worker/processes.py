@@ -19,12 +19,10 @@ from delaytasks.worker.shared_memory import OthersWait, Renewals, RequestedRuns
 from delaytasks.worker.time_limits import can_limit_time
 
 if TYPE_CHECKING:
-    from delaytasks.core.clock import Clock
     from delaytasks.execution.executor import Watcher
     from delaytasks.execution.runner import Runner
     from delaytasks.processors.registry import Registry
     from delaytasks.runtime import Runtime
-    from delaytasks.worker.celery_context import CeleryTaskContext
     from delaytasks.worker.task_events import TaskEvents
 
 
@@ -121,9 +119,11 @@ class Processes:
     ) -> Runner:
         """Return a new runner. `registry` is that of the instance if it is None."""
         # Most producers run no tasks, so they do not import what runs them.
+        from delaytasks.execution.executor import Host
         from delaytasks.execution.policy_cache import PauseFilter
         from delaytasks.execution.runner import Runner
         from delaytasks.limits.admission import Waitlist
+        from delaytasks.worker.celery_context import CeleryTaskContext
 
         runtime = self.runtime
         store, policies = runtime.store, runtime.policy_cache
@@ -131,40 +131,31 @@ class Processes:
         claims = store.claims(
             self.name(os.getpid()), own_address(store.database.url.host), waitlist.hold_if_limited
         )
-        task_context = self._task_context(runtime.clock)
-        return Runner(
-            runtime.settings,
-            claims,
-            waitlist,
-            runtime.clock,
-            registry or runtime.registry,
-            runtime.timer,
-            runtime.events,
-            task_context,
-            lambda session, _: runtime.transactions.of(session),
-            PauseFilter(policies, store.paused_rows, runtime.events),
-            # A process that runs tasks without a worker runs them without limits.
-            keeps_time_limits=self.keeps_time_limits or not self.is_worker,
-            thread_slots=self._thread_slots,
-            last_renewal=self.renewals.last,
-            is_asked_to_stop=self.requested_runs.has,
-            # The main process of a worker renews the leases of the rows that are left.
-            may_detach=self.is_worker and self.may_detach,
-            thread_context=task_context.reuse_stack,
-            watcher=watcher,
-            has_others=self.others_wait.is_so,
-        )
-
-    def _task_context(self, clock: Clock) -> CeleryTaskContext:
-        from delaytasks.worker.celery_context import CeleryTaskContext
-
-        return CeleryTaskContext(
-            self.runtime.celery,
+        task_context = CeleryTaskContext(
+            runtime.celery,
             self.hostname,
-            clock,
-            self.runtime.processor_contexts,
+            runtime.clock,
+            runtime.processor_contexts,
             self.keeps_time_limits,
         )
+        host = Host(
+            claims,
+            waitlist,
+            registry or runtime.registry,
+            task_context,
+            task_context.reuse_stack,
+            watcher,
+            PauseFilter(policies, store.paused_rows, runtime.events),
+            self._thread_slots,
+            # A process that runs tasks without a worker runs them without limits.
+            keeps_time_limits=self.keeps_time_limits or not self.is_worker,
+            # The main process of a worker renews the leases of the rows that are left.
+            may_detach=self.is_worker and self.may_detach,
+            last_renewal=self.renewals.last,
+            is_asked_to_stop=self.requested_runs.has,
+            has_others=self.others_wait.is_so,
+        )
+        return Runner(runtime, host)
 
     def _finish(self, **_: Any) -> None:
         """Wait for the tasks that still run although all chunks have ended, and arm what they
