@@ -29,6 +29,7 @@ from delaytasks.core.errors import (
 )
 from delaytasks.core.loop import ThreadPool
 from delaytasks.core.text import TABLES_REMEDY
+from delaytasks.storage.answer_limit import Use
 from delaytasks.storage.driver_errors import (
     TRIES,
     first_cause,
@@ -119,6 +120,8 @@ async def _in_thread(call: Callable[[], T]) -> T:
 # longer than everything else that the process does.
 
 
+#: Bounds the wait for the answers on a connection.
+Bounded = Callable[[Connection], AbstractContextManager[object]]
 #: The connections that the parent of this process kept. They are never released, since releasing
 #: one returns it to the parent's pool, whose lock another thread may have held during the fork.
 _of_parent: list[Connection] = []
@@ -131,7 +134,8 @@ class KeptConnection:
     statement. While it is in use, another thread gets a connection of the pool.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, bounded: Bounded) -> None:
+        self._bounded = bounded
         #: The kept connection, if it is not in use. `clear` replaces the list, so that a connection
         #: that was in use meanwhile is not kept.
         self._free: list[Connection] = []
@@ -141,7 +145,8 @@ class KeptConnection:
         free = self._free
         connection = self._take(free) or engine.connect()
         try:
-            yield connection
+            with self._bounded(connection):
+                yield connection
         except BaseException:
             connection.close()
             raise
@@ -235,7 +240,7 @@ class Database:
         self._lock = threading.Lock()
         self._auto: Engine | None = None
         self._tx: Engine | None = None
-        self._kept = KeptConnection()
+        self._kept = KeptConnection(self.bounded)
         reset_in_child(self)
 
     def may_be_at(self, url: URL) -> bool:
@@ -265,9 +270,16 @@ class Database:
     def tx(self) -> Engine:
         return self._tx or self._make("_tx", "READ COMMITTED")
 
-    def begin(self) -> AbstractContextManager[Connection]:
+    def bounded(self, connection: Connection) -> AbstractContextManager[object]:
+        """Bound the wait for the answers on a connection, all together."""
+        # SQLite has no server, and waits for locks only.
+        return nullcontext() if self.backend == "sqlite" else Use(connection, self.dispose)
+
+    @contextmanager
+    def begin(self) -> Iterator[Connection]:
         """Begin a transaction of our own, READ COMMITTED, and commit it at the end."""
-        return self.tx.begin()
+        with self.tx.connect() as connection, self.bounded(connection), connection.begin():
+            yield connection
 
     def connect(self) -> AbstractContextManager[Connection]:
         """Lend the kept connection, or another one that commits each statement by itself."""
@@ -300,7 +312,8 @@ class Database:
 
     def now(self, tries: int = TRIES) -> datetime:
         def ask(connection: Any) -> datetime:
-            instant: datetime = connection.execute(select(db_now())).scalar_one()
+            with self.bounded(connection):
+                instant: datetime = connection.execute(select(db_now())).scalar_one()
             return instant
 
         # A clock holds a lock meanwhile, so an event loop must not run other calls of this thread.

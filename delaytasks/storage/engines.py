@@ -465,10 +465,16 @@ def _check_alive(connection: Any, record: Any, _proxy: Any) -> None:
         raise exc.DisconnectionError
 
 
+def socket_of(connection: Any) -> int:
+    """Return the number of the socket of a driver's connection."""
+    number: int = (connection if hasattr(connection, "fileno") else connection._sock).fileno()
+    return number
+
+
 def has_input(connection: Any) -> bool:
     """Whether the server has ended the idle connection, or has sent something on it."""
     try:
-        number = (connection if hasattr(connection, "fileno") else connection._sock).fileno()
+        number = socket_of(connection)
         if not hasattr(select, "poll"):
             return bool(select.select([number], [], [], 0)[0])
         poll = select.poll()

@@ -291,7 +291,7 @@ def _run(
     from alembic.util import CommandError
 
     def once() -> None:
-        with _alembic, database.begin() as connection:
+        with _alembic, database.tx.begin() as connection:
             try:
                 work(_config(connection=connection, prefix=prefix, schema=schema))
             except CommandError as error:

@@ -19,11 +19,10 @@ from sqlalchemy import event, select, update
 import delaytasks as e
 from delaytasks import BulkResult, DelayedTask, DelayTasks, Status
 from tests.conformance.bulk_tasks import NOON, counts
-from tests.proxy import proxy_to
 from tests.refusals import invalid
 from tests.running import ROOT
 from tests.world import LIVE, MOVES, RUNNING, Entry, MonkeyPatch, World, status_columns
-from tests.world.recording import delays_on, record
+from tests.world.recording import record
 
 FAR = 7 * 86400.0
 
@@ -319,30 +318,26 @@ def test_a_run_that_died_is_shown_and_continued(delays: DelayTasks, database_url
 def test_a_step_whose_answer_was_lost_is_counted_and_not_repeated(world: World, verb: str) -> None:
     if world.kind == "sqlite":
         return  # there is no network answer that could be lost
-    url = world.url.render_as_string(hide_password=False)
-    proxy = proxy_to(url)
-    proxied = delays_on(proxy.url(url), table_prefix="s_")
-    timer = record(proxied)
-    tasks = [schedule(proxied, key=f"k{n}") for n in range(5)]
-    timer.disarmed.clear()
+    with world.proxied() as (proxy, proxied):
+        timer = record(proxied)
+        tasks = [schedule(proxied, key=f"k{n}") for n in range(5)]
+        timer.disarmed.clear()
 
-    def cut(result: BulkResult) -> None:
-        if result.changed == 3:
-            proxy.cut_answer(rb"COMMIT(?!TED)")
+        def cut(result: BulkResult) -> None:
+            if result.changed == 3:
+                proxy.cut_answer(rb"COMMIT(?!TED)")
 
-    pass_a_moment()
-    options = {"by": 60} if verb == "reschedule" else {}
-    result = getattr(proxied.bulk, verb)(tag="mail", on_progress=cut, **options)
-    assert proxy.cut == 1
-    assert counts(result) == (5, 5, 0)
-    [entry] = proxied.bulk.log()
-    assert (entry.changed, entry.refused, entry.state) == (5, 0, "done")
-    assert {world.read(task).version for task in tasks} == {1}
-    if verb == "reschedule":
-        assert shifts(proxied, tasks) == {60}
-    assert len(timer.disarmed) == 5
-    proxied.close()
-    proxy.close()
+        pass_a_moment()
+        options = {"by": 60} if verb == "reschedule" else {}
+        result = getattr(proxied.bulk, verb)(tag="mail", on_progress=cut, **options)
+        assert proxy.cut == 1
+        assert counts(result) == (5, 5, 0)
+        [entry] = proxied.bulk.log()
+        assert (entry.changed, entry.refused, entry.state) == (5, 0, "done")
+        assert {world.read(task).version for task in tasks} == {1}
+        if verb == "reschedule":
+            assert shifts(proxied, tasks) == {60}
+        assert len(timer.disarmed) == 5
 
 
 # -- concurrent transactions ---------------------------------------------------------------------

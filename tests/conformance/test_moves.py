@@ -15,10 +15,8 @@ from sqlalchemy.orm import Session
 import delaytasks as e
 from delaytasks import DelayedTask, NewTask, Status, TouchResult
 from tests.conformance.test_transactions import own_engine
-from tests.proxy import proxy_to
 from tests.waiting import wait_until
 from tests.world import FINISHED, MOVES, RUNNING, MonkeyPatch, World
-from tests.world.recording import delays_on
 
 # -- each move, from each status, by id and by key, with and without the caller's transaction -----
 
@@ -163,25 +161,21 @@ def test_of_simultaneous_cancels_one_succeeds_and_others_report_its_result(world
 
 @pytest.mark.parametrize("name", ["cancel", "reschedule", "rerun"])
 def test_a_repeated_move_that_had_succeeded_is_done_or_unknown(world: World, name: str) -> None:
-    url = world.url.render_as_string(hide_password=False)
     if world.kind == "sqlite":
         return  # there is no network answer that could be lost
-    proxy = proxy_to(url)
-    other = delays_on(proxy.url(url), table_prefix="s_")
     made = world.put(Status.FAILED if name == "rerun" else Status.NOT_COMPLETE)
-    other.reschedule(world.put(), 60)  # opens the connections, and reads the clock
-    proxy.cut_answer(rb"COMMIT(?!TED)")
-    if name == "cancel":
-        assert other.cancel(made, version=0)
-        assert world.read(made).is_cancelled
-    else:
-        with pytest.raises(e.OutcomeUnknownError, match=f"look at task {made.id}") as caught:
-            getattr(other, name)(made, 60, version=0)
-        assert isinstance(caught.value.__cause__, e.StaleVersionError)
-    assert proxy.cut == 1
-    assert world.read(made).version == 1
-    other.close()
-    proxy.close()
+    with world.proxied() as (proxy, other):
+        other.reschedule(world.put(), 60)  # opens the connections, and reads the clock
+        proxy.cut_answer(rb"COMMIT(?!TED)")
+        if name == "cancel":
+            assert other.cancel(made, version=0)
+            assert world.read(made).is_cancelled
+        else:
+            with pytest.raises(e.OutcomeUnknownError, match=f"look at task {made.id}") as caught:
+                getattr(other, name)(made, 60, version=0)
+            assert isinstance(caught.value.__cause__, e.StaleVersionError)
+        assert proxy.cut == 1
+        assert world.read(made).version == 1
 
 
 # -- touch many: due times only move later, without a new version or message ----------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -15,11 +16,11 @@ from sqlalchemy import create_engine, make_url, select, text, update
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
-from delaytasks import DelayedTask, Status, StoreUnavailableError
+from delaytasks import DelayedTask, OutcomeUnknownError, Status, StoreUnavailableError
 from tests.conftest import new_world
 from tests.services import kill_connections
 from tests.waiting import wait_until
-from tests.world import MainProcess, Settlement, World
+from tests.world import MainProcess, MonkeyPatch, Settlement, World
 from tests.world.recording import delays_on, refusing
 
 # Deadlocks, serialization failures and lock timeouts: the number of retries, and the final
@@ -307,6 +308,25 @@ def refused(url: str, what: str, tmp_path: Path) -> str:
         "database": parsed.set(database="no_database_of_this_name"),
     }
     return changed[what].render_as_string(hide_password=False)
+
+
+def test_a_call_whose_server_falls_silent_ends(world: World, monkeypatch: MonkeyPatch) -> None:
+    """A frozen server, as this proxy, still acknowledges what it receives."""
+    if world.kind == "sqlite":
+        return  # it has no server
+    for name in ("answer_limit.CHECK_S", "database.RETRY_FOR_S"):
+        monkeypatch.setattr(f"delaytasks.storage.{name}", 0.05)
+    monkeypatch.setattr("delaytasks.storage.answer_limit.ANSWER_LIMIT_S", 0.5)
+    with world.proxied() as (proxy, delays):
+        task = delays.schedule_delay("lost", 1, 60)
+        delays.reschedule(task, 70)  # opens a connection of the other kind
+        proxy.strand()
+        rescue = threading.Timer(10, proxy.reset)
+        rescue.start()
+        with pytest.raises(OutcomeUnknownError, match=r"has not answered for 0\.5 s"):
+            delays.cancel(task)
+        assert delays.schedule_delay("lost", 1, 60)  # no other connection leads to that server
+        rescue.cancel()
 
 
 @pytest.mark.slow

@@ -35,6 +35,7 @@ from delaytasks.recurrence.creation import RecurringTable
 from delaytasks.scheduling import producer
 from delaytasks.start_checks import StartChecks
 from delaytasks.storage import claims, database, driver_errors, leases, migrations
+from delaytasks.storage.answer_limit import Use
 from delaytasks.storage.claims import Backlog, Claims
 from delaytasks.storage.database import Database
 from delaytasks.storage.leases import CancelRequests, Leases
@@ -109,13 +110,14 @@ VERBS: dict[str, tuple[Any, str]] = {
     "read the clock of the host": (clock, "monotonic"),
     "settle again": (settlement, "is_locked"),
     "repeat a transaction": (Database, "repeat"),
+    "cut a silent connection": (Use, "cut"),
     "judge a full database": (driver_errors, "is_unable"),
     "judge a login": (driver_errors, "_is_connecting"),
     "judge a failed chunk": (FailureReason, "of"),
     "translate an error": (database, "translate"),
     "connect to the database": (database, "make_engine"),
     "migrate alone": (migrations, "_alone_on_postgresql"),
-    "know the time that a callback has left": (http_callbacks, "time_left_s"),
+    "time a callback": (http_callbacks, "time_left_s"),
     "read an instant": (producer, "check_instant"),
     "expire workers": (WorkerTable, "expire"),
     "note a failure of the database": (DatabaseContact, "mark_failed"),
@@ -194,18 +196,8 @@ for _name, _verb, _answer, *_found in [
     ("a_refused_login_is_no_outage", "judge a login", False, "conformance/outages connecting"),
     ("every_failure_is_an_outage", "judge a failed chunk", FailureReason.UNAVAILABLE, "unit/core"),
     ("an_outage_makes_workers_lost", "note a failure of the database", None, "unit/rules a_gap"),
-    (
-        "a_higher_limit_waits_for_rare_probes",
-        "follow a limit",
-        None,
-        "unit/dispatcher raised_limit",
-    ),
-    (
-        "a_receiver_may_answer_forever",
-        "know the time that a callback has left",
-        1e6,
-        "integration/http_callbacks/answers body_is_broken",
-    ),
+    ("a_higher_limit_waits_for_probes", "follow a limit", None, "unit/dispatcher raised_limit"),
+    ("answers_may_last_forever", "time a callback", 1e6, "integration/http_callbacks/answers body"),
     ("a_locked_row_holds_up_the_others", "settle again", False, "conformance/claims left_locked"),
 ]:
     _list(_name, _verb, lambda *_, answer=_answer, **__: answer, *_found)
@@ -415,6 +407,10 @@ def conflicts_are_not_tried_again(
 @bug("translate an error", "unit/core outcome")
 def an_unknown_outcome_is_an_outage(translate: Any, error: Any, id: Any, *more: Any) -> Any:
     return translate(error, None, *more)
+
+
+@bug("cut a silent connection", "conformance/outages falls_silent", on="postgresql")
+def a_silent_server_holds_calls_for_ever(*_: Any) -> None: ...
 
 
 @bug("connect to the database", "reliability/faults slow_database", on="postgresql")

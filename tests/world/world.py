@@ -45,8 +45,9 @@ from delaytasks.storage.store import Store
 from delaytasks.storage.types import Capabilities, UTCDateTime, db_now_plus
 from delaytasks.worker.processes import Processes
 from delaytasks.worker.task_events import WorkerLostEvents
+from tests.proxy import Proxy, proxy_to
 from tests.world.broker import WorldBroker
-from tests.world.recording import counted, set_columns
+from tests.world.recording import counted, delays_on, set_columns
 
 #: A due time in the past. SQLite's clock has milliseconds, so that a row which is due now may not
 #: be due yet for the next statement.
@@ -271,6 +272,14 @@ class World:
         """Return the first tasks that are due soon, as a worker reads them without a broker."""
         now = self.now()
         return self.store.sweeps.first_due_between(now, now + timedelta(seconds=seconds), most)
+
+    @contextmanager
+    def proxied(self) -> Iterator[tuple[Proxy, DelayTasks]]:
+        """Yield a proxy in front of the server, and delayed tasks that reach it through this."""
+        url = self.url.render_as_string(hide_password=False)
+        proxy = proxy_to(url)
+        with closing(proxy), closing(delays_on(proxy.url(url), table_prefix="s_")) as delays:
+            yield proxy, delays
 
     def deny(self, *features: str) -> None:
         """Use none of these features of the database, as if it lacked them."""
