@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable
 from types import TracebackType
 
@@ -89,9 +88,9 @@ class ConnectionsInUse:
             self._uses.discard(use)
 
     def _watch(self) -> None:
-        idle = 0
+        idle, rest = 0, threading.Event()
         while idle <= IDLE_CHECKS:
-            time.sleep(CHECK_S)
+            rest.wait(CHECK_S)
             with self._lock:  # until it is released, no owner closes a socket whose number is used
                 for use in self._uses:
                     use.checks += 1

@@ -23,6 +23,8 @@ from delaytasks.testing import DelaysTester, create_tables
 from tests.refusals import invalid
 from tests.world import MonkeyPatch, shard_of
 
+pytestmark = pytest.mark.slow
+
 TAG = "order.close"
 Process = Callable[..., Shards]
 

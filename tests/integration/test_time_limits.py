@@ -170,8 +170,7 @@ def begun(d: Deployment, tag: str) -> DelayedTask:
 
 
 @pytest.mark.parametrize(
-    ("database", "pool"),
-    [quick("postgresql", "prefork"), ("mysql", "prefork"), ("sqlite", "threads")],
+    ("database", "pool"), [("postgresql", "prefork"), ("mysql", "prefork"), ("sqlite", "threads")]
 )
 def test_a_cancelled_run_stops_and_is_not_retried(deploy: Deploy, database: str, pool: str) -> None:
     # A lease is renewed after a third of it: the request must not wait for that.

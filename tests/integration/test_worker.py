@@ -16,16 +16,15 @@ from sqlalchemy import insert, text
 
 from delaytasks import Status
 from tests.integration.conftest import Deploy
-from tests.running import Deployment, combinations, quick
+from tests.running import Deployment, combinations
 from tests.waiting import IS_LONG, SLACK_S, wait_until
 
 pytestmark = pytest.mark.slow
 
-QUICK_ONES = """postgresql-redis-prefork postgresql-rabbitmq-threads mysql-redis-prefork
-    sqlite-filesystem-solo"""
+QUICK_ONES = "postgresql-redis-prefork postgresql-rabbitmq-threads sqlite-filesystem-solo"
 SLOW_ONES = """postgresql-redis-threads psycopg-redis-prefork psycopg-rabbitmq-threads
-    mysql-rabbitmq-solo sqlite-redis-prefork sqlite-filesystem-prefork psycopg-redis-gevent
-    mysql-rabbitmq-gevent sqlite-filesystem-gevent"""
+    mysql-redis-prefork mysql-rabbitmq-solo sqlite-redis-prefork sqlite-filesystem-prefork
+    psycopg-redis-gevent mysql-rabbitmq-gevent sqlite-filesystem-gevent"""
 COMBINATIONS = [*combinations(QUICK_ONES, is_quick=True), *combinations(SLOW_ONES)]
 #: A row that blocks its chunk runs for this many seconds.
 SLOW_S = 600 if IS_LONG else 6
@@ -144,7 +143,7 @@ def test_a_task_that_kills_its_process_fails_and_others_run(deploy: Deploy, is_d
     assert max(d.delays.get(n).runs for n in neighbours) <= 2, "neighbours run once more at most"
 
 
-@pytest.mark.parametrize("database", [quick("postgresql"), "mysql", "sqlite"])
+@pytest.mark.parametrize("database", ["postgresql", "mysql", "sqlite"])
 def test_the_task_of_a_dead_process_runs_again_immediately(deploy: Deploy, database: str) -> None:
     d = deploy(database, sweep=30, _self_sweep_s=30, horizon=60, lease=60)
     d.worker()

@@ -28,6 +28,8 @@ from tests.doc_pages import block_beginning
 from tests.running import ROOT, output_of
 from tests.world.recording import delays_on, runner_of
 
+pytestmark = pytest.mark.slow
+
 PREFIX = "m_"
 TASKS = PREFIX + "yb_delay_task_message"
 

@@ -33,6 +33,8 @@ from tests.running import ROOT
 from tests.services import own_database
 from tests.world.recording import delays_on, record, runner_of
 
+pytestmark = pytest.mark.slow
+
 ROLES = ("migrator", "web", "worker", "console", "operator")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from delaytasks import DelayedTask
-from tests.running import Deployment, Process, quick
+from tests.running import Deployment, Process
 from tests.waiting import wait_until
 
 pytest.importorskip("sentry_sdk")
@@ -54,7 +54,7 @@ def site(tmp_path: Path, postgresql_url: str, redis_url: str) -> Iterator[Report
 pools = pytest.mark.parametrize("pool", ["prefork", "threads"])
 
 
-@pytest.mark.parametrize("pool", [quick("prefork"), "threads"])
+@pools
 def test_each_failure_is_one_event_and_retries_are_none(site: ReportingSite, pool: str) -> None:
     worker = site.worker(pool=pool)
     task = site.schedule("sentry.fails", body={"word": "pear"}, key="order-7")
