@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from sqlalchemy import (
     ColumnElement,
@@ -46,12 +46,18 @@ from delaytasks.storage.rows import NEW_COLUMNS
 from delaytasks.storage.store import Store
 from delaytasks.storage.types import db_now
 
+T = TypeVar("T")
 #: Rows per statement: many, but few enough that an interrupt takes effect soon.
 FILL_STEP = 500_000
 
 _database = runtime_of(delays).store.database
 _t = runtime_of(delays).store.schema.tasks
 _LIVE = _t.c.status.in_([int(Status.NOT_COMPLETE), int(Status.RUNNING), int(Status.HELD)])
+
+
+def _run(work: Callable[[Connection], T]) -> T:
+    """Run statements that may take minutes. `autocommitted` ends a step after 30 s."""
+    return _database.repeat(work, _database.auto.connect)
 
 
 def make() -> None:
@@ -95,11 +101,11 @@ def other_tables(prefix: str) -> Iterator[Store]:
     url = _database.url.render_as_string(hide_password=False)
     store = Store(url, load_settings({}, {}, database_url=url, table_prefix=prefix))
     try:
-        _database.autocommitted(store.schema.metadata.drop_all)
-        _database.autocommitted(store.schema.metadata.create_all)
+        _run(store.schema.metadata.drop_all)
+        _run(store.schema.metadata.create_all)
         yield store
     finally:
-        _database.autocommitted(store.schema.metadata.drop_all)
+        _run(store.schema.metadata.drop_all)
         store.close()
 
 
@@ -126,9 +132,7 @@ def own_inserts() -> Iterator[tuple[Session, dict[str, Callable[[], object]]]]:
     """
     columns = [_t.c[name] for name in NEW_COLUMNS if name != "id"]
     row = dict(
-        _database.autocommitted(
-            lambda connection: connection.execute(select(*columns).limit(1)).one()
-        )._mapping
+        _run(lambda connection: connection.execute(select(*columns).limit(1)).one())._mapping
     )
     ids = itertools.count(1)
     with other_tables(TABLE_PREFIX + "own_") as store, session() as caller:
@@ -155,7 +159,7 @@ def drop() -> None:
         runtime_of(delays).store.schema.metadata.drop_all(connection)
         connection.execute(text(f"DROP TABLE IF EXISTS {migrations.version_table(TABLE_PREFIX)}"))
 
-    _database.autocommitted(work)
+    _run(work)
 
 
 def clear() -> None:
@@ -222,11 +226,11 @@ def indexed_at_the_end() -> Iterator[None]:
             index.create(connection)
         connection.execute(text("RESET maintenance_work_mem"))
 
-    _database.autocommitted(drop)
+    _run(drop)
     try:
         yield
     finally:
-        _database.autocommitted(create)
+        _run(create)
 
 
 def take_keys() -> str:
@@ -295,7 +299,7 @@ def work_off_bare(batch: int) -> float:
         f"UPDATE {t} SET status = {done}, version = version + 1 WHERE id IN ({{}}) AND status = "
         f"{runs}"
     )
-    ids = _database.autocommitted(lambda c: list(c.scalars(select(_t.c.id).order_by(_t.c.id))))
+    ids = _run(lambda c: list(c.scalars(select(_t.c.id).order_by(_t.c.id))))
     with _database.auto.connect() as connection:
         cursor, began = connection.connection.cursor(), time.monotonic()
         for start in range(0, len(ids), batch):
@@ -326,10 +330,7 @@ def sizes() -> list[tuple[str, int]]:
         WHERE oid = to_regclass(:name)
            OR oid IN (SELECT indexrelid FROM pg_index WHERE indrelid = to_regclass(:name))
         ORDER BY relkind DESC, relname""")
-    return [
-        tuple(row)
-        for row in _database.autocommitted(lambda c: c.execute(query, {"name": _t.name}).all())
-    ]
+    return [tuple(row) for row in _run(lambda c: c.execute(query, {"name": _t.name}).all())]
 
 
 def count(status: Status | None = None) -> int:
@@ -365,7 +366,7 @@ def claims() -> int:
 
 def lateness_ms() -> list[float]:
     query = select(_t.c.execution_time, _t.c.expected_time).where(_t.c.status == int(Status.DONE))
-    rows = _database.autocommitted(lambda c: c.execute(query).all())
+    rows = _run(lambda c: c.execute(query).all())
     return [(began - due).total_seconds() * 1000 for began, due in rows]
 
 
@@ -374,10 +375,7 @@ def runs() -> dict[str, tuple[datetime, datetime]]:
     query = select(_t.c.task_key, _t.c.expected_time, _t.c.execution_time).where(
         _t.c.status == int(Status.DONE)
     )
-    return {
-        key: (due, began)
-        for key, due, began in _database.autocommitted(lambda c: c.execute(query).all())
-    }
+    return {key: (due, began) for key, due, began in _run(lambda c: c.execute(query).all())}
 
 
 def active_s() -> float | None:
@@ -397,7 +395,7 @@ def lateness_of(key: str) -> list[float]:
     """Return the lateness of the started tasks with this limit key, in milliseconds."""
     query = select(_t.c.execution_time, _t.c.expected_time)
     began = query.where(_t.c.limit_key == key, _t.c.execution_time.is_not(None))
-    rows = _database.autocommitted(lambda c: c.execute(began).all())
+    rows = _run(lambda c: c.execute(began).all())
     return [(start - due).total_seconds() * 1000 for start, due in rows]
 
 
@@ -445,8 +443,8 @@ def server_version() -> str:
 
 
 def _scalar(query: Any) -> Any:
-    return _database.autocommitted(lambda c: c.execute(query).scalar_one())
+    return _run(lambda c: c.execute(query).scalar_one())
 
 
 def _execute(statement: Any) -> None:
-    _database.autocommitted(lambda c: c.execute(statement))
+    _run(lambda c: c.execute(statement))
