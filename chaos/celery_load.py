@@ -68,7 +68,7 @@ class CeleryLoad:
 
     def _run(self) -> None:
         for _ in range(self._tasks):
-            if not self._is_running:
+            if not self._is_running or self._system.is_over.is_set():
                 return
             self._call()
             if self._later and self._chance.random() < REVOKED / 100:

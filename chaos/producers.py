@@ -80,7 +80,8 @@ class ChaosProducer:
 
     def _run(self) -> None:
         began = time.monotonic()
-        while self.is_running and self.count < self._tasks:
+        is_over = self._system.is_over  # an interrupted run removes the files
+        while self.is_running and not is_over.is_set() and self.count < self._tasks:
             self._one()
             ahead_s = began + self.count / self._rate - time.monotonic()
             if ahead_s > 0:

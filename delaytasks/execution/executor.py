@@ -581,7 +581,7 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True)
 class Host:
-    """What a process gives to its runner. The defaults are those of a process without a worker."""
+    """What a process gives its runner. The defaults are those of a process without a worker."""
 
     claims: Claims
     waitlist: Waitlist

@@ -1,51 +1,55 @@
 """Ends statements whose server gives no answer.
 
 A server that is frozen, or whose storage hangs, still acknowledges what it receives. So no timeout
-of TCP ends the wait, and the drivers have none of their own. A thread of each process that uses a
-database looks at the connections in use once a second, and shuts the socket of one that has been in
-use for too long: the driver raises the error of a lost connection.
+of TCP ends the wait, and only one of the drivers has a timeout of its own. A thread of each process
+that uses a database looks at the steps in progress once a second, and shuts the socket of one that
+takes too long: the driver raises the error of a lost connection.
 """
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
+from typing import Any
 
 from sqlalchemy import Connection, exc
 
 from delaytasks.core.clock import reset_in_child
 from delaytasks.storage.engines import socket_of
 
-#: A step of ours, such as a claim or the transaction of a batch, takes a fraction of a second.
+#: Far more than a slow server needs: a step of ours, such as a claim or the transaction of a batch,
+#: takes a fraction of a second.
 ANSWER_LIMIT_S = 30.0
 CHECK_S = 1.0
-#: The thread ends after so many checks without a connection in use.
+#: After this number of checks that find no step, the thread ends.
 IDLE_CHECKS = 60
 
 
-class Use:
-    """One step on a connection, from its first statement to the end of its transaction.
+class BoundedStep:
+    """Steps on a connection, one after another. Each is bounded, for example from the first
+    statement of a transaction to its end.
 
     If the server does not answer, `on_silence` closes other connections to it.
     """
 
-    __slots__ = ("_connection", "_on_silence", "checks", "is_cut")
+    __slots__ = ("_on_silence", "checks", "connection", "is_cut")
 
     def __init__(self, connection: Connection, on_silence: Callable[[], None]) -> None:
-        self._connection = connection.connection.driver_connection
+        self.connection = connection.connection.driver_connection
         self._on_silence = on_silence
         #: How many checks have seen it: while the whole process is frozen, no time passes.
         self.checks = 0
         self.is_cut = False
 
     def __enter__(self) -> None:
-        _in_use.add(self)
+        self.checks, self.is_cut = 0, False
+        _in_progress.add(self)
 
     def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> None:
-        _in_use.remove(self)
+        _in_progress.remove(self)
         if not self.is_cut:
             return
         self._on_silence()
@@ -57,47 +61,59 @@ class Use:
         """Shut the socket, whatever library reads it, and leave it to its owner to close it."""
         self.is_cut = True
         try:
-            with socket.socket(fileno=os.dup(socket_of(self._connection))) as own:
-                own.shutdown(socket.SHUT_RDWR)
+            opened = socket.socket(fileno=socket_of(self.connection))
+            try:
+                opened.shutdown(socket.SHUT_RDWR)
+            finally:
+                opened.detach()
         except Exception:  # each driver has its own error for a connection that is closed already
             pass
 
 
-class ConnectionsInUse:
+class StepsInProgress:
     def __init__(self) -> None:
         self.after_fork()
         reset_in_child(self)
 
     def after_fork(self) -> None:
-        self._lock = threading.Lock()
-        self._uses: set[Use] = set()
-        self._is_watched = False
+        #: The garbage collector may end a step in a thread that holds it.
+        self._lock = threading.RLock()
+        #: By the driver's connection: if an exception of a signal handler has kept a step from
+        #: leaving, the next one on its connection takes its place.
+        self._steps: dict[Any, BoundedStep] = {}
+        self._watcher: threading.Thread | None = None
 
-    def add(self, use: Use) -> None:
+    def add(self, step: BoundedStep) -> None:
         with self._lock:
-            self._uses.add(use)
-            is_watched, self._is_watched = self._is_watched, True
-        if not is_watched:
-            try:
-                threading.Thread(target=self._watch, name="delaytasks-answers", daemon=True).start()
-            except RuntimeError:  # the interpreter ends, and starts no thread any more
-                self._is_watched = False
+            self._steps[step.connection] = step
+            if self._watcher is None:
+                watcher = threading.Thread(
+                    target=self._watch, name="delaytasks-answers", daemon=True
+                )
+                with suppress(RuntimeError):  # no thread can be started: the next step tries again
+                    watcher.start()
+                    self._watcher = watcher
 
-    def remove(self, use: Use) -> None:
+    def remove(self, step: BoundedStep) -> None:
         with self._lock:
-            self._uses.discard(use)
+            if self._steps.get(step.connection) is step:
+                del self._steps[step.connection]
 
     def _watch(self) -> None:
         idle, rest = 0, threading.Event()
-        while idle <= IDLE_CHECKS:
-            rest.wait(CHECK_S)
-            with self._lock:  # until it is released, no owner closes a socket whose number is used
-                for use in self._uses:
-                    use.checks += 1
-                    if use.checks * CHECK_S > ANSWER_LIMIT_S:
-                        use.cut()
-                idle = 0 if self._uses else idle + 1
-                self._is_watched = idle <= IDLE_CHECKS
+        while True:
+            rest.wait(CHECK_S)  # not by `time.sleep`, which the simulation replaces
+            with self._lock:  # until it is released, no step ends and closes its socket
+                if self._watcher is not threading.current_thread():
+                    return
+                for step in list(self._steps.values()):
+                    step.checks += 1
+                    if step.checks * CHECK_S > ANSWER_LIMIT_S:
+                        self.remove(step)
+                        step.cut()
+                idle = 0 if self._steps else idle + 1
+                if idle > IDLE_CHECKS:
+                    self._watcher = None
 
 
-_in_use = ConnectionsInUse()
+_in_progress = StepsInProgress()

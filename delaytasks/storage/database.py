@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from datetime import datetime
 from functools import partial
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ from delaytasks.core.errors import (
 )
 from delaytasks.core.loop import ThreadPool
 from delaytasks.core.text import TABLES_REMEDY
-from delaytasks.storage.answer_limit import Use
+from delaytasks.storage.answer_limit import BoundedStep
 from delaytasks.storage.driver_errors import (
     TRIES,
     first_cause,
@@ -159,8 +159,9 @@ class KeptConnection:
     def clear(self) -> None:
         """Close the kept connection."""
         free, self._free = self._free, []
-        for connection in free:
-            connection.close()
+        with suppress(IndexError):  # another thread may take it from the list meanwhile
+            while True:
+                free.pop().close()
 
     def after_fork(self) -> None:
         _of_parent.extend(self._free)
@@ -273,7 +274,7 @@ class Database:
     def bounded(self, connection: Connection) -> AbstractContextManager[object]:
         """Bound the wait for the answers on a connection, all together."""
         # SQLite has no server, and waits for locks only.
-        return nullcontext() if self.backend == "sqlite" else Use(connection, self.dispose)
+        return nullcontext() if self.backend == "sqlite" else BoundedStep(connection, self.dispose)
 
     @contextmanager
     def begin(self) -> Iterator[Connection]:
@@ -319,25 +320,38 @@ class Database:
         # A clock holds a lock meanwhile, so an event loop must not run other calls of this thread.
         return self.repeat(ask, self.auto.connect, tries=tries, may_switch=False)
 
-    def stream(self, query: Select[Any], size: int) -> Iterator[Sequence[Any]]:
+    def stream(
+        self, query: Select[Any], size: int, may_take_long: bool = False
+    ) -> Iterator[Sequence[Any]]:
         """Yield the rows of a query in the order in which the database finds them, `size` at a
-        time."""
+        time. The wait for them is bounded each time, unless the query `may_take_long`."""
+        bounded: Bounded = nullcontext if may_take_long else self.bounded
         engine = self.tx if self.can.server_side_cursors else self.auto
 
-        def begin() -> tuple[ExitStack, Iterator[Sequence[Any]]]:
+        def begin() -> tuple[ExitStack, Any, Iterator[Sequence[Any]]]:
             with ExitStack() as opened:
                 connection = opened.enter_context(
                     engine.connect().execution_options(yield_per=size)
                 )
-                result = opened.enter_context(connection.execute(query))
-                return opened.pop_all(), result.partitions()
+                step = bounded(connection)
+                with step:
+                    result = opened.enter_context(connection.execute(query))
+                return opened.pop_all(), step, result.partitions()
 
-        opened, parts = self.run(begin)
-        with opened:
-            try:
-                yield from parts
-            except exc.DBAPIError as error:
-                raise self._translated(error) from error
+        opened, step, parts = self.run(begin)
+        try:
+            while True:
+                with step:
+                    part = next(parts, None)
+                if part is None:
+                    return
+                yield part
+        except exc.DBAPIError as error:
+            raise self._translated(error) from error
+        finally:
+            # The end of the transaction waits for an answer too. Nothing depends on it.
+            with suppress(exc.DBAPIError), step:
+                opened.close()
 
     def owns(self, connection: Any) -> bool:
         """Whether the connection is one of ours, not a caller's."""

@@ -495,8 +495,6 @@ def _mysql_connect(connection: Any, _record: Any) -> None:
 
     # The driver's own converter is a regular expression, and each row of a chunk has two instants.
     connection.decoders = {**connection.decoders, FIELD_TYPE.DATETIME: instant}
-    # The time limit is for connecting only. A statement may take longer.
-    connection._read_timeout = None
     if connection._sock.family != getattr(socket, "AF_UNIX", None):
         for option, value in _TCP_OPTIONS.items():
             if hasattr(socket, option):
@@ -506,6 +504,8 @@ def _mysql_connect(connection: Any, _record: Any) -> None:
         # the indexes, and block the producers' inserts.
         cursor.execute("SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
         cursor.execute(f"SET SESSION innodb_lock_wait_timeout = {ROW_LOCK_TIMEOUT_S}")
+    # The time limit is for connecting only. A statement may take longer.
+    connection._read_timeout = None
 
 
 def _sqlite_begin_immediate(connection: Connection) -> None:

@@ -310,7 +310,7 @@ def _postgresql(database: Database, limit_s: float) -> Iterator[Connection]:
 
 @contextmanager
 def _mysql(database: Database, limit_s: float) -> Iterator[Connection]:
-    with database.auto.connect() as connection:
+    with database.auto.connect() as connection, database.bounded(connection):
         is_mariadb = getattr(connection.dialect, "is_mariadb", False)
         limit = (
             f"max_statement_time = {limit_s:.3f}"

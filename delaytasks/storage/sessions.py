@@ -384,7 +384,7 @@ class BorrowedDatabase(SimulatedDatabase):
     def now(self, tries: int = TRIES) -> datetime:
         raise AssertionError("a test has a clock of its own")
 
-    def stream(self, query: Any, size: int) -> Iterator[Any]:
+    def stream(self, query: Any, size: int, may_take_long: bool = False) -> Iterator[Any]:
         rows = self.rows(query)
         for start in range(0, len(rows), size):
             yield rows[start : start + size]

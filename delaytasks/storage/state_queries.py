@@ -131,9 +131,8 @@ class Stats:
         first_due = func.min(func.coalesce(t.c.due_time, t.c.expected_time))
         query = select(t.c.tag, t.c.queue, func.count(), first_due).where(self._is_live())
         found: dict[str, Pending] = {}
-        for tag, queue, tasks, due in self._db.rows(
-            query.group_by(t.c.tag, t.c.queue).order_by(t.c.tag, t.c.queue)
-        ):
+        query = query.group_by(t.c.tag, t.c.queue).order_by(t.c.tag, t.c.queue)
+        for tag, queue, tasks, due in self._all(query):
             seen = found.get(tag, Pending(tag, 0, due))
             found[tag] = Pending(
                 tag, seen.tasks + tasks, min(seen.first_due, due), (*seen.queues, queue)
@@ -146,14 +145,10 @@ class Stats:
         query = select(t.c.id, t.c.message_body, t.c.expected_time, t.c.headers).where(
             self._is_live(), t.c.tag == tag
         )
-        for rows in self._db.stream(query.order_by(t.c.expected_time), size=1000):
-            if self._cipher is None:
-                yield from rows
-            else:
-                yield from (
-                    (id, self._cipher.read(body, BODY, id, tag), *others)
-                    for id, body, *others in rows
-                )
+        for id, body, *others in self._all(query.order_by(t.c.expected_time)):
+            if self._cipher is not None:
+                body = self._cipher.read(body, BODY, id, tag)
+            yield id, body, *others
 
     def strange(self, max_delay_s: float, lease_s: float) -> Iterator[UntrustedInput]:
         """Yield live rows that no worker will take."""
@@ -171,7 +166,7 @@ class Stats:
         )
         for problem, is_so in problems.items():
             query = grouped.where(is_so).group_by(t.c.tag).order_by(t.c.tag)
-            for tag, tasks, first_due, first, last in self._db.rows(query):
+            for tag, tasks, first_due, first, last in self._all(query):
                 yield UntrustedInput(tag, tasks, first_due, (first, last), problem)
         yield from self._without_key()
 
@@ -193,6 +188,11 @@ class Stats:
                 seen = found.get((tag, name))
                 found[tag, name] = one if seen is None else _both(seen, one)
         yield from (found[each] for each in sorted(found))
+
+    def _all(self, query: Select[Any]) -> Iterator[Any]:
+        """Yield the rows of a query that reads all tasks, and so may take minutes."""
+        for rows in self._db.stream(query, size=1000, may_take_long=True):
+            yield from rows
 
     def _is_live(self) -> ColumnElement[bool]:
         return self._t.c.status.in_([int(status) for status in LIVE])

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import create_engine, make_url, select, text, update
+from sqlalchemy import make_url, select, text, update
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.pool import NullPool
 
 from delaytasks import DelayedTask, OutcomeUnknownError, Status, StoreUnavailableError
 from tests.conftest import new_world
@@ -40,27 +39,28 @@ TRIES = 5
 MOVES = ("INSERT", "UPDATE")
 
 
+def execute(world: World, *statements: str) -> None:
+    with world.begin() as connection:
+        for statement in statements:
+            connection.execute(text(statement))
+
+
 class Conflicts:
     """A trigger that raises a given number of conflicts on the table of tasks."""
 
     def __init__(self, world: World, code: str) -> None:
         self.world, self._is_postgresql = world, world.kind == "postgresql"
         made, self._dropped = (self._on_postgresql if self._is_postgresql else self._on_mysql)(code)
-        self.execute(*self._dropped, *made)
-
-    def execute(self, *statements: str) -> None:
-        with self.world.begin() as connection:
-            for statement in statements:
-                connection.execute(text(statement))
+        execute(self.world, *self._dropped, *made)
 
     def close(self) -> None:
-        self.execute(*self._dropped)
+        execute(self.world, *self._dropped)
 
     def conflict(self, times: int) -> None:
         if self._is_postgresql:
-            self.execute(f"SELECT setval('{PREFIX}left', {times + 1})")
+            execute(self.world, f"SELECT setval('{PREFIX}left', {times + 1})")
         else:
-            self.execute(f"UPDATE {PREFIX}left SET n = {times}")
+            execute(self.world, f"UPDATE {PREFIX}left SET n = {times}")
 
     @property
     def left(self) -> int:
@@ -310,6 +310,9 @@ def refused(url: str, what: str, tmp_path: Path) -> str:
     return changed[what].render_as_string(hide_password=False)
 
 
+ENDLESS = {"postgresql": text("SELECT pg_sleep(9)"), "mysql": text("SELECT SLEEP(9)")}
+
+
 def test_a_call_whose_server_falls_silent_ends(world: World, monkeypatch: MonkeyPatch) -> None:
     """A frozen server, as this proxy, still acknowledges what it receives."""
     if world.kind == "sqlite":
@@ -326,7 +329,14 @@ def test_a_call_whose_server_falls_silent_ends(world: World, monkeypatch: Monkey
         with pytest.raises(OutcomeUnknownError, match=r"has not answered for 0\.5 s"):
             delays.cancel(task)
         assert delays.schedule_delay("lost", 1, 60)  # no other connection leads to that server
+        parts = delays._runtime.store.database.stream(text("SELECT 1 UNION SELECT 2"), 1)
+        assert next(parts)
+        proxy.strand()
+        del parts  # a sweep that fails between two parts
+        assert rescue.is_alive()
         rescue.cancel()
+    with pytest.raises(StoreUnavailableError, match="has not answered"):
+        list(world.store.database.stream(ENDLESS[world.kind], 1))
 
 
 @pytest.mark.slow
@@ -341,26 +351,17 @@ def test_an_error_on_connecting_is_an_outage(database_url: str, tmp_path: Path, 
 
 
 def test_a_user_who_is_locked_out_while_running_is_an_outage(mysql_url: str) -> None:
-    place, owner = make_url(mysql_url), create_engine(mysql_url, poolclass=NullPool)
-    user = f"locked_{place.database}"[:32]
-
-    def do(*statements: str) -> None:
-        with owner.begin() as connection:
-            for statement in statements:
-                connection.exec_driver_sql(statement)
-
-    do(f"CREATE USER '{user}'@'%%' IDENTIFIED BY 'p'")
-    do(f"GRANT ALL ON {place.database}.* TO '{user}'@'%%'")
-    try:
-        url = place.set(username=user, password="p").render_as_string(hide_password=False)
-        with (
-            new_world(World, mysql_url, table_prefix=PREFIX),
-            closing(delays_on(url, table_prefix=PREFIX)) as delays,
-        ):
-            assert delays.find().tasks == []
-            do(f"ALTER USER '{user}'@'%%' ACCOUNT LOCK")
-            kill_connections(mysql_url)
-            with pytest.raises(StoreUnavailableError, match="cannot be reached"):
-                delays.find()
-    finally:
-        do(f"DROP USER '{user}'@'%%'")
+    user = f"locked_{make_url(mysql_url).database}"[:32]
+    with new_world(World, mysql_url, table_prefix=PREFIX) as world:
+        execute(world, f"CREATE USER '{user}'@'%' IDENTIFIED BY 'p'")
+        execute(world, f"GRANT ALL ON {world.url.database}.* TO '{user}'@'%'")
+        url = world.url.set(username=user, password="p").render_as_string(hide_password=False)
+        try:
+            with closing(delays_on(url, table_prefix=PREFIX)) as delays:
+                assert delays.find().tasks == []
+                execute(world, f"ALTER USER '{user}'@'%' ACCOUNT LOCK")
+                kill_connections(mysql_url)
+                with pytest.raises(StoreUnavailableError, match="cannot be reached"):
+                    delays.find()
+        finally:
+            execute(world, f"DROP USER '{user}'@'%'")

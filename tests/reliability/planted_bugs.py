@@ -35,7 +35,7 @@ from delaytasks.recurrence.creation import RecurringTable
 from delaytasks.scheduling import producer
 from delaytasks.start_checks import StartChecks
 from delaytasks.storage import claims, database, driver_errors, leases, migrations
-from delaytasks.storage.answer_limit import Use
+from delaytasks.storage.answer_limit import BoundedStep
 from delaytasks.storage.claims import Backlog, Claims
 from delaytasks.storage.database import Database
 from delaytasks.storage.leases import CancelRequests, Leases
@@ -110,7 +110,7 @@ VERBS: dict[str, tuple[Any, str]] = {
     "read the clock of the host": (clock, "monotonic"),
     "settle again": (settlement, "is_locked"),
     "repeat a transaction": (Database, "repeat"),
-    "cut a silent connection": (Use, "cut"),
+    "cut a silent connection": (BoundedStep, "cut"),
     "judge a full database": (driver_errors, "is_unable"),
     "judge a login": (driver_errors, "_is_connecting"),
     "judge a failed chunk": (FailureReason, "of"),
