@@ -15,11 +15,11 @@ from typing import Any
 from alembic import context
 from sqlalchemy import Connection
 
-from delaytasks.core.settings import load_settings
-from delaytasks.storage import engines as sqlite_file
-from delaytasks.storage.database import Database, normalize_url
-from delaytasks.storage.migrations import comparison, exclusively, url_of, version_table
-from delaytasks.storage.schema import build_schema
+from delaytasks.db import engines as sqlite_file
+from delaytasks.db.database import Database, normalize_url
+from delaytasks.db.migrations import comparison, exclusively, url_of, version_table
+from delaytasks.db.schema import build_schema
+from delaytasks.settings import load_settings
 
 config = context.config
 

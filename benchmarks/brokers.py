@@ -12,8 +12,8 @@ from benchmarks import machine, redis_server
 from benchmarks.ours import app, delays
 from benchmarks.settings import BARE_QUEUE, NAMESPACES, broker_url, redis_url
 from benchmarks.waiting import BenchError
+from delaytasks.broker.arming import RUN
 from delaytasks.runtime import runtime_of
-from delaytasks.timers.arming import RUN
 
 IS_REDIS = redis_url() == broker_url()
 

@@ -32,19 +32,19 @@ from benchmarks.ours import TAG, delays
 from benchmarks.settings import TABLE_PREFIX
 from benchmarks.waiting import BenchError
 from delaytasks import DelayTasks
-from delaytasks.core.errors import StoreError
-from delaytasks.core.settings import load_settings
-from delaytasks.core.states import Status
-from delaytasks.recurrence.creation import RecurringTable
-from delaytasks.recurrence.definition import Definition
-from delaytasks.recurrence.recurring import checked
+from delaytasks.db import migrations
+from delaytasks.db.database import Database
+from delaytasks.db.driver_errors import translate
+from delaytasks.db.rows import NEW_COLUMNS
+from delaytasks.db.store import Store
+from delaytasks.db.types import db_now
+from delaytasks.model.errors import StoreError
+from delaytasks.model.moves import Status
+from delaytasks.recurring.creation import RecurringTable
+from delaytasks.recurring.definition import Definition
+from delaytasks.recurring.recurring import checked
 from delaytasks.runtime import runtime_of
-from delaytasks.storage import migrations
-from delaytasks.storage.database import Database
-from delaytasks.storage.driver_errors import translate
-from delaytasks.storage.rows import NEW_COLUMNS
-from delaytasks.storage.store import Store
-from delaytasks.storage.types import db_now
+from delaytasks.settings import load_settings
 
 T = TypeVar("T")
 #: Rows per statement: many, but few enough that an interrupt takes effect soon.

@@ -21,8 +21,8 @@ from chaos.load_thread import LoadThread
 from chaos.producers import ABOUT_US, RolledBackError
 from chaos.project import now_us
 from chaos.system import SystemUnderTest
-from delaytasks.core.clock import from_us
-from delaytasks.core.errors import DelayTaskError, OutcomeUnknownError
+from delaytasks.model.clock import from_us
+from delaytasks.model.errors import DelayTaskError, OutcomeUnknownError
 from delaytasks.runtime import runtime_of
 
 #: The number of calls of each way in 100 calls.

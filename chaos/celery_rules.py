@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from chaos.history import Fault, PublishRecord, RowChange
 from chaos.task_records import TaskRecord
 from chaos.violation import Violation
-from delaytasks.core.states import Status
+from delaytasks.model.moves import Status
 
 #: After the end of a fault, components notice and repair its effects: the publisher connects again,
 #: and an operation on the broker reaches its time limit.

@@ -18,7 +18,7 @@ from chaos.history import History, RowChange
 from chaos.occurrence_rules import violations_of
 from chaos.task_records import TaskRecord, story_of, task_records
 from chaos.violation import Violation
-from delaytasks.core.states import FINISHED, MOVES, Status
+from delaytasks.model.moves import FINISHED, MOVES, Status
 
 #: The pairs (source, target) of all allowed moves.
 _LEGAL = {(source, move.target) for move in MOVES.values() for source in move.sources}

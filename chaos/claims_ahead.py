@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections import defaultdict
 
 from chaos.history import History
-from delaytasks.core.states import Status
+from delaytasks.model.moves import Status
 
 
 def claimed_ahead(history: History) -> int:

@@ -23,7 +23,7 @@ from chaos.pids import children_of
 from chaos.project import now_us, time_environment
 from chaos.recorder import Recorder
 from chaos.system import SETTINGS, exit_on_signals
-from delaytasks.core.states import Status
+from delaytasks.model.moves import Status
 from tests import running as faketime
 from tests.running import Deployment, Process
 from tests.services import MariaDBServer, PostgresServer, RedisServer

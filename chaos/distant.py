@@ -8,7 +8,7 @@ from pathlib import Path
 from chaos.history import CallRecord, Notebook
 from chaos.project import now_us
 from delaytasks.celery import delays
-from delaytasks.core.clock import to_us
+from delaytasks.model.clock import to_us
 
 #: The tolerance of a clock that a process has measured.
 ABOUT_US = 100_000

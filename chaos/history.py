@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from delaytasks.core.states import Status
+from delaytasks.model.moves import Status
 
 #: "revoke" is Celery's call: it cancels a row that waits, and otherwise asks the workers.
 Call = Literal["schedule", "reschedule", "cancel", "rerun", "revoke"]

@@ -8,9 +8,9 @@ from datetime import datetime
 from chaos.celery_messages import MOST_RUNS
 from chaos.history import CallRecord, History, Occurrence, RowChange
 from delaytasks import DelayedTask, Status
-from delaytasks.core.celery_calls import CELERY_PREFIX
-from delaytasks.core.clock import to_us
-from delaytasks.core.states import FINISHED
+from delaytasks.model.celery_calls import CELERY_PREFIX
+from delaytasks.model.clock import to_us
+from delaytasks.model.moves import FINISHED
 
 
 def read_occurrences(history: History, rows: Iterable[DelayedTask]) -> dict[str, list[Occurrence]]:

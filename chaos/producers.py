@@ -16,8 +16,8 @@ from chaos.load_thread import LoadThread
 from chaos.project import RETRY_SCHEDULE, now_us
 from chaos.system import SystemUnderTest
 from delaytasks import DelayedTask, NewTask
-from delaytasks.core.clock import to_us
-from delaytasks.core.errors import DelayTaskError, OutcomeUnknownError
+from delaytasks.model.clock import to_us
+from delaytasks.model.errors import DelayTaskError, OutcomeUnknownError
 from delaytasks.runtime import runtime_of
 
 PRODUCERS = 3

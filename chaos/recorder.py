@@ -22,10 +22,10 @@ from sqlalchemy import (
 )
 
 from chaos.history import RowChange
-from delaytasks.core.clock import to_us
-from delaytasks.core.states import Status
-from delaytasks.storage.store import Store
-from delaytasks.storage.types import UTCDateTime
+from delaytasks.db.store import Store
+from delaytasks.db.types import UTCDateTime
+from delaytasks.model.clock import to_us
+from delaytasks.model.moves import Status
 
 _NOW = {
     "postgresql": "clock_timestamp()",

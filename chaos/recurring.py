@@ -15,8 +15,8 @@ from chaos.history import History, Occurrences
 from chaos.occurrences import read_occurrences
 from chaos.rows import rows_of
 from chaos.system import SystemUnderTest
-from delaytasks.core.clock import to_us
-from delaytasks.core.errors import DelayTaskError
+from delaytasks.model.clock import to_us
+from delaytasks.model.errors import DelayTaskError
 
 T = TypeVar("T")
 TAG = "chaos.recurring"

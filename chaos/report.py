@@ -12,7 +12,7 @@ from chaos.checker import Verdict
 from chaos.history import Fault, History
 from chaos.nemeses import KILL
 from chaos.run import STALL
-from delaytasks.core.states import Status
+from delaytasks.model.moves import Status
 
 #: A task that is later than this is attributed to a fault.
 LATE_US = 1_000_000

@@ -20,7 +20,7 @@ from chaos.project import now_us
 from chaos.recurring import RecurringLoad
 from chaos.rows import rows_of
 from chaos.system import SystemUnderTest
-from delaytasks.core.errors import DelayTaskError
+from delaytasks.model.errors import DelayTaskError
 from tests.waiting import STACKS
 
 Say = Callable[[str], object]

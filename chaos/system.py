@@ -16,9 +16,9 @@ from chaos.celery_messages import NOTES
 from chaos.pids import children_of
 from chaos.project import time_environment
 from chaos.recorder import Recorder
-from delaytasks.core.settings import load_settings
-from delaytasks.core.states import LIVE
-from delaytasks.storage.store import Store
+from delaytasks.db.store import Store
+from delaytasks.model.moves import LIVE
+from delaytasks.settings import load_settings
 from tests import running as faketime
 from tests.proxy import Proxy, proxy_to
 from tests.running import Deployment, Process

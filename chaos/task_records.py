@@ -14,7 +14,7 @@ from chaos.history import (
     RowChange,
     RunRecord,
 )
-from delaytasks.core.states import Status
+from delaytasks.model.moves import Status
 
 
 @dataclass(slots=True)

@@ -3,13 +3,15 @@
 from typing import TYPE_CHECKING, Any
 
 from delaytasks.client import DelayTasks
-from delaytasks.core import errors
-from delaytasks.core.errors import *  # noqa: F403 - the list of errors is in core/errors.py only
-from delaytasks.core.filters import BulkResult, LogEntry
-from delaytasks.core.policies import Policy
-from delaytasks.core.retry_schedule import RetrySchedule
-from delaytasks.core.states import Status
-from delaytasks.core.task import (
+from delaytasks.current import aschedule_delay, current_delays, processor, schedule_delay
+from delaytasks.handles import Processor
+from delaytasks.model import errors
+from delaytasks.model.errors import *  # noqa: F403 - the list of errors is in model/errors.py only
+from delaytasks.model.filters import BulkResult, LogEntry
+from delaytasks.model.moves import Status
+from delaytasks.model.policies import Policy
+from delaytasks.model.retry_schedule import RetrySchedule
+from delaytasks.model.task import (
     Attempt,
     Cancel,
     CancelResult,
@@ -23,20 +25,18 @@ from delaytasks.core.task import (
     Snooze,
     TouchResult,
 )
-from delaytasks.current import aschedule_delay, current_delays, processor, schedule_delay
-from delaytasks.handles import Processor
 from delaytasks.shards import Shards
 
 if TYPE_CHECKING:
     from delaytasks.forecast import Forecast
-    from delaytasks.recurrence.definition import RecurringSchedule
+    from delaytasks.recurring.definition import RecurringSchedule
     from delaytasks.start_checks import Finding
 
 #: Values that most processes do not use, and the modules that have them.
 _LATER = {
     "Finding": "start_checks",
     "Forecast": "forecast",
-    "RecurringSchedule": "recurrence.definition",
+    "RecurringSchedule": "recurring.definition",
 }
 
 __all__ = [

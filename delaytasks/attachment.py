@@ -18,11 +18,11 @@ from celery.utils.imports import symbol_by_name
 from celery.utils.log import get_logger
 from kombu.transport import TRANSPORT_ALIASES
 
-from delaytasks.core.celery_calls import CeleryCall, is_forced
-from delaytasks.core.errors import ConfigError
-from delaytasks.core.settings import PREFIX, secret_names
-from delaytasks.core.text import first_names
-from delaytasks.timers.arming import SWEEP
+from delaytasks.broker.arming import SWEEP
+from delaytasks.model.celery_calls import CeleryCall, is_forced
+from delaytasks.model.errors import ConfigError
+from delaytasks.model.text import first_names
+from delaytasks.settings import PREFIX, secret_names
 from delaytasks.worker.celery_tasks import register_tasks
 
 if TYPE_CHECKING:
@@ -90,9 +90,9 @@ def intercept(app: Any, delays: HasRuntime) -> None:
     """Let calls with a delay become rows of `delays`, and let `revoke` cancel these rows."""
     app.send_task = DurableSendTask(app, delays)
     if app.control_cls == CONTROL:
-        app.control_cls = "delaytasks.operations.durable_calls:DurableControl"
+        app.control_cls = "delaytasks.operate.durable_calls:DurableControl"
     else:
-        from delaytasks.operations.durable_calls import RevokesRows
+        from delaytasks.operate.durable_calls import RevokesRows
 
         app.control_cls = type("DurableControl", (RevokesRows, symbol_by_name(app.control_cls)), {})
     app.__dict__.pop("control", None)  # made by the previous class

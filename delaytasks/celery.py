@@ -10,7 +10,7 @@ from celery import Celery
 
 from delaytasks.attachment import file_broker_url
 from delaytasks.client import DelayTasks
-from delaytasks.core.settings import load_settings
+from delaytasks.settings import load_settings
 
 
 def _make_app() -> Celery:

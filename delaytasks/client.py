@@ -15,7 +15,9 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, overload
 
 from delaytasks.attachment import attach
-from delaytasks.core.celery_calls import (
+from delaytasks.events import Events
+from delaytasks.handles import Body, Converted, Processor
+from delaytasks.model.celery_calls import (
     ANY_CELERY_TASK,
     CALLBACK,
     MESSAGE,
@@ -24,10 +26,8 @@ from delaytasks.core.celery_calls import (
     Message,
     forced,
 )
-from delaytasks.core.events import Events
-from delaytasks.core.inputs import Delay
-from delaytasks.core.settings import hide_secrets
-from delaytasks.core.task import (
+from delaytasks.model.inputs import Delay
+from delaytasks.model.task import (
     CancelResult,
     DelayedTask,
     NewTask,
@@ -37,12 +37,11 @@ from delaytasks.core.task import (
     new_task,
     new_task_of,
 )
-from delaytasks.core.text import TABLES_REMEDY
-from delaytasks.handles import Body, Converted, Processor
-from delaytasks.operations.bulk_calls import Bulk
-from delaytasks.operations.callbacks import CallbackCalls
-from delaytasks.operations.policy_calls import PolicyCalls
-from delaytasks.operations.single_tasks import (
+from delaytasks.model.text import TABLES_REMEDY
+from delaytasks.operate.bulk_calls import Bulk
+from delaytasks.operate.callbacks import CallbackCalls
+from delaytasks.operate.policy_calls import PolicyCalls
+from delaytasks.operate.single_tasks import (
     Pauses,
     cancel_task,
     find_tasks,
@@ -52,25 +51,26 @@ from delaytasks.operations.single_tasks import (
     touch_tasks,
     transaction_of_new,
 )
-from delaytasks.processors.registry import MAX_BATCH, Registry, tags_of
+from delaytasks.registry import MAX_BATCH, Registry, tags_of
+from delaytasks.settings import hide_secrets
 from delaytasks.twins import twin
 from delaytasks.worker.processes import Processes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from delaytasks.core.filters import Filters
-    from delaytasks.core.interfaces import Transaction
-    from delaytasks.core.settings import Settings
-    from delaytasks.core.task import OnConflict, Outcome, TaskOptions
+    from delaytasks.db.sessions import ConnectionSource
     from delaytasks.forecast import Forecast
     from delaytasks.handles import BatchDecorator, Decorator, SchemaBatchDecorator, SchemaDecorator
-    from delaytasks.processors.registry import CommonOptions, ProcessorOptions
-    from delaytasks.recurrence.recurring import Recurring
+    from delaytasks.model.filters import Filters
+    from delaytasks.model.interfaces import Transaction
+    from delaytasks.model.task import OnConflict, Outcome, TaskOptions
+    from delaytasks.recurring.recurring import Recurring
+    from delaytasks.registry import CommonOptions, ProcessorOptions
     from delaytasks.runtime import ProcessorContext, Runtime
+    from delaytasks.settings import Settings
     from delaytasks.start_checks import Finding
     from delaytasks.statistics.reading import Statistics
-    from delaytasks.storage.sessions import ConnectionSource
     from delaytasks.twins import AsyncCalls
 
 
@@ -733,7 +733,7 @@ class DelayTasks:
         >>> delays.recurring.set("nightly", "report.send", cron="0 2 * * *", tz="Europe/Berlin")
         """
         # Imported here: most processes have no recurring schedules.
-        from delaytasks.recurrence.recurring import Recurring
+        from delaytasks.recurring.recurring import Recurring
 
         return Recurring(self)
 

@@ -9,7 +9,7 @@ from celery import _state
 
 from delaytasks.attachment import newest_attached, standalone_tags
 from delaytasks.client import DelayTasks
-from delaytasks.core.errors import ConfigError
+from delaytasks.model.errors import ConfigError
 
 if TYPE_CHECKING:
     from delaytasks.runtime import Runtime

@@ -18,7 +18,7 @@ from urllib.parse import quote, unquote
 from kombu.transport import filesystem
 from kombu.utils.json import dumps, loads
 
-from delaytasks.core.private_files import make_file, make_folder, tighten_data_folder, write_file
+from delaytasks.model.private_files import make_file, make_folder, tighten_data_folder, write_file
 
 
 class Channel(filesystem.Channel):

@@ -20,20 +20,20 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Connection, FromClause, case, func, literal, select, tablesample
 
-from delaytasks.core.clock import from_us
-from delaytasks.core.errors import DelayTaskError, InvalidInputError, StoreError
-from delaytasks.core.inputs import is_integer, show_duration
-from delaytasks.core.states import WAITING
-from delaytasks.core.text import count, shown, some_values
-from delaytasks.core.workers import RegisteredWorker
-from delaytasks.storage.searching import estimate_rows, has_status, queue_levels
-from delaytasks.storage.types import epoch_s
+from delaytasks.db.searching import estimate_rows, has_status, queue_levels
+from delaytasks.db.types import epoch_s
+from delaytasks.model.clock import from_us
+from delaytasks.model.errors import DelayTaskError, InvalidInputError, StoreError
+from delaytasks.model.inputs import is_integer, show_duration
+from delaytasks.model.moves import WAITING
+from delaytasks.model.text import count, shown, some_values
+from delaytasks.model.workers import RegisteredWorker
 
 if TYPE_CHECKING:
-    from delaytasks.recurrence.creation import RecurringTable
-    from delaytasks.recurrence.definition import RecurringSchedule
+    from delaytasks.db.store import Store
+    from delaytasks.recurring.creation import RecurringTable
+    from delaytasks.recurring.definition import RecurringSchedule
     from delaytasks.runtime import Runtime
-    from delaytasks.storage.store import Store
 
 HOUR_S = 3600
 MAX_DAYS, MAX_PROCESSES = 92, 1_000_000

@@ -9,16 +9,16 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
 
-from delaytasks.core.inputs import Delay
-from delaytasks.core.task import DelayedTask, new_task, new_task_of
-from delaytasks.operations.single_tasks import cancel_task, find_tasks, transaction_of_new
+from delaytasks.model.inputs import Delay
+from delaytasks.model.task import DelayedTask, new_task, new_task_of
+from delaytasks.operate.single_tasks import cancel_task, find_tasks, transaction_of_new
 from delaytasks.twins import twin
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from delaytasks.core.filters import Filters, TagFilters
-    from delaytasks.core.task import CancelResult, OnConflict, Page, TaskOptions
+    from delaytasks.model.filters import Filters, TagFilters
+    from delaytasks.model.task import CancelResult, OnConflict, Page, TaskOptions
     from delaytasks.runtime import HasRuntime
     from delaytasks.twins import RunsAsync
 

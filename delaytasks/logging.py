@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Any, Literal
 
-from delaytasks.core.events import MOST_TRACEBACK_BYTES, level_of, log_record, logger
-from delaytasks.core.task import DelayedTask
-from delaytasks.core.text import traceback_text
+from delaytasks.events import MOST_TRACEBACK_BYTES, level_of, log_record, logger
+from delaytasks.model.task import DelayedTask
+from delaytasks.model.text import traceback_text
 
 #: The events that report a change of a task. Each is one line at INFO, if it has no higher level.
 STATE_CHANGES = frozenset(

@@ -15,38 +15,38 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from delaytasks.core.body import Cipher
-from delaytasks.core.celery_calls import CALLBACK
-from delaytasks.core.clock import Clock, reset_in_child, wall_ms
-from delaytasks.core.events import Events
-from delaytasks.core.ids import IdMaker
-from delaytasks.core.loop import ThreadPool
-from delaytasks.core.private_files import tighten_data_folder
-from delaytasks.core.settings import load_settings
-from delaytasks.core.task import DelayedTask
-from delaytasks.execution.policy_cache import PolicyCache
+from delaytasks.broker.arming import EtaTimer
+from delaytasks.broker.publisher import Publisher
+from delaytasks.db.migrations import url_of
+from delaytasks.db.producer import Producer, QueueRouting
+from delaytasks.db.store import Store
+from delaytasks.events import Events
+from delaytasks.loops import ThreadPool
 from delaytasks.maintenance.sweeper import OnStep, PauseSweeper, Sweeper
-from delaytasks.operations.callbacks import Callbacks
-from delaytasks.operations.durable_calls import CeleryTasks, Revocations
-from delaytasks.operations.single_tasks import CallerTransactions
-from delaytasks.processors.registry import Registry
-from delaytasks.scheduling.producer import Producer, QueueRouting
+from delaytasks.model.body import Cipher
+from delaytasks.model.celery_calls import CALLBACK
+from delaytasks.model.clock import Clock, reset_in_child, wall_ms
+from delaytasks.model.ids import IdMaker
+from delaytasks.model.private_files import tighten_data_folder
+from delaytasks.model.task import DelayedTask
+from delaytasks.operate.callbacks import Callbacks
+from delaytasks.operate.durable_calls import CeleryTasks, Revocations
+from delaytasks.operate.single_tasks import CallerTransactions
+from delaytasks.registry import Registry
+from delaytasks.run.policy_cache import PolicyCache
+from delaytasks.settings import load_settings
 from delaytasks.start_checks import StartChecks
-from delaytasks.storage.migrations import url_of
-from delaytasks.storage.store import Store
-from delaytasks.timers.arming import EtaTimer
-from delaytasks.timers.publisher import Publisher
 from delaytasks.twins import AsyncCalls, InFramework
 
 if TYPE_CHECKING:
     from datetime import datetime
 
-    from delaytasks.core.interfaces import Timer, Transaction
-    from delaytasks.operations.explanations import Explanations
-    from delaytasks.recurrence.creation import Creation, RecurringTable
-    from delaytasks.timers.arming import BackgroundTimer
-    from delaytasks.timers.direct import DirectTimer
-    from delaytasks.timers.redis_timer import RedisTimer
+    from delaytasks.broker.arming import BackgroundTimer
+    from delaytasks.broker.direct import DirectTimer
+    from delaytasks.broker.redis_timer import RedisTimer
+    from delaytasks.model.interfaces import Timer, Transaction
+    from delaytasks.operate.explanations import Explanations
+    from delaytasks.recurring.creation import Creation, RecurringTable
 
 T = TypeVar("T")
 #: Is entered around each call of a processor.
@@ -173,7 +173,7 @@ class Runtime:
         """The timer if no broker is used."""
         if self.settings.uses_broker:
             return None
-        from delaytasks.timers.direct import DirectTimer
+        from delaytasks.broker.direct import DirectTimer
 
         return DirectTimer(self.store.notices, self.clock)
 
@@ -182,7 +182,7 @@ class Runtime:
         """The timer if it is of this kind."""
         if self.settings.timer_kind != "redis":
             return None
-        from delaytasks.timers.redis_timer import RedisTimer, redis_location
+        from delaytasks.broker.redis_timer import RedisTimer, redis_location
 
         settings, conf = self.settings, self.celery.conf
         location = redis_location(
@@ -200,7 +200,7 @@ class Runtime:
         """The queue in front of the timer with `arm="background"`: producers do not wait."""
         if self.settings.arm != "background":
             return None
-        from delaytasks.timers.arming import BackgroundTimer, can_run_threads
+        from delaytasks.broker.arming import BackgroundTimer, can_run_threads
 
         return BackgroundTimer(self.timer, self.clock) if can_run_threads() else None
 
@@ -262,7 +262,7 @@ class Runtime:
 
     @part
     def _creation(self) -> Creation:
-        from delaytasks.recurrence.creation import Creation
+        from delaytasks.recurring.creation import Creation
 
         return Creation(
             self.settings, self.recurring_table, self.new_id, self.clock, self.timer, self.events
@@ -286,8 +286,8 @@ class Runtime:
     @part
     def message_publisher(self) -> PublishesMessages:
         """Publishes the messages of Celery tasks that waited as rows."""
+        from delaytasks.broker.publisher import REFUSES_ALL_WRITES, bounded_connection
         from delaytasks.durable_eta.message_publisher import PUBLISH_LIMIT_S, MessagePublisher
-        from delaytasks.timers.publisher import REFUSES_ALL_WRITES, bounded_connection
 
         # The publisher waits for the confirmations of many messages together.
         connect = partial(
@@ -304,13 +304,13 @@ class Runtime:
 
     @part
     def explanations(self) -> Explanations:
-        from delaytasks.operations.explanations import Explanations
+        from delaytasks.operate.explanations import Explanations
 
         return Explanations(self)
 
     @part
     def recurring_table(self) -> RecurringTable:
-        from delaytasks.recurrence.creation import RecurringTable
+        from delaytasks.recurring.creation import RecurringTable
 
         return RecurringTable(self.store.database, self.store.schema)
 

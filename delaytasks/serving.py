@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from waitress.server import create_server
 
-from delaytasks.core.errors import ConfigError
-from delaytasks.core.settings import Address
+from delaytasks.model.errors import ConfigError
+from delaytasks.settings import Address
 
 THREADS = 8
 #: A longer request is refused before the application sees it. Applications have lower limits.

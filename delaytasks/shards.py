@@ -27,15 +27,15 @@ from operator import attrgetter, methodcaller
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from delaytasks.client import DelayTasks
-from delaytasks.core import errors
-from delaytasks.core.clock import monotonic
-from delaytasks.core.filters import BulkResult, LogEntry
-from delaytasks.core.ids import shard_of
-from delaytasks.core.inputs import Delay, check_page_limit
-from delaytasks.core.states import LIVE
-from delaytasks.core.task import DelayedTask, Page, TaskName, TouchResult, id_of, new_task_of
-from delaytasks.operations.bulk_calls import Bulk
-from delaytasks.operations.single_tasks import is_several
+from delaytasks.model import errors
+from delaytasks.model.clock import monotonic
+from delaytasks.model.filters import BulkResult, LogEntry
+from delaytasks.model.ids import shard_of
+from delaytasks.model.inputs import Delay, check_page_limit
+from delaytasks.model.moves import LIVE
+from delaytasks.model.task import DelayedTask, Page, TaskName, TouchResult, id_of, new_task_of
+from delaytasks.operate.bulk_calls import Bulk
+from delaytasks.operate.single_tasks import is_several
 from delaytasks.twins import twin
 
 P = ParamSpec("P")
@@ -114,7 +114,7 @@ def _for_batches(method: Method[P, int]) -> MethodOfShards[P, int]:
 
     def call(self: Shards, /, tasks: Iterable[Any], **options: Any) -> int:
         # Imported here: a process that only imports delaytasks does not need it.
-        from delaytasks.scheduling.producer import BULK
+        from delaytasks.db.producer import BULK
 
         total, source = 0, map(new_task_of, tasks)
         while batch := list(itertools.islice(source, BULK)):
@@ -177,7 +177,7 @@ def _merged(method: Method[P, Page]) -> MethodOfShards[P, MergedPage]:
     """Read a page of all members. Each member is read in chunks, as far as the page needs."""
 
     def call(self: Shards, /, cursor: Any = None, limit: int = 100, **options: Any) -> MergedPage:
-        from delaytasks.storage.searching import make_cursor
+        from delaytasks.db.searching import make_cursor
 
         check_page_limit(limit)
         # A cursor has the position in each member. A member that was added since has none.

@@ -6,15 +6,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from delaytasks.core.body import is_encrypted, name_in, names_of
-from delaytasks.core.errors import BodyRefusedError, ConfigError, StoreUnavailableError
-from delaytasks.core.interfaces import Pending, UntrustedInput
-from delaytasks.core.settings import Settings
-from delaytasks.core.task import DelayedTask
-from delaytasks.core.text import shown
-from delaytasks.processors.registry import ProcessorSpec, Registry
-from delaytasks.timers.arming import SWEEP
-from delaytasks.timers.publisher import Publisher
+from delaytasks.broker.arming import SWEEP
+from delaytasks.broker.publisher import Publisher
+from delaytasks.model.body import is_encrypted, name_in, names_of
+from delaytasks.model.errors import BodyRefusedError, ConfigError, StoreUnavailableError
+from delaytasks.model.interfaces import Pending, UntrustedInput
+from delaytasks.model.task import DelayedTask
+from delaytasks.model.text import shown
+from delaytasks.registry import ProcessorSpec, Registry
+from delaytasks.settings import Settings
 
 if TYPE_CHECKING:
     from delaytasks.runtime import Runtime
@@ -100,7 +100,7 @@ class StartChecks:
 
     def findings(self) -> Iterator[Finding]:
         """Yield the waiting tasks that this code cannot run."""
-        from delaytasks.storage.state_queries import Stats
+        from delaytasks.db.state_queries import Stats
 
         settings = self._settings
         keys = names_of(settings.encryption_keys)

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     import asyncio
     from concurrent.futures import Future
 
-    from delaytasks.core.clock import Clock
-    from delaytasks.core.events import Events
-    from delaytasks.core.loop import ThreadPool
+    from delaytasks.events import Events
+    from delaytasks.loops import ThreadPool
+    from delaytasks.model.clock import Clock
     from delaytasks.runtime import HasRuntime, Runtime
 
 P = ParamSpec("P")
@@ -127,7 +127,7 @@ class AsyncCalls:
         call = partial(method, *arguments, **options)
         if session is None:
             return await self._in_thread(call)
-        from delaytasks.storage.database import run_in_session
+        from delaytasks.db.database import run_in_session
 
         if self._clock.is_due:
             await self._in_thread(self._clock.certain_now)

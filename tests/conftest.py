@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import pytest
 from sqlalchemy import delete
 
-from delaytasks.core.settings import Settings, load_settings
-from delaytasks.storage.store import Store
+from delaytasks.db.store import Store
+from delaytasks.settings import Settings, load_settings
 from tests import services as servers
 from tests.proxy import WebServer
 from tests.running import ROOT

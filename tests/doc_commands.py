@@ -26,8 +26,8 @@ from click.testing import CliRunner
 from delaytasks import DelayTasks, Status, TaskNotFoundError
 from delaytasks.cli.context import Cli
 from delaytasks.cli.main import main
+from delaytasks.db import migrations
 from delaytasks.runtime import runtime_of
-from delaytasks.storage import migrations
 from tests.doc_pages import ROOT, SHELLS, Block, blocks, environment, files_test
 
 #: The beginnings of commands that serve, or need a broker, another database or a deployment.

@@ -20,9 +20,9 @@ from typing import Any
 from celery import Celery
 
 from delaytasks import current_delays
-from delaytasks.core.settings import load_settings
+from delaytasks.db import migrations
 from delaytasks.runtime import runtime_of
-from delaytasks.storage import migrations
+from delaytasks.settings import load_settings
 from tests.django_site import site_settings
 from tests.doc_pages import blocks
 

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from delaytasks.timers.redis_timer import RedisTimer, Slot, Taken
+from delaytasks.broker.redis_timer import RedisTimer, Slot, Taken
 from delaytasks.worker import redis_poller as redis_pollers
 from delaytasks.worker.redis_poller import RedisPoller
 

@@ -23,8 +23,8 @@ from redis import Redis
 from sqlalchemy import insert, select
 
 from delaytasks import DelayedTask, DelayTasks, Status
+from delaytasks.db.types import db_now_plus
 from delaytasks.runtime import runtime_of
-from delaytasks.storage.types import db_now_plus
 from tests.proxy import Proxy
 from tests.services import free_port, spawn
 from tests.waiting import STACKS, wait_until

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from delaytasks.core.loop import within as within
+from delaytasks.loops import within as within
 
 T = TypeVar("T")
 #: What a test waits for, or a function that returns it.

@@ -1,4 +1,4 @@
-"""The tables, as `delaytasks/storage/schema.py` describes them.
+"""The tables, as `delaytasks/db/schema.py` describes them.
 
 Until the first release this revision follows the schema. Later revisions change what it has made.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from alembic import op
 
-from delaytasks.storage import migrations
+from delaytasks.db import migrations
 
 revision = "0001"
 down_revision = None

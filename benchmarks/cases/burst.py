@@ -14,7 +14,7 @@ from benchmarks.producers import schedule_singly
 from benchmarks.sides import Ours, Side
 from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError, TooSlowError, sleep_until, wall
-from delaytasks.core.states import Status
+from delaytasks.model.moves import Status
 
 #: Schedules the tasks, and returns their due time.
 Schedule = Callable[[Side], float]

@@ -11,8 +11,8 @@ from benchmarks.processes import BenchmarkProcess
 from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError, instant, sleep_until, wait_until, wall
 from delaytasks import NewTask
-from delaytasks.core.celery_calls import CALLBACK
-from delaytasks.core.states import Status
+from delaytasks.model.celery_calls import CALLBACK
+from delaytasks.model.moves import Status
 
 ANSWERS_AFTER_MS = 50
 DEADLINE_S = 120.0

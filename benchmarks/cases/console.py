@@ -26,9 +26,9 @@ from benchmarks.viewers import USER
 from benchmarks.waiting import BenchError, wait_until
 from delaytasks.console.application import USERS
 from delaytasks.console.viewers import Role, UserFile
-from delaytasks.core.body import dump_json
-from delaytasks.core.run_counts import RunCounts
-from delaytasks.core.states import Status
+from delaytasks.model.body import dump_json
+from delaytasks.model.moves import Status
+from delaytasks.model.run_counts import RunCounts
 from delaytasks.runtime import runtime_of
 from delaytasks.statistics.statistics_table import COUNTS_KEPT
 

@@ -11,7 +11,7 @@ from benchmarks.figures import Target, percentile
 from benchmarks.sides import Side
 from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError, sleep_until, wall
-from delaytasks.core.states import Status
+from delaytasks.model.moves import Status
 
 RATE = 200
 #: The size of a batch, and the seconds until it is due.

@@ -19,11 +19,11 @@ from benchmarks.settings import TABLE_PREFIX, database_url
 from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError
 from delaytasks import NewTask
-from delaytasks.core.interfaces import Entry, Settlement
-from delaytasks.core.settings import load_settings
-from delaytasks.core.task import DelayedTask
+from delaytasks.db.store import Store
+from delaytasks.model.interfaces import Entry, Settlement
+from delaytasks.model.task import DelayedTask
 from delaytasks.runtime import runtime_of
-from delaytasks.storage.store import Store
+from delaytasks.settings import load_settings
 
 DRIVERS = ("psycopg", "psycopg2")
 CALLS, CHUNK, BULK = 200, 200, 5_000

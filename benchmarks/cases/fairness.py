@@ -10,7 +10,7 @@ from benchmarks.figures import Target, percentile
 from benchmarks.machine import load
 from benchmarks.stage import CaseContext
 from benchmarks.waiting import instant, sleep_until, wait_until, wall
-from delaytasks.core.task import NewTask
+from delaytasks.model.task import NewTask
 
 FEW = 50
 #: Two processes run a thousand such tasks per second.

@@ -8,7 +8,7 @@ import time
 from benchmarks import ours, table
 from benchmarks.machine import load
 from benchmarks.stage import CaseContext
-from delaytasks.core.states import Status
+from delaytasks.model.moves import Status
 
 DAY_S, HOUR_S = 86_400.0, 3600.0
 WAITING, QUICK_WAITING = 10_000_000, 200_000

@@ -12,7 +12,7 @@ from benchmarks.figures import Target, percentile
 from benchmarks.machine import load
 from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError, instant, sleep_until, wall
-from delaytasks.core.states import Status
+from delaytasks.model.moves import Status
 
 PROCESSES = 2
 #: The processor's duration in milliseconds, the maximum of tasks due together, and the isolated

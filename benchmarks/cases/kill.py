@@ -6,7 +6,7 @@ from benchmarks import brokers, ours, table
 from benchmarks.figures import Target, percentile
 from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError, sleep_until, wall
-from delaytasks.core.states import Status
+from delaytasks.model.moves import Status
 
 TASKS = 1000
 #: Seconds from the begin of scheduling to the first due time, and from there to the last one.

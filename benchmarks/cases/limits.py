@@ -12,7 +12,7 @@ from benchmarks.figures import Target
 from benchmarks.machine import load
 from benchmarks.stage import CaseContext
 from benchmarks.waiting import instant, sleep_until, wait_until, wall
-from delaytasks.core.states import Status
+from delaytasks.model.moves import Status
 
 THREADS = ["-P", "threads", "-c", "16"]
 CAPACITY, ROW_S = 10, 0.1

@@ -13,12 +13,12 @@ from benchmarks import ours, table
 from benchmarks.figures import Target, percentile
 from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError
-from delaytasks.core.clock import wall_ms
-from delaytasks.core.ids import IdMaker
-from delaytasks.core.interfaces import Entry, Settlement
-from delaytasks.core.task import DelayedTask
-from delaytasks.storage.claims import Claims
-from delaytasks.storage.store import Store
+from delaytasks.db.claims import Claims
+from delaytasks.db.store import Store
+from delaytasks.model.clock import wall_ms
+from delaytasks.model.ids import IdMaker
+from delaytasks.model.interfaces import Entry, Settlement
+from delaytasks.model.task import DelayedTask
 
 CHUNK = 50
 PREFIX = "bench_long_"

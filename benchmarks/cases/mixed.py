@@ -12,7 +12,7 @@ from benchmarks import brokers, ours, table
 from benchmarks.cases.burst import DEADLINE_S
 from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError, instant, sleep_until, wall
-from delaytasks.core.states import Status
+from delaytasks.model.moves import Status
 
 SLOW_S = 0.1
 PROCESSES = 2

@@ -15,7 +15,7 @@ from benchmarks.samples import Samples, sampling
 from benchmarks.sides import Ours
 from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError, sleep_until, wait_until, wall
-from delaytasks.core.states import Status
+from delaytasks.model.moves import Status
 
 HOUR_S, MINUTE_S = 3600.0, 60.0
 #: New tasks per second, and when they are due.

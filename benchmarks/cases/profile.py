@@ -26,18 +26,13 @@ CHUNK = "delaytasks/worker/chunk_request.py"
 #: The activity of the innermost listed frame. A frame of a driver or a socket waits for the
 #: database.
 STEPS = (
-    ("claims", "delaytasks/storage/claims.py"),
-    ("settles", "delaytasks/storage/settlements.py"),
-    ("runs", "delaytasks/execution/executor.py"),
-    ("rest of a chunk", "delaytasks/execution/"),
+    ("claims", "delaytasks/db/claims.py"),
+    ("settles", "delaytasks/db/settlements.py"),
+    ("runs", "delaytasks/run/executor.py"),
+    ("rest of a chunk", "delaytasks/run/"),
     ("rest of a chunk", CHUNK),
 )
-DRIVERS = (
-    "delaytasks/storage/row_lists.py",
-    "sqlalchemy/engine/default.py",
-    "pymysql/",
-    "(socket.py",
-)
+DRIVERS = ("delaytasks/db/row_lists.py", "sqlalchemy/engine/default.py", "pymysql/", "(socket.py")
 MAIN_THREAD = "MainThread"
 
 

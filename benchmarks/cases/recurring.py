@@ -14,7 +14,7 @@ from benchmarks.figures import Target
 from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError
 from delaytasks import DelayTasks
-from delaytasks.recurrence.creation import Creation, RecurringTable
+from delaytasks.recurring.creation import Creation, RecurringTable
 from delaytasks.runtime import runtime_of
 
 #: Schedules for each task that is due in a minute: most of them are due daily.

@@ -8,7 +8,7 @@ from benchmarks.figures import Target
 from benchmarks.sides import Ours
 from benchmarks.stage import CaseContext
 from benchmarks.waiting import sleep_until, wall
-from delaytasks.core.states import Status
+from delaytasks.model.moves import Status
 
 DEPTHS = (1_000, 5_000, 20_000)
 #: The first seconds are not measured, since the worker learns the size of its chunks.

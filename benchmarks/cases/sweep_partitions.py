@@ -6,7 +6,7 @@ from benchmarks import brokers, table
 from benchmarks.stage import CaseContext
 from benchmarks.sweepers import sweep_concurrently
 from benchmarks.waiting import BenchError
-from delaytasks.core.states import Status
+from delaytasks.model.moves import Status
 
 PARTITIONS = (1, 2, 4)
 #: Late enough that no row falls due during the sweep, and within the sweepers' horizon.

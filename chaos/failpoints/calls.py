@@ -22,11 +22,11 @@ from chaos.failpoints.catalogue import Mix
 from chaos.history import Answer, Call, CallRecord
 from chaos.project import notebook, now_us
 from delaytasks import DelayedTask, DelayTasks
-from delaytasks.core.clock import to_us
-from delaytasks.core.task import NewTask, OnConflict
+from delaytasks.db import producer
+from delaytasks.db.producer import RowBatch
+from delaytasks.model.clock import to_us
+from delaytasks.model.task import NewTask, OnConflict
 from delaytasks.runtime import runtime_of
-from delaytasks.scheduling import producer
-from delaytasks.scheduling.producer import RowBatch
 
 RETRY_SCHEDULE_RUNS = 3
 RECURRING_TAG = "fail.recurring"

@@ -25,8 +25,8 @@ from chaos.occurrences import read_occurrences
 from chaos.project import now_us, time_environment
 from chaos.recorder import Recorder
 from chaos.rows import rows_of
-from delaytasks.core.clock import to_us
-from delaytasks.core.states import FINISHED, LIVE, Status
+from delaytasks.model.clock import to_us
+from delaytasks.model.moves import FINISHED, LIVE, Status
 from delaytasks.runtime import runtime_of
 from delaytasks.worker.lease_keeper import is_there
 from tests.running import Deployment, Process

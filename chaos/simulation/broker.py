@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from delaytasks.core.clock import to_us
+from delaytasks.model.clock import to_us
 
 #: The shares of messages that are lost, delivered twice, or delayed by a long time.
 LOST, DOUBLED, LATE = 0.04, 0.08, 0.04

@@ -12,11 +12,11 @@ from chaos.simulation.celery_messages import CeleryCalls
 from chaos.simulation.stage import RETRY_SCHEDULE, Play
 from chaos.simulation.world import Dead
 from delaytasks import DelayedTask
-from delaytasks.core.clock import from_us, to_us
-from delaytasks.core.errors import DelayTaskError, OutcomeUnknownError
-from delaytasks.core.events import Events
-from delaytasks.core.task import NewTask
-from delaytasks.scheduling.producer import Producer, QueueRouting
+from delaytasks.db.producer import Producer, QueueRouting
+from delaytasks.events import Events
+from delaytasks.model.clock import from_us, to_us
+from delaytasks.model.errors import DelayTaskError, OutcomeUnknownError
+from delaytasks.model.task import NewTask
 
 #: How long a processor takes: mostly a short time, sometimes longer than a lease.
 TAKES_S = (0, 0, 0, 0.02, 0.02, 0.3, 0.3, 1, 8)

@@ -10,15 +10,15 @@ from typing import Any
 from chaos.celery_messages import MOST_RUNS
 from chaos.history import Answer, CallRecord, DeliveryRecord, Fault, PublishRecord
 from chaos.simulation.stage import Play
-from delaytasks.core.celery_calls import ANY_CELERY_TASK
-from delaytasks.core.clock import to_us
-from delaytasks.core.errors import DelayTaskError, OutcomeUnknownError, TaskStateError
-from delaytasks.core.events import Events
+from delaytasks.db.producer import Producer
+from delaytasks.db.task_rows import CeleryRows
 from delaytasks.durable_eta.message_publisher import NotConfirmedError, Results
 from delaytasks.durable_eta.stored_message import StoredMessage, new_task
-from delaytasks.operations.durable_calls import CeleryTasks
-from delaytasks.scheduling.producer import Producer
-from delaytasks.storage.task_rows import CeleryRows
+from delaytasks.events import Events
+from delaytasks.model.celery_calls import ANY_CELERY_TASK
+from delaytasks.model.clock import to_us
+from delaytasks.model.errors import DelayTaskError, OutcomeUnknownError, TaskStateError
+from delaytasks.operate.durable_calls import CeleryTasks
 
 #: The share of plays with durable Celery tasks, how many these have at most, and how many of these
 #: in 100 are revoked.

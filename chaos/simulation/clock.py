@@ -11,8 +11,8 @@ from typing import Any
 
 from sqlalchemy import event
 
-from delaytasks.core.clock import from_us
-from delaytasks.storage.store import Store
+from delaytasks.db.store import Store
+from delaytasks.model.clock import from_us
 
 #: Noon of a day in 2030.
 START_US = int(datetime(2030, 5, 1, 12, tzinfo=timezone.utc).timestamp()) * 1_000_000

@@ -10,7 +10,7 @@ from redis.exceptions import ConnectionError as DisconnectedError
 
 from chaos.history import Effect, Fault
 from chaos.simulation.world import Host, SimulatedWorld
-from delaytasks.core.errors import OutcomeUnknownError, StoreUnavailableError
+from delaytasks.model.errors import OutcomeUnknownError, StoreUnavailableError
 
 #: The range of the freeze times.
 FROZEN_S = (0.5, 20.0)

@@ -11,11 +11,11 @@ from chaos.history import Occurrences
 from chaos.occurrences import read_occurrences
 from chaos.simulation.hazards import StepProxy
 from chaos.simulation.stage import Play
-from delaytasks.core.clock import Clock, from_us, to_us
-from delaytasks.core.events import Events
-from delaytasks.core.interfaces import Timer
-from delaytasks.recurrence.creation import Creation, RecurringTable
-from delaytasks.recurrence.definition import RecurringSchedule
+from delaytasks.events import Events
+from delaytasks.model.clock import Clock, from_us, to_us
+from delaytasks.model.interfaces import Timer
+from delaytasks.recurring.creation import Creation, RecurringTable
+from delaytasks.recurring.definition import RecurringSchedule
 
 #: The share of plays with a recurring schedule, whose tasks are made up to 46 s ahead.
 SHARE = 0.1

@@ -11,7 +11,7 @@ from typing import Any
 
 from redis.exceptions import NoScriptError
 
-from delaytasks.timers.redis_timer import _NAMES, ARM, MAX_ENTRIES, TAKE
+from delaytasks.broker.redis_timer import _NAMES, ARM, MAX_ENTRIES, TAKE
 
 #: The last member of each `store` set.
 END = "."

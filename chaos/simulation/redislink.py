@@ -16,8 +16,8 @@ from chaos.simulation.broker import DOUBLED, LATE, LATE_S, LOST
 from chaos.simulation.hazards import Hazards
 from chaos.simulation.redis import END, Redis
 from chaos.simulation.world import Host, SimulatedWorld
-from delaytasks.core.events import Events
-from delaytasks.timers.redis_timer import _NAMES, ARM, TAKE, RedisLink, RedisLocation
+from delaytasks.broker.redis_timer import _NAMES, ARM, TAKE, RedisLink, RedisLocation
+from delaytasks.events import Events
 
 #: The share of steps between two commands of a pipeline at which other actors run.
 BETWEEN = 0.1

@@ -17,7 +17,7 @@ from chaos.simulation.stage import Play, stage
 from chaos.simulation.worker import SimulatedWorker
 from chaos.simulation.world import Host
 from chaos.violation import Violation
-from delaytasks.core.states import LIVE
+from delaytasks.model.moves import LIVE
 
 MOST_WORKERS, MOST_PRODUCERS, MOST_TASKS, MOST_FAULTS = 2, 2, 3, 3
 #: All calls and faults of a play must be over in this time.

@@ -27,16 +27,16 @@ from chaos.simulation.redislink import Link, Server
 from chaos.simulation.world import Lock, SimulatedWorld
 from chaos.violation import Violation
 from delaytasks import DelayedTask, RetrySchedule
-from delaytasks.core.clock import Clock
-from delaytasks.core.events import Events
-from delaytasks.core.settings import load_settings
-from delaytasks.execution.executor import ProcessorCall
-from delaytasks.processors.registry import Registry
-from delaytasks.storage.claims import Claims
-from delaytasks.storage.rows import columns, task_of
-from delaytasks.storage.store import Store
-from delaytasks.timers.arming import EtaTimer
-from delaytasks.timers.redis_timer import RedisLocation, RedisTimer
+from delaytasks.broker.arming import EtaTimer
+from delaytasks.broker.redis_timer import RedisLocation, RedisTimer
+from delaytasks.db.claims import Claims
+from delaytasks.db.rows import columns, task_of
+from delaytasks.db.store import Store
+from delaytasks.events import Events
+from delaytasks.model.clock import Clock
+from delaytasks.registry import Registry
+from delaytasks.run.executor import ProcessorCall
+from delaytasks.settings import load_settings
 
 SETTINGS: dict[str, Any] = {
     "lease": 6,
@@ -191,11 +191,11 @@ def stage() -> Iterator[SimulationStage]:
             RLock=threading.RLock,
             Timer=Timer,
         )
-        modules = ("execution.chunk", "worker.dispatcher")
+        modules = ("run.chunk", "worker.dispatcher")
         others: dict[str, dict[str, Any]] = {
             f"delaytasks.{name}": {"threading": threads} for name in modules
         }
-        others["delaytasks.timers.redis_timer"] = {"within": lambda _limit_s, work, **_: work()}
+        others["delaytasks.broker.redis_timer"] = {"within": lambda _limit_s, work, **_: work()}
         # The pids are simulated; the simulated pool reports deaths.
         others["delaytasks.worker.lease_keeper"] = {"has_exited": lambda _pid: False}
         with installed(times, others):

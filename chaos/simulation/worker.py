@@ -15,15 +15,15 @@ from chaos.simulation.recurring import recurring_stage
 from chaos.simulation.stage import Play
 from chaos.simulation.world import Host
 from chaos.violation import Violation
-from delaytasks.core.events import Events
-from delaytasks.core.loop import FAILED_REST_S, Loop
-from delaytasks.execution.executor import Host as RunnerHost
-from delaytasks.execution.runner import FailureReason, Report, Runner
+from delaytasks.broker.arming import read_message
+from delaytasks.broker.redis_timer import RedisTimer
+from delaytasks.events import Events
 from delaytasks.limits.admission import Waitlist
+from delaytasks.loops import FAILED_REST_S, Loop
 from delaytasks.maintenance.sweeper import Sweeper
-from delaytasks.processors.registry import ThreadSlots
-from delaytasks.timers.arming import read_message
-from delaytasks.timers.redis_timer import RedisTimer
+from delaytasks.registry import ThreadSlots
+from delaytasks.run.executor import Host as RunnerHost
+from delaytasks.run.runner import FailureReason, Report, Runner
 from delaytasks.worker.chunk_request import ChunkRequest
 from delaytasks.worker.shared_memory import OthersWait, Renewals
 from delaytasks.worker.worker_runtime import WorkerRuntime

@@ -29,18 +29,18 @@ from delaytasks.cli.output import (
     show_instant,
     task_json,
 )
-from delaytasks.core.errors import ConfigError, DelayTaskError, TaskNotFoundError
-from delaytasks.core.loop import wait_for_unfinished
+from delaytasks.loops import wait_for_unfinished
+from delaytasks.model.errors import ConfigError, DelayTaskError, TaskNotFoundError
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
     from delaytasks.client import DelayTasks
-    from delaytasks.core.task import DelayedTask
-    from delaytasks.recurrence.definition import RecurringSchedule
+    from delaytasks.db.database import Database
+    from delaytasks.db.store import Store
+    from delaytasks.model.task import DelayedTask
+    from delaytasks.recurring.definition import RecurringSchedule
     from delaytasks.runtime import Runtime
-    from delaytasks.storage.database import Database
-    from delaytasks.storage.store import Store
 
 
 # -- Finds the Celery app that the user names, and reports errors of its modules ------------------

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from delaytasks.core.clock import UTC
-from delaytasks.core.errors import ConfigError, DelayTaskError, InvalidInputError
-from delaytasks.core.inputs import parse_duration, show_duration
-from delaytasks.core.states import Status
-from delaytasks.core.task import DelayedTask, pretty
-from delaytasks.core.text import count as count
-from delaytasks.core.text import last_line, one_line
+from delaytasks.model.clock import UTC
+from delaytasks.model.errors import ConfigError, DelayTaskError, InvalidInputError
+from delaytasks.model.inputs import parse_duration, show_duration
+from delaytasks.model.moves import Status
+from delaytasks.model.task import DelayedTask, pretty
+from delaytasks.model.text import count as count
+from delaytasks.model.text import last_line, one_line
 
 if TYPE_CHECKING:
     from rich.table import Table

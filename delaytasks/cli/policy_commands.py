@@ -21,9 +21,9 @@ from delaytasks.cli.output import (
     print_table,
     show_instant,
 )
-from delaytasks.core.errors import InvalidInputError
-from delaytasks.core.inputs import has_unit, parse_duration
-from delaytasks.core.policies import Policy
+from delaytasks.model.errors import InvalidInputError
+from delaytasks.model.inputs import has_unit, parse_duration
+from delaytasks.model.policies import Policy
 
 #: Removes a limit.
 NONE = "none"

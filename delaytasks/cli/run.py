@@ -17,13 +17,13 @@ from celery.exceptions import WorkerTerminate
 from delaytasks.cli.context import Cli, Command, pass_cli, progress_bar
 from delaytasks.cli.output import cell, count
 from delaytasks.client import DelayTasks
-from delaytasks.core.clock import monotonic
-from delaytasks.core.errors import StoreError
-from delaytasks.core.inputs import show_duration
-from delaytasks.execution.runner import Report
+from delaytasks.db.sweep_queries import OverdueRows
 from delaytasks.maintenance.sweeper import emit_recovered
+from delaytasks.model.clock import monotonic
+from delaytasks.model.errors import StoreError
+from delaytasks.model.inputs import show_duration
+from delaytasks.run.runner import Report
 from delaytasks.runtime import runtime_of
-from delaytasks.storage.sweep_queries import OverdueRows
 from delaytasks.worker.standalone import StandaloneWorker
 
 if TYPE_CHECKING:

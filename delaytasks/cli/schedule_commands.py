@@ -33,15 +33,15 @@ from delaytasks.cli.output import (
     show_instant,
 )
 from delaytasks.client import DelayTasks
-from delaytasks.core.errors import DelayTaskError, InvalidInputError
-from delaytasks.core.ids import check_id
-from delaytasks.core.inputs import parse_duration, show_timing
-from delaytasks.core.task import NewTask, OnConflict
-from delaytasks.recurrence.definition import RecurringSchedule
-from delaytasks.recurrence.imports import SOURCES, import_entries
-from delaytasks.recurrence.timing import zone_of
+from delaytasks.db import producer
+from delaytasks.model.errors import DelayTaskError, InvalidInputError
+from delaytasks.model.ids import check_id
+from delaytasks.model.inputs import parse_duration, show_timing
+from delaytasks.model.task import NewTask, OnConflict
+from delaytasks.recurring.definition import RecurringSchedule
+from delaytasks.recurring.imports import SOURCES, import_entries
+from delaytasks.recurring.timing import zone_of
 from delaytasks.runtime import runtime_of
-from delaytasks.scheduling import producer
 
 T = TypeVar("T")
 _LINE_FIELDS = NewTask._fields

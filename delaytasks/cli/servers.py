@@ -12,10 +12,10 @@ import click
 
 from delaytasks.cli.context import Cli, Command, check_belongs, pass_cli
 from delaytasks.cli.output import Parsed, print_json, print_table
-from delaytasks.core.errors import ConfigError, InvalidInputError
-from delaytasks.core.text import needs_extra
 from delaytasks.http_api.api_keys import API_KEYS, ApiKeyFile
 from delaytasks.metrics.files import NAMES, read_file
+from delaytasks.model.errors import ConfigError, InvalidInputError
+from delaytasks.model.text import needs_extra
 
 if TYPE_CHECKING:
     from delaytasks.console.viewers import UserFile

@@ -23,13 +23,13 @@ from delaytasks.cli.output import (
     say,
 )
 from delaytasks.client import DelayTasks
-from delaytasks.core.errors import ConfigError, StoreError
-from delaytasks.core.text import mask_url
-from delaytasks.operations.state import explain_overdue
+from delaytasks.db import migrations
+from delaytasks.db.engines import lacks_sqlite_file
+from delaytasks.db.state_queries import Stats
+from delaytasks.model.errors import ConfigError, StoreError
+from delaytasks.model.text import mask_url
+from delaytasks.operate.state import explain_overdue
 from delaytasks.runtime import runtime_of
-from delaytasks.storage import migrations
-from delaytasks.storage.engines import lacks_sqlite_file
-from delaytasks.storage.state_queries import Stats
 
 OTHER_DATABASE = (
     "This is the default database of this folder. For the database of your own app: "
@@ -165,7 +165,7 @@ def _examples(ids: list[int]) -> str:
 
 def warnings_of(delays: DelayTasks) -> list[str]:
     """Return the problems that do not prevent a deployment."""
-    from delaytasks.webhooks.http_callbacks import tls_context
+    from delaytasks.callbacks.http_callbacks import tls_context
 
     warnings, runtime = [], runtime_of(delays)
     try:

@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from delaytasks.broker.publisher import broker_error
 from delaytasks.cli.context import Cli, Command, Hints, check_belongs, pass_cli
 from delaytasks.cli.output import (
     BAD,
@@ -32,14 +33,15 @@ from delaytasks.cli.output import (
 )
 from delaytasks.cli.setup import broker_url
 from delaytasks.client import DelayTasks
-from delaytasks.core.errors import StoreError
-from delaytasks.core.inputs import ALL_QUEUES, show_duration, show_measured
-from delaytasks.core.states import Status
-from delaytasks.core.text import installed_version, mask_url
-from delaytasks.core.workers import RegisteredWorker
-from delaytasks.operations.health import HealthChecks, HealthQuestion
-from delaytasks.operations.live import snapshot
-from delaytasks.operations.state import (
+from delaytasks.db import migrations
+from delaytasks.model.errors import StoreError
+from delaytasks.model.inputs import ALL_QUEUES, show_duration, show_measured
+from delaytasks.model.moves import Status
+from delaytasks.model.text import installed_version, mask_url
+from delaytasks.model.workers import RegisteredWorker
+from delaytasks.operate.health import HealthChecks, HealthQuestion
+from delaytasks.operate.live import snapshot
+from delaytasks.operate.state import (
     DatabaseState,
     DeploymentState,
     ExplainedGroup,
@@ -47,11 +49,9 @@ from delaytasks.operations.state import (
     SweepState,
     read_state,
 )
-from delaytasks.operations.verdict import verdict_of
+from delaytasks.operate.verdict import verdict_of
 from delaytasks.runtime import runtime_of
 from delaytasks.statistics.reading import WINDOWS, gather_on_time, recent_failures
-from delaytasks.storage import migrations
-from delaytasks.timers.publisher import broker_error
 
 # -- Reads the state of the deployment for the commands that show or judge it ---------------------
 

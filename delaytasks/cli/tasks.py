@@ -48,16 +48,16 @@ from delaytasks.cli.output import (
     show_from_now,
     task_json,
 )
-from delaytasks.core.clock import monotonic
-from delaytasks.core.errors import DelayTaskError, StoreError
-from delaytasks.core.filters import BulkResult, Filter, filter_of
-from delaytasks.core.ids import check_id
-from delaytasks.core.inputs import show_duration
-from delaytasks.core.states import Status, moves_from
-from delaytasks.core.task import DelayedTask
-from delaytasks.core.text import last_line, one_line, some_values
-from delaytasks.core.why import deferral_of
-from delaytasks.operations.explanations import Follower, changed_at
+from delaytasks.model.clock import monotonic
+from delaytasks.model.errors import DelayTaskError, StoreError
+from delaytasks.model.filters import BulkResult, Filter, filter_of
+from delaytasks.model.ids import check_id
+from delaytasks.model.inputs import show_duration
+from delaytasks.model.moves import Status, moves_from
+from delaytasks.model.task import DelayedTask
+from delaytasks.model.text import last_line, one_line, some_values
+from delaytasks.model.why import deferral_of
+from delaytasks.operate.explanations import Follower, changed_at
 
 # -- Filters, which all commands share ------------------------------------------------------------
 

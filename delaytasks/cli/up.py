@@ -26,8 +26,8 @@ from delaytasks.attachment import file_broker_url
 from delaytasks.cli.context import DEFAULT_APP, Cli, pass_cli
 from delaytasks.cli.servers import CONSOLE_PORT
 from delaytasks.cli.setup import broker_url
-from delaytasks.core.private_files import make_folder
-from delaytasks.storage import migrations
+from delaytasks.db import migrations
+from delaytasks.model.private_files import make_folder
 
 # -- Run a group of child processes with one log --------------------------------------------------
 

@@ -10,7 +10,7 @@
 No other package imports this one, except the commands `serve` and `access`, and the integrations.
 """
 
-from delaytasks.core.text import needs_extra
+from delaytasks.model.text import needs_extra
 
 with needs_extra("console", "the console"):
     import flask as flask

@@ -40,11 +40,11 @@ from delaytasks.console.viewers import (
     derived_key,
     session_key,
 )
-from delaytasks.core.errors import ConfigError, DelayTaskError, StoreError, TaskNotFoundError
-from delaytasks.core.text import installed_version, one_line
-from delaytasks.operations.health import HealthChecks, Probes
+from delaytasks.db.searching import SearchTimeoutError
+from delaytasks.model.errors import ConfigError, DelayTaskError, StoreError, TaskNotFoundError
+from delaytasks.model.text import installed_version, one_line
+from delaytasks.operate.health import HealthChecks, Probes
 from delaytasks.runtime import runtime_of
-from delaytasks.storage.searching import SearchTimeoutError
 
 logger = logging.getLogger(__name__)
 THEMES = ("auto", "light", "dark")

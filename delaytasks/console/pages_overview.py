@@ -16,16 +16,16 @@ from delaytasks.console.queries import Searches, count_due, count_queues, number
 from delaytasks.console.requests import SNAPSHOT_S, requires, state
 from delaytasks.console.shown import day_and_time, viewer_zone
 from delaytasks.console.viewers import Role
-from delaytasks.core.clock import from_us
-from delaytasks.core.errors import InvalidInputError
-from delaytasks.core.task import Page
+from delaytasks.db.searching import SearchTimeoutError
 from delaytasks.forecast import HOUR_S, Forecast, busiest, headline
-from delaytasks.operations.state import DeploymentState, FailedNow
-from delaytasks.operations.verdict import Problem, verdict_of
+from delaytasks.model.clock import from_us
+from delaytasks.model.errors import InvalidInputError
+from delaytasks.model.task import Page
+from delaytasks.operate.state import DeploymentState, FailedNow
+from delaytasks.operate.verdict import Problem, verdict_of
 from delaytasks.runtime import runtime_of
 from delaytasks.statistics.charts import Series, legend, stacked_bars
 from delaytasks.statistics.reading import gather_on_time
-from delaytasks.storage.searching import SearchTimeoutError
 
 #: Seconds for which all viewers see the same counts of queues, and the same shares on time.
 QUEUES_S, SHARES_S = 5.0, 60.0

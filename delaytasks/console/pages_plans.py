@@ -12,10 +12,10 @@ from werkzeug.wrappers import Response
 
 from delaytasks.console.requests import act, requires, state, viewer
 from delaytasks.console.viewers import Role
-from delaytasks.core.errors import DelayTaskError, InvalidInputError, TaskNotFoundError
-from delaytasks.core.inputs import show_timing
-from delaytasks.core.policies import UNCHANGED, Policy
-from delaytasks.recurrence.definition import RecurringSchedule, options_of, timing_options
+from delaytasks.model.errors import DelayTaskError, InvalidInputError, TaskNotFoundError
+from delaytasks.model.inputs import show_timing
+from delaytasks.model.policies import UNCHANGED, Policy
+from delaytasks.recurring.definition import RecurringSchedule, options_of, timing_options
 from delaytasks.runtime import runtime_of
 
 

@@ -17,9 +17,9 @@ from delaytasks.console.queries import BAR, DueSoon
 from delaytasks.console.requests import requires, state
 from delaytasks.console.shown import viewer_zone
 from delaytasks.console.viewers import Role
-from delaytasks.core.errors import StoreError
-from delaytasks.core.inputs import ALL_QUEUES, check_tag, parse_duration, show_measured
-from delaytasks.core.run_counts import OTHER_TAGS
+from delaytasks.model.errors import StoreError
+from delaytasks.model.inputs import ALL_QUEUES, check_tag, parse_duration, show_measured
+from delaytasks.model.run_counts import OTHER_TAGS
 from delaytasks.runtime import runtime_of
 from delaytasks.statistics.charts import (
     Series,

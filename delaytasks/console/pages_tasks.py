@@ -29,17 +29,17 @@ from delaytasks.console.requests import (
 )
 from delaytasks.console.shown import timeline_of, viewer_zone
 from delaytasks.console.viewers import Role
-from delaytasks.core.celery_calls import trace_id_of
-from delaytasks.core.errors import DelayTaskError, InvalidInputError
-from delaytasks.core.filters import BulkResult
-from delaytasks.core.ids import check_id
-from delaytasks.core.inputs import parse_duration
-from delaytasks.core.states import MOVES, Status, moves_from
-from delaytasks.core.task import DelayedTask, Page
-from delaytasks.core.why import Reason
-from delaytasks.operations.explanations import error_filter, error_matcher
+from delaytasks.db.searching import SearchTimeoutError
+from delaytasks.model.celery_calls import trace_id_of
+from delaytasks.model.errors import DelayTaskError, InvalidInputError
+from delaytasks.model.filters import BulkResult
+from delaytasks.model.ids import check_id
+from delaytasks.model.inputs import parse_duration
+from delaytasks.model.moves import MOVES, Status, moves_from
+from delaytasks.model.task import DelayedTask, Page
+from delaytasks.model.why import Reason
+from delaytasks.operate.explanations import error_filter, error_matcher
 from delaytasks.runtime import runtime_of
-from delaytasks.storage.searching import SearchTimeoutError
 
 
 def install(app: Flask) -> None:

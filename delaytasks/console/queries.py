@@ -13,19 +13,19 @@ from sqlalchemy import Connection, func, literal, select
 from werkzeug.datastructures import MultiDict
 
 from delaytasks.client import DelayTasks
-from delaytasks.core.clock import UTC, monotonic
-from delaytasks.core.errors import InvalidInputError, StoreError
-from delaytasks.core.filters import Filter, Filters, check_ids
-from delaytasks.core.inputs import ALL_QUEUES, parse_duration
-from delaytasks.core.states import Status
-from delaytasks.core.task import Page
-from delaytasks.core.workers import RegisteredWorker
-from delaytasks.operations.explanations import error_filter, find_by_error
-from delaytasks.operations.single_tasks import find_tasks
+from delaytasks.db.searching import distinct_values, first_page, has_status
+from delaytasks.db.store import Store
+from delaytasks.db.sweep_queries import OverdueRows
+from delaytasks.model.clock import UTC, monotonic
+from delaytasks.model.errors import InvalidInputError, StoreError
+from delaytasks.model.filters import Filter, Filters, check_ids
+from delaytasks.model.inputs import ALL_QUEUES, parse_duration
+from delaytasks.model.moves import Status
+from delaytasks.model.task import Page
+from delaytasks.model.workers import RegisteredWorker
+from delaytasks.operate.explanations import error_filter, find_by_error
+from delaytasks.operate.single_tasks import find_tasks
 from delaytasks.runtime import runtime_of
-from delaytasks.storage.searching import distinct_values, first_page, has_status
-from delaytasks.storage.store import Store
-from delaytasks.storage.sweep_queries import OverdueRows
 
 #: Due tasks that one call reads at most.
 MOST_DUE = 5_000

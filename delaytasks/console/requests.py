@@ -21,19 +21,19 @@ from flask import Flask, Response, abort, current_app, flash, g, redirect, reque
 from flask.sessions import SecureCookieSessionInterface
 from werkzeug.wrappers import Response as AnyResponse
 
+from delaytasks.broker.publisher import bounded_connection
 from delaytasks.client import DelayTasks
 from delaytasks.console.queries import number_of
 from delaytasks.console.viewers import Access, LoginLimit, Role, Viewer
-from delaytasks.core.clock import monotonic
-from delaytasks.core.errors import DelayTaskError
-from delaytasks.core.filters import BulkResult
-from delaytasks.core.loop import Latest
-from delaytasks.operations.bulk_calls import record_action
-from delaytasks.operations.health import ENDPOINTS
-from delaytasks.operations.state import DeploymentState, ServicesState, read_state
+from delaytasks.loops import Latest
+from delaytasks.model.clock import monotonic
+from delaytasks.model.errors import DelayTaskError
+from delaytasks.model.filters import BulkResult
+from delaytasks.operate.bulk_calls import record_action
+from delaytasks.operate.health import ENDPOINTS
+from delaytasks.operate.state import DeploymentState, ServicesState, read_state
 from delaytasks.runtime import runtime_of
 from delaytasks.statistics.reading import recent_failures
-from delaytasks.timers.publisher import bounded_connection
 
 T = TypeVar("T")
 #: Values that are kept. The ones that were read longest ago are dropped first.

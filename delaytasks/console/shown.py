@@ -11,11 +11,11 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 from flask import Flask, session
 from markupsafe import Markup
 
-from delaytasks.core.clock import UTC
-from delaytasks.core.inputs import show_duration, show_measured
-from delaytasks.core.states import Status
-from delaytasks.core.task import Attempt, DelayedTask, pretty
-from delaytasks.core.text import last_line, some_values
+from delaytasks.model.clock import UTC
+from delaytasks.model.inputs import show_duration, show_measured
+from delaytasks.model.moves import Status
+from delaytasks.model.task import Attempt, DelayedTask, pretty
+from delaytasks.model.text import last_line, some_values
 from delaytasks.statistics.charts import sparkline
 
 #: What people call the statuses. The words are also the names of CSS classes.

@@ -18,11 +18,11 @@ from typing import Any, Protocol
 
 from werkzeug.security import check_password_hash, generate_password_hash
 
-from delaytasks.core.clock import TokenBuckets
-from delaytasks.core.errors import ConfigError
-from delaytasks.core.inputs import ACTOR_LENGTH
-from delaytasks.core.private_files import WatchedFile, make_folder, write_file
-from delaytasks.core.text import one_line
+from delaytasks.model.clock import TokenBuckets
+from delaytasks.model.errors import ConfigError
+from delaytasks.model.inputs import ACTOR_LENGTH
+from delaytasks.model.private_files import WatchedFile, make_folder, write_file
+from delaytasks.model.text import one_line
 
 
 class Role(IntEnum):

@@ -17,17 +17,17 @@ from werkzeug.middleware.dispatcher import DispatcherMiddleware
 
 from delaytasks.attachment import attach
 from delaytasks.client import DelayTasks
-from delaytasks.core.errors import ConfigError, SessionUnusableError
-from delaytasks.core.interfaces import Transaction
-from delaytasks.core.settings import load_settings
-from delaytasks.core.task import DelayedTask
-from delaytasks.core.text import Secret, count
 from delaytasks.current import set_project_delays
+from delaytasks.db.sessions import _PENDING, transaction_of
+from delaytasks.model.errors import ConfigError, SessionUnusableError
+from delaytasks.model.interfaces import Transaction
+from delaytasks.model.task import DelayedTask
+from delaytasks.model.text import Secret, count
 from delaytasks.runtime import ProcessorContext, Runtime, runtime_of
-from delaytasks.storage.sessions import _PENDING, transaction_of
+from delaytasks.settings import load_settings
 
 if TYPE_CHECKING:
-    from delaytasks.core.settings import Settings
+    from delaytasks.settings import Settings
 
 
 class FlaskDelays(DelayTasks):

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-from delaytasks.core.text import needs_extra
+from delaytasks.model.text import needs_extra
 
 with needs_extra("opentelemetry", "delaytasks.contrib.opentelemetry"):
     from opentelemetry import context as otel_context
@@ -20,9 +20,9 @@ with needs_extra("opentelemetry", "delaytasks.contrib.opentelemetry"):
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from delaytasks.contrib.run_signals import RunReceivers
-from delaytasks.core.celery_calls import add_trace_source, remove_trace_source
-from delaytasks.core.inputs import MAX_VALUE_LENGTH
-from delaytasks.core.task import DelayedTask
+from delaytasks.model.celery_calls import add_trace_source, remove_trace_source
+from delaytasks.model.inputs import MAX_VALUE_LENGTH
+from delaytasks.model.task import DelayedTask
 
 __all__ = ["instrument", "uninstrument"]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery import current_app, signals
 
-from delaytasks.core.text import needs_extra
+from delaytasks.model.text import needs_extra
 
 with needs_extra("sentry", "delaytasks.contrib.sentry"):
     import sentry_sdk
@@ -21,9 +21,9 @@ with needs_extra("sentry", "delaytasks.contrib.sentry"):
     from sentry_sdk.utils import event_from_exception
 
 from delaytasks.contrib.run_signals import RunReceivers
-from delaytasks.core.celery_calls import add_trace_source
-from delaytasks.core.inputs import MAX_VALUE_LENGTH
-from delaytasks.core.task import DelayedTask
+from delaytasks.model.celery_calls import add_trace_source
+from delaytasks.model.inputs import MAX_VALUE_LENGTH
+from delaytasks.model.task import DelayedTask
 
 if TYPE_CHECKING:
     from sentry_sdk._types import Event, Hint

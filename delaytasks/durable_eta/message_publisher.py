@@ -14,8 +14,8 @@ from typing import Any
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu.messaging import Producer
 
-from delaytasks.core.clock import monotonic, reset_in_child
 from delaytasks.durable_eta.stored_message import StoredMessage, queue_of
+from delaytasks.model.clock import monotonic, reset_in_child
 
 
 class RefusedByBrokerError(Exception):

@@ -22,10 +22,10 @@ from kombu.exceptions import ContentDisallowed, DecodeError
 from kombu.serialization import dumps, loads, prepare_accept_content
 from kombu.utils import json as kombu_json
 
-from delaytasks.core.celery_calls import celery_key, celery_tag
-from delaytasks.core.errors import BodyRefusedError
-from delaytasks.core.task import NewTask
-from delaytasks.core.text import shown
+from delaytasks.model.celery_calls import celery_key, celery_tag
+from delaytasks.model.errors import BodyRefusedError
+from delaytasks.model.task import NewTask
+from delaytasks.model.text import shown
 
 #: kombu's mark of values that have no JSON form, such as datetimes and bytes.
 _TYPED = '"__type__"'

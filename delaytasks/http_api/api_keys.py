@@ -10,10 +10,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
 
-from delaytasks.core.celery_calls import CELERY_PREFIX
-from delaytasks.core.errors import ConfigError
-from delaytasks.core.inputs import check_actor
-from delaytasks.core.private_files import WatchedFile
+from delaytasks.model.celery_calls import CELERY_PREFIX
+from delaytasks.model.errors import ConfigError
+from delaytasks.model.inputs import check_actor
+from delaytasks.model.private_files import WatchedFile
 
 #: The file in the data folder.
 API_KEYS = "api-keys.json"

@@ -19,9 +19,12 @@ from http import HTTPStatus
 from typing import Any, NamedTuple
 
 from delaytasks.client import DelayTasks
-from delaytasks.core.celery_calls import CALLBACK, CELERY_PREFIX
-from delaytasks.core.clock import TokenBuckets
-from delaytasks.core.errors import (
+from delaytasks.http_api import schemas
+from delaytasks.http_api.api_keys import OWN_PREFIX, ApiKey, FindsKeys, Scopes
+from delaytasks.http_api.schemas import JSONSchema, check_value
+from delaytasks.model.celery_calls import CALLBACK, CELERY_PREFIX
+from delaytasks.model.clock import TokenBuckets
+from delaytasks.model.errors import (
     ConfigError,
     DelayTaskError,
     InvalidInputError,
@@ -31,8 +34,8 @@ from delaytasks.core.errors import (
     TaskNotFoundError,
     TaskStateError,
 )
-from delaytasks.core.inputs import parse_duration
-from delaytasks.core.task import (
+from delaytasks.model.inputs import parse_duration
+from delaytasks.model.task import (
     CancelResult,
     DelayedTask,
     NewTask,
@@ -40,11 +43,8 @@ from delaytasks.core.task import (
     TouchResult,
     task_json,
 )
-from delaytasks.core.text import needs_extra, shown
-from delaytasks.http_api import schemas
-from delaytasks.http_api.api_keys import OWN_PREFIX, ApiKey, FindsKeys, Scopes
-from delaytasks.http_api.schemas import JSONSchema, check_value
-from delaytasks.operations.health import HealthChecks, Probes
+from delaytasks.model.text import needs_extra, shown
+from delaytasks.operate.health import HealthChecks, Probes
 from delaytasks.runtime import runtime_of
 
 with needs_extra("api", "the HTTP API"):

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from delaytasks.core.errors import InvalidInputError
-from delaytasks.core.filters import MAX_IDS
-from delaytasks.core.inputs import (
+from delaytasks.model.errors import InvalidInputError
+from delaytasks.model.filters import MAX_IDS
+from delaytasks.model.inputs import (
     KEY_LENGTH,
     LIMIT_KEY_LENGTH,
     MAX_PRIORITY,
@@ -16,8 +16,8 @@ from delaytasks.core.inputs import (
     QUEUE_LENGTH,
     TAG_LENGTH,
 )
-from delaytasks.core.states import Status
-from delaytasks.core.text import needs_extra
+from delaytasks.model.moves import Status
+from delaytasks.model.text import needs_extra
 
 with needs_extra("api", "the HTTP API"):
     from jsonschema import Draft202012Validator

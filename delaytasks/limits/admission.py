@@ -12,20 +12,20 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from delaytasks.core.clock import monotonic
-from delaytasks.core.interfaces import Settlement
-from delaytasks.core.policies import WAITLIST_RECHECK_S, Policy, WaitlistsSeen, WaitlistState
-from delaytasks.core.task import DelayedTask
+from delaytasks.db.claims import Candidate, Claims, HoldExcess
+from delaytasks.db.database import Database
+from delaytasks.db.schema import Schema
+from delaytasks.db.store import Store
 from delaytasks.limits.limit_queries import (
     BacklogQueries,
     PolicyQueries,
     SlotTransfer,
     WaitlistQueries,
 )
-from delaytasks.storage.claims import Candidate, Claims, HoldExcess
-from delaytasks.storage.database import Database
-from delaytasks.storage.schema import Schema
-from delaytasks.storage.store import Store
+from delaytasks.model.clock import monotonic
+from delaytasks.model.interfaces import Settlement
+from delaytasks.model.policies import WAITLIST_RECHECK_S, Policy, WaitlistsSeen, WaitlistState
+from delaytasks.model.task import DelayedTask
 
 # -- The capacity of a limited tag: how many of its waiting tasks may start now -------------------
 

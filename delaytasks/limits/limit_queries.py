@@ -23,13 +23,13 @@ from sqlalchemy import (
     update,
 )
 
-from delaytasks.core.states import MOVES, Status
-from delaytasks.core.task import DelayedTask
-from delaytasks.storage.database import Database
-from delaytasks.storage.row_lists import Prepared, check_row_count, listed, listing
-from delaytasks.storage.rows import next_version, task_of
-from delaytasks.storage.schema import Schema
-from delaytasks.storage.types import db_now, db_now_plus, is_narrow, is_past, unindexed
+from delaytasks.db.database import Database
+from delaytasks.db.row_lists import Prepared, check_row_count, listed, listing
+from delaytasks.db.rows import next_version, task_of
+from delaytasks.db.schema import Schema
+from delaytasks.db.types import db_now, db_now_plus, is_narrow, is_past, unindexed
+from delaytasks.model.moves import MOVES, Status
+from delaytasks.model.task import DelayedTask
 
 #: Rows of other keys are looked for among this number of the oldest rows.
 OTHER_KEYS_AMONG = 100_000

@@ -8,8 +8,8 @@ from enum import Enum
 from math import inf
 from typing import NamedTuple
 
-from delaytasks.core.clock import monotonic
-from delaytasks.core.policies import WAITLIST_RECHECK_S, WaitlistState
+from delaytasks.model.clock import monotonic
+from delaytasks.model.policies import WAITLIST_RECHECK_S, WaitlistState
 
 #: A slot that seemed taken may have been on its way from one task to the next. The first recheck
 #: comes after this time, and each further one after twice the time.

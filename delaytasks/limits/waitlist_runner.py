@@ -6,14 +6,14 @@ import random
 import time
 from collections.abc import Callable, Sequence, Set
 
-from delaytasks.core.clock import monotonic
-from delaytasks.core.interfaces import Settle, Settlement
-from delaytasks.core.policies import WaitlistsSeen, WaitlistState
-from delaytasks.core.settings import Settings
-from delaytasks.core.task import DelayedTask
-from delaytasks.core.workers import ChunkSize
 from delaytasks.limits.admission import Admission, Waitlist
-from delaytasks.processors.registry import Registry
+from delaytasks.model.clock import monotonic
+from delaytasks.model.interfaces import Settle, Settlement
+from delaytasks.model.policies import WaitlistsSeen, WaitlistState
+from delaytasks.model.task import DelayedTask
+from delaytasks.model.workers import ChunkSize
+from delaytasks.registry import Registry
+from delaytasks.settings import Settings
 
 #: If a claim of more than `MANY` rows held most of them, there is an overdue backlog, which one
 #: chunk helps to hold for `HOLD_S`.

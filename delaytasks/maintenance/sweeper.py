@@ -14,22 +14,22 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
-from delaytasks.core.clock import UTC, Clock, from_us, monotonic
-from delaytasks.core.events import Events
-from delaytasks.core.filters import batches
-from delaytasks.core.inputs import ALL_QUEUES
-from delaytasks.core.interfaces import Entry, FoundRow, Level, QueuePlace, Recovered, Timer
-from delaytasks.core.policies import NO_POLICIES, Policies, Policy
-from delaytasks.core.settings import Settings
-from delaytasks.core.states import Status
-from delaytasks.core.text import first_names
-from delaytasks.core.why import one_more_worker
-from delaytasks.execution.policy_cache import PolicyCache
+from delaytasks.events import Events
+from delaytasks.model.clock import UTC, Clock, from_us, monotonic
+from delaytasks.model.filters import batches
+from delaytasks.model.inputs import ALL_QUEUES
+from delaytasks.model.interfaces import Entry, FoundRow, Level, QueuePlace, Recovered, Timer
+from delaytasks.model.moves import Status
+from delaytasks.model.policies import NO_POLICIES, Policies, Policy
+from delaytasks.model.text import first_names
+from delaytasks.model.why import one_more_worker
+from delaytasks.run.policy_cache import PolicyCache
+from delaytasks.settings import Settings
 
 if TYPE_CHECKING:
-    from delaytasks.storage.policy_rows import PausedRows, PolicyTable
-    from delaytasks.storage.sweep_queries import SweepQueries
-    from delaytasks.storage.worker_table import WorkerTable
+    from delaytasks.db.policy_rows import PausedRows, PolicyTable
+    from delaytasks.db.sweep_queries import SweepQueries
+    from delaytasks.db.worker_table import WorkerTable
 
 
 # -- Asks workers to drain the queues that have overdue rows --------------------------------------

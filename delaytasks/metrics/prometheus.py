@@ -8,11 +8,11 @@ from functools import partial
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
-from delaytasks.core.errors import ConfigError
-from delaytasks.core.events import Events
-from delaytasks.core.loop import Loop
-from delaytasks.core.settings import Address
+from delaytasks.events import Events
+from delaytasks.loops import Loop
 from delaytasks.metrics import Family, HistogramValue, Source
+from delaytasks.model.errors import ConfigError
+from delaytasks.settings import Address
 
 if TYPE_CHECKING:
     from delaytasks.runtime import HasRuntime

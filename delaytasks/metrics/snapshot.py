@@ -9,15 +9,15 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
 
-from delaytasks.core.clock import monotonic
-from delaytasks.core.errors import StoreError
-from delaytasks.core.inputs import ALL_QUEUES
-from delaytasks.core.loop import Latest
-from delaytasks.core.workers import RegisteredWorker, beat_age_s
+from delaytasks.broker.publisher import broker_error
 from delaytasks.forecast import Forecast, make_forecast
+from delaytasks.loops import Latest
 from delaytasks.metrics import Family, Sample, gauge
-from delaytasks.operations.state import TableState, read_tables
-from delaytasks.timers.publisher import broker_error
+from delaytasks.model.clock import monotonic
+from delaytasks.model.errors import StoreError
+from delaytasks.model.inputs import ALL_QUEUES
+from delaytasks.model.workers import RegisteredWorker, beat_age_s
+from delaytasks.operate.state import TableState, read_tables
 
 if TYPE_CHECKING:
     from delaytasks.runtime import Runtime

@@ -13,8 +13,8 @@ from datetime import datetime, timedelta, tzinfo
 from html import escape
 from typing import NamedTuple
 
-from delaytasks.core.clock import UTC
-from delaytasks.core.inputs import show_measured
+from delaytasks.model.clock import UTC
+from delaytasks.model.inputs import show_measured
 from delaytasks.statistics.reading import SeriesPoint
 
 WIDTH, HEIGHT = 520, 190

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from delaytasks.core.clock import AN_HOUR, EPOCH, from_us
-from delaytasks.core.errors import InvalidInputError, StoreError
-from delaytasks.core.inputs import Delay, check_instant, check_page_limit, check_tag, check_wait
-from delaytasks.core.run_counts import (
+from delaytasks.model.clock import AN_HOUR, EPOCH, from_us
+from delaytasks.model.errors import InvalidInputError, StoreError
+from delaytasks.model.inputs import Delay, check_instant, check_page_limit, check_tag, check_wait
+from delaytasks.model.run_counts import (
     DURATION_BOUNDS_S,
     LATENESS_BOUNDS_S,
     CountedFailures,
@@ -24,9 +24,9 @@ from delaytasks.statistics.statistics_table import COUNTS_KEPT, StatisticsTable,
 from delaytasks.twins import CallGroup, twin
 
 if TYPE_CHECKING:
-    from delaytasks.processors.registry import Registry
+    from delaytasks.db.store import Store
+    from delaytasks.registry import Registry
     from delaytasks.runtime import Runtime
-    from delaytasks.storage.store import Store
 
 
 # -- The values that `delays.statistics` returns --------------------------------------------------

@@ -17,27 +17,27 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sqlalchemy import ColumnElement, and_, bindparam, delete, func, literal, select, update
 
-from delaytasks.core.body import dump_json
-from delaytasks.core.clock import Clock, from_us
-from delaytasks.core.events import Events
-from delaytasks.core.filters import batches
-from delaytasks.core.loop import Loop, all_within
-from delaytasks.core.run_counts import (
+from delaytasks.db.database import Database
+from delaytasks.db.inserts import insert_if_absent
+from delaytasks.db.row_lists import check_row_count
+from delaytasks.db.schema import FINGERPRINT_LENGTH, Schema
+from delaytasks.events import Events
+from delaytasks.loops import Loop, all_within
+from delaytasks.model.body import dump_json
+from delaytasks.model.clock import Clock, from_us
+from delaytasks.model.filters import batches
+from delaytasks.model.run_counts import (
     OTHER_TAGS,
     WORKER_LOST,
     FailureCount,
     RunCounts,
     RunStatistics,
 )
-from delaytasks.core.text import error_pattern
-from delaytasks.storage.database import Database
-from delaytasks.storage.inserts import insert_if_absent
-from delaytasks.storage.row_lists import check_row_count
-from delaytasks.storage.schema import FINGERPRINT_LENGTH, Schema
+from delaytasks.model.text import error_pattern
 
 if TYPE_CHECKING:
+    from delaytasks.db.store import Store
     from delaytasks.runtime import Runtime
-    from delaytasks.storage.store import Store
 
 
 # -- The counts of one worker, in its main process ------------------------------------------------

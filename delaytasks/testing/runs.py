@@ -11,21 +11,21 @@ from weakref import WeakSet
 
 from sqlalchemy import select
 
-from delaytasks.core.clock import LATEST, STARTED_MS, Clock, Measure, from_us, to_us, wall_ms
-from delaytasks.core.errors import ConfigError, UnknownTagError
-from delaytasks.core.interfaces import Settlement
-from delaytasks.core.policies import Policies
-from delaytasks.core.states import LIVE
-from delaytasks.core.task import DelayedTask
-from delaytasks.core.text import NO_PROCESSOR
-from delaytasks.processors.registry import ProcessorSpec, Registry
-from delaytasks.storage.engines import masked
+from delaytasks.db.engines import masked
+from delaytasks.model.clock import LATEST, STARTED_MS, Clock, Measure, from_us, to_us, wall_ms
+from delaytasks.model.errors import ConfigError, UnknownTagError
+from delaytasks.model.interfaces import Settlement
+from delaytasks.model.moves import LIVE
+from delaytasks.model.policies import Policies
+from delaytasks.model.task import DelayedTask
+from delaytasks.model.text import NO_PROCESSOR
+from delaytasks.registry import ProcessorSpec, Registry
 
 if TYPE_CHECKING:
-    from delaytasks.execution.runner import Runner
+    from delaytasks.db.database import Database
+    from delaytasks.db.store import Store
+    from delaytasks.run.runner import Runner
     from delaytasks.runtime import Runtime
-    from delaytasks.storage.database import Database
-    from delaytasks.storage.store import Store
     from delaytasks.worker.processes import Processes
 
 

@@ -17,31 +17,26 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kombu.compression import decompress
 from kombu.serialization import loads
 
-from delaytasks.core.celery_calls import Callback, Message
-from delaytasks.core.inputs import Delay, check_delay, check_instant, show_duration
-from delaytasks.core.interfaces import Entry
-from delaytasks.core.states import WAITING, Status
-from delaytasks.core.task import DelayedTask, Done, Outcome
-from delaytasks.core.text import count
 from delaytasks.current import current_delays
-from delaytasks.operations.callbacks import Callbacks
-from delaytasks.processors.registry import result_of, run_coroutine
-from delaytasks.runtime import runtime_of
-from delaytasks.storage.database import (
-    SimulatedTime,
-    awaited_on_the_loop,
-    is_on_the_loop,
-    on_the_loop,
-)
-from delaytasks.storage.migrations import url_of
-from delaytasks.storage.sessions import (
+from delaytasks.db.database import SimulatedTime, awaited_on_the_loop, is_on_the_loop, on_the_loop
+from delaytasks.db.migrations import url_of
+from delaytasks.db.sessions import (
     BorrowedDatabase,
     ConnectionSource,
     SimulatedDatabase,
     calling_after_sessions,
     source_of,
 )
-from delaytasks.storage.store import Store
+from delaytasks.db.store import Store
+from delaytasks.model.celery_calls import Callback, Message
+from delaytasks.model.inputs import Delay, check_delay, check_instant, show_duration
+from delaytasks.model.interfaces import Entry
+from delaytasks.model.moves import WAITING, Status
+from delaytasks.model.task import DelayedTask, Done, Outcome
+from delaytasks.model.text import count
+from delaytasks.operate.callbacks import Callbacks
+from delaytasks.registry import result_of, run_coroutine
+from delaytasks.runtime import runtime_of
 from delaytasks.testing.runs import MovesTime, Run, SettableClock, SettableTime, TestRunner
 from delaytasks.worker.celery_tasks import processes_of
 

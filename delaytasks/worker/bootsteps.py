@@ -9,8 +9,8 @@ from typing import Any
 from celery import bootsteps
 from celery.utils.log import get_logger
 
-from delaytasks.core.text import one_line
-from delaytasks.timers.arming import read_message
+from delaytasks.broker.arming import read_message
+from delaytasks.model.text import one_line
 from delaytasks.worker.broker_connection import bound_connections
 from delaytasks.worker.celery_patches import (
     add_queues,

@@ -29,10 +29,10 @@ from kombu.utils.encoding import bytes_to_str
 from kombu.utils.json import loads
 from redis.exceptions import DataError, ResponseError
 
-from delaytasks.core.clock import monotonic
-from delaytasks.core.loop import in_background
-from delaytasks.timers.arming import RUN, SWEEP
-from delaytasks.timers.publisher import is_home_node_down
+from delaytasks.broker.arming import RUN, SWEEP
+from delaytasks.broker.publisher import is_home_node_down
+from delaytasks.loops import in_background
+from delaytasks.model.clock import monotonic
 from delaytasks.worker.celery_patches import (
     LONGEST_PAUSE_S,
     PAUSE_STEP_S,

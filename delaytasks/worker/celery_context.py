@@ -23,13 +23,13 @@ from celery.app.task import Context
 from celery.exceptions import MaxRetriesExceededError, Retry, TaskPredicate
 from celery.utils.time import maybe_make_aware
 
-from delaytasks.core import task as outcomes
-from delaytasks.core.clock import Clock
-from delaytasks.core.errors import InvalidInputError, TaskFailedError
-from delaytasks.core.task import DelayedTask, Done
-from delaytasks.core.text import traceback_text
-from delaytasks.execution.executor import Finish, ProcessorCall, RunResult, ends_process
-from delaytasks.processors.registry import ProcessorSpec, at_start
+from delaytasks.model import task as outcomes
+from delaytasks.model.clock import Clock
+from delaytasks.model.errors import InvalidInputError, TaskFailedError
+from delaytasks.model.task import DelayedTask, Done
+from delaytasks.model.text import traceback_text
+from delaytasks.registry import ProcessorSpec, at_start
+from delaytasks.run.executor import Finish, ProcessorCall, RunResult, ends_process
 from delaytasks.worker.time_limits import limited
 
 # -- The value of `celery.current_task` while a task runs, and Celery's own ways to end a task ----

@@ -27,13 +27,13 @@ from celery.utils.log import get_logger
 from celery.worker import state
 from celery.worker.control import Panel
 
-from delaytasks.core.clock import from_us
-from delaytasks.core.inputs import is_queue
-from delaytasks.core.loop import within
-from delaytasks.core.task import DEFAULT_QUEUE
+from delaytasks.loops import within
+from delaytasks.model.clock import from_us
+from delaytasks.model.inputs import is_queue
+from delaytasks.model.task import DEFAULT_QUEUE
 
 if TYPE_CHECKING:
-    from delaytasks.timers.publisher import Publisher
+    from delaytasks.broker.publisher import Publisher
     from delaytasks.worker.worker_runtime import WorkerRuntime
 
 logger = get_logger(__name__)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery import Task
 
-from delaytasks.timers.arming import RUN, SWEEP, read_message
+from delaytasks.broker.arming import RUN, SWEEP, read_message
 
 if TYPE_CHECKING:
     from delaytasks.worker.processes import Processes

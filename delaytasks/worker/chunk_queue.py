@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from celery.utils.log import get_logger
 
-from delaytasks.core.clock import Clock, monotonic
-from delaytasks.core.events import Events
-from delaytasks.core.interfaces import Entry
-from delaytasks.core.settings import Settings
-from delaytasks.core.workers import ChunkSize
-from delaytasks.execution.runner import FailureReason, Report
-from delaytasks.timers.timing_wheel import SharedWheel
+from delaytasks.events import Events
+from delaytasks.model.clock import Clock, monotonic
+from delaytasks.model.interfaces import Entry
+from delaytasks.model.workers import ChunkSize
+from delaytasks.run.runner import FailureReason, Report
+from delaytasks.settings import Settings
 from delaytasks.worker.chunk_request import ChunkRequest
 from delaytasks.worker.pool import Pool
+from delaytasks.worker.timing_wheel import SharedWheel
 
 if TYPE_CHECKING:
     from delaytasks.limits.tracked_waitlists import TrackedWaitlists

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from celery import current_app
 
-from delaytasks.core.events import log_event
-from delaytasks.core.interfaces import Entry
-from delaytasks.core.policies import Stamp
-from delaytasks.execution.runner import FailureReason, Report, Runner
+from delaytasks.events import log_event
+from delaytasks.model.interfaces import Entry
+from delaytasks.model.policies import Stamp
+from delaytasks.run.runner import FailureReason, Report, Runner
 from delaytasks.worker.celery_tasks import processes_of
 from delaytasks.worker.processes import Processes
 

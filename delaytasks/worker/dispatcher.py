@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from billiard.exceptions import WorkerLostError
 
-from delaytasks.core.clock import monotonic
-from delaytasks.core.events import Events
-from delaytasks.core.interfaces import Entry
-from delaytasks.core.loop import Loop
-from delaytasks.execution.runner import FailureReason, Report
+from delaytasks.events import Events
+from delaytasks.loops import Loop
+from delaytasks.model.clock import monotonic
+from delaytasks.model.interfaces import Entry
+from delaytasks.run.runner import FailureReason, Report
 from delaytasks.worker.chunk_queue import FAILED_PAUSE_S, ChunkQueue, UnfinishedWork
 from delaytasks.worker.chunk_request import ChunkRequest
 from delaytasks.worker.pool import POOL_REST_S, Pool

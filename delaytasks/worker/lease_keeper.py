@@ -12,12 +12,12 @@ from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from delaytasks.core.clock import from_us, monotonic
-from delaytasks.core.inputs import ALL_QUEUES
-from delaytasks.core.interfaces import Entry, Level
-from delaytasks.core.loop import Loop
-from delaytasks.core.settings import SILENT_SWEEPS
+from delaytasks.loops import Loop
 from delaytasks.maintenance.sweeper import POLLING_PREFIX, emit_recovered
+from delaytasks.model.clock import from_us, monotonic
+from delaytasks.model.inputs import ALL_QUEUES
+from delaytasks.model.interfaces import Entry, Level
+from delaytasks.settings import SILENT_SWEEPS
 from delaytasks.worker.celery_patches import running_pids
 
 if TYPE_CHECKING:

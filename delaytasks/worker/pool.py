@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from celery.concurrency import solo
 
-from delaytasks.core.clock import monotonic
+from delaytasks.model.clock import monotonic
 from delaytasks.worker.celery_patches import (
     is_forgotten,
     mark_busy,

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from celery import signals
 
-from delaytasks.core.clock import reset_in_child
-from delaytasks.processors.registry import ThreadSlots
+from delaytasks.model.clock import reset_in_child
+from delaytasks.registry import ThreadSlots
 from delaytasks.worker.shared_memory import OthersWait, Renewals, RequestedRuns
 from delaytasks.worker.time_limits import can_limit_time
 
 if TYPE_CHECKING:
-    from delaytasks.execution.executor import Watcher
-    from delaytasks.execution.runner import Runner
-    from delaytasks.processors.registry import Registry
+    from delaytasks.registry import Registry
+    from delaytasks.run.executor import Watcher
+    from delaytasks.run.runner import Runner
     from delaytasks.runtime import Runtime
     from delaytasks.worker.task_events import TaskEvents
 
@@ -119,10 +119,10 @@ class Processes:
     ) -> Runner:
         """Return a new runner. `registry` is that of the instance if it is None."""
         # Most producers run no tasks, so they do not import what runs them.
-        from delaytasks.execution.executor import Host
-        from delaytasks.execution.policy_cache import PauseFilter
-        from delaytasks.execution.runner import Runner
         from delaytasks.limits.admission import Waitlist
+        from delaytasks.run.executor import Host
+        from delaytasks.run.policy_cache import PauseFilter
+        from delaytasks.run.runner import Runner
         from delaytasks.worker.celery_context import CeleryTaskContext
 
         runtime = self.runtime

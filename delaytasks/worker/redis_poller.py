@@ -14,9 +14,7 @@ from itertools import chain
 from math import inf
 from typing import TYPE_CHECKING
 
-from delaytasks.core.clock import monotonic
-from delaytasks.core.loop import SERVICE_REST_S, Loop
-from delaytasks.timers.redis_timer import (
+from delaytasks.broker.redis_timer import (
     AHEAD_MS,
     FAILURES,
     MAX_ENTRIES,
@@ -25,6 +23,8 @@ from delaytasks.timers.redis_timer import (
     Slot,
     Taken,
 )
+from delaytasks.loops import SERVICE_REST_S, Loop
+from delaytasks.model.clock import monotonic
 
 if TYPE_CHECKING:
     from delaytasks.worker.worker_runtime import WorkerRuntime

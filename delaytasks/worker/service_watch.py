@@ -6,14 +6,14 @@ import threading
 from collections.abc import Callable, Set
 from typing import TYPE_CHECKING, Any
 
-from delaytasks.core.clock import monotonic
-from delaytasks.core.errors import StoreError, StoreUnavailableError
-from delaytasks.core.events import Events
-from delaytasks.core.interfaces import Timer
-from delaytasks.core.loop import Loop
-from delaytasks.core.policies import Policies
-from delaytasks.core.workers import ServiceTimes
-from delaytasks.execution.policy_cache import POLICY_REFRESH_S
+from delaytasks.events import Events
+from delaytasks.loops import Loop
+from delaytasks.model.clock import monotonic
+from delaytasks.model.errors import StoreError, StoreUnavailableError
+from delaytasks.model.interfaces import Timer
+from delaytasks.model.policies import Policies
+from delaytasks.model.workers import ServiceTimes
+from delaytasks.run.policy_cache import POLICY_REFRESH_S
 from delaytasks.worker.celery_patches import running_pids
 
 if TYPE_CHECKING:

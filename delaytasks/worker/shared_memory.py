@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 
-from delaytasks.core.workers import LastRenewal
+from delaytasks.model.workers import LastRenewal
 
 
 class Renewals:

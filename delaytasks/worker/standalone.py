@@ -18,8 +18,8 @@ from celery import _state, signals
 from celery.concurrency import get_implementation
 from kombu.asynchronous import Hub, set_event_loop
 
-from delaytasks.core.inputs import ALL_QUEUES
 from delaytasks.maintenance.sweeper import emit_recovered
+from delaytasks.model.inputs import ALL_QUEUES
 from delaytasks.runtime import HasRuntime, runtime_of, use_direct_timer
 from delaytasks.worker.celery_patches import running_pids
 from delaytasks.worker.celery_tasks import processes_of
@@ -28,7 +28,7 @@ from delaytasks.worker.time_limits import check_time_limits
 from delaytasks.worker.worker_runtime import WorkerRuntime
 
 if TYPE_CHECKING:
-    from delaytasks.execution.runner import Report
+    from delaytasks.run.runner import Report
 
 #: How often the worker asks whether all work is done.
 DONE_CHECK_S = 0.1

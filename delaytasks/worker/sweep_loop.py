@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from delaytasks.core.clock import monotonic
-from delaytasks.core.inputs import ALL_QUEUES
-from delaytasks.core.loop import Loop
-from delaytasks.core.settings import SILENT_SWEEPS
-from delaytasks.core.text import DEFER_MAX_S
+from delaytasks.loops import Loop
 from delaytasks.maintenance.sweeper import ONLY_DRAINING_PREFIX, POLLING_PREFIX
+from delaytasks.model.clock import monotonic
+from delaytasks.model.inputs import ALL_QUEUES
+from delaytasks.model.text import DEFER_MAX_S
+from delaytasks.settings import SILENT_SWEEPS
 from delaytasks.worker.service_watch import DatabaseContact
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ class DeclaredSchedules:
     def follow(self) -> None:
         is_first, schedules = self._followed_at < 0, self._runtime.store.due_schedules
         if self._runtime.registry.schedules or (is_first and schedules.has_declared()):
-            from delaytasks.recurrence.recurring import follow
+            from delaytasks.recurring.recurring import follow
 
             follow(self._runtime)
         self._followed_at = monotonic()

@@ -13,17 +13,17 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from delaytasks.core.clock import from_us, monotonic
-from delaytasks.core.events import Events
-from delaytasks.core.inputs import ALL_QUEUES
-from delaytasks.core.interfaces import Entry
-from delaytasks.core.loop import Loop
+from delaytasks.broker.direct import LOOK, NOTICE_SLACK_S, NOTIFIED_POLL_S, DirectTimer, read_notice
+from delaytasks.events import Events
+from delaytasks.loops import Loop
 from delaytasks.maintenance.sweeper import MOST_OTHERS, OverdueQueues
-from delaytasks.timers.direct import LOOK, NOTICE_SLACK_S, NOTIFIED_POLL_S, DirectTimer, read_notice
+from delaytasks.model.clock import from_us, monotonic
+from delaytasks.model.inputs import ALL_QUEUES
+from delaytasks.model.interfaces import Entry
 from delaytasks.worker.lease_keeper import WorkerShares, serves
 
 if TYPE_CHECKING:
-    from delaytasks.storage.store import Listener, Notices
+    from delaytasks.db.store import Listener, Notices
     from delaytasks.worker.worker_runtime import WorkerRuntime
 
 

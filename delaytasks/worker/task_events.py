@@ -20,11 +20,11 @@ from celery.events.event import get_exchange
 from celery.utils.log import get_logger
 from kombu.messaging import Producer
 
-from delaytasks.core.interfaces import Settlement
-from delaytasks.core.loop import Availability
-from delaytasks.core.task import DelayedTask
-from delaytasks.core.text import shown, storable
-from delaytasks.timers.publisher import bounded_connection
+from delaytasks.broker.publisher import bounded_connection
+from delaytasks.loops import Availability
+from delaytasks.model.interfaces import Settlement
+from delaytasks.model.task import DelayedTask
+from delaytasks.model.text import shown, storable
 
 logger = get_logger(__name__)
 #: The longest representation of arguments, as in Celery.

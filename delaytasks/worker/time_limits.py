@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from celery.exceptions import SoftTimeLimitExceeded
 
-from delaytasks.core.errors import ConfigError
+from delaytasks.model.errors import ConfigError
 
 if TYPE_CHECKING:
-    from delaytasks.processors.registry import ProcessorSpec, Registry
-    from delaytasks.scheduling.producer import QueueRouting
+    from delaytasks.db.producer import QueueRouting
+    from delaytasks.registry import ProcessorSpec, Registry
 
 T = TypeVar("T")
 #: The file descriptor, which is stderr even if `sys.stderr` is redirected.

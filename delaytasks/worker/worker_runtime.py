@@ -11,12 +11,11 @@ from celery import signals
 from celery.utils.nodenames import node_format
 from celery.worker import state
 
-from delaytasks.core.clock import from_us, monotonic
-from delaytasks.core.events import Events
-from delaytasks.core.loop import Loop
+from delaytasks.broker.arming import RUN
+from delaytasks.events import Events
+from delaytasks.loops import Loop
+from delaytasks.model.clock import from_us, monotonic
 from delaytasks.statistics.statistics_table import StatisticsWriter, WorkerCounts, write_last
-from delaytasks.timers.arming import RUN
-from delaytasks.timers.timing_wheel import WheelThread
 from delaytasks.worker.broker_connection import stop_reading
 from delaytasks.worker.celery_patches import running_pids
 from delaytasks.worker.chunk_queue import NearEntries, UnfinishedWork, WorkSender
@@ -31,11 +30,12 @@ from delaytasks.worker.service_watch import (
 )
 from delaytasks.worker.sweep_loop import DeclaredSchedules, SweepLoop
 from delaytasks.worker.task_events import WorkerLostEvents, wants_task_events
+from delaytasks.worker.timing_wheel import WheelThread
 
 if TYPE_CHECKING:
-    from delaytasks.execution.runner import Report
     from delaytasks.metrics.process import WorkerMetrics
     from delaytasks.metrics.prometheus import MetricsEndpoint
+    from delaytasks.run.runner import Report
     from delaytasks.runtime import Runtime
     from delaytasks.worker.redis_poller import RedisPoller
     from delaytasks.worker.table_poller import TablePoller

@@ -60,8 +60,8 @@ def _use_nothing_but(folder: Path) -> None:
 def _play(console: Console, folder: Path, picture: Path | None) -> int:
     # These imports read the configuration, which `_use_nothing_but` has just set.
     from delaytasks import current_delays
+    from delaytasks.db import migrations
     from delaytasks.runtime import runtime_of
-    from delaytasks.storage import migrations
     from examples.demo.display import Display, save_picture
     from examples.demo.figures import complaints, lateness_table, outcome_table
     from examples.demo.servers import Servers

@@ -6,7 +6,7 @@ from itertools import count
 
 from flask import Flask
 
-from delaytasks.webhooks import Received, webhook
+from delaytasks.callbacks import Received, webhook
 from examples.flask_webhooks.shop import SECRET
 
 web = Flask("partner")

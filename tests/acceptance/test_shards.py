@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from delaytasks import DelayedTask, NewTask, Shards, Status
-from delaytasks.core.clock import monotonic
-from delaytasks.core.ids import shard_of
-from delaytasks.core.states import LIVE
+from delaytasks.model.clock import monotonic
+from delaytasks.model.ids import shard_of
+from delaytasks.model.moves import LIVE
 from tests.running import Deployment, Process
 from tests.services import own_database
 from tests.waiting import wait_until

@@ -198,7 +198,7 @@ def test_older_rows_are_claimed_before_a_level_is_empty(world: World) -> None:
 
 def test_older_rows_wait_for_a_few_seconds_at_most(world: World, monkeypatch: MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr("delaytasks.storage.claims.monotonic", lambda: now)
+    monkeypatch.setattr("delaytasks.db.claims.monotonic", lambda: now)
     backlog_of(world, *range(10, 40))
     next_ids(world, 5)
     backlog_of(world, 1)
@@ -229,7 +229,7 @@ def test_each_level_has_its_own_position(world: World) -> None:
 
 @pytest.mark.slow
 def test_a_row_left_locked_delays_no_other_row(make_world: Any, monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr("delaytasks.storage.database.RETRY_FOR_S", 0)
+    monkeypatch.setattr("delaytasks.db.database.RETRY_FOR_S", 0)
     world: World = make_world(lease=2, _chunk_time_budget_s=0.5)
     engine = create_engine(world.url)
     connection = engine.connect()

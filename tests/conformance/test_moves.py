@@ -21,7 +21,7 @@ from tests.world import FINISHED, MOVES, RUNNING, MonkeyPatch, World
 # -- each move, from each status, by id and by key, with and without the caller's transaction -----
 
 
-TOUCH_BATCH_ROWS = "delaytasks.storage.task_rows.TOUCH_BATCH_ROWS"
+TOUCH_BATCH_ROWS = "delaytasks.db.task_rows.TOUCH_BATCH_ROWS"
 #: The calls, their options, and the due time that each leaves, in seconds from now.
 CALLS: dict[str, tuple[str, dict[str, Any], float]] = {
     "cancel": ("cancel", {}, 5),

@@ -318,8 +318,8 @@ def test_a_call_whose_server_falls_silent_ends(world: World, monkeypatch: Monkey
     if world.kind == "sqlite":
         return  # it has no server
     for name in ("answer_limit.CHECK_S", "database.RETRY_FOR_S"):
-        monkeypatch.setattr(f"delaytasks.storage.{name}", 0.05)
-    monkeypatch.setattr("delaytasks.storage.answer_limit.ANSWER_LIMIT_S", 0.5)
+        monkeypatch.setattr(f"delaytasks.db.{name}", 0.05)
+    monkeypatch.setattr("delaytasks.db.answer_limit.ANSWER_LIMIT_S", 0.5)
     with world.proxied() as (proxy, delays):
         task = delays.schedule_delay("lost", 1, 60)
         delays.reschedule(task, 70)  # opens a connection of the other kind

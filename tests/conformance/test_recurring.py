@@ -19,7 +19,7 @@ from tests.world.recording import new_key
 from tests.world.recurring_world import RecurringWorld, follow
 
 MakeWorld = Callable[..., RecurringWorld]
-CREATION = "delaytasks.recurrence.creation"
+CREATION = "delaytasks.recurring.creation"
 
 
 @pytest.fixture

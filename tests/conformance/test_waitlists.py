@@ -119,7 +119,7 @@ def test_waitlists_are_found_behind_a_backlog(world: World, monkeypatch: MonkeyP
     for _ in range(20):
         world.schedule("other", body="other")
     monkeypatch.setattr(
-        "delaytasks.execution.runner.RECOVERED_S", 0
+        "delaytasks.run.runner.RECOVERED_S", 0
     )  # otherwise a second must pass first
     report = world.drain(most=5)
     assert (report.is_full, report.waitlists) == (True, (WaitlistState("default", "note", None),))

@@ -27,7 +27,7 @@ from delaytasks.contrib.django.admin import DelayTaskRowAdmin
 from delaytasks.contrib.django.instance import project_delays
 from delaytasks.contrib.django.models import DelayTaskRow
 from delaytasks.contrib.django.mounting import mount, staff_viewer
-from delaytasks.core.task import DelayedTask
+from delaytasks.model.task import DelayedTask
 from delaytasks.runtime import runtime_of
 from tests.world.recording import runner_of
 

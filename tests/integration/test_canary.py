@@ -21,8 +21,8 @@ from celery import Celery
 from sqlalchemy import make_url, text
 
 from delaytasks import DelayedTask, DelayTasks, Status
-from delaytasks.core.settings import PREFIX, secret_names
 from delaytasks.runtime import runtime_of
+from delaytasks.settings import PREFIX, secret_names
 from tests.integration.conftest import Deploy
 from tests.proxy import WebServer, answer
 from tests.running import ROOT, Deployment

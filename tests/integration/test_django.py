@@ -30,9 +30,9 @@ from delaytasks import DelayedTask, Status
 from delaytasks.contrib.django import instance
 from delaytasks.contrib.django.connection import DjangoConnection, DjangoTransaction
 from delaytasks.contrib.django.instance import DjangoDelays
-from delaytasks.core.body import key_name
-from delaytasks.core.filters import Filter
-from delaytasks.core.interfaces import Entry
+from delaytasks.model.body import key_name
+from delaytasks.model.filters import Filter
+from delaytasks.model.interfaces import Entry
 from delaytasks.runtime import runtime_of
 from tests.integration import django_settings
 from tests.world.recording import new_key, runner_of

@@ -26,9 +26,9 @@ from delaytasks.cli.main import main
 from delaytasks.contrib.django import checks
 from delaytasks.contrib.django.instance import DjangoDelays
 from delaytasks.contrib.django.management.commands import delays as command
+from delaytasks.db import migrations
+from delaytasks.db import state_queries as live_tags
 from delaytasks.runtime import runtime_of
-from delaytasks.storage import migrations
-from delaytasks.storage import state_queries as live_tags
 from tests.integration import django_settings
 from tests.integration.test_django import alias, django  # noqa: F401
 from tests.refusals import invalid

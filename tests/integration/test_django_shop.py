@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from sqlalchemy import create_engine, text
 
+from delaytasks.db import migrations
 from delaytasks.runtime import runtime_of
-from delaytasks.storage import migrations
 from tests.integration.shops import ExampleShop, fresh_database
 from tests.migration.test_migrations import schema_differences
 from tests.running import Process, output_of

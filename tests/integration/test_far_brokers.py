@@ -13,8 +13,8 @@ import pytest
 from celery import Celery
 from kombu import Connection
 
-from delaytasks.core.events import Events
-from delaytasks.timers.publisher import Publisher
+from delaytasks.broker.publisher import Publisher
+from delaytasks.events import Events
 from tests.integration.conftest import Deploy
 from tests.integration.outages.conftest import BROKERS, LIMIT_S, SLACK_S
 from tests.proxy import Proxy, proxy_to
@@ -113,8 +113,8 @@ def test_a_connection_that_was_closed_while_idle_loses_no_message(far: Far) -> N
 
 FIRST_CALL = """
 from celery import Celery
-from delaytasks.core.events import Events
-from delaytasks.timers.publisher import Publisher
+from delaytasks.events import Events
+from delaytasks.broker.publisher import Publisher
 
 app = Celery("producer", broker={url!r}, set_as_current=False)
 Publisher(app, {namespace!r}, 0.5, Events()).send("delaytasks.run", "default", [([[]], {{}})])

@@ -16,8 +16,8 @@ from starlette.applications import Starlette
 
 from delaytasks import ConfigError, DelayTasks
 from delaytasks.contrib.fastapi import delays_lifespan, request_transaction
+from delaytasks.db.store import Store
 from delaytasks.runtime import runtime_of
-from delaytasks.storage.store import Store
 from tests.world.recording import delays_on, engine_at, run
 
 

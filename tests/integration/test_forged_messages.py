@@ -18,8 +18,8 @@ from kombu import Producer
 from redis import Redis
 
 from delaytasks import DelayedTask, Status
+from delaytasks.broker.arming import RUN, SWEEP
 from delaytasks.runtime import runtime_of
-from delaytasks.timers.arming import RUN, SWEEP
 from tests.integration.conftest import Deploy
 from tests.running import Deployment, combinations
 from tests.services import RedisServer

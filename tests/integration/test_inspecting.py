@@ -11,7 +11,7 @@ import pytest
 from redis import Redis
 
 from delaytasks import Status
-from delaytasks.core.text import installed_version
+from delaytasks.model.text import installed_version
 from delaytasks.runtime import runtime_of
 from tests.integration.conftest import Deploy
 from tests.running import Deployment

@@ -12,10 +12,10 @@ from sqlalchemy import text
 
 import delaytasks
 from delaytasks import ConfigError, DelayTasks, TaskNotFoundError
+from delaytasks.broker.arming import SWEEP
 from delaytasks.current import set_project_delays
+from delaytasks.db import migrations
 from delaytasks.runtime import runtime_of
-from delaytasks.storage import migrations
-from delaytasks.timers.arming import SWEEP
 from tests.integration.conftest import Deploy
 from tests.services import RabbitServer
 from tests.world.recording import runner_of

@@ -15,9 +15,9 @@ from kombu import Connection, Exchange, Queue
 from redis import Redis
 
 from delaytasks import BodyRefusedError, DelayedTask, DelayTasks, InvalidInputError, Status
-from delaytasks.core.celery_calls import MESSAGE, Message
+from delaytasks.db import migrations
+from delaytasks.model.celery_calls import MESSAGE, Message
 from delaytasks.runtime import runtime_of
-from delaytasks.storage import migrations
 from tests.integration.conftest import Deploy
 from tests.proxy import Proxy, WebServer, proxy_to
 from tests.refusals import invalid

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from fastapi import FastAPI, Request
 
-from delaytasks.core.clock import wall_ms
-from delaytasks.webhooks import webhook
-from delaytasks.webhooks.signatures import SigningKeys
+from delaytasks.callbacks import webhook
+from delaytasks.callbacks.signatures import SigningKeys
+from delaytasks.model.clock import wall_ms
 from tests.ui.test_console_mounts import AsgiClient
 
 OLD, NEW, OTHER = ("whsec_" + base64.b64encode(byte * 32).decode() for byte in (b"o", b"n", b"x"))

@@ -21,7 +21,7 @@ from redis.cluster import RedisCluster
 from redis.exceptions import NoPermissionError
 
 from delaytasks import ConfigError
-from delaytasks.timers import redis_timer as redislink
+from delaytasks.broker import redis_timer as redislink
 from tests import services as redis_server
 from tests.conformance.test_timers import ALONE, burst, ran_once
 from tests.integration.conftest import Deploy

@@ -9,7 +9,7 @@ from uuid import uuid4
 import redis
 
 from chaos.simulation.redis import Redis
-from delaytasks.timers.redis_timer import _NAMES, ARM, TAKE
+from delaytasks.broker.redis_timer import _NAMES, ARM, TAKE
 from tests.waiting import wait_until
 
 STEPS = 3000

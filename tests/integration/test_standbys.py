@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from delaytasks.cli.setup import warnings_of
+from delaytasks.db import migrations
 from delaytasks.runtime import runtime_of
-from delaytasks.storage import migrations
 from tests.services import MariaDBServer, PostgresServer
 from tests.waiting import wait_until
 from tests.world.recording import delays_on

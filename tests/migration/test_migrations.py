@@ -17,12 +17,12 @@ from alembic.runtime.migration import MigrationContext
 from sqlalchemy import MetaData, Table, inspect, text
 
 from delaytasks import ConfigError, Status, StoreUnavailableError
-from delaytasks.core.interfaces import Settlement
+from delaytasks.db import migrations
+from delaytasks.db.database import Database
+from delaytasks.db.schema import build_schema
+from delaytasks.db.store import Store
+from delaytasks.model.interfaces import Settlement
 from delaytasks.runtime import runtime_of
-from delaytasks.storage import migrations
-from delaytasks.storage.database import Database
-from delaytasks.storage.schema import build_schema
-from delaytasks.storage.store import Store
 from tests.conftest import settings_for
 from tests.doc_pages import block_beginning
 from tests.running import ROOT, output_of
@@ -190,8 +190,8 @@ def forget(database: Database, *statements: str) -> None:
 def test_simultaneous_migrations_run_one_after_the_other(database: Database) -> None:
     # Separate processes, since Alembic's lock within one process would hide a missing database
     # lock.
-    script = f"""import sys; from delaytasks.storage import migrations
-from delaytasks.storage.database import Database
+    script = f"""import sys; from delaytasks.db import migrations
+from delaytasks.db.database import Database
 database = Database(sys.argv[1]); database.autocommitted(str)
 print('ready', flush=True); input(); migrations.upgrade(database, {PREFIX!r})"""
     url = database.url.render_as_string(hide_password=False)

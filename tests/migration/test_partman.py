@@ -12,8 +12,8 @@ from celery import Celery
 from sqlalchemy import create_engine, text
 
 from delaytasks import DelayTasks, Status
+from delaytasks.db import migrations
 from delaytasks.runtime import runtime_of
-from delaytasks.storage import migrations
 from delaytasks.testing import DelaysTester
 from tests.doc_pages import blocks
 from tests.services import own_database

@@ -18,16 +18,16 @@ from sqlalchemy.exc import DBAPIError
 
 from delaytasks import ConfigError, DelayTaskError, DelayTasks, Status, StoreError
 from delaytasks.cli.setup import warnings_of
-from delaytasks.core.interfaces import Entry
-from delaytasks.core.why import why
-from delaytasks.operations.health import HealthChecks, HealthQuestion
-from delaytasks.recurrence.recurring import follow
+from delaytasks.db import migrations
+from delaytasks.db.schema import build_schema
+from delaytasks.db.state_queries import FactReader, Stats
+from delaytasks.db.store import Store
+from delaytasks.db.sweep_queries import OverdueRows
+from delaytasks.model.interfaces import Entry
+from delaytasks.model.why import why
+from delaytasks.operate.health import HealthChecks, HealthQuestion
+from delaytasks.recurring.recurring import follow
 from delaytasks.runtime import runtime_of
-from delaytasks.storage import migrations
-from delaytasks.storage.schema import build_schema
-from delaytasks.storage.state_queries import FactReader, Stats
-from delaytasks.storage.store import Store
-from delaytasks.storage.sweep_queries import OverdueRows
 from tests.conftest import settings_for
 from tests.running import ROOT
 from tests.services import own_database

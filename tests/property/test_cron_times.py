@@ -15,8 +15,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from delaytasks.core.clock import UTC
-from delaytasks.recurrence.timing import Every, parse_timing
+from delaytasks.model.clock import UTC
+from delaytasks.recurring.timing import Every, parse_timing
 
 MINUTE, HOUR, DAY = timedelta(minutes=1), timedelta(hours=1), timedelta(days=1)
 ZONES = sorted(available_timezones() - {"localtime", "Factory"})

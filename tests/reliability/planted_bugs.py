@@ -19,35 +19,34 @@ from sqlalchemy import update
 
 from chaos.simulation.clock import Times
 from delaytasks import Done, TaskStateError
-from delaytasks.core import clock, text
-from delaytasks.core.events import Events
-from delaytasks.core.loop import Loop
-from delaytasks.execution import settlement
-from delaytasks.execution.chunk import Chunk, TimeBudget
-from delaytasks.execution.executor import DeferralRules, Lease, OutcomeRules, TaskExecutor
-from delaytasks.execution.runner import FailureReason
+from delaytasks.broker import publisher, redis_timer
+from delaytasks.broker.arming import BackgroundTimer
+from delaytasks.broker.publisher import Publisher
+from delaytasks.callbacks import http_callbacks
+from delaytasks.db import claims, database, driver_errors, leases, migrations, producer
+from delaytasks.db.answer_limit import BoundedStep
+from delaytasks.db.claims import Backlog, Claims
+from delaytasks.db.database import Database
+from delaytasks.db.leases import CancelRequests, Leases
+from delaytasks.db.policy_rows import PausedRows, PolicyTable
+from delaytasks.db.settlements import DeferredRows
+from delaytasks.db.sweep_queries import SweepQueries
+from delaytasks.db.task_rows import CeleryRows, Tasks, Touches
+from delaytasks.db.worker_table import WorkerTable
+from delaytasks.events import Events
 from delaytasks.limits.tracked_waitlists import TrackedWaitlist, TrackedWaitlists
+from delaytasks.loops import Loop
 from delaytasks.maintenance.sweeper import Sweeper
-from delaytasks.operations import durable_calls
-from delaytasks.processors.registry import EventLoop
-from delaytasks.recurrence import creation
-from delaytasks.recurrence.creation import RecurringTable
-from delaytasks.scheduling import producer
+from delaytasks.model import clock, text
+from delaytasks.operate import durable_calls
+from delaytasks.recurring import creation
+from delaytasks.recurring.creation import RecurringTable
+from delaytasks.registry import EventLoop
+from delaytasks.run import settlement
+from delaytasks.run.chunk import Chunk, TimeBudget
+from delaytasks.run.executor import DeferralRules, Lease, OutcomeRules, TaskExecutor
+from delaytasks.run.runner import FailureReason
 from delaytasks.start_checks import StartChecks
-from delaytasks.storage import claims, database, driver_errors, leases, migrations
-from delaytasks.storage.answer_limit import BoundedStep
-from delaytasks.storage.claims import Backlog, Claims
-from delaytasks.storage.database import Database
-from delaytasks.storage.leases import CancelRequests, Leases
-from delaytasks.storage.policy_rows import PausedRows, PolicyTable
-from delaytasks.storage.settlements import DeferredRows
-from delaytasks.storage.sweep_queries import SweepQueries
-from delaytasks.storage.task_rows import CeleryRows, Tasks, Touches
-from delaytasks.storage.worker_table import WorkerTable
-from delaytasks.timers import publisher, redis_timer
-from delaytasks.timers.arming import BackgroundTimer
-from delaytasks.timers.publisher import Publisher
-from delaytasks.webhooks import http_callbacks
 from delaytasks.worker import broker_connection, celery_context, lease_keeper, time_limits
 from delaytasks.worker.chunk_queue import ChunkQueue, QueueDrain, WorkSender
 from delaytasks.worker.dispatcher import Dispatcher

@@ -14,6 +14,7 @@ from flask import Flask
 from typing_extensions import assert_type
 
 from delaytasks import DelayedTask, DelayTasks
+from delaytasks.callbacks import Received, verify, webhook
 from delaytasks.console.application import make_console
 from delaytasks.console.viewers import Role, UserFile, Viewer
 from delaytasks.contrib import asgi, fastapi
@@ -23,7 +24,6 @@ from delaytasks.contrib.flask import FlaskDelays
 from delaytasks.http_api.api_keys import ApiKeyFile, ApiKeys, new_entry
 from delaytasks.http_api.routes import make_api
 from delaytasks.testing import ANY, DelaysTester, Run, SentTask, create_tables
-from delaytasks.webhooks import Received, verify, webhook
 
 app = Flask("shop")
 delays = FlaskDelays(app)

@@ -20,13 +20,13 @@ from delaytasks import DelayTasks, Retry
 from delaytasks.console.application import make_console
 from delaytasks.console.requests import EXTENSION, BulkRunState, ReportProgress, new_run_id
 from delaytasks.console.viewers import HostAccess, Role, Viewer
-from delaytasks.core.filters import BulkResult
-from delaytasks.core.run_counts import RunCounts
-from delaytasks.core.settings import Address
+from delaytasks.db.types import db_now_plus
+from delaytasks.model.filters import BulkResult
+from delaytasks.model.run_counts import RunCounts
 from delaytasks.runtime import runtime_of
 from delaytasks.serving import Place, make_server
+from delaytasks.settings import Address
 from delaytasks.statistics.statistics_table import StatisticsTable, Unwritten
-from delaytasks.storage.types import db_now_plus
 from tests.waiting import wait_until
 from tests.world.recording import runner_of, set_columns
 

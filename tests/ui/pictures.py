@@ -16,8 +16,8 @@ from sqlalchemy import delete, func, update
 
 from delaytasks import DelayTasks, NewTask
 from delaytasks.console.requests import EXTENSION
+from delaytasks.db.store import Store
 from delaytasks.runtime import runtime_of
-from delaytasks.storage.store import Store
 from tests.ui import console_site
 from tests.ui.chromium import MODES, chromium, draw_page, find_chromium
 from tests.ui.console_site import Site, fill, make_delays, report_workers, served, write_runs

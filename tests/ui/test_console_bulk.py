@@ -12,8 +12,8 @@ from werkzeug.datastructures import MultiDict
 
 from delaytasks.console import queries
 from delaytasks.console.viewers import Role
-from delaytasks.operations import bulk_calls as bulk
-from delaytasks.operations.single_tasks import find_tasks
+from delaytasks.operate import bulk_calls as bulk
+from delaytasks.operate.single_tasks import find_tasks
 from delaytasks.runtime import runtime_of
 from tests.ui.chromium import MODES, watched
 from tests.ui.console_site import Site, post, served

@@ -14,14 +14,14 @@ from delaytasks.cli.status import read_deployment
 from delaytasks.console import queries
 from delaytasks.console.queries import SEARCH_S, ConsoleQueries
 from delaytasks.console.viewers import Role
-from delaytasks.core.clock import UTC
-from delaytasks.core.text import installed_version
-from delaytasks.operations.explanations import Explanations, error_matcher
-from delaytasks.operations.policy_calls import CountedPolicies, read_policies
-from delaytasks.operations.verdict import verdict_of
+from delaytasks.db.searching import SearchTimeoutError
+from delaytasks.db.types import db_now_plus
+from delaytasks.model.clock import UTC
+from delaytasks.model.text import installed_version
+from delaytasks.operate.explanations import Explanations, error_matcher
+from delaytasks.operate.policy_calls import CountedPolicies, read_policies
+from delaytasks.operate.verdict import verdict_of
 from delaytasks.runtime import runtime_of
-from delaytasks.storage.searching import SearchTimeoutError
-from delaytasks.storage.types import db_now_plus
 from tests.ui.console_site import Site, chart_titles, fill, make_delays, post
 from tests.world.plans import plans
 from tests.world.recording import set_columns
@@ -242,7 +242,7 @@ def test_viewers_share_the_results_of_queries(site: Site, monkeypatch: pytest.Mo
         reads.append(read_policies(table))
         return reads[-1]
 
-    monkeypatch.setattr("delaytasks.operations.state.read_policies", counting)
+    monkeypatch.setattr("delaytasks.operate.state.read_policies", counting)
     for _ in range(10):
         assert site.client().get("/").status_code == 200
     # The number depends on how long ten pages take; without the cache it is 10.

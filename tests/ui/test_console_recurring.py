@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from delaytasks.console.viewers import Role
-from delaytasks.recurrence.definition import DEFINED
-from delaytasks.recurrence.recurring import follow
+from delaytasks.recurring.definition import DEFINED
+from delaytasks.recurring.recurring import follow
 from delaytasks.runtime import runtime_of
 from tests.ui.console_site import Site, post
 

@@ -17,16 +17,16 @@ from delaytasks import NewTask, Status
 from delaytasks.cli.status import read_deployment
 from delaytasks.console.requests import ConsoleState
 from delaytasks.console.viewers import Role
-from delaytasks.core.workers import ServiceTimes
-from delaytasks.operations import state as state_module
-from delaytasks.operations.state import ServicesState
-from delaytasks.operations.verdict import Verdict, verdict_of
+from delaytasks.db import state_queries as failed_rows
+from delaytasks.db.state_queries import Stats
+from delaytasks.db.sweep_queries import OverdueRows
+from delaytasks.db.types import db_now_plus
+from delaytasks.model.workers import ServiceTimes
+from delaytasks.operate import state as state_module
+from delaytasks.operate.state import ServicesState
+from delaytasks.operate.verdict import Verdict, verdict_of
 from delaytasks.runtime import runtime_of
 from delaytasks.statistics.statistics_table import StatisticsTable, WorkerCounts
-from delaytasks.storage import state_queries as failed_rows
-from delaytasks.storage.state_queries import Stats
-from delaytasks.storage.sweep_queries import OverdueRows
-from delaytasks.storage.types import db_now_plus
 from tests.ui.chromium import MODES, watched
 from tests.ui.console_site import Site, healthy_site, make_delays, post, served
 from tests.ui.test_console_in_a_browser import check_page

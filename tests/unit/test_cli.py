@@ -28,8 +28,8 @@ from delaytasks.cli import context as opening
 from delaytasks.cli.context import Hints
 from delaytasks.cli.main import delays, main
 from delaytasks.cli.up import CombinedLog, Spec, Supervisor
-from delaytasks.core import errors
-from delaytasks.core.text import TABLES_REMEDY
+from delaytasks.model import errors
+from delaytasks.model.text import TABLES_REMEDY
 from tests.running import ROOT
 from tests.world import MonkeyPatch
 
@@ -102,7 +102,7 @@ def test_the_version_is_printed() -> None:
 def test_help_imports_no_module_that_only_some_commands_need() -> None:
     code = (
         "import sys, delaytasks; before = set(sys.modules); import delaytasks.cli.main; "
-        "others = {'rich', 'alembic.command', 'delaytasks.celery', 'delaytasks.storage'}; "
+        "others = {'rich', 'alembic.command', 'delaytasks.celery', 'delaytasks.db'}; "
         "others |= {'delaytasks.cli.status', 'delaytasks.cli.up', 'delaytasks.worker.standalone'}; "
         "print(others & (set(sys.modules) - before))"
     )

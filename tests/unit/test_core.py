@@ -22,20 +22,20 @@ from hypothesis import strategies as st
 from sqlalchemy import URL, exc, make_url
 
 import delaytasks as e
+from delaytasks.broker.redis_timer import redis_location
 from delaytasks.cli.output import parse_instant, show_from_now, show_instant
-from delaytasks.core import body as body_json
-from delaytasks.core import clock, inputs
-from delaytasks.core.body import Cipher, dump_flat, dump_json, encode_body, is_encrypted, key_name
-from delaytasks.core.inputs import parse_duration, show_duration
-from delaytasks.core.text import TABLES_REMEDY, Secret, mask_secret, mask_url, one_line, storable
-from delaytasks.execution.runner import FailureReason
-from delaytasks.storage import engines
-from delaytasks.storage.database import Database
-from delaytasks.storage.driver_errors import lacks_tables, translate
-from delaytasks.storage.engines import sqlite_path
-from delaytasks.storage.inserts import _COPY_CHARACTERS, _COPY_ROWS, _copy_parts
-from delaytasks.storage.schema import BODY, RESULT
-from delaytasks.timers.redis_timer import redis_location
+from delaytasks.db import engines
+from delaytasks.db.database import Database
+from delaytasks.db.driver_errors import lacks_tables, translate
+from delaytasks.db.engines import sqlite_path
+from delaytasks.db.inserts import _COPY_CHARACTERS, _COPY_ROWS, _copy_parts
+from delaytasks.db.schema import BODY, RESULT
+from delaytasks.model import body as body_json
+from delaytasks.model import clock, inputs
+from delaytasks.model.body import Cipher, dump_flat, dump_json, encode_body, is_encrypted, key_name
+from delaytasks.model.inputs import parse_duration, show_duration
+from delaytasks.model.text import TABLES_REMEDY, Secret, mask_secret, mask_url, one_line, storable
+from delaytasks.run.runner import FailureReason
 from tests.fuzzing import fuzz, json_like
 from tests.refusals import invalid
 from tests.world import MonkeyPatch

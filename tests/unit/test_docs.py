@@ -24,16 +24,16 @@ from sqlalchemy.schema import CreateIndex
 from benchmarks.peers import pages
 from delaytasks import DelayTasks, Status
 from delaytasks.attachment import ENTRY_POINTS
-from delaytasks.core import errors
-from delaytasks.core.events import _LOG_LEVELS as LEVELS
-from delaytasks.core.filters import Filter
-from delaytasks.core.settings import Settings
+from delaytasks.db.schema import build_schema
+from delaytasks.events import _LOG_LEVELS as LEVELS
 from delaytasks.http_api.routes import ROUTES
 from delaytasks.metrics import snapshot
 from delaytasks.metrics.files import read_file
 from delaytasks.metrics.process import ProducerMetrics, SweepTimes, WorkerMetrics
+from delaytasks.model import errors
+from delaytasks.model.filters import Filter
 from delaytasks.runtime import runtime_of
-from delaytasks.storage.schema import build_schema
+from delaytasks.settings import Settings
 from delaytasks.testing import DelaysTester, create_tables
 from delaytasks.worker.lease_keeper import PROCESS_CHECK_S
 from delaytasks.worker.sweep_loop import STALE_CHECK_S
@@ -231,7 +231,7 @@ def test_the_documented_values_to_watch_exist(tmp_path: Path) -> None:
     shown = cells(page("operations").partition("## What to watch")[2].partition("\n## ")[0])
     program = (
         "from delaytasks import current_delays; from delaytasks.cli.main import main; "
-        "from delaytasks.storage import migrations; from delaytasks.runtime import runtime_of; "
+        "from delaytasks.db import migrations; from delaytasks.runtime import runtime_of; "
         "migrations.upgrade(runtime_of(current_delays()).store.database); "
         "runtime_of(current_delays()).store.workers.report('w', [], 'prefork', 1, 0); "
         "main(['status', '--json'])"

@@ -15,14 +15,14 @@ import pytest
 from delaytasks import StoreUnavailableError
 from delaytasks.console import requests
 from delaytasks.console.requests import SharedCache
-from delaytasks.core.events import Events
-from delaytasks.core.settings import Address
+from delaytasks.events import Events
 from delaytasks.metrics import prometheus, snapshot
 from delaytasks.metrics.files import read_file
 from delaytasks.metrics.process import FAULT_EVENTS
 from delaytasks.metrics.prometheus import MetricsEndpoint
 from delaytasks.metrics.snapshot import MAX_REST_S, REST_S, DatabaseMetrics
-from delaytasks.operations.state import read_tables
+from delaytasks.operate.state import read_tables
+from delaytasks.settings import Address
 from tests.services import free_port
 from tests.waiting import wait_until
 from tests.world import World

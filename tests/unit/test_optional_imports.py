@@ -13,18 +13,18 @@ import pytest
 #: the command line, frameworks, and optional packages.
 OTHERS = """
 alembic mako pygments sqlalchemy.orm psycopg2 pymysql requests redis rich cryptography flask
-delaytasks.cli delaytasks.contrib delaytasks.execution.runner sqlalchemy.dialects.mysql
+delaytasks.cli delaytasks.contrib delaytasks.run.runner sqlalchemy.dialects.mysql
 sqlalchemy.dialects.postgresql
 """.split()
 #: The first call that schedules or looks up a task loads these modules.
-WITH_THE_FIRST_CALL = ["delaytasks.runtime", "delaytasks.storage", "sqlalchemy.dialects.sqlite"]
+WITH_THE_FIRST_CALL = ["delaytasks.runtime", "delaytasks.db", "sqlalchemy.dialects.sqlite"]
 #: A deployment with one database and the timer `eta`, without limits, callbacks and encryption,
 #: does not need these modules.
 OPTIONAL = """
 cronsim cryptography sentry_sdk requests delaytasks.console delaytasks.durable_eta
 delaytasks.file_broker delaytasks.forecast delaytasks.http_api delaytasks.limits delaytasks.metrics
-delaytasks.recurrence delaytasks.testing delaytasks.timers.direct delaytasks.timers.redis_timer
-delaytasks.webhooks delaytasks.worker.redis_poller delaytasks.worker.table_poller
+delaytasks.recurring delaytasks.testing delaytasks.broker.direct delaytasks.broker.redis_timer
+delaytasks.callbacks delaytasks.worker.redis_poller delaytasks.worker.table_poller
 """.split()
 PROJECT = """
 import sys
@@ -46,8 +46,8 @@ PRODUCER = """
 with create_engine(delays.settings.database_url).begin() as connection:
     runtime_of(delays).store.schema.metadata.create_all(connection)
 delays.schedule_delay("mail", {"to": "ada"}, 10)
-runs = [name for name in sys.modules if name.startswith("delaytasks.execution.")]
-assert runs == ["delaytasks.execution.policy_cache"], runs
+runs = [name for name in sys.modules if name.startswith("delaytasks.run.")]
+assert runs == ["delaytasks.run.policy_cache"], runs
 write_modules()
 """
 WORKER = """
@@ -71,15 +71,15 @@ def stopped(**_):
 RECURRING_WORKER = """
 @delays.processor("mail")
 def send(body):
-    assert "delaytasks.recurrence" in sys.modules
+    assert "delaytasks.recurring" in sys.modules
     write_modules()
     state.should_stop = 0
 
 @signals.worker_ready.connect
 def schedule(**_):
-    assert "delaytasks.recurrence" not in sys.modules
+    assert "delaytasks.recurring" not in sys.modules
     delays.recurring.set("mail", "mail", every="1s")
-    for name in [name for name in sys.modules if name.startswith("delaytasks.recurrence")]:
+    for name in [name for name in sys.modules if name.startswith("delaytasks.recurring")]:
         del sys.modules[name]
 """
 
@@ -159,7 +159,7 @@ def test_durable_celery_tasks_are_imported_by_a_call_with_a_delay(tmp_path: Path
 def test_recurring_schedules_are_imported_by_a_worker_that_finds_one(tmp_path: Path) -> None:
     assert imported_by_a_producer(tmp_path) == set()
     imported = imported_by_a_worker(tmp_path, RECURRING_WORKER)
-    assert imported == {"cronsim", "delaytasks.recurrence"}
+    assert imported == {"cronsim", "delaytasks.recurring"}
 
 
 @pytest.mark.parametrize(
@@ -206,8 +206,8 @@ def test_a_process_that_schedules_loads_neither_alembic_nor_other_drivers(tmp_pa
 
 def test_the_rules_of_tasks_load_no_storage() -> None:
     """The contracts of imports cannot show this, since they count imports for type checkers."""
-    rules = "delaytasks.execution.chunk_runner, delaytasks.maintenance.sweeper"
-    assert loaded_by(f"import delaytasks.client, {rules}", ["delaytasks.storage"]) == set()
+    rules = "delaytasks.run.chunk_runner, delaytasks.maintenance.sweeper"
+    assert loaded_by(f"import delaytasks.client, {rules}", ["delaytasks.db"]) == set()
 
 
 @pytest.mark.slow

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from celery.exceptions import SoftTimeLimitExceeded
 
-from delaytasks.core.clock import monotonic
-from delaytasks.execution.chunk import Chunk, TimeBudget
-from delaytasks.execution.chunk_runner import TagCosts
-from delaytasks.processors.registry import MAX_SLOTS, EventLoop, ThreadSlots
-from delaytasks.storage.sweep_queries import SweepQueries
+from delaytasks.db.sweep_queries import SweepQueries
+from delaytasks.model.clock import monotonic
+from delaytasks.registry import MAX_SLOTS, EventLoop, ThreadSlots
+from delaytasks.run.chunk import Chunk, TimeBudget
+from delaytasks.run.chunk_runner import TagCosts
 from delaytasks.worker.shared_memory import Renewals
 from tests.waiting import in_child, wait_until
 from tests.world import World

@@ -11,8 +11,8 @@ import pytest
 import delaytasks
 from delaytasks import DelayTasks
 from delaytasks.cli.main import main
-from delaytasks.core import errors
-from delaytasks.core.settings import Settings
+from delaytasks.model import errors
+from delaytasks.settings import Settings
 from tests.running import ROOT
 from tests.unit.test_cli import commands
 

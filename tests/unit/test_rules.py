@@ -23,16 +23,16 @@ from hypothesis import strategies as st
 from kombu.connection import Connection
 
 from delaytasks import StoreError, StoreUnavailableError
-from delaytasks.core import loop as loops
-from delaytasks.core.events import Events
-from delaytasks.core.loop import Availability, Latest
-from delaytasks.core.policies import WAITLIST_RECHECK_S, WaitlistState
-from delaytasks.core.workers import RegisteredWorker, ServiceTimes, beat_age_s, broker_down_s
+from delaytasks import loops as loops
+from delaytasks.broker import publisher
+from delaytasks.db.engines import ForkGate
+from delaytasks.events import Events
 from delaytasks.limits import tracked_waitlists
 from delaytasks.limits.admission import UNLIMITED, Capacity, StartPace
 from delaytasks.limits.tracked_waitlists import TrackedWaitlists, WaitlistName, WaitlistPhase
-from delaytasks.storage.engines import ForkGate
-from delaytasks.timers import publisher
+from delaytasks.loops import Availability, Latest
+from delaytasks.model.policies import WAITLIST_RECHECK_S, WaitlistState
+from delaytasks.model.workers import RegisteredWorker, ServiceTimes, beat_age_s, broker_down_s
 from delaytasks.worker import celery_patches, service_watch
 from delaytasks.worker.bootsteps import warn_of_blocking_driver
 from delaytasks.worker.service_watch import DatabaseContact, ServiceWatch

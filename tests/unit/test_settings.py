@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from delaytasks import ConfigError
-from delaytasks.core.settings import Address, Settings, Sweep, load_settings
-from delaytasks.core.text import Secret
+from delaytasks.model.text import Secret
+from delaytasks.settings import Address, Settings, Sweep, load_settings
 
 
 def test_without_settings_the_defaults_hold() -> None:

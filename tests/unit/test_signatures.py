@@ -13,8 +13,8 @@ import pytest
 from standardwebhooks import Webhook
 
 from delaytasks import ConfigError
-from delaytasks.webhooks import Received, signatures, verify
-from delaytasks.webhooks.signatures import SigningKeys
+from delaytasks.callbacks import Received, signatures, verify
+from delaytasks.callbacks.signatures import SigningKeys
 from tests.refusals import invalid
 
 PAYLOAD = '{"order":7,"name":"é"}'.encode()

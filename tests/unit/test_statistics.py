@@ -13,17 +13,17 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from delaytasks.core import run_counts
-from delaytasks.core.clock import UTC, from_us
-from delaytasks.core.inputs import parse_duration
-from delaytasks.core.run_counts import FailureCount, RunCounts, RunStatistics
-from delaytasks.core.text import MAX_PATTERN, error_pattern, traceback_text
-from delaytasks.operations.state import groups_of
+from delaytasks.db.state_queries import FailedRow
+from delaytasks.model import run_counts
+from delaytasks.model.clock import UTC, from_us
+from delaytasks.model.inputs import parse_duration
+from delaytasks.model.run_counts import FailureCount, RunCounts, RunStatistics
+from delaytasks.model.text import MAX_PATTERN, error_pattern, traceback_text
+from delaytasks.operate.state import groups_of
 from delaytasks.statistics import statistics_table as writer
 from delaytasks.statistics.charts import LEFT, RIGHT, WIDTH, Series, lines, stacked_bars
 from delaytasks.statistics.reading import RunTotals
 from delaytasks.statistics.statistics_table import StatisticsWriter, WorkerCounts
-from delaytasks.storage.state_queries import FailedRow
 from tests.world import MainProcess, MonkeyPatch, World
 from tests.world.recording import ManualClock
 

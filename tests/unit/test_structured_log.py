@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from delaytasks import DelayedTask
-from delaytasks.core import events as events_module
-from delaytasks.core.events import Events, Repeats
+from delaytasks import events as events_module
+from delaytasks.events import Events, Repeats
 from delaytasks.logging import LogFormatter, log_structured
 from tests.world.recording import ManualTime
 

@@ -14,8 +14,8 @@ from celery.concurrency import prefork, solo, thread
 from celery.exceptions import SoftTimeLimitExceeded
 from coverage import Coverage
 
-from delaytasks.core.clock import monotonic
-from delaytasks.processors.registry import ProcessorSpec, Registry
+from delaytasks.model.clock import monotonic
+from delaytasks.registry import ProcessorSpec, Registry
 from delaytasks.worker.lease_keeper import has_exited
 from delaytasks.worker.time_limits import can_limit_time, limited
 from tests.refusals import invalid

@@ -18,14 +18,14 @@ from collections.abc import Callable
 
 import pytest
 
-from delaytasks.core.body import key_name
-from delaytasks.core.clock import from_us, to_us
-from delaytasks.core.ids import shard_of
-from delaytasks.core.interfaces import Claimed, Entry, Level, Recovered, Settlement, UnclaimedRow
-from delaytasks.core.policies import Stamp, WaitlistState
-from delaytasks.core.states import FINISHED, LIVE, MOVES
-from delaytasks.execution.executor import LeaseEndsError
-from delaytasks.execution.runner import FailureReason, Report
+from delaytasks.model.body import key_name
+from delaytasks.model.clock import from_us, to_us
+from delaytasks.model.ids import shard_of
+from delaytasks.model.interfaces import Claimed, Entry, Level, Recovered, Settlement, UnclaimedRow
+from delaytasks.model.moves import FINISHED, LIVE, MOVES
+from delaytasks.model.policies import Stamp, WaitlistState
+from delaytasks.run.executor import LeaseEndsError
+from delaytasks.run.runner import FailureReason, Report
 from tests.world.broker import WorldBroker
 from tests.world.main_process import MainProcess, run_chunk, served_queues
 from tests.world.monitor import Monitor

@@ -10,11 +10,11 @@ from time import monotonic
 from typing import Any
 
 from delaytasks import DelayTasks
-from delaytasks.core.clock import Clock
-from delaytasks.core.interfaces import Entry
+from delaytasks.broker import arming
+from delaytasks.broker.arming import BackgroundTimer
+from delaytasks.model.clock import Clock
+from delaytasks.model.interfaces import Entry
 from delaytasks.runtime import runtime_of
-from delaytasks.timers import arming
-from delaytasks.timers.arming import BackgroundTimer
 
 
 class RecordingTimer:

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
-from delaytasks.core import clock as clock_module
-from delaytasks.core.clock import Clock, from_us, to_us
-from delaytasks.core.events import Events
-from delaytasks.timers import timing_wheel
-from delaytasks.timers.timing_wheel import TICK_US, SharedWheel, WheelThread
+from delaytasks.events import Events
+from delaytasks.model import clock as clock_module
+from delaytasks.model.clock import Clock, from_us, to_us
+from delaytasks.worker import timing_wheel
+from delaytasks.worker.timing_wheel import TICK_US, SharedWheel, WheelThread
 
 __all__ = ["TICK_US", "Clock", "Collector", "Database", "Host", "SetClock", "from_us"]
 

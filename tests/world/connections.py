@@ -13,10 +13,10 @@ from celery import Celery
 from sqlalchemy import Connection, event, exc
 
 from delaytasks import DelayedTask, DelayTasks
-from delaytasks.core.interfaces import Entry
-from delaytasks.execution import policy_cache
+from delaytasks.broker import arming
+from delaytasks.model.interfaces import Entry
+from delaytasks.run import policy_cache
 from delaytasks.runtime import runtime_of
-from delaytasks.timers import arming
 from tests.conftest import open_store
 from tests.proxy import proxy_to
 from tests.running import delete_keys

@@ -10,8 +10,8 @@ from billiard.einfo import ExceptionInfo
 from billiard.exceptions import WorkerLostError
 
 from delaytasks import DelayedTask, DelayTasks
-from delaytasks.core.interfaces import Entry
-from delaytasks.execution.runner import Report
+from delaytasks.model.interfaces import Entry
+from delaytasks.run.runner import Report
 from delaytasks.runtime import runtime_of
 from delaytasks.worker import chunk_request
 from delaytasks.worker.celery_patches import add_queues

@@ -10,11 +10,11 @@ from unittest import mock
 from sqlalchemy import text
 
 from delaytasks import DelayTasks
-from delaytasks.core.events import Events
-from delaytasks.core.interfaces import Entry
+from delaytasks.broker.direct import read_notice
+from delaytasks.db.store import Notices
+from delaytasks.events import Events
+from delaytasks.model.interfaces import Entry
 from delaytasks.runtime import Runtime, runtime_of
-from delaytasks.storage.store import Notices
-from delaytasks.timers.direct import read_notice
 from delaytasks.worker import table_poller
 from tests.waiting import wait_until
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from delaytasks import Policy
-from delaytasks.core.policies import Changes, Stamp
-from delaytasks.execution.policy_cache import PolicyCache
+from delaytasks.model.policies import Changes, Stamp
+from delaytasks.run.policy_cache import PolicyCache
 from tests.world.world import World
 
 

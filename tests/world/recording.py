@@ -24,19 +24,19 @@ from sqlalchemy import event, func, make_url, select, update
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from delaytasks import DelayedTask, DelayTasks
-from delaytasks.core.clock import Clock, monotonic, to_us
-from delaytasks.core.events import Events
-from delaytasks.core.interfaces import Entry
-from delaytasks.core.settings import load_settings
-from delaytasks.core.states import Status
-from delaytasks.core.why import Explanation
-from delaytasks.execution.runner import Runner
-from delaytasks.operations import bulk_calls
+from delaytasks.broker.arming import EtaTimer
+from delaytasks.broker.publisher import Publisher
+from delaytasks.broker.redis_timer import AHEAD_MS, RETURN_S, RedisTimer, Taken, redis_location
+from delaytasks.db.store import Store
+from delaytasks.events import Events
+from delaytasks.model.clock import Clock, monotonic, to_us
+from delaytasks.model.interfaces import Entry
+from delaytasks.model.moves import Status
+from delaytasks.model.why import Explanation
+from delaytasks.operate import bulk_calls
+from delaytasks.run.runner import Runner
 from delaytasks.runtime import runtime_of
-from delaytasks.storage.store import Store
-from delaytasks.timers.arming import EtaTimer
-from delaytasks.timers.publisher import Publisher
-from delaytasks.timers.redis_timer import AHEAD_MS, RETURN_S, RedisTimer, Taken, redis_location
+from delaytasks.settings import load_settings
 from delaytasks.worker.celery_tasks import processes_of
 from tests.world.broker import RecordingTimer
 

@@ -10,11 +10,11 @@ from typing import Any
 from sqlalchemy import event, update
 
 from delaytasks import DelayedTask, DelayTasks, Status
-from delaytasks.core.body import Cipher
-from delaytasks.recurrence import recurring
-from delaytasks.recurrence.definition import RecurringSchedule
+from delaytasks.db.store import Store
+from delaytasks.model.body import Cipher
+from delaytasks.recurring import recurring
+from delaytasks.recurring.definition import RecurringSchedule
 from delaytasks.runtime import runtime_of
-from delaytasks.storage.store import Store
 from tests.conftest import settings_for
 from tests.world.recording import ManualClock
 from tests.world.world import World

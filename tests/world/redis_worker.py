@@ -8,11 +8,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from delaytasks.core import loop as loops
-from delaytasks.core import workers
-from delaytasks.core.clock import Clock, monotonic
-from delaytasks.core.interfaces import Entry
-from delaytasks.timers import redis_timer
+from delaytasks import loops as loops
+from delaytasks.broker import redis_timer
+from delaytasks.model import workers
+from delaytasks.model.clock import Clock, monotonic
+from delaytasks.model.interfaces import Entry
 from delaytasks.worker import redis_poller
 from tests.proxy import Proxy
 from tests.waiting import wait_until

@@ -11,11 +11,11 @@ from unittest import mock
 
 from sqlalchemy import select
 
-from delaytasks.core.clock import to_us
-from delaytasks.core.workers import LostWorker, RegisteredWorker, ServiceTimes
-from delaytasks.execution import executor
-from delaytasks.storage.types import db_now_plus
-from delaytasks.storage.worker_table import WorkerTable
+from delaytasks.db.types import db_now_plus
+from delaytasks.db.worker_table import WorkerTable
+from delaytasks.model.clock import to_us
+from delaytasks.model.workers import LostWorker, RegisteredWorker, ServiceTimes
+from delaytasks.run import executor
 from delaytasks.worker import lease_keeper
 from tests.waiting import wait_until
 from tests.world.recording import set_columns

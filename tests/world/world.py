@@ -18,31 +18,31 @@ from sqlalchemy import URL, Connection, Engine, Table, delete, event, insert, se
 
 import delaytasks as e
 from delaytasks import DelayedTask, DelayTasks, Forecast, Status, forecast
-from delaytasks.core.clock import Clock, to_us
-from delaytasks.core.filters import filter_of
-from delaytasks.core.ids import IdMaker
-from delaytasks.core.interfaces import Claimed, Entry, Recovered, Settlement, UnclaimedRow
-from delaytasks.core.run_counts import RunCounts
-from delaytasks.core.states import SettlingMove
-from delaytasks.core.task import Attempt
-from delaytasks.core.why import Reason, why
-from delaytasks.core.workers import ServiceTimes
-from delaytasks.execution.runner import Report, Runner
+from delaytasks.db import rows, sessions
+from delaytasks.db.claims import Claims
+from delaytasks.db.leases import Renewed
+from delaytasks.db.rows import values_of
+from delaytasks.db.searching import limited_search
+from delaytasks.db.state_queries import FactReader
+from delaytasks.db.store import Store
+from delaytasks.db.types import Capabilities, UTCDateTime, db_now_plus
 from delaytasks.limits.admission import Admission
 from delaytasks.maintenance import sweeper
 from delaytasks.maintenance.sweeper import emit_recovered
-from delaytasks.operations.explanations import Follower
-from delaytasks.operations.live import LiveSnapshot, snapshot
-from delaytasks.operations.state import TableState, read_tables
+from delaytasks.model.clock import Clock, to_us
+from delaytasks.model.filters import filter_of
+from delaytasks.model.ids import IdMaker
+from delaytasks.model.interfaces import Claimed, Entry, Recovered, Settlement, UnclaimedRow
+from delaytasks.model.moves import SettlingMove
+from delaytasks.model.run_counts import RunCounts
+from delaytasks.model.task import Attempt
+from delaytasks.model.why import Reason, why
+from delaytasks.model.workers import ServiceTimes
+from delaytasks.operate.explanations import Follower
+from delaytasks.operate.live import LiveSnapshot, snapshot
+from delaytasks.operate.state import TableState, read_tables
+from delaytasks.run.runner import Report, Runner
 from delaytasks.statistics.statistics_table import StatisticsTable, Unwritten
-from delaytasks.storage import rows, sessions
-from delaytasks.storage.claims import Claims
-from delaytasks.storage.leases import Renewed
-from delaytasks.storage.rows import values_of
-from delaytasks.storage.searching import limited_search
-from delaytasks.storage.state_queries import FactReader
-from delaytasks.storage.store import Store
-from delaytasks.storage.types import Capabilities, UTCDateTime, db_now_plus
 from delaytasks.worker.processes import Processes
 from delaytasks.worker.task_events import WorkerLostEvents
 from tests.proxy import Proxy, proxy_to

@@ -25,19 +25,19 @@ from django.utils.timezone import localtime
 
 from delaytasks.contrib.django.instance import project_delays
 from delaytasks.contrib.django.models import DelayTaskRow
-from delaytasks.core.errors import (
+from delaytasks.model.errors import (
     DelayTaskError,
     InvalidInputError,
     TaskNotFoundError,
     TaskStateError,
 )
-from delaytasks.core.ids import check_id
-from delaytasks.core.inputs import ACTOR_LENGTH, parse_duration, show_duration
-from delaytasks.core.states import MOVES, Status
-from delaytasks.core.task import Attempt, DelayedTask, Page, pretty
-from delaytasks.core.text import last_line, one_line
-from delaytasks.operations.bulk_calls import record_action
-from delaytasks.operations.explanations import find_by_error
+from delaytasks.model.ids import check_id
+from delaytasks.model.inputs import ACTOR_LENGTH, parse_duration, show_duration
+from delaytasks.model.moves import MOVES, Status
+from delaytasks.model.task import Attempt, DelayedTask, Page, pretty
+from delaytasks.model.text import last_line, one_line
+from delaytasks.operate.bulk_calls import record_action
+from delaytasks.operate.explanations import find_by_error
 from delaytasks.runtime import runtime_of
 
 __all__ = ["DelayTaskRowAdmin"]
@@ -140,7 +140,7 @@ class TaskAction(NamedTuple):
     """An action on selected tasks."""
 
     name: str
-    #: The move of `core/states.py`.
+    #: The move of `model/moves.py`.
     move: str
     words: str
     done: str

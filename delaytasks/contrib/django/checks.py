@@ -14,11 +14,11 @@ from sqlalchemy.schema import CreateTable
 
 from delaytasks.contrib.django.connection import MIGRATE_REMEDY, DjangoConnection, dialect_of
 from delaytasks.contrib.django.instance import DjangoDelays, project_delays
-from delaytasks.core.errors import ConfigError, StoreError
-from delaytasks.core.text import first_names
+from delaytasks.db import migrations
+from delaytasks.db.state_queries import live_tags
+from delaytasks.model.errors import ConfigError, StoreError
+from delaytasks.model.text import first_names
 from delaytasks.runtime import runtime_of
-from delaytasks.storage import migrations
-from delaytasks.storage.state_queries import live_tags
 
 #: The oldest versions whose SQL has the clauses that claims use.
 OLDEST_VERSIONS = {"MariaDB": (10, 6), "MySQL": (8, 0), "SQLite": (3, 35)}

@@ -27,18 +27,18 @@ from sqlalchemy.engine import Dialect, IteratorResult
 from sqlalchemy.engine.result import SimpleResultMetaData
 from sqlalchemy.types import TypeEngine
 
-from delaytasks.core.errors import (
+from delaytasks.db.database import SimulatedTime
+from delaytasks.db.driver_errors import is_demoted, lacks_tables
+from delaytasks.db.sessions import ConnectionSource
+from delaytasks.db.types import UTCDateTime
+from delaytasks.model.errors import (
     ConfigError,
     OutcomeUnknownError,
     SessionUnusableError,
     StoreError,
     StoreUnavailableError,
 )
-from delaytasks.core.task import DelayedTask
-from delaytasks.storage.database import SimulatedTime
-from delaytasks.storage.driver_errors import is_demoted, lacks_tables
-from delaytasks.storage.sessions import ConnectionSource
-from delaytasks.storage.types import UTCDateTime
+from delaytasks.model.task import DelayedTask
 
 ReadValue = Callable[[Any], Any]
 

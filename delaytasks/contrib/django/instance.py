@@ -24,15 +24,15 @@ from delaytasks.contrib.django.connection import (
     DjangoTransaction,
     database_url,
 )
-from delaytasks.core.errors import ConfigError
-from delaytasks.core.task import DelayedTask
-from delaytasks.core.text import Secret
-from delaytasks.processors.registry import result_of
+from delaytasks.db.types import db_now
+from delaytasks.model.errors import ConfigError
+from delaytasks.model.task import DelayedTask
+from delaytasks.model.text import Secret
+from delaytasks.registry import result_of
 from delaytasks.runtime import ProcessorContext, Runtime, runtime_of
-from delaytasks.storage.types import db_now
 
 if TYPE_CHECKING:
-    from delaytasks.storage.sessions import ConnectionSource
+    from delaytasks.db.sessions import ConnectionSource
 
 _TASKS_BACKEND = "delaytasks.contrib.django.tasks_backend."
 

@@ -8,11 +8,11 @@ from django.core.exceptions import PermissionDenied
 from django.db import DEFAULT_DB_ALIAS, models
 
 from delaytasks.contrib.django.instance import project_delays
-from delaytasks.core.body import decoded
-from delaytasks.core.inputs import KEY_LENGTH, LIMIT_KEY_LENGTH, QUEUE_LENGTH, TAG_LENGTH
-from delaytasks.core.states import Status
+from delaytasks.db.schema import BODY
+from delaytasks.model.body import decoded
+from delaytasks.model.inputs import KEY_LENGTH, LIMIT_KEY_LENGTH, QUEUE_LENGTH, TAG_LENGTH
+from delaytasks.model.moves import Status
 from delaytasks.runtime import runtime_of
-from delaytasks.storage.schema import BODY
 
 
 def table_name(name: str = "yb_delay_task_message") -> str:

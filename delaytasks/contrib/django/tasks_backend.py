@@ -19,12 +19,12 @@ from django.utils import timezone
 from django.utils.module_loading import import_string
 
 from delaytasks.contrib.django.instance import project_delays
-from delaytasks.core.errors import InvalidInputError, LeaseLostError, TaskNotFoundError
-from delaytasks.core.states import Status
-from delaytasks.core.task import Attempt, DelayedTask, Done
-from delaytasks.core.text import last_line, traceback_text
-from delaytasks.execution.executor import ends_process
-from delaytasks.processors.registry import ProcessorSpec
+from delaytasks.model.errors import InvalidInputError, LeaseLostError, TaskNotFoundError
+from delaytasks.model.moves import Status
+from delaytasks.model.task import Attempt, DelayedTask, Done
+from delaytasks.model.text import last_line, traceback_text
+from delaytasks.registry import ProcessorSpec
+from delaytasks.run.executor import ends_process
 from delaytasks.runtime import runtime_of
 from delaytasks.worker.celery_tasks import processes_of
 

@@ -16,8 +16,8 @@ from sqlalchemy import insert
 
 from delaytasks import DelayedTask, DelayTasks, Status
 from delaytasks.cli.main import main
+from delaytasks.db.store import Store
 from delaytasks.runtime import runtime_of
-from delaytasks.storage.store import Store
 
 ROOT = Path(__file__).parents[3]
 HOSTILE = "\x1b[31mred\x1b[0m [red]markup[/red] \x9b1m \u202e \r\nforged line"

@@ -10,10 +10,10 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from delaytasks import Status
+from delaytasks.db.state_queries import Count, Stats
+from delaytasks.db.sweep_queries import OverdueRows
+from delaytasks.db.types import db_now_plus
 from delaytasks.runtime import runtime_of
-from delaytasks.storage.state_queries import Count, Stats
-from delaytasks.storage.sweep_queries import OverdueRows
-from delaytasks.storage.types import db_now_plus
 from tests.integration.cli.project import Project
 from tests.services import RedisServer, free_port
 from tests.ui.console_site import write_on_time

@@ -14,11 +14,11 @@ import pytest
 
 from delaytasks import StoreUnavailableError
 from delaytasks.cli import status
-from delaytasks.core.settings import Settings
-from delaytasks.core.workers import ServiceTimes
-from delaytasks.operations.health import HealthChecks, HealthQuestion
-from delaytasks.storage import migrations
-from delaytasks.storage.types import db_now_plus
+from delaytasks.db import migrations
+from delaytasks.db.types import db_now_plus
+from delaytasks.model.workers import ServiceTimes
+from delaytasks.operate.health import HealthChecks, HealthQuestion
+from delaytasks.settings import Settings
 from tests.integration.cli.project import Project
 from tests.world.recording import set_columns
 

@@ -7,8 +7,8 @@ import re
 from sqlalchemy import insert
 
 from delaytasks import Status
+from delaytasks.db.types import db_now_plus
 from delaytasks.runtime import runtime_of
-from delaytasks.storage.types import db_now_plus
 from tests.integration.cli.project import Project
 
 

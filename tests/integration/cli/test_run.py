@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import text
 
 from delaytasks import Status
-from delaytasks.storage.types import db_now_plus
+from delaytasks.db.types import db_now_plus
 from tests.integration.cli.project import Project
 from tests.services import free_port
 from tests.world.recording import set_columns

@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from delaytasks.scheduling import producer
+from delaytasks.db import producer
 from tests.integration.cli.project import Project, lines
 from tests.services import free_port
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 
-from delaytasks.core.interfaces import Entry
-from delaytasks.core.task import DelayedTask
+from delaytasks.db.types import db_now_plus
+from delaytasks.model.interfaces import Entry
+from delaytasks.model.task import DelayedTask
 from delaytasks.runtime import runtime_of
-from delaytasks.storage.types import db_now_plus
 from tests.integration.cli.project import HOSTILE, ROOT, Project
 from tests.world.recording import runner_of, set_columns
 
@@ -91,7 +91,7 @@ def test_paused_tags_capped_counts_and_untrusted_names_are_shown(busy: Project) 
     assert not busy.json("status")["live"]["is_capped"]
     busy("pause", "--tag", "mail")
     assert "mail paused" in busy("status").stdout
-    busy.patch.setattr("delaytasks.storage.state_queries.MOST_LIVE_ROWS", 1)
+    busy.patch.setattr("delaytasks.db.state_queries.MOST_LIVE_ROWS", 1)
     assert "minima" in busy("status").stdout
     set_columns(busy.store, "tasks", tag=HOSTILE[:100])
     said = busy("status").stdout

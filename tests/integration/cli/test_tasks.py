@@ -9,8 +9,8 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from delaytasks import Status
-from delaytasks.core.clock import UTC
-from delaytasks.storage.types import db_now_plus
+from delaytasks.db.types import db_now_plus
+from delaytasks.model.clock import UTC
 from tests.integration.cli.project import FAR, HOSTILE, Project
 from tests.world.recording import set_columns
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from celery import Celery
 
+from delaytasks.broker.publisher import bounded_connection
 from delaytasks.durable_eta import message_publisher
 from delaytasks.durable_eta.stored_message import StoredMessage
-from delaytasks.timers.publisher import bounded_connection
 from tests.proxy import Proxy, proxy_to
 from tests.services import RabbitServer
 from tests.waiting import wait_until

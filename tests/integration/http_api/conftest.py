@@ -12,10 +12,10 @@ from flask import Flask
 from werkzeug.test import TestResponse
 
 from delaytasks import DelayTasks
+from delaytasks.db.store import Store
 from delaytasks.http_api.api_keys import ApiKeyFile
 from delaytasks.http_api.routes import make_api
 from delaytasks.runtime import runtime_of
-from delaytasks.storage.store import Store
 from delaytasks.testing import create_tables
 from tests.world.recording import delays_on
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from delaytasks import ConfigError
-from delaytasks.core.clock import TokenBuckets
 from delaytasks.http_api.api_keys import ApiKeyFile, ApiKeys, Scopes, new_entry
 from delaytasks.http_api.routes import ROUTES, Permission, Route, make_api
-from delaytasks.operations import health as probes
-from delaytasks.operations.health import HealthChecks
+from delaytasks.model.clock import TokenBuckets
+from delaytasks.operate import health as probes
+from delaytasks.operate.health import HealthChecks
 from tests.integration.http_api.conftest import ApiCaller, ApiSite, site_at
 
 #: A valid body of each route that has one.

@@ -154,7 +154,7 @@ def test_the_server_refuses_a_long_request_before_it_receives_the_body(site: Api
 
 ENDING = """
 import os, signal, sys
-from delaytasks.core.settings import Address
+from delaytasks.settings import Address
 from delaytasks.serving import Place, serve
 
 def other(environ, start_response):

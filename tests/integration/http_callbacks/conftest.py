@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from delaytasks import DelayedTask, DelayTasks
-from delaytasks.core.celery_calls import CALLBACK, Callback
-from delaytasks.core.clock import Clock
-from delaytasks.core.settings import load_settings
+from delaytasks.callbacks.http_callbacks import Guard, HttpCallbacks
+from delaytasks.db import migrations
+from delaytasks.model.celery_calls import CALLBACK, Callback
+from delaytasks.model.clock import Clock
 from delaytasks.runtime import runtime_of
-from delaytasks.storage import migrations
-from delaytasks.webhooks.http_callbacks import Guard, HttpCallbacks
+from delaytasks.settings import load_settings
 from tests.waiting import within
 from tests.world.recording import delays_on, record
 

@@ -12,10 +12,10 @@ import pytest
 from standardwebhooks import Webhook
 
 from delaytasks import BodyRefusedError, DelayTasks, Done, ForbiddenURLError, RetrySchedule, Status
-from delaytasks.core.celery_calls import CALLBACK, Callback
-from delaytasks.core.clock import Clock
+from delaytasks.callbacks import http_callbacks as addresses
+from delaytasks.model.celery_calls import CALLBACK, Callback
+from delaytasks.model.clock import Clock
 from delaytasks.runtime import runtime_of
-from delaytasks.webhooks import http_callbacks as addresses
 from tests.integration.http_callbacks.conftest import PATIENCE_S, SECRETS, Caller, task
 from tests.proxy import WebServer, answer, reset
 from tests.refusals import invalid

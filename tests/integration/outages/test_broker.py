@@ -10,8 +10,8 @@ from kombu import Connection, Queue
 from sqlalchemy import Engine, text
 
 from delaytasks import Status
+from delaytasks.broker.publisher import CONNECT_STEP_S
 from delaytasks.runtime import runtime_of
-from delaytasks.timers.publisher import CONNECT_STEP_S
 from tests.integration.outages.conftest import BROKERS, LIMIT_S, SLACK_S, Connect, seconds
 from tests.running import quick
 from tests.waiting import in_child, wait_until

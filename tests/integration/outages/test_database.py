@@ -14,7 +14,7 @@ from sqlalchemy import create_engine, text
 
 import delaytasks as e
 from delaytasks import DelayTasks, NewTask
-from delaytasks.core import clock as clock_module
+from delaytasks.model import clock as clock_module
 from delaytasks.runtime import runtime_of
 from tests.integration.outages.conftest import DATABASES, SLACK_S, Connect, ProxiedCaller, seconds
 from tests.proxy import Proxy

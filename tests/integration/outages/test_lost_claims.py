@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from delaytasks import Status
-from delaytasks.storage import migrations
-from delaytasks.storage.store import Store
+from delaytasks.db import migrations
+from delaytasks.db.store import Store
 from tests.conformance.test_waitlists import waitlist_rows
 from tests.conftest import settings_for
 from tests.services import PostgresServer

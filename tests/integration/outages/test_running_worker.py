@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 
 from delaytasks import DelayedTask
-from delaytasks.core.workers import ServiceTimes
+from delaytasks.model.workers import ServiceTimes
 from delaytasks.runtime import runtime_of
 from tests.integration.conftest import Deploy
 from tests.integration.outages.conftest import BROKERS, DATABASES, LIMIT_S, SLACK_S, seconds

@@ -1,0 +1,342 @@
+"""Bulk operations in small steps, and the audit table that records them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timedelta
+from functools import partial
+from typing import Any, NamedTuple
+
+from sqlalchemy import ColumnElement, Select, Update, case, delete, func, insert, select, update
+
+from delaytasks.db.database import Database
+from delaytasks.db.row_lists import by_id, check_row_count, instant_text, json_rows, listed
+from delaytasks.db.rows import MAX_INTEGER, moved
+from delaytasks.db.schema import Schema
+from delaytasks.db.searching import conditions, has_status, queue_levels
+from delaytasks.db.task_keys import TaskKeys
+from delaytasks.db.types import db_now, db_now_plus, earliest, unindexed
+from delaytasks.model.body import dump_json
+from delaytasks.model.clock import LATEST, to_us
+from delaytasks.model.filters import BulkFilter, Filter, LogEntry, new_due
+from delaytasks.model.ids import MAX_ID
+from delaytasks.model.inputs import Spread
+from delaytasks.model.interfaces import Entry, Step, To
+from delaytasks.model.moves import LIVE, Status, following
+
+
+class Audit:
+    def __init__(self, database: Database, schema: Schema) -> None:
+        self._db = database
+        self._a = schema.audit
+        self._steps = schema.audit_steps
+
+    def begin(self, entry: LogEntry) -> None:
+        """Write the row before any task is moved, so that an operation that dies is visible."""
+        values = {column.name: getattr(entry, column.name) for column in self._a.c}
+        values["filter"] = json.dumps(entry.filter, ensure_ascii=False, separators=(",", ":"))
+        exists = select(self._a.c.id).where(self._a.c.id == entry.id)
+
+        def work(connection: Any) -> None:
+            if connection.execute(exists).first() is None:  # else an earlier try has written it
+                connection.execute(insert(self._a).values(values))
+
+        self._db.transaction(work)
+
+    def counts(self, on: Any, id: int) -> tuple[int, int] | None:
+        """Return how many tasks an operation has changed and refused; None if its row is gone."""
+        row = on.execute(
+            select(self._a.c.changed, self._a.c.refused).where(self._a.c.id == id)
+        ).first()
+        return None if row is None else (row[0], row[1])
+
+    def note(self, on: Any, id: int, done: tuple[int, int]) -> None:
+        noted = {"changed": done[0], "refused": done[1], "seen_at": db_now()}
+        on.execute(update(self._a).where(self._a.c.id == id).values(noted))
+
+    def record(self, on: Any, id: int, step: int, moved: Sequence[tuple[int, int]]) -> None:
+        """Write the ids and the new versions of the tasks that a step has moved."""
+        values = {"audit_id": id, "step": step, "moved": dump_json(moved)}
+        on.execute(insert(self._steps).values(values))
+
+    def recorded(self, id: int) -> Iterator[dict[int, int]]:
+        """Yield the ids and new versions that each step has recorded, the last step first."""
+        s, last = self._steps.c, MAX_INTEGER
+        while True:
+            query = select(s.step, s.moved).where(s.audit_id == id, s.step < last)
+            rows = self._db.rows(query.order_by(s.step.desc()).limit(1))
+            if not rows:
+                return
+            last = rows[0][0]
+            yield dict(json.loads(rows[0][1]))
+
+    def get(self, id: int) -> LogEntry | None:
+        return next(iter(self._entries(select(self._a).where(self._a.c.id == id))), None)
+
+    def end(self, id: int, state: str, done: tuple[int, int] | None) -> None:
+        ended: dict[str, Any] = {"state": state, "seen_at": db_now(), "finished_at": db_now()}
+        if done is not None:
+            ended |= {"changed": done[0], "refused": done[1]}
+        self._db.autocommitted(
+            lambda c: c.execute(update(self._a).where(self._a.c.id == id).values(ended))
+        )
+
+    def all(self, limit: int, before: int | None = None) -> list[LogEntry]:
+        """Return the newest rows first, by their ids; only those with ids below `before`."""
+        last = MAX_ID if before is None else min(before, MAX_ID)
+        rows = select(self._a).where(self._a.c.id < last)
+        return self._entries(rows.order_by(self._a.c.id.desc()).limit(limit))
+
+    def _entries(self, query: Select[Any]) -> list[LogEntry]:
+        return [
+            LogEntry(**{**row._mapping, "filter": json.loads(row._mapping["filter"])})
+            for row in self._db.rows(query)
+        ]
+
+    def purge(self, older_than_s: float) -> None:
+        is_old = self._a.c.seen_at < db_now_plus(-older_than_s)
+        steps = delete(self._steps).where(
+            self._steps.c.audit_id.in_(select(self._a.c.id).where(is_old))
+        )
+        self._db.autocommitted(
+            lambda c: (c.execute(steps), c.execute(delete(self._a).where(is_old)))
+        )
+
+
+# -- bulk -----------------------------------------------------------------------------------------
+
+# Moves many rows for an operator: finds them window by window, and moves some hundreds at a time.
+#
+# Nothing here waits for a lock or reads a table as a whole. Rows are found without locks, through
+# an index by due time. Then each step locks rows by their ids, and moves those that still match
+# the filter.
+
+
+#: Rows that one statement reads, plus those with the same due time as the last of them.
+WINDOW = 20_000
+
+
+class QueueStep(NamedTuple):
+    #: The rows among which windows are measured.
+    walked: list[ColumnElement[bool]]
+    #: The rows of each window that are returned.
+    wanted: list[ColumnElement[bool]]
+
+
+class Bulk:
+    def __init__(self, database: Database, schema: Schema) -> None:
+        self._db = database
+        self._t = schema.tasks
+        self._keys = TaskKeys(database, schema)
+        self._audit = Audit(database, schema)
+        self.begin, self.end, self.log = self._audit.begin, self._audit.end, self._audit.all
+        self.logged = self._audit.get
+        self._updates = {name: self._update(name) for name in ("cancel", "reschedule", "rerun")}
+
+    def now(self) -> datetime:
+        return self._db.now()
+
+    # -- find -------------------------------------------------------------------------------------
+
+    def matching(self, which: BulkFilter) -> Iterator[list[tuple[int, Status]]]:
+        """Yield (id, status) of the rows that the filter names, one window at a time."""
+        if which.where.ids is not None:
+            yield self._named(which)
+            return
+        for step in self._steps(which.looked_at, which.where.queue):
+            for rows in self._windows(which.where, step, [self._t.c.id, self._t.c.status]):
+                yield [(row[0], Status(row[1])) for row in rows]
+
+    def _named(self, which: BulkFilter) -> list[tuple[int, Status]]:
+        """Return (id, status) of the rows whose ids the filter lists."""
+        t = self._t.c
+        wanted = (self._is(which.looked_at), *conditions(self._t, which.where, self._db.can))
+        rows = self._db.rows(by_id(select(t.id, t.status).where(*wanted), self._t))
+        return [(row[0], Status(row[1])) for row in rows]
+
+    def unmoved(self, which: BulkFilter, operation: int) -> Iterator[dict[int, int]]:
+        """Yield id and version of the tasks that the operation has cancelled, step by step.
+
+        Tasks that have moved since, and tasks that the filter does not match, are left out.
+        """
+        t = self._t.c
+        query = select(t.id, t.version).where(
+            listed(self._db, t.id, "ids"),
+            self._is(which.movable),
+            *conditions(self._t, which.where, self._db.can),
+        )
+        for versions in self._audit.recorded(operation):
+            ids = {"ids": list(versions)}
+            rows = self._db.autocommitted(lambda c, ids=ids: c.execute(query, ids).all())  # type: ignore[misc]
+            yield {row[0]: row[1] for row in rows if versions[row[0]] == row[1]}
+
+    def having(
+        self,
+        statuses: frozenset[Status],
+        columns: Sequence[ColumnElement[Any]],
+        *where: ColumnElement[bool],
+    ) -> Iterator[Sequence[Any]]:
+        """Yield these columns of all rows that have one of the statuses, one window at a time.
+
+        A row that moves meanwhile may be missed.
+        """
+        for level in self._steps(statuses, None):
+            step = QueueStep(level.walked, [*level.wanted, *where])
+            yield from self._windows(Filter(), step, columns)
+
+    def _steps(self, statuses: frozenset[Status], queue: str | None) -> Iterator[QueueStep]:
+        """Yield the parts of the table that an index has in the order of due times.
+
+        Rows that wait or run are found without reading those that are finished.
+        """
+        t = self._t.c
+        for status in sorted(statuses & LIVE):
+            here = has_status(self._t, status)
+            for level in self._db.autocommitted(partial(queue_levels, t=self._t, status=status)):
+                if queue in (None, level.queue):
+                    rows = [here, t.queue == level.queue, t.priority == level.priority]
+                    yield QueueStep(rows, rows)
+        if finished := statuses - LIVE:
+            yield QueueStep([], [self._is(finished)])
+
+    def _windows(
+        self, where: Filter, step: QueueStep, columns: Sequence[ColumnElement[Any]]
+    ) -> Iterator[Sequence[Any]]:
+        due = self._t.c.expected_time
+        query = (
+            select(*columns)
+            .where(*step.wanted, *conditions(self._t, where, self._db.can))
+            .order_by(due)
+        )
+        begin: ColumnElement[bool] = due >= (where.since or earliest())
+        while True:
+            end = select(due).where(*step.walked, begin).order_by(due).offset(WINDOW - 1).limit(1)
+            ends = self._db.rows(end if where.until is None else end.where(due < where.until))
+            window = query.where(begin, *(due <= row[0] for row in ends))
+            yield self._db.rows(window)
+            if not ends or ends[0][0] == LATEST:
+                return
+            begin = due > ends[0][0]
+
+    def _is(self, statuses: frozenset[Status]) -> ColumnElement[bool]:
+        return unindexed(self._t.c.status).in_(sorted(map(int, statuses)))
+
+    # -- move -------------------------------------------------------------------------------------
+
+    def step(
+        self,
+        run: int,
+        which: BulkFilter,
+        ids: Sequence[int],
+        to: To,
+        done: tuple[int, int],
+        versions: Mapping[int, int] | None = None,
+    ) -> Step:
+        """Move these rows if they still match the filter, and still have these `versions` if given.
+
+        `done` is what the audit row of the operation counts. It is updated in the same transaction,
+        so a step whose answer was lost is not done again.
+        """
+        tried: list[Step] = []
+
+        def work(connection: Any) -> Step:
+            counts = self._audit.counts(connection, run)
+            if tried and counts not in (None, done):
+                return tried[-1]
+            step = self._step(connection, which, ids, to, versions)
+            tried.append(step)
+            if step.moved and which.move == "cancel":
+                cancelled = [(entry.id, entry.version) for entry in step.moved]
+                self._audit.record(connection, run, sum(done), cancelled)
+            self._audit.note(connection, run, (done[0] + len(step.moved), done[1] + step.refused))
+            return step
+
+        return self._db.transaction(work)
+
+    def note(self, run: int, done: tuple[int, int]) -> None:
+        """Count tasks that were moved outside of a step."""
+        self._db.autocommitted(lambda c: self._audit.note(c, run, done))
+
+    def _step(
+        self,
+        on: Any,
+        which: BulkFilter,
+        ids: Sequence[int],
+        to: To,
+        versions: Mapping[int, int] | None,
+    ) -> Step:
+        t, is_rerun = self._t.c, which.move == "rerun"
+        named = [
+            listed(self._db, t.id, "ids"),
+            self._is(which.movable),
+            *conditions(self._t, which.where, self._db.can),
+        ]
+        due = func.coalesce(t.due_time, t.expected_time)
+        look = select(t.id, t.tag, t.task_key, t.version, due).where(*named).order_by(t.id)
+        seen = on.execute(look, {"ids": ids}).all()
+        seen = [row for row in seen if versions is None or versions[row[0]] == row[3]]
+        with_key = [row for row in seen if row[2] is not None]
+        left_out = (
+            {row[0] for row in with_key} if is_rerun else self._busy_keys(on, which.move, with_key)
+        )
+        free = [row[0] for row in seen if row[0] not in left_out]
+        locked = self._lock(on, named, free)
+        locked = [row for row in locked if versions is None or versions[row[0]] == row[1]]
+        moved = self._moved(on, which.move, locked, to)
+        if which.move == "cancel":
+            taken = {entry.id for entry in moved}
+            self._keys.release_all(on, [row for row in with_key if row[0] in taken])
+        keyed = [(row[0], row[3], row[4]) for row in with_key] if is_rerun else []
+        taken = {row[0] for row in [*locked, *keyed]}
+        busy = [row[0] for row in seen if row[0] not in taken]
+        return Step(moved, len(ids) - len(moved) - len(busy) - len(keyed), busy, keyed)
+
+    def _busy_keys(self, on: Any, move: str, with_key: Sequence[Any]) -> set[int]:
+        """Lock keys before tasks, as every transaction does. Return tasks whose keys are locked
+        elsewhere."""
+        if move != "cancel" or not with_key:
+            return set()
+        locked = {row[0] for row in self._keys.lock_all(on, with_key)}
+        others = [row for row in with_key if row[0] not in locked]
+        return {row[0] for row in self._keys.owned(on, others)}
+
+    def _lock(
+        self, on: Any, named: Sequence[ColumnElement[bool]], ids: Sequence[int]
+    ) -> Sequence[Any]:
+        t = self._t.c
+        due = func.coalesce(t.due_time, t.expected_time)
+        columns = t.id, t.version, t.expected_time, t.queue, t.priority, due
+        lock = select(*columns).where(*named).order_by(t.id)
+        return on.execute(lock.with_for_update(skip_locked=True), {"ids": ids}).all() if ids else []
+
+    def _moved(self, on: Any, move: str, locked: Sequence[Any], to: To) -> list[Entry]:
+        """Move the locked rows, fenced by the versions that were read."""
+        is_relative = isinstance(to, timedelta | Spread)
+        now = on.execute(select(db_now())).scalar_one() if is_relative else None
+        rows, entries = [], []
+        for id, version, expected, queue, priority, due in locked:
+            new = new_due(id, due, to, now)
+            rows.append(
+                {"id": id, "version": version, "expected_time": instant_text(self._db, new)}
+            )
+            entries.append(Entry(id, following(version), to_us(new or expected), queue, priority))
+        if rows:
+            result = on.execute(
+                self._updates[move], {"rows": dump_json(rows), "ids": [row["id"] for row in rows]}
+            )
+            check_row_count(result.rowcount, len(rows), f"tasks to {move}")
+        return entries
+
+    def _update(self, move: str) -> Update:
+        t, w = self._t, json_rows(self._db, ("id", "version", "expected_time"))
+        values = moved(
+            t,
+            move,
+            expected_time=func.coalesce(w.c.expected_time, t.c.expected_time),
+            due_time=case((w.c.expected_time.is_(None), t.c.due_time), else_=None),
+            cancel_request=None,
+            **({"runs": 0, "lapses": 0} if move == "rerun" else {}),
+        )
+        mine = listed(self._db, t.c.id, "ids")  # else a small table would be scanned
+        return update(t).where(mine, t.c.id == w.c.id, t.c.version == w.c.version).values(values)

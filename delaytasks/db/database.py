@@ -1,0 +1,499 @@
+"""A database with its connections: transactions, statements that are repeated, and the kept
+connection."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from datetime import datetime
+from functools import partial
+from typing import Any, TypeVar
+
+from sqlalchemy import URL, Connection, Engine, Select, event, exc, make_url, select
+from sqlalchemy.util import await_only, greenlet_spawn
+from sqlalchemy.util.concurrency import in_greenlet
+
+from delaytasks.db.answer_limit import BoundedStep
+from delaytasks.db.driver_errors import (
+    TRIES,
+    first_cause,
+    forget_details,
+    is_demoted,
+    is_unsure,
+    is_worth_a_retry,
+    translate,
+    unknown_outcome,
+)
+from delaytasks.db.engines import (
+    SEVERAL_HOSTS,
+    addresses_of,
+    check_sqlite_file,
+    create_sqlite_file,
+    has_input,
+    make_engine,
+    masked,
+)
+from delaytasks.db.types import capabilities_of, db_now
+from delaytasks.loops import ThreadPool
+from delaytasks.model.clock import from_us, reset_in_child
+from delaytasks.model.errors import (
+    ConfigError,
+    DuplicateTaskError,
+    SessionUnusableError,
+    StoreUnavailableError,
+    TaskStateError,
+)
+from delaytasks.model.text import TABLES_REMEDY
+
+# -- Runs the synchronous code on the caller's `AsyncSession` or `AsyncConnection` ----------------
+
+# SQLAlchemy runs the code in a greenlet of the event loop's thread. A statement on the caller's
+# connection switches to the event loop until the answer arrives. All other calls that wait for a
+# network leave this thread through `off_the_loop`.
+
+
+T = TypeVar("T")
+#: The threads of `off_the_loop`. They send messages of committed tasks.
+_threads = ThreadPool(4, "delaytasks-loop")
+
+
+async def run_in_session(session: Any, call: Callable[[Any], T]) -> T:
+    """Return `call(session)`, where `call` gets the synchronous form of the caller's session.
+
+    Raises
+    ------
+    SessionUnusableError
+        If the session is not asynchronous, or its connection was not opened.
+    """
+    given = type(session).__name__
+    if callable(getattr(session, "registry", None)):
+        session = session()  # async_scoped_session
+    if not inspect.iscoroutinefunction(getattr(session, "run_sync", None)):
+        raise SessionUnusableError(
+            f"the asynchronous methods take an AsyncSession or AsyncConnection as session=, not "
+            f"{given}: with a Session or Connection, call the synchronous method"
+        )
+    try:
+        result: T = await session.run_sync(call)
+    except exc.InvalidRequestError as error:  # such as a connection that was not opened
+        raise SessionUnusableError(f"the caller's session cannot be used: {error}") from error
+    return result
+
+
+def is_on_the_loop() -> bool:
+    """Whether SQLAlchemy runs this code in a greenlet of an event loop's thread."""
+    return "greenlet" in sys.modules and in_greenlet()
+
+
+async def on_the_loop(call: Callable[[], T]) -> T:
+    """Return `call()`, which runs in a greenlet of the event loop's thread."""
+    result: T = await greenlet_spawn(call)
+    return result
+
+
+def awaited_on_the_loop(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Await the coroutine, with the present context variables, in the event loop of this thread."""
+    return await_only(asyncio.ensure_future(coroutine))
+
+
+def off_the_loop(call: Callable[[], T]) -> T:
+    """Return `call()`, which runs in another thread if this is the thread of an event loop.
+
+    If the waiting task is cancelled meanwhile, the call goes on.
+    """
+    return await_only(_in_thread(call)) if is_on_the_loop() else call()
+
+
+async def _in_thread(call: Callable[[], T]) -> T:
+    return await asyncio.shield(asyncio.wrap_future(_threads.submit(call)))
+
+
+# -- Keeps one connection outside its pool, for statements that are sent past SQLAlchemy ----------
+
+# For a prepared statement, checking a connection out of SQLAlchemy's pool and in again takes
+# longer than everything else that the process does.
+
+
+#: Bounds the wait for the answers on a connection.
+Bounded = Callable[[Connection], AbstractContextManager[object]]
+#: The connections that the parent of this process kept. They are never released, since releasing
+#: one returns it to the parent's pool, whose lock another thread may have held during the fork.
+_of_parent: list[Connection] = []
+
+
+class KeptConnection:
+    """Lends connections of an engine that commits each statement by itself.
+
+    A connection is kept for the next use if SQLAlchemy has begun nothing on it, as after a prepared
+    statement. While it is in use, another thread gets a connection of the pool.
+    """
+
+    def __init__(self, bounded: Bounded) -> None:
+        self._bounded = bounded
+        #: The kept connection, if it is not in use. `clear` replaces the list, so that a connection
+        #: that was in use meanwhile is not kept.
+        self._free: list[Connection] = []
+
+    @contextmanager
+    def use(self, engine: Engine) -> Iterator[Connection]:
+        free = self._free
+        connection = self._take(free) or engine.connect()
+        try:
+            with self._bounded(connection):
+                yield connection
+        except BaseException:
+            connection.close()
+            raise
+        is_unused = not connection.in_transaction() and not connection.invalidated
+        if is_unused and free is self._free and not free:
+            free.append(connection)
+        else:
+            connection.close()
+
+    def clear(self) -> None:
+        """Close the kept connection."""
+        free, self._free = self._free, []
+        with suppress(IndexError):  # another thread may take it from the list meanwhile
+            while True:
+                free.pop().close()
+
+    def after_fork(self) -> None:
+        _of_parent.extend(self._free)
+        self._free = []
+
+    def _take(self, free: list[Connection]) -> Connection | None:
+        try:
+            connection = free.pop()
+        except IndexError:
+            return None
+        driver_connection = connection.connection.driver_connection
+        if has_input(driver_connection):  # the server has ended it
+            connection.invalidate()
+            connection.close()
+            return None
+        return connection
+
+
+#: No further try begins after this time, since the caller waits for an answer.
+RETRY_FOR_S = 5.0
+
+#: The drivers of our own connections, with which the tests run. The first one is the default.
+_DRIVERS = {
+    "postgresql": ("psycopg2", "psycopg"),
+    "mysql": ("pymysql",),
+    "mariadb": ("pymysql",),
+    "sqlite": ("pysqlite",),
+}
+#: Drivers that a URL shared with the caller's application may name. They reach the same database.
+_OTHER_DRIVERS = frozenset(
+    "psycopg2cffi asyncpg pg8000 aiosqlite mysqldb mysqlconnector mariadbconnector cymysql "
+    "aiomysql asyncmy".split()
+)
+
+
+def normalize_url(text: str) -> URL:
+    """Return the URL with the driver that delaytasks uses.
+
+    Another driver of the application's is replaced by the default driver.
+    """
+    try:
+        url = make_url(text)
+    except (exc.ArgumentError, ValueError):  # a wrong port
+        remedy = f"; {SEVERAL_HOSTS}" if "," in text else ""
+        fact = "delaytasks_database_url is not a database URL (dialect://user:password@host/name)"
+        raise ConfigError(fact + remedy) from None
+    backend, _, driver = url.drivername.partition("+")
+    backend = {"postgres": "postgresql"}.get(backend, backend)
+    driver = {"psycopg_async": "psycopg"}.get(driver, driver)  # one package has both
+    capabilities_of(backend)
+    drivers = _DRIVERS[backend]
+    if driver and driver not in drivers and driver not in _OTHER_DRIVERS:
+        raise ConfigError(
+            f"delaytasks_database_url names the driver {driver!r}, and delaytasks connects with "
+            f"{' or '.join(drivers)}: begin the URL with {backend}:// or "
+            f"{backend}+{drivers[0]}://"
+        )
+    ours = driver if driver in drivers else drivers[0]
+    if driver == "asyncpg" and "ssl" in url.query:  # asyncpg's name of libpq's sslmode
+        url = url.update_query_dict({"sslmode": url.query["ssl"]}).difference_update_query(["ssl"])
+    return url.set(drivername=backend if backend == "sqlite" else f"{backend}+{ours}")
+
+
+class Database:
+    """Two engines on one database: `auto` for single statements, `tx` for transactions."""
+
+    def __init__(self, url: str, pool_size: int = 5, tables_remedy: str = TABLES_REMEDY) -> None:
+        self.url = normalize_url(url)
+        #: What the user does if tables are missing or old, for messages.
+        self.tables_remedy = tables_remedy
+        self.addresses = addresses_of(self.url)
+        #: The name of the kind of database, for `for_database`.
+        self.backend = self.url.get_backend_name()
+        self.can = capabilities_of(self.backend)
+        self._pool_size = pool_size
+        self._expects_file = False
+        self._lock = threading.Lock()
+        self._auto: Engine | None = None
+        self._tx: Engine | None = None
+        self._kept = KeptConnection(self.bounded)
+        reset_in_child(self)
+
+    def may_be_at(self, url: URL) -> bool:
+        """Return whether `url` may lead to this database."""
+        return bool(self.addresses & addresses_of(url))
+
+    @property
+    def shown_url(self) -> str:
+        """The URL without its password."""
+        return masked(self.url)
+
+    def remedy_at(self, url: URL) -> str:
+        """Return what the user does if a session on `url` does not find the tables."""
+        if self.may_be_at(url):
+            return f"to make the tables, {self.tables_remedy}"
+        return (
+            f"the session is on {masked(url)}, and "
+            f"database_url is {self.shown_url}: open the session on that database; if both are "
+            f"the same database, {self.tables_remedy}"
+        )
+
+    @property
+    def auto(self) -> Engine:
+        return self._auto or self._make("_auto", "AUTOCOMMIT")
+
+    @property
+    def tx(self) -> Engine:
+        return self._tx or self._make("_tx", "READ COMMITTED")
+
+    def bounded(self, connection: Connection) -> AbstractContextManager[object]:
+        """Bound the wait for the answers on a connection, all together."""
+        # SQLite has no server, and waits for locks only.
+        return nullcontext() if self.backend == "sqlite" else BoundedStep(connection, self.dispose)
+
+    @contextmanager
+    def begin(self) -> Iterator[Connection]:
+        """Begin a transaction of our own, READ COMMITTED, and commit it at the end."""
+        with self.tx.connect() as connection, self.bounded(connection), connection.begin():
+            yield connection
+
+    def connect(self) -> AbstractContextManager[Connection]:
+        """Lend the kept connection, or another one that commits each statement by itself."""
+        return self._kept.use(self.auto)
+
+    def autocommitted(
+        self,
+        work: Callable[[Any], T],
+        on: Any = None,
+        unknown_id: int | None = None,
+        tries: int = TRIES,
+    ) -> T:
+        """Run `work` on the caller's connection `on`, or on a connection of our own on which each
+        statement is a transaction."""
+        if on is not None:
+            return work(on)
+        return self.repeat(work, self.connect, unknown_id, tries)
+
+    def transaction(
+        self, work: Callable[[Any], T], on: Any = None, unknown_id: int | None = None
+    ) -> T:
+        """Run `work` on the caller's connection `on`, or in a transaction of our own, which is
+        tried again as a whole."""
+        if on is not None:
+            return work(on)
+        return self.repeat(work, self.begin, unknown_id)
+
+    def rows(self, query: Select[Any]) -> Sequence[Any]:
+        return self.autocommitted(lambda c: c.execute(query).all())
+
+    def now(self, tries: int = TRIES) -> datetime:
+        def ask(connection: Any) -> datetime:
+            with self.bounded(connection):
+                instant: datetime = connection.execute(select(db_now())).scalar_one()
+            return instant
+
+        # A clock holds a lock meanwhile, so an event loop must not run other calls of this thread.
+        return self.repeat(ask, self.auto.connect, tries=tries, may_switch=False)
+
+    def stream(
+        self, query: Select[Any], size: int, may_take_long: bool = False
+    ) -> Iterator[Sequence[Any]]:
+        """Yield the rows of a query in the order in which the database finds them, `size` at a
+        time. The wait for them is bounded each time, unless the query `may_take_long`."""
+        bounded: Bounded = nullcontext if may_take_long else self.bounded
+        engine = self.tx if self.can.server_side_cursors else self.auto
+
+        def begin() -> tuple[ExitStack, Any, Iterator[Sequence[Any]]]:
+            with ExitStack() as opened:
+                connection = opened.enter_context(
+                    engine.connect().execution_options(yield_per=size)
+                )
+                step = bounded(connection)
+                with step:
+                    result = opened.enter_context(connection.execute(query))
+                return opened.pop_all(), step, result.partitions()
+
+        opened, step, parts = self.run(begin)
+        try:
+            while True:
+                with step:
+                    part = next(parts, None)
+                if part is None:
+                    return
+                yield part
+        except exc.DBAPIError as error:
+            raise self._translated(error) from error
+        finally:
+            # The end of the transaction waits for an answer too. Nothing depends on it.
+            with suppress(exc.DBAPIError), step:
+                opened.close()
+
+    def owns(self, connection: Any) -> bool:
+        """Whether the connection is one of ours, not a caller's."""
+        return isinstance(connection, Connection) and connection.engine in (self._auto, self._tx)
+
+    def after_fork(self) -> None:
+        """Drop the parent's connections: a forked child must neither use nor close them."""
+        self._lock = threading.Lock()
+        self._kept.after_fork()
+        self.dispose(close=False)
+
+    def dispose(self, close: bool = True) -> None:
+        self._kept.clear()
+        for engine in (self._auto, self._tx):
+            if engine is not None:
+                engine.dispose(close=close)
+
+    def run(self, work: Callable[[], T], unknown_id: int | None = None) -> T:
+        """Call `work`, which opens its own connections, and repeat it as `repeat` does."""
+        return self.repeat(lambda _: work(), nullcontext, unknown_id)
+
+    def repeat(
+        self,
+        work: Callable[[Any], T],
+        connect: Callable[[], AbstractContextManager[Any]],
+        unknown_id: int | None = None,
+        tries: int = TRIES,
+        may_switch: bool = True,
+    ) -> T:
+        """Call `work` with a connection, and repeat this after an error if that is safe.
+
+        It is safe after a conflict, and after a lost connection too, because each of our statements
+        is fenced by a version or names its own ids. Driver errors become errors of
+        `delaytasks.model.errors`. `unknown_id` is the task that `work` changes, for the error
+        raised if its outcome is unknown. In the thread of an event loop, another thread does all
+        this, unless `may_switch` is False.
+        """
+        if may_switch and is_on_the_loop():
+            return off_the_loop(partial(self.repeat, work, connect, unknown_id, tries))
+        began, is_sent = time.monotonic(), False
+        for attempt in range(1, tries + 1):
+            try:
+                with connect() as connection:
+                    return work(connection)
+            except TaskStateError as refusal:
+                if not is_sent or unknown_id is None or isinstance(refusal, DuplicateTaskError):
+                    raise
+                # This try may have met the result of an earlier one, whose answer was lost.
+                raise unknown_outcome(str(refusal), unknown_id) from refusal
+            except exc.DBAPIError as raised:
+                error = first_cause(raised)
+                # An earlier try may have been executed, whatever the last error is.
+                is_sent = is_sent or is_unsure(error)
+                if is_demoted(error.orig):
+                    self.dispose()  # the other connections of the pools lead to the same server
+                is_over = attempt == tries or time.monotonic() - began > RETRY_FOR_S
+                if is_over or not is_worth_a_retry(error):
+                    forget_details(error)
+                    raise self._translated(error, unknown_id if is_sent else None) from error
+                time.sleep(random.uniform(0.01, 0.05) * 2**attempt)
+            except exc.TimeoutError as error:
+                pool = f"setting pool_size = {self._pool_size}"
+                reason = f"the database has no free connection ({pool}): {error}"
+                if is_sent and unknown_id is not None:
+                    raise unknown_outcome(reason, unknown_id) from error
+                raise StoreUnavailableError(reason) from error
+        raise AssertionError("unreachable")
+
+    def _translated(self, error: exc.DBAPIError, unknown_id: int | None = None) -> Exception:
+        return translate(error, unknown_id, self.tables_remedy, self.shown_url)
+
+    def expect_file(self) -> None:
+        """From now on raise an error if the SQLite file is missing. Else connecting makes an empty
+        file."""
+        self._expects_file = True
+
+    def _before_connecting(self, *_: Any) -> None:
+        if self._expects_file:
+            check_sqlite_file(self.url, self.tables_remedy)
+        create_sqlite_file(self.url)
+
+    def _make(self, attribute: str, isolation_level: str) -> Engine:
+        with self._lock:
+            engine: Engine | None = getattr(self, attribute)
+            if engine is None:
+                engine = make_engine(self.url, self._pool_size, isolation_level)
+                event.listen(engine, "do_connect", self._before_connecting)
+                setattr(self, attribute, engine)
+            return engine
+
+
+# -- Lets the statements of delaytasks read a test's clock instead of the database's clock --------
+
+
+#: What marks a statement as one of ours: the names of the tables, or the label of the time.
+_OUR_NAMES = ("yb_delay_", "db_now")
+#: The statement clock of each database as `delaytasks.db.types` writes it, and the notation of
+#: an instant in its place.
+_CLOCKS = {
+    "postgresql": ("clock_timestamp()", "CAST('{}+00:00' AS TIMESTAMPTZ)"),
+    "mysql": ("UTC_TIMESTAMP(6)", "CAST('{}' AS DATETIME(6))"),
+    "mariadb": ("UTC_TIMESTAMP(6)", "CAST('{}' AS DATETIME(6))"),
+    "sqlite": ("%f000', 'now'", "%f000', '{}'"),
+}
+
+
+class SimulatedTime:
+    """Rewrites statements.
+
+    The text of a statement changes with each instant, so statements must not be prepared.
+
+    Parameters
+    ----------
+    now_us
+        Returns the microseconds since 1970, in whole milliseconds: SQLite's clock has no more.
+    """
+
+    def __init__(self, now_us: Callable[[], int]) -> None:
+        self._now_us = now_us
+
+    def rewritten(self, statement: str, dialect: str) -> str:
+        """Return the statement with the test's instant in place of the database's clock."""
+        clock, literal = _CLOCKS[dialect]
+        if clock not in statement or not any(mark in statement for mark in _OUR_NAMES):
+            return statement
+        instant = from_us(self._now_us()).strftime("%Y-%m-%d %H:%M:%S.%f")
+        if dialect == "sqlite":
+            instant = instant[:-3]
+        return statement.replace(clock, literal.format(instant))
+
+    @contextmanager
+    def on_engines(self) -> Iterator[None]:
+        """Rewrite the statements of all engines of this process, the application's included."""
+        event.listen(Engine, "before_cursor_execute", self._before_execute, retval=True)
+        try:
+            yield
+        finally:
+            event.remove(Engine, "before_cursor_execute", self._before_execute)
+
+    def _before_execute(
+        self, connection: Any, _cursor: Any, statement: str, parameters: Any, *_: Any
+    ) -> tuple[str, Any]:
+        if connection.dialect.name in _CLOCKS:
+            statement = self.rewritten(statement, connection.dialect.name)
+        return statement, parameters

@@ -1,0 +1,574 @@
+"""Checks what callers schedule, writes the rows, and arms them after the commit."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from datetime import datetime, timedelta
+from fnmatch import translate
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+
+from delaytasks.events import Events
+from delaytasks.model.body import FIRST_VERSION, check_version, encode_body, plain
+from delaytasks.model.celery_calls import add_trace
+from delaytasks.model.clock import Clock, from_us
+from delaytasks.model.errors import (
+    DuplicateTaskError,
+    InvalidInputError,
+    OutcomeUnknownError,
+    StoreUnavailableError,
+)
+from delaytasks.model.filters import batches
+from delaytasks.model.ids import check_id
+from delaytasks.model.inputs import (
+    Spread,
+    check_delay,
+    check_due,
+    check_instant,
+    check_key,
+    check_limit_key,
+    check_period,
+    check_priority,
+    check_queue,
+    check_shift,
+    check_tag,
+    check_wait,
+    encode_meta,
+    share_of,
+)
+from delaytasks.model.interfaces import CallerConnection, Entry, Timer, Transaction
+from delaytasks.model.moves import Status
+from delaytasks.model.retry_schedule import MAX_RETRY_DELAY_S, retry_schedule_of
+from delaytasks.model.task import DelayedTask, NewTask, OnConflict
+from delaytasks.model.text import shown
+from delaytasks.registry import ProcessorSpec, Registry
+from delaytasks.settings import Settings
+
+if TYPE_CHECKING:
+    from delaytasks.db.task_rows import Tasks
+
+# -- Selects the queue of a tag -------------------------------------------------------------------
+
+
+_WILDCARD = re.compile(r"\[.*?\]|[*?]")
+
+
+class QueueRouting:
+    """The queue of the tag's processor, else of the setting `queues`, else the default queue.
+
+    The setting maps tags and patterns to queues. A tag goes before patterns, and a pattern with
+    more characters that are no wildcards goes before one with fewer.
+    """
+
+    def __init__(self, settings: Settings, registry: Registry) -> None:
+        self._registry = registry
+        self._default = settings.default_queue
+        self._named = settings.queues
+        patterns = sorted(
+            filter(_WILDCARD.search, self._named), key=lambda p: -len(_WILDCARD.sub("", p))
+        )
+        self._patterns = [
+            (re.compile(translate(pattern)), self._named[pattern]) for pattern in patterns
+        ]
+
+    def of(self, tag: str) -> str:
+        queue = self._registry.queue_of(tag) or self._named.get(tag)
+        if queue is not None:
+            return queue
+        return next(
+            (queue for pattern, queue in self._patterns if pattern.match(tag)), self._default
+        )
+
+    def all(self) -> set[str]:
+        """Return the queues that a tag can have."""
+        return {self._default, *self._named.values(), *self._registry.queues()}
+
+
+# -- Checks the arguments of a call and builds the tasks. Nothing is written here -----------------
+
+
+class Tag(NamedTuple):
+    """A checked tag, with the queue and the processor of its tasks."""
+
+    name: str
+    queue: str
+    processor: ProcessorSpec | None
+
+
+class RowBatch(NamedTuple):
+    """Tasks that are written in one transaction."""
+
+    #: Tasks that one statement inserts.
+    plain: list[DelayedTask]
+    #: Tasks with a key or with the caller's id, which are inserted one by one; the flag says that
+    #: the id is the caller's.
+    named: list[tuple[DelayedTask, bool]]
+
+    @property
+    def first(self) -> DelayedTask:
+        return self.plain[0] if self.plain else self.named[0][0]
+
+
+class BuildCache:
+    """Checked values that tasks of the same call share."""
+
+    def __init__(self, now: datetime) -> None:
+        self.now = now
+        self.tags: dict[str, Tag] = {}
+        #: For each delay, the due time and the delay in whole seconds.
+        self.delays: dict[Any, tuple[datetime, int]] = {}
+
+
+class TaskBuilder:
+    def __init__(
+        self,
+        settings: Settings,
+        make_id: Callable[[], int],
+        registry: Registry,
+        queues: QueueRouting,
+    ) -> None:
+        self._settings = settings
+        self._make_id = make_id
+        self._registry = registry
+        self._queues = queues
+
+    def many(
+        self, asked: Iterable[NewTask], on_conflict: OnConflict, now: datetime
+    ) -> list[DelayedTask]:
+        """Build the tasks as if all of them were scheduled at `now`."""
+        check_on_conflict(on_conflict)
+        cache = BuildCache(now)
+        tasks = [self._build(new, on_conflict, cache) for new in asked]
+        add_trace(tasks)
+        return tasks
+
+    def batch(self, asked: Iterable[NewTask], on_conflict: OnConflict, now: datetime) -> RowBatch:
+        """Build the tasks that are written in one transaction."""
+        named: list[NewTask] = []
+
+        def unnamed() -> Iterator[NewTask]:
+            for new in asked:
+                if new.key is None and new.id is None:
+                    yield new
+                else:
+                    named.append(new)
+
+        plain = self.many(unnamed(), on_conflict, now)
+        tasks = self.many(named, on_conflict, now)
+        has_own_id = (new.id is not None for new in named)
+        return RowBatch(plain, list(zip(tasks, has_own_id, strict=True)))
+
+    def _build(self, new: NewTask, on_conflict: OnConflict, cache: BuildCache) -> DelayedTask:
+        tag = cache.tags.get(new.tag) if type(new.tag) is str else None
+        if tag is None:
+            tag = self._tag(new.tag)
+            cache.tags[tag.name] = tag
+        id = self._make_id() if new.id is None else check_id(new.id)
+        due, delay_s = self._due(new, cache)
+        if new.jitter is not None:
+            due, delay_s = self._spread(new, id, due, cache)
+        max_wait_s = _max_wait_s(new, on_conflict, self._settings.max_delay_s)
+        if max_wait_s is not None:
+            due = min(due, cache.now + timedelta(seconds=max_wait_s))
+        body = plain(new.body)
+        body_json = encode_body(body, self._settings.max_body_bytes)
+        limit_key, processor = new.limit_key, tag.processor
+        body_version = _body_version(new, processor)
+        if processor is not None:
+            if limit_key is None and processor.limit_key is not None:
+                limit_key = processor.limit_key(body)
+            if processor.schema is not None:
+                self._check_body(processor, body_version, body_json)
+        return DelayedTask(
+            id=id,
+            tag=tag.name,
+            body_json=body_json,
+            expected_time=due,
+            queue=tag.queue if new.queue is None else check_queue(new.queue),
+            priority=check_priority(new.priority),
+            key=None if new.key is None else check_key(new.key),
+            delay_s=delay_s,
+            headers_json=_headers(new, max_wait_s, body_version),
+            limit_key=None if limit_key is None else check_limit_key(limit_key),
+            create_time=cache.now,
+            meta_json=None if new.meta is None else encode_meta(new.meta),
+        )
+
+    @staticmethod
+    def _check_body(processor: ProcessorSpec, version: int, body_json: str) -> None:
+        """Convert the value that the worker will read, as the worker will do it."""
+        body, versions = json.loads(body_json), processor.versions
+        if versions is not None and versions.is_newer(version):
+            return
+        processor.checked(body if versions is None else versions.upgraded(body, version))
+
+    def _due(self, new: NewTask, cache: BuildCache) -> tuple[datetime, int]:
+        """Return the due time, and the seconds until then."""
+        check_due(new.delay, new.at)
+        if new.at is not None:
+            due = max(check_instant(new.at), cache.now)
+            return due, math.ceil(
+                check_delay(due - cache.now, self._settings.max_delay_s, "at").total_seconds()
+            )
+        is_number = type(new.delay) in (int, float)
+        found = cache.delays.get(new.delay) if is_number else None
+        if found is None:
+            delay = check_delay(new.delay, self._settings.max_delay_s)
+            found = cache.now + delay, math.ceil(delay.total_seconds())
+            if is_number:
+                cache.delays[new.delay] = found
+        return found
+
+    def _spread(
+        self, new: NewTask, id: int, due: datetime, cache: BuildCache
+    ) -> tuple[datetime, int]:
+        """Return a due time in the period after `due`, and the seconds until then.
+
+        A call that repeats an earlier one, by the same id or key, gets the same place in the
+        period.
+        """
+        max_s = self._settings.max_delay_s
+        period = check_period(new.jitter, max_s)
+        name = str(id) if new.key is None else f"{new.tag}\0{new.key}"
+        # The sum is checked, since the due time itself may be as late as `max_delay_s` allows.
+        delay = check_delay(due - cache.now + share_of(name) * period, max_s, "jitter")
+        return cache.now + delay, math.ceil(delay.total_seconds())
+
+    def _tag(self, asked: object) -> Tag:
+        name = check_tag(asked)
+        processor = self._registry.get(name)
+        if processor is None:
+            self._registry.check_unknown(name, self._settings.tags)
+        return Tag(name, self._queues.of(name), processor)
+
+
+def popped(items: list[NewTask]) -> Iterator[NewTask]:
+    """Remove and yield each item: with fewer live objects, garbage collections are rarer."""
+    items.reverse()
+    while items:
+        yield items.pop()
+
+
+def check_on_conflict(on_conflict: object) -> None:
+    if on_conflict not in get_args(OnConflict):
+        raise InvalidInputError(
+            f"on_conflict is 'reject', 'keep', 'replace' or 'take', not {shown(on_conflict)}",
+            "on_conflict",
+        )
+
+
+def _max_wait_s(new: NewTask, on_conflict: OnConflict, longest_s: float) -> float | None:
+    if new.max_wait is None:
+        return None
+    if new.key is None or on_conflict != "replace":
+        raise InvalidInputError(
+            "max_wait is for a key= with on_conflict='replace': no other call defers a task",
+            "max_wait",
+        )
+    seconds = check_wait(new.max_wait, longest_s, "max_wait")
+    if seconds == 0:
+        raise InvalidInputError("max_wait is more than 0", "max_wait")
+    return seconds
+
+
+def _body_version(new: NewTask, processor: ProcessorSpec | None) -> int:
+    if new.body_version is None:
+        versions = None if processor is None else processor.versions
+        return FIRST_VERSION if versions is None else versions.version
+    return check_version(new.body_version)
+
+
+def _headers(new: NewTask, max_wait_s: float | None, body_version: int) -> str | None:
+    """Return the column `headers`: the version of the body, and the options of the task itself."""
+    options = (new.retries, new.max_late, max_wait_s)
+    if body_version == FIRST_VERSION and options == (None, None, None):
+        return None
+    headers: dict[str, Any] = {}
+    if body_version != FIRST_VERSION:
+        headers["body_version"] = body_version
+    if new.retries is not None:
+        retry_schedule = retry_schedule_of(new.retries)
+        headers["retry"] = {
+            "retry_delays_s": retry_schedule.retry_delays_s,
+            "variation": retry_schedule.variation,
+        }
+    if new.max_late is not None:
+        headers["max_late_s"] = check_wait(new.max_late, MAX_RETRY_DELAY_S, "max_late")
+    if max_wait_s is not None:
+        headers["max_wait_s"] = max_wait_s
+    return json.dumps(headers, separators=(",", ":"))
+
+
+#: Producers arm a little beyond the horizon. A row that is committed while a sweep reads is then
+#: armed by the producer or found by the sweep.
+SLACK_US = 1_000_000
+#: A row in a caller's transaction is kept for arming if it is due within the horizon and this time.
+#: If the commit comes even later, the sweep finds the row.
+TRANSACTION_US = 3_600_000_000
+#: A row that is armed just before its commit is due no earlier than this. Otherwise a worker could
+#: look for the row before the commit.
+COMMIT_US = 50_000
+#: Rows in one batch of `schedule_many`.
+BULK = 5000
+ID_TRIES = 5
+#: Notifies workers of entries when a transaction is committed.
+Notify = Callable[[Sequence[Entry], CallerConnection], None]
+#: Is called with the tasks of each batch that was written.
+OnBatch = Callable[[Sequence[DelayedTask]], None]
+
+
+class Producer:
+    def __init__(
+        self,
+        settings: Settings,
+        store: Tasks,
+        clock: Clock,
+        make_id: Callable[[], int],
+        timer: Timer,
+        registry: Registry,
+        queues: QueueRouting,
+        events: Events,
+        notify: Notify | None = None,
+    ) -> None:
+        self._settings = settings
+        self._store = store
+        self._clock = clock
+        self._make_id = make_id
+        self._timer = timer
+        self._events = events
+        self._notify = notify
+        self._builder = TaskBuilder(settings, make_id, registry, queues)
+
+    # -- one --------------------------------------------------------------------------------------
+
+    def schedule(
+        self, new: NewTask, on_conflict: OnConflict, transaction: Transaction | None
+    ) -> DelayedTask:
+        (task,), has_own_id = self.build([new], on_conflict), new.id is not None
+        with transaction.guard(task.id) if transaction is not None else nullcontext() as on:
+            is_new = task.key is None and self._store.insert(task, on)
+            if not is_new:
+                is_id_taken = task.key is None
+                task, is_new = self._write(task, on_conflict, has_own_id, on, is_id_taken)
+        if is_new:
+            self._events.emit("task.scheduled", **task.event_fields)
+        if is_new or (has_own_id and task.status is Status.NOT_COMPLETE):
+            # An earlier call with this id may have written the row and not have armed it.
+            self.arm_after_commit([task], transaction)
+        return task
+
+    def build(self, asked: Iterable[NewTask], on_conflict: OnConflict) -> list[DelayedTask]:
+        """Return the checked tasks; write nothing."""
+        return self._builder.many(asked, on_conflict, self._clock.certain_now())
+
+    def _write(
+        self,
+        task: DelayedTask,
+        on_conflict: OnConflict,
+        has_own_id: bool,
+        on: CallerConnection | None,
+        is_id_taken: bool = False,
+    ) -> tuple[DelayedTask, bool]:
+        """Return the task that is stored afterwards, and whether it is new."""
+        for _ in range(ID_TRIES):
+            try:
+                if task.key is not None:
+                    stored, is_new = self._store.insert_keyed(task, on_conflict, on)
+                    return stored, is_new or (stored.id == task.id and not has_own_id)
+                if not is_id_taken and self._store.insert(task, on):
+                    return task, True
+            except DuplicateTaskError as error:
+                if error.id != task.id:
+                    raise
+            is_id_taken = False
+            existing = self._existing(task.id, on)
+            if existing is not None and (has_own_id or _is_same(existing, task)):
+                # The caller repeats a call whose outcome is unknown, or the storage repeated a
+                # statement whose answer was lost.
+                return existing, not has_own_id
+            if has_own_id:
+                raise DuplicateTaskError(
+                    f"there was a task with id {task.id}, and now it is gone", task.id
+                )
+            task = replace(task, id=self._make_id())
+        raise DuplicateTaskError(
+            f"{ID_TRIES} ids in a row were taken; is another program writing ids?", task.id
+        )
+
+    # -- many -------------------------------------------------------------------------------------
+
+    def schedule_many(
+        self,
+        items: Iterable[NewTask],
+        on_conflict: OnConflict,
+        transaction: Transaction | None,
+        on_batch: OnBatch | None,
+    ) -> int:
+        """Write the tasks in batches of `BULK` and return their number."""
+        check_on_conflict(on_conflict)
+        total = 0
+        for batch in batches(items, BULK):
+            rows = self.make_batch(popped(batch), on_conflict)
+            total += self.schedule_batch(rows, on_conflict, transaction, on_batch)
+        return total
+
+    def make_batch(self, asked: Iterable[NewTask], on_conflict: OnConflict) -> RowBatch:
+        """Return the checked tasks; write nothing."""
+        return self._builder.batch(asked, on_conflict, self._clock.certain_now())
+
+    def schedule_batch(
+        self,
+        rows: RowBatch,
+        on_conflict: OnConflict,
+        transaction: Transaction | None,
+        on_batch: OnBatch | None,
+    ) -> int:
+        """Write the tasks of a batch in one transaction, and arm those that are due soon."""
+        write, id = functools.partial(self._write_batch, rows, on_conflict), rows.first.id
+        with transaction.guard(id) if transaction is not None else nullcontext() as on:
+            written = self._store.together(write, id) if on is None and rows.named else write(on)
+        for tag, count in Counter(task.tag for task in written).items():
+            self._events.emit("task.scheduled", count=count, tag=tag)
+        self.arm_after_commit(written, transaction)
+        if on_batch is not None:
+            on_batch(written)
+        return len(written)
+
+    def _write_batch(
+        self, rows: RowBatch, on_conflict: OnConflict, on: CallerConnection | None
+    ) -> list[DelayedTask]:
+        """Write the tasks of a batch and return those that are new."""
+        plain, stored = rows.plain, 0
+        for _ in range(ID_TRIES):
+            if stored == len(plain) or self._store.insert_many(plain[stored:], on):
+                break
+            # The storage may have repeated a statement whose answer was lost. Where each statement
+            # is a transaction, the rows before the failed statement are stored. Rows are written
+            # in order.
+            stored = bisect_left(plain, True, stored, key=lambda task: not self._is_there(task, on))
+            # The new ids go into the batch itself, which counts if the transaction is repeated.
+            plain[stored:] = [replace(task, id=self._make_id()) for task in plain[stored:]]
+        else:
+            if stored < len(plain):
+                raise DuplicateTaskError(
+                    f"{ID_TRIES} times ids were taken; is another program writing ids?"
+                )
+        named = [self._write(task, on_conflict, has_own_id, on) for task, has_own_id in rows.named]
+        return [*plain, *(task for task, is_new in named if is_new)]
+
+    def _is_there(self, task: DelayedTask, on: CallerConnection | None) -> bool:
+        existing = self._existing(task.id, on)
+        return existing is not None and _is_same(existing, task)
+
+    def _existing(self, id: int, on: CallerConnection | None) -> DelayedTask | None:
+        """Return the row with an id of ours; an earlier try may have written it."""
+        try:
+            return self._store.get(id, on)
+        except StoreUnavailableError as error:
+            raise OutcomeUnknownError(
+                f"{error}, and the id {id} is taken: look at task {id}", id
+            ) from error
+
+    # -- arm --------------------------------------------------------------------------------------
+
+    def arm_after_commit(
+        self, tasks: Sequence[DelayedTask], transaction: Transaction | None
+    ) -> None:
+        if transaction is None:
+            self.arm(tasks)
+            return
+        armed: Sequence[DelayedTask] = ()
+        if self._notify is None or transaction.stands_alone:
+            armed = _to_arm(tasks, self._near_until_us(TRANSACTION_US))
+        else:
+            with transaction.guard() as on:
+                self._notify([Entry.of(task) for task in tasks], on)
+        if armed:
+            transaction.after_commit(armed, self.arm)
+        if transaction.reports_changes and len(armed) < len(tasks):
+            # Only their number is kept: a batch of bodies would stay in memory until the commit.
+            transaction.after_commit(range(len(tasks) - len(armed)), _do_nothing)
+
+    def arm(self, tasks: Sequence[DelayedTask], is_committed: bool = True) -> None:
+        """Arm the timer for tasks that are due soon. If that fails, the sweep finds the rows."""
+        until_us = self._near_until_us()
+        entries = [Entry.of(task) for task in _to_arm(tasks, until_us)]
+        self._arm(entries, until_us, is_committed)
+
+    def arm_entries(self, entries: Sequence[Entry]) -> None:
+        self._arm(entries, self._near_until_us())
+
+    def _arm(
+        self, entries: Sequence[Entry], until_us: int | None, is_committed: bool = True
+    ) -> None:
+        near = [entry for entry in entries if until_us is None or entry.due_us <= until_us]
+        if not is_committed:
+            soonest_us = self._clock.now_us() + COMMIT_US
+            near = [entry._replace(due_us=max(entry.due_us, soonest_us)) for entry in near]
+        elif moved := [entry for entry in entries if entry.version > 0]:
+            # Only after the commit: before it, the armed entries may still be right.
+            self.disarm_entries(moved)
+        if near:
+            self._timer.arm(near)
+
+    def _near_until_us(self, slack_us: int = SLACK_US) -> int | None:
+        """Return the latest due time that a producer arms; None if it arms all tasks."""
+        horizon_s = self._settings.horizon_s
+        return None if horizon_s is None else self._clock.now_us() + int(horizon_s * 1e6) + slack_us
+
+    def disarm_entries(self, entries: Sequence[Entry]) -> None:
+        """Remove the entries of the versions before these from the timer."""
+        self._timer.disarm([entry._replace(version=entry.version - 1) for entry in entries])
+
+    def disarm_after_commit(self, task: DelayedTask, transaction: Transaction | None) -> None:
+        """Remove the entry of a task that no longer waits from the timer."""
+
+        def disarm(tasks: Sequence[DelayedTask], is_committed: bool = True) -> None:
+            if is_committed:
+                self.disarm_entries([Entry.of(task) for task in tasks])
+
+        if transaction is None:
+            disarm([task])
+        else:
+            transaction.after_commit([task], disarm)
+
+    def due_of(self, delay: Any, at: datetime | None = None) -> datetime:
+        """Return the due time that a delay or an instant means."""
+        check_due(delay, at)
+        if at is not None:
+            return max(check_instant(at), self._clock.certain_now())
+        return self._clock.certain_now() + check_delay(delay, self._settings.max_delay_s)
+
+    def shift_of(self, by: Any) -> timedelta:
+        """Return the checked shift of due times; a negative shift means earlier."""
+        return check_shift(by, self._settings.max_delay_s)
+
+    def jitter_of(self, over: Any) -> Spread:
+        """Return the checked period over which due times are distributed."""
+        return Spread(check_period(over, self._settings.max_delay_s))
+
+
+def _do_nothing(tasks: Sequence[Any], is_committed: bool = True) -> None: ...
+
+
+def _to_arm(tasks: Sequence[DelayedTask], until_us: int | None) -> Sequence[DelayedTask]:
+    """Return the tasks that are due until then or have moved, and so need arming or disarming."""
+    if until_us is None:
+        return tasks
+    until = from_us(until_us)
+    return [task for task in tasks if task.expected_time <= until or task.version > 0]
+
+
+def _is_same(existing: DelayedTask, task: DelayedTask) -> bool:
+    return (existing.tag, existing.body_json, existing.create_time) == (
+        task.tag,
+        task.body_json,
+        task.create_time,
+    )

@@ -1,0 +1,365 @@
+"""Searches for tasks: the conditions of a filter, steps through an index, pages, and limits of
+time."""
+
+from __future__ import annotations
+
+import base64
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from functools import partial
+from itertools import islice
+from operator import attrgetter
+from typing import Any, TypeVar
+
+from sqlalchemy import (
+    Column,
+    ColumnElement,
+    Connection,
+    Select,
+    SmallInteger,
+    Table,
+    and_,
+    event,
+    exc,
+    func,
+    literal_column,
+    or_,
+    select,
+    true,
+)
+
+from delaytasks.db.database import Database
+from delaytasks.db.driver_errors import is_statement_timeout
+from delaytasks.db.row_lists import one_of
+from delaytasks.db.types import Capabilities, for_database, unindexed
+from delaytasks.model.clock import EARLIEST, LATEST, from_us, monotonic, to_us
+from delaytasks.model.errors import InvalidInputError, StoreError
+from delaytasks.model.filters import Filter
+from delaytasks.model.inputs import pair_text
+from delaytasks.model.interfaces import Level
+from delaytasks.model.moves import Status
+from delaytasks.model.task import DelayedTask
+from delaytasks.model.text import shown
+
+#: A literal, since an index is over an expression without parameters.
+PAIR_SEPARATOR: ColumnElement[str] = literal_column("'\",\"'")
+
+#: Not a backslash, which MySQL's string literals escape, too.
+_ESCAPE = "!"
+
+
+def conditions(tasks: Table, where: Filter, can: Capabilities) -> list[ColumnElement[bool]]:
+    """Return the conditions of all filters except `status`, which decides about the index."""
+    t = tasks.c
+    comparisons = (
+        (t.tag, operator.eq, where.tag),
+        (t.task_key, operator.eq, where.key),
+        (t.queue, operator.eq, where.queue),
+        (t.expected_time, operator.ge, where.since),
+        (t.expected_time, operator.lt, where.until),
+        (t.create_time, operator.ge, where.created_since),
+        (t.create_time, operator.lt, where.created_until),
+        (t.update_time, operator.lt, where.updated_until),
+    )
+    found: list[ColumnElement[bool]] = [
+        compare(column, value) for column, compare, value in comparisons if value is not None
+    ]
+    if where.ids is not None:
+        ids = sorted(where.ids)
+        # The range lets planners leave out partitions.
+        found += [one_of(t.id, ids, can), t.id.between(ids[0], ids[-1])]
+    if where.key_prefix is not None:
+        # Not LIKE, which ignores case in SQLite.
+        found.append(func.substr(t.task_key, 1, len(where.key_prefix)) == where.key_prefix)
+    if where.error is not None:
+        found.append(t.error_stack.like(_like(where.error), escape=_ESCAPE))
+    if where.meta is not None:
+        found += _has_pairs(tasks.c.meta, where.meta, can)
+    return found
+
+
+def _like(pattern: str) -> str:
+    """Return a pattern for LIKE, in which `*` stands for any text."""
+    for special in (_ESCAPE, "%", "_"):
+        pattern = pattern.replace(special, _ESCAPE + special)
+    return pattern.replace("*", "%")
+
+
+def _has_pairs(
+    meta: Column[Any], pairs: Sequence[tuple[str, str]], can: Capabilities
+) -> list[ColumnElement[bool]]:
+    """Return the conditions that the stored text contains each pair.
+
+    Where a text can be split into an array, the condition is one that an index can serve. The
+    outer braces and quotation marks are cut off, and `","` occurs between pairs only.
+    """
+    texts = [pair_text(*pair) for pair in pairs]
+    if not can.text_arrays:
+        return [func.instr(meta, text) > 0 for text in texts]
+    wanted = func.string_to_array(",".join(texts)[1:-1], PAIR_SEPARATOR)
+    stored = func.string_to_array(
+        func.left(func.right(meta, literal_column("-2")), literal_column("-2")), PAIR_SEPARATOR
+    )
+    return [meta.is_not(None), stored.op("@>", is_comparison=True)(wanted)]
+
+
+# -- queue levels ---------------------------------------------------------------------------------
+
+# Steps through an index from one queue and priority to the next. The cost grows with their number,
+# not with the rows.
+
+
+def queue_levels(connection: Connection, t: Table, status: Status) -> list[Level]:
+    """Return the queues and priorities that have rows of this status."""
+    queues = distinct_values(connection, t.c.queue, has_status(t, status))
+    return [level for queue in queues for level in levels_of(connection, t, status, queue)]
+
+
+def levels_of(connection: Connection, t: Table, status: Status, queue: str) -> list[Level]:
+    """Return the priorities of one queue that have rows of this status."""
+    here = and_(has_status(t, status), t.c.queue == queue)
+    return [Level(queue, priority) for priority in distinct_values(connection, t.c.priority, here)]
+
+
+def queues_after(
+    connection: Connection, t: Table, status: Status, after: str | None, most: int
+) -> list[str]:
+    """Return the next `most` queues that have rows of this status, in the database's order."""
+    here = has_status(t, status)
+    later = here if after is None else and_(here, t.c.queue > after)
+    return list(islice(distinct_values(connection, t.c.queue, later), most))
+
+
+def has_status(t: Table, *statuses: Status) -> ColumnElement[bool]:
+    # Literals, since a parameter may be planned without the partial index of these rows.
+    numbers = [literal_column(str(int(status)), SmallInteger) for status in sorted(statuses)]
+    return t.c.status == numbers[0] if len(numbers) == 1 else t.c.status.in_(numbers)
+
+
+def waits_between(t: Table, since: datetime, until: datetime) -> ColumnElement[bool]:
+    """The condition for waiting rows due in (since, until]."""
+    waits = unindexed(t.c.status) == int(Status.NOT_COMPLETE)
+    return and_(waits, t.c.expected_time > since, t.c.expected_time <= until)
+
+
+def distinct_values(
+    connection: Any, column: Any, where: Any = None, descending: bool = False
+) -> Iterator[Any]:
+    """Yield the distinct values of an index's column, one query for each."""
+    where = true() if where is None else where
+    query = select(column).where(where).order_by(column.desc() if descending else column).limit(1)
+    # Not min(): if statistics are missing, PostgreSQL reads all rows of the queue for it.
+    value = connection.execute(query).scalar()
+    while value is not None:
+        yield value
+        further = column < value if descending else column > value
+        value = connection.execute(query.where(further)).scalar()
+
+
+# -- pages ----------------------------------------------------------------------------------------
+
+# Pages of rows in the order of their due times. A cursor is a position, so pages stay right while
+# rows move.
+
+
+def first_page(
+    connection: Any,
+    query: Select[Any],
+    tasks: Table,
+    where: Filter,
+    limit: int,
+    newest_first: bool = False,
+) -> list[Any]:
+    """Return the first rows of `query` by due time, or with `newest_first` the last ones.
+
+    In the order of due times alone, a search for a few rows that failed or wait would read millions
+    of finished rows. Rows of one status are therefore read through the index of their status, which
+    has them in order within each queue and priority. This does not apply to a filter that has its
+    own index: few rows have a given key, and a given tag may have no rows in most queues.
+    """
+    t = tasks.c
+    order = (t.expected_time.desc(), t.id.desc()) if newest_first else (t.expected_time, t.id)
+    query = query.order_by(*order).limit(limit)
+    if where.status is None:
+        return list(connection.execute(query))
+    if where.ids is not None:
+        named = unindexed(t.status).in_(sorted(map(int, where.status)))
+        return list(connection.execute(query.where(named)))
+    if where.has_own_index or Status.DONE in where.status:  # nearly all rows are DONE
+        return list(connection.execute(query.where(has_status(tasks, *where.status))))
+    found: list[Any] = []
+    for status in sorted(where.status):
+        for level in queue_levels(connection, tasks, status):
+            if where.queue not in (None, level.queue):
+                continue
+            here = (t.queue == level.queue, t.priority == level.priority)
+            found += connection.execute(query.where(has_status(tasks, status), *here))
+            found = sorted(found, key=attrgetter("expected_time", "id"), reverse=newest_first)
+            found = found[:limit]
+            if len(found) == limit:  # later rows are not on this page
+                last = found[-1].expected_time
+                query = query.where(
+                    t.expected_time >= last if newest_first else t.expected_time <= last
+                )
+    return found
+
+
+def after_cursor(
+    query: Select[Any], tasks: Table, cursor: str, newest_first: bool = False
+) -> Select[Any]:
+    """Limit `query`, which reads tasks, to the rows after the cursor's position."""
+    due, id = _parse_cursor(cursor)
+    at, number = tasks.c.expected_time, tasks.c.id
+    if newest_first:
+        is_after, is_not_before, begin, end = operator.lt, operator.le, LATEST, EARLIEST
+    else:
+        is_after, is_not_before, begin, end = operator.gt, operator.ge, EARLIEST, LATEST
+    follows = is_after(number, id)
+    # An instant outside of datetime's range reads as the first or the last one. Without these cases
+    # a page would begin with its own last row.
+    if due == end:
+        return query.where(is_not_before(at, due), follows)
+    if due == begin:
+        return query.where(or_(is_after(at, due), follows))
+    return query.where(is_not_before(at, due), or_(is_after(at, due), and_(at == due, follows)))
+
+
+def make_cursor(task: DelayedTask) -> str:
+    text = f"{to_us(task.expected_time)}:{task.id}"
+    return base64.urlsafe_b64encode(text.encode()).decode()
+
+
+def _parse_cursor(cursor: str) -> tuple[datetime, int]:
+    try:
+        text = base64.b64decode(cursor.encode(), b"-_", validate=True).decode()
+        due_us, id = text.split(":")
+        due, after_cursor = from_us(int(due_us)), int(id)
+    except (AttributeError, ValueError, OverflowError):
+        raise InvalidInputError(
+            f"{shown(cursor)} is not a cursor that find() returned", "cursor"
+        ) from None
+    if not -(2**63) <= after_cursor < 2**63:
+        raise InvalidInputError(f"{shown(cursor)} is not a cursor that find() returned", "cursor")
+    return due, after_cursor
+
+
+# -- Ends a search that takes too long: some filters have no index, and read the whole table ------
+
+
+class SearchTimeoutError(StoreError):
+    """A search took too long. Narrow its filter, for example by a status."""
+
+
+T = TypeVar("T")
+#: For the servers, 0 is no limit.
+LEAST_LIMIT_S = 0.001
+#: SQLite asks whether to go on each time it has executed this number of its instructions.
+SQLITE_INSTRUCTIONS = 10_000
+
+
+def limited_search(database: Database, work: Callable[[Any], T], limit_s: float) -> T:
+    """Run a search of one or more statements.
+
+    Each statement ends after `limit_s` seconds, and no statement begins later.
+
+    Raises
+    ------
+    SearchTimeoutError
+        If the search has reached the limit.
+    """
+    limit_s = max(limit_s, LEAST_LIMIT_S)
+    connect = for_database(database.backend, postgresql=_postgresql, mysql=_mysql, sqlite=_sqlite)
+
+    def limited(connection: Connection) -> T:
+        deadline = monotonic() + limit_s
+
+        def check(*_: Any) -> None:
+            if monotonic() > deadline:
+                raise _timeout(limit_s)
+
+        event.listen(connection, "before_cursor_execute", check)
+        try:
+            return work(connection)
+        except exc.DBAPIError as error:
+            if is_statement_timeout(error):
+                raise _timeout(limit_s) from error
+            raise
+        finally:
+            # The statement that resets the limit of the connection follows.
+            event.remove(connection, "before_cursor_execute", check)
+
+    return database.repeat(limited, partial(connect, database, limit_s))
+
+
+def _timeout(limit_s: float) -> SearchTimeoutError:
+    return SearchTimeoutError(
+        f"the search took longer than {limit_s:.1f} s: narrow its filter, for example by a status, "
+        "a queue or a range of times"
+    )
+
+
+@contextmanager
+def _postgresql(database: Database, limit_s: float) -> Iterator[Connection]:
+    with database.begin() as connection:
+        # It ends with the transaction, so that no pooled connection keeps it.
+        connection.exec_driver_sql(f"SET LOCAL statement_timeout = {round(limit_s * 1000)}")
+        yield connection
+
+
+@contextmanager
+def _mysql(database: Database, limit_s: float) -> Iterator[Connection]:
+    with database.auto.connect() as connection, database.bounded(connection):
+        is_mariadb = getattr(connection.dialect, "is_mariadb", False)
+        limit = (
+            f"max_statement_time = {limit_s:.3f}"
+            if is_mariadb
+            else f"max_execution_time = {round(limit_s * 1000)}"
+        )
+        connection.exec_driver_sql(f"SET SESSION {limit}")
+        try:
+            yield connection
+        finally:
+            if not connection.invalidated:
+                name = limit.partition(" ")[0]
+                connection.exec_driver_sql(f"SET SESSION {name} = DEFAULT")
+
+
+@contextmanager
+def _sqlite(database: Database, limit_s: float) -> Iterator[Connection]:
+    with database.auto.connect() as connection:
+        driver_connection: Any = connection.connection.driver_connection
+        deadline = monotonic() + limit_s
+        driver_connection.set_progress_handler(lambda: monotonic() > deadline, SQLITE_INSTRUCTIONS)
+        try:
+            yield connection
+        finally:
+            driver_connection.set_progress_handler(None, 0)
+
+
+# -- estimates ------------------------------------------------------------------------------------
+
+# The planner's estimate of how many rows a query returns. Its cost does not grow with the rows.
+
+
+def estimate_rows(connection: Connection, query: Select[Any]) -> int:
+    """Return the estimate. SQLite has no estimates and returns 0: its tables are small enough to
+    count."""
+    dialect = connection.dialect
+    read = for_database(
+        dialect.name, postgresql=_postgresql_estimate, mysql=_mysql_estimate, sqlite=None
+    )
+    if read is None:
+        return 0
+    sql = str(query.compile(dialect=dialect, compile_kwargs={"literal_binds": True}))
+    return read(connection, sql)
+
+
+def _postgresql_estimate(connection: Connection, sql: str) -> int:
+    plan = connection.exec_driver_sql(f"EXPLAIN (FORMAT JSON) {sql}").scalar_one()
+    return int(plan[0]["Plan"]["Plan Rows"])
+
+
+def _mysql_estimate(connection: Connection, sql: str) -> int:
+    return int(connection.exec_driver_sql(f"EXPLAIN {sql}").mappings().one()["rows"] or 0)

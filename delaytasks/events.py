@@ -1,0 +1,331 @@
+"""The stream of events, to which the log, the counters and Flower subscribe."""
+
+from __future__ import annotations
+
+import logging
+import textwrap
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from delaytasks.model.clock import monotonic, reset_in_child
+from delaytasks.model.errors import OutcomeUnknownError, StoreUnavailableError
+from delaytasks.model.text import traceback_text
+
+# -- Log an event that occurs for each row or message once a minute, with a count -----------------
+
+
+#: The time between two lines about the same subject.
+QUIET_S = 60.0
+#: The number of subjects of one event that have a line each; all others share one line.
+MOST_SUBJECTS = 20
+#: The events that occur for each row or each try, and the field with the subject of each. The
+#: failure of a task is not among them, because each failure has its own reason.
+SUBJECTS = {
+    "task.no_processor": "tag",
+    "task.no_key": "tag",
+    "task.no_time_limits": "tag",
+    "task.expired": "tag",
+    "task.left_open": "tag",
+    "task.raised_late": "tag",
+    "task.lease_lost": "tag",
+    "task.interrupted": "tag",
+    "result.dropped": "tag",
+    "settle.waits": "error",
+    "message.refused": "task",
+    "queue.blocked": "key",
+    "queue.unblocked": "key",
+}
+#: Each of these events ends the state that the other one reports.
+OPPOSITES = {"queue.blocked": "queue.unblocked", "queue.unblocked": "queue.blocked"}
+_OTHER_SUBJECTS = object()
+
+LogEvent = Callable[[str, dict[str, Any]], None]
+
+
+@dataclass
+class _Quiet:
+    """A subject with a log line less than a minute ago, and the events that were counted since."""
+
+    until: float
+    count: int = 0
+    fields: dict[str, Any] | None = None
+
+
+class Repeats:
+    """Passes an event on to `log`, or counts it.
+
+    After a minute, one line has the fields of the last event and the number of counted events.
+    Thread-safe; each process counts its own events.
+    """
+
+    def __init__(self, log: LogEvent) -> None:
+        self._log = log
+        self.after_fork()
+        reset_in_child(self)
+
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()
+        self._quiet: dict[tuple[str, object], _Quiet] = {}
+        self._is_waiting = False
+
+    def __call__(self, name: str, fields: dict[str, Any]) -> None:
+        subject = SUBJECTS.get(name)
+        if subject is None or self._is_new(name, fields.get(subject), fields):
+            self._log(name, fields)
+
+    def _is_new(self, name: str, subject: object, fields: dict[str, Any]) -> bool:
+        self.flush()
+        with self._lock:
+            opposite = self._quiet.get((OPPOSITES.get(name, ""), subject))
+            if opposite is not None:
+                opposite.count, opposite.fields = 0, None
+            key = (name, subject)
+            if (
+                key not in self._quiet
+                and sum(known == name for known, _ in self._quiet) >= MOST_SUBJECTS
+            ):
+                key = (name, _OTHER_SUBJECTS)
+            quiet = self._quiet.get(key)
+            if quiet is None:
+                self._quiet[key] = _Quiet(monotonic() + QUIET_S)
+                return True
+            quiet.count += fields.get("count", 1)
+            quiet.fields = fields
+            if not self._is_waiting:
+                self._is_waiting = True
+                self._flush_after(QUIET_S)
+            return False
+
+    def flush(self) -> None:
+        """Log the counts of the subjects whose minute is over."""
+        now, due = monotonic(), []
+        with self._lock:
+            for key, quiet in list(self._quiet.items()):
+                if quiet.until <= now:
+                    del self._quiet[key]
+                    if quiet.fields is not None:
+                        self._quiet[key] = _Quiet(now + QUIET_S)
+                        due.append((key[0], {**quiet.fields, "count": quiet.count}))
+        for name, fields in due:
+            self._log(name, fields)
+
+    def _flush_after(self, seconds: float) -> None:
+        timer = threading.Timer(seconds, self._flush_later)
+        timer.daemon = True
+        try:
+            timer.start()
+        except RuntimeError:  # no thread can be started: the next event logs it
+            self._is_waiting = False
+
+    def _flush_later(self) -> None:
+        self.flush()
+        with self._lock:
+            self._is_waiting = any(quiet.count for quiet in self._quiet.values())
+            if self._is_waiting:
+                self._flush_after(QUIET_S / 10)
+
+
+Subscriber = Callable[[str, dict[str, Any]], None]
+
+logger = logging.getLogger("delaytasks")
+
+#: Types of fields that the log shows. Fields of other types are for subscribers only.
+_SHOWN = (str, int, float, BaseException)
+
+#: The number of loops and stages whose last error is remembered.
+MOST_LAST_ERRORS = 200
+#: The longest traceback in the log.
+MOST_TRACEBACK_BYTES = 16 * 1024
+OUTAGES = (StoreUnavailableError, OutcomeUnknownError)
+#: Events that repeat while a database is unavailable. They are logged at DEBUG then, because
+#: `store.down` reports the outage once. If the database answers but cannot execute statements, only
+#: these events report it.
+_BY_OUTAGE = frozenset({"loop.failed", "chunk.failed", "settle.waits"})
+
+#: The events that an operator should read, by their levels. All others are logged at DEBUG.
+_EVENTS_OF_LEVELS = {
+    logging.ERROR: (
+        "task.failed task.left_open task.row_locked task.worker_lost store.down loop.failed "
+        "loop.restarted chunk.failed async.failed recurring.failed"
+    ),
+    logging.WARNING: (
+        "task.retry_scheduled task.raised_late task.expired result.dropped task.no_processor "
+        "task.no_key task.no_time_limits task.timed_out task.recovered task.lease_lost "
+        "task.interrupted message.refused content.unsafe timer.down timer.evicts timer.blocked "
+        "notices.down wheel.late sweep.self queue.unserved queue.refused "
+        "queue.blocked worker.lost settle.waits recurring.missed "
+        "celery_task.not_stored celery_task.not_published task.newer_body metrics.not_served"
+    ),
+    logging.INFO: (
+        "task.done task.brought_forward timer.up notices.up store.up "
+        "queue.unblocked policy.changed recurring.changed recurring.overlapped"
+    ),
+}
+_LOG_LEVELS = {name: level for level, names in _EVENTS_OF_LEVELS.items() for name in names.split()}
+
+
+class Events:
+    """Counts every event and passes it to the subscribers. An error of a subscriber is logged."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self._subscribers: list[Subscriber] = [Repeats(log_event)]
+        #: The text of the last error, by loop and stage.
+        self._last_errors: dict[tuple[str, str], str] = {}
+        #: The loops and stages whose last attempt found a database that answers, but cannot execute
+        #: statements.
+        self._unable: set[tuple[str, str]] = set()
+
+    def subscribe(self, subscriber: Subscriber) -> None:
+        self._subscribers.append(subscriber)
+
+    def use_log(self, log: LogEvent) -> None:
+        """Log events by `log` from now on. The settings, which choose it, are read later."""
+        self._subscribers[0] = Repeats(log)
+
+    def emit(self, name: str, count: int = 1, **fields: Any) -> None:
+        self.counts[name] += count
+        if count != 1:
+            fields["count"] = count
+        for subscriber in self._subscribers:
+            try:
+                subscriber(name, fields)
+            except Exception:
+                logger.exception("a subscriber failed on %s", name)
+
+    def attempt(self, loop: str, stage: str, work: Callable[[], object]) -> bool:
+        """Run one stage of a loop; return whether it succeeded.
+
+        A failure emits `loop.failed` and does not stop the following stages.
+        """
+        try:
+            work()
+        except Exception as error:
+            self.failed(loop, error, stage)
+            return False
+        self._unable.discard((loop, stage))
+        return True
+
+    def failed(self, loop: str, error: BaseException, stage: str = "") -> None:
+        """Emit `loop.failed` for a turn or a stage of a loop.
+
+        An error that repeats the last one has no traceback, because it may repeat each second for
+        hours.
+        """
+        text = f"{type(error).__name__}: {error}"
+        is_new = text != self._last_errors.get((loop, stage))
+        if len(self._last_errors) >= MOST_LAST_ERRORS:
+            self._last_errors.clear()
+        self._last_errors[loop, stage] = text
+        fields: dict[str, Any] = {"loop": loop, "error": text}
+        if stage:
+            fields["stage"] = stage
+            fields["is_logged"] = self._is_reported(error, loop, stage, is_new)
+        self.emit("loop.failed", **fields, cause=error if is_new or is_outage(error) else None)
+
+    def refuse(self, kind: str, error: Exception) -> None:
+        """Emit `message.refused`: `kind` says where the message comes from, `error` what is wrong.
+
+        Any client of the broker can send messages, so the text is bounded.
+        """
+        self.emit("message.refused", task=kind, reason=str(error)[:200])
+
+    def _is_reported(self, error: BaseException, loop: str, stage: str, is_new: bool) -> bool:
+        """Return whether the log already reports that the database cannot execute statements.
+
+        Each stage of each loop meets this state, with an error that names its own statement.
+        """
+        if not (isinstance(error, StoreUnavailableError) and error.is_unable):
+            return False
+        subject = loop, stage
+        is_reported = bool(self._unable) and not (subject in self._unable and is_new)
+        self._unable.add(subject)
+        return is_reported
+
+
+def log_event(name: str, fields: Mapping[str, Any]) -> None:
+    """Log one line, with the traceback of the field `cause` or, without it, of `error`."""
+    level = level_of(name, fields)
+    if logger.isEnabledFor(level):
+        logger.handle(log_record(name, fields, level))
+
+
+def level_of(name: str, fields: Mapping[str, Any]) -> int:
+    if fields.get("is_logged") or (name in _BY_OUTAGE and is_outage(_cause_of(fields))):
+        return logging.DEBUG
+    return _LOG_LEVELS.get(name, logging.DEBUG)
+
+
+def log_record(name: str, fields: Mapping[str, Any], level: int) -> logging.LogRecord:
+    """Return the record of an event, whose message is the line for people."""
+    # repr escapes CR, LF and ANSI sequences in untrusted text, so the entry stays one line.
+    said = {
+        key: value
+        for key, value in fields.items()
+        if isinstance(value, _SHOWN) and key not in ("cause", "is_logged")
+    }
+    shown = " ".join(f"{key}={_repr(value)}" for key, value in said.items())
+    cause = _cause_of(fields)
+    has_traceback = isinstance(cause, BaseException) and not _is_repeated_outage(name, cause)
+    record = logger.makeRecord(
+        logger.name,
+        level,
+        __file__,
+        0,
+        # The name is part of the template, by which error trackers group entries.
+        f"{name} %s",
+        (shown,),
+        (type(cause), cause, cause.__traceback__) if has_traceback else None,
+        "log_event",
+    )
+    record.delaytasks_event = name
+    if has_traceback:
+        # Formatters show this text. Trackers such as Sentry use the exception itself.
+        record.exc_text = _traceback(cause)
+    return record
+
+
+def _cause_of(fields: Mapping[str, Any]) -> Any:
+    return fields.get("cause", fields.get("error"))
+
+
+#: The text of the last database error with which each event of `_BY_OUTAGE` was logged.
+_outage_texts: dict[str, str] = {}
+
+
+def _is_repeated_outage(name: str, cause: BaseException) -> bool:
+    """Return whether the last entry of this event has the same database error.
+
+    Such an error repeats in each turn of a loop and in each chunk, so only the first has a
+    traceback.
+    """
+    if name not in _BY_OUTAGE or not isinstance(cause, OUTAGES):
+        return False
+    text = f"{type(cause).__name__}: {cause}"
+    is_repeated = _outage_texts.get(name) == text
+    _outage_texts[name] = text
+    return is_repeated
+
+
+def is_outage(error: object) -> bool:
+    """Return whether `store.down` reports this error, too."""
+    return isinstance(error, OUTAGES) and not getattr(error, "is_unable", False)
+
+
+def _repr(value: object) -> str:
+    try:
+        return f"{value!r:.300}"
+    except Exception:
+        return f"<{type(value).__name__}>"  # an exception of user code may have no valid repr
+
+
+def _traceback(error: BaseException) -> str:
+    """Return the traceback, shortened and indented, so that it cannot imitate a log entry."""
+    text = traceback_text(error, MOST_TRACEBACK_BYTES)
+    escaped = "".join(
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
+    )
+    return textwrap.indent(escaped.rstrip(), "    ")

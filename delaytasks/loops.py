@@ -1,0 +1,418 @@
+"""Threads: loops, pools, calls with a time limit, rests after failures, cached values."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, TypeVar
+
+from delaytasks.events import Events
+from delaytasks.model.clock import monotonic, reset_in_child
+from delaytasks.model.errors import StoreError
+
+#: The rest after a turn that failed.
+FAILED_REST_S = 1.0
+#: The shortest time after which a turn counts as stuck, because a machine may be busy.
+LEAST_STUCK_S = 2.0
+
+
+class ReplacedError(BaseException):
+    """Ends a turn of a thread that was replaced.
+
+    It is no `Exception`, so that code which continues after errors does not catch it.
+    """
+
+
+class LoopThread:
+    """One thread of a loop."""
+
+    def __init__(self, run: Callable[[LoopThread], None], name: str) -> None:
+        #: When the current turn began, or last made progress. None while the loop rests.
+        self.began: float | None = None
+        self.thread = threading.Thread(
+            target=run, args=(self,), name=f"delaytasks-{name}", daemon=True
+        )
+
+
+class Loop:
+    """Calls `turn` again and again in a thread of its own.
+
+    `turn` returns the seconds to rest after it, or None to rest until `wake` is called or the event
+    `wake` is set.
+
+    A turn without progress for `stuck_s` seconds is stuck. Python cannot kill a thread, so `check`
+    starts a new one, which first calls `reconnect`: the old thread may wait for a connection whose
+    other side no longer answers. The old thread begins no further turn. It ends after its current
+    turn, or at its next `report_progress`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        turn: Callable[[], float | None],
+        events: Events,
+        stuck_s: float = math.inf,
+        reconnect: Callable[[], None] | None = None,
+        wake: threading.Event | None = None,
+    ) -> None:
+        self.name = name
+        self._turn = turn
+        self._events = events
+        self._stuck_s = max(stuck_s, LEAST_STUCK_S)
+        self._reconnect = reconnect
+        self._wake = wake or threading.Event()
+        self._lock = threading.Lock()
+        self._current: LoopThread | None = None
+        self.is_running = False
+        self._turned_at: float | None = None
+        self._restarts = 0
+        #: Factor of `stuck_s`. It doubles with each restart, so that a slow database does not cause
+        #: more and more threads.
+        self._patience = 1
+
+    def start(self) -> None:
+        with self._lock:
+            self.is_running = True
+            self._begin(self._run)
+
+    def wake(self) -> None:
+        """Start the next turn without a further rest."""
+        self._wake.set()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Stop after the current turn, and wait up to `timeout_s` seconds for its end."""
+        with self._lock:
+            self.is_running = False
+        self._wake.set()
+        if self._current is not None:
+            self._current.thread.join(timeout_s)
+
+    def report_progress(self) -> None:
+        """Report progress of a long turn. Raises `ReplacedError` if the thread was replaced."""
+        with self._lock:
+            thread = self._current
+            if thread is not None:
+                if thread.thread is not threading.current_thread():
+                    raise ReplacedError
+                thread.began = monotonic()
+
+    def check(self) -> None:
+        """Replace the thread if it is dead or stuck."""
+        with self._lock:
+            thread = self._current
+            if thread is None or not self.is_running:
+                return
+            stuck_s = self._stuck_s * self._patience
+            if not thread.thread.is_alive():
+                reason, run = "dead", self._run
+            elif thread.began is not None and monotonic() - thread.began > stuck_s:
+                reason, run = "stuck", self._run_reconnected
+                self._patience *= 2
+            else:
+                return
+            self._restarts += 1
+            self._begin(run)
+        self._events.emit("loop.restarted", loop=self.name, reason=reason)
+
+    def info(self) -> dict[str, Any]:
+        thread, turned_at = self._current, self._turned_at
+        return {
+            "is_alive": thread is not None and thread.thread.is_alive(),
+            "turned_s_ago": None if turned_at is None else round(monotonic() - turned_at, 3),
+            "restarts": self._restarts,
+        }
+
+    def _begin(self, run: Callable[[LoopThread], None]) -> None:
+        self._current = LoopThread(run, self.name)
+        self._current.thread.start()
+
+    def _run_reconnected(self, thread: LoopThread) -> None:
+        if self._reconnect is not None:
+            self._events.attempt(self.name, "reconnect", self._reconnect)
+        self._run(thread)
+
+    def _run(self, thread: LoopThread) -> None:
+        while self._may_turn(thread):
+            rest_s: float | None = FAILED_REST_S
+            try:
+                rest_s = self._turn()
+            except ReplacedError:
+                return
+            except BaseException as error:
+                self._events.failed(self.name, error)
+                if not isinstance(error, Exception):
+                    return  # SystemExit and the like are meant to end this thread
+            if self._is_resting(thread):
+                self._wake.wait(rest_s)
+
+    def _may_turn(self, thread: LoopThread) -> bool:
+        with self._lock:
+            if not self.is_running or thread is not self._current:
+                return False
+            self._wake.clear()
+            thread.began = self._turned_at = monotonic()
+            return True
+
+    def _is_resting(self, thread: LoopThread) -> bool:
+        with self._lock:
+            thread.began = None
+            if not self.is_running or thread is not self._current:
+                return False
+            self._patience = 1
+            return True
+
+
+# -- Calls that may wait for a network, for callers that must not wait ----------------------------
+
+
+T = TypeVar("T")
+
+#: Seconds, in total, for which an ending process waits for unfinished work. Without this wait, the
+#: first message of a short-lived process would be lost if the broker answers slowly.
+EXIT_S = 5.0
+_unfinished: set[threading.Thread] = set()
+
+
+def in_background(work: Callable[[], object], name: str, is_kept: bool = True) -> bool:
+    """Run `work` in a new thread, for which an ending process waits if `is_kept`.
+
+    Return False if no thread can be started, because the interpreter is ending.
+    """
+
+    def run() -> None:
+        try:
+            work()
+        finally:
+            _unfinished.discard(threading.current_thread())
+
+    thread = threading.Thread(target=run, name=f"delaytasks-{name}", daemon=True)
+    if is_kept:
+        _unfinished.add(thread)
+    try:
+        thread.start()
+    except RuntimeError:
+        _unfinished.discard(thread)
+        return False
+    return True
+
+
+def within(limit_s: float, work: Callable[[], T], is_kept: bool = False) -> T:
+    """Return what `work` returns, or raise `TimeoutError` if that takes longer than `limit_s`.
+
+    A thread does the work, and continues after the timeout. With `is_kept`, an ending process waits
+    for the thread. If no thread can be started, the caller does the work.
+    """
+    answers: SimpleQueue[Future[T]] = SimpleQueue()
+
+    def run() -> None:
+        answer: Future[T] = Future()
+        try:
+            answer.set_result(work())
+        except BaseException as error:
+            answer.set_exception(error)
+        answers.put(answer)
+
+    if not in_background(run, "bounded", is_kept):
+        return work()
+    try:
+        return answers.get(timeout=max(limit_s, 0.001)).result()
+    except Empty:
+        raise TimeoutError(f"no answer within {limit_s:g} s") from None
+
+
+def all_within(limit_s: float, works: Sequence[Callable[[], object]]) -> bool:
+    """Do all `works` at the same time, and return whether all have ended within `limit_s`.
+
+    Threads do the work, and continue after the limit. If no thread can be started, the caller does
+    the work.
+    """
+    ends: SimpleQueue[None] = SimpleQueue()
+
+    def run(work: Callable[[], object]) -> None:
+        try:
+            work()
+        finally:
+            ends.put(None)
+
+    until = monotonic() + limit_s
+    for work in works:
+        if not in_background(partial(run, work), "bounded", is_kept=False):
+            run(work)
+    try:
+        for _ in works:
+            ends.get(timeout=max(until - monotonic(), 0.001))
+    except Empty:
+        return False
+    return True
+
+
+@atexit.register
+def wait_for_unfinished() -> None:
+    until = monotonic() + EXIT_S
+    for thread in list(_unfinished):
+        if thread is not threading.current_thread():
+            thread.join(max(until - monotonic(), 0))
+
+
+# -- A bounded pool of threads for blocking calls of an event loop --------------------------------
+
+
+class ThreadPool:
+    """Runs up to `size` calls simultaneously. Further calls wait, in their order.
+
+    The first call starts the first thread. A normal end of the process waits for all calls.
+    """
+
+    def __init__(self, size: int, name: str) -> None:
+        self._size = size
+        self._name = name
+        self.after_fork()
+        reset_in_child(self)
+
+    def after_fork(self) -> None:
+        """Forget the threads of the parent process."""
+        self._lock = threading.Lock()
+        self._executor: ThreadPoolExecutor | None = None
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """Run `call` in a thread, with the context variables of the caller."""
+        with self._lock:
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(self._size, self._name)
+            return self._executor.submit(copy_context().run, call)
+
+    def close(self) -> None:
+        """Wait for all calls. A later call starts threads again."""
+        with self._lock:
+            executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.shutdown()
+
+
+# -- availability ---------------------------------------------------------------------------------
+
+# The availability of a service, with a rest after each failure and a callback for each change.
+
+
+#: Seconds after a failure in which callers do not try, so that they do not wait for the service.
+SERVICE_REST_S = 1.0
+
+
+class Availability:
+    """Calls `on_down(error)` or `on_up()` once for each change. Thread-safe."""
+
+    def __init__(
+        self,
+        on_down: Callable[[str], None],
+        on_up: Callable[[], None] = lambda: None,
+        rest_s: float = SERVICE_REST_S,
+    ) -> None:
+        self._on_down = on_down
+        self._on_up = on_up
+        self._rest_s = rest_s
+        self.is_up = True
+        self._rests_until = 0.0
+        self.after_fork()
+        reset_in_child(self)
+
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()
+
+    @property
+    def is_resting(self) -> bool:
+        return monotonic() < self._rests_until
+
+    def failed(self, error: str) -> None:
+        self._rests_until = monotonic() + self._rest_s
+        if self._turn(is_up=False):
+            self._on_down(error)
+
+    def answered(self) -> None:
+        self._rests_until = 0.0
+        if not self.is_up and self._turn(is_up=True):
+            self._on_up()
+
+    def _turn(self, is_up: bool) -> bool:
+        with self._lock:
+            is_new, self.is_up = self.is_up is not is_up, is_up
+            return is_new
+
+
+# -- Keeps a recent value that takes long to read, for pages and scrapes, which must not wait -----
+
+
+logger = logging.getLogger(__name__)
+#: A value is read again after this time, and after the duration of its reading times `RENEW_SHARE`,
+#: so that it costs the database at most half a percent of a core. The latter is at most
+#: `MOST_RENEW_S`.
+RENEW_S, RENEW_SHARE, MOST_RENEW_S = 60.0, 200, 3600.0
+#: The time for which a caller waits if there is no recent value.
+FIRST_WAIT_S = 0.5
+
+
+class Latest(Generic[T]):
+    """Returns the last value, and reads it again in a thread.
+
+    Parameters
+    ----------
+    what
+        The value's name, for the log.
+    read
+        Reads the value.
+    """
+
+    def __init__(self, what: str, read: Callable[[], T]) -> None:
+        self._what = what
+        self._read = read
+        self._lock = threading.Lock()
+        self._found: T | None = None
+        self._is_busy = False
+        self._began = self._again_at = self._recent_until = float("-inf")
+
+    def get(self) -> tuple[T, float] | None:
+        """Return the last value and its age in seconds, or None if none could be read lately.
+
+        A value is returned for twice the time after which it is read again. Only a caller that
+        finds none waits for a new one, for at most `FIRST_WAIT_S` seconds.
+        """
+        with self._lock:
+            is_due = not self._is_busy and monotonic() >= self._again_at
+            self._is_busy |= is_due
+        if is_due and self._recent() is None:
+            try:
+                within(FIRST_WAIT_S, self._renew)
+            except TimeoutError:
+                pass  # a later caller gets it
+        elif is_due and not in_background(self._renew, self._what, is_kept=False):
+            self._renew()  # no thread can be started
+        return self._recent()
+
+    def _recent(self) -> tuple[T, float] | None:
+        with self._lock:
+            now = monotonic()
+            if self._found is None or now > self._recent_until:
+                return None
+            return self._found, now - self._began
+
+    def _renew(self) -> None:
+        began, rest_s = monotonic(), RENEW_S
+        found: T | None = None
+        try:
+            found = self._read()
+            rest_s = min(max(RENEW_SHARE * (monotonic() - began), RENEW_S), MOST_RENEW_S)
+        except StoreError as error:
+            logger.warning("no %s: %s", self._what, error)
+        except Exception:
+            logger.exception("no %s", self._what)
+        with self._lock:
+            self._is_busy, self._again_at = False, monotonic() + rest_s
+            if found is not None:
+                self._found, self._began = found, began
+                self._recent_until = self._again_at + rest_s

@@ -1,0 +1,431 @@
+"""The checks of what callers pass: tags, keys, durations, instants, numbers, meta, actors."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import math
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from hashlib import blake2b
+from typing import Any, TypeGuard
+
+from delaytasks.model.clock import UTC
+from delaytasks.model.errors import InvalidInputError
+from delaytasks.model.moves import Status
+from delaytasks.model.text import one_line, shown
+
+# -- Durations as users type them: 90, 1h30m, 2d, 500ms -------------------------------------------
+
+
+#: Seconds, a text that `parse_duration` reads, or a timedelta.
+Delay = float | str | timedelta
+
+_UNITS = {"w": 604_800.0, "d": 86_400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
+_DECIMAL = r"[0-9]+(?:\.[0-9]+)?"
+#: Each unit at most once, the largest first, because "30m1h" is usually a mistake.
+_PARTS = re.compile(
+    r"\s*".join(rf"(?:({_DECIMAL})\s*{unit}(?![a-z]))?" for unit in _UNITS), re.ASCII
+)
+_RULE = "write seconds (90, 0.5), or w, d, h, m, s, ms with the largest first (1h30m, 2d, 500ms)"
+
+
+def parse_duration(text: str, argument: str = "delay") -> timedelta:
+    """Convert a text such as "90", "1h30m", "2d" or "500ms" to a timedelta.
+
+    Raises
+    ------
+    InvalidInputError
+        If the text is not a duration, is negative or is too long.
+    """
+    typed = text.strip().lower()
+    if typed.startswith("-"):
+        raise InvalidInputError(
+            f"{argument} is not negative, as {text!r:.40} is; {_RULE}", argument
+        )
+    if re.fullmatch(_DECIMAL, typed, re.ASCII):
+        seconds = float(typed)
+    else:
+        match = _PARTS.fullmatch(typed)
+        if match is None or not any(match.groups()):
+            raise InvalidInputError(
+                f"{argument} is a duration, not {text!r:.40}; {_RULE}", argument
+            )
+        counts = [float(count or 0) for count in match.groups()]
+        seconds = sum(count * size for count, size in zip(counts, _UNITS.values(), strict=True))
+    try:
+        return timedelta(seconds=seconds)
+    except OverflowError:
+        raise InvalidInputError(
+            f"{argument} is longer than a duration can be: {text!r:.40}; {_RULE}", argument
+        ) from None
+
+
+def has_unit(text: str) -> bool:
+    """Return whether a text is more than a number. `"5"` is usually an unconverted input."""
+    return not re.fullmatch(r"[-+0-9.eE_\s]*", text)
+
+
+def show_duration(seconds: float) -> str:
+    """Return the two largest units, in the form that `parse_duration` reads: 1h30m, 2d, 5s."""
+    left = round(abs(seconds))
+    if left == 0:
+        return f"{round(abs(seconds) * 1000)}ms" if seconds else "0s"
+    shown: list[str] = []
+    for unit, size in _UNITS.items():
+        if unit == "ms" or len(shown) == 2:
+            break
+        count, left = divmod(left, int(size))
+        if count:
+            shown.append(f"{count}{unit}")
+        elif shown:
+            break
+    return "".join(shown)
+
+
+def show_timing(timing: str) -> str:
+    """Return the timing of a recurring schedule for readers: "every 5m" instead of "every 300"."""
+    kind, _, seconds = timing.partition(" ")
+    is_interval = kind == "every" and seconds.isascii() and seconds.isdigit()
+    return f"every {show_duration(int(seconds))}" if is_interval else timing
+
+
+def show_measured(seconds: float | None) -> str:
+    """Return a measured duration, which may be short: "12ms", "1.5s", "1m30s"; "–" for None."""
+    if seconds is None:
+        return "–"
+    if seconds < 0.001:
+        return f"{seconds * 1000:.2g}ms" if seconds else "0"
+    if seconds < 1:
+        return f"{seconds * 1000:.0f}ms"
+    return f"{seconds:.1f}s" if seconds < 10 else show_duration(seconds)
+
+
+# -- model instances ------------------------------------------------------------------------------
+
+# Recognize model instances of Django and of SQLAlchemy, of which callers pass the primary key.
+
+
+def key_remedy(value: object) -> str:
+    """Return the end of an error message about `value`; empty if it is no model instance."""
+    kind = type(value)
+    if hasattr(kind, "_meta") and hasattr(kind, "pk"):
+        return "; it is a model instance: pass its pk, and load the instance in the processor"
+    if hasattr(kind, "__mapper__"):
+        return (
+            "; it is an instance that SQLAlchemy maps: pass its primary key, and load the instance "
+            "in the processor"
+        )
+    return ""
+
+
+# -- Checks of numbers that callers pass. A bool is not a number ----------------------------------
+
+
+def is_integer(value: object, least: int, most: int) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def is_number(value: object, least: float, most: float) -> TypeGuard[float]:
+    """Return False for NaN as well."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return least <= value <= most
+
+
+TAG_LENGTH = 128
+KEY_LENGTH = 191
+LIMIT_KEY_LENGTH = 255
+QUEUE_LENGTH = 100
+ACTOR_LENGTH = 255
+#: The key of an occurrence is the name of its schedule and a time of 25 characters.
+SCHEDULE_NAME_LENGTH = KEY_LENGTH - 25
+PAGE_MAX = 1000
+MAX_PRIORITY = 9
+_QUEUE = re.compile(r"[A-Za-z0-9_.-]+")
+
+
+def check_tag(tag: object) -> str:
+    return _check_name(tag, "tag", TAG_LENGTH)
+
+
+def check_key(key: object, argument: str = "key") -> str:
+    return _check_name(key, argument, KEY_LENGTH)
+
+
+def check_limit_key(key: object) -> str:
+    return _check_name(key, "limit_key", LIMIT_KEY_LENGTH)
+
+
+def check_schedule_name(name: object) -> str:
+    return _check_name(name, "name", SCHEDULE_NAME_LENGTH)
+
+
+def check_actor(actor: object) -> str:
+    return _check_name(actor, "actor", ACTOR_LENGTH)
+
+
+def check_status(status: object) -> Status:
+    """Convert the name or the number of a status."""
+    try:
+        if isinstance(status, str):
+            return Status[status.upper()]
+        if isinstance(status, int) and not isinstance(status, bool):
+            return Status(status)
+    except (KeyError, ValueError):
+        pass
+    raise InvalidInputError(
+        f"status is one of {', '.join(s.name for s in Status)}, not {shown(status)}", "status"
+    )
+
+
+def check_page_limit(limit: object) -> int:
+    if not is_integer(limit, 1, PAGE_MAX):
+        raise InvalidInputError(
+            f"limit is an integer from 1 to {PAGE_MAX}, not {shown(limit)}", "limit"
+        )
+    return limit
+
+
+def check_queue(queue: object) -> str:
+    """Check a queue name. RabbitMQ limits its length, and the file transport uses it in paths."""
+    name = _check_name(queue, "queue", QUEUE_LENGTH)
+    if not is_queue(name):
+        raise InvalidInputError(
+            f"a queue has letters, digits, '_', '.' and '-' only, not {shown(name)}", "queue"
+        )
+    return name
+
+
+def _check_name(value: object, argument: str, longest: int) -> str:
+    if not isinstance(value, str):
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        remedy = f": write str({shown(value)})" if is_number else key_remedy(value)
+        raise InvalidInputError(
+            f"{argument} is a string, not {type(value).__name__}{remedy}", argument
+        )
+    if not value.strip():
+        raise InvalidInputError(f"{argument} must not be empty or blank", argument)
+    if value != value.strip():  # MySQL treats 'a' and 'a ' as equal
+        raise InvalidInputError(
+            f"{argument} must not begin or end with a blank: {shown(value)}", argument
+        )
+    if len(value) > longest:
+        raise InvalidInputError(
+            f"{argument} has at most {longest} characters, not {len(value)}: {value[:40]!r}…",
+            argument,
+        )
+    if value.isprintable():
+        return str.__str__(value)  # a str itself, because drivers write an enum by its own rules
+    if "\x00" in value or any("\ud800" <= c <= "\udfff" for c in value):
+        raise InvalidInputError(
+            f"{argument} contains NUL or a lone surrogate, which cannot be stored: {shown(value)}",
+            argument,
+        )
+    raise InvalidInputError(
+        f"{argument} contains control or unprintable characters: {shown(value)}", argument
+    )
+
+
+#: The queue name of workers that serve all queues.
+ALL_QUEUES = "*"
+
+
+def is_queue(name: str) -> bool:
+    return bool(_QUEUE.fullmatch(name))
+
+
+def check_priority(priority: object) -> int:
+    if not is_integer(priority, 0, MAX_PRIORITY):
+        raise InvalidInputError(
+            f"a priority is an integer from 0 to {MAX_PRIORITY} (higher first), "
+            f"not {shown(priority)}",
+            "priority",
+        )
+    return int(priority)
+
+
+def check_delay(delay: object, max_delay_s: float, argument: str = "delay") -> timedelta:
+    """Convert seconds, a text such as "1h30m" or a timedelta to a timedelta up to `max_delay_s`."""
+    if isinstance(delay, str) and has_unit(delay):
+        delay = parse_duration(delay, argument)
+    if isinstance(delay, timedelta):
+        seconds = delay.total_seconds()
+    elif isinstance(delay, int) and not isinstance(delay, bool):
+        seconds = min(max(delay, -1), 2**53)  # an integer may be too large for a float
+    elif isinstance(delay, float):
+        seconds = delay
+    else:
+        is_instant = isinstance(delay, datetime)
+        remedy = "; pass an instant as at=" if is_instant else ""
+        raise InvalidInputError(
+            f"{argument} is a number of seconds, a text with units such as '30m', or a timedelta, "
+            f"not {type(delay).__name__} ({shown(delay)}){remedy}",
+            argument,
+        )
+    if not math.isfinite(seconds) or seconds < 0:
+        raise InvalidInputError(
+            f"{argument} is finite and not negative, not {shown(delay)}", argument
+        )
+    if seconds > max_delay_s:
+        raise InvalidInputError(
+            f"{argument} is at most {show_duration(max_delay_s)}, not {shown(delay)}", argument
+        )
+    return timedelta(seconds=seconds)
+
+
+def check_shift(shift: Any, max_s: float) -> timedelta:
+    """Convert a delay to a timedelta that is not 0; it may be negative."""
+    if isinstance(shift, str):
+        is_negative, size = shift.lstrip().startswith("-"), shift.strip().removeprefix("-")
+    else:
+        zero: Any = timedelta() if isinstance(shift, timedelta) else 0
+        is_negative = isinstance(shift, (timedelta, int, float)) and shift < zero
+        size = -shift if is_negative else shift
+    checked = check_delay(size, max_s, "by")
+    if not checked:
+        raise InvalidInputError("by is not 0", "by")
+    return -checked if is_negative else checked
+
+
+def check_period(jitter: object, max_s: float, argument: str = "jitter") -> timedelta:
+    """Convert a period to a timedelta that is not 0. A text without a unit means seconds."""
+    checked = timedelta(seconds=check_wait(jitter, max_s, argument))
+    if not checked:
+        raise InvalidInputError(f"{argument} is more than 0", argument)
+    return checked
+
+
+def check_wait(wait: object, max_s: float, argument: str = "delay") -> float:
+    """Convert an option that is a delay to seconds. A text without a unit means seconds."""
+    delay = parse_duration(wait, argument) if isinstance(wait, str) else wait
+    return check_delay(delay, max_s, argument).total_seconds()
+
+
+def check_due(delay: object, at: object) -> None:
+    """Check that either a delay or an instant is given."""
+    if (delay is None) == (at is None):
+        raise InvalidInputError("give a delay or an instant (at), one of the two", "delay")
+
+
+def check_instant(at: object, argument: str = "at") -> datetime:
+    """Convert an aware datetime to UTC. An instant in the past is valid and means now."""
+    if not isinstance(at, datetime):
+        raise InvalidInputError(
+            f"{argument} is an aware datetime, not {type(at).__name__} ({shown(at)})", argument
+        )
+    if at.tzinfo is None or at.utcoffset() is None:
+        raise InvalidInputError(
+            f"{at.isoformat()} has no time zone; use datetime.now(timezone.utc) or an aware one",
+            argument,
+        )
+    try:
+        return at.astimezone(UTC)
+    except OverflowError:
+        raise InvalidInputError(f"{at.isoformat()} cannot be converted to UTC", argument) from None
+
+
+# -- The meta of a task: a few pairs of short strings, such as a tenant or a trace context --------
+
+# It is stored as JSON with sorted names, without blanks and in ASCII, so that a pair has one text.
+
+
+MAX_PAIRS = 16
+MAX_VALUE_LENGTH = 512
+#: The longest text of all pairs as they are stored.
+MAX_META_BYTES = 4096
+_PAIR_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+def check_meta(meta: object) -> dict[str, str]:
+    """Return the pairs in the order of their names."""
+    if not isinstance(meta, Mapping):
+        raise InvalidInputError(f"meta is a dict of strings, not {shown(meta)}", "meta")
+    if len(meta) > MAX_PAIRS:
+        raise InvalidInputError(f"meta has at most {MAX_PAIRS} pairs, not {len(meta)}", "meta")
+    for name, value in meta.items():
+        if not isinstance(name, str) or not _PAIR_NAME.fullmatch(name):
+            raise InvalidInputError(
+                f"a name in meta has 1 to 64 letters, digits, '_', '.' and '-', not {shown(name)}",
+                "meta",
+            )
+        if not isinstance(value, str) or len(value) > MAX_VALUE_LENGTH:
+            raise InvalidInputError(
+                f"meta[{name!r}] is a string of up to {MAX_VALUE_LENGTH} characters, "
+                f"not {shown(value)}",
+                "meta",
+            )
+    return dict(sorted(meta.items()))
+
+
+def encode_meta(meta: object) -> str | None:
+    """Check the pairs, and return the text that is stored; None without pairs."""
+    pairs = check_meta(meta)
+    if not pairs:
+        return None
+    text = json.dumps(pairs, separators=(",", ":"))
+    if len(text) > MAX_META_BYTES:
+        raise InvalidInputError(f"meta is longer than {MAX_META_BYTES} bytes: {len(text)}", "meta")
+    return text
+
+
+def decode_meta(text: str | None) -> dict[str, str]:
+    """Return the pairs of a stored text. Another program may have written any text."""
+    try:
+        pairs = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(pairs, dict):
+        return {}
+    return {name: value for name, value in pairs.items() if isinstance(value, str)}
+
+
+def pair_text(name: str, value: str) -> str:
+    """Return a pair as it occurs in the stored text.
+
+    A value cannot contain this text, since quotation marks in a value follow a backslash.
+    """
+    return f"{json.dumps(name)}:{json.dumps(value)}"
+
+
+# -- jitter ---------------------------------------------------------------------------------------
+
+# Due times that are distributed over a period, so that many tasks do not become due together.
+
+
+_SCALE = 2.0**64
+
+
+def share_of(name: str) -> float:
+    """Return a number from 0 up to 1 that only depends on `name`, and is uniform over all names."""
+    digest = blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / _SCALE
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The new due times of a bulk operation: each is up to `over` later than before."""
+
+    over: timedelta
+
+    def of(self, id: int, due: datetime) -> datetime:
+        """Return the new due time of a task. For one task, it is the same in each call."""
+        return due + share_of(str(id)) * self.over
+
+
+# -- The name of the person or program that changes many tasks or a policy ------------------------
+
+
+def actor_of(given: object) -> str:
+    """Return the given name, or the user and host of this process."""
+    if given is not None:
+        return check_actor(given)
+    try:
+        name = getpass.getuser()
+    except (OSError, KeyError):  # a container's user may have no name
+        name = f"uid {os.getuid()}"
+    return one_line(f"{name}@{socket.gethostname()}", ACTOR_LENGTH - 1)

@@ -1,0 +1,317 @@
+"""Policies: pauses and limits of tags and queues, stored in the database."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Hashable, Iterable, Sequence, Set
+from copy import copy
+from dataclasses import dataclass
+from datetime import datetime
+from enum import Enum
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from delaytasks.model.errors import InvalidInputError
+from delaytasks.model.inputs import (
+    check_queue,
+    check_tag,
+    is_integer,
+    parse_duration,
+    show_duration,
+)
+from delaytasks.model.text import shown
+
+Kind = Literal["tag", "queue"]
+
+
+class Unchanged(Enum):
+    """The default of a limit that a call does not change."""
+
+    UNCHANGED = "unchanged"
+
+
+UNCHANGED = Unchanged.UNCHANGED
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+MAX_LIMIT = 1_000_000_000
+MIN_PERIOD_S = 0.001
+MAX_PERIOD_S = 31 * 86_400.0
+_RATE = re.compile(r"\s*([0-9]{1,10})\s*/\s*(.{1,40}?)\s*", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The pause and the limits of a tag or a queue. Limits apply to all workers together.
+
+    Attributes
+    ----------
+    kind, name
+        `"tag"` or `"queue"`, and its name.
+    is_paused
+        Whether no task of the tag or queue starts.
+    paused_until
+        When the pause ends by itself. None if it lasts until `resume`.
+    concurrency
+        The most tasks that run simultaneously. None means no limit.
+    concurrency_per_key
+        The most tasks of one limit key that run simultaneously.
+    rate, rate_period_s
+        The most tasks that start in a period, and the period.
+    version
+        The number of changes of this policy.
+    applied_version
+        The version for which all rows have been paused or resumed.
+    update_time, updated_by
+        The time and the actor of the last change.
+    held, running
+        The numbers of HELD and RUNNING tasks, if they were counted.
+    held_since
+        The due time of the HELD task that was due first, if they were counted.
+
+    Examples
+    --------
+    >>> [policy] = delays.policies.list(tag="mail.send")
+    >>> policy.is_paused, policy.held
+    (True, 120)
+    """
+
+    kind: Kind
+    name: str
+    is_paused: bool = False
+    paused_until: datetime | None = None
+    concurrency: int | None = None
+    concurrency_per_key: int | None = None
+    rate: int | None = None
+    rate_period_s: float | None = None
+    version: int = 0
+    applied_version: int | None = None
+    update_time: datetime | None = None
+    updated_by: str | None = None
+    held: int | None = None
+    running: int | None = None
+    held_since: datetime | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.is_paused and self.limits == (None, None, None, None)
+
+    @property
+    def limits(self) -> tuple[int | None, int | None, int | None, float | None]:
+        return self.concurrency, self.concurrency_per_key, self.rate, self.rate_period_s
+
+    @property
+    def has_limits(self) -> bool:
+        return self.limits != (None,) * 4
+
+    @property
+    def has_slots_only(self) -> bool:
+        """Whether the only limit is `concurrency`, so a slot can go to any task of the tag."""
+        return (
+            self.concurrency is not None and self.limits[1:] == (None,) * 3 and not self.is_paused
+        )
+
+    @property
+    def is_applied(self) -> bool:
+        return self.applied_version == self.version
+
+    @property
+    def rate_text(self) -> str | None:
+        """The rate in the form that `parse_rate` reads."""
+        if self.rate is None or self.rate_period_s is None:
+            return None
+        period = show_duration(self.rate_period_s)
+        return f"{self.rate}/{period[1:] if re.fullmatch('1[a-z]+', period) else period}"
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "name": self.name,
+            "is_paused": self.is_paused,
+            "paused_until": self.paused_until and self.paused_until.isoformat(),
+            "concurrency": self.concurrency,
+            "concurrency_per_key": self.concurrency_per_key,
+            "rate": self.rate_text,
+            "held": self.held,
+            "held_since": self.held_since and self.held_since.isoformat(),
+            "running": self.running,
+            "is_applied": self.is_applied,
+            "version": self.version,
+            "update_time": self.update_time and self.update_time.isoformat(),
+            "updated_by": self.updated_by,
+        }
+
+
+class Stamp(NamedTuple):
+    """Identifies a state of the policy table, to find out whether a process knows it."""
+
+    #: The number of the last change.
+    number: int = 0
+    #: The number of policies, and the sum of their versions. They show changes by SQL that are not
+    #: numbered.
+    policies: int = 0
+    versions: int = 0
+    #: The time of the last change. After a failover, two servers with different changes may have
+    #: the same values above.
+    changed_at: datetime | None = None
+
+
+class Changes(NamedTuple):
+    """Policies that were read from a database."""
+
+    number: int
+    policies: Sequence[Policy]
+    #: Whether these are all policies, or only those that changed after the number asked for.
+    is_whole: bool
+    #: The stamp of the whole table at this number, if it was read.
+    stamp: Stamp | None = None
+    #: The number of requests to cancel running tasks.
+    cancel_requests: int = 0
+
+
+class Policies:
+    """The policies as they were read. Immutable."""
+
+    def __init__(self, all: Iterable[Policy] = (), number: int = 0) -> None:
+        self.number = number
+        self._by_name: dict[tuple[Kind, str], Policy] = {}
+        self._versions = 0
+        self._changed_at: datetime | None = None
+        self.paused_tags: set[str] = set()
+        self.paused_queues: set[str] = set()
+        #: When pauses end by themselves.
+        self.ends: dict[tuple[Kind, str], datetime] = {}
+        #: The policies with limits, by tag.
+        self.limited: dict[str, Policy] = {}
+        #: The policies whose rows are not all paused or resumed yet.
+        self.unapplied: dict[tuple[Kind, str], Policy] = {}
+        self._add(all)
+
+    def changed(self, policies: Iterable[Policy], number: int) -> Policies:
+        """Return a copy with these policies in the place of those of the same names."""
+        new = copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, (dict, set)):
+                setattr(new, name, copy(value))
+        new.number = number
+        new._add(policies)
+        return new
+
+    def _add(self, policies: Iterable[Policy]) -> None:
+        for policy in policies:
+            name = policy.kind, policy.name
+            before = self._by_name.get(name)
+            self._by_name[name] = policy
+            self._versions += policy.version - (before.version if before else 0)
+            paused = self.paused_tags if policy.kind == "tag" else self.paused_queues
+            (paused.add if policy.is_paused else paused.discard)(policy.name)
+            _set(self.ends, name, policy.paused_until if policy.is_paused else None)
+            if policy.kind == "tag":
+                _set(self.limited, policy.name, policy if policy.has_limits else None)
+            _set(self.unapplied, name, None if policy.is_applied else policy)
+        times = (
+            policy.update_time
+            for policy in self._by_name.values()
+            if policy.update_time is not None
+        )
+        self._changed_at = max(times, default=None)
+
+    @property
+    def all(self) -> Collection[Policy]:
+        return self._by_name.values()
+
+    @property
+    def stamp(self) -> Stamp:
+        return Stamp(self.number, len(self._by_name), self._versions, self._changed_at)
+
+    def limits_changed_from(self, before: Policies) -> set[str]:
+        """Return the tags whose policies with limits differ from those before."""
+        tags = self.limited.keys() | before.limited.keys()
+        return {tag for tag in tags if self.limited.get(tag) != before.limited.get(tag)}
+
+    @property
+    def has_pauses(self) -> bool:
+        return bool(self.paused_tags or self.paused_queues)
+
+    def pauses(self, tag: str, queue: str) -> bool:
+        return tag in self.paused_tags or queue in self.paused_queues
+
+
+def _set(some: dict[K, V], name: K, value: V | None) -> None:
+    if value is None:
+        some.pop(name, None)
+    else:
+        some[name] = value
+
+
+NO_POLICIES = Policies()
+
+
+def named(tag: object, queue: object) -> tuple[Kind, str]:
+    """Return the kind and the name of the tag or queue of a call."""
+    if (tag is None) == (queue is None):
+        raise InvalidInputError("name a tag or a queue, one of the two", "tag")
+    return ("queue", check_queue(queue)) if tag is None else ("tag", check_tag(tag))
+
+
+def check_limit(limit: object, argument: str) -> int | None:
+    if limit is None:
+        return None
+    if not is_integer(limit, 1, MAX_LIMIT):
+        raise InvalidInputError(
+            f"{argument} is an integer from 1 to {MAX_LIMIT:,}, or None for no limit, not "
+            f"{shown(limit)}; to run nothing at all, pause it",
+            argument,
+        )
+    return int(limit)
+
+
+def parse_rate(text: object) -> tuple[int | None, float | None]:
+    """Parse `"100/s"`, `"30/m"` or `"1000/1h30m"` into a number and seconds; None is no limit."""
+    if text is None:
+        return None, None
+    rule = "a rate is a number of starts and a period, as 100/s, 30/m or 1000/1h30m"
+    match = _RATE.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        raise InvalidInputError(f"{rule}, not {shown(text)}", "rate")
+    period = match[2]
+    try:
+        seconds = parse_duration("1" + period if period[0].isalpha() else period).total_seconds()
+    except InvalidInputError:
+        raise InvalidInputError(f"{rule}, not {shown(text)}", "rate") from None
+    if not MIN_PERIOD_S <= seconds <= MAX_PERIOD_S:
+        raise InvalidInputError(
+            f"the period of a rate is 1 ms to 31 days, not {shown(period)}", "rate"
+        )
+    return check_limit(int(match[1]), "rate"), seconds
+
+
+# -- What the processes of a worker report about the waitlists of limited tags --------------------
+
+
+#: A worker looks again after this time at a waitlist whose tag has no free slot: a worker that
+#: stopped, or a raised limit, frees slots without a message.
+WAITLIST_RECHECK_S = 1.0
+
+
+class WaitlistsSeen(NamedTuple):
+    """The waitlists of the limited tags that a claim found, and the number of rows that it held."""
+
+    #: Each waitlist is a queue and a tag.
+    waitlists: Set[tuple[str, str]] = frozenset()
+    held: int = 0
+
+    def merge(self, other: WaitlistsSeen) -> WaitlistsSeen:
+        return WaitlistsSeen(self.waitlists | other.waitlists, self.held + other.held)
+
+
+NO_WAITLISTS = WaitlistsSeen()
+
+
+class WaitlistState(NamedTuple):
+    """The waitlist of a limited tag in a queue, as a process left it."""
+
+    queue: str
+    tag: str
+    #: The number of tasks that may start now, as far as known; None if no process has looked.
+    open: int | None = 1
+    #: The time after which a process should look again.
+    recheck_s: float = WAITLIST_RECHECK_S

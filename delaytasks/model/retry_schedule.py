@@ -1,0 +1,252 @@
+"""Retry schedules: the delays between a failed run of a task and the next one."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import ClassVar
+
+from delaytasks.model.errors import InvalidInputError
+from delaytasks.model.inputs import check_wait, is_integer, is_number
+from delaytasks.model.text import shown
+
+#: A row with a retry schedule of its own stays small.
+MAX_RETRY_DELAYS = 1000
+MAX_RETRY_DELAY_S = 366 * 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class RetrySchedule:
+    """The delays before the retries of a task.
+
+    With `RetrySchedule("15s 3m 10m")`, a task runs once and is retried up to three times.
+
+    Parameters
+    ----------
+    retry_delays
+        The time from each failed run to the next one: text such as `"15s 3m 10m"`, or a list of
+        texts, seconds and timedeltas. At most 1,000 delays.
+    variation
+        `variation=0.1` draws each delay from 90% to 110% of its value, so that tasks that failed
+        simultaneously are retried at different times.
+
+    Raises
+    ------
+    InvalidInputError
+        If there are no delays or too many, or `variation` is not between 0 and 1.
+
+    Examples
+    --------
+    >>> delays.schedule_delay("mail.send", {}, 60, retries=RetrySchedule("15s 3m", variation=0.1))
+    """
+
+    #: Delays from seconds to days, for the processing of tasks.
+    LEVELS: ClassVar[RetrySchedule]
+    #: Delays for notifications to partners: ten runs within about 25 hours.
+    NOTIFY: ClassVar[RetrySchedule]
+
+    retry_delays_s: tuple[float, ...]
+    variation: float
+
+    def __init__(
+        self, retry_delays: str | Iterable[str | float | timedelta], *, variation: float = 0.0
+    ) -> None:
+        if isinstance(retry_delays, (bytes, Mapping)) or not isinstance(retry_delays, Iterable):
+            raise InvalidInputError(
+                "a retry schedule is made of text such as '15s 3m', or of a list, not of "
+                f"{shown(retry_delays)}",
+                "retry_delays",
+            )
+        items: Iterable[object] = (
+            retry_delays.split()
+            if isinstance(retry_delays, str)
+            else itertools.islice(retry_delays, MAX_RETRY_DELAYS + 1)
+        )
+        retry_delays_s = tuple(
+            check_wait(item, MAX_RETRY_DELAY_S, "retry_delays") for item in items
+        )
+        if not 0 < len(retry_delays_s) <= MAX_RETRY_DELAYS:
+            raise InvalidInputError(
+                f"a retry schedule has 1 to {MAX_RETRY_DELAYS} delays, not {len(retry_delays_s)}",
+                "retry_delays",
+            )
+        if not is_number(variation, 0, 1):
+            raise InvalidInputError(
+                f"variation is a share from 0 to 1, such as 0.1 for 10%, not {shown(variation)}",
+                "variation",
+            )
+        object.__setattr__(self, "retry_delays_s", retry_delays_s)
+        object.__setattr__(self, "variation", float(variation))
+
+    @classmethod
+    def fixed(
+        cls, wait: str | float | timedelta, *, times: int, variation: float = 0.0
+    ) -> RetrySchedule:
+        """Return a schedule with the same delay before each retry.
+
+        Parameters
+        ----------
+        wait
+            The delay: seconds, text such as `"5m"`, or a timedelta.
+        times
+            The number of retries.
+        variation
+            See the class.
+
+        Returns
+        -------
+        RetrySchedule
+            The schedule.
+
+        Examples
+        --------
+        >>> RetrySchedule.fixed("30s", times=10)
+        """
+        return cls([wait] * _checked(times), variation=variation)
+
+    @classmethod
+    def exponential(
+        cls,
+        first: str | float | timedelta,
+        *,
+        times: int,
+        factor: float = 2.0,
+        cap: str | float | timedelta = "1d",
+        variation: float = 0.1,
+    ) -> RetrySchedule:
+        """Return a schedule whose delays grow by a factor.
+
+        Parameters
+        ----------
+        first
+            The delay before the first retry.
+        times
+            The number of retries.
+        factor
+            The ratio of each delay to the one before, 1 to 100.
+        cap
+            The longest delay.
+        variation
+            See the class.
+
+        Returns
+        -------
+        RetrySchedule
+            The schedule.
+
+        Examples
+        --------
+        >>> RetrySchedule.exponential("5s", times=8, cap="1h")
+        """
+        if not is_number(factor, 1, 100):
+            raise InvalidInputError(
+                f"factor is a number from 1 to 100, not {shown(factor)}", "factor"
+            )
+        highest = check_wait(cap, MAX_RETRY_DELAY_S, "cap")
+        retry_delays, wait = [], check_wait(first, MAX_RETRY_DELAY_S, "first")
+        for _ in range(_checked(times)):
+            retry_delays.append(min(wait, highest))
+            wait = min(wait * factor, MAX_RETRY_DELAY_S)
+        return cls(retry_delays, variation=variation)
+
+    def has_retry_delay(self, attempts: int) -> bool:
+        """Return whether a task is retried after this number of attempts."""
+        return attempts <= len(self.retry_delays_s)
+
+    def wait_s(self, attempts: int) -> float | None:
+        """Return the delay after this number of attempts; None if no retry is left."""
+        if not self.has_retry_delay(attempts):
+            return None
+        wait = self.retry_delays_s[max(attempts, 1) - 1]  # another program may write any count
+        return (
+            wait * random.uniform(1 - self.variation, 1 + self.variation)
+            if self.variation
+            else wait
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Retries:
+    """The retry schedule of a tag for each exception type; None means that the task is FAILED."""
+
+    by_error: Mapping[type[BaseException], RetrySchedule | None]
+
+    @classmethod
+    def of(cls, retries: RetryRule) -> Retries:
+        """Read the option `retries`: one schedule, or a mapping of exception types to schedules."""
+        if retries is None:
+            return cls({})
+        if not isinstance(retries, Mapping):
+            return cls({Exception: retry_schedule_of(retries)})
+        for kind in retries:
+            if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+                raise InvalidInputError(
+                    f"retries maps exception types to retry schedules; {shown(kind)} is none",
+                    "retries",
+                )
+        return cls(
+            {
+                kind: None if retry_schedule is None else retry_schedule_of(retry_schedule)
+                for kind, retry_schedule in retries.items()
+            }
+        )
+
+    def retry_schedule_for(
+        self, kind: type[BaseException], own: RetrySchedule | None = None
+    ) -> RetrySchedule | None:
+        """Return the schedule of the nearest base class of `kind`.
+
+        The schedule of the task (`own`) replaces the one of the tag, unless the tag says that such
+        an error is not retried.
+        """
+        for base in kind.__mro__:
+            if base in self.by_error:
+                retry_schedule = self.by_error[base]
+                return None if retry_schedule is None else own or retry_schedule
+        return own
+
+
+RetrySchedule.LEVELS = RetrySchedule("5s 30s 1m 10m 30m 1h 6h 1d 2d")
+RetrySchedule.NOTIFY = RetrySchedule("15s 3m 10m 30m 30m 1h 2h 6h 15h")
+
+
+def retry_schedule_of(
+    retries: RetrySchedule | str | int | Iterable[str | float | timedelta],
+) -> RetrySchedule:
+    """Return the retries schedule that the option `retries` means.
+
+    An integer is a number of retries with the delays of `LEVELS`, whose last delay is repeated.
+    """
+    if isinstance(retries, RetrySchedule):
+        return retries
+    if isinstance(retries, (str, Iterable)):
+        return RetrySchedule(retries)
+    if not is_integer(retries, 1, MAX_RETRY_DELAYS):
+        raise InvalidInputError(
+            f"retries is a number from 1 to {MAX_RETRY_DELAYS}, delays such as '15s 3m', "
+            f"or a RetrySchedule, not {shown(retries)}; leave it out if nothing is retried",
+            "retries",
+        )
+    delays_s = RetrySchedule.LEVELS.retry_delays_s[:retries]
+    return RetrySchedule(delays_s + delays_s[-1:] * (retries - len(delays_s)))
+
+
+def _checked(times: object) -> int:
+    if not is_integer(times, 1, MAX_RETRY_DELAYS):
+        raise InvalidInputError(
+            f"times is an integer from 1 to {MAX_RETRY_DELAYS}, not {shown(times)}", "times"
+        )
+    return times
+
+
+RetryRule = (
+    RetrySchedule
+    | str
+    | int
+    | Iterable[str | float | timedelta]
+    | Mapping[type[BaseException], RetrySchedule | str | int | None]
+    | None
+)

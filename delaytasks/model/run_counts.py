@@ -1,0 +1,338 @@
+"""Counts of the runs of one tag: how they ended, how late they began, and how long they took."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import accumulate
+from math import inf
+from typing import Any, NamedTuple
+
+from delaytasks.model.clock import AN_HOUR, hour_of
+from delaytasks.model.moves import SettlingMove
+
+# -- Histograms of seconds with fixed bounds, so that the counts of all workers can be added ------
+
+
+#: The upper bounds of the buckets of the lateness of tasks: the start minus the due time. A value
+#: that equals a bound belongs to its bucket. One more bucket has all longer times. The bounds are
+#: part of the stored statistics, so a bound may be appended but neither changed nor removed.
+LATENESS_BOUNDS_S = (
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
+    *(300.0, 900.0, 3600.0, 14_400.0, 86_400.0),
+)
+#: The same for the durations of runs.
+DURATION_BOUNDS_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
+    *(300.0, 900.0, 3600.0, 14_400.0),
+)
+
+
+def bucket_of(seconds: float, bounds: Sequence[float]) -> int:
+    """Return the number of the bucket of a time."""
+    return bisect_left(bounds, seconds)
+
+
+def highest_value(counted: Sequence[int], bounds: Sequence[float], stored: float | None) -> float:
+    """Return the largest value, or the upper bound of its bucket if the value is not known.
+
+    Parameters
+    ----------
+    counted
+        The numbers of the buckets that are not empty.
+    stored
+        The largest value that was stored. Values of a process that stores none may exceed it.
+    """
+    last = min(max(counted, default=0), len(bounds) - 1)
+    if stored is not None and bucket_of(stored, bounds) >= last:
+        return stored
+    return bounds[last] if counted else 0.0
+
+
+def quantile(
+    counts: Sequence[int], bounds: Sequence[float], share: float, highest: float = inf
+) -> float | None:
+    """Estimate the time that `share` of the values do not exceed.
+
+    The values of a bucket are taken to be evenly distributed in it, up to `highest`. Without it,
+    times above the last bound count as the last bound.
+
+    Parameters
+    ----------
+    counts
+        The number of values in each bucket.
+    bounds
+        The upper bounds of the buckets.
+    share
+        For example 0.99 for the 99th percentile.
+    highest
+        The largest value.
+
+    Returns
+    -------
+    float or None
+        None if there are no values.
+    """
+    total = sum(counts)
+    if not total:
+        return None
+    wanted = share * total
+    for number, reached in enumerate(accumulate(counts)):
+        if counts[number] and reached >= wanted:
+            lower = bounds[number - 1] if number else 0.0
+            upper = bounds[number] if number < len(bounds) else highest
+            lower, upper = min(lower, highest), min(upper, highest)
+            if upper == inf:
+                return lower
+            inside = (wanted - (reached - counts[number])) / counts[number]
+            return lower + (upper - lower) * max(inside, 0.0)
+    return min(bounds[-1], highest)
+
+
+#: The tag under which the tags beyond the constant `statistics_tags` are counted.
+OTHER_TAGS = "(other)"
+#: The moves that end a run, with the names under which they are counted.
+OUTCOMES: dict[SettlingMove, str] = {
+    "succeed": "done",
+    "fail": "failed",
+    "schedule_retry": "retried",
+    "snooze": "snoozed",
+    "withdraw": "cancelled",
+    "expire": "expired",
+    "give_back": "given_back",
+}
+#: Runs whose settlement changed no row, since their lease was lost.
+LOST_LEASE = "lease_lost"
+#: Tasks that failed because their workers died too often.
+WORKER_LOST = "worker_lost"
+#: All names, in the order in which they are stored: a new one is appended.
+OUTCOME_NAMES = (
+    "done",
+    "failed",
+    "retried",
+    "snoozed",
+    "cancelled",
+    "expired",
+    "given_back",
+    LOST_LEASE,
+    WORKER_LOST,
+)
+_POSITIONS = {name: number for number, name in enumerate(OUTCOME_NAMES)}
+_OUTCOME_BUCKETS = len(OUTCOME_NAMES)
+_LATENESS_BUCKETS, _DURATION_BUCKETS = len(LATENESS_BOUNDS_S) + 1, len(DURATION_BOUNDS_S) + 1
+
+
+class RunCounts:
+    """Counts that can be added. Not safe for several threads without a lock."""
+
+    __slots__ = (
+        "duration",
+        "duration_max_s",
+        "duration_s",
+        "late",
+        "lateness",
+        "lateness_max_s",
+        "lateness_s",
+        "on_time",
+        "outcomes",
+    )
+
+    def __init__(self) -> None:
+        #: The number of each outcome, in the order of `OUTCOME_NAMES`.
+        self.outcomes = [0] * _OUTCOME_BUCKETS
+        #: For tags with `on_time`: the runs that began in time, and those that did not, with the
+        #: tasks that expired.
+        self.on_time = self.late = 0
+        #: The sums of all times of the two histograms.
+        self.lateness_s = self.duration_s = 0.0
+        #: The largest of these times, or an upper bound of it.
+        self.lateness_max_s = self.duration_max_s = 0.0
+        self.lateness = [0] * _LATENESS_BUCKETS
+        self.duration = [0] * _DURATION_BUCKETS
+
+    @property
+    def started(self) -> int:
+        """The runs that began, and have ended in the process that counted them."""
+        return sum(self.lateness)
+
+    def outcome(self, name: str) -> int:
+        return self.outcomes[_POSITIONS[name]]
+
+    def by_outcome(self) -> dict[str, int]:
+        return dict(zip(OUTCOME_NAMES, self.outcomes, strict=True))
+
+    def add_outcome(self, name: str, count: int = 1) -> None:
+        self.outcomes[_POSITIONS[name]] += count
+
+    def add_run(self, lateness_s: float, duration_s: float, on_time_s: float | None) -> None:
+        """Add one run. `on_time_s` is the lateness that its processor promises not to exceed.
+
+        Every task pays for this method, so `bucket_of` is not called here.
+        """
+        # A claim may precede the due time by the clock tolerance.
+        if lateness_s < 0.0:
+            lateness_s = 0.0
+        self.lateness_s += lateness_s
+        self.duration_s += duration_s
+        if lateness_s > self.lateness_max_s:
+            self.lateness_max_s = lateness_s
+        if duration_s > self.duration_max_s:
+            self.duration_max_s = duration_s
+        self.lateness[bisect_left(LATENESS_BOUNDS_S, lateness_s)] += 1
+        self.duration[bisect_left(DURATION_BOUNDS_S, duration_s)] += 1
+        if on_time_s is not None:
+            if lateness_s <= on_time_s:
+                self.on_time += 1
+            else:
+                self.late += 1
+
+    def add(self, other: RunCounts) -> None:
+        self.on_time += other.on_time
+        self.late += other.late
+        self.lateness_s += other.lateness_s
+        self.duration_s += other.duration_s
+        self.lateness_max_s = max(self.lateness_max_s, other.lateness_max_s)
+        self.duration_max_s = max(self.duration_max_s, other.duration_max_s)
+        for mine, others in (
+            (self.outcomes, other.outcomes),
+            (self.lateness, other.lateness),
+            (self.duration, other.duration),
+        ):
+            for number, count in enumerate(others):
+                if count:
+                    mine[number] += count
+
+    def copy(self) -> RunCounts:
+        counts = RunCounts()
+        counts.add(self)
+        return counts
+
+    def as_list(self) -> list[Any]:
+        """Return the counts in compact form, for messages between processes and for JSON."""
+        return [
+            _sparse(self.outcomes),
+            [self.on_time, self.late] if self.on_time or self.late else [],
+            round(self.lateness_s, 3),
+            round(self.duration_s, 3),
+            _sparse(self.lateness),
+            _sparse(self.duration),
+            self.lateness_max_s,
+            self.duration_max_s,
+        ]
+
+    @classmethod
+    def of(cls, stored: Sequence[Any]) -> RunCounts:
+        """Return the counts that `as_list` has written."""
+        counts = cls()
+        counts.add_stored(stored)
+        return counts
+
+    def add_stored(self, stored: Sequence[Any]) -> None:
+        """Add the counts that `as_list` returned, with or without the two largest times.
+
+        Buckets of a newer version count in the last one.
+        """
+        outcomes, contract, lateness_s, duration_s, lateness, duration, *highest = stored
+        lateness_max_s, duration_max_s = highest or (None, None)
+        self.lateness_max_s = max(
+            self.lateness_max_s, highest_value(lateness[::2], LATENESS_BOUNDS_S, lateness_max_s)
+        )
+        self.duration_max_s = max(
+            self.duration_max_s, highest_value(duration[::2], DURATION_BOUNDS_S, duration_max_s)
+        )
+        self.lateness_s += lateness_s
+        self.duration_s += duration_s
+        if contract:
+            self.on_time += contract[0]
+            self.late += contract[1]
+        for into, pairs in (
+            (self.outcomes, outcomes),
+            (self.lateness, lateness),
+            (self.duration, duration),
+        ):
+            for position in range(0, len(pairs), 2):
+                into[min(pairs[position], len(into) - 1)] += pairs[position + 1]
+
+
+class FailureCount(NamedTuple):
+    """Failed runs of one tag with the same error pattern (`model/text.py`)."""
+
+    tag: str
+    pattern: str
+    runs: int
+    #: The task and the error of one of them.
+    task_id: int
+    error: str
+
+
+class RunStatistics(NamedTuple):
+    """What a process has counted since its last report. The counts are in compact form."""
+
+    tags: tuple[tuple[str, list[Any]], ...] = ()
+    failures: tuple[FailureCount, ...] = ()
+
+
+def _sparse(counts: Sequence[int]) -> list[int]:
+    """Return number and count of each bucket that is not empty, one after the other."""
+    return [each for number, count in enumerate(counts) if count for each in (number, count)]
+
+
+# -- Failed runs with the same error, as workers have counted them by the hour --------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FailureGroup:
+    """Failed runs of a tag with the same error.
+
+    Attributes
+    ----------
+    tag
+        The tag.
+    pattern
+        What their errors have in common; `*` stands for what differs.
+    fingerprint
+        A short name of the pattern.
+    runs
+        The number of failed runs, retried ones included.
+    first_at, last_at
+        When the first and the last of them failed, within a minute.
+    task_id, error
+        One of the last tasks that failed in this way, and the end of its error text.
+    hours
+        The number of failed runs by the hour, for the last 48 hours that have any.
+    """
+
+    tag: str
+    pattern: str
+    fingerprint: str
+    runs: int
+    first_at: datetime
+    last_at: datetime
+    task_id: int
+    error: str
+    hours: Mapping[datetime, int]
+
+    @property
+    def filters(self) -> dict[str, str]:
+        """The filters for `find` and the methods of `bulk` that select the tasks of this group."""
+        return {"tag": self.tag, "error": self.pattern}
+
+    def first_since(self, begin: datetime) -> datetime | None:
+        """Return when the first run failed since the beginning of an hour; None without runs."""
+        hours = [hour for hour, runs in self.hours.items() if runs and hour >= begin]
+        return max(min(hours), self.first_at) if hours else None
+
+
+class CountedFailures(NamedTuple):
+    """A group of failures, and what its runs are compared with."""
+
+    group: FailureGroup
+    #: All runs of the tag since `recent_hours(now)`, or 0 if they were not counted.
+    runs_of_tag: int
+
+
+def recent_hours(now: datetime) -> datetime:
+    """Return the beginning of the hour before the present one."""
+    return hour_of(now) - AN_HOUR

@@ -1,0 +1,765 @@
+"""A task, what callers say about a new one, what calls return about it, and what runs end with."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Set
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Literal, NamedTuple, Protocol, TypedDict
+
+from delaytasks.model.body import (
+    FIRST_VERSION,
+    MAX_DEPTH,
+    MAX_VERSION,
+    decoded,
+    is_encrypted,
+    placeholder,
+)
+from delaytasks.model.errors import (
+    BodyEncryptedError,
+    InvalidInputError,
+    TaskNotFoundError,
+    TaskStateError,
+)
+from delaytasks.model.ids import check_id
+from delaytasks.model.inputs import Delay, decode_meta, is_integer
+from delaytasks.model.moves import FINISHED, Status
+from delaytasks.model.retry_schedule import RetrySchedule
+from delaytasks.model.text import shown
+
+# -- current run ----------------------------------------------------------------------------------
+
+# The current run, for `task.complete` and `task.check_lease`. A task itself is a plain value.
+
+
+class Current(Protocol):
+    def complete(self, id: int, session: Any, result: Any) -> None: ...
+    def check_lease(self, id: int) -> None: ...
+    def is_cancelled(self, id: int) -> bool: ...
+
+
+current_run: ContextVar[Current | None] = ContextVar("delaytasks_run", default=None)
+
+
+# -- A task as a JSON value, for programs and for people ------------------------------------------
+
+
+def task_json(task: Any) -> dict[str, Any]:
+    """Return the JSON value of a `DelayedTask`."""
+    return {
+        "id": str(task.id),
+        "tag": task.tag,
+        "key": task.key,
+        "status": task.status.name,
+        "queue": task.queue,
+        "priority": task.priority,
+        "body": _shown(task.body_json),
+        "due_time": iso(task.due),
+        "expected_time": iso(task.expected_time),
+        "execution_time": iso(task.execution_time),
+        "create_time": iso(task.create_time),
+        "update_time": iso(task.update_time),
+        "lease_until": iso(task.lease_until),
+        "delay_s": task.delay_s,
+        "runs": task.runs,
+        "lapses": task.lapses,
+        "version": task.version,
+        "worker": task.worker,
+        "ip_address": task.ip_address,
+        "error": task.error,
+        "headers": _shown(task.headers_json) if task.headers else {},
+        "limit_key": task.limit_key,
+        "meta": task.meta,
+        "result": None if task.result_json is None else _shown(task.result_json),
+    }
+
+
+def iso(instant: datetime | None) -> str | None:
+    return None if instant is None else instant.isoformat()
+
+
+def _shown(text: str | None) -> Any:
+    """Return the decoded value if JSON can represent it, else the text.
+
+    Python also decodes NaN, 1e400 and values of any depth.
+    """
+    if text is not None and is_encrypted(text):
+        return placeholder(text)
+    value = lenient(text or "null")
+    return value if _is_json(value, MAX_DEPTH) else text
+
+
+def _is_json(value: Any, depth: int) -> bool:
+    if isinstance(value, (dict, list)):
+        inner = value.values() if isinstance(value, dict) else value
+        return depth > 0 and all(_is_json(item, depth - 1) for item in inner)
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def lenient(text: str) -> Any:
+    """Return the decoded value, or the text if another program stored no JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def pretty(read: Callable[[], Any], stored: str) -> str:
+    """Return a body or a result as indented JSON, in which integers of any size are exact.
+
+    Parameters
+    ----------
+    read
+        Decodes the value.
+    stored
+        The stored text, which is returned if it is no JSON.
+    """
+    try:
+        return json.dumps(read(), indent=2, ensure_ascii=False)
+    except BodyEncryptedError:
+        return placeholder(stored)
+    except (ValueError, RecursionError):
+        return stored
+
+
+#: The queue of rows without one, such as rows of other programs.
+DEFAULT_QUEUE = "default"
+
+
+# Not frozen: workers make one for each row, and a frozen one takes five times as long to make.
+@dataclass(slots=True, unsafe_hash=True)
+class DelayedTask:
+    """A row of `yb_delay_task_message` as it was when it was read.
+
+    The object is for reading only. A changed attribute does not change the row, and a processor
+    that changes its task loses the lease.
+
+    Attributes
+    ----------
+    id
+        The id.
+    tag
+        The tag, which names the processor.
+    body_json
+        The body as it is stored. `body` decodes it.
+    expected_time
+        The time of the next run.
+    status
+        The status.
+    version
+        A number that each move of the row increases.
+    queue, priority
+        The queue and the priority, 0 to 9.
+    key
+        The key, or None.
+    delay_s
+        The delay in seconds when the task was scheduled.
+    runs
+        The number of runs that have started, except those that snoozed or gave the task back.
+    lapses
+        The number of leases that were lost, because a worker died or hung.
+    headers_json
+        The options that differ from the processor's, as they are stored.
+    limit_key
+        The limit key, or None.
+    create_time, update_time, execution_time
+        The times of the first call, the last change and the start of the last run.
+    due_time
+        The due time, if a deferral has moved `expected_time`; else None. `due` is always set.
+    meta_json
+        The meta as it is stored. `meta` decodes it.
+    cancel_request
+        1 if the running task was asked to stop; else None.
+    lease_until, worker, ip
+        The end of the lease, the name of the worker and its IPv4 address as a number.
+    error
+        The traceback of the last failed attempt, or the reason of the status.
+    result_json
+        The result as it is stored. `result` decodes it.
+    attempts
+        The last failed attempts, if `get(attempts=True)` read the task.
+
+    Examples
+    --------
+    >>> task = delays.get(tag="order.close", key="7")
+    >>> task.status, task.body
+    (<Status.NOT_COMPLETE: 0>, {'order': 7})
+    """
+
+    id: int
+    tag: str
+    body_json: str
+    expected_time: datetime
+    status: Status = Status.NOT_COMPLETE
+    version: int = 0
+    queue: str = DEFAULT_QUEUE
+    priority: int = 0
+    key: str | None = None
+    delay_s: int = 0
+    runs: int = 0
+    lapses: int = 0
+    headers_json: str | None = None
+    limit_key: str | None = None
+    create_time: datetime | None = None
+    due_time: datetime | None = None
+    meta_json: str | None = None
+    cancel_request: int | None = None
+    update_time: datetime | None = None
+    execution_time: datetime | None = None
+    lease_until: datetime | None = None
+    worker: str | None = None
+    ip: int | None = None
+    error: str | None = None
+    result_json: str | None = None
+    attempts: tuple[Attempt, ...] = ()
+
+    @property
+    def due(self) -> datetime:
+        """The due time. Lateness and `max_late` count from it.
+
+        `expected_time` is later while the task is deferred until a worker can run it.
+        """
+        return self.due_time or self.expected_time
+
+    @property
+    def body(self) -> Any:
+        """The decoded body.
+
+        Raises
+        ------
+        BodyEncryptedError
+            If no encryption key of this process decrypts the body.
+        ValueError
+            If another program stored a body that is not JSON.
+        """
+        return decoded(self.body_json, f"the body of task {self.id}")
+
+    @property
+    def meta(self) -> dict[str, str]:
+        """The pairs of strings that the caller gave to the task, such as a tenant."""
+        return decode_meta(self.meta_json)
+
+    def complete(self, session: Any = None, *, result: Any = None) -> None:
+        """Make the task DONE in a transaction of its processor, which must commit it.
+
+        The status and the processor's own changes are then committed together or not at all.
+
+        Parameters
+        ----------
+        session
+            A SQLAlchemy Session or Connection. With Django, the current connection by default.
+        result
+            A JSON value to store, as in `Done`.
+
+        Raises
+        ------
+        TaskStateError
+            If the call is not made by the processor of this task.
+        LeaseLostError
+            If the worker has lost the task's lease. The transaction must be rolled back.
+
+        Examples
+        --------
+        >>> with Session.begin() as session:
+        ...     session.add(Payment(order=task.body["order"]))
+        ...     task.complete(session)
+        """
+        self._run("complete").complete(self.id, session, result)
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether the task is CANCELLED. In its processor: whether a caller asked it to stop.
+
+        A long processor reads this, or calls `check_lease`, from time to time. Neither sends a
+        query.
+        """
+        run = current_run.get()
+        return self.status is Status.CANCELLED or (run is not None and run.is_cancelled(self.id))
+
+    def check_lease(self) -> None:
+        """Check, in a long run of the processor, that this worker still has the task's lease.
+
+        The check sends no query. It compares the times of the worker's renewals.
+
+        Raises
+        ------
+        TaskCancelledError
+            If a caller has cancelled the task by `cancel(running=True)`. If the processor does not
+            catch it, the task is CANCELLED.
+        LeaseLostError
+            If the lease could not be renewed, and is about to end or has ended. The task will run
+            on another worker, so the processor must not catch the error.
+        TaskStateError
+            If the call is not made by the processor of this task.
+
+        Examples
+        --------
+        >>> for page in pages:
+        ...     task.check_lease()
+        ...     export(page)
+        """
+        self._run("check_lease").check_lease(self.id)
+
+    def _run(self, what: str) -> Current:
+        run = current_run.get()
+        if run is None:
+            raise TaskStateError(
+                f"task {self.id} does not run here: {what}() is for its processor", self.id
+            )
+        return run
+
+    @property
+    def retry_schedule(self) -> RetrySchedule | None:
+        """The task's own retry schedule, which replaces the one of its tag; None without one."""
+        retry = self.headers.get("retry")
+        if retry is None:
+            return None
+        try:
+            return RetrySchedule(retry["retry_delays_s"], variation=retry["variation"])
+        except (ValueError, TypeError, KeyError):  # written by another program
+            return None
+
+    @property
+    def max_late_s(self) -> float | None:
+        """The lateness in seconds after which the task is CANCELLED instead of run."""
+        return self._seconds("max_late_s")
+
+    @property
+    def max_wait_s(self) -> float | None:
+        """The longest time in seconds for which replacements may postpone the task."""
+        return self._seconds("max_wait_s")
+
+    @property
+    def body_version(self) -> int:
+        """The version of the body; 1 if it was stored without a version."""
+        version: Any = self.headers.get("body_version")
+        return version if is_integer(version, FIRST_VERSION, MAX_VERSION) else FIRST_VERSION
+
+    @property
+    def result(self) -> Any:
+        """The result of the processor, if it was registered with `keep_result=True`."""
+        if self.result_json is None:
+            return None
+        return decoded(self.result_json, f"the result of task {self.id}")
+
+    def _seconds(self, header: str) -> float | None:
+        seconds: Any = self.headers.get(header)
+        # Other programs may write any value, also an integer that no float can represent.
+        return float(seconds) if type(seconds) in (int, float) and 0 <= seconds < 1e15 else None
+
+    @property
+    def headers(self) -> dict[str, Any]:
+        """The decoded `headers_json`; empty if another program stored something else."""
+        if self.headers_json is None:
+            return {}
+        headers = lenient(self.headers_json)
+        return headers if isinstance(headers, dict) else {}
+
+    @property
+    def event_fields(self) -> dict[str, Any]:
+        """The fields of each event about this task, and the task itself for subscribers."""
+        fields: dict[str, Any] = {"id": self.id, "tag": self.tag, "task": self}
+        if self.meta_json is not None:
+            fields["meta"] = self.meta
+        return fields
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status in FINISHED
+
+    @property
+    def ip_address(self) -> str | None:
+        """The executing host's IPv4 address in dotted form."""
+        try:
+            return None if self.ip is None else str(ipaddress.IPv4Address(self.ip))
+        except ValueError:
+            return str(self.ip)  # written by another program
+
+    def as_json(self) -> dict[str, Any]:
+        """Return a JSON value. Ids are strings, since JavaScript rounds integers above 2^53."""
+        return task_json(self)
+
+
+#: What names one task: its id, or a task that was read.
+TaskName = int | str | DelayedTask
+
+
+def id_of(name: object) -> int:
+    """Return the id of a task that was given as a task or as an id."""
+    return name.id if isinstance(name, DelayedTask) else check_id(name)
+
+
+# -- A task to schedule, before it is checked -----------------------------------------------------
+
+
+class TaskOptions(TypedDict, total=False):
+    """The options of a new task, which `DelayTasks.schedule_delay` explains.
+
+    `TaskBuilder` checks the values.
+    """
+
+    key: str | None
+    queue: str | None
+    priority: int
+    id: int | None
+    retries: RetrySchedule | str | int | None
+    max_late: Delay | None
+    max_wait: Delay | None
+    limit_key: str | None
+    meta: Mapping[str, str] | None
+    body_version: int | None
+    jitter: Delay | None
+
+
+# A tuple, because a frozen dataclass takes four times as long to make.
+class NewTask(NamedTuple):
+    """One task for `schedule_many`.
+
+    Parameters
+    ----------
+    tag, body
+        See `schedule_delay`.
+    delay
+        Seconds, text such as `"30m"`, or a timedelta. Give either `delay` or `at`.
+    at
+        An aware datetime.
+    key, queue, priority, id, retries, max_late, max_wait, limit_key, meta, body_version
+        See `schedule_delay`.
+    jitter
+        See `schedule_delay`.
+
+    Examples
+    --------
+    >>> delays.schedule_many(NewTask("mail.send", {"to": user}, 60, key=user) for user in users)
+    """
+
+    tag: str
+    body: Any
+    delay: Delay | None = None
+    at: datetime | None = None
+    key: str | None = None
+    queue: str | None = None
+    priority: int = 0
+    id: int | None = None
+    retries: RetrySchedule | str | int | None = None
+    max_late: Delay | None = None
+    max_wait: Delay | None = None
+    limit_key: str | None = None
+    meta: Mapping[str, str] | None = None
+    body_version: int | None = None
+    jitter: Delay | None = None
+
+
+def new_task(
+    tag: str, body: Any, delay: Any, at: datetime | None, options: Mapping[str, Any]
+) -> NewTask:
+    """Return the task of a call, or say which of our names a name of Celery's has."""
+    try:
+        return NewTask(tag, body, delay, at, **options)
+    except TypeError as error:
+        for name, ours in CELERY_NAMES.items():
+            if name in options:
+                raise TypeError(f"{name}= is Celery's: write {ours}") from None
+        raise TypeError(f"schedule_delay: {str(error).partition(' ')[2]}") from None
+
+
+#: The options of `apply_async` that a user of Celery may try, and what to write instead.
+CELERY_NAMES = {
+    "countdown": "the seconds as the third argument",
+    "eta": "at=",
+    "expires": "max_late=, the longest time after the due time",
+    "args": "the body, which the processor receives",
+    "kwargs": "the body, which the processor receives",
+    "task_id": "id=, an id from new_id(), or key=",
+}
+
+
+def new_task_of(item: object) -> NewTask:
+    """Return the task to schedule that `schedule_many` was given."""
+    if isinstance(item, NewTask):
+        return item
+    if isinstance(item, tuple) and len(item) == 3:
+        tag, body, at = item
+        return NewTask(tag, body, at=at) if isinstance(at, datetime) else NewTask(tag, body, at)
+    raise InvalidInputError(
+        f"schedule_many takes NewTask, or (tag, body, delay or instant), not {shown(item)}", "tasks"
+    )
+
+
+OnConflict = Literal["reject", "keep", "replace", "take"]
+
+
+# -- A page of tasks ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page of the tasks that `find` found. Iterating over it yields the tasks.
+
+    Attributes
+    ----------
+    tasks
+        The tasks.
+    cursor
+        The argument of `find` for the next page; None on the last page.
+
+    Examples
+    --------
+    >>> page = delays.find(status="FAILED")
+    >>> if page.cursor is not None:
+    ...     page = delays.find(status="FAILED", cursor=page.cursor)
+    """
+
+    tasks: list[DelayedTask]
+    cursor: str | None
+
+    def __iter__(self) -> Any:
+        return iter(self.tasks)
+
+    def __len__(self) -> int:
+        return len(self.tasks)
+
+    def __getitem__(self, index: int) -> DelayedTask:
+        return self.tasks[index]
+
+
+# -- A failed attempt to run a task ---------------------------------------------------------------
+
+
+class Attempt(NamedTuple):
+    """A failed run of a task.
+
+    Attributes
+    ----------
+    number
+        The number of the run, from 1.
+    began, ended
+        The start, if it is known, and the end.
+    worker
+        The name of the worker.
+    error
+        The traceback, or the reason that the processor returned.
+
+    Examples
+    --------
+    >>> [attempt.ended for attempt in delays.get(task, attempts=True).attempts]
+    """
+
+    number: int
+    began: datetime | None
+    ended: datetime
+    worker: str | None
+    error: str | None
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            **self._asdict(),
+            "began": self.began and self.began.isoformat(),
+            "ended": self.ended.isoformat(),
+        }
+
+
+# -- The result of `touch` ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TouchResult:
+    """The result of `touch`: true if all tasks still wait.
+
+    Attributes
+    ----------
+    touched
+        The ids, or the keys, of the tasks that wait at least as long as the call asked for.
+    gone
+        The ids, or the keys, of the tasks that no longer wait or do not exist.
+
+    Examples
+    --------
+    >>> delays.touch(tag="device.offline", key=["d-17", "d-18"], delay=90).gone
+    ['d-18']
+    """
+
+    touched: list[Any]
+    gone: list[Any]
+
+    def __bool__(self) -> bool:
+        return not self.gone
+
+    @classmethod
+    def of(cls, names: Iterable[Any], waiting: Set[Any]) -> TouchResult:
+        """Sort the names, without repetitions, by whether their tasks wait."""
+        distinct = dict.fromkeys(names)
+        return cls(
+            [name for name in distinct if name in waiting],
+            [name for name in distinct if name not in waiting],
+        )
+
+
+# -- The result of `cancel` -----------------------------------------------------------------------
+
+
+#: A task with one of these statuses cannot be cancelled any more.
+_NOTHING_TO_CANCEL = (Status.RUNNING, Status.DONE, Status.FAILED)
+
+
+@dataclass(frozen=True, slots=True)
+class CancelResult:
+    """The result of `cancel`: true only if this call cancelled the task, which then never starts.
+
+    Attributes
+    ----------
+    is_cancelled
+        Whether this call cancelled the task; also the truth value of the result.
+    reason
+        The outcome in words.
+    id
+        The id of the task. None only if no task was found by its key.
+    status
+        The status of the task after the call. None if no task was found.
+    is_requested
+        Whether the task runs, and this call has asked it to stop.
+    error
+        The reason as an error that can be raised, if no task could be cancelled.
+
+    Examples
+    --------
+    >>> result = delays.cancel(tag="order.close", key="7")
+    >>> if not result:
+    ...     print(result.reason)
+    """
+
+    is_cancelled: bool
+    reason: str
+    id: int | None = None
+    status: Status | None = None
+    is_requested: bool = False
+    error: TaskStateError | None = field(default=None, repr=False, compare=False)
+
+    def __bool__(self) -> bool:
+        return self.is_cancelled
+
+    @classmethod
+    def cancelled(cls, task: DelayedTask) -> CancelResult:
+        return cls(True, f"task {task.id} ({task.tag}) is cancelled", task.id, Status.CANCELLED)
+
+    @classmethod
+    def requested(cls, task: DelayedTask) -> CancelResult:
+        reason = f"task {task.id} ({task.tag}) runs, and is asked to stop"
+        return cls(False, reason, task.id, task.status, is_requested=True)
+
+    @classmethod
+    def cancelled_before(cls, id: int) -> CancelResult:
+        return cls(False, f"task {id} was cancelled before", id, Status.CANCELLED)
+
+    @classmethod
+    def of_refusal(cls, error: TaskStateError) -> CancelResult | None:
+        """Return the result for an error that means "nothing to cancel"; None for another error."""
+        if isinstance(error, TaskNotFoundError):
+            return cls(False, str(error), error.id, error=error)
+        if error.status in _NOTHING_TO_CANCEL:
+            reason = f"task {error.id} has ended: it is {error.status.name}"
+            if error.status is Status.RUNNING:
+                reason = str(error)
+            return cls(False, reason, error.id, error.status, error=error)
+        return None
+
+
+# -- Outcomes: values that a processor returns to say how its task ends or continues --------------
+
+# An outcome leads to a move, which changes the status of the row: see `model/moves.py`.
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The task is DONE. Any other return value means the same, without a result to keep.
+
+    Parameters
+    ----------
+    result
+        A JSON value, which is stored if the processor was registered with `keep_result=True`.
+
+    Examples
+    --------
+    >>> return Done({"receipt": 7})
+    """
+
+    result: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """The attempt failed, and the task runs again; after its last retry it is FAILED.
+
+    Parameters
+    ----------
+    after
+        The time until the next attempt: seconds, text such as `"5m"`, or a timedelta. By default
+        the next delay of the retry schedule.
+    reason
+        The text that is stored as the error of the attempt.
+
+    Examples
+    --------
+    >>> return Retry(after="5m", reason="the partner is busy")
+    """
+
+    after: Delay | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Snooze:
+    """The task runs again after `after`. This run does not count as an attempt.
+
+    Parameters
+    ----------
+    after
+        Seconds, text such as `"5m"`, or a timedelta.
+
+    Examples
+    --------
+    >>> return Snooze("1h")
+    """
+
+    after: Delay
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """The task is CANCELLED, because its work is no longer needed.
+
+    Parameters
+    ----------
+    reason
+        The text that is stored as the error of the task.
+
+    Examples
+    --------
+    >>> return Cancel("the order was paid")
+    """
+
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The task is FAILED, even if its retry schedule has retries left.
+
+    Parameters
+    ----------
+    reason
+        The text that is stored as the error of the task.
+
+    Examples
+    --------
+    >>> return Fail("there is no such order")
+    """
+
+    reason: str = ""
+
+
+Outcome = Done | Retry | Snooze | Cancel | Fail

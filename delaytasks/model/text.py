@@ -1,0 +1,288 @@
+"""Texts of messages: shortened values, masked secrets, patterns of errors, remedies."""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+import traceback
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timedelta
+from functools import cache
+from importlib import metadata
+from itertools import islice
+from typing import Any
+
+from delaytasks.model.errors import ConfigError
+
+_UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
+_CUT = "\n… {n:,} characters left out …\n"
+
+
+def storable(text: str, max_bytes: int) -> str:
+    """Replace characters that databases refuse, and leave out the middle of a long text."""
+    text = _UNSTORABLE.sub("\N{REPLACEMENT CHARACTER}", text)
+    if len(text.encode()) <= max_bytes:
+        return text
+    # A character has at most four bytes. The end of a traceback is more useful than its start.
+    keep = max(max_bytes - 64, 0) // 4
+    head = keep // 4
+    return text[:head] + _CUT.format(n=len(text) - keep) + text[len(text) - (keep - head) :]
+
+
+#: The beginning of a deferred row's error if the worker had no processor for the tag.
+NO_PROCESSOR = "no such processor, tag="
+#: The same if the worker did not have the encryption key of the body. The key's name follows.
+NO_KEY = "no such encryption key, key="
+#: The same if the worker's pool could not keep the time limits of the tag.
+NO_TIME_LIMITS = "this worker's pool can not keep time limits, tag="
+#: The same if newer code has made the body.
+NEWER_BODY = "the body is of a newer version than this worker's processor, tag="
+#: The codes of these reasons, for programs.
+DEFERRALS = {
+    NO_PROCESSOR: "no_processor",
+    NO_KEY: "no_key",
+    NO_TIME_LIMITS: "no_time_limits",
+    NEWER_BODY: "newer_body",
+}
+
+#: A task that cannot run here is tried again after a tenth of its lateness, within these bounds.
+DEFER_MIN_S, DEFER_MAX_S = 5.0, 600.0
+
+
+def defer_until(why: str, due: datetime) -> str:
+    return f"{why}; next try at {due.isoformat()}"
+
+
+def is_deferred_until(text: str, due: datetime) -> bool:
+    """Return whether an error text was written by the deferral until `due`."""
+    return text.endswith(defer_until("", due))
+
+
+def traceback_text(error: BaseException, max_bytes: int) -> str:
+    """Return the traceback from the processor's frame on, even if `str(error)` fails."""
+    frames = error.__traceback__
+    while frames is not None and str(frames.tb_frame.f_globals.get("__name__")).startswith(
+        "delaytasks."
+    ):
+        frames = frames.tb_next
+    try:
+        text = "".join(
+            traceback.format_exception(type(error), error, frames or error.__traceback__)
+        )
+    except Exception as failure:
+        text = f"{type(error).__name__} (its text can not be made: {type(failure).__name__})"
+    return storable(text, max_bytes)
+
+
+def last_line(error: str | None, longest: int = 200) -> str:
+    """Return the line of a traceback that names the error: the first one after its frames."""
+    lines = (error or "").strip().split("\n")
+    last_frame = max((n for n, line in enumerate(lines) if line.startswith('  File "')), default=-1)
+    after = [line for line in lines[last_frame + 1 :] if line and not line.startswith(" ")]
+    return one_line(after[0] if after else lines[-1], longest)
+
+
+def shown(value: object, longest: int = 60) -> str:
+    """Return a short `repr` for messages, also of objects whose `repr` fails."""
+    try:
+        text = f"{value.total_seconds():g} s" if isinstance(value, timedelta) else repr(value)
+    except Exception:
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= longest else text[:longest] + "…"
+
+
+def one_line(text: str, longest: int = 200) -> str:
+    """Return a text as one line for logs and tables, with control characters escaped."""
+    shown = "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:longest]
+    )
+    return shown if len(text) <= longest else shown + "…"
+
+
+def count(number: int, noun: str, plural: str | None = None) -> str:
+    """Return a number with its noun, such as "1 task" or "1,200 tasks"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {plural or noun + 's'}"
+
+
+def first_names(names: Collection[str], most: int = 5) -> str:
+    """Return the first names for one log line or sentence."""
+    return ", ".join(islice(names, most))
+
+
+def some_values(values: Sequence[object], most: int = 3) -> str:
+    """Return the first values for a list that a person reads, and how many more there are."""
+    text = ", ".join(map(str, values[:most]))
+    return f"{text} and {len(values) - most:,} more" if len(values) > most else text
+
+
+# -- Mask passwords and keys in URLs and in the `repr` of objects ---------------------------------
+
+
+#: Options of a URL whose values are masked.
+_OPTION = re.compile(
+    r"(?i)([\w.-]*(?:pass|pwd|secret|token|key|credential|signature)[\w.-]*=)[^&]*"
+)
+#: User and password after any scheme, up to the last @, which a password may contain.
+_PASSWORD = re.compile(r"(?s)(?<=://)([^/@:\s]*):.*@")
+_SCHEME = re.compile(r"[A-Za-z][\w+.-]*://")
+
+
+class Secret(str):
+    """A text whose `repr` is masked, and so in `vars`, tracebacks and most error reporters.
+
+    `str` is not masked, and the text is used like any other.
+    """
+
+    def __repr__(self) -> str:
+        return repr(mask_secret(self))
+
+
+class SecretBytes(bytes):
+    """The bytes of a key, with a masked `repr`."""
+
+    def __repr__(self) -> str:
+        return "b'***'"
+
+
+def mask_url(url: str) -> str:
+    """Mask the password of a URL or a part of one, before the host or among the options.
+
+    Keys for signing are masked as well.
+    """
+    url = ";".join(map(_without_user, _PASSWORD.sub(r"\1:***@", url).split(";")))
+    url = re.sub(r"whsec_\S+", "whsec_***", url)
+    return _OPTION.sub(r"\1***", url)
+
+
+def _without_user(url: str) -> str:
+    """Mask the user of a URL without a scheme, because it may be a password."""
+    before, at, after = url.rpartition("@")
+    if not at or _SCHEME.match(url):
+        return url
+    user, colon, _ = before.partition(":")
+    return f"{user}:***@{after}" if colon else f"***@{after}"
+
+
+def mask_secret(value: str) -> str:
+    """Return a secret setting as it is shown: a URL without its password, or only asterisks."""
+    if "://" in value or not value:
+        return mask_url(value)
+    return "whsec_***" if value.startswith("whsec_") else "***"
+
+
+def hide(value: Any) -> Any:
+    """Return the same text, bytes or list of texts with a masked `repr`; other types unchanged."""
+    if isinstance(value, str):
+        return Secret(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(hide, value)) if type(value) in (list, tuple) else value
+    return SecretBytes(value) if isinstance(value, bytes) else value
+
+
+# -- Patterns of error texts, by which failures are grouped ---------------------------------------
+
+# A pattern is what the errors of one kind have in common: the innermost function of the user's
+# code, the type of the exception, and its message. `*` stands for what differs from task to task:
+# numbers, ids, quoted text. The filter `error=` of `find` and of the methods of `bulk` takes such a
+# pattern, so a group of failures and the tasks that belong to it have one name:
+#
+#     * in charge\n*ValueError: order * of * was not found*
+
+
+#: The longest pattern. The rest of a long message is left out.
+MAX_PATTERN = 300
+#: The part of an error text that is searched, since a text may have 64 KiB.
+_MAX_SEARCHED = 16_384
+#: The longest part of a message that becomes a pattern.
+_MAX_MESSAGE = 500
+
+#: UUIDs, quoted text, addresses, and every word that contains a digit.
+_VARIABLE = re.compile(
+    r"""
+    '[^'\n]*' | "[^"\n]*" | `[^`\n]*`
+    | <[^<>\n]*\ at\ 0x[0-9a-fA-F]+>
+    | \b[0-9a-fA-F]{8,}\b
+    | [-+\w./:@%#$]*\d[-+\w./:@%#$]*
+    """,
+    re.VERBOSE,
+)
+_FRAME = re.compile(r'^  File "(?P<file>[^"\n]+)", line \d+, in (?P<name>[^\n]+)$', re.MULTILINE)
+#: The first line of an exception, which begins at the margin: its type, and perhaps a message.
+_EXCEPTION = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>[^\n]*))?$", re.MULTILINE)
+#: Files of Python and of installed packages, which are not the user's code.
+_INSTALLED = (
+    *{sysconfig.get_path(name).replace("\\", "/") for name in ("stdlib", "platstdlib")},
+    *("/site-packages/", "/dist-packages/"),
+)
+
+
+def error_pattern(text: str) -> str:
+    """Return the pattern of an error text: a traceback, or the reason of an outcome."""
+    if len(text) > _MAX_SEARCHED:
+        text = text[-_MAX_SEARCHED:]
+    frames = list(_FRAME.finditer(text))
+    if not frames:
+        return _limited(_without_variables(text.split("\n", 1)[0]) + "*")
+    last = frames[-1]
+    exception = _EXCEPTION.search(text, last.end())
+    own = next((frame for frame in reversed(frames) if _is_users(frame["file"])), last)
+    where = f"* in {_escaped(own['name'])}\n*"
+    if exception is None:
+        return _limited(where)
+    message = exception["message"]
+    what = _escaped(exception["type"])
+    if message:
+        what += ": " + _without_variables(message)
+    return _limited(where + what + "*")
+
+
+def _is_users(path: str) -> bool:
+    path = path.replace("\\", "/")
+    return not path.startswith("<") and not any(part in path for part in _INSTALLED)
+
+
+def _without_variables(message: str) -> str:
+    """Replace the variable parts by `*`. A `*` of the message itself becomes one, too."""
+    return _VARIABLE.sub("*", message[:_MAX_MESSAGE])
+
+
+def _escaped(name: str) -> str:
+    return re.sub(r"\d+", "*", name.strip())
+
+
+def _limited(pattern: str) -> str:
+    if len(pattern) > MAX_PATTERN:
+        pattern = pattern[: MAX_PATTERN - 1] + "*"
+    return re.sub(r"\*+", "*", pattern)
+
+
+# -- The versions of installed packages, and errors for those that are missing --------------------
+
+
+@cache
+def installed_version(package: str = "delaytasks") -> str | None:
+    """Return the version of a package, or None if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@contextmanager
+def needs_extra(extra: str, what: str = "this command") -> Iterator[None]:
+    """Report a module that cannot be imported as a `ConfigError` that names the extra."""
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(
+            f"{what} needs more packages ({error.name}): pip install 'delaytasks[{extra}]'"
+        ) from error
+
+
+# -- What a user does if the tables are missing or old, for messages ------------------------------
+
+
+#: The command for a Celery app of the user's own. A `DelayTasks` of an integration with a web
+#: framework names the command of the framework instead.
+TABLES_REMEDY = "run: delaytasks -A APP db upgrade"

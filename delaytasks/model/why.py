@@ -1,0 +1,626 @@
+"""Explain why a task has not run, or how it ended, from facts that the storage has read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from itertools import islice
+from shlex import quote
+from typing import Any, NamedTuple
+
+from delaytasks.model.body import PREFIX, is_encrypted, name_in
+from delaytasks.model.celery_calls import processor_tag
+from delaytasks.model.inputs import show_duration, show_timing
+from delaytasks.model.interfaces import OverdueGroup
+from delaytasks.model.moves import Status
+from delaytasks.model.policies import Policy
+from delaytasks.model.task import DelayedTask, iso
+from delaytasks.model.text import DEFERRALS, count, last_line
+from delaytasks.model.workers import RegisteredWorker
+
+# -- The reasons why a task has not run, or how it ended, and the facts from which they follow ----
+
+
+class Reason(NamedTuple):
+    """One reason, for people and for programs."""
+
+    #: A name that programs compare, such as "paused".
+    code: str
+    #: The reason in one or two sentences.
+    sentence: str
+    #: The remedy for an operator; empty if none is needed.
+    remedy: str = ""
+    #: The values in the sentence, as JSON values.
+    facts: Mapping[str, Any] = {}
+
+    @property
+    def text(self) -> str:
+        """The sentence and the remedy."""
+        return f"{self.sentence} {self.remedy}".rstrip()
+
+    def as_json(self) -> dict[str, Any]:
+        return {**self._asdict(), "facts": dict(self.facts)}
+
+
+class ScheduleFacts(NamedTuple):
+    """The recurring schedule that has made the task."""
+
+    name: str
+    timing: str
+    is_paused: bool
+    next_at: datetime | None
+
+
+class AuditFacts(NamedTuple):
+    """The log entry of the action that has cancelled the task."""
+
+    id: int
+    actor: str
+
+
+class TransportFacts(NamedTuple):
+    """The errors of the servers that bring due tasks to the workers; None if they answer."""
+
+    broker: str | None = None
+    redis_timer: str | None = None
+
+
+class Facts(NamedTuple):
+    """The facts on which the reasons for one task depend."""
+
+    task: DelayedTask
+    #: The time of the database, whose clock decides what is due.
+    now: datetime
+    #: Seconds by which the clock of this machine is ahead of the database's clock.
+    clock_offset_s: float
+    workers: Sequence[RegisteredWorker]
+    #: The policies of the task's tag and queue.
+    policies: Sequence[Policy] = ()
+    #: Whether the task is in the waitlist of its tag's limit.
+    is_in_waitlist: bool = False
+    #: The number of tasks in the waitlist of the tag and queue, up to a bound.
+    waitlist_tasks: int = 0
+    #: Running tasks of the tag.
+    running: int = 0
+    #: Running tasks of the tag with the task's limit key.
+    running_of_key: int = 0
+    #: Seconds since the last sweep; None if there was none.
+    swept_s: float | None = None
+    #: Seconds after the due time from which the sweep takes care of a task.
+    grace_s: float = 1.0
+    #: Seconds after which a sweep is late.
+    self_sweep_s: float = 10.0
+    #: The prefix of the queues in the broker.
+    namespace: str = "delaytasks"
+    #: The names of the encryption keys that this process has.
+    keys: Sequence[str] = ()
+    schedule: ScheduleFacts | None = None
+    cancelled_by: AuditFacts | None = None
+    #: The state of broker and timer, if the task is due soon. Otherwise they are not asked.
+    transport: TransportFacts = TransportFacts()
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds until the next try; negative if it should have begun."""
+        return (self.task.expected_time - self.now).total_seconds()
+
+    @property
+    def late_s(self) -> float:
+        """Seconds since the due time."""
+        return (self.now - self.task.due).total_seconds()
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a task has not run, or how it ended.
+
+    Attributes
+    ----------
+    id
+        The id of the task. None if the task was named by its key and its database does not answer.
+    task
+        The task as it was read. None if its database does not answer.
+    reasons
+        The reasons, the most important one first. There is at least one.
+    """
+
+    id: int | None
+    task: DelayedTask | None
+    reasons: Sequence[Reason]
+
+    def __str__(self) -> str:
+        return " ".join(reason.text for reason in self.reasons)
+
+
+def instant_text(instant: datetime | None) -> str:
+    if instant is None:
+        return "(unknown)"
+    return instant.isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+# -- Explain why no worker takes the tasks of a queue and a tag -----------------------------------
+
+
+#: Names in one sentence.
+MOST_NAMES = 5
+
+
+def unserved(
+    queue: str, tag: str, workers: Sequence[RegisteredWorker], namespace: str
+) -> Reason | None:
+    """Return why no live worker can run tasks of this queue and tag; None if one probably can.
+
+    `namespace` is the prefix of the queues in the broker.
+    """
+    serving = [worker for worker in workers if worker.serves(queue)]
+    alive = [worker for worker in serving if worker.is_alive]
+    if not alive:
+        return _no_worker(queue, serving, workers, namespace)
+    known_as = {tag, processor_tag(tag)}
+    if all(worker.tags is not None and not known_as & worker.tags for worker in alive):
+        names = _names([worker.name for worker in alive])
+        return Reason(
+            "no_processor",
+            f"No worker of the queue {queue} has a processor for the tag {tag} ({names}).",
+            "Import the module of the processor in the worker (Celery's imports or include), or "
+            "correct the tag.",
+            {"queue": queue, "tag": tag, "workers": [worker.name for worker in alive]},
+        )
+    return None
+
+
+def _no_worker(
+    queue: str,
+    serving: Sequence[RegisteredWorker],
+    workers: Sequence[RegisteredWorker],
+    namespace: str,
+) -> Reason:
+    sentence = f"No live worker serves the queue {queue}"
+    alive = [worker for worker in workers if worker.is_alive]
+    live_queues = sorted({name for worker in alive for name in worker.queues})
+    remedy = "Start a worker: celery -A … worker"
+    if live_queues:
+        remedy = one_more_worker([queue], namespace)
+    elif alive:  # -Q of the live workers names none of our queues
+        name = quote(f"{namespace}.{queue}")
+        remedy = (
+            f"Add {name} to the -Q of a worker, or start one more: celery -A … worker -Q {name}"
+        )
+    if serving:
+        last = min(serving, key=lambda worker: worker.age_s)
+        sentence += f"; {last.name}, which did, was seen {show_duration(last.age_s)} ago"
+    elif alive:
+        served = _names(live_queues) or "no queue of delaytasks"
+        sentence += f"; live workers serve {served} ({_names([each.name for each in alive])})"
+    elif not workers:
+        sentence += "; no worker runs"
+    last_seen = {worker.name: round(worker.age_s, 3) for worker in serving}
+    return Reason(
+        "no_worker",
+        f"{sentence}.",
+        remedy,
+        {"queue": queue, "live_queues": live_queues, "last_seen": last_seen},
+    )
+
+
+def one_more_worker(queues: Collection[str], namespace: str) -> str:
+    """Return the remedy for queues that no worker serves, while other workers run.
+
+    With -Q a worker serves no other queues, not even those of the app's own tasks.
+    """
+    names = quote(",".join(f"{namespace}.{queue}" for queue in islice(queues, MOST_NAMES)))
+    return f"Start one more worker: celery -A … worker -Q {names}"
+
+
+def _names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more
+
+
+# -- Explain why a task that is NOT_COMPLETE or HELD waits ----------------------------------------
+
+
+_REMEDIES = {
+    "no_processor": "Import the module of the processor in a worker of the queue.",
+    "no_key": "Give the workers the key (delaytasks_encryption_keys).",
+    "no_time_limits": "Start a worker of the queue with -P prefork.",
+    "newer_body": "Deploy the new code to the workers.",
+}
+
+
+def why_waiting(facts: Facts) -> list[Reason]:
+    """Return the reasons, first those that an operator can end. There is at least one."""
+    task = facts.task
+    waits = list(_not_due(facts))
+    reasons = [*_paused(facts), *_limited(facts), *waits]
+    no_worker = unserved(task.queue, task.tag, facts.workers, facts.namespace)
+    if no_worker is not None and no_worker.code not in {reason.code for reason in waits}:
+        reasons.append(no_worker)
+    reasons += _key(facts)
+    if not reasons:
+        reasons = [_due(facts)]
+    return [*reasons, *_transport(facts), *_expired(facts)]
+
+
+# -- held -----------------------------------------------------------------------------------------
+
+
+def _paused(facts: Facts) -> Iterator[Reason]:
+    for policy in facts.policies:
+        if policy.is_paused:
+            by = f" by {policy.updated_by}" if policy.updated_by else ""
+            since, at = "", policy.update_time
+            if at is not None:
+                ago = show_duration((facts.now - at).total_seconds())
+                since = f" since {instant_text(at)} ({ago})"
+            end = policy.paused_until
+            until = "" if end is None else f", until {instant_text(end)}"
+            yield Reason(
+                "paused",
+                f"The {policy.kind} {policy.name} is paused{by}{since}{until}.",
+                f"To resume it: delaytasks resume --{policy.kind} {quote(policy.name)}",
+                {
+                    "kind": policy.kind,
+                    "name": policy.name,
+                    "since": iso(policy.update_time),
+                    "until": iso(end),
+                    "actor": policy.updated_by,
+                },
+            )
+
+
+def _limited(facts: Facts) -> Iterator[Reason]:
+    task, policies = facts.task, facts.policies
+    limited = next((each for each in policies if each.kind == "tag" and each.has_limits), None)
+    if facts.is_in_waitlist or (limited is not None and _is_at_limit(facts, limited)):
+        yield _limit(facts, limited)
+    elif task.status is Status.HELD and not any(policy.is_paused for policy in policies):
+        yield Reason(
+            "held", "It is HELD, and nothing holds it. A sweep releases it within about a minute."
+        )
+
+
+def _limit(facts: Facts, policy: Policy | None) -> Reason:
+    task = facts.task
+    if policy is None:
+        return Reason(
+            "limit",
+            f"It waits for the limit of the tag {task.tag}: the limit was removed a moment ago.",
+        )
+    sentence = f"It waits for the limit of the tag {task.tag}: {_limits(policy, facts)}"
+    if facts.waitlist_tasks:
+        sentence += f". Its waitlist has {count(facts.waitlist_tasks, 'task')}"
+    values: dict[str, Any] = {
+        "tag": task.tag,
+        "concurrency": policy.concurrency,
+        "running": facts.running,
+        "concurrency_per_key": policy.concurrency_per_key,
+        "limit_key": task.limit_key,
+        "running_of_key": facts.running_of_key,
+        "rate": policy.rate_text,
+        "waitlist_tasks": facts.waitlist_tasks,
+    }
+    remedy = f"To change the limit: delaytasks limit --tag {quote(task.tag)}"
+    return Reason("limit", f"{sentence}.", remedy, values)
+
+
+def _is_at_limit(facts: Facts, limited: Policy) -> bool:
+    is_due = facts.task.status is Status.NOT_COMPLETE and facts.wait_s <= 0
+    return is_due and facts.running >= (limited.concurrency or 2**63)
+
+
+def _limits(policy: Policy, facts: Facts) -> str:
+    texts = []
+    if policy.concurrency is not None:
+        texts.append(f"{policy.concurrency} may run at the same time, and {facts.running} do")
+    if policy.concurrency_per_key is not None and facts.task.limit_key is not None:
+        key = facts.task.limit_key
+        texts.append(
+            f"{policy.concurrency_per_key} of the key {key} may run, and {facts.running_of_key} do"
+        )
+    if policy.rate_text is not None:
+        texts.append(f"its rate is {policy.rate_text}")
+    return "; ".join(texts) or "its capacity is used"
+
+
+# -- not due, or deferred -------------------------------------------------------------------------
+
+
+def _not_due(facts: Facts) -> Iterator[Reason]:
+    task = facts.task
+    if facts.wait_s <= 0:
+        return
+    at = f"{instant_text(task.expected_time)}, in {show_duration(facts.wait_s)}"
+    values: dict[str, Any] = {
+        "expected_time": iso(task.expected_time),
+        "wait_s": round(facts.wait_s, 3),
+    }
+    if task.due <= facts.now:
+        error, cause = last_line(task.error), deferral_of(task.error) or "deferred"
+        yield Reason(
+            cause,
+            f"It was due {show_duration(facts.late_s)} ago, and no worker could run it: {error}. "
+            f"The next try is at {at}.",
+            _REMEDIES.get(cause, ""),
+            {**values, "due_time": iso(task.due), "late_s": round(facts.late_s, 3), "error": error},
+        )
+    elif task.runs and task.error:
+        error = last_line(task.error)
+        yield Reason(
+            "retry",
+            f"Attempt {task.runs} failed: {error}. Retry {task.runs} is due at {at}.",
+            f"To run it now: delaytasks reschedule {task.id} --delay 0",
+            {**values, "runs": task.runs, "error": error},
+        )
+    else:
+        yield Reason("future", f"It is due at {at}, by the clock of the database.", "", values)
+
+
+def deferral_of(error: str | None) -> str | None:
+    """Return the code of the reason for a deferral, from the error that the worker wrote."""
+    return next(
+        (code for begin, code in DEFERRALS.items() if error and error.startswith(begin)), None
+    )
+
+
+def _key(facts: Facts) -> Iterator[Reason]:
+    body = facts.task.body_json
+    if is_encrypted(body) and deferral_of(facts.task.error) != "no_key":
+        name = name_in(body)
+        if name not in facts.keys:
+            yield Reason(
+                "no_key_here",
+                f"Its body begins with {body[: len(PREFIX)]} and needs the key {name}, which "
+                "this process does not have.",
+                "Check that the workers have it (delaytasks_encryption_keys).",
+                {"key": name},
+            )
+
+
+# -- due ------------------------------------------------------------------------------------------
+
+
+def _due(facts: Facts) -> Reason:
+    task = facts.task
+    sentence = f"It is due since {show_duration(facts.late_s)}"
+    values: dict[str, Any] = {
+        "due_time": iso(task.due),
+        "late_s": round(facts.late_s, 3),
+        "swept_s": None if facts.swept_s is None else round(facts.swept_s, 3),
+        "lapses": task.lapses,
+    }
+    lost = ""
+    if task.lapses:
+        times = count(task.lapses, "time")
+        lost = f"; {times} in a row the worker died or lost its lease while the task ran"
+    is_swept = facts.swept_s is not None and facts.swept_s <= facts.self_sweep_s
+    if facts.late_s > facts.grace_s and not is_swept:
+        swept = "there was no sweep yet"
+        if facts.swept_s is not None:
+            swept = f"the last sweep was {show_duration(facts.swept_s)} ago"
+        return Reason(
+            "no_sweep",
+            f"{sentence}, and no sweep looks for overdue tasks: {swept}{lost}.",
+            "Check that beat and a worker run.",
+            values,
+        )
+    return Reason("due", f"{sentence}, and a worker should take it soon{lost}.", "", values)
+
+
+def _transport(facts: Facts) -> Iterator[Reason]:
+    broker, timer = facts.transport
+    if broker is not None:
+        yield Reason(
+            "broker_down",
+            f"The broker does not answer: {broker}. Until it does, each worker reads the tasks of "
+            f"its own queues from the table, every {show_duration(facts.self_sweep_s)}.",
+            "Bring the broker back.",
+            {"error": broker},
+        )
+    if timer is not None:
+        yield Reason(
+            "timer_down",
+            f"The Redis of the timer does not answer: {timer}. Until it does, the sweep finds the "
+            "task when it is overdue.",
+            "Bring this Redis back (delaytasks_timer).",
+            {"error": timer},
+        )
+
+
+def _expired(facts: Facts) -> Iterator[Reason]:
+    max_late_s, due = facts.task.max_late_s, facts.task.due
+    if max_late_s is None or facts.late_s <= max_late_s:
+        return
+    yield Reason(
+        "expired",
+        f"It has expired: it may be {show_duration(max_late_s)} late. The worker that takes it "
+        "cancels it instead of running it.",
+        f"To run it nevertheless: delaytasks reschedule {facts.task.id} --delay 0",
+        {"max_late_s": max_late_s, "expired_at": iso(due + timedelta(seconds=max_late_s))},
+    )
+
+
+#: A clock offset up to this many seconds is not mentioned.
+CLOCK_TOLERANCE_S = 1.0
+
+
+def why(facts: Facts) -> list[Reason]:
+    """Return the reasons why the task has not run, the most important one first.
+
+    For a task that runs or has ended, the first reason is its status.
+    """
+    status = facts.task.status
+    if status in _ENDED:
+        reasons = [_ENDED[status](facts)]
+    elif status is Status.RUNNING:
+        reasons = [_running(facts)]
+    else:
+        reasons = [*why_waiting(facts), *_clock(facts)]
+    return [*reasons, *_recurring(facts)]
+
+
+# -- ended ----------------------------------------------------------------------------------------
+
+
+def _done(facts: Facts) -> Reason:
+    return Reason("done", f"It is done: it ran{_begun(facts.task)}.", "", _run(facts.task))
+
+
+def _failed(facts: Facts) -> Reason:
+    task, error = facts.task, last_line(facts.task.error)
+    times = f" after {count(task.runs, 'attempt')}" if task.runs > 1 else ""
+    at = "" if task.update_time is None else f" at {instant_text(task.update_time)}"
+    return Reason(
+        "failed",
+        f"It failed{times}{at}: {error}.",
+        f"To run it again: delaytasks rerun {task.id}",
+        {**_run(task), "error": error},
+    )
+
+
+def _cancelled(facts: Facts) -> Reason:
+    task, entry = facts.task, facts.cancelled_by
+    at = instant_text(task.update_time)
+    by = f" by {entry.actor} (entry {entry.id} of the log)" if entry else ""
+    cause = f": {last_line(task.error)}" if task.error else ""
+    return Reason(
+        "cancelled",
+        f"It was cancelled at {at}{by}{cause}.",
+        f"To run it nevertheless: delaytasks rerun {task.id}",
+        {
+            "at": iso(task.update_time),
+            "actor": entry and entry.actor,
+            "entry": entry and str(entry.id),
+            "error": last_line(task.error) or None,
+        },
+    )
+
+
+_ENDED = {Status.DONE: _done, Status.FAILED: _failed, Status.CANCELLED: _cancelled}
+
+
+# -- running --------------------------------------------------------------------------------------
+
+
+def _running(facts: Facts) -> Reason:
+    task, until = facts.task, facts.task.lease_until
+    values = {
+        **_run(task),
+        "lease_until": iso(until),
+        "is_asked_to_stop": bool(task.cancel_request),
+    }
+    if until is not None and until < facts.now:
+        return Reason(
+            "lease_over",
+            f"The worker process {task.worker} died or lost its lease at {instant_text(until)}. "
+            "The next sweep gives the task to another worker.",
+            "" if facts.swept_s is not None else "Check that beat or a worker runs.",
+            values,
+        )
+    sentence = f"It runs{_begun(task)}; its lease lasts until {instant_text(until)}."
+    if task.cancel_request:
+        return Reason("running", f"{sentence} A caller has asked it to stop.", "", values)
+    remedy = f"To ask it to stop: delaytasks cancel {task.id} --running"
+    return Reason("running", sentence, remedy, values)
+
+
+def _run(task: DelayedTask) -> dict[str, Any]:
+    began = task.execution_time
+    late_s = None if began is None else round((began - task.due).total_seconds(), 3)
+    return {"worker": task.worker, "began": iso(began), "late_s": late_s, "runs": task.runs}
+
+
+def _begun(task: DelayedTask) -> str:
+    began = task.execution_time
+    if began is None:
+        return ""
+    late_s = (began - task.due).total_seconds()
+    where = f" on {task.worker}" if task.worker else ""
+    if late_s <= 0:
+        return where
+    return f"{where} since {instant_text(began)}, {show_duration(late_s)} after it was due"
+
+
+# -- additional reasons ---------------------------------------------------------------------------
+
+
+def _clock(facts: Facts) -> Iterator[Reason]:
+    offset_s = facts.clock_offset_s
+    if abs(offset_s) > CLOCK_TOLERANCE_S:
+        ahead = "ahead of" if offset_s > 0 else "behind"
+        yield Reason(
+            "clock",
+            f"The clock of this machine is {show_duration(offset_s)} {ahead} the clock of the "
+            "database, which decides what is due.",
+            "Nothing has to be done for delaytasks; compare times with those of the database.",
+            {"offset_s": round(offset_s, 3)},
+        )
+
+
+def _recurring(facts: Facts) -> Iterator[Reason]:
+    schedule = facts.schedule
+    if schedule is None:
+        return
+    next_at = "it has no further occurrence"
+    if schedule.is_paused:
+        next_at = "it is paused"
+    elif schedule.next_at is not None:
+        next_at = f"the next occurrence without a task is at {instant_text(schedule.next_at)}"
+    yield Reason(
+        "recurring",
+        f"It is a task of the recurring schedule {schedule.name} "
+        f"({show_timing(schedule.timing)}); {next_at}.",
+        f"To see its next occurrences: delaytasks recurring list {quote(schedule.name)} --next 5",
+        {
+            "name": schedule.name,
+            "timing": schedule.timing,
+            "is_paused": schedule.is_paused,
+            "next_at": iso(schedule.next_at),
+        },
+    )
+
+
+# -- Explain why the overdue tasks of a queue and a tag have not begun ----------------------------
+
+
+_DEFERRED = {
+    "no_processor": (
+        "No worker that tried them has a processor for the tag {tag}; is its module imported?"
+    ),
+    "no_key": (
+        "No worker that tried them has the encryption key of their bodies "
+        "(delaytasks_encryption_keys)."
+    ),
+    "no_time_limits": (
+        "The tag {tag} has time limits, which need a worker with -P prefork on the queue {queue}."
+    ),
+    "newer_body": (
+        "Their bodies are of a newer version of the tag {tag} than the workers' processors: deploy "
+        "the new code to the workers."
+    ),
+    "deferred": "A worker could not run them, and deferred them.",
+}
+
+
+def why_late(
+    late: OverdueGroup,
+    workers: Sequence[RegisteredWorker],
+    policies: Sequence[Policy],
+    namespace: str,
+) -> Reason:
+    """Return the most important reason why the tasks of a queue and a tag have not begun."""
+    queue, tag = late.queue, late.tag
+    for policy in policies:
+        if policy.is_paused and (policy.kind, policy.name) in (("tag", tag), ("queue", queue)):
+            return Reason("paused", f"The {policy.kind} {policy.name} is paused.")
+    no_worker = unserved(queue, tag, workers, namespace)
+    if no_worker is not None:
+        return no_worker
+    if late.cause is not None:
+        return Reason(late.cause, _DEFERRED[late.cause].format(tag=tag, queue=queue))
+    if any(
+        policy.kind == "tag" and policy.name == tag and policy.has_limits for policy in policies
+    ):
+        return Reason("limit", f"The tag {tag} has limits, and its tasks wait for each other.")
+    return Reason("due", "They wait for a worker of the queue to be free.")

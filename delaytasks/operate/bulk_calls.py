@@ -1,0 +1,450 @@
+"""Cancels, reschedules or reruns all tasks that a filter matches, in small steps."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+from delaytasks.model.errors import InvalidInputError, StoreUnavailableError, TaskStateError
+from delaytasks.model.filters import (
+    BulkFilter,
+    BulkOptions,
+    BulkResult,
+    Filters,
+    LogEntry,
+    bulk_filter_of,
+    new_due,
+)
+from delaytasks.model.ids import check_id
+from delaytasks.model.inputs import Spread, actor_of, check_page_limit
+from delaytasks.model.interfaces import Entry, To
+from delaytasks.model.moves import Status
+from delaytasks.model.task import DelayedTask
+from delaytasks.twins import CallGroup, twin
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from delaytasks.model.inputs import Delay
+    from delaytasks.runtime import Runtime
+
+
+#: An operation whose last step is older has ended, since its process died.
+RUNNING_S = 60.0
+_NO_FILTERS = BulkOptions.__annotations__.keys() - Filters.__annotations__.keys()
+
+
+class Bulk(CallGroup):
+    """Operations on all tasks that match a filter, as `delays.bulk`.
+
+    The tasks are found first and then changed in steps of some hundred rows, each a short
+    transaction. Tasks that a worker or another caller changes in the meantime are left as they are
+    and counted as refused. After an interruption, the same call continues. Each method has an
+    asynchronous twin for coroutines, such as `acancel` for `cancel`.
+
+    Examples
+    --------
+    >>> delays.bulk.cancel(tag="mail.send", key_prefix="eu-").changed
+    1200
+    """
+
+    def cancel(self, **options: Unpack[BulkOptions]) -> BulkResult:
+        """Cancel the waiting tasks that match a filter.
+
+        Parameters
+        ----------
+        tag, ids, key, key_prefix, status, queue, meta, error : optional
+            Filters, as in `DelayTasks.find`. A task must match all that are given.
+        since, until, created_since, created_until, updated_until : datetime, optional
+            Filters of the due time, the time of the first call and the last change: at or after
+            `since`, before `until`.
+        everything : bool, optional
+            Must be True if no filter is given.
+        dry_run : bool, optional
+            Only count the tasks.
+        actor : str, optional
+            The name in the log. By default the user of this process.
+        on_progress : callable, optional
+            Is called after each step with the `BulkResult` so far.
+
+        Returns
+        -------
+        BulkResult
+            How many tasks matched, were changed and were refused.
+
+        Raises
+        ------
+        InvalidInputError
+            If there is no filter and `everything` is False, or a filter is wrong.
+        StoreUnavailableError
+            If the database cannot be reached.
+
+        Examples
+        --------
+        >>> delays.bulk.cancel(tag="mail.send", key_prefix="eu-").changed
+        1200
+        """
+        return self._move("cancel", None, options)
+
+    acancel = twin(cancel)
+
+    def reschedule(
+        self,
+        delay: Delay | None = None,
+        *,
+        at: datetime | None = None,
+        by: Delay | None = None,
+        jitter: Delay | None = None,
+        **options: Unpack[BulkOptions],
+    ) -> BulkResult:
+        """Give the waiting tasks that match a filter another due time.
+
+        To continue an interrupted call with `by` or `jitter`, pass `updated_until=result.started`.
+        Otherwise tasks that were shifted already are shifted again.
+
+        Parameters
+        ----------
+        delay
+            All tasks are due this time from now: seconds, text such as `"30m"`, or a timedelta.
+        at
+            All tasks are due at this instant.
+        by
+            Each task is due this time later than before; earlier, if negative.
+        jitter
+            Each task is due up to this time later than before, uniformly distributed. Overdue tasks
+            are distributed from now on.
+        **options
+            See `cancel`.
+
+        Returns
+        -------
+        BulkResult
+            How many tasks matched, were changed and were refused.
+
+        Raises
+        ------
+        InvalidInputError
+            Unless exactly one of `delay`, `at`, `by` and `jitter` is given.
+        DelayTaskError
+            The errors of `cancel`.
+
+        Examples
+        --------
+        >>> delays.bulk.reschedule(by=3600, tag="mail.send")
+        >>> delays.bulk.reschedule(jitter="10m", tag="mail.send", since=nine, until=ten)
+        """
+        if [delay, at, by, jitter].count(None) != 3:
+            raise InvalidInputError(
+                "give a delay, an instant (at), a shift (by) or a period (jitter), one of the four",
+                "delay",
+            )
+        producer = self._runtime.producer
+        to: To
+        if jitter is not None:
+            to = producer.jitter_of(jitter)
+        elif by is not None:
+            to = producer.shift_of(by)
+        else:
+            to = producer.due_of(delay, at)
+        return self._move("reschedule", to, options)
+
+    areschedule = twin(reschedule)
+
+    def rerun(
+        self,
+        delay: Delay | None = None,
+        *,
+        entry: int | str | LogEntry | None = None,
+        **options: Unpack[BulkOptions],
+    ) -> BulkResult:
+        """Run the FAILED tasks that match a filter again.
+
+        Parameters
+        ----------
+        delay
+            Seconds from now, text such as `"30m"`, or a timedelta. By default the tasks run now,
+            and with `entry` each at its own due time.
+        entry
+            An entry of `log` about a `cancel`, or its id: the tasks that it has cancelled and that
+            have not moved since run again. Those that have moved are refused, or are not counted
+            if a filter is given, too.
+        **options
+            See `cancel`. With `status="CANCELLED"`, cancelled tasks run again instead.
+
+        Returns
+        -------
+        BulkResult
+            How many tasks matched, were changed and were refused. A task is refused if another
+            live task has its key.
+
+        Raises
+        ------
+        InvalidInputError
+            If there is no such log entry, or it is of another operation.
+        DelayTaskError
+            The errors of `cancel`.
+
+        Examples
+        --------
+        >>> delays.bulk.rerun(tag="mail.send", since=yesterday)
+        >>> delays.bulk.rerun(entry=cancelled.runs[0])
+        """
+        producer = self._runtime.producer
+        if entry is None:
+            return self._move("rerun", producer.due_of(0 if delay is None else delay), options)
+        options = {**options, "status": options.get("status") or Status.CANCELLED}
+        to = timedelta() if delay is None else producer.due_of(delay)
+        return self._move("rerun", to, options, _cancel_of(self._runtime, entry))
+
+    arerun = twin(rerun)
+
+    def log(self, *, limit: int = 100, before: int | None = None) -> list[LogEntry]:
+        """Read what `cancel`, `reschedule` and `rerun` have done, and who has called them.
+
+        Parameters
+        ----------
+        limit
+            The most entries to return, 1 to 1,000.
+        before
+            Read only entries that are older than the one with this id: the last of a page before.
+
+        Returns
+        -------
+        list of LogEntry
+            The newest first: the actor, the filter, the counts and the state.
+
+        Examples
+        --------
+        >>> delays.bulk.log(limit=1)[0].actor
+        'maria'
+        """
+        check_page_limit(limit)
+        # The order is that of the ids, which contain the time in milliseconds.
+        return self._runtime.store.bulk.log(limit, before)
+
+    alog = twin(log)
+
+    def _move(
+        self, move: str, to: To, options: BulkOptions, cancelled: LogEntry | None = None
+    ) -> BulkResult:
+        """Find the tasks, then move them.
+
+        With `cancelled`, the tasks are those that this operation has cancelled.
+        """
+        filters = {name: value for name, value in options.items() if name not in _NO_FILTERS}
+        which = bulk_filter_of(move, filters, options.get("everything", False))
+        who = actor_of(options.get("actor"))
+        run = BulkRun(self._runtime, which, to, cancelled)
+        run.find()
+        if not options.get("dry_run"):
+            on_progress = options.get("on_progress")
+
+            def report() -> None:
+                if on_progress is not None:
+                    on_progress(run.result)
+
+            run.move(self._runtime.new_id(), who, report)
+        return run.result
+
+
+def _cancel_of(runtime: Runtime, entry: object) -> LogEntry:
+    """Return the entry of a cancel of many tasks that has ended."""
+    id = check_id(entry.id if isinstance(entry, LogEntry) else entry)
+    found = runtime.store.bulk.logged(id)
+    if found is None:
+        raise InvalidInputError(f"there is no log entry {id}; it may have been purged", "entry")
+    if found.action != "cancel":
+        raise InvalidInputError(
+            f"log entry {id} is of the operation {found.action!r}; only the tasks of a "
+            "cancel can be rerun by their log entry",
+            "entry",
+        )
+    is_recent = runtime.clock.now() - found.seen_at < timedelta(seconds=RUNNING_S)
+    if found.state == "running" and is_recent:
+        raise InvalidInputError(
+            f"log entry {id} is of an operation that still runs: wait until it has ended", "entry"
+        )
+    return found
+
+
+def record_action(
+    runtime: Runtime,
+    action: str,
+    what: dict[str, Any],
+    actor: str,
+    *,
+    is_refused: bool = False,
+    task: int | None = None,
+) -> None:
+    """Write a log entry about one action of a person, such as a pause."""
+    now, refused = runtime.clock.now(), int(is_refused)
+    state = "failed" if is_refused else "done"
+    id = runtime.new_id()
+    runtime.store.bulk.begin(
+        LogEntry(id, action, what, actor, state, now, now, now, 1, 1 - refused, refused)
+    )
+
+
+#: Rows in one transaction: few enough that locks on them are short.
+BULK_ROWS = 500
+#: Rows that other transactions have locked are tried again after this time.
+BUSY_S = 1.0
+EVENTS = {"cancel": "task.cancelled", "reschedule": "task.rescheduled", "rerun": "task.rerun"}
+
+
+class BulkRun:
+    """One bulk operation."""
+
+    def __init__(
+        self, runtime: Runtime, which: BulkFilter, to: To, cancelled: LogEntry | None = None
+    ) -> None:
+        """With `cancelled`, the tasks are those that this operation has cancelled."""
+        self._tasks = runtime.store.tasks
+        self._store = runtime.store.bulk
+        self._producer = runtime.producer
+        self._events = runtime.events
+        self._to = to
+        self._ids, self._versions = array("q"), array("q")
+        self._id: int | None = None
+        self.matched = self._changed = self._refused = 0
+        self.started = self._store.now()
+        self._filter_as_given = which
+        self._cancelled = cancelled
+        # Each task is shifted once. Tasks that changed since the start are left out, because one of
+        # our own steps may have changed them and its answer was lost.
+        if isinstance(to, timedelta | Spread) and cancelled is None:
+            until = min(which.where.updated_until or self.started, self.started)
+            which = replace(which, where=replace(which.where, updated_until=until))
+        self._which = which
+
+    def find(self) -> None:
+        """Find the tasks. Running tasks are counted as refused."""
+        if self._cancelled is not None:
+            for versions in self._store.unmoved(self._which, self._cancelled.id):
+                self._ids.extend(versions)
+                self._versions.extend(versions.values())
+            self.matched = len(self._ids)
+            if not self._which.where.as_json().keys() - {"status"}:
+                self.matched = self._cancelled.changed
+                self._refused = self.matched - len(self._ids)  # they have moved since
+            return
+        for rows in self._store.matching(self._which):
+            self._ids.extend(id for id, status in rows if status in self._which.movable)
+            self._refused += sum(status not in self._which.movable for _, status in rows)
+        self.matched = len(self._ids) + self._refused
+
+    @property
+    def result(self) -> BulkResult:
+        runs = () if self._id is None else (self._id,)
+        return BulkResult(self.matched, self._changed, self._refused, self.started, runs)
+
+    def move(self, id: int, actor: str, report: Callable[[], object]) -> None:
+        """Change the tasks step by step, and call `report` after each step.
+
+        The audit row `id` has the counts of each step, also after a crash.
+        """
+        self._begin(id, actor)
+        state = "failed"
+        try:
+            for _ in self._steps():
+                report()
+            state = "done"
+        except (KeyboardInterrupt, SystemExit):
+            state = "stopped"
+            raise
+        finally:
+            self._end(id, state)
+
+    def _begin(self, id: int, actor: str) -> None:
+        which = self._filter_as_given.where.as_json()
+        if self._cancelled is not None:
+            which["entry"] = str(self._cancelled.id)
+        which = which or {"everything": True}
+        if self._to is not None:
+            which["to"] = _as_text(self._to)
+        counts = (self.matched, self._changed, self._refused)
+        started = self.started
+        self._store.begin(
+            LogEntry(id, self._which.move, which, actor, "running", started, started, None, *counts)
+        )
+        self._id = id
+
+    def _end(self, id: int, state: str) -> None:
+        try:
+            # After a failure, the counts that the steps stored are right, and ours may not be.
+            self._store.end(id, state, self._done if state == "done" else None)
+        except StoreUnavailableError:
+            if state == "done":
+                raise
+            # Otherwise another error is being raised already, and the row stays "running".
+
+    @property
+    def _done(self) -> tuple[int, int]:
+        return self._changed, self._refused
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def _steps(self) -> Iterator[None]:
+        busy: list[tuple[Sequence[int], dict[int, int] | None]] = []
+        versions = None
+        for start in range(0, len(self._ids), BULK_ROWS):
+            ids = self._ids[start : start + BULK_ROWS]
+            if self._cancelled is not None:
+                versions = dict(zip(ids, self._versions[start : start + BULK_ROWS], strict=True))
+            if locked := self._step(ids, versions):
+                busy.append((locked, versions))
+            yield
+        if busy:
+            time.sleep(BUSY_S)
+        still_busy = 0
+        for left, versions in busy:
+            still_busy += len(self._step(left, versions))
+            yield
+        self._refused += still_busy
+
+    def _step(self, ids: Sequence[int], versions: dict[int, int] | None) -> list[int]:
+        """Change the tasks with these ids; return the ids that other transactions have locked."""
+        assert self._id is not None
+        step = self._store.step(self._id, self._which, ids, self._to, self._done, versions)
+        self._changed += len(step.moved)
+        self._refused += step.refused
+        self._update_timer(step.moved)
+        if step.moved:
+            self._events.emit(EVENTS[self._which.move], count=len(step.moved))
+        if step.keyed:
+            self._rerun_keyed_tasks(step.keyed)
+            self._store.note(self._id, self._done)
+        return step.busy
+
+    def _update_timer(self, moved: Sequence[Entry]) -> None:
+        if moved and self._which.move == "cancel":
+            self._producer.disarm_entries(moved)
+        elif moved:
+            self._producer.arm_entries(moved)
+
+    def _rerun_keyed_tasks(self, keyed: Iterable[tuple[int, int, datetime]]) -> None:
+        """Rerun tasks with a key one by one; since another task may have the key."""
+        rerun: list[DelayedTask] = []
+        for id, version, due in keyed:
+            try:
+                moved_to = new_due(id, due, self._to, self.started) or due
+                rerun.append(self._tasks.rerun(id, moved_to, version))
+            except TaskStateError:  # another task has the key, or this task has changed
+                self._refused += 1
+        self._changed += len(rerun)
+        if rerun:
+            self._producer.arm(rerun)
+            self._events.emit(EVENTS["rerun"], count=len(rerun))
+
+
+def _as_text(to: datetime | timedelta | Spread) -> str:
+    """Return what the log entry says about the new due times."""
+    if isinstance(to, datetime):
+        return to.isoformat()
+    if isinstance(to, Spread):
+        return f"spread over {to.over.total_seconds()} s"
+    return f"{to.total_seconds()} s"

@@ -1,0 +1,495 @@
+"""One bounded snapshot of a deployment: workers, queues, overdue and failed tasks.
+
+The console, `delaytasks status`, `status --watch` and the exporter read it here, so that they
+show the same numbers. `verdict.py` judges it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from delaytasks.db.state_queries import (
+    MAX_COUNTED,
+    MOST_FAILED,
+    Count,
+    FailedRow,
+    Stats,
+    failed_rows,
+    rows_of,
+)
+from delaytasks.db.store import Store
+from delaytasks.db.sweep_queries import OverdueCount, OverdueRows
+from delaytasks.model.clock import AN_HOUR, hour_of, monotonic
+from delaytasks.model.errors import StoreError
+from delaytasks.model.moves import Status
+from delaytasks.model.policies import Policy
+from delaytasks.model.run_counts import CountedFailures, recent_hours
+from delaytasks.model.text import error_pattern
+from delaytasks.model.why import Reason, why_late
+from delaytasks.model.workers import LostWorker, RegisteredWorker, beat_age_s, broker_down_s
+from delaytasks.operate.policy_calls import read_policies
+from delaytasks.settings import Settings
+
+if TYPE_CHECKING:
+    from delaytasks.runtime import Runtime
+
+
+# -- Groups of failures that have the same tag and the same kind of error -------------------------
+
+# A group has the FAILED tasks that were read, and the failed runs that workers have counted, which
+# include those of tasks that wait for a retry. Workers write their counts once a minute.
+
+
+#: Bars of a sparkline, one for each hour.
+SPARK_HOURS = 24
+#: The statuses of a task that has failed and is repeated.
+RETRIED = (Status.NOT_COMPLETE, Status.HELD, Status.RUNNING)
+
+
+class RecentRuns(NamedTuple):
+    """The failed runs of a group in the present hour and the hour before."""
+
+    runs: int
+    since: datetime
+    #: Their share in the runs of the tag.
+    share: float
+
+
+@dataclass(frozen=True)
+class FailedNow:
+    """Failures of one tag whose errors differ in numbers and quoted texts only."""
+
+    name: str
+    tag: str
+    pattern: str
+    #: The FAILED task that failed last, or without one, the last task of the counted runs.
+    sample: FailedRow
+    #: The FAILED tasks that were read, whether there may be more, and when the first one failed.
+    tasks: int
+    has_more: bool
+    since: datetime | None
+    #: All failed runs that are known, those of retried tasks included.
+    runs: int
+    first_at: datetime | None
+    last_at: datetime | None
+    #: Failed runs in each of the last hours, the oldest first.
+    hours: Sequence[int]
+    #: None if no run was counted lately.
+    recent: RecentRuns | None
+    #: Whether the last task of the counted runs waits for its retry.
+    is_retried: bool
+
+    @property
+    def summary(self) -> str:
+        """The type and the message of the exception, with `…` for what differs."""
+        text = self.pattern.rpartition("\n")[2].strip("*").strip()
+        # The whole message differs, such as the key of a KeyError.
+        text += " *" if text.endswith(":") else ""
+        return text.replace("*", "…") or "(no error text)"
+
+    @property
+    def filters(self) -> dict[str, Any]:
+        """The filters of `find` for the tasks of the group."""
+        error = {"error": self.pattern} if self.pattern.strip("*") else {}
+        statuses = ["FAILED"] if self.tasks else ["FAILED", "NOT_COMPLETE", "HELD"]
+        return {"tag": self.tag, "status": statuses, **error}
+
+    @property
+    def where(self) -> str:
+        """The function that raised the exception; empty if the error is no traceback."""
+        return self.pattern.partition("\n")[0].removeprefix("* in ") if "\n" in self.pattern else ""
+
+
+def group_name(tag: str, pattern: str) -> str:
+    """Return a short name of a group for addresses."""
+    return hashlib.sha256(f"{tag}\n{pattern}".encode()).hexdigest()[:12]
+
+
+def groups_of(
+    rows: Iterable[FailedRow],
+    now: datetime,
+    counted: Iterable[CountedFailures] = (),
+    last_rows: Iterable[FailedRow] = (),
+    has_more: bool = False,
+) -> list[FailedNow]:
+    """Return the groups of the rows, those that failed last first.
+
+    Parameters
+    ----------
+    rows
+        FAILED tasks.
+    counted, last_rows
+        What workers have counted, and the tasks of the last counted runs. Groups without a FAILED
+        task are returned too if the last task is FAILED, or waits for its retry.
+    has_more
+        Whether there are FAILED tasks that were not read.
+    """
+    members: dict[tuple[str, str], list[FailedRow]] = {}
+    for row in rows:
+        members.setdefault(_key(row), []).append(row)
+    counts = {(each.group.tag, each.group.pattern): each for each in counted}
+    lasts = {
+        _key(row): row for row in last_rows if row.status == Status.FAILED or row.status in RETRIED
+    }
+    groups = [
+        _group(key, members.get(key, ()), counts.get(key), lasts.get(key), now, has_more)
+        for key in {**members, **counts}
+        if key in members or key in lasts
+    ]
+    return sorted(groups, key=lambda group: group.last_at or group.sample.due)[::-1]
+
+
+def _group(
+    key: tuple[str, str],
+    members: Sequence[FailedRow],
+    counted: CountedFailures | None,
+    last: FailedRow | None,
+    now: datetime,
+    has_more: bool,
+) -> FailedNow:
+    times = sorted(row.failed_at for row in members if row.failed_at is not None)
+    since = times[0] if times else None
+    newest = max(members, key=lambda row: (row.failed_at or row.due, row.id), default=last)
+    assert newest is not None
+    hours, runs = Counter(map(hour_of, times)), len(members)
+    if counted is not None:
+        # Failures of the last minute, or of a killed worker, may be in the rows only.
+        hours |= Counter(counted.group.hours)
+        runs = max(runs, counted.group.runs)
+        if has_more and members:
+            day = hour_of(now) - (SPARK_HOURS - 1) * AN_HOUR
+            since = min(filter(None, (since, counted.group.first_since(day))), default=None)
+        times = sorted([*times, counted.group.first_at, counted.group.last_at])
+    return FailedNow(
+        name=group_name(*key),
+        tag=key[0],
+        pattern=key[1],
+        sample=newest,
+        tasks=len(members),
+        has_more=has_more,
+        since=since,
+        runs=runs,
+        first_at=times[0] if times else None,
+        last_at=times[-1] if times else None,
+        hours=[hours[hour_of(now) - ago * AN_HOUR] for ago in reversed(range(SPARK_HOURS))],
+        recent=None if counted is None else _recent(counted, now),
+        is_retried=last is not None and last.status in RETRIED,
+    )
+
+
+def _recent(counted: CountedFailures, now: datetime) -> RecentRuns | None:
+    begin = recent_hours(now)
+    runs = sum(number for hour, number in counted.group.hours.items() if hour >= begin)
+    since = counted.group.first_since(begin)
+    return None if since is None else RecentRuns(runs, since, runs / max(runs, counted.runs_of_tag))
+
+
+def _key(row: FailedRow) -> tuple[str, str]:
+    return row.tag, error_pattern(row.error or "")
+
+
+# -- Groups the overdue tasks of a database, and explains why they have not begun -----------------
+
+
+#: The groups with the most tasks.
+MAX_EXPLAINED_GROUPS = 20
+#: Late tasks with these reasons need no operator.
+_EXPECTED_CODES = ("due", "limit", "paused")
+
+
+class ExplainedGroup(NamedTuple):
+    """Overdue tasks of one queue and tag, and the reason why they have not begun."""
+
+    queue: str
+    tag: str
+    tasks: int
+    oldest: datetime
+    #: The lateness of the oldest task.
+    late_s: float
+    reason: Reason
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether the tasks wait for their turn, and not for an operator."""
+        return self.reason.code in _EXPECTED_CODES
+
+
+def explain_overdue(
+    store: Store, settings: Settings, limit: int = MAX_EXPLAINED_GROUPS
+) -> list[ExplainedGroup]:
+    """Return up to `limit` groups of overdue tasks, those with the most tasks first."""
+    groups = OverdueRows(store.database, store.schema).groups(settings.grace_s, limit)
+    if not groups:
+        return []
+    now = store.tasks.now()
+    workers = store.workers.registered(now, settings.silent_s)
+    return [
+        ExplainedGroup(
+            group.queue,
+            group.tag,
+            group.tasks,
+            group.oldest,
+            max((now - group.oldest).total_seconds(), 0.0),
+            why_late(group, workers, store.policies.of(group.tag, group.queue), settings.namespace),
+        )
+        for group in groups
+    ]
+
+
+class SweepState(NamedTuple):
+    """The last sweep of a sweep partition; without times if there was none."""
+
+    partition: int
+    at: datetime | None
+    age_s: float | None
+    armed_until: datetime | None
+    is_late: bool
+
+
+class TableState(NamedTuple):
+    """The contents of the tables at one time, in numbers."""
+
+    now: datetime
+    counts: dict[Status, Count]
+    overdue: OverdueCount
+    #: The largest groups of overdue tasks.
+    late: list[ExplainedGroup]
+    expired_leases: int
+    sweeps: list[SweepState]
+    workers: list[RegisteredWorker]
+    #: The number of paused tags and queues.
+    paused: int
+    #: The failed tasks that were due last; empty if they were not asked for.
+    failed: list[FailedRow]
+    #: How long the queries took.
+    read_s: float
+
+    @property
+    def oldest_overdue_s(self) -> float:
+        """How late the oldest overdue task is, or 0."""
+        oldest = self.overdue.oldest
+        return 0.0 if oldest is None else max((self.now - oldest).total_seconds(), 0.0)
+
+
+class DatabaseState(NamedTuple):
+    """Whether the database answers."""
+
+    #: Without the password.
+    url: str
+    server: str | None = None
+    error: StoreError | None = None
+
+
+class ServicesState(NamedTuple):
+    """The broker and the timer, as the process sees them that asks."""
+
+    timer: str
+    uses_broker: bool
+    broker_error: str | None = None
+
+
+@dataclass(frozen=True)
+class DeploymentState:
+    """The state of the tables, and of the services."""
+
+    now: datetime
+    #: None if the database does not answer.
+    tables: TableState | None
+    database: DatabaseState
+    policies: Sequence[Policy]
+    services: ServicesState
+    #: The workers by name.
+    workers: Sequence[RegisteredWorker]
+    #: The workers that were lost within the last hour, the latest loss first.
+    lost: Sequence[LostWorker]
+    #: Failures with the same tag and kind of error.
+    groups: Sequence[FailedNow]
+
+    def count(self, status: Status) -> int:
+        return 0 if self.tables is None else self.tables.counts[status].rows
+
+    @property
+    def waiting(self) -> int:
+        return self.count(Status.NOT_COMPLETE)
+
+    @property
+    def running(self) -> int:
+        return self.count(Status.RUNNING)
+
+    @property
+    def failed(self) -> int:
+        return self.count(Status.FAILED)
+
+    @property
+    def held(self) -> int:
+        return self.count(Status.HELD)
+
+    @property
+    def overdue(self) -> int:
+        return 0 if self.tables is None else self.tables.overdue.tasks
+
+    @property
+    def oldest(self) -> datetime | None:
+        """When the oldest overdue task was due."""
+        return None if self.tables is None else self.tables.overdue.oldest
+
+    @property
+    def late(self) -> list[ExplainedGroup]:
+        """The largest groups of overdue tasks, with the reasons why they have not begun."""
+        return [] if self.tables is None else self.tables.late
+
+    @property
+    def expired_leases(self) -> int:
+        return 0 if self.tables is None else self.tables.expired_leases
+
+    @property
+    def sweeps(self) -> list[SweepState]:
+        return [] if self.tables is None else self.tables.sweeps
+
+    @property
+    def alive(self) -> list[RegisteredWorker]:
+        return [worker for worker in self.workers if worker.is_alive]
+
+    def serving(self, queue: str) -> list[RegisteredWorker]:
+        """Return the live workers that serve a queue."""
+        return [each for each in self.alive if each.serves(queue)]
+
+    @property
+    def paused(self) -> list[Policy]:
+        return [policy for policy in self.policies if policy.is_paused]
+
+    @property
+    def has_all_failures(self) -> bool:
+        """Whether all FAILED tasks are in `groups`."""
+        return self.tables is None or _has_all_failures(self.tables)
+
+    @property
+    def beat_age_s(self) -> float | None:
+        return beat_age_s(self.workers)
+
+    @property
+    def broker_down_s(self) -> float | None:
+        return broker_down_s(self.workers)
+
+    @property
+    def is_down(self) -> bool:
+        """Whether the database does not answer."""
+        return self.database.error is not None
+
+
+def read_state(
+    runtime: Runtime,
+    read_failures: Callable[[Runtime, datetime], Sequence[CountedFailures]],
+    services: ServicesState,
+    now: datetime,
+    most_counted: int = MAX_COUNTED,
+) -> DeploymentState:
+    """Read the state. The error of the database is part of the result.
+
+    `read_failures` returns the failures that workers have counted.
+    """
+    store = runtime.store
+    database, tables = DatabaseState(store.database.shown_url), None
+    policies, lost = list[Policy](), list[LostWorker]()
+    try:
+        tables = read_tables(store, runtime.settings, most_counted, with_failed=True)
+        lost = store.workers.lost()
+        database = database._replace(server=Stats(store.database, store.schema).server())
+        policies, held = read_policies(store.policies)
+        tables = _with_count(tables, Status.HELD, held)
+    except StoreError as error:
+        database = database._replace(error=error)
+    workers = [] if tables is None else tables.workers
+    return DeploymentState(
+        now,
+        tables,
+        database,
+        policies,
+        services,
+        workers,
+        lost,
+        [] if tables is None else _groups(runtime, tables, read_failures, now),
+    )
+
+
+def _groups(
+    runtime: Runtime,
+    tables: TableState,
+    read_failures: Callable[[Runtime, datetime], Sequence[CountedFailures]],
+    now: datetime,
+) -> list[FailedNow]:
+    counted: Sequence[CountedFailures] = ()
+    last: list[FailedRow] = []
+    try:
+        counted = read_failures(runtime, now)
+        ids = [each.group.task_id for each in counted]
+        last = list(rows_of(runtime.store.database, runtime.store.schema, ids))
+    except StoreError:
+        pass  # the tables of statistics may be missing; FAILED tasks are known without them
+    return groups_of(tables.failed, now, counted, last, has_more=not _has_all_failures(tables))
+
+
+def _has_all_failures(tables: TableState) -> bool:
+    return len(tables.failed) < MOST_FAILED
+
+
+def read_tables(
+    store: Store, settings: Settings, most_counted: int = MAX_COUNTED, *, with_failed: bool = False
+) -> TableState:
+    """Read the state of the tables.
+
+    Parameters
+    ----------
+    most_counted
+        A larger number of tasks of a status is the planner's estimate.
+    with_failed
+        Read the failed tasks that were due last, with their errors.
+    """
+    began = monotonic()
+    stats, now = Stats(store.database, store.schema), store.tasks.now()
+    counts = stats.counts(most_counted)
+    overdue = OverdueRows(store.database, store.schema).count(settings.grace_s, most_counted)
+    late = explain_overdue(store, settings) if overdue.tasks else []
+    if overdue.tasks and len(late) < MAX_EXPLAINED_GROUPS:  # these are all overdue tasks
+        oldest = min((group.oldest for group in late), default=None)
+        overdue = OverdueCount(sum(group.tasks for group in late), oldest)
+    has_failed = with_failed and counts[Status.FAILED].rows
+    failed = failed_rows(store.database, store.schema) if has_failed else []
+    state = TableState(
+        now=now,
+        counts=counts,
+        overdue=overdue,
+        late=late,
+        expired_leases=stats.expired_leases(),
+        sweeps=list(_sweeps(stats, settings, now)),
+        workers=store.workers.registered(now, settings.silent_s),
+        paused=sum(policy.is_paused for policy in store.policies.read()),
+        failed=failed,
+        read_s=monotonic() - began,
+    )
+    has_all = has_failed and len(failed) < MOST_FAILED
+    return _with_count(state, Status.FAILED, len(failed) if has_all else None)
+
+
+def _with_count(state: TableState, status: Status, rows: int | None) -> TableState:
+    """Replace the number of a status by that of a later query, unless it is None.
+
+    Tasks may have moved between two queries. The sentences of the verdict contain the numbers of
+    the later one.
+    """
+    if rows is None:
+        return state
+    return state._replace(counts={**state.counts, status: Count(rows)})
+
+
+def _sweeps(stats: Stats, settings: Settings, now: datetime) -> Iterator[SweepState]:
+    for swept in stats.sweeps(settings.sweep_partitions):
+        is_late = swept.is_late(now, settings.self_sweep_s)
+        yield SweepState(
+            swept.sweep_partition, swept.at, swept.age_s(now), swept.armed_until, is_late
+        )

@@ -1,0 +1,337 @@
+"""When a recurring schedule is due: intervals, cron expressions, and Celery's schedules.
+
+A timing is stored as text. `parse_timing` reads these forms:
+
+==============================  ===================================================================
+`0 9 * * mon-fri`               a cron expression of five fields, or of six with seconds first
+`crontab 0 9 13 * 5`            the same, but the day of the month and the weekday must both match,
+                                as in Celery's `crontab`
+`every 300`                     every 300 seconds
+==============================  ===================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from copy import copy
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+from zoneinfo import ZoneInfo
+
+from celery.schedules import crontab, schedule
+from cronsim import CronSim, CronSimError
+
+from delaytasks.model.clock import UTC
+from delaytasks.model.errors import InvalidInputError
+from delaytasks.model.inputs import check_wait
+from delaytasks.model.text import shown
+
+ONE_SECOND, ONE_DAY = timedelta(seconds=1), timedelta(days=1)
+#: An expression that matches no day in this time never matches.
+MOST_YEARS = 50
+#: The longest interval, so that the next occurrence is always an instant that databases can store.
+MAX_INTERVAL_S = 366 * 86_400 * 10
+#: A start for the check of a timing.
+ANY_START = datetime(2000, 1, 1, tzinfo=UTC)
+CRONTAB, EVERY = "crontab", "every"
+
+
+class Timing(Protocol):
+    def after(self, instant: datetime) -> datetime | None:
+        """Return the first occurrence after `instant`, in UTC; None after the last one."""
+        ...
+
+
+@dataclass(frozen=True)
+class Every:
+    """Occurrences at `start` and then after each `interval`, whatever wall clocks show."""
+
+    interval: timedelta
+    start: datetime
+
+    def after(self, instant: datetime) -> datetime | None:
+        if instant < self.start:
+            return self.start
+        count = (instant - self.start) // self.interval + 1
+        return self.start + count * self.interval
+
+
+class Cron:
+    """Occurrences of a cron expression on the wall clock of a time zone.
+
+    `cronsim` reads the expression and finds the matching wall times. This class maps them to
+    instants. In an hour that the clocks skip or repeat, the rules of Debian's cron apply:
+
+    - An expression with fixed times, whose minute and hour fields do not begin with `*`, is due
+      once for each matching wall time. A time that the clocks skip is due when the skipped period
+      ends. A time that they show twice is due the first time.
+    - Any other expression is due whenever a clock on the wall shows a matching time. It is not due
+      at times that the clocks skip, and twice at times that they show twice.
+
+    Parameters
+    ----------
+    expression
+        The fields of the expression.
+    zone
+        The time zone.
+    start
+        No occurrence is earlier. None means that there is no such bound.
+    days
+        Additional days of the month, one of which must match. Celery's `crontab` needs them.
+    """
+
+    def __init__(
+        self,
+        expression: str,
+        zone: ZoneInfo,
+        start: datetime | None = None,
+        days: frozenset[int] | None = None,
+    ) -> None:
+        self._zone = zone
+        self._start = start
+        self._days = days
+        self._parsed = CronSim(expression, datetime(2000, 1, 1))  # noqa: DTZ001
+        minute, hour = self._parsed.parts[1:3]
+        self._has_fixed_times = not (minute.startswith("*") or hour.startswith("*"))
+
+    def after(self, instant: datetime) -> datetime | None:
+        if self._start is not None:
+            instant = max(instant, self._start - ONE_SECOND)
+        return self._after(instant.replace(microsecond=0))
+
+    # Schedules with the same timing, such as those of many tenants, share this cache.
+    @lru_cache(maxsize=4096)  # noqa: B019 - `parse_timing` keeps as many timings
+    def _after(self, instant: datetime) -> datetime | None:
+        return self._fixed_after(instant) if self._has_fixed_times else self._shown_after(instant)
+
+    def _fixed_after(self, instant: datetime) -> datetime | None:
+        for wall in self._walls_after(instant.astimezone(self._zone).replace(tzinfo=None)):
+            found = self._first_instant(wall)
+            if found > instant:  # otherwise the clocks show the time for the second time
+                return found
+        return None
+
+    def _shown_after(self, instant: datetime) -> datetime | None:
+        offset = self._offset(instant)
+        wall = next(self._walls_after((instant + offset).replace(tzinfo=None)), None)
+        while wall is not None:
+            found = wall.replace(tzinfo=UTC) - offset
+            change = self._first_change(instant, found, offset)
+            if change is None:
+                return found
+            # From here on the clocks show other times than the offset says. Continue there.
+            offset, instant = self._offset(change), change
+            wall = next(
+                self._walls_after((change + offset - ONE_SECOND).replace(tzinfo=None)), None
+            )
+        return None
+
+    def _walls_after(self, wall: datetime) -> Iterator[datetime]:
+        """Yield the matching wall times after `wall`."""
+        matches = copy(self._parsed)  # to read the expression again would take longer
+        matches.dt = wall
+        for found in matches:
+            if found.year > wall.year + MOST_YEARS:
+                return
+            if self._days is None or found.day in self._days:
+                yield found
+
+    def _first_instant(self, wall: datetime) -> datetime:
+        """Return when the clocks first show a wall time, or skip it."""
+        found = wall.replace(tzinfo=self._zone).astimezone(UTC)
+        if found.astimezone(self._zone).replace(tzinfo=None) == wall:
+            return found
+        before = wall.replace(tzinfo=self._zone, fold=1).astimezone(UTC)
+        change = self._first_change(before, found, self._offset(before))
+        assert change is not None, "clocks that skip a time change their offset"
+        return change
+
+    def _offset(self, instant: datetime) -> timedelta:
+        offset = instant.astimezone(self._zone).utcoffset()
+        assert offset is not None, "a ZoneInfo has an offset for each instant"
+        return offset
+
+    def _first_change(self, since: datetime, until: datetime, offset: timedelta) -> datetime | None:
+        """Return the first instant in (since, until] at which the offset is another one."""
+        while since < until:
+            step = min(since + ONE_DAY, until)
+            if self._offset(step) != offset:
+                break
+            since = step
+        else:
+            return None
+        while step - since > ONE_SECOND:
+            middle = since + (step - since) // 2 // ONE_SECOND * ONE_SECOND
+            if self._offset(middle) == offset:
+                since = middle
+            else:
+                step = middle
+        return step
+
+
+@lru_cache(maxsize=4096)
+def parse_timing(text: str, tz: str, start: datetime | None = None) -> Timing:
+    """Return the timing of a stored text.
+
+    Parameters
+    ----------
+    text
+        A text in one of the forms that the documentation of this module lists.
+    tz
+        The name of the time zone of a cron expression.
+    start
+        The first occurrence of an interval; for a cron expression, the earliest one.
+
+    Raises
+    ------
+    InvalidInputError
+        If the text is no timing, or there is no such time zone.
+    """
+    zone = zone_of(tz)
+    kind, _, rest = text.partition(" ")
+    if kind == EVERY:
+        if start is None:
+            raise InvalidInputError(f"{shown(text)} has no start", "start")
+        return Every(_interval(rest), start)
+    if kind == CRONTAB:
+        return _crontab(rest, zone, start)
+    return _cron(text, zone, start)
+
+
+def zone_of(name: str) -> ZoneInfo:
+    try:
+        return ZoneInfo(name)
+    except (ValueError, OSError, LookupError):
+        raise InvalidInputError(
+            f"there is no time zone {shown(name)}; write it as Europe/Berlin or UTC", "tz"
+        ) from None
+
+
+def _interval(text: str) -> timedelta:
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= MAX_INTERVAL_S):
+        raise InvalidInputError(
+            f"an interval is a whole number of seconds from 1 to {MAX_INTERVAL_S}, not "
+            f"{shown(text)}",
+            "every",
+        )
+    return timedelta(seconds=int(text))
+
+
+def _cron(
+    text: str, zone: ZoneInfo, start: datetime | None, days: frozenset[int] | None = None
+) -> Cron:
+    try:
+        made = Cron(text, zone, start, days)
+    except (CronSimError, ValueError) as error:
+        raise InvalidInputError(
+            f"{shown(text)} is no cron expression ({error}); write minute, hour, day of the month, "
+            "month and weekday, as in '0 9 * * mon-fri'",
+            "cron",
+        ) from None
+    if made.after(start or ANY_START) is None:
+        raise InvalidInputError(f"{shown(text)} never matches a day", "cron")
+    return made
+
+
+def _crontab(text: str, zone: ZoneInfo, start: datetime | None) -> Cron:
+    fields = text.split()
+    if len(fields) != 5:
+        raise InvalidInputError(f"a crontab has five fields, not {shown(text)}", "cron")
+    minute, hour, days, month, weekday = fields
+    try:
+        allowed = frozenset(map(int, days.split(",")))
+    except ValueError:
+        raise InvalidInputError(
+            f"the days of the month of a crontab are numbers, not {shown(days)}", "cron"
+        ) from None
+    return _cron(f"{minute} {hour} * {month} {weekday}", zone, start, allowed)
+
+
+# -- The timing of Celery's schedules: `crontab` and `schedule` -----------------------------------
+
+
+ALL_DAYS, ALL_WEEKDAYS = 31, 7
+
+
+class FoundTiming(NamedTuple):
+    """The text of a timing, and the time zone that the schedule itself has."""
+
+    text: str
+    tz: str | None = None
+
+
+def timing_of(found: Any) -> FoundTiming:
+    """Return the timing of a schedule of Celery.
+
+    Raises
+    ------
+    InvalidInputError
+        If this is no schedule, or one of another class that computes its own times.
+    """
+    if isinstance(found, crontab):
+        # django-celery-beat's subclass has a time zone of its own.
+        tz = vars(found).get("tz")
+        return FoundTiming(_celery_crontab(found), None if tz is None else str(tz))
+    if type(found) is schedule:  # a subclass computes its own times
+        return FoundTiming(interval_text(found.run_every))
+    raise InvalidInputError(
+        f"{shown(found)} is no crontab or schedule of Celery: only beat knows its times", "cron"
+    )
+
+
+def interval_text(every: object) -> str:
+    """Return the timing of an interval: seconds, a timedelta, or a text such as "5m"."""
+    seconds = check_wait(every, MAX_INTERVAL_S, "every")
+    if seconds < 1 or seconds != int(seconds):
+        raise InvalidInputError(f"every is a whole number of seconds, not {shown(every)}", "every")
+    return f"{EVERY} {int(seconds)}"
+
+
+def _celery_crontab(found: crontab) -> str:
+    # The arguments with which pickle would make it again.
+    minute, hour, weekday, day, month = found.__reduce__()[1][:5]
+    written = " ".join(str(f).replace(" ", "") for f in (minute, hour, day, month, weekday))
+    days, weekdays = _listed(found.day_of_month), _listed(found.day_of_week)
+    has_days = len(found.day_of_month) < ALL_DAYS
+    if has_days and len(found.day_of_week) < ALL_WEEKDAYS:
+        # In a cron expression one of them is enough. In Celery both must match.
+        return f"{CRONTAB} {_times(found)} {days} {_months(found)} {weekdays}"
+    if _is_same(written, found):
+        return written
+    return (
+        f"{_times(found)} {days if has_days else '*'} {_months(found)} "
+        f"{weekdays if len(found.day_of_week) < ALL_WEEKDAYS else '*'}"
+    )
+
+
+def _is_same(written: str, found: crontab) -> bool:
+    """Return whether a cron expression means the same as Celery's fields."""
+    try:
+        parsed = CronSim(written, datetime(2000, 1, 1))  # noqa: DTZ001
+    except (CronSimError, ValueError, TypeError):
+        return False
+    weekdays = {day % 7 if isinstance(day, int) else day for day in parsed.weekdays}
+    return (parsed.minutes, parsed.hours, parsed.days, parsed.months, weekdays) == (
+        found.minute,
+        found.hour,
+        found.day_of_month,
+        found.month_of_year,
+        found.day_of_week,
+    )
+
+
+def _times(found: crontab) -> str:
+    return " ".join(
+        "*" if len(field) == most else _listed(field)
+        for field, most in ((found.minute, 60), (found.hour, 24))
+    )
+
+
+def _months(found: crontab) -> str:
+    return "*" if len(found.month_of_year) == 12 else _listed(found.month_of_year)
+
+
+def _listed(numbers: Collection[int]) -> str:
+    return ",".join(map(str, sorted(numbers)))

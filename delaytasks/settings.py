@@ -1,0 +1,563 @@
+"""The settings: one frozen object, read and validated once.
+
+They come from Celery's configuration (`delaytasks_*` keys), the environment (`DELAYTASKS_*`) and
+the arguments of `DelayTasks(...)`. The environment overrides the configuration, and arguments
+override both. A duration is a number of seconds, a timedelta, or a text such as "30s" or "1h30m".
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass, field, fields
+from datetime import timedelta
+from typing import Any, NamedTuple, NoReturn
+
+from delaytasks.model.body import are_keys, names_of
+from delaytasks.model.errors import ConfigError, InvalidInputError
+from delaytasks.model.ids import MAX_SHARDS
+from delaytasks.model.inputs import check_wait, is_queue, parse_duration, show_duration
+from delaytasks.model.text import hide, mask_secret, shown
+
+PREFIX = "delaytasks_"
+#: Tasks of recurring schedules are made this far ahead if all tasks are sent to the broker.
+NO_HORIZON_S = 30.0
+#: A worker counts as dead if it was silent for this many sweep intervals.
+SILENT_SWEEPS = 3
+
+# -- Readers: convert a value, which may be text, or raise a ValueError with the rule -------------
+
+Reader = Callable[[Any], Any]
+_BOOLS = {
+    **dict.fromkeys(("true", "1", "yes", "on"), True),
+    **dict.fromkeys(("false", "0", "no", "off"), False),
+}
+_TIMERS = ("eta", "direct", "redis")
+_LONGEST_S = 1000 * 366 * 86400.0
+_ADDRESS = re.compile(r"(?:(?:\[([^]/]+)]|([^][:/]+)):)?([0-9]{1,5})")
+
+
+class Address(NamedTuple):
+    """Where a server listens."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def read(cls, text: str) -> Address | None:
+        """Read `[HOST:]PORT`, or return None. An IPv6 address is in brackets, as in a URL."""
+        found = _ADDRESS.fullmatch(text)
+        if found is None or int(found[3]) > 65535:
+            return None
+        return cls(found[1] or found[2] or "127.0.0.1", int(found[3]))
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class Sweep(NamedTuple):
+    interval: timedelta
+    partitions: int = 1
+
+
+def _text(value: Any) -> str:
+    return str(_checked(isinstance(value, str), value, "is a text"))
+
+
+def _matching(is_right: Callable[[str], object], rule: str) -> Reader:
+    return lambda value: _checked(isinstance(value, str) and bool(is_right(value)), value, rule)
+
+
+def _one_of(*names: str) -> Reader:
+    return _matching(names.__contains__, f"is {', '.join(map(repr, names[:-1]))} or {names[-1]!r}")
+
+
+_NAME = _matching(is_queue, "has letters, digits, '_', '.' and '-' only")
+
+
+def _bool(value: Any) -> bool:
+    is_known = str(value).lower() in _BOOLS
+    return bool(_checked(is_known, is_known and _BOOLS[str(value).lower()], "is true or false"))
+
+
+def _whole(least: int, most: int = 2**31) -> Reader:
+    def read(value: Any) -> int:
+        rule = f"is a whole number from {least}" + (f" to {most}" if most < 2**31 else "")
+        try:
+            number = int(value)
+            is_right = not isinstance(value, bool) and number == float(value)
+        except (TypeError, ValueError, OverflowError):
+            raise ValueError(rule) from None
+        return int(_checked(is_right and least <= number <= most, number, rule))
+
+    return read
+
+
+def _duration(value: Any) -> timedelta:
+    try:
+        seconds = check_wait(value, _LONGEST_S)
+    except InvalidInputError:
+        seconds = 0
+    return timedelta(seconds=_checked(seconds > 0, seconds, "is a duration, as 30s, 5m or 1h30m"))
+
+
+def _duration_or_none(value: Any) -> timedelta | None:
+    return None if _is_none(value) else _duration(value)
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return tuple(value.split())
+    is_right = isinstance(value, (list, tuple)) and all(isinstance(v, str) and v for v in value)
+    return tuple(_checked(is_right, value, "is a list of texts, or a text with blanks between"))
+
+
+def _keys(value: Any) -> tuple[str, ...]:
+    rule = (
+        "each is a different key, the URL-safe base64 of 32 random bytes; 'plain' may precede them"
+    )
+    keys = _texts(value)
+    return tuple(_checked(are_keys(keys), keys, rule))
+
+
+def _queues(value: Any) -> dict[str, str]:
+    rule = (
+        'maps tags and patterns to queues, as {"mail.*": "mail", "*": "other"}, which in the '
+        "environment is JSON; a queue has letters, digits, '_', '.' and '-' only"
+    )
+    try:
+        mapping = json.loads(value) if isinstance(value, str) else value
+        names = [(_checked(bool(_text(tag)), tag, rule), _NAME(q)) for tag, q in mapping.items()]
+    except (AttributeError, ValueError):
+        raise ValueError(rule) from None
+    return dict(names)
+
+
+def _timer(value: Any) -> str:
+    text = ";".join(_texts(value)) if isinstance(value, (list, tuple)) else _text(value)
+    is_right = text in _TIMERS or "://" in text
+    return str(_checked(is_right, text, "is 'eta', 'direct', 'redis', or the URL of a Redis"))
+
+
+def _tags(value: Any) -> str | tuple[str, ...]:
+    return value if value in ("auto", "any") else _texts(value)
+
+
+def _durable_eta(value: Any) -> bool | timedelta:
+    rule = "is true, false, or the shortest delay of durable tasks, as 5m; a second is '1s'"
+    is_number = str(value) in ("0", "1")  # which may be meant as false and true, or as seconds
+    try:
+        if str(value).lower() in _BOOLS and not is_number:
+            return _bool(value)
+        return _duration(_checked(not is_number, value, rule))
+    except ValueError:
+        raise ValueError(rule) from None
+
+
+def _sweep(value: Any) -> Sweep:
+    parts = value.split() if isinstance(value, str) else value
+    try:
+        interval, *more = parts if isinstance(parts, (list, tuple)) else [parts]
+        return Sweep(_duration(interval), *map(_whole(1), more))
+    except (TypeError, ValueError):
+        rule = "is the interval of sweeps, as 5s, or the interval and the partitions, as '5s 4'"
+        raise ValueError(rule) from None
+
+
+def _metrics(value: Any) -> Address | str:
+    text = "" if _is_none(value) else str(value)
+    address = Address.read(text)
+    is_right = address.port > 0 if address else not text or "/" in text
+    rule = "is a port, as 9819, an address, as 0.0.0.0:9819 or [::]:9819, or the path of a file"
+    _checked(is_right and not isinstance(value, bool), value, rule)
+    return address or text
+
+
+def _is_none(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and value.lower() == "none")
+
+
+def _checked(is_right: bool, value: Any, rule: str) -> Any:
+    if not is_right:
+        raise ValueError(rule)
+    return value
+
+
+# -- The settings ---------------------------------------------------------------------------------
+
+
+def _setting(
+    default: Any, read: Reader, about: str, mask: Callable[[str], str] | None = None
+) -> Any:
+    """Return the field of a setting. `mask` returns a secret text as it is shown."""
+    metadata = {"read": read, "about": about, "mask": mask}
+    return field(default_factory=lambda: default, repr=mask is None, metadata=metadata)
+
+
+def _derived() -> Any:
+    return field(init=False, repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The settings of one `DelayTasks`, what follows from them, and constants."""
+
+    database_url: str = _setting(
+        "", _text, "SQLAlchemy URL of the database; empty: SQLite in data_dir", mask_secret
+    )
+    shard: int = _setting(
+        0,
+        _whole(0, MAX_SHARDS - 1),
+        "number that new ids carry; each member of Shards has a number of its own",
+    )
+    data_dir: str = _setting(
+        ".delaytasks", _text, "folder of the SQLite file and the message files"
+    )
+    namespace: str = _setting(
+        "delaytasks", _NAME, "prefix of the queues, so that deployments can share a broker"
+    )
+    table_prefix: str = _setting(
+        "",
+        _matching(
+            re.compile(r"(?:\w+\.)?\w*", re.ASCII).fullmatch,
+            "has letters, digits and '_' only, and may begin with a schema and a dot",
+        ),
+        "prefix of the tables, so that deployments can share a database; may begin with a schema "
+        "(PostgreSQL, MySQL) and a dot, as jobs.shop_",
+    )
+    pool_size: int = _setting(5, _whole(1), "database connections that each process keeps")
+
+    timer: str = _setting(
+        "eta",
+        _timer,
+        "where rows due within the horizon wait: broker and workers (eta), the table (direct), "
+        "the broker's Redis (redis), or another Redis (its URL)",
+        lambda value: value if difflib.get_close_matches(value, _TIMERS) else mask_secret(value),
+    )
+    arm: str = _setting(
+        "background",
+        _one_of("inline", "background"),
+        "what sends tasks due within the horizon to the broker: a thread (background) or the "
+        "call (inline)",
+    )
+    horizon: timedelta | None = _setting(
+        "30s",
+        _duration_or_none,
+        "only tasks due within this time are sent to the broker; none: all tasks",
+    )
+    queues: Mapping[str, str] = _setting(
+        {"*": "default"},
+        _queues,
+        "queues of tags, and of patterns such as mail.*; in the environment as JSON",
+    )
+    tags: str | tuple[str, ...] = _setting(
+        "auto",
+        _tags,
+        "tags that this process may schedule: those of its processors and of a list; any; or all "
+        "if it has no processors (auto)",
+    )
+    durable_eta: bool | timedelta = _setting(
+        False,
+        _durable_eta,
+        "Celery tasks with an eta or a countdown wait as rows, all or from this delay on; "
+        "overridden by @app.task(durable_eta=…)",
+    )
+    event_bodies: bool = _setting(
+        True, _bool, "Flower and other monitors see bodies and results, as they see Celery's"
+    )
+    log_format: str = _setting(
+        "text",
+        _one_of("text", "json", "logfmt"),
+        "lines for people (text), or for programs with one line for each change of a task (json, "
+        "logfmt)",
+    )
+    max_body_bytes: int = _setting(256 * 1024, _whole(1), "longest body, as JSON")
+    encryption_keys: tuple[str, ...] = _setting(
+        (),
+        _keys,
+        "bodies and results are encrypted with the first key and decrypted with all; "
+        "'plain' as the first: new ones are not encrypted",
+        mask_secret,
+    )
+
+    lease: timedelta = _setting(
+        "1m",
+        _duration,
+        "time for which a running task belongs to its worker; renewed after a third of it",
+    )
+    max_lost_leases: int = _setting(
+        5, _whole(1, 1000), "a task that loses its worker this many times in a row is FAILED"
+    )
+    sweep: Sweep = _setting(
+        "5s",
+        _sweep,
+        "time between sweeps; with the number of sweep partitions, each with its own share of the "
+        "table, as '5s 4'",
+    )
+    purge_after: timedelta | None = _setting(
+        "30d",
+        _duration_or_none,
+        "tasks that ended (DONE, FAILED, CANCELLED) longer ago than this are deleted; none: never",
+    )
+    statistics: bool = _setting(
+        True,
+        _bool,
+        "workers count what they run, and write the counts to the database once a minute",
+    )
+    metrics: Address | str = _setting(
+        "",
+        _metrics,
+        "where a worker shows its metrics to Prometheus: at a port (9819, only for this host) or "
+        "an address (0.0.0.0:9819), or in a file, in whose path %h, %n and %d stand for the "
+        "worker's name, as in Celery; empty: nowhere",
+    )
+
+    callback_secrets: tuple[str, ...] = _setting(
+        (), _texts, "keys that sign HTTP callbacks (whsec_…)", mask_secret
+    )
+    callback_allow: tuple[str, ...] = _setting(
+        (), _texts, "hosts and networks that callbacks may reach in addition to public https"
+    )
+    callback_broker_url: str = _setting(
+        "", _text, "broker of queue callbacks; empty: the app's own broker", mask_secret
+    )
+    callback_timeout: timedelta = _setting("30s", _duration, "longest time for a whole callback")
+
+    # -- Derived from the settings ----------------------------------------------------------------
+
+    table_schema: str = _derived()
+    #: The prefix of the tables without the schema.
+    name_prefix: str = _derived()
+    #: The URL of the Redis timer; empty: the broker's.
+    redis_url: str = _derived()
+    default_queue: str = _derived()
+    horizon_s: float | None = _derived()
+    #: The shortest delay of Celery tasks that wait as rows; None: only those that ask for it.
+    durable_eta_s: float | None = _derived()
+    lease_s: float = _derived()
+    sweep_s: float = _derived()
+    sweep_partitions: int = _derived()
+    purge_after_s: float | None = _derived()
+    callback_timeout_s: float = _derived()
+
+    # -- Constants. Only tests change them: `DelayTasks(…, _grace_s=0)`, `delaytasks__grace_s` ----
+
+    #: Slots of a queue in the Redis timer: a power of two, the same in all processes.
+    redis_slots: int = 8
+    #: The longest time for sending a message. After it the sweep sends the message.
+    publish_limit_s: float = 0.5
+    max_delay_s: float = 10 * 366 * 86400.0
+    max_error_bytes: int = 64 * 1024
+    #: The time budget of a chunk. Rows that have not started by then are given back.
+    chunk_time_budget_s: float = 0.05
+    chunk_max: int = 200
+    #: A task that is later than this is found through the table, where all workers help.
+    grace_s: float = 1.0
+    #: After this time without a sweep a worker sweeps by itself, within a second. Each worker
+    #: drains its own queues as often. 0 means twice the interval of sweep.
+    self_sweep_s: float = 0.0
+    #: Drain messages per worker and queue at each sweep, and per queue that a worker leaves.
+    drain_messages: int = 2
+    #: The most tags that a worker counts by name; the others are counted together.
+    statistics_tags: int = 200
+    #: The longest time for each step of sending a callback.
+    callback_connect_s: float = 5.0
+    #: The longest silence of a callback's receiver.
+    callback_read_s: float = 10.0
+    #: Callbacks that each process sends simultaneously.
+    callback_in_flight: int = 100
+
+    origins: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name, spec in _SPECS.items():
+            try:
+                value = spec.metadata["read"](getattr(self, name))
+            except ValueError as error:
+                self._refuse(name, str(error))
+            self._set(name, hide(value) if spec.metadata["mask"] else value)
+        schema, _, prefix = self.table_prefix.rpartition(".")
+        self._set("table_schema", schema)
+        self._set("name_prefix", prefix)
+        self._set("redis_url", self.timer if "://" in self.timer else "")
+        self._set("default_queue", self.queues.get("*", "default"))
+        self._set("horizon_s", _seconds(self.horizon))
+        is_all = self.durable_eta is True
+        self._set("durable_eta_s", 0.0 if is_all else _seconds(self.durable_eta or None))
+        self._set("lease_s", _seconds(self.lease))
+        self._set("sweep_s", _seconds(self.sweep.interval))
+        self._set("sweep_partitions", self.sweep.partitions)
+        self._set("self_sweep_s", self.self_sweep_s or 2 * self.sweep_s)
+        self._set("purge_after_s", _seconds(self.purge_after))
+        self._set("callback_timeout_s", _seconds(self.callback_timeout))
+        if self.lease_s < 4 * self.chunk_time_budget_s:  # rows claimed ahead wait for two budgets
+            self._refuse("lease", f"is at least {4 * self.chunk_time_budget_s:g} s")
+        if self.horizon_s is not None and self.horizon_s < 2 * self.sweep_s:
+            self._refuse("horizon", "is at least twice the interval of sweep, or rows fall between")
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _refuse(self, name: str, rule: str) -> NoReturn:
+        spec, value = _SPECS[name], getattr(self, name)
+        mask = spec.metadata["mask"]
+        text = mask(value) if mask and isinstance(value, str) else "***" if mask else shown(value)
+        if isinstance(value, timedelta):
+            text = _shown(spec, value)
+        raise ConfigError(f"{PREFIX}{name} = {text} (from {self.origin(name)}): the value {rule}")
+
+    @property
+    def timer_kind(self) -> str:
+        """The kind of the timer: eta, direct or redis."""
+        return "redis" if self.redis_url else str(self.timer)
+
+    @property
+    def uses_broker(self) -> bool:
+        """Whether messages reach the workers; if not, they read everything from the table."""
+        return self.timer != "direct"
+
+    @property
+    def has_structured_log(self) -> bool:
+        return self.log_format != "text"
+
+    @property
+    def silent_s(self) -> float:
+        """A worker that was silent for this time counts as dead."""
+        return SILENT_SWEEPS * self.sweep_s
+
+    @property
+    def recurring_lead_s(self) -> float:
+        """How long before an occurrence of a recurring schedule its task is made.
+
+        The task must be in the table before a sweep arms the rows of that time, also if beat is
+        silent and a sweep is late.
+        """
+        horizon_s = NO_HORIZON_S if self.horizon_s is None else self.horizon_s
+        return horizon_s + self.self_sweep_s + self.sweep_s
+
+    def has_sweep_partition(self, number: object) -> bool:
+        """Return whether the number of a message or of beat's schedule is a sweep partition."""
+        return type(number) is int and 0 <= number < self.sweep_partitions
+
+    def origin(self, name: str) -> str:
+        return self.origins.get(name, "default")
+
+    def effective(self) -> list[tuple[str, str, str, str]]:
+        """Return the name, value, origin and meaning of each setting, with secrets masked."""
+        return [
+            (
+                PREFIX + name,
+                _shown(spec, getattr(self, name)),
+                self.origin(name),
+                str(spec.metadata["about"]),
+            )
+            for name, spec in _SPECS.items()
+        ]
+
+
+def _seconds(duration: Any) -> float | None:
+    return None if duration is None else float(duration.total_seconds())
+
+
+def _shown(spec: Field[Any], value: Any) -> str:
+    mask = spec.metadata["mask"]
+    if spec.name == "encryption_keys":
+        return " ".join(names_of(value))
+    if isinstance(value, Sweep):
+        interval = _shown(spec, value.interval)
+        return interval if value.partitions == 1 else f"{interval} {value.partitions}"
+    if isinstance(value, timedelta):
+        text = show_duration(value.total_seconds())
+        return text if parse_duration(text) == value else f"{value.total_seconds():g}s"
+    if isinstance(value, tuple):
+        return " ".join(map(mask, value) if mask else value)
+    if mask:
+        return str(mask(value))
+    if value is None:
+        return "none"
+    return json.dumps(value) if isinstance(value, Mapping) else str(value)
+
+
+_SPECS = {spec.name: spec for spec in fields(Settings) if spec.metadata}
+_CONSTANTS = {
+    "_" + spec.name: type(spec.default)
+    for spec in fields(Settings)
+    if isinstance(spec.default, (int, float))
+}
+#: The settings that people look for under other names.
+_MEANT = {
+    "default_queue": "queues",
+    "redis_url": "timer",
+    "schema": "table_prefix",
+    "strict_tags": "tags",
+    "sweep_partitions": "sweep",
+    "table_schema": "table_prefix",
+}
+
+
+def hide_secrets(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments with secrets whose `repr` is masked."""
+    return {
+        name: hide(value) if name in secret_names() else value for name, value in arguments.items()
+    }
+
+
+def secret_names() -> list[str]:
+    """Return the names of the settings that contain passwords or keys."""
+    return [name for name, spec in _SPECS.items() if spec.metadata["mask"]]
+
+
+def load_settings(
+    conf: Mapping[str, Any], environ: Mapping[str, str], **arguments: Any
+) -> Settings:
+    """Read the settings from Celery's configuration, the environment and arguments.
+
+    Raises
+    ------
+    ConfigError
+        If a setting is unknown, has the wrong type, or violates a rule.
+    """
+    # Only these values are read: some of a Django project's settings cannot be.
+    own = {key: conf[key] for key in conf if key.startswith(PREFIX)}
+    variables = {
+        name.lower(): value
+        for name, value in environ.items()
+        if name.startswith(PREFIX.upper()) and not _is_for_tools(name)
+    }
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for origin, found in (
+        ("celery configuration", own),
+        ("environment", variables),
+        ("arguments", {PREFIX + name: value for name, value in arguments.items()}),
+    ):
+        for full_name, value in found.items():
+            name = full_name.removeprefix(PREFIX)
+            if name in _CONSTANTS:
+                try:
+                    values[name[1:]] = _CONSTANTS[name](value)
+                except (TypeError, ValueError):
+                    text = f"{full_name} = {shown(value)} (from {origin})"
+                    raise ConfigError(f"{text}: the value is a number") from None
+            elif name in _SPECS:
+                values[name], origins[name] = value, origin
+            else:
+                raise ConfigError(_unknown(name, origin))
+    return Settings(**values, origins=origins)
+
+
+def _unknown(name: str, origin: str) -> str:
+    close = difflib.get_close_matches(name, _SPECS, n=1, cutoff=0.5)
+    meant = _MEANT.get(name) or (close[0] if close else None)
+    hint = f"; did you mean {PREFIX}{meant}?" if meant else ""
+    if origin == "arguments" and (short := name.removeprefix(PREFIX)) in _SPECS:
+        hint = f"; write {short}, without the prefix"
+    return f"unknown setting {PREFIX}{name} (from {origin}){hint}"
+
+
+def _is_for_tools(variable: str) -> bool:
+    """Return whether a variable belongs to the tests, the benchmarks or the command line."""
+    others = ("DELAYTASKS_TEST_", "DELAYTASKS_BENCH_")
+    return variable.startswith(others) or variable == "DELAYTASKS_APP"

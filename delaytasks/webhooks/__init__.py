@@ -1,6 +1,0 @@
-"""Callbacks: tasks that POST to a URL or send a message to a queue. See docs/callbacks.md."""
-
-from delaytasks.webhooks.receiving import webhook
-from delaytasks.webhooks.signatures import Received, verify
-
-__all__ = ["Received", "verify", "webhook"]

@@ -1,0 +1,246 @@
+"""A hashed timing wheel: each slot is one tick, and has the entries of all rounds.
+
+The costs of a tick, and of adding, cancelling and moving an entry, do not depend on the number of
+entries.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Hashable, Iterable
+from heapq import nsmallest
+from itertools import chain, islice
+from typing import Generic, TypeVar
+
+from delaytasks.events import Events
+from delaytasks.loops import Loop
+from delaytasks.model.clock import Clock, monotonic
+
+E = TypeVar("E")
+
+SLOTS = 8192
+TICK_US = 250
+#: The average time between two turns. Entries that are due in between are processed together, since
+#: each turn costs a claim and a settlement.
+TURN_INTERVAL_S = 0.005
+#: After a pause, turns that were not used follow each other immediately, so that a single entry is
+#: not late: `SAVED_TURNS_S / TURN_INTERVAL_S` turns.
+SAVED_TURNS_S = 0.05
+
+
+class TimingWheel(Generic[E]):
+    """Entries by name, each due at a tick. The wheel has no clock: `advance` sets the tick.
+
+    In a wheel of 8,192 slots, tick 10,000 is round 1 of slot 1808. Later entries of the same slot
+    belong to later rounds, so that a tick reads only the entries that are due. Not thread-safe,
+    unlike `SharedWheel`.
+    """
+
+    def __init__(self, slots: int = SLOTS, now: int = 0) -> None:
+        self._slots: list[dict[int, dict[Hashable, E]]] = [{} for _ in range(slots)]
+        self._size = slots
+        self._ticks: dict[Hashable, int] = {}
+        self._now = now
+
+    def __len__(self) -> int:
+        return len(self._ticks)
+
+    def __contains__(self, name: Hashable) -> bool:
+        return name in self._ticks
+
+    def add(self, name: Hashable, tick: int, entry: E) -> int:
+        """Keep `entry` until `tick`, or until the next tick if `tick` has passed, and return that
+        tick.
+
+        An entry of this name moves.
+        """
+        if name in self._ticks:
+            self.cancel(name)
+        if tick <= self._now:
+            tick = self._now + 1
+        self._ticks[name] = tick
+        rounds, round = self._slots[tick % self._size], tick // self._size
+        kept = rounds.get(round)
+        if kept is None:
+            rounds[round] = {name: entry}
+        else:
+            kept[name] = entry
+        return tick
+
+    def go_back(self, tick: int) -> None:
+        """Set the wheel back, as the clock was. Otherwise new entries would wait until the old
+        time.
+        """
+        self._now = min(self._now, tick)
+
+    def cancel(self, name: Hashable) -> E | None:
+        """Remove an entry and return it, or return None if the wheel does not keep it."""
+        tick = self._ticks.pop(name, None)
+        if tick is None:
+            return None
+        rounds, round = self._slots[tick % self._size], tick // self._size
+        kept = rounds[round]
+        entry = kept.pop(name)
+        if not kept:
+            del rounds[round]
+        return entry
+
+    def advance(self, tick: int) -> list[E]:
+        """Remove and return the entries that are due up to `tick`, in the order of their ticks."""
+        passed: Iterable[int] = range(self._now + 1, tick + 1)
+        if tick - self._now >= self._size:
+            # The machine slept: read each entry once, instead of each slot once a round.
+            passed = sorted(at for at in self._held_ticks() if at <= tick)
+        self._now = tick
+        due: list[E] = []
+        for at in passed if self._ticks else ():
+            kept = self._slots[at % self._size].pop(at // self._size, None)
+            if kept is not None:
+                for name in kept:
+                    del self._ticks[name]
+                due.extend(kept.values())
+        return due
+
+    def next_tick(self) -> int | None:
+        """Return the next entry's tick, at most one round ahead; None if the wheel is empty."""
+        if not self._ticks:
+            return None
+        latest = self._now + self._size
+        if len(self._ticks) < self._size // 16:
+            # Comparing a few ticks is quicker than reading each slot.
+            return min(latest, *self._ticks.values())
+        coming = range(self._now + 1, latest)
+        return next(
+            (at for at in coming if at // self._size in self._slots[at % self._size]), latest
+        )
+
+    def soonest(self, count: int) -> list[E]:
+        """Return the first `count` entries in the order of their ticks, without removing them."""
+        ticks = sorted(set(nsmallest(count, self._ticks.values())))
+        found = [self._slots[at % self._size][at // self._size].values() for at in ticks]
+        return list(islice(chain.from_iterable(found), count))
+
+    def take_all(self) -> list[E]:
+        entries = [
+            entry for rounds in self._slots for kept in rounds.values() for entry in kept.values()
+        ]
+        for rounds in self._slots:
+            rounds.clear()
+        self._ticks.clear()
+        return entries
+
+    def _held_ticks(self) -> Iterable[int]:
+        return (
+            round * self._size + slot for slot, rounds in enumerate(self._slots) for round in rounds
+        )
+
+
+class SharedWheel(Generic[E]):
+    """A wheel that several threads use, and that follows a clock.
+
+    `earlier` is set when an entry is added that is due before all others.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._wheel: TimingWheel[E] = TimingWheel(now=self._tick())
+        self._next_tick: int | None = None
+        self._is_open = True
+        self.earlier = threading.Event()
+
+    def __len__(self) -> int:
+        return len(self._wheel)
+
+    @property
+    def late_s(self) -> float:
+        """The time since the next entry should have been taken."""
+        tick = self._next_tick
+        return 0.0 if tick is None else max(self._clock.now_us() - tick * TICK_US, 0) / 1e6
+
+    def add(self, entries: Iterable[tuple[Hashable, int, E]]) -> bool:
+        """Add entries, each as (name, due time in microseconds, entry).
+
+        Return False, and add none of them, after `close`.
+        """
+        with self._lock:
+            if not self._is_open:
+                return False
+            self._wheel.go_back(self._tick())
+            for name, due_us, entry in entries:
+                # Rounded up, since a tick is processed at its beginning, and no entry may be early.
+                tick = self._wheel.add(name, -(-due_us // TICK_US), entry)
+                if self._next_tick is None or tick < self._next_tick:
+                    self._next_tick = tick
+                    self.earlier.set()
+        return True
+
+    def take_due(self) -> list[E]:
+        """Remove and return the entries that are due."""
+        with self._lock:
+            return self._wheel.advance(self._tick())
+
+    def next_in_s(self) -> float | None:
+        """Return the time until the next entry is due, or None without entries."""
+        with self._lock:
+            self._next_tick = self._wheel.next_tick()
+            if self._next_tick is None:
+                return None
+            return (self._next_tick * TICK_US - self._clock.now_us()) / 1e6
+
+    def soonest(self, count: int) -> list[E]:
+        """Return the first `count` entries by their due times, without removing them."""
+        with self._lock:
+            return self._wheel.soonest(count)
+
+    def close(self) -> list[E]:
+        """Remove and return all entries, and add no more."""
+        with self._lock:
+            self._is_open = False
+            self._next_tick = None  # no entry is late now
+            return self._wheel.take_all()
+
+    def _tick(self) -> int:
+        return self._clock.now_us() // TICK_US
+
+
+class WheelThread(Generic[E]):
+    """Takes the entries that are due from a wheel, in a loop that sleeps until the next one is due.
+
+    The wheel keeps its entries if this thread dies.
+    """
+
+    def __init__(
+        self,
+        wheel: SharedWheel[E],
+        on_due: Callable[[list[E]], None],
+        events: Events,
+        stuck_s: float = math.inf,
+    ) -> None:
+        self._wheel = wheel
+        self._on_due = on_due
+        #: The time of the next turn. If it has passed, it has saved turns, up to those of
+        #: `SAVED_TURNS_S`.
+        self._rests_until = 0.0
+        self.loop = Loop("wheel", self._turn, events, stuck_s, wake=wheel.earlier)
+
+    def stop(self) -> list[E]:
+        """Wait for the thread, close the wheel, and return the entries that it still kept."""
+        self.loop.stop()
+        return self._wheel.close()
+
+    def _turn(self) -> float | None:
+        rests_s = self._rests_until - monotonic()
+        if rests_s > 0:
+            return rests_s
+        due = self._wheel.take_due()
+        if due:
+            self._rests_until = (
+                max(self._rests_until, monotonic() - SAVED_TURNS_S) + TURN_INTERVAL_S
+            )
+            self._on_due(due)  # if it fails or is stuck, the sweep finds the rows
+        next_in_s = self._wheel.next_in_s()
+        if next_in_s is None:
+            return None
+        return max(next_in_s, self._rests_until - monotonic(), 0)
