@@ -59,16 +59,16 @@ class Failpoint(NamedTuple):
         return self.timer in (None, timer)
 
 
-_ARM = ("timers.arming:EtaTimer.arm", "timers.redis_timer:RedisTimer.arm")
+_ARM = ("broker.arming:EtaTimer.arm", "broker.redis_timer:RedisTimer.arm")
 
 FAILPOINTS = [
     # schedule and move
-    Failpoint("inserted", "producer", "after", ("storage.task_rows:Tasks.insert",), "R1"),
+    Failpoint("inserted", "producer", "after", ("db.task_rows:Tasks.insert",), "R1"),
     Failpoint(
         "inserted with a key",
         "producer",
         "after",
-        ("storage.task_rows:Tasks.insert_keyed",),
+        ("db.task_rows:Tasks.insert_keyed",),
         "R1",
         "keyed",
     ),
@@ -76,7 +76,7 @@ FAILPOINTS = [
         "before the commit",
         "producer",
         "before",
-        ("storage.sessions:SessionTransaction.after_commit",),
+        ("db.sessions:SessionTransaction.after_commit",),
         "R1",
         "in a session",
         is_refused=True,
@@ -85,7 +85,7 @@ FAILPOINTS = [
         "after the commit",
         "producer",
         "before",
-        ("scheduling.producer:Producer.arm",),
+        ("db.producer:Producer.arm",),
         "R1",
         "in a session",
     ),
@@ -93,23 +93,18 @@ FAILPOINTS = [
         "between batches",
         "producer",
         "before",
-        ("scheduling.producer:Producer.schedule_batch",),
+        ("db.producer:Producer.schedule_batch",),
         "R1",
         "many",
     ),
     Failpoint(
-        "batch inserted",
-        "producer",
-        "after",
-        ("storage.task_rows:Tasks.insert_many",),
-        "R1",
-        "many",
+        "batch inserted", "producer", "after", ("db.task_rows:Tasks.insert_many",), "R1", "many"
     ),
     Failpoint(
         "batches before the commit",
         "producer",
         "before",
-        ("storage.sessions:SessionTransaction.after_commit",),
+        ("db.sessions:SessionTransaction.after_commit",),
         "R1",
         "many in a session",
         is_refused=True,
@@ -118,20 +113,16 @@ FAILPOINTS = [
         "batches after the commit",
         "producer",
         "before",
-        ("scheduling.producer:Producer.arm",),
+        ("db.producer:Producer.arm",),
         "R1",
         "many in a session",
     ),
+    Failpoint("cancelled", "producer", "after", ("db.task_rows:Tasks.cancel",), "R1", "cancelled"),
+    Failpoint("retried", "producer", "after", ("db.task_rows:Tasks.rerun",), "R1", "retried"),
+    Failpoint("touched", "producer", "after", ("db.task_rows:Touches.touch",), "R1", "touched"),
+    Failpoint("moved", "producer", "after", ("db.task_rows:Tasks.reschedule",), "R1", "moved"),
     Failpoint(
-        "cancelled", "producer", "after", ("storage.task_rows:Tasks.cancel",), "R1", "cancelled"
-    ),
-    Failpoint("retried", "producer", "after", ("storage.task_rows:Tasks.rerun",), "R1", "retried"),
-    Failpoint(
-        "touched", "producer", "after", ("storage.task_rows:Touches.touch",), "R1", "touched"
-    ),
-    Failpoint("moved", "producer", "after", ("storage.task_rows:Tasks.reschedule",), "R1", "moved"),
-    Failpoint(
-        "waiting to be armed", "producer", "after", ("timers.arming:BackgroundTimer.arm",), "R1"
+        "waiting to be armed", "producer", "after", ("broker.arming:BackgroundTimer.arm",), "R1"
     ),
     Failpoint("arming", "producer", "before", _ARM, "R1"),
     # The tasks of later calls wait to be armed.
@@ -140,7 +131,7 @@ FAILPOINTS = [
         "disarming",
         "producer",
         "before",
-        ("timers.redis_timer:RedisTimer.disarm",),
+        ("broker.redis_timer:RedisTimer.disarm",),
         "R1",
         "moved",
         "redis",
@@ -170,7 +161,7 @@ FAILPOINTS = [
     ),
     # hold in Redis
     Failpoint(
-        "taken", "main", "after", ("timers.redis_timer:RedisTimer.take",), "R1", timer="redis"
+        "taken", "main", "after", ("broker.redis_timer:RedisTimer.take",), "R1", timer="redis"
     ),
     Failpoint(
         "handing on",
@@ -189,24 +180,24 @@ FAILPOINTS = [
         timer="redis",
     ),
     # claim, run and settle
-    Failpoint("claiming", "pool", "before", ("storage.claims:Claims.claim",), "R1"),
-    Failpoint("claimed", "pool", "after", ("storage.claims:Claims.claim",), "R2"),
+    Failpoint("claiming", "pool", "before", ("db.claims:Claims.claim",), "R1"),
+    Failpoint("claimed", "pool", "after", ("db.claims:Claims.claim",), "R2"),
     Failpoint(
         "claimed from the table",
         "pool",
         "after",
-        ("storage.claims:Claims.claim_due",),
+        ("db.claims:Claims.claim_due",),
         "R2",
         "not armed",
     ),
     Failpoint(
-        "claimed alone", "pool", "after", ("storage.claims:Claims.claim_recovered",), "R2", "fatal"
+        "claimed alone", "pool", "after", ("db.claims:Claims.claim_recovered",), "R2", "fatal"
     ),
     Failpoint(
         "claiming ahead",
         "pool",
         "before",
-        ("execution.claim_ahead:ClaimAhead._close_and_claim",),
+        ("run.claim_ahead:ClaimAhead._close_and_claim",),
         "R2",
         "overdue backlog",
     ),
@@ -214,40 +205,38 @@ FAILPOINTS = [
         "claimed ahead",
         "pool",
         "after",
-        ("execution.claim_ahead:ClaimAhead._close_and_claim",),
+        ("run.claim_ahead:ClaimAhead._close_and_claim",),
         "R2",
         "overdue backlog",
     ),
-    Failpoint("running", "pool", "before", ("execution.executor:TaskExecutor.run",), "R2"),
-    Failpoint("ran", "pool", "after", ("execution.executor:TaskExecutor.run",), "R2"),
+    Failpoint("running", "pool", "before", ("run.executor:TaskExecutor.run",), "R2"),
+    Failpoint("ran", "pool", "after", ("run.executor:TaskExecutor.run",), "R2"),
     Failpoint(
         "ran simultaneously",
         "pool",
         "after",
-        ("execution.executor:TaskExecutor.run",),
+        ("run.executor:TaskExecutor.run",),
         "R2",
         "simultaneous",
     ),
-    Failpoint("completing", "pool", "after", ("storage.claims:Claims.complete",), "R2", "effect"),
-    Failpoint(
-        "completed", "pool", "after", ("execution.executor:TaskRun._committed",), "R2", "effect"
-    ),
-    Failpoint("settling", "pool", "before", ("storage.claims:Claims.settle",), "R2"),
-    Failpoint("settled", "pool", "after", ("storage.claims:Claims.settle",), "R1"),
+    Failpoint("completing", "pool", "after", ("db.claims:Claims.complete",), "R2", "effect"),
+    Failpoint("completed", "pool", "after", ("run.executor:TaskRun._committed",), "R2", "effect"),
+    Failpoint("settling", "pool", "before", ("db.claims:Claims.settle",), "R2"),
+    Failpoint("settled", "pool", "after", ("db.claims:Claims.settle",), "R1"),
     Failpoint(
         "settling later",
         "pool",
         "after",
-        ("execution.chunk_runner:ChunkRunner._close_in_background",),
+        ("run.chunk_runner:ChunkRunner._close_in_background",),
         "R2",
         "queued",
     ),
-    Failpoint("arming again", "pool", "before", ("execution.settlement:Settler._arm_again",), "R1"),
+    Failpoint("arming again", "pool", "before", ("run.settlement:Settler._arm_again",), "R1"),
     Failpoint(
         "giving back",
         "pool",
         "before",
-        ("execution.chunk_runner:ChunkRunner._expire",),
+        ("run.chunk_runner:ChunkRunner._expire",),
         "R2",
         "overdue backlog",
     ),
@@ -255,7 +244,7 @@ FAILPOINTS = [
         "gave back",
         "pool",
         "after",
-        ("execution.chunk_runner:ChunkRunner._expire",),
+        ("run.chunk_runner:ChunkRunner._expire",),
         "R2",
         "overdue backlog",
     ),
@@ -286,14 +275,12 @@ FAILPOINTS = [
         "limited",
     ),
     # sweep
-    Failpoint(
-        "sweep begun", "main", "after", ("storage.sweep_queries:SweepQueries.begin_sweep",), "R1"
-    ),
+    Failpoint("sweep begun", "main", "after", ("db.sweep_queries:SweepQueries.begin_sweep",), "R1"),
     Failpoint(
         "near rows selected",
         "main",
         "after",
-        ("storage.sweep_queries:SweepQueries.due_between",),
+        ("db.sweep_queries:SweepQueries.due_between",),
         "R1",
         "far",
     ),
@@ -301,21 +288,21 @@ FAILPOINTS = [
         "near rows armed",
         "main",
         "before",
-        ("storage.sweep_queries:SweepQueries.mark_armed",),
+        ("db.sweep_queries:SweepQueries.mark_armed",),
         "R1",
         "far",
     ),
     Failpoint(
-        "marked", "main", "after", ("storage.sweep_queries:SweepQueries.mark_armed",), "R1", "far"
+        "marked", "main", "after", ("db.sweep_queries:SweepQueries.mark_armed",), "R1", "far"
     ),
     Failpoint(
-        "recovered", "main", "after", ("storage.sweep_queries:SweepQueries.recover",), "R2", "fatal"
+        "recovered", "main", "after", ("db.sweep_queries:SweepQueries.recover",), "R2", "fatal"
     ),
     Failpoint(
         "requesting a drain",
         "main",
         "before",
-        ("timers.arming:EtaTimer.request_drain",),
+        ("broker.arming:EtaTimer.request_drain",),
         "R1",
         "not armed",
     ),
@@ -323,19 +310,17 @@ FAILPOINTS = [
         "drain requested",
         "main",
         "after",
-        ("timers.arming:EtaTimer.request_drain",),
+        ("broker.arming:EtaTimer.request_drain",),
         "R1",
         "not armed",
     ),
-    Failpoint(
-        "worker expired", "main", "after", ("storage.worker_table:WorkerTable.expire",), "R1"
-    ),
+    Failpoint("worker expired", "main", "after", ("db.worker_table:WorkerTable.expire",), "R1"),
     # recurring schedules, whose tasks a sweep writes
     Failpoint(
         "occurrences planned",
         "main",
         "before",
-        ("recurrence.creation:RecurringTable.write",),
+        ("recurring.creation:RecurringTable.write",),
         "R1",
         "recurring",
     ),
@@ -343,7 +328,7 @@ FAILPOINTS = [
         "occurrences written",
         "main",
         "after",
-        ("recurrence.creation:RecurringTable.write",),
+        ("recurring.creation:RecurringTable.write",),
         "R1",
         "recurring",
     ),
@@ -351,7 +336,7 @@ FAILPOINTS = [
         "schedules advanced",
         "main",
         "after",
-        ("recurrence.creation:RecurringTable.advance",),
+        ("recurring.creation:RecurringTable.advance",),
         "R1",
         "recurring",
     ),
@@ -359,7 +344,7 @@ FAILPOINTS = [
         "occurrences committed",
         "main",
         "after",
-        ("recurrence.creation:RecurringTable.transaction",),
+        ("recurring.creation:RecurringTable.transaction",),
         "R1",
         "recurring",
     ),
@@ -367,7 +352,7 @@ FAILPOINTS = [
         "occurrences armed",
         "main",
         "after",
-        ("recurrence.creation:Creation.create",),
+        ("recurring.creation:Creation.create",),
         "R1",
         "recurring",
     ),
@@ -376,7 +361,7 @@ FAILPOINTS = [
         "message captured",
         "producer",
         "before",
-        ("operations.durable_calls:CeleryTasks._schedule",),
+        ("operate.durable_calls:CeleryTasks._schedule",),
         "R1",
         "Celery tasks",
     ),
@@ -384,7 +369,7 @@ FAILPOINTS = [
         "message stored",
         "producer",
         "after",
-        ("operations.durable_calls:CeleryTasks._schedule",),
+        ("operate.durable_calls:CeleryTasks._schedule",),
         "R1",
         "Celery tasks",
     ),
@@ -392,7 +377,7 @@ FAILPOINTS = [
         "revoked row found",
         "producer",
         "before",
-        ("operations.durable_calls:Revocations._cancel",),
+        ("operate.durable_calls:Revocations._cancel",),
         "R1",
         "revoked Celery tasks",
     ),
@@ -400,7 +385,7 @@ FAILPOINTS = [
         "row revoked",
         "producer",
         "after",
-        ("operations.durable_calls:Revocations._cancel",),
+        ("operate.durable_calls:Revocations._cancel",),
         "R1",
         "revoked Celery tasks",
     ),
@@ -429,9 +414,9 @@ FAILPOINTS = [
         "Celery tasks",
     ),
     # leases
-    Failpoint("renewing", "main", "before", ("storage.leases:Leases.renew",), "R2", "long"),
-    Failpoint("renewed", "main", "after", ("storage.leases:Leases.renew",), "R2", "long"),
-    Failpoint("releasing", "main", "before", ("storage.leases:Leases.release",), "R2", "fatal"),
-    Failpoint("released", "main", "after", ("storage.leases:Leases.release",), "R2", "fatal"),
+    Failpoint("renewing", "main", "before", ("db.leases:Leases.renew",), "R2", "long"),
+    Failpoint("renewed", "main", "after", ("db.leases:Leases.renew",), "R2", "long"),
+    Failpoint("releasing", "main", "before", ("db.leases:Leases.release",), "R2", "fatal"),
+    Failpoint("released", "main", "after", ("db.leases:Leases.release",), "R2", "fatal"),
 ]
 BY_NAME = {failpoint.name: failpoint for failpoint in FAILPOINTS}

@@ -106,7 +106,7 @@ class Selection:
 
     @property
     def filters(self) -> dict[str, Any]:
-        """The ids and filters by their names in `core.filters.Filters`."""
+        """The ids and filters by their names in `model.filters.Filters`."""
         filters = {**self.given, **({"ids": self.ids} if self.ids else {})}
         for name, prefix in (("due", ""), ("created", "created_")):
             if name in filters:

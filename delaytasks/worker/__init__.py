@@ -14,7 +14,7 @@ line names what the module adds:
                                               process has it
 ============================================  =====================================================
 
-`execution.runner` claims, runs and settles the rows in the process of the pool, and returns a
+`run.runner` claims, runs and settles the rows in the process of the pool, and returns a
 `Report`. The report may hold entries that were early, which return to the `chunk_queue`.
 
 **What else arrives.** `sweep_loop` and `lease_keeper` start drains, the latter for the rows of a
