@@ -1,4 +1,38 @@
-"""Claims: NOT_COMPLETE to RUNNING, by ids or by due time, in one statement where possible."""
+"""Claims: NOT_COMPLETE to RUNNING, by ids or by due time, in one statement where possible.
+
+The statements are texts. `Dialect` has the parts that databases write differently, `ClaimTexts` the
+rest, and `tests/conformance/claims.sql` shows all texts of all databases. On PostgreSQL, rows that
+a message names are claimed by this statement:
+
+    UPDATE yb_delay_task_message
+    SET status = 3,
+        version = CASE
+            WHEN version < CAST(extract(epoch FROM (SELECT clock_timestamp())) * 1000000 AS BIGINT)
+            THEN CAST(extract(epoch FROM (SELECT clock_timestamp())) * 1000000 AS BIGINT)
+            ELSE CASE WHEN version < 4611686018427387904 THEN version + 1 ELSE 0 END
+                + CAST(floor(random() * 2147483647) AS BIGINT)
+        END,
+        runs = CASE WHEN runs < 2147483647 THEN runs + 1 ELSE runs END,
+        execution_time = clock_timestamp(),
+        update_time = clock_timestamp(),
+        lease_until = clock_timestamp() + 60.0 * interval '1 second',
+        worker = :worker,
+        ip_address = 2130706433
+    WHERE id = ANY (ARRAY(
+        SELECT id FROM yb_delay_task_message
+        WHERE id = ANY (:ids) AND id BETWEEN :first AND :last
+            AND version = :version AND status + 0 = :status AND lapses <= :lapses
+            AND expected_time <= clock_timestamp()
+        ORDER BY id
+        FOR UPDATE SKIP LOCKED
+    ))
+    AND id BETWEEN :first AND :last
+    AND (SELECT set_config('synchronous_commit',
+        CASE current_setting('synchronous_standby_names')
+            WHEN '' THEN 'off' ELSE current_setting('synchronous_commit') END, true)) IS NOT NULL
+    RETURNING id, tag, message_body, expected_time, status, version, queue, priority, task_key,
+        delay_time, runs, lapses, headers, limit_key, create_time, due_time, meta, cancel_request
+"""
 
 from __future__ import annotations
 
@@ -6,64 +40,238 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from sqlalchemy import (
-    Column,
-    ColumnElement,
+    BigInteger,
+    BindParameter,
     Integer,
-    Select,
+    SmallInteger,
     String,
-    and_,
-    any_,
+    Table,
+    Text,
     bindparam,
-    func,
-    literal,
+    literal_column,
     select,
-    update,
+    text,
 )
 
 from delaytasks.db.database import Database
-from delaytasks.db.row_lists import (
-    Prepared,
-    by_id,
-    by_index,
-    check_row_count,
-    each_listed,
-    json_rows,
-    list_of,
-    shared_name,
-    shared_parameter,
-    within_list,
-)
-from delaytasks.db.rows import (
-    CLAIMED,
-    MAX_INTEGER,
-    claim_version,
-    columns,
-    moved,
-    one_more,
-    task_of,
-)
+from delaytasks.db.row_lists import Prepared, check_row_count, id_list, list_of
+from delaytasks.db.rows import CLAIMED, MAX_INTEGER, columns, task_of
 from delaytasks.db.schema import Schema, hot_index
 from delaytasks.db.settlements import Settlements
-from delaytasks.db.types import (
-    UTCDateTime,
-    commits_asynchronously,
-    db_now,
-    db_now_plus,
-    is_narrow,
-    is_past,
-    once,
-    unindexed,
-)
+from delaytasks.db.types import UTCDateTime, for_database
 from delaytasks.model.body import dump_json
 from delaytasks.model.clock import monotonic, to_us
 from delaytasks.model.inputs import MAX_PRIORITY
 from delaytasks.model.interfaces import CallerConnection, Claimed, Entry, Settlement, UnclaimedRow
-from delaytasks.model.moves import MOVES, Status, following
+from delaytasks.model.moves import MOST_VERSIONS, MOVES, Status, following
 from delaytasks.model.policies import NO_WAITLISTS, WaitlistsSeen
 from delaytasks.model.task import DelayedTask
+
+# -- The texts of the statements ------------------------------------------------------------------
+
+
+def once(instant: str) -> str:
+    """Evaluate the instant once in a statement.
+
+    PostgreSQL's clock_timestamp() may differ from row to row, and so could not be used to search an
+    index.
+    """
+    return f"(SELECT {instant})"
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """The parts of claims that databases write differently."""
+
+    #: The clock of the statement, and this clock plus some seconds.
+    now: str
+    now_plus: Callable[[float], str]
+    #: The version of a claimed row.
+    version: str
+    #: Lets MySQL use the index of this name. It would rather scan a small table. It locks each row
+    #: that it reads for a moment, and a claim of another queue would skip the row meanwhile.
+    use_index: Callable[[str], str]
+    #: The condition for the ids of `list_of`.
+    is_listed: str
+    #: Joins the rows of the JSON parameter `rows`. The status and the lapses are columns, although
+    #: most have the same value in all rows: with constants planners would expect one row, and
+    #: compare all rows with each other.
+    join_listed: str
+    #: The condition for rows of the queue `:queue`, of which the planner has to assume that few
+    #: meet it (`is_narrow` of `types.py` explains how).
+    is_of_queue: str
+    #: The condition for due rows, of which it has to assume the same (`is_past` of `types.py`).
+    is_due: str
+    #: Ends a query, so that it locks its rows and leaves out locked ones.
+    lock: str
+    #: The condition for the rows that a query of ids chooses; None if the database has no
+    #: `UPDATE ... RETURNING`.
+    is_chosen: Callable[[str], str] | None
+    #: The condition for a range that contains the listed ids, for UPDATEs whose plan is kept. Such
+    #: a plan can choose partitions by a range, but not by a list.
+    is_in_range: str = ""
+    #: A condition that is true, and lets the transaction end before its changes are on the disk.
+    commits_asynchronously: str = ""
+
+
+_FOLLOWING = f"CASE WHEN version < {MOST_VERSIONS} THEN version + 1 ELSE 0 END"
+_POSTGRESQL_US = "CAST(extract(epoch FROM (SELECT clock_timestamp())) * 1000000 AS BIGINT)"
+_SQLITE_INSTANT = "'%Y-%m-%d %H:%M:%f000', 'now'"
+
+POSTGRESQL = Dialect(
+    now="clock_timestamp()",
+    now_plus=lambda seconds: f"clock_timestamp() + {seconds} * interval '1 second'",
+    # An asynchronous commit of a claim may be lost in a crash. The next claim of the row must then
+    # have another version, or the settlement of the first worker would end the run of the second
+    # one. The version is therefore the time of the claim in microseconds. If the row has a later
+    # version, because the clock was set back, a random number is added.
+    version=f"""CASE WHEN version < {_POSTGRESQL_US} THEN {_POSTGRESQL_US}
+        ELSE {_FOLLOWING} + CAST(floor(random() * {MAX_INTEGER}) AS BIGINT) END""",
+    use_index=lambda name: "",
+    is_listed="id = ANY (:ids) AND id BETWEEN :first AND :last",
+    # The list is named as well. Without it a table that was never analysed is scanned.
+    join_listed="""JOIN json_to_recordset(CAST(:rows AS JSON)) AS w (wanted_id BIGINT,
+        wanted_version BIGINT, wanted_status SMALLINT, most_lapses INTEGER)
+        ON id = wanted_id AND id = ANY (:ids) AND id BETWEEN :first AND :last""",
+    is_of_queue="queue = :queue AND queue BETWEEN (SELECT :queue) AND (SELECT :queue)",
+    is_due="""expected_time BETWEEN (SELECT CAST('-infinity' AS TIMESTAMPTZ))
+        AND (SELECT clock_timestamp())""",
+    lock="FOR UPDATE SKIP LOCKED",
+    # The array is made first, so that the planner can only look up each id.
+    is_chosen=lambda query: f"id = ANY (ARRAY({query}))",
+    is_in_range="id BETWEEN :first AND :last",
+    # PostgreSQL writes the changes within three times `wal_writer_delay`, 0.6 seconds by default.
+    # If it crashes before, they are lost. If the server has synchronous standbys, the transaction
+    # waits as without this condition, because a failover would lose all that no standby has.
+    commits_asynchronously="""(SELECT set_config('synchronous_commit',
+        CASE current_setting('synchronous_standby_names')
+        WHEN '' THEN 'off' ELSE current_setting('synchronous_commit') END, true)) IS NOT NULL""",
+)
+MYSQL = Dialect(
+    now="UTC_TIMESTAMP(6)",
+    now_plus=lambda s: f"UTC_TIMESTAMP(6) + INTERVAL {round(s * 1_000_000)} MICROSECOND",
+    version=_FOLLOWING,
+    use_index=lambda name: f"FORCE INDEX (`{name}`)",
+    is_listed="id IN :ids",
+    join_listed="""JOIN JSON_TABLE(:rows, '$[*]' COLUMNS (wanted_id BIGINT PATH '$.wanted_id',
+        wanted_version BIGINT PATH '$.wanted_version',
+        wanted_status SMALLINT PATH '$.wanted_status',
+        most_lapses INTEGER PATH '$.most_lapses')) AS w ON id = wanted_id""",
+    is_of_queue="queue = :queue",
+    is_due="expected_time <= (SELECT UTC_TIMESTAMP(6))",
+    lock="FOR UPDATE SKIP LOCKED",
+    is_chosen=None,
+)
+SQLITE = Dialect(
+    now=f"strftime({_SQLITE_INSTANT})",
+    now_plus=lambda seconds: f"strftime({_SQLITE_INSTANT}, '{seconds:+.6f} seconds')",
+    version=_FOLLOWING,
+    use_index=lambda name: "",
+    is_listed="id IN :ids",
+    join_listed="""JOIN (SELECT json_extract(value, '$.wanted_id') AS wanted_id,
+        json_extract(value, '$.wanted_version') AS wanted_version,
+        json_extract(value, '$.wanted_status') AS wanted_status,
+        json_extract(value, '$.most_lapses') AS most_lapses FROM json_each(:rows)) AS w
+        ON id = wanted_id""",
+    is_of_queue="queue = :queue",
+    is_due=f"expected_time <= (SELECT strftime({_SQLITE_INSTANT}))",
+    lock="",  # there is one writer
+    is_chosen=lambda query: f"id IN ({query})",
+)
+
+
+class ClaimTexts:
+    """The texts of the claims on one table. `values` has the new values of a claimed row."""
+
+    def __init__(self, database: Database, tasks: Table, lease_s: float, ip: int | None) -> None:
+        self.dialect = d = for_database(
+            database.backend, postgresql=POSTGRESQL, mysql=MYSQL, sqlite=SQLITE
+        )
+        quoted = database.url.get_dialect()().identifier_preparer.format_table(tasks)
+        self._tasks = quoted.replace(":", r"\:")  # a colon would begin a parameter
+        self._hot_index = hot_index(tasks)
+        # `Claims._claim_locked` makes the same changes to tasks that a query has locked.
+        self.values = {
+            "status": f"{MOVES['claim'].target:d}",
+            "version": d.version,
+            # Larger numbers are another program's, and must not fail the statement.
+            "runs": f"CASE WHEN runs < {MAX_INTEGER} THEN runs + 1 ELSE runs END",
+            "execution_time": d.now,
+            "update_time": d.now,
+            "lease_until": d.now_plus(lease_s),
+            "worker": ":worker",
+            "ip_address": "NULL" if ip is None else f"{ip:d}",
+        }
+
+    # -- the ways to choose rows ------------------------------------------------------------------
+
+    def listed(self, shown: str) -> str:
+        """Choose due rows of `ids` that have the same version."""
+        return f"""
+            SELECT {shown} FROM {self._tasks} {self.dialect.use_index("PRIMARY")}
+            WHERE {self.dialect.is_listed} AND {self._fence(":version", ":status", ":lapses")}
+            ORDER BY id {self.dialect.lock}"""
+
+    def joined(self, shown: str) -> str:
+        """Choose due rows that the JSON parameter `rows` names."""
+        return f"""
+            SELECT {shown} FROM {self._tasks} {self.dialect.join_listed}
+            WHERE {self._fence("wanted_version", "wanted_status", "most_lapses")}
+            ORDER BY id {self.dialect.lock}"""
+
+    def oldest(self, shown: str) -> str:
+        """Choose the oldest due rows of a level that have lost no lease."""
+        return self._oldest(shown, f"expected_time <= {once(self.dialect.now)}")
+
+    def oldest_from(self, shown: str) -> str:
+        """Choose of the same rows those that are due at the instant `due_from` or later."""
+        return self._oldest(shown, f"expected_time BETWEEN :due_from AND {once(self.dialect.now)}")
+
+    def recovered(self, shown: str) -> str:
+        """Choose the due row of a level that lost the fewest leases, of these the oldest."""
+        # In the order of time alone MySQL would also read the index of all past rows.
+        return f"""
+            SELECT {shown} FROM {self._level()} AND {self.dialect.is_due} AND lapses > 0
+            ORDER BY lapses, expected_time LIMIT 1 {self.dialect.lock}"""
+
+    def _fence(self, version: str, status: str, lapses: str) -> str:
+        """The condition for a due row that is unchanged."""
+        # As an expression the status uses no index: planners would read all rows that wait.
+        return f"""version = {version} AND status + 0 = {status} AND lapses <= {lapses}
+            AND expected_time <= {self.dialect.now}"""
+
+    def _oldest(self, shown: str, is_due: str) -> str:
+        # `lapses = 0` would leave out a negative number, which another program may have written.
+        return f"""
+            SELECT {shown} FROM {self._level()} AND {is_due} AND lapses <= 0
+            ORDER BY expected_time LIMIT :most {self.dialect.lock}"""
+
+    def _level(self) -> str:
+        return f"""{self._tasks} {self.dialect.use_index(self._hot_index)}
+            WHERE status = {Status.NOT_COMPLETE:d} AND {self.dialect.is_of_queue}
+            AND priority = :priority"""
+
+    # -- the change -------------------------------------------------------------------------------
+
+    def claim(self, query: str, *conditions: str) -> str:
+        """Claim the rows whose ids this query chooses, if the conditions are met."""
+        assert self.dialect.is_chosen is not None
+        where = [self.dialect.is_chosen(query), *filter(None, conditions)]
+        return self._update(" AND ".join(where), f"RETURNING {', '.join(CLAIMED)}")
+
+    def claim_locked(self) -> str:
+        """Claim rows of `ids`, which the transaction has locked."""
+        returning = "RETURNING id, version" if self.dialect.is_chosen else ""
+        return self._update(self.dialect.is_listed, returning)
+
+    def _update(self, where: str, returning: str) -> str:
+        new = ", ".join(f"{name} = {value}" for name, value in self.values.items())
+        use_index = self.dialect.use_index("PRIMARY")
+        return f"UPDATE {self._tasks} {use_index} SET {new} WHERE {where} {returning}"
+
 
 # -- How far a process has claimed the rows of each queue and priority ----------------------------
 
@@ -104,324 +312,23 @@ class Backlog:
         return claimed
 
 
-# -- Claims rows in one statement, or in two where the database has no `UPDATE ... RETURNING` -----
-
-# The docstring of `delaytasks.db.claims` shows the statements.
-
-
-ROWS_TO_CLAIM = "rows to claim"
-
-
-@dataclass(frozen=True)
-class OneStatementClaim:
-    """Claims rows that are chosen in one way, with `UPDATE ... RETURNING`."""
-
-    database: Database
-    schema: Schema
-    #: Locks the rows, and returns a `Candidate` of each, for tags with limits.
-    lock_candidates: Prepared
-    #: Chooses, claims and returns the rows.
-    statement: Prepared
-    #: The same statement for a transaction of its own, which commits asynchronously if the database
-    #: can.
-    committing_statement: Prepared
-    #: Claims and returns locked rows by their ids.
-    locked_statement: Prepared
-
-    def claim(self, on: Any, parameters: Mapping[str, Any]) -> list[DelayedTask]:
-        """Claim the rows in the transaction of the connection `on`."""
-        return [task_of(row, self.schema) for row in self.statement(on, parameters).rows]
-
-    def claim_and_commit(self, parameters: Mapping[str, Any]) -> list[DelayedTask]:
-        """Claim the rows in a transaction of its own."""
-        claim = partial(self.committing_statement, values=parameters)
-        return [task_of(row, self.schema) for row in self.database.autocommitted(claim).rows]
-
-    def claim_locked(self, on: Any, ids: list[int]) -> list[DelayedTask]:
-        """Claim these rows, which the transaction of `on` has locked. They may be held rows."""
-        rows = self.locked_statement(on, list_of(self.database, ids)).rows
-        check_row_count(len(rows), len(ids), ROWS_TO_CLAIM)
-        return [task_of(row, self.schema) for row in rows]
-
-
-@dataclass(frozen=True)
-class TwoStatementClaim:
-    """Claims rows that are chosen in one way: a SELECT locks them, then an UPDATE claims them.
-
-    The tasks are made from the rows as they were before the UPDATE, which saves another read.
-    """
-
-    database: Database
-    schema: Schema
-    #: Locks the rows, and returns a `Candidate` of each, for tags with limits.
-    lock_candidates: Prepared
-    #: Locks the rows, and returns the columns that a worker needs.
-    lock: Prepared
-    #: The values that the UPDATE sets.
-    claimed: Mapping[str, Any]
-    #: The columns that a worker needs.
-    whole: Sequence[Column[Any]]
-
-    def claim(self, on: Any, parameters: Mapping[str, Any]) -> list[DelayedTask]:
-        """Claim the rows in the transaction of the connection `on`."""
-        return self._claimed_tasks(self._lock_and_update(on, parameters))
-
-    def claim_and_commit(self, parameters: Mapping[str, Any]) -> list[DelayedTask]:
-        """Claim the rows in a transaction of its own."""
-        rows = self.database.transaction(lambda c: self._lock_and_update(c, parameters))
-        return self._claimed_tasks(rows)
-
-    def _lock_and_update(self, on: Any, parameters: Mapping[str, Any]) -> Sequence[Any]:
-        rows = self.lock(on, parameters).rows
-        if rows:
-            self._update(on, [row[0] for row in rows])
-        return rows
-
-    def claim_locked(self, on: Any, ids: list[int]) -> list[DelayedTask]:
-        """Claim these rows, which the transaction of `on` has locked. They may be held rows."""
-        self._update(on, ids)
-        found = select(*self.whole).where(self.schema.tasks.c.id.in_(ids))
-        return [task_of(row, self.schema) for row in on.execute(found)]
-
-    def _update(self, on: Any, ids: Sequence[int]) -> None:
-        t = self.schema.tasks
-        claim = update(t).where(t.c.id.in_(ids)).values(self.claimed)
-        check_row_count(on.execute(by_id(claim, t)).rowcount, len(ids), ROWS_TO_CLAIM)
-
-    def _claimed_tasks(self, rows: Sequence[Any]) -> list[DelayedTask]:
-        """Return the tasks with the changes that the UPDATE made to these rows."""
-        tasks = [task_of(row, self.schema) for row in rows]
-        for task in tasks:
-            task.status, task.version = MOVES["claim"].target, following(task.version)
-            task.runs = min(task.runs + 1, MAX_INTEGER)
-        return tasks
-
-
-ClaimQuery: TypeAlias = OneStatementClaim | TwoStatementClaim
-
-
-# -- Builds the queries of claims, which choose named or due rows and claim them ------------------
-
-# PostgreSQL and SQLite have `UPDATE ... RETURNING`, so one statement claims rows
-# (`OneStatementClaim`). In essence it is:
-#
-#     WITH picked AS (
-#         SELECT id FROM yb_delay_task_message
-#         WHERE id = ANY(:ids) AND version = :version AND status = NOT_COMPLETE
-#           AND lapses <= :lapses AND expected_time <= now()
-#         ORDER BY id FOR UPDATE SKIP LOCKED  -- SQLite has one writer, and needs no lock
-#     )
-#     UPDATE yb_delay_task_message SET status = RUNNING, version = version + 1, ...
-#     WHERE id IN (SELECT id FROM picked) RETURNING ...
-#
-# On PostgreSQL, `claim_version` gives the new version, and `commits_asynchronously` is one more
-# condition.
-#
-# MariaDB and MySQL need two statements of one transaction (`TwoStatementClaim`):
-#
-#     SELECT id, tag, message_body, ... FROM yb_delay_task_message
-#     WHERE id IN (:ids) AND version = :version AND status = NOT_COMPLETE
-#       AND lapses <= :lapses AND expected_time <= now()
-#     ORDER BY id FOR UPDATE SKIP LOCKED;
-#
-#     UPDATE yb_delay_task_message SET status = RUNNING, version = version + 1, ...
-#     WHERE id IN (:locked_ids)
-#
-# If a tag has limits, all databases first lock the rows as candidates, because some of them may
-# have to be held, and then claim the others by id. The docstring of `Claims` explains why two
-# workers cannot both win a row.
-
+# -- The claims -----------------------------------------------------------------------------------
 
 #: No row has more lapses.
 ANY_LAPSES = MAX_INTEGER
-
-
-class Candidate(NamedTuple):
-    """A due row that a claim has locked; the fields are named as the columns."""
-
-    id: int
-    tag: str
-    queue: str
-    priority: int
-    expected_time: datetime
-    limit_key: str | None
-
-
-class ClaimQueries:
-    """`claimed` has the new values of a claimed row, `whole` the columns to return."""
-
-    def __init__(
-        self,
-        database: Database,
-        schema: Schema,
-        claimed: Mapping[str, Any],
-        whole: Sequence[Column[Any]],
-    ) -> None:
-        self._db = database
-        self._schema = schema
-        self._t = schema.tasks
-        self._claimed = claimed
-        self._whole = whole
-        self._candidate = columns(schema, Candidate._fields)
-        waiting: ColumnElement[int] = literal(int(Status.NOT_COMPLETE))
-        queue, priority = (
-            bindparam("due_queue", type_=String),
-            bindparam("due_priority", type_=Integer),
-        )
-        self._level = waiting, queue, priority
-        locked = update(schema.tasks).where(each_listed(database, schema.tasks.c.id))
-        self._claim_locked = Prepared(database, locked.values(claimed).returning(*whole))
-        self._any_version = self._query(self._named_by_rows(), is_planned_once=True)
-        #: For rows that have the same version.
-        self._same_version = (
-            self._query(self._named_by_list(), is_planned_once=True)
-            if database.can.looks_up_lists
-            else None
-        )
-        # Planned at each execution, because a kept plan would guess the number of due rows.
-        self._due, self._due_from = (
-            self._query(self._oldest_due(due_from))
-            for due_from in (None, bindparam("due_from", type_=UTCDateTime()))
-        )
-        self._recovered = self._query(self._fewest_lapses())
-
-    # -- the query and its parameters -------------------------------------------------------------
-
-    def named(
-        self,
-        pairs: Sequence[tuple[int, int]],
-        lapses: int = 0,
-        status: Status = Status.NOT_COMPLETE,
-    ) -> tuple[ClaimQuery, dict[str, Any]]:
-        """Choose the ids and versions that are due, with at most `lapses` lost leases."""
-        pairs = sorted(set(pairs))  # a row that is named twice would be found twice
-        ids, shared = [id for id, _ in pairs], {"status": int(status), "lapses": lapses}
-        if self._same_version is not None and len({version for _, version in pairs}) == 1:
-            values = {**shared, "version": pairs[0][1]}
-            return self._same_version, list_of(self._db, ids) | {
-                shared_name(name): values[name] for name in values
-            }
-        parameters: dict[str, Any] = {
-            "rows": dump_json([{"id": id, "version": v, **shared} for id, v in pairs])
-        }
-        if self._db.can.array_parameters:
-            parameters |= list_of(self._db, ids)
-        return self._any_version, parameters
-
-    def due(
-        self, queue: str, priority: int, due_from: datetime | None, limit: int
-    ) -> tuple[ClaimQuery, dict[str, Any]]:
-        """Choose the oldest due rows that have lost no lease."""
-        level = {"due_queue": queue, "due_priority": priority, "due_limit": limit}
-        return (
-            (self._due, level)
-            if due_from is None
-            else (self._due_from, {**level, "due_from": due_from})
-        )
-
-    def recovered(self, queue: str, priority: int) -> tuple[ClaimQuery, dict[str, Any]]:
-        """Choose the due row that lost the fewest leases, of these the oldest."""
-        return self._recovered, {"due_queue": queue, "due_priority": priority}
-
-    # -- statements -------------------------------------------------------------------------------
-
-    def _named_by_rows(self) -> Select[Any]:
-        t = self._t
-        # Columns, although most have the same value in all rows: with constants planners would
-        # expect one row, and compare all rows with each other.
-        w = json_rows(self._db, ("id", "version", "status", "lapses"))
-        chosen = self._fenced(w.c.version, t.c.status == w.c.status, w.c.lapses).join(
-            w, t.c.id == w.c.id
-        )
-        if self._db.can.array_parameters:
-            chosen = chosen.where(each_listed(self._db, t.c.id))
-        return chosen
-
-    def _named_by_list(self) -> Select[Any]:
-        t, version, status, lapses = (
-            self._t,
-            *map(shared_parameter, ("version", "status", "lapses")),
-        )
-        chosen = self._fenced(version, unindexed(t.c.status) == status, lapses)
-        return by_id(chosen.where(each_listed(self._db, t.c.id)), t)
-
-    def _fenced(
-        self,
-        version: ColumnElement[int],
-        has_status: ColumnElement[bool],
-        lapses: ColumnElement[int],
-    ) -> Select[Any]:
-        t = self._t
-        is_so = and_(t.c.version == version, has_status, t.c.lapses <= lapses)
-        return select(*self._candidate).where(is_so, t.c.expected_time <= db_now()).order_by(t.c.id)
-
-    def _oldest_due(self, due_from: ColumnElement[datetime] | None) -> Select[Any]:
-        t = self._t
-        chosen = (
-            self._waiting()
-            .where(self._is_due(due_from), t.c.lapses <= 0)
-            .order_by(t.c.expected_time)
-        )
-        return chosen.limit(bindparam("due_limit"))
-
-    def _is_due(self, due_from: ColumnElement[datetime] | None) -> ColumnElement[bool]:
-        t, until = self._t, once(db_now())
-        return (
-            t.c.expected_time <= until
-            if due_from is None
-            else t.c.expected_time.between(due_from, until)
-        )
-
-    def _fewest_lapses(self) -> Select[Any]:
-        t = self._t
-        chosen = self._waiting().where(is_past(t.c.expected_time, db_now()), t.c.lapses > 0)
-        # In the order of time alone MySQL would also read the index of all past rows.
-        return chosen.order_by(t.c.lapses, t.c.expected_time).limit(1)
-
-    def _waiting(self) -> Select[Any]:
-        t, (status, queue, priority) = self._t, self._level
-        waiting = select(*self._candidate).where(
-            t.c.status == status, is_narrow(t.c.queue, queue), t.c.priority == priority
-        )
-        # MySQL would rather scan a small table. It locks each row that it reads for a moment, and
-        # a claim of another queue would skip the row meanwhile.
-        return by_index(waiting, t, hot_index(t))
-
-    def _query(self, candidates: Select[Any], is_planned_once: bool = False) -> ClaimQuery:
-        t = self._t
-        candidates = candidates.with_for_update(
-            skip_locked=True, of=t if self._db.can.update_returning else None
-        )
-        lock_candidates = Prepared(self._db, candidates, is_planned_once)
-        if not self._db.can.update_returning:
-            whole = candidates.with_only_columns(*self._whole, maintain_column_froms=True)
-            lock = Prepared(self._db, whole)
-            return TwoStatementClaim(
-                self._db, self._schema, lock_candidates, lock, self._claimed, self._whole
-            )
-        picked = candidates.cte("picked")
-        mine: ColumnElement[bool] = t.c.id.in_(select(picked.c.id))
-        if self._db.can.array_parameters:
-            # The array is made first, so that the planner can only look up each id.
-            mine = t.c.id == any_(func.array(select(picked.c.id).scalar_subquery()))
-            if is_planned_once:
-                mine = and_(mine, within_list(t.c.id))
-        claim = update(t).where(mine).values(self._claimed).returning(*self._whole)
-        claim_and_commit = claim
-        if self._db.can.asynchronous_commit:
-            claim_and_commit = claim.where(commits_asynchronously())
-        return OneStatementClaim(
-            self._db,
-            self._schema,
-            lock_candidates,
-            Prepared(self._db, claim, is_planned_once),
-            Prepared(self._db, claim_and_commit, is_planned_once),
-            self._claim_locked,
-        )
-
-
 #: Holds those of the locked rows for which there is no capacity. Returns the ids of the other ones.
-HoldExcess = Callable[[Any, Sequence[Candidate]], tuple[list[int], WaitlistsSeen]]
+HoldExcess = Callable[[Any, Sequence[DelayedTask]], tuple[list[int], WaitlistsSeen]]
+
+
+class Choice(NamedTuple):
+    """One way to choose rows, with the statements that claim them."""
+
+    #: Locks the rows, and returns them as they are.
+    lock: Prepared
+    #: Claims the rows and returns them; None if the database has no `UPDATE ... RETURNING`.
+    claim: Prepared | None
+    #: The same for a transaction of its own, which commits asynchronously if the database can.
+    claim_and_commit: Prepared | None
 
 
 class Claims:
@@ -460,26 +367,79 @@ class Claims:
         limits: Callable[[], HoldExcess | None],
     ) -> None:
         self._db = database
-        self._t = t = schema.tasks
+        self._t = schema.tasks
         self._schema = schema
         self._limits = limits
         self.columns = columns(schema, CLAIMED)
-        # `TwoStatementClaim._claimed_tasks` makes the same changes to the tasks that it returns.
-        self._claimed = moved(
-            t,
-            "claim",
-            version=claim_version(t.c.version, database.can),
-            runs=one_more(t.c.runs),
-            execution_time=db_now(),
-            lease_until=db_now_plus(lease_s),
-            worker=worker,
-            ip_address=ip,
+        self._texts = texts = ClaimTexts(database, schema.tasks, lease_s, ip)
+        #: The new values of an admitted row, which are those of a claimed one.
+        self.admitted: Mapping[str, Any] = {
+            name: literal_column(new) for name, new in texts.values.items()
+        } | {"worker": worker}
+        self._parameters: Sequence[BindParameter[Any]] = (
+            id_list(database),
+            bindparam("first", type_=BigInteger),
+            bindparam("last", type_=BigInteger),
+            bindparam("version", type_=BigInteger),
+            bindparam("status", type_=SmallInteger),
+            bindparam("lapses", type_=Integer),
+            bindparam("rows", type_=Text),
+            bindparam("queue", type_=String),
+            bindparam("priority", type_=SmallInteger),
+            bindparam("due_from", type_=UTCDateTime),
+            bindparam("most", type_=Integer),
+            bindparam("worker", worker, String),
         )
-        #: An admitted row gets the same values as a claimed one.
-        self.admitted = {**self._claimed, "status": int(MOVES["admit"].target)}
-        self._claim_queries = ClaimQueries(database, schema, self._claimed, self.columns)
+        self._listed = self._choice(texts.listed, True) if database.can.looks_up_lists else None
+        self._joined = self._choice(texts.joined, True)
+        # Planned at each execution, because a kept plan would guess the number of due rows.
+        self._oldest = self._choice(texts.oldest)
+        self._oldest_from = self._choice(texts.oldest_from)
+        self._recovered = self._choice(texts.recovered)
+        self._locked = self._prepared(texts.claim_locked(), ("id", "version"), True)
         self._backlog = Backlog()
         self._settlements = Settlements(database, schema, worker)
+
+    def _choice(self, chosen: Callable[[str], str], is_planned_once: bool = False) -> Choice:
+        lock = self._prepared(chosen(", ".join(CLAIMED)), CLAIMED, is_planned_once)
+        dialect = self._texts.dialect
+        if dialect.is_chosen is None:
+            return Choice(lock, None, None)
+        is_in_range = dialect.is_in_range if is_planned_once else ""
+        claim = self._texts.claim(chosen("id"), is_in_range)
+        commit = self._texts.claim(chosen("id"), is_in_range, dialect.commits_asynchronously)
+        return Choice(
+            lock,
+            self._prepared(claim, CLAIMED, is_planned_once),
+            self._prepared(commit, CLAIMED, is_planned_once),
+        )
+
+    def _prepared(self, sql: str, returned: Sequence[str], is_planned_once: bool) -> Prepared:
+        """Return a statement whose parameters and columns have their types.
+
+        Without them SQLite would compare instants wrongly, and return texts.
+        """
+        given = [one for one in self._parameters if f":{one.key}" in sql]
+        statement = text(sql).bindparams(*given).columns(*columns(self._schema, returned))
+        return Prepared(self._db, statement, is_planned_once)
+
+    # -- choose -----------------------------------------------------------------------------------
+
+    def _named(
+        self,
+        pairs: Sequence[tuple[int, int]],
+        lapses: int = 0,
+        status: Status = Status.NOT_COMPLETE,
+    ) -> tuple[Choice, dict[str, Any]]:
+        """Choose the ids and versions that are due, with at most `lapses` lost leases."""
+        pairs = sorted(set(pairs))  # a row that is named twice would be found twice
+        parameters = list_of(self._db, [id for id, _ in pairs])
+        if self._listed is not None and len({version for _, version in pairs}) == 1:
+            shared = {"version": pairs[0][1], "status": int(status), "lapses": lapses}
+            return self._listed, parameters | shared
+        shared = {"wanted_status": int(status), "most_lapses": lapses}
+        rows = [{"wanted_id": id, "wanted_version": version, **shared} for id, version in pairs]
+        return self._joined, parameters | {"rows": dump_json(rows)}
 
     # -- claim ------------------------------------------------------------------------------------
 
@@ -488,11 +448,11 @@ class Claims:
         if not entries:
             return Claimed()
         pairs = [(entry.id, entry.version) for entry in entries]
-        return self._claim(*self._claim_queries.named(pairs))
+        return self._claim(*self._named(pairs))
 
     def claim_alone(self, id: int, version: int) -> Claimed:
         """Claim one row, even a recovered one, which may kill its worker."""
-        return self._claim(*self._claim_queries.named([(id, version)], ANY_LAPSES))
+        return self._claim(*self._named([(id, version)], ANY_LAPSES))
 
     def claim_due(self, queue: str, priorities: Sequence[int], limit: int) -> Claimed:
         """Claim the oldest due rows of the highest priorities, without messages: at most `limit`
@@ -506,7 +466,10 @@ class Claims:
 
     def _claim_level(self, queue: str, priority: int, limit: int) -> Claimed:
         def claim(due_from: datetime | None, most: int) -> Claimed:
-            return self._claim(*self._claim_queries.due(queue, priority, due_from, most))
+            level = {"queue": queue, "priority": priority, "most": most}
+            if due_from is None:
+                return self._claim(self._oldest, level)
+            return self._claim(self._oldest_from, {**level, "due_from": due_from})
 
         if self._limits() is not None:  # the claim holds some of the rows that it finds
             return claim(None, limit)
@@ -522,31 +485,55 @@ class Claims:
         """
         seen = NO_WAITLISTS
         for priority in sorted(priorities, reverse=True):
-            claimed = self._claim(*self._claim_queries.recovered(queue, priority))
+            claimed = self._claim(self._recovered, {"queue": queue, "priority": priority})
             seen = seen.merge(claimed.seen)
             if claimed:
                 return Claimed(claimed, seen)
         return Claimed((), seen)
 
-    def _claim(self, query: ClaimQuery, parameters: dict[str, Any]) -> Claimed:
+    def _claim(self, choice: Choice, parameters: dict[str, Any]) -> Claimed:
         hold_excess = self._limits()
-        if hold_excess is not None:
-            within_limits = partial(self._claim_within_limits, query, parameters, hold_excess)
-            tasks, seen = self._db.transaction(within_limits)
-            return Claimed(_in_order(tasks), seen)
-        return Claimed(_in_order(query.claim_and_commit(parameters)))
+        if hold_excess is None and choice.claim_and_commit is not None:
+            claim = partial(choice.claim_and_commit, values=parameters)
+            return Claimed(self._tasks(self._db.autocommitted(claim).rows))
+        work = partial(self._lock_and_claim, choice, parameters, hold_excess)
+        return self._db.transaction(work)
 
-    def _claim_within_limits(
-        self, query: ClaimQuery, parameters: dict[str, Any], hold_excess: HoldExcess, on: Any
-    ) -> tuple[list[DelayedTask], WaitlistsSeen]:
-        candidates = [Candidate(*row) for row in query.lock_candidates(on, parameters).rows]
-        starting, seen = hold_excess(on, candidates)
-        return query.claim_locked(on, sorted(starting)) if starting else [], seen
+    def _lock_and_claim(
+        self, choice: Choice, parameters: Mapping[str, Any], hold_excess: HoldExcess | None, on: Any
+    ) -> Claimed:
+        """Lock the rows and claim them, in two statements of one transaction."""
+        tasks, seen = self._tasks(choice.lock(on, parameters).rows), NO_WAITLISTS
+        if hold_excess is not None:
+            starting, seen = hold_excess(on, tasks)
+            tasks = [task for task in tasks if task.id in starting]
+        self._claim_locked(on, tasks)
+        return Claimed(tasks, seen)
+
+    def _claim_locked(self, on: Any, tasks: Sequence[DelayedTask]) -> None:
+        """Claim rows that the transaction has locked, and make the same changes to the tasks."""
+        if not tasks:
+            return
+        ids = sorted(task.id for task in tasks)
+        answer = self._locked(on, list_of(self._db, ids))
+        check_row_count(len(answer.rows) or answer.row_count, len(ids), "rows to claim")
+        versions = {row[0]: row[1] for row in answer.rows}
+        for task in tasks:
+            task.status = MOVES["claim"].target
+            task.version = versions.get(task.id, following(task.version))
+            task.runs = min(task.runs + 1, MAX_INTEGER)
 
     def admit(self, on: Any, pairs: Sequence[tuple[int, int]]) -> list[DelayedTask]:
         """Admit those held rows (id and version) that no other transaction has locked."""
-        query, parameters = self._claim_queries.named(pairs, ANY_LAPSES, MOVES["admit"].source)
-        return _in_order(query.claim(on, parameters))
+        choice, parameters = self._named(pairs, ANY_LAPSES, MOVES["admit"].source)
+        if choice.claim is None:
+            return self._lock_and_claim(choice, parameters, None, on)
+        return self._tasks(choice.claim(on, parameters).rows)
+
+    def _tasks(self, rows: Iterable[Sequence[Any]]) -> list[DelayedTask]:
+        """Return the tasks in the order in which a process runs them."""
+        tasks = [task_of(row, self._schema) for row in rows]
+        return sorted(tasks, key=lambda task: (-task.priority, task.expected_time, task.id))
 
     def unclaimed(self, ids: Iterable[int]) -> list[UnclaimedRow]:
         """Return the present state of rows that a claim did not get."""
@@ -574,8 +561,3 @@ class Claims:
         Return False if its lease was lost.
         """
         return self._settlements.complete(task, result, on)
-
-
-def _in_order(tasks: Iterable[DelayedTask]) -> list[DelayedTask]:
-    """Sort tasks by the order in which a process runs them."""
-    return sorted(tasks, key=lambda task: (-task.priority, task.expected_time, task.id))

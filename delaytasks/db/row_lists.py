@@ -155,14 +155,17 @@ def each_listed(database: Database, id: Column[int]) -> ColumnElement[bool]:
     Without it a table that was never analysed is scanned.
     """
     if not database.can.array_parameters:
-        return id.in_(listing("ids"))
-    return and_(id == any_(bindparam("ids", type_=_array(BigInteger()))), within_list(id))
+        return id.in_(id_list(database))
+    # A kept plan can choose partitions by a range, but not by a list.
+    first, last = (bindparam(name, type_=BigInteger) for name in ("first", "last"))
+    return and_(id == any_(id_list(database)), id.between(first, last))
 
 
-def within_list(id: Column[int]) -> ColumnElement[bool]:
-    """The range of the listed ids. A kept plan can choose partitions by a range, but not by a
-    list."""
-    return id.between(bindparam("first", type_=BigInteger), bindparam("last", type_=BigInteger))
+def id_list(database: Database) -> BindParameter[Any]:
+    """The parameter `ids` of `list_of`."""
+    if not database.can.array_parameters:
+        return listing("ids")
+    return bindparam("ids", type_=_array(BigInteger()))
 
 
 def list_of(database: Database, ids: list[int]) -> dict[str, Any]:
@@ -172,7 +175,7 @@ def list_of(database: Database, ids: list[int]) -> dict[str, Any]:
     return {"ids": ids, "first": ids[0], "last": ids[-1]}
 
 
-def listing(name: str) -> Any:
+def listing(name: str) -> BindParameter[Any]:
     """A list parameter that is written out, one placeholder for each value."""
     return bindparam(name, expanding=True)
 
@@ -206,10 +209,8 @@ def at_place(database: Database, id: Column[int], name: str) -> ColumnElement[An
     """
     kind = _type_of(name)
     if not database.can.array_parameters:
-        return _ValueOfId(id, listing("ids"), bindparam(name, type_=kind, expanding=True))
-    return _ValueOfId(
-        id, bindparam("ids", type_=_array(BigInteger())), bindparam(name, type_=_array(kind))
-    )
+        return _ValueOfId(id, id_list(database), bindparam(name, type_=kind, expanding=True))
+    return _ValueOfId(id, id_list(database), bindparam(name, type_=_array(kind)))
 
 
 @compiles(_ValueOfId, "postgresql")

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
-from sqlalchemy import BigInteger, Column, ColumnElement, Table, case, func
+from sqlalchemy import Column, ColumnElement, Table, case
 
 from delaytasks.db.schema import BODY, RESULT, Schema
-from delaytasks.db.types import Capabilities, db_now, epoch_us, once
+from delaytasks.db.types import db_now
 from delaytasks.model.moves import MOST_VERSIONS, MOVES, Status
 from delaytasks.model.task import DelayedTask
 
@@ -103,22 +103,6 @@ def moved(tasks: Table, move: str, **others: Any) -> dict[str, Any]:
 
 def next_version(version: Column[int]) -> ColumnElement[int]:
     return case((version < MOST_VERSIONS, version + 1), else_=0)
-
-
-def claim_version(version: Column[int], can: Capabilities) -> ColumnElement[int]:
-    """Return the version of a claimed row.
-
-    A database that commits a claim asynchronously may lose it in a crash. The next claim of the row
-    must then have another version, or the settlement of the first worker would end the run of the
-    second one. In such a database the version of a claim is therefore its time in microseconds. If
-    the row has a later version, because the clock was set back, a random number is added.
-    """
-    following = next_version(version)
-    if not can.asynchronous_commit:
-        return following
-    now = epoch_us(once(db_now()))
-    random = func.floor(func.random() * MAX_INTEGER).cast(BigInteger)
-    return case((version < now, now), else_=following + random)
 
 
 def one_more(count: Column[int]) -> ColumnElement[int]:

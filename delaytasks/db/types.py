@@ -118,14 +118,6 @@ class epoch_s(functions.GenericFunction[int]):
     name = "epoch_s"
 
 
-class epoch_us(functions.GenericFunction[int]):
-    """The microseconds since 1970 of an instant, on PostgreSQL."""
-
-    type = BigInteger()
-    inherit_cache = True
-    name = "epoch_us"
-
-
 class _Condition:
     """A condition that the compiler writes as an expression, not as a call of a function."""
 
@@ -205,19 +197,6 @@ def unindexed(column: ColumnElement[int]) -> ColumnElement[int]:
     opposite of `is_rare`.
     """
     return column + 0
-
-
-class commits_asynchronously(_Condition, functions.GenericFunction[bool]):
-    """A condition that is true, and lets the transaction end before its changes are on the disk.
-
-    PostgreSQL writes them there within three times `wal_writer_delay`, 0.6 seconds by default. If
-    it crashes before, they are lost. If the server has synchronous standbys, the transaction waits
-    as without this condition, because a failover would lose all that no standby has.
-    """
-
-    type = Boolean()
-    inherit_cache = True
-    name = "commits_asynchronously"
 
 
 class are_counts(_Condition, functions.GenericFunction[bool]):
@@ -326,13 +305,6 @@ def _(element: Any, compiler: Any, **kw: Any) -> str:
     return f"json_valid({column}) AND json_type({column}) = 'array'"
 
 
-@compiles(commits_asynchronously, "postgresql")
-def _(element: Any, compiler: Any, **kw: Any) -> str:
-    name, standbys = "synchronous_commit", "current_setting('synchronous_standby_names')"
-    value = f"CASE {standbys} WHEN '' THEN 'off' ELSE current_setting('{name}') END"
-    return f"((SELECT set_config('{name}', {value}, true)) IS NOT NULL)"
-
-
 @compiles(is_rare)
 def _(element: Any, compiler: Any, **kw: Any) -> str:
     return f"({compiler.process(element.clauses, **kw)})"
@@ -361,12 +333,6 @@ def _(element: Any, compiler: Any, **kw: Any) -> str:
 @compiles(epoch_s, "postgresql")
 def _(element: Any, compiler: Any, **kw: Any) -> str:
     return f"CAST(floor(extract(epoch FROM {compiler.process(element.clauses, **kw)})) AS BIGINT)"
-
-
-@compiles(epoch_us, "postgresql")
-def _(element: Any, compiler: Any, **kw: Any) -> str:
-    instant = compiler.process(element.clauses, **kw)
-    return f"CAST(extract(epoch FROM {instant}) * 1000000 AS BIGINT)"
 
 
 @compiles(epoch_s, "mysql")
@@ -467,8 +433,6 @@ class Capabilities:
     block_samples: bool = False
     #: The planner estimates how many rows a query returns.
     estimates: bool = False
-    #: A statement can let its transaction end before the changes are on the disk.
-    asynchronous_commit: bool = False
     #: A column of instants has a time zone, and its text may name one.
     time_zones: bool = False
 
@@ -485,7 +449,6 @@ POSTGRESQL = Capabilities(
     server_side_cursors=True,
     block_samples=True,
     estimates=True,
-    asynchronous_commit=True,
     time_zones=True,
 )
 MYSQL = Capabilities(

@@ -12,7 +12,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from delaytasks.db.claims import Candidate, Claims, HoldExcess
+from delaytasks.db.claims import Claims, HoldExcess
 from delaytasks.db.database import Database
 from delaytasks.db.schema import Schema
 from delaytasks.db.store import Store
@@ -307,7 +307,7 @@ class Waitlist:
         return self.hold_excess if self.limited() else None
 
     def hold_excess(
-        self, on: Any, candidates: Sequence[Candidate]
+        self, on: Any, candidates: Sequence[DelayedTask]
     ) -> tuple[list[int], WaitlistsSeen]:
         """Return the ids of those of these locked rows that may start, and hold the other ones.
 

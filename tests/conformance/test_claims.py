@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from itertools import chain
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -14,6 +17,9 @@ from sqlalchemy import create_engine, update
 
 from benchmarks.call_counts import count_calls
 from delaytasks import DelayedTask, Status, StoreUnavailableError
+from delaytasks.db import claims as module
+from delaytasks.db.claims import Choice, ClaimTexts
+from delaytasks.db.schema import build_schema
 from tests.world import Entry, MonkeyPatch, UnclaimedRow, World
 
 
@@ -254,6 +260,44 @@ def test_a_row_left_locked_delays_no_other_row(make_world: Any, monkeypatch: Mon
     assert "commit or roll back before the processor returns" in told["remedy"]
     assert world.told("store.down") == []
     assert world.statuses([locking]) == ["RUNNING"], "its lease ends, and it runs again"
+
+
+# -- the SQL of the claims ------------------------------------------------------------------------
+
+
+def without_blanks(sql: str) -> str:
+    return "".join(sql.split())
+
+
+def test_the_statements_of_claims_are_those_of_the_file(world: World) -> None:
+    """Each is also executed, since nothing else finds a misspelt column of a rare one."""
+    text = Path(__file__).with_name("claims.sql").read_text()
+    golden = dict(re.findall(r"^-- (\w+)\n(.+?);$", text, re.DOTALL | re.MULTILINE))
+    assert without_blanks(golden["postgresql_listed"]) in without_blanks(module.__doc__ or "")
+    claims = world.worker().claims
+    choices = {name: one for name, one in vars(claims).items() if isinstance(one, Choice)}
+    shown = {name: one.claim_and_commit or one.lock for name, one in choices.items()}
+    shown["_locked"] = claims._locked
+    prefix = world.table().name.removesuffix("yb_delay_task_message")
+    expected = {
+        name: without_blanks(re.sub(r"\b(yb|idx)_", rf"{prefix}\1_", golden.pop(world.kind + name)))
+        for name in shown
+    }
+    assert expected == {n: without_blanks(one._statement.element.text) for n, one in shown.items()}
+    assert not [name for name in golden if name.startswith(world.kind)]
+    given = {"ids": [1], "first": 1, "last": 1, "version": 0, "status": 0, "lapses": 0}
+    given |= {"rows": "[]", "queue": "q", "priority": 0, "due_from": world.now(), "most": 1}
+    for one in [claims._locked, *chain(*choices.values())]:
+        if one is not None:
+            with world.begin() as connection:
+                assert one(connection, given).row_count <= 0
+
+
+def test_the_names_of_tables_are_quoted_in_claims(world: World) -> None:
+    tasks = build_schema("Odd:", "a b").tasks
+    text = ClaimTexts(world.store.database, tasks, 60, None).listed("id")
+    quote = "`" if world.kind == "mysql" else '"'
+    assert rf"FROM {quote}a b{quote}.{quote}Odd\:yb_delay_task_message{quote} " in text
 
 
 # -- a task that runs alone costs a limited number of function calls ------------------------------
