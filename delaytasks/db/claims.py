@@ -42,22 +42,10 @@ from datetime import datetime
 from functools import partial
 from typing import Any, NamedTuple
 
-from sqlalchemy import (
-    BigInteger,
-    BindParameter,
-    Integer,
-    SmallInteger,
-    String,
-    Table,
-    Text,
-    bindparam,
-    literal_column,
-    select,
-    text,
-)
+from sqlalchemy import BindParameter, String, Table, bindparam, literal_column, select, text
 
 from delaytasks.db.database import Database
-from delaytasks.db.row_lists import Prepared, check_row_count, id_list, list_of
+from delaytasks.db.row_lists import Prepared, check_row_count, id_list, json_query, list_of, type_of
 from delaytasks.db.rows import CLAIMED, MAX_INTEGER, columns, task_of
 from delaytasks.db.schema import Schema, hot_index
 from delaytasks.db.settlements import Settlements
@@ -65,7 +53,7 @@ from delaytasks.db.types import UTCDateTime, for_database
 from delaytasks.model.body import dump_json
 from delaytasks.model.clock import monotonic, to_us
 from delaytasks.model.inputs import MAX_PRIORITY
-from delaytasks.model.interfaces import CallerConnection, Claimed, Entry, Settlement, UnclaimedRow
+from delaytasks.model.interfaces import Claimed, Entry, UnclaimedRow
 from delaytasks.model.moves import MOST_VERSIONS, MOVES, Status, following
 from delaytasks.model.policies import NO_WAITLISTS, WaitlistsSeen
 from delaytasks.model.task import DelayedTask
@@ -96,10 +84,6 @@ class Dialect:
     use_index: Callable[[str], str]
     #: The condition for the ids of `list_of`.
     is_listed: str
-    #: Joins the rows of the JSON parameter `rows`. The status and the lapses are columns, although
-    #: most have the same value in all rows: with constants planners would expect one row, and
-    #: compare all rows with each other.
-    join_listed: str
     #: The condition for rows of the queue `:queue`, of which the planner has to assume that few
     #: meet it (`is_narrow` of `types.py` explains how).
     is_of_queue: str
@@ -110,6 +94,9 @@ class Dialect:
     #: The condition for the rows that a query of ids chooses; None if the database has no
     #: `UPDATE ... RETURNING`.
     is_chosen: Callable[[str], str] | None
+    #: Names the rows of the JSON parameter `rows` also as a list. Without it PostgreSQL would scan
+    #: a table that was never analysed.
+    is_also_listed: str = ""
     #: The condition for a range that contains the listed ids, for UPDATEs whose plan is kept. Such
     #: a plan can choose partitions by a range, but not by a list.
     is_in_range: str = ""
@@ -132,10 +119,7 @@ POSTGRESQL = Dialect(
         ELSE {_FOLLOWING} + CAST(floor(random() * {MAX_INTEGER}) AS BIGINT) END""",
     use_index=lambda name: "",
     is_listed="id = ANY (:ids) AND id BETWEEN :first AND :last",
-    # The list is named as well. Without it a table that was never analysed is scanned.
-    join_listed="""JOIN json_to_recordset(CAST(:rows AS JSON)) AS w (wanted_id BIGINT,
-        wanted_version BIGINT, wanted_status SMALLINT, most_lapses INTEGER)
-        ON id = wanted_id AND id = ANY (:ids) AND id BETWEEN :first AND :last""",
+    is_also_listed="AND id = ANY (:ids) AND id BETWEEN :first AND :last",
     is_of_queue="queue = :queue AND queue BETWEEN (SELECT :queue) AND (SELECT :queue)",
     is_due="""expected_time BETWEEN (SELECT CAST('-infinity' AS TIMESTAMPTZ))
         AND (SELECT clock_timestamp())""",
@@ -156,10 +140,6 @@ MYSQL = Dialect(
     version=_FOLLOWING,
     use_index=lambda name: f"FORCE INDEX (`{name}`)",
     is_listed="id IN :ids",
-    join_listed="""JOIN JSON_TABLE(:rows, '$[*]' COLUMNS (wanted_id BIGINT PATH '$.wanted_id',
-        wanted_version BIGINT PATH '$.wanted_version',
-        wanted_status SMALLINT PATH '$.wanted_status',
-        most_lapses INTEGER PATH '$.most_lapses')) AS w ON id = wanted_id""",
     is_of_queue="queue = :queue",
     is_due="expected_time <= (SELECT UTC_TIMESTAMP(6))",
     lock="FOR UPDATE SKIP LOCKED",
@@ -171,11 +151,6 @@ SQLITE = Dialect(
     version=_FOLLOWING,
     use_index=lambda name: "",
     is_listed="id IN :ids",
-    join_listed="""JOIN (SELECT json_extract(value, '$.wanted_id') AS wanted_id,
-        json_extract(value, '$.wanted_version') AS wanted_version,
-        json_extract(value, '$.wanted_status') AS wanted_status,
-        json_extract(value, '$.most_lapses') AS most_lapses FROM json_each(:rows)) AS w
-        ON id = wanted_id""",
     is_of_queue="queue = :queue",
     is_due=f"expected_time <= (SELECT strftime({_SQLITE_INSTANT}))",
     lock="",  # there is one writer
@@ -193,6 +168,9 @@ class ClaimTexts:
         quoted = database.url.get_dialect()().identifier_preparer.format_table(tasks)
         self._tasks = quoted.replace(":", r"\:")  # a colon would begin a parameter
         self._hot_index = hot_index(tasks)
+        self._json_query = json_query(
+            database, ("wanted_id", "wanted_version", "wanted_status", "most_lapses")
+        )
         # `Claims._claim_locked` makes the same changes to tasks that a query has locked.
         self.values = {
             "status": f"{MOVES['claim'].target:d}",
@@ -217,18 +195,20 @@ class ClaimTexts:
 
     def joined(self, shown: str) -> str:
         """Choose due rows that the JSON parameter `rows` names."""
+        # The status and the lapses are columns, although most have the same value in all rows: with
+        # constants planners would expect one row, and compare all rows with each other.
         return f"""
-            SELECT {shown} FROM {self._tasks} {self.dialect.join_listed}
+            SELECT {shown} FROM {self._tasks} JOIN ({self._json_query}) AS w ON id = wanted_id
             WHERE {self._fence("wanted_version", "wanted_status", "most_lapses")}
-            ORDER BY id {self.dialect.lock}"""
+            {self.dialect.is_also_listed} ORDER BY id {self.dialect.lock}"""
 
     def oldest(self, shown: str) -> str:
         """Choose the oldest due rows of a level that have lost no lease."""
-        return self._oldest(shown, f"expected_time <= {once(self.dialect.now)}")
+        return self._oldest(shown, "<=")
 
     def oldest_from(self, shown: str) -> str:
         """Choose of the same rows those that are due at the instant `due_from` or later."""
-        return self._oldest(shown, f"expected_time BETWEEN :due_from AND {once(self.dialect.now)}")
+        return self._oldest(shown, "BETWEEN :due_from AND")
 
     def recovered(self, shown: str) -> str:
         """Choose the due row of a level that lost the fewest leases, of these the oldest."""
@@ -243,10 +223,11 @@ class ClaimTexts:
         return f"""version = {version} AND status + 0 = {status} AND lapses <= {lapses}
             AND expected_time <= {self.dialect.now}"""
 
-    def _oldest(self, shown: str, is_due: str) -> str:
+    def _oldest(self, shown: str, compared: str) -> str:
         # `lapses = 0` would leave out a negative number, which another program may have written.
         return f"""
-            SELECT {shown} FROM {self._level()} AND {is_due} AND lapses <= 0
+            SELECT {shown} FROM {self._level()}
+            AND expected_time {compared} {once(self.dialect.now)} AND lapses <= 0
             ORDER BY expected_time LIMIT :most {self.dialect.lock}"""
 
     def _level(self) -> str:
@@ -273,51 +254,18 @@ class ClaimTexts:
         return f"UPDATE {self._tasks} {use_index} SET {new} WHERE {where} {returning}"
 
 
-# -- How far a process has claimed the rows of each queue and priority ----------------------------
-
-# A claimed row leaves a dead entry in the index. The database cannot remove it while an older
-# transaction is open, such as a backup's. Walking past all dead entries would slow down every
-# chunk, so a chunk continues where the last one ended. Rows with older due times may come back
-# meanwhile: the index is searched from its beginning now and then, and before a level is reported
-# as empty.
-
-
-#: After this time a search starts at the beginning of the index again.
-RESTART_S = 5.0
-#: Claims up to a number of rows whose due time is this one or later; None is the beginning, since
-#: other programs' rows may be due before the year 1.
-ClaimFrom = Callable[[datetime | None, int], Claimed]
-
-
-class Backlog:
-    def __init__(self) -> None:
-        #: The due time that was reached in each queue and priority, and until when searches start
-        #: at it.
-        self._reached: dict[tuple[str, int], tuple[datetime | None, float]] = {}
-
-    def claim(self, queue: str, priority: int, limit: int, claim: ClaimFrom) -> Claimed:
-        """Claim up to `limit` due rows of a queue and priority from where the last claim ended."""
-        level = queue, priority
-        reached, until = self._reached.get(level, (None, 0.0))
-        now = monotonic()
-        due_from = reached if now < until else None
-        claimed = claim(due_from, limit)
-        if due_from is not None and len(claimed) < limit:
-            claimed = Claimed([*claim(None, limit - len(claimed)), *claimed])
-        if claimed and len(claimed) >= limit:
-            latest = max(task.expected_time for task in claimed)
-            self._reached[level] = latest, until if now < until else now + RESTART_S
-        else:
-            self._reached.pop(level, None)
-        return claimed
-
-
 # -- The claims -----------------------------------------------------------------------------------
 
 #: No row has more lapses.
 ANY_LAPSES = MAX_INTEGER
 #: Holds those of the locked rows for which there is no capacity. Returns the ids of the other ones.
 HoldExcess = Callable[[Any, Sequence[DelayedTask]], tuple[list[int], WaitlistsSeen]]
+
+
+#: After this time a search for the oldest rows starts at the beginning of the index again.
+RESTART_S = 5.0
+#: The parameters that are named as the column that has their type.
+_PARAMETERS = ("version", "status", "lapses", "queue", "priority")
 
 
 class Choice(NamedTuple):
@@ -331,8 +279,8 @@ class Choice(NamedTuple):
     claim_and_commit: Prepared | None
 
 
-class Claims:
-    """The claims of one process; `worker` and `ip` are written into the rows.
+class Claims(Settlements):
+    """The claims and settlements of one process; `worker` and `ip` are written into the rows.
 
     `limits` returns what holds the rows beyond the limits of their tags, or None while no tag has
     limits.
@@ -354,7 +302,7 @@ class Claims:
     On PostgreSQL, a claim without limits does not wait for the disk. If the server crashes within
     the next moments, the row waits again as before the claim, and another worker claims it. The
     first worker's settlement then changes no row either, because no two claims have the same
-    version (`claim_version`).
+    version (`POSTGRESQL.version`).
     """
 
     def __init__(
@@ -366,8 +314,7 @@ class Claims:
         lease_s: float,
         limits: Callable[[], HoldExcess | None],
     ) -> None:
-        self._db = database
-        self._t = schema.tasks
+        super().__init__(database, schema, worker)
         self._schema = schema
         self._limits = limits
         self.columns = columns(schema, CLAIMED)
@@ -376,20 +323,12 @@ class Claims:
         self.admitted: Mapping[str, Any] = {
             name: literal_column(new) for name, new in texts.values.items()
         } | {"worker": worker}
-        self._parameters: Sequence[BindParameter[Any]] = (
+        self._parameters: list[BindParameter[Any]] = [
             id_list(database),
-            bindparam("first", type_=BigInteger),
-            bindparam("last", type_=BigInteger),
-            bindparam("version", type_=BigInteger),
-            bindparam("status", type_=SmallInteger),
-            bindparam("lapses", type_=Integer),
-            bindparam("rows", type_=Text),
-            bindparam("queue", type_=String),
-            bindparam("priority", type_=SmallInteger),
-            bindparam("due_from", type_=UTCDateTime),
-            bindparam("most", type_=Integer),
             bindparam("worker", worker, String),
-        )
+            bindparam("due_from", type_=UTCDateTime),
+            *(bindparam(name, type_=type_of(name)) for name in _PARAMETERS),
+        ]
         self._listed = self._choice(texts.listed, True) if database.can.looks_up_lists else None
         self._joined = self._choice(texts.joined, True)
         # Planned at each execution, because a kept plan would guess the number of due rows.
@@ -397,8 +336,9 @@ class Claims:
         self._oldest_from = self._choice(texts.oldest_from)
         self._recovered = self._choice(texts.recovered)
         self._locked = self._prepared(texts.claim_locked(), ("id", "version"), True)
-        self._backlog = Backlog()
-        self._settlements = Settlements(database, schema, worker)
+        #: The due time that was reached in each queue and priority, and until when searches start
+        #: at it.
+        self._reached: dict[tuple[str, int], tuple[datetime, float]] = {}
 
     def _choice(self, chosen: Callable[[str], str], is_planned_once: bool = False) -> Choice:
         lock = self._prepared(chosen(", ".join(CLAIMED)), CLAIMED, is_planned_once)
@@ -465,15 +405,39 @@ class Claims:
         return claimed
 
     def _claim_level(self, queue: str, priority: int, limit: int) -> Claimed:
-        def claim(due_from: datetime | None, most: int) -> Claimed:
-            level = {"queue": queue, "priority": priority, "most": most}
-            if due_from is None:
-                return self._claim(self._oldest, level)
-            return self._claim(self._oldest_from, {**level, "due_from": due_from})
+        """Claim up to `limit` due rows of a queue and priority from where the last claim ended.
 
+        A claimed row leaves a dead entry in the index. The database cannot remove it while an older
+        transaction is open, such as a backup's. Walking past all dead entries would slow down every
+        chunk, so a chunk continues where the last one ended. Rows with older due times may come
+        back meanwhile: the index is searched from its beginning now and then, and before a level is
+        reported as empty.
+        """
         if self._limits() is not None:  # the claim holds some of the rows that it finds
-            return claim(None, limit)
-        return self._backlog.claim(queue, priority, limit, claim)
+            return self._claim_oldest(queue, priority, limit)
+        now = monotonic()
+        reached, until = self._reached.get((queue, priority), (None, 0.0))
+        due_from = reached if now < until else None
+        claimed = self._claim_oldest(queue, priority, limit, due_from)
+        if due_from is not None and len(claimed) < limit:
+            older = self._claim_oldest(queue, priority, limit - len(claimed))
+            claimed = Claimed([*older, *claimed])
+        if claimed and len(claimed) >= limit:
+            latest = max(task.expected_time for task in claimed)
+            self._reached[queue, priority] = latest, until if now < until else now + RESTART_S
+        else:
+            self._reached.pop((queue, priority), None)
+        return claimed
+
+    def _claim_oldest(
+        self, queue: str, priority: int, limit: int, due_from: datetime | None = None
+    ) -> Claimed:
+        """Claim rows that are due from `due_from`. None is the beginning, since other programs'
+        rows may be due before the year 1."""
+        level = {"queue": queue, "priority": priority, "most": limit}
+        if due_from is None:
+            return self._claim(self._oldest, level)
+        return self._claim(self._oldest_from, {**level, "due_from": due_from})
 
     def claim_recovered(
         self, queue: str, priorities: Sequence[int] = range(MAX_PRIORITY + 1)
@@ -545,19 +509,3 @@ class Claims:
         )
         rows = self._db.autocommitted(lambda c: c.execute(query).all())
         return [UnclaimedRow(row[0], row[1], Status(row[2]), to_us(row[3]), row[4]) for row in rows]
-
-    # -- settle -----------------------------------------------------------------------------------
-
-    def settle(self, settlements: Sequence[Settlement], on: Any = None) -> set[int]:
-        """Settle rows, in the transaction of the connection `on` if it is given.
-
-        Return the ids that were accepted. This process had lost the leases of the other ones.
-        """
-        return self._settlements.settle(settlements, on)
-
-    def complete(self, task: DelayedTask, result: str | None, on: CallerConnection) -> bool:
-        """Settle a running task in its processor's own transaction.
-
-        Return False if its lease was lost.
-        """
-        return self._settlements.complete(task, result, on)

@@ -10,7 +10,7 @@ from sqlalchemy import ColumnElement, Update, and_, case, or_, select, update
 
 from delaytasks.db.database import Database
 from delaytasks.db.inserts import CANCEL_REQUESTS, ChangeNumbers
-from delaytasks.db.row_lists import by_id, by_index, check_row_count
+from delaytasks.db.row_lists import by_index, move_locked
 from delaytasks.db.rows import columns, next_version, one_more, task_of
 from delaytasks.db.schema import Schema, hot_index
 from delaytasks.db.searching import has_status
@@ -35,79 +35,52 @@ TOO_MANY_LOST_LEASES = (
 TIMED_OUT = "; its time limit of {s:g} s was over"
 
 
-class AbandonedRows:
-    def __init__(self, database: Database, schema: Schema) -> None:
-        self._db = database
-        self._t = schema.tasks
-        self._schema = schema
-        self._keys = TaskKeys(database, schema)
-        self._attempts = Attempts(database, schema)
-        self._columns = columns(schema)
+def recover_rows(
+    database: Database,
+    schema: Schema,
+    which: ColumnElement[bool],
+    max_lost_leases: int,
+    limit: int | None = None,
+    time_limits: Mapping[str, float] | None = None,
+) -> Recovered:
+    """Recover these RUNNING rows. Rows that another transaction has locked are left for the next
+    call.
 
-    def recover(
-        self,
-        which: ColumnElement[bool],
-        max_lost_leases: int,
-        limit: int | None = None,
-        time_limits: Mapping[str, float] | None = None,
-    ) -> Recovered:
-        """Recover these RUNNING rows. Rows that another transaction has locked are left for the
-        next call.
+    `time_limits` contains the seconds by tag, for tags whose time limit may have ended the runs.
+    """
+    t, keys, attempts = schema.tasks, TaskKeys(database, schema), Attempts(database, schema)
+    limits, order = time_limits or {}, unindexed(t.c.id)
+    # Every transaction locks keys before tasks. A key that this query misses belongs to a finished
+    # task, which is harmless.
+    named = and_(which, t.c.lapses >= max_lost_leases - 1, t.c.task_key.is_not(None))
+    find_keys = select(t.c.id, t.c.tag, t.c.task_key).where(named).order_by(order).limit(limit)
+    run = (t.c.id, t.c.version, t.c.runs, t.c.execution_time, t.c.worker)
+    find = select(*run, t.c.lapses, t.c.tag, t.c.queue, t.c.priority, db_now().label("now"))
+    # The index of rows that run, or MySQL would lock all rows of a small table for a moment.
+    find = by_index(find.where(which), t, hot_index(t)).order_by(order).limit(limit)
 
-        `time_limits` contains the seconds by tag, for tags whose time limit may have ended the
-        runs.
-        """
-
-        return self._db.transaction(
-            lambda c: self._recover(c, which, max_lost_leases, limit, time_limits or {})
-        )
-
-    def _recover(
-        self,
-        on: Any,
-        which: ColumnElement[bool],
-        max_lost_leases: int,
-        limit: int | None,
-        time_limits: Mapping[str, float],
-    ) -> Recovered:
-        t = self._t
-        # Every transaction locks keys before tasks. A key that this query misses belongs to a
-        # finished task, which is harmless.
-        named = and_(which, t.c.lapses >= max_lost_leases - 1, t.c.task_key.is_not(None))
-        order = unindexed(t.c.id)
-        keyed = on.execute(
-            select(t.c.id, t.c.tag, t.c.task_key).where(named).order_by(order).limit(limit)
-        ).all()
-        locked = self._keys.lock_all(on, keyed)
-        run = (t.c.id, t.c.version, t.c.runs, t.c.execution_time, t.c.worker)
-        query = select(*run, t.c.lapses, t.c.tag, t.c.queue, t.c.priority, db_now().label("now"))
-        # The index of rows that run, or MySQL would lock all rows of a small table for a moment.
-        query = by_index(query.where(which), t, hot_index(t)).order_by(order).limit(limit)
-        rows = on.execute(query.with_for_update(skip_locked=True)).all()
-        if not rows:
-            return Recovered(0, [])
+    def work(on: Any) -> Recovered:
+        locked = keys.lock_all(on, on.execute(find_keys).all())
+        rows = on.execute(find.with_for_update(skip_locked=True)).all()
         reasons: dict[str, list[Any]] = {}
         for row in rows:
-            reason = _reason(time_limits.get(row.tag), row.execution_time, row.now)
+            reason = _reason(limits.get(row.tag), row.execution_time, row.now)
             reasons.setdefault(reason, []).append(row)
         for reason, some in reasons.items():
-            ids = t.c.id.in_([row.id for row in some])
-            statement = by_id(recover_statement(t, max_lost_leases, reason).where(ids), t)
-            changed = on.execute(statement).rowcount
-            check_row_count(changed, len(some), "abandoned rows")
-            self._attempts.record_lost_leases(on, some, LEASE_LOST + reason)
-        timed_out = tuple(
-            (row.id, row.tag) for reason, some in reasons.items() if reason for row in some
-        )
+            change = _recovery(t, max_lost_leases, reason)
+            move_locked(on, change, [row.id for row in some], "abandoned rows")
+            attempts.record_lost_leases(on, some, LEASE_LOST + reason)
         last = {row.id for row in rows if row.lapses + 1 >= max_lost_leases}
-        levels = {Level(row.queue, row.priority) for row in rows if row.id not in last}
-        if not last:
-            return Recovered(len(rows), [], timed_out, levels)
-        self._keys.release_all(on, [row for row in locked if row.id in last])
-        found = on.execute(select(*self._columns).where(t.c.id.in_(last)))
+        keys.release_all(on, [row for row in locked if row.id in last])
+        found = on.execute(select(*columns(schema)).where(t.c.id.in_(last))) if last else ()
         return Recovered(
-            len(rows), [task_of(row, self._schema) for row in found], timed_out, levels
+            len(rows),
+            [task_of(row, schema) for row in found],
+            tuple((row.id, row.tag) for why, some in reasons.items() if why for row in some),
+            {Level(row.queue, row.priority) for row in rows if row.id not in last},
         )
+
+    return database.transaction(work)
 
 
 def _reason(limit_s: float | None, began: datetime | None, now: datetime) -> str:
@@ -122,7 +95,7 @@ def lease_is_over(tasks: Any) -> ColumnElement[bool]:
     return and_(runs, tasks.c.lease_until < db_now())
 
 
-def recover_statement(tasks: Any, max_lost_leases: int, reason: str = "") -> Update:
+def _recovery(tasks: Any, max_lost_leases: int, reason: str) -> Update:
     """RUNNING → NOT_COMPLETE, or FAILED after `max_lost_leases` lost leases in a row.
 
     MySQL assigns from left to right, so `lapses` comes last: the other columns use its old value.
@@ -151,8 +124,8 @@ class Renewed(NamedTuple):
 class Leases:
     def __init__(self, database: Database, schema: Schema, lease_s: float) -> None:
         self._db = database
+        self._schema = schema
         self._t = schema.tasks
-        self._abandoned = AbandonedRows(database, schema)
         self._lease_s = lease_s
 
     def renew(
@@ -168,19 +141,17 @@ class Leases:
         t = self._t
         is_recent = t.c.update_time >= claimed_since
         is_current = or_(is_recent, t.c.id.in_(named)) if named else is_recent
-        leased = and_(self._leased_by(workers), is_current)
-        pick = by_index(select(t.c.id).where(leased), t, hot_index(t)).order_by(unindexed(t.c.id))
-        lock = pick.with_for_update(skip_locked=True)
+        find = select(t.c.id).where(self._leased_by(workers), is_current)
+        find = by_index(find, t, hot_index(t)).order_by(unindexed(t.c.id))
+        renewal = update(t).values(lease_until=db_now_plus(self._lease_s))
 
-        def work(connection: Any) -> Renewed:
-            wanted = connection.execute(pick).scalars().all()
-            ids = set(connection.execute(lock).scalars()) if wanted else set()
-            skipped = [id for id in wanted if id not in ids]
-            if not ids:
-                return Renewed(0, skipped)
-            renewal = update(t).where(t.c.id.in_(sorted(ids)))
-            renewal = renewal.values(lease_until=db_now_plus(self._lease_s))
-            return Renewed(connection.execute(renewal).rowcount, skipped)
+        def work(on: Any) -> Renewed:
+            wanted = on.execute(find).scalars().all()
+            lock = find.with_for_update(skip_locked=True)
+            ids = on.execute(lock).scalars().all() if wanted else []
+            if ids:
+                move_locked(on, renewal, ids, "leases to renew")
+            return Renewed(len(ids), sorted(set(wanted).difference(ids)))
 
         return self._db.transaction(work)
 
@@ -191,9 +162,8 @@ class Leases:
         time_limits: Mapping[str, float] | None = None,
     ) -> Recovered:
         """Recover the rows of dead processes immediately, not only when their leases end."""
-        return self._abandoned.recover(
-            self._leased_by(workers), max_lost_leases, time_limits=time_limits
-        )
+        which = self._leased_by(workers)
+        return recover_rows(self._db, self._schema, which, max_lost_leases, time_limits=time_limits)
 
     def _leased_by(self, workers: Sequence[str]) -> ColumnElement[Any]:
         runs = is_rare(self._t.c.status == int(Status.RUNNING))
@@ -218,12 +188,8 @@ class CancelRequests:
     def make(self, on: Any, task: DelayedTask) -> bool:
         """Ask the run of this version to stop. Return False if it has ended meanwhile."""
         t = self._t
-        is_this_run = (
-            t.c.id == task.id,
-            t.c.version == task.version,
-            has_status(t, Status.RUNNING),
-        )
-        asking = update(t).where(*is_this_run).values(cancel_request=ASKED)
+        this_run = update(t).where(t.c.id == task.id, t.c.version == task.version)
+        asking = this_run.where(has_status(t, Status.RUNNING)).values(cancel_request=ASKED)
         if not on.execute(asking).rowcount:
             return False
         self._numbers.next(on, CANCEL_REQUESTS)  # workers look for the request within a second
@@ -232,9 +198,6 @@ class CancelRequests:
     def of(self, workers: Collection[str]) -> list[tuple[int, int]]:
         """Return id and version of the rows of these processes that were asked to stop."""
         t = self._t
-        query = select(t.c.id, t.c.version).where(
-            has_status(t, Status.RUNNING),
-            t.c.worker.in_(list(workers)),
-            t.c.cancel_request.is_not(None),
-        )
+        runs_here = and_(has_status(t, Status.RUNNING), t.c.worker.in_(list(workers)))
+        query = select(t.c.id, t.c.version).where(runs_here, t.c.cancel_request.is_not(None))
         return [(row[0], row[1]) for row in self._db.rows(query)]

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, TypeVar
 from zlib import crc32
 
 from sqlalchemy import (
-    JSON,
     BigInteger,
     BindParameter,
     Column,
@@ -24,10 +23,8 @@ from sqlalchemy import (
     and_,
     any_,
     bindparam,
-    cast,
     column,
     func,
-    literal_column,
     select,
     text,
 )
@@ -51,7 +48,7 @@ MAX_TEXT = 2_000_000
 
 
 _COLUMN_TYPES = {column.name: column.type for column in task_table(MetaData(), "").columns}
-#: The listed values that are not named as the column of the task table that has their type.
+#: The values that are not named as the column of the task table that has their type.
 _SAME_TYPE_AS = {
     "old_status": "status",
     "uncounted": "runs",
@@ -60,55 +57,41 @@ _SAME_TYPE_AS = {
     "next_at": "expected_time",
     "last_at": "expected_time",
     "last_task_id": "id",
+    # of claims
+    "wanted_id": "id",
+    "wanted_version": "version",
+    "wanted_status": "status",
+    "most_lapses": "lapses",
 }
 
 
-def _type_of(name: str) -> TypeEngine[Any]:
-    """Return the type of a listed value, which is that of its column in the task table."""
+def type_of(name: str) -> TypeEngine[Any]:
+    """Return the type of a value, which is that of its column in the task table."""
     kind = _COLUMN_TYPES[_SAME_TYPE_AS.get(name, name)]
     # The column limits the length of a text. A list would cut the text, or replace it by NULL.
     return LongText if isinstance(kind, String) else kind
 
 
-def json_rows(database: Database, names: Sequence[str]) -> FromClause:
-    """Return a table `w` with these columns, which the database makes from the JSON array parameter
+def json_query(database: Database, names: Sequence[str]) -> str:
+    """Return a query of these columns, which the database makes from the JSON array parameter
     `rows`."""
-    rows_on = for_database(
-        database.backend, postgresql=_postgresql_rows, mysql=_mysql_rows, sqlite=_sqlite_rows
+    dialect = database.url.get_dialect()()
+    types = {name: type_of(name).compile(dialect=dialect) for name in names}
+    columns = ", ".join(f"{name} {kind}" for name, kind in types.items())
+    paths = ", ".join(f"{name} {kind} PATH '$.{name}'" for name, kind in types.items())
+    values = ", ".join(f"json_extract(value, '$.{name}') AS {name}" for name in names)
+    return for_database(
+        database.backend,
+        postgresql=f"SELECT * FROM json_to_recordset(CAST(:rows AS JSON)) AS j ({columns})",
+        mysql=f"SELECT * FROM JSON_TABLE(:rows, '$[*]' COLUMNS ({paths})) AS j",
+        sqlite=f"SELECT {values} FROM json_each(:rows)",
     )
-    return rows_on({name: _type_of(name) for name in names})
 
 
-def _postgresql_rows(types: Mapping[str, TypeEngine[Any]]) -> FromClause:
-    return (
-        func.json_to_recordset(cast(bindparam("rows", type_=Text()), JSON))
-        .table_valued(*(column(name, kind) for name, kind in types.items()))
-        .render_derived(name="w", with_types=True)
-    )
-
-
-def _sqlite_rows(types: Mapping[str, TypeEngine[Any]]) -> FromClause:
-    value = literal_column("j.value", Text())
-    picked = [
-        func.json_extract(value, f"$.{name}", type_=kind).label(name)
-        for name, kind in types.items()
-    ]
-    return select(*picked).select_from(text("json_each(:rows) AS j")).subquery("w")
-
-
-def _mysql_rows(types: Mapping[str, TypeEngine[Any]]) -> FromClause:
-    from sqlalchemy.dialects import mysql  # only where the database is MySQL or MariaDB
-
-    dialect: Any = mysql.dialect()
-    fields = ", ".join(
-        f"{name} {kind.compile(dialect=dialect)} PATH '$.{name}'" for name, kind in types.items()
-    )
-    picked = [literal_column(f"j.{name}", kind).label(name) for name, kind in types.items()]
-    return (
-        select(*picked)
-        .select_from(text(f"JSON_TABLE(:rows, '$[*]' COLUMNS ({fields})) AS j"))
-        .subquery("w")
-    )
+def json_rows(database: Database, names: Sequence[str]) -> FromClause:
+    """Return this query as a table `w`."""
+    query = text(json_query(database, names)).bindparams(bindparam("rows", type_=Text()))
+    return query.columns(*(column(name, type_of(name)) for name in names)).subquery("w")
 
 
 def shared_name(name: str) -> str:
@@ -117,7 +100,7 @@ def shared_name(name: str) -> str:
 
 
 def shared_parameter(name: str) -> BindParameter[Any]:
-    return bindparam(shared_name(name), type_=_type_of(name))
+    return bindparam(shared_name(name), type_=type_of(name))
 
 
 def listed(database: Database, column: Column[Any], name: str) -> ColumnElement[bool]:
@@ -207,7 +190,7 @@ def at_place(database: Database, id: Column[int], name: str) -> ColumnElement[An
 
     The list has one value for each id of `list_of`, in the same order.
     """
-    kind = _type_of(name)
+    kind = type_of(name)
     if not database.can.array_parameters:
         return _ValueOfId(id, id_list(database), bindparam(name, type_=kind, expanding=True))
     return _ValueOfId(id, id_list(database), bindparam(name, type_=_array(kind)))
@@ -265,6 +248,13 @@ def check_row_count(changed: int, locked: int, what: str) -> None:
         )
 
 
+def move_locked(on: Any, change: Update, ids: Sequence[int], what: str) -> None:
+    """Change the rows of these ids, which the transaction has locked."""
+    table: Any = change.table
+    statement = by_id(change.where(table.c.id.in_(ids)), table)
+    check_row_count(on.execute(statement).rowcount, len(ids), what)
+
+
 # -- The statements of the hot path, which reach PostgreSQL past SQLAlchemy -----------------------
 
 # Most are parsed and planned once for each connection.
@@ -308,7 +298,7 @@ class Prepared:
         is_planned_once: bool = True,
         names: Sequence[str] | None = None,
     ) -> None:
-        self._statement = statement
+        self.statement = statement
         #: The columns to which an INSERT gives values.
         self._names = names
         self._is_planned_once = is_planned_once
@@ -318,7 +308,7 @@ class Prepared:
     def __call__(self, on: Connection, values: Mapping[str, Any]) -> Answer:
         driver = self._driver(on)
         if driver is None:
-            result = on.execute(self._statement, values)
+            result = on.execute(self.statement, values)
             return Answer(result.all() if result.returns_rows else (), result.rowcount)
         link: Any = on.connection
         dbapi: Any = on.dialect.dbapi
@@ -350,7 +340,7 @@ class Prepared:
         dialect: Any = postgresql.dialect(  # type: ignore[no-untyped-call]
             paramstyle="numeric_dollar" if self._is_planned_once else "format"
         )
-        compiled = self._statement.compile(dialect=dialect, column_keys=self._names)
+        compiled = self.statement.compile(dialect=dialect, column_keys=self._names)
         is_given = {name: compiled.binds[name].required for name in compiled.positiontup}
         places = [
             "%s" if is_given[name] else _literal(cursor, compiled.params[name])

@@ -28,12 +28,11 @@ from delaytasks.db.row_lists import (
     Prepared,
     at_place,
     by_id,
-    check_row_count,
     each_listed,
     instant_text,
     json_rows,
     list_of,
-    listing,
+    move_locked,
     parts,
     shared_name,
     shared_parameter,
@@ -45,7 +44,7 @@ from delaytasks.db.types import db_now, db_now_plus, once, unindexed
 from delaytasks.model.body import MARK_LENGTH, PREFIX, dump_json, marks_of
 from delaytasks.model.clock import to_us
 from delaytasks.model.interfaces import CallerConnection, Entry, Settlement
-from delaytasks.model.moves import FINISHED, MOVES, Status, following
+from delaytasks.model.moves import FINISHED, Status, following
 from delaytasks.model.task import Attempt, DelayedTask
 from delaytasks.model.text import NO_KEY, NO_PROCESSOR, NO_TIME_LIMITS, is_deferred_until
 
@@ -71,21 +70,20 @@ class Attempts:
         )
 
     def record(self, on: Any, failed: Sequence[Settlement], worker: str) -> None:
-        rows = [(s.task.id, s.task.version, s.task.runs, s.began, worker, s.error) for s in failed]
-        self._write(on, rows)
+        self._write(
+            on, [(s.task.id, s.task.version, s.task.runs, s.began, worker, s.error) for s in failed]
+        )
 
     def record_lost_leases(self, on: Any, rows: Iterable[Any], error: str) -> None:
         """Write the runs that lost their lease; `rows` are rows of the task table."""
-        runs = [
-            (row.id, row.version, row.runs, row.execution_time, row.worker, error) for row in rows
-        ]
-        self._write(on, runs)
+        self._write(
+            on, [(r.id, r.version, r.runs, r.execution_time, r.worker, error) for r in rows]
+        )
 
     def _write(self, on: Any, attempts: Sequence[tuple[Any, ...]]) -> None:
         names = ("task_id", "version", "attempt", "began", "worker", "error")
-        rows = [dict(zip(names, values, strict=True)) for values in attempts]
-        on.execute(self._add, rows)
-        old = [{"of": row["task_id"]} for row in rows if row["attempt"] > KEPT_ATTEMPTS]
+        on.execute(self._add, [dict(zip(names, values, strict=True)) for values in attempts])
+        old = [{"of": id} for id, _, number, *_ in attempts if number > KEPT_ATTEMPTS]
         if old:
             on.execute(self._drop_old, old)
 
@@ -209,23 +207,10 @@ class Settlements:
 
         Return False if its lease was lost.
         """
-        t, move = self._t, MOVES["succeed"]
         self._keys.release(on, task)  # keys before tasks
-        done = {
-            "status": int(move.target),
-            "version": following(task.version),
-            "error_stack": None,
-            "result": self._kept(result, task),
-            "lapses": 0,
-            "lease_until": None,
-            "update_time": db_now(),
-        }
-        is_ours = and_(
-            t.c.id == task.id,
-            t.c.version == task.version,
-            t.c.status.in_([int(s) for s in move.sources]),
-        )
-        return bool(on.execute(update(t).where(is_ours).values(**done)).rowcount)
+        statement, parameters = self._statement_for([Settlement(task, "succeed", result=result)])
+        # Not prepared, since the connection is the caller's.
+        return bool(on.execute(statement.statement, parameters).rowcount)
 
     def _settle_part(self, ordered: Sequence[Settlement]) -> set[int]:
         if not any(s.ending.is_failure or _may_release_key(s) for s in ordered):
@@ -285,25 +270,20 @@ class Settlements:
         return self._cipher.seal(result, RESULT, task.id, task.tag)
 
     def _settled(self, connection: Any, ordered: Sequence[Settlement]) -> set[int]:
-        columns = dict(
-            zip((*_FENCE, *_NEW), zip(*map(self._new_values, ordered), strict=True), strict=True)
-        )
-        statement, parameters = self._statement_for(columns)
+        statement, parameters = self._statement_for(ordered)
         if statement(connection, parameters).row_count == len(ordered):
-            return set(columns["id"])
+            return set(parameters["ids"])
         # Some leases were lost, or an earlier try of the same settlement was committed and its
         # answer was lost.
-        expected = {s.task.id: self._after(s) for s in ordered}
-        t = self._t
-        query = select(t.c.id, t.c.version, t.c.status, t.c.lapses).where(
-            t.c.id.in_(list(expected))
-        )
+        expected = {s.task.id: _after(s) for s in ordered}
+        t = self._t.c
+        query = select(t.id, t.version, t.status, t.lapses).where(t.id.in_(list(expected)))
         return {row[0] for row in connection.execute(query) if tuple(row[1:]) == expected[row[0]]}
 
-    def _statement_for(
-        self, columns: Mapping[str, Sequence[Any]]
-    ) -> tuple[Prepared, dict[str, Any]]:
-        """Return the statement that settles rows with these values, and its parameters."""
+    def _statement_for(self, ordered: Sequence[Settlement]) -> tuple[Prepared, dict[str, Any]]:
+        """Return the statement that makes these settlements, and its parameters."""
+        values = zip(*map(self._new_values, ordered), strict=True)
+        columns = dict(zip((*_FENCE, *_NEW), values, strict=True))
         parameters = list_of(self._db, list(columns["id"]))
         if not all(_is_shared(columns[name]) for name in _SHARED_END):
             parameters["rows"] = self._rows(columns, (*_FENCE, *_NEW))
@@ -327,18 +307,14 @@ class Settlements:
         ]
         return dump_json([dict(zip(names, row, strict=True)) for row in zip(*values, strict=True)])
 
-    @staticmethod
-    def _after(settlement: Settlement) -> tuple[int, int, int]:
-        """Return the version, status and lapses that this settlement leaves.
 
-        A lost lease leaves other ones.
-        """
-        task = settlement.task
-        return (
-            following(task.version),
-            int(settlement.target),
-            0 if settlement.ending.has_run else task.lapses,
-        )
+def _after(settlement: Settlement) -> tuple[int, int, int]:
+    """Return the version, status and lapses that this settlement leaves.
+
+    A lost lease leaves other ones.
+    """
+    task, has_run = settlement.task, settlement.ending.has_run
+    return following(task.version), int(settlement.target), 0 if has_run else task.lapses
 
 
 def _is_shared(values: Sequence[Any]) -> bool:
@@ -391,27 +367,27 @@ class DeferredRows:
         Rows that are next tried within `within_s` seconds are considered. `queues` is None for all
         queues. A row that was rescheduled or touched meanwhile keeps the due time of that call.
         """
-        t = self._t
-        query, parameters = self._deferred(tags, queues, within_s)
+        t, brought = self._t, list[Entry]()
+        query = self._deferred(tags, queues, within_s)
         # A touch may have made the task due later than now.
         due = case((t.c.due_time > db_now(), t.c.due_time), else_=db_now())
-        values = moved(t, "reschedule", expected_time=due)
-        brought: list[Entry] = []
+        change = update(t).values(moved(t, "reschedule", expected_time=due))
 
-        def step(connection: Any, since: Any) -> tuple[list[Entry], Any]:
+        def step(on: Any, since: Any) -> tuple[list[Entry], Any]:
             """Bring a batch forward. Return its entries, and where the next one starts."""
-            rows = connection.execute(query.where(t.c.expected_time > since), parameters).all()
-            deferred = [row for row in rows if is_deferred_until(row[5], row[2])]
-            if deferred:
-                ids = t.c.id.in_([row[0] for row in deferred])
-                changed = connection.execute(update(t).where(ids).values(values)).rowcount
-                check_row_count(changed, len(deferred), "deferred rows")
-                now = connection.execute(select(db_now())).scalar_one()
+            rows = on.execute(query.where(t.c.expected_time > since)).all()
+            found = [row for row in rows if is_deferred_until(row.error_stack, row.expected_time)]
+            if found:
+                move_locked(on, change, [row.id for row in found], "deferred rows")
+                now = on.execute(select(db_now())).scalar_one()
             entries = [
-                Entry(row[0], following(row[1]), to_us(max(now, row[6] or now)), row[3], row[4])
-                for row in deferred
+                Entry(
+                    *(row.id, following(row.version), to_us(max(now, row.due_time or now))),
+                    *(row.queue, row.priority),
+                )
+                for row in found
             ]
-            return entries, rows[-1][2] if len(rows) == DEFERRED_BATCH_ROWS else None
+            return entries, rows[-1].expected_time if len(rows) == DEFERRED_BATCH_ROWS else None
 
         since: Any = once(db_now())
         while since is not None:
@@ -421,35 +397,27 @@ class DeferredRows:
 
     def _deferred(
         self, tags: Sequence[str], queues: Sequence[str] | None, within_s: float
-    ) -> tuple[Select[Any], dict[str, Any]]:
-        """Return the query of a batch of deferred rows, in the order of their tries."""
-        t = self._t
+    ) -> Select[Any]:
+        """Return the query that locks a batch of deferred rows, in the order of their tries."""
+        t = self._t.c
         is_why = or_(
-            t.c.error_stack.startswith(NO_PROCESSOR),
-            t.c.error_stack.startswith(NO_TIME_LIMITS),
-            and_(t.c.error_stack.startswith(NO_KEY), self._is_readable()),
+            t.error_stack.startswith(NO_PROCESSOR),
+            t.error_stack.startswith(NO_TIME_LIMITS),
+            and_(t.error_stack.startswith(NO_KEY), self._is_readable()),
         )
-        is_deferred = (unindexed(t.c.status) == int(Status.NOT_COMPLETE), is_why)
-        conditions = [t.c.tag.in_(listing("tags"))]
-        parameters: dict[str, Any] = {"tags": list(tags)}
-        if queues is not None:
-            conditions.append(t.c.queue.in_(listing("queues")))
-            parameters["queues"] = list(queues)
-        names = "id version expected_time queue priority error_stack due_time"
         query = (
-            select(*(t.c[name] for name in names.split()))
-            .where(*is_deferred, *conditions, t.c.expected_time <= once(db_now_plus(within_s)))
-            .order_by(t.c.expected_time)
+            select(t.id, t.version, t.expected_time, t.queue, t.priority, t.error_stack, t.due_time)
+            .where(unindexed(t.status) == int(Status.NOT_COMPLETE), is_why, t.tag.in_(tags))
+            .where(t.expected_time <= once(db_now_plus(within_s)))
+            .order_by(t.expected_time)
             .limit(DEFERRED_BATCH_ROWS)
             .with_for_update(skip_locked=True)
         )
-        return query, parameters
+        return query if queues is None else query.where(t.queue.in_(queues))
 
     def _is_readable(self) -> ColumnElement[bool]:
         """Whether this process has the key that the body names now: it may have changed since the
         deferral."""
         body = self._t.c.message_body
         is_plain = func.substr(body, 1, len(PREFIX)) != PREFIX
-        if not self._marks:
-            return is_plain
         return or_(is_plain, func.substr(body, 1, MARK_LENGTH + 1).in_(self._marks))

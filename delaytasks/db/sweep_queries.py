@@ -3,8 +3,9 @@ due."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     Select,
+    Table,
     and_,
     case,
     delete,
@@ -27,7 +29,7 @@ from sqlalchemy import (
 
 from delaytasks.db.bulk_moves import Audit
 from delaytasks.db.database import Database
-from delaytasks.db.leases import AbandonedRows, lease_is_over
+from delaytasks.db.leases import lease_is_over, recover_rows
 from delaytasks.db.policy_rows import is_paused
 from delaytasks.db.row_lists import check_row_count
 from delaytasks.db.schema import Schema
@@ -56,15 +58,10 @@ _PARTITION_PRIME = 1_000_003
 class SweepQueries:
     def __init__(self, database: Database, schema: Schema, timer: str) -> None:
         self._db = database
+        self._schema = schema
         self._timer = timer
-        self._abandoned = AbandonedRows(database, schema)
-        self._keys = TaskKeys(database, schema)
-        self._attempts = Attempts(database, schema)
-        self._audit = Audit(database, schema)
         self._t = schema.tasks
         self._s = schema.sweeps
-        self._waitlist = schema.waitlists
-        self._is_paused = is_paused(schema)
 
     def begin_sweep(
         self, sweep_partition: int, sweep_partitions: int, at_least_s: float
@@ -74,31 +71,26 @@ class SweepQueries:
         Returns up to which due time rows were armed, or None if another process has just swept. Any
         number of processes may ask: the row's lock lets one sweep.
         """
-        s, stored = self._s, self._stored_count(sweep_partitions)
+        s = self._s
+        stored = self._stored_count(sweep_partitions)
+        mine = and_(s.c.sweep_partition == sweep_partition, s.c.sweep_partitions == stored)
 
-        def work(connection: Any) -> datetime | None:
-            mine = and_(s.c.sweep_partition == sweep_partition, s.c.sweep_partitions == stored)
-            found = select(s.c.swept_at, s.c.armed_until, s.c.timer).where(mine).with_for_update()
-            row = connection.execute(found).first()
-            now: datetime = connection.execute(select(db_now())).scalar_one()
+        def work(on: Any) -> datetime | None:
+            row = on.execute(select(s).where(mine).with_for_update()).first()
+            now: datetime = on.execute(select(db_now())).scalar_one()
+            armed_until, values = now, {"swept_at": now, "timer": self._timer}
             if row is None:
-                new = {
-                    "sweep_partition": sweep_partition,
-                    "sweep_partitions": stored,
-                    "swept_at": now,
-                    "armed_until": now,
-                    "timer": self._timer,
-                }
-                connection.execute(insert(s).values(new))
+                key = {"sweep_partition": sweep_partition, "sweep_partitions": stored}
+                on.execute(insert(s).values(**key, **values, armed_until=now))
                 return now
             is_set_back = row.swept_at > now  # or a server took over whose clock is behind
             if not is_set_back and row.swept_at > now - timedelta(seconds=at_least_s):
                 return None
             # Our workers do not receive what another timer keeps, so rows are armed again.
-            armed_until = now if is_set_back or row.timer != self._timer else row.armed_until
-            values = {"swept_at": now, "armed_until": armed_until, "timer": self._timer}
-            changed = connection.execute(update(s).where(mine).values(values)).rowcount
-            check_row_count(changed, 1, f"sweep partition {sweep_partition}")
+            if not is_set_back and row.timer == self._timer:
+                armed_until = row.armed_until
+            change = update(s).where(mine).values(**values, armed_until=armed_until)
+            check_row_count(on.execute(change).rowcount, 1, f"sweep partition {sweep_partition}")
             return armed_until
 
         try:
@@ -113,14 +105,13 @@ class SweepQueries:
     ) -> None:
         """Record that rows are armed until `until`, unless `forget_armed` was called meanwhile."""
         s = self._s
-        mine = and_(
+        # No row matches after `forget_armed`, and then the next sweep arms again.
+        change = update(s).where(
             s.c.sweep_partition == sweep_partition,
             s.c.sweep_partitions == self._stored_count(sweep_partitions),
             s.c.armed_until == since,
         )
-        # No row matches after `forget_armed`, and then the next sweep arms again.
-        statement = update(s).where(mine).values(armed_until=until)
-        self._db.autocommitted(lambda c: c.execute(statement))
+        self._db.autocommitted(lambda c: c.execute(change.values(armed_until=until)))
 
     def forget_armed(self) -> None:
         """Let the next sweeps arm again, since a worker or a broker may have lost what was
@@ -181,36 +172,32 @@ class SweepQueries:
         query = select(t.c.id, t.c.version, t.c.expected_time, t.c.queue, t.c.priority)
         query = query.where(waits_between(t, since, until)).order_by(t.c.expected_time)
         if policies.has_pauses:
-            query = query.where(not_(self._is_paused))
+            query = query.where(not_(is_paused(self._schema)))
         return query
 
-    def levels(self, late_s: float) -> list[Level]:
+    def levels(self, late_s: float, queues: Iterable[str] | None = None) -> list[Level]:
         """Return the levels with rows late by more than `late_s`, the highest priority first.
 
         Queues with tasks in a waitlist are included. The cost grows with the number of levels, not
-        of rows. If that number has to be bounded, call `levels_of`.
+        of rows. If that number has to be bounded, name the `queues`.
         """
-        waitlist_queue = self._waitlist.c.queue
+        t, entry = self._t, self._schema.waitlists
 
-        def work(connection: Any) -> list[Level]:
-            waiting = queue_levels(connection, self._t, Status.NOT_COMPLETE)
-            return self._late(
-                connection, waiting, distinct_values(connection, waitlist_queue), late_s
-            )
-
-        return self._db.autocommitted(work)
-
-    def levels_of(self, queues: Iterable[str], late_s: float) -> list[Level]:
-        """Return what `levels` returns for these queues."""
-        t, waitlist_queue = self._t, self._waitlist.c.queue
-
-        def work(connection: Any) -> list[Level]:
-            found: list[Level] = []
-            for queue in queues:
-                waiting = levels_of(connection, t, Status.NOT_COMPLETE, queue)
-                in_waitlist = distinct_values(connection, waitlist_queue, waitlist_queue == queue)
-                found += self._late(connection, waiting, in_waitlist, late_s)
-            return found
+        def work(on: Any) -> list[Level]:
+            if queues is None:
+                waiting = queue_levels(on, t, Status.NOT_COMPLETE)
+                in_waitlist = {*distinct_values(on, entry.c.queue)}
+            else:
+                waiting = [one for q in queues for one in levels_of(on, t, Status.NOT_COMPLETE, q)]
+                of_queue = partial(distinct_values, on, entry.c.queue)
+                in_waitlist = {q for q in queues if any(of_queue(entry.c.queue == q))}
+            late = [
+                level
+                for level in waiting
+                if on.execute(select(exists().where(_is_late(t, level, late_s)))).scalar()
+            ]
+            late += [Level(queue, 0) for queue in in_waitlist - {level.queue for level in late}]
+            return sorted(late, key=lambda level: (-level.priority, level.queue))
 
         return self._db.autocommitted(work)
 
@@ -221,7 +208,7 @@ class SweepQueries:
         caller that passes the returned place to its next call meets every queue, one part after
         another, and then begins again.
         """
-        waitlist_queue = self._waitlist.c.queue
+        waitlist_queue = self._schema.waitlists.c.queue
 
         def work(connection: Any) -> tuple[set[str], QueuePlace]:
             tasks = queues_after(connection, self._t, Status.NOT_COMPLETE, after.tasks, most)
@@ -235,25 +222,10 @@ class SweepQueries:
 
         return self._db.autocommitted(work)
 
-    def _late(
-        self, on: Any, waiting: Iterable[Level], in_waitlist: Iterable[str], late_s: float
-    ) -> list[Level]:
-        t = self._t
-
-        def is_late(level: Level) -> bool:
-            waits = t.c.status == int(Status.NOT_COMPLETE)
-            here = is_narrow(t.c.queue, level.queue), t.c.priority == level.priority
-            late = and_(waits, *here, is_past(t.c.expected_time, db_now_plus(-late_s)))
-            return bool(on.execute(select(exists().where(late))).scalar())
-
-        found = [level for level in waiting if is_late(level)]
-        known = {level.queue for level in found}
-        found += [Level(queue, 0) for queue in in_waitlist if queue not in known]
-        return sorted(found, key=lambda level: (-level.priority, level.queue))
-
     def recover(self, max_lost_leases: int, limit: int) -> Recovered:
         """Recover RUNNING rows whose lease is over: their worker is dead or stuck."""
-        return self._abandoned.recover(lease_is_over(self._t), max_lost_leases, limit)
+        which = lease_is_over(self._t)
+        return recover_rows(self._db, self._schema, which, max_lost_leases, limit)
 
     def purge(self, older_than_s: float, limit: int) -> int:
         """Delete up to `limit` finished rows that have not changed for `older_than_s` seconds."""
@@ -265,27 +237,35 @@ class SweepQueries:
         query = select(t.c.id, t.c.tag, t.c.task_key).where(old)
         query = query.order_by(t.c.expected_time).limit(limit)
 
-        def work(connection: Any) -> int:
+        keys, attempts = TaskKeys(self._db, self._schema), Attempts(self._db, self._schema)
+
+        def work(on: Any) -> int:
             # A separate query: planners that know the instant can estimate how few rows are older.
-            since = connection.execute(select(db_now_plus(-older_than_s))).scalar_one()
-            rows = connection.execute(query.where(t.c.expected_time < since)).all()
+            since = on.execute(select(db_now_plus(-older_than_s))).scalar_one()
+            rows = on.execute(query.where(t.c.expected_time < since)).all()
             if not rows:
                 return 0
             ids = t.c.id.in_(sorted(row[0] for row in rows))
             # A task that another program finished still owns its key.
-            keyed = [row for row in rows if row[2] is not None]
-            locked = self._keys.lock_all(connection, keyed)
-            purged = int(connection.execute(delete(t).where(ids, old)).rowcount)
+            locked = keys.lock_all(on, [row for row in rows if row[2] is not None])
+            purged = int(on.execute(delete(t).where(ids, old)).rowcount)
             # Some may have been retried meanwhile.
-            left = set(connection.execute(select(t.c.id).where(ids)).scalars())
-            self._attempts.forget(connection, [row[0] for row in rows if row[0] not in left])
-            self._keys.release_all(connection, [row for row in locked if row[0] not in left])
+            left = set(on.execute(select(t.c.id).where(ids)).scalars())
+            attempts.forget(on, [row[0] for row in rows if row[0] not in left])
+            keys.release_all(on, [row for row in locked if row[0] not in left])
             return purged
 
         return self._db.transaction(work)
 
     def purge_audit(self, older_than_s: float) -> None:
-        self._audit.purge(older_than_s)
+        Audit(self._db, self._schema).purge(older_than_s)
+
+
+def _is_late(t: Table, level: Level, late_s: float) -> ColumnElement[bool]:
+    """The condition for waiting rows of a level that are late by more than `late_s`."""
+    here = is_narrow(t.c.queue, level.queue), t.c.priority == level.priority
+    is_past_due = is_past(t.c.expected_time, db_now_plus(-late_s))
+    return and_(has_status(t, Status.NOT_COMPLETE), *here, is_past_due)
 
 
 def _entries(rows: Iterable[Any]) -> list[Entry]:
@@ -324,22 +304,17 @@ class OverdueRows:
 
     def count(self, late_s: float, most: int = MAX_OVERDUE_COUNTED) -> OverdueCount:
         """Count up to `most` tasks that are late by more than `late_s`."""
-        return self._db.autocommitted(lambda c: self.count_on(c, late_s, most))
 
-    def count_on(
-        self, on: Connection, late_s: float, most: int, most_queues: int = MAX_OVERDUE_QUEUES
-    ) -> OverdueCount:
-        """Count on a connection, in at most `most_queues` queues."""
-        total, oldest = 0, list[datetime]()
-        waits = has_status(self._t, Status.NOT_COMPLETE)
-        for queue in islice(distinct_values(on, self._t.c.queue, waits), most_queues):
-            for tasks, first in self._of_levels(on, queue, late_s, most - total):
-                total += tasks
-                oldest.append(first)
-        for tasks, first in self._deferred(on, late_s, most).values():
-            total += tasks
-            oldest.append(first)
-        return OverdueCount(min(total, most), min(oldest, default=None))
+        def work(on: Connection) -> OverdueCount:
+            found, left = list(self._deferred(on, late_s, most).values()), most
+            queues = distinct_values(on, self._t.c.queue, has_status(self._t, Status.NOT_COMPLETE))
+            for queue in islice(queues, MAX_OVERDUE_QUEUES):
+                for tasks, first in self._of_levels(on, queue, late_s, left):
+                    found.append((tasks, first))
+                    left -= tasks
+            return _together(found, most)
+
+        return self._db.autocommitted(work)
 
     def count_of_queues(
         self, on: Connection, queues: list[str], late_s: float, most: int
@@ -350,8 +325,7 @@ class OverdueRows:
             parts = list(self._of_levels(on, queue, late_s, most))
             if queue in deferred:
                 parts.append(deferred[queue])
-            tasks = min(sum(tasks for tasks, _ in parts), most)
-            found[queue] = OverdueCount(tasks, min((first for _, first in parts), default=None))
+            found[queue] = _together(parts, most)
         return found
 
     def other_queues(self, known: Collection[str], late_s: float) -> list[str]:
@@ -382,12 +356,7 @@ class OverdueRows:
                 return
             late = (
                 select(self._due.label("due"))
-                .where(
-                    has_status(t, status),
-                    is_narrow(t.c.queue, queue),
-                    t.c.priority == level.priority,
-                    is_past(t.c.expected_time, db_now_plus(-late_s)),
-                )
+                .where(_is_late(t, level, late_s))
                 .order_by(t.c.expected_time)
                 .limit(most)
                 .subquery()
@@ -455,6 +424,11 @@ class OverdueRows:
         return sorted(found, key=lambda group: -group.tasks)[:most]
 
 
+def _together(parts: Sequence[tuple[int, datetime]], most: int) -> OverdueCount:
+    tasks = sum(tasks for tasks, _ in parts)
+    return OverdueCount(min(tasks, most), min((first for _, first in parts), default=None))
+
+
 # -- due schedules --------------------------------------------------------------------------------
 
 # Whether the package of recurring schedules is needed: every sweep asks, and most find none.
@@ -463,22 +437,22 @@ class OverdueRows:
 class DueSchedules:
     def __init__(self, database: Database, schema: Schema) -> None:
         self._db = database
-        self._r = schema.recurring
+        self._r = schema.recurring.c
 
     def exist(self, within_s: float) -> bool:
         """Return whether a schedule needs tasks that are due within `within_s` seconds."""
-        next_at = self._r.c.next_at
         # The bound of NULLs helps MySQL, whose index begins with them.
-        due = exists().where(is_past(next_at, db_now_plus(within_s)), next_at.is_not(None))
-        return self._db.autocommitted(lambda c: bool(c.execute(select(due)).scalar()))
+        is_due = is_past(self._r.next_at, db_now_plus(within_s))
+        return bool(self._read(exists().where(is_due, self._r.next_at.is_not(None))))
 
     def first_at(self) -> datetime | None:
         """Return the first occurrence that has no task yet; None if no schedule goes on."""
-        first = select(func.min(self._r.c.next_at))
-        found: datetime | None = self._db.autocommitted(lambda c: c.execute(first).scalar())
-        return found
+        first: datetime | None = self._read(func.min(self._r.next_at))
+        return first
 
     def has_declared(self) -> bool:
         """Return whether code has declared a schedule that is stored here."""
-        declared = exists().where(self._r.c.is_declared)
-        return self._db.autocommitted(lambda c: bool(c.execute(select(declared)).scalar()))
+        return bool(self._read(exists().where(self._r.is_declared)))
+
+    def _read(self, expression: Any) -> Any:
+        return self._db.autocommitted(lambda c: c.execute(select(expression)).scalar())

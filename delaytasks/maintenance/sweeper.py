@@ -142,7 +142,7 @@ class OverdueQueues:
         """Return the overdue levels of these queues."""
         late: OverdueLevels = {}
         for some in batches(queues, QUEUES_PER_QUERY):
-            for level in self._sweeps.levels_of(some, self._late_s):
+            for level in self._sweeps.levels(self._late_s, some):
                 late.setdefault(level.queue, []).append(level.priority)
             on_step()
         return late

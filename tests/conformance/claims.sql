@@ -51,18 +51,17 @@ SET status = 3,
     ip_address = 2130706433
 WHERE id = ANY (ARRAY(
     SELECT id FROM yb_delay_task_message
-    JOIN json_to_recordset(CAST(:rows AS JSON)) AS w (
-        wanted_id BIGINT,
+    JOIN (SELECT * FROM json_to_recordset(CAST(:rows AS JSON)) AS j (wanted_id BIGINT,
         wanted_version BIGINT,
         wanted_status SMALLINT,
-        most_lapses INTEGER)
+        most_lapses INTEGER)) AS w
         ON id = wanted_id
-        AND id = ANY (:ids)
-        AND id BETWEEN :first AND :last
     WHERE version = wanted_version
         AND status + 0 = wanted_status
         AND lapses <= most_lapses
         AND expected_time <= clock_timestamp()
+        AND id = ANY (:ids)
+        AND id BETWEEN :first AND :last
     ORDER BY id
     FOR UPDATE SKIP LOCKED
 ))
@@ -204,11 +203,11 @@ FOR UPDATE SKIP LOCKED;
 SELECT id, tag, message_body, expected_time, status, version, queue, priority, task_key,
     delay_time, runs, lapses, headers, limit_key, create_time, due_time, meta, cancel_request
 FROM yb_delay_task_message
-JOIN JSON_TABLE(:rows, '$[*]' COLUMNS (
+JOIN (SELECT * FROM JSON_TABLE(:rows, '$[*]' COLUMNS (
     wanted_id BIGINT PATH '$.wanted_id',
     wanted_version BIGINT PATH '$.wanted_version',
     wanted_status SMALLINT PATH '$.wanted_status',
-    most_lapses INTEGER PATH '$.most_lapses')) AS w
+    most_lapses INTEGER PATH '$.most_lapses')) AS j) AS w
     ON id = wanted_id
 WHERE version = wanted_version
     AND status + 0 = wanted_status

@@ -15,6 +15,7 @@ from sqlalchemy.orm import Session
 
 import delaytasks as e
 from delaytasks import Cancel, DelayedTask, Done, Fail, Retry, RetrySchedule, Snooze, Status
+from delaytasks.db.task_keys import TaskKeys
 from tests.world import MonkeyPatch, World
 
 # How attempts end, on each database: retry schedules, outcomes, attempts
@@ -281,16 +282,15 @@ def test_a_retry_during_a_purge_keeps_the_attempts(world: World, monkeypatch: Mo
     old = world.now() - timedelta(days=1)
     for each in (task, other):
         world.change(each, expected_time=old, update_time=old)
-    sweeps = world.store.sweeps
-    lock_all = sweeps._keys.lock_all  # runs between the read and the delete
+    lock_all = TaskKeys.lock_all  # runs between the read and the delete
 
-    def retried_meanwhile(on: Any, tasks: Any) -> Any:
+    def retried_meanwhile(keys: TaskKeys, on: Any, tasks: Any) -> Any:
         t = world.table()
         on.execute(update(t).where(t.c.id == task.id).values(update_time=world.now()))
-        return lock_all(on, tasks)
+        return lock_all(keys, on, tasks)
 
-    monkeypatch.setattr(sweeps._keys, "lock_all", retried_meanwhile)
-    assert sweeps.purge(3600, 10) == 1
+    monkeypatch.setattr(TaskKeys, "lock_all", retried_meanwhile)
+    assert world.store.sweeps.purge(3600, 10) == 1
     assert len(world.attempts(task)) == 1
 
 

@@ -25,11 +25,10 @@ from delaytasks.broker.publisher import Publisher
 from delaytasks.callbacks import http_callbacks
 from delaytasks.db import claims, database, driver_errors, leases, migrations, producer
 from delaytasks.db.answer_limit import BoundedStep
-from delaytasks.db.claims import Backlog, Claims
+from delaytasks.db.claims import Claims
 from delaytasks.db.database import Database
 from delaytasks.db.leases import CancelRequests, Leases
 from delaytasks.db.policy_rows import PausedRows, PolicyTable
-from delaytasks.db.rows import task_of
 from delaytasks.db.settlements import DeferredRows
 from delaytasks.db.sweep_queries import SweepQueries
 from delaytasks.db.task_rows import CeleryRows, Tasks, Touches
@@ -97,7 +96,7 @@ VERBS: dict[str, tuple[Any, str]] = {
     "check the horizon": (StartChecks, "_check_visibility"),
     "tell": (Events, "emit"),
     "find the primary": (redis_timer, "redis_location"),
-    "continue a backlog": (Backlog, "claim"),
+    "continue a backlog": (Claims, "_claim_level"),
     "read the time once": (claims, "once"),
     "find lost leases by an index": (leases, "is_rare"),
     "look before a run": (DeferralRules, "settlement"),
@@ -280,9 +279,9 @@ def given_back_rows_run_nevertheless(give_back: Any, chunk: Any) -> int:
 
 @bug("continue a backlog", "conformance/claims")
 def each_chunk_begins_at_the_oldest_entry(
-    _: Any, at: Any, queue: str, priority: int, limit: int, claim: Any
+    _: Any, at: Any, queue: str, priority: int, limit: int
 ) -> Any:
-    return claim(None, limit)
+    return at._claim_oldest(queue, priority, limit)
 
 
 @bug("read the time once", "conformance/query_plans", on="postgresql")
@@ -632,8 +631,7 @@ def unconfirmed_messages_count_as_published(defer: Any, _: Any) -> Done:
 def _claim_whatever_the_status(patch: pytest.MonkeyPatch) -> None:
     def claim(self: Claims, entries: Any) -> Claimed:
         named = self._t.c.id.in_([entry.id for entry in entries])
-        rows = self._db.rows(select(*self.columns).where(named))
-        tasks = [task_of(row, self._schema) for row in rows]
+        tasks = self._tasks(self._db.rows(select(*self.columns).where(named)))
         self._db.autocommitted(lambda c: self._claim_locked(c, tasks))
         return Claimed(tasks)
 
