@@ -231,32 +231,13 @@ class Runtime:
 
     @part
     def pauses(self) -> PauseSweeper:
-        return PauseSweeper(
-            self.settings,
-            self.policy_cache,
-            self.store.policies,
-            self.store.paused_rows,
-            self.clock,
-            self.timer,
-            self.events,
-        )
+        return PauseSweeper(self)
 
     @part
     def sweeper(self) -> Sweeper:
-        settings, store = self.settings, self.store
-        return Sweeper(
-            settings,
-            store.sweeps,
-            store.workers,
-            self.clock,
-            self.timer,
-            self.events,
-            self.pauses,
-            self._make_recurring_tasks,
-            self._purge_statistics if settings.statistics else None,
-        )
+        return Sweeper(self)
 
-    def _make_recurring_tasks(self, on_step: OnStep) -> None:
+    def make_recurring_tasks(self, on_step: OnStep) -> None:
         if self.store.due_schedules.exist(self.settings.recurring_lead_s):
             self._creation.create(on_step)
 
@@ -268,7 +249,7 @@ class Runtime:
             self.settings, self.recurring_table, self.new_id, self.clock, self.timer, self.events
         )
 
-    def _purge_statistics(self) -> None:
+    def purge_statistics(self) -> None:
         from delaytasks.statistics.statistics_table import StatisticsTable
 
         StatisticsTable(self.store.database, self.store.schema).purge(self.clock.now())

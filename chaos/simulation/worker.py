@@ -21,6 +21,7 @@ from delaytasks.events import Events
 from delaytasks.limits.admission import Waitlist
 from delaytasks.loops import FAILED_REST_S, Loop
 from delaytasks.maintenance.sweeper import Sweeper
+from delaytasks.model.policies import NO_POLICIES
 from delaytasks.registry import ThreadSlots
 from delaytasks.run.executor import Host as RunnerHost
 from delaytasks.run.runner import FailureReason, Report, Runner
@@ -229,15 +230,10 @@ class SimulatedWorker(Host):
             events=self.events,
             registry=play.registry,
             clock=self.clock,
-            sweeper=Sweeper(
-                play.settings,
-                play.sweeps,
-                play.seen,
-                self.clock,
-                self.timer,
-                self.events,
-                recurring=recurring_stage(play, self.clock, self.timer, self.events),
+            pauses=SimpleNamespace(
+                read=lambda: NO_POLICIES, walk=lambda *_: None, hold_near=lambda *_: None
             ),
+            make_recurring_tasks=recurring_stage(play, self.clock, self.timer, self.events),
             store=SimpleNamespace(
                 tasks=play.tasks,
                 sweeps=play.sweeps,
@@ -254,6 +250,7 @@ class SimulatedWorker(Host):
             celery=SimpleNamespace(tasks={}),
             publisher=SimpleNamespace(send=lambda *_: True),  # only asked whether it answers
         )
+        parts.sweeper = Sweeper(parts)
         hub = SimpleNamespace(call_soon=self.soon)
         return WorkerRuntime(
             parts, processes, SimpleNamespace(hub=hub, pool=self, consumer=None, hostname=self.name)

@@ -12,109 +12,35 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 from delaytasks.events import Events
-from delaytasks.model.clock import UTC, Clock, from_us, monotonic
+from delaytasks.model.clock import UTC, from_us, monotonic
 from delaytasks.model.filters import batches
 from delaytasks.model.inputs import ALL_QUEUES
-from delaytasks.model.interfaces import Entry, FoundRow, Level, QueuePlace, Recovered, Timer
+from delaytasks.model.interfaces import Entry, FoundRow, Level, QueuePlace, Recovered
 from delaytasks.model.moves import Status
 from delaytasks.model.policies import NO_POLICIES, Policies, Policy
 from delaytasks.model.text import first_names
 from delaytasks.model.why import one_more_worker
-from delaytasks.run.policy_cache import PolicyCache
-from delaytasks.settings import Settings
 
 if TYPE_CHECKING:
-    from delaytasks.db.policy_rows import PausedRows, PolicyTable
     from delaytasks.db.sweep_queries import SweepQueries
-    from delaytasks.db.worker_table import WorkerTable
+    from delaytasks.runtime import Runtime
 
-
-# -- Asks workers to drain the queues that have overdue rows --------------------------------------
-
-
-#: Most drain messages for one queue in one sweep, for any number of workers.
-MOST_MESSAGES_PER_QUEUE = 500
 #: The pool names of workers without a broker begin with one of these prefixes: those that poll the
 #: table for rows due within the horizon, and those that only drain (`delaytasks run`).
 POLLING_PREFIX, ONLY_DRAINING_PREFIX = "direct/", "drain/"
+#: Called after each step of a sweep, so that the caller can show that the sweep makes progress.
+OnStep = Callable[[], None]
 #: Starts a drain in this worker; returns False if the worker does not serve the queue.
 StartDrain = Callable[[str, Sequence[int]], bool]
+#: The priorities that have overdue tasks, by queue. A queue with only a waitlist has priority 0.
+OverdueLevels = dict[str, list[int]]
 
 
-class DrainRequests:
-    """Finds the overdue queues. Sends drain messages, or starts drains here."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        sweeps: SweepQueries,
-        workers: WorkerTable,
-        timer: Timer,
-        events: Events,
-    ) -> None:
-        self._settings = settings
-        self._workers = workers
-        self._timer = timer
-        self._events = events
-        self._overdue = OverdueQueues(sweeps, settings.grace_s)
-
-    def request_all(
-        self, paused: Collection[str], on_step: OnStep, start_drain: StartDrain
-    ) -> None:
-        """Send drain messages, upon which workers claim overdue rows by themselves.
-
-        The queues that live workers name come first. Each sweep looks at a part of the others.
-        """
-        serving = self._workers_by_queue()
-        named = serving.keys() - {ALL_QUEUES}
-        late = _without(paused, self._overdue.of_named(named, on_step))
-        self._send(late, serving, on_step, start_drain)
-        others = _without(paused, self._overdue.of_others(named, on_step))
-        if serving[ALL_QUEUES]:
-            self._send(others, serving, on_step, start_drain)
-        elif others:  # no worker would receive the messages, and they would accumulate
-            self._events.emit(
-                "queue.unserved",
-                count=len(others),
-                queue=first_names(others),
-                remedy=one_more_worker(others, self._settings.namespace),
-            )
-
-    def start_own(
-        self, queues: Sequence[str], paused: Collection[str], start_drain: StartDrain
-    ) -> None:
-        """Start drains in this worker, for those of its queues that have overdue rows."""
-        for queue, priorities in _without(paused, self._overdue.of_named(queues)).items():
-            start_drain(queue, priorities)
-
-    def _workers_by_queue(self) -> Counter[str]:
-        """Return the number of live workers that receive drain messages, for each queue."""
-        without_broker = POLLING_PREFIX, ONLY_DRAINING_PREFIX
-        return Counter(
-            queue
-            for worker in self._workers.all()
-            if not self._settings.uses_broker or not worker["pool"].startswith(without_broker)
-            for queue in worker["queues"]
-        )
-
-    def _send(
-        self, late: OverdueLevels, serving: Counter[str], on_step: OnStep, start_drain: StartDrain
-    ) -> None:
-        for queue, priorities in late.items():
-            workers = serving[queue] + serving[ALL_QUEUES]
-            messages = min(self._settings.drain_messages * workers, MOST_MESSAGES_PER_QUEUE)
-            if self._timer.request_drain(queue, priorities, messages, self._settings.sweep_s):
-                self._events.emit("sweep.drain", queue=queue, messages=messages)
-            elif start_drain(queue, priorities):  # the broker takes no messages
-                self._events.emit("sweep.local_drain", queue=queue)
-            on_step()
-
-
-def _without(paused: Collection[str], late: OverdueLevels) -> OverdueLevels:
-    return {queue: priorities for queue, priorities in late.items() if queue not in paused}
+# -- the queues that have overdue rows ------------------------------------------------------------
 
 
 #: Queues of live workers, and other queues, that one call checks. The next call continues after
@@ -122,11 +48,6 @@ def _without(paused: Collection[str], late: OverdueLevels) -> OverdueLevels:
 MOST_NAMED, MOST_OTHERS = 1000, 100
 #: Queues in one query.
 QUEUES_PER_QUERY = 50
-
-#: Called after each step of a sweep, so that the caller can show that the sweep makes progress.
-OnStep = Callable[[], None]
-#: The priorities that have overdue tasks, by queue. A queue with only a waitlist has priority 0.
-OverdueLevels = dict[str, list[int]]
 
 
 class OverdueQueues:
@@ -167,7 +88,7 @@ class OverdueQueues:
         return self.of(sorted(queues.difference(named)), on_step)
 
 
-# -- pause sweeper --------------------------------------------------------------------------------
+# -- the rows of paused tags and queues -----------------------------------------------------------
 
 # Hold the waiting rows of paused tags and queues, and release them after the pause, in steps.
 #
@@ -196,24 +117,15 @@ APPLIED = 200
 class PauseSweeper:
     """Applies the pauses of policies to rows, as a part of each sweep."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        cache: PolicyCache,
-        table: PolicyTable,
-        rows: PausedRows,
-        clock: Clock,
-        timer: Timer,
-        events: Events,
-    ) -> None:
-        self.cache = cache
-        self._table = table
-        self._rows = rows
-        self._clock = clock
-        self._timer = timer
-        self._events = events
-        self._horizon = timedelta(seconds=settings.horizon_s or 0)
-        self._budget_s = settings.sweep_s * SHARE
+    def __init__(self, runtime: Runtime) -> None:
+        self.cache = runtime.policy_cache
+        self._runtime = runtime
+        self._table = runtime.store.policies
+        self._rows = runtime.store.paused_rows
+        self._clock = runtime.clock
+        self._events = runtime.events
+        self._horizon = timedelta(seconds=runtime.settings.horizon_s or 0)
+        self._budget_s = runtime.settings.sweep_s * SHARE
         #: The walk in progress, and the policies for which it was started.
         self._walk: Iterator[None] | None = None
         self._walk_policies: Sequence[Policy] = ()
@@ -266,7 +178,9 @@ class PauseSweeper:
             if monotonic() > deadline:
                 return
         self._walk = None
-        self._forget_empty_policies()
+        if monotonic() > self._forget_at:
+            self._forget_at = monotonic() + FORGET_S
+            self._table.forget()
         if self._is_complete:
             for batch in batches(unapplied, APPLIED):
                 self._table.applied(batch)
@@ -281,11 +195,6 @@ class PauseSweeper:
             not policies.pauses(tag, queue) and tag not in policies.limited
             for tag, queue in self._table.count(Status.HELD)
         )
-
-    def _forget_empty_policies(self) -> None:
-        if monotonic() > self._forget_at:
-            self._forget_at = monotonic() + FORGET_S
-            self._table.forget()
 
     # -- the steps of a walk ----------------------------------------------------------------------
 
@@ -376,50 +285,42 @@ class PauseSweeper:
         horizon_us = self._horizon.total_seconds() * 1e6 or 1e15
         near = [entry for entry in released if now_us < entry.due_us <= now_us + horizon_us]
         if near:  # the sweep drains the overdue ones
-            self._timer.arm(near)
+            self._runtime.timer.arm(near)
 
 
+# -- the sweep ------------------------------------------------------------------------------------
+
+
+#: Most drain messages for one queue in one sweep, for any number of workers.
+MOST_MESSAGES_PER_QUEUE = 500
 #: Rows that one statement recovers. Other transactions wait for their locks only briefly.
 RECOVER_ROWS = 500
-
-
-def _start_no_drain(queue: str, priorities: Sequence[int]) -> bool:
-    return False
+#: Rows that one statement purges, and statements in one sweep. Other transactions wait for the
+#: locks of a statement only briefly.
+PURGE_ROWS, PURGE_STEPS = 500, 20
+#: The time between two purges of the statistics by one process.
+STATISTICS_S = 3600.0
 
 
 class Sweeper:
     """Sweeps the tables."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        sweeps: SweepQueries,
-        workers: WorkerTable,
-        clock: Clock,
-        timer: Timer,
-        events: Events,
-        pauses: PauseSweeper | None = None,
-        recurring: Callable[[OnStep], object] | None = None,
-        purge_statistics: Callable[[], object] | None = None,
-    ) -> None:
-        self._settings = settings
-        self._sweeps = sweeps
-        self._workers = workers
-        self._clock = clock
-        self._timer = timer
-        self._events = events
-        self._pauses = pauses
-        self._recurring = recurring
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._settings = runtime.settings
+        self._sweeps = runtime.store.sweeps
+        self._workers = runtime.store.workers
+        self._events = runtime.events
         self._policies = NO_POLICIES
-        self._drain_requests = DrainRequests(settings, sweeps, workers, timer, events)
-        self._cleanup = Cleanup(settings, sweeps, events, purge_statistics)
+        self._overdue = OverdueQueues(self._sweeps, self._settings.grace_s)
+        self._statistics_purged_at = -math.inf
 
     def sweep(
         self,
         sweep_partition: int = 0,
         on_step: OnStep = lambda: None,
         contact_s: float = math.inf,
-        start_drain: StartDrain = _start_no_drain,
+        start_drain: StartDrain = lambda _queue, _priorities: False,
     ) -> bool:
         """Sweep one sweep partition, unless another worker has just done so.
 
@@ -443,27 +344,24 @@ class Sweeper:
             False if another worker has just swept the sweep partition.
         """
         is_first, began = sweep_partition == 0, monotonic()
+        attempt = partial(self._events.attempt, "sweep")
         if is_first:
-            self._attempt("workers", lambda: self._expire_silent_workers(contact_s))
+            attempt("workers", lambda: self._expire_silent_workers(contact_s))
         partitions, interval_s = self._settings.sweep_partitions, self._settings.sweep_s * 0.8
         armed_until = self._sweeps.begin_sweep(sweep_partition, partitions, interval_s)
         if armed_until is None:
             return False
-        knows_policies = self._attempt("policies", self._read_policies)
-        self._attempt(
-            "arm", lambda: self._arm_due_within_horizon(sweep_partition, armed_until, on_step)
-        )
+        knows_policies = attempt("policies", self._read_policies)
+        attempt("arm", lambda: self._arm_due_within_horizon(sweep_partition, armed_until, on_step))
         if is_first:
-            self._attempt("abandoned", lambda: self._recover_abandoned(on_step))
+            attempt("abandoned", lambda: self._recover_abandoned(on_step))
             if knows_policies:  # without them, every paused row would be released
-                self._attempt("hold", lambda: self._hold_and_release_paused(on_step))
-            paused, requests = self._policies.paused_queues, self._drain_requests
-            self._attempt("overdue", lambda: requests.request_all(paused, on_step, start_drain))
-            self._attempt("purge", lambda: self._cleanup.purge_finished(on_step))
-            self._attempt("audit", self._cleanup.purge_audit)
+                attempt("hold", lambda: self._runtime.pauses.walk(self._policies, on_step))
+            attempt("overdue", lambda: self._request_drains(on_step, start_drain))
+            attempt("purge", lambda: self._purge_finished(on_step))
             # No other stage waits for this one, whose tasks are due later.
-            self._attempt("recurring", lambda: self._make_recurring_tasks(on_step))
-            self._attempt("statistics", self._cleanup.purge_statistics)
+            attempt("recurring", lambda: self._runtime.make_recurring_tasks(on_step))
+            attempt("statistics", self._purge_statistics)
         seconds = monotonic() - began
         self._events.emit("sweep.done", sweep_partition=sweep_partition, seconds=seconds)
         return True
@@ -471,10 +369,8 @@ class Sweeper:
     def start_own_drains(self, queues: Sequence[str], start_drain: StartDrain) -> None:
         """Start drains of the calling worker's queues, whether or not it sweeps."""
         self._read_policies()
-        self._drain_requests.start_own(queues, self._policies.paused_queues, start_drain)
-
-    def _attempt(self, stage: str, work: Callable[[], object]) -> bool:
-        return self._events.attempt("sweep", stage, work)
+        for queue, priorities in self._without_paused(self._overdue.of_named(queues)).items():
+            start_drain(queue, priorities)
 
     # -- workers and policies ---------------------------------------------------------------------
 
@@ -495,8 +391,7 @@ class Sweeper:
             self._events.emit("worker.lost", count=len(names), worker=first_names(names))
 
     def _read_policies(self) -> None:
-        if self._pauses is not None:
-            self._policies = self._pauses.read()
+        self._policies = self._runtime.pauses.read()
 
     # -- rows due within the horizon --------------------------------------------------------------
 
@@ -507,7 +402,7 @@ class Sweeper:
         horizon_s = self._settings.horizon_s
         if horizon_s is None or not self._settings.uses_broker:
             return  # every row was armed when it was scheduled, or each worker polls the table
-        now = self._clock.certain_now()
+        now = self._runtime.clock.certain_now()
         since, until = max(armed_until, now), now + timedelta(seconds=horizon_s)
         armed = self._arm(sweep_partition, since, until, on_step)
         if armed is None:
@@ -517,8 +412,7 @@ class Sweeper:
         self._sweeps.mark_armed(sweep_partition, self._settings.sweep_partitions, armed_until, end)
         if count:
             self._events.emit("sweep.armed", count=count)
-        if self._pauses is not None:
-            self._pauses.hold_near(self._policies, since, end, on_step)
+        self._runtime.pauses.hold_near(self._policies, since, end, on_step)
 
     def _arm(
         self, sweep_partition: int, since: datetime, until: datetime, on_step: OnStep
@@ -532,14 +426,14 @@ class Sweeper:
             broker is unavailable: the next sweep starts at the same row.
         """
         count, deadline = 0, monotonic() + self._settings.sweep_s
-        partitions = self._settings.sweep_partitions
+        partitions, timer = self._settings.sweep_partitions, self._runtime.timer
         for entries in self._sweeps.due_between(
             since, until, sweep_partition, partitions, self._policies
         ):
             on_step()
-            if self._timer.arm(entries):
+            if timer.arm(entries):
                 count += len(entries)
-            elif not self._timer.is_up:
+            elif not timer.is_up:
                 return None
             # Otherwise the broker refuses one queue. Its rows are drained when they are overdue,
             # and the rows of the other queues do not wait for them.
@@ -549,13 +443,7 @@ class Sweeper:
                 return count, end
         return count, until
 
-    # -- recurring schedules ----------------------------------------------------------------------
-
-    def _make_recurring_tasks(self, on_step: OnStep) -> None:
-        if self._recurring is not None:
-            self._recurring(on_step)
-
-    # -- rows of dead workers, paused rows, overdue rows ------------------------------------------
+    # -- rows of dead workers, and overdue rows ---------------------------------------------------
 
     def _recover_abandoned(self, on_step: OnStep) -> None:
         """Make the rows whose lease is over ready to run again, or FAILED after too many losses."""
@@ -566,9 +454,71 @@ class Sweeper:
             if recovered.total < RECOVER_ROWS:
                 return
 
-    def _hold_and_release_paused(self, on_step: OnStep) -> None:
-        if self._pauses is not None:
-            self._pauses.walk(self._policies, on_step)
+    def _request_drains(self, on_step: OnStep, start_drain: StartDrain) -> None:
+        """Send drain messages, upon which workers claim overdue rows by themselves.
+
+        The queues that live workers name come first. Each sweep looks at a part of the others.
+        """
+        # The number of live workers that receive drain messages, for each queue.
+        without_broker = POLLING_PREFIX, ONLY_DRAINING_PREFIX
+        serving = Counter[str](
+            queue
+            for worker in self._workers.all()
+            if not self._settings.uses_broker or not worker["pool"].startswith(without_broker)
+            for queue in worker["queues"]
+        )
+        named = serving.keys() - {ALL_QUEUES}
+        late = self._without_paused(self._overdue.of_named(named, on_step))
+        self._send_drains(late, serving, on_step, start_drain)
+        others = self._without_paused(self._overdue.of_others(named, on_step))
+        if serving[ALL_QUEUES]:
+            self._send_drains(others, serving, on_step, start_drain)
+        elif others:  # no worker would receive the messages, and they would accumulate
+            self._events.emit(
+                "queue.unserved",
+                count=len(others),
+                queue=first_names(others),
+                remedy=one_more_worker(others, self._settings.namespace),
+            )
+
+    def _send_drains(
+        self, late: OverdueLevels, serving: Counter[str], on_step: OnStep, start_drain: StartDrain
+    ) -> None:
+        settings, timer = self._settings, self._runtime.timer
+        for queue, priorities in late.items():
+            workers = serving[queue] + serving[ALL_QUEUES]
+            messages = min(settings.drain_messages * workers, MOST_MESSAGES_PER_QUEUE)
+            if timer.request_drain(queue, priorities, messages, settings.sweep_s):
+                self._events.emit("sweep.drain", queue=queue, messages=messages)
+            elif start_drain(queue, priorities):  # the broker takes no messages
+                self._events.emit("sweep.local_drain", queue=queue)
+            on_step()
+
+    def _without_paused(self, late: OverdueLevels) -> OverdueLevels:
+        paused = self._policies.paused_queues
+        return {queue: priorities for queue, priorities in late.items() if queue not in paused}
+
+    # -- what is old ------------------------------------------------------------------------------
+
+    def _purge_finished(self, on_step: OnStep) -> None:
+        """Delete finished rows, and entries of the audit, that are older than the setting says."""
+        age_s = self._settings.purge_after_s
+        if age_s is None:
+            return
+        self._events.attempt("sweep", "audit", lambda: self._sweeps.purge_audit(age_s))
+        for _ in range(PURGE_STEPS):
+            on_step()
+            purged = self._sweeps.purge(age_s, PURGE_ROWS)
+            if purged:
+                self._events.emit("task.purged", count=purged)
+            if purged < PURGE_ROWS:
+                return
+
+    def _purge_statistics(self) -> None:
+        now = monotonic()
+        if self._settings.statistics and now - self._statistics_purged_at >= STATISTICS_S:
+            self._statistics_purged_at = now
+            self._runtime.purge_statistics()
 
 
 def _before_last_instant(entries: Sequence[Entry]) -> datetime | None:
@@ -585,46 +535,3 @@ def emit_recovered(events: Events, recovered: Recovered, **fields: object) -> No
         events.emit("task.timed_out", id=id, tag=tag)
     for task in recovered.worker_lost:
         events.emit("task.worker_lost", **task.event_fields, error=task.error or "")
-
-
-#: Rows that one statement purges, and statements in one sweep. Other transactions wait for the
-#: locks of a statement only briefly.
-PURGE_ROWS, PURGE_STEPS = 500, 20
-#: The time between two purges of the statistics by one process.
-STATISTICS_S = 3600.0
-
-
-class Cleanup:
-    def __init__(
-        self,
-        settings: Settings,
-        sweeps: SweepQueries,
-        events: Events,
-        purge_statistics: Callable[[], object] | None,
-    ) -> None:
-        self._age_s = settings.purge_after_s
-        self._sweeps = sweeps
-        self._events = events
-        self._purge_statistics = purge_statistics
-        self._purged_at = float("-inf")
-
-    def purge_finished(self, on_step: OnStep) -> None:
-        if self._age_s is None:
-            return
-        for _ in range(PURGE_STEPS):
-            on_step()
-            purged = self._sweeps.purge(self._age_s, PURGE_ROWS)
-            if purged:
-                self._events.emit("task.purged", count=purged)
-            if purged < PURGE_ROWS:
-                return
-
-    def purge_audit(self) -> None:
-        if self._age_s is not None:
-            self._sweeps.purge_audit(self._age_s)
-
-    def purge_statistics(self) -> None:
-        now = monotonic()
-        if self._purge_statistics is not None and now - self._purged_at >= STATISTICS_S:
-            self._purged_at = now
-            self._purge_statistics()

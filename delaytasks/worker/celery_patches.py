@@ -269,7 +269,7 @@ def active_rows(runtime: WorkerRuntime) -> list[dict[str, Any]]:
 
 def scheduled_entries(runtime: WorkerRuntime) -> list[dict[str, Any]]:
     """Return the entries of the timing wheel in the order of their due times."""
-    entries = runtime.near_entries.wheel.soonest(MAX_INSPECTED_ROWS)
+    entries = runtime.wheel.soonest(MAX_INSPECTED_ROWS)
     inspection = runtime.store.inspection
     rows: dict[int, Any] = _read(partial(inspection.named, [entry.id for entry in entries])) or {}
     return [

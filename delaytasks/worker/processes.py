@@ -8,12 +8,13 @@ import secrets
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from celery import signals
 
 from delaytasks.model.clock import reset_in_child
+from delaytasks.model.inputs import ALL_QUEUES
 from delaytasks.registry import ThreadSlots
 from delaytasks.worker.shared_memory import OthersWait, Renewals, RequestedRuns
 from delaytasks.worker.time_limits import can_limit_time
@@ -177,6 +178,11 @@ def logical_queues(names: Iterable[str], namespace: str) -> list[str]:
     """Return our logical queues among a broker's queues."""
     prefix = namespace + "."
     return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+
+
+def serves(queues: Sequence[str], queue: str) -> bool:
+    """Return whether a worker with these logical queues serves this one."""
+    return ALL_QUEUES in queues or queue in queues
 
 
 def own_address(toward: str | None) -> int | None:

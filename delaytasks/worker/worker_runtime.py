@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from functools import cached_property
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from celery import signals
+from celery.utils.log import get_logger
 from celery.utils.nodenames import node_format
 from celery.worker import state
 
@@ -15,22 +17,17 @@ from delaytasks.broker.arming import RUN
 from delaytasks.events import Events
 from delaytasks.loops import Loop
 from delaytasks.model.clock import from_us, monotonic
+from delaytasks.model.interfaces import Entry
 from delaytasks.statistics.statistics_table import StatisticsWriter, WorkerCounts, write_last
 from delaytasks.worker.broker_connection import stop_reading
 from delaytasks.worker.celery_patches import running_pids
-from delaytasks.worker.chunk_queue import NearEntries, UnfinishedWork, WorkSender
-from delaytasks.worker.dispatcher import CallThread, CapacityRequest, Dispatcher
-from delaytasks.worker.lease_keeper import LeaseKeeper
+from delaytasks.worker.dispatcher import Dispatcher, UnfinishedWork
+from delaytasks.worker.leases_loop import LeasesLoop
+from delaytasks.worker.policies_loop import PoliciesLoop
 from delaytasks.worker.processes import Processes, logical_queues
-from delaytasks.worker.service_watch import (
-    CancelRequestReader,
-    DatabaseOutages,
-    ServiceWatch,
-    policy_loop,
-)
-from delaytasks.worker.sweep_loop import DeclaredSchedules, SweepLoop
+from delaytasks.worker.sweep_loop import ServiceWatch, SweepLoop
 from delaytasks.worker.task_events import WorkerLostEvents, wants_task_events
-from delaytasks.worker.timing_wheel import WheelThread
+from delaytasks.worker.wheel import Wheel
 
 if TYPE_CHECKING:
     from delaytasks.metrics.process import WorkerMetrics
@@ -40,6 +37,7 @@ if TYPE_CHECKING:
     from delaytasks.worker.redis_poller import RedisPoller
     from delaytasks.worker.table_poller import TablePoller
 
+logger = get_logger(__name__)
 #: How often the watchdog checks the loops.
 WATCHDOG_S = 1.0
 #: A check that comes this much later shows that the whole process was suspended. It proves nothing
@@ -79,15 +77,10 @@ class WorkerRuntime:
         self.clock = runtime.clock
         self.store = runtime.store
         self.registry = runtime.registry
-        self.timer = runtime.timer
-        self.outages = DatabaseOutages(self.events)
-        self.capacity_request = CapacityRequest()
-        self.service_watch = ServiceWatch(self.timer, self._check_timer)
-        self.work_sender = WorkSender(runtime)
+        self.service_watch = ServiceWatch(runtime.timer, self._check_timer)
         hub_or_worker = celery_worker.hub or celery_worker
-        has_event_loop = hasattr(hub_or_worker, "call_soon")
-        self._call_thread = None if has_event_loop else CallThread(self.events)
-        self.call_soon = (self._call_thread or hub_or_worker).call_soon
+        call_thread = None if hasattr(hub_or_worker, "call_soon") else CallThread(self.events)
+        self.call_soon = (call_thread or hub_or_worker).call_soon
         #: What the worker has run; None if the setting `statistics` is off.
         self.counts: WorkerCounts | None = None
         self.statistics_writer: StatisticsWriter | None = None
@@ -96,50 +89,39 @@ class WorkerRuntime:
             self.statistics_writer = StatisticsWriter(
                 self.store, self.clock, self.counts, self.events
             )
-        self.near_entries = NearEntries(self.settings, self.clock, self.events)
         self.dispatcher = Dispatcher(self)
-        self.wheel_thread = WheelThread(
-            self.near_entries.wheel, self.dispatcher.take, self.events, self.settings.grace_s
-        )
-        self.sweep_loop = SweepLoop(self, DeclaredSchedules(runtime))
-        self.lease_keeper = LeaseKeeper(self)
-        self.table_poller = self._make_table_poller()
-        self.redis_poller = self._make_redis_poller()
+        grace_s = self.settings.grace_s
+        self.wheel: Wheel[Entry] = Wheel(self.clock, self.dispatcher.take, self.events, grace_s)
+        self.sweep_loop = SweepLoop(self)
+        self.policies_loop = PoliciesLoop(self)
+        self.table_poller: TablePoller | None = None
+        self.redis_poller: RedisPoller | None = None
+        if polls_table and runtime.direct_timer is not None:
+            from delaytasks.worker.table_poller import TablePoller
+
+            self.table_poller = TablePoller(self, runtime.direct_timer)
+        if runtime.redis_timer is not None:
+            # Imported here, since other deployments need no Redis client.
+            from delaytasks.worker.redis_poller import RedisPoller
+
+            self.redis_poller = RedisPoller(self, runtime.redis_timer)
+        loops = [
+            Loop("watch", self._watch, self.events, WATCH_STUCK_S),
+            self.wheel.loop,
+            self.sweep_loop.loop,
+            LeasesLoop(self).loop,
+            self.policies_loop.loop,
+        ]
+        for part in (call_thread, self.statistics_writer):
+            if part is not None:
+                loops.append(part.loop)
+        for poller in (self.table_poller, self.redis_poller):
+            if poller is not None:
+                loops += poller.loops
+        self.watchdog = Watchdog(self.events, loops)
         self.worker_lost_events = WorkerLostEvents(processes.task_events(), self.sends_events)
-        watch = Loop("watch", self._watch, self.events, WATCH_STUCK_S)
-        self.watchdog = Watchdog(self.events, [watch, *self._loops()])
         self._was_connected = False
         self._endpoint: MetricsEndpoint | None = None
-
-    def _make_table_poller(self) -> TablePoller | None:
-        timer = self.runtime.direct_timer
-        if timer is None or not self.polls_table:
-            return None
-        from delaytasks.worker.table_poller import TablePoller
-
-        return TablePoller(self, timer)
-
-    def _make_redis_poller(self) -> RedisPoller | None:
-        timer = self.runtime.redis_timer
-        if timer is None:
-            return None
-        # Imported here, since other deployments need no Redis client.
-        from delaytasks.worker.redis_poller import RedisPoller
-
-        return RedisPoller(self, timer)
-
-    def _loops(self) -> list[Loop]:
-        requests = CancelRequestReader(self.runtime, self.processes, self.celery_worker.pool)
-        return [
-            self.wheel_thread.loop,
-            self.sweep_loop.loop,
-            self.lease_keeper.loop,
-            policy_loop(self.runtime, self.outages, requests, self.dispatcher.limits_changed),
-            *([] if self._call_thread is None else [self._call_thread.loop]),
-            *([] if self.table_poller is None else self.table_poller.loops),
-            *([] if self.redis_poller is None else self.redis_poller.loops),
-            *([] if self.statistics_writer is None else [self.statistics_writer.loop]),
-        ]
 
     def sends_events(self) -> bool:
         return wants_task_events(getattr(self.celery_worker, "consumer", None))
@@ -199,16 +181,15 @@ class WorkerRuntime:
         pool may be changed.
         """
         # The pollers stop first. Otherwise they would take what is sent back.
-        if self.redis_poller is not None:
-            self.redis_poller.stop()
-        if self.table_poller is not None:
-            self.table_poller.stop()
+        for poller in (self.redis_poller, self.table_poller):
+            if poller is not None:
+                poller.stop()
         # The dispatcher closes before the wheel, so that it sends back all that comes from now on.
         unfinished = self.dispatcher.close()
-        waiting = unfinished.entries + self.wheel_thread.stop()
+        waiting = unfinished.entries + self.wheel.stop()
         if is_warm:
             waiting += self.dispatcher.recall()
-        self.work_sender.send_back(UnfinishedWork(waiting, unfinished.queues))
+        self.send_back(UnfinishedWork(waiting, unfinished.queues))
         stop_reading(self.celery_worker.consumer)
         self.write_statistics()
         if self._endpoint is not None:
@@ -217,6 +198,19 @@ class WorkerRuntime:
         self.sweep_loop.stop()
         if self.table_poller is not None:
             self.events.attempt("stop", "wake others", self.table_poller.wake_others)
+
+    def send_back(self, work: UnfinishedWork) -> None:
+        """Send unfinished work back to the timer, so that other workers get it in time."""
+        settings, timer = self.settings, self.runtime.timer
+        if work.entries:
+            if timer.arm(work.entries):
+                logger.info("delaytasks: sent back %d near tasks", len(work.entries))
+            else:
+                # The next sweep arms all near tasks again.
+                self.events.attempt("stop", "forget", self.store.sweeps.forget_armed)
+        messages = settings.drain_messages if work.messages is None else work.messages
+        for queue, priorities in work.queues:
+            timer.request_drain(queue, sorted(priorities), messages, settings.sweep_s)
 
     def write_statistics(self, **_: Any) -> None:
         """Write what the worker has counted since the last write."""
@@ -227,13 +221,13 @@ class WorkerRuntime:
         """Do once a second what needs no database."""
         self.watchdog.loop.check()
         # Other workers help with the entries that were too many for this one.
-        self.work_sender.send_back(self.dispatcher.take_left_to_table())
+        self.send_back(self.dispatcher.take_left_to_table())
         consumer = getattr(self.celery_worker.consumer, "task_consumer", None)
         if consumer is not None:  # `celery control add_consumer` and `cancel_consumer` change it
             names = (queue.name for queue in consumer.queues)
             self.processes.queues = logical_queues(names, self.settings.namespace)
-        self.outages.check_answer()
-        late_s = self.near_entries.wheel.late_s
+        self.policies_loop.check_answer()
+        late_s = self.wheel.late_s
         if late_s > self.settings.grace_s:
             self.events.emit("wheel.late", seconds=late_s)
         if state.should_terminate is not None:
@@ -263,11 +257,11 @@ class WorkerRuntime:
         """Return what `celery inspect stats` shows."""
         in_flight = self.dispatcher.in_flight
         return {
-            "held": len(self.near_entries.wheel),
+            "held": len(self.wheel),
             "waiting": self.dispatcher.waiting,
             "chunks": len(in_flight),
             "timer": self.settings.timer_kind,
-            "timer_is_up": self.timer.is_up,
+            "timer_is_up": self.runtime.timer.is_up,
             # `celery inspect` prints the answer as JSON, so it is text.
             "oldest_chunk": from_us(int(min(in_flight))).isoformat() if in_flight else None,
             "loops": self.watchdog.info(),
@@ -303,3 +297,28 @@ class Watchdog:
     def info(self) -> dict[str, Any]:
         """Return the state of each loop by its name."""
         return {loop.name: loop.info() for loop in self.loops}
+
+
+class CallThread:
+    """Takes the place of the event loop if the broker's transport has no event loop.
+
+    A solo pool runs its chunks in this thread. There must be no second thread of this kind, so
+    the watchdog never takes it for stuck.
+    """
+
+    def __init__(self, events: Events) -> None:
+        self._events = events
+        self._queue: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self.loop = Loop("calls", self._run_calls, events)
+
+    def call_soon(self, call: Callable[[], None]) -> None:
+        self._queue.put(call)
+        self.loop.wake()
+
+    def _run_calls(self) -> None:
+        while True:
+            try:
+                call = self._queue.get_nowait()
+            except Empty:
+                return
+            self._events.attempt("calls", "call", call)

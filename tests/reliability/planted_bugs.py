@@ -47,13 +47,12 @@ from delaytasks.run.chunk import Chunk, TimeBudget
 from delaytasks.run.executor import DeferralRules, Lease, OutcomeRules, TaskExecutor
 from delaytasks.run.runner import FailureReason
 from delaytasks.start_checks import StartChecks
-from delaytasks.worker import broker_connection, celery_context, lease_keeper, time_limits
-from delaytasks.worker.chunk_queue import ChunkQueue, QueueDrain, WorkSender
-from delaytasks.worker.dispatcher import Dispatcher
+from delaytasks.worker import broker_connection, celery_context, leases_loop, time_limits
+from delaytasks.worker.dispatcher import Dispatcher, QueueDrain
 from delaytasks.worker.redis_poller import RedisPoller
-from delaytasks.worker.service_watch import DatabaseContact
 from delaytasks.worker.shared_memory import Renewals
-from delaytasks.worker.sweep_loop import SweepLoop
+from delaytasks.worker.sweep_loop import DatabaseContact, SweepLoop
+from delaytasks.worker.worker_runtime import WorkerRuntime
 from tests.world import Claimed, Recovered, Settlement
 
 #: Where the code of today has each verb.
@@ -104,7 +103,7 @@ VERBS: dict[str, tuple[Any, str]] = {
     "judge an outcome": (OutcomeRules, "settlement"),
     "keep a time limit": (time_limits, "limited"),
     "keep a time budget": (TimeBudget, "open"),
-    "know the processes": (lease_keeper, "running_pids"),
+    "know the processes": (leases_loop, "running_pids"),
     "know the time that a lease has left": (Lease, "left_s"),
     "read the clock of the host": (clock, "monotonic"),
     "settle again": (settlement, "is_locked"),
@@ -125,11 +124,11 @@ VERBS: dict[str, tuple[Any, str]] = {
     "sweep without beat": (SweepLoop, "_sweep_stale"),
     "drain the own queues": (Sweeper, "start_own_drains"),
     "watch a loop": (Loop, "check"),
-    "send back": (WorkSender, "send_back"),
+    "send back": (WorkerRuntime, "send_back"),
     "close": (Dispatcher, "close"),
     "ask others to help": (Dispatcher, "take_left_to_table"),
-    "take a turn for a backlog": (ChunkQueue, "_drain_chunk"),
-    "go on after a chunk": (ChunkQueue, "continue_after"),
+    "take a turn for a backlog": (Dispatcher, "_drain_chunk"),
+    "go on after a chunk": (Dispatcher, "_continue_after"),
     "want another chunk": (QueueDrain, "wants_chunk"),
     "probe a waitlist": (TrackedWaitlist, "needs_process"),
     "follow a limit": (TrackedWaitlists, "limits_changed"),
@@ -533,7 +532,7 @@ def other_workers_help_after_the_next_sweep(take: Any, at: Any) -> Any:
 @bug("close", "unit/dispatcher early_entries")
 def a_dispatcher_closes_while_entries_are_held(_: Any, at: Any) -> Any:
     at._is_open = False
-    return at._queue.clear()
+    return at._clear()
 
 
 @bug("take a turn for a backlog", "unit/dispatcher")

@@ -33,9 +33,9 @@ from delaytasks.limits.tracked_waitlists import TrackedWaitlists, WaitlistName, 
 from delaytasks.loops import Availability, Latest
 from delaytasks.model.policies import WAITLIST_RECHECK_S, WaitlistState
 from delaytasks.model.workers import RegisteredWorker, ServiceTimes, beat_age_s, broker_down_s
-from delaytasks.worker import celery_patches, service_watch
+from delaytasks.worker import celery_patches, policies_loop
 from delaytasks.worker.bootsteps import warn_of_blocking_driver
-from delaytasks.worker.service_watch import DatabaseContact, ServiceWatch
+from delaytasks.worker.sweep_loop import DatabaseContact, ServiceWatch
 from tests.waiting import wait_until
 from tests.world import MonkeyPatch
 from tests.world.recording import ManualTime
@@ -337,16 +337,15 @@ REFUSALS = [StoreError("permission denied"), StoreUnavailableError("stayed busy"
 def test_a_database_that_refuses_is_not_down(time: ManualTime, error: StoreError) -> None:
     events, told = Events(), list[str]()
     events.subscribe(lambda name, fields: told.append(name))
-    outages = service_watch.DatabaseOutages(events)
     cache = Mock(known=SimpleNamespace(stamp=None), cancel_requests=0)
     cache.refresh.side_effect = error
     runtime: Any = SimpleNamespace(policy_cache=cache, events=events, store=Mock(close=None))
-    loop = service_watch.policy_loop(runtime, outages, Mock(), Mock())
+    policies = policies_loop.PoliciesLoop(Mock(runtime=runtime))
     for _ in range(3):
         with suppress(StoreError):
-            loop._turn()
-        time.at += service_watch.DATABASE_ANSWER_S + 1
-        outages.check_answer()
+            policies._turn()
+        time.at += policies_loop.DATABASE_ANSWER_S + 1
+        policies.check_answer()
     assert told == (["store.down"] if error is DOWN else [])
 
 

@@ -136,7 +136,7 @@ class MainProcess:
 
     def ask_for_help(self) -> None:
         """Ask other workers to drain the queues whose entries were left to the table."""
-        self.runtime.work_sender.send_back(self.dispatcher.take_left_to_table())
+        self.runtime.send_back(self.dispatcher.take_left_to_table())
 
     def request_sweep(self, partition: int) -> None:
         """Request a sweep, as a message of beat does."""
@@ -199,7 +199,7 @@ class MainProcess:
     @property
     def held(self) -> int:
         """The number of entries that wait until they are due."""
-        return len(self.runtime.near_entries.wheel)
+        return len(self.runtime.wheel)
 
     def sizes(self) -> list[int]:
         return [len(request.entries) for request in self.requests]
