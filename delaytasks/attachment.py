@@ -150,9 +150,9 @@ def attach(celery_app: Any, delays: HasRuntime, processes: Processes) -> None:
         warn_of_other_app, weak=False, dispatch_uid="delaytasks.other_app"
     )
     mask_settings()
-    celery_app.steps["worker"].add("delaytasks.worker.bootsteps:DelaysStep")
-    celery_app.steps["consumer"].add("delaytasks.worker.broker_connection:GuardStep")
-    celery_app.steps["consumer"].add("delaytasks.worker.broker_connection:ReconnectStep")
+    celery_app.steps["worker"].add("delaytasks.worker.consumer:DelaysStep")
+    celery_app.steps["consumer"].add("delaytasks.worker.connection:GuardStep")
+    celery_app.steps["consumer"].add("delaytasks.worker.connection:ReconnectStep")
 
     def add_to_beat(sender: Any, **_: Any) -> None:
         # Imported here: a process that only registers processors does not need it.

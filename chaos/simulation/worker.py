@@ -25,7 +25,7 @@ from delaytasks.model.policies import NO_POLICIES
 from delaytasks.registry import ThreadSlots
 from delaytasks.run.executor import Host as RunnerHost
 from delaytasks.run.runner import FailureReason, Report, Runner
-from delaytasks.worker.chunk_request import ChunkRequest
+from delaytasks.worker.pool import ChunkRequest
 from delaytasks.worker.shared_memory import OthersWait, Renewals
 from delaytasks.worker.worker_runtime import WorkerRuntime
 

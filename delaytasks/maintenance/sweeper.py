@@ -203,36 +203,37 @@ class PauseSweeper:
     ) -> Iterator[None]:
         """Release and hold rows, first those due within the horizon, then all."""
         pauses = [policy for policy in unapplied if policy.is_paused]
+        pauses_tags = any(policy.kind == "tag" for policy in pauses)
+        queues = None if pauses_tags else {policy.name for policy in pauses}
+
+        def resumes(tag: str, queue: str) -> bool:
+            return not policies.pauses(tag, queue)
+
         for until in (self._clock.certain_now() + self._horizon, None):
             if releases:
-                yield from self._release_all(policies, until)
+                yield from self._move(Status.HELD, until, None, resumes, self._release)
             if pauses:
-                yield from self._hold_all(policies, pauses, until)
+                waiting = Status.NOT_COMPLETE
+                yield from self._move(waiting, until, queues, policies.pauses, self._hold)
 
-    def _hold_all(
-        self, policies: Policies, pauses: Sequence[Policy], until: datetime | None
+    def _move(
+        self,
+        status: Status,
+        until: datetime | None,
+        queues: Collection[str] | None,
+        is_to_move: Callable[[str, str], bool],
+        move: Callable[[Sequence[int]], object],
     ) -> Iterator[None]:
-        queues = {policy.name for policy in pauses if policy.kind == "queue"}
-        pauses_tags = any(policy.kind == "tag" for policy in pauses)
-        for level in self._levels(Status.NOT_COMPLETE):
+        """Move the rows with a status in these queues, or in all if it is None, in steps."""
+        for level in self._levels(status):
             yield
-            if not pauses_tags and level.queue not in queues:
+            if queues is not None and level.queue not in queues:
                 continue
-            for rows in self._rows_of(Status.NOT_COMPLETE, level, until):
+            for rows in self._rows_of(status, level, until):
                 yield
-                ids = [row.id for row in rows if policies.pauses(row.tag, level.queue)]
+                ids = [row.id for row in rows if is_to_move(row.tag, level.queue)]
                 for batch in batches(ids, PAUSE_ROWS):
-                    self._hold(batch)
-                    yield
-
-    def _release_all(self, policies: Policies, until: datetime | None) -> Iterator[None]:
-        for level in self._levels(Status.HELD):
-            yield
-            for rows in self._rows_of(Status.HELD, level, until):
-                yield
-                ids = [row.id for row in rows if not policies.pauses(row.tag, level.queue)]
-                for batch in batches(ids, PAUSE_ROWS):
-                    self._release(batch)
+                    move(batch)
                     yield
 
     def _levels(self, status: Status) -> Iterator[Level]:

@@ -4,15 +4,14 @@ The dispatcher is the core of the main process. This is the way of a task throug
 line names what the module adds:
 
 ============================================  =====================================================
-`bootsteps`, `table_poller`, `redis_poller`   bring entries, and drain messages, from the broker,
+`consumer`, `table_poller`, `redis_poller`    bring entries, and drain messages, from the broker,
                                               from the table, or from Redis
 `wheel`                                       keeps entries until they are due
 `dispatcher`                                  takes what is due, chooses what the next chunk has
                                               (entries, a part of a drain, or a waitlist), and fills
                                               the pool; its docstring is the table of its decisions
-`chunk_request`                               is the chunk, and runs it in the process of the pool
-`pool`                                        passes the chunk to Celery's pool, and knows which
-                                              process has it
+`pool`                                        passes the chunk to Celery's pool, knows which
+                                              process has it, and runs it in that process
 ============================================  =====================================================
 
 `run.runner` claims, runs and settles the rows in the process of the pool, and returns a

@@ -44,8 +44,7 @@ from delaytasks.model.clock import monotonic
 from delaytasks.model.interfaces import Entry
 from delaytasks.model.workers import ChunkSize
 from delaytasks.run.runner import FailureReason, Report
-from delaytasks.worker.chunk_request import ChunkRequest
-from delaytasks.worker.pool import POOL_REST_S, Pool
+from delaytasks.worker.pool import POOL_REST_S, ChunkRequest, Pool
 
 if TYPE_CHECKING:
     from delaytasks.limits.tracked_waitlists import TrackedWaitlists
@@ -211,15 +210,9 @@ class QueueDrain:
         return min((wait_s for wait_s in waits if wait_s >= 0), default=inf)
 
 
-class UnfinishedWork(NamedTuple):
-    """Entries, and queues that have more due rows in the table."""
-
-    entries: list[Entry]
-    #: The queues whose drains it had started, with their priorities (none if only their waitlists
-    #: were served).
-    queues: list[tuple[str, set[int]]]
-    #: How many drain messages are sent for each queue; None means the constant `drain_messages`.
-    messages: int | None = None
+#: Queues with more due rows in the table: those whose drains this worker had started, with their
+#: priorities (none if only their waitlists were served).
+UnfinishedDrains = list[tuple[str, set[int]]]
 
 
 # -- the dispatcher -------------------------------------------------------------------------------
@@ -304,7 +297,7 @@ class Dispatcher:
         if is_open:
             self._pump_soon()
         elif entries:
-            self._worker.send_back(UnfinishedWork(list(entries), []))
+            self._worker.send_back(list(entries), [])
 
     def start_drain(self, queue: str, priorities: Iterable[int]) -> None:
         """Drain `queue`: send chunks that claim its due rows, until one comes back not full."""
@@ -316,7 +309,7 @@ class Dispatcher:
             self._pump_soon()
         else:
             # One message for one, since this worker may receive it again before it stops.
-            self._worker.send_back(UnfinishedWork([], [(queue, set(priorities))], messages=1))
+            self._worker.send_back([], [(queue, set(priorities))], messages=1)
 
     def _drain(self, queue: str, priorities: Iterable[int]) -> None:
         """Start the drain of a queue, or let the one that is in progress look once more."""
@@ -332,13 +325,13 @@ class Dispatcher:
             self._waitlists.limits_changed(tags)
         self._pump_soon()
 
-    def close(self) -> UnfinishedWork:
+    def close(self) -> tuple[list[Entry], UnfinishedDrains]:
         """Send no more chunks, and return what waits. Processes report soon."""
         with self._lock:
             self._is_open = False
             return self._clear()
 
-    def _clear(self) -> UnfinishedWork:
+    def _clear(self) -> tuple[list[Entry], UnfinishedDrains]:
         self._worker.processes.others_wait.record(True)
         # The set of priorities is empty for a queue that only has waitlists.
         waitlist_queues = self._waitlists.queues if self._waitlists else ()
@@ -347,7 +340,7 @@ class Dispatcher:
         self._drains.clear()
         self._left_to_table.clear()
         self._waitlists = None
-        return UnfinishedWork(self._ready.clear(), list(queues.items()))
+        return self._ready.clear(), list(queues.items())
 
     # -- what is left to the table ----------------------------------------------------------------
 
@@ -385,11 +378,11 @@ class Dispatcher:
             self._drain(queue, (priority,))
             self._left_to_table.setdefault(queue, set()).add(priority)
 
-    def take_left_to_table(self) -> UnfinishedWork:
+    def take_left_to_table(self) -> UnfinishedDrains:
         """Return the queues whose entries were left to the table since the last call."""
         with self._lock:
             left, self._left_to_table = self._left_to_table, {}
-            return UnfinishedWork([], list(left.items()))
+            return list(left.items())
 
     def grace_s(self, queue: str) -> float:
         """Return how late an entry of the queue may come."""
@@ -695,8 +688,7 @@ class Dispatcher:
                     self.receive(report.early)
         if not is_open:
             queues = {state.queue for state in report.waitlists}
-            unfinished = [(queue, set[int]()) for queue in queues]
-            self._worker.send_back(UnfinishedWork(list(report.early), unfinished))
+            self._worker.send_back(list(report.early), [(queue, set()) for queue in queues])
         self._pump_soon()
 
     def _failed(

@@ -15,7 +15,7 @@ from delaytasks.loops import Loop
 from delaytasks.maintenance.sweeper import emit_recovered
 from delaytasks.model.clock import from_us, monotonic
 from delaytasks.model.interfaces import Level
-from delaytasks.worker.celery_patches import running_pids
+from delaytasks.worker.pool import running_pids
 from delaytasks.worker.processes import serves
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import StoreError, StoreUnavailableError
 from delaytasks.model.policies import Policies
 from delaytasks.run.policy_cache import POLICY_REFRESH_S
-from delaytasks.worker.celery_patches import running_pids
+from delaytasks.worker.pool import running_pids
 
 if TYPE_CHECKING:
     from delaytasks.worker.worker_runtime import WorkerRuntime

@@ -19,11 +19,11 @@ from delaytasks.loops import Loop
 from delaytasks.model.clock import from_us, monotonic
 from delaytasks.model.interfaces import Entry
 from delaytasks.statistics.statistics_table import StatisticsWriter, WorkerCounts, write_last
-from delaytasks.worker.broker_connection import stop_reading
-from delaytasks.worker.celery_patches import running_pids
-from delaytasks.worker.dispatcher import Dispatcher, UnfinishedWork
+from delaytasks.worker.connection import stop_reading
+from delaytasks.worker.dispatcher import Dispatcher, UnfinishedDrains
 from delaytasks.worker.leases_loop import LeasesLoop
 from delaytasks.worker.policies_loop import PoliciesLoop
+from delaytasks.worker.pool import running_pids
 from delaytasks.worker.processes import Processes, logical_queues
 from delaytasks.worker.sweep_loop import ServiceWatch, SweepLoop
 from delaytasks.worker.task_events import WorkerLostEvents, wants_task_events
@@ -185,11 +185,11 @@ class WorkerRuntime:
             if poller is not None:
                 poller.stop()
         # The dispatcher closes before the wheel, so that it sends back all that comes from now on.
-        unfinished = self.dispatcher.close()
-        waiting = unfinished.entries + self.wheel.stop()
+        waiting, drains = self.dispatcher.close()
+        waiting += self.wheel.stop()
         if is_warm:
             waiting += self.dispatcher.recall()
-        self.send_back(UnfinishedWork(waiting, unfinished.queues))
+        self.send_back(waiting, drains)
         stop_reading(self.celery_worker.consumer)
         self.write_statistics()
         if self._endpoint is not None:
@@ -199,17 +199,23 @@ class WorkerRuntime:
         if self.table_poller is not None:
             self.events.attempt("stop", "wake others", self.table_poller.wake_others)
 
-    def send_back(self, work: UnfinishedWork) -> None:
-        """Send unfinished work back to the timer, so that other workers get it in time."""
+    def send_back(
+        self, entries: list[Entry], drains: UnfinishedDrains, messages: int | None = None
+    ) -> None:
+        """Send unfinished work back to the timer, so that other workers get it in time.
+
+        `messages` drain messages are sent for each queue, or those of the constant
+        `drain_messages`.
+        """
         settings, timer = self.settings, self.runtime.timer
-        if work.entries:
-            if timer.arm(work.entries):
-                logger.info("delaytasks: sent back %d near tasks", len(work.entries))
+        if entries:
+            if timer.arm(entries):
+                logger.info("delaytasks: sent back %d near tasks", len(entries))
             else:
                 # The next sweep arms all near tasks again.
                 self.events.attempt("stop", "forget", self.store.sweeps.forget_armed)
-        messages = settings.drain_messages if work.messages is None else work.messages
-        for queue, priorities in work.queues:
+        messages = settings.drain_messages if messages is None else messages
+        for queue, priorities in drains:
             timer.request_drain(queue, sorted(priorities), messages, settings.sweep_s)
 
     def write_statistics(self, **_: Any) -> None:
@@ -221,7 +227,7 @@ class WorkerRuntime:
         """Do once a second what needs no database."""
         self.watchdog.loop.check()
         # Other workers help with the entries that were too many for this one.
-        self.send_back(self.dispatcher.take_left_to_table())
+        self.send_back([], self.dispatcher.take_left_to_table())
         consumer = getattr(self.celery_worker.consumer, "task_consumer", None)
         if consumer is not None:  # `celery control add_consumer` and `cancel_consumer` change it
             names = (queue.name for queue in consumer.queues)

@@ -33,8 +33,8 @@ from delaytasks.limits.tracked_waitlists import TrackedWaitlists, WaitlistName, 
 from delaytasks.loops import Availability, Latest
 from delaytasks.model.policies import WAITLIST_RECHECK_S, WaitlistState
 from delaytasks.model.workers import RegisteredWorker, ServiceTimes, beat_age_s, broker_down_s
-from delaytasks.worker import celery_patches, policies_loop
-from delaytasks.worker.bootsteps import warn_of_blocking_driver
+from delaytasks.worker import patches, policies_loop
+from delaytasks.worker.consumer import warn_of_blocking_driver
 from delaytasks.worker.sweep_loop import DatabaseContact, ServiceWatch
 from tests.waiting import wait_until
 from tests.world import MonkeyPatch
@@ -514,9 +514,9 @@ def test_a_signal_handler_goes_on_if_it_cannot_write(monkeypatch: MonkeyPatch, c
         said.append(args)
         raise BrokenPipeError
 
-    monkeypatch.setattr(celery_patches, "_CELERY", celery)
+    monkeypatch.setattr(patches, "_CELERY", celery)
     monkeypatch.setattr(celery_worker, "safe_say", say)
-    celery_patches.obey_signals_without_output()
+    patches.obey_signals_without_output()
     celery_worker.safe_say("worker: Warm shutdown", None)
     assert said == [("worker: Warm shutdown", None)]
 

@@ -33,7 +33,7 @@ from delaytasks.broker.arming import RUN, SWEEP
 from delaytasks.broker.publisher import is_home_node_down
 from delaytasks.loops import in_background
 from delaytasks.model.clock import monotonic
-from delaytasks.worker.celery_patches import (
+from delaytasks.worker.patches import (
     LONGEST_PAUSE_S,
     PAUSE_STEP_S,
     brpop_s,
