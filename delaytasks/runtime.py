@@ -22,7 +22,6 @@ from delaytasks.db.producer import Producer, QueueRouting
 from delaytasks.db.store import Store
 from delaytasks.events import Events
 from delaytasks.loops import ThreadPool
-from delaytasks.maintenance.sweeper import OnStep, PauseSweeper, Sweeper
 from delaytasks.model.body import Cipher
 from delaytasks.model.celery_calls import CALLBACK
 from delaytasks.model.clock import Clock, reset_in_child, wall_ms
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
     from delaytasks.model.interfaces import Timer, Transaction
     from delaytasks.operate.explanations import Explanations
     from delaytasks.recurring.creation import Creation, RecurringTable
+    from delaytasks.worker.sweep import OnStep, PauseSweeper, Sweeper
 
 T = TypeVar("T")
 #: Is entered around each call of a processor.
@@ -231,10 +231,14 @@ class Runtime:
 
     @part
     def pauses(self) -> PauseSweeper:
+        from delaytasks.worker.sweep import PauseSweeper
+
         return PauseSweeper(self)
 
     @part
     def sweeper(self) -> Sweeper:
+        from delaytasks.worker.sweep import Sweeper
+
         return Sweeper(self)
 
     def make_recurring_tasks(self, on_step: OnStep) -> None:
@@ -352,12 +356,3 @@ class HasRuntime(Protocol):
 def runtime_of(delays: HasRuntime) -> Runtime:
     """Return the objects behind `delays`."""
     return delays._runtime
-
-
-def use_direct_timer(delays: HasRuntime) -> None:
-    """From now on this process contacts neither broker nor Redis and finds near rows in the table.
-
-    To be called before anything is scheduled or run.
-    """
-    if runtime_of(delays).settings.uses_broker:
-        delays._renew_runtime(timer="direct")

@@ -20,13 +20,12 @@ from delaytasks.broker.redis_timer import RedisTimer
 from delaytasks.events import Events
 from delaytasks.limits.admission import Waitlist
 from delaytasks.loops import FAILED_REST_S, Loop
-from delaytasks.maintenance.sweeper import Sweeper
 from delaytasks.model.policies import NO_POLICIES
 from delaytasks.registry import ThreadSlots
 from delaytasks.run.executor import Host as RunnerHost
 from delaytasks.run.runner import FailureReason, Report, Runner
 from delaytasks.worker.pool import ChunkRequest
-from delaytasks.worker.shared_memory import OthersWait, Renewals
+from delaytasks.worker.processes import OthersWait, Renewals
 from delaytasks.worker.worker_runtime import WorkerRuntime
 
 CHILDREN = 2
@@ -250,7 +249,6 @@ class SimulatedWorker(Host):
             celery=SimpleNamespace(tasks={}),
             publisher=SimpleNamespace(send=lambda *_: True),  # only asked whether it answers
         )
-        parts.sweeper = Sweeper(parts)
         hub = SimpleNamespace(call_soon=self.soon)
         return WorkerRuntime(
             parts, processes, SimpleNamespace(hub=hub, pool=self, consumer=None, hostname=self.name)

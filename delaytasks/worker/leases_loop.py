@@ -12,11 +12,11 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from delaytasks.loops import Loop
-from delaytasks.maintenance.sweeper import emit_recovered
 from delaytasks.model.clock import from_us, monotonic
 from delaytasks.model.interfaces import Level
 from delaytasks.worker.pool import running_pids
 from delaytasks.worker.processes import serves
+from delaytasks.worker.sweep import emit_recovered
 
 if TYPE_CHECKING:
     from delaytasks.worker.worker_runtime import WorkerRuntime

@@ -11,7 +11,7 @@ here                              because                                       
 `obey_signals_without_output`     SIGTERM fails if nobody reads the output        Celery 5.7
 `let_threads_wake`                a call of another thread waits for a message    kombu 5.7
 `keep_polling`                    one closed Redis connection stops all others    kombu 5.7
-`interval_max`, `brpop_s`         other pauses, and another wait for Redis        kombu 5.7, 5.6
+`BEYOND_MAX_S`, `BRPOP_S`         other pauses, and another wait for Redis        kombu 5.7, 5.6
 `show_rows`                       `celery inspect` knows messages, and not rows
 `end_chunks_on_cold_shutdown`     a cold shutdown would wait for chunks forever
 `pool.Pool.send`                  `task_time_limit` would end a whole chunk
@@ -59,25 +59,13 @@ _KOMBU = tuple(kombu.VERSION[:2])
 #: The first pause between two of kombu's attempts to connect, and the difference between two
 #: pauses.
 PAUSE_STEP_S = 2
-#: Before kombu 5.7 `interval_max` did not include the first pause: the longest pause was longer by
-#: it.
-_BEYOND_MAX_S = 0 if _KOMBU >= (5, 7) else PAUSE_STEP_S
+#: Before kombu 5.7 the option `interval_max` of `ensure_connection` did not include the first
+#: pause: the longest pause was longer by it.
+BEYOND_MAX_S = 0 if _KOMBU >= (5, 7) else PAUSE_STEP_S
 #: The longest pause without `interval_max`.
-LONGEST_PAUSE_S = 30 + _BEYOND_MAX_S
-#: Before kombu 5.6 a Redis channel has no `brpop_timeout`: each request waited for one second.
-_BRPOP_S = 1
-
-
-def interval_max(pause_s: float) -> float:
-    """Return the option `interval_max` of `ensure_connection` that gives pauses of at most
-    `pause_s`.
-    """
-    return pause_s - _BEYOND_MAX_S
-
-
-def brpop_s(channel: Any) -> float:
-    """Return how long Redis waits for a message before it answers a channel without one."""
-    return float(getattr(channel, "brpop_timeout", _BRPOP_S))
+LONGEST_PAUSE_S = 30 + BEYOND_MAX_S
+#: How long Redis waits for a message before kombu 5.6, whose channels have no `brpop_timeout`.
+BRPOP_S = 1
 
 
 def pass_over_exited_processes(pool: Any) -> None:
@@ -154,11 +142,6 @@ def let_threads_wake(hub: Any) -> None:
     """
     if hub is not None and _KOMBU < (5, 7) and not isinstance(hub.call_soon, _Waker):
         hub.call_soon = _Waker(hub)
-
-
-def timer_entries(timer: Any) -> set[Any]:
-    """Return the entries of the event loop's timer. Celery 5.7 has such a function of its own."""
-    return {scheduled.entry for scheduled in timer.queue}
 
 
 def keep_polling(transport: Any, loop: Any) -> None:

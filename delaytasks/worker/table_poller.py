@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from delaytasks.broker.direct import LOOK, NOTICE_SLACK_S, NOTIFIED_POLL_S, DirectTimer, read_notice
 from delaytasks.loops import Loop
-from delaytasks.maintenance.sweeper import MOST_OTHERS, POLLING_PREFIX, OverdueQueues
 from delaytasks.model.clock import from_us, monotonic
 from delaytasks.model.inputs import ALL_QUEUES
 from delaytasks.model.interfaces import Entry
+from delaytasks.model.workers import POLLING_PREFIX
 from delaytasks.settings import SILENT_SWEEPS
 from delaytasks.worker.processes import serves
+from delaytasks.worker.sweep import MOST_OTHERS, OverdueQueues
 
 if TYPE_CHECKING:
     from delaytasks.db.store import Listener
@@ -209,10 +210,11 @@ class TablePoller:
         self._passed_on: dict[tuple[int, int], int] = {}
         self._rest_s = MIN_POLL_REST_S
         self._overdue_check_at = 0.0
-        self._overdue = OverdueQueues(self._store.sweeps, self._settings.grace_s)
         self.loop = Loop(
             "table_poller", self._turn, runtime.events, POLL_STUCK_S, self._store.close
         )
+        sweeps, grace_s = self._store.sweeps, self._settings.grace_s
+        self._overdue = OverdueQueues(sweeps, grace_s, self.loop.report_progress)
         self.listener = NotifyListener(runtime, self.take, self.wake)
         self.loops = [self.loop, self.listener.loop]
         timer.subscribe(self.take)
@@ -291,10 +293,10 @@ class TablePoller:
         serves_all = ALL_QUEUES in queues
         if serves_all:
             queues = self._runtime.queues.all()
-        late = self._overdue.of_named(queues, self.loop.report_progress)
+        late = self._overdue.of_named(queues)
         if serves_all:
             # No more unknown queues than can have their turn soon, in between the known ones.
             most = MOST_OTHERS - self._dispatcher.drain_count
-            late |= self._overdue.of_others(queues, self.loop.report_progress, most)
+            late |= self._overdue.of_others(queues, most)
         for queue, priorities in late.items():
             self._dispatcher.start_drain(queue, priorities)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from functools import cached_property
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -25,15 +24,15 @@ from delaytasks.worker.leases_loop import LeasesLoop
 from delaytasks.worker.policies_loop import PoliciesLoop
 from delaytasks.worker.pool import running_pids
 from delaytasks.worker.processes import Processes, logical_queues
-from delaytasks.worker.sweep_loop import ServiceWatch, SweepLoop
+from delaytasks.worker.sweep import ServiceWatch, SweepLoop
 from delaytasks.worker.task_events import WorkerLostEvents, wants_task_events
 from delaytasks.worker.wheel import Wheel
 
 if TYPE_CHECKING:
-    from delaytasks.metrics.process import WorkerMetrics
     from delaytasks.metrics.prometheus import MetricsEndpoint
     from delaytasks.run.runner import Report
     from delaytasks.runtime import Runtime
+    from delaytasks.settings import Address
     from delaytasks.worker.redis_poller import RedisPoller
     from delaytasks.worker.table_poller import TablePoller
 
@@ -134,7 +133,7 @@ class WorkerRuntime:
 
     def start(self) -> None:
         self.clock.refresh_if_due()
-        # From now on the lease keeper refreshes the clock, so that neither the event loop nor the
+        # From now on the loop of leases refreshes the clock, so that neither the event loop nor the
         # timing wheel waits for the database.
         self.clock.refreshes_inline = False
         self.events.subscribe(self.worker_lost_events)
@@ -142,36 +141,24 @@ class WorkerRuntime:
             self.events.subscribe(self.counts)
             # After the pool has stopped, since its last chunks report until then.
             signals.worker_shutdown.connect(self.write_statistics)
-        self._endpoint = self._make_endpoint()
-        if self._endpoint is not None:
-            self.watchdog.loops.append(self._endpoint.loop)
+        if self.settings.metrics:
+            self._prepare_metrics(self.settings.metrics)
         self.watchdog.start()
 
-    def _make_endpoint(self) -> MetricsEndpoint | None:
-        """Return what serves this worker's metrics, or None if the settings ask for none."""
-        place = self.settings.metrics
-        if not place:
-            return None
+    def _prepare_metrics(self, place: Address | str) -> None:
+        """Let the watchdog start what serves the metrics of this worker, or writes them."""
         # Imported here, since other deployments need no client of Prometheus.
+        from delaytasks.metrics.process import SweepTimes, WorkerMetrics
         from delaytasks.metrics.prometheus import MetricsEndpoint
 
         if isinstance(place, str):
             place = node_format(place, self.celery_worker.hostname)
-        return MetricsEndpoint(place, self.events, self.metrics)
-
-    @cached_property
-    def metrics(self) -> WorkerMetrics:
-        """The metrics of this worker, which include the sweeps from the first use on."""
-        from delaytasks.metrics.process import SweepTimes, WorkerMetrics
-
         counts, pool, sweep_times = self.counts, self.celery_worker.pool, SweepTimes()
         self.events.subscribe(sweep_times)
-        return WorkerMetrics(
-            self.info,
-            dict if counts is None else counts.totals,
-            lambda: int(pool.limit or 1),
-            sweep_times,
-        )
+        totals = dict if counts is None else counts.totals
+        metrics = WorkerMetrics(self.info, totals, lambda: int(pool.limit or 1), sweep_times)
+        self._endpoint = MetricsEndpoint(place, self.events, metrics)
+        self.watchdog.loops.append(self._endpoint.loop)
 
     def stop(self, is_warm: bool = False) -> None:
         """Send back what is kept, and ask other workers to continue the drains of this one.

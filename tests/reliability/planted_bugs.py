@@ -36,7 +36,6 @@ from delaytasks.db.worker_table import WorkerTable
 from delaytasks.events import Events
 from delaytasks.limits.tracked_waitlists import TrackedWaitlist, TrackedWaitlists
 from delaytasks.loops import Loop
-from delaytasks.maintenance.sweeper import Sweeper
 from delaytasks.model import clock, text
 from delaytasks.operate import durable_calls
 from delaytasks.recurring import creation
@@ -49,9 +48,9 @@ from delaytasks.run.runner import FailureReason
 from delaytasks.start_checks import StartChecks
 from delaytasks.worker import celery_context, connection, leases_loop, time_limits
 from delaytasks.worker.dispatcher import Dispatcher, QueueDrain
+from delaytasks.worker.processes import Renewals
 from delaytasks.worker.redis_poller import RedisPoller
-from delaytasks.worker.shared_memory import Renewals
-from delaytasks.worker.sweep_loop import DatabaseContact, SweepLoop
+from delaytasks.worker.sweep import DatabaseContact, Sweeper, SweepLoop
 from delaytasks.worker.worker_runtime import WorkerRuntime
 from tests.world import Claimed, Recovered, Settlement
 

@@ -35,7 +35,7 @@ from delaytasks.model.policies import WAITLIST_RECHECK_S, WaitlistState
 from delaytasks.model.workers import RegisteredWorker, ServiceTimes, beat_age_s, broker_down_s
 from delaytasks.worker import patches, policies_loop
 from delaytasks.worker.consumer import warn_of_blocking_driver
-from delaytasks.worker.sweep_loop import DatabaseContact, ServiceWatch
+from delaytasks.worker.sweep import DatabaseContact, ServiceWatch
 from tests.waiting import wait_until
 from tests.world import MonkeyPatch
 from tests.world.recording import ManualTime
@@ -351,19 +351,19 @@ def test_a_database_that_refuses_is_not_down(time: ManualTime, error: StoreError
 
 def test_a_gap_or_a_failure_restarts_the_contact(time: ManualTime) -> None:
     contact = DatabaseContact(gap_s=8)
-    assert contact.seconds == 0, "nobody has answered yet"
+    assert contact.seconds() == 0, "nobody has answered yet"
     for _ in range(4):
         contact.mark_answered()
         time.at += 5
-    assert contact.seconds == 20
+    assert contact.seconds() == 20
     contact.mark_failed()
-    assert contact.seconds == 0
+    assert contact.seconds() == 0
     contact.mark_answered()
     time.at += 9
-    assert contact.seconds == 0, "this process may have stood still"
+    assert contact.seconds() == 0, "this process may have stood still"
     contact.mark_answered()
     time.at += 1
-    assert contact.seconds == 1
+    assert contact.seconds() == 1
 
 
 # -- the availability of a service, and values that are kept ---------------------------------------

@@ -9,6 +9,7 @@ work that concerns the whole table.
 from __future__ import annotations
 
 import math
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
@@ -16,22 +17,23 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from delaytasks.events import Events
+from delaytasks.loops import Loop
 from delaytasks.model.clock import UTC, from_us, monotonic
 from delaytasks.model.filters import batches
 from delaytasks.model.inputs import ALL_QUEUES
-from delaytasks.model.interfaces import Entry, FoundRow, Level, QueuePlace, Recovered
+from delaytasks.model.interfaces import Entry, FoundRow, Level, QueuePlace, Recovered, Timer
 from delaytasks.model.moves import Status
 from delaytasks.model.policies import NO_POLICIES, Policies, Policy
-from delaytasks.model.text import first_names
+from delaytasks.model.text import DEFER_MAX_S, first_names
 from delaytasks.model.why import one_more_worker
+from delaytasks.model.workers import ONLY_DRAINING_PREFIX, POLLING_PREFIX, ServiceTimes
+from delaytasks.settings import SILENT_SWEEPS
 
 if TYPE_CHECKING:
     from delaytasks.db.sweep_queries import SweepQueries
     from delaytasks.runtime import Runtime
+    from delaytasks.worker.worker_runtime import WorkerRuntime
 
-#: The pool names of workers without a broker begin with one of these prefixes: those that poll the
-#: table for rows due within the horizon, and those that only drain (`delaytasks run`).
-POLLING_PREFIX, ONLY_DRAINING_PREFIX = "direct/", "drain/"
 #: Called after each step of a sweep, so that the caller can show that the sweep makes progress.
 OnStep = Callable[[], None]
 #: Starts a drain in this worker; returns False if the worker does not serve the queue.
@@ -53,39 +55,38 @@ QUEUES_PER_QUERY = 50
 class OverdueQueues:
     """Looks for overdue tasks in a bounded number of queues at a time, in turn."""
 
-    def __init__(self, sweeps: SweepQueries, late_s: float) -> None:
+    def __init__(self, sweeps: SweepQueries, late_s: float, on_step: OnStep) -> None:
         self._sweeps = sweeps
         self._late_s = late_s
+        self._on_step = on_step
         self._named_after = ""
         self._place = QueuePlace()
 
-    def of(self, queues: Iterable[str], on_step: OnStep = lambda: None) -> OverdueLevels:
+    def of(self, queues: Iterable[str]) -> OverdueLevels:
         """Return the overdue levels of these queues."""
         late: OverdueLevels = {}
         for some in batches(queues, QUEUES_PER_QUERY):
             for level in self._sweeps.levels_of(some, self._late_s):
                 late.setdefault(level.queue, []).append(level.priority)
-            on_step()
+            self._on_step()
         return late
 
-    def of_named(self, queues: Collection[str], on_step: OnStep = lambda: None) -> OverdueLevels:
+    def of_named(self, queues: Collection[str]) -> OverdueLevels:
         """Return the overdue levels of the queues that workers name, of at most `MOST_NAMED`."""
         names: Sequence[str] = sorted(queues)
         if len(names) > MOST_NAMED:
             next_names = [name for name in names if name > self._named_after]
             names = [*next_names, *names][:MOST_NAMED]
             self._named_after = names[-1]
-        return self.of(names, on_step)
+        return self.of(names)
 
-    def of_others(
-        self, named: Collection[str], on_step: OnStep = lambda: None, most: int = MOST_OTHERS
-    ) -> OverdueLevels:
+    def of_others(self, named: Collection[str], most: int = MOST_OTHERS) -> OverdueLevels:
         """Return the overdue levels of the next `most` queues of the table, except those named."""
         if most <= 0:
             return {}
         queues, self._place = self._sweeps.next_queues(self._place, most)
-        on_step()
-        return self.of(sorted(queues.difference(named)), on_step)
+        self._on_step()
+        return self.of(sorted(queues.difference(named)))
 
 
 # -- the rows of paused tags and queues -----------------------------------------------------------
@@ -306,23 +307,40 @@ STATISTICS_S = 3600.0
 class Sweeper:
     """Sweeps the tables."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        on_step: OnStep = lambda: None,
+        contact_s: Callable[[], float] = lambda: math.inf,
+        start_drain: StartDrain = lambda _queue, _priorities: False,
+    ) -> None:
+        """The hooks are those of a worker that sweeps.
+
+        Parameters
+        ----------
+        runtime
+            The parts of the instance.
+        on_step
+            Called after each step, so that the caller can show that the sweep makes progress.
+        contact_s
+            Returns the seconds for which the caller has reached the database without an
+            interruption.
+        start_drain
+            Called for a queue for which the broker accepts no drain messages.
+        """
         self._runtime = runtime
         self._settings = runtime.settings
         self._sweeps = runtime.store.sweeps
         self._workers = runtime.store.workers
         self._events = runtime.events
+        self._on_step = on_step
+        self._contact_s = contact_s
+        self._start_drain = start_drain
         self._policies = NO_POLICIES
-        self._overdue = OverdueQueues(self._sweeps, self._settings.grace_s)
+        self._overdue = OverdueQueues(self._sweeps, self._settings.grace_s, on_step)
         self._statistics_purged_at = -math.inf
 
-    def sweep(
-        self,
-        sweep_partition: int = 0,
-        on_step: OnStep = lambda: None,
-        contact_s: float = math.inf,
-        start_drain: StartDrain = lambda _queue, _priorities: False,
-    ) -> bool:
+    def sweep(self, sweep_partition: int = 0) -> bool:
         """Sweep one sweep partition, unless another worker has just done so.
 
         A stage that fails, for example on a row that cannot be read, is logged and does not stop
@@ -332,12 +350,6 @@ class Sweeper:
         ----------
         sweep_partition
             Its number. Number 0 also does the work for the whole table.
-        on_step
-            Called after each step, so that the caller can show that the sweep makes progress.
-        contact_s
-            Seconds for which the caller has reached this database without an interruption.
-        start_drain
-            Called for a queue for which the broker accepts no drain messages.
 
         Returns
         -------
@@ -347,35 +359,35 @@ class Sweeper:
         is_first, began = sweep_partition == 0, monotonic()
         attempt = partial(self._events.attempt, "sweep")
         if is_first:
-            attempt("workers", lambda: self._expire_silent_workers(contact_s))
+            attempt("workers", self._expire_silent_workers)
         partitions, interval_s = self._settings.sweep_partitions, self._settings.sweep_s * 0.8
         armed_until = self._sweeps.begin_sweep(sweep_partition, partitions, interval_s)
         if armed_until is None:
             return False
         knows_policies = attempt("policies", self._read_policies)
-        attempt("arm", lambda: self._arm_due_within_horizon(sweep_partition, armed_until, on_step))
+        attempt("arm", lambda: self._arm_due_within_horizon(sweep_partition, armed_until))
         if is_first:
-            attempt("abandoned", lambda: self._recover_abandoned(on_step))
+            attempt("abandoned", self._recover_abandoned)
             if knows_policies:  # without them, every paused row would be released
-                attempt("hold", lambda: self._runtime.pauses.walk(self._policies, on_step))
-            attempt("overdue", lambda: self._request_drains(on_step, start_drain))
-            attempt("purge", lambda: self._purge_finished(on_step))
+                attempt("hold", lambda: self._runtime.pauses.walk(self._policies, self._on_step))
+            attempt("overdue", self._request_drains)
+            attempt("purge", self._purge_finished)
             # No other stage waits for this one, whose tasks are due later.
-            attempt("recurring", lambda: self._runtime.make_recurring_tasks(on_step))
+            attempt("recurring", lambda: self._runtime.make_recurring_tasks(self._on_step))
             attempt("statistics", self._purge_statistics)
         seconds = monotonic() - began
         self._events.emit("sweep.done", sweep_partition=sweep_partition, seconds=seconds)
         return True
 
-    def start_own_drains(self, queues: Sequence[str], start_drain: StartDrain) -> None:
-        """Start drains of the calling worker's queues, whether or not it sweeps."""
+    def start_own_drains(self, queues: Sequence[str]) -> None:
+        """Start drains of the worker's queues, whether or not it sweeps."""
         self._read_policies()
         for queue, priorities in self._without_paused(self._overdue.of_named(queues)).items():
-            start_drain(queue, priorities)
+            self._start_drain(queue, priorities)
 
     # -- workers and policies ---------------------------------------------------------------------
 
-    def _expire_silent_workers(self, contact_s: float) -> None:
+    def _expire_silent_workers(self) -> None:
         """Delete dead workers' rows, and have all rows due within the horizon armed again.
 
         A dead worker may have kept armed rows in memory. Arming all of them again costs duplicate
@@ -384,7 +396,7 @@ class Sweeper:
         silent_s = self._settings.silent_s
         # An outage silences every worker. Only a caller that reached the database during the whole
         # time can tell a dead worker from an outage.
-        if contact_s < silent_s:
+        if self._contact_s() < silent_s:
             return
         names = self._workers.expire(silent_s)
         if names:
@@ -396,16 +408,14 @@ class Sweeper:
 
     # -- rows due within the horizon --------------------------------------------------------------
 
-    def _arm_due_within_horizon(
-        self, sweep_partition: int, armed_until: datetime, on_step: OnStep
-    ) -> None:
+    def _arm_due_within_horizon(self, sweep_partition: int, armed_until: datetime) -> None:
         """Arm the rows that came within the horizon since the last sweep, up to `armed_until`."""
         horizon_s = self._settings.horizon_s
         if horizon_s is None or not self._settings.uses_broker:
             return  # every row was armed when it was scheduled, or each worker polls the table
         now = self._runtime.clock.certain_now()
         since, until = max(armed_until, now), now + timedelta(seconds=horizon_s)
-        armed = self._arm(sweep_partition, since, until, on_step)
+        armed = self._arm(sweep_partition, since, until)
         if armed is None:
             return
         count, end = armed
@@ -413,10 +423,10 @@ class Sweeper:
         self._sweeps.mark_armed(sweep_partition, self._settings.sweep_partitions, armed_until, end)
         if count:
             self._events.emit("sweep.armed", count=count)
-        self._runtime.pauses.hold_near(self._policies, since, end, on_step)
+        self._runtime.pauses.hold_near(self._policies, since, end, self._on_step)
 
     def _arm(
-        self, sweep_partition: int, since: datetime, until: datetime, on_step: OnStep
+        self, sweep_partition: int, since: datetime, until: datetime
     ) -> tuple[int, datetime] | None:
         """Arm the rows due after `since` and up to `until`, within one sweep interval.
 
@@ -431,7 +441,7 @@ class Sweeper:
         for entries in self._sweeps.due_between(
             since, until, sweep_partition, partitions, self._policies
         ):
-            on_step()
+            self._on_step()
             if timer.arm(entries):
                 count += len(entries)
             elif not timer.is_up:
@@ -446,16 +456,16 @@ class Sweeper:
 
     # -- rows of dead workers, and overdue rows ---------------------------------------------------
 
-    def _recover_abandoned(self, on_step: OnStep) -> None:
+    def _recover_abandoned(self) -> None:
         """Make the rows whose lease is over ready to run again, or FAILED after too many losses."""
         while True:
-            on_step()
+            self._on_step()
             recovered = self._sweeps.recover(self._settings.max_lost_leases, RECOVER_ROWS)
             emit_recovered(self._events, recovered)
             if recovered.total < RECOVER_ROWS:
                 return
 
-    def _request_drains(self, on_step: OnStep, start_drain: StartDrain) -> None:
+    def _request_drains(self) -> None:
         """Send drain messages, upon which workers claim overdue rows by themselves.
 
         The queues that live workers name come first. Each sweep looks at a part of the others.
@@ -469,11 +479,11 @@ class Sweeper:
             for queue in worker["queues"]
         )
         named = serving.keys() - {ALL_QUEUES}
-        late = self._without_paused(self._overdue.of_named(named, on_step))
-        self._send_drains(late, serving, on_step, start_drain)
-        others = self._without_paused(self._overdue.of_others(named, on_step))
+        late = self._without_paused(self._overdue.of_named(named))
+        self._send_drains(late, serving)
+        others = self._without_paused(self._overdue.of_others(named))
         if serving[ALL_QUEUES]:
-            self._send_drains(others, serving, on_step, start_drain)
+            self._send_drains(others, serving)
         elif others:  # no worker would receive the messages, and they would accumulate
             self._events.emit(
                 "queue.unserved",
@@ -482,18 +492,16 @@ class Sweeper:
                 remedy=one_more_worker(others, self._settings.namespace),
             )
 
-    def _send_drains(
-        self, late: OverdueLevels, serving: Counter[str], on_step: OnStep, start_drain: StartDrain
-    ) -> None:
+    def _send_drains(self, late: OverdueLevels, serving: Counter[str]) -> None:
         settings, timer = self._settings, self._runtime.timer
         for queue, priorities in late.items():
             workers = serving[queue] + serving[ALL_QUEUES]
             messages = min(settings.drain_messages * workers, MOST_MESSAGES_PER_QUEUE)
             if timer.request_drain(queue, priorities, messages, settings.sweep_s):
                 self._events.emit("sweep.drain", queue=queue, messages=messages)
-            elif start_drain(queue, priorities):  # the broker takes no messages
+            elif self._start_drain(queue, priorities):  # the broker takes no messages
                 self._events.emit("sweep.local_drain", queue=queue)
-            on_step()
+            self._on_step()
 
     def _without_paused(self, late: OverdueLevels) -> OverdueLevels:
         paused = self._policies.paused_queues
@@ -501,14 +509,14 @@ class Sweeper:
 
     # -- what is old ------------------------------------------------------------------------------
 
-    def _purge_finished(self, on_step: OnStep) -> None:
+    def _purge_finished(self) -> None:
         """Delete finished rows, and entries of the audit, that are older than the setting says."""
         age_s = self._settings.purge_after_s
         if age_s is None:
             return
         self._events.attempt("sweep", "audit", lambda: self._sweeps.purge_audit(age_s))
         for _ in range(PURGE_STEPS):
-            on_step()
+            self._on_step()
             purged = self._sweeps.purge(age_s, PURGE_ROWS)
             if purged:
                 self._events.emit("task.purged", count=purged)
@@ -536,3 +544,272 @@ def emit_recovered(events: Events, recovered: Recovered, **fields: object) -> No
         events.emit("task.timed_out", id=id, tag=tag)
     for task in recovered.worker_lost:
         events.emit("task.worker_lost", **task.event_fields, error=task.error or "")
+
+
+# -- the sweeps of a worker -----------------------------------------------------------------------
+
+# A thread of the worker's main process sweeps, so that no sweep waits for the pool. It sweeps when
+# a message of beat requests it, or when no worker has swept for a while.
+
+
+#: How often a worker looks for sweep partitions that no worker swept. Without beat a sweep comes at
+#: most this much later than `self_sweep_s`.
+STALE_CHECK_S = 1.0
+#: The longest rest between two turns of the loop.
+SWEEP_LOOP_REST_S = 1.0
+#: How often a worker with declarations compares them with the table.
+FOLLOW_S = 60.0
+
+
+class ServiceWatch:
+    """Records when a worker lost a service, for the worker's row.
+
+    Each attribute is written as a whole, so that several threads may use it.
+
+    Parameters
+    ----------
+    timer
+        The timer of the worker.
+    check_timer
+        Lets a timer that is down try its server, since an idle worker arms nothing.
+    """
+
+    def __init__(self, timer: Timer, check_timer: Callable[[], object]) -> None:
+        self._timer = timer
+        self._check_timer = check_timer
+        self._broker_lost_at: float | None = None
+        self._timer_lost_at: float | None = None
+        self._beat_at = monotonic()
+
+    def mark_broker_lost(self) -> None:
+        if self._broker_lost_at is None:
+            self._broker_lost_at = monotonic()
+
+    def mark_broker_back(self) -> None:
+        if self._broker_lost_at is not None:
+            self._beat_at = monotonic()  # no message of beat could arrive in the meantime
+        self._broker_lost_at = None
+
+    def mark_beat(self) -> None:
+        """Record a message of beat."""
+        self._beat_at = monotonic()
+
+    def times(self, reads_beat: bool) -> ServiceTimes:
+        """Return the present times. `reads_beat`: the worker consumes beat's messages."""
+        if not self._timer.is_up:
+            self._check_timer()
+        now = monotonic()
+        if self._timer.is_up:
+            self._timer_lost_at = None
+        elif self._timer_lost_at is None:
+            self._timer_lost_at = now
+        broker_lost_at, timer_lost_at = self._broker_lost_at, self._timer_lost_at
+        return ServiceTimes(
+            None if broker_lost_at is None else now - broker_lost_at,
+            None if timer_lost_at is None else now - timer_lost_at,
+            now - self._beat_at if reads_beat else None,
+        )
+
+
+class DatabaseContact:
+    """Measures for how long this process has reached the database without an interruption.
+
+    A process that did not reach the database cannot tell a worker that died from one that could
+    not report. A process that was suspended cannot tell either.
+    """
+
+    def __init__(self, gap_s: float) -> None:
+        """After `gap_s` without an answer the contact begins anew."""
+        self._gap_s = gap_s
+        self._since = self._answered_at = float("-inf")
+
+    def mark_answered(self) -> None:
+        now = monotonic()
+        if now - self._answered_at > self._gap_s:
+            self._since = now
+        self._answered_at = now
+
+    def mark_failed(self) -> None:
+        self._answered_at = float("-inf")
+
+    def seconds(self) -> float:
+        """Return for how long the database has been reached without an interruption."""
+        now = monotonic()
+        return 0.0 if now - self._answered_at > self._gap_s else now - self._since
+
+
+class SweepLoop:
+    """The sweeps of a worker.
+
+    If the worker polls the table it looks for near tasks in the table itself, and counts as one of
+    the workers that share them.
+    """
+
+    def __init__(self, worker: WorkerRuntime) -> None:
+        self._worker = worker
+        self._runtime = runtime = worker.runtime
+        self._store = runtime.store
+        self._settings = settings = runtime.settings
+        self._events = runtime.events
+        self._processes = worker.processes
+        self._lock = threading.Lock()
+        self._requested: set[int] = set()
+        self._must_forget = threading.Event()
+        self._reported_at = self._checked_at = self._own_drains_at = float("-inf")
+        self._followed_at: float | None = None
+        self._started_at = monotonic()
+        # The loop asks the database about once in `sweep_s`, and rests for up to a second more.
+        self._contact = DatabaseContact(SILENT_SWEEPS * settings.sweep_s / 2 + SWEEP_LOOP_REST_S)
+        self._workers: set[tuple[str, object]] = set()
+        self._polls_table = worker.polls_table and not settings.uses_broker
+        without_broker = POLLING_PREFIX if self._polls_table else ONLY_DRAINING_PREFIX
+        self._pool_prefix = "" if settings.uses_broker else without_broker
+        #: Without a broker no message can request a sweep, so none is waited for.
+        self._patience_s = settings.sweep_s if self._polls_table else settings.self_sweep_s
+        hooks = self._note_answer, self._contact.seconds, self._start_drain
+        self._sweeper = Sweeper(runtime, *hooks)
+        # One statement on a large table may take long. A stage of many reports its progress.
+        stuck_s = 2 * settings.self_sweep_s
+        self.loop = Loop("sweep", self._turn, self._events, stuck_s, self._store.close)
+
+    def request(self, sweep_partition: int | None) -> None:
+        """Sweep this sweep partition soon, or all of them."""
+        every = range(self._settings.sweep_partitions)
+        with self._lock:
+            self._requested.update(every if sweep_partition is None else [sweep_partition])
+        self.loop.wake()
+
+    def forget_armed(self) -> None:
+        """Make the next sweep arm all near tasks again, since the timer may have lost some."""
+        self._must_forget.set()
+        self.loop.wake()
+
+    def stop(self) -> None:
+        self.loop.stop()
+        hostname = self._worker.celery_worker.hostname
+        self._events.attempt("sweep", "sign off", lambda: self._store.workers.remove(hostname))
+
+    def _turn(self) -> float:
+        """Take one turn. A stage that fails is repeated in the next turn and stops no other one."""
+        attempt = partial(self._events.attempt, "sweep")
+        is_due = monotonic() - self._reported_at >= self._settings.sweep_s
+        if is_due and not attempt("report", self._report_alive):
+            self._contact.mark_failed()
+        # A worker without a broker looks for overdue tasks anyway.
+        is_due = monotonic() - self._own_drains_at >= self._settings.self_sweep_s
+        if is_due and self._settings.uses_broker:
+            attempt("own queues", self._start_own_drains)
+        if self._must_forget.is_set():
+            attempt("forget", self._forget_armed_rows)
+        with self._lock:
+            requested, self._requested = self._requested, set()
+        for sweep_partition in sorted(requested):
+            if not attempt(
+                f"sweep partition {sweep_partition}", partial(self._sweeper.sweep, sweep_partition)
+            ):
+                self._contact.mark_failed()
+                with self._lock:
+                    self._requested.add(sweep_partition)
+        is_due = monotonic() - self._checked_at >= min(STALE_CHECK_S, self._patience_s / 2)
+        if is_due and not attempt("stale", self._sweep_stale):
+            self._contact.mark_failed()
+        if self._followed_at is None or monotonic() - self._followed_at >= FOLLOW_S:
+            attempt("recurring", self._follow_declared_schedules)
+        return min(self._settings.sweep_s, SWEEP_LOOP_REST_S)
+
+    def _start_own_drains(self) -> None:
+        """Start drains of this worker's overdue queues, at its start and then every `self_sweep_s`.
+
+        Without a broker, the worker that sweeps can drain only the queues that it serves itself.
+        """
+        self._sweeper.start_own_drains(self._processes.queues)
+        self._own_drains_at = monotonic()
+
+    def _start_drain(self, queue: str, priorities: Sequence[int]) -> bool:
+        """Start a drain in this worker; return False if the worker does not serve it."""
+        is_served = queue in self._processes.queues
+        if is_served:
+            self._worker.dispatcher.start_drain(queue, priorities)
+        return is_served
+
+    def _note_answer(self) -> None:
+        """Called at each step of a sweep, after the database has answered."""
+        self.loop.report_progress()
+        self._contact.mark_answered()
+
+    def _report_alive(self) -> None:
+        """Write this worker's row, and read which workers are alive."""
+        store, settings, celery_worker = self._store, self._settings, self._worker.celery_worker
+        reads_beat = settings.uses_broker and settings.default_queue in self._processes.queues
+        services = self._worker.service_watch.times(reads_beat)
+        store.workers.report(
+            celery_worker.hostname,
+            self._processes.queues,
+            self._pool_prefix + type(celery_worker.pool).__module__.rpartition(".")[2],
+            int(celery_worker.pool.limit or 1),
+            int(self._runtime.clock.offset_s * 1e6),
+            [processor.tag for processor in self._runtime.registry],
+            services,
+            len(self._worker.dispatcher.in_flight),
+        )
+        self._reported_at = monotonic()
+        self._contact.mark_answered()
+        workers = {(worker["name"], worker["started_at"]) for worker in store.workers.all()}
+        if workers != self._workers:
+            # A worker that begins, or that is left alone, may be the first one that knows a tag.
+            self._bring_forward()
+            self._workers = workers
+
+    def _bring_forward(self) -> None:
+        """Bring forward the rows that other workers deferred, and that this one can run."""
+        served = self._processes.queues
+        queues = None if ALL_QUEUES in served else served
+        keeps_all = self._processes.keeps_time_limits
+        tags = [
+            each.tag for each in self._runtime.registry if keeps_all or not each.has_time_limits
+        ]
+        entries = self._store.deferred_rows.bring_forward(tags, queues, DEFER_MAX_S)
+        if entries:
+            self._events.emit("task.brought_forward", count=len(entries))
+            self._runtime.timer.arm(entries)
+
+    def _forget_armed_rows(self) -> None:
+        self._must_forget.clear()  # first, since the broker may fail again meanwhile
+        try:
+            self._store.sweeps.forget_armed()
+        except Exception:
+            self._must_forget.set()
+            raise
+
+    def _sweep_stale(self) -> None:
+        """Sweep the sweep partitions that no worker has swept for a while."""
+        settings, sweeps = self._settings, self._store.sweeps
+        # While the database was away, sweeps that beat requested failed as well. After a start,
+        # beat sends its first message up to a sweep interval later.
+        is_beat_silent = (
+            self._contact.seconds() > settings.self_sweep_s
+            and monotonic() - self._started_at > settings.self_sweep_s + settings.sweep_s
+        )
+        stale = sweeps.stale_sweep_partitions(settings.sweep_partitions, self._patience_s)
+        for sweep_partition in stale:
+            if is_beat_silent and not self._polls_table:
+                self._events.emit(
+                    "sweep.self",
+                    sweep_partition=sweep_partition,
+                    remedy="is celery beat running, does the broker answer, and does a worker "
+                    "serve the default queue of delaytasks (-Q)?",
+                )
+            self._sweeper.sweep(sweep_partition)
+        self._checked_at = monotonic()
+
+    def _follow_declared_schedules(self) -> None:
+        """Compare the declared schedules with the table.
+
+        Load the package of recurring schedules only if code declares or has declared one.
+        """
+        is_first, schedules = self._followed_at is None, self._store.due_schedules
+        if self._runtime.registry.schedules or (is_first and schedules.has_declared()):
+            from delaytasks.recurring.recurring import follow
+
+            follow(self._runtime)
+        self._followed_at = monotonic()
