@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from functools import update_wrapper
+from functools import wraps
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,38 +40,6 @@ CONTROL = "celery.app.control:Control"
 logger = get_logger(__name__)
 
 
-class DurableSendTask:
-    """Takes the place of `send_task` of one Celery app."""
-
-    def __init__(self, app: Any, delays: HasRuntime) -> None:
-        self._app = app
-        self._delays = delays
-        self._send = app.send_task
-        update_wrapper(self, self._send)
-
-    def __call__(
-        self,
-        name: str,
-        args: Any = None,
-        kwargs: Any = None,
-        countdown: Any = None,
-        eta: Any = None,
-        task_id: str | None = None,
-        producer: Any = None,
-        connection: Any = None,
-        *more: Any,
-        durable_eta: bool | None = None,
-        **options: Any,
-    ) -> Any:
-        call = CeleryCall(name, args, kwargs, countdown, eta, task_id, producer, connection)
-        if countdown or eta or is_forced(self._app):
-            task = options.get("task_type") or self._app.tasks.get(name)
-            tasks = self._delays._runtime.celery_tasks
-            if tasks.is_durable(call, task, durable_eta):
-                return tasks.send(self._send, call, *more, **options)
-        return self._send(*call, *more, **options)
-
-
 def warn_of_other_app(sender: Any = None, headers: Any = None, **_: Any) -> None:
     """Warn if a durable task of an app without `DelayTasks` goes to the broker with its eta."""
     app = celery.current_app
@@ -88,7 +56,31 @@ def warn_of_other_app(sender: Any = None, headers: Any = None, **_: Any) -> None
 
 def intercept(app: Any, delays: HasRuntime) -> None:
     """Let calls with a delay become rows of `delays`, and let `revoke` cancel these rows."""
-    app.send_task = DurableSendTask(app, delays)
+    send = app.send_task
+
+    @wraps(send)
+    def send_task(
+        name: str,
+        args: Any = None,
+        kwargs: Any = None,
+        countdown: Any = None,
+        eta: Any = None,
+        task_id: str | None = None,
+        producer: Any = None,
+        connection: Any = None,
+        *more: Any,
+        durable_eta: bool | None = None,
+        **options: Any,
+    ) -> Any:
+        call = CeleryCall(name, args, kwargs, countdown, eta, task_id, producer, connection)
+        if countdown or eta or is_forced(app):
+            task = options.get("task_type") or app.tasks.get(name)
+            tasks = delays._runtime.celery_tasks
+            if tasks.is_durable(call, task, durable_eta):
+                return tasks.send(send, call, *more, **options)
+        return send(*call, *more, **options)
+
+    app.send_task = send_task
     if app.control_cls == CONTROL:
         app.control_cls = "delaytasks.operate.durable_calls:DurableControl"
     else:
@@ -145,44 +137,30 @@ def attach(celery_app: Any, delays: HasRuntime, processes: Processes) -> None:
     _attached[delays] = celery_app.set_as_current
     register_tasks(celery_app, processes)
     intercept(celery_app, delays)
-    quiet_beats()
+    # A beat process, and a beat inside a worker (`celery worker -B`).
+    for starting in (signals.beat_init, signals.beat_embedded_init):
+        starting.connect(quiet_beat, weak=False, dispatch_uid="delaytasks.quiet_beat")
     signals.before_task_publish.connect(
         warn_of_other_app, weak=False, dispatch_uid="delaytasks.other_app"
     )
     mask_settings()
-    celery_app.steps["worker"].add("delaytasks.worker.bootsteps:DelaysStep")
-    celery_app.steps["consumer"].add("delaytasks.worker.broker_connection:GuardStep")
-    celery_app.steps["consumer"].add("delaytasks.worker.broker_connection:ReconnectStep")
+    celery_app.steps["worker"].add("delaytasks.worker.consumer:DelaysStep")
+    celery_app.steps["consumer"].add("delaytasks.worker.connection:GuardStep")
+    celery_app.steps["consumer"].add("delaytasks.worker.connection:ReconnectStep")
 
     def add_to_beat(sender: Any, **_: Any) -> None:
         # Imported here: a process that only registers processors does not need it.
         from delaytasks.start_checks import add_sweeps
 
-        runtime = processes.runtime
-        add_sweeps(sender, runtime.settings, runtime.publisher)
+        add_sweeps(sender, processes.runtime)
 
     celery_app.on_after_finalize.connect(add_to_beat, weak=False)
     if celery_app.finalized:  # the signal was sent before
         add_to_beat(celery_app)
 
-    celery_app.delaytasks_receivers = receivers = _Receivers(processes)
-    # Celery sends these after it has made its handlers; not if the application makes its own.
-    signals.after_setup_logger.connect(receivers.format_log)
-    signals.after_setup_task_logger.connect(receivers.format_log)
-    signals.import_modules.connect(receivers.import_modules, sender=celery_app)
-
-
-class _Receivers:
-    """Receivers of Celery's signals. The signals refer to them weakly, and the app holds them:
-    an app that is no longer used is freed with them.
-    """
-
-    def __init__(self, processes: Processes) -> None:
-        self._processes = processes
-
-    def format_log(self, logger: Any, **_: Any) -> None:
+    def format_log(logger: Any, **_: Any) -> None:
         """Let the handlers of a logger print documents, if the settings say so."""
-        settings = self._processes.runtime.settings
+        settings = processes.runtime.settings
         if settings.has_structured_log:
             from delaytasks.logging import LogFormatter
 
@@ -190,8 +168,16 @@ class _Receivers:
             for handler in logger.handlers:
                 handler.setFormatter(LogFormatter(log_format))
 
-    def import_modules(self, **_: Any) -> None:
+    def import_modules(**_: Any) -> None:
         import_entry_points()
+
+    # The signals refer to their receivers weakly, and the app holds them: an app that is no longer
+    # used is freed with them.
+    celery_app.delaytasks_receivers = format_log, import_modules
+    # Celery sends these after it has made its handlers; not if the application makes its own.
+    signals.after_setup_logger.connect(format_log)
+    signals.after_setup_task_logger.connect(format_log)
+    signals.import_modules.connect(import_modules, sender=celery_app)
 
 
 def import_entry_points() -> None:
@@ -228,19 +214,13 @@ def quiet_beat(**_: Any) -> None:
         logger.addFilter(SweepsAtDebug(logger))
 
 
-def quiet_beats() -> None:
-    """Add the filter to a beat process and to a beat inside a worker (`celery worker -B`)."""
-    for starting in (signals.beat_init, signals.beat_embedded_init):
-        starting.connect(quiet_beat, weak=False, dispatch_uid="delaytasks.quiet_beat")
-
-
 def check_celery() -> None:
     """Raise `ConfigError` if the installed Celery is older than `OLDEST_CELERY`.
 
     If it is newer than `NEWEST_TESTED_CELERY`, each worker of this process logs a warning at start.
     """
     if tuple(celery.VERSION[:2]) < OLDEST_CELERY:
-        oldest = _shown(OLDEST_CELERY)
+        oldest = "{}.{}".format(*OLDEST_CELERY)
         raise ConfigError(
             f"Celery {celery.__version__} is installed, and delaytasks needs Celery {oldest} or "
             f"newer; run: pip install --upgrade 'celery>={oldest}'"
@@ -252,7 +232,7 @@ def check_celery() -> None:
 
 def warn_of_untested_celery(**_: Any) -> None:
     if tuple(celery.VERSION[:2]) > NEWEST_TESTED_CELERY:
-        newest = _shown(NEWEST_TESTED_CELERY)
+        newest = "{}.{}".format(*NEWEST_TESTED_CELERY)
         logger.warning(
             "delaytasks: Celery %s is installed, and the newest release that this version of "
             "delaytasks was tested with is %s. delaytasks uses parts of Celery that may change "
@@ -261,10 +241,6 @@ def warn_of_untested_celery(**_: Any) -> None:
             newest,
             newest,
         )
-
-
-def _shown(version: tuple[int, int]) -> str:
-    return f"{version[0]}.{version[1]}"
 
 
 def mask_settings() -> None:

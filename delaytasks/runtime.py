@@ -22,7 +22,6 @@ from delaytasks.db.producer import Producer, QueueRouting
 from delaytasks.db.store import Store
 from delaytasks.events import Events
 from delaytasks.loops import ThreadPool
-from delaytasks.maintenance.sweeper import OnStep, PauseSweeper, Sweeper
 from delaytasks.model.body import Cipher
 from delaytasks.model.celery_calls import CALLBACK
 from delaytasks.model.clock import Clock, reset_in_child, wall_ms
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
     from delaytasks.model.interfaces import Timer, Transaction
     from delaytasks.operate.explanations import Explanations
     from delaytasks.recurring.creation import Creation, RecurringTable
+    from delaytasks.worker.sweep import OnStep, PauseSweeper, Sweeper
 
 T = TypeVar("T")
 #: Is entered around each call of a processor.
@@ -231,32 +231,17 @@ class Runtime:
 
     @part
     def pauses(self) -> PauseSweeper:
-        return PauseSweeper(
-            self.settings,
-            self.policy_cache,
-            self.store.policies,
-            self.store.paused_rows,
-            self.clock,
-            self.timer,
-            self.events,
-        )
+        from delaytasks.worker.sweep import PauseSweeper
+
+        return PauseSweeper(self)
 
     @part
     def sweeper(self) -> Sweeper:
-        settings, store = self.settings, self.store
-        return Sweeper(
-            settings,
-            store.sweeps,
-            store.workers,
-            self.clock,
-            self.timer,
-            self.events,
-            self.pauses,
-            self._make_recurring_tasks,
-            self._purge_statistics if settings.statistics else None,
-        )
+        from delaytasks.worker.sweep import Sweeper
 
-    def _make_recurring_tasks(self, on_step: OnStep) -> None:
+        return Sweeper(self)
+
+    def make_recurring_tasks(self, on_step: OnStep) -> None:
         if self.store.due_schedules.exist(self.settings.recurring_lead_s):
             self._creation.create(on_step)
 
@@ -268,7 +253,7 @@ class Runtime:
             self.settings, self.recurring_table, self.new_id, self.clock, self.timer, self.events
         )
 
-    def _purge_statistics(self) -> None:
+    def purge_statistics(self) -> None:
         from delaytasks.statistics.statistics_table import StatisticsTable
 
         StatisticsTable(self.store.database, self.store.schema).purge(self.clock.now())
@@ -371,12 +356,3 @@ class HasRuntime(Protocol):
 def runtime_of(delays: HasRuntime) -> Runtime:
     """Return the objects behind `delays`."""
     return delays._runtime
-
-
-def use_direct_timer(delays: HasRuntime) -> None:
-    """From now on this process contacts neither broker nor Redis and finds near rows in the table.
-
-    To be called before anything is scheduled or run.
-    """
-    if runtime_of(delays).settings.uses_broker:
-        delays._renew_runtime(timer="direct")

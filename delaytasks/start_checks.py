@@ -7,14 +7,12 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from delaytasks.broker.arming import SWEEP
-from delaytasks.broker.publisher import Publisher
 from delaytasks.model.body import is_encrypted, name_in, names_of
 from delaytasks.model.errors import BodyRefusedError, ConfigError, StoreUnavailableError
 from delaytasks.model.interfaces import Pending, UntrustedInput
 from delaytasks.model.task import DelayedTask
 from delaytasks.model.text import shown
 from delaytasks.registry import ProcessorSpec, Registry
-from delaytasks.settings import Settings
 
 if TYPE_CHECKING:
     from delaytasks.runtime import Runtime
@@ -23,8 +21,9 @@ if TYPE_CHECKING:
 # -- the entries of Celery beat's schedule that make it sweep -------------------------------------
 
 
-def add_sweeps(celery_app: Any, settings: Settings, publisher: Publisher) -> None:
+def add_sweeps(celery_app: Any, runtime: Runtime) -> None:
     """Complete the sweep entries of the schedule; without any, add one for each sweep partition."""
+    settings = runtime.settings
     schedule = celery_app.conf.beat_schedule
     entries = [entry for entry in schedule.values() if entry.get("task") == SWEEP]
     if not entries:
@@ -32,7 +31,7 @@ def add_sweeps(celery_app: Any, settings: Settings, publisher: Publisher) -> Non
             entry = {"task": SWEEP, "schedule": settings.sweep_s, "args": (sweep_partition,)}
             schedule[f"delaytasks-sweep-{sweep_partition}"] = entry
             entries.append(entry)
-    queue = publisher.queue(settings.default_queue)
+    queue = runtime.publisher.queue(settings.default_queue)
     # Otherwise Celery would declare a queue of another type by this name.
     celery_app.amqp.queues.add(queue)
     for entry in entries:
@@ -43,10 +42,10 @@ def add_sweeps(celery_app: Any, settings: Settings, publisher: Publisher) -> Non
         }
 
 
-def check_sweeps(celery_app: Any, settings: Settings) -> None:
+def check_sweeps(runtime: Runtime) -> None:
     """Raise `ConfigError` if an entry names a sweep partition that does not exist."""
-    count = settings.sweep_partitions
-    for name, entry in (celery_app.conf.beat_schedule or {}).items():
+    settings, count = runtime.settings, runtime.settings.sweep_partitions
+    for name, entry in (runtime.celery.conf.beat_schedule or {}).items():
         sweep_partition, *_ = entry.get("args") or (0,)
         if entry.get("task") == SWEEP and not settings.has_sweep_partition(sweep_partition):
             raise ConfigError(
@@ -67,9 +66,6 @@ _REDIS_SCHEMES = ("redis", "unix:", "sentinel:")
 class StartChecks:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._celery = runtime.celery
-        self._settings = runtime.settings
-        self._events = runtime.events
 
     def check_ready(self) -> None:
         """Check the settings, the timer and the database."""
@@ -81,28 +77,28 @@ class StartChecks:
             self._runtime.store.check()
         except StoreUnavailableError as error:
             # Not an error of the configuration: a worker waits until the database is back.
-            self._events.emit("store.down", error=str(error))
+            self._runtime.events.emit("store.down", error=str(error))
 
     def check_settings(self) -> None:
         """Check the settings without any connection."""
         self.check_broker()
-        check_sweeps(self._celery, self._settings)
+        check_sweeps(self._runtime)
 
     def check_broker(self) -> None:
         self._check_visibility()
-        accepted = set(self._celery.conf.accept_content or ())
+        accepted = set(self._runtime.celery.conf.accept_content or ())
         unsafe = ", ".join(sorted(map(str, accepted - SAFE_CONTENT)))
         if unsafe:
             remedy = (
                 "accept_content = ['json'], or keep all but your own producers out of the broker"
             )
-            self._events.emit("content.unsafe", accepts=unsafe, remedy=remedy)
+            self._runtime.events.emit("content.unsafe", accepts=unsafe, remedy=remedy)
 
     def findings(self) -> Iterator[Finding]:
         """Yield the waiting tasks that this code cannot run."""
         from delaytasks.db.state_queries import Stats
 
-        settings = self._settings
+        settings = self._runtime.settings
         keys = names_of(settings.encryption_keys)
         stats = Stats(self._runtime.store.database, self._runtime.store.schema)
         untrusted = stats.strange(settings.max_delay_s, settings.lease_s)
@@ -114,7 +110,7 @@ class StartChecks:
 
         Our messages are acknowledged on receipt, but a blocked worker may leave them waiting.
         """
-        conf, horizon = self._celery.conf, self._settings.horizon_s
+        conf, horizon = self._runtime.celery.conf, self._runtime.settings.horizon_s
         broker = conf.broker_url
         first = str(broker[0] if isinstance(broker, (list, tuple)) and broker else broker)
         default = REDIS_VISIBILITY_S if first.startswith(_REDIS_SCHEMES) else None

@@ -10,7 +10,7 @@ from typing import Any
 
 from celery.worker.control import control_command
 
-from delaytasks.worker.celery_patches import is_forgotten
+from delaytasks.worker.pool import is_forgotten
 
 
 @control_command(args=[("loop", str), ("way", str)])

@@ -22,7 +22,7 @@ DEADLINE_S, STOP_S = 120.0, 30.0
 #: py-spy needs this time to read the interpreter's memory.
 AHEAD_S = 3.0
 #: Frames of this file are in every stack that runs a chunk.
-CHUNK = "delaytasks/worker/chunk_request.py"
+CHUNK = "delaytasks/worker/pool.py"
 #: The activity of the innermost listed frame. A frame of a driver or a socket waits for the
 #: database.
 STEPS = (

@@ -15,7 +15,7 @@ from benchmarks.figures import Target
 from benchmarks.machine import usage
 from benchmarks.stage import CaseContext
 from benchmarks.timer_structures import Holder
-from delaytasks.worker.timing_wheel import TimingWheel
+from delaytasks.worker.wheel import TimingWheel
 
 #: The due tick of the first entry; the last is due SPREAD ticks later. All earlier ticks are empty.
 FAR, SPREAD = 1_000_000, 10_000

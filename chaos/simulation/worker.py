@@ -20,12 +20,12 @@ from delaytasks.broker.redis_timer import RedisTimer
 from delaytasks.events import Events
 from delaytasks.limits.admission import Waitlist
 from delaytasks.loops import FAILED_REST_S, Loop
-from delaytasks.maintenance.sweeper import Sweeper
+from delaytasks.model.policies import NO_POLICIES
 from delaytasks.registry import ThreadSlots
 from delaytasks.run.executor import Host as RunnerHost
 from delaytasks.run.runner import FailureReason, Report, Runner
-from delaytasks.worker.chunk_request import ChunkRequest
-from delaytasks.worker.shared_memory import OthersWait, Renewals
+from delaytasks.worker.pool import ChunkRequest
+from delaytasks.worker.processes import OthersWait, Renewals
 from delaytasks.worker.worker_runtime import WorkerRuntime
 
 CHILDREN = 2
@@ -229,15 +229,10 @@ class SimulatedWorker(Host):
             events=self.events,
             registry=play.registry,
             clock=self.clock,
-            sweeper=Sweeper(
-                play.settings,
-                play.sweeps,
-                play.seen,
-                self.clock,
-                self.timer,
-                self.events,
-                recurring=recurring_stage(play, self.clock, self.timer, self.events),
+            pauses=SimpleNamespace(
+                read=lambda: NO_POLICIES, walk=lambda *_: None, hold_near=lambda *_: None
             ),
+            make_recurring_tasks=recurring_stage(play, self.clock, self.timer, self.events),
             store=SimpleNamespace(
                 tasks=play.tasks,
                 sweeps=play.sweeps,

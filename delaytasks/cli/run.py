@@ -18,13 +18,13 @@ from delaytasks.cli.context import Cli, Command, pass_cli, progress_bar
 from delaytasks.cli.output import cell, count
 from delaytasks.client import DelayTasks
 from delaytasks.db.sweep_queries import OverdueRows
-from delaytasks.maintenance.sweeper import emit_recovered
 from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import StoreError
 from delaytasks.model.inputs import show_duration
 from delaytasks.run.runner import Report
 from delaytasks.runtime import runtime_of
 from delaytasks.worker.standalone import StandaloneWorker
+from delaytasks.worker.sweep import emit_recovered
 
 if TYPE_CHECKING:
     from rich.progress import Progress

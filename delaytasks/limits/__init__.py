@@ -16,5 +16,5 @@ are HELD, and each has an entry in the waitlist of its queue and tag. The module
 The first three run in the processes of the pool. `run.runner` calls `Waitlist`,
 `WaitlistRunner` and `LimitedBacklogs`, and a waitlist calls `Admission`, which asks
 `CapacityMeter` for the number and `FairOrder` for the rows. `TrackedWaitlists` belongs to the
-dispatcher's `ChunkQueue`, and learns from the reports of chunks.
+`Dispatcher`, and learns from the reports of chunks.
 """

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from delaytasks.metrics import Family, HistogramValue, Sample, gauge
 from delaytasks.model.clock import reset_in_child
 from delaytasks.model.run_counts import DURATION_BOUNDS_S, LATENESS_BOUNDS_S, OTHER_TAGS, RunCounts
-from delaytasks.runtime import runtime_of
 
 if TYPE_CHECKING:
     from delaytasks.runtime import HasRuntime
@@ -213,7 +212,7 @@ class ProducerMetrics:
 
     @classmethod
     def of(cls, delays: HasRuntime) -> ProducerMetrics:
-        runtime = runtime_of(delays)
+        runtime = delays._runtime
         metrics = cls(runtime.settings.statistics_tags)
         runtime.events.subscribe(metrics)
         return metrics

@@ -104,9 +104,8 @@ def exporter_app(delays: HasRuntime) -> WSGIApp:
     >>> application = DispatcherMiddleware(site, {"/metrics": exporter_app(delays)})
     """
     from delaytasks.metrics.snapshot import DatabaseMetrics
-    from delaytasks.runtime import runtime_of
 
-    app: WSGIApp = make_wsgi_app(registry_of(DatabaseMetrics(runtime_of(delays))))
+    app: WSGIApp = make_wsgi_app(registry_of(DatabaseMetrics(delays._runtime)))
     return app
 
 

@@ -23,6 +23,9 @@ class ServiceTimes(NamedTuple):
 
 
 NO_OUTAGES = ServiceTimes()
+#: The pool names of workers without a broker begin with one of these prefixes: those that poll the
+#: table for rows due within the horizon, and those that only drain (`delaytasks run`).
+POLLING_PREFIX, ONLY_DRAINING_PREFIX = "direct/", "drain/"
 #: A worker whose outage began within this time after its start has never reached its broker.
 CONNECTING_S = 5.0
 
@@ -176,7 +179,7 @@ class ChunkSize:
 class LastRenewal(NamedTuple):
     """The last renewal of leases that succeeded. Both times are those of the monotonic clock.
 
-    The docstring of `delaytasks.worker.shared_memory.Renewals` has a drawing of them.
+    The docstring of `delaytasks.worker.processes.Renewals` has a drawing of them.
     """
 
     #: When the renewal was requested. The renewed leases last from this time on.

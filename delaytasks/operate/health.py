@@ -14,12 +14,17 @@ from delaytasks.db.state_queries import Stats, Swept
 from delaytasks.db.store import Store
 from delaytasks.db.sweep_queries import OverdueRows
 from delaytasks.loops import all_within
-from delaytasks.maintenance.sweeper import ONLY_DRAINING_PREFIX, POLLING_PREFIX
 from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import DelayTaskError, StoreUnavailableError
 from delaytasks.model.inputs import ALL_QUEUES, show_duration
 from delaytasks.model.text import some_values
-from delaytasks.model.workers import LostWorker, RegisteredWorker, beat_age_s
+from delaytasks.model.workers import (
+    ONLY_DRAINING_PREFIX,
+    POLLING_PREFIX,
+    LostWorker,
+    RegisteredWorker,
+    beat_age_s,
+)
 from delaytasks.settings import Settings
 
 

@@ -91,7 +91,7 @@ def register_tasks(celery_app: Any, processes: Processes) -> None:
         for number in every if partition is None else [partition]:
             processes.runtime.sweeper.sweep(number)
 
-    strategies = "delaytasks.worker.bootsteps"
+    strategies = "delaytasks.worker.consumer"
     for function, name, strategy in (
         (run, RUN, f"{strategies}:run_strategy"),
         (sweep, SWEEP, f"{strategies}:sweep_strategy"),

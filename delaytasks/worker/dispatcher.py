@@ -1,214 +1,398 @@
 """The dispatcher: takes what is due, and sends chunks to free processes of the pool.
 
 A chunk has as many rows as fit its time budget, and there are never more chunks than processes.
-The docstring of the package has a map of the modules, and says which thread owns which state.
+What arrives, what is decided, and the constants that decide it:
+
+- *Due entries*, from the wheel, from messages and from Redis. They wait in the order of priority
+  and age (`ReadyEntries`, `SORTED_SHARE`). They are left to the table, where all workers can claim
+  them, if they are late by the grace (by `BACKLOG_WAIT_S` more if the queue has a backlog there),
+  or if they are a burst that the pool cannot run in `BURST_BUDGETS` time budgets.
+- *A drain*, from the sweep, a message, a dead process, or of entries left to the table. Processes
+  claim the queue's due rows until a claim is not full (`QueueDrain`). A process continues with a
+  deep queue for `CONTINUE_S`, or for `CONTINUE_IN_TURN_S` if others are drained. Another process
+  helps if a chunk takes longer than `HELD_UP_S`.
+- *A waitlist*, from a report. `TrackedWaitlists` says when a process looks for held rows that may
+  start; changed limits end its pauses. A process serves waitlists for `SERVE_S`, or for
+  `SERVE_ALONE_S` if no other process is free.
+- *A free process*. Entries, waitlists and drains take turns, so that none of them starves the
+  others. `ChunkSize` learns from reports how many rows fit `chunk_time_budget`.
+- *A request for capacity*, from the Redis poller: how many more entries run in time.
+- *A report*. The size is learned, entries of rows that a drain has claimed are forgotten, and early
+  entries return to the wheel.
+- *A failed chunk*. The sweep and the leases take care of its rows. Nothing is sent for
+  `FAILED_PAUSE_S` if the database is unavailable, and for `POOL_REST_S` if the pool takes no chunk.
+  Only the entries of chunks that Celery lost on their way (`recall`) are taken again.
+- *The stop*. What waits goes back to the timer, and drains to other workers.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence, Set
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from functools import partial
+from heapq import merge
 from math import inf
-from queue import Empty, SimpleQueue
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from billiard.exceptions import WorkerLostError
 
-from delaytasks.events import Events
-from delaytasks.loops import Loop
 from delaytasks.model.clock import monotonic
 from delaytasks.model.interfaces import Entry
+from delaytasks.model.workers import ChunkSize
 from delaytasks.run.runner import FailureReason, Report
-from delaytasks.worker.chunk_queue import FAILED_PAUSE_S, ChunkQueue, UnfinishedWork
-from delaytasks.worker.chunk_request import ChunkRequest
-from delaytasks.worker.pool import POOL_REST_S, Pool
+from delaytasks.worker.pool import POOL_REST_S, ChunkRequest, Pool
 
 if TYPE_CHECKING:
+    from delaytasks.limits.tracked_waitlists import TrackedWaitlists
     from delaytasks.worker.worker_runtime import WorkerRuntime
 
-# -- Calls in the thread that may use the pool: the event loop, or a thread in its place ----------
+#: Producers and workers may have different horizons for a while.
+HORIZON_TOLERANCE_S = 600.0
+#: Waiting entries are sorted again if one in this many is new. Sorting for fewer takes too long.
+SORTED_SHARE = 8
+#: How long one process serves waitlists before its next chunk may be of another kind: the first
+#: bound applies while another process is free, the second one otherwise.
+SERVE_S, SERVE_ALONE_S = 1.0, 0.05
+#: A burst is more than the work of the pool for this number of time budgets.
+BURST_BUDGETS = 5
+#: After a chunk found the database unavailable, the pool gets no chunk for this long.
+FAILED_PAUSE_S = 1.0
+#: A late entry is left to the table. If its queue has a backlog there, the task would come last,
+#: so its entry waits here for this much longer.
+BACKLOG_WAIT_S = 10.0
+#: How long a process continues with a deep queue before it reports, and how long if other queues
+#: have drains too. It reports earlier if other tasks wait.
+CONTINUE_S, CONTINUE_IN_TURN_S = 2.0, 0.5
+#: A drain chunk that takes longer is held up by a slow task, so that other processes drain the
+#: same queue as well. The bound is several time budgets, so that a quick chunk on a busy machine
+#: does not count as held up.
+HELD_UP_S = 0.25
 
 
-Call = Callable[[], None]
+# -- what waits for a process ---------------------------------------------------------------------
 
 
-class CallThread:
-    """Takes the place of the event loop if the broker's transport has no event loop.
+#: Due time and id, in the order in which rows were written, so that the rows of a chunk lie on few
+#: pages. Entries come mixed, from several Redis slots or in several messages.
+_WRITTEN_ORDER = attrgetter("due_us", "id")
 
-    A solo pool runs its chunks in this thread. There must be no second thread of this kind, so
-    the watchdog never takes it for stuck.
+
+class ReadyEntries:
+    """Entries by priority and queue, so that the work for a chunk does not grow with the number of
+    entries that wait.
     """
 
-    def __init__(self, events: Events) -> None:
-        self._events = events
-        self._queue: SimpleQueue[Call] = SimpleQueue()
-        self.loop = Loop("calls", self._run_calls, events)
-
-    def call_soon(self, call: Call) -> None:
-        self._queue.put(call)
-        self.loop.wake()
-
-    def _run_calls(self) -> None:
-        while True:
-            try:
-                call = self._queue.get_nowait()
-            except Empty:
-                return
-            self._events.attempt("calls", "call", call)
-
-
-class DelayedCall:
-    """A call that timers bring to the thread that may use the pool."""
-
-    def __init__(self, call_soon: Callable[[Call], object], call: Call) -> None:
-        self._call_soon = call_soon
-        self._call = call
-        self._planned_at = -inf
-
-    def call_after(self, seconds: float) -> None:
-        timer = threading.Timer(seconds, self._call_soon, (self._call,))
-        timer.daemon = True
-        timer.start()
-
-    def call_within(self, seconds: float) -> None:
-        """Plan the call unless an earlier call of this method planned one that is yet to come.
-
-        Infinity plans nothing.
-        """
-        if seconds < inf and monotonic() >= self._planned_at:
-            self._planned_at = monotonic() + seconds
-            self.call_after(seconds)
-
-
-class CapacityRequest:
-    """One thread requests capacity, and another one grants it by setting the event `granted`."""
-
     def __init__(self) -> None:
-        self.granted = threading.Event()
-        self._is_open = False
+        self._waiting: dict[int, Entry] = {}
+        #: An entry that is not in `_waiting` was removed, and is passed over.
+        self._levels: dict[tuple[int, str], deque[Entry]] = {}
 
-    def open(self) -> None:
-        self._is_open = True
+    def __len__(self) -> int:
+        return len(self._waiting)
 
-    def withdraw(self) -> None:
-        self._is_open = False
+    def add(self, entries: Sequence[Entry]) -> None:
+        """Add entries, except those of rows that wait already with this version or a later one."""
+        new: dict[tuple[int, str], list[Entry]] = {}
+        for entry in entries:
+            known = self._waiting.get(entry.id)
+            if known is None or known.version < entry.version:
+                self._waiting[entry.id] = entry
+                new.setdefault((entry.priority, entry.queue), []).append(entry)
+        for level, some in new.items():
+            ready = self._levels.setdefault(level, deque())
+            if len(some) * SORTED_SHARE >= len(ready) + len(some):
+                self._levels[level] = deque(sorted([*ready, *some], key=_WRITTEN_ORDER))
+            else:
+                ready.extend(sorted(some, key=_WRITTEN_ORDER))
 
-    def grant_if(self, has_capacity: Callable[[], int]) -> None:
-        """Grant the request if there is one and `has_capacity` returns more than 0."""
-        if self._is_open and has_capacity():
-            self._is_open = False
-            self.granted.set()
+    def pop(self, count: int) -> list[Entry]:
+        """Remove and return up to `count` entries, the oldest of the highest priority first."""
+        popped: list[Entry] = []
+        for priority in sorted({priority for priority, _ in self._levels}, reverse=True):
+            levels = (ready for level, ready in self._levels.items() if level[0] == priority)
+            passed = list[Entry]()
+            for entry in merge(*levels, key=_WRITTEN_ORDER):
+                if len(popped) == count:
+                    break
+                passed.append(entry)
+                if self._take(entry):
+                    popped.append(entry)
+            for entry in passed:
+                self._levels[priority, entry.queue].popleft()
+        self._forget_empty()
+        return popped
+
+    def remove_late(self, before_us: int, wait_s: Callable[[str], float]) -> list[Entry]:
+        """Remove and return the entries that were due before `before_us`.
+
+        Those of a queue for which `wait_s` returns a time stay for so much longer.
+        """
+        removed: list[Entry] = []
+        for (_, queue), ready in self._levels.items():
+            if ready[0].due_us < before_us:
+                late_before = before_us - wait_s(queue) * 1e6
+                while ready and ready[0].due_us < late_before:
+                    entry = ready.popleft()
+                    if self._take(entry):
+                        removed.append(entry)
+        self._forget_empty()
+        return removed
+
+    def remove_claimed(self, versions: Mapping[int, int]) -> None:
+        """Remove the entries of rows that were claimed with these versions, by their ids.
+
+        A row that was given back has a later version, with an entry of its own.
+        """
+        for id, version in versions.items():
+            entry = self._waiting.get(id)
+            if entry is not None and entry.version < version:
+                del self._waiting[id]
+        if not self._waiting:
+            self._levels.clear()
+
+    def clear(self) -> list[Entry]:
+        """Remove and return all entries."""
+        waiting = list(self._waiting.values())
+        self._waiting.clear()
+        self._levels.clear()
+        return waiting
+
+    def _take(self, entry: Entry) -> bool:
+        """Let an entry wait no more. Return whether it still did."""
+        if self._waiting.get(entry.id) is not entry:
+            return False
+        del self._waiting[entry.id]
+        return True
+
+    def _forget_empty(self) -> None:
+        self._levels = {level: ready for level, ready in self._levels.items() if ready}
 
 
-class ChunkFailure(NamedTuple):
-    """A chunk that failed as a whole."""
+class DrainChunk(NamedTuple):
+    """A chunk of a drain that a process works on."""
 
-    error: str
-    reason: FailureReason
-    #: The pool process in which the chunk failed, 0 if it is unknown, or None if the failure says
-    #: nothing about a process.
-    pid: int | None = None
-    cause: BaseException | None = None
-    #: Whether the process has logged why the chunk failed, or the pool how the process died.
-    is_logged: bool = True
+    sent_at: float
+    #: How many times the drain had been started by then.
+    starts: int
 
-    @classmethod
-    def reported(cls, report: Report) -> ChunkFailure:
-        """The process caught the error and reported it."""
-        return cls(report.error, report.reason, report.pid)
 
-    @classmethod
-    def unreported(cls, info: Any, pid: int) -> ChunkFailure:
-        """The pool passed `info` instead of a report, because process `pid` could not report."""
-        kind, error = getattr(info, "type", None), str(getattr(info, "exception", info))
-        if kind is WorkerLostError:
-            return cls(error, FailureReason.PROCESS_LOST)
-        cause = info if isinstance(info, BaseException) else None
-        return cls(error, FailureReason.UNKNOWN, pid, cause, is_logged=False)
+@dataclass
+class QueueDrain:
+    """A queue that is drained by one chunk at first, and by all processes once it proves deep.
 
-    @classmethod
-    def not_sent(cls, error: str, cause: Exception | None = None) -> ChunkFailure:
-        """The pool did not take the chunk."""
-        return cls(error, FailureReason.UNKNOWN, cause=cause, is_logged=cause is None)
+    A chunk that a slow task holds up says nothing about the queue. Meanwhile as many other
+    processes look at the queue as there are chunks held up. This finds all processes that are
+    needed soon, and it costs few claims if the queue is empty.
+    """
 
-    def fields(self) -> dict[str, Any]:
-        """Return the fields of the event `chunk.failed`."""
-        return {**self._asdict(), "reason": self.reason.value}
+    priorities: set[int]
+    #: The chunks that processes work on, by number.
+    chunks: dict[int, DrainChunk] = field(default_factory=dict)
+    is_deep: bool = False
+    #: How many times the drain was started. A chunk that was sent before the last start may have
+    #: read the table too early.
+    starts: int = 0
+
+    def wants_chunk(self) -> bool:
+        """Whether the pool should get another chunk of this drain now."""
+        began_after = monotonic() - HELD_UP_S
+        quick = sum(chunk.sent_at > began_after for chunk in self.chunks.values())
+        return self.is_deep or quick < max(len(self.chunks) - quick, 1)
+
+    def extra_chunk_in_s(self) -> float:
+        """Return in how many seconds the next one of its chunks counts as held up."""
+        now = monotonic()
+        waits = (chunk.sent_at + HELD_UP_S - now for chunk in self.chunks.values())
+        return min((wait_s for wait_s in waits if wait_s >= 0), default=inf)
+
+
+#: Queues with more due rows in the table: those whose drains this worker had started, with their
+#: priorities (none if only their waitlists were served).
+UnfinishedDrains = list[tuple[str, set[int]]]
+
+
+# -- the dispatcher -------------------------------------------------------------------------------
 
 
 class Dispatcher:
     """Lives in the worker's main process.
 
-    `pump`, `_send` and `recall` use the pool, and run in the thread to which `call_soon` brings a
-    call. Any thread may call the other methods.
+    One lock guards its state, and code that holds the lock waits for nothing. `pump`, `_send` and
+    `recall` use the pool, and run in the thread to which `call_soon` brings a call. Any thread may
+    call the other methods.
 
     What comes after `close` is sent back. If the worker has an `on_report`, chunks count the
     outcomes of their tasks in their reports.
     """
 
     def __init__(self, worker: WorkerRuntime) -> None:
+        runtime = worker.runtime
         self._worker = worker
-        self._events = worker.events
-        self._send_back = worker.work_sender.send_back
+        self._settings = settings = runtime.settings
+        self._clock = runtime.clock
+        self._events = runtime.events
         self._pool = Pool(worker.celery_worker.pool)
-        self._call_soon = worker.call_soon
         self._lock = threading.RLock()
-        self._queue = ChunkQueue(worker, self._pool)
-        self._is_pumping = False
         self._is_open = True
-        self._delayed_pump = DelayedCall(self._call_soon, self.pump)
+        self._is_pumping = False
+        self._pump_planned_at = -inf
+        self._paused_until = 0.0
+        #: How many more rows may be claimed in all; None means any number.
+        self.row_budget = worker.row_budget
+        self._size = ChunkSize(settings.chunk_time_budget_s, settings.chunk_max)
+        self._last_number = 0
+        self._ready = ReadyEntries()
+        self._drains: dict[str, QueueDrain] = {}
+        #: The priorities of each queue whose entries were left to the table, until other workers
+        #: are asked to help.
+        self._left_to_table: dict[str, set[int]] = {}
+        #: The sources of chunks. The one that had the last chunk is at the end.
+        self._source_turns = [self._entry_chunk, self._waitlist_chunk, self._drain_chunk]
+        #: The waitlists that processes have reported, or None before the first one.
+        self._waitlists: TrackedWaitlists | None = None
+        #: The start of each chunk in the pool, by the clock of the database. The leases of the
+        #: rows that such a chunk claimed are renewed.
+        self._began_us: dict[int, float] = {}
+        #: The numbers of chunks whose processes may continue with further ones.
+        self._continuing: set[int] = set()
+        #: The ids of the rows that still run in each process although their chunk has ended.
+        self._detached: dict[int, Sequence[int]] = {}
+        #: The Redis poller sets this if it waits for capacity, which `capacity_granted` ends.
+        self.is_capacity_wanted = False
+        self.capacity_granted = threading.Event()
 
     # -- what arrives -----------------------------------------------------------------------------
 
     def receive(self, entries: Sequence[Entry]) -> None:
-        """Hold the entries until they are due, and take those that are due now."""
-        due = self._worker.near_entries.hold(entries)
-        if due:
-            self.take(due)
+        """Keep the entries in the wheel until they are due, and take those that are due now."""
+        now_us, horizon_s = self._clock.now_us(), self._settings.horizon_s
+        if horizon_s is not None:
+            # No timer arms what is due later: such a message is forged, or very old.
+            latest_us = now_us + int((2 * horizon_s + HORIZON_TOLERANCE_S) * 1e6)
+            if any(entry.due_us > latest_us for entry in entries):
+                error = ValueError("an entry is far beyond the horizon")
+                self._events.refuse("run", error)
+                entries = [entry for entry in entries if entry.due_us <= latest_us]
+        early = [
+            ((entry.id, entry.version), entry.due_us, entry)
+            for entry in entries
+            if entry.due_us > now_us
+        ]
+        # After the wheel has stopped, all entries are sent back.
+        if not early or self._worker.wheel.add(early):
+            entries = [entry for entry in entries if entry.due_us <= now_us]
+        if entries:
+            self.take(entries)
 
     def take(self, entries: Sequence[Entry]) -> None:
-        """Take entries that are due now; called by the timing wheel's thread, among others."""
+        """Take entries that are due now; called by the wheel's thread, among others."""
         with self._lock:
             is_open = self._is_open
             if is_open:
-                self._queue.add(entries)
+                self._ready.add(entries)
         if is_open:
             self._pump_soon()
         elif entries:
-            self._send_back(UnfinishedWork(list(entries), []))
+            self._worker.send_back(list(entries), [])
 
-    def start_drain(self, queue: str, priorities: Sequence[int]) -> None:
+    def start_drain(self, queue: str, priorities: Iterable[int]) -> None:
         """Drain `queue`: send chunks that claim its due rows, until one comes back not full."""
         with self._lock:
             is_open = self._is_open
             if is_open:
-                self._queue.start_drain(queue, priorities)
+                self._drain(queue, priorities)
         if is_open:
             self._pump_soon()
         else:
             # One message for one, since this worker may receive it again before it stops.
-            self._send_back(UnfinishedWork([], [(queue, set(priorities))], messages=1))
+            self._worker.send_back([], [(queue, set(priorities))], messages=1)
+
+    def _drain(self, queue: str, priorities: Iterable[int]) -> None:
+        """Start the drain of a queue, or let the one that is in progress look once more."""
+        drain = self._drains.setdefault(queue, QueueDrain(set()))
+        drain.priorities.update(priorities)
+        drain.starts += 1
 
     def limits_changed(self, tags: Set[str]) -> None:
         """Check the waitlists of these tags now."""
         with self._lock:
-            if self._queue.waitlists is None:
+            if self._waitlists is None:
                 return
-            self._queue.waitlists.limits_changed(tags)
+            self._waitlists.limits_changed(tags)
         self._pump_soon()
 
-    def close(self) -> UnfinishedWork:
-        """Send no more chunks, and return what waits."""
+    def close(self) -> tuple[list[Entry], UnfinishedDrains]:
+        """Send no more chunks, and return what waits. Processes report soon."""
         with self._lock:
             self._is_open = False
-            return self._queue.clear()
+            return self._clear()
 
-    def take_left_to_table(self) -> UnfinishedWork:
+    def _clear(self) -> tuple[list[Entry], UnfinishedDrains]:
+        self._worker.processes.others_wait.record(True)
+        # The set of priorities is empty for a queue that only has waitlists.
+        waitlist_queues = self._waitlists.queues if self._waitlists else ()
+        queues = {queue: set[int]() for queue in waitlist_queues}
+        queues |= {queue: drain.priorities for queue, drain in self._drains.items()}
+        self._drains.clear()
+        self._left_to_table.clear()
+        self._waitlists = None
+        return self._ready.clear(), list(queues.items())
+
+    # -- what is left to the table ----------------------------------------------------------------
+
+    def _drop_late(self) -> None:
+        """Leave late entries to the table, where all workers can claim them.
+
+        A burst is left too, since its last entries would be late.
+        """
+        late_before = self._clock.now_us() - int(self._settings.grace_s * 1e6)
+        late = self._ready.remove_late(late_before, self._backlog_wait_s)
+        self._leave_to_table(late)
+        dropped = len(late)
+        if self._size.is_limited_by_time:
+            dropped += self._drop_burst(int(self._pool.size * BURST_BUDGETS * self._size.in_time))
+        if dropped:
+            self._events.emit("entry.late", count=dropped)
+
+    def _drop_burst(self, most: int) -> int:
+        """Leave all entries to the table if more than `most` wait. Return how many.
+
+        Chunks from the table are claimed ahead. If the table may have a backlog already, the tasks
+        would come last there, so the entries stay.
+        """
+        if self._drains or len(self._ready) <= most:
+            return 0
+        burst = self._ready.clear()
+        self._leave_to_table(burst)
+        for drain in self._drains.values():
+            drain.is_deep = True
+        return len(burst)
+
+    def _leave_to_table(self, entries: Sequence[Entry]) -> None:
+        """Drain the queues of these entries instead."""
+        for queue, priority in {(entry.queue, entry.priority) for entry in entries}:
+            self._drain(queue, (priority,))
+            self._left_to_table.setdefault(queue, set()).add(priority)
+
+    def take_left_to_table(self) -> UnfinishedDrains:
         """Return the queues whose entries were left to the table since the last call."""
         with self._lock:
-            return self._queue.take_left_to_table()
+            left, self._left_to_table = self._left_to_table, {}
+            return list(left.items())
+
+    def grace_s(self, queue: str) -> float:
+        """Return how late an entry of the queue may come."""
+        with self._lock:
+            return self._settings.grace_s + self._backlog_wait_s(queue)
+
+    def _backlog_wait_s(self, queue: str) -> float:
+        """Return how much longer late entries of the queue wait here."""
+        drain = self._drains.get(queue)
+        return BACKLOG_WAIT_S if drain is not None and drain.is_deep else 0.0
 
     # -- what other parts of the worker ask -------------------------------------------------------
 
@@ -216,62 +400,94 @@ class Dispatcher:
     def is_busy(self) -> bool:
         """Whether the pool has a chunk, or one could be sent."""
         with self._lock:
-            return self._queue.is_busy
+            waitlists = self._waitlists
+            has_waitlist = waitlists is not None and waitlists.is_active
+            return bool(self._began_us or self._ready or self._drains or has_waitlist)
 
     @property
     def is_at_work(self) -> bool:
         """Whether a task runs, as far as the main process knows."""
-        return bool(self._queue.in_flight or self._queue.detached)
+        return bool(self._began_us or self._detached)
 
     def pids(self) -> set[int]:
         """Return the processes that run tasks, if they are the pool's own."""
-        pids = self._pool.pids() | set(self._queue.detached)
-        return pids - {os.getpid()}
+        return (self._pool.pids() | set(self._detached)) - {os.getpid()}
 
     def running(self) -> tuple[list[float], dict[int, Sequence[int]]]:
         """Return the starts of the chunks, and by process the rows that outlive theirs."""
         with self._lock:
-            return [*self._queue.in_flight.values()], dict(self._queue.detached)
+            return [*self._began_us.values()], dict(self._detached)
 
     def process_died(self, pid: int) -> None:
         with self._lock:
-            self._queue.set_detached(pid, ())
+            self._detached.pop(pid, None)
 
     @property
     def waiting(self) -> int:
         """How many entries wait."""
-        return self._queue.waiting
+        return len(self._ready)
 
     @property
     def in_flight(self) -> list[float]:
         """The start of each chunk in the pool, by the clock of the database."""
-        with self._lock:
-            return list(self._queue.in_flight.values())
+        return self.running()[0]
 
     @property
     def drain_count(self) -> int:
         """How many queues are drained, or wait for their turn."""
-        return self._queue.drain_count
-
-    @property
-    def row_budget(self) -> int | None:
-        """How many more rows may be claimed; None means any number."""
-        return self._queue.row_budget
+        return len(self._drains)
 
     def capacity(self, coming: int = 0) -> int:
-        """Return how many more entries can run in time, while `coming` others are on their way."""
-        with self._lock:
-            return self._queue.capacity(coming) if self._is_open else 0
+        """Return how many more entries can run in time, while `coming` others are on their way.
 
-    def grace_s(self, queue: str) -> float:
-        """Return how late an entry of the queue may come."""
+        The capacity is one time budget of tasks for each free process, and another one for each
+        process that will probably end its chunk soon. Other entries are left to other workers. The
+        result is 0 while less than half of the capacity is free, since it costs as much to bring
+        few entries as to bring many.
+        """
         with self._lock:
-            return self._queue.grace_s(queue)
+            if not self._is_open:
+                return 0
+            budgets = free = self._free_processes
+            if self._size.fits:
+                # Chunks that began a short time ago, or that end soon if other tasks wait.
+                recent_us = self._clock.now_us() - 2 * self._settings.chunk_time_budget_s * 1e6
+                budgets += free + sum(
+                    began_us > recent_us or number in self._continuing
+                    for number, began_us in self._began_us.items()
+                )
+            most = budgets * self._size.prefetch
+            waiting = coming + (self.waiting if self._may_send() else 0)
+            return most - waiting if 2 * waiting <= most else 0
+
+    @property
+    def _free_processes(self) -> int:
+        return self._pool.size - len(self._began_us)
+
+    @property
+    def _needs_process(self) -> bool:
+        """Whether tasks wait for which no process works, so that none should continue a drain.
+
+        These are entries that are due, a drain without a chunk, or a waitlist.
+        """
+        return self._may_send() and bool(
+            self._ready
+            or any(not drain.chunks for drain in self._drains.values())
+            or (self._waitlists and self._waitlists.needs_process)
+        )
+
+    def _may_send(self) -> bool:
+        return monotonic() >= self._paused_until
 
     # -- to the pool ------------------------------------------------------------------------------
 
     def _pump_soon(self) -> None:
-        self._call_soon(self.pump)
+        self._worker.call_soon(self.pump)
+
+    def _pump_after(self, seconds: float) -> None:
+        timer = threading.Timer(seconds, self._worker.call_soon, (self.pump,))
+        timer.daemon = True
+        timer.start()
 
     def pump(self) -> None:
         """Fill the pool. A solo pool runs the chunk within this call, and calls back from there."""
@@ -287,54 +503,132 @@ class Dispatcher:
         finally:
             with self._lock:
                 self._is_pumping = False
-                if self._is_open and self._queue.free_processes > 0:
-                    # A drain whose chunk a slow task holds up gets another chunk then.
-                    self._delayed_pump.call_within(self._queue.extra_chunk_in_s())
-            self._worker.capacity_request.grant_if(self.capacity)
+                if self._is_open and self._free_processes > 0:
+                    self._pump_for_held_up_drains()
+            if self.is_capacity_wanted and self.capacity():
+                self.is_capacity_wanted = False
+                self.capacity_granted.set()
+
+    def _pump_for_held_up_drains(self) -> None:
+        """Pump when a drain may have another chunk, because a slow task holds up one of its chunks.
+
+        Plan this only once until then.
+        """
+        if not self._may_send() or monotonic() < self._pump_planned_at:
+            return
+        in_s = min((drain.extra_chunk_in_s() for drain in self._drains.values()), default=inf)
+        if in_s < inf:
+            self._pump_planned_at = monotonic() + in_s
+            self._pump_after(in_s)
 
     def _next_chunk(self) -> ChunkRequest | None:
+        """Return the next chunk, or None if none may be sent."""
+        worker = self._worker
         with self._lock:
-            self._queue.drop_late()  # first: they must not accumulate while the pool is busy
-            can_send = self._is_open and not self._pool.is_resting
-            request = self._queue.next_chunk() if can_send else None
+            self._drop_late()  # first: they must not accumulate while the pool is busy
+            if not self._is_open or self._pool.is_resting:
+                return None
+            request = self._choose_chunk()
+            worker.processes.others_wait.record(self._needs_process)
             if request is None:
                 return None
             return request._replace(
-                sends_events=self._worker.sends_events(),
-                policies=self._worker.runtime.policy_cache.stamp,
-                counts_outcomes=self._worker.on_report is not None,
+                sends_events=worker.sends_events(),
+                policies=worker.runtime.policy_cache.stamp,
+                counts_outcomes=worker.on_report is not None,
             )
+
+    def _choose_chunk(self) -> ChunkRequest | None:
+        """Return a chunk of the source whose turn it is.
+
+        Entries, waitlists and drains take turns, so that none of them starves the others.
+        """
+        free, budget = self._free_processes, self.row_budget
+        size = self._size.rows if budget is None else min(self._size.rows, budget)
+        if free <= 0 or size <= 0 or not self._may_send():
+            return None
+        for source in self._source_turns:
+            request = source(self._last_number + 1, size)
+            if request is not None:
+                self._last_number += 1
+                self._source_turns.remove(source)
+                self._source_turns.append(source)
+                return self._with_budgets(request, free)
+        return None
+
+    def _entry_chunk(self, number: int, size: int) -> ChunkRequest | None:
+        """The free processes share the waiting entries, but no chunk gets less than a minimum."""
+        if not self._ready:
+            return None
+        share = max(-(-self.waiting // self._free_processes), self._size.least)
+        return ChunkRequest(tuple(self._ready.pop(min(size, share))), number=number)
+
+    def _waitlist_chunk(self, number: int, size: int) -> ChunkRequest | None:
+        visit = self._waitlists.next_visit() if self._waitlists else None
+        if visit is None:
+            return None
+        return ChunkRequest(
+            (), limit=size, number=number, waitlist=visit.waitlist, is_probe=visit.is_probe
+        )
+
+    def _drain_chunk(self, number: int, size: int) -> ChunkRequest | None:
+        """Drains take turns, and those without a chunk come first."""
+        for queue, drain in sorted(self._drains.items(), key=lambda each: bool(each[1].chunks)):
+            if drain.wants_chunk():
+                drain.chunks[number] = DrainChunk(monotonic(), drain.starts)
+                self._drains[queue] = self._drains.pop(queue)  # to the end
+                continue_s = CONTINUE_S if len(self._drains) == 1 else CONTINUE_IN_TURN_S
+                return ChunkRequest(
+                    (),
+                    queue,
+                    tuple(drain.priorities),
+                    size,
+                    number=number,
+                    continue_s=continue_s if drain.is_deep else 0.0,
+                )
+        return None
+
+    def _with_budgets(self, request: ChunkRequest, free: int) -> ChunkRequest:
+        if self.row_budget is not None:
+            self.row_budget -= request.limit
+            return request._replace(continue_s=0.0)
+        if self._pool.runs_inline:
+            request = request._replace(continue_s=0.0)
+        serve_s = 0.0 if request.is_probe else SERVE_S if free > 1 else SERVE_ALONE_S
+        return request._replace(serve_s=serve_s)
 
     def _send(self, request: ChunkRequest) -> bool:
         """Return True if the chunk has ended already, as in a solo pool."""
+        check_in_s = inf
         with self._lock:
-            self._queue.chunk_sent(request)
-            check_due_in_s = (
-                self._queue.waitlist_check_due_in_s if request.waitlist is not None else inf
-            )
-        if check_due_in_s < inf:
+            self._began_us[request.number] = self._clock.now_us()
+            self._continuing &= self._began_us.keys()
+            if request.continue_s:
+                self._continuing.add(request.number)
+            if request.waitlist is not None and self._waitlists is not None:
+                check_in_s = self._waitlists.next_check_due_in_s
+        if check_in_s < inf:
             # The chunk may run one task for minutes: others check the waitlist meanwhile.
-            self._delayed_pump.call_after(max(check_due_in_s, 0))
+            self._pump_after(max(check_in_s, 0))
+        done, lost = partial(self._done, request), partial(self._lost, request)
         try:
-            sent = self._pool.send(
-                request, partial(self._done, request), partial(self._lost, request)
-            )
+            sent = self._pool.send(request, done, lost)
         except Exception as error:
-            self._not_sent(request, ChunkFailure.not_sent(str(error), error))
+            self._not_sent(request, str(error), cause=error, is_logged=False)
             return False
         with self._lock:
-            if request.number not in self._queue.in_flight:
+            if request.number not in self._began_us:
                 return True
             self._pool.sent[request.number] = sent
         if sent.result is None:
-            self._not_sent(request, ChunkFailure.not_sent("the pool takes no more work"))
+            self._not_sent(request, "the pool takes no more work")
         return False
 
-    def _not_sent(self, request: ChunkRequest, failure: ChunkFailure) -> None:
+    def _not_sent(self, request: ChunkRequest, error: str, **fields: Any) -> None:
         """Let the pool rest, or every waiting entry would fail in the same way."""
         self._pool.rest()
-        self._failed(request, failure)
-        self._delayed_pump.call_after(POOL_REST_S)
+        self._failed(request, FailureReason.UNKNOWN, error, **fields)
+        self._pump_after(POOL_REST_S)
 
     # -- from the pool ----------------------------------------------------------------------------
     # `_done` and `_lost` end in `_succeeded` or `_failed`, which pump again.
@@ -348,8 +642,7 @@ class Dispatcher:
             lost = self._pool.recall()
             if self._is_open:  # else a process may have it, and its leases are renewed
                 for request in lost:
-                    self._pool.forget(request.number)
-                    self._queue.chunk_failed(request, FailureReason.PROCESS_LOST, ran=0)
+                    self._chunk_failed(request, FailureReason.PROCESS_LOST, ran=0)
         return [entry for request in lost for entry in request.entries]
 
     def _done(self, request: ChunkRequest, report: Any) -> None:
@@ -362,39 +655,129 @@ class Dispatcher:
         if self._worker.counts is not None:
             self._worker.counts.add(report.statistics)
         with self._lock:
-            self._queue.set_detached(report.pid, report.detached)
+            if report.detached:
+                self._detached[report.pid] = report.detached
+            else:
+                self._detached.pop(report.pid, None)
         if report.error:
-            self._failed(request, ChunkFailure.reported(report), ran=report.ran)
+            self._failed(request, report.reason, report.error, pid=report.pid, ran=report.ran)
         else:
             self._succeeded(request, report)
 
     def _lost(self, request: ChunkRequest, info: Any) -> None:
         """Called by the pool if the process of a chunk could not report."""
-        self._failed(request, ChunkFailure.unreported(info, self._pool.pid_of(request.number)))
+        kind, error = getattr(info, "type", None), str(getattr(info, "exception", info))
+        if kind is WorkerLostError:
+            self._failed(request, FailureReason.PROCESS_LOST, error)
+            return
+        pid = self._pool.pid_of(request.number)
+        cause = info if isinstance(info, BaseException) else None
+        reason = FailureReason.UNKNOWN
+        self._failed(request, reason, error, pid=pid, cause=cause, is_logged=False)
 
     def _succeeded(self, request: ChunkRequest, report: Report) -> None:
         with self._lock:
-            self._pool.forget(request.number)
-            self._queue.chunk_ended(request, report.ran)
-            self._queue.learn_size(report)
+            self._chunk_ended(request, report.ran)
+            rows, seconds = report.sample or (report.ran, report.seconds)
+            self._size.learn(rows, seconds, report.wanted)
             if is_open := self._is_open:
-                check_due_in_s = self._queue.continue_after(request, report)
-                if check_due_in_s is not None:
-                    self._delayed_pump.call_after(check_due_in_s)
+                check_in_s = self._continue_after(request, report)
+                if check_in_s is not None:
+                    self._pump_after(check_in_s)
                 if report.early:  # under the lock, or `close` could come before it
                     self.receive(report.early)
         if not is_open:
             queues = {state.queue for state in report.waitlists}
-            unfinished = [(queue, set[int]()) for queue in queues]
-            self._send_back(UnfinishedWork(list(report.early), unfinished))
+            self._worker.send_back(list(report.early), [(queue, set()) for queue in queues])
         self._pump_soon()
 
-    def _failed(self, request: ChunkRequest, failure: ChunkFailure, ran: int = 0) -> None:
-        """Record that a chunk failed as a whole. The sweep and the leases take care of its rows."""
+    def _failed(
+        self,
+        request: ChunkRequest,
+        reason: FailureReason,
+        error: str,
+        *,
+        pid: int | None = None,
+        cause: BaseException | None = None,
+        is_logged: bool = True,
+        ran: int = 0,
+    ) -> None:
+        """Record that a chunk failed as a whole. The sweep and the leases take care of its rows.
+
+        `pid` is the process in which it failed, 0 if it is unknown, or None if the failure says
+        nothing about a process. `is_logged` tells that the process has logged why the chunk failed,
+        or the pool how the process died.
+        """
         with self._lock:
-            self._pool.forget(request.number)
-            self._queue.chunk_failed(request, failure.reason, ran)
-        self._events.emit("chunk.failed", **failure.fields())
-        if failure.reason is FailureReason.UNAVAILABLE:
-            self._delayed_pump.call_after(FAILED_PAUSE_S)
+            self._chunk_failed(request, reason, ran)
+        self._events.emit(
+            "chunk.failed",
+            error=error,
+            reason=reason.value,
+            pid=pid,
+            cause=cause,
+            is_logged=is_logged,
+        )
+        if reason is FailureReason.UNAVAILABLE:
+            self._pump_after(FAILED_PAUSE_S)
         self._pump_soon()
+
+    def _chunk_ended(self, request: ChunkRequest, ran: int) -> None:
+        """Record that the pool has this chunk no more."""
+        self._pool.forget(request.number)
+        began_us = self._began_us.pop(request.number, None)
+        if began_us is not None and self.row_budget is not None:
+            self.row_budget += max(request.limit - ran, 0)
+
+    def _chunk_failed(self, request: ChunkRequest, reason: FailureReason, ran: int) -> None:
+        """Record that a chunk failed as a whole, and what rests after it.
+
+        Its drain ends, unless only the process died: other processes continue it then. The next
+        chunk would meet the same rows, and fail again and again without a pause. The next sweep
+        requests the drain again.
+        """
+        self._chunk_ended(request, ran)
+        if request.drained_queue is not None:
+            if reason is not FailureReason.PROCESS_LOST:
+                self._drains.pop(request.drained_queue, None)
+            elif (drain := self._drains.get(request.drained_queue)) is not None:
+                drain.chunks.pop(request.number, None)
+        if request.waitlist is not None and self._waitlists is not None:
+            self._waitlists.visit_failed(request.waitlist)
+        if reason is FailureReason.UNAVAILABLE:
+            self._paused_until = monotonic() + FAILED_PAUSE_S
+
+    def _continue_after(self, request: ChunkRequest, report: Report) -> float | None:
+        """Decide by the report whether the drain and the waitlists of its chunk go on.
+
+        Return the number of seconds until a waitlist has to be checked, or None.
+        """
+        if request.drained_queue is not None:
+            self._drain_chunk_ended(request, request.drained_queue, report.is_full)
+            self._ready.remove_claimed(report.drained)
+        if self._waitlists is None and not report.waitlists:
+            return None
+        # Imported here: most deployments have no limits.
+        from delaytasks.limits.tracked_waitlists import PROBE_S, TrackedWaitlists
+
+        if self._waitlists is None:
+            self._waitlists = TrackedWaitlists()
+        was_probe = request.is_probe and report.seconds < PROBE_S
+        return self._waitlists.update(report.waitlists, request.waitlist, was_probe)
+
+    def _drain_chunk_ended(self, request: ChunkRequest, queue: str, is_full: bool) -> None:
+        """Continue the drain of a queue that may have more rows; otherwise end it."""
+        drain = self._drains.get(queue)
+        if drain is None and is_full:
+            drain = self._drains[queue] = QueueDrain(set(request.priorities))
+        if drain is None:
+            return
+        chunk = drain.chunks.pop(request.number, None)
+        if is_full:
+            drain.is_deep = True
+        elif chunk is None:
+            pass  # it began before the queue was found empty and its drain was started again
+        elif drain.starts > chunk.starts:
+            drain.is_deep = False
+        else:
+            del self._drains[queue]

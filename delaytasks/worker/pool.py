@@ -1,24 +1,105 @@
-"""Celery's pool: how many chunks it runs, which process has which chunk, and lost chunks."""
+"""Chunks, the function that runs them in a process of Celery's pool, and the pool.
+
+The pool knows how many chunks it runs, which process has which chunk, and which chunks were lost.
+"""
 
 from __future__ import annotations
 
 import gc
+import math
+import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
+from celery import current_app
 from celery.concurrency import solo
 
+from delaytasks.events import log_event
 from delaytasks.model.clock import monotonic
-from delaytasks.worker.celery_patches import (
-    is_forgotten,
-    mark_busy,
-    pids_with,
-    process_ids,
-    process_with,
-    put_back,
-    without_time_limits,
-)
-from delaytasks.worker.chunk_request import ChunkRequest, run_chunk
+from delaytasks.model.interfaces import Entry
+from delaytasks.model.policies import Stamp
+from delaytasks.run.runner import FailureReason, Report, Runner
+from delaytasks.worker.celery_tasks import processes_of
+from delaytasks.worker.processes import Processes
+
+
+class ChunkRequest(NamedTuple):
+    """A chunk: due entries, or a queue to drain, or a waitlist to serve."""
+
+    entries: tuple[Entry, ...]
+    #: The queue whose oldest overdue rows are claimed, and the priorities of these rows.
+    drained_queue: str | None = None
+    priorities: tuple[int, ...] = ()
+    #: How many rows the chunk may claim.
+    limit: int = 0
+    sends_events: bool = False
+    #: Distinguishes the chunks of a worker.
+    number: int = 0
+    #: The stamp of the policies, or None if the main process has read none yet.
+    policies: Stamp | None = Stamp()
+    #: The queue and the tag of a waitlist.
+    waitlist: tuple[str, str] | None = None
+    #: Other processes serve the waitlist: start what may start now, and return.
+    is_probe: bool = False
+    #: How long the process may continue with waitlists.
+    serve_s: float = 0.0
+    #: How long the process may continue with further chunks of a drain.
+    continue_s: float = 0.0
+    #: Whether the report should count the outcomes of the tasks.
+    counts_outcomes: bool = False
+
+    def work(self, runner: Runner) -> Callable[[], Report]:
+        """Return the call that runs the chunk, which is no frame of its own in a traceback."""
+        if self.waitlist is not None:
+            return partial(runner.run_waitlist, *self.waitlist, self.limit, self.serve_s)
+        if self.drained_queue is None:
+            return partial(runner.run, self.entries, self.serve_s)
+        limits = self.limit, self.serve_s, self.continue_s
+        return partial(runner.run_due, self.drained_queue, self.priorities, *limits)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle entries as plain tuples, which takes the main process a seventh of the time."""
+        return _unpickle, (tuple(map(tuple, self.entries)), *self[1:])
+
+
+def _unpickle(entries: tuple[Any, ...], *others: Any) -> ChunkRequest:
+    return ChunkRequest(tuple(map(Entry._make, entries)), *others)
+
+
+def run_chunk(request: ChunkRequest) -> Report:
+    """Run a chunk in a pool process, in a thread, or inline. The current app is the worker's.
+
+    A failure is returned as text, since not every pool reports exceptions.
+    """
+    runner: Runner | None = None
+    report: Report
+    processes: Processes | None = None
+    try:
+        processes = processes_of(current_app)
+        if request.counts_outcomes:
+            processes.count_outcomes()
+        policies = processes.runtime.policy_cache
+        # While the process continues with a drain, the main process sends it no further stamps.
+        is_led = request.continue_s == 0
+        policies.follow(request.policies, is_led)
+        runner = processes.runner(request.sends_events)
+        report = request.work(runner)()
+    except Exception as error:
+        # Not as an event, which would be counted twice if the main process runs the chunk.
+        log_event("chunk.failed", {"error": error})
+        text = f"{type(error).__name__}: {error}"
+        detached = runner.detached if runner is not None else ()
+        report = Report(
+            pid=os.getpid(), detached=detached, error=text, reason=FailureReason.of(error)
+        )
+    if not request.counts_outcomes or processes is None:
+        return report
+    return report._replace(counts=processes.take_counts())
+
+
+# -- Celery's pool ---------------------------------------------------------------------------------
+
 
 #: After the pool did not take a chunk, it is sent none for this long.
 POOL_REST_S = 1.0
@@ -35,14 +116,50 @@ def freeze_loaded_objects() -> None:
     gc.freeze()
 
 
+def running_pids(celery_pool: Any) -> set[int]:
+    """Return the processes that run the jobs of a pool: its own ones, or this one.
+
+    A process that the pool is about to start in place of another one has no id yet.
+    """
+    try:
+        info = celery_pool.info or {}
+    except AttributeError:
+        return set()  # a prefork pool that has stopped has no information
+    pids = info.get("processes") or [os.getpid()]
+    return {pid for pid in pids if pid is not None}
+
+
+def is_forgotten(result: Any) -> bool:
+    """Return whether Celery made its prefork pool forget the job.
+
+    When a worker loses the broker, and when it stops, Celery forgets every job that no process has
+    confirmed. It takes them for messages that the broker delivers again. Some of these jobs have
+    reached a process nevertheless.
+    """
+    cache = getattr(result, "_cache", None)
+    # The order matters: a job that ends meanwhile is ready before it leaves the cache.
+    return cache is not None and result._job not in cache and not result.ready()
+
+
 class Sent(NamedTuple):
     """A chunk that was sent to the pool."""
 
     request: ChunkRequest
     #: The pool's result object, or None if the pool takes no more work.
     result: Any
-    #: The processes that the pool had at that time.
+    #: The processes that a prefork pool had at that time. Other pools have none.
     pids: frozenset[int]
+
+    @property
+    def process(self) -> Any:
+        """The process of a prefork pool that has the job, or None.
+
+        The pool assigns the jobs of a process that died to its successor, which does not have them.
+        Such a successor is not in `pids`.
+        """
+        process = getattr(self.result, "_write_to", None)
+        has_it = process is not None and process.pid in self.pids and process._is_alive()
+        return process if has_it else None
 
 
 class Pool:
@@ -83,22 +200,28 @@ class Pool:
         self, request: ChunkRequest, done: Callable[[Any], None], lost: Callable[[Any], None]
     ) -> Sent:
         """Send a chunk. A solo pool runs it within this call; other pools may be as quick."""
-        pids = process_ids(self._celery_pool)
+        processes = getattr(getattr(self._celery_pool, "_pool", None), "_pool", ())
+        pids = frozenset(process.pid for process in processes if process.pid is not None)
         result = self._celery_pool.apply_async(
             run_chunk, args=(request,), callback=done, error_callback=lost
         )
-        without_time_limits(result)
+        if hasattr(result, "_on_timeout_set"):
+            # The app's `task_time_limit` is for messages. A chunk has many tasks, and the limit
+            # would end all of them. A pool with such a limit applies it to every job that it
+            # accepts.
+            result._on_timeout_set = None
+            result._timeout = result._soft_timeout = math.inf
         return Sent(request, result, pids)
 
     def pid_of(self, number: int) -> int:
-        """Return the process that has this chunk, or 0 if it is unknown."""
+        """Return the process that has reported that it has this chunk, or 0 if none has."""
         sent = self.sent.get(number)
-        return next(iter(() if sent is None else pids_with(sent.result)), 0)
+        pids: list[int] = [] if sent is None else getattr(sent.result, "worker_pids", list)()
+        return next(iter(pids), 0)
 
     def pids(self) -> set[int]:
         """Return the processes that are known to have chunks."""
-        results = [sent.result for sent in list(self.sent.values())]
-        return {pid for result in results for pid in pids_with(result) if pid}
+        return {pid for number in list(self.sent) if (pid := self.pid_of(number))}
 
     def forget(self, number: int) -> None:
         """Forget a chunk that has ended."""
@@ -110,15 +233,18 @@ class Pool:
         Otherwise the former would occupy their processes forever, and a process that ends would
         wait for half a minute until its result is read.
         """
-        lost, busy = [], []
+        lost, busy = [], set()
         for sent in self.sent.values():
-            process = process_with(sent.result, sent.pids)
+            process = sent.process
             if process is not None:
-                busy.append(process)
+                busy.add(process.inqW_fd)
             if is_forgotten(sent.result):
                 if process is None:
                     lost.append(sent.request)
                 else:
-                    put_back(sent.result)
-        mark_busy(self._celery_pool, busy)
+                    sent.result._cache[sent.result._job] = sent.result
+        # Before Celery 5.7 a pool forgets which processes are busy when the worker loses its
+        # broker. It could then send a job to a process that runs a long job while others are idle.
+        workers = getattr(self._celery_pool, "_pool", None)
+        getattr(workers, "_busy_workers", set()).update(busy)
         return lost

@@ -1,21 +1,23 @@
-"""The processes of a worker: their names and queues, and the runners of this process."""
+"""The processes of a worker: names and queues, what they share, and the runners of this one."""
 
 from __future__ import annotations
 
 import atexit
+import mmap
 import os
 import secrets
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from celery import signals
 
 from delaytasks.model.clock import reset_in_child
+from delaytasks.model.inputs import ALL_QUEUES
+from delaytasks.model.workers import LastRenewal
 from delaytasks.registry import ThreadSlots
-from delaytasks.worker.shared_memory import OthersWait, Renewals, RequestedRuns
 from delaytasks.worker.time_limits import can_limit_time
 
 if TYPE_CHECKING:
@@ -24,6 +26,95 @@ if TYPE_CHECKING:
     from delaytasks.run.runner import Runner
     from delaytasks.runtime import Runtime
     from delaytasks.worker.task_events import TaskEvents
+
+
+# -- Memory that the main process of a worker writes, and that the processes of its pool read ------
+
+
+class Renewals:
+    """The last renewal of the leases.
+
+    The times are those of the monotonic clock, which all processes of a host share. Each number is
+    written as a whole.
+
+    Usually a renewal is answered less than one lease after the previous one was requested, and no
+    lease has ended in between. A main process that was frozen may renew too late:
+
+        previous renewal                                   this renewal
+            asked_at          lost_if_claimed_before   asked_at   answered_at
+        -------|------------------------|-----------------|------------|------> time
+                                        |<---------- lease_s --------->|
+
+    The lease of a row that was claimed before `lost_if_claimed_before` had then ended before the
+    renewal was answered, and another worker may have recovered the row.
+    """
+
+    def __init__(self) -> None:
+        self._asked_at = memoryview(mmap.mmap(-1, 8)).cast("d")
+        self._lost_if_claimed_before = memoryview(mmap.mmap(-1, 8)).cast("d")
+
+    def record(self, asked_at: float, answered_at: float, lease_s: float) -> None:
+        """Record a renewal that succeeded."""
+        one_lease_ago = answered_at - lease_s
+        if self._asked_at[0] < one_lease_ago:
+            self._lost_if_claimed_before[0] = one_lease_ago
+        self._asked_at[0] = asked_at  # written last, since `last` reads it first
+
+    def last(self) -> LastRenewal:
+        """Return the last renewal that succeeded."""
+        asked_at = self._asked_at[0]
+        return LastRenewal(asked_at, self._lost_if_claimed_before[0])
+
+
+class OthersWait:
+    """Whether tasks wait in the main process for a process that continues with a backlog."""
+
+    def __init__(self) -> None:
+        self._flag = mmap.mmap(-1, 1)
+
+    def record(self, is_so: bool) -> None:
+        self._flag[0] = is_so
+
+    def is_so(self) -> bool:
+        return bool(self._flag[0])
+
+
+#: The most rows of a worker that are asked to stop at the same time.
+MOST_ROWS = 1000
+
+
+class RequestedRuns:
+    """The runs of this worker that were asked to stop, by id and version.
+
+    Each number is written as a whole, and the count last.
+    """
+
+    def __init__(self) -> None:
+        self._memory = memoryview(mmap.mmap(-1, 8 * (1 + 2 * MOST_ROWS))).cast("q")
+
+    def record(self, rows: Sequence[tuple[int, int]]) -> None:
+        """Replace the rows."""
+        memory = self._memory
+        memory[0] = 0
+        for number, row in enumerate(rows[:MOST_ROWS]):
+            memory[1 + 2 * number], memory[2 + 2 * number] = row
+        memory[0] = min(len(rows), MOST_ROWS)
+
+    def has(self, id: int, version: int) -> bool:
+        """Return whether this run was asked to stop."""
+        memory = self._memory
+        if not memory[0]:  # as nearly always
+            return False
+        return any(
+            memory[at] == id and memory[at + 1] == version for at in range(1, 1 + 2 * memory[0], 2)
+        )
+
+
+# -- Names, queues and runners --------------------------------------------------------------------
+
+
+#: The events that are counted, and for which of them each tag is counted.
+_COUNTED = {"task.succeeded": False, "task.failed": False, "task.no_processor": True}
 
 
 class Processes:
@@ -48,6 +139,8 @@ class Processes:
         self.queues: list[str] = []
         #: Whether concurrent tasks may run on when their chunk has ended, while others run.
         self.may_detach = True
+        #: The outcomes since the last report, by event and tag, if they are counted.
+        self._outcomes: Counter[tuple[str, str]] | None = None
         self.after_fork()
         reset_in_child(self)
 
@@ -57,7 +150,8 @@ class Processes:
         self._task_events: TaskEvents | None = None
         self._sends_events = False
         self._thread_slots = ThreadSlots()
-        self._outcome_counts: OutcomeCounts | None = None
+        if self._outcomes is not None:
+            self._outcomes = Counter()
 
     @property
     def runtime(self) -> Runtime:
@@ -106,13 +200,21 @@ class Processes:
 
     def count_outcomes(self) -> None:
         """Count from now on the outcomes of the tasks that this process runs."""
-        if self._outcome_counts is None:
-            self._outcome_counts = OutcomeCounts()
-            self.runtime.events.subscribe(self._outcome_counts)
+        if self._outcomes is None:
+            self._outcomes = Counter()
+            self.runtime.events.subscribe(self._count_outcome)
+
+    def _count_outcome(self, name: str, fields: dict[str, Any]) -> None:
+        counts_tags = _COUNTED.get(name)
+        if counts_tags is not None and self._outcomes is not None:
+            self._outcomes[name, fields["tag"] if counts_tags else ""] += fields.get("count", 1)
 
     def take_counts(self) -> tuple[tuple[str, str, int], ...]:
         """Return (event, tag, number) of each outcome since the last call."""
-        return self._outcome_counts.take() if self._outcome_counts is not None else ()
+        if self._outcomes is None:
+            return ()
+        counts, self._outcomes = self._outcomes, Counter()
+        return tuple((name, tag, count) for (name, tag), count in counts.items())
 
     def build_runner(
         self, watcher: Callable[[], Watcher | None], registry: Registry | None = None
@@ -179,6 +281,11 @@ def logical_queues(names: Iterable[str], namespace: str) -> list[str]:
     return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
 
 
+def serves(queues: Sequence[str], queue: str) -> bool:
+    """Return whether a worker with these logical queues serves this one."""
+    return ALL_QUEUES in queues or queue in queues
+
+
 def own_address(toward: str | None) -> int | None:
     """Return this host's IPv4 address as the database sees it, as a number; None with IPv6 only."""
     try:
@@ -188,23 +295,3 @@ def own_address(toward: str | None) -> int | None:
             return int.from_bytes(socket.inet_aton(probe.getsockname()[0]), "big")
     except OSError:
         return None
-
-
-#: The events that are counted, and for which of them each tag is counted.
-_COUNTED = {"task.succeeded": False, "task.failed": False, "task.no_processor": True}
-
-
-class OutcomeCounts:
-    """Counts the outcomes of tasks. A subscriber of the events of one process."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[tuple[str, str]] = Counter()
-
-    def __call__(self, name: str, fields: dict[str, Any]) -> None:
-        counts_tags = _COUNTED.get(name)
-        if counts_tags is not None:
-            self._counts[name, fields["tag"] if counts_tags else ""] += fields.get("count", 1)
-
-    def take(self) -> tuple[tuple[str, str, int], ...]:
-        counts, self._counts = self._counts, Counter()
-        return tuple((name, tag, count) for (name, tag), count in counts.items())

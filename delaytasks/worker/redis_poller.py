@@ -51,12 +51,11 @@ class RedisPoller:
 
     def __init__(self, worker: WorkerRuntime, timer: RedisTimer) -> None:
         self._timer = timer
-        self._clock = worker.clock
-        self._events = events = worker.events
+        self._worker = worker
+        self._clock = worker.runtime.clock
+        self._events = events = worker.runtime.events
         self._processes = worker.processes
         self._dispatcher = worker.dispatcher
-        self._capacity_request = worker.capacity_request
-        self._sweep_loop = worker.sweep_loop
         self._lock = threading.Lock()
         #: When each slot should be read, in milliseconds.
         self._read_at: dict[Slot, float] = {}
@@ -68,17 +67,10 @@ class RedisPoller:
         self._delete_at = 0.0
         self._read_all_at = 0.0
         self._was_down = False
-        self._poll_loop = Loop(
-            "redis_poller",
-            self._poll,
-            events,
-            REDIS_STUCK_S,
-            self._reconnect,
-            wake=self._capacity_request.granted,
-        )
-        self._listen_loop = Loop(
-            "redis_listener", self._listen, events, REDIS_STUCK_S, self._reconnect
-        )
+        how = events, REDIS_STUCK_S, self._reconnect
+        has_capacity = worker.dispatcher.capacity_granted
+        self._poll_loop = Loop("redis_poller", self._poll, *how, wake=has_capacity)
+        self._listen_loop = Loop("redis_listener", self._listen, *how)
         self.loops = [self._poll_loop, self._listen_loop]
 
     def stop(self) -> None:
@@ -116,12 +108,13 @@ class RedisPoller:
                 self._events.attempt(self._poll_loop.name, "check", self._timer.link.check)
             self._was_down = False
             self._read_all_soon()
-            self._sweep_loop.forget_armed()
+            self._worker.sweep_loop.forget_armed()
         return 0
 
     def _slots_to_read(self) -> tuple[dict[Slot, int], float]:
         """Return how many entries to take of each slot that is due, or how long to rest at most."""
-        self._capacity_request.open()  # first, or capacity that comes meanwhile would be missed
+        # First, or capacity that comes meanwhile would be missed.
+        self._dispatcher.is_capacity_wanted = True
         now_us = self._clock.now_us()
         # If the clock was set back, entries may wait for hours again. They use no capacity.
         latest_us = now_us + AHEAD_MS * 1000
@@ -140,7 +133,7 @@ class RedisPoller:
                 self._read_at |= dict.fromkeys(wanted, inf)
                 return wanted, 0
             if not due:
-                self._capacity_request.withdraw()
+                self._dispatcher.is_capacity_wanted = False
                 next_ms = min(self._read_at.values(), default=inf)
                 rest_s = min(rest_s, (next_ms * 1000 - now_us) / 1e6)
             return {}, rest_s

@@ -18,17 +18,16 @@ from celery import _state, signals
 from celery.concurrency import get_implementation
 from kombu.asynchronous import Hub, set_event_loop
 
-from delaytasks.maintenance.sweeper import emit_recovered
 from delaytasks.model.inputs import ALL_QUEUES
-from delaytasks.runtime import HasRuntime, runtime_of, use_direct_timer
-from delaytasks.worker.celery_patches import running_pids
 from delaytasks.worker.celery_tasks import processes_of
-from delaytasks.worker.pool import freeze_loaded_objects
+from delaytasks.worker.pool import freeze_loaded_objects, running_pids
+from delaytasks.worker.sweep import emit_recovered
 from delaytasks.worker.time_limits import check_time_limits
 from delaytasks.worker.worker_runtime import WorkerRuntime
 
 if TYPE_CHECKING:
     from delaytasks.run.runner import Report
+    from delaytasks.runtime import HasRuntime
 
 #: How often the worker asks whether all work is done.
 DONE_CHECK_S = 0.1
@@ -54,8 +53,11 @@ class StandaloneWorker:
         on_report: Callable[[Report], None] | None = None,
         row_budget: int | None = None,
     ) -> None:
-        use_direct_timer(delays)
-        self._parts = parts = runtime_of(delays)
+        if delays._runtime.settings.uses_broker:
+            # From now on this process contacts neither broker nor Redis, and finds near rows in
+            # the table.
+            delays._renew_runtime(timer="direct")
+        self._parts = parts = delays._runtime
         self._polls_table = polls_table
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._is_stopping = self._is_done = False

@@ -9,21 +9,23 @@ after it found a task too late.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
 
 from delaytasks.broker.direct import LOOK, NOTICE_SLACK_S, NOTIFIED_POLL_S, DirectTimer, read_notice
-from delaytasks.events import Events
 from delaytasks.loops import Loop
-from delaytasks.maintenance.sweeper import MOST_OTHERS, OverdueQueues
 from delaytasks.model.clock import from_us, monotonic
 from delaytasks.model.inputs import ALL_QUEUES
 from delaytasks.model.interfaces import Entry
-from delaytasks.worker.lease_keeper import WorkerShares, serves
+from delaytasks.model.workers import POLLING_PREFIX
+from delaytasks.settings import SILENT_SWEEPS
+from delaytasks.worker.processes import serves
+from delaytasks.worker.sweep import MOST_OTHERS, OverdueQueues
 
 if TYPE_CHECKING:
-    from delaytasks.db.store import Listener, Notices
+    from delaytasks.db.store import Listener
+    from delaytasks.runtime import Runtime
     from delaytasks.worker.worker_runtime import WorkerRuntime
 
 
@@ -50,17 +52,14 @@ class NotifyListener:
 
     def __init__(
         self,
-        notices: Notices,
-        events: Events,
+        runtime: Runtime,
         on_entries: Callable[[Sequence[Entry]], object],
         on_wake: Callable[[], None],
-        refuse: Callable[[Exception], None],
     ) -> None:
-        self._notices = notices
-        self._events = events
+        self._notices = runtime.store.notices
+        self._events = events = runtime.events
         self._on_entries = on_entries
         self._on_wake = on_wake
-        self._refuse = refuse
         self._listener: Listener | None = None
         self._test_notice = _TEST_PREFIX + secrets.token_hex(4)
         self._test_arrived_at = self._test_sent_at = float("-inf")
@@ -114,7 +113,7 @@ class NotifyListener:
             try:
                 entries = read_notice(payload)
             except (ValueError, TypeError, RecursionError) as error:
-                self._refuse(error)  # any client of the database can send notices
+                self._events.refuse("notice", error)  # any client of the database can send notices
             else:
                 self._on_entries(entries)
 
@@ -137,6 +136,53 @@ class NotifyListener:
             self._events.attempt(self.loop.name, "disconnect", listener.close)
 
 
+# -- Which entries are this worker's -------------------------------------------------------------
+
+
+_PRIME = 1_000_003
+
+
+class WorkerShares:
+    """The shares as one worker knows them. The share of each worker is as large as its pool."""
+
+    def __init__(self, hostname: str) -> None:
+        self._hostname = hostname
+        self._workers: Sequence[tuple[str, int, Sequence[str]]] = ()
+        #: The number of parts of each queue, and which of them are this worker's.
+        self._parts: dict[str, tuple[int, range]] = {}
+
+    def learn(self, workers: Sequence[Mapping[str, Any]], now: datetime, sweep_s: float) -> None:
+        """Read the rows of the table of workers."""
+        known = [
+            (worker["name"], max(worker["concurrency"], 1), worker["queues"])
+            for worker in workers
+            if worker["pool"].startswith(POLLING_PREFIX)
+            and abs((now - worker["seen_at"]).total_seconds()) < SILENT_SWEEPS * sweep_s
+        ]
+        if known != self._workers:
+            self._workers, self._parts = known, {}
+
+    def is_mine(self, entry: Entry) -> bool:
+        parts = self._parts.get(entry.queue)
+        if parts is None:
+            parts = self._parts[entry.queue] = self._parts_of(entry.queue)
+        total, mine = parts
+        return not mine or entry.id % _PRIME % total in mine
+
+    def _parts_of(self, queue: str) -> tuple[int, range]:
+        """Return an empty range as long as this worker has no row, so that it takes every task."""
+        total, mine = 0, range(0)
+        for hostname, size, queues in self._workers:
+            if serves(queues, queue):
+                if hostname == self._hostname:
+                    mine = range(total, total + size)
+                total += size
+        return total, mine
+
+
+# -- Reads the table -------------------------------------------------------------------------------
+
+
 #: The rest between two reads of a table without notices. It grows from the first to the second
 #: bound, by this factor, while no task is found late.
 MIN_POLL_REST_S, MAX_POLL_REST_S = 0.02, 0.5
@@ -153,25 +199,23 @@ class TablePoller:
     """Also gets the entries that this process arms itself, with `timer`."""
 
     def __init__(self, worker: WorkerRuntime, timer: DirectTimer) -> None:
-        runtime = worker.runtime
+        self._runtime = runtime = worker.runtime
         self._store = runtime.store
-        self._clock = runtime.clock
-        self._policies = runtime.policy_cache
         self._settings = runtime.settings
         self._timer = timer
         self._processes = worker.processes
-        self._queue_routing = runtime.queues
         self._dispatcher = worker.dispatcher
         self._shares = WorkerShares(worker.celery_worker.hostname)
         #: The rows that were passed on, which the next read may find again, and their due times.
         self._passed_on: dict[tuple[int, int], int] = {}
         self._rest_s = MIN_POLL_REST_S
         self._overdue_check_at = 0.0
-        self._overdue = OverdueQueues(self._store.sweeps, self._settings.grace_s)
-        events, notices = runtime.events, self._store.notices
-        self.loop = Loop("table_poller", self._turn, events, POLL_STUCK_S, self._store.close)
-        refuse = partial(events.refuse, "notice")
-        self.listener = NotifyListener(notices, events, self.take, self.wake, refuse)
+        self.loop = Loop(
+            "table_poller", self._turn, runtime.events, POLL_STUCK_S, self._store.close
+        )
+        sweeps, grace_s = self._store.sweeps, self._settings.grace_s
+        self._overdue = OverdueQueues(sweeps, grace_s, self.loop.report_progress)
+        self.listener = NotifyListener(runtime, self.take, self.wake)
         self.loops = [self.loop, self.listener.loop]
         timer.subscribe(self.take)
 
@@ -213,15 +257,15 @@ class TablePoller:
         checks_overdue = monotonic() >= self._overdue_check_at
         if checks_overdue:
             self._overdue_check_at = monotonic() + OVERDUE_CHECK_S
-            now = self._clock.now()
+            now = self._runtime.clock.now()
             self._shares.learn(store.workers.all(), now, self._settings.sweep_s)
-        now_us, grace_us = self._clock.now_us(), self._settings.grace_s * 1e6
+        now_us, grace_us = self._runtime.clock.now_us(), self._settings.grace_s * 1e6
         until_us = now_us + (self._normal_rest_s() + NOTICE_SLACK_S) * 1e6
         found = store.sweeps.first_due_between(
             from_us(int(now_us - grace_us)),
             from_us(int(until_us)),
             MAX_READ_ROWS,
-            self._policies.known,
+            self._runtime.policy_cache.known,
         )
         mine = self.take(found)
         if checks_overdue:
@@ -248,11 +292,11 @@ class TablePoller:
         queues = set(self._processes.queues)
         serves_all = ALL_QUEUES in queues
         if serves_all:
-            queues = self._queue_routing.all()
-        late = self._overdue.of_named(queues, self.loop.report_progress)
+            queues = self._runtime.queues.all()
+        late = self._overdue.of_named(queues)
         if serves_all:
             # No more unknown queues than can have their turn soon, in between the known ones.
             most = MOST_OTHERS - self._dispatcher.drain_count
-            late |= self._overdue.of_others(queues, self.loop.report_progress, most)
+            late |= self._overdue.of_others(queues, most)
         for queue, priorities in late.items():
             self._dispatcher.start_drain(queue, priorities)

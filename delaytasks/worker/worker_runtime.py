@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from functools import cached_property
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from celery import signals
+from celery.utils.log import get_logger
 from celery.utils.nodenames import node_format
 from celery.worker import state
 
@@ -15,31 +16,27 @@ from delaytasks.broker.arming import RUN
 from delaytasks.events import Events
 from delaytasks.loops import Loop
 from delaytasks.model.clock import from_us, monotonic
+from delaytasks.model.interfaces import Entry
 from delaytasks.statistics.statistics_table import StatisticsWriter, WorkerCounts, write_last
-from delaytasks.worker.broker_connection import stop_reading
-from delaytasks.worker.celery_patches import running_pids
-from delaytasks.worker.chunk_queue import NearEntries, UnfinishedWork, WorkSender
-from delaytasks.worker.dispatcher import CallThread, CapacityRequest, Dispatcher
-from delaytasks.worker.lease_keeper import LeaseKeeper
+from delaytasks.worker.connection import stop_reading
+from delaytasks.worker.dispatcher import Dispatcher, UnfinishedDrains
+from delaytasks.worker.leases_loop import LeasesLoop
+from delaytasks.worker.policies_loop import PoliciesLoop
+from delaytasks.worker.pool import running_pids
 from delaytasks.worker.processes import Processes, logical_queues
-from delaytasks.worker.service_watch import (
-    CancelRequestReader,
-    DatabaseOutages,
-    ServiceWatch,
-    policy_loop,
-)
-from delaytasks.worker.sweep_loop import DeclaredSchedules, SweepLoop
+from delaytasks.worker.sweep import ServiceWatch, SweepLoop
 from delaytasks.worker.task_events import WorkerLostEvents, wants_task_events
-from delaytasks.worker.timing_wheel import WheelThread
+from delaytasks.worker.wheel import Wheel
 
 if TYPE_CHECKING:
-    from delaytasks.metrics.process import WorkerMetrics
     from delaytasks.metrics.prometheus import MetricsEndpoint
     from delaytasks.run.runner import Report
     from delaytasks.runtime import Runtime
+    from delaytasks.settings import Address
     from delaytasks.worker.redis_poller import RedisPoller
     from delaytasks.worker.table_poller import TablePoller
 
+logger = get_logger(__name__)
 #: How often the watchdog checks the loops.
 WATCHDOG_S = 1.0
 #: A check that comes this much later shows that the whole process was suspended. It proves nothing
@@ -79,15 +76,10 @@ class WorkerRuntime:
         self.clock = runtime.clock
         self.store = runtime.store
         self.registry = runtime.registry
-        self.timer = runtime.timer
-        self.outages = DatabaseOutages(self.events)
-        self.capacity_request = CapacityRequest()
-        self.service_watch = ServiceWatch(self.timer, self._check_timer)
-        self.work_sender = WorkSender(runtime)
+        self.service_watch = ServiceWatch(runtime.timer, self._check_timer)
         hub_or_worker = celery_worker.hub or celery_worker
-        has_event_loop = hasattr(hub_or_worker, "call_soon")
-        self._call_thread = None if has_event_loop else CallThread(self.events)
-        self.call_soon = (self._call_thread or hub_or_worker).call_soon
+        call_thread = None if hasattr(hub_or_worker, "call_soon") else CallThread(self.events)
+        self.call_soon = (call_thread or hub_or_worker).call_soon
         #: What the worker has run; None if the setting `statistics` is off.
         self.counts: WorkerCounts | None = None
         self.statistics_writer: StatisticsWriter | None = None
@@ -96,50 +88,39 @@ class WorkerRuntime:
             self.statistics_writer = StatisticsWriter(
                 self.store, self.clock, self.counts, self.events
             )
-        self.near_entries = NearEntries(self.settings, self.clock, self.events)
         self.dispatcher = Dispatcher(self)
-        self.wheel_thread = WheelThread(
-            self.near_entries.wheel, self.dispatcher.take, self.events, self.settings.grace_s
-        )
-        self.sweep_loop = SweepLoop(self, DeclaredSchedules(runtime))
-        self.lease_keeper = LeaseKeeper(self)
-        self.table_poller = self._make_table_poller()
-        self.redis_poller = self._make_redis_poller()
+        grace_s = self.settings.grace_s
+        self.wheel: Wheel[Entry] = Wheel(self.clock, self.dispatcher.take, self.events, grace_s)
+        self.sweep_loop = SweepLoop(self)
+        self.policies_loop = PoliciesLoop(self)
+        self.table_poller: TablePoller | None = None
+        self.redis_poller: RedisPoller | None = None
+        if polls_table and runtime.direct_timer is not None:
+            from delaytasks.worker.table_poller import TablePoller
+
+            self.table_poller = TablePoller(self, runtime.direct_timer)
+        if runtime.redis_timer is not None:
+            # Imported here, since other deployments need no Redis client.
+            from delaytasks.worker.redis_poller import RedisPoller
+
+            self.redis_poller = RedisPoller(self, runtime.redis_timer)
+        loops = [
+            Loop("watch", self._watch, self.events, WATCH_STUCK_S),
+            self.wheel.loop,
+            self.sweep_loop.loop,
+            LeasesLoop(self).loop,
+            self.policies_loop.loop,
+        ]
+        for part in (call_thread, self.statistics_writer):
+            if part is not None:
+                loops.append(part.loop)
+        for poller in (self.table_poller, self.redis_poller):
+            if poller is not None:
+                loops += poller.loops
+        self.watchdog = Watchdog(self.events, loops)
         self.worker_lost_events = WorkerLostEvents(processes.task_events(), self.sends_events)
-        watch = Loop("watch", self._watch, self.events, WATCH_STUCK_S)
-        self.watchdog = Watchdog(self.events, [watch, *self._loops()])
         self._was_connected = False
         self._endpoint: MetricsEndpoint | None = None
-
-    def _make_table_poller(self) -> TablePoller | None:
-        timer = self.runtime.direct_timer
-        if timer is None or not self.polls_table:
-            return None
-        from delaytasks.worker.table_poller import TablePoller
-
-        return TablePoller(self, timer)
-
-    def _make_redis_poller(self) -> RedisPoller | None:
-        timer = self.runtime.redis_timer
-        if timer is None:
-            return None
-        # Imported here, since other deployments need no Redis client.
-        from delaytasks.worker.redis_poller import RedisPoller
-
-        return RedisPoller(self, timer)
-
-    def _loops(self) -> list[Loop]:
-        requests = CancelRequestReader(self.runtime, self.processes, self.celery_worker.pool)
-        return [
-            self.wheel_thread.loop,
-            self.sweep_loop.loop,
-            self.lease_keeper.loop,
-            policy_loop(self.runtime, self.outages, requests, self.dispatcher.limits_changed),
-            *([] if self._call_thread is None else [self._call_thread.loop]),
-            *([] if self.table_poller is None else self.table_poller.loops),
-            *([] if self.redis_poller is None else self.redis_poller.loops),
-            *([] if self.statistics_writer is None else [self.statistics_writer.loop]),
-        ]
 
     def sends_events(self) -> bool:
         return wants_task_events(getattr(self.celery_worker, "consumer", None))
@@ -152,7 +133,7 @@ class WorkerRuntime:
 
     def start(self) -> None:
         self.clock.refresh_if_due()
-        # From now on the lease keeper refreshes the clock, so that neither the event loop nor the
+        # From now on the loop of leases refreshes the clock, so that neither the event loop nor the
         # timing wheel waits for the database.
         self.clock.refreshes_inline = False
         self.events.subscribe(self.worker_lost_events)
@@ -160,36 +141,24 @@ class WorkerRuntime:
             self.events.subscribe(self.counts)
             # After the pool has stopped, since its last chunks report until then.
             signals.worker_shutdown.connect(self.write_statistics)
-        self._endpoint = self._make_endpoint()
-        if self._endpoint is not None:
-            self.watchdog.loops.append(self._endpoint.loop)
+        if self.settings.metrics:
+            self._prepare_metrics(self.settings.metrics)
         self.watchdog.start()
 
-    def _make_endpoint(self) -> MetricsEndpoint | None:
-        """Return what serves this worker's metrics, or None if the settings ask for none."""
-        place = self.settings.metrics
-        if not place:
-            return None
+    def _prepare_metrics(self, place: Address | str) -> None:
+        """Let the watchdog start what serves the metrics of this worker, or writes them."""
         # Imported here, since other deployments need no client of Prometheus.
+        from delaytasks.metrics.process import SweepTimes, WorkerMetrics
         from delaytasks.metrics.prometheus import MetricsEndpoint
 
         if isinstance(place, str):
             place = node_format(place, self.celery_worker.hostname)
-        return MetricsEndpoint(place, self.events, self.metrics)
-
-    @cached_property
-    def metrics(self) -> WorkerMetrics:
-        """The metrics of this worker, which include the sweeps from the first use on."""
-        from delaytasks.metrics.process import SweepTimes, WorkerMetrics
-
         counts, pool, sweep_times = self.counts, self.celery_worker.pool, SweepTimes()
         self.events.subscribe(sweep_times)
-        return WorkerMetrics(
-            self.info,
-            dict if counts is None else counts.totals,
-            lambda: int(pool.limit or 1),
-            sweep_times,
-        )
+        totals = dict if counts is None else counts.totals
+        metrics = WorkerMetrics(self.info, totals, lambda: int(pool.limit or 1), sweep_times)
+        self._endpoint = MetricsEndpoint(place, self.events, metrics)
+        self.watchdog.loops.append(self._endpoint.loop)
 
     def stop(self, is_warm: bool = False) -> None:
         """Send back what is kept, and ask other workers to continue the drains of this one.
@@ -199,16 +168,15 @@ class WorkerRuntime:
         pool may be changed.
         """
         # The pollers stop first. Otherwise they would take what is sent back.
-        if self.redis_poller is not None:
-            self.redis_poller.stop()
-        if self.table_poller is not None:
-            self.table_poller.stop()
+        for poller in (self.redis_poller, self.table_poller):
+            if poller is not None:
+                poller.stop()
         # The dispatcher closes before the wheel, so that it sends back all that comes from now on.
-        unfinished = self.dispatcher.close()
-        waiting = unfinished.entries + self.wheel_thread.stop()
+        waiting, drains = self.dispatcher.close()
+        waiting += self.wheel.stop()
         if is_warm:
             waiting += self.dispatcher.recall()
-        self.work_sender.send_back(UnfinishedWork(waiting, unfinished.queues))
+        self.send_back(waiting, drains)
         stop_reading(self.celery_worker.consumer)
         self.write_statistics()
         if self._endpoint is not None:
@@ -217,6 +185,25 @@ class WorkerRuntime:
         self.sweep_loop.stop()
         if self.table_poller is not None:
             self.events.attempt("stop", "wake others", self.table_poller.wake_others)
+
+    def send_back(
+        self, entries: list[Entry], drains: UnfinishedDrains, messages: int | None = None
+    ) -> None:
+        """Send unfinished work back to the timer, so that other workers get it in time.
+
+        `messages` drain messages are sent for each queue, or those of the constant
+        `drain_messages`.
+        """
+        settings, timer = self.settings, self.runtime.timer
+        if entries:
+            if timer.arm(entries):
+                logger.info("delaytasks: sent back %d near tasks", len(entries))
+            else:
+                # The next sweep arms all near tasks again.
+                self.events.attempt("stop", "forget", self.store.sweeps.forget_armed)
+        messages = settings.drain_messages if messages is None else messages
+        for queue, priorities in drains:
+            timer.request_drain(queue, sorted(priorities), messages, settings.sweep_s)
 
     def write_statistics(self, **_: Any) -> None:
         """Write what the worker has counted since the last write."""
@@ -227,13 +214,13 @@ class WorkerRuntime:
         """Do once a second what needs no database."""
         self.watchdog.loop.check()
         # Other workers help with the entries that were too many for this one.
-        self.work_sender.send_back(self.dispatcher.take_left_to_table())
+        self.send_back([], self.dispatcher.take_left_to_table())
         consumer = getattr(self.celery_worker.consumer, "task_consumer", None)
         if consumer is not None:  # `celery control add_consumer` and `cancel_consumer` change it
             names = (queue.name for queue in consumer.queues)
             self.processes.queues = logical_queues(names, self.settings.namespace)
-        self.outages.check_answer()
-        late_s = self.near_entries.wheel.late_s
+        self.policies_loop.check_answer()
+        late_s = self.wheel.late_s
         if late_s > self.settings.grace_s:
             self.events.emit("wheel.late", seconds=late_s)
         if state.should_terminate is not None:
@@ -263,11 +250,11 @@ class WorkerRuntime:
         """Return what `celery inspect stats` shows."""
         in_flight = self.dispatcher.in_flight
         return {
-            "held": len(self.near_entries.wheel),
+            "held": len(self.wheel),
             "waiting": self.dispatcher.waiting,
             "chunks": len(in_flight),
             "timer": self.settings.timer_kind,
-            "timer_is_up": self.timer.is_up,
+            "timer_is_up": self.runtime.timer.is_up,
             # `celery inspect` prints the answer as JSON, so it is text.
             "oldest_chunk": from_us(int(min(in_flight))).isoformat() if in_flight else None,
             "loops": self.watchdog.info(),
@@ -303,3 +290,28 @@ class Watchdog:
     def info(self) -> dict[str, Any]:
         """Return the state of each loop by its name."""
         return {loop.name: loop.info() for loop in self.loops}
+
+
+class CallThread:
+    """Takes the place of the event loop if the broker's transport has no event loop.
+
+    A solo pool runs its chunks in this thread. There must be no second thread of this kind, so
+    the watchdog never takes it for stuck.
+    """
+
+    def __init__(self, events: Events) -> None:
+        self._events = events
+        self._queue: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self.loop = Loop("calls", self._run_calls, events)
+
+    def call_soon(self, call: Callable[[], None]) -> None:
+        self._queue.put(call)
+        self.loop.wake()
+
+    def _run_calls(self) -> None:
+        while True:
+            try:
+                call = self._queue.get_nowait()
+            except Empty:
+                return
+            self._events.attempt("calls", "call", call)

@@ -34,7 +34,7 @@ def other(make_world: MakeWorld) -> World:
 
 def swept_patiently(world: World) -> World:
     """Let the pass of a sweep complete even if the machine stalls for seconds."""
-    world.runtime.sweeper._pauses._budget_s = 60
+    world.runtime.pauses._budget_s = 60
     world.delays.processor("sms")(world.notes.append)
     return world
 
@@ -43,7 +43,7 @@ def swept_patiently(world: World) -> World:
 def small_steps(world: World) -> None:
     """Limit each step to one row, and each sweep to one step."""
     world.lower(rows_of_a_pause_query=2, rows_of_a_pause_step=1)
-    world.runtime.sweeper._pauses._budget_s = -1
+    world.runtime.pauses._budget_s = -1
 
 
 def pause(world: World, **options: Any) -> Any:
@@ -448,7 +448,7 @@ def test_a_process_with_an_outdated_pause_holds_no_rows(world: World) -> None:
 def test_a_sweep_that_can_hold_no_near_row_ends(world: World, monkeypatch: MonkeyPatch) -> None:
     """The pause ended meanwhile, or other transactions have locked the rows."""
     world.delays.policies.pause(queue="default")
-    near, steps, pauses = world.put(due_s=20), list[None](), world.runtime.sweeper._pauses
+    near, steps, pauses = world.put(due_s=20), list[None](), world.runtime.pauses
     monkeypatch.setattr(pauses._rows, "hold", lambda ids: 0)
     known, now = world.runtime.policy_cache.refresh(), world.now()
     pauses.hold_near(known, now, now + timedelta(seconds=30), lambda: steps.append(None))
@@ -554,7 +554,7 @@ def test_simultaneous_passes_count_each_row_once(world: World, make_world: MakeW
     walkers = [swept_patiently(make_world()) for _ in range(3)]
 
     def walk(process: World) -> None:
-        pauses = process.runtime.sweeper._pauses
+        pauses = process.runtime.pauses
         pauses.walk(pauses.cache.refresh(), lambda: None)
 
     for verb in ("pause", "resume"):

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from delaytasks.worker.timing_wheel import TimingWheel
+from delaytasks.worker.wheel import TimingWheel
 
 names = st.integers(0, 15)
 #: Near the next turns of a small wheel, far beyond them, and in the past.

@@ -36,7 +36,6 @@ from delaytasks.db.worker_table import WorkerTable
 from delaytasks.events import Events
 from delaytasks.limits.tracked_waitlists import TrackedWaitlist, TrackedWaitlists
 from delaytasks.loops import Loop
-from delaytasks.maintenance.sweeper import Sweeper
 from delaytasks.model import clock, text
 from delaytasks.operate import durable_calls
 from delaytasks.recurring import creation
@@ -47,13 +46,12 @@ from delaytasks.run.chunk import Chunk, TimeBudget
 from delaytasks.run.executor import DeferralRules, Lease, OutcomeRules, TaskExecutor
 from delaytasks.run.runner import FailureReason
 from delaytasks.start_checks import StartChecks
-from delaytasks.worker import broker_connection, celery_context, lease_keeper, time_limits
-from delaytasks.worker.chunk_queue import ChunkQueue, QueueDrain, WorkSender
-from delaytasks.worker.dispatcher import Dispatcher
+from delaytasks.worker import celery_context, connection, leases_loop, time_limits
+from delaytasks.worker.dispatcher import Dispatcher, QueueDrain
+from delaytasks.worker.processes import Renewals
 from delaytasks.worker.redis_poller import RedisPoller
-from delaytasks.worker.service_watch import DatabaseContact
-from delaytasks.worker.shared_memory import Renewals
-from delaytasks.worker.sweep_loop import SweepLoop
+from delaytasks.worker.sweep import DatabaseContact, Sweeper, SweepLoop
+from delaytasks.worker.worker_runtime import WorkerRuntime
 from tests.world import Claimed, Recovered, Settlement
 
 #: Where the code of today has each verb.
@@ -89,7 +87,7 @@ VERBS: dict[str, tuple[Any, str]] = {
     "find the task of a key": (Tasks, "id_of_key"),
     "arm after a call": (BackgroundTimer, "arm"),
     "send to the broker": (Publisher, "send"),
-    "connect again": (broker_connection, "retries_as_long_as"),
+    "connect again": (connection, "retries_as_long_as"),
     "end a stopped event loop": (EventLoop, "_stopped"),
     "show a coroutine's task": (celery_context, "_show_coroutines"),
     "connect to the broker": (publisher, "bounded_connection"),
@@ -103,7 +101,7 @@ VERBS: dict[str, tuple[Any, str]] = {
     "judge an outcome": (OutcomeRules, "settlement"),
     "keep a time limit": (time_limits, "limited"),
     "keep a time budget": (TimeBudget, "open"),
-    "know the processes": (lease_keeper, "running_pids"),
+    "know the processes": (leases_loop, "running_pids"),
     "know the time that a lease has left": (Lease, "left_s"),
     "read the clock of the host": (clock, "monotonic"),
     "settle again": (settlement, "is_locked"),
@@ -124,11 +122,11 @@ VERBS: dict[str, tuple[Any, str]] = {
     "sweep without beat": (SweepLoop, "_sweep_stale"),
     "drain the own queues": (Sweeper, "start_own_drains"),
     "watch a loop": (Loop, "check"),
-    "send back": (WorkSender, "send_back"),
+    "send back": (WorkerRuntime, "send_back"),
     "close": (Dispatcher, "close"),
     "ask others to help": (Dispatcher, "take_left_to_table"),
-    "take a turn for a backlog": (ChunkQueue, "_drain_chunk"),
-    "go on after a chunk": (ChunkQueue, "continue_after"),
+    "take a turn for a backlog": (Dispatcher, "_drain_chunk"),
+    "go on after a chunk": (Dispatcher, "_continue_after"),
     "want another chunk": (QueueDrain, "wants_chunk"),
     "probe a waitlist": (TrackedWaitlist, "needs_process"),
     "follow a limit": (TrackedWaitlists, "limits_changed"),
@@ -521,13 +519,14 @@ def the_workers_clock_decides(strftime: Any, times: Times, *words: str) -> Any:
 
 @bug("ask others to help", "unit/dispatcher")
 def other_workers_help_after_the_next_sweep(take: Any, at: Any) -> Any:
-    return take(at)._replace(queues=[])
+    take(at)
+    return []
 
 
 @bug("close", "unit/dispatcher early_entries")
 def a_dispatcher_closes_while_entries_are_held(_: Any, at: Any) -> Any:
     at._is_open = False
-    return at._queue.clear()
+    return at._clear()
 
 
 @bug("take a turn for a backlog", "unit/dispatcher")

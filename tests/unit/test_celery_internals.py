@@ -20,7 +20,7 @@ from celery.schedules import schedule
 from kombu.asynchronous import Hub
 
 from delaytasks import DelayTasks, StoreError
-from delaytasks.worker.celery_patches import pass_over_exited_processes
+from delaytasks.worker.patches import pass_over_exited_processes
 from tests.world import MonkeyPatch, World
 
 # -- undocumented names whose absence would cause no error ----------------------------------------

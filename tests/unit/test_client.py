@@ -257,7 +257,7 @@ def test_requests_reach_processors_in_few_frames(world: World, is_drain: bool, m
     [frames] = seen
     assert len(frames) <= 6, frames
     # A row in flight begins in its own thread.
-    assert mode == "thread" or frames[0] == "delaytasks.worker.chunk_request.run_chunk"
+    assert mode == "thread" or frames[0] == "delaytasks.worker.pool.run_chunk"
 
 
 # -- the functions of the package -----------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Executor, Future, wait
 from datetime import datetime, timezone
 from functools import partial
@@ -182,14 +182,14 @@ def test_early_entries_are_held_before_the_dispatcher_closes(
     main: Main, pool: Executor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a closed dispatcher holds is lost, because its wheel has stopped."""
-    hold, closing = main.runtime.near_entries.hold, list[Future[Any]]()
+    hold, closing = main.runtime.wheel.add, list[Future[Any]]()
 
-    def close_and_hold(entries: Sequence[Entry]) -> list[Entry]:
+    def close_and_hold(entries: Any) -> bool:
         closing.append(pool.submit(main.dispatcher.close))
         assert not wait(closing, 0.2).done
         return hold(entries)
 
-    monkeypatch.setattr(main.runtime.near_entries, "hold", close_and_hold)
+    monkeypatch.setattr(main.runtime.wheel, "add", close_and_hold)
     main.take(1)
     main.end(0, early=(Entry(7, 0, main.clock.now_us() + 1_000_000),))
     closing[0].result(10)

@@ -35,8 +35,8 @@ from delaytasks.model.filters import Filter
 from delaytasks.runtime import runtime_of
 from delaytasks.settings import Settings
 from delaytasks.testing import DelaysTester, create_tables
-from delaytasks.worker.lease_keeper import PROCESS_CHECK_S
-from delaytasks.worker.sweep_loop import STALE_CHECK_S
+from delaytasks.worker.leases_loop import PROCESS_CHECK_S
+from delaytasks.worker.sweep import STALE_CHECK_S
 from tests.conformance.test_connections import ROUND_TRIPS
 from tests.conftest import open_store
 from tests.doc_commands import check_command, command_lines, runs_here

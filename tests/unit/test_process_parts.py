@@ -16,7 +16,7 @@ from delaytasks.model.clock import monotonic
 from delaytasks.registry import MAX_SLOTS, EventLoop, ThreadSlots
 from delaytasks.run.chunk import Chunk, TimeBudget
 from delaytasks.run.chunk_runner import TagCosts
-from delaytasks.worker.shared_memory import Renewals
+from delaytasks.worker.processes import Renewals
 from tests.waiting import in_child, wait_until
 from tests.world import World
 

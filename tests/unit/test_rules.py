@@ -33,9 +33,9 @@ from delaytasks.limits.tracked_waitlists import TrackedWaitlists, WaitlistName, 
 from delaytasks.loops import Availability, Latest
 from delaytasks.model.policies import WAITLIST_RECHECK_S, WaitlistState
 from delaytasks.model.workers import RegisteredWorker, ServiceTimes, beat_age_s, broker_down_s
-from delaytasks.worker import celery_patches, service_watch
-from delaytasks.worker.bootsteps import warn_of_blocking_driver
-from delaytasks.worker.service_watch import DatabaseContact, ServiceWatch
+from delaytasks.worker import patches, policies_loop
+from delaytasks.worker.consumer import warn_of_blocking_driver
+from delaytasks.worker.sweep import DatabaseContact, ServiceWatch
 from tests.waiting import wait_until
 from tests.world import MonkeyPatch
 from tests.world.recording import ManualTime
@@ -337,34 +337,33 @@ REFUSALS = [StoreError("permission denied"), StoreUnavailableError("stayed busy"
 def test_a_database_that_refuses_is_not_down(time: ManualTime, error: StoreError) -> None:
     events, told = Events(), list[str]()
     events.subscribe(lambda name, fields: told.append(name))
-    outages = service_watch.DatabaseOutages(events)
     cache = Mock(known=SimpleNamespace(stamp=None), cancel_requests=0)
     cache.refresh.side_effect = error
     runtime: Any = SimpleNamespace(policy_cache=cache, events=events, store=Mock(close=None))
-    loop = service_watch.policy_loop(runtime, outages, Mock(), Mock())
+    policies = policies_loop.PoliciesLoop(Mock(runtime=runtime))
     for _ in range(3):
         with suppress(StoreError):
-            loop._turn()
-        time.at += service_watch.DATABASE_ANSWER_S + 1
-        outages.check_answer()
+            policies._turn()
+        time.at += policies_loop.DATABASE_ANSWER_S + 1
+        policies.check_answer()
     assert told == (["store.down"] if error is DOWN else [])
 
 
 def test_a_gap_or_a_failure_restarts_the_contact(time: ManualTime) -> None:
     contact = DatabaseContact(gap_s=8)
-    assert contact.seconds == 0, "nobody has answered yet"
+    assert contact.seconds() == 0, "nobody has answered yet"
     for _ in range(4):
         contact.mark_answered()
         time.at += 5
-    assert contact.seconds == 20
+    assert contact.seconds() == 20
     contact.mark_failed()
-    assert contact.seconds == 0
+    assert contact.seconds() == 0
     contact.mark_answered()
     time.at += 9
-    assert contact.seconds == 0, "this process may have stood still"
+    assert contact.seconds() == 0, "this process may have stood still"
     contact.mark_answered()
     time.at += 1
-    assert contact.seconds == 1
+    assert contact.seconds() == 1
 
 
 # -- the availability of a service, and values that are kept ---------------------------------------
@@ -515,9 +514,9 @@ def test_a_signal_handler_goes_on_if_it_cannot_write(monkeypatch: MonkeyPatch, c
         said.append(args)
         raise BrokenPipeError
 
-    monkeypatch.setattr(celery_patches, "_CELERY", celery)
+    monkeypatch.setattr(patches, "_CELERY", celery)
     monkeypatch.setattr(celery_worker, "safe_say", say)
-    celery_patches.obey_signals_without_output()
+    patches.obey_signals_without_output()
     celery_worker.safe_say("worker: Warm shutdown", None)
     assert said == [("worker: Warm shutdown", None)]
 

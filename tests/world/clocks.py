@@ -10,8 +10,8 @@ from typing import Any
 from delaytasks.events import Events
 from delaytasks.model import clock as clock_module
 from delaytasks.model.clock import Clock, from_us, to_us
-from delaytasks.worker import timing_wheel
-from delaytasks.worker.timing_wheel import TICK_US, SharedWheel, WheelThread
+from delaytasks.worker import wheel as timing_wheel
+from delaytasks.worker.wheel import TICK_US, Wheel
 
 __all__ = ["TICK_US", "Clock", "Collector", "Database", "Host", "SetClock", "from_us"]
 
@@ -91,12 +91,11 @@ class Collector:
         self.clock = clock
         self.came: list[tuple[str, int]] = []
         self.meanwhile: Callable[[], object] = lambda: None
-        self.wheel: SharedWheel[str] = SharedWheel(clock)
-        self._thread = WheelThread(self.wheel, self._take, Events())
-        self.stop, self.turn = self._thread.stop, self._thread._turn
+        self.wheel: Wheel[str] = Wheel(clock, self._take, Events())
+        self.stop, self.turn = self.wheel.stop, self.wheel._turn
 
     def start(self) -> None:
-        self._thread.loop.start()
+        self.wheel.loop.start()
 
     def follow(self, clock: SetClock, monkeypatch: Any) -> None:
         """Let the thread measure its rests by a clock that a test sets."""

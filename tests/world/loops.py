@@ -9,7 +9,7 @@ from typing import Any
 from kombu.asynchronous import Hub
 
 from delaytasks.loops import Loop
-from delaytasks.worker.celery_patches import let_threads_wake
+from delaytasks.worker.patches import let_threads_wake
 from tests.waiting import wait_until
 from tests.world.main_process import MainProcess
 from tests.world.world import World

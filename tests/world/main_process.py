@@ -13,9 +13,9 @@ from delaytasks import DelayedTask, DelayTasks
 from delaytasks.model.interfaces import Entry
 from delaytasks.run.runner import Report
 from delaytasks.runtime import runtime_of
-from delaytasks.worker import chunk_request
-from delaytasks.worker.celery_patches import add_queues
-from delaytasks.worker.chunk_request import ChunkRequest
+from delaytasks.worker import pool as worker_pool
+from delaytasks.worker.consumer import add_queues
+from delaytasks.worker.pool import ChunkRequest
 from delaytasks.worker.processes import Processes, logical_queues
 from delaytasks.worker.table_poller import TablePoller
 from delaytasks.worker.worker_runtime import WorkerRuntime
@@ -66,8 +66,8 @@ def run_chunk(world: World, *tasks: DelayedTask, queue: str | None = None) -> Re
     has the policies that its main process names: none."""
     entries = tuple(map(Entry.of, tasks))
     chunk = ChunkRequest(entries, queue, (0,), 10, policies=None, serve_s=1)
-    with mock.patch.object(chunk_request, "current_app", world.runtime.celery):
-        return chunk_request.run_chunk(chunk)
+    with mock.patch.object(worker_pool, "current_app", world.runtime.celery):
+        return worker_pool.run_chunk(chunk)
 
 
 def served_queues(delays: DelayTasks, *chosen: str) -> tuple[list[str], set[str]]:
@@ -75,7 +75,7 @@ def served_queues(delays: DelayTasks, *chosen: str) -> tuple[list[str], set[str]
     runtime = runtime_of(delays)
     if chosen:
         runtime.celery.amqp.queues.select(chosen)
-    consumed = add_queues(runtime.celery, runtime.queues.all(), runtime.publisher)
+    consumed = add_queues(runtime)
     return logical_queues(consumed, delays.settings.namespace), set(consumed)
 
 
@@ -136,7 +136,7 @@ class MainProcess:
 
     def ask_for_help(self) -> None:
         """Ask other workers to drain the queues whose entries were left to the table."""
-        self.runtime.work_sender.send_back(self.dispatcher.take_left_to_table())
+        self.runtime.send_back([], self.dispatcher.take_left_to_table())
 
     def request_sweep(self, partition: int) -> None:
         """Request a sweep, as a message of beat does."""
@@ -199,7 +199,7 @@ class MainProcess:
     @property
     def held(self) -> int:
         """The number of entries that wait until they are due."""
-        return len(self.runtime.near_entries.wheel)
+        return len(self.runtime.wheel)
 
     def sizes(self) -> list[int]:
         return [len(request.entries) for request in self.requests]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -73,11 +74,11 @@ class ListeningWorker:
         self.looks = 0
         events, self._store = Events(), runtime_of(delays).store
         events.subscribe(lambda name, fields: self.event_names.append(name))
+        events.refuse = lambda kind, error: self.refused.append(error)  # type: ignore[method-assign]
+        runtime: Any = SimpleNamespace(store=self._store, events=events)
         self._times = mock.patch.multiple(table_poller, **TIMES)
         self._times.start()
-        self._listener = table_poller.NotifyListener(
-            self._store.notices, events, self.entries.extend, self._look, self.refused.append
-        )
+        self._listener = table_poller.NotifyListener(runtime, self.entries.extend, self._look)
         self._listener.loop.start()
 
     def _look(self) -> None:

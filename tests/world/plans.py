@@ -129,7 +129,7 @@ class PlannedWorld(World):
             return list(itertools.islice(self.store.bulk.matching(which), most))
 
     def make_recurring_tasks(self) -> None:
-        self.runtime._make_recurring_tasks(lambda: None)
+        self.runtime.make_recurring_tasks(lambda: None)
 
     # -- plans ------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from delaytasks.db.worker_table import WorkerTable
 from delaytasks.model.clock import to_us
 from delaytasks.model.workers import LostWorker, RegisteredWorker, ServiceTimes
 from delaytasks.run import executor
-from delaytasks.worker import lease_keeper
+from delaytasks.worker import leases_loop
 from tests.waiting import wait_until
 from tests.world.recording import set_columns
 from tests.world.world import World
@@ -91,7 +91,7 @@ class FrozenWorker:
         self.now_s = 100_000.0
         self._patches = ExitStack()
         read: Any = self._read_clock
-        for module in (executor, lease_keeper):
+        for module in (executor, leases_loop):
             self._patches.enter_context(mock.patch.object(module, "monotonic", read))
         self.world = world
         processes = world.worker().processes
@@ -107,7 +107,7 @@ class FrozenWorker:
             dispatcher=self._dispatcher,
             celery_worker=SimpleNamespace(pool=pool, hub=None),
         )
-        self._keeper = lease_keeper.LeaseKeeper(worker)
+        self._keeper = leases_loop.LeasesLoop(worker)
 
     def _read_clock(self) -> float:
         return self.now_s

@@ -27,8 +27,6 @@ from delaytasks.db.state_queries import FactReader
 from delaytasks.db.store import Store
 from delaytasks.db.types import Capabilities, UTCDateTime, db_now_plus
 from delaytasks.limits.admission import Admission
-from delaytasks.maintenance import sweeper
-from delaytasks.maintenance.sweeper import emit_recovered
 from delaytasks.model.clock import Clock, to_us
 from delaytasks.model.filters import filter_of
 from delaytasks.model.ids import IdMaker
@@ -43,7 +41,9 @@ from delaytasks.operate.live import LiveSnapshot, snapshot
 from delaytasks.operate.state import TableState, read_tables
 from delaytasks.run.runner import Report, Runner
 from delaytasks.statistics.statistics_table import StatisticsTable, Unwritten
+from delaytasks.worker import sweep as sweeps
 from delaytasks.worker.processes import Processes
+from delaytasks.worker.sweep import Sweeper, emit_recovered
 from delaytasks.worker.task_events import WorkerLostEvents
 from tests.proxy import Proxy, proxy_to
 from tests.world.broker import WorldBroker
@@ -67,11 +67,11 @@ LIMITS = {
     "tasks_sampled": "forecast.SAMPLED",
     "seconds_to_a_first_forecast": "loops.FIRST_WAIT_S",
     "occurrences_computed": "forecast.MAX_OCCURRENCES",
-    "named_queues_of_a_sweep": "maintenance.sweeper.MOST_NAMED",
-    "messages_for_a_queue": "maintenance.sweeper.MOST_MESSAGES_PER_QUEUE",
-    "rows_of_a_purge": "maintenance.sweeper.PURGE_ROWS",
-    "purges_of_a_sweep": "maintenance.sweeper.PURGE_STEPS",
-    "policies_applied_together": "maintenance.sweeper.APPLIED",
+    "named_queues_of_a_sweep": "worker.sweep.MOST_NAMED",
+    "messages_for_a_queue": "worker.sweep.MOST_MESSAGES_PER_QUEUE",
+    "rows_of_a_purge": "worker.sweep.PURGE_ROWS",
+    "purges_of_a_sweep": "worker.sweep.PURGE_STEPS",
+    "policies_applied_together": "worker.sweep.APPLIED",
     "seconds_between_policy_checks": "run.policy_cache.POLICY_CHECK_S",
     "waitlists_of_a_visit": "db.policy_rows.WAITLISTS_PER_CALL",
     "queues_of_a_pause_query": "db.policy_rows.QUEUES_PER_CALL",
@@ -80,7 +80,7 @@ LIMITS = {
     "rows_of_a_bulk_step": "operate.bulk_calls.BULK_ROWS",
     "seconds_before_a_second_try": "operate.bulk_calls.BUSY_S",
     "rows_of_a_bulk_window": "db.bulk_moves.WINDOW",
-    "rows_of_a_pause_step": "maintenance.sweeper.PAUSE_ROWS",
+    "rows_of_a_pause_step": "worker.sweep.PAUSE_ROWS",
     "rows_of_a_pause_query": "db.policy_rows.ROWS_PER_QUERY",
     "seconds_between_policy_reads": "run.policy_cache.POLICY_REFRESH_S",
 }
@@ -250,7 +250,8 @@ class World:
         """Sweep a partition when it is its time again, and return the ids that were armed."""
         before = len(self.broker.armed)
         self.set_columns("sweeps", swept_at=self.now() - timedelta(seconds=60))
-        assert self.runtime.sweeper.sweep(partition, **options)
+        sweeper = Sweeper(self.runtime, **options) if options else self.runtime.sweeper
+        assert sweeper.sweep(partition)
         return self.broker.ids[before:]
 
     @contextmanager
@@ -303,7 +304,7 @@ class World:
     def slow_sweeps(self, seconds: float) -> None:
         """Let sweeps believe that this time passes whenever they look at their clock."""
         ticks = itertools.count()
-        self._patches.setattr(sweeper, "monotonic", lambda: next(ticks) * seconds)
+        self._patches.setattr(sweeps, "monotonic", lambda: next(ticks) * seconds)
 
     def forget_armed(self) -> None:
         """Let sweeps arm again, as a worker does after its broker may have lost messages."""

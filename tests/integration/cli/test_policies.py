@@ -13,7 +13,7 @@ from tests.integration.cli.project import Project
 
 
 def sweep(shop: Project) -> None:
-    holding = runtime_of(shop.delays).sweeper._pauses
+    holding = runtime_of(shop.delays).pauses
     assert holding is not None
     holding.walk(holding.cache.refresh(), lambda: None)
 

@@ -33,13 +33,12 @@ from delaytasks.broker.arming import RUN, SWEEP
 from delaytasks.broker.publisher import is_home_node_down
 from delaytasks.loops import in_background
 from delaytasks.model.clock import monotonic
-from delaytasks.worker.celery_patches import (
+from delaytasks.worker.patches import (
+    BEYOND_MAX_S,
+    BRPOP_S,
     LONGEST_PAUSE_S,
     PAUSE_STEP_S,
-    brpop_s,
-    interval_max,
     keep_polling,
-    timer_entries,
 )
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ class GuardStep(bootsteps.Step):
         if connection.transport.driver_type == "redis":
             prefix = self._runtime.settings.namespace + "."
             keep_polling(connection.transport, self._consumer.hub)
-            read_ahead(connection.default_channel, prefix, self._guarded)
+            ReadAhead(connection.default_channel, prefix, self._guarded)
         return connection
 
     @property
@@ -163,24 +162,11 @@ MESSAGES = 20
 Guarded = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def read_ahead(channel: Any, prefix: str, guarded: Guarded) -> None:
-    """Replace the functions with which kombu reads from `channel`.
-
-    `prefix` begins the names of our queues.
-    """
-    ahead = ReadAhead(channel, prefix, guarded)
-    channel._size = partial(ahead.timed, channel._size)
-    channel._brpop_start = partial(ahead.ask, channel._brpop_start)
-    # A channel that closes reads the answer to its last `BRPOP` by this method.
-    read = guarded(channel._brpop_read)
-    channel._brpop_read = partial(ahead.read, read, is_closing=True)
-    channel.handlers["BRPOP"] = partial(ahead.read, read)
-
-
 class ReadAhead:
     """Sends `RPOP` for each queue of delaytasks before each `BRPOP` of a channel.
 
-    The messages of these queues are not acknowledged, so their number is not limited.
+    It replaces the functions with which kombu reads from `channel`. `prefix` begins the names of
+    our queues. The messages of these queues are not acknowledged, so their number is not limited.
     """
 
     def __init__(self, channel: Any, prefix: str, guarded: Guarded) -> None:
@@ -190,15 +176,21 @@ class ReadAhead:
         self._round_trip_s = float("inf")
         #: The queues whose answers have not been read, in the order of the commands.
         self._asked: list[str] = []
+        channel._size = partial(self._timed, channel._size)
+        channel._brpop_start = partial(self._ask, channel._brpop_start)
+        # A channel that closes reads the answer to its last `BRPOP` by this method.
+        read = guarded(channel._brpop_read)
+        channel._brpop_read = partial(self._read, read, is_closing=True)
+        channel.handlers["BRPOP"] = partial(self._read, read)
 
-    def timed(self, size: Callable[[str], int], queue: str) -> int:
+    def _timed(self, size: Callable[[str], int], queue: str) -> int:
         """Measure a round trip: kombu asks for the length of each queue that it declares."""
         began = monotonic()
         length = size(queue)
         self._round_trip_s = min(self._round_trip_s, monotonic() - began)
         return length
 
-    def ask(self, start: Callable[..., None], *timeout: Any) -> None:
+    def _ask(self, start: Callable[..., None], *timeout: Any) -> None:
         """Ask for messages of our queues, if Redis is distant, and then for one as kombu does."""
         is_distant = DISTANT_S < self._round_trip_s < float("inf")
         queues = self._channel.active_queues if is_distant else ()
@@ -210,7 +202,7 @@ class ReadAhead:
         self._asked = ours
         start(*timeout)
 
-    def read(
+    def _read(
         self, read_one: Callable[..., Any], *, is_closing: bool = False, **options: Any
     ) -> Any:
         """Deliver the messages that were asked for ahead, and then the one of `BRPOP`.
@@ -426,7 +418,7 @@ def _retry_often(ensure_connected: Callable[[Any], Any], connection: Any) -> Any
         return ensure(
             errback,
             max_retries and retries_as_long_as(max_retries),
-            interval_max=interval_max(RECONNECT_PAUSE_S),
+            interval_max=RECONNECT_PAUSE_S - BEYOND_MAX_S,
             **options,
         )
 
@@ -545,13 +537,13 @@ def turn_event_loop(consumer: Any, seconds: float) -> None:
 
 def _turn(consumer: Any, goes_on: Callable[[], bool]) -> None:
     hub, ticks = consumer.hub, consumer.hub.on_tick
-    before, added = timer_entries(hub.timer), set[Any]()
+    before = added = {scheduled.entry for scheduled in hub.timer.queue}
     try:
         # A transport's callback would use the broken connection, or connect again.
         hub.on_tick = {tick for tick in ticks if tick.__module__.startswith(BROKERLESS_MODULES)}
         consumer.pool.register_with_event_loop(hub)
         hub.call_repeatedly(SIGNAL_CHECK_S, _nothing)
-        added = timer_entries(hub.timer) - before
+        added = {scheduled.entry for scheduled in hub.timer.queue}
         loop = hub.create_loop()
         while goes_on():
             maybe_shutdown()
@@ -564,7 +556,7 @@ def _turn(consumer: Any, goes_on: Callable[[], bool]) -> None:
                 loop = hub.create_loop()
     finally:
         hub.on_tick |= ticks
-        for entry in added:  # Celery registers them again
+        for entry in added - before:  # Celery registers them again
             entry.cancel()
 
 
@@ -592,7 +584,7 @@ def stop_reading(consumer: Any) -> None:
         if client is None or client.connection is None:
             continue
         try:
-            timeout_s = brpop_s(channel) + BRPOP_ANSWER_S
+            timeout_s = float(getattr(channel, "brpop_timeout", BRPOP_S)) + BRPOP_ANSWER_S
             if channel._in_poll and client.connection.can_read(timeout_s):
                 channel._brpop_read()
         except Exception:

@@ -1,21 +1,37 @@
-"""Patches of Celery's worker: what it consumes, shows, and does when it stops.
+"""Patches of Celery's worker, and the differences between the releases of Celery and kombu.
 
-The first part hides the differences between the releases of Celery and kombu. delaytasks is tested
-with Celery 5.5 to 5.7, and with the releases of kombu that these require. The comment of each
-constant and function there names the release that brought the difference. When delaytasks no longer
-supports the releases before it, delete the constant or function. `broker_connection` has the
-patches of the consumer.
+delaytasks is tested with Celery 5.5 to 5.7, and with the releases of kombu that these require;
+`attachment.check_celery` compares the installed release with these. If delaytasks no longer
+supports the releases before the one in the last column, delete the function.
+
+================================  ==============================================  =================
+here                              because                                         until
+================================  ==============================================  =================
+`pass_over_exited_processes`      a process that has exited ends the worker       (from Celery 5.7)
+`obey_signals_without_output`     SIGTERM fails if nobody reads the output        Celery 5.7
+`let_threads_wake`                a call of another thread waits for a message    kombu 5.7
+`keep_polling`                    one closed Redis connection stops all others    kombu 5.7
+`BEYOND_MAX_S`, `BRPOP_S`         other pauses, and another wait for Redis        kombu 5.7, 5.6
+`show_rows`                       `celery inspect` knows messages, and not rows
+`end_chunks_on_cold_shutdown`     a cold shutdown would wait for chunks forever
+`pool.Pool.send`                  `task_time_limit` would end a whole chunk
+`pool.Pool.recall`                a lost broker makes Celery forget chunks
+`connection.GuardStep`            a malformed message ends the worker
+`connection.ReadAhead`            each message costs a round trip to a far Redis
+`connection.ReconnectStep`        Celery's main thread waits for a lost broker
+`connection.bound_connections`    a silent broker stops the main thread forever
+`connection.stop_reading`         a message that was just sent back is read again
+================================  ==============================================  =================
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable
 from functools import partial
 from threading import Thread
 from typing import TYPE_CHECKING, Any
@@ -29,11 +45,8 @@ from celery.worker.control import Panel
 
 from delaytasks.loops import within
 from delaytasks.model.clock import from_us
-from delaytasks.model.inputs import is_queue
-from delaytasks.model.task import DEFAULT_QUEUE
 
 if TYPE_CHECKING:
-    from delaytasks.broker.publisher import Publisher
     from delaytasks.worker.worker_runtime import WorkerRuntime
 
 logger = get_logger(__name__)
@@ -46,36 +59,13 @@ _KOMBU = tuple(kombu.VERSION[:2])
 #: The first pause between two of kombu's attempts to connect, and the difference between two
 #: pauses.
 PAUSE_STEP_S = 2
-#: Before kombu 5.7 `interval_max` did not include the first pause: the longest pause was longer by
-#: it.
-_BEYOND_MAX_S = 0 if _KOMBU >= (5, 7) else PAUSE_STEP_S
+#: Before kombu 5.7 the option `interval_max` of `ensure_connection` did not include the first
+#: pause: the longest pause was longer by it.
+BEYOND_MAX_S = 0 if _KOMBU >= (5, 7) else PAUSE_STEP_S
 #: The longest pause without `interval_max`.
-LONGEST_PAUSE_S = 30 + _BEYOND_MAX_S
-#: Before kombu 5.6 a Redis channel has no `brpop_timeout`: each request waited for one second.
-_BRPOP_S = 1
-
-
-def interval_max(pause_s: float) -> float:
-    """Return the option `interval_max` of `ensure_connection` that gives pauses of at most
-    `pause_s`.
-    """
-    return pause_s - _BEYOND_MAX_S
-
-
-def brpop_s(channel: Any) -> float:
-    """Return how long Redis waits for a message before it answers a channel without one."""
-    return float(getattr(channel, "brpop_timeout", _BRPOP_S))
-
-
-def mark_busy(pool: Any, processes: Iterable[Any]) -> None:
-    """Make a prefork pool send jobs to `processes` only when it has no idle process.
-
-    Before Celery 5.7 a pool forgets which processes are busy when the worker loses its broker. It
-    could then send a job to a process that runs a long job while other processes are idle.
-    """
-    busy = getattr(getattr(pool, "_pool", None), "_busy_workers", None)
-    if busy is not None:
-        busy.update(process.inqW_fd for process in processes)
+LONGEST_PAUSE_S = 30 + BEYOND_MAX_S
+#: How long Redis waits for a message before kombu 5.6, whose channels have no `brpop_timeout`.
+BRPOP_S = 1
 
 
 def pass_over_exited_processes(pool: Any) -> None:
@@ -154,11 +144,6 @@ def let_threads_wake(hub: Any) -> None:
         hub.call_soon = _Waker(hub)
 
 
-def timer_entries(timer: Any) -> set[Any]:
-    """Return the entries of the event loop's timer. Celery 5.7 has such a function of its own."""
-    return {scheduled.entry for scheduled in timer.queue}
-
-
 def keep_polling(transport: Any, loop: Any) -> None:
     """Make the event loop read from the other Redis connections after one of them is closed.
 
@@ -179,40 +164,6 @@ def keep_polling(transport: Any, loop: Any) -> None:
             del cycle._chan_to_sock[key]
 
     cycle._on_connection_disconnect = forget
-
-
-# -- the queues that the worker consumes -----------------------------------------------------------
-
-
-def add_queues(app: Any, names: Collection[str], publisher: Publisher) -> Collection[str]:
-    """Add our queues to those that the app's worker consumes, and return all queues of the worker.
-
-    A worker that was started without -Q serves all our queues. Otherwise it serves those that -Q
-    names, with our prefix or without it. Without the prefix it also serves Celery's queue of that
-    name, which may be intended.
-    """
-    queues = app.amqp.queues
-    chosen = queues._consume_from
-    # On Redis, kombu stores each message that is not acknowledged yet. This costs two round trips,
-    # and two fifths of the time to receive a message. Ours are acknowledged on receipt. On AMQP,
-    # the messages in this worker's socket would be lost at every stop without acknowledgements.
-    needs_no_acks = app.connection_for_read().transport.driver_type == "redis"
-    # The app may declare queues of its own. Any other chosen name may be one that only calls name.
-    declared = {app.conf.task_default_queue, *_names(app.conf.task_queues)}
-    prefix = publisher.namespace + "."
-    asked = {name.removeprefix(prefix) for name in chosen or () if name not in declared}
-    for name in {DEFAULT_QUEUE, *names, *filter(is_queue, asked)}:
-        queue = publisher.queue(name)
-        if chosen is None or queue.name in chosen or name in chosen:
-            queue.no_ack = needs_no_acks
-            queues.select_add(queue)
-    consumed: Collection[str] = queues.consume_from
-    return consumed
-
-
-def _names(task_queues: Any) -> set[str]:
-    """Return the names of the queues in Celery's setting, which is a mapping or an iterable."""
-    return {getattr(queue, "name", queue) for queue in task_queues or ()}
 
 
 # -- rows in the answers of `celery inspect` -------------------------------------------------------
@@ -269,7 +220,7 @@ def active_rows(runtime: WorkerRuntime) -> list[dict[str, Any]]:
 
 def scheduled_entries(runtime: WorkerRuntime) -> list[dict[str, Any]]:
     """Return the entries of the timing wheel in the order of their due times."""
-    entries = runtime.near_entries.wheel.soonest(MAX_INSPECTED_ROWS)
+    entries = runtime.wheel.soonest(MAX_INSPECTED_ROWS)
     inspection = runtime.store.inspection
     rows: dict[int, Any] = _read(partial(inspection.named, [entry.id for entry in entries])) or {}
     return [
@@ -318,73 +269,6 @@ def _read(read: Callable[[], Any]) -> Any:
     except Exception:  # the answer has the facts that this process knows by itself
         logger.warning("delaytasks: an inspection had no answer from the database", exc_info=True)
         return None
-
-
-# -- the jobs of the pool --------------------------------------------------------------------------
-
-
-def process_ids(celery_pool: Any) -> frozenset[int]:
-    """Return the processes of a prefork pool. Other pools have none."""
-    processes = getattr(getattr(celery_pool, "_pool", None), "_pool", ())
-    return frozenset(process.pid for process in processes if process.pid is not None)
-
-
-def running_pids(celery_pool: Any) -> set[int]:
-    """Return the processes that run the jobs of a pool: its own ones, or this one.
-
-    A process that the pool is about to start in place of another one has no id yet.
-    """
-    try:
-        info = celery_pool.info or {}
-    except AttributeError:
-        return set()  # a prefork pool that has stopped has no information
-    pids = info.get("processes") or [os.getpid()]
-    return {pid for pid in pids if pid is not None}
-
-
-def pids_with(result: Any) -> Sequence[int]:
-    """Return the process that has reported that it has the job; it is empty if none has."""
-    pids: Sequence[int] = getattr(result, "worker_pids", tuple)()
-    return pids
-
-
-def process_with(result: Any, pids: Collection[int]) -> Any:
-    """Return the process of a prefork pool that has the job, or None.
-
-    `pids` are the processes that the pool had when the job was sent. The pool assigns the jobs of a
-    process that died to its successor, which does not have them. Such a successor is not in `pids`.
-    """
-    process = getattr(result, "_write_to", None)
-    has_it = process is not None and process.pid in pids and process._is_alive()
-    return process if has_it else None
-
-
-def is_forgotten(result: Any) -> bool:
-    """Return whether Celery made its prefork pool forget the job.
-
-    When a worker loses the broker, and when it stops, Celery forgets every job that no process has
-    confirmed. It takes them for messages that the broker delivers again. Some of these jobs have
-    reached a process nevertheless.
-    """
-    cache = getattr(result, "_cache", None)
-    # The order matters: a job that ends meanwhile is ready before it leaves the cache.
-    return cache is not None and result._job not in cache and not result.ready()
-
-
-def put_back(result: Any) -> None:
-    """Let the pool read the result of a job that it has forgotten."""
-    result._cache[result._job] = result
-
-
-def without_time_limits(result: Any) -> None:
-    """Remove the app's `task_time_limit` from a job that has not begun.
-
-    The setting is for messages. A chunk has many tasks, and the limit would end all of them. A pool
-    with such a limit applies it to every job that it accepts.
-    """
-    if hasattr(result, "_on_timeout_set"):
-        result._on_timeout_set = None
-        result._timeout = result._soft_timeout = math.inf
 
 
 # -- the end of the worker -------------------------------------------------------------------------

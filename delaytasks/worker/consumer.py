@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from celery import bootsteps
 from celery.utils.log import get_logger
 
 from delaytasks.broker.arming import read_message
+from delaytasks.model.inputs import is_queue
+from delaytasks.model.task import DEFAULT_QUEUE
 from delaytasks.model.text import one_line
-from delaytasks.worker.broker_connection import bound_connections
-from delaytasks.worker.celery_patches import (
-    add_queues,
+from delaytasks.worker.celery_tasks import processes_of
+from delaytasks.worker.connection import bound_connections
+from delaytasks.worker.patches import (
     end_chunks_on_cold_shutdown,
     let_threads_wake,
     obey_signals_without_output,
     pass_over_exited_processes,
     show_rows,
 )
-from delaytasks.worker.celery_tasks import processes_of
 from delaytasks.worker.pool import freeze_loaded_objects
 from delaytasks.worker.processes import logical_queues
 from delaytasks.worker.time_limits import check_time_limits
 from delaytasks.worker.worker_runtime import WorkerRuntime
+
+if TYPE_CHECKING:
+    from delaytasks.runtime import Runtime
 
 logger = get_logger(__name__)
 #: The first log line names at most this many tags and queues.
@@ -46,8 +50,7 @@ class DelaysStep(bootsteps.StartStopStep):
         processes = processes_of(app)
         processes.serve(worker.hostname, worker.pool)
         parts = processes.runtime
-        queues = add_queues(app, parts.queues.all(), parts.publisher)
-        processes.queues = logical_queues(queues, parts.settings.namespace)
+        processes.queues = logical_queues(add_queues(parts), parts.settings.namespace)
         bound_connections(app)
         let_threads_wake(worker.hub)
         obey_signals_without_output()
@@ -90,6 +93,34 @@ def warn_of_blocking_driver(celery_pool: Any, driver: str) -> None:
         )
 
 
+def add_queues(runtime: Runtime) -> Collection[str]:
+    """Add our queues to those that the app's worker consumes, and return all queues of the worker.
+
+    A worker that was started without -Q serves all our queues. Otherwise it serves those that -Q
+    names, with our prefix or without it. Without the prefix it also serves Celery's queue of that
+    name, which may be intended.
+    """
+    app, publisher = runtime.celery, runtime.publisher
+    queues = app.amqp.queues
+    chosen = queues._consume_from
+    # On Redis, kombu stores each message that is not acknowledged yet. This costs two round trips,
+    # and two fifths of the time to receive a message. Ours are acknowledged on receipt. On AMQP,
+    # the messages in this worker's socket would be lost at every stop without acknowledgements.
+    needs_no_acks = app.connection_for_read().transport.driver_type == "redis"
+    # The app may declare queues of its own. Any other chosen name may be one that only calls name.
+    task_queues = app.conf.task_queues or ()  # a mapping or an iterable
+    declared = {app.conf.task_default_queue, *(getattr(q, "name", q) for q in task_queues)}
+    prefix = publisher.namespace + "."
+    asked = {name.removeprefix(prefix) for name in chosen or () if name not in declared}
+    for name in {DEFAULT_QUEUE, *runtime.queues.all(), *filter(is_queue, asked)}:
+        queue = publisher.queue(name)
+        if chosen is None or queue.name in chosen or name in chosen:
+            queue.no_ack = needs_no_acks
+            queues.select_add(queue)
+    consumed: Collection[str] = queues.consume_from
+    return consumed
+
+
 def log_tags(tags: Iterable[str], queues: Iterable[str]) -> None:
     """Log which tags this worker runs, since Celery's banner shows no tags."""
     tags = sorted(tags)
@@ -117,74 +148,69 @@ def log_tags(tags: Iterable[str], queues: Iterable[str]) -> None:
 
 
 Handler = Callable[..., None]
+#: Checks a message, whose arguments it also gets, and returns what the message asks for.
+Read = Callable[[WorkerRuntime, Any, Any], Callable[[], None]]
 
 
 def run_strategy(task: Any, app: Any, consumer: Any) -> Handler:
     """Return Celery's handler of messages with entries or drain messages."""
-    runtime: WorkerRuntime = consumer.controller.delays_runtime
-    prefix = runtime.settings.namespace + "."
-    acknowledge = _acknowledger(app, consumer.connection_errors)
-
-    def on_message(message: Any, body: Any, *_: Any, **__: Any) -> None:
-        acknowledge(message)
-        try:
-            queue = ((message.delivery_info or {}).get("routing_key") or "").removeprefix(prefix)
-            content = read_message(_arguments(message, body), queue)
-            is_drain = content.priorities is not None
-            is_expired = is_drain and _is_expired(message, runtime.clock.now())
-            if is_drain and queue not in runtime.processes.queues:
-                raise ValueError(f"a drain message for {queue!r:.100}, which is not served here")
-        except Exception as error:  # untrusted input may cause any error
-            runtime.events.refuse("run", error)
-            return
-        if content.entries:
-            runtime.dispatcher.receive(content.entries)
-        if content.priorities is not None and not is_expired:
-            runtime.dispatcher.start_drain(queue, content.priorities)
-
-    return on_message
+    return _handler(app, consumer, "run", _read_run)
 
 
 def sweep_strategy(task: Any, app: Any, consumer: Any) -> Handler:
     """Return Celery's handler of beat's messages, which request a sweep."""
+    return _handler(app, consumer, "sweep", _read_sweep)
+
+
+def _handler(app: Any, consumer: Any, kind: str, read: Read) -> Handler:
     runtime: WorkerRuntime = consumer.controller.delays_runtime
-    acknowledge = _acknowledger(app, consumer.connection_errors)
+    without_acks = {name for name, queue in app.amqp.queues.items() if queue.no_ack}
 
     def on_message(message: Any, body: Any, *_: Any, **__: Any) -> None:
-        acknowledge(message)
+        if (message.delivery_info or {}).get("routing_key") not in without_acks:
+            message.ack_log_error(logger, consumer.connection_errors)
         try:
-            args, settings = _arguments(message, body), runtime.settings
-            sweep_partition = args[0] if args else None
-            if sweep_partition is not None and not settings.has_sweep_partition(sweep_partition):
-                count = settings.sweep_partitions
-                raise ValueError(f"sweep partition {sweep_partition!r:.20} of {count}")
+            payload = message.payload if body is None else body
+            # Protocol 1 of Celery has a mapping.
+            args = payload["args"] if isinstance(payload, dict) else payload[0]
+            act = read(runtime, message, args)
         except Exception as error:  # untrusted input may cause any error
-            runtime.events.refuse("sweep", error)
+            runtime.events.refuse(kind, error)
             return
-        runtime.service_watch.mark_beat()
-        runtime.sweep_loop.request(sweep_partition)
+        act()
 
     return on_message
 
 
-def _acknowledger(app: Any, connection_errors: Any) -> Callable[[Any], None]:
-    """Return a function that acknowledges a message, unless its queue is consumed without that."""
-    unacknowledged = {name for name, queue in app.amqp.queues.items() if queue.no_ack}
+def _read_run(runtime: WorkerRuntime, message: Any, args: Any) -> Callable[[], None]:
+    key = (message.delivery_info or {}).get("routing_key") or ""
+    queue = key.removeprefix(runtime.settings.namespace + ".")
+    content = read_message(args, queue)
+    priorities = content.priorities
+    if priorities is not None:
+        expires = message.headers.get("expires")
+        if expires is not None and datetime.fromisoformat(expires) < runtime.clock.now():
+            priorities = None
+        if queue not in runtime.processes.queues:
+            raise ValueError(f"a drain message for {queue!r:.100}, which is not served here")
 
-    def acknowledge(message: Any) -> None:
-        if (message.delivery_info or {}).get("routing_key") not in unacknowledged:
-            message.ack_log_error(logger, connection_errors)
+    def act() -> None:
+        if content.entries:
+            runtime.dispatcher.receive(content.entries)
+        if priorities is not None:
+            runtime.dispatcher.start_drain(queue, priorities)
 
-    return acknowledge
-
-
-def _arguments(message: Any, body: Any) -> Any:
-    payload = message.payload if body is None else body
-    if isinstance(payload, dict):
-        return payload["args"]  # protocol 1
-    return payload[0]
+    return act
 
 
-def _is_expired(message: Any, now: datetime) -> bool:
-    expires = message.headers.get("expires")
-    return expires is not None and datetime.fromisoformat(expires) < now
+def _read_sweep(runtime: WorkerRuntime, message: Any, args: Any) -> Callable[[], None]:
+    sweep_partition, settings = args[0] if args else None, runtime.settings
+    if sweep_partition is not None and not settings.has_sweep_partition(sweep_partition):
+        count = settings.sweep_partitions
+        raise ValueError(f"sweep partition {sweep_partition!r:.20} of {count}")
+
+    def act() -> None:
+        runtime.service_watch.mark_beat()
+        runtime.sweep_loop.request(sweep_partition)
+
+    return act

@@ -34,7 +34,7 @@ class TimingWheel(Generic[E]):
 
     In a wheel of 8,192 slots, tick 10,000 is round 1 of slot 1808. Later entries of the same slot
     belong to later rounds, so that a tick reads only the entries that are due. Not thread-safe,
-    unlike `SharedWheel`.
+    unlike `Wheel`.
     """
 
     def __init__(self, slots: int = SLOTS, now: int = 0) -> None:
@@ -136,19 +136,30 @@ class TimingWheel(Generic[E]):
         )
 
 
-class SharedWheel(Generic[E]):
-    """A wheel that several threads use, and that follows a clock.
+class Wheel(Generic[E]):
+    """A timing wheel that several threads use, and the loop that takes what is due from it.
 
-    `earlier` is set when an entry is added that is due before all others.
+    The loop sleeps until the next entry is due. `on_due` gets the entries. The wheel keeps its
+    entries if the thread dies.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        on_due: Callable[[list[E]], object],
+        events: Events,
+        stuck_s: float = math.inf,
+    ) -> None:
         self._clock = clock
+        self._on_due = on_due
         self._lock = threading.Lock()
         self._wheel: TimingWheel[E] = TimingWheel(now=self._tick())
         self._next_tick: int | None = None
         self._is_open = True
-        self.earlier = threading.Event()
+        #: The time of the next turn. If it has passed, it has saved turns, up to those of
+        #: `SAVED_TURNS_S`.
+        self._rests_until = 0.0
+        self.loop = Loop("wheel", self._turn, events, stuck_s)
 
     def __len__(self) -> int:
         return len(self._wheel)
@@ -162,7 +173,7 @@ class SharedWheel(Generic[E]):
     def add(self, entries: Iterable[tuple[Hashable, int, E]]) -> bool:
         """Add entries, each as (name, due time in microseconds, entry).
 
-        Return False, and add none of them, after `close`.
+        Return False, and add none of them, after `stop`.
         """
         with self._lock:
             if not self._is_open:
@@ -173,74 +184,39 @@ class SharedWheel(Generic[E]):
                 tick = self._wheel.add(name, -(-due_us // TICK_US), entry)
                 if self._next_tick is None or tick < self._next_tick:
                     self._next_tick = tick
-                    self.earlier.set()
+                    self.loop.wake()
         return True
-
-    def take_due(self) -> list[E]:
-        """Remove and return the entries that are due."""
-        with self._lock:
-            return self._wheel.advance(self._tick())
-
-    def next_in_s(self) -> float | None:
-        """Return the time until the next entry is due, or None without entries."""
-        with self._lock:
-            self._next_tick = self._wheel.next_tick()
-            if self._next_tick is None:
-                return None
-            return (self._next_tick * TICK_US - self._clock.now_us()) / 1e6
 
     def soonest(self, count: int) -> list[E]:
         """Return the first `count` entries by their due times, without removing them."""
         with self._lock:
             return self._wheel.soonest(count)
 
-    def close(self) -> list[E]:
-        """Remove and return all entries, and add no more."""
+    def stop(self) -> list[E]:
+        """Wait for the thread, return the entries that the wheel still kept, and add no more."""
+        self.loop.stop()
         with self._lock:
             self._is_open = False
             self._next_tick = None  # no entry is late now
             return self._wheel.take_all()
 
-    def _tick(self) -> int:
-        return self._clock.now_us() // TICK_US
-
-
-class WheelThread(Generic[E]):
-    """Takes the entries that are due from a wheel, in a loop that sleeps until the next one is due.
-
-    The wheel keeps its entries if this thread dies.
-    """
-
-    def __init__(
-        self,
-        wheel: SharedWheel[E],
-        on_due: Callable[[list[E]], None],
-        events: Events,
-        stuck_s: float = math.inf,
-    ) -> None:
-        self._wheel = wheel
-        self._on_due = on_due
-        #: The time of the next turn. If it has passed, it has saved turns, up to those of
-        #: `SAVED_TURNS_S`.
-        self._rests_until = 0.0
-        self.loop = Loop("wheel", self._turn, events, stuck_s, wake=wheel.earlier)
-
-    def stop(self) -> list[E]:
-        """Wait for the thread, close the wheel, and return the entries that it still kept."""
-        self.loop.stop()
-        return self._wheel.close()
-
     def _turn(self) -> float | None:
         rests_s = self._rests_until - monotonic()
         if rests_s > 0:
             return rests_s
-        due = self._wheel.take_due()
+        with self._lock:
+            due = self._wheel.advance(self._tick())
         if due:
             self._rests_until = (
                 max(self._rests_until, monotonic() - SAVED_TURNS_S) + TURN_INTERVAL_S
             )
             self._on_due(due)  # if it fails or is stuck, the sweep finds the rows
-        next_in_s = self._wheel.next_in_s()
-        if next_in_s is None:
+        with self._lock:
+            self._next_tick = next_tick = self._wheel.next_tick()
+        if next_tick is None:
             return None
+        next_in_s = (next_tick * TICK_US - self._clock.now_us()) / 1e6
         return max(next_in_s, self._rests_until - monotonic(), 0)
+
+    def _tick(self) -> int:
+        return self._clock.now_us() // TICK_US

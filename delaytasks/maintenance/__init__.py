@@ -1,1 +1,0 @@
-"""The sweep: recovers, arms, drains and deletes rows, and holds and releases paused ones."""

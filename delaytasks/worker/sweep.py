@@ -1,0 +1,815 @@
+"""The sweep: recovers rows, arms near rows, drains overdue ones, releases paused ones, and cleans
+up.
+
+Celery beat starts a sweep of every sweep partition each `delaytasks_sweep`. If beat is silent, the
+workers sweep by themselves. Each sweep partition arms its share of the rows; number 0 also does the
+work that concerns the whole table.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from datetime import datetime, timedelta
+from functools import partial
+from typing import TYPE_CHECKING
+
+from delaytasks.events import Events
+from delaytasks.loops import Loop
+from delaytasks.model.clock import UTC, from_us, monotonic
+from delaytasks.model.filters import batches
+from delaytasks.model.inputs import ALL_QUEUES
+from delaytasks.model.interfaces import Entry, FoundRow, Level, QueuePlace, Recovered, Timer
+from delaytasks.model.moves import Status
+from delaytasks.model.policies import NO_POLICIES, Policies, Policy
+from delaytasks.model.text import DEFER_MAX_S, first_names
+from delaytasks.model.why import one_more_worker
+from delaytasks.model.workers import ONLY_DRAINING_PREFIX, POLLING_PREFIX, ServiceTimes
+from delaytasks.settings import SILENT_SWEEPS
+
+if TYPE_CHECKING:
+    from delaytasks.db.sweep_queries import SweepQueries
+    from delaytasks.runtime import Runtime
+    from delaytasks.worker.worker_runtime import WorkerRuntime
+
+#: Called after each step of a sweep, so that the caller can show that the sweep makes progress.
+OnStep = Callable[[], None]
+#: Starts a drain in this worker; returns False if the worker does not serve the queue.
+StartDrain = Callable[[str, Sequence[int]], bool]
+#: The priorities that have overdue tasks, by queue. A queue with only a waitlist has priority 0.
+OverdueLevels = dict[str, list[int]]
+
+
+# -- the queues that have overdue rows ------------------------------------------------------------
+
+
+#: Queues of live workers, and other queues, that one call checks. The next call continues after
+#: them.
+MOST_NAMED, MOST_OTHERS = 1000, 100
+#: Queues in one query.
+QUEUES_PER_QUERY = 50
+
+
+class OverdueQueues:
+    """Looks for overdue tasks in a bounded number of queues at a time, in turn."""
+
+    def __init__(self, sweeps: SweepQueries, late_s: float, on_step: OnStep) -> None:
+        self._sweeps = sweeps
+        self._late_s = late_s
+        self._on_step = on_step
+        self._named_after = ""
+        self._place = QueuePlace()
+
+    def of(self, queues: Iterable[str]) -> OverdueLevels:
+        """Return the overdue levels of these queues."""
+        late: OverdueLevels = {}
+        for some in batches(queues, QUEUES_PER_QUERY):
+            for level in self._sweeps.levels(self._late_s, some):
+                late.setdefault(level.queue, []).append(level.priority)
+            self._on_step()
+        return late
+
+    def of_named(self, queues: Collection[str]) -> OverdueLevels:
+        """Return the overdue levels of the queues that workers name, of at most `MOST_NAMED`."""
+        names: Sequence[str] = sorted(queues)
+        if len(names) > MOST_NAMED:
+            next_names = [name for name in names if name > self._named_after]
+            names = [*next_names, *names][:MOST_NAMED]
+            self._named_after = names[-1]
+        return self.of(names)
+
+    def of_others(self, named: Collection[str], most: int = MOST_OTHERS) -> OverdueLevels:
+        """Return the overdue levels of the next `most` queues of the table, except those named."""
+        if most <= 0:
+            return {}
+        queues, self._place = self._sweeps.next_queues(self._place, most)
+        self._on_step()
+        return self.of(sorted(queues.difference(named)))
+
+
+# -- the rows of paused tags and queues -----------------------------------------------------------
+
+# Hold the waiting rows of paused tags and queues, and release them after the pause, in steps.
+#
+# Each change of a policy starts a walk over the waiting rows (or the held ones), level by level,
+# with the due rows first. A walk takes only a part of each sweep and continues in the next one. If
+# its worker dies, the policy stays unapplied, and the next worker starts a new walk. A row that is
+# scheduled behind a walk is held when it comes within the horizon, or when a worker claims it.
+
+
+#: Rows that one statement holds or releases.
+PAUSE_ROWS = 500
+#: The last instant that a row can have as its due time.
+LATEST_DUE = datetime.max.replace(tzinfo=UTC)
+#: The part of a sweep interval that a walk may take.
+SHARE = 0.4
+#: Seconds between two checks for rows that are held although nothing pauses them. A worker that was
+#: suspended in the middle of a step leaves such rows.
+STRAYS_S = 60.0
+#: Seconds after which a worker deletes policies without content again. Each process that has read
+#: such a policy then reads all policies anew.
+FORGET_S = 3600.0
+#: Policies that one transaction marks as applied.
+APPLIED = 200
+
+
+class PauseSweeper:
+    """Applies the pauses of policies to rows, as a part of each sweep."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.cache = runtime.policy_cache
+        self._runtime = runtime
+        self._table = runtime.store.policies
+        self._rows = runtime.store.paused_rows
+        self._clock = runtime.clock
+        self._events = runtime.events
+        self._horizon = timedelta(seconds=runtime.settings.horizon_s or 0)
+        self._budget_s = runtime.settings.sweep_s * SHARE
+        #: The walk in progress, and the policies for which it was started.
+        self._walk: Iterator[None] | None = None
+        self._walk_policies: Sequence[Policy] = ()
+        #: False if the walk could not release a row, because another transaction had locked it.
+        self._is_complete = True
+        self._strays_checked_at = float("-inf")
+        self._forget_at = monotonic() + FORGET_S
+
+    def read(self) -> Policies:
+        """Return the policies as they are now, after ending the pauses whose time is over."""
+        policies = self.cache.refresh()
+        if min(policies.ends.values(), default=LATEST_DUE) <= self._clock.now():
+            for ended in self._table.end_pauses():
+                self._events.emit(
+                    "policy.changed",
+                    kind=ended.kind,
+                    policy=ended.name,
+                    changes=repr({"is_paused": False}),
+                    actor=ended.updated_by,
+                )
+            policies = self.cache.refresh()
+        return policies
+
+    def hold_near(
+        self, policies: Policies, since: datetime, until: datetime, on_step: OnStep
+    ) -> None:
+        """Hold paused rows that came within the horizon, until the time budget is used up.
+
+        Claims hold the remaining rows.
+        """
+        deadline = monotonic() + self._budget_s
+        while policies.has_pauses and monotonic() < deadline:
+            on_step()
+            ids = self._rows.due_between(since, until)
+            if not ids or not self._hold(ids):
+                return
+
+    def walk(self, policies: Policies, on_step: OnStep) -> None:
+        """Continue the walk that holds and releases rows, or start one if policies have changed."""
+        unapplied = list(policies.unapplied.values())
+        releases = any(not policy.is_paused for policy in unapplied) or self._has_strays(policies)
+        if self._walk is None and not unapplied and not releases:
+            return
+        if self._walk is None or self._walk_policies != unapplied:
+            self._walk = self._steps(policies, unapplied, releases)
+            self._walk_policies, self._is_complete = unapplied, True
+        deadline = monotonic() + self._budget_s
+        for _ in self._walk:
+            on_step()
+            if monotonic() > deadline:
+                return
+        self._walk = None
+        if monotonic() > self._forget_at:
+            self._forget_at = monotonic() + FORGET_S
+            self._table.forget()
+        if self._is_complete:
+            for batch in batches(unapplied, APPLIED):
+                self._table.applied(batch)
+                on_step()
+
+    def _has_strays(self, policies: Policies) -> bool:
+        """Check, once in a while, for held rows that no policy holds."""
+        if self._walk is not None or monotonic() < self._strays_checked_at + STRAYS_S:
+            return False
+        self._strays_checked_at = monotonic()
+        return any(
+            not policies.pauses(tag, queue) and tag not in policies.limited
+            for tag, queue in self._table.count(Status.HELD)
+        )
+
+    # -- the steps of a walk ----------------------------------------------------------------------
+
+    def _steps(
+        self, policies: Policies, unapplied: Sequence[Policy], releases: bool
+    ) -> Iterator[None]:
+        """Release and hold rows, first those due within the horizon, then all."""
+        pauses = [policy for policy in unapplied if policy.is_paused]
+        pauses_tags = any(policy.kind == "tag" for policy in pauses)
+        queues = None if pauses_tags else {policy.name for policy in pauses}
+
+        def resumes(tag: str, queue: str) -> bool:
+            return not policies.pauses(tag, queue)
+
+        for until in (self._clock.certain_now() + self._horizon, None):
+            if releases:
+                yield from self._move(Status.HELD, until, None, resumes, self._release)
+            if pauses:
+                waiting = Status.NOT_COMPLETE
+                yield from self._move(waiting, until, queues, policies.pauses, self._hold)
+
+    def _move(
+        self,
+        status: Status,
+        until: datetime | None,
+        queues: Collection[str] | None,
+        is_to_move: Callable[[str, str], bool],
+        move: Callable[[Sequence[int]], object],
+    ) -> Iterator[None]:
+        """Move the rows with a status in these queues, or in all if it is None, in steps."""
+        for level in self._levels(status):
+            yield
+            if queues is not None and level.queue not in queues:
+                continue
+            for rows in self._rows_of(status, level, until):
+                yield
+                ids = [row.id for row in rows if is_to_move(row.tag, level.queue)]
+                for batch in batches(ids, PAUSE_ROWS):
+                    move(batch)
+                    yield
+
+    def _levels(self, status: Status) -> Iterator[Level]:
+        """Yield the levels of all queues, with one query for every few queues."""
+        levels, after = self._rows.levels(status, None)
+        while True:
+            yield from levels
+            if after is None:
+                return
+            levels, after = self._rows.levels(status, after)
+
+    def _rows_of(
+        self, status: Status, level: Level, until: datetime | None
+    ) -> Iterator[list[FoundRow]]:
+        """Yield the rows of a level in batches, in the order of their due times."""
+        since: datetime | None = None
+        while rows := self._rows.look(status, level, since, until):
+            yield rows
+            since = rows[-1].due
+            if since != rows[0].due:
+                continue
+            # The batch has one due time only: read all rows of that instant in the order of their
+            # ids, then continue behind it.
+            after_id = 0
+            while rows := self._rows.due_at(status, level, since, after_id):
+                yield rows
+                after_id = rows[-1].id
+            if since == LATEST_DUE:
+                return
+            since += timedelta(microseconds=1)
+
+    def _hold(self, ids: Sequence[int]) -> int:
+        """Hold the rows among `ids` that wait and are paused; return their number.
+
+        The statement checks the policy again. A row whose pause has ended meanwhile is not counted.
+        """
+        held = self._rows.hold(ids)
+        if held:
+            self._events.emit("task.held", count=held)
+        return held
+
+    def _release(self, ids: Sequence[int]) -> None:
+        released = self._rows.release(ids)
+        if len(released) < len(ids):
+            self._is_complete = False  # another transaction has locked a row: walk again
+        if not released:
+            return
+        self._events.emit("task.released", count=len(released))
+        now_us = self._clock.now_us()
+        horizon_us = self._horizon.total_seconds() * 1e6 or 1e15
+        near = [entry for entry in released if now_us < entry.due_us <= now_us + horizon_us]
+        if near:  # the sweep drains the overdue ones
+            self._runtime.timer.arm(near)
+
+
+# -- the sweep ------------------------------------------------------------------------------------
+
+
+#: Most drain messages for one queue in one sweep, for any number of workers.
+MOST_MESSAGES_PER_QUEUE = 500
+#: Rows that one statement recovers. Other transactions wait for their locks only briefly.
+RECOVER_ROWS = 500
+#: Rows that one statement purges, and statements in one sweep. Other transactions wait for the
+#: locks of a statement only briefly.
+PURGE_ROWS, PURGE_STEPS = 500, 20
+#: The time between two purges of the statistics by one process.
+STATISTICS_S = 3600.0
+
+
+class Sweeper:
+    """Sweeps the tables."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        on_step: OnStep = lambda: None,
+        contact_s: Callable[[], float] = lambda: math.inf,
+        start_drain: StartDrain = lambda _queue, _priorities: False,
+    ) -> None:
+        """The hooks are those of a worker that sweeps.
+
+        Parameters
+        ----------
+        runtime
+            The parts of the instance.
+        on_step
+            Called after each step, so that the caller can show that the sweep makes progress.
+        contact_s
+            Returns the seconds for which the caller has reached the database without an
+            interruption.
+        start_drain
+            Called for a queue for which the broker accepts no drain messages.
+        """
+        self._runtime = runtime
+        self._settings = runtime.settings
+        self._sweeps = runtime.store.sweeps
+        self._workers = runtime.store.workers
+        self._events = runtime.events
+        self._on_step = on_step
+        self._contact_s = contact_s
+        self._start_drain = start_drain
+        self._policies = NO_POLICIES
+        self._overdue = OverdueQueues(self._sweeps, self._settings.grace_s, on_step)
+        self._statistics_purged_at = -math.inf
+
+    def sweep(self, sweep_partition: int = 0) -> bool:
+        """Sweep one sweep partition, unless another worker has just done so.
+
+        A stage that fails, for example on a row that cannot be read, is logged and does not stop
+        the following stages.
+
+        Parameters
+        ----------
+        sweep_partition
+            Its number. Number 0 also does the work for the whole table.
+
+        Returns
+        -------
+        bool
+            False if another worker has just swept the sweep partition.
+        """
+        is_first, began = sweep_partition == 0, monotonic()
+        attempt = partial(self._events.attempt, "sweep")
+        if is_first:
+            attempt("workers", self._expire_silent_workers)
+        partitions, interval_s = self._settings.sweep_partitions, self._settings.sweep_s * 0.8
+        armed_until = self._sweeps.begin_sweep(sweep_partition, partitions, interval_s)
+        if armed_until is None:
+            return False
+        knows_policies = attempt("policies", self._read_policies)
+        attempt("arm", lambda: self._arm_due_within_horizon(sweep_partition, armed_until))
+        if is_first:
+            attempt("abandoned", self._recover_abandoned)
+            if knows_policies:  # without them, every paused row would be released
+                attempt("hold", lambda: self._runtime.pauses.walk(self._policies, self._on_step))
+            attempt("overdue", self._request_drains)
+            attempt("purge", self._purge_finished)
+            # No other stage waits for this one, whose tasks are due later.
+            attempt("recurring", lambda: self._runtime.make_recurring_tasks(self._on_step))
+            attempt("statistics", self._purge_statistics)
+        seconds = monotonic() - began
+        self._events.emit("sweep.done", sweep_partition=sweep_partition, seconds=seconds)
+        return True
+
+    def start_own_drains(self, queues: Sequence[str]) -> None:
+        """Start drains of the worker's queues, whether or not it sweeps."""
+        self._read_policies()
+        for queue, priorities in self._without_paused(self._overdue.of_named(queues)).items():
+            self._start_drain(queue, priorities)
+
+    # -- workers and policies ---------------------------------------------------------------------
+
+    def _expire_silent_workers(self) -> None:
+        """Delete dead workers' rows, and have all rows due within the horizon armed again.
+
+        A dead worker may have kept armed rows in memory. Arming all of them again costs duplicate
+        messages, which the claims refuse.
+        """
+        silent_s = self._settings.silent_s
+        # An outage silences every worker. Only a caller that reached the database during the whole
+        # time can tell a dead worker from an outage.
+        if self._contact_s() < silent_s:
+            return
+        names = self._workers.expire(silent_s)
+        if names:
+            self._sweeps.forget_armed()
+            self._events.emit("worker.lost", count=len(names), worker=first_names(names))
+
+    def _read_policies(self) -> None:
+        self._policies = self._runtime.pauses.read()
+
+    # -- rows due within the horizon --------------------------------------------------------------
+
+    def _arm_due_within_horizon(self, sweep_partition: int, armed_until: datetime) -> None:
+        """Arm the rows that came within the horizon since the last sweep, up to `armed_until`."""
+        horizon_s = self._settings.horizon_s
+        if horizon_s is None or not self._settings.uses_broker:
+            return  # every row was armed when it was scheduled, or each worker polls the table
+        now = self._runtime.clock.certain_now()
+        since, until = max(armed_until, now), now + timedelta(seconds=horizon_s)
+        armed = self._arm(sweep_partition, since, until)
+        if armed is None:
+            return
+        count, end = armed
+        # This is written last. A crash before it costs duplicate messages, but leaves no gap.
+        self._sweeps.mark_armed(sweep_partition, self._settings.sweep_partitions, armed_until, end)
+        if count:
+            self._events.emit("sweep.armed", count=count)
+        self._runtime.pauses.hold_near(self._policies, since, end, self._on_step)
+
+    def _arm(
+        self, sweep_partition: int, since: datetime, until: datetime
+    ) -> tuple[int, datetime] | None:
+        """Arm the rows due after `since` and up to `until`, within one sweep interval.
+
+        Returns
+        -------
+        tuple or None
+            The number of armed rows and the due time up to which all rows are armed. None if the
+            broker is unavailable: the next sweep starts at the same row.
+        """
+        count, deadline = 0, monotonic() + self._settings.sweep_s
+        partitions, timer = self._settings.sweep_partitions, self._runtime.timer
+        for entries in self._sweeps.due_between(
+            since, until, sweep_partition, partitions, self._policies
+        ):
+            self._on_step()
+            if timer.arm(entries):
+                count += len(entries)
+            elif not timer.is_up:
+                return None
+            # Otherwise the broker refuses one queue. Its rows are drained when they are overdue,
+            # and the rows of the other queues do not wait for them.
+            if monotonic() > deadline and (end := _before_last_instant(entries)) is not None:
+                # Each queue needs a message of its own, and overdue rows must not wait for
+                # thousands of messages. The next sweep continues with the last due time.
+                return count, end
+        return count, until
+
+    # -- rows of dead workers, and overdue rows ---------------------------------------------------
+
+    def _recover_abandoned(self) -> None:
+        """Make the rows whose lease is over ready to run again, or FAILED after too many losses."""
+        while True:
+            self._on_step()
+            recovered = self._sweeps.recover(self._settings.max_lost_leases, RECOVER_ROWS)
+            emit_recovered(self._events, recovered)
+            if recovered.total < RECOVER_ROWS:
+                return
+
+    def _request_drains(self) -> None:
+        """Send drain messages, upon which workers claim overdue rows by themselves.
+
+        The queues that live workers name come first. Each sweep looks at a part of the others.
+        """
+        # The number of live workers that receive drain messages, for each queue.
+        without_broker = POLLING_PREFIX, ONLY_DRAINING_PREFIX
+        serving = Counter[str](
+            queue
+            for worker in self._workers.all()
+            if not self._settings.uses_broker or not worker["pool"].startswith(without_broker)
+            for queue in worker["queues"]
+        )
+        named = serving.keys() - {ALL_QUEUES}
+        late = self._without_paused(self._overdue.of_named(named))
+        self._send_drains(late, serving)
+        others = self._without_paused(self._overdue.of_others(named))
+        if serving[ALL_QUEUES]:
+            self._send_drains(others, serving)
+        elif others:  # no worker would receive the messages, and they would accumulate
+            self._events.emit(
+                "queue.unserved",
+                count=len(others),
+                queue=first_names(others),
+                remedy=one_more_worker(others, self._settings.namespace),
+            )
+
+    def _send_drains(self, late: OverdueLevels, serving: Counter[str]) -> None:
+        settings, timer = self._settings, self._runtime.timer
+        for queue, priorities in late.items():
+            workers = serving[queue] + serving[ALL_QUEUES]
+            messages = min(settings.drain_messages * workers, MOST_MESSAGES_PER_QUEUE)
+            if timer.request_drain(queue, priorities, messages, settings.sweep_s):
+                self._events.emit("sweep.drain", queue=queue, messages=messages)
+            elif self._start_drain(queue, priorities):  # the broker takes no messages
+                self._events.emit("sweep.local_drain", queue=queue)
+            self._on_step()
+
+    def _without_paused(self, late: OverdueLevels) -> OverdueLevels:
+        paused = self._policies.paused_queues
+        return {queue: priorities for queue, priorities in late.items() if queue not in paused}
+
+    # -- what is old ------------------------------------------------------------------------------
+
+    def _purge_finished(self) -> None:
+        """Delete finished rows, and entries of the audit, that are older than the setting says."""
+        age_s = self._settings.purge_after_s
+        if age_s is None:
+            return
+        self._events.attempt("sweep", "audit", lambda: self._sweeps.purge_audit(age_s))
+        for _ in range(PURGE_STEPS):
+            self._on_step()
+            purged = self._sweeps.purge(age_s, PURGE_ROWS)
+            if purged:
+                self._events.emit("task.purged", count=purged)
+            if purged < PURGE_ROWS:
+                return
+
+    def _purge_statistics(self) -> None:
+        now = monotonic()
+        if self._settings.statistics and now - self._statistics_purged_at >= STATISTICS_S:
+            self._statistics_purged_at = now
+            self._runtime.purge_statistics()
+
+
+def _before_last_instant(entries: Sequence[Entry]) -> datetime | None:
+    """Return the instant just before the last due time of a batch; None if it has only one."""
+    times = [entry.due_us for entry in entries]
+    return from_us(max(times) - 1) if max(times) > min(times) else None
+
+
+def emit_recovered(events: Events, recovered: Recovered, **fields: object) -> None:
+    """Emit the events of rows that were recovered, timed out, or failed as worker-lost."""
+    if recovered.total:
+        events.emit("task.recovered", count=recovered.total, **fields)
+    for id, tag in recovered.timed_out:
+        events.emit("task.timed_out", id=id, tag=tag)
+    for task in recovered.worker_lost:
+        events.emit("task.worker_lost", **task.event_fields, error=task.error or "")
+
+
+# -- the sweeps of a worker -----------------------------------------------------------------------
+
+# A thread of the worker's main process sweeps, so that no sweep waits for the pool. It sweeps when
+# a message of beat requests it, or when no worker has swept for a while.
+
+
+#: How often a worker looks for sweep partitions that no worker swept. Without beat a sweep comes at
+#: most this much later than `self_sweep_s`.
+STALE_CHECK_S = 1.0
+#: The longest rest between two turns of the loop.
+SWEEP_LOOP_REST_S = 1.0
+#: How often a worker with declarations compares them with the table.
+FOLLOW_S = 60.0
+
+
+class ServiceWatch:
+    """Records when a worker lost a service, for the worker's row.
+
+    Each attribute is written as a whole, so that several threads may use it.
+
+    Parameters
+    ----------
+    timer
+        The timer of the worker.
+    check_timer
+        Lets a timer that is down try its server, since an idle worker arms nothing.
+    """
+
+    def __init__(self, timer: Timer, check_timer: Callable[[], object]) -> None:
+        self._timer = timer
+        self._check_timer = check_timer
+        self._broker_lost_at: float | None = None
+        self._timer_lost_at: float | None = None
+        self._beat_at = monotonic()
+
+    def mark_broker_lost(self) -> None:
+        if self._broker_lost_at is None:
+            self._broker_lost_at = monotonic()
+
+    def mark_broker_back(self) -> None:
+        if self._broker_lost_at is not None:
+            self._beat_at = monotonic()  # no message of beat could arrive in the meantime
+        self._broker_lost_at = None
+
+    def mark_beat(self) -> None:
+        """Record a message of beat."""
+        self._beat_at = monotonic()
+
+    def times(self, reads_beat: bool) -> ServiceTimes:
+        """Return the present times. `reads_beat`: the worker consumes beat's messages."""
+        if not self._timer.is_up:
+            self._check_timer()
+        now = monotonic()
+        if self._timer.is_up:
+            self._timer_lost_at = None
+        elif self._timer_lost_at is None:
+            self._timer_lost_at = now
+        broker_lost_at, timer_lost_at = self._broker_lost_at, self._timer_lost_at
+        return ServiceTimes(
+            None if broker_lost_at is None else now - broker_lost_at,
+            None if timer_lost_at is None else now - timer_lost_at,
+            now - self._beat_at if reads_beat else None,
+        )
+
+
+class DatabaseContact:
+    """Measures for how long this process has reached the database without an interruption.
+
+    A process that did not reach the database cannot tell a worker that died from one that could
+    not report. A process that was suspended cannot tell either.
+    """
+
+    def __init__(self, gap_s: float) -> None:
+        """After `gap_s` without an answer the contact begins anew."""
+        self._gap_s = gap_s
+        self._since = self._answered_at = float("-inf")
+
+    def mark_answered(self) -> None:
+        now = monotonic()
+        if now - self._answered_at > self._gap_s:
+            self._since = now
+        self._answered_at = now
+
+    def mark_failed(self) -> None:
+        self._answered_at = float("-inf")
+
+    def seconds(self) -> float:
+        """Return for how long the database has been reached without an interruption."""
+        now = monotonic()
+        return 0.0 if now - self._answered_at > self._gap_s else now - self._since
+
+
+class SweepLoop:
+    """The sweeps of a worker.
+
+    If the worker polls the table it looks for near tasks in the table itself, and counts as one of
+    the workers that share them.
+    """
+
+    def __init__(self, worker: WorkerRuntime) -> None:
+        self._worker = worker
+        self._runtime = runtime = worker.runtime
+        self._store = runtime.store
+        self._settings = settings = runtime.settings
+        self._events = runtime.events
+        self._processes = worker.processes
+        self._lock = threading.Lock()
+        self._requested: set[int] = set()
+        self._must_forget = threading.Event()
+        self._reported_at = self._checked_at = self._own_drains_at = float("-inf")
+        self._followed_at: float | None = None
+        self._started_at = monotonic()
+        # The loop asks the database about once in `sweep_s`, and rests for up to a second more.
+        self._contact = DatabaseContact(SILENT_SWEEPS * settings.sweep_s / 2 + SWEEP_LOOP_REST_S)
+        self._workers: set[tuple[str, object]] = set()
+        self._polls_table = worker.polls_table and not settings.uses_broker
+        without_broker = POLLING_PREFIX if self._polls_table else ONLY_DRAINING_PREFIX
+        self._pool_prefix = "" if settings.uses_broker else without_broker
+        #: Without a broker no message can request a sweep, so none is waited for.
+        self._patience_s = settings.sweep_s if self._polls_table else settings.self_sweep_s
+        hooks = self._note_answer, self._contact.seconds, self._start_drain
+        self._sweeper = Sweeper(runtime, *hooks)
+        # One statement on a large table may take long. A stage of many reports its progress.
+        stuck_s = 2 * settings.self_sweep_s
+        self.loop = Loop("sweep", self._turn, self._events, stuck_s, self._store.close)
+
+    def request(self, sweep_partition: int | None) -> None:
+        """Sweep this sweep partition soon, or all of them."""
+        every = range(self._settings.sweep_partitions)
+        with self._lock:
+            self._requested.update(every if sweep_partition is None else [sweep_partition])
+        self.loop.wake()
+
+    def forget_armed(self) -> None:
+        """Make the next sweep arm all near tasks again, since the timer may have lost some."""
+        self._must_forget.set()
+        self.loop.wake()
+
+    def stop(self) -> None:
+        self.loop.stop()
+        hostname = self._worker.celery_worker.hostname
+        self._events.attempt("sweep", "sign off", lambda: self._store.workers.remove(hostname))
+
+    def _turn(self) -> float:
+        """Take one turn. A stage that fails is repeated in the next turn and stops no other one."""
+        attempt = partial(self._events.attempt, "sweep")
+        is_due = monotonic() - self._reported_at >= self._settings.sweep_s
+        if is_due and not attempt("report", self._report_alive):
+            self._contact.mark_failed()
+        # A worker without a broker looks for overdue tasks anyway.
+        is_due = monotonic() - self._own_drains_at >= self._settings.self_sweep_s
+        if is_due and self._settings.uses_broker:
+            attempt("own queues", self._start_own_drains)
+        if self._must_forget.is_set():
+            attempt("forget", self._forget_armed_rows)
+        with self._lock:
+            requested, self._requested = self._requested, set()
+        for sweep_partition in sorted(requested):
+            if not attempt(
+                f"sweep partition {sweep_partition}", partial(self._sweeper.sweep, sweep_partition)
+            ):
+                self._contact.mark_failed()
+                with self._lock:
+                    self._requested.add(sweep_partition)
+        is_due = monotonic() - self._checked_at >= min(STALE_CHECK_S, self._patience_s / 2)
+        if is_due and not attempt("stale", self._sweep_stale):
+            self._contact.mark_failed()
+        if self._followed_at is None or monotonic() - self._followed_at >= FOLLOW_S:
+            attempt("recurring", self._follow_declared_schedules)
+        return min(self._settings.sweep_s, SWEEP_LOOP_REST_S)
+
+    def _start_own_drains(self) -> None:
+        """Start drains of this worker's overdue queues, at its start and then every `self_sweep_s`.
+
+        Without a broker, the worker that sweeps can drain only the queues that it serves itself.
+        """
+        self._sweeper.start_own_drains(self._processes.queues)
+        self._own_drains_at = monotonic()
+
+    def _start_drain(self, queue: str, priorities: Sequence[int]) -> bool:
+        """Start a drain in this worker; return False if the worker does not serve it."""
+        is_served = queue in self._processes.queues
+        if is_served:
+            self._worker.dispatcher.start_drain(queue, priorities)
+        return is_served
+
+    def _note_answer(self) -> None:
+        """Called at each step of a sweep, after the database has answered."""
+        self.loop.report_progress()
+        self._contact.mark_answered()
+
+    def _report_alive(self) -> None:
+        """Write this worker's row, and read which workers are alive."""
+        store, settings, celery_worker = self._store, self._settings, self._worker.celery_worker
+        reads_beat = settings.uses_broker and settings.default_queue in self._processes.queues
+        services = self._worker.service_watch.times(reads_beat)
+        store.workers.report(
+            celery_worker.hostname,
+            self._processes.queues,
+            self._pool_prefix + type(celery_worker.pool).__module__.rpartition(".")[2],
+            int(celery_worker.pool.limit or 1),
+            int(self._runtime.clock.offset_s * 1e6),
+            [processor.tag for processor in self._runtime.registry],
+            services,
+            len(self._worker.dispatcher.in_flight),
+        )
+        self._reported_at = monotonic()
+        self._contact.mark_answered()
+        workers = {(worker["name"], worker["started_at"]) for worker in store.workers.all()}
+        if workers != self._workers:
+            # A worker that begins, or that is left alone, may be the first one that knows a tag.
+            self._bring_forward()
+            self._workers = workers
+
+    def _bring_forward(self) -> None:
+        """Bring forward the rows that other workers deferred, and that this one can run."""
+        served = self._processes.queues
+        queues = None if ALL_QUEUES in served else served
+        keeps_all = self._processes.keeps_time_limits
+        tags = [
+            each.tag for each in self._runtime.registry if keeps_all or not each.has_time_limits
+        ]
+        entries = self._store.deferred_rows.bring_forward(tags, queues, DEFER_MAX_S)
+        if entries:
+            self._events.emit("task.brought_forward", count=len(entries))
+            self._runtime.timer.arm(entries)
+
+    def _forget_armed_rows(self) -> None:
+        self._must_forget.clear()  # first, since the broker may fail again meanwhile
+        try:
+            self._store.sweeps.forget_armed()
+        except Exception:
+            self._must_forget.set()
+            raise
+
+    def _sweep_stale(self) -> None:
+        """Sweep the sweep partitions that no worker has swept for a while."""
+        settings, sweeps = self._settings, self._store.sweeps
+        # While the database was away, sweeps that beat requested failed as well. After a start,
+        # beat sends its first message up to a sweep interval later.
+        is_beat_silent = (
+            self._contact.seconds() > settings.self_sweep_s
+            and monotonic() - self._started_at > settings.self_sweep_s + settings.sweep_s
+        )
+        stale = sweeps.stale_sweep_partitions(settings.sweep_partitions, self._patience_s)
+        for sweep_partition in stale:
+            if is_beat_silent and not self._polls_table:
+                self._events.emit(
+                    "sweep.self",
+                    sweep_partition=sweep_partition,
+                    remedy="is celery beat running, does the broker answer, and does a worker "
+                    "serve the default queue of delaytasks (-Q)?",
+                )
+            self._sweeper.sweep(sweep_partition)
+        self._checked_at = monotonic()
+
+    def _follow_declared_schedules(self) -> None:
+        """Compare the declared schedules with the table.
+
+        Load the package of recurring schedules only if code declares or has declared one.
+        """
+        is_first, schedules = self._followed_at is None, self._store.due_schedules
+        if self._runtime.registry.schedules or (is_first and schedules.has_declared()):
+            from delaytasks.recurring.recurring import follow
+
+            follow(self._runtime)
+        self._followed_at = monotonic()
