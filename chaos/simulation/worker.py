@@ -22,7 +22,7 @@ from delaytasks.limits.admission import Waitlist
 from delaytasks.loops import FAILED_REST_S, Loop
 from delaytasks.maintenance.sweeper import Sweeper
 from delaytasks.registry import ThreadSlots
-from delaytasks.run.executor import Host as RunnerHost
+from delaytasks.run.calls import Host as RunnerHost
 from delaytasks.run.runner import FailureReason, Report, Runner
 from delaytasks.worker.chunk_request import ChunkRequest
 from delaytasks.worker.shared_memory import OthersWait, Renewals
@@ -63,7 +63,7 @@ class Child(Host):
             has_others=worker.processes.others_wait.is_so,
         )
         self._runner = Runner(runtime, host)
-        self._runner._ahead._threads = SimulatedThreads(play, self)  # type: ignore[assignment]
+        self._runner._threads = SimulatedThreads(play, self)  # type: ignore[assignment]
         self._time_budgets = self._runner._chunks._time_budget = TimeBudgets(
             play, self, self._runner
         )  # type: ignore[assignment]

@@ -6,15 +6,12 @@ are HELD, and each has an entry in the waitlist of its queue and tag. The module
 ============================  =====================================================================
 `admission`                   counts how many rows may start, chooses which (keys take turns), holds
                               the others, and takes rows from their waitlist
-`waitlist_runner`             after a chunk: runs the rows of a waitlist, each in the slot that the
-                              one before it has left
-`limit_queries`               the SQL of both
+`limit_queries`               the SQL of it
 `tracked_waitlists`           in the main process: which waitlists there are, and when the next
                               process has to visit one
 ============================  =====================================================================
 
-The first three run in the processes of the pool. `run.runner` calls `Waitlist`,
-`WaitlistRunner` and `LimitedBacklogs`, and a waitlist calls `Admission`, which asks
-`CapacityMeter` for the number and `FairOrder` for the rows. `TrackedWaitlists` belongs to the
+The first two run in the processes of the pool. `run.runner` calls `Waitlist`, `LimitedBacklogs` and
+`Admission`, which asks `CapacityMeter` for the number and `FairOrder` for the rows. `TrackedWaitlists` belongs to the
 dispatcher's `ChunkQueue`, and learns from the reports of chunks.
 """

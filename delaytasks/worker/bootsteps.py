@@ -11,6 +11,7 @@ from celery.utils.log import get_logger
 
 from delaytasks.broker.arming import read_message
 from delaytasks.model.text import one_line
+from delaytasks.run.time_limits import check_time_limits
 from delaytasks.worker.broker_connection import bound_connections
 from delaytasks.worker.celery_patches import (
     add_queues,
@@ -23,7 +24,6 @@ from delaytasks.worker.celery_patches import (
 from delaytasks.worker.celery_tasks import processes_of
 from delaytasks.worker.pool import freeze_loaded_objects
 from delaytasks.worker.processes import logical_queues
-from delaytasks.worker.time_limits import check_time_limits
 from delaytasks.worker.worker_runtime import WorkerRuntime
 
 logger = get_logger(__name__)

@@ -16,12 +16,11 @@ from celery import signals
 from delaytasks.model.clock import reset_in_child
 from delaytasks.registry import ThreadSlots
 from delaytasks.worker.shared_memory import OthersWait, Renewals, RequestedRuns
-from delaytasks.worker.time_limits import can_limit_time
 
 if TYPE_CHECKING:
     from delaytasks.registry import Registry
-    from delaytasks.run.executor import Watcher
     from delaytasks.run.runner import Runner
+    from delaytasks.run.settler import Observer
     from delaytasks.runtime import Runtime
     from delaytasks.worker.task_events import TaskEvents
 
@@ -55,7 +54,6 @@ class Processes:
         self._lock = threading.Lock()
         self._runner: Runner | None = None
         self._task_events: TaskEvents | None = None
-        self._sends_events = False
         self._thread_slots = ThreadSlots()
         self._outcome_counts: OutcomeCounts | None = None
 
@@ -65,6 +63,8 @@ class Processes:
 
     def serve(self, hostname: str, pool: Any, may_detach: bool = True) -> None:
         """Make this process the main process of a worker. Its children inherit the name."""
+        from delaytasks.run.time_limits import can_limit_time
+
         self.hostname = hostname
         self.is_worker = True
         self.may_detach = may_detach
@@ -90,10 +90,8 @@ class Processes:
             if self._task_events is None:
                 self._task_events = self.task_events()
             if self._runner is None:
-                self._runner = self.build_runner(
-                    lambda: self._task_events if self._sends_events else None
-                )
-            self._sends_events = sends_events
+                self._runner = self.build_runner()
+            self._runner.watch(self._task_events if sends_events else None)
             return self._runner
 
     def task_events(self) -> TaskEvents:
@@ -115,15 +113,15 @@ class Processes:
         return self._outcome_counts.take() if self._outcome_counts is not None else ()
 
     def build_runner(
-        self, watcher: Callable[[], Watcher | None], registry: Registry | None = None
+        self, watcher: Observer | None = None, registry: Registry | None = None
     ) -> Runner:
         """Return a new runner. `registry` is that of the instance if it is None."""
         # Most producers run no tasks, so they do not import what runs them.
         from delaytasks.limits.admission import Waitlist
-        from delaytasks.run.executor import Host
+        from delaytasks.run.calls import Host
+        from delaytasks.run.celery_context import CeleryTaskContext
         from delaytasks.run.policy_cache import PauseFilter
         from delaytasks.run.runner import Runner
-        from delaytasks.worker.celery_context import CeleryTaskContext
 
         runtime = self.runtime
         store, policies = runtime.store, runtime.policy_cache
@@ -131,20 +129,13 @@ class Processes:
         claims = store.claims(
             self.name(os.getpid()), own_address(store.database.url.host), waitlist.hold_if_limited
         )
-        task_context = CeleryTaskContext(
-            runtime.celery,
-            self.hostname,
-            runtime.clock,
-            runtime.processor_contexts,
-            self.keeps_time_limits,
-        )
+        task_context = CeleryTaskContext(runtime, self.hostname, self.keeps_time_limits)
         host = Host(
             claims,
             waitlist,
             registry or runtime.registry,
             task_context,
             task_context.reuse_stack,
-            watcher,
             PauseFilter(policies, store.paused_rows, runtime.events),
             self._thread_slots,
             # A process that runs tasks without a worker runs them without limits.
@@ -155,7 +146,9 @@ class Processes:
             is_asked_to_stop=self.requested_runs.has,
             has_others=self.others_wait.is_so,
         )
-        return Runner(runtime, host)
+        runner = Runner(runtime, host)
+        runner.watch(watcher)
+        return runner
 
     def _finish(self, **_: Any) -> None:
         """Wait for the tasks that still run although all chunks have ended, and arm what they

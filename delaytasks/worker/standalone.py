@@ -20,11 +20,11 @@ from kombu.asynchronous import Hub, set_event_loop
 
 from delaytasks.maintenance.sweeper import emit_recovered
 from delaytasks.model.inputs import ALL_QUEUES
+from delaytasks.run.time_limits import check_time_limits
 from delaytasks.runtime import HasRuntime, runtime_of, use_direct_timer
 from delaytasks.worker.celery_patches import running_pids
 from delaytasks.worker.celery_tasks import processes_of
 from delaytasks.worker.pool import freeze_loaded_objects
-from delaytasks.worker.time_limits import check_time_limits
 from delaytasks.worker.worker_runtime import WorkerRuntime
 
 if TYPE_CHECKING:

@@ -724,9 +724,9 @@ class Worker:
         self.processes.is_worker = bool(options)
         vars(self.processes).update({"may_detach": False, **options})
         self._world = world
-        self._runner: Runner = self.processes.build_runner(lambda: watcher)
+        self._runner: Runner = self.processes.build_runner(watcher)
         self.claims: Claims = self._runner._claims
-        self.admission: Admission = self._runner._waitlists._admission
+        self.admission: Admission = self._runner._admission
         self._call_hooks()
 
     def _call_hooks(self) -> None:
