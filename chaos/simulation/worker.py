@@ -18,7 +18,7 @@ from chaos.violation import Violation
 from delaytasks.broker.arming import read_message
 from delaytasks.broker.redis_timer import RedisTimer
 from delaytasks.events import Events
-from delaytasks.limits.admission import Waitlist
+from delaytasks.limits.admission import Admission
 from delaytasks.loops import FAILED_REST_S, Loop
 from delaytasks.maintenance.sweeper import Sweeper
 from delaytasks.registry import ThreadSlots
@@ -52,9 +52,11 @@ class Child(Host):
             events=Events(),
             transactions=SimpleNamespace(of=None),
         )
+        claims, admission = play.claims(self.name), Admission(play.stage.store, dict)
+        admission.claims = claims
         host = RunnerHost(
-            play.claims(self.name),
-            Waitlist(play.stage.store, dict),
+            claims,
+            admission,
             play.registry,
             play.execute,
             thread_slots=SimulatedSlots(play),

@@ -47,7 +47,7 @@ from delaytasks.run.settler import Observer
 
 if TYPE_CHECKING:
     from delaytasks.db.claims import Claims
-    from delaytasks.limits.admission import Waitlist
+    from delaytasks.limits.admission import Admission
     from delaytasks.run.policy_cache import PauseFilter
     from delaytasks.runtime import Runtime
 
@@ -59,7 +59,7 @@ class Host:
     """What a process gives its runner. The defaults are those of a process without a worker."""
 
     claims: Claims
-    waitlist: Waitlist
+    admission: Admission
     registry: Registry
     #: Calls a processor in the context that it expects, and then `ProcessorCall.end`. An exception
     #: that it raises before this counts as the processor's.

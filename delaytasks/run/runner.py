@@ -32,7 +32,6 @@ from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from delaytasks.limits.admission import Admission
 from delaytasks.model.clock import monotonic, reset_in_child
 from delaytasks.model.errors import OutcomeUnknownError, StoreError, StoreUnavailableError
 from delaytasks.model.interfaces import Claimed, Entry, Settlement
@@ -151,7 +150,7 @@ class Runner:
 
     def __init__(self, runtime: Runtime, host: Host) -> None:
         self._settings, self._clock, self._events = runtime.settings, runtime.clock, runtime.events
-        self._host, self._claims, self._waitlist = host, host.claims, host.waitlist
+        self._host, self._claims, self._admission = host, host.claims, host.admission
         self._counter = RunCounter(host.registry) if self._settings.statistics else None
         self._observers = list[Observer]()
         if self._counter is not None:
@@ -161,7 +160,6 @@ class Runner:
         self._own_observers = len(self._observers)
         calls = Calls(runtime, host, self._observers)
         self._chunks = ChunkRunner(runtime, calls, Settler(runtime, host.claims, self._observers))
-        self._admission = Admission(host.waitlist, host.claims)
         #: The next time for recovered rows, by queue.
         self._recovered_at: dict[str, float] = {}
         #: The chunk size of each waitlist. Rows beyond the time budget would occupy slots and not
@@ -291,7 +289,7 @@ class Runner:
         self._hold_backlog(seen, limit, {(queue, priority) for priority in priorities})
         waitlists = seen.waitlists
         if not is_full or is_turn_of_recovered:
-            waitlists = waitlists | self._waitlist.in_queue(queue)
+            waitlists = waitlists | self._admission.in_queue(queue)
         # During a backlog, waitlists that no claim has seen get chunks of their own, or they would
         # delay the backlog.
         later = waitlists - seen.waitlists if is_full else set()
@@ -432,7 +430,7 @@ class Runner:
         until = monotonic() + HOLD_S
         for queue, priority in levels:
             tags = {tag for of, tag in seen.waitlists if of == queue}
-            while monotonic() < until and self._waitlist.hold_overdue(queue, priority, tags):
+            while monotonic() < until and self._admission.hold_overdue(queue, priority, tags):
                 pass
 
     def _run_waitlists(

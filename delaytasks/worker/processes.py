@@ -117,7 +117,7 @@ class Processes:
     ) -> Runner:
         """Return a new runner. `registry` is that of the instance if it is None."""
         # Most producers run no tasks, so they do not import what runs them.
-        from delaytasks.limits.admission import Waitlist
+        from delaytasks.limits.admission import Admission
         from delaytasks.run.calls import Host
         from delaytasks.run.celery_context import CeleryTaskContext
         from delaytasks.run.policy_cache import PauseFilter
@@ -125,14 +125,14 @@ class Processes:
 
         runtime = self.runtime
         store, policies = runtime.store, runtime.policy_cache
-        waitlist = Waitlist(store, lambda: policies.current().limited)
-        claims = store.claims(
-            self.name(os.getpid()), own_address(store.database.url.host), waitlist.hold_if_limited
+        admission = Admission(store, lambda: policies.current().limited)
+        claims = admission.claims = store.claims(
+            self.name(os.getpid()), own_address(store.database.url.host), admission.hold_if_limited
         )
         task_context = CeleryTaskContext(runtime, self.hostname, self.keeps_time_limits)
         host = Host(
             claims,
-            waitlist,
+            admission,
             registry or runtime.registry,
             task_context,
             task_context.reuse_stack,

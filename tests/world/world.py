@@ -745,7 +745,7 @@ class Worker:
             return Claims.settle(claims, settlements, on)
 
         vars(claims).update(claim=then(claims.claim), claim_due=then(claims.claim_due))
-        vars(claims)["settle"] = vars(self.admission)["settle"] = settle
+        vars(claims)["settle"] = settle
 
     def claim(self, *tasks: DelayedTask | Entry) -> Claimed:
         entries = [task if isinstance(task, Entry) else Entry.of(task) for task in tasks]
