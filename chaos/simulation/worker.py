@@ -21,6 +21,7 @@ from delaytasks.events import Events
 from delaytasks.limits.admission import Admission
 from delaytasks.loops import FAILED_REST_S, Loop
 from delaytasks.maintenance.sweeper import Sweeper
+from delaytasks.model.policies import NO_POLICIES
 from delaytasks.registry import ThreadSlots
 from delaytasks.run.calls import Host as RunnerHost
 from delaytasks.run.runner import FailureReason, Report, Runner
@@ -52,7 +53,10 @@ class Child(Host):
             events=Events(),
             transactions=SimpleNamespace(of=None),
         )
-        claims, admission = play.claims(self.name), Admission(play.stage.store, dict)
+        claims, admission = (
+            play.claims(self.name),
+            Admission(play.stage.store, lambda: NO_POLICIES, Events()),
+        )
         admission.claims = claims
         host = RunnerHost(
             claims,

@@ -46,10 +46,12 @@ from delaytasks.db.rows import next_version, task_of
 from delaytasks.db.schema import Schema
 from delaytasks.db.store import Store
 from delaytasks.db.types import db_now, db_now_plus, is_narrow, is_past, unindexed
+from delaytasks.events import Events
 from delaytasks.model.clock import monotonic
+from delaytasks.model.errors import StoreError
 from delaytasks.model.interfaces import Settlement
 from delaytasks.model.moves import MOVES, Status
-from delaytasks.model.policies import WAITLIST_RECHECK_S, Policy, WaitlistsSeen, WaitlistState
+from delaytasks.model.policies import WAITLIST_RECHECK_S, Policies, WaitlistsSeen, WaitlistState
 from delaytasks.model.task import DelayedTask
 
 # -- The capacity of a limited tag: how many of its waiting tasks may start now -------------------
@@ -197,14 +199,11 @@ class LimitQueries:
         )
         self._first_of_key = first.where(key == bindparam("limit_key"))
         keys = select(key).where(in_waitlist).order_by(key).limit(1)
-        # The keys: whether there was a turn before, and whether some keys have reached their limit.
+        # Whether there was a turn before, and whether some keys have reached their limit.
         after, not_full = key > bindparam("after"), key.not_in(listing("full"))
-        conditions: dict[tuple[bool, bool], list[Any]] = {
-            (False, False): [],
-            (False, True): [not_full],
-            (True, False): [after],
-            (True, True): [after, not_full],
-        }
+        conditions: dict[tuple[bool, bool], list[Any]] = {(False, False): []}
+        conditions |= {(True, False): [after], (False, True): [not_full]}
+        conditions[True, True] = [after, not_full]
         self._next_key = {which: keys.where(*some) for which, some in conditions.items()}
         self._first = {which: first.where(*some) for which, some in conditions.items()}
         # Overdue rows of limited tags. Two of the queries lock the rows.
@@ -433,8 +432,8 @@ class LimitedBacklogs:
 #: Entries that are read beyond those that may start, since other transactions may have locked the
 #: first ones.
 EXTRA_ENTRIES = 20
-#: The tags that have limits, as far as this process knows.
-Limited = Callable[[], Mapping[str, Policy]]
+#: The policies of tags and queues, as far as this process knows.
+CurrentPolicies = Callable[[], Policies]
 
 
 class _Gate:
@@ -450,8 +449,10 @@ class Admission:
     #: Claims the admitted rows. These claims ask `hold_if_limited`, so they are made afterwards.
     claims: Claims
 
-    def __init__(self, store: Store, limited: Limited) -> None:
-        self._db, self._schema, self._limited = store.database, store.schema, limited
+    def __init__(self, store: Store, policies: CurrentPolicies, events: Events) -> None:
+        self._db, self._schema = store.database, store.schema
+        self._policies, self._events = policies, events
+        self._hold_claimed = store.paused_rows.hold_claimed
         self._queries = LimitQueries(store.database, store.schema)
         self.hold_overdue = LimitedBacklogs(store.database, self._queries).hold_overdue
         #: Returns the waitlists of a queue.
@@ -470,7 +471,7 @@ class Admission:
 
     def hold_if_limited(self) -> HoldExcess | None:
         """Return what holds the rows beyond the limits; None while no tag has limits."""
-        return self.hold_excess if self._limited() else None
+        return self.hold_excess if self._policies().limited else None
 
     def hold_excess(
         self, on: Any, candidates: Sequence[Candidate]
@@ -480,7 +481,7 @@ class Admission:
         A row of a tag whose waitlist is not empty is held as well, so that it starts after the
         waiting rows.
         """
-        limited, due = self._limited(), dict[tuple[str, str], list[tuple[int, str]]]()
+        limited, due = self._policies().limited, dict[tuple[str, str], list[tuple[int, str]]]()
         if limited:
             for one in sorted(
                 candidates, key=lambda one: (-one.priority, one.expected_time, one.id)
@@ -547,6 +548,32 @@ class Admission:
             values["turn"] = turn
         if values:
             self._queries.change_policy(on, policy.name, values)
+
+    # -- rows that a claim got --------------------------------------------------------------------
+
+    def hold_paused(
+        self, tasks: Sequence[DelayedTask]
+    ) -> tuple[Sequence[DelayedTask], Sequence[Settlement]]:
+        """Hold the paused tasks.
+
+        Return the tasks to run, and settlements of paused tasks that could not be held.
+        """
+        policies = self._policies()
+        if not policies.has_pauses:
+            return tasks, ()
+        paused = [task for task in tasks if policies.pauses(task.tag, task.queue)]
+        if not paused:
+            return tasks, ()
+        try:
+            held = self._hold_claimed(paused)
+        except StoreError as error:
+            self._events.emit("chunk.failed", error=str(error), cause=error)
+            allowed = [task for task in tasks if not policies.pauses(task.tag, task.queue)]
+            return allowed, [Settlement(task, "give_back") for task in paused]
+        if held:
+            self._events.emit("task.held", count=len(held))
+        # A paused task that was not held has been resumed since the policies were read, so it runs.
+        return [task for task in tasks if task.id not in held], ()
 
     # -- free slots -------------------------------------------------------------------------------
 
@@ -623,7 +650,7 @@ class Admission:
         Returns no rows if the tag has limits other than the concurrency limit, which a free slot
         does not satisfy.
         """
-        policy = self._limited().get(tag)
+        policy = self._policies().limited.get(tag)
         if policy is None or not policy.has_slots_only or slots <= 0:
             return []
         turn = self._turns.get((queue, tag))

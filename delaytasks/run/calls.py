@@ -48,7 +48,6 @@ from delaytasks.run.settler import Observer
 if TYPE_CHECKING:
     from delaytasks.db.claims import Claims
     from delaytasks.limits.admission import Admission
-    from delaytasks.run.policy_cache import PauseFilter
     from delaytasks.runtime import Runtime
 
 logger = logging.getLogger("delaytasks")
@@ -66,7 +65,6 @@ class Host:
     execute: Callable[[ProcessorCall], object]
     #: Keeps this context between rows that a thread runs one after another.
     thread_context: Callable[[], AbstractContextManager[object]] = nullcontext
-    pause_filter: PauseFilter | None = None
     thread_slots: ThreadSlots = field(default_factory=ThreadSlots)
     #: Whether the time limits of processors can be kept.
     keeps_time_limits: bool = True

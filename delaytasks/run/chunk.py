@@ -53,6 +53,8 @@ class Chunk:
 
     def __init__(self, tasks: Sequence[DelayedTask], lease_left_s: float, budget_s: float) -> None:
         self._lock = threading.Lock()
+        #: The number of its rows; none if all claimed rows are held.
+        self.rows = len(tasks)
         self._waiting = deque(tasks)
         self._running: set[int] = set()
         self._finished: list[Settlement] = []
@@ -351,26 +353,23 @@ class ChunkRunner:
 
     # -- a chunk is opened, run, and closed -------------------------------------------------------
 
-    def open(
-        self, tasks: Sequence[DelayedTask], claimed_at: float, waits_s: float = 0.0
-    ) -> Chunk | None:
-        """Hold the paused tasks, and return a chunk of the others; None if all are paused.
+    def open(self, tasks: Sequence[DelayedTask], claimed_at: float, waits_s: float = 0.0) -> Chunk:
+        """Hold the paused tasks, and return a chunk of the others.
 
         The time budget of a chunk that is claimed ahead is longer by `waits_s`.
         """
         refused: Sequence[Settlement] = ()
-        if tasks and self._host.pause_filter is not None:
-            tasks, refused = self._host.pause_filter.hold_paused(tasks)
-        if not tasks and not refused:
-            return None
-        self._events.emit("chunk.claimed", count=len(tasks))
+        if tasks:
+            tasks, refused = self._host.admission.hold_paused(tasks)
+        if tasks or refused:
+            self._events.emit("chunk.claimed", count=len(tasks))
         lease_left_s = self._lease_s - (monotonic() - claimed_at)
         chunk = Chunk(self._in_order(tasks), lease_left_s, self._budget_s + waits_s)
         if refused:
             chunk.keep(refused)
         # Without a watcher, a single row that runs now has nothing to settle, to give back or to
         # show before it ends, and the thread of the time budget need not wake up for it.
-        if len(tasks) > 1 or waits_s or refused or self.is_watched:
+        if len(tasks) > 1 or refused or (tasks and (waits_s or self.is_watched)):
             self._time_budget.open(chunk, waits_s)
         return chunk
 
@@ -381,8 +380,8 @@ class ChunkRunner:
         claimed_at: float,
         settle: Settle | None = None,
         settles_in_background: Callable[[], bool] | None = None,
-    ) -> Iterator[Chunk | None]:
-        """Open a chunk of claimed tasks, and close it at the end; None if none of them may run.
+    ) -> Iterator[Chunk]:
+        """Open a chunk of claimed tasks, and close it at the end.
 
         If `settles_in_background` returns True at the end, the thread of the time budget settles
         the rows. This is limited to one chunk at a time, so that a locked row delays no more
@@ -392,9 +391,7 @@ class ChunkRunner:
         try:
             yield chunk
         finally:
-            if chunk is None:
-                pass
-            elif (
+            if (
                 settles_in_background is not None
                 and self._closing not in self._detached
                 and settles_in_background()
@@ -403,10 +400,8 @@ class ChunkRunner:
             else:
                 self.close(chunk, settle)
 
-    def run(self, chunk: Chunk | None, tally: Tally, may_detach: bool) -> None:
+    def run(self, chunk: Chunk, tally: Tally, may_detach: bool) -> None:
         """Run the tasks until all have ended, or with `may_detach` all except concurrent ones."""
-        if chunk is None:
-            return
         claimed, began = self._clock.now(), monotonic()
         concurrent = dict[str, ProcessorSpec]()
         with self._host.thread_context():
@@ -596,10 +591,6 @@ class ChunkRunner:
             partial(has_free_slots, 0.5), budget_ends + self._budget_s
         ):
             wait(has_free_slots)
-
-    def ended(self) -> tuple[int, float]:
-        """Return the concurrent rows that ended since the last call, and their time."""
-        return self._slots.ended()
 
     @property
     def detached(self) -> tuple[int, ...]:

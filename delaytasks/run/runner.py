@@ -118,9 +118,9 @@ class Report(NamedTuple):
 
 
 class _ClaimedChunk(NamedTuple):
-    """The result of one claim. `chunk` is None if there is no row that may run."""
+    """The result of one claim."""
 
-    chunk: Chunk | None
+    chunk: Chunk
     claimed: Claimed
     #: Whether the claim got as many rows as it asked for, so that there are probably more.
     is_full: bool
@@ -345,7 +345,7 @@ class Runner:
             tally.claimed += len(current.claimed)
             try:
                 yield current
-                tally.add(*self._chunks.ended())
+                tally.add(*self._host.thread_slots.ended())
                 ran, took_s = tally.sample
                 size.learn(ran - rows, took_s - seconds, tally.wanted_next)
                 pause.end()
@@ -356,13 +356,14 @@ class Runner:
                 raise
         tally.claimed += len(current.claimed)
         try:
-            self._close(ended)
+            if ended is not None:
+                self._chunks.close(ended)
             yield current
         finally:
-            self._close(current.chunk)
+            self._chunks.close(current.chunk)
 
     def _may_continue(self, current: _ClaimedChunk, until: float) -> bool:
-        if current.chunk is None or not current.is_full or current.claimed.seen.waitlists:
+        if not current.chunk.rows or not current.is_full or current.claimed.seen.waitlists:
             return False
         # Rows that are claimed ahead would be lost with the process, which a time limit may end.
         if any(task.tag in self._host.registry.time_limits for task in current.claimed):
@@ -373,13 +374,14 @@ class Runner:
         self, ended: Chunk | None, claim: Claim, rows_to_claim: Callable[[], int]
     ) -> _ClaimedChunk:
         """Run in another thread while a chunk runs."""
-        self._close(ended)
+        if ended is not None:
+            self._chunks.close(ended)
         return self._claim_chunk(claim, rows_to_claim(), self._settings.chunk_time_budget_s)
 
-    def _pause_s(self, chunk: Chunk | None) -> float:
+    def _pause_s(self, chunk: Chunk) -> float:
         """Return how long to wait with the next claim, so that its chunk is not given back."""
         budget_s = self._settings.chunk_time_budget_s
-        expected_s = 0.0 if chunk is None else self._chunks.costs.expected_s(chunk.waiting)
+        expected_s = self._chunks.costs.expected_s(chunk.waiting)
         return expected_s - budget_s if expected_s > MAX_BUDGETS * budget_s else 0.0
 
     def _rows_to_claim(self, pause: _Pause, size: ChunkSize, until: float) -> int:
@@ -395,20 +397,16 @@ class Runner:
         chunk = self._chunks.open(claimed, claimed_at, waits_s)
         return _ClaimedChunk(chunk, claimed, len(claimed) + claimed.seen.held >= most)
 
-    def _close(self, chunk: Chunk | None) -> None:
-        if chunk is not None:
-            self._chunks.close(chunk)
-
     def _give_up(
         self, current: _ClaimedChunk, beside: Future[_ClaimedChunk], raised: BaseException
     ) -> None:
         """Close the chunk that ran, and give back the one that was claimed meanwhile."""
         try:
-            self._close(current.chunk)
+            self._chunks.close(current.chunk)
         finally:
             error = beside.exception()
             if error is None:
-                self._close(beside.result().chunk)
+                self._chunks.close(beside.result().chunk)
             elif error is not raised:
                 self._events.failed("claim ahead", error)
 
@@ -475,7 +473,7 @@ class Runner:
                 settle = partial(self._settle_and_admit, queue, tag, least, until, admitted)
                 with self._chunks.opened(tasks, claimed_at, settle) as chunk:
                     self._chunks.run(chunk, of_chunk, may_detach=False)
-                of_chunk.add(*self._chunks.ended())
+                of_chunk.add(*self._host.thread_slots.ended())
                 tally.claimed += len(tasks)
                 tally.add(of_chunk.ran, of_chunk.seconds)
                 size.learn(of_chunk.ran, of_chunk.seconds)
@@ -515,7 +513,7 @@ class Runner:
         self._chunks.finish()
 
     def _report(self, tally: Tally, claimed: int, **others: Any) -> Report:
-        tally.add(*self._chunks.ended())
+        tally.add(*self._host.thread_slots.ended())
         ran, seconds = tally.ran, tally.seconds
         return Report(
             claimed,

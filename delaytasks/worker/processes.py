@@ -120,12 +120,11 @@ class Processes:
         from delaytasks.limits.admission import Admission
         from delaytasks.run.calls import Host
         from delaytasks.run.celery_context import CeleryTaskContext
-        from delaytasks.run.policy_cache import PauseFilter
         from delaytasks.run.runner import Runner
 
         runtime = self.runtime
-        store, policies = runtime.store, runtime.policy_cache
-        admission = Admission(store, lambda: policies.current().limited)
+        store = runtime.store
+        admission = Admission(store, runtime.policy_cache.current, runtime.events)
         claims = admission.claims = store.claims(
             self.name(os.getpid()), own_address(store.database.url.host), admission.hold_if_limited
         )
@@ -136,7 +135,6 @@ class Processes:
             registry or runtime.registry,
             task_context,
             task_context.reuse_stack,
-            PauseFilter(policies, store.paused_rows, runtime.events),
             self._thread_slots,
             # A process that runs tasks without a worker runs them without limits.
             keeps_time_limits=self.keeps_time_limits or not self.is_worker,
