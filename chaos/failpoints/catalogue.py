@@ -238,7 +238,7 @@ FAILPOINTS = [
         "added to the waitlist",
         "pool",
         "after",
-        ("limits.admission:Waitlist.hold_excess",),
+        ("limits.admission:Admission.hold_excess",),
         "R1",
         "limited",
     ),
