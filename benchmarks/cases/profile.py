@@ -28,7 +28,7 @@ CHUNK = "delaytasks/worker/pool.py"
 STEPS = (
     ("claims", "delaytasks/db/claims.py"),
     ("settles", "delaytasks/db/settlements.py"),
-    ("runs", "delaytasks/run/executor.py"),
+    ("runs", "delaytasks/run/calls.py"),
     ("rest of a chunk", "delaytasks/run/"),
     ("rest of a chunk", CHUNK),
 )

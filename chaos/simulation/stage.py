@@ -35,7 +35,7 @@ from delaytasks.db.store import Store
 from delaytasks.events import Events
 from delaytasks.model.clock import Clock
 from delaytasks.registry import Registry
-from delaytasks.run.executor import ProcessorCall
+from delaytasks.run.calls import ProcessorCall
 from delaytasks.settings import load_settings
 
 SETTINGS: dict[str, Any] = {
@@ -152,8 +152,8 @@ class Play:
         timer.link = Link(self.redis, self.settings.publish_limit_s, events)
         return timer
 
-    def execute(self, call: ProcessorCall, end: Any) -> object:
-        return end(call(call.read_argument()), None)
+    def execute(self, call: ProcessorCall) -> object:
+        return call.end(call(call.read_argument()), None)
 
     def _work(self, body: dict[str, Any], task: DelayedTask) -> None:
         host = self.world.host

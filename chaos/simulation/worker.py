@@ -18,11 +18,11 @@ from chaos.violation import Violation
 from delaytasks.broker.arming import read_message
 from delaytasks.broker.redis_timer import RedisTimer
 from delaytasks.events import Events
-from delaytasks.limits.admission import Waitlist
+from delaytasks.limits.admission import Admission
 from delaytasks.loops import FAILED_REST_S, Loop
 from delaytasks.model.policies import NO_POLICIES
 from delaytasks.registry import ThreadSlots
-from delaytasks.run.executor import Host as RunnerHost
+from delaytasks.run.calls import Host as RunnerHost
 from delaytasks.run.runner import FailureReason, Report, Runner
 from delaytasks.worker.pool import ChunkRequest
 from delaytasks.worker.processes import OthersWait, Renewals
@@ -52,9 +52,14 @@ class Child(Host):
             events=Events(),
             transactions=SimpleNamespace(of=None),
         )
-        host = RunnerHost(
+        claims, admission = (
             play.claims(self.name),
-            Waitlist(play.stage.store, dict),
+            Admission(play.stage.store, lambda: NO_POLICIES, Events()),
+        )
+        admission.claims = claims
+        host = RunnerHost(
+            claims,
+            admission,
             play.registry,
             play.execute,
             thread_slots=SimulatedSlots(play),
@@ -63,7 +68,7 @@ class Child(Host):
             has_others=worker.processes.others_wait.is_so,
         )
         self._runner = Runner(runtime, host)
-        self._runner._ahead._threads = SimulatedThreads(play, self)  # type: ignore[assignment]
+        self._runner._threads = SimulatedThreads(play, self)  # type: ignore[assignment]
         self._time_budgets = self._runner._chunks._time_budget = TimeBudgets(
             play, self, self._runner
         )  # type: ignore[assignment]

@@ -1,20 +1,11 @@
 """Concurrency limits and rate limits: which due tasks may start, and in which order.
 
-A process that runs tasks imports this package. Rows that may not start yet
-are HELD, and each has an entry in the waitlist of its queue and tag. The modules:
+Rows that may not start yet are HELD, and each has an entry in the waitlist of its queue and tag.
 
-============================  =====================================================================
-`admission`                   counts how many rows may start, chooses which (keys take turns), holds
-                              the others, and takes rows from their waitlist
-`waitlist_runner`             after a chunk: runs the rows of a waitlist, each in the slot that the
-                              one before it has left
-`limit_queries`               the SQL of both
-`tracked_waitlists`           in the main process: which waitlists there are, and when the next
-                              process has to visit one
-============================  =====================================================================
-
-The first three run in the processes of the pool. `run.runner` calls `Waitlist`,
-`WaitlistRunner` and `LimitedBacklogs`, and a waitlist calls `Admission`, which asks
-`CapacityMeter` for the number and `FairOrder` for the rows. `TrackedWaitlists` belongs to the
-`Dispatcher`, and learns from the reports of chunks.
+`admission`
+    In the processes of the pool: counts how many rows may start, chooses which (keys take turns),
+    holds the others, and takes rows from their waitlist. `run.runner` calls it, and its claims do.
+`tracked_waitlists`
+    In the main process: which waitlists there are, and when the next process has to visit one. The
+    `Dispatcher` calls it, and it learns from the reports of chunks.
 """

@@ -1,5 +1,15 @@
-"""Admits waiting rows of limited tags: capacity, fair order, and the waitlist that holds the
-others."""
+"""Admits waiting rows of limited tags: capacity, fair order, and the waitlists of all others.
+
+A claim asks `Admission.hold_excess` which of the rows that it has locked may start. The others are
+HELD, and each has an entry in the waitlist of its queue and tag. Free slots go to the waitlist
+(`admit`): the tag's capacity is measured, and its keys take turns, each by priority and due time.
+When a row of the waitlist ends, the next one gets its slot in the same transaction
+(`settle_and_admit`).
+
+A lock on the tag's policy keeps two workers from measuring its capacity simultaneously. The
+transaction that has this lock waits for no other one: it skips the rows that other transactions
+have locked.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +17,41 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from datetime import datetime
+from functools import cached_property, partial
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from sqlalchemy import (
+    Connection,
+    String,
+    and_,
+    any_,
+    bindparam,
+    delete,
+    func,
+    insert,
+    literal,
+    literal_column,
+    select,
+    tuple_,
+    update,
+)
+
 from delaytasks.db.claims import Claims, HoldExcess
 from delaytasks.db.database import Database
+from delaytasks.db.row_lists import Prepared, check_row_count, listed, listing
+from delaytasks.db.rows import next_version, task_of
 from delaytasks.db.schema import Schema
 from delaytasks.db.store import Store
-from delaytasks.limits.limit_queries import (
-    BacklogQueries,
-    PolicyQueries,
-    SlotTransfer,
-    WaitlistQueries,
-)
+from delaytasks.db.types import db_now, db_now_plus, is_narrow, is_past, unindexed
+from delaytasks.events import Events
 from delaytasks.model.clock import monotonic
+from delaytasks.model.errors import StoreError
 from delaytasks.model.interfaces import Settlement
-from delaytasks.model.policies import WAITLIST_RECHECK_S, Policy, WaitlistsSeen, WaitlistState
+from delaytasks.model.moves import MOVES, Status
+from delaytasks.model.policies import WAITLIST_RECHECK_S, Policies, WaitlistsSeen, WaitlistState
 from delaytasks.model.task import DelayedTask
 
 # -- The capacity of a limited tag: how many of its waiting tasks may start now -------------------
@@ -120,231 +147,219 @@ class Capacity:
             self.recheck_s = min(self.recheck_s, max(pace.wait_s(self.ahead_s), 0.001))
 
 
-class CapacityMeter:
-    """Measures the capacity of a tag whose policy is locked."""
+# -- The SQL: policies of limited tags, the entries of waitlists, and overdue backlogs ------------
 
-    def __init__(self, policies: PolicyQueries) -> None:
-        self._policies = policies
 
-    def measure(self, on: Any, policy: Any) -> Capacity:
-        if policy is None:
-            return Capacity()
-        concurrency, key_limit = policy.concurrency, policy.concurrency_per_key
-        capacity = Capacity(key_limit=key_limit)
-        if concurrency is not None or key_limit is not None:
-            capacity.running = self._policies.running(on, policy.name, key_limit is not None)
-        if concurrency is not None:
-            capacity.slots = max(concurrency - sum(capacity.running.values()), 0)
-        if policy.rate is not None:
-            capacity.limit_rate(*self._pace(on, policy))
-        if policy.is_paused:
-            capacity.slots = 0
-        return capacity
+#: Rows of other keys are looked for among this number of the oldest rows.
+OTHER_KEYS_AMONG = 100_000
+_HELD = int(MOVES["admit"].source)
 
-    def record_starts(
-        self, on: Any, policy: Any, capacity: Capacity, count: int, turn: str | None
-    ) -> None:
-        """Write the time of the next start and the last key of the fair order into the policy."""
-        if policy is None:
+
+class LimitQueries:
+    def __init__(self, database: Database, schema: Schema) -> None:
+        t, p, entry = schema.tasks, schema.policies, schema.waitlists
+        named, task_key = listed(database, t.c.id, "ids"), func.coalesce(t.c.limit_key, "")
+        # The policy of a limited tag, and the tasks of the tag that run.
+        of_tag = and_(p.c.kind == "tag", p.c.name == bindparam("tag"))
+        self._lock_policy = select(p).where(of_tag).with_for_update()
+        self._change_policy = update(p).where(of_tag)
+        runs = and_(
+            t.c.status == literal_column(f"{Status.RUNNING:d}"), t.c.tag == bindparam("tag")
+        )
+        self._running: Any = select(literal_column("''"), func.count()).where(runs)
+        by_key = select(task_key, func.count())
+        self._running_by_key = by_key.where(runs).group_by(task_key)
+        self._now = select(db_now())
+        # The entries of waitlists, and their rows.
+        key = entry.c.limit_key
+        position = (key, entry.c.place, entry.c.due, entry.c.task_id, entry.c.version)
+        values = select(
+            t.c.queue, t.c.tag, task_key, -t.c.priority, t.c.expected_time, t.c.id, t.c.version
+        ).where(named)
+        self._insert = insert(entry).from_select([entry.c.queue, entry.c.tag, *position], values)
+        changes = {"version": next_version(t.c.version), "update_time": db_now()}
+        self._hold, self._release = (
+            update(t).values({**changes, "status": int(MOVES[name].target)}).where(named)
+            for name in ("hold", "release")
+        )
+        # A locked row is skipped: its transaction may postpone it further.
+        held = select(t.c.id).where(named, unindexed(t.c.status) == _HELD)
+        self._lock_held = held.with_for_update(skip_locked=True)
+        in_waitlist = and_(entry.c.queue == bindparam("queue"), entry.c.tag == bindparam("tag"))
+        self._any = select(literal(1)).select_from(entry).where(in_waitlist).limit(1)
+        self._delete = delete(entry).where(in_waitlist, tuple_(*position).in_(listing("positions")))
+        is_gone = t.c.id.is_(None).label("is_gone")
+        is_later = (t.c.expected_time > db_now()).label("is_later")
+        first = (
+            select(*position, is_gone, is_later, t.c.lapses)
+            .select_from(entry.outerjoin(t, _waits(schema)))
+            .where(in_waitlist)
+            .order_by(key, entry.c.place, entry.c.due, entry.c.task_id)
+            .limit(bindparam("most"))
+        )
+        self._first_of_key = first.where(key == bindparam("limit_key"))
+        keys = select(key).where(in_waitlist).order_by(key).limit(1)
+        # Whether there was a turn before, and whether some keys have reached their limit.
+        after, not_full = key > bindparam("after"), key.not_in(listing("full"))
+        conditions: dict[tuple[bool, bool], list[Any]] = {(False, False): []}
+        conditions |= {(True, False): [after], (False, True): [not_full]}
+        conditions[True, True] = [after, not_full]
+        self._next_key = {which: keys.where(*some) for which, some in conditions.items()}
+        self._first = {which: first.where(*some) for which, some in conditions.items()}
+        # Overdue rows of limited tags. Two of the queries lock the rows.
+        tags: Any = listing("tags")
+        is_due = and_(
+            t.c.status == int(MOVES["hold"].source),
+            is_narrow(t.c.queue, bindparam("queue", type_=String)),
+            t.c.priority == bindparam("priority"),
+            is_past(t.c.expected_time, db_now()),
+        )
+        due = select(t.c.id, t.c.tag, task_key.label("limit_key")).where(is_due)
+        oldest = due.order_by(t.c.expected_time).limit(OTHER_KEYS_AMONG).subquery()
+        backlogs = tuple_(oldest.c.tag, oldest.c.limit_key).not_in(listing("backlogs"))
+        others = select(oldest.c.id).where(oldest.c.tag.in_(tags), backlogs)
+        self._others = others.limit(bindparam("most"))
+        due = due.with_for_update(skip_locked=True)
+        due_of_tags = due.where(t.c.tag.in_(tags)).order_by(t.c.expected_time)
+        self._due = due_of_tags.limit(bindparam("most"))
+        self._due_named = due.where(named).order_by(t.c.id)
+
+    def lock_policy(self, on: Connection, tag: str) -> Any:
+        """Return the tag's policy, locked: meanwhile no other worker measures its capacity."""
+        return on.execute(self._lock_policy, {"tag": tag}).first()
+
+    def running(self, on: Connection, tag: str, by_key: bool) -> dict[str, int]:
+        """Count the running tasks of each limit key, or all of them under the key ''."""
+        query = self._running_by_key if by_key else self._running
+        return dict(on.execute(query, {"tag": tag}).all())
+
+    def now(self, on: Connection) -> datetime:
+        """Return the time of the database; a statement that waited for a lock began earlier."""
+        now: datetime = on.execute(self._now).scalar_one()
+        return now
+
+    def change_policy(self, on: Connection, tag: str, values: Mapping[str, Any]) -> None:
+        """Change columns of the policy; `next_start` is given in seconds from now."""
+        if "next_start" in values:
+            values = {**values, "next_start": db_now_plus(values["next_start"])}
+        changed = on.execute(self._change_policy.values(values), {"tag": tag})
+        check_row_count(changed.rowcount, 1, f"the policy of the tag {tag!r}")
+
+    def hold(self, on: Connection, ids: Collection[int]) -> None:
+        """Hold rows that this transaction has locked, and enter them into their waitlists."""
+        if not ids:
             return
-        values: dict[str, Any] = {}
-        if capacity.pace is not None and count:
-            values["next_start"] = capacity.ahead_s + count * capacity.pace.interval_s
-        if turn != policy.turn:
-            values["turn"] = turn
-        if values:
-            self._policies.change(on, policy.name, values)
+        named = {"ids": sorted(ids)}
+        for statement in (self._hold, self._insert):
+            check_row_count(on.execute(statement, named).rowcount, len(ids), "rows to hold")
 
-    def _pace(self, on: Any, policy: Any) -> tuple[StartPace, float]:
-        pace, ahead_s = StartPace.of(policy.rate, policy.rate_period_s), 0.0
-        if policy.next_start is not None:
-            ahead_s = (policy.next_start - self._policies.now(on)).total_seconds()
-        if ahead_s > pace.max_ahead_s:
-            ahead_s = pace.max_ahead_s
-            self._policies.change(on, policy.name, {"next_start": ahead_s})
-        return pace, ahead_s
+    def release(self, on: Connection, ids: Sequence[int]) -> set[int]:
+        """Release those of these held rows that no other transaction has locked."""
+        if not ids:
+            return set()
+        locked = set(on.execute(self._lock_held, {"ids": ids}).scalars())
+        if locked:
+            released = on.execute(self._release, {"ids": sorted(locked)})
+            check_row_count(released.rowcount, len(locked), "rows to release from a waitlist")
+        return locked
 
+    def has_entries(self, on: Connection, queue: str, tag: str) -> bool:
+        return on.execute(self._any, {"queue": queue, "tag": tag}).first() is not None
 
-# -- The fair order of a waitlist: keys take turns, and each starts by priority and due time ------
+    def next_key(self, on: Connection, where: Mapping[str, Any], after: str | None) -> str | None:
+        """Return the first key after `after`, except those in `where["full"]`."""
+        query = self._next_key[after is not None, bool(where["full"])]
+        key: str | None = on.execute(query, {**where, "after": after}).scalar()
+        return key
 
+    def first(
+        self, on: Connection, where: Mapping[str, Any], after: str | None, most: int
+    ) -> Sequence[Any]:
+        """Return the first entries of the keys after `after`, except those in `where["full"]`."""
+        query = self._first[after is not None, bool(where["full"])]
+        return on.execute(query, {**where, "after": after, "most": most}).all()
 
-#: Entries that are read beyond those that may start, since other transactions may have locked the
-#: first ones.
-EXTRA_ENTRIES = 20
-#: Admits those of the ids and versions of held rows that no other transaction has locked.
-Admit = Callable[[Any, Sequence[tuple[int, int]]], list[DelayedTask]]
+    def first_of_key(
+        self, on: Connection, where: Mapping[str, Any], key: str, most: int
+    ) -> Sequence[Any]:
+        return on.execute(self._first_of_key, {**where, "limit_key": key, "most": most}).all()
 
+    def remove(self, on: Connection, where: Mapping[str, Any], entries: Sequence[Any]) -> None:
+        """Remove entries that one of the queries above has returned."""
+        # No check of the row count: another transaction may have removed a stale entry.
+        if entries:
+            on.execute(
+                self._delete, {**where, "positions": [tuple(entry[:5]) for entry in entries]}
+            )
 
-class Admitted(NamedTuple):
-    tasks: list[DelayedTask]
-    #: The key of the last one, after which the next turn goes on.
-    turn: str | None
+    def due(self, on: Connection, where: Mapping[str, Any]) -> Sequence[Any]:
+        """Lock the oldest overdue rows of the tags; return id, tag and key."""
+        return on.execute(self._due, where).all()
 
+    def due_named(
+        self, on: Connection, where: Mapping[str, Any], ids: Collection[int]
+    ) -> Sequence[Any]:
+        """Lock those of these rows that are still due; return id, tag and key."""
+        return on.execute(self._due_named, {**where, "ids": sorted(ids)}).all()
 
-class _Removed(NamedTuple):
-    """The result of removing entries from a waitlist."""
-
-    tasks: list[DelayedTask]
-    #: The number of entries whose row no longer waits here.
-    stale: int
-    #: The only task is a recovered one, which runs alone because it may kill its worker.
-    is_alone: bool
-
-
-class FairOrder:
-    """Admits rows of a waitlist, whose column `limit_key` holds the limit key."""
-
-    def __init__(self, queries: WaitlistQueries, admit: Admit) -> None:
-        self._queries = queries
-        self._admit = admit
-
-    def admit(
-        self, on: Any, queue: str, tag: str, share: int, capacity: Capacity, turn: str | None
-    ) -> Admitted:
-        """Take the next `share` rows off the waitlist; `turn` is the key of the last row before."""
-        if share <= 0:
-            return Admitted([], turn)
-        where = {"queue": queue, "tag": tag, "full": capacity.full_keys}
-        if share == 1:
-            return self._admit_one(on, where, turn)
-        return self._admit_several(on, where, share, capacity, turn)
-
-    def _admit_one(self, on: Any, where: dict[str, Any], turn: str | None) -> Admitted:
-        """Take the first row of the key after `turn`."""
-        for after in (None,) if turn is None else (turn, None):
-            is_new = True
-            while is_new:
-                rows = self._queries.first(on, where, after, 1 + EXTRA_ENTRIES)
-                is_new = False
-                for key, entries in groupby(rows, attrgetter("limit_key")):
-                    removed = self._remove(on, where, list(entries), 1, True)
-                    if removed.tasks:
-                        return Admitted(removed.tasks, key)
-                    is_new = is_new or removed.stale > 0
-        return Admitted([], turn)
-
-    def _admit_several(
-        self, on: Any, where: dict[str, Any], share: int, capacity: Capacity, turn: str | None
-    ) -> Admitted:
-        """Take the same number of rows of each key, from the key after `turn` on."""
-        admitted: list[DelayedTask] = []
-        keys = self._keys(on, where, share, turn)
-        for number, key in enumerate(keys):
-            quota = -(-(share - len(admitted)) // (len(keys) - number))
-            quota = min(quota, capacity.for_key(key))
-            most = quota + EXTRA_ENTRIES
-            while entries := self._queries.first_of_key(on, where, key, most):
-                removed = self._remove(on, where, entries, quota, not admitted)
-                admitted += removed.tasks
-                if removed.is_alone:
-                    return Admitted(admitted, key)
-                if removed.tasks or not removed.stale:
-                    break
-            turn = key
-        return Admitted(admitted, turn)
-
-    def _keys(self, on: Any, where: dict[str, Any], most: int, turn: str | None) -> list[str]:
-        """Return at most `most` keys whose turn is next."""
-        keys: list[str] = []
-        while len(keys) < most:
-            key = self._queries.next_key(on, where, turn)
-            if key is None and turn is not None:
-                key = self._queries.next_key(on, where, None)
-            if key is None or key in keys:
-                break
-            keys.append(key)
-            turn = key
-        return keys
-
-    def _remove(
-        self, on: Any, where: dict[str, Any], entries: Sequence[Any], quota: int, may_be_alone: bool
-    ) -> _Removed:
-        """Admit at most `quota` of these entries, and remove their entries and the stale ones."""
-        stale = [entry for entry in entries if entry.is_gone]
-        later = [entry for entry in entries if entry.is_later]
-        # Rows that are no longer due are left to the sweep.
-        released = self._queries.release(on, [entry.task_id for entry in later])
-        stale += [entry for entry in later if entry.task_id in released]
-        ready = [entry for entry in entries if not entry.is_gone and not entry.is_later]
-        is_alone = bool(ready) and ready[0].lapses > 0 and may_be_alone
-        ready = ready[:1] if is_alone else [entry for entry in ready if not entry.lapses]
-        admitted: list[DelayedTask] = []
-        while ready and len(admitted) < quota:
-            wanted = quota - len(admitted)
-            some, ready = ready[:wanted], ready[wanted:]
-            admitted += self._admit(on, [(entry.task_id, entry.version) for entry in some])
-        ids = {task.id for task in admitted}
-        done = stale + [entry for entry in entries if entry.task_id in ids]
-        self._queries.remove(on, where, done)
-        return _Removed(admitted, len(stale), is_alone and bool(admitted))
+    def others(
+        self, on: Connection, where: Mapping[str, Any], backlogs: Collection[tuple[str, str]]
+    ) -> Sequence[int]:
+        """Return the ids of rows whose tag and key are not among `backlogs`."""
+        return on.execute(self._others, {**where, "backlogs": sorted(backlogs)}).scalars().all()
 
 
-# -- Waitlists of limited tags: rows without capacity are held, and wait until a slot is free -----
-
-# A lock on the tag's policy keeps two workers from measuring its capacity simultaneously. The
-# transaction that has this lock waits for no other one: it skips the rows that other transactions
-# have locked.
-
-
-#: The tags that have limits, as far as this process knows.
-Limited = Callable[[], Mapping[str, Policy]]
+def _waits(schema: Schema) -> Any:
+    """Return the condition that the row of an entry is held, in the version of the entry."""
+    t, entry = schema.tasks, schema.waitlists
+    is_held = unindexed(t.c.status) == _HELD
+    return and_(t.c.id == entry.c.task_id, t.c.version == entry.c.version, is_held)
 
 
-class Waitlist:
-    def __init__(self, store: Store, limited: Limited) -> None:
-        self.database = database = store.database
-        self.schema = schema = store.schema
-        self.limited = limited
-        self.in_queue = store.waitlist_names.in_queue
-        self.policies = PolicyQueries(schema)
-        self.capacity = CapacityMeter(self.policies)
-        self.queries = WaitlistQueries(database, schema)
-        self._backlogs = LimitedBacklogs(database, schema, self.queries.hold)
-        self.hold_overdue = self._backlogs.hold_overdue
+class SlotTransfer:
+    """One statement gives a settled task's slot to the next waiting one.
 
-    def hold_if_limited(self) -> HoldExcess | None:
-        """Return what holds the rows beyond the limits; None while no tag has limits."""
-        return self.hold_excess if self.limited() else None
+    For databases with array parameters.
+    """
 
-    def hold_excess(
-        self, on: Any, candidates: Sequence[DelayedTask]
-    ) -> tuple[list[int], WaitlistsSeen]:
-        """Return the ids of those of these locked rows that may start, and hold the other ones.
+    def __init__(self, database: Database, schema: Schema, claims: Claims) -> None:
+        self._schema = schema
+        t, entry = schema.tasks, schema.waitlists
+        first = (
+            select(*entry.c)
+            .join(t, _waits(schema))
+            .where(
+                entry.c.queue == bindparam("of_queue", type_=String),
+                entry.c.tag == bindparam("of_tag", type_=String),
+            )
+            .where(t.c.lapses <= 0, t.c.expected_time <= db_now())
+            .order_by(entry.c.limit_key, entry.c.place, entry.c.due, entry.c.task_id)
+            .limit(1)
+            .with_for_update(skip_locked=True, of=t)
+        )
 
-        A row of a tag whose waitlist is not empty is held as well, so that it starts after the
-        waiting rows.
-        """
-        limited, due = self.limited(), dict[tuple[str, str], list[tuple[int, str]]]()
-        if limited:
-            for one in sorted(
-                candidates, key=lambda one: (-one.priority, one.expected_time, one.id)
-            ):
-                if one.tag in limited:
-                    of_tag = due.setdefault((one.tag, one.queue), [])
-                    of_tag.append((one.id, one.limit_key or ""))
-        held: set[int] = set()
-        for tag, queue in sorted(due):  # all workers lock policies in this order
-            rows = due[tag, queue]
-            starting = self._starting(on, queue, tag, rows)
-            held.update(id for id, _ in rows if id not in starting)
-        self.queries.hold(on, held)
-        seen = WaitlistsSeen(frozenset((queue, tag) for tag, queue in due), len(held))
-        return [one.id for one in candidates if one.id not in held], seen
+        def admit(query: Any) -> Prepared:
+            picked = query.cte("picked")
+            same = and_(
+                *(entry.c[column.name] == picked.c[column.name] for column in entry.primary_key)
+            )
+            removed = delete(entry).where(same).cte("gone")
+            ids = func.array(select(picked.c.task_id).scalar_subquery())
+            statement = update(t).where(t.c.id == any_(ids)).values(claims.admitted)
+            return Prepared(database, statement.returning(*claims.columns).add_cte(removed))
 
-    def _starting(self, on: Any, queue: str, tag: str, rows: Sequence[tuple[int, str]]) -> set[int]:
-        """Return the ids of the rows (id and key) that may start now."""
-        policy, starting = self.policies.lock(on, tag), set[int]()
-        if policy is not None and self.queries.has_entries(on, queue, tag):
-            return starting
-        capacity, taken = self.capacity.measure(on, policy), Counter[str]()
-        share = capacity.share(len(rows))
-        for id, key in rows:
-            if len(starting) < share and taken[key] < capacity.for_key(key):
-                starting.add(id)
-                taken[key] += 1
-        turn = policy and policy.turn
-        self.capacity.record_starts(on, policy, capacity, len(starting), turn)
-        return starting
+        after = entry.c.limit_key > bindparam("after", type_=String)
+        self._admit_first, self._admit_next = admit(first), admit(first.where(after))
+
+    def admit(self, on: Connection, queue: str, tag: str, after: str | None) -> DelayedTask | None:
+        """Admit the first row of the key after `after`, except locked and recovered rows."""
+        where = {"of_queue": queue, "of_tag": tag}
+        rows = () if after is None else self._admit_next(on, {**where, "after": after}).rows
+        rows = rows or self._admit_first(on, where).rows
+        return task_of(rows[0], self._schema) if rows else None
+
+
+# -- Backlogs: overdue rows of limited tags, which are held before a claim finds them -------------
 
 
 #: Rows that one step holds.
@@ -357,18 +372,12 @@ OTHER_KEYS_REST_S, OTHER_KEYS_SHARE = 1.0, 20
 
 
 class LimitedBacklogs:
-    """`hold` holds the rows with these ids, which its transaction has locked."""
-
-    def __init__(
-        self, database: Database, schema: Schema, hold: Callable[[Any, Collection[int]], None]
-    ) -> None:
-        self._db = database
-        self._hold = hold
+    def __init__(self, database: Database, queries: LimitQueries) -> None:
+        self._db, self._queries = database, queries
         self._lock = threading.Lock()
         #: For each queue and priority: tags and keys with a backlog, and when to look for others.
         self._backlogs: dict[tuple[str, int], set[tuple[str, str]]] = {}
         self._looks_at: dict[tuple[str, int], float] = {}
-        self._queries = BacklogQueries(database, schema)
 
     def hold_overdue(self, queue: str, priority: int, tags: Collection[str]) -> bool:
         """Hold one step of the overdue rows of these tags; return True if there may be more."""
@@ -397,7 +406,8 @@ class LimitedBacklogs:
         """Hold rows of the keys that have no backlog."""
         began = monotonic()
         ids = self._db.autocommitted(lambda c: self._queries.others(c, where, backlogs))
-        held = self._hold_step(partial(self._queries.named, where=where, ids=ids)) if ids else []
+        lock = partial(self._queries.due_named, where=where, ids=ids)
+        held = self._hold_step(lock) if ids else []
         if len(held) < HOLD_ROWS:  # all others are held, or other transactions have locked them
             self._backlogs[level] -= backlogs
             self._looks_at[level] = monotonic() + max(
@@ -410,10 +420,20 @@ class LimitedBacklogs:
 
         def work(connection: Any) -> list[tuple[str, str]]:
             found = lock(connection)
-            self._hold(connection, [row.id for row in found])
+            self._queries.hold(connection, [row.id for row in found])
             return [(row.tag, row.limit_key) for row in found]
 
         return self._db.transaction(work)
+
+
+# -- Admission: which rows start now, and which one is the next of a waitlist ---------------------
+
+
+#: Entries that are read beyond those that may start, since other transactions may have locked the
+#: first ones.
+EXTRA_ENTRIES = 20
+#: The policies of tags and queues, as far as this process knows.
+CurrentPolicies = Callable[[], Policies]
 
 
 class _Gate:
@@ -426,22 +446,136 @@ class _Gate:
 
 
 class Admission:
-    """The admitted rows of a process are claimed by its `claims`."""
+    #: Claims the admitted rows. These claims ask `hold_if_limited`, so they are made afterwards.
+    claims: Claims
 
-    def __init__(self, waitlist: Waitlist, claims: Claims) -> None:
-        self._waitlist = waitlist
-        self._claims = claims
-        self.settle = claims.settle
-        self._db, schema = waitlist.database, waitlist.schema
-        self._policies, self._capacity = waitlist.policies, waitlist.capacity
-        self._queries = waitlist.queries
-        self._fair_order = FairOrder(self._queries, claims.admit)
-        self._slot_transfer = SlotTransfer(self._db, schema, claims.admitted, claims.columns)
+    def __init__(self, store: Store, policies: CurrentPolicies, events: Events) -> None:
+        self._db, self._schema = store.database, store.schema
+        self._policies, self._events = policies, events
+        self._hold_claimed = store.paused_rows.hold_claimed
+        self._queries = LimitQueries(store.database, store.schema)
+        self.hold_overdue = LimitedBacklogs(store.database, self._queries).hold_overdue
+        #: Returns the waitlists of a queue.
+        self.in_queue = store.waitlist_names.in_queue
         #: The limit key of the last row of each waitlist that this process admitted.
         self._turns: dict[tuple[str, str], str | None] = {}
         #: Waitlists that were empty when this process looked last.
         self._empty: set[tuple[str, str]] = set()
         self._gates: dict[tuple[str, str], _Gate] = {}
+
+    @cached_property
+    def _slot_transfer(self) -> SlotTransfer:
+        return SlotTransfer(self._db, self._schema, self.claims)
+
+    # -- rows that a claim has locked -------------------------------------------------------------
+
+    def hold_if_limited(self) -> HoldExcess | None:
+        """Return what holds the rows beyond the limits; None while no tag has limits."""
+        return self.hold_excess if self._policies().limited else None
+
+    def hold_excess(
+        self, on: Any, candidates: Sequence[DelayedTask]
+    ) -> tuple[list[int], WaitlistsSeen]:
+        """Return the ids of those of these locked rows that may start, and hold the other ones.
+
+        A row of a tag whose waitlist is not empty is held as well, so that it starts after the
+        waiting rows.
+        """
+        limited, due = self._policies().limited, dict[tuple[str, str], list[tuple[int, str]]]()
+        if limited:
+            for one in sorted(
+                candidates, key=lambda one: (-one.priority, one.expected_time, one.id)
+            ):
+                if one.tag in limited:
+                    of_tag = due.setdefault((one.tag, one.queue), [])
+                    of_tag.append((one.id, one.limit_key or ""))
+        held: set[int] = set()
+        for tag, queue in sorted(due):  # all workers lock policies in this order
+            rows = due[tag, queue]
+            starting = self._starting(on, queue, tag, rows)
+            held.update(id for id, _ in rows if id not in starting)
+        self._queries.hold(on, held)
+        seen = WaitlistsSeen(frozenset((queue, tag) for tag, queue in due), len(held))
+        return [one.id for one in candidates if one.id not in held], seen
+
+    def _starting(self, on: Any, queue: str, tag: str, rows: Sequence[tuple[int, str]]) -> set[int]:
+        """Return the ids of the rows (id and key) that may start now."""
+        policy, starting = self._queries.lock_policy(on, tag), set[int]()
+        if policy is not None and self._queries.has_entries(on, queue, tag):
+            return starting
+        capacity, taken = self._measure(on, policy), Counter[str]()
+        share = capacity.share(len(rows))
+        for id, key in rows:
+            if len(starting) < share and taken[key] < capacity.for_key(key):
+                starting.add(id)
+                taken[key] += 1
+        turn = policy and policy.turn
+        self._record_starts(on, policy, capacity, len(starting), turn)
+        return starting
+
+    def _measure(self, on: Any, policy: Any) -> Capacity:
+        """Measure the capacity of a tag whose policy is locked."""
+        if policy is None:
+            return Capacity()
+        concurrency, key_limit = policy.concurrency, policy.concurrency_per_key
+        capacity = Capacity(key_limit=key_limit)
+        if concurrency is not None or key_limit is not None:
+            capacity.running = self._queries.running(on, policy.name, key_limit is not None)
+        if concurrency is not None:
+            capacity.slots = max(concurrency - sum(capacity.running.values()), 0)
+        if policy.rate is not None:
+            pace, ahead_s = StartPace.of(policy.rate, policy.rate_period_s), 0.0
+            if policy.next_start is not None:
+                ahead_s = (policy.next_start - self._queries.now(on)).total_seconds()
+            if ahead_s > pace.max_ahead_s:
+                ahead_s = pace.max_ahead_s
+                self._queries.change_policy(on, policy.name, {"next_start": ahead_s})
+            capacity.limit_rate(pace, ahead_s)
+        if policy.is_paused:
+            capacity.slots = 0
+        return capacity
+
+    def _record_starts(
+        self, on: Any, policy: Any, capacity: Capacity, count: int, turn: str | None
+    ) -> None:
+        """Write the time of the next start and the last key of the fair order into the policy."""
+        if policy is None:
+            return
+        values: dict[str, Any] = {}
+        if capacity.pace is not None and count:
+            values["next_start"] = capacity.ahead_s + count * capacity.pace.interval_s
+        if turn != policy.turn:
+            values["turn"] = turn
+        if values:
+            self._queries.change_policy(on, policy.name, values)
+
+    # -- rows that a claim got --------------------------------------------------------------------
+
+    def hold_paused(
+        self, tasks: Sequence[DelayedTask]
+    ) -> tuple[Sequence[DelayedTask], Sequence[Settlement]]:
+        """Hold the paused tasks.
+
+        Return the tasks to run, and settlements of paused tasks that could not be held.
+        """
+        policies = self._policies()
+        if not policies.has_pauses:
+            return tasks, ()
+        paused = [task for task in tasks if policies.pauses(task.tag, task.queue)]
+        if not paused:
+            return tasks, ()
+        try:
+            held = self._hold_claimed(paused)
+        except StoreError as error:
+            self._events.emit("chunk.failed", error=str(error), cause=error)
+            allowed = [task for task in tasks if not policies.pauses(task.tag, task.queue)]
+            return allowed, [Settlement(task, "give_back") for task in paused]
+        if held:
+            self._events.emit("task.held", count=len(held))
+        # A paused task that was not held has been resumed since the policies were read, so it runs.
+        return [task for task in tasks if task.id not in held], ()
+
+    # -- free slots -------------------------------------------------------------------------------
 
     def admit(
         self, queue: str, tag: str, limit: int, parallel: int = 1
@@ -477,41 +611,22 @@ class Admission:
     def _admit(
         self, on: Any, queue: str, tag: str, limit: int, parallel: int
     ) -> tuple[Sequence[DelayedTask], WaitlistState | None]:
-        policy = self._policies.lock(on, tag)
-        capacity = self._capacity.measure(on, policy)
+        policy = self._queries.lock_policy(on, tag)
+        capacity = self._measure(on, policy)
         share = capacity.share(limit, parallel)
         turn = policy and policy.turn
-        admitted = self._fair_order.admit(on, queue, tag, share, capacity, turn)
-        count = len(admitted.tasks)
+        admitted, turn = self._take(on, queue, tag, share, capacity, turn)
+        count = len(admitted)
         if not count:
             if not self._queries.has_entries(on, queue, tag):
                 return [], None
             return [], WaitlistState(
                 queue, tag, 0, WAITLIST_RECHECK_S if share else capacity.recheck_s
             )
-        self._capacity.record_starts(on, policy, capacity, count, admitted.turn)
-        self._turns[queue, tag] = admitted.turn
+        self._record_starts(on, policy, capacity, count, turn)
+        self._turns[queue, tag] = turn
         left = capacity.free - share if count == share else 0
-        return admitted.tasks, WaitlistState(queue, tag, left)
-
-    def admit_to_slots(self, on: Any, queue: str, tag: str, slots: int) -> Sequence[DelayedTask]:
-        """Admit waiting rows to slots that become free in the same transaction.
-
-        Returns no rows if the tag has limits other than the concurrency limit, which a free slot
-        does not satisfy.
-        """
-        policy = self._waitlist.limited().get(tag)
-        if policy is None or not policy.has_slots_only or slots <= 0:
-            return []
-        turn = self._turns.get((queue, tag))
-        if slots == 1 and self._db.can.array_parameters:
-            task = self._slot_transfer.admit(on, queue, tag, turn)
-            if task is not None:
-                self._turns[queue, tag] = task.limit_key or ""
-                return [task]
-        admitted = self._fair_order.admit(on, queue, tag, slots, Capacity(), turn)
-        self._turns[queue, tag] = admitted.turn
-        return admitted.tasks
+        return admitted, WaitlistState(queue, tag, left)
 
     def settle_and_admit(
         self, settlements: Sequence[Settlement], queue: str, tag: str
@@ -524,7 +639,116 @@ class Admission:
 
         def work() -> tuple[set[int], Sequence[DelayedTask]]:
             with self._db.begin() as connection:
-                accepted = self._claims.settle(settlements, connection)
+                accepted = self.claims.settle(settlements, connection)
                 return accepted, self.admit_to_slots(connection, queue, tag, len(accepted))
 
         return self._db.run(work)
+
+    def admit_to_slots(self, on: Any, queue: str, tag: str, slots: int) -> Sequence[DelayedTask]:
+        """Admit waiting rows to slots that become free in the same transaction.
+
+        Returns no rows if the tag has limits other than the concurrency limit, which a free slot
+        does not satisfy.
+        """
+        policy = self._policies().limited.get(tag)
+        if policy is None or not policy.has_slots_only or slots <= 0:
+            return []
+        turn = self._turns.get((queue, tag))
+        if slots == 1 and self._db.can.array_parameters:
+            task = self._slot_transfer.admit(on, queue, tag, turn)
+            if task is not None:
+                self._turns[queue, tag] = task.limit_key or ""
+                return [task]
+        admitted, self._turns[queue, tag] = self._take(on, queue, tag, slots, Capacity(), turn)
+        return admitted
+
+    # -- the fair order of a waitlist: keys take turns, and each starts by priority and due time --
+
+    def _take(
+        self, on: Any, queue: str, tag: str, share: int, capacity: Capacity, turn: str | None
+    ) -> tuple[list[DelayedTask], str | None]:
+        """Take the next `share` rows off the waitlist; `turn` is the key of the last row before.
+
+        Return the rows, and the key of the last one, after which the next turn goes on.
+        """
+        if share <= 0:
+            return [], turn
+        where = {"queue": queue, "tag": tag, "full": capacity.full_keys}
+        if share == 1:
+            return self._take_one(on, where, turn)
+        return self._take_several(on, where, share, capacity, turn)
+
+    def _take_one(
+        self, on: Any, where: dict[str, Any], turn: str | None
+    ) -> tuple[list[DelayedTask], str | None]:
+        """Take the first row of the key after `turn`."""
+        for after in (None,) if turn is None else (turn, None):
+            is_new = True
+            while is_new:
+                rows = self._queries.first(on, where, after, 1 + EXTRA_ENTRIES)
+                is_new = False
+                for key, entries in groupby(rows, attrgetter("limit_key")):
+                    admitted, stale = self._remove(on, where, list(entries), 1, True)
+                    if admitted:
+                        return admitted, key
+                    is_new = is_new or stale > 0
+        return [], turn
+
+    def _take_several(
+        self, on: Any, where: dict[str, Any], share: int, capacity: Capacity, turn: str | None
+    ) -> tuple[list[DelayedTask], str | None]:
+        """Take the same number of rows of each key, from the key after `turn` on."""
+        all_admitted: list[DelayedTask] = []
+        keys = self._keys(on, where, share, turn)
+        for number, key in enumerate(keys):
+            quota = -(-(share - len(all_admitted)) // (len(keys) - number))
+            quota = min(quota, capacity.for_key(key))
+            most = quota + EXTRA_ENTRIES
+            while entries := self._queries.first_of_key(on, where, key, most):
+                admitted, stale = self._remove(on, where, entries, quota, not all_admitted)
+                all_admitted += admitted
+                if admitted and admitted[0].lapses:
+                    return all_admitted, key
+                if admitted or not stale:
+                    break
+            turn = key
+        return all_admitted, turn
+
+    def _keys(self, on: Any, where: dict[str, Any], most: int, turn: str | None) -> list[str]:
+        """Return at most `most` keys whose turn is next."""
+        keys: list[str] = []
+        while len(keys) < most:
+            key = self._queries.next_key(on, where, turn)
+            if key is None and turn is not None:
+                key = self._queries.next_key(on, where, None)
+            if key is None or key in keys:
+                break
+            keys.append(key)
+            turn = key
+        return keys
+
+    def _remove(
+        self, on: Any, where: dict[str, Any], entries: Sequence[Any], quota: int, may_be_alone: bool
+    ) -> tuple[list[DelayedTask], int]:
+        """Admit at most `quota` of these entries, and remove their entries and the stale ones.
+
+        Return the admitted tasks, and the number of entries whose row no longer waits here. A
+        recovered task is admitted alone, because it may kill its worker.
+        """
+        stale = [entry for entry in entries if entry.is_gone]
+        later = [entry for entry in entries if entry.is_later]
+        # Rows that are no longer due are left to the sweep.
+        released = self._queries.release(on, [entry.task_id for entry in later])
+        stale += [entry for entry in later if entry.task_id in released]
+        ready = [entry for entry in entries if not entry.is_gone and not entry.is_later]
+        is_alone = bool(ready) and ready[0].lapses > 0 and may_be_alone
+        ready = ready[:1] if is_alone else [entry for entry in ready if not entry.lapses]
+        admitted: list[DelayedTask] = []
+        while ready and len(admitted) < quota:
+            wanted = quota - len(admitted)
+            some, ready = ready[:wanted], ready[wanted:]
+            admitted += self.claims.admit(on, [(entry.task_id, entry.version) for entry in some])
+        ids = {task.id for task in admitted}
+        done = stale + [entry for entry in entries if entry.task_id in ids]
+        self._queries.remove(on, where, done)
+        return admitted, len(stale)

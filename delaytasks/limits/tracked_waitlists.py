@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from enum import Enum
 from math import inf
 from typing import NamedTuple
 
@@ -34,10 +33,11 @@ class WaitlistVisit(NamedTuple):
     is_probe: bool
 
 
-class WaitlistPhase(Enum):
-    """What a worker knows about a waitlist, and what a free process does for it.
+@dataclass
+class TrackedWaitlist:
+    """The waitlist of one tag in one queue, as far as the worker knows it.
 
-    The next phase depends on what the processes report, in calls of `TrackedWaitlists.update`:
+    What the processes report, in calls of `TrackedWaitlists.update`, decides what is next:
 
         from      event                                                    to
         unknown   a process reports it, with free slots or unchecked       OPEN
@@ -48,24 +48,12 @@ class WaitlistPhase(Enum):
         SERVED    the last process comes back and found no free slot       FULL
         FULL      a check is due, and `next_visit` sends a process         SERVED
         FULL      a process reports free slots                             OPEN
-        any       the last process comes back and found no waiting task    EMPTY
+        any       the last process comes back and found no waiting task    unknown
 
-    An EMPTY waitlist is forgotten, so that it is unknown again.
+    OPEN: a free process would find a task that may start, and is sent immediately. SERVED:
+    processes run tasks of the waitlist, and another one probes it when a check is due. FULL: no
+    slot was free, and a process looks again when a check is due.
     """
-
-    #: A free process would find a task that may start. It is sent immediately.
-    OPEN = "open"
-    #: Processes run tasks of the waitlist. Another one probes it when a check is due.
-    SERVED = "served"
-    #: No slot was free. A process looks again when a check is due.
-    FULL = "full"
-    #: No process serves the waitlist, and no check is due.
-    EMPTY = "empty"
-
-
-@dataclass
-class TrackedWaitlist:
-    """The waitlist of one tag in one queue, as far as the worker knows it."""
 
     #: How many more processes would find a task that may start.
     wanted: int = 0
@@ -80,12 +68,9 @@ class TrackedWaitlist:
     probe_s: float = PROBE_S
 
     @property
-    def phase(self) -> WaitlistPhase:
-        if self.wanted:
-            return WaitlistPhase.OPEN
-        if self.serving:
-            return WaitlistPhase.SERVED
-        return WaitlistPhase.FULL if self.check_at < inf else WaitlistPhase.EMPTY
+    def is_active(self) -> bool:
+        """Whether it is OPEN or SERVED."""
+        return bool(self.wanted or self.serving)
 
     def visit_ended(self, is_empty: bool) -> None:
         """Record that a process came back, which found no waiting task if `is_empty`."""
@@ -131,7 +116,7 @@ class TrackedWaitlist:
 
     def send(self, now: float) -> bool:
         """Record that a free process is sent, and return whether it only probes."""
-        is_probe = self.phase is WaitlistPhase.SERVED
+        is_probe = self.serving > 0 and not self.wanted
         if self.wanted:
             self.wanted -= 1
         else:
@@ -158,10 +143,7 @@ class TrackedWaitlists:
     @property
     def is_active(self) -> bool:
         """Whether a process serves one of them, or could start a task of one of them now."""
-        return any(
-            one.phase in (WaitlistPhase.OPEN, WaitlistPhase.SERVED)
-            for one in self._waitlists.values()
-        )
+        return any(one.is_active for one in self._waitlists.values())
 
     @property
     def needs_process(self) -> bool:
@@ -211,7 +193,7 @@ class TrackedWaitlists:
         self._waitlists = {
             name: one
             for name, one in self._waitlists.items()
-            if one.phase is not WaitlistPhase.EMPTY
+            if one.is_active or one.check_at < inf
         }
         return None if first_s == inf else first_s
 

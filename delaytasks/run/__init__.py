@@ -2,12 +2,15 @@
 
 The modules, in the order of the path of a task:
 
-    runner              claims the rows of one chunk, and reports what became of them
-    claim_ahead         in a backlog, claims the next chunk while the current one runs
-    policy_cache        keeps the policies of tags and queues, and holds rows that are paused
-    chunk               the rows of one claim, and the thread of their time budget
-    chunk_runner        runs the rows of a chunk one by one, in batches or in threads
-    executor            calls a processor for one task or a batch, and decides from the result how
-                        each row is settled
-    settlement          writes settlements, with retries, and arms the tasks that run again
+    runner          claims the rows of one chunk, in a backlog while the last one runs, and reports
+                    what became of them
+    policy_cache    keeps the policies of tags and queues that the process has read last
+    chunk           the rows of one claim, run one by one, in batches or in threads within their
+                    time budget
+    calls           calls a processor for one task or a batch, unless the rows are not run here
+    celery_context  the current task, signals and time limits of Celery around a call
+    time_limits     the soft and hard time limits of processors
+    outcome_rules   from what a processor returned or raised to the settlement of its task
+    settler         writes settlements, with retries, arms the tasks that run again, and tells the
+                    observers of runs
 """

@@ -1,15 +1,39 @@
-"""Chunks: rows that are claimed and settled together, within one time budget."""
+"""Runs the rows of one claim: a chunk, which has a time budget.
+
+Rows run one by one, in batches, or concurrently in threads. A chunk waits for its rows no longer
+than its time budget. Rows that have not begun by then are given back, and those that have ended are
+settled, both by the thread of the time budget, since the thread that runs the chunk may be in a
+processor for minutes. Concurrent rows that still run go on, and the runner takes the next chunk as
+soon as there are free slots; their chunk is *detached*, and the thread of the time budget settles
+them when they end.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
 from operator import itemgetter
+from typing import TYPE_CHECKING
 
 from delaytasks.model.clock import monotonic, reset_in_child
-from delaytasks.model.interfaces import Settlement
+from delaytasks.model.errors import OutcomeUnknownError, StoreUnavailableError
+from delaytasks.model.interfaces import Settle, Settlement
 from delaytasks.model.task import DelayedTask
+from delaytasks.model.workers import LEARNING
+from delaytasks.registry import ProcessorSpec
+from delaytasks.run.calls import Calls
+from delaytasks.run.settler import Settler
+
+if TYPE_CHECKING:
+    from delaytasks.runtime import Runtime
+
+
+# -- The states of the rows of a chunk, and the thread of the time budget -------------------------
 
 
 class Chunk:
@@ -29,14 +53,18 @@ class Chunk:
 
     def __init__(self, tasks: Sequence[DelayedTask], lease_left_s: float, budget_s: float) -> None:
         self._lock = threading.Lock()
+        #: The number of its rows; none if all claimed rows are held.
+        self.rows = len(tasks)
         self._waiting = deque(tasks)
         self._running: set[int] = set()
         self._finished: list[Settlement] = []
-        self._returned: list[DelayedTask] = []
+        #: The rows that were given back.
+        self.returned: list[DelayedTask] = []
         now = monotonic()
         self._leases_end_at = now + lease_left_s
         self.budget_ends = now + budget_s
-        self._is_detached = False
+        #: The runner has gone on, and the thread of the time budget settles the rest.
+        self.is_detached = False
         #: Locked while the ended rows are settled.
         self.settling = threading.Lock()
 
@@ -93,28 +121,16 @@ class Chunk:
         with self._lock:
             return self.is_done and not self._finished
 
-    def detach(self, even_if_done: bool = False) -> bool:
-        """Record that the runner goes on to another chunk while rows still run.
-
-        Return False if none runs. With `even_if_done` the chunk is detached all the same.
-        """
+    def detach(self) -> bool:
+        """Record that the runner goes on to another chunk; return False if no row runs."""
         with self._lock:
-            self._is_detached = even_if_done or bool(self._running)
-            return self._is_detached
-
-    @property
-    def is_detached(self) -> bool:
-        return self._is_detached
+            self.is_detached = bool(self._running)
+            return self.is_detached
 
     @property
     def waiting(self) -> list[DelayedTask]:
         with self._lock:
             return list(self._waiting)
-
-    @property
-    def returned(self) -> list[DelayedTask]:
-        """The rows that were given back."""
-        return list(self._returned)
 
     @property
     def running(self) -> list[int]:
@@ -133,7 +149,7 @@ class Chunk:
         with self._lock:
             returned = list(self._waiting)
             self._finished.extend(Settlement(task, "give_back") for task in returned)
-            self._returned += returned
+            self.returned += returned
             self._waiting.clear()
             return len(returned)
 
@@ -219,3 +235,391 @@ class TimeBudget:
             self._is_asleep = True
             self._changed.wait()
             self._is_asleep = False
+
+
+# -- What a process learns from the rows that it has run ------------------------------------------
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts the rows of one or several chunks."""
+
+    claimed: int = 0
+    #: The rows that ended, and the time that the process spent on them.
+    ran: int = 0
+    seconds: float = 0.0
+    #: The rows that were given back, and what has to be added to `seconds` for the size of the next
+    #: chunk: the expected time of these rows, without what rows took beyond a time budget each.
+    returned: int = 0
+    correction_s: float = 0.0
+    #: The rows that the next chunk should have, for processors that start several rows together.
+    wanted: int = 0
+    #: The started rows of such processors, and all started rows.
+    wanting: int = 0
+    started: int = 0
+
+    def start(self, rows: int, wanted: int = 0) -> None:
+        self.started += rows
+        if wanted:
+            self.wanted, self.wanting = max(self.wanted, wanted), self.wanting + rows
+
+    def add(self, ran: int, seconds: float) -> None:
+        self.ran += ran
+        self.seconds += seconds
+
+    @property
+    def sample(self) -> tuple[int, float]:
+        """How long which number of rows takes, in a chunk that quick and slow rows share."""
+        return self.ran + self.returned, self.seconds + self.correction_s
+
+    @property
+    def wanted_next(self) -> int:
+        """The least number of rows for the next chunk, if most rows are of such processors."""
+        return self.wanted if 2 * self.wanting >= self.started else 0
+
+
+class TagCosts:
+    """Estimates the time of a row from past rows of its tag. A tag without any counts as quick."""
+
+    def __init__(self, time_budget_s: float) -> None:
+        self._time_budget_s = time_budget_s
+        self._row_s: dict[str, float] = {}
+
+    def learn(self, tag: str, rows: int, seconds: float) -> float:
+        """Learn from rows that ran one after another or as a batch.
+
+        Return the seconds beyond one time budget for each row, which do not count for the size of
+        the next chunk: a chunk has at most one such row that runs, and quicker rows run before it.
+        """
+        row_s = seconds / rows
+        known = self._row_s.get(tag, row_s)
+        self._row_s[tag] = known + LEARNING * (row_s - known)
+        return max(seconds - rows * self._time_budget_s, 0.0)
+
+    def count_returned(self, tasks: Sequence[DelayedTask], tally: Tally) -> None:
+        """Count the rows of known tags that were given back, with their expected time."""
+        for task in tasks:
+            if task.tag in self._row_s:
+                tally.returned += 1
+                tally.correction_s += min(self._row_s[task.tag], self._time_budget_s)
+
+    def quick_first(self, tasks: Sequence[DelayedTask]) -> Sequence[DelayedTask]:
+        """Return the rows of a chunk in the order in which to run them.
+
+        If they will probably not all run within the time budget, the rows of quick tags come first
+        within each priority, so that slow rows are given back and not the quick ones behind them.
+        Otherwise, and within a tag, the order is kept.
+        """
+        if self.expected_s(tasks) < self._time_budget_s:
+            return tasks
+        costs = self._row_s
+        return sorted(tasks, key=lambda task: (-task.priority, costs.get(task.tag, 0.0)))
+
+    def expected_s(self, tasks: Sequence[DelayedTask]) -> float:
+        """Return how long a chunk of these rows takes. No row starts after the time budget."""
+        total_s = 0.0
+        for task in tasks:
+            total_s += self._row_s.get(task.tag, 0.0)
+            if total_s >= self._time_budget_s:
+                break
+        return total_s
+
+
+# -- Runs the rows of a chunk ---------------------------------------------------------------------
+
+
+#: A row that may kill this process waits for other rows to end, at most for this part of the lease.
+ALONE = 0.25
+#: The time between two tries to settle detached rows while the database is unavailable.
+DETACHED_RETRY_S = 1.0
+
+
+class ChunkRunner:
+    def __init__(self, runtime: Runtime, calls: Calls, settler: Settler) -> None:
+        self._clock, self._events, self._host = runtime.clock, runtime.events, calls.host
+        self._lease_s = runtime.settings.lease_s
+        self._budget_s = runtime.settings.chunk_time_budget_s
+        self._calls, self._settler = calls, settler
+        self._registry, self._slots = calls.host.registry, calls.host.thread_slots
+        self.costs = TagCosts(self._budget_s)
+        failed = partial(self._events.failed, "time budget")
+        self._time_budget = TimeBudget(self._budget_s, self._expire, failed)
+        #: Whether an observer shows single rows that run.
+        self.is_watched = False
+        #: Chunks whose runner has gone on, although some of their rows still run.
+        self._detached: set[Chunk] = set()
+        #: The last chunk that another thread settles.
+        self._closing: Chunk | None = None
+
+    # -- a chunk is opened, run, and closed -------------------------------------------------------
+
+    def open(self, tasks: Sequence[DelayedTask], claimed_at: float, waits_s: float = 0.0) -> Chunk:
+        """Hold the paused tasks, and return a chunk of the others.
+
+        The time budget of a chunk that is claimed ahead is longer by `waits_s`.
+        """
+        refused: Sequence[Settlement] = ()
+        if tasks:
+            tasks, refused = self._host.admission.hold_paused(tasks)
+        if tasks or refused:
+            self._events.emit("chunk.claimed", count=len(tasks))
+        lease_left_s = self._lease_s - (monotonic() - claimed_at)
+        chunk = Chunk(self._in_order(tasks), lease_left_s, self._budget_s + waits_s)
+        if refused:
+            chunk.keep(refused)
+        # Without a watcher, a single row that runs now has nothing to settle, to give back or to
+        # show before it ends, and the thread of the time budget need not wake up for it.
+        if len(tasks) > 1 or refused or (tasks and (waits_s or self.is_watched)):
+            self._time_budget.open(chunk, waits_s)
+        return chunk
+
+    @contextmanager
+    def opened(
+        self,
+        tasks: Sequence[DelayedTask],
+        claimed_at: float,
+        settle: Settle | None = None,
+        settles_in_background: Callable[[], bool] | None = None,
+    ) -> Iterator[Chunk]:
+        """Open a chunk of claimed tasks, and close it at the end.
+
+        If `settles_in_background` returns True at the end, the thread of the time budget settles
+        the rows. This is limited to one chunk at a time, so that a locked row delays no more
+        settlements.
+        """
+        chunk = self.open(tasks, claimed_at)
+        try:
+            yield chunk
+        finally:
+            if (
+                settles_in_background is not None
+                and self._closing not in self._detached
+                and settles_in_background()
+            ):
+                self._close_in_background(chunk)
+            else:
+                self.close(chunk, settle)
+
+    def run(self, chunk: Chunk, tally: Tally, may_detach: bool) -> None:
+        """Run the tasks until all have ended, or with `may_detach` all except concurrent ones."""
+        claimed, began = self._clock.now(), monotonic()
+        concurrent = dict[str, ProcessorSpec]()
+        with self._host.thread_context():
+            while (first := chunk.next()) is not None:
+                processor = self._registry.get(first.tag)
+                if processor is not None and processor.in_flight is not None:
+                    concurrent[first.tag] = processor
+                    took_s = self._start_in_thread(chunk, processor, first, claimed, tally)
+                    if took_s is None:
+                        break
+                    began += took_s
+                    continue
+                most = 1 if processor is None else processor.batch or 1
+                started = chunk.start(first, most)
+                if not started:
+                    continue
+                if first.tag in self._registry.time_limits:
+                    began += self._prepare_for_kill(chunk, started)
+                try:
+                    chunk.end(self._calls.run(processor, started, claimed))
+                except BaseException:
+                    chunk.forget(started)  # the process ends, and the rows are abandoned
+                    raise
+                tally.start(len(started), most if most > 1 else 0)
+                took_s = monotonic() - began
+                began += took_s
+                tally.add(len(started), took_s)
+                if processor is not None:  # else the row is given back, and its tag may be any text
+                    tally.correction_s -= self.costs.learn(first.tag, len(started), took_s)
+        self.costs.count_returned(chunk.returned, tally)
+        if concurrent:
+            self._wait(chunk, concurrent.values(), may_detach)
+            tally.wanted = max(tally.wanted, *map(self._free_rows, concurrent.values()))
+
+    def close(self, chunk: Chunk, settle: Settle | None = None) -> None:
+        """Give back the waiting rows, and settle them with the rows that have ended.
+
+        The thread of the time budget settles the rows that still run. `settle` writes the
+        settlements, if another function than the store's should do it.
+        """
+        if chunk.detach():
+            self._detached.add(chunk)
+            self._time_budget.open(chunk)
+        else:
+            self._time_budget.close(chunk)
+        try:
+            chunk.give_back()
+            self._settler.settle(chunk, self._lease_s, settle)
+        finally:
+            self._calls.flush()
+
+    def _close_in_background(self, chunk: Chunk) -> None:
+        self._closing = chunk
+        chunk.is_detached = True
+        self._detached.add(chunk)
+        self._time_budget.end_now(chunk)
+
+    def _expire(self, chunk: Chunk) -> None:
+        """After the time budget, settle the ended rows and give back the waiting ones."""
+        if given_back := chunk.give_back():
+            self._events.emit("chunk.gave_back", count=given_back)
+        try:
+            if not self._settler.settle(chunk, patience_s=0):
+                self._time_budget.open(chunk)
+        except (StoreUnavailableError, OutcomeUnknownError):
+            if not chunk.is_detached:
+                raise
+            # Without a limit: if the leases end meanwhile, the fence refuses a settlement that is
+            # too late.
+            self._time_budget.open(chunk, rest_s=DETACHED_RETRY_S)
+        except BaseException:
+            if chunk.is_detached:
+                chunk.take_finished()  # the settlements are refused, so the rows are abandoned
+            raise
+        finally:
+            if chunk.is_settled and chunk.is_detached:
+                self._detached.discard(chunk)
+                self._slots.notify()
+            self._calls.flush()  # a monitor sees the rows that still run
+
+    def _in_order(self, tasks: Sequence[DelayedTask]) -> Sequence[DelayedTask]:
+        """Order the tasks of a chunk.
+
+        Quick rows are before slow ones. Concurrent rows that have a slot are first, since they wait
+        while the others run. Rows with a hard time limit are last, since they may end the process.
+        """
+        if len(tasks) <= 1:
+            return tasks
+        tags, hard_limits = {task.tag for task in tasks}, self._registry.time_limits
+        if len(tags) > 1:
+            tasks = self.costs.quick_first(tasks)
+        processors = [self._registry.get(tag) for tag in tags]
+        free = {p.tag: self._free_rows(p) for p in processors if p and p.in_flight is not None}
+        if not free and tags.isdisjoint(hard_limits):
+            return tasks
+        concurrent: list[DelayedTask] = []
+        others: list[DelayedTask] = []
+        limited: list[DelayedTask] = []
+        for task in tasks:
+            if task.tag in hard_limits:
+                limited.append(task)
+            elif free.get(task.tag, 0) > 0:
+                free[task.tag] -= 1
+                concurrent.append(task)
+            else:
+                others.append(task)
+        return [*concurrent, *others, *limited]
+
+    # -- rows of processors with `in_flight`, which run in threads beyond the runner's own --------
+
+    def _free_slots(self, processor: ProcessorSpec) -> int:
+        return self._slots.free(processor.tag, processor.in_flight or 1)
+
+    def _free_rows(self, processor: ProcessorSpec) -> int:
+        """Return how many rows could start now."""
+        return self._free_slots(processor) * (processor.batch or 1)
+
+    def _start_in_thread(
+        self,
+        chunk: Chunk,
+        processor: ProcessorSpec,
+        first: DelayedTask,
+        claimed: datetime,
+        tally: Tally,
+    ) -> float | None:
+        """Start the row `first` with further rows of its batch, and return the time that this took.
+
+        Return None if no slot became free within the chunk's time budget.
+        """
+        tag, slots, most = processor.tag, processor.in_flight or 1, processor.batch or 1
+        began = monotonic()
+        if not self._slots.take(tag, slots, chunk.budget_ends):
+            return None
+        tasks = chunk.start(first, most)
+        if tasks:
+            call = partial(self._call_in_thread, processor, tasks, claimed)
+            ended = partial(self._ended_in_thread, chunk, tasks)
+            self._slots.start(tag, slots, len(tasks), call, ended)
+            tally.start(len(tasks), most)
+        else:
+            self._slots.give_back(tag)
+        return monotonic() - began
+
+    def _call_in_thread(
+        self, processor: ProcessorSpec, tasks: Sequence[DelayedTask], claimed: datetime
+    ) -> list[Settlement]:
+        """Run the tasks in this thread, which has no caller that an exception could reach."""
+        try:
+            return self._calls.run(processor, tasks, claimed)
+        except BaseException as error:
+            try:
+                return self._calls.failed(processor, tasks, error)
+            except Exception as worse:
+                self._events.failed("concurrent calls", worse)
+                return []
+
+    def _ended_in_thread(
+        self, chunk: Chunk, tasks: Sequence[DelayedTask], settlements: Sequence[Settlement]
+    ) -> None:
+        try:
+            chunk.end(settlements)
+            chunk.forget(tasks)  # a row without a settlement is abandoned
+            self._time_budget.open(chunk)
+        except Exception as error:
+            self._events.failed("concurrent calls", error)
+
+    def _wait(self, chunk: Chunk, processors: Collection[ProcessorSpec], may_detach: bool) -> None:
+        """Wait until all rows of the chunk have ended.
+
+        With `may_detach`, wait no longer than the time budget, and then until another chunk has
+        free slots: half of them for a time budget, since it would otherwise get only a few rows,
+        and then any.
+        """
+
+        def is_done() -> bool:
+            return chunk.is_done
+
+        def has_free_slots(share: float = 0.0) -> bool:
+            return chunk.is_done or all(
+                self._free_slots(p) >= max(share * (p.in_flight or 1), 1) for p in processors
+            )
+
+        wait, budget_ends = self._slots.wait, chunk.budget_ends
+        if not may_detach:
+            wait(is_done)
+        elif not wait(is_done, budget_ends) and not wait(
+            partial(has_free_slots, 0.5), budget_ends + self._budget_s
+        ):
+            wait(has_free_slots)
+
+    @property
+    def detached(self) -> tuple[int, ...]:
+        """The ids of rows that run although their chunk's runner has gone on."""
+        return tuple(id for chunk in list(self._detached) for id in chunk.running)
+
+    def finish(self) -> None:
+        """Wait until these rows have ended and are settled."""
+        self._slots.wait(lambda: not self._detached)
+
+    # -- rows that may end the process ------------------------------------------------------------
+
+    def wait_for_detached(self) -> None:
+        """Wait until other chunks have ended, for a recovered row that may kill this process."""
+        self._wait_until_alone(lambda: not self._detached)
+
+    def _prepare_for_kill(self, chunk: Chunk, tasks: list[DelayedTask]) -> float:
+        """Wait for other rows before rows that may end the process, and settle those that ended.
+
+        Return the time that this took.
+        """
+        began = monotonic()
+        try:
+            self._wait_until_alone(lambda: not self._detached and len(chunk.running) == len(tasks))
+            self._settler.settle(chunk, patience_s=self._lease_s)
+        except BaseException:
+            chunk.end(Settlement(task, "give_back") for task in tasks)
+            raise
+        return monotonic() - began
+
+    def _wait_until_alone(self, is_alone: Callable[[], bool]) -> None:
+        self._slots.wait(is_alone, monotonic() + ALONE * self._lease_s)

@@ -9,19 +9,11 @@ policies and the last read is older than a second.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-from delaytasks.events import Events
 from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import StoreError
-from delaytasks.model.interfaces import Settlement
 from delaytasks.model.policies import NO_POLICIES, Changes, Policies, Stamp
-from delaytasks.model.task import DelayedTask
-
-if TYPE_CHECKING:
-    from delaytasks.db.policy_rows import PausedRows
-
 
 POLICY_REFRESH_S = 1.0
 #: The time between two comparisons of the whole table with the known policies. People who write SQL
@@ -73,9 +65,7 @@ class PolicyCache:
         self.cancel_requests = found.cancel_requests
         if checks:
             self._checked_at = read_at
-        if (
-            found.is_whole or known.number >= self.known.number
-        ):  # otherwise another thread read more
+        if found.is_whole or known.number >= self.known.number:  # else another thread read more
             self.known = known
         self._read_at, self._is_read = read_at, True
         return self.known
@@ -91,34 +81,3 @@ class PolicyCache:
             self.refresh(checks=True)
         else:
             self._read_at = monotonic()  # the main process has read
-
-
-class PauseFilter:
-    def __init__(self, policies: PolicyCache, paused_rows: PausedRows, events: Events) -> None:
-        self._policies = policies
-        self._paused_rows = paused_rows
-        self._events = events
-
-    def hold_paused(
-        self, tasks: Sequence[DelayedTask]
-    ) -> tuple[Sequence[DelayedTask], Sequence[Settlement]]:
-        """Hold the paused tasks.
-
-        Return the tasks to run, and settlements of paused tasks that could not be held.
-        """
-        policies = self._policies.current()
-        if not policies.has_pauses:
-            return tasks, ()
-        paused = [task for task in tasks if policies.pauses(task.tag, task.queue)]
-        if not paused:
-            return tasks, ()
-        try:
-            held = self._paused_rows.hold_claimed(paused)
-        except StoreError as error:
-            self._events.emit("chunk.failed", error=str(error), cause=error)
-            allowed = [task for task in tasks if not policies.pauses(task.tag, task.queue)]
-            return allowed, [Settlement(task, "give_back") for task in paused]
-        if held:
-            self._events.emit("task.held", count=len(held))
-        # A paused task that was not held has been resumed since the policies were read, so it runs.
-        return [task for task in tasks if task.id not in held], ()

@@ -1,29 +1,49 @@
-"""Claims rows and runs them as chunks: from NOT_COMPLETE by RUNNING to DONE or FAILED."""
+"""Claims rows and runs them as chunks: from NOT_COMPLETE by RUNNING to DONE or FAILED.
+
+A `Runner` does one job of the worker's main process at a time and answers with a `Report`:
+`run` has the entries of messages that fell due, `run_due` drains a queue from the table, and
+`run_waitlist` serves the waitlist of a limited tag. The first two serve the waitlists that they
+have met, too.
+
+In a backlog, a process would wait between two chunks for the database and for the worker's main
+process. Therefore `run_due` continues with further chunks, and while the runner's thread runs a
+chunk, another thread settles the previous chunk and claims the next one:
+
+    runner's thread    claim 1 | run 1   | run 2             | run 3
+    other thread               | claim 2 | settle 1, claim 3 | settle 2, claim 4
+
+At most one chunk is claimed ahead. If that chunk has to wait for a slow row, the thread of the time
+budget gives it back two time budgets after its claim. (It cannot while the slow row holds Python's
+GIL. The leases of the chunk are renewed meanwhile.) Therefore the other thread waits with the claim
+if the tag of a row is known to take longer, until the row has one time budget left.
+"""
 
 from __future__ import annotations
 
 import math
 import os
+import random
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from delaytasks.limits.admission import Admission
-from delaytasks.limits.waitlist_runner import RunRows, WaitlistRunner
-from delaytasks.model.clock import monotonic
+from delaytasks.model.clock import monotonic, reset_in_child
 from delaytasks.model.errors import OutcomeUnknownError, StoreError, StoreUnavailableError
-from delaytasks.model.interfaces import Claimed, Entry, Settle
+from delaytasks.model.interfaces import Claimed, Entry, Settlement
 from delaytasks.model.moves import Status
 from delaytasks.model.policies import NO_WAITLISTS, WaitlistsSeen, WaitlistState
 from delaytasks.model.run_counts import RunStatistics
 from delaytasks.model.task import DelayedTask
-from delaytasks.run.chunk_runner import ChunkRunner, SizeSample, TagCosts, Tally
-from delaytasks.run.claim_ahead import MAX_BUDGETS, ClaimAhead
-from delaytasks.run.executor import Host, Lease, TaskExecutor
-from delaytasks.run.settlement import RunCounter, Settler
+from delaytasks.model.workers import ChunkSize
+from delaytasks.registry import MAX_SLOTS
+from delaytasks.run.calls import MAX_BUDGETS, Calls, Host
+from delaytasks.run.chunk import Chunk, ChunkRunner, Tally
+from delaytasks.run.settler import Observer, RunCounter, RunLog, Settler
 
 if TYPE_CHECKING:
     from delaytasks.runtime import Runtime
@@ -37,10 +57,15 @@ CLOCK_TOLERANCE_SLACK_US = 2_000
 #: duration times `RECOVERED_SHARE`, since a look reads the whole backlog. They get at most half of
 #: the time of a queue.
 RECOVERED_S, RECOVERED_SHARE = 1.0, 20
-
 #: If the rows of a chunk take less time on average, no other thread settles them: it would compete
 #: with the next rows for the interpreter, which made bursts of empty tasks slower by a sixth.
 SLOW_ROW_S = 0.0005
+#: If a claim of more than `MANY` rows held most of them, there is an overdue backlog of a limited
+#: tag, which one chunk helps to hold for `HOLD_S`.
+MANY, HOLD_S = 5, 0.2
+
+#: Claims up to a number of rows.
+Claim = Callable[[int], Claimed]
 
 
 class FailureReason(Enum):
@@ -57,7 +82,7 @@ class FailureReason(Enum):
 
     @classmethod
     def of(cls, error: BaseException) -> FailureReason:
-        """Classify what a chunk raised in its process; `storage` has typed the driver's errors."""
+        """Classify what a chunk raised in its process; `db` has typed the driver's errors."""
         if isinstance(error, (StoreUnavailableError, OutcomeUnknownError)):
             return cls.UNAVAILABLE
         return cls.REFUSED if isinstance(error, StoreError) else cls.UNKNOWN
@@ -87,30 +112,71 @@ class Report(NamedTuple):
     counts: tuple[tuple[str, str, int], ...] = ()
     #: What the process has counted since its last report.
     statistics: RunStatistics = RunStatistics()
-    #: From what the size of the next chunk is learned, if it is not `ran` and `seconds`.
-    sample: SizeSample | None = None
+    #: The rows and seconds from which the size of the next chunk is learned, if they are not `ran`
+    #: and `seconds`.
+    sample: tuple[int, float] | None = None
+
+
+class _ClaimedChunk(NamedTuple):
+    """The result of one claim."""
+
+    chunk: Chunk
+    claimed: Claimed
+    #: Whether the claim got as many rows as it asked for, so that there are probably more.
+    is_full: bool
+
+
+class _Pause:
+    """Lets a claim wait while a chunk runs."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._until = monotonic() + seconds
+        self._has_ended = threading.Event()
+        self._is_given_up = False
+
+    def wait(self) -> bool:
+        """Wait for the end of the pause. Return False if the chunk was given up meanwhile."""
+        self._has_ended.wait(max(self._until - monotonic(), 0))
+        return not self._is_given_up
+
+    def end(self, is_given_up: bool = False) -> None:
+        self._is_given_up = is_given_up
+        self._has_ended.set()
 
 
 class Runner:
     """Runs chunks in one process, which is its `host`."""
 
     def __init__(self, runtime: Runtime, host: Host) -> None:
-        self._settings = settings = runtime.settings
-        self._clock, self._events = runtime.clock, runtime.events
-        self._claims, waitlist = host.claims, host.waitlist
-        self._may_detach, self._has_others = host.may_detach, host.has_others
-        self._counter = RunCounter(host.registry) if settings.statistics else None
-        max_wait_s = MAX_BUDGETS * settings.chunk_time_budget_s
-        lease = Lease(settings.lease_s, max_wait_s, host.last_renewal, host.is_asked_to_stop)
-        executor = TaskExecutor(runtime, host, lease, self._counter)
-        settler = Settler(runtime, host.claims, self._counter)
-        costs = TagCosts(settings.chunk_time_budget_s)
-        self._chunks = ChunkRunner(runtime, host, executor, settler, costs)
-        self._ahead = ClaimAhead(runtime, host, self._chunks, costs)
-        self._waitlists_in = waitlist.in_queue
-        admission = Admission(waitlist, host.claims)
-        self._waitlists = WaitlistRunner(settings, host.registry, waitlist, admission)
-        self._recovered_at: dict[str, float] = {}  # the next time for them, by queue
+        self._settings, self._clock, self._events = runtime.settings, runtime.clock, runtime.events
+        self._host, self._claims, self._admission = host, host.claims, host.admission
+        self._counter = RunCounter(host.registry) if self._settings.statistics else None
+        self._observers = list[Observer]()
+        if self._counter is not None:
+            self._observers.append(self._counter)
+        if self._settings.has_structured_log:
+            self._observers.append(RunLog(runtime.events))
+        self._own_observers = len(self._observers)
+        calls = Calls(runtime, host, self._observers)
+        self._chunks = ChunkRunner(runtime, calls, Settler(runtime, host.claims, self._observers))
+        #: The next time for recovered rows, by queue.
+        self._recovered_at: dict[str, float] = {}
+        #: The chunk size of each waitlist. Rows beyond the time budget would occupy slots and not
+        #: run.
+        self._sizes: dict[str, ChunkSize] = {}
+        self.after_fork()
+        reset_in_child(self)
+
+    def after_fork(self) -> None:
+        self._threads = ThreadPoolExecutor(MAX_SLOTS, "delaytasks-claim-ahead")
+
+    def watch(self, watcher: Observer | None) -> None:
+        """From now on, let `watcher` observe the runs instead of the last one."""
+        self._observers[self._own_observers :] = [] if watcher is None else [watcher]
+        self._chunks.is_watched = watcher is not None
+
+    # -- the entries of messages ------------------------------------------------------------------
 
     def run(self, entries: Sequence[Entry], for_s: float = 0) -> Report:
         """Run the entries of messages that fell due, and then their waitlists for `for_s`."""
@@ -118,14 +184,10 @@ class Runner:
         claimed = self._claims.claim(entries)
         # If others wait, the process takes its next chunk while another thread settles this one. A
         # waitlist needs the slots of the rows that have ended.
-        is_settled_here = not self._may_detach or claimed.seen.waitlists
-        settles_in_background = (
-            None if is_settled_here else partial(self._settles_in_background, tally)
-        )
-        with self._chunks.opened(
-            claimed, claimed_at, settles_in_background=settles_in_background
-        ) as chunk:
-            self._chunks.run(chunk, tally, self._may_detach)
+        is_settled_here = not self._host.may_detach or claimed.seen.waitlists
+        in_background = None if is_settled_here else partial(self._settles_in_background, tally)
+        with self._chunks.opened(claimed, claimed_at, settles_in_background=in_background) as chunk:
+            self._chunks.run(chunk, tally, self._host.may_detach)
         early, seen = tuple[Entry, ...](), claimed.seen
         if len(claimed) + seen.held < len(entries):
             got = {task.id for task in claimed}
@@ -133,140 +195,13 @@ class Runner:
             early, more_seen = self._run_missing(missing, tally)
             seen = WaitlistsSeen(seen.waitlists | more_seen.waitlists, seen.held)
         levels = {(entry.queue, entry.priority) for entry in entries}
-        self._waitlists.hold_backlog(claimed.seen, len(entries), levels)
-        states = self._waitlists.run(seen.waitlists, len(entries), for_s, self._counting(tally))
-        return self._report(tally, len(claimed), early, waitlists=states)
-
-    def run_due(
-        self,
-        queue: str,
-        priorities: Sequence[int],
-        limit: int,
-        for_s: float = 0,
-        continue_s: float = 0,
-    ) -> Report:
-        """Run due rows straight from the table, a recovered row, and the queue's waitlists.
-
-        This is one chunk of a drain. In a backlog, further chunks follow for `continue_s`.
-        """
-        began, tally = monotonic(), Tally()
-        is_turn_of_recovered = began >= self._recovered_at.setdefault(queue, began + RECOVERED_S)
-        most = limit - 1 if is_turn_of_recovered else limit
-        claim = partial(self._claims.claim_due, queue, priorities)
-        drained = dict[int, int]()
-        with closing(self._ahead.chunks(claim, most, continue_s, tally)) as chunks:
-            for last in chunks:
-                drained.update((task.id, task.version) for task in last.claimed)
-                self._chunks.run(last.chunk, tally, self._may_detach)
-        is_full, seen = last.is_full, last.claimed.seen
-        if is_turn_of_recovered or not is_full:
-            recovered = self._run_recovered(queue, priorities, tally)
-            is_full = bool(recovered) or is_full
-            # Held recovered rows are no sign of a backlog.
-            seen = WaitlistsSeen(seen.waitlists | recovered.seen.waitlists, seen.held)
-        levels = {(queue, priority) for priority in priorities}
-        self._waitlists.hold_backlog(seen, limit, levels)
-        waitlists = seen.waitlists
-        if not is_full or is_turn_of_recovered:
-            waitlists = waitlists | self._waitlists_in(queue)
-        # During a backlog, waitlists that no claim has seen get chunks of their own, or they would
-        # delay the backlog.
-        later = waitlists - seen.waitlists if is_full else set()
-        states = self._waitlists.run(waitlists - later, limit, for_s, self._counting(tally))
-        states += tuple(WaitlistState(*waitlist, None) for waitlist in sorted(later))
-        return self._report(
-            tally, tally.claimed, is_full=is_full, drained=drained, waitlists=states
-        )
+        self._hold_backlog(claimed.seen, len(entries), levels)
+        states = self._run_waitlists(seen.waitlists, len(entries), for_s, tally)
+        return self._report(tally, len(claimed), early=early, waitlists=states)
 
     def _settles_in_background(self, tally: Tally) -> bool:
         """Whether another thread should settle a chunk that has run."""
-        return tally.seconds >= SLOW_ROW_S * tally.ran and self._has_others()
-
-    def _run_recovered(self, queue: str, priorities: Sequence[int], tally: Tally) -> Claimed:
-        """Claim and run one recovered row; it runs alone, since it may kill this process."""
-        claimed_at, rest_s = monotonic(), 0.0
-        self._recovered_at[queue] = math.inf  # keeps the other threads of this process from it
-        try:
-            claimed = self._claims.claim_recovered(queue, priorities)
-            if claimed:
-                self._run_alone(claimed, claimed_at, tally)
-                rest_s = monotonic() - claimed_at
-            else:
-                rest_s = max(RECOVERED_S, RECOVERED_SHARE * (monotonic() - claimed_at))
-            return claimed
-        finally:
-            self._recovered_at[queue] = monotonic() + rest_s
-
-    def _run_alone(self, claimed: Claimed, claimed_at: float, tally: Tally) -> None:
-        """Run a recovered row after other chunks have ended, since it may kill this process."""
-        if claimed:
-            tally.claimed += len(claimed)
-            self._chunks.wait_for_detached()
-        with self._chunks.opened(claimed, claimed_at) as chunk:
-            self._chunks.run(chunk, tally, may_detach=False)
-
-    def run_waitlist(self, queue: str, tag: str, limit: int, for_s: float) -> Report:
-        """Run tasks of one waitlist as long as there is capacity for them."""
-        tally = Tally()
-        state = self._waitlists.run_one(queue, tag, limit, for_s, self._counting(tally))
-        return self._report(tally, tally.claimed, waitlists=() if state is None else (state,))
-
-    def _counting(self, tally: Tally) -> RunRows:
-        """Return the function that runs admitted tasks, and counts them in `tally`."""
-
-        def run_rows(
-            tasks: Sequence[DelayedTask], claimed_at: float, settle: Settle
-        ) -> tuple[int, float]:
-            of_chunk = Tally()
-            with self._chunks.opened(tasks, claimed_at, settle) as chunk:
-                self._chunks.run(chunk, of_chunk, may_detach=False)
-            of_chunk.add(*self._chunks.ended())
-            tally.claimed += len(tasks)
-            tally.add(of_chunk.ran, of_chunk.seconds)
-            return of_chunk.ran, of_chunk.seconds
-
-        return run_rows
-
-    @property
-    def detached(self) -> tuple[int, ...]:
-        """The ids of rows that still run in this process although their chunks are over."""
-        return self._chunks.detached
-
-    def take_statistics(self) -> RunStatistics:
-        """Return what was counted since the last call, and count anew."""
-        return RunStatistics() if self._counter is None else self._counter.take()
-
-    def finish(self) -> None:
-        """Wait until the concurrent rows of past chunks have ended and are settled."""
-        self._chunks.finish()
-
-    def _report(
-        self,
-        tally: Tally,
-        claimed: int,
-        early: tuple[Entry, ...] = (),
-        is_full: bool = False,
-        drained: Mapping[int, int] = {},
-        waitlists: tuple[WaitlistState, ...] = (),
-    ) -> Report:
-        tally.add(*self._chunks.ended())
-        ran, seconds = tally.ran, tally.seconds
-        return Report(
-            claimed,
-            ran,
-            seconds,
-            early,
-            is_full,
-            drained,
-            wanted=tally.wanted_next,
-            pid=os.getpid(),
-            detached=self._chunks.detached,
-            waitlists=waitlists,
-            statistics=self.take_statistics(),
-            sample=tally.sample if tally.sample != (ran, seconds) else None,
-        )
-
-    # -- entries that the claim did not get -------------------------------------------------------
+        return tally.seconds >= SLOW_ROW_S * tally.ran and self._host.has_others()
 
     def _run_missing(
         self, missing: dict[tuple[int, int], Entry], tally: Tally
@@ -294,7 +229,7 @@ class Runner:
             claimed_at = monotonic()
             claimed = self._claims.claim(soon)
             with self._chunks.opened(claimed, claimed_at) as chunk:
-                self._chunks.run(chunk, tally, self._may_detach)
+                self._chunks.run(chunk, tally, self._host.may_detach)
             seen = seen.merge(claimed.seen)
         for entry in recovered:
             claimed_at = monotonic()
@@ -321,3 +256,273 @@ class Runner:
             elif horizon_s is None or row.due_us <= now + horizon_s * 1e6:
                 early.append(entry)
         return soon, early, recovered
+
+    # -- a drain ----------------------------------------------------------------------------------
+
+    def run_due(
+        self,
+        queue: str,
+        priorities: Sequence[int],
+        limit: int,
+        for_s: float = 0,
+        continue_s: float = 0,
+    ) -> Report:
+        """Run due rows straight from the table, a recovered row, and the queue's waitlists.
+
+        This is one chunk of a drain. In a backlog, further chunks follow for `continue_s`.
+        """
+        began, tally = monotonic(), Tally()
+        is_turn_of_recovered = began >= self._recovered_at.setdefault(queue, began + RECOVERED_S)
+        most = limit - 1 if is_turn_of_recovered else limit
+        claim = partial(self._claims.claim_due, queue, priorities)
+        drained = dict[int, int]()
+        with closing(self._chunks_of_backlog(claim, most, continue_s, tally)) as chunks:
+            for last in chunks:
+                drained.update((task.id, task.version) for task in last.claimed)
+                self._chunks.run(last.chunk, tally, self._host.may_detach)
+        is_full, seen = last.is_full, last.claimed.seen
+        if is_turn_of_recovered or not is_full:
+            recovered = self._run_recovered(queue, priorities, tally)
+            is_full = bool(recovered) or is_full
+            # Held recovered rows are no sign of a backlog.
+            seen = WaitlistsSeen(seen.waitlists | recovered.seen.waitlists, seen.held)
+        self._hold_backlog(seen, limit, {(queue, priority) for priority in priorities})
+        waitlists = seen.waitlists
+        if not is_full or is_turn_of_recovered:
+            waitlists = waitlists | self._admission.in_queue(queue)
+        # During a backlog, waitlists that no claim has seen get chunks of their own, or they would
+        # delay the backlog.
+        later = waitlists - seen.waitlists if is_full else set()
+        states = self._run_waitlists(waitlists - later, limit, for_s, tally)
+        states += tuple(WaitlistState(*waitlist, None) for waitlist in sorted(later))
+        return self._report(
+            tally, tally.claimed, is_full=is_full, drained=drained, waitlists=states
+        )
+
+    def _run_recovered(self, queue: str, priorities: Sequence[int], tally: Tally) -> Claimed:
+        """Claim and run one recovered row; it runs alone, since it may kill this process."""
+        claimed_at, rest_s = monotonic(), 0.0
+        self._recovered_at[queue] = math.inf  # keeps the other threads of this process from it
+        try:
+            claimed = self._claims.claim_recovered(queue, priorities)
+            if claimed:
+                self._run_alone(claimed, claimed_at, tally)
+                rest_s = monotonic() - claimed_at
+            else:
+                rest_s = max(RECOVERED_S, RECOVERED_SHARE * (monotonic() - claimed_at))
+            return claimed
+        finally:
+            self._recovered_at[queue] = monotonic() + rest_s
+
+    def _run_alone(self, claimed: Claimed, claimed_at: float, tally: Tally) -> None:
+        """Run a recovered row after other chunks have ended, since it may kill this process."""
+        if claimed:
+            tally.claimed += len(claimed)
+            self._chunks.wait_for_detached()
+        with self._chunks.opened(claimed, claimed_at) as chunk:
+            self._chunks.run(chunk, tally, may_detach=False)
+
+    # -- a backlog, in which the next chunk is claimed while the current one runs -----------------
+
+    def _chunks_of_backlog(
+        self, claim: Claim, most: int, for_s: float, tally: Tally
+    ) -> Generator[_ClaimedChunk, None, None]:
+        """Yield a chunk of up to `most` rows to run and, in a backlog, further ones for `for_s`.
+
+        The caller runs each chunk, and asks for the next one, which waits for the other thread.
+        Each chunk is closed here after it ran and was counted in `tally`. Close the generator, so
+        that this happens also if running a chunk raises.
+        """
+        settings = self._settings
+        size = ChunkSize(settings.chunk_time_budget_s, settings.chunk_max, most)
+        until, ended = monotonic() + for_s, None
+        current = self._claim_chunk(claim, most)
+        while self._may_continue(current, until):
+            pause = _Pause(self._pause_s(current.chunk))
+            rows_to_claim = partial(self._rows_to_claim, pause, size, until)
+            beside = self._threads.submit(self._close_and_claim, ended, claim, rows_to_claim)
+            rows, seconds = tally.sample
+            tally.claimed += len(current.claimed)
+            try:
+                yield current
+                tally.add(*self._host.thread_slots.ended())
+                ran, took_s = tally.sample
+                size.learn(ran - rows, took_s - seconds, tally.wanted_next)
+                pause.end()
+                ended, current = current.chunk, beside.result()
+            except BaseException as error:
+                pause.end(is_given_up=True)
+                self._give_up(current, beside, error)
+                raise
+        tally.claimed += len(current.claimed)
+        try:
+            if ended is not None:
+                self._chunks.close(ended)
+            yield current
+        finally:
+            self._chunks.close(current.chunk)
+
+    def _may_continue(self, current: _ClaimedChunk, until: float) -> bool:
+        if not current.chunk.rows or not current.is_full or current.claimed.seen.waitlists:
+            return False
+        # Rows that are claimed ahead would be lost with the process, which a time limit may end.
+        if any(task.tag in self._host.registry.time_limits for task in current.claimed):
+            return False
+        return monotonic() < until and not self._host.has_others()
+
+    def _close_and_claim(
+        self, ended: Chunk | None, claim: Claim, rows_to_claim: Callable[[], int]
+    ) -> _ClaimedChunk:
+        """Run in another thread while a chunk runs."""
+        if ended is not None:
+            self._chunks.close(ended)
+        return self._claim_chunk(claim, rows_to_claim(), self._settings.chunk_time_budget_s)
+
+    def _pause_s(self, chunk: Chunk) -> float:
+        """Return how long to wait with the next claim, so that its chunk is not given back."""
+        budget_s = self._settings.chunk_time_budget_s
+        expected_s = self._chunks.costs.expected_s(chunk.waiting)
+        return expected_s - budget_s if expected_s > MAX_BUDGETS * budget_s else 0.0
+
+    def _rows_to_claim(self, pause: _Pause, size: ChunkSize, until: float) -> int:
+        """Return the size of the next chunk after the pause; 0 if the process should report."""
+        if pause.seconds == 0:
+            return size.rows
+        may_claim = pause.wait() and monotonic() < until and not self._host.has_others()
+        return size.rows if may_claim else 0
+
+    def _claim_chunk(self, claim: Claim, most: int, waits_s: float = 0.0) -> _ClaimedChunk:
+        claimed_at = monotonic()
+        claimed = claim(most) if most else Claimed()
+        chunk = self._chunks.open(claimed, claimed_at, waits_s)
+        return _ClaimedChunk(chunk, claimed, len(claimed) + claimed.seen.held >= most)
+
+    def _give_up(
+        self, current: _ClaimedChunk, beside: Future[_ClaimedChunk], raised: BaseException
+    ) -> None:
+        """Close the chunk that ran, and give back the one that was claimed meanwhile."""
+        try:
+            self._chunks.close(current.chunk)
+        finally:
+            error = beside.exception()
+            if error is None:
+                self._chunks.close(beside.result().chunk)
+            elif error is not raised:
+                self._events.failed("claim ahead", error)
+
+    # -- waitlists of limited tags: when a task ends, the next one runs in its slot ---------------
+
+    def run_waitlist(self, queue: str, tag: str, limit: int, for_s: float) -> Report:
+        """Run tasks of one waitlist as long as there is capacity for them."""
+        tally = Tally()
+        state = self._run_one_waitlist(queue, tag, limit, for_s, tally)
+        return self._report(tally, tally.claimed, waitlists=() if state is None else (state,))
+
+    def _hold_backlog(self, seen: WaitlistsSeen, asked: int, levels: Set[tuple[str, int]]) -> None:
+        """If a claim of `asked` rows held most of them, hold further overdue rows of the tags.
+
+        Otherwise a row far behind in the backlog would miss its key's turn until a claim finds it.
+        """
+        if not 2 * seen.held > asked > MANY:
+            return
+        until = monotonic() + HOLD_S
+        for queue, priority in levels:
+            tags = {tag for of, tag in seen.waitlists if of == queue}
+            while monotonic() < until and self._admission.hold_overdue(queue, priority, tags):
+                pass
+
+    def _run_waitlists(
+        self, waitlists: Set[tuple[str, str]], limit: int, for_s: float, tally: Tally
+    ) -> tuple[WaitlistState, ...]:
+        """Run tasks of these waitlists for `for_s`, and return the waitlists to go on with."""
+        until, states = monotonic() + for_s, list[WaitlistState | None]()
+        for number, (queue, tag) in enumerate(sorted(waitlists)):
+            if number and monotonic() >= until:
+                states.append(WaitlistState(queue, tag, None))
+            else:
+                states.append(self._run_one_waitlist(queue, tag, limit, for_s, tally))
+        return tuple(state for state in states if state is not None)
+
+    def _run_one_waitlist(
+        self, queue: str, tag: str, limit: int, for_s: float, tally: Tally
+    ) -> WaitlistState | None:
+        """Run tasks of one waitlist; return None if it is empty."""
+        until, is_first, settings = monotonic() + for_s, True, self._settings
+        processor = self._host.registry.get(tag)
+        # How many tasks of the tag this process starts simultaneously.
+        parallel = 1 if processor is None else (processor.in_flight or 1) * (processor.batch or 1)
+        size = self._sizes.setdefault(
+            tag, ChunkSize(settings.chunk_time_budget_s, settings.chunk_max, 1)
+        )
+        while True:
+            claimed_at, most = monotonic(), max(min(size.rows, limit), parallel)
+            tasks, state = self._admission.admit(queue, tag, most, parallel)
+            if not tasks and (state is None or state.recheck_s > until - monotonic()):
+                return state
+            if not tasks and state is not None:
+                time.sleep(state.recheck_s)
+                continue
+            if is_first:
+                # The wait for the lock does not count. Processes that began together end at
+                # different times.
+                until, is_first = monotonic() + for_s * random.uniform(0.5, 1), False
+            is_scarce = state is not None and not state.open
+            while tasks:
+                least = 1 if is_scarce else min(size.rows, limit)
+                admitted, of_chunk = list[DelayedTask](), Tally()
+                settle = partial(self._settle_and_admit, queue, tag, least, until, admitted)
+                with self._chunks.opened(tasks, claimed_at, settle) as chunk:
+                    self._chunks.run(chunk, of_chunk, may_detach=False)
+                of_chunk.add(*self._host.thread_slots.ended())
+                tally.claimed += len(tasks)
+                tally.add(of_chunk.ran, of_chunk.seconds)
+                size.learn(of_chunk.ran, of_chunk.seconds)
+                tasks, claimed_at = admitted, monotonic()
+            if state is not None and monotonic() >= until:
+                return state._replace(open=state.open or 1)
+
+    def _settle_and_admit(
+        self,
+        queue: str,
+        tag: str,
+        least: int,
+        until: float,
+        admitted: list[DelayedTask],
+        settlements: Sequence[Settlement],
+    ) -> set[int]:
+        """Settle tasks, and until the end admit the next ones to the slots of at least `least`."""
+        if monotonic() >= until or len(settlements) < least:
+            return self._claims.settle(settlements)
+        accepted, next_tasks = self._admission.settle_and_admit(settlements, queue, tag)
+        admitted.extend(next_tasks)
+        return accepted
+
+    # -- reports ----------------------------------------------------------------------------------
+
+    @property
+    def detached(self) -> tuple[int, ...]:
+        """The ids of rows that still run in this process although their chunks are over."""
+        return self._chunks.detached
+
+    def take_statistics(self) -> RunStatistics:
+        """Return what was counted since the last call, and count anew."""
+        return RunStatistics() if self._counter is None else self._counter.take()
+
+    def finish(self) -> None:
+        """Wait until the concurrent rows of past chunks have ended and are settled."""
+        self._chunks.finish()
+
+    def _report(self, tally: Tally, claimed: int, **others: Any) -> Report:
+        tally.add(*self._host.thread_slots.ended())
+        ran, seconds = tally.ran, tally.seconds
+        return Report(
+            claimed,
+            ran,
+            seconds,
+            wanted=tally.wanted_next,
+            pid=os.getpid(),
+            detached=self._chunks.detached,
+            statistics=self.take_statistics(),
+            sample=tally.sample if tally.sample != (ran, seconds) else None,
+            **others,
+        )

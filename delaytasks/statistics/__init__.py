@@ -5,5 +5,5 @@
     reading           `delays.statistics`, its results, and what the verdict and the console read
     charts            charts as SVG
 
-The pool processes count with `delaytasks.run.settlement`.
+The pool processes count with `delaytasks.run.settler`.
 """

@@ -20,6 +20,7 @@ from delaytasks.model.policies import Policies
 from delaytasks.model.task import DelayedTask
 from delaytasks.model.text import NO_PROCESSOR
 from delaytasks.registry import ProcessorSpec, Registry
+from delaytasks.run.settler import Observer
 
 if TYPE_CHECKING:
     from delaytasks.db.database import Database
@@ -82,27 +83,22 @@ class SequentialRegistry:
         return getattr(self._registry, name)
 
 
-class RunRecorder:
-    """The watcher of the runners: keeps each run."""
+class RunRecorder(Observer):
+    """Observes the runs of a tester, and keeps them."""
 
     def __init__(self, time: SettableTime) -> None:
         self._time = time
         self.runs: list[Run] = []
 
-    def started(self, task: DelayedTask, claimed: datetime, began: datetime) -> None: ...
+    def ended(self, settlement: Settlement, took_s: float, error: BaseException | None) -> None:
+        self.runs.append(Run(settlement.task, settlement.move, self._time.now(), error))
 
-    def ended(self, ending: Settlement, ended: datetime, error: BaseException | None) -> None:
-        self.runs.append(Run(ending.task, ending.move, self._time.now(), error))
-
-    def expired(self, ending: Settlement, claimed: datetime) -> None:
-        self.runs.append(Run(ending.task, ending.move, self._time.now()))
-
-    def defer(self, task: DelayedTask, claimed: datetime, why: str) -> None:
-        if why.startswith(NO_PROCESSOR):
-            why += OF_ANOTHER_APPLICATION
-        self.runs.append(Run(task, "give_back", self._time.now(), UnknownTagError(why, "tag")))
-
-    def flush(self) -> None: ...
+    def not_called(self, settlement: Settlement, claimed: datetime) -> None:
+        error, why = None, settlement.error or ""
+        if settlement.move != "expire":
+            why += OF_ANOTHER_APPLICATION if why.startswith(NO_PROCESSOR) else ""
+            error = UnknownTagError(why, "tag")
+        self.runs.append(Run(settlement.task, settlement.move, self._time.now(), error))
 
 
 class TestRunner:
@@ -115,7 +111,7 @@ class TestRunner:
         self._time = time
         self._recorder = RunRecorder(time)
         registry: Any = SequentialRegistry(runtime.registry)
-        self._runner: Runner = processes.build_runner(lambda: self._recorder, registry)
+        self._runner: Runner = processes.build_runner(self._recorder, registry)
         self._swept_us = float("-inf")
         #: When to look again at the waitlists of limited tags.
         self._recheck_us = float("inf")

@@ -18,12 +18,11 @@ from delaytasks.model.clock import reset_in_child
 from delaytasks.model.inputs import ALL_QUEUES
 from delaytasks.model.workers import LastRenewal
 from delaytasks.registry import ThreadSlots
-from delaytasks.worker.time_limits import can_limit_time
 
 if TYPE_CHECKING:
     from delaytasks.registry import Registry
-    from delaytasks.run.executor import Watcher
     from delaytasks.run.runner import Runner
+    from delaytasks.run.settler import Observer
     from delaytasks.runtime import Runtime
     from delaytasks.worker.task_events import TaskEvents
 
@@ -148,7 +147,6 @@ class Processes:
         self._lock = threading.Lock()
         self._runner: Runner | None = None
         self._task_events: TaskEvents | None = None
-        self._sends_events = False
         self._thread_slots = ThreadSlots()
         if self._outcomes is not None:
             self._outcomes = Counter()
@@ -159,6 +157,8 @@ class Processes:
 
     def serve(self, hostname: str, pool: Any, may_detach: bool = True) -> None:
         """Make this process the main process of a worker. Its children inherit the name."""
+        from delaytasks.run.time_limits import can_limit_time
+
         self.hostname = hostname
         self.is_worker = True
         self.may_detach = may_detach
@@ -184,10 +184,8 @@ class Processes:
             if self._task_events is None:
                 self._task_events = self.task_events()
             if self._runner is None:
-                self._runner = self.build_runner(
-                    lambda: self._task_events if self._sends_events else None
-                )
-            self._sends_events = sends_events
+                self._runner = self.build_runner()
+            self._runner.watch(self._task_events if sends_events else None)
             return self._runner
 
     def task_events(self) -> TaskEvents:
@@ -217,37 +215,28 @@ class Processes:
         return tuple((name, tag, count) for (name, tag), count in counts.items())
 
     def build_runner(
-        self, watcher: Callable[[], Watcher | None], registry: Registry | None = None
+        self, watcher: Observer | None = None, registry: Registry | None = None
     ) -> Runner:
         """Return a new runner. `registry` is that of the instance if it is None."""
         # Most producers run no tasks, so they do not import what runs them.
-        from delaytasks.limits.admission import Waitlist
-        from delaytasks.run.executor import Host
-        from delaytasks.run.policy_cache import PauseFilter
+        from delaytasks.limits.admission import Admission
+        from delaytasks.run.calls import Host
+        from delaytasks.run.celery_context import CeleryTaskContext
         from delaytasks.run.runner import Runner
-        from delaytasks.worker.celery_context import CeleryTaskContext
 
         runtime = self.runtime
-        store, policies = runtime.store, runtime.policy_cache
-        waitlist = Waitlist(store, lambda: policies.current().limited)
-        claims = store.claims(
-            self.name(os.getpid()), own_address(store.database.url.host), waitlist.hold_if_limited
+        store = runtime.store
+        admission = Admission(store, runtime.policy_cache.current, runtime.events)
+        claims = admission.claims = store.claims(
+            self.name(os.getpid()), own_address(store.database.url.host), admission.hold_if_limited
         )
-        task_context = CeleryTaskContext(
-            runtime.celery,
-            self.hostname,
-            runtime.clock,
-            runtime.processor_contexts,
-            self.keeps_time_limits,
-        )
+        task_context = CeleryTaskContext(runtime, self.hostname, self.keeps_time_limits)
         host = Host(
             claims,
-            waitlist,
+            admission,
             registry or runtime.registry,
             task_context,
             task_context.reuse_stack,
-            watcher,
-            PauseFilter(policies, store.paused_rows, runtime.events),
             self._thread_slots,
             # A process that runs tasks without a worker runs them without limits.
             keeps_time_limits=self.keeps_time_limits or not self.is_worker,
@@ -257,7 +246,9 @@ class Processes:
             is_asked_to_stop=self.requested_runs.has,
             has_others=self.others_wait.is_so,
         )
-        return Runner(runtime, host)
+        runner = Runner(runtime, host)
+        runner.watch(watcher)
+        return runner
 
     def _finish(self, **_: Any) -> None:
         """Wait for the tasks that still run although all chunks have ended, and arm what they

@@ -25,6 +25,7 @@ from delaytasks.loops import Availability
 from delaytasks.model.interfaces import Settlement
 from delaytasks.model.task import DelayedTask
 from delaytasks.model.text import shown, storable
+from delaytasks.run.settler import Observer
 
 logger = get_logger(__name__)
 #: The longest representation of arguments, as in Celery.
@@ -52,8 +53,8 @@ def wants_task_events(consumer: Any) -> bool:
     )
 
 
-class TaskEvents:
-    """A runner's `Watcher`. The events of a chunk are sent together; a failure only loses them."""
+class TaskEvents(Observer):
+    """Observes runs. The events of a chunk are sent together; a failure only loses them."""
 
     def __init__(self, app: Any, hostname: str, limit_s: float, shows_bodies: bool = True) -> None:
         self._app = app
@@ -79,13 +80,16 @@ class TaskEvents:
             self.flush()  # first, since the task may kill this process, too
 
     def ended(
-        self, settlement: Settlement, ended: datetime, error: BaseException | None = None
+        self, settlement: Settlement, took_s: float, error: BaseException | None = None
     ) -> None:
-        task, runtime = settlement.task, (ended - (settlement.began or ended)).total_seconds()
+        task, ended = (
+            settlement.task,
+            (settlement.began or settlement.task.due) + timedelta(seconds=took_s),
+        )
         state = settlement.ending.celery_state
         if state == states.SUCCESS:
             result = (settlement.result or "") if self._shows_bodies else HIDDEN
-            self._add("task-succeeded", task, ended, runtime=runtime, result=result)
+            self._add("task-succeeded", task, ended, runtime=took_s, result=result)
         elif state == states.REVOKED:
             self._revoked(settlement, ended, is_expired=False)
         else:
@@ -93,15 +97,15 @@ class TaskEvents:
             why = settlement.error or f"until {settlement.expected_time}"
             traceback = why if error is not None else ""
             fields = _error_fields(why if error is None else shown(error, LONGEST_REPR), traceback)
-            self._add(kind, task, ended, runtime=runtime, **fields)
+            self._add(kind, task, ended, runtime=took_s, **fields)
 
-    def expired(self, settlement: Settlement, claimed: datetime) -> None:
+    def not_called(self, settlement: Settlement, claimed: datetime) -> None:
         self._received(settlement.task, claimed)
-        self._revoked(settlement, claimed, is_expired=True)
-
-    def defer(self, task: DelayedTask, claimed: datetime, why: str) -> None:
-        self._received(task, claimed)
-        self._add("task-retried", task, claimed, **_error_fields(why))
+        if settlement.move == "expire":
+            self._revoked(settlement, claimed, is_expired=True)
+        else:
+            fields = _error_fields(settlement.error or "")
+            self._add("task-retried", settlement.task, claimed, **fields)
 
     def worker_lost(self, task: DelayedTask) -> None:
         """Add the failure of a task whose processes died, so that none of them could report it."""

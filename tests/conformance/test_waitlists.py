@@ -67,7 +67,7 @@ def test_a_later_task_waits_behind_the_tasks_of_the_waitlist(world: World) -> No
 def test_a_claim_that_holds_fewer_rows_than_it_has_locked_is_rolled_back(world: World) -> None:
     world.limit(concurrency=1)
     tasks = [world.schedule(body=n) for n in range(3)]
-    queries, t = world.worker().admission._waitlist.queries, world.table()
+    queries, t = world.worker().admission._queries, world.table()
     queries._hold = queries._hold.where(t.c.id != tasks[2].id)
     with pytest.raises(StoreError, match="rows to hold: 1 of 2 locked rows were changed"):
         world.claim(*tasks)
@@ -424,7 +424,7 @@ def test_other_keys_join_waitlists_before_backlogs(world: World, monkeypatch: Mo
     large = [world.schedule(body=n, limit_key="large") for n in range(40)]
     small = [world.schedule(body=n, limit_key=f"small {n}") for n in range(3)]
     later, free = world.schedule(delay=60), world.schedule("free")
-    lines, tags = world.worker().admission._waitlist, {"note", "other"}
+    lines, tags = world.worker().admission, {"note", "other"}
     assert lines.hold_overdue("default", 0, {"note"})
     assert world.statuses(small) == ["NOT_COMPLETE"] * 3, "the first step takes the oldest"
     assert lines.hold_overdue("default", 0, {"note"})
@@ -442,7 +442,7 @@ def test_a_backlog_without_keys_delays_no_other_tag(world: World, monkeypatch: M
     for _ in range(40):
         world.schedule()
     other = world.schedule("other")
-    lines = world.worker().admission._waitlist
+    lines = world.worker().admission
     for _ in range(2):
         assert lines.hold_overdue("default", 0, {"note", "other"})
     assert world.statuses([other]) == ["HELD"]
@@ -454,7 +454,7 @@ def test_locked_rows_keep_no_others_off_a_waitlist(world: World, monkeypatch: Mo
     monkeypatch.setattr(HOLD_ROWS, 4)
     large = [world.schedule(body=n, limit_key="large") for n in range(12)]
     small = [world.schedule(body=n, limit_key=f"small {n}") for n in range(6)]
-    t, lines = world.table(), world.worker().admission._waitlist
+    t, lines = world.table(), world.worker().admission
     with world.begin() as somebody:
         ids = [task.id for task in small]
         somebody.execute(select(t.c.id).where(t.c.id.in_(ids)).with_for_update())

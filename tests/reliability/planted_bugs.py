@@ -41,12 +41,13 @@ from delaytasks.operate import durable_calls
 from delaytasks.recurring import creation
 from delaytasks.recurring.creation import RecurringTable
 from delaytasks.registry import EventLoop
-from delaytasks.run import settlement
+from delaytasks.run import celery_context, settler, time_limits
+from delaytasks.run.calls import Calls, TaskRun
 from delaytasks.run.chunk import Chunk, TimeBudget
-from delaytasks.run.executor import DeferralRules, Lease, OutcomeRules, TaskExecutor
+from delaytasks.run.outcome_rules import OutcomeRules
 from delaytasks.run.runner import FailureReason
 from delaytasks.start_checks import StartChecks
-from delaytasks.worker import celery_context, connection, leases_loop, time_limits
+from delaytasks.worker import connection, leases_loop
 from delaytasks.worker.dispatcher import Dispatcher, QueueDrain
 from delaytasks.worker.processes import Renewals
 from delaytasks.worker.redis_poller import RedisPoller
@@ -63,7 +64,7 @@ VERBS: dict[str, tuple[Any, str]] = {
     "touch": (Touches, "touch"),
     "claim": (Claims, "claim"),
     "claim recovered": (Claims, "claim_recovered"),
-    "run": (TaskExecutor, "run"),
+    "run": (Calls, "run"),
     "give back": (Chunk, "give_back"),
     "settle": (Claims, "settle"),
     "complete": (Claims, "complete"),
@@ -97,14 +98,14 @@ VERBS: dict[str, tuple[Any, str]] = {
     "continue a backlog": (Claims, "_claim_level"),
     "read the time once": (claims, "once"),
     "find lost leases by an index": (leases, "is_rare"),
-    "look before a run": (DeferralRules, "settlement"),
+    "look before a run": (Calls, "not_now"),
     "judge an outcome": (OutcomeRules, "settlement"),
     "keep a time limit": (time_limits, "limited"),
     "keep a time budget": (TimeBudget, "open"),
     "know the processes": (leases_loop, "running_pids"),
-    "know the time that a lease has left": (Lease, "left_s"),
+    "know the time that a lease has left": (TaskRun, "lease_left_s"),
     "read the clock of the host": (clock, "monotonic"),
-    "settle again": (settlement, "is_locked"),
+    "settle again": (settler, "is_locked"),
     "repeat a transaction": (Database, "repeat"),
     "cut a silent connection": (BoundedStep, "cut"),
     "judge a full database": (driver_errors, "is_unable"),
@@ -453,7 +454,7 @@ def rows_that_were_lost_on_the_way_are_renewed(renew: Any, at: Any, workers: Any
 
 
 @bug("know the time that a lease has left", "conformance/leases")
-def a_lease_never_ends(left_s: Any, at: Any, began: float) -> float:
+def a_lease_never_ends(left_s: Any, at: Any) -> float:
     return inf
 
 

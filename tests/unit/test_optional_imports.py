@@ -206,7 +206,7 @@ def test_a_process_that_schedules_loads_neither_alembic_nor_other_drivers(tmp_pa
 
 def test_the_rules_of_tasks_load_no_storage() -> None:
     """The contracts of imports cannot show this, since they count imports for type checkers."""
-    rules = "delaytasks.run.chunk_runner, delaytasks.worker.sweep"
+    rules = "delaytasks.run.chunk, delaytasks.worker.sweep"
     assert loaded_by(f"import delaytasks.client, {rules}", ["delaytasks.db"]) == set()
 
 

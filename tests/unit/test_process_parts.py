@@ -14,8 +14,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 from delaytasks.db.sweep_queries import SweepQueries
 from delaytasks.model.clock import monotonic
 from delaytasks.registry import MAX_SLOTS, EventLoop, ThreadSlots
-from delaytasks.run.chunk import Chunk, TimeBudget
-from delaytasks.run.chunk_runner import TagCosts
+from delaytasks.run.chunk import Chunk, TagCosts, TimeBudget
 from delaytasks.worker.processes import Renewals
 from tests.waiting import in_child, wait_until
 from tests.world import World

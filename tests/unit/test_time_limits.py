@@ -16,8 +16,8 @@ from coverage import Coverage
 
 from delaytasks.model.clock import monotonic
 from delaytasks.registry import ProcessorSpec, Registry
+from delaytasks.run.time_limits import can_limit_time, limited
 from delaytasks.worker.leases_loop import has_exited
-from delaytasks.worker.time_limits import can_limit_time, limited
 from tests.refusals import invalid
 from tests.waiting import wait_until
 

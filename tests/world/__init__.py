@@ -24,7 +24,7 @@ from delaytasks.model.ids import shard_of
 from delaytasks.model.interfaces import Claimed, Entry, Level, Recovered, Settlement, UnclaimedRow
 from delaytasks.model.moves import FINISHED, LIVE, MOVES
 from delaytasks.model.policies import Stamp, WaitlistState
-from delaytasks.run.executor import LeaseEndsError
+from delaytasks.run.outcome_rules import LeaseEndsError
 from delaytasks.run.runner import FailureReason, Report
 from tests.world.broker import WorldBroker
 from tests.world.main_process import MainProcess, run_chunk, served_queues

@@ -15,7 +15,7 @@ from delaytasks.db.types import db_now_plus
 from delaytasks.db.worker_table import WorkerTable
 from delaytasks.model.clock import to_us
 from delaytasks.model.workers import LostWorker, RegisteredWorker, ServiceTimes
-from delaytasks.run import executor
+from delaytasks.run import calls
 from delaytasks.worker import leases_loop
 from tests.waiting import wait_until
 from tests.world.recording import set_columns
@@ -91,7 +91,7 @@ class FrozenWorker:
         self.now_s = 100_000.0
         self._patches = ExitStack()
         read: Any = self._read_clock
-        for module in (executor, leases_loop):
+        for module in (calls, leases_loop):
             self._patches.enter_context(mock.patch.object(module, "monotonic", read))
         self.world = world
         processes = world.worker().processes

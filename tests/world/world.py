@@ -725,9 +725,9 @@ class Worker:
         self.processes.is_worker = bool(options)
         vars(self.processes).update({"may_detach": False, **options})
         self._world = world
-        self._runner: Runner = self.processes.build_runner(lambda: watcher)
+        self._runner: Runner = self.processes.build_runner(watcher)
         self.claims: Claims = self._runner._claims
-        self.admission: Admission = self._runner._waitlists._admission
+        self.admission: Admission = self._runner._admission
         self._call_hooks()
 
     def _call_hooks(self) -> None:
@@ -746,7 +746,7 @@ class Worker:
             return Claims.settle(claims, settlements, on)
 
         vars(claims).update(claim=then(claims.claim), claim_due=then(claims.claim_due))
-        vars(claims)["settle"] = vars(self.admission)["settle"] = settle
+        vars(claims)["settle"] = settle
 
     def claim(self, *tasks: DelayedTask | Entry) -> Claimed:
         entries = [task if isinstance(task, Entry) else Entry.of(task) for task in tasks]

@@ -24,7 +24,7 @@ from delaytasks.model.moves import Status
 from delaytasks.model.task import Attempt, DelayedTask, Done
 from delaytasks.model.text import last_line, traceback_text
 from delaytasks.registry import ProcessorSpec
-from delaytasks.run.executor import ends_process
+from delaytasks.run.calls import ends_process
 from delaytasks.runtime import runtime_of
 from delaytasks.worker.celery_tasks import processes_of
 

@@ -8,13 +8,13 @@ each task.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from datetime import datetime
 from functools import cached_property, partial
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from billiard.einfo import ExceptionInfo
 from celery import Task, signals, states
@@ -29,8 +29,11 @@ from delaytasks.model.errors import InvalidInputError, TaskFailedError
 from delaytasks.model.task import DelayedTask, Done
 from delaytasks.model.text import traceback_text
 from delaytasks.registry import ProcessorSpec, at_start
-from delaytasks.run.executor import Finish, ProcessorCall, RunResult, ends_process
-from delaytasks.worker.time_limits import limited
+from delaytasks.run.calls import ProcessorCall, RunResult, ends_process
+from delaytasks.run.time_limits import limited
+
+if TYPE_CHECKING:
+    from delaytasks.runtime import Runtime
 
 # -- The value of `celery.current_task` while a task runs, and Celery's own ways to end a task ----
 
@@ -137,14 +140,6 @@ def retry_of(retry: Retry, app: Any, clock: Clock) -> outcomes.Retry:
     return outcomes.Retry(after=when, reason=reason)
 
 
-def refusal_of(raised: TaskPredicate, tag: str) -> InvalidInputError:
-    return InvalidInputError(
-        f"the processor of {tag!r} raised celery.exceptions.{type(raised).__name__}, which does "
-        f"not say how a delayed task ends: {_INSTEAD}",
-        "outcome",
-    )
-
-
 # -- Celery's signals about a task's run ----------------------------------------------------------
 
 # Those about its end follow the move of the row, whatever its processor returned or raised. So the
@@ -159,52 +154,38 @@ _SIGNALS = {
 }
 
 
-def send_prerun(sender: Any, request: Any) -> None:
-    if signals.task_prerun.receivers:
-        signals.task_prerun.send(
-            sender=sender, task_id=request.id, task=sender, args=request.args, kwargs=request.kwargs
-        )
-
-
-def send_postrun(sender: Any, request: Any, ends: Sequence[RunResult]) -> None:
+def _send_postrun(sender: Any, request: Any, ends: Sequence[RunResult]) -> None:
     """Send the signal after a run. `ends` is empty if its settlement failed."""
-    if signals.task_postrun.receivers:
-        signals.task_postrun.send(
-            sender=sender,
-            task_id=request.id,
-            task=sender,
-            args=request.args,
-            kwargs=request.kwargs,
-            retval=result_of(ends[0]) if ends else None,
-            state=state_of(ends[0]) if ends else states.FAILURE,
-        )
+    signals.task_postrun.send(
+        sender=sender,
+        task_id=request.id,
+        task=sender,
+        args=request.args,
+        kwargs=request.kwargs,
+        retval=_result_of(ends[0]) if ends else None,
+        state=_state_of(ends[0]) if ends else states.FAILURE,
+    )
 
 
-def state_of(ended: RunResult) -> str:
+def _state_of(ended: RunResult) -> str:
     return ended.settlement.ending.celery_state
 
 
-def has_receivers(state: str) -> bool:
-    return bool(_SIGNALS[state].receivers)
-
-
-def result_of(ended: RunResult) -> Any:
+def _result_of(ended: RunResult) -> Any:
     """Return what Celery calls the return value: an exception if the run did not succeed."""
-    if state_of(ended) == states.SUCCESS:
+    state, why = _state_of(ended), ended.settlement.error or ""
+    if state == states.SUCCESS:
         return ended.value.result if isinstance(ended.value, Done) else ended.value
     if ended.error is not None:
         return ended.error
-    why = ended.settlement.error or ""
-    if state_of(ended) == states.RETRY:
-        return Retry(
-            why or "its processor requested another run", when=ended.settlement.expected_time
-        )
+    if state == states.RETRY:
+        why = why or "its processor requested another run"
+        return Retry(why, when=ended.settlement.expected_time)
     return TaskFailedError(why, ended.settlement.task.id)
 
 
-def send_end(sender: Any, request: Any, ended: RunResult, result: Any) -> None:
-    """Send the signal for this end. `result` is what `result_of` returns."""
-    state = state_of(ended)
+def _send_end(sender: Any, request: Any, state: str, result: Any) -> None:
+    """Send the signal for this end. `result` is what `_result_of` returns."""
     if state == states.SUCCESS:
         signals.task_success.send(sender=sender, result=result)
     elif state == states.REVOKED:
@@ -329,23 +310,15 @@ class _ThreadStacks(threading.local):
 class CeleryTaskContext:
     """Calls processors.
 
-    The Celery task in the signals is named after the tag, and made once per tag. `around` are
-    context managers that are entered around each call. With `keeps_time_limits` this process is of
-    a pool that can keep time limits.
+    The Celery task in the signals is named after the tag, and made once per tag. With
+    `keeps_time_limits` this process is of a pool that can keep time limits.
     """
 
-    def __init__(
-        self,
-        app: Any,
-        hostname: str,
-        clock: Clock,
-        around: Sequence[Callable[[DelayedTask], AbstractContextManager[Any]]] = (),
-        keeps_time_limits: bool = False,
-    ) -> None:
-        self._app = app
+    def __init__(self, runtime: Runtime, hostname: str, keeps_time_limits: bool) -> None:
+        self._app, self._clock = runtime.celery, runtime.clock
+        #: Context managers that are entered around each call.
+        self._around = runtime.processor_contexts
         self._hostname = hostname
-        self._clock = clock
-        self._around = around
         self._keeps_time_limits = keeps_time_limits
         self._tasks: dict[str, Any] = {}
         self._stacks = _ThreadStacks()
@@ -362,21 +335,31 @@ class CeleryTaskContext:
             self._stacks.reused = before
             stack.clear()
 
-    def __call__(self, call: ProcessorCall, end: Finish) -> None:
-        """Call the processor, and then `end`. The request is that of a batch's first task."""
-        task, processor = call.task, call.processor
+    def __call__(self, call: ProcessorCall) -> None:
+        """Call the processor, and then `call.end`. The request is that of a batch's first task."""
+        processor = call.processor
         sender = self._tasks.get(processor.tag) or self._make_task(processor)
-        error: BaseException | None
-        argument, error = _argument_of(call)
-        request = RowRequest(task, argument, self._hostname, call)
+        argument: Any = None
+        value: object = None
+        error: BaseException | None = None
+        try:
+            argument = call.read_argument()
+        except Exception as raised:  # the reason why the processor cannot be called
+            error = raised
+        request = RowRequest(call.task, argument, self._hostname, call)
         token = row_in_context.set((sender, request))
         reused = self._stacks.reused
         stack = reused or CurrentStack()
         stack.show(sender, request)
-        value: object = None
-        ends: Sequence[RunResult] = ()
         try:
-            send_prerun(sender, request)
+            if signals.task_prerun.receivers:
+                signals.task_prerun.send(
+                    sender=sender,
+                    task_id=request.id,
+                    task=sender,
+                    args=request.args,
+                    kwargs=request.kwargs,
+                )
             if error is None:
                 try:
                     if self._keeps_time_limits and processor.has_time_limits:
@@ -386,12 +369,12 @@ class CeleryTaskContext:
                     if isinstance(value, TaskPredicate):
                         raise value
                 except BaseException as raised:
-                    value, error = self._meaning_of(raised, task.tag)
-            ends = end(value, error)
-            self._send_ends(stack, sender, request, ends)
+                    value, error = self._meaning_of(raised, processor.tag)
+            self._send_ends(stack, sender, request, call.end(value, error))
         finally:
             try:
-                send_postrun(sender, request, ends)
+                if signals.task_postrun.receivers:
+                    _send_postrun(sender, request, call.results)
             finally:
                 row_in_context.reset(token)
                 if stack is not reused:
@@ -409,7 +392,11 @@ class CeleryTaskContext:
         if isinstance(raised, Retry):
             return retry_of(raised, self._app, self._clock), None
         if isinstance(raised, TaskPredicate):  # Ignore and Reject
-            refusal = refusal_of(raised, tag)
+            refusal = InvalidInputError(
+                f"the processor of {tag!r} raised celery.exceptions.{type(raised).__name__}, which "
+                f"does not say how a delayed task ends: {_INSTEAD}",
+                "outcome",
+            )
             refusal.__cause__ = raised
             return None, refusal
         if ends_process(raised):
@@ -421,13 +408,14 @@ class CeleryTaskContext:
     ) -> None:
         """Send one signal for each task of a batch, each with a request of its own."""
         for ended in ends:
-            if not has_receivers(state_of(ended)):
+            state = _state_of(ended)
+            if not _SIGNALS[state].receivers:
                 continue
             task, own_request = ended.settlement.task, request
             if task is not request.delay_task:
                 own_request = RowRequest(task, _body_or_none(task), self._hostname)
                 stack.show(sender, own_request)
-            send_end(sender, own_request, ended, result_of(ended))
+            _send_end(sender, own_request, state, _result_of(ended))
         if len(ends) > 1:
             stack.show(sender, request)
 
@@ -450,14 +438,6 @@ class CeleryTaskContext:
 def _show_coroutines() -> None:
     """Make `celery.current_task` available to the coroutines of this thread's event loop."""
     _task_stack.push(TaskInContext())
-
-
-def _argument_of(call: ProcessorCall) -> tuple[Any, Exception | None]:
-    """Return the processor's argument, or the reason why it cannot be called."""
-    try:
-        return call.read_argument(), None
-    except Exception as error:
-        return None, error
 
 
 def _body_or_none(task: DelayedTask) -> Any:

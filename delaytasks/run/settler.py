@@ -1,4 +1,11 @@
-"""Settles the rows of a chunk together, and counts the runs for the statistics."""
+"""Settles the rows of a chunk together, and tells the observers what became of them.
+
+A settlement says how a row leaves the status RUNNING. The settlements of a chunk are written in one
+statement, which names the version of each row: a row that another worker has recovered meanwhile
+keeps its state, and so a repeated settlement is safe. While the database is unavailable, settling
+is repeated. If the database refuses the statement, or another transaction has locked a row, each
+row is settled by itself. Rows that run again are armed afterwards.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +23,52 @@ from delaytasks.model.moves import MOVES, Status, following
 from delaytasks.model.run_counts import LOST_LEASE, OUTCOMES, FailureCount, RunCounts, RunStatistics
 from delaytasks.model.task import DelayedTask
 from delaytasks.model.text import error_pattern
-from delaytasks.registry import Registry
-from delaytasks.run.chunk import Chunk
 
 if TYPE_CHECKING:
     from delaytasks.db.claims import Claims
+    from delaytasks.events import Events
+    from delaytasks.registry import Registry
+    from delaytasks.run.chunk import Chunk
     from delaytasks.runtime import Runtime
 
 
-# -- Counts what one process runs, for the statistics of its worker -------------------------------
+# -- What observes the runs of a process: statistics, the structured log, events of Celery --------
+
+
+class Observer:
+    """Sees what becomes of the rows that a process has claimed. Its methods must not raise."""
+
+    def started(self, task: DelayedTask, claimed: datetime, began: datetime) -> None:
+        """The processor is about to be called."""
+
+    def ended(self, settlement: Settlement, took_s: float, error: BaseException | None) -> None:
+        """The processor has returned, or has raised the error."""
+
+    def not_called(self, settlement: Settlement, claimed: datetime) -> None:
+        """The row has expired, or this process cannot run it."""
+
+    def settled(self, settlements: Sequence[Settlement], accepted: Container[int]) -> None:
+        """The settlements were written. `accepted` are the ids of the rows that they changed."""
+
+    def flush(self) -> None:
+        """A chunk has ended, or its time budget is over: send what was observed."""
+
+
+class RunLog(Observer):
+    """Writes the lines of single runs, if the log is structured."""
+
+    def __init__(self, events: Events) -> None:
+        self._events = events
+
+    def started(self, task: DelayedTask, claimed: datetime, began: datetime) -> None:
+        self._events.emit("task.started", **task.event_fields, began=began)
+
+    def settled(self, settlements: Sequence[Settlement], accepted: Container[int]) -> None:
+        for s in settlements:
+            if s.move == "succeed" and s.task.id in accepted:
+                late_s = ((s.began or s.task.due) - s.task.due).total_seconds()
+                fields = s.task.event_fields
+                self._events.emit("task.done", **fields, attempt=s.task.runs, late_s=late_s)
 
 
 #: The most groups of failures in one report. Further ones are counted as outcomes only.
@@ -35,7 +79,7 @@ MAX_SAMPLE = 2000
 _FAILURES = {name for name, move in MOVES.items() if move.ending and move.ending.is_failure}
 
 
-class RunCounter:
+class RunCounter(Observer):
     """Counts the runs of one runner until `take` returns the counts for a report.
 
     Several threads may run and settle tasks. A run is only added to a queue, without a lock, and
@@ -53,12 +97,11 @@ class RunCounter:
         self._tags: dict[str, RunCounts] = {}
         self._failures: dict[tuple[str, str], FailureCount] = {}
 
-    def add_run(self, task: DelayedTask, began: datetime, duration_s: float) -> None:
-        """Count a run that has ended, and that began at `began`."""
-        self._runs.append((task.tag, began - task.due, duration_s))
+    def ended(self, settlement: Settlement, took_s: float, error: BaseException | None) -> None:
+        task = settlement.task
+        self._runs.append((task.tag, (settlement.began or task.due) - task.due, took_s))
 
-    def add_settlements(self, settlements: Sequence[Settlement], accepted: Container[int]) -> None:
-        """Count the outcomes of runs. `accepted` are the ids whose settlement changed a row."""
+    def settled(self, settlements: Sequence[Settlement], accepted: Container[int]) -> None:
         done: dict[str, int] = {}
         with self._lock:
             for settlement in settlements:
@@ -127,6 +170,9 @@ class RunCounter:
             )
 
 
+# -- Settlements, with retries --------------------------------------------------------------------
+
+
 #: After this number of locked rows the other rows are settled first, since each try takes seconds.
 MAX_LOCKED = 3
 #: The time between two tries while the database is unavailable.
@@ -139,10 +185,9 @@ def is_locked(error: StoreError) -> bool:
 
 
 class Settler:
-    def __init__(self, runtime: Runtime, claims: Claims, counter: RunCounter | None) -> None:
-        self._settings, self._clock = runtime.settings, runtime.clock
-        self._timer, self._events = runtime.timer, runtime.events
-        self._claims, self._counter = claims, counter
+    def __init__(self, runtime: Runtime, claims: Claims, observers: list[Observer]) -> None:
+        self._runtime, self._events = runtime, runtime.events
+        self._claims, self._observers = claims, observers
         #: Id and version of the last locked row that was reported.
         self._reported_locked: tuple[int, int] | None = None
 
@@ -156,20 +201,23 @@ class Settler:
         if not chunk.settling.acquire(blocking=patience_s > 0):
             return False
         try:
-            self._settle(chunk, patience_s, settle or self._claims.settle)
+            finished = chunk.take_finished()
+            made = [one for one in finished if one.is_made]
+            if made:
+                self._report(made, {one.task.id for one in made})
+                finished = [one for one in finished if not one.is_made]
+            if finished:
+                deadline = monotonic() + patience_s
+                self._settle(chunk, finished, deadline, settle or self._claims.settle)
         finally:
             chunk.settling.release()
         return True
 
-    def _settle(self, chunk: Chunk, patience_s: float, settle: Settle) -> None:
-        finished = chunk.take_finished()
-        if made := [s for s in finished if s.is_made]:
-            self._report(made, {s.task.id for s in made})
-        settlements = [s for s in finished if not s.is_made]
-        deadline = monotonic() + patience_s
+    def _settle(
+        self, chunk: Chunk, settlements: Sequence[Settlement], deadline: float, settle: Settle
+    ) -> None:
         try:
-            if settlements:
-                self._report(settlements, self._repeat(settlements, deadline, settle))
+            self._report(settlements, self._repeat(settlements, deadline, settle))
         except (StoreUnavailableError, OutcomeUnknownError) as error:
             if len(settlements) > 1 and is_locked(error):
                 self._settle_each(chunk, settlements, deadline)
@@ -188,14 +236,14 @@ class Settler:
         locked: list[Settlement] = []
         untried: list[Settlement] = []
         for number, one in enumerate(settlements):
+            if len(locked) >= MAX_LOCKED:
+                untried.append(one)
+                continue
             try:
-                if len(locked) < MAX_LOCKED:
-                    self._report([one], self._write([one], self._claims.settle))
-                else:
-                    untried.append(one)
+                self._report([one], self._write([one], self._claims.settle))
             except (StoreUnavailableError, OutcomeUnknownError) as error:
                 if not is_locked(error):
-                    chunk.keep([*locked, *untried, *settlements[number:]])
+                    chunk.keep([*locked, *settlements[number:]])
                     raise
                 locked.append(one)
             except StoreError as error:
@@ -219,9 +267,9 @@ class Settler:
             try:
                 return self._write(settlements, settle)
             except (StoreUnavailableError, OutcomeUnknownError) as error:
-                if is_locked(error) and len(settlements) > 1:
-                    raise
                 if is_locked(error):
+                    if len(settlements) > 1:
+                        raise
                     self._report_locked(settlements[0].task)
                 self._events.emit("settle.waits", error=str(error), cause=error)
                 if monotonic() > deadline:
@@ -258,33 +306,24 @@ class Settler:
 
     def _report(self, settlements: Sequence[Settlement], accepted: Container[int]) -> None:
         """Report which settlements were accepted, and arm the tasks that run again."""
-        if self._counter is not None:
-            self._counter.add_settlements(settlements, accepted)
-        done = [s for s in settlements if s.move == "succeed" and s.task.id in accepted]
-        if done:
-            self._events.emit("task.succeeded", count=len(done))
-            if self._settings.has_structured_log:
-                self._report_each(done)
+        for observer in self._observers:
+            observer.settled(settlements, accepted)
+        done, again = 0, list[Settlement]()
         for s in settlements:
             if s.task.id not in accepted:
                 self._events.emit("task.lease_lost", **s.task.event_fields)
-        again = (s for s in settlements if s.target is Status.NOT_COMPLETE)
-        self._arm_again([s for s in again if s.task.id in accepted])
-
-    def _report_each(self, done: Sequence[Settlement]) -> None:
-        for s in done:
-            self._events.emit(
-                "task.done",
-                **s.task.event_fields,
-                attempt=s.task.runs,
-                late_s=((s.began or s.task.due) - s.task.due).total_seconds(),
-            )
+            elif s.move == "succeed":
+                done += 1
+            elif s.target is Status.NOT_COMPLETE:
+                again.append(s)
+        if done:
+            self._events.emit("task.succeeded", count=done)
+        if again:
+            self._arm_again(again)
 
     def _arm_again(self, settlements: Sequence[Settlement]) -> None:
         """Arm the tasks that are due within the horizon."""
-        if not settlements:
-            return
-        horizon = self._clock.now_us() + (self._settings.horizon_s or 1e9) * 1e6
+        now_us, horizon_s = self._runtime.clock.now_us(), self._runtime.settings.horizon_s or 1e9
         entries = [
             Entry(
                 s.task.id,
@@ -295,6 +334,6 @@ class Settler:
             )
             for s in settlements
         ]
-        near = [entry for entry in entries if entry.due_us <= horizon]
+        near = [entry for entry in entries if entry.due_us <= now_us + horizon_s * 1e6]
         if near:
-            self._timer.arm(near)
+            self._runtime.timer.arm(near)

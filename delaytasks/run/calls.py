@@ -1,0 +1,441 @@
+"""Calls the processor of one task or batch, from the claimed row to its settlement.
+
+`Calls.run` first looks at each row: one that has expired, was cancelled, or needs what this process
+lacks is not called here. For each call of the others, which is one task or a batch of tasks, it
+runs `Host.execute` in a context of its own. This provides what the processor expects around it,
+such as Celery's current task, calls the processor, and then `ProcessorCall.end`, which decides how
+each task is settled. While the processor runs, `task.complete` and `task.check_lease` reach its
+`TaskRun` through the context.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import copy_context
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+
+from delaytasks.model.body import NO_NAME, PLAIN, encode_body, is_encrypted, name_in, names_of
+from delaytasks.model.clock import monotonic
+from delaytasks.model.errors import (
+    InvalidInputError,
+    LeaseLostError,
+    TaskCancelledError,
+    TaskStateError,
+)
+from delaytasks.model.interfaces import CallerConnection, Settlement
+from delaytasks.model.task import DelayedTask, Outcome, current_run
+from delaytasks.model.text import (
+    DEFER_MAX_S,
+    DEFER_MIN_S,
+    NEWER_BODY,
+    NO_KEY,
+    NO_PROCESSOR,
+    NO_TIME_LIMITS,
+    count,
+    defer_until,
+    shown,
+    storable,
+)
+from delaytasks.model.workers import NO_RENEWAL, LastRenewal
+from delaytasks.registry import ProcessorSpec, Registry, ThreadSlots, awaited
+from delaytasks.run.outcome_rules import MAX_RESULT_BYTES, LeaseEndsError, OutcomeRules
+from delaytasks.run.settler import Observer
+
+if TYPE_CHECKING:
+    from delaytasks.db.claims import Claims
+    from delaytasks.limits.admission import Admission
+    from delaytasks.runtime import Runtime
+
+logger = logging.getLogger("delaytasks")
+
+
+@dataclass(frozen=True)
+class Host:
+    """What a process gives its runner. The defaults are those of a process without a worker."""
+
+    claims: Claims
+    admission: Admission
+    registry: Registry
+    #: Calls a processor in the context that it expects, and then `ProcessorCall.end`. An exception
+    #: that it raises before this counts as the processor's.
+    execute: Callable[[ProcessorCall], object]
+    #: Keeps this context between rows that a thread runs one after another.
+    thread_context: Callable[[], AbstractContextManager[object]] = nullcontext
+    thread_slots: ThreadSlots = field(default_factory=ThreadSlots)
+    #: Whether the time limits of processors can be kept.
+    keeps_time_limits: bool = True
+    #: Whether concurrent rows may go on while the next chunk runs: another process has to renew
+    #: their leases, and `Runner.finish` has to be called at the end.
+    may_detach: bool = False
+    #: Returns the last renewal of the leases that succeeded.
+    last_renewal: Callable[[], LastRenewal] = lambda: NO_RENEWAL
+    #: Whether a caller has asked the run of this id and version to stop.
+    is_asked_to_stop: Callable[[int, int], bool] = lambda id, version: False
+    #: Whether other tasks than those of a backlog wait for this process.
+    has_others: Callable[[], bool] = lambda: False
+
+
+# -- One run of one task: its lease, and its completion in the processor's own transaction --------
+
+
+#: The longest time from the claim of a row to its start, in time budgets. A chunk that is claimed
+#: ahead waits for the budget of the current one, too.
+MAX_BUDGETS = 2
+#: `check_lease` raises if less than this part of the lease is left. If renewals succeed, more than
+#: half is left.
+LAST_PART = 1 / 3
+
+
+class TaskRun:
+    def __init__(
+        self, calls: Calls, processor: ProcessorSpec, task: DelayedTask, began: datetime
+    ) -> None:
+        self._calls = calls
+        self.processor = processor
+        self.task = task
+        self.began = began
+        #: The time of the monotonic clock.
+        self.began_s = monotonic()
+        #: The processor has settled the row as DONE in its own transaction.
+        self.is_written = False
+        #: The transaction is committed, or was about to be.
+        self.is_committed = False
+        #: The commit is confirmed. SQLAlchemy reports the commit of a plain connection before it
+        #: happens.
+        self.is_certain = False
+        self._connection: CallerConnection | None = None
+
+    @property
+    def is_left_open(self) -> bool:
+        """Whether the processor's transaction has not ended, so that the row is still locked."""
+        if self.is_committed or self._connection is None:
+            return False
+        return self._connection.in_transaction()
+
+    @property
+    def is_rolled_back(self) -> bool:
+        return self.is_written and not self.is_committed and not self.is_left_open
+
+    def complete(self, session: Any, result: Any) -> None:
+        task = self.task
+        kept = None if result is None else encode_body(result, MAX_RESULT_BYTES)
+        transaction = self._calls.runtime.transactions.of(session)
+        if transaction is None:
+            raise InvalidInputError(
+                "complete() takes the session that the effect is written in: session=…", "session"
+            )
+        with transaction.guard() as self._connection:
+            if not self._calls.host.claims.complete(task, kept, self._connection):
+                raise LeaseLostError(
+                    f"task {task.id} ({task.tag}) is no longer this run's: roll back what it did",
+                    task.id,
+                )
+        self.is_written = True
+        transaction.after_commit([task], self._committed)
+
+    def _committed(self, _tasks: Sequence[DelayedTask], is_committed: bool = True) -> None:
+        self.is_committed, self.is_certain = True, is_committed
+
+    @property
+    def is_asked_to_stop(self) -> bool:
+        """Whether `cancel(running=True)` has asked this run to stop."""
+        return self._calls.host.is_asked_to_stop(self.task.id, self.task.version)
+
+    def check_lease(self) -> None:
+        task, left_s = self.task, self.lease_left_s()
+        if self.is_asked_to_stop:
+            raise TaskCancelledError(f"task {task.id} ({task.tag}) was cancelled: stop", task.id)
+        if left_s < self._calls.runtime.settings.lease_s * LAST_PART:
+            end = f"ends in {left_s:.1f} s" if left_s > 0 else "has ended"
+            raise LeaseEndsError(
+                f"the lease of task {task.id} ({task.tag}) could not be renewed and {end}: stop",
+                task.id,
+            )
+
+    def lease_left_s(self) -> float:
+        """Return how long the lease lasts, as far as this process knows without a query.
+
+        A lease that ended has no time left, even if the worker has renewed its leases since then:
+        another worker may have recovered the row before that.
+        """
+        settings, renewal = self._calls.runtime.settings, self._calls.host.last_renewal()
+        claimed_at = self.began_s - MAX_BUDGETS * settings.chunk_time_budget_s
+        if claimed_at < renewal.lost_if_claimed_before:
+            return 0.0
+        return max(claimed_at, renewal.asked_at) + settings.lease_s - monotonic()
+
+
+# -- One call of a processor, for one task or for a batch of tasks --------------------------------
+
+
+class RunResult(NamedTuple):
+    """The settlement of one task, with the value or the error of its processor."""
+
+    settlement: Settlement
+    value: object = None
+    error: BaseException | None = None
+
+
+_OUTCOMES = get_args(Outcome)
+
+
+class ProcessorCall:
+    __slots__ = ("_bodies", "_calls", "_refusal", "processor", "results", "runs")
+
+    def __init__(
+        self,
+        calls: Calls,
+        runs: Sequence[TaskRun],
+        bodies: Sequence[Any] = (),
+        refusal: Exception | None = None,
+    ) -> None:
+        self._calls = calls
+        self.processor = runs[0].processor
+        #: One run, or those of a batch.
+        self.runs = runs
+        #: The bodies of a batch, as the processor's schema made them.
+        self._bodies = bodies
+        #: Why the only body of a batch cannot be read.
+        self._refusal = refusal
+        #: What became of the runs, after `end`.
+        self.results: list[RunResult] = []
+
+    @property
+    def task(self) -> DelayedTask:
+        """The task, or the first one of a batch."""
+        return self.runs[0].task
+
+    def read_argument(self) -> Any:
+        """Return the body, or the bodies of a batch; raise an error if it cannot be read."""
+        if self._refusal is not None:
+            raise self._refusal
+        if self.processor.batch is not None:
+            return list(self._bodies)
+        return self.processor.body_of(self.task)
+
+    def __call__(self, argument: Any) -> Any:
+        """Call the user's function with what `read_argument` returned."""
+        processor, function = self.processor, self.processor.function
+        if processor.batch is None:
+            body = processor.checked(argument)
+            return awaited(function(body, self.task) if processor.wants_task else function(body))
+        tasks = [run.task for run in self.runs]
+        return awaited(function(argument, tasks) if processor.wants_task else function(tasks))
+
+    def end(self, value: object, error: BaseException | None) -> Sequence[RunResult]:
+        """Decide how each task is settled, from what the processor returned or raised."""
+        values = [value] * len(self.runs)
+        if error is None and self.processor.batch is not None:
+            try:
+                values = _outcomes_of_batch(value, [run.task.id for run in self.runs])
+            except InvalidInputError as refusal:
+                error = refusal
+        for run, one in zip(self.runs, values, strict=True):
+            if one is None and error is None and not run.is_written:  # as nearly always
+                settlement, raised = Settlement(run.task, "succeed", run.began), error
+            else:
+                settlement, raised = self._calls.rules.settlement(run, one, error)
+            took_s = monotonic() - run.began_s
+            for observer in self._calls.observers:
+                observer.ended(settlement, took_s, raised)
+            self.results.append(RunResult(settlement, one, raised))
+        return self.results
+
+    # -- called by the methods of a task, while the processor runs --------------------------------
+
+    def complete(self, id: int, session: Any, result: Any) -> None:
+        self._run(id).complete(session, result)
+
+    def check_lease(self, id: int) -> None:
+        self._run(id).check_lease()
+
+    def is_cancelled(self, id: int) -> bool:
+        return any(run.task.id == id and run.is_asked_to_stop for run in self.runs)
+
+    def _run(self, id: int) -> TaskRun:
+        for run in self.runs:
+            if run.task.id == id:
+                return run
+        ids = [run.task.id for run in self.runs]
+        raise TaskStateError(f"task {id} does not run here: this call is for {shown(ids)}", id)
+
+
+def _outcomes_of_batch(value: object, ids: Sequence[int]) -> list[object]:
+    """Return the outcome of each task from what the processor of a batch returned.
+
+    A list has the outcomes in the order of the tasks, a mapping has them by id, and a single
+    outcome is for all tasks. A task without an outcome has succeeded.
+    """
+    if value is None or isinstance(value, _OUTCOMES):
+        return [value] * len(ids)
+    if isinstance(value, Mapping):
+        unknown = value.keys() - set(ids)
+        if unknown:
+            raise InvalidInputError(
+                f"the batch's processor returned outcomes for {count(len(unknown), 'unknown id')}, "
+                f"such as {shown(next(iter(unknown)))}: the keys are task.id",
+                "outcome",
+            )
+        return [value.get(id) for id in ids]
+    if not isinstance(value, (list, tuple)):
+        raise InvalidInputError(
+            f"the batch's processor returned a {type(value).__name__}: it is None, a list with an "
+            "outcome for each task, or a dict of outcomes by task.id",
+            "outcome",
+        )
+    if len(value) != len(ids):
+        raise InvalidInputError(
+            f"the batch's processor returned {count(len(value), 'outcome')} for "
+            f"{count(len(ids), 'task')}: return one for each, in their order, or a dict of "
+            "outcomes by task.id",
+            "outcome",
+        )
+    return list(value)
+
+
+# -- The calls of a process -----------------------------------------------------------------------
+
+
+_EXITS = (SystemExit, KeyboardInterrupt)
+#: The reason of a task that was asked to stop in an earlier run, or before its processor began.
+CANCELLED_EARLIER = "cancelled while another run of it, or of its chunk, was under way"
+#: The longest reason of a deferral that is stored.
+MAX_DEFERRAL_BYTES = 4096
+
+
+def ends_process(error: BaseException) -> bool:
+    """Whether the error is Celery's WorkerShutdown or WorkerTerminate, which end the worker."""
+    return isinstance(error, _EXITS) and type(error) not in _EXITS
+
+
+class Calls:
+    def __init__(self, runtime: Runtime, host: Host, observers: list[Observer]) -> None:
+        self.runtime, self.host, self.observers = runtime, host, observers
+        self.rules = OutcomeRules(runtime)
+        self._clock, self._events = runtime.clock, runtime.events
+        keys = runtime.settings.encryption_keys
+        self._keys = [name for name in names_of(keys) if name != PLAIN]
+
+    def run(
+        self, processor: ProcessorSpec | None, tasks: Sequence[DelayedTask], claimed: datetime
+    ) -> list[Settlement]:
+        """Run tasks of one tag, one or as many as its processor takes in one call."""
+        settlements, began = list[Settlement](), self._clock.now()
+        for call in self._ready_calls(processor, tasks, claimed, began, settlements):
+            for observer in self.observers:
+                for run in call.runs:
+                    observer.started(run.task, claimed, began)
+            context = copy_context()
+            context.run(current_run.set, call)
+            try:
+                context.run(self.host.execute, call)
+            except BaseException as error:
+                if ends_process(error):
+                    raise
+                if call.results:
+                    where = "delaytasks: an error after the end of task %s (tag %r)"
+                    logger.error(where, call.task.id, call.task.tag, exc_info=error)
+                else:
+                    call.end(None, error)
+            settlements += [one.settlement for one in call.results]
+        return settlements
+
+    def failed(
+        self, processor: ProcessorSpec, tasks: Sequence[DelayedTask], error: BaseException
+    ) -> list[Settlement]:
+        """Return the settlements of tasks for which `run` itself has raised."""
+        runs = [TaskRun(self, processor, task, self._clock.now()) for task in tasks]
+        return [self.rules.of_error(run, error) for run in runs]
+
+    def flush(self) -> None:
+        """Let the observers send what they have observed."""
+        for observer in self.observers:
+            observer.flush()
+
+    def _ready_calls(
+        self,
+        processor: ProcessorSpec | None,
+        tasks: Sequence[DelayedTask],
+        claimed: datetime,
+        began: datetime,
+        settlements: list[Settlement],
+    ) -> Iterator[ProcessorCall]:
+        """Yield the calls of the tasks that can run here, and settle the others."""
+        runs: list[TaskRun] = []
+        bodies: list[Any] = []
+        for task in tasks:
+            settlement = self.not_now(processor, task)
+            if processor is None or settlement is not None:
+                assert settlement is not None
+                settlements.append(settlement)
+                for observer in self.observers:
+                    observer.not_called(settlement, claimed)
+                continue
+            run = TaskRun(self, processor, task, began)
+            if processor.batch is None:
+                yield ProcessorCall(self, [run])
+                continue
+            try:
+                bodies.append(processor.checked(processor.body_of(task)))
+            except Exception as error:  # fails this task alone, with this traceback
+                yield ProcessorCall(self, [run], refusal=error)
+            else:
+                runs.append(run)
+        if runs:
+            yield ProcessorCall(self, runs, bodies)
+
+    # -- rows that this process does not run: they have expired, or wait for another process ------
+
+    def not_now(self, processor: ProcessorSpec | None, task: DelayedTask) -> Settlement | None:
+        """Return the settlement of a task that is not run here now, or None if the task can run."""
+        if task.cancel_request is not None or self.host.is_asked_to_stop(task.id, task.version):
+            self._events.emit("task.withdrawn", **task.event_fields, reason=CANCELLED_EARLIER)
+            return Settlement(task, "expire", error=CANCELLED_EARLIER)
+        if processor is None:  # a deploy may bring it
+            known = ", ".join(sorted(processor.tag for processor in self.host.registry)) or "none"
+            why = f"{NO_PROCESSOR}{task.tag} (this worker knows: {known}); is its module imported?"
+            return self._defer(task, why, "task.no_processor")
+        max_late_s = processor.max_late_s if task.max_late_s is None else task.max_late_s
+        if max_late_s is not None:
+            late_s = (self._clock.now() - task.due).total_seconds()
+            if late_s > max_late_s:
+                self._events.emit("task.expired", **task.event_fields, late_s=late_s)
+                error = f"expired: {late_s:.3f} s late, and worth running for {max_late_s:g} s"
+                return Settlement(task, "expire", error=error)
+        if is_encrypted(task.body_json):
+            # Some workers get a new key later than others. A body without a key's name was changed,
+            # and so was one that a key of this process cannot decrypt. No process can read them, so
+            # their tasks run and fail.
+            key, known = name_in(task.body_json), ", ".join(self._keys) or "none"
+            if key != NO_NAME and key not in self._keys:
+                remedy = f"(this worker has: {known}); add it to delaytasks_encryption_keys"
+                return self._defer(task, f"{NO_KEY}{key} {remedy}", "task.no_key", key=key)
+        versions = processor.versions
+        if versions is not None and versions.is_newer(task.body_version):
+            why = f"{NEWER_BODY}{task.tag} (version {task.body_version}, not {versions.version})"
+            return self._defer(task, why, "task.newer_body")
+        if processor.has_time_limits and not self.host.keeps_time_limits:
+            why = f"{NO_TIME_LIMITS}{task.tag}; let a worker with -P prefork serve the queue "
+            return self._defer(task, why + task.queue, "task.no_time_limits")
+        return None
+
+    def _defer(self, task: DelayedTask, why: str, event: str, **fields: Any) -> Settlement:
+        """Let the task run later on a worker that can run it; it keeps its due time.
+
+        It waits for a tenth of the time that it has been overdue, within bounds.
+        """
+        overdue_s = (self._clock.now() - task.due).total_seconds()
+        wait_s = min(max(overdue_s / 10, DEFER_MIN_S), DEFER_MAX_S)
+        self._events.emit(event, **task.event_fields, **fields, next_try_s=wait_s)
+        next_try = self._clock.after(wait_s)
+        return Settlement(
+            task,
+            "give_back",
+            error=defer_until(storable(why, MAX_DEFERRAL_BYTES), next_try),
+            expected_time=next_try,
+            due_time=task.due,
+        )
