@@ -12,11 +12,11 @@ from benchmarks import ours, table
 from benchmarks.figures import Target
 from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError
-from delaytasks.db.state_queries import Stats
 from delaytasks.maintenance.sweeper import PURGE_ROWS, RECOVER_ROWS
 from delaytasks.model.interfaces import Entry, Settlement
 from delaytasks.model.moves import Status
 from delaytasks.model.task import DelayedTask
+from delaytasks.operate.state_queries import Stats
 from delaytasks.runtime import runtime_of
 
 #: The numbers of waiting rows. The smallest comes first and is the base of the comparison.

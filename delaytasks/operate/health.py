@@ -10,7 +10,6 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from delaytasks.db import migrations
-from delaytasks.db.state_queries import Stats, Swept
 from delaytasks.db.store import Store
 from delaytasks.db.sweep_queries import OverdueRows
 from delaytasks.loops import all_within
@@ -20,6 +19,7 @@ from delaytasks.model.errors import DelayTaskError, StoreUnavailableError
 from delaytasks.model.inputs import ALL_QUEUES, show_duration
 from delaytasks.model.text import some_values
 from delaytasks.model.workers import LostWorker, RegisteredWorker, beat_age_s
+from delaytasks.operate.state_queries import Stats, Swept
 from delaytasks.settings import Settings
 
 
