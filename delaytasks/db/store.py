@@ -18,7 +18,7 @@ from delaytasks.db.policy_rows import PausedRows, PolicyTable, WaitlistNames
 from delaytasks.db.schema import Schema, build_schema
 from delaytasks.db.settlements import DeferredRows
 from delaytasks.db.sweep_queries import DueSchedules, SweepQueries
-from delaytasks.db.task_rows import CeleryRows, Inspection, Tasks, Touches
+from delaytasks.db.task_rows import Tasks
 from delaytasks.db.worker_table import WorkerTable
 from delaytasks.model.body import Cipher
 from delaytasks.model.errors import ConfigError, StoreError, StoreUnavailableError
@@ -105,11 +105,8 @@ class Store:
         self.schema = build_schema(settings.name_prefix, settings.table_schema, cipher)
         self.tasks = Tasks(self.database, self.schema)
         self.bulk = Bulk(self.database, self.schema)
-        self.celery_rows = CeleryRows(self.database, self.schema)
-        self.touches = Touches(self.database, self.schema)
         self.sweeps = SweepQueries(self.database, self.schema, settings.timer_kind)
         self.leases = Leases(self.database, self.schema, settings.lease_s)
-        self.inspection = Inspection(self.database, self.schema)
         self.workers = WorkerTable(self.database, self.schema)
         self.deferred_rows = DeferredRows(self.database, self.schema)
         self.policies = PolicyTable(self.database, self.schema)

@@ -206,22 +206,22 @@ def touch_tasks(
     """Postpone timeouts, as `DelayTasks.touch` explains."""
     if (task is None) == (key is None) or (tag is None) != (key is None):
         raise InvalidInputError("name the tasks by their ids, or by tag= and key=", "task")
-    touches = runtime.store.touches
+    tasks = runtime.store.tasks
     with runtime.transactions.guard(session) as transaction:
         due, on = runtime.producer.due_of(delay), connection_of(transaction)
         if key is None:
             if not is_several(task):
                 id = id_of(task)
-                return TouchResult.of([id], {id} if touches.touch(id, due, on) else set())
+                return TouchResult.of([id], {id} if tasks.touch(id, due, on) else set())
             ids = [id_of(each) for each in task]
-            return TouchResult.of(ids, touches.touch_many(ids, due, on))
+            return TouchResult.of(ids, tasks.touch_many(ids, due, on))
         tag = check_tag(tag)
         if not is_several(key):  # no other statement looks the key up
-            waits = touches.touch_key(tag, check_key(key), due, on)
+            waits = tasks.touch_key(tag, check_key(key), due, on)
             return TouchResult.of([key], {key} if waits else set())
         keys = [check_key(each) for each in key]
-        ids_of_keys = touches.ids_of_keys(tag, keys, on)
-        touched = touches.touch_many(ids_of_keys.values(), due, on)
+        ids_of_keys = tasks.ids_of_keys(tag, keys, on)
+        touched = tasks.touch_many(ids_of_keys.values(), due, on)
         return TouchResult.of(keys, {key for key, id in ids_of_keys.items() if id in touched})
 
 
