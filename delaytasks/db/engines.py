@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import select
-import select as io
 import socket
 import threading
 from collections.abc import Generator, Iterator, Sequence
@@ -13,7 +12,7 @@ from datetime import datetime
 from inspect import signature
 from itertools import cycle
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from sqlalchemy import (
@@ -104,10 +103,9 @@ def addresses_of(url: URL) -> frozenset[DatabaseAddress]:
     hosts, ports = _listed(url, "host"), _listed(url, "port")
     addresses = set()
     for host, port in zip(hosts or [url.host], cycle(ports or [None])):
-        # A socket's folder and an IPv6 address have no port after a colon.
-        name, _, own = (
-            (host or "").partition(":") if (host or "").count(":") == 1 else (host, "", "")
-        )
+        name, own = host, ""
+        if host and host.count(":") == 1:  # not a socket's folder, and not an IPv6 address
+            name, _, own = host.partition(":")
         number = str(own or port or url.port or default or "")
         addresses.add(DatabaseAddress(backend, name, number, url.database))
     return frozenset(addresses)
@@ -186,35 +184,24 @@ fork_gate = ForkGate()
 # driver.
 
 
-class PostgresqlDriver(Protocol):
+class PostgresqlDriver:
+    """psycopg2."""
+
     def connect_options(self) -> dict[str, Any]:
         """Return the options of this driver for connections of our own."""
-
-    def time_zone(self, connection: Any) -> str | None:
-        """Return the session's time zone, which the server reports without a query."""
-
-    def cursor(self, connection: Any) -> Any:
-        """Return a cursor that puts the parameters into the text, which EXECUTE requires."""
-
-    def copy(self, cursor: Any, statement: str, parts: Iterator[str]) -> None:
-        """Execute COPY FROM STDIN with the text of `parts`."""
-
-    def notices(self, connection: Any, timeout_s: float) -> Sequence[str]:
-        """Return the payloads of the notices that have arrived, as soon as there is one."""
-
-
-class Psycopg2:
-    def connect_options(self) -> dict[str, Any]:
         return {}
 
     def time_zone(self, connection: Any) -> str | None:
+        """Return the session's time zone, which the server reports without a query."""
         zone: str | None = connection.get_parameter_status("TimeZone")
         return zone
 
     def cursor(self, connection: Any) -> Any:
+        """Return a cursor that puts the parameters into the text, which EXECUTE requires."""
         return connection.cursor()
 
     def copy(self, cursor: Any, statement: str, parts: Iterator[str]) -> None:
+        """Execute COPY FROM STDIN with the text of `parts`."""
         text = _CopyFile(parts)
         try:
             cursor.copy_expert(statement, text)
@@ -224,10 +211,9 @@ class Psycopg2:
             raise
 
     def notices(self, connection: Any, timeout_s: float) -> Sequence[str]:
+        """Return the payloads of the notices that have arrived, as soon as there is one."""
         if not connection.notifies:
-            poll = io.poll()
-            poll.register(connection.fileno(), io.POLLIN)
-            if not poll.poll(timeout_s * 1000):
+            if not _is_readable(connection.fileno(), timeout_s):
                 return ()
             connection.poll()
         payloads = [notice.payload for notice in connection.notifies]
@@ -258,7 +244,7 @@ class _CopyFile:
             raise
 
 
-class Psycopg3:
+class Psycopg3(PostgresqlDriver):
     def connect_options(self) -> dict[str, Any]:
         from psycopg import ClientCursor
 
@@ -285,7 +271,7 @@ class Psycopg3:
 
 
 #: By the name of SQLAlchemy's driver.
-_BY_NAME: dict[str, PostgresqlDriver] = {"psycopg2": Psycopg2(), "psycopg": Psycopg3()}
+_BY_NAME: dict[str, PostgresqlDriver] = {"psycopg2": PostgresqlDriver(), "psycopg": Psycopg3()}
 
 
 def own_driver(url: URL) -> PostgresqlDriver:
@@ -471,15 +457,18 @@ def socket_of(connection: Any) -> int:
     return number
 
 
+def _is_readable(number: int, timeout_s: float) -> bool:
+    if not hasattr(select, "poll"):  # Windows, and eventlet removes it
+        return bool(select.select([number], [], [], timeout_s)[0])
+    poll = select.poll()
+    poll.register(number, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
+
+
 def has_input(connection: Any) -> bool:
     """Whether the server has ended the idle connection, or has sent something on it."""
     try:
-        number = socket_of(connection)
-        if not hasattr(select, "poll"):
-            return bool(select.select([number], [], [], 0)[0])
-        poll = select.poll()
-        poll.register(number, select.POLLIN)
-        return bool(poll.poll(0))
+        return _is_readable(socket_of(connection), 0)
     except Exception:  # each driver has its own error for a closed connection
         return True
 

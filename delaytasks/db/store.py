@@ -14,7 +14,7 @@ from delaytasks.db.database import Database
 from delaytasks.db.engines import lacks_sqlite_file, make_engine, own_driver
 from delaytasks.db.leases import Leases
 from delaytasks.db.migrations import check_charset
-from delaytasks.db.policy_rows import PausedRows, PolicyTable, WaitlistNames
+from delaytasks.db.policy_rows import PausedRows, PolicyTable
 from delaytasks.db.schema import Schema, build_schema
 from delaytasks.db.settlements import DeferredRows
 from delaytasks.db.sweep_queries import DueSchedules, SweepQueries
@@ -111,7 +111,6 @@ class Store:
         self.deferred_rows = DeferredRows(self.database, self.schema)
         self.policies = PolicyTable(self.database, self.schema)
         self.paused_rows = PausedRows(self.database, self.schema)
-        self.waitlist_names = WaitlistNames(self.database, self.schema)
         self.due_schedules = DueSchedules(self.database, self.schema)
         self.notices = Notices(self.database, self.schema)
         self._lease_s = settings.lease_s

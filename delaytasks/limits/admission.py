@@ -295,7 +295,7 @@ class Waitlist:
         self.database = database = store.database
         self.schema = schema = store.schema
         self.limited = limited
-        self.in_queue = store.waitlist_names.in_queue
+        self.in_queue = store.paused_rows.waitlists_in
         self.policies = PolicyQueries(schema)
         self.capacity = CapacityMeter(self.policies)
         self.queries = WaitlistQueries(database, schema)

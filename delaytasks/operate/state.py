@@ -235,7 +235,12 @@ def explain_overdue(
             group.tasks,
             group.oldest,
             max((now - group.oldest).total_seconds(), 0.0),
-            why_late(group, workers, store.policies.of(group.tag, group.queue), settings.namespace),
+            why_late(
+                group,
+                workers,
+                store.policies.read(("tag", group.tag), ("queue", group.queue)),
+                settings.namespace,
+            ),
         )
         for group in groups
     ]

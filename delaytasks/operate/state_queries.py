@@ -272,7 +272,7 @@ class FactReader:
         """
         settings = self._settings
         now, offset_s = self._now()
-        policies = self._store.policies.of(task.tag, task.queue)
+        policies = self._store.policies.read(("tag", task.tag), ("queue", task.queue))
         limited = any(policy.has_limits for policy in policies)
         swept = [s.at for s in Stats(self._db, self._schema).sweeps(settings.sweep_partitions)]
         last = min((at for at in swept if at is not None), default=None)

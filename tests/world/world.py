@@ -316,7 +316,7 @@ class World:
 
     def visit_waitlists(self, queue: str = "default") -> list[str]:
         """Return the tags of the waitlists that a drain of the queue visits next."""
-        return sorted(tag for _, tag in self.store.waitlist_names.in_queue(queue))
+        return sorted(tag for _, tag in self.store.paused_rows.waitlists_in(queue))
 
     def forget_policies(self) -> int:
         """Delete policies that were cleared long ago, as a sweep does about once an hour."""
