@@ -16,9 +16,9 @@ from delaytasks.db.rows import MAX_INTEGER, moved
 from delaytasks.db.schema import Schema
 from delaytasks.db.searching import conditions, has_status, queue_levels
 from delaytasks.db.task_keys import TaskKeys
-from delaytasks.db.types import db_now, db_now_plus, earliest, unindexed
+from delaytasks.db.types import db_now, db_now_plus, unindexed
 from delaytasks.model.body import dump_json
-from delaytasks.model.clock import LATEST, to_us
+from delaytasks.model.clock import EARLIEST, to_us
 from delaytasks.model.filters import BulkFilter, Filter, LogEntry, new_due
 from delaytasks.model.ids import MAX_ID
 from delaytasks.model.inputs import Spread
@@ -189,15 +189,14 @@ class Bulk:
         matching = select(*columns).where(*conditions(self._t, where, self._db.can), *others)
         for walked, wanted in self._levels(statuses, where.queue):
             query = matching.where(*wanted).order_by(due)
-            begin: ColumnElement[bool] = due >= (where.since or earliest())
-            is_last = False
-            while not is_last:
+            begin: ColumnElement[bool] = due >= (where.since or EARLIEST)
+            while True:
                 end = select(due).where(*walked, begin).order_by(due).offset(WINDOW - 1).limit(1)
                 ends = self._db.rows(end if where.until is None else end.where(due < where.until))
                 yield self._db.rows(query.where(begin, *(due <= row[0] for row in ends)))
-                is_last = not ends or ends[0][0] == LATEST
-                if not is_last:
-                    begin = due > ends[0][0]
+                if not ends:
+                    break
+                begin = due > ends[0][0]
 
     def _matches(self, statuses: frozenset[Status], where: Filter) -> list[ColumnElement[bool]]:
         return [self._is(statuses), *conditions(self._t, where, self._db.can)]

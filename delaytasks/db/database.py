@@ -287,17 +287,13 @@ class Database:
         return self._kept.use(self.auto)
 
     def autocommitted(
-        self,
-        work: Callable[[Any], T],
-        on: Any = None,
-        unknown_id: int | None = None,
-        tries: int = TRIES,
+        self, work: Callable[[Any], T], on: Any = None, unknown_id: int | None = None
     ) -> T:
         """Run `work` on the caller's connection `on`, or on a connection of our own on which each
         statement is a transaction."""
         if on is not None:
             return work(on)
-        return self.repeat(work, self.connect, unknown_id, tries)
+        return self.repeat(work, self.connect, unknown_id)
 
     def transaction(
         self, work: Callable[[Any], T], on: Any = None, unknown_id: int | None = None

@@ -351,12 +351,10 @@ class Producer:
     def schedule(
         self, new: NewTask, on_conflict: OnConflict, transaction: Transaction | None
     ) -> DelayedTask:
-        (task,), has_own_id = self.build([new], on_conflict), new.id is not None
+        [task] = self._builder.many([new], on_conflict, self._clock.certain_now())
+        has_own_id = new.id is not None
         with transaction.guard(task.id) if transaction is not None else nullcontext() as on:
-            is_new = task.key is None and self._store.insert(task, on)
-            if not is_new:
-                is_id_taken = task.key is None
-                task, is_new = self._write(task, on_conflict, has_own_id, on, is_id_taken)
+            task, is_new = self._write(task, on_conflict, has_own_id, on)
         if is_new:
             self._events.emit("task.scheduled", **task.event_fields)
         if is_new or (has_own_id and task.status is Status.NOT_COMPLETE):
@@ -374,7 +372,6 @@ class Producer:
         on_conflict: OnConflict,
         has_own_id: bool,
         on: CallerConnection | None,
-        is_id_taken: bool = False,
     ) -> tuple[DelayedTask, bool]:
         """Return the task that is stored afterwards, and whether it is new."""
         for _ in range(ID_TRIES):
@@ -382,12 +379,11 @@ class Producer:
                 if task.key is not None:
                     stored, is_new = self._store.insert_keyed(task, on_conflict, on)
                     return stored, is_new or (stored.id == task.id and not has_own_id)
-                if not is_id_taken and self._store.insert(task, on):
+                if self._store.insert(task, on):
                     return task, True
             except DuplicateTaskError as error:
                 if error.id != task.id:
                     raise
-            is_id_taken = False
             existing = self._existing(task.id, on)
             if existing is not None and (has_own_id or _is_same(existing, task)):
                 # The caller repeats a call whose outcome is unknown, or the storage repeated a

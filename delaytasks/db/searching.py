@@ -34,7 +34,7 @@ from delaytasks.db.database import Database
 from delaytasks.db.driver_errors import is_statement_timeout
 from delaytasks.db.row_lists import one_of
 from delaytasks.db.types import Capabilities, for_database, unindexed
-from delaytasks.model.clock import EARLIEST, LATEST, from_us, monotonic, to_us
+from delaytasks.model.clock import from_us, monotonic, to_us
 from delaytasks.model.errors import InvalidInputError, StoreError
 from delaytasks.model.filters import Filter
 from delaytasks.model.inputs import pair_text
@@ -213,17 +213,8 @@ def after_cursor(
     due, id = _parse_cursor(cursor)
     at, number = tasks.c.expected_time, tasks.c.id
     if newest_first:
-        is_after, is_not_before, begin, end = operator.lt, operator.le, LATEST, EARLIEST
-    else:
-        is_after, is_not_before, begin, end = operator.gt, operator.ge, EARLIEST, LATEST
-    follows = is_after(number, id)
-    # An instant outside of datetime's range reads as the first or the last one. Without these cases
-    # a page would begin with its own last row.
-    if due == end:
-        return query.where(is_not_before(at, due), follows)
-    if due == begin:
-        return query.where(or_(is_after(at, due), follows))
-    return query.where(is_not_before(at, due), or_(is_after(at, due), and_(at == due, follows)))
+        return query.where(at <= due, or_(at < due, number < id))
+    return query.where(at >= due, or_(at > due, number > id))
 
 
 def make_cursor(task: DelayedTask) -> str:
@@ -235,14 +226,14 @@ def _parse_cursor(cursor: str) -> tuple[datetime, int]:
     try:
         text = base64.b64decode(cursor.encode(), b"-_", validate=True).decode()
         due_us, id = text.split(":")
-        due, after_cursor = from_us(int(due_us)), int(id)
+        due, number = from_us(int(due_us)), int(id)
+        if not -(2**63) <= number < 2**63:
+            raise ValueError
+        return due, number
     except (AttributeError, ValueError, OverflowError):
         raise InvalidInputError(
             f"{shown(cursor)} is not a cursor that find() returned", "cursor"
         ) from None
-    if not -(2**63) <= after_cursor < 2**63:
-        raise InvalidInputError(f"{shown(cursor)} is not a cursor that find() returned", "cursor")
-    return due, after_cursor
 
 
 # -- Ends a search that takes too long: some filters have no index, and read the whole table ------

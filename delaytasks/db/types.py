@@ -151,15 +151,6 @@ def once(instant: ColumnElement[datetime]) -> ScalarSelect[datetime]:
     return select(instant).scalar_subquery()
 
 
-class earliest(_Expression[datetime]):
-    """An instant before all rows."""
-
-    type = UTCDateTime()
-    postgresql = "CAST('-infinity' AS TIMESTAMPTZ)"
-    mysql = "'0001-01-01 00:00:00'"
-    sqlite = "-9223372036854775808"  # numbers come before all text
-
-
 class epoch_s(_Expression[int]):
     """The whole seconds since 1970 of an instant, rounded down."""
 
