@@ -476,14 +476,8 @@ def has_input(connection: Any) -> bool:
 def _mysql_connect(connection: Any, _record: Any) -> None:
     from pymysql.constants import FIELD_TYPE
 
-    def instant(written: str) -> datetime | str:
-        try:
-            return datetime.fromisoformat(written)
-        except ValueError:
-            return written  # "0000-00-00"
-
     # The driver's own converter is a regular expression, and each row of a chunk has two instants.
-    connection.decoders = {**connection.decoders, FIELD_TYPE.DATETIME: instant}
+    connection.decoders = {**connection.decoders, FIELD_TYPE.DATETIME: datetime.fromisoformat}
     if connection._sock.family != getattr(socket, "AF_UNIX", None):
         for option, value in _TCP_OPTIONS.items():
             if hasattr(socket, option):
