@@ -46,14 +46,7 @@ _IS_OPEN = "delaytasks.open"
 _SKIP = "skip_autocommit_rollback"
 
 
-def rollback_options(autocommit: bool) -> dict[str, Any]:
-    """Return the options for `create_engine`."""
-    if not autocommit:
-        return {"pool_reset_on_return": None}
-    return {_SKIP: True} if _SKIP in signature(DefaultDialect.__init__).parameters else {}
-
-
-def skip_needless_rollbacks(engine: Engine) -> None:
+def _skip_needless_rollbacks(engine: Engine) -> None:
     """Roll back returned connections of this engine only if their transaction is still open."""
     event.listen(engine, "begin", _begin)
     event.listen(engine, "commit", _end)
@@ -321,10 +314,6 @@ def make_engine(url: URL, pool_size: int, isolation_level: str) -> Engine:
     )
     try:
         return make(url, isolation_level, options)
-    except exc.NoSuchModuleError:
-        raise ConfigError(
-            f"SQLAlchemy has no driver {url.drivername!r}; leave it out of the URL"
-        ) from None
     except exc.ArgumentError as error:  # the numbers of hosts and ports differ
         raise ConfigError(
             f"delaytasks_database_url cannot be read: {error}; {SEVERAL_HOSTS}"
@@ -350,11 +339,14 @@ def _postgresql_engine(url: URL, isolation_level: str, options: dict[str, Any]) 
 def _mysql_engine(url: URL, isolation_level: str, options: dict[str, Any]) -> Engine:
     is_autocommit = isolation_level == _AUTOCOMMIT
     options["connect_args"] = {"connect_timeout": 5, "read_timeout": 5, "charset": "utf8mb4"}
-    options |= rollback_options(is_autocommit)
+    if not is_autocommit:
+        options["pool_reset_on_return"] = None
+    elif _SKIP in signature(DefaultDialect.__init__).parameters:
+        options[_SKIP] = True
     engine = _server_engine(url, isolation_level, options)
     event.listen(engine, "connect", _mysql_connect)
     if not is_autocommit:
-        skip_needless_rollbacks(engine)
+        _skip_needless_rollbacks(engine)
     return engine
 
 

@@ -18,13 +18,7 @@ from delaytasks.db.leases import ASKED, CancelRequests
 from delaytasks.db.row_lists import by_id, check_row_count, listed
 from delaytasks.db.rows import NEW_COLUMNS, columns, task_of, values_of
 from delaytasks.db.schema import Schema
-from delaytasks.db.searching import (
-    after_cursor,
-    conditions,
-    first_page,
-    limited_search,
-    make_cursor,
-)
+from delaytasks.db.searching import after_cursor, conditions, first_page, make_cursor
 from delaytasks.db.settlements import Attempts
 from delaytasks.db.task_keys import TaskKeys
 from delaytasks.db.types import UTCDateTime, db_now, unindexed
@@ -159,13 +153,8 @@ class Tasks:
         cursor: str | None = None,
         on: CallerConnection | None = None,
         newest_first: bool = False,
-        time_limit_s: float | None = None,
     ) -> Page:
-        """Return a page of tasks in the order of their due times.
-
-        Raise `SearchTimeoutError` after `time_limit_s` seconds. On a caller's connection, no limit
-        applies.
-        """
+        """Return a page of tasks in the order of their due times."""
         t = self._t
         query = self._select.where(*conditions(t, where, self._db.can))
         if where.ids is not None:
@@ -176,10 +165,7 @@ class Tasks:
         def read(connection: Any) -> list[Any]:
             return first_page(connection, query, t, where, limit + 1, newest_first)
 
-        if time_limit_s is None or on is not None:
-            rows = self._db.autocommitted(read, on)
-        else:
-            rows = limited_search(self._db, read, time_limit_s)
+        rows = self._db.autocommitted(read, on)
         tasks = [task_of(row, self._schema) for row in rows[:limit]]
         return Page(tasks, make_cursor(tasks[-1]) if len(rows) > limit else None)
 

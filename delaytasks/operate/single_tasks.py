@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from delaytasks.model.celery_calls import CELERY_PREFIX
@@ -169,7 +170,13 @@ def find_tasks(
     where = filter_of(filters)
     with runtime.transactions.guard(session) as transaction:
         on = connection_of(transaction)
-        return runtime.store.tasks.find(where, limit, cursor, on, newest_first, time_limit_s)
+        find = partial(runtime.store.tasks.find, where, limit, cursor, newest_first=newest_first)
+        if time_limit_s is None or on is not None:
+            return find(on=on)
+        from delaytasks.operate.state_queries import limited_search
+
+        database = runtime.store.database
+        return limited_search(database, lambda own: find(on=own), time_limit_s)
 
 
 def cancel_task(

@@ -22,7 +22,6 @@ from delaytasks.db import rows, sessions
 from delaytasks.db.claims import Claims
 from delaytasks.db.leases import Renewed
 from delaytasks.db.rows import values_of
-from delaytasks.db.searching import limited_search
 from delaytasks.db.store import Store
 from delaytasks.db.types import Capabilities, UTCDateTime, db_now_plus
 from delaytasks.limits.admission import Admission
@@ -40,7 +39,7 @@ from delaytasks.model.workers import ServiceTimes
 from delaytasks.operate.explanations import Follower
 from delaytasks.operate.live import LiveSnapshot, snapshot
 from delaytasks.operate.state import TableState, read_tables
-from delaytasks.operate.state_queries import FactReader
+from delaytasks.operate.state_queries import FactReader, limited_search
 from delaytasks.run.runner import Report, Runner
 from delaytasks.statistics.statistics_table import StatisticsTable, Unwritten
 from delaytasks.worker.processes import Processes
