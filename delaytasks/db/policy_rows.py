@@ -25,7 +25,7 @@ from sqlalchemy import (
 
 from delaytasks.db.database import Database
 from delaytasks.db.inserts import CANCEL_REQUESTS, POLICY_CHANGES, ChangeNumbers, Insert
-from delaytasks.db.row_lists import check_row_count, json_rows, listed, listing
+from delaytasks.db.row_lists import check_row_count, listed, listing
 from delaytasks.db.rows import moved
 from delaytasks.db.schema import Schema
 from delaytasks.db.searching import (
@@ -36,7 +36,6 @@ from delaytasks.db.searching import (
     waits_between,
 )
 from delaytasks.db.types import db_now, db_now_plus, unindexed
-from delaytasks.model.body import dump_json
 from delaytasks.model.clock import to_us
 from delaytasks.model.interfaces import Entry, FoundRow, Level
 from delaytasks.model.moves import MOVES, Status, following
@@ -367,9 +366,10 @@ class PausedRows:
             changed: int = connection.execute(moving, {"ids": [row.id for row in rows]}).rowcount
             if not where:
                 check_row_count(changed, len(rows), f"rows to {name}")
-            return [
+            entries = [
                 Entry(row[0], following(row[1]), to_us(row[2]), row[3], row[4]) for row in rows
-            ], changed
+            ]
+            return entries, changed
 
         return self._db.transaction(work)
 
@@ -377,15 +377,12 @@ class PausedRows:
         """Hold paused rows that this worker has claimed but not started. Returns the ids of the
         held rows."""
         t, move = self._t, MOVES["hold_back"]
-        w = json_rows(self._db, ("id", "version"))
-        ordered = sorted(tasks, key=lambda task: task.id)
-        ids = [task.id for task in ordered]
-        rows = dump_json([{"id": task.id, "version": task.version} for task in ordered])
+        versions = {task.id: task.version for task in sorted(tasks, key=lambda task: task.id)}
+        ids = {"ids": list(versions)}
         mine = and_(
-            t.c.id == w.c.id,
-            t.c.version == w.c.version,
-            unindexed(t.c.status) == int(move.source),
             self._listed,
+            tuple_(t.c.id, t.c.version).in_([*versions.items()]),
+            unindexed(t.c.status) == int(move.source),
         )
         # The values of a row that was given back: it never ran.
         never_ran = dict.fromkeys(("execution_time", "lease_until", "worker", "ip_address"))
@@ -393,13 +390,12 @@ class PausedRows:
         statement = update(t).where(mine, self._is_paused).values(values)
         is_held = unindexed(t.c.status) == int(move.target)
         after = select(t.c.id, t.c.version).where(self._listed, is_held)
-        versions = {task.id: following(task.version) for task in tasks}
 
         def work(connection: Any) -> set[int]:
-            connection.execute(statement, {"rows": rows, "ids": ids})
+            connection.execute(statement, ids)
             # The rows are read instead of counted: an earlier try, whose answer was lost, may have
             # held them.
-            held = connection.execute(after, {"ids": ids})
-            return {row[0] for row in held if versions[row[0]] == row[1]}
+            held = connection.execute(after, ids)
+            return {row[0] for row in held if following(versions[row[0]]) == row[1]}
 
         return self._db.transaction(work)

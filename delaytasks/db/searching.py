@@ -1,5 +1,4 @@
-"""Searches for tasks: the conditions of a filter, steps through an index, pages, and limits of
-time."""
+"""Searches for tasks: the conditions of a filter, steps through an index, and pages."""
 
 from __future__ import annotations
 

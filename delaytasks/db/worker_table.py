@@ -8,19 +8,7 @@ from collections.abc import Collection, Sequence
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import (
-    ColumnElement,
-    Delete,
-    Table,
-    Update,
-    and_,
-    delete,
-    exc,
-    insert,
-    or_,
-    select,
-    update,
-)
+from sqlalchemy import ColumnElement, Delete, Update, and_, delete, exc, insert, or_, select, update
 
 from delaytasks.db.database import Database
 from delaytasks.db.schema import VERSION_LENGTH, Schema
@@ -38,18 +26,11 @@ MAX_TAG_BYTES = 16_384
 _SERVICES = ("broker_down_at", "timer_down_at", "beat_at")
 
 
-def is_lost(w: Table) -> ColumnElement[bool]:
-    return w.c.lost_at.is_not(None)
-
-
-def is_present(w: Table) -> ColumnElement[bool]:
-    return w.c.lost_at.is_(None)
-
-
 class WorkerTable:
     def __init__(self, database: Database, schema: Schema) -> None:
         self._db = database
-        self._w = schema.workers
+        self._w = w = schema.workers
+        self._is_lost, self._is_present = w.c.lost_at.is_not(None), w.c.lost_at.is_(None)
         #: The tags that this process has published, by the worker's name.
         self._published: dict[str, str | None] = {}
 
@@ -120,12 +101,12 @@ class WorkerTable:
         it.
         """
         w = self._w
-        silent = and_(is_present(w), w.c.seen_at < db_now_plus(-silent_s))
-        wrong = and_(is_present(w), w.c.seen_at > db_now_plus(silent_s))
+        silent = and_(self._is_present, w.c.seen_at < db_now_plus(-silent_s))
+        wrong = and_(self._is_present, w.c.seen_at > db_now_plus(silent_s))
         mark, remove = update(w).where(silent).values(lost_at=db_now()), delete(w).where(wrong)
         # The clock of the database may have been set back since the worker was lost.
         over = and_(
-            is_lost(w),
+            self._is_lost,
             or_(w.c.lost_at < db_now_plus(-LOST_FOR_S), w.c.lost_at > db_now_plus(silent_s)),
         )
 
@@ -149,7 +130,7 @@ class WorkerTable:
         method returns them."""
         w = self._w
         query = select(w.c.name, w.c.lost_at, w.c.seen_at, w.c.pool, w.c.concurrency, w.c.queues)
-        rows = self._db.rows(query.where(is_lost(w)).order_by(w.c.lost_at.desc()))
+        rows = self._db.rows(query.where(self._is_lost).order_by(w.c.lost_at.desc()))
         return [LostWorker._make((*row[:5], json.loads(row.queues))) for row in rows]
 
     def all(self) -> list[dict[str, Any]]:
@@ -161,7 +142,7 @@ class WorkerTable:
                 "queues": json.loads(row.queues),
                 "tags": None if row.tags is None else frozenset(json.loads(row.tags)),
             }
-            for row in self._db.rows(select(w).where(is_present(w)).order_by(w.c.name))
+            for row in self._db.rows(select(w).where(self._is_present).order_by(w.c.name))
         ]
 
     def registered(self, now: datetime, silent_s: float) -> list[RegisteredWorker]:
