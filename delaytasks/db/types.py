@@ -95,12 +95,9 @@ class _Expression(functions.GenericFunction[T]):
 
 @compiles(_Expression)
 def _(element: _Expression[Any], compiler: Any, **kw: Any) -> str:
-    template = for_database(
-        compiler.dialect.name,
-        postgresql=element.postgresql,
-        mysql=element.mysql,
-        sqlite=element.sqlite,
-    )
+    texts = {"mysql": element.mysql, "mariadb": element.mysql, "sqlite": element.sqlite}
+    # A log also asks for dialects that are not supported.
+    template = texts.get(compiler.dialect.name, element.postgresql)
     if compiler.preparer._double_percents:  # placeholders have them (Django's cursor for SQLite)
         template = template.replace("%", "%%")
     arguments = [compiler.process(clause, **kw) for clause in element.clauses]
