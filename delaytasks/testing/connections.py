@@ -29,7 +29,7 @@ _CLOCKS = {
     "postgresql": ("clock_timestamp()", "CAST('{}+00:00' AS TIMESTAMPTZ)"),
     "mysql": ("UTC_TIMESTAMP(6)", "CAST('{}' AS DATETIME(6))"),
     "mariadb": ("UTC_TIMESTAMP(6)", "CAST('{}' AS DATETIME(6))"),
-    "sqlite": ("%f000', 'now'", "%f000', '{}'"),
+    "sqlite": ("%f000', 'now'", "%f000', '{:.23}'"),  # milliseconds
 }
 
 
@@ -53,8 +53,6 @@ class SimulatedTime:
         if clock not in statement or not any(mark in statement for mark in _OUR_NAMES):
             return statement
         instant = from_us(self._now_us()).strftime("%Y-%m-%d %H:%M:%S.%f")
-        if dialect == "sqlite":
-            instant = instant[:-3]
         return statement.replace(clock, literal.format(instant))
 
     @contextmanager

@@ -343,9 +343,9 @@ def test_a_task_on_an_autocommit_connection_is_armed_immediately(shop: Caller) -
 
 def take_id(shop: Caller, monkeypatch: MonkeyPatch, place: int, id: int) -> None:
     """Let the id of the task at this place be that of another task."""
-    producer = shop.world.runtime.producer
-    ids = [*(producer._make_id() for _ in range(place)), id]
-    monkeypatch.setattr(producer, "_make_id", chain(ids, iter(producer._make_id, None)).__next__)
+    producer, make_id = shop.world.runtime.producer, shop.world.runtime.producer._make_id
+    ids = chain([make_id() for _ in range(place)], [id], iter(make_id, None))
+    monkeypatch.setattr(producer, "_make_id", ids.__next__)
 
 
 @pytest.mark.parametrize("is_callers", [True, False])

@@ -61,7 +61,6 @@ COMPARING = {
     "db/database.py": "SQLite URLs name no driver",
     "db/engines.py": "is about SQLite only",
     "db/types.py": "SQLAlchemy also asks for dialects that are not supported, for a log",
-    "testing/connections.py": "simulated time is for any engine",
 }
 
 
