@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Connection, FromClause, case, func, literal, select, tablesample
 
-from delaytasks.db.searching import estimate_rows, has_status, queue_levels
+from delaytasks.db.searching import has_status, queue_levels
 from delaytasks.db.types import epoch_s
 from delaytasks.model.clock import from_us
 from delaytasks.model.errors import DelayTaskError, InvalidInputError, StoreError
@@ -28,6 +28,7 @@ from delaytasks.model.inputs import is_integer, show_duration
 from delaytasks.model.moves import WAITING
 from delaytasks.model.text import count, shown, some_values
 from delaytasks.model.workers import RegisteredWorker
+from delaytasks.operate.state_queries import estimate_rows
 
 if TYPE_CHECKING:
     from delaytasks.db.store import Store

@@ -96,7 +96,7 @@ class StartChecks:
 
     def findings(self) -> Iterator[Finding]:
         """Yield the waiting tasks that this code cannot run."""
-        from delaytasks.db.state_queries import Stats
+        from delaytasks.operate.state_queries import Stats
 
         settings = self._runtime.settings
         keys = names_of(settings.encryption_keys)

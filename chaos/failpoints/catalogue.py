@@ -119,7 +119,7 @@ FAILPOINTS = [
     ),
     Failpoint("cancelled", "producer", "after", ("db.task_rows:Tasks.cancel",), "R1", "cancelled"),
     Failpoint("retried", "producer", "after", ("db.task_rows:Tasks.rerun",), "R1", "retried"),
-    Failpoint("touched", "producer", "after", ("db.task_rows:Touches.touch",), "R1", "touched"),
+    Failpoint("touched", "producer", "after", ("db.task_rows:Tasks.touch",), "R1", "touched"),
     Failpoint("moved", "producer", "after", ("db.task_rows:Tasks.reschedule",), "R1", "moved"),
     Failpoint(
         "waiting to be armed", "producer", "after", ("broker.arming:BackgroundTimer.arm",), "R1"

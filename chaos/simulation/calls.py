@@ -49,7 +49,7 @@ class SimulatedCalls:
                 self._call(id, "reschedule", runs, lambda id=id, due=due: self._reschedule(id, due))  # type: ignore[misc]
             elif roll < 0.35:
                 try:
-                    self._play.touches.touch(id, producer.due_of(chance.uniform(0, 8)))
+                    self._play.tasks.touch(id, producer.due_of(chance.uniform(0, 8)))
                 except DelayTaskError:
                     pass
 

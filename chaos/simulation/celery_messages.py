@@ -11,7 +11,6 @@ from chaos.celery_messages import MOST_RUNS
 from chaos.history import Answer, CallRecord, DeliveryRecord, Fault, PublishRecord
 from chaos.simulation.stage import Play
 from delaytasks.db.producer import Producer
-from delaytasks.db.task_rows import CeleryRows
 from delaytasks.durable_eta.message_publisher import NotConfirmedError, Results
 from delaytasks.durable_eta.stored_message import StoredMessage, new_task
 from delaytasks.events import Events
@@ -112,10 +111,9 @@ class CeleryCalls:
 
     def _revoke(self, id: int) -> None:
         """Cancel the row as `Revocations` does, if it waits or runs."""
-        store = self._play.stage.store
         asked_us, answer = self._play.times.now_us, UNKNOWN
         try:
-            for row in CeleryRows(store.database, store.schema).live([str(id)]):
+            for row in self._play.stage.store.tasks.celery_rows([str(id)]):
                 self._play.world.step()
                 try:
                     self._play.tasks.cancel(row.id, running=True)

@@ -113,7 +113,7 @@ class Play:
         #: Violations that the checker cannot see, each with the task's id or 0.
         self.violations: list[tuple[int, Violation]] = []
         store = stage.store
-        self.tasks, self.touches = self.with_steps(store.tasks), self.with_steps(store.touches)
+        self.tasks = self.with_steps(store.tasks)
         self.sweeps, self.leases, self.seen = (
             self.with_steps(store.sweeps),
             self.with_steps(store.leases),

@@ -25,10 +25,10 @@ from delaytasks.cli.output import (
 from delaytasks.client import DelayTasks
 from delaytasks.db import migrations
 from delaytasks.db.engines import lacks_sqlite_file
-from delaytasks.db.state_queries import Stats
 from delaytasks.model.errors import ConfigError, StoreError
 from delaytasks.model.text import mask_url
 from delaytasks.operate.state import explain_overdue
+from delaytasks.operate.state_queries import Stats
 from delaytasks.runtime import runtime_of
 
 OTHER_DATABASE = (

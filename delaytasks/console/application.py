@@ -40,10 +40,10 @@ from delaytasks.console.viewers import (
     derived_key,
     session_key,
 )
-from delaytasks.db.searching import SearchTimeoutError
 from delaytasks.model.errors import ConfigError, DelayTaskError, StoreError, TaskNotFoundError
 from delaytasks.model.text import installed_version, one_line
 from delaytasks.operate.health import HealthChecks, Probes
+from delaytasks.operate.state_queries import SearchTimeoutError
 from delaytasks.runtime import runtime_of
 
 logger = logging.getLogger(__name__)

@@ -29,7 +29,6 @@ from delaytasks.console.requests import (
 )
 from delaytasks.console.shown import timeline_of, viewer_zone
 from delaytasks.console.viewers import Role
-from delaytasks.db.searching import SearchTimeoutError
 from delaytasks.model.celery_calls import trace_id_of
 from delaytasks.model.errors import DelayTaskError, InvalidInputError
 from delaytasks.model.filters import BulkResult
@@ -39,6 +38,7 @@ from delaytasks.model.moves import MOVES, Status, moves_from
 from delaytasks.model.task import DelayedTask, Page
 from delaytasks.model.why import Reason
 from delaytasks.operate.explanations import error_filter, error_matcher
+from delaytasks.operate.state_queries import SearchTimeoutError
 from delaytasks.runtime import runtime_of
 
 

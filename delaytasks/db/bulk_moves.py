@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime, timedelta
+from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from sqlalchemy import ColumnElement, Select, Update, case, delete, func, insert, select, update
 
@@ -16,9 +16,9 @@ from delaytasks.db.rows import MAX_INTEGER, moved
 from delaytasks.db.schema import Schema
 from delaytasks.db.searching import conditions, has_status, queue_levels
 from delaytasks.db.task_keys import TaskKeys
-from delaytasks.db.types import db_now, db_now_plus, earliest, unindexed
+from delaytasks.db.types import db_now, db_now_plus, unindexed
 from delaytasks.model.body import dump_json
-from delaytasks.model.clock import LATEST, to_us
+from delaytasks.model.clock import EARLIEST, to_us
 from delaytasks.model.filters import BulkFilter, Filter, LogEntry, new_due
 from delaytasks.model.ids import MAX_ID
 from delaytasks.model.inputs import Spread
@@ -46,14 +46,20 @@ class Audit:
 
     def counts(self, on: Any, id: int) -> tuple[int, int] | None:
         """Return how many tasks an operation has changed and refused; None if its row is gone."""
-        row = on.execute(
-            select(self._a.c.changed, self._a.c.refused).where(self._a.c.id == id)
-        ).first()
+        a = self._a.c
+        row = on.execute(select(a.changed, a.refused).where(a.id == id)).first()
         return None if row is None else (row[0], row[1])
 
-    def note(self, on: Any, id: int, done: tuple[int, int]) -> None:
-        noted = {"changed": done[0], "refused": done[1], "seen_at": db_now()}
-        on.execute(update(self._a).where(self._a.c.id == id).values(noted))
+    def note(self, id: int, done: tuple[int, int] | None, on: Any = None, **others: Any) -> None:
+        """Write what an operation has changed and refused, if it is known."""
+        values = {"seen_at": db_now(), **others}
+        if done is not None:
+            values |= {"changed": done[0], "refused": done[1]}
+        noting = update(self._a).where(self._a.c.id == id).values(values)
+        self._db.autocommitted(lambda c: c.execute(noting), on)
+
+    def end(self, id: int, state: str, done: tuple[int, int] | None) -> None:
+        self.note(id, done, state=state, finished_at=db_now())
 
     def record(self, on: Any, id: int, step: int, moved: Sequence[tuple[int, int]]) -> None:
         """Write the ids and the new versions of the tasks that a step has moved."""
@@ -73,14 +79,6 @@ class Audit:
 
     def get(self, id: int) -> LogEntry | None:
         return next(iter(self._entries(select(self._a).where(self._a.c.id == id))), None)
-
-    def end(self, id: int, state: str, done: tuple[int, int] | None) -> None:
-        ended: dict[str, Any] = {"state": state, "seen_at": db_now(), "finished_at": db_now()}
-        if done is not None:
-            ended |= {"changed": done[0], "refused": done[1]}
-        self._db.autocommitted(
-            lambda c: c.execute(update(self._a).where(self._a.c.id == id).values(ended))
-        )
 
     def all(self, limit: int, before: int | None = None) -> list[LogEntry]:
         """Return the newest rows first, by their ids; only those with ids below `before`."""
@@ -117,11 +115,8 @@ class Audit:
 WINDOW = 20_000
 
 
-class QueueStep(NamedTuple):
-    #: The rows among which windows are measured.
-    walked: list[ColumnElement[bool]]
-    #: The rows of each window that are returned.
-    wanted: list[ColumnElement[bool]]
+#: Conditions for the rows among which windows are measured, and for those that are returned.
+_Level = tuple[list[ColumnElement[bool]], list[ColumnElement[bool]]]
 
 
 class Bulk:
@@ -129,47 +124,32 @@ class Bulk:
         self._db = database
         self._t = schema.tasks
         self._keys = TaskKeys(database, schema)
-        self._audit = Audit(database, schema)
-        self.begin, self.end, self.log = self._audit.begin, self._audit.end, self._audit.all
-        self.logged = self._audit.get
+        self.audit = Audit(database, schema)
         self._updates = {name: self._update(name) for name in ("cancel", "reschedule", "rerun")}
-
-    def now(self) -> datetime:
-        return self._db.now()
 
     # -- find -------------------------------------------------------------------------------------
 
     def matching(self, which: BulkFilter) -> Iterator[list[tuple[int, Status]]]:
         """Yield (id, status) of the rows that the filter names, one window at a time."""
-        if which.where.ids is not None:
-            yield self._named(which)
-            return
-        for step in self._steps(which.looked_at, which.where.queue):
-            for rows in self._windows(which.where, step, [self._t.c.id, self._t.c.status]):
-                yield [(row[0], Status(row[1])) for row in rows]
-
-    def _named(self, which: BulkFilter) -> list[tuple[int, Status]]:
-        """Return (id, status) of the rows whose ids the filter lists."""
-        t = self._t.c
-        wanted = (self._is(which.looked_at), *conditions(self._t, which.where, self._db.can))
-        rows = self._db.rows(by_id(select(t.id, t.status).where(*wanted), self._t))
-        return [(row[0], Status(row[1])) for row in rows]
+        where, columns = which.where, (self._t.c.id, self._t.c.status)
+        parts: Iterator[Sequence[Any]]
+        if where.ids is None:
+            parts = self._windows(which.looked_at, where, columns)
+        else:
+            query = select(*columns).where(*self._matches(which.looked_at, where))
+            parts = iter([self._db.rows(by_id(query, self._t))])
+        for rows in parts:
+            yield [(row[0], Status(row[1])) for row in rows]
 
     def unmoved(self, which: BulkFilter, operation: int) -> Iterator[dict[int, int]]:
         """Yield id and version of the tasks that the operation has cancelled, step by step.
 
         Tasks that have moved since, and tasks that the filter does not match, are left out.
         """
-        t = self._t.c
-        query = select(t.id, t.version).where(
-            listed(self._db, t.id, "ids"),
-            self._is(which.movable),
-            *conditions(self._t, which.where, self._db.can),
-        )
-        for versions in self._audit.recorded(operation):
-            ids = {"ids": list(versions)}
-            rows = self._db.autocommitted(lambda c, ids=ids: c.execute(query, ids).all())  # type: ignore[misc]
-            yield {row[0]: row[1] for row in rows if versions[row[0]] == row[1]}
+        query = self._listed(which, [self._t.c.id, self._t.c.version])
+        for versions in self.audit.recorded(operation):
+            read = partial(_read, query=query, ids=list(versions), versions=versions)
+            yield {row.id: row.version for row in self._db.autocommitted(read)}
 
     def having(
         self,
@@ -181,11 +161,9 @@ class Bulk:
 
         A row that moves meanwhile may be missed.
         """
-        for level in self._steps(statuses, None):
-            step = QueueStep(level.walked, [*level.wanted, *where])
-            yield from self._windows(Filter(), step, columns)
+        return self._windows(statuses, Filter(), columns, *where)
 
-    def _steps(self, statuses: frozenset[Status], queue: str | None) -> Iterator[QueueStep]:
+    def _levels(self, statuses: frozenset[Status], queue: str | None) -> Iterator[_Level]:
         """Yield the parts of the table that an index has in the order of due times.
 
         Rows that wait or run are found without reading those that are finished.
@@ -196,28 +174,38 @@ class Bulk:
             for level in self._db.autocommitted(partial(queue_levels, t=self._t, status=status)):
                 if queue in (None, level.queue):
                     rows = [here, t.queue == level.queue, t.priority == level.priority]
-                    yield QueueStep(rows, rows)
+                    yield rows, rows
         if finished := statuses - LIVE:
-            yield QueueStep([], [self._is(finished)])
+            yield [], [self._is(finished)]
 
     def _windows(
-        self, where: Filter, step: QueueStep, columns: Sequence[ColumnElement[Any]]
+        self,
+        statuses: frozenset[Status],
+        where: Filter,
+        columns: Sequence[ColumnElement[Any]],
+        *others: ColumnElement[bool],
     ) -> Iterator[Sequence[Any]]:
         due = self._t.c.expected_time
-        query = (
-            select(*columns)
-            .where(*step.wanted, *conditions(self._t, where, self._db.can))
-            .order_by(due)
-        )
-        begin: ColumnElement[bool] = due >= (where.since or earliest())
-        while True:
-            end = select(due).where(*step.walked, begin).order_by(due).offset(WINDOW - 1).limit(1)
-            ends = self._db.rows(end if where.until is None else end.where(due < where.until))
-            window = query.where(begin, *(due <= row[0] for row in ends))
-            yield self._db.rows(window)
-            if not ends or ends[0][0] == LATEST:
-                return
-            begin = due > ends[0][0]
+        matching = select(*columns).where(*conditions(self._t, where, self._db.can), *others)
+        for walked, wanted in self._levels(statuses, where.queue):
+            query = matching.where(*wanted).order_by(due)
+            begin: ColumnElement[bool] = due >= (where.since or EARLIEST)
+            while True:
+                end = select(due).where(*walked, begin).order_by(due).offset(WINDOW - 1).limit(1)
+                ends = self._db.rows(end if where.until is None else end.where(due < where.until))
+                yield self._db.rows(query.where(begin, *(due <= row[0] for row in ends)))
+                if not ends:
+                    break
+                begin = due > ends[0][0]
+
+    def _matches(self, statuses: frozenset[Status], where: Filter) -> list[ColumnElement[bool]]:
+        return [self._is(statuses), *conditions(self._t, where, self._db.can)]
+
+    def _listed(self, which: BulkFilter, columns: Sequence[ColumnElement[Any]]) -> Select[Any]:
+        """Return the query of the listed rows that still match the filter and can be moved."""
+        t = self._t.c
+        matches = self._matches(which.movable, which.where)
+        return select(*columns).where(listed(self._db, t.id, "ids"), *matches).order_by(t.id)
 
     def _is(self, statuses: frozenset[Status]) -> ColumnElement[bool]:
         return unindexed(self._t.c.status).in_(sorted(map(int, statuses)))
@@ -241,22 +229,19 @@ class Bulk:
         tried: list[Step] = []
 
         def work(connection: Any) -> Step:
-            counts = self._audit.counts(connection, run)
+            counts = self.audit.counts(connection, run)
             if tried and counts not in (None, done):
                 return tried[-1]
             step = self._step(connection, which, ids, to, versions)
             tried.append(step)
             if step.moved and which.move == "cancel":
                 cancelled = [(entry.id, entry.version) for entry in step.moved]
-                self._audit.record(connection, run, sum(done), cancelled)
-            self._audit.note(connection, run, (done[0] + len(step.moved), done[1] + step.refused))
+                self.audit.record(connection, run, sum(done), cancelled)
+            counted = done[0] + len(step.moved), done[1] + step.refused
+            self.audit.note(run, counted, connection)
             return step
 
         return self._db.transaction(work)
-
-    def note(self, run: int, done: tuple[int, int]) -> None:
-        """Count tasks that were moved outside of a step."""
-        self._db.autocommitted(lambda c: self._audit.note(c, run, done))
 
     def _step(
         self,
@@ -267,29 +252,22 @@ class Bulk:
         versions: Mapping[int, int] | None,
     ) -> Step:
         t, is_rerun = self._t.c, which.move == "rerun"
-        named = [
-            listed(self._db, t.id, "ids"),
-            self._is(which.movable),
-            *conditions(self._t, which.where, self._db.can),
-        ]
-        due = func.coalesce(t.due_time, t.expected_time)
-        look = select(t.id, t.tag, t.task_key, t.version, due).where(*named).order_by(t.id)
-        seen = on.execute(look, {"ids": ids}).all()
-        seen = [row for row in seen if versions is None or versions[row[0]] == row[3]]
-        with_key = [row for row in seen if row[2] is not None]
+        due = func.coalesce(t.due_time, t.expected_time).label("due")
+        key = t.id, t.tag, t.task_key
+        rows = self._listed(which, [*key, t.version, t.expected_time, t.queue, t.priority, due])
+        seen = _read(on, rows, ids, versions)
+        with_key = [row for row in seen if row.task_key is not None]
         left_out = (
-            {row[0] for row in with_key} if is_rerun else self._busy_keys(on, which.move, with_key)
+            {row.id for row in with_key} if is_rerun else self._busy_keys(on, which.move, with_key)
         )
-        free = [row[0] for row in seen if row[0] not in left_out]
-        locked = self._lock(on, named, free)
-        locked = [row for row in locked if versions is None or versions[row[0]] == row[1]]
+        locked = self._lock(on, rows, [row.id for row in seen if row.id not in left_out], versions)
         moved = self._moved(on, which.move, locked, to)
         if which.move == "cancel":
             taken = {entry.id for entry in moved}
-            self._keys.release_all(on, [row for row in with_key if row[0] in taken])
-        keyed = [(row[0], row[3], row[4]) for row in with_key] if is_rerun else []
+            self._keys.release_all(on, [row for row in with_key if row.id in taken])
+        keyed = [(row.id, row.version, row.due) for row in with_key] if is_rerun else []
         taken = {row[0] for row in [*locked, *keyed]}
-        busy = [row[0] for row in seen if row[0] not in taken]
+        busy = [row.id for row in seen if row.id not in taken]
         return Step(moved, len(ids) - len(moved) - len(busy) - len(keyed), busy, keyed)
 
     def _busy_keys(self, on: Any, move: str, with_key: Sequence[Any]) -> set[int]:
@@ -302,30 +280,25 @@ class Bulk:
         return {row[0] for row in self._keys.owned(on, others)}
 
     def _lock(
-        self, on: Any, named: Sequence[ColumnElement[bool]], ids: Sequence[int]
-    ) -> Sequence[Any]:
-        t = self._t.c
-        due = func.coalesce(t.due_time, t.expected_time)
-        columns = t.id, t.version, t.expected_time, t.queue, t.priority, due
-        lock = select(*columns).where(*named).order_by(t.id)
-        return on.execute(lock.with_for_update(skip_locked=True), {"ids": ids}).all() if ids else []
+        self, on: Any, rows: Select[Any], ids: list[int], versions: Mapping[int, int] | None
+    ) -> list[Any]:
+        return _read(on, rows.with_for_update(skip_locked=True), ids, versions) if ids else []
 
     def _moved(self, on: Any, move: str, locked: Sequence[Any], to: To) -> list[Entry]:
         """Move the locked rows, fenced by the versions that were read."""
         is_relative = isinstance(to, timedelta | Spread)
         now = on.execute(select(db_now())).scalar_one() if is_relative else None
         rows, entries = [], []
-        for id, version, expected, queue, priority, due in locked:
-            new = new_due(id, due, to, now)
-            rows.append(
-                {"id": id, "version": version, "expected_time": instant_text(self._db, new)}
-            )
-            entries.append(Entry(id, following(version), to_us(new or expected), queue, priority))
+        for row in locked:
+            new, version = new_due(row.id, row.due, to, now), following(row.version)
+            due_text = instant_text(self._db, new)
+            rows.append({"id": row.id, "version": row.version, "expected_time": due_text})
+            due_us = to_us(new or row.expected_time)
+            entries.append(Entry(row.id, version, due_us, row.queue, row.priority))
         if rows:
-            result = on.execute(
-                self._updates[move], {"rows": dump_json(rows), "ids": [row["id"] for row in rows]}
-            )
-            check_row_count(result.rowcount, len(rows), f"tasks to {move}")
+            named = {"rows": dump_json(rows), "ids": [entry.id for entry in entries]}
+            changed = on.execute(self._updates[move], named).rowcount
+            check_row_count(changed, len(rows), f"tasks to {move}")
         return entries
 
     def _update(self, move: str) -> Update:
@@ -340,3 +313,11 @@ class Bulk:
         )
         mine = listed(self._db, t.c.id, "ids")  # else a small table would be scanned
         return update(t).where(mine, t.c.id == w.c.id, t.c.version == w.c.version).values(values)
+
+
+def _read(
+    on: Any, query: Select[Any], ids: Sequence[int], versions: Mapping[int, int] | None
+) -> list[Any]:
+    """Return the rows that still have these `versions` if given."""
+    rows = on.execute(query, {"ids": ids}).all()
+    return [row for row in rows if versions is None or versions[row.id] == row.version]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import select
-import select as io
 import socket
 import threading
 from collections.abc import Generator, Iterator, Sequence
@@ -13,7 +12,7 @@ from datetime import datetime
 from inspect import signature
 from itertools import cycle
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from sqlalchemy import (
@@ -47,14 +46,7 @@ _IS_OPEN = "delaytasks.open"
 _SKIP = "skip_autocommit_rollback"
 
 
-def rollback_options(autocommit: bool) -> dict[str, Any]:
-    """Return the options for `create_engine`."""
-    if not autocommit:
-        return {"pool_reset_on_return": None}
-    return {_SKIP: True} if _SKIP in signature(DefaultDialect.__init__).parameters else {}
-
-
-def skip_needless_rollbacks(engine: Engine) -> None:
+def _skip_needless_rollbacks(engine: Engine) -> None:
     """Roll back returned connections of this engine only if their transaction is still open."""
     event.listen(engine, "begin", _begin)
     event.listen(engine, "commit", _end)
@@ -104,10 +96,9 @@ def addresses_of(url: URL) -> frozenset[DatabaseAddress]:
     hosts, ports = _listed(url, "host"), _listed(url, "port")
     addresses = set()
     for host, port in zip(hosts or [url.host], cycle(ports or [None])):
-        # A socket's folder and an IPv6 address have no port after a colon.
-        name, _, own = (
-            (host or "").partition(":") if (host or "").count(":") == 1 else (host, "", "")
-        )
+        name, own = host, ""
+        if host and host.count(":") == 1:  # not a socket's folder, and not an IPv6 address
+            name, _, own = host.partition(":")
         number = str(own or port or url.port or default or "")
         addresses.add(DatabaseAddress(backend, name, number, url.database))
     return frozenset(addresses)
@@ -186,35 +177,24 @@ fork_gate = ForkGate()
 # driver.
 
 
-class PostgresqlDriver(Protocol):
+class PostgresqlDriver:
+    """psycopg2."""
+
     def connect_options(self) -> dict[str, Any]:
         """Return the options of this driver for connections of our own."""
-
-    def time_zone(self, connection: Any) -> str | None:
-        """Return the session's time zone, which the server reports without a query."""
-
-    def cursor(self, connection: Any) -> Any:
-        """Return a cursor that puts the parameters into the text, which EXECUTE requires."""
-
-    def copy(self, cursor: Any, statement: str, parts: Iterator[str]) -> None:
-        """Execute COPY FROM STDIN with the text of `parts`."""
-
-    def notices(self, connection: Any, timeout_s: float) -> Sequence[str]:
-        """Return the payloads of the notices that have arrived, as soon as there is one."""
-
-
-class Psycopg2:
-    def connect_options(self) -> dict[str, Any]:
         return {}
 
     def time_zone(self, connection: Any) -> str | None:
+        """Return the session's time zone, which the server reports without a query."""
         zone: str | None = connection.get_parameter_status("TimeZone")
         return zone
 
     def cursor(self, connection: Any) -> Any:
+        """Return a cursor that puts the parameters into the text, which EXECUTE requires."""
         return connection.cursor()
 
     def copy(self, cursor: Any, statement: str, parts: Iterator[str]) -> None:
+        """Execute COPY FROM STDIN with the text of `parts`."""
         text = _CopyFile(parts)
         try:
             cursor.copy_expert(statement, text)
@@ -224,10 +204,9 @@ class Psycopg2:
             raise
 
     def notices(self, connection: Any, timeout_s: float) -> Sequence[str]:
+        """Return the payloads of the notices that have arrived, as soon as there is one."""
         if not connection.notifies:
-            poll = io.poll()
-            poll.register(connection.fileno(), io.POLLIN)
-            if not poll.poll(timeout_s * 1000):
+            if not _is_readable(connection.fileno(), timeout_s):
                 return ()
             connection.poll()
         payloads = [notice.payload for notice in connection.notifies]
@@ -258,7 +237,7 @@ class _CopyFile:
             raise
 
 
-class Psycopg3:
+class Psycopg3(PostgresqlDriver):
     def connect_options(self) -> dict[str, Any]:
         from psycopg import ClientCursor
 
@@ -285,7 +264,7 @@ class Psycopg3:
 
 
 #: By the name of SQLAlchemy's driver.
-_BY_NAME: dict[str, PostgresqlDriver] = {"psycopg2": Psycopg2(), "psycopg": Psycopg3()}
+_BY_NAME: dict[str, PostgresqlDriver] = {"psycopg2": PostgresqlDriver(), "psycopg": Psycopg3()}
 
 
 def own_driver(url: URL) -> PostgresqlDriver:
@@ -335,10 +314,6 @@ def make_engine(url: URL, pool_size: int, isolation_level: str) -> Engine:
     )
     try:
         return make(url, isolation_level, options)
-    except exc.NoSuchModuleError:
-        raise ConfigError(
-            f"SQLAlchemy has no driver {url.drivername!r}; leave it out of the URL"
-        ) from None
     except exc.ArgumentError as error:  # the numbers of hosts and ports differ
         raise ConfigError(
             f"delaytasks_database_url cannot be read: {error}; {SEVERAL_HOSTS}"
@@ -364,11 +339,14 @@ def _postgresql_engine(url: URL, isolation_level: str, options: dict[str, Any]) 
 def _mysql_engine(url: URL, isolation_level: str, options: dict[str, Any]) -> Engine:
     is_autocommit = isolation_level == _AUTOCOMMIT
     options["connect_args"] = {"connect_timeout": 5, "read_timeout": 5, "charset": "utf8mb4"}
-    options |= rollback_options(is_autocommit)
+    if not is_autocommit:
+        options["pool_reset_on_return"] = None
+    elif _SKIP in signature(DefaultDialect.__init__).parameters:
+        options[_SKIP] = True
     engine = _server_engine(url, isolation_level, options)
     event.listen(engine, "connect", _mysql_connect)
     if not is_autocommit:
-        skip_needless_rollbacks(engine)
+        _skip_needless_rollbacks(engine)
     return engine
 
 
@@ -471,15 +449,18 @@ def socket_of(connection: Any) -> int:
     return number
 
 
+def _is_readable(number: int, timeout_s: float) -> bool:
+    if not hasattr(select, "poll"):  # Windows, and eventlet removes it
+        return bool(select.select([number], [], [], timeout_s)[0])
+    poll = select.poll()
+    poll.register(number, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
+
+
 def has_input(connection: Any) -> bool:
     """Whether the server has ended the idle connection, or has sent something on it."""
     try:
-        number = socket_of(connection)
-        if not hasattr(select, "poll"):
-            return bool(select.select([number], [], [], 0)[0])
-        poll = select.poll()
-        poll.register(number, select.POLLIN)
-        return bool(poll.poll(0))
+        return _is_readable(socket_of(connection), 0)
     except Exception:  # each driver has its own error for a closed connection
         return True
 
@@ -487,14 +468,8 @@ def has_input(connection: Any) -> bool:
 def _mysql_connect(connection: Any, _record: Any) -> None:
     from pymysql.constants import FIELD_TYPE
 
-    def instant(written: str) -> datetime | str:
-        try:
-            return datetime.fromisoformat(written)
-        except ValueError:
-            return written  # "0000-00-00"
-
     # The driver's own converter is a regular expression, and each row of a chunk has two instants.
-    connection.decoders = {**connection.decoders, FIELD_TYPE.DATETIME: instant}
+    connection.decoders = {**connection.decoders, FIELD_TYPE.DATETIME: datetime.fromisoformat}
     if connection._sock.family != getattr(socket, "AF_UNIX", None):
         for option, value in _TCP_OPTIONS.items():
             if hasattr(socket, option):

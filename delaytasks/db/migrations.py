@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,10 +71,8 @@ def current(database: Database, prefix: str = "", schema: str | None = None) -> 
     )
 
     def work(connection: Connection) -> str | None:
-        found: str | None = None
-        if inspect(connection).has_table(name, schema or None):
-            found = connection.execute(revision).scalar()
-        return found
+        is_there = inspect(connection).has_table(name, schema or None)
+        return connection.execute(revision).scalar() if is_there else None
 
     return database.autocommitted(work)
 
@@ -84,10 +82,7 @@ def has_tables(database: Database, schema: Schema) -> bool:
     if lacks_sqlite_file(database.url):
         return False
     tasks = schema.tasks
-    found: bool = database.autocommitted(
-        lambda connection: inspect(connection).has_table(tasks.name, tasks.schema)
-    )
-    return found
+    return bool(database.autocommitted(lambda c: inspect(c).has_table(tasks.name, tasks.schema)))
 
 
 def head() -> str:
@@ -194,13 +189,10 @@ AND column_name IN ('tag', 'message_body', 'error_stack') AND character_set_name
 def check_charset(database: Database, schema: Schema) -> None:
     """Raise `ConfigError` if the task table cannot store every character; MySQL and MariaDB
     only."""
-    narrow_columns = for_database(
-        database.backend, postgresql=None, mysql=_NARROW_COLUMNS, sqlite=None
-    )
-    if narrow_columns is None:
+    if not for_database(database.backend, postgresql=False, mysql=True, sqlite=False):
         return
-    query = text(narrow_columns)
-    values = {"name": schema.tasks.name, "schema": schema.tasks.schema}
+    query, tasks = text(_NARROW_COLUMNS), schema.tasks
+    values = {"name": tasks.name, "schema": tasks.schema}
     narrow = database.autocommitted(lambda c: c.execute(query, values).all())
     if narrow:
         columns = ", ".join(f"{row[0]} is {row[1]}" for row in narrow)
@@ -214,11 +206,11 @@ def check_charset(database: Database, schema: Schema) -> None:
 @contextmanager
 def exclusively(connection: Connection, prefix: str, schema: str | None) -> Iterator[None]:
     """Run alone on this database, with short waits for locks. alembic/env.py uses this too."""
-    alone = for_database(
+    alone: Any = for_database(
         connection.dialect.name,
         postgresql=_alone_on_postgresql,
         mysql=_alone_on_mysql,
-        sqlite=_alone_on_sqlite,
+        sqlite=lambda *_: nullcontext(),  # SQLite's writers take turns anyway
     )
     with alone(connection, version_table(prefix), schema):
         yield
@@ -233,11 +225,6 @@ def _alone_on_postgresql(
     if schema and schema not in inspect(connection).get_schema_names():
         connection.execute(CreateSchema(schema))
     yield
-
-
-@contextmanager
-def _alone_on_sqlite(connection: Connection, versions: str, schema: str | None) -> Iterator[None]:
-    yield  # SQLite's writers take turns anyway
 
 
 @contextmanager
@@ -288,26 +275,22 @@ def _is_for(dialect: str, item: Any) -> bool:
 def _run(
     database: Database, prefix: str, schema: str | None, work: Callable[[Config], None]
 ) -> None:
-    from alembic.util import CommandError
-
-    def once() -> None:
-        with _alembic, database.tx.begin() as connection:
-            try:
-                work(_config(connection=connection, prefix=prefix, schema=schema))
-            except CommandError as error:
-                raise ConfigError(f"the migration cannot run: {error}") from error
-
-    database.run(once)
-
-
-def _config(**attributes: Any) -> Config:
     from alembic.config import Config
+    from alembic.util import CommandError
 
     config = Config()
     config.set_main_option("script_location", str(scripts()).replace("%", "%%"))
     config.set_main_option("path_separator", "os")
-    config.attributes.update(attributes)
-    return config
+
+    def once() -> None:
+        with _alembic, database.tx.begin() as connection:
+            config.attributes.update(connection=connection, prefix=prefix, schema=schema)
+            try:
+                work(config)
+            except CommandError as error:
+                raise ConfigError(f"the migration cannot run: {error}") from error
+
+    database.run(once)
 
 
 def scripts() -> Path:

@@ -25,7 +25,7 @@ from sqlalchemy import (
 
 from delaytasks.db.database import Database
 from delaytasks.db.inserts import CANCEL_REQUESTS, POLICY_CHANGES, ChangeNumbers, Insert
-from delaytasks.db.row_lists import check_row_count, json_rows, listed, listing
+from delaytasks.db.row_lists import check_row_count, listed, listing
 from delaytasks.db.rows import moved
 from delaytasks.db.schema import Schema
 from delaytasks.db.searching import (
@@ -36,7 +36,6 @@ from delaytasks.db.searching import (
     waits_between,
 )
 from delaytasks.db.types import db_now, db_now_plus, unindexed
-from delaytasks.model.body import dump_json
 from delaytasks.model.clock import to_us
 from delaytasks.model.interfaces import Entry, FoundRow, Level
 from delaytasks.model.moves import MOVES, Status, following
@@ -72,6 +71,8 @@ class PolicyTable:
         self._insert = Insert(database, p, ("kind", "name", "is_paused", "version"))
         self._numbers = ChangeNumbers(database, schema)
         self._columns = [p.c[field.name] for field in fields(Policy) if field.name in p.c]
+        self._listed = tuple_(p.c.kind, p.c.name).in_(listing("policies"))
+        self._new_version = {"version": p.c.version + 1, "update_time": db_now()}
         limits = (p.c.concurrency, p.c.concurrency_per_key, p.c.rate, p.c.rate_period_s)
         is_empty = and_(not_(p.c.is_paused), *(limit.is_(None) for limit in limits))
         #: A cleared policy, which is kept for processes that have not read yet that it was cleared.
@@ -79,14 +80,13 @@ class PolicyTable:
             is_empty, p.c.applied_version.is_not(None), p.c.applied_version == p.c.version
         )
 
-    def read(self, kind: Kind | None = None, name: str | None = None) -> list[Policy]:
-        """Return all policies, or the one of this name."""
-        return self._read() if kind is None or name is None else self._read(self._named(kind, name))
-
-    def _read(self, *conditions: ColumnElement[bool]) -> list[Policy]:
+    def read(self, *names: tuple[Kind, str]) -> list[Policy]:
+        """Return all policies, or those of these kinds and names."""
         p = self._p
-        query = select(*self._columns).where(not_(self._is_over), *conditions)
-        return [Policy(*row) for row in self._db.rows(query.order_by(p.c.kind, p.c.name))]
+        query = select(*self._columns).where(not_(self._is_over)).order_by(p.c.kind, p.c.name)
+        if names:
+            query = query.where(or_(*(self._named(*name) for name in names)))
+        return [Policy(*row) for row in self._db.rows(query)]
 
     def check(self) -> None:
         """Read what `changes` reads, of one policy at most."""
@@ -123,16 +123,12 @@ class PolicyTable:
 
         return self._db.autocommitted(work)
 
-    def of(self, tag: str, queue: str) -> list[Policy]:
-        """Return the policies of a tag and of a queue."""
-        return self._read(or_(self._named("tag", tag), self._named("queue", queue)))
-
     def set(
         self, kind: Kind, name: str, changes: Mapping[str, Any], by: str
     ) -> tuple[Policy, bool]:
         """Return the policy after the changes, and whether it changed. An empty new policy is not
         written, and a pause with an end does not replace a longer one."""
-        p, mine = self._p, self._named(kind, name)
+        mine = self._named(kind, name)
         query = select(*self._columns).where(mine)
 
         def is_same(known: Policy) -> bool:
@@ -149,9 +145,8 @@ class PolicyTable:
                 known = Policy(*connection.execute(query.with_for_update()).one())
             if is_same(known):
                 return known, False
-            values = self._changed(connection, {**changes, "updated_by": by})
-            changed = connection.execute(update(p).where(mine).values(**values)).rowcount
-            check_row_count(changed, 1, f"the policy of the {kind} {name!r}")
+            values = {**changes, "updated_by": by, **self._new_version}
+            self._change(connection, [(kind, name)], values)
             return Policy(*connection.execute(query).one()), True
 
         return self._db.transaction(work)
@@ -161,44 +156,43 @@ class PolicyTable:
         then."""
         p = self._p
         is_over = and_(p.c.is_paused, p.c.paused_until <= db_now())
-        over = select(p.c.kind, p.c.name).where(is_over).order_by(p.c.kind, p.c.name)
-        named = tuple_(p.c.kind, p.c.name).in_(listing("policies"))
+        ending = {"is_paused": False, "paused_until": None, "updated_by": END_OF_PAUSE}
 
         def work(connection: Any) -> list[Policy]:
-            found = {"policies": [tuple(row) for row in connection.execute(over.with_for_update())]}
-            if not found["policies"]:
+            found = self._lock(connection, is_over)
+            if not found:
                 return []
-            ending = {"is_paused": False, "paused_until": None, "updated_by": END_OF_PAUSE}
-            values = self._changed(connection, ending)
-            changed = connection.execute(update(p).where(named).values(**values), found).rowcount
-            check_row_count(changed, len(found["policies"]), "policies")
-            rows = connection.execute(select(*self._columns).where(named), found)
-            return [Policy(*row) for row in rows]
+            self._change(connection, found, {**ending, **self._new_version})
+            named = select(*self._columns).where(self._listed)
+            return [Policy(*row) for row in connection.execute(named, {"policies": found})]
 
         return self._db.transaction(work)
 
     def applied(self, policies: Sequence[Policy]) -> None:
         """Record that all rows are held or released as these versions of the policies require."""
         p = self._p
-        ordered = sorted((policy.kind, policy.name, policy.version) for policy in policies)
-        named = tuple_(p.c.kind, p.c.name, p.c.version).in_(listing("policies"))
-        locking = select(p.c.kind, p.c.name, p.c.version).where(named)
-        locking = locking.order_by(p.c.kind, p.c.name).with_for_update()
-        applying = update(p).where(named)
+        of_versions = tuple_(p.c.kind, p.c.name, p.c.version).in_(
+            [(policy.kind, policy.name, policy.version) for policy in policies]
+        )
 
         def work(connection: Any) -> None:
             # Policies that were changed meanwhile are left out.
-            found = [tuple(row) for row in connection.execute(locking, {"policies": ordered})]
-            if found:
-                values = {
-                    "applied_version": p.c.version,
-                    "change_number": self._numbers.next(connection, POLICY_CHANGES),
-                }
-                statement = applying.values(values)
-                changed = connection.execute(statement, {"policies": found}).rowcount
-                check_row_count(changed, len(found), "policies")
+            if found := self._lock(connection, of_versions):
+                self._change(connection, found, {"applied_version": p.c.version})
 
         self._db.transaction(work)
+
+    def _lock(self, on: Any, which: ColumnElement[bool]) -> list[tuple[str, str]]:
+        p = self._p
+        query = select(p.c.kind, p.c.name).where(which).order_by(p.c.kind, p.c.name)
+        return [tuple(row) for row in on.execute(query.with_for_update())]
+
+    def _change(self, on: Any, names: Sequence[tuple[str, str]], values: Mapping[str, Any]) -> None:
+        """Change locked policies, and count the change, which makes all processes read them."""
+        numbered = {**values, "change_number": self._numbers.next(on, POLICY_CHANGES)}
+        statement = update(self._p).where(self._listed).values(**numbered)
+        changed = on.execute(statement, {"policies": names}).rowcount
+        check_row_count(changed, len(names), "policies")
 
     def forget(self, older_than_s: float = KEPT_S) -> int:
         """Delete policies that were cleared more than `older_than_s` seconds ago."""
@@ -214,16 +208,6 @@ class PolicyTable:
         rows = self._db.rows(query.group_by(t.c.tag, t.c.queue))
         return {(row[0], row[1]): RowCount(row[2], row[3]) for row in rows}
 
-    def _changed(self, on: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the new values of policies that are changed, which makes all processes read
-        them."""
-        return {
-            **changes,
-            "version": self._p.c.version + 1,
-            "update_time": db_now(),
-            "change_number": self._numbers.next(on, POLICY_CHANGES),
-        }
-
     def _named(self, kind: Kind, name: str) -> Any:
         return and_(self._p.c.kind == kind, self._p.c.name == name)
 
@@ -234,13 +218,6 @@ def is_paused(schema: Schema) -> ColumnElement[bool]:
     of_tag = exists().where(p.c.is_paused, p.c.kind == "tag", p.c.name == t.c.tag)
     of_queue = exists().where(p.c.is_paused, p.c.kind == "queue", p.c.name == t.c.queue)
     return or_(of_tag.correlate(t), of_queue.correlate(t))
-
-
-# -- Lists the waitlists of a queue, whether or not their tags still have limits ------------------
-
-
-#: Waitlists of a queue that one call of `in_queue` returns: each of them costs a statement.
-WAITLISTS_PER_CALL = 100
 
 
 def is_entry_of(waitlist: Table, row: Any) -> ColumnElement[bool]:
@@ -256,34 +233,14 @@ def is_entry_of(waitlist: Table, row: Any) -> ColumnElement[bool]:
     )
 
 
-class WaitlistNames:
-    def __init__(self, database: Database, schema: Schema) -> None:
-        self._db = database
-        self._entry = schema.waitlists
-        #: The tag of each queue after which the next call of `in_queue` goes on.
-        self._after: dict[str, str] = {}
-
-    def in_queue(self, queue: str) -> set[tuple[str, str]]:
-        """Return `WAITLISTS_PER_CALL` waitlists of a queue; the next call returns the next ones."""
-        entry, after = self._entry, self._after.get(queue)
-        here = entry.c.queue == queue
-        later = here if after is None else and_(here, entry.c.tag > after)
-        tags = self._db.autocommitted(
-            lambda c: list(islice(distinct_values(c, entry.c.tag, later), WAITLISTS_PER_CALL))
-        )
-        if len(tags) == WAITLISTS_PER_CALL:
-            self._after[queue] = tags[-1]
-        elif self._after.pop(queue, None) is not None and not tags:
-            return self.in_queue(queue)  # the last call returned the last ones
-        return {(queue, tag) for tag in tags}
-
-
 # -- Rows of paused tags and queues: moved out of the index of live rows, and back into it --------
 
 # The statement that holds rows checks the pause itself. A worker that does not know yet that a
 # pause has ended holds no rows.
 
 
+#: Waitlists of a queue that one call of `waitlists_in` returns: each of them costs a statement.
+WAITLISTS_PER_CALL = 100
 #: Rows that one query returns. With many more, planners that expect fewer would sort all later
 #: rows.
 ROWS_PER_QUERY = 500
@@ -303,6 +260,9 @@ class PausedRows:
         first = select(waitlist.c.task_id).where(entry).limit(1).correlate(t)
         self._is_not_in_waitlist = first.scalar_subquery().is_(None)
         self._is_paused = is_paused(schema)
+        self._waitlist = waitlist
+        #: The tag of each queue after which the next call of `waitlists_in` goes on.
+        self._after: dict[str, str] = {}
 
     # -- look -------------------------------------------------------------------------------------
 
@@ -358,6 +318,21 @@ class PausedRows:
         query = query.order_by(t.c.expected_time).limit(ROWS_PER_QUERY)
         return [row.id for row in self._db.rows(query)]
 
+    def waitlists_in(self, queue: str) -> set[tuple[str, str]]:
+        """Return `WAITLISTS_PER_CALL` waitlists of a queue, whether or not their tags still have
+        limits; the next call returns the next ones."""
+        entry, after = self._waitlist.c, self._after.get(queue)
+        here = entry.queue == queue
+        later = here if after is None else and_(here, entry.tag > after)
+        tags = self._db.autocommitted(
+            lambda c: list(islice(distinct_values(c, entry.tag, later), WAITLISTS_PER_CALL))
+        )
+        if len(tags) == WAITLISTS_PER_CALL:
+            self._after[queue] = tags[-1]
+        elif self._after.pop(queue, None) is not None and not tags:
+            return self.waitlists_in(queue)  # the last call returned the last ones
+        return {(queue, tag) for tag in tags}
+
     # -- move -------------------------------------------------------------------------------------
 
     def hold(self, ids: Sequence[int]) -> int:
@@ -375,14 +350,12 @@ class PausedRows:
         """Lock the rows and move them. Return the locked rows, and how many were changed."""
         t, move = self._t, MOVES[name]
         named = and_(self._listed, unindexed(t.c.status) == int(move.source), *where)
-        pick = (
-            select(t.c.id, t.c.version, t.c.expected_time, t.c.queue, t.c.priority)
-            .where(named)
-            .order_by(t.c.id)
-        )
+        query = select(t.c.id, t.c.version, t.c.expected_time, t.c.queue, t.c.priority)
         # Only tasks are locked: rows of a locked policy would be skipped, too.
-        locking = pick.with_for_update(
-            skip_locked=True, of=t if self._db.can.update_returning else None
+        locking = (
+            query.where(named)
+            .order_by(t.c.id)
+            .with_for_update(skip_locked=True, of=t if self._db.can.update_returning else None)
         )
         moving = update(t).where(self._listed, *where).values(moved(t, name))
 
@@ -404,37 +377,25 @@ class PausedRows:
         """Hold paused rows that this worker has claimed but not started. Returns the ids of the
         held rows."""
         t, move = self._t, MOVES["hold_back"]
-        w = json_rows(self._db, ("id", "version"))
-        ordered = sorted(tasks, key=lambda task: task.id)
-        ids = [task.id for task in ordered]
-        rows = dump_json([{"id": task.id, "version": task.version} for task in ordered])
+        versions = {task.id: task.version for task in sorted(tasks, key=lambda task: task.id)}
+        ids = {"ids": list(versions)}
         mine = and_(
-            t.c.id == w.c.id,
-            t.c.version == w.c.version,
-            unindexed(t.c.status) == int(move.source),
             self._listed,
+            tuple_(t.c.id, t.c.version).in_([*versions.items()]),
+            unindexed(t.c.status) == int(move.source),
         )
         # The values of a row that was given back: it never ran.
-        values = moved(
-            t,
-            move.name,
-            runs=t.c.runs - 1,
-            execution_time=None,
-            lease_until=None,
-            worker=None,
-            ip_address=None,
-        )
+        never_ran = dict.fromkeys(("execution_time", "lease_until", "worker", "ip_address"))
+        values = moved(t, move.name, runs=t.c.runs - 1, **never_ran)
         statement = update(t).where(mine, self._is_paused).values(values)
-        after = select(t.c.id, t.c.version).where(
-            self._listed, unindexed(t.c.status) == int(move.target)
-        )
-        versions = {task.id: following(task.version) for task in tasks}
+        is_held = unindexed(t.c.status) == int(move.target)
+        after = select(t.c.id, t.c.version).where(self._listed, is_held)
 
         def work(connection: Any) -> set[int]:
-            connection.execute(statement, {"rows": rows, "ids": ids})
+            connection.execute(statement, ids)
             # The rows are read instead of counted: an earlier try, whose answer was lost, may have
             # held them.
-            held = connection.execute(after, {"ids": ids})
-            return {row[0] for row in held if versions[row[0]] == row[1]}
+            held = connection.execute(after, ids)
+            return {row[0] for row in held if following(versions[row[0]]) == row[1]}
 
         return self._db.transaction(work)

@@ -91,7 +91,7 @@ class QueueRouting:
         return {self._default, *self._named.values(), *self._registry.queues()}
 
 
-# -- Checks the arguments of a call and builds the tasks. Nothing is written here -----------------
+# -- What a task is built from ---------------------------------------------------------------------
 
 
 class Tag(NamedTuple):
@@ -126,31 +126,61 @@ class BuildCache:
         self.delays: dict[Any, tuple[datetime, int]] = {}
 
 
-class TaskBuilder:
+#: Producers arm a little beyond the horizon. A row that is committed while a sweep reads is then
+#: armed by the producer or found by the sweep.
+SLACK_US = 1_000_000
+#: A row in a caller's transaction is kept for arming if it is due within the horizon and this time.
+#: If the commit comes even later, the sweep finds the row.
+TRANSACTION_US = 3_600_000_000
+#: A row that is armed just before its commit is due no earlier than this. Otherwise a worker could
+#: look for the row before the commit.
+COMMIT_US = 50_000
+#: Rows in one batch of `schedule_many`.
+BULK = 5000
+ID_TRIES = 5
+#: Notifies workers of entries when a transaction is committed.
+Notify = Callable[[Sequence[Entry], CallerConnection], None]
+#: Is called with the tasks of each batch that was written.
+OnBatch = Callable[[Sequence[DelayedTask]], None]
+
+
+class Producer:
     def __init__(
         self,
         settings: Settings,
+        store: Tasks,
+        clock: Clock,
         make_id: Callable[[], int],
+        timer: Timer,
         registry: Registry,
         queues: QueueRouting,
+        events: Events,
+        notify: Notify | None = None,
     ) -> None:
         self._settings = settings
+        self._store = store
+        self._clock = clock
         self._make_id = make_id
+        self._timer = timer
+        self._events = events
+        self._notify = notify
         self._registry = registry
         self._queues = queues
 
-    def many(
-        self, asked: Iterable[NewTask], on_conflict: OnConflict, now: datetime
+    # -- check ------------------------------------------------------------------------------------
+
+    def build(
+        self, asked: Iterable[NewTask], on_conflict: OnConflict, now: datetime | None = None
     ) -> list[DelayedTask]:
-        """Build the tasks as if all of them were scheduled at `now`."""
+        """Return the checked tasks, as if all of them were scheduled at `now`; write nothing."""
         check_on_conflict(on_conflict)
-        cache = BuildCache(now)
+        cache = BuildCache(now or self._clock.certain_now())
         tasks = [self._build(new, on_conflict, cache) for new in asked]
         add_trace(tasks)
         return tasks
 
-    def batch(self, asked: Iterable[NewTask], on_conflict: OnConflict, now: datetime) -> RowBatch:
-        """Build the tasks that are written in one transaction."""
+    def make_batch(self, asked: Iterable[NewTask], on_conflict: OnConflict) -> RowBatch:
+        """Return the checked tasks that are written in one transaction; write nothing."""
         named: list[NewTask] = []
 
         def unnamed() -> Iterator[NewTask]:
@@ -160,8 +190,9 @@ class TaskBuilder:
                 else:
                     named.append(new)
 
-        plain = self.many(unnamed(), on_conflict, now)
-        tasks = self.many(named, on_conflict, now)
+        now = self._clock.certain_now()
+        plain = self.build(unnamed(), on_conflict, now)
+        tasks = self.build(named, on_conflict, now)
         has_own_id = (new.id is not None for new in named)
         return RowBatch(plain, list(zip(tasks, has_own_id, strict=True)))
 
@@ -248,115 +279,15 @@ class TaskBuilder:
             self._registry.check_unknown(name, self._settings.tags)
         return Tag(name, self._queues.of(name), processor)
 
-
-def popped(items: list[NewTask]) -> Iterator[NewTask]:
-    """Remove and yield each item: with fewer live objects, garbage collections are rarer."""
-    items.reverse()
-    while items:
-        yield items.pop()
-
-
-def check_on_conflict(on_conflict: object) -> None:
-    if on_conflict not in get_args(OnConflict):
-        raise InvalidInputError(
-            f"on_conflict is 'reject', 'keep', 'replace' or 'take', not {shown(on_conflict)}",
-            "on_conflict",
-        )
-
-
-def _max_wait_s(new: NewTask, on_conflict: OnConflict, longest_s: float) -> float | None:
-    if new.max_wait is None:
-        return None
-    if new.key is None or on_conflict != "replace":
-        raise InvalidInputError(
-            "max_wait is for a key= with on_conflict='replace': no other call defers a task",
-            "max_wait",
-        )
-    seconds = check_wait(new.max_wait, longest_s, "max_wait")
-    if seconds == 0:
-        raise InvalidInputError("max_wait is more than 0", "max_wait")
-    return seconds
-
-
-def _body_version(new: NewTask, processor: ProcessorSpec | None) -> int:
-    if new.body_version is None:
-        versions = None if processor is None else processor.versions
-        return FIRST_VERSION if versions is None else versions.version
-    return check_version(new.body_version)
-
-
-def _headers(new: NewTask, max_wait_s: float | None, body_version: int) -> str | None:
-    """Return the column `headers`: the version of the body, and the options of the task itself."""
-    options = (new.retries, new.max_late, max_wait_s)
-    if body_version == FIRST_VERSION and options == (None, None, None):
-        return None
-    headers: dict[str, Any] = {}
-    if body_version != FIRST_VERSION:
-        headers["body_version"] = body_version
-    if new.retries is not None:
-        retry_schedule = retry_schedule_of(new.retries)
-        headers["retry"] = {
-            "retry_delays_s": retry_schedule.retry_delays_s,
-            "variation": retry_schedule.variation,
-        }
-    if new.max_late is not None:
-        headers["max_late_s"] = check_wait(new.max_late, MAX_RETRY_DELAY_S, "max_late")
-    if max_wait_s is not None:
-        headers["max_wait_s"] = max_wait_s
-    return json.dumps(headers, separators=(",", ":"))
-
-
-#: Producers arm a little beyond the horizon. A row that is committed while a sweep reads is then
-#: armed by the producer or found by the sweep.
-SLACK_US = 1_000_000
-#: A row in a caller's transaction is kept for arming if it is due within the horizon and this time.
-#: If the commit comes even later, the sweep finds the row.
-TRANSACTION_US = 3_600_000_000
-#: A row that is armed just before its commit is due no earlier than this. Otherwise a worker could
-#: look for the row before the commit.
-COMMIT_US = 50_000
-#: Rows in one batch of `schedule_many`.
-BULK = 5000
-ID_TRIES = 5
-#: Notifies workers of entries when a transaction is committed.
-Notify = Callable[[Sequence[Entry], CallerConnection], None]
-#: Is called with the tasks of each batch that was written.
-OnBatch = Callable[[Sequence[DelayedTask]], None]
-
-
-class Producer:
-    def __init__(
-        self,
-        settings: Settings,
-        store: Tasks,
-        clock: Clock,
-        make_id: Callable[[], int],
-        timer: Timer,
-        registry: Registry,
-        queues: QueueRouting,
-        events: Events,
-        notify: Notify | None = None,
-    ) -> None:
-        self._settings = settings
-        self._store = store
-        self._clock = clock
-        self._make_id = make_id
-        self._timer = timer
-        self._events = events
-        self._notify = notify
-        self._builder = TaskBuilder(settings, make_id, registry, queues)
-
     # -- one --------------------------------------------------------------------------------------
 
     def schedule(
         self, new: NewTask, on_conflict: OnConflict, transaction: Transaction | None
     ) -> DelayedTask:
-        (task,), has_own_id = self.build([new], on_conflict), new.id is not None
+        [task] = self.build([new], on_conflict)
+        has_own_id = new.id is not None
         with transaction.guard(task.id) if transaction is not None else nullcontext() as on:
-            is_new = task.key is None and self._store.insert(task, on)
-            if not is_new:
-                is_id_taken = task.key is None
-                task, is_new = self._write(task, on_conflict, has_own_id, on, is_id_taken)
+            task, is_new = self._write(task, on_conflict, has_own_id, on)
         if is_new:
             self._events.emit("task.scheduled", **task.event_fields)
         if is_new or (has_own_id and task.status is Status.NOT_COMPLETE):
@@ -364,17 +295,12 @@ class Producer:
             self.arm_after_commit([task], transaction)
         return task
 
-    def build(self, asked: Iterable[NewTask], on_conflict: OnConflict) -> list[DelayedTask]:
-        """Return the checked tasks; write nothing."""
-        return self._builder.many(asked, on_conflict, self._clock.certain_now())
-
     def _write(
         self,
         task: DelayedTask,
         on_conflict: OnConflict,
         has_own_id: bool,
         on: CallerConnection | None,
-        is_id_taken: bool = False,
     ) -> tuple[DelayedTask, bool]:
         """Return the task that is stored afterwards, and whether it is new."""
         for _ in range(ID_TRIES):
@@ -382,12 +308,11 @@ class Producer:
                 if task.key is not None:
                     stored, is_new = self._store.insert_keyed(task, on_conflict, on)
                     return stored, is_new or (stored.id == task.id and not has_own_id)
-                if not is_id_taken and self._store.insert(task, on):
+                if self._store.insert(task, on):
                     return task, True
             except DuplicateTaskError as error:
                 if error.id != task.id:
                     raise
-            is_id_taken = False
             existing = self._existing(task.id, on)
             if existing is not None and (has_own_id or _is_same(existing, task)):
                 # The caller repeats a call whose outcome is unknown, or the storage repeated a
@@ -418,10 +343,6 @@ class Producer:
             rows = self.make_batch(popped(batch), on_conflict)
             total += self.schedule_batch(rows, on_conflict, transaction, on_batch)
         return total
-
-    def make_batch(self, asked: Iterable[NewTask], on_conflict: OnConflict) -> RowBatch:
-        """Return the checked tasks; write nothing."""
-        return self._builder.batch(asked, on_conflict, self._clock.certain_now())
 
     def schedule_batch(
         self,
@@ -553,6 +474,63 @@ class Producer:
     def jitter_of(self, over: Any) -> Spread:
         """Return the checked period over which due times are distributed."""
         return Spread(check_period(over, self._settings.max_delay_s))
+
+
+def popped(items: list[NewTask]) -> Iterator[NewTask]:
+    """Remove and yield each item: with fewer live objects, garbage collections are rarer."""
+    items.reverse()
+    while items:
+        yield items.pop()
+
+
+def check_on_conflict(on_conflict: object) -> None:
+    if on_conflict not in get_args(OnConflict):
+        raise InvalidInputError(
+            f"on_conflict is 'reject', 'keep', 'replace' or 'take', not {shown(on_conflict)}",
+            "on_conflict",
+        )
+
+
+def _max_wait_s(new: NewTask, on_conflict: OnConflict, longest_s: float) -> float | None:
+    if new.max_wait is None:
+        return None
+    if new.key is None or on_conflict != "replace":
+        raise InvalidInputError(
+            "max_wait is for a key= with on_conflict='replace': no other call defers a task",
+            "max_wait",
+        )
+    seconds = check_wait(new.max_wait, longest_s, "max_wait")
+    if seconds == 0:
+        raise InvalidInputError("max_wait is more than 0", "max_wait")
+    return seconds
+
+
+def _body_version(new: NewTask, processor: ProcessorSpec | None) -> int:
+    if new.body_version is None:
+        versions = None if processor is None else processor.versions
+        return FIRST_VERSION if versions is None else versions.version
+    return check_version(new.body_version)
+
+
+def _headers(new: NewTask, max_wait_s: float | None, body_version: int) -> str | None:
+    """Return the column `headers`: the version of the body, and the options of the task itself."""
+    options = (new.retries, new.max_late, max_wait_s)
+    if body_version == FIRST_VERSION and options == (None, None, None):
+        return None
+    headers: dict[str, Any] = {}
+    if body_version != FIRST_VERSION:
+        headers["body_version"] = body_version
+    if new.retries is not None:
+        retry_schedule = retry_schedule_of(new.retries)
+        headers["retry"] = {
+            "retry_delays_s": retry_schedule.retry_delays_s,
+            "variation": retry_schedule.variation,
+        }
+    if new.max_late is not None:
+        headers["max_late_s"] = check_wait(new.max_late, MAX_RETRY_DELAY_S, "max_late")
+    if max_wait_s is not None:
+        headers["max_wait_s"] = max_wait_s
+    return json.dumps(headers, separators=(",", ":"))
 
 
 def _do_nothing(tasks: Sequence[Any], is_committed: bool = True) -> None: ...

@@ -59,6 +59,8 @@ RowId = BigInteger().with_variant(Integer(), "sqlite")
 #: The index that claims use, without the prefix of the tables.
 HOT_INDEX = "idx_yb_delay_hot"
 HOT = f"status IN ({Status.NOT_COMPLETE:d}, {Status.RUNNING:d})"
+#: The order of the rows in these indexes: by due time within each queue and priority.
+_LEVEL = ("queue", "priority", "expected_time")
 ENDED_BADLY = f"status IN ({Status.FAILED:d}, {Status.CANCELLED:d})"
 #: MySQL's default collations ignore case and trailing blanks, but 'a' and 'A' are two tags.
 MYSQL_OPTIONS: Any = {
@@ -151,26 +153,20 @@ def _indexes(prefix: str) -> Sequence[Index]:
         Index(
             conv(prefix + HOT_INDEX),
             "status",
-            "queue",
-            "priority",
-            "expected_time",
+            *_LEVEL,
             # Complete on other databases: MySQL has no partial indexes, and SQLite does not use one
             # for a status that is a parameter.
             postgresql_where=text(HOT),
         ),
         Index(
             conv(prefix + "idx_yb_delay_held"),
-            "queue",
-            "priority",
-            "expected_time",
+            *_LEVEL,
             postgresql_where=text(f"status = {Status.HELD:d}"),
         ).ddl_if(dialect="postgresql"),
         Index(
             conv(prefix + "idx_yb_delay_ended_badly"),
             "status",
-            "queue",
-            "priority",
-            "expected_time",
+            *_LEVEL,
             postgresql_where=text(ENDED_BADLY),
         ).ddl_if(dialect="postgresql"),
         Index(
@@ -212,13 +208,12 @@ class Schema:
     cipher: Cipher | None = None
 
 
-@dataclass(frozen=True)
-class _TableMaker:
-    metadata: MetaData
-    prefix: str
+def build_schema(
+    prefix: str = "", schema: str | None = None, cipher: Cipher | None = None
+) -> Schema:
+    metadata = MetaData(schema=schema or None)
 
-    def make(
-        self,
+    def table(
         name: str,
         *items: Column[Any] | Index,
         key: Sequence[str],
@@ -226,293 +221,239 @@ class _TableMaker:
     ) -> Table:
         """Return a table. `key` are the columns of its primary key, and `check` is what its rows
         have to meet."""
-        primary_key = PrimaryKeyConstraint(*key, name=conv(f"{self.prefix}pk_{name}"))
-        table = Table(self.prefix + name, self.metadata, *items, primary_key, **MYSQL_OPTIONS)
+        primary_key = PrimaryKeyConstraint(*key, name=conv(f"{prefix}pk_{name}"))
+        made = Table(prefix + name, metadata, *items, primary_key, **MYSQL_OPTIONS)
         if check is not None:
-            constraint = CheckConstraint(check(table.c), name=conv(f"{self.prefix}ck_{name}"))
-            table.append_constraint(constraint)
-        return table
+            constraint = CheckConstraint(check(made.c), name=conv(f"{prefix}ck_{name}"))
+            made.append_constraint(constraint)
+        return made
 
-
-def build_schema(
-    prefix: str = "", schema: str | None = None, cipher: Cipher | None = None
-) -> Schema:
-    metadata = MetaData(schema=schema or None)
-    tables = _TableMaker(metadata, prefix)
     return Schema(
         metadata=metadata,
-        tasks=task_table(metadata, prefix),
-        keys=_keys(tables),
-        attempts=_attempts(tables),
-        sweeps=_sweeps(tables),
-        workers=_workers(tables),
-        policies=_policies(tables),
-        policy_changes=_policy_changes(tables),
-        audit=_audit(tables),
-        audit_steps=_audit_steps(tables),
-        waitlists=_waitlists(tables),
-        recurring=_recurring(tables),
-        statistics=_statistics(tables),
-        failures=_failures(tables),
         cipher=cipher,
-    )
-
-
-def _keys(tables: _TableMaker) -> Table:
-    """The keys of live tasks."""
-    return tables.make(
-        "yb_delay_task_key",
-        Column("tag", String(TAG_LENGTH), nullable=False),
-        Column("task_key", String(KEY_LENGTH), nullable=False),
-        Column("task_id", BigInteger, nullable=False),
-        # The key comes first, since it distinguishes rows. If the tag came first, a planner might
-        # read all keys of a tag.
-        key=["task_key", "tag"],
-    )
-
-
-def _attempts(tables: _TableMaker) -> Table:
-    """Failed attempts."""
-    return tables.make(
-        "yb_delay_attempt",
-        Column("task_id", BigInteger, nullable=False, autoincrement=False),
-        # The version of the row while it ran. Attempts are counted anew after a manual retry,
-        # versions never are.
-        Column("version", BigInteger, nullable=False, autoincrement=False),
-        Column("attempt", Integer, nullable=False),
-        Column("began", UTCDateTime),
-        Column("ended", UTCDateTime, nullable=False),
-        Column("worker", String(255)),
-        Column("error", LongText),
-        key=["task_id", "version"],
-    )
-
-
-def _sweeps(tables: _TableMaker) -> Table:
-    """The last sweep of each sweep partition."""
-    return tables.make(
-        "yb_delay_sweep",
-        # The number of a sweep partition, and how many there are.
-        Column("house", Integer, key="sweep_partition", nullable=False, autoincrement=False),
-        Column("houses", Integer, key="sweep_partitions", nullable=False, autoincrement=False),
-        Column("swept_at", UTCDateTime, nullable=False),
-        Column("armed_until", UTCDateTime, nullable=False),
-        # The timer that keeps the tasks up to armed_until.
-        Column("timer", String(16), nullable=False, server_default="eta"),
-        key=["sweep_partitions", "sweep_partition"],
-    )
-
-
-def _workers(tables: _TableMaker) -> Table:
-    """The workers that are alive, and for an hour those that were lost."""
-    return tables.make(
-        "yb_delay_worker",
-        Column("name", String(255), nullable=False),
-        Column("seen_at", UTCDateTime, nullable=False),
-        Column("started_at", UTCDateTime, nullable=False),
-        Column("queues", LongText, nullable=False),
-        Column("pool", String(64), nullable=False),
-        Column("concurrency", Integer, nullable=False),
-        Column("clock_offset_us", BigInteger, nullable=False, server_default=text("0")),
-        # The tags for which the worker has processors, as JSON; NULL if they are unknown or too
-        # many.
-        Column("tags", LongText),
-        # Since when the worker cannot reach its broker, or its timer; NULL while it can.
-        Column("broker_down_at", UTCDateTime),
-        Column("timer_down_at", UTCDateTime),
-        # When beat's last message arrived, or since when the worker has waited for the first one;
-        # NULL if it reads none.
-        Column("beat_at", UTCDateTime),
-        # When a sweep found that the worker no longer reports; NULL again after a report.
-        Column("lost_at", UTCDateTime),
-        # The processes that had a chunk at the last report, and the version of delaytasks.
-        Column("busy", Integer),
-        Column("version", String(VERSION_LENGTH)),
-        check=lambda w: and_(
-            is_json_list(w.queues),
-            or_(w.tags.is_(None), is_json_list(w.tags)),
-            are_counts(w.concurrency),
-            or_(w.busy.is_(None), are_counts(w.busy)),
+        tasks=task_table(metadata, prefix),
+        # The keys of live tasks.
+        keys=table(
+            "yb_delay_task_key",
+            Column("tag", String(TAG_LENGTH), nullable=False),
+            Column("task_key", String(KEY_LENGTH), nullable=False),
+            Column("task_id", BigInteger, nullable=False),
+            # The key comes first, since it distinguishes rows. If the tag came first, a planner
+            # might read all keys of a tag.
+            key=["task_key", "tag"],
         ),
-        key=["name"],
-    )
-
-
-def _policies(tables: _TableMaker) -> Table:
-    """The pauses and limits of tags and queues."""
-    return tables.make(
-        "yb_delay_policy",
-        Column("kind", String(8), nullable=False),
-        Column("name", String(TAG_LENGTH), nullable=False),
-        Column("is_paused", Boolean, nullable=False),
-        # When the pause ends by itself; NULL if it lasts until somebody ends it.
-        Column("paused_until", UTCDateTime),
-        Column("concurrency", Integer),
-        Column("concurrency_per_key", Integer),
-        Column("rate", Integer),
-        Column("rate_period_s", Double),
-        Column("version", BigInteger, nullable=False, server_default=text("0")),
-        # The version to which all rows have been held or released.
-        Column("applied_version", BigInteger),
-        Column("update_time", UTCDateTime, nullable=False, server_default=db_now()),
-        Column("updated_by", String(255)),
-        # For a rate limit: when the next task may start, and the limit key served last in the
-        # waitlist.
-        Column("next_start", UTCDateTime),
-        Column("turn", String(LIMIT_KEY_LENGTH)),
-        # The number of the transaction that last changed the policy, counted in the next table.
-        Column("change_number", BigInteger, nullable=False, server_default=text("0")),
-        Index(conv(tables.prefix + "idx_yb_delay_policy_change"), "change_number"),
-        # The values that `model/policies.py` accepts. A comparison with NULL refuses nothing.
-        check=lambda p: and_(
-            p.kind.in_(["tag", "queue"]),
-            *(
-                limit.between(1, MAX_LIMIT)
-                for limit in (p.concurrency, p.concurrency_per_key, p.rate)
+        # Failed attempts.
+        attempts=table(
+            "yb_delay_attempt",
+            Column("task_id", BigInteger, nullable=False, autoincrement=False),
+            # The version of the row while it ran. Attempts are counted anew after a manual retry,
+            # versions never are.
+            Column("version", BigInteger, nullable=False, autoincrement=False),
+            Column("attempt", Integer, nullable=False),
+            Column("began", UTCDateTime),
+            Column("ended", UTCDateTime, nullable=False),
+            Column("worker", String(255)),
+            Column("error", LongText),
+            key=["task_id", "version"],
+        ),
+        # The last sweep of each sweep partition.
+        sweeps=table(
+            "yb_delay_sweep",
+            # The number of a sweep partition, and how many there are.
+            Column("house", Integer, key="sweep_partition", nullable=False, autoincrement=False),
+            Column("houses", Integer, key="sweep_partitions", nullable=False, autoincrement=False),
+            Column("swept_at", UTCDateTime, nullable=False),
+            Column("armed_until", UTCDateTime, nullable=False),
+            # The timer that keeps the tasks up to armed_until.
+            Column("timer", String(16), nullable=False, server_default="eta"),
+            key=["sweep_partitions", "sweep_partition"],
+        ),
+        # The workers that are alive, and for an hour those that were lost.
+        workers=table(
+            "yb_delay_worker",
+            Column("name", String(255), nullable=False),
+            Column("seen_at", UTCDateTime, nullable=False),
+            Column("started_at", UTCDateTime, nullable=False),
+            Column("queues", LongText, nullable=False),
+            Column("pool", String(64), nullable=False),
+            Column("concurrency", Integer, nullable=False),
+            Column("clock_offset_us", BigInteger, nullable=False, server_default=text("0")),
+            # The tags for which the worker has processors, as JSON; NULL if they are unknown or too
+            # many.
+            Column("tags", LongText),
+            # Since when the worker cannot reach its broker, or its timer; NULL while it can.
+            Column("broker_down_at", UTCDateTime),
+            Column("timer_down_at", UTCDateTime),
+            # When beat's last message arrived, or since when the worker has waited for the first
+            # one; NULL if it reads none.
+            Column("beat_at", UTCDateTime),
+            # When a sweep found that the worker no longer reports; NULL again after a report.
+            Column("lost_at", UTCDateTime),
+            # The processes that had a chunk at the last report, and the version of delaytasks.
+            Column("busy", Integer),
+            Column("version", String(VERSION_LENGTH)),
+            check=lambda w: and_(
+                is_json_list(w.queues),
+                or_(w.tags.is_(None), is_json_list(w.tags)),
+                are_counts(w.concurrency),
+                or_(w.busy.is_(None), are_counts(w.busy)),
             ),
-            p.rate_period_s.between(MIN_PERIOD_S, MAX_PERIOD_S),
-            p.rate.is_(None) == p.rate_period_s.is_(None),
-            are_counts(p.version),
+            key=["name"],
         ),
-        key=["kind", "name"],
-    )
-
-
-def _policy_changes(tables: _TableMaker) -> Table:
-    """The number of the last change of a policy, in one row."""
-    return tables.make(
-        "yb_delay_policy_change",
-        Column("id", SmallInteger, nullable=False, autoincrement=False),
-        Column("number", BigInteger, nullable=False),
-        key=["id"],
-    )
-
-
-def _audit(tables: _TableMaker) -> Table:
-    """The audit rows of bulk operations."""
-    return tables.make(
-        "yb_delay_audit",
-        Column("id", BigInteger, nullable=False, autoincrement=False),
-        Column("action", String(32), nullable=False),
-        Column("filter", LongText, nullable=False),
-        Column("actor", String(ACTOR_LENGTH), nullable=False),
-        Column("state", String(16), nullable=False),
-        Column("started_at", UTCDateTime, nullable=False),
-        Column("seen_at", UTCDateTime, nullable=False),
-        Column("finished_at", UTCDateTime),
-        Column("matched", BigInteger, nullable=False),
-        Column("changed", BigInteger, nullable=False),
-        Column("refused", BigInteger, nullable=False),
-        key=["id"],
-    )
-
-
-def _audit_steps(tables: _TableMaker) -> Table:
-    """The tasks that each step of a cancel of many tasks has moved, to rerun them."""
-    return tables.make(
-        "yb_delay_audit_step",
-        Column("audit_id", BigInteger, nullable=False, autoincrement=False),
-        Column("step", Integer, nullable=False, autoincrement=False),
-        # JSON lists: id and version after the move.
-        Column("moved", LongText, nullable=False),
-        key=["audit_id", "step"],
-    )
-
-
-def _waitlists(tables: _TableMaker) -> Table:
-    """The due tasks of limited tags that wait for capacity."""
-    return tables.make(
-        "yb_delay_waitlist",
-        Column("queue", String(QUEUE_LENGTH), nullable=False),
-        Column("tag", String(TAG_LENGTH), nullable=False),
-        # The limit key; empty for tasks that have none.
-        Column("limit_key", String(LIMIT_KEY_LENGTH), nullable=False),
-        # The higher the priority, the lower the number.
-        Column("place", Integer, nullable=False, autoincrement=False),
-        Column("due", UTCDateTime, nullable=False),
-        Column("task_id", BigInteger, nullable=False, autoincrement=False),
-        # The version of the held row. If the row has another version, this entry is void.
-        Column("version", BigInteger, nullable=False, autoincrement=False),
-        key=["queue", "tag", "limit_key", "place", "due", "task_id", "version"],
-    )
-
-
-def _recurring(tables: _TableMaker) -> Table:
-    """The recurring schedules."""
-    return tables.make(
-        "yb_delay_recurring",
-        Column("name", String(SCHEDULE_NAME_LENGTH), nullable=False),
-        # Encrypted bodies are bound to it.
-        Column("id", BigInteger, nullable=False, autoincrement=False),
-        # What each task of the schedule gets, as in the table of the tasks.
-        Column("tag", String(TAG_LENGTH), nullable=False),
-        Column("message_body", LongText, nullable=False),
-        Column("queue", String(QUEUE_LENGTH), nullable=False),
-        Column("priority", SmallInteger, nullable=False),
-        Column("headers", LongText),
-        Column("limit_key", String(LIMIT_KEY_LENGTH)),
-        # When the tasks are due.
-        Column("timing", String(TIMING_LENGTH), nullable=False),
-        Column("tz", String(64), nullable=False),
-        Column("start_at", UTCDateTime),
-        Column("jitter_s", Double, nullable=False),
-        # What happens to occurrences that were missed, and while the last task has not ended.
-        Column("missed", String(16), nullable=False),
-        Column("most_missed", Integer, nullable=False),
-        Column("overlap", String(16), nullable=False),
-        # Whether the code of a worker declares the schedule.
-        Column("is_declared", Boolean, nullable=False),
-        Column("is_paused", Boolean, nullable=False),
-        # The first occurrence without a task; NULL if the schedule is paused or has ended.
-        Column("next_at", UTCDateTime),
-        # The last occurrence that has a task, and that task.
-        Column("last_at", UTCDateTime),
-        Column("last_task_id", BigInteger),
-        Column("version", BigInteger, nullable=False, server_default=text("0")),
-        Column("create_time", UTCDateTime, nullable=False),
-        Column("update_time", UTCDateTime, nullable=False),
-        Column("updated_by", String(ACTOR_LENGTH)),
-        Index(conv(tables.prefix + "idx_yb_delay_recurring_next"), "next_at"),
-        check=lambda r: and_(
-            r.tag != "",
-            is_queue_name(r.queue),
-            r.priority.between(0, MAX_PRIORITY),
-            are_counts(r.most_missed, r.version),
-            r.missed.in_(["latest", "skip", "all"]),
-            r.overlap.in_(["allow", "skip"]),
+        # The pauses and limits of tags and queues.
+        policies=table(
+            "yb_delay_policy",
+            Column("kind", String(8), nullable=False),
+            Column("name", String(TAG_LENGTH), nullable=False),
+            Column("is_paused", Boolean, nullable=False),
+            # When the pause ends by itself; NULL if it lasts until somebody ends it.
+            Column("paused_until", UTCDateTime),
+            Column("concurrency", Integer),
+            Column("concurrency_per_key", Integer),
+            Column("rate", Integer),
+            Column("rate_period_s", Double),
+            Column("version", BigInteger, nullable=False, server_default=text("0")),
+            # The version to which all rows have been held or released.
+            Column("applied_version", BigInteger),
+            Column("update_time", UTCDateTime, nullable=False, server_default=db_now()),
+            Column("updated_by", String(255)),
+            # For a rate limit: when the next task may start, and the limit key served last in the
+            # waitlist.
+            Column("next_start", UTCDateTime),
+            Column("turn", String(LIMIT_KEY_LENGTH)),
+            # The number of the transaction that last changed the policy, counted in the next table.
+            Column("change_number", BigInteger, nullable=False, server_default=text("0")),
+            Index(conv(prefix + "idx_yb_delay_policy_change"), "change_number"),
+            # The values that `model/policies.py` accepts. A comparison with NULL refuses nothing.
+            check=lambda p: and_(
+                p.kind.in_(["tag", "queue"]),
+                *(
+                    limit.between(1, MAX_LIMIT)
+                    for limit in (p.concurrency, p.concurrency_per_key, p.rate)
+                ),
+                p.rate_period_s.between(MIN_PERIOD_S, MAX_PERIOD_S),
+                p.rate.is_(None) == p.rate_period_s.is_(None),
+                are_counts(p.version),
+            ),
+            key=["kind", "name"],
         ),
-        key=["name"],
-    )
-
-
-def _statistics(tables: _TableMaker) -> Table:
-    """What workers have run, by minute and tag."""
-    return tables.make(
-        "yb_delay_statistics",
-        Column("start", UTCDateTime, nullable=False),
-        Column("tag", String(TAG_LENGTH), nullable=False),
-        # JSON.
-        Column("counts", LongText),
-        key=["start", "tag"],
-    )
-
-
-def _failures(tables: _TableMaker) -> Table:
-    """Failures with the same error pattern."""
-    return tables.make(
-        "yb_delay_failure",
-        Column("tag", String(TAG_LENGTH), nullable=False),
-        # Of the pattern, which is too long for a key.
-        Column("fingerprint", String(FINGERPRINT_LENGTH), nullable=False),
-        Column("pattern", LongText, nullable=False),
-        # The last task that failed in this way, and its error.
-        Column("task_id", BigInteger, nullable=False),
-        Column("sample", LongText, nullable=False),
-        Column("runs", BigInteger, nullable=False),
-        Column("first_at", UTCDateTime, nullable=False),
-        Column("last_at", UTCDateTime, nullable=False),
-        # JSON: the number of runs of the last hours that have any.
-        Column("hours", LongText, nullable=False),
-        Index(conv(tables.prefix + "idx_yb_delay_failure_last"), "last_at"),
-        key=["tag", "fingerprint"],
+        # The number of the last change of a policy, in one row.
+        policy_changes=table(
+            "yb_delay_policy_change",
+            Column("id", SmallInteger, nullable=False, autoincrement=False),
+            Column("number", BigInteger, nullable=False),
+            key=["id"],
+        ),
+        # The audit rows of bulk operations.
+        audit=table(
+            "yb_delay_audit",
+            Column("id", BigInteger, nullable=False, autoincrement=False),
+            Column("action", String(32), nullable=False),
+            Column("filter", LongText, nullable=False),
+            Column("actor", String(ACTOR_LENGTH), nullable=False),
+            Column("state", String(16), nullable=False),
+            Column("started_at", UTCDateTime, nullable=False),
+            Column("seen_at", UTCDateTime, nullable=False),
+            Column("finished_at", UTCDateTime),
+            Column("matched", BigInteger, nullable=False),
+            Column("changed", BigInteger, nullable=False),
+            Column("refused", BigInteger, nullable=False),
+            key=["id"],
+        ),
+        # The tasks that each step of a cancel of many tasks has moved, to rerun them.
+        audit_steps=table(
+            "yb_delay_audit_step",
+            Column("audit_id", BigInteger, nullable=False, autoincrement=False),
+            Column("step", Integer, nullable=False, autoincrement=False),
+            # JSON lists: id and version after the move.
+            Column("moved", LongText, nullable=False),
+            key=["audit_id", "step"],
+        ),
+        # The due tasks of limited tags that wait for capacity.
+        waitlists=table(
+            "yb_delay_waitlist",
+            Column("queue", String(QUEUE_LENGTH), nullable=False),
+            Column("tag", String(TAG_LENGTH), nullable=False),
+            # The limit key; empty for tasks that have none.
+            Column("limit_key", String(LIMIT_KEY_LENGTH), nullable=False),
+            # The higher the priority, the lower the number.
+            Column("place", Integer, nullable=False, autoincrement=False),
+            Column("due", UTCDateTime, nullable=False),
+            Column("task_id", BigInteger, nullable=False, autoincrement=False),
+            # The version of the held row. If the row has another version, this entry is void.
+            Column("version", BigInteger, nullable=False, autoincrement=False),
+            key=["queue", "tag", "limit_key", "place", "due", "task_id", "version"],
+        ),
+        # The recurring schedules.
+        recurring=table(
+            "yb_delay_recurring",
+            Column("name", String(SCHEDULE_NAME_LENGTH), nullable=False),
+            # Encrypted bodies are bound to it.
+            Column("id", BigInteger, nullable=False, autoincrement=False),
+            # What each task of the schedule gets, as in the table of the tasks.
+            Column("tag", String(TAG_LENGTH), nullable=False),
+            Column("message_body", LongText, nullable=False),
+            Column("queue", String(QUEUE_LENGTH), nullable=False),
+            Column("priority", SmallInteger, nullable=False),
+            Column("headers", LongText),
+            Column("limit_key", String(LIMIT_KEY_LENGTH)),
+            # When the tasks are due.
+            Column("timing", String(TIMING_LENGTH), nullable=False),
+            Column("tz", String(64), nullable=False),
+            Column("start_at", UTCDateTime),
+            Column("jitter_s", Double, nullable=False),
+            # What happens to occurrences that were missed, and while the last task has not ended.
+            Column("missed", String(16), nullable=False),
+            Column("most_missed", Integer, nullable=False),
+            Column("overlap", String(16), nullable=False),
+            # Whether the code of a worker declares the schedule.
+            Column("is_declared", Boolean, nullable=False),
+            Column("is_paused", Boolean, nullable=False),
+            # The first occurrence without a task; NULL if the schedule is paused or has ended.
+            Column("next_at", UTCDateTime),
+            # The last occurrence that has a task, and that task.
+            Column("last_at", UTCDateTime),
+            Column("last_task_id", BigInteger),
+            Column("version", BigInteger, nullable=False, server_default=text("0")),
+            Column("create_time", UTCDateTime, nullable=False),
+            Column("update_time", UTCDateTime, nullable=False),
+            Column("updated_by", String(ACTOR_LENGTH)),
+            Index(conv(prefix + "idx_yb_delay_recurring_next"), "next_at"),
+            check=lambda r: and_(
+                r.tag != "",
+                is_queue_name(r.queue),
+                r.priority.between(0, MAX_PRIORITY),
+                are_counts(r.most_missed, r.version),
+                r.missed.in_(["latest", "skip", "all"]),
+                r.overlap.in_(["allow", "skip"]),
+            ),
+            key=["name"],
+        ),
+        # What workers have run, by minute and tag.
+        statistics=table(
+            "yb_delay_statistics",
+            Column("start", UTCDateTime, nullable=False),
+            Column("tag", String(TAG_LENGTH), nullable=False),
+            # JSON.
+            Column("counts", LongText),
+            key=["start", "tag"],
+        ),
+        # Failures with the same error pattern.
+        failures=table(
+            "yb_delay_failure",
+            Column("tag", String(TAG_LENGTH), nullable=False),
+            # Of the pattern, which is too long for a key.
+            Column("fingerprint", String(FINGERPRINT_LENGTH), nullable=False),
+            Column("pattern", LongText, nullable=False),
+            # The last task that failed in this way, and its error.
+            Column("task_id", BigInteger, nullable=False),
+            Column("sample", LongText, nullable=False),
+            Column("runs", BigInteger, nullable=False),
+            Column("first_at", UTCDateTime, nullable=False),
+            Column("last_at", UTCDateTime, nullable=False),
+            # JSON: the number of runs of the last hours that have any.
+            Column("hours", LongText, nullable=False),
+            Index(conv(prefix + "idx_yb_delay_failure_last"), "last_at"),
+            key=["tag", "fingerprint"],
+        ),
     )

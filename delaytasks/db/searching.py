@@ -1,17 +1,14 @@
-"""Searches for tasks: the conditions of a filter, steps through an index, pages, and limits of
-time."""
+"""Searches for tasks: the conditions of a filter, steps through an index, and pages."""
 
 from __future__ import annotations
 
 import base64
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from datetime import datetime
-from functools import partial
 from itertools import islice
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 from sqlalchemy import (
     Column,
@@ -21,8 +18,6 @@ from sqlalchemy import (
     SmallInteger,
     Table,
     and_,
-    event,
-    exc,
     func,
     literal_column,
     or_,
@@ -30,12 +25,10 @@ from sqlalchemy import (
     true,
 )
 
-from delaytasks.db.database import Database
-from delaytasks.db.driver_errors import is_statement_timeout
 from delaytasks.db.row_lists import one_of
-from delaytasks.db.types import Capabilities, for_database, unindexed
-from delaytasks.model.clock import EARLIEST, LATEST, from_us, monotonic, to_us
-from delaytasks.model.errors import InvalidInputError, StoreError
+from delaytasks.db.types import Capabilities, unindexed
+from delaytasks.model.clock import from_us, to_us
+from delaytasks.model.errors import InvalidInputError
 from delaytasks.model.filters import Filter
 from delaytasks.model.inputs import pair_text
 from delaytasks.model.interfaces import Level
@@ -213,17 +206,8 @@ def after_cursor(
     due, id = _parse_cursor(cursor)
     at, number = tasks.c.expected_time, tasks.c.id
     if newest_first:
-        is_after, is_not_before, begin, end = operator.lt, operator.le, LATEST, EARLIEST
-    else:
-        is_after, is_not_before, begin, end = operator.gt, operator.ge, EARLIEST, LATEST
-    follows = is_after(number, id)
-    # An instant outside of datetime's range reads as the first or the last one. Without these cases
-    # a page would begin with its own last row.
-    if due == end:
-        return query.where(is_not_before(at, due), follows)
-    if due == begin:
-        return query.where(or_(is_after(at, due), follows))
-    return query.where(is_not_before(at, due), or_(is_after(at, due), and_(at == due, follows)))
+        return query.where(at <= due, or_(at < due, number < id))
+    return query.where(at >= due, or_(at > due, number > id))
 
 
 def make_cursor(task: DelayedTask) -> str:
@@ -235,131 +219,11 @@ def _parse_cursor(cursor: str) -> tuple[datetime, int]:
     try:
         text = base64.b64decode(cursor.encode(), b"-_", validate=True).decode()
         due_us, id = text.split(":")
-        due, after_cursor = from_us(int(due_us)), int(id)
+        due, number = from_us(int(due_us)), int(id)
+        if not -(2**63) <= number < 2**63:
+            raise ValueError
+        return due, number
     except (AttributeError, ValueError, OverflowError):
         raise InvalidInputError(
             f"{shown(cursor)} is not a cursor that find() returned", "cursor"
         ) from None
-    if not -(2**63) <= after_cursor < 2**63:
-        raise InvalidInputError(f"{shown(cursor)} is not a cursor that find() returned", "cursor")
-    return due, after_cursor
-
-
-# -- Ends a search that takes too long: some filters have no index, and read the whole table ------
-
-
-class SearchTimeoutError(StoreError):
-    """A search took too long. Narrow its filter, for example by a status."""
-
-
-T = TypeVar("T")
-#: For the servers, 0 is no limit.
-LEAST_LIMIT_S = 0.001
-#: SQLite asks whether to go on each time it has executed this number of its instructions.
-SQLITE_INSTRUCTIONS = 10_000
-
-
-def limited_search(database: Database, work: Callable[[Any], T], limit_s: float) -> T:
-    """Run a search of one or more statements.
-
-    Each statement ends after `limit_s` seconds, and no statement begins later.
-
-    Raises
-    ------
-    SearchTimeoutError
-        If the search has reached the limit.
-    """
-    limit_s = max(limit_s, LEAST_LIMIT_S)
-    connect = for_database(database.backend, postgresql=_postgresql, mysql=_mysql, sqlite=_sqlite)
-
-    def limited(connection: Connection) -> T:
-        deadline = monotonic() + limit_s
-
-        def check(*_: Any) -> None:
-            if monotonic() > deadline:
-                raise _timeout(limit_s)
-
-        event.listen(connection, "before_cursor_execute", check)
-        try:
-            return work(connection)
-        except exc.DBAPIError as error:
-            if is_statement_timeout(error):
-                raise _timeout(limit_s) from error
-            raise
-        finally:
-            # The statement that resets the limit of the connection follows.
-            event.remove(connection, "before_cursor_execute", check)
-
-    return database.repeat(limited, partial(connect, database, limit_s))
-
-
-def _timeout(limit_s: float) -> SearchTimeoutError:
-    return SearchTimeoutError(
-        f"the search took longer than {limit_s:.1f} s: narrow its filter, for example by a status, "
-        "a queue or a range of times"
-    )
-
-
-@contextmanager
-def _postgresql(database: Database, limit_s: float) -> Iterator[Connection]:
-    with database.begin() as connection:
-        # It ends with the transaction, so that no pooled connection keeps it.
-        connection.exec_driver_sql(f"SET LOCAL statement_timeout = {round(limit_s * 1000)}")
-        yield connection
-
-
-@contextmanager
-def _mysql(database: Database, limit_s: float) -> Iterator[Connection]:
-    with database.auto.connect() as connection, database.bounded(connection):
-        is_mariadb = getattr(connection.dialect, "is_mariadb", False)
-        limit = (
-            f"max_statement_time = {limit_s:.3f}"
-            if is_mariadb
-            else f"max_execution_time = {round(limit_s * 1000)}"
-        )
-        connection.exec_driver_sql(f"SET SESSION {limit}")
-        try:
-            yield connection
-        finally:
-            if not connection.invalidated:
-                name = limit.partition(" ")[0]
-                connection.exec_driver_sql(f"SET SESSION {name} = DEFAULT")
-
-
-@contextmanager
-def _sqlite(database: Database, limit_s: float) -> Iterator[Connection]:
-    with database.auto.connect() as connection:
-        driver_connection: Any = connection.connection.driver_connection
-        deadline = monotonic() + limit_s
-        driver_connection.set_progress_handler(lambda: monotonic() > deadline, SQLITE_INSTRUCTIONS)
-        try:
-            yield connection
-        finally:
-            driver_connection.set_progress_handler(None, 0)
-
-
-# -- estimates ------------------------------------------------------------------------------------
-
-# The planner's estimate of how many rows a query returns. Its cost does not grow with the rows.
-
-
-def estimate_rows(connection: Connection, query: Select[Any]) -> int:
-    """Return the estimate. SQLite has no estimates and returns 0: its tables are small enough to
-    count."""
-    dialect = connection.dialect
-    read = for_database(
-        dialect.name, postgresql=_postgresql_estimate, mysql=_mysql_estimate, sqlite=None
-    )
-    if read is None:
-        return 0
-    sql = str(query.compile(dialect=dialect, compile_kwargs={"literal_binds": True}))
-    return read(connection, sql)
-
-
-def _postgresql_estimate(connection: Connection, sql: str) -> int:
-    plan = connection.exec_driver_sql(f"EXPLAIN (FORMAT JSON) {sql}").scalar_one()
-    return int(plan[0]["Plan"]["Plan Rows"])
-
-
-def _mysql_estimate(connection: Connection, sql: str) -> int:
-    return int(connection.exec_driver_sql(f"EXPLAIN {sql}").mappings().one()["rows"] or 0)

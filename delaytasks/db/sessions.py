@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from datetime import datetime
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import URL, Connection, Engine, event, exc
+from sqlalchemy import URL, Connection, event, exc
 from sqlalchemy.util.concurrency import in_greenlet
 
-from delaytasks.db.database import Database, SimulatedTime, off_the_loop, on_the_loop
-from delaytasks.db.driver_errors import TRIES, lacks_tables, reason_of, unknown_outcome
-from delaytasks.model.errors import ConfigError, SessionUnusableError
+from delaytasks.db.database import off_the_loop
+from delaytasks.db.driver_errors import lacks_tables, reason_of, unknown_outcome
+from delaytasks.model.errors import SessionUnusableError
 from delaytasks.model.interfaces import CallerConnection, Transaction
 from delaytasks.model.task import DelayedTask
 
@@ -40,11 +39,7 @@ def transaction_of(session: Any, remedy_at: RemedyAt) -> Transaction:
     """Return the transaction of the object that the caller passed as `session=`."""
     from sqlalchemy.orm import Session  # a process without sessions does not import the ORM
 
-    given = type(session).__name__
-    if callable(getattr(session, "registry", None)):
-        session = session()  # scoped_session, as Flask-SQLAlchemy has it
-    session = getattr(session, "sync_session", session)  # AsyncSession
-    session = getattr(session, "sync_connection", session)  # AsyncConnection
+    given, session = type(session).__name__, synchronous(session)
     if isinstance(session, Connection):
         return ConnectionTransaction(session, remedy_at)
     if isinstance(session, Session):
@@ -53,6 +48,15 @@ def transaction_of(session: Any, remedy_at: RemedyAt) -> Transaction:
         "session= takes a SQLAlchemy Session or Connection, "
         f"or an asynchronous one inside its run_sync(), not {given}"
     )
+
+
+def synchronous(given: Any) -> Any:
+    """Return the session, connection or engine itself that a scoped or asynchronous one has."""
+    if callable(getattr(given, "registry", None)):
+        given = given()  # scoped_session, as Flask-SQLAlchemy has it
+    for attribute in ("sync_session", "sync_connection", "sync_engine"):
+        given = getattr(given, attribute, given)
+    return given
 
 
 class _CallersTransaction:
@@ -81,7 +85,14 @@ class _CallersTransaction:
                 ) from error  # there is nothing to roll back
             # We never try again: the caller's transaction may be rolled back as a whole, with the
             # caller's own work.
-            raise self._unusable(error, stands_alone, url) from error
+            remedy = "roll it back, nothing was sent"
+            if stands_alone:
+                remedy = "of many tasks the first ones may be there"
+            if url is not None and lacks_tables(error.orig):
+                remedy += f"; {self._remedy_at(url)}"
+            raise SessionUnusableError(
+                f"the caller's transaction cannot be used: {reason_of(error)}; {remedy}"
+            ) from error
         except exc.MissingGreenlet as error:
             raise SessionUnusableError(_OUTSIDE_OF_RUN_SYNC) from error
         except exc.SQLAlchemyError as error:
@@ -89,18 +100,6 @@ class _CallersTransaction:
             # bodies and keys.
             reason = str(getattr(error, "orig", None) or error).strip().partition("\n")[0]
             raise SessionUnusableError(f"the caller's session cannot be used: {reason}") from error
-
-    def _unusable(
-        self, error: exc.DBAPIError, stands_alone: bool, url: URL | None
-    ) -> SessionUnusableError:
-        remedy = "roll it back, nothing was sent"
-        if stands_alone:
-            remedy = "of many tasks the first ones may be there"
-        if url is not None and lacks_tables(error.orig):
-            remedy += f"; {self._remedy_at(url)}"
-        return SessionUnusableError(
-            f"the caller's transaction cannot be used: {reason_of(error)}; {remedy}"
-        )
 
 
 def _stands_alone(connection: Any) -> bool:
@@ -242,14 +241,6 @@ T = TypeVar("T")
 RunCall = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
-def _no_context(task: DelayedTask) -> AbstractContextManager[Any]:
-    return nullcontext()
-
-
-def _engines_only(time: SimulatedTime) -> AbstractContextManager[Any]:
-    return nullcontext()
-
-
 @dataclass(frozen=True, eq=False)
 class ConnectionSource:
     """Connections of a test or of a framework.
@@ -261,7 +252,7 @@ class ConnectionSource:
     around_processor
         Is entered around each call of a processor.
     rewriting
-        Lets connections that SQLAlchemy does not know read the test's clock.
+        Lets connections that SQLAlchemy does not know read the test's clock, a `SimulatedTime`.
     run_coroutine
         Runs the coroutine of a processor in this thread; None means an event loop of its own.
     in_framework
@@ -269,137 +260,7 @@ class ConnectionSource:
     """
 
     connect: Callable[[], AbstractContextManager[Connection]]
-    around_processor: Callable[[DelayedTask], AbstractContextManager[Any]] = _no_context
-    rewriting: Callable[[SimulatedTime], AbstractContextManager[Any]] = _engines_only
+    around_processor: Callable[[DelayedTask], AbstractContextManager[Any]] = nullcontext
+    rewriting: Callable[[Any], AbstractContextManager[Any]] = nullcontext
     run_coroutine: Callable[[Coroutine[Any, Any, Any]], Any] | None = None
     in_framework: RunCall | None = None
-
-
-def source_of(given: Any) -> ConnectionSource:
-    """Return the connections of what a test passes as `bind`.
-
-    Raises
-    ------
-    ConfigError
-        If it is neither an engine, nor a connection, nor a session.
-    """
-    from sqlalchemy.orm import Session
-
-    bind = given
-    if callable(getattr(bind, "registry", None)):
-        bind = bind()  # scoped_session
-    for attribute in ("sync_session", "sync_connection", "sync_engine"):
-        bind = getattr(bind, attribute, bind)  # the asynchronous forms
-    if isinstance(bind, Engine):
-        return ConnectionSource(bind.begin, in_framework=on_the_loop)
-    if isinstance(bind, Connection):
-        return ConnectionSource(partial(_in_savepoint, lambda: bind), in_framework=on_the_loop)
-    if isinstance(bind, Session):
-        return ConnectionSource(
-            partial(_in_savepoint, partial(_connection_of, bind)), in_framework=on_the_loop
-        )
-    raise ConfigError(
-        "bind= takes a SQLAlchemy Engine, Connection or Session, or an asynchronous one of them, "
-        f"not {type(given).__name__}"
-    )
-
-
-def _connection_of(session: Any) -> Connection:
-    """Return the connection that the test's session was made with, else that of its transaction.
-
-    A rollback of the session's own savepoint must not undo what the tester has written.
-    """
-    bind = session.bind
-    return bind if isinstance(bind, Connection) else session.connection()
-
-
-@contextmanager
-def _in_savepoint(connection_of: Callable[[], Connection]) -> Iterator[Connection]:
-    connection = connection_of()
-    if connection.dialect.is_async and not in_greenlet():
-        raise SessionUnusableError(
-            "bind= is asynchronous: await the twin of the tester's method, such as arun_due"
-        )
-    with connection.begin_nested():
-        yield connection
-
-
-@contextmanager
-def calling_after_sessions(call: Callable[[], object]) -> Iterator[None]:
-    """Call `call` after the end of each transaction of a SQLAlchemy session in this process.
-
-    A session that takes part in the transaction of a test never commits for good, so that its end
-    is the only sign of a commit.
-    """
-    from sqlalchemy.orm import Session
-
-    def ended(_session: Any, transaction: Any) -> None:
-        if transaction.parent is None:
-            call()
-
-    event.listen(Session, "after_transaction_end", ended)
-    try:
-        yield
-    finally:
-        event.remove(Session, "after_transaction_end", ended)
-
-
-class SimulatedDatabase(Database):
-    """Connections of our own, whose statements read the test's clock."""
-
-    def __init__(self, url: str, pool_size: int, tables_remedy: str) -> None:
-        in_a_test = "call delaytasks.testing.create_tables(connection) in the test"
-        super().__init__(url, pool_size, f"{in_a_test}, or {tables_remedy}")
-        # The text of a prepared statement cannot change with the time.
-        self.can = replace(self.can, prepare=False)
-
-
-class BorrowedDatabase(SimulatedDatabase):
-    """Runs every statement on the connections of a test."""
-
-    def __init__(
-        self, source: ConnectionSource, url: str, pool_size: int, tables_remedy: str
-    ) -> None:
-        super().__init__(url, pool_size, tables_remedy)
-        self._source = source
-
-    def remedy_at(self, url: URL) -> str:
-        return self.tables_remedy  # the test's connection need not be on the URL of the settings
-
-    @contextmanager
-    def begin(self) -> Iterator[Connection]:
-        with self._source.connect() as connection:
-            # As on our own engines: psycopg 3 and asyncpg do not count rows otherwise.
-            yield connection.execution_options(preserve_rowcount=True)
-
-    def autocommitted(
-        self,
-        work: Callable[[Any], T],
-        on: Any = None,
-        unknown_id: int | None = None,
-        tries: int = TRIES,
-    ) -> T:
-        return self.transaction(work, on, unknown_id)
-
-    def now(self, tries: int = TRIES) -> datetime:
-        raise AssertionError("a test has a clock of its own")
-
-    def stream(self, query: Any, size: int, may_take_long: bool = False) -> Iterator[Any]:
-        rows = self.rows(query)
-        for start in range(0, len(rows), size):
-            yield rows[start : start + size]
-
-    def owns(self, connection: Any) -> bool:
-        return False
-
-    def repeat(
-        self,
-        work: Callable[[Any], T],
-        connect: Callable[[], AbstractContextManager[Any]],
-        unknown_id: int | None = None,
-        tries: int = TRIES,
-        may_switch: bool = True,
-    ) -> T:
-        """Call `work` once, in this thread: after an error the test's transaction cannot go on."""
-        on = connect if connect is nullcontext else self.begin
-        return super().repeat(work, on, unknown_id, 1, False)

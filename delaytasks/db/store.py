@@ -14,11 +14,11 @@ from delaytasks.db.database import Database
 from delaytasks.db.engines import lacks_sqlite_file, make_engine, own_driver
 from delaytasks.db.leases import Leases
 from delaytasks.db.migrations import check_charset
-from delaytasks.db.policy_rows import PausedRows, PolicyTable, WaitlistNames
+from delaytasks.db.policy_rows import PausedRows, PolicyTable
 from delaytasks.db.schema import Schema, build_schema
 from delaytasks.db.settlements import DeferredRows
 from delaytasks.db.sweep_queries import DueSchedules, SweepQueries
-from delaytasks.db.task_rows import CeleryRows, Inspection, Tasks, Touches
+from delaytasks.db.task_rows import Tasks
 from delaytasks.db.worker_table import WorkerTable
 from delaytasks.model.body import Cipher
 from delaytasks.model.errors import ConfigError, StoreError, StoreUnavailableError
@@ -105,16 +105,12 @@ class Store:
         self.schema = build_schema(settings.name_prefix, settings.table_schema, cipher)
         self.tasks = Tasks(self.database, self.schema)
         self.bulk = Bulk(self.database, self.schema)
-        self.celery_rows = CeleryRows(self.database, self.schema)
-        self.touches = Touches(self.database, self.schema)
         self.sweeps = SweepQueries(self.database, self.schema, settings.timer_kind)
         self.leases = Leases(self.database, self.schema, settings.lease_s)
-        self.inspection = Inspection(self.database, self.schema)
         self.workers = WorkerTable(self.database, self.schema)
         self.deferred_rows = DeferredRows(self.database, self.schema)
         self.policies = PolicyTable(self.database, self.schema)
         self.paused_rows = PausedRows(self.database, self.schema)
-        self.waitlist_names = WaitlistNames(self.database, self.schema)
         self.due_schedules = DueSchedules(self.database, self.schema)
         self.notices = Notices(self.database, self.schema)
         self._lease_s = settings.lease_s

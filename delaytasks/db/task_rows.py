@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import datetime
@@ -18,27 +18,32 @@ from delaytasks.db.leases import ASKED, CancelRequests
 from delaytasks.db.row_lists import by_id, check_row_count, listed
 from delaytasks.db.rows import NEW_COLUMNS, columns, task_of, values_of
 from delaytasks.db.schema import Schema
-from delaytasks.db.searching import (
-    after_cursor,
-    conditions,
-    first_page,
-    limited_search,
-    make_cursor,
-)
+from delaytasks.db.searching import after_cursor, conditions, first_page, make_cursor
 from delaytasks.db.settlements import Attempts
-from delaytasks.db.task_keys import KeyOwners, Moves, TaskKeys
+from delaytasks.db.task_keys import TaskKeys
 from delaytasks.db.types import UTCDateTime, db_now, unindexed
 from delaytasks.model.celery_calls import CELERY_PREFIX
-from delaytasks.model.errors import DuplicateTaskError, TaskNotFoundError, TaskStateError
+from delaytasks.model.clock import from_us, to_us
+from delaytasks.model.errors import (
+    DuplicateTaskError,
+    StaleVersionError,
+    StoreUnavailableError,
+    TaskNotFoundError,
+    TaskStateError,
+)
 from delaytasks.model.filters import Filter, batches
 from delaytasks.model.interfaces import CallerConnection
-from delaytasks.model.moves import LIVE, MOVES, Status
+from delaytasks.model.moves import LIVE, MOVES, Status, following
 from delaytasks.model.task import Attempt, DelayedTask, OnConflict, Page
 from delaytasks.model.text import shown
 
 T = TypeVar("T")
 #: How often a row is looked at that is given back while it is asked to stop.
 CANCEL_TRIES = 5
+#: Rows in one transaction of a touch, so that their locks are short.
+TOUCH_BATCH_ROWS = 2000
+#: The keys or ids of one statement that looks for the rows of Celery tasks.
+MOST_KEYS = 500
 
 
 class Tasks:
@@ -48,23 +53,25 @@ class Tasks:
         self._schema = schema
         self._keys = TaskKeys(database, schema)
         self._attempts = Attempts(database, schema)
-        self._columns = columns(schema)
         self._insert = Insert(database, t, NEW_COLUMNS)
         self._insert_bulk = BulkInsert(database, schema)
-        self._moves = Moves(schema, self._keys)
-        self._get = self._moves.get
+        self._select = select(*columns(schema))
+        self._get = self._select.where(t.c.id == bindparam("task_id"))
         self.cancel_requests = CancelRequests(database, schema)
-        self._key_owners = KeyOwners(database, schema, self._keys, self._moves)
+        #: What `celery inspect` shows.
+        self._shown = select(
+            *columns(schema, "id tag queue priority runs worker update_time".split())
+        )
+        is_live = t.c.status.in_([int(status) for status in LIVE])
+        self._live_of_celery = self._select.where(t.c.tag.like(f"{CELERY_PREFIX}%"), is_live)
+        self._prepare_touches()
 
     # -- schedule ---------------------------------------------------------------------------------
 
     def insert(self, task: DelayedTask, on: CallerConnection | None = None) -> bool:
         """Insert one row; return False if a row with this id exists."""
-        values = values_of(task, self._schema)
-        if on is not None:
-            return self._insert(on, values)
-        insert = partial(self._insert, values=values)
-        return self._db.repeat(insert, self._db.connect, unknown_id=task.id)
+        insert = partial(self._insert, values=values_of(task, self._schema))
+        return self._db.autocommitted(insert, on, task.id)
 
     def insert_many(self, tasks: Sequence[DelayedTask], on: CallerConnection | None = None) -> bool:
         """Insert all rows together. Returns False, and inserts no row, if one of the ids exists."""
@@ -90,14 +97,12 @@ class Tasks:
 
         def work(connection: Any) -> tuple[DelayedTask, bool]:
             with self._savepoint(on):  # an id that exists must not leave its key behind
-                owner, is_new = self._key_owners.take(connection, task, on_conflict)
+                owner, is_new = self._take_key(connection, task, on_conflict)
                 if owner is task and not self._insert(connection, values_of(task, self._schema)):
                     raise DuplicateTaskError(f"there is a task with id {task.id} already", task.id)
                 return owner, is_new
 
-        if on is not None:
-            return work(on)
-        return self._db.repeat(work, self._db.begin, unknown_id=task.id)
+        return self._db.transaction(work, on, task.id)
 
     # -- look up ----------------------------------------------------------------------------------
 
@@ -113,19 +118,30 @@ class Tasks:
         return found
 
     def id_of_key(self, tag: str, key: str, on: CallerConnection | None = None) -> int | None:
-        found = self._db.autocommitted(lambda c: self._keys.id_of(c, tag, key), on)
+        return self.ids_of_keys(tag, [key], on).get(key)
+
+    def ids_of_keys(
+        self, tag: str, keys: Iterable[str], on: CallerConnection | None = None
+    ) -> dict[str, int]:
+        """Return the ids of live tasks by their keys."""
+        wanted, found = sorted(set(keys)), dict[str, int]()
+        for batch in batches(wanted, TOUCH_BATCH_ROWS):
+            find = partial(self._keys.ids_of, tag=tag, keys=batch)
+            found.update(self._db.autocommitted(find, on))
         if on is None or not self._db.can.reads_as_of_start:
             return found
-        # Another task may have taken the key after the caller's transaction began. A caller that
+        # Another task may have taken a key after the caller's transaction began. A caller that
         # cancels the key's task must neither miss it nor reach the previous owner.
-        current = self.id_of_key(tag, key)
-        if found is None:
-            return current
-        if current is None or current == found:
-            return found
-        # Either another transaction has passed the key on, or the caller's own, which only its
-        # connection sees. A locking read on that connection sees both.
-        return self._keys.id_of(on, tag, key, is_locked=True)
+        for key, current in sorted(self.ids_of_keys(tag, wanted).items()):
+            if found.setdefault(key, current) != current:
+                # Either another transaction has passed the key on, or the caller's own, which only
+                # its connection sees. A locking read on that connection sees both.
+                owner = self._keys.id_of(on, tag, key, is_locked=True)
+                if owner is None:
+                    del found[key]
+                else:
+                    found[key] = owner
+        return found
 
     def attempts(self, id: int, on: CallerConnection | None = None) -> list[Attempt]:
         return self._db.autocommitted(lambda c: self._attempts.of(c, id), on)
@@ -137,15 +153,10 @@ class Tasks:
         cursor: str | None = None,
         on: CallerConnection | None = None,
         newest_first: bool = False,
-        time_limit_s: float | None = None,
     ) -> Page:
-        """Return a page of tasks in the order of their due times.
-
-        Raise `SearchTimeoutError` after `time_limit_s` seconds. On a caller's connection, no limit
-        applies.
-        """
+        """Return a page of tasks in the order of their due times."""
         t = self._t
-        query = select(*self._columns).where(*conditions(t, where, self._db.can))
+        query = self._select.where(*conditions(t, where, self._db.can))
         if where.ids is not None:
             query = by_id(query, t)
         if cursor is not None:
@@ -154,16 +165,51 @@ class Tasks:
         def read(connection: Any) -> list[Any]:
             return first_page(connection, query, t, where, limit + 1, newest_first)
 
-        if time_limit_s is None or on is not None:
-            rows = self._db.autocommitted(read, on)
-        else:
-            rows = limited_search(self._db, read, time_limit_s)
+        rows = self._db.autocommitted(read, on)
         tasks = [task_of(row, self._schema) for row in rows[:limit]]
         return Page(tasks, make_cursor(tasks[-1]) if len(rows) > limit else None)
 
     def now(self, insists: bool = False) -> datetime:
         """Return the database's time. Unless the caller insists, an error is not tried again."""
         return self._db.now(TRIES if insists else 1)
+
+    def celery_rows(
+        self, keys: Sequence[str], ids: Sequence[int] = (), on: CallerConnection | None = None
+    ) -> list[DelayedTask]:
+        """Return the rows of Celery tasks with these keys or ids that wait or run."""
+        found: list[DelayedTask] = []
+        for column, names in ((self._t.c.task_key, keys), (self._t.c.id, ids)):
+            query = self._live_of_celery.where(listed(self._db, column, "names"))
+            for some in batches(names, MOST_KEYS):
+                found += self._tasks(query, {"names": some}, on)
+        return found
+
+    def celery_page(
+        self, after: int, limit: int, on: CallerConnection | None = None
+    ) -> list[DelayedTask]:
+        """Return up to `limit` rows of Celery tasks that wait or run, in the order of ids."""
+        id = self._t.c.id
+        query = self._live_of_celery.where(id > after).order_by(id).limit(limit)
+        return self._tasks(query, {}, on)
+
+    def _tasks(
+        self, query: Select[Any], parameters: Mapping[str, Any], on: CallerConnection | None
+    ) -> list[DelayedTask]:
+        rows = self._db.autocommitted(lambda c: c.execute(query, parameters).all(), on)
+        return [task_of(row, self._schema) for row in rows]
+
+    def shown_running(self, workers: Iterable[str], limit: int) -> Sequence[Any]:
+        """Return up to `limit` rows that these processes have claimed, in the order of their
+        claims."""
+        t = self._t.c
+        claimed = t.status == int(Status.RUNNING), t.worker.in_(list(workers))
+        query = self._shown.where(*claimed).order_by(t.update_time, t.id)
+        return self._db.rows(query.limit(limit))
+
+    def shown_of(self, ids: Iterable[int]) -> dict[int, Any]:
+        """Return the rows with these ids, by id."""
+        query = self._shown.where(self._t.c.id.in_(list(ids)))
+        return {row.id: row for row in self._db.rows(query)}
 
     # -- move -------------------------------------------------------------------------------------
 
@@ -190,7 +236,7 @@ class Tasks:
                     return left
             for number in range(CANCEL_TRIES):
                 try:
-                    task = self._moves.take(connection, "cancel", id, version)
+                    task = self._take(connection, "cancel", id, version)
                     break
                 except TaskStateError as error:
                     is_running = error.status is Status.RUNNING
@@ -202,7 +248,7 @@ class Tasks:
                 # The run has ended between these statements, and the row may wait again.
             if task.status is Status.CANCELLED:
                 return None
-            tried.append(self._moves.make(connection, "cancel", task, {}))
+            tried.append(self._make(connection, "cancel", task, {}))
             self._keys.release(connection, task)
             return tried[-1]
 
@@ -212,8 +258,8 @@ class Tasks:
         self, id: int, due: datetime, version: int | None = None, on: CallerConnection | None = None
     ) -> DelayedTask:
         def work(connection: Any) -> DelayedTask:
-            task = self._moves.take(connection, "reschedule", id, version)
-            return self._moves.make(connection, "reschedule", task, {"expected_time": due})
+            task = self._take(connection, "reschedule", id, version)
+            return self._make(connection, "reschedule", task, {"expected_time": due})
 
         return self._db.transaction(work, on, id)
 
@@ -223,18 +269,214 @@ class Tasks:
         """Let a finished task wait again, with its key."""
 
         def work(connection: Any) -> DelayedTask:
-            task = self._moves.take(connection, "rerun", id, version)
+            task = self._take(connection, "rerun", id, version)
             if task.key is not None:
                 try:
                     with self._savepoint(on):
-                        self._key_owners.take(connection, task, "reject")
+                        self._take_key(connection, task, "reject")
                 except DuplicateTaskError as error:
                     fact = f"task {error.id} has the key {task.key!r} of task {id} now"
                     raise DuplicateTaskError(f"rerun: {fact}", error.id) from None
             values = {"expected_time": due, "runs": 0, "lapses": 0}
-            return self._moves.make(connection, "rerun", task, values)
+            return self._make(connection, "rerun", task, values)
 
         return self._db.transaction(work, on, id)
+
+    def _take(self, on: Any, name: str, id: int, version: int | None) -> DelayedTask:
+        """Return the task, locked for this move.
+
+        A move that is not allowed is refused without a lock: a caller whose transaction stays open
+        would keep the lock, and the worker that runs the row could not settle it. `cancel` returns
+        a task that is cancelled already, unlocked.
+        """
+        seen = self.get(id, on)
+        # A transaction that reads as of its start (MySQL's default) may see an older version than
+        # `version`.
+        if seen is not None and not (isinstance(version, int) and seen.version < version):
+            _check(name, seen, version)
+            if name == "cancel" and seen.status is Status.CANCELLED:
+                return seen
+        if seen is not None and seen.key is not None and name != "reschedule":
+            self._keys.lock(on, seen)
+        task = self._locked(on, id)
+        if task is None:
+            raise TaskNotFoundError(f"there is no task {id}", id)
+        _check(name, task, version)
+        return task
+
+    def _locked(self, on: Any, id: int) -> DelayedTask | None:
+        row = on.execute(self._get.with_for_update(), {"task_id": id}).first()
+        return None if row is None else task_of(row, self._schema)
+
+    def _make(self, on: Any, name: str, task: DelayedTask, values: dict[str, Any]) -> DelayedTask:
+        """Update the row, fenced by the version that was read."""
+        move, t = MOVES[name], self._t
+        _check_status(name, task)
+        if "expected_time" in values:
+            values = {**values, "due_time": None}  # expected_time is the due time again
+        values = {
+            **values,
+            "cancel_request": None,  # it was for an earlier run
+            "status": int(move.target),
+            "version": following(task.version),
+            "update_time": db_now(),
+        }
+        result = on.execute(
+            update(t).where(t.c.id == task.id, t.c.version == task.version).values(**values)
+        )
+        if not result.rowcount:
+            raise StaleVersionError(
+                f"{name}: task {task.id} moved on from version {task.version} meanwhile", task.id
+            )
+        return replace(
+            task,
+            status=move.target,
+            version=following(task.version),
+            expected_time=values.get("expected_time", task.expected_time),
+            due_time=values.get("due_time", task.due_time),
+        )
+
+    # -- the owner of a key: takes, keeps, replaces or passes on the key that another task wants ---
+
+    def _take_key(
+        self, on: Any, task: DelayedTask, on_conflict: OnConflict
+    ) -> tuple[DelayedTask, bool]:
+        """Return the task that owns the key afterwards, and whether the key or the row is new.
+
+        If the owner is `task` itself, its row has yet to be written.
+        """
+        owner_id = self._take_or_lock(on, task)
+        if owner_id is None:
+            return task, True
+        owner = self._locked(on, owner_id)
+        if owner is None or owner.is_finished:
+            # The owner was purged, or another program finished it.
+            return self._take_over(on, task)
+        if owner.id == task.id:
+            return owner, False
+        if on_conflict == "reject":
+            raise DuplicateTaskError(
+                f"task {owner.id} ({owner.status.name}, due {owner.due.isoformat()}) has the key "
+                f"{task.key!r} of tag {task.tag!r}; pass on_conflict='keep' or 'replace'",
+                owner.id,
+            )
+        if on_conflict == "keep":
+            return owner, False
+        if on_conflict == "take" or owner.status not in MOVES["replace"].sources:
+            # The owner waits or runs, and may finish. From now on the key belongs to the new task.
+            return self._take_over(on, task)
+        return self._replaced(on, owner, task), True
+
+    def _take_or_lock(self, on: Any, task: DelayedTask) -> int | None:
+        """Take the key if it is free, else lock it and return the id of its owner."""
+        for attempt in range(TRIES):
+            # In MySQL a failed INSERT would leave a lock on the key, so the key is read first.
+            is_free = (
+                self._db.can.insert_or_skip
+                or self._keys.id_of(on, task.tag, task.key, attempt > 0) is None
+            )
+            if is_free and self._keys.take(on, task):
+                return None
+            # The key's row is locked before the task's, as in settling and cancelling. Else they
+            # could deadlock.
+            owner_id = self._keys.lock(on, task)
+            if owner_id is not None:
+                return owner_id
+            # The owner has just ended.
+        raise _changed_too_often(task)
+
+    def _take_over(self, on: Any, task: DelayedTask) -> tuple[DelayedTask, bool]:
+        if not self._keys.pass_to(on, task):
+            # This happens only if each statement is a transaction, so that no lock lasts.
+            raise _changed_too_often(task)
+        return task, True
+
+    def _replaced(self, on: Any, owner: DelayedTask, task: DelayedTask) -> DelayedTask:
+        # The row keeps its id, to which the encryption of the new body is bound.
+        task = replace(task, id=owner.id, expected_time=_due_of_replacement(task, owner))
+        values = values_of(task, self._schema)
+        values.pop("create_time")
+        self._make(on, "replace", owner, {**values, "runs": 0, "lapses": 0, "error_stack": None})
+        version = following(owner.version)
+        return replace(task, version=version, create_time=owner.create_time)
+
+    # -- touch: moves a timeout to a later due time without a new version -------------------------
+
+    # A message for the old time still arrives, and finds that the row is not due.
+
+    def _prepare_touches(self) -> None:
+        t, k, due = self._t, self._schema.keys, bindparam("due", type_=UTCDateTime())
+        waits = unindexed(t.c.status).in_([int(s) for s in MOVES["reschedule"].sources])
+        later = case((t.c.expected_time < due, due), else_=t.c.expected_time)
+        # The next try of a deferred task may be later than its new due time. MySQL assigns from
+        # left to right, so due_time comes first and uses the old expected_time.
+        later_due = case(
+            (t.c.expected_time < due, None), (t.c.due_time < due, due), else_=t.c.due_time
+        )
+        touch = update(t).ordered_values(
+            (t.c.due_time, later_due), (t.c.expected_time, later), (t.c.update_time, db_now())
+        )
+        of_key = select(k.c.task_id).where(
+            k.c.tag == bindparam("of_tag"), k.c.task_key == bindparam("of_key")
+        )
+        named = listed(self._db, t.c.id, "ids")
+        self._touch = touch.where(t.c.id == bindparam("task_id"), waits)
+        self._touch_key = touch.where(t.c.id == of_key.scalar_subquery(), waits)
+        self._touch_listed = touch.where(named)
+        waiting = select(t.c.id).where(named, waits).order_by(t.c.id)
+        self._lock = waiting.with_for_update()
+        self._lock_free = waiting.with_for_update(skip_locked=True)
+
+    def touch(self, id: int, due: datetime, on: CallerConnection | None = None) -> bool:
+        """Move one timeout. Returns False if the task no longer waits."""
+
+        def work(connection: Any) -> bool:
+            if connection.execute(self._touch, {"task_id": id, "due": due}).rowcount:
+                return True
+            if connection.execute(self._get, {"task_id": id}).first() is None:
+                raise TaskNotFoundError(f"there is no task {id}", id)
+            return False
+
+        return self._db.autocommitted(work, on)
+
+    def touch_key(
+        self, tag: str, key: str, due: datetime, on: CallerConnection | None = None
+    ) -> bool:
+        """Do the same by key, in one statement."""
+
+        def work(connection: Any) -> bool:
+            named = {"of_tag": tag, "of_key": key, "due": due}
+            if connection.execute(self._touch_key, named).rowcount:
+                return True
+            if self._keys.id_of(connection, tag, key) is None:
+                raise TaskNotFoundError(
+                    f"no live task of tag {shown(tag)} has the key {shown(key)}"
+                )
+            return False
+
+        return self._db.autocommitted(work, on)
+
+    def touch_many(
+        self, ids: Iterable[int], due: datetime, on: CallerConnection | None = None
+    ) -> set[int]:
+        """Move many timeouts. Returns the ids of the tasks that still wait."""
+        wanted, touched = set(ids), set[int]()
+        # In transactions of our own, rows that another transaction has locked come last, so that no
+        # other timeout waits for them.
+        for lock in (self._lock_free, self._lock) if on is None else (self._lock,):
+            for batch in batches(sorted(wanted - touched), TOUCH_BATCH_ROWS):
+                work = partial(self._touch_batch, lock=lock, ids=batch, due=due)
+                touched.update(self._db.transaction(work, on))
+        return touched
+
+    def _touch_batch(self, on: Any, lock: Select[Any], ids: list[int], due: datetime) -> list[int]:
+        """Touch in the order of ids, in which every transaction locks rows. Else two could
+        deadlock."""
+        waiting: list[int] = on.execute(lock, {"ids": ids}).scalars().all()
+        if waiting:
+            changed = on.execute(self._touch_listed, {"ids": waiting, "due": due}).rowcount
+            check_row_count(changed, len(waiting), "tasks to touch")
+        return waiting
 
     # -- connections ------------------------------------------------------------------------------
 
@@ -256,184 +498,39 @@ class Tasks:
         return context
 
 
-# -- Touch: moves a timeout to a later due time without a new version -----------------------------
-
-# A message for the old time still arrives, and finds that the row is not due.
-
-
-#: Rows in one transaction, so that their locks are short.
-TOUCH_BATCH_ROWS = 2000
-
-
-class Touches:
-    def __init__(self, database: Database, schema: Schema) -> None:
-        self._db = database
-        self._keys = TaskKeys(database, schema)
-        t, k, due = schema.tasks, schema.keys, bindparam("due", type_=UTCDateTime())
-        waits = unindexed(t.c.status).in_([int(s) for s in MOVES["reschedule"].sources])
-        later = case((t.c.expected_time < due, due), else_=t.c.expected_time)
-        # The next try of a deferred task may be later than its new due time. MySQL assigns from
-        # left to right, so due_time comes first and uses the old expected_time.
-        later_due = case(
-            (t.c.expected_time < due, None), (t.c.due_time < due, due), else_=t.c.due_time
-        )
-        touch = update(t).ordered_values(
-            (t.c.due_time, later_due), (t.c.expected_time, later), (t.c.update_time, db_now())
-        )
-        of_key = select(k.c.task_id).where(
-            k.c.tag == bindparam("of_tag"), k.c.task_key == bindparam("of_key")
-        )
-        named = listed(database, t.c.id, "ids")
-        self._touch = touch.where(t.c.id == bindparam("task_id"), waits)
-        self._touch_key = touch.where(t.c.id == of_key.scalar_subquery(), waits)
-        self._touch_listed = touch.where(named)
-        self._exists = select(t.c.id).where(t.c.id == bindparam("task_id"))
-        waiting = select(t.c.id).where(named, waits).order_by(t.c.id)
-        self._lock = waiting.with_for_update()
-        self._lock_free = waiting.with_for_update(skip_locked=True)
-
-    def touch(self, id: int, due: datetime, on: CallerConnection | None = None) -> bool:
-        """Move one timeout. Returns False if the task no longer waits."""
-
-        def work(connection: Any) -> bool:
-            if connection.execute(self._touch, {"task_id": id, "due": due}).rowcount:
-                return True
-            if connection.execute(self._exists, {"task_id": id}).first() is None:
-                raise TaskNotFoundError(f"there is no task {id}", id)
-            return False
-
-        return self._db.autocommitted(work, on)
-
-    def touch_key(
-        self, tag: str, key: str, due: datetime, on: CallerConnection | None = None
-    ) -> bool:
-        """Do the same by key, in one statement."""
-
-        def work(connection: Any) -> bool:
-            if connection.execute(
-                self._touch_key, {"of_tag": tag, "of_key": key, "due": due}
-            ).rowcount:
-                return True
-            if self._keys.id_of(connection, tag, key) is None:
-                raise TaskNotFoundError(
-                    f"no live task of tag {shown(tag)} has the key {shown(key)}"
-                )
-            return False
-
-        return self._db.autocommitted(work, on)
-
-    def touch_many(
-        self, ids: Iterable[int], due: datetime, on: CallerConnection | None = None
-    ) -> set[int]:
-        """Move many timeouts. Returns the ids of the tasks that still wait."""
-        wanted, touched = set(ids), set[int]()
-        if on is not None:
-            for batch in batches(sorted(wanted), TOUCH_BATCH_ROWS):
-                touched.update(self._touch_batch(on, self._lock, batch, due))
-            return touched
-        # Rows that another transaction has locked come last, so that no other timeout waits for
-        # them.
-        for lock in (self._lock_free, self._lock):
-            for batch in batches(sorted(wanted - touched), TOUCH_BATCH_ROWS):
-                work = partial(self._touch_batch, lock=lock, ids=batch, due=due)
-                touched.update(self._db.transaction(work))
-        return touched
-
-    def _touch_batch(self, on: Any, lock: Select[Any], ids: list[int], due: datetime) -> list[int]:
-        """Touch in the order of ids, in which every transaction locks rows. Else two could
-        deadlock."""
-        waiting: list[int] = on.execute(lock, {"ids": ids}).scalars().all()
-        if waiting:
-            changed = on.execute(self._touch_listed, {"ids": waiting, "due": due}).rowcount
-            check_row_count(changed, len(waiting), "tasks to touch")
-        return waiting
-
-    def ids_of_keys(
-        self, tag: str, keys: Iterable[str], on: CallerConnection | None = None
-    ) -> dict[str, int]:
-        """Return the ids of live tasks by their keys."""
-        wanted, found = set(keys), dict[str, int]()
-        for batch in batches(sorted(wanted), TOUCH_BATCH_ROWS):
-            found.update(
-                self._db.autocommitted(partial(self._keys.ids_of, tag=tag, keys=batch), on)
-            )
-        if on is not None and self._db.can.reads_as_of_start:
-            # Other tasks may have taken keys since the caller's transaction began (see
-            # `Tasks.id_of_key`).
-            for key, id in sorted(self.ids_of_keys(tag, wanted).items()):
-                if found.setdefault(key, id) == id:
-                    continue
-                now = self._keys.id_of(on, tag, key, is_locked=True)
-                if now is not None:
-                    found[key] = now
-        return found
+def _check(name: str, task: DelayedTask, version: int | None) -> None:
+    if version is not None and task.version != version:
+        fact = f"task {task.id} has version {task.version}, not {shown(version)}"
+        raise StaleVersionError(f"{fact}; read it again", task.id)
+    if name == "cancel" and task.status is Status.RUNNING:
+        fact = f"task {task.id} ({task.tag}) runs since {task.execution_time}"
+        raise TaskStateError(fact, task.id, task.status)
+    if not (name == "cancel" and task.status is Status.CANCELLED):
+        _check_status(name, task)
 
 
-# -- Rows that a worker shows when it is inspected ------------------------------------------------
+def _check_status(name: str, task: DelayedTask) -> None:
+    sources = MOVES[name].sources
+    if task.status not in sources:
+        allowed = ", ".join(sorted(s.name for s in sources))
+        fact = f"{name}: task {task.id} ({task.tag}) is {task.status.name}, not {allowed}"
+        raise TaskStateError(fact, task.id, task.status)
 
 
-class Inspection:
-    def __init__(self, database: Database, schema: Schema) -> None:
-        self._db = database
-        self._t = schema.tasks
-        names = "id tag queue priority runs worker update_time"
-        self._select = select(*columns(schema, names.split()))
-
-    def running(self, workers: Iterable[str], limit: int) -> Sequence[Any]:
-        """Return up to `limit` rows that these processes have claimed, in the order of their
-        claims."""
-        t = self._t
-        claimed = t.c.status == int(Status.RUNNING), t.c.worker.in_(list(workers))
-        query = self._select.where(*claimed).order_by(t.c.update_time, t.c.id)
-        return self._db.rows(query.limit(limit))
-
-    def named(self, ids: Iterable[int]) -> dict[int, Any]:
-        """Return the rows with these ids, by id."""
-        query = self._select.where(self._t.c.id.in_(list(ids)))
-        return {row.id: row for row in self._db.rows(query)}
+def _changed_too_often(task: DelayedTask) -> StoreUnavailableError:
+    return StoreUnavailableError(
+        f"key {task.key!r} of tag {task.tag!r} changed its owner {TRIES} times; try again"
+    )
 
 
-# -- Rows that wait in place of Celery tasks ------------------------------------------------------
+def _due_of_replacement(task: DelayedTask, owner: DelayedTask) -> datetime:
+    """Return when the task that replaces `owner` is due.
 
-
-#: The keys of one statement.
-MOST_KEYS = 500
-
-
-class CeleryRows:
-    def __init__(self, database: Database, schema: Schema) -> None:
-        t = schema.tasks
-        self._db = database
-        self._schema = schema
-        rows = select(*columns(schema)).where(t.c.tag.like(f"{CELERY_PREFIX}%"))
-        live = rows.where(t.c.status.in_([int(status) for status in LIVE]))
-        has_key = listed(database, t.c.task_key, "task_keys")
-        self._live_of_keys = live.where(has_key)
-        self._live_of_ids = live.where(listed(database, t.c.id, "ids"))
-        self._after = (
-            live.where(t.c.id > bindparam("after")).order_by(t.c.id).limit(bindparam("limit"))
-        )
-
-    def live(self, keys: Sequence[str], on: CallerConnection | None = None) -> list[DelayedTask]:
-        """Return the rows with these keys that wait or run."""
-        found: list[DelayedTask] = []
-        for some in batches(keys, MOST_KEYS):
-            found += self._read(self._live_of_keys, {"task_keys": some}, on)
-        return found
-
-    def live_of_ids(self, ids: Sequence[int], on: CallerConnection | None) -> list[DelayedTask]:
-        """Return the rows with these ids that wait or run."""
-        found: list[DelayedTask] = []
-        for some in batches(ids, MOST_KEYS):
-            found += self._read(self._live_of_ids, {"ids": some}, on)
-        return found
-
-    def page(self, after: int, limit: int, on: CallerConnection | None = None) -> list[DelayedTask]:
-        """Return up to `limit` rows that wait or run, in the order of their ids."""
-        return self._read(self._after, {"after": after, "limit": limit}, on)
-
-    def _read(
-        self, query: Select[Any], parameters: dict[str, Any], on: CallerConnection | None
-    ) -> list[DelayedTask]:
-        rows = self._db.autocommitted(lambda c: c.execute(query, parameters).all(), on)
-        return [task_of(row, self._schema) for row in rows]
+    Repeated replacements can defer a task by at most `max_wait_s` after the first of them was
+    created, or after the last run of a task that is to run again.
+    """
+    began = owner.execution_time or owner.create_time
+    if task.max_wait_s is None or began is None:
+        return task.expected_time
+    # Computed with numbers, since another program's row may have been created at the end of time.
+    return from_us(min(to_us(task.expected_time), to_us(began) + int(task.max_wait_s * 1e6)))

@@ -17,6 +17,8 @@ from sqlalchemy.types import TypeDecorator, TypeEngine
 from delaytasks.model.clock import UTC
 from delaytasks.model.errors import ConfigError
 
+T = TypeVar("T")
+
 
 class _LongText(TypeDecorator[str]):
     """LONGTEXT on MySQL. Each dialect is imported only if its database is used."""
@@ -55,8 +57,8 @@ class UTCDateTime(TypeDecorator[datetime]):
             return value
         return value.astimezone(UTC).replace(tzinfo=None)
 
-    def process_result_value(self, value: Any, dialect: Dialect) -> datetime | None:
-        if not isinstance(value, datetime):
+    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        if value is None:
             return None
         return value.astimezone(UTC) if value.tzinfo else value.replace(tzinfo=UTC)
 
@@ -76,21 +78,65 @@ def _sqlite_datetime() -> TypeEngine[Any]:
     return made
 
 
-class db_now(functions.GenericFunction[datetime]):
+class _Expression(functions.GenericFunction[T]):
+    """An expression that each database writes in its own way.
+
+    `{0}` and `{1}` in the texts are the arguments, and `{all}` is the list of them. A text with
+    `{each}` is written for each argument, joined by AND. A text is empty if no statement for the
+    database has the expression.
+    """
+
+    postgresql = mysql = sqlite = ""
+
+    def __init_subclass__(cls) -> None:
+        cls.inherit_cache = True  # SQLAlchemy reads it from each class
+        super().__init_subclass__()
+
+
+@compiles(_Expression)
+def _(element: _Expression[Any], compiler: Any, **kw: Any) -> str:
+    texts = {"mysql": element.mysql, "mariadb": element.mysql, "sqlite": element.sqlite}
+    # A log also asks for dialects that are not supported.
+    template = texts.get(compiler.dialect.name, element.postgresql)
+    if compiler.preparer._double_percents:  # placeholders have them (Django's cursor for SQLite)
+        template = template.replace("%", "%%")
+    arguments = [compiler.process(clause, **kw) for clause in element.clauses]
+    if "{each}" in template:
+        return " AND ".join(template.format(each=argument) for argument in arguments)
+    return template.format(*arguments, all=", ".join(arguments))
+
+
+class _Condition(_Expression[bool]):
+    """A condition that the compiler writes as an expression, not as a call of a function."""
+
+    type = Boolean()
+
+    def self_group(self, against: Any = None) -> Any:
+        """Return the expression unchanged. As `(…) = 1`, for databases whose booleans are numbers,
+        it could not use an index."""
+        return self
+
+
+_SQLITE_NOW = "strftime('%Y-%m-%d %H:%M:%f000', 'now'"
+
+
+class db_now(_Expression[datetime]):
     """The clock of the database's statement in UTC. PostgreSQL's `now()` is the transaction's
     start."""
 
     type = UTCDateTime()
-    inherit_cache = True
-    name = "db_now"
+    postgresql = "clock_timestamp()"
+    mysql = "UTC_TIMESTAMP(6)"
+    sqlite = f"{_SQLITE_NOW})"
 
 
-class db_now_plus(functions.GenericFunction[datetime]):
+class db_now_plus(_Expression[datetime]):
     """The database's statement clock plus seconds, which may be negative."""
 
     type = UTCDateTime()
-    inherit_cache = True
-    name = "db_now_plus"
+    postgresql = "(clock_timestamp() + {0} * interval '1 second')"
+    mysql = "(UTC_TIMESTAMP(6) + INTERVAL ROUND({0} * 1000000) MICROSECOND)"
+    sqlite = f"{_SQLITE_NOW}, printf('%+.6f seconds', {{0}}))"
 
 
 def once(instant: ColumnElement[datetime]) -> ScalarSelect[datetime]:
@@ -102,56 +148,34 @@ def once(instant: ColumnElement[datetime]) -> ScalarSelect[datetime]:
     return select(instant).scalar_subquery()
 
 
-class earliest(functions.GenericFunction[datetime]):
-    """An instant before all rows."""
-
-    type = UTCDateTime()
-    inherit_cache = True
-    name = "earliest"
-
-
-class epoch_s(functions.GenericFunction[int]):
+class epoch_s(_Expression[int]):
     """The whole seconds since 1970 of an instant, rounded down."""
 
     type = BigInteger()
-    inherit_cache = True
-    name = "epoch_s"
+    postgresql = "CAST(floor(extract(epoch FROM {0})) AS BIGINT)"
+    mysql = "TIMESTAMPDIFF(SECOND, '1970-01-01', {0})"
+    sqlite = "CAST(strftime('%s', {0}) AS INTEGER)"
 
 
-class _Condition:
-    """A condition that the compiler writes as an expression, not as a call of a function."""
+class epoch_us(_Expression[int]):
+    """The microseconds since 1970 of an instant, on PostgreSQL."""
 
-    def self_group(self, against: Any = None) -> Any:
-        """Return the expression unchanged. As `(…) = 1`, for databases whose booleans are numbers,
-        it could not use an index."""
-        return self
+    type = BigInteger()
+    postgresql = "CAST(extract(epoch FROM {0}) * 1000000 AS BIGINT)"
 
 
-class is_past(_Condition, functions.GenericFunction[bool]):
+class is_past(_Condition):
     """`column <= instant`, on PostgreSQL as a range with bounds that the planner does not know.
 
     PostgreSQL estimates that such a range is narrow. It estimates a range without a lower bound as
     a third of all rows, and would scan a large table.
     """
 
-    type = Boolean()
-    inherit_cache = True
-    name = "is_past"
+    postgresql = "({0} BETWEEN (SELECT CAST('-infinity' AS TIMESTAMPTZ)) AND (SELECT {1}))"
+    mysql = sqlite = "({0} <= (SELECT {1}))"
 
 
-@compiles(is_past)
-def _(element: Any, compiler: Any, **kw: Any) -> str:
-    column, instant = (compiler.process(clause, **kw) for clause in element.clauses)
-    return f"({column} <= (SELECT {instant}))"
-
-
-@compiles(is_past, "postgresql")
-def _(element: Any, compiler: Any, **kw: Any) -> str:
-    column, instant = (compiler.process(clause, **kw) for clause in element.clauses)
-    return f"({column} BETWEEN (SELECT CAST('-infinity' AS TIMESTAMPTZ)) AND (SELECT {instant}))"
-
-
-class is_narrow(_Condition, functions.GenericFunction[bool]):
+class is_narrow(_Condition):
     """`column = value`, of which PostgreSQL's planner assumes that few rows meet it.
 
     It compares the column with two more values that the planner does not know. Therefore the index
@@ -159,33 +183,19 @@ class is_narrow(_Condition, functions.GenericFunction[bool]):
     index by due time alone, which begins with all rows that have ever run.
     """
 
-    type = Boolean()
-    inherit_cache = True
-    name = "is_narrow"
+    postgresql = "({0} = {1} AND {0} BETWEEN (SELECT {1}) AND (SELECT {1}))"
+    mysql = sqlite = "({0} = {1})"
 
 
-@compiles(is_narrow)
-def _(element: Any, compiler: Any, **kw: Any) -> str:
-    column, value = (compiler.process(clause, **kw) for clause in element.clauses)
-    return f"({column} = {value})"
-
-
-@compiles(is_narrow, "postgresql")
-def _(element: Any, compiler: Any, **kw: Any) -> str:
-    column, value = (compiler.process(clause, **kw) for clause in element.clauses)
-    return f"({column} = {value} AND {column} BETWEEN (SELECT {value}) AND (SELECT {value}))"
-
-
-class is_rare(_Condition, functions.GenericFunction[bool]):
+class is_rare(_Condition):
     """A condition of which the planner assumes that few rows meet it.
 
     SQLite's statistics only contain how many rows each status has on average. If nearly all rows
     are finished, it would expect as many that run, and scan the table.
     """
 
-    type = Boolean()
-    inherit_cache = True
-    name = "is_rare"
+    postgresql = mysql = "({0})"
+    sqlite = "likelihood({0}, 0.001)"
 
 
 def unindexed(column: ColumnElement[int]) -> ColumnElement[int]:
@@ -199,195 +209,63 @@ def unindexed(column: ColumnElement[int]) -> ColumnElement[int]:
     return column + 0
 
 
-class are_counts(_Condition, functions.GenericFunction[bool]):
-    """The columns have integers that are not negative. SQLite stores values of any type."""
+class commits_asynchronously(_Condition):
+    """A condition that is true, and lets the transaction end before its changes are on the disk.
 
-    type = Boolean()
-    inherit_cache = True
-    name = "are_counts"
-
-
-@compiles(are_counts)
-def _(element: Any, compiler: Any, **kw: Any) -> str:
-    columns = [compiler.process(clause, **kw) for clause in element.clauses]
-    return f"LEAST({', '.join(columns)}) >= 0" if len(columns) > 1 else f"{columns[0]} >= 0"
-
-
-@compiles(are_counts, "sqlite")
-def _(element: Any, compiler: Any, **kw: Any) -> str:
-    columns = [compiler.process(clause, **kw) for clause in element.clauses]
-    return " AND ".join(f"typeof({column}) = 'integer' AND {column} >= 0" for column in columns)
-
-
-class are_instants(_Condition, functions.GenericFunction[bool]):
-    """The columns have NULL, or instants that `datetime` can represent.
-
-    PostgreSQL also stores infinity and years beyond 9999, MySQL dates without a day, and SQLite
-    values of any type. Each CHECK that PostgreSQL has to parse for a statement costs some
-    microseconds, and LEAST, which ignores NULLs, is the shortest form.
+    PostgreSQL writes them there within three times `wal_writer_delay`, 0.6 seconds by default. If
+    it crashes before, they are lost. If the server has synchronous standbys, the transaction waits
+    as without this condition, because a failover would lose all that no standby has.
     """
 
-    type = Boolean()
-    inherit_cache = True
-    name = "are_instants"
-
-
-@compiles(are_instants, "postgresql")
-def _(element: Any, compiler: Any, **kw: Any) -> str:
-    columns = ", ".join(compiler.process(clause, **kw) for clause in element.clauses)
-    first, end = "'0001-01-01 00:00:00+00'", "'10000-01-01 00:00:00+00'"
-    return f"LEAST({columns}) >= {first} AND GREATEST({columns}) < {end}"
-
-
-@compiles(are_instants, "mysql")
-@compiles(are_instants, "mariadb")
-def _(element: Any, compiler: Any, **kw: Any) -> str:
-    columns = [compiler.process(clause, **kw) for clause in element.clauses]
-    return " AND ".join(f"YEAR({c}) * MONTH({c}) * DAYOFMONTH({c}) > 0" for c in columns)
-
-
-@compiles(are_instants, "sqlite")
-def _(element: Any, compiler: Any, **kw: Any) -> str:
-    columns = [compiler.process(clause, **kw) for clause in element.clauses]
-    return " AND ".join(
-        # The change by no days corrects a day that the month does not have.
-        f"datetime(substr({c}, 1, 19), '+0 days') IS substr({c}, 1, 19) "
-        f"AND ({c} IS NULL OR {c} >= '0001-01-01')"
-        for c in columns
+    postgresql = (
+        "((SELECT set_config('synchronous_commit', "
+        "CASE current_setting('synchronous_standby_names') "
+        "WHEN '' THEN 'off' ELSE current_setting('synchronous_commit') END, true)) IS NOT NULL)"
     )
 
 
-class is_queue_name(_Condition, functions.GenericFunction[bool]):
+# -- Conditions of CHECK constraints. Each of them costs PostgreSQL some microseconds a statement --
+
+
+class are_counts(_Condition):
+    """The columns have integers that are not negative. SQLite stores values of any type."""
+
+    postgresql = mysql = "LEAST({all}, 0) = 0"
+    sqlite = "typeof({each}) = 'integer' AND {each} >= 0"
+
+
+class are_instants(_Condition):
+    """The columns have NULL, or instants that `datetime` can represent.
+
+    PostgreSQL also stores infinity and years beyond 9999, MySQL dates without a day, and SQLite
+    values of any type. LEAST, which ignores NULLs, is the shortest form for PostgreSQL to parse.
+    """
+
+    postgresql = (
+        "LEAST({all}) >= '0001-01-01 00:00:00+00' AND GREATEST({all}) < '10000-01-01 00:00:00+00'"
+    )
+    mysql = "YEAR({each}) * MONTH({each}) * DAYOFMONTH({each}) > 0"
+    # The change by no days corrects a day that the month does not have.
+    sqlite = (
+        "datetime(substr({each}, 1, 19), '+0 days') IS substr({each}, 1, 19) "
+        "AND ({each} IS NULL OR {each} >= '0001-01-01')"
+    )
+
+
+class is_queue_name(_Condition):
     """The column has a name that `model/inputs.py` accepts for a queue."""
 
-    type = Boolean()
-    inherit_cache = True
-    name = "is_queue_name"
+    postgresql = "{0} <> '' AND {0} !~ '[^A-Za-z0-9_.-]'"
+    mysql = "{0} <> '' AND {0} NOT REGEXP '[^A-Za-z0-9_.-]'"
+    sqlite = "{0} <> '' AND {0} NOT GLOB '*[^A-Za-z0-9_.-]*'"
 
 
-def _is_queue_name(comparison: str) -> Any:
-    def compile(element: Any, compiler: Any, **kw: Any) -> str:
-        [column] = [compiler.process(clause, **kw) for clause in element.clauses]
-        return f"{column} <> '' AND {column} {comparison}"
-
-    return compile
-
-
-compiles(is_queue_name, "postgresql")(_is_queue_name("!~ '[^A-Za-z0-9_.-]'"))
-compiles(is_queue_name, "mysql")(_is_queue_name("NOT REGEXP '[^A-Za-z0-9_.-]'"))
-compiles(is_queue_name, "mariadb")(_is_queue_name("NOT REGEXP '[^A-Za-z0-9_.-]'"))
-compiles(is_queue_name, "sqlite")(_is_queue_name("NOT GLOB '*[^A-Za-z0-9_.-]*'"))
-
-
-class is_json_list(_Condition, functions.GenericFunction[bool]):
+class is_json_list(_Condition):
     """The column has NULL or a JSON list."""
 
-    type = Boolean()
-    inherit_cache = True
-    name = "is_json_list"
-
-
-@compiles(is_json_list, "postgresql")
-def _(element: Any, compiler: Any, **kw: Any) -> str:
-    return f"json_typeof(CAST({compiler.process(element.clauses, **kw)} AS json)) = 'array'"
-
-
-@compiles(is_json_list, "mysql")
-@compiles(is_json_list, "mariadb")
-def _(element: Any, compiler: Any, **kw: Any) -> str:
-    column = compiler.process(element.clauses, **kw)
-    return f"JSON_VALID({column}) AND JSON_TYPE({column}) = 'ARRAY'"
-
-
-@compiles(is_json_list, "sqlite")
-def _(element: Any, compiler: Any, **kw: Any) -> str:
-    column = compiler.process(element.clauses, **kw)
-    return f"json_valid({column}) AND json_type({column}) = 'array'"
-
-
-@compiles(is_rare)
-def _(element: Any, compiler: Any, **kw: Any) -> str:
-    return f"({compiler.process(element.clauses, **kw)})"
-
-
-@compiles(is_rare, "sqlite")
-def _(element: Any, compiler: Any, **kw: Any) -> str:
-    return f"likelihood({compiler.process(element.clauses, **kw)}, 0.001)"
-
-
-@compiles(earliest)
-def _(element: Any, compiler: Any, **kw: Any) -> str:
-    return "'0001-01-01 00:00:00'"
-
-
-@compiles(earliest, "postgresql")
-def _(element: Any, compiler: Any, **kw: Any) -> str:
-    return "CAST('-infinity' AS TIMESTAMPTZ)"
-
-
-@compiles(earliest, "sqlite")
-def _(element: Any, compiler: Any, **kw: Any) -> str:
-    return "-9223372036854775808"  # numbers come before all text
-
-
-@compiles(epoch_s, "postgresql")
-def _(element: Any, compiler: Any, **kw: Any) -> str:
-    return f"CAST(floor(extract(epoch FROM {compiler.process(element.clauses, **kw)})) AS BIGINT)"
-
-
-@compiles(epoch_s, "mysql")
-@compiles(epoch_s, "mariadb")
-def _(element: Any, compiler: Any, **kw: Any) -> str:
-    return f"TIMESTAMPDIFF(SECOND, '1970-01-01', {compiler.process(element.clauses, **kw)})"
-
-
-@compiles(epoch_s, "sqlite")
-def _(element: Any, compiler: Any, **kw: Any) -> str:
-    begin = _escaped(compiler, "strftime('%s', ")
-    return f"CAST({begin}{compiler.process(element.clauses, **kw)}) AS INTEGER)"
-
-
-_SQLITE_NOW = "strftime('%Y-%m-%d %H:%M:%f000', 'now'"
-
-
-@compiles(db_now, "postgresql")
-def _(element: Any, compiler: Any, **kw: Any) -> str:
-    return "clock_timestamp()"
-
-
-@compiles(db_now, "mysql")
-@compiles(db_now, "mariadb")
-def _(element: Any, compiler: Any, **kw: Any) -> str:
-    return "UTC_TIMESTAMP(6)"
-
-
-@compiles(db_now, "sqlite")
-def _(element: Any, compiler: Any, **kw: Any) -> str:
-    return _escaped(compiler, _SQLITE_NOW + ")")
-
-
-@compiles(db_now_plus, "postgresql")
-def _(element: Any, compiler: Any, **kw: Any) -> str:
-    return f"(clock_timestamp() + {compiler.process(element.clauses, **kw)} * interval '1 second')"
-
-
-@compiles(db_now_plus, "mysql")
-@compiles(db_now_plus, "mariadb")
-def _(element: Any, compiler: Any, **kw: Any) -> str:
-    seconds = compiler.process(element.clauses, **kw)
-    return f"(UTC_TIMESTAMP(6) + INTERVAL ROUND({seconds} * 1000000) MICROSECOND)"
-
-
-@compiles(db_now_plus, "sqlite")
-def _(element: Any, compiler: Any, **kw: Any) -> str:
-    seconds = compiler.process(element.clauses, **kw)
-    return _escaped(compiler, f"{_SQLITE_NOW}, printf('%+.6f seconds', ") + f"{seconds}))"
-
-
-def _escaped(compiler: Any, text: str) -> str:
-    """Double the percent signs for drivers whose placeholders have them (Django's cursor for
-    SQLite)."""
-    return text.replace("%", "%%") if compiler.preparer._double_percents else text
+    postgresql = "json_typeof(CAST({0} AS json)) = 'array'"
+    mysql = "JSON_VALID({0}) AND JSON_TYPE({0}) = 'ARRAY'"
+    sqlite = "json_valid({0}) AND json_type({0}) = 'array'"
 
 
 # -- The features of each supported database ------------------------------------------------------
@@ -433,6 +311,8 @@ class Capabilities:
     block_samples: bool = False
     #: The planner estimates how many rows a query returns.
     estimates: bool = False
+    #: A statement can let its transaction end before the changes are on the disk.
+    asynchronous_commit: bool = False
     #: A column of instants has a time zone, and its text may name one.
     time_zones: bool = False
 
@@ -449,6 +329,7 @@ POSTGRESQL = Capabilities(
     server_side_cursors=True,
     block_samples=True,
     estimates=True,
+    asynchronous_commit=True,
     time_zones=True,
 )
 MYSQL = Capabilities(
@@ -457,7 +338,6 @@ MYSQL = Capabilities(
 SQLITE = Capabilities(
     update_returning=True, insert_or_skip=True, binds_values=True, begins_late=True
 )
-T = TypeVar("T")
 
 
 def for_database(name: str, *, postgresql: T, mysql: T, sqlite: T) -> T:

@@ -8,19 +8,7 @@ from collections.abc import Collection, Sequence
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import (
-    ColumnElement,
-    Delete,
-    Table,
-    Update,
-    and_,
-    delete,
-    exc,
-    insert,
-    or_,
-    select,
-    update,
-)
+from sqlalchemy import ColumnElement, Delete, Update, and_, delete, exc, insert, or_, select, update
 
 from delaytasks.db.database import Database
 from delaytasks.db.schema import VERSION_LENGTH, Schema
@@ -34,20 +22,15 @@ EXPIRED_PER_SWEEP = 100
 LOST_FOR_S = 3600.0
 #: The longest list of tags. A worker with a longer list publishes none.
 MAX_TAG_BYTES = 16_384
-
-
-def is_lost(w: Table) -> ColumnElement[bool]:
-    return w.c.lost_at.is_not(None)
-
-
-def is_present(w: Table) -> ColumnElement[bool]:
-    return w.c.lost_at.is_(None)
+#: The columns of the fields of `ServiceTimes`.
+_SERVICES = ("broker_down_at", "timer_down_at", "beat_at")
 
 
 class WorkerTable:
     def __init__(self, database: Database, schema: Schema) -> None:
         self._db = database
-        self._w = schema.workers
+        self._w = w = schema.workers
+        self._is_lost, self._is_present = w.c.lost_at.is_not(None), w.c.lost_at.is_(None)
         #: The tags that this process has published, by the worker's name.
         self._published: dict[str, str | None] = {}
 
@@ -75,9 +58,10 @@ class WorkerTable:
             "pool": pool,
             "concurrency": concurrency,
             "clock_offset_us": offset_us,
-            "broker_down_at": _ago(services.broker_down_s),
-            "timer_down_at": _ago(services.timer_down_s),
-            "beat_at": _ago(services.beat_s),
+            **{
+                name: None if age_s is None else db_now_plus(-age_s)
+                for name, age_s in zip(_SERVICES, services, strict=True)
+            },
             "lost_at": None,
             "busy": busy,
             "version": (installed_version() or "")[:VERSION_LENGTH] or None,
@@ -117,22 +101,19 @@ class WorkerTable:
         it.
         """
         w = self._w
-        silent = and_(is_present(w), w.c.seen_at < db_now_plus(-silent_s))
-        wrong = and_(is_present(w), w.c.seen_at > db_now_plus(silent_s))
+        silent = and_(self._is_present, w.c.seen_at < db_now_plus(-silent_s))
+        wrong = and_(self._is_present, w.c.seen_at > db_now_plus(silent_s))
         mark, remove = update(w).where(silent).values(lost_at=db_now()), delete(w).where(wrong)
         # The clock of the database may have been set back since the worker was lost.
         over = and_(
-            is_lost(w),
+            self._is_lost,
             or_(w.c.lost_at < db_now_plus(-LOST_FOR_S), w.c.lost_at > db_now_plus(silent_s)),
         )
 
         def work(connection: Any) -> list[str]:
-            def first(condition: ColumnElement[bool]) -> Sequence[str]:
+            def first(condition: ColumnElement[bool]) -> list[str]:
                 names = select(w.c.name).where(condition).order_by(w.c.name)
-                found: Sequence[str] = (
-                    connection.execute(names.limit(EXPIRED_PER_SWEEP)).scalars().all()
-                )
-                return found
+                return list(connection.execute(names.limit(EXPIRED_PER_SWEEP)).scalars())
 
             def changes(statement: Update | Delete, name: str) -> bool:
                 return bool(connection.execute(statement.where(w.c.name == name)).rowcount)
@@ -148,17 +129,9 @@ class WorkerTable:
         """Return the workers that were lost within the last hour, the latest loss first. No other
         method returns them."""
         w = self._w
-        return [
-            LostWorker(
-                row.name,
-                row.lost_at,
-                row.seen_at,
-                row.pool,
-                row.concurrency,
-                json.loads(row.queues),
-            )
-            for row in self._db.rows(select(w).where(is_lost(w)).order_by(w.c.lost_at.desc()))
-        ]
+        query = select(w.c.name, w.c.lost_at, w.c.seen_at, w.c.pool, w.c.concurrency, w.c.queues)
+        rows = self._db.rows(query.where(self._is_lost).order_by(w.c.lost_at.desc()))
+        return [LostWorker._make((*row[:5], json.loads(row.queues))) for row in rows]
 
     def all(self) -> list[dict[str, Any]]:
         """Return the rows of all workers that are not lost, also of those that are silent."""
@@ -169,7 +142,7 @@ class WorkerTable:
                 "queues": json.loads(row.queues),
                 "tags": None if row.tags is None else frozenset(json.loads(row.tags)),
             }
-            for row in self._db.rows(select(w).where(is_present(w)).order_by(w.c.name))
+            for row in self._db.rows(select(w).where(self._is_present).order_by(w.c.name))
         ]
 
     def registered(self, now: datetime, silent_s: float) -> list[RegisteredWorker]:
@@ -190,20 +163,12 @@ class WorkerTable:
                     row["started_at"],
                     row["seen_at"],
                     row["clock_offset_us"] / 1e6,
-                    ServiceTimes(
-                        _age_s(now, row["broker_down_at"]),
-                        _age_s(now, row["timer_down_at"]),
-                        _age_s(now, row["beat_at"]),
-                    ),
+                    ServiceTimes(*(_age_s(now, row[name]) for name in _SERVICES)),
                     row["busy"],
                     row["version"],
                 )
             )
         return found
-
-
-def _ago(seconds: float | None) -> Any:
-    return None if seconds is None else db_now_plus(-seconds)
 
 
 def _age_s(now: datetime, at: datetime | None) -> float | None:

@@ -456,7 +456,7 @@ class Admission:
         self._queries = LimitQueries(store.database, store.schema)
         self.hold_overdue = LimitedBacklogs(store.database, self._queries).hold_overdue
         #: Returns the waitlists of a queue.
-        self.in_queue = store.waitlist_names.in_queue
+        self.in_queue = store.paused_rows.waitlists_in
         #: The limit key of the last row of each waitlist that this process admitted.
         self._turns: dict[tuple[str, str], str | None] = {}
         #: Waitlists that were empty when this process looked last.

@@ -399,7 +399,7 @@ def id_of(name: object) -> int:
 class TaskOptions(TypedDict, total=False):
     """The options of a new task, which `DelayTasks.schedule_delay` explains.
 
-    `TaskBuilder` checks the values.
+    `Producer.build` checks the values.
     """
 
     key: str | None

@@ -224,7 +224,7 @@ class Bulk(CallGroup):
         """
         check_page_limit(limit)
         # The order is that of the ids, which contain the time in milliseconds.
-        return self._runtime.store.bulk.log(limit, before)
+        return self._runtime.store.bulk.audit.all(limit, before)
 
     alog = twin(log)
 
@@ -254,7 +254,7 @@ class Bulk(CallGroup):
 def _cancel_of(runtime: Runtime, entry: object) -> LogEntry:
     """Return the entry of a cancel of many tasks that has ended."""
     id = check_id(entry.id if isinstance(entry, LogEntry) else entry)
-    found = runtime.store.bulk.logged(id)
+    found = runtime.store.bulk.audit.get(id)
     if found is None:
         raise InvalidInputError(f"there is no log entry {id}; it may have been purged", "entry")
     if found.action != "cancel":
@@ -284,7 +284,7 @@ def record_action(
     now, refused = runtime.clock.now(), int(is_refused)
     state = "failed" if is_refused else "done"
     id = runtime.new_id()
-    runtime.store.bulk.begin(
+    runtime.store.bulk.audit.begin(
         LogEntry(id, action, what, actor, state, now, now, now, 1, 1 - refused, refused)
     )
 
@@ -311,7 +311,7 @@ class BulkRun:
         self._ids, self._versions = array("q"), array("q")
         self._id: int | None = None
         self.matched = self._changed = self._refused = 0
-        self.started = self._store.now()
+        self.started = runtime.store.database.now()
         self._filter_as_given = which
         self._cancelled = cancelled
         # Each task is shifted once. Tasks that changed since the start are left out, because one of
@@ -368,7 +368,7 @@ class BulkRun:
             which["to"] = _as_text(self._to)
         counts = (self.matched, self._changed, self._refused)
         started = self.started
-        self._store.begin(
+        self._store.audit.begin(
             LogEntry(id, self._which.move, which, actor, "running", started, started, None, *counts)
         )
         self._id = id
@@ -376,7 +376,7 @@ class BulkRun:
     def _end(self, id: int, state: str) -> None:
         try:
             # After a failure, the counts that the steps stored are right, and ours may not be.
-            self._store.end(id, state, self._done if state == "done" else None)
+            self._store.audit.end(id, state, self._done if state == "done" else None)
         except StoreUnavailableError:
             if state == "done":
                 raise
@@ -417,7 +417,7 @@ class BulkRun:
             self._events.emit(EVENTS[self._which.move], count=len(step.moved))
         if step.keyed:
             self._rerun_keyed_tasks(step.keyed)
-            self._store.note(self._id, self._done)
+            self._store.audit.note(self._id, self._done)
         return step.busy
 
     def _update_timer(self, moved: Sequence[Entry]) -> None:

@@ -223,7 +223,7 @@ _ID = re.compile(r"[0-9]{1,19}")
 class Revocations:
     def __init__(self, runtime: Runtime) -> None:
         self._app = runtime.celery
-        self._rows = runtime.store.celery_rows
+        self._tasks = runtime.store.tasks
         self._transactions = runtime.transactions
         self._runtime = runtime
 
@@ -234,14 +234,14 @@ class Revocations:
         the message, no other worker publishes it.
         """
         names = [str(task_id) for task_id in task_ids]
-        keys = [celery_key(name) for name in names]
+        keys = {celery_key(name) for name in names}
         # The id of a recurring Celery task is the id of its row.
         ids = [int(name) for name in names if _ID.fullmatch(name) and int(name) <= MAX_ID]
         with self._transactions.guard(None) as transaction:
             on = connection_of(transaction)
-            self._cancel(self._rows.live(keys, on), transaction)
-            recurring = (row for row in self._rows.live_of_ids(ids, on) if self._called_task(row))
-            self._cancel(recurring, transaction)
+            live = self._tasks.celery_rows(sorted(keys), ids, on)
+            revoked = [row for row in live if row.key in keys or self._called_task(row)]
+            self._cancel(revoked, transaction)
 
     def revoke_by_stamped_headers(self, headers: Mapping[str, Any] | Iterable[str]) -> None:
         """Cancel the waiting rows of Celery tasks with one of these stamps.
@@ -253,12 +253,12 @@ class Revocations:
         stamps = stamps_of(headers)
         with self._transactions.guard(None) as transaction:
             on = connection_of(transaction)
-            page = self._rows.page(0, STAMPS_PAGE, on)
+            page = self._tasks.celery_page(0, STAMPS_PAGE, on)
             while page:
                 read = ((task, self._readable(task)) for task in page)
                 named = [task for task, message in read if message and has_stamp(message, stamps)]
                 self._cancel(named, transaction)
-                page = self._rows.page(page[-1].id, STAMPS_PAGE, on)
+                page = self._tasks.celery_page(page[-1].id, STAMPS_PAGE, on)
 
     def _cancel(self, live: Iterable[DelayedTask], transaction: Transaction | None) -> None:
         cancelled = [task for task in live if cancel_task(self._runtime, task.id, running=True)]

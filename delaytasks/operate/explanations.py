@@ -8,8 +8,6 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from delaytasks.broker.publisher import broker_error
-from delaytasks.db.searching import SearchTimeoutError
-from delaytasks.db.state_queries import LATELY_S, ChangeReader, FactReader, FoundChanges
 from delaytasks.db.store import Store
 from delaytasks.model.errors import StoreUnavailableError
 from delaytasks.model.filters import Filter, check_error
@@ -17,6 +15,13 @@ from delaytasks.model.moves import Status
 from delaytasks.model.task import DelayedTask, Page, id_of
 from delaytasks.model.why import Explanation, Reason, TransportFacts, why
 from delaytasks.operate.single_tasks import TaskReference, find_id, name_of
+from delaytasks.operate.state_queries import (
+    LATELY_S,
+    ChangeReader,
+    FactReader,
+    FoundChanges,
+    SearchTimeoutError,
+)
 
 if TYPE_CHECKING:
     from delaytasks.runtime import Runtime

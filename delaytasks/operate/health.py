@@ -10,7 +10,6 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from delaytasks.db import migrations
-from delaytasks.db.state_queries import Stats, Swept
 from delaytasks.db.store import Store
 from delaytasks.db.sweep_queries import OverdueRows
 from delaytasks.loops import all_within
@@ -25,6 +24,7 @@ from delaytasks.model.workers import (
     RegisteredWorker,
     beat_age_s,
 )
+from delaytasks.operate.state_queries import Stats, Swept
 from delaytasks.settings import Settings
 
 

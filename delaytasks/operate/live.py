@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any
 
-from delaytasks.db.state_queries import Live, LiveRow, LiveRows
 from delaytasks.db.store import Store
 from delaytasks.model.inputs import ALL_QUEUES
 from delaytasks.model.moves import Status
+from delaytasks.operate.state_queries import Live, LiveRow, LiveRows
 from delaytasks.settings import Settings
 
 

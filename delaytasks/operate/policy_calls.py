@@ -45,8 +45,8 @@ class CountedPolicies(NamedTuple):
     held: int | None
 
 
-def read_policies(table: PolicyTable, *only: Any) -> CountedPolicies:
-    """Return all policies, or that of a kind and a name, with the numbers of their rows."""
+def read_policies(table: PolicyTable, *only: tuple[Kind, str]) -> CountedPolicies:
+    """Return all policies, or those of these kinds and names, with the numbers of their rows."""
     policies, held = _counted(table.read(*only), table)
     policies.sort(key=lambda policy: (policy.kind, policy.name))
     return CountedPolicies([each for each in policies if not each.is_empty or each.held], held)
@@ -262,7 +262,7 @@ class PolicyCalls(CallGroup):
         >>> [policy.name for policy in delays.policies.list() if policy.is_paused]
         ['mail.send']
         """
-        only = () if tag is None and queue is None else named(tag, queue)
+        only = () if tag is None and queue is None else (named(tag, queue),)
         return read_policies(self._runtime.store.policies, *only).policies
 
     alist = twin(list)

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from delaytasks.model.celery_calls import CELERY_PREFIX
@@ -169,7 +170,13 @@ def find_tasks(
     where = filter_of(filters)
     with runtime.transactions.guard(session) as transaction:
         on = connection_of(transaction)
-        return runtime.store.tasks.find(where, limit, cursor, on, newest_first, time_limit_s)
+        find = partial(runtime.store.tasks.find, where, limit, cursor, newest_first=newest_first)
+        if time_limit_s is None or on is not None:
+            return find(on=on)
+        from delaytasks.operate.state_queries import limited_search
+
+        database = runtime.store.database
+        return limited_search(database, lambda own: find(on=own), time_limit_s)
 
 
 def cancel_task(
@@ -206,22 +213,22 @@ def touch_tasks(
     """Postpone timeouts, as `DelayTasks.touch` explains."""
     if (task is None) == (key is None) or (tag is None) != (key is None):
         raise InvalidInputError("name the tasks by their ids, or by tag= and key=", "task")
-    touches = runtime.store.touches
+    tasks = runtime.store.tasks
     with runtime.transactions.guard(session) as transaction:
         due, on = runtime.producer.due_of(delay), connection_of(transaction)
         if key is None:
             if not is_several(task):
                 id = id_of(task)
-                return TouchResult.of([id], {id} if touches.touch(id, due, on) else set())
+                return TouchResult.of([id], {id} if tasks.touch(id, due, on) else set())
             ids = [id_of(each) for each in task]
-            return TouchResult.of(ids, touches.touch_many(ids, due, on))
+            return TouchResult.of(ids, tasks.touch_many(ids, due, on))
         tag = check_tag(tag)
         if not is_several(key):  # no other statement looks the key up
-            waits = touches.touch_key(tag, check_key(key), due, on)
+            waits = tasks.touch_key(tag, check_key(key), due, on)
             return TouchResult.of([key], {key} if waits else set())
         keys = [check_key(each) for each in key]
-        ids_of_keys = touches.ids_of_keys(tag, keys, on)
-        touched = touches.touch_many(ids_of_keys.values(), due, on)
+        ids_of_keys = tasks.ids_of_keys(tag, keys, on)
+        touched = tasks.touch_many(ids_of_keys.values(), due, on)
         return TouchResult.of(keys, {key for key, id in ids_of_keys.items() if id in touched})
 
 

@@ -13,15 +13,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from delaytasks.db.state_queries import (
-    MAX_COUNTED,
-    MOST_FAILED,
-    Count,
-    FailedRow,
-    Stats,
-    failed_rows,
-    rows_of,
-)
 from delaytasks.db.store import Store
 from delaytasks.db.sweep_queries import OverdueCount, OverdueRows
 from delaytasks.model.clock import AN_HOUR, hour_of, monotonic
@@ -33,6 +24,15 @@ from delaytasks.model.text import error_pattern
 from delaytasks.model.why import Reason, why_late
 from delaytasks.model.workers import LostWorker, RegisteredWorker, beat_age_s, broker_down_s
 from delaytasks.operate.policy_calls import read_policies
+from delaytasks.operate.state_queries import (
+    MAX_COUNTED,
+    MOST_FAILED,
+    Count,
+    FailedRow,
+    Stats,
+    failed_rows,
+    rows_of,
+)
 from delaytasks.settings import Settings
 
 if TYPE_CHECKING:
@@ -235,7 +235,12 @@ def explain_overdue(
             group.tasks,
             group.oldest,
             max((now - group.oldest).total_seconds(), 0.0),
-            why_late(group, workers, store.policies.of(group.tag, group.queue), settings.namespace),
+            why_late(
+                group,
+                workers,
+                store.policies.read(("tag", group.tag), ("queue", group.queue)),
+                settings.namespace,
+            ),
         )
         for group in groups
     ]

@@ -18,15 +18,9 @@ from kombu.compression import decompress
 from kombu.serialization import loads
 
 from delaytasks.current import current_delays
-from delaytasks.db.database import SimulatedTime, awaited_on_the_loop, is_on_the_loop, on_the_loop
+from delaytasks.db.database import awaited_on_the_loop, is_on_the_loop, on_the_loop
 from delaytasks.db.migrations import url_of
-from delaytasks.db.sessions import (
-    BorrowedDatabase,
-    ConnectionSource,
-    SimulatedDatabase,
-    calling_after_sessions,
-    source_of,
-)
+from delaytasks.db.sessions import ConnectionSource
 from delaytasks.db.store import Store
 from delaytasks.model.celery_calls import Callback, Message
 from delaytasks.model.inputs import Delay, check_delay, check_instant, show_duration
@@ -37,6 +31,13 @@ from delaytasks.model.text import count
 from delaytasks.operate.callbacks import Callbacks
 from delaytasks.registry import result_of, run_coroutine
 from delaytasks.runtime import runtime_of
+from delaytasks.testing.connections import (
+    BorrowedDatabase,
+    SimulatedDatabase,
+    SimulatedTime,
+    calling_after_sessions,
+    source_of,
+)
 from delaytasks.testing.runs import MovesTime, Run, SettableClock, SettableTime, TestRunner
 from delaytasks.worker.celery_tasks import processes_of
 

@@ -214,15 +214,15 @@ def active_rows(runtime: WorkerRuntime) -> list[dict[str, Any]]:
     if not runtime.dispatcher.is_at_work:
         return []
     workers = [runtime.processes.name(pid) for pid in runtime.pids()]
-    read = partial(runtime.store.inspection.running, workers, MAX_INSPECTED_ROWS)
+    read = partial(runtime.store.tasks.shown_running, workers, MAX_INSPECTED_ROWS)
     return [_request(runtime, row, row.worker) for row in _read(read) or ()]
 
 
 def scheduled_entries(runtime: WorkerRuntime) -> list[dict[str, Any]]:
     """Return the entries of the timing wheel in the order of their due times."""
     entries = runtime.wheel.soonest(MAX_INSPECTED_ROWS)
-    inspection = runtime.store.inspection
-    rows: dict[int, Any] = _read(partial(inspection.named, [entry.id for entry in entries])) or {}
+    ids = [entry.id for entry in entries]
+    rows: dict[int, Any] = _read(partial(runtime.store.tasks.shown_of, ids)) or {}
     return [
         {
             "eta": from_us(entry.due_us).isoformat(),

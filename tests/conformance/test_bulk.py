@@ -551,7 +551,7 @@ def test_an_entry_without_cancelled_tasks_is_refused(world: World, delays: Delay
 def test_the_ids_of_a_call_are_purged_with_its_entry(world: World, delays: DelayTasks) -> None:
     schedule(delays)
     result = delays.bulk.cancel(tag="mail")
-    audit = world.store.bulk._audit
+    audit = world.store.bulk.audit
     assert list(audit.recorded(result.runs[0]))
     audit.purge(-60)
     assert delays.bulk.log() == []

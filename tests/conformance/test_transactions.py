@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -340,6 +341,13 @@ def test_a_task_on_an_autocommit_connection_is_armed_immediately(shop: Caller) -
     engine.dispose()
 
 
+def take_id(shop: Caller, monkeypatch: MonkeyPatch, place: int, id: int) -> None:
+    """Let the id of the task at this place be that of another task."""
+    producer, make_id = shop.world.runtime.producer, shop.world.runtime.producer._make_id
+    ids = chain([make_id() for _ in range(place)], [id], iter(make_id, None))
+    monkeypatch.setattr(producer, "_make_id", ids.__next__)
+
+
 @pytest.mark.parametrize("is_callers", [True, False])
 def test_if_an_id_is_taken_an_autocommit_batch_loses_and_duplicates_no_task(
     shop: Caller, monkeypatch: MonkeyPatch, is_callers: bool
@@ -347,9 +355,7 @@ def test_if_an_id_is_taken_an_autocommit_batch_loses_and_duplicates_no_task(
     # Databases without COPY use several statements.
     monkeypatch.setattr("delaytasks.db.row_lists.MAX_TEXT", 100_000)
     old = shop.world.schedule()
-    builder = shop.world.runtime.producer._builder
-    ids = [builder._make_id() for _ in range(249)]
-    monkeypatch.setattr(builder, "_make_id", iter([*ids[:240], old.id, *ids[240:]]).__next__)
+    take_id(shop, monkeypatch, 240, old.id)
     told: list[DelayedTask] = []
     engine = create_engine(shop.world.url, isolation_level="AUTOCOMMIT")
     with engine.connect() as connection:
@@ -365,9 +371,8 @@ def test_if_an_id_is_taken_an_autocommit_batch_loses_and_duplicates_no_task(
 def test_a_batch_repeated_after_a_loss_exists_once(shop: Caller, monkeypatch: MonkeyPatch) -> None:
     """One id was taken, so the builder made new ids."""
     old = shop.world.schedule()
-    tasks, builder = shop.world.store.tasks, shop.world.runtime.producer._builder
-    ids, once = [builder._make_id() for _ in range(3)], tasks.together
-    monkeypatch.setattr(builder, "_make_id", iter([ids[0], old.id, *ids[1:]]).__next__)
+    take_id(shop, monkeypatch, 1, old.id)
+    tasks, once = shop.world.store.tasks, shop.world.store.tasks.together
     monkeypatch.setattr(tasks, "together", lambda work, id: once(work, id) and once(work, id))
     told: list[DelayedTask] = []
     many = [*(NewTask("mail", n, 5) for n in range(3)), NewTask("mail", 3, 5, key="k")]

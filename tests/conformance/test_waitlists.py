@@ -323,8 +323,8 @@ def test_a_sweep_finds_queues_with_waitlists(world: World) -> None:
     assert [level.queue for level in world.store.sweeps.levels(0)] == ["slow"]
     world.claim(*tasks)
     assert [level.queue for level in world.store.sweeps.levels(0)] == ["slow"]
-    assert world.store.waitlist_names.in_queue("slow") == {("slow", "note")}
-    assert world.store.waitlist_names.in_queue("default") == set()
+    assert world.store.paused_rows.waitlists_in("slow") == {("slow", "note")}
+    assert world.store.paused_rows.waitlists_in("default") == set()
 
 
 def test_a_task_in_a_waitlist_is_held(world: World) -> None:

@@ -27,7 +27,7 @@ from delaytasks.contrib.django import checks
 from delaytasks.contrib.django.instance import DjangoDelays
 from delaytasks.contrib.django.management.commands import delays as command
 from delaytasks.db import migrations
-from delaytasks.db import state_queries as live_tags
+from delaytasks.operate import state_queries as live_tags
 from delaytasks.runtime import runtime_of
 from tests.integration import django_settings
 from tests.integration.test_django import alias, django  # noqa: F401

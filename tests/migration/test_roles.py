@@ -20,12 +20,12 @@ from delaytasks import ConfigError, DelayTaskError, DelayTasks, Status, StoreErr
 from delaytasks.cli.setup import warnings_of
 from delaytasks.db import migrations
 from delaytasks.db.schema import build_schema
-from delaytasks.db.state_queries import FactReader, Stats
 from delaytasks.db.store import Store
 from delaytasks.db.sweep_queries import OverdueRows
 from delaytasks.model.interfaces import Entry
 from delaytasks.model.why import why
 from delaytasks.operate.health import HealthChecks, HealthQuestion
+from delaytasks.operate.state_queries import FactReader, Stats
 from delaytasks.recurring.recurring import follow
 from delaytasks.runtime import runtime_of
 from tests.conftest import settings_for

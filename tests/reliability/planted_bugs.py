@@ -31,7 +31,7 @@ from delaytasks.db.leases import CancelRequests, Leases
 from delaytasks.db.policy_rows import PausedRows, PolicyTable
 from delaytasks.db.settlements import DeferredRows
 from delaytasks.db.sweep_queries import SweepQueries
-from delaytasks.db.task_rows import CeleryRows, Tasks, Touches
+from delaytasks.db.task_rows import Tasks
 from delaytasks.db.worker_table import WorkerTable
 from delaytasks.events import Events
 from delaytasks.limits.tracked_waitlists import TrackedWaitlist, TrackedWaitlists
@@ -61,7 +61,7 @@ VERBS: dict[str, tuple[Any, str]] = {
     "insert keyed": (Tasks, "insert_keyed"),
     "cancel": (Tasks, "cancel"),
     "reschedule": (Tasks, "reschedule"),
-    "touch": (Touches, "touch"),
+    "touch": (Tasks, "touch"),
     "claim": (Claims, "claim"),
     "claim recovered": (Claims, "claim_recovered"),
     "run": (Calls, "run"),
@@ -84,7 +84,7 @@ VERBS: dict[str, tuple[Any, str]] = {
     "find live tasks of schedules": (RecurringTable, "live"),
     "plan a visit": (creation, "plan"),
     "defer a message": (durable_calls, "Snooze"),
-    "find a durable task": (CeleryRows, "live"),
+    "find a durable task": (Tasks, "celery_rows"),
     "find the task of a key": (Tasks, "id_of_key"),
     "arm after a call": (BackgroundTimer, "arm"),
     "send to the broker": (Publisher, "send"),

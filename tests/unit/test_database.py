@@ -58,7 +58,7 @@ def test_a_missing_driver_has_a_remedy(scheme: str, monkeypatch: pytest.MonkeyPa
 
 #: The modules that compare the name of a database, and why they do not use `for_database`.
 COMPARING = {
-    "db/database.py": "SQLite URLs name no driver, and simulated time is for any engine",
+    "db/database.py": "SQLite URLs name no driver",
     "db/engines.py": "is about SQLite only",
     "db/types.py": "SQLAlchemy also asks for dialects that are not supported, for a log",
 }

@@ -13,13 +13,13 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from delaytasks.db.state_queries import FailedRow
 from delaytasks.model import run_counts
 from delaytasks.model.clock import UTC, from_us
 from delaytasks.model.inputs import parse_duration
 from delaytasks.model.run_counts import FailureCount, RunCounts, RunStatistics
 from delaytasks.model.text import MAX_PATTERN, error_pattern, traceback_text
 from delaytasks.operate.state import groups_of
+from delaytasks.operate.state_queries import FailedRow
 from delaytasks.statistics import statistics_table as writer
 from delaytasks.statistics.charts import LEFT, RIGHT, WIDTH, Series, lines, stacked_bars
 from delaytasks.statistics.reading import RunTotals

@@ -93,8 +93,8 @@ class ConnectedWorld(PlannedWorld):
 
     def ask(self, sql: str, **options: Any) -> list[tuple[Any, ...]]:
         """Return the rows of a query on the kept connection."""
-        found = self.store.database.autocommitted(lambda c: c.exec_driver_sql(sql).all(), **options)
-        return [tuple(row) for row in found]
+        own = self.store.database
+        return own.repeat(lambda c: [*map(tuple, c.exec_driver_sql(sql))], own.connect, **options)
 
     def tell(self, statement: str) -> None:
         """Execute a statement on the kept connection."""

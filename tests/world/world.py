@@ -22,8 +22,6 @@ from delaytasks.db import rows, sessions
 from delaytasks.db.claims import Claims
 from delaytasks.db.leases import Renewed
 from delaytasks.db.rows import values_of
-from delaytasks.db.searching import limited_search
-from delaytasks.db.state_queries import FactReader
 from delaytasks.db.store import Store
 from delaytasks.db.types import Capabilities, UTCDateTime, db_now_plus
 from delaytasks.limits.admission import Admission
@@ -39,6 +37,7 @@ from delaytasks.model.workers import ServiceTimes
 from delaytasks.operate.explanations import Follower
 from delaytasks.operate.live import LiveSnapshot, snapshot
 from delaytasks.operate.state import TableState, read_tables
+from delaytasks.operate.state_queries import FactReader, limited_search
 from delaytasks.run.runner import Report, Runner
 from delaytasks.statistics.statistics_table import StatisticsTable, Unwritten
 from delaytasks.worker import sweep as sweeps
@@ -62,7 +61,7 @@ NASTY = (
 #: The limits that `World.lower` lowers, and their names in the code of today.
 LIMITS = {
     "rows_brought_forward": "db.settlements.DEFERRED_BATCH_ROWS",
-    "changes_of_a_read": "db.state_queries.MOST_CHANGES",
+    "changes_of_a_read": "operate.state_queries.MOST_CHANGES",
     "tasks_counted_exactly": "forecast.MAX_EXACT",
     "tasks_sampled": "forecast.SAMPLED",
     "seconds_to_a_first_forecast": "loops.FIRST_WAIT_S",
@@ -317,7 +316,7 @@ class World:
 
     def visit_waitlists(self, queue: str = "default") -> list[str]:
         """Return the tags of the waitlists that a drain of the queue visits next."""
-        return sorted(tag for _, tag in self.store.waitlist_names.in_queue(queue))
+        return sorted(tag for _, tag in self.store.paused_rows.waitlists_in(queue))
 
     def forget_policies(self) -> int:
         """Delete policies that were cleared long ago, as a sweep does about once an hour."""

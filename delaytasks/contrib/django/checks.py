@@ -15,9 +15,9 @@ from sqlalchemy.schema import CreateTable
 from delaytasks.contrib.django.connection import MIGRATE_REMEDY, DjangoConnection, dialect_of
 from delaytasks.contrib.django.instance import DjangoDelays, project_delays
 from delaytasks.db import migrations
-from delaytasks.db.state_queries import live_tags
 from delaytasks.model.errors import ConfigError, StoreError
 from delaytasks.model.text import first_names
+from delaytasks.operate.state_queries import live_tags
 from delaytasks.runtime import runtime_of
 
 #: The oldest versions whose SQL has the clauses that claims use.

@@ -27,7 +27,6 @@ from sqlalchemy.engine import Dialect, IteratorResult
 from sqlalchemy.engine.result import SimpleResultMetaData
 from sqlalchemy.types import TypeEngine
 
-from delaytasks.db.database import SimulatedTime
 from delaytasks.db.driver_errors import is_demoted, lacks_tables
 from delaytasks.db.sessions import ConnectionSource
 from delaytasks.db.types import UTCDateTime
@@ -353,7 +352,7 @@ def _is_usable(connection: Any) -> bool:
 
 
 @contextmanager
-def _rewriting(alias: str, time: SimulatedTime) -> Iterator[None]:
+def _rewriting(alias: str, time: Any) -> Iterator[None]:
     """Let the statements that producers write on Django's connection read the test's clock."""
     connection = connections[alias]
     dialect = _borrowed_dialect(alias).name

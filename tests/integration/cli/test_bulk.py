@@ -70,7 +70,7 @@ def dues(shop: Project, tasks: Sequence[DelayedTask]) -> set[str]:
 def wait_for_a_later_time(shop: Project, tasks: Sequence[DelayedTask]) -> None:
     """Wait until the clock of the database is later than the last change of the tasks."""
     changed = max(found for task in tasks if (found := shop.delays.get(task).update_time))
-    wait_until(lambda: shop.store.bulk.now() > changed, 5, "time")
+    wait_until(lambda: shop.store.database.now() > changed, 5, "time")
 
 
 def test_reschedule_sets_or_shifts_the_due_times_of_many_tasks(shop: Project) -> None:

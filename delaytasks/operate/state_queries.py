@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timedelta
+from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from sqlalchemy import ColumnElement, Connection, Select, and_, func, literal, null, select, text
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Select,
+    and_,
+    event,
+    exc,
+    func,
+    literal,
+    null,
+    select,
+    text,
+)
 
 from delaytasks.db.bulk_moves import Bulk
 from delaytasks.db.database import Database
+from delaytasks.db.driver_errors import is_statement_timeout
 from delaytasks.db.leases import lease_is_over
 from delaytasks.db.policy_rows import is_entry_of
 from delaytasks.db.row_lists import by_id, listed
@@ -21,7 +36,6 @@ from delaytasks.db.schema import BODY, Schema
 from delaytasks.db.searching import (
     conditions,
     distinct_values,
-    estimate_rows,
     first_page,
     has_status,
     levels_of,
@@ -31,7 +45,8 @@ from delaytasks.db.store import Store
 from delaytasks.db.sweep_queries import OverdueRows
 from delaytasks.db.types import db_now_plus, for_database
 from delaytasks.model.body import MARK_LENGTH, NO_NAME, PREFIX, marks_of, name_in, names_of
-from delaytasks.model.clock import Clock, from_us
+from delaytasks.model.clock import Clock, from_us, monotonic
+from delaytasks.model.errors import StoreError
 from delaytasks.model.filters import Filter
 from delaytasks.model.ids import MAX_ID, first_id
 from delaytasks.model.inputs import show_duration
@@ -41,6 +56,7 @@ from delaytasks.model.task import DelayedTask
 from delaytasks.model.why import AuditFacts, Facts, ScheduleFacts, TransportFacts
 from delaytasks.settings import Settings
 
+T = TypeVar("T")
 #: A lease that ends after this number of lease periods cannot be ours.
 LONG_LEASES = 100
 #: Up to this number, rows are counted exactly.
@@ -273,7 +289,7 @@ class FactReader:
         """
         settings = self._settings
         now, offset_s = self._now()
-        policies = self._store.policies.of(task.tag, task.queue)
+        policies = self._store.policies.read(("tag", task.tag), ("queue", task.queue))
         limited = any(policy.has_limits for policy in policies)
         swept = [s.at for s in Stats(self._db, self._schema).sweeps(settings.sweep_partitions)]
         last = min((at for at in swept if at is not None), default=None)
@@ -633,3 +649,122 @@ class ChangeReader:
             select(t.id).where(is_due).order_by(t.expected_time.desc()),
             select(t.id).where(has_status(self._t, Status.RUNNING)),
         ]
+
+
+# -- estimates ------------------------------------------------------------------------------------
+
+# The planner's estimate of how many rows a query returns. Its cost does not grow with the rows.
+
+
+def estimate_rows(connection: Connection, query: Select[Any]) -> int:
+    """Return the estimate. SQLite has no estimates and returns 0: its tables are small enough to
+    count."""
+    dialect = connection.dialect
+    read = for_database(
+        dialect.name, postgresql=_postgresql_estimate, mysql=_mysql_estimate, sqlite=None
+    )
+    if read is None:
+        return 0
+    sql = str(query.compile(dialect=dialect, compile_kwargs={"literal_binds": True}))
+    return read(connection, sql)
+
+
+def _postgresql_estimate(connection: Connection, sql: str) -> int:
+    plan = connection.exec_driver_sql(f"EXPLAIN (FORMAT JSON) {sql}").scalar_one()
+    return int(plan[0]["Plan"]["Plan Rows"])
+
+
+def _mysql_estimate(connection: Connection, sql: str) -> int:
+    return int(connection.exec_driver_sql(f"EXPLAIN {sql}").mappings().one()["rows"] or 0)
+
+
+# -- Ends a search that takes too long: some filters have no index, and read the whole table ------
+
+
+class SearchTimeoutError(StoreError):
+    """A search took too long. Narrow its filter, for example by a status."""
+
+
+#: For the servers, 0 is no limit.
+LEAST_LIMIT_S = 0.001
+#: SQLite asks whether to go on each time it has executed this number of its instructions.
+SQLITE_INSTRUCTIONS = 10_000
+
+
+def limited_search(database: Database, work: Callable[[Any], T], limit_s: float) -> T:
+    """Run a search of one or more statements.
+
+    Each statement ends after `limit_s` seconds, and no statement begins later.
+
+    Raises
+    ------
+    SearchTimeoutError
+        If the search has reached the limit.
+    """
+    limit_s = max(limit_s, LEAST_LIMIT_S)
+    connect = for_database(database.backend, postgresql=_postgresql, mysql=_mysql, sqlite=_sqlite)
+
+    def limited(connection: Connection) -> T:
+        deadline = monotonic() + limit_s
+
+        def check(*_: Any) -> None:
+            if monotonic() > deadline:
+                raise _timeout(limit_s)
+
+        event.listen(connection, "before_cursor_execute", check)
+        try:
+            return work(connection)
+        except exc.DBAPIError as error:
+            if is_statement_timeout(error):
+                raise _timeout(limit_s) from error
+            raise
+        finally:
+            # The statement that resets the limit of the connection follows.
+            event.remove(connection, "before_cursor_execute", check)
+
+    return database.repeat(limited, partial(connect, database, limit_s))
+
+
+def _timeout(limit_s: float) -> SearchTimeoutError:
+    return SearchTimeoutError(
+        f"the search took longer than {limit_s:.1f} s: narrow its filter, for example by a status, "
+        "a queue or a range of times"
+    )
+
+
+@contextmanager
+def _postgresql(database: Database, limit_s: float) -> Iterator[Connection]:
+    with database.begin() as connection:
+        # It ends with the transaction, so that no pooled connection keeps it.
+        connection.exec_driver_sql(f"SET LOCAL statement_timeout = {round(limit_s * 1000)}")
+        yield connection
+
+
+@contextmanager
+def _mysql(database: Database, limit_s: float) -> Iterator[Connection]:
+    with database.auto.connect() as connection, database.bounded(connection):
+        is_mariadb = getattr(connection.dialect, "is_mariadb", False)
+        limit = (
+            f"max_statement_time = {limit_s:.3f}"
+            if is_mariadb
+            else f"max_execution_time = {round(limit_s * 1000)}"
+        )
+        connection.exec_driver_sql(f"SET SESSION {limit}")
+        try:
+            yield connection
+        finally:
+            if not connection.invalidated:
+                name = limit.partition(" ")[0]
+                connection.exec_driver_sql(f"SET SESSION {name} = DEFAULT")
+
+
+@contextmanager
+def _sqlite(database: Database, limit_s: float) -> Iterator[Connection]:
+    with database.auto.connect() as connection:
+        driver_connection: Any = connection.connection.driver_connection
+        deadline = monotonic() + limit_s
+        driver_connection.set_progress_handler(lambda: monotonic() > deadline, SQLITE_INSTRUCTIONS)
+        try:
+            yield connection
+        finally:
+            driver_connection.set_progress_handler(None, 0)
