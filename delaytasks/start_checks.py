@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from delaytasks.broker.arming import SWEEP
-from delaytasks.broker.publisher import Publisher
+from delaytasks.broker.publishing import Publisher
 from delaytasks.model.body import is_encrypted, name_in, names_of
 from delaytasks.model.errors import BodyRefusedError, ConfigError, StoreUnavailableError
 from delaytasks.model.interfaces import Pending, UntrustedInput

@@ -33,7 +33,7 @@ from delaytasks.model.inputs import is_queue
 from delaytasks.model.task import DEFAULT_QUEUE
 
 if TYPE_CHECKING:
-    from delaytasks.broker.publisher import Publisher
+    from delaytasks.broker.publishing import Publisher
     from delaytasks.worker.worker_runtime import WorkerRuntime
 
 logger = get_logger(__name__)

@@ -11,7 +11,6 @@ from celery import signals
 from celery.utils.nodenames import node_format
 from celery.worker import state
 
-from delaytasks.broker.arming import RUN
 from delaytasks.events import Events
 from delaytasks.loops import Loop
 from delaytasks.model.clock import from_us, monotonic
@@ -148,7 +147,7 @@ class WorkerRuntime:
         """Connect to the broker and send nothing. The Redis poller tries its server by itself."""
         runtime = self.runtime
         if runtime.redis_timer is None and runtime.direct_timer is None:
-            runtime.publisher.send(RUN, self.settings.default_queue, [])
+            runtime.timer.arm([])
 
     def start(self) -> None:
         self.clock.refresh_if_due()
