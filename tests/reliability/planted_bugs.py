@@ -94,6 +94,8 @@ VERBS: dict[str, tuple[Any, str]] = {
     "end a stopped event loop": (EventLoop, "_stopped"),
     "show a coroutine's task": (celery_context, "_show_coroutines"),
     "connect to the broker": (link, "bounded_connection"),
+    "check headers": (link, "check_headers"),
+    "know a message without a queue": (link, "QueueAwayError"),
     "check the horizon": (StartChecks, "_check_visibility"),
     "tell": (Events, "emit"),
     "find the primary": (redis_timer, "redis_location"),
@@ -577,6 +579,15 @@ def a_confirmation_may_take_any_time(connect: Any, *args: Any, **options: Any) -
     made = connect(*args, **options)
     made.transport_options.pop("read_timeout", None)
     return made
+
+
+@bug("check headers", "integration/durable_eta/publisher headers")
+def headers_of_any_size_are_sent(_: Any, *args: Any) -> None: ...
+
+
+@bug("know a message without a queue", "integration/durable_eta/publisher declared_again")
+def a_lost_queue_is_no_outage(_: Any, text: str) -> Exception:
+    return link.UnroutableError(text)
 
 
 @bug("connect again", "unit/broker")

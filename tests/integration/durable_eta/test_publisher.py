@@ -114,6 +114,35 @@ def test_a_message_that_rabbitmq_refuses_stops_no_other(make_post: Make, rabbitm
     assert sorted(set(post.arrived())) == [0, 3]
 
 
+def test_headers_that_rabbitmq_cannot_take_stop_no_other(
+    make_post: Make, rabbitmq_url: str
+) -> None:
+    post = make_post(rabbitmq_url)
+    large = post.message(1, headers={"x": "a" * 200_000})
+    assert post.publisher.publish([post.message(0)]) == [None]
+
+    results = post.publisher.publish([post.message(0), large, post.message(2)])
+
+    assert (results[0], results[2]) == (None, None)
+    assert "the headers have 200,0" in str(results[1])
+    assert post.arrived() == [0, 0, 2], "none is sent again"
+
+
+def test_a_queue_that_was_lost_since_its_declaration_is_declared_again(
+    make_post: Make, rabbitmq_url: str
+) -> None:
+    """So is one whose home node is down, since RabbitMQ has no route to it either."""
+    post = make_post(rabbitmq_url)
+    assert post.publisher.publish([post.message(0)]) == [None]
+    with post.app.connection_for_write() as connection:
+        post.app.amqp.queues[post.queue](connection.default_channel).delete()
+
+    [lost] = post.publisher.publish([post.message(1)])
+    assert isinstance(lost, OutageError), "an outage is retried soon"
+    assert post.publisher.publish([post.message(1)]) == [None]
+    assert post.arrived() == [1]
+
+
 @pytest.mark.slow
 def test_while_rabbitmq_blocks_publishers_each_message_is_sent_to_it_once(
     make_post: Make, own_rabbitmq: RabbitServer
