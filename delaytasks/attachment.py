@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from functools import wraps
+from collections.abc import Mapping
+from functools import partial, wraps
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from weakref import WeakKeyDictionary
 import celery
 from celery import signals
 from celery.app import utils
+from celery.utils.functional import maybe_list
 from celery.utils.imports import symbol_by_name
 from celery.utils.log import get_logger
 from kombu.transport import TRANSPORT_ALIASES
@@ -26,6 +28,7 @@ from delaytasks.settings import PREFIX, secret_names
 from delaytasks.worker.celery_tasks import register_tasks
 
 if TYPE_CHECKING:
+    from delaytasks.durable_eta.publish import Revocations
     from delaytasks.runtime import HasRuntime
     from delaytasks.worker.processes import Processes
 
@@ -36,8 +39,17 @@ if TYPE_CHECKING:
 # the setting `durable_eta`, and for calls without a delay, it does what it did before.
 
 
-CONTROL = "celery.app.control:Control"
 logger = get_logger(__name__)
+
+
+def _is_durable(app: Any, delays: HasRuntime, call: CeleryCall, task: Any, asked: Any) -> bool:
+    """Return whether a call becomes a row; `task` is the Celery task, or None if unknown."""
+    own = getattr(task, "durable_eta", None) if asked is None else asked
+    if own is not None or is_forced(app):
+        return is_forced(app) or bool(own)
+    runtime = delays._runtime
+    least_s = runtime.settings.durable_eta_s
+    return least_s is not None and (not least_s or runtime.celery_tasks.delay_s(call) >= least_s)
 
 
 def warn_of_other_app(sender: Any = None, headers: Any = None, **_: Any) -> None:
@@ -52,6 +64,31 @@ def warn_of_other_app(sender: Any = None, headers: Any = None, **_: Any) -> None
             sender,
             app.main,
         )
+
+
+class RevokesRows:
+    """Cancels waiting rows before workers are told to revoke the tasks."""
+
+    app: Any
+
+    @property
+    def _revocations(self) -> Revocations:
+        revocations: Revocations = self.app.delaytasks._runtime.revocations
+        return revocations
+
+    def broadcast(
+        self, command: str, arguments: Mapping[str, Any] | None = None, *args: Any, **options: Any
+    ) -> Any:
+        given = {**options, **(arguments or {})}
+        try:
+            if command in ("revoke", "terminate"):
+                self._revocations.revoke(maybe_list(given["task_id"]))
+            elif command == "revoke_by_stamped_headers":
+                self._revocations.revoke_by_stamped_headers(given["headers"])
+        finally:
+            # Also if the database is unavailable, since a worker may have the message already.
+            replies = super().broadcast(command, arguments, *args, **options)  # type: ignore[misc]
+        return replies
 
 
 def intercept(app: Any, delays: HasRuntime) -> None:
@@ -75,19 +112,18 @@ def intercept(app: Any, delays: HasRuntime) -> None:
         call = CeleryCall(name, args, kwargs, countdown, eta, task_id, producer, connection)
         if countdown or eta or is_forced(app):
             task = options.get("task_type") or app.tasks.get(name)
-            tasks = delays._runtime.celery_tasks
-            if tasks.is_durable(call, task, durable_eta):
-                return tasks.send(send, call, *more, **options)
+            if _is_durable(app, delays, call, task, durable_eta):
+                return delays._runtime.celery_tasks.send(send, call, *more, **options)
         return send(*call, *more, **options)
 
     app.send_task = send_task
-    if app.control_cls == CONTROL:
-        app.control_cls = "delaytasks.operate.durable_calls:DurableControl"
-    else:
-        from delaytasks.operate.durable_calls import RevokesRows
-
-        app.control_cls = type("DurableControl", (RevokesRows, symbol_by_name(app.control_cls)), {})
+    app.control_cls = partial(_make_control, app.control_cls)
     app.__dict__.pop("control", None)  # made by the previous class
+
+
+def _make_control(kind: Any, **options: Any) -> Any:
+    """Return an object of the app's class of remote control that revokes rows, too."""
+    return type("DurableControl", (RevokesRows, symbol_by_name(kind)), {})(**options)
 
 
 ENTRY_POINTS = "delaytasks.processors"

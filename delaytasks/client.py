@@ -39,7 +39,6 @@ from delaytasks.model.task import (
 )
 from delaytasks.model.text import TABLES_REMEDY
 from delaytasks.operate.bulk_calls import Bulk
-from delaytasks.operate.callbacks import CallbackCalls
 from delaytasks.operate.policy_calls import PolicyCalls
 from delaytasks.operate.single_tasks import (
     Pauses,
@@ -59,6 +58,7 @@ from delaytasks.worker.processes import Processes
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from delaytasks.callbacks.callback_calls import CallbackCalls
     from delaytasks.db.sessions import ConnectionSource
     from delaytasks.forecast import Forecast
     from delaytasks.handles import BatchDecorator, Decorator, SchemaBatchDecorator, SchemaDecorator
@@ -268,6 +268,9 @@ class DelayTasks:
         --------
         >>> delays.callbacks.post("https://partner.example/paid", {"order": 7}, 60)
         """
+        # Imported here: a process without callbacks does not need it.
+        from delaytasks.callbacks.callback_calls import CallbackCalls
+
         return CallbackCalls(self)
 
     def new_id(self) -> int:
@@ -1053,10 +1056,10 @@ class DelayTasks:
             self._arguments.update(settings)
 
     def _call_back(self, callback: Callback, task: DelayedTask) -> Outcome:
-        return self._runtime.callbacks.http(callback, task)
+        return self._runtime.http_callbacks(callback, task)
 
     def _send_message(self, message: Message, task: DelayedTask) -> Outcome:
-        return self._runtime.callbacks.queue(message, task)
+        return self._runtime.queue_callbacks(message, task)
 
     def _publish_tasks(
         self, bodies: Sequence[Any], tasks: Sequence[DelayedTask]

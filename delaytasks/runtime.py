@@ -11,12 +11,13 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from delaytasks.broker.arming import EtaTimer
-from delaytasks.broker.publisher import Publisher
+from delaytasks.broker.arming import BackgroundTimer, EtaTimer, Sender, can_run_threads
+from delaytasks.broker.link import BrokerLink
+from delaytasks.broker.publishing import Publisher
 from delaytasks.db.migrations import url_of
 from delaytasks.db.producer import Producer, QueueRouting
 from delaytasks.db.store import Store
@@ -28,8 +29,6 @@ from delaytasks.model.clock import Clock, reset_in_child, wall_ms
 from delaytasks.model.ids import IdMaker
 from delaytasks.model.private_files import tighten_data_folder
 from delaytasks.model.task import DelayedTask
-from delaytasks.operate.callbacks import Callbacks
-from delaytasks.operate.durable_calls import CeleryTasks, Revocations
 from delaytasks.operate.single_tasks import CallerTransactions
 from delaytasks.registry import Registry
 from delaytasks.run.policy_cache import PolicyCache
@@ -40,9 +39,11 @@ from delaytasks.twins import AsyncCalls, InFramework
 if TYPE_CHECKING:
     from datetime import datetime
 
-    from delaytasks.broker.arming import BackgroundTimer
     from delaytasks.broker.direct import DirectTimer
     from delaytasks.broker.redis_timer import RedisTimer
+    from delaytasks.callbacks.by_message import QueueCallbacks
+    from delaytasks.callbacks.http import HttpCallbacks
+    from delaytasks.durable_eta.publish import CeleryTasks, Revocations
     from delaytasks.model.interfaces import Timer, Transaction
     from delaytasks.operate.explanations import Explanations
     from delaytasks.recurring.creation import Creation, RecurringTable
@@ -51,13 +52,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 #: Is entered around each call of a processor.
 ProcessorContext = Callable[[DelayedTask], AbstractContextManager[Any]]
-
-
-class PublishesMessages(Protocol):
-    """A `MessagePublisher`, or that of the testing kit."""
-
-    def publish(self, messages: Sequence[Any]) -> list[Exception | None]: ...
-    def close(self) -> None: ...
+#: The time limit for the confirmations of Celery tasks that waited as rows.
+CONFIRM_LIMIT_S = 5.0
 
 
 class part(cached_property[T]):
@@ -132,7 +128,9 @@ class Runtime:
 
     def check(self) -> None:
         """Make the parts that raise the errors of wrong settings."""
-        _ = self.producer, self.callbacks
+        _ = self.producer
+        if self.settings.callback_allow or self.settings.callback_secrets:
+            _ = self.http_callbacks
 
     # -- the database -----------------------------------------------------------------------------
 
@@ -165,8 +163,11 @@ class Runtime:
         return Publisher(self.celery, settings.namespace, settings.publish_limit_s, self.events)
 
     @part
-    def eta_timer(self) -> EtaTimer:
-        return EtaTimer(self.publisher, self.clock)
+    def eta_timer(self) -> Sender:
+        return self._sender_to(EtaTimer(self.publisher, self.clock))
+
+    def _sender_to(self, timer: Timer) -> Sender:
+        return Sender(timer, self.clock, self.settings.publish_limit_s)
 
     @part
     def direct_timer(self) -> DirectTimer | None:
@@ -192,22 +193,20 @@ class Runtime:
 
     @part
     def timer(self) -> Timer:
-        """Arms rows in the calling thread."""
+        """Arms rows in bounded time."""
         return self.direct_timer or self.redis_timer or self.eta_timer
 
     @part
-    def background_timer(self) -> BackgroundTimer | None:
-        """The queue in front of the timer with `arm="background"`: producers do not wait."""
-        if self.settings.arm != "background":
-            return None
-        from delaytasks.broker.arming import BackgroundTimer, can_run_threads
-
-        return BackgroundTimer(self.timer, self.clock) if can_run_threads() else None
+    def sender(self) -> Sender:
+        """The thread that arms the rows of producers."""
+        timer = self.timer
+        return timer if isinstance(timer, Sender) else self._sender_to(timer)
 
     @part
     def producer_timer(self) -> Timer:
-        """Arms the rows of producers."""
-        return self.background_timer or self.timer
+        """Arms the rows of producers, which do not wait for it with `arm="background"`."""
+        is_background = self.settings.arm == "background" and can_run_threads()
+        return BackgroundTimer(self.sender) if is_background else self.timer
 
     # -- schedule and sweep -----------------------------------------------------------------------
 
@@ -261,30 +260,39 @@ class Runtime:
     # -- operations -------------------------------------------------------------------------------
 
     @part
-    def callbacks(self) -> Callbacks:
-        return Callbacks(self.celery, self.settings, self.clock)
+    def http_callbacks(self) -> HttpCallbacks:
+        from delaytasks.callbacks.http import Guard, HttpCallbacks
+
+        return HttpCallbacks(self.settings, Guard(self.settings.callback_allow), self.clock)
+
+    @part
+    def queue_callbacks(self) -> QueueCallbacks:
+        from delaytasks.callbacks.by_message import QueueCallbacks
+
+        return QueueCallbacks(self)
+
+    @part
+    def queue_link(self) -> BrokerLink:
+        """The link to the broker of callbacks to queues."""
+        settings = self.settings
+        limit_s, url = settings.callback_connect_s, settings.callback_broker_url
+        return BrokerLink(self.celery, limit_s, url, confirms=True)
+
+    @part
+    def confirming_link(self) -> BrokerLink:
+        """The link for the messages of Celery tasks that waited as rows."""
+        return BrokerLink(self.celery, CONFIRM_LIMIT_S, confirms=True)
 
     @part
     def celery_tasks(self) -> CeleryTasks:
+        from delaytasks.durable_eta.publish import CeleryTasks
+
         return CeleryTasks(self)
 
     @part
-    def message_publisher(self) -> PublishesMessages:
-        """Publishes the messages of Celery tasks that waited as rows."""
-        from delaytasks.broker.publisher import REFUSES_ALL_WRITES, bounded_connection
-        from delaytasks.durable_eta.message_publisher import PUBLISH_LIMIT_S, MessagePublisher
-
-        # The publisher waits for the confirmations of many messages together.
-        connect = partial(
-            bounded_connection, self.celery, PUBLISH_LIMIT_S, read_timeout=PUBLISH_LIMIT_S,
-            confirm_publish=False,
-        )  # fmt: skip
-        return MessagePublisher(
-            self.celery, connect, PUBLISH_LIMIT_S, self.clock.now, REFUSES_ALL_WRITES
-        )
-
-    @part
     def revocations(self) -> Revocations:
+        from delaytasks.durable_eta.publish import Revocations
+
         return Revocations(self)
 
     @part
@@ -316,20 +324,21 @@ class Runtime:
     # -- end --------------------------------------------------------------------------------------
 
     def flush(self) -> bool:
-        """Arm the entries that wait for the background timer. Return False if that takes too
-        long.
-        """
-        return self.background_timer is None or self.background_timer.flush()
+        """Arm the entries that wait for the sender. Return False if that takes too long."""
+        senders = [self._made("sender"), self._made("eta_timer")]
+        return all(sender is None or sender.flush() for sender in senders)
 
     def close(self) -> None:
         """Send the entries that wait to be armed, and close the connections of all made parts."""
         redis_timer = self._made("redis_timer")
         for each in (
             self._made("async_calls"),
-            self._made("background_timer"),
+            self._made("sender"),
+            self._made("eta_timer"),
             None if redis_timer is None else redis_timer.link,
-            self._made("callbacks"),
-            self._made("message_publisher"),
+            self._made("http_callbacks"),
+            self._made("queue_link"),
+            self._made("confirming_link"),
             self._made("publisher"),
             self._made("store"),
         ):

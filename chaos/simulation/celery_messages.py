@@ -10,14 +10,14 @@ from typing import Any
 from chaos.celery_messages import MOST_RUNS
 from chaos.history import Answer, CallRecord, DeliveryRecord, Fault, PublishRecord
 from chaos.simulation.stage import Play
+from delaytasks.broker.link import OutageError, Outgoing, Results
 from delaytasks.db.producer import Producer
-from delaytasks.durable_eta.message_publisher import NotConfirmedError, Results
-from delaytasks.durable_eta.stored_message import StoredMessage, new_task
+from delaytasks.durable_eta.capture import StoredMessage, new_task
+from delaytasks.durable_eta.publish import CeleryTasks
 from delaytasks.events import Events
 from delaytasks.model.celery_calls import ANY_CELERY_TASK
 from delaytasks.model.clock import to_us
 from delaytasks.model.errors import DelayTaskError, OutcomeUnknownError, TaskStateError
-from delaytasks.operate.durable_calls import CeleryTasks
 
 #: The share of plays with durable Celery tasks, how many these have at most, and how many of these
 #: in 100 are revoked.
@@ -27,21 +27,21 @@ UNCONFIRMED = 0.1
 UNKNOWN: Answer = "unknown"
 
 
-class SimulatedPublisher:
-    """Replaces `MessagePublisher`. The broker delivers each message that it gets."""
+class SimulatedLink:
+    """Replaces `BrokerLink`. The broker delivers each message that it gets."""
 
     def __init__(self, play: Play) -> None:
         self._play = play
 
-    def publish(self, messages: Sequence[StoredMessage]) -> Results:
+    def publish(self, messages: Sequence[Outgoing]) -> Results:
         play, results = self._play, list[Exception | None]()
         for message in messages:
             play.hazards.pass_by("publish", "before")
             play.world.step()
             if not play.broker.is_up:
-                results.append(NotConfirmedError("the broker is away"))
+                results.append(OutageError("the broker is away"))
                 continue
-            id, now_us = int(message.headers["id"]), play.times.now_us
+            id, now_us = int(message.options["headers"]["id"]), play.times.now_us
             play.history.publications.append(PublishRecord(id, now_us))
             play.history.deliveries.append(DeliveryRecord(id, now_us))
             play.hazards.pass_by("publish", "after")
@@ -49,7 +49,7 @@ class SimulatedPublisher:
             if is_lost:
                 lost_us = play.times.database_us
                 play.history.faults.append(Fault("lost confirmation", "broker", lost_us, lost_us))
-            results.append(NotConfirmedError("the answer is lost") if is_lost else None)
+            results.append(OutageError("the answer is lost") if is_lost else None)
         return results
 
 
@@ -61,7 +61,7 @@ def register(play: Play) -> None:
         transactions=None,
         clock=None,
         events=Events(),
-        message_publisher=SimulatedPublisher(play),
+        confirming_link=SimulatedLink(play),
     )
     tasks = CeleryTasks(runtime)
     play.registry.processor(ANY_CELERY_TASK, batch=10)(tasks.publish)

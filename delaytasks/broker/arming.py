@@ -1,4 +1,4 @@
-"""Arms near rows by messages with an eta, in the calling thread or in a thread of the producer."""
+"""Arms near rows by messages with an eta, in a thread of the process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from billiard.exceptions import SoftTimeLimitExceeded
 
-from delaytasks.broker.publisher import Publisher
+from delaytasks.broker.publishing import Publisher
+from delaytasks.loops import EXIT_S
 from delaytasks.model.clock import Clock, from_us, monotonic, reset_in_child
 from delaytasks.model.errors import InvalidInputError
 from delaytasks.model.filters import batches
@@ -49,6 +50,9 @@ class EtaTimer:
         return self._publisher.is_up
 
     def arm(self, entries: Iterable[Entry]) -> bool:
+        """Send the messages. Without entries, only find out whether the broker is available."""
+        if not entries:
+            self._publisher.connect()
         sent = [
             self._publisher.send(RUN, queue, list(_messages(some)))
             for queue, some in by_queue(entries).items()
@@ -129,12 +133,12 @@ def _is_priority(value: Any) -> bool:
     return type(value) is int and 0 <= value <= MAX_PRIORITY
 
 
-# -- Arms entries in a thread of the producer, which makes the call of the producer shorter -------
+# -- The sender: a thread of each process that arms, which makes the calls of producers shorter ----
 
 
 logger = logging.getLogger("delaytasks")
-#: A call with more entries arms them itself: for each of them the round trip hardly counts, and a
-#: producer of many tasks must not be faster than the broker.
+#: A call with more entries waits until they are armed: for each of them the round trip hardly
+#: counts, and a producer of many tasks must not be faster than the broker.
 MAX_GATHERED_ENTRIES = 100
 #: The number of entries that wait for the thread. Further ones are not armed: the sweep finds their
 #: rows.
@@ -142,31 +146,49 @@ MAX_WAITING_ENTRIES = 100_000
 #: Entries wait for others this long, and not longer than this part of the time until the first one
 #: is due.
 ARM_DELAY_S, ARM_DELAY_PART = 0.1, 0.1
-#: The thread begins to send no more often than this. In a loop of calls whose tasks are due
-#: immediately, it would otherwise send a message for each call, which takes longer than the call.
+#: The thread begins to send what was gathered no more often than this. In a loop of calls whose
+#: tasks are due immediately, it would otherwise send a message for each call, which takes longer
+#: than the call.
 SEND_INTERVAL_S = 0.002
+#: Each entry of a call extends the time for which the call waits by this part.
+LIMIT_PART_PER_ENTRY = 0.1 / ENTRIES_PER_MESSAGE
 
 
-class BackgroundTimer:
-    """Arms together the entries of several calls.
+class _Batch:
+    """What the sender does next. It is one for all calls that come meanwhile."""
 
-    A thread that wakes for each entry would cost the caller more time than it saves. The caller
-    arms its entries itself if no thread can be started, and while the interpreter ends.
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        #: The arguments of `request_drain`.
+        self.drains: list[tuple[Any, ...]] = []
+        self.send_at = inf
+        self.is_over = threading.Event()
+        self.is_armed = False
+
+
+class Sender:
+    """The one thread that waits for the timer. It arms together the entries of several calls.
+
+    A call waits up to its time limit. The thread still arms what was given by a call that no longer
+    waits, since its rows are committed. A call does the work itself if no thread can be started,
+    and while the interpreter ends.
     """
 
-    def __init__(self, timer: Timer, clock: Clock) -> None:
+    def __init__(self, timer: Timer, clock: Clock, limit_s: float) -> None:
         self._timer = timer
         self._clock = clock
+        self._limit_s = limit_s
         self.after_fork()
         reset_in_child(self)
 
     def after_fork(self) -> None:
         """Forget the entries of the parent process, whose thread arms them."""
         vars(self).pop("_condition", None)
-        self._waiting: list[Entry] = []
-        self._send_at: float | None = None
+        self._next: _Batch | None = None
         self._sent_at = -inf
         self._is_sending = False
+        #: Whether a call reached its time limit: none waits until the thread has done its work.
+        self._is_late = False
         #: The thread that sends. A thread ends when it is no longer this one.
         self._thread: threading.Thread | None = None
         self._is_exiting = False
@@ -179,77 +201,98 @@ class BackgroundTimer:
 
     @property
     def is_up(self) -> bool:
-        return self._timer.is_up
+        return self._timer.is_up and not self._is_late
 
     def arm(self, entries: Iterable[Entry]) -> bool:
-        """Arm the entries soon. No error escapes, since the rows are written already."""
         entries = list(entries)
-        try:
-            return not entries or self._arm(entries)
-        except SoftTimeLimitExceeded:
-            raise
-        except Exception:
-            logger.exception("arming %d tasks failed; the sweep will find them", len(entries))
-            return False
+        return self._wait(
+            self._add(entries), self._limit_s * (1 + len(entries) * LIMIT_PART_PER_ENTRY)
+        )
 
-    def _arm(self, entries: Sequence[Entry]) -> bool:
-        if len(entries) <= MAX_GATHERED_ENTRIES:
-            left_s = (min(entry.due_us for entry in entries) - self._clock.now_us()) / 1e6
-            send_at = monotonic() + min(max(left_s * ARM_DELAY_PART, 0), ARM_DELAY_S)
-            with self._changed:
-                send_at = max(send_at, self._sent_at + SEND_INTERVAL_S)
-                if len(self._waiting) > MAX_WAITING_ENTRIES:
-                    return False
-                if not self._is_exiting and self._has_thread():
-                    self._waiting.extend(entries)
-                    if self._send_at is None or send_at < self._send_at:
-                        self._send_at = send_at
-                        self._changed.notify_all()
-                    return True
-        return self._timer.arm(entries)
+    def arm_soon(self, entries: Sequence[Entry]) -> bool:
+        """Arm the entries together with those of other calls, without a wait."""
+        if len(entries) > MAX_GATHERED_ENTRIES:
+            return self.arm(entries)
+        left_s = (min(entry.due_us for entry in entries) - self._clock.now_us()) / 1e6
+        send_at = monotonic() + min(max(left_s * ARM_DELAY_PART, 0), ARM_DELAY_S)
+        return self._add(entries, send_at=max(send_at, self._sent_at + SEND_INTERVAL_S)) is not None
 
     def disarm(self, entries: Iterable[Entry]) -> None:
         entries = list(entries)
         names = {(entry.id, entry.version) for entry in entries}
         with self._changed:
-            self._waiting = [
-                entry for entry in self._waiting if (entry.id, entry.version) not in names
-            ]
+            if self._next is not None:
+                self._next.entries = [
+                    entry for entry in self._next.entries if (entry.id, entry.version) not in names
+                ]
         self._timer.disarm(entries)
 
     def request_drain(
         self, queue: str, priorities: Sequence[int], messages: int, expires_s: float
     ) -> bool:
-        return self._timer.request_drain(queue, priorities, messages, expires_s)
+        drain = (queue, priorities, messages, expires_s)
+        return self._wait(self._add(drains=[drain]), self._limit_s)
 
     def flush(self, timeout_s: float = 2.0) -> bool:
         """Wait until all entries are armed, and return False after `timeout_s`."""
         with self._changed:
-            if not self._waiting or self._has_thread():
-                if self._waiting:
-                    self._send_at = monotonic()
+            if self._next is None or self._has_thread():
+                if self._next is not None:
+                    self._next.send_at = monotonic()
                     self._changed.notify_all()
                 return self._changed.wait_for(
-                    lambda: not self._waiting and not self._is_sending, timeout_s
+                    lambda: self._next is None and not self._is_sending, timeout_s
                 )
-            entries, self._waiting = self._waiting, []
-        return self._timer.arm(entries)
+        self._send_next()
+        return True
 
     def close(self) -> None:
         """Arm the waiting entries and end the thread. A later call starts another thread."""
         self.flush()
         with self._changed:
-            if not self._waiting:
+            if self._next is None:
                 self._thread = None
                 self._changed.notify_all()
                 atexit.unregister(self._exit)
+
+    def _add(
+        self,
+        entries: Sequence[Entry] = (),
+        drains: Sequence[tuple[Any, ...]] = (),
+        send_at: float = -inf,
+    ) -> _Batch | None:
+        """Give work to the thread. Return None if too much waits already."""
+        with self._changed:
+            batch = self._next = self._next or _Batch()
+            if len(batch.entries) > MAX_WAITING_ENTRIES:
+                return None
+            batch.entries += entries
+            batch.drains += drains
+            if send_at < batch.send_at:
+                batch.send_at = send_at
+                self._changed.notify_all()
+            if not self._is_exiting and self._has_thread():
+                return batch
+        self._send_next()
+        return batch
+
+    def _wait(self, batch: _Batch | None, limit_s: float) -> bool:
+        """Return whether the work was done. After the limit, the thread continues with it."""
+        if batch is None or self._is_late:
+            return False
+        if not batch.is_over.wait(limit_s):
+            with self._changed:
+                self._is_late = not batch.is_over.is_set()
+        return batch.is_armed
+
+    # -- the thread -------------------------------------------------------------------------------
 
     def _exit(self) -> None:
         """Arm the waiting entries while the process ends, and leave those of a slow broker to the
         sweep.
         """
         self._is_exiting = True
-        self.flush()
+        self.flush(EXIT_S)
 
     def _has_thread(self) -> bool:
         """Start the thread if necessary.
@@ -260,7 +303,7 @@ class BackgroundTimer:
         if self._thread is not None and self._thread.is_alive():
             return True
         try:
-            self._thread = threading.Thread(target=self._send, name="delaytasks-arm", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="delaytasks-send", daemon=True)
             self._thread.start()
         except RuntimeError:
             self._thread = None
@@ -271,26 +314,60 @@ class BackgroundTimer:
             multiprocessing.util.Finalize(None, self._exit, exitpriority=0)
         return True
 
-    def _send(self) -> None:
+    def _run(self) -> None:
         thread = threading.current_thread()
         while True:
             with self._changed:
                 while self._thread is thread and (
-                    self._send_at is None or (left_s := self._send_at - monotonic()) > 0
+                    self._next is None or (left_s := self._next.send_at - monotonic()) > 0
                 ):
-                    self._changed.wait(None if self._send_at is None else left_s)
+                    self._changed.wait(None if self._next is None else left_s)
                 if self._thread is not thread:
                     return
-                entries, self._waiting = self._waiting, []
-                self._send_at, self._sent_at, self._is_sending = None, monotonic(), True
-            try:
-                self._timer.arm(entries)
-            except Exception:  # the thread has to arm the next entries
-                logger.exception("arming %d tasks failed; the sweep will find them", len(entries))
-            finally:
-                with self._changed:
-                    self._is_sending = False
-                    self._changed.notify_all()
+            self._send_next()
+
+    def _send_next(self) -> None:
+        with self._changed:
+            batch, self._next = self._next, None
+            if batch is None:
+                return
+            self._sent_at, self._is_sending = monotonic(), True
+        try:
+            sent = [self._timer.request_drain(*drain) for drain in batch.drains]
+            if batch.entries or not batch.drains:
+                sent.append(self._timer.arm(batch.entries))
+            batch.is_armed = all(sent)
+        except Exception:  # the thread has to arm the next entries
+            count = len(batch.entries)
+            logger.exception("arming %d tasks failed; the sweep will find them", count)
+        finally:
+            with self._changed:
+                self._is_sending = self._is_late = False
+                batch.is_over.set()
+                self._changed.notify_all()
+
+
+class BackgroundTimer:
+    """Lets the sender arm the entries of producers, which do not wait for it."""
+
+    def __init__(self, sender: Sender) -> None:
+        self._sender = sender
+        self.disarm, self.request_drain = sender.disarm, sender.request_drain
+
+    @property
+    def is_up(self) -> bool:
+        return self._sender.is_up
+
+    def arm(self, entries: Iterable[Entry]) -> bool:
+        """Arm the entries soon. No error escapes, since the rows are written already."""
+        entries = list(entries)
+        try:
+            return not entries or self._sender.arm_soon(entries)
+        except SoftTimeLimitExceeded:
+            raise
+        except Exception:
+            logger.exception("arming %d tasks failed; the sweep will find them", len(entries))
+            return False
 
 
 def can_run_threads() -> bool:

@@ -21,8 +21,7 @@ from redis.exceptions import NoScriptError, RedisClusterException, ResponseError
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
-from delaytasks.broker.arming import EtaTimer
-from delaytasks.broker.publisher import CONNECT_STEP_S, WRONG_TYPE, is_quick
+from delaytasks.broker.link import CONNECT_STEP_S, WRONG_TYPE
 from delaytasks.events import Events
 from delaytasks.loops import Availability, within
 from delaytasks.model.clock import Clock, monotonic, reset_in_child
@@ -30,7 +29,7 @@ from delaytasks.model.errors import ConfigError
 from delaytasks.model.filters import batches
 from delaytasks.model.ids import MAX_ID
 from delaytasks.model.inputs import MAX_PRIORITY
-from delaytasks.model.interfaces import Entry, by_queue
+from delaytasks.model.interfaces import Entry, Timer, by_queue
 from delaytasks.model.text import Secret, mask_secret
 from delaytasks.settings import Settings
 
@@ -260,6 +259,9 @@ class RestingError(redis.ConnectionError):
 IDLE_CHECK_S = 15
 #: The number of calls that may go on after their callers reached the time limit.
 MAX_BACKGROUND_CALLS = 50
+#: A call that takes less than this part of the time limit is quick: callers make the next ones
+#: themselves.
+QUICK_PART = 0.1
 #: The oldest supported release of Redis.
 OLDEST_TIMER_REDIS = (6, 2)
 #: The name of each script in Redis.
@@ -357,7 +359,7 @@ class RedisLink:
             self.failures += 1
             self._redis.failed(f"{type(error).__name__}: {error}")
             return None
-        self._is_quick = is_quick(monotonic() - began, self._limit_s)
+        self._is_quick = monotonic() - began < self._limit_s * QUICK_PART
         self._redis.answered()
         return answer
 
@@ -517,12 +519,7 @@ class RedisTimer:
     """Thread-safe. A call that fails is not repeated, since the sweep finds the rows."""
 
     def __init__(
-        self,
-        location: RedisLocation,
-        settings: Settings,
-        eta: EtaTimer,
-        clock: Clock,
-        events: Events,
+        self, location: RedisLocation, settings: Settings, eta: Timer, clock: Clock, events: Events
     ) -> None:
         self.link = RedisLink(location, settings.publish_limit_s, events)
         self._settings = settings

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from delaytasks.broker.publisher import broker_error
+from delaytasks.broker.link import broker_error
 from delaytasks.cli.context import Cli, Command, Hints, check_belongs, pass_cli
 from delaytasks.cli.output import (
     BAD,

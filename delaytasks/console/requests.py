@@ -21,7 +21,7 @@ from flask import Flask, Response, abort, current_app, flash, g, redirect, reque
 from flask.sessions import SecureCookieSessionInterface
 from werkzeug.wrappers import Response as AnyResponse
 
-from delaytasks.broker.publisher import bounded_connection
+from delaytasks.broker.link import bounded_connection
 from delaytasks.client import DelayTasks
 from delaytasks.console.queries import number_of
 from delaytasks.console.viewers import Access, LoginLimit, Role, Viewer

@@ -376,7 +376,7 @@ def schedule_callback(request: ApiRequest) -> Reply:
     """Schedule a POST to a URL."""
     options = dict(request.body)
     url, body, headers = options.pop("url"), options.pop("body", None), options.pop("headers", None)
-    content = runtime_of(request.delays).callbacks.http.content(url, body, headers)
+    content = runtime_of(request.delays).http_callbacks.content(url, body, headers)
     return _scheduled(request, *_task_of({**options, "tag": CALLBACK, "body": content}))
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
 
-from delaytasks.broker.publisher import broker_error
+from delaytasks.broker.link import broker_error
 from delaytasks.forecast import Forecast, make_forecast
 from delaytasks.loops import Latest
 from delaytasks.metrics import Family, Sample, gauge

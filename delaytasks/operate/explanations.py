@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from delaytasks.broker.publisher import broker_error
+from delaytasks.broker.link import broker_error
 from delaytasks.db.store import Store
 from delaytasks.model.errors import StoreUnavailableError
 from delaytasks.model.filters import Filter, check_error

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kombu.compression import decompress
 from kombu.serialization import loads
 
+from delaytasks.broker.link import Outgoing
 from delaytasks.current import current_delays
 from delaytasks.db.database import awaited_on_the_loop, is_on_the_loop, on_the_loop
 from delaytasks.db.migrations import url_of
@@ -28,9 +29,8 @@ from delaytasks.model.interfaces import Entry
 from delaytasks.model.moves import WAITING, Status
 from delaytasks.model.task import DelayedTask, Done, Outcome
 from delaytasks.model.text import count
-from delaytasks.operate.callbacks import Callbacks
 from delaytasks.registry import result_of, run_coroutine
-from delaytasks.runtime import runtime_of
+from delaytasks.runtime import Runtime, runtime_of
 from delaytasks.testing.connections import (
     BorrowedDatabase,
     SimulatedDatabase,
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from delaytasks.client import DelayTasks
-    from delaytasks.runtime import Runtime
 
 
 # -- Compares what was scheduled with what a test expects, and describes the difference -----------
@@ -233,44 +232,34 @@ class NoTimer:
         return True
 
 
-class RecordingPublisher:
+class RecordingLink:
     """Keeps the messages of Celery tasks."""
 
     def __init__(self, sent: list[SentTask]) -> None:
         self._sent = sent
 
-    def publish(self, messages: Sequence[Any]) -> list[Exception | None]:
+    def publish(self, messages: Sequence[Outgoing]) -> list[Exception | None]:
         self._sent += map(_sent_task, messages)
         return [None] * len(messages)
 
     def close(self) -> None: ...
 
 
-def _sent_task(message: Any) -> SentTask:
-    headers, body = message.headers, message.body
+def _sent_task(message: Outgoing) -> SentTask:
+    options, body = message.options, message.body
+    headers, kind = options["headers"], options["content_type"]
     if headers.get("compression"):
         body = decompress(body, headers["compression"])  # type: ignore[no-untyped-call]
-    kind = message.content_type
     args, kwargs, _ = loads(  # type: ignore[no-untyped-call]
-        body, kind, message.content_encoding, accept={kind}
+        body, kind, options["content_encoding"], accept={kind}
     )
     return SentTask(
-        headers["task"], headers["id"], list(args), dict(kwargs), message.routing_key, headers
+        headers["task"], headers["id"], list(args), dict(kwargs), options["routing_key"], headers
     )
 
 
-class RecordingCallbacks(Callbacks):
-    """Checks callbacks and messages as in production, and keeps them instead of sending them."""
-
-    def __init__(self, callbacks: list[Callback], messages: list[Message], *arguments: Any) -> None:
-        super().__init__(*arguments)
-        real_http, real_queue = Callbacks.http.func, Callbacks.queue.func  # type: ignore[attr-defined]
-        self.http: Any = _Recorded(lambda: real_http(self), callbacks)
-        self.queue: Any = _Recorded(lambda: real_queue(self), messages)
-
-
-class _Recorded:
-    """Has the methods of `HttpCallbacks` and `QueueMessages`."""
+class RecordingCallbacks:
+    """Checks callbacks as in production, and keeps them instead of sending them."""
 
     def __init__(self, make_real: Callable[[], Any], sent: list[Any]) -> None:
         self._make_real = make_real
@@ -387,11 +376,16 @@ class InstanceInTest:
         runtime.store = Store(url, settings, runtime.cipher, database, remedy)
         runtime.clock = SettableClock(self.time, runtime.ask_now)
         runtime.timer = NoTimer(self._run_inline if self._runs_inline else lambda: None)
-        runtime.direct_timer = runtime.redis_timer = runtime.background_timer = None
-        runtime.callbacks = RecordingCallbacks(
-            self.sent_callbacks, self.sent_messages, runtime.celery, settings, runtime.clock
-        )
-        runtime.message_publisher = RecordingPublisher(self.sent_tasks)
+        runtime.producer_timer = runtime.timer
+        runtime.direct_timer = runtime.redis_timer = None
+        for name, sent in (
+            ("http_callbacks", self.sent_callbacks),
+            ("queue_callbacks", self.sent_messages),
+        ):
+            make = partial(getattr(Runtime, name).func, runtime)
+            setattr(runtime, name, RecordingCallbacks(make, sent))
+        link: Any = RecordingLink(self.sent_tasks)
+        runtime.confirming_link = link
         if source is not None:
             runtime.processor_contexts = [source.around_processor, *runtime.processor_contexts]
             runtime.in_framework = source.in_framework or runtime.in_framework

@@ -30,7 +30,7 @@ from kombu.utils.json import loads
 from redis.exceptions import DataError, ResponseError
 
 from delaytasks.broker.arming import RUN, SWEEP
-from delaytasks.broker.publisher import is_home_node_down
+from delaytasks.broker.link import is_home_node_down
 from delaytasks.loops import in_background
 from delaytasks.model.clock import monotonic
 from delaytasks.worker.patches import (

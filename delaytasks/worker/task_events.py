@@ -13,14 +13,15 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timedelta
+from functools import cached_property
 from typing import Any
 
 from celery import states
 from celery.events.event import get_exchange
 from celery.utils.log import get_logger
-from kombu.messaging import Producer
+from kombu.entity import Exchange
 
-from delaytasks.broker.publisher import bounded_connection
+from delaytasks.broker.link import BrokerLink, Outgoing
 from delaytasks.loops import Availability
 from delaytasks.model.interfaces import Settlement
 from delaytasks.model.task import DelayedTask
@@ -58,13 +59,11 @@ class TaskEvents(Observer):
 
     def __init__(self, app: Any, hostname: str, limit_s: float, shows_bodies: bool = True) -> None:
         self._app = app
-        self._limit_s = limit_s
+        self._link = BrokerLink(app, limit_s)
         self._shows_bodies = shows_bodies
         self._who = {"hostname": hostname, "pid": os.getpid()}
         self._pending: deque[dict[str, Any]] = deque()
         self._sending = threading.Lock()
-        self._connection: Any = None
-        self._producer: Any = None
         # Celery itself logs the lost broker with a traceback, so the text is enough here.
         self._broker = Availability(
             lambda error: logger.warning("row events are not sent, tasks run on: %s", error),
@@ -190,44 +189,24 @@ class TaskEvents(Observer):
     def _send(self, events: list[dict[str, Any]]) -> None:
         if self._broker.is_resting:
             return
-        while True:
-            is_new = self._producer is None
-            try:
-                if is_new:
-                    self._connect()
-                self._publish(events)
-            except Exception as error:  # each transport has errors of its own
-                self._close()
-                if not is_new:
-                    continue  # the connection may have broken while it was idle: try a new one
-                self._broker.failed(f"{type(error).__name__}: {error}")
-            else:
-                self._broker.answered()
-            return
+        options = {
+            "exchange": self._exchange,
+            "routing_key": "task.multi",
+            "serializer": self._app.conf.event_serializer,
+            "headers": {"hostname": self._who["hostname"]},
+            "delivery_mode": 1,
+        }
+        [error] = self._link.publish([Outgoing(events, options, self._exchange)])
+        if error is not None:
+            self._broker.failed(str(error))
+        else:
+            self._broker.answered()
 
-    def _connect(self) -> None:
-        self._connection = bounded_connection(self._app, self._limit_s)
-        exchange = get_exchange(self._connection, name=self._app.conf.event_exchange)
-        self._producer = Producer(self._connection.channel(), exchange, auto_declare=False)
-
-    def _publish(self, events: list[dict[str, Any]]) -> None:
-        self._producer.publish(
-            events,
-            routing_key="task.multi",
-            serializer=self._app.conf.event_serializer,
-            headers={"hostname": self._who["hostname"]},
-            delivery_mode=1,
-            declare=[self._producer.exchange],
-            retry=False,
-        )
-
-    def _close(self) -> None:
-        connection, self._connection, self._producer = self._connection, None, None
-        if connection is not None:
-            try:
-                connection.release()
-            except Exception:
-                pass  # a broken connection is the reason for closing it
+    @cached_property
+    def _exchange(self) -> Exchange:
+        connection, name = self._app.connection_for_write(), self._app.conf.event_exchange
+        exchange: Exchange = get_exchange(connection, name=name)
+        return exchange
 
 
 class WorkerLostEvents:

@@ -12,7 +12,6 @@ from celery.utils.log import get_logger
 from celery.utils.nodenames import node_format
 from celery.worker import state
 
-from delaytasks.broker.arming import RUN
 from delaytasks.events import Events
 from delaytasks.loops import Loop
 from delaytasks.model.clock import from_us, monotonic
@@ -129,7 +128,7 @@ class WorkerRuntime:
         """Connect to the broker and send nothing. The Redis poller tries its server by itself."""
         runtime = self.runtime
         if runtime.redis_timer is None and runtime.direct_timer is None:
-            runtime.publisher.send(RUN, self.settings.default_queue, [])
+            runtime.timer.arm([])
 
     def start(self) -> None:
         self.clock.refresh_if_due()

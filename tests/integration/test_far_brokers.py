@@ -7,14 +7,16 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 from celery import Celery
 from kombu import Connection
 
-from delaytasks.broker.publisher import Publisher
+from delaytasks.broker.arming import EtaTimer, Sender
+from delaytasks.broker.publishing import Publisher
 from delaytasks.events import Events
+from delaytasks.model.clock import Clock
+from delaytasks.model.interfaces import Entry
 from tests.integration.conftest import Deploy
 from tests.integration.outages.conftest import BROKERS, LIMIT_S, SLACK_S
 from tests.proxy import Proxy, proxy_to
@@ -28,11 +30,10 @@ DELAY_S = 0.05
 #: This is longer than the dozen round trips of a new connection.
 CONNECTED_S = 10
 THREADS, EACH = 16, 5
-MESSAGE: list[tuple[list[Any], dict[str, Any]]] = [([[]], {})]
 
 
 class Far:
-    """Run a publisher that reaches its broker through a proxy."""
+    """Run a timer that reaches its broker through a proxy."""
 
     def __init__(self, url: str) -> None:
         self.proxy = proxy_to(url)
@@ -42,25 +43,32 @@ class Far:
         self.events = Events()
         app = Celery("producer", broker=self.proxy.url(url), set_as_current=False)
         self.publisher = Publisher(app, self.namespace, LIMIT_S, self.events)
+        self.timer = Sender(EtaTimer(self.publisher, Clock()), Clock(), LIMIT_S)
+        self._arrived = 0
 
-    def send(self, queue: str = "default") -> tuple[bool, float]:
-        """Return whether the publisher sent the message, and how many seconds the call took."""
+    def send(self) -> tuple[bool, float]:
+        """Return whether an entry was armed, and how many seconds the call took."""
         began = time.monotonic()
-        is_sent = self.publisher.send("delaytasks.run", queue, MESSAGE)
-        return is_sent, time.monotonic() - began
+        is_armed = self.timer.arm([Entry(1, 0, 0)])
+        return is_armed, time.monotonic() - began
 
-    def arrived(self, queue: str = "default") -> int:
+    def arrived(self) -> int:
+        """Return the number of entries that have arrived."""
         with Connection(self.url) as connection:
-            return int(self.publisher.queue(queue)(connection).queue_declare().message_count)
+            queue = self.publisher.queue("default")(connection)
+            queue.declare()
+            while (message := queue.get(no_ack=True)) is not None:
+                self._arrived += len(message.payload[0][0])
+        return self._arrived
 
     def close(self) -> None:
         self.proxy.heal()
+        self.timer.close()
         self.publisher.close()
         with Connection(self.url) as connection:
-            for name in ("default", "other"):
-                queue = self.publisher.queue(name)(connection)
-                queue.delete()
-                queue.exchange.delete()
+            queue = self.publisher.queue("default")(connection)
+            queue.delete()
+            queue.exchange.delete()
             delete_keys(connection, self.namespace)
         self.proxy.close()
 
@@ -76,7 +84,7 @@ def far(broker: str, request: pytest.FixtureRequest) -> Iterator[Far]:
 def test_many_threads_reach_a_distant_broker(far: Far) -> None:
     assert far.send()[1] < LIMIT_S + SLACK_S, "connecting takes longer"
     wait_until(lambda: far.arrived() == 1, CONNECTED_S, "the message that was not waited for")
-    wait_until(lambda: far.publisher.is_up, 5, "the publisher to know")
+    wait_until(lambda: far.timer.is_up, 5, "the timer to know")
     with ThreadPoolExecutor(THREADS) as pool:
         answers = list(pool.map(lambda _: far.send(), range(THREADS * EACH)))
     assert max(took for _, took in answers) < LIMIT_S + SLACK_S
@@ -100,11 +108,11 @@ def test_a_connection_that_was_closed_while_idle_loses_no_message(far: Far) -> N
     far.proxy.delay_s = 0
     far.send()
     wait_until(lambda: far.arrived() == 1, 5, "the first message")
-    wait_until(lambda: far.publisher.is_up, 5, "the publisher to know")
+    wait_until(lambda: far.timer.is_up, 5, "the timer to know")
     far.proxy.reset()
     # The first write to a connection that was just closed does not fail yet.
     if far.url.startswith("amqp"):
-        far.publisher.send("delaytasks.run", "default", MESSAGE)
+        far.send()
     already = far.arrived()
     assert far.send()[0]
     assert far.arrived() == already + 1
@@ -113,11 +121,15 @@ def test_a_connection_that_was_closed_while_idle_loses_no_message(far: Far) -> N
 
 FIRST_CALL = """
 from celery import Celery
+from delaytasks.broker.arming import EtaTimer, Sender
+from delaytasks.broker.publishing import Publisher
 from delaytasks.events import Events
-from delaytasks.broker.publisher import Publisher
+from delaytasks.model.clock import Clock
+from delaytasks.model.interfaces import Entry
 
 app = Celery("producer", broker={url!r}, set_as_current=False)
-Publisher(app, {namespace!r}, 0.5, Events()).send("delaytasks.run", "default", [([[]], {{}})])
+publisher = Publisher(app, {namespace!r}, 0.5, Events())
+Sender(EtaTimer(publisher, Clock()), Clock(), 0.5).arm([Entry(1, 0, 0)])
 """
 
 

@@ -19,10 +19,10 @@ from sqlalchemy import select, update
 
 from chaos.simulation.clock import Times
 from delaytasks import Done, TaskStateError
-from delaytasks.broker import publisher, redis_timer
-from delaytasks.broker.arming import BackgroundTimer
-from delaytasks.broker.publisher import Publisher
-from delaytasks.callbacks import http_callbacks
+from delaytasks.broker import link, redis_timer
+from delaytasks.broker.arming import BackgroundTimer, Sender
+from delaytasks.broker.publishing import Publisher
+from delaytasks.callbacks import http
 from delaytasks.db import claims, database, driver_errors, leases, migrations, producer
 from delaytasks.db.answer_limit import BoundedStep
 from delaytasks.db.claims import Claims
@@ -33,11 +33,11 @@ from delaytasks.db.settlements import DeferredRows
 from delaytasks.db.sweep_queries import SweepQueries
 from delaytasks.db.task_rows import Tasks
 from delaytasks.db.worker_table import WorkerTable
+from delaytasks.durable_eta import publish
 from delaytasks.events import Events
 from delaytasks.limits.tracked_waitlists import TrackedWaitlist, TrackedWaitlists
 from delaytasks.loops import Loop
 from delaytasks.model import clock, text
-from delaytasks.operate import durable_calls
 from delaytasks.recurring import creation
 from delaytasks.recurring.creation import RecurringTable
 from delaytasks.registry import EventLoop
@@ -83,15 +83,18 @@ VERBS: dict[str, tuple[Any, str]] = {
     "receive notices": (RedisPoller, "_receive"),
     "find live tasks of schedules": (RecurringTable, "live"),
     "plan a visit": (creation, "plan"),
-    "defer a message": (durable_calls, "Snooze"),
+    "defer a message": (publish, "Snooze"),
     "find a durable task": (Tasks, "celery_rows"),
     "find the task of a key": (Tasks, "id_of_key"),
     "arm after a call": (BackgroundTimer, "arm"),
     "send to the broker": (Publisher, "send"),
+    "wait for the sender": (Sender, "arm"),
     "connect again": (connection, "retries_as_long_as"),
     "end a stopped event loop": (EventLoop, "_stopped"),
     "show a coroutine's task": (celery_context, "_show_coroutines"),
-    "connect to the broker": (publisher, "bounded_connection"),
+    "connect to the broker": (link, "bounded_connection"),
+    "check headers": (link, "check_headers"),
+    "know a message without a queue": (link, "QueueAwayError"),
     "check the horizon": (StartChecks, "_check_visibility"),
     "tell": (Events, "emit"),
     "find the primary": (redis_timer, "redis_location"),
@@ -114,7 +117,7 @@ VERBS: dict[str, tuple[Any, str]] = {
     "translate an error": (database, "translate"),
     "connect to the database": (database, "make_engine"),
     "migrate alone": (migrations, "_alone_on_postgresql"),
-    "time a callback": (http_callbacks, "time_left_s"),
+    "time a callback": (http, "time_left_s"),
     "read an instant": (producer, "check_instant"),
     "expire workers": (WorkerTable, "expire"),
     "note a failure of the database": (DatabaseContact, "mark_failed"),
@@ -551,7 +554,7 @@ def quick_tasks_wait_behind_a_slow_one(_: Any, at: Any) -> bool:
     return at.is_deep or not at.chunks
 
 
-@bug("send to the broker", "unit/broker")
+@bug("wait for the sender", "unit/background")
 def a_time_limit_is_a_failure_of_the_broker(send: Any, *args: Any) -> bool:
     try:
         return bool(send(*args))
@@ -570,6 +573,15 @@ def a_confirmation_may_take_any_time(connect: Any, *args: Any, **options: Any) -
     made = connect(*args, **options)
     made.transport_options.pop("read_timeout", None)
     return made
+
+
+@bug("check headers", "integration/durable_eta/publisher headers")
+def headers_of_any_size_are_sent(_: Any, *args: Any) -> None: ...
+
+
+@bug("know a message without a queue", "integration/durable_eta/publisher declared_again")
+def a_lost_queue_is_no_outage(_: Any, text: str) -> Exception:
+    return link.UnroutableError(text)
 
 
 @bug("connect again", "unit/broker")

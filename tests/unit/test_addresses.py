@@ -8,8 +8,8 @@ from ipaddress import ip_address
 import pytest
 
 from delaytasks import ConfigError, ForbiddenURLError
-from delaytasks.callbacks import http_callbacks as addresses
-from delaytasks.callbacks.http_callbacks import Guard
+from delaytasks.callbacks import http as addresses
+from delaytasks.callbacks.http import Guard
 
 PUBLIC = [
     "https://partner.example/paid", "HTTPS://Partner.Example/paid", "https://1.2.3.4a/",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from billiard.exceptions import SoftTimeLimitExceeded
 
 from tests.waiting import in_child, wait_until
 from tests.world import Entry
@@ -258,6 +260,23 @@ def test_arming_raises_no_error(timer: ArmingThread, caplog: pytest.LogCaptureFi
     assert len(timer.broker.ids) == 101
     assert "the sweep will find them" in caplog.text
     assert timer.arm([entry(1)])
+
+
+def test_a_time_limit_of_the_caller_ends_its_wait_alone(timer: ArmingThread) -> None:
+    def strike(*_: object) -> None:
+        raise SoftTimeLimitExceeded(5)
+
+    timer.broker.gate.clear()
+    before = signal.signal(signal.SIGALRM, strike)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(SoftTimeLimitExceeded):
+            timer.arm([entry(id) for id in range(101)])
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    timer.broker.gate.set()
+    assert timer.flush(5)
+    assert (len(timer.broker.ids), timer.is_up) == (101, True)
 
 
 GEVENT_AFTER_FORK = """

@@ -16,14 +16,12 @@ from typing import Any
 
 import pytest
 from amqp.exceptions import PreconditionFailed
-from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Celery
 from celery.worker.consumer import Consumer
 from kombu.asynchronous import Hub
 from kombu.connection import Connection
 from kombu.entity import Queue
 from kombu.exceptions import OperationalError
-from kombu.messaging import Producer
 from kombu.utils import functional
 
 from delaytasks import DelayTasks
@@ -226,31 +224,6 @@ def test_a_refused_queue_is_tried_again_after_its_pause_and_reported_once(
     assert not sends("bad")
     # Once when it begins, not at each try.
     assert delays.events.counts["queue.refused"] == 2
-
-
-def test_a_time_limit_of_the_caller_is_not_a_failure_of_the_broker(
-    delays: DelayTasks, sends: Sends, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened, connect = list[Connection](), Connection._establish_connection
-
-    def note(connection: Connection) -> Any:
-        opened.append(connection)
-        return connect(connection)
-
-    def strike(*_: Any, **__: Any) -> None:
-        raise SoftTimeLimitExceeded(5)
-
-    monkeypatch.setattr(Connection, "_establish_connection", note)
-    assert sends("good")
-    assert sends("good"), "the caller itself sends from now on"
-    before = len(opened)
-    with monkeypatch.context() as patch:
-        patch.setattr(Producer, "publish", strike)
-        with pytest.raises(SoftTimeLimitExceeded):
-            sends("good")
-    assert sends("good")
-    assert len(opened) == before + 1, "it may have been struck in the middle of a message"
-    assert delays.events.counts["broker.down"] == 0
 
 
 # -- A machine without services sends messages through files --------------------------------------

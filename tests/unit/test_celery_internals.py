@@ -96,7 +96,7 @@ class OwnControl(Control):
 def revoked(monkeypatch: MonkeyPatch) -> list[Any]:
     """The arguments with which rows are revoked; nothing is broadcast."""
     seen: list[Any] = []
-    revocations = "delaytasks.operate.durable_calls.Revocations"
+    revocations = "delaytasks.durable_eta.publish.Revocations"
     monkeypatch.setattr(f"{revocations}.revoke", lambda self, ids: seen.append(ids))
     by_headers = f"{revocations}.revoke_by_stamped_headers"
     monkeypatch.setattr(by_headers, lambda self, headers: seen.append(headers))

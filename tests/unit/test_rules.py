@@ -24,7 +24,7 @@ from kombu.connection import Connection
 
 from delaytasks import StoreError, StoreUnavailableError
 from delaytasks import loops as loops
-from delaytasks.broker import publisher
+from delaytasks.broker.link import bounded_connection
 from delaytasks.db.engines import ForkGate
 from delaytasks.events import Events
 from delaytasks.limits import tracked_waitlists
@@ -542,5 +542,5 @@ def test_reading_a_confirmation_is_bounded_as_sending_is(
     app = Celery("test", broker="amqp://127.0.0.1", set_as_current=False)
     app.conf.broker_transport_options = options
     monkeypatch.setattr(Connection, "ensure_connection", lambda *_, **__: None)
-    connection = publisher.bounded_connection(app, 0.5, connect_step_s=2.0)
+    connection = bounded_connection(app, 0.5, connect_step_s=2.0)
     assert connection.transport_options["read_timeout"] == bound_s

@@ -127,13 +127,6 @@ def test_threads_lose_no_event(world: World, heard: Monitor, pool: Executor) -> 
     assert {task.state for task in heard.state.tasks.values()} == {"SUCCESS"}
 
 
-def test_a_connection_that_was_closed_is_replaced(world: World, heard: Monitor) -> None:
-    world.run(world.schedule())
-    heard.errors.append(ConnectionError("idle for too long"))
-    world.run(task := world.schedule())
-    assert heard.task(task).state == "SUCCESS"
-
-
 @pytest.mark.parametrize("scheme", ["redis", "amqp"])
 @pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "silent"])
 def test_an_unavailable_broker_takes_little_time_and_no_memory(

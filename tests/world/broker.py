@@ -11,7 +11,7 @@ from typing import Any
 
 from delaytasks import DelayTasks
 from delaytasks.broker import arming
-from delaytasks.broker.arming import BackgroundTimer
+from delaytasks.broker.arming import BackgroundTimer, Sender
 from delaytasks.model.clock import Clock
 from delaytasks.model.interfaces import Entry
 from delaytasks.runtime import runtime_of
@@ -101,9 +101,11 @@ class SlowBroker(RecordingTimer):
 class ArmingThread(BackgroundTimer):
     """Arms entries in a thread, as the calls of an application do, and hands them to `broker`."""
 
-    def __init__(self, broker: Any = None) -> None:
+    def __init__(self, broker: Any = None, limit_s: float = 10) -> None:
         self.broker = broker or SlowBroker()
-        super().__init__(self.broker, Clock())
+        super().__init__(Sender(self.broker, Clock(), limit_s))
+        self.sender = self._sender
+        self.flush, self.close = self.sender.flush, self.sender.close
 
     @staticmethod
     def entry(id: int, in_s: float = 10) -> Entry:
@@ -117,13 +119,13 @@ class ArmingThread(BackgroundTimer):
 
     @property
     def has_died(self) -> bool:
-        return not (self._thread and self._thread.is_alive())
+        return not (self.sender._thread and self.sender._thread.is_alive())
 
     def locked(self) -> AbstractContextManager[Any]:
         """Hold the lock of the thread, as another thread does in the middle of a call."""
-        return self._changed
+        return self.sender._changed
 
 
 def arms_in_background(delays: DelayTasks) -> bool:
     """Return whether the calls of an instance leave the broker to a thread."""
-    return runtime_of(delays).background_timer is not None
+    return isinstance(runtime_of(delays).producer_timer, BackgroundTimer)

@@ -8,6 +8,7 @@ from typing import Any
 from celery.events.state import State, Task
 
 from delaytasks import DelayedTask
+from delaytasks.broker.link import Outgoing
 from delaytasks.worker.processes import Processes
 from tests.world.world import World
 
@@ -21,8 +22,6 @@ class Monitor:
 
     def __init__(self, world: World, listens: bool = True) -> None:
         self.messages: list[list[dict[str, Any]]] = []
-        #: Is raised by the next message.
-        self.errors: list[Exception] = []
         self.state = State()
         processes = Processes(lambda: world.runtime)
         processes.hostname = "w@test"
@@ -33,16 +32,16 @@ class Monitor:
 
     def listen(self) -> None:
         """Take the place of the broker."""
-        self._sender._connect = lambda: setattr(self._sender, "_producer", self)
-        self._sender._publish = self._hear
+        self._sender._link = self
 
-    def _hear(self, events: list[dict[str, Any]]) -> None:
-        if self.errors:
-            raise self.errors.pop()
-        events = json.loads(json.dumps(events))
-        self.messages.append(events)
-        for clock, event in enumerate(events, len(self.events())):
-            self.state.event({**event, "clock": clock, "local_received": event["timestamp"]})
+    def publish(self, messages: list[Outgoing]) -> list[None]:
+        """Hear the events, as a `BrokerLink` sends them."""
+        for message in messages:
+            events = json.loads(json.dumps(message.body))
+            self.messages.append(events)
+            for clock, event in enumerate(events, len(self.events())):
+                self.state.event({**event, "clock": clock, "local_received": event["timestamp"]})
+        return [None] * len(messages)
 
     def events(self) -> list[str]:
         """Return the kinds of all events."""

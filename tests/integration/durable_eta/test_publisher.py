@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator
-from datetime import datetime, timezone
 from typing import Any
 
 import pytest
 from celery import Celery
 
-from delaytasks.broker.publisher import bounded_connection
-from delaytasks.durable_eta import message_publisher
-from delaytasks.durable_eta.stored_message import StoredMessage
+from delaytasks.broker.link import BrokerLink, OutageError, Outgoing, UnroutableError
+from delaytasks.durable_eta.capture import StoredMessage
+from delaytasks.model.clock import Clock
 from tests.proxy import Proxy, proxy_to
 from tests.services import RabbitServer
 from tests.waiting import wait_until
@@ -27,20 +26,14 @@ class PublisherHarness:
         self.queue = "dt_test_" + secrets.token_hex(4)
         self.app = Celery(self.queue, broker=url, set_as_current=False)
 
-        def connect() -> Any:
-            options = {"read_timeout": LIMIT_S, "confirm_publish": False}
-            return bounded_connection(self.app, LIMIT_S, **options)
+        self.publisher = BrokerLink(self.app, LIMIT_S, confirms=True)
 
-        self.publisher = message_publisher.MessagePublisher(
-            self.app, connect, LIMIT_S, lambda: datetime.now(timezone.utc)
-        )
-
-    def message(self, number: int, **changes: Any) -> StoredMessage:
+    def message(self, number: int, **changes: Any) -> Outgoing:
         headers = {"task": "any", "id": str(number)}
         properties = {"correlation_id": str(number), "delivery_mode": 2, "priority": 0}
         kind, queue = ("application/json", "utf-8"), self.queue
         made = StoredMessage(str(number), *kind, headers, properties, "", queue, queue)
-        return made._replace(**changes)
+        return made._replace(**changes).outgoing(self.app, Clock())
 
     def arrived(self) -> list[int]:
         """Return the numbers of the messages in the queue, which removes them."""
@@ -100,7 +93,7 @@ def test_a_broker_that_was_lost_is_used_again_when_it_is_back(
     proxy.refuse()
 
     lost = post.publisher.publish([post.message(2), post.message(3)])
-    assert [type(result) for result in lost] == [message_publisher.NotConfirmedError] * 2
+    assert [type(result) for result in lost] == [OutageError] * 2
 
     proxy.heal()
     assert post.publisher.publish([post.message(4)]) == [None]
@@ -116,9 +109,38 @@ def test_a_message_that_rabbitmq_refuses_stops_no_other(make_post: Make, rabbitm
 
     assert (results[0], results[3]) == (None, None)
     assert "no exchange" in str(results[1])
-    assert isinstance(results[2], message_publisher.RefusedByBrokerError)
+    assert isinstance(results[2], UnroutableError)
     assert "no queue" in str(results[2])
     assert sorted(set(post.arrived())) == [0, 3]
+
+
+def test_headers_that_rabbitmq_cannot_take_stop_no_other(
+    make_post: Make, rabbitmq_url: str
+) -> None:
+    post = make_post(rabbitmq_url)
+    large = post.message(1, headers={"x": "a" * 200_000})
+    assert post.publisher.publish([post.message(0)]) == [None]
+
+    results = post.publisher.publish([post.message(0), large, post.message(2)])
+
+    assert (results[0], results[2]) == (None, None)
+    assert "the headers have 200,0" in str(results[1])
+    assert post.arrived() == [0, 0, 2], "none is sent again"
+
+
+def test_a_queue_that_was_lost_since_its_declaration_is_declared_again(
+    make_post: Make, rabbitmq_url: str
+) -> None:
+    """So is one whose home node is down, since RabbitMQ has no route to it either."""
+    post = make_post(rabbitmq_url)
+    assert post.publisher.publish([post.message(0)]) == [None]
+    with post.app.connection_for_write() as connection:
+        post.app.amqp.queues[post.queue](connection.default_channel).delete()
+
+    [lost] = post.publisher.publish([post.message(1)])
+    assert isinstance(lost, OutageError), "an outage is retried soon"
+    assert post.publisher.publish([post.message(1)]) == [None]
+    assert post.arrived() == [1]
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from delaytasks import DelayedTask, DelayTasks
-from delaytasks.callbacks.http_callbacks import Guard, HttpCallbacks
+from delaytasks.callbacks.http import Guard, HttpCallbacks
 from delaytasks.db import migrations
 from delaytasks.model.celery_calls import CALLBACK, Callback
 from delaytasks.model.clock import Clock

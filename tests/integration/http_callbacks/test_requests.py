@@ -12,7 +12,7 @@ import pytest
 from standardwebhooks import Webhook
 
 from delaytasks import BodyRefusedError, DelayTasks, Done, ForbiddenURLError, RetrySchedule, Status
-from delaytasks.callbacks import http_callbacks as addresses
+from delaytasks.callbacks import http as addresses
 from delaytasks.model.celery_calls import CALLBACK, Callback
 from delaytasks.model.clock import Clock
 from delaytasks.runtime import runtime_of

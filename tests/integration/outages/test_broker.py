@@ -10,7 +10,7 @@ from kombu import Connection, Queue
 from sqlalchemy import Engine, text
 
 from delaytasks import Status
-from delaytasks.broker.publisher import CONNECT_STEP_S
+from delaytasks.broker.link import CONNECT_STEP_S
 from delaytasks.runtime import runtime_of
 from tests.integration.outages.conftest import BROKERS, LIMIT_S, SLACK_S, Connect, seconds
 from tests.running import quick

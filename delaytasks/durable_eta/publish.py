@@ -1,7 +1,4 @@
-"""Celery calls with a delay become rows, rows become messages again, and a revoke cancels them.
-
-The package `durable_eta` is imported with the first of these tasks.
-"""
+"""Celery calls with a delay become rows, rows become messages again, and a revoke cancels them."""
 
 from __future__ import annotations
 
@@ -11,13 +8,20 @@ from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from celery.app.control import Control
 from celery.app.task import extract_exec_options
-from celery.utils.functional import maybe_list
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu.utils.uuid import uuid
 
-from delaytasks.model.celery_calls import CeleryCall, called_task, celery_key, is_forced
+from delaytasks.broker.link import OutageError, Outgoing, check_headers
+from delaytasks.durable_eta.capture import (
+    CapturingProducer,
+    StoredMessage,
+    has_stamp,
+    new_task,
+    stamps_of,
+    store_revoked,
+)
+from delaytasks.model.celery_calls import CeleryCall, called_task, celery_key
 from delaytasks.model.errors import BodyRefusedError, ConfigError, DelayTaskError, InvalidInputError
 from delaytasks.model.ids import MAX_ID
 from delaytasks.model.interfaces import Transaction, connection_of
@@ -25,9 +29,7 @@ from delaytasks.model.task import DelayedTask, Done, Fail, Outcome, Retry, Snooz
 from delaytasks.operate.single_tasks import cancel_task
 
 if TYPE_CHECKING:
-    from delaytasks.durable_eta.stored_message import StoredMessage
     from delaytasks.runtime import Runtime
-
 
 #: Messages that the broker has not confirmed are published again after this time.
 OUTAGE_S = 5.0
@@ -46,24 +48,12 @@ class CeleryTasks:
 
     # -- schedule ---------------------------------------------------------------------------------
 
-    def is_durable(self, call: CeleryCall, task: Any, asked: bool | None) -> bool:
-        """Return whether a call becomes a row; `task` is the Celery task, or None if unknown."""
-        if is_forced(self._app):
-            return True
-        own = getattr(task, "durable_eta", None) if asked is None else asked
-        if own is not None:
-            return bool(own)
-        least_s = self._settings.durable_eta_s
-        return least_s is not None and (not least_s or self._delay_s(call) >= least_s)
-
     def send(self, send: Send, call: CeleryCall, *more: Any, **options: Any) -> Any:
         """Write the message as a row that `send`, the app's `send_task`, would send to the broker.
 
         `send` is called without a due time and with a producer that stores the message. It routes
         and serializes the message, sends Celery's signals and returns the result.
         """
-        from delaytasks.durable_eta.stored_message import CapturingProducer
-
         own_producer = call.producer or options.get("publisher")
         connection = call.connection or getattr(own_producer, "connection", None)
         self._refuse_other_broker(call.name, connection)
@@ -94,8 +84,6 @@ class CeleryTasks:
     def _schedule(
         self, call: CeleryCall, transaction: Transaction | None, message: StoredMessage
     ) -> None:
-        from delaytasks.durable_eta.stored_message import new_task
-
         delay = when = None
         if call.eta and not call.countdown:
             when = self._instant(call.eta)
@@ -103,15 +91,23 @@ class CeleryTasks:
             delay = max(call.countdown or 0, 0)
         new = new_task(call.name, str(call.task_id), message, delay, when)
         try:
+            self._check_headers(message)
             self._runtime.producer.schedule(new, "take", transaction)
         except InvalidInputError as error:
-            if error.argument != "body":
+            if error.argument not in ("body", "headers"):
                 raise
             raise InvalidInputError(
                 f"the Celery task {call.name} cannot wait as a row: {error}; pass the name of "
                 "stored data, or call the task with durable_eta=False",
                 error.argument,
             ) from None
+
+    def _check_headers(self, message: StoredMessage) -> None:
+        try:
+            check_headers(message.headers)
+        except ValueError as error:
+            if self._app.connection_for_write().transport.driver_type == "amqp":
+                raise InvalidInputError(str(error), "headers") from None
 
     def _refuse_other_broker(self, name: str, connection: Any) -> None:
         """Raise an error if the caller's connection is not to the broker of the app."""
@@ -127,7 +123,8 @@ class CeleryTasks:
         task = self._app.current_worker_task
         return bool(options.get("retries")) and task is not None and task.request.id == call.task_id
 
-    def _delay_s(self, call: CeleryCall) -> float:
+    def delay_s(self, call: CeleryCall) -> float:
+        """Return in how many seconds a call is due."""
         if call.countdown:
             return float(call.countdown)
         return (self._instant(call.eta) - self._clock.certain_now()).total_seconds()
@@ -141,13 +138,11 @@ class CeleryTasks:
 
     def publish(self, bodies: Sequence[Any], tasks: Sequence[DelayedTask]) -> list[Outcome]:
         """Publish the messages of rows that are due; the processor of all `celery:` tags."""
-        from delaytasks.durable_eta.message_publisher import NotConfirmedError
-
         outcomes: list[Outcome] = [Done()] * len(bodies)
-        numbers, messages = [], []
+        numbers, messages = list[int](), list[Outgoing]()
         for number, (body, task) in enumerate(zip(bodies, tasks, strict=True)):
             try:
-                messages.append(self._message(body, task))
+                messages.append(self._message(body, task).outgoing(self._app, self._clock))
             except BodyRefusedError as error:
                 outcomes[number] = Fail(str(error))
             except Exception as error:  # for example of a router that reads a database
@@ -155,10 +150,9 @@ class CeleryTasks:
             else:
                 numbers.append(number)
         outage = None
-        for number, reason in zip(
-            numbers, self._runtime.message_publisher.publish(messages), strict=True
-        ):
-            if isinstance(reason, NotConfirmedError):
+        results = self._runtime.confirming_link.publish(messages) if messages else ()
+        for number, reason in zip(numbers, results, strict=True):
+            if isinstance(reason, OutageError):
                 outcomes[number], outage = Snooze(OUTAGE_S), reason
             elif reason is not None:
                 outcomes[number] = Retry(reason=f"{type(reason).__name__}: {reason}")
@@ -170,13 +164,9 @@ class CeleryTasks:
     def _message(self, body: Any, task: DelayedTask) -> StoredMessage:
         """Return the message of a row. That of a recurring task is prepared now: its row has the
         call, and the id of the Celery task is the id of the row."""
-        from delaytasks.durable_eta.stored_message import StoredMessage
-
         name = called_task(body)
         if name is None:
             return StoredMessage.of_body(body)
-        from delaytasks.durable_eta.stored_message import CapturingProducer
-
         id, prepared = str(task.id), list[StoredMessage]()
         with self._app.producer_or_acquire() as producer:
             options = {
@@ -248,8 +238,6 @@ class Revocations:
 
         This reads all waiting rows of Celery tasks, since stamps are parts of bodies.
         """
-        from delaytasks.durable_eta.stored_message import has_stamp, stamps_of
-
         stamps = stamps_of(headers)
         with self._transactions.guard(None) as transaction:
             on = connection_of(transaction)
@@ -268,16 +256,12 @@ class Revocations:
             self._store_revoked(cancelled)
 
     def _store_revoked(self, tasks: Sequence[DelayedTask], is_committed: bool = True) -> None:
-        from delaytasks.durable_eta.stored_message import store_revoked
-
         for task in tasks:
             if message := self._readable(task):
                 store_revoked(self._app, message)
 
     def _readable(self, task: DelayedTask) -> StoredMessage | None:
         """Return the message of a row; None if another program wrote it, or without its key."""
-        from delaytasks.durable_eta.stored_message import StoredMessage
-
         if name := self._called_task(task):
             return StoredMessage.of_call(name, str(task.id))
         try:
@@ -291,35 +275,3 @@ class Revocations:
             return called_task(task.body)
         except (DelayTaskError, ValueError):
             return None
-
-
-# -- Celery's remote control ----------------------------------------------------------------------
-
-
-class RevokesRows:
-    """Cancels waiting rows before workers are told to revoke the tasks."""
-
-    app: Any
-
-    @property
-    def _revocations(self) -> Revocations:
-        revocations: Revocations = self.app.delaytasks._runtime.revocations
-        return revocations
-
-    def broadcast(
-        self, command: str, arguments: Mapping[str, Any] | None = None, *args: Any, **options: Any
-    ) -> Any:
-        given = {**options, **(arguments or {})}
-        try:
-            if command in ("revoke", "terminate"):
-                self._revocations.revoke(maybe_list(given["task_id"]))
-            elif command == "revoke_by_stamped_headers":
-                self._revocations.revoke_by_stamped_headers(given["headers"])
-        finally:
-            # Also if the database is unavailable, since a worker may have the message already.
-            replies = super().broadcast(command, arguments, *args, **options)  # type: ignore[misc]
-        return replies
-
-
-class DurableControl(RevokesRows, Control):  # type: ignore[misc]
-    """The class of `app.control`."""

@@ -1,56 +1,20 @@
-"""HTTP callbacks and messages to queues."""
+"""The calls that schedule callbacks: `delays.callbacks`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import datetime
-from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from delaytasks.broker.publisher import bounded_connection
 from delaytasks.model.celery_calls import CALLBACK, MESSAGE
-from delaytasks.model.clock import Clock
 from delaytasks.model.inputs import Delay
 from delaytasks.model.task import DelayedTask, NewTask
-from delaytasks.settings import Settings
 from delaytasks.twins import CallGroup, twin
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from delaytasks.callbacks.http_callbacks import HttpCallbacks
-    from delaytasks.callbacks.queue_callbacks import QueueMessages
     from delaytasks.model.task import OnConflict, TaskOptions
-
-
-class Callbacks:
-    """Imports the package `webhooks` when a callback is configured, scheduled or sent."""
-
-    def __init__(self, celery_app: Any, settings: Settings, clock: Clock) -> None:
-        self._celery = celery_app
-        self._settings = settings
-        self._clock = clock
-        if settings.callback_allow or settings.callback_secrets:
-            _ = self.http  # checks these settings
-
-    @cached_property
-    def http(self) -> HttpCallbacks:
-        from delaytasks.callbacks.http_callbacks import Guard, HttpCallbacks
-
-        return HttpCallbacks(self._settings, Guard(self._settings.callback_allow), self._clock)
-
-    @cached_property
-    def queue(self) -> QueueMessages:
-        from delaytasks.callbacks.queue_callbacks import QueueMessages
-
-        limit_s, url = self._settings.callback_connect_s, self._settings.callback_broker_url
-        connect = partial(bounded_connection, self._celery, limit_s, url, confirm_publish=True)
-        return QueueMessages(connect, limit_s)
-
-    def close(self) -> None:
-        for name in ("http", "queue"):
-            if name in self.__dict__:  # otherwise nothing was sent
-                getattr(self, name).close()
 
 
 class CallbackCalls(CallGroup):
@@ -112,7 +76,7 @@ class CallbackCalls(CallGroup):
         --------
         >>> delays.callbacks.post("https://partner.example/paid", {"order": 7}, 60)
         """
-        content = self._runtime.callbacks.http.content(url, body, headers)
+        content = self._runtime.http_callbacks.content(url, body, headers)
         return self._schedule(
             NewTask(CALLBACK, content, delay, at, **options), on_conflict, session
         )
@@ -166,7 +130,7 @@ class CallbackCalls(CallGroup):
         --------
         >>> delays.callbacks.publish("invoices", {"order": 7}, 60)
         """
-        content = self._runtime.callbacks.queue.content(to, body, exchange, headers)
+        content = self._runtime.queue_callbacks.content(to, body, exchange, headers)
         return self._schedule(NewTask(MESSAGE, content, delay, at, **options), on_conflict, session)
 
     apublish = twin(publish)

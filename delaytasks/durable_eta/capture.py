@@ -16,13 +16,16 @@ from typing import Any, NamedTuple
 
 from celery.app.task import Context
 from celery.utils.functional import maybe_list
+from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu import compression as kombu_compression
 from kombu.entity import Exchange, Queue, maybe_delivery_mode
 from kombu.exceptions import ContentDisallowed, DecodeError
 from kombu.serialization import dumps, loads, prepare_accept_content
 from kombu.utils import json as kombu_json
 
+from delaytasks.broker.link import Outgoing
 from delaytasks.model.celery_calls import celery_key, celery_tag
+from delaytasks.model.clock import Clock
 from delaytasks.model.errors import BodyRefusedError
 from delaytasks.model.task import NewTask
 from delaytasks.model.text import shown
@@ -96,6 +99,26 @@ class StoredMessage(NamedTuple):
                 "body",
             ) from None
 
+    def outgoing(self, app: Any, clock: Clock) -> Outgoing:
+        """Return what the worker publishes."""
+        properties = dict(self.properties)
+        expiration = properties.pop("expiration", None)
+        return Outgoing(
+            self.body,
+            {
+                "routing_key": self.routing_key,
+                "exchange": self.exchange,
+                "content_type": self.content_type,
+                "content_encoding": self.content_encoding,
+                "headers": dict(self.headers),
+                "expiration": _expiration_s(self.headers.get("expires"), expiration, clock),
+                # Otherwise the broker drops and confirms a message for which there is no queue.
+                "mandatory": True,
+                **properties,
+            },
+            _queue_of(app, self.queue),
+        )
+
     @classmethod
     def of_call(cls, task: str, task_id: str) -> StoredMessage:
         """Return what is known of the message of a call that is not prepared yet."""
@@ -132,7 +155,7 @@ def queue_definition(app: Any, queue: Queue) -> str | dict[str, Any]:
     }
 
 
-def queue_of(app: Any, stored: str | Mapping[str, Any] | None) -> Queue | None:
+def _queue_of(app: Any, stored: str | Mapping[str, Any] | None) -> Queue | None:
     """Return the queue to declare; None if the message has none, or if `app` does not know it."""
     if stored is None:
         return None
@@ -144,6 +167,18 @@ def queue_of(app: Any, stored: str | Mapping[str, Any] | None) -> Queue | None:
         return found
     exchange = stored.get("exchange")
     return Queue(**{**stored, "exchange": exchange and Exchange(**exchange)})
+
+
+def _expiration_s(expires: Any, expiration: Any, clock: Clock) -> float | None:
+    """Return how long the broker keeps the message.
+
+    Celery lets the broker's limit end at `expires`. A worker discards a message that has expired
+    and stores its state, so such a message has no limit.
+    """
+    if not isinstance(expires, str):
+        return None if expiration is None else float(expiration) / 1000
+    left_s: float = (maybe_make_aware(maybe_iso8601(expires)) - clock.now()).total_seconds()
+    return left_s if left_s > 0 else None
 
 
 def _text(value: Any) -> str:

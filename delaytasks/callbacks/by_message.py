@@ -1,0 +1,65 @@
+"""Callbacks to queues: a task of the tag `delaytasks.message` sends a message to a queue or an
+exchange.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from kombu import Connection
+
+from delaytasks.broker.link import Outgoing
+from delaytasks.model.celery_calls import Message
+from delaytasks.model.task import DelayedTask, Done, Fail, Outcome
+
+if TYPE_CHECKING:
+    from delaytasks.runtime import Runtime
+
+
+class QueueCallbacks:
+    """Sends messages, and waits for the broker's confirmation of each."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def content(
+        self, to: str, body: Any, exchange: str, headers: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        """Return the body of a message's task, after checking it."""
+        Message(to, body, exchange, headers or {})
+        more = {"exchange": exchange, "headers": dict(headers or {})}
+        return {"to": to, "body": body, **{name: value for name, value in more.items() if value}}
+
+    def __call__(self, message: Message, task: DelayedTask) -> Outcome:
+        """Send `message`.
+
+        Raises the transport's exception if the broker refuses the message, does not confirm it, or
+        has no queue for it.
+        """
+        if message.exchange and (driver := self._driver_without_exchanges()):
+            return Fail(f"{driver} has no exchanges: on it a message goes to a queue")
+        outgoing = Outgoing(
+            json.dumps(message.body, separators=(",", ":")),
+            {
+                "exchange": message.exchange,
+                "routing_key": message.to,
+                "headers": dict(message.headers),
+                "content_type": "application/json",
+                "content_encoding": "utf-8",
+                "delivery_mode": 2,
+                "message_id": str(task.id),
+                # Otherwise the broker drops and confirms a message for which there is no queue.
+                "mandatory": True,
+            },
+        )
+        [error] = self._runtime.queue_link.publish([outgoing])
+        if error is not None:
+            raise error
+        return Done()
+
+    def _driver_without_exchanges(self) -> str | None:
+        url = self._runtime.settings.callback_broker_url
+        made = Connection(url) if url else self._runtime.celery.connection_for_write()
+        return None if made.transport.driver_type == "amqp" else str(made.transport.driver_name)
