@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from delaytasks.broker.redis_timer import RedisTimer
     from delaytasks.model.interfaces import Timer, Transaction
     from delaytasks.operate.explanations import Explanations
-    from delaytasks.recurring.creation import Creation, RecurringTable
+    from delaytasks.recurring.creation import RecurringTable
 
 T = TypeVar("T")
 #: Is entered around each call of a processor.
@@ -258,15 +258,9 @@ class Runtime:
 
     def _make_recurring_tasks(self, on_step: OnStep) -> None:
         if self.store.due_schedules.exist(self.settings.recurring_lead_s):
-            self._creation.create(on_step)
+            from delaytasks.recurring.creation import create
 
-    @part
-    def _creation(self) -> Creation:
-        from delaytasks.recurring.creation import Creation
-
-        return Creation(
-            self.settings, self.recurring_table, self.new_id, self.clock, self.timer, self.events
-        )
+            create(self, on_step)
 
     def _purge_statistics(self) -> None:
         from delaytasks.statistics.statistics_table import StatisticsTable

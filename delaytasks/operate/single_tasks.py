@@ -196,7 +196,7 @@ def cancel_task(
         runtime.events.emit("task.cancel_requested", **cancelled.event_fields)
         return CancelResult.requested(cancelled)
     runtime.events.emit("task.cancelled", **cancelled.event_fields)
-    runtime.producer.disarm_after_commit(cancelled, transaction)
+    runtime.producer.disarm_after_commit([cancelled], transaction)
     return CancelResult.cancelled(cancelled)
 
 

@@ -17,7 +17,7 @@ from copy import copy
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 from zoneinfo import ZoneInfo
 
 from celery.schedules import crontab, schedule
@@ -255,15 +255,8 @@ def _crontab(text: str, zone: ZoneInfo, start: datetime | None) -> Cron:
 ALL_DAYS, ALL_WEEKDAYS = 31, 7
 
 
-class FoundTiming(NamedTuple):
-    """The text of a timing, and the time zone that the schedule itself has."""
-
-    text: str
-    tz: str | None = None
-
-
-def timing_of(found: Any) -> FoundTiming:
-    """Return the timing of a schedule of Celery.
+def timing_of(found: Any) -> tuple[str, str | None]:
+    """Return the timing of a schedule of Celery, and the time zone that it has itself.
 
     Raises
     ------
@@ -273,9 +266,9 @@ def timing_of(found: Any) -> FoundTiming:
     if isinstance(found, crontab):
         # django-celery-beat's subclass has a time zone of its own.
         tz = vars(found).get("tz")
-        return FoundTiming(_celery_crontab(found), None if tz is None else str(tz))
+        return _celery_crontab(found), None if tz is None else str(tz)
     if type(found) is schedule:  # a subclass computes its own times
-        return FoundTiming(interval_text(found.run_every))
+        return interval_text(found.run_every), None
     raise InvalidInputError(
         f"{shown(found)} is no crontab or schedule of Celery: only beat knows its times", "cron"
     )
