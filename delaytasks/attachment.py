@@ -26,7 +26,7 @@ from delaytasks.settings import PREFIX, secret_names
 from delaytasks.worker.celery_tasks import register_tasks
 
 if TYPE_CHECKING:
-    from delaytasks.runtime import HasRuntime
+    from delaytasks.client import DelayTasks
     from delaytasks.worker.processes import Processes
 
 
@@ -43,7 +43,7 @@ logger = get_logger(__name__)
 class DurableSendTask:
     """Takes the place of `send_task` of one Celery app."""
 
-    def __init__(self, app: Any, delays: HasRuntime) -> None:
+    def __init__(self, app: Any, delays: DelayTasks) -> None:
         self._app = app
         self._delays = delays
         self._send = app.send_task
@@ -86,7 +86,7 @@ def warn_of_other_app(sender: Any = None, headers: Any = None, **_: Any) -> None
         )
 
 
-def intercept(app: Any, delays: HasRuntime) -> None:
+def intercept(app: Any, delays: DelayTasks) -> None:
     """Let calls with a delay become rows of `delays`, and let `revoke` cancel these rows."""
     app.send_task = DurableSendTask(app, delays)
     if app.control_cls == CONTROL:
@@ -128,7 +128,7 @@ def newest_attached() -> Any:
     return next((delays for delays, is_so in reversed([*_attached.items()]) if is_so), None)
 
 
-def attach(celery_app: Any, delays: HasRuntime, processes: Processes) -> None:
+def attach(celery_app: Any, delays: DelayTasks, processes: Processes) -> None:
     """Register the tasks and worker steps of `delays`, a `DelayTasks`, with its Celery app."""
     check_celery()
     if getattr(celery_app, "delaytasks", None) is not None:

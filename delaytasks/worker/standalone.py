@@ -20,7 +20,7 @@ from kombu.asynchronous import Hub, set_event_loop
 
 from delaytasks.maintenance.sweeper import emit_recovered
 from delaytasks.model.inputs import ALL_QUEUES
-from delaytasks.runtime import HasRuntime, runtime_of, use_direct_timer
+from delaytasks.runtime import runtime_of, use_direct_timer
 from delaytasks.worker.celery_patches import running_pids
 from delaytasks.worker.celery_tasks import processes_of
 from delaytasks.worker.pool import freeze_loaded_objects
@@ -28,6 +28,7 @@ from delaytasks.worker.time_limits import check_time_limits
 from delaytasks.worker.worker_runtime import WorkerRuntime
 
 if TYPE_CHECKING:
+    from delaytasks.client import DelayTasks
     from delaytasks.run.runner import Report
 
 #: How often the worker asks whether all work is done.
@@ -47,7 +48,7 @@ class StandaloneWorker:
 
     def __init__(
         self,
-        delays: HasRuntime,
+        delays: DelayTasks,
         queues: Sequence[str],
         processes: int | None,
         polls_table: bool,
