@@ -21,7 +21,7 @@ from datetime import datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from sqlalchemy import and_, bindparam, delete, func, null, or_, select, true, update
+from sqlalchemy import ColumnElement, and_, bindparam, delete, func, null, or_, select, true, update
 
 from delaytasks.db.database import Database
 from delaytasks.db.inserts import BulkInsert, Insert, insert_if_absent
@@ -255,20 +255,22 @@ class RecurringTable:
         self, on: Any, known: RecurringSchedule, changes: Mapping[str, Any]
     ) -> RecurringSchedule:
         """Change fields of a locked schedule, and return it as it is stored."""
-        values = {_COLUMN_OF.get(field, field): value for field, value in changes.items()}
-        if changes.keys() & {"body_json", "tag"}:  # an encrypted body is bound to the tag
-            body, tag = changes.get("body_json", known.body_json), changes.get("tag", known.tag)
-            values["message_body"] = self._sealed(body, known.id, tag)
-        r = self._r
-        mine = and_(r.c.name == known.name, r.c.version == known.version)
-        statement = update(r).where(mine).values(**values, version=r.c.version + 1)
-        check_row_count(on.execute(statement).rowcount, 1, _named(known))
+        row = self.values(replace(known, **changes))
+        changed = {_COLUMN_OF.get(field, field) for field in changes}
+        if "tag" in changes:  # an encrypted body is bound to it
+            changed.add("message_body")
+        statement = update(self._r).where(self._is(known))
+        values = {name: row[name] for name in changed}
+        result = on.execute(statement.values(**values, version=self._r.c.version + 1))
+        check_row_count(result.rowcount, 1, f"the recurring schedule {known.name!r}")
         return self.lock(on, known.name)
 
     def delete(self, on: Any, known: RecurringSchedule) -> None:
-        r = self._r
-        mine = and_(r.c.name == known.name, r.c.version == known.version)
-        check_row_count(on.execute(delete(r).where(mine)).rowcount, 1, _named(known))
+        result = on.execute(delete(self._r).where(self._is(known)))
+        check_row_count(result.rowcount, 1, f"the recurring schedule {known.name!r}")
+
+    def _is(self, known: RecurringSchedule) -> ColumnElement[bool]:
+        return and_(self._r.c.name == known.name, self._r.c.version == known.version)
 
     # -- many schedules ---------------------------------------------------------------------------
 
@@ -382,16 +384,10 @@ class RecurringTable:
     def values(self, schedule: RecurringSchedule) -> dict[str, Any]:
         """Return the row of a schedule by column."""
         values = {_COLUMN_OF.get(field, field): getattr(schedule, field) for field in FIELDS}
-        values["message_body"] = self._sealed(schedule.body_json, schedule.id, schedule.tag)
+        if (cipher := self._schema.cipher) is not None:
+            text = cipher.seal(schedule.body_json, BODY, schedule.id, schedule.tag)
+            values["message_body"] = text
         return values
-
-    def _sealed(self, text: str, id: int, tag: str) -> str:
-        cipher = self._schema.cipher
-        return text if cipher is None else cipher.seal(text, BODY, id, tag)
-
-
-def _named(schedule: RecurringSchedule) -> str:
-    return f"the recurring schedule {schedule.name!r}"
 
 
 # -- Make the tasks -------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -264,7 +264,7 @@ class Recurring(CallGroup):
             change.cancel_waiting(known)
             return change.update("paused", known, {"is_paused": True, "next_at": None})
 
-        return _change_known(self._runtime, name, work, session, actor)
+        return _change(self._runtime, name, work, session, actor)
 
     apause = twin(pause)
 
@@ -301,7 +301,7 @@ class Recurring(CallGroup):
             resumed = change.update("resumed", known, {"is_paused": False, "next_at": next_at})
             return change.with_first_tasks(resumed)
 
-        return _change_known(self._runtime, name, work, session, actor)
+        return _change(self._runtime, name, work, session, actor)
 
     aresume = twin(resume)
 
@@ -344,7 +344,7 @@ class Recurring(CallGroup):
             change.made += made
             return change.update("run", known, changes)
 
-        _change_known(self._runtime, name, work, session, None)
+        _change(self._runtime, name, work, session, None)
         [task] = made
         self._runtime.events.emit("task.scheduled", id=task.id, tag=task.tag)
         return task
@@ -427,18 +427,19 @@ class Recurring(CallGroup):
 # -- the table -----------------------------------------------------------------------------------
 
 
+@dataclass
 class Change:
     """One transaction that changes a schedule, and what it did, for the time after its commit."""
 
-    def __init__(self, runtime: Runtime, on: Any, now: datetime) -> None:
-        self.runtime = runtime
-        self.on = on
-        self.now = now
-        #: The kind of the change; empty if nothing was changed.
-        self.kind = ""
-        self.cancelled: list[DelayedTask] = []
-        self.visits: list[Visit] = []
-        self.made: list[DelayedTask] = []
+    runtime: Runtime
+    on: Any
+    now: datetime
+    who: str
+    #: The kind of the change; empty if nothing was changed.
+    kind: str = ""
+    cancelled: list[DelayedTask] = field(default_factory=list)
+    visits: list[Visit] = field(default_factory=list)
+    made: list[DelayedTask] = field(default_factory=list)
 
     def update(
         self, kind: str, known: RecurringSchedule, changes: Mapping[str, Any]
@@ -467,22 +468,36 @@ class Change:
         return runtime.recurring_table.lock(self.on, schedule.name)
 
 
+#: Changes a locked schedule and returns it as it is stored.
+ChangeKnown = Callable[[Change, RecurringSchedule], RecurringSchedule]
+
+
 def _change(
-    runtime: Runtime, work: Callable[[Change], RecurringSchedule], session: Any, who: str
+    runtime: Runtime,
+    name: str,
+    work: ChangeKnown,
+    session: Any,
+    actor: str | None,
+    add: Callable[[Change], RecurringSchedule | None] = lambda change: None,
 ) -> RecurringSchedule:
-    """Run `work` in the caller's transaction, or in one of our own, and report what it did."""
+    """Change a schedule in the caller's transaction, or in one of our own, and report it.
+
+    `add` stores a schedule that does not exist, and returns None if it exists meanwhile.
+    """
+    check_schedule_name(name)
     transaction, now = runtime.transactions.of(session), runtime.clock.certain_now()
+    who, table = actor_of(actor), runtime.recurring_table
 
     def begun(on: Any) -> tuple[RecurringSchedule, Change]:
-        change = Change(runtime, on, now)
-        return work(change), change
+        change = Change(runtime, on, now, who)
+        known = table.find(name, on, locks=True)
+        added = add(change) if known is None else None
+        return added or work(change, known or table.lock(on, name)), change
 
     with transaction.guard() if transaction is not None else nullcontext() as on:
-        schedule, change = runtime.recurring_table.transaction(begun, on)
+        schedule, change = table.transaction(begun, on)
     if change.kind:
-        runtime.events.emit(
-            "recurring.changed", schedule=schedule.name, change=change.kind, actor=who
-        )
+        runtime.events.emit("recurring.changed", schedule=name, change=change.kind, actor=who)
     for task in change.cancelled:
         runtime.events.emit("task.cancelled", id=task.id, tag=task.tag)
     if change.cancelled:
@@ -491,21 +506,6 @@ def _change(
     if change.made:
         runtime.producer.arm_after_commit(change.made, transaction)
     return schedule
-
-
-def _change_known(
-    runtime: Runtime,
-    name: str,
-    work: Callable[[Change, RecurringSchedule], RecurringSchedule],
-    session: Any,
-    actor: str | None,
-) -> RecurringSchedule:
-    check_schedule_name(name)
-
-    def change(change: Change) -> RecurringSchedule:
-        return work(change, runtime.recurring_table.lock(change.on, name))
-
-    return _change(runtime, change, session, actor_of(actor))
 
 
 def put(
@@ -521,20 +521,21 @@ def put(
     A pause remains; `is_paused` is for a schedule that is new. Tasks of the replaced definition
     that wait for later occurrences are cancelled.
     """
-    table, who = runtime.recurring_table, actor_of(actor)
 
-    def work(change: Change) -> RecurringSchedule:
-        now, known = change.now, table.find(new.name, change.on, locks=True)
-        defined: dict[str, Any] = {"is_declared": is_declared, "update_time": now}
-        defined["updated_by"] = who
-        if known is None:
-            made = replace(new, id=runtime.new_id(), start_at=new.start(now), create_time=now)
-            next_at = None if is_paused else made.parsed().after(now)
-            made = replace(made, is_paused=is_paused, next_at=next_at, **defined)
-            if table.insert(change.on, made):
-                change.kind = "added"
-                return change.with_first_tasks(made)
-            known = table.lock(change.on, new.name)
+    def defined(change: Change) -> dict[str, Any]:
+        return {"is_declared": is_declared, "update_time": change.now, "updated_by": change.who}
+
+    def add(change: Change) -> RecurringSchedule | None:
+        now = change.now
+        made = replace(new, id=runtime.new_id(), start_at=new.start(now), create_time=now)
+        next_at = None if is_paused else made.parsed().after(now)
+        made = replace(made, is_paused=is_paused, next_at=next_at, **defined(change))
+        if not runtime.recurring_table.insert(change.on, made):
+            return None
+        change.kind = "added"
+        return change.with_first_tasks(made)
+
+    def work(change: Change, known: RecurringSchedule) -> RecurringSchedule:
         if known.is_declared and not is_declared:
             raise InvalidInputError(
                 f"the recurring schedule {known.name!r} is declared in code: change it there, "
@@ -546,12 +547,13 @@ def put(
             return known
         change.cancel_waiting(known)
         if "timing" in changes:
-            changes["start_at"] = new.start(now)
+            changes["start_at"] = new.start(change.now)
         if not known.is_paused:
-            changes["next_at"] = _next_at(known, changes, now)
-        return change.with_first_tasks(change.update("changed", known, changes | defined))
+            changes["next_at"] = _next_at(known, changes, change.now)
+        stored = change.update("changed", known, changes | defined(change))
+        return change.with_first_tasks(stored)
 
-    return _change(runtime, work, session, who)
+    return _change(runtime, new.name, work, session, actor, add)
 
 
 def _next_at(
@@ -579,7 +581,7 @@ def remove_schedule(
         change.kind = "removed"
         return known
 
-    return _change_known(runtime, name, work, session, actor)
+    return _change(runtime, name, work, session, actor)
 
 
 # -- declarations --------------------------------------------------------------------------------
@@ -599,23 +601,24 @@ def follow(runtime: Runtime) -> None:
                 "stored: give one of them another name="
             )
     known = {schedule.name: schedule for schedule in runtime.recurring_table.declared()}
-    for definition in declared.values():
-        store = partial(_store, runtime, definition, known.get(definition.name))
-        events.attempt("recurring", definition.name, store)
-    for schedule in known.values():
-        if schedule.name not in declared:
-            remove = partial(_remove, runtime, schedule)
-            events.attempt("recurring", schedule.name, remove)
+    for name in [*declared, *(known.keys() - declared.keys())]:
+        step = partial(_follow_one, runtime, declared.get(name), known.get(name))
+        events.attempt("recurring", name, step)
 
 
-def _store(runtime: Runtime, definition: Definition, known: RecurringSchedule | None) -> None:
-    new = definition.checked(runtime)
-    if known is None or known.changes_to(new):
-        put(runtime, new, is_declared=True)
+def _follow_one(
+    runtime: Runtime, definition: Definition | None, known: RecurringSchedule | None
+) -> None:
+    """Store a declaration that differs from the table.
 
-
-def _remove(runtime: Runtime, known: RecurringSchedule) -> None:
-    """Remove a schedule that is no longer declared, if this process has the code of its tasks."""
+    A schedule that is no longer declared is removed if this process has the code of its tasks.
+    """
+    if definition is not None:
+        new = definition.checked(runtime)
+        if known is None or known.changes_to(new):
+            put(runtime, new, is_declared=True)
+        return
+    assert known is not None
     if known.tag.startswith(CELERY_PREFIX):
         has_code = known.body["task"] in runtime.celery.tasks
     else:

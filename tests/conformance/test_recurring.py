@@ -136,16 +136,24 @@ def test_waiting_schedules_hide_no_others(world: RecurringWorld, monkeypatch: Mo
     assert (world.due_s(), world.due_s("other")) == ([10] * 5, [60])
 
 
-def test_the_statements_of_a_batch_do_not_grow_with_its_schedules(world: RecurringWorld) -> None:
-    def statements(schedules: int) -> int:
+def test_the_statements_do_not_grow_with_the_schedules_of_a_batch_and_the_tasks_of_a_change(
+    world: RecurringWorld,
+) -> None:
+    def statements(schedules: int, every: int) -> list[int]:
         for number in range(schedules):
             world.recur("1h", f"n{number}", f"t{number}", start=10, overlap="skip")
         with world.statements() as seen:
             world.sweep_at(0)
-        return len(seen)
+        world.recurring.set("often", "often", every=every)
+        with world.statements() as seen_by_pause:
+            world.recurring.pause("often")
+        world.recurring.remove("often")
+        return [len(seen), len(seen_by_pause)]
 
-    first = statements(1)
-    assert statements(40) <= first + 1
+    first, by_pause = statements(1, 40)
+    many, by_pause_of_many = statements(40, 1)
+    assert many <= first + 1
+    assert by_pause_of_many == by_pause
 
 
 def test_a_damaged_schedule_stops_no_other_and_can_be_replaced(world: RecurringWorld) -> None:
@@ -401,17 +409,6 @@ def test_only_another_definition_replaces_the_tasks_that_wait(world: RecurringWo
     assert changed == world.recurring.get("r")
     assert {task.id for task in kept[3:30]} <= {*world.broker.ids}
     assert world.count("recurring.created") == 90
-
-
-def test_a_change_cancels_many_tasks_by_few_statements(world: RecurringWorld) -> None:
-    def statements(every: int) -> int:
-        world.recurring.set("r", "report", every=every)
-        with world.statements() as seen:
-            world.recurring.pause("r")
-        world.recurring.remove("r")
-        return len(seen)
-
-    assert statements(1) == statements(40)
 
 
 def test_a_paused_schedule_makes_no_task_until_it_is_resumed(world: RecurringWorld) -> None:
