@@ -42,7 +42,6 @@ from delaytasks.model.errors import StoreError
 from delaytasks.model.moves import Status
 from delaytasks.recurring.creation import RecurringTable
 from delaytasks.recurring.definition import Definition
-from delaytasks.recurring.recurring import checked
 from delaytasks.runtime import runtime_of
 from delaytasks.settings import load_settings
 
@@ -261,12 +260,12 @@ def settle_down(name: str = _t.name) -> None:
 
 def fill_recurring(made: DelayTasks, timings: Iterable[tuple[str, str]]) -> None:
     """Store a recurring schedule for each cron expression and time zone."""
-    store, clock = runtime_of(made).store, runtime_of(made).clock
-    now = clock.certain_now()
+    runtime = runtime_of(made)
+    store, now = runtime.store, runtime.clock.certain_now()
     table = RecurringTable(store.database, store.schema)
     rows: list[dict[str, Any]] = []
     for number, (cron, tz) in enumerate(timings):
-        new = checked(runtime_of(made), Definition(f"r{number}", TAG, {"due": 0}, cron, {"tz": tz}))
+        new = Definition(f"r{number}", TAG, {"due": 0}, cron, {"tz": tz}).checked(runtime)
         next_at = new.parsed().after(now)
         stored = replace(new, id=number, next_at=next_at, create_time=now, update_time=now)
         rows.append(table.values(stored))

@@ -93,8 +93,8 @@ class RecurringLoad:
             most_missed=MOST_MISSED,
             overlap=recurs.overlap,
         )
-        assert schedule.next_at is not None
-        return to_us(schedule.next_at)
+        assert schedule.start_at is not None
+        return to_us(schedule.start_at) + recurs.every_s * 1_000_000
 
     def _handled_until_us(self, name: str) -> int:
         """Return the time until which sweeps have handled the occurrences, if it is recent."""

@@ -28,8 +28,8 @@ from delaytasks.settings import PREFIX, secret_names
 from delaytasks.worker.celery_tasks import register_tasks
 
 if TYPE_CHECKING:
+    from delaytasks.client import DelayTasks
     from delaytasks.durable_eta.publish import Revocations
-    from delaytasks.runtime import HasRuntime
     from delaytasks.worker.processes import Processes
 
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-def _is_durable(app: Any, delays: HasRuntime, call: CeleryCall, task: Any, asked: Any) -> bool:
+def _is_durable(app: Any, delays: DelayTasks, call: CeleryCall, task: Any, asked: Any) -> bool:
     """Return whether a call becomes a row; `task` is the Celery task, or None if unknown."""
     own = getattr(task, "durable_eta", None) if asked is None else asked
     if own is not None or is_forced(app):
@@ -91,7 +91,7 @@ class RevokesRows:
         return replies
 
 
-def intercept(app: Any, delays: HasRuntime) -> None:
+def intercept(app: Any, delays: DelayTasks) -> None:
     """Let calls with a delay become rows of `delays`, and let `revoke` cancel these rows."""
     send = app.send_task
 
@@ -156,7 +156,7 @@ def newest_attached() -> Any:
     return next((delays for delays, is_so in reversed([*_attached.items()]) if is_so), None)
 
 
-def attach(celery_app: Any, delays: HasRuntime, processes: Processes) -> None:
+def attach(celery_app: Any, delays: DelayTasks, processes: Processes) -> None:
     """Register the tasks and worker steps of `delays`, a `DelayTasks`, with its Celery app."""
     check_celery()
     if getattr(celery_app, "delaytasks", None) is not None:

@@ -6,13 +6,14 @@ first use. Most of the lines are docstrings.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, cast, overload
 
 from delaytasks.attachment import attach
 from delaytasks.events import Events
@@ -26,7 +27,9 @@ from delaytasks.model.celery_calls import (
     Message,
     forced,
 )
-from delaytasks.model.inputs import Delay
+from delaytasks.model.errors import InvalidInputError
+from delaytasks.model.inputs import Delay, check_key, check_tag
+from delaytasks.model.interfaces import connection_of
 from delaytasks.model.task import (
     CancelResult,
     DelayedTask,
@@ -34,6 +37,7 @@ from delaytasks.model.task import (
     Page,
     TaskName,
     TouchResult,
+    id_of,
     new_task,
     new_task_of,
 )
@@ -44,10 +48,10 @@ from delaytasks.operate.single_tasks import (
     Pauses,
     cancel_task,
     find_tasks,
+    is_several,
     named_task,
     read_task,
     result_of,
-    touch_tasks,
     transaction_of_new,
 )
 from delaytasks.registry import MAX_BATCH, Registry, tags_of
@@ -506,7 +510,27 @@ class DelayTasks:
         >>> delays.touch(tag="device.offline", key=["d-17", "d-18"], delay=90).gone
         ['d-18']
         """
-        return touch_tasks(self._runtime, task, delay, tag, key, session)
+        if (task is None) == (key is None) or (tag is None) != (key is None):
+            raise InvalidInputError("name the tasks by their ids, or by tag= and key=", "task")
+        runtime = self._runtime
+        tasks, names = runtime.store.tasks, cast(Any, task if key is None else key)
+        with runtime.transactions.guard(session) as transaction:
+            due, on = runtime.producer.due_of(delay), connection_of(transaction)
+            if tag is not None:
+                tag = check_tag(tag)
+                if not is_several(names):  # no other statement looks the key up
+                    waits = tasks.touch_key(tag, check_key(names), due, on)
+                    return TouchResult.of([names], {names} if waits else set())
+                keys = [check_key(each) for each in names]
+                ids_of_keys = tasks.ids_of_keys(tag, keys, on)
+                touched = tasks.touch_many(ids_of_keys.values(), due, on)
+                touched_keys = {name for name, id in ids_of_keys.items() if id in touched}
+                return TouchResult.of(keys, touched_keys)
+            if not is_several(names):
+                id = id_of(names)
+                return TouchResult.of([id], {id} if tasks.touch(id, due, on) else set())
+            ids = [id_of(each) for each in names]
+            return TouchResult.of(ids, tasks.touch_many(ids, due, on))
 
     atouch = twin(touch)
 
@@ -963,8 +987,6 @@ class DelayTasks:
         --------
         >>> await delays.aclose()
         """
-        import asyncio
-
         await asyncio.to_thread(self.close)
 
     async def aresult(
@@ -985,8 +1007,6 @@ class DelayTasks:
         >>> await delays.aresult(task, "30s")
         {'receipt': 7}
         """
-        import asyncio
-
         calls, pauses = await self._async_calls(), Pauses(timeout)
         runtime = self._runtime
         # As for `result`, each read is a transaction of its own, whatever `transaction` says.
@@ -1004,8 +1024,6 @@ class DelayTasks:
 
     async def _async_calls(self) -> AsyncCalls:
         if not self._is_made:
-            import asyncio
-
             await asyncio.to_thread(lambda: self._runtime)  # imports modules and reads files
         return self._runtime.async_calls
 
@@ -1030,17 +1048,7 @@ class DelayTasks:
         # Imported here: a process that only registers processors does not need it.
         from delaytasks.runtime import Runtime
 
-        return Runtime(
-            self._celery,
-            {**self._arguments, **settings},
-            self._registry,
-            self._events,
-            self._database_now,
-            self._ambient_transaction,
-            self._processor_contexts(),
-            self._in_framework,
-            self._tables_remedy,
-        )
+        return Runtime(self, **settings)
 
     def _exchange_runtime(self, runtime: Runtime | None, is_in_test: bool) -> Runtime | None:
         """Use these objects from now on, and return those before, which are not closed."""

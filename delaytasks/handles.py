@@ -11,20 +11,15 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol
 
 from delaytasks.model.inputs import Delay
 from delaytasks.model.task import DelayedTask, new_task, new_task_of
-from delaytasks.operate.single_tasks import cancel_task, find_tasks, transaction_of_new
+from delaytasks.operate.single_tasks import transaction_of_new
 from delaytasks.twins import twin
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from delaytasks.model.filters import Filters, TagFilters
+    from delaytasks.client import DelayTasks
+    from delaytasks.model.filters import TagFilters
     from delaytasks.model.task import CancelResult, OnConflict, Page, TaskOptions
-    from delaytasks.runtime import HasRuntime
-    from delaytasks.twins import RunsAsync
-
-    class HasTwins(HasRuntime, RunsAsync, Protocol):
-        """A `DelayTasks`, as its processors see it."""
-
 
 #: The body that callers schedule, and the object that a schema makes of it.
 Body = TypeVar("Body")
@@ -57,7 +52,7 @@ class Processor(Generic[Body, P, Returned_co]):
 
     __name__: str
 
-    def __init__(self, delays: HasTwins, tag: str, function: Callable[P, Returned_co]) -> None:
+    def __init__(self, delays: DelayTasks, tag: str, function: Callable[P, Returned_co]) -> None:
         functools.update_wrapper(self, function)
         self.function = function
         self._delays = delays
@@ -133,9 +128,10 @@ class Processor(Generic[Body, P, Returned_co]):
         >>> send_mail.schedule_many(({"to": user}, "1h") for user in users)
         10000
         """
-        w = self._delays._runtime
         new = (new_task_of((self.tag, *task))._replace(**options) for task in tasks)
-        return w.producer.schedule_many(new, on_conflict, w.transactions.of(session), on_batch)
+        return self._delays.schedule_many(
+            new, on_conflict=on_conflict, session=session, on_batch=on_batch
+        )
 
     aschedule_many = twin(schedule_many)
 
@@ -148,8 +144,9 @@ class Processor(Generic[Body, P, Returned_co]):
         --------
         >>> close_order.cancel(key="7")
         """
-        runtime = self._delays._runtime
-        return cancel_task(runtime, None, self.tag, key, version, running, session)
+        return self._delays.cancel(
+            tag=self.tag, key=key, version=version, running=running, session=session
+        )
 
     acancel = twin(cancel)
 
@@ -168,9 +165,8 @@ class Processor(Generic[Body, P, Returned_co]):
         --------
         >>> [task.id for task in close_order.find(status="FAILED")]
         """
-        filters_of_tag: Filters = {**filters, "tag": self.tag}
-        runtime = self._delays._runtime
-        return find_tasks(runtime, filters_of_tag, cursor, limit, newest_first, session)
+        page: dict[str, Any] = {"cursor": cursor, "limit": limit, "newest_first": newest_first}
+        return self._delays.find(tag=self.tag, session=session, **page, **filters)
 
     afind = twin(find)
 

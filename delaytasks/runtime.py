@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
@@ -21,8 +21,6 @@ from delaytasks.broker.publishing import Publisher
 from delaytasks.db.migrations import url_of
 from delaytasks.db.producer import Producer, QueueRouting
 from delaytasks.db.store import Store
-from delaytasks.events import Events
-from delaytasks.loops import ThreadPool
 from delaytasks.model.body import Cipher
 from delaytasks.model.celery_calls import CALLBACK
 from delaytasks.model.clock import Clock, reset_in_child, wall_ms
@@ -30,26 +28,27 @@ from delaytasks.model.ids import IdMaker
 from delaytasks.model.private_files import tighten_data_folder
 from delaytasks.model.task import DelayedTask
 from delaytasks.operate.single_tasks import CallerTransactions
-from delaytasks.registry import Registry
 from delaytasks.run.policy_cache import PolicyCache
 from delaytasks.settings import load_settings
 from delaytasks.start_checks import StartChecks
-from delaytasks.twins import AsyncCalls, InFramework
+from delaytasks.twins import AsyncCalls
 
 if TYPE_CHECKING:
-    from datetime import datetime
-
     from delaytasks.broker.direct import DirectTimer
     from delaytasks.broker.redis_timer import RedisTimer
     from delaytasks.callbacks.by_message import QueueCallbacks
     from delaytasks.callbacks.http import HttpCallbacks
+    from delaytasks.client import DelayTasks
     from delaytasks.durable_eta.publish import CeleryTasks, Revocations
-    from delaytasks.model.interfaces import Timer, Transaction
+    from delaytasks.model.interfaces import Timer
     from delaytasks.operate.explanations import Explanations
-    from delaytasks.recurring.creation import Creation, RecurringTable
+    from delaytasks.recurring.creation import RecurringTable
     from delaytasks.worker.sweep import OnStep, PauseSweeper, Sweeper
 
 T = TypeVar("T")
+#: Runs the call of a coroutine as a web framework requires whose connections belong to threads or
+#: requests. None means that the call may run in any thread.
+InFramework = Callable[[Callable[[], Any]], Awaitable[Any] | None]
 #: Is entered around each call of a processor.
 ProcessorContext = Callable[[DelayedTask], AbstractContextManager[Any]]
 #: The time limit for the confirmations of Celery tasks that waited as rows.
@@ -69,51 +68,29 @@ class part(cached_property[T]):
 
 
 class Runtime:
-    """Everything that one set of settings makes, and the registry and events that outlive it.
+    """Everything that one set of settings makes of a `DelayTasks`.
 
-    Parameters
-    ----------
-    celery_app
-        The Celery app, which is configured.
-    arguments
-        The settings given to `DelayTasks`.
-    registry, events
-        The processors and the events of the instance.
-    ask_now
-        Reads the time of the database, for the clock; by default from the store.
-    ambient_transaction
-        Returns the transaction of a call without `session=`.
-    processor_contexts
-        Web frameworks enter these around each call of a processor, the first one outermost.
-    in_framework
-        Runs the calls of coroutines as a web framework requires.
-    tables_remedy
-        How to make the tables, for messages.
+    Its registry and its events outlive the runtime. `changes` come on top of the settings given to
+    the `DelayTasks`.
     """
 
-    def __init__(
-        self,
-        celery_app: Any,
-        arguments: Mapping[str, Any],
-        registry: Registry,
-        events: Events,
-        ask_now: Callable[[bool], datetime],
-        ambient_transaction: Callable[[], Transaction | None],
-        processor_contexts: Sequence[ProcessorContext],
-        in_framework: InFramework,
-        tables_remedy: str,
-    ) -> None:
+    def __init__(self, delays: DelayTasks, **changes: Any) -> None:
         self._lock = threading.RLock()
         reset_in_child(self)
-        self.celery = celery_app
-        self.registry = registry
-        self.events = events
-        self.ask_now = ask_now
-        self.processor_contexts = processor_contexts
-        self.in_framework = in_framework
-        self.tables_remedy = tables_remedy
-        self._ambient_transaction = ambient_transaction
-        self.settings = settings = load_settings(celery_app.conf, os.environ, **arguments)
+        self.celery = delays._celery
+        self.registry = registry = delays._registry
+        self.events = events = delays._events
+        #: Reads the time of the database, for the clock; by default from the store.
+        self.ask_now = delays._database_now
+        #: Web frameworks enter these around each call of a processor, the first one outermost.
+        self.processor_contexts = delays._processor_contexts()
+        self.in_framework: InFramework = delays._in_framework
+        #: How to make the tables, for messages.
+        self.tables_remedy = delays._tables_remedy
+        #: Returns the transaction of a call without `session=`.
+        self._ambient_transaction = delays._ambient_transaction
+        arguments = {**delays._arguments, **changes}
+        self.settings = settings = load_settings(self.celery.conf, os.environ, **arguments)
         if settings.has_structured_log:
             from delaytasks.logging import log_structured
 
@@ -242,15 +219,9 @@ class Runtime:
 
     def make_recurring_tasks(self, on_step: OnStep) -> None:
         if self.store.due_schedules.exist(self.settings.recurring_lead_s):
-            self._creation.create(on_step)
+            from delaytasks.recurring.creation import create
 
-    @part
-    def _creation(self) -> Creation:
-        from delaytasks.recurring.creation import Creation
-
-        return Creation(
-            self.settings, self.recurring_table, self.new_id, self.clock, self.timer, self.events
-        )
+            create(self, on_step)
 
     def purge_statistics(self) -> None:
         from delaytasks.statistics.statistics_table import StatisticsTable
@@ -313,13 +284,7 @@ class Runtime:
 
     @part
     def async_calls(self) -> AsyncCalls:
-        return AsyncCalls(
-            ThreadPool(self.settings.pool_size, "delaytasks-async"),
-            self.clock,
-            self.events,
-            self.in_framework,
-            self.transactions.current_session,
-        )
+        return AsyncCalls(self)
 
     # -- end --------------------------------------------------------------------------------------
 
@@ -349,19 +314,6 @@ class Runtime:
         return self.__dict__.get(name)
 
 
-class HasRuntime(Protocol):
-    """A `DelayTasks`, as the packages below it see it."""
-
-    _registry: Registry
-
-    @property
-    def _runtime(self) -> Runtime: ...
-
-    async def _run_async(self, method: Any, /, *arguments: Any, **options: Any) -> Any: ...
-
-    def _renew_runtime(self, **settings: Any) -> None: ...
-
-
-def runtime_of(delays: HasRuntime) -> Runtime:
+def runtime_of(delays: DelayTasks) -> Runtime:
     """Return the objects behind `delays`."""
     return delays._runtime

@@ -7,28 +7,24 @@ its result and its errors, and runs the method without blocking the event loop: 
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
+from concurrent.futures import Future
 from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
-if TYPE_CHECKING:
-    import asyncio
-    from concurrent.futures import Future
+from delaytasks.loops import ThreadPool
 
-    from delaytasks.events import Events
-    from delaytasks.loops import ThreadPool
-    from delaytasks.model.clock import Clock
-    from delaytasks.runtime import HasRuntime, Runtime
+if TYPE_CHECKING:
+    from delaytasks.client import DelayTasks
+    from delaytasks.runtime import Runtime
 
 P = ParamSpec("P")
 T = TypeVar("T")
-#: Runs a call as a web framework requires whose connections belong to threads or requests. None
-#: means that the call may run in any thread.
-InFramework = Callable[[Callable[[], Any]], Awaitable[Any] | None]
 _END = object()
 #: The calls that start in one turn. Each takes up to half a millisecond of the loop's thread.
 STARTS_PER_TURN = 8
@@ -74,7 +70,7 @@ def twin(
 class CallGroup:
     """Methods of a `DelayTasks` that share a name of their own, such as `delays.bulk`."""
 
-    def __init__(self, delays: HasRuntime) -> None:
+    def __init__(self, delays: DelayTasks) -> None:
         self._delays = delays
 
     @property
@@ -87,58 +83,39 @@ class CallGroup:
 
 
 class AsyncCalls:
-    """A call runs on the caller's `AsyncSession` or `AsyncConnection`, else in a thread.
+    """Runs a call on the caller's `AsyncSession` or `AsyncConnection`, else in a thread."""
 
-    Parameters
-    ----------
-    threads
-        The pool of threads. It has as many threads as an engine keeps connections, so that
-        concurrent calls do not wait for a connection.
-    clock
-        The clock, which must not be read from the database on the event loop.
-    in_framework
-        Runs a call as a web framework requires, instead of `threads`.
-    current_session
-        Returns the session of `DelayTasks.transaction`, or None.
-    """
-
-    def __init__(
-        self,
-        threads: ThreadPool,
-        clock: Clock,
-        events: Events,
-        in_framework: InFramework,
-        current_session: Callable[[], Any],
-    ) -> None:
-        self._threads = threads
-        self._clock = clock
-        self._events = events
-        self._in_framework = in_framework
-        self._current_session = current_session
-        self._turns = LoopTurns()
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        # As many as an engine keeps connections, so that concurrent calls do not wait for one.
+        self._threads = ThreadPool(runtime.settings.pool_size, "delaytasks-async")
+        self._turns: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopTurns] = WeakKeyDictionary()
 
     async def run(self, method: Callable[..., T], *arguments: Any, **options: Any) -> T:
         """Return the result of a synchronous method."""
-        await self._turns.wait()
+        loop = asyncio.get_running_loop()
+        turns = self._turns.get(loop)
+        if turns is None:
+            turns = self._turns[loop] = LoopTurns()
+        await turns.wait(loop)
         has_session = "session" in options
         session = options.pop("session", None)
         if has_session and session is None:
-            session = self._current_session()
+            session = self._runtime.transactions.current_session()
         call = partial(method, *arguments, **options)
         if session is None:
             return await self._in_thread(call)
         from delaytasks.db.database import run_in_session
 
-        if self._clock.is_due:
-            await self._in_thread(self._clock.certain_now)
+        clock = self._runtime.clock
+        if clock.is_due:  # it must not be read from the database on the event loop
+            await self._in_thread(clock.certain_now)
         return await run_in_session(session, lambda session: call(session=session))
 
     async def iterate(
         self, method: Callable[..., Generator[T, None, None]], *arguments: Any, **options: Any
     ) -> AsyncIterator[T]:
         """Yield the items of a synchronous iterator. Each item is made in a thread."""
-        from asyncio import CancelledError
-
         iterator = await self.run(method, *arguments, **options)
         is_free = Lock()
 
@@ -155,7 +132,7 @@ class AsyncCalls:
         except GeneratorExit:
             await self._in_thread(close)
             raise
-        except CancelledError:
+        except asyncio.CancelledError:
             # A thread still makes the next item. A generator cannot be closed while it runs.
             await self._later(close)
             raise
@@ -165,16 +142,14 @@ class AsyncCalls:
 
     async def _later(self, call: Callable[[], object]) -> None:
         """Run a call in a thread without waiting for it, unless the web framework waits."""
-        in_framework = self._in_framework(call)
+        in_framework = self._runtime.in_framework(call)
         if in_framework is not None:
             await in_framework
         else:
             self._threads.submit(call).add_done_callback(self._report)
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
-        import asyncio
-
-        in_framework = self._in_framework(call)
+        in_framework = self._runtime.in_framework(call)
         if in_framework is not None:
             result: T = await in_framework
             return result
@@ -189,38 +164,24 @@ class AsyncCalls:
         """Log the error of a call whose caller was cancelled and therefore does not receive it."""
         error = None if future.cancelled() else future.exception()
         if error is not None:
-            self._events.emit("async.failed", error=error)
+            self._runtime.events.emit("async.failed", error=error)
 
 
 class LoopTurns:
-    """Lets a few calls start in each turn of a loop.
+    """Lets a few calls start in each turn of an event loop.
 
     An event loop runs all callbacks that are ready before it looks for input. A burst of some
     hundred calls would delay all other callbacks by the sum of their starts.
     """
 
     def __init__(self) -> None:
-        self._loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopTurns] = WeakKeyDictionary()
-
-    async def wait(self) -> None:
-        """Wait until the calling coroutine may start. Calls start in the order in which they were
-        made."""
-        import asyncio  # only programs that use twins need it
-
-        loop = asyncio.get_running_loop()
-        turns = self._loops.get(loop)
-        if turns is None:
-            turns = self._loops[loop] = _LoopTurns()
-        await turns.wait(loop)
-
-
-class _LoopTurns:
-    def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._left = STARTS_PER_TURN
         self._is_counting = False
 
     async def wait(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Wait until the calling coroutine may start. Calls start in the order in which they were
+        made."""
         if not self._is_counting:
             self._is_counting = True
             loop.call_soon(self._next_turn, loop)

@@ -14,7 +14,7 @@ from benchmarks.figures import Target
 from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError
 from delaytasks import DelayTasks
-from delaytasks.recurring.creation import Creation, RecurringTable
+from delaytasks.recurring.creation import create
 from delaytasks.runtime import runtime_of
 
 #: Schedules for each task that is due in a minute: most of them are due daily.
@@ -93,17 +93,13 @@ def _timing(number: int, is_hourly: bool) -> tuple[str, str]:
 def _sweep(delays: DelayTasks, sweeps: int) -> RecurringCost:
     """Sweep at the usual pace. The first sweep arms a whole horizon, and is not measured."""
     runtime = runtime_of(delays)
-    schedules = RecurringTable(runtime.store.database, runtime.store.schema)
-    creation = Creation(
-        delays.settings, schedules, runtime.new_id, runtime.clock, runtime.timer, runtime.events
-    )
     runtime.sweeper.sweep()
     sweeps_s = creation_s = scheduling_s = 0.0
     for _ in range(sweeps):
         time.sleep(PACE_S)
         before, began = _made(delays), time.monotonic()
         if runtime.store.due_schedules.exist(delays.settings.recurring_lead_s):
-            creation.create(lambda: None)  # so that the sweep finds no schedule that is due
+            create(runtime, lambda: None)  # so that the sweep finds no schedule that is due
         created = time.monotonic()
         if count := _made(delays) - before:
             delays.schedule_many([(ours.TAG, {"due": 0}, FAR_S)] * count)

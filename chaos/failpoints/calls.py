@@ -26,6 +26,7 @@ from delaytasks.db import producer
 from delaytasks.db.producer import RowBatch
 from delaytasks.model.clock import to_us
 from delaytasks.model.task import NewTask, OnConflict
+from delaytasks.recurring import recurring
 from delaytasks.runtime import runtime_of
 
 RETRY_SCHEDULE_RUNS = 3
@@ -169,11 +170,13 @@ class FailpointCalls:
                 self._delays.schedule_many(many, on_batch=lambda tasks: record(tasks, "ok"))
 
     def _recur(self) -> None:
-        """Store a schedule with a single occurrence in the next hour."""
+        """Store a schedule with a single occurrence in the next hour, of which a sweep makes the
+        task."""
         time.sleep(self._chance.uniform(0, 0.6))  # so that several sweeps make the tasks
         start = runtime_of(self._delays).clock.now() + timedelta(seconds=self._chance.uniform(1, 2))
         name, body = f"s{now_us()}", {"folder": self._folder, "s": 0, "fails": 0}
-        self._delays.recurring.set(name, RECURRING_TAG, body, every=RECURS_S, start=start)
+        with patch.object(recurring.Change, "with_first_tasks", lambda _, schedule: schedule):
+            self._delays.recurring.set(name, RECURRING_TAG, body, every=RECURS_S, start=start)
 
     def _call_celery_task(self, delay: float) -> int:
         """Call a Celery task, whose id is a number."""

@@ -334,12 +334,7 @@ FAILPOINTS = [
         "recurring",
     ),
     Failpoint(
-        "occurrences armed",
-        "main",
-        "after",
-        ("recurring.creation:Creation.create",),
-        "R1",
-        "recurring",
+        "occurrences armed", "main", "after", ("recurring.creation.create",), "R1", "recurring"
     ),
     # durable Celery tasks
     Failpoint(

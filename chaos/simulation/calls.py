@@ -101,7 +101,7 @@ class SimulatedCalls:
     def _cancel(self, id: int) -> bool:
         cancelled = self._play.tasks.cancel(id)
         if cancelled is not None:
-            self._producer.disarm_after_commit(cancelled, None)
+            self._producer.disarm_after_commit([cancelled], None)
         return cancelled is not None
 
     def _reschedule(self, id: int, due: Any) -> Any:

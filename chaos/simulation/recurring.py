@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from chaos.history import Occurrences
@@ -14,7 +15,7 @@ from chaos.simulation.stage import Play
 from delaytasks.events import Events
 from delaytasks.model.clock import Clock, from_us, to_us
 from delaytasks.model.interfaces import Timer
-from delaytasks.recurring.creation import Creation, RecurringTable
+from delaytasks.recurring.creation import RecurringTable, create
 from delaytasks.recurring.definition import RecurringSchedule
 
 #: The share of plays with a recurring schedule, whose tasks are made up to 46 s ahead.
@@ -37,11 +38,18 @@ def recurring_stage(
     table: Any = _Transactions(
         RecurringTable(store.database, store.schema), play.world, play.hazards
     )
-    creation = Creation(play.settings, table, play.new_id, clock, timer, events)
+    runtime: Any = SimpleNamespace(
+        settings=play.settings,
+        recurring_table=table,
+        new_id=play.new_id,
+        clock=clock,
+        timer=timer,
+        events=events,
+    )
 
     def make(on_step: Callable[[], None]) -> None:
         if play.due_schedules.exist(play.settings.recurring_lead_s):
-            creation.create(on_step)
+            create(runtime, on_step)
 
     return make
 

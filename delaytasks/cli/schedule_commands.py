@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, TypeVar
 
 import click
 
+from delaytasks.cli.beat_imports import SOURCES, import_entries
 from delaytasks.cli.context import Cli, Command, Group, moved_bar, pass_cli
 from delaytasks.cli.output import (
     INSTANT,
@@ -39,7 +40,6 @@ from delaytasks.model.ids import check_id
 from delaytasks.model.inputs import parse_duration, show_timing
 from delaytasks.model.task import NewTask, OnConflict
 from delaytasks.recurring.definition import RecurringSchedule
-from delaytasks.recurring.imports import SOURCES, import_entries
 from delaytasks.recurring.timing import zone_of
 from delaytasks.runtime import runtime_of
 

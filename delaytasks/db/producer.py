@@ -448,17 +448,19 @@ class Producer:
         """Remove the entries of the versions before these from the timer."""
         self._timer.disarm([entry._replace(version=entry.version - 1) for entry in entries])
 
-    def disarm_after_commit(self, task: DelayedTask, transaction: Transaction | None) -> None:
-        """Remove the entry of a task that no longer waits from the timer."""
+    def disarm_after_commit(
+        self, tasks: Sequence[DelayedTask], transaction: Transaction | None
+    ) -> None:
+        """Remove the entries of tasks that no longer wait from the timer."""
 
         def disarm(tasks: Sequence[DelayedTask], is_committed: bool = True) -> None:
             if is_committed:
                 self.disarm_entries([Entry.of(task) for task in tasks])
 
         if transaction is None:
-            disarm([task])
+            disarm(tasks)
         else:
-            transaction.after_commit([task], disarm)
+            transaction.after_commit(tasks, disarm)
 
     def due_of(self, delay: Any, at: datetime | None = None) -> datetime:
         """Return the due time that a delay or an instant means."""

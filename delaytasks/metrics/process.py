@@ -15,7 +15,7 @@ from delaytasks.model.clock import reset_in_child
 from delaytasks.model.run_counts import DURATION_BOUNDS_S, LATENESS_BOUNDS_S, OTHER_TAGS, RunCounts
 
 if TYPE_CHECKING:
-    from delaytasks.runtime import HasRuntime
+    from delaytasks.client import DelayTasks
 
 #: The bounds of the buckets of sweeps.
 SWEEP_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -211,7 +211,7 @@ class ProducerMetrics:
         self._counts: Counter[str] = Counter()
 
     @classmethod
-    def of(cls, delays: HasRuntime) -> ProducerMetrics:
+    def of(cls, delays: DelayTasks) -> ProducerMetrics:
         runtime = delays._runtime
         metrics = cls(runtime.settings.statistics_tags)
         runtime.events.subscribe(metrics)

@@ -15,7 +15,7 @@ from delaytasks.model.errors import ConfigError
 from delaytasks.settings import Address
 
 if TYPE_CHECKING:
-    from delaytasks.runtime import HasRuntime
+    from delaytasks.client import DelayTasks
 
 try:
     from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
@@ -81,7 +81,7 @@ def registry_of(*sources: Source) -> CollectorRegistry:
     return registry
 
 
-def exporter_app(delays: HasRuntime) -> WSGIApp:
+def exporter_app(delays: DelayTasks) -> WSGIApp:
     """Return a WSGI application that answers with the metrics of the database.
 
     Parameters

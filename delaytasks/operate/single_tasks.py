@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from delaytasks.model.celery_calls import CELERY_PREFIX
 from delaytasks.model.clock import monotonic
@@ -26,7 +26,7 @@ from delaytasks.model.inputs import check_key, check_page_limit, check_tag, chec
 from delaytasks.model.interfaces import CallerConnection, Transaction, connection_of
 from delaytasks.model.moves import Status
 from delaytasks.model.retry_schedule import MAX_RETRY_DELAY_S
-from delaytasks.model.task import CancelResult, DelayedTask, Page, TouchResult, id_of
+from delaytasks.model.task import CancelResult, DelayedTask, Page, id_of
 from delaytasks.model.text import last_line, shown
 
 if TYPE_CHECKING:
@@ -42,35 +42,26 @@ GROWTH = 1.5
 TaskReference = DelayedTask | int | tuple[str, str]
 
 
-class NamedTask(NamedTuple):
-    id: int
-    transaction: Transaction | None
-    on: CallerConnection | None
-
-
 @contextmanager
 def named_task(
     runtime: Runtime, task: object, tag: str | None, key: str | None, session: Any
-) -> Iterator[NamedTask]:
-    """Find the task that a call names, in the transaction of the call.
+) -> Iterator[tuple[int, Transaction | None, CallerConnection | None]]:
+    """Yield the id of the task that a call names, the transaction of the call and its connection.
 
     Errors of a driver inside the block become errors of ours.
     """
     name = name_of(task, tag, key)
     with runtime.transactions.guard(session) as transaction:
         on = connection_of(transaction)
-        yield NamedTask(find_id(runtime.store, name, on), transaction, on)
+        yield find_id(runtime.store, name, on), transaction, on
 
 
 def name_of(task: object, tag: str | None, key: str | None) -> TaskReference:
     """Return the checked name that the arguments of a call give."""
     if (task is None) == (key is None) or (key is not None and tag is None):
         raise InvalidInputError("name the task by its id, or by tag= and key=", "task")
-    return (check_tag(tag), check_key(key)) if task is None else id_or_task(task)
-
-
-def id_or_task(task: object) -> int | DelayedTask:
-    """Return `task` itself if it was read, else the id, checked."""
+    if task is None:
+        return check_tag(tag), check_key(key)
     return task if isinstance(task, DelayedTask) else check_id(task)
 
 
@@ -203,33 +194,8 @@ def cancel_task(
         runtime.events.emit("task.cancel_requested", **cancelled.event_fields)
         return CancelResult.requested(cancelled)
     runtime.events.emit("task.cancelled", **cancelled.event_fields)
-    runtime.producer.disarm_after_commit(cancelled, transaction)
+    runtime.producer.disarm_after_commit([cancelled], transaction)
     return CancelResult.cancelled(cancelled)
-
-
-def touch_tasks(
-    runtime: Runtime, task: Any, delay: Delay | None, tag: str | None, key: Any, session: Any
-) -> TouchResult:
-    """Postpone timeouts, as `DelayTasks.touch` explains."""
-    if (task is None) == (key is None) or (tag is None) != (key is None):
-        raise InvalidInputError("name the tasks by their ids, or by tag= and key=", "task")
-    tasks = runtime.store.tasks
-    with runtime.transactions.guard(session) as transaction:
-        due, on = runtime.producer.due_of(delay), connection_of(transaction)
-        if key is None:
-            if not is_several(task):
-                id = id_of(task)
-                return TouchResult.of([id], {id} if tasks.touch(id, due, on) else set())
-            ids = [id_of(each) for each in task]
-            return TouchResult.of(ids, tasks.touch_many(ids, due, on))
-        tag = check_tag(tag)
-        if not is_several(key):  # no other statement looks the key up
-            waits = tasks.touch_key(tag, check_key(key), due, on)
-            return TouchResult.of([key], {key} if waits else set())
-        keys = [check_key(each) for each in key]
-        ids_of_keys = tasks.ids_of_keys(tag, keys, on)
-        touched = tasks.touch_many(ids_of_keys.values(), due, on)
-        return TouchResult.of(keys, {key for key, id in ids_of_keys.items() if id in touched})
 
 
 def is_several(names: Any) -> bool:

@@ -1,4 +1,14 @@
-"""Creates the tasks of recurring schedules in the sweep, one row for each occurrence."""
+"""Creates the tasks of recurring schedules, one row for each occurrence.
+
+The sweep makes the tasks that are due soon (`create`). What defines, changes or resumes a schedule
+makes those of the next `recurring_lead_s` itself (`make_tasks`): the next sweep may come when the
+first of them have passed.
+
+One transaction writes the tasks of some schedules and advances the schedules, so others find either
+both or neither. It locks the schedules and changes them only at the version that it has read. The
+key of a task contains the name and the occurrence, so that an occurrence cannot have two live tasks
+even if an operator sets `next_at` back.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +16,32 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from sqlalchemy import and_, delete, func, insert, null, or_, select, true, update
+from sqlalchemy import ColumnElement, and_, bindparam, delete, func, null, or_, select, true, update
 
 from delaytasks.db.database import Database
-from delaytasks.db.inserts import BulkInsert, Insert, skipping_insert
-from delaytasks.db.row_lists import check_row_count, instant_text, json_rows, listed
+from delaytasks.db.inserts import BulkInsert, Insert, insert_if_absent
+from delaytasks.db.row_lists import by_id, check_row_count, instant_text, json_rows, listed
+from delaytasks.db.rows import columns, moved, task_of
 from delaytasks.db.schema import BODY, Schema
 from delaytasks.db.task_keys import TaskKeys
+from delaytasks.db.types import unindexed
 from delaytasks.events import Events
-from delaytasks.model.body import dump_json
-from delaytasks.model.clock import Clock
+from delaytasks.model.body import dump_json, is_encrypted
 from delaytasks.model.errors import TaskNotFoundError
-from delaytasks.model.interfaces import CallerConnection, Entry, Timer
-from delaytasks.model.moves import LIVE
+from delaytasks.model.filters import batches
+from delaytasks.model.interfaces import CallerConnection, Entry
+from delaytasks.model.moves import LIVE, MOVES, following
 from delaytasks.model.task import DelayedTask
-from delaytasks.recurring.definition import RecurringSchedule, check_readable, task_options
+from delaytasks.recurring.definition import FIELDS, RecurringSchedule, task_options
 from delaytasks.recurring.timing import ONE_SECOND
-from delaytasks.settings import Settings
+
+if TYPE_CHECKING:
+    from delaytasks.runtime import Runtime
 
 # -- Which occurrences of a schedule need a task now. Nothing is read or written here -------------
 
@@ -79,14 +94,6 @@ def plan(schedule: RecurringSchedule, now: datetime, until: datetime, is_last_li
         times.append(next_at)
         next_at = schedule.parsed().after(next_at)
     return Plan(times, next_at, has_missed)
-
-
-def due_of(schedule: RecurringSchedule, at: datetime) -> datetime:
-    """Return the due time of an occurrence, which every process computes alike."""
-    if not schedule.jitter_s:
-        return at
-    share = random.Random(schedule.key_of(at)).random()
-    return at + timedelta(seconds=share * schedule.jitter_s)
 
 
 def _passed(
@@ -143,27 +150,16 @@ def _alone(
 
 
 T = TypeVar("T")
+_COLUMN_OF = {"body_json": "message_body", "headers_json": "headers"}
 #: The columns in the order of the fields of `RecurringSchedule`.
-SCHEDULE_COLUMNS = (
-    "name tag message_body queue priority headers limit_key timing tz start_at jitter_s "
-    "missed most_missed overlap is_declared is_paused next_at last_at last_task_id version "
-    "create_time update_time updated_by id"
-).split()
+SCHEDULE_COLUMNS = [_COLUMN_OF.get(field, field) for field in FIELDS]
+_BODY_AT = FIELDS.index("body_json")
 #: The columns that the sweep does not read. An instant takes longer to read than any other value.
 _UNREAD = ("last_at", "create_time", "update_time")
-_FIELD_OF = {"message_body": "body_json", "headers": "headers_json"}
 #: The values of each row of `advance`.
 _ADVANCED = ("name", "version", "next_at", "last_at", "last_task_id")
-
-
-class Advance(NamedTuple):
-    """The new values of a schedule that a sweep has locked."""
-
-    schedule: RecurringSchedule
-    next_at: datetime | None
-    #: The last occurrence that got a task, and this task's id; None if none got one.
-    last_at: datetime | None
-    last_task_id: int | None
+#: The keys of one statement that cancels tasks.
+MOST_KEYS = 500
 
 
 class RecurringTable:
@@ -180,22 +176,31 @@ class RecurringTable:
         self._insert = Insert(database, r, SCHEDULE_COLUMNS)
         self._keys = TaskKeys(database, schema)
         self._insert_tasks = BulkInsert(database, schema)
-        keys, t = schema.keys, schema.tasks
-        self._owners = select(keys.c.tag, keys.c.task_key, keys.c.task_id).where(
-            listed(database, keys.c.task_key, "task_keys")
-        )
+        k, t = schema.keys, schema.tasks
         new = json_rows(database, ("tag", "task_key", "id"))
-        rows = select(new.c.tag, new.c.task_key, new.c.id)
-        skipping, names = skipping_insert(database), ["tag", "task_key", "task_id"]
-        self._insert_keys = insert(keys).from_select(names, rows)
-        if skipping is not None:
+        self._insert_keys = insert_if_absent(database, k, k.c.task_id).from_select(
+            ["tag", "task_key", "task_id"],
             # Without a condition, SQLite would read ON CONFLICT as that of a join.
-            self._insert_keys = (
-                skipping(keys)
-                .from_select(names, rows.where(true()))
-                .on_conflict_do_nothing()
-                .execution_options(preserve_rowcount=True)
-            )
+            select(new.c.tag, new.c.task_key, new.c.id).where(true()),
+        )
+        has_key = listed(database, k.c.task_key, "task_keys")
+        self._owners = select(k.c.tag, k.c.task_key, k.c.task_id).where(has_key)
+        self._lock_keys = (
+            select(k.c.task_id, k.c.tag, k.c.task_key)
+            .where(k.c.tag == bindparam("tag"), has_key)
+            .order_by(k.c.task_key)
+            .with_for_update()
+        )
+        waits = unindexed(t.c.status).in_([int(status) for status in MOVES["cancel"].sources])
+        lock = select(*columns(schema)).where(listed(database, t.c.id, "ids"), waits)
+        self._lock_waiting = by_id(lock.order_by(t.c.id).with_for_update(), t)
+        w = json_rows(database, ("id", "version"))
+        self._cancel = (
+            update(t)
+            # Without the list, a small table would be scanned.
+            .where(listed(database, t.c.id, "ids"), t.c.id == w.c.id, t.c.version == w.c.version)
+            .values(moved(t, "cancel", cancel_request=None))
+        )
         self._live = select(t.c.id).where(
             listed(database, t.c.id, "ids"), t.c.status.in_([int(status) for status in LIVE])
         )
@@ -250,20 +255,22 @@ class RecurringTable:
         self, on: Any, known: RecurringSchedule, changes: Mapping[str, Any]
     ) -> RecurringSchedule:
         """Change fields of a locked schedule, and return it as it is stored."""
-        values = {_column(field): value for field, value in changes.items()}
-        if changes.keys() & {"body_json", "tag"}:  # an encrypted body is bound to the tag
-            body, tag = changes.get("body_json", known.body_json), changes.get("tag", known.tag)
-            values["message_body"] = self._sealed(body, known.id, tag)
-        r = self._r
-        mine = and_(r.c.name == known.name, r.c.version == known.version)
-        statement = update(r).where(mine).values(**values, version=r.c.version + 1)
-        check_row_count(on.execute(statement).rowcount, 1, _named(known))
+        row = self.values(replace(known, **changes))
+        changed = {_COLUMN_OF.get(field, field) for field in changes}
+        if "tag" in changes:  # an encrypted body is bound to it
+            changed.add("message_body")
+        statement = update(self._r).where(self._is(known))
+        values = {name: row[name] for name in changed}
+        result = on.execute(statement.values(**values, version=self._r.c.version + 1))
+        check_row_count(result.rowcount, 1, f"the recurring schedule {known.name!r}")
         return self.lock(on, known.name)
 
     def delete(self, on: Any, known: RecurringSchedule) -> None:
-        r = self._r
-        mine = and_(r.c.name == known.name, r.c.version == known.version)
-        check_row_count(on.execute(delete(r).where(mine)).rowcount, 1, _named(known))
+        result = on.execute(delete(self._r).where(self._is(known)))
+        check_row_count(result.rowcount, 1, f"the recurring schedule {known.name!r}")
+
+    def _is(self, known: RecurringSchedule) -> ColumnElement[bool]:
+        return and_(self._r.c.name == known.name, self._r.c.version == known.version)
 
     # -- many schedules ---------------------------------------------------------------------------
 
@@ -302,20 +309,22 @@ class RecurringTable:
         query = query.order_by(r.c.next_at, r.c.name).limit(limit).with_for_update()
         return [self._schedule_of(row) for row in on.execute(query).all()]
 
-    def advance(self, on: Any, advances: Sequence[Advance]) -> None:
-        rows = [
-            {
-                "name": each.schedule.name,
-                "version": each.schedule.version,
-                "next_at": self._text(each.next_at),
-                "last_at": self._text(each.last_at),
-                "last_task_id": each.last_task_id,
-            }
-            for each in advances
-        ]
+    def advance(self, on: Any, visits: Sequence[Visit]) -> None:
+        """Store what the visits change in schedules that this transaction has locked."""
+        rows = []
+        for schedule, planned, tasks in visits:
+            last_at, last = tasks[-1] if tasks else (None, None)
+            if last is not None or planned.next_at != schedule.next_at:
+                row = {
+                    "name": schedule.name,
+                    "version": schedule.version,
+                    "next_at": instant_text(self._db, planned.next_at),
+                    "last_at": instant_text(self._db, last_at),
+                    "last_task_id": None if last is None else last.id,
+                }
+                rows.append(row)
         if rows:
-            names = sorted(each.schedule.name for each in advances)
-            values = {"rows": dump_json(rows), "names": names}
+            values = {"rows": dump_json(rows), "names": sorted(str(row["name"]) for row in rows)}
             changed = on.execute(self._advance, values).rowcount
             check_row_count(changed, len(rows), "recurring schedules")
 
@@ -329,62 +338,59 @@ class RecurringTable:
 
     def take_keys(self, on: Any, tasks: Sequence[DelayedTask]) -> set[int]:
         """Insert the keys of new tasks, and return the ids of the tasks whose keys were free."""
-        if tasks and not self._db.can.insert_or_skip:
-            taken = {(tag, key) for tag, key, _ in self._key_rows(on, tasks)}
-            tasks = [task for task in tasks if (task.tag, task.key) not in taken]
         ids = {task.id for task in tasks}
-        if not tasks:
-            return ids
         rows = [{"tag": task.tag, "task_key": task.key, "id": task.id} for task in tasks]
-        inserted = on.execute(self._insert_keys, {"rows": dump_json(rows)}).rowcount
-        if inserted == len(tasks):
-            return ids
-        return ids & {id for _, _, id in self._key_rows(on, tasks)}
-
-    def _key_rows(self, on: Any, tasks: Sequence[DelayedTask]) -> Sequence[Any]:
-        keys = sorted(task.key for task in tasks if task.key is not None)
-        rows: Sequence[Any] = on.execute(self._owners, {"task_keys": keys}).all()
-        return rows
+        if rows:
+            on.execute(self._insert_keys, {"rows": dump_json(rows)})
+            keys = sorted(str(task.key) for task in tasks)
+            ids &= {row.task_id for row in on.execute(self._owners, {"task_keys": keys})}
+        return ids
 
     def write(self, on: Any, tasks: Sequence[DelayedTask]) -> None:
         """Insert tasks that have their keys already."""
         if tasks:
             self._insert_tasks(on, tasks)
 
-    def ids_of_keys(self, on: Any, tag: str, keys: Sequence[str]) -> list[int]:
-        return sorted(self._keys.ids_of(on, tag, keys).values()) if keys else []
+    def cancel_waiting(self, on: Any, tag: str, keys: Sequence[str]) -> list[DelayedTask]:
+        """Cancel the tasks with these keys that wait, and return them. Those that run go on."""
+        cancelled: list[DelayedTask] = []
+        for some in batches(keys, MOST_KEYS):
+            # As in every transaction, keys are locked before tasks.
+            owners = on.execute(self._lock_keys, {"tag": tag, "task_keys": some}).all()
+            ids = sorted(owner.task_id for owner in owners)
+            rows = on.execute(self._lock_waiting, {"ids": ids}).all() if ids else []
+            tasks = [task_of(row, self._schema) for row in rows]
+            if not tasks:
+                continue
+            named = [{"id": task.id, "version": task.version} for task in tasks]
+            waiting = [task.id for task in tasks]
+            changed = on.execute(self._cancel, {"rows": dump_json(named), "ids": waiting}).rowcount
+            check_row_count(changed, len(tasks), "tasks to cancel")
+            self._keys.release_all(on, [owner for owner in owners if owner.task_id in waiting])
+            move = MOVES["cancel"]
+            cancelled += [
+                replace(task, status=move.target, version=following(task.version)) for task in tasks
+            ]
+        return cancelled
 
     # -- rows -------------------------------------------------------------------------------------
 
     def _schedule_of(self, row: Any) -> RecurringSchedule:
-        values = list(row)
-        values[2] = self._read(values[2], row.id, row.tag)
+        values, cipher = list(row), self._schema.cipher
+        if cipher is not None:
+            values[_BODY_AT] = cipher.read(values[_BODY_AT], BODY, row.id, row.tag)
         return RecurringSchedule(*values)
 
     def values(self, schedule: RecurringSchedule) -> dict[str, Any]:
         """Return the row of a schedule by column."""
-        values = {name: getattr(schedule, _FIELD_OF.get(name, name)) for name in SCHEDULE_COLUMNS}
-        values["message_body"] = self._sealed(schedule.body_json, schedule.id, schedule.tag)
+        values = {_COLUMN_OF.get(field, field): getattr(schedule, field) for field in FIELDS}
+        if (cipher := self._schema.cipher) is not None:
+            text = cipher.seal(schedule.body_json, BODY, schedule.id, schedule.tag)
+            values["message_body"] = text
         return values
 
-    def _read(self, text: str, id: int, tag: str) -> str:
-        cipher = self._schema.cipher
-        return text if cipher is None else cipher.read(text, BODY, id, tag)
 
-    def _sealed(self, text: str, id: int, tag: str) -> str:
-        cipher = self._schema.cipher
-        return text if cipher is None else cipher.seal(text, BODY, id, tag)
-
-    def _text(self, instant: datetime | None) -> str | None:
-        return instant_text(self._db, instant)
-
-
-def _column(field: str) -> str:
-    return next((column for column, named in _FIELD_OF.items() if named == field), field)
-
-
-def _named(schedule: RecurringSchedule) -> str:
-    return f"the recurring schedule {schedule.name!r}"
+# -- Make the tasks -------------------------------------------------------------------------------
 
 
 #: Schedules in one transaction, and the tasks after which it takes no further schedule.
@@ -397,140 +403,122 @@ SLACK_S = 1.0
 
 
 class Visit(NamedTuple):
-    """The work of a sweep for one schedule."""
+    """The work for one schedule."""
 
     schedule: RecurringSchedule
     plan: Plan
     #: The occurrences that get a task, and these tasks.
     tasks: Sequence[tuple[datetime, DelayedTask]]
 
-    @property
-    def advance(self) -> Advance | None:
-        """The new values of the schedule; None if nothing has changed."""
-        last_at, last = self.tasks[-1] if self.tasks else (None, None)
-        if last is None and self.plan.next_at == self.schedule.next_at:
-            return None
-        return Advance(self.schedule, self.plan.next_at, last_at, None if last is None else last.id)
 
-
-class Creation:
-    """Makes the tasks of recurring schedules.
-
-    One transaction writes the tasks of a batch of schedules and advances the schedules. Another
-    sweeper therefore finds either both or neither. The transaction locks the schedules and changes
-    them only at the version that it has read. The key of a task contains the name and the
-    occurrence, so that an occurrence cannot have two live tasks even if an operator sets `next_at`
-    back.
-    """
-
-    def __init__(
-        self,
-        settings: Settings,
-        table: RecurringTable,
-        new_id: Callable[[], int],
-        clock: Clock,
-        timer: Timer,
-        events: Events,
-    ) -> None:
-        self._table = table
-        self._new_id = new_id
-        self._clock = clock
-        self._timer = timer
-        self._events = events
-        self._ahead = timedelta(seconds=settings.recurring_lead_s) + AHEAD
-        self._horizon_s = math.inf if settings.horizon_s is None else settings.horizon_s
-
-    def create(self, on_step: Callable[[], None]) -> None:
-        """Make the tasks that are due soon. `on_step` is called after each batch."""
-        last: RecurringSchedule | None = None
-        while True:
-            write = partial(self._write_batch, self._clock.certain_now(), last)
-            visits, last = self._table.transaction(write)
-            on_step()
-            self._report(visits)
-            self._arm([task for visit in visits for _, task in visit.tasks])
-            if last is None:
-                return
-
-    def _write_batch(
-        self, now: datetime, after: RecurringSchedule | None, on: Any
-    ) -> tuple[Sequence[Visit], RecurringSchedule | None]:
-        """Return the visits, and the last schedule that was read; None after the last batch."""
-        found = self._table.due(on, now + self._ahead, after, BATCH_SCHEDULES)
-        last = found[-1] if len(found) == BATCH_SCHEDULES else None
-        alone = [each for each in found if each.overlap == "skip"]
-        live = self._table.live(on, [each.last_task_id for each in alone if each.last_task_id])
-        visits: list[Visit] = []
-        tasks = 0
-        for each in found:
-            visit = self._visit(each, now, each.last_task_id in live)
-            if visit is not None:
-                visits.append(visit)
-                tasks += len(visit.tasks)
-            if tasks >= BATCH_TASKS and each is not found[-1]:
-                last = each  # after an outage, each schedule may have many missed occurrences
-                break
-        visits = self._with_keys(on, visits)
-        self._table.write(on, [task for visit in visits for _, task in visit.tasks])
-        self._table.advance(on, [advance for visit in visits if (advance := visit.advance)])
-        return visits, last
-
-    def _visit(
-        self, schedule: RecurringSchedule, now: datetime, is_last_live: bool
-    ) -> Visit | None:
-        """Plan the work for a schedule. A schedule that cannot be read stops no other one."""
-        try:
-            check_readable(schedule)
-            planned = plan(schedule, now, now + self._ahead, is_last_live)
-        except Exception as error:
-            self._events.emit("recurring.failed", schedule=schedule.name, error=error)
-            return None
-        tasks = [
-            (at, task_of(schedule, at, due_of(schedule, at), self._new_id(), now))
-            for at in planned.times
-        ]
-        return Visit(schedule, planned, tasks)
-
-    def _with_keys(self, on: Any, visits: list[Visit]) -> list[Visit]:
-        """Take the keys of the tasks, and leave out the occurrences that have a live task."""
-        tasks = [task for visit in visits for _, task in visit.tasks]
-        free = self._table.take_keys(on, tasks)
-        if len(free) == len(tasks):
-            return visits
-        return [
-            visit._replace(tasks=[each for each in visit.tasks if each[1].id in free])
-            for visit in visits
-        ]
-
-    def _report(self, visits: Sequence[Visit]) -> None:
-        created = sum(len(visit.tasks) for visit in visits)
-        if created:
-            self._events.emit("recurring.created", count=created)
-        for schedule, planned, _ in visits:
-            if planned.has_missed:
-                self._events.emit(
-                    "recurring.missed",
-                    schedule=schedule.name,
-                    since=str(schedule.next_at),
-                    policy=schedule.missed,
-                )
-            if planned.has_overlapped:
-                self._events.emit(
-                    "recurring.overlapped", schedule=schedule.name, at=str(schedule.next_at)
-                )
-
-    def _arm(self, tasks: Sequence[DelayedTask]) -> None:
-        """Arm the tasks that the sweep may have passed. The next sweeps arm all later ones."""
-        until_us = self._clock.now_us() + (self._horizon_s + SLACK_S) * 1e6
-        near = [entry for entry in map(Entry.of, tasks) if entry.due_us <= until_us]
+def create(runtime: Runtime, on_step: Callable[[], None]) -> None:
+    """Make the tasks of all schedules that are due soon. `on_step` is called after each batch."""
+    last: RecurringSchedule | None = None
+    while True:
+        work = partial(_create_batch, runtime, runtime.clock.certain_now(), last)
+        visits, last = runtime.recurring_table.transaction(work)
+        on_step()
+        report(runtime.events, visits)
+        # Arm the tasks that the sweep may have passed. The next sweeps arm all later ones.
+        horizon_s = runtime.settings.horizon_s
+        reach_s = math.inf if horizon_s is None else horizon_s + SLACK_S
+        until_us = runtime.clock.now_us() + reach_s * 1e6
+        entries = [Entry.of(task) for visit in visits for _, task in visit.tasks]
+        near = [entry for entry in entries if entry.due_us <= until_us]
         if near:
-            self._timer.arm(near)
+            runtime.timer.arm(near)
+        if last is None:
+            return
 
 
-def task_of(
+def _create_batch(
+    runtime: Runtime, now: datetime, after: RecurringSchedule | None, on: Any
+) -> tuple[list[Visit], RecurringSchedule | None]:
+    """Return the visits, and the last schedule that was read; None after the last batch."""
+    until = now + timedelta(seconds=runtime.settings.recurring_lead_s) + AHEAD
+    found = runtime.recurring_table.due(on, until, after, BATCH_SCHEDULES)
+    visits, visited = make_tasks(runtime, on, found, now, until)
+    last = None if visited == len(found) < BATCH_SCHEDULES else found[visited - 1]
+    return visits, last
+
+
+def make_tasks(
+    runtime: Runtime,
+    on: Any,
+    schedules: Sequence[RecurringSchedule],
+    now: datetime,
+    until: datetime,
+) -> tuple[list[Visit], int]:
+    """Write the tasks of locked schedules up to `until`, and advance the schedules.
+
+    Return the visits, and how many schedules were looked at: after an outage, each may have many
+    missed occurrences, and the others come in the next batch.
+    """
+    table = runtime.recurring_table
+    alone = [each.last_task_id for each in schedules if each.overlap == "skip"]
+    live = table.live(on, [id for id in alone if id])
+    visits: list[Visit] = []
+    visited = tasks = 0
+    for each in schedules:
+        if tasks >= BATCH_TASKS:
+            break
+        visit = _visit(runtime, each, now, until, each.last_task_id in live)
+        visited += 1
+        if visit is not None:
+            visits.append(visit)
+            tasks += len(visit.tasks)
+    free = table.take_keys(on, [task for visit in visits for _, task in visit.tasks])
+    # An occurrence that has a live task gets no second one.
+    visits = [
+        visit._replace(tasks=[each for each in visit.tasks if each[1].id in free])
+        for visit in visits
+    ]
+    table.write(on, [task for visit in visits for _, task in visit.tasks])
+    table.advance(on, visits)
+    return visits, visited
+
+
+def _visit(
+    runtime: Runtime,
+    schedule: RecurringSchedule,
+    now: datetime,
+    until: datetime,
+    is_last_live: bool,
+) -> Visit | None:
+    """Plan the work for a schedule. A schedule that cannot be read stops no other one."""
+    try:
+        if is_encrypted(schedule.body_json):
+            _ = schedule.body  # raises the error that no key of this process decrypts it
+        planned = plan(schedule, now, until, is_last_live)
+    except Exception as error:
+        runtime.events.emit("recurring.failed", schedule=schedule.name, error=error)
+        return None
+    tasks = []
+    for at in planned.times:
+        # With jitter the task is due later, at a time that every process computes alike.
+        share = random.Random(schedule.key_of(at)).random() if schedule.jitter_s else 0
+        due = at + timedelta(seconds=share * schedule.jitter_s)
+        tasks.append((at, new_task(schedule, at, due, runtime.new_id(), now)))
+    return Visit(schedule, planned, tasks)
+
+
+def report(events: Events, visits: Sequence[Visit]) -> None:
+    """Emit the events of visits that are committed."""
+    created = sum(len(visit.tasks) for visit in visits)
+    if created:
+        events.emit("recurring.created", count=created)
+    for schedule, planned, _ in visits:
+        name, at = schedule.name, str(schedule.next_at)
+        if planned.has_missed:
+            events.emit("recurring.missed", schedule=name, since=at, policy=schedule.missed)
+        if planned.has_overlapped:
+            events.emit("recurring.overlapped", schedule=name, at=at)
+
+
+def new_task(
     schedule: RecurringSchedule, at: datetime, due: datetime, id: int, now: datetime
 ) -> DelayedTask:
-    """Return a new task of an occurrence, due then or, with jitter, later."""
+    """Return a new task of an occurrence."""
     headers_json, meta_json = task_options(schedule)
     return DelayedTask(
         id=id,

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields
 from datetime import datetime, timedelta
 from itertools import islice
-from typing import Any, Literal, NamedTuple, TypedDict, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, get_args
 from zoneinfo import ZoneInfo
 
 from delaytasks.db.schema import TIMING_LENGTH
 from delaytasks.model.body import decoded, is_encrypted, placeholder
-from delaytasks.model.celery_calls import CELERY_PREFIX, celery_tag
+from delaytasks.model.celery_calls import celery_tag
 from delaytasks.model.clock import LATEST
 from delaytasks.model.errors import InvalidInputError
 from delaytasks.model.inputs import (
@@ -28,7 +28,6 @@ from delaytasks.model.text import shown
 from delaytasks.recurring.timing import (
     ANY_START,
     EVERY,
-    FoundTiming,
     Timing,
     interval_text,
     parse_timing,
@@ -36,18 +35,14 @@ from delaytasks.recurring.timing import (
 )
 from delaytasks.registry import Registry
 
+if TYPE_CHECKING:
+    from delaytasks.runtime import Runtime
+
 # -- A recurring schedule as callers and the sweep read it ----------------------------------------
 
 
 Missed = Literal["latest", "skip", "all"]
 Overlap = Literal["allow", "skip"]
-#: The fields that callers define. The other fields of a schedule change while it recurs.
-DEFINED = (
-    "tag body_json queue priority headers_json limit_key timing tz jitter_s missed "
-    "most_missed overlap"
-).split()
-
-
 #: The name of the meta in the headers of a schedule, which has no column for it.
 META = "meta"
 
@@ -55,6 +50,9 @@ META = "meta"
 @dataclass(frozen=True, slots=True)
 class RecurringSchedule:
     """A row of `yb_delay_recurring` as it was when it was read.
+
+    The fields are listed here only. Those without a default are what callers define; the others
+    change while the schedule recurs.
 
     Attributes
     ----------
@@ -156,37 +154,50 @@ class RecurringSchedule:
         shown = at.isoformat(timespec="milliseconds" if at.microsecond else "seconds")
         return f"{self.name}@{shown.removesuffix('+00:00')}Z"
 
+    @property
+    def is_interval(self) -> bool:
+        return self.timing.startswith(f"{EVERY} ")
+
+    def start(self, now: datetime) -> datetime | None:
+        """Return the start of a new schedule: an interval without one starts now."""
+        if self.start_at is None and self.is_interval:
+            return now.replace(microsecond=0)
+        return self.start_at
+
+    def changes_to(self, new: RecurringSchedule) -> dict[str, Any]:
+        """Return the fields, with their new values, in which the definition `new` differs.
+
+        An interval without a start keeps its own.
+        """
+        changes = {
+            name: getattr(new, name)
+            for name in DEFINED
+            if getattr(self, name) != getattr(new, name)
+        }
+        if new.start_at is None and new.is_interval:
+            changes.pop("start_at", None)
+        return changes
+
     def as_json(self) -> dict[str, Any]:
         """Return the schedule as a JSON document.
 
         A body that no key of this process decrypts is replaced by a text that says so.
         """
-        instants = "start_at next_at last_at create_time update_time".split()
-        document = {field: getattr(self, field) for field in self.__slots__}
+        document = {name: _json_value(getattr(self, name)) for name in self.__slots__}
         text = document.pop("body_json")
         document["headers_json"], _ = task_options(self)
         document["meta"] = self.meta
         document["body"] = placeholder(text) if is_encrypted(text) else self.body
-        for field in instants:
-            document[field] = None if document[field] is None else document[field].isoformat()
         return document
 
 
-def is_same_definition(known: RecurringSchedule, new: RecurringSchedule) -> bool:
-    """Return whether `new`, which is not stored yet, has the definition of `known`."""
-    return has_same_start(known, new) and all(getattr(known, f) == getattr(new, f) for f in DEFINED)
+FIELDS = [field.name for field in fields(RecurringSchedule)]
+#: The fields that callers define, except the name.
+DEFINED = [field.name for field in fields(RecurringSchedule) if field.default is MISSING][1:]
 
 
-def has_same_start(known: RecurringSchedule, new: RecurringSchedule) -> bool:
-    """Return whether `new` starts as `known`. An interval without a start keeps its own."""
-    keeps_start = new.start_at is None and new.timing.startswith(f"{EVERY} ")
-    return keeps_start or new.start_at == known.start_at
-
-
-def check_readable(schedule: RecurringSchedule) -> None:
-    """Raise `BodyEncryptedError` if no key of this process decrypts the body."""
-    if is_encrypted(schedule.body_json):
-        decoded(schedule.body_json, f"the body of the recurring schedule {schedule.name!r}")
+def _json_value(value: Any) -> Any:
+    return value.isoformat() if isinstance(value, datetime) else value
 
 
 def task_options(schedule: RecurringSchedule) -> tuple[str | None, str | None]:
@@ -201,7 +212,7 @@ def task_options(schedule: RecurringSchedule) -> tuple[str | None, str | None]:
     return _compact(headers), _compact(meta)
 
 
-def headers_with_meta(headers_json: str | None, meta_json: str | None) -> str | None:
+def _headers_with_meta(headers_json: str | None, meta_json: str | None) -> str | None:
     """Return the headers of a schedule whose tasks have these headers and this meta."""
     if meta_json is None:
         return headers_json
@@ -210,6 +221,9 @@ def headers_with_meta(headers_json: str | None, meta_json: str | None) -> str | 
 
 def _compact(document: Any) -> str | None:
     return json.dumps(document, separators=(",", ":")) if document else None
+
+
+# -- What callers and decorators define -----------------------------------------------------------
 
 
 MAX_JITTER_S = 86_400.0
@@ -236,19 +250,10 @@ class RecurringOptions(TypedDict, total=False):
     body_version: int | None
 
 
-class Recurrence(TypedDict):
-    """The fields of a schedule that say when its tasks recur."""
-
-    timing: str
-    tz: str
-    start_at: datetime | None
-    jitter_s: float
-    missed: Missed
-    most_missed: int
-    overlap: Overlap
-
-
+#: The options of each task, as `schedule_delay` has them.
 _OF_TASKS = ("queue", "priority", "retries", "max_late", "limit_key", "meta", "body_version")
+#: The values of the options that are one of several words.
+_WORDS = {"missed": get_args(Missed), "overlap": get_args(Overlap)}
 
 
 class Definition(NamedTuple):
@@ -261,56 +266,85 @@ class Definition(NamedTuple):
     cron: Any
     options: RecurringOptions
 
-    def checked(
-        self, build: Callable[[NewTask], DelayedTask], default_tz: str
-    ) -> RecurringSchedule:
-        """Return the schedule, which is not stored yet.
-
-        Parameters
-        ----------
-        build
-            Checks a task and returns it, as for `schedule_delay`.
-        default_tz
-            The time zone of a cron expression without one.
-        """
-        name, recurrence = check_schedule_name(self.name), self.recurrence(default_tz)
-        task = build(_new_task(self.tag, self.body, self.options))
+    def checked(self, runtime: Runtime) -> RecurringSchedule:
+        """Return the schedule, which is not stored yet. Its tasks are checked as new ones are."""
+        options: Any = self.options
+        name = check_schedule_name(self.name)
+        recurrence = recurrence_of(self.cron, options, default_tz(runtime))
+        given = {name: options[name] for name in _OF_TASKS if name in options}
+        [task] = runtime.producer.build([NewTask(self.tag, self.body, 0, **given)], "reject")
         return RecurringSchedule(
             name=name,
             tag=task.tag,
             body_json=task.body_json,
             queue=task.queue,
             priority=task.priority,
-            headers_json=headers_with_meta(task.headers_json, task.meta_json),
+            headers_json=_headers_with_meta(task.headers_json, task.meta_json),
             limit_key=task.limit_key,
             **recurrence,
         )
 
-    def recurrence(self, default_tz: str) -> Recurrence:
-        """Return the checked options that say when tasks recur."""
-        options = self.options
-        unknown = options.keys() - RecurringOptions.__annotations__.keys()
-        if unknown:
-            known = ", ".join(["cron", *RecurringOptions.__annotations__])
-            raise TypeError(
-                f"a recurring schedule has no option {', '.join(sorted(unknown))} (known: {known})"
-            )
-        timing, own_tz = _timing(self.cron, options.get("every"))
-        tz, start = str(options.get("tz") or own_tz or default_tz), options.get("start")
-        start_at = None if start is None else check_instant(start, "start").replace(microsecond=0)
-        parse_timing(timing, tz, start_at or ANY_START)  # raises the error of a wrong timing
-        return {
-            "timing": timing,
-            "tz": tz,
-            "start_at": start_at,
-            "jitter_s": check_wait(options.get("jitter", 0), MAX_JITTER_S, "jitter"),
-            "missed": cast(Missed, _one_of("missed", options.get("missed", "latest"), Missed)),
-            "most_missed": _most_missed(options.get("most_missed", DEFAULT_MISSED)),
-            "overlap": cast(Overlap, _one_of("overlap", options.get("overlap", "allow"), Overlap)),
-        }
+
+def default_tz(runtime: Runtime) -> str:
+    """Return the time zone of cron expressions without one."""
+    return str(runtime.celery.conf.timezone or "UTC")
 
 
-def options_of(schedule: RecurringSchedule, tag: str, body: Any) -> RecurringOptions:
+def recurrence_of(cron: Any, options: RecurringOptions, default_tz: str) -> dict[str, Any]:
+    """Return the fields that say when tasks recur, checked."""
+    unknown = options.keys() - RecurringOptions.__annotations__.keys()
+    if unknown:
+        known = ", ".join(["cron", *RecurringOptions.__annotations__])
+        raise TypeError(
+            f"a recurring schedule has no option {', '.join(sorted(unknown))} (known: {known})"
+        )
+    timing, own_tz = _timing(cron, options.get("every"))
+    tz, start = str(options.get("tz") or own_tz or default_tz), options.get("start")
+    start_at = None if start is None else check_instant(start, "start").replace(microsecond=0)
+    parse_timing(timing, tz, start_at or ANY_START)  # raises the error of a wrong timing
+    words = {"missed": options.get("missed", "latest"), "overlap": options.get("overlap", "allow")}
+    for name, word in words.items():
+        if word not in _WORDS[name]:
+            allowed = ", ".join(map(repr, _WORDS[name]))
+            raise InvalidInputError(f"{name} is one of {allowed}, not {shown(word)}", name)
+    most_missed = options.get("most_missed", DEFAULT_MISSED)
+    if not is_integer(most_missed, 1, MAX_MISSED):
+        raise InvalidInputError(
+            f"most_missed is a number from 1 to {MAX_MISSED}, not {shown(most_missed)}",
+            "most_missed",
+        )
+    return {
+        "timing": timing,
+        "tz": tz,
+        "start_at": start_at,
+        "jitter_s": check_wait(options.get("jitter", 0), MAX_JITTER_S, "jitter"),
+        "most_missed": most_missed,
+        **words,
+    }
+
+
+def _timing(cron: object, every: Any) -> tuple[str, str | None]:
+    """Return the text of a timing, and the time zone that a schedule of Celery has itself."""
+    if (cron is None) == (every is None):
+        raise InvalidInputError(
+            "say when the task recurs: give a cron expression (cron) or an interval (every), one "
+            "of the two",
+            "cron",
+        )
+    if every is not None:
+        return interval_text(every), None
+    if not isinstance(cron, str):
+        return timing_of(cron)
+    text = " ".join(cron.split())
+    if len(text) > TIMING_LENGTH:
+        raise InvalidInputError(f"a cron expression has at most {TIMING_LENGTH} characters", "cron")
+    return text, None
+
+
+# -- The stored definition as the options of a form -----------------------------------------------
+
+
+def options_of(schedule: RecurringSchedule, tag: str, body: Any) -> dict[str, Any]:
     """Return the options of a stored schedule except its timing, for a form that changes some.
 
     The body's version is kept if the form changes neither the tag nor the body.
@@ -319,18 +353,12 @@ def options_of(schedule: RecurringSchedule, tag: str, body: Any) -> RecurringOpt
     headers_json, _ = task_options(schedule)
     task = DelayedTask(0, schedule.tag, "", ANY_START, headers_json=headers_json)
     is_same_body = tag == schedule.tag and body == schedule.body
-    return {
-        "tz": schedule.tz,
+    alike = RecurringOptions.__annotations__.keys() & set(FIELDS)
+    return {name: getattr(schedule, name) for name in alike} | {
         "start": schedule.start_at,
         "jitter": schedule.jitter_s,
-        "missed": schedule.missed,
-        "most_missed": schedule.most_missed,
-        "overlap": schedule.overlap,
-        "queue": schedule.queue,
-        "priority": schedule.priority,
         "retries": task.retry_schedule,
         "max_late": task.max_late_s,
-        "limit_key": schedule.limit_key,
         "meta": schedule.meta or None,
         "body_version": task.body_version if is_same_body else None,
     }
@@ -343,56 +371,7 @@ def timing_options(timing: str) -> dict[str, str]:
     return {"cron": text} if interval == text else {"every": interval}
 
 
-def started(schedule: RecurringSchedule, now: datetime) -> datetime | None:
-    """Return the start of a new schedule: an interval without one starts now."""
-    if schedule.start_at is None and schedule.timing.startswith(f"{EVERY} "):
-        return now.replace(microsecond=0)
-    return schedule.start_at
-
-
-def _timing(cron: object, every: Any) -> FoundTiming:
-    if (cron is None) == (every is None):
-        raise InvalidInputError(
-            "say when the task recurs: give a cron expression (cron) or an interval (every), one "
-            "of the two",
-            "cron",
-        )
-    if every is not None:
-        return FoundTiming(interval_text(every))
-    if not isinstance(cron, str):
-        return timing_of(cron)
-    text = " ".join(cron.split())
-    if len(text) > TIMING_LENGTH:
-        raise InvalidInputError(f"a cron expression has at most {TIMING_LENGTH} characters", "cron")
-    return FoundTiming(text)
-
-
-def _new_task(tag: str, body: Any, options: RecurringOptions) -> NewTask:
-    given: dict[str, Any] = {name: options[name] for name in _OF_TASKS if name in options}  # type: ignore[literal-required]
-    return NewTask(tag, body, 0, **given)
-
-
-def _one_of(name: str, value: object, kind: Any) -> str:
-    allowed = get_args(kind)
-    if value not in allowed:
-        raise InvalidInputError(
-            f"{name} is one of {', '.join(map(repr, allowed))}, not {shown(value)}", name
-        )
-    return str(value)
-
-
-def _most_missed(number: object) -> int:
-    if not is_integer(number, 1, MAX_MISSED):
-        raise InvalidInputError(
-            f"most_missed is a number from 1 to {MAX_MISSED}, not {shown(number)}", "most_missed"
-        )
-    return number
-
-
 # -- The targets of schedules: the tasks of a tag, or a Celery task -------------------------------
-
-# Each target is a tag and a body. This is the only module that knows how a Celery task becomes
-# one.
 
 
 #: The fields in the body of a schedule of a Celery task.
@@ -400,37 +379,45 @@ CALL_FIELDS = ("args", "kwargs", "options")
 _OWN_TIMES = {"countdown", "eta"}
 
 
-class RecurringTarget(NamedTuple):
-    tag: str
-    body: Any
-    #: The name of a schedule for which the caller gives none.
-    name: str
-
-
-def target_of(target: Any, body: Any, registry: Registry) -> RecurringTarget | None:
-    """Return the target that a caller names, or None if it is no tag, processor or Celery task.
+def definition_of(
+    registry: Registry,
+    target: Any,
+    name: str | None,
+    body: Any,
+    cron: Any,
+    options: RecurringOptions,
+) -> Definition:
+    """Return the definition of a schedule by what a caller names as its target.
 
     Parameters
     ----------
     target
         A tag, a processor, or a Celery task.
+    name
+        The name; None means the tag, or the name of the Celery task.
     body
         The body of each task; for a Celery task None, or a mapping with `args`, `kwargs` and
         `options` of `apply_async`.
     """
     tag = target if isinstance(target, str) else getattr(target, "tag", None)
-    if isinstance(tag, str):
-        return RecurringTarget(tag, body, tag)
-    if callable(getattr(target, "apply_async", None)):
-        return call_of(target.name, {} if body is None else body)
-    for processor in registry:
-        if processor.function is target:
-            return RecurringTarget(processor.tag, body, processor.tag)
-    return None
+    own_name = tag
+    if not isinstance(tag, str) and callable(getattr(target, "apply_async", None)):
+        own_name = target.name
+        tag, body = celery_call(target.name, {} if body is None else body)
+    elif not isinstance(tag, str):
+        own_name = tag = next((each.tag for each in registry if each.function is target), None)
+    if tag is None:
+        raise TypeError(
+            f"{getattr(target, '__qualname__', target)!s} is no processor and no Celery task: "
+            "write @delays.recurring(...) above the decorator that makes it one"
+        )
+    chosen = check_schedule_name(own_name if name is None else name)
+    return Definition(chosen, tag, body, cron, options)
 
 
-def call_of(task: str, call: Any) -> RecurringTarget:
-    """Return the target that sends a Celery task, with the `args`, `kwargs` and `options`."""
+def celery_call(task: str, call: Any) -> tuple[str, dict[str, Any]]:
+    """Return the tag and the body of rows that send a Celery task with `args`, `kwargs` and
+    `options`."""
     if not isinstance(call, Mapping) or not call.keys() <= set(CALL_FIELDS):
         raise InvalidInputError(
             f"the body of a recurring Celery task has {', '.join(CALL_FIELDS)}, not {shown(call)}",
@@ -442,11 +429,4 @@ def call_of(task: str, call: Any) -> RecurringTarget:
             "schedule says when it is due",
             "body",
         )
-    return RecurringTarget(celery_tag(task), {"task": task, **call}, task)
-
-
-def is_known(schedule: RecurringSchedule, registry: Registry, celery_tasks: Container[str]) -> bool:
-    """Return whether the code of this process has the processor or the Celery task."""
-    if schedule.tag.startswith(CELERY_PREFIX):
-        return schedule.body["task"] in celery_tasks
-    return registry.get(schedule.tag) is not None
+    return celery_tag(task), {"task": task, **call}

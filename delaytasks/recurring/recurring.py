@@ -8,44 +8,32 @@ declares. A pause belongs to the operator and stays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from celery.local import PromiseProxy
 
-from delaytasks.model.errors import (
-    ConfigError,
-    InvalidInputError,
-    TaskNotFoundError,
-    TaskStateError,
-)
+from delaytasks.model.celery_calls import CELERY_PREFIX
+from delaytasks.model.errors import ConfigError, InvalidInputError, TaskNotFoundError
 from delaytasks.model.inputs import actor_of, check_page_limit, check_schedule_name, check_tag
-from delaytasks.model.interfaces import CallerConnection
-from delaytasks.model.task import DelayedTask, NewTask
-from delaytasks.recurring.creation import task_of
+from delaytasks.model.task import DelayedTask
+from delaytasks.recurring.creation import Visit, make_tasks, new_task, report
 from delaytasks.recurring.definition import (
-    DEFINED,
     Definition,
     RecurringOptions,
     RecurringSchedule,
-    RecurringTarget,
-    has_same_start,
-    is_known,
-    is_same_definition,
-    started,
-    target_of,
+    definition_of,
+    recurrence_of,
 )
 from delaytasks.twins import CallGroup, twin
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from delaytasks.model.task import DelayedTask
-    from delaytasks.recurring.definition import RecurringSchedule
     from delaytasks.runtime import Runtime
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -116,14 +104,15 @@ class Recurring(CallGroup):
 
         def declare(function: F) -> F:
             # An error is raised where the code has the wrong option or the wrong object.
-            Definition("", "", None, cron, options).recurrence("UTC")
-            make = partial(self._definition, function, name, body, cron, options)
+            recurrence_of(cron, options, "UTC")
+            registry = self._delays._registry
+            make = partial(definition_of, registry, function, name, body, cron, options)
             if isinstance(function, PromiseProxy) and not function.__evaluated__():
                 # A Celery task of an app that is not finalized yet: its name is unknown.
-                self._delays._registry.schedules.append(make)
-                return function
-            made = make()
-            self._delays._registry.schedules.append(lambda: made)
+                registry.schedules.append(make)
+            else:
+                made = make()
+                registry.schedules.append(lambda: made)
             return function
 
         return declare
@@ -202,8 +191,8 @@ class Recurring(CallGroup):
         ...     "report-acme", "report.send", {"tenant": "acme"}, cron="0 9 * * *", tz="Asia/Tokyo"
         ... )
         """
-        runtime = self._runtime
-        new = checked(runtime, self._definition(tag, name, body, cron, options))
+        runtime, registry = self._runtime, self._delays._registry
+        new = definition_of(registry, tag, name, body, cron, options).checked(runtime)
         return put(runtime, new, session, actor)
 
     aset = twin(set)
@@ -268,16 +257,14 @@ class Recurring(CallGroup):
         >>> delays.recurring.pause("report-acme").is_paused
         True
         """
-        runtime = self._runtime
 
-        def work(on: Any, known: RecurringSchedule, now: datetime) -> Change:
+        def work(change: Change, known: RecurringSchedule) -> RecurringSchedule:
             if known.is_paused:
-                return Change(known)
-            cancelled = _cancel_waiting(runtime, on, known, now)
-            changes = {"is_paused": True, "next_at": None}
-            return Change(runtime.recurring_table.update(on, known, changes), "paused", cancelled)
+                return known
+            change.cancel_waiting(known)
+            return change.update("paused", known, {"is_paused": True, "next_at": None})
 
-        return _change_known(runtime, name, work, session, actor)
+        return _change(self._runtime, name, work, session, actor)
 
     apause = twin(pause)
 
@@ -306,15 +293,15 @@ class Recurring(CallGroup):
         >>> delays.recurring.resume("report-acme").next_at
         datetime.datetime(2026, 11, 25, 0, 0, tzinfo=datetime.timezone.utc)
         """
-        runtime = self._runtime
 
-        def work(on: Any, known: RecurringSchedule, now: datetime) -> Change:
+        def work(change: Change, known: RecurringSchedule) -> RecurringSchedule:
             if not known.is_paused:
-                return Change(known)
-            changes = {"is_paused": False, "next_at": known.parsed().after(now)}
-            return Change(runtime.recurring_table.update(on, known, changes), "resumed")
+                return known
+            next_at = known.parsed().after(change.now)
+            resumed = change.update("resumed", known, {"is_paused": False, "next_at": next_at})
+            return change.with_first_tasks(resumed)
 
-        return _change_known(runtime, name, work, session, actor)
+        return _change(self._runtime, name, work, session, actor)
 
     aresume = twin(resume)
 
@@ -343,25 +330,24 @@ class Recurring(CallGroup):
         >>> delays.recurring.schedule_now("report-acme").key
         'report-acme@2026-11-24T20:15:00.123Z'
         """
-        runtime = self._runtime
         made: list[DelayedTask] = []
 
-        def work(on: Any, known: RecurringSchedule, now: datetime) -> Change:
-            at = now.replace(microsecond=now.microsecond // 1000 * 1000)
-            task = task_of(known, at, at, runtime.new_id(), now)
+        def work(change: Change, known: RecurringSchedule) -> RecurringSchedule:
+            at = change.now.replace(microsecond=change.now.microsecond // 1000 * 1000)
+            task = new_task(known, at, at, change.runtime.new_id(), change.now)
             made[:] = [task]  # a transaction may be tried again
-            table, cancelled = runtime.recurring_table, list[DelayedTask]()
             changes: dict[str, Any] = {"last_task_id": task.id}
             if known.overlap == "skip" and not known.is_paused:
-                cancelled += _cancel_waiting(runtime, on, known, now)
-                changes["next_at"] = known.parsed().after(now)
-            table.write(on, made)
-            return Change(table.update(on, known, changes), "run", cancelled)
+                change.cancel_waiting(known)
+                changes["next_at"] = known.parsed().after(change.now)
+            change.runtime.recurring_table.write(change.on, made)
+            change.made += made
+            return change.update("run", known, changes)
 
-        _change_known(runtime, name, work, session, None)
-        runtime.events.emit("task.scheduled", id=made[0].id, tag=made[0].tag)
-        runtime.producer.arm_after_commit(made, runtime.transactions.of(session))
-        return made[0]
+        _change(self._runtime, name, work, session, None)
+        [task] = made
+        self._runtime.events.emit("task.scheduled", id=task.id, tag=task.tag)
+        return task
 
     aschedule_now = twin(schedule_now)
 
@@ -437,62 +423,89 @@ class Recurring(CallGroup):
 
     alist = twin(list)
 
-    # -- internals --------------------------------------------------------------------------------
-
-    def _definition(
-        self, target: Any, name: str | None, body: Any, cron: Any, options: RecurringOptions
-    ) -> Definition:
-        found = self._target_of(target, body)
-        chosen = check_schedule_name(found.name if name is None else name)
-        return Definition(chosen, found.tag, found.body, cron, options)
-
-    def _target_of(self, target: Any, body: Any) -> RecurringTarget:
-        found = target_of(target, body, self._delays._registry)
-        if found is None:
-            raise TypeError(
-                f"{getattr(target, '__qualname__', target)!s} is no processor and no Celery task: "
-                "write @delays.recurring(...) above the decorator that makes it one"
-            )
-        return found
-
 
 # -- the table -----------------------------------------------------------------------------------
 
 
-class Change(NamedTuple):
-    """A schedule after a change, and the tasks that were cancelled because of the change."""
+@dataclass
+class Change:
+    """One transaction that changes a schedule, and what it did, for the time after its commit."""
 
-    schedule: RecurringSchedule
+    runtime: Runtime
+    on: Any
+    now: datetime
+    who: str
     #: The kind of the change; empty if nothing was changed.
-    action: str = ""
-    cancelled: Sequence[DelayedTask] = ()
+    kind: str = ""
+    cancelled: list[DelayedTask] = field(default_factory=list)
+    visits: list[Visit] = field(default_factory=list)
+    made: list[DelayedTask] = field(default_factory=list)
+
+    def update(
+        self, kind: str, known: RecurringSchedule, changes: Mapping[str, Any]
+    ) -> RecurringSchedule:
+        self.kind = kind
+        return self.runtime.recurring_table.update(self.on, known, changes)
+
+    def cancel_waiting(self, known: RecurringSchedule) -> None:
+        """Cancel the tasks that were made ahead and that wait for their due times."""
+        if known.last_at is None:
+            return
+        try:
+            keys = [known.key_of(at) for at in known.between(self.now, known.last_at)]
+        except InvalidInputError:
+            return  # another program wrote the timing, and no sweep made tasks of it
+        self.cancelled += self.runtime.recurring_table.cancel_waiting(self.on, known.tag, keys)
+
+    def with_first_tasks(self, schedule: RecurringSchedule) -> RecurringSchedule:
+        """Make the tasks of the occurrences that may pass before the next sweep."""
+        runtime = self.runtime
+        until = self.now + timedelta(seconds=runtime.settings.recurring_lead_s)
+        if schedule.next_at is None or schedule.next_at > until:
+            return schedule
+        self.visits, _ = make_tasks(runtime, self.on, [schedule], self.now, until)
+        self.made += [task for visit in self.visits for _, task in visit.tasks]
+        return runtime.recurring_table.lock(self.on, schedule.name)
 
 
-#: Changes a locked schedule on a connection.
-ChangeKnown = Callable[[Any, RecurringSchedule, datetime], Change]
+#: Changes a locked schedule and returns it as it is stored.
+ChangeKnown = Callable[[Change, RecurringSchedule], RecurringSchedule]
 
 
-def default_tz(runtime: Runtime) -> str:
-    """Return the time zone of cron expressions without one."""
-    return str(runtime.celery.conf.timezone or "UTC")
+def _change(
+    runtime: Runtime,
+    name: str,
+    work: ChangeKnown,
+    session: Any,
+    actor: str | None,
+    add: Callable[[Change], RecurringSchedule | None] = lambda change: None,
+) -> RecurringSchedule:
+    """Change a schedule in the caller's transaction, or in one of our own, and report it.
 
+    `add` stores a schedule that does not exist, and returns None if it exists meanwhile.
+    """
+    check_schedule_name(name)
+    transaction, now = runtime.transactions.of(session), runtime.clock.certain_now()
+    who, table = actor_of(actor), runtime.recurring_table
 
-def checked(runtime: Runtime, definition: Definition) -> RecurringSchedule:
-    """Return the schedule of a definition; write nothing."""
+    def begun(on: Any) -> tuple[RecurringSchedule, Change]:
+        change = Change(runtime, on, now, who)
+        known = table.find(name, on, locks=True)
+        added = add(change) if known is None else None
+        return added or work(change, known or table.lock(on, name)), change
 
-    def build(new: NewTask) -> DelayedTask:
-        [task] = runtime.producer.build([new], "reject")
-        return task
-
-    return definition.checked(build, default_tz(runtime))
-
-
-def comparison(runtime: Runtime, new: RecurringSchedule) -> str:
-    """Return whether `put` would have "added" or "changed" the schedule, or "unchanged"."""
-    known = runtime.recurring_table.find(new.name)
-    if known is None:
-        return "added"
-    return "unchanged" if is_same_definition(known, new) else "changed"
+    with transaction.guard() if transaction is not None else nullcontext() as on:
+        schedule, change = table.transaction(begun, on)
+    if change.kind:
+        runtime.events.emit("recurring.changed", schedule=name, change=change.kind, actor=who)
+    for task in change.cancelled:
+        runtime.events.emit("task.cancelled", id=task.id, tag=task.tag)
+    if change.cancelled:
+        runtime.producer.disarm_after_commit(change.cancelled, transaction)
+    report(runtime.events, change.visits)
+    if change.made:
+        runtime.producer.arm_after_commit(change.made, transaction)
+    return schedule
 
 
 def put(
@@ -508,111 +521,39 @@ def put(
     A pause remains; `is_paused` is for a schedule that is new. Tasks of the replaced definition
     that wait for later occurrences are cancelled.
     """
-    table, who = runtime.recurring_table, actor_of(actor)
 
-    def work(on: Any, now: datetime) -> Change:
-        known = table.find(new.name, on, locks=True)
-        if known is None:
-            id = runtime.new_id()
-            made = _first(replace(new, is_paused=is_paused), id, now, who, is_declared)
-            if table.insert(on, made):
-                return Change(made, "added")
-            known = table.lock(on, new.name)
+    def defined(change: Change) -> dict[str, Any]:
+        return {"is_declared": is_declared, "update_time": change.now, "updated_by": change.who}
+
+    def add(change: Change) -> RecurringSchedule | None:
+        now = change.now
+        made = replace(new, id=runtime.new_id(), start_at=new.start(now), create_time=now)
+        next_at = None if is_paused else made.parsed().after(now)
+        made = replace(made, is_paused=is_paused, next_at=next_at, **defined(change))
+        if not runtime.recurring_table.insert(change.on, made):
+            return None
+        change.kind = "added"
+        return change.with_first_tasks(made)
+
+    def work(change: Change, known: RecurringSchedule) -> RecurringSchedule:
         if known.is_declared and not is_declared:
             raise InvalidInputError(
                 f"the recurring schedule {known.name!r} is declared in code: change it there, "
                 "or choose another name",
                 "name",
             )
-        if is_same_definition(known, new) and known.is_declared == is_declared:
-            return Change(known)
-        cancelled = _cancel_waiting(runtime, on, known, now)
-        changes = _changes(known, new, now) | {
-            "is_declared": is_declared,
-            "update_time": now,
-            "updated_by": who,
-        }
+        changes = known.changes_to(new)
+        if not changes and known.is_declared == is_declared:
+            return known
+        change.cancel_waiting(known)
+        if "timing" in changes:
+            changes["start_at"] = new.start(change.now)
         if not known.is_paused:
-            changes["next_at"] = _next_at(known, changes, now)
-        return Change(table.update(on, known, changes), "changed", cancelled)
+            changes["next_at"] = _next_at(known, changes, change.now)
+        stored = change.update("changed", known, changes | defined(change))
+        return change.with_first_tasks(stored)
 
-    return _change(runtime, work, session, who)
-
-
-def remove_schedule(
-    runtime: Runtime, name: str, session: Any, actor: str | None
-) -> RecurringSchedule:
-    """Delete the schedule, and cancel the waiting tasks of later occurrences."""
-
-    def work(on: Any, known: RecurringSchedule, now: datetime) -> Change:
-        cancelled = _cancel_waiting(runtime, on, known, now)
-        runtime.recurring_table.delete(on, known)
-        return Change(known, "removed", cancelled)
-
-    return _change_known(runtime, name, work, session, actor)
-
-
-def _change_known(
-    runtime: Runtime, name: str, work: ChangeKnown, session: Any, actor: str | None
-) -> RecurringSchedule:
-    check_schedule_name(name)
-
-    def change(on: Any, now: datetime) -> Change:
-        return work(on, runtime.recurring_table.lock(on, name), now)
-
-    return _change(runtime, change, session, actor_of(actor))
-
-
-def _change(
-    runtime: Runtime, work: Callable[[Any, datetime], Change], session: Any, who: str
-) -> RecurringSchedule:
-    """Run `work` in the caller's transaction, or in one of our own."""
-    transaction, now = runtime.transactions.of(session), runtime.clock.certain_now()
-    with transaction.guard() if transaction is not None else nullcontext() as on:
-        change = runtime.recurring_table.transaction(lambda c: work(c, now), on)
-    if change.action:
-        name = change.schedule.name
-        runtime.events.emit("recurring.changed", schedule=name, change=change.action, actor=who)
-    for task in change.cancelled:
-        runtime.events.emit("task.cancelled", id=task.id, tag=task.tag)
-        runtime.producer.disarm_after_commit(task, transaction)
-    return change.schedule
-
-
-def _cancel_waiting(
-    runtime: Runtime, on: CallerConnection, known: RecurringSchedule, now: datetime
-) -> Sequence[DelayedTask]:
-    """Cancel the tasks that sweeps have made ahead and that wait for their due times."""
-    if known.last_at is None:
-        return []
-    try:
-        keys = [known.key_of(at) for at in known.between(now, known.last_at)]
-    except InvalidInputError:
-        return []  # another program wrote the timing, and no sweep made tasks of it
-    cancelled: list[DelayedTask] = []
-    for id in runtime.recurring_table.ids_of_keys(on, known.tag, keys):
-        try:
-            task = runtime.store.tasks.cancel(id, on=on)
-        except TaskStateError:
-            continue  # the task runs
-        cancelled += [] if task is None else [task]
-    return cancelled
-
-
-def _first(
-    new: RecurringSchedule, id: int, now: datetime, who: str, is_declared: bool
-) -> RecurringSchedule:
-    """Return a new schedule as it is stored."""
-    made = replace(
-        new,
-        start_at=started(new, now),
-        is_declared=is_declared,
-        create_time=now,
-        update_time=now,
-        updated_by=who,
-        id=id,
-    )
-    return made if made.is_paused else replace(made, next_at=made.parsed().after(now))
+    return _change(runtime, new.name, work, session, actor, add)
 
 
 def _next_at(
@@ -629,18 +570,18 @@ def _next_at(
     return replace(known, **changes).parsed().after(since)
 
 
-def _changes(known: RecurringSchedule, new: RecurringSchedule, now: datetime) -> dict[str, Any]:
-    """Return the fields in which a new definition differs from the stored one."""
-    changes = {
-        field: getattr(new, field)
-        for field in DEFINED
-        if getattr(known, field) != getattr(new, field)
-    }
-    if not has_same_start(known, new):
-        changes["start_at"] = new.start_at
-    elif "timing" in changes:
-        changes["start_at"] = started(new, now)
-    return changes
+def remove_schedule(
+    runtime: Runtime, name: str, session: Any = None, actor: str | None = None
+) -> RecurringSchedule:
+    """Delete the schedule, and cancel the waiting tasks of later occurrences."""
+
+    def work(change: Change, known: RecurringSchedule) -> RecurringSchedule:
+        change.cancel_waiting(known)
+        runtime.recurring_table.delete(change.on, known)
+        change.kind = "removed"
+        return known
+
+    return _change(runtime, name, work, session, actor)
 
 
 # -- declarations --------------------------------------------------------------------------------
@@ -652,39 +593,36 @@ def follow(runtime: Runtime) -> None:
     A declaration that cannot be stored is reported and stops no other one.
     """
     registry, events = runtime.registry, runtime.events
-    declared = _by_name([make() for make in registry.schedules])
-    known = {schedule.name: schedule for schedule in runtime.recurring_table.declared()}
-    for definition in declared.values():
-        store = partial(_store, runtime, definition, known.get(definition.name))
-        events.attempt("recurring", definition.name, store)
-    for schedule in known.values():
-        if schedule.name not in declared:
-            remove = partial(_remove, runtime, schedule)
-            events.attempt("recurring", schedule.name, remove)
-
-
-def _by_name(definitions: Sequence[Definition]) -> dict[str, Definition]:
-    found: dict[str, Definition] = {}
-    for each in definitions:
-        if found.setdefault(each.name, each) != each:
+    declared: dict[str, Definition] = {}
+    for each in [make() for make in registry.schedules]:
+        if declared.setdefault(each.name, each) != each:
             raise ConfigError(
                 f"code declares the recurring schedule {each.name!r} twice, so no declaration is "
                 "stored: give one of them another name="
             )
-    return found
+    known = {schedule.name: schedule for schedule in runtime.recurring_table.declared()}
+    for name in [*declared, *(known.keys() - declared.keys())]:
+        step = partial(_follow_one, runtime, declared.get(name), known.get(name))
+        events.attempt("recurring", name, step)
 
 
-def _store(runtime: Runtime, definition: Definition, known: RecurringSchedule | None) -> None:
-    new = checked(runtime, definition)
-    if known is None or not is_same_definition(known, new):
-        put(runtime, new, is_declared=True)
+def _follow_one(
+    runtime: Runtime, definition: Definition | None, known: RecurringSchedule | None
+) -> None:
+    """Store a declaration that differs from the table.
 
-
-def _remove(runtime: Runtime, known: RecurringSchedule) -> None:
-    """Remove a schedule that is no longer declared, if this process has the code of its tasks."""
-    if not is_known(known, runtime.registry, runtime.celery.tasks):
+    A schedule that is no longer declared is removed if this process has the code of its tasks.
+    """
+    if definition is not None:
+        new = definition.checked(runtime)
+        if known is None or known.changes_to(new):
+            put(runtime, new, is_declared=True)
         return
-    try:
-        remove_schedule(runtime, known.name, None, None)
-    except TaskNotFoundError:
-        pass  # another worker has removed it
+    assert known is not None
+    if known.tag.startswith(CELERY_PREFIX):
+        has_code = known.body["task"] in runtime.celery.tasks
+    else:
+        has_code = runtime.registry.get(known.tag) is not None
+    if has_code:
+        with suppress(TaskNotFoundError):  # another worker has removed it
+            remove_schedule(runtime, known.name)

@@ -12,12 +12,12 @@ A timing is stored as text. `parse_timing` reads these forms:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 from zoneinfo import ZoneInfo
 
 from celery.schedules import crontab, schedule
@@ -252,18 +252,8 @@ def _crontab(text: str, zone: ZoneInfo, start: datetime | None) -> Cron:
 # -- The timing of Celery's schedules: `crontab` and `schedule` -----------------------------------
 
 
-ALL_DAYS, ALL_WEEKDAYS = 31, 7
-
-
-class FoundTiming(NamedTuple):
-    """The text of a timing, and the time zone that the schedule itself has."""
-
-    text: str
-    tz: str | None = None
-
-
-def timing_of(found: Any) -> FoundTiming:
-    """Return the timing of a schedule of Celery.
+def timing_of(found: Any) -> tuple[str, str | None]:
+    """Return the timing of a schedule of Celery, and the time zone that it has itself.
 
     Raises
     ------
@@ -273,9 +263,9 @@ def timing_of(found: Any) -> FoundTiming:
     if isinstance(found, crontab):
         # django-celery-beat's subclass has a time zone of its own.
         tz = vars(found).get("tz")
-        return FoundTiming(_celery_crontab(found), None if tz is None else str(tz))
+        return _celery_crontab(found), None if tz is None else str(tz)
     if type(found) is schedule:  # a subclass computes its own times
-        return FoundTiming(interval_text(found.run_every))
+        return interval_text(found.run_every), None
     raise InvalidInputError(
         f"{shown(found)} is no crontab or schedule of Celery: only beat knows its times", "cron"
     )
@@ -290,20 +280,21 @@ def interval_text(every: object) -> str:
 
 
 def _celery_crontab(found: crontab) -> str:
+    numbers = (
+        (found.minute, 60),
+        (found.hour, 24),
+        (found.day_of_month, 31),
+        (found.month_of_year, 12),
+        (found.day_of_week, 7),
+    )
+    listed = ["*" if len(n) == most else ",".join(map(str, sorted(n))) for n, most in numbers]
+    if "*" not in (listed[2], listed[4]):
+        # In a cron expression one of them is enough. In Celery both must match.
+        return f"{CRONTAB} {' '.join(listed)}"
     # The arguments with which pickle would make it again.
     minute, hour, weekday, day, month = found.__reduce__()[1][:5]
     written = " ".join(str(f).replace(" ", "") for f in (minute, hour, day, month, weekday))
-    days, weekdays = _listed(found.day_of_month), _listed(found.day_of_week)
-    has_days = len(found.day_of_month) < ALL_DAYS
-    if has_days and len(found.day_of_week) < ALL_WEEKDAYS:
-        # In a cron expression one of them is enough. In Celery both must match.
-        return f"{CRONTAB} {_times(found)} {days} {_months(found)} {weekdays}"
-    if _is_same(written, found):
-        return written
-    return (
-        f"{_times(found)} {days if has_days else '*'} {_months(found)} "
-        f"{weekdays if len(found.day_of_week) < ALL_WEEKDAYS else '*'}"
-    )
+    return written if _is_same(written, found) else " ".join(listed)
 
 
 def _is_same(written: str, found: crontab) -> bool:
@@ -320,18 +311,3 @@ def _is_same(written: str, found: crontab) -> bool:
         found.month_of_year,
         found.day_of_week,
     )
-
-
-def _times(found: crontab) -> str:
-    return " ".join(
-        "*" if len(field) == most else _listed(field)
-        for field, most in ((found.minute, 60), (found.hour, 24))
-    )
-
-
-def _months(found: crontab) -> str:
-    return "*" if len(found.month_of_year) == 12 else _listed(found.month_of_year)
-
-
-def _listed(numbers: Collection[int]) -> str:
-    return ",".join(map(str, sorted(numbers)))

@@ -26,8 +26,8 @@ from delaytasks.worker.sweep import emit_recovered
 from delaytasks.worker.worker_runtime import WorkerRuntime
 
 if TYPE_CHECKING:
+    from delaytasks.client import DelayTasks
     from delaytasks.run.runner import Report
-    from delaytasks.runtime import HasRuntime
 
 #: How often the worker asks whether all work is done.
 DONE_CHECK_S = 0.1
@@ -46,7 +46,7 @@ class StandaloneWorker:
 
     def __init__(
         self,
-        delays: HasRuntime,
+        delays: DelayTasks,
         queues: Sequence[str],
         processes: int | None,
         polls_table: bool,

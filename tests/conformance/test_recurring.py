@@ -136,16 +136,24 @@ def test_waiting_schedules_hide_no_others(world: RecurringWorld, monkeypatch: Mo
     assert (world.due_s(), world.due_s("other")) == ([10] * 5, [60])
 
 
-def test_the_statements_of_a_batch_do_not_grow_with_its_schedules(world: RecurringWorld) -> None:
-    def statements(schedules: int) -> int:
+def test_the_statements_do_not_grow_with_the_schedules_of_a_batch_and_the_tasks_of_a_change(
+    world: RecurringWorld,
+) -> None:
+    def statements(schedules: int, every: int) -> list[int]:
         for number in range(schedules):
             world.recur("1h", f"n{number}", f"t{number}", start=10, overlap="skip")
         with world.statements() as seen:
             world.sweep_at(0)
-        return len(seen)
+        world.recurring.set("often", "often", every=every)
+        with world.statements() as seen_by_pause:
+            world.recurring.pause("often")
+        world.recurring.remove("often")
+        return [len(seen), len(seen_by_pause)]
 
-    first = statements(1)
-    assert statements(40) <= first + 1
+    first, by_pause = statements(1, 40)
+    many, by_pause_of_many = statements(40, 1)
+    assert many <= first + 1
+    assert by_pause_of_many == by_pause
 
 
 def test_a_damaged_schedule_stops_no_other_and_can_be_replaced(world: RecurringWorld) -> None:
@@ -388,16 +396,19 @@ def test_a_schedule_is_stored_as_it_was_defined(world: RecurringWorld) -> None:
 
 
 def test_only_another_definition_replaces_the_tasks_that_wait(world: RecurringWorld) -> None:
-    world.recurring.set("r", "report", "old", every=20)
-    world.sweep_at(0)
-    before = world.recurring.get("r")
-    assert world.recurring.set("r", "report", "old", every=20) == before
+    """A change makes the first tasks itself: the next sweep may come seconds later."""
+    before = world.recurring.set("r", "report", "old", every=1)
+    world.clock.advance(3)
+    assert world.recurring.set("r", "report", "old", every=1) == before
     assert {task.status for task in world.tasks()} == {Status.NOT_COMPLETE}
-    assert world.recur(body="new").next_at == world.at(20)
-    world.sweep_at(0)
-    waiting = [task for task in world.tasks() if not task.is_finished]
-    assert [task.body for task in waiting] == ["new"] * 3
-    assert [task.expected_time for task in waiting] == [world.at(20 * n) for n in (1, 2, 3)]
+    changed = world.recurring.set("r", "report", "new", every=1)
+    kept = [task for task in world.tasks() if not task.is_finished]
+    assert [task.expected_time for task in kept] == [world.at(n) for n in range(1, 49)]
+    assert [task.body for task in kept] == ["old"] * 3 + ["new"] * 45
+    assert (changed.last_task_id, changed.next_at) == (kept[-1].id, world.at(49))
+    assert changed == world.recurring.get("r")
+    assert {task.id for task in kept[3:30]} <= {*world.broker.ids}
+    assert world.count("recurring.created") == 90
 
 
 def test_a_paused_schedule_makes_no_task_until_it_is_resumed(world: RecurringWorld) -> None:
@@ -413,13 +424,13 @@ def test_a_paused_schedule_makes_no_task_until_it_is_resumed(world: RecurringWor
     assert len(world.tasks()) == 3
     resumed = world.recurring.resume("r")
     assert resumed == world.recurring.resume("r")
-    assert resumed.next_at == world.at(120)
-    world.sweep_at(100)
-    assert [task.status for task in world.tasks()].count(Status.NOT_COMPLETE) == 3
+    assert resumed.next_at == world.at(160)
+    waiting = [task for task in world.tasks() if not task.is_finished]
+    assert [task.expected_time for task in waiting] == [world.at(120), world.at(140)]
 
 
 def test_run_makes_one_task_and_keeps_the_occurrences(world: RecurringWorld) -> None:
-    before = world.recur("1h", body={"n": 1})
+    before = world.recur("1h", start=100, body={"n": 1})
     world.recurring.pause("r")
     task = world.recurring.schedule_now("r")
     assert task.body == {"n": 1}
@@ -435,11 +446,11 @@ def test_a_task_of_run_keeps_the_next_one_away_and_ends_no_pause(world: Recurrin
     world.finish([world.recurring.schedule_now("r")])
     world.sweep_at(0)
     assert len(world.tasks()) == 1
-    assert world.recurring.resume("r").next_at == world.at(20)
+    assert world.recurring.resume("r").last_at == world.at(20)
     world.clock.advance(1)
     world.recurring.schedule_now("r")
     world.sweep_at(1)
-    assert len(world.tasks()) == 2
+    assert [task.status for task in world.tasks()].count(Status.NOT_COMPLETE) == 1
 
 
 def test_a_removed_schedule_is_gone_with_its_waiting_tasks(world: RecurringWorld) -> None:
@@ -515,12 +526,14 @@ def test_the_longest_name_fits_into_the_key_of_a_task(world: RecurringWorld) -> 
     assert len(world.recurring.schedule_now("x" * 166).key or "") == 191
 
 
-def test_a_missed_occurrence_stays_missed_if_other_options_change(world: RecurringWorld) -> None:
+def test_a_change_of_other_options_runs_a_missed_occurrence(world: RecurringWorld) -> None:
     before = world.at(-20)
     world.recur("1h", start=-20)
-    world.change_schedules(next_at=before, last_at=None)
-    assert world.recurring.set("r", "report", {"n": 1}, every="1h").next_at == before
-    assert world.recur("30m", start=600).next_at == world.at(600), "the times are others"
+    for options, made in (({"every": "30m", "start": world.at(600)}, []), ({"every": "1h"}, [-20])):
+        world.recurring.set("r", "report", every="1h", start=before)
+        world.change_schedules(next_at=before, last_at=None)
+        world.recurring.set("r", "report", {"n": 1}, **{"start": before, **options})
+        assert world.due_s() == made
 
 
 def test_a_change_leaves_the_task_of_an_occurrence_that_has_passed(world: RecurringWorld) -> None:

@@ -58,8 +58,8 @@ class RoleTables:
         own = make_url(self.url).set(username=self.names[role], password="secret")
         return own.render_as_string(hide_password=False)
 
-    def delays(self, role: str) -> DelayTasks:
-        made = delays_on(self.url_of(role), sweep=0.001, purge_after=1)
+    def delays(self, role: str, horizon: str = "30s") -> DelayTasks:
+        made = delays_on(self.url_of(role), sweep=0.001, purge_after=1, horizon=horizon)
         record(made)
         return made
 
@@ -158,7 +158,7 @@ def test_a_producer_schedules_and_moves_tasks(role_tables: RoleTables) -> None:
 
 
 def test_a_worker_runs_sweeps_and_purges(role_tables: RoleTables) -> None:
-    web, delays = role_tables.delays("web"), role_tables.delays("worker")
+    web, delays = role_tables.delays("web", horizon="5s"), role_tables.delays("worker")
     runtime_of(delays).checks.check_ready()
     ran: list[Any] = []
 

@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from delaytasks.model.clock import UTC
-from delaytasks.recurring.timing import Every, parse_timing
+from delaytasks.recurring.timing import parse_timing
 
 MINUTE, HOUR, DAY = timedelta(minutes=1), timedelta(hours=1), timedelta(days=1)
 ZONES = sorted(available_timezones() - {"localtime", "Factory"})
@@ -175,17 +175,3 @@ def test_known_occurrences(known: str) -> None:
 
 def read(text: str) -> datetime:
     return datetime.fromisoformat(text.replace("Z", "+00:00"))
-
-
-STARTS = st.datetimes(datetime(2020, 1, 1), datetime(2040, 1, 1))
-
-
-@given(st.integers(1, 10**7), STARTS, st.integers(-100, 10**9))
-def test_the_next_of_an_interval_is_a_multiple(seconds: int, start: datetime, later: int) -> None:
-    begin = start.replace(tzinfo=UTC, microsecond=0)
-    instant = begin + timedelta(seconds=later)
-    found = Every(timedelta(seconds=seconds), begin).after(instant)
-    assert found is not None
-    assert found > instant
-    assert (found - begin) % timedelta(seconds=seconds) == timedelta()
-    assert found == begin or found - timedelta(seconds=seconds) <= instant

@@ -38,7 +38,7 @@ from delaytasks.events import Events
 from delaytasks.limits.tracked_waitlists import TrackedWaitlist, TrackedWaitlists
 from delaytasks.loops import Loop
 from delaytasks.model import clock, text
-from delaytasks.recurring import creation
+from delaytasks.recurring import creation, recurring
 from delaytasks.recurring.creation import RecurringTable
 from delaytasks.registry import EventLoop
 from delaytasks.run import celery_context, settler, time_limits
@@ -83,6 +83,8 @@ VERBS: dict[str, tuple[Any, str]] = {
     "receive notices": (RedisPoller, "_receive"),
     "find live tasks of schedules": (RecurringTable, "live"),
     "plan a visit": (creation, "plan"),
+    "make the first tasks": (recurring.Change, "with_first_tasks"),
+    "cancel the tasks of a schedule": (RecurringTable, "cancel_waiting"),
     "defer a message": (publish, "Snooze"),
     "find a durable task": (Tasks, "celery_rows"),
     "find the task of a key": (Tasks, "id_of_key"),
@@ -185,6 +187,12 @@ for _name, _verb, _answer, *_found in [
     ("paused_rows_are_not_held", "hold", 0, "conformance/policies"),
     ("notices_are_not_received", "receive notices", None, "late"),
     ("tasks_of_a_schedule_may_overlap", "find live tasks of schedules", set(), "overlapped"),
+    (
+        "a_paused_schedule_runs",
+        "cancel the tasks of a schedule",
+        [],
+        "conformance/recurring paused",
+    ),
     ("a_revoke_changes_no_row", "find a durable task", [], "revoked"),
     ("a_worker_without_a_broker_runs_nothing", "read without a broker", [], "unit/sweeper"),
     ("a_worker_without_a_broker_drains_nothing", "drain the own queues", None, "unit/sweeper"),
@@ -633,6 +641,11 @@ def passed_on_entries_are_not_deleted(pass_on: Any, poller: Any, taken: Any) -> 
 def the_first_task_of_a_visit_is_forgotten(plan: Any, *args: Any) -> Any:
     planned = plan(*args)
     return planned._replace(times=planned.times[1:] or planned.times)
+
+
+@bug("make the first tasks", "conformance/recurring another")
+def the_first_occurrences_wait_for_a_sweep(_: Any, at: Any, schedule: Any) -> Any:
+    return schedule
 
 
 @bug("defer a message", "lost")

@@ -12,7 +12,7 @@ from sqlalchemy import event, update
 from delaytasks import DelayedTask, DelayTasks, Status
 from delaytasks.db.store import Store
 from delaytasks.model.body import Cipher
-from delaytasks.recurring import recurring
+from delaytasks.recurring import creation, recurring
 from delaytasks.recurring.definition import RecurringSchedule
 from delaytasks.runtime import runtime_of
 from tests.conftest import settings_for
@@ -43,13 +43,20 @@ class RecurringWorld(World):
     def recur(
         self, every: Any = 20, name: str = "r", tag: str = "report", start: float = 20, **more: Any
     ) -> RecurringSchedule:
-        """Define a schedule with its first occurrence `start` seconds after the test's start."""
-        return self.recurring.set(name, tag, every=every, start=self.at(start), **more)
+        """Define a schedule with its first occurrence `start` seconds after the test's start.
+
+        At the start, it is defined an hour earlier, so that only sweeps make its tasks.
+        """
+        early_s = 3600 if self.clock.now() == self.start else 0
+        self.clock.advance(-early_s)
+        made = self.recurring.set(name, tag, every=every, start=self.at(start), **more)
+        self.clock.advance(early_s)
+        return made
 
     def sweep_at(self, at_s: float, on_step: Callable[[], None] = lambda: None) -> None:
         """Make the tasks that a sweep makes at this time after the start of the test."""
         self.clock.advance((self.at(at_s) - self.clock.now()).total_seconds())
-        self.runtime._creation.create(on_step)
+        creation.create(self.runtime, on_step)
 
     def change_schedules(self, **values: Any) -> None:
         """Change columns of all schedules directly, as another program does."""

@@ -173,7 +173,6 @@ new(name="each", task="shop.poll", interval=interval, args="[1]", kwargs='{"a": 
 new(name="night", task="shop.poll", crontab=cron, enabled=False)
 new(name="once", task="shop.poll", clocked=clocked, one_off=True)
 from delaytasks.cli.main import main
-from tests.world.recording import set_columns
 main(["-A", "shop_of_cli_tests", "import", "django", "--json"], prog_name="delaytasks")
 """
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from delaytasks.broker.arming import SWEEP
 from delaytasks.model.errors import ConfigError, DelayTaskError
-from delaytasks.recurring.definition import Definition, call_of
-from delaytasks.recurring.recurring import checked, comparison, put
+from delaytasks.recurring.definition import Definition, celery_call
+from delaytasks.recurring.recurring import put
 
 if TYPE_CHECKING:
     from delaytasks.runtime import Runtime
@@ -62,8 +62,9 @@ def import_entries(
 def _import(entry: CeleryEntry, runtime: Runtime, is_dry_run: bool) -> Imported:
     if entry.problem is not None:
         return Imported(entry.name, entry.task, "refused", problem=entry.problem)
-    new = checked(runtime, _definition(entry))
-    result = comparison(runtime, new)
+    new = _definition(entry).checked(runtime)
+    known = runtime.recurring_table.find(new.name)
+    result = "added" if known is None else "changed" if known.changes_to(new) else "unchanged"
     if not is_dry_run:
         put(runtime, new, is_paused=not entry.is_enabled)
     return Imported(entry.name, entry.task, result, new.timing)
@@ -75,13 +76,11 @@ def _definition(entry: CeleryEntry) -> Definition:
         "kwargs": dict(entry.kwargs or {}),
         "options": dict(entry.options),
     }
-    target = call_of(entry.task, call)
+    tag, body = celery_call(entry.task, call)
     # Beat's schedules may also be numbers of seconds and timedeltas.
     is_interval = isinstance(entry.schedule, (int, float, timedelta))
     cron, every = (None, entry.schedule) if is_interval else (entry.schedule, None)
-    return Definition(
-        entry.name, target.tag, target.body, cron, {"every": every, "start": entry.start}
-    )
+    return Definition(entry.name, tag, body, cron, {"every": every, "start": entry.start})
 
 
 def beat_entries(celery_app: Any) -> Iterator[CeleryEntry]:
