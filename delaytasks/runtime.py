@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from delaytasks.broker.arming import BackgroundTimer, EtaTimer, Sender, can_run_threads
 from delaytasks.broker.link import BrokerLink
