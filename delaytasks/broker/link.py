@@ -108,7 +108,7 @@ class BlockedError(OutageError):
 
 
 class QueueAwayError(OutageError):
-    """Only the queue of the message is not available now."""
+    """Only the queue of the message is not available, because its node is down."""
 
 
 class UnroutableError(Exception):
@@ -216,7 +216,7 @@ class BrokerLink:
 
     def _publish(self, messages: Sequence[Outgoing], known: Known) -> None:
         """Set the result of each message, or raise `OutageError` if others are not known."""
-        is_single = False
+        is_single, declared_twice = False, set[str]()
         while True:
             left = [number for number in range(len(messages)) if number not in known]
             numbers = left[:1] if is_single else left
@@ -227,6 +227,7 @@ class BrokerLink:
                     self._declare(queue)
                 queue = None
                 self._send(messages, numbers, known)
+                self._declare_again(messages, known, declared_twice)
             except BlockedError:
                 # Another connection would learn only from its next message that it is blocked.
                 raise
@@ -315,12 +316,25 @@ class BrokerLink:
         except TimeoutError:
             self._raise_if_blocked()
             raise
-        for number in numbers:
-            queue = messages[number].declares
-            if queue is not None and isinstance(known[number], UnroutableError):
-                # It was deleted, or its node is down, which its next declaration shows.
-                self._declared.discard(queue.name)
-                known[number] = QueueAwayError(str(known[number]))
+
+    def _declare_again(
+        self, messages: Sequence[Outgoing], known: Known, declared_twice: set[str]
+    ) -> None:
+        """Send the messages once more whose queue was lost since it was declared.
+
+        It was deleted, or its node is down, which its next declaration shows.
+        """
+        returned = {
+            number: queue.name
+            for number, result in known.items()
+            if isinstance(result, UnroutableError)
+            and (queue := messages[number].declares) is not None
+            and queue.name not in declared_twice
+        }
+        for number in returned:
+            del known[number]
+        self._declared.difference_update(returned.values())
+        declared_twice.update(returned.values())
 
     def _send_one(self, message: Outgoing) -> None:
         options = message.options

@@ -287,7 +287,9 @@ class Producer:
         [task] = self.build([new], on_conflict)
         has_own_id = new.id is not None
         with transaction.guard(task.id) if transaction is not None else nullcontext() as on:
-            task, is_new = self._write(task, on_conflict, has_own_id, on)
+            is_new = task.key is None and self._store.insert(task, on)
+            if not is_new:
+                task, is_new = self._write(task, on_conflict, has_own_id, on)
         if is_new:
             self._events.emit("task.scheduled", **task.event_fields)
         if is_new or (has_own_id and task.status is Status.NOT_COMPLETE):

@@ -71,7 +71,7 @@ class Tasks:
     def insert(self, task: DelayedTask, on: CallerConnection | None = None) -> bool:
         """Insert one row; return False if a row with this id exists."""
         insert = partial(self._insert, values=values_of(task, self._schema))
-        return self._db.autocommitted(insert, on, task.id)
+        return insert(on) if on is not None else self._db.repeat(insert, self._db.connect, task.id)
 
     def insert_many(self, tasks: Sequence[DelayedTask], on: CallerConnection | None = None) -> bool:
         """Insert all rows together. Returns False, and inserts no row, if one of the ids exists."""
@@ -102,7 +102,7 @@ class Tasks:
                     raise DuplicateTaskError(f"there is a task with id {task.id} already", task.id)
                 return owner, is_new
 
-        return self._db.transaction(work, on, task.id)
+        return work(on) if on is not None else self._db.repeat(work, self._db.begin, task.id)
 
     # -- look up ----------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from chaos.simulation.clock import Times
 from delaytasks import Done, TaskStateError
 from delaytasks.broker import link, redis_timer
 from delaytasks.broker.arming import BackgroundTimer, Sender
+from delaytasks.broker.link import BrokerLink
 from delaytasks.broker.publishing import Publisher
 from delaytasks.callbacks import http
 from delaytasks.db import claims, database, driver_errors, leases, migrations, producer
@@ -96,7 +97,7 @@ VERBS: dict[str, tuple[Any, str]] = {
     "show a coroutine's task": (celery_context, "_show_coroutines"),
     "connect to the broker": (link, "bounded_connection"),
     "check headers": (link, "check_headers"),
-    "know a message without a queue": (link, "QueueAwayError"),
+    "declare a queue again": (BrokerLink, "_declare_again"),
     "check the horizon": (StartChecks, "_check_visibility"),
     "tell": (Events, "emit"),
     "find the primary": (redis_timer, "redis_location"),
@@ -587,9 +588,8 @@ def a_confirmation_may_take_any_time(connect: Any, *args: Any, **options: Any) -
 def headers_of_any_size_are_sent(_: Any, *args: Any) -> None: ...
 
 
-@bug("know a message without a queue", "integration/durable_eta/publisher declared_again")
-def a_lost_queue_is_no_outage(_: Any, text: str) -> Exception:
-    return link.UnroutableError(text)
+@bug("declare a queue again", "integration/durable_eta/publisher declared_again")
+def a_lost_queue_is_not_declared_again(_: Any, *args: Any) -> None: ...
 
 
 @bug("connect again", "unit/broker")

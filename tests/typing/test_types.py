@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import delaytasks
-from delaytasks import DelayTasks, Processor, RetrySchedule, Shards, testing, webhooks
+from delaytasks import DelayTasks, Processor, RetrySchedule, Shards, callbacks, testing
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +24,7 @@ PARTS = ("bulk", "policies", "callbacks", "recurring")
 
 def test_each_public_name_is_used() -> None:
     text = "\n".join(module.read_text() for module in MODULES)
-    names = [f"\\b{name}" for name in delaytasks.__all__ + testing.__all__ + webhooks.__all__]
+    names = [f"\\b{name}" for name in delaytasks.__all__ + testing.__all__ + callbacks.__all__]
     for owner in (DelayTasks, Processor, RetrySchedule, Shards, testing.DelaysTester):
         names += [f"\\.{name}" for name in dir(owner) if not name.startswith("_")]
     delays = DelayTasks.__new__(DelayTasks)
