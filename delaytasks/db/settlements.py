@@ -40,7 +40,7 @@ from delaytasks.db.row_lists import (
 from delaytasks.db.rows import moved, next_version
 from delaytasks.db.schema import RESULT, Schema
 from delaytasks.db.task_keys import TaskKeys
-from delaytasks.db.types import db_now, db_now_plus, once, unindexed
+from delaytasks.db.types import db_now, db_now_plus, latest, once, unindexed
 from delaytasks.model.body import MARK_LENGTH, PREFIX, dump_json, marks_of
 from delaytasks.model.clock import to_us
 from delaytasks.model.interfaces import CallerConnection, Entry, Settlement
@@ -178,9 +178,10 @@ class Settlements:
             version=next_version(t.c.version),
             error_stack=new["error_stack"],
             result=new["result"],
-            # A row that is given back never ran, on any worker.
+            # A row that is given back never ran, on any worker. The clock of the process may be some
+            # milliseconds behind that of the claim.
             execution_time=case(
-                (never_ran, None), else_=func.coalesce(new["execution_time"], t.c.execution_time)
+                (never_ran, None), else_=latest(new["execution_time"], t.c.execution_time)
             ),
             worker=case((never_ran, None), else_=t.c.worker),
             ip_address=case((never_ran, None), else_=t.c.ip_address),

@@ -157,11 +157,13 @@ class epoch_s(_Expression[int]):
     sqlite = "CAST(strftime('%s', {0}) AS INTEGER)"
 
 
-class epoch_us(_Expression[int]):
-    """The microseconds since 1970 of an instant, on PostgreSQL."""
+class latest(_Expression[datetime]):
+    """The later one of two instants, of which the first may be NULL."""
 
-    type = BigInteger()
-    postgresql = "CAST(extract(epoch FROM {0}) * 1000000 AS BIGINT)"
+    type = UTCDateTime()
+    postgresql = "GREATEST({all})"
+    mysql = "GREATEST(COALESCE({0}, {1}), {1})"
+    sqlite = "max(coalesce({0}, {1}), {1})"
 
 
 class is_past(_Condition):
@@ -207,21 +209,6 @@ def unindexed(column: ColumnElement[int]) -> ColumnElement[int]:
     opposite of `is_rare`.
     """
     return column + 0
-
-
-class commits_asynchronously(_Condition):
-    """A condition that is true, and lets the transaction end before its changes are on the disk.
-
-    PostgreSQL writes them there within three times `wal_writer_delay`, 0.6 seconds by default. If
-    it crashes before, they are lost. If the server has synchronous standbys, the transaction waits
-    as without this condition, because a failover would lose all that no standby has.
-    """
-
-    postgresql = (
-        "((SELECT set_config('synchronous_commit', "
-        "CASE current_setting('synchronous_standby_names') "
-        "WHEN '' THEN 'off' ELSE current_setting('synchronous_commit') END, true)) IS NOT NULL)"
-    )
 
 
 # -- Conditions of CHECK constraints. Each of them costs PostgreSQL some microseconds a statement --

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.quick
 
 
 def test_runs_with_different_ends_are_settled_the_same_together_or_singly(world: World) -> None:
-    now, worker = world.now(), world.worker()
+    now, worker = world.now() + timedelta(minutes=1), world.worker()
     later, before = now + timedelta(seconds=60), now - timedelta(seconds=1)
     # Each end, with the status, start, attempts and lapses that it leaves.
     ends: list[tuple[dict[str, Any], tuple[Any, ...]]] = [
@@ -114,8 +114,10 @@ def test_rows_with_the_same_end_are_matched_by_version_and_keep_their_start_time
     chunks = [made] if len({*versions}) == 1 else [[row] for row in made]
     claimed = [one for chunk in chunks for one in worker.claim(*chunk, stale)]
     assert {one.id for one in claimed} == {one.id for one in made}
-    begins = {one.id: now - timedelta(seconds=n) for n, one in enumerate(made[:-1])}
-    ends = [Settlement(one, "succeed", begins.get(one.id)) for one in claimed]
+    begins = {one.id: now + timedelta(hours=n + 1) for n, one in enumerate(made[:-1])}
+    # The clock of the process is behind, and the row keeps the time of its claim.
+    before = now - timedelta(hours=1)
+    ends = [Settlement(one, "succeed", begins.get(one.id, before)) for one in claimed]
     ends.append(Settlement(replace(claimed[0], id=theirs.id), "succeed", now))
     assert worker.settle(ends) == {one.id for one in made}
     fences = {one.id: one.version for one in claimed}
