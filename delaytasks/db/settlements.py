@@ -178,8 +178,8 @@ class Settlements:
             version=next_version(t.c.version),
             error_stack=new["error_stack"],
             result=new["result"],
-            # A row that is given back never ran, on any worker. The clock of the process may be some
-            # milliseconds behind that of the claim.
+            # A row that is given back never ran, on any worker. The process's clock may be some
+            # milliseconds behind the clock of the claim.
             execution_time=case(
                 (never_ran, None), else_=latest(new["execution_time"], t.c.execution_time)
             ),
