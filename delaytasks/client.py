@@ -29,7 +29,6 @@ from delaytasks.model.celery_calls import (
 )
 from delaytasks.model.errors import InvalidInputError
 from delaytasks.model.inputs import Delay, check_key, check_tag
-from delaytasks.model.interfaces import connection_of
 from delaytasks.model.task import (
     CancelResult,
     DelayedTask,
@@ -37,6 +36,7 @@ from delaytasks.model.task import (
     Page,
     TaskName,
     TouchResult,
+    connection_of,
     id_of,
     new_task,
     new_task_of,
@@ -67,8 +67,8 @@ if TYPE_CHECKING:
     from delaytasks.forecast import Forecast
     from delaytasks.handles import BatchDecorator, Decorator, SchemaBatchDecorator, SchemaDecorator
     from delaytasks.model.filters import Filters
-    from delaytasks.model.interfaces import Transaction
-    from delaytasks.model.task import OnConflict, Outcome, TaskOptions
+    from delaytasks.model.outcomes import Outcome
+    from delaytasks.model.task import OnConflict, TaskOptions, Transaction
     from delaytasks.recurring.recurring import Recurring
     from delaytasks.registry import CommonOptions, ProcessorOptions
     from delaytasks.runtime import ProcessorContext, Runtime

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from delaytasks.callbacks.http import HttpCallbacks
     from delaytasks.client import DelayTasks
     from delaytasks.durable_eta.publish import CeleryTasks, Revocations
-    from delaytasks.model.interfaces import Timer
+    from delaytasks.model.task import Timer
     from delaytasks.operate.explanations import Explanations
     from delaytasks.recurring.creation import RecurringTable
     from delaytasks.worker.sweep import OnStep, PauseSweeper, Sweeper

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from delaytasks.broker.arming import SWEEP
 from delaytasks.model.body import is_encrypted, name_in, names_of
 from delaytasks.model.errors import BodyRefusedError, ConfigError, StoreUnavailableError
-from delaytasks.model.interfaces import Pending, UntrustedInput
-from delaytasks.model.task import DelayedTask
+from delaytasks.model.task import DelayedTask, Pending, UntrustedInput
 from delaytasks.model.text import shown
 from delaytasks.registry import ProcessorSpec, Registry
 

@@ -12,9 +12,8 @@ from benchmarks import ours, table
 from benchmarks.figures import Target
 from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError
-from delaytasks.model.interfaces import Entry, Settlement
 from delaytasks.model.moves import Status
-from delaytasks.model.task import DelayedTask
+from delaytasks.model.task import DelayedTask, Entry, Settlement
 from delaytasks.operate.state_queries import Stats
 from delaytasks.runtime import runtime_of
 from delaytasks.worker.sweep import PURGE_ROWS, RECOVER_ROWS

@@ -12,7 +12,8 @@ from kombu import Connection
 
 from delaytasks.broker.link import Outgoing
 from delaytasks.model.celery_calls import Message
-from delaytasks.model.task import DelayedTask, Done, Fail, Outcome
+from delaytasks.model.outcomes import Done, Fail, Outcome
+from delaytasks.model.task import DelayedTask
 
 if TYPE_CHECKING:
     from delaytasks.runtime import Runtime

@@ -53,10 +53,9 @@ from delaytasks.db.types import UTCDateTime, for_database
 from delaytasks.model.body import dump_json
 from delaytasks.model.clock import monotonic, to_us
 from delaytasks.model.inputs import MAX_PRIORITY
-from delaytasks.model.interfaces import Claimed, Entry, UnclaimedRow
 from delaytasks.model.moves import MOST_VERSIONS, MOVES, Status, following
 from delaytasks.model.policies import NO_WAITLISTS, WaitlistsSeen
-from delaytasks.model.task import DelayedTask
+from delaytasks.model.task import Claimed, DelayedTask, Entry, UnclaimedRow
 
 # -- The texts of the statements ------------------------------------------------------------------
 

@@ -31,9 +31,8 @@ from delaytasks.model.clock import from_us, to_us
 from delaytasks.model.errors import InvalidInputError
 from delaytasks.model.filters import Filter
 from delaytasks.model.inputs import pair_text
-from delaytasks.model.interfaces import Level
 from delaytasks.model.moves import Status
-from delaytasks.model.task import DelayedTask
+from delaytasks.model.task import DelayedTask, Level
 from delaytasks.model.text import shown
 
 #: A literal, since an index is over an expression without parameters.

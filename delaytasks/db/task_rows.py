@@ -32,9 +32,8 @@ from delaytasks.model.errors import (
     TaskStateError,
 )
 from delaytasks.model.filters import Filter, batches
-from delaytasks.model.interfaces import CallerConnection
 from delaytasks.model.moves import LIVE, MOVES, Status, following
-from delaytasks.model.task import Attempt, DelayedTask, OnConflict, Page
+from delaytasks.model.task import Attempt, CallerConnection, DelayedTask, OnConflict, Page
 from delaytasks.model.text import shown
 
 T = TypeVar("T")

@@ -49,10 +49,9 @@ from delaytasks.db.types import db_now, db_now_plus, is_narrow, is_past, unindex
 from delaytasks.events import Events
 from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import StoreError
-from delaytasks.model.interfaces import Settlement
 from delaytasks.model.moves import MOVES, Status
 from delaytasks.model.policies import WAITLIST_RECHECK_S, Policies, WaitlistsSeen, WaitlistState
-from delaytasks.model.task import DelayedTask
+from delaytasks.model.task import DelayedTask, Settlement
 
 # -- The capacity of a limited tag: how many of its waiting tasks may start now -------------------
 

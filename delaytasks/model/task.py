@@ -1,14 +1,15 @@
-"""A task, what callers say about a new one, what calls return about it, and what runs end with."""
+"""A task, what callers say about a new one, and what calls, claims and settlements return of it."""
 
 from __future__ import annotations
 
 import ipaddress
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any, Literal, NamedTuple, Protocol, TypedDict
 
 from delaytasks.model.body import (
@@ -19,6 +20,7 @@ from delaytasks.model.body import (
     is_encrypted,
     placeholder,
 )
+from delaytasks.model.clock import json_fields, to_us
 from delaytasks.model.errors import (
     BodyEncryptedError,
     InvalidInputError,
@@ -26,9 +28,10 @@ from delaytasks.model.errors import (
     TaskStateError,
 )
 from delaytasks.model.ids import check_id
-from delaytasks.model.inputs import Delay, decode_meta, is_integer
-from delaytasks.model.moves import FINISHED, Status
-from delaytasks.model.retry_schedule import RetrySchedule
+from delaytasks.model.inputs import Delay, Spread, decode_meta, is_integer, is_queue
+from delaytasks.model.moves import FINISHED, MOVES, Ending, SettlingMove, Status
+from delaytasks.model.outcomes import RetrySchedule
+from delaytasks.model.policies import NO_WAITLISTS, WaitlistsSeen
 from delaytasks.model.text import shown
 
 # -- current run ----------------------------------------------------------------------------------
@@ -48,40 +51,6 @@ current_run: ContextVar[Current | None] = ContextVar("delaytasks_run", default=N
 # -- A task as a JSON value, for programs and for people ------------------------------------------
 
 
-def task_json(task: Any) -> dict[str, Any]:
-    """Return the JSON value of a `DelayedTask`."""
-    return {
-        "id": str(task.id),
-        "tag": task.tag,
-        "key": task.key,
-        "status": task.status.name,
-        "queue": task.queue,
-        "priority": task.priority,
-        "body": _shown(task.body_json),
-        "due_time": iso(task.due),
-        "expected_time": iso(task.expected_time),
-        "execution_time": iso(task.execution_time),
-        "create_time": iso(task.create_time),
-        "update_time": iso(task.update_time),
-        "lease_until": iso(task.lease_until),
-        "delay_s": task.delay_s,
-        "runs": task.runs,
-        "lapses": task.lapses,
-        "version": task.version,
-        "worker": task.worker,
-        "ip_address": task.ip_address,
-        "error": task.error,
-        "headers": _shown(task.headers_json) if task.headers else {},
-        "limit_key": task.limit_key,
-        "meta": task.meta,
-        "result": None if task.result_json is None else _shown(task.result_json),
-    }
-
-
-def iso(instant: datetime | None) -> str | None:
-    return None if instant is None else instant.isoformat()
-
-
 def _shown(text: str | None) -> Any:
     """Return the decoded value if JSON can represent it, else the text.
 
@@ -94,9 +63,10 @@ def _shown(text: str | None) -> Any:
 
 
 def _is_json(value: Any, depth: int) -> bool:
-    if isinstance(value, (dict, list)):
-        inner = value.values() if isinstance(value, dict) else value
-        return depth > 0 and all(_is_json(item, depth - 1) for item in inner)
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if isinstance(value, list):
+        return depth > 0 and all(_is_json(item, depth - 1) for item in value)
     return not isinstance(value, float) or math.isfinite(value)
 
 
@@ -354,9 +324,7 @@ class DelayedTask:
     @property
     def headers(self) -> dict[str, Any]:
         """The decoded `headers_json`; empty if another program stored something else."""
-        if self.headers_json is None:
-            return {}
-        headers = lenient(self.headers_json)
+        headers = None if self.headers_json is None else lenient(self.headers_json)
         return headers if isinstance(headers, dict) else {}
 
     @property
@@ -381,7 +349,33 @@ class DelayedTask:
 
     def as_json(self) -> dict[str, Any]:
         """Return a JSON value. Ids are strings, since JavaScript rounds integers above 2^53."""
-        return task_json(self)
+        fields = {
+            "id": str(self.id),
+            "tag": self.tag,
+            "key": self.key,
+            "status": self.status.name,
+            "queue": self.queue,
+            "priority": self.priority,
+            "body": _shown(self.body_json),
+            "due_time": self.due,
+            "expected_time": self.expected_time,
+            "execution_time": self.execution_time,
+            "create_time": self.create_time,
+            "update_time": self.update_time,
+            "lease_until": self.lease_until,
+            "delay_s": self.delay_s,
+            "runs": self.runs,
+            "lapses": self.lapses,
+            "version": self.version,
+            "worker": self.worker,
+            "ip_address": self.ip_address,
+            "error": self.error,
+            "headers": _shown(self.headers_json) if self.headers else {},
+            "limit_key": self.limit_key,
+            "meta": self.meta,
+            "result": None if self.result_json is None else _shown(self.result_json),
+        }
+        return json_fields(fields)
 
 
 #: What names one task: its id, or a task that was read.
@@ -485,9 +479,8 @@ def new_task_of(item: object) -> NewTask:
     if isinstance(item, tuple) and len(item) == 3:
         tag, body, at = item
         return NewTask(tag, body, at=at) if isinstance(at, datetime) else NewTask(tag, body, at)
-    raise InvalidInputError(
-        f"schedule_many takes NewTask, or (tag, body, delay or instant), not {shown(item)}", "tasks"
-    )
+    rule = "schedule_many takes NewTask, or (tag, body, delay or instant)"
+    raise InvalidInputError(f"{rule}, not {shown(item)}", "tasks")
 
 
 OnConflict = Literal["reject", "keep", "replace", "take"]
@@ -556,11 +549,7 @@ class Attempt(NamedTuple):
     error: str | None
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            **self._asdict(),
-            "began": self.began and self.began.isoformat(),
-            "ended": self.ended.isoformat(),
-        }
+        return json_fields(self._asdict())
 
 
 # -- The result of `touch` ------------------------------------------------------------------------
@@ -593,10 +582,8 @@ class TouchResult:
     def of(cls, names: Iterable[Any], waiting: Set[Any]) -> TouchResult:
         """Sort the names, without repetitions, by whether their tasks wait."""
         distinct = dict.fromkeys(names)
-        return cls(
-            [name for name in distinct if name in waiting],
-            [name for name in distinct if name not in waiting],
-        )
+        gone = [name for name in distinct if name not in waiting]
+        return cls([name for name in distinct if name in waiting], gone)
 
 
 # -- The result of `cancel` -----------------------------------------------------------------------
@@ -661,105 +648,258 @@ class CancelResult:
         if isinstance(error, TaskNotFoundError):
             return cls(False, str(error), error.id, error=error)
         if error.status in _NOTHING_TO_CANCEL:
-            reason = f"task {error.id} has ended: it is {error.status.name}"
-            if error.status is Status.RUNNING:
-                reason = str(error)
+            has_ended = f"task {error.id} has ended: it is {error.status.name}"
+            reason = str(error) if error.status is Status.RUNNING else has_ended
             return cls(False, reason, error.id, error.status, error=error)
         return None
 
 
-# -- Outcomes: values that a processor returns to say how its task ends or continues --------------
-
-# An outcome leads to a move, which changes the status of the row: see `model/moves.py`.
+# -- What claims, settlements and sweeps return, and what the timers keep -------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
-    """The task is DONE. Any other return value means the same, without a result to keep.
+#: The new due time of rescheduled tasks: an instant, a shift, times in a period, or None if it
+#: stays.
+To = datetime | timedelta | Spread | None
 
-    Parameters
-    ----------
-    result
-        A JSON value, which is stored if the processor was registered with `keep_result=True`.
 
-    Examples
-    --------
-    >>> return Done({"receipt": 7})
+class Entry(NamedTuple):
+    """A task that is due within the horizon, as a timer keeps it and a message names it."""
+
+    id: int
+    version: int
+    due_us: int
+    queue: str = "default"
+    priority: int = 0
+
+    @classmethod
+    def of(cls, task: DelayedTask) -> Entry:
+        return cls(task.id, task.version, to_us(task.expected_time), task.queue, task.priority)
+
+    def as_list(self) -> list[int]:
+        """Return what a message about the entry's queue says."""
+        return [self.id, self.version, self.due_us, self.priority]
+
+
+def by_queue(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
+    """Return the entries of each queue, without those that workers refuse.
+
+    Other programs write rows with any values. The sweep finds these rows.
+    """
+    queues: dict[str, list[Entry]] = {}
+    for entry in entries:
+        if entry.id > 0 and entry.version >= 0 and entry.due_us >= 0:
+            queues.setdefault(entry.queue, []).append(entry)
+    return {queue: found for queue, found in queues.items() if is_queue(queue)}
+
+
+class UnclaimedRow(NamedTuple):
+    """A task that a message named and that the claim did not get."""
+
+    id: int
+    version: int
+    status: Status
+    due_us: int
+    lapses: int
+
+
+class Claimed(list[DelayedTask]):
+    """The tasks that a claim got, and the waitlists that it saw."""
+
+    def __init__(
+        self, tasks: Iterable[DelayedTask] = (), seen: WaitlistsSeen = NO_WAITLISTS
+    ) -> None:
+        super().__init__(tasks)
+        self.seen = seen
+
+    def add(self, other: Claimed) -> None:
+        self.extend(other)
+        self.seen = self.seen.merge(other.seen)
+
+
+class Pending(NamedTuple):
+    """The unfinished tasks of one tag."""
+
+    tag: str
+    tasks: int
+    first_due: datetime
+    queues: tuple[str, ...] = ()
+
+
+class OverdueGroup(NamedTuple):
+    """Overdue tasks of one queue and tag."""
+
+    queue: str
+    tag: str
+    #: Why a worker has deferred them (`model/why.py` has the codes); None if no worker has.
+    cause: str | None
+    tasks: int
+    oldest: datetime
+
+
+class UntrustedInput(NamedTuple):
+    """Rows of one tag that another program wrote, and that no worker can claim."""
+
+    tag: str
+    tasks: int
+    first_due: datetime
+    #: The first and the last id.
+    ids: tuple[int, int]
+    problem: str
+
+
+class Level(NamedTuple):
+    """A queue and a priority that have waiting tasks."""
+
+    queue: str
+    priority: int
+
+
+class QueuePlace(NamedTuple):
+    """The position of a walk through all queues; None is the beginning.
+
+    The fields are the last queue with tasks, and the last one with waitlists.
     """
 
-    result: Any = None
+    tasks: str | None = None
+    waitlists: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Retry:
-    """The attempt failed, and the task runs again; after its last retry it is FAILED.
+class FoundRow(NamedTuple):
+    """A row of a level, as a walk through it found it."""
 
-    Parameters
-    ----------
-    after
-        The time until the next attempt: seconds, text such as `"5m"`, or a timedelta. By default
-        the next delay of the retry schedule.
-    reason
-        The text that is stored as the error of the attempt.
+    id: int
+    tag: str
+    due: datetime
 
-    Examples
-    --------
-    >>> return Retry(after="5m", reason="the partner is busy")
+
+class Recovered(NamedTuple):
+    """Abandoned rows: their worker died or lost its lease."""
+
+    total: int
+    #: The tasks that failed because they lost too many leases.
+    worker_lost: Sequence[DelayedTask]
+    #: Id and tag of the tasks that exceeded their time limit.
+    timed_out: Sequence[tuple[int, str]] = ()
+    #: The levels of the tasks that can run again.
+    levels: Set[Level] = frozenset()
+
+
+class Step(NamedTuple):
+    """The result of one step of a bulk command, which changes some hundreds of tasks."""
+
+    #: The moved tasks, with their new versions.
+    moved: list[Entry]
+    #: The number of tasks that have moved since, or that the filter no longer matches.
+    refused: int
+    #: The ids of tasks that other transactions have locked, or whose keys they have locked.
+    busy: list[int]
+    #: Id, version and due time of the tasks that must get their keys back first.
+    keyed: list[tuple[int, int, datetime]]
+
+
+class Settlement(NamedTuple):
+    """The move that ends one run, fenced by the version that the claim returned.
+
+    Each task makes one, and a tuple takes a third of the time of a frozen dataclass.
     """
 
-    after: Delay | None = None
-    reason: str = ""
+    task: DelayedTask
+    move: SettlingMove
+    began: datetime | None = None
+    error: str | None = None
+    #: The time of the next run.
+    expected_time: datetime | None = None
+    #: The due time that a deferred task keeps. None means that `expected_time` becomes the due
+    #: time.
+    due_time: datetime | None = None
+    result: str | None = None
+    #: The processor has settled the row itself, in its own transaction.
+    is_made: bool = False
+
+    @property
+    def target(self) -> Status:
+        return MOVES[self.move].target
+
+    @property
+    def ending(self) -> Ending:
+        ending = MOVES[self.move].ending
+        assert ending is not None
+        return ending
 
 
-@dataclass(frozen=True, slots=True)
-class Snooze:
-    """The task runs again after `after`. This run does not count as an attempt.
+#: Writes settlements, and returns the ids that were accepted.
+Settle = Callable[[Sequence[Settlement]], set[int]]
 
-    Parameters
-    ----------
-    after
-        Seconds, text such as `"5m"`, or a timedelta.
 
-    Examples
-    --------
-    >>> return Snooze("1h")
+class CallerConnection(Protocol):
+    """The caller's database connection, as the storage uses it."""
+
+    def execute(self, statement: Any, parameters: Any = None, /) -> Any: ...
+
+    def begin_nested(self) -> AbstractContextManager[Any]: ...
+
+    def in_transaction(self) -> bool: ...
+
+
+class Transaction(Protocol):
+    """A transaction of the caller; its tasks are armed after the commit."""
+
+    #: Whether a web framework counts the tasks that were scheduled, moved or cancelled, and reports
+    #: them if the commit is missing: `after_commit` is then also called for those that need no
+    #: arming.
+    reports_changes: bool
+
+    @property
+    def connection(self) -> CallerConnection: ...
+
+    @property
+    def stands_alone(self) -> bool:
+        """Whether each statement is committed by itself, because there is no transaction."""
+        ...
+
+    def after_commit(self, tasks: Sequence[Any], action: Callable[..., None]) -> None:
+        """Call `action(tasks)` after the commit.
+
+        If only the moment before it is known, call `action(tasks, is_committed=False)` then.
+        """
+        ...
+
+    def guard(self, unknown_id: int | None = None) -> AbstractContextManager[CallerConnection]:
+        """Return the connection; its errors become `SessionUnusableError`.
+
+        If each statement stands alone, a lost answer becomes `OutcomeUnknownError` with this id.
+        """
+        ...
+
+
+def connection_of(transaction: Transaction | None) -> CallerConnection | None:
+    return None if transaction is None else transaction.connection
+
+
+class Timer(Protocol):
+    """Brings tasks that are due within the horizon to a worker, which waits until they are due.
+
+    A timer may lose entries, since the sweep dispatches overdue rows, and it may deliver them more
+    than once, since only one claim of a version succeeds. Any thread may call its methods.
     """
 
-    after: Delay
+    @property
+    def is_up(self) -> bool:
+        """Whether the last use of the timer's server succeeded."""
+        ...
 
+    def arm(self, entries: Iterable[Entry]) -> bool:
+        """Arm the entries. Return False if some may not be armed; the next sweep arms them then."""
+        ...
 
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    """The task is CANCELLED, because its work is no longer needed.
+    def disarm(self, entries: Iterable[Entry]) -> None:
+        """Forget exactly these versions if possible.
 
-    Parameters
-    ----------
-    reason
-        The text that is stored as the error of the task.
+        The claim refuses an entry that is sent nevertheless.
+        """
 
-    Examples
-    --------
-    >>> return Cancel("the order was paid")
-    """
-
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """The task is FAILED, even if its retry schedule has retries left.
-
-    Parameters
-    ----------
-    reason
-        The text that is stored as the error of the task.
-
-    Examples
-    --------
-    >>> return Fail("there is no such order")
-    """
-
-    reason: str = ""
-
-
-Outcome = Done | Retry | Snooze | Cancel | Fail
+    def request_drain(
+        self, queue: str, priorities: Sequence[int], messages: int, expires_s: float
+    ) -> bool:
+        """Ask workers to drain `queue`. Return False if no message could be sent."""
+        ...

@@ -34,9 +34,8 @@ from delaytasks.events import Events
 from delaytasks.model.body import dump_json, is_encrypted
 from delaytasks.model.errors import TaskNotFoundError
 from delaytasks.model.filters import batches
-from delaytasks.model.interfaces import CallerConnection, Entry
 from delaytasks.model.moves import LIVE, MOVES, following
-from delaytasks.model.task import DelayedTask
+from delaytasks.model.task import CallerConnection, DelayedTask, Entry
 from delaytasks.recurring.definition import FIELDS, RecurringSchedule, task_options
 from delaytasks.recurring.timing import ONE_SECOND
 

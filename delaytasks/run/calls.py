@@ -26,8 +26,8 @@ from delaytasks.model.errors import (
     TaskCancelledError,
     TaskStateError,
 )
-from delaytasks.model.interfaces import CallerConnection, Settlement
-from delaytasks.model.task import DelayedTask, Outcome, current_run
+from delaytasks.model.outcomes import Outcome
+from delaytasks.model.task import CallerConnection, DelayedTask, Settlement, current_run
 from delaytasks.model.text import (
     DEFER_MAX_S,
     DEFER_MIN_S,

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING
 
 from delaytasks.model.clock import monotonic, reset_in_child
 from delaytasks.model.errors import OutcomeUnknownError, StoreUnavailableError
-from delaytasks.model.interfaces import Settle, Settlement
-from delaytasks.model.task import DelayedTask
+from delaytasks.model.task import DelayedTask, Settle, Settlement
 from delaytasks.model.workers import LEARNING
 from delaytasks.registry import ProcessorSpec
 from delaytasks.run.calls import Calls

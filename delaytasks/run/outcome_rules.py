@@ -20,8 +20,8 @@ from delaytasks.model.errors import (
     TaskStateError,
 )
 from delaytasks.model.inputs import check_wait
-from delaytasks.model.interfaces import Settlement
-from delaytasks.model.task import Cancel, Done, Fail, Outcome, Retry, Snooze
+from delaytasks.model.outcomes import Cancel, Done, Fail, Outcome, Retry, Snooze
+from delaytasks.model.task import Settlement
 from delaytasks.model.text import storable, traceback_text
 
 if TYPE_CHECKING:

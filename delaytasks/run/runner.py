@@ -34,15 +34,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from delaytasks.model.clock import monotonic, reset_in_child
 from delaytasks.model.errors import OutcomeUnknownError, StoreError, StoreUnavailableError
-from delaytasks.model.interfaces import Claimed, Entry, Settlement
 from delaytasks.model.moves import Status
 from delaytasks.model.policies import NO_WAITLISTS, WaitlistsSeen, WaitlistState
-from delaytasks.model.run_counts import RunStatistics
-from delaytasks.model.task import DelayedTask
+from delaytasks.model.task import Claimed, DelayedTask, Entry, Settlement
 from delaytasks.model.workers import ChunkSize
 from delaytasks.registry import MAX_SLOTS
 from delaytasks.run.calls import MAX_BUDGETS, Calls, Host
 from delaytasks.run.chunk import Chunk, ChunkRunner, Tally
+from delaytasks.run.run_counts import RunStatistics
 from delaytasks.run.settler import Observer, RunCounter, RunLog, Settler
 
 if TYPE_CHECKING:

@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from billiard.exceptions import WorkerLostError
 
 from delaytasks.model.clock import monotonic
-from delaytasks.model.interfaces import Entry
+from delaytasks.model.task import Entry
 from delaytasks.model.workers import ChunkSize
 from delaytasks.run.runner import FailureReason, Report
 from delaytasks.worker.pool import POOL_REST_S, ChunkRequest, Pool

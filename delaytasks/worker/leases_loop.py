@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from delaytasks.loops import Loop
 from delaytasks.model.clock import from_us, monotonic
-from delaytasks.model.interfaces import Level
+from delaytasks.model.task import Level
 from delaytasks.worker.pool import running_pids
 from delaytasks.worker.processes import serves
 from delaytasks.worker.sweep import emit_recovered

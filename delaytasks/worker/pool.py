@@ -17,8 +17,8 @@ from celery.concurrency import solo
 
 from delaytasks.events import log_event
 from delaytasks.model.clock import monotonic
-from delaytasks.model.interfaces import Entry
 from delaytasks.model.policies import Stamp
+from delaytasks.model.task import Entry
 from delaytasks.run.runner import FailureReason, Report, Runner
 from delaytasks.worker.celery_tasks import processes_of
 from delaytasks.worker.processes import Processes

@@ -21,9 +21,9 @@ from delaytasks.loops import Loop
 from delaytasks.model.clock import UTC, from_us, monotonic
 from delaytasks.model.filters import batches
 from delaytasks.model.inputs import ALL_QUEUES
-from delaytasks.model.interfaces import Entry, FoundRow, Level, QueuePlace, Recovered, Timer
 from delaytasks.model.moves import Status
 from delaytasks.model.policies import NO_POLICIES, Policies, Policy
+from delaytasks.model.task import Entry, FoundRow, Level, QueuePlace, Recovered, Timer
 from delaytasks.model.text import DEFER_MAX_S, first_names
 from delaytasks.model.why import one_more_worker
 from delaytasks.model.workers import ONLY_DRAINING_PREFIX, POLLING_PREFIX, ServiceTimes

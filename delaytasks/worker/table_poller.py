@@ -17,7 +17,7 @@ from delaytasks.broker.direct import LOOK, NOTICE_SLACK_S, NOTIFIED_POLL_S, Dire
 from delaytasks.loops import Loop
 from delaytasks.model.clock import from_us, monotonic
 from delaytasks.model.inputs import ALL_QUEUES
-from delaytasks.model.interfaces import Entry
+from delaytasks.model.task import Entry
 from delaytasks.model.workers import POLLING_PREFIX
 from delaytasks.settings import SILENT_SWEEPS
 from delaytasks.worker.processes import serves

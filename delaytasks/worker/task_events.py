@@ -23,8 +23,7 @@ from kombu.entity import Exchange
 
 from delaytasks.broker.link import BrokerLink, Outgoing
 from delaytasks.loops import Availability
-from delaytasks.model.interfaces import Settlement
-from delaytasks.model.task import DelayedTask
+from delaytasks.model.task import DelayedTask, Settlement
 from delaytasks.model.text import shown, storable
 from delaytasks.run.settler import Observer
 

@@ -15,7 +15,7 @@ from celery.worker import state
 from delaytasks.events import Events
 from delaytasks.loops import Loop
 from delaytasks.model.clock import from_us, monotonic
-from delaytasks.model.interfaces import Entry
+from delaytasks.model.task import Entry
 from delaytasks.statistics.statistics_table import StatisticsWriter, WorkerCounts, write_last
 from delaytasks.worker.connection import stop_reading
 from delaytasks.worker.dispatcher import Dispatcher, UnfinishedDrains

@@ -16,7 +16,7 @@ from delaytasks.broker.arming import EtaTimer, Sender
 from delaytasks.broker.publishing import Publisher
 from delaytasks.events import Events
 from delaytasks.model.clock import Clock
-from delaytasks.model.interfaces import Entry
+from delaytasks.model.task import Entry
 from tests.integration.conftest import Deploy
 from tests.integration.outages.conftest import BROKERS, LIMIT_S, SLACK_S
 from tests.proxy import Proxy, proxy_to
@@ -125,7 +125,7 @@ from delaytasks.broker.arming import EtaTimer, Sender
 from delaytasks.broker.publishing import Publisher
 from delaytasks.events import Events
 from delaytasks.model.clock import Clock
-from delaytasks.model.interfaces import Entry
+from delaytasks.model.task import Entry
 
 app = Celery("producer", broker={url!r}, set_as_current=False)
 publisher = Publisher(app, {namespace!r}, 0.5, Events())

@@ -20,7 +20,7 @@ from delaytasks.db.row_lists import Prepared
 from delaytasks.db.store import Store
 from delaytasks.db.sweep_queries import OverdueRows
 from delaytasks.model.filters import bulk_filter_of, filter_of
-from delaytasks.model.interfaces import Level
+from delaytasks.model.task import Level
 from delaytasks.operate.state_queries import ChangeReader, LiveRows, Stats, live_tags
 from tests.conftest import new_world
 from tests.world.world import World

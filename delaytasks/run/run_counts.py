@@ -1,13 +1,14 @@
-"""Counts of the runs of one tag: how they ended, how late they began, and how long they took."""
+"""Counts of the runs of a tag: how they ended, how late they began, how long they took, and the
+patterns of their errors."""
 
 from __future__ import annotations
 
+import re
+import sysconfig
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
-from itertools import accumulate
-from math import inf
 from typing import Any, NamedTuple
 
 from delaytasks.model.clock import AN_HOUR, hour_of
@@ -51,46 +52,6 @@ def highest_value(counted: Sequence[int], bounds: Sequence[float], stored: float
     return bounds[last] if counted else 0.0
 
 
-def quantile(
-    counts: Sequence[int], bounds: Sequence[float], share: float, highest: float = inf
-) -> float | None:
-    """Estimate the time that `share` of the values do not exceed.
-
-    The values of a bucket are taken to be evenly distributed in it, up to `highest`. Without it,
-    times above the last bound count as the last bound.
-
-    Parameters
-    ----------
-    counts
-        The number of values in each bucket.
-    bounds
-        The upper bounds of the buckets.
-    share
-        For example 0.99 for the 99th percentile.
-    highest
-        The largest value.
-
-    Returns
-    -------
-    float or None
-        None if there are no values.
-    """
-    total = sum(counts)
-    if not total:
-        return None
-    wanted = share * total
-    for number, reached in enumerate(accumulate(counts)):
-        if counts[number] and reached >= wanted:
-            lower = bounds[number - 1] if number else 0.0
-            upper = bounds[number] if number < len(bounds) else highest
-            lower, upper = min(lower, highest), min(upper, highest)
-            if upper == inf:
-                return lower
-            inside = (wanted - (reached - counts[number])) / counts[number]
-            return lower + (upper - lower) * max(inside, 0.0)
-    return min(bounds[-1], highest)
-
-
 #: The tag under which the tags beyond the constant `statistics_tags` are counted.
 OTHER_TAGS = "(other)"
 #: The moves that end a run, with the names under which they are counted.
@@ -107,50 +68,29 @@ OUTCOMES: dict[SettlingMove, str] = {
 LOST_LEASE = "lease_lost"
 #: Tasks that failed because their workers died too often.
 WORKER_LOST = "worker_lost"
-#: All names, in the order in which they are stored: a new one is appended.
-OUTCOME_NAMES = (
-    "done",
-    "failed",
-    "retried",
-    "snoozed",
-    "cancelled",
-    "expired",
-    "given_back",
-    LOST_LEASE,
-    WORKER_LOST,
-)
+#: All names, in the order in which they are stored: a new one is appended here.
+OUTCOME_NAMES = (*OUTCOMES.values(), LOST_LEASE, WORKER_LOST)
 _POSITIONS = {name: number for number, name in enumerate(OUTCOME_NAMES)}
-_OUTCOME_BUCKETS = len(OUTCOME_NAMES)
-_LATENESS_BUCKETS, _DURATION_BUCKETS = len(LATENESS_BOUNDS_S) + 1, len(DURATION_BOUNDS_S) + 1
 
 
+@dataclass(slots=True, eq=False)
 class RunCounts:
     """Counts that can be added. Not safe for several threads without a lock."""
 
-    __slots__ = (
-        "duration",
-        "duration_max_s",
-        "duration_s",
-        "late",
-        "lateness",
-        "lateness_max_s",
-        "lateness_s",
-        "on_time",
-        "outcomes",
-    )
-
-    def __init__(self) -> None:
-        #: The number of each outcome, in the order of `OUTCOME_NAMES`.
-        self.outcomes = [0] * _OUTCOME_BUCKETS
-        #: For tags with `on_time`: the runs that began in time, and those that did not, with the
-        #: tasks that expired.
-        self.on_time = self.late = 0
-        #: The sums of all times of the two histograms.
-        self.lateness_s = self.duration_s = 0.0
-        #: The largest of these times, or an upper bound of it.
-        self.lateness_max_s = self.duration_max_s = 0.0
-        self.lateness = [0] * _LATENESS_BUCKETS
-        self.duration = [0] * _DURATION_BUCKETS
+    #: For tags with `on_time`: the runs that began in time, and those that did not, with the tasks
+    #: that expired.
+    on_time: int = 0
+    late: int = 0
+    #: The sums of all times of the two histograms.
+    lateness_s: float = 0.0
+    duration_s: float = 0.0
+    #: The largest of these times, or an upper bound of it.
+    lateness_max_s: float = 0.0
+    duration_max_s: float = 0.0
+    #: The number of each outcome, in the order of `OUTCOME_NAMES`.
+    outcomes: list[int] = field(default_factory=lambda: [0] * len(OUTCOME_NAMES))
+    lateness: list[int] = field(default_factory=lambda: [0] * (len(LATENESS_BOUNDS_S) + 1))
+    duration: list[int] = field(default_factory=lambda: [0] * (len(DURATION_BOUNDS_S) + 1))
 
     @property
     def started(self) -> int:
@@ -235,13 +175,11 @@ class RunCounts:
         Buckets of a newer version count in the last one.
         """
         outcomes, contract, lateness_s, duration_s, lateness, duration, *highest = stored
-        lateness_max_s, duration_max_s = highest or (None, None)
-        self.lateness_max_s = max(
-            self.lateness_max_s, highest_value(lateness[::2], LATENESS_BOUNDS_S, lateness_max_s)
-        )
-        self.duration_max_s = max(
-            self.duration_max_s, highest_value(duration[::2], DURATION_BOUNDS_S, duration_max_s)
-        )
+        latest_s, longest_s = highest or (None, None)
+        latest_s = highest_value(lateness[::2], LATENESS_BOUNDS_S, latest_s)
+        longest_s = highest_value(duration[::2], DURATION_BOUNDS_S, longest_s)
+        self.lateness_max_s = max(self.lateness_max_s, latest_s)
+        self.duration_max_s = max(self.duration_max_s, longest_s)
         self.lateness_s += lateness_s
         self.duration_s += duration_s
         if contract:
@@ -252,12 +190,12 @@ class RunCounts:
             (self.lateness, lateness),
             (self.duration, duration),
         ):
-            for position in range(0, len(pairs), 2):
-                into[min(pairs[position], len(into) - 1)] += pairs[position + 1]
+            for number, count in zip(pairs[::2], pairs[1::2], strict=True):
+                into[min(number, len(into) - 1)] += count
 
 
 class FailureCount(NamedTuple):
-    """Failed runs of one tag with the same error pattern (`model/text.py`)."""
+    """Failed runs of one tag with the same error pattern."""
 
     tag: str
     pattern: str
@@ -336,3 +274,78 @@ class CountedFailures(NamedTuple):
 def recent_hours(now: datetime) -> datetime:
     """Return the beginning of the hour before the present one."""
     return hour_of(now) - AN_HOUR
+
+
+# -- Patterns of error texts, by which failures are grouped ---------------------------------------
+
+# A pattern is what the errors of one kind have in common: the innermost function of the user's
+# code, the type of the exception, and its message. `*` stands for what differs from task to task:
+# numbers, ids, quoted text. The filter `error=` of `find` and of the methods of `bulk` takes such a
+# pattern, so a group of failures and the tasks that belong to it have one name:
+#
+#     * in charge\n*ValueError: order * of * was not found*
+
+
+#: The longest pattern. The rest of a long message is left out.
+MAX_PATTERN = 300
+#: The part of an error text that is searched, since a text may have 64 KiB.
+_MAX_SEARCHED = 16_384
+#: The longest part of a message that becomes a pattern.
+_MAX_MESSAGE = 500
+
+#: UUIDs, quoted text, addresses, and every word that contains a digit.
+_VARIABLE = re.compile(
+    r"""
+    '[^'\n]*' | "[^"\n]*" | `[^`\n]*`
+    | <[^<>\n]*\ at\ 0x[0-9a-fA-F]+>
+    | \b[0-9a-fA-F]{8,}\b
+    | [-+\w./:@%#$]*\d[-+\w./:@%#$]*
+    """,
+    re.VERBOSE,
+)
+_FRAME = re.compile(r'^  File "(?P<file>[^"\n]+)", line \d+, in (?P<name>[^\n]+)$', re.MULTILINE)
+#: The first line of an exception, which begins at the margin: its type, and perhaps a message.
+_EXCEPTION = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>[^\n]*))?$", re.MULTILINE)
+#: Files of Python and of installed packages, which are not the user's code.
+_INSTALLED = (
+    *{sysconfig.get_path(name).replace("\\", "/") for name in ("stdlib", "platstdlib")},
+    *("/site-packages/", "/dist-packages/"),
+)
+
+
+def error_pattern(text: str) -> str:
+    """Return the pattern of an error text: a traceback, or the reason of an outcome."""
+    if len(text) > _MAX_SEARCHED:
+        text = text[-_MAX_SEARCHED:]
+    frames = list(_FRAME.finditer(text))
+    if not frames:
+        return _limited(_without_variables(text.split("\n", 1)[0]) + "*")
+    last = frames[-1]
+    exception = _EXCEPTION.search(text, last.end())
+    own = next((frame for frame in reversed(frames) if _is_users(frame["file"])), last)
+    pattern = f"* in {_escaped(own['name'])}\n*"
+    if exception is not None:
+        message = exception["message"]
+        what = f": {_without_variables(message)}" if message else ""
+        pattern += f"{_escaped(exception['type'])}{what}*"
+    return _limited(pattern)
+
+
+def _is_users(path: str) -> bool:
+    path = path.replace("\\", "/")
+    return not path.startswith("<") and not any(part in path for part in _INSTALLED)
+
+
+def _without_variables(message: str) -> str:
+    """Replace the variable parts by `*`. A `*` of the message itself becomes one, too."""
+    return _VARIABLE.sub("*", message[:_MAX_MESSAGE])
+
+
+def _escaped(name: str) -> str:
+    return re.sub(r"\d+", "*", name.strip())
+
+
+def _limited(pattern: str) -> str:
+    if len(pattern) > MAX_PATTERN:
+        pattern = pattern[: MAX_PATTERN - 1] + "*"
+    return re.sub(r"\*+", "*", pattern)
