@@ -135,7 +135,7 @@ NEWEST_TESTED_CELERY = (5, 7)
 
 
 #: The transport of a machine without a broker. It is imported when it is used.
-TRANSPORT_ALIASES["delaytasks-files"] = "delaytasks.file_broker:Transport"
+TRANSPORT_ALIASES["delaytasks-files"] = "delaytasks.broker.files:Transport"
 
 
 def file_broker_url(data_dir: str) -> str:
@@ -186,7 +186,7 @@ def attach(celery_app: Any, delays: DelayTasks, processes: Processes) -> None:
 
     def add_to_beat(sender: Any, **_: Any) -> None:
         # Imported here: a process that only registers processors does not need it.
-        from delaytasks.start_checks import add_sweeps
+        from delaytasks.operate.start_checks import add_sweeps
 
         add_sweeps(sender, processes.runtime)
 

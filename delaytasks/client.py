@@ -64,16 +64,16 @@ if TYPE_CHECKING:
 
     from delaytasks.callbacks.callback_calls import CallbackCalls
     from delaytasks.db.sessions import ConnectionSource
-    from delaytasks.forecast import Forecast
     from delaytasks.handles import BatchDecorator, Decorator, SchemaBatchDecorator, SchemaDecorator
     from delaytasks.model.filters import Filters
     from delaytasks.model.outcomes import Outcome
     from delaytasks.model.task import OnConflict, TaskOptions, Transaction
+    from delaytasks.operate.forecast import Forecast
+    from delaytasks.operate.start_checks import Finding
     from delaytasks.recurring.recurring import Recurring
     from delaytasks.registry import CommonOptions, ProcessorOptions
     from delaytasks.runtime import ProcessorContext, Runtime
     from delaytasks.settings import Settings
-    from delaytasks.start_checks import Finding
     from delaytasks.statistics.reading import Statistics
     from delaytasks.twins import AsyncCalls
 
@@ -815,7 +815,7 @@ class DelayTasks:
         (240000, 2.5)
         """
         # Imported here: most processes make no forecasts.
-        from delaytasks.forecast import make_forecast
+        from delaytasks.operate.forecast import make_forecast
 
         return make_forecast(self._runtime, days, processes)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,6 +33,7 @@ from delaytasks.operate.state_queries import (
 )
 from delaytasks.run.run_counts import CountedFailures, error_pattern, recent_hours
 from delaytasks.settings import Settings
+from delaytasks.statistics.reading import recent_failures
 
 if TYPE_CHECKING:
     from delaytasks.runtime import Runtime
@@ -387,16 +388,9 @@ class DeploymentState:
 
 
 def read_state(
-    runtime: Runtime,
-    read_failures: Callable[[Runtime, datetime], Sequence[CountedFailures]],
-    services: ServicesState,
-    now: datetime,
-    most_counted: int = MAX_COUNTED,
+    runtime: Runtime, services: ServicesState, now: datetime, most_counted: int = MAX_COUNTED
 ) -> DeploymentState:
-    """Read the state. The error of the database is part of the result.
-
-    `read_failures` returns the failures that workers have counted.
-    """
+    """Read the state. The error of the database is part of the result."""
     store = runtime.store
     database, tables = DatabaseState(store.database.shown_url), None
     policies, lost = list[Policy](), list[LostWorker]()
@@ -417,20 +411,15 @@ def read_state(
         services,
         workers,
         lost,
-        [] if tables is None else _groups(runtime, tables, read_failures, now),
+        [] if tables is None else _groups(runtime, tables, now),
     )
 
 
-def _groups(
-    runtime: Runtime,
-    tables: TableState,
-    read_failures: Callable[[Runtime, datetime], Sequence[CountedFailures]],
-    now: datetime,
-) -> list[FailedNow]:
+def _groups(runtime: Runtime, tables: TableState, now: datetime) -> list[FailedNow]:
     counted: Sequence[CountedFailures] = ()
     last: list[FailedRow] = []
     try:
-        counted = read_failures(runtime, now)
+        counted = recent_failures(runtime, now)
         ids = [each.group.task_id for each in counted]
         last = list(rows_of(runtime.store.database, runtime.store.schema, ids))
     except StoreError:

@@ -17,7 +17,7 @@ from celery import Celery
 from sqlalchemy import URL, Connection, Engine, Table, delete, event, insert, select, text, update
 
 import delaytasks as e
-from delaytasks import DelayedTask, DelayTasks, Forecast, Status, forecast
+from delaytasks import DelayedTask, DelayTasks, Forecast, Status
 from delaytasks.db import rows, sessions
 from delaytasks.db.claims import Claims
 from delaytasks.db.leases import Renewed
@@ -32,6 +32,7 @@ from delaytasks.model.moves import SettlingMove
 from delaytasks.model.task import Attempt, Claimed, Entry, Recovered, Settlement, UnclaimedRow
 from delaytasks.model.why import Reason, why
 from delaytasks.model.workers import ServiceTimes
+from delaytasks.operate import forecast
 from delaytasks.operate.explanations import Follower
 from delaytasks.operate.live import LiveSnapshot, snapshot
 from delaytasks.operate.state import TableState, read_tables
@@ -61,10 +62,10 @@ NASTY = (
 LIMITS = {
     "rows_brought_forward": "db.settlements.DEFERRED_BATCH_ROWS",
     "changes_of_a_read": "operate.state_queries.MOST_CHANGES",
-    "tasks_counted_exactly": "forecast.MAX_EXACT",
-    "tasks_sampled": "forecast.SAMPLED",
+    "tasks_counted_exactly": "operate.forecast.MAX_EXACT",
+    "tasks_sampled": "operate.forecast.SAMPLED",
     "seconds_to_a_first_forecast": "loops.FIRST_WAIT_S",
-    "occurrences_computed": "forecast.MAX_OCCURRENCES",
+    "occurrences_computed": "operate.forecast.MAX_OCCURRENCES",
     "named_queues_of_a_sweep": "worker.sweep.MOST_NAMED",
     "messages_for_a_queue": "worker.sweep.MOST_MESSAGES_PER_QUEUE",
     "rows_of_a_purge": "worker.sweep.PURGE_ROWS",
