@@ -36,9 +36,8 @@ from delaytasks.model.ids import check_id
 from delaytasks.model.inputs import parse_duration
 from delaytasks.model.moves import MOVES, Status, moves_from
 from delaytasks.model.task import DelayedTask, Page
-from delaytasks.model.why import Reason
-from delaytasks.operate.explanations import error_filter, error_matcher
-from delaytasks.operate.state_queries import SearchTimeoutError
+from delaytasks.operate.searches import SearchTimeoutError, error_filter, error_matcher
+from delaytasks.operate.why import Reason
 from delaytasks.runtime import runtime_of
 
 

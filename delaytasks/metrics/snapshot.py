@@ -15,9 +15,9 @@ from delaytasks.metrics import Family, Sample, gauge
 from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import StoreError
 from delaytasks.model.inputs import ALL_QUEUES
-from delaytasks.model.workers import RegisteredWorker, beat_age_s
+from delaytasks.model.workers import RegisteredWorker
 from delaytasks.operate.forecast import Forecast, make_forecast
-from delaytasks.operate.state import TableState, read_tables
+from delaytasks.operate.state import TableState, beat_age_s, read_tables
 
 if TYPE_CHECKING:
     from delaytasks.runtime import Runtime

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime
+from itertools import islice
 from math import inf
+from shlex import quote
 from typing import Any, NamedTuple
 
 from delaytasks.model.clock import json_fields
@@ -27,8 +29,10 @@ NO_OUTAGES = ServiceTimes()
 #: The pool names of workers without a broker begin with one of these prefixes: those that poll the
 #: table for rows due within the horizon, and those that only drain (`delaytasks run`).
 POLLING_PREFIX, ONLY_DRAINING_PREFIX = "direct/", "drain/"
-#: A worker whose outage began within this time after its start has never reached its broker.
-CONNECTING_S = 5.0
+
+
+#: Names in one sentence or command.
+MOST_NAMES = 5
 
 
 class RegisteredWorker(NamedTuple):
@@ -77,29 +81,13 @@ class LostWorker(NamedTuple):
         return json_fields(self._asdict())
 
 
-def beat_age_s(workers: Iterable[RegisteredWorker]) -> float | None:
-    """Return for how many seconds no message of beat has reached a live worker.
+def one_more_worker(queues: Collection[str], namespace: str) -> str:
+    """Return the remedy for queues that no worker serves, while other workers run.
 
-    None if no live worker could receive one: none reads these messages, or none has a broker.
+    With -Q a worker serves no other queues, not even those of the app's own tasks.
     """
-    services = [worker.services for worker in workers if worker.is_alive]
-    ages = [each.beat_s for each in services if each.broker_down_s is None]
-    return min((age_s for age_s in ages if age_s is not None), default=None)
-
-
-def broker_down_s(workers: Iterable[RegisteredWorker]) -> float | None:
-    """Return for how many seconds no live worker has reached its broker.
-
-    None if a live worker reaches its broker, or none is alive. A worker that started without a
-    broker does not know when the outage began, so it counts only if all workers did.
-    """
-    alive = [worker for worker in workers if worker.is_alive]
-    downs = [(worker, worker.services.broker_down_s) for worker in alive]
-    known = [(worker, down_s) for worker, down_s in downs if down_s is not None]
-    if len(known) < len(alive):
-        return None
-    lost = [down_s for worker, down_s in known if down_s < worker.up_s - CONNECTING_S]
-    return min(lost) if lost else max((down_s for _, down_s in known), default=None)
+    names = quote(",".join(f"{namespace}.{queue}" for queue in islice(queues, MOST_NAMES)))
+    return f"Start one more worker: celery -A … worker -Q {names}"
 
 
 # -- The number of rows of a chunk ----------------------------------------------------------------

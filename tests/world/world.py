@@ -30,13 +30,12 @@ from delaytasks.model.filters import filter_of
 from delaytasks.model.ids import IdMaker
 from delaytasks.model.moves import SettlingMove
 from delaytasks.model.task import Attempt, Claimed, Entry, Recovered, Settlement, UnclaimedRow
-from delaytasks.model.why import Reason, why
 from delaytasks.model.workers import ServiceTimes
 from delaytasks.operate import forecast
-from delaytasks.operate.explanations import Follower
 from delaytasks.operate.live import LiveSnapshot, snapshot
+from delaytasks.operate.searches import Follower, limited_search
 from delaytasks.operate.state import TableState, read_tables
-from delaytasks.operate.state_queries import FactReader, limited_search
+from delaytasks.operate.why import Reason, why
 from delaytasks.run.run_counts import RunCounts
 from delaytasks.run.runner import Report, Runner
 from delaytasks.statistics.statistics_table import StatisticsTable, Unwritten
@@ -61,7 +60,7 @@ NASTY = (
 #: The limits that `World.lower` lowers, and their names in the code of today.
 LIMITS = {
     "rows_brought_forward": "db.settlements.DEFERRED_BATCH_ROWS",
-    "changes_of_a_read": "operate.state_queries.MOST_CHANGES",
+    "changes_of_a_read": "operate.searches.MOST_CHANGES",
     "tasks_counted_exactly": "operate.forecast.MAX_EXACT",
     "tasks_sampled": "operate.forecast.SAMPLED",
     "seconds_to_a_first_forecast": "loops.FIRST_WAIT_S",
@@ -393,8 +392,7 @@ class World:
 
     def why(self, task: DelayedTask) -> list[Reason]:
         """Return what the tables say of a task that has not run."""
-        facts = FactReader(self.store, self.delays.settings).of(self.read(task))
-        return [*why(facts)]
+        return why(self.runtime.explanations.facts(self.read(task)))
 
     def silence(self, seconds: float = 60, *names: str) -> None:
         """Let workers, or all of them, report nothing for a time."""
