@@ -15,18 +15,10 @@ from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, cast, overload
 
-from delaytasks.attachment import attach
+from delaytasks.attachment import attach, forced
 from delaytasks.events import Events
 from delaytasks.handles import Body, Converted, Processor
-from delaytasks.model.celery_calls import (
-    ANY_CELERY_TASK,
-    CALLBACK,
-    MESSAGE,
-    RETRY_SCHEDULE,
-    Callback,
-    Message,
-    forced,
-)
+from delaytasks.model.celery_calls import ANY_CELERY_TASK, CALLBACK, MESSAGE, RETRY_SCHEDULE
 from delaytasks.model.errors import InvalidInputError
 from delaytasks.model.inputs import Delay, check_key, check_tag
 from delaytasks.model.task import (
@@ -62,7 +54,9 @@ from delaytasks.worker.processes import Processes
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from delaytasks.callbacks.by_message import Message
     from delaytasks.callbacks.callback_calls import CallbackCalls
+    from delaytasks.callbacks.http import Callback
     from delaytasks.db.sessions import ConnectionSource
     from delaytasks.handles import BatchDecorator, Decorator, SchemaBatchDecorator, SchemaDecorator
     from delaytasks.model.filters import Filters
@@ -76,6 +70,21 @@ if TYPE_CHECKING:
     from delaytasks.settings import Settings
     from delaytasks.statistics.reading import Statistics
     from delaytasks.twins import AsyncCalls
+
+
+# A process imports the package of callbacks with the first callback.
+
+
+def _callback_of(body: Any) -> Callback:
+    from delaytasks.callbacks.http import Callback
+
+    return Callback(**body)
+
+
+def _message_of(body: Any) -> Message:
+    from delaytasks.callbacks.by_message import Message
+
+    return Message(**body)
 
 
 class DelayTasks:
@@ -124,8 +133,8 @@ class DelayTasks:
         self._made: Runtime | None = None
         self._is_in_test = False
         self._processes = Processes(lambda: self._runtime)
-        self.processor(CALLBACK, retries=RETRY_SCHEDULE, schema=Callback)(self._call_back)
-        self.processor(MESSAGE, retries=RETRY_SCHEDULE, schema=Message)(self._send_message)
+        self.processor(CALLBACK, retries=RETRY_SCHEDULE, schema=_callback_of)(self._call_back)
+        self.processor(MESSAGE, retries=RETRY_SCHEDULE, schema=_message_of)(self._send_message)
         self.processor(ANY_CELERY_TASK, retries=RETRY_SCHEDULE, batch=MAX_BATCH)(
             self._publish_tasks
         )
