@@ -15,14 +15,14 @@ from delaytasks.model.task import Attempt, CancelResult, DelayedTask, NewTask, P
 from delaytasks.shards import Shards
 
 if TYPE_CHECKING:
-    from delaytasks.forecast import Forecast
+    from delaytasks.operate.forecast import Forecast
+    from delaytasks.operate.start_checks import Finding
     from delaytasks.recurring.definition import RecurringSchedule
-    from delaytasks.start_checks import Finding
 
 #: Values that most processes do not use, and the modules that have them.
 _LATER = {
-    "Finding": "start_checks",
-    "Forecast": "forecast",
+    "Finding": "operate.start_checks",
+    "Forecast": "operate.forecast",
     "RecurringSchedule": "recurring.definition",
 }
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial, wraps
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 from weakref import WeakKeyDictionary
 
@@ -21,7 +23,6 @@ from celery.utils.log import get_logger
 from kombu.transport import TRANSPORT_ALIASES
 
 from delaytasks.broker.arming import SWEEP
-from delaytasks.model.celery_calls import CeleryCall, is_forced
 from delaytasks.model.errors import ConfigError
 from delaytasks.model.text import first_names
 from delaytasks.settings import PREFIX, secret_names
@@ -40,6 +41,34 @@ if TYPE_CHECKING:
 
 
 logger = get_logger(__name__)
+_forced_app: ContextVar[Any] = ContextVar("delaytasks_forced_app", default=None)
+
+
+class CeleryCall(NamedTuple):
+    """The first parameters of a Celery app's `send_task`, in their order."""
+
+    name: str
+    args: Any = None
+    kwargs: Any = None
+    countdown: Any = None
+    eta: Any = None
+    task_id: str | None = None
+    producer: Any = None
+    connection: Any = None
+
+
+@contextmanager
+def forced(app: Any) -> Iterator[None]:
+    """Let each call of a task of `app` inside the block become a row."""
+    token = _forced_app.set(app)
+    try:
+        yield
+    finally:
+        _forced_app.reset(token)
+
+
+def is_forced(app: Any) -> bool:
+    return _forced_app.get() is app
 
 
 def _is_durable(app: Any, delays: DelayTasks, call: CeleryCall, task: Any, asked: Any) -> bool:
@@ -135,7 +164,7 @@ NEWEST_TESTED_CELERY = (5, 7)
 
 
 #: The transport of a machine without a broker. It is imported when it is used.
-TRANSPORT_ALIASES["delaytasks-files"] = "delaytasks.file_broker:Transport"
+TRANSPORT_ALIASES["delaytasks-files"] = "delaytasks.broker.files:Transport"
 
 
 def file_broker_url(data_dir: str) -> str:
@@ -186,7 +215,7 @@ def attach(celery_app: Any, delays: DelayTasks, processes: Processes) -> None:
 
     def add_to_beat(sender: Any, **_: Any) -> None:
         # Imported here: a process that only registers processors does not need it.
-        from delaytasks.start_checks import add_sweeps
+        from delaytasks.operate.start_checks import add_sweeps
 
         add_sweeps(sender, processes.runtime)
 

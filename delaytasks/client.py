@@ -15,18 +15,10 @@ from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, cast, overload
 
-from delaytasks.attachment import attach
+from delaytasks.attachment import attach, forced
 from delaytasks.events import Events
 from delaytasks.handles import Body, Converted, Processor
-from delaytasks.model.celery_calls import (
-    ANY_CELERY_TASK,
-    CALLBACK,
-    MESSAGE,
-    RETRY_SCHEDULE,
-    Callback,
-    Message,
-    forced,
-)
+from delaytasks.model.celery_calls import ANY_CELERY_TASK, CALLBACK, MESSAGE, RETRY_SCHEDULE
 from delaytasks.model.errors import InvalidInputError
 from delaytasks.model.inputs import Delay, check_key, check_tag
 from delaytasks.model.task import (
@@ -62,20 +54,37 @@ from delaytasks.worker.processes import Processes
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from delaytasks.callbacks.by_message import Message
     from delaytasks.callbacks.callback_calls import CallbackCalls
+    from delaytasks.callbacks.http import Callback
     from delaytasks.db.sessions import ConnectionSource
-    from delaytasks.forecast import Forecast
     from delaytasks.handles import BatchDecorator, Decorator, SchemaBatchDecorator, SchemaDecorator
     from delaytasks.model.filters import Filters
     from delaytasks.model.outcomes import Outcome
     from delaytasks.model.task import OnConflict, TaskOptions, Transaction
+    from delaytasks.operate.forecast import Forecast
+    from delaytasks.operate.start_checks import Finding
     from delaytasks.recurring.recurring import Recurring
     from delaytasks.registry import CommonOptions, ProcessorOptions
     from delaytasks.runtime import ProcessorContext, Runtime
     from delaytasks.settings import Settings
-    from delaytasks.start_checks import Finding
     from delaytasks.statistics.reading import Statistics
     from delaytasks.twins import AsyncCalls
+
+
+# A process imports the package of callbacks with the first callback.
+
+
+def _callback_of(body: Any) -> Callback:
+    from delaytasks.callbacks.http import Callback
+
+    return Callback(**body)
+
+
+def _message_of(body: Any) -> Message:
+    from delaytasks.callbacks.by_message import Message
+
+    return Message(**body)
 
 
 class DelayTasks:
@@ -124,8 +133,8 @@ class DelayTasks:
         self._made: Runtime | None = None
         self._is_in_test = False
         self._processes = Processes(lambda: self._runtime)
-        self.processor(CALLBACK, retries=RETRY_SCHEDULE, schema=Callback)(self._call_back)
-        self.processor(MESSAGE, retries=RETRY_SCHEDULE, schema=Message)(self._send_message)
+        self.processor(CALLBACK, retries=RETRY_SCHEDULE, schema=_callback_of)(self._call_back)
+        self.processor(MESSAGE, retries=RETRY_SCHEDULE, schema=_message_of)(self._send_message)
         self.processor(ANY_CELERY_TASK, retries=RETRY_SCHEDULE, batch=MAX_BATCH)(
             self._publish_tasks
         )
@@ -815,7 +824,7 @@ class DelayTasks:
         (240000, 2.5)
         """
         # Imported here: most processes make no forecasts.
-        from delaytasks.forecast import make_forecast
+        from delaytasks.operate.forecast import make_forecast
 
         return make_forecast(self._runtime, days, processes)
 

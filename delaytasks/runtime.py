@@ -28,9 +28,9 @@ from delaytasks.model.ids import IdMaker
 from delaytasks.model.private_files import tighten_data_folder
 from delaytasks.model.task import DelayedTask
 from delaytasks.operate.single_tasks import CallerTransactions
+from delaytasks.operate.start_checks import StartChecks
 from delaytasks.run.policy_cache import PolicyCache
 from delaytasks.settings import load_settings
-from delaytasks.start_checks import StartChecks
 from delaytasks.twins import AsyncCalls
 
 if TYPE_CHECKING:

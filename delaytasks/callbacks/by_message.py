@@ -6,17 +6,61 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kombu import Connection
 
 from delaytasks.broker.link import Outgoing
-from delaytasks.model.celery_calls import Message
+from delaytasks.model.errors import InvalidInputError
 from delaytasks.model.outcomes import Done, Fail, Outcome
 from delaytasks.model.task import DelayedTask
+from delaytasks.model.text import shown
 
 if TYPE_CHECKING:
     from delaytasks.runtime import Runtime
+
+
+#: The longest name of a queue or an exchange. This is the limit of AMQP's short strings.
+MAX_NAME_BYTES = 255
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """The body of a message to a queue. Another program may have written it."""
+
+    #: The name of a queue; with an exchange the routing key.
+    to: str
+    body: Any = None
+    exchange: str = ""
+    headers: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_name(self.exchange, "exchange")
+        _check_name(self.to, "to")
+        if not (self.to or self.exchange):
+            raise InvalidInputError(
+                "a message goes to a queue or an exchange, and neither is named", "to"
+            )
+        if not isinstance(self.headers, Mapping):
+            raise InvalidInputError(
+                f"headers are a mapping, not {type(self.headers).__name__}", "headers"
+            )
+        for name, value in self.headers.items():
+            if not isinstance(name, str) or not isinstance(value, (str, int, float)):
+                raise InvalidInputError(
+                    f"the header {shown(name)} is not a name with a string, number or bool",
+                    "headers",
+                )
+
+
+def _check_name(name: object, argument: str) -> None:
+    if not isinstance(name, str) or not (
+        name.isprintable() and len(name.encode()) <= MAX_NAME_BYTES
+    ):
+        raise InvalidInputError(
+            f"{argument} has at most {MAX_NAME_BYTES} printable bytes, not {shown(name)}", argument
+        )
 
 
 class QueueCallbacks:

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from functools import partial
@@ -35,9 +35,9 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 
 from delaytasks.callbacks.signatures import ID, SIGNATURE, TIMESTAMP, SigningKeys
 from delaytasks.loops import within
-from delaytasks.model.celery_calls import RETRY_SCHEDULE, Callback
+from delaytasks.model.celery_calls import RETRY_SCHEDULE
 from delaytasks.model.clock import UTC, Clock, monotonic, reset_in_child
-from delaytasks.model.errors import ConfigError, ForbiddenURLError
+from delaytasks.model.errors import ConfigError, ForbiddenURLError, InvalidInputError
 from delaytasks.model.outcomes import Done, Fail, Outcome, Retry
 from delaytasks.model.task import DelayedTask
 from delaytasks.model.text import mask_url, one_line, shown
@@ -297,6 +297,45 @@ MAX_RESPONSE_BYTES = 64 * 1024
 #: The part of a response that is stored with a failed attempt.
 MAX_QUOTED_CHARS = 500
 _DEFAULT_HEADERS = {"Content-Type": "application/json", "User-Agent": "delaytasks"}
+
+
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_HEADER_VALUE = re.compile(r"[\x21-\x7e](?:[\t\x20-\x7e]*[\x21-\x7e])?")
+#: Headers that frame the request, contain its destination, or describe the sender to the receiver.
+_RESERVED_HEADERS = {
+    "accept-encoding", "connection", "content-encoding", "content-length", "expect", "host",
+    "keep-alive", "te", "trailer", "transfer-encoding", "upgrade",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Callback:
+    """The body of an HTTP callback. Another program may have written it."""
+
+    url: str
+    body: Any = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        headers = self.headers
+        if not isinstance(headers, Mapping):
+            raise InvalidInputError(
+                f"headers are a mapping of strings, not {type(headers).__name__}", "headers"
+            )
+        for name, value in headers.items():
+            if not isinstance(name, str) or not _HEADER_NAME.fullmatch(name):
+                raise InvalidInputError(f"{shown(name)} cannot be the name of a header", "headers")
+            lowered = name.lower()
+            if lowered in _RESERVED_HEADERS or lowered.startswith(("webhook-", "proxy-")):
+                raise InvalidInputError(f"the header {name} is reserved for the sender", "headers")
+            if not isinstance(value, str) or not _HEADER_VALUE.fullmatch(value):
+                # The message does not contain the value, which may be a secret.
+                raise InvalidInputError(
+                    f"the header {name} has a value that is not a line of printable ASCII",
+                    "headers",
+                )
+        if len({name.lower() for name in headers}) < len(headers):
+            raise InvalidInputError("a header is given twice", "headers")
 
 
 class HttpCallbacks:

@@ -51,7 +51,7 @@ from delaytasks.operate.state import (
 )
 from delaytasks.operate.verdict import verdict_of
 from delaytasks.runtime import runtime_of
-from delaytasks.statistics.reading import WINDOWS, gather_on_time, recent_failures
+from delaytasks.statistics.reading import WINDOWS, gather_on_time
 
 # -- Reads the state of the deployment for the commands that show or judge it ---------------------
 
@@ -71,7 +71,7 @@ def read_deployment(delays: DelayTasks) -> DeploymentState:
         error = broker_error(runtime.celery, queue, settings.publish_limit_s)
     services = ServicesState(settings.timer_kind, uses_broker, error)
     now = runtime.clock.now()
-    state = read_state(runtime, recent_failures, services, now)
+    state = read_state(runtime, services, now)
     if state.database.error is not None:
         raise state.database.error
     return state
@@ -421,7 +421,7 @@ def _probe(
 
 
 def _print_ahead(cli: Cli, days: float, processes: int | None) -> None:
-    from delaytasks.forecast import busiest, headline
+    from delaytasks.operate.forecast import busiest, headline
 
     cli.import_processors()
     found = cli.delays.forecast(days, processes=processes)

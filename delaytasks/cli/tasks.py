@@ -56,8 +56,8 @@ from delaytasks.model.inputs import show_duration
 from delaytasks.model.moves import Status, moves_from
 from delaytasks.model.task import DelayedTask
 from delaytasks.model.text import last_line, one_line, some_values
-from delaytasks.model.why import deferral_of
-from delaytasks.operate.explanations import Follower, changed_at
+from delaytasks.operate.searches import Follower, changed_at
+from delaytasks.operate.why import deferral_of
 
 # -- Filters, which all commands share ------------------------------------------------------------
 

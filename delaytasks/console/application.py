@@ -43,7 +43,7 @@ from delaytasks.console.viewers import (
 from delaytasks.model.errors import ConfigError, DelayTaskError, StoreError, TaskNotFoundError
 from delaytasks.model.text import installed_version, one_line
 from delaytasks.operate.health import HealthChecks, Probes
-from delaytasks.operate.state_queries import SearchTimeoutError
+from delaytasks.operate.searches import SearchTimeoutError
 from delaytasks.runtime import runtime_of
 
 logger = logging.getLogger(__name__)

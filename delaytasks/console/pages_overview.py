@@ -16,12 +16,12 @@ from delaytasks.console.queries import Searches, count_due, count_queues, number
 from delaytasks.console.requests import SNAPSHOT_S, requires, state
 from delaytasks.console.shown import day_and_time, viewer_zone
 from delaytasks.console.viewers import Role
-from delaytasks.forecast import HOUR_S, Forecast, busiest, headline
 from delaytasks.model.clock import from_us
 from delaytasks.model.errors import InvalidInputError
 from delaytasks.model.task import Page
+from delaytasks.operate.forecast import HOUR_S, Forecast, busiest, headline
+from delaytasks.operate.searches import SearchTimeoutError
 from delaytasks.operate.state import DeploymentState, FailedNow
-from delaytasks.operate.state_queries import SearchTimeoutError
 from delaytasks.operate.verdict import Problem, verdict_of
 from delaytasks.runtime import runtime_of
 from delaytasks.statistics.charts import Series, legend, stacked_bars

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import re
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from flask import Flask, abort, redirect, render_template, request, url_for
@@ -29,16 +30,14 @@ from delaytasks.console.requests import (
 )
 from delaytasks.console.shown import timeline_of, viewer_zone
 from delaytasks.console.viewers import Role
-from delaytasks.model.celery_calls import trace_id_of
 from delaytasks.model.errors import DelayTaskError, InvalidInputError
 from delaytasks.model.filters import BulkResult
 from delaytasks.model.ids import check_id
 from delaytasks.model.inputs import parse_duration
 from delaytasks.model.moves import MOVES, Status, moves_from
 from delaytasks.model.task import DelayedTask, Page
-from delaytasks.model.why import Reason
-from delaytasks.operate.explanations import error_filter, error_matcher
-from delaytasks.operate.state_queries import SearchTimeoutError
+from delaytasks.operate.searches import SearchTimeoutError, error_filter, error_matcher
+from delaytasks.operate.why import Reason
 from delaytasks.runtime import runtime_of
 
 
@@ -315,7 +314,7 @@ def task(id: str) -> str:
     attempts = delays.get(found, attempts=True).attempts
     schedules = (reason.facts["name"] for reason in reasons if reason.code == "recurring")
     # The trace is a part of the meta, which the role may not show.
-    trace = trace_id_of(found.meta) if viewer().role >= Role.OPERATE else None
+    trace = _trace_id_of(found.meta) if viewer().role >= Role.OPERATE else None
     return render_template(
         "task.html",
         page="tasks",
@@ -326,6 +325,22 @@ def task(id: str) -> str:
         moves=set(moves_from(found.status)),
         now=now,
     )
+
+
+#: The pairs of meta with the trace: the W3C Trace Context, and that of Sentry.
+_TRACE_PAIRS = {
+    "traceparent": re.compile("[0-9a-f]{2}-([0-9a-f]{32})-.*"),
+    "sentry-trace": re.compile("([0-9a-f]{32})-.*"),
+}
+
+
+def _trace_id_of(meta: Mapping[str, str]) -> str | None:
+    """Return the id of the trace of the call that scheduled a task, or None without a trace."""
+    for name, pattern in _TRACE_PAIRS.items():
+        found = pattern.fullmatch(meta.get(name, ""))
+        if found is not None:
+            return found[1]
+    return None
 
 
 def _remedy(reason: Reason) -> str:

@@ -23,7 +23,7 @@ from delaytasks.model.inputs import ALL_QUEUES, parse_duration
 from delaytasks.model.moves import Status
 from delaytasks.model.task import Page
 from delaytasks.model.workers import RegisteredWorker
-from delaytasks.operate.explanations import error_filter, find_by_error
+from delaytasks.operate.searches import error_filter, find_by_error
 from delaytasks.operate.single_tasks import find_tasks
 from delaytasks.runtime import runtime_of
 

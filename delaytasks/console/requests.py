@@ -33,7 +33,6 @@ from delaytasks.operate.bulk_calls import record_action
 from delaytasks.operate.health import ENDPOINTS
 from delaytasks.operate.state import DeploymentState, ServicesState, read_state
 from delaytasks.runtime import runtime_of
-from delaytasks.statistics.reading import recent_failures
 
 T = TypeVar("T")
 #: Values that are kept. The ones that were read longest ago are dropped first.
@@ -253,9 +252,7 @@ class ConsoleState:
     def _read_state(self) -> DeploymentState:
         delays, runtime = self.delays, runtime_of(self.delays)
         services = ServicesState(delays.settings.timer_kind, runtime.direct_timer is None)
-        return read_state(
-            runtime, recent_failures, services, runtime.clock.now(), MOST_COUNTED_ROWS
-        )
+        return read_state(runtime, services, runtime.clock.now(), MOST_COUNTED_ROWS)
 
     def _broker_error(self) -> str | None:
         limit_s = self.delays.settings.publish_limit_s

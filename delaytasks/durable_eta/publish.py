@@ -21,7 +21,7 @@ from delaytasks.durable_eta.capture import (
     stamps_of,
     store_revoked,
 )
-from delaytasks.model.celery_calls import CeleryCall, called_task, celery_key
+from delaytasks.model.celery_calls import celery_key
 from delaytasks.model.errors import BodyRefusedError, ConfigError, DelayTaskError, InvalidInputError
 from delaytasks.model.ids import MAX_ID
 from delaytasks.model.outcomes import Done, Fail, Outcome, Retry, Snooze
@@ -29,12 +29,24 @@ from delaytasks.model.task import DelayedTask, Transaction, connection_of
 from delaytasks.operate.single_tasks import cancel_task
 
 if TYPE_CHECKING:
+    from delaytasks.attachment import CeleryCall
     from delaytasks.runtime import Runtime
 
 #: Messages that the broker has not confirmed are published again after this time.
 OUTAGE_S = 5.0
 
 Send = Callable[..., Any]
+
+
+def called_task(body: object) -> str | None:
+    """Return the Celery task that a row of a recurring schedule calls when it is due.
+
+    The result is None for the body of another row, which has a prepared message. The id of the
+    called task is the id of the row.
+    """
+    if isinstance(body, Mapping) and isinstance(body.get("task"), str):
+        return str(body["task"])
+    return None
 
 
 class CeleryTasks:

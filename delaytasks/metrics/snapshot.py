@@ -10,14 +10,14 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from delaytasks.broker.link import broker_error
-from delaytasks.forecast import Forecast, make_forecast
 from delaytasks.loops import Latest
 from delaytasks.metrics import Family, Sample, gauge
 from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import StoreError
 from delaytasks.model.inputs import ALL_QUEUES
-from delaytasks.model.workers import RegisteredWorker, beat_age_s
-from delaytasks.operate.state import TableState, read_tables
+from delaytasks.model.workers import RegisteredWorker
+from delaytasks.operate.forecast import Forecast, make_forecast
+from delaytasks.operate.state import TableState, beat_age_s, read_tables
 
 if TYPE_CHECKING:
     from delaytasks.runtime import Runtime

@@ -730,7 +730,7 @@ class OverdueGroup(NamedTuple):
 
     queue: str
     tag: str
-    #: Why a worker has deferred them (`model/why.py` has the codes); None if no worker has.
+    #: Why a worker has deferred them (`operate/why.py` has the codes); None if no worker has.
     cause: str | None
     tasks: int
     oldest: datetime

@@ -1,10 +1,12 @@
-"""A worker: its row in the registry, the size of its chunks, the last renewal of its leases."""
+"""A worker: its row in the registry, and the last renewal of its leases."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime
+from itertools import islice
 from math import inf
+from shlex import quote
 from typing import Any, NamedTuple
 
 from delaytasks.model.clock import json_fields
@@ -27,8 +29,10 @@ NO_OUTAGES = ServiceTimes()
 #: The pool names of workers without a broker begin with one of these prefixes: those that poll the
 #: table for rows due within the horizon, and those that only drain (`delaytasks run`).
 POLLING_PREFIX, ONLY_DRAINING_PREFIX = "direct/", "drain/"
-#: A worker whose outage began within this time after its start has never reached its broker.
-CONNECTING_S = 5.0
+
+
+#: Names in one sentence or command.
+MOST_NAMES = 5
 
 
 class RegisteredWorker(NamedTuple):
@@ -77,100 +81,13 @@ class LostWorker(NamedTuple):
         return json_fields(self._asdict())
 
 
-def beat_age_s(workers: Iterable[RegisteredWorker]) -> float | None:
-    """Return for how many seconds no message of beat has reached a live worker.
+def one_more_worker(queues: Collection[str], namespace: str) -> str:
+    """Return the remedy for queues that no worker serves, while other workers run.
 
-    None if no live worker could receive one: none reads these messages, or none has a broker.
+    With -Q a worker serves no other queues, not even those of the app's own tasks.
     """
-    services = [worker.services for worker in workers if worker.is_alive]
-    ages = [each.beat_s for each in services if each.broker_down_s is None]
-    return min((age_s for age_s in ages if age_s is not None), default=None)
-
-
-def broker_down_s(workers: Iterable[RegisteredWorker]) -> float | None:
-    """Return for how many seconds no live worker has reached its broker.
-
-    None if a live worker reaches its broker, or none is alive. A worker that started without a
-    broker does not know when the outage began, so it counts only if all workers did.
-    """
-    alive = [worker for worker in workers if worker.is_alive]
-    downs = [(worker, worker.services.broker_down_s) for worker in alive]
-    known = [(worker, down_s) for worker, down_s in downs if down_s is not None]
-    if len(known) < len(alive):
-        return None
-    lost = [down_s for worker, down_s in known if down_s < worker.up_s - CONNECTING_S]
-    return min(lost) if lost else max((down_s for _, down_s in known), default=None)
-
-
-# -- The number of rows of a chunk ----------------------------------------------------------------
-
-
-#: Rows of the first chunk, before the speed of the processors is known.
-FIRST_SIZE = 10
-#: Rows that a process gets before that, so that it stays busy until the first chunks are measured.
-FIRST_PREFETCH = 100
-#: The weight of the last chunk in the estimate, if it was as small as the first; a larger chunk
-#: weighs more.
-LEARNING = 0.3
-#: The most full chunks in one time budget, since claims and settlements take time as well.
-MOST_CHUNKS = 5
-
-
-class ChunkSize:
-    """Estimates from past chunks how many rows fit the time budget."""
-
-    def __init__(self, time_budget_s: float, most: int, first: int = FIRST_SIZE) -> None:
-        self._time_budget_s = time_budget_s
-        self._most = most
-        self._first = first
-        self._row_s: float | None = None
-        self._wanted = 0
-
-    def learn(self, ran: int, seconds: float, wanted: int = 0) -> None:
-        """Learn from a chunk.
-
-        `wanted` is the number of rows that its processors can start simultaneously.
-        """
-        if ran or wanted:
-            self._wanted = min(wanted, self._most)
-        if ran:
-            row_s = seconds / ran
-            known = row_s if self._row_s is None else self._row_s
-            self._row_s = known + (1 - (1 - LEARNING) ** max(ran / FIRST_SIZE, 1)) * (row_s - known)
-
-    @property
-    def rows(self) -> int:
-        return min(self.in_time, self._most)
-
-    @property
-    def in_time(self) -> int:
-        """The rows that one process runs in a time budget, in several chunks if they are short."""
-        fitting = (
-            self._first if self._row_s is None else self._time_budget_s / max(self._row_s, 1e-6)
-        )
-        return int(min(max(fitting, self._wanted, 1), self._most * MOST_CHUNKS))
-
-    @property
-    def prefetch(self) -> int:
-        """The rows that a process should have at hand."""
-        if self._row_s is not None:
-            return self.in_time
-        return max(self.in_time, min(FIRST_PREFETCH, self._most * MOST_CHUNKS))
-
-    @property
-    def least(self) -> int:
-        """The rows that stay together although other processes may be idle."""
-        return max(self._wanted, 1)
-
-    @property
-    def is_limited_by_time(self) -> bool:
-        """Whether rows take so long that the time budget limits a chunk, not its largest size."""
-        return self._row_s is not None and self.in_time < self._most
-
-    @property
-    def fits(self) -> bool:
-        """Whether one row fits the time budget; assumed until the first row has run."""
-        return self._row_s is None or self._row_s < self._time_budget_s
+    names = quote(",".join(f"{namespace}.{queue}" for queue in islice(queues, MOST_NAMES)))
+    return f"Start one more worker: celery -A … worker -Q {names}"
 
 
 # -- The last renewal of a worker's leases, which the processes of its pool read ------------------

@@ -1,38 +1,46 @@
-"""Explains tasks to people: why one has not run, what changes now, and a search by error."""
+"""Gathers the facts about a task, from database, broker and timer. `why.py` judges them."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any
+import re
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from sqlalchemy import func, select
 
 from delaytasks.broker.link import broker_error
-from delaytasks.db.store import Store
+from delaytasks.db.policy_rows import is_entry_of
+from delaytasks.db.searching import has_status
+from delaytasks.model.body import names_of
+from delaytasks.model.clock import Clock, from_us
 from delaytasks.model.errors import StoreUnavailableError
-from delaytasks.model.filters import Filter, check_error
+from delaytasks.model.ids import MAX_ID, first_id
 from delaytasks.model.moves import Status
-from delaytasks.model.task import DelayedTask, Page, id_of
-from delaytasks.model.why import Explanation, Reason, TransportFacts, why
-from delaytasks.operate.single_tasks import TaskReference, find_id, name_of
-from delaytasks.operate.state_queries import (
-    LATELY_S,
-    ChangeReader,
-    FactReader,
-    FoundChanges,
-    SearchTimeoutError,
-)
+from delaytasks.model.task import DelayedTask, id_of
+from delaytasks.operate.single_tasks import find_id, name_of
+from delaytasks.operate.state_queries import Stats
+from delaytasks.operate.why import AuditFacts, Explanation, Facts, Reason, ScheduleFacts, why
 
 if TYPE_CHECKING:
     from delaytasks.runtime import Runtime
 
+#: A waitlist is counted up to this number.
+MOST_WAITLIST_COUNTED = 10_000
+#: Bulk operations that may have cancelled a task: those that ran at that time.
+MOST_OPERATIONS = 5
+#: The ids of a minute: a cancel and its log entry have the times of the clocks of two machines.
+IDS_AROUND = first_id(from_us(60_000_000)) - first_id(from_us(0))
+#: The key of a task that a recurring schedule has made: its name and the time of the occurrence.
+_RECURRING_KEY = re.compile(r"(.+)@[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:.]+Z")
+
 
 class Explanations:
-    """Gathers the facts about a task from its database, the broker and the timer."""
+    """Explains why tasks have not run, or how they ended."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._settings = runtime.settings
+        self._db, self._schema = runtime.store.database, runtime.store.schema
 
     def of(self, task: object, tag: str | None = None, key: str | None = None) -> Explanation:
         """Explain a task that is named by its id, by an earlier read, or by its tag and key.
@@ -48,35 +56,130 @@ class Explanations:
         try:
             store = self._runtime.store
             found = store.tasks.read(find_id(store, name, None))
-            facts = FactReader(store, self._settings).of(found, self._transport(found))
+            facts = self.facts(found)
         except StoreUnavailableError as error:
-            return Explanation(_id_in(name), None, [_unreachable(error)])
-        return Explanation(found.id, found, why(facts))
+            id = None if isinstance(name, tuple) else id_of(name)
+            return Explanation(id, None, [_unreachable(error)])
+        return Explanation(found.id, found, why(self._with_transport(facts)))
 
-    def _transport(self, task: DelayedTask) -> TransportFacts:
+    def facts(self, task: DelayedTask) -> Facts:
+        """Return what the tables say about the task.
+
+        Each fact is read from an index, except for the operation that has cancelled the task.
+        """
+        store, settings = self._runtime.store, self._settings
+        now, offset_s = self._now()
+        policies = store.policies.read(("tag", task.tag), ("queue", task.queue))
+        limited = any(policy.has_limits for policy in policies)
+        swept = [s.at for s in Stats(self._db, self._schema).sweeps(settings.sweep_partitions)]
+        last = min((at for at in swept if at is not None), default=None)
+        is_in_waitlist = task.status is Status.HELD and self._is_in_waitlist(task)
+        return Facts(
+            task,
+            now,
+            offset_s,
+            store.workers.registered(now, settings.silent_s),
+            policies,
+            is_in_waitlist=is_in_waitlist,
+            waitlist_tasks=self._waitlist_tasks(task) if is_in_waitlist else 0,
+            running=self._running_tasks(task.tag) if limited else 0,
+            running_of_key=self._running_tasks(task.tag, task.limit_key)
+            if limited and task.limit_key
+            else 0,
+            swept_s=None if last is None else (now - last).total_seconds(),
+            grace_s=settings.grace_s,
+            self_sweep_s=settings.self_sweep_s,
+            namespace=settings.namespace,
+            keys=names_of(settings.encryption_keys),
+            schedule=self._schedule(task),
+            cancelled_by=self._cancelled_by(task) if task.status is Status.CANCELLED else None,
+        )
+
+    def _with_transport(self, facts: Facts) -> Facts:
         """Ask broker and timer, if the task waits for them now."""
-        if not self._settings.uses_broker or not self._is_due_soon(task):
-            return TransportFacts()
-        queue = self._runtime.publisher.queue(task.queue)
-        error = broker_error(self._runtime.celery, queue, self._settings.publish_limit_s)
-        return TransportFacts(error, self._timer_error(task.queue))
+        runtime, settings, queue = self._runtime, self._settings, facts.task.queue
+        horizon_s = settings.horizon_s
+        is_due_soon = horizon_s is None or facts.wait_s <= horizon_s
+        waits = facts.task.status is Status.NOT_COMPLETE and is_due_soon
+        if not (waits and settings.uses_broker):
+            return facts
+        limit_s, redis_timer = settings.publish_limit_s, runtime.redis_timer
+        timer_error = None
+        if redis_timer is not None and redis_timer.counts([queue]) is None:
+            timer_error = f"no answer within {limit_s:g} s"
+        error = broker_error(runtime.celery, runtime.publisher.queue(queue), limit_s)
+        return facts._replace(broker_error=error, timer_error=timer_error)
 
-    def _is_due_soon(self, task: DelayedTask) -> bool:
-        if task.status is not Status.NOT_COMPLETE:
-            return False
-        horizon_s, clock = self._settings.horizon_s, self._runtime.clock
-        wait_s = (task.expected_time - clock.now()).total_seconds()
-        return horizon_s is None or wait_s <= horizon_s
+    def _now(self) -> tuple[datetime, float]:
+        """Return the time of the database, and how far the clock of this machine is ahead of it."""
+        clock = Clock(lambda _: self._runtime.store.tasks.now())
+        now = clock.certain_now()
+        return now, clock.offset_s
 
-    def _timer_error(self, queue: str) -> str | None:
-        redis_timer = self._runtime.redis_timer
-        if redis_timer is None or redis_timer.counts([queue]) is not None:
+    def _is_in_waitlist(self, task: DelayedTask) -> bool:
+        waitlist = self._schema.waitlists
+        query = select(waitlist.c.task_id).where(is_entry_of(waitlist, task)).limit(1)
+        return bool(self._db.rows(query))
+
+    def _waitlist_tasks(self, task: DelayedTask) -> int:
+        w = self._schema.waitlists.c
+        mine = select(w.task_id).where(w.queue == task.queue, w.tag == task.tag)
+        first = mine.limit(MOST_WAITLIST_COUNTED).subquery()
+        query = select(func.count()).select_from(first)
+        return self._db.autocommitted(lambda c: int(c.execute(query).scalar_one()))
+
+    def _schedule(self, task: DelayedTask) -> ScheduleFacts | None:
+        match = _RECURRING_KEY.fullmatch(task.key or "")
+        if match is None:
             return None
-        return f"no answer within {self._settings.publish_limit_s:g} s"
+        r = self._schema.recurring.c
+        columns = r.name, r.timing, r.is_paused, r.next_at
+        rows = self._db.rows(select(*columns).where(r.name == match[1], r.tag == task.tag))
+        return ScheduleFacts(*rows[0]) if rows else None
 
+    def _cancelled_by(self, task: DelayedTask) -> AuditFacts | None:
+        """Return the log entry of the action that has cancelled the task."""
+        if task.update_time is None:
+            return None
+        return self._cancelled_alone(task, task.update_time) or self._cancelled_with_others(
+            task, task.update_time
+        )
 
-def _id_in(name: TaskReference) -> int | None:
-    return None if isinstance(name, tuple) else id_of(name)
+    def _cancelled_alone(self, task: DelayedTask, at: datetime) -> AuditFacts | None:
+        """Return the entry of a cancel of this task, which a person made in the console.
+
+        The ids of the entries contain their times, so the primary key leads to those of that time.
+        """
+        a, near = self._schema.audit.c, min(first_id(at), MAX_ID - IDS_AROUND)
+        is_near = a.id >= near - IDS_AROUND, a.id < near + IDS_AROUND
+        is_cancel = a.action == "cancel_task", a.changed > 0
+        is_mine = a.filter.contains(f'"id":"{task.id}"', autoescape=True)
+        query = select(a.id, a.actor).where(*is_near, *is_cancel, is_mine)
+        rows = self._db.rows(query.order_by(a.id.desc()).limit(1))
+        return AuditFacts(*rows[0]) if rows else None
+
+    def _cancelled_with_others(self, task: DelayedTask, at: datetime) -> AuditFacts | None:
+        """Return the bulk operation that has cancelled the task.
+
+        No index leads to it, so only the steps of the operations of that time are read.
+        """
+        a, step = self._schema.audit.c, self._schema.audit_steps.c
+        has_run_then = a.started_at <= at, (a.finished_at.is_(None)) | (a.finished_at >= at)
+        operations = select(a.id, a.actor).where(a.action == "cancel", *has_run_then)
+        newest = operations.order_by(a.id.desc()).limit(MOST_OPERATIONS)
+        has_moved = step.moved.contains(f"[{task.id},{task.version}]", autoescape=True)
+        for id, actor in self._db.rows(newest):
+            mine = select(step.step).where(step.audit_id == id, has_moved).limit(1)
+            if self._db.rows(mine):
+                return AuditFacts(id, actor)
+        return None
+
+    def _running_tasks(self, tag: str, key: str | None = None) -> int:
+        t = self._schema.tasks
+        query = select(func.count()).where(has_status(t, Status.RUNNING), t.c.tag == tag)
+        if key is not None:
+            query = query.where(t.c.limit_key == key)
+        return self._db.autocommitted(lambda c: int(c.execute(query).scalar_one()))
 
 
 def _unreachable(error: StoreUnavailableError) -> Reason:
@@ -86,141 +189,3 @@ def _unreachable(error: StoreUnavailableError) -> Reason:
         "Bring the database back; workers continue by themselves.",
         {"error": str(error)},
     )
-
-
-# -- Follows the changes of tasks, for `delaytasks list --follow` ---------------------------------
-
-
-#: Versions that are remembered, to show each change once.
-MOST_KNOWN = 20_000
-#: Live tasks of which each read asks again, the last ones that changed.
-MOST_SEEN = 500
-#: A read looks back further than the last one, since transactions may be open for some time.
-OVERLAP_S = 10.0
-
-
-class Follower:
-    """Reads the changes of the tasks that match a filter."""
-
-    def __init__(self, store: Store, where: Filter) -> None:
-        self._store = store
-        self._where = where
-        self._changes: ChangeReader | None = None
-        self._read_at: datetime | None = None
-        #: The last version of each task, the last change last.
-        self._known: OrderedDict[int, int] = OrderedDict()
-        self._live: OrderedDict[int, None] = OrderedDict()
-
-    def read(self) -> FoundChanges:
-        """Return the changes since the last read, the oldest first; at first, of the last minute.
-
-        Raises
-        ------
-        StoreError
-            If the database does not answer.
-        """
-        store = self._store
-        if self._changes is None:
-            self._changes = ChangeReader(store.database, store.schema, self._where)
-        now = self._changes.now()
-        back_s = LATELY_S if self._read_at is None else OVERLAP_S
-        since = (self._read_at or now) - timedelta(seconds=back_s)
-        found = self._changes.read(since, now, self._live)
-        self._read_at = now
-        new = [task for task in found.tasks if self._is_new(task)]
-        return found._replace(tasks=sorted(new, key=changed_at))
-
-    def _is_new(self, task: DelayedTask) -> bool:
-        """Remember the version of a task. Return whether its change is to be shown."""
-        if self._known.get(task.id) == task.version:
-            return False
-        self._known[task.id] = task.version
-        self._known.move_to_end(task.id)
-        if len(self._known) > MOST_KNOWN:
-            self._known.popitem(last=False)
-        self._live.pop(task.id, None)
-        if not task.is_finished:
-            self._live[task.id] = None
-            if len(self._live) > MOST_SEEN:
-                self._live.popitem(last=False)
-        wanted = self._where.status
-        return wanted is None or Status(task.status) in wanted
-
-
-def changed_at(task: DelayedTask) -> datetime:
-    return task.update_time or task.create_time or task.expected_time
-
-
-# -- error search ---------------------------------------------------------------------------------
-
-# Finds tasks by the text of their error. There is no index of errors, so that one call searches a
-# bounded number of tasks, and the next page continues there.
-
-
-#: Pages of 200 tasks that one call searches for an error text.
-SEARCHED_PAGES, SEARCHED_SIZE = 5, 200
-
-
-def find_by_error(
-    find: Callable[..., Page],
-    filters: Mapping[str, Any],
-    text: str,
-    cursor: str | None,
-    newest_first: bool,
-    enough: int,
-) -> tuple[Page, int]:
-    """Return a page of tasks whose error contains `text`, and how many tasks were searched.
-
-    Parameters
-    ----------
-    find
-        `DelayTasks.find`.
-    filters
-        Its filters. Without a status, FAILED tasks are searched.
-    text
-        A part of the error text, or a pattern in which `*` stands for any text.
-    cursor, newest_first
-        See `DelayTasks.find`.
-    enough
-        The number of tasks at which the search ends.
-    """
-    filters = {"status": [Status.FAILED], **filters}
-    found: list[DelayedTask] = []
-    searched, matches = 0, error_matcher(text)
-    for _ in range(SEARCHED_PAGES):
-        try:
-            page = find(**filters, cursor=cursor, limit=SEARCHED_SIZE, newest_first=newest_first)
-        except SearchTimeoutError:
-            if not searched:
-                raise
-            break  # the next page continues at the cursor
-        searched, cursor = searched + len(page), page.cursor
-        found += (task for task in page if matches(task.error or ""))
-        if cursor is None or len(found) >= enough:
-            break
-    return Page(found, cursor), searched
-
-
-def error_filter(text: str) -> str:
-    """Return the filter `error` of `find` for a text that a person typed: a part, or a pattern."""
-    return check_error(text if "*" in text else f"*{text}*")
-
-
-def error_matcher(text: str) -> Callable[[str], bool]:
-    """Return a function that compares an error text with the pattern, as `find` does."""
-    # Not a regular expression, which takes minutes for some patterns and stops all other threads.
-    first, *middle, last = error_filter(text).lower().split("*")
-
-    def matches(error: str) -> bool:
-        error = error.lower()
-        if not error.startswith(first):
-            return False
-        at = len(first)
-        for part in middle:
-            found = error.find(part, at)
-            if found < 0:
-                return False
-            at = found + len(part)
-        return len(error) - len(last) >= at and error.endswith(last)
-
-    return matches

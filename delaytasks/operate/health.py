@@ -22,8 +22,8 @@ from delaytasks.model.workers import (
     POLLING_PREFIX,
     LostWorker,
     RegisteredWorker,
-    beat_age_s,
 )
+from delaytasks.operate.state import beat_age_s
 from delaytasks.operate.state_queries import Stats, Swept
 from delaytasks.settings import Settings
 

@@ -171,7 +171,7 @@ def find_tasks(
         find = partial(runtime.store.tasks.find, where, limit, cursor, newest_first=newest_first)
         if time_limit_s is None or on is not None:
             return find(on=on)
-        from delaytasks.operate.state_queries import limited_search
+        from delaytasks.operate.searches import limited_search
 
         database = runtime.store.database
         return limited_search(database, lambda own: find(on=own), time_limit_s)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,8 +19,7 @@ from delaytasks.model.clock import AN_HOUR, hour_of, monotonic
 from delaytasks.model.errors import StoreError
 from delaytasks.model.moves import Status
 from delaytasks.model.policies import Policy
-from delaytasks.model.why import Reason, why_late
-from delaytasks.model.workers import LostWorker, RegisteredWorker, beat_age_s, broker_down_s
+from delaytasks.model.workers import LostWorker, RegisteredWorker
 from delaytasks.operate.policy_calls import read_policies
 from delaytasks.operate.state_queries import (
     MAX_COUNTED,
@@ -31,8 +30,10 @@ from delaytasks.operate.state_queries import (
     failed_rows,
     rows_of,
 )
+from delaytasks.operate.why import Reason, why_late
 from delaytasks.run.run_counts import CountedFailures, error_pattern, recent_hours
 from delaytasks.settings import Settings
+from delaytasks.statistics.reading import recent_failures
 
 if TYPE_CHECKING:
     from delaytasks.runtime import Runtime
@@ -245,6 +246,35 @@ def explain_overdue(
     ]
 
 
+#: A worker whose outage began within this time after its start has never reached its broker.
+CONNECTING_S = 5.0
+
+
+def beat_age_s(workers: Iterable[RegisteredWorker]) -> float | None:
+    """Return for how many seconds no message of beat has reached a live worker.
+
+    None if no live worker could receive one: none reads these messages, or none has a broker.
+    """
+    services = [worker.services for worker in workers if worker.is_alive]
+    ages = [each.beat_s for each in services if each.broker_down_s is None]
+    return min((age_s for age_s in ages if age_s is not None), default=None)
+
+
+def broker_down_s(workers: Iterable[RegisteredWorker]) -> float | None:
+    """Return for how many seconds no live worker has reached its broker.
+
+    None if a live worker reaches its broker, or none is alive. A worker that started without a
+    broker does not know when the outage began, so it counts only if all workers did.
+    """
+    alive = [worker for worker in workers if worker.is_alive]
+    downs = [(worker, worker.services.broker_down_s) for worker in alive]
+    known = [(worker, down_s) for worker, down_s in downs if down_s is not None]
+    if len(known) < len(alive):
+        return None
+    lost = [down_s for worker, down_s in known if down_s < worker.up_s - CONNECTING_S]
+    return min(lost) if lost else max((down_s for _, down_s in known), default=None)
+
+
 class SweepState(NamedTuple):
     """The last sweep of a sweep partition; without times if there was none."""
 
@@ -387,16 +417,9 @@ class DeploymentState:
 
 
 def read_state(
-    runtime: Runtime,
-    read_failures: Callable[[Runtime, datetime], Sequence[CountedFailures]],
-    services: ServicesState,
-    now: datetime,
-    most_counted: int = MAX_COUNTED,
+    runtime: Runtime, services: ServicesState, now: datetime, most_counted: int = MAX_COUNTED
 ) -> DeploymentState:
-    """Read the state. The error of the database is part of the result.
-
-    `read_failures` returns the failures that workers have counted.
-    """
+    """Read the state. The error of the database is part of the result."""
     store = runtime.store
     database, tables = DatabaseState(store.database.shown_url), None
     policies, lost = list[Policy](), list[LostWorker]()
@@ -417,20 +440,15 @@ def read_state(
         services,
         workers,
         lost,
-        [] if tables is None else _groups(runtime, tables, read_failures, now),
+        [] if tables is None else _groups(runtime, tables, now),
     )
 
 
-def _groups(
-    runtime: Runtime,
-    tables: TableState,
-    read_failures: Callable[[Runtime, datetime], Sequence[CountedFailures]],
-    now: datetime,
-) -> list[FailedNow]:
+def _groups(runtime: Runtime, tables: TableState, now: datetime) -> list[FailedNow]:
     counted: Sequence[CountedFailures] = ()
     last: list[FailedRow] = []
     try:
-        counted = read_failures(runtime, now)
+        counted = recent_failures(runtime, now)
         ids = [each.group.task_id for each in counted]
         last = list(rows_of(runtime.store.database, runtime.store.schema, ids))
     except StoreError:

@@ -2,58 +2,27 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
-from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
-from sqlalchemy import (
-    ColumnElement,
-    Connection,
-    Select,
-    and_,
-    event,
-    exc,
-    func,
-    literal,
-    null,
-    select,
-    text,
-)
+from sqlalchemy import ColumnElement, Connection, Select, and_, func, select, text
 
 from delaytasks.db.bulk_moves import Bulk
 from delaytasks.db.database import Database
-from delaytasks.db.driver_errors import is_statement_timeout
 from delaytasks.db.leases import lease_is_over
-from delaytasks.db.policy_rows import is_entry_of
 from delaytasks.db.row_lists import by_id, listed
-from delaytasks.db.rows import COLUMNS, task_of
 from delaytasks.db.schema import BODY, Schema
-from delaytasks.db.searching import (
-    conditions,
-    distinct_values,
-    first_page,
-    has_status,
-    levels_of,
-    queues_after,
-)
-from delaytasks.db.store import Store
+from delaytasks.db.searching import distinct_values, first_page, has_status, levels_of, queues_after
 from delaytasks.db.sweep_queries import OverdueRows
 from delaytasks.db.types import db_now_plus, for_database
-from delaytasks.model.body import MARK_LENGTH, NO_NAME, PREFIX, marks_of, name_in, names_of
-from delaytasks.model.clock import Clock, from_us, monotonic
-from delaytasks.model.errors import StoreError
+from delaytasks.model.body import MARK_LENGTH, NO_NAME, PREFIX, marks_of, name_in
 from delaytasks.model.filters import Filter
-from delaytasks.model.ids import MAX_ID, first_id
 from delaytasks.model.inputs import show_duration
 from delaytasks.model.moves import LIVE, Status
-from delaytasks.model.task import DelayedTask, Level, Pending, UntrustedInput
-from delaytasks.model.why import AuditFacts, Facts, ScheduleFacts, TransportFacts
-from delaytasks.settings import Settings
+from delaytasks.model.task import Level, Pending, UntrustedInput
 
 T = TypeVar("T")
 #: A lease that ends after this number of lease periods cannot be ours.
@@ -259,134 +228,6 @@ def _both(a: UntrustedInput, b: UntrustedInput) -> UntrustedInput:
     return a._replace(tasks=a.tasks + b.tasks, first_due=due, ids=(min(ids), max(ids)))
 
 
-# -- Gathers the facts that decide why a task has not run (`model/why.py`) -------------------------
-
-
-_NO_ERRORS = TransportFacts()
-#: A waitlist is counted up to this number.
-MOST_WAITLIST_COUNTED = 10_000
-#: Bulk operations that may have cancelled a task: those that ran at that time.
-MOST_OPERATIONS = 5
-#: The ids of a minute: a cancel and its log entry have the times of the clocks of two machines.
-IDS_AROUND = first_id(from_us(60_000_000)) - first_id(from_us(0))
-#: The key of a task that a recurring schedule has made: its name and the time of the occurrence.
-_RECURRING_KEY = re.compile(r"(.+)@[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:.]+Z")
-
-
-class FactReader:
-    """Counts rows by status, queue and tag."""
-
-    def __init__(self, store: Store, settings: Settings) -> None:
-        self._store = store
-        self._db, self._schema = store.database, store.schema
-        self._settings = settings
-
-    def of(self, task: DelayedTask, transport: TransportFacts = _NO_ERRORS) -> Facts:
-        """Return the facts that `why` needs about the task.
-
-        Each is read from an index, except for the operation that has cancelled the task.
-        """
-        settings = self._settings
-        now, offset_s = self._now()
-        policies = self._store.policies.read(("tag", task.tag), ("queue", task.queue))
-        limited = any(policy.has_limits for policy in policies)
-        swept = [s.at for s in Stats(self._db, self._schema).sweeps(settings.sweep_partitions)]
-        last = min((at for at in swept if at is not None), default=None)
-        is_in_waitlist = task.status is Status.HELD and self._is_in_waitlist(task)
-        return Facts(
-            task,
-            now,
-            offset_s,
-            self._store.workers.registered(now, settings.silent_s),
-            policies,
-            is_in_waitlist=is_in_waitlist,
-            waitlist_tasks=self._waitlist_tasks(task) if is_in_waitlist else 0,
-            running=self._running_tasks(task.tag) if limited else 0,
-            running_of_key=self._running_tasks(task.tag, task.limit_key)
-            if limited and task.limit_key
-            else 0,
-            swept_s=None if last is None else (now - last).total_seconds(),
-            grace_s=settings.grace_s,
-            self_sweep_s=settings.self_sweep_s,
-            namespace=settings.namespace,
-            keys=names_of(settings.encryption_keys),
-            schedule=self._schedule(task),
-            cancelled_by=self._cancelled_by(task) if task.status is Status.CANCELLED else None,
-            transport=transport,
-        )
-
-    def _now(self) -> tuple[datetime, float]:
-        """Return the time of the database, and how far the clock of this machine is ahead of it."""
-        clock = Clock(lambda _: self._store.tasks.now())
-        now = clock.certain_now()
-        return now, clock.offset_s
-
-    def _is_in_waitlist(self, task: DelayedTask) -> bool:
-        waitlist = self._schema.waitlists
-        query = select(waitlist.c.task_id).where(is_entry_of(waitlist, task)).limit(1)
-        return bool(self._db.rows(query))
-
-    def _waitlist_tasks(self, task: DelayedTask) -> int:
-        w = self._schema.waitlists.c
-        mine = select(w.task_id).where(w.queue == task.queue, w.tag == task.tag)
-        first = mine.limit(MOST_WAITLIST_COUNTED).subquery()
-        query = select(func.count()).select_from(first)
-        return self._db.autocommitted(lambda c: int(c.execute(query).scalar_one()))
-
-    def _schedule(self, task: DelayedTask) -> ScheduleFacts | None:
-        match = _RECURRING_KEY.fullmatch(task.key or "")
-        if match is None:
-            return None
-        r = self._schema.recurring.c
-        columns = r.name, r.timing, r.is_paused, r.next_at
-        rows = self._db.rows(select(*columns).where(r.name == match[1], r.tag == task.tag))
-        return ScheduleFacts(*rows[0]) if rows else None
-
-    def _cancelled_by(self, task: DelayedTask) -> AuditFacts | None:
-        """Return the log entry of the action that has cancelled the task."""
-        if task.update_time is None:
-            return None
-        return self._cancelled_alone(task, task.update_time) or self._cancelled_with_others(
-            task, task.update_time
-        )
-
-    def _cancelled_alone(self, task: DelayedTask, at: datetime) -> AuditFacts | None:
-        """Return the entry of a cancel of this task, which a person made in the console.
-
-        The ids of the entries contain their times, so the primary key leads to those of that time.
-        """
-        a, near = self._schema.audit.c, min(first_id(at), MAX_ID - IDS_AROUND)
-        is_near = a.id >= near - IDS_AROUND, a.id < near + IDS_AROUND
-        is_cancel = a.action == "cancel_task", a.changed > 0
-        is_mine = a.filter.contains(f'"id":"{task.id}"', autoescape=True)
-        query = select(a.id, a.actor).where(*is_near, *is_cancel, is_mine)
-        rows = self._db.rows(query.order_by(a.id.desc()).limit(1))
-        return AuditFacts(*rows[0]) if rows else None
-
-    def _cancelled_with_others(self, task: DelayedTask, at: datetime) -> AuditFacts | None:
-        """Return the bulk operation that has cancelled the task.
-
-        No index leads to it, so only the steps of the operations of that time are read.
-        """
-        a, step = self._schema.audit.c, self._schema.audit_steps.c
-        has_run_then = a.started_at <= at, (a.finished_at.is_(None)) | (a.finished_at >= at)
-        operations = select(a.id, a.actor).where(a.action == "cancel", *has_run_then)
-        newest = operations.order_by(a.id.desc()).limit(MOST_OPERATIONS)
-        has_moved = step.moved.contains(f"[{task.id},{task.version}]", autoescape=True)
-        for id, actor in self._db.rows(newest):
-            mine = select(step.step).where(step.audit_id == id, has_moved).limit(1)
-            if self._db.rows(mine):
-                return AuditFacts(id, actor)
-        return None
-
-    def _running_tasks(self, tag: str, key: str | None = None) -> int:
-        t = self._schema.tasks
-        query = select(func.count()).where(has_status(t, Status.RUNNING), t.c.tag == tag)
-        if key is not None:
-            query = query.where(t.c.limit_key == key)
-        return self._db.autocommitted(lambda c: int(c.execute(query).scalar_one()))
-
-
 # -- Reads the rows that matter now: running, overdue, due soon, held, and ended lately -----------
 
 # Each part of a read looks at a bounded number of rows through an index, so the cost does not grow
@@ -580,76 +421,6 @@ def _row(r: Any) -> FailedRow:
     return FailedRow(r[1], r[2], r[3], r[4] or r[0], r[5], r[6], r[7])
 
 
-# -- Reads the rows that have changed lately, at a cost that does not grow with the table ---------
-
-# No index leads to the time of a change, since each move would have to maintain it. Therefore the
-# rows are found where changes happen: among the newest ids, among the rows that were due lately,
-# among those that run, and among those that the caller has seen before.
-
-
-#: The rows that each part of a read looks at.
-MOST_CHANGES = 1000
-#: Rows that were due for a longer time are found only while they run, or if they were seen before.
-LATELY_S = 60.0
-#: Rows that are due a little later may run soon.
-SOON_S = 1.0
-
-
-class FoundChanges(NamedTuple):
-    """The changed rows, without their bodies and results."""
-
-    tasks: Sequence[DelayedTask]
-    #: Whether there may be more changes than the read has looked at.
-    is_incomplete: bool
-
-
-class ChangeReader:
-    def __init__(self, database: Database, schema: Schema, where: Filter) -> None:
-        self._db = database
-        self._schema = schema
-        self._t = t = schema.tasks
-        without = {"message_body": literal(""), "result": null()}
-        read: list[ColumnElement[Any]] = [
-            without[name].label(name) if name in without else t.c[name] for name in COLUMNS
-        ]
-        wanted = listed(database, t.c.id, "ids"), *conditions(t, where, database.can)
-        self._rows = select(*read).where(*wanted)
-        self._key = where.key
-
-    def now(self) -> datetime:
-        return self._db.now()
-
-    def read(self, since: datetime, now: datetime, seen: Iterable[int]) -> FoundChanges:
-        """Return the rows that have changed since then, of the rows `seen` and of all others."""
-
-        def work(connection: Connection) -> FoundChanges:
-            ids, is_incomplete = set(seen), False
-            for part in self._parts(since, now):
-                found = connection.execute(part.limit(MOST_CHANGES)).scalars().all()
-                is_incomplete |= len(found) == MOST_CHANGES
-                ids.update(found)
-            rows = connection.execute(
-                self._rows.where(self._t.c.update_time >= since), {"ids": list(ids)}
-            ).all()
-            return FoundChanges([task_of(row, self._schema) for row in rows], is_incomplete)
-
-        return self._db.autocommitted(work)
-
-    def _parts(self, since: datetime, now: datetime) -> Sequence[Select[Any]]:
-        """Return queries for the ids of rows that may have changed. Each uses an index."""
-        t = self._t.c
-        if self._key is not None:
-            mine = select(t.id).where(t.task_key == self._key)
-            return [mine.order_by(t.expected_time.desc())]
-        lately, soon = now - timedelta(seconds=LATELY_S), now + timedelta(seconds=SOON_S)
-        is_due = and_(t.expected_time > lately, t.expected_time <= soon)
-        return [
-            select(t.id).where(t.id >= first_id(since)).order_by(t.id.desc()),
-            select(t.id).where(is_due).order_by(t.expected_time.desc()),
-            select(t.id).where(has_status(self._t, Status.RUNNING)),
-        ]
-
-
 # -- estimates ------------------------------------------------------------------------------------
 
 # The planner's estimate of how many rows a query returns. Its cost does not grow with the rows.
@@ -675,95 +446,3 @@ def _postgresql_estimate(connection: Connection, sql: str) -> int:
 
 def _mysql_estimate(connection: Connection, sql: str) -> int:
     return int(connection.exec_driver_sql(f"EXPLAIN {sql}").mappings().one()["rows"] or 0)
-
-
-# -- Ends a search that takes too long: some filters have no index, and read the whole table ------
-
-
-class SearchTimeoutError(StoreError):
-    """A search took too long. Narrow its filter, for example by a status."""
-
-
-#: For the servers, 0 is no limit.
-LEAST_LIMIT_S = 0.001
-#: SQLite asks whether to go on each time it has executed this number of its instructions.
-SQLITE_INSTRUCTIONS = 10_000
-
-
-def limited_search(database: Database, work: Callable[[Any], T], limit_s: float) -> T:
-    """Run a search of one or more statements.
-
-    Each statement ends after `limit_s` seconds, and no statement begins later.
-
-    Raises
-    ------
-    SearchTimeoutError
-        If the search has reached the limit.
-    """
-    limit_s = max(limit_s, LEAST_LIMIT_S)
-    connect = for_database(database.backend, postgresql=_postgresql, mysql=_mysql, sqlite=_sqlite)
-
-    def limited(connection: Connection) -> T:
-        deadline = monotonic() + limit_s
-
-        def check(*_: Any) -> None:
-            if monotonic() > deadline:
-                raise _timeout(limit_s)
-
-        event.listen(connection, "before_cursor_execute", check)
-        try:
-            return work(connection)
-        except exc.DBAPIError as error:
-            if is_statement_timeout(error):
-                raise _timeout(limit_s) from error
-            raise
-        finally:
-            # The statement that resets the limit of the connection follows.
-            event.remove(connection, "before_cursor_execute", check)
-
-    return database.repeat(limited, partial(connect, database, limit_s))
-
-
-def _timeout(limit_s: float) -> SearchTimeoutError:
-    return SearchTimeoutError(
-        f"the search took longer than {limit_s:.1f} s: narrow its filter, for example by a status, "
-        "a queue or a range of times"
-    )
-
-
-@contextmanager
-def _postgresql(database: Database, limit_s: float) -> Iterator[Connection]:
-    with database.begin() as connection:
-        # It ends with the transaction, so that no pooled connection keeps it.
-        connection.exec_driver_sql(f"SET LOCAL statement_timeout = {round(limit_s * 1000)}")
-        yield connection
-
-
-@contextmanager
-def _mysql(database: Database, limit_s: float) -> Iterator[Connection]:
-    with database.auto.connect() as connection, database.bounded(connection):
-        is_mariadb = getattr(connection.dialect, "is_mariadb", False)
-        limit = (
-            f"max_statement_time = {limit_s:.3f}"
-            if is_mariadb
-            else f"max_execution_time = {round(limit_s * 1000)}"
-        )
-        connection.exec_driver_sql(f"SET SESSION {limit}")
-        try:
-            yield connection
-        finally:
-            if not connection.invalidated:
-                name = limit.partition(" ")[0]
-                connection.exec_driver_sql(f"SET SESSION {name} = DEFAULT")
-
-
-@contextmanager
-def _sqlite(database: Database, limit_s: float) -> Iterator[Connection]:
-    with database.auto.connect() as connection:
-        driver_connection: Any = connection.connection.driver_connection
-        deadline = monotonic() + limit_s
-        driver_connection.set_progress_handler(lambda: monotonic() > deadline, SQLITE_INSTRUCTIONS)
-        try:
-            yield connection
-        finally:
-            driver_connection.set_progress_handler(None, 0)

@@ -37,10 +37,9 @@ from delaytasks.model.errors import OutcomeUnknownError, StoreError, StoreUnavai
 from delaytasks.model.moves import Status
 from delaytasks.model.policies import NO_WAITLISTS, WaitlistsSeen, WaitlistState
 from delaytasks.model.task import Claimed, DelayedTask, Entry, Settlement
-from delaytasks.model.workers import ChunkSize
 from delaytasks.registry import MAX_SLOTS
 from delaytasks.run.calls import MAX_BUDGETS, Calls, Host
-from delaytasks.run.chunk import Chunk, ChunkRunner, Tally
+from delaytasks.run.chunk import Chunk, ChunkRunner, ChunkSize, Tally
 from delaytasks.run.run_counts import RunStatistics
 from delaytasks.run.settler import Observer, RunCounter, RunLog, Settler
 

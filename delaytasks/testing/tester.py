@@ -23,7 +23,6 @@ from delaytasks.db.database import awaited_on_the_loop, is_on_the_loop, on_the_l
 from delaytasks.db.migrations import url_of
 from delaytasks.db.sessions import ConnectionSource
 from delaytasks.db.store import Store
-from delaytasks.model.celery_calls import Callback, Message
 from delaytasks.model.inputs import Delay, check_delay, check_instant, show_duration
 from delaytasks.model.moves import WAITING, Status
 from delaytasks.model.outcomes import Done, Outcome
@@ -44,6 +43,8 @@ from delaytasks.worker.celery_tasks import processes_of
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from delaytasks.callbacks.by_message import Message
+    from delaytasks.callbacks.http import Callback
     from delaytasks.client import DelayTasks
 
 

@@ -42,7 +42,7 @@ from billiard.exceptions import WorkerLostError
 
 from delaytasks.model.clock import monotonic
 from delaytasks.model.task import Entry
-from delaytasks.model.workers import ChunkSize
+from delaytasks.run.chunk import ChunkSize
 from delaytasks.run.runner import FailureReason, Report
 from delaytasks.worker.pool import POOL_REST_S, ChunkRequest, Pool
 

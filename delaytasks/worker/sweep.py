@@ -25,8 +25,12 @@ from delaytasks.model.moves import Status
 from delaytasks.model.policies import NO_POLICIES, Policies, Policy
 from delaytasks.model.task import Entry, FoundRow, Level, QueuePlace, Recovered, Timer
 from delaytasks.model.text import DEFER_MAX_S, first_names
-from delaytasks.model.why import one_more_worker
-from delaytasks.model.workers import ONLY_DRAINING_PREFIX, POLLING_PREFIX, ServiceTimes
+from delaytasks.model.workers import (
+    ONLY_DRAINING_PREFIX,
+    POLLING_PREFIX,
+    ServiceTimes,
+    one_more_worker,
+)
 from delaytasks.settings import SILENT_SWEEPS
 
 if TYPE_CHECKING:

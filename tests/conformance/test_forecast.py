@@ -258,7 +258,7 @@ def test_a_forecast_without_schedules_imports_none(world: World, database_url: s
     code = (
         "import sys; from celery import Celery; from delaytasks import DelayTasks;"
         f"d = DelayTasks(Celery('a'), database_url={database_url!r}, table_prefix='s_');"
-        "assert 'delaytasks.forecast' not in sys.modules; d.forecast();"
+        "assert 'delaytasks.operate.forecast' not in sys.modules; d.forecast();"
         "print([m for m in sys.modules if m.startswith('delaytasks.recurring')])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -15,8 +15,9 @@ from kombu import Connection, Exchange, Queue
 from redis import Redis
 
 from delaytasks import BodyRefusedError, DelayedTask, DelayTasks, InvalidInputError, Status
+from delaytasks.callbacks.by_message import Message
 from delaytasks.db import migrations
-from delaytasks.model.celery_calls import MESSAGE, Message
+from delaytasks.model.celery_calls import MESSAGE
 from delaytasks.runtime import runtime_of
 from tests.integration.conftest import Deploy
 from tests.proxy import Proxy, WebServer, proxy_to

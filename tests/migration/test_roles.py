@@ -23,15 +23,14 @@ from delaytasks.db.schema import build_schema
 from delaytasks.db.store import Store
 from delaytasks.db.sweep_queries import OverdueRows
 from delaytasks.model.task import Entry
-from delaytasks.model.why import why
 from delaytasks.operate.health import HealthChecks, HealthQuestion
-from delaytasks.operate.state_queries import FactReader, Stats
+from delaytasks.operate.state_queries import Stats
 from delaytasks.recurring.recurring import follow
 from delaytasks.runtime import runtime_of
 from tests.conftest import settings_for
 from tests.running import ROOT
 from tests.services import own_database
-from tests.world.recording import delays_on, record, runner_of
+from tests.world.recording import delays_on, explain, record, runner_of
 
 pytestmark = pytest.mark.slow
 
@@ -237,7 +236,7 @@ def test_a_console_can_read(role_tables: RoleTables) -> None:
     stats, overdue = Stats(store.database, store.schema), OverdueRows(store.database, store.schema)
     task = web.schedule_delay("mail", {}, 60)
     web.close()
-    assert why(FactReader(store, delays.settings).of(task))[0].code == "future"
+    assert explain(delays, task).reasons[0].code == "future"
     assert overdue.groups(3600, 20) == [], "an earlier test may have left due tasks"
     assert stats.standby_problem() is None
     assert list(stats.pending()) is not None

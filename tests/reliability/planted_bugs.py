@@ -39,6 +39,7 @@ from delaytasks.events import Events
 from delaytasks.limits.tracked_waitlists import TrackedWaitlist, TrackedWaitlists
 from delaytasks.loops import Loop
 from delaytasks.model import clock, text
+from delaytasks.operate.start_checks import StartChecks
 from delaytasks.recurring import creation, recurring
 from delaytasks.recurring.creation import RecurringTable
 from delaytasks.registry import EventLoop
@@ -47,7 +48,6 @@ from delaytasks.run.calls import Calls, TaskRun
 from delaytasks.run.chunk import Chunk, TimeBudget
 from delaytasks.run.outcome_rules import OutcomeRules
 from delaytasks.run.runner import FailureReason
-from delaytasks.start_checks import StartChecks
 from delaytasks.worker import connection, leases_loop
 from delaytasks.worker.dispatcher import Dispatcher, QueueDrain
 from delaytasks.worker.processes import Renewals

@@ -17,6 +17,7 @@ from flask import Flask
 from flask.testing import FlaskClient
 
 from delaytasks import DelayTasks, Retry
+from delaytasks.cli.servers import Place, make_server
 from delaytasks.console.application import make_console
 from delaytasks.console.requests import EXTENSION, BulkRunState, ReportProgress, new_run_id
 from delaytasks.console.viewers import HostAccess, Role, Viewer
@@ -24,7 +25,6 @@ from delaytasks.db.types import db_now_plus
 from delaytasks.model.filters import BulkResult
 from delaytasks.run.run_counts import RunCounts
 from delaytasks.runtime import runtime_of
-from delaytasks.serving import Place, make_server
 from delaytasks.settings import Address
 from delaytasks.statistics.statistics_table import StatisticsTable, Unwritten
 from tests.waiting import wait_until

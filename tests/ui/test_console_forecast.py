@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from delaytasks import NewTask, forecast
+from delaytasks import NewTask
 from delaytasks import loops as latest
 from delaytasks.console.viewers import Role
 from delaytasks.db.types import db_now_plus
+from delaytasks.operate import forecast
 from delaytasks.runtime import runtime_of
 from tests.ui.console_site import Site, healthy_site, make_delays, write_on_time
 from tests.ui.test_console_bulk import confirm

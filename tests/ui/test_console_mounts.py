@@ -20,11 +20,11 @@ from starlette.requests import Request
 
 from delaytasks import ConfigError, DelayTasks
 from delaytasks.cli.main import main
+from delaytasks.cli.servers import Place, make_server
 from delaytasks.console.application import make_console, standalone
 from delaytasks.console.viewers import FIRST_USER, Role, Viewer
 from delaytasks.contrib import fastapi as fastapi_mounts
 from delaytasks.contrib import flask as flask_mounts
-from delaytasks.serving import Place, make_server
 from delaytasks.settings import Address
 from tests.integration.django_settings import configured
 from tests.ui.console_site import make_delays, served, token_of

@@ -17,9 +17,9 @@ from delaytasks.console.viewers import Role
 from delaytasks.db.types import db_now_plus
 from delaytasks.model.clock import UTC
 from delaytasks.model.text import installed_version
-from delaytasks.operate.explanations import Explanations, error_matcher
+from delaytasks.operate.explanations import Explanations
 from delaytasks.operate.policy_calls import CountedPolicies, read_policies
-from delaytasks.operate.state_queries import SearchTimeoutError
+from delaytasks.operate.searches import SearchTimeoutError, error_matcher
 from delaytasks.operate.verdict import verdict_of
 from delaytasks.runtime import runtime_of
 from tests.ui.console_site import Site, chart_titles, fill, make_delays, post

@@ -22,9 +22,10 @@ WITH_THE_FIRST_CALL = ["delaytasks.runtime", "delaytasks.db", "sqlalchemy.dialec
 #: does not need these modules.
 OPTIONAL = """
 cronsim cryptography sentry_sdk requests delaytasks.console delaytasks.durable_eta
-delaytasks.file_broker delaytasks.forecast delaytasks.http_api delaytasks.limits delaytasks.metrics
-delaytasks.recurring delaytasks.testing delaytasks.broker.direct delaytasks.broker.redis_timer
-delaytasks.callbacks delaytasks.worker.redis_poller delaytasks.worker.table_poller
+delaytasks.broker.files delaytasks.operate.forecast delaytasks.http_api delaytasks.limits
+delaytasks.metrics delaytasks.recurring delaytasks.testing delaytasks.broker.direct
+delaytasks.broker.redis_timer delaytasks.callbacks delaytasks.worker.redis_poller
+delaytasks.worker.table_poller
 """.split()
 PROJECT = """
 import sys

@@ -32,7 +32,8 @@ from delaytasks.limits.admission import UNLIMITED, Capacity, StartPace
 from delaytasks.limits.tracked_waitlists import TrackedWaitlists, WaitlistName
 from delaytasks.loops import Availability, Latest
 from delaytasks.model.policies import WAITLIST_RECHECK_S, WaitlistState
-from delaytasks.model.workers import RegisteredWorker, ServiceTimes, beat_age_s, broker_down_s
+from delaytasks.model.workers import RegisteredWorker, ServiceTimes
+from delaytasks.operate.state import beat_age_s, broker_down_s
 from delaytasks.worker import patches, policies_loop
 from delaytasks.worker.consumer import warn_of_blocking_driver
 from delaytasks.worker.sweep import DatabaseContact, ServiceWatch

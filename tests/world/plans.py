@@ -21,7 +21,8 @@ from delaytasks.db.store import Store
 from delaytasks.db.sweep_queries import OverdueRows
 from delaytasks.model.filters import bulk_filter_of, filter_of
 from delaytasks.model.task import Level
-from delaytasks.operate.state_queries import ChangeReader, LiveRows, Stats, live_tags
+from delaytasks.operate.searches import Follower
+from delaytasks.operate.state_queries import LiveRows, Stats, live_tags
 from tests.conftest import new_world
 from tests.world.world import World
 
@@ -79,9 +80,7 @@ class PlannedWorld(World):
 
     def changes(self, **filters: str) -> object:
         """Read what has changed, as the console does."""
-        changes = ChangeReader(self.store.database, self.store.schema, filter_of(filters))
-        now = changes.now()
-        return changes.read(now - timedelta(seconds=10), now, [])
+        return Follower(self.store, filter_of(filters)).read()
 
     def live_rows(self) -> object:
         return LiveRows(self.store.database, self.store.schema).read(1)

@@ -32,8 +32,8 @@ from delaytasks.events import Events
 from delaytasks.model.clock import Clock, monotonic, to_us
 from delaytasks.model.moves import Status
 from delaytasks.model.task import Entry
-from delaytasks.model.why import Explanation
 from delaytasks.operate import bulk_calls
+from delaytasks.operate.why import Explanation
 from delaytasks.run.runner import Runner
 from delaytasks.runtime import runtime_of
 from delaytasks.settings import load_settings

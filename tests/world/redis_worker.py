@@ -10,9 +10,9 @@ import pytest
 
 from delaytasks import loops as loops
 from delaytasks.broker import redis_timer
-from delaytasks.model import workers
 from delaytasks.model.clock import Clock, monotonic
 from delaytasks.model.task import Entry
+from delaytasks.run import chunk
 from delaytasks.worker import redis_poller
 from tests.proxy import Proxy
 from tests.waiting import wait_until
@@ -44,7 +44,7 @@ class RedisWorker(MainProcess):
         ahead_ms: int | None = None,
     ) -> None:
         self._patch = patch
-        patch.setattr(workers, "FIRST_PREFETCH", 10)
+        patch.setattr(chunk, "FIRST_PREFETCH", 10)
         for module in (redis_poller, redis_timer) if ahead_ms else ():
             patch.setattr(module, "AHEAD_MS", ahead_ms)
         settings: dict[str, Any] = {

@@ -17,7 +17,7 @@ from celery import Celery
 from sqlalchemy import URL, Connection, Engine, Table, delete, event, insert, select, text, update
 
 import delaytasks as e
-from delaytasks import DelayedTask, DelayTasks, Forecast, Status, forecast
+from delaytasks import DelayedTask, DelayTasks, Forecast, Status
 from delaytasks.db import rows, sessions
 from delaytasks.db.claims import Claims
 from delaytasks.db.leases import Renewed
@@ -30,12 +30,12 @@ from delaytasks.model.filters import filter_of
 from delaytasks.model.ids import IdMaker
 from delaytasks.model.moves import SettlingMove
 from delaytasks.model.task import Attempt, Claimed, Entry, Recovered, Settlement, UnclaimedRow
-from delaytasks.model.why import Reason, why
 from delaytasks.model.workers import ServiceTimes
-from delaytasks.operate.explanations import Follower
+from delaytasks.operate import forecast
 from delaytasks.operate.live import LiveSnapshot, snapshot
+from delaytasks.operate.searches import Follower, limited_search
 from delaytasks.operate.state import TableState, read_tables
-from delaytasks.operate.state_queries import FactReader, limited_search
+from delaytasks.operate.why import Reason, why
 from delaytasks.run.run_counts import RunCounts
 from delaytasks.run.runner import Report, Runner
 from delaytasks.statistics.statistics_table import StatisticsTable, Unwritten
@@ -60,11 +60,11 @@ NASTY = (
 #: The limits that `World.lower` lowers, and their names in the code of today.
 LIMITS = {
     "rows_brought_forward": "db.settlements.DEFERRED_BATCH_ROWS",
-    "changes_of_a_read": "operate.state_queries.MOST_CHANGES",
-    "tasks_counted_exactly": "forecast.MAX_EXACT",
-    "tasks_sampled": "forecast.SAMPLED",
+    "changes_of_a_read": "operate.searches.MOST_CHANGES",
+    "tasks_counted_exactly": "operate.forecast.MAX_EXACT",
+    "tasks_sampled": "operate.forecast.SAMPLED",
     "seconds_to_a_first_forecast": "loops.FIRST_WAIT_S",
-    "occurrences_computed": "forecast.MAX_OCCURRENCES",
+    "occurrences_computed": "operate.forecast.MAX_OCCURRENCES",
     "named_queues_of_a_sweep": "worker.sweep.MOST_NAMED",
     "messages_for_a_queue": "worker.sweep.MOST_MESSAGES_PER_QUEUE",
     "rows_of_a_purge": "worker.sweep.PURGE_ROWS",
@@ -392,8 +392,7 @@ class World:
 
     def why(self, task: DelayedTask) -> list[Reason]:
         """Return what the tables say of a task that has not run."""
-        facts = FactReader(self.store, self.delays.settings).of(self.read(task))
-        return [*why(facts)]
+        return why(self.runtime.explanations.facts(self.read(task)))
 
     def silence(self, seconds: float = 60, *names: str) -> None:
         """Let workers, or all of them, report nothing for a time."""

@@ -37,7 +37,7 @@ from delaytasks.model.moves import MOVES, Status
 from delaytasks.model.task import Attempt, DelayedTask, Page, pretty
 from delaytasks.model.text import last_line, one_line
 from delaytasks.operate.bulk_calls import record_action
-from delaytasks.operate.explanations import find_by_error
+from delaytasks.operate.searches import find_by_error
 from delaytasks.runtime import runtime_of
 
 __all__ = ["DelayTaskRowAdmin"]

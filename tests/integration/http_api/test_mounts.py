@@ -154,8 +154,8 @@ def test_the_server_refuses_a_long_request_before_it_receives_the_body(site: Api
 
 ENDING = """
 import os, signal, sys
+from delaytasks.cli.servers import Place, serve_apps
 from delaytasks.settings import Address
-from delaytasks.serving import Place, serve
 
 def other(environ, start_response):
     start_response("200 OK", [("Content-Type", "text/plain")])
@@ -169,7 +169,7 @@ apps = {
     "other": (other, Place(Address("127.0.0.1", 0), "/delays")),
     "app": (app, Place(Address("127.0.0.1", 0))),
 }
-serve(apps, None, lambda urls: print(*urls.values(), flush=True))
+serve_apps(apps, None, lambda urls: print(*urls.values(), flush=True))
 print("ended")
 """
 

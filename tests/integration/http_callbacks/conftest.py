@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from delaytasks import DelayedTask, DelayTasks
-from delaytasks.callbacks.http import Guard, HttpCallbacks
+from delaytasks.callbacks.http import Callback, Guard, HttpCallbacks
 from delaytasks.db import migrations
-from delaytasks.model.celery_calls import CALLBACK, Callback
+from delaytasks.model.celery_calls import CALLBACK
 from delaytasks.model.clock import Clock
 from delaytasks.runtime import runtime_of
 from delaytasks.settings import load_settings

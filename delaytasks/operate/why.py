@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from itertools import islice
 from shlex import quote
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from delaytasks.model.moves import Status
 from delaytasks.model.policies import Policy
 from delaytasks.model.task import DelayedTask, OverdueGroup
 from delaytasks.model.text import DEFERRALS, count, last_line, some_values
-from delaytasks.model.workers import RegisteredWorker
+from delaytasks.model.workers import MOST_NAMES, RegisteredWorker, one_more_worker
 
 # -- The reasons why a task has not run, or how it ended, and the facts from which they follow ----
 
@@ -59,13 +58,6 @@ class AuditFacts(NamedTuple):
     actor: str
 
 
-class TransportFacts(NamedTuple):
-    """The errors of the servers that bring due tasks to the workers; None if they answer."""
-
-    broker: str | None = None
-    redis_timer: str | None = None
-
-
 class Facts(NamedTuple):
     """The facts on which the reasons for one task depend."""
 
@@ -97,8 +89,10 @@ class Facts(NamedTuple):
     keys: Sequence[str] = ()
     schedule: ScheduleFacts | None = None
     cancelled_by: AuditFacts | None = None
-    #: The state of broker and timer, if the task is due soon. Otherwise they are not asked.
-    transport: TransportFacts = TransportFacts()
+    #: The errors of the servers that bring due tasks to the workers. None if they answer, or if the
+    #: task is not due soon: then they are not asked.
+    broker_error: str | None = None
+    timer_error: str | None = None
 
     @property
     def wait_s(self) -> float:
@@ -140,10 +134,6 @@ def instant_text(instant: datetime | None) -> str:
 
 
 # -- Explain why no worker takes the tasks of a queue and a tag -----------------------------------
-
-
-#: Names in one sentence.
-MOST_NAMES = 5
 
 
 def unserved(
@@ -196,15 +186,6 @@ def _no_worker(
     last_seen = {worker.name: round(worker.age_s, 3) for worker in serving}
     values = {"queue": queue, "live_queues": live_queues, "last_seen": last_seen}
     return Reason("no_worker", f"{sentence}.", remedy, values)
-
-
-def one_more_worker(queues: Collection[str], namespace: str) -> str:
-    """Return the remedy for queues that no worker serves, while other workers run.
-
-    With -Q a worker serves no other queues, not even those of the app's own tasks.
-    """
-    names = quote(",".join(f"{namespace}.{queue}" for queue in islice(queues, MOST_NAMES)))
-    return f"Start one more worker: celery -A … worker -Q {names}"
 
 
 def _names(names: Sequence[str]) -> str:
@@ -398,7 +379,7 @@ def _due(facts: Facts) -> Reason:
 
 
 def _transport(facts: Facts) -> Iterator[Reason]:
-    broker, timer = facts.transport
+    broker, timer = facts.broker_error, facts.timer_error
     if broker is not None:
         yield Reason(
             "broker_down",

@@ -29,6 +29,7 @@ from delaytasks.model.moves import WAITING
 from delaytasks.model.text import count, shown, some_values
 from delaytasks.model.workers import RegisteredWorker
 from delaytasks.operate.state_queries import estimate_rows
+from delaytasks.statistics.reading import StepRange, counts_by_tag
 
 if TYPE_CHECKING:
     from delaytasks.db.store import Store
@@ -355,8 +356,6 @@ def _hours(
 
 def _mean_durations(runtime: Runtime, now: datetime) -> dict[str, float]:
     """Return the mean duration of a call for each tag with enough runs."""
-    from delaytasks.statistics.reading import StepRange, counts_by_tag
-
     steps = StepRange.of(now, MEASURED, None, "1m", is_series=False)
     try:
         found = counts_by_tag(runtime.store, steps, None)
