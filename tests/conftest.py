@@ -11,9 +11,10 @@ import tempfile
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import pytest
 from sqlalchemy import delete
@@ -272,6 +273,17 @@ def open_store(url: str, **changes: Any) -> Store:
     return store
 
 
+P = ParamSpec("P")
+T = TypeVar("T", bound=Any)
+
+
+@contextmanager
+def closing_all(make: Callable[P, T]) -> Iterator[Callable[P, T]]:
+    """Yield `make`. Afterwards, close what it has returned, the last value first."""
+    with ExitStack() as stack:
+        yield lambda *args, **options: stack.enter_context(closing(make(*args, **options)))
+
+
 W = TypeVar("W", bound=World)
 
 
@@ -312,15 +324,8 @@ def store(session_store: Store) -> Store:
 @pytest.fixture
 def make_world(store: Store) -> Iterator[Callable[..., World]]:
     """Make worlds with settings, on the empty tables of each database."""
-    made: list[World] = []
-
-    def make(**settings: Any) -> World:
-        made.append(World(store, **settings))
-        return made[-1]
-
-    yield make
-    for world in made:
-        world.close()
+    with closing_all(partial(World, store)) as make:
+        yield make
 
 
 @pytest.fixture

@@ -25,11 +25,11 @@ def fuzz(few: int) -> Any:
     )
 
 
+#: Values of JSON except text, fractions and containers.
+plain: Any = st.none() | st.booleans() | st.integers()
 #: Values of JSON, with the extensions that other programs write.
 json_like: Any = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
+    plain
     | st.sampled_from([0, -1, 2**31, 2**53 + 1, 2**63 - 1, 2**63, 2**64, 10**30, -(2**63)])
     | st.floats()
     | st.text(max_size=20),

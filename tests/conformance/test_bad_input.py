@@ -19,7 +19,8 @@ from sqlalchemy.orm import Session
 
 import delaytasks as e
 from delaytasks import DelayedTask, NewTask, Status
-from tests.fuzzing import fuzz
+from tests.conftest import closing_all
+from tests.fuzzing import fuzz, plain
 from tests.refusals import raised
 from tests.world import World, status_columns
 from tests.world.recording import delays_on, record, runner_of
@@ -37,6 +38,9 @@ class Place:
         self.delays = delays_on(url, table_prefix="s_", **changes)
         self.timer = record(self.delays)
         self.world = world
+
+    def close(self) -> None:
+        self.delays.close()
 
     def traces(self) -> tuple[int, ...]:
         """Return the number of rows of each table and the number of messages sent."""
@@ -105,15 +109,8 @@ Make = Callable[..., Place]
 
 @pytest.fixture
 def make(world: World, database_url: str) -> Iterator[Callable[..., Place]]:
-    made: list[Place] = []
-
-    def new(**changes: Any) -> Place:
-        made.append(Place(database_url, world, **changes))
-        return made[-1]
-
-    yield new
-    for place in made:
-        place.delays.close()
+    with closing_all(partial(Place, database_url, world)) as make:
+        yield make
 
 
 @pytest.fixture
@@ -698,11 +695,7 @@ storable = st.text(
     st.characters(blacklist_categories=("Cs",), blacklist_characters="\x00"), max_size=40
 )
 json_bodies = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | storable,
+    plain | st.floats(allow_nan=False, allow_infinity=False) | storable,
     lambda inner: st.lists(inner, max_size=5) | st.dictionaries(storable, inner, max_size=5),
     max_leaves=30,
 )
@@ -714,21 +707,13 @@ junk = st.one_of(
     st.dictionaries(st.integers() | st.none() | st.tuples(), json_bodies, min_size=1),
     st.sampled_from(UNSTORABLE),
 )
+few_items = st.lists(json_bodies, max_size=2)
+few_fields = st.dictionaries(storable, json_bodies, max_size=2)
 junk_bodies = st.recursive(
     junk,
     lambda inner: (
-        st.builds(
-            lambda a, b, c: [*a, b, *c],
-            st.lists(json_bodies, max_size=2),
-            inner,
-            st.lists(json_bodies),
-        )
-        | st.builds(
-            lambda d, k, v: {**d, k: v},
-            st.dictionaries(storable, json_bodies, max_size=2),
-            storable,
-            inner,
-        )
+        st.builds(lambda a, b, c: [*a, b, *c], few_items, inner, st.lists(json_bodies))
+        | st.builds(lambda d, k, v: {**d, k: v}, few_fields, storable, inner)
     ),
     max_leaves=4,
 )

@@ -57,8 +57,7 @@ def test_a_version_without_an_upgrade_fails_without_retries(world: World) -> Non
 
 def test_a_newer_body_waits_for_newer_code(world: World) -> None:
     got = takes(world, body_version=2)
-    task = world.schedule("pay", NEW, body_version=3)
-    world.run(task)
+    world.run(task := world.schedule("pay", NEW, body_version=3))
     waits = world.read(task)
     assert (waits.status, waits.runs, got) == (Status.NOT_COMPLETE, 0, [])
     assert waits.due == task.due

@@ -117,8 +117,7 @@ def run(world: World, end: Callable[[DelayedTask], Any], **options: Any) -> Dela
         return end(task)
 
     world.delays.processor("long", **options)(work)
-    task = world.schedule("long", key="k")
-    world.run(task)
+    world.run(task := world.schedule("long", key="k"))
     return world.read(task)
 
 
@@ -166,8 +165,7 @@ def test_a_request_that_comes_too_late_for_its_run_prevents_the_next_one(world: 
         world.delays.cancel(task, running=True)  # the process hears nothing of it
         return Snooze(0)
 
-    task = world.schedule("again")
-    world.run(task)
+    world.run(task := world.schedule("again"))
     waits = world.read(task)
     assert (waits.status, waits.cancel_request) == (Status.NOT_COMPLETE, 1)
     world.change(task, expected_time=task.expected_time)

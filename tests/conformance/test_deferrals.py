@@ -67,8 +67,7 @@ def test_a_retried_task_waits_for_its_retry_delay_whatever_its_error_text_is(wor
         raise ValueError("no such processor, tag=new; next try at 2026")
 
     world.delays.processor("new", retries="5m")(fail)
-    task = world.schedule("new")
-    world.run(task)
+    world.run(task := world.schedule("new"))
     assert world.read(task).runs == 1
     assert world.bring_forward("new") == []
 
@@ -139,8 +138,7 @@ def test_the_error_about_a_taken_key_names_the_first_due_time_of_its_task(world:
 
 
 def test_a_task_that_was_never_deferred_has_no_due_time_of_its_own(world: World) -> None:
-    task = world.schedule()
-    world.run(task)
+    world.run(task := world.schedule())
     assert world.read(task).due_time is None
     assert world.read(task).due == task.expected_time
 
@@ -152,8 +150,7 @@ def test_a_lost_lease_keeps_the_due_time(world: World) -> None:
         raise LeaseEndsError("its lease ends", 1)
 
     world.delays.processor("cut")(loses_its_lease)
-    task = world.schedule("cut")
-    world.run(task)
+    world.run(task := world.schedule("cut"))
     assert world.read(task).due == task.expected_time
 
 
@@ -207,8 +204,7 @@ def test_a_shift_of_many_counts_from_the_due_time_and_not_from_the_next_try(worl
 @pytest.fixture
 def overdue(world: World) -> DelayedTask:
     """A task that was due an hour ago, and whose next try is in six minutes."""
-    task = world.put(due_s=-3600, tag="new")
-    world.run(task)
+    world.run(task := world.put(due_s=-3600, tag="new"))
     return world.read(task)
 
 

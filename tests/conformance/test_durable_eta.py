@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
 from decimal import Decimal
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from sqlalchemy.orm import Session
 
 import delaytasks as e
 from delaytasks import DelayedTask, DelayTasks, Status
+from tests.conftest import closing_all
 from tests.refusals import invalid
 from tests.world import MonkeyPatch, World
 from tests.world.recording import new_key, record, refusing, run_now
@@ -30,7 +32,7 @@ def _remind(*args: Any, **kwargs: Any) -> None: ...
 class Office:
     """The app and the timer of one test, and the queue of its messages."""
 
-    def __init__(self, url: str, broker: str, **settings: Any) -> None:
+    def __init__(self, url: str, broker: str = "memory://", **settings: Any) -> None:
         self.queue = name = "office" + secrets.token_hex(4)
         self.app = Celery(name, broker=broker, backend="cache+memory://", set_as_current=False)
         self.app.conf.task_default_queue = self.queue
@@ -38,6 +40,10 @@ class Office:
         self.delays = DelayTasks(self.app, url, **settings)
         self.timer = record(self.delays)
         self.remind = self.app.task(_remind, name="durable.remind")
+
+    def close(self) -> None:
+        self.delays.close()
+        self.app.close()
 
     def rows(self) -> list[DelayedTask]:
         return list(self.delays.find(tag="celery:durable.remind"))
@@ -60,17 +66,8 @@ class Office:
 
 @pytest.fixture
 def make_office(world: World) -> Iterator[Callable[..., Office]]:
-    made: list[Office] = []
-    url = world.url.render_as_string(hide_password=False)
-
-    def make(broker: str = "memory://", **settings: Any) -> Office:
-        made.append(Office(url, broker, **settings))
-        return made[-1]
-
-    yield make
-    for office in made:
-        office.delays.close()
-        office.app.close()
+    with closing_all(partial(Office, world.url.render_as_string(hide_password=False))) as make:
+        yield make
 
 
 @pytest.fixture

@@ -253,8 +253,7 @@ def test_each_change_is_shown_once(world: World) -> None:
 
 def test_a_run_between_two_reads_is_shown_as_it_ended(world: World) -> None:
     follower = world.follow()
-    task = world.schedule(body={"secret": 1})
-    world.run(task)
+    world.run(world.schedule(body={"secret": 1}))
     [found] = follower.read().tasks
     assert found.status.name == "DONE"
     assert found.body_json == "", "bodies are not read"

@@ -194,8 +194,7 @@ def test_the_processor_and_the_events_have_the_meta(world: World) -> None:
         raise ValueError("no")
 
     world.delays.processor("mail")(work)
-    task = world.schedule("mail", {}, meta={"t": "a"})
-    world.run(task)
+    world.run(world.schedule("mail", {}, meta={"t": "a"}))
     assert seen == [{"t": "a"}]
     told = [name for name, fields in world.events if fields.get("meta") == {"t": "a"}]
     assert told == ["task.scheduled", "task.failed"]

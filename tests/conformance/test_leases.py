@@ -164,8 +164,7 @@ def test_a_lease_that_ended_before_its_renewal_is_reported_as_lost(worker: Froze
         reported.append("lost")
         task.check_lease()
 
-    task = world.schedule("long")
-    world.run(task)
+    world.run(task := world.schedule("long"))
     assert reported == ["lost"]
     now = world.read(task)
     assert (now.status, now.lapses) == (Status.NOT_COMPLETE, 1)
@@ -211,8 +210,7 @@ def test_a_row_that_was_locked_during_a_renewal_is_renewed_a_second_later(
         worker.keep_leases(lambda: world.read(task).lease_until != over)
         ended.append(task.id)
 
-    task = world.schedule("long")
-    world.run(task)
+    world.run(task := world.schedule("long"))
     assert ended == [task.id]
     assert world.read(task).status is Status.DONE
 

@@ -27,6 +27,15 @@ PAST = {
 DONE, WAITS, FAILED = Status.DONE, Status.NOT_COMPLETE, Status.FAILED
 RUNNING = {"status": "3", "worker": "'w'", "lease_until": "'2000-01-01 00:00:00'"}
 
+FAILS = {"tag": "'fails'"}
+
+
+def retried(retry_delays_s: str, variation: str) -> dict[str, str]:
+    """Return the headers of a task with a retry schedule of its own."""
+    schedule = f'{{"retry_delays_s": {retry_delays_s}, "variation": {variation}}}'
+    return {"headers": f"""'{{"retry": {schedule}}}'"""}
+
+
 #: Column values as SQL that the database accepts, and the expected status of the row.
 ACCEPTED: list[tuple[dict[str, str], Status]] = [
     ({"expected_time": "'0999-12-31 00:00:00'", "lapses": "1"}, DONE),
@@ -36,10 +45,7 @@ ACCEPTED: list[tuple[dict[str, str], Status]] = [
     ({"delay_time": str(-MOST), "tag": "'nobody'"}, WAITS),
     ({"version": str(MOST)}, DONE),
     ({"version": str(MOST), "status": "5"}, DONE),
-    (
-        {"version": str(MOST), "status": "5", "tag": "'fails'", "headers": """'{"retry": 5}'"""},
-        FAILED,
-    ),
+    (FAILS | {"version": str(MOST), "status": "5", "headers": """'{"retry": 5}'"""}, FAILED),
     ({"runs": str(2**31 - 1)}, DONE),
     ({"lapses": str(2**31 - 1)}, DONE),
     (RUNNING | {"lease_until": "'9999-01-01 00:00:00'"}, Status.RUNNING),
@@ -57,31 +63,10 @@ ACCEPTED: list[tuple[dict[str, str], Status]] = [
     ({"headers": """'{"max_late_s": -5}'"""}, DONE),
     ({"headers": """'{"max_late_s": true}'"""}, DONE),
     ({"headers": f"""'{{"max_late_s": {"9" * 400}}}'"""}, DONE),
-    (
-        {"headers": """'{"retry": 5, "max_wait_s": [], "max_late_s": {}}'""", "tag": "'fails'"},
-        FAILED,
-    ),
-    (
-        {
-            "headers": """'{"retry": {"retry_delays_s": {"a": 1}, "variation": "x"}}'""",
-            "tag": "'fails'",
-        },
-        FAILED,
-    ),
-    (
-        {
-            "headers": """'{"retry": {"retry_delays_s": [1e400, -1], "variation": 0}}'""",
-            "tag": "'fails'",
-        },
-        FAILED,
-    ),
-    (
-        {
-            "headers": f"""'{{"retry": {{"retry_delays_s": {[1] * 1001}, "variation": 0}}}}'""",
-            "tag": "'fails'",
-        },
-        FAILED,
-    ),
+    (FAILS | {"headers": """'{"retry": 5, "max_wait_s": [], "max_late_s": {}}'"""}, FAILED),
+    (FAILS | retried('{"a": 1}', '"x"'), FAILED),
+    (FAILS | retried("[1e400, -1]", "0"), FAILED),
+    (FAILS | retried(str([1] * 1001), "0"), FAILED),
     ({"task_key": "''"}, DONE),
     ({"task_key": "'of another task'"}, DONE),
     ({"limit_key": "''"}, DONE),
@@ -91,28 +76,31 @@ REFUSED: list[dict[str, str]] = [{"status": status} for status in ("6", "-1", "3
 REFUSED += [{name: "-1"} for name in ("version", "runs", "lapses", "priority")]
 REFUSED += [{"status": "3", "worker": "'w'"}, {"priority": "10"}, {"tag": "''"}]
 REFUSED += [{"queue": "''"}, {"queue": "'../a b*'"}]
+
+
+def each(column: str, *literals: str) -> list[dict[str, str]]:
+    """Return a row for each of these values of a column."""
+    return [{column: literal} for literal in literals]
+
+
 REFUSED_BY: dict[str, list[dict[str, str]]] = {
     "postgresql": [
-        {"expected_time": "'-infinity'"},
-        {"expected_time": "'infinity'"},
-        {"expected_time": "'0044-03-15 BC'"},
-        {"create_time": "'20000-01-01'"},
-        {"update_time": "'infinity'"},
-        {"execution_time": "'10000-01-01'"},
+        *each("expected_time", "'-infinity'", "'infinity'", "'0044-03-15 BC'"),
+        *each("create_time", "'20000-01-01'"),
+        *each("update_time", "'infinity'"),
+        *each("execution_time", "'10000-01-01'"),
     ],
     "mysql": [
-        {"expected_time": "'0000-00-00'"},
-        {"execution_time": "'2024-00-15'"},
-        {"create_time": "'2024-01-00'"},
+        *each("expected_time", "'0000-00-00'"),
+        *each("execution_time", "'2024-00-15'"),
+        *each("create_time", "'2024-01-00'"),
     ],
     "sqlite": [
-        {"expected_time": "12345"},
-        {"expected_time": "'soon'"},
-        {"expected_time": "'2024-02-31 00:00:00'"},
-        {"update_time": "'2024-02-03T04:05:06Z'"},
-        {"create_time": "x'00ff'"},
-        {"status": "'gone'"},
-        {"version": "'x'"},
+        *each("expected_time", "12345", "'soon'", "'2024-02-31 00:00:00'"),
+        *each("update_time", "'2024-02-03T04:05:06Z'"),
+        *each("create_time", "x'00ff'"),
+        *each("status", "'gone'"),
+        *each("version", "'x'"),
     ],
 }
 

@@ -45,8 +45,7 @@ def wait_s(world: World, task: DelayedTask) -> float:
 
 def test_a_retry_schedule_with_two_delays_allows_three_runs(world: World) -> None:
     raises(world, "pay", ConnectionError("busy"), retries="10s 60s")
-    task = world.schedule("pay")
-    world.run(task)
+    world.run(task := world.schedule("pay"))
     first = world.read(task)
     assert (first.status, first.runs, first.lapses) == (Status.NOT_COMPLETE, 1, 0)
     assert 9 < wait_s(world, first) <= 10
@@ -87,16 +86,14 @@ def test_a_task_that_succeeds_after_a_retry_keeps_its_failed_attempts(world: Wor
         if error is not None:
             raise error
 
-    task = world.schedule("pay")
-    world.run(task)
+    world.run(task := world.schedule("pay"))
     done = run_again(world, task)
     assert (done.status, done.runs, done.error) == (Status.DONE, 2, None)
     assert [one.number for one in world.attempts(task)] == [1]
 
 
 def test_a_success_leaves_no_attempt(world: World) -> None:
-    task = world.schedule()
-    world.run(task)
+    world.run(task := world.schedule())
     assert world.attempts(task) == []
 
 
@@ -111,8 +108,7 @@ def test_a_task_may_have_its_own_retry_schedule(world: World) -> None:
 
 def test_an_error_without_a_retry_schedule_fails_the_task_without_a_retry(world: World) -> None:
     raises(world, "pay", ValueError("wrong account"), retries={ValueError: None, Exception: "10s"})
-    task = world.schedule("pay")
-    world.run(task)
+    world.run(task := world.schedule("pay"))
     assert world.read(task).status is Status.FAILED
 
 
@@ -150,8 +146,7 @@ def test_a_lapse_is_an_attempt_that_failed(world: World) -> None:
 )
 def test_anything_that_is_no_outcome_is_success(world: World, value: Any) -> None:
     returns(world, "pay", value)
-    task = world.schedule("pay")
-    world.run(task)
+    world.run(task := world.schedule("pay"))
     assert (world.read(task).status, world.read(task).result) == (Status.DONE, None)
 
 
@@ -162,16 +157,14 @@ RESULTS += [(None, None, 0), *((value, None, 1) for value in (object(), "x" * 10
 @pytest.mark.parametrize(("value", "kept", "dropped"), RESULTS)
 def test_a_result_is_stored_if_asked_for(world: World, value: Any, kept: Any, dropped: int) -> None:
     returns(world, "pay", value, keep_result=True)
-    task = world.schedule("pay")
-    world.run(task)
+    world.run(task := world.schedule("pay"))
     assert (world.read(task).status, world.read(task).result) == (Status.DONE, kept)
     assert len([told["error"] for told in world.told("result.dropped")]) == dropped
 
 
 def test_retry_with_a_time_waits_for_it_and_uses_one_retry_delay(world: World) -> None:
     returns(world, "pay", Retry(after="5m", reason="the bank is closed"), retries="10s")
-    task = world.schedule("pay")
-    world.run(task)
+    world.run(task := world.schedule("pay"))
     first = world.read(task)
     assert (first.status, first.runs, first.error) == (Status.NOT_COMPLETE, 1, "the bank is closed")
     assert 299 < wait_s(world, first) <= 300
@@ -185,8 +178,7 @@ INVALID += [(it, "after is") for it in (Retry(after=-1), Snooze("soon"), Snooze(
 @pytest.mark.parametrize(("value", "says"), INVALID)
 def test_an_invalid_outcome_fails_with_an_explanation(world: World, value: Any, says: str) -> None:
     returns(world, "pay", value)
-    task = world.schedule("pay")
-    world.run(task)
+    world.run(task := world.schedule("pay"))
     assert world.read(task).status is Status.FAILED
     assert f"InvalidInputError: {says}" in (world.read(task).error or "")
 
@@ -203,8 +195,7 @@ def test_snooze_uses_no_attempt(world: World) -> None:
 
 def test_cancel_ends_the_task_and_frees_its_key(world: World) -> None:
     returns(world, "pay", Cancel("paid by other means"), retries="10s")
-    task = world.schedule("pay", key="7")
-    world.run(task)
+    world.run(task := world.schedule("pay", key="7"))
     found = world.read(task)
     assert (found.status, found.error) == (Status.CANCELLED, "paid by other means")
     assert world.schedule("pay", key="7").id != task.id, "its key is free"
@@ -212,8 +203,7 @@ def test_cancel_ends_the_task_and_frees_its_key(world: World) -> None:
 
 def test_fail_uses_no_further_retry(world: World) -> None:
     returns(world, "pay", Fail("no such account"), retries="10s")
-    task = world.schedule("pay")
-    world.run(task)
+    world.run(task := world.schedule("pay"))
     assert (world.read(task).status, world.read(task).error) == (Status.FAILED, "no such account")
     assert len(world.attempts(task)) == 1
 
@@ -231,8 +221,7 @@ def test_an_expired_task_is_cancelled(world: World, where: str) -> None:
     found = world.read(late)
     assert (found.status, found.runs, found.execution_time) == (Status.CANCELLED, 0, None)
     assert "expired" in (found.error or "")
-    in_time = world.schedule("pay")
-    world.run(in_time)
+    world.run(in_time := world.schedule("pay"))
     assert world.read(in_time).status is Status.DONE
 
 
@@ -244,8 +233,7 @@ def test_a_task_whose_key_went_to_another_one_does_not_run_again(world: World) -
         newer.append(world.schedule("pay", "newer", 60, key="7", on_conflict="replace"))
         raise ConnectionError("busy")
 
-    older = world.schedule("pay", key="7")
-    world.run(older)
+    world.run(older := world.schedule("pay", key="7"))
     assert world.read(older).status is Status.FAILED
     error = str(world.read(older).error)
     assert "ConnectionError: busy" in error
@@ -257,8 +245,7 @@ def test_a_task_whose_key_went_to_another_one_does_not_run_again(world: World) -
 
 def test_a_task_keeps_its_key_until_its_last_retry(world: World) -> None:
     raises(world, "pay", ConnectionError(), retries="10s")
-    task = world.schedule("pay", key="7")
-    world.run(task)
+    world.run(task := world.schedule("pay", key="7"))
     with pytest.raises(e.DuplicateTaskError):
         world.schedule("pay", key="7")
     assert run_again(world, task).status is Status.FAILED
@@ -267,8 +254,7 @@ def test_a_task_keeps_its_key_until_its_last_retry(world: World) -> None:
 
 def test_attempts_are_deleted_with_their_task(world: World) -> None:
     raises(world, "pay", ValueError())
-    task = world.schedule("pay")
-    world.run(task)
+    world.run(task := world.schedule("pay"))
     old = world.now() - timedelta(days=1)
     world.change(task, expected_time=old, update_time=old)
     assert world.store.sweeps.purge(3600, 10) == 1
@@ -382,8 +368,7 @@ def test_a_rollback_of_the_transaction_also_undoes_done(credit_world: World, beg
             raise ConnectionError("busy")
 
     processes(credit_world, work, retries="10s")
-    task = credit_world.schedule("credit")
-    credit_world.run(task)
+    credit_world.run(task := credit_world.schedule("credit"))
     found = credit_world.read(task)
     assert (found.status, found.runs) == (Status.NOT_COMPLETE, 1)
     assert effects(credit_world) == 0
@@ -398,8 +383,7 @@ def roll_back(credit_world: World, begin: Any, task: DelayedTask) -> None:
 
 def test_a_processor_that_rolls_back_has_a_failed_attempt(credit_world: World, begin: Any) -> None:
     processes(credit_world, lambda task: roll_back(credit_world, begin, task), retries="10s")
-    task = credit_world.schedule("credit")
-    credit_world.run(task)
+    credit_world.run(task := credit_world.schedule("credit"))
     found = credit_world.read(task)
     assert (found.status, found.runs) == (Status.NOT_COMPLETE, 1)
     [attempt] = credit_world.attempts(task)
@@ -419,8 +403,7 @@ def test_a_processor_that_rolls_back_can_return_an_outcome(credit_world: World, 
     processes(credit_world, work)
     left = []
     for _ in range(3):
-        task = credit_world.schedule("credit")
-        credit_world.run(task)
+        credit_world.run(task := credit_world.schedule("credit"))
         left.append((credit_world.read(task).status, credit_world.read(task).runs))
     assert left == [(Status.NOT_COMPLETE, 0), (Status.CANCELLED, 1), (Status.FAILED, 1)]
 
@@ -434,8 +417,7 @@ def test_a_rollback_of_the_savepoint_also_undoes_done(credit_world: World) -> No
             nested.rollback()
 
     processes(credit_world, work)
-    task = credit_world.schedule("credit")
-    credit_world.run(task)
+    credit_world.run(task := credit_world.schedule("credit"))
     assert credit_world.read(task).status is Status.FAILED
     assert "its transaction was rolled back" in (credit_world.read(task).error or "")
     assert effects(credit_world) == 1
@@ -456,8 +438,7 @@ def test_a_run_that_lost_its_task_leaves_no_effect(credit_world: World, begin: A
             raise
 
     processes(credit_world, work)
-    task = credit_world.schedule("credit")
-    credit_world.run(task)
+    credit_world.run(task := credit_world.schedule("credit"))
     assert [error.id for error in lost] == [task.id]
     found = credit_world.read(task)
     assert (found.status, found.lapses) == (Status.NOT_COMPLETE, 1)
@@ -471,8 +452,7 @@ def test_an_error_after_the_commit_leaves_the_task_done(credit_world: World) -> 
         raise ValueError("too late")
 
     processes(credit_world, work, retries="10s")
-    task = credit_world.schedule("credit")
-    credit_world.run(task)
+    credit_world.run(task := credit_world.schedule("credit"))
     assert credit_world.read(task).status is Status.DONE
     assert len(credit_world.told("task.raised_late")) == 1
 
@@ -485,8 +465,7 @@ def test_a_transaction_left_open_is_reported_and_its_task_lapses(credit_world: W
         task.complete(sessions[0])
 
     processes(credit_world, work)
-    task = credit_world.schedule("credit")
-    credit_world.run(task)
+    credit_world.run(task := credit_world.schedule("credit"))
     assert len(credit_world.told("task.left_open")) == 1
     sessions[0].close()
     assert credit_world.read(task).status is Status.RUNNING, "its lease ends some time"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from sqlalchemy.orm import Session
 
 from delaytasks import ConfigError, DelayTasks, Status, StoreError, TaskNotFoundError
 from tests.conformance.test_transactions import own_engine
+from tests.conftest import closing_all
 from tests.refusals import invalid
 from tests.world import RUNNING, MonkeyPatch
 from tests.world.recording import new_key
@@ -24,15 +26,8 @@ CREATION = "delaytasks.recurring.creation"
 
 @pytest.fixture
 def make_world(store: Any, database_url: str) -> Iterator[MakeWorld]:
-    made: list[RecurringWorld] = []
-
-    def make(**settings: Any) -> RecurringWorld:
-        made.append(RecurringWorld(database_url, **settings))
-        return made[-1]
-
-    yield make
-    for world in made:
-        world.close()
+    with closing_all(partial(RecurringWorld, database_url)) as make:
+        yield make
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from sqlalchemy import create_engine
 import delaytasks as e
 from delaytasks import DelayedTask, DelayTasks, NewTask, Shards, Status
 from delaytasks.testing import DelaysTester, create_tables
+from tests.conftest import closing_all
 from tests.refusals import invalid
 from tests.world import MonkeyPatch, shard_of
 
@@ -56,7 +57,6 @@ def empty_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def process(tmp_path: Path, empty_file: Path) -> Iterator[Process]:
     """Return the `Shards` of a new process that has the first `count` of four members."""
-    made: list[Shards] = []
 
     def new(count: int = 3, newest: Any = "settled", down: int | None = None) -> Shards:
         members = [
@@ -65,14 +65,12 @@ def process(tmp_path: Path, empty_file: Path) -> Iterator[Process]:
         ]
         shards = Shards(members, newest=newest)
         shards.processor(TAG, keep_result=True)(lambda body: body)
-        made.append(shards)
         return shards
 
     for number in range(4):
         shutil.copy(empty_file, tmp_path / f"{number}.sqlite3")
-    yield new
-    for shards in made:
-        shards.close()
+    with closing_all(new) as process:
+        yield process
 
 
 @pytest.fixture

@@ -233,6 +233,10 @@ def test_a_series_has_every_step_and_adds_the_tags_up(delays: DelayTasks, write:
     counts = [(one.start, one.total.done) for one in points]
     assert counts == [(NOON, 3), (NOON + 5 * MINUTE, 0), (NOON + 10 * MINUTE, 1)]
     assert {tag: one.started for tag, one in points[0].tags.items()} == {"a": 2, "b": 1}
+    first = points[0].total
+    assert (sum(first.lateness), sum(first.duration), first.lateness_max_s) == (3, 3, 0.1)
+    assert first.lateness_s == pytest.approx(0.3, abs=0.001)
+    assert points[1].total.lateness_quantile(0.5) is None
     only = delays.statistics.series(since=NOON, until=NOON + 5 * MINUTE, step="5m", tags=["b"])
     assert [one.total.done for one in only] == [1]
 
@@ -334,6 +338,7 @@ def test_counts_are_added_to_what_other_workers_wrote(delays: DelayTasks, write:
     prompt = found["prompt"]
     assert (prompt.done, prompt.on_time, prompt.late) == (5, 4, 1)
     assert (prompt.lateness_max_s, prompt.duration_max_s) == (101.0, 0.2)
+    assert prompt.lateness_s == pytest.approx(101.7, abs=0.001)
 
 
 def test_workers_that_write_simultaneously_lose_nothing(world: World) -> None:

@@ -18,6 +18,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from delaytasks import DelayedTask, NewTask, Status
+from tests.conftest import closing_all
 from tests.proxy import proxy_to
 from tests.running import BROKERS, QUICK, Deployment
 from tests.services import RedisServer
@@ -303,18 +304,15 @@ Make = Callable[..., Rig]
 
 @pytest.fixture(params=COMBINATIONS, ids="-".join)
 def make(request: Any, tmp_path: Path, postgresql_url: str, start_redis: Any) -> Iterator[Make]:
-    made: list[Rig] = []
     broker, timer = request.param
 
     def new(**settings: Any) -> Rig:
         redis = start_redis()
         url = redis.url if broker == "redis" else request.getfixturevalue(BROKERS[broker][0])
-        made.append(Rig(tmp_path, postgresql_url, broker, url, redis, timer=timer, **settings))
-        return made[-1]
+        return Rig(tmp_path, postgresql_url, broker, url, redis, timer=timer, **settings)
 
-    yield new
-    for rig in made:
-        rig.close()
+    with closing_all(new) as make:
+        yield make
 
 
 def test_armed_tasks_wait_for_a_worker_and_survive_the_stop_of_a_worker(make: Make) -> None:

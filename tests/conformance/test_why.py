@@ -82,8 +82,7 @@ def test_a_retry_is_distinguished_from_a_task_of_the_future(world: World) -> Non
         raise ValueError("no")
 
     world.delays.processor("limited", retries="60s")(fail)
-    task = world.schedule("limited")
-    world.run(task)
+    world.run(task := world.schedule("limited"))
     assert fact_codes(world, task) == ["retry"]
 
 

@@ -19,6 +19,7 @@ from delaytasks.callbacks.by_message import Message
 from delaytasks.db import migrations
 from delaytasks.model.celery_calls import MESSAGE
 from delaytasks.runtime import runtime_of
+from tests.conftest import closing_all
 from tests.integration.conftest import Deploy
 from tests.proxy import Proxy, WebServer, proxy_to
 from tests.refusals import invalid
@@ -67,19 +68,15 @@ Make = Callable[..., DelayTasks]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    made: list[DelayTasks] = []
-
     def new(broker_url: str, **settings: Any) -> DelayTasks:
         settings = {"callback_broker_url": broker_url, "_callback_connect_s": 5, **settings}
-        delays = delays_on(f"sqlite:///{tmp_path / f'{len(made)}.sqlite3'}", **settings)
+        delays = delays_on(f"sqlite:///{tmp_path / secrets.token_hex(4)}.sqlite3", **settings)
         migrations.upgrade(runtime_of(delays).store.database)
         record(delays)
-        made.append(delays)
         return delays
 
-    yield new
-    for delays in made:
-        delays.close()
+    with closing_all(new) as make:
+        yield make
 
 
 @pytest.fixture

@@ -87,42 +87,14 @@ def lapsed(*renewals_us: int, end_us: int = NOW + 6 * S) -> History:
 
     A process of w1 had the first claim for 4 s, and renewed it at these times.
     """
-    leases = [(None, 0, NOW + S), *((Status.RUNNING, 1, at_us) for at_us in renewals_us)]
-    changes = [
-        RowChange(1, NOW, None, Status.NOT_COMPLETE, None, 0, 0, 0, NOW, None, None),
-        *(
-            RowChange(
-                1,
-                at,
-                was or Status.NOT_COMPLETE,
-                Status.RUNNING,
-                version,
-                1,
-                1,
-                0,
-                NOW,
-                at + 4 * S,
-                "w1@x/11-aa",
-            )
-            for was, version, at in leases
-        ),
-        RowChange(1, end_us, Status.RUNNING, Status.NOT_COMPLETE, 1, 2, 1, 1, NOW, None, None),
-        RowChange(
-            1,
-            NOW + 27 * S,
-            Status.NOT_COMPLETE,
-            Status.RUNNING,
-            2,
-            3,
-            2,
-            1,
-            NOW,
-            NOW + 31 * S,
-            "w2@x/22-bb",
-        ),
-        RowChange(
-            1, NOW + 28 * S, Status.RUNNING, Status.DONE, 3, 4, 2, 0, NOW, None, "w2@x/22-bb"
-        ),
+    waits, runs, first, second = Status.NOT_COMPLETE, Status.RUNNING, "w1@x/11-aa", "w2@x/22-bb"
+    changes = [RowChange(1, NOW, None, waits, None, 0, 0, 0, NOW, None, None)]
+    for was, version, at in [(waits, 0, NOW + S), *((runs, 1, at_us) for at_us in renewals_us)]:
+        changes.append(RowChange(1, at, was, runs, version, 1, 1, 0, NOW, at + 4 * S, first))
+    changes += [
+        RowChange(1, end_us, runs, waits, 1, 2, 1, 1, NOW, None, None),
+        RowChange(1, NOW + 27 * S, waits, runs, 2, 3, 2, 1, NOW, NOW + 31 * S, second),
+        RowChange(1, NOW + 28 * S, runs, Status.DONE, 3, 4, 2, 0, NOW, None, second),
     ]
     ran = [RunRecord(1, 1, "11", NOW + S), RunRecord(1, 3, "22", NOW + 27 * S, NOW + 28 * S)]
     return History(calls("ok"), ran, changes)

@@ -23,6 +23,7 @@ from chaos.clocks import ABOUT_S, HOUR_S, MOST_CPU, Hours, cpu_s, server, try_ou
 from chaos.failpoints.catalogue import FAILPOINTS
 from delaytasks import Status, StoreUnavailableError
 from tests import running as faketime
+from tests.conftest import closing_all
 from tests.proxy import Proxy, proxy_to
 from tests.running import QUICK, Deployment, Process
 from tests.services import MissingServiceError, PostgresServer, RabbitServer
@@ -37,15 +38,11 @@ Deploy = Callable[..., Deployment]
 
 @pytest.fixture
 def deploy(tmp_path: Path, redis_url: str) -> Iterator[Deploy]:
-    made: list[Deployment] = []
-
     def new(database_url: str, **settings: Any) -> Deployment:
-        made.append(Deployment(tmp_path, database_url, redis_url, **settings))
-        return made[-1]
+        return Deployment(tmp_path, database_url, redis_url, **settings)
 
-    yield new
-    for deployment in made:
-        deployment.close()
+    with closing_all(new) as deploy:
+        yield deploy
 
 
 @pytest.mark.slow
@@ -264,16 +261,12 @@ CALL_S = 1.5
 
 @pytest.fixture
 def deploy_inline(tmp_path: Path, postgresql_url: str) -> Iterator[Deploy]:
-    made: list[Deployment] = []
-
     def new(broker_url: str, database_url: str = postgresql_url, **settings: Any) -> Deployment:
         # The calls of these tests reach the broker themselves.
-        made.append(Deployment(tmp_path, database_url, broker_url, arm="inline", **settings))
-        return made[-1]
+        return Deployment(tmp_path, database_url, broker_url, arm="inline", **settings)
 
-    yield new
-    for deployment in made:
-        deployment.close()
+    with closing_all(new) as deploy:
+        yield deploy
 
 
 def longest_s(calls: int, call: Callable[[], object]) -> float:

@@ -36,7 +36,7 @@ from delaytasks.model.body import Cipher, dump_flat, dump_json, encode_body, is_
 from delaytasks.model.inputs import parse_duration, show_duration
 from delaytasks.model.text import TABLES_REMEDY, Secret, mask_secret, mask_url, one_line, storable
 from delaytasks.run.runner import FailureReason
-from tests.fuzzing import fuzz, json_like
+from tests.fuzzing import fuzz, json_like, plain
 from tests.refusals import invalid
 from tests.world import MonkeyPatch
 from tests.world.recording import new_key
@@ -191,9 +191,7 @@ def test_a_body_of_subclasses_is_written_as_the_standard_library_does(body: Any)
 
 
 Leaf = (
-    st.none()
-    | st.booleans()
-    | st.integers()
+    plain
     | st.floats()
     | st.text("a\x00\ud800é😀\\nul", max_size=8)
     | st.sampled_from([Colour.RED, UUID(int=1), datetime(2026, 1, 1), Decimal(1), (1, 2)])

@@ -272,17 +272,13 @@ class Watch(ServiceWatch):
         return self.times(reads_beat=reads_beat)
 
 
-@pytest.fixture
-def watch(time: ManualTime) -> Watch:
-    return Watch(time)
-
-
 def test_an_idle_timer_that_is_down_tries_its_server_at_each_report(time: ManualTime) -> None:
     watch = Watch(time, [False, False, True])
     assert [watch.after(seconds).timer_down_s for seconds in (0, 5, 0)] == [0, 5, None]
 
 
-def test_beat_is_as_old_as_its_last_message_unless_the_broker_was_away(watch: Watch) -> None:
+def test_beat_is_as_old_as_its_last_message_unless_the_broker_was_away(time: ManualTime) -> None:
+    watch = Watch(time)
     assert watch.after(60, reads_beat=True).beat_s == 60, "it has waited since its start"
     watch.mark_beat()
     assert watch.after(2, reads_beat=True).beat_s == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import random
 import re
 import threading
 import time
@@ -54,49 +53,11 @@ def test_a_quantile_is_between_the_bounds_of_its_bucket() -> None:
     assert totals.duration_quantile(1.0) == 0.02
 
 
-def some_counts(seed: int) -> RunCounts:
-    randoms, counts = random.Random(seed), RunCounts()
-    for name in run_counts.OUTCOME_NAMES:
-        counts.add_outcome(name, randoms.randrange(3))
-    for _ in range(20):
-        counts.add_run(randoms.expovariate(1), randoms.expovariate(10), on_time_s=1.0)
-    return counts
-
-
-def test_adding_counts_equals_counting_together() -> None:
-    first, second, added = some_counts(1), some_counts(2), RunCounts()
-    added.add(first)
-    added.add_stored(second.as_list())
-    assert (added.started, added.late) == (40, first.late + second.late)
-    both = {name: first.outcome(name) + second.outcome(name) for name in run_counts.OUTCOME_NAMES}
-    assert added.by_outcome() == both
-    assert added.lateness_s == pytest.approx(first.lateness_s + second.lateness_s, abs=0.001)
-
-
 def test_an_early_start_is_on_time_and_buckets_of_a_newer_version_count_in_the_last_one() -> None:
     counts = RunCounts()
     counts.add_run(-0.04, 0.1, on_time_s=0.0)
     assert (counts.on_time, counts.lateness[0], counts.lateness_s) == (1, 1, 0.0)
     assert RunCounts.of([[0, 1], [], 0, 0, [99, 3], [1, 3]]).lateness[-1] == 3
-
-
-# -- the values that `delays.statistics` returns --------------------------------------------------
-
-
-def totals_of(*runs: tuple[float, float]) -> RunTotals:
-    counts = RunCounts()
-    for lateness_s, duration_s in runs:
-        counts.add_run(lateness_s, duration_s, on_time_s=1.0)
-        counts.add_outcome("done")
-    return RunTotals.of(counts)
-
-
-def test_totals_add_counts_sums_and_histograms() -> None:
-    parts = [totals_of((0.125, 2.0), (5.0, 1.0)), totals_of((0.125, 2.0))]
-    assert RunTotals.total(parts) == totals_of((0.125, 2.0), (5.0, 1.0), (0.125, 2.0))
-    nothing = RunTotals.total([])
-    assert nothing == totals_of()
-    assert nothing.lateness_quantile(0.5) is None
 
 
 # -- the counts of a worker's main process: totals, and counts that are not written yet -----------

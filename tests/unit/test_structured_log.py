@@ -46,23 +46,15 @@ def events() -> Events:
     return made
 
 
-def _handler(log_format: str) -> Iterator[Lines]:
-    handler, level = Lines(log_format), events_module.logger.level
+@pytest.fixture(params=["json"])
+def log(request: pytest.FixtureRequest) -> Iterator[Lines]:
+    """The lines in a format, which is JSON unless a test names another one."""
+    handler, level = Lines(request.param), events_module.logger.level
     events_module.logger.addHandler(handler)
     events_module.logger.setLevel(logging.INFO)
     yield handler
     events_module.logger.removeHandler(handler)
     events_module.logger.setLevel(level)
-
-
-@pytest.fixture
-def log() -> Iterator[Lines]:
-    yield from _handler("json")
-
-
-@pytest.fixture
-def logfmt() -> Iterator[Lines]:
-    yield from _handler("logfmt")
 
 
 def test_a_change_of_a_task_is_one_line_with_its_fields(log: Lines, events: Events) -> None:
@@ -89,9 +81,10 @@ def test_an_error_has_its_text_and_traceback_in_one_line(log: Lines, events: Eve
     assert line["traceback"].rstrip().endswith(HOSTILE)
 
 
-def test_logfmt_quotes_characters_that_could_end_a_value(logfmt: Lines, events: Events) -> None:
+@pytest.mark.parametrize("log", ["logfmt"], indirect=True)
+def test_logfmt_quotes_characters_that_could_end_a_value(log: Lines, events: Events) -> None:
     events.emit("task.withdrawn", **TASK.event_fields, reason=HOSTILE)
-    [line] = logfmt.lines
+    [line] = log.lines
     assert ' event=task.withdrawn id=7 tag=mail key="k 1" queue=default attempt=2 ' in line
     assert " meta.tenant=acme " in line
     assert r'reason="a \"quote\", \u001b[31m and \n{\"level\":\"forged\"}"' in line

@@ -12,6 +12,7 @@ from celery import Celery
 from delaytasks.broker.link import BrokerLink, OutageError, Outgoing, UnroutableError
 from delaytasks.durable_eta.capture import StoredMessage
 from delaytasks.model.clock import Clock
+from tests.conftest import closing_all
 from tests.proxy import Proxy, proxy_to
 from tests.services import RabbitServer
 from tests.waiting import wait_until
@@ -58,15 +59,8 @@ Make = Callable[[str], PublisherHarness]
 @pytest.fixture
 def make_post(proxies: list[Proxy]) -> Iterator[Make]:
     """Make publishers, which are closed before the proxies that they use."""
-    made: list[PublisherHarness] = []
-
-    def make(url: str) -> PublisherHarness:
-        made.append(PublisherHarness(url))
-        return made[-1]
-
-    yield make
-    for post in made:
-        post.close()
+    with closing_all(PublisherHarness) as make:
+        yield make
 
 
 @pytest.fixture(params=["redis", "rabbitmq"])

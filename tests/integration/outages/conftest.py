@@ -14,7 +14,7 @@ from sqlalchemy import func, select
 
 from delaytasks import DelayTasks
 from delaytasks.runtime import runtime_of
-from tests.conftest import open_store
+from tests.conftest import closing_all, open_store
 from tests.proxy import proxy_to
 from tests.running import delete_keys
 from tests.waiting import wait_until
@@ -99,13 +99,9 @@ DATABASES = pytest.mark.parametrize("database", ["postgresql", "mysql"])
 
 @pytest.fixture
 def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
-    made: list[ProxiedCaller] = []
-
     def new(database: str = "postgresql", broker: str = "redis", **settings: Any) -> ProxiedCaller:
         urls = [request.getfixturevalue(f"{name}_url") for name in (database, broker)]
-        made.append(ProxiedCaller(*urls, **settings))
-        return made[-1]
+        return ProxiedCaller(*urls, **settings)
 
-    yield new
-    for caller in made:
-        caller.close()
+    with closing_all(new) as connect:
+        yield connect
