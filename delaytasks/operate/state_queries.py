@@ -45,10 +45,9 @@ from delaytasks.db.store import Store
 from delaytasks.db.sweep_queries import OverdueRows
 from delaytasks.db.types import db_now_plus, for_database
 from delaytasks.model.body import MARK_LENGTH, NO_NAME, PREFIX, marks_of, name_in, names_of
-from delaytasks.model.clock import Clock, from_us, monotonic
+from delaytasks.model.clock import MAX_ID, Clock, first_id, from_us, monotonic
 from delaytasks.model.errors import StoreError
 from delaytasks.model.filters import Filter
-from delaytasks.model.ids import MAX_ID, first_id
 from delaytasks.model.inputs import show_duration
 from delaytasks.model.moves import LIVE, Status
 from delaytasks.model.task import DelayedTask, Level, Pending, UntrustedInput
