@@ -11,8 +11,15 @@ from typing import Any
 from sqlalchemy import ColumnElement, Select, Update, case, delete, func, insert, select, update
 
 from delaytasks.db.database import Database
-from delaytasks.db.row_lists import by_id, check_row_count, instant_text, json_rows, listed
-from delaytasks.db.rows import MAX_INTEGER, moved
+from delaytasks.db.rows import (
+    MAX_INTEGER,
+    by_id,
+    check_row_count,
+    instant_text,
+    json_rows,
+    listed,
+    moved,
+)
 from delaytasks.db.schema import Schema
 from delaytasks.db.searching import conditions, has_status, queue_levels
 from delaytasks.db.task_keys import TaskKeys

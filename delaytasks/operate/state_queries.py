@@ -30,8 +30,7 @@ from delaytasks.db.database import Database
 from delaytasks.db.driver_errors import is_statement_timeout
 from delaytasks.db.leases import lease_is_over
 from delaytasks.db.policy_rows import is_entry_of
-from delaytasks.db.row_lists import by_id, listed
-from delaytasks.db.rows import COLUMNS, task_of
+from delaytasks.db.rows import COLUMNS, by_id, listed, task_of
 from delaytasks.db.schema import BODY, Schema
 from delaytasks.db.searching import (
     conditions,
