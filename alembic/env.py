@@ -16,7 +16,8 @@ from alembic import context
 from sqlalchemy import Connection
 
 from delaytasks.db import engines as sqlite_file
-from delaytasks.db.database import Database, normalize_url
+from delaytasks.db.database import Database
+from delaytasks.db.engines import normalize_url
 from delaytasks.db.migrations import comparison, exclusively, url_of, version_table
 from delaytasks.db.schema import build_schema
 from delaytasks.settings import load_settings

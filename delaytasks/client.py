@@ -44,7 +44,6 @@ from delaytasks.operate.single_tasks import (
     named_task,
     read_task,
     result_of,
-    transaction_of_new,
 )
 from delaytasks.registry import MAX_BATCH, Registry, tags_of
 from delaytasks.settings import hide_secrets
@@ -226,7 +225,7 @@ class DelayTasks:
         """
         new = new_task(tag, body, delay, at, options)
         w = self._runtime
-        transaction = transaction_of_new(w, session, "aschedule_delay")
+        transaction = w.transactions.of_new(session, "aschedule_delay")
         return w.producer.schedule(new, on_conflict, transaction)
 
     aschedule_delay = twin(schedule_delay)

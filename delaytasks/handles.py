@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol
 
 from delaytasks.model.inputs import Delay
 from delaytasks.model.task import DelayedTask, new_task, new_task_of
-from delaytasks.operate.single_tasks import transaction_of_new
 from delaytasks.twins import twin
 
 if TYPE_CHECKING:
@@ -101,7 +100,7 @@ class Processor(Generic[Body, P, Returned_co]):
         """
         new = new_task(self.tag, body, delay, at, options)
         w = self._delays._runtime
-        return w.producer.schedule(new, on_conflict, transaction_of_new(w, session, "aschedule"))
+        return w.producer.schedule(new, on_conflict, w.transactions.of_new(session, "aschedule"))
 
     aschedule = twin(schedule)
 

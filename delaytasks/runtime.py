@@ -19,17 +19,15 @@ from delaytasks.broker.arming import BackgroundTimer, EtaTimer, Sender, can_run_
 from delaytasks.broker.link import BrokerLink
 from delaytasks.broker.publishing import Publisher
 from delaytasks.db.migrations import url_of
-from delaytasks.db.producer import Producer, QueueRouting
+from delaytasks.db.producer import CallerTransactions, Producer, QueueRouting
 from delaytasks.db.store import Store
 from delaytasks.model.body import Cipher
 from delaytasks.model.celery_calls import CALLBACK
-from delaytasks.model.clock import Clock, reset_in_child, wall_ms
-from delaytasks.model.ids import IdMaker
+from delaytasks.model.clock import Clock, IdMaker, reset_in_child, wall_ms
+from delaytasks.model.policies import PolicyCache
 from delaytasks.model.private_files import tighten_data_folder
 from delaytasks.model.task import DelayedTask
-from delaytasks.operate.single_tasks import CallerTransactions
 from delaytasks.operate.start_checks import StartChecks
-from delaytasks.run.policy_cache import PolicyCache
 from delaytasks.settings import load_settings
 from delaytasks.twins import AsyncCalls
 

@@ -16,8 +16,8 @@ from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn
 
 from delaytasks.model.body import are_keys, names_of
+from delaytasks.model.clock import MAX_SHARDS
 from delaytasks.model.errors import ConfigError, InvalidInputError
-from delaytasks.model.ids import MAX_SHARDS
 from delaytasks.model.inputs import check_wait, is_queue, parse_duration, show_duration
 from delaytasks.model.text import hide, mask_secret, shown
 

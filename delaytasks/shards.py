@@ -28,9 +28,8 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from delaytasks.client import DelayTasks
 from delaytasks.model import errors
-from delaytasks.model.clock import monotonic
+from delaytasks.model.clock import monotonic, shard_of
 from delaytasks.model.filters import BulkResult, LogEntry
-from delaytasks.model.ids import shard_of
 from delaytasks.model.inputs import Delay, check_page_limit
 from delaytasks.model.moves import LIVE
 from delaytasks.model.task import DelayedTask, Page, TaskName, TouchResult, id_of, new_task_of

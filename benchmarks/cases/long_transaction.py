@@ -15,8 +15,7 @@ from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError
 from delaytasks.db.claims import Claims
 from delaytasks.db.store import Store
-from delaytasks.model.clock import wall_ms
-from delaytasks.model.ids import IdMaker
+from delaytasks.model.clock import IdMaker, wall_ms
 from delaytasks.model.task import DelayedTask, Entry, Settlement
 
 CHUNK = 50

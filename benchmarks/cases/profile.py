@@ -32,7 +32,7 @@ STEPS = (
     ("rest of a chunk", "delaytasks/run/"),
     ("rest of a chunk", CHUNK),
 )
-DRIVERS = ("delaytasks/db/row_lists.py", "sqlalchemy/engine/default.py", "pymysql/", "(socket.py")
+DRIVERS = ("delaytasks/db/statements.py", "sqlalchemy/engine/default.py", "pymysql/", "(socket.py")
 MAIN_THREAD = "MainThread"
 
 

@@ -20,8 +20,7 @@ from delaytasks.loops import EXIT_S
 from delaytasks.model.clock import Clock, from_us, monotonic, reset_in_child
 from delaytasks.model.errors import InvalidInputError
 from delaytasks.model.filters import batches
-from delaytasks.model.ids import check_id
-from delaytasks.model.inputs import MAX_PRIORITY, is_queue
+from delaytasks.model.inputs import MAX_PRIORITY, check_id, is_queue
 from delaytasks.model.task import Entry, Timer, by_queue
 from delaytasks.model.text import count
 

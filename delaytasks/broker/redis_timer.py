@@ -24,10 +24,9 @@ from redis.sentinel import Sentinel
 from delaytasks.broker.link import CONNECT_STEP_S, WRONG_TYPE
 from delaytasks.events import Events
 from delaytasks.loops import Availability, within
-from delaytasks.model.clock import Clock, monotonic, reset_in_child
+from delaytasks.model.clock import MAX_ID, Clock, monotonic, reset_in_child
 from delaytasks.model.errors import ConfigError
 from delaytasks.model.filters import batches
-from delaytasks.model.ids import MAX_ID
 from delaytasks.model.inputs import MAX_PRIORITY
 from delaytasks.model.task import Entry, Timer, by_queue
 from delaytasks.model.text import Secret, mask_secret

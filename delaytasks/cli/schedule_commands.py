@@ -36,8 +36,7 @@ from delaytasks.cli.output import (
 from delaytasks.client import DelayTasks
 from delaytasks.db import producer
 from delaytasks.model.errors import DelayTaskError, InvalidInputError
-from delaytasks.model.ids import check_id
-from delaytasks.model.inputs import parse_duration, show_timing
+from delaytasks.model.inputs import check_id, parse_duration, show_timing
 from delaytasks.model.task import NewTask, OnConflict
 from delaytasks.recurring.definition import RecurringSchedule
 from delaytasks.recurring.timing import zone_of

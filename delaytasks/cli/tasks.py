@@ -51,8 +51,7 @@ from delaytasks.cli.output import (
 from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import DelayTaskError, StoreError
 from delaytasks.model.filters import BulkResult, Filter, filter_of
-from delaytasks.model.ids import check_id
-from delaytasks.model.inputs import show_duration
+from delaytasks.model.inputs import check_id, show_duration
 from delaytasks.model.moves import Status, moves_from
 from delaytasks.model.task import DelayedTask
 from delaytasks.model.text import last_line, one_line, some_values

@@ -32,8 +32,7 @@ from delaytasks.console.shown import timeline_of, viewer_zone
 from delaytasks.console.viewers import Role
 from delaytasks.model.errors import DelayTaskError, InvalidInputError
 from delaytasks.model.filters import BulkResult
-from delaytasks.model.ids import check_id
-from delaytasks.model.inputs import parse_duration
+from delaytasks.model.inputs import check_id, parse_duration
 from delaytasks.model.moves import MOVES, Status, moves_from
 from delaytasks.model.task import DelayedTask, Page
 from delaytasks.operate.searches import SearchTimeoutError, error_filter, error_matcher

@@ -11,16 +11,22 @@ from typing import Any
 from sqlalchemy import ColumnElement, Select, Update, case, delete, func, insert, select, update
 
 from delaytasks.db.database import Database
-from delaytasks.db.row_lists import by_id, check_row_count, instant_text, json_rows, listed
-from delaytasks.db.rows import MAX_INTEGER, moved
+from delaytasks.db.rows import (
+    MAX_INTEGER,
+    by_id,
+    check_row_count,
+    instant_text,
+    json_rows,
+    listed,
+    moved,
+)
 from delaytasks.db.schema import Schema
 from delaytasks.db.searching import conditions, has_status, queue_levels
 from delaytasks.db.task_keys import TaskKeys
 from delaytasks.db.types import db_now, db_now_plus, unindexed
 from delaytasks.model.body import dump_json
-from delaytasks.model.clock import EARLIEST, to_us
+from delaytasks.model.clock import EARLIEST, MAX_ID, to_us
 from delaytasks.model.filters import BulkFilter, Filter, LogEntry, new_due
-from delaytasks.model.ids import MAX_ID
 from delaytasks.model.inputs import Spread
 from delaytasks.model.moves import LIVE, Status, following
 from delaytasks.model.task import Entry, Step, To

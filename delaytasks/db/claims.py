@@ -45,10 +45,20 @@ from typing import Any, NamedTuple
 from sqlalchemy import BindParameter, String, Table, bindparam, literal_column, select, text
 
 from delaytasks.db.database import Database
-from delaytasks.db.row_lists import Prepared, check_row_count, id_list, json_query, list_of, type_of
-from delaytasks.db.rows import CLAIMED, MAX_INTEGER, columns, task_of
+from delaytasks.db.rows import (
+    CLAIMED,
+    MAX_INTEGER,
+    check_row_count,
+    columns,
+    id_list,
+    json_query,
+    list_of,
+    task_of,
+    type_of,
+)
 from delaytasks.db.schema import Schema, hot_index
 from delaytasks.db.settlements import Settlements
+from delaytasks.db.statements import Prepared
 from delaytasks.db.types import UTCDateTime, for_database
 from delaytasks.model.body import dump_json
 from delaytasks.model.clock import monotonic, to_us

@@ -1,11 +1,13 @@
-"""A database with its connections: transactions, statements that are repeated, and the kept
-connection."""
+"""A database with its connections: transactions, statements that are repeated, the kept connection,
+and connections whose server is gone or gives no answer."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import random
+import select as sockets
+import socket
 import sys
 import threading
 import time
@@ -13,13 +15,13 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from datetime import datetime
 from functools import partial
+from types import TracebackType
 from typing import Any, TypeVar
 
-from sqlalchemy import URL, Connection, Engine, Select, event, exc, make_url, select
+from sqlalchemy import URL, Connection, Engine, Select, event, exc, select
 from sqlalchemy.util import await_only, greenlet_spawn
 from sqlalchemy.util.concurrency import in_greenlet
 
-from delaytasks.db.answer_limit import BoundedStep
 from delaytasks.db.driver_errors import (
     TRIES,
     first_cause,
@@ -31,19 +33,17 @@ from delaytasks.db.driver_errors import (
     unknown_outcome,
 )
 from delaytasks.db.engines import (
-    SEVERAL_HOSTS,
     addresses_of,
     check_sqlite_file,
     create_sqlite_file,
-    has_input,
     make_engine,
     masked,
+    normalize_url,
 )
 from delaytasks.db.types import capabilities_of, db_now
 from delaytasks.loops import ThreadPool
 from delaytasks.model.clock import reset_in_child
 from delaytasks.model.errors import (
-    ConfigError,
     DuplicateTaskError,
     SessionUnusableError,
     StoreUnavailableError,
@@ -114,6 +114,156 @@ async def _in_thread(call: Callable[[], T]) -> T:
     return await asyncio.shield(asyncio.wrap_future(_threads.submit(call)))
 
 
+# -- Finds connections that the server has ended ---------------------------------------------------
+
+
+#: Marks a connection that was in use before.
+_RETURNED = "delaytasks.returned"
+
+
+def socket_of(connection: Any) -> int:
+    """Return the number of the socket of a driver's connection."""
+    number: int = (connection if hasattr(connection, "fileno") else connection._sock).fileno()
+    return number
+
+
+def is_readable(number: int, timeout_s: float) -> bool:
+    if not hasattr(sockets, "poll"):  # Windows, and eventlet removes it
+        return bool(sockets.select([number], [], [], timeout_s)[0])
+    poll = sockets.poll()
+    poll.register(number, sockets.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
+
+
+def has_input(connection: Any) -> bool:
+    """Whether the server has ended the idle connection, or has sent something on it."""
+    try:
+        return is_readable(socket_of(connection), 0)
+    except Exception:  # each driver has its own error for a closed connection
+        return True
+
+
+def _mark_returned(_connection: Any, record: Any) -> None:
+    record.info[_RETURNED] = True
+
+
+def _check_alive(connection: Any, record: Any, _proxy: Any) -> None:
+    """Replace a pooled connection that the server has ended, before a statement is sent on it.
+
+    The server sends nothing on an idle connection except its end. The check takes a microsecond,
+    not a round trip, and prevents errors whose outcome would be unknown.
+    """
+    if _RETURNED in record.info and has_input(connection):
+        raise exc.DisconnectionError
+
+
+# -- Ends statements whose server gives no answer --------------------------------------------------
+
+# A server that is frozen, or whose storage hangs, still acknowledges what it receives. So no
+# timeout of TCP ends the wait, and only one of the drivers has a timeout of its own. A thread of
+# each process that uses a database looks at the steps in progress once a second, and shuts the
+# socket of one that takes too long: the driver raises the error of a lost connection.
+
+
+#: Far more than a slow server needs: a step of ours, such as a claim or the transaction of a batch,
+#: takes a fraction of a second.
+ANSWER_LIMIT_S = 30.0
+CHECK_S = 1.0
+#: After this number of checks that find no step, the thread ends.
+IDLE_CHECKS = 60
+
+
+class BoundedStep:
+    """Steps on a connection, one after another. Each is bounded, for example from the first
+    statement of a transaction to its end.
+
+    If the server does not answer, `on_silence` closes other connections to it.
+    """
+
+    __slots__ = ("_on_silence", "checks", "connection", "is_cut")
+
+    def __init__(self, connection: Connection, on_silence: Callable[[], None]) -> None:
+        self.connection = connection.connection.driver_connection
+        self._on_silence = on_silence
+        #: How many checks have seen it: while the whole process is frozen, no time passes.
+        self.checks = 0
+        self.is_cut = False
+
+    def __enter__(self) -> None:
+        self.checks, self.is_cut = 0, False
+        _in_progress.add(self)
+
+    def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> None:
+        _in_progress.remove(self)
+        if not self.is_cut:
+            return
+        self._on_silence()
+        if isinstance(error, exc.DBAPIError) and error.orig is not None:
+            number = [one for one in error.orig.args[:1] if isinstance(one, int)]
+            error.orig.args = (*number, f"the server has not answered for {ANSWER_LIMIT_S:g} s")
+
+    def cut(self) -> None:
+        """Shut the socket, whatever library reads it, and leave it to its owner to close it."""
+        self.is_cut = True
+        try:
+            opened = socket.socket(fileno=socket_of(self.connection))
+            try:
+                opened.shutdown(socket.SHUT_RDWR)
+            finally:
+                opened.detach()
+        except Exception:  # each driver has its own error for a connection that is closed already
+            pass
+
+
+class StepsInProgress:
+    def __init__(self) -> None:
+        self.after_fork()
+        reset_in_child(self)
+
+    def after_fork(self) -> None:
+        #: The garbage collector may end a step in a thread that holds it.
+        self._lock = threading.RLock()
+        #: By the driver's connection: if an exception of a signal handler has kept a step from
+        #: leaving, the next one on its connection takes its place.
+        self._steps: dict[Any, BoundedStep] = {}
+        self._watcher: threading.Thread | None = None
+
+    def add(self, step: BoundedStep) -> None:
+        with self._lock:
+            self._steps[step.connection] = step
+            if self._watcher is None:
+                watcher = threading.Thread(
+                    target=self._watch, name="delaytasks-answers", daemon=True
+                )
+                with suppress(RuntimeError):  # no thread can be started: the next step tries again
+                    watcher.start()
+                    self._watcher = watcher
+
+    def remove(self, step: BoundedStep) -> None:
+        with self._lock:
+            if self._steps.get(step.connection) is step:
+                del self._steps[step.connection]
+
+    def _watch(self) -> None:
+        idle, rest = 0, threading.Event()
+        while True:
+            rest.wait(CHECK_S)  # not by `time.sleep`, which the simulation replaces
+            with self._lock:  # until it is released, no step ends and closes its socket
+                if self._watcher is not threading.current_thread():
+                    return
+                for step in list(self._steps.values()):
+                    step.checks += 1
+                    if step.checks * CHECK_S > ANSWER_LIMIT_S:
+                        self.remove(step)
+                        step.cut()
+                idle = 0 if self._steps else idle + 1
+                if idle > IDLE_CHECKS:
+                    self._watcher = None
+
+
+_in_progress = StepsInProgress()
+
+
 # -- Keeps one connection outside its pool, for statements that are sent past SQLAlchemy ----------
 
 # For a prepared statement, checking a connection out of SQLAlchemy's pool and in again takes
@@ -182,47 +332,6 @@ class KeptConnection:
 
 #: No further try begins after this time, since the caller waits for an answer.
 RETRY_FOR_S = 5.0
-
-#: The drivers of our own connections, with which the tests run. The first one is the default.
-_DRIVERS = {
-    "postgresql": ("psycopg2", "psycopg"),
-    "mysql": ("pymysql",),
-    "mariadb": ("pymysql",),
-    "sqlite": ("pysqlite",),
-}
-#: Drivers that a URL shared with the caller's application may name. They reach the same database.
-_OTHER_DRIVERS = frozenset(
-    "psycopg2cffi asyncpg pg8000 aiosqlite mysqldb mysqlconnector mariadbconnector cymysql "
-    "aiomysql asyncmy".split()
-)
-
-
-def normalize_url(text: str) -> URL:
-    """Return the URL with the driver that delaytasks uses.
-
-    Another driver of the application's is replaced by the default driver.
-    """
-    try:
-        url = make_url(text)
-    except (exc.ArgumentError, ValueError):  # a wrong port
-        remedy = f"; {SEVERAL_HOSTS}" if "," in text else ""
-        fact = "delaytasks_database_url is not a database URL (dialect://user:password@host/name)"
-        raise ConfigError(fact + remedy) from None
-    backend, _, driver = url.drivername.partition("+")
-    backend = {"postgres": "postgresql"}.get(backend, backend)
-    driver = {"psycopg_async": "psycopg"}.get(driver, driver)  # one package has both
-    capabilities_of(backend)
-    drivers = _DRIVERS[backend]
-    if driver and driver not in drivers and driver not in _OTHER_DRIVERS:
-        raise ConfigError(
-            f"delaytasks_database_url names the driver {driver!r}, and delaytasks connects with "
-            f"{' or '.join(drivers)}: begin the URL with {backend}:// or "
-            f"{backend}+{drivers[0]}://"
-        )
-    ours = driver if driver in drivers else drivers[0]
-    if driver == "asyncpg" and "ssl" in url.query:  # asyncpg's name of libpq's sslmode
-        url = url.update_query_dict({"sslmode": url.query["ssl"]}).difference_update_query(["ssl"])
-    return url.set(drivername=backend if backend == "sqlite" else f"{backend}+{ours}")
 
 
 class Database:
@@ -435,5 +544,8 @@ class Database:
             if engine is None:
                 engine = make_engine(self.url, self._pool_size, isolation_level)
                 event.listen(engine, "do_connect", self._before_connecting)
+                if self.backend != "sqlite":
+                    event.listen(engine, "checkin", _mark_returned)
+                    event.listen(engine, "checkout", _check_alive)
                 setattr(self, attribute, engine)
             return engine

@@ -1,13 +1,11 @@
-"""Engines for the three databases: drivers, addresses, files, forks, and rollbacks that are not
+"""Engines for the three databases: URLs, addresses, files, forks, and rollbacks that are not
 needed."""
 
 from __future__ import annotations
 
 import os
-import select
 import socket
 import threading
-from collections.abc import Generator, Iterator, Sequence
 from datetime import datetime
 from inspect import signature
 from itertools import cycle
@@ -24,11 +22,12 @@ from sqlalchemy import (
     create_engine,
     event,
     exc,
+    make_url,
 )
 from sqlalchemy.engine.default import DefaultDialect
 
 from delaytasks.db.driver_errors import mark_as_connecting
-from delaytasks.db.types import for_database
+from delaytasks.db.types import capabilities_of, for_database
 from delaytasks.model.errors import ConfigError, StoreError
 from delaytasks.model.private_files import FOLDER_MODE, make_file
 from delaytasks.model.text import mask_url
@@ -119,6 +118,48 @@ def masked(url: URL) -> str:
     return mask_url(url.render_as_string(hide_password=True))
 
 
+#: The drivers of our own connections, with which the tests run. The first one is the default.
+_DRIVERS = {
+    "postgresql": ("psycopg2", "psycopg"),
+    "mysql": ("pymysql",),
+    "mariadb": ("pymysql",),
+    "sqlite": ("pysqlite",),
+}
+#: Drivers that a URL shared with the caller's application may name. They reach the same database.
+_OTHER_DRIVERS = frozenset(
+    "psycopg2cffi asyncpg pg8000 aiosqlite mysqldb mysqlconnector mariadbconnector cymysql "
+    "aiomysql asyncmy".split()
+)
+
+
+def normalize_url(text: str) -> URL:
+    """Return the URL with the driver that delaytasks uses.
+
+    Another driver of the application's is replaced by the default driver.
+    """
+    try:
+        url = make_url(text)
+    except (exc.ArgumentError, ValueError):  # a wrong port
+        remedy = f"; {SEVERAL_HOSTS}" if "," in text else ""
+        fact = "delaytasks_database_url is not a database URL (dialect://user:password@host/name)"
+        raise ConfigError(fact + remedy) from None
+    backend, _, driver = url.drivername.partition("+")
+    backend = {"postgres": "postgresql"}.get(backend, backend)
+    driver = {"psycopg_async": "psycopg"}.get(driver, driver)  # one package has both
+    capabilities_of(backend)
+    drivers = _DRIVERS[backend]
+    if driver and driver not in drivers and driver not in _OTHER_DRIVERS:
+        raise ConfigError(
+            f"delaytasks_database_url names the driver {driver!r}, and delaytasks connects with "
+            f"{' or '.join(drivers)}: begin the URL with {backend}:// or "
+            f"{backend}+{drivers[0]}://"
+        )
+    ours = driver if driver in drivers else drivers[0]
+    if driver == "asyncpg" and "ssl" in url.query:  # asyncpg's name of libpq's sslmode
+        url = url.update_query_dict({"sslmode": url.query["ssl"]}).difference_update_query(["ssl"])
+    return url.set(drivername=backend if backend == "sqlite" else f"{backend}+{ours}")
+
+
 # -- Prevents forks while a thread of this process uses SQLite ------------------------------------
 
 # SQLite records in the process which of its connections has which lock. A child that is forked in
@@ -171,114 +212,6 @@ class ForkGate:
 fork_gate = ForkGate()
 
 
-# -- The differences between psycopg2 and psycopg 3 that SQLAlchemy does not hide -----------------
-
-# SQLAlchemy sends most statements. COPY, prepared statements and notices go directly to the
-# driver.
-
-
-class PostgresqlDriver:
-    """psycopg2."""
-
-    def connect_options(self) -> dict[str, Any]:
-        """Return the options of this driver for connections of our own."""
-        return {}
-
-    def time_zone(self, connection: Any) -> str | None:
-        """Return the session's time zone, which the server reports without a query."""
-        zone: str | None = connection.get_parameter_status("TimeZone")
-        return zone
-
-    def cursor(self, connection: Any) -> Any:
-        """Return a cursor that puts the parameters into the text, which EXECUTE requires."""
-        return connection.cursor()
-
-    def copy(self, cursor: Any, statement: str, parts: Iterator[str]) -> None:
-        """Execute COPY FROM STDIN with the text of `parts`."""
-        text = _CopyFile(parts)
-        try:
-            cursor.copy_expert(statement, text)
-        except Exception:
-            if text.interrupted is not None:
-                raise text.interrupted from None
-            raise
-
-    def notices(self, connection: Any, timeout_s: float) -> Sequence[str]:
-        """Return the payloads of the notices that have arrived, as soon as there is one."""
-        if not connection.notifies:
-            if not _is_readable(connection.fileno(), timeout_s):
-                return ()
-            connection.poll()
-        payloads = [notice.payload for notice in connection.notifies]
-        connection.notifies.clear()
-        return payloads
-
-
-class _CopyFile:
-    """The input of psycopg2's COPY, which is made while the database reads the part before."""
-
-    def __init__(self, parts: Iterator[str]) -> None:
-        #: The exception of Ctrl-C or of a time limit, which the driver turns into an error of the
-        #: database.
-        self.interrupted: BaseException | None = None
-        reader = self._read(parts)
-        next(reader)
-        #: The generator's own method: an exception that arrived while the driver was sending is
-        #: raised inside the generator, not before it.
-        self.read = reader.send
-
-    def _read(self, parts: Iterator[str]) -> Generator[str, int, None]:
-        try:
-            yield ""
-            while True:
-                yield next(parts, "")
-        except BaseException as error:
-            self.interrupted = error
-            raise
-
-
-class Psycopg3(PostgresqlDriver):
-    def connect_options(self) -> dict[str, Any]:
-        from psycopg import ClientCursor
-
-        # The default cursor sends the parameters separately and prepares statements that are
-        # repeated, with names that connections behind a pooler may share.
-        return {"cursor_factory": ClientCursor}
-
-    def time_zone(self, connection: Any) -> str | None:
-        zone: str | None = connection.info.parameter_status("TimeZone")
-        return zone
-
-    def cursor(self, connection: Any) -> Any:
-        from psycopg import ClientCursor
-
-        return ClientCursor(connection)
-
-    def copy(self, cursor: Any, statement: str, parts: Iterator[str]) -> None:
-        with cursor.copy(statement) as copy:
-            for part in parts:
-                copy.write(part)
-
-    def notices(self, connection: Any, timeout_s: float) -> Sequence[str]:
-        return [notice.payload for notice in connection.notifies(timeout=timeout_s, stop_after=1)]
-
-
-#: By the name of SQLAlchemy's driver.
-_BY_NAME: dict[str, PostgresqlDriver] = {"psycopg2": PostgresqlDriver(), "psycopg": Psycopg3()}
-
-
-def own_driver(url: URL) -> PostgresqlDriver:
-    """Return the driver of our own connections to a PostgreSQL database."""
-    return _BY_NAME[url.get_driver_name()]
-
-
-def driver_of(connection: Any) -> PostgresqlDriver | None:
-    """Return the driver of a SQLAlchemy connection, or None if it is neither of the two."""
-    if not isinstance(connection, Connection) or connection.dialect.is_async:
-        return None
-    return _BY_NAME.get(connection.dialect.driver)
-
-
 #: The connection to a server that vanished ends after 25 seconds, not after TCP's two hours.
 _KEEPALIVES = {
     "keepalives_idle": 10,
@@ -296,7 +229,6 @@ _TCP_OPTIONS = {
 #: again.
 ROW_LOCK_TIMEOUT_S = 1
 _AUTOCOMMIT = "AUTOCOMMIT"
-_RETURNED = "delaytasks.returned"
 _PACKAGES = {
     "psycopg2": "psycopg2-binary",
     "psycopg": "'delaytasks[psycopg]'",
@@ -331,9 +263,19 @@ def _postgresql_engine(url: URL, isolation_level: str, options: dict[str, Any]) 
         "application_name": "delaytasks",
         "options": _postgresql_options(url),
         **_KEEPALIVES,
-        **own_driver(url).connect_options(),
+        **_cursor_options(url),
     }
     return _server_engine(url, isolation_level, options)
+
+
+def _cursor_options(url: URL) -> dict[str, Any]:
+    if url.get_driver_name() != "psycopg":
+        return {}
+    from psycopg import ClientCursor
+
+    # The default cursor sends the parameters separately and prepares statements that are repeated,
+    # with names that connections behind a pooler may share.
+    return {"cursor_factory": ClientCursor}
 
 
 def _mysql_engine(url: URL, isolation_level: str, options: dict[str, Any]) -> Engine:
@@ -361,8 +303,6 @@ def _server_engine(url: URL, isolation_level: str, options: dict[str, Any]) -> E
     engine = create_engine(url, isolation_level=isolation_level, hide_parameters=True, **options)
     event.listen(engine, "do_connect", _connect)
     event.listen(engine, "handle_error", _connecting_sent_nothing)
-    event.listen(engine, "checkin", _mark_returned)
-    event.listen(engine, "checkout", _check_alive)
     return engine
 
 
@@ -427,42 +367,6 @@ def _connecting_sent_nothing(context: ExceptionContext) -> None:
     if context.connection is None:
         context.is_disconnect = False
         mark_as_connecting(context.original_exception)
-
-
-def _mark_returned(_connection: Any, record: Any) -> None:
-    record.info[_RETURNED] = True
-
-
-def _check_alive(connection: Any, record: Any, _proxy: Any) -> None:
-    """Replace a pooled connection that the server has ended, before a statement is sent on it.
-
-    The server sends nothing on an idle connection except its end. The check takes a microsecond,
-    not a round trip, and prevents errors whose outcome would be unknown.
-    """
-    if _RETURNED in record.info and has_input(connection):
-        raise exc.DisconnectionError
-
-
-def socket_of(connection: Any) -> int:
-    """Return the number of the socket of a driver's connection."""
-    number: int = (connection if hasattr(connection, "fileno") else connection._sock).fileno()
-    return number
-
-
-def _is_readable(number: int, timeout_s: float) -> bool:
-    if not hasattr(select, "poll"):  # Windows, and eventlet removes it
-        return bool(select.select([number], [], [], timeout_s)[0])
-    poll = select.poll()
-    poll.register(number, select.POLLIN)
-    return bool(poll.poll(timeout_s * 1000))
-
-
-def has_input(connection: Any) -> bool:
-    """Whether the server has ended the idle connection, or has sent something on it."""
-    try:
-        return _is_readable(socket_of(connection), 0)
-    except Exception:  # each driver has its own error for a closed connection
-        return True
 
 
 def _mysql_connect(connection: Any, _record: Any) -> None:

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 from sqlalchemy import ColumnElement, Update, and_, case, or_, select, update
 
 from delaytasks.db.database import Database
-from delaytasks.db.inserts import CANCEL_REQUESTS, ChangeNumbers
-from delaytasks.db.row_lists import by_index, move_locked
-from delaytasks.db.rows import columns, next_version, one_more, task_of
+from delaytasks.db.rows import by_index, columns, move_locked, next_version, one_more, task_of
 from delaytasks.db.schema import Schema, hot_index
 from delaytasks.db.searching import has_status
 from delaytasks.db.settlements import Attempts
+from delaytasks.db.statements import CANCEL_REQUESTS, ChangeNumbers
 from delaytasks.db.task_keys import TaskKeys
 from delaytasks.db.types import db_now, db_now_plus, is_rare, unindexed
 from delaytasks.model.moves import MOVES, Status

@@ -24,9 +24,7 @@ from sqlalchemy import (
 )
 
 from delaytasks.db.database import Database
-from delaytasks.db.inserts import CANCEL_REQUESTS, POLICY_CHANGES, ChangeNumbers, Insert
-from delaytasks.db.row_lists import check_row_count, listed, listing
-from delaytasks.db.rows import moved
+from delaytasks.db.rows import check_row_count, listed, listing, moved
 from delaytasks.db.schema import Schema
 from delaytasks.db.searching import (
     distinct_values,
@@ -35,6 +33,7 @@ from delaytasks.db.searching import (
     queues_after,
     waits_between,
 )
+from delaytasks.db.statements import CANCEL_REQUESTS, POLICY_CHANGES, ChangeNumbers, Insert
 from delaytasks.db.types import db_now, db_now_plus, unindexed
 from delaytasks.model.clock import to_us
 from delaytasks.model.moves import MOVES, Status, following

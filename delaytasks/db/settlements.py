@@ -23,9 +23,7 @@ from sqlalchemy import (
 )
 
 from delaytasks.db.database import Database
-from delaytasks.db.inserts import skipping_insert
-from delaytasks.db.row_lists import (
-    Prepared,
+from delaytasks.db.rows import (
     at_place,
     by_id,
     each_listed,
@@ -33,12 +31,14 @@ from delaytasks.db.row_lists import (
     json_rows,
     list_of,
     move_locked,
+    moved,
+    next_version,
     parts,
     shared_name,
     shared_parameter,
 )
-from delaytasks.db.rows import moved, next_version
 from delaytasks.db.schema import RESULT, Schema
+from delaytasks.db.statements import Prepared, skipping_insert
 from delaytasks.db.task_keys import TaskKeys
 from delaytasks.db.types import db_now, db_now_plus, latest, once, unindexed
 from delaytasks.model.body import MARK_LENGTH, PREFIX, dump_json, marks_of

@@ -11,12 +11,13 @@ from sqlalchemy import Connection, bindparam, delete, exc, func, inspect, select
 from delaytasks.db.bulk_moves import Bulk
 from delaytasks.db.claims import Claims, HoldExcess
 from delaytasks.db.database import Database
-from delaytasks.db.engines import lacks_sqlite_file, make_engine, own_driver
+from delaytasks.db.engines import lacks_sqlite_file, make_engine
 from delaytasks.db.leases import Leases
 from delaytasks.db.migrations import check_charset
 from delaytasks.db.policy_rows import PausedRows, PolicyTable
 from delaytasks.db.schema import Schema, build_schema
 from delaytasks.db.settlements import DeferredRows
+from delaytasks.db.statements import own_driver
 from delaytasks.db.sweep_queries import DueSchedules, SweepQueries
 from delaytasks.db.task_rows import Tasks
 from delaytasks.db.worker_table import WorkerTable

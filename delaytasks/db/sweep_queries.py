@@ -31,7 +31,7 @@ from delaytasks.db.bulk_moves import Audit
 from delaytasks.db.database import Database
 from delaytasks.db.leases import lease_is_over, recover_rows
 from delaytasks.db.policy_rows import is_paused
-from delaytasks.db.row_lists import check_row_count
+from delaytasks.db.rows import check_row_count
 from delaytasks.db.schema import Schema
 from delaytasks.db.searching import (
     distinct_values,

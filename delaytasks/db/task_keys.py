@@ -11,9 +11,9 @@ from typing import Any
 from sqlalchemy import ColumnElement, Select, and_, bindparam, delete, false, select, update
 
 from delaytasks.db.database import Database
-from delaytasks.db.inserts import Insert
-from delaytasks.db.row_lists import listed
+from delaytasks.db.rows import listed
 from delaytasks.db.schema import Schema
+from delaytasks.db.statements import Insert
 from delaytasks.model.task import DelayedTask
 
 

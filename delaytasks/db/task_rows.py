@@ -13,13 +13,20 @@ from sqlalchemy import Connection, Select, bindparam, case, exc, select, update
 
 from delaytasks.db.database import Database
 from delaytasks.db.driver_errors import TRIES, is_duplicate
-from delaytasks.db.inserts import BulkInsert, Insert
 from delaytasks.db.leases import ASKED, CancelRequests
-from delaytasks.db.row_lists import by_id, check_row_count, listed
-from delaytasks.db.rows import NEW_COLUMNS, columns, task_of, values_of
+from delaytasks.db.rows import (
+    NEW_COLUMNS,
+    by_id,
+    check_row_count,
+    columns,
+    listed,
+    task_of,
+    values_of,
+)
 from delaytasks.db.schema import Schema
 from delaytasks.db.searching import after_cursor, conditions, first_page, make_cursor
 from delaytasks.db.settlements import Attempts
+from delaytasks.db.statements import BulkInsert, Insert
 from delaytasks.db.task_keys import TaskKeys
 from delaytasks.db.types import UTCDateTime, db_now, unindexed
 from delaytasks.model.celery_calls import CELERY_PREFIX

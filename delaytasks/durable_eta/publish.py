@@ -22,8 +22,8 @@ from delaytasks.durable_eta.capture import (
     store_revoked,
 )
 from delaytasks.model.celery_calls import celery_key
+from delaytasks.model.clock import MAX_ID
 from delaytasks.model.errors import BodyRefusedError, ConfigError, DelayTaskError, InvalidInputError
-from delaytasks.model.ids import MAX_ID
 from delaytasks.model.outcomes import Done, Fail, Outcome, Retry, Snooze
 from delaytasks.model.task import DelayedTask, Transaction, connection_of
 from delaytasks.operate.single_tasks import cancel_task

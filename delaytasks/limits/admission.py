@@ -41,9 +41,9 @@ from sqlalchemy import (
 
 from delaytasks.db.claims import Claims, HoldExcess
 from delaytasks.db.database import Database
-from delaytasks.db.row_lists import Prepared, check_row_count, listed, listing
-from delaytasks.db.rows import next_version, task_of
+from delaytasks.db.rows import check_row_count, listed, listing, next_version, task_of
 from delaytasks.db.schema import Schema
+from delaytasks.db.statements import Prepared
 from delaytasks.db.store import Store
 from delaytasks.db.types import db_now, db_now_plus, is_narrow, is_past, unindexed
 from delaytasks.events import Events

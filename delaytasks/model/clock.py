@@ -1,4 +1,4 @@
-"""The only module that reads the time.
+"""The only module that reads the time, and the ids of tasks, which contain it.
 
 The database's clock decides when a task is due. A `Clock` follows it: it measures the database's
 time once in a while, and continues with the machine's monotonic clock in between. A wall clock that
@@ -7,7 +7,9 @@ is wrong, that is set, or that stands still while the host sleeps therefore make
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
 import threading
 import time
 import weakref
@@ -263,3 +265,56 @@ class TokenBuckets:
     def forget(self, key: Hashable) -> None:
         with self._lock:
             self._buckets.pop(key, None)
+
+
+# -- task ids -------------------------------------------------------------------------------------
+
+# The producer makes them, so that they are known before the insert. An id has 63 bits: 41 for
+# milliseconds since 2020, 5 for the shard, and 17 for a counter with a random start. Ids of other
+# programs or of a database default are small numbers, which are valid too.
+
+
+EPOCH_MS = 1_577_836_800_000  # 2020-01-01
+SHARD_BITS = 5
+COUNTER_BITS = 17
+MAX_SHARDS = 1 << SHARD_BITS
+MAX_ID = 2**63 - 1
+#: Smaller ids were made elsewhere, because ours would be from January 2020.
+_FIRST_ID = 1 << 52
+_COUNTER_MASK = (1 << COUNTER_BITS) - 1
+
+
+class IdMaker:
+    """Makes ids. Thread-safe; a forked child starts its counter at a new random number."""
+
+    def __init__(self, wall_ms: Callable[[], int], shard: int = 0) -> None:
+        self._wall_ms = wall_ms
+        self._shard = shard << COUNTER_BITS
+        self.after_fork()
+        reset_in_child(self)
+
+    def after_fork(self) -> None:
+        self._counter = itertools.count(random.SystemRandom().getrandbits(COUNTER_BITS))
+
+    def __call__(self) -> int:
+        elapsed = self._wall_ms() - EPOCH_MS
+        return (
+            elapsed << (SHARD_BITS + COUNTER_BITS)
+            | self._shard
+            | next(self._counter) & _COUNTER_MASK
+        )
+
+
+def shard_of(id: int) -> int:
+    """Return the shard that an id names; 0 for the small ids that databases make."""
+    return 0 if id < _FIRST_ID else id >> COUNTER_BITS & MAX_SHARDS - 1
+
+
+def first_id(instant: datetime) -> int:
+    """Return the smallest id that can be made in the millisecond of `instant`."""
+    return (to_us(instant) // 1000 - EPOCH_MS) << (SHARD_BITS + COUNTER_BITS)
+
+
+def made_at(id: int) -> datetime:
+    """Return when one of our ids was made."""
+    return from_us(((id >> (SHARD_BITS + COUNTER_BITS)) + EPOCH_MS) * 1000)

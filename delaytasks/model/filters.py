@@ -11,9 +11,9 @@ from typing import Any, TypedDict, TypeVar
 
 from delaytasks.model.clock import json_fields
 from delaytasks.model.errors import InvalidInputError
-from delaytasks.model.ids import check_id
 from delaytasks.model.inputs import (
     Spread,
+    check_id,
     check_instant,
     check_key,
     check_meta,

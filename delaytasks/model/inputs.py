@@ -15,7 +15,7 @@ from hashlib import blake2b
 from operator import mul
 from typing import Any, TypeGuard
 
-from delaytasks.model.clock import UTC
+from delaytasks.model.clock import MAX_ID, UTC
 from delaytasks.model.errors import InvalidInputError
 from delaytasks.model.moves import Status
 from delaytasks.model.text import one_line, shown
@@ -420,3 +420,10 @@ def actor_of(given: object) -> str:
     except (OSError, KeyError):  # a container's user may have no name
         name = f"uid {os.getuid()}"
     return one_line(f"{name}@{socket.gethostname()}", ACTOR_LENGTH - 1)
+
+
+def check_id(value: object, argument: str = "id") -> int:
+    """Convert an integer or its decimal text to a task id, or raise `InvalidInputError`."""
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 19:
+        value = int(value)
+    return check_integer(value, argument, 1, MAX_ID, f"{argument} is an integer from 1 to 2^63 - 1")

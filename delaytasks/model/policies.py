@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Hashable, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence, Set
 from copy import copy
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from enum import Enum
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from delaytasks.model.clock import json_fields
-from delaytasks.model.errors import InvalidInputError
+from delaytasks.model.clock import json_fields, monotonic
+from delaytasks.model.errors import InvalidInputError, StoreError
 from delaytasks.model.inputs import (
     check_queue,
     check_tag,
@@ -294,3 +294,80 @@ class WaitlistState(NamedTuple):
     open: int | None = 1
     #: The time after which a process should look again.
     recheck_s: float = WAITLIST_RECHECK_S
+
+
+# -- the policies that a process applies, read about once a second ---------------------------------
+
+# A read costs one row while nothing changes, and otherwise the changed policies. A worker's main
+# process reads in a thread, and each job for the pool carries the stamp of the policies that it
+# knows. A pool process reads only if it knows other policies, if the main process has read none
+# yet, or while it continues with a backlog. Other processes, such as commands, read when they use
+# the policies and the last read is older than a second.
+
+
+POLICY_REFRESH_S = 1.0
+#: The time between two comparisons of the whole table with the known policies. People who write SQL
+#: change policies without counting the change.
+POLICY_CHECK_S = 10.0
+
+
+class PolicyCache:
+    """The policies, as this process has read them last."""
+
+    def __init__(self, read: Callable[[int | None, bool], Changes]) -> None:
+        """`read(number, checks)` returns the changes after `number`; for None, all policies."""
+        self._read = read
+        self.known = NO_POLICIES
+        #: The number of requests to cancel running tasks, at the last read.
+        self.cancel_requests = 0
+        self._read_at = self._checked_at = float("-inf")
+        self._is_read = False
+        #: The main process determines when to read.
+        self.is_led = False
+
+    @property
+    def stamp(self) -> Stamp | None:
+        """The stamp of the known policies; None if this process has read none."""
+        return self.known.stamp if self._is_read else None
+
+    def current(self) -> Policies:
+        """Return the policies, which are at most about a second old."""
+        if not self.is_led and monotonic() - self._read_at >= POLICY_REFRESH_S:
+            try:
+                self.refresh()
+            except StoreError:
+                if not self._is_read:
+                    raise
+                self._read_at = monotonic()  # the next statement of the chunk reports the outage
+        return self.known
+
+    def refresh(self, checks: bool = False) -> Policies:
+        """Read the changes, and return the policies as they are now."""
+        read_at, known = monotonic(), self.known
+        checks = checks or read_at - self._checked_at >= POLICY_CHECK_S
+        found = self._read(known.number if self._is_read else None, checks)
+        if not found.is_whole and (found.policies or found.number != known.number):
+            known = known.changed(found.policies, found.number)
+        if not found.is_whole and found.stamp is not None and found.stamp != known.stamp:
+            found = self._read(None, False)
+        if found.is_whole:
+            known = Policies(found.policies, found.number)
+        self.cancel_requests = found.cancel_requests
+        if checks:
+            self._checked_at = read_at
+        if found.is_whole or known.number >= self.known.number:  # else another thread read more
+            self.known = known
+        self._read_at, self._is_read = read_at, True
+        return self.known
+
+    def follow(self, stamp: Stamp | None, is_led: bool = True) -> None:
+        """Read the policies unless they have this stamp, which the main process sent.
+
+        The stamp is None if the main process has read none. If the process is not led, `current`
+        reads them again about once a second.
+        """
+        self.is_led = is_led
+        if stamp is None or stamp != self.known.stamp:
+            self.refresh(checks=True)
+        else:
+            self._read_at = monotonic()  # the main process has read

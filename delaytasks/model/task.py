@@ -27,8 +27,7 @@ from delaytasks.model.errors import (
     TaskNotFoundError,
     TaskStateError,
 )
-from delaytasks.model.ids import check_id
-from delaytasks.model.inputs import Delay, Spread, decode_meta, is_integer, is_queue
+from delaytasks.model.inputs import Delay, Spread, check_id, decode_meta, is_integer, is_queue
 from delaytasks.model.moves import FINISHED, MOVES, Ending, SettlingMove, Status
 from delaytasks.model.outcomes import RetrySchedule
 from delaytasks.model.policies import NO_WAITLISTS, WaitlistsSeen

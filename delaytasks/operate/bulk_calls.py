@@ -19,8 +19,7 @@ from delaytasks.model.filters import (
     bulk_filter_of,
     new_due,
 )
-from delaytasks.model.ids import check_id
-from delaytasks.model.inputs import Spread, actor_of, check_page_limit
+from delaytasks.model.inputs import Spread, actor_of, check_id, check_page_limit
 from delaytasks.model.moves import Status
 from delaytasks.model.task import DelayedTask, Entry, To
 from delaytasks.twins import CallGroup, twin

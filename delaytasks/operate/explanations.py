@@ -12,9 +12,8 @@ from delaytasks.broker.link import broker_error
 from delaytasks.db.policy_rows import is_entry_of
 from delaytasks.db.searching import has_status
 from delaytasks.model.body import names_of
-from delaytasks.model.clock import Clock, from_us
+from delaytasks.model.clock import MAX_ID, Clock, first_id, from_us
 from delaytasks.model.errors import StoreUnavailableError
-from delaytasks.model.ids import MAX_ID, first_id
 from delaytasks.model.moves import Status
 from delaytasks.model.task import DelayedTask, id_of
 from delaytasks.operate.single_tasks import find_id, name_of

@@ -16,15 +16,13 @@ from sqlalchemy import ColumnElement, Connection, Select, and_, event, exc, lite
 
 from delaytasks.db.database import Database
 from delaytasks.db.driver_errors import is_statement_timeout
-from delaytasks.db.row_lists import listed
-from delaytasks.db.rows import COLUMNS, task_of
+from delaytasks.db.rows import COLUMNS, listed, task_of
 from delaytasks.db.searching import conditions, has_status
 from delaytasks.db.store import Store
 from delaytasks.db.types import for_database
-from delaytasks.model.clock import monotonic
+from delaytasks.model.clock import first_id, monotonic
 from delaytasks.model.errors import StoreError
 from delaytasks.model.filters import Filter, check_error
-from delaytasks.model.ids import first_id
 from delaytasks.model.moves import Status
 from delaytasks.model.task import DelayedTask, Page
 

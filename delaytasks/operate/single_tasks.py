@@ -1,12 +1,9 @@
-"""What methods of `DelayTasks` on single tasks share, and the caller's transaction of a call."""
+"""What methods of `DelayTasks` on single tasks share."""
 
 from __future__ import annotations
 
-import sys
-import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +18,7 @@ from delaytasks.model.errors import (
     WaitTimeoutError,
 )
 from delaytasks.model.filters import Filters, filter_of
-from delaytasks.model.ids import check_id
-from delaytasks.model.inputs import check_key, check_page_limit, check_tag, check_wait
+from delaytasks.model.inputs import check_id, check_key, check_page_limit, check_tag, check_wait
 from delaytasks.model.moves import Status
 from delaytasks.model.outcomes import MAX_RETRY_DELAY_S
 from delaytasks.model.task import (
@@ -135,25 +131,6 @@ def result_of(task: DelayedTask) -> Any:
     raise TaskFailedError(reason, task.id)
 
 
-def transaction_of_new(runtime: Runtime, session: Any, twin: str) -> Transaction | None:
-    """Return the transaction of a new task, and warn of a call that stops an event loop.
-
-    `twin` is the name of the call's asynchronous twin."""
-    transaction = runtime.transactions.of(session)
-    asyncio = sys.modules.get("asyncio")
-    if asyncio is not None and transaction is None and asyncio._get_running_loop() is not None:
-        from delaytasks.db.database import is_on_the_loop
-
-        # Drivers of browsers run synchronous code beside a loop, and outside its tasks.
-        if asyncio.current_task() is not None and not is_on_the_loop():
-            warnings.warn(
-                f"{twin[1:]} blocks the event loop of this coroutine: await {twin}",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-    return transaction
-
-
 def find_tasks(
     runtime: Runtime,
     filters: Filters,
@@ -207,46 +184,3 @@ def cancel_task(
 
 def is_several(names: Any) -> bool:
     return isinstance(names, Iterable) and not isinstance(names, (str, bytes))
-
-
-# -- Finds the transaction that a call belongs to -------------------------------------------------
-
-
-class CallerTransactions:
-    """The transaction of `session=`, or without it the one that a web framework has open."""
-
-    def __init__(
-        self, ambient: Callable[[], Transaction | None], remedy_at: Callable[[Any], str]
-    ) -> None:
-        """`remedy_at` says how to make the tables that a session on a URL does not find."""
-        self._ambient = ambient
-        self._remedy_at = remedy_at
-        self._session: ContextVar[Any] = ContextVar("delaytasks_session", default=None)
-
-    @contextmanager
-    def using(self, session: Any) -> Iterator[None]:
-        """Let calls without `session=` inside the block take part in the session's transaction."""
-        token = self._session.set(session)
-        try:
-            yield
-        finally:
-            self._session.reset(token)
-
-    def current_session(self) -> Any:
-        """Return the session of the innermost block, or None."""
-        return self._session.get()
-
-    def of(self, session: Any) -> Transaction | None:
-        session = self.current_session() if session is None else session
-        if session is None:
-            return self._ambient()
-        from delaytasks.db.sessions import transaction_of
-
-        return transaction_of(session, self._remedy_at)
-
-    @contextmanager
-    def guard(self, session: Any) -> Iterator[Transaction | None]:
-        """Yield the transaction; translate driver errors inside the block into ours."""
-        transaction = self.of(session)
-        with transaction.guard() if transaction is not None else nullcontext():
-            yield transaction

@@ -13,7 +13,7 @@ from sqlalchemy import ColumnElement, Connection, Select, and_, func, select, te
 from delaytasks.db.bulk_moves import Bulk
 from delaytasks.db.database import Database
 from delaytasks.db.leases import lease_is_over
-from delaytasks.db.row_lists import by_id, listed
+from delaytasks.db.rows import by_id, listed
 from delaytasks.db.schema import BODY, Schema
 from delaytasks.db.searching import distinct_values, first_page, has_status, levels_of, queues_after
 from delaytasks.db.sweep_queries import OverdueRows

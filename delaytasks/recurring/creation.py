@@ -24,10 +24,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from sqlalchemy import ColumnElement, and_, bindparam, delete, func, null, or_, select, true, update
 
 from delaytasks.db.database import Database
-from delaytasks.db.inserts import BulkInsert, Insert, insert_if_absent
-from delaytasks.db.row_lists import by_id, check_row_count, instant_text, json_rows, listed
-from delaytasks.db.rows import columns, moved, task_of
+from delaytasks.db.rows import (
+    by_id,
+    check_row_count,
+    columns,
+    instant_text,
+    json_rows,
+    listed,
+    moved,
+    task_of,
+)
 from delaytasks.db.schema import BODY, Schema
+from delaytasks.db.statements import BulkInsert, Insert, insert_if_absent
 from delaytasks.db.task_keys import TaskKeys
 from delaytasks.db.types import unindexed
 from delaytasks.events import Events

@@ -4,7 +4,6 @@ The modules, in the order of the path of a task:
 
     runner          claims the rows of one chunk, in a backlog while the last one runs, and reports
                     what became of them
-    policy_cache    keeps the policies of tags and queues that the process has read last
     chunk           the rows of one claim, run one by one, in batches or in threads within their
                     time budget
     calls           calls a processor for one task or a batch, unless the rows are not run here

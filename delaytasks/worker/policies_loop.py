@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from delaytasks.loops import Loop
 from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import StoreError, StoreUnavailableError
-from delaytasks.model.policies import Policies
-from delaytasks.run.policy_cache import POLICY_REFRESH_S
+from delaytasks.model.policies import POLICY_REFRESH_S, Policies
 from delaytasks.worker.pool import running_pids
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections import Counter
 
-from delaytasks.model.ids import shard_of
+from delaytasks.model.clock import shard_of
 from examples.stage import Stage
 
 TENANTS = [f"tenant-{number}" for number in range(12)]

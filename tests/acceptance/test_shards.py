@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from delaytasks import DelayedTask, NewTask, Shards, Status
-from delaytasks.model.clock import monotonic
-from delaytasks.model.ids import shard_of
+from delaytasks.model.clock import monotonic, shard_of
 from delaytasks.model.moves import LIVE
 from tests.running import Deployment, Process
 from tests.services import own_database

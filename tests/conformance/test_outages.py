@@ -317,9 +317,9 @@ def test_a_call_whose_server_falls_silent_ends(world: World, monkeypatch: Monkey
     """A frozen server, as this proxy, still acknowledges what it receives."""
     if world.kind == "sqlite":
         return  # it has no server
-    for name in ("answer_limit.CHECK_S", "database.RETRY_FOR_S"):
-        monkeypatch.setattr(f"delaytasks.db.{name}", 0.05)
-    monkeypatch.setattr("delaytasks.db.answer_limit.ANSWER_LIMIT_S", 0.5)
+    for name in ("CHECK_S", "RETRY_FOR_S"):
+        monkeypatch.setattr(f"delaytasks.db.database.{name}", 0.05)
+    monkeypatch.setattr("delaytasks.db.database.ANSWER_LIMIT_S", 0.5)
     with world.proxied() as (proxy, delays):
         task = delays.schedule_delay("lost", 1, 60)
         delays.reschedule(task, 70)  # opens a connection of the other kind

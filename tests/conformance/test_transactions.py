@@ -299,7 +299,7 @@ def test_a_key_is_taken_once_without_a_row_count(shop: Caller, monkeypatch: Monk
 
     Other drivers are made to behave in this way.
     """
-    monkeypatch.setattr("delaytasks.db.inserts._is_psycopg2", lambda on: False)
+    monkeypatch.setattr("delaytasks.db.statements._is_psycopg2", lambda on: False)
 
     def counted(self: Any) -> int:
         is_read = not self.isinsert or self.execution_options.get("preserve_rowcount")
@@ -353,7 +353,7 @@ def test_if_an_id_is_taken_an_autocommit_batch_loses_and_duplicates_no_task(
     shop: Caller, monkeypatch: MonkeyPatch, is_callers: bool
 ) -> None:
     # Databases without COPY use several statements.
-    monkeypatch.setattr("delaytasks.db.row_lists.MAX_TEXT", 100_000)
+    monkeypatch.setattr("delaytasks.db.rows.MAX_TEXT", 100_000)
     old = shop.world.schedule()
     take_id(shop, monkeypatch, 240, old.id)
     told: list[DelayedTask] = []

@@ -25,9 +25,8 @@ from delaytasks.broker.link import BrokerLink
 from delaytasks.broker.publishing import Publisher
 from delaytasks.callbacks import http
 from delaytasks.db import claims, database, driver_errors, leases, migrations, producer
-from delaytasks.db.answer_limit import BoundedStep
 from delaytasks.db.claims import Claims
-from delaytasks.db.database import Database
+from delaytasks.db.database import BoundedStep, Database
 from delaytasks.db.leases import CancelRequests, Leases
 from delaytasks.db.policy_rows import PausedRows, PolicyTable
 from delaytasks.db.settlements import DeferredRows

@@ -28,8 +28,8 @@ from delaytasks.db import engines
 from delaytasks.db.database import Database
 from delaytasks.db.driver_errors import lacks_tables, translate
 from delaytasks.db.engines import sqlite_path
-from delaytasks.db.inserts import _COPY_CHARACTERS, _COPY_ROWS, _copy_parts
 from delaytasks.db.schema import BODY, RESULT
+from delaytasks.db.statements import _COPY_CHARACTERS, _COPY_ROWS, _copy_parts, _CopyFile
 from delaytasks.model import body as body_json
 from delaytasks.model import clock, inputs
 from delaytasks.model.body import Cipher, dump_flat, dump_json, encode_body, is_encrypted, key_name
@@ -539,7 +539,7 @@ def rows(count: int, body: str = "{}") -> Iterator[tuple[Any, ...]]:
 
 
 def test_all_rows_come_in_parts_and_then_nothing() -> None:
-    text = engines._CopyFile(_copy_parts(rows(2 * _COPY_ROWS + 1)))
+    text = _CopyFile(_copy_parts(rows(2 * _COPY_ROWS + 1)))
     read: Callable[[], str] = partial(text.read, 8192)
     assert [part.count("\n") for part in iter(read, "")] == [_COPY_ROWS, _COPY_ROWS, 1]
     assert [part.count("\n") for part in _copy_parts(rows(2 * _COPY_ROWS))] == [_COPY_ROWS] * 2

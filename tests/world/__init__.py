@@ -19,8 +19,7 @@ from collections.abc import Callable
 import pytest
 
 from delaytasks.model.body import key_name
-from delaytasks.model.clock import from_us, to_us
-from delaytasks.model.ids import shard_of
+from delaytasks.model.clock import from_us, shard_of, to_us
 from delaytasks.model.moves import FINISHED, LIVE, MOVES
 from delaytasks.model.policies import Stamp, WaitlistState
 from delaytasks.model.task import Claimed, Entry, Level, Recovered, Settlement, UnclaimedRow

@@ -14,8 +14,8 @@ from sqlalchemy import Connection, event, exc
 
 from delaytasks import DelayedTask, DelayTasks
 from delaytasks.broker import arming
+from delaytasks.model import policies
 from delaytasks.model.task import Entry
-from delaytasks.run import policy_cache
 from delaytasks.runtime import runtime_of
 from tests.conftest import open_store
 from tests.proxy import proxy_to
@@ -49,7 +49,7 @@ class TripCounter:
         self._last = RoundTrips(0, 0)
         self._patches = ExitStack()
         # Once a second, a process without a worker also reads the policies.
-        late = [(policy_cache, "POLICY_REFRESH_S"), (arming, "ARM_DELAY_S")]
+        late = [(policies, "POLICY_REFRESH_S"), (arming, "ARM_DELAY_S")]
         for module, name in [*late, (arming, "ARM_DELAY_PART")]:
             self._patches.enter_context(mock.patch.object(module, name, 3600))
 

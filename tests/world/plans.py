@@ -16,7 +16,7 @@ from sqlalchemy import Connection, event, update
 
 from delaytasks import DelayedTask, Status
 from delaytasks.db import bulk_moves
-from delaytasks.db.row_lists import Prepared
+from delaytasks.db.statements import Prepared
 from delaytasks.db.store import Store
 from delaytasks.db.sweep_queries import OverdueRows
 from delaytasks.model.filters import bulk_filter_of, filter_of

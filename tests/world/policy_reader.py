@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from delaytasks import Policy
-from delaytasks.model.policies import Changes, Stamp
-from delaytasks.run.policy_cache import PolicyCache
+from delaytasks.model.policies import Changes, PolicyCache, Stamp
 from tests.world.world import World
 
 

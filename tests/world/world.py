@@ -25,9 +25,8 @@ from delaytasks.db.rows import values_of
 from delaytasks.db.store import Store
 from delaytasks.db.types import Capabilities, UTCDateTime, db_now_plus
 from delaytasks.limits.admission import Admission
-from delaytasks.model.clock import Clock, to_us
+from delaytasks.model.clock import Clock, IdMaker, to_us
 from delaytasks.model.filters import filter_of
-from delaytasks.model.ids import IdMaker
 from delaytasks.model.moves import SettlingMove
 from delaytasks.model.task import Attempt, Claimed, Entry, Recovered, Settlement, UnclaimedRow
 from delaytasks.model.workers import ServiceTimes
@@ -70,17 +69,17 @@ LIMITS = {
     "rows_of_a_purge": "worker.sweep.PURGE_ROWS",
     "purges_of_a_sweep": "worker.sweep.PURGE_STEPS",
     "policies_applied_together": "worker.sweep.APPLIED",
-    "seconds_between_policy_checks": "run.policy_cache.POLICY_CHECK_S",
+    "seconds_between_policy_checks": "model.policies.POLICY_CHECK_S",
     "waitlists_of_a_visit": "db.policy_rows.WAITLISTS_PER_CALL",
     "queues_of_a_pause_query": "db.policy_rows.QUEUES_PER_CALL",
     "lost_workers_of_a_sweep": "db.worker_table.EXPIRED_PER_SWEEP",
-    "rows_of_an_insert": "db.inserts._BOUND_ROWS",
+    "rows_of_an_insert": "db.statements._BOUND_ROWS",
     "rows_of_a_bulk_step": "operate.bulk_calls.BULK_ROWS",
     "seconds_before_a_second_try": "operate.bulk_calls.BUSY_S",
     "rows_of_a_bulk_window": "db.bulk_moves.WINDOW",
     "rows_of_a_pause_step": "worker.sweep.PAUSE_ROWS",
     "rows_of_a_pause_query": "db.policy_rows.ROWS_PER_QUERY",
-    "seconds_between_policy_reads": "run.policy_cache.POLICY_REFRESH_S",
+    "seconds_between_policy_reads": "model.policies.POLICY_REFRESH_S",
 }
 _ids = itertools.count(1_000_000)
 #: The instant of a column `:s` seconds earlier, by database.

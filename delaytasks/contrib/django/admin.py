@@ -31,8 +31,7 @@ from delaytasks.model.errors import (
     TaskNotFoundError,
     TaskStateError,
 )
-from delaytasks.model.ids import check_id
-from delaytasks.model.inputs import ACTOR_LENGTH, parse_duration, show_duration
+from delaytasks.model.inputs import ACTOR_LENGTH, check_id, parse_duration, show_duration
 from delaytasks.model.moves import MOVES, Status
 from delaytasks.model.task import Attempt, DelayedTask, Page, pretty
 from delaytasks.model.text import last_line, one_line

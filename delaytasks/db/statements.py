@@ -1,34 +1,262 @@
-"""INSERT in the fastest way of each database: one row unless it exists, and many rows."""
+"""Statements of the hot path: prepared by the driver, and INSERT of one and of many rows.
+
+Claims, settlements and inserts are executed so often that SQLAlchemy's part would be most of their
+work. On PostgreSQL most of them are parsed and planned once for each connection.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
+from zlib import crc32
 
-from sqlalchemy import Connection, ScalarSelect, Table, bindparam, exc, insert, select, update
+from sqlalchemy import URL, Connection, ScalarSelect, Table, bindparam, exc, insert, select, update
 
-from delaytasks.db.database import Database
-from delaytasks.db.driver_errors import as_sqlalchemy_error, is_duplicate
-from delaytasks.db.engines import PostgresqlDriver, driver_of
-from delaytasks.db.row_lists import (
+from delaytasks.db.database import Database, is_readable
+from delaytasks.db.driver_errors import (
+    PREPARED_IS_GONE,
+    as_sqlalchemy_error,
+    is_duplicate,
+    sqlstate_of,
+)
+from delaytasks.db.rows import (
+    DIFFERING_COLUMNS,
     MAX_TEXT,
-    Prepared,
+    NEW_COLUMNS,
     check_row_count,
+    columns_of,
     instant_text,
     json_rows,
+    new_values,
     parts,
 )
-from delaytasks.db.rows import DIFFERING_COLUMNS, NEW_COLUMNS, columns_of, new_values
 from delaytasks.db.schema import Schema
 from delaytasks.db.types import UTCDateTime
 from delaytasks.model.body import dump_json
 from delaytasks.model.filters import batches
 from delaytasks.model.task import DelayedTask
+
+# -- The differences between psycopg2 and psycopg 3 that SQLAlchemy does not hide -----------------
+
+# SQLAlchemy sends most statements. COPY, prepared statements and notices go directly to the
+# driver.
+
+
+class PostgresqlDriver:
+    """psycopg2."""
+
+    def time_zone(self, connection: Any) -> str | None:
+        """Return the session's time zone, which the server reports without a query."""
+        zone: str | None = connection.get_parameter_status("TimeZone")
+        return zone
+
+    def cursor(self, connection: Any) -> Any:
+        """Return a cursor that puts the parameters into the text, which EXECUTE requires."""
+        return connection.cursor()
+
+    def copy(self, cursor: Any, statement: str, parts: Iterator[str]) -> None:
+        """Execute COPY FROM STDIN with the text of `parts`."""
+        text = _CopyFile(parts)
+        try:
+            cursor.copy_expert(statement, text)
+        except Exception:
+            if text.interrupted is not None:
+                raise text.interrupted from None
+            raise
+
+    def notices(self, connection: Any, timeout_s: float) -> Sequence[str]:
+        """Return the payloads of the notices that have arrived, as soon as there is one."""
+        if not connection.notifies:
+            if not is_readable(connection.fileno(), timeout_s):
+                return ()
+            connection.poll()
+        payloads = [notice.payload for notice in connection.notifies]
+        connection.notifies.clear()
+        return payloads
+
+
+class _CopyFile:
+    """The input of psycopg2's COPY, which is made while the database reads the part before."""
+
+    def __init__(self, parts: Iterator[str]) -> None:
+        #: The exception of Ctrl-C or of a time limit, which the driver turns into an error of the
+        #: database.
+        self.interrupted: BaseException | None = None
+        reader = self._read(parts)
+        next(reader)
+        #: The generator's own method: an exception that arrived while the driver was sending is
+        #: raised inside the generator, not before it.
+        self.read = reader.send
+
+    def _read(self, parts: Iterator[str]) -> Generator[str, int, None]:
+        try:
+            yield ""
+            while True:
+                yield next(parts, "")
+        except BaseException as error:
+            self.interrupted = error
+            raise
+
+
+class Psycopg3(PostgresqlDriver):
+    def time_zone(self, connection: Any) -> str | None:
+        zone: str | None = connection.info.parameter_status("TimeZone")
+        return zone
+
+    def cursor(self, connection: Any) -> Any:
+        from psycopg import ClientCursor
+
+        return ClientCursor(connection)
+
+    def copy(self, cursor: Any, statement: str, parts: Iterator[str]) -> None:
+        with cursor.copy(statement) as copy:
+            for part in parts:
+                copy.write(part)
+
+    def notices(self, connection: Any, timeout_s: float) -> Sequence[str]:
+        return [notice.payload for notice in connection.notifies(timeout=timeout_s, stop_after=1)]
+
+
+#: By the name of SQLAlchemy's driver.
+_BY_NAME: dict[str, PostgresqlDriver] = {"psycopg2": PostgresqlDriver(), "psycopg": Psycopg3()}
+
+
+def own_driver(url: URL) -> PostgresqlDriver:
+    """Return the driver of our own connections to a PostgreSQL database."""
+    return _BY_NAME[url.get_driver_name()]
+
+
+def driver_of(connection: Any) -> PostgresqlDriver | None:
+    """Return the driver of a SQLAlchemy connection, or None if it is neither of the two."""
+    if not isinstance(connection, Connection) or connection.dialect.is_async:
+        return None
+    return _BY_NAME.get(connection.dialect.driver)
+
+
+# -- Prepared statements ---------------------------------------------------------------------------
+
+
+#: We ask for UTC, but a pooler may ignore it. Many servers use UTC anyway.
+_UTC = {"UTC", "Etc/UTC"}
+
+
+class Answer(NamedTuple):
+    rows: Sequence[Sequence[Any]]
+    #: The number of rows that the statement changed or returned.
+    row_count: int
+
+
+class _Texts(NamedTuple):
+    """The texts of a statement. Parameters that are constant are written into `execute`."""
+
+    #: Empty for a statement that is not prepared.
+    prepare: str
+    execute: str
+    #: The names of the other parameters, in order.
+    names: Sequence[str]
+
+
+class Prepared:
+    """One statement for all connections. Where it cannot be prepared, it is executed normally.
+
+    With `is_planned_once=False` PostgreSQL plans it at each execution, and only SQLAlchemy's part
+    of the work is saved.
+
+    Behind a pooler that gives each statement another server connection, a prepared statement is not
+    found. The first such error ends the transaction, which has to be tried again, and switches this
+    statement to normal execution for the rest of the process.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        statement: Any,
+        is_planned_once: bool = True,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        self.statement = statement
+        #: The columns to which an INSERT gives values.
+        self._names = names
+        self._is_planned_once = is_planned_once
+        self._is_on = database.can.prepare
+        self._made_texts: _Texts | None = None
+
+    def __call__(self, on: Connection, values: Mapping[str, Any]) -> Answer:
+        driver = self._driver(on)
+        if driver is None:
+            result = on.execute(self.statement, values)
+            return Answer(result.all() if result.returns_rows else (), result.rowcount)
+        link: Any = on.connection
+        dbapi: Any = on.dialect.dbapi
+        try:
+            with driver.cursor(link.driver_connection) as cursor:
+                prepare, execute, names = self._made_texts or self._make_texts(cursor)
+                if self._is_planned_once and prepare not in link.info:
+                    cursor.execute(prepare)
+                    link.info[prepare] = True
+                cursor.execute(execute, [_sent(values[name]) for name in names])
+                return Answer(cursor.fetchall() if cursor.description else (), cursor.rowcount)
+        except dbapi.Error as error:
+            self._is_on = sqlstate_of(error) not in PREPARED_IS_GONE
+            if self._is_on or not link.driver_connection.autocommit:
+                raise as_sqlalchemy_error(on, "EXECUTE", error) from error
+        return self(on, values)
+
+    def _driver(self, on: Connection) -> PostgresqlDriver | None:
+        """Return the driver of `on` if the statement can be prepared there, else None."""
+        driver = driver_of(on) if self._is_on else None
+        if driver is None:
+            return None
+        # The driver returns instants in the session's time zone, which only SQLAlchemy converts.
+        return driver if driver.time_zone(on.connection.driver_connection) in _UTC else None
+
+    def _make_texts(self, cursor: Any) -> _Texts:
+        from sqlalchemy.dialects import postgresql
+
+        dialect: Any = postgresql.dialect(  # type: ignore[no-untyped-call]
+            paramstyle="numeric_dollar" if self._is_planned_once else "format"
+        )
+        compiled = self.statement.compile(dialect=dialect, column_keys=self._names)
+        is_given = {name: compiled.binds[name].required for name in compiled.positiontup}
+        places = [
+            "%s" if is_given[name] else _literal(cursor, compiled.params[name])
+            for name in compiled.positiontup
+        ]
+        if self._is_planned_once:
+            # The name depends on the text. Else another release on the same server connection would
+            # execute our statement.
+            name = f"delaytasks_{crc32(compiled.string.encode()):08x}"
+            prepare = f"PREPARE {name} AS {compiled.string}"
+            execute = f"EXECUTE {name} ({', '.join(places)})"
+        else:
+            prepare, execute = "", compiled.string.replace("%%", "%%%%") % tuple(places)
+        names = [name for name in compiled.positiontup if is_given[name]]
+        self._made_texts = _Texts(prepare, execute, names)
+        return self._made_texts
+
+
+def _literal(cursor: Any, value: Any) -> str:
+    """Return a constant as the driver writes it into a statement."""
+    written: str | bytes = cursor.mogrify("%s", [value])
+    text = written.decode() if isinstance(written, bytes) else written
+    return text.replace("%", "%%")
+
+
+def _sent(value: Any) -> Any:
+    """Return a list of numbers or instants as one text, which PostgreSQL reads faster than an
+    expression."""
+    if not isinstance(value, list):
+        return value
+    return "{" + ",".join(["NULL" if item is None else str(item) for item in value]) + "}"
+
+
+# -- INSERT in the fastest way of each database ----------------------------------------------------
+
 
 #: Bytes of a row's other columns, with their names.
 _OTHERS = 500
