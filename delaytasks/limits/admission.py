@@ -440,8 +440,8 @@ class _Gate:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        #: When a thread found that no more tasks may start.
-        self.closed_at = 0.0
+        #: When a thread found that no more tasks may start, and after which time to look again.
+        self.closed_at, self.recheck_s = 0.0, WAITLIST_RECHECK_S
 
 
 class Admission:
@@ -542,7 +542,8 @@ class Admission:
             return
         values: dict[str, Any] = {}
         if capacity.pace is not None and count:
-            values["next_start"] = capacity.ahead_s + count * capacity.pace.interval_s
+            capacity.limit_rate(capacity.pace, capacity.ahead_s + count * capacity.pace.interval_s)
+            values["next_start"] = capacity.ahead_s
         if turn != policy.turn:
             values["turn"] = turn
         if values:
@@ -597,10 +598,11 @@ class Admission:
         gate, asked_at = self._gates.setdefault((queue, tag), _Gate()), monotonic()
         with gate.lock:
             if gate.closed_at > asked_at:  # while this thread waited, another one found no capacity
-                return [], WaitlistState(queue, tag, 0)
+                return [], WaitlistState(queue, tag, 0, gate.recheck_s)
             tasks, state = self._db.run(work)
             if state is None or not state.open:
                 gate.closed_at = monotonic()
+                gate.recheck_s = WAITLIST_RECHECK_S if state is None else state.recheck_s
             if state is None:
                 self._empty.add((queue, tag))
             else:
@@ -622,10 +624,10 @@ class Admission:
             return [], WaitlistState(
                 queue, tag, 0, WAITLIST_RECHECK_S if share else capacity.recheck_s
             )
+        left = capacity.free - share if count == share else 0
         self._record_starts(on, policy, capacity, count, turn)
         self._turns[queue, tag] = turn
-        left = capacity.free - share if count == share else 0
-        return admitted, WaitlistState(queue, tag, left)
+        return admitted, WaitlistState(queue, tag, left, capacity.recheck_s)
 
     def settle_and_admit(
         self, settlements: Sequence[Settlement], queue: str, tag: str

@@ -15,8 +15,8 @@ from delaytasks.model.policies import WAITLIST_RECHECK_S, WaitlistState
 FIRST_RECHECK_S = 0.02
 #: While processes serve a waitlist, another free process probes it after this time. After each
 #: probe that finds no free slot the time doubles, up to `WAITLIST_RECHECK_S`, until the limits
-#: change. The processes that serve the waitlist may run tasks that take minutes, and they report
-#: nothing before these end.
+#: change; if a rate allows the next start earlier, the probe comes then. The processes that serve
+#: the waitlist may run tasks that take minutes, and they report nothing before these end.
 PROBE_S = 0.1
 #: How many waitlists a worker tracks, and how many full ones it checks per second. The drain
 #: chunks of the sweep serve all other waitlists.
@@ -96,10 +96,11 @@ class TrackedWaitlist:
         self.check_at = inf
         return min(state.recheck_s, recheck_s)
 
-    def probed(self, free: int) -> float:
-        """Record a probe while others serve the waitlist; `free` includes the slot it took."""
+    def probed(self, state: WaitlistState) -> float:
+        """Record a probe while others serve the waitlist; its slots include the one it took."""
+        free = state.open or 0
         self.wanted = max(self.wanted, free - 1)
-        self.probe_s = PROBE_S if free else min(2 * self.probe_s, WAITLIST_RECHECK_S)
+        self.probe_s = PROBE_S if free else max(min(2 * self.probe_s, state.recheck_s), PROBE_S)
         self.check_at = monotonic() + self.probe_s
         return self.probe_s
 
@@ -178,7 +179,7 @@ class TrackedWaitlists:
             if known is None and len(self._waitlists) >= MAX_TRACKED_WAITLISTS:
                 continue
             if is_probe and was_visited and known is not None and known.serving:
-                first_s = min(first_s, known.probed(state.open or 0))
+                first_s = min(first_s, known.probed(state))
                 continue
             if state.open is None:
                 if known is not None:

@@ -234,6 +234,17 @@ def test_a_slow_rate_returns_the_time_until_the_next_check(world: World) -> None
     assert world.worker().run_waitlist("note", 10, 2).ran == 2
 
 
+def test_a_process_that_takes_the_last_start_returns_the_time_until_the_next(world: World) -> None:
+    world.limit(rate=5, rate_period_s=3.0)
+    tasks = [world.schedule(body=n) for n in range(4)]
+    world.claim(*tasks)
+    world.set_columns("policies", next_start=None)
+    admitted, state = world.worker().admission.admit("default", "note", 10)
+    assert (len(admitted), state and state.open) == (1, 0)
+    assert state is not None
+    assert 0.1 < state.recheck_s < 0.62
+
+
 def test_simultaneous_workers_never_exceed_the_limit(world: World) -> None:
     world.limit(concurrency=5)
     tasks = [world.schedule(body=n) for n in range(40)]

@@ -38,6 +38,7 @@ from delaytasks.events import Events
 from delaytasks.limits.tracked_waitlists import TrackedWaitlist, TrackedWaitlists
 from delaytasks.loops import Loop
 from delaytasks.model import clock, text
+from delaytasks.model.policies import WAITLIST_RECHECK_S
 from delaytasks.operate.start_checks import StartChecks
 from delaytasks.recurring import creation, recurring
 from delaytasks.recurring.creation import RecurringTable
@@ -135,6 +136,7 @@ VERBS: dict[str, tuple[Any, str]] = {
     "go on after a chunk": (Dispatcher, "_continue_after"),
     "want another chunk": (QueueDrain, "wants_chunk"),
     "probe a waitlist": (TrackedWaitlist, "needs_process"),
+    "learn from a probe": (TrackedWaitlist, "probed"),
     "follow a limit": (TrackedWaitlists, "limits_changed"),
     "change a policy": (PolicyTable, "set"),
 }
@@ -622,6 +624,11 @@ def a_later_pause_is_shorter(change: Any, at: Any, kind: str, name: str, to: Any
 @bug("probe a waitlist", "unit/rules")
 def a_higher_limit_waits_for_long_rows(needs: Any, at: Any, now: float) -> bool:
     return bool(at.wanted) if at.serving else needs(at, now)
+
+
+@bug("learn from a probe", "unit/dispatcher pace_of_a_raised_rate")
+def probes_do_not_come_at_the_pace_of_a_rate(probed: Any, at: Any, state: Any) -> float:
+    return float(probed(at, state._replace(recheck_s=WAITLIST_RECHECK_S)))
 
 
 # -- the Redis timer ------------------------------------------------------------------------------

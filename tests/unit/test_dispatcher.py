@@ -429,6 +429,30 @@ def test_a_raised_limit_is_used_in_a_second_while_long_rows_run(make_main: MakeM
     assert len(main.requests) >= 50
 
 
+def test_long_rows_start_at_the_pace_of_a_raised_rate(make_main: MakeMain) -> None:
+    main, reports, pace_s = make_main(80), partial(WaitlistState, "default", "note"), 0.11
+    main.world.limit(rate=1, rate_period_s=3600.0)
+    main.read_policies()
+    main.take(1)
+    main.end(waitlists=(reports(0),))
+
+    def pump_later(allowed: float) -> None:
+        """Keep the chunks of as many rows as may start; the others find when the next one may."""
+        main.pump_later(0.02)
+        while len(main.requests) > int(allowed):
+            to_next_s = (1 + int(allowed) - allowed) * pace_s
+            main.pool.end(Report(waitlists=(reports(0, min(to_next_s, 1.0)),)), -1)
+
+    for _ in range(500):
+        pump_later(1)
+    main.world.limit(rate=600, rate_period_s=60.0)
+    main.read_policies()
+    for turn in range(1, 300):
+        allowed = 1 + turn * 0.02 / pace_s
+        pump_later(allowed)
+        assert len(main.requests) >= int(allowed - 0.25 / pace_s)
+
+
 # -- pool processes that die, fail or lose a chunk ------------------------------------------------
 
 

@@ -9,6 +9,8 @@ from unittest import mock
 from billiard.einfo import ExceptionInfo
 from billiard.exceptions import WorkerLostError
 
+# A worker loads this module when it meets a limit. A manual clock reaches only loaded modules.
+import delaytasks.limits.tracked_waitlists  # noqa: F401
 from delaytasks import DelayedTask, DelayTasks
 from delaytasks.model.task import Entry
 from delaytasks.run.runner import Report
