@@ -20,7 +20,7 @@ from delaytasks.model.errors import (
     ConfigError,
     InvalidInputError,
 )
-from delaytasks.model.inputs import is_integer, key_remedy
+from delaytasks.model.inputs import check_integer, is_integer, key_remedy
 from delaytasks.model.text import shown
 
 try:
@@ -101,9 +101,8 @@ def encode_body(body: Any, max_bytes: int) -> str:
         text = dump_json(body) if check.is_plain else dump_any(body)
     except (TypeError, ValueError, RecursionError) as error:
         # A subclass of a JSON type may show another content to the encoder than to the check.
-        raise InvalidInputError(
-            f"$: {type(body).__name__} cannot be expressed in JSON ({type(error).__name__})", "body"
-        ) from None
+        problem = f"{type(body).__name__} cannot be expressed in JSON ({type(error).__name__})"
+        raise _invalid(("$",), f": {problem}") from None
     # A character has at most 4 bytes, so only texts near the limit must be encoded to be measured.
     if len(text) * 4 > max_bytes and (size := len(text.encode())) > max_bytes:
         raise _too_large(max_bytes, f": {size:,}")
@@ -136,54 +135,36 @@ class _Check:
 
     def size(self, value: Any, path: _Path, depth: int) -> int:
         """Return a lower bound of the length of the JSON."""
-        kind = type(value)
-        if kind not in _JSON_TYPES:
+        if type(value) not in _JSON_TYPES:
             self.is_plain = False
+        if isinstance(value, (dict, list, tuple)):
+            return self._of_items(value, path, depth)
         if isinstance(value, str):
             return _check_storable(value, path)
-        if value is None or isinstance(value, int):
-            if value is not None and value.bit_length() > _INTEGER_BITS:
-                raise InvalidInputError(
-                    f"{_at(path)}: an integer of more than 4,300 digits cannot be read back", "body"
-                )
-            return 1
-        if isinstance(value, float):
+        if isinstance(value, int):
+            if value.bit_length() > _INTEGER_BITS:
+                raise _invalid(path, ": an integer of more than 4,300 digits cannot be read back")
+        elif isinstance(value, float):
             if not math.isfinite(value):
-                raise InvalidInputError(
-                    f"{_at(path)}: {value!r} cannot be expressed in JSON", "body"
-                )
-            return 3
-        if not isinstance(value, (dict, list, tuple)):
+                raise _invalid(path, f": {value!r} cannot be expressed in JSON")
+        elif value is not None:
+            name = type(value).__name__
             remedy = key_remedy(value) or "; convert it first (str(value), list(value), …)"
-            raise InvalidInputError(
-                f"{_at(path)}: {kind.__name__} cannot be expressed in JSON{remedy}", "body"
-            )
+            raise _invalid(path, f": {name} cannot be expressed in JSON{remedy}")
+        return 1
+
+    def _of_items(self, value: dict[Any, Any] | Sequence[Any], path: _Path, depth: int) -> int:
         if depth >= MAX_DEPTH:
-            raise InvalidInputError(
-                f"{_at(path, 80)}… is nested deeper than {MAX_DEPTH}, or contains itself", "body"
-            )
-        if isinstance(value, dict):
-            return self._of_items(value, path, depth)
-        return self._of_list(value, path, depth)
-
-    def _of_items(self, value: dict[Any, Any], path: _Path, depth: int) -> int:
-        size = 1
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise InvalidInputError(
-                    f"{_at(path)}: the key {shown(key)} is not a string, but {type(key).__name__}",
-                    "body",
-                )
-            size += (_plain_size(key) or self.size(key, path, depth)) + 2
-            size += _plain_size(item) or self.size(item, (path, key), depth + 1)
-            if size > self.room:
-                raise _too_large(self.room)
-        return size
-
-    def _of_list(self, value: list[Any] | tuple[Any, ...], path: _Path, depth: int) -> int:
-        size = 1
-        for index, item in enumerate(value):
-            size += (_plain_size(item) or self.size(item, (path, index), depth + 1)) + 1
+            problem = f"… is nested deeper than {MAX_DEPTH}, or contains itself"
+            raise _invalid(path, problem, longest=80)
+        size, is_object = 1, isinstance(value, dict)
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if is_object:
+                if not isinstance(key, str):
+                    problem = f"the key {shown(key)} is not a string, but {type(key).__name__}"
+                    raise _invalid(path, f": {problem}")
+                size += (_plain_size(key) or self.size(key, path, depth)) + 1
+            size += (_plain_size(item) or self.size(item, (path, key), depth + 1)) + 1
             if size > self.room:
                 raise _too_large(self.room)
         return size
@@ -202,25 +183,21 @@ def _plain_size(value: Any) -> int:
 def _check_storable(text: str, path: _Path) -> int:
     if not text.isascii() or "\x00" in text:
         if "\x00" in text:
-            raise InvalidInputError(
-                f"{_at(path)} contains NUL (\\u0000), which cannot be stored", "body"
-            )
+            raise _invalid(path, " contains NUL (\\u0000), which cannot be stored")
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise InvalidInputError(
-                f"{_at(path)} contains a lone surrogate, which cannot be stored", "body"
-            ) from None
+            raise _invalid(path, " contains a lone surrogate, which cannot be stored") from None
     return len(text) + 2
 
 
-def _at(path: _Path, longest: int = 200) -> str:
-    """Return a path as text, such as $.items[3].name."""
+def _invalid(path: _Path, problem: str, longest: int = 200) -> InvalidInputError:
+    """Return an error that begins with the path of a value, such as $.items[3].name."""
     names: list[str] = []
     while len(path) == 2:
         path, name = path
         names.append(f"[{name}]" if isinstance(name, int) else f".{name}")
-    return "".join(["$", *reversed(names)])[:longest]
+    return InvalidInputError("".join(["$", *reversed(names)])[:longest] + problem, "body")
 
 
 # -- The schema of a processor's bodies: a dataclass, a pydantic model, or any callable -----------
@@ -285,18 +262,13 @@ class BodyVersions:
         self.version = check_version(version)
         for number in upgrades:
             if not is_integer(number, FIRST_VERSION, version - 1):
-                raise InvalidInputError(
-                    f"upgrades of {tag!r}: {shown(number)} is not below body_version={version}",
-                    "upgrades",
-                )
+                problem = f"{shown(number)} is not below body_version={version}"
+                raise InvalidInputError(f"upgrades of {tag!r}: {problem}", "upgrades")
         self._upgrades = dict(upgrades)
         first = min(upgrades, default=version)
         if missing := sorted(set(range(first, version)) - upgrades.keys()):
-            raise InvalidInputError(
-                f"upgrades of {tag!r} do not lead to version {version}: there is none from "
-                f"version {missing[0]}",
-                "upgrades",
-            )
+            problem = f"do not lead to version {version}: there is none from version {missing[0]}"
+            raise InvalidInputError(f"upgrades of {tag!r} {problem}", "upgrades")
 
     @classmethod
     def of(
@@ -306,10 +278,8 @@ class BodyVersions:
         if version is not None:
             return cls(tag, version, upgrades or {})
         if upgrades:
-            raise InvalidInputError(
-                f"the processor of {tag!r} has upgrades and no version: say body_version=…",
-                "upgrades",
-            )
+            problem = "has upgrades and no version: say body_version=…"
+            raise InvalidInputError(f"the processor of {tag!r} {problem}", "upgrades")
         return None
 
     def is_newer(self, version: int) -> bool:
@@ -336,11 +306,8 @@ class BodyVersions:
 
 
 def check_version(version: object) -> int:
-    if not is_integer(version, FIRST_VERSION, MAX_VERSION):
-        raise InvalidInputError(
-            f"the version of a body is an integer from 1, not {shown(version)}", "body_version"
-        )
-    return version
+    rule = "the version of a body is an integer from 1"
+    return check_integer(version, "body_version", FIRST_VERSION, MAX_VERSION, rule)
 
 
 # -- Encrypted bodies and results: their form, the names of keys, and the cipher ------------------

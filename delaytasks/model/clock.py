@@ -11,7 +11,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from datetime import datetime, timedelta, timezone
 from typing import Any, NamedTuple
 
@@ -87,6 +87,14 @@ def from_us(microseconds: int) -> datetime:
     return EPOCH + timedelta(microseconds=microseconds)
 
 
+def json_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields as JSON values: their instants as ISO 8601 texts."""
+    return {
+        name: value.isoformat() if isinstance(value, datetime) else value
+        for name, value in fields.items()
+    }
+
+
 class Base(NamedTuple):
     """The times of three clocks at one moment, in one value that threads read atomically."""
 
@@ -160,7 +168,12 @@ class Clock:
                 if self._is_unknown():
                     if self._error is not None and self._insisted_at > asked_at:
                         raise self._error  # another thread asked in vain while this one waited
-                    self._insist()
+                    try:
+                        self._refresh(insists=True)
+                    except Exception as error:
+                        self._error, self._insisted_at = error, time.monotonic()
+                        raise
+                    self._error = None
         return self.now()
 
     @property
@@ -195,14 +208,6 @@ class Clock:
             return True
         elapsed_s = time.monotonic() - base.monotonic
         return abs((time.time_ns() - base.wall_ns) / 1e9 - elapsed_s) > JUMP_S
-
-    def _insist(self) -> None:
-        try:
-            self._refresh(insists=True)
-        except Exception as error:
-            self._error, self._insisted_at = error, time.monotonic()
-            raise
-        self._error = None
 
     def _refresh(self, insists: bool) -> None:
         try:

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, TypedDict, TypeVar
 
+from delaytasks.model.clock import json_fields
 from delaytasks.model.errors import InvalidInputError
 from delaytasks.model.ids import check_id
 from delaytasks.model.inputs import (
@@ -19,6 +20,7 @@ from delaytasks.model.inputs import (
     check_queue,
     check_status,
     check_tag,
+    invalid,
 )
 from delaytasks.model.interfaces import To
 from delaytasks.model.moves import LIVE, MOVES, Status
@@ -89,23 +91,29 @@ class Filter:
 
     def as_json(self) -> dict[str, Any]:
         """Return the conditions that were given."""
-        given = ((name, getattr(self, name)) for name in Filters.__annotations__)
-        return {name: _shown(name, value) for name, value in given if value is not None}
+        names = Filters.__annotations__
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.ids is not None:  # as texts, because numbers of JavaScript are too short for ids
+            given["ids"] = [str(id) for id in sorted(self.ids)]
+        if self.status is not None:
+            statuses = sorted(status.name for status in self.status)
+            given["status"] = statuses[0] if len(statuses) == 1 else statuses
+        if self.meta is not None:
+            given["meta"] = dict(self.meta)
+        return json_fields(given)
 
 
 def check_error(pattern: object) -> str:
     """Check a pattern of error texts."""
     if not isinstance(pattern, str) or not pattern.strip("*"):
-        raise InvalidInputError(
-            f"error={shown(pattern)}: name a part of the text, as '*timeout*'", "error"
-        )
-    if len(pattern) > MAX_ERROR_PATTERN:
-        raise InvalidInputError(
-            f"error: a pattern has at most {MAX_ERROR_PATTERN} characters", "error"
-        )
-    if "\0" in pattern:
-        raise InvalidInputError("error: no stored text contains the character NUL", "error")
-    return pattern
+        problem = f"={shown(pattern)}: name a part of the text, as '*timeout*'"
+    elif len(pattern) > MAX_ERROR_PATTERN:
+        problem = f": a pattern has at most {MAX_ERROR_PATTERN} characters"
+    elif "\0" in pattern:
+        problem = ": no stored text contains the character NUL"
+    else:
+        return pattern
+    raise InvalidInputError(f"error{problem}", "error")
 
 
 def check_statuses(status: object) -> frozenset[Status]:
@@ -115,7 +123,7 @@ def check_statuses(status: object) -> frozenset[Status]:
     statuses = frozenset(map(check_status, status))
     if not statuses:
         names = ", ".join(status.name for status in Status)
-        raise InvalidInputError(f"status is empty: name some of {names}, or leave it out", "status")
+        raise invalid("status", f"is empty: name some of {names}, or leave it out")
     return statuses
 
 
@@ -129,12 +137,13 @@ def check_ids(ids: object) -> frozenset[int]:
         if len(checked) > MAX_IDS:
             raise InvalidInputError(f"ids: name at most {MAX_IDS:,} tasks in one call", "ids")
     if not checked:
-        raise InvalidInputError("ids is empty: name some tasks, or leave it out", "ids")
+        raise invalid("ids", "is empty: name some tasks, or leave it out")
     return frozenset(checked)
 
 
-#: The checks of filters that are not instants.
+_INSTANTS = ("since", "until", "created_since", "created_until", "updated_until")
 _CHECKS: dict[str, Callable[[object], Any]] = {
+    **{name: partial(check_instant, argument=name) for name in _INSTANTS},
     "tag": check_tag,
     "ids": check_ids,
     "key": check_key,
@@ -148,31 +157,12 @@ _CHECKS: dict[str, Callable[[object], Any]] = {
 
 def filter_of(filters: Mapping[str, Any]) -> Filter:
     """Check the filters; None means that a filter is not given."""
-    unknown = filters.keys() - Filters.__annotations__.keys()
-    if unknown:
-        known = ", ".join(Filters.__annotations__)
-        raise InvalidInputError(
-            f"{', '.join(sorted(unknown))}: tasks are not named by that (known: {known})",
-            min(unknown),
-        )
-    return Filter(
-        **{
-            name: _CHECKS.get(name, partial(check_instant, argument=name))(value)
-            for name, value in filters.items()
-            if value is not None
-        }
-    )
-
-
-def _shown(name: str, value: Any) -> object:
-    if isinstance(value, datetime):
-        return value.isoformat()
-    if name == "ids":
-        return [str(id) for id in sorted(value)]  # JSON numbers of JavaScript are too short for ids
-    if isinstance(value, frozenset):
-        names = sorted(status.name for status in value)
-        return names[0] if len(names) == 1 else names
-    return dict(value) if isinstance(value, tuple) else value
+    known = Filters.__annotations__
+    if unknown := ", ".join(sorted(filters.keys() - known.keys())):
+        problem = f"{unknown}: tasks are not named by that (known: {', '.join(known)})"
+        raise InvalidInputError(problem, unknown.partition(",")[0])
+    given = {name: value for name, value in filters.items() if value is not None}
+    return Filter(**{name: _CHECKS[name](value) for name, value in given.items()})
 
 
 # -- Bulk operations: the filter, the result and the log entry ------------------------------------
@@ -213,18 +203,18 @@ def bulk_filter_of(move: str, filters: Mapping[str, Any], everything: bool) -> B
     """Check the filters; raise `InvalidInputError` without any, unless `everything` is True."""
     where = filter_of(filters)
     if where == Filter() and not everything:
-        raise InvalidInputError(
-            f"{move}: name the tasks (by tag=, key_prefix=, …), or say everything=True",
-            "everything",
-        )
-    allowed = MOVES[move].sources | (LIVE if _moves_live(move) else frozenset())
+        problem = f"{move}: name the tasks (by tag=, key_prefix=, …), or say everything=True"
+        raise InvalidInputError(problem, "everything")
+    sources = MOVES[move].sources
+    allowed = sources | (LIVE if _moves_live(move) else frozenset())
     if wrong := (where.status or frozenset()) - allowed:
-        names = ", ".join(sorted(each.name for each in MOVES[move].sources))
-        raise InvalidInputError(
-            f"{move} is for tasks that are {names}, not {', '.join(sorted(s.name for s in wrong))}",
-            "status",
-        )
+        problem = f"{move} is for tasks that are {_names(sources)}, not {_names(wrong)}"
+        raise InvalidInputError(problem, "status")
     return BulkFilter(move, where)
+
+
+def _names(statuses: Iterable[Status]) -> str:
+    return ", ".join(sorted(status.name for status in statuses))
 
 
 def _moves_live(move: str) -> bool:
@@ -308,11 +298,7 @@ class LogEntry:
     refused: int
 
     def as_json(self) -> dict[str, Any]:
-        shown = {
-            name: value.isoformat() if isinstance(value, datetime) else value
-            for name, value in asdict(self).items()
-        }
-        return {**shown, "id": str(self.id)}
+        return json_fields({**asdict(self), "id": str(self.id)})
 
 
 def new_due(id: int, due: datetime, to: To, now: datetime | None) -> datetime | None:

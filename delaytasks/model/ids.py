@@ -12,9 +12,7 @@ from collections.abc import Callable
 from datetime import datetime
 
 from delaytasks.model.clock import from_us, reset_in_child, to_us
-from delaytasks.model.errors import InvalidInputError
-from delaytasks.model.inputs import is_integer
-from delaytasks.model.text import shown
+from delaytasks.model.inputs import check_integer
 
 EPOCH_MS = 1_577_836_800_000  # 2020-01-01
 SHARD_BITS = 5
@@ -64,15 +62,6 @@ def made_at(id: int) -> datetime:
 
 def check_id(value: object, argument: str = "id") -> int:
     """Convert an integer or its decimal text to a task id, or raise `InvalidInputError`."""
-    if (
-        isinstance(value, str)
-        and value.isascii()
-        and value.isdigit()
-        and len(value) <= len(str(MAX_ID))
-    ):
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 19:
         value = int(value)
-    if not is_integer(value, 1, MAX_ID):
-        raise InvalidInputError(
-            f"{argument} is an integer from 1 to 2^63 - 1, not {shown(value)}", argument
-        )
-    return int(value)  # an int itself, because drivers may write a subclass (an enum) as text
+    return check_integer(value, argument, 1, MAX_ID, f"{argument} is an integer from 1 to 2^63 - 1")

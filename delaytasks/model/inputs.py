@@ -12,12 +12,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from hashlib import blake2b
+from operator import mul
 from typing import Any, TypeGuard
 
 from delaytasks.model.clock import UTC
 from delaytasks.model.errors import InvalidInputError
 from delaytasks.model.moves import Status
 from delaytasks.model.text import one_line, shown
+
+
+def invalid(argument: str, problem: str) -> InvalidInputError:
+    """Return the error for an argument, whose message is its name and then the problem."""
+    return InvalidInputError(f"{argument} {problem}", argument)
+
 
 # -- Durations as users type them: 90, 1h30m, 2d, 500ms -------------------------------------------
 
@@ -44,25 +51,18 @@ def parse_duration(text: str, argument: str = "delay") -> timedelta:
     """
     typed = text.strip().lower()
     if typed.startswith("-"):
-        raise InvalidInputError(
-            f"{argument} is not negative, as {text!r:.40} is; {_RULE}", argument
-        )
+        raise invalid(argument, f"is not negative, as {text!r:.40} is; {_RULE}")
     if re.fullmatch(_DECIMAL, typed, re.ASCII):
-        seconds = float(typed)
-    else:
-        match = _PARTS.fullmatch(typed)
-        if match is None or not any(match.groups()):
-            raise InvalidInputError(
-                f"{argument} is a duration, not {text!r:.40}; {_RULE}", argument
-            )
-        counts = [float(count or 0) for count in match.groups()]
-        seconds = sum(count * size for count, size in zip(counts, _UNITS.values(), strict=True))
+        typed += "s"
+    match = _PARTS.fullmatch(typed)
+    if match is None or not any(match.groups()):
+        raise invalid(argument, f"is a duration, not {text!r:.40}; {_RULE}")
+    counts = (float(count or 0) for count in match.groups())
     try:
-        return timedelta(seconds=seconds)
+        return timedelta(seconds=sum(map(mul, counts, _UNITS.values())))
     except OverflowError:
-        raise InvalidInputError(
-            f"{argument} is longer than a duration can be: {text!r:.40}; {_RULE}", argument
-        ) from None
+        problem = f"is longer than a duration can be: {text!r:.40}; {_RULE}"
+        raise invalid(argument, problem) from None
 
 
 def has_unit(text: str) -> bool:
@@ -132,9 +132,19 @@ def is_integer(value: object, least: int, most: int) -> TypeGuard[int]:
 
 def is_number(value: object, least: float, most: float) -> TypeGuard[float]:
     """Return False for NaN as well."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return False
-    return least <= value <= most
+    return (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
+    )
+
+
+def check_integer(
+    value: object, argument: str, least: int, most: int, rule: str | None = None
+) -> int:
+    """Check an integer. `rule` is what the message says instead of the two bounds."""
+    if not is_integer(value, least, most):
+        rule = rule or f"{argument} is an integer from {least} to {most}"
+        raise InvalidInputError(f"{rule}, not {shown(value)}", argument)
+    return int(value)  # an int itself, because drivers may write a subclass (an enum) as text
 
 
 TAG_LENGTH = 128
@@ -184,11 +194,7 @@ def check_status(status: object) -> Status:
 
 
 def check_page_limit(limit: object) -> int:
-    if not is_integer(limit, 1, PAGE_MAX):
-        raise InvalidInputError(
-            f"limit is an integer from 1 to {PAGE_MAX}, not {shown(limit)}", "limit"
-        )
-    return limit
+    return check_integer(limit, "limit", 1, PAGE_MAX)
 
 
 def check_queue(queue: object) -> str:
@@ -202,33 +208,30 @@ def check_queue(queue: object) -> str:
 
 
 def _check_name(value: object, argument: str, longest: int) -> str:
+    if (
+        isinstance(value, str)
+        and 0 < len(value) <= longest
+        and value.isprintable()
+        and value == value.strip()  # MySQL treats 'a' and 'a ' as equal
+    ):
+        return str.__str__(value)  # a str itself, because drivers write an enum by its own rules
+    raise invalid(argument, _problem_of_name(value, longest))
+
+
+def _problem_of_name(value: object, longest: int) -> str:
     if not isinstance(value, str):
         is_number = isinstance(value, int) and not isinstance(value, bool)
         remedy = f": write str({shown(value)})" if is_number else key_remedy(value)
-        raise InvalidInputError(
-            f"{argument} is a string, not {type(value).__name__}{remedy}", argument
-        )
+        return f"is a string, not {type(value).__name__}{remedy}"
     if not value.strip():
-        raise InvalidInputError(f"{argument} must not be empty or blank", argument)
-    if value != value.strip():  # MySQL treats 'a' and 'a ' as equal
-        raise InvalidInputError(
-            f"{argument} must not begin or end with a blank: {shown(value)}", argument
-        )
+        return "must not be empty or blank"
+    if value != value.strip():
+        return f"must not begin or end with a blank: {shown(value)}"
     if len(value) > longest:
-        raise InvalidInputError(
-            f"{argument} has at most {longest} characters, not {len(value)}: {value[:40]!r}…",
-            argument,
-        )
-    if value.isprintable():
-        return str.__str__(value)  # a str itself, because drivers write an enum by its own rules
+        return f"has at most {longest} characters, not {len(value)}: {value[:40]!r}…"
     if "\x00" in value or any("\ud800" <= c <= "\udfff" for c in value):
-        raise InvalidInputError(
-            f"{argument} contains NUL or a lone surrogate, which cannot be stored: {shown(value)}",
-            argument,
-        )
-    raise InvalidInputError(
-        f"{argument} contains control or unprintable characters: {shown(value)}", argument
-    )
+        return f"contains NUL or a lone surrogate, which cannot be stored: {shown(value)}"
+    return f"contains control or unprintable characters: {shown(value)}"
 
 
 #: The queue name of workers that serve all queues.
@@ -240,13 +243,8 @@ def is_queue(name: str) -> bool:
 
 
 def check_priority(priority: object) -> int:
-    if not is_integer(priority, 0, MAX_PRIORITY):
-        raise InvalidInputError(
-            f"a priority is an integer from 0 to {MAX_PRIORITY} (higher first), "
-            f"not {shown(priority)}",
-            "priority",
-        )
-    return int(priority)
+    rule = "a priority is an integer from 0 to 9 (higher first)"
+    return check_integer(priority, "priority", 0, MAX_PRIORITY, rule)
 
 
 def check_delay(delay: object, max_delay_s: float, argument: str = "delay") -> timedelta:
@@ -260,21 +258,16 @@ def check_delay(delay: object, max_delay_s: float, argument: str = "delay") -> t
     elif isinstance(delay, float):
         seconds = delay
     else:
-        is_instant = isinstance(delay, datetime)
-        remedy = "; pass an instant as at=" if is_instant else ""
-        raise InvalidInputError(
-            f"{argument} is a number of seconds, a text with units such as '30m', or a timedelta, "
-            f"not {type(delay).__name__} ({shown(delay)}){remedy}",
+        remedy = "; pass an instant as at=" if isinstance(delay, datetime) else ""
+        raise invalid(
             argument,
+            "is a number of seconds, a text with units such as '30m', or a timedelta, "
+            f"not {type(delay).__name__} ({shown(delay)}){remedy}",
         )
     if not math.isfinite(seconds) or seconds < 0:
-        raise InvalidInputError(
-            f"{argument} is finite and not negative, not {shown(delay)}", argument
-        )
+        raise invalid(argument, f"is finite and not negative, not {shown(delay)}")
     if seconds > max_delay_s:
-        raise InvalidInputError(
-            f"{argument} is at most {show_duration(max_delay_s)}, not {shown(delay)}", argument
-        )
+        raise invalid(argument, f"is at most {show_duration(max_delay_s)}, not {shown(delay)}")
     return timedelta(seconds=seconds)
 
 
@@ -288,7 +281,7 @@ def check_shift(shift: Any, max_s: float) -> timedelta:
         size = -shift if is_negative else shift
     checked = check_delay(size, max_s, "by")
     if not checked:
-        raise InvalidInputError("by is not 0", "by")
+        raise invalid("by", "is not 0")
     return -checked if is_negative else checked
 
 
@@ -296,7 +289,7 @@ def check_period(jitter: object, max_s: float, argument: str = "jitter") -> time
     """Convert a period to a timedelta that is not 0. A text without a unit means seconds."""
     checked = timedelta(seconds=check_wait(jitter, max_s, argument))
     if not checked:
-        raise InvalidInputError(f"{argument} is more than 0", argument)
+        raise invalid(argument, "is more than 0")
     return checked
 
 
@@ -315,9 +308,7 @@ def check_due(delay: object, at: object) -> None:
 def check_instant(at: object, argument: str = "at") -> datetime:
     """Convert an aware datetime to UTC. An instant in the past is valid and means now."""
     if not isinstance(at, datetime):
-        raise InvalidInputError(
-            f"{argument} is an aware datetime, not {type(at).__name__} ({shown(at)})", argument
-        )
+        raise invalid(argument, f"is an aware datetime, not {type(at).__name__} ({shown(at)})")
     if at.tzinfo is None or at.utcoffset() is None:
         raise InvalidInputError(
             f"{at.isoformat()} has no time zone; use datetime.now(timezone.utc) or an aware one",
@@ -344,9 +335,9 @@ _PAIR_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 def check_meta(meta: object) -> dict[str, str]:
     """Return the pairs in the order of their names."""
     if not isinstance(meta, Mapping):
-        raise InvalidInputError(f"meta is a dict of strings, not {shown(meta)}", "meta")
+        raise invalid("meta", f"is a dict of strings, not {shown(meta)}")
     if len(meta) > MAX_PAIRS:
-        raise InvalidInputError(f"meta has at most {MAX_PAIRS} pairs, not {len(meta)}", "meta")
+        raise invalid("meta", f"has at most {MAX_PAIRS} pairs, not {len(meta)}")
     for name, value in meta.items():
         if not isinstance(name, str) or not _PAIR_NAME.fullmatch(name):
             raise InvalidInputError(
@@ -369,7 +360,7 @@ def encode_meta(meta: object) -> str | None:
         return None
     text = json.dumps(pairs, separators=(",", ":"))
     if len(text) > MAX_META_BYTES:
-        raise InvalidInputError(f"meta is longer than {MAX_META_BYTES} bytes: {len(text)}", "meta")
+        raise invalid("meta", f"is longer than {MAX_META_BYTES} bytes: {len(text)}")
     return text
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Hashable, Iterable, Sequence, Set
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from enum import Enum
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from delaytasks.model.clock import json_fields
 from delaytasks.model.errors import InvalidInputError
 from delaytasks.model.inputs import (
     check_queue,
@@ -92,7 +93,7 @@ class Policy:
 
     @property
     def is_empty(self) -> bool:
-        return not self.is_paused and self.limits == (None, None, None, None)
+        return not self.is_paused and not self.has_limits
 
     @property
     def limits(self) -> tuple[int | None, int | None, int | None, float | None]:
@@ -105,9 +106,8 @@ class Policy:
     @property
     def has_slots_only(self) -> bool:
         """Whether the only limit is `concurrency`, so a slot can go to any task of the tag."""
-        return (
-            self.concurrency is not None and self.limits[1:] == (None,) * 3 and not self.is_paused
-        )
+        has_slots = self.concurrency is not None and self.limits[1:] == (None,) * 3
+        return has_slots and not self.is_paused
 
     @property
     def is_applied(self) -> bool:
@@ -122,22 +122,9 @@ class Policy:
         return f"{self.rate}/{period[1:] if re.fullmatch('1[a-z]+', period) else period}"
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "name": self.name,
-            "is_paused": self.is_paused,
-            "paused_until": self.paused_until and self.paused_until.isoformat(),
-            "concurrency": self.concurrency,
-            "concurrency_per_key": self.concurrency_per_key,
-            "rate": self.rate_text,
-            "held": self.held,
-            "held_since": self.held_since and self.held_since.isoformat(),
-            "running": self.running,
-            "is_applied": self.is_applied,
-            "version": self.version,
-            "update_time": self.update_time and self.update_time.isoformat(),
-            "updated_by": self.updated_by,
-        }
+        fields = {**asdict(self), "rate": self.rate_text, "is_applied": self.is_applied}
+        del fields["rate_period_s"], fields["applied_version"]
+        return json_fields(fields)
 
 
 class Stamp(NamedTuple):
@@ -207,11 +194,7 @@ class Policies:
             if policy.kind == "tag":
                 _set(self.limited, policy.name, policy if policy.has_limits else None)
             _set(self.unapplied, name, None if policy.is_applied else policy)
-        times = (
-            policy.update_time
-            for policy in self._by_name.values()
-            if policy.update_time is not None
-        )
+        times = (policy.update_time for policy in self.all if policy.update_time is not None)
         self._changed_at = max(times, default=None)
 
     @property
@@ -224,8 +207,7 @@ class Policies:
 
     def limits_changed_from(self, before: Policies) -> set[str]:
         """Return the tags whose policies with limits differ from those before."""
-        tags = self.limited.keys() | before.limited.keys()
-        return {tag for tag in tags if self.limited.get(tag) != before.limited.get(tag)}
+        return {tag for tag, _ in self.limited.items() ^ before.limited.items()}
 
     @property
     def has_pauses(self) -> bool:
@@ -253,14 +235,12 @@ def named(tag: object, queue: object) -> tuple[Kind, str]:
 
 
 def check_limit(limit: object, argument: str) -> int | None:
+    rule = f"{argument} is an integer from 1 to {MAX_LIMIT:,}, or None for no limit"
     if limit is None:
         return None
     if not is_integer(limit, 1, MAX_LIMIT):
-        raise InvalidInputError(
-            f"{argument} is an integer from 1 to {MAX_LIMIT:,}, or None for no limit, not "
-            f"{shown(limit)}; to run nothing at all, pause it",
-            argument,
-        )
+        problem = f"{rule}, not {shown(limit)}; to run nothing at all, pause it"
+        raise InvalidInputError(problem, argument)
     return int(limit)
 
 
@@ -268,19 +248,18 @@ def parse_rate(text: object) -> tuple[int | None, float | None]:
     """Parse `"100/s"`, `"30/m"` or `"1000/1h30m"` into a number and seconds; None is no limit."""
     if text is None:
         return None, None
-    rule = "a rate is a number of starts and a period, as 100/s, 30/m or 1000/1h30m"
     match = _RATE.fullmatch(text) if isinstance(text, str) else None
-    if match is None:
-        raise InvalidInputError(f"{rule}, not {shown(text)}", "rate")
-    period = match[2]
+    period = match[2] if match else ""
     try:
-        seconds = parse_duration("1" + period if period[0].isalpha() else period).total_seconds()
+        seconds = parse_duration("1" + period if period[:1].isalpha() else period).total_seconds()
     except InvalidInputError:
-        raise InvalidInputError(f"{rule}, not {shown(text)}", "rate") from None
+        match = None
+    if match is None:
+        rule = "a rate is a number of starts and a period, as 100/s, 30/m or 1000/1h30m"
+        raise InvalidInputError(f"{rule}, not {shown(text)}", "rate")
     if not MIN_PERIOD_S <= seconds <= MAX_PERIOD_S:
-        raise InvalidInputError(
-            f"the period of a rate is 1 ms to 31 days, not {shown(period)}", "rate"
-        )
+        problem = f"the period of a rate is 1 ms to 31 days, not {shown(period)}"
+        raise InvalidInputError(problem, "rate")
     return check_limit(int(match[1]), "rate"), seconds
 
 

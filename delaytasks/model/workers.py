@@ -7,6 +7,7 @@ from datetime import datetime
 from math import inf
 from typing import Any, NamedTuple
 
+from delaytasks.model.clock import json_fields
 from delaytasks.model.inputs import ALL_QUEUES
 
 
@@ -70,8 +71,7 @@ class LostWorker(NamedTuple):
     queues: Sequence[str]
 
     def as_json(self) -> dict[str, Any]:
-        times = {"lost_at": self.lost_at.isoformat(), "seen_at": self.seen_at.isoformat()}
-        return {**self._asdict(), **times}
+        return json_fields(self._asdict())
 
 
 def beat_age_s(workers: Iterable[RegisteredWorker]) -> float | None:
