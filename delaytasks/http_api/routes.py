@@ -35,14 +35,7 @@ from delaytasks.model.errors import (
     TaskStateError,
 )
 from delaytasks.model.inputs import parse_duration
-from delaytasks.model.task import (
-    CancelResult,
-    DelayedTask,
-    NewTask,
-    OnConflict,
-    TouchResult,
-    task_json,
-)
+from delaytasks.model.task import CancelResult, DelayedTask, NewTask, OnConflict, TouchResult
 from delaytasks.model.text import needs_extra, shown
 from delaytasks.operate.health import HealthChecks, Probes
 from delaytasks.runtime import runtime_of
@@ -446,14 +439,14 @@ def _schedule_once(request: ApiRequest, new: NewTask) -> DelayedTask:
 def _scheduled(request: ApiRequest, new: NewTask, on_conflict: OnConflict) -> Reply:
     if request.idempotency_key is None:
         runtime = runtime_of(request.delays)
-        return task_json(runtime.producer.schedule(new, on_conflict, runtime.transactions.of(None)))
+        return runtime.producer.schedule(new, on_conflict, runtime.transactions.of(None)).as_json()
     if new.key is not None:
         raise InvalidInputError(
             "a request has a key or the header Idempotency-Key: with a key, on_conflict: keep "
             "returns the task of an earlier request",
             "key",
         )
-    return task_json(_schedule_once(request, new))
+    return _schedule_once(request, new).as_json()
 
 
 # -- read and change ------------------------------------------------------------------------------
@@ -471,13 +464,13 @@ def find_tasks(request: ApiRequest) -> Reply:
     if "meta" in filters:
         filters["meta"] = dict(pair.split("=", 1) for pair in filters["meta"])
     page = request.delays.find(**filters)
-    return {"tasks": [task_json(task) for task in page], "cursor": page.cursor}
+    return {"tasks": [task.as_json() for task in page], "cursor": page.cursor}
 
 
 @_route("GET /v1/tasks/{id}", Permission.READ_TASK, "Task")
 def get_task(request: ApiRequest) -> Reply:
     """Read a task."""
-    return task_json(request.delays.get(request.path["id"]))
+    return request.delays.get(request.path["id"]).as_json()
 
 
 @_route("GET /v1/tasks/{id}/attempts", Permission.READ_TASK, "Attempts")
@@ -496,7 +489,7 @@ def cancel_task(request: ApiRequest) -> Reply:
 @_route("POST /v1/tasks/{id}/reschedule", Permission.CHANGE_TASK, "Task", schemas.RESCHEDULE_TASK)
 def reschedule_task(request: ApiRequest) -> Reply:
     """Give a waiting task a due time."""
-    return task_json(request.delays.reschedule(request.path["id"], **_due(request)))
+    return request.delays.reschedule(request.path["id"], **_due(request)).as_json()
 
 
 @_route("POST /v1/tasks/{id}/touch", Permission.CHANGE_TASK, "TouchResult", schemas.TOUCH_TASK)
@@ -508,7 +501,7 @@ def touch_task(request: ApiRequest) -> Reply:
 @_route("POST /v1/tasks/{id}/rerun", Permission.CHANGE_TASK, "Task", schemas.RERUN_TASK)
 def rerun_task(request: ApiRequest) -> Reply:
     """Run a failed or cancelled task again."""
-    return task_json(request.delays.rerun(request.path["id"], **request.body))
+    return request.delays.rerun(request.path["id"], **request.body).as_json()
 
 
 @_route("POST /v1/keys/cancel", Permission.CHANGE_TASK, "CancelResult", schemas.CANCEL_KEY)
@@ -520,7 +513,7 @@ def cancel_key(request: ApiRequest) -> Reply:
 @_route("POST /v1/keys/reschedule", Permission.CHANGE_TASK, "Task", schemas.RESCHEDULE_KEY)
 def reschedule_key(request: ApiRequest) -> Reply:
     """Give the live task of a key a due time."""
-    return task_json(request.delays.reschedule(**_due(request)))
+    return request.delays.reschedule(**_due(request)).as_json()
 
 
 @_route("POST /v1/keys/touch", Permission.CHANGE_TASK, "TouchResult", schemas.TOUCH_KEYS)

@@ -28,16 +28,13 @@ def make_folder(folder: Path) -> None:
 
 def make_file(path: Path) -> None:
     """Make an empty file unless it exists. Other users never have access, not even briefly."""
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), FILE_MODE))
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT, FILE_MODE))
 
 
 def write_file(path: Path, text: str) -> None:
     """Write a new file that only its owner can read."""
-    number = os.open(
-        path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0), FILE_MODE
-    )
-    with open(number, "w", encoding="utf-8") as file:
-        file.write(text)
+    make_file(path)
+    path.write_text(text, encoding="utf-8")
 
 
 def tighten_data_folder(folder: Path) -> None:
@@ -56,10 +53,8 @@ def tighten_folder(folder: Path) -> None:
 
     Shared folders are the current folder, the home folder, their parents, and folders like /tmp.
     """
-    folder = folder.absolute()
-    if folder not in {
-        each for start in (Path.cwd(), Path.home()) for each in (start, *start.parents)
-    }:
+    own, home, folder = Path.cwd(), Path.home(), folder.absolute()
+    if folder not in (own, *own.parents, home, *home.parents):
         _tighten(folder)
 
 
@@ -68,12 +63,9 @@ def _tighten(path: Path) -> None:
         return
     try:
         found = path.stat()
-        others = stat.S_IRWXG | stat.S_IRWXO
-        if (
-            found.st_uid == os.geteuid()
-            and found.st_mode & others
-            and not found.st_mode & stat.S_ISVTX
-        ):
+        is_shared = found.st_mode & stat.S_ISVTX
+        others = found.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+        if found.st_uid == os.geteuid() and others and not is_shared:
             path.chmod(stat.S_IMODE(found.st_mode) & ~others)
     except OSError:
         pass  # the file was just deleted, or its file system has no modes

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import ClassVar
 
 from delaytasks.model.errors import InvalidInputError
-from delaytasks.model.inputs import check_wait, is_integer, is_number
+from delaytasks.model.inputs import check_integer, check_wait, invalid, is_integer, is_number
 from delaytasks.model.text import shown
 
 #: A row with a retry schedule of its own stays small.
@@ -55,11 +55,8 @@ class RetrySchedule:
         self, retry_delays: str | Iterable[str | float | timedelta], *, variation: float = 0.0
     ) -> None:
         if isinstance(retry_delays, (bytes, Mapping)) or not isinstance(retry_delays, Iterable):
-            raise InvalidInputError(
-                "a retry schedule is made of text such as '15s 3m', or of a list, not of "
-                f"{shown(retry_delays)}",
-                "retry_delays",
-            )
+            rule = "a retry schedule is made of text such as '15s 3m', or of a list"
+            raise InvalidInputError(f"{rule}, not of {shown(retry_delays)}", "retry_delays")
         items: Iterable[object] = (
             retry_delays.split()
             if isinstance(retry_delays, str)
@@ -69,15 +66,11 @@ class RetrySchedule:
             check_wait(item, MAX_RETRY_DELAY_S, "retry_delays") for item in items
         )
         if not 0 < len(retry_delays_s) <= MAX_RETRY_DELAYS:
-            raise InvalidInputError(
-                f"a retry schedule has 1 to {MAX_RETRY_DELAYS} delays, not {len(retry_delays_s)}",
-                "retry_delays",
-            )
+            rule = f"a retry schedule has 1 to {MAX_RETRY_DELAYS} delays"
+            raise InvalidInputError(f"{rule}, not {len(retry_delays_s)}", "retry_delays")
         if not is_number(variation, 0, 1):
-            raise InvalidInputError(
-                f"variation is a share from 0 to 1, such as 0.1 for 10%, not {shown(variation)}",
-                "variation",
-            )
+            rule = "is a share from 0 to 1, such as 0.1 for 10%"
+            raise invalid("variation", f"{rule}, not {shown(variation)}")
         object.__setattr__(self, "retry_delays_s", retry_delays_s)
         object.__setattr__(self, "variation", float(variation))
 
@@ -105,7 +98,7 @@ class RetrySchedule:
         --------
         >>> RetrySchedule.fixed("30s", times=10)
         """
-        return cls([wait] * _checked(times), variation=variation)
+        return cls([wait] * check_integer(times, "times", 1, MAX_RETRY_DELAYS), variation=variation)
 
     @classmethod
     def exponential(
@@ -142,12 +135,10 @@ class RetrySchedule:
         >>> RetrySchedule.exponential("5s", times=8, cap="1h")
         """
         if not is_number(factor, 1, 100):
-            raise InvalidInputError(
-                f"factor is a number from 1 to 100, not {shown(factor)}", "factor"
-            )
+            raise invalid("factor", f"is a number from 1 to 100, not {shown(factor)}")
         highest = check_wait(cap, MAX_RETRY_DELAY_S, "cap")
         retry_delays, wait = [], check_wait(first, MAX_RETRY_DELAY_S, "first")
-        for _ in range(_checked(times)):
+        for _ in range(check_integer(times, "times", 1, MAX_RETRY_DELAYS)):
             retry_delays.append(min(wait, highest))
             wait = min(wait * factor, MAX_RETRY_DELAY_S)
         return cls(retry_delays, variation=variation)
@@ -161,11 +152,7 @@ class RetrySchedule:
         if not self.has_retry_delay(attempts):
             return None
         wait = self.retry_delays_s[max(attempts, 1) - 1]  # another program may write any count
-        return (
-            wait * random.uniform(1 - self.variation, 1 + self.variation)
-            if self.variation
-            else wait
-        )
+        return wait * random.uniform(1 - self.variation, 1 + self.variation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,16 +170,10 @@ class Retries:
             return cls({Exception: retry_schedule_of(retries)})
         for kind in retries:
             if not (isinstance(kind, type) and issubclass(kind, BaseException)):
-                raise InvalidInputError(
-                    f"retries maps exception types to retry schedules; {shown(kind)} is none",
-                    "retries",
-                )
-        return cls(
-            {
-                kind: None if retry_schedule is None else retry_schedule_of(retry_schedule)
-                for kind, retry_schedule in retries.items()
-            }
-        )
+                rule = "maps exception types to retry schedules"
+                raise invalid("retries", f"{rule}; {shown(kind)} is none")
+        given = retries.items()
+        return cls({kind: None if one is None else retry_schedule_of(one) for kind, one in given})
 
     def retry_schedule_for(
         self, kind: type[BaseException], own: RetrySchedule | None = None
@@ -204,8 +185,8 @@ class Retries:
         """
         for base in kind.__mro__:
             if base in self.by_error:
-                retry_schedule = self.by_error[base]
-                return None if retry_schedule is None else own or retry_schedule
+                of_tag = self.by_error[base]
+                return of_tag and (own or of_tag)
         return own
 
 
@@ -225,21 +206,11 @@ def retry_schedule_of(
     if isinstance(retries, (str, Iterable)):
         return RetrySchedule(retries)
     if not is_integer(retries, 1, MAX_RETRY_DELAYS):
-        raise InvalidInputError(
-            f"retries is a number from 1 to {MAX_RETRY_DELAYS}, delays such as '15s 3m', "
-            f"or a RetrySchedule, not {shown(retries)}; leave it out if nothing is retried",
-            "retries",
-        )
+        rule = f"a number from 1 to {MAX_RETRY_DELAYS}, delays such as '15s 3m', or a RetrySchedule"
+        remedy = "leave it out if nothing is retried"
+        raise invalid("retries", f"is {rule}, not {shown(retries)}; {remedy}")
     delays_s = RetrySchedule.LEVELS.retry_delays_s[:retries]
     return RetrySchedule(delays_s + delays_s[-1:] * (retries - len(delays_s)))
-
-
-def _checked(times: object) -> int:
-    if not is_integer(times, 1, MAX_RETRY_DELAYS):
-        raise InvalidInputError(
-            f"times is an integer from 1 to {MAX_RETRY_DELAYS}, not {shown(times)}", "times"
-        )
-    return times
 
 
 RetryRule = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import accumulate
 from math import inf
@@ -107,50 +107,29 @@ OUTCOMES: dict[SettlingMove, str] = {
 LOST_LEASE = "lease_lost"
 #: Tasks that failed because their workers died too often.
 WORKER_LOST = "worker_lost"
-#: All names, in the order in which they are stored: a new one is appended.
-OUTCOME_NAMES = (
-    "done",
-    "failed",
-    "retried",
-    "snoozed",
-    "cancelled",
-    "expired",
-    "given_back",
-    LOST_LEASE,
-    WORKER_LOST,
-)
+#: All names, in the order in which they are stored: a new one is appended here.
+OUTCOME_NAMES = (*OUTCOMES.values(), LOST_LEASE, WORKER_LOST)
 _POSITIONS = {name: number for number, name in enumerate(OUTCOME_NAMES)}
-_OUTCOME_BUCKETS = len(OUTCOME_NAMES)
-_LATENESS_BUCKETS, _DURATION_BUCKETS = len(LATENESS_BOUNDS_S) + 1, len(DURATION_BOUNDS_S) + 1
 
 
+@dataclass(slots=True, eq=False)
 class RunCounts:
     """Counts that can be added. Not safe for several threads without a lock."""
 
-    __slots__ = (
-        "duration",
-        "duration_max_s",
-        "duration_s",
-        "late",
-        "lateness",
-        "lateness_max_s",
-        "lateness_s",
-        "on_time",
-        "outcomes",
-    )
-
-    def __init__(self) -> None:
-        #: The number of each outcome, in the order of `OUTCOME_NAMES`.
-        self.outcomes = [0] * _OUTCOME_BUCKETS
-        #: For tags with `on_time`: the runs that began in time, and those that did not, with the
-        #: tasks that expired.
-        self.on_time = self.late = 0
-        #: The sums of all times of the two histograms.
-        self.lateness_s = self.duration_s = 0.0
-        #: The largest of these times, or an upper bound of it.
-        self.lateness_max_s = self.duration_max_s = 0.0
-        self.lateness = [0] * _LATENESS_BUCKETS
-        self.duration = [0] * _DURATION_BUCKETS
+    #: For tags with `on_time`: the runs that began in time, and those that did not, with the tasks
+    #: that expired.
+    on_time: int = 0
+    late: int = 0
+    #: The sums of all times of the two histograms.
+    lateness_s: float = 0.0
+    duration_s: float = 0.0
+    #: The largest of these times, or an upper bound of it.
+    lateness_max_s: float = 0.0
+    duration_max_s: float = 0.0
+    #: The number of each outcome, in the order of `OUTCOME_NAMES`.
+    outcomes: list[int] = field(default_factory=lambda: [0] * len(OUTCOME_NAMES))
+    lateness: list[int] = field(default_factory=lambda: [0] * (len(LATENESS_BOUNDS_S) + 1))
+    duration: list[int] = field(default_factory=lambda: [0] * (len(DURATION_BOUNDS_S) + 1))
 
     @property
     def started(self) -> int:
@@ -235,13 +214,11 @@ class RunCounts:
         Buckets of a newer version count in the last one.
         """
         outcomes, contract, lateness_s, duration_s, lateness, duration, *highest = stored
-        lateness_max_s, duration_max_s = highest or (None, None)
-        self.lateness_max_s = max(
-            self.lateness_max_s, highest_value(lateness[::2], LATENESS_BOUNDS_S, lateness_max_s)
-        )
-        self.duration_max_s = max(
-            self.duration_max_s, highest_value(duration[::2], DURATION_BOUNDS_S, duration_max_s)
-        )
+        latest_s, longest_s = highest or (None, None)
+        latest_s = highest_value(lateness[::2], LATENESS_BOUNDS_S, latest_s)
+        longest_s = highest_value(duration[::2], DURATION_BOUNDS_S, longest_s)
+        self.lateness_max_s = max(self.lateness_max_s, latest_s)
+        self.duration_max_s = max(self.duration_max_s, longest_s)
         self.lateness_s += lateness_s
         self.duration_s += duration_s
         if contract:
@@ -252,8 +229,8 @@ class RunCounts:
             (self.lateness, lateness),
             (self.duration, duration),
         ):
-            for position in range(0, len(pairs), 2):
-                into[min(pairs[position], len(into) - 1)] += pairs[position + 1]
+            for number, count in zip(pairs[::2], pairs[1::2], strict=True):
+                into[min(number, len(into) - 1)] += count
 
 
 class FailureCount(NamedTuple):

@@ -19,6 +19,7 @@ from delaytasks.model.body import (
     is_encrypted,
     placeholder,
 )
+from delaytasks.model.clock import json_fields
 from delaytasks.model.errors import (
     BodyEncryptedError,
     InvalidInputError,
@@ -48,40 +49,6 @@ current_run: ContextVar[Current | None] = ContextVar("delaytasks_run", default=N
 # -- A task as a JSON value, for programs and for people ------------------------------------------
 
 
-def task_json(task: Any) -> dict[str, Any]:
-    """Return the JSON value of a `DelayedTask`."""
-    return {
-        "id": str(task.id),
-        "tag": task.tag,
-        "key": task.key,
-        "status": task.status.name,
-        "queue": task.queue,
-        "priority": task.priority,
-        "body": _shown(task.body_json),
-        "due_time": iso(task.due),
-        "expected_time": iso(task.expected_time),
-        "execution_time": iso(task.execution_time),
-        "create_time": iso(task.create_time),
-        "update_time": iso(task.update_time),
-        "lease_until": iso(task.lease_until),
-        "delay_s": task.delay_s,
-        "runs": task.runs,
-        "lapses": task.lapses,
-        "version": task.version,
-        "worker": task.worker,
-        "ip_address": task.ip_address,
-        "error": task.error,
-        "headers": _shown(task.headers_json) if task.headers else {},
-        "limit_key": task.limit_key,
-        "meta": task.meta,
-        "result": None if task.result_json is None else _shown(task.result_json),
-    }
-
-
-def iso(instant: datetime | None) -> str | None:
-    return None if instant is None else instant.isoformat()
-
-
 def _shown(text: str | None) -> Any:
     """Return the decoded value if JSON can represent it, else the text.
 
@@ -94,9 +61,10 @@ def _shown(text: str | None) -> Any:
 
 
 def _is_json(value: Any, depth: int) -> bool:
-    if isinstance(value, (dict, list)):
-        inner = value.values() if isinstance(value, dict) else value
-        return depth > 0 and all(_is_json(item, depth - 1) for item in inner)
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if isinstance(value, list):
+        return depth > 0 and all(_is_json(item, depth - 1) for item in value)
     return not isinstance(value, float) or math.isfinite(value)
 
 
@@ -354,9 +322,7 @@ class DelayedTask:
     @property
     def headers(self) -> dict[str, Any]:
         """The decoded `headers_json`; empty if another program stored something else."""
-        if self.headers_json is None:
-            return {}
-        headers = lenient(self.headers_json)
+        headers = None if self.headers_json is None else lenient(self.headers_json)
         return headers if isinstance(headers, dict) else {}
 
     @property
@@ -381,7 +347,33 @@ class DelayedTask:
 
     def as_json(self) -> dict[str, Any]:
         """Return a JSON value. Ids are strings, since JavaScript rounds integers above 2^53."""
-        return task_json(self)
+        fields = {
+            "id": str(self.id),
+            "tag": self.tag,
+            "key": self.key,
+            "status": self.status.name,
+            "queue": self.queue,
+            "priority": self.priority,
+            "body": _shown(self.body_json),
+            "due_time": self.due,
+            "expected_time": self.expected_time,
+            "execution_time": self.execution_time,
+            "create_time": self.create_time,
+            "update_time": self.update_time,
+            "lease_until": self.lease_until,
+            "delay_s": self.delay_s,
+            "runs": self.runs,
+            "lapses": self.lapses,
+            "version": self.version,
+            "worker": self.worker,
+            "ip_address": self.ip_address,
+            "error": self.error,
+            "headers": _shown(self.headers_json) if self.headers else {},
+            "limit_key": self.limit_key,
+            "meta": self.meta,
+            "result": None if self.result_json is None else _shown(self.result_json),
+        }
+        return json_fields(fields)
 
 
 #: What names one task: its id, or a task that was read.
@@ -485,9 +477,8 @@ def new_task_of(item: object) -> NewTask:
     if isinstance(item, tuple) and len(item) == 3:
         tag, body, at = item
         return NewTask(tag, body, at=at) if isinstance(at, datetime) else NewTask(tag, body, at)
-    raise InvalidInputError(
-        f"schedule_many takes NewTask, or (tag, body, delay or instant), not {shown(item)}", "tasks"
-    )
+    rule = "schedule_many takes NewTask, or (tag, body, delay or instant)"
+    raise InvalidInputError(f"{rule}, not {shown(item)}", "tasks")
 
 
 OnConflict = Literal["reject", "keep", "replace", "take"]
@@ -556,11 +547,7 @@ class Attempt(NamedTuple):
     error: str | None
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            **self._asdict(),
-            "began": self.began and self.began.isoformat(),
-            "ended": self.ended.isoformat(),
-        }
+        return json_fields(self._asdict())
 
 
 # -- The result of `touch` ------------------------------------------------------------------------
@@ -593,10 +580,8 @@ class TouchResult:
     def of(cls, names: Iterable[Any], waiting: Set[Any]) -> TouchResult:
         """Sort the names, without repetitions, by whether their tasks wait."""
         distinct = dict.fromkeys(names)
-        return cls(
-            [name for name in distinct if name in waiting],
-            [name for name in distinct if name not in waiting],
-        )
+        gone = [name for name in distinct if name not in waiting]
+        return cls([name for name in distinct if name in waiting], gone)
 
 
 # -- The result of `cancel` -----------------------------------------------------------------------
@@ -661,9 +646,8 @@ class CancelResult:
         if isinstance(error, TaskNotFoundError):
             return cls(False, str(error), error.id, error=error)
         if error.status in _NOTHING_TO_CANCEL:
-            reason = f"task {error.id} has ended: it is {error.status.name}"
-            if error.status is Status.RUNNING:
-                reason = str(error)
+            has_ended = f"task {error.id} has ended: it is {error.status.name}"
+            reason = str(error) if error.status is Status.RUNNING else has_ended
             return cls(False, reason, error.id, error.status, error=error)
         return None
 

@@ -62,14 +62,11 @@ def is_deferred_until(text: str, due: datetime) -> bool:
 def traceback_text(error: BaseException, max_bytes: int) -> str:
     """Return the traceback from the processor's frame on, even if `str(error)` fails."""
     frames = error.__traceback__
-    while frames is not None and str(frames.tb_frame.f_globals.get("__name__")).startswith(
-        "delaytasks."
-    ):
+    while frames and str(frames.tb_frame.f_globals.get("__name__")).startswith("delaytasks."):
         frames = frames.tb_next
+    frames = frames or error.__traceback__
     try:
-        text = "".join(
-            traceback.format_exception(type(error), error, frames or error.__traceback__)
-        )
+        text = "".join(traceback.format_exception(type(error), error, frames))
     except Exception as failure:
         text = f"{type(error).__name__} (its text can not be made: {type(failure).__name__})"
     return storable(text, max_bytes)
@@ -94,10 +91,10 @@ def shown(value: object, longest: int = 60) -> str:
 
 def one_line(text: str, longest: int = 200) -> str:
     """Return a text as one line for logs and tables, with control characters escaped."""
-    shown = "".join(
+    escaped = (
         c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:longest]
     )
-    return shown if len(text) <= longest else shown + "…"
+    return "".join(escaped) + "…" * (len(text) > longest)
 
 
 def count(number: int, noun: str, plural: str | None = None) -> str:
@@ -227,14 +224,12 @@ def error_pattern(text: str) -> str:
     last = frames[-1]
     exception = _EXCEPTION.search(text, last.end())
     own = next((frame for frame in reversed(frames) if _is_users(frame["file"])), last)
-    where = f"* in {_escaped(own['name'])}\n*"
-    if exception is None:
-        return _limited(where)
-    message = exception["message"]
-    what = _escaped(exception["type"])
-    if message:
-        what += ": " + _without_variables(message)
-    return _limited(where + what + "*")
+    pattern = f"* in {_escaped(own['name'])}\n*"
+    if exception is not None:
+        message = exception["message"]
+        what = f": {_without_variables(message)}" if message else ""
+        pattern += f"{_escaped(exception['type'])}{what}*"
+    return _limited(pattern)
 
 
 def _is_users(path: str) -> bool:

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 
 from delaytasks.model.body import PREFIX, is_encrypted, name_in
 from delaytasks.model.celery_calls import processor_tag
+from delaytasks.model.clock import json_fields
 from delaytasks.model.inputs import show_duration, show_timing
 from delaytasks.model.interfaces import OverdueGroup
 from delaytasks.model.moves import Status
 from delaytasks.model.policies import Policy
-from delaytasks.model.task import DelayedTask, iso
-from delaytasks.model.text import DEFERRALS, count, last_line
+from delaytasks.model.task import DelayedTask
+from delaytasks.model.text import DEFERRALS, count, last_line, some_values
 from delaytasks.model.workers import RegisteredWorker
 
 # -- The reasons why a task has not run, or how it ended, and the facts from which they follow ----
@@ -31,7 +32,7 @@ class Reason(NamedTuple):
     sentence: str
     #: The remedy for an operator; empty if none is needed.
     remedy: str = ""
-    #: The values in the sentence, as JSON values.
+    #: The values in the sentence.
     facts: Mapping[str, Any] = {}
 
     @property
@@ -40,7 +41,7 @@ class Reason(NamedTuple):
         return f"{self.sentence} {self.remedy}".rstrip()
 
     def as_json(self) -> dict[str, Any]:
-        return {**self._asdict(), "facts": dict(self.facts)}
+        return {**self._asdict(), "facts": json_fields(self.facts)}
 
 
 class ScheduleFacts(NamedTuple):
@@ -103,12 +104,12 @@ class Facts(NamedTuple):
     @property
     def wait_s(self) -> float:
         """Seconds until the next try; negative if it should have begun."""
-        return (self.task.expected_time - self.now).total_seconds()
+        return round((self.task.expected_time - self.now).total_seconds(), 3)
 
     @property
     def late_s(self) -> float:
         """Seconds since the due time."""
-        return (self.now - self.task.due).total_seconds()
+        return round((self.now - self.task.due).total_seconds(), 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,17 +158,16 @@ def unserved(
     alive = [worker for worker in serving if worker.is_alive]
     if not alive:
         return _no_worker(queue, serving, workers, namespace)
-    known_as = {tag, processor_tag(tag)}
-    if all(worker.tags is not None and not known_as & worker.tags for worker in alive):
-        names = _names([worker.name for worker in alive])
-        return Reason(
-            "no_processor",
-            f"No worker of the queue {queue} has a processor for the tag {tag} ({names}).",
-            "Import the module of the processor in the worker (Celery's imports or include), or "
-            "correct the tag.",
-            {"queue": queue, "tag": tag, "workers": [worker.name for worker in alive]},
-        )
-    return None
+    known_as, names = {tag, processor_tag(tag)}, [worker.name for worker in alive]
+    if any(worker.tags is None or known_as & worker.tags for worker in alive):
+        return None
+    return Reason(
+        "no_processor",
+        f"No worker of the queue {queue} has a processor for the tag {tag} ({_names(names)}).",
+        "Import the module of the processor in the worker (Celery's imports or include), or "
+        "correct the tag.",
+        {"queue": queue, "tag": tag, "workers": names},
+    )
 
 
 def _no_worker(
@@ -184,9 +184,8 @@ def _no_worker(
         remedy = one_more_worker([queue], namespace)
     elif alive:  # -Q of the live workers names none of our queues
         name = quote(f"{namespace}.{queue}")
-        remedy = (
-            f"Add {name} to the -Q of a worker, or start one more: celery -A … worker -Q {name}"
-        )
+        more = f"or start one more: celery -A … worker -Q {name}"
+        remedy = f"Add {name} to the -Q of a worker, {more}"
     if serving:
         last = min(serving, key=lambda worker: worker.age_s)
         sentence += f"; {last.name}, which did, was seen {show_duration(last.age_s)} ago"
@@ -196,12 +195,8 @@ def _no_worker(
     elif not workers:
         sentence += "; no worker runs"
     last_seen = {worker.name: round(worker.age_s, 3) for worker in serving}
-    return Reason(
-        "no_worker",
-        f"{sentence}.",
-        remedy,
-        {"queue": queue, "live_queues": live_queues, "last_seen": last_seen},
-    )
+    values = {"queue": queue, "live_queues": live_queues, "last_seen": last_seen}
+    return Reason("no_worker", f"{sentence}.", remedy, values)
 
 
 def one_more_worker(queues: Collection[str], namespace: str) -> str:
@@ -214,18 +209,33 @@ def one_more_worker(queues: Collection[str], namespace: str) -> str:
 
 
 def _names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return ", ".join(names[:MOST_NAMES]) + more
+    return some_values(names, MOST_NAMES)
 
 
 # -- Explain why a task that is NOT_COMPLETE or HELD waits ----------------------------------------
 
 
-_REMEDIES = {
-    "no_processor": "Import the module of the processor in a worker of the queue.",
-    "no_key": "Give the workers the key (delaytasks_encryption_keys).",
-    "no_time_limits": "Start a worker of the queue with -P prefork.",
-    "newer_body": "Deploy the new code to the workers.",
+#: For each deferral, the remedy for one task, and the reason why many tasks of a tag are late.
+_DEFERRED = {
+    "no_processor": (
+        "Import the module of the processor in a worker of the queue.",
+        "No worker that tried them has a processor for the tag {tag}; is its module imported?",
+    ),
+    "no_key": (
+        "Give the workers the key (delaytasks_encryption_keys).",
+        "No worker that tried them has the encryption key of their bodies "
+        "(delaytasks_encryption_keys).",
+    ),
+    "no_time_limits": (
+        "Start a worker of the queue with -P prefork.",
+        "The tag {tag} has time limits, which need a worker with -P prefork on the queue {queue}.",
+    ),
+    "newer_body": (
+        "Deploy the new code to the workers.",
+        "Their bodies are of a newer version of the tag {tag} than the workers' processors: deploy "
+        "the new code to the workers.",
+    ),
+    "deferred": ("", "A worker could not run them, and deferred them."),
 }
 
 
@@ -248,32 +258,28 @@ def why_waiting(facts: Facts) -> list[Reason]:
 
 def _paused(facts: Facts) -> Iterator[Reason]:
     for policy in facts.policies:
-        if policy.is_paused:
-            by = f" by {policy.updated_by}" if policy.updated_by else ""
-            since, at = "", policy.update_time
-            if at is not None:
-                ago = show_duration((facts.now - at).total_seconds())
-                since = f" since {instant_text(at)} ({ago})"
-            end = policy.paused_until
-            until = "" if end is None else f", until {instant_text(end)}"
-            yield Reason(
-                "paused",
-                f"The {policy.kind} {policy.name} is paused{by}{since}{until}.",
-                f"To resume it: delaytasks resume --{policy.kind} {quote(policy.name)}",
-                {
-                    "kind": policy.kind,
-                    "name": policy.name,
-                    "since": iso(policy.update_time),
-                    "until": iso(end),
-                    "actor": policy.updated_by,
-                },
-            )
+        if not policy.is_paused:
+            continue
+        since, until, by = policy.update_time, policy.paused_until, policy.updated_by
+        sentence = f"The {policy.kind} {policy.name} is paused"
+        if by:
+            sentence += f" by {by}"
+        if since is not None:
+            ago = show_duration((facts.now - since).total_seconds())
+            sentence += f" since {instant_text(since)} ({ago})"
+        if until is not None:
+            sentence += f", until {instant_text(until)}"
+        remedy = f"To resume it: delaytasks resume --{policy.kind} {quote(policy.name)}"
+        values = {"kind": policy.kind, "name": policy.name, "since": since, "until": until}
+        yield Reason("paused", f"{sentence}.", remedy, {**values, "actor": by})
 
 
 def _limited(facts: Facts) -> Iterator[Reason]:
     task, policies = facts.task, facts.policies
     limited = next((each for each in policies if each.kind == "tag" and each.has_limits), None)
-    if facts.is_in_waitlist or (limited is not None and _is_at_limit(facts, limited)):
+    is_due = task.status is Status.NOT_COMPLETE and facts.wait_s <= 0
+    most = (limited and limited.concurrency) or 2**63
+    if facts.is_in_waitlist or (is_due and facts.running >= most):
         yield _limit(facts, limited)
     elif task.status is Status.HELD and not any(policy.is_paused for policy in policies):
         yield Reason(
@@ -283,15 +289,13 @@ def _limited(facts: Facts) -> Iterator[Reason]:
 
 def _limit(facts: Facts, policy: Policy | None) -> Reason:
     task = facts.task
+    sentence = f"It waits for the limit of the tag {task.tag}"
     if policy is None:
-        return Reason(
-            "limit",
-            f"It waits for the limit of the tag {task.tag}: the limit was removed a moment ago.",
-        )
-    sentence = f"It waits for the limit of the tag {task.tag}: {_limits(policy, facts)}"
+        return Reason("limit", f"{sentence}: the limit was removed a moment ago.")
+    sentence += f": {_limits(policy, facts)}"
     if facts.waitlist_tasks:
         sentence += f". Its waitlist has {count(facts.waitlist_tasks, 'task')}"
-    values: dict[str, Any] = {
+    values = {
         "tag": task.tag,
         "concurrency": policy.concurrency,
         "running": facts.running,
@@ -303,11 +307,6 @@ def _limit(facts: Facts, policy: Policy | None) -> Reason:
     }
     remedy = f"To change the limit: delaytasks limit --tag {quote(task.tag)}"
     return Reason("limit", f"{sentence}.", remedy, values)
-
-
-def _is_at_limit(facts: Facts, limited: Policy) -> bool:
-    is_due = facts.task.status is Status.NOT_COMPLETE and facts.wait_s <= 0
-    return is_due and facts.running >= (limited.concurrency or 2**63)
 
 
 def _limits(policy: Policy, facts: Facts) -> str:
@@ -332,21 +331,17 @@ def _not_due(facts: Facts) -> Iterator[Reason]:
     if facts.wait_s <= 0:
         return
     at = f"{instant_text(task.expected_time)}, in {show_duration(facts.wait_s)}"
-    values: dict[str, Any] = {
-        "expected_time": iso(task.expected_time),
-        "wait_s": round(facts.wait_s, 3),
-    }
+    values: dict[str, Any] = {"expected_time": task.expected_time, "wait_s": facts.wait_s}
+    error = last_line(task.error)
     if task.due <= facts.now:
-        error, cause = last_line(task.error), deferral_of(task.error) or "deferred"
+        cause, ago = deferral_of(task.error) or "deferred", show_duration(facts.late_s)
         yield Reason(
             cause,
-            f"It was due {show_duration(facts.late_s)} ago, and no worker could run it: {error}. "
-            f"The next try is at {at}.",
-            _REMEDIES.get(cause, ""),
-            {**values, "due_time": iso(task.due), "late_s": round(facts.late_s, 3), "error": error},
+            f"It was due {ago} ago, and no worker could run it: {error}. The next try is at {at}.",
+            _DEFERRED[cause][0],
+            {**values, "due_time": task.due, "late_s": facts.late_s, "error": error},
         )
-    elif task.runs and task.error:
-        error = last_line(task.error)
+    elif task.runs and error:
         yield Reason(
             "retry",
             f"Attempt {task.runs} failed: {error}. Retry {task.runs} is due at {at}.",
@@ -359,53 +354,48 @@ def _not_due(facts: Facts) -> Iterator[Reason]:
 
 def deferral_of(error: str | None) -> str | None:
     """Return the code of the reason for a deferral, from the error that the worker wrote."""
-    return next(
-        (code for begin, code in DEFERRALS.items() if error and error.startswith(begin)), None
-    )
+    found = (code for begin, code in DEFERRALS.items() if error and error.startswith(begin))
+    return next(found, None)
 
 
 def _key(facts: Facts) -> Iterator[Reason]:
     body = facts.task.body_json
-    if is_encrypted(body) and deferral_of(facts.task.error) != "no_key":
-        name = name_in(body)
-        if name not in facts.keys:
-            yield Reason(
-                "no_key_here",
-                f"Its body begins with {body[: len(PREFIX)]} and needs the key {name}, which "
-                "this process does not have.",
-                "Check that the workers have it (delaytasks_encryption_keys).",
-                {"key": name},
-            )
+    name = name_in(body) if is_encrypted(body) else None
+    if name is None or name in facts.keys or deferral_of(facts.task.error) == "no_key":
+        return
+    yield Reason(
+        "no_key_here",
+        f"Its body begins with {body[: len(PREFIX)]} and needs the key {name}, which "
+        "this process does not have.",
+        "Check that the workers have it (delaytasks_encryption_keys).",
+        {"key": name},
+    )
 
 
 # -- due ------------------------------------------------------------------------------------------
 
 
 def _due(facts: Facts) -> Reason:
-    task = facts.task
+    task, swept_s = facts.task, facts.swept_s
     sentence = f"It is due since {show_duration(facts.late_s)}"
-    values: dict[str, Any] = {
-        "due_time": iso(task.due),
-        "late_s": round(facts.late_s, 3),
-        "swept_s": None if facts.swept_s is None else round(facts.swept_s, 3),
+    values = {
+        "due_time": task.due,
+        "late_s": facts.late_s,
+        "swept_s": None if swept_s is None else round(swept_s, 3),
         "lapses": task.lapses,
     }
     lost = ""
     if task.lapses:
         times = count(task.lapses, "time")
         lost = f"; {times} in a row the worker died or lost its lease while the task ran"
-    is_swept = facts.swept_s is not None and facts.swept_s <= facts.self_sweep_s
-    if facts.late_s > facts.grace_s and not is_swept:
-        swept = "there was no sweep yet"
-        if facts.swept_s is not None:
-            swept = f"the last sweep was {show_duration(facts.swept_s)} ago"
-        return Reason(
-            "no_sweep",
-            f"{sentence}, and no sweep looks for overdue tasks: {swept}{lost}.",
-            "Check that beat and a worker run.",
-            values,
-        )
-    return Reason("due", f"{sentence}, and a worker should take it soon{lost}.", "", values)
+    is_swept = swept_s is not None and swept_s <= facts.self_sweep_s
+    if is_swept or facts.late_s <= facts.grace_s:
+        return Reason("due", f"{sentence}, and a worker should take it soon{lost}.", "", values)
+    swept = "there was no sweep yet"
+    if swept_s is not None:
+        swept = f"the last sweep was {show_duration(swept_s)} ago"
+    sentence += f", and no sweep looks for overdue tasks: {swept}{lost}."
+    return Reason("no_sweep", sentence, "Check that beat and a worker run.", values)
 
 
 def _transport(facts: Facts) -> Iterator[Reason]:
@@ -437,7 +427,7 @@ def _expired(facts: Facts) -> Iterator[Reason]:
         f"It has expired: it may be {show_duration(max_late_s)} late. The worker that takes it "
         "cancels it instead of running it.",
         f"To run it nevertheless: delaytasks reschedule {facts.task.id} --delay 0",
-        {"max_late_s": max_late_s, "expired_at": iso(due + timedelta(seconds=max_late_s))},
+        {"max_late_s": max_late_s, "expired_at": due + timedelta(seconds=max_late_s)},
     )
 
 
@@ -481,19 +471,14 @@ def _failed(facts: Facts) -> Reason:
 
 def _cancelled(facts: Facts) -> Reason:
     task, entry = facts.task, facts.cancelled_by
-    at = instant_text(task.update_time)
+    at, error = task.update_time, last_line(task.error)
     by = f" by {entry.actor} (entry {entry.id} of the log)" if entry else ""
-    cause = f": {last_line(task.error)}" if task.error else ""
+    values = {"at": at, "actor": entry and entry.actor, "entry": entry and str(entry.id)}
     return Reason(
         "cancelled",
-        f"It was cancelled at {at}{by}{cause}.",
+        f"It was cancelled at {instant_text(at)}{by}{f': {error}' if error else ''}.",
         f"To run it nevertheless: delaytasks rerun {task.id}",
-        {
-            "at": iso(task.update_time),
-            "actor": entry and entry.actor,
-            "entry": entry and str(entry.id),
-            "error": last_line(task.error) or None,
-        },
+        {**values, "error": error or None},
     )
 
 
@@ -505,11 +490,8 @@ _ENDED = {Status.DONE: _done, Status.FAILED: _failed, Status.CANCELLED: _cancell
 
 def _running(facts: Facts) -> Reason:
     task, until = facts.task, facts.task.lease_until
-    values = {
-        **_run(task),
-        "lease_until": iso(until),
-        "is_asked_to_stop": bool(task.cancel_request),
-    }
+    is_asked = bool(task.cancel_request)
+    values = {**_run(task), "lease_until": until, "is_asked_to_stop": is_asked}
     if until is not None and until < facts.now:
         return Reason(
             "lease_over",
@@ -519,7 +501,7 @@ def _running(facts: Facts) -> Reason:
             values,
         )
     sentence = f"It runs{_begun(task)}; its lease lasts until {instant_text(until)}."
-    if task.cancel_request:
+    if is_asked:
         return Reason("running", f"{sentence} A caller has asked it to stop.", "", values)
     remedy = f"To ask it to stop: delaytasks cancel {task.id} --running"
     return Reason("running", sentence, remedy, values)
@@ -528,18 +510,17 @@ def _running(facts: Facts) -> Reason:
 def _run(task: DelayedTask) -> dict[str, Any]:
     began = task.execution_time
     late_s = None if began is None else round((began - task.due).total_seconds(), 3)
-    return {"worker": task.worker, "began": iso(began), "late_s": late_s, "runs": task.runs}
+    return {"worker": task.worker, "began": began, "late_s": late_s, "runs": task.runs}
 
 
 def _begun(task: DelayedTask) -> str:
+    """Return where the task has begun and, if it was late, when."""
     began = task.execution_time
-    if began is None:
-        return ""
-    late_s = (began - task.due).total_seconds()
     where = f" on {task.worker}" if task.worker else ""
-    if late_s <= 0:
-        return where
-    return f"{where} since {instant_text(began)}, {show_duration(late_s)} after it was due"
+    if began is None or began <= task.due:
+        return "" if began is None else where
+    late = show_duration((began - task.due).total_seconds())
+    return f"{where} since {instant_text(began)}, {late} after it was due"
 
 
 # -- additional reasons ---------------------------------------------------------------------------
@@ -572,35 +553,11 @@ def _recurring(facts: Facts) -> Iterator[Reason]:
         f"It is a task of the recurring schedule {schedule.name} "
         f"({show_timing(schedule.timing)}); {next_at}.",
         f"To see its next occurrences: delaytasks recurring list {quote(schedule.name)} --next 5",
-        {
-            "name": schedule.name,
-            "timing": schedule.timing,
-            "is_paused": schedule.is_paused,
-            "next_at": iso(schedule.next_at),
-        },
+        schedule._asdict(),
     )
 
 
 # -- Explain why the overdue tasks of a queue and a tag have not begun ----------------------------
-
-
-_DEFERRED = {
-    "no_processor": (
-        "No worker that tried them has a processor for the tag {tag}; is its module imported?"
-    ),
-    "no_key": (
-        "No worker that tried them has the encryption key of their bodies "
-        "(delaytasks_encryption_keys)."
-    ),
-    "no_time_limits": (
-        "The tag {tag} has time limits, which need a worker with -P prefork on the queue {queue}."
-    ),
-    "newer_body": (
-        "Their bodies are of a newer version of the tag {tag} than the workers' processors: deploy "
-        "the new code to the workers."
-    ),
-    "deferred": "A worker could not run them, and deferred them.",
-}
 
 
 def why_late(
@@ -611,16 +568,15 @@ def why_late(
 ) -> Reason:
     """Return the most important reason why the tasks of a queue and a tag have not begun."""
     queue, tag = late.queue, late.tag
-    for policy in policies:
-        if policy.is_paused and (policy.kind, policy.name) in (("tag", tag), ("queue", queue)):
+    own = [each for each in policies if each.name == (tag if each.kind == "tag" else queue)]
+    for policy in own:
+        if policy.is_paused:
             return Reason("paused", f"The {policy.kind} {policy.name} is paused.")
     no_worker = unserved(queue, tag, workers, namespace)
     if no_worker is not None:
         return no_worker
     if late.cause is not None:
-        return Reason(late.cause, _DEFERRED[late.cause].format(tag=tag, queue=queue))
-    if any(
-        policy.kind == "tag" and policy.name == tag and policy.has_limits for policy in policies
-    ):
+        return Reason(late.cause, _DEFERRED[late.cause][1].format(tag=tag, queue=queue))
+    if any(policy.kind == "tag" and policy.has_limits for policy in own):
         return Reason("limit", f"The tag {tag} has limits, and its tasks wait for each other.")
     return Reason("due", "They wait for a worker of the queue to be free.")
