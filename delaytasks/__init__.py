@@ -9,22 +9,9 @@ from delaytasks.model import errors
 from delaytasks.model.errors import *  # noqa: F403 - the list of errors is in model/errors.py only
 from delaytasks.model.filters import BulkResult, LogEntry
 from delaytasks.model.moves import Status
+from delaytasks.model.outcomes import Cancel, Done, Fail, Outcome, Retry, RetrySchedule, Snooze
 from delaytasks.model.policies import Policy
-from delaytasks.model.retry_schedule import RetrySchedule
-from delaytasks.model.task import (
-    Attempt,
-    Cancel,
-    CancelResult,
-    DelayedTask,
-    Done,
-    Fail,
-    NewTask,
-    Outcome,
-    Page,
-    Retry,
-    Snooze,
-    TouchResult,
-)
+from delaytasks.model.task import Attempt, CancelResult, DelayedTask, NewTask, Page, TouchResult
 from delaytasks.shards import Shards
 
 if TYPE_CHECKING:

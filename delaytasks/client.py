@@ -63,8 +63,8 @@ if TYPE_CHECKING:
     from delaytasks.forecast import Forecast
     from delaytasks.handles import BatchDecorator, Decorator, SchemaBatchDecorator, SchemaDecorator
     from delaytasks.model.filters import Filters
-    from delaytasks.model.interfaces import Transaction
-    from delaytasks.model.task import OnConflict, Outcome, TaskOptions
+    from delaytasks.model.outcomes import Outcome
+    from delaytasks.model.task import OnConflict, TaskOptions, Transaction
     from delaytasks.recurring.recurring import Recurring
     from delaytasks.registry import CommonOptions, ProcessorOptions
     from delaytasks.runtime import ProcessorContext, Runtime

@@ -26,7 +26,7 @@ from delaytasks.model.errors import (
     UnknownTagError,
 )
 from delaytasks.model.inputs import Delay, check_queue, check_tag, check_wait
-from delaytasks.model.retry_schedule import MAX_RETRY_DELAY_S, Retries, RetryRule, RetrySchedule
+from delaytasks.model.outcomes import MAX_RETRY_DELAY_S, Retries, RetryRule, RetrySchedule
 from delaytasks.model.task import DelayedTask
 from delaytasks.model.text import shown
 

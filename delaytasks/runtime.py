@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from delaytasks.broker.arming import BackgroundTimer
     from delaytasks.broker.direct import DirectTimer
     from delaytasks.broker.redis_timer import RedisTimer
-    from delaytasks.model.interfaces import Timer, Transaction
+    from delaytasks.model.task import Timer, Transaction
     from delaytasks.operate.explanations import Explanations
     from delaytasks.recurring.creation import Creation, RecurringTable
 

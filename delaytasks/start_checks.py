@@ -10,8 +10,7 @@ from delaytasks.broker.arming import SWEEP
 from delaytasks.broker.publisher import Publisher
 from delaytasks.model.body import is_encrypted, name_in, names_of
 from delaytasks.model.errors import BodyRefusedError, ConfigError, StoreUnavailableError
-from delaytasks.model.interfaces import Pending, UntrustedInput
-from delaytasks.model.task import DelayedTask
+from delaytasks.model.task import DelayedTask, Pending, UntrustedInput
 from delaytasks.model.text import shown
 from delaytasks.registry import ProcessorSpec, Registry
 from delaytasks.settings import Settings

@@ -14,9 +14,8 @@ from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError
 from delaytasks.db.state_queries import Stats
 from delaytasks.maintenance.sweeper import PURGE_ROWS, RECOVER_ROWS
-from delaytasks.model.interfaces import Entry, Settlement
 from delaytasks.model.moves import Status
-from delaytasks.model.task import DelayedTask
+from delaytasks.model.task import DelayedTask, Entry, Settlement
 from delaytasks.runtime import runtime_of
 
 #: The numbers of waiting rows. The smallest comes first and is the base of the comparison.

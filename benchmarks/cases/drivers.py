@@ -20,8 +20,7 @@ from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError
 from delaytasks import NewTask
 from delaytasks.db.store import Store
-from delaytasks.model.interfaces import Entry, Settlement
-from delaytasks.model.task import DelayedTask
+from delaytasks.model.task import DelayedTask, Entry, Settlement
 from delaytasks.runtime import runtime_of
 from delaytasks.settings import load_settings
 

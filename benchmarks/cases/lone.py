@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks import ours, table
 from benchmarks.call_counts import count_calls
 from benchmarks.stage import CaseContext
-from delaytasks.model.interfaces import Entry
+from delaytasks.model.task import Entry
 from delaytasks.worker.celery_tasks import processes_of
 
 TAG = "bench.lone"

@@ -17,8 +17,7 @@ from delaytasks.db.claims import Claims
 from delaytasks.db.store import Store
 from delaytasks.model.clock import wall_ms
 from delaytasks.model.ids import IdMaker
-from delaytasks.model.interfaces import Entry, Settlement
-from delaytasks.model.task import DelayedTask
+from delaytasks.model.task import DelayedTask, Entry, Settlement
 
 CHUNK = 50
 PREFIX = "bench_long_"

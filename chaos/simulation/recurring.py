@@ -13,7 +13,7 @@ from chaos.simulation.hazards import StepProxy
 from chaos.simulation.stage import Play
 from delaytasks.events import Events
 from delaytasks.model.clock import Clock, from_us, to_us
-from delaytasks.model.interfaces import Timer
+from delaytasks.model.task import Timer
 from delaytasks.recurring.creation import Creation, RecurringTable
 from delaytasks.recurring.definition import RecurringSchedule
 

@@ -21,7 +21,7 @@ from delaytasks.model.errors import InvalidInputError
 from delaytasks.model.filters import batches
 from delaytasks.model.ids import check_id
 from delaytasks.model.inputs import MAX_PRIORITY, is_queue
-from delaytasks.model.interfaces import Entry, Timer, by_queue
+from delaytasks.model.task import Entry, Timer, by_queue
 from delaytasks.model.text import count
 
 RUN = "delaytasks.run"

@@ -15,7 +15,7 @@ from delaytasks.model.clock import Clock, reset_in_child
 from delaytasks.model.errors import StoreError
 from delaytasks.model.filters import batches
 from delaytasks.model.inputs import is_queue
-from delaytasks.model.interfaces import CallerConnection, Entry, by_queue
+from delaytasks.model.task import CallerConnection, Entry, by_queue
 
 if TYPE_CHECKING:
     from delaytasks.db.store import Notices

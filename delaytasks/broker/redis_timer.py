@@ -30,7 +30,7 @@ from delaytasks.model.errors import ConfigError
 from delaytasks.model.filters import batches
 from delaytasks.model.ids import MAX_ID
 from delaytasks.model.inputs import MAX_PRIORITY
-from delaytasks.model.interfaces import Entry, by_queue
+from delaytasks.model.task import Entry, by_queue
 from delaytasks.model.text import Secret, mask_secret
 from delaytasks.settings import Settings
 

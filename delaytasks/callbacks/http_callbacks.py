@@ -38,7 +38,8 @@ from delaytasks.loops import within
 from delaytasks.model.celery_calls import RETRY_SCHEDULE, Callback
 from delaytasks.model.clock import UTC, Clock, monotonic, reset_in_child
 from delaytasks.model.errors import ConfigError, ForbiddenURLError
-from delaytasks.model.task import DelayedTask, Done, Fail, Outcome, Retry
+from delaytasks.model.outcomes import Done, Fail, Outcome, Retry
+from delaytasks.model.task import DelayedTask
 from delaytasks.model.text import mask_url, one_line, shown
 from delaytasks.settings import Settings
 

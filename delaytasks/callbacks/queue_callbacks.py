@@ -12,7 +12,8 @@ from kombu.messaging import Producer
 
 from delaytasks.model.celery_calls import Message
 from delaytasks.model.clock import reset_in_child
-from delaytasks.model.task import DelayedTask, Done, Fail, Outcome
+from delaytasks.model.outcomes import Done, Fail, Outcome
+from delaytasks.model.task import DelayedTask
 
 
 class _Link(NamedTuple):

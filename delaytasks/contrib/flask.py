@@ -20,8 +20,7 @@ from delaytasks.client import DelayTasks
 from delaytasks.current import set_project_delays
 from delaytasks.db.sessions import _PENDING, transaction_of
 from delaytasks.model.errors import ConfigError, SessionUnusableError
-from delaytasks.model.interfaces import Transaction
-from delaytasks.model.task import DelayedTask
+from delaytasks.model.task import DelayedTask, Transaction
 from delaytasks.model.text import Secret, count
 from delaytasks.runtime import ProcessorContext, Runtime, runtime_of
 from delaytasks.settings import load_settings

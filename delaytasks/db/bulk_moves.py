@@ -22,8 +22,8 @@ from delaytasks.model.clock import LATEST, to_us
 from delaytasks.model.filters import BulkFilter, Filter, LogEntry, new_due
 from delaytasks.model.ids import MAX_ID
 from delaytasks.model.inputs import Spread
-from delaytasks.model.interfaces import Entry, Step, To
 from delaytasks.model.moves import LIVE, Status, following
+from delaytasks.model.task import Entry, Step, To
 
 
 class Audit:

@@ -60,10 +60,16 @@ from delaytasks.db.types import (
 from delaytasks.model.body import dump_json
 from delaytasks.model.clock import monotonic, to_us
 from delaytasks.model.inputs import MAX_PRIORITY
-from delaytasks.model.interfaces import CallerConnection, Claimed, Entry, Settlement, UnclaimedRow
 from delaytasks.model.moves import MOVES, Status, following
 from delaytasks.model.policies import NO_WAITLISTS, WaitlistsSeen
-from delaytasks.model.task import DelayedTask
+from delaytasks.model.task import (
+    CallerConnection,
+    Claimed,
+    DelayedTask,
+    Entry,
+    Settlement,
+    UnclaimedRow,
+)
 
 # -- How far a process has claimed the rows of each queue and priority ----------------------------
 

@@ -17,9 +17,8 @@ from delaytasks.db.searching import has_status
 from delaytasks.db.settlements import Attempts
 from delaytasks.db.task_keys import TaskKeys
 from delaytasks.db.types import db_now, db_now_plus, is_rare, unindexed
-from delaytasks.model.interfaces import Level, Recovered
 from delaytasks.model.moves import MOVES, Status
-from delaytasks.model.task import DelayedTask
+from delaytasks.model.task import DelayedTask, Level, Recovered
 from delaytasks.model.text import count
 
 # -- Recovers rows whose worker died, or lost its lease, while they ran ---------------------------

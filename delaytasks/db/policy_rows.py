@@ -38,10 +38,9 @@ from delaytasks.db.searching import (
 from delaytasks.db.types import db_now, db_now_plus, unindexed
 from delaytasks.model.body import dump_json
 from delaytasks.model.clock import to_us
-from delaytasks.model.interfaces import Entry, FoundRow, Level
 from delaytasks.model.moves import MOVES, Status, following
 from delaytasks.model.policies import Changes, Kind, Policy, Stamp
-from delaytasks.model.task import DelayedTask
+from delaytasks.model.task import DelayedTask, Entry, FoundRow, Level
 
 #: The actor of a change that nobody made.
 END_OF_PAUSE = "the end of the pause"

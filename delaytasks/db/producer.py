@@ -43,10 +43,17 @@ from delaytasks.model.inputs import (
     encode_meta,
     share_of,
 )
-from delaytasks.model.interfaces import CallerConnection, Entry, Timer, Transaction
 from delaytasks.model.moves import Status
-from delaytasks.model.retry_schedule import MAX_RETRY_DELAY_S, retry_schedule_of
-from delaytasks.model.task import DelayedTask, NewTask, OnConflict
+from delaytasks.model.outcomes import MAX_RETRY_DELAY_S, retry_schedule_of
+from delaytasks.model.task import (
+    CallerConnection,
+    DelayedTask,
+    Entry,
+    NewTask,
+    OnConflict,
+    Timer,
+    Transaction,
+)
 from delaytasks.model.text import shown
 from delaytasks.registry import ProcessorSpec, Registry
 from delaytasks.settings import Settings

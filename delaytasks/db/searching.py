@@ -38,9 +38,8 @@ from delaytasks.model.clock import EARLIEST, LATEST, from_us, monotonic, to_us
 from delaytasks.model.errors import InvalidInputError, StoreError
 from delaytasks.model.filters import Filter
 from delaytasks.model.inputs import pair_text
-from delaytasks.model.interfaces import Level
 from delaytasks.model.moves import Status
-from delaytasks.model.task import DelayedTask
+from delaytasks.model.task import DelayedTask, Level
 from delaytasks.model.text import shown
 
 #: A literal, since an index is over an expression without parameters.

@@ -16,8 +16,7 @@ from sqlalchemy.util.concurrency import in_greenlet
 from delaytasks.db.database import Database, SimulatedTime, off_the_loop, on_the_loop
 from delaytasks.db.driver_errors import TRIES, lacks_tables, reason_of, unknown_outcome
 from delaytasks.model.errors import ConfigError, SessionUnusableError
-from delaytasks.model.interfaces import CallerConnection, Transaction
-from delaytasks.model.task import DelayedTask
+from delaytasks.model.task import CallerConnection, DelayedTask, Transaction
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session

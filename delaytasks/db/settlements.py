@@ -44,9 +44,8 @@ from delaytasks.db.task_keys import TaskKeys
 from delaytasks.db.types import db_now, db_now_plus, once, unindexed
 from delaytasks.model.body import MARK_LENGTH, PREFIX, dump_json, marks_of
 from delaytasks.model.clock import to_us
-from delaytasks.model.interfaces import CallerConnection, Entry, Settlement
 from delaytasks.model.moves import FINISHED, MOVES, Status, following
-from delaytasks.model.task import Attempt, DelayedTask
+from delaytasks.model.task import Attempt, CallerConnection, DelayedTask, Entry, Settlement
 from delaytasks.model.text import NO_KEY, NO_PROCESSOR, NO_TIME_LIMITS, is_deferred_until
 
 # -- Failed attempts, one row each. A task that succeeds at its first attempt has no row here -----

@@ -35,9 +35,8 @@ from delaytasks.model.clock import Clock, from_us
 from delaytasks.model.filters import Filter
 from delaytasks.model.ids import MAX_ID, first_id
 from delaytasks.model.inputs import show_duration
-from delaytasks.model.interfaces import Level, Pending, UntrustedInput
 from delaytasks.model.moves import LIVE, Status
-from delaytasks.model.task import DelayedTask
+from delaytasks.model.task import DelayedTask, Level, Pending, UntrustedInput
 from delaytasks.model.why import AuditFacts, Facts, ScheduleFacts, TransportFacts
 from delaytasks.settings import Settings
 

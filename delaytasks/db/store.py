@@ -22,7 +22,7 @@ from delaytasks.db.task_rows import CeleryRows, Inspection, Tasks, Touches
 from delaytasks.db.worker_table import WorkerTable
 from delaytasks.model.body import Cipher
 from delaytasks.model.errors import ConfigError, StoreError, StoreUnavailableError
-from delaytasks.model.interfaces import CallerConnection
+from delaytasks.model.task import CallerConnection
 from delaytasks.model.text import TABLES_REMEDY
 from delaytasks.settings import Settings
 

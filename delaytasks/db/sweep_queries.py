@@ -43,9 +43,9 @@ from delaytasks.db.settlements import Attempts
 from delaytasks.db.task_keys import TaskKeys
 from delaytasks.db.types import db_now, db_now_plus, is_narrow, is_past, once, unindexed
 from delaytasks.model.clock import to_us
-from delaytasks.model.interfaces import Entry, Level, OverdueGroup, QueuePlace, Recovered
 from delaytasks.model.moves import FINISHED, Status
 from delaytasks.model.policies import NO_POLICIES, Policies
+from delaytasks.model.task import Entry, Level, OverdueGroup, QueuePlace, Recovered
 from delaytasks.model.text import DEFER_MAX_S, DEFERRALS
 
 #: Spreads ids over the sweep partitions, since the ids of one producer differ mostly in their low

@@ -31,9 +31,8 @@ from delaytasks.db.types import UTCDateTime, db_now, unindexed
 from delaytasks.model.celery_calls import CELERY_PREFIX
 from delaytasks.model.errors import DuplicateTaskError, TaskNotFoundError, TaskStateError
 from delaytasks.model.filters import Filter, batches
-from delaytasks.model.interfaces import CallerConnection
 from delaytasks.model.moves import LIVE, MOVES, Status
-from delaytasks.model.task import Attempt, DelayedTask, OnConflict, Page
+from delaytasks.model.task import Attempt, CallerConnection, DelayedTask, OnConflict, Page
 from delaytasks.model.text import shown
 
 T = TypeVar("T")

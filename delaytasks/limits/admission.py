@@ -23,9 +23,8 @@ from delaytasks.limits.limit_queries import (
     WaitlistQueries,
 )
 from delaytasks.model.clock import monotonic
-from delaytasks.model.interfaces import Settlement
 from delaytasks.model.policies import WAITLIST_RECHECK_S, Policy, WaitlistsSeen, WaitlistState
-from delaytasks.model.task import DelayedTask
+from delaytasks.model.task import DelayedTask, Settlement
 
 # -- The capacity of a limited tag: how many of its waiting tasks may start now -------------------
 

@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence, Set
 
 from delaytasks.limits.admission import Admission, Waitlist
 from delaytasks.model.clock import monotonic
-from delaytasks.model.interfaces import Settle, Settlement
 from delaytasks.model.policies import WaitlistsSeen, WaitlistState
-from delaytasks.model.task import DelayedTask
+from delaytasks.model.task import DelayedTask, Settle, Settlement
 from delaytasks.model.workers import ChunkSize
 from delaytasks.registry import Registry
 from delaytasks.settings import Settings

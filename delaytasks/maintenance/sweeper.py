@@ -18,9 +18,9 @@ from delaytasks.events import Events
 from delaytasks.model.clock import UTC, Clock, from_us, monotonic
 from delaytasks.model.filters import batches
 from delaytasks.model.inputs import ALL_QUEUES
-from delaytasks.model.interfaces import Entry, FoundRow, Level, QueuePlace, Recovered, Timer
 from delaytasks.model.moves import Status
 from delaytasks.model.policies import NO_POLICIES, Policies, Policy
+from delaytasks.model.task import Entry, FoundRow, Level, QueuePlace, Recovered, Timer
 from delaytasks.model.text import first_names
 from delaytasks.model.why import one_more_worker
 from delaytasks.run.policy_cache import PolicyCache

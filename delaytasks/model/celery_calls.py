@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from delaytasks.model.errors import InvalidInputError
 from delaytasks.model.inputs import TAG_LENGTH, check_key, decode_meta, encode_meta
-from delaytasks.model.retry_schedule import RetrySchedule
+from delaytasks.model.outcomes import RetrySchedule
 from delaytasks.model.task import DelayedTask
 from delaytasks.model.text import shown
 

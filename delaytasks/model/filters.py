@@ -22,8 +22,8 @@ from delaytasks.model.inputs import (
     check_tag,
     invalid,
 )
-from delaytasks.model.interfaces import To
 from delaytasks.model.moves import LIVE, MOVES, Status
+from delaytasks.model.task import To
 from delaytasks.model.text import shown
 
 #: The longest pattern of error texts.

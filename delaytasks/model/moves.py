@@ -1,7 +1,7 @@
 """The statuses of a task, and every move between them. No other module decides about statuses.
 
 A move is a change of a row's status. A claim, a sweep and an operator make moves, and each run ends
-with one. An outcome (`model/task.py`) is what a processor returns to say how its run ended.
+with one. An outcome (`model/outcomes.py`) is what a processor returns to say how its run ended.
 `run/executor.py` makes a move of it, and `run/executor.py` of a task that is
 not run:
 

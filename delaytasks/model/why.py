@@ -13,10 +13,9 @@ from delaytasks.model.body import PREFIX, is_encrypted, name_in
 from delaytasks.model.celery_calls import processor_tag
 from delaytasks.model.clock import json_fields
 from delaytasks.model.inputs import show_duration, show_timing
-from delaytasks.model.interfaces import OverdueGroup
 from delaytasks.model.moves import Status
 from delaytasks.model.policies import Policy
-from delaytasks.model.task import DelayedTask
+from delaytasks.model.task import DelayedTask, OverdueGroup
 from delaytasks.model.text import DEFERRALS, count, last_line, some_values
 from delaytasks.model.workers import RegisteredWorker
 

@@ -21,9 +21,8 @@ from delaytasks.model.filters import (
 )
 from delaytasks.model.ids import check_id
 from delaytasks.model.inputs import Spread, actor_of, check_page_limit
-from delaytasks.model.interfaces import Entry, To
 from delaytasks.model.moves import Status
-from delaytasks.model.task import DelayedTask
+from delaytasks.model.task import DelayedTask, Entry, To
 from delaytasks.twins import CallGroup, twin
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from kombu.utils.uuid import uuid
 from delaytasks.model.celery_calls import CeleryCall, called_task, celery_key, is_forced
 from delaytasks.model.errors import BodyRefusedError, ConfigError, DelayTaskError, InvalidInputError
 from delaytasks.model.ids import MAX_ID
-from delaytasks.model.interfaces import Transaction, connection_of
-from delaytasks.model.task import DelayedTask, Done, Fail, Outcome, Retry, Snooze
+from delaytasks.model.outcomes import Done, Fail, Outcome, Retry, Snooze
+from delaytasks.model.task import DelayedTask, Transaction, connection_of
 from delaytasks.operate.single_tasks import cancel_task
 
 if TYPE_CHECKING:

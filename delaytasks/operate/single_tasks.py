@@ -22,10 +22,18 @@ from delaytasks.model.errors import (
 from delaytasks.model.filters import Filters, filter_of
 from delaytasks.model.ids import check_id
 from delaytasks.model.inputs import check_key, check_page_limit, check_tag, check_wait
-from delaytasks.model.interfaces import CallerConnection, Transaction, connection_of
 from delaytasks.model.moves import Status
-from delaytasks.model.retry_schedule import MAX_RETRY_DELAY_S
-from delaytasks.model.task import CancelResult, DelayedTask, Page, TouchResult, id_of
+from delaytasks.model.outcomes import MAX_RETRY_DELAY_S
+from delaytasks.model.task import (
+    CallerConnection,
+    CancelResult,
+    DelayedTask,
+    Page,
+    TouchResult,
+    Transaction,
+    connection_of,
+    id_of,
+)
 from delaytasks.model.text import last_line, shown
 
 if TYPE_CHECKING:

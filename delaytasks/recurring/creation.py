@@ -21,9 +21,8 @@ from delaytasks.events import Events
 from delaytasks.model.body import dump_json
 from delaytasks.model.clock import Clock
 from delaytasks.model.errors import TaskNotFoundError
-from delaytasks.model.interfaces import CallerConnection, Entry, Timer
 from delaytasks.model.moves import LIVE
-from delaytasks.model.task import DelayedTask
+from delaytasks.model.task import CallerConnection, DelayedTask, Entry, Timer
 from delaytasks.recurring.definition import RecurringSchedule, check_readable, task_options
 from delaytasks.recurring.timing import ONE_SECOND
 from delaytasks.settings import Settings

@@ -22,7 +22,7 @@ from delaytasks.model.inputs import (
     decode_meta,
     is_integer,
 )
-from delaytasks.model.retry_schedule import RetrySchedule
+from delaytasks.model.outcomes import RetrySchedule
 from delaytasks.model.task import DelayedTask, NewTask
 from delaytasks.model.text import shown
 from delaytasks.recurring.timing import (

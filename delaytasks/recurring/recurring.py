@@ -24,8 +24,7 @@ from delaytasks.model.errors import (
     TaskStateError,
 )
 from delaytasks.model.inputs import actor_of, check_page_limit, check_schedule_name, check_tag
-from delaytasks.model.interfaces import CallerConnection
-from delaytasks.model.task import DelayedTask, NewTask
+from delaytasks.model.task import CallerConnection, DelayedTask, NewTask
 from delaytasks.recurring.creation import task_of
 from delaytasks.recurring.definition import (
     DEFINED,

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 
 from delaytasks.model.clock import monotonic, reset_in_child
-from delaytasks.model.interfaces import Settlement
-from delaytasks.model.task import DelayedTask
+from delaytasks.model.task import DelayedTask, Settlement
 
 
 class Chunk:

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import OutcomeUnknownError, StoreUnavailableError
-from delaytasks.model.interfaces import Settle, Settlement
-from delaytasks.model.task import DelayedTask
+from delaytasks.model.task import DelayedTask, Settle, Settlement
 from delaytasks.model.workers import LEARNING
 from delaytasks.registry import ProcessorSpec, ThreadSlots
 from delaytasks.run.chunk import Chunk, TimeBudget

@@ -24,7 +24,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from delaytasks.model.clock import monotonic, reset_in_child
-from delaytasks.model.interfaces import Claimed
+from delaytasks.model.task import Claimed
 from delaytasks.model.workers import ChunkSize
 from delaytasks.registry import MAX_SLOTS
 from delaytasks.run.chunk import Chunk

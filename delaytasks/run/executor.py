@@ -20,15 +20,12 @@ from delaytasks.model.errors import (
     TaskStateError,
 )
 from delaytasks.model.inputs import check_wait
-from delaytasks.model.interfaces import CallerConnection, Settlement, Transaction
+from delaytasks.model.outcomes import Cancel, Done, Fail, Outcome, Retry, Snooze
 from delaytasks.model.task import (
-    Cancel,
+    CallerConnection,
     DelayedTask,
-    Done,
-    Fail,
-    Outcome,
-    Retry,
-    Snooze,
+    Settlement,
+    Transaction,
     current_run,
 )
 from delaytasks.model.text import (

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 from delaytasks.events import Events
 from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import StoreError
-from delaytasks.model.interfaces import Settlement
 from delaytasks.model.policies import NO_POLICIES, Changes, Policies, Stamp
-from delaytasks.model.task import DelayedTask
+from delaytasks.model.task import DelayedTask, Settlement
 
 if TYPE_CHECKING:
     from delaytasks.db.policy_rows import PausedRows

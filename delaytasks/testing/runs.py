@@ -14,10 +14,9 @@ from sqlalchemy import select
 from delaytasks.db.engines import masked
 from delaytasks.model.clock import LATEST, STARTED_MS, Clock, Measure, from_us, to_us, wall_ms
 from delaytasks.model.errors import ConfigError, UnknownTagError
-from delaytasks.model.interfaces import Settlement
 from delaytasks.model.moves import LIVE
 from delaytasks.model.policies import Policies
-from delaytasks.model.task import DelayedTask
+from delaytasks.model.task import DelayedTask, Settlement
 from delaytasks.model.text import NO_PROCESSOR
 from delaytasks.registry import ProcessorSpec, Registry
 

@@ -30,9 +30,9 @@ from delaytasks.db.sessions import (
 from delaytasks.db.store import Store
 from delaytasks.model.celery_calls import Callback, Message
 from delaytasks.model.inputs import Delay, check_delay, check_instant, show_duration
-from delaytasks.model.interfaces import Entry
 from delaytasks.model.moves import WAITING, Status
-from delaytasks.model.task import DelayedTask, Done, Outcome
+from delaytasks.model.outcomes import Done, Outcome
+from delaytasks.model.task import DelayedTask, Entry
 from delaytasks.model.text import count
 from delaytasks.operate.callbacks import Callbacks
 from delaytasks.registry import result_of, run_coroutine

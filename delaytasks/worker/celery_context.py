@@ -23,10 +23,11 @@ from celery.app.task import Context
 from celery.exceptions import MaxRetriesExceededError, Retry, TaskPredicate
 from celery.utils.time import maybe_make_aware
 
-from delaytasks.model import task as outcomes
+from delaytasks.model import outcomes
 from delaytasks.model.clock import Clock
 from delaytasks.model.errors import InvalidInputError, TaskFailedError
-from delaytasks.model.task import DelayedTask, Done
+from delaytasks.model.outcomes import Done
+from delaytasks.model.task import DelayedTask
 from delaytasks.model.text import traceback_text
 from delaytasks.registry import ProcessorSpec, at_start
 from delaytasks.run.executor import Finish, ProcessorCall, RunResult, ends_process

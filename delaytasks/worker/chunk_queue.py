@@ -17,7 +17,7 @@ from celery.utils.log import get_logger
 
 from delaytasks.events import Events
 from delaytasks.model.clock import Clock, monotonic
-from delaytasks.model.interfaces import Entry
+from delaytasks.model.task import Entry
 from delaytasks.model.workers import ChunkSize
 from delaytasks.run.runner import FailureReason, Report
 from delaytasks.settings import Settings

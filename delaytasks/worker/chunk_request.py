@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from celery import current_app
 
 from delaytasks.events import log_event
-from delaytasks.model.interfaces import Entry
 from delaytasks.model.policies import Stamp
+from delaytasks.model.task import Entry
 from delaytasks.run.runner import FailureReason, Report, Runner
 from delaytasks.worker.celery_tasks import processes_of
 from delaytasks.worker.processes import Processes

@@ -19,7 +19,7 @@ from billiard.exceptions import WorkerLostError
 from delaytasks.events import Events
 from delaytasks.loops import Loop
 from delaytasks.model.clock import monotonic
-from delaytasks.model.interfaces import Entry
+from delaytasks.model.task import Entry
 from delaytasks.run.runner import FailureReason, Report
 from delaytasks.worker.chunk_queue import FAILED_PAUSE_S, ChunkQueue, UnfinishedWork
 from delaytasks.worker.chunk_request import ChunkRequest

@@ -16,7 +16,7 @@ from delaytasks.loops import Loop
 from delaytasks.maintenance.sweeper import POLLING_PREFIX, emit_recovered
 from delaytasks.model.clock import from_us, monotonic
 from delaytasks.model.inputs import ALL_QUEUES
-from delaytasks.model.interfaces import Entry, Level
+from delaytasks.model.task import Entry, Level
 from delaytasks.settings import SILENT_SWEEPS
 from delaytasks.worker.celery_patches import running_pids
 

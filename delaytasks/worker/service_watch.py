@@ -10,8 +10,8 @@ from delaytasks.events import Events
 from delaytasks.loops import Loop
 from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import StoreError, StoreUnavailableError
-from delaytasks.model.interfaces import Timer
 from delaytasks.model.policies import Policies
+from delaytasks.model.task import Timer
 from delaytasks.model.workers import ServiceTimes
 from delaytasks.run.policy_cache import POLICY_REFRESH_S
 from delaytasks.worker.celery_patches import running_pids

@@ -19,7 +19,7 @@ from delaytasks.loops import Loop
 from delaytasks.maintenance.sweeper import MOST_OTHERS, OverdueQueues
 from delaytasks.model.clock import from_us, monotonic
 from delaytasks.model.inputs import ALL_QUEUES
-from delaytasks.model.interfaces import Entry
+from delaytasks.model.task import Entry
 from delaytasks.worker.lease_keeper import WorkerShares, serves
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ from kombu.messaging import Producer
 
 from delaytasks.broker.publisher import bounded_connection
 from delaytasks.loops import Availability
-from delaytasks.model.interfaces import Settlement
-from delaytasks.model.task import DelayedTask
+from delaytasks.model.task import DelayedTask, Settlement
 from delaytasks.model.text import shown, storable
 
 logger = get_logger(__name__)

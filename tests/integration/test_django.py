@@ -32,7 +32,7 @@ from delaytasks.contrib.django.connection import DjangoConnection, DjangoTransac
 from delaytasks.contrib.django.instance import DjangoDelays
 from delaytasks.model.body import key_name
 from delaytasks.model.filters import Filter
-from delaytasks.model.interfaces import Entry
+from delaytasks.model.task import Entry
 from delaytasks.runtime import runtime_of
 from tests.integration import django_settings
 from tests.world.recording import new_key, runner_of

@@ -24,7 +24,7 @@ import delaytasks as e
 from delaytasks import DelayedTask, Status, current, current_delays, schedule_delay
 from delaytasks.cli.main import flask_delays
 from delaytasks.contrib.flask import FlaskDelays
-from delaytasks.model.interfaces import Entry
+from delaytasks.model.task import Entry
 from delaytasks.runtime import runtime_of
 from delaytasks.testing import create_tables
 from tests.integration.shops import ExampleShop, fresh_database

@@ -21,7 +21,7 @@ from delaytasks.db import migrations
 from delaytasks.db.database import Database
 from delaytasks.db.schema import build_schema
 from delaytasks.db.store import Store
-from delaytasks.model.interfaces import Settlement
+from delaytasks.model.task import Settlement
 from delaytasks.runtime import runtime_of
 from tests.conftest import settings_for
 from tests.doc_pages import block_beginning

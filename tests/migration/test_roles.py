@@ -23,7 +23,7 @@ from delaytasks.db.schema import build_schema
 from delaytasks.db.state_queries import FactReader, Stats
 from delaytasks.db.store import Store
 from delaytasks.db.sweep_queries import OverdueRows
-from delaytasks.model.interfaces import Entry
+from delaytasks.model.task import Entry
 from delaytasks.model.why import why
 from delaytasks.operate.health import HealthChecks, HealthQuestion
 from delaytasks.recurring.recurring import follow

@@ -21,9 +21,9 @@ import pytest
 from delaytasks.model.body import key_name
 from delaytasks.model.clock import from_us, to_us
 from delaytasks.model.ids import shard_of
-from delaytasks.model.interfaces import Claimed, Entry, Level, Recovered, Settlement, UnclaimedRow
 from delaytasks.model.moves import FINISHED, LIVE, MOVES
 from delaytasks.model.policies import Stamp, WaitlistState
+from delaytasks.model.task import Claimed, Entry, Level, Recovered, Settlement, UnclaimedRow
 from delaytasks.run.executor import LeaseEndsError
 from delaytasks.run.runner import FailureReason, Report
 from tests.world.broker import WorldBroker

@@ -13,7 +13,7 @@ from delaytasks import DelayTasks
 from delaytasks.broker import arming
 from delaytasks.broker.arming import BackgroundTimer
 from delaytasks.model.clock import Clock
-from delaytasks.model.interfaces import Entry
+from delaytasks.model.task import Entry
 from delaytasks.runtime import runtime_of
 
 

@@ -14,7 +14,7 @@ from sqlalchemy import Connection, event, exc
 
 from delaytasks import DelayedTask, DelayTasks
 from delaytasks.broker import arming
-from delaytasks.model.interfaces import Entry
+from delaytasks.model.task import Entry
 from delaytasks.run import policy_cache
 from delaytasks.runtime import runtime_of
 from tests.conftest import open_store

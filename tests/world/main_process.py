@@ -10,7 +10,7 @@ from billiard.einfo import ExceptionInfo
 from billiard.exceptions import WorkerLostError
 
 from delaytasks import DelayedTask, DelayTasks
-from delaytasks.model.interfaces import Entry
+from delaytasks.model.task import Entry
 from delaytasks.run.runner import Report
 from delaytasks.runtime import runtime_of
 from delaytasks.worker import chunk_request

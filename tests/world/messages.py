@@ -14,7 +14,7 @@ from kombu.entity import Queue
 from kombu.message import Message
 from kombu.serialization import prepare_accept_content
 
-from delaytasks.model.interfaces import Entry
+from delaytasks.model.task import Entry
 from delaytasks.worker import broker_connection
 from delaytasks.worker.broker_connection import RECONNECT_PAUSE_S, GuardStep
 from tests.world.main_process import MainProcess

@@ -13,7 +13,7 @@ from delaytasks import DelayTasks
 from delaytasks.broker.direct import read_notice
 from delaytasks.db.store import Notices
 from delaytasks.events import Events
-from delaytasks.model.interfaces import Entry
+from delaytasks.model.task import Entry
 from delaytasks.runtime import Runtime, runtime_of
 from delaytasks.worker import table_poller
 from tests.waiting import wait_until

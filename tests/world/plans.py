@@ -21,7 +21,7 @@ from delaytasks.db.state_queries import ChangeReader, LiveRows, Stats, live_tags
 from delaytasks.db.store import Store
 from delaytasks.db.sweep_queries import OverdueRows
 from delaytasks.model.filters import bulk_filter_of, filter_of
-from delaytasks.model.interfaces import Level
+from delaytasks.model.task import Level
 from tests.conftest import new_world
 from tests.world.world import World
 

@@ -30,8 +30,8 @@ from delaytasks.broker.redis_timer import AHEAD_MS, RETURN_S, RedisTimer, Taken,
 from delaytasks.db.store import Store
 from delaytasks.events import Events
 from delaytasks.model.clock import Clock, monotonic, to_us
-from delaytasks.model.interfaces import Entry
 from delaytasks.model.moves import Status
+from delaytasks.model.task import Entry
 from delaytasks.model.why import Explanation
 from delaytasks.operate import bulk_calls
 from delaytasks.run.runner import Runner

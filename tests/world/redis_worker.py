@@ -12,7 +12,7 @@ from delaytasks import loops as loops
 from delaytasks.broker import redis_timer
 from delaytasks.model import workers
 from delaytasks.model.clock import Clock, monotonic
-from delaytasks.model.interfaces import Entry
+from delaytasks.model.task import Entry
 from delaytasks.worker import redis_poller
 from tests.proxy import Proxy
 from tests.waiting import wait_until

@@ -32,10 +32,9 @@ from delaytasks.maintenance.sweeper import emit_recovered
 from delaytasks.model.clock import Clock, to_us
 from delaytasks.model.filters import filter_of
 from delaytasks.model.ids import IdMaker
-from delaytasks.model.interfaces import Claimed, Entry, Recovered, Settlement, UnclaimedRow
 from delaytasks.model.moves import SettlingMove
 from delaytasks.model.run_counts import RunCounts
-from delaytasks.model.task import Attempt
+from delaytasks.model.task import Attempt, Claimed, Entry, Recovered, Settlement, UnclaimedRow
 from delaytasks.model.why import Reason, why
 from delaytasks.model.workers import ServiceTimes
 from delaytasks.operate.explanations import Follower

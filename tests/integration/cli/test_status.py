@@ -20,8 +20,7 @@ from typing import Any
 import pytest
 
 from delaytasks.db.types import db_now_plus
-from delaytasks.model.interfaces import Entry
-from delaytasks.model.task import DelayedTask
+from delaytasks.model.task import DelayedTask, Entry
 from delaytasks.runtime import runtime_of
 from tests.integration.cli.project import HOSTILE, ROOT, Project
 from tests.world.recording import runner_of, set_columns
