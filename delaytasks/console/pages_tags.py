@@ -19,7 +19,7 @@ from delaytasks.console.shown import viewer_zone
 from delaytasks.console.viewers import Role
 from delaytasks.model.errors import StoreError
 from delaytasks.model.inputs import ALL_QUEUES, check_tag, parse_duration, show_measured
-from delaytasks.model.run_counts import OTHER_TAGS
+from delaytasks.run.run_counts import OTHER_TAGS
 from delaytasks.runtime import runtime_of
 from delaytasks.statistics.charts import (
     Series,

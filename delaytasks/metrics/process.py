@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from delaytasks.metrics import Family, HistogramValue, Sample, gauge
 from delaytasks.model.clock import reset_in_child
-from delaytasks.model.run_counts import DURATION_BOUNDS_S, LATENESS_BOUNDS_S, OTHER_TAGS, RunCounts
+from delaytasks.run.run_counts import DURATION_BOUNDS_S, LATENESS_BOUNDS_S, OTHER_TAGS, RunCounts
 from delaytasks.runtime import runtime_of
 
 if TYPE_CHECKING:

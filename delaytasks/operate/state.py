@@ -28,11 +28,10 @@ from delaytasks.model.clock import AN_HOUR, hour_of, monotonic
 from delaytasks.model.errors import StoreError
 from delaytasks.model.moves import Status
 from delaytasks.model.policies import Policy
-from delaytasks.model.run_counts import CountedFailures, recent_hours
-from delaytasks.model.text import error_pattern
 from delaytasks.model.why import Reason, why_late
 from delaytasks.model.workers import LostWorker, RegisteredWorker, beat_age_s, broker_down_s
 from delaytasks.operate.policy_calls import read_policies
+from delaytasks.run.run_counts import CountedFailures, error_pattern, recent_hours
 from delaytasks.settings import Settings
 
 if TYPE_CHECKING:

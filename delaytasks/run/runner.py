@@ -17,11 +17,11 @@ from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import OutcomeUnknownError, StoreError, StoreUnavailableError
 from delaytasks.model.moves import Status
 from delaytasks.model.policies import NO_WAITLISTS, WaitlistsSeen, WaitlistState
-from delaytasks.model.run_counts import RunStatistics
 from delaytasks.model.task import Claimed, DelayedTask, Entry, Settle
 from delaytasks.run.chunk_runner import ChunkRunner, SizeSample, TagCosts, Tally
 from delaytasks.run.claim_ahead import MAX_BUDGETS, ClaimAhead
 from delaytasks.run.executor import Host, Lease, TaskExecutor
+from delaytasks.run.run_counts import RunStatistics
 from delaytasks.run.settlement import RunCounter, Settler
 
 if TYPE_CHECKING:

@@ -12,11 +12,17 @@ from typing import TYPE_CHECKING
 from delaytasks.model.clock import monotonic, reset_in_child, to_us
 from delaytasks.model.errors import OutcomeUnknownError, StoreError, StoreUnavailableError
 from delaytasks.model.moves import MOVES, Status, following
-from delaytasks.model.run_counts import LOST_LEASE, OUTCOMES, FailureCount, RunCounts, RunStatistics
 from delaytasks.model.task import DelayedTask, Entry, Settle, Settlement
-from delaytasks.model.text import error_pattern
 from delaytasks.registry import Registry
 from delaytasks.run.chunk import Chunk
+from delaytasks.run.run_counts import (
+    LOST_LEASE,
+    OUTCOMES,
+    FailureCount,
+    RunCounts,
+    RunStatistics,
+    error_pattern,
+)
 
 if TYPE_CHECKING:
     from delaytasks.db.claims import Claims

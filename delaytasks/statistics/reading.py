@@ -6,18 +6,19 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timedelta
+from itertools import accumulate
+from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from delaytasks.model.clock import AN_HOUR, EPOCH, from_us
 from delaytasks.model.errors import InvalidInputError, StoreError
 from delaytasks.model.inputs import Delay, check_instant, check_page_limit, check_tag, check_wait
-from delaytasks.model.run_counts import (
+from delaytasks.run.run_counts import (
     DURATION_BOUNDS_S,
     LATENESS_BOUNDS_S,
     CountedFailures,
     FailureGroup,
     RunCounts,
-    quantile,
     recent_hours,
 )
 from delaytasks.statistics.statistics_table import COUNTS_KEPT, StatisticsTable, hour_counts_of
@@ -27,6 +28,46 @@ if TYPE_CHECKING:
     from delaytasks.db.store import Store
     from delaytasks.registry import Registry
     from delaytasks.runtime import Runtime
+
+
+def quantile(
+    counts: Sequence[int], bounds: Sequence[float], share: float, highest: float = inf
+) -> float | None:
+    """Estimate the time that `share` of the values do not exceed.
+
+    The values of a bucket are taken to be evenly distributed in it, up to `highest`. Without it,
+    times above the last bound count as the last bound.
+
+    Parameters
+    ----------
+    counts
+        The number of values in each bucket.
+    bounds
+        The upper bounds of the buckets.
+    share
+        For example 0.99 for the 99th percentile.
+    highest
+        The largest value.
+
+    Returns
+    -------
+    float or None
+        None if there are no values.
+    """
+    total = sum(counts)
+    if not total:
+        return None
+    wanted = share * total
+    for number, reached in enumerate(accumulate(counts)):
+        if counts[number] and reached >= wanted:
+            lower = bounds[number - 1] if number else 0.0
+            upper = bounds[number] if number < len(bounds) else highest
+            lower, upper = min(lower, highest), min(upper, highest)
+            if upper == inf:
+                return lower
+            inside = (wanted - (reached - counts[number])) / counts[number]
+            return lower + (upper - lower) * max(inside, 0.0)
+    return min(bounds[-1], highest)
 
 
 # -- The values that `delays.statistics` returns --------------------------------------------------

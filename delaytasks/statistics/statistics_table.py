@@ -26,14 +26,14 @@ from delaytasks.loops import Loop, all_within
 from delaytasks.model.body import dump_json
 from delaytasks.model.clock import Clock, from_us
 from delaytasks.model.filters import batches
-from delaytasks.model.run_counts import (
+from delaytasks.run.run_counts import (
     OTHER_TAGS,
     WORKER_LOST,
     FailureCount,
     RunCounts,
     RunStatistics,
+    error_pattern,
 )
-from delaytasks.model.text import error_pattern
 
 if TYPE_CHECKING:
     from delaytasks.db.store import Store

@@ -22,7 +22,7 @@ from delaytasks.console.requests import EXTENSION, BulkRunState, ReportProgress,
 from delaytasks.console.viewers import HostAccess, Role, Viewer
 from delaytasks.db.types import db_now_plus
 from delaytasks.model.filters import BulkResult
-from delaytasks.model.run_counts import RunCounts
+from delaytasks.run.run_counts import RunCounts
 from delaytasks.runtime import runtime_of
 from delaytasks.serving import Place, make_server
 from delaytasks.settings import Address

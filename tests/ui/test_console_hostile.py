@@ -12,8 +12,8 @@ import pytest
 
 from delaytasks import Status
 from delaytasks.console.viewers import Role, Viewer
-from delaytasks.model.text import error_pattern
 from delaytasks.operate.state import group_name
+from delaytasks.run.run_counts import error_pattern
 from tests.ui.chromium import watched
 from tests.ui.console_site import HOSTILE, Site, add_hostile, fill, make_delays, post, served
 

@@ -14,15 +14,21 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from delaytasks.db.state_queries import FailedRow
-from delaytasks.model import run_counts
 from delaytasks.model.clock import UTC, from_us
 from delaytasks.model.inputs import parse_duration
-from delaytasks.model.run_counts import FailureCount, RunCounts, RunStatistics
-from delaytasks.model.text import MAX_PATTERN, error_pattern, traceback_text
+from delaytasks.model.text import traceback_text
 from delaytasks.operate.state import groups_of
+from delaytasks.run import run_counts
+from delaytasks.run.run_counts import (
+    MAX_PATTERN,
+    FailureCount,
+    RunCounts,
+    RunStatistics,
+    error_pattern,
+)
 from delaytasks.statistics import statistics_table as writer
 from delaytasks.statistics.charts import LEFT, RIGHT, WIDTH, Series, lines, stacked_bars
-from delaytasks.statistics.reading import RunTotals
+from delaytasks.statistics.reading import RunTotals, quantile
 from delaytasks.statistics.statistics_table import StatisticsWriter, WorkerCounts
 from tests.world import MainProcess, MonkeyPatch, World
 from tests.world.recording import ManualClock
@@ -40,13 +46,13 @@ def test_bounds_increase_and_a_value_that_equals_one_belongs_to_its_bucket() -> 
 
 def test_a_quantile_is_between_the_bounds_of_its_bucket() -> None:
     counts = [0, 90, 0, 10]
-    assert run_counts.quantile(counts, (1, 2, 4), 0.5) == pytest.approx(1 + 50 / 90)
-    assert run_counts.quantile(counts, (1, 2, 4), 0.9) == 2
-    assert run_counts.quantile(counts, (1, 2, 4), 0.99) == 4, "the last bucket has no upper bound"
-    assert run_counts.quantile([0, 0, 0, 0], (1, 2, 4), 0.5) is None
+    assert quantile(counts, (1, 2, 4), 0.5) == pytest.approx(1 + 50 / 90)
+    assert quantile(counts, (1, 2, 4), 0.9) == 2
+    assert quantile(counts, (1, 2, 4), 0.99) == 4, "the last bucket has no upper bound"
+    assert quantile([0, 0, 0, 0], (1, 2, 4), 0.5) is None
     bounds = (1, 60, 300)  # no quantile exceeds the largest value
-    assert run_counts.quantile([0, 0, 1, 0], bounds, 0.99, highest=101) == pytest.approx(100.59)
-    assert run_counts.quantile([0, 0, 0, 4], bounds, 1.0, highest=400) == 400, "above the last"
+    assert quantile([0, 0, 1, 0], bounds, 0.99, highest=101) == pytest.approx(100.59)
+    assert quantile([0, 0, 0, 4], bounds, 1.0, highest=400) == 400, "above the last"
     run = RunCounts()
     run.add_run(101.0, 0.02, None)
     totals = RunTotals.of(run)

@@ -33,13 +33,13 @@ from delaytasks.model.clock import Clock, to_us
 from delaytasks.model.filters import filter_of
 from delaytasks.model.ids import IdMaker
 from delaytasks.model.moves import SettlingMove
-from delaytasks.model.run_counts import RunCounts
 from delaytasks.model.task import Attempt, Claimed, Entry, Recovered, Settlement, UnclaimedRow
 from delaytasks.model.why import Reason, why
 from delaytasks.model.workers import ServiceTimes
 from delaytasks.operate.explanations import Follower
 from delaytasks.operate.live import LiveSnapshot, snapshot
 from delaytasks.operate.state import TableState, read_tables
+from delaytasks.run.run_counts import RunCounts
 from delaytasks.run.runner import Report, Runner
 from delaytasks.statistics.statistics_table import StatisticsTable, Unwritten
 from delaytasks.worker.processes import Processes

@@ -1,13 +1,14 @@
-"""Counts of the runs of one tag: how they ended, how late they began, and how long they took."""
+"""Counts of the runs of a tag: how they ended, how late they began, how long they took, and the
+patterns of their errors."""
 
 from __future__ import annotations
 
+import re
+import sysconfig
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from itertools import accumulate
-from math import inf
 from typing import Any, NamedTuple
 
 from delaytasks.model.clock import AN_HOUR, hour_of
@@ -49,46 +50,6 @@ def highest_value(counted: Sequence[int], bounds: Sequence[float], stored: float
     if stored is not None and bucket_of(stored, bounds) >= last:
         return stored
     return bounds[last] if counted else 0.0
-
-
-def quantile(
-    counts: Sequence[int], bounds: Sequence[float], share: float, highest: float = inf
-) -> float | None:
-    """Estimate the time that `share` of the values do not exceed.
-
-    The values of a bucket are taken to be evenly distributed in it, up to `highest`. Without it,
-    times above the last bound count as the last bound.
-
-    Parameters
-    ----------
-    counts
-        The number of values in each bucket.
-    bounds
-        The upper bounds of the buckets.
-    share
-        For example 0.99 for the 99th percentile.
-    highest
-        The largest value.
-
-    Returns
-    -------
-    float or None
-        None if there are no values.
-    """
-    total = sum(counts)
-    if not total:
-        return None
-    wanted = share * total
-    for number, reached in enumerate(accumulate(counts)):
-        if counts[number] and reached >= wanted:
-            lower = bounds[number - 1] if number else 0.0
-            upper = bounds[number] if number < len(bounds) else highest
-            lower, upper = min(lower, highest), min(upper, highest)
-            if upper == inf:
-                return lower
-            inside = (wanted - (reached - counts[number])) / counts[number]
-            return lower + (upper - lower) * max(inside, 0.0)
-    return min(bounds[-1], highest)
 
 
 #: The tag under which the tags beyond the constant `statistics_tags` are counted.
@@ -234,7 +195,7 @@ class RunCounts:
 
 
 class FailureCount(NamedTuple):
-    """Failed runs of one tag with the same error pattern (`model/text.py`)."""
+    """Failed runs of one tag with the same error pattern."""
 
     tag: str
     pattern: str
@@ -313,3 +274,78 @@ class CountedFailures(NamedTuple):
 def recent_hours(now: datetime) -> datetime:
     """Return the beginning of the hour before the present one."""
     return hour_of(now) - AN_HOUR
+
+
+# -- Patterns of error texts, by which failures are grouped ---------------------------------------
+
+# A pattern is what the errors of one kind have in common: the innermost function of the user's
+# code, the type of the exception, and its message. `*` stands for what differs from task to task:
+# numbers, ids, quoted text. The filter `error=` of `find` and of the methods of `bulk` takes such a
+# pattern, so a group of failures and the tasks that belong to it have one name:
+#
+#     * in charge\n*ValueError: order * of * was not found*
+
+
+#: The longest pattern. The rest of a long message is left out.
+MAX_PATTERN = 300
+#: The part of an error text that is searched, since a text may have 64 KiB.
+_MAX_SEARCHED = 16_384
+#: The longest part of a message that becomes a pattern.
+_MAX_MESSAGE = 500
+
+#: UUIDs, quoted text, addresses, and every word that contains a digit.
+_VARIABLE = re.compile(
+    r"""
+    '[^'\n]*' | "[^"\n]*" | `[^`\n]*`
+    | <[^<>\n]*\ at\ 0x[0-9a-fA-F]+>
+    | \b[0-9a-fA-F]{8,}\b
+    | [-+\w./:@%#$]*\d[-+\w./:@%#$]*
+    """,
+    re.VERBOSE,
+)
+_FRAME = re.compile(r'^  File "(?P<file>[^"\n]+)", line \d+, in (?P<name>[^\n]+)$', re.MULTILINE)
+#: The first line of an exception, which begins at the margin: its type, and perhaps a message.
+_EXCEPTION = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>[^\n]*))?$", re.MULTILINE)
+#: Files of Python and of installed packages, which are not the user's code.
+_INSTALLED = (
+    *{sysconfig.get_path(name).replace("\\", "/") for name in ("stdlib", "platstdlib")},
+    *("/site-packages/", "/dist-packages/"),
+)
+
+
+def error_pattern(text: str) -> str:
+    """Return the pattern of an error text: a traceback, or the reason of an outcome."""
+    if len(text) > _MAX_SEARCHED:
+        text = text[-_MAX_SEARCHED:]
+    frames = list(_FRAME.finditer(text))
+    if not frames:
+        return _limited(_without_variables(text.split("\n", 1)[0]) + "*")
+    last = frames[-1]
+    exception = _EXCEPTION.search(text, last.end())
+    own = next((frame for frame in reversed(frames) if _is_users(frame["file"])), last)
+    pattern = f"* in {_escaped(own['name'])}\n*"
+    if exception is not None:
+        message = exception["message"]
+        what = f": {_without_variables(message)}" if message else ""
+        pattern += f"{_escaped(exception['type'])}{what}*"
+    return _limited(pattern)
+
+
+def _is_users(path: str) -> bool:
+    path = path.replace("\\", "/")
+    return not path.startswith("<") and not any(part in path for part in _INSTALLED)
+
+
+def _without_variables(message: str) -> str:
+    """Replace the variable parts by `*`. A `*` of the message itself becomes one, too."""
+    return _VARIABLE.sub("*", message[:_MAX_MESSAGE])
+
+
+def _escaped(name: str) -> str:
+    return re.sub(r"\d+", "*", name.strip())
+
+
+def _limited(pattern: str) -> str:
+    if len(pattern) > MAX_PATTERN:
+        pattern = pattern[: MAX_PATTERN - 1] + "*"
+    return re.sub(r"\*+", "*", pattern)
