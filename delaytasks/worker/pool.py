@@ -77,6 +77,7 @@ def run_chunk(request: ChunkRequest) -> Report:
     processes: Processes | None = None
     try:
         processes = processes_of(current_app)
+        processes.began_chunk()
         if request.counts_outcomes:
             processes.count_outcomes()
         policies = processes.runtime.policy_cache
@@ -93,6 +94,9 @@ def run_chunk(request: ChunkRequest) -> Report:
         report = Report(
             pid=os.getpid(), detached=detached, error=text, reason=FailureReason.of(error)
         )
+    finally:
+        if processes is not None:
+            processes.ended_chunk()
     if not request.counts_outcomes or processes is None:
         return report
     return report._replace(counts=processes.take_counts())

@@ -6,12 +6,15 @@ import atexit
 import mmap
 import os
 import secrets
+import signal
 import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from billiard.util import set_pdeathsig
 from celery import signals
 
 from delaytasks.model.clock import reset_in_child
@@ -116,6 +119,11 @@ class RequestedRuns:
 _COUNTED = {"task.succeeded": False, "task.failed": False, "task.no_processor": True}
 
 
+#: Without a main process, a row runs no longer than this part of a lease. Leases are renewed after a
+#: third of their time, so another worker does not run the row yet.
+ORPHAN_PART = 0.5
+
+
 class Processes:
     """The name of this process, what it shares with its worker's other processes, and its runners.
 
@@ -148,6 +156,8 @@ class Processes:
         self._runner: Runner | None = None
         self._task_events: TaskEvents | None = None
         self._thread_slots = ThreadSlots()
+        #: Whether this process of the pool runs a chunk, and whether its main process is dead.
+        self._runs_chunk = self._is_orphan = False
         if self._outcomes is not None:
             self._outcomes = Counter()
 
@@ -169,6 +179,8 @@ class Processes:
         # For the pool's processes, for this one when its pool has stopped, and for cold shutdowns.
         signals.worker_process_shutdown.connect(self._finish, weak=False)
         signals.worker_shutdown.connect(self._finish, weak=False)
+        if self.keeps_time_limits:
+            signals.worker_process_init.connect(self._outlive_main_process, weak=False)
         atexit.register(self._finish)
 
     def name(self, pid: int) -> str:
@@ -250,6 +262,35 @@ class Processes:
         runner.watch(watcher)
         return runner
 
+    def _outlive_main_process(self, **_: Any) -> None:
+        """Let this process of the pool end its chunk if only the main process is killed.
+
+        Celery asks Linux for a SIGKILL then, and the rows would wait for the end of their leases.
+        """
+        with suppress(OSError):  # other systems have no signal for this
+            signal.signal(signal.SIGUSR2, self._main_process_died)
+            set_pdeathsig(signal.SIGUSR2)
+
+    def _main_process_died(self, *_: Any) -> None:
+        """Leave in another thread, since this one may hold a lock."""
+        self._is_orphan, left_s = True, self.runtime.settings.lease_s * ORPHAN_PART
+        wait_s, leave = (left_s, _kill_this_process) if self._runs_chunk else (0, self._leave)
+        threading.Timer(wait_s, leave).start()
+
+    def _leave(self) -> None:
+        try:
+            self._finish()
+        finally:
+            _kill_this_process()
+
+    def began_chunk(self) -> None:
+        self._runs_chunk = True
+
+    def ended_chunk(self) -> None:
+        self._runs_chunk = False
+        if self._is_orphan:
+            self._leave()
+
     def _finish(self, **_: Any) -> None:
         """Wait for the tasks that still run although all chunks have ended, and arm what they
         scheduled.
@@ -264,6 +305,10 @@ class Processes:
             from delaytasks.statistics.statistics_table import write_rest
 
             write_rest(runtime, statistics)
+
+
+def _kill_this_process() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def logical_queues(names: Iterable[str], namespace: str) -> list[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import insert, text
 
+from chaos.pids import children_of, is_alive
 from delaytasks import Status
 from tests.integration.conftest import Deploy
 from tests.running import Deployment, combinations
@@ -155,6 +156,18 @@ def test_the_task_of_a_dead_process_runs_again_immediately(deploy: Deploy, datab
     wait_until(lambda: len(d.runs()) == 4, 5, "both to begin again, long before the next sweep")
     assert {d.delays.get(t).lapses for t in (task, mail)} == {1}
     d.wait_for([task, mail])
+
+
+def test_processes_of_a_killed_main_process_end_their_rows_and_exit(deploy: Deploy) -> None:
+    d = deploy("postgresql", lease=60)
+    worker, task = d.worker(), d.schedule("test.sleep", body={"seconds": 3})
+    wait_until(lambda: len(d.runs()) == 1, 10, "one of the two processes to begin")
+    children = children_of(worker.pid)
+    assert len(children) >= 2
+    os.kill(worker.pid, signal.SIGKILL)  # not its group
+    d.wait_for([task], deadline_s=8)
+    wait_until(lambda: not any(map(is_alive, children)), 5, "the processes to exit")
+    assert d.delays.get(task).runs == 1
 
 
 @pytest.mark.parametrize("database", ["postgresql", "mysql", "sqlite"])
