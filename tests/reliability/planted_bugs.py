@@ -50,7 +50,7 @@ from delaytasks.run.outcome_rules import OutcomeRules
 from delaytasks.run.runner import FailureReason
 from delaytasks.worker import connection, leases_loop
 from delaytasks.worker.dispatcher import Dispatcher, QueueDrain
-from delaytasks.worker.processes import Processes, Renewals
+from delaytasks.worker.processes import Renewals
 from delaytasks.worker.redis_poller import RedisPoller
 from delaytasks.worker.sweep import DatabaseContact, Sweeper, SweepLoop
 from delaytasks.worker.worker_runtime import WorkerRuntime
@@ -108,7 +108,6 @@ VERBS: dict[str, tuple[Any, str]] = {
     "judge an outcome": (OutcomeRules, "settlement"),
     "keep a time limit": (time_limits, "limited"),
     "keep a time budget": (TimeBudget, "open"),
-    "outlive the main process": (Processes, "_outlive_main_process"),
     "know the processes": (leases_loop, "running_pids"),
     "know the time that a lease has left": (TaskRun, "lease_left_s"),
     "read the clock of the host": (clock, "monotonic"),
@@ -584,10 +583,6 @@ def a_confirmation_may_take_any_time(connect: Any, *args: Any, **options: Any) -
     made = connect(*args, **options)
     made.transport_options.pop("read_timeout", None)
     return made
-
-
-@bug("outlive the main process", "integration/worker killed_main")
-def processes_die_with_their_main_process(_: Any, *args: Any, **options: Any) -> None: ...
 
 
 @bug("check headers", "integration/durable_eta/publisher headers")
