@@ -1,1 +1,1 @@
-"""Timers: they keep the tasks that are due within the horizon, and hand them to workers in time."""
+"""The link to the broker, and the timers, which keep the tasks that are due within the horizon."""

@@ -1,1 +1,1 @@
-"""The core's SQL: one module for each table or purpose."""
+"""The SQL of the core: one module for each table or purpose; `store` has all of one database."""

@@ -1,1 +1,1 @@
-"""The operations behind `DelayTasks`: lookups, changes of single and of many tasks, policies."""
+"""What methods of `DelayTasks` share, and what only people read: the state, `why`, the forecast."""

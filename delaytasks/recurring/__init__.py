@@ -9,6 +9,5 @@ schedule is due. The modules:
                       which may be those of a Celery task
 `timing`              when a schedule is due: cron expressions, intervals and Celery's schedules
 `creation`            the stage of the sweep that chooses the occurrences and writes their tasks
-`imports`             reads the schedules of Celery beat, django-celery-beat and RedBeat
 ====================  =============================================================================
 """
