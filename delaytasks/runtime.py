@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from delaytasks.broker.arming import BackgroundTimer, EtaTimer, Sender, can_run_threads
-from delaytasks.broker.link import BrokerLink
+from delaytasks.broker.link import ConfirmingLinks
 from delaytasks.broker.publishing import Publisher
 from delaytasks.db.migrations import url_of
 from delaytasks.db.producer import CallerTransactions, Producer, QueueRouting
@@ -61,8 +61,10 @@ class part(cached_property[T]):
         def __get__(self, instance: Any, owner: type[Any] | None = None) -> Any:
             if instance is None:
                 return self
+            # Not by the method of the class above, whose lock a fork would leave locked.
             with instance._lock:
-                return super().__get__(instance, owner)
+                made, name = vars(instance), self.attrname
+                return made[name] if name in made else made.setdefault(name, self.func(instance))
 
 
 class Runtime:
@@ -241,16 +243,16 @@ class Runtime:
         return QueueCallbacks(self)
 
     @part
-    def queue_link(self) -> BrokerLink:
-        """The link to the broker of callbacks to queues."""
+    def queue_links(self) -> ConfirmingLinks:
+        """The links to the broker of callbacks to queues."""
         settings = self.settings
         limit_s, url = settings.callback_connect_s, settings.callback_broker_url
-        return BrokerLink(self.celery, limit_s, url, confirms=True)
+        return ConfirmingLinks(self.celery, limit_s, url)
 
     @part
-    def confirming_link(self) -> BrokerLink:
-        """The link for the messages of Celery tasks that waited as rows."""
-        return BrokerLink(self.celery, CONFIRM_LIMIT_S, confirms=True)
+    def confirming_links(self) -> ConfirmingLinks:
+        """The links for the messages of Celery tasks that waited as rows."""
+        return ConfirmingLinks(self.celery, CONFIRM_LIMIT_S)
 
     @part
     def celery_tasks(self) -> CeleryTasks:
@@ -300,8 +302,8 @@ class Runtime:
             self._made("eta_timer"),
             None if redis_timer is None else redis_timer.link,
             self._made("http_callbacks"),
-            self._made("queue_link"),
-            self._made("confirming_link"),
+            self._made("queue_links"),
+            self._made("confirming_links"),
             self._made("publisher"),
             self._made("store"),
         ):

@@ -61,7 +61,7 @@ def register(play: Play) -> None:
         transactions=None,
         clock=None,
         events=Events(),
-        confirming_link=SimulatedLink(play),
+        confirming_links=SimulatedLink(play),
     )
     tasks = CeleryTasks(runtime)
     play.registry.processor(ANY_CELERY_TASK, batch=10)(tasks.publish)

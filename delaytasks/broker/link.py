@@ -129,7 +129,7 @@ Results = list[Exception | None]
 #: The results that are known, by the number of the message.
 Known = dict[int, Exception | None]
 #: What kombu and py-amqp raise for a message that they cannot write, before they write a part.
-_UNWRITABLE = (ValueError, TypeError, struct.error, FrameSyntaxError)
+UNWRITABLE = (ValueError, TypeError, struct.error, FrameSyntaxError)
 #: The largest frame of RabbitMQ unless it is configured, and the part of a frame that is left for
 #: other properties than the headers.
 FRAME_BYTES, _RESERVED_BYTES = 131_072, 4096
@@ -159,13 +159,24 @@ class BrokerLink:
         The broker, if it is not the app's one.
     confirms
         Whether RabbitMQ confirms each message. Other transports answer each message, or each batch.
+    connect_step_s
+        The time limit for each step of connecting.
     """
 
-    def __init__(self, app: Any, limit_s: float, url: str = "", *, confirms: bool = False) -> None:
+    def __init__(
+        self,
+        app: Any,
+        limit_s: float,
+        url: str = "",
+        *,
+        confirms: bool = False,
+        connect_step_s: float = CONNECT_STEP_S,
+    ) -> None:
         self._app = app
         self._limit_s = limit_s
         self._url = url
         self._confirms = confirms
+        self._connect_step_s = connect_step_s
         self.after_fork()
         reset_in_child(self)
 
@@ -277,7 +288,7 @@ class BrokerLink:
             self._app,
             self._limit_s,
             self._url,
-            self._limit_s if self._confirms else CONNECT_STEP_S,
+            self._connect_step_s,
             **(options if self._confirms else {}),
         )
         channel = self._connection.channel()
@@ -301,7 +312,7 @@ class BrokerLink:
             for number in numbers:
                 try:
                     self._send_one(messages[number])
-                except _UNWRITABLE as error:
+                except UNWRITABLE as error:
                     known[number] = error
                 else:
                     if self._confirmations is not None:
@@ -373,6 +384,37 @@ class BrokerLink:
                 connection.release()
             except Exception:
                 pass  # a broken connection
+
+
+class ConfirmingLinks:
+    """A link for each call under way. A call waits for its confirmations, and no other call does.
+
+    The parameters are those of `BrokerLink`.
+    """
+
+    def __init__(self, app: Any, limit_s: float, url: str = "") -> None:
+        self._make = functools.partial(
+            BrokerLink, app, limit_s, url, confirms=True, connect_step_s=limit_s
+        )
+        self.after_fork()
+        reset_in_child(self)
+
+    def after_fork(self) -> None:
+        self._idle: list[BrokerLink] = []
+
+    def publish(self, messages: Sequence[Outgoing]) -> Results:
+        try:
+            link = self._idle.pop()
+        except IndexError:
+            link = self._make()
+        try:
+            return link.publish(messages)
+        finally:
+            self._idle.append(link)
+
+    def close(self) -> None:
+        for link in self._idle:
+            link.close()
 
 
 class Confirmations:

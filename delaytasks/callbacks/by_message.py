@@ -99,7 +99,7 @@ class QueueCallbacks:
                 "mandatory": True,
             },
         )
-        [error] = self._runtime.queue_link.publish([outgoing])
+        [error] = self._runtime.queue_links.publish([outgoing])
         if error is not None:
             raise error
         return Done()

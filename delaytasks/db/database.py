@@ -165,8 +165,7 @@ def _check_alive(connection: Any, record: Any, _proxy: Any) -> None:
 # socket of one that takes too long: the driver raises the error of a lost connection.
 
 
-#: Far more than a slow server needs: a step of ours, such as a claim or the transaction of a batch,
-#: takes a fraction of a second.
+#: Far more than a slow server needs: a statement of ours takes a fraction of a second.
 ANSWER_LIMIT_S = 30.0
 CHECK_S = 1.0
 #: After this number of checks that find no step, the thread ends.
@@ -174,8 +173,8 @@ IDLE_CHECKS = 60
 
 
 class BoundedStep:
-    """Steps on a connection, one after another. Each is bounded, for example from the first
-    statement of a transaction to its end.
+    """Steps on a connection, one after another. The wait for each answer is bounded, but for the
+    prepared statements of a step, which are bounded together.
 
     If the server does not answer, `on_silence` closes other connections to it.
     """
@@ -243,6 +242,12 @@ class StepsInProgress:
         with self._lock:
             if self._steps.get(step.connection) is step:
                 del self._steps[step.connection]
+
+    def answered(self, connection: Connection, *_: Any) -> None:
+        """Note the answer to a statement. A transaction may have thousands of them."""
+        step = self._steps.get(connection.connection.driver_connection)
+        if step is not None:
+            step.checks = 0
 
     def _watch(self) -> None:
         idle, rest = 0, threading.Event()
@@ -381,7 +386,7 @@ class Database:
         return self._tx or self._make("_tx", "READ COMMITTED")
 
     def bounded(self, connection: Connection) -> AbstractContextManager[object]:
-        """Bound the wait for the answers on a connection, all together."""
+        """Bound the wait for the answers on a connection."""
         # SQLite has no server, and waits for locks only.
         return nullcontext() if self.backend == "sqlite" else BoundedStep(connection, self.dispose)
 
@@ -547,5 +552,6 @@ class Database:
                 if self.backend != "sqlite":
                     event.listen(engine, "checkin", _mark_returned)
                     event.listen(engine, "checkout", _check_alive)
+                    event.listen(engine, "after_cursor_execute", _in_progress.answered)
                 setattr(self, attribute, engine)
             return engine

@@ -12,7 +12,7 @@ from celery.app.task import extract_exec_options
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu.utils.uuid import uuid
 
-from delaytasks.broker.link import OutageError, Outgoing, check_headers
+from delaytasks.broker.link import UNWRITABLE, OutageError, Outgoing, check_headers
 from delaytasks.durable_eta.capture import (
     CapturingProducer,
     StoredMessage,
@@ -115,10 +115,10 @@ class CeleryTasks:
             ) from None
 
     def _check_headers(self, message: StoredMessage) -> None:
-        try:
-            check_headers(message.headers)
-        except ValueError as error:
-            if self._app.connection_for_write().transport.driver_type == "amqp":
+        if self._app.connection_for_write().transport.driver_type == "amqp":
+            try:
+                check_headers(message.headers)
+            except UNWRITABLE as error:
                 raise InvalidInputError(str(error), "headers") from None
 
     def _refuse_other_broker(self, name: str, connection: Any) -> None:
@@ -162,7 +162,7 @@ class CeleryTasks:
             else:
                 numbers.append(number)
         outage = None
-        results = self._runtime.confirming_link.publish(messages) if messages else ()
+        results = self._runtime.confirming_links.publish(messages) if messages else ()
         for number, reason in zip(numbers, results, strict=True):
             if isinstance(reason, OutageError):
                 outcomes[number], outage = Snooze(OUTAGE_S), reason

@@ -386,7 +386,7 @@ class InstanceInTest:
             make = partial(getattr(Runtime, name).func, runtime)
             setattr(runtime, name, RecordingCallbacks(make, sent))
         link: Any = RecordingLink(self.sent_tasks)
-        runtime.confirming_link = link
+        runtime.confirming_links = link
         if source is not None:
             runtime.processor_contexts = [source.around_processor, *runtime.processor_contexts]
             runtime.in_framework = source.in_framework or runtime.in_framework

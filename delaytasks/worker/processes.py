@@ -119,8 +119,8 @@ class RequestedRuns:
 _COUNTED = {"task.succeeded": False, "task.failed": False, "task.no_processor": True}
 
 
-#: Without a main process, a row runs no longer than this part of a lease. Leases are renewed after a
-#: third of their time, so another worker does not run the row yet.
+#: Without a main process, a row runs no longer than this part of a lease. Leases are renewed after
+#: a third of their time, so another worker does not run the row yet.
 ORPHAN_PART = 0.5
 
 

@@ -178,10 +178,14 @@ class PauseSweeper:
             self._walk = self._steps(policies, unapplied, releases)
             self._walk_policies, self._is_complete = unapplied, True
         deadline = monotonic() + self._budget_s
-        for _ in self._walk:
-            on_step()
-            if monotonic() > deadline:
-                return
+        try:
+            for _ in self._walk:
+                on_step()
+                if monotonic() > deadline:
+                    return
+        except BaseException:
+            self._walk = None  # the next sweep begins it again
+            raise
         self._walk = None
         if monotonic() > self._forget_at:
             self._forget_at = monotonic() + FORGET_S

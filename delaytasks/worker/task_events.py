@@ -58,7 +58,7 @@ class TaskEvents(Observer):
 
     def __init__(self, app: Any, hostname: str, limit_s: float, shows_bodies: bool = True) -> None:
         self._app = app
-        self._link = BrokerLink(app, limit_s)
+        self._link = BrokerLink(app, limit_s, connect_step_s=limit_s)
         self._shows_bodies = shows_bodies
         self._who = {"hostname": hostname, "pid": os.getpid()}
         self._pending: deque[dict[str, Any]] = deque()
