@@ -233,7 +233,7 @@ def test_connections_are_kept_and_never_used_by_two_threads_simultaneously(
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda n: send(Message(queue, n), task), range(100)))
     assert sorted(bodies(rabbit, queue)) == list(range(100))
-    assert proxy.accepted == 1
+    assert proxy.accepted <= 4
 
 
 def test_a_connection_is_not_shared_with_a_child(
