@@ -18,7 +18,7 @@ from kombu.messaging import Producer
 from chaos.history import DeliveryRecord, History, PublishRecord
 from chaos.project import notebook, now_us
 from delaytasks import DelayedTask
-from delaytasks.model.celery_calls import celery_tag
+from delaytasks.model.inputs import celery_tag
 
 #: The environment variable with the folder of the notes.
 NOTES = "CHAOS_NOTES"

@@ -8,8 +8,8 @@ from datetime import datetime
 from chaos.celery_messages import MOST_RUNS
 from chaos.history import CallRecord, History, Occurrence, RowChange
 from delaytasks import DelayedTask, Status
-from delaytasks.model.celery_calls import CELERY_PREFIX
 from delaytasks.model.clock import to_us
+from delaytasks.model.inputs import CELERY_PREFIX
 from delaytasks.model.moves import FINISHED
 
 

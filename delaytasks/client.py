@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, cast, overload
 from delaytasks.attachment import attach, forced
 from delaytasks.events import Events
 from delaytasks.handles import Body, Converted, Processor
-from delaytasks.model.celery_calls import ANY_CELERY_TASK, CALLBACK, MESSAGE, RETRY_SCHEDULE
 from delaytasks.model.errors import InvalidInputError
-from delaytasks.model.inputs import Delay, check_key, check_tag
+from delaytasks.model.inputs import ANY_CELERY_TASK, CALLBACK, MESSAGE, Delay, check_key, check_tag
+from delaytasks.model.outcomes import RetrySchedule
 from delaytasks.model.task import (
     CancelResult,
     DelayedTask,
@@ -132,9 +132,11 @@ class DelayTasks:
         self._made: Runtime | None = None
         self._is_in_test = False
         self._processes = Processes(lambda: self._runtime)
-        self.processor(CALLBACK, retries=RETRY_SCHEDULE, schema=_callback_of)(self._call_back)
-        self.processor(MESSAGE, retries=RETRY_SCHEDULE, schema=_message_of)(self._send_message)
-        self.processor(ANY_CELERY_TASK, retries=RETRY_SCHEDULE, batch=MAX_BATCH)(
+        self.processor(CALLBACK, retries=RetrySchedule.NOTIFY, schema=_callback_of)(self._call_back)
+        self.processor(MESSAGE, retries=RetrySchedule.NOTIFY, schema=_message_of)(
+            self._send_message
+        )
+        self.processor(ANY_CELERY_TASK, retries=RetrySchedule.NOTIFY, batch=MAX_BATCH)(
             self._publish_tasks
         )
         if celery_app is not None:

@@ -17,7 +17,6 @@ from types import CoroutineType
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from delaytasks.model.body import BodySchema, BodyVersions, Upgrade
-from delaytasks.model.celery_calls import processor_tag
 from delaytasks.model.clock import monotonic, reset_in_child
 from delaytasks.model.errors import (
     BodyRefusedError,
@@ -25,7 +24,7 @@ from delaytasks.model.errors import (
     InvalidInputError,
     UnknownTagError,
 )
-from delaytasks.model.inputs import Delay, check_queue, check_tag, check_wait
+from delaytasks.model.inputs import Delay, check_queue, check_tag, check_wait, processor_tag
 from delaytasks.model.outcomes import MAX_RETRY_DELAY_S, Retries, RetryRule, RetrySchedule
 from delaytasks.model.task import DelayedTask
 from delaytasks.model.text import shown

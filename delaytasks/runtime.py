@@ -22,8 +22,8 @@ from delaytasks.db.migrations import url_of
 from delaytasks.db.producer import CallerTransactions, Producer, QueueRouting
 from delaytasks.db.store import Store
 from delaytasks.model.body import Cipher
-from delaytasks.model.celery_calls import CALLBACK
 from delaytasks.model.clock import Clock, IdMaker, reset_in_child, wall_ms
+from delaytasks.model.inputs import CALLBACK
 from delaytasks.model.policies import PolicyCache
 from delaytasks.model.private_files import tighten_data_folder
 from delaytasks.model.task import DelayedTask

@@ -11,7 +11,7 @@ from benchmarks.processes import BenchmarkProcess
 from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError, instant, sleep_until, wait_until, wall
 from delaytasks import NewTask
-from delaytasks.model.celery_calls import CALLBACK
+from delaytasks.model.inputs import CALLBACK
 from delaytasks.model.moves import Status
 
 ANSWERS_AFTER_MS = 50

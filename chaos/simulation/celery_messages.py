@@ -15,9 +15,9 @@ from delaytasks.db.producer import Producer
 from delaytasks.durable_eta.capture import StoredMessage, new_task
 from delaytasks.durable_eta.publish import CeleryTasks
 from delaytasks.events import Events
-from delaytasks.model.celery_calls import ANY_CELERY_TASK
 from delaytasks.model.clock import to_us
 from delaytasks.model.errors import DelayTaskError, OutcomeUnknownError, TaskStateError
+from delaytasks.model.inputs import ANY_CELERY_TASK
 
 #: The share of plays with durable Celery tasks, how many these have at most, and how many of these
 #: in 100 are revoked.

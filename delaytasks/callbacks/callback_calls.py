@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from delaytasks.model.celery_calls import CALLBACK, MESSAGE
-from delaytasks.model.inputs import Delay
+from delaytasks.model.inputs import CALLBACK, MESSAGE, Delay
 from delaytasks.model.task import DelayedTask, NewTask
 from delaytasks.twins import CallGroup, twin
 

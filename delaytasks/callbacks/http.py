@@ -35,10 +35,9 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 
 from delaytasks.callbacks.signatures import ID, SIGNATURE, TIMESTAMP, SigningKeys
 from delaytasks.loops import within
-from delaytasks.model.celery_calls import RETRY_SCHEDULE
 from delaytasks.model.clock import UTC, Clock, monotonic, reset_in_child
 from delaytasks.model.errors import ConfigError, ForbiddenURLError, InvalidInputError
-from delaytasks.model.outcomes import Done, Fail, Outcome, Retry
+from delaytasks.model.outcomes import Done, Fail, Outcome, Retry, RetrySchedule
 from delaytasks.model.task import DelayedTask
 from delaytasks.model.text import mask_url, one_line, shown
 from delaytasks.settings import Settings
@@ -443,7 +442,7 @@ class HttpCallbacks:
         """
         asked = retry_after_s(response.headers.get("Retry-After", ""), self._clock.now())
         asked = min(asked, MAX_RETRY_AFTER_S, self._settings.max_delay_s)
-        wait = (task.retry_schedule or RETRY_SCHEDULE).wait_s(task.runs)
+        wait = (task.retry_schedule or RetrySchedule.NOTIFY).wait_s(task.runs)
         return asked if wait is not None and asked > wait else None
 
 

@@ -20,7 +20,7 @@ with needs_extra("opentelemetry", "delaytasks.contrib.opentelemetry"):
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from delaytasks.contrib.run_signals import RunReceivers
-from delaytasks.model.celery_calls import add_trace_source, remove_trace_source
+from delaytasks.db.producer import trace_sources
 from delaytasks.model.inputs import MAX_VALUE_LENGTH
 from delaytasks.model.task import DelayedTask
 
@@ -155,7 +155,7 @@ def instrument(
     global _tracing
     uninstrument()
     _tracing = _Tracing(tracer_provider, continues_trace)
-    add_trace_source(_tracing.scheduled)
+    trace_sources.append(_tracing.scheduled)
     _tracing.receivers.connect()
 
 
@@ -168,7 +168,7 @@ def uninstrument() -> None:
     """
     global _tracing
     if _tracing is not None:
-        remove_trace_source(_tracing.scheduled)
+        trace_sources.remove(_tracing.scheduled)
         _tracing.receivers.disconnect()
         _tracing = None
 

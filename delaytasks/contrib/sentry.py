@@ -21,7 +21,7 @@ with needs_extra("sentry", "delaytasks.contrib.sentry"):
     from sentry_sdk.utils import event_from_exception
 
 from delaytasks.contrib.run_signals import RunReceivers
-from delaytasks.model.celery_calls import add_trace_source
+from delaytasks.db.producer import trace_sources
 from delaytasks.model.inputs import MAX_VALUE_LENGTH
 from delaytasks.model.task import DelayedTask
 
@@ -52,7 +52,7 @@ class DelayTasksIntegration(Integration):
     def setup_once() -> None:
         """Called by `sentry_sdk.init` for the first client of a process."""
         add_global_event_processor(_drop_repeated)
-        add_trace_source(_trace_of_call)
+        trace_sources.append(_trace_of_call)
         RunReceivers("sentry", _started, _ended, _left).connect()
         signals.worker_init.connect(_subscribe, weak=False)
         signals.worker_process_shutdown.connect(_flush, weak=False)

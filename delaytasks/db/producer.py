@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import math
 import re
 import sys
 import warnings
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -20,7 +21,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from delaytasks.events import Events
 from delaytasks.model.body import FIRST_VERSION, check_version, encode_body, plain
-from delaytasks.model.celery_calls import add_trace
 from delaytasks.model.clock import Clock, from_us
 from delaytasks.model.errors import (
     DuplicateTaskError,
@@ -63,6 +63,8 @@ from delaytasks.settings import Settings
 
 if TYPE_CHECKING:
     from delaytasks.db.task_rows import Tasks
+
+logger = logging.getLogger("delaytasks")
 
 # -- Selects the queue of a tag -------------------------------------------------------------------
 
@@ -186,7 +188,8 @@ class Producer:
         check_on_conflict(on_conflict)
         cache = BuildCache(now or self._clock.certain_now())
         tasks = [self._build(new, on_conflict, cache) for new in asked]
-        add_trace(tasks)
+        if trace_sources:
+            _add_trace(tasks)
         return tasks
 
     def make_batch(self, asked: Iterable[NewTask], on_conflict: OnConflict) -> RowBatch:
@@ -564,6 +567,31 @@ def _is_same(existing: DelayedTask, task: DelayedTask) -> bool:
         task.body_json,
         task.create_time,
     )
+
+
+# -- The trace context of the caller, which travels in the meta of new tasks -----------------------
+
+
+#: Returns the pairs of meta for new tasks of one tag. The tasks are not written yet.
+TraceSource = Callable[[str, Sequence[DelayedTask]], Mapping[str, str]]
+#: The sources of Sentry and OpenTelemetry, which belong to the process as their tracers do.
+trace_sources: list[TraceSource] = []
+
+
+def _add_trace(tasks: Sequence[DelayedTask]) -> None:
+    by_tag: dict[str, list[DelayedTask]] = {}
+    for task in tasks:
+        by_tag.setdefault(task.tag, []).append(task)
+    for tag, group in by_tag.items():
+        for source in trace_sources:
+            try:
+                pairs = source(tag, group)
+            except Exception:  # a tracer must not prevent the call that it traces
+                logger.exception("the trace context of new tasks is not known")
+                continue
+            for task in group if pairs else ():
+                with suppress(InvalidInputError):  # there is no room for the pairs
+                    task.meta_json = encode_meta({**pairs, **task.meta})
 
 
 # -- The transactions of callers -------------------------------------------------------------------

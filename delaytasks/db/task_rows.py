@@ -29,7 +29,6 @@ from delaytasks.db.settlements import Attempts
 from delaytasks.db.statements import BulkInsert, Insert
 from delaytasks.db.task_keys import TaskKeys
 from delaytasks.db.types import UTCDateTime, db_now, unindexed
-from delaytasks.model.celery_calls import CELERY_PREFIX
 from delaytasks.model.clock import from_us, to_us
 from delaytasks.model.errors import (
     DuplicateTaskError,
@@ -39,6 +38,7 @@ from delaytasks.model.errors import (
     TaskStateError,
 )
 from delaytasks.model.filters import Filter, batches
+from delaytasks.model.inputs import CELERY_PREFIX
 from delaytasks.model.moves import LIVE, MOVES, Status, following
 from delaytasks.model.task import Attempt, CallerConnection, DelayedTask, OnConflict, Page
 from delaytasks.model.text import shown

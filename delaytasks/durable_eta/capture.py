@@ -24,9 +24,9 @@ from kombu.serialization import dumps, loads, prepare_accept_content
 from kombu.utils import json as kombu_json
 
 from delaytasks.broker.link import Outgoing
-from delaytasks.model.celery_calls import celery_key, celery_tag
 from delaytasks.model.clock import Clock
 from delaytasks.model.errors import BodyRefusedError
+from delaytasks.model.inputs import celery_key, celery_tag
 from delaytasks.model.task import NewTask
 from delaytasks.model.text import shown
 

@@ -21,9 +21,9 @@ from delaytasks.durable_eta.capture import (
     stamps_of,
     store_revoked,
 )
-from delaytasks.model.celery_calls import celery_key
 from delaytasks.model.clock import MAX_ID
 from delaytasks.model.errors import BodyRefusedError, ConfigError, DelayTaskError, InvalidInputError
+from delaytasks.model.inputs import celery_key
 from delaytasks.model.outcomes import Done, Fail, Outcome, Retry, Snooze
 from delaytasks.model.task import DelayedTask, Transaction, connection_of
 from delaytasks.operate.single_tasks import cancel_task

@@ -10,9 +10,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
 
-from delaytasks.model.celery_calls import CELERY_PREFIX
 from delaytasks.model.errors import ConfigError
-from delaytasks.model.inputs import check_actor
+from delaytasks.model.inputs import CELERY_PREFIX, check_actor
 from delaytasks.model.private_files import WatchedFile
 
 #: The file in the data folder.

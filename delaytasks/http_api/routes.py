@@ -22,7 +22,6 @@ from delaytasks.client import DelayTasks
 from delaytasks.http_api import schemas
 from delaytasks.http_api.api_keys import OWN_PREFIX, ApiKey, FindsKeys, Scopes
 from delaytasks.http_api.schemas import JSONSchema, check_value
-from delaytasks.model.celery_calls import CALLBACK, CELERY_PREFIX
 from delaytasks.model.clock import TokenBuckets
 from delaytasks.model.errors import (
     ConfigError,
@@ -34,7 +33,7 @@ from delaytasks.model.errors import (
     TaskNotFoundError,
     TaskStateError,
 )
-from delaytasks.model.inputs import parse_duration
+from delaytasks.model.inputs import CALLBACK, CELERY_PREFIX, parse_duration
 from delaytasks.model.task import CancelResult, DelayedTask, NewTask, OnConflict, TouchResult
 from delaytasks.model.text import needs_extra, shown
 from delaytasks.operate.health import HealthChecks, Probes

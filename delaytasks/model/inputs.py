@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import hashlib
 import json
 import math
 import os
@@ -11,7 +12,6 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from hashlib import blake2b
 from operator import mul
 from typing import Any, TypeGuard
 
@@ -157,6 +157,51 @@ SCHEDULE_NAME_LENGTH = KEY_LENGTH - 25
 PAGE_MAX = 1000
 MAX_PRIORITY = 9
 _QUEUE = re.compile(r"[A-Za-z0-9_.-]+")
+
+
+# -- The tags of tasks that the library itself runs, in each app with delaytasks -------------------
+
+
+#: The tag of HTTP callbacks.
+CALLBACK = "delaytasks.callback"
+#: The tag of messages to queues.
+MESSAGE = "delaytasks.message"
+#: The row of the Celery task `shop.remind` has the tag `celery:shop.remind`, and its key is the id
+#: of the Celery task. So the rows are found, paused, limited and cancelled like those of any other
+#: tag.
+CELERY_PREFIX = "celery:"
+#: The tag under which the processor of all these rows is registered.
+ANY_CELERY_TASK = "delaytasks.celery"
+#: Hexadecimal digits that tell long names apart whose beginnings are equal.
+_DIGITS = 16
+
+
+def celery_tag(name: str) -> str:
+    """Return the tag of a Celery task; a name that is too long for a tag is shortened."""
+    tag = CELERY_PREFIX + name
+    if len(tag) <= TAG_LENGTH:
+        return tag
+    return f"{tag[: TAG_LENGTH - _DIGITS - 1]}~{_digest(name)}"
+
+
+def processor_tag(tag: str) -> str:
+    """Return the tag under which the processor of `tag` may be registered as well."""
+    return ANY_CELERY_TASK if tag.startswith(CELERY_PREFIX) else tag
+
+
+def celery_key(task_id: str) -> str:
+    """Return the key for the id of a Celery task, which may be any text."""
+    try:
+        return check_key(task_id)
+    except InvalidInputError:
+        return _digest(task_id)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:_DIGITS]
+
+
+# -- Checks of names and numbers -------------------------------------------------------------------
 
 
 def check_tag(tag: object) -> str:
@@ -393,7 +438,7 @@ _SCALE = 2.0**64
 
 def share_of(name: str) -> float:
     """Return a number from 0 up to 1 that only depends on `name`, and is uniform over all names."""
-    digest = blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest()
+    digest = hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big") / _SCALE
 
 

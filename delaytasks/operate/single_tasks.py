@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from delaytasks.model.celery_calls import CELERY_PREFIX
 from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import (
     InvalidInputError,
@@ -18,7 +17,14 @@ from delaytasks.model.errors import (
     WaitTimeoutError,
 )
 from delaytasks.model.filters import Filters, filter_of
-from delaytasks.model.inputs import check_id, check_key, check_page_limit, check_tag, check_wait
+from delaytasks.model.inputs import (
+    CELERY_PREFIX,
+    check_id,
+    check_key,
+    check_page_limit,
+    check_tag,
+    check_wait,
+)
 from delaytasks.model.moves import Status
 from delaytasks.model.outcomes import MAX_RETRY_DELAY_S
 from delaytasks.model.task import (

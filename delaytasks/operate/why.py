@@ -9,9 +9,8 @@ from shlex import quote
 from typing import Any, NamedTuple
 
 from delaytasks.model.body import PREFIX, is_encrypted, name_in
-from delaytasks.model.celery_calls import processor_tag
 from delaytasks.model.clock import json_fields
-from delaytasks.model.inputs import show_duration, show_timing
+from delaytasks.model.inputs import processor_tag, show_duration, show_timing
 from delaytasks.model.moves import Status
 from delaytasks.model.policies import Policy
 from delaytasks.model.task import DelayedTask, OverdueGroup

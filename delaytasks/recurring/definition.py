@@ -12,10 +12,10 @@ from zoneinfo import ZoneInfo
 
 from delaytasks.db.schema import TIMING_LENGTH
 from delaytasks.model.body import decoded, is_encrypted, placeholder
-from delaytasks.model.celery_calls import celery_tag
 from delaytasks.model.clock import LATEST
 from delaytasks.model.errors import InvalidInputError
 from delaytasks.model.inputs import (
+    celery_tag,
     check_instant,
     check_schedule_name,
     check_wait,

@@ -17,9 +17,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from celery.local import PromiseProxy
 
-from delaytasks.model.celery_calls import CELERY_PREFIX
 from delaytasks.model.errors import ConfigError, InvalidInputError, TaskNotFoundError
-from delaytasks.model.inputs import actor_of, check_page_limit, check_schedule_name, check_tag
+from delaytasks.model.inputs import (
+    CELERY_PREFIX,
+    actor_of,
+    check_page_limit,
+    check_schedule_name,
+    check_tag,
+)
 from delaytasks.model.task import DelayedTask
 from delaytasks.recurring.creation import Visit, make_tasks, new_task, report
 from delaytasks.recurring.definition import (

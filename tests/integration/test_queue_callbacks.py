@@ -17,7 +17,7 @@ from redis import Redis
 from delaytasks import BodyRefusedError, DelayedTask, DelayTasks, InvalidInputError, Status
 from delaytasks.callbacks.by_message import Message
 from delaytasks.db import migrations
-from delaytasks.model.celery_calls import MESSAGE
+from delaytasks.model.inputs import MESSAGE
 from delaytasks.runtime import runtime_of
 from tests.conftest import closing_all
 from tests.integration.conftest import Deploy

@@ -16,8 +16,8 @@ import pytest
 from delaytasks import DelayedTask, DelayTasks
 from delaytasks.callbacks.http import Callback, Guard, HttpCallbacks
 from delaytasks.db import migrations
-from delaytasks.model.celery_calls import CALLBACK
 from delaytasks.model.clock import Clock
+from delaytasks.model.inputs import CALLBACK
 from delaytasks.runtime import runtime_of
 from delaytasks.settings import load_settings
 from tests.waiting import within

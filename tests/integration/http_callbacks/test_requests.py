@@ -14,8 +14,8 @@ from standardwebhooks import Webhook
 from delaytasks import BodyRefusedError, DelayTasks, Done, ForbiddenURLError, RetrySchedule, Status
 from delaytasks.callbacks import http as addresses
 from delaytasks.callbacks.http import Callback
-from delaytasks.model.celery_calls import CALLBACK
 from delaytasks.model.clock import Clock
+from delaytasks.model.inputs import CALLBACK
 from delaytasks.runtime import runtime_of
 from tests.integration.http_callbacks.conftest import PATIENCE_S, SECRETS, Caller, task
 from tests.proxy import WebServer, answer, reset
