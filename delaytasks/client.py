@@ -53,8 +53,7 @@ from delaytasks.worker.processes import Processes
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from delaytasks.callbacks.by_message import Message
-    from delaytasks.callbacks.callback_calls import CallbackCalls
+    from delaytasks.callbacks.callback_calls import CallbackCalls, Message
     from delaytasks.callbacks.http import Callback
     from delaytasks.db.sessions import ConnectionSource
     from delaytasks.handles import BatchDecorator, Decorator, SchemaBatchDecorator, SchemaDecorator
@@ -81,7 +80,7 @@ def _callback_of(body: Any) -> Callback:
 
 
 def _message_of(body: Any) -> Message:
-    from delaytasks.callbacks.by_message import Message
+    from delaytasks.callbacks.callback_calls import Message
 
     return Message(**body)
 

@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -34,10 +34,11 @@ from delaytasks.twins import AsyncCalls
 if TYPE_CHECKING:
     from delaytasks.broker.direct import DirectTimer
     from delaytasks.broker.redis_timer import RedisTimer
-    from delaytasks.callbacks.by_message import QueueCallbacks
+    from delaytasks.callbacks.callback_calls import Message
     from delaytasks.callbacks.http import HttpCallbacks
     from delaytasks.client import DelayTasks
     from delaytasks.durable_eta.publish import CeleryTasks, Revocations
+    from delaytasks.model.outcomes import Outcome
     from delaytasks.model.task import Timer
     from delaytasks.operate.explanations import Explanations
     from delaytasks.recurring.creation import RecurringTable
@@ -237,10 +238,10 @@ class Runtime:
         return HttpCallbacks(self.settings, Guard(self.settings.callback_allow), self.clock)
 
     @part
-    def queue_callbacks(self) -> QueueCallbacks:
-        from delaytasks.callbacks.by_message import QueueCallbacks
+    def queue_callbacks(self) -> Callable[[Message, DelayedTask], Outcome]:
+        from delaytasks.callbacks.callback_calls import send_message
 
-        return QueueCallbacks(self)
+        return partial(send_message, self)
 
     @part
     def queue_links(self) -> ConfirmingLinks:

@@ -1,6 +1,5 @@
 """Callbacks: tasks that POST to a URL or send a message to a queue. See docs/callbacks.md."""
 
-from delaytasks.callbacks.receiving import webhook
-from delaytasks.callbacks.signatures import Received, verify
+from delaytasks.callbacks.signatures import Received, verify, webhook
 
 __all__ = ["Received", "verify", "webhook"]

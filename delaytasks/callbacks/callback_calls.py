@@ -1,19 +1,32 @@
-"""The calls that schedule callbacks: `delays.callbacks`."""
+"""The calls that schedule callbacks, `delays.callbacks`, and the messages to queues.
+
+A task of the tag `delaytasks.message` sends a message to a queue or an exchange. `http` has the
+tasks that POST to a URL.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from kombu import Connection
+
+from delaytasks.broker.link import Outgoing
+from delaytasks.model.errors import InvalidInputError
 from delaytasks.model.inputs import CALLBACK, MESSAGE, Delay
+from delaytasks.model.outcomes import Done, Fail, Outcome
 from delaytasks.model.task import DelayedTask, NewTask
+from delaytasks.model.text import shown
 from delaytasks.twins import CallGroup, twin
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from delaytasks.model.task import OnConflict, TaskOptions
+    from delaytasks.runtime import Runtime
 
 
 class CallbackCalls(CallGroup):
@@ -129,7 +142,8 @@ class CallbackCalls(CallGroup):
         --------
         >>> delays.callbacks.publish("invoices", {"order": 7}, 60)
         """
-        content = self._runtime.queue_callbacks.content(to, body, exchange, headers)
+        message = Message(to, body, exchange, headers or {})
+        content = {name: getattr(message, name) for name in Message.__slots__}
         return self._schedule(NewTask(MESSAGE, content, delay, at, **options), on_conflict, session)
 
     apublish = twin(publish)
@@ -137,3 +151,79 @@ class CallbackCalls(CallGroup):
     def _schedule(self, new: NewTask, on_conflict: OnConflict, session: Any) -> DelayedTask:
         runtime = self._runtime
         return runtime.producer.schedule(new, on_conflict, runtime.transactions.of(session))
+
+
+# -- Callbacks to queues --------------------------------------------------------------------------
+
+#: The longest name of a queue or an exchange. This is the limit of AMQP's short strings.
+MAX_NAME_BYTES = 255
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """The body of a message to a queue. Another program may have written it."""
+
+    #: The name of a queue; with an exchange the routing key.
+    to: str
+    body: Any = None
+    exchange: str = ""
+    headers: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_name(self.exchange, "exchange")
+        _check_name(self.to, "to")
+        if not (self.to or self.exchange):
+            raise InvalidInputError(
+                "a message goes to a queue or an exchange, and neither is named", "to"
+            )
+        if not isinstance(self.headers, Mapping):
+            raise InvalidInputError(
+                f"headers are a mapping, not {type(self.headers).__name__}", "headers"
+            )
+        for name, value in self.headers.items():
+            if not isinstance(name, str) or not isinstance(value, (str, int, float)):
+                raise InvalidInputError(
+                    f"the header {shown(name)} is not a name with a string, number or bool",
+                    "headers",
+                )
+
+
+def _check_name(name: object, argument: str) -> None:
+    if not isinstance(name, str) or not (
+        name.isprintable() and len(name.encode()) <= MAX_NAME_BYTES
+    ):
+        raise InvalidInputError(
+            f"{argument} has at most {MAX_NAME_BYTES} printable bytes, not {shown(name)}", argument
+        )
+
+
+def send_message(runtime: Runtime, message: Message, task: DelayedTask) -> Outcome:
+    """Send a message, and wait for the broker's confirmation.
+
+    Raises the transport's exception if the broker refuses the message, does not confirm it, or has
+    no queue for it.
+    """
+    if message.exchange:
+        url = runtime.settings.callback_broker_url
+        transport = (Connection(url) if url else runtime.celery.connection_for_write()).transport
+        if transport.driver_type != "amqp":
+            driver = transport.driver_name
+            return Fail(f"{driver} has no exchanges: on it a message goes to a queue")
+    outgoing = Outgoing(
+        json.dumps(message.body, separators=(",", ":")),
+        {
+            "exchange": message.exchange,
+            "routing_key": message.to,
+            "headers": dict(message.headers),
+            "content_type": "application/json",
+            "content_encoding": "utf-8",
+            "delivery_mode": 2,
+            "message_id": str(task.id),
+            # Otherwise the broker drops and confirms a message for which there is no queue.
+            "mandatory": True,
+        },
+    )
+    [error] = runtime.queue_links.publish([outgoing])
+    if error is not None:
+        raise error
+    return Done()

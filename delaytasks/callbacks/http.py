@@ -1,5 +1,5 @@
-"""HTTP callbacks: the addresses that are allowed, the connection to a checked address, and the
-answers.
+"""HTTP callbacks: a task of the tag `delaytasks.callback` is a POST, and the status of the response
+is its outcome.
 
 The URL is checked when the callback is scheduled, and the address of its host when the callback is
 sent. The connection goes to the address that was checked, so that a later change of the name has no
@@ -24,14 +24,15 @@ from datetime import datetime
 from email.utils import parsedate_to_datetime
 from functools import partial
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from requests import PreparedRequest
+from requests import PreparedRequest, RequestException, Response
 from requests.adapters import HTTPAdapter
 from requests.utils import DEFAULT_CA_BUNDLE_PATH
 from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.exceptions import HTTPError
 
 from delaytasks.callbacks.signatures import ID, SIGNATURE, TIMESTAMP, SigningKeys
 from delaytasks.loops import within
@@ -42,8 +43,7 @@ from delaytasks.model.task import DelayedTask
 from delaytasks.model.text import mask_url, one_line, shown
 from delaytasks.settings import Settings
 
-if TYPE_CHECKING:
-    import requests
+# -- The addresses that are allowed ---------------------------------------------------------------
 
 
 Address = IPv4Address | IPv6Address
@@ -283,10 +283,7 @@ def _allowed_entry(entry: str) -> _Allowed:
     )
 
 
-# -- http -----------------------------------------------------------------------------------------
-
-# HTTP callbacks: a task of the tag `delaytasks.callback` is a POST, and the response's status is
-# its outcome.
+# -- Requests and responses -----------------------------------------------------------------------
 
 
 #: A receiver may ask for a longer wait than the next retry delay, up to this.
@@ -296,8 +293,6 @@ MAX_RESPONSE_BYTES = 64 * 1024
 #: The part of a response that is stored with a failed attempt.
 MAX_QUOTED_CHARS = 500
 _DEFAULT_HEADERS = {"Content-Type": "application/json", "User-Agent": "delaytasks"}
-
-
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _HEADER_VALUE = re.compile(r"[\x21-\x7e](?:[\t\x20-\x7e]*[\x21-\x7e])?")
 #: Headers that frame the request, contain its destination, or describe the sender to the receiver.
@@ -355,9 +350,8 @@ class HttpCallbacks:
     def content(self, url: str, body: Any, headers: Mapping[str, str] | None) -> dict[str, Any]:
         """Return the body of a callback's task, after checking it."""
         self._guard.check(url)
-        Callback(url, body, headers or {})
-        content = {"url": url, "body": body}
-        return {**content, "headers": dict(headers)} if headers else content
+        callback = Callback(url, body, headers or {})
+        return {name: getattr(callback, name) for name in Callback.__slots__}
 
     def __call__(self, callback: Callback, task: DelayedTask) -> Outcome:
         payload = json.dumps(callback.body, separators=(",", ":")).encode()
@@ -374,8 +368,6 @@ class HttpCallbacks:
     def _post(
         self, target: Target, headers: Mapping[str, str], payload: bytes, task: DelayedTask
     ) -> Outcome:
-        import requests
-
         settings, adapter, where = self._settings, self._adapter(), target.host_and_port
         deadline.set(monotonic() + settings.callback_timeout_s)
         # The time limit of each step: look up the name, connect, negotiate TLS, send head and body.
@@ -383,7 +375,7 @@ class HttpCallbacks:
         try:
             address = self._guard.address(target, task.runs - 1, step_s)
             where = f"{target.host_and_port} ({address})"
-            request = requests.PreparedRequest()
+            request = PreparedRequest()
             headers = {**_DEFAULT_HEADERS, **headers, **self._own_headers(target, payload, task)}
             request.prepare("POST", target.url_at(address), headers, data=payload)
             response = adapter.send(
@@ -391,7 +383,7 @@ class HttpCallbacks:
             )
             with closing(response):
                 return self._outcome(response, task)
-        except (requests.RequestException, OSError) as error:
+        except (RequestException, OSError) as error:
             cause = _first_cause(error)
             text = one_line(str(cause) or type(cause).__name__, MAX_QUOTED_CHARS)
             return Retry(reason=f"network: {type(error).__name__} at {where}: {text}")
@@ -413,13 +405,12 @@ class HttpCallbacks:
         return headers
 
     def _adapter(self) -> Adapter:
-
         with self._lock:
             if self._made is None:
                 self._made = Adapter(self._settings.callback_in_flight)
             return self._made
 
-    def _outcome(self, response: requests.Response, task: DelayedTask) -> Outcome:
+    def _outcome(self, response: Response, task: DelayedTask) -> Outcome:
         """Return the outcome. It depends on the status alone, even if the body cannot be read."""
         status, quoted = response.status_code, _quoted(response)
         if 200 <= status < 300:
@@ -434,7 +425,7 @@ class HttpCallbacks:
             return Fail(reason)
         return Retry(self._asked_wait_s(response, task) if status in (429, 503) else None, reason)
 
-    def _asked_wait_s(self, response: requests.Response, task: DelayedTask) -> float | None:
+    def _asked_wait_s(self, response: Response, task: DelayedTask) -> float | None:
         """Return the wait of `Retry-After` if it is longer than the next retry delay, else None.
 
         Otherwise a receiver that always asks for one second would use up the retry schedule in some
@@ -447,25 +438,25 @@ class HttpCallbacks:
 
 
 def retry_after_s(text: str, now: datetime) -> float:
-    """Return the seconds from `now` in a `Retry-After` header, which has seconds or a date."""
+    """Return the seconds from `now` in a `Retry-After` header, which has seconds or a date.
+
+    urllib3's own parser has a limit of six hours in some of its versions.
+    """
     if re.fullmatch("[0-9]{1,15}", text):
         return float(text)
     try:
         when = parsedate_to_datetime(text)
-        return max(
-            (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp() - now.timestamp(), 0
-        )
+        when = when if when.tzinfo else when.replace(tzinfo=UTC)
+        return max((when - now).total_seconds(), 0.0)
     except (ValueError, TypeError, OverflowError):
         return 0.0
 
 
-def _quoted(response: requests.Response) -> str:
+def _quoted(response: Response) -> str:
     """Return the first part of a response on one line.
 
     A response that is read to its end leaves its connection to the next callback.
     """
-    from urllib3.exceptions import HTTPError
-
     try:
         body = response.raw.read(MAX_RESPONSE_BYTES, decode_content=False)
     except (HTTPError, OSError):
@@ -485,10 +476,8 @@ def _first_cause(error: BaseException) -> BaseException:
     return error
 
 
-# -- connections ----------------------------------------------------------------------------------
+# -- Connections to untrusted servers: to the address that was checked, and with time limits ------
 
-# HTTP connections to untrusted servers: to the address that was checked, and with time limits.
-#
 # The host of a URL is replaced by its address here, and the `Host` header has the name. TLS asks
 # the server for the certificate of that name, and checks the certificate against it.
 
@@ -579,28 +568,21 @@ class _Response(http.client.HTTPResponse):
         )
 
     def begin(self) -> None:
+        """Read the headers. A connection is used again only if they state in exactly one way where
+        the response ends, and announce no body that the receiver may still send.
+        """
         super().begin()
-        self.will_close = (
-            self.will_close
-            or self.status == http.client.SWITCHING_PROTOCOLS
-            or not self._is_framed()
-            or (self.status in _WITHOUT_BODY and self._announces_body())
-        )
-
-    def _is_framed(self) -> bool:
-        """Return whether the headers state in exactly one way where the response ends."""
         codings, lengths = (
             self.headers.get_all(name, []) for name in ("Transfer-Encoding", "Content-Length")
         )
-        if codings:
-            return len(codings) == 1 and codings[0].lower() == "chunked" and not lengths
-        return not lengths or (
-            len(lengths) == 1 and re.fullmatch("[0-9]{1,18}", lengths[0]) is not None
-        )
-
-    def _announces_body(self) -> bool:
-        """Return whether the headers announce bytes that the receiver may still send."""
-        return "Transfer-Encoding" in self.headers or self.headers.get("Content-Length", "0") != "0"
+        if self.status in _WITHOUT_BODY:
+            is_clear = not codings and lengths in ([], ["0"])
+        elif codings:
+            is_clear = [coding.lower() for coding in codings] == ["chunked"] and not lengths
+        else:
+            is_clear = not lengths or re.fullmatch("[0-9]{1,18}", ",".join(lengths)) is not None
+        if not is_clear or self.status == http.client.SWITCHING_PROTOCOLS:
+            self.will_close = True
 
 
 class _CheckedReuse:

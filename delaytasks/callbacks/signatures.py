@@ -1,17 +1,21 @@
-"""Signatures of callbacks, as specified by Standard Webhooks."""
+"""Signatures of callbacks, as specified by Standard Webhooks, and the views that receive them."""
 
 from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import hmac
+import inspect
 import json
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from delaytasks.model.clock import wall_ms
 from delaytasks.model.errors import ConfigError, InvalidInputError
 from delaytasks.model.text import SecretBytes
+
+R = TypeVar("R")
 
 ID, TIMESTAMP, SIGNATURE = "webhook-id", "webhook-timestamp", "webhook-signature"
 #: A callback is refused if its timestamp differs by more than this: it may be a replay.
@@ -138,3 +142,125 @@ def _key(secret: str, number: int) -> bytes:
             f"callback secret {number} is not of the form whsec_…, base64 of 24 to 64 bytes"
         )
     return SecretBytes(key)
+
+
+# -- Views of Django, Flask, FastAPI and Starlette ------------------------------------------------
+
+
+def webhook(secrets: str | Iterable[str]) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Decorate a view so that only signed callbacks reach it.
+
+    The view is one of Django, Flask, FastAPI or Starlette, and may be a coroutine function. Its
+    parameter `callback` receives the `Received` with the id and the body of the callback. Requests
+    without a valid signature are answered with 401, and bodies that are not JSON with 400. Django
+    does not check a CSRF token.
+
+    Parameters
+    ----------
+    secrets
+        The secret, or the secrets while they are rotated, that sign callbacks.
+
+    Returns
+    -------
+    callable
+        The decorator.
+
+    Examples
+    --------
+    >>> @app.post("/order-closed")
+    ... @webhook(SECRET)
+    ... def order_closed(callback):
+    ...     ship(callback.body["order"])
+    """
+    known = secrets if isinstance(secrets, str) else tuple(secrets)
+
+    def decorate(view: Callable[..., R]) -> Callable[..., R]:
+        parameters = inspect.signature(view).parameters
+
+        def refusal(request: Any, payload: bytes, values: dict[str, Any]) -> Any:
+            """Add the callback to the arguments of the view, or return the response."""
+            try:
+                values["callback"] = verify(payload, request.headers, known)
+            except InvalidInputError as error:
+                return _response(request, 401 if error.argument == "headers" else 400, str(error))
+            if "request" not in parameters:
+                values.pop("request", None)  # FastAPI gives it to the decorator
+            return None
+
+        def receive(*args: Any, **values: Any) -> Any:
+            request = _request_in([*args, *values.values()])
+            if _is_starlette(request):
+                from anyio.from_thread import run  # the view is called in a thread
+
+                payload = run(request.body)
+            else:
+                payload = _payload(request)
+            refused = refusal(request, payload, values)
+            return view(*args, **values) if refused is None else refused
+
+        async def areceive(*args: Any, **values: Any) -> Any:
+            request = _request_in([*args, *values.values()])
+            payload = await request.body() if _is_starlette(request) else _payload(request)
+            refused = refusal(request, payload, values)
+            coroutine: Any = view
+            return await coroutine(*args, **values) if refused is None else refused
+
+        is_async = inspect.iscoroutinefunction(view)
+        decorated: Any = functools.wraps(view)(areceive if is_async else receive)
+        decorated.csrf_exempt = True  # of Django
+        decorated.__signature__ = inspect.Signature(_of_fastapi(parameters))
+        typed: Callable[..., R] = decorated
+        return typed
+
+    return decorate
+
+
+def _of_fastapi(parameters: Mapping[str, inspect.Parameter]) -> list[inspect.Parameter]:
+    """Return the parameters whose values FastAPI finds in a request."""
+    found = [each for name, each in parameters.items() if name != "callback"]
+    if "request" in parameters:
+        return found
+    try:
+        from starlette.requests import Request
+    except ImportError:
+        return found
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return [inspect.Parameter("request", kind, annotation=Request), *found]
+
+
+def _request_in(arguments: Iterable[Any]) -> Any:
+    """Return the request of Django or Starlette in the arguments of a view, or that of Flask."""
+    for each in arguments:
+        if _is_django(each) or _is_starlette(each):
+            return each
+    from flask import request
+
+    return request
+
+
+def _is_django(request: Any) -> bool:
+    return hasattr(request, "META")
+
+
+def _is_starlette(request: Any) -> bool:
+    return hasattr(request, "receive") and hasattr(request, "scope")
+
+
+def _payload(request: Any) -> bytes:
+    payload: bytes = request.body if _is_django(request) else request.get_data()
+    return payload
+
+
+def _response(request: Any, status: int, text: str) -> Any:
+    kind = "text/plain"
+    if _is_django(request):
+        from django.http import HttpResponse
+
+        return HttpResponse(text, kind, status)
+    if _is_starlette(request):
+        from starlette.responses import PlainTextResponse
+
+        return PlainTextResponse(text, status)
+    from flask import Response
+
+    return Response(text, status, content_type=kind)

@@ -43,7 +43,7 @@ from delaytasks.worker.celery_tasks import processes_of
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from delaytasks.callbacks.by_message import Message
+    from delaytasks.callbacks.callback_calls import Message
     from delaytasks.callbacks.http import Callback
     from delaytasks.client import DelayTasks
 
