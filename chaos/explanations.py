@@ -13,6 +13,9 @@ from chaos.history import Fault, RowChange
 #: Leases are renewed after each third of their duration. An owner that cannot reach the database
 #: for a shorter time misses no renewal.
 MISSED = 1 / 3
+#: The rows of a worker are released 15 s after its last report, which may be 6 s old when it is cut
+#: off.
+SILENT_US = 9_000_000
 
 
 class LostLease(NamedTuple):
@@ -43,10 +46,10 @@ class Explanations:
         self._faults = [fault for fault in faults if fault.effect != "none"]
 
     def has_ended(self, lease: LostLease) -> bool:
-        """Return whether the owner is dead, so that its lease may end early."""
-        return any(
-            fault.effect in ("dead", "ending") and fault.from_us <= lease.until_us
-            for fault in self._hit(lease.owner)
+        """Return whether the owner is dead or was silent, so that its lease may end early."""
+        hit = list(self._hit(lease.owner))
+        return time_away_us(hit, lease) >= SILENT_US or any(
+            fault.effect in ("dead", "ending") and fault.from_us <= lease.until_us for fault in hit
         )
 
     def explain(self, lease: LostLease) -> bool:

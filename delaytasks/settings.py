@@ -26,6 +26,9 @@ PREFIX = "delaytasks_"
 NO_HORIZON_S = 30.0
 #: A worker counts as dead if it was silent for this many sweep intervals.
 SILENT_SWEEPS = 3
+#: Its running rows are not released earlier than after this time, however often sweeps come: a busy
+#: machine may silence a live worker for some seconds, and its tasks would run twice.
+LEAST_LOST_S = 15.0
 
 # -- Readers: convert a value, which may be text, or raise a ValueError with the rule -------------
 
@@ -426,6 +429,11 @@ class Settings:
     def silent_s(self) -> float:
         """A worker that was silent for this time counts as dead."""
         return SILENT_SWEEPS * self.sweep_s
+
+    @property
+    def lost_s(self) -> float:
+        """The running rows of a worker that was silent for this time are released."""
+        return max(self.silent_s, LEAST_LOST_S)
 
     @property
     def recurring_lead_s(self) -> float:

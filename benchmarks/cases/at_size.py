@@ -79,7 +79,11 @@ def _sweeps() -> list[Step]:
         (f"near, {NEAR:,} rows", lambda: sum(map(len, sweeps.due_between(now, until, 0, 1))), NEAR),
         ("priorities, one overdue", lambda: len(sweeps.levels(settings.grace_s)), 1),
         ("priorities, none overdue", lambda: sweeps.levels(DAY_S), []),
-        ("recover, none", lambda: sweeps.recover(settings.max_lost_leases, RECOVER_ROWS).total, 0),
+        (
+            "recover, none",
+            lambda: sweeps.recover(settings.max_lost_leases, RECOVER_ROWS, settings.lost_s).total,
+            0,
+        ),
         ("purge, no old rows", lambda: sweeps.purge(30 * DAY_S, PURGE_ROWS), 0),
         (f"claim_due of {CLAIMED}", lambda: len(claims.claim_due(queue, [0], CLAIMED)), CLAIMED),
         ("claim_recovered, no rows", lambda: claims.claim_recovered(queue, [0]), None),

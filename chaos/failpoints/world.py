@@ -28,7 +28,7 @@ from chaos.rows import rows_of
 from delaytasks.model.clock import to_us
 from delaytasks.model.moves import FINISHED, LIVE, Status
 from delaytasks.runtime import runtime_of
-from delaytasks.worker.leases_loop import is_there
+from delaytasks.worker.quick_loops import is_there
 from tests.running import Deployment, Process
 
 GRACE_S, SWEEP_S, DISPATCH_S = 0.1, 0.5, 2.0

@@ -197,7 +197,7 @@ def stage() -> Iterator[SimulationStage]:
         }
         others["delaytasks.broker.redis_timer"] = {"within": lambda _limit_s, work, **_: work()}
         # The pids are simulated; the simulated pool reports deaths.
-        others["delaytasks.worker.leases_loop"] = {"has_exited": lambda _pid: False}
+        others["delaytasks.worker.quick_loops"] = {"has_exited": lambda _pid: False}
         with installed(times, others):
             logger.setLevel(logging.CRITICAL)
             try:

@@ -64,7 +64,7 @@ class Child(Host):
             play.execute,
             thread_slots=SimulatedSlots(play),
             may_detach=True,
-            last_renewal=lambda: worker.processes.renewals.last(0),
+            last_renewal=lambda: worker.processes.renewals.last(),
             has_others=worker.processes.others_wait.is_so,
         )
         self._runner = Runner(runtime, host)

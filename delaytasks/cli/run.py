@@ -156,8 +156,9 @@ class OverdueRun:
         try:
             store = self._runtime.store
             self._show(total=OverdueRows(store.database, store.schema).count(0).tasks)
-            sweeps, most = store.sweeps, self._delays.settings.max_lost_leases
-            while (recovered := sweeps.recover(most, RECOVER_STEP)).total:
+            settings = self._delays.settings
+            which = settings.max_lost_leases, RECOVER_STEP, settings.lost_s
+            while (recovered := store.sweeps.recover(*which)).total:
                 emit_recovered(self._delays.events, recovered)
             while self._dispatch():
                 claimed = self._claimed

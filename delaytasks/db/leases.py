@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -87,10 +87,16 @@ def _reason(limit_s: float | None, began: datetime | None, now: datetime) -> str
     return TIMED_OUT.format(s=limit_s)
 
 
-def lease_is_over(tasks: Any) -> ColumnElement[bool]:
-    """The condition for a RUNNING row whose lease is over."""
+def is_abandoned(tasks: Any, lost: Iterable[Any] = ()) -> ColumnElement[bool]:
+    """The condition for a RUNNING row whose lease is over, or that a worker claimed before it was
+    lost. `lost` has the names of such workers, and when they were lost.
+    """
     runs = is_rare(tasks.c.status == int(Status.RUNNING))
-    return and_(runs, tasks.c.lease_until < db_now())
+    reasons = [tasks.c.lease_until < db_now()]
+    for name, lost_at in lost:
+        is_its = tasks.c.worker.startswith(f"{name}/", autoescape=True)
+        reasons.append(and_(is_its, tasks.c.update_time <= lost_at))
+    return and_(runs, or_(*reasons))
 
 
 def _recovery(tasks: Any, max_lost_leases: int, reason: str) -> Update:

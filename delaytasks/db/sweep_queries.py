@@ -29,7 +29,7 @@ from sqlalchemy import (
 
 from delaytasks.db.bulk_moves import Audit
 from delaytasks.db.database import Database
-from delaytasks.db.leases import lease_is_over, recover_rows
+from delaytasks.db.leases import is_abandoned, recover_rows
 from delaytasks.db.policy_rows import is_paused
 from delaytasks.db.rows import check_row_count
 from delaytasks.db.schema import Schema
@@ -44,6 +44,7 @@ from delaytasks.db.searching import (
 from delaytasks.db.settlements import Attempts
 from delaytasks.db.task_keys import TaskKeys
 from delaytasks.db.types import db_now, db_now_plus, is_narrow, is_past, once, unindexed
+from delaytasks.db.worker_table import EXPIRED_PER_SWEEP
 from delaytasks.model.clock import to_us
 from delaytasks.model.moves import FINISHED, Status
 from delaytasks.model.policies import NO_POLICIES, Policies
@@ -222,9 +223,16 @@ class SweepQueries:
 
         return self._db.autocommitted(work)
 
-    def recover(self, max_lost_leases: int, limit: int) -> Recovered:
-        """Recover RUNNING rows whose lease is over: their worker is dead or stuck."""
-        which = lease_is_over(self._t)
+    def recover(self, max_lost_leases: int, limit: int, lost_s: float) -> Recovered:
+        """Recover RUNNING rows whose lease is over, or whose worker is lost since `lost_s` seconds.
+
+        A worker that was only paused reports again, and is not lost then. It keeps the rows that it
+        has claimed since it was marked as lost.
+        """
+        w = self._schema.workers.c
+        is_silent = and_(w.lost_at.is_not(None), w.seen_at < db_now_plus(-lost_s))
+        lost = select(w.name, w.lost_at).where(is_silent).order_by(w.lost_at.desc())
+        which = is_abandoned(self._t, self._db.rows(lost.limit(EXPIRED_PER_SWEEP)))
         return recover_rows(self._db, self._schema, which, max_lost_leases, limit)
 
     def purge(self, older_than_s: float, limit: int) -> int:

@@ -260,8 +260,8 @@ class DelayedTask:
             If a caller has cancelled the task by `cancel(running=True)`. If the processor does not
             catch it, the task is CANCELLED.
         LeaseLostError
-            If the lease could not be renewed, and is about to end or has ended. The task will run
-            on another worker, so the processor must not catch the error.
+            If the lease could not be renewed, or the worker could not report, so that the task is
+            about to run on another worker. The processor must not catch the error.
         TaskStateError
             If the call is not made by the processor of this task.
 

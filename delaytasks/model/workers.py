@@ -104,6 +104,8 @@ class LastRenewal(NamedTuple):
     #: The lease of a row that was claimed before this time had ended before the renewal was
     #: answered.
     lost_if_claimed_before: float
+    #: When other workers may release the rows, because this one has not reported since.
+    lost_at: float = inf
 
 
 #: No lease has been renewed yet.

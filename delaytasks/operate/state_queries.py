@@ -12,7 +12,7 @@ from sqlalchemy import ColumnElement, Connection, Select, and_, func, select, te
 
 from delaytasks.db.bulk_moves import Bulk
 from delaytasks.db.database import Database
-from delaytasks.db.leases import lease_is_over
+from delaytasks.db.leases import is_abandoned
 from delaytasks.db.rows import by_id, listed
 from delaytasks.db.schema import BODY, Schema
 from delaytasks.db.searching import distinct_values, first_page, has_status, levels_of, queues_after
@@ -106,7 +106,7 @@ class Stats:
 
     def expired_leases(self) -> int:
         """Count RUNNING rows whose lease is over. The next sweep recovers them."""
-        query = select(func.count()).where(lease_is_over(self._t))
+        query = select(func.count()).where(is_abandoned(self._t))
         return self._db.autocommitted(lambda c: int(c.execute(query).scalar_one()))
 
     def pending(self) -> list[Pending]:

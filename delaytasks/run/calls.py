@@ -85,8 +85,8 @@ class Host:
 #: The longest time from the claim of a row to its start, in time budgets. A chunk that is claimed
 #: ahead waits for the budget of the current one, too.
 MAX_BUDGETS = 2
-#: `check_lease` raises if less than this part of the lease is left. If renewals succeed, more than
-#: half is left.
+#: `check_lease` raises if less than this part of the lease is left, or of the time after which the
+#: rows of a silent worker are released. If renewals and reports succeed, more than half is left.
 LAST_PART = 1 / 3
 
 
@@ -146,10 +146,13 @@ class TaskRun:
         return self._calls.host.is_asked_to_stop(self.task.id, self.task.version)
 
     def check_lease(self) -> None:
-        task, left_s = self.task, self.lease_left_s()
+        task, settings = self.task, self._calls.runtime.settings
         if self.is_asked_to_stop:
             raise TaskCancelledError(f"task {task.id} ({task.tag}) was cancelled: stop", task.id)
-        if left_s < self._calls.runtime.settings.lease_s * LAST_PART:
+        lost_in_s = self._calls.host.last_renewal().lost_at - monotonic()
+        left_s = self.lease_left_s()
+        if left_s < settings.lease_s * LAST_PART or lost_in_s < settings.lost_s * LAST_PART:
+            left_s = min(left_s, lost_in_s)
             end = f"ends in {left_s:.1f} s" if left_s > 0 else "has ended"
             raise LeaseEndsError(
                 f"the lease of task {task.id} ({task.tag}) could not be renewed and {end}: stop",

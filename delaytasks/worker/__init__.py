@@ -17,9 +17,9 @@ line names what the module adds:
 `run.runner` claims, runs and settles the rows in the process of the pool, and returns a
 `Report`. The report may hold entries that were early, which return to the wheel.
 
-**What else arrives.** `sweep` and `leases_loop` start drains, the latter for the rows of a
-process that died. `policies_loop` tells of changed limits. The processes of the pool read in
-the memory of `processes` when leases were renewed, and whether other tasks wait for them.
+**What else arrives.** `sweep` and `quick_loops` start drains, the latter for the rows of a
+process that died, and passes changed limits on. The processes of the pool read in the memory of
+`processes` when leases were renewed, and whether other tasks wait for them.
 
 **What leaves.** Chunks go to the pool, and a worker that stops returns to the timer what it has. A
 row whose entry is dropped is claimed from the table, and the watch loop of `worker_runtime` asks

@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from billiard.util import set_pdeathsig
@@ -54,6 +55,8 @@ class Renewals:
     def __init__(self) -> None:
         self._asked_at = memoryview(mmap.mmap(-1, 8)).cast("d")
         self._lost_if_claimed_before = memoryview(mmap.mmap(-1, 8)).cast("d")
+        #: When others may release the rows; 0 if the worker has no row in the table of workers.
+        self._lost_at = memoryview(mmap.mmap(-1, 8)).cast("d")
 
     def record(self, asked_at: float, answered_at: float, lease_s: float) -> None:
         """Record a renewal that succeeded."""
@@ -62,10 +65,22 @@ class Renewals:
             self._lost_if_claimed_before[0] = one_lease_ago
         self._asked_at[0] = asked_at  # written last, since `last` reads it first
 
+    def record_report(self, asked_at: float, answered_at: float, lost_s: float) -> None:
+        """Record that the worker has reported. Others release its rows `lost_s` after its last
+        report.
+        """
+        if 0 < self._lost_at[0] < answered_at:
+            self._lost_if_claimed_before[0] = answered_at
+        self._lost_at[0] = asked_at + lost_s
+
+    def forget_reports(self) -> None:
+        """Record that the worker has signed off: others wait for the end of its leases."""
+        self._lost_at[0] = 0
+
     def last(self) -> LastRenewal:
         """Return the last renewal that succeeded."""
         asked_at = self._asked_at[0]
-        return LastRenewal(asked_at, self._lost_if_claimed_before[0])
+        return LastRenewal(asked_at, self._lost_if_claimed_before[0], self._lost_at[0] or inf)
 
 
 class OthersWait:
@@ -119,8 +134,9 @@ class RequestedRuns:
 _COUNTED = {"task.succeeded": False, "task.failed": False, "task.no_processor": True}
 
 
-#: Without a main process, a row runs no longer than this part of a lease. Leases are renewed after
-#: a third of their time, so another worker does not run the row yet.
+#: Without a main process, a row runs no longer than this part of a lease, and of the time after
+#: which a silent worker's rows are released. Leases are renewed after a third of their time, and a
+#: worker reports after a third of the other one, so another worker does not run the row yet.
 ORPHAN_PART = 0.5
 
 
@@ -273,7 +289,8 @@ class Processes:
 
     def _main_process_died(self, *_: Any) -> None:
         """Leave in another thread, since this one may hold a lock."""
-        self._is_orphan, left_s = True, self.runtime.settings.lease_s * ORPHAN_PART
+        settings = self.runtime.settings
+        self._is_orphan, left_s = True, min(settings.lease_s, settings.lost_s) * ORPHAN_PART
         wait_s, leave = (left_s, _kill_this_process) if self._runs_chunk else (0, self._leave)
         threading.Timer(wait_s, leave).start()
 

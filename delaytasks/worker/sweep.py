@@ -23,14 +23,9 @@ from delaytasks.model.filters import batches
 from delaytasks.model.inputs import ALL_QUEUES
 from delaytasks.model.moves import Status
 from delaytasks.model.policies import NO_POLICIES, Policies, Policy
-from delaytasks.model.task import Entry, FoundRow, Level, QueuePlace, Recovered, Timer
+from delaytasks.model.task import Entry, FoundRow, Level, QueuePlace, Recovered
 from delaytasks.model.text import DEFER_MAX_S, first_names
-from delaytasks.model.workers import (
-    ONLY_DRAINING_PREFIX,
-    POLLING_PREFIX,
-    ServiceTimes,
-    one_more_worker,
-)
+from delaytasks.model.workers import ONLY_DRAINING_PREFIX, POLLING_PREFIX, one_more_worker
 from delaytasks.settings import SILENT_SWEEPS
 
 if TYPE_CHECKING:
@@ -465,10 +460,15 @@ class Sweeper:
     # -- rows of dead workers, and overdue rows ---------------------------------------------------
 
     def _recover_abandoned(self) -> None:
-        """Make the rows whose lease is over ready to run again, or FAILED after too many losses."""
+        """Make rows whose lease is over or whose worker is lost ready to run again, or FAILED after
+        too many losses.
+        """
         while True:
             self._on_step()
-            recovered = self._sweeps.recover(self._settings.max_lost_leases, RECOVER_ROWS)
+            settings = self._settings
+            recovered = self._sweeps.recover(
+                settings.max_lost_leases, RECOVER_ROWS, settings.lost_s
+            )
             emit_recovered(self._events, recovered)
             if recovered.total < RECOVER_ROWS:
                 return
@@ -569,56 +569,6 @@ SWEEP_LOOP_REST_S = 1.0
 FOLLOW_S = 60.0
 
 
-class ServiceWatch:
-    """Records when a worker lost a service, for the worker's row.
-
-    Each attribute is written as a whole, so that several threads may use it.
-
-    Parameters
-    ----------
-    timer
-        The timer of the worker.
-    check_timer
-        Lets a timer that is down try its server, since an idle worker arms nothing.
-    """
-
-    def __init__(self, timer: Timer, check_timer: Callable[[], object]) -> None:
-        self._timer = timer
-        self._check_timer = check_timer
-        self._broker_lost_at: float | None = None
-        self._timer_lost_at: float | None = None
-        self._beat_at = monotonic()
-
-    def mark_broker_lost(self) -> None:
-        if self._broker_lost_at is None:
-            self._broker_lost_at = monotonic()
-
-    def mark_broker_back(self) -> None:
-        if self._broker_lost_at is not None:
-            self._beat_at = monotonic()  # no message of beat could arrive in the meantime
-        self._broker_lost_at = None
-
-    def mark_beat(self) -> None:
-        """Record a message of beat."""
-        self._beat_at = monotonic()
-
-    def times(self, reads_beat: bool) -> ServiceTimes:
-        """Return the present times. `reads_beat`: the worker consumes beat's messages."""
-        if not self._timer.is_up:
-            self._check_timer()
-        now = monotonic()
-        if self._timer.is_up:
-            self._timer_lost_at = None
-        elif self._timer_lost_at is None:
-            self._timer_lost_at = now
-        broker_lost_at, timer_lost_at = self._broker_lost_at, self._timer_lost_at
-        return ServiceTimes(
-            None if broker_lost_at is None else now - broker_lost_at,
-            None if timer_lost_at is None else now - timer_lost_at,
-            now - self._beat_at if reads_beat else None,
-        )
-
-
 class DatabaseContact:
     """Measures for how long this process has reached the database without an interruption.
 
@@ -663,15 +613,13 @@ class SweepLoop:
         self._lock = threading.Lock()
         self._requested: set[int] = set()
         self._must_forget = threading.Event()
-        self._reported_at = self._checked_at = self._own_drains_at = float("-inf")
+        self._looked_at = self._checked_at = self._own_drains_at = float("-inf")
         self._followed_at: float | None = None
         self._started_at = monotonic()
         # The loop asks the database about once in `sweep_s`, and rests for up to a second more.
         self._contact = DatabaseContact(SILENT_SWEEPS * settings.sweep_s / 2 + SWEEP_LOOP_REST_S)
-        self._workers: set[tuple[str, object]] = set()
+        self._workers: set[tuple[str, object]] | None = None
         self._polls_table = worker.polls_table and not settings.uses_broker
-        without_broker = POLLING_PREFIX if self._polls_table else ONLY_DRAINING_PREFIX
-        self._pool_prefix = "" if settings.uses_broker else without_broker
         #: Without a broker no message can request a sweep, so none is waited for.
         self._patience_s = settings.sweep_s if self._polls_table else settings.self_sweep_s
         hooks = self._note_answer, self._contact.seconds, self._start_drain
@@ -692,16 +640,11 @@ class SweepLoop:
         self._must_forget.set()
         self.loop.wake()
 
-    def stop(self) -> None:
-        self.loop.stop()
-        hostname = self._worker.celery_worker.hostname
-        self._events.attempt("sweep", "sign off", lambda: self._store.workers.remove(hostname))
-
     def _turn(self) -> float:
         """Take one turn. A stage that fails is repeated in the next turn and stops no other one."""
         attempt = partial(self._events.attempt, "sweep")
-        is_due = monotonic() - self._reported_at >= self._settings.sweep_s
-        if is_due and not attempt("report", self._report_alive):
+        is_due = monotonic() - self._looked_at >= self._settings.sweep_s
+        if is_due and not attempt("others", self._look_at_workers):
             self._contact.mark_failed()
         # A worker without a broker looks for overdue tasks anyway.
         is_due = monotonic() - self._own_drains_at >= self._settings.self_sweep_s
@@ -745,24 +688,12 @@ class SweepLoop:
         self.loop.report_progress()
         self._contact.mark_answered()
 
-    def _report_alive(self) -> None:
-        """Write this worker's row, and read which workers are alive."""
-        store, settings, celery_worker = self._store, self._settings, self._worker.celery_worker
-        reads_beat = settings.uses_broker and settings.default_queue in self._processes.queues
-        services = self._worker.service_watch.times(reads_beat)
-        store.workers.report(
-            celery_worker.hostname,
-            self._processes.queues,
-            self._pool_prefix + type(celery_worker.pool).__module__.rpartition(".")[2],
-            int(celery_worker.pool.limit or 1),
-            int(self._runtime.clock.offset_s * 1e6),
-            [processor.tag for processor in self._runtime.registry],
-            services,
-            len(self._worker.dispatcher.in_flight),
-        )
-        self._reported_at = monotonic()
+    def _look_at_workers(self) -> None:
+        """Read which workers are alive, and let a timer that is down try its server."""
+        self._worker.check_timer()
+        workers = {(worker["name"], worker["started_at"]) for worker in self._store.workers.all()}
+        self._looked_at = monotonic()
         self._contact.mark_answered()
-        workers = {(worker["name"], worker["started_at"]) for worker in store.workers.all()}
         if workers != self._workers:
             # A worker that begins, or that is left alone, may be the first one that knows a tag.
             self._bring_forward()

@@ -19,11 +19,10 @@ from delaytasks.model.task import Entry
 from delaytasks.statistics.statistics_table import StatisticsWriter, WorkerCounts, write_last
 from delaytasks.worker.connection import stop_reading
 from delaytasks.worker.dispatcher import Dispatcher, UnfinishedDrains
-from delaytasks.worker.leases_loop import LeasesLoop
-from delaytasks.worker.policies_loop import PoliciesLoop
 from delaytasks.worker.pool import running_pids
 from delaytasks.worker.processes import Processes, logical_queues
-from delaytasks.worker.sweep import ServiceWatch, SweepLoop
+from delaytasks.worker.quick_loops import LeasesLoop, PoliciesLoop, ServiceWatch
+from delaytasks.worker.sweep import SweepLoop
 from delaytasks.worker.task_events import WorkerLostEvents, wants_task_events
 from delaytasks.worker.wheel import Wheel
 
@@ -75,7 +74,7 @@ class WorkerRuntime:
         self.clock = runtime.clock
         self.store = runtime.store
         self.registry = runtime.registry
-        self.service_watch = ServiceWatch(runtime.timer, self._check_timer)
+        self.service_watch = ServiceWatch(runtime.timer)
         hub_or_worker = celery_worker.hub or celery_worker
         call_thread = None if hasattr(hub_or_worker, "call_soon") else CallThread(self.events)
         self.call_soon = (call_thread or hub_or_worker).call_soon
@@ -91,6 +90,7 @@ class WorkerRuntime:
         grace_s = self.settings.grace_s
         self.wheel: Wheel[Entry] = Wheel(self.clock, self.dispatcher.take, self.events, grace_s)
         self.sweep_loop = SweepLoop(self)
+        self.leases_loop = LeasesLoop(self)
         self.policies_loop = PoliciesLoop(self)
         self.table_poller: TablePoller | None = None
         self.redis_poller: RedisPoller | None = None
@@ -107,7 +107,7 @@ class WorkerRuntime:
             Loop("watch", self._watch, self.events, WATCH_STUCK_S),
             self.wheel.loop,
             self.sweep_loop.loop,
-            LeasesLoop(self).loop,
+            self.leases_loop.loop,
             self.policies_loop.loop,
         ]
         for part in (call_thread, self.statistics_writer):
@@ -124,10 +124,14 @@ class WorkerRuntime:
     def sends_events(self) -> bool:
         return wants_task_events(getattr(self.celery_worker, "consumer", None))
 
-    def _check_timer(self) -> None:
-        """Connect to the broker and send nothing. The Redis poller tries its server by itself."""
+    def check_timer(self) -> None:
+        """Let a timer that is down try its broker, since an idle worker arms nothing.
+
+        The Redis poller tries its server by itself.
+        """
         runtime = self.runtime
-        if runtime.redis_timer is None and runtime.direct_timer is None:
+        is_by_messages = runtime.redis_timer is None and runtime.direct_timer is None
+        if is_by_messages and not runtime.timer.is_up:
             runtime.timer.arm([])
 
     def start(self) -> None:
@@ -181,7 +185,8 @@ class WorkerRuntime:
         if self._endpoint is not None:
             self._endpoint.stop()
         # Last, since a worker without a row may have died.
-        self.sweep_loop.stop()
+        self.sweep_loop.loop.stop()
+        self.leases_loop.sign_off()
         if self.table_poller is not None:
             self.events.attempt("stop", "wake others", self.table_poller.wake_others)
 

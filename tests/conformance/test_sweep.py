@@ -68,6 +68,42 @@ def test_drains_name_the_queues_and_priorities_with_late_rows(world: World) -> N
     assert sorted(drains) == [("a", [9, 0]), ("b", [3]), ("d", [1])]
 
 
+# -- the rows of lost workers ----------------------------------------------------------------------
+
+
+def test_the_rows_that_a_lost_worker_had_claimed_run_elsewhere(world: World) -> None:
+    ran, theirs, later = (world.put() for _ in range(3))
+    world.put(due_s=300)
+    for name in ("dead", "dead2"):
+        world.serve(name, "default")
+    [claimed], _ = world.claim(ran, by="dead/7-ab"), world.claim(theirs, by="dead2/7-ab")
+    world.silence(14, "dead")
+    world.sweep_later()
+    assert world.statuses([ran]) == ["RUNNING"]
+    world.silence(16, "dead")
+    world.sweep_later()
+    assert [fields["worker"] for fields in world.told("worker.lost")] == ["dead"]
+    assert world.statuses([ran, theirs]) == ["NOT_COMPLETE", "RUNNING"]
+    assert (world.read(ran).lapses, world.count("task.recovered")) == (1, 1)
+    assert not world.settle(claimed, by="dead/7-ab"), "it was only paused"
+    world.claim(later, by="dead/7-ab")
+    world.sweep_later()
+    assert world.statuses([later]) == ["RUNNING"], "it has claimed again, and reports soon"
+    world.serve("dead", "default")
+    world.sweep_later()
+    assert world.statuses([later]) == ["RUNNING"]
+
+
+def test_the_rows_of_a_worker_that_is_silent_for_some_seconds_stay(make_world: MakeWorld) -> None:
+    world = make_world(sweep=1)
+    world.serve("busy", "default")
+    world.claim(task := world.put(), by="busy/7-ab")
+    for silent_s, status in ((5, "RUNNING"), (16, "NOT_COMPLETE")):
+        world.silence(silent_s)
+        world.sweep_later()
+        assert (world.count("worker.lost"), world.statuses([task])) == (1, [status])
+
+
 # -- where a sweep begins -------------------------------------------------------------------------
 
 

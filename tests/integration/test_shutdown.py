@@ -91,6 +91,17 @@ def test_killed_workers_tasks_run_again(deploy: Deploy, pool: str, number: signa
     assert len(noted) == len(set(noted)) == len(held)
 
 
+def test_tasks_of_a_killed_worker_run_again_before_their_leases_end(deploy: Deploy) -> None:
+    d = deploy("postgresql", lease=300)
+    for _ in range(2):
+        d.worker(concurrency=1)
+    task = asleep(d, 60)
+    d.at_work(task).kill()
+    wait_until(lambda: len(d.runs("began")) == 2, 15 + d.r1_s() + SLACK_S, d.logs)
+    again = d.delays.get(task)
+    assert (again.runs, again.lapses) == (2, 1)
+
+
 def test_celerys_soft_shutdown_waits_for_running_tasks(deploy: Deploy) -> None:
     d = deploy(conf={"worker_soft_shutdown_timeout": 6}, lease=60)
     worker = d.worker(concurrency=1)

@@ -48,7 +48,7 @@ from delaytasks.run.calls import Calls, TaskRun
 from delaytasks.run.chunk import Chunk, TimeBudget
 from delaytasks.run.outcome_rules import OutcomeRules
 from delaytasks.run.runner import FailureReason
-from delaytasks.worker import connection, leases_loop
+from delaytasks.worker import connection, quick_loops
 from delaytasks.worker.dispatcher import Dispatcher, QueueDrain
 from delaytasks.worker.processes import Renewals
 from delaytasks.worker.redis_poller import RedisPoller
@@ -108,7 +108,7 @@ VERBS: dict[str, tuple[Any, str]] = {
     "judge an outcome": (OutcomeRules, "settlement"),
     "keep a time limit": (time_limits, "limited"),
     "keep a time budget": (TimeBudget, "open"),
-    "know the processes": (leases_loop, "running_pids"),
+    "know the processes": (quick_loops, "running_pids"),
     "know the time that a lease has left": (TaskRun, "lease_left_s"),
     "read the clock of the host": (clock, "monotonic"),
     "settle again": (settler, "is_locked"),

@@ -82,15 +82,15 @@ def test_a_task_with_an_unknown_answer_must_not_run_early() -> None:
     assert found(History(asked, ran, changes)) == {"early"}
 
 
-def lapsed(*renewals_us: int, end_us: int = NOW + 6 * S) -> History:
+def lapsed(*renewals_us: int, end_us: int = NOW + 6 * S, lease_s: int = 4) -> History:
     """A task that ran twice.
 
-    A process of w1 had the first claim for 4 s, and renewed it at these times.
+    A process of w1 had the first claim for a lease, and renewed it at these times.
     """
     waits, runs, first, second = Status.NOT_COMPLETE, Status.RUNNING, "w1@x/11-aa", "w2@x/22-bb"
     changes = [RowChange(1, NOW, None, waits, None, 0, 0, 0, NOW, None, None)]
     for was, version, at in [(waits, 0, NOW + S), *((runs, 1, at_us) for at_us in renewals_us)]:
-        changes.append(RowChange(1, at, was, runs, version, 1, 1, 0, NOW, at + 4 * S, first))
+        changes.append(RowChange(1, at, was, runs, version, 1, 1, 0, NOW, at + lease_s * S, first))
     changes += [
         RowChange(1, end_us, runs, waits, 1, 2, 1, 1, NOW, None, None),
         RowChange(1, NOW + 27 * S, waits, runs, 2, 3, 2, 1, NOW, NOW + 31 * S, second),
@@ -212,6 +212,13 @@ def test_absences_below_a_third_of_the_lease_explain_nothing(spans: Any, kinds: 
 def test_only_a_dead_owner_may_lose_its_lease_early(of_its_holder: Fault, kinds: set[str]) -> None:
     history = lapsed(end_us=NOW + 3 * S)
     history.faults = [of_its_holder]
+    assert found(history) == kinds
+
+
+@pytest.mark.parametrize(("away_s", "kinds"), [(8, {"two leases"}), (10, set())])
+def test_a_silent_owner_may_lose_its_lease_early(away_s: float, kinds: set[str]) -> None:
+    history = lapsed(end_us=NOW + 12 * S, lease_s=20)
+    history.faults = [fault("away", "w1@x/", since_s=1.5, until_s=1.5 + away_s)]
     assert found(history) == kinds
 
 

@@ -35,7 +35,7 @@ from delaytasks.model.filters import Filter
 from delaytasks.runtime import runtime_of
 from delaytasks.settings import Settings
 from delaytasks.testing import DelaysTester, create_tables
-from delaytasks.worker.leases_loop import PROCESS_CHECK_S
+from delaytasks.worker.quick_loops import PROCESS_CHECK_S
 from delaytasks.worker.sweep import STALE_CHECK_S
 from tests.conformance.test_connections import ROUND_TRIPS
 from tests.conftest import open_store
@@ -281,7 +281,8 @@ def test_the_recovery_times_of_faults_follow_from_the_default_settings() -> None
     unswept_s = settings.self_sweep_s + STALE_CHECK_S
     bounds = {
         "G + S": settings.grace_s + settings.sweep_s,
-        "L + S": settings.lease_s + settings.sweep_s,
+        "D + S; L + S": settings.lost_s + settings.sweep_s,
+        "D + S": settings.lost_s + settings.sweep_s,
         "G + N": settings.grace_s + unswept_s,
         "G + S; dead after 3 S": settings.grace_s + settings.sweep_s,
         "about a second": PROCESS_CHECK_S,
@@ -292,6 +293,7 @@ def test_the_recovery_times_of_faults_follow_from_the_default_settings() -> None
     for bound, seconds in bounds.items():
         assert found[bound].startswith(f"{seconds:g} s"), bound
     assert found["G + S; dead after 3 S"].endswith(f"{settings.silent_s:g} s")
+    assert found["D + S; L + S"].endswith(f"{settings.lease_s + settings.sweep_s:g} s")
     assert found["N instead of S"] == f"{unswept_s:g} s instead of {settings.sweep_s:g} s"
 
 

@@ -6,6 +6,7 @@ import asyncio
 import signal
 import threading
 import time
+from math import inf
 from typing import Any
 
 import pytest
@@ -96,22 +97,32 @@ def test_a_wait_for_a_coroutine_that_a_signal_ends_leaves_nothing_behind() -> No
 
 def test_children_see_the_renewals_that_the_main_process_records() -> None:
     renewals = Renewals()
-    assert renewals.last() == (0, 0)
+    assert renewals.last() == (0, 0, inf)
     renewals.record(asked_at=61.5, answered_at=61.5, lease_s=60)
 
     def see_and_record() -> bool:
-        is_seen = renewals.last() == (61.5, 1.5)
+        is_seen = renewals.last() == (61.5, 1.5, inf)
         renewals.record(asked_at=62.5, answered_at=62.5, lease_s=60)
         return is_seen
 
     assert in_child(see_and_record)
-    assert renewals.last() == (62.5, 1.5)
+    assert renewals.last() == (62.5, 1.5, inf)
     for asked_at, answered_at, last in (
         (80, 81, (80, 1.5)),  # no lease ended between the two renewals
         (100, 141, (100, 81)),  # leases ended before the answer
     ):
         renewals.record(asked_at=asked_at, answered_at=answered_at, lease_s=60)
-        assert renewals.last() == last
+        assert renewals.last() == (*last, inf)
+
+
+def test_reports_after_a_silence_say_that_rows_were_released() -> None:
+    renewals, found = Renewals(), []
+    for asked_at, answered_at in ((100, 101), (110, 114.5), (124, 125), (139.5, 140)):
+        renewals.record_report(asked_at, answered_at, lost_s=15)
+        found.append(renewals.last()[1:])
+    assert found == [(0, 115), (0, 125), (0, 139), (140, 154.5)]
+    renewals.forget_reports()
+    assert renewals.last().lost_at == inf
 
 
 def test_sweeps_without_a_broker_do_not_replace_sweeps_with_one(world: World) -> None:

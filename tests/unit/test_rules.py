@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
@@ -34,9 +33,10 @@ from delaytasks.loops import Availability, Latest
 from delaytasks.model.policies import WAITLIST_RECHECK_S, WaitlistState
 from delaytasks.model.workers import RegisteredWorker, ServiceTimes
 from delaytasks.operate.state import beat_age_s, broker_down_s
-from delaytasks.worker import patches, policies_loop
+from delaytasks.worker import patches, quick_loops
 from delaytasks.worker.consumer import warn_of_blocking_driver
-from delaytasks.worker.sweep import DatabaseContact, ServiceWatch
+from delaytasks.worker.quick_loops import ServiceWatch
+from delaytasks.worker.sweep import DatabaseContact
 from tests.waiting import wait_until
 from tests.world import MonkeyPatch
 from tests.world.recording import ManualTime
@@ -259,22 +259,21 @@ def test_many_waitlists_are_checked_rarely_singly(found: Tracked, monkeypatch: M
 
 
 class Watch(ServiceWatch):
-    """A watch whose timer is up, unless a check of a test says otherwise."""
-
-    def __init__(self, time: ManualTime, answers: Sequence[bool] = ()) -> None:
+    def __init__(self, time: ManualTime) -> None:
         self.time = time
-        timer: Any = SimpleNamespace(is_up=not answers)
-        left = iter(answers)
-        super().__init__(timer, lambda: answers and setattr(timer, "is_up", next(left)))
+        self.timer: Any = SimpleNamespace(is_up=True)
+        super().__init__(self.timer)
 
     def after(self, seconds: float, reads_beat: bool = False) -> ServiceTimes:
         self.time.at += seconds
         return self.times(reads_beat=reads_beat)
 
 
-def test_an_idle_timer_that_is_down_tries_its_server_at_each_report(time: ManualTime) -> None:
-    watch = Watch(time, [False, False, True])
-    assert [watch.after(seconds).timer_down_s for seconds in (0, 5, 0)] == [0, 5, None]
+def test_a_timer_is_down_since_the_first_report_of_it(time: ManualTime) -> None:
+    watch, found = Watch(time), []
+    for watch.timer.is_up in (False, False, True):
+        found.append(watch.after(5).timer_down_s)
+    assert found == [0, 5, None]
 
 
 def test_beat_is_as_old_as_its_last_message_unless_the_broker_was_away(time: ManualTime) -> None:
@@ -337,11 +336,11 @@ def test_a_database_that_refuses_is_not_down(time: ManualTime, error: StoreError
     cache = Mock(known=SimpleNamespace(stamp=None), cancel_requests=0)
     cache.refresh.side_effect = error
     runtime: Any = SimpleNamespace(policy_cache=cache, events=events, store=Mock(close=None))
-    policies = policies_loop.PoliciesLoop(Mock(runtime=runtime))
+    policies = quick_loops.PoliciesLoop(Mock(runtime=runtime))
     for _ in range(3):
         with suppress(StoreError):
             policies._turn()
-        time.at += policies_loop.DATABASE_ANSWER_S + 1
+        time.at += quick_loops.DATABASE_ANSWER_S + 1
         policies.check_answer()
     assert told == (["store.down"] if error is DOWN else [])
 

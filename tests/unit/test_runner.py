@@ -702,6 +702,27 @@ def test_check_lease_raises_after_two_failed_renewals(leased: World, time: Manua
     assert leased.statuses([task]) == ["DONE"]
 
 
+def test_check_lease_raises_before_the_rows_of_a_silent_worker_are_released(
+    leased: World, time: ManualTime
+) -> None:
+    @leased.delays.processor("long")
+    def work(body: object, task: DelayedTask) -> None:
+        leased.worker().renewed(time.at, LEASE_S)
+        leased.worker().reported(time.at, lost_s=15)
+        time.at += 10
+        task.check_lease()
+        time.at += 1
+        with pytest.raises(e.LeaseLostError, match=r"ends in 4\.0 s"):
+            task.check_lease()
+        time.at += 5
+        leased.worker().reported(time.at, lost_s=15)
+        with pytest.raises(e.LeaseLostError, match="has ended"):
+            task.check_lease()
+
+    leased.run(task := leased.schedule("long"))
+    assert leased.statuses([task]) == ["DONE"]
+
+
 def test_the_lease_error_uses_no_attempt(leased: World, time: ManualTime) -> None:
     @leased.delays.processor("long")
     def work(body: object, task: DelayedTask) -> None:

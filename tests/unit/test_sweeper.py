@@ -354,13 +354,19 @@ def test_beat_is_missed_only_after_it_could_have_swept(main: MainProcess, time: 
     assert is_missed_within(every_s)
 
 
-STAGES = ["report", "own queues", "forget", "sweep partition 1", "stale"]
+STAGES = ["others", "own queues", "forget", "sweep partition 1", "stale"]
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_that_fails_stops_no_other_and_is_retried(main: MainProcess, stage: str) -> None:
+def test_a_stage_that_fails_stops_no_other_and_is_retried(
+    main: MainProcess, make_world: MakeWorld, stage: str
+) -> None:
     world, now, partitions = main.world, main.world.now(), set[int]()
     world.put(due_s=-60)
+    old = make_world()
+    world.delays.processor("mail")(world.notes.append)
+    old.run(old.schedule("mail"))
+    world.serve("w2", "default")
     for partition, ago_s in ((1, 5), (2, 3600)):  # the second one is stale
         row = {"sweep_partition": partition}
         world.set_columns("sweeps", row, swept_at=now - timedelta(seconds=ago_s))
@@ -372,7 +378,7 @@ def test_a_stage_that_fails_stops_no_other_and_is_retried(main: MainProcess, sta
         sweeps = world.table("sweeps").c
         first = world.rows(select(sweeps.armed_until).where(sweeps.sweep_partition == 0))
         done = {
-            "report": world.rows(select(world.table("workers"))),
+            "others": world.count("task.brought_forward"),
             "own queues": main.drained(),
             "forget": first[0][0] <= world.now(),
             "sweep partition 1": 1 in partitions,
@@ -392,10 +398,33 @@ def test_a_stage_that_fails_stops_no_other_and_is_retried(main: MainProcess, sta
 
 def test_a_worker_publishes_its_load_and_tags(main: MainProcess) -> None:
     main.take(1)
-    main.sweep_turn()
+    main.report()
     w = main.world.table("workers").c
     [(tags, busy)] = main.world.rows(select(w.tags, w.busy))
     assert ("note" in tags, busy) == (True, 1)
+
+
+def test_a_worker_that_has_signed_off_reports_no_more(main: MainProcess) -> None:
+    world, workers = main.world, main.world.table("workers")
+    for stage in ("report", "sign off"):
+        with world.failing(stage, OSError("away")):
+            main.report() if stage == "report" else main.stop()
+        assert [fields["stage"] for fields in world.told("loop.failed")] == [stage]
+        world.events.clear()
+        assert len(world.rows(select(workers))) == (stage == "sign off")
+        main.report()  # it is repeated
+        assert len(world.rows(select(workers))) == (stage == "report")
+    main.report()
+    assert not world.rows(select(workers))
+
+
+def test_an_idle_worker_tries_a_broker_that_is_down(main: MainProcess, time: ManualTime) -> None:
+    tried = list[object]()
+    with patch.object(main.world.broker, "arm", tried.append):
+        for main.world.broker.is_up in (True, False):
+            time.at += main.world.delays.settings.sweep_s
+            main.sweep_turn()
+            assert tried == ([] if main.world.broker.is_up else [[]])
 
 
 def test_workers_that_come_or_go_bring_rows_forward(
@@ -404,6 +433,7 @@ def test_workers_that_come_or_go_bring_rows_forward(
     world, old = main.world, make_world()
     world.delays.processor("mail")(world.notes.append)
     task = old.schedule("mail")
+    main.report()
     for change in (
         lambda: None,  # the start of the worker brings rows forward, too
         lambda: world.serve("w2", "default"),

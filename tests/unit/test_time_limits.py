@@ -17,7 +17,7 @@ from coverage import Coverage
 from delaytasks.model.clock import monotonic
 from delaytasks.registry import ProcessorSpec, Registry
 from delaytasks.run.time_limits import can_limit_time, limited
-from delaytasks.worker.leases_loop import has_exited
+from delaytasks.worker.quick_loops import has_exited
 from tests.refusals import invalid
 from tests.waiting import wait_until
 

@@ -175,10 +175,14 @@ class MainProcess:
 
     def sweep(self) -> None:
         """Report the worker, and sweep all partitions, each stage by itself."""
-        loop = self.runtime.sweep_loop
-        loop._reported_at = float("-inf")
-        loop.request(None)
-        loop._turn()
+        self.report()
+        self.runtime.sweep_loop.request(None)
+        self.runtime.sweep_loop._turn()
+
+    def report(self) -> None:
+        """Let the thread of the leases report the worker, if it has not signed off."""
+        self.runtime.leases_loop._reported_at = float("-inf")
+        self.runtime.leases_loop._report()
 
     def read_policies(self) -> None:
         """Let the thread that reads the policies take one turn."""

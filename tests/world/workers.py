@@ -16,7 +16,7 @@ from delaytasks.db.worker_table import WorkerTable
 from delaytasks.model.clock import to_us
 from delaytasks.model.workers import LostWorker, RegisteredWorker, ServiceTimes
 from delaytasks.run import calls
-from delaytasks.worker import leases_loop
+from delaytasks.worker import quick_loops
 from tests.waiting import wait_until
 from tests.world.recording import set_columns
 from tests.world.world import World
@@ -91,7 +91,7 @@ class FrozenWorker:
         self.now_s = 100_000.0
         self._patches = ExitStack()
         read: Any = self._read_clock
-        for module in (calls, leases_loop):
+        for module in (calls, quick_loops):
             self._patches.enter_context(mock.patch.object(module, "monotonic", read))
         self.world = world
         processes = world.worker().processes
@@ -105,9 +105,11 @@ class FrozenWorker:
             runtime=world.runtime,
             processes=processes,
             dispatcher=self._dispatcher,
-            celery_worker=SimpleNamespace(pool=pool, hub=None),
+            celery_worker=SimpleNamespace(pool=pool, hub=None, hostname="frozen"),
+            polls_table=False,
         )
-        self._keeper = leases_loop.LeasesLoop(worker)
+        self._keeper = quick_loops.LeasesLoop(worker)
+        self._keeper.sign_off()  # the clock jumps by more than a silence after which rows are lost
 
     def _read_clock(self) -> float:
         return self.now_s

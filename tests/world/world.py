@@ -100,7 +100,9 @@ STAGES = {
     "overdue": "store.sweeps.levels",
     "purge": "store.sweeps.purge",
     "audit": "store.sweeps.purge_audit",
+    "others": "store.workers.all",
     "report": "store.workers.report",
+    "sign off": "store.workers.remove",
     "own queues": "store.sweeps.levels",
     "forget": "store.sweeps.forget_armed",
     "sweep partition 1": "store.sweeps.begin_sweep",
@@ -236,7 +238,7 @@ class World:
 
     def recover(self, max_lost_leases: int = 5, most: int = 100) -> Recovered:
         """Release the rows whose leases have ended."""
-        return self.store.sweeps.recover(max_lost_leases, most)
+        return self.store.sweeps.recover(max_lost_leases, most, self.delays.settings.lost_s)
 
     def sweep(self, partition: int = 0) -> bool:
         """Sweep a partition; return False if it was swept a moment before."""
@@ -795,6 +797,10 @@ class Worker:
     def renewed(self, at: float, lease_s: float) -> None:
         """Tell the process that its leases were renewed at a time of its monotonic clock."""
         self.processes.renewals.record(at, at, lease_s)
+
+    def reported(self, at: float, lost_s: float) -> None:
+        """Tell the process that its worker has reported."""
+        self.processes.renewals.record_report(at, at, lost_s)
 
     def finish(self) -> None:
         """Wait for the rows and settlements that outlive their chunks."""
