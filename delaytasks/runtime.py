@@ -127,7 +127,7 @@ class Runtime:
 
     @part
     def policy_cache(self) -> PolicyCache:
-        return PolicyCache(self.store.policies.changes)
+        return PolicyCache(self.store.policies.unless_known)
 
     @part
     def transactions(self) -> CallerTransactions:

@@ -37,7 +37,7 @@ from delaytasks.db.statements import CANCEL_REQUESTS, POLICY_CHANGES, ChangeNumb
 from delaytasks.db.types import db_now, db_now_plus, unindexed
 from delaytasks.model.clock import to_us
 from delaytasks.model.moves import MOVES, Status, following
-from delaytasks.model.policies import Changes, Kind, Policy, Stamp
+from delaytasks.model.policies import Kind, Policies, Policy, PolicyRead, Stamp
 from delaytasks.model.task import DelayedTask, Entry, FoundRow, Level
 
 #: The actor of a change that nobody made.
@@ -87,37 +87,35 @@ class PolicyTable:
         return [Policy(*row) for row in self._db.rows(query)]
 
     def check(self) -> None:
-        """Read what `changes` reads, of one policy at most."""
+        """Read what `unless_known` reads, of one policy at most."""
         for query in (select(*self._columns).limit(1), select(self._numbers.of(POLICY_CHANGES))):
             self._db.rows(query)
 
-    def changes(self, since: int | None, checks: bool) -> Changes:
-        """Return the policies that changed after the change of this number, or all of them if it is
-        None.
+    def unless_known(self, known: Stamp | None, checks: bool) -> PolicyRead:
+        """Return all policies, unless those with the stamp `known` are the same.
 
-        Policies that were cleared are included. With `checks` the stamp of the whole table is
-        returned.
+        Policies that were cleared are included. Changes that were not counted are found with
+        `checks`, which reads the whole table.
         """
         p = self._p
-        numbers = [self._numbers.of(row) for row in (POLICY_CHANGES, CANCEL_REQUESTS)]
+        numbers = [self._numbers.of(row) for row in (CANCEL_REQUESTS, POLICY_CHANGES)]
         parts = func.count(), func.sum(p.c.version), func.max(p.c.update_time)
         of_all = [select(part).select_from(p).scalar_subquery() for part in parts]
         head = select(*numbers, *(of_all if checks else ()))
 
-        def work(connection: Any) -> Changes:
+        def work(connection: Any) -> PolicyRead:
             # The number is read first. A change that commits later has a higher number, so the next
-            # call reads it.
-            found = connection.execute(head).one()
-            last, requests = int(found[0] or 0), int(found[1] or 0)
-            # Or another server took over, which lacks some changes.
-            is_whole = since is None or last < since
-            stamp = Stamp(last, int(found[2]), int(found[3] or 0), found[4]) if checks else None
-            if last == since:
-                return Changes(last, [], False, stamp, requests)
-            query = select(*self._columns)
-            query = query if is_whole else query.where(p.c.change_number > since)
-            rows = connection.execute(query).all()
-            return Changes(last, [Policy(*row) for row in rows], is_whole, stamp, requests)
+            # call reads the policies again.
+            requests, number, *others = connection.execute(head).one()
+            last, requests = int(number or 0), int(requests or 0)
+            if checks:
+                stamp = Stamp(last, int(others[0]), int(others[1] or 0), others[2])
+            else:
+                stamp = (known or Stamp())._replace(number=last)
+            if stamp == known:
+                return PolicyRead(None, requests)
+            rows = connection.execute(select(*self._columns)).all()
+            return PolicyRead(Policies((Policy(*row) for row in rows), last), requests)
 
         return self._db.autocommitted(work)
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence, Set
-from copy import copy
+from collections.abc import Callable, Iterable, Set
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from enum import Enum
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 from delaytasks.model.clock import json_fields, monotonic
 from delaytasks.model.errors import InvalidInputError, StoreError
@@ -31,8 +30,6 @@ class Unchanged(Enum):
 
 
 UNCHANGED = Unchanged.UNCHANGED
-K = TypeVar("K", bound=Hashable)
-V = TypeVar("V")
 MAX_LIMIT = 1_000_000_000
 MIN_PERIOD_S = 0.001
 MAX_PERIOD_S = 31 * 86_400.0
@@ -141,15 +138,11 @@ class Stamp(NamedTuple):
     changed_at: datetime | None = None
 
 
-class Changes(NamedTuple):
-    """Policies that were read from a database."""
+class PolicyRead(NamedTuple):
+    """What a process has read from the policy table."""
 
-    number: int
-    policies: Sequence[Policy]
-    #: Whether these are all policies, or only those that changed after the number asked for.
-    is_whole: bool
-    #: The stamp of the whole table at this number, if it was read.
-    stamp: Stamp | None = None
+    #: All policies; None if none has changed.
+    policies: Policies | None
     #: The number of requests to cancel running tasks.
     cancel_requests: int = 0
 
@@ -158,52 +151,19 @@ class Policies:
     """The policies as they were read. Immutable."""
 
     def __init__(self, all: Iterable[Policy] = (), number: int = 0) -> None:
-        self.number = number
-        self._by_name: dict[tuple[Kind, str], Policy] = {}
-        self._versions = 0
-        self._changed_at: datetime | None = None
-        self.paused_tags: set[str] = set()
-        self.paused_queues: set[str] = set()
+        self.all = tuple(all)
+        paused = [policy for policy in self.all if policy.is_paused]
+        self.paused_tags = {policy.name for policy in paused if policy.kind == "tag"}
+        self.paused_queues = {policy.name for policy in paused if policy.kind == "queue"}
         #: When pauses end by themselves.
-        self.ends: dict[tuple[Kind, str], datetime] = {}
+        self.ends = [each.paused_until for each in paused if each.paused_until is not None]
         #: The policies with limits, by tag.
-        self.limited: dict[str, Policy] = {}
+        self.limited = {one.name: one for one in self.all if one.kind == "tag" and one.has_limits}
         #: The policies whose rows are not all paused or resumed yet.
-        self.unapplied: dict[tuple[Kind, str], Policy] = {}
-        self._add(all)
-
-    def changed(self, policies: Iterable[Policy], number: int) -> Policies:
-        """Return a copy with these policies in the place of those of the same names."""
-        new = copy(self)
-        for name, value in vars(self).items():
-            if isinstance(value, (dict, set)):
-                setattr(new, name, copy(value))
-        new.number = number
-        new._add(policies)
-        return new
-
-    def _add(self, policies: Iterable[Policy]) -> None:
-        for policy in policies:
-            name = policy.kind, policy.name
-            before = self._by_name.get(name)
-            self._by_name[name] = policy
-            self._versions += policy.version - (before.version if before else 0)
-            paused = self.paused_tags if policy.kind == "tag" else self.paused_queues
-            (paused.add if policy.is_paused else paused.discard)(policy.name)
-            _set(self.ends, name, policy.paused_until if policy.is_paused else None)
-            if policy.kind == "tag":
-                _set(self.limited, policy.name, policy if policy.has_limits else None)
-            _set(self.unapplied, name, None if policy.is_applied else policy)
-        times = (policy.update_time for policy in self.all if policy.update_time is not None)
-        self._changed_at = max(times, default=None)
-
-    @property
-    def all(self) -> Collection[Policy]:
-        return self._by_name.values()
-
-    @property
-    def stamp(self) -> Stamp:
-        return Stamp(self.number, len(self._by_name), self._versions, self._changed_at)
+        self.unapplied = [policy for policy in self.all if not policy.is_applied]
+        versions = sum(policy.version for policy in self.all)
+        times = (policy.update_time for policy in self.all if policy.update_time)
+        self.stamp = Stamp(number, len(self.all), versions, max(times, default=None))
 
     def limits_changed_from(self, before: Policies) -> set[str]:
         """Return the tags whose policies with limits differ from those before."""
@@ -215,13 +175,6 @@ class Policies:
 
     def pauses(self, tag: str, queue: str) -> bool:
         return tag in self.paused_tags or queue in self.paused_queues
-
-
-def _set(some: dict[K, V], name: K, value: V | None) -> None:
-    if value is None:
-        some.pop(name, None)
-    else:
-        some[name] = value
 
 
 NO_POLICIES = Policies()
@@ -298,11 +251,11 @@ class WaitlistState(NamedTuple):
 
 # -- the policies that a process applies, read about once a second ---------------------------------
 
-# A read costs one row while nothing changes, and otherwise the changed policies. A worker's main
-# process reads in a thread, and each job for the pool carries the stamp of the policies that it
-# knows. A pool process reads only if it knows other policies, if the main process has read none
-# yet, or while it continues with a backlog. Other processes, such as commands, read when they use
-# the policies and the last read is older than a second.
+# A read costs one row while nothing changes, and otherwise all policies, of which there are few. A
+# worker's main process reads in a thread, and each job for the pool carries the stamp of the
+# policies that it knows. A pool process reads only if it knows other policies, if the main process
+# has read none yet, or while it continues with a backlog. Other processes, such as commands, read
+# when they use the policies and the last read is older than a second.
 
 
 POLICY_REFRESH_S = 1.0
@@ -314,8 +267,8 @@ POLICY_CHECK_S = 10.0
 class PolicyCache:
     """The policies, as this process has read them last."""
 
-    def __init__(self, read: Callable[[int | None, bool], Changes]) -> None:
-        """`read(number, checks)` returns the changes after `number`; for None, all policies."""
+    def __init__(self, read: Callable[[Stamp | None, bool], PolicyRead]) -> None:
+        """`read(stamp, checks)` returns the policies unless they have this stamp."""
         self._read = read
         self.known = NO_POLICIES
         #: The number of requests to cancel running tasks, at the last read.
@@ -342,22 +295,18 @@ class PolicyCache:
         return self.known
 
     def refresh(self, checks: bool = False) -> Policies:
-        """Read the changes, and return the policies as they are now."""
-        read_at, known = monotonic(), self.known
-        checks = checks or read_at - self._checked_at >= POLICY_CHECK_S
-        found = self._read(known.number if self._is_read else None, checks)
-        if not found.is_whole and (found.policies or found.number != known.number):
-            known = known.changed(found.policies, found.number)
-        if not found.is_whole and found.stamp is not None and found.stamp != known.stamp:
-            found = self._read(None, False)
-        if found.is_whole:
-            known = Policies(found.policies, found.number)
-        self.cancel_requests = found.cancel_requests
+        """Read the policies if they have changed, and return them as they are now."""
+        asked_at = monotonic()
+        checks = checks or asked_at - self._checked_at >= POLICY_CHECK_S
+        found = self._read(self.stamp, checks)
+        if asked_at < self._read_at:  # another thread has asked later, and has read more
+            return self.known
+        if found.policies is not None:
+            self.known = found.policies
         if checks:
-            self._checked_at = read_at
-        if found.is_whole or known.number >= self.known.number:  # else another thread read more
-            self.known = known
-        self._read_at, self._is_read = read_at, True
+            self._checked_at = asked_at
+        self.cancel_requests = found.cancel_requests
+        self._read_at, self._is_read = asked_at, True
         return self.known
 
     def follow(self, stamp: Stamp | None, is_led: bool = True) -> None:

@@ -203,7 +203,7 @@ class TestRunner:
             times.append(max(made_at, self._next_sweep(), now))
         if self._recheck_us < float("inf"):
             times.append(from_us(int(self._recheck_us)))
-        times += [at for at in self._runtime.pauses.cache.known.ends.values() if at > now]
+        times += [at for at in self._runtime.pauses.cache.known.ends if at > now]
         times = [at for at in times if at <= until]
         return min(times) if times else None
 

@@ -137,7 +137,7 @@ class PauseSweeper:
     def read(self) -> Policies:
         """Return the policies as they are now, after ending the pauses whose time is over."""
         policies = self.cache.refresh()
-        if min(policies.ends.values(), default=LATEST_DUE) <= self._clock.now():
+        if min(policies.ends, default=LATEST_DUE) <= self._clock.now():
             for ended in self._table.end_pauses():
                 self._events.emit(
                     "policy.changed",
@@ -165,7 +165,7 @@ class PauseSweeper:
 
     def walk(self, policies: Policies, on_step: OnStep) -> None:
         """Continue the walk that holds and releases rows, or start one if policies have changed."""
-        unapplied = list(policies.unapplied.values())
+        unapplied = policies.unapplied
         releases = any(not policy.is_paused for policy in unapplied) or self._has_strays(policies)
         if self._walk is None and not unapplied and not releases:
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from delaytasks import Policy
-from delaytasks.model.policies import Changes, PolicyCache, Stamp
+from delaytasks.model.policies import PolicyCache, PolicyRead, Stamp
 from tests.world.world import World
 
 
@@ -13,18 +13,16 @@ class PolicyReader:
     """Reads policies as the processes of a worker do, and counts what each read returned."""
 
     def __init__(self, world: World) -> None:
-        #: The number of policies that each read returned, and the number of reads of all policies.
+        #: The number of policies that each read returned.
         self.read: list[int] = []
-        self.whole_reads = 0
         #: Called after each read, before its result is used.
         self.after_read: Callable[[], object] = lambda: None
         self._table = world.store.policies
         self._cache = PolicyCache(self._changes)
 
-    def _changes(self, since: int | None, checks: bool) -> Changes:
-        found = self._table.changes(since, checks)
-        self.read.append(len(found.policies))
-        self.whole_reads += found.is_whole
+    def _changes(self, known: Stamp | None, checks: bool) -> PolicyRead:
+        found = self._table.unless_known(known, checks)
+        self.read.append(0 if found.policies is None else len(found.policies.all))
         self.after_read()
         return found
 
