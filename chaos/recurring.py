@@ -24,8 +24,6 @@ TAG = "chaos.recurring"
 TRIES = 60
 #: A schedule whose tasks must not overlap is behind until the next sweep.
 BEHIND_US = 5_000_000
-#: How many occurrences are made at most after all sweeps have failed for a while.
-MOST_MISSED = 1000
 
 
 class Recurs(NamedTuple):
@@ -90,7 +88,6 @@ class RecurringLoad:
             None if recurs.is_celery else body,
             every=recurs.every_s,
             missed=recurs.missed,
-            most_missed=MOST_MISSED,
             overlap=recurs.overlap,
         )
         assert schedule.start_at is not None

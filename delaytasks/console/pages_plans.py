@@ -15,7 +15,9 @@ from delaytasks.console.viewers import Role
 from delaytasks.model.errors import DelayTaskError, InvalidInputError, TaskNotFoundError
 from delaytasks.model.inputs import show_timing
 from delaytasks.model.policies import UNCHANGED, Policy
-from delaytasks.recurring.definition import RecurringSchedule, options_of, timing_options
+from delaytasks.model.task import DelayedTask
+from delaytasks.recurring.definition import FIELDS, RecurringOptions, RecurringSchedule
+from delaytasks.recurring.timing import ANY_START, EVERY
 from delaytasks.runtime import runtime_of
 
 
@@ -199,7 +201,7 @@ def set_recurring() -> Response:
         body = known.body if known is not None and not text else _body(text)
         values: dict[str, Any] = {}
         if known is not None:
-            kept = options_of(known, given.get("tag", known.tag), body)
+            kept = _kept_options(known, given.get("tag", known.tag), body)
             values = {**kept, **_values_of(known)}
         values |= given
         options = {option: value for option, value in values.items() if value not in (None, "")}
@@ -220,7 +222,29 @@ def _stored(name: str) -> RecurringSchedule | None:
 def _values_of(schedule: RecurringSchedule) -> dict[str, Any]:
     """Return what the fields of the form show of a stored schedule."""
     same = ("tag", "tz", "queue", "missed", "overlap")
-    return timing_options(schedule.timing) | {field: getattr(schedule, field) for field in same}
+    timing = " ".join(schedule.timing.split())
+    interval = timing.removeprefix(f"{EVERY} ")
+    option = {"cron": timing} if interval == timing else {"every": interval}
+    return option | {field: getattr(schedule, field) for field in same}
+
+
+def _kept_options(schedule: RecurringSchedule, tag: str, body: Any) -> dict[str, Any]:
+    """Return the options of a stored schedule except its timing, for a form that changes some.
+
+    The body's version is kept if the form changes neither the tag nor the body.
+    """
+    # A task reads these options from the same headers.
+    task = DelayedTask(0, schedule.tag, "", ANY_START, headers_json=schedule.headers_json)
+    is_same_body = tag == schedule.tag and body == schedule.body
+    alike = RecurringOptions.__annotations__.keys() & set(FIELDS)
+    return {name: getattr(schedule, name) for name in alike} | {
+        "start": schedule.start_at,
+        "jitter": schedule.jitter_s,
+        "retries": task.retry_schedule,
+        "max_late": task.max_late_s,
+        "meta": schedule.meta or None,
+        "body_version": task.body_version if is_same_body else None,
+    }
 
 
 def _body_text(schedule: RecurringSchedule) -> str:

@@ -396,6 +396,7 @@ def build_schema(
             Column("queue", String(QUEUE_LENGTH), nullable=False),
             Column("priority", SmallInteger, nullable=False),
             Column("headers", LongText),
+            Column("meta", LongText),
             Column("limit_key", String(LIMIT_KEY_LENGTH)),
             # When the tasks are due.
             Column("timing", String(TIMING_LENGTH), nullable=False),
@@ -404,7 +405,6 @@ def build_schema(
             Column("jitter_s", Double, nullable=False),
             # What happens to occurrences that were missed, and while the last task has not ended.
             Column("missed", String(16), nullable=False),
-            Column("most_missed", Integer, nullable=False),
             Column("overlap", String(16), nullable=False),
             # Whether the code of a worker declares the schedule.
             Column("is_declared", Boolean, nullable=False),
@@ -423,7 +423,7 @@ def build_schema(
                 r.tag != "",
                 is_queue_name(r.queue),
                 r.priority.between(0, MAX_PRIORITY),
-                are_counts(r.most_missed, r.version),
+                are_counts(r.version),
                 r.missed.in_(["latest", "skip", "all"]),
                 r.overlap.in_(["allow", "skip"]),
             ),

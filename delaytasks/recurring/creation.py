@@ -44,7 +44,7 @@ from delaytasks.model.errors import TaskNotFoundError
 from delaytasks.model.filters import batches
 from delaytasks.model.moves import LIVE, MOVES, following
 from delaytasks.model.task import CallerConnection, DelayedTask, Entry
-from delaytasks.recurring.definition import FIELDS, RecurringSchedule, task_options
+from delaytasks.recurring.definition import FIELDS, RecurringSchedule
 from delaytasks.recurring.timing import ONE_SECOND
 
 if TYPE_CHECKING:
@@ -55,16 +55,18 @@ if TYPE_CHECKING:
 
 #: An occurrence that passed longer ago was missed. A sweep that is a little late misses none.
 MISSED_AFTER = timedelta(seconds=60)
-#: The most tasks that one visit of the sweep makes for a schedule.
+#: The most tasks that one visit of the sweep makes for a schedule: with `missed="all"` those of the
+#: last occurrences that were missed.
 MOST_PER_VISIT = 1000
 #: The last occurrences that have passed are searched in a window that begins with this length and
 #: grows by this factor.
 FIRST_WINDOW, WINDOW_GROWTH = timedelta(hours=1), 8
 
 
-class Plan(NamedTuple):
-    """The result of planning one visit of a schedule."""
+class Visit(NamedTuple):
+    """The work of one visit of a schedule."""
 
+    schedule: RecurringSchedule
     #: The occurrences that get a task.
     times: Sequence[datetime]
     #: The first occurrence that the next visit looks at; None after the last one.
@@ -73,9 +75,11 @@ class Plan(NamedTuple):
     has_missed: bool = False
     #: Whether an occurrence gets no task because the task before it has not ended.
     has_overlapped: bool = False
+    #: The occurrences again, with their tasks.
+    tasks: Sequence[tuple[datetime, DelayedTask]] = ()
 
 
-def plan(schedule: RecurringSchedule, now: datetime, until: datetime, is_last_live: bool) -> Plan:
+def plan(schedule: RecurringSchedule, now: datetime, until: datetime, is_last_live: bool) -> Visit:
     """Plan a visit of a schedule that has `next_at`, for occurrences up to `until`.
 
     Parameters
@@ -100,14 +104,14 @@ def plan(schedule: RecurringSchedule, now: datetime, until: datetime, is_last_li
     while next_at is not None and next_at <= until and len(times) < MOST_PER_VISIT:
         times.append(next_at)
         next_at = schedule.parsed().after(next_at)
-    return Plan(times, next_at, has_missed)
+    return Visit(schedule, times, next_at, has_missed)
 
 
 def _passed(
     schedule: RecurringSchedule, since: datetime, now: datetime
 ) -> tuple[list[datetime], bool]:
     """Return the passed occurrences that get a task, and whether others get none."""
-    most = schedule.most_missed if schedule.missed == "all" else 1
+    most = MOST_PER_VISIT if schedule.missed == "all" else 1
     last = _last_between(schedule, since, now, most + 1)
     chosen = last[-most:]
     if schedule.missed == "skip":
@@ -138,26 +142,26 @@ def _alone(
     until: datetime,
     is_last_live: bool,
     has_missed: bool,
-) -> Plan:
+) -> Visit:
     """Plan for a schedule whose tasks must not overlap: at most one of them waits or runs.
 
     The next occurrence gets its task as soon as the task before it has ended. If that has not
     happened when the occurrence has passed, the occurrence is skipped.
     """
     if is_last_live:
-        return Plan([], next_at, has_missed, has_overlapped=bool(passed))
+        return Visit(schedule, [], next_at, has_missed, has_overlapped=bool(passed))
     if passed:
-        return Plan(passed[-1:], next_at, has_missed or len(passed) > 1)
+        return Visit(schedule, passed[-1:], next_at, has_missed or len(passed) > 1)
     if next_at is None or next_at > until:
-        return Plan([], next_at, has_missed)
-    return Plan([next_at], schedule.parsed().after(next_at), has_missed)
+        return Visit(schedule, [], next_at, has_missed)
+    return Visit(schedule, [next_at], schedule.parsed().after(next_at), has_missed)
 
 
 # -- The SQL of recurring schedules ---------------------------------------------------------------
 
 
 T = TypeVar("T")
-_COLUMN_OF = {"body_json": "message_body", "headers_json": "headers"}
+_COLUMN_OF = {"body_json": "message_body", "headers_json": "headers", "meta_json": "meta"}
 #: The columns in the order of the fields of `RecurringSchedule`.
 SCHEDULE_COLUMNS = [_COLUMN_OF.get(field, field) for field in FIELDS]
 _BODY_AT = FIELDS.index("body_json")
@@ -319,13 +323,14 @@ class RecurringTable:
     def advance(self, on: Any, visits: Sequence[Visit]) -> None:
         """Store what the visits change in schedules that this transaction has locked."""
         rows = []
-        for schedule, planned, tasks in visits:
-            last_at, last = tasks[-1] if tasks else (None, None)
-            if last is not None or planned.next_at != schedule.next_at:
+        for visit in visits:
+            schedule = visit.schedule
+            last_at, last = visit.tasks[-1] if visit.tasks else (None, None)
+            if last is not None or visit.next_at != schedule.next_at:
                 row = {
                     "name": schedule.name,
                     "version": schedule.version,
-                    "next_at": instant_text(self._db, planned.next_at),
+                    "next_at": instant_text(self._db, visit.next_at),
                     "last_at": instant_text(self._db, last_at),
                     "last_task_id": None if last is None else last.id,
                 }
@@ -407,15 +412,6 @@ BATCH_SCHEDULES, BATCH_TASKS = 2000, 5000
 AHEAD = timedelta(seconds=30)
 #: Tasks are armed a little beyond the horizon, as far as the sweep before may have read.
 SLACK_S = 1.0
-
-
-class Visit(NamedTuple):
-    """The work for one schedule."""
-
-    schedule: RecurringSchedule
-    plan: Plan
-    #: The occurrences that get a task, and these tasks.
-    tasks: Sequence[tuple[datetime, DelayedTask]]
 
 
 def create(runtime: Runtime, on_step: Callable[[], None]) -> None:
@@ -506,7 +502,7 @@ def _visit(
         share = random.Random(schedule.key_of(at)).random() if schedule.jitter_s else 0
         due = at + timedelta(seconds=share * schedule.jitter_s)
         tasks.append((at, new_task(schedule, at, due, runtime.new_id(), now)))
-    return Visit(schedule, planned, tasks)
+    return planned._replace(tasks=tasks)
 
 
 def report(events: Events, visits: Sequence[Visit]) -> None:
@@ -514,11 +510,11 @@ def report(events: Events, visits: Sequence[Visit]) -> None:
     created = sum(len(visit.tasks) for visit in visits)
     if created:
         events.emit("recurring.created", count=created)
-    for schedule, planned, _ in visits:
-        name, at = schedule.name, str(schedule.next_at)
-        if planned.has_missed:
-            events.emit("recurring.missed", schedule=name, since=at, policy=schedule.missed)
-        if planned.has_overlapped:
+    for visit in visits:
+        name, at = visit.schedule.name, str(visit.schedule.next_at)
+        if visit.has_missed:
+            events.emit("recurring.missed", schedule=name, since=at, policy=visit.schedule.missed)
+        if visit.has_overlapped:
             events.emit("recurring.overlapped", schedule=name, at=at)
 
 
@@ -526,7 +522,6 @@ def new_task(
     schedule: RecurringSchedule, at: datetime, due: datetime, id: int, now: datetime
 ) -> DelayedTask:
     """Return a new task of an occurrence."""
-    headers_json, meta_json = task_options(schedule)
     return DelayedTask(
         id=id,
         tag=schedule.tag,
@@ -536,8 +531,8 @@ def new_task(
         priority=schedule.priority,
         key=schedule.key_of(at),
         delay_s=max(math.ceil((due - now).total_seconds()), 0),
-        headers_json=headers_json,
-        meta_json=meta_json,
+        headers_json=schedule.headers_json,
+        meta_json=schedule.meta_json,
         limit_key=schedule.limit_key,
         create_time=now,
     )

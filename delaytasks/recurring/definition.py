@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from datetime import datetime, timedelta
@@ -20,10 +19,9 @@ from delaytasks.model.inputs import (
     check_schedule_name,
     check_wait,
     decode_meta,
-    is_integer,
 )
 from delaytasks.model.outcomes import RetrySchedule
-from delaytasks.model.task import DelayedTask, NewTask
+from delaytasks.model.task import NewTask
 from delaytasks.model.text import shown
 from delaytasks.recurring.timing import (
     ANY_START,
@@ -43,8 +41,6 @@ if TYPE_CHECKING:
 
 Missed = Literal["latest", "skip", "all"]
 Overlap = Literal["allow", "skip"]
-#: The name of the meta in the headers of a schedule, which has no column for it.
-META = "meta"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +54,14 @@ class RecurringSchedule:
     ----------
     name
         The name.
-    tag, body_json, queue, priority, headers_json, limit_key
-        The values of each task of the schedule. `body` decodes the body, and `meta` the meta, which
-        is a part of `headers_json`.
+    tag, body_json, queue, priority, headers_json, meta_json, limit_key
+        The values of each task of the schedule. `body` and `meta` decode two of them.
     timing, tz, start_at
         When tasks are due: a cron expression and its time zone, or for example `"every 300"`, and
         the first occurrence of an interval or the earliest one of a cron expression.
     jitter_s
         Each task is due up to this time after its occurrence.
-    missed, most_missed
+    missed
         The rule for occurrences for which no task was made in time.
     overlap
         Whether an occurrence is skipped while the task before it has not ended.
@@ -96,13 +91,13 @@ class RecurringSchedule:
     queue: str
     priority: int
     headers_json: str | None
+    meta_json: str | None
     limit_key: str | None
     timing: str
     tz: str
     start_at: datetime | None
     jitter_s: float
     missed: Missed
-    most_missed: int
     overlap: Overlap
     is_declared: bool = False
     is_paused: bool = False
@@ -123,7 +118,7 @@ class RecurringSchedule:
     @property
     def meta(self) -> dict[str, str]:
         """The meta of each task."""
-        return decode_meta(task_options(self)[1])
+        return decode_meta(self.meta_json)
 
     def parsed(self) -> Timing:
         """Return the timing, or raise `InvalidInputError` if another program has written it."""
@@ -184,8 +179,7 @@ class RecurringSchedule:
         A body that no key of this process decrypts is replaced by a text that says so.
         """
         document = {name: _json_value(getattr(self, name)) for name in self.__slots__}
-        text = document.pop("body_json")
-        document["headers_json"], _ = task_options(self)
+        text, _ = document.pop("body_json"), document.pop("meta_json")
         document["meta"] = self.meta
         document["body"] = placeholder(text) if is_encrypted(text) else self.body
         return document
@@ -200,35 +194,10 @@ def _json_value(value: Any) -> Any:
     return value.isoformat() if isinstance(value, datetime) else value
 
 
-def task_options(schedule: RecurringSchedule) -> tuple[str | None, str | None]:
-    """Return the headers and the meta of each task, as the row of the task stores them."""
-    if schedule.headers_json is None:
-        return None, None
-    try:
-        headers = json.loads(schedule.headers_json)
-        meta = headers.pop(META, None)
-    except (ValueError, AttributeError, RecursionError):
-        return schedule.headers_json, None  # another program has written them
-    return _compact(headers), _compact(meta)
-
-
-def _headers_with_meta(headers_json: str | None, meta_json: str | None) -> str | None:
-    """Return the headers of a schedule whose tasks have these headers and this meta."""
-    if meta_json is None:
-        return headers_json
-    return _compact({**json.loads(headers_json or "{}"), META: json.loads(meta_json)})
-
-
-def _compact(document: Any) -> str | None:
-    return json.dumps(document, separators=(",", ":")) if document else None
-
-
 # -- What callers and decorators define -----------------------------------------------------------
 
 
 MAX_JITTER_S = 86_400.0
-MAX_MISSED = 1000
-DEFAULT_MISSED = 100
 
 
 class RecurringOptions(TypedDict, total=False):
@@ -239,7 +208,6 @@ class RecurringOptions(TypedDict, total=False):
     start: datetime | None
     jitter: float | str | timedelta
     missed: Missed
-    most_missed: int
     overlap: Overlap
     queue: str | None
     priority: int
@@ -279,7 +247,8 @@ class Definition(NamedTuple):
             body_json=task.body_json,
             queue=task.queue,
             priority=task.priority,
-            headers_json=_headers_with_meta(task.headers_json, task.meta_json),
+            headers_json=task.headers_json,
+            meta_json=task.meta_json,
             limit_key=task.limit_key,
             **recurrence,
         )
@@ -307,18 +276,11 @@ def recurrence_of(cron: Any, options: RecurringOptions, default_tz: str) -> dict
         if word not in _WORDS[name]:
             allowed = ", ".join(map(repr, _WORDS[name]))
             raise InvalidInputError(f"{name} is one of {allowed}, not {shown(word)}", name)
-    most_missed = options.get("most_missed", DEFAULT_MISSED)
-    if not is_integer(most_missed, 1, MAX_MISSED):
-        raise InvalidInputError(
-            f"most_missed is a number from 1 to {MAX_MISSED}, not {shown(most_missed)}",
-            "most_missed",
-        )
     return {
         "timing": timing,
         "tz": tz,
         "start_at": start_at,
         "jitter_s": check_wait(options.get("jitter", 0), MAX_JITTER_S, "jitter"),
-        "most_missed": most_missed,
         **words,
     }
 
@@ -339,36 +301,6 @@ def _timing(cron: object, every: Any) -> tuple[str, str | None]:
     if len(text) > TIMING_LENGTH:
         raise InvalidInputError(f"a cron expression has at most {TIMING_LENGTH} characters", "cron")
     return text, None
-
-
-# -- The stored definition as the options of a form -----------------------------------------------
-
-
-def options_of(schedule: RecurringSchedule, tag: str, body: Any) -> dict[str, Any]:
-    """Return the options of a stored schedule except its timing, for a form that changes some.
-
-    The body's version is kept if the form changes neither the tag nor the body.
-    """
-    # A task reads these options from the same headers.
-    headers_json, _ = task_options(schedule)
-    task = DelayedTask(0, schedule.tag, "", ANY_START, headers_json=headers_json)
-    is_same_body = tag == schedule.tag and body == schedule.body
-    alike = RecurringOptions.__annotations__.keys() & set(FIELDS)
-    return {name: getattr(schedule, name) for name in alike} | {
-        "start": schedule.start_at,
-        "jitter": schedule.jitter_s,
-        "retries": task.retry_schedule,
-        "max_late": task.max_late_s,
-        "meta": schedule.meta or None,
-        "body_version": task.body_version if is_same_body else None,
-    }
-
-
-def timing_options(timing: str) -> dict[str, str]:
-    """Return the text of a timing as the option `cron` or `every` of `Recurring.set`."""
-    text = " ".join(timing.split())
-    interval = text.removeprefix(f"{EVERY} ")
-    return {"cron": text} if interval == text else {"every": interval}
 
 
 # -- The targets of schedules: the tasks of a tag, or a Celery task -------------------------------

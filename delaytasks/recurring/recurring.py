@@ -168,10 +168,7 @@ class Recurring(CallGroup):
             together.
         missed : str, optional
             The rule for occurrences that passed while no sweep took place: `"latest"` runs the last
-            one, `"all"` runs the last `most_missed`, `"skip"` runs none that passed more
-            than a minute ago.
-        most_missed : int, optional
-            The bound of `missed="all"`; 100 by default, at most 1,000.
+            one, `"all"` runs the last 1,000, `"skip"` runs none that passed more than a minute ago.
         overlap : str, optional
             `"skip"` makes no task for an occurrence while the task before it waits or runs.
             `"allow"` is the default.

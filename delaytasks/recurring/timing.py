@@ -1,13 +1,7 @@
 """When a recurring schedule is due: intervals, cron expressions, and Celery's schedules.
 
-A timing is stored as text. `parse_timing` reads these forms:
-
-==============================  ===================================================================
-`0 9 * * mon-fri`               a cron expression of five fields, or of six with seconds first
-`crontab 0 9 13 * 5`            the same, but the day of the month and the weekday must both match,
-                                as in Celery's `crontab`
-`every 300`                     every 300 seconds
-==============================  ===================================================================
+A timing is stored as text: a cron expression of five fields, or of six with seconds first, such as
+`0 9 * * mon-fri`, or an interval such as `every 300`, in seconds. `parse_timing` reads both.
 """
 
 from __future__ import annotations
@@ -17,7 +11,7 @@ from copy import copy
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 from zoneinfo import ZoneInfo
 
 from celery.schedules import crontab, schedule
@@ -35,13 +29,7 @@ MOST_YEARS = 50
 MAX_INTERVAL_S = 366 * 86_400 * 10
 #: A start for the check of a timing.
 ANY_START = datetime(2000, 1, 1, tzinfo=UTC)
-CRONTAB, EVERY = "crontab", "every"
-
-
-class Timing(Protocol):
-    def after(self, instant: datetime) -> datetime | None:
-        """Return the first occurrence after `instant`, in UTC; None after the last one."""
-        ...
+EVERY = "every"
 
 
 @dataclass(frozen=True)
@@ -51,7 +39,8 @@ class Every:
     interval: timedelta
     start: datetime
 
-    def after(self, instant: datetime) -> datetime | None:
+    def after(self, instant: datetime) -> datetime:
+        """Return the first occurrence after `instant`, in UTC."""
         if instant < self.start:
             return self.start
         count = (instant - self.start) // self.interval + 1
@@ -78,25 +67,17 @@ class Cron:
         The time zone.
     start
         No occurrence is earlier. None means that there is no such bound.
-    days
-        Additional days of the month, one of which must match. Celery's `crontab` needs them.
     """
 
-    def __init__(
-        self,
-        expression: str,
-        zone: ZoneInfo,
-        start: datetime | None = None,
-        days: frozenset[int] | None = None,
-    ) -> None:
+    def __init__(self, expression: str, zone: ZoneInfo, start: datetime | None) -> None:
         self._zone = zone
         self._start = start
-        self._days = days
         self._parsed = CronSim(expression, datetime(2000, 1, 1))  # noqa: DTZ001
         minute, hour = self._parsed.parts[1:3]
         self._has_fixed_times = not (minute.startswith("*") or hour.startswith("*"))
 
     def after(self, instant: datetime) -> datetime | None:
+        """Return the first occurrence after `instant`, in UTC; None after the last one."""
         if self._start is not None:
             instant = max(instant, self._start - ONE_SECOND)
         return self._after(instant.replace(microsecond=0))
@@ -135,8 +116,7 @@ class Cron:
         for found in matches:
             if found.year > wall.year + MOST_YEARS:
                 return
-            if self._days is None or found.day in self._days:
-                yield found
+            yield found
 
     def _first_instant(self, wall: datetime) -> datetime:
         """Return when the clocks first show a wall time, or skip it."""
@@ -171,6 +151,9 @@ class Cron:
         return step
 
 
+Timing = Every | Cron
+
+
 @lru_cache(maxsize=4096)
 def parse_timing(text: str, tz: str, start: datetime | None = None) -> Timing:
     """Return the timing of a stored text.
@@ -178,7 +161,7 @@ def parse_timing(text: str, tz: str, start: datetime | None = None) -> Timing:
     Parameters
     ----------
     text
-        A text in one of the forms that the documentation of this module lists.
+        A cron expression, or an interval.
     tz
         The name of the time zone of a cron expression.
     start
@@ -195,9 +178,17 @@ def parse_timing(text: str, tz: str, start: datetime | None = None) -> Timing:
         if start is None:
             raise InvalidInputError(f"{shown(text)} has no start", "start")
         return Every(_interval(rest), start)
-    if kind == CRONTAB:
-        return _crontab(rest, zone, start)
-    return _cron(text, zone, start)
+    try:
+        made = Cron(text, zone, start)
+    except (CronSimError, ValueError) as error:
+        raise InvalidInputError(
+            f"{shown(text)} is no cron expression ({error}); write minute, hour, day of the month, "
+            "month and weekday, as in '0 9 * * mon-fri'",
+            "cron",
+        ) from None
+    if made.after(start or ANY_START) is None:
+        raise InvalidInputError(f"{shown(text)} never matches a day", "cron")
+    return made
 
 
 def zone_of(name: str) -> ZoneInfo:
@@ -217,36 +208,6 @@ def _interval(text: str) -> timedelta:
             "every",
         )
     return timedelta(seconds=int(text))
-
-
-def _cron(
-    text: str, zone: ZoneInfo, start: datetime | None, days: frozenset[int] | None = None
-) -> Cron:
-    try:
-        made = Cron(text, zone, start, days)
-    except (CronSimError, ValueError) as error:
-        raise InvalidInputError(
-            f"{shown(text)} is no cron expression ({error}); write minute, hour, day of the month, "
-            "month and weekday, as in '0 9 * * mon-fri'",
-            "cron",
-        ) from None
-    if made.after(start or ANY_START) is None:
-        raise InvalidInputError(f"{shown(text)} never matches a day", "cron")
-    return made
-
-
-def _crontab(text: str, zone: ZoneInfo, start: datetime | None) -> Cron:
-    fields = text.split()
-    if len(fields) != 5:
-        raise InvalidInputError(f"a crontab has five fields, not {shown(text)}", "cron")
-    minute, hour, days, month, weekday = fields
-    try:
-        allowed = frozenset(map(int, days.split(",")))
-    except ValueError:
-        raise InvalidInputError(
-            f"the days of the month of a crontab are numbers, not {shown(days)}", "cron"
-        ) from None
-    return _cron(f"{minute} {hour} * {month} {weekday}", zone, start, allowed)
 
 
 # -- The timing of Celery's schedules: `crontab` and `schedule` -----------------------------------
@@ -289,8 +250,12 @@ def _celery_crontab(found: crontab) -> str:
     )
     listed = ["*" if len(n) == most else ",".join(map(str, sorted(n))) for n, most in numbers]
     if "*" not in (listed[2], listed[4]):
-        # In a cron expression one of them is enough. In Celery both must match.
-        return f"{CRONTAB} {' '.join(listed)}"
+        raise InvalidInputError(
+            f"{shown(found)} is due if the day of the month and the weekday match, and a cron "
+            "expression if one of them does; write it as text, for example '0 9 * * mon#1' for the "
+            "first Monday of each month",
+            "cron",
+        )
     # The arguments with which pickle would make it again.
     minute, hour, weekday, day, month = found.__reduce__()[1][:5]
     written = " ".join(str(f).replace(" ", "") for f in (minute, hour, day, month, weekday))

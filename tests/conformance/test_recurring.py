@@ -39,7 +39,8 @@ def world(make_world: MakeWorld) -> RecurringWorld:
 
 
 LATER = [*range(1010, 1081, 10)]
-TENS: dict[str, Any] = {"every": 10, "start": 10, "most_missed": 3}
+TENS: dict[str, Any] = {"every": 10, "start": 10}
+SECONDS: dict[str, Any] = {"every": 1, "start": 1, "missed": "all"}
 HOURLY: dict[str, Any] = {"every": "1h", "start": 10, "missed": "skip"}
 
 
@@ -50,7 +51,8 @@ HOURLY: dict[str, Any] = {"every": "1h", "start": 10, "missed": "skip"}
         pytest.param({}, [0, 5], [20, 40, 60, 80], 0, id="as time passes"),
         pytest.param(TENS, [n // 2 * 5 for n in range(40)], [*range(10, 180, 10)], 0, id="twice"),
         pytest.param(TENS | {"missed": "latest"}, [1005], [1000, *LATER], 1, id="latest missed"),
-        pytest.param(TENS | {"missed": "all"}, [1005], [980, 990, 1000, *LATER], 1, id="all"),
+        pytest.param(TENS | {"missed": "all"}, [1005], [*range(10, 1081, 10)], 0, id="all"),
+        pytest.param(SECONDS, [2000], [*range(1001, 2001)], 1, id="the last thousand"),
         pytest.param(TENS | {"missed": "skip"}, [1005], [1000, *LATER], 1, id="skip missed"),
         pytest.param(TENS | {"missed": "all", "overlap": "skip"}, [1005], [1000], 1, id="alone"),
         pytest.param(HOURLY, [90], [], 1, id="passed long ago"),
@@ -493,8 +495,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     *[("tz", {"cron": "* * * * *", "tz": tz}) for tz in ("Mars/Olympus", "../etc/passwd")],
     *[("every", {"every": every}) for every in (0, 1.5, -5, "5 parsecs")],
     *[(name, {"every": 5, name: "maybe"}) for name in ("missed", "overlap")],
-    *[(name, {"every": 5, name: -1}) for name in ("most_missed", "jitter", "priority")],
-    ("most_missed", {"every": 5, "most_missed": 0}),
+    *[(name, {"every": 5, name: -1}) for name in ("jitter", "priority")],
     ("priority", {"every": 5, "priority": 11}),
     ("meta", {"every": 5, "meta": {"tenant": 7}}),
     ("name", {"every": 5, "name": "x" * 167}),

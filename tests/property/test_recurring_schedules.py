@@ -33,7 +33,7 @@ class Schedules(RuleBasedStateMachine):
         empty(self._world.store)
         self.now_s, self.since_s = 0.0, 0.0
         self.is_paused, self.is_alone = False, overlap == "skip"
-        rules: dict[str, Any] = {"missed": "all", "most_missed": 1000, "overlap": overlap}
+        rules: dict[str, Any] = {"missed": "all", "overlap": overlap}
         self._world.recur(EVERY_S, start=EVERY_S, jitter=jitter, **rules)
 
     @rule(seconds=st.sampled_from([0.0, 1.0, 5.0, 10.0, 33.0, 200.0]))

@@ -47,7 +47,7 @@ def form_of(text: str, action: str = "/recurring") -> dict[str, str]:
 @pytest.mark.parametrize("timing", [{"cron": "0 3 * * *", "tz": "Asia/Tokyo"}, {"every": "5m"}])
 def test_a_schedule_is_changed_in_one_field_only(own_site: Site, timing: dict[str, Any]) -> None:
     client, recurring = own_site.client(Role.ADMIN), own_site.delays.recurring
-    rules = {"jitter": "10s", "missed": "all", "most_missed": 7, "overlap": "skip"}
+    rules = {"jitter": "10s", "missed": "all", "overlap": "skip"}
     options = {"queue": "mail", "priority": 3, "retries": "15s 3m", "max_late": 60}
     options |= {"limit_key": "k", "meta": {"tenant": "acme"}, "body_version": 3}
     body = {"order": 1, "text": "</textarea>é"}
