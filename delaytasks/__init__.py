@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from delaytasks.celery import aschedule_delay, current_delays, processor, schedule_delay
 from delaytasks.client import DelayTasks
-from delaytasks.current import aschedule_delay, current_delays, processor, schedule_delay
 from delaytasks.handles import Processor
 from delaytasks.model import errors
 from delaytasks.model.errors import *  # noqa: F403 - the list of errors is in model/errors.py only

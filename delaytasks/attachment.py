@@ -156,8 +156,6 @@ def _make_control(kind: Any, **options: Any) -> Any:
 
 
 ENTRY_POINTS = "delaytasks.processors"
-#: The oldest release of Celery that delaytasks supports and is tested with.
-OLDEST_CELERY = (5, 5)
 #: The newest release of Celery that delaytasks is tested with. A worker with a newer one logs a
 #: warning.
 NEWEST_TESTED_CELERY = (5, 7)
@@ -187,7 +185,6 @@ def newest_attached() -> Any:
 
 def attach(celery_app: Any, delays: DelayTasks, processes: Processes) -> None:
     """Register the tasks and worker steps of `delays`, a `DelayTasks`, with its Celery app."""
-    check_celery()
     if getattr(celery_app, "delaytasks", None) is not None:
         raise ConfigError(
             f"{celery_app!r} has delayed tasks already: one DelayTasks per Celery app"
@@ -205,6 +202,9 @@ def attach(celery_app: Any, delays: DelayTasks, processes: Processes) -> None:
     # A beat process, and a beat inside a worker (`celery worker -B`).
     for starting in (signals.beat_init, signals.beat_embedded_init):
         starting.connect(quiet_beat, weak=False, dispatch_uid="delaytasks.quiet_beat")
+    signals.celeryd_after_setup.connect(
+        warn_of_untested_celery, weak=False, dispatch_uid="delaytasks.celery_version"
+    )
     signals.before_task_publish.connect(
         warn_of_other_app, weak=False, dispatch_uid="delaytasks.other_app"
     )
@@ -251,51 +251,21 @@ def import_entry_points() -> None:
         point.load()
 
 
-class SweepsAtDebug(logging.Filter):
-    """Changes the level of `Scheduler: Sending due task … (delaytasks.sweep)` to DEBUG.
-
-    `celery.beat.Scheduler.apply_entry` logs this message at INFO. All other records stay as they
-    are.
-    """
-
-    def __init__(self, logger: logging.Logger) -> None:
-        super().__init__()
-        self._logger = logger
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if (
-            record.levelno != logging.INFO
-            or not isinstance(record.args, tuple)
-            or SWEEP not in record.args
-        ):
-            return True
+def show_sweeps_at_debug(record: logging.LogRecord) -> bool:
+    """Log `Scheduler: Sending due task … (delaytasks.sweep)`, which beat logs at INFO, at DEBUG."""
+    is_sweep = isinstance(record.args, tuple) and SWEEP in record.args
+    if is_sweep and record.levelno == logging.INFO:
         record.levelno, record.levelname = logging.DEBUG, logging.getLevelName(logging.DEBUG)
-        return self._logger.isEnabledFor(logging.DEBUG)
+        return logging.getLogger(record.name).isEnabledFor(logging.DEBUG)
+    return True
 
 
 def quiet_beat(**_: Any) -> None:
-    logger = logging.getLogger("celery.beat")
-    if not any(isinstance(known, SweepsAtDebug) for known in logger.filters):
-        logger.addFilter(SweepsAtDebug(logger))
-
-
-def check_celery() -> None:
-    """Raise `ConfigError` if the installed Celery is older than `OLDEST_CELERY`.
-
-    If it is newer than `NEWEST_TESTED_CELERY`, each worker of this process logs a warning at start.
-    """
-    if tuple(celery.VERSION[:2]) < OLDEST_CELERY:
-        oldest = "{}.{}".format(*OLDEST_CELERY)
-        raise ConfigError(
-            f"Celery {celery.__version__} is installed, and delaytasks needs Celery {oldest} or "
-            f"newer; run: pip install --upgrade 'celery>={oldest}'"
-        )
-    signals.celeryd_after_setup.connect(
-        warn_of_untested_celery, weak=False, dispatch_uid="delaytasks.celery_version"
-    )
+    logging.getLogger("celery.beat").addFilter(show_sweeps_at_debug)
 
 
 def warn_of_untested_celery(**_: Any) -> None:
+    """Let a worker log a warning if Celery is newer than `NEWEST_TESTED_CELERY`."""
     if tuple(celery.VERSION[:2]) > NEWEST_TESTED_CELERY:
         newest = "{}.{}".format(*NEWEST_TESTED_CELERY)
         logger.warning(

@@ -16,8 +16,8 @@ from sqlalchemy import URL, make_url
 from werkzeug.middleware.dispatcher import DispatcherMiddleware
 
 from delaytasks.attachment import attach
+from delaytasks.celery import set_project_delays
 from delaytasks.client import DelayTasks
-from delaytasks.current import set_project_delays
 from delaytasks.db.sessions import _PENDING, transaction_of
 from delaytasks.model.errors import ConfigError, SessionUnusableError
 from delaytasks.model.task import DelayedTask, Transaction

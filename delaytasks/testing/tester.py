@@ -18,7 +18,7 @@ from kombu.compression import decompress
 from kombu.serialization import loads
 
 from delaytasks.broker.link import Outgoing
-from delaytasks.current import current_delays
+from delaytasks.celery import current_delays
 from delaytasks.db.database import awaited_on_the_loop, is_on_the_loop, on_the_loop
 from delaytasks.db.migrations import url_of
 from delaytasks.db.sessions import ConnectionSource

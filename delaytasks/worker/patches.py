@@ -1,8 +1,8 @@
 """Patches of Celery's worker, and the differences between the releases of Celery and kombu.
 
 delaytasks is tested with Celery 5.5 to 5.7, and with the releases of kombu that these require;
-`attachment.check_celery` compares the installed release with these. If delaytasks no longer
-supports the releases before the one in the last column, delete the function.
+`attachment.warn_of_untested_celery` compares the installed release with these. If delaytasks no
+longer supports the releases before the one in the last column, delete the function.
 
 ================================  ==============================================  =================
 here                              because                                         until

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from celery import Celery
 
-from delaytasks import current
+from delaytasks import celery as current
 from delaytasks.runtime import runtime_of
 from tests.django_site import database_entry, replace_mysqlclient
 

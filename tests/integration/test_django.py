@@ -28,7 +28,7 @@ from sqlalchemy import literal_column
 import delaytasks as e
 from delaytasks import DelayedTask, Status
 from delaytasks.contrib.django import instance
-from delaytasks.contrib.django.connection import DjangoConnection, DjangoTransaction
+from delaytasks.contrib.django.django_connection import DjangoConnection, DjangoTransaction
 from delaytasks.contrib.django.instance import DjangoDelays
 from delaytasks.model.body import key_name
 from delaytasks.model.filters import Filter

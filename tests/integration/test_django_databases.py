@@ -21,7 +21,7 @@ from django.db import DatabaseError, connections, transaction
 from django.test.utils import override_settings
 
 from delaytasks import ConfigError, SessionUnusableError, StoreUnavailableError
-from delaytasks.contrib.django.connection import database_url as url_of
+from delaytasks.contrib.django.django_connection import database_url as url_of
 from delaytasks.contrib.django.instance import DjangoDelays, project_delays
 from delaytasks.runtime import runtime_of
 from tests.conformance.test_outages import READ_ONLY

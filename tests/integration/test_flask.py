@@ -21,7 +21,8 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 import delaytasks as e
-from delaytasks import DelayedTask, Status, current, current_delays, schedule_delay
+from delaytasks import DelayedTask, Status, current_delays, schedule_delay
+from delaytasks import celery as current
 from delaytasks.cli.main import flask_delays
 from delaytasks.contrib.flask import FlaskDelays
 from delaytasks.model.task import Entry

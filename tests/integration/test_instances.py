@@ -13,7 +13,7 @@ from sqlalchemy import text
 import delaytasks
 from delaytasks import ConfigError, DelayTasks, TaskNotFoundError
 from delaytasks.broker.arming import SWEEP
-from delaytasks.current import set_project_delays
+from delaytasks.celery import set_project_delays
 from delaytasks.db import migrations
 from delaytasks.runtime import runtime_of
 from tests.integration.conftest import Deploy

@@ -6,9 +6,9 @@ from typing import Any
 
 from django.apps import AppConfig
 
+from delaytasks.celery import set_project_delays
 from delaytasks.contrib.django.checks import register_checks
 from delaytasks.contrib.django.instance import project_delays
-from delaytasks.current import set_project_delays
 
 
 class DelayTasksConfig(AppConfig):

@@ -12,7 +12,7 @@ from django.db import connections, transaction
 from sqlalchemy import Column, MetaData, PrimaryKeyConstraint, String, Table, insert
 from sqlalchemy.schema import CreateTable
 
-from delaytasks.contrib.django.connection import MIGRATE_REMEDY, DjangoConnection, dialect_of
+from delaytasks.contrib.django.django_connection import MIGRATE_REMEDY, DjangoConnection, dialect_of
 from delaytasks.contrib.django.instance import DjangoDelays, project_delays
 from delaytasks.db import migrations
 from delaytasks.model.errors import ConfigError, StoreError

@@ -18,7 +18,7 @@ from sqlalchemy import select
 
 from delaytasks.attachment import import_entry_points
 from delaytasks.client import DelayTasks
-from delaytasks.contrib.django.connection import (
+from delaytasks.contrib.django.django_connection import (
     MIGRATE_REMEDY,
     DjangoConnection,
     DjangoTransaction,
@@ -96,7 +96,7 @@ class DjangoDelays(DelayTasks):
         return result
 
     def _test_connections(self) -> ConnectionSource:
-        from delaytasks.contrib.django.connection import source_at
+        from delaytasks.contrib.django.django_connection import source_at
 
         return source_at(self.alias)
 
