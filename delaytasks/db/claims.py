@@ -31,7 +31,8 @@ a message names are claimed by this statement:
         CASE current_setting('synchronous_standby_names')
             WHEN '' THEN 'off' ELSE current_setting('synchronous_commit') END, true)) IS NOT NULL
     RETURNING id, tag, message_body, expected_time, status, version, queue, priority, task_key,
-        delay_time, runs, lapses, headers, limit_key, create_time, due_time, meta, cancel_request
+        delay_time, runs, lapses, headers, limit_key, create_time, due_time, meta, cancel_request,
+        late_by
 """
 
 from __future__ import annotations

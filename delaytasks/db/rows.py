@@ -37,7 +37,7 @@ from delaytasks.db.schema import BODY, RESULT, Schema, task_table
 from delaytasks.db.types import Capabilities, LongText, db_now, for_database
 from delaytasks.model.clock import UTC
 from delaytasks.model.errors import StoreError
-from delaytasks.model.moves import MOST_VERSIONS, MOVES, Status
+from delaytasks.model.moves import MOST_VERSIONS, MOVES, LateReason, Status
 from delaytasks.model.task import DelayedTask
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ MAX_INTEGER = 2**31 - 1
 COLUMNS = (
     "id tag message_body expected_time status version queue priority task_key delay_time runs "
     "lapses headers limit_key create_time due_time meta cancel_request "
-    "update_time execution_time lease_until worker ip_address error_stack result"
+    "late_by update_time execution_time lease_until worker ip_address error_stack result"
 ).split()
 #: The columns that a worker reads of a row that it claims.
 CLAIMED = COLUMNS[: COLUMNS.index("update_time")]
@@ -122,12 +122,10 @@ def values_of(task: DelayedTask, schema: Schema) -> dict[str, Any]:
 
 def moved(tasks: Table, move: str, **others: Any) -> dict[str, Any]:
     """Return the new values of rows that this move changes; `others` are the columns of its own."""
-    return {
-        "status": int(MOVES[move].target),
-        "version": next_version(tasks.c.version),
-        "update_time": db_now(),
-        **others,
-    }
+    target = MOVES[move].target
+    held = {"late_by": int(LateReason.HELD)} if target is Status.HELD else {}
+    version = next_version(tasks.c.version)
+    return {"status": int(target), "version": version, "update_time": db_now(), **held, **others}
 
 
 def next_version(version: Column[int]) -> ColumnElement[int]:

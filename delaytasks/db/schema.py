@@ -120,6 +120,9 @@ def task_table(metadata: MetaData, prefix: str) -> Table:
         Column("meta", LongText),
         # 1 if a running task was asked to stop, else NULL.
         Column("cancel_request", SmallInteger),
+        # What brought the last run, if it began late, and why it did not begin earlier
+        # (`BroughtBy` and `LateReason`). A row that was held, and has not run since, has HELD.
+        Column("late_by", SmallInteger),
         *_indexes(prefix),
         info={"storage": STORAGE},
         **MYSQL_OPTIONS,

@@ -114,6 +114,7 @@ _NEW = (
     "due_time",
     "uncounted",  # 1 if the run is no attempt: the claim has counted it already
     "never_ran",
+    "late_by",
 )
 _INSTANTS = {"execution_time", "expected_time", "due_time"}
 #: The columns in which rows that end alike have the same new value, and the parameters for these.
@@ -189,6 +190,7 @@ class Settlements:
             runs=t.c.runs - new["uncounted"],
             lapses=case((never_ran, t.c.lapses), else_=0),
             lease_until=None,
+            late_by=new["late_by"],
             update_time=db_now(),
         )
 
@@ -262,6 +264,7 @@ class Settlements:
             else settlement.task.due_time,
             int(not settlement.ending.is_attempt),
             int(not settlement.ending.has_run),
+            settlement.task.late_by,
         )
 
     def _kept(self, result: str | None, task: DelayedTask) -> str | None:

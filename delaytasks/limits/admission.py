@@ -41,7 +41,7 @@ from sqlalchemy import (
 
 from delaytasks.db.claims import Claims, HoldExcess
 from delaytasks.db.database import Database
-from delaytasks.db.rows import check_row_count, listed, listing, next_version, task_of
+from delaytasks.db.rows import check_row_count, listed, listing, moved, task_of
 from delaytasks.db.schema import Schema
 from delaytasks.db.statements import Prepared
 from delaytasks.db.store import Store
@@ -176,10 +176,8 @@ class LimitQueries:
             t.c.queue, t.c.tag, task_key, -t.c.priority, t.c.expected_time, t.c.id, t.c.version
         ).where(named)
         self._insert = insert(entry).from_select([entry.c.queue, entry.c.tag, *position], values)
-        changes = {"version": next_version(t.c.version), "update_time": db_now()}
         self._hold, self._release = (
-            update(t).values({**changes, "status": int(MOVES[name].target)}).where(named)
-            for name in ("hold", "release")
+            update(t).values(moved(t, name)).where(named) for name in ("hold", "release")
         )
         # A locked row is skipped: its transaction may postpone it further.
         held = select(t.c.id).where(named, unindexed(t.c.status) == _HELD)

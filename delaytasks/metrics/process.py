@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from delaytasks.metrics import Family, HistogramValue, Sample, gauge
 from delaytasks.model.clock import reset_in_child
+from delaytasks.model.moves import LATE_S, late_start
 from delaytasks.run.run_counts import DURATION_BOUNDS_S, LATENESS_BOUNDS_S, OTHER_TAGS, RunCounts
 
 if TYPE_CHECKING:
@@ -162,6 +163,18 @@ def run_families(totals: Mapping[str, RunCounts]) -> Iterator[Family]:
     yield _counter("delaytasks_runs_on_time", about, contracts, lambda c: c.on_time)
     about = "Runs of tags with `on_time` that began too late."
     yield _counter("delaytasks_runs_late", about, contracts, lambda c: c.late)
+    yield Family(
+        "delaytasks_late_starts",
+        f"Runs that began more than {LATE_S:g} s late, by what brought their rows, and by why they "
+        "did not begin earlier.",
+        "counter",
+        ("tag", "brought_by", "reason"),
+        [
+            Sample((tag, *late_start(late_by)), count)
+            for tag, counts in runs
+            for late_by, count in sorted(counts.late_starts.items())
+        ],
+    )
     yield Family(
         "delaytasks_run_lateness_seconds",
         "Time from the due time of a task to the start of its run.",

@@ -125,6 +125,44 @@ LIVE = frozenset(Status) - FINISHED
 WAITING = (Status.NOT_COMPLETE, Status.HELD)
 
 
+# -- Why a run began late -------------------------------------------------------------------------
+
+
+#: A run that begins this many seconds after its due time is late.
+LATE_S = 1.0
+
+
+class BroughtBy(IntEnum):
+    """What brought a row whose run began late to its process."""
+
+    #: Its entry, which came in a message, from Redis or by a poll of the table.
+    ENTRY = 10
+    #: A drain of its queue, which the sweep requests, among others.
+    DRAIN = 20
+    #: A visit of the waitlist of its tag.
+    WAITLIST = 30
+
+
+class LateReason(IntEnum):
+    """Why the run did not begin earlier, as far as its worker knows."""
+
+    UNNOTICED = 0
+    BUSY = 1
+    NO_WORKER = 2
+    DATABASE = 3
+    BROKER = 4
+    HELD = 5
+    DEFERRED = 6
+    SCHEDULED_LATE = 7
+    LEASE_LOST = 8
+
+
+def late_start(stored: int) -> tuple[str, str]:
+    """Return the names of both from their sum, which is the value of the column `late_by`."""
+    reason = LateReason(stored % 10)
+    return BroughtBy(stored - reason).name.lower(), reason.name.lower()
+
+
 def moves_from(status: Status) -> list[str]:
     """Return the names of the moves that `status` allows, for buttons and messages."""
     return [move.name for move in MOVES.values() if status in move.sources]

@@ -28,7 +28,15 @@ from delaytasks.model.errors import (
     TaskStateError,
 )
 from delaytasks.model.inputs import Delay, Spread, check_id, decode_meta, is_integer, is_queue
-from delaytasks.model.moves import FINISHED, MOVES, Ending, SettlingMove, Status
+from delaytasks.model.moves import (
+    FINISHED,
+    MOVES,
+    BroughtBy,
+    Ending,
+    SettlingMove,
+    Status,
+    late_start,
+)
 from delaytasks.model.outcomes import RetrySchedule
 from delaytasks.model.policies import NO_WAITLISTS, WaitlistsSeen
 from delaytasks.model.text import shown
@@ -143,6 +151,9 @@ class DelayedTask:
         The meta as it is stored. `meta` decodes it.
     cancel_request
         1 if the running task was asked to stop; else None.
+    late_by
+        Why the last run that ended began late, as a number; `late_start` has the names. Else
+        None.
     lease_until, worker, ip
         The end of the lease, the name of the worker and its IPv4 address as a number.
     error
@@ -177,6 +188,7 @@ class DelayedTask:
     due_time: datetime | None = None
     meta_json: str | None = None
     cancel_request: int | None = None
+    late_by: int | None = None
     update_time: datetime | None = None
     execution_time: datetime | None = None
     lease_until: datetime | None = None
@@ -193,6 +205,15 @@ class DelayedTask:
         `expected_time` is later while the task is deferred until a worker can run it.
         """
         return self.due_time or self.expected_time
+
+    @property
+    def late_start(self) -> tuple[str, str] | None:
+        """What brought the last run, and why it did not begin earlier; None if it was in time.
+
+        While the task runs, this is only known in its process.
+        """
+        late_by = self.late_by  # of a row that was held and has not run since, only the reason
+        return None if late_by is None or late_by < BroughtBy.ENTRY else late_start(late_by)
 
     @property
     def body(self) -> Any:
@@ -359,6 +380,7 @@ class DelayedTask:
             "due_time": self.due,
             "expected_time": self.expected_time,
             "execution_time": self.execution_time,
+            "late_start": self.late_start,
             "create_time": self.create_time,
             "update_time": self.update_time,
             "lease_until": self.lease_until,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,7 +33,7 @@ from delaytasks.operate.state_queries import (
 from delaytasks.operate.why import Reason, why_late
 from delaytasks.run.run_counts import CountedFailures, error_pattern, recent_hours
 from delaytasks.settings import Settings
-from delaytasks.statistics.reading import recent_failures
+from delaytasks.statistics.reading import recent_failures, recent_late_starts
 
 if TYPE_CHECKING:
     from delaytasks.runtime import Runtime
@@ -343,6 +343,8 @@ class DeploymentState:
     lost: Sequence[LostWorker]
     #: Failures with the same tag and kind of error.
     groups: Sequence[FailedNow]
+    #: How many runs began late within `LATE_RANGE`, by the reason.
+    late_starts: Mapping[str, int]
 
     def count(self, status: Status) -> int:
         return 0 if self.tables is None else self.tables.counts[status].rows
@@ -441,7 +443,15 @@ def read_state(
         workers,
         lost,
         [] if tables is None else _groups(runtime, tables, now),
+        {} if tables is None else _late_starts(runtime, now),
     )
+
+
+def _late_starts(runtime: Runtime, now: datetime) -> Mapping[str, int]:
+    try:
+        return recent_late_starts(runtime, now)
+    except StoreError:
+        return {}  # the tables of statistics may be missing
 
 
 def _groups(runtime: Runtime, tables: TableState, now: datetime) -> list[FailedNow]:

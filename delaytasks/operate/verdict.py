@@ -16,6 +16,8 @@ from delaytasks.model.moves import Status
 from delaytasks.model.policies import Policy
 from delaytasks.model.text import count, first_names
 from delaytasks.operate.state import DeploymentState, FailedNow, RecentRuns
+from delaytasks.operate.why import LATE_BECAUSE
+from delaytasks.statistics.reading import LATE_RANGE
 
 # -- The sentences of a verdict, and the words that they share ------------------------------------
 
@@ -184,7 +186,9 @@ def verdict_of(
         return Verdict("bad", headline, [Problem("bad", text)])
     tasks = [*_stopped(state), *_late(state), *failure_problems(state, zone), *ahead]
     others = [*_services(state, zone), *_workers(state, zone), *_held_back(state, zone)]
-    problems = worst_first([*tasks, *others, *_paused(state, zone), *_lost(state, zone)])
+    problems = worst_first(
+        [*tasks, *others, *_paused(state, zone), *_lost(state, zone), *_late_starts(state)]
+    )
     headline = _headline(state, bool(ahead))
     return Verdict(worst_of(problems), headline, problems[:MOST_PROBLEMS])
 
@@ -241,6 +245,16 @@ def _late(state: DeploymentState) -> Iterator[Problem]:
         level: Severity = "warning" if late.reason.code in ("paused", "limit") else "bad"
         where = {"tag": late.tag, "status": "NOT_COMPLETE"}
         yield Problem(level, text + late.reason.text, "tasks", where)
+
+
+def _late_starts(state: DeploymentState) -> Iterator[Problem]:
+    """Return a note, since these tasks have run."""
+    if state.late_starts:
+        most = sorted(state.late_starts.items(), key=lambda each: -each[1])
+        reasons = "; ".join(f"{number:,} because {LATE_BECAUSE[why]}" for why, number in most)
+        number, minutes = sum(state.late_starts.values()), LATE_RANGE.total_seconds() / 60
+        text = f"{count(number, 'run')} of the last {minutes:g} minutes began late: {reasons}."
+        yield Problem("note", text, "tags")
 
 
 def _services(state: DeploymentState, zone: tzinfo) -> Iterator[Problem]:

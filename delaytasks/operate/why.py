@@ -486,10 +486,35 @@ def _running(facts: Facts) -> Reason:
     return Reason("running", sentence, remedy, values)
 
 
+#: Why one or many runs began late, by the name of the `LateReason`.
+LATE_BECAUSE = {
+    "unnoticed": "no message reached a worker in time",
+    "busy": "all processes of the worker were busy",
+    "no_worker": "the worker started only later",
+    "database": "the database did not answer",
+    "broker": "the broker or the timer did not answer",
+    "held": "a pause or a limit was in the way",
+    "deferred": "no worker could run the task before",
+    "scheduled_late": "the call came after the due time",
+    "lease_lost": "an earlier run lost its lease",
+}
+_BROUGHT = {
+    "entry": "",
+    "drain": " (a drain of the queue found it)",
+    "waitlist": " (it was in the waitlist of the tag)",
+}
+
+
 def _run(task: DelayedTask) -> dict[str, Any]:
     began = task.execution_time
     late_s = None if began is None else round((began - task.due).total_seconds(), 3)
-    return {"worker": task.worker, "began": began, "late_s": late_s, "runs": task.runs}
+    values = {"worker": task.worker, "began": began, "late_s": late_s, "runs": task.runs}
+    return {**values, "late_start": _late_start(task)}
+
+
+def _late_start(task: DelayedTask) -> tuple[str, str] | None:
+    """Return what the end of the last run has noted; nothing is known of a task that runs."""
+    return None if task.status is Status.RUNNING else task.late_start
 
 
 def _begun(task: DelayedTask) -> str:
@@ -499,7 +524,11 @@ def _begun(task: DelayedTask) -> str:
     if began is None or began <= task.due:
         return "" if began is None else where
     late = show_duration((began - task.due).total_seconds())
-    return f"{where} since {instant_text(began)}, {late} after it was due"
+    text = f"{where} since {instant_text(began)}, {late} after it was due"
+    if (noted := _late_start(task)) is None:
+        return text
+    brought_by, reason = noted
+    return f"{text}, because {LATE_BECAUSE[reason]}{_BROUGHT[brought_by]}"
 
 
 # -- additional reasons ---------------------------------------------------------------------------

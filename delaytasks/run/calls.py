@@ -26,6 +26,7 @@ from delaytasks.model.errors import (
     TaskCancelledError,
     TaskStateError,
 )
+from delaytasks.model.moves import LateReason
 from delaytasks.model.outcomes import Outcome
 from delaytasks.model.task import CallerConnection, DelayedTask, Settlement, current_run
 from delaytasks.model.text import (
@@ -77,6 +78,9 @@ class Host:
     is_asked_to_stop: Callable[[int, int], bool] = lambda id, version: False
     #: Whether other tasks than those of a backlog wait for this process.
     has_others: Callable[[], bool] = lambda: False
+    #: Returns why a row that could have started at the first instant starts only at the second one,
+    #: both in microseconds.
+    why_late: Callable[[int, int], LateReason] = lambda since_us, now_us: LateReason.UNNOTICED
 
 
 # -- One run of one task: its lease, and its completion in the processor's own transaction --------

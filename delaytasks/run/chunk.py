@@ -15,13 +15,14 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from delaytasks.model.clock import monotonic, reset_in_child
+from delaytasks.model.clock import monotonic, reset_in_child, to_us
 from delaytasks.model.errors import OutcomeUnknownError, StoreUnavailableError
+from delaytasks.model.moves import LATE_S, BroughtBy, LateReason
 from delaytasks.model.task import DelayedTask, Settle, Settlement
 from delaytasks.registry import ProcessorSpec
 from delaytasks.run.calls import Calls
@@ -313,6 +314,7 @@ class TimeBudget:
 class Tally:
     """Counts the rows of one or several chunks."""
 
+    brought_by: BroughtBy
     claimed: int = 0
     #: The rows that ended, and the time that the process spent on them.
     ran: int = 0
@@ -399,6 +401,8 @@ class TagCosts:
 
 #: A row that may kill this process waits for other rows to end, at most for this part of the lease.
 ALONE = 0.25
+#: A run that begins so much later than its row was due is late.
+LATE = timedelta(seconds=LATE_S)
 #: The time between two tries to settle detached rows while the database is unavailable.
 DETACHED_RETRY_S = 1.0
 
@@ -472,6 +476,7 @@ class ChunkRunner:
     def run(self, chunk: Chunk, tally: Tally, may_detach: bool) -> None:
         """Run the tasks until all have ended, or with `may_detach` all except concurrent ones."""
         claimed, began = self._clock.now(), monotonic()
+        self._explain_late(chunk.waiting, claimed, tally.brought_by)
         concurrent = dict[str, ProcessorSpec]()
         with self._host.thread_context():
             while (first := chunk.next()) is not None:
@@ -504,6 +509,29 @@ class ChunkRunner:
         if concurrent:
             self._wait(chunk, concurrent.values(), may_detach)
             tally.wanted = max(tally.wanted, *map(self._free_rows, concurrent.values()))
+
+    def _explain_late(
+        self, tasks: Sequence[DelayedTask], now: datetime, brought_by: BroughtBy
+    ) -> None:
+        """Note in `late_by` of the rows that start late what brought them, and why not earlier."""
+        late_before = now - LATE
+        for task in tasks:
+            if (task.due_time or task.expected_time) < late_before:
+                task.late_by = brought_by + self._why_late(task, now)
+            elif task.late_by is not None:  # of an earlier run
+                task.late_by = None
+
+    def _why_late(self, task: DelayedTask, now: datetime) -> LateReason:
+        if task.lapses > 0:
+            return LateReason.LEASE_LOST
+        if task.late_by == LateReason.HELD:
+            return LateReason.HELD
+        if task.due_time is not None:
+            return LateReason.DEFERRED
+        since = max(task.due, task.create_time or task.due)
+        if since >= now - LATE:
+            return LateReason.SCHEDULED_LATE
+        return self._host.why_late(to_us(since), to_us(now))
 
     def close(self, chunk: Chunk, settle: Settle | None = None) -> None:
         """Give back the waiting rows, and settle them with the rows that have ended.

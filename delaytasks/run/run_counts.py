@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import sysconfig
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -34,22 +35,6 @@ DURATION_BOUNDS_S = (
 def bucket_of(seconds: float, bounds: Sequence[float]) -> int:
     """Return the number of the bucket of a time."""
     return bisect_left(bounds, seconds)
-
-
-def highest_value(counted: Sequence[int], bounds: Sequence[float], stored: float | None) -> float:
-    """Return the largest value, or the upper bound of its bucket if the value is not known.
-
-    Parameters
-    ----------
-    counted
-        The numbers of the buckets that are not empty.
-    stored
-        The largest value that was stored. Values of a process that stores none may exceed it.
-    """
-    last = min(max(counted, default=0), len(bounds) - 1)
-    if stored is not None and bucket_of(stored, bounds) >= last:
-        return stored
-    return bounds[last] if counted else 0.0
 
 
 #: The tag under which the tags beyond the constant `statistics_tags` are counted.
@@ -84,11 +69,13 @@ class RunCounts:
     #: The sums of all times of the two histograms.
     lateness_s: float = 0.0
     duration_s: float = 0.0
-    #: The largest of these times, or an upper bound of it.
+    #: The largest of these times.
     lateness_max_s: float = 0.0
     duration_max_s: float = 0.0
     #: The number of each outcome, in the order of `OUTCOME_NAMES`.
     outcomes: list[int] = field(default_factory=lambda: [0] * len(OUTCOME_NAMES))
+    #: The runs that began late, by the value of the column `late_by`.
+    late_starts: Counter[int] = field(default_factory=Counter)
     lateness: list[int] = field(default_factory=lambda: [0] * (len(LATENESS_BOUNDS_S) + 1))
     duration: list[int] = field(default_factory=lambda: [0] * (len(DURATION_BOUNDS_S) + 1))
 
@@ -135,6 +122,7 @@ class RunCounts:
         self.duration_s += other.duration_s
         self.lateness_max_s = max(self.lateness_max_s, other.lateness_max_s)
         self.duration_max_s = max(self.duration_max_s, other.duration_max_s)
+        self.late_starts.update(other.late_starts)
         for mine, others in (
             (self.outcomes, other.outcomes),
             (self.lateness, other.lateness),
@@ -160,6 +148,7 @@ class RunCounts:
             _sparse(self.duration),
             self.lateness_max_s,
             self.duration_max_s,
+            [each for pair in self.late_starts.items() for each in pair],
         ]
 
     @classmethod
@@ -170,14 +159,10 @@ class RunCounts:
         return counts
 
     def add_stored(self, stored: Sequence[Any]) -> None:
-        """Add the counts that `as_list` returned, with or without the two largest times.
-
-        Buckets of a newer version count in the last one.
-        """
-        outcomes, contract, lateness_s, duration_s, lateness, duration, *highest = stored
-        latest_s, longest_s = highest or (None, None)
-        latest_s = highest_value(lateness[::2], LATENESS_BOUNDS_S, latest_s)
-        longest_s = highest_value(duration[::2], DURATION_BOUNDS_S, longest_s)
+        """Add what `as_list` returned. Buckets of a newer version count in the last one."""
+        outcomes, contract, lateness_s, duration_s, lateness, duration, *others = stored
+        latest_s, longest_s, late = others
+        self.late_starts.update(dict(zip(late[::2], late[1::2], strict=True)))
         self.lateness_max_s = max(self.lateness_max_s, latest_s)
         self.duration_max_s = max(self.duration_max_s, longest_s)
         self.lateness_s += lateness_s

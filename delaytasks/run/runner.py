@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from delaytasks.model.clock import monotonic, reset_in_child
 from delaytasks.model.errors import OutcomeUnknownError, StoreError, StoreUnavailableError
-from delaytasks.model.moves import Status
+from delaytasks.model.moves import BroughtBy, Status
 from delaytasks.model.policies import NO_WAITLISTS, WaitlistsSeen, WaitlistState
 from delaytasks.model.task import Claimed, DelayedTask, Entry, Settlement
 from delaytasks.registry import MAX_SLOTS
@@ -178,7 +178,7 @@ class Runner:
 
     def run(self, entries: Sequence[Entry], for_s: float = 0) -> Report:
         """Run the entries of messages that fell due, and then their waitlists for `for_s`."""
-        claimed_at, tally = monotonic(), Tally()
+        claimed_at, tally = monotonic(), Tally(BroughtBy.ENTRY)
         claimed = self._claims.claim(entries)
         # If others wait, the process takes its next chunk while another thread settles this one. A
         # waitlist needs the slots of the rows that have ended.
@@ -269,7 +269,7 @@ class Runner:
 
         This is one chunk of a drain. In a backlog, further chunks follow for `continue_s`.
         """
-        began, tally = monotonic(), Tally()
+        began, tally = monotonic(), Tally(BroughtBy.DRAIN)
         is_turn_of_recovered = began >= self._recovered_at.setdefault(queue, began + RECOVERED_S)
         most = limit - 1 if is_turn_of_recovered else limit
         claim = partial(self._claims.claim_due, queue, priorities)
@@ -412,7 +412,7 @@ class Runner:
 
     def run_waitlist(self, queue: str, tag: str, limit: int, for_s: float) -> Report:
         """Run tasks of one waitlist as long as there is capacity for them."""
-        tally = Tally()
+        tally = Tally(BroughtBy.WAITLIST)
         state = self._run_one_waitlist(queue, tag, limit, for_s, tally)
         return self._report(tally, tally.claimed, waitlists=() if state is None else (state,))
 
@@ -467,7 +467,7 @@ class Runner:
             is_scarce = state is not None and not state.open
             while tasks:
                 least = 1 if is_scarce else min(size.rows, limit)
-                admitted, of_chunk = list[DelayedTask](), Tally()
+                admitted, of_chunk = list[DelayedTask](), Tally(BroughtBy.WAITLIST)
                 settle = partial(self._settle_and_admit, queue, tag, least, until, admitted)
                 with self._chunks.opened(tasks, claimed_at, settle) as chunk:
                     self._chunks.run(chunk, of_chunk, may_detach=False)

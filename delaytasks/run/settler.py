@@ -98,13 +98,14 @@ class RunCounter(Observer):
 
     def after_fork(self) -> None:
         self._lock = threading.Lock()
-        self._runs: deque[tuple[str, timedelta, float]] = deque()
+        self._runs: deque[tuple[str, timedelta, float, int | None]] = deque()
         self._tags: dict[str, RunCounts] = {}
         self._failures: dict[tuple[str, str], FailureCount] = {}
 
     def ended(self, settlement: Settlement, took_s: float, error: BaseException | None) -> None:
         task = settlement.task
-        self._runs.append((task.tag, (settlement.began or task.due) - task.due, took_s))
+        late = (settlement.began or task.due) - task.due
+        self._runs.append((task.tag, late, took_s, task.late_by))
 
     def settled(self, settlements: Sequence[Settlement], accepted: Container[int]) -> None:
         done: dict[str, int] = {}
@@ -135,10 +136,12 @@ class RunCounter(Observer):
         """Add the runs of the queue to the counts of their tags."""
         runs, last, counts, on_time_s = self._runs, "", None, None
         for _ in range(len(runs)):
-            tag, lateness, duration_s = runs.popleft()
+            tag, lateness, duration_s, late_by = runs.popleft()
             if counts is None or tag != last:  # most neighbours have the same tag
                 last, counts, on_time_s = tag, self._of(tag), self._on_time_s(tag)
             counts.add_run(lateness.total_seconds(), duration_s, on_time_s)
+            if late_by is not None:
+                counts.late_starts[late_by] += 1
 
     def _add_outcome(self, settlement: Settlement, is_accepted: bool) -> None:
         task, move = settlement.task, settlement.move

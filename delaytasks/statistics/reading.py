@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from delaytasks.model.clock import AN_HOUR, EPOCH, from_us
 from delaytasks.model.errors import InvalidInputError, StoreError
 from delaytasks.model.inputs import Delay, check_instant, check_page_limit, check_tag, check_wait
+from delaytasks.model.moves import late_start
 from delaytasks.run.run_counts import (
     DURATION_BOUNDS_S,
     LATENESS_BOUNDS_S,
@@ -233,6 +234,8 @@ _MOST_S = 400 * 86_400.0
 Since = datetime | Delay
 #: The ranges that are shown.
 WINDOWS = {"hour": "1h", "day": "1d"}
+#: The range of the late starts that a verdict counts.
+LATE_RANGE = timedelta(minutes=15)
 #: The most groups, those that failed last.
 MOST_READ_GROUPS = 100
 
@@ -564,6 +567,15 @@ def _of_tags(statistics: Statistics, tags: Sequence[str]) -> list[dict[str, Any]
             numbers = one.as_json()
             of_tag[window] = {name: numbers[name] for name in ("on_time", "late", "share")}
     return [found[tag] for tag in sorted(found)]
+
+
+def recent_late_starts(runtime: Runtime, now: datetime) -> Counter[str]:
+    """Return how many runs began late, by the reason (`LateReason`)."""
+    late, steps = Counter[str](), StepRange(now - LATE_RANGE, now, LATE_RANGE, is_series=False)
+    for _, counts in counts_by_tag(runtime.store, steps, None):
+        for late_by, count in counts.late_starts.items():
+            late[late_start(late_by)[1]] += count
+    return late
 
 
 def recent_failures(runtime: Runtime, now: datetime) -> list[CountedFailures]:

@@ -41,6 +41,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from billiard.exceptions import WorkerLostError
 
 from delaytasks.model.clock import monotonic
+from delaytasks.model.moves import LateReason
 from delaytasks.model.task import Entry
 from delaytasks.run.chunk import ChunkSize
 from delaytasks.run.runner import FailureReason, Report
@@ -235,6 +236,7 @@ class Dispatcher:
         self._settings = settings = runtime.settings
         self._clock = runtime.clock
         self._events = runtime.events
+        self._obstacles = worker.processes.obstacles
         self._pool = Pool(worker.celery_worker.pool)
         self._lock = threading.RLock()
         self._is_open = True
@@ -475,6 +477,10 @@ class Dispatcher:
             or any(not drain.chunks for drain in self._drains.values())
             or (self._waitlists and self._waitlists.needs_process)
         )
+
+    @property
+    def _has_rows_to_send(self) -> bool:
+        return bool(self._ready) or any(drain.wants_chunk() for drain in self._drains.values())
 
     def _may_send(self) -> bool:
         return monotonic() >= self._paused_until
@@ -724,6 +730,8 @@ class Dispatcher:
 
     def _chunk_ended(self, request: ChunkRequest, ran: int) -> None:
         """Record that the pool has this chunk no more."""
+        if self._free_processes <= 0 and self._has_rows_to_send:
+            self._obstacles.record(LateReason.BUSY, self._clock.now_us())
         self._pool.forget(request.number)
         began_us = self._began_us.pop(request.number, None)
         if began_us is not None and self.row_budget is not None:
@@ -746,6 +754,7 @@ class Dispatcher:
             self._waitlists.visit_failed(request.waitlist)
         if reason is FailureReason.UNAVAILABLE:
             self._paused_until = monotonic() + FAILED_PAUSE_S
+            self._obstacles.record(LateReason.DATABASE, self._clock.now_us())
 
     def _continue_after(self, request: ChunkRequest, report: Report) -> float | None:
         """Decide by the report whether the drain and the waitlists of its chunk go on.

@@ -20,6 +20,7 @@ from celery import signals
 
 from delaytasks.model.clock import reset_in_child
 from delaytasks.model.inputs import ALL_QUEUES
+from delaytasks.model.moves import LateReason
 from delaytasks.model.workers import LastRenewal
 from delaytasks.registry import ThreadSlots
 
@@ -96,6 +97,28 @@ class OthersWait:
         return bool(self._flag[0])
 
 
+#: Processes that were busy for longer ago do not explain why a run begins late.
+BUSY_US = 3_000_000
+
+
+class Obstacles:
+    """When each of these reasons last kept due rows from starting, by the database's clock."""
+
+    def __init__(self) -> None:
+        self._at_us = memoryview(mmap.mmap(-1, 8 * len(LateReason))).cast("d")
+
+    def record(self, reason: LateReason, at_us: float) -> None:
+        self._at_us[reason] = at_us
+
+    def why_late(self, since_us: int, now_us: int) -> LateReason:
+        """Return why a row that could have started at `since_us` starts only now."""
+        for reason in (LateReason.NO_WORKER, LateReason.DATABASE, LateReason.BROKER):
+            if self._at_us[reason] > since_us:
+                return reason
+        was_busy = self._at_us[LateReason.BUSY] > max(since_us, now_us - BUSY_US)
+        return LateReason.BUSY if was_busy else LateReason.UNNOTICED
+
+
 #: The most rows of a worker that are asked to stop at the same time.
 MOST_ROWS = 1000
 
@@ -156,6 +179,7 @@ class Processes:
         self.renewals = Renewals()
         self.requested_runs = RequestedRuns()
         self.others_wait = OthersWait()
+        self.obstacles = Obstacles()
         #: Whether the worker's pool can keep time limits.
         self.keeps_time_limits = False
         #: The logical queues that this worker serves.
@@ -190,7 +214,7 @@ class Processes:
         self.may_detach = may_detach
         # Before the pool's processes are forked, which share them.
         self.renewals, self.others_wait = Renewals(), OthersWait()
-        self.requested_runs = RequestedRuns()
+        self.requested_runs, self.obstacles = RequestedRuns(), Obstacles()
         self.keeps_time_limits = can_limit_time(pool)
         # For the pool's processes, for this one when its pool has stopped, and for cold shutdowns.
         signals.worker_process_shutdown.connect(self._finish, weak=False)
@@ -273,6 +297,7 @@ class Processes:
             last_renewal=self.renewals.last,
             is_asked_to_stop=self.requested_runs.has,
             has_others=self.others_wait.is_so,
+            why_late=self.obstacles.why_late,
         )
         runner = Runner(runtime, host)
         runner.watch(watcher)

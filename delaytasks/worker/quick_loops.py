@@ -214,6 +214,10 @@ class ServiceWatch:
         if self._broker_lost_at is None:
             self._broker_lost_at = monotonic()
 
+    @property
+    def is_without_service(self) -> bool:
+        return self._broker_lost_at is not None or not self._timer.is_up
+
     def mark_broker_back(self) -> None:
         if self._broker_lost_at is not None:
             self._beat_at = monotonic()  # no message of beat could arrive in the meantime

@@ -15,6 +15,7 @@ from celery.worker import state
 from delaytasks.events import Events
 from delaytasks.loops import Loop
 from delaytasks.model.clock import from_us, monotonic
+from delaytasks.model.moves import LateReason
 from delaytasks.model.task import Entry
 from delaytasks.statistics.statistics_table import StatisticsWriter, WorkerCounts, write_last
 from delaytasks.worker.connection import stop_reading
@@ -139,6 +140,7 @@ class WorkerRuntime:
         # From now on the loop of leases refreshes the clock, so that neither the event loop nor the
         # timing wheel waits for the database.
         self.clock.refreshes_inline = False
+        self.processes.obstacles.record(LateReason.NO_WORKER, self.clock.now_us())
         self.events.subscribe(self.worker_lost_events)
         if self.counts is not None:
             self.events.subscribe(self.counts)
@@ -224,6 +226,8 @@ class WorkerRuntime:
             names = (queue.name for queue in consumer.queues)
             self.processes.queues = logical_queues(names, self.settings.namespace)
         self.policies_loop.check_answer()
+        if self.service_watch.is_without_service:
+            self.processes.obstacles.record(LateReason.BROKER, self.clock.now_us())
         late_s = self.wheel.late_s
         if late_s > self.settings.grace_s:
             self.events.emit("wheel.late", seconds=late_s)

@@ -32,7 +32,8 @@ WHERE id = ANY (ARRAY(
         CASE current_setting('synchronous_standby_names')
             WHEN '' THEN 'off' ELSE current_setting('synchronous_commit') END, true)) IS NOT NULL
 RETURNING id, tag, message_body, expected_time, status, version, queue, priority, task_key,
-    delay_time, runs, lapses, headers, limit_key, create_time, due_time, meta, cancel_request;
+    delay_time, runs, lapses, headers, limit_key, create_time, due_time, meta, cancel_request,
+    late_by;
 
 -- postgresql_joined
 UPDATE yb_delay_task_message
@@ -70,7 +71,8 @@ WHERE id = ANY (ARRAY(
         CASE current_setting('synchronous_standby_names')
             WHEN '' THEN 'off' ELSE current_setting('synchronous_commit') END, true)) IS NOT NULL
 RETURNING id, tag, message_body, expected_time, status, version, queue, priority, task_key,
-    delay_time, runs, lapses, headers, limit_key, create_time, due_time, meta, cancel_request;
+    delay_time, runs, lapses, headers, limit_key, create_time, due_time, meta, cancel_request,
+    late_by;
 
 -- postgresql_oldest
 UPDATE yb_delay_task_message
@@ -102,7 +104,8 @@ WHERE id = ANY (ARRAY(
         CASE current_setting('synchronous_standby_names')
             WHEN '' THEN 'off' ELSE current_setting('synchronous_commit') END, true)) IS NOT NULL
 RETURNING id, tag, message_body, expected_time, status, version, queue, priority, task_key,
-    delay_time, runs, lapses, headers, limit_key, create_time, due_time, meta, cancel_request;
+    delay_time, runs, lapses, headers, limit_key, create_time, due_time, meta, cancel_request,
+    late_by;
 
 -- postgresql_oldest_from
 UPDATE yb_delay_task_message
@@ -134,7 +137,8 @@ WHERE id = ANY (ARRAY(
         CASE current_setting('synchronous_standby_names')
             WHEN '' THEN 'off' ELSE current_setting('synchronous_commit') END, true)) IS NOT NULL
 RETURNING id, tag, message_body, expected_time, status, version, queue, priority, task_key,
-    delay_time, runs, lapses, headers, limit_key, create_time, due_time, meta, cancel_request;
+    delay_time, runs, lapses, headers, limit_key, create_time, due_time, meta, cancel_request,
+    late_by;
 
 -- postgresql_recovered
 UPDATE yb_delay_task_message
@@ -167,7 +171,8 @@ WHERE id = ANY (ARRAY(
         CASE current_setting('synchronous_standby_names')
             WHEN '' THEN 'off' ELSE current_setting('synchronous_commit') END, true)) IS NOT NULL
 RETURNING id, tag, message_body, expected_time, status, version, queue, priority, task_key,
-    delay_time, runs, lapses, headers, limit_key, create_time, due_time, meta, cancel_request;
+    delay_time, runs, lapses, headers, limit_key, create_time, due_time, meta, cancel_request,
+    late_by;
 
 -- postgresql_locked
 UPDATE yb_delay_task_message
@@ -189,7 +194,8 @@ RETURNING id, version;
 
 -- mysql_listed
 SELECT id, tag, message_body, expected_time, status, version, queue, priority, task_key,
-    delay_time, runs, lapses, headers, limit_key, create_time, due_time, meta, cancel_request
+    delay_time, runs, lapses, headers, limit_key, create_time, due_time, meta, cancel_request,
+    late_by
 FROM yb_delay_task_message FORCE INDEX (`PRIMARY`)
 WHERE id IN :ids
     AND version = :version
@@ -201,7 +207,8 @@ FOR UPDATE SKIP LOCKED;
 
 -- mysql_joined
 SELECT id, tag, message_body, expected_time, status, version, queue, priority, task_key,
-    delay_time, runs, lapses, headers, limit_key, create_time, due_time, meta, cancel_request
+    delay_time, runs, lapses, headers, limit_key, create_time, due_time, meta, cancel_request,
+    late_by
 FROM yb_delay_task_message
 JOIN (SELECT * FROM JSON_TABLE(:rows, '$[*]' COLUMNS (
     wanted_id BIGINT PATH '$.wanted_id',
@@ -218,7 +225,8 @@ FOR UPDATE SKIP LOCKED;
 
 -- mysql_oldest
 SELECT id, tag, message_body, expected_time, status, version, queue, priority, task_key,
-    delay_time, runs, lapses, headers, limit_key, create_time, due_time, meta, cancel_request
+    delay_time, runs, lapses, headers, limit_key, create_time, due_time, meta, cancel_request,
+    late_by
 FROM yb_delay_task_message FORCE INDEX (`idx_yb_delay_hot`)
 WHERE status = 0
     AND queue = :queue
@@ -230,7 +238,8 @@ FOR UPDATE SKIP LOCKED;
 
 -- mysql_oldest_from
 SELECT id, tag, message_body, expected_time, status, version, queue, priority, task_key,
-    delay_time, runs, lapses, headers, limit_key, create_time, due_time, meta, cancel_request
+    delay_time, runs, lapses, headers, limit_key, create_time, due_time, meta, cancel_request,
+    late_by
 FROM yb_delay_task_message FORCE INDEX (`idx_yb_delay_hot`)
 WHERE status = 0
     AND queue = :queue
@@ -242,7 +251,8 @@ FOR UPDATE SKIP LOCKED;
 
 -- mysql_recovered
 SELECT id, tag, message_body, expected_time, status, version, queue, priority, task_key,
-    delay_time, runs, lapses, headers, limit_key, create_time, due_time, meta, cancel_request
+    delay_time, runs, lapses, headers, limit_key, create_time, due_time, meta, cancel_request,
+    late_by
 FROM yb_delay_task_message FORCE INDEX (`idx_yb_delay_hot`)
 WHERE status = 0
     AND queue = :queue
@@ -290,7 +300,8 @@ WHERE id IN (
     ORDER BY id
 )
 RETURNING id, tag, message_body, expected_time, status, version, queue, priority, task_key,
-    delay_time, runs, lapses, headers, limit_key, create_time, due_time, meta, cancel_request;
+    delay_time, runs, lapses, headers, limit_key, create_time, due_time, meta, cancel_request,
+    late_by;
 
 -- sqlite_oldest
 UPDATE yb_delay_task_message
@@ -312,7 +323,8 @@ WHERE id IN (
     ORDER BY expected_time LIMIT :most
 )
 RETURNING id, tag, message_body, expected_time, status, version, queue, priority, task_key,
-    delay_time, runs, lapses, headers, limit_key, create_time, due_time, meta, cancel_request;
+    delay_time, runs, lapses, headers, limit_key, create_time, due_time, meta, cancel_request,
+    late_by;
 
 -- sqlite_oldest_from
 UPDATE yb_delay_task_message
@@ -334,7 +346,8 @@ WHERE id IN (
     ORDER BY expected_time LIMIT :most
 )
 RETURNING id, tag, message_body, expected_time, status, version, queue, priority, task_key,
-    delay_time, runs, lapses, headers, limit_key, create_time, due_time, meta, cancel_request;
+    delay_time, runs, lapses, headers, limit_key, create_time, due_time, meta, cancel_request,
+    late_by;
 
 -- sqlite_recovered
 UPDATE yb_delay_task_message
@@ -356,7 +369,8 @@ WHERE id IN (
     ORDER BY lapses, expected_time LIMIT 1
 )
 RETURNING id, tag, message_body, expected_time, status, version, queue, priority, task_key,
-    delay_time, runs, lapses, headers, limit_key, create_time, due_time, meta, cancel_request;
+    delay_time, runs, lapses, headers, limit_key, create_time, due_time, meta, cancel_request,
+    late_by;
 
 -- sqlite_locked
 UPDATE yb_delay_task_message

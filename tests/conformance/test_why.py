@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from typing import Any
+from unittest import mock
 
 import pytest
 from celery import Celery
 from sqlalchemy import select
 
-from delaytasks import DelayedTask, DelayTasks, Status
+from delaytasks import DelayedTask, DelayTasks, Retry, Status
+from delaytasks.cli.status import read_deployment
+from delaytasks.metrics.process import run_families
+from delaytasks.model.clock import to_us
+from delaytasks.operate.verdict import verdict_of
+from delaytasks.run.runner import FailureReason
 from tests.services import free_port
-from tests.world import RUNNING, MakeWorld, World
+from tests.world import RUNNING, MainProcess, MakeWorld, World
 from tests.world.recording import delays_on, explain, record_action
 
 #: More tags than the registry takes from a worker.
@@ -216,3 +224,130 @@ def test_an_expired_task_says_that_it_will_be_cancelled(delays: DelayTasks, serv
     task = delays.schedule_delay("a", {}, 0, max_late=0.001)
     served.change(task, expected_time=task.expected_time - timedelta(minutes=1))
     assert codes(delays, task) == ["due", "expired"]
+
+
+# -- why a task began late ------------------------------------------------------------------------
+
+
+def late(world: World, **row: Any) -> DelayedTask:
+    """Return a task that is ten seconds late and was scheduled before."""
+    return world.put(create_time=world.now() - timedelta(minutes=1), **row)
+
+
+def late_start(world: World, task: DelayedTask) -> tuple[str, str] | None:
+    assert world.read(task).status is Status.DONE
+    return world.read(task).late_start
+
+
+def test_a_task_that_began_in_time_has_no_late_start(world: World) -> None:
+    in_time, retried = world.schedule(), late(world, tag="retried")
+    world.delays.processor("retried")(lambda _, task: Retry("1h") if task.runs == 1 else None)
+    world.run(in_time, retried)
+    assert late_start(world, in_time) is None
+    assert world.read(retried).late_start == ("entry", "unnoticed")
+    world.change(retried, expected_time=world.now())
+    world.run(world.read(retried))
+    assert late_start(world, retried) is None, "the last run decides"
+    assert " late" not in world.why(retried)[0].text
+
+
+def test_a_late_start_says_what_brought_the_task(world: World) -> None:
+    entry, drained, new = late(world), late(world), world.put()
+    world.run(entry, new)
+    world.drain()
+    assert late_start(world, entry) == ("entry", "unnoticed")
+    assert late_start(world, new) == ("entry", "scheduled_late")
+    assert late_start(world, drained) == ("drain", "unnoticed")
+    assert world.why(drained)[0].text.endswith(
+        ", 10s after it was due, because no message reached a worker in time (a drain of the queue "
+        "found it)."
+    )
+
+
+def test_a_late_start_names_what_the_row_has_met(world: World) -> None:
+    paused, lapsed = late(world, queue="paused"), late(world)
+    world.delays.policies.pause(queue="paused")
+    assert world.hold(paused.id) == 1
+    world.delays.policies.resume(queue="paused")
+    world.release(paused.id)
+    world.claim(lapsed)
+    world.lapse(lapsed)
+    deferred = late(world, tag="later")
+    world.run(deferred)
+    world.delays.processor("later")(world.notes.append)
+    world.bring_forward("later")
+    world.delays.processor("limited")(world.notes.append)
+    world.limit("limited", concurrency=1)
+    running, waiting = late(world, tag="limited", due_s=-11), late(world, tag="limited")
+    world.claim(running, waiting)
+    world.limit("limited", concurrency=2)
+    world.drain("paused")
+    world.drain()
+    world.worker().run_waitlist("limited", 1, 0)
+    assert late_start(world, paused) == ("drain", "held")
+    assert late_start(world, lapsed) == ("drain", "lease_lost")
+    assert late_start(world, deferred) == ("drain", "deferred")
+    assert late_start(world, waiting) == ("waitlist", "held")
+
+
+def start_worker(main: MainProcess) -> None:
+    with mock.patch.object(main.runtime.watchdog, "start"):
+        main.runtime.start()
+
+
+def keep_busy(main: MainProcess) -> None:
+    """Let each process have a chunk, and more entries wait until one ends."""
+    for _ in range(3):
+        main.take(1)
+    main.end()
+
+
+def lose_the_database(main: MainProcess) -> None:
+    main.take(1)
+    main.end(error="no answer", reason=FailureReason.UNAVAILABLE)
+
+
+def lose_the_broker(main: MainProcess) -> None:
+    main.runtime.service_watch.mark_broker_lost()
+    main.runtime._watch()
+
+
+@pytest.mark.parametrize(
+    ("happens", "reason"),
+    [
+        (start_worker, "no_worker"),
+        (keep_busy, "busy"),
+        (lose_the_database, "database"),
+        (lose_the_broker, "broker"),
+    ],
+)
+def test_a_late_start_names_what_kept_its_worker_from_it(
+    world: World, happens: Callable[[MainProcess], None], reason: str
+) -> None:
+    for ago_s, expected in ((20, "unnoticed"), (0, reason)):
+        main, task = MainProcess(world), late(world)
+        now_us = to_us(world.now()) - ago_s * 1_000_000
+        with mock.patch.object(main.clock, "now_us", lambda now_us=now_us: now_us):
+            happens(main)
+        main.close()
+        world.worker(f"{ago_s}", obstacles=main.processes.obstacles).run(task)
+        assert late_start(world, task) == ("entry", expected)
+
+
+def test_late_starts_are_counted_for_the_verdict_and_the_metrics(world: World) -> None:
+    main = MainProcess(world)
+    tasks = [world.put(), late(world), late(world)]
+    main.write_counts(world.run(*tasks, world.schedule()))
+    main.close()
+    [problem] = verdict_of(read_deployment(world.delays)).problems
+    assert problem.level == "note"
+    assert problem.text == (
+        "3 runs of the last 15 minutes began late: 2 because no message reached a worker in time; "
+        "1 because the call came after the due time."
+    )
+    assert main.runtime.counts is not None
+    totals = main.runtime.counts.totals()
+    families = {family.name: family for family in run_families(totals)}
+    assert [tuple(sample) for sample in families["delaytasks_late_starts"].samples] == [
+        (("note", "entry", "unnoticed"), 2), (("note", "entry", "scheduled_late"), 1),
+    ]  # fmt: skip

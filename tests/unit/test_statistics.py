@@ -57,7 +57,7 @@ def test_an_early_start_is_on_time_and_buckets_of_a_newer_version_count_in_the_l
     counts = RunCounts()
     counts.add_run(-0.04, 0.1, on_time_s=0.0)
     assert (counts.on_time, counts.lateness[0], counts.lateness_s) == (1, 1, 0.0)
-    assert RunCounts.of([[0, 1], [], 0, 0, [99, 3], [1, 3]]).lateness[-1] == 3
+    assert RunCounts.of([[0, 1], [], 0, 0, [99, 3], [1, 3], 0, 0, []]).lateness[-1] == 3
 
 
 # -- the counts of a worker's main process: totals, and counts that are not written yet -----------

@@ -85,6 +85,7 @@ class DelayTaskRow(models.Model):
     due_time = models.DateTimeField(null=True)
     meta = models.TextField(null=True)
     cancel_request = models.SmallIntegerField(null=True)
+    late_by = models.SmallIntegerField(null=True)
 
     class Meta:
         managed = False
