@@ -147,7 +147,7 @@ def _api(cli: Cli, rate: float | None, keys: Path | None, **_: Any) -> Any:
 
 
 def _metrics(cli: Cli, **_: Any) -> Any:
-    from delaytasks.metrics.prometheus import exporter_app  # names its extra itself
+    from delaytasks.metrics.snapshot import exporter_app  # names its extra itself
 
     return exporter_app(cli.delays)
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from delaytasks.metrics import Family, HistogramValue, Sample, gauge
+from delaytasks.metrics.prometheus import Collector, Metric, counters, gauge, gauges, histograms
 from delaytasks.model.clock import reset_in_child
 from delaytasks.model.moves import LATE_S, late_start
 from delaytasks.run.run_counts import DURATION_BOUNDS_S, LATENESS_BOUNDS_S, OTHER_TAGS, RunCounts
@@ -55,12 +55,14 @@ class SweepTimes:
             self._counts[bucket] += 1
             self._sum += seconds
 
-    def value(self) -> HistogramValue:
+    def metric(self) -> Metric:
+        about = "How long the sweeps of this worker took."
         with self._lock:
-            return HistogramValue(SWEEP_BOUNDS_S, tuple(self._counts), self._sum)
+            sample = (), self._counts, self._sum
+            return histograms("delaytasks_sweep_seconds", about, SWEEP_BOUNDS_S, [sample])
 
 
-class WorkerMetrics:
+class WorkerMetrics(Collector):
     """Reads the state of a worker. Each call costs some microseconds for each tag, and no query.
 
     Parameters
@@ -87,14 +89,11 @@ class WorkerMetrics:
         self._processes = processes
         self._sweep_times = sweep_times
 
-    def families(self) -> Iterator[Family]:
-        yield from run_families(self._totals())
+    def collect(self) -> Iterator[Metric]:
+        yield from run_metrics(self._totals())
         info = self._info()
-        yield gauge(
-            "delaytasks_timer_up",
-            "Whether the broker, or the Redis of the timer `redis`, took the last message.",
-            info["timer_is_up"],
-        )
+        about = "Whether the broker, or the Redis of the timer `redis`, took the last message."
+        yield gauge("delaytasks_timer_up", about, info["timer_is_up"])
         about = "Entries in the worker's memory, which wait for their due time."
         yield gauge("delaytasks_wheel_entries", about, info["held"])
         about = "Due entries in the worker's memory, which wait for a process."
@@ -102,109 +101,57 @@ class WorkerMetrics:
         about = "Processes or threads of the pool."
         yield gauge("delaytasks_pool_processes", about, self._processes())
         yield gauge("delaytasks_pool_chunks", "Chunks that the pool runs.", info["chunks"])
-        yield from self._loops(info["loops"])
-        yield Family(
-            "delaytasks_sweep_seconds",
-            "How long the sweeps of this worker took.",
-            "histogram",
-            (),
-            [Sample((), self._sweep_times.value())],
-        )
-        yield event_family(info["events"])
-
-    @staticmethod
-    def _loops(loops: Mapping[str, Mapping[str, Any]]) -> Iterator[Family]:
-        """Yield the state of the loops of the worker's main process."""
-        yield Family(
-            "delaytasks_loop_alive",
-            "Whether the thread of a loop lives.",
-            "gauge",
-            ("loop",),
-            [Sample((name,), float(loop["is_alive"])) for name, loop in loops.items()],
-        )
-        yield Family(
-            "delaytasks_loop_restarts",
-            "How often the watchdog has replaced a loop.",
-            "counter",
-            ("loop",),
-            [Sample((name,), loop["restarts"]) for name, loop in loops.items()],
-        )
+        loops = info["loops"].items()
+        about = "Whether the thread of a loop lives."
+        alive = [((name,), loop["is_alive"]) for name, loop in loops]
+        yield gauges("delaytasks_loop_alive", about, alive, "loop")
+        about = "How often the watchdog has replaced a loop."
+        restarts = [((name,), loop["restarts"]) for name, loop in loops]
+        yield counters("delaytasks_loop_restarts", about, restarts, "loop")
+        yield self._sweep_times.metric()
+        about = "Events of this process, as in the log."
+        events = sorted({**dict.fromkeys(FAULT_EVENTS, 0), **info["events"]}.items())
+        counted = [((name,), count) for name, count in events]
+        yield counters("delaytasks_events", about, counted, "event")
 
 
-def event_family(counts: Mapping[str, int]) -> Family:
-    """Return the metric of the events of a worker's main process."""
-    counts = {**dict.fromkeys(FAULT_EVENTS, 0), **counts}
-    return Family(
-        "delaytasks_events",
-        "Events of this process, as in the log.",
-        "counter",
-        ("event",),
-        [Sample((name,), count) for name, count in sorted(counts.items())],
-    )
-
-
-def run_families(totals: Mapping[str, RunCounts]) -> Iterator[Family]:
+def run_metrics(totals: Mapping[str, RunCounts]) -> Iterator[Metric]:
     """Yield the metrics of runs by tag. The worker bounds the number of tags."""
     runs = sorted(totals.items())
-    yield _counter("delaytasks_runs_started", "Runs that began.", runs, lambda c: c.started)
-    yield Family(
-        "delaytasks_runs",
-        "Runs by outcome.",
-        "counter",
-        ("tag", "outcome"),
-        [
-            Sample((tag, outcome), count)
-            for tag, counts in runs
-            for outcome, count in counts.by_outcome().items()
-        ],
-    )
+    started = [((tag,), counts.started) for tag, counts in runs]
+    yield counters("delaytasks_runs_started", "Runs that began.", started, "tag")
+    outcomes = [
+        ((tag, outcome), count)
+        for tag, counts in runs
+        for outcome, count in counts.by_outcome().items()
+    ]
+    yield counters("delaytasks_runs", "Runs by outcome.", outcomes, "tag", "outcome")
     contracts = [(tag, counts) for tag, counts in runs if counts.on_time or counts.late]
     about = "Runs of tags with `on_time` that began in time."
-    yield _counter("delaytasks_runs_on_time", about, contracts, lambda c: c.on_time)
+    on_time = [((tag,), counts.on_time) for tag, counts in contracts]
+    yield counters("delaytasks_runs_on_time", about, on_time, "tag")
     about = "Runs of tags with `on_time` that began too late."
-    yield _counter("delaytasks_runs_late", about, contracts, lambda c: c.late)
-    yield Family(
-        "delaytasks_late_starts",
+    late = [((tag,), counts.late) for tag, counts in contracts]
+    yield counters("delaytasks_runs_late", about, late, "tag")
+    about = (
         f"Runs that began more than {LATE_S:g} s late, by what brought their rows, and by why they "
-        "did not begin earlier.",
-        "counter",
-        ("tag", "brought_by", "reason"),
-        [
-            Sample((tag, *late_start(late_by)), count)
-            for tag, counts in runs
-            for late_by, count in sorted(counts.late_starts.items())
-        ],
+        "did not begin earlier."
     )
-    yield Family(
-        "delaytasks_run_lateness_seconds",
-        "Time from the due time of a task to the start of its run.",
-        "histogram",
-        ("tag",),
-        [
-            Sample((tag,), HistogramValue(LATENESS_BOUNDS_S, tuple(c.lateness), c.lateness_s))
-            for tag, c in runs
-        ],
-    )
-    yield Family(
-        "delaytasks_run_duration_seconds",
-        "Duration of runs.",
-        "histogram",
-        ("tag",),
-        [
-            Sample((tag,), HistogramValue(DURATION_BOUNDS_S, tuple(c.duration), c.duration_s))
-            for tag, c in runs
-        ],
-    )
+    starts = [
+        ((tag, *late_start(late_by)), count)
+        for tag, counts in runs
+        for late_by, count in sorted(counts.late_starts.items())
+    ]
+    yield counters("delaytasks_late_starts", about, starts, "tag", "brought_by", "reason")
+    about = "Time from the due time of a task to the start of its run."
+    times = [((tag,), c.lateness, c.lateness_s) for tag, c in runs]
+    yield histograms("delaytasks_run_lateness_seconds", about, LATENESS_BOUNDS_S, times, "tag")
+    times = [((tag,), c.duration, c.duration_s) for tag, c in runs]
+    about = "Duration of runs."
+    yield histograms("delaytasks_run_duration_seconds", about, DURATION_BOUNDS_S, times, "tag")
 
 
-def _counter(
-    name: str, about: str, runs: Sequence[tuple[str, RunCounts]], value: Callable[[RunCounts], int]
-) -> Family:
-    samples = [Sample((tag,), value(counts)) for tag, counts in runs]
-    return Family(name, about, "counter", ("tag",), samples)
-
-
-class ProducerMetrics:
+class ProducerMetrics(Collector):
     """Counts by tag what this process schedules from now on. A subscriber of events.
 
     Parameters
@@ -238,13 +185,10 @@ class ProducerMetrics:
             is_named = tag in self._counts or len(self._counts) < self._max_tags
             self._counts[tag if is_named else OTHER_TAGS] += fields.get("count", 1)
 
-    def families(self) -> Iterator[Family]:
+    def collect(self) -> Iterator[Metric]:
         with self._lock:
             counts = self._counts.copy()
-        yield Family(
-            "delaytasks_scheduled",
-            "Tasks that this process has scheduled since it registered this metric.",
-            "counter",
-            ("tag",),
-            [Sample((tag,), count) for tag, count in counts.items()],
+        about = "Tasks that this process has scheduled since it registered this metric."
+        yield counters(
+            "delaytasks_scheduled", about, [((tag,), n) for tag, n in counts.items()], "tag"
         )

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import accumulate
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from delaytasks.events import Events
 from delaytasks.loops import Loop
-from delaytasks.metrics import Family, HistogramValue, Source
 from delaytasks.model.errors import ConfigError
 from delaytasks.settings import Address
-
-if TYPE_CHECKING:
-    from delaytasks.client import DelayTasks
 
 try:
     from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
@@ -32,81 +29,56 @@ except ImportError as missing:
         "metrics for Prometheus need prometheus_client: pip install 'delaytasks[prometheus]'"
     ) from missing
 
-WSGIApp = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+#: What the other modules of metrics take from the client.
+__all__ = ["Collector", "Metric", "make_wsgi_app"]
+
+#: The values of the labels, and the value.
+Samples = Iterable[tuple[tuple[object, ...], float]]
 
 
-class FamilyCollector(Collector):
-    """Passes the values of some sources on to a registry of `prometheus_client`."""
-
-    def __init__(self, *sources: Source) -> None:
-        self._sources = sources
-
-    def collect(self) -> Iterator[Metric]:
-        for source in self._sources:
-            yield from map(metric_of, source.families())
-
-    def describe(self) -> Iterable[Metric]:
-        """Return nothing, so that registering the collector reads no database."""
-        return ()
+def gauge(name: str, about: str, value: float | None) -> Metric:
+    """Return a metric without labels, and without a value if that is None."""
+    return gauges(name, about, [] if value is None else [((), value)])
 
 
-def metric_of(family: Family) -> Metric:
-    """Return a metric as the client library of Prometheus represents it."""
-    if family.kind == "histogram":
-        return _histogram(family)
-    kind = GaugeMetricFamily if family.kind == "gauge" else CounterMetricFamily
-    metric = kind(family.name, family.about, labels=family.labels)
-    for labels, value in family.samples:
-        assert not isinstance(value, HistogramValue)
-        metric.add_metric(labels, value)
+def gauges(name: str, about: str, samples: Samples, *labels: str) -> Metric:
+    return _filled(GaugeMetricFamily(name, about, labels=labels), samples)
+
+
+def counters(name: str, about: str, samples: Samples, *labels: str) -> Metric:
+    return _filled(CounterMetricFamily(name, about, labels=labels), samples)
+
+
+def _filled(metric: GaugeMetricFamily | CounterMetricFamily, samples: Samples) -> Metric:
+    for labels, value in samples:
+        metric.add_metric([str(label) for label in labels], float(value))
     return metric
 
 
-def _histogram(family: Family) -> HistogramMetricFamily:
-    metric = HistogramMetricFamily(family.name, family.about, labels=family.labels)
-    for labels, value in family.samples:
-        assert isinstance(value, HistogramValue)
-        reached, buckets = 0, list[tuple[str, float]]()
-        for bound, count in zip((*value.bounds, float("inf")), value.counts, strict=True):
-            reached += count
-            buckets.append(("+Inf" if bound == float("inf") else repr(bound), float(reached)))
-        metric.add_metric(labels, buckets, value.sum)
-    return metric
+def histograms(
+    name: str,
+    about: str,
+    bounds: Sequence[float],
+    samples: Iterable[tuple[tuple[str, ...], Sequence[int], float]],
+    *labels: str,
+) -> Metric:
+    """Return counted times: for each sample its labels, the counts, and the sum of the times.
 
-
-def registry_of(*sources: Source) -> CollectorRegistry:
-    """Return a registry with the metrics of these sources only."""
-    registry = CollectorRegistry()
-    registry.register(FamilyCollector(*sources))
-    return registry
-
-
-def exporter_app(delays: DelayTasks) -> WSGIApp:
-    """Return a WSGI application that answers with the metrics of the database.
-
-    Parameters
-    ----------
-    delays
-        A `DelayTasks`.
-
-    Returns
-    -------
-    callable
-        The application. It answers to any path, so mount it under `/metrics`.
-
-    Raises
-    ------
-    ConfigError
-        If `prometheus_client` is not installed.
-
-    Examples
-    --------
-    >>> application = DispatcherMiddleware(site, {"/metrics": exporter_app(delays)})
+    There is one count more than `bounds`, for all longer times.
     """
-    from delaytasks.metrics.snapshot import DatabaseMetrics
+    metric = HistogramMetricFamily(name, about, labels=labels)
+    names = [*map(repr, bounds), "+Inf"]
+    for values, counts, total in samples:
+        reached = map(float, accumulate(counts))
+        metric.add_metric(values, list(zip(names, reached, strict=True)), total)
+    return metric
 
-    app: WSGIApp = make_wsgi_app(registry_of(DatabaseMetrics(delays._runtime)))
-    return app
+
+def registry_of(source: Collector) -> CollectorRegistry:
+    """Return a registry with the metrics of this source only."""
+    registry = CollectorRegistry()
+    registry.register(source)
+    return registry
 
 
 class MetricsServer:
@@ -127,7 +99,7 @@ class MetricsServer:
         self._thread.join()
 
 
-def serve(host: str, port: int, *sources: Source) -> MetricsServer:
+def serve(host: str, port: int, source: Collector) -> MetricsServer:
     """Serve the metrics over HTTP in a thread.
 
     Raises
@@ -135,15 +107,15 @@ def serve(host: str, port: int, *sources: Source) -> MetricsServer:
     OSError
         If the port is in use.
     """
-    return MetricsServer(*start_http_server(port, host, registry_of(*sources)))
+    return MetricsServer(*start_http_server(port, host, registry_of(source)))
 
 
-def write_file(path: str, *sources: Source) -> None:
+def write_file(path: str, source: Collector) -> None:
     """Write the metrics to a file, for the text file collector of Prometheus' node exporter.
 
     The file is replaced as a whole, so that no reader sees half of it.
     """
-    write_to_textfile(os.fspath(path), registry_of(*sources))
+    write_to_textfile(os.fspath(path), registry_of(source))
 
 
 #: How often the file is written, and when a write counts as stuck.
@@ -167,7 +139,7 @@ class MetricsEndpoint:
         The metrics.
     """
 
-    def __init__(self, place: Address | str, events: Events, source: Source) -> None:
+    def __init__(self, place: Address | str, events: Events, source: Collector) -> None:
         self._place = place
         self._events = events
         self._source = source

@@ -7,11 +7,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from delaytasks.broker.link import broker_error
 from delaytasks.loops import Latest
-from delaytasks.metrics import Family, Sample, gauge
+from delaytasks.metrics.prometheus import (
+    Collector,
+    Metric,
+    Samples,
+    gauge,
+    gauges,
+    make_wsgi_app,
+    registry_of,
+)
 from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import StoreError
 from delaytasks.model.inputs import ALL_QUEUES
@@ -20,7 +28,10 @@ from delaytasks.operate.forecast import Forecast, make_forecast
 from delaytasks.operate.state import TableState, beat_age_s, read_tables
 
 if TYPE_CHECKING:
+    from delaytasks.client import DelayTasks
     from delaytasks.runtime import Runtime
+
+WSGIApp = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 _FORECAST_METRICS = {
     "delaytasks_forecast_age_seconds": "How old the forecast is.",
@@ -33,7 +44,7 @@ _FORECAST_METRICS = {
 }
 
 
-def peak_families(recent: tuple[Forecast, float] | None) -> Iterator[Family]:
+def peak_metrics(recent: tuple[Forecast, float] | None) -> Iterator[Metric]:
     """Yield the metrics of a forecast. They have no values if there is none."""
     for (name, about), value in zip(_FORECAST_METRICS.items(), _values(recent), strict=True):
         yield gauge(name, about, value)
@@ -59,7 +70,7 @@ REST_S, REST_SHARE, MAX_REST_S = 4.0, 20, 60.0
 MAX_QUEUES, MAX_WORKERS = 100, 100
 
 
-class DatabaseMetrics:
+class DatabaseMetrics(Collector):
     """Reads the database. Scrapes within a few seconds get the same values.
 
     Any number of threads may call it: one of them reads, and the others wait for its values.
@@ -77,22 +88,22 @@ class DatabaseMetrics:
         self._rest_s = rest_s
         self._forecast = Latest("forecast", lambda: make_forecast(runtime))
         self._lock = threading.Lock()
-        self._families: Sequence[Family] = ()
+        self._metrics: Sequence[Metric] = ()
         self._is_up = True
         self._is_read_again_at = float("-inf")
 
-    def families(self) -> Sequence[Family]:
+    def collect(self) -> Sequence[Metric]:
         with self._lock:
             began = monotonic()
             if began >= self._is_read_again_at:
-                self._families = list(self._read())
+                self._metrics = list(self._read())
                 now, rest_s = monotonic(), self._rest_s
                 if self._is_up:
                     rest_s = max(rest_s, min(REST_SHARE * (now - began), MAX_REST_S))
                 self._is_read_again_at = now + rest_s
-            return self._families
+            return self._metrics
 
-    def _read(self) -> Iterator[Family]:
+    def _read(self) -> Iterator[Metric]:
         runtime, found = self._runtime, None
         try:
             found = read_tables(runtime.store, runtime.settings)
@@ -100,10 +111,10 @@ class DatabaseMetrics:
             pass  # the value 0 of `delaytasks_database_up` reports it
         self._is_up = found is not None
         yield gauge("delaytasks_database_up", "Whether the database answers.", self._is_up)
-        yield from row_families(found)
-        yield from worker_families(found)
-        yield from service_families(found)
-        yield from peak_families(self._forecast.get() if found is not None else None)
+        yield from row_metrics(found)
+        yield from worker_metrics(found)
+        yield from service_metrics(found)
+        yield from peak_metrics(self._forecast.get() if found is not None else None)
         if runtime.direct_timer is None:
             yield gauge("delaytasks_broker_up", "Whether the broker answers.", self._is_broker_up())
         if runtime.redis_timer is not None:
@@ -117,70 +128,62 @@ class DatabaseMetrics:
         return broker_error(runtime.celery, queue, runtime.settings.publish_limit_s) is None
 
 
-def _redis_timer(counts: Mapping[str, tuple[int, int]] | None) -> Iterator[Family]:
+def _redis_timer(counts: Mapping[str, tuple[int, int]] | None) -> Iterator[Metric]:
     """Yield the metrics of the timer `redis`. `counts` is None if its Redis does not answer."""
     about = "Whether the Redis of the timer answers."
     yield gauge("delaytasks_redis_timer_up", about, counts is not None)
-    yield Family(
-        "delaytasks_redis_timer_entries",
-        "Entries of near tasks in Redis that wait, or that a worker has taken.",
-        "gauge",
-        ("queue", "state"),
-        [
-            Sample((queue, state), number)
-            for queue, numbers in (counts or {}).items()
-            for state, number in zip(("waiting", "taken"), numbers, strict=True)
-        ],
-    )
+    about = "Entries of near tasks in Redis that wait, or that a worker has taken."
+    entries = [
+        ((queue, state), number)
+        for queue, numbers in (counts or {}).items()
+        for state, number in zip(("waiting", "taken"), numbers, strict=True)
+    ]
+    yield gauges("delaytasks_redis_timer_entries", about, entries, "queue", "state")
 
 
 def _of_tables(
     found: TableState | None,
     name: str,
     about: str,
-    samples: Callable[[TableState], Iterable[tuple[tuple[object, ...], float]]],
+    samples: Callable[[TableState], Samples],
     *labels: str,
-) -> Family:
+) -> Metric:
     """Return a gauge with the samples of the tables, if the database has answered."""
-    values = [
-        Sample(tuple(map(str, names)), float(value))
-        for names, value in (() if found is None else samples(found))
-    ]
-    return Family(name, about, "gauge", labels, values)
+    return gauges(name, about, () if found is None else samples(found), *labels)
 
 
-def row_families(found: TableState | None) -> Iterator[Family]:
+def row_metrics(found: TableState | None) -> Iterator[Metric]:
     """Yield the metrics of rows and sweeps."""
-    family = partial(_of_tables, found)
-    yield family(
+    metric = partial(_of_tables, found)
+    yield metric(
         "delaytasks_tasks",
         "Rows of each status. Numbers above a million, and that of DONE then, are estimates.",
         lambda one: (((status.name,), count.rows) for status, count in one.counts.items()),
         "status",
     )
-    yield family(
+    yield metric(
         "delaytasks_overdue_tasks",
         "Waiting tasks that are later than the grace period.",
         lambda one: [((), one.overdue.tasks)],
     )
-    yield family(
+    yield metric(
         "delaytasks_oldest_overdue_seconds",
         "How late the oldest overdue task is; 0 if no task is overdue.",
         lambda one: [((), one.oldest_overdue_s)],
     )
-    yield family(
+    yield metric(
         "delaytasks_overdue_tasks_by_tag",
         "Overdue tasks of the largest groups, at most 20.",
         lambda one: overdue_by_tag(one).items(),
         "queue",
         "tag",
     )
-    yield family(
+    yield metric(
         "delaytasks_expired_leases",
         "Running tasks whose lease has ended. The next sweep recovers them.",
         lambda one: [((), one.expired_leases)],
     )
-    yield family(
+    yield metric(
         "delaytasks_sweep_age_seconds",
         "Time since the last sweep of each sweep partition.",
         lambda one: (
@@ -188,39 +191,39 @@ def row_families(found: TableState | None) -> Iterator[Family]:
         ),
         "sweep_partition",
     )
-    yield family(
+    yield metric(
         "delaytasks_paused_policies",
         "Tags and queues that are paused.",
         lambda one: [((), one.paused)],
     )
 
 
-def worker_families(found: TableState | None) -> Iterator[Family]:
+def worker_metrics(found: TableState | None) -> Iterator[Metric]:
     """Yield the metrics of workers, and the time that all these metrics took."""
-    family = partial(_of_tables, found)
-    yield family(
+    metric = partial(_of_tables, found)
+    yield metric(
         "delaytasks_snapshot_seconds",
         "How long the queries of these metrics took.",
         lambda one: [((), one.read_s)],
     )
-    yield family(
+    yield metric(
         "delaytasks_workers",
         "Workers that report to the database.",
         lambda one: [((), sum(worker.is_alive for worker in one.workers))],
     )
-    yield family(
+    yield metric(
         "delaytasks_queue_workers",
         "Live workers of each queue that is served or has overdue tasks.",
         lambda one: (((queue,), number) for queue, number in queue_workers(one).items()),
         "queue",
     )
-    yield family(
+    yield metric(
         "delaytasks_worker_seen_seconds",
         "Time since the last report of each worker, at most 100 workers.",
         lambda one: (((worker.name,), worker.age_s) for worker in labelled_workers(one)),
         "worker",
     )
-    yield family(
+    yield metric(
         "delaytasks_worker_clock_offset_seconds",
         "How far the clock of a worker's machine is ahead of the database's clock.",
         lambda one: (((worker.name,), worker.clock_offset_s) for worker in labelled_workers(one)),
@@ -228,10 +231,10 @@ def worker_families(found: TableState | None) -> Iterator[Family]:
     )
 
 
-def service_families(found: TableState | None) -> Iterator[Family]:
+def service_metrics(found: TableState | None) -> Iterator[Metric]:
     """Yield the metrics of the services around the workers."""
-    family = partial(_of_tables, found)
-    yield family(
+    metric = partial(_of_tables, found)
+    yield metric(
         "delaytasks_worker_broker_down_seconds",
         "Time since a live worker lost its broker; 0 while it is connected.",
         lambda one: (
@@ -239,7 +242,7 @@ def service_families(found: TableState | None) -> Iterator[Family]:
         ),
         "worker",
     )
-    yield family(
+    yield metric(
         "delaytasks_worker_timer_down_seconds",
         "Time since the timer of a live worker accepts no tasks; 0 while it does.",
         lambda one: (
@@ -247,7 +250,7 @@ def service_families(found: TableState | None) -> Iterator[Family]:
         ),
         "worker",
     )
-    yield family(
+    yield metric(
         "delaytasks_beat_age_seconds",
         "Time since a worker received beat's last message; absent if no worker can receive one.",
         lambda one: [] if (age_s := beat_age_s(one.workers)) is None else [((), age_s)],
@@ -279,3 +282,29 @@ def queue_workers(state: TableState) -> dict[str, int]:
 def overdue_by_tag(state: TableState) -> dict[tuple[str, str], int]:
     """Return the overdue tasks of the largest groups, by queue and tag."""
     return {(group.queue, group.tag): group.tasks for group in state.late}
+
+
+def exporter_app(delays: DelayTasks) -> WSGIApp:
+    """Return a WSGI application that answers with the metrics of the database.
+
+    Parameters
+    ----------
+    delays
+        A `DelayTasks`.
+
+    Returns
+    -------
+    callable
+        The application. It answers to any path, so mount it under `/metrics`.
+
+    Raises
+    ------
+    ConfigError
+        If `prometheus_client` is not installed.
+
+    Examples
+    --------
+    >>> application = DispatcherMiddleware(site, {"/metrics": exporter_app(delays)})
+    """
+    app: WSGIApp = make_wsgi_app(registry_of(DatabaseMetrics(delays._runtime)))
+    return app

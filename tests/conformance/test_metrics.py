@@ -127,8 +127,8 @@ def test_a_database_that_does_not_answer_is_down(tmp_path_factory: pytest.TempPa
 
 
 def counts(metrics: Any) -> dict[str, Any]:
-    [family] = metrics.families()
-    return {sample.labels[0]: sample.value for sample in family.samples}
+    [metric] = metrics.collect()
+    return {sample.labels["tag"]: sample.value for sample in metric.samples}
 
 
 def test_each_tag_is_counted_however_its_tasks_are_scheduled(world: World) -> None:

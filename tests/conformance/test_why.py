@@ -15,7 +15,7 @@ from sqlalchemy import select
 
 from delaytasks import DelayedTask, DelayTasks, Retry, Status
 from delaytasks.cli.status import read_deployment
-from delaytasks.metrics.process import run_families
+from delaytasks.metrics.process import run_metrics
 from delaytasks.model.clock import to_us
 from delaytasks.operate.verdict import verdict_of
 from delaytasks.run.runner import FailureReason
@@ -347,7 +347,8 @@ def test_late_starts_are_counted_for_the_verdict_and_the_metrics(world: World) -
     )
     assert main.runtime.counts is not None
     totals = main.runtime.counts.totals()
-    families = {family.name: family for family in run_families(totals)}
-    assert [tuple(sample) for sample in families["delaytasks_late_starts"].samples] == [
+    metrics = {metric.name: metric for metric in run_metrics(totals)}
+    samples = metrics["delaytasks_late_starts"].samples
+    assert [(tuple(each.labels.values()), each.value) for each in samples] == [
         (("note", "entry", "unnoticed"), 2), (("note", "entry", "scheduled_late"), 1),
     ]  # fmt: skip

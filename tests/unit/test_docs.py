@@ -88,13 +88,13 @@ def metric_names() -> set[str]:
     info = {"timer_is_up": True, "held": 0, "waiting": 0, "chunks": 0, "loops": {}, "events": {}}
     worker = WorkerMetrics(lambda: info, dict, lambda: 1, SweepTimes())
     producer = ProducerMetrics(max_tags=1)
-    families = chain(
-        *(snapshot.row_families(None), snapshot.worker_families(None)),
-        *(snapshot.service_families(None), snapshot.peak_families(None)),
-        *(snapshot._redis_timer({}), worker.families(), producer.families()),
+    found = chain(
+        *(snapshot.row_metrics(None), snapshot.worker_metrics(None)),
+        *(snapshot.service_metrics(None), snapshot.peak_metrics(None)),
+        *(snapshot._redis_timer({}), worker.collect(), producer.collect()),
     )
     names = {"delaytasks_database_up", "delaytasks_broker_up"}
-    return names | {each.name + ("_total" if each.kind == "counter" else "") for each in families}
+    return names | {each.name + ("_total" if each.type == "counter" else "") for each in found}
 
 
 def test_each_metric_and_each_alert_is_explained() -> None:

@@ -7,10 +7,10 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from delaytasks import StoreUnavailableError
 from delaytasks.console import requests
@@ -40,8 +40,7 @@ def is_served(port: int) -> bool:
 
 
 def endpoint_at(port: int, events: Events) -> MetricsEndpoint:
-    source: Any = SimpleNamespace(families=list)
-    return MetricsEndpoint(Address("127.0.0.1", port), events, source)
+    return MetricsEndpoint(Address("127.0.0.1", port), events, CollectorRegistry())
 
 
 class Two:
@@ -118,11 +117,11 @@ def test_slow_queries_are_repeated_less_often_and_a_database_that_was_down_is_re
 
     monkeypatch.setattr(snapshot, "read_tables", slow)
     source = DatabaseMetrics(world.runtime)
-    source.families()
+    source.collect()
     read_at = time.at
     while len(reads) == 1:
         time.at += 1
-        source.families()
+        source.collect()
     assert reads[1] - read_at == rest_s
 
 
