@@ -10,6 +10,7 @@ from flask import Flask, abort, render_template, request
 from markupsafe import Markup
 
 from delaytasks.client import DelayTasks
+from delaytasks.console.charts import Series, legend, stacked_bars
 from delaytasks.console.pages_tags import PERIODS, chosen_period, due_chart, runs_of
 from delaytasks.console.pages_tasks import possible_actions
 from delaytasks.console.queries import Searches, count_due, count_queues, number_of
@@ -24,7 +25,6 @@ from delaytasks.operate.searches import SearchTimeoutError
 from delaytasks.operate.state import DeploymentState, FailedNow
 from delaytasks.operate.verdict import Problem, verdict_of
 from delaytasks.runtime import runtime_of
-from delaytasks.statistics.charts import Series, legend, stacked_bars
 from delaytasks.statistics.reading import gather_on_time
 
 #: Seconds for which all viewers see the same counts of queues, and the same shares on time.

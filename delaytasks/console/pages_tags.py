@@ -13,6 +13,14 @@ from flask import Flask, render_template, request
 from markupsafe import Markup
 
 from delaytasks.client import DelayTasks
+from delaytasks.console.charts import (
+    Series,
+    duration_chart,
+    lateness_chart,
+    sparkline,
+    stacked_bars,
+    throughput_chart,
+)
 from delaytasks.console.queries import BAR, DueSoon
 from delaytasks.console.requests import requires, state
 from delaytasks.console.shown import viewer_zone
@@ -21,14 +29,6 @@ from delaytasks.model.errors import StoreError
 from delaytasks.model.inputs import ALL_QUEUES, check_tag, parse_duration, show_measured
 from delaytasks.run.run_counts import OTHER_TAGS
 from delaytasks.runtime import runtime_of
-from delaytasks.statistics.charts import (
-    Series,
-    duration_chart,
-    lateness_chart,
-    sparkline,
-    stacked_bars,
-    throughput_chart,
-)
 from delaytasks.statistics.reading import RunTotals, SeriesPoint, count_rows
 
 

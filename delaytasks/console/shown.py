@@ -11,12 +11,12 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 from flask import Flask, session
 from markupsafe import Markup
 
+from delaytasks.console.charts import sparkline
 from delaytasks.model.clock import UTC
 from delaytasks.model.inputs import show_duration, show_measured
 from delaytasks.model.moves import Status
 from delaytasks.model.task import Attempt, DelayedTask, pretty
 from delaytasks.model.text import last_line, some_values
-from delaytasks.statistics.charts import sparkline
 
 #: What people call the statuses. The words are also the names of CSS classes.
 STATUS_WORDS = {

@@ -3,7 +3,6 @@
     statistics_table  what a worker's main process counts from the reports of its pool, the table,
                       and the writer that fills it once a minute
     reading           `delays.statistics`, its results, and what the verdict and the console read
-    charts            charts as SVG
 
 The pool processes count with `delaytasks.run.settler`.
 """

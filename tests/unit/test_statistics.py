@@ -12,6 +12,7 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
+from delaytasks.console.charts import LEFT, RIGHT, WIDTH, Series, lines, stacked_bars
 from delaytasks.model.clock import UTC, from_us
 from delaytasks.model.inputs import parse_duration
 from delaytasks.model.text import traceback_text
@@ -20,7 +21,6 @@ from delaytasks.operate.state_queries import FailedRow
 from delaytasks.run import run_counts
 from delaytasks.run.run_counts import FailureCount, RunCounts, RunStatistics, error_pattern
 from delaytasks.statistics import statistics_table as writer
-from delaytasks.statistics.charts import LEFT, RIGHT, WIDTH, Series, lines, stacked_bars
 from delaytasks.statistics.reading import RunTotals, quantile
 from delaytasks.statistics.statistics_table import StatisticsWriter, WorkerCounts
 from tests.world import MainProcess, MonkeyPatch, World
