@@ -34,8 +34,8 @@ from benchmarks.waiting import BenchError
 from delaytasks import DelayTasks
 from delaytasks.db import migrations
 from delaytasks.db.database import Database
-from delaytasks.db.driver_errors import translate
-from delaytasks.db.rows import NEW_COLUMNS
+from delaytasks.db.engines import translate
+from delaytasks.db.schema import NEW_COLUMNS
 from delaytasks.db.store import Store
 from delaytasks.db.types import db_now
 from delaytasks.model.errors import StoreError

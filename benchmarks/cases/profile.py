@@ -23,11 +23,11 @@ DEADLINE_S, STOP_S = 120.0, 30.0
 AHEAD_S = 3.0
 #: Frames of this file are in every stack that runs a chunk.
 CHUNK = "delaytasks/worker/pool.py"
-#: The activity of the innermost listed frame. A frame of a driver or a socket waits for the
-#: database.
+#: The activity of a stack is the first step with one of its frames. A frame of a driver or a socket
+#: waits for the database.
 STEPS = (
+    ("settles", "settle (delaytasks/db/claims.py"),
     ("claims", "delaytasks/db/claims.py"),
-    ("settles", "delaytasks/db/settlements.py"),
     ("runs", "delaytasks/run/calls.py"),
     ("rest of a chunk", "delaytasks/run/"),
     ("rest of a chunk", CHUNK),
@@ -82,7 +82,7 @@ def _profile(side: Ours, count: int, lead_s: float) -> dict[str, float]:
 
 def _step(frames: list[str]) -> str | None:
     """Return the activity of a pool process, or None if it is idle."""
-    step = next((step for frame in frames for step, file in STEPS if file in frame), None)
+    step = next((step for step, part in STEPS if any(part in frame for frame in frames)), None)
     if step is None or not any(CHUNK in frame for frame in frames):
         return None
     return f"{step}: waits for the database" if any(file in frames[0] for file in DRIVERS) else step

@@ -299,7 +299,7 @@ FAILPOINTS = [
         "R1",
         "not armed",
     ),
-    Failpoint("worker expired", "main", "after", ("db.worker_table:WorkerTable.expire",), "R1"),
+    Failpoint("worker expired", "main", "after", ("db.sweep_queries:WorkerTable.expire",), "R1"),
     # recurring schedules, whose tasks a sweep writes
     Failpoint(
         "occurrences planned",
@@ -389,9 +389,9 @@ FAILPOINTS = [
         "Celery tasks",
     ),
     # leases
-    Failpoint("renewing", "main", "before", ("db.leases:Leases.renew",), "R2", "long"),
-    Failpoint("renewed", "main", "after", ("db.leases:Leases.renew",), "R2", "long"),
-    Failpoint("releasing", "main", "before", ("db.leases:Leases.release",), "R2", "fatal"),
-    Failpoint("released", "main", "after", ("db.leases:Leases.release",), "R2", "fatal"),
+    Failpoint("renewing", "main", "before", ("db.sweep_queries:Leases.renew",), "R2", "long"),
+    Failpoint("renewed", "main", "after", ("db.sweep_queries:Leases.renew",), "R2", "long"),
+    Failpoint("releasing", "main", "before", ("db.sweep_queries:Leases.release",), "R2", "fatal"),
+    Failpoint("released", "main", "after", ("db.sweep_queries:Leases.release",), "R2", "fatal"),
 ]
 BY_NAME = {failpoint.name: failpoint for failpoint in FAILPOINTS}

@@ -18,7 +18,7 @@ from delaytasks.model.inputs import is_queue
 from delaytasks.model.task import CallerConnection, Entry, by_queue
 
 if TYPE_CHECKING:
-    from delaytasks.db.store import Notices
+    from delaytasks.db.statements import Notices
 
 #: Workers that receive notifications poll the table this often.
 NOTIFIED_POLL_S = 1.0

@@ -11,8 +11,9 @@ from typing import Any
 from sqlalchemy import ColumnElement, Select, Update, case, delete, func, insert, select, update
 
 from delaytasks.db.database import Database
-from delaytasks.db.rows import (
+from delaytasks.db.schema import (
     MAX_INTEGER,
+    Schema,
     by_id,
     check_row_count,
     instant_text,
@@ -20,9 +21,8 @@ from delaytasks.db.rows import (
     listed,
     moved,
 )
-from delaytasks.db.schema import Schema
 from delaytasks.db.searching import conditions, has_status, queue_levels
-from delaytasks.db.task_keys import TaskKeys
+from delaytasks.db.task_rows import TaskKeys
 from delaytasks.db.types import db_now, db_now_plus, unindexed
 from delaytasks.model.body import dump_json
 from delaytasks.model.clock import EARLIEST, MAX_ID, to_us

@@ -37,36 +37,67 @@ a message names are claimed by this statement:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from typing import Any, NamedTuple
 
-from sqlalchemy import BindParameter, String, Table, bindparam, literal_column, select, text
+from sqlalchemy import (
+    BindParameter,
+    ColumnElement,
+    String,
+    Table,
+    Update,
+    bindparam,
+    case,
+    func,
+    literal_column,
+    select,
+    text,
+    update,
+)
 
 from delaytasks.db.database import Database
-from delaytasks.db.rows import (
+from delaytasks.db.schema import (
     CLAIMED,
     MAX_INTEGER,
+    RESULT,
+    Schema,
+    at_place,
+    by_id,
     check_row_count,
     columns,
+    each_listed,
+    hot_index,
     id_list,
+    instant_text,
     json_query,
+    json_rows,
     list_of,
+    next_version,
+    parts,
+    shared_name,
+    shared_parameter,
     task_of,
     type_of,
 )
-from delaytasks.db.schema import Schema, hot_index
-from delaytasks.db.settlements import Settlements
 from delaytasks.db.statements import Prepared
-from delaytasks.db.types import UTCDateTime, for_database
+from delaytasks.db.task_rows import Attempts, TaskKeys
+from delaytasks.db.types import UTCDateTime, db_now, for_database, latest, unindexed
 from delaytasks.model.body import dump_json
 from delaytasks.model.clock import monotonic, to_us
 from delaytasks.model.inputs import MAX_PRIORITY
-from delaytasks.model.moves import MOST_VERSIONS, MOVES, Status, following
+from delaytasks.model.moves import FINISHED, MOST_VERSIONS, MOVES, Status, following
 from delaytasks.model.policies import NO_WAITLISTS, WaitlistsSeen
-from delaytasks.model.task import Claimed, DelayedTask, Entry, UnclaimedRow
+from delaytasks.model.task import (
+    CallerConnection,
+    Claimed,
+    DelayedTask,
+    Entry,
+    Settlement,
+    UnclaimedRow,
+)
 
 # -- The texts of the statements ------------------------------------------------------------------
 
@@ -262,6 +293,252 @@ class ClaimTexts:
         new = ", ".join(f"{name} = {value}" for name, value in self.values.items())
         use_index = self.dialect.use_index("PRIMARY")
         return f"UPDATE {self._tasks} {use_index} SET {new} WHERE {where} {returning}"
+
+
+# -- Settlements: RUNNING to a final status or to the next attempt --------------------------------
+
+#: The columns that a row must match. They are columns of the parameter `rows` even if all rows have
+#: the same value, since constants would lead planners to the index of all running rows.
+_FENCE = ("id", "version", "old_status")
+#: The columns with new values.
+_NEW = (
+    "status",
+    "error_stack",
+    "result",
+    "execution_time",
+    "expected_time",
+    "due_time",
+    "uncounted",  # 1 if the run is no attempt: the claim has counted it already
+    "never_ran",
+    "late_by",
+)
+_INSTANTS = {"execution_time", "expected_time", "due_time"}
+#: The columns in which rows that end alike have the same new value, and the parameters for these.
+_SHARED_END = {name: shared_name(name) for name in _NEW if name != "execution_time"}
+_VERSION_OF_ALL = shared_name("version")
+
+
+class Settlements:
+    """The settlements of one process.
+
+    Rows end alike if they get the same new values, except for the time when they began, and if no
+    value is a text or a due time. Most rows of a chunk do. Their shared values are passed once
+    (decision 0035). `_statement_for` chooses one of three statements:
+
+    | statement       | the rows                         | passed for each row                    |
+    |-----------------|----------------------------------|----------------------------------------|
+    | `_same_version` | end alike, have the same version | the id and the start time, in lists    |
+    | `_same_end`     | end alike                        | `_FENCE` and the start time, as JSON   |
+    | `_any_end`      | may end differently              | `_FENCE` and all new values, as JSON   |
+
+    `_same_version` is None if the database does not look up lists (SQLite).
+    """
+
+    def __init__(self, database: Database, schema: Schema, worker: str) -> None:
+        self._db = database
+        self._t = schema.tasks
+        self._cipher = schema.cipher
+        self._keys = TaskKeys(database, schema)
+        self._attempts = Attempts(database, schema)
+        self._worker = worker
+        self._same_version = self._by_list() if database.can.looks_up_lists else None
+        self._same_end = self._by_rows(["execution_time"])
+        self._any_end = self._by_rows(_NEW)
+
+    def _by_rows(self, own: Sequence[str]) -> Prepared:
+        t = self._t
+        w = json_rows(self._db, (*_FENCE, *own))
+        new = {name: w.c[name] if name in own else shared_parameter(name) for name in _NEW}
+        statement = self._ended(new).where(
+            t.c.id == w.c.id, t.c.version == w.c.version, t.c.status == w.c.old_status
+        )
+        # Without the list MySQL reads all rows of a small table, and waits for each locked one.
+        return Prepared(self._db, statement.where(each_listed(self._db, t.c.id)))
+
+    def _by_list(self) -> Prepared:
+        t = self._t
+        new: dict[str, Any] = {name: shared_parameter(name) for name in _NEW}
+        new["execution_time"] = at_place(self._db, t.c.id, "execution_time")
+        is_ours = (
+            t.c.version == shared_parameter("version"),
+            unindexed(t.c.status) == int(Status.RUNNING),
+        )
+        return Prepared(
+            self._db, by_id(self._ended(new).where(each_listed(self._db, t.c.id), *is_ours), t)
+        )
+
+    def _ended(self, new: Mapping[str, ColumnElement[Any]]) -> Update:
+        t, never_ran = self._t, new["never_ran"] == 1
+        return update(t).values(
+            status=new["status"],
+            version=next_version(t.c.version),
+            error_stack=new["error_stack"],
+            result=new["result"],
+            # A row that is given back never ran, on any worker. The process's clock may be some
+            # milliseconds behind the clock of the claim.
+            execution_time=case(
+                (never_ran, None), else_=latest(new["execution_time"], t.c.execution_time)
+            ),
+            worker=case((never_ran, None), else_=t.c.worker),
+            ip_address=case((never_ran, None), else_=t.c.ip_address),
+            expected_time=func.coalesce(new["expected_time"], t.c.expected_time),
+            due_time=new["due_time"],
+            runs=t.c.runs - new["uncounted"],
+            lapses=case((never_ran, t.c.lapses), else_=0),
+            lease_until=None,
+            late_by=new["late_by"],
+            update_time=db_now(),
+        )
+
+    def settle(self, settlements: Sequence[Settlement], on: Any = None) -> set[int]:
+        """Settle rows, in the transaction of the connection `on` if it is given.
+
+        Return the ids that were accepted. This process had lost the leases of the other ones.
+        """
+        accepted: set[int] = set()
+        for part in _parts(settlements):
+            accepted |= self._settle_part(part) if on is None else self._together(on, part)
+        return accepted
+
+    def complete(self, task: DelayedTask, result: str | None, on: CallerConnection) -> bool:
+        """Settle a running task in its processor's own transaction.
+
+        Return False if its lease was lost.
+        """
+        self._keys.release(on, task)  # keys before tasks
+        statement, parameters = self._statement_for([Settlement(task, "succeed", result=result)])
+        # Not prepared, since the connection is the caller's.
+        return bool(on.execute(statement.statement, parameters).rowcount)
+
+    def _settle_part(self, ordered: Sequence[Settlement]) -> set[int]:
+        if not any(s.ending.is_failure or _may_release_key(s) for s in ordered):
+            return self._db.autocommitted(lambda c: self._settled(c, ordered))
+        return self._db.transaction(lambda c: self._together(c, ordered))
+
+    def _together(self, on: Any, ordered: Sequence[Settlement]) -> set[int]:
+        # Keys before tasks, in the order of a replacement: the other order would lead to deadlocks.
+        owners = self._lock_keys(on, ordered)
+        settlements = [self._unless_replaced(s, owners) for s in ordered]
+        accepted = self._settled(on, settlements)
+        over = [s for s in settlements if s.task.id in accepted]
+        self._keys.release_all(
+            on, [_named(s) for s in over if s.task.id in owners and s.target in FINISHED]
+        )
+        if failed := [s for s in over if s.ending.is_failure]:
+            self._attempts.record(on, failed, self._worker)
+        return accepted
+
+    def _lock_keys(self, on: Any, settlements: Sequence[Settlement]) -> set[int]:
+        """Lock the keys, and return the ids of the tasks that still own theirs."""
+        named = [_named(s) for s in settlements if _may_release_key(s)]
+        return {row[0] for row in self._keys.lock_all(on, named, skip_locked=False)}
+
+    @staticmethod
+    def _unless_replaced(settlement: Settlement, owners: set[int]) -> Settlement:
+        """Return the settlement; a task that would run again fails if it has lost its key."""
+        task = settlement.task
+        runs_again = settlement.target is Status.NOT_COMPLETE and settlement.ending.has_run
+        if not runs_again or task.key is None or task.id in owners:
+            return settlement
+        why = f"Not run again: its key {task.key!r} went to another task."
+        error = f"{settlement.error or settlement.move}\n{why}"
+        return settlement._replace(move="fail", error=error, expected_time=None)
+
+    def _new_values(self, settlement: Settlement) -> tuple[Any, ...]:
+        return (
+            settlement.task.id,
+            settlement.task.version,
+            int(Status.RUNNING),
+            int(settlement.target),
+            settlement.error,
+            self._kept(settlement.result, settlement.task),
+            settlement.began,
+            settlement.expected_time,
+            # No other move changes a running row, so its due time is still the claimed one.
+            settlement.due_time
+            if settlement.expected_time is not None
+            else settlement.task.due_time,
+            int(not settlement.ending.is_attempt),
+            int(not settlement.ending.has_run),
+            settlement.task.late_by,
+        )
+
+    def _kept(self, result: str | None, task: DelayedTask) -> str | None:
+        if result is None or self._cipher is None:
+            return result
+        return self._cipher.seal(result, RESULT, task.id, task.tag)
+
+    def _settled(self, connection: Any, ordered: Sequence[Settlement]) -> set[int]:
+        statement, parameters = self._statement_for(ordered)
+        if statement(connection, parameters).row_count == len(ordered):
+            return set(parameters["ids"])
+        # Some leases were lost, or an earlier try of the same settlement was committed and its
+        # answer was lost.
+        expected = {s.task.id: _after(s) for s in ordered}
+        t = self._t.c
+        query = select(t.id, t.version, t.status, t.lapses).where(t.id.in_(list(expected)))
+        return {row[0] for row in connection.execute(query) if tuple(row[1:]) == expected[row[0]]}
+
+    def _statement_for(self, ordered: Sequence[Settlement]) -> tuple[Prepared, dict[str, Any]]:
+        """Return the statement that makes these settlements, and its parameters."""
+        values = zip(*map(self._new_values, ordered), strict=True)
+        columns = dict(zip((*_FENCE, *_NEW), values, strict=True))
+        parameters = list_of(self._db, list(columns["id"]))
+        if not all(_is_shared(columns[name]) for name in _SHARED_END):
+            parameters["rows"] = self._rows(columns, (*_FENCE, *_NEW))
+            return self._any_end, parameters
+        for name, parameter in _SHARED_END.items():
+            parameters[parameter] = columns[name][0]
+        if self._same_version is None or not _is_shared(columns["version"]):
+            parameters["rows"] = self._rows(columns, (*_FENCE, "execution_time"))
+            return self._same_end, parameters
+        parameters[_VERSION_OF_ALL] = columns["version"][0]
+        parameters["execution_time"] = list(columns["execution_time"])
+        return self._same_version, parameters
+
+    def _rows(self, columns: Mapping[str, Sequence[Any]], names: Sequence[str]) -> str:
+        """Return these columns as the JSON parameter of `json_rows`."""
+        values = [
+            [instant_text(self._db, at) for at in columns[name]]
+            if name in _INSTANTS
+            else columns[name]
+            for name in names
+        ]
+        return dump_json([dict(zip(names, row, strict=True)) for row in zip(*values, strict=True)])
+
+
+def _after(settlement: Settlement) -> tuple[int, int, int]:
+    """Return the version, status and lapses that this settlement leaves.
+
+    A lost lease leaves other ones.
+    """
+    task, has_run = settlement.task, settlement.ending.has_run
+    return following(task.version), int(settlement.target), 0 if has_run else task.lapses
+
+
+def _is_shared(values: Sequence[Any]) -> bool:
+    """Whether all are None or the same number.
+
+    Texts are not shared, since MariaDB would use a temporary table on disk.
+    """
+    first = values[0]
+    if first is not None and not isinstance(first, int):
+        return False
+    return values.count(first) == len(values)
+
+
+def _may_release_key(settlement: Settlement) -> bool:
+    return settlement.task.key is not None and settlement.move != "give_back"
+
+
+def _named(settlement: Settlement) -> tuple[int, str, str | None]:
+    return settlement.task.id, settlement.task.tag, settlement.task.key
+
+
+def _parts(settlements: Sequence[Settlement]) -> Iterator[list[Settlement]]:
+    """Split the settlements in the order of their ids."""
+    ordered = sorted(settlements, key=lambda settlement: settlement.task.id)
+    return parts(ordered, lambda s: len(s.error.encode(errors="replace")) if s.error else 0)
 
 
 # -- The claims -----------------------------------------------------------------------------------

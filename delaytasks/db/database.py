@@ -22,23 +22,21 @@ from sqlalchemy import URL, Connection, Engine, Select, event, exc, select
 from sqlalchemy.util import await_only, greenlet_spawn
 from sqlalchemy.util.concurrency import in_greenlet
 
-from delaytasks.db.driver_errors import (
+from delaytasks.db.engines import (
     TRIES,
+    addresses_of,
+    check_sqlite_file,
+    create_sqlite_file,
     first_cause,
     forget_details,
     is_demoted,
     is_unsure,
     is_worth_a_retry,
-    translate,
-    unknown_outcome,
-)
-from delaytasks.db.engines import (
-    addresses_of,
-    check_sqlite_file,
-    create_sqlite_file,
     make_engine,
     masked,
     normalize_url,
+    translate,
+    unknown_outcome,
 )
 from delaytasks.db.types import capabilities_of, db_now
 from delaytasks.loops import ThreadPool
@@ -114,7 +112,7 @@ async def _in_thread(call: Callable[[], T]) -> T:
     return await asyncio.shield(asyncio.wrap_future(_threads.submit(call)))
 
 
-# -- Finds connections that the server has ended ---------------------------------------------------
+# -- Finds connections that the server has ended --------------------------------------------------
 
 
 #: Marks a connection that was in use before.
@@ -157,7 +155,7 @@ def _check_alive(connection: Any, record: Any, _proxy: Any) -> None:
         raise exc.DisconnectionError
 
 
-# -- Ends statements whose server gives no answer --------------------------------------------------
+# -- Ends statements whose server gives no answer -------------------------------------------------
 
 # A server that is frozen, or whose storage hangs, still acknowledges what it receives. So no
 # timeout of TCP ends the wait, and only one of the drivers has a timeout of its own. A thread of

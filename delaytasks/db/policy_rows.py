@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import (
     ColumnElement,
+    ScalarSelect,
     Select,
     Table,
     and_,
@@ -24,8 +25,7 @@ from sqlalchemy import (
 )
 
 from delaytasks.db.database import Database
-from delaytasks.db.rows import check_row_count, listed, listing, moved
-from delaytasks.db.schema import Schema
+from delaytasks.db.schema import Schema, check_row_count, listed, listing, moved
 from delaytasks.db.searching import (
     distinct_values,
     has_status,
@@ -33,12 +33,41 @@ from delaytasks.db.searching import (
     queues_after,
     waits_between,
 )
-from delaytasks.db.statements import CANCEL_REQUESTS, POLICY_CHANGES, ChangeNumbers, Insert
+from delaytasks.db.statements import Insert
 from delaytasks.db.types import db_now, db_now_plus, unindexed
 from delaytasks.model.clock import to_us
 from delaytasks.model.moves import MOVES, Status, following
 from delaytasks.model.policies import Kind, Policies, Policy, PolicyRead, Stamp
 from delaytasks.model.task import DelayedTask, Entry, FoundRow, Level
+
+# -- Numbers that count the changes which workers look for once a second, in one small table ------
+
+
+#: The rows of the table: changes of policies, and requests to cancel running tasks.
+POLICY_CHANGES, CANCEL_REQUESTS = 1, 2
+
+
+class ChangeNumbers:
+    def __init__(self, database: Database, schema: Schema) -> None:
+        self._t = schema.policy_changes
+        self._insert = Insert(database, self._t, ("id", "number"))
+
+    def of(self, row: int) -> ScalarSelect[int]:
+        """Return the query of a number; it yields NULL if nothing has been counted."""
+        return select(self._t.c.number).where(self._t.c.id == row).scalar_subquery()
+
+    def next(self, on: Any, row: int) -> int:
+        """Count one change, and return its number. The row stays locked until the commit."""
+        mine = self._t.c.id == row
+        counting = update(self._t).where(mine).values(number=self._t.c.number + 1)
+        if not on.execute(counting).rowcount:
+            self._insert(on, {"id": row, "number": 0})
+            check_row_count(on.execute(counting).rowcount, 1, "the number of changes")
+        number: int = on.execute(select(self._t.c.number).where(mine)).scalar_one()
+        return number
+
+
+# -- The policies ---------------------------------------------------------------------------------
 
 #: The actor of a change that nobody made.
 END_OF_PAUSE = "the end of the pause"

@@ -7,13 +7,10 @@ import json
 import logging
 import math
 import re
-import sys
-import warnings
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from contextvars import ContextVar
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
 from fnmatch import translate
@@ -103,7 +100,7 @@ class QueueRouting:
         return {self._default, *self._named.values(), *self._registry.queues()}
 
 
-# -- What a task is built from ---------------------------------------------------------------------
+# -- What a task is built from --------------------------------------------------------------------
 
 
 class Tag(NamedTuple):
@@ -592,64 +589,3 @@ def _add_trace(tasks: Sequence[DelayedTask]) -> None:
             for task in group if pairs else ():
                 with suppress(InvalidInputError):  # there is no room for the pairs
                     task.meta_json = encode_meta({**pairs, **task.meta})
-
-
-# -- The transactions of callers -------------------------------------------------------------------
-
-
-class CallerTransactions:
-    """The transaction of `session=`, or without it the one that a web framework has open."""
-
-    def __init__(
-        self, ambient: Callable[[], Transaction | None], remedy_at: Callable[[Any], str]
-    ) -> None:
-        """`remedy_at` says how to make the tables that a session on a URL does not find."""
-        self._ambient = ambient
-        self._remedy_at = remedy_at
-        self._session: ContextVar[Any] = ContextVar("delaytasks_session", default=None)
-
-    @contextmanager
-    def using(self, session: Any) -> Iterator[None]:
-        """Let calls without `session=` inside the block take part in the session's transaction."""
-        token = self._session.set(session)
-        try:
-            yield
-        finally:
-            self._session.reset(token)
-
-    def current_session(self) -> Any:
-        """Return the session of the innermost block, or None."""
-        return self._session.get()
-
-    def of(self, session: Any) -> Transaction | None:
-        session = self.current_session() if session is None else session
-        if session is None:
-            return self._ambient()
-        from delaytasks.db.sessions import transaction_of
-
-        return transaction_of(session, self._remedy_at)
-
-    def of_new(self, session: Any, twin: str) -> Transaction | None:
-        """Return the transaction of a new task, and warn of a call that stops an event loop.
-
-        `twin` is the name of the call's asynchronous twin."""
-        transaction = self.of(session)
-        asyncio = sys.modules.get("asyncio")
-        if asyncio is not None and transaction is None and asyncio._get_running_loop() is not None:
-            from delaytasks.db.database import is_on_the_loop
-
-            # Drivers of browsers run synchronous code beside a loop, and outside its tasks.
-            if asyncio.current_task() is not None and not is_on_the_loop():
-                warnings.warn(
-                    f"{twin[1:]} blocks the event loop of this coroutine: await {twin}",
-                    RuntimeWarning,
-                    stacklevel=3,
-                )
-        return transaction
-
-    @contextmanager
-    def guard(self, session: Any) -> Iterator[Transaction | None]:
-        """Yield the transaction; translate driver errors inside the block into ours."""
-        transaction = self.of(session)
-        with transaction.guard() if transaction is not None else nullcontext():
-            yield transaction

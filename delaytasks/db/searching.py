@@ -25,7 +25,7 @@ from sqlalchemy import (
     true,
 )
 
-from delaytasks.db.rows import one_of
+from delaytasks.db.schema import one_of
 from delaytasks.db.types import Capabilities, unindexed
 from delaytasks.model.clock import from_us, to_us
 from delaytasks.model.errors import InvalidInputError

@@ -15,31 +15,31 @@ from importlib import import_module
 from typing import Any, NamedTuple
 from zlib import crc32
 
-from sqlalchemy import URL, Connection, ScalarSelect, Table, bindparam, exc, insert, select, update
+from sqlalchemy import URL, Connection, Table, bindparam, exc, func, insert, select
 
 from delaytasks.db.database import Database, is_readable
-from delaytasks.db.driver_errors import (
+from delaytasks.db.engines import (
     PREPARED_IS_GONE,
     as_sqlalchemy_error,
     is_duplicate,
+    make_engine,
     sqlstate_of,
 )
-from delaytasks.db.rows import (
+from delaytasks.db.schema import (
     DIFFERING_COLUMNS,
     MAX_TEXT,
     NEW_COLUMNS,
-    check_row_count,
+    Schema,
     columns_of,
     instant_text,
     json_rows,
     new_values,
     parts,
 )
-from delaytasks.db.schema import Schema
 from delaytasks.db.types import UTCDateTime
 from delaytasks.model.body import dump_json
 from delaytasks.model.filters import batches
-from delaytasks.model.task import DelayedTask
+from delaytasks.model.task import CallerConnection, DelayedTask
 
 # -- The differences between psycopg2 and psycopg 3 that SQLAlchemy does not hide -----------------
 
@@ -138,7 +138,7 @@ def driver_of(connection: Any) -> PostgresqlDriver | None:
     return _BY_NAME.get(connection.dialect.driver)
 
 
-# -- Prepared statements ---------------------------------------------------------------------------
+# -- Prepared statements --------------------------------------------------------------------------
 
 
 #: We ask for UTC, but a pooler may ignore it. Many servers use UTC anyway.
@@ -255,7 +255,7 @@ def _sent(value: Any) -> Any:
     return "{" + ",".join(["NULL" if item is None else str(item) for item in value]) + "}"
 
 
-# -- INSERT in the fastest way of each database ----------------------------------------------------
+# -- INSERT in the fastest way of each database ---------------------------------------------------
 
 
 #: Bytes of a row's other columns, with their names.
@@ -491,28 +491,67 @@ def _field(value: Any) -> str:
     return str(int(value)) if isinstance(value, int) else str(value)
 
 
-# -- Numbers that count the changes which workers look for once a second, in one small table ------
+# -- notices --------------------------------------------------------------------------------------
+
+# Messages that a commit sends to the connections that listen (LISTEN and NOTIFY of PostgreSQL).
 
 
-#: The rows of the table: changes of policies, and requests to cancel running tasks.
-POLICY_CHANGES, CANCEL_REQUESTS = 1, 2
+#: PostgreSQL's limit for the name of a channel.
+MAX_CHANNEL_BYTES = 63
 
 
-class ChangeNumbers:
+class Notices:
+    """The channel of the tasks of a database."""
+
     def __init__(self, database: Database, schema: Schema) -> None:
-        self._t = schema.policy_changes
-        self._insert = Insert(database, self._t, ("id", "number"))
+        self._db = database
+        name = f"delaytasks.{schema.tasks.fullname}"
+        self.channel = (
+            name if len(name) <= MAX_CHANNEL_BYTES else f"delaytasks.{crc32(name.encode()):08x}"
+        )
+        self._tell = select(func.pg_notify(self.channel, bindparam("payload")))
 
-    def of(self, row: int) -> ScalarSelect[int]:
-        """Return the query of a number; it yields NULL if nothing has been counted."""
-        return select(self._t.c.number).where(self._t.c.id == row).scalar_subquery()
+    @property
+    def is_possible(self) -> bool:
+        return self._db.can.notify
 
-    def next(self, on: Any, row: int) -> int:
-        """Count one change, and return its number. The row stays locked until the commit."""
-        mine = self._t.c.id == row
-        counting = update(self._t).where(mine).values(number=self._t.c.number + 1)
-        if not on.execute(counting).rowcount:
-            self._insert(on, {"id": row, "number": 0})
-            check_row_count(on.execute(counting).rowcount, 1, "the number of changes")
-        number: int = on.execute(select(self._t.c.number).where(mine)).scalar_one()
-        return number
+    def send(self, payloads: Iterable[str], on: CallerConnection | None = None) -> None:
+        """Send the payloads at the commit of `on`, or immediately without `on`."""
+
+        def work(connection: Any) -> None:
+            for payload in payloads:
+                connection.execute(self._tell, {"payload": payload})
+
+        if self.is_possible:
+            self._db.autocommitted(work, on)
+
+    def listen(self) -> Listener | None:
+        """Return a listener; None if the database has no notices."""
+        return Listener(self._db, self.channel) if self.is_possible else None
+
+
+class Listener:
+    """A connection that receives the payloads sent since it was made.
+
+    After an exception, which is the driver's own, a new listener is needed.
+    """
+
+    def __init__(self, database: Database, channel: str) -> None:
+        self._engine = make_engine(database.url, 1, "AUTOCOMMIT")
+        self._driver = own_driver(database.url)
+        try:
+            self._connection = self._engine.connect()
+            name = self._connection.dialect.identifier_preparer.quote_identifier(channel)
+            self._connection.exec_driver_sql(f"LISTEN {name}")
+        except BaseException:
+            self._engine.dispose()
+            raise
+
+    def wait(self, timeout_s: float) -> Sequence[str]:
+        """Return the payloads that have arrived, as soon as there is one."""
+        return self._driver.notices(self._connection.connection.driver_connection, timeout_s)
+
+    def close(self) -> None:
+        self._connection.invalidate()  # in a pool it would continue to listen
+        self._connection.close()
+        self._engine.dispose()

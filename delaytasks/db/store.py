@@ -1,96 +1,31 @@
-"""One database with all objects that read and write its tables, and its notifications."""
+"""One database with all objects that read and write its tables."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
-from zlib import crc32
+from collections.abc import Callable
 
-from sqlalchemy import Connection, bindparam, delete, exc, func, inspect, select
+from sqlalchemy import Connection, delete, exc, inspect
 
 from delaytasks.db.bulk_moves import Bulk
 from delaytasks.db.claims import Claims, HoldExcess
 from delaytasks.db.database import Database
-from delaytasks.db.engines import lacks_sqlite_file, make_engine
-from delaytasks.db.leases import Leases
+from delaytasks.db.engines import lacks_sqlite_file
 from delaytasks.db.migrations import check_charset
 from delaytasks.db.policy_rows import PausedRows, PolicyTable
-from delaytasks.db.schema import Schema, build_schema
-from delaytasks.db.settlements import DeferredRows
-from delaytasks.db.statements import own_driver
-from delaytasks.db.sweep_queries import DueSchedules, SweepQueries
+from delaytasks.db.schema import build_schema
+from delaytasks.db.statements import Notices
+from delaytasks.db.sweep_queries import (
+    DeferredRows,
+    DueSchedules,
+    Leases,
+    SweepQueries,
+    WorkerTable,
+)
 from delaytasks.db.task_rows import Tasks
-from delaytasks.db.worker_table import WorkerTable
 from delaytasks.model.body import Cipher
 from delaytasks.model.errors import ConfigError, StoreError, StoreUnavailableError
-from delaytasks.model.task import CallerConnection
 from delaytasks.model.text import TABLES_REMEDY
 from delaytasks.settings import Settings
-
-# -- notices --------------------------------------------------------------------------------------
-
-# Messages that a commit sends to the connections that listen (LISTEN and NOTIFY of PostgreSQL).
-
-
-#: PostgreSQL's limit for the name of a channel.
-MAX_CHANNEL_BYTES = 63
-
-
-class Notices:
-    """The channel of the tasks of a database."""
-
-    def __init__(self, database: Database, schema: Schema) -> None:
-        self._db = database
-        name = f"delaytasks.{schema.tasks.fullname}"
-        self.channel = (
-            name if len(name) <= MAX_CHANNEL_BYTES else f"delaytasks.{crc32(name.encode()):08x}"
-        )
-        self._tell = select(func.pg_notify(self.channel, bindparam("payload")))
-
-    @property
-    def is_possible(self) -> bool:
-        return self._db.can.notify
-
-    def send(self, payloads: Iterable[str], on: CallerConnection | None = None) -> None:
-        """Send the payloads at the commit of `on`, or immediately without `on`."""
-
-        def work(connection: Any) -> None:
-            for payload in payloads:
-                connection.execute(self._tell, {"payload": payload})
-
-        if self.is_possible:
-            self._db.autocommitted(work, on)
-
-    def listen(self) -> Listener | None:
-        """Return a listener; None if the database has no notices."""
-        return Listener(self._db, self.channel) if self.is_possible else None
-
-
-class Listener:
-    """A connection that receives the payloads sent since it was made.
-
-    After an exception, which is the driver's own, a new listener is needed.
-    """
-
-    def __init__(self, database: Database, channel: str) -> None:
-        self._engine = make_engine(database.url, 1, "AUTOCOMMIT")
-        self._driver = own_driver(database.url)
-        try:
-            self._connection = self._engine.connect()
-            name = self._connection.dialect.identifier_preparer.quote_identifier(channel)
-            self._connection.exec_driver_sql(f"LISTEN {name}")
-        except BaseException:
-            self._engine.dispose()
-            raise
-
-    def wait(self, timeout_s: float) -> Sequence[str]:
-        """Return the payloads that have arrived, as soon as there is one."""
-        return self._driver.notices(self._connection.connection.driver_connection, timeout_s)
-
-    def close(self) -> None:
-        self._connection.invalidate()  # in a pool it would continue to listen
-        self._connection.close()
-        self._engine.dispose()
 
 
 class Store:

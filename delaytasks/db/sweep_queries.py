@@ -1,9 +1,10 @@
-"""What a sweep reads and writes: which rows are overdue, near or abandoned, and which schedules are
-due."""
+"""What was lost or is overdue: the leases of rows that run, the workers that are alive, and what a
+sweep reads and writes."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import partial
 from itertools import islice
@@ -12,8 +13,10 @@ from typing import Any, NamedTuple
 from sqlalchemy import (
     ColumnElement,
     Connection,
+    Delete,
     Select,
     Table,
+    Update,
     and_,
     case,
     delete,
@@ -23,16 +26,27 @@ from sqlalchemy import (
     insert,
     not_,
     null,
+    or_,
     select,
     update,
 )
 
 from delaytasks.db.bulk_moves import Audit
 from delaytasks.db.database import Database
-from delaytasks.db.leases import is_abandoned, recover_rows
 from delaytasks.db.policy_rows import is_paused
-from delaytasks.db.rows import check_row_count
-from delaytasks.db.schema import Schema
+from delaytasks.db.schema import (
+    VERSION_LENGTH,
+    Schema,
+    by_index,
+    check_row_count,
+    columns,
+    hot_index,
+    move_locked,
+    moved,
+    next_version,
+    one_more,
+    task_of,
+)
 from delaytasks.db.searching import (
     distinct_values,
     has_status,
@@ -41,15 +55,353 @@ from delaytasks.db.searching import (
     queues_after,
     waits_between,
 )
-from delaytasks.db.settlements import Attempts
-from delaytasks.db.task_keys import TaskKeys
-from delaytasks.db.types import db_now, db_now_plus, is_narrow, is_past, once, unindexed
-from delaytasks.db.worker_table import EXPIRED_PER_SWEEP
+from delaytasks.db.task_rows import Attempts, TaskKeys
+from delaytasks.db.types import db_now, db_now_plus, is_narrow, is_past, is_rare, once, unindexed
+from delaytasks.model.body import MARK_LENGTH, PREFIX, marks_of
 from delaytasks.model.clock import to_us
-from delaytasks.model.moves import FINISHED, Status
+from delaytasks.model.moves import FINISHED, MOVES, Status, following
 from delaytasks.model.policies import NO_POLICIES, Policies
 from delaytasks.model.task import Entry, Level, OverdueGroup, QueuePlace, Recovered
-from delaytasks.model.text import DEFER_MAX_S, DEFERRALS
+from delaytasks.model.text import (
+    DEFER_MAX_S,
+    DEFERRALS,
+    NO_KEY,
+    NO_PROCESSOR,
+    NO_TIME_LIMITS,
+    count,
+    installed_version,
+    is_deferred_until,
+)
+from delaytasks.model.workers import NO_OUTAGES, LostWorker, RegisteredWorker, ServiceTimes
+
+# -- Recovers rows whose worker died, or lost its lease, while they ran ---------------------------
+
+# A recovered row waits again, or fails if it has lost its lease too often in a row.
+
+
+LEASE_LOST = "the worker died, or lost its lease, while this attempt ran"
+TOO_MANY_LOST_LEASES = (
+    "gave up: the worker died or lost its lease {times} in a row while this task ran"
+)
+#: Appended to both texts if the time limit of the task's tag was over.
+TIMED_OUT = "; its time limit of {s:g} s was over"
+
+
+def recover_rows(
+    database: Database,
+    schema: Schema,
+    which: ColumnElement[bool],
+    max_lost_leases: int,
+    limit: int | None = None,
+    time_limits: Mapping[str, float] | None = None,
+) -> Recovered:
+    """Recover these RUNNING rows. Rows that another transaction has locked are left for the next
+    call.
+
+    `time_limits` contains the seconds by tag, for tags whose time limit may have ended the runs.
+    """
+    t, keys, attempts = schema.tasks, TaskKeys(database, schema), Attempts(database, schema)
+    limits, order = time_limits or {}, unindexed(t.c.id)
+    # Every transaction locks keys before tasks. A key that this query misses belongs to a finished
+    # task, which is harmless.
+    named = and_(which, t.c.lapses >= max_lost_leases - 1, t.c.task_key.is_not(None))
+    find_keys = select(t.c.id, t.c.tag, t.c.task_key).where(named).order_by(order).limit(limit)
+    run = (t.c.id, t.c.version, t.c.runs, t.c.execution_time, t.c.worker)
+    find = select(*run, t.c.lapses, t.c.tag, t.c.queue, t.c.priority, db_now().label("now"))
+    # The index of rows that run, or MySQL would lock all rows of a small table for a moment.
+    find = by_index(find.where(which), t, hot_index(t)).order_by(order).limit(limit)
+
+    def work(on: Any) -> Recovered:
+        locked = keys.lock_all(on, on.execute(find_keys).all())
+        rows = on.execute(find.with_for_update(skip_locked=True)).all()
+        reasons: dict[str, list[Any]] = {}
+        for row in rows:
+            reason = _reason(limits.get(row.tag), row.execution_time, row.now)
+            reasons.setdefault(reason, []).append(row)
+        for reason, some in reasons.items():
+            change = _recovery(t, max_lost_leases, reason)
+            move_locked(on, change, [row.id for row in some], "abandoned rows")
+            attempts.record_lost_leases(on, some, LEASE_LOST + reason)
+        last = {row.id for row in rows if row.lapses + 1 >= max_lost_leases}
+        keys.release_all(on, [row for row in locked if row.id in last])
+        found = on.execute(select(*columns(schema)).where(t.c.id.in_(last))) if last else ()
+        return Recovered(
+            len(rows),
+            [task_of(row, schema) for row in found],
+            tuple((row.id, row.tag) for why, some in reasons.items() if why for row in some),
+            {Level(row.queue, row.priority) for row in rows if row.id not in last},
+        )
+
+    return database.transaction(work)
+
+
+def _reason(limit_s: float | None, began: datetime | None, now: datetime) -> str:
+    if limit_s is None or began is None or (now - began).total_seconds() < limit_s:
+        return ""
+    return TIMED_OUT.format(s=limit_s)
+
+
+def is_abandoned(tasks: Any, lost: Iterable[Any] = ()) -> ColumnElement[bool]:
+    """The condition for a RUNNING row whose lease is over, or that a worker claimed before it was
+    lost. `lost` has the names of such workers, and when they were lost.
+    """
+    runs = is_rare(tasks.c.status == int(Status.RUNNING))
+    reasons = [tasks.c.lease_until < db_now()]
+    for name, lost_at in lost:
+        is_its = tasks.c.worker.startswith(f"{name}/", autoescape=True)
+        reasons.append(and_(is_its, tasks.c.update_time <= lost_at))
+    return and_(runs, or_(*reasons))
+
+
+def _recovery(tasks: Any, max_lost_leases: int, reason: str) -> Update:
+    """RUNNING → NOT_COMPLETE, or FAILED after `max_lost_leases` lost leases in a row.
+
+    MySQL assigns from left to right, so `lapses` comes last: the other columns use its old value.
+    """
+    is_last = tasks.c.lapses >= max_lost_leases - 1
+    error = TOO_MANY_LOST_LEASES.format(times=count(max_lost_leases, "time")) + reason
+    failed, waiting = int(MOVES["fail_worker_lost"].target), int(MOVES["recover"].target)
+    return update(tasks).ordered_values(
+        (tasks.c.status, case((is_last, failed), else_=waiting)),
+        (tasks.c.version, next_version(tasks.c.version)),
+        (tasks.c.error_stack, case((is_last, error), else_=tasks.c.error_stack)),
+        (tasks.c.lease_until, None),
+        (tasks.c.update_time, db_now()),
+        (tasks.c.lapses, one_more(tasks.c.lapses)),
+    )
+
+
+class Renewed(NamedTuple):
+    #: The number of rows whose leases were renewed.
+    rows: int
+    #: The ids of rows that other transactions have locked. While a row is locked, no other worker
+    #: can recover it.
+    skipped: Sequence[int] = ()
+
+
+class Leases:
+    def __init__(self, database: Database, schema: Schema, lease_s: float) -> None:
+        self._db = database
+        self._schema = schema
+        self._t = schema.tasks
+        self._lease_s = lease_s
+
+    def renew(
+        self, workers: Sequence[str], claimed_since: datetime, named: Sequence[int] = ()
+    ) -> Renewed:
+        """Renew the leases of rows that these processes have claimed since `claimed_since`, and of
+        the `named` rows.
+
+        Rows that they claimed before that were lost on the way. No process runs them, so their
+        leases must end. A row that another transaction has locked is skipped, so that the other
+        rows do not wait for it.
+        """
+        t = self._t
+        is_recent = t.c.update_time >= claimed_since
+        is_current = or_(is_recent, t.c.id.in_(named)) if named else is_recent
+        find = select(t.c.id).where(self._leased_by(workers), is_current)
+        find = by_index(find, t, hot_index(t)).order_by(unindexed(t.c.id))
+        renewal = update(t).values(lease_until=db_now_plus(self._lease_s))
+
+        def work(on: Any) -> Renewed:
+            wanted = on.execute(find).scalars().all()
+            lock = find.with_for_update(skip_locked=True)
+            ids = on.execute(lock).scalars().all() if wanted else []
+            if ids:
+                move_locked(on, renewal, ids, "leases to renew")
+            return Renewed(len(ids), sorted(set(wanted).difference(ids)))
+
+        return self._db.transaction(work)
+
+    def release(
+        self,
+        workers: Sequence[str],
+        max_lost_leases: int,
+        time_limits: Mapping[str, float] | None = None,
+    ) -> Recovered:
+        """Recover the rows of dead processes immediately, not only when their leases end."""
+        which = self._leased_by(workers)
+        return recover_rows(self._db, self._schema, which, max_lost_leases, time_limits=time_limits)
+
+    def _leased_by(self, workers: Sequence[str]) -> ColumnElement[Any]:
+        runs = is_rare(self._t.c.status == int(Status.RUNNING))
+        return and_(runs, self._t.c.worker.in_(list(workers)))
+
+
+# -- The workers, one row each --------------------------------------------------------------------
+
+# Which are alive, which queues and tags they serve, how far their clocks are off, and which were
+# lost within the last hour.
+
+
+#: The number of workers that one sweep marks as lost, and the number of lost ones that it removes.
+EXPIRED_PER_SWEEP = 100
+#: A lost worker is shown for this time.
+LOST_FOR_S = 3600.0
+#: The longest list of tags. A worker with a longer list publishes none.
+MAX_TAG_BYTES = 16_384
+#: The columns of the fields of `ServiceTimes`.
+_SERVICES = ("broker_down_at", "timer_down_at", "beat_at")
+
+
+class WorkerTable:
+    def __init__(self, database: Database, schema: Schema) -> None:
+        self._db = database
+        self._w = w = schema.workers
+        self._is_lost, self._is_present = w.c.lost_at.is_not(None), w.c.lost_at.is_(None)
+        #: The tags that this process has published, by the worker's name.
+        self._published: dict[str, str | None] = {}
+
+    def report(
+        self,
+        name: str,
+        queues: Sequence[str],
+        pool: str,
+        concurrency: int,
+        offset_us: int,
+        tags: Collection[str] | None = None,
+        services: ServiceTimes = NO_OUTAGES,
+        busy: int | None = None,
+    ) -> None:
+        """Record that the worker is alive. `tags` are those with processors; None if they are not
+        known. `busy` is the number of processes that run delayed tasks.
+
+        The first report of a process is the start of its worker. The row may be that of a worker of
+        this name that has died.
+        """
+        w, published = self._w, _published(tags)
+        values = {
+            "seen_at": db_now(),
+            "queues": json.dumps(sorted(queues)),
+            "pool": pool,
+            "concurrency": concurrency,
+            "clock_offset_us": offset_us,
+            **{
+                name: None if age_s is None else db_now_plus(-age_s)
+                for name, age_s in zip(_SERVICES, services, strict=True)
+            },
+            "lost_at": None,
+            "busy": busy,
+            "version": (installed_version() or "")[:VERSION_LENGTH] or None,
+        }
+
+        def work(connection: Any) -> None:
+            # An unchanged text is not written again every few seconds.
+            changed: dict[str, Any] = {}
+            if self._published.get(name, "") != published:
+                changed["tags"] = published
+            if name not in self._published:
+                changed["started_at"] = db_now()
+            known = update(w).where(w.c.name == name).values({**values, **changed})
+            if connection.execute(known).rowcount:
+                self._published[name] = published
+                return
+            try:
+                connection.execute(
+                    insert(w).values(name=name, started_at=db_now(), tags=published, **values)
+                )
+                self._published[name] = published
+            except exc.IntegrityError:  # another thread of the worker has inserted it
+                connection.execute(known)
+
+        self._db.autocommitted(work)
+
+    def remove(self, name: str) -> None:
+        """Remove a worker that stopped in order, after it has returned its tasks."""
+        w = self._w
+        self._db.autocommitted(lambda c: c.execute(delete(w).where(w.c.name == name)))
+
+    def expire(self, silent_s: float) -> list[str]:
+        """Mark some workers as lost that were silent for `silent_s` seconds. Return each name once.
+
+        The row of a lost worker is removed after `LOST_FOR_S`. A row whose `seen_at` is
+        `silent_s` in the future is returned and removed immediately, because no live worker wrote
+        it.
+        """
+        w = self._w
+        silent = and_(self._is_present, w.c.seen_at < db_now_plus(-silent_s))
+        wrong = and_(self._is_present, w.c.seen_at > db_now_plus(silent_s))
+        mark, remove = update(w).where(silent).values(lost_at=db_now()), delete(w).where(wrong)
+        # The clock of the database may have been set back since the worker was lost.
+        over = and_(
+            self._is_lost,
+            or_(w.c.lost_at < db_now_plus(-LOST_FOR_S), w.c.lost_at > db_now_plus(silent_s)),
+        )
+
+        def work(connection: Any) -> list[str]:
+            def first(condition: ColumnElement[bool]) -> list[str]:
+                names = select(w.c.name).where(condition).order_by(w.c.name)
+                return list(connection.execute(names.limit(EXPIRED_PER_SWEEP)).scalars())
+
+            def changes(statement: Update | Delete, name: str) -> bool:
+                return bool(connection.execute(statement.where(w.c.name == name)).rowcount)
+
+            for name in first(over):
+                changes(delete(w).where(over), name)
+            silent_names = first(or_(silent, wrong))
+            return [name for name in silent_names if changes(mark, name) or changes(remove, name)]
+
+        return self._db.autocommitted(work)
+
+    def lost(self) -> list[LostWorker]:
+        """Return the workers that were lost within the last hour, the latest loss first. No other
+        method returns them."""
+        w = self._w
+        query = select(w.c.name, w.c.lost_at, w.c.seen_at, w.c.pool, w.c.concurrency, w.c.queues)
+        rows = self._db.rows(query.where(self._is_lost).order_by(w.c.lost_at.desc()))
+        return [LostWorker._make((*row[:5], json.loads(row.queues))) for row in rows]
+
+    def all(self) -> list[dict[str, Any]]:
+        """Return the rows of all workers that are not lost, also of those that are silent."""
+        w = self._w
+        return [
+            {
+                **row._mapping,
+                "queues": json.loads(row.queues),
+                "tags": None if row.tags is None else frozenset(json.loads(row.tags)),
+            }
+            for row in self._db.rows(select(w).where(self._is_present).order_by(w.c.name))
+        ]
+
+    def registered(self, now: datetime, silent_s: float) -> list[RegisteredWorker]:
+        """Return all workers that are not lost. Those that were silent for `silent_s` seconds are
+        not alive."""
+        found = []
+        for row in self.all():
+            age_s = (now - row["seen_at"]).total_seconds()
+            found.append(
+                RegisteredWorker(
+                    row["name"],
+                    abs(age_s) <= silent_s,
+                    max(age_s, 0.0),
+                    row["queues"],
+                    row["tags"],
+                    row["pool"],
+                    row["concurrency"],
+                    row["started_at"],
+                    row["seen_at"],
+                    row["clock_offset_us"] / 1e6,
+                    ServiceTimes(*(_age_s(now, row[name]) for name in _SERVICES)),
+                    row["busy"],
+                    row["version"],
+                )
+            )
+        return found
+
+
+def _age_s(now: datetime, at: datetime | None) -> float | None:
+    return None if at is None else max((now - at).total_seconds(), 0.0)
+
+
+def _published(tags: Collection[str] | None) -> str | None:
+    """Return the tags as JSON, or None if that is too long. Then readers do not know them."""
+    if tags is None:
+        return None
+    text = json.dumps(sorted(tags), ensure_ascii=False, separators=(",", ":"))
+    return text if len(text.encode()) <= MAX_TAG_BYTES else None
+
+
+# -- The sweeps -----------------------------------------------------------------------------------
 
 #: Spreads ids over the sweep partitions, since the ids of one producer differ mostly in their low
 #: bits.
@@ -464,3 +816,84 @@ class DueSchedules:
 
     def _read(self, expression: Any) -> Any:
         return self._db.autocommitted(lambda c: c.execute(select(expression)).scalar())
+
+
+# -- deferred rows --------------------------------------------------------------------------------
+
+# Rows that were deferred because no worker had a processor for their tag, or the key of their
+# body.
+#
+# A worker that has the processor or the key brings them forward.
+
+
+DEFERRED_BATCH_ROWS = 500
+
+
+class DeferredRows:
+    def __init__(self, database: Database, schema: Schema) -> None:
+        self._db = database
+        self._t = schema.tasks
+        self._marks = [] if schema.cipher is None else marks_of(schema.cipher.names)
+
+    def bring_forward(
+        self, tags: Sequence[str], queues: Sequence[str] | None, within_s: float
+    ) -> list[Entry]:
+        """Make deferred rows of these tags and queues due now, and return them.
+
+        Rows that are next tried within `within_s` seconds are considered. `queues` is None for all
+        queues. A row that was rescheduled or touched meanwhile keeps the due time of that call.
+        """
+        t, brought = self._t, list[Entry]()
+        query = self._deferred(tags, queues, within_s)
+        # A touch may have made the task due later than now.
+        due = case((t.c.due_time > db_now(), t.c.due_time), else_=db_now())
+        change = update(t).values(moved(t, "reschedule", expected_time=due))
+
+        def step(on: Any, since: Any) -> tuple[list[Entry], Any]:
+            """Bring a batch forward. Return its entries, and where the next one starts."""
+            rows = on.execute(query.where(t.c.expected_time > since)).all()
+            found = [row for row in rows if is_deferred_until(row.error_stack, row.expected_time)]
+            if found:
+                move_locked(on, change, [row.id for row in found], "deferred rows")
+                now = on.execute(select(db_now())).scalar_one()
+            entries = [
+                Entry(
+                    *(row.id, following(row.version), to_us(max(now, row.due_time or now))),
+                    *(row.queue, row.priority),
+                )
+                for row in found
+            ]
+            return entries, rows[-1].expected_time if len(rows) == DEFERRED_BATCH_ROWS else None
+
+        since: Any = once(db_now())
+        while since is not None:
+            entries, since = self._db.transaction(partial(step, since=since))
+            brought += entries
+        return brought
+
+    def _deferred(
+        self, tags: Sequence[str], queues: Sequence[str] | None, within_s: float
+    ) -> Select[Any]:
+        """Return the query that locks a batch of deferred rows, in the order of their tries."""
+        t = self._t.c
+        is_why = or_(
+            t.error_stack.startswith(NO_PROCESSOR),
+            t.error_stack.startswith(NO_TIME_LIMITS),
+            and_(t.error_stack.startswith(NO_KEY), self._is_readable()),
+        )
+        query = (
+            select(t.id, t.version, t.expected_time, t.queue, t.priority, t.error_stack, t.due_time)
+            .where(unindexed(t.status) == int(Status.NOT_COMPLETE), is_why, t.tag.in_(tags))
+            .where(t.expected_time <= once(db_now_plus(within_s)))
+            .order_by(t.expected_time)
+            .limit(DEFERRED_BATCH_ROWS)
+            .with_for_update(skip_locked=True)
+        )
+        return query if queues is None else query.where(t.queue.in_(queues))
+
+    def _is_readable(self) -> ColumnElement[bool]:
+        """Whether this process has the key that the body names now: it may have changed since the
+        deferral."""
+        body = self._t.c.message_body
+        is_plain = func.substr(body, 1, len(PREFIX)) != PREFIX
+        return or_(is_plain, func.substr(body, 1, MARK_LENGTH + 1).in_(self._marks))

@@ -1,21 +1,36 @@
-"""The rows of single tasks: insert, read, cancel, reschedule, touch and rerun."""
+"""The rows of single tasks, with their keys and failed attempts: insert, read, cancel, reschedule,
+touch and rerun."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Select, bindparam, case, exc, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Select,
+    and_,
+    bindparam,
+    case,
+    delete,
+    exc,
+    false,
+    insert,
+    select,
+    update,
+)
 
 from delaytasks.db.database import Database
-from delaytasks.db.driver_errors import TRIES, is_duplicate
-from delaytasks.db.leases import ASKED, CancelRequests
-from delaytasks.db.rows import (
+from delaytasks.db.engines import TRIES, is_duplicate
+from delaytasks.db.policy_rows import CANCEL_REQUESTS, ChangeNumbers
+from delaytasks.db.schema import (
     NEW_COLUMNS,
+    Schema,
     by_id,
     check_row_count,
     columns,
@@ -23,11 +38,8 @@ from delaytasks.db.rows import (
     task_of,
     values_of,
 )
-from delaytasks.db.schema import Schema
-from delaytasks.db.searching import after_cursor, conditions, first_page, make_cursor
-from delaytasks.db.settlements import Attempts
-from delaytasks.db.statements import BulkInsert, Insert
-from delaytasks.db.task_keys import TaskKeys
+from delaytasks.db.searching import after_cursor, conditions, first_page, has_status, make_cursor
+from delaytasks.db.statements import BulkInsert, Insert, skipping_insert
 from delaytasks.db.types import UTCDateTime, db_now, unindexed
 from delaytasks.model.clock import from_us, to_us
 from delaytasks.model.errors import (
@@ -40,7 +52,14 @@ from delaytasks.model.errors import (
 from delaytasks.model.filters import Filter, batches
 from delaytasks.model.inputs import CELERY_PREFIX
 from delaytasks.model.moves import LIVE, MOVES, Status, following
-from delaytasks.model.task import Attempt, CallerConnection, DelayedTask, OnConflict, Page
+from delaytasks.model.task import (
+    Attempt,
+    CallerConnection,
+    DelayedTask,
+    OnConflict,
+    Page,
+    Settlement,
+)
 from delaytasks.model.text import shown
 
 T = TypeVar("T")
@@ -50,6 +69,179 @@ CANCEL_TRIES = 5
 TOUCH_BATCH_ROWS = 2000
 #: The keys or ids of one statement that looks for the rows of Celery tasks.
 MOST_KEYS = 500
+
+
+# -- Keys name the live task of a tag -------------------------------------------------------------
+
+# A move to and from a live status takes and frees the key. A key's row is always locked before its
+# task's row. The other order could deadlock.
+
+
+class TaskKeys:
+    def __init__(self, database: Database, schema: Schema) -> None:
+        self._k = k = schema.keys
+        self._insert = Insert(database, k, ("tag", "task_key", "task_id"))
+        self._of = select(k.c.task_id).where(
+            k.c.tag == bindparam("tag"), k.c.task_key == bindparam("task_key")
+        )
+        named = and_(k.c.tag == bindparam("tag"), listed(database, k.c.task_key, "task_keys"))
+        self._of_many = select(k.c.task_key, k.c.task_id).where(named)
+
+    def id_of(self, on: Any, tag: str, key: str | None, is_locked: bool = False) -> int | None:
+        query = self._of.with_for_update() if is_locked else self._of
+        found: int | None = on.execute(query, {"tag": tag, "task_key": key}).scalar()
+        return found
+
+    def ids_of(self, on: Any, tag: str, keys: Sequence[str]) -> dict[str, int]:
+        """Return the owners of the keys that are taken, by key."""
+        return dict(on.execute(self._of_many, {"tag": tag, "task_keys": keys}).all())
+
+    def lock(self, on: Any, task: DelayedTask) -> int | None:
+        """Return the id that owns the task's key, which stays so until the end of the
+        transaction."""
+        return self.id_of(on, task.tag, task.key, is_locked=True)
+
+    def take(self, on: Any, task: DelayedTask) -> bool:
+        """Insert the key. Returns True if it was free."""
+        return self._insert(on, {"tag": task.tag, "task_key": task.key, "task_id": task.id})
+
+    def pass_to(self, on: Any, task: DelayedTask) -> bool:
+        """Give a key that exists to this task. Returns False if it does not exist."""
+        passing = update(self._k).where(self._named(task)).values(task_id=task.id)
+        return bool(on.execute(passing).rowcount)
+
+    def release(self, on: Any, task: DelayedTask) -> None:
+        """Delete the key unless it names another task now."""
+        if task.key is not None:
+            on.execute(delete(self._k).where(self._named(task), self._k.c.task_id == task.id))
+
+    def lock_all(self, on: Any, tasks: Sequence[Any], skip_locked: bool = True) -> list[Any]:
+        """Lock the keys, and return the (id, tag, key) of `tasks` that still own theirs.
+
+        With `skip_locked`, keys that another transaction has locked are left out."""
+        return self._owners(on, tasks, lambda q: q.with_for_update(skip_locked=skip_locked))
+
+    def owned(self, on: Any, tasks: Sequence[Any]) -> list[Any]:
+        """Return the (id, tag, key) of `tasks` that own their key, whether it is locked or not."""
+        return self._owners(on, tasks, lambda q: q)
+
+    def _owners(
+        self, on: Any, tasks: Sequence[Any], locked: Callable[[Select[Any]], Select[Any]]
+    ) -> list[Any]:
+        if not tasks:
+            return []
+        k = self._k.c
+        query = select(k.task_id).where(self._named_all(tasks)).order_by(k.task_key, k.tag)
+        owners = set(on.execute(locked(query)).scalars())
+        return [task for task in tasks if task[0] in owners]
+
+    def release_all(self, on: Any, tasks: Sequence[Any]) -> None:
+        if tasks:
+            on.execute(delete(self._k).where(self._named_all(tasks)))
+
+    def _named_all(self, tasks: Sequence[Any]) -> ColumnElement[bool]:
+        ids, tags, keys = ({task[part] for task in tasks} for part in range(3))
+        # The key and the tag are named too, since there is no index on ids.
+        return and_(
+            self._k.c.task_key.in_(keys), self._k.c.tag.in_(tags), self._k.c.task_id.in_(ids)
+        )
+
+    def write_nothing(self, on: Any) -> None:
+        """Execute a statement that writes, so that SQLite's driver begins a transaction."""
+        on.execute(delete(self._k).where(false()))
+
+    def _named(self, task: DelayedTask) -> ColumnElement[bool]:
+        return and_(self._k.c.tag == task.tag, self._k.c.task_key == task.key)
+
+
+# -- Failed attempts, one row each. A task that succeeds at its first attempt has no row here -----
+
+
+#: The last attempts of each task are kept.
+KEPT_ATTEMPTS = 50
+
+
+class Attempts:
+    def __init__(self, database: Database, schema: Schema) -> None:
+        self._a = a = schema.attempts
+        made = skipping_insert(database)
+        # A settlement whose answer was lost is sent again, and then its attempt exists already.
+        row = made(a).on_conflict_do_nothing() if made else insert(a).prefix_with("IGNORE")
+        self._add = row.values(ended=db_now())
+        versions = select(a.c.version).where(a.c.task_id == bindparam("of"))
+        # MySQL reads a table that the statement changes only in a derived table.
+        first_old = versions.order_by(a.c.version.desc()).offset(KEPT_ATTEMPTS).limit(1).subquery()
+        self._drop_old = delete(a).where(
+            a.c.task_id == bindparam("of"), a.c.version <= select(first_old).scalar_subquery()
+        )
+
+    def record(self, on: Any, failed: Sequence[Settlement], worker: str) -> None:
+        self._write(
+            on, [(s.task.id, s.task.version, s.task.runs, s.began, worker, s.error) for s in failed]
+        )
+
+    def record_lost_leases(self, on: Any, rows: Iterable[Any], error: str) -> None:
+        """Write the runs that lost their lease; `rows` are rows of the task table."""
+        self._write(
+            on, [(r.id, r.version, r.runs, r.execution_time, r.worker, error) for r in rows]
+        )
+
+    def _write(self, on: Any, attempts: Sequence[tuple[Any, ...]]) -> None:
+        names = ("task_id", "version", "attempt", "began", "worker", "error")
+        on.execute(self._add, [dict(zip(names, values, strict=True)) for values in attempts])
+        old = [{"of": id} for id, _, number, *_ in attempts if number > KEPT_ATTEMPTS]
+        if old:
+            on.execute(self._drop_old, old)
+
+    def of(self, on: Any, id: int) -> list[Attempt]:
+        a = self._a
+        columns = (a.c.attempt, a.c.began, a.c.ended, a.c.worker, a.c.error)
+        rows = on.execute(select(*columns).where(a.c.task_id == id).order_by(a.c.version))
+        # The worker estimates the database's time for `began`, within a fraction of a millisecond,
+        # and the database writes `ended`.
+        return [
+            Attempt(number, began and min(began, ended), ended, worker, error)
+            for number, began, ended, worker, error in rows
+        ]
+
+    def forget(self, on: Any, ids: Sequence[int]) -> None:
+        on.execute(delete(self._a).where(self._a.c.task_id.in_(ids)))
+
+
+# -- cancel requests ------------------------------------------------------------------------------
+
+# Requests to cancel running tasks. The version, which is the fence of the run, stays as it is.
+
+
+#: The value of the column `cancel_request` of a row that was asked to stop.
+ASKED = 1
+
+
+class CancelRequests:
+    def __init__(self, database: Database, schema: Schema) -> None:
+        self._db = database
+        self._t = schema.tasks
+        self._numbers = ChangeNumbers(database, schema)
+
+    def make(self, on: Any, task: DelayedTask) -> bool:
+        """Ask the run of this version to stop. Return False if it has ended meanwhile."""
+        t = self._t
+        this_run = update(t).where(t.c.id == task.id, t.c.version == task.version)
+        asking = this_run.where(has_status(t, Status.RUNNING)).values(cancel_request=ASKED)
+        if not on.execute(asking).rowcount:
+            return False
+        self._numbers.next(on, CANCEL_REQUESTS)  # workers look for the request within a second
+        return True
+
+    def of(self, workers: Collection[str]) -> list[tuple[int, int]]:
+        """Return id and version of the rows of these processes that were asked to stop."""
+        t = self._t
+        runs_here = and_(has_status(t, Status.RUNNING), t.c.worker.in_(list(workers)))
+        query = select(t.c.id, t.c.version).where(runs_here, t.c.cancel_request.is_not(None))
+        return [(row[0], row[1]) for row in self._db.rows(query)]
+
+
+# -- The rows of tasks ----------------------------------------------------------------------------
 
 
 class Tasks:

@@ -211,7 +211,7 @@ def unindexed(column: ColumnElement[int]) -> ColumnElement[int]:
     return column + 0
 
 
-# -- Conditions of CHECK constraints. Each of them costs PostgreSQL some microseconds a statement --
+# -- Conditions of CHECK constraints. Each of them costs PostgreSQL some microseconds a statement -
 
 
 class are_counts(_Condition):

@@ -41,8 +41,7 @@ from sqlalchemy import (
 
 from delaytasks.db.claims import Claims, HoldExcess
 from delaytasks.db.database import Database
-from delaytasks.db.rows import check_row_count, listed, listing, moved, task_of
-from delaytasks.db.schema import Schema
+from delaytasks.db.schema import Schema, check_row_count, listed, listing, moved, task_of
 from delaytasks.db.statements import Prepared
 from delaytasks.db.store import Store
 from delaytasks.db.types import db_now, db_now_plus, is_narrow, is_past, unindexed

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, TypeVar
 from sqlalchemy import ColumnElement, Connection, Select, and_, event, exc, literal, null, select
 
 from delaytasks.db.database import Database
-from delaytasks.db.driver_errors import is_statement_timeout
-from delaytasks.db.rows import COLUMNS, listed, task_of
+from delaytasks.db.engines import is_statement_timeout
+from delaytasks.db.schema import COLUMNS, listed, task_of
 from delaytasks.db.searching import conditions, has_status
 from delaytasks.db.store import Store
 from delaytasks.db.types import for_database

@@ -12,11 +12,9 @@ from sqlalchemy import ColumnElement, Connection, Select, and_, func, select, te
 
 from delaytasks.db.bulk_moves import Bulk
 from delaytasks.db.database import Database
-from delaytasks.db.leases import is_abandoned
-from delaytasks.db.rows import by_id, listed
-from delaytasks.db.schema import BODY, Schema
+from delaytasks.db.schema import BODY, Schema, by_id, listed
 from delaytasks.db.searching import distinct_values, first_page, has_status, levels_of, queues_after
-from delaytasks.db.sweep_queries import OverdueRows
+from delaytasks.db.sweep_queries import OverdueRows, is_abandoned
 from delaytasks.db.types import db_now_plus, for_database
 from delaytasks.model.body import MARK_LENGTH, NO_NAME, PREFIX, marks_of, name_in
 from delaytasks.model.filters import Filter

@@ -24,7 +24,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from sqlalchemy import ColumnElement, and_, bindparam, delete, func, null, or_, select, true, update
 
 from delaytasks.db.database import Database
-from delaytasks.db.rows import (
+from delaytasks.db.schema import (
+    BODY,
+    Schema,
     by_id,
     check_row_count,
     columns,
@@ -34,9 +36,8 @@ from delaytasks.db.rows import (
     moved,
     task_of,
 )
-from delaytasks.db.schema import BODY, Schema
 from delaytasks.db.statements import BulkInsert, Insert, insert_if_absent
-from delaytasks.db.task_keys import TaskKeys
+from delaytasks.db.task_rows import TaskKeys
 from delaytasks.db.types import unindexed
 from delaytasks.events import Events
 from delaytasks.model.body import dump_json, is_encrypted

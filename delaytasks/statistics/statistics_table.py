@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sqlalchemy import ColumnElement, and_, bindparam, delete, func, literal, select, update
 
 from delaytasks.db.database import Database
-from delaytasks.db.rows import check_row_count
-from delaytasks.db.schema import FINGERPRINT_LENGTH, Schema
+from delaytasks.db.schema import FINGERPRINT_LENGTH, Schema, check_row_count
 from delaytasks.db.statements import insert_if_absent
 from delaytasks.events import Events
 from delaytasks.loops import Loop, all_within

@@ -12,7 +12,7 @@ from sqlalchemy import URL, Connection, Engine, event
 from sqlalchemy.util.concurrency import in_greenlet
 
 from delaytasks.db.database import Database, on_the_loop
-from delaytasks.db.driver_errors import TRIES
+from delaytasks.db.engines import TRIES
 from delaytasks.db.sessions import ConnectionSource, synchronous
 from delaytasks.model.clock import from_us
 from delaytasks.model.errors import ConfigError, SessionUnusableError

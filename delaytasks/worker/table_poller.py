@@ -24,7 +24,7 @@ from delaytasks.worker.processes import serves
 from delaytasks.worker.sweep import MOST_OTHERS, OverdueQueues
 
 if TYPE_CHECKING:
-    from delaytasks.db.store import Listener
+    from delaytasks.db.statements import Listener
     from delaytasks.runtime import Runtime
     from delaytasks.worker.worker_runtime import WorkerRuntime
 

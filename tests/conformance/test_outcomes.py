@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 
 import delaytasks as e
 from delaytasks import Cancel, DelayedTask, Done, Fail, Retry, RetrySchedule, Snooze, Status
-from delaytasks.db.task_keys import TaskKeys
+from delaytasks.db.task_rows import TaskKeys
 from tests.world import MonkeyPatch, World
 
 # How attempts end, on each database: retry schedules, outcomes, attempts

@@ -77,7 +77,7 @@ def test_long_errors_are_settled_in_bounded_texts(world: World, monkeypatch: Mon
         sizes.append(len(text.encode()))
         return text
 
-    monkeypatch.setattr("delaytasks.db.settlements.dump_json", note)
+    monkeypatch.setattr("delaytasks.db.claims.dump_json", note)
     error = ("时'\\" * 26_214)[:65_536]  # three bytes of UTF-8, and quoted by two layers
     assert len(world.worker().end(world.claim(*made), "fail", error=error)) == 30
     assert len(sizes) >= 2

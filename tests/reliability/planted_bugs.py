@@ -24,15 +24,12 @@ from delaytasks.broker.arming import BackgroundTimer, Sender
 from delaytasks.broker.link import BrokerLink
 from delaytasks.broker.publishing import Publisher
 from delaytasks.callbacks import http
-from delaytasks.db import claims, database, driver_errors, leases, migrations, producer
+from delaytasks.db import claims, database, engines, migrations, producer, sweep_queries
 from delaytasks.db.claims import Claims
 from delaytasks.db.database import BoundedStep, Database
-from delaytasks.db.leases import CancelRequests, Leases
 from delaytasks.db.policy_rows import PausedRows, PolicyTable
-from delaytasks.db.settlements import DeferredRows
-from delaytasks.db.sweep_queries import SweepQueries
-from delaytasks.db.task_rows import Tasks
-from delaytasks.db.worker_table import WorkerTable
+from delaytasks.db.sweep_queries import DeferredRows, Leases, SweepQueries, WorkerTable
+from delaytasks.db.task_rows import CancelRequests, Tasks
 from delaytasks.durable_eta import publish
 from delaytasks.events import Events
 from delaytasks.limits.tracked_waitlists import TrackedWaitlist, TrackedWaitlists
@@ -103,7 +100,7 @@ VERBS: dict[str, tuple[Any, str]] = {
     "find the primary": (redis_timer, "redis_location"),
     "continue a backlog": (Claims, "_claim_level"),
     "read the time once": (claims, "once"),
-    "find lost leases by an index": (leases, "is_rare"),
+    "find lost leases by an index": (sweep_queries, "is_rare"),
     "look before a run": (Calls, "not_now"),
     "judge an outcome": (OutcomeRules, "settlement"),
     "keep a time limit": (time_limits, "limited"),
@@ -114,8 +111,8 @@ VERBS: dict[str, tuple[Any, str]] = {
     "settle again": (settler, "is_locked"),
     "repeat a transaction": (Database, "repeat"),
     "cut a silent connection": (BoundedStep, "cut"),
-    "judge a full database": (driver_errors, "is_unable"),
-    "judge a login": (driver_errors, "_is_connecting"),
+    "judge a full database": (engines, "is_unable"),
+    "judge a login": (engines, "_is_connecting"),
     "judge a failed chunk": (FailureReason, "of"),
     "translate an error": (database, "translate"),
     "connect to the database": (database, "make_engine"),

@@ -26,8 +26,7 @@ from delaytasks.broker.redis_timer import redis_location
 from delaytasks.cli.output import parse_instant, show_from_now, show_instant
 from delaytasks.db import engines
 from delaytasks.db.database import Database
-from delaytasks.db.driver_errors import lacks_tables, translate
-from delaytasks.db.engines import sqlite_path
+from delaytasks.db.engines import lacks_tables, sqlite_path, translate
 from delaytasks.db.schema import BODY, RESULT
 from delaytasks.db.statements import _COPY_CHARACTERS, _COPY_ROWS, _copy_parts, _CopyFile
 from delaytasks.model import body as body_json

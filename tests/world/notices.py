@@ -12,7 +12,7 @@ from sqlalchemy import text
 
 from delaytasks import DelayTasks
 from delaytasks.broker.direct import read_notice
-from delaytasks.db.store import Notices
+from delaytasks.db.statements import Notices
 from delaytasks.events import Events
 from delaytasks.model.task import Entry
 from delaytasks.runtime import Runtime, runtime_of

@@ -11,8 +11,8 @@ from unittest import mock
 
 from sqlalchemy import select
 
+from delaytasks.db.sweep_queries import WorkerTable
 from delaytasks.db.types import db_now_plus
-from delaytasks.db.worker_table import WorkerTable
 from delaytasks.model.clock import to_us
 from delaytasks.model.workers import LostWorker, RegisteredWorker, ServiceTimes
 from delaytasks.run import calls

@@ -18,11 +18,11 @@ from sqlalchemy import URL, Connection, Engine, Table, delete, event, insert, se
 
 import delaytasks as e
 from delaytasks import DelayedTask, DelayTasks, Forecast, Status
-from delaytasks.db import rows, sessions
+from delaytasks.db import schema, sessions
 from delaytasks.db.claims import Claims
-from delaytasks.db.leases import Renewed
-from delaytasks.db.rows import values_of
+from delaytasks.db.schema import values_of
 from delaytasks.db.store import Store
+from delaytasks.db.sweep_queries import Renewed
 from delaytasks.db.types import Capabilities, UTCDateTime, db_now_plus
 from delaytasks.limits.admission import Admission
 from delaytasks.model.clock import Clock, IdMaker, to_us
@@ -58,7 +58,7 @@ NASTY = (
 )
 #: The limits that `World.lower` lowers, and their names in the code of today.
 LIMITS = {
-    "rows_brought_forward": "db.settlements.DEFERRED_BATCH_ROWS",
+    "rows_brought_forward": "db.sweep_queries.DEFERRED_BATCH_ROWS",
     "changes_of_a_read": "operate.searches.MOST_CHANGES",
     "tasks_counted_exactly": "operate.forecast.MAX_EXACT",
     "tasks_sampled": "operate.forecast.SAMPLED",
@@ -72,7 +72,7 @@ LIMITS = {
     "seconds_between_policy_checks": "model.policies.POLICY_CHECK_S",
     "waitlists_of_a_visit": "db.policy_rows.WAITLISTS_PER_CALL",
     "queues_of_a_pause_query": "db.policy_rows.QUEUES_PER_CALL",
-    "lost_workers_of_a_sweep": "db.worker_table.EXPIRED_PER_SWEEP",
+    "lost_workers_of_a_sweep": "db.sweep_queries.EXPIRED_PER_SWEEP",
     "rows_of_an_insert": "db.statements._BOUND_ROWS",
     "rows_of_a_bulk_step": "operate.bulk_calls.BULK_ROWS",
     "seconds_before_a_second_try": "operate.bulk_calls.BUSY_S",
@@ -289,7 +289,7 @@ class World:
     @contextmanager
     def interrupted_insert(self, after: int) -> Iterator[None]:
         """Interrupt the process when it has written this number of the rows of a call."""
-        numbers, values = itertools.count(1), rows._values[rows.PLAIN_COLUMNS]
+        numbers, values = itertools.count(1), schema._values[schema.PLAIN_COLUMNS]
 
         def interrupted(task: DelayedTask) -> tuple[Any, ...]:
             if next(numbers) > after:
@@ -297,7 +297,7 @@ class World:
             return values(task)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(rows._values, rows.PLAIN_COLUMNS, interrupted)
+            patch.setitem(schema._values, schema.PLAIN_COLUMNS, interrupted)
             yield
 
     def slow_sweeps(self, seconds: float) -> None:

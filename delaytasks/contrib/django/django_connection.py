@@ -27,7 +27,7 @@ from sqlalchemy.engine import Dialect, IteratorResult
 from sqlalchemy.engine.result import SimpleResultMetaData
 from sqlalchemy.types import TypeEngine
 
-from delaytasks.db.driver_errors import is_demoted, lacks_tables
+from delaytasks.db.engines import is_demoted, lacks_tables
 from delaytasks.db.sessions import ConnectionSource
 from delaytasks.db.types import UTCDateTime
 from delaytasks.model.errors import (
