@@ -195,17 +195,7 @@ class Runtime:
 
     @part
     def producer(self) -> Producer:
-        return Producer(
-            self.settings,
-            self.store.tasks,
-            self.clock,
-            self.new_id,
-            self.producer_timer,
-            self.registry,
-            self.queues,
-            self.events,
-            None if self.direct_timer is None else self.direct_timer.notify,
-        )
+        return Producer(self)
 
     @part
     def pauses(self) -> PauseSweeper:

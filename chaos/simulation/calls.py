@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from chaos.history import Answer, Call, CallRecord
@@ -31,10 +32,18 @@ class SimulatedCalls:
     def __init__(self, play: Play) -> None:
         self._play, self._chance = play, play.chance
         clock = play.clock()
-        timer, queues = play.timer(clock, Events()), QueueRouting(play.settings, play.registry)
-        self._producer = Producer(
-            play.settings, play.tasks, clock, play.new_id, timer, play.registry, queues, Events()
+        runtime: Any = SimpleNamespace(
+            settings=play.settings,
+            store=SimpleNamespace(tasks=play.tasks),
+            clock=clock,
+            new_id=play.new_id,
+            producer_timer=play.timer(clock, Events()),
+            direct_timer=None,
+            registry=play.registry,
+            queues=QueueRouting(play.settings, play.registry),
+            events=Events(),
         )
+        self._producer = Producer(runtime)
 
     def make(self, tasks: int) -> None:
         chance, producer = self._chance, self._producer

@@ -13,8 +13,6 @@ from datetime import timedelta
 from math import inf
 from typing import Any, NamedTuple
 
-from billiard.exceptions import SoftTimeLimitExceeded
-
 from delaytasks.broker.publishing import Publisher
 from delaytasks.loops import EXIT_S
 from delaytasks.model.clock import Clock, from_us, monotonic, reset_in_child
@@ -358,15 +356,8 @@ class BackgroundTimer:
         return self._sender.is_up
 
     def arm(self, entries: Iterable[Entry]) -> bool:
-        """Arm the entries soon. No error escapes, since the rows are written already."""
         entries = list(entries)
-        try:
-            return not entries or self._sender.arm_soon(entries)
-        except SoftTimeLimitExceeded:
-            raise
-        except Exception:
-            logger.exception("arming %d tasks failed; the sweep will find them", len(entries))
-            return False
+        return not entries or self._sender.arm_soon(entries)
 
 
 def can_run_threads() -> bool:

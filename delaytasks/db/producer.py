@@ -16,9 +16,10 @@ from datetime import datetime, timedelta
 from fnmatch import translate
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
-from delaytasks.events import Events
+from billiard.exceptions import SoftTimeLimitExceeded
+
 from delaytasks.model.body import FIRST_VERSION, check_version, encode_body, plain
-from delaytasks.model.clock import Clock, from_us
+from delaytasks.model.clock import from_us
 from delaytasks.model.errors import (
     DuplicateTaskError,
     InvalidInputError,
@@ -51,7 +52,6 @@ from delaytasks.model.task import (
     Entry,
     NewTask,
     OnConflict,
-    Timer,
     Transaction,
 )
 from delaytasks.model.text import shown
@@ -59,7 +59,7 @@ from delaytasks.registry import ProcessorSpec, Registry
 from delaytasks.settings import Settings
 
 if TYPE_CHECKING:
-    from delaytasks.db.task_rows import Tasks
+    from delaytasks.runtime import Runtime
 
 logger = logging.getLogger("delaytasks")
 
@@ -135,6 +135,7 @@ class BuildCache:
         self.delays: dict[Any, tuple[datetime, int]] = {}
 
 
+logger = logging.getLogger("delaytasks")
 #: Producers arm a little beyond the horizon. A row that is committed while a sweep reads is then
 #: armed by the producer or found by the sweep.
 SLACK_US = 1_000_000
@@ -147,34 +148,23 @@ COMMIT_US = 50_000
 #: Rows in one batch of `schedule_many`.
 BULK = 5000
 ID_TRIES = 5
-#: Notifies workers of entries when a transaction is committed.
-Notify = Callable[[Sequence[Entry], CallerConnection], None]
 #: Is called with the tasks of each batch that was written.
 OnBatch = Callable[[Sequence[DelayedTask]], None]
 
 
 class Producer:
-    def __init__(
-        self,
-        settings: Settings,
-        store: Tasks,
-        clock: Clock,
-        make_id: Callable[[], int],
-        timer: Timer,
-        registry: Registry,
-        queues: QueueRouting,
-        events: Events,
-        notify: Notify | None = None,
-    ) -> None:
-        self._settings = settings
-        self._store = store
-        self._clock = clock
-        self._make_id = make_id
-        self._timer = timer
-        self._events = events
-        self._notify = notify
-        self._registry = registry
-        self._queues = queues
+    def __init__(self, runtime: Runtime) -> None:
+        self._settings = runtime.settings
+        self._store = runtime.store.tasks
+        self._clock = runtime.clock
+        self._make_id = runtime.new_id
+        self._timer = runtime.producer_timer
+        self._events = runtime.events
+        self._registry = runtime.registry
+        self._queues = runtime.queues
+        direct = runtime.direct_timer
+        #: Notifies workers of entries when a transaction is committed; None with a broker.
+        self._notify = None if direct is None else direct.notify
 
     # -- check ------------------------------------------------------------------------------------
 
@@ -449,7 +439,7 @@ class Producer:
             # Only after the commit: before it, the armed entries may still be right.
             self.disarm_entries(moved)
         if near:
-            self._timer.arm(near)
+            _without_errors(self._timer.arm, near)
 
     def _near_until_us(self, slack_us: int = SLACK_US) -> int | None:
         """Return the latest due time that a producer arms; None if it arms all tasks."""
@@ -458,7 +448,8 @@ class Producer:
 
     def disarm_entries(self, entries: Sequence[Entry]) -> None:
         """Remove the entries of the versions before these from the timer."""
-        self._timer.disarm([entry._replace(version=entry.version - 1) for entry in entries])
+        before = [entry._replace(version=entry.version - 1) for entry in entries]
+        _without_errors(self._timer.disarm, before)
 
     def disarm_after_commit(
         self, tasks: Sequence[DelayedTask], transaction: Transaction | None
@@ -488,6 +479,17 @@ class Producer:
     def jitter_of(self, over: Any) -> Spread:
         """Return the checked period over which due times are distributed."""
         return Spread(check_period(over, self._settings.max_delay_s))
+
+
+def _without_errors(call: Callable[[list[Entry]], object], entries: list[Entry]) -> None:
+    """Call a method of the timer. No error escapes, since the rows are written already: a caller
+    that repeats its call would make two tasks, and the sweep finds the rows."""
+    try:
+        call(entries)
+    except SoftTimeLimitExceeded:  # of the processor that schedules
+        raise
+    except Exception:
+        logger.exception("arming %d tasks failed; the sweep will find them", len(entries))
 
 
 def popped(items: list[NewTask]) -> Iterator[NewTask]:

@@ -105,6 +105,29 @@ def test_a_row_is_seen_and_armed_after_the_commit_its_id_before(shop: Caller, pl
     assert rolled_back.id not in shop.seen()
 
 
+def test_an_error_of_the_timer_reaches_no_caller(
+    shop: Caller, place: Any, monkeypatch: MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its rows are committed: a caller that repeats the call would make another task."""
+
+    def fail(_: object) -> None:
+        raise RuntimeError("cannot notify on un-acquired lock")
+
+    for name in ("arm", "disarm"):
+        monkeypatch.setattr(shop.timer, name, fail)
+    for session, commit in ((None, lambda: None), (place, place.commit)):
+        task = shop.schedule(session)
+        shop.delays.schedule_many([("mail", 0, 5)], session=session)
+        commit()
+        shop.delays.reschedule(task, 3, session=session)
+        commit()
+        shop.delays.cancel(task, session=session)
+        commit()
+        assert shop.delays.get(task).status is Status.CANCELLED
+    assert "the sweep will find them" in caplog.text
+    assert "un-acquired lock" in caplog.text
+
+
 def test_savepoints_rolled_back_leave_no_row_and_arm_nothing(shop: Caller, place: Any) -> None:
     with place.begin_nested() as early:  # set before delaytasks first used the connection
         shop.schedule(place)
