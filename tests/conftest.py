@@ -237,6 +237,23 @@ def logging_mariadb(tmp_path: Path) -> Iterator[servers.MariaDBServer]:
     server.stop()
 
 
+@pytest.fixture
+def galera() -> Iterator[tuple[servers.GaleraNode, servers.GaleraNode]]:
+    """Two nodes of a private Galera cluster."""
+    # Other users, such as the one of rsync, cannot enter pytest's folder.
+    with tempfile.TemporaryDirectory(prefix="dt_test_") as folder:
+        places = Path(folder), Path(folder, "first"), Path(folder, "second")
+        for place in places:
+            place.mkdir(exist_ok=True)
+            place.chmod(0o755)
+        with _needing("mariadb-server with galera-4 and rsync"), ExitStack() as nodes:
+            first = servers.GaleraNode(places[1])
+            nodes.callback(first.stop)
+            second = servers.GaleraNode(places[2], first)
+            nodes.callback(second.stop)
+            yield first, second
+
+
 @pytest.fixture(scope="session")
 def rabbitmq_url(services: Services) -> str:
     """The URL of a RabbitMQ that other tests may use too: prefix your queues."""

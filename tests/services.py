@@ -416,6 +416,34 @@ class MariaDBServer(Server):
         return True
 
 
+class GaleraNode(MariaDBServer):
+    """A node of a Galera cluster, with all tables of the node `joins`."""
+
+    name = "Galera"
+    _failure = MissingServiceError
+
+    def __init__(self, folder: Path, joins: GaleraNode | None = None) -> None:
+        provider = Path("/usr/lib/galera/libgalera_smm.so")
+        if not provider.exists():
+            raise MissingServiceError(f"no {provider} on this machine")
+        super().__init__(folder)
+        self.stop()
+        if os.getuid() == 0:  # rsync writes the tables of the other node as `nobody`
+            subprocess.run(["chown", "-R", "nobody", folder / "data"], check=True)
+        self.group_port = free_port()
+        address = f"127.0.0.1:{self.group_port}"
+        peers = "" if joins is None else f"127.0.0.1:{joins.group_port}"
+        self._command += [
+            *("--wsrep-on=ON", f"--wsrep-provider={provider}", "--wsrep-node-address=127.0.0.1"),
+            *(f"--wsrep-cluster-address=gcomm://{peers}", "--wsrep-sst-method=rsync"),
+            *("--binlog-format=ROW", "--innodb-autoinc-lock-mode=2"),
+            f"--wsrep-sst-receive-address=127.0.0.1:{free_port()}",
+            f"--wsrep-provider-options=gmcast.listen_addr=tcp://{address};"
+            f"base_port={self.group_port};ist.recv_addr=127.0.0.1:{free_port()}",
+        ]
+        self.start()
+
+
 _PATH = os.environ.get("PATH", os.defpath)
 
 

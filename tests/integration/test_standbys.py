@@ -1,16 +1,21 @@
-"""`check` names a server that is a standby, or that has lost its synchronous standbys."""
+"""`check` names a server that is a standby, or that has lost its synchronous standbys. Each node of
+a Galera cluster serves claims and settlements."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+from sqlalchemy import create_engine, select
 
+from delaytasks import DelayedTask, Status
 from delaytasks.cli.setup import warnings_of
 from delaytasks.db import migrations
 from delaytasks.runtime import runtime_of
-from tests.services import MariaDBServer, PostgresServer
+from tests.conftest import open_store
+from tests.services import GaleraNode, MariaDBServer, PostgresServer
 from tests.waiting import wait_until
+from tests.world import Settlement
 from tests.world.recording import delays_on
 
 pytestmark = pytest.mark.slow
@@ -53,3 +58,28 @@ def test_a_mariadb_that_is_a_standby_or_lacks_one_is_named(logging_mariadb: Mari
     logging_mariadb.execute("SET GLOBAL read_only = ON")
     [warning] = warnings(logging_mariadb)
     assert "it is a standby" in warning
+
+
+def test_a_galera_node_settles_what_another_node_has_just_claimed(
+    galera: tuple[GaleraNode, GaleraNode],
+) -> None:
+    """The node of the settlement applies the claim later, here behind a large transaction."""
+    stores = [open_store(node.url) for node in galera]
+    claiming, settling = (store.claims("worker", None) for store in stores)
+    work, other_node = "work (id INT PRIMARY KEY)", create_engine(galera[1].url)
+    galera[0].execute(f"CREATE TABLE {work}")
+    was_behind, t = set(), stores[0].schema.tasks.c
+    with other_node.connect() as plain:
+        for n in range(3):
+            now = stores[0].tasks.now()
+            stores[0].tasks.insert(DelayedTask(n + 1, "t", "{}", now, create_time=now))
+            galera[0].execute(f"INSERT INTO work SELECT seq + {n}000000 FROM seq_1_to_200000")
+            [claimed] = claiming.claim_alone(n + 1, 0)
+            status = plain.execute(select(t.status).where(t.id == n + 1))
+            was_behind.add(status.scalar() != Status.RUNNING)
+            assert settling.settle([Settlement(claimed, "succeed")]) == {n + 1}
+            plain.rollback()
+    assert True in was_behind
+    other_node.dispose()
+    for store in stores:
+        store.close()
