@@ -210,7 +210,7 @@ class Runtime:
         return Sweeper(self)
 
     def make_recurring_tasks(self, on_step: OnStep) -> None:
-        if self.store.due_schedules.exist(self.settings.recurring_lead_s):
+        if self.store.sweeps.has_due_schedule(self.settings.recurring_lead_s):
             from delaytasks.recurring.creation import create
 
             create(self, on_step)

@@ -433,7 +433,8 @@ class GaleraNode(MariaDBServer):
         self.group_port = free_port()
         address = f"127.0.0.1:{self.group_port}"
         peers = "" if joins is None else f"127.0.0.1:{joins.group_port}"
-        self._command += [
+        self._command = [
+            *self._command,
             *("--wsrep-on=ON", f"--wsrep-provider={provider}", "--wsrep-node-address=127.0.0.1"),
             *(f"--wsrep-cluster-address=gcomm://{peers}", "--wsrep-sst-method=rsync"),
             *("--binlog-format=ROW", "--innodb-autoinc-lock-mode=2"),

@@ -65,7 +65,8 @@ def _measure(stage: CaseContext, pending: int) -> dict[str, float]:
 def _sweeps() -> list[Step]:
     """Return the queries of sweeps and of drains."""
     runtime, settings = runtime_of(ours.delays), ours.delays.settings
-    sweeps, claims = runtime.store.sweeps, runtime.store.claims("bench", None)
+    sweeps, leases = runtime.store.sweeps, runtime.store.leases
+    claims = runtime.store.claims("bench", None)
     now = runtime.clock.certain_now()
     until = now + timedelta(seconds=HOUR_S)
     queue = settings.default_queue
@@ -81,7 +82,7 @@ def _sweeps() -> list[Step]:
         ("priorities, none overdue", lambda: sweeps.levels(DAY_S), []),
         (
             "recover, none",
-            lambda: sweeps.recover(settings.max_lost_leases, RECOVER_ROWS, settings.lost_s).total,
+            lambda: leases.recover(settings.max_lost_leases, RECOVER_ROWS, settings.lost_s).total,
             0,
         ),
         ("purge, no old rows", lambda: sweeps.purge(30 * DAY_S, PURGE_ROWS), 0),

@@ -98,7 +98,7 @@ def _sweep(delays: DelayTasks, sweeps: int) -> RecurringCost:
     for _ in range(sweeps):
         time.sleep(PACE_S)
         before, began = _made(delays), time.monotonic()
-        if runtime.store.due_schedules.exist(delays.settings.recurring_lead_s):
+        if runtime.store.sweeps.has_due_schedule(delays.settings.recurring_lead_s):
             create(runtime, lambda: None)  # so that the sweep finds no schedule that is due
         created = time.monotonic()
         if count := _made(delays) - before:

@@ -280,9 +280,7 @@ FAILPOINTS = [
     Failpoint(
         "marked", "main", "after", ("db.sweep_queries:SweepQueries.mark_armed",), "R1", "far"
     ),
-    Failpoint(
-        "recovered", "main", "after", ("db.sweep_queries:SweepQueries.recover",), "R2", "fatal"
-    ),
+    Failpoint("recovered", "main", "after", ("db.sweep_queries:Leases.recover",), "R2", "fatal"),
     Failpoint(
         "requesting a drain",
         "main",

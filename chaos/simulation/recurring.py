@@ -48,7 +48,7 @@ def recurring_stage(
     )
 
     def make(on_step: Callable[[], None]) -> None:
-        if play.due_schedules.exist(play.settings.recurring_lead_s):
+        if play.sweeps.has_due_schedule(play.settings.recurring_lead_s):
             create(runtime, on_step)
 
     return make

@@ -119,8 +119,7 @@ class Play:
             self.with_steps(store.leases),
             self.with_steps(store.workers),
         )
-        self.deferred_rows = self.with_steps(store.deferred_rows)
-        self.due_schedules = self.with_steps(store.due_schedules)
+        self.audit = self.with_steps(store.bulk.audit)
         self.registry = Registry()
         self.registry.processor("note")(self._work)
         self.registry.processor("shaky", retries=RETRY_SCHEDULE)(self._work)

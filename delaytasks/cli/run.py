@@ -17,10 +17,10 @@ from celery.exceptions import WorkerTerminate
 from delaytasks.cli.context import Cli, Command, pass_cli, progress_bar
 from delaytasks.cli.output import cell, count
 from delaytasks.client import DelayTasks
-from delaytasks.db.sweep_queries import OverdueRows
 from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import StoreError
 from delaytasks.model.inputs import show_duration
+from delaytasks.operate.state_queries import OverdueRows
 from delaytasks.run.runner import Report
 from delaytasks.runtime import runtime_of
 from delaytasks.worker.standalone import StandaloneWorker
@@ -158,7 +158,7 @@ class OverdueRun:
             self._show(total=OverdueRows(store.database, store.schema).count(0).tasks)
             settings = self._delays.settings
             which = settings.max_lost_leases, RECOVER_STEP, settings.lost_s
-            while (recovered := store.sweeps.recover(*which)).total:
+            while (recovered := store.leases.recover(*which)).total:
                 emit_recovered(self._delays.events, recovered)
             while self._dispatch():
                 claimed = self._claimed

@@ -15,7 +15,6 @@ from werkzeug.datastructures import MultiDict
 from delaytasks.client import DelayTasks
 from delaytasks.db.searching import distinct_values, first_page, has_status
 from delaytasks.db.store import Store
-from delaytasks.db.sweep_queries import OverdueRows
 from delaytasks.model.clock import UTC, monotonic
 from delaytasks.model.errors import InvalidInputError, StoreError
 from delaytasks.model.filters import Filter, Filters, check_ids
@@ -25,6 +24,7 @@ from delaytasks.model.task import Page
 from delaytasks.model.workers import RegisteredWorker
 from delaytasks.operate.searches import error_filter, find_by_error
 from delaytasks.operate.single_tasks import find_tasks
+from delaytasks.operate.state_queries import OverdueRows
 from delaytasks.runtime import runtime_of
 
 #: Due tasks that one call reads at most.

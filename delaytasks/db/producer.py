@@ -135,7 +135,6 @@ class BuildCache:
         self.delays: dict[Any, tuple[datetime, int]] = {}
 
 
-logger = logging.getLogger("delaytasks")
 #: Producers arm a little beyond the horizon. A row that is committed while a sweep reads is then
 #: armed by the producer or found by the sweep.
 SLACK_US = 1_000_000

@@ -14,13 +14,7 @@ from delaytasks.db.migrations import check_charset
 from delaytasks.db.policy_rows import PausedRows, PolicyTable
 from delaytasks.db.schema import build_schema
 from delaytasks.db.statements import Notices
-from delaytasks.db.sweep_queries import (
-    DeferredRows,
-    DueSchedules,
-    Leases,
-    SweepQueries,
-    WorkerTable,
-)
+from delaytasks.db.sweep_queries import Leases, SweepQueries, WorkerTable
 from delaytasks.db.task_rows import Tasks
 from delaytasks.model.body import Cipher
 from delaytasks.model.errors import ConfigError, StoreError, StoreUnavailableError
@@ -44,10 +38,8 @@ class Store:
         self.sweeps = SweepQueries(self.database, self.schema, settings.timer_kind)
         self.leases = Leases(self.database, self.schema, settings.lease_s)
         self.workers = WorkerTable(self.database, self.schema)
-        self.deferred_rows = DeferredRows(self.database, self.schema)
         self.policies = PolicyTable(self.database, self.schema)
         self.paused_rows = PausedRows(self.database, self.schema)
-        self.due_schedules = DueSchedules(self.database, self.schema)
         self.notices = Notices(self.database, self.schema)
         self._lease_s = settings.lease_s
 

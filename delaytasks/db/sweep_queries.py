@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import (
     ColumnElement,
-    Connection,
     Delete,
     Select,
     Table,
@@ -25,13 +24,11 @@ from sqlalchemy import (
     func,
     insert,
     not_,
-    null,
     or_,
     select,
     update,
 )
 
-from delaytasks.db.bulk_moves import Audit
 from delaytasks.db.database import Database
 from delaytasks.db.policy_rows import is_paused
 from delaytasks.db.schema import (
@@ -61,10 +58,8 @@ from delaytasks.model.body import MARK_LENGTH, PREFIX, marks_of
 from delaytasks.model.clock import to_us
 from delaytasks.model.moves import FINISHED, MOVES, Status, following
 from delaytasks.model.policies import NO_POLICIES, Policies
-from delaytasks.model.task import Entry, Level, OverdueGroup, QueuePlace, Recovered
+from delaytasks.model.task import Entry, Level, QueuePlace, Recovered
 from delaytasks.model.text import (
-    DEFER_MAX_S,
-    DEFERRALS,
     NO_KEY,
     NO_PROCESSOR,
     NO_TIME_LIMITS,
@@ -85,54 +80,6 @@ TOO_MANY_LOST_LEASES = (
 )
 #: Appended to both texts if the time limit of the task's tag was over.
 TIMED_OUT = "; its time limit of {s:g} s was over"
-
-
-def recover_rows(
-    database: Database,
-    schema: Schema,
-    which: ColumnElement[bool],
-    max_lost_leases: int,
-    limit: int | None = None,
-    time_limits: Mapping[str, float] | None = None,
-) -> Recovered:
-    """Recover these RUNNING rows. Rows that another transaction has locked are left for the next
-    call.
-
-    `time_limits` contains the seconds by tag, for tags whose time limit may have ended the runs.
-    """
-    t, keys, attempts = schema.tasks, TaskKeys(database, schema), Attempts(database, schema)
-    limits, order = time_limits or {}, unindexed(t.c.id)
-    # Every transaction locks keys before tasks. A key that this query misses belongs to a finished
-    # task, which is harmless.
-    named = and_(which, t.c.lapses >= max_lost_leases - 1, t.c.task_key.is_not(None))
-    find_keys = select(t.c.id, t.c.tag, t.c.task_key).where(named).order_by(order).limit(limit)
-    run = (t.c.id, t.c.version, t.c.runs, t.c.execution_time, t.c.worker)
-    find = select(*run, t.c.lapses, t.c.tag, t.c.queue, t.c.priority, db_now().label("now"))
-    # The index of rows that run, or MySQL would lock all rows of a small table for a moment.
-    find = by_index(find.where(which), t, hot_index(t)).order_by(order).limit(limit)
-
-    def work(on: Any) -> Recovered:
-        locked = keys.lock_all(on, on.execute(find_keys).all())
-        rows = on.execute(find.with_for_update(skip_locked=True)).all()
-        reasons: dict[str, list[Any]] = {}
-        for row in rows:
-            reason = _reason(limits.get(row.tag), row.execution_time, row.now)
-            reasons.setdefault(reason, []).append(row)
-        for reason, some in reasons.items():
-            change = _recovery(t, max_lost_leases, reason)
-            move_locked(on, change, [row.id for row in some], "abandoned rows")
-            attempts.record_lost_leases(on, some, LEASE_LOST + reason)
-        last = {row.id for row in rows if row.lapses + 1 >= max_lost_leases}
-        keys.release_all(on, [row for row in locked if row.id in last])
-        found = on.execute(select(*columns(schema)).where(t.c.id.in_(last))) if last else ()
-        return Recovered(
-            len(rows),
-            [task_of(row, schema) for row in found],
-            tuple((row.id, row.tag) for why, some in reasons.items() if why for row in some),
-            {Level(row.queue, row.priority) for row in rows if row.id not in last},
-        )
-
-    return database.transaction(work)
 
 
 def _reason(limit_s: float | None, began: datetime | None, now: datetime) -> str:
@@ -184,6 +131,8 @@ class Leases:
         self._db = database
         self._schema = schema
         self._t = schema.tasks
+        self._keys = TaskKeys(database, schema)
+        self._attempts = Attempts(database, schema)
         self._lease_s = lease_s
 
     def renew(
@@ -220,8 +169,66 @@ class Leases:
         time_limits: Mapping[str, float] | None = None,
     ) -> Recovered:
         """Recover the rows of dead processes immediately, not only when their leases end."""
-        which = self._leased_by(workers)
-        return recover_rows(self._db, self._schema, which, max_lost_leases, time_limits=time_limits)
+        return self._recover(self._leased_by(workers), max_lost_leases, None, time_limits or {})
+
+    def recover(self, max_lost_leases: int, limit: int, lost_s: float) -> Recovered:
+        """Recover up to `limit` rows whose lease is over, or whose worker is lost since `lost_s`
+        seconds.
+
+        A worker that was only paused reports again, and is not lost then. It keeps the rows that it
+        has claimed since it was marked as lost.
+        """
+        w = self._schema.workers.c
+        is_silent = and_(w.lost_at.is_not(None), w.seen_at < db_now_plus(-lost_s))
+        lost = select(w.name, w.lost_at).where(is_silent).order_by(w.lost_at.desc())
+        which = is_abandoned(self._t, self._db.rows(lost.limit(EXPIRED_PER_SWEEP)))
+        return self._recover(which, max_lost_leases, limit, {})
+
+    def _recover(
+        self,
+        which: ColumnElement[bool],
+        max_lost_leases: int,
+        limit: int | None,
+        time_limits: Mapping[str, float],
+    ) -> Recovered:
+        """Recover these RUNNING rows. Rows that another transaction has locked are left for the
+        next call.
+
+        `time_limits` contains the seconds by tag, for tags whose time limit may have ended the
+        runs.
+        """
+        t, schema, keys, order = self._t, self._schema, self._keys, unindexed(self._t.c.id)
+        # Every transaction locks keys before tasks. A key that this query misses belongs to a
+        # finished task, which is harmless.
+        named = and_(which, t.c.lapses >= max_lost_leases - 1, t.c.task_key.is_not(None))
+        find_keys = select(t.c.id, t.c.tag, t.c.task_key).where(named).order_by(order).limit(limit)
+        run = (t.c.id, t.c.version, t.c.runs, t.c.execution_time, t.c.worker)
+        find = select(*run, t.c.lapses, t.c.tag, t.c.queue, t.c.priority, db_now().label("now"))
+        # The index of rows that run, or MySQL would lock all rows of a small table for a moment.
+        find = by_index(find.where(which), t, hot_index(t)).order_by(order).limit(limit)
+
+        def work(on: Any) -> Recovered:
+            locked = keys.lock_all(on, on.execute(find_keys).all())
+            rows = on.execute(find.with_for_update(skip_locked=True)).all()
+            reasons: dict[str, list[Any]] = {}
+            for row in rows:
+                reason = _reason(time_limits.get(row.tag), row.execution_time, row.now)
+                reasons.setdefault(reason, []).append(row)
+            for reason, some in reasons.items():
+                change = _recovery(t, max_lost_leases, reason)
+                move_locked(on, change, [row.id for row in some], "abandoned rows")
+                self._attempts.record_lost_leases(on, some, LEASE_LOST + reason)
+            last = {row.id for row in rows if row.lapses + 1 >= max_lost_leases}
+            keys.release_all(on, [row for row in locked if row.id in last])
+            found = on.execute(select(*columns(schema)).where(t.c.id.in_(last))) if last else ()
+            return Recovered(
+                len(rows),
+                [task_of(row, schema) for row in found],
+                tuple((row.id, row.tag) for why, some in reasons.items() if why for row in some),
+                {Level(row.queue, row.priority) for row in rows if row.id not in last},
+            )
+
+        return self._db.transaction(work)
 
     def _leased_by(self, workers: Sequence[str]) -> ColumnElement[Any]:
         runs = is_rare(self._t.c.status == int(Status.RUNNING))
@@ -403,6 +410,8 @@ def _published(tags: Collection[str] | None) -> str | None:
 
 # -- The sweeps -----------------------------------------------------------------------------------
 
+#: Deferred rows that one transaction brings forward.
+DEFERRED_BATCH_ROWS = 500
 #: Spreads ids over the sweep partitions, since the ids of one producer differ mostly in their low
 #: bits.
 _PARTITION_PRIME = 1_000_003
@@ -415,6 +424,11 @@ class SweepQueries:
         self._timer = timer
         self._t = schema.tasks
         self._s = schema.sweeps
+        self._r = schema.recurring.c
+        self._keys = TaskKeys(database, schema)
+        self._attempts = Attempts(database, schema)
+        #: The encryption keys of this process, as bodies name them.
+        self._marks = [] if schema.cipher is None else marks_of(schema.cipher.names)
 
     def begin_sweep(
         self, sweep_partition: int, sweep_partitions: int, at_least_s: float
@@ -547,7 +561,7 @@ class SweepQueries:
             late = [
                 level
                 for level in waiting
-                if on.execute(select(exists().where(_is_late(t, level, late_s)))).scalar()
+                if on.execute(select(exists().where(is_late(t, level, late_s)))).scalar()
             ]
             late += [Level(queue, 0) for queue in in_waitlist - {level.queue for level in late}]
             return sorted(late, key=lambda level: (-level.priority, level.queue))
@@ -575,18 +589,6 @@ class SweepQueries:
 
         return self._db.autocommitted(work)
 
-    def recover(self, max_lost_leases: int, limit: int, lost_s: float) -> Recovered:
-        """Recover RUNNING rows whose lease is over, or whose worker is lost since `lost_s` seconds.
-
-        A worker that was only paused reports again, and is not lost then. It keeps the rows that it
-        has claimed since it was marked as lost.
-        """
-        w = self._schema.workers.c
-        is_silent = and_(w.lost_at.is_not(None), w.seen_at < db_now_plus(-lost_s))
-        lost = select(w.name, w.lost_at).where(is_silent).order_by(w.lost_at.desc())
-        which = is_abandoned(self._t, self._db.rows(lost.limit(EXPIRED_PER_SWEEP)))
-        return recover_rows(self._db, self._schema, which, max_lost_leases, limit)
-
     def purge(self, older_than_s: float, limit: int) -> int:
         """Delete up to `limit` finished rows that have not changed for `older_than_s` seconds."""
         t = self._t
@@ -597,7 +599,7 @@ class SweepQueries:
         query = select(t.c.id, t.c.tag, t.c.task_key).where(old)
         query = query.order_by(t.c.expected_time).limit(limit)
 
-        keys, attempts = TaskKeys(self._db, self._schema), Attempts(self._db, self._schema)
+        keys, attempts = self._keys, self._attempts
 
         def work(on: Any) -> int:
             # A separate query: planners that know the instant can estimate how few rows are older.
@@ -617,223 +619,10 @@ class SweepQueries:
 
         return self._db.transaction(work)
 
-    def purge_audit(self, older_than_s: float) -> None:
-        Audit(self._db, self._schema).purge(older_than_s)
+    # -- deferred rows -----------------------------------------------------------------------------
 
-
-def _is_late(t: Table, level: Level, late_s: float) -> ColumnElement[bool]:
-    """The condition for waiting rows of a level that are late by more than `late_s`."""
-    here = is_narrow(t.c.queue, level.queue), t.c.priority == level.priority
-    is_past_due = is_past(t.c.expected_time, db_now_plus(-late_s))
-    return and_(has_status(t, Status.NOT_COMPLETE), *here, is_past_due)
-
-
-def _entries(rows: Iterable[Any]) -> list[Entry]:
-    return [Entry(row[0], row[1], to_us(row[2]), row[3], row[4]) for row in rows]
-
-
-# -- Finds the overdue tasks. This is the only definition of the word in SQL ----------------------
-
-# A waiting task is overdue if it is late by more than the grace period. A task that a worker has
-# deferred keeps its due time in `due_time`, while its next try is at `expected_time`. It is
-# overdue, too, although no sweep and no claim look for it yet. A deferral is not longer than
-# `DEFER_MAX_S`, which bounds the rows to read.
-
-
-#: Rows that one call counts. A larger number is a minimum.
-MAX_OVERDUE_COUNTED = 1_000_000
-#: Queues in which overdue tasks are counted, and priorities of each.
-MAX_OVERDUE_QUEUES = 1_000
-#: Queues that are compared with those that workers serve.
-MAX_OTHER_QUEUES = 20
-
-
-class OverdueCount(NamedTuple):
-    """Tasks that should have begun."""
-
-    tasks: int
-    oldest: datetime | None
-
-
-class OverdueRows:
-    """Reads the overdue tasks."""
-
-    def __init__(self, database: Database, schema: Schema) -> None:
-        self._db = database
-        self._t = schema.tasks
-
-    def count(self, late_s: float, most: int = MAX_OVERDUE_COUNTED) -> OverdueCount:
-        """Count up to `most` tasks that are late by more than `late_s`."""
-
-        def work(on: Connection) -> OverdueCount:
-            found, left = list(self._deferred(on, late_s, most).values()), most
-            queues = distinct_values(on, self._t.c.queue, has_status(self._t, Status.NOT_COMPLETE))
-            for queue in islice(queues, MAX_OVERDUE_QUEUES):
-                for tasks, first in self._of_levels(on, queue, late_s, left):
-                    found.append((tasks, first))
-                    left -= tasks
-            return _together(found, most)
-
-        return self._db.autocommitted(work)
-
-    def count_of_queues(
-        self, on: Connection, queues: list[str], late_s: float, most: int
-    ) -> dict[str, OverdueCount]:
-        """Count up to `most` overdue tasks of each of these queues, with the oldest of them."""
-        deferred, found = self._deferred(on, late_s, most), dict[str, OverdueCount]()
-        for queue in queues:
-            parts = list(self._of_levels(on, queue, late_s, most))
-            if queue in deferred:
-                parts.append(deferred[queue])
-            found[queue] = _together(parts, most)
-        return found
-
-    def other_queues(self, known: Collection[str], late_s: float) -> list[str]:
-        """Return queues with tasks that are late by more than `late_s`, except those in `known`.
-
-        At most `MAX_OTHER_QUEUES` other queues are looked at, the first ones by name.
-        """
-
-        def read(on: Connection) -> list[str]:
-            queues = distinct_values(on, self._t.c.queue, has_status(self._t, Status.NOT_COMPLETE))
-            others = islice((queue for queue in queues if queue not in known), MAX_OTHER_QUEUES)
-            found = self.count_of_queues(on, list(others), late_s, most=1)
-            return [queue for queue, late in found.items() if late.tasks]
-
-        return self._db.autocommitted(read)
-
-    def _of_levels(
-        self, on: Connection, queue: str, late_s: float, most: int
-    ) -> Iterator[tuple[int, datetime]]:
-        """Yield the number and the first due time of the late tasks of each priority.
-
-        The index has the due times in order within a queue and a priority. Without them, all
-        waiting rows would be read.
-        """
-        t, status = self._t, Status.NOT_COMPLETE
-        for level in levels_of(on, t, status, queue):
-            if most <= 0:
-                return
-            late = (
-                select(self._due.label("due"))
-                .where(_is_late(t, level, late_s))
-                .order_by(t.c.expected_time)
-                .limit(most)
-                .subquery()
-            )
-            tasks, first = on.execute(select(func.count(), func.min(late.c.due))).one()
-            if tasks:
-                yield tasks, first
-            most -= tasks
-
-    def _deferred(
-        self, on: Connection, late_s: float, most: int
-    ) -> dict[str, tuple[int, datetime]]:
-        """Return the number and the first due time of the late tasks whose next try is not late, by
-        queue.
-
-        Up to `most` tasks with their next try within the longest deferral are read.
-        """
-        t = self._t.c
-        near = (
-            select(t.queue, t.due_time)
-            .where(self._is_tried_soon(late_s))
-            .order_by(t.expected_time)
-            .limit(most)
-            .subquery()
-        )
-        query = (
-            select(near.c.queue, func.count(), func.min(near.c.due_time))
-            .where(near.c.due_time <= once(db_now_plus(-late_s)))
-            .group_by(near.c.queue)
-        )
-        return {queue: (tasks, first) for queue, tasks, first in on.execute(query)}
-
-    def _is_tried_soon(self, late_s: float) -> ColumnElement[bool]:
-        t = self._t.c
-        return and_(
-            has_status(self._t, Status.NOT_COMPLETE),
-            t.expected_time > once(db_now_plus(-late_s)),
-            t.expected_time <= once(db_now_plus(DEFER_MAX_S)),
-        )
-
-    @property
-    def _due(self) -> ColumnElement[datetime]:
-        return func.coalesce(self._t.c.due_time, self._t.c.expected_time)
-
-    def deferred(self, late_s: float) -> ColumnElement[bool]:
-        """Return the condition for late tasks whose next try is not late."""
-        is_late = self._t.c.due_time <= once(db_now_plus(-late_s))
-        return and_(self._is_tried_soon(late_s), is_late)
-
-    def groups(self, late_s: float, most: int) -> list[OverdueGroup]:
-        """Return the largest groups of overdue tasks, by queue, tag and cause of the deferral."""
-        t, found = self._t, list[OverdueGroup]()
-        is_late = and_(
-            has_status(t, Status.NOT_COMPLETE), is_past(t.c.expected_time, db_now_plus(-late_s))
-        )
-        codes = [(t.c.error_stack.startswith(begin), code) for begin, code in DEFERRALS.items()]
-        cause = case(*codes, else_="deferred")
-        for where, why in ((is_late, null()), (self.deferred(late_s), cause)):
-            tasks = func.count().label("tasks")
-            rows = select(t.c.queue, t.c.tag, why.label("cause"), self._due.label("due"))
-            c = rows.where(where).subquery().c
-            query = select(c.queue, c.tag, c.cause, tasks, func.min(c.due))
-            query = query.group_by(c.queue, c.tag, c.cause).order_by(tasks.desc()).limit(most)
-            found += [OverdueGroup(*row) for row in self._db.rows(query)]
-        return sorted(found, key=lambda group: -group.tasks)[:most]
-
-
-def _together(parts: Sequence[tuple[int, datetime]], most: int) -> OverdueCount:
-    tasks = sum(tasks for tasks, _ in parts)
-    return OverdueCount(min(tasks, most), min((first for _, first in parts), default=None))
-
-
-# -- due schedules --------------------------------------------------------------------------------
-
-# Whether the package of recurring schedules is needed: every sweep asks, and most find none.
-
-
-class DueSchedules:
-    def __init__(self, database: Database, schema: Schema) -> None:
-        self._db = database
-        self._r = schema.recurring.c
-
-    def exist(self, within_s: float) -> bool:
-        """Return whether a schedule needs tasks that are due within `within_s` seconds."""
-        # The bound of NULLs helps MySQL, whose index begins with them.
-        is_due = is_past(self._r.next_at, db_now_plus(within_s))
-        return bool(self._read(exists().where(is_due, self._r.next_at.is_not(None))))
-
-    def first_at(self) -> datetime | None:
-        """Return the first occurrence that has no task yet; None if no schedule goes on."""
-        first: datetime | None = self._read(func.min(self._r.next_at))
-        return first
-
-    def has_declared(self) -> bool:
-        """Return whether code has declared a schedule that is stored here."""
-        return bool(self._read(exists().where(self._r.is_declared)))
-
-    def _read(self, expression: Any) -> Any:
-        return self._db.autocommitted(lambda c: c.execute(select(expression)).scalar())
-
-
-# -- deferred rows --------------------------------------------------------------------------------
-
-# Rows that were deferred because no worker had a processor for their tag, or the key of their
-# body.
-#
-# A worker that has the processor or the key brings them forward.
-
-
-DEFERRED_BATCH_ROWS = 500
-
-
-class DeferredRows:
-    def __init__(self, database: Database, schema: Schema) -> None:
-        self._db = database
-        self._t = schema.tasks
-        self._marks = [] if schema.cipher is None else marks_of(schema.cipher.names)
+    # Rows that were deferred because no worker had a processor for their tag, or the key of their
+    # body. A worker that has the processor or the key brings them forward.
 
     def bring_forward(
         self, tags: Sequence[str], queues: Sequence[str] | None, within_s: float
@@ -897,3 +686,36 @@ class DeferredRows:
         body = self._t.c.message_body
         is_plain = func.substr(body, 1, len(PREFIX)) != PREFIX
         return or_(is_plain, func.substr(body, 1, MARK_LENGTH + 1).in_(self._marks))
+
+    # -- due schedules -----------------------------------------------------------------------------
+
+    # Whether the package of recurring schedules is needed: every sweep asks, and most find none.
+
+    def has_due_schedule(self, within_s: float) -> bool:
+        """Return whether a schedule needs tasks that are due within `within_s` seconds."""
+        # The bound of NULLs helps MySQL, whose index begins with them.
+        is_due = is_past(self._r.next_at, db_now_plus(within_s))
+        return bool(self._read(exists().where(is_due, self._r.next_at.is_not(None))))
+
+    def first_occurrence(self) -> datetime | None:
+        """Return the first occurrence that has no task yet; None if no schedule goes on."""
+        first: datetime | None = self._read(func.min(self._r.next_at))
+        return first
+
+    def has_declared_schedule(self) -> bool:
+        """Return whether code has declared a schedule that is stored here."""
+        return bool(self._read(exists().where(self._r.is_declared)))
+
+    def _read(self, expression: Any) -> Any:
+        return self._db.autocommitted(lambda c: c.execute(select(expression)).scalar())
+
+
+def is_late(t: Table, level: Level, late_s: float) -> ColumnElement[bool]:
+    """The condition for waiting rows of a level that are late by more than `late_s`."""
+    here = is_narrow(t.c.queue, level.queue), t.c.priority == level.priority
+    is_past_due = is_past(t.c.expected_time, db_now_plus(-late_s))
+    return and_(has_status(t, Status.NOT_COMPLETE), *here, is_past_due)
+
+
+def _entries(rows: Iterable[Any]) -> list[Entry]:
+    return [Entry(row[0], row[1], to_us(row[2]), row[3], row[4]) for row in rows]

@@ -291,7 +291,7 @@ def make_forecast(runtime: Runtime, days: float = 7, processes: int | None = Non
 def _due(runtime: Runtime, now: datetime, until: datetime) -> tuple[Due, bool]:
     """Return the waiting tasks and the occurrences, and whether their numbers are estimates."""
     due, is_estimate = _waiting(runtime.store, now, until)
-    if runtime.store.due_schedules.exist((until - now).total_seconds()):
+    if runtime.store.sweeps.has_due_schedule((until - now).total_seconds()):
         more, has_more = _recurring(runtime.recurring_table, now, until)
         for key, tasks in more.items():
             due[key] = due.get(key, 0.0) + tasks

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from delaytasks.db import migrations
 from delaytasks.db.store import Store
-from delaytasks.db.sweep_queries import OverdueRows
 from delaytasks.loops import all_within
 from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import DelayTaskError, StoreUnavailableError
@@ -24,7 +23,7 @@ from delaytasks.model.workers import (
     RegisteredWorker,
 )
 from delaytasks.operate.state import beat_age_s
-from delaytasks.operate.state_queries import Stats, Swept
+from delaytasks.operate.state_queries import OverdueRows, Stats, Swept
 from delaytasks.settings import Settings
 
 

@@ -14,7 +14,6 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from delaytasks.db.store import Store
-from delaytasks.db.sweep_queries import OverdueCount, OverdueRows
 from delaytasks.model.clock import AN_HOUR, hour_of, monotonic
 from delaytasks.model.errors import StoreError
 from delaytasks.model.moves import Status
@@ -26,6 +25,8 @@ from delaytasks.operate.state_queries import (
     MOST_FAILED,
     Count,
     FailedRow,
+    OverdueCount,
+    OverdueRows,
     Stats,
     failed_rows,
     rows_of,

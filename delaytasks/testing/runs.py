@@ -197,7 +197,7 @@ class TestRunner:
         now = self._time.now()
         next_task = self._next_task(until)
         times = [] if next_task is None else [next_task]
-        next_occurrence = self._runtime.store.due_schedules.first_at()
+        next_occurrence = self._runtime.store.sweeps.first_occurrence()
         if next_occurrence is not None:
             made_at = next_occurrence - timedelta(seconds=self._runtime.settings.recurring_lead_s)
             times.append(max(made_at, self._next_sweep(), now))

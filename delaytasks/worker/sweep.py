@@ -466,7 +466,7 @@ class Sweeper:
         while True:
             self._on_step()
             settings = self._settings
-            recovered = self._sweeps.recover(
+            recovered = self._runtime.store.leases.recover(
                 settings.max_lost_leases, RECOVER_ROWS, settings.lost_s
             )
             emit_recovered(self._events, recovered)
@@ -522,7 +522,7 @@ class Sweeper:
         age_s = self._settings.purge_after_s
         if age_s is None:
             return
-        self._events.attempt("sweep", "audit", lambda: self._sweeps.purge_audit(age_s))
+        self._events.attempt("sweep", "audit", lambda: self._runtime.store.bulk.audit.purge(age_s))
         for _ in range(PURGE_STEPS):
             self._on_step()
             purged = self._sweeps.purge(age_s, PURGE_ROWS)
@@ -707,7 +707,7 @@ class SweepLoop:
         tags = [
             each.tag for each in self._runtime.registry if keeps_all or not each.has_time_limits
         ]
-        entries = self._store.deferred_rows.bring_forward(tags, queues, DEFER_MAX_S)
+        entries = self._store.sweeps.bring_forward(tags, queues, DEFER_MAX_S)
         if entries:
             self._events.emit("task.brought_forward", count=len(entries))
             self._runtime.timer.arm(entries)
@@ -746,8 +746,8 @@ class SweepLoop:
 
         Load the package of recurring schedules only if code declares or has declared one.
         """
-        is_first, schedules = self._followed_at is None, self._store.due_schedules
-        if self._runtime.registry.schedules or (is_first and schedules.has_declared()):
+        is_first, sweeps = self._followed_at is None, self._store.sweeps
+        if self._runtime.registry.schedules or (is_first and sweeps.has_declared_schedule()):
             from delaytasks.recurring.recurring import follow
 
             follow(self._runtime)

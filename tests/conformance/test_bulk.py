@@ -434,9 +434,9 @@ def test_audit_rows_are_purged_by_their_last_update(world: World, delays: DelayT
     delays.bulk.cancel(tag="mail")
     old, _ = delays.bulk.log()
     world.set_columns("audit", {"id": old.id}, seen_at=old.seen_at - timedelta(hours=2))
-    world.store.sweeps.purge_audit(7200 + 600)
+    world.store.bulk.audit.purge(7200 + 600)
     assert len(delays.bulk.log()) == 2
-    world.store.sweeps.purge_audit(3600)
+    world.store.bulk.audit.purge(3600)
     assert old.id not in [entry.id for entry in delays.bulk.log()]
     assert len(delays.bulk.log()) == 1
 

@@ -21,10 +21,9 @@ from delaytasks.cli.setup import warnings_of
 from delaytasks.db import migrations
 from delaytasks.db.schema import build_schema
 from delaytasks.db.store import Store
-from delaytasks.db.sweep_queries import OverdueRows
 from delaytasks.model.task import Entry
 from delaytasks.operate.health import HealthChecks, HealthQuestion
-from delaytasks.operate.state_queries import Stats
+from delaytasks.operate.state_queries import OverdueRows, Stats
 from delaytasks.recurring.recurring import follow
 from delaytasks.runtime import runtime_of
 from tests.conftest import settings_for
@@ -186,7 +185,7 @@ def test_a_worker_runs_sweeps_and_purges(role_tables: RoleTables) -> None:
     for _ in range(3):
         assert runtime_of(delays).sweeper.sweep(0)
         runner_of(delays).run_due("default", [0], 50)
-    store.deferred_rows.bring_forward(["nobody"], ["default"], 600)
+    store.sweeps.bring_forward(["nobody"], ["default"], 600)
     store.leases.renew(["w1/1"], runtime_of(delays).clock.now())
     store.leases.release(["w1/1"], 5)
     store.workers.expire(0)

@@ -28,7 +28,7 @@ from delaytasks.db import claims, database, engines, migrations, producer, sweep
 from delaytasks.db.claims import Claims
 from delaytasks.db.database import BoundedStep, Database
 from delaytasks.db.policy_rows import PausedRows, PolicyTable
-from delaytasks.db.sweep_queries import DeferredRows, Leases, SweepQueries, WorkerTable
+from delaytasks.db.sweep_queries import Leases, SweepQueries, WorkerTable
 from delaytasks.db.task_rows import CancelRequests, Tasks
 from delaytasks.durable_eta import publish
 from delaytasks.events import Events
@@ -66,11 +66,11 @@ VERBS: dict[str, tuple[Any, str]] = {
     "give back": (Chunk, "give_back"),
     "settle": (Claims, "settle"),
     "complete": (Claims, "complete"),
-    "bring forward": (DeferredRows, "bring_forward"),
+    "bring forward": (SweepQueries, "bring_forward"),
     "renew": (Leases, "renew"),
     "tell of a renewal": (Renewals, "record"),
     "release": (Leases, "release"),
-    "recover": (SweepQueries, "recover"),
+    "recover": (Leases, "recover"),
     "sweep": (Sweeper, "sweep"),
     "begin a sweep": (SweepQueries, "begin_sweep"),
     "ask to stop": (CancelRequests, "make"),

@@ -17,13 +17,12 @@ from delaytasks import NewTask, Status
 from delaytasks.cli.status import read_deployment
 from delaytasks.console.requests import ConsoleState
 from delaytasks.console.viewers import Role
-from delaytasks.db.sweep_queries import OverdueRows
 from delaytasks.db.types import db_now_plus
 from delaytasks.model.workers import ServiceTimes
 from delaytasks.operate import state as state_module
 from delaytasks.operate import state_queries as failed_rows
 from delaytasks.operate.state import ServicesState
-from delaytasks.operate.state_queries import Stats
+from delaytasks.operate.state_queries import OverdueRows, Stats
 from delaytasks.operate.verdict import Verdict, verdict_of
 from delaytasks.runtime import runtime_of
 from delaytasks.statistics.statistics_table import StatisticsTable, WorkerCounts

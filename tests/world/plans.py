@@ -18,11 +18,10 @@ from delaytasks import DelayedTask, Status
 from delaytasks.db import bulk_moves
 from delaytasks.db.statements import Prepared
 from delaytasks.db.store import Store
-from delaytasks.db.sweep_queries import OverdueRows
 from delaytasks.model.filters import bulk_filter_of, filter_of
 from delaytasks.model.task import Level
 from delaytasks.operate.searches import Follower
-from delaytasks.operate.state_queries import LiveRows, Stats, live_tags
+from delaytasks.operate.state_queries import LiveRows, OverdueRows, Stats, live_tags
 from tests.conftest import new_world
 from tests.world.world import World
 

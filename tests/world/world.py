@@ -96,10 +96,10 @@ STAGES = {
     "clock": "runtime.clock.certain_now",
     "workers": "store.workers.expire",
     "arm": "store.sweeps.due_between",
-    "abandoned": "store.sweeps.recover",
+    "abandoned": "store.leases.recover",
     "overdue": "store.sweeps.levels",
     "purge": "store.sweeps.purge",
-    "audit": "store.sweeps.purge_audit",
+    "audit": "store.bulk.audit.purge",
     "others": "store.workers.all",
     "report": "store.workers.report",
     "sign off": "store.workers.remove",
@@ -238,7 +238,7 @@ class World:
 
     def recover(self, max_lost_leases: int = 5, most: int = 100) -> Recovered:
         """Release the rows whose leases have ended."""
-        return self.store.sweeps.recover(max_lost_leases, most, self.delays.settings.lost_s)
+        return self.store.leases.recover(max_lost_leases, most, self.delays.settings.lost_s)
 
     def sweep(self, partition: int = 0) -> bool:
         """Sweep a partition; return False if it was swept a moment before."""
@@ -325,7 +325,7 @@ class World:
     def bring_forward(self, *tags: str, queues: Sequence[str] | None = ("default",)) -> list[int]:
         """Arm the tasks that others deferred, as a worker with these processors does; return
         their ids."""
-        brought = self.store.deferred_rows.bring_forward(tags, queues, 600)
+        brought = self.store.sweeps.bring_forward(tags, queues, 600)
         self.broker.arm(brought)
         return [entry.id for entry in brought]
 

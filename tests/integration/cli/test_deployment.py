@@ -10,9 +10,8 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from delaytasks import Status
-from delaytasks.db.sweep_queries import OverdueRows
 from delaytasks.db.types import db_now_plus
-from delaytasks.operate.state_queries import Count, Stats
+from delaytasks.operate.state_queries import Count, OverdueRows, Stats
 from delaytasks.runtime import runtime_of
 from tests.integration.cli.project import Project
 from tests.services import RedisServer, free_port
