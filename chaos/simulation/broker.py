@@ -79,6 +79,9 @@ class BrokerPublisher:
     def is_up(self) -> bool:
         return self._broker.is_up
 
+    def connect(self) -> None:
+        """Do nothing, since the broker is available or not at any moment."""
+
     def send(
         self, _name: str, queue: str, messages: list[tuple[list[Any], Mapping[str, Any]]]
     ) -> bool:

@@ -86,7 +86,7 @@ from delaytasks.db.statements import Prepared
 from delaytasks.db.task_rows import Attempts, TaskKeys
 from delaytasks.db.types import UTCDateTime, db_now, for_database, latest, unindexed
 from delaytasks.model.body import dump_json
-from delaytasks.model.clock import monotonic, to_us
+from delaytasks.model.clock import EARLIEST, monotonic, to_us
 from delaytasks.model.inputs import MAX_PRIORITY
 from delaytasks.model.moves import FINISHED, MOST_VERSIONS, MOVES, Status, following
 from delaytasks.model.policies import NO_WAITLISTS, WaitlistsSeen
@@ -244,12 +244,12 @@ class ClaimTexts:
             {self.dialect.is_also_listed} ORDER BY id {self.dialect.lock}"""
 
     def oldest(self, shown: str) -> str:
-        """Choose the oldest due rows of a level that have lost no lease."""
-        return self._oldest(shown, "<=")
-
-    def oldest_from(self, shown: str) -> str:
-        """Choose of the same rows those that are due at the instant `due_from` or later."""
-        return self._oldest(shown, "BETWEEN :due_from AND")
+        """Choose the oldest rows of a level that have been due since the instant `due_from`, and
+        have lost no lease."""
+        return f"""
+            SELECT {shown} FROM {self._level()}
+            AND expected_time BETWEEN :due_from AND {once(self.dialect.now)} AND lapses = 0
+            ORDER BY expected_time LIMIT :most {self.dialect.lock}"""
 
     def recovered(self, shown: str) -> str:
         """Choose the due row of a level that lost the fewest leases, of these the oldest."""
@@ -263,13 +263,6 @@ class ClaimTexts:
         # As an expression the status uses no index: planners would read all rows that wait.
         return f"""version = {version} AND status + 0 = {status} AND lapses <= {lapses}
             AND expected_time <= {self.dialect.now}"""
-
-    def _oldest(self, shown: str, compared: str) -> str:
-        # `lapses = 0` would leave out a negative number, which another program may have written.
-        return f"""
-            SELECT {shown} FROM {self._level()}
-            AND expected_time {compared} {once(self.dialect.now)} AND lapses <= 0
-            ORDER BY expected_time LIMIT :most {self.dialect.lock}"""
 
     def _level(self) -> str:
         return f"""{self._tasks} {self.dialect.use_index(self._hot_index)}
@@ -620,7 +613,6 @@ class Claims(Settlements):
         self._joined = self._choice(texts.joined, True)
         # Planned at each execution, because a kept plan would guess the number of due rows.
         self._oldest = self._choice(texts.oldest)
-        self._oldest_from = self._choice(texts.oldest_from)
         self._recovered = self._choice(texts.recovered)
         self._locked = self._prepared(texts.claim_locked(), ("id", "version"), True)
         #: The due time that was reached in each queue and priority, and until when searches start
@@ -703,10 +695,10 @@ class Claims(Settlements):
         if self._limits() is not None:  # the claim holds some of the rows that it finds
             return self._claim_oldest(queue, priority, limit)
         now = monotonic()
-        reached, until = self._reached.get((queue, priority), (None, 0.0))
-        due_from = reached if now < until else None
+        reached, until = self._reached.get((queue, priority), (EARLIEST, 0.0))
+        due_from = reached if now < until else EARLIEST
         claimed = self._claim_oldest(queue, priority, limit, due_from)
-        if due_from is not None and len(claimed) < limit:
+        if due_from > EARLIEST and len(claimed) < limit:
             older = self._claim_oldest(queue, priority, limit - len(claimed))
             claimed = Claimed([*older, *claimed])
         if claimed and len(claimed) >= limit:
@@ -717,14 +709,10 @@ class Claims(Settlements):
         return claimed
 
     def _claim_oldest(
-        self, queue: str, priority: int, limit: int, due_from: datetime | None = None
+        self, queue: str, priority: int, limit: int, due_from: datetime = EARLIEST
     ) -> Claimed:
-        """Claim rows that are due from `due_from`. None is the beginning, since other programs'
-        rows may be due before the year 1."""
-        level = {"queue": queue, "priority": priority, "most": limit}
-        if due_from is None:
-            return self._claim(self._oldest, level)
-        return self._claim(self._oldest_from, {**level, "due_from": due_from})
+        level = {"queue": queue, "priority": priority, "most": limit, "due_from": due_from}
+        return self._claim(self._oldest, level)
 
     def claim_recovered(
         self, queue: str, priorities: Sequence[int] = range(MAX_PRIORITY + 1)

@@ -182,12 +182,11 @@ class BoundedStep:
     def __init__(self, connection: Connection, on_silence: Callable[[], None]) -> None:
         self.connection = connection.connection.driver_connection
         self._on_silence = on_silence
+
+    def __enter__(self) -> None:
         #: How many checks have seen it: while the whole process is frozen, no time passes.
         self.checks = 0
         self.is_cut = False
-
-    def __enter__(self) -> None:
-        self.checks, self.is_cut = 0, False
         _in_progress.add(self)
 
     def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> None:

@@ -115,11 +115,6 @@ class PolicyTable:
             query = query.where(or_(*(self._named(*name) for name in names)))
         return [Policy(*row) for row in self._db.rows(query)]
 
-    def check(self) -> None:
-        """Read what `unless_known` reads, of one policy at most."""
-        for query in (select(*self._columns).limit(1), select(self._numbers.of(POLICY_CHANGES))):
-            self._db.rows(query)
-
     def unless_known(self, known: Stamp | None, checks: bool) -> PolicyRead:
         """Return all policies, unless those with the stamp `known` are the same.
 

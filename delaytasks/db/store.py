@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sqlalchemy import Connection, delete, exc, inspect
+from sqlalchemy import delete, false, select
 
 from delaytasks.db.bulk_moves import Bulk
 from delaytasks.db.claims import Claims, HoldExcess
@@ -49,23 +49,20 @@ class Store:
         return Claims(self.database, self.schema, worker, ip, self._lease_s, limits)
 
     def check(self) -> None:
-        """Raise `ConfigError` if tables are missing, too old or too narrow, or the policies cannot
-        be read."""
-        t, where, remedy = self.schema.tasks, self.database.shown_url, self.database.tables_remedy
+        """Raise `ConfigError` if a table that claims read is missing, too old or too narrow, or
+        cannot be read."""
+        where, schema = self.database.shown_url, self.schema
         if lacks_sqlite_file(self.database.url):
-            raise ConfigError(f"there is no database {where}; {remedy}")
-        found = self.database.autocommitted(lambda c: _column_names(c, t.name, t.schema))
-        missing = [column.name for column in t.columns if column.name not in found]
-        if missing:
-            what = f"has no column {', '.join(missing)}" if found else "does not exist"
-            raise ConfigError(f"table {t.fullname} {what} in {where}; {remedy}")
-        check_charset(self.database, self.schema)
-        try:
-            self.policies.check()  # needed by each claim
-        except StoreUnavailableError:
-            raise
-        except StoreError as error:
-            raise ConfigError(f"the policies cannot be read, in {where}: {error}") from error
+            raise ConfigError(f"there is no database {where}; {self.database.tables_remedy}")
+        read = {"tasks": schema.tasks, "policies": schema.policies}
+        for what, table in (*read.items(), ("changes of policies", schema.policy_changes)):
+            try:
+                self.database.rows(select(table).where(false()))
+            except StoreUnavailableError:
+                raise
+            except StoreError as error:
+                raise ConfigError(f"the {what} cannot be read, in {where}: {error}") from error
+        check_charset(self.database, schema)
 
     def clear(self) -> None:
         """Delete all rows, for tests."""
@@ -75,10 +72,3 @@ class Store:
 
     def close(self) -> None:
         self.database.dispose()
-
-
-def _column_names(connection: Connection, table: str, schema: str | None) -> set[str]:
-    try:
-        return {column["name"] for column in inspect(connection).get_columns(table, schema)}
-    except exc.NoSuchTableError:
-        return set()

@@ -249,6 +249,8 @@ LOST_FOR_S = 3600.0
 MAX_TAG_BYTES = 16_384
 #: The columns of the fields of `ServiceTimes`.
 _SERVICES = ("broker_down_at", "timer_down_at", "beat_at")
+#: The columns that `RegisteredWorker` has too.
+_AS_STORED = "name queues tags pool concurrency started_at seen_at busy version".split()
 
 
 class WorkerTable:
@@ -378,19 +380,11 @@ class WorkerTable:
             age_s = (now - row["seen_at"]).total_seconds()
             found.append(
                 RegisteredWorker(
-                    row["name"],
-                    abs(age_s) <= silent_s,
-                    max(age_s, 0.0),
-                    row["queues"],
-                    row["tags"],
-                    row["pool"],
-                    row["concurrency"],
-                    row["started_at"],
-                    row["seen_at"],
-                    row["clock_offset_us"] / 1e6,
-                    ServiceTimes(*(_age_s(now, row[name]) for name in _SERVICES)),
-                    row["busy"],
-                    row["version"],
+                    **{name: row[name] for name in _AS_STORED},
+                    is_alive=abs(age_s) <= silent_s,
+                    age_s=max(age_s, 0.0),
+                    clock_offset_s=row["clock_offset_us"] / 1e6,
+                    services=ServiceTimes(*(_age_s(now, row[name]) for name in _SERVICES)),
                 )
             )
         return found

@@ -298,8 +298,6 @@ class Capabilities:
     block_samples: bool = False
     #: The planner estimates how many rows a query returns.
     estimates: bool = False
-    #: A statement can let its transaction end before the changes are on the disk.
-    asynchronous_commit: bool = False
     #: A column of instants has a time zone, and its text may name one.
     time_zones: bool = False
 
@@ -316,7 +314,6 @@ POSTGRESQL = Capabilities(
     server_side_cursors=True,
     block_samples=True,
     estimates=True,
-    asynchronous_commit=True,
     time_zones=True,
 )
 MYSQL = Capabilities(

@@ -95,41 +95,8 @@ WHERE id = ANY (ARRAY(
         AND queue = :queue
         AND queue BETWEEN (SELECT :queue) AND (SELECT :queue)
         AND priority = :priority
-        AND expected_time <= (SELECT clock_timestamp())
-        AND lapses <= 0
-    ORDER BY expected_time LIMIT :most
-    FOR UPDATE SKIP LOCKED
-))
-    AND (SELECT set_config('synchronous_commit',
-        CASE current_setting('synchronous_standby_names')
-            WHEN '' THEN 'off' ELSE current_setting('synchronous_commit') END, true)) IS NOT NULL
-RETURNING id, tag, message_body, expected_time, status, version, queue, priority, task_key,
-    delay_time, runs, lapses, headers, limit_key, create_time, due_time, meta, cancel_request,
-    late_by;
-
--- postgresql_oldest_from
-UPDATE yb_delay_task_message
-SET status = 3,
-    version = CASE
-        WHEN version < CAST(extract(epoch FROM (SELECT clock_timestamp())) * 1000000 AS BIGINT)
-        THEN CAST(extract(epoch FROM (SELECT clock_timestamp())) * 1000000 AS BIGINT)
-        ELSE CASE WHEN version < 4611686018427387904 THEN version + 1 ELSE 0 END
-            + CAST(floor(random() * 2147483647) AS BIGINT)
-    END,
-    runs = CASE WHEN runs < 2147483647 THEN runs + 1 ELSE runs END,
-    execution_time = clock_timestamp(),
-    update_time = clock_timestamp(),
-    lease_until = clock_timestamp() + 60.0 * interval '1 second',
-    worker = :worker,
-    ip_address = 2130706433
-WHERE id = ANY (ARRAY(
-    SELECT id FROM yb_delay_task_message
-    WHERE status = 0
-        AND queue = :queue
-        AND queue BETWEEN (SELECT :queue) AND (SELECT :queue)
-        AND priority = :priority
         AND expected_time BETWEEN :due_from AND (SELECT clock_timestamp())
-        AND lapses <= 0
+        AND lapses = 0
     ORDER BY expected_time LIMIT :most
     FOR UPDATE SKIP LOCKED
 ))
@@ -231,21 +198,8 @@ FROM yb_delay_task_message FORCE INDEX (`idx_yb_delay_hot`)
 WHERE status = 0
     AND queue = :queue
     AND priority = :priority
-    AND expected_time <= (SELECT UTC_TIMESTAMP(6))
-    AND lapses <= 0
-ORDER BY expected_time LIMIT :most
-FOR UPDATE SKIP LOCKED;
-
--- mysql_oldest_from
-SELECT id, tag, message_body, expected_time, status, version, queue, priority, task_key,
-    delay_time, runs, lapses, headers, limit_key, create_time, due_time, meta, cancel_request,
-    late_by
-FROM yb_delay_task_message FORCE INDEX (`idx_yb_delay_hot`)
-WHERE status = 0
-    AND queue = :queue
-    AND priority = :priority
     AND expected_time BETWEEN :due_from AND (SELECT UTC_TIMESTAMP(6))
-    AND lapses <= 0
+    AND lapses = 0
 ORDER BY expected_time LIMIT :most
 FOR UPDATE SKIP LOCKED;
 
@@ -318,31 +272,8 @@ WHERE id IN (
     WHERE status = 0
         AND queue = :queue
         AND priority = :priority
-        AND expected_time <= (SELECT strftime('%Y-%m-%d %H:%M:%f000', 'now'))
-        AND lapses <= 0
-    ORDER BY expected_time LIMIT :most
-)
-RETURNING id, tag, message_body, expected_time, status, version, queue, priority, task_key,
-    delay_time, runs, lapses, headers, limit_key, create_time, due_time, meta, cancel_request,
-    late_by;
-
--- sqlite_oldest_from
-UPDATE yb_delay_task_message
-SET status = 3,
-    version = CASE WHEN version < 4611686018427387904 THEN version + 1 ELSE 0 END,
-    runs = CASE WHEN runs < 2147483647 THEN runs + 1 ELSE runs END,
-    execution_time = strftime('%Y-%m-%d %H:%M:%f000', 'now'),
-    update_time = strftime('%Y-%m-%d %H:%M:%f000', 'now'),
-    lease_until = strftime('%Y-%m-%d %H:%M:%f000', 'now', '+60.000000 seconds'),
-    worker = :worker,
-    ip_address = 2130706433
-WHERE id IN (
-    SELECT id FROM yb_delay_task_message
-    WHERE status = 0
-        AND queue = :queue
-        AND priority = :priority
         AND expected_time BETWEEN :due_from AND (SELECT strftime('%Y-%m-%d %H:%M:%f000', 'now'))
-        AND lapses <= 0
+        AND lapses = 0
     ORDER BY expected_time LIMIT :most
 )
 RETURNING id, tag, message_body, expected_time, status, version, queue, priority, task_key,

@@ -265,7 +265,7 @@ def test_a_worker_without_policies_reports_this(world: World, monkeypatch: Monke
     p, store = world.table("policies"), world.store
     assert store.check() is None
     with monkeypatch.context() as away:
-        away.setattr(store.policies, "check", raise_unavailable)
+        away.setattr(store.database, "rows", raise_unavailable)
         with pytest.raises(e.StoreUnavailableError):
             store.check()
     with store.database.begin() as connection:

@@ -340,7 +340,7 @@ def test_the_error_about_missing_tables_names_the_command_that_creates_them(alia
         with refused, transaction.atomic(alias):
             delays.schedule_delay("order.close", 1, 1)
         with pytest.raises(
-            e.ConfigError, match=r"does not exist.*; run: python manage\.py migrate$"
+            e.ConfigError, match=r"missing or old.*; run: python manage\.py migrate$"
         ):
             runtime_of(delays).checks.check_ready()  # as a worker does at its start
     finally:
