@@ -1,8 +1,12 @@
-"""Claims: NOT_COMPLETE to RUNNING, by ids or by due time, in one statement where possible.
+"""Claims and settlements, the two moves of every run.
 
-The statements are texts. `Dialect` has the parts that databases write differently, `ClaimTexts` the
-rest, and `tests/conformance/claims.sql` shows all texts of all databases. On PostgreSQL, rows that
-a message names are claimed by this statement:
+A claim moves rows from NOT_COMPLETE to RUNNING, by ids or by due time, in one statement where
+possible. A settlement moves them on to a final status or to the next attempt, fenced by the version
+that the claim returned.
+
+The statements of claims are texts. `Dialect` has the parts that databases write differently,
+`ClaimTexts` the rest, and `tests/conformance/claims.sql` shows all texts of all databases. On
+PostgreSQL, rows that a message names are claimed by this statement:
 
     UPDATE yb_delay_task_message
     SET status = 3,

@@ -56,15 +56,13 @@ class ChangeNumbers:
         """Return the query of a number; it yields NULL if nothing has been counted."""
         return select(self._t.c.number).where(self._t.c.id == row).scalar_subquery()
 
-    def next(self, on: Any, row: int) -> int:
-        """Count one change, and return its number. The row stays locked until the commit."""
+    def count(self, on: Any, row: int) -> None:
+        """Count one change. The row stays locked until the commit."""
         mine = self._t.c.id == row
         counting = update(self._t).where(mine).values(number=self._t.c.number + 1)
         if not on.execute(counting).rowcount:
             self._insert(on, {"id": row, "number": 0})
             check_row_count(on.execute(counting).rowcount, 1, "the number of changes")
-        number: int = on.execute(select(self._t.c.number).where(mine)).scalar_one()
-        return number
 
 
 # -- The policies ---------------------------------------------------------------------------------
@@ -85,10 +83,9 @@ class RowCount(NamedTuple):
 class PolicyTable:
     """The policies, and the number of the last change.
 
-    Each transaction that changes policies adds one to that number, and writes the new number into
-    the policies. It keeps the lock on the number's row until it commits, so that numbers become
-    visible in their order. A process that has read number 7 has seen all changes up to 7, however
-    long one of their transactions took.
+    Each transaction that changes policies adds one to that number. It keeps the lock on the
+    number's row until it commits, so that numbers become visible in their order. A process that has
+    read number 7 has seen all changes up to 7, however long one of their transactions took.
     """
 
     def __init__(self, database: Database, schema: Schema) -> None:
@@ -209,8 +206,8 @@ class PolicyTable:
 
     def _change(self, on: Any, names: Sequence[tuple[str, str]], values: Mapping[str, Any]) -> None:
         """Change locked policies, and count the change, which makes all processes read them."""
-        numbered = {**values, "change_number": self._numbers.next(on, POLICY_CHANGES)}
-        statement = update(self._p).where(self._listed).values(**numbered)
+        self._numbers.count(on, POLICY_CHANGES)
+        statement = update(self._p).where(self._listed).values(**values)
         changed = on.execute(statement, {"policies": names}).rowcount
         check_row_count(changed, len(names), "policies")
 

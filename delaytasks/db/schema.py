@@ -351,9 +351,6 @@ def build_schema(
             # waitlist.
             Column("next_start", UTCDateTime),
             Column("turn", String(LIMIT_KEY_LENGTH)),
-            # The number of the transaction that last changed the policy, counted in the next table.
-            Column("change_number", BigInteger, nullable=False, server_default=text("0")),
-            Index(conv(prefix + "idx_yb_delay_policy_change"), "change_number"),
             # The values that `model/policies.py` accepts. A comparison with NULL refuses nothing.
             check=lambda p: and_(
                 p.kind.in_(["tag", "queue"]),

@@ -230,7 +230,7 @@ class CancelRequests:
         asking = this_run.where(has_status(t, Status.RUNNING)).values(cancel_request=ASKED)
         if not on.execute(asking).rowcount:
             return False
-        self._numbers.next(on, CANCEL_REQUESTS)  # workers look for the request within a second
+        self._numbers.count(on, CANCEL_REQUESTS)  # workers look for the request within a second
         return True
 
     def of(self, workers: Collection[str]) -> list[tuple[int, int]]:

@@ -149,7 +149,7 @@ def test_a_server_without_last_changes_is_read_fully(world: World, reader: Polic
         limit(world, "mail", number)
     reader.refresh()
     world.set_columns("policy_changes", number=2)
-    world.set_columns("policies", concurrency=2, version=2, change_number=2)
+    world.set_columns("policies", concurrency=2, version=2)
     assert reader.refresh()["mail"].concurrency == 2
 
 

@@ -199,7 +199,8 @@ def _explain(store: Store, seen: Sequence[tuple[str, Any]], options: str) -> str
 
 
 def assert_no_scan(shown: str) -> None:
-    # A scan of this index from its start only reads the first value. There are few policies.
+    # A scan of this index from its start only reads the first value. There are few policies and
+    # workers.
     table = r"\w*plan_"
-    line = rf"(?!{table}yb_delay_(policy|waitlist (using|USING))){table}"
+    line = rf"(?!{table}yb_delay_(policy|worker|waitlist (using|USING))){table}"
     assert not re.search(f"(Seq Scan on|SCAN|ALL on|index on) {line}", shown), shown
