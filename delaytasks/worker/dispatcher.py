@@ -6,7 +6,8 @@ What arrives, what is decided, and the constants that decide it:
 - *Due entries*, from the wheel, from messages and from Redis. They wait in the order of priority
   and age (`ReadyEntries`, `SORTED_SHARE`). They are left to the table, where all workers can claim
   them, if they are late by the grace (by `BACKLOG_WAIT_S` more if the queue has a backlog there),
-  or if they are a burst that the pool cannot run in `BURST_BUDGETS` time budgets.
+  or if they are a burst that the pool cannot run in `BURST_BUDGETS` time budgets. While late ones
+  wait here, other workers are asked each second to drain their queue.
 - *A drain*, from the sweep, a message, a dead process, or of entries left to the table. Processes
   claim the queue's due rows until a claim is not full (`QueueDrain`). A process continues with a
   deep queue for `CONTINUE_S`, or for `CONTINUE_IN_TURN_S` if others are drained. Another process
@@ -143,6 +144,14 @@ class ReadyEntries:
         self._forget_empty()
         return removed
 
+    def levels_before(self, before_us: int) -> list[tuple[int, str]]:
+        """Return the priorities and queues of the entries that were due before `before_us`."""
+        firsts = (
+            (level, next((entry for entry in ready if self._waits(entry)), None))
+            for level, ready in self._levels.items()
+        )
+        return [level for level, first in firsts if first is not None and first.due_us < before_us]
+
     def remove_claimed(self, versions: Mapping[int, int]) -> None:
         """Remove the entries of rows that were claimed with these versions, by their ids.
 
@@ -162,9 +171,12 @@ class ReadyEntries:
         self._levels.clear()
         return waiting
 
+    def _waits(self, entry: Entry) -> bool:
+        return self._waiting.get(entry.id) is entry
+
     def _take(self, entry: Entry) -> bool:
         """Let an entry wait no more. Return whether it still did."""
-        if self._waiting.get(entry.id) is not entry:
+        if not self._waits(entry):
             return False
         del self._waiting[entry.id]
         return True
@@ -351,8 +363,7 @@ class Dispatcher:
 
         A burst is left too, since its last entries would be late.
         """
-        late_before = self._clock.now_us() - int(self._settings.grace_s * 1e6)
-        late = self._ready.remove_late(late_before, self._backlog_wait_s)
+        late = self._ready.remove_late(self._late_before_us(), self._backlog_wait_s)
         self._leave_to_table(late)
         dropped = len(late)
         if self._size.is_limited_by_time:
@@ -381,10 +392,19 @@ class Dispatcher:
             self._left_to_table.setdefault(queue, set()).add(priority)
 
     def take_left_to_table(self) -> UnfinishedDrains:
-        """Return the queues whose entries were left to the table since the last call."""
+        """Return the queues that other workers should drain too: those whose entries were left to
+        the table since the last call, and those with late entries that wait here for a turn.
+
+        If all processes run long tasks, nothing else looks at late entries.
+        """
         with self._lock:
             left, self._left_to_table = self._left_to_table, {}
+            for priority, queue in self._ready.levels_before(self._late_before_us()):
+                left.setdefault(queue, set()).add(priority)
             return list(left.items())
+
+    def _late_before_us(self) -> int:
+        return self._clock.now_us() - int(self._settings.grace_s * 1e6)
 
     def grace_s(self, queue: str) -> float:
         """Return how late an entry of the queue may come."""

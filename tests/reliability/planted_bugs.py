@@ -46,7 +46,8 @@ from delaytasks.run.chunk import Chunk, TimeBudget
 from delaytasks.run.outcome_rules import OutcomeRules
 from delaytasks.run.runner import FailureReason
 from delaytasks.worker import connection, quick_loops
-from delaytasks.worker.dispatcher import Dispatcher, QueueDrain
+from delaytasks.worker.dispatcher import Dispatcher, QueueDrain, ReadyEntries
+from delaytasks.worker.pool import ChunkRequest
 from delaytasks.worker.processes import Renewals
 from delaytasks.worker.redis_poller import RedisPoller
 from delaytasks.worker.sweep import DatabaseContact, Sweeper, SweepLoop
@@ -130,6 +131,8 @@ VERBS: dict[str, tuple[Any, str]] = {
     "close": (Dispatcher, "close"),
     "ask others to help": (Dispatcher, "take_left_to_table"),
     "take a turn for a backlog": (Dispatcher, "_drain_chunk"),
+    "share the entries": (Dispatcher, "_entry_chunk"),
+    "know late entries": (ReadyEntries, "levels_before"),
     "go on after a chunk": (Dispatcher, "_continue_after"),
     "want another chunk": (QueueDrain, "wants_chunk"),
     "probe a waitlist": (TrackedWaitlist, "needs_process"),
@@ -181,6 +184,7 @@ for _name, _verb, _answer, *_found in [
     ("rows_of_a_dead_process_wait_for_a_sweep", "release", Recovered(0, []), "conformance/leases"),
     ("no_sweep", "sweep", True, "stuck"),
     ("every_sweep_was_just_made", "begin a sweep", None, "stuck"),
+    ("late_entries_wait_for_a_busy_pool", "know late entries", [], "reliability/dispatching"),
     ("nobody_sweeps_without_beat", "sweep without beat", None, "unit/sweeper"),
     ("running_tasks_are_not_asked_to_stop", "ask to stop", True, "conformance/cancel"),
     ("paused_rows_are_not_held", "hold", 0, "conformance/policies"),
@@ -538,7 +542,7 @@ def a_dispatcher_closes_while_entries_are_held(_: Any, at: Any) -> Any:
     return at._clear()
 
 
-@bug("take a turn for a backlog", "unit/dispatcher")
+@bug("take a turn for a backlog", "reliability/dispatching")
 def fresh_tasks_starve_a_backlog(turn: Any, at: Any, *args: Any) -> Any:
     return None if at.waiting else turn(at, *args)
 
@@ -554,7 +558,12 @@ def entries_of_rows_given_back_are_dropped(verb: Any, queue: Any, request: Any, 
     return verb(queue, request, to._replace(drained=drained))
 
 
-@bug("want another chunk", "unit/dispatcher")
+@bug("share the entries", "reliability/dispatching")
+def one_process_gets_all_entries(_: Any, at: Any, number: int, size: int) -> Any:
+    return ChunkRequest(tuple(at._ready.pop(size)), number=number) if at._ready else None
+
+
+@bug("want another chunk", "reliability/dispatching")
 def quick_tasks_wait_behind_a_slow_one(_: Any, at: Any) -> bool:
     return at.is_deep or not at.chunks
 
@@ -616,7 +625,7 @@ def a_later_pause_is_shorter(change: Any, at: Any, kind: str, name: str, to: Any
     return change(at, kind, name, to, by)
 
 
-@bug("probe a waitlist", "unit/rules")
+@bug("probe a waitlist", "reliability/dispatching")
 def a_higher_limit_waits_for_long_rows(needs: Any, at: Any, now: float) -> bool:
     return bool(at.wanted) if at.serving else needs(at, now)
 

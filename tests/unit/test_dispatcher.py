@@ -77,16 +77,6 @@ def test_chunks_grow_to_the_number_of_rows_that_fits_the_time_budget(main: Main)
     assert main.sizes()[-1] < 5, "50 ms each: hardly more than one"
 
 
-def test_late_entries_are_left_to_the_table_even_if_the_pool_is_busy(main: Main) -> None:
-    main.take(20)
-    main.take(5000, start=100)
-    main.clock.advance(2)
-    main.pump()
-    assert (main.waiting, main.late()) == (0, 5000)
-    main.end(10, 0.001)
-    assert main.drained() == [None, "default"]
-
-
 def test_late_entries_wait_longer_if_their_queue_has_a_backlog(draining: Main) -> None:
     main = draining
     grace_s = main.world.delays.settings.grace_s
@@ -261,40 +251,6 @@ def test_other_failures_pause_nothing(make_main: MakeMain, reason: FailureReason
 # -- drains of queues whose rows are overdue ------------------------------------------------------
 
 
-def test_all_processes_drain_a_large_backlog_and_one_drains_a_small_one(main: Main) -> None:
-    main.drain()
-    assert len(main.requests) == 1
-    main.end(is_full=True)
-    assert main.drained() == ["default", "default"]
-    main.end(3, 0.000333333)
-    assert len(main.requests) == 1
-    main.end(0)
-    assert main.requests == []
-
-
-def test_chunks_of_fresh_tasks_and_of_a_backlog_alternate(make_main: MakeMain) -> None:
-    main = make_main(1)
-    main.take(100)
-    main.drain()
-    drained = [main.end(10, 0.005, is_full=True).drained_queue for _ in range(4)]
-    assert drained == [None, "default", None, "default"]
-
-
-def test_a_drain_delayed_by_a_slow_row_continues_in_free_processes(make_main: MakeMain) -> None:
-    """Each look at most doubles the number of processes, until a process finds the queue empty."""
-    main = make_main(8)
-    main.drain()
-    assert len(main.requests) == 1, "it is not known to be deep"
-    for processes in (2, 4, 8, 8):
-        main.time.at += HELD_UP_S
-        wait_until(lambda count=processes: len(main.requests) == count, 5, "them")  # type: ignore[misc]
-        main.pump()
-        assert len(main.requests) == processes, "the new ones have just begun"
-    for _ in range(8):
-        main.end(1, 12)
-    assert main.requests == []
-
-
 def test_an_empty_queue_behind_a_slow_task_is_read_once(make_main: MakeMain) -> None:
     main = make_main(8)
     main.drain()
@@ -363,14 +319,6 @@ def test_draining_processes_share_their_time_with_another_queue(draining: Main) 
     draining.end(is_full=True)
     assert {*draining.drained()} == {"default", "mail"}
     assert draining.continue_s() == [0, CONTINUE_IN_TURN_S]
-
-
-def test_draining_processes_notice_tasks_that_wait_for_a_process(draining: Main) -> None:
-    draining.take(1)
-    assert draining.others_wait
-    draining.end(is_full=True)
-    assert draining.sizes() == [0, 1]
-    assert not draining.others_wait, "the task is in a process"
 
 
 def test_a_solo_pool_drains_chunk_by_chunk(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:

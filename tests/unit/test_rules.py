@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
@@ -152,12 +151,6 @@ def test_a_waitlist_has_the_phases_of_its_table(found: Tracked, steps: str, phas
     assert found.phase() == phase
 
 
-def test_as_many_processes_visit_a_waitlist_as_would_find_a_task(found: Tracked) -> None:
-    assert found.visits() == [None]
-    assert found.update([WaitlistState(*MAIL, 2), WaitlistState(*SLOW, 1)]) == WAITLIST_RECHECK_S
-    assert Counter(found.visits(4)) == {MAIL: 2, SLOW: 1, None: 1}
-
-
 def test_a_full_waitlist_is_checked_again_later(found: Tracked) -> None:
     assert found.sees(0) == WAITLIST_RECHECK_S
     assert found.sees(0) is None, "somebody will look already"
@@ -176,20 +169,6 @@ def test_a_full_waitlist_is_checked_again_later(found: Tracked) -> None:
     assert found.ends(0) == 0.02
 
 
-def test_while_processes_run_long_tasks_more_and_more_others_probe(found: Tracked) -> None:
-    """A limit may have been raised, and a process that runs a long task reports nothing."""
-    found.sees(1)
-    assert found.next_visit() == tracked_waitlists.WaitlistVisit(MAIL, is_probe=False)
-    sent = []
-    for _ in range(5):
-        assert found.next_check_due_in_s == pytest.approx(tracked_waitlists.PROBE_S)
-        found.time.at += tracked_waitlists.PROBE_S
-        turns = [found.next_visit() for _ in range(40)]
-        assert set(turns) <= {tracked_waitlists.WaitlistVisit(MAIL, is_probe=True), None}
-        sent.append(len(turns) - turns.count(None))
-    assert sent == [2, 4, 8, 16, 32]
-
-
 def test_probes_without_success_become_rarer_down_to_one_a_second(found: Tracked) -> None:
     found.sees(1)
     assert found.visits() == [MAIL]
@@ -203,34 +182,12 @@ def test_probes_without_success_become_rarer_down_to_one_a_second(found: Tracked
     assert waits == [0.4, 0.8, WAITLIST_RECHECK_S, WAITLIST_RECHECK_S, WAITLIST_RECHECK_S]
 
 
-def test_a_probe_that_finds_many_free_slots_calls_as_many_processes(found: Tracked) -> None:
-    found.sees(1)
-    assert [found.visits(), found.visits(1, tracked_waitlists.PROBE_S)] == [[MAIL], [MAIL]]
-    found.ends(3, is_probe=True)
-    no_probe = tracked_waitlists.WaitlistVisit(MAIL, is_probe=False)
-    assert [found.next_visit() for _ in range(3)] == [no_probe, no_probe, None]
-
-
 def test_a_probe_that_took_the_last_slot_briefly_calls_no_process(found: Tracked) -> None:
     """One process is enough for quick rows of a tag with a rate. It waits for the next start."""
     found.sees(1)
     assert [found.visits(), found.visits(1, tracked_waitlists.PROBE_S)] == [[MAIL], [MAIL]]
     assert found.ends(1, is_probe=True) == tracked_waitlists.PROBE_S
     assert found.visits() == [None]
-
-
-def test_a_waitlist_that_a_chunk_reports_is_visited_unless_it_is_known(found: Tracked) -> None:
-    assert found.sees() == WAITLIST_RECHECK_S
-    assert found.visits() == [MAIL]
-    assert found.sees() is None
-    assert found.visits() == [None], "somebody is at it"
-    waits = []
-    for _ in range(3):
-        waits.append(found.ends(0))
-        assert found.sees() is None
-        assert found.visits() == [None], "somebody will look"
-        assert found.visits(1, WAITLIST_RECHECK_S) == [MAIL]
-    assert waits == [0.02, 0.04, 0.08], "less and less often"
 
 
 def test_a_waitlist_whose_process_failed_is_visited_again(found: Tracked) -> None:
