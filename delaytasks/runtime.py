@@ -19,8 +19,7 @@ from delaytasks.broker.arming import BackgroundTimer, EtaTimer, Sender, can_run_
 from delaytasks.broker.link import ConfirmingLinks
 from delaytasks.broker.publishing import Publisher
 from delaytasks.db.migrations import url_of
-from delaytasks.db.producer import Producer, QueueRouting
-from delaytasks.db.sessions import CallerTransactions
+from delaytasks.db.producer import CallerTransactions, Producer, QueueRouting
 from delaytasks.db.store import Store
 from delaytasks.model.body import Cipher
 from delaytasks.model.clock import Clock, IdMaker, reset_in_child, wall_ms

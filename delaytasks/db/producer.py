@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import logging
 import math
 import re
+import warnings
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from dataclasses import replace
 from datetime import datetime, timedelta
 from fnmatch import translate
@@ -18,6 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from billiard.exceptions import SoftTimeLimitExceeded
 
+from delaytasks.db.database import is_on_the_loop
+from delaytasks.db.sessions import transaction_of
 from delaytasks.model.body import FIRST_VERSION, check_version, encode_body, plain
 from delaytasks.model.clock import from_us
 from delaytasks.model.errors import (
@@ -565,6 +570,66 @@ def _is_same(existing: DelayedTask, task: DelayedTask) -> bool:
         task.body_json,
         task.create_time,
     )
+
+
+# -- The transactions of callers ------------------------------------------------------------------
+
+
+class CallerTransactions:
+    """The transaction of `session=`, or without it the one that a web framework has open."""
+
+    def __init__(
+        self, ambient: Callable[[], Transaction | None], remedy_at: Callable[[Any], str]
+    ) -> None:
+        """`remedy_at` says how to make the tables that a session on a URL does not find."""
+        self._ambient = ambient
+        self._remedy_at = remedy_at
+        self._session: ContextVar[Any] = ContextVar("delaytasks_session", default=None)
+
+    @contextmanager
+    def using(self, session: Any) -> Iterator[None]:
+        """Let calls without `session=` inside the block take part in the session's transaction."""
+        token = self._session.set(session)
+        try:
+            yield
+        finally:
+            self._session.reset(token)
+
+    def current_session(self) -> Any:
+        """Return the session of the innermost block, or None."""
+        return self._session.get()
+
+    def of(self, session: Any) -> Transaction | None:
+        session = self.current_session() if session is None else session
+        if session is None:
+            return self._ambient()
+        return transaction_of(session, self._remedy_at)
+
+    def of_new(self, session: Any, twin: str) -> Transaction | None:
+        """Return the transaction of a new task, and warn of a call that stops an event loop.
+
+        `twin` is the name of the call's asynchronous twin."""
+        transaction = self.of(session)
+        if (
+            transaction is None
+            and asyncio._get_running_loop() is not None
+            # Drivers of browsers run synchronous code beside a loop, and outside its tasks.
+            and asyncio.current_task() is not None
+            and not is_on_the_loop()
+        ):
+            warnings.warn(
+                f"{twin[1:]} blocks the event loop of this coroutine: await {twin}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        return transaction
+
+    @contextmanager
+    def guard(self, session: Any) -> Iterator[Transaction | None]:
+        """Yield the transaction; translate driver errors inside the block into ours."""
+        transaction = self.of(session)
+        with transaction.guard() if transaction is not None else nullcontext():
+            yield transaction
 
 
 # -- The trace context of the caller, which travels in the meta of new tasks -----------------------

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from sqlalchemy import URL, Connection, event, exc
 from sqlalchemy.util.concurrency import in_greenlet
 
-from delaytasks.db.database import is_on_the_loop, off_the_loop
+from delaytasks.db.database import off_the_loop
 from delaytasks.db.engines import lacks_tables, reason_of, unknown_outcome
 from delaytasks.model.errors import SessionUnusableError
 from delaytasks.model.task import CallerConnection, DelayedTask, Transaction
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
 
-import asyncio
-import warnings
-from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 CommitAction = Callable[..., None]
@@ -235,66 +232,6 @@ def _savepoints(connection: Connection) -> set[str]:
         names.add(nested._savepoint)
         nested = nested._previous_nested
     return names
-
-
-# -- The transactions of callers ------------------------------------------------------------------
-
-
-class CallerTransactions:
-    """The transaction of `session=`, or without it the one that a web framework has open."""
-
-    def __init__(
-        self, ambient: Callable[[], Transaction | None], remedy_at: Callable[[Any], str]
-    ) -> None:
-        """`remedy_at` says how to make the tables that a session on a URL does not find."""
-        self._ambient = ambient
-        self._remedy_at = remedy_at
-        self._session: ContextVar[Any] = ContextVar("delaytasks_session", default=None)
-
-    @contextmanager
-    def using(self, session: Any) -> Iterator[None]:
-        """Let calls without `session=` inside the block take part in the session's transaction."""
-        token = self._session.set(session)
-        try:
-            yield
-        finally:
-            self._session.reset(token)
-
-    def current_session(self) -> Any:
-        """Return the session of the innermost block, or None."""
-        return self._session.get()
-
-    def of(self, session: Any) -> Transaction | None:
-        session = self.current_session() if session is None else session
-        if session is None:
-            return self._ambient()
-        return transaction_of(session, self._remedy_at)
-
-    def of_new(self, session: Any, twin: str) -> Transaction | None:
-        """Return the transaction of a new task, and warn of a call that stops an event loop.
-
-        `twin` is the name of the call's asynchronous twin."""
-        transaction = self.of(session)
-        if (
-            transaction is None
-            and asyncio._get_running_loop() is not None
-            # Drivers of browsers run synchronous code beside a loop, and outside its tasks.
-            and asyncio.current_task() is not None
-            and not is_on_the_loop()
-        ):
-            warnings.warn(
-                f"{twin[1:]} blocks the event loop of this coroutine: await {twin}",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-        return transaction
-
-    @contextmanager
-    def guard(self, session: Any) -> Iterator[Transaction | None]:
-        """Yield the transaction; translate driver errors inside the block into ours."""
-        transaction = self.of(session)
-        with transaction.guard() if transaction is not None else nullcontext():
-            yield transaction
 
 
 # -- The connections on which a test runs the statements of delaytasks ----------------------------
