@@ -137,9 +137,9 @@ logger = logging.getLogger("delaytasks")
 #: A call with more entries waits until they are armed: for each of them the round trip hardly
 #: counts, and a producer of many tasks must not be faster than the broker.
 MAX_GATHERED_ENTRIES = 100
-#: The number of entries that wait for the thread. Further ones are not armed: the sweep finds their
-#: rows.
-MAX_WAITING_ENTRIES = 100_000
+#: The numbers of entries and of requests for drains that wait for the thread. Further entries are
+#: not armed: the sweep finds their rows. It drains a queue itself if its request is refused.
+MAX_WAITING_ENTRIES, MAX_WAITING_DRAINS = 100_000, 1_000
 #: Entries wait for others this long, and not longer than this part of the time until the first one
 #: is due.
 ARM_DELAY_S, ARM_DELAY_PART = 0.1, 0.1
@@ -149,6 +149,8 @@ ARM_DELAY_S, ARM_DELAY_PART = 0.1, 0.1
 SEND_INTERVAL_S = 0.002
 #: Each entry of a call extends the time for which the call waits by this part.
 LIMIT_PART_PER_ENTRY = 0.1 / ENTRIES_PER_MESSAGE
+#: A call waits as long for the messages of each further queue, and no longer than this for all.
+MOST_QUEUES_S = 10.0
 
 
 class _Batch:
@@ -186,6 +188,8 @@ class Sender:
         self._is_sending = False
         #: Whether a call reached its time limit: none waits until the thread has done its work.
         self._is_late = False
+        #: Whether the last work raised an error, so that nobody knows what is armed.
+        self._has_failed = False
         #: The thread that sends. A thread ends when it is no longer this one.
         self._thread: threading.Thread | None = None
         self._is_exiting = False
@@ -198,13 +202,14 @@ class Sender:
 
     @property
     def is_up(self) -> bool:
-        return self._timer.is_up and not self._is_late
+        return self._timer.is_up and not self._is_late and not self._has_failed
 
     def arm(self, entries: Iterable[Entry]) -> bool:
         entries = list(entries)
-        return self._wait(
-            self._add(entries), self._limit_s * (1 + len(entries) * LIMIT_PART_PER_ENTRY)
-        )
+        further_queues = max(len({entry.queue for entry in entries}) - 1, 0)
+        limit_s = self._limit_s * (1 + len(entries) * LIMIT_PART_PER_ENTRY)
+        limit_s += min(self._limit_s * further_queues, MOST_QUEUES_S)
+        return self._wait(self._add(entries), limit_s)
 
     def arm_soon(self, entries: Sequence[Entry]) -> bool:
         """Arm the entries together with those of other calls, without a wait."""
@@ -262,6 +267,8 @@ class Sender:
         with self._changed:
             batch = self._next = self._next or _Batch()
             if len(batch.entries) > MAX_WAITING_ENTRIES:
+                return None
+            if drains and len(batch.drains) >= MAX_WAITING_DRAINS:
                 return None
             batch.entries += entries
             batch.drains += drains
@@ -329,17 +336,19 @@ class Sender:
             if batch is None:
                 return
             self._sent_at, self._is_sending = monotonic(), True
+        has_failed = True
         try:
-            sent = [self._timer.request_drain(*drain) for drain in batch.drains]
-            if batch.entries or not batch.drains:
-                sent.append(self._timer.arm(batch.entries))
-            batch.is_armed = all(sent)
+            # Near entries first: what a drain finds is late already.
+            sent = [self._timer.arm(batch.entries)] if batch.entries or not batch.drains else []
+            sent += [self._timer.request_drain(*drain) for drain in batch.drains]
+            batch.is_armed, has_failed = all(sent), False
         except Exception:  # the thread has to arm the next entries
             count = len(batch.entries)
             logger.exception("arming %d tasks failed; the sweep will find them", count)
         finally:
             with self._changed:
                 self._is_sending = self._is_late = False
+                self._has_failed = has_failed
                 batch.is_over.set()
                 self._changed.notify_all()
 

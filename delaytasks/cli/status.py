@@ -35,7 +35,7 @@ from delaytasks.cli.setup import broker_url
 from delaytasks.client import DelayTasks
 from delaytasks.db import migrations
 from delaytasks.model.errors import StoreError
-from delaytasks.model.inputs import ALL_QUEUES, show_duration, show_measured
+from delaytasks.model.inputs import ALL_QUEUES, show_duration, show_measured, show_offset
 from delaytasks.model.moves import Status
 from delaytasks.model.text import installed_version, mask_url
 from delaytasks.model.workers import RegisteredWorker
@@ -623,7 +623,7 @@ def _print_workers(workers: list[dict[str, Any]], lost: list[dict[str, Any]]) ->
     rows = []
     for worker in workers:
         seen = (_ago(worker["age_s"]), GOOD if worker["is_alive"] else BAD)
-        offset = f"{worker['clock_offset_s'] * 1000:+.1f}ms"
+        offset = show_offset(worker["clock_offset_s"])
         rows.append(_worker_row(worker, seen, show_duration(worker["up_s"]), offset))
     for gone in lost:
         seen = (f"lost {_ago(gone['lost_s'])}", BAD)

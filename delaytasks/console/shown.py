@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from delaytasks.console.charts import sparkline
 from delaytasks.model.clock import UTC
-from delaytasks.model.inputs import show_duration, show_measured
+from delaytasks.model.inputs import show_duration, show_measured, show_offset
 from delaytasks.model.moves import Status
 from delaytasks.model.task import Attempt, DelayedTask, pretty
 from delaytasks.model.text import last_line, some_values
@@ -142,6 +142,7 @@ def install_filters(app: Flask) -> None:
         pretty_body=pretty_body,
         pretty_result=pretty_result,
         duration=show_duration,
+        offset=show_offset,
         measured=show_measured,
         spark=spark,
         number=lambda value: f"{value:,}",

@@ -35,7 +35,9 @@ class Store:
         self.schema = build_schema(settings.name_prefix, settings.table_schema, cipher)
         self.tasks = Tasks(self.database, self.schema)
         self.bulk = Bulk(self.database, self.schema)
-        self.sweeps = SweepQueries(self.database, self.schema, settings.timer_kind)
+        self.sweeps = SweepQueries(
+            self.database, self.schema, settings.timer_kind, settings.namespace
+        )
         self.leases = Leases(self.database, self.schema, settings.lease_s)
         self.workers = WorkerTable(self.database, self.schema)
         self.policies = PolicyTable(self.database, self.schema)

@@ -9,6 +9,7 @@ from datetime import datetime, timedelta
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
+from zlib import crc32
 
 from sqlalchemy import (
     ColumnElement,
@@ -412,10 +413,13 @@ _PARTITION_PRIME = 1_000_003
 
 
 class SweepQueries:
-    def __init__(self, database: Database, schema: Schema, timer: str) -> None:
+    def __init__(self, database: Database, schema: Schema, timer: str, namespace: str) -> None:
         self._db = database
         self._schema = schema
         self._timer = timer
+        #: The timer, and if it has a broker, a number for the namespace of its queues.
+        is_direct = timer == "direct"
+        self._signature = timer if is_direct else f"{timer}:{crc32(namespace.encode()):08x}"
         self._t = schema.tasks
         self._s = schema.sweeps
         self._r = schema.recurring.c
@@ -439,7 +443,7 @@ class SweepQueries:
         def work(on: Any) -> datetime | None:
             row = on.execute(select(s).where(mine).with_for_update()).first()
             now: datetime = on.execute(select(db_now())).scalar_one()
-            armed_until, values = now, {"swept_at": now, "timer": self._timer}
+            armed_until, values = now, {"swept_at": now, "timer": self._signature}
             if row is None:
                 key = {"sweep_partition": sweep_partition, "sweep_partitions": stored}
                 on.execute(insert(s).values(**key, **values, armed_until=now))
@@ -448,7 +452,7 @@ class SweepQueries:
             if not is_set_back and row.swept_at > now - timedelta(seconds=at_least_s):
                 return None
             # Our workers do not receive what another timer keeps, so rows are armed again.
-            if not is_set_back and row.timer == self._timer:
+            if not is_set_back and row.timer.partition(":")[0] == self._timer:
                 armed_until = row.armed_until
             change = update(s).where(mine).values(**values, armed_until=armed_until)
             check_row_count(on.execute(change).rowcount, 1, f"sweep partition {sweep_partition}")
@@ -460,6 +464,13 @@ class SweepQueries:
             if isinstance(error.__cause__, exc.IntegrityError):
                 return None  # another process made the first sweep
             raise
+
+    def is_shared(self, within_s: float) -> bool:
+        """Return whether a deployment with another namespace has swept within this time."""
+        s = self._s.c
+        lately = select(s.timer).where(s.swept_at > db_now_plus(-within_s), s.timer.like("%:%"))
+        namespace = self._signature.partition(":")[2]
+        return any(row.timer.partition(":")[2] != namespace for row in self._db.rows(lately))
 
     def mark_armed(
         self, sweep_partition: int, sweep_partitions: int, since: datetime, until: datetime

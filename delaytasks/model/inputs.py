@@ -105,6 +105,11 @@ def show_measured(seconds: float | None) -> str:
     return f"{seconds:.1f}s" if seconds < 10 else show_duration(seconds)
 
 
+def show_offset(seconds: float) -> str:
+    """Return how far a clock is ahead or behind: "+1.5s", "-1d"."""
+    return f"{'-' if seconds < 0 else '+'}{show_measured(abs(seconds))}"
+
+
 # -- model instances ------------------------------------------------------------------------------
 
 # Recognize model instances of Django and of SQLAlchemy, of which callers pass the primary key.

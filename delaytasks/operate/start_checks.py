@@ -74,9 +74,20 @@ class StartChecks:
             redis_timer.link.check()
         try:
             self._runtime.store.check()
+            self._check_other_deployments()
         except StoreUnavailableError as error:
             # Not an error of the configuration: a worker waits until the database is back.
             self._runtime.events.emit("store.down", error=str(error))
+
+    def _check_other_deployments(self) -> None:
+        """Report another deployment on the same tables, which takes our tasks to its own queues."""
+        runtime, settings = self._runtime, self._runtime.settings
+        if settings.uses_broker and runtime.store.sweeps.is_shared(settings.silent_s):
+            remedy = (
+                "give both the same delaytasks_namespace and broker, or tables of their own "
+                "(delaytasks_table_prefix); if you have changed it, stop the old workers"
+            )
+            runtime.events.emit("tables.shared", namespace=settings.namespace, remedy=remedy)
 
     def check_settings(self) -> None:
         """Check the settings without any connection."""

@@ -129,6 +129,20 @@ def test_a_sweep_begins_where_the_last_one_ended_unless_the_timer_has_changed(wo
         world.set_columns("sweeps", timer="redis")
 
 
+def test_a_deployment_with_another_namespace_on_the_same_tables_is_reported(world: World) -> None:
+    def is_reported() -> bool:
+        world.events.clear()
+        world.runtime.checks.check_ready()
+        return bool(world.told("tables.shared"))
+
+    assert world.sweep()
+    assert not is_reported(), "it is ours"
+    world.set_columns("sweeps", timer="eta:0badcafe")
+    assert is_reported()
+    world.advance(16)
+    assert not is_reported(), "the other one has stopped"
+
+
 def test_after_the_clock_was_set_back_sweeps_continue_and_arm_rows_again(world: World) -> None:
     near = world.put(due_s=20)
     assert [world.sweep(), world.sweep(), world.unswept(10)] == [True, False, []]

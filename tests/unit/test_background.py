@@ -181,6 +181,47 @@ def test_a_failure_loses_one_call(timer: ArmingThread, caplog: pytest.LogCapture
     assert "OSError: as asked" in caplog.text
 
 
+def test_after_an_error_nobody_takes_the_rows_for_armed(timer: ArmingThread) -> None:
+    timer.broker.fails = 1
+    assert (timer.sender.arm([entry(1)]), timer.is_up) == (False, False), "a sweep marks nothing"
+    assert (timer.sender.arm([entry(2)]), timer.is_up) == (True, True)
+
+
+def test_a_call_waits_for_the_messages_of_each_queue() -> None:
+    with closing(ArmingThread(limit_s=0.2)) as timer:
+        timer.broker.gate.clear()
+        for queues, is_in_time in ((1, False), (5, True)):
+            entries = [entry(id)._replace(queue=f"q{id}") for id in range(queues)]
+            threading.Timer(0.5, timer.broker.gate.set).start()
+            assert timer.sender.arm(entries) is is_in_time
+            assert timer.flush(5)
+            timer.broker.gate.clear()
+
+
+def test_drains_go_after_entries_and_are_bounded(
+    timer: ArmingThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timer.change(monkeypatch, max_waiting_drains=3)
+    drained = timer.broker.requested_drains
+    timer.broker.gate.clear()
+    timer.arm([entry(1, 0)])
+    wait_until(lambda: timer.broker.calls, 5, "the thread to be busy")
+    drain = timer.request_drain
+    calls = [threading.Thread(target=drain, args=(f"q{n}", [0], 1, 5)) for n in range(3)]
+    for call in calls:
+        call.start()
+    wait_until(lambda: len(timer.waiting_drains) == 3, 5, "the requests to wait")
+    assert not drain("one too many", [0], 1, 5)
+    timer.broker.fails = 2
+    timer.arm([entry(2, 0)])
+    timer.broker.gate.set()
+    for call in calls:
+        call.join()
+    assert timer.flush(5)
+    assert timer.broker.ids == [1, 2]
+    assert not drained, "the entries came first, and failed"
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_died_is_replaced_by_the_next_call(timer: ArmingThread) -> None:
     arm, timer.broker.arm = timer.broker.arm, die  # type: ignore[method-assign]

@@ -127,7 +127,7 @@ def test_reports_after_a_silence_say_that_rows_were_released() -> None:
 
 def test_sweeps_without_a_broker_do_not_replace_sweeps_with_one(world: World) -> None:
     sweeps, store = world.store.sweeps, world.store
-    direct = SweepQueries(store.database, store.schema, "direct")
+    direct = SweepQueries(store.database, store.schema, "direct", "")
     assert direct.begin_sweep(0, 1, 4) is not None
     assert sweeps.stale_sweep_partitions(1, 10) == [0]
     assert sweeps.begin_sweep(0, 1, 4) is not None

@@ -118,6 +118,11 @@ class ArmingThread(BackgroundTimer):
             monkeypatch.setattr(arming, name.upper(), value)
 
     @property
+    def waiting_drains(self) -> list[Any]:
+        """The requests for drains that wait for the thread."""
+        return [] if self.sender._next is None else self.sender._next.drains
+
+    @property
     def has_died(self) -> bool:
         return not (self.sender._thread and self.sender._thread.is_alive())
 
