@@ -14,7 +14,7 @@ from delaytasks.model.clock import monotonic, reset_in_child
 from delaytasks.model.errors import OutcomeUnknownError, StoreUnavailableError
 from delaytasks.model.text import traceback_text
 
-# -- Log an event that occurs for each row or message once a minute, with a count -----------------
+# -- Log an event that occurs for each row, message or turn once a minute, with a count -----------
 
 
 #: The time between two lines about the same subject.
@@ -22,7 +22,8 @@ QUIET_S = 60.0
 #: The number of subjects of one event that have a line each; all others share one line.
 MOST_SUBJECTS = 20
 #: The events that occur for each row or each try, and the field with the subject of each. The
-#: failure of a task is not among them, because each failure has its own reason.
+#: failure of a task is not among them, because each failure has its own reason. All stages and
+#: loops that meet the same error share its line.
 SUBJECTS = {
     "task.no_processor": "tag",
     "task.no_key": "tag",
@@ -34,6 +35,8 @@ SUBJECTS = {
     "task.interrupted": "tag",
     "result.dropped": "tag",
     "settle.waits": "error",
+    "chunk.failed": "error",
+    "loop.failed": "error",
     "message.refused": "task",
     "queue.blocked": "key",
     "queue.unblocked": "key",
@@ -73,7 +76,7 @@ class Repeats:
 
     def __call__(self, name: str, fields: dict[str, Any]) -> None:
         subject = SUBJECTS.get(name)
-        if subject is None or self._is_new(name, fields.get(subject), fields):
+        if subject is None or self._is_new(name, _repr(fields.get(subject)), fields):
             self._log(name, fields)
 
     def _is_new(self, name: str, subject: object, fields: dict[str, Any]) -> bool:
@@ -135,8 +138,6 @@ logger = logging.getLogger("delaytasks")
 #: Types of fields that the log shows. Fields of other types are for subscribers only.
 _SHOWN = (str, int, float, BaseException)
 
-#: The number of loops and stages whose last error is remembered.
-MOST_LAST_ERRORS = 200
 #: The longest traceback in the log.
 MOST_TRACEBACK_BYTES = 16 * 1024
 OUTAGES = (StoreUnavailableError, OutcomeUnknownError)
@@ -173,14 +174,13 @@ class Events:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self._subscribers: list[Subscriber] = [Repeats(log_event)]
-        #: The text of the last error, by loop and stage.
-        self._last_errors: dict[tuple[str, str], str] = {}
-        #: The loops and stages whose last attempt found a database that answers, but cannot execute
-        #: statements.
-        self._unable: set[tuple[str, str]] = set()
 
     def subscribe(self, subscriber: Subscriber) -> None:
         self._subscribers.append(subscriber)
+
+    def log(self, name: str, fields: dict[str, Any]) -> None:
+        """Log an event without counting it."""
+        self._subscribers[0](name, fields)
 
     def use_log(self, log: LogEvent) -> None:
         """Log events by `log` from now on. The settings, which choose it, are read later."""
@@ -206,25 +206,12 @@ class Events:
         except Exception as error:
             self.failed(loop, error, stage)
             return False
-        self._unable.discard((loop, stage))
         return True
 
     def failed(self, loop: str, error: BaseException, stage: str = "") -> None:
-        """Emit `loop.failed` for a turn or a stage of a loop.
-
-        An error that repeats the last one has no traceback, because it may repeat each second for
-        hours.
-        """
-        text = f"{type(error).__name__}: {error}"
-        is_new = text != self._last_errors.get((loop, stage))
-        if len(self._last_errors) >= MOST_LAST_ERRORS:
-            self._last_errors.clear()
-        self._last_errors[loop, stage] = text
-        fields: dict[str, Any] = {"loop": loop, "error": text}
-        if stage:
-            fields["stage"] = stage
-            fields["is_logged"] = self._is_reported(error, loop, stage, is_new)
-        self.emit("loop.failed", **fields, cause=error if is_new or is_outage(error) else None)
+        """Emit `loop.failed` for a turn or a stage of a loop."""
+        at = {"loop": loop, "stage": stage} if stage else {"loop": loop}
+        self.emit("loop.failed", **at, error=f"{type(error).__name__}: {error}", cause=error)
 
     def refuse(self, kind: str, error: Exception) -> None:
         """Emit `message.refused`: `kind` says where the message comes from, `error` what is wrong.
@@ -232,18 +219,6 @@ class Events:
         Any client of the broker can send messages, so the text is bounded.
         """
         self.emit("message.refused", task=kind, reason=str(error)[:200])
-
-    def _is_reported(self, error: BaseException, loop: str, stage: str, is_new: bool) -> bool:
-        """Return whether the log already reports that the database cannot execute statements.
-
-        Each stage of each loop meets this state, with an error that names its own statement.
-        """
-        if not (isinstance(error, StoreUnavailableError) and error.is_unable):
-            return False
-        subject = loop, stage
-        is_reported = bool(self._unable) and not (subject in self._unable and is_new)
-        self._unable.add(subject)
-        return is_reported
 
 
 def log_event(name: str, fields: Mapping[str, Any]) -> None:
@@ -269,7 +244,7 @@ def log_record(name: str, fields: Mapping[str, Any], level: int) -> logging.LogR
     }
     shown = " ".join(f"{key}={_repr(value)}" for key, value in said.items())
     cause = _cause_of(fields)
-    has_traceback = isinstance(cause, BaseException) and not _is_repeated_outage(name, cause)
+    has_traceback = isinstance(cause, BaseException)
     record = logger.makeRecord(
         logger.name,
         level,
@@ -290,24 +265,6 @@ def log_record(name: str, fields: Mapping[str, Any], level: int) -> logging.LogR
 
 def _cause_of(fields: Mapping[str, Any]) -> Any:
     return fields.get("cause", fields.get("error"))
-
-
-#: The text of the last database error with which each event of `_BY_OUTAGE` was logged.
-_outage_texts: dict[str, str] = {}
-
-
-def _is_repeated_outage(name: str, cause: BaseException) -> bool:
-    """Return whether the last entry of this event has the same database error.
-
-    Such an error repeats in each turn of a loop and in each chunk, so only the first has a
-    traceback.
-    """
-    if name not in _BY_OUTAGE or not isinstance(cause, OUTAGES):
-        return False
-    text = f"{type(cause).__name__}: {cause}"
-    is_repeated = _outage_texts.get(name) == text
-    _outage_texts[name] = text
-    return is_repeated
 
 
 def is_outage(error: object) -> bool:

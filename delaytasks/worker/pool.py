@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from celery import current_app
 from celery.concurrency import solo
 
-from delaytasks.events import log_event
+from delaytasks.events import LogEvent, log_event
 from delaytasks.model.clock import monotonic
 from delaytasks.model.policies import Stamp
 from delaytasks.model.task import Entry
@@ -75,8 +75,10 @@ def run_chunk(request: ChunkRequest) -> Report:
     runner: Runner | None = None
     report: Report
     processes: Processes | None = None
+    log: LogEvent = log_event
     try:
         processes = processes_of(current_app)
+        log = processes.runtime.events.log
         processes.began_chunk()
         if request.counts_outcomes:
             processes.count_outcomes()
@@ -88,7 +90,7 @@ def run_chunk(request: ChunkRequest) -> Report:
         report = request.work(runner)()
     except Exception as error:
         # Not as an event, which would be counted twice if the main process runs the chunk.
-        log_event("chunk.failed", {"error": error})
+        log("chunk.failed", {"error": error})
         text = f"{type(error).__name__}: {error}"
         detached = runner.detached if runner is not None else ()
         report = Report(
