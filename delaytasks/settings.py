@@ -12,8 +12,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
-from datetime import timedelta
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from delaytasks.model.body import are_keys, names_of
 from delaytasks.model.clock import MAX_SHARDS
@@ -61,7 +60,7 @@ class Address(NamedTuple):
 
 
 class Sweep(NamedTuple):
-    interval: timedelta
+    interval_s: float
     partitions: int = 1
 
 
@@ -98,15 +97,15 @@ def _whole(least: int, most: int = 2**31) -> Reader:
     return read
 
 
-def _duration(value: Any) -> timedelta:
+def _duration(value: Any) -> float:
     try:
         seconds = check_wait(value, _LONGEST_S)
     except InvalidInputError:
-        seconds = 0
-    return timedelta(seconds=_checked(seconds > 0, seconds, "is a duration, as 30s, 5m or 1h30m"))
+        seconds = 0.0
+    return float(_checked(seconds > 0, seconds, "is a duration, as 30s, 5m or 1h30m"))
 
 
-def _duration_or_none(value: Any) -> timedelta | None:
+def _duration_or_none(value: Any) -> float | None:
     return None if _is_none(value) else _duration(value)
 
 
@@ -148,12 +147,12 @@ def _tags(value: Any) -> str | tuple[str, ...]:
     return value if value in ("auto", "any") else _texts(value)
 
 
-def _durable_eta(value: Any) -> bool | timedelta:
+def _durable_eta(value: Any) -> float | None:
     rule = "is true, false, or the shortest delay of durable tasks, as 5m; a second is '1s'"
     is_number = str(value) in ("0", "1")  # which may be meant as false and true, or as seconds
     try:
         if str(value).lower() in _BOOLS and not is_number:
-            return _bool(value)
+            return 0.0 if _bool(value) else None
         return _duration(_checked(not is_number, value, rule))
     except ValueError:
         raise ValueError(rule) from None
@@ -196,16 +195,12 @@ def _setting(
 ) -> Any:
     """Return the field of a setting. `mask` returns a secret text as it is shown."""
     metadata = {"read": read, "about": about, "mask": mask}
-    return field(default_factory=lambda: default, repr=mask is None, metadata=metadata)
-
-
-def _derived() -> Any:
-    return field(init=False, repr=False, compare=False)
+    return field(default_factory=lambda: read(default), repr=mask is None, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of one `DelayTasks`, what follows from them, and constants."""
+    """The settings of one `DelayTasks`, and constants. Durations are in seconds: `lease_s`."""
 
     database_url: str = _setting(
         "", _text, "SQLAlchemy URL of the database; empty: SQLite in data_dir", mask_secret
@@ -245,7 +240,7 @@ class Settings:
         "what sends tasks due within the horizon to the broker: a thread (background) or the "
         "call (inline)",
     )
-    horizon: timedelta | None = _setting(
+    horizon_s: float | None = _setting(
         "30s",
         _duration_or_none,
         "only tasks due within this time are sent to the broker; none: all tasks",
@@ -261,7 +256,8 @@ class Settings:
         "tags that this process may schedule: those of its processors and of a list; any; or all "
         "if it has no processors (auto)",
     )
-    durable_eta: bool | timedelta = _setting(
+    #: The shortest delay of Celery tasks that wait as rows; None: only those that ask for it.
+    durable_eta_s: float | None = _setting(
         False,
         _durable_eta,
         "Celery tasks with an eta or a countdown wait as rows, all or from this delay on; "
@@ -285,7 +281,7 @@ class Settings:
         mask_secret,
     )
 
-    lease: timedelta = _setting(
+    lease_s: float = _setting(
         "1m",
         _duration,
         "time for which a running task belongs to its worker; renewed after a third of it",
@@ -299,7 +295,7 @@ class Settings:
         "time between sweeps; with the number of sweep partitions, each with its own share of the "
         "table, as '5s 4'",
     )
-    purge_after: timedelta | None = _setting(
+    purge_after_s: float | None = _setting(
         "30d",
         _duration_or_none,
         "tasks that ended (DONE, FAILED, CANCELLED) longer ago than this are deleted; none: never",
@@ -326,24 +322,7 @@ class Settings:
     callback_broker_url: str = _setting(
         "", _text, "broker of queue callbacks; empty: the app's own broker", mask_secret
     )
-    callback_timeout: timedelta = _setting("30s", _duration, "longest time for a whole callback")
-
-    # -- Derived from the settings ----------------------------------------------------------------
-
-    table_schema: str = _derived()
-    #: The prefix of the tables without the schema.
-    name_prefix: str = _derived()
-    #: The URL of the Redis timer; empty: the broker's.
-    redis_url: str = _derived()
-    default_queue: str = _derived()
-    horizon_s: float | None = _derived()
-    #: The shortest delay of Celery tasks that wait as rows; None: only those that ask for it.
-    durable_eta_s: float | None = _derived()
-    lease_s: float = _derived()
-    sweep_s: float = _derived()
-    sweep_partitions: int = _derived()
-    purge_after_s: float | None = _derived()
-    callback_timeout_s: float = _derived()
+    callback_timeout_s: float = _setting("30s", _duration, "longest time for a whole callback")
 
     # -- Constants. Only tests change them: `DelayTasks(…, _grace_s=0)`, `delaytasks__grace_s` ----
 
@@ -375,41 +354,33 @@ class Settings:
     origins: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name, spec in _SPECS.items():
-            try:
-                value = spec.metadata["read"](getattr(self, name))
-            except ValueError as error:
-                self._refuse(name, str(error))
-            self._set(name, hide(value) if spec.metadata["mask"] else value)
-        schema, _, prefix = self.table_prefix.rpartition(".")
-        self._set("table_schema", schema)
-        self._set("name_prefix", prefix)
-        self._set("redis_url", self.timer if "://" in self.timer else "")
-        self._set("default_queue", self.queues.get("*", "default"))
-        self._set("horizon_s", _seconds(self.horizon))
-        is_all = self.durable_eta is True
-        self._set("durable_eta_s", 0.0 if is_all else _seconds(self.durable_eta or None))
-        self._set("lease_s", _seconds(self.lease))
-        self._set("sweep_s", _seconds(self.sweep.interval))
-        self._set("sweep_partitions", self.sweep.partitions)
-        self._set("self_sweep_s", self.self_sweep_s or 2 * self.sweep_s)
-        self._set("purge_after_s", _seconds(self.purge_after))
-        self._set("callback_timeout_s", _seconds(self.callback_timeout))
-        if self.lease_s < 4 * self.chunk_time_budget_s:  # rows claimed ahead wait for two budgets
-            self._refuse("lease", f"is at least {4 * self.chunk_time_budget_s:g} s")
-        if self.horizon_s is not None and self.horizon_s < 2 * self.sweep_s:
-            self._refuse("horizon", "is at least twice the interval of sweep, or rows fall between")
+        object.__setattr__(self, "self_sweep_s", self.self_sweep_s or 2 * self.sweep_s)
 
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
+    @property
+    def table_schema(self) -> str:
+        return self.table_prefix.rpartition(".")[0]
 
-    def _refuse(self, name: str, rule: str) -> NoReturn:
-        spec, value = _SPECS[name], getattr(self, name)
-        mask = spec.metadata["mask"]
-        text = mask(value) if mask and isinstance(value, str) else "***" if mask else shown(value)
-        if isinstance(value, timedelta):
-            text = _shown(spec, value)
-        raise ConfigError(f"{PREFIX}{name} = {text} (from {self.origin(name)}): the value {rule}")
+    @property
+    def name_prefix(self) -> str:
+        """The prefix of the tables without the schema."""
+        return self.table_prefix.rpartition(".")[2]
+
+    @property
+    def redis_url(self) -> str:
+        """The URL of the Redis timer; empty: the broker's."""
+        return self.timer if "://" in self.timer else ""
+
+    @property
+    def default_queue(self) -> str:
+        return self.queues.get("*", "default")
+
+    @property
+    def sweep_s(self) -> float:
+        return self.sweep.interval_s
+
+    @property
+    def sweep_partitions(self) -> int:
+        return self.sweep.partitions
 
     @property
     def timer_kind(self) -> str:
@@ -457,7 +428,7 @@ class Settings:
         return [
             (
                 PREFIX + name,
-                _shown(spec, getattr(self, name)),
+                _shown(spec, getattr(self, spec.name)),
                 self.origin(name),
                 str(spec.metadata["about"]),
             )
@@ -465,20 +436,24 @@ class Settings:
         ]
 
 
-def _seconds(duration: Any) -> float | None:
-    return None if duration is None else float(duration.total_seconds())
+#: The fields of the settings and of the constants, by the names that people write.
+_SPECS = {spec.name.removesuffix("_s"): spec for spec in fields(Settings) if spec.metadata}
+_CONSTANTS = {
+    "_" + spec.name: spec for spec in fields(Settings) if isinstance(spec.default, (int, float))
+}
 
 
 def _shown(spec: Field[Any], value: Any) -> str:
     mask = spec.metadata["mask"]
     if spec.name == "encryption_keys":
         return " ".join(names_of(value))
+    if spec.name == "durable_eta_s" and not value:
+        return str(value is not None)
     if isinstance(value, Sweep):
-        interval = _shown(spec, value.interval)
+        interval = _shown_duration(value.interval_s)
         return interval if value.partitions == 1 else f"{interval} {value.partitions}"
-    if isinstance(value, timedelta):
-        text = show_duration(value.total_seconds())
-        return text if parse_duration(text) == value else f"{value.total_seconds():g}s"
+    if isinstance(value, float):
+        return _shown_duration(value)
     if isinstance(value, tuple):
         return " ".join(map(mask, value) if mask else value)
     if mask:
@@ -488,21 +463,9 @@ def _shown(spec: Field[Any], value: Any) -> str:
     return json.dumps(value) if isinstance(value, Mapping) else str(value)
 
 
-_SPECS = {spec.name: spec for spec in fields(Settings) if spec.metadata}
-_CONSTANTS = {
-    "_" + spec.name: type(spec.default)
-    for spec in fields(Settings)
-    if isinstance(spec.default, (int, float))
-}
-#: The settings that people look for under other names.
-_MEANT = {
-    "default_queue": "queues",
-    "redis_url": "timer",
-    "schema": "table_prefix",
-    "strict_tags": "tags",
-    "sweep_partitions": "sweep",
-    "table_schema": "table_prefix",
-}
+def _shown_duration(seconds: float) -> str:
+    text = show_duration(seconds)
+    return text if parse_duration(text).total_seconds() == seconds else f"{seconds:g}s"
 
 
 def hide_secrets(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -515,6 +478,9 @@ def hide_secrets(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def secret_names() -> list[str]:
     """Return the names of the settings that contain passwords or keys."""
     return [name for name, spec in _SPECS.items() if spec.metadata["mask"]]
+
+
+# -- Read the settings of a `DelayTasks` ----------------------------------------------------------
 
 
 def load_settings(
@@ -534,8 +500,7 @@ def load_settings(
         for name, value in environ.items()
         if name.startswith(PREFIX.upper()) and not _is_for_tools(name)
     }
-    values: dict[str, Any] = {}
-    origins: dict[str, str] = {}
+    given: dict[str, tuple[Any, str]] = {}
     for origin, found in (
         ("celery configuration", own),
         ("environment", variables),
@@ -543,23 +508,37 @@ def load_settings(
     ):
         for full_name, value in found.items():
             name = full_name.removeprefix(PREFIX)
-            if name in _CONSTANTS:
-                try:
-                    values[name[1:]] = _CONSTANTS[name](value)
-                except (TypeError, ValueError):
-                    text = f"{full_name} = {shown(value)} (from {origin})"
-                    raise ConfigError(f"{text}: the value is a number") from None
-            elif name in _SPECS:
-                values[name], origins[name] = value, origin
-            else:
+            if name not in _SPECS and name not in _CONSTANTS:
                 raise ConfigError(_unknown(name, origin))
-    return Settings(**values, origins=origins)
+            given[name] = value, origin
+    values: dict[str, Any] = {}
+    for name, (value, _) in given.items():
+        spec = _SPECS.get(name) or _CONSTANTS[name]
+        try:
+            read = spec.metadata.get("read", type(spec.default))(value)
+        except ValueError as error:
+            raise _wrong(name, value, given, str(error)) from None
+        values[spec.name] = hide(read) if spec.metadata.get("mask") else read
+    made = Settings(**values, origins={name: origin for name, (_, origin) in given.items()})
+    budgets_s = 4 * made.chunk_time_budget_s  # rows claimed ahead wait for two budgets
+    if made.lease_s < budgets_s:
+        raise _wrong("lease", made.lease_s, given, f"is at least {budgets_s:g} s")
+    if made.horizon_s is not None and made.horizon_s < 2 * made.sweep_s:
+        rule = "is at least twice the interval of sweep, or rows fall between"
+        raise _wrong("horizon", made.horizon_s, given, rule)
+    return made
+
+
+def _wrong(name: str, value: Any, given: Mapping[str, Any], rule: str) -> ConfigError:
+    mask = name in _SPECS and _SPECS[name].metadata["mask"]
+    text = mask(value) if mask and isinstance(value, str) else "***" if mask else shown(value)
+    origin = given[name][1] if name in given else "default"
+    return ConfigError(f"{PREFIX}{name} = {text} (from {origin}): the value {rule}")
 
 
 def _unknown(name: str, origin: str) -> str:
     close = difflib.get_close_matches(name, _SPECS, n=1, cutoff=0.5)
-    meant = _MEANT.get(name) or (close[0] if close else None)
-    hint = f"; did you mean {PREFIX}{meant}?" if meant else ""
+    hint = f"; did you mean {PREFIX}{close[0]}?" if close else ""
     if origin == "arguments" and (short := name.removeprefix(PREFIX)) in _SPECS:
         hint = f"; write {short}, without the prefix"
     return f"unknown setting {PREFIX}{name} (from {origin}){hint}"

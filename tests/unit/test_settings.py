@@ -33,7 +33,6 @@ def test_the_environment_wins_over_celerys_configuration_and_arguments_win_over_
     [
         ({"delaytasks_leas": 1}, {}, {}, "leas .*celery.*mean delaytasks_lease"),
         ({}, {"DELAYTASKS_HORIZON_S": "1"}, {}, "horizon_s .*mean delaytasks_horizon"),
-        ({}, {"DELAYTASKS_REDIS_URL": "redis://"}, {}, "redis_url .*mean delaytasks_timer"),
         ({}, {}, {"databse_url": "x"}, "databse_url .*mean delaytasks_database_url"),
     ],
 )
@@ -65,18 +64,14 @@ def cases(table: dict[str, list[Any]]) -> list[Any]:
 
 #: The values that are given, and what they mean.
 VALUES: dict[str, list[tuple[Any, Any]]] = {
-    "horizon": [("none", None), (None, None), ("1h30m", timedelta(minutes=90))],
-    "purge_after": [("86400", timedelta(days=1)), (timedelta(days=1), timedelta(days=1))],
+    "horizon_s": [("none", None), (None, None), ("1h30m", 5400.0)],
+    "purge_after_s": [("86400", 86400.0), (timedelta(days=1), 86400.0)],
     "event_bodies": [("yes", True), ("0", False), (False, False)],
     "pool_size": [("7", 7)],
     "shard": [("0", 0), ("31", 31)],
-    "lease": [(30, timedelta(seconds=30))],
-    "sweep": [
-        ("2s", Sweep(timedelta(seconds=2), 1)),
-        ("2s 4", Sweep(timedelta(seconds=2), 4)),
-        (("2s", 4), Sweep(timedelta(seconds=2), 4)),
-    ],
-    "durable_eta": [("true", True), ("5m", timedelta(minutes=5)), ("1s", timedelta(seconds=1))],
+    "lease_s": [(30, 30.0)],
+    "sweep": [("2s", Sweep(2.0, 1)), ("2s 4", Sweep(2.0, 4)), (("2s", 4), Sweep(2.0, 4))],
+    "durable_eta_s": [("true", 0.0), (False, None), ("5m", 300.0), ("1s", 1.0)],
     "tags": [("any", "any"), ("mail.send mail.sent", ("mail.send", "mail.sent")), ([], ())],
     "timer": [("redis://a/0", Secret("redis://a/0"))],
     "metrics": [
@@ -96,7 +91,8 @@ VALUES: dict[str, list[tuple[Any, Any]]] = {
 @pytest.mark.parametrize(("name", "both"), cases(VALUES))
 def test_values_are_read_as_their_type(name: str, both: tuple[Any, Any]) -> None:
     given, value = both
-    found = getattr(load_settings({f"delaytasks_{name}": given}, {}), name)
+    conf = {f"delaytasks_{name.removesuffix('_s')}": given}
+    found = getattr(load_settings(conf, {}), name)
     assert (found, type(found)) == (value, type(value))
 
 
@@ -109,9 +105,6 @@ def test_values_are_read_as_their_type(name: str, both: tuple[Any, Any]) -> None
         ({"timer": "redis://a"}, {"timer_kind": "redis", "redis_url": "redis://a"}),
         ({"queues": {"mail.*": "mail"}}, {"default_queue": "default"}),
         ({"queues": {"*": "other"}}, {"default_queue": "other"}),
-        ({"durable_eta": False}, {"durable_eta_s": None}),
-        ({"durable_eta": True}, {"durable_eta_s": 0.0}),
-        ({"durable_eta": "5m"}, {"durable_eta_s": 300.0}),
         ({"sweep": "3s 2"}, {"sweep_s": 3.0, "sweep_partitions": 2, "self_sweep_s": 6.0}),
     ],
 )
