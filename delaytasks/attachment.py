@@ -229,9 +229,8 @@ def attach(celery_app: Any, delays: DelayTasks, processes: Processes) -> None:
         if settings.has_structured_log:
             from delaytasks.logging import LogFormatter
 
-            log_format: Any = settings.log_format
             for handler in logger.handlers:
-                handler.setFormatter(LogFormatter(log_format))
+                handler.setFormatter(LogFormatter())
 
     def import_modules(**_: Any) -> None:
         import_entry_points()

@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Mapping
 from datetime import datetime, timezone
-from typing import Any, Literal
+from typing import Any
 
 from delaytasks.events import MOST_TRACEBACK_BYTES, level_of, log_record, logger
 from delaytasks.model.task import DelayedTask
@@ -86,25 +86,16 @@ def _plain(value: str | float | BaseException) -> str | float | int:
 
 
 class LogFormatter(logging.Formatter):
-    """Prints each log record as one line of JSON or logfmt, with its traceback.
+    """Prints each log record as one line of JSON, with its traceback.
 
-    A worker and beat use it if the setting `log_format` is `"json"` or `"logfmt"`. Other processes
-    name it in the configuration of their log.
-
-    Parameters
-    ----------
-    log_format
-        `"json"` or `"logfmt"`.
+    A worker and beat use it if the setting `log_format` is `"json"`. Other processes name it in the
+    configuration of their log.
 
     Examples
     --------
     >>> handler = logging.StreamHandler()
-    >>> handler.setFormatter(LogFormatter("json"))
+    >>> handler.setFormatter(LogFormatter())
     """
-
-    def __init__(self, log_format: Literal["json", "logfmt"] = "json") -> None:
-        super().__init__()
-        self._print = _logfmt if log_format == "logfmt" else _json
 
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.fromtimestamp(record.created, timezone.utc)
@@ -121,26 +112,5 @@ class LogFormatter(logging.Formatter):
             line |= {"event": event, **getattr(record, FIELDS)}
         if record.exc_info and record.exc_info[1] is not None:
             line["traceback"] = traceback_text(record.exc_info[1], MOST_TRACEBACK_BYTES)
-        return self._print(line)
-
-
-def _json(line: Mapping[str, Any]) -> str:
-    # Without ASCII escapes, U+2028 and terminal sequences of processors would reach the log.
-    return json.dumps(line, default=str)
-
-
-def _logfmt(line: Mapping[str, Any]) -> str:
-    pairs: list[str] = []
-    for name, value in line.items():
-        if isinstance(value, Mapping):
-            pairs += [f"{name}.{key}={_quoted(text)}" for key, text in value.items()]
-        elif value is not None:
-            pairs.append(f"{name}={_quoted(value)}")
-    return " ".join(pairs)
-
-
-def _quoted(value: object) -> str:
-    """Return a value without quotes if it contains no character that ends it."""
-    text = str(value).lower() if isinstance(value, bool) else str(value)
-    is_plain = bool(text) and all(33 <= ord(c) < 127 and c not in '"=\\' for c in text)
-    return text if is_plain else json.dumps(text)
+        # Without ASCII escapes, U+2028 and terminal sequences of processors would reach the log.
+        return json.dumps(line, default=str)

@@ -268,9 +268,8 @@ class Settings:
     )
     log_format: str = _setting(
         "text",
-        _one_of("text", "json", "logfmt"),
-        "lines for people (text), or for programs with one line for each change of a task (json, "
-        "logfmt)",
+        _one_of("text", "json"),
+        "lines for people (text), or for programs with one line for each change of a task (json)",
     )
     max_body_bytes: int = _setting(256 * 1024, _whole(1), "longest body, as JSON")
     encryption_keys: tuple[str, ...] = _setting(

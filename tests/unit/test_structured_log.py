@@ -26,10 +26,10 @@ HOSTILE = 'a "quote", \x1b[31m and \n{"level":"forged"}'
 
 
 class Lines(logging.Handler):
-    def __init__(self, log_format: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
-        self.setFormatter(LogFormatter(log_format))
+        self.setFormatter(LogFormatter())
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(self.format(record))
@@ -46,10 +46,9 @@ def events() -> Events:
     return made
 
 
-@pytest.fixture(params=["json"])
-def log(request: pytest.FixtureRequest) -> Iterator[Lines]:
-    """The lines in a format, which is JSON unless a test names another one."""
-    handler, level = Lines(request.param), events_module.logger.level
+@pytest.fixture
+def log() -> Iterator[Lines]:
+    handler, level = Lines(), events_module.logger.level
     events_module.logger.addHandler(handler)
     events_module.logger.setLevel(logging.INFO)
     yield handler
@@ -79,16 +78,6 @@ def test_an_error_has_its_text_and_traceback_in_one_line(log: Lines, events: Eve
     assert line["error"] == f"ValueError: {HOSTILE}"
     assert "test_structured_log.py" in line["traceback"]
     assert line["traceback"].rstrip().endswith(HOSTILE)
-
-
-@pytest.mark.parametrize("log", ["logfmt"], indirect=True)
-def test_logfmt_quotes_characters_that_could_end_a_value(log: Lines, events: Events) -> None:
-    events.emit("task.withdrawn", **TASK.event_fields, reason=HOSTILE)
-    [line] = log.lines
-    assert ' event=task.withdrawn id=7 tag=mail key="k 1" queue=default attempt=2 ' in line
-    assert " meta.tenant=acme " in line
-    assert r'reason="a \"quote\", \u001b[31m and \n{\"level\":\"forged\"}"' in line
-    assert line.isprintable()
 
 
 # -- repeats --------------------------------------------------------------------------------------
