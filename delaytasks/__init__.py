@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING, Any
 
 from delaytasks.celery import aschedule_delay, current_delays, processor, schedule_delay
 from delaytasks.client import DelayTasks
-from delaytasks.handles import Processor
 from delaytasks.model import errors
 from delaytasks.model.errors import *  # noqa: F403 - the list of errors is in model/errors.py only
 from delaytasks.model.filters import BulkResult, LogEntry
@@ -12,6 +11,7 @@ from delaytasks.model.moves import Status
 from delaytasks.model.outcomes import Cancel, Done, Fail, Outcome, Retry, RetrySchedule, Snooze
 from delaytasks.model.policies import Policy
 from delaytasks.model.task import Attempt, CancelResult, DelayedTask, NewTask, Page, TouchResult
+from delaytasks.registry import Processor
 from delaytasks.shards import Shards
 
 if TYPE_CHECKING:

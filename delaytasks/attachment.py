@@ -15,23 +15,21 @@ from urllib.parse import quote
 from weakref import WeakKeyDictionary
 
 import celery
-from celery import signals
+from celery import Task, signals
 from celery.app import utils
 from celery.utils.functional import maybe_list
 from celery.utils.imports import symbol_by_name
 from celery.utils.log import get_logger
 from kombu.transport import TRANSPORT_ALIASES
 
-from delaytasks.broker.arming import SWEEP
+from delaytasks.broker.arming import RUN, SWEEP, read_message
 from delaytasks.model.errors import ConfigError
 from delaytasks.model.text import first_names
 from delaytasks.settings import PREFIX, secret_names
-from delaytasks.worker.celery_tasks import register_tasks
 
 if TYPE_CHECKING:
     from delaytasks.client import DelayTasks
     from delaytasks.durable_eta.publish import Revocations
-    from delaytasks.worker.processes import Processes
 
 
 # -- rows for delayed calls -----------------------------------------------------------------------
@@ -155,6 +153,93 @@ def _make_control(kind: Any, **options: Any) -> Any:
     return type("DurableControl", (RevokesRows, symbol_by_name(kind)), {})(**options)
 
 
+# -- the two Celery tasks -------------------------------------------------------------------------
+
+#: These override the app's configuration. The row is the truth, so a message may get lost.
+_TASK_OPTIONS = {
+    "shared": False,  # or all Celery apps of the process would have a task of this instance
+    "ignore_result": True,
+    "acks_late": False,
+    "serializer": "json",
+    "send_events": False,
+    "store_errors_even_if_ignored": False,
+    "autoretry_for": (),
+    "rate_limit": None,
+    "time_limit": None,
+    "soft_time_limit": None,
+    "typing": False,
+    "durable_eta": False,
+}
+
+
+class CarrierTask(Task):
+    """Sends its messages without an event and without compression.
+
+    Monitors show rows. With `task_send_sent_event` in the app's configuration they would list the
+    sweeps of beat as well. `task_compression` has no effect either, since workers refuse to
+    decompress untrusted input.
+    """
+
+    def apply_async(self, *args: Any, producer: Any = None, **options: Any) -> Any:
+        with self.app.producer_or_acquire(producer) as sender:
+            options |= {"event_dispatcher": _NoEvents, "producer": _Uncompressed(sender)}
+            options["serializer"] = "json"
+            if queue := options.get("queue"):
+                # A route or an annotation of the app may name another exchange and key.
+                options |= {"exchange": "", "routing_key": getattr(queue, "name", queue)}
+            return super().apply_async(*args, **options)
+
+
+class _Uncompressed:
+    """A producer that compresses nothing."""
+
+    def __init__(self, producer: Any) -> None:
+        self._producer = producer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._producer, name)
+
+    def publish(self, *args: Any, **options: Any) -> Any:
+        return self._producer.publish(*args, **{**options, "compression": ""})
+
+
+class _NoEvents:
+    @staticmethod
+    def publish(*args: Any, **options: Any) -> None: ...
+
+
+def register_tasks(celery_app: Any, delays: DelayTasks) -> None:
+    """Add our tasks to a Celery app. A strategy receives their messages in a worker.
+
+    If they are called without a worker (task_always_eager), they do their work within the call.
+    """
+
+    def run(entries: list[Any], options: Any = None) -> None:
+        args = [entries] if options is None else [entries, options]
+        settings, runner = delays._runtime.settings, delays._processes.runner()
+        queue = settings.default_queue
+        content = read_message(args, queue)
+        if content.entries:
+            runner.run(content.entries)
+        if content.priorities:
+            runner.run_due(queue, content.priorities, settings.chunk_max)
+
+    def sweep(partition: int | None = None) -> None:
+        every = range(delays._runtime.settings.sweep_partitions)
+        for number in every if partition is None else [partition]:
+            delays._runtime.sweeper.sweep(number)
+
+    strategies = "delaytasks.worker.consumer"
+    for function, name, strategy in (
+        (run, RUN, f"{strategies}:run_strategy"),
+        (sweep, SWEEP, f"{strategies}:sweep_strategy"),
+    ):
+        task = celery_app.task(function, name=name, base=CarrierTask, **_TASK_OPTIONS)
+        task.Strategy = strategy
+
+
+# -- attach ---------------------------------------------------------------------------------------
+
 ENTRY_POINTS = "delaytasks.processors"
 #: The newest release of Celery that delaytasks is tested with. A worker with a newer one logs a
 #: warning.
@@ -183,7 +268,7 @@ def newest_attached() -> Any:
     return next((delays for delays, is_so in reversed([*_attached.items()]) if is_so), None)
 
 
-def attach(celery_app: Any, delays: DelayTasks, processes: Processes) -> None:
+def attach(celery_app: Any, delays: DelayTasks) -> None:
     """Register the tasks and worker steps of `delays`, a `DelayTasks`, with its Celery app."""
     if getattr(celery_app, "delaytasks", None) is not None:
         raise ConfigError(
@@ -197,17 +282,15 @@ def attach(celery_app: Any, delays: DelayTasks, processes: Processes) -> None:
         )
     celery_app.delaytasks = delays
     _attached[delays] = celery_app.set_as_current
-    register_tasks(celery_app, processes)
+    register_tasks(celery_app, delays)
     intercept(celery_app, delays)
-    # A beat process, and a beat inside a worker (`celery worker -B`).
-    for starting in (signals.beat_init, signals.beat_embedded_init):
-        starting.connect(quiet_beat, weak=False, dispatch_uid="delaytasks.quiet_beat")
-    signals.celeryd_after_setup.connect(
-        warn_of_untested_celery, weak=False, dispatch_uid="delaytasks.celery_version"
-    )
-    signals.before_task_publish.connect(
-        warn_of_other_app, weak=False, dispatch_uid="delaytasks.other_app"
-    )
+    for signal, receiver in (
+        (signals.celeryd_after_setup, warn_of_untested_celery),
+        (signals.before_task_publish, warn_of_other_app),
+        (signals.import_modules, import_entry_points),
+    ):
+        signal.connect(receiver, weak=False, dispatch_uid=f"delaytasks.{receiver.__name__}")
+    logging.getLogger("celery.beat").addFilter(show_sweeps_at_debug)
     mask_settings()
     celery_app.steps["worker"].add("delaytasks.worker.consumer:DelaysStep")
     celery_app.steps["consumer"].add("delaytasks.worker.connection:GuardStep")
@@ -217,7 +300,7 @@ def attach(celery_app: Any, delays: DelayTasks, processes: Processes) -> None:
         # Imported here: a process that only registers processors does not need it.
         from delaytasks.operate.start_checks import add_sweeps
 
-        add_sweeps(sender, processes.runtime)
+        add_sweeps(sender, delays._runtime)
 
     celery_app.on_after_finalize.connect(add_to_beat, weak=False)
     if celery_app.finalized:  # the signal was sent before
@@ -225,26 +308,22 @@ def attach(celery_app: Any, delays: DelayTasks, processes: Processes) -> None:
 
     def format_log(logger: Any, **_: Any) -> None:
         """Let the handlers of a logger print documents, if the settings say so."""
-        settings = processes.runtime.settings
+        settings = delays._runtime.settings
         if settings.has_structured_log:
             from delaytasks.logging import LogFormatter
 
             for handler in logger.handlers:
                 handler.setFormatter(LogFormatter())
 
-    def import_modules(**_: Any) -> None:
-        import_entry_points()
-
-    # The signals refer to their receivers weakly, and the app holds them: an app that is no longer
-    # used is freed with them.
-    celery_app.delaytasks_receivers = format_log, import_modules
+    # The signals refer to this receiver weakly, and the app holds it: an app that is no longer used
+    # is freed with it.
+    celery_app.delaytasks_format_log = format_log
     # Celery sends these after it has made its handlers; not if the application makes its own.
     signals.after_setup_logger.connect(format_log)
     signals.after_setup_task_logger.connect(format_log)
-    signals.import_modules.connect(import_modules, sender=celery_app)
 
 
-def import_entry_points() -> None:
+def import_entry_points(**_: Any) -> None:
     """Import the processors of installed packages, which name them as entry points."""
     for point in metadata.entry_points(group=ENTRY_POINTS):
         point.load()
@@ -257,10 +336,6 @@ def show_sweeps_at_debug(record: logging.LogRecord) -> bool:
         record.levelno, record.levelname = logging.DEBUG, logging.getLevelName(logging.DEBUG)
         return logging.getLogger(record.name).isEnabledFor(logging.DEBUG)
     return True
-
-
-def quiet_beat(**_: Any) -> None:
-    logging.getLogger("celery.beat").addFilter(show_sweeps_at_debug)
 
 
 def warn_of_untested_celery(**_: Any) -> None:

@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import datetime
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast, overload
 
 from delaytasks.attachment import attach, forced
 from delaytasks.events import Events
-from delaytasks.handles import Body, Converted, Processor
 from delaytasks.model.errors import InvalidInputError
 from delaytasks.model.inputs import ANY_CELERY_TASK, CALLBACK, MESSAGE, Delay, check_key, check_tag
 from delaytasks.model.outcomes import RetrySchedule
@@ -45,10 +45,9 @@ from delaytasks.operate.single_tasks import (
     read_task,
     result_of,
 )
-from delaytasks.registry import MAX_BATCH, Registry, tags_of
+from delaytasks.registry import MAX_BATCH, Body, Converted, Processor, Registry, tags_of
 from delaytasks.settings import hide_secrets
 from delaytasks.twins import twin
-from delaytasks.worker.processes import Processes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -56,18 +55,25 @@ if TYPE_CHECKING:
     from delaytasks.callbacks.callback_calls import CallbackCalls, Message
     from delaytasks.callbacks.http import Callback
     from delaytasks.db.sessions import ConnectionSource
-    from delaytasks.handles import BatchDecorator, Decorator, SchemaBatchDecorator, SchemaDecorator
     from delaytasks.model.filters import Filters
     from delaytasks.model.outcomes import Outcome
     from delaytasks.model.task import OnConflict, TaskOptions, Transaction
     from delaytasks.operate.forecast import Forecast
     from delaytasks.operate.start_checks import Finding
     from delaytasks.recurring.recurring import Recurring
-    from delaytasks.registry import CommonOptions, ProcessorOptions
+    from delaytasks.registry import (
+        BatchDecorator,
+        CommonOptions,
+        Decorator,
+        ProcessorOptions,
+        SchemaBatchDecorator,
+        SchemaDecorator,
+    )
     from delaytasks.runtime import ProcessorContext, Runtime
     from delaytasks.settings import Settings
     from delaytasks.statistics.reading import Statistics
     from delaytasks.twins import AsyncCalls
+    from delaytasks.worker.processes import Processes
 
 
 # A process imports the package of callbacks with the first callback.
@@ -130,7 +136,6 @@ class DelayTasks:
         self._lock = threading.RLock()
         self._made: Runtime | None = None
         self._is_in_test = False
-        self._processes = Processes(lambda: self._runtime)
         self.processor(CALLBACK, retries=RetrySchedule.NOTIFY, schema=_callback_of)(self._call_back)
         self.processor(MESSAGE, retries=RetrySchedule.NOTIFY, schema=_message_of)(
             self._send_message
@@ -139,7 +144,7 @@ class DelayTasks:
             self._publish_tasks
         )
         if celery_app is not None:
-            attach(celery_app, self, self._processes)
+            attach(celery_app, self)
 
     # -- schedule ---------------------------------------------------------------------------------
 
@@ -938,13 +943,13 @@ class DelayTasks:
 
         return decorate
 
-    def check(self) -> Iterator[Finding]:
+    def check(self) -> list[Finding]:
         """Find waiting tasks that this code cannot run, before it is deployed.
 
-        Yields
-        ------
-        Finding
-            A tag without a processor, bodies that the schema of the tag refuses, or rows of other
+        Returns
+        -------
+        list of Finding
+            The tags without a processor, bodies that the schema of a tag refuses, and rows of other
             programs that no worker will run as they are.
 
         Examples
@@ -952,20 +957,9 @@ class DelayTasks:
         >>> for finding in delays.check():
         ...     print(finding.tag, finding.problem)
         """
-        return self._runtime.checks.findings()
+        return [*self._runtime.checks.findings()]
 
-    async def acheck(self) -> AsyncIterator[Finding]:
-        """Find waiting tasks that this code cannot run. This is the asynchronous twin of `check`.
-
-        Examples
-        --------
-        >>> async for finding in delays.acheck():
-        ...     print(finding.tag, finding.problem)
-        """
-        calls = await self._async_calls()
-        check: Callable[[], Any] = self.check
-        async for finding in calls.iterate(check):
-            yield finding
+    acheck = twin(check)
 
     @property
     def events(self) -> Events:
@@ -1058,6 +1052,13 @@ class DelayTasks:
         from delaytasks.runtime import Runtime
 
         return Runtime(self, **settings)
+
+    @cached_property
+    def _processes(self) -> Processes:
+        # Imported here: most processes run no tasks.
+        from delaytasks.worker.processes import Processes
+
+        return Processes(lambda: self._runtime)
 
     def _exchange_runtime(self, runtime: Runtime | None, is_in_test: bool) -> Runtime | None:
         """Use these objects from now on, and return those before, which are not closed."""

@@ -210,7 +210,7 @@ class Events:
 
     def failed(self, loop: str, error: BaseException, stage: str = "") -> None:
         """Emit `loop.failed` for a turn or a stage of a loop."""
-        at = {"loop": loop, "stage": stage} if stage else {"loop": loop}
+        at: dict[str, Any] = {"loop": loop, "stage": stage} if stage else {"loop": loop}
         self.emit("loop.failed", **at, error=f"{type(error).__name__}: {error}", cause=error)
 
     def refuse(self, kind: str, error: Exception) -> None:

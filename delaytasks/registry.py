@@ -1,143 +1,59 @@
-"""The registered processors, and the threads and the event loop that call them."""
+"""What is registered for a tag: a processor with its options, and the handle of its function.
+
+`@delays.processor(tag)` checks the options and the function, keeps both as a `ProcessorSpec` in the
+`Registry` of the instance, and returns a `Processor`, which schedules tasks of the tag.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import contextvars
 import difflib
+import functools
 import inspect
-import threading
-from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+import types
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import partial
-from types import CoroutineType
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Generic,
+    ParamSpec,
+    Protocol,
+    TypedDict,
+    TypeVar,
+    overload,
+)
 
 from delaytasks.model.body import BodySchema, BodyVersions, Upgrade
-from delaytasks.model.clock import monotonic, reset_in_child
 from delaytasks.model.errors import (
     BodyRefusedError,
     ConfigError,
     InvalidInputError,
     UnknownTagError,
 )
-from delaytasks.model.inputs import Delay, check_queue, check_tag, check_wait, processor_tag
+from delaytasks.model.inputs import (
+    MAX_SLOTS,
+    Delay,
+    check_queue,
+    check_tag,
+    check_wait,
+    processor_tag,
+)
 from delaytasks.model.outcomes import MAX_RETRY_DELAY_S, Retries, RetryRule, RetrySchedule
-from delaytasks.model.task import DelayedTask
+from delaytasks.model.task import DelayedTask, new_task, new_task_of
 from delaytasks.model.text import shown
+from delaytasks.twins import twin
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from delaytasks.client import DelayTasks
+    from delaytasks.model.filters import TagFilters
+    from delaytasks.model.task import CancelResult, OnConflict, Page, TaskOptions
 
-# -- Threads for concurrent calls of processors; each tag has a limited number of slots -----------
-
-
-T = TypeVar("T")
-#: The most slots of one tag, and the most threads of one process.
-MAX_SLOTS = 1000
-
-
-class ThreadSlots:
-    """The slots of a process, which its chunks share.
-
-    A call that finds no idle thread starts one, which stays.
-    """
-
-    def __init__(self) -> None:
-        self.after_fork()
-        reset_in_child(self)
-
-    def after_fork(self) -> None:
-        self._changed = threading.Condition()
-        self._taken: Counter[str] = Counter()
-        self._all_taken = 0
-        self._threads = ThreadPoolExecutor(MAX_SLOTS, "delaytasks-row")
-        #: The calls that ended since the last call of `ended`.
-        self._ended, self._seconds = 0, 0.0
-
-    def take(self, tag: str, slots: int, until: float) -> bool:
-        """Take one of the tag's slots when one is free.
-
-        Return False if this takes longer than `until`.
-        """
-        with self._changed:
-            if not self._wait(lambda: self._is_free(tag, slots), until):
-                return False
-            self._taken[tag] += 1
-            self._all_taken += 1
-            return True
-
-    def give_back(self, tag: str) -> None:
-        """Free a slot in which no call was started."""
-        with self._changed:
-            self._leave(tag)
-            self._changed.notify_all()
-
-    def start(
-        self, tag: str, slots: int, rows: int, call: Callable[[], T], done: Callable[[T], None]
-    ) -> None:
-        """Run `call` in a thread for which a slot was taken.
-
-        `done` gets the result after the slot is free.
-        """
-        self._threads.submit(self._run, tag, slots, rows, call, done)
-
-    def free(self, tag: str, slots: int) -> int:
-        with self._changed:
-            return min(slots - self._taken[tag], MAX_SLOTS - self._all_taken)
-
-    def wait(self, is_so: Callable[[], bool], until: float | None = None) -> bool:
-        """Wait until `is_so` returns True, tested whenever a call has ended.
-
-        Return False after `until`.
-        """
-        with self._changed:
-            return self._wait(is_so, until)
-
-    def notify(self) -> None:
-        """Let the callers of `wait` test again."""
-        with self._changed:
-            self._changed.notify_all()
-
-    def ended(self) -> tuple[int, float]:
-        """Return the rows that ended since the last call, and their time divided by the slots."""
-        if not self._ended:  # as in a process without concurrent calls
-            return 0, 0.0
-        with self._changed:
-            ended, self._ended, self._seconds = (self._ended, self._seconds), 0, 0.0
-            return ended
-
-    def _run(
-        self, tag: str, slots: int, rows: int, call: Callable[[], T], done: Callable[[T], None]
-    ) -> None:
-        began = monotonic()
-        answer = call()
-        with self._changed:
-            self._ended += rows
-            self._seconds += (monotonic() - began) / slots
-            self._leave(tag)
-        done(answer)
-        self.notify()
-
-    def _leave(self, tag: str) -> None:
-        self._taken[tag] -= 1
-        self._all_taken -= 1
-
-    def _is_free(self, tag: str, slots: int) -> bool:
-        return self._taken[tag] < slots and self._all_taken < MAX_SLOTS
-
-    def _wait(self, is_so: Callable[[], bool], until: float | None) -> bool:
-        while not is_so():
-            left = None if until is None else until - monotonic()
-            if left is not None and left <= 0:
-                return False
-            self._changed.wait(left)
-        return True
-
+# -- the options of a processor, and the registry -------------------------------------------------
 
 F = TypeVar("F", bound=Callable[..., Any])
 #: The most rows of a batch, since a chunk has at most as many.
@@ -422,132 +338,201 @@ def _name(function: Callable[..., Any]) -> str:
     return f"{module}.{getattr(function, '__qualname__', repr(function))}"
 
 
-# -- The event loop of a process, in which processors that are `async def` run --------------------
+# -- the handle of a function ---------------------------------------------------------------------
+
+#: The body that callers schedule, and the object that a schema makes of it.
+Body = TypeVar("Body")
+Converted = TypeVar("Converted")
+P = ParamSpec("P")
+Returned = TypeVar("Returned")
+Returned_co = TypeVar("Returned_co", covariant=True)
 
 
-#: The value of a coroutine, or its error.
-ResultAndError = tuple[Any, BaseException | None]
+class Processor(Generic[Body, P, Returned_co]):
+    """A function that is registered for a tag. It can be called as before, and schedules tasks.
 
+    `@delays.processor(tag)` makes it. Type checkers know the type of the body from the annotation
+    of the function's first argument, or from `schema`.
 
-#: Runs the coroutines of this context in place of the event loop. A test runs them in its own
-#: thread or event loop, where its connections are.
-run_coroutine: contextvars.ContextVar[Callable[[Coroutine[Any, Any, Any]], Any] | None] = (
-    contextvars.ContextVar("run_coroutine", default=None)
-)
+    Attributes
+    ----------
+    tag
+        The tag.
+    function
+        The function itself, as workers call it.
 
-
-class EventLoop:
-    """An event loop in a thread of its own, which the first coroutine starts.
-
-    All processors share one loop, and thus its clients and connections. If a coroutine stops the
-    loop, the other coroutines on it fail, and the next one starts another loop.
+    Examples
+    --------
+    >>> @delays.processor("order.close")
+    ... def close_order(body: Order) -> None: ...
+    >>> close_order.schedule(Order(7), "30m", key="7")
+    >>> close_order.cancel(key="7")
     """
 
-    def __init__(self) -> None:
-        self._at_start: list[Callable[[], None]] = []
-        self.after_fork()
-        reset_in_child(self)
+    __name__: str
 
-    def after_fork(self) -> None:
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        #: The results for which callers wait.
-        self._answers: set[Future[ResultAndError]] = set()
-        self._running: set[asyncio.Task[None]] = set()
+    def __init__(self, delays: DelayTasks, tag: str, function: Callable[P, Returned_co]) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+        self._delays = delays
+        self.tag = tag
+        if inspect.iscoroutinefunction(function) and hasattr(inspect, "markcoroutinefunction"):
+            inspect.markcoroutinefunction(self)
 
-    def result_of(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run the coroutine with the caller's context variables, and return its result."""
-        if (run := run_coroutine.get()) is not None:
-            return run(coroutine)
-        answer: Future[ResultAndError] = Future()
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Returned_co:
+        """Call the function."""
+        return self.function(*args, **kwargs)
 
-        def start() -> None:
-            if answer.done():  # the loop was stopped before
-                coroutine.close()
-                return
-            task = asyncio.ensure_future(_into(answer, coroutine))
-            self._running.add(task)  # the loop itself has weak references only
-            task.add_done_callback(self._running.discard)
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the function, such as `delay` if it is a Celery task."""
+        if name == "function":  # a copy that is not initialized yet
+            raise AttributeError(name)
+        return getattr(self.function, name)
 
-        try:
-            with self._lock:
-                self._answers.add(answer)
-                self._started().call_soon_threadsafe(start, context=contextvars.copy_context())
-            value, error = answer.result()
-        finally:  # a soft time limit ends the wait
-            self._answers.discard(answer)
-        if error is not None:
-            raise error
-        return value
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        """Bind a function that is an attribute of a class, as Python binds functions."""
+        if instance is None or not isinstance(self.function, types.FunctionType):
+            return self
+        return types.MethodType(self, instance)
 
-    def at_start(self, call: Callable[[], None]) -> None:
-        """Call it once in the thread of each event loop, before the coroutines that follow."""
-        with self._lock:
-            if call not in self._at_start:
-                self._at_start.append(call)
-                if self._loop is not None:
-                    self._loop.call_soon_threadsafe(call)
+    def __reduce__(self) -> str:
+        """Pickle the name, as of a function. The processor is an attribute of its module."""
+        return str(getattr(self.function, "__qualname__", type(self.function).__qualname__))
 
-    def _started(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
-            loop = asyncio.new_event_loop()
-            for call in self._at_start:
-                loop.call_soon(call)
-            threading.Thread(
-                target=self._run, args=(loop,), name="delaytasks-async", daemon=True
-            ).start()
-            self._loop = loop  # only now: a process may have too many threads
-        return self._loop
+    def __repr__(self) -> str:
+        return f"<Processor {self.tag!r}: {_name(self.function)}>"
 
-    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        try:
-            loop.run_forever()
-        finally:
-            self._stopped(loop)
+    def schedule(
+        self,
+        body: Body,
+        delay: Delay | None = None,
+        *,
+        at: datetime | None = None,
+        on_conflict: OnConflict = "reject",
+        session: Any = None,
+        **options: Unpack[TaskOptions],
+    ) -> DelayedTask:
+        """Schedule a task of this tag. See `DelayTasks.schedule_delay`.
 
-    def _stopped(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Let the callers that wait for coroutines of this loop fail, and end the coroutines."""
-        with self._lock:
-            self._loop = None
-            answers, self._answers = self._answers, set()
-        for answer in list(answers):
-            if not answer.done():
-                answer.set_result((None, RuntimeError(_STOPPED)))
-        with contextlib.suppress(RuntimeError):  # one of them stopped the loop again
-            loop.run_until_complete(_cancel_others())
-            loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.close()
+        Examples
+        --------
+        >>> close_order.schedule({"order": 7}, "30m", key="7")
+        """
+        new = new_task(self.tag, body, delay, at, options)
+        w = self._delays._runtime
+        return w.producer.schedule(new, on_conflict, w.transactions.of_new(session, "aschedule"))
+
+    aschedule = twin(schedule)
+
+    def schedule_many(
+        self,
+        tasks: Iterable[tuple[Body, Delay | datetime]],
+        *,
+        on_conflict: OnConflict = "reject",
+        session: Any = None,
+        on_batch: Callable[[Sequence[DelayedTask]], None] | None = None,
+        **options: Unpack[TaskOptions],
+    ) -> int:
+        """Schedule many tasks of this tag. See `DelayTasks.schedule_many`.
+
+        Parameters
+        ----------
+        tasks
+            Tuples of a body and a delay or an instant.
+        **options
+            The options of all tasks, such as `priority`.
+
+        Examples
+        --------
+        >>> send_mail.schedule_many(({"to": user}, "1h") for user in users)
+        10000
+        """
+        new = (new_task_of((self.tag, *task))._replace(**options) for task in tasks)
+        return self._delays.schedule_many(
+            new, on_conflict=on_conflict, session=session, on_batch=on_batch
+        )
+
+    aschedule_many = twin(schedule_many)
+
+    def cancel(
+        self, *, key: str, version: int | None = None, running: bool = False, session: Any = None
+    ) -> CancelResult:
+        """Cancel the task of this tag that has the key. See `DelayTasks.cancel`.
+
+        Examples
+        --------
+        >>> close_order.cancel(key="7")
+        """
+        return self._delays.cancel(
+            tag=self.tag, key=key, version=version, running=running, session=session
+        )
+
+    acancel = twin(cancel)
+
+    def find(
+        self,
+        *,
+        cursor: str | None = None,
+        limit: int = 100,
+        newest_first: bool = False,
+        session: Any = None,
+        **filters: Unpack[TagFilters],
+    ) -> Page:
+        """Read a page of the tasks of this tag. See `DelayTasks.find`.
+
+        Examples
+        --------
+        >>> [task.id for task in close_order.find(status="FAILED")]
+        """
+        page: dict[str, Any] = {"cursor": cursor, "limit": limit, "newest_first": newest_first}
+        return self._delays.find(tag=self.tag, session=session, **page, **filters)
+
+    afind = twin(find)
+
+    @property
+    def _run_async(self) -> Callable[..., Awaitable[Any]]:
+        return self._delays._run_async
 
 
-_STOPPED = (
-    "the event loop of this process was stopped while the coroutine ran: a processor, or a library "
-    "that it uses, called `loop.stop()`, which ends all coroutines of the process; remove the call"
-)
+class Decorator(Protocol):
+    """Makes a processor of `f(body)` or `f(body, task)`."""
+
+    def __call__(
+        self, function: Callable[Concatenate[Body, P], Returned], /
+    ) -> Processor[Body, Concatenate[Body, P], Returned]: ...
 
 
-async def _cancel_others() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+class SchemaDecorator(Protocol[Body, Converted]):
+    """Makes a processor of a function that takes what a schema makes of a body."""
+
+    def __call__(
+        self, function: Callable[Concatenate[Converted, P], Returned], /
+    ) -> Processor[Body, Concatenate[Converted, P], Returned]: ...
 
 
-async def _into(answer: Future[ResultAndError], coroutine: Coroutine[Any, Any, Any]) -> None:
-    """Pass on every exception, since an exit would end the loop and all coroutines in it."""
-    result: ResultAndError
-    try:
-        result = await coroutine, None
-    except BaseException as error:
-        result = None, error
-    if not answer.done():  # the loop was stopped before
-        answer.set_result(result)
+class BatchDecorator(Protocol):
+    """Makes a processor of `f(tasks)` or `f(bodies, tasks)`."""
+
+    @overload
+    def __call__(
+        self, function: Callable[[list[Body], list[DelayedTask]], Returned], /
+    ) -> Processor[Body, [list[Body], list[DelayedTask]], Returned]: ...
+
+    @overload
+    def __call__(
+        self, function: Callable[[list[DelayedTask]], Returned], /
+    ) -> Processor[Any, [list[DelayedTask]], Returned]: ...
 
 
-_of_process = EventLoop()
-result_of = _of_process.result_of
-at_start = _of_process.at_start
+class SchemaBatchDecorator(Protocol[Body, Converted]):
+    """Makes a processor of a batch whose bodies a schema converts."""
 
+    @overload
+    def __call__(
+        self, function: Callable[[list[Converted], list[DelayedTask]], Returned], /
+    ) -> Processor[Body, [list[Converted], list[DelayedTask]], Returned]: ...
 
-def awaited(value: Any) -> Any:
-    """Return what a processor returned; if this is a coroutine, run it and return its result."""
-    return result_of(value) if type(value) is CoroutineType else value
+    @overload
+    def __call__(
+        self, function: Callable[[list[DelayedTask]], Returned], /
+    ) -> Processor[Body, [list[DelayedTask]], Returned]: ...

@@ -10,10 +10,9 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from functools import partial
-from threading import Lock
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_END = object()
 #: The calls that start in one turn. Each takes up to half a millisecond of the loop's thread.
 STARTS_PER_TURN = 8
 
@@ -112,41 +110,8 @@ class AsyncCalls:
             await self._in_thread(clock.certain_now)
         return await run_in_session(session, lambda session: call(session=session))
 
-    async def iterate(
-        self, method: Callable[..., Generator[T, None, None]], *arguments: Any, **options: Any
-    ) -> AsyncIterator[T]:
-        """Yield the items of a synchronous iterator. Each item is made in a thread."""
-        iterator = await self.run(method, *arguments, **options)
-        is_free = Lock()
-
-        def alone(step: Callable[[], Any]) -> Any:
-            with is_free:
-                return step()
-
-        close = partial(alone, iterator.close)
-        try:
-            while (
-                item := await self._in_thread(partial(alone, partial(next, iterator, _END)))
-            ) is not _END:
-                yield item
-        except GeneratorExit:
-            await self._in_thread(close)
-            raise
-        except asyncio.CancelledError:
-            # A thread still makes the next item. A generator cannot be closed while it runs.
-            await self._later(close)
-            raise
-
     def close(self) -> None:
         self._threads.close()
-
-    async def _later(self, call: Callable[[], object]) -> None:
-        """Run a call in a thread without waiting for it, unless the web framework waits."""
-        in_framework = self._runtime.in_framework(call)
-        if in_framework is not None:
-            await in_framework
-        else:
-            self._threads.submit(call).add_done_callback(self._report)
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
         in_framework = self._runtime.in_framework(call)

@@ -10,7 +10,7 @@ from benchmarks import ours, table
 from benchmarks.call_counts import count_calls
 from benchmarks.stage import CaseContext
 from delaytasks.model.task import Entry
-from delaytasks.worker.celery_tasks import processes_of
+from delaytasks.worker.processes import processes_of
 
 TAG = "bench.lone"
 WARM_UP, COUNTED = 20, 50

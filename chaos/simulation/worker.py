@@ -21,8 +21,8 @@ from delaytasks.events import Events
 from delaytasks.limits.admission import Admission
 from delaytasks.loops import FAILED_REST_S, Loop
 from delaytasks.model.policies import NO_POLICIES
-from delaytasks.registry import ThreadSlots
 from delaytasks.run.calls import Host as RunnerHost
+from delaytasks.run.calls import ThreadSlots
 from delaytasks.run.runner import FailureReason, Report, Runner
 from delaytasks.worker.pool import ChunkRequest
 from delaytasks.worker.processes import OthersWait, Renewals

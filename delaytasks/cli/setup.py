@@ -135,7 +135,7 @@ def check(cli: Cli, settings: bool) -> None:
         return
     cli.import_processors()
     cli.runtime.checks.check_settings()
-    found = [*cli.delays.check()]
+    found = cli.delays.check()
     warnings = [*map(cli.hints.rewrite, warnings_of(cli.delays))]
     if cli.is_json:
         print_json({"findings": [finding.as_json() for finding in found], "warnings": warnings})

@@ -107,7 +107,7 @@ class FlaskDelays(DelayTasks):
             app.extensions["delaytasks"] = self
             if celery_app is not self._celery:
                 self._celery = celery_app
-                attach(celery_app, self, self._processes)
+                attach(celery_app, self)
         app.teardown_appcontext(_warn_of_uncommitted)
         runtime_of(self)  # raises the errors of wrong settings
 

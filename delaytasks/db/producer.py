@@ -60,10 +60,10 @@ from delaytasks.model.task import (
     Transaction,
 )
 from delaytasks.model.text import shown
-from delaytasks.registry import ProcessorSpec, Registry
 from delaytasks.settings import Settings
 
 if TYPE_CHECKING:
+    from delaytasks.registry import ProcessorSpec, Registry
     from delaytasks.runtime import Runtime
 
 logger = logging.getLogger("delaytasks")

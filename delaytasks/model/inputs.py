@@ -161,6 +161,8 @@ ACTOR_LENGTH = 255
 SCHEDULE_NAME_LENGTH = KEY_LENGTH - 25
 PAGE_MAX = 1000
 MAX_PRIORITY = 9
+#: The most concurrent calls of one tag in a process, and the most threads of a process for them.
+MAX_SLOTS = 1000
 _QUEUE = re.compile(r"[A-Za-z0-9_.-]+")
 
 

@@ -11,9 +11,9 @@ from delaytasks.model.body import is_encrypted, name_in, names_of
 from delaytasks.model.errors import BodyRefusedError, ConfigError, StoreUnavailableError
 from delaytasks.model.task import DelayedTask, Pending, UntrustedInput
 from delaytasks.model.text import shown
-from delaytasks.registry import ProcessorSpec, Registry
 
 if TYPE_CHECKING:
+    from delaytasks.registry import ProcessorSpec, Registry
     from delaytasks.runtime import Runtime
 
 

@@ -31,9 +31,9 @@ from delaytasks.recurring.timing import (
     parse_timing,
     timing_of,
 )
-from delaytasks.registry import Registry
 
 if TYPE_CHECKING:
+    from delaytasks.registry import Registry
     from delaytasks.runtime import Runtime
 
 # -- A recurring schedule as callers and the sweep read it ----------------------------------------

@@ -10,22 +10,30 @@ each task is settled. While the processor runs, `task.complete` and `task.check_
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import contextvars
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from types import CoroutineType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args
 
 from delaytasks.model.body import NO_NAME, PLAIN, encode_body, is_encrypted, name_in, names_of
-from delaytasks.model.clock import monotonic
+from delaytasks.model.clock import monotonic, reset_in_child
 from delaytasks.model.errors import (
     InvalidInputError,
     LeaseLostError,
     TaskCancelledError,
     TaskStateError,
 )
+from delaytasks.model.inputs import MAX_SLOTS
 from delaytasks.model.moves import LateReason
 from delaytasks.model.outcomes import Outcome
 from delaytasks.model.task import CallerConnection, DelayedTask, Settlement, current_run
@@ -42,16 +50,251 @@ from delaytasks.model.text import (
     storable,
 )
 from delaytasks.model.workers import NO_RENEWAL, LastRenewal
-from delaytasks.registry import ProcessorSpec, Registry, ThreadSlots, awaited
 from delaytasks.run.outcome_rules import MAX_RESULT_BYTES, LeaseEndsError, OutcomeRules
 from delaytasks.run.settler import Observer
 
 if TYPE_CHECKING:
     from delaytasks.db.claims import Claims
     from delaytasks.limits.admission import Admission
+    from delaytasks.registry import ProcessorSpec, Registry
     from delaytasks.runtime import Runtime
 
 logger = logging.getLogger("delaytasks")
+T = TypeVar("T")
+
+
+# -- Threads for concurrent calls of processors; each tag has a limited number of slots -----------
+
+
+class ThreadSlots:
+    """The slots of a process, which its chunks share.
+
+    A call that finds no idle thread starts one, which stays.
+    """
+
+    def __init__(self) -> None:
+        self.after_fork()
+        reset_in_child(self)
+
+    def after_fork(self) -> None:
+        self._changed = threading.Condition()
+        self._taken: Counter[str] = Counter()
+        self._all_taken = 0
+        self._threads = ThreadPoolExecutor(MAX_SLOTS, "delaytasks-row")
+        #: The calls that ended since the last call of `ended`.
+        self._ended, self._seconds = 0, 0.0
+
+    def take(self, tag: str, slots: int, until: float) -> bool:
+        """Take one of the tag's slots when one is free.
+
+        Return False if this takes longer than `until`.
+        """
+        with self._changed:
+            if not self._wait(lambda: self._is_free(tag, slots), until):
+                return False
+            self._taken[tag] += 1
+            self._all_taken += 1
+            return True
+
+    def give_back(self, tag: str) -> None:
+        """Free a slot in which no call was started."""
+        with self._changed:
+            self._leave(tag)
+            self._changed.notify_all()
+
+    def start(
+        self, tag: str, slots: int, rows: int, call: Callable[[], T], done: Callable[[T], None]
+    ) -> None:
+        """Run `call` in a thread for which a slot was taken.
+
+        `done` gets the result after the slot is free.
+        """
+        self._threads.submit(self._run, tag, slots, rows, call, done)
+
+    def free(self, tag: str, slots: int) -> int:
+        with self._changed:
+            return min(slots - self._taken[tag], MAX_SLOTS - self._all_taken)
+
+    def wait(self, is_so: Callable[[], bool], until: float | None = None) -> bool:
+        """Wait until `is_so` returns True, tested whenever a call has ended.
+
+        Return False after `until`.
+        """
+        with self._changed:
+            return self._wait(is_so, until)
+
+    def notify(self) -> None:
+        """Let the callers of `wait` test again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def ended(self) -> tuple[int, float]:
+        """Return the rows that ended since the last call, and their time divided by the slots."""
+        if not self._ended:  # as in a process without concurrent calls
+            return 0, 0.0
+        with self._changed:
+            ended, self._ended, self._seconds = (self._ended, self._seconds), 0, 0.0
+            return ended
+
+    def _run(
+        self, tag: str, slots: int, rows: int, call: Callable[[], T], done: Callable[[T], None]
+    ) -> None:
+        began = monotonic()
+        answer = call()
+        with self._changed:
+            self._ended += rows
+            self._seconds += (monotonic() - began) / slots
+            self._leave(tag)
+        done(answer)
+        self.notify()
+
+    def _leave(self, tag: str) -> None:
+        self._taken[tag] -= 1
+        self._all_taken -= 1
+
+    def _is_free(self, tag: str, slots: int) -> bool:
+        return self._taken[tag] < slots and self._all_taken < MAX_SLOTS
+
+    def _wait(self, is_so: Callable[[], bool], until: float | None) -> bool:
+        while not is_so():
+            left = None if until is None else until - monotonic()
+            if left is not None and left <= 0:
+                return False
+            self._changed.wait(left)
+        return True
+
+
+# -- The event loop of a process, in which processors that are `async def` run --------------------
+
+#: The value of a coroutine, or its error.
+ResultAndError = tuple[Any, BaseException | None]
+
+
+#: Runs the coroutines of this context in place of the event loop. A test runs them in its own
+#: thread or event loop, where its connections are.
+run_coroutine: contextvars.ContextVar[Callable[[Coroutine[Any, Any, Any]], Any] | None] = (
+    contextvars.ContextVar("run_coroutine", default=None)
+)
+
+
+class EventLoop:
+    """An event loop in a thread of its own, which the first coroutine starts.
+
+    All processors share one loop, and thus its clients and connections. If a coroutine stops the
+    loop, the other coroutines on it fail, and the next one starts another loop.
+    """
+
+    def __init__(self) -> None:
+        self._at_start: list[Callable[[], None]] = []
+        self.after_fork()
+        reset_in_child(self)
+
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        #: The results for which callers wait.
+        self._answers: set[Future[ResultAndError]] = set()
+        self._running: set[asyncio.Task[None]] = set()
+
+    def result_of(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run the coroutine with the caller's context variables, and return its result."""
+        if (run := run_coroutine.get()) is not None:
+            return run(coroutine)
+        answer: Future[ResultAndError] = Future()
+
+        def start() -> None:
+            if answer.done():  # the loop was stopped before
+                coroutine.close()
+                return
+            task = asyncio.ensure_future(_into(answer, coroutine))
+            self._running.add(task)  # the loop itself has weak references only
+            task.add_done_callback(self._running.discard)
+
+        try:
+            with self._lock:
+                self._answers.add(answer)
+                self._started().call_soon_threadsafe(start, context=contextvars.copy_context())
+            value, error = answer.result()
+        finally:  # a soft time limit ends the wait
+            self._answers.discard(answer)
+        if error is not None:
+            raise error
+        return value
+
+    def at_start(self, call: Callable[[], None]) -> None:
+        """Call it once in the thread of each event loop, before the coroutines that follow."""
+        with self._lock:
+            if call not in self._at_start:
+                self._at_start.append(call)
+                if self._loop is not None:
+                    self._loop.call_soon_threadsafe(call)
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            loop = asyncio.new_event_loop()
+            for call in self._at_start:
+                loop.call_soon(call)
+            threading.Thread(
+                target=self._run, args=(loop,), name="delaytasks-async", daemon=True
+            ).start()
+            self._loop = loop  # only now: a process may have too many threads
+        return self._loop
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            loop.run_forever()
+        finally:
+            self._stopped(loop)
+
+    def _stopped(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Let the callers that wait for coroutines of this loop fail, and end the coroutines."""
+        with self._lock:
+            self._loop = None
+            answers, self._answers = self._answers, set()
+        for answer in list(answers):
+            if not answer.done():
+                answer.set_result((None, RuntimeError(_STOPPED)))
+        with contextlib.suppress(RuntimeError):  # one of them stopped the loop again
+            loop.run_until_complete(_cancel_others())
+            loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
+
+
+_STOPPED = (
+    "the event loop of this process was stopped while the coroutine ran: a processor, or a library "
+    "that it uses, called `loop.stop()`, which ends all coroutines of the process; remove the call"
+)
+
+
+async def _cancel_others() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _into(answer: Future[ResultAndError], coroutine: Coroutine[Any, Any, Any]) -> None:
+    """Pass on every exception, since an exit would end the loop and all coroutines in it."""
+    result: ResultAndError
+    try:
+        result = await coroutine, None
+    except BaseException as error:
+        result = None, error
+    if not answer.done():  # the loop was stopped before
+        answer.set_result(result)
+
+
+_of_process = EventLoop()
+result_of = _of_process.result_of
+at_start = _of_process.at_start
+
+
+def awaited(value: Any) -> Any:
+    """Return what a processor returned; if this is a coroutine, run it and return its result."""
+    return result_of(value) if type(value) is CoroutineType else value
+
+
+# -- Calls ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

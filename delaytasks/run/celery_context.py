@@ -29,11 +29,11 @@ from delaytasks.model.errors import InvalidInputError, TaskFailedError
 from delaytasks.model.outcomes import Done
 from delaytasks.model.task import DelayedTask
 from delaytasks.model.text import traceback_text
-from delaytasks.registry import ProcessorSpec, at_start
-from delaytasks.run.calls import ProcessorCall, RunResult, ends_process
+from delaytasks.run.calls import ProcessorCall, RunResult, at_start, ends_process
 from delaytasks.run.time_limits import limited
 
 if TYPE_CHECKING:
+    from delaytasks.registry import ProcessorSpec
     from delaytasks.runtime import Runtime
 
 # -- The value of `celery.current_task` while a task runs, and Celery's own ways to end a task ----

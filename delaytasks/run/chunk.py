@@ -24,11 +24,11 @@ from delaytasks.model.clock import monotonic, reset_in_child, to_us
 from delaytasks.model.errors import OutcomeUnknownError, StoreUnavailableError
 from delaytasks.model.moves import LATE_S, BroughtBy, LateReason
 from delaytasks.model.task import DelayedTask, Settle, Settlement
-from delaytasks.registry import ProcessorSpec
 from delaytasks.run.calls import Calls
 from delaytasks.run.settler import Settler
 
 if TYPE_CHECKING:
+    from delaytasks.registry import ProcessorSpec
     from delaytasks.runtime import Runtime
 
 
@@ -477,7 +477,7 @@ class ChunkRunner:
         """Run the tasks until all have ended, or with `may_detach` all except concurrent ones."""
         claimed, began = self._clock.now(), monotonic()
         self._explain_late(chunk.waiting, claimed, tally.brought_by)
-        concurrent = dict[str, ProcessorSpec]()
+        concurrent: dict[str, ProcessorSpec] = {}
         with self._host.thread_context():
             while (first := chunk.next()) is not None:
                 processor = self._registry.get(first.tag)

@@ -34,10 +34,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from delaytasks.model.clock import monotonic, reset_in_child
 from delaytasks.model.errors import OutcomeUnknownError, StoreError, StoreUnavailableError
+from delaytasks.model.inputs import MAX_SLOTS
 from delaytasks.model.moves import BroughtBy, Status
 from delaytasks.model.policies import NO_WAITLISTS, WaitlistsSeen, WaitlistState
 from delaytasks.model.task import Claimed, DelayedTask, Entry, Settlement
-from delaytasks.registry import MAX_SLOTS
 from delaytasks.run.calls import MAX_BUDGETS, Calls, Host
 from delaytasks.run.chunk import Chunk, ChunkRunner, ChunkSize, Tally
 from delaytasks.run.run_counts import RunStatistics

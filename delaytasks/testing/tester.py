@@ -28,7 +28,7 @@ from delaytasks.model.moves import WAITING, Status
 from delaytasks.model.outcomes import Done, Outcome
 from delaytasks.model.task import DelayedTask, Entry
 from delaytasks.model.text import count
-from delaytasks.registry import result_of, run_coroutine
+from delaytasks.run.calls import result_of, run_coroutine
 from delaytasks.runtime import Runtime, runtime_of
 from delaytasks.testing.connections import (
     BorrowedDatabase,
@@ -38,7 +38,7 @@ from delaytasks.testing.connections import (
     source_of,
 )
 from delaytasks.testing.runs import MovesTime, Run, SettableClock, SettableTime, TestRunner
-from delaytasks.worker.celery_tasks import processes_of
+from delaytasks.worker.processes import processes_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self

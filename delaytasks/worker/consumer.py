@@ -14,7 +14,6 @@ from delaytasks.model.inputs import is_queue
 from delaytasks.model.task import DEFAULT_QUEUE
 from delaytasks.model.text import one_line
 from delaytasks.run.time_limits import check_time_limits
-from delaytasks.worker.celery_tasks import processes_of
 from delaytasks.worker.connection import bound_connections
 from delaytasks.worker.patches import (
     end_chunks_on_cold_shutdown,
@@ -24,7 +23,7 @@ from delaytasks.worker.patches import (
     show_rows,
 )
 from delaytasks.worker.pool import freeze_loaded_objects
-from delaytasks.worker.processes import logical_queues
+from delaytasks.worker.processes import logical_queues, processes_of
 from delaytasks.worker.worker_runtime import WorkerRuntime
 
 if TYPE_CHECKING:

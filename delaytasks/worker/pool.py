@@ -20,8 +20,7 @@ from delaytasks.model.clock import monotonic
 from delaytasks.model.policies import Stamp
 from delaytasks.model.task import Entry
 from delaytasks.run.runner import FailureReason, Report, Runner
-from delaytasks.worker.celery_tasks import processes_of
-from delaytasks.worker.processes import Processes
+from delaytasks.worker.processes import Processes, processes_of
 
 
 class ChunkRequest(NamedTuple):

@@ -22,7 +22,6 @@ from delaytasks.model.clock import reset_in_child
 from delaytasks.model.inputs import ALL_QUEUES
 from delaytasks.model.moves import LateReason
 from delaytasks.model.workers import LastRenewal
-from delaytasks.registry import ThreadSlots
 
 if TYPE_CHECKING:
     from delaytasks.registry import Registry
@@ -195,7 +194,6 @@ class Processes:
         self._lock = threading.Lock()
         self._runner: Runner | None = None
         self._task_events: TaskEvents | None = None
-        self._thread_slots = ThreadSlots()
         #: Whether this process of the pool runs a chunk, and whether its main process is dead.
         self._runs_chunk = self._is_orphan = False
         if self._outcomes is not None:
@@ -289,7 +287,6 @@ class Processes:
             registry or runtime.registry,
             task_context,
             task_context.reuse_stack,
-            self._thread_slots,
             # A process that runs tasks without a worker runs them without limits.
             keeps_time_limits=self.keeps_time_limits or not self.is_worker,
             # The main process of a worker renews the leases of the rows that are left.
@@ -351,6 +348,12 @@ class Processes:
 
 def _kill_this_process() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def processes_of(celery_app: Any) -> Processes:
+    """Return the processes of the instance of a Celery app."""
+    processes: Processes = celery_app.delaytasks._processes
+    return processes
 
 
 def logical_queues(names: Iterable[str], namespace: str) -> list[str]:

@@ -209,47 +209,13 @@ def test_the_error_of_a_cancelled_call_is_logged(delays: DelayTasks, blocked: Bl
     assert isinstance(failed[0], ZeroDivisionError)
 
 
-def test_an_iterator_is_read_with_async_for(delays: DelayTasks) -> None:
+def test_the_findings_of_a_check_are_read_in_one_call(delays: DelayTasks) -> None:
     async def go() -> list[str]:
         delays.processor("known")(lambda body: None)
         await delays.aschedule_many([("gone", {}, 5), ("lost", {}, 5), ("known", {}, 5)])
-        async for finding in delays.acheck():
-            assert finding.tag in ("gone", "lost")
-            break  # the rest is not read
-        return [finding.tag async for finding in delays.acheck()]
+        return [finding.tag for finding in await delays.acheck()]
 
     assert sorted(run(go())) == ["gone", "lost"]
-
-
-def test_cancelled_readers_close_iterators(delays: DelayTasks, monkeypatch: MonkeyPatch) -> None:
-    has_begun, goes_on, is_closed = threading.Event(), threading.Event(), threading.Event()
-
-    def findings() -> Iterator[int]:
-        try:
-            has_begun.set()
-            goes_on.wait(LIMIT_S)
-            yield 1
-        finally:
-            is_closed.set()
-
-    iterator = findings()  # otherwise Python closes it with its last reference
-    monkeypatch.setattr(delays, "check", lambda: iterator)
-
-    async def read() -> list[Any]:
-        return [finding async for finding in delays.acheck()]
-
-    async def go() -> None:
-        reader = asyncio.create_task(read())
-        while not has_begun.is_set():
-            await asyncio.sleep(0)
-        reader.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await reader
-
-    run(go())
-    assert not is_closed.is_set()
-    goes_on.set()
-    assert is_closed.wait(LIMIT_S)
 
 
 def test_an_asynchronous_processor_awaits_the_twins(delays: DelayTasks) -> None:

@@ -266,6 +266,7 @@ def test_a_read_only_database_is_logged_once_for_all_stages(
             main.sweep()
             assert len(lines(caplog)) == 3, lines(caplog)
             assert world.count("loop.failed") >= 6 * number  # subscribers receive each failure
+        world.reconnect()
         main.close()
 
 

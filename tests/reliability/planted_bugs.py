@@ -39,9 +39,8 @@ from delaytasks.model.policies import WAITLIST_RECHECK_S
 from delaytasks.operate.start_checks import StartChecks
 from delaytasks.recurring import creation, recurring
 from delaytasks.recurring.creation import RecurringTable
-from delaytasks.registry import EventLoop
 from delaytasks.run import celery_context, settler, time_limits
-from delaytasks.run.calls import Calls, TaskRun
+from delaytasks.run.calls import Calls, EventLoop, TaskRun
 from delaytasks.run.chunk import Chunk, TimeBudget
 from delaytasks.run.outcome_rules import OutcomeRules
 from delaytasks.run.runner import FailureReason

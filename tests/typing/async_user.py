@@ -49,8 +49,7 @@ async def use_asyncio() -> None:
     assert_type(await shards.amember("order.close", "7"), DelayTasks)
     assert_type(await shards.aeach(DelayTasks.new_id), dict[int, int])
     assert_type(await shards.aany(DelayTasks.new_id), int)
-    async for finding in delays.acheck():
-        assert_type(finding.tag, str)
+    assert_type(await delays.acheck(), list[dt.Finding])
     await delays.aschedule_delay("order.close", {}, object())  # type: ignore[arg-type]
     await dt.aschedule_delay("order.close", {}, 5, colour="red")  # type: ignore[call-arg]
     await delays.bulk.acancel(colour="red")  # type: ignore[call-arg]

@@ -53,7 +53,7 @@ def operate(now: datetime) -> None:
     task = delays.get(7, attempts=True)
     attempts: tuple[dt.Attempt, ...] = task.attempts
     assert_type([attempt.error for attempt in attempts], list[str | None])
-    findings: list[dt.Finding] = list(delays.check())
+    findings: list[dt.Finding] = delays.check()
     assert_type([finding.first_due for finding in findings], list[datetime])
     forecast: dt.Forecast = delays.forecast(7, processes=4)
     assert_type([hour.due for hour in forecast.hours], list[int])

@@ -13,7 +13,7 @@ import pytest
 #: the command line, frameworks, and optional packages.
 OTHERS = """
 alembic mako pygments sqlalchemy.orm psycopg2 pymysql requests redis rich cryptography flask
-delaytasks.cli delaytasks.contrib delaytasks.run.runner sqlalchemy.dialects.mysql
+delaytasks.cli delaytasks.contrib delaytasks.run delaytasks.worker sqlalchemy.dialects.mysql
 sqlalchemy.dialects.postgresql
 """.split()
 #: The first call that schedules or looks up a task loads these modules.
@@ -47,7 +47,7 @@ PRODUCER = """
 with create_engine(delays.settings.database_url).begin() as connection:
     runtime_of(delays).store.schema.metadata.create_all(connection)
 delays.schedule_delay("mail", {"to": "ada"}, 10)
-runs = [name for name in sys.modules if name.startswith("delaytasks.run.")]
+runs = [name for name in sys.modules if name.startswith(("delaytasks.run.", "delaytasks.worker"))]
 assert not runs, runs
 write_modules()
 """

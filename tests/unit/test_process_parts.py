@@ -14,7 +14,8 @@ from celery.exceptions import SoftTimeLimitExceeded
 
 from delaytasks.db.sweep_queries import SweepQueries
 from delaytasks.model.clock import monotonic
-from delaytasks.registry import MAX_SLOTS, EventLoop, ThreadSlots
+from delaytasks.model.inputs import MAX_SLOTS
+from delaytasks.run.calls import EventLoop, ThreadSlots
 from delaytasks.run.chunk import Chunk, TagCosts, TimeBudget
 from delaytasks.worker.processes import Renewals
 from tests.waiting import in_child, wait_until

@@ -37,7 +37,7 @@ from delaytasks.operate.why import Explanation
 from delaytasks.run.runner import Runner
 from delaytasks.runtime import runtime_of
 from delaytasks.settings import load_settings
-from delaytasks.worker.celery_tasks import processes_of
+from delaytasks.worker.processes import processes_of
 from tests.world.broker import RecordingTimer
 
 

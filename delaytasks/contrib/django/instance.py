@@ -28,7 +28,6 @@ from delaytasks.db.types import db_now
 from delaytasks.model.errors import ConfigError
 from delaytasks.model.task import DelayedTask
 from delaytasks.model.text import Secret
-from delaytasks.registry import result_of
 from delaytasks.runtime import ProcessorContext, Runtime, runtime_of
 
 if TYPE_CHECKING:
@@ -112,6 +111,8 @@ class DjangoDelays(DelayTasks):
             # A test has its transaction on the only connection.
             processor = None if self._is_in_test else self._registry.get(task.tag)
             if processor is not None and iscoroutinefunction(processor.function):
+                from delaytasks.run.calls import result_of
+
                 result_of(sync_to_async(close_old_connections)())
 
     def _database_now(self, insists: bool) -> datetime:

@@ -27,7 +27,7 @@ from delaytasks.model.text import last_line, traceback_text
 from delaytasks.registry import ProcessorSpec
 from delaytasks.run.calls import ends_process
 from delaytasks.runtime import runtime_of
-from delaytasks.worker.celery_tasks import processes_of
+from delaytasks.worker.processes import processes_of
 
 # -- task framework -------------------------------------------------------------------------------
 
