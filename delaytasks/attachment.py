@@ -100,8 +100,10 @@ class RevokesRows:
 
     @property
     def _revocations(self) -> Revocations:
-        revocations: Revocations = self.app.delaytasks._runtime.revocations
-        return revocations
+        # Imported here: most processes revoke nothing.
+        from delaytasks.durable_eta.publish import Revocations
+
+        return Revocations(self.app.delaytasks._runtime)
 
     def broadcast(
         self, command: str, arguments: Mapping[str, Any] | None = None, *args: Any, **options: Any

@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING, Any, cast, overload
 from delaytasks.attachment import attach, forced
 from delaytasks.events import Events
 from delaytasks.model.errors import InvalidInputError
-from delaytasks.model.inputs import ANY_CELERY_TASK, CALLBACK, MESSAGE, Delay, check_key, check_tag
+from delaytasks.model.inputs import (
+    ANY_CELERY_TASK,
+    CALLBACK,
+    CALLBACKS_IN_FLIGHT,
+    MESSAGE,
+    Delay,
+    check_key,
+    check_tag,
+)
 from delaytasks.model.outcomes import RetrySchedule
 from delaytasks.model.task import (
     CancelResult,
@@ -136,13 +144,10 @@ class DelayTasks:
         self._lock = threading.RLock()
         self._made: Runtime | None = None
         self._is_in_test = False
-        self.processor(CALLBACK, retries=RetrySchedule.NOTIFY, schema=_callback_of)(self._call_back)
-        self.processor(MESSAGE, retries=RetrySchedule.NOTIFY, schema=_message_of)(
-            self._send_message
-        )
-        self.processor(ANY_CELERY_TASK, retries=RetrySchedule.NOTIFY, batch=MAX_BATCH)(
-            self._publish_tasks
-        )
+        own, retries, in_flight = self.processor, RetrySchedule.NOTIFY, CALLBACKS_IN_FLIGHT
+        own(CALLBACK, retries=retries, schema=_callback_of, in_flight=in_flight)(self._call_back)
+        own(MESSAGE, retries=retries, schema=_message_of)(self._send_message)
+        own(ANY_CELERY_TASK, retries=retries, batch=MAX_BATCH)(self._publish_tasks)
         if celery_app is not None:
             attach(celery_app, self)
 

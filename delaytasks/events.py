@@ -256,7 +256,7 @@ def log_record(name: str, fields: Mapping[str, Any], level: int) -> logging.LogR
         (type(cause), cause, cause.__traceback__) if has_traceback else None,
         "log_event",
     )
-    record.delaytasks_event = name
+    record.event_name = name
     if has_traceback:
         # Formatters show this text. Trackers such as Sentry use the exception itself.
         record.exc_text = _traceback(cause)

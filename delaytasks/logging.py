@@ -25,8 +25,6 @@ STATE_CHANGES = frozenset(
         "task.rerun task.held task.released task.recovered task.worker_lost task.timed_out"
     ).split()
 )
-#: The attributes of log records that have an event.
-EVENT, FIELDS = "event_name", "event_fields"
 LONGEST_VALUE = 1000
 #: Fields of events that the document has in another form, or that are for subscribers only.
 _NOT_WRITTEN = frozenset({"task", "began", "cause", "is_logged", "id", "meta"})
@@ -39,8 +37,7 @@ def log_structured(name: str, fields: Mapping[str, Any]) -> None:
         level = max(level, logging.INFO)
     if logger.isEnabledFor(level):
         record = log_record(name, fields, level)
-        setattr(record, EVENT, name)
-        setattr(record, FIELDS, document_of(fields))
+        record.event_fields = document_of(fields)
         logger.handle(record)
 
 
@@ -105,11 +102,11 @@ class LogFormatter(logging.Formatter):
             "logger": record.name,
             "process": record.processName,
         }
-        event = getattr(record, EVENT, None)
-        if event is None:
+        own = vars(record)
+        if "event_fields" not in own:
             line["message"] = record.getMessage()
         else:
-            line |= {"event": event, **getattr(record, FIELDS)}
+            line |= {"event": own["event_name"], **own["event_fields"]}
         if record.exc_info and record.exc_info[1] is not None:
             line["traceback"] = traceback_text(record.exc_info[1], MOST_TRACEBACK_BYTES)
         # Without ASCII escapes, U+2028 and terminal sequences of processors would reach the log.

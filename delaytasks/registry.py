@@ -11,7 +11,7 @@ import functools
 import inspect
 import types
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from typing import (
@@ -197,10 +197,6 @@ class Registry:
             return function
 
         return register
-
-    def set_in_flight(self, tag: str, in_flight: int) -> None:
-        """Set `in_flight` of a processor of this package after the settings are known."""
-        self._processors[tag] = replace(self._processors[tag], in_flight=in_flight)
 
     def get(self, tag: str) -> ProcessorSpec | None:
         spec = self._processors.get(tag)

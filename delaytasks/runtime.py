@@ -23,7 +23,6 @@ from delaytasks.db.producer import CallerTransactions, Producer, QueueRouting
 from delaytasks.db.store import Store
 from delaytasks.model.body import Cipher
 from delaytasks.model.clock import Clock, IdMaker, reset_in_child, wall_ms
-from delaytasks.model.inputs import CALLBACK
 from delaytasks.model.policies import PolicyCache
 from delaytasks.model.private_files import tighten_data_folder
 from delaytasks.model.task import DelayedTask
@@ -37,10 +36,9 @@ if TYPE_CHECKING:
     from delaytasks.callbacks.callback_calls import Message
     from delaytasks.callbacks.http import HttpCallbacks
     from delaytasks.client import DelayTasks
-    from delaytasks.durable_eta.publish import CeleryTasks, Revocations
+    from delaytasks.durable_eta.publish import CeleryTasks
     from delaytasks.model.outcomes import Outcome
     from delaytasks.model.task import Timer
-    from delaytasks.operate.explanations import Explanations
     from delaytasks.recurring.creation import RecurringTable
     from delaytasks.worker.sweep import OnStep, PauseSweeper, Sweeper
 
@@ -79,7 +77,7 @@ class Runtime:
         self._lock = threading.RLock()
         reset_in_child(self)
         self.celery = delays._celery
-        self.registry = registry = delays._registry
+        self.registry = delays._registry
         self.events = events = delays._events
         #: Reads the time of the database, for the clock; by default from the store.
         self.ask_now = delays._database_now
@@ -98,7 +96,6 @@ class Runtime:
             events.use_log(log_structured)
         if not settings.database_url:
             tighten_data_folder(Path(settings.data_dir))
-        registry.set_in_flight(CALLBACK, settings.callback_in_flight)
         self.cipher = Cipher(settings.encryption_keys) if settings.encryption_keys else None
 
     def after_fork(self) -> None:
@@ -252,18 +249,6 @@ class Runtime:
         return CeleryTasks(self)
 
     @part
-    def revocations(self) -> Revocations:
-        from delaytasks.durable_eta.publish import Revocations
-
-        return Revocations(self)
-
-    @part
-    def explanations(self) -> Explanations:
-        from delaytasks.operate.explanations import Explanations
-
-        return Explanations(self)
-
-    @part
     def recurring_table(self) -> RecurringTable:
         from delaytasks.recurring.creation import RecurringTable
 
@@ -286,20 +271,11 @@ class Runtime:
 
     def close(self) -> None:
         """Send the entries that wait to be armed, and close the connections of all made parts."""
-        redis_timer = self._made("redis_timer")
-        for each in (
-            self._made("async_calls"),
-            self._made("sender"),
-            self._made("eta_timer"),
-            None if redis_timer is None else redis_timer.link,
-            self._made("http_callbacks"),
-            self._made("queue_links"),
-            self._made("confirming_links"),
-            self._made("publisher"),
-            self._made("store"),
-        ):
-            if each is not None:
-                each.close()
+        senders = "async_calls", "sender", "eta_timer", "redis_timer"
+        links = "http_callbacks", "queue_links", "confirming_links", "publisher", "store"
+        for name in (*senders, *links):
+            if (made := self._made(name)) is not None:
+                made.close()
 
     def _made(self, name: str) -> Any:
         return self.__dict__.get(name)

@@ -347,8 +347,6 @@ class Settings:
     callback_connect_s: float = 5.0
     #: The longest silence of a callback's receiver.
     callback_read_s: float = 10.0
-    #: Callbacks that each process sends simultaneously.
-    callback_in_flight: int = 100
 
     origins: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 

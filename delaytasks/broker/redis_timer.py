@@ -533,6 +533,9 @@ class RedisTimer:
         self._ticket_numbers = itertools.count(random.randrange(1000))
         self._blocked_event_at = float("-inf")
 
+    def close(self) -> None:
+        self.link.close()
+
     @property
     def is_up(self) -> bool:
         return self.link.is_up

@@ -407,7 +407,7 @@ class HttpCallbacks:
     def _adapter(self) -> Adapter:
         with self._lock:
             if self._made is None:
-                self._made = Adapter(self._settings.callback_in_flight)
+                self._made = Adapter()
             return self._made
 
     def _outcome(self, response: Response, task: DelayedTask) -> Outcome:
@@ -483,7 +483,6 @@ def _first_cause(error: BaseException) -> BaseException:
 
 
 #: The number of addresses to which connections stay open, and of open connections to each of them.
-#: The latter is higher if `callback_in_flight` is higher.
 MAX_OPEN_CONNECTIONS = 100
 #: A receiver may send this number of interim responses (status 1xx) before the final one.
 MAX_INTERIM_RESPONSES = 10
@@ -630,13 +629,11 @@ class Adapter(HTTPAdapter):
     proxies, and read redirects to their end.
     """
 
-    def __init__(self, in_flight: int) -> None:
+    def __init__(self) -> None:
         # All connections share it: reading the certificate authorities takes as long as 40
         # callbacks.
         self._tls = tls_context()
-        super().__init__(
-            pool_connections=MAX_OPEN_CONNECTIONS, pool_maxsize=max(MAX_OPEN_CONNECTIONS, in_flight)
-        )
+        super().__init__(pool_connections=MAX_OPEN_CONNECTIONS, pool_maxsize=MAX_OPEN_CONNECTIONS)
 
     def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
         super().init_poolmanager(*args, **kwargs)

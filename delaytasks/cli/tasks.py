@@ -55,6 +55,7 @@ from delaytasks.model.inputs import check_id, show_duration
 from delaytasks.model.moves import Status, moves_from
 from delaytasks.model.task import DelayedTask
 from delaytasks.model.text import last_line, one_line, some_values
+from delaytasks.operate.explanations import Explanations
 from delaytasks.operate.searches import Follower, changed_at
 from delaytasks.operate.why import deferral_of
 
@@ -359,7 +360,7 @@ def show(cli: Cli, id: str | None, tag: str | None, key: str | None) -> None:
     """
     task = cli.get(id, tag, key)
     attempts = cli.delays.get(task, attempts=True).attempts
-    explanation = cli.runtime.explanations.of(task)
+    explanation = Explanations(cli.runtime).of(task)
     task = explanation.task or task
     reasons = [each._replace(remedy=cli.hints.rewrite(each.remedy)) for each in explanation.reasons]
     document = {**task_json(task), "moves": moves_from(task.status)}

@@ -35,6 +35,7 @@ from delaytasks.model.filters import BulkResult
 from delaytasks.model.inputs import check_id, parse_duration
 from delaytasks.model.moves import MOVES, Status, moves_from
 from delaytasks.model.task import DelayedTask, Page
+from delaytasks.operate.explanations import Explanations
 from delaytasks.operate.searches import SearchTimeoutError, error_filter, error_matcher
 from delaytasks.operate.why import Reason
 from delaytasks.runtime import runtime_of
@@ -306,7 +307,7 @@ def tasks() -> str | Response:
 def task(id: str) -> str:
     delays = state().delays
     found = delays.get(check_id(id))
-    explanation = runtime_of(delays).explanations.of(found)
+    explanation = Explanations(runtime_of(delays)).of(found)
     # The explanation reads the task again. The page shows the row that the reasons are about.
     found, reasons = explanation.task or found, explanation.reasons
     now = runtime_of(delays).clock.now()

@@ -190,7 +190,7 @@ def _drop_repeated(event: Event, hint: Hint) -> Event | None:
     one issue.
     """
     record = (hint or {}).get("log_record")
-    name = getattr(record, "delaytasks_event", None)
+    name = getattr(record, "event_name", None)
     if name == "task.worker_lost" or (name == "task.failed" and _run.get() is not None):
         return None
     if name is not None and not event.get("exception"):

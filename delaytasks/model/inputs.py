@@ -171,6 +171,8 @@ _QUEUE = re.compile(r"[A-Za-z0-9_.-]+")
 
 #: The tag of HTTP callbacks.
 CALLBACK = "delaytasks.callback"
+#: The callbacks that a process sends simultaneously.
+CALLBACKS_IN_FLIGHT = 100
 #: The tag of messages to queues.
 MESSAGE = "delaytasks.message"
 #: The row of the Celery task `shop.remind` has the tag `celery:shop.remind`, and its key is the id

@@ -285,7 +285,7 @@ def test_the_page_of_a_task_names_no_command_that_viewers_may_call_otherwise(sit
     client = site.client(Role.VIEW)
     for status in ("FAILED", "CANCELLED", "HELD"):
         [task, *_] = site.delays.find(status=status).tasks
-        assert re.search(": delaytasks ", str(runtime_of(site.delays).explanations.of(task)))
+        assert re.search(": delaytasks ", str(Explanations(runtime_of(site.delays)).of(task)))
         assert not re.search(": delaytasks ", client.get(f"/tasks/{task.id}").text)
 
 

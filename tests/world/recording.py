@@ -33,6 +33,7 @@ from delaytasks.model.clock import Clock, monotonic, to_us
 from delaytasks.model.moves import Status
 from delaytasks.model.task import Entry
 from delaytasks.operate import bulk_calls
+from delaytasks.operate.explanations import Explanations
 from delaytasks.operate.why import Explanation
 from delaytasks.run.runner import Runner
 from delaytasks.runtime import runtime_of
@@ -79,7 +80,7 @@ def run_now(delays: DelayTasks, task: DelayedTask) -> DelayedTask:
 
 def explain(delays: DelayTasks, task: DelayedTask | int) -> Explanation:
     """Return why a task has not run, as the command `show` and the console say it."""
-    return runtime_of(delays).explanations.of(task)
+    return Explanations(runtime_of(delays)).of(task)
 
 
 def record_action(delays: DelayTasks, *words: Any, **options: Any) -> None:
