@@ -1,9 +1,9 @@
 """HTTP callbacks: a task of the tag `delaytasks.callback` is a POST, and the status of the response
 is its outcome.
 
-The URL is checked when the callback is scheduled, and the address of its host when the callback is
-sent. The connection goes to the address that was checked, so that a later change of the name has no
-effect.
+The URL is checked when the callback is scheduled and when it is sent, and the addresses of its host
+where a connection is made: it goes to one of the addresses that were checked. All else is HTTP with
+the name, as any client speaks it, but with time limits that a hostile receiver cannot evade.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from email.utils import parsedate_to_datetime
 from functools import partial
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 from requests import PreparedRequest, RequestException, Response
 from requests.adapters import HTTPAdapter
@@ -33,6 +32,7 @@ from requests.utils import DEFAULT_CA_BUNDLE_PATH
 from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.exceptions import HTTPError
+from urllib3.util.connection import create_connection
 
 from delaytasks.callbacks.signatures import ID, SIGNATURE, TIMESTAMP, SigningKeys
 from delaytasks.loops import within
@@ -49,13 +49,6 @@ from delaytasks.settings import Settings
 Address = IPv4Address | IPv6Address
 #: Returns the addresses of a host and a port.
 Resolve = Callable[[str, int], list[str]]
-#: Scheme, host and port.
-Endpoint = tuple[str, str, int]
-
-#: The addresses of a name are used for this time, which limits the load of the name server.
-RESOLVED_FOR_S = 5.0
-#: The number of names whose addresses are kept.
-MAX_RESOLVED = 1000
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
 #: IANA's registry of special addresses. Python's `is_global` differs between versions.
@@ -101,9 +94,10 @@ class Target:
         """The host as in a `Host` header, without the scheme's default port."""
         return self.host if self.port == DEFAULT_PORTS[self.scheme] else f"{self.host}:{self.port}"
 
-    def url_at(self, address: Address) -> str:
-        """Return the URL with `address` instead of its host."""
-        return f"{self.scheme}://{_bracketed(address)}:{self.port}{self.path}"
+    @property
+    def url(self) -> str:
+        """The URL, with the host in its canonical spelling."""
+        return f"{self.scheme}://{self.host_and_port}{self.path}"
 
 
 class _Allowed(NamedTuple):
@@ -124,13 +118,6 @@ class Guard:
     def __init__(self, allow: Iterable[str], resolve: Resolve = resolve) -> None:
         self._allowed = [_allowed_entry(entry) for entry in allow]
         self._resolve = resolve
-        #: By endpoint: until when its addresses are used, and the addresses.
-        self._resolved: dict[Endpoint, tuple[float, list[Address]]] = {}
-        self.after_fork()
-        reset_in_child(self)
-
-    def after_fork(self) -> None:
-        self._locks: dict[Endpoint, threading.Lock] = {}
 
     def check(self, url: object) -> Target:
         """Return the parts of `url`, or raise `ForbiddenURLError`, without resolving its name."""
@@ -147,38 +134,15 @@ class Guard:
                 raise _forbidden(target, "is not a public name")
         return target
 
-    def address(self, target: Target, turn: int, limit_s: float) -> Address:
-        """Return the address to connect to, after checking it.
+    def addresses(self, target: Target, limit_s: float) -> list[Address]:
+        """Return the addresses of the host, after checking all of them.
 
-        If the name has several addresses, the attempt number `turn` selects one. Raises `OSError`
-        if the name has no address, or is not resolved within `limit_s`.
+        Raises `OSError` if the name has no address, or is not resolved within `limit_s`.
         """
         if target.literal is not None:
-            return target.literal
-        endpoint = (target.scheme, target.host, target.port)
-        addresses = self._kept(endpoint)
-        if addresses is None:
-            # If several callbacks need the same name, one of them resolves it, and the others wait.
-            lock = self._locks.setdefault(endpoint, threading.Lock())
-            if not lock.acquire(timeout=limit_s):
-                raise TimeoutError(f"no answer within {limit_s:g} s")
-            try:
-                addresses = self._kept(endpoint) or self._resolve_checked(target, limit_s)
-                if len(self._resolved) >= MAX_RESOLVED:
-                    self._resolved.clear()
-                    self._locks.clear()
-                self._resolved[endpoint] = monotonic() + RESOLVED_FOR_S, addresses
-            finally:
-                lock.release()
-        return addresses[turn % len(addresses)]
-
-    def _kept(self, endpoint: Endpoint) -> list[Address] | None:
-        until, addresses = self._resolved.get(endpoint, (0.0, []))
-        return addresses if monotonic() < until else None
-
-    def _resolve_checked(self, target: Target, limit_s: float) -> list[Address]:
-        work = partial(self._resolve, target.host, target.port)
-        addresses = [ip_address(text) for text in within(limit_s, work)]
+            return [target.literal]
+        texts = within(limit_s, partial(self._resolve, target.host, target.port))
+        addresses = [ip_address(text) for text in texts]
         for address in addresses:
             self._check_address(target, address)
         return addresses
@@ -368,38 +332,30 @@ class HttpCallbacks:
     def _post(
         self, target: Target, headers: Mapping[str, str], payload: bytes, task: DelayedTask
     ) -> Outcome:
-        settings, adapter, where = self._settings, self._adapter(), target.host_and_port
-        deadline.set(monotonic() + settings.callback_timeout_s)
+        settings, adapter = self._settings, self._adapter()
+        exchange = Exchange(self._guard, target, monotonic() + settings.callback_timeout_s)
+        current.set(exchange)
         # The time limit of each step: look up the name, connect, negotiate TLS, send head and body.
         step_s = min(settings.callback_connect_s, settings.callback_timeout_s / 5)
+        request = PreparedRequest()
+        headers = {**_DEFAULT_HEADERS, **headers, **self._own_headers(payload, task)}
+        request.prepare("POST", target.url, headers, data=payload)
         try:
-            address = self._guard.address(target, task.runs - 1, step_s)
-            where = f"{target.host_and_port} ({address})"
-            request = PreparedRequest()
-            headers = {**_DEFAULT_HEADERS, **headers, **self._own_headers(target, payload, task)}
-            request.prepare("POST", target.url_at(address), headers, data=payload)
-            response = adapter.send(
-                request, stream=True, timeout=(step_s, settings.callback_read_s)
-            )
-            with closing(response):
+            limits = step_s, settings.callback_read_s
+            with closing(adapter.send(request, stream=True, timeout=limits)) as response:
                 return self._outcome(response, task)
         except (RequestException, OSError) as error:
             cause = _first_cause(error)
-            text = one_line(str(cause) or type(cause).__name__, MAX_QUOTED_CHARS)
-            return Retry(reason=f"network: {type(error).__name__} at {where}: {text}")
+            text = one_line(str(cause), MAX_QUOTED_CHARS)
+            return Retry(reason=f"network: {type(cause).__name__} at {exchange.where}: {text}")
 
-    def _own_headers(self, target: Target, payload: bytes, task: DelayedTask) -> dict[str, str]:
+    def _own_headers(self, payload: bytes, task: DelayedTask) -> dict[str, str]:
         """Return the headers that identify, time and sign the callback.
 
         The id is the same in each attempt, so that the receiver can recognize a repetition.
         """
         id, timestamp = str(task.id), str(int(self._clock.now().timestamp()))
-        headers = {
-            "Host": target.host_and_port,
-            "Accept-Encoding": "identity",
-            ID: id,
-            TIMESTAMP: timestamp,
-        }
+        headers = {"Accept-Encoding": "identity", ID: id, TIMESTAMP: timestamp}
         if self._keys:
             headers[SIGNATURE] = self._keys.sign(id, timestamp, payload)
         return headers
@@ -478,26 +434,42 @@ def _first_cause(error: BaseException) -> BaseException:
 
 # -- Connections to untrusted servers: to the address that was checked, and with time limits ------
 
-# The host of a URL is replaced by its address here, and the `Host` header has the name. TLS asks
-# the server for the certificate of that name, and checks the certificate against it.
-
-
 #: The number of addresses to which connections stay open, and of open connections to each of them.
 MAX_OPEN_CONNECTIONS = 100
 #: A receiver may send this number of interim responses (status 1xx) before the final one.
 MAX_INTERIM_RESPONSES = 10
 #: Responses with these statuses end after their headers, whatever the headers announce.
 _WITHOUT_BODY = (http.client.NO_CONTENT, http.client.NOT_MODIFIED)
-#: The time at which the current exchange of this thread must have ended.
-deadline: ContextVar[float] = ContextVar("deadline")
 
 
-def time_left_s() -> float:
-    """Return the time left for the current exchange."""
-    left = deadline.get() - monotonic()
+@dataclass
+class Exchange:
+    """One request and its response."""
+
+    guard: Guard
+    target: Target
+    #: The time at which the exchange must have ended.
+    deadline: float
+    #: The last address that a connection was made to; None if the exchange uses a kept connection.
+    address: Address | None = None
+
+    @property
+    def where(self) -> str:
+        """The receiver, for error messages."""
+        address = "" if self.address is None else f" ({self.address})"
+        return f"{self.target.host_and_port}{address}"
+
+
+#: The exchange of this thread.
+current: ContextVar[Exchange] = ContextVar("current")
+
+
+def time_left_s(limit_s: float | None) -> float:
+    """Return the time left for the current exchange, or `limit_s` if that is shorter."""
+    left = current.get().deadline - monotonic()
     if left <= 0:
         raise TimeoutError("the request took too long")
-    return left
+    return left if limit_s is None else min(left, limit_s)
 
 
 class _BoundedReader(io.RawIOBase):
@@ -519,7 +491,7 @@ class _BoundedReader(io.RawIOBase):
     def readinto(self, buffer: Any) -> int | None:
         if self.is_over:
             return None
-        self.sock.settimeout(min(self._idle_s or time_left_s(), time_left_s()))
+        self.sock.settimeout(time_left_s(self._idle_s))
         return self._raw.readinto(buffer)
 
     def close(self) -> None:
@@ -584,22 +556,34 @@ class _Response(http.client.HTTPResponse):
             self.will_close = True
 
 
-class _CheckedReuse:
-    """Reuses a connection only if nothing arrived after the last response, not even inside TLS."""
+class _Connection(HTTPConnection):
+    """Connects to checked addresses only. Is used again only if nothing arrived after the last
+    response, not even inside TLS.
+    """
+
+    response_class = _Response
+
+    def _new_conn(self) -> socket.socket:
+        exchange, failed = current.get(), OSError("the name has no address")
+        for address in exchange.guard.addresses(exchange.target, time_left_s(self.timeout)):
+            exchange.address = address
+            try:
+                return create_connection(
+                    (str(address), exchange.target.port),
+                    time_left_s(self.timeout),
+                    socket_options=self.socket_options,
+                )
+            except OSError as error:
+                failed = error
+        raise failed
 
     @property
     def is_connected(self) -> bool:
-        sock = self.sock  # type: ignore[attr-defined]
-        has_more = isinstance(sock, ssl.SSLSocket) and sock.pending() > 0
-        return not has_more and super().is_connected  # type: ignore[misc]
+        has_more = isinstance(self.sock, ssl.SSLSocket) and self.sock.pending() > 0
+        return not has_more and super().is_connected
 
 
-class _Connection(_CheckedReuse, HTTPConnection):
-    response_class = _Response
-
-
-class _TLSConnection(_CheckedReuse, HTTPSConnection):
-    response_class = _Response
+class _TLSConnection(_Connection, HTTPSConnection): ...
 
 
 class _Pool(HTTPConnectionPool):
@@ -643,10 +627,7 @@ class Adapter(HTTPAdapter):
         self, request: PreparedRequest, verify: Any, cert: Any = None
     ) -> Any:
         host, _ = super().build_connection_pool_key_attributes(request, verify, cert)
-        # Without TLS the name only separates hosts that share an address: each has connections of
-        # its own.
-        kind = {"server_hostname": urlsplit(f"//{request.headers['Host']}").hostname}
-        return host, {**kind, "ssl_context": self._tls} if host["scheme"] == "https" else kind
+        return host, {"ssl_context": self._tls} if host["scheme"] == "https" else {}
 
     def cert_verify(self, *_: Any) -> None:
         """Do nothing: the TLS context has the certificate authorities."""

@@ -165,7 +165,7 @@ def test_receivers_that_do_not_read_or_do_refuse_are_network_errors(caller: Call
         outcome = caller.post(f"http://127.0.0.1:{port}/", "x" * 50_000_000)
     assert outcome.reason.startswith("network: "), "it is given up in time"
     outcome = caller.post(f"http://127.0.0.1:{free_port()}/")
-    assert "network: ConnectionError at " in outcome.reason
+    assert "network: ConnectionRefusedError at " in outcome.reason
     assert "refused" in outcome.reason
 
 
@@ -393,7 +393,7 @@ def test_a_pinned_address_is_asked_for_the_certificate_of_the_hosts_name(secure:
     assert server.asked_for == ["partner.example"]  # type: ignore[attr-defined]
     assert server.accepted == 1
     reason = caller.post(server.url("/", "other.example", "https")).reason
-    assert reason.startswith("network: SSLError at other.example:")
+    assert reason.startswith("network: SSLCertVerificationError at other.example:")
     assert "not valid for 'other.example'" in reason or "Hostname mismatch" in reason
     assert len(server.received) == 2
 
@@ -402,10 +402,10 @@ def test_a_certificate_of_the_address_or_of_an_unknown_authority_is_refused(secu
     server, caller = secure("IP:127.0.0.1")
     assert caller.post(server.url("/", "127.0.0.1", "https")) == Done()
     outcome = caller.post(server.url("/", "partner.example", "https"))
-    assert outcome.reason.startswith("network: SSLError")
+    assert outcome.reason.startswith("network: SSLCertVerificationError")
     server, _ = secure("DNS:partner.example")
     outcome = Caller().post(server.url("/", "partner.example", "https"))
-    assert outcome.reason.startswith("network: SSLError")
+    assert outcome.reason.startswith("network: SSLCertVerificationError")
     assert "certificate" in outcome.reason
     assert server.received == []
 
