@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
-from weakref import WeakKeyDictionary
 
 from delaytasks.loops import ThreadPool
 
@@ -24,7 +22,8 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-#: The calls that start in one turn. Each takes up to half a millisecond of the loop's thread.
+#: The calls that start in one turn of an event loop. Each takes up to half a millisecond of the
+#: loop's thread, so a burst of some hundred calls would delay all other callbacks by the sum.
 STARTS_PER_TURN = 8
 
 
@@ -87,15 +86,18 @@ class AsyncCalls:
         self._runtime = runtime
         # As many as an engine keeps connections, so that concurrent calls do not wait for one.
         self._threads = ThreadPool(runtime.settings.pool_size, "delaytasks-async")
-        self._turns: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopTurns] = WeakKeyDictionary()
+        #: The last event loop, and what limits the calls that start in each of its turns.
+        self._starts: tuple[object, asyncio.Semaphore] = None, asyncio.Semaphore(STARTS_PER_TURN)
 
     async def run(self, method: Callable[..., T], *arguments: Any, **options: Any) -> T:
         """Return the result of a synchronous method."""
         loop = asyncio.get_running_loop()
-        turns = self._turns.get(loop)
-        if turns is None:
-            turns = self._turns[loop] = LoopTurns()
-        await turns.wait(loop)
+        of, starts = self._starts
+        if of is not loop:
+            starts = asyncio.Semaphore(STARTS_PER_TURN)
+            self._starts = loop, starts
+        await starts.acquire()
+        loop.call_soon(starts.release)  # in the next turn
         has_session = "session" in options
         session = options.pop("session", None)
         if has_session and session is None:
@@ -130,41 +132,3 @@ class AsyncCalls:
         error = None if future.cancelled() else future.exception()
         if error is not None:
             self._runtime.events.emit("async.failed", error=error)
-
-
-class LoopTurns:
-    """Lets a few calls start in each turn of an event loop.
-
-    An event loop runs all callbacks that are ready before it looks for input. A burst of some
-    hundred calls would delay all other callbacks by the sum of their starts.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: deque[asyncio.Future[None]] = deque()
-        self._left = STARTS_PER_TURN
-        self._is_counting = False
-
-    async def wait(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Wait until the calling coroutine may start. Calls start in the order in which they were
-        made."""
-        if not self._is_counting:
-            self._is_counting = True
-            loop.call_soon(self._next_turn, loop)
-        if self._left:
-            self._left -= 1
-            return
-        place = loop.create_future()
-        self._waiting.append(place)
-        await place
-
-    def _next_turn(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Let the next calls start. Without any, the next call starts immediately."""
-        self._left = STARTS_PER_TURN
-        while self._waiting and self._left:
-            place = self._waiting.popleft()
-            if not place.done():  # a cancelled call has no turn
-                place.set_result(None)
-                self._left -= 1
-        self._is_counting = self._left < STARTS_PER_TURN
-        if self._is_counting:
-            loop.call_soon(self._next_turn, loop)
