@@ -15,9 +15,15 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from delaytasks.broker.arming import BackgroundTimer, EtaTimer, Sender, can_run_threads
+from delaytasks.broker.arming import (
+    BackgroundTimer,
+    DirectTimer,
+    EtaTimer,
+    Publisher,
+    Sender,
+    can_run_threads,
+)
 from delaytasks.broker.link import ConfirmingLinks
-from delaytasks.broker.publishing import Publisher
 from delaytasks.db.migrations import url_of
 from delaytasks.db.producer import CallerTransactions, Producer, QueueRouting
 from delaytasks.db.store import Store
@@ -31,7 +37,6 @@ from delaytasks.settings import load_settings
 from delaytasks.twins import AsyncCalls
 
 if TYPE_CHECKING:
-    from delaytasks.broker.direct import DirectTimer
     from delaytasks.broker.redis_timer import RedisTimer
     from delaytasks.callbacks.callback_calls import Message
     from delaytasks.callbacks.http import HttpCallbacks
@@ -149,8 +154,6 @@ class Runtime:
         """The timer if no broker is used."""
         if self.settings.uses_broker:
             return None
-        from delaytasks.broker.direct import DirectTimer
-
         return DirectTimer(self.store.notices, self.clock)
 
     @part

@@ -167,17 +167,12 @@ FAILPOINTS = [
         "handing on",
         "main",
         "before",
-        ("worker.redis_poller:RedisPoller._pass_on",),
+        ("worker.pollers:RedisPoller._pass_on",),
         "R1",
         timer="redis",
     ),
     Failpoint(
-        "handed on",
-        "main",
-        "after",
-        ("worker.redis_poller:RedisPoller._pass_on",),
-        "R1",
-        timer="redis",
+        "handed on", "main", "after", ("worker.pollers:RedisPoller._pass_on",), "R1", timer="redis"
     ),
     # claim, run and settle
     Failpoint("claiming", "pool", "before", ("db.claims:Claims.claim",), "R1"),

@@ -1,26 +1,46 @@
-"""Arms near rows by messages with an eta, in a thread of the process."""
+"""Arms near rows: by messages with an eta, which a thread of the process sends, or by notices.
+
+`Publisher` sends Celery tasks of ours to our queues. `EtaTimer` arms rows by them, and `Sender` is
+the thread that waits for a timer. Without a broker, `DirectTimer` notifies the workers, which read
+the table.
+"""
 
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import multiprocessing.process
 import multiprocessing.util
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from math import inf
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from delaytasks.broker.publishing import Publisher
-from delaytasks.loops import EXIT_S
+from kombu.entity import Exchange, Queue
+from kombu.utils.uuid import uuid
+
+from delaytasks.broker.link import (
+    WRONG_TYPE,
+    BrokerLink,
+    OutageError,
+    Outgoing,
+    QueueAwayError,
+    is_home_node_down,
+)
+from delaytasks.events import Events
+from delaytasks.loops import EXIT_S, Availability
 from delaytasks.model.clock import Clock, from_us, monotonic, reset_in_child
-from delaytasks.model.errors import InvalidInputError
+from delaytasks.model.errors import InvalidInputError, StoreError
 from delaytasks.model.filters import batches
 from delaytasks.model.inputs import MAX_PRIORITY, check_id, is_queue
-from delaytasks.model.task import Entry, Timer, by_queue
+from delaytasks.model.task import CallerConnection, Entry, Timer, by_queue
 from delaytasks.model.text import count
+
+if TYPE_CHECKING:
+    from delaytasks.db.statements import Notices
 
 RUN = "delaytasks.run"
 #: The Celery task that sweeps; beat sends it.
@@ -29,6 +49,139 @@ SWEEP = "delaytasks.sweep"
 ENTRIES_PER_MESSAGE = 100
 #: The beginning of the year 10000, which no `datetime` can represent.
 MAX_DUE_US = 253_402_300_800_000_000
+
+
+# -- Publishes Celery tasks of ours, and lets the broker or a queue rest that fails ---------------
+
+
+#: Nothing is sent to a queue for this time after the broker has refused it.
+REFUSED_QUEUE_REST_S = 5.0
+
+
+class Publisher:
+    """Keeps nothing for an unavailable broker: the sweep finds the rows."""
+
+    def __init__(self, app: Any, namespace: str, limit_s: float, events: Events) -> None:
+        self._app = app
+        self.namespace = namespace
+        self._events = events
+        self._link = BrokerLink(app, limit_s)
+        self._broker = Availability(
+            lambda error: events.emit("timer.down", error=error), lambda: events.emit("timer.up")
+        )
+        self._targets: dict[str, Queue] = {}
+        #: By refused queue: the time until which nothing is sent to it.
+        self._refused: dict[str, float] = {}
+
+    @property
+    def is_up(self) -> bool:
+        return self._broker.is_up
+
+    def queue(self, name: str) -> Queue:
+        """Return the broker's queue for a logical queue."""
+        full = f"{self.namespace}.{name}"
+        kind = self._app.conf.get("task_default_queue_type", "classic")
+        arguments = None if kind == "classic" else {"x-queue-type": kind}
+        return Queue(
+            full, Exchange(full, type="direct"), routing_key=full, queue_arguments=arguments
+        )
+
+    def connect(self) -> None:
+        """Find out whether the broker is available."""
+        if not self._broker.is_resting:
+            try:
+                self._link.publish([])
+            except OutageError as error:
+                self._broker.failed(str(error))
+            else:
+                self._broker.answered()
+
+    def send(
+        self, name: str, queue: str, messages: Sequence[tuple[list[Any], Mapping[str, Any]]]
+    ) -> bool:
+        """Send one message of the Celery task `name` per (args, options).
+
+        Return False if the broker is unavailable, or refuses the queue. The sweep then finds the
+        rows.
+        """
+        if self._broker.is_resting or monotonic() < self._refused.get(queue, 0):
+            return False
+        target = self._targets.get(queue) or self._targets.setdefault(queue, self.queue(queue))
+        results = self._link.publish(
+            [self._message(name, target, args, options) for args, options in messages]
+        )
+        error = next((result for result in results if result is not None), None)
+        if isinstance(error, OutageError) and not isinstance(error, QueueAwayError):
+            self._broker.failed(str(error))
+        else:
+            self._broker.answered()
+            if error is not None:
+                self._report_refused(queue, target, f"{type(error).__name__}: {error}")
+            else:
+                self._refused.pop(queue, None)
+        return error is None
+
+    def rest(self, queue: str, seconds: float) -> None:
+        """Send nothing to `queue` for `seconds`: a worker found that it cannot read the queue."""
+        self._refused[queue] = monotonic() + seconds
+
+    def close(self) -> None:
+        self._link.close()
+
+    def _message(
+        self, name: str, target: Queue, args: list[Any], options: Mapping[str, Any]
+    ) -> Outgoing:
+        message = self._app.amqp.as_task_v2(
+            uuid(),
+            name,
+            args=args,
+            eta=options.get("eta"),
+            expires=options.get("expires"),
+            argsrepr=options.get("repr", ""),
+        )
+        return Outgoing(
+            message.body,
+            {
+                # The default exchange needs no bindings, and the queue exists, since it was
+                # declared.
+                "exchange": "",
+                "routing_key": target.name,
+                "serializer": "json",
+                "headers": {**message.headers, "ignore_result": True},
+                "delivery_mode": 1,
+                **message.properties,
+            },
+            target,
+        )
+
+    def _report_refused(self, queue: str, target: Queue, error: str) -> None:
+        is_new = queue not in self._refused
+        self.rest(queue, REFUSED_QUEUE_REST_S)
+        if is_new:
+            prefix = (self._app.conf.broker_transport_options or {}).get("global_keyprefix", "")
+            remedy = _remedy_of(error, target.name, prefix)
+            self._events.emit("queue.refused", queue=queue, error=error, remedy=remedy)
+
+
+def _remedy_of(error: str, name: str, prefix: str) -> str:
+    """Return what an operator does about a refused queue."""
+    if is_home_node_down(error):
+        return (
+            f"bring the RabbitMQ node of the queue {name} back, or use quorum queues "
+            "(task_default_queue_type); meanwhile workers find its tasks in the table"
+        )
+    if WRONG_TYPE in error:
+        return (
+            f"the key {prefix}{name} in Redis is not a list: delete it; meanwhile its tasks run "
+            "late"
+        )
+    return (
+        f"the queue {name} is not of the type in task_default_queue_type, or its user may not use "
+        "it: correct the setting, or delete the queue while no worker runs; its tasks run late"
+    )
+
+
+# -- The timer `eta` ------------------------------------------------------------------------------
 
 
 class EtaTimer:
@@ -377,3 +530,104 @@ def can_run_threads() -> bool:
     options = {} if uwsgi is None else uwsgi.opt
     # The option `threads` implies `enable-threads`.
     return uwsgi is None or "threads" in options or "enable-threads" in options
+
+
+# -- The timer `direct`: tasks wait only in the table ---------------------------------------------
+
+# Workers poll the table for the rows that are due soon. A database with notifications tells them
+# about a row that is due before the next poll.
+
+
+#: Workers that receive notifications poll the table this often.
+NOTIFIED_POLL_S = 1.0
+#: Rows that are due within `NOTIFIED_POLL_S + NOTICE_SLACK_S` are notified.
+NOTICE_SLACK_S = 1.0
+#: More notifications than this in one call are replaced by `LOOK`.
+MAX_NOTICES = 10
+#: The notification to poll the table now.
+LOOK = "look"
+#: The main process of a worker adds the entries to its own timing wheel.
+OnArmed = Callable[[Sequence[Entry]], object]
+
+
+class DirectTimer:
+    """Notifies the workers about rows that are due before their next poll."""
+
+    def __init__(self, notices: Notices, clock: Clock) -> None:
+        self._notices = notices
+        self._clock = clock
+        self.after_fork()
+        reset_in_child(self)
+
+    def after_fork(self) -> None:
+        self._subscribers: list[OnArmed] = []
+
+    def subscribe(self, subscriber: OnArmed) -> None:
+        """Call `subscriber` with the entries that this process arms, until it unsubscribes."""
+        self._subscribers.append(subscriber)
+
+    def unsubscribe(self, subscriber: OnArmed) -> None:
+        self._subscribers = [known for known in self._subscribers if known != subscriber]
+
+    @property
+    def is_up(self) -> bool:
+        """Always True: this timer needs only the database."""
+        return True
+
+    def arm(self, entries: Iterable[Entry]) -> bool:
+        entries = list(entries)
+        for subscriber in self._subscribers:
+            subscriber(entries)
+        try:
+            self.notify(entries)
+        except StoreError:
+            pass  # workers find the rows at their next poll
+        return True
+
+    def notify(self, entries: Iterable[Entry], on: CallerConnection | None = None) -> None:
+        """Notify workers when the transaction `on` commits, or immediately without one."""
+        if not self._notices.is_possible:
+            return
+        until = self._clock.now_us() + (NOTIFIED_POLL_S + NOTICE_SLACK_S) * 1e6
+        if near := [entry for entry in entries if entry.due_us <= until]:
+            self._notices.send(payloads_of(near), on)
+
+    def request_poll(self) -> None:
+        self._notices.send([LOOK])
+
+    def disarm(self, entries: Iterable[Entry]) -> None:
+        """Do nothing: the claim refuses an entry that is no longer valid."""
+
+    def request_drain(
+        self, queue: str, priorities: Sequence[int], messages: int, expires_s: float
+    ) -> bool:
+        """Do nothing: workers poll the table for overdue rows."""
+        return True
+
+
+def payloads_of(entries: Iterable[Entry]) -> Sequence[str]:
+    found = list(_payloads(entries))
+    return found if len(found) <= MAX_NOTICES else [LOOK]
+
+
+def _payloads(entries: Iterable[Entry]) -> Iterator[str]:
+    for queue, queued in by_queue(entries).items():
+        for some in batches(queued, ENTRIES_PER_MESSAGE):
+            notice = [queue, [entry.as_list() for entry in some]]
+            yield json.dumps(notice, separators=(",", ":"))
+
+
+def read_notice(payload: str) -> list[Entry]:
+    """Return the entries of a notification, or raise `ValueError` if it is malformed.
+
+    Any client of the database can send notifications.
+    """
+    notice = json.loads(payload)
+    if (
+        not isinstance(notice, list)
+        or len(notice) != 2
+        or not isinstance(notice[0], str)
+        or not is_queue(notice[0])
+    ):
+        raise ValueError("not a queue and its entries")
+    return read_message([notice[1]], notice[0]).entries

@@ -4,7 +4,7 @@ The dispatcher is the core of the main process. This is the way of a task throug
 line names what the module adds:
 
 ============================================  =====================================================
-`consumer`, `table_poller`, `redis_poller`    bring entries, and drain messages, from the broker,
+`consumer`, `pollers`                         bring entries, and drain messages, from the broker,
                                               from the table, or from Redis
 `wheel`                                       keeps entries until they are due
 `dispatcher`                                  takes what is due, chooses what the next chunk has

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from delaytasks.run.runner import Report
     from delaytasks.runtime import Runtime
     from delaytasks.settings import Address
-    from delaytasks.worker.redis_poller import RedisPoller
-    from delaytasks.worker.table_poller import TablePoller
+    from delaytasks.worker.pollers import RedisPoller, TablePoller
 
 logger = get_logger(__name__)
 #: How often the watchdog checks the loops.
@@ -95,13 +94,13 @@ class WorkerRuntime:
         self.policies_loop = PoliciesLoop(self)
         self.table_poller: TablePoller | None = None
         self.redis_poller: RedisPoller | None = None
+        # Imported here, since other deployments need no Redis client.
         if polls_table and runtime.direct_timer is not None:
-            from delaytasks.worker.table_poller import TablePoller
+            from delaytasks.worker.pollers import TablePoller
 
             self.table_poller = TablePoller(self, runtime.direct_timer)
         if runtime.redis_timer is not None:
-            # Imported here, since other deployments need no Redis client.
-            from delaytasks.worker.redis_poller import RedisPoller
+            from delaytasks.worker.pollers import RedisPoller
 
             self.redis_poller = RedisPoller(self, runtime.redis_timer)
         loops = [

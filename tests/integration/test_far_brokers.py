@@ -12,8 +12,7 @@ import pytest
 from celery import Celery
 from kombu import Connection
 
-from delaytasks.broker.arming import EtaTimer, Sender
-from delaytasks.broker.publishing import Publisher
+from delaytasks.broker.arming import EtaTimer, Publisher, Sender
 from delaytasks.events import Events
 from delaytasks.model.clock import Clock
 from delaytasks.model.task import Entry
@@ -122,7 +121,7 @@ def test_a_connection_that_was_closed_while_idle_loses_no_message(far: Far) -> N
 FIRST_CALL = """
 from celery import Celery
 from delaytasks.broker.arming import EtaTimer, Sender
-from delaytasks.broker.publishing import Publisher
+from delaytasks.broker.arming import Publisher
 from delaytasks.events import Events
 from delaytasks.model.clock import Clock
 from delaytasks.model.task import Entry

@@ -20,9 +20,8 @@ from sqlalchemy import select, update
 from chaos.simulation.clock import Times
 from delaytasks import Done, TaskStateError
 from delaytasks.broker import link, redis_timer
-from delaytasks.broker.arming import Sender
+from delaytasks.broker.arming import Publisher, Sender
 from delaytasks.broker.link import BrokerLink
-from delaytasks.broker.publishing import Publisher
 from delaytasks.callbacks import http
 from delaytasks.db import claims, database, engines, migrations, producer, sweep_queries
 from delaytasks.db.claims import Claims
@@ -46,9 +45,9 @@ from delaytasks.run.outcome_rules import OutcomeRules
 from delaytasks.run.runner import FailureReason
 from delaytasks.worker import connection, quick_loops
 from delaytasks.worker.dispatcher import Dispatcher, QueueDrain, ReadyEntries
+from delaytasks.worker.pollers import RedisPoller
 from delaytasks.worker.pool import ChunkRequest
 from delaytasks.worker.processes import Renewals
-from delaytasks.worker.redis_poller import RedisPoller
 from delaytasks.worker.sweep import DatabaseContact, Sweeper, SweepLoop
 from delaytasks.worker.worker_runtime import WorkerRuntime
 from tests.world import Claimed, Recovered, Settlement

@@ -23,9 +23,8 @@ WITH_THE_FIRST_CALL = ["delaytasks.runtime", "delaytasks.db", "sqlalchemy.dialec
 OPTIONAL = """
 cronsim cryptography sentry_sdk requests delaytasks.console delaytasks.durable_eta
 delaytasks.broker.files delaytasks.operate.forecast delaytasks.http_api delaytasks.limits
-delaytasks.metrics delaytasks.recurring delaytasks.testing delaytasks.broker.direct
-delaytasks.broker.redis_timer delaytasks.callbacks delaytasks.worker.redis_poller
-delaytasks.worker.table_poller
+delaytasks.metrics delaytasks.recurring delaytasks.testing
+delaytasks.broker.redis_timer delaytasks.callbacks delaytasks.worker.pollers
 """.split()
 PROJECT = """
 import sys

@@ -17,9 +17,9 @@ from delaytasks.run.runner import Report
 from delaytasks.runtime import runtime_of
 from delaytasks.worker import pool as worker_pool
 from delaytasks.worker.consumer import add_queues
+from delaytasks.worker.pollers import TablePoller
 from delaytasks.worker.pool import ChunkRequest
 from delaytasks.worker.processes import Processes, logical_queues
-from delaytasks.worker.table_poller import TablePoller
 from delaytasks.worker.worker_runtime import WorkerRuntime
 from tests.world.world import World
 

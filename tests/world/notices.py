@@ -11,12 +11,12 @@ from unittest import mock
 from sqlalchemy import text
 
 from delaytasks import DelayTasks
-from delaytasks.broker.direct import read_notice
+from delaytasks.broker.arming import read_notice
 from delaytasks.db.statements import Notices
 from delaytasks.events import Events
 from delaytasks.model.task import Entry
 from delaytasks.runtime import Runtime, runtime_of
-from delaytasks.worker import table_poller
+from delaytasks.worker import pollers
 from tests.waiting import wait_until
 
 #: Short times of the part of a worker that listens.
@@ -76,9 +76,9 @@ class ListeningWorker:
         events.subscribe(lambda name, fields: self.event_names.append(name))
         events.refuse = lambda kind, error: self.refused.append(error)  # type: ignore[method-assign]
         runtime: Any = SimpleNamespace(store=self._store, events=events)
-        self._times = mock.patch.multiple(table_poller, **TIMES)
+        self._times = mock.patch.multiple(pollers, **TIMES)
         self._times.start()
-        self._listener = table_poller.NotifyListener(runtime, self.entries.extend, self._look)
+        self._listener = pollers.NotifyListener(runtime, self.entries.extend, self._look)
         self._listener.loop.start()
 
     def _look(self) -> None:

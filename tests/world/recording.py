@@ -24,8 +24,7 @@ from sqlalchemy import event, func, make_url, select, update
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from delaytasks import DelayedTask, DelayTasks
-from delaytasks.broker.arming import EtaTimer
-from delaytasks.broker.publishing import Publisher
+from delaytasks.broker.arming import EtaTimer, Publisher
 from delaytasks.broker.redis_timer import AHEAD_MS, RETURN_S, RedisTimer, Taken, redis_location
 from delaytasks.db.store import Store
 from delaytasks.events import Events

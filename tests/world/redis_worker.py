@@ -13,7 +13,7 @@ from delaytasks.broker import redis_timer
 from delaytasks.model.clock import Clock, monotonic
 from delaytasks.model.task import Entry
 from delaytasks.run import chunk
-from delaytasks.worker import redis_poller
+from delaytasks.worker import pollers
 from tests.proxy import Proxy
 from tests.waiting import wait_until
 from tests.world.main_process import MainProcess
@@ -45,7 +45,7 @@ class RedisWorker(MainProcess):
     ) -> None:
         self._patch = patch
         patch.setattr(chunk, "FIRST_PREFETCH", 10)
-        for module in (redis_poller, redis_timer) if ahead_ms else ():
+        for module in (pollers, redis_timer) if ahead_ms else ():
             patch.setattr(module, "AHEAD_MS", ahead_ms)
         settings: dict[str, Any] = {
             "namespace": "t" + secrets.token_hex(4), "_grace_s": 60, "sweep": 60,
