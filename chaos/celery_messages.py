@@ -18,6 +18,7 @@ from kombu.messaging import Producer
 from chaos.history import DeliveryRecord, History, PublishRecord
 from chaos.project import notebook, now_us
 from delaytasks import DelayedTask
+from delaytasks.durable_eta.capture import KeepingChannel
 from delaytasks.model.inputs import celery_tag
 
 #: The environment variable with the folder of the notes.
@@ -41,7 +42,8 @@ def record_messages() -> None:
     @wraps(publish)
     def recorded(self: Any, *args: Any, **options: Any) -> Any:
         headers = options.get("headers") or {}
-        if headers.get("task") == NAME:
+        is_sent = not isinstance(self.channel, KeepingChannel)  # or kombu only prepares it
+        if headers.get("task") == NAME and is_sent:
             notebook(os.environ[NOTES]).note(PublishRecord(int(headers["id"]), now_us()))
         return publish(self, *args, **options)
 

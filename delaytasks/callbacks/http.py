@@ -339,8 +339,8 @@ class HttpCallbacks:
         step_s = min(settings.callback_connect_s, settings.callback_timeout_s / 5)
         request = PreparedRequest()
         headers = {**_DEFAULT_HEADERS, **headers, **self._own_headers(payload, task)}
-        request.prepare("POST", target.url, headers, data=payload)
         try:
+            request.prepare("POST", target.url, headers, data=payload)
             limits = step_s, settings.callback_read_s
             with closing(adapter.send(request, stream=True, timeout=limits)) as response:
                 return self._outcome(response, task)

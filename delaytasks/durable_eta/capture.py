@@ -18,9 +18,10 @@ from celery.app.task import Context
 from celery.utils.functional import maybe_list
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu import compression as kombu_compression
-from kombu.entity import Exchange, Queue, maybe_delivery_mode
+from kombu.entity import Exchange, Queue
 from kombu.exceptions import ContentDisallowed, DecodeError
-from kombu.serialization import dumps, loads, prepare_accept_content
+from kombu.messaging import Producer
+from kombu.serialization import loads, prepare_accept_content
 from kombu.utils import json as kombu_json
 
 from delaytasks.broker.link import Outgoing
@@ -195,7 +196,7 @@ _OF_SENDING = ("retry", "retry_policy", "timeout", "confirm_timeout", "mandatory
 
 
 class CapturingProducer:
-    """Serializes and compresses what Celery publishes, and calls `store` with the message.
+    """Lets kombu prepare what Celery publishes, and calls `store` with the message.
 
     It connects to no broker. All other attributes are those of `producer`, since a result backend
     may use the channel to declare the queue of its results.
@@ -209,57 +210,40 @@ class CapturingProducer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._producer, name)
 
-    def publish(
-        self,
-        body: Any,
-        routing_key: str = "",
-        delivery_mode: Any = None,
-        priority: int | None = 0,
-        content_type: str | None = None,
-        content_encoding: str | None = None,
-        serializer: str | None = None,
-        headers: Mapping[str, Any] | None = None,
-        compression: str | None = None,
-        exchange: Any = None,
-        declare: Sequence[Any] | None = None,
-        expiration: float | None = None,
-        **properties: Any,
-    ) -> None:
+    def publish(self, body: Any, declare: Sequence[Any] | None = None, **options: Any) -> None:
         """Store the message that `kombu.Producer.publish` would send with these arguments."""
         for name in _OF_SENDING:
-            properties.pop(name, None)
-        headers = dict(headers or {})
-        if content_type is None:
-            content_type, content_encoding, body = dumps(
-                body, serializer=serializer or self._producer.serializer
-            )
-        compression = self._producer.compression if compression is None else compression
-        if compression:
-            body, headers["compression"] = kombu_compression.compress(body, compression)
-        name = exchange
-        if isinstance(exchange, Exchange):
-            name, delivery_mode = exchange.name, delivery_mode or exchange.delivery_mode
-        if isinstance(properties.get("reply_to"), Queue):
-            properties["reply_to"] = properties["reply_to"].name
-        if expiration is not None:
-            properties["expiration"] = str(int(expiration * 1000))
+            options.pop(name, None)
+        channel, own = KeepingChannel(), self._producer
+        Producer(
+            channel, serializer=own.serializer, compression=own.compression, auto_declare=False
+        ).publish(body, **options)
         queue = next((each for each in declare or () if isinstance(each, Queue)), None)
-        self._store(
-            StoredMessage(
-                body,
-                content_type,
-                content_encoding or "binary",
-                headers,
-                {
-                    **properties,
-                    "priority": priority,
-                    "delivery_mode": maybe_delivery_mode(delivery_mode),
-                },
-                name or "",
-                routing_key,
-                None if queue is None else queue_definition(self._app, queue),
-            )
-        )
+        definition = None if queue is None else queue_definition(self._app, queue)
+        self._store(channel.published._replace(queue=definition))
+
+
+class KeepingChannel:
+    """The channel of a producer, which keeps the message."""
+
+    published: StoredMessage
+
+    def prepare_message(
+        self,
+        body: Any,
+        priority: int,
+        content_type: str,
+        content_encoding: str,
+        headers: dict[str, Any],
+        properties: dict[str, Any],
+    ) -> StoredMessage:
+        properties["priority"] = priority
+        return StoredMessage(body, content_type, content_encoding, headers, properties, "", "")
+
+    def basic_publish(
+        self, message: StoredMessage, exchange: str, routing_key: str, **_: Any
+    ) -> None:
+        self.published = message._replace(exchange=exchange, routing_key=routing_key)
 
 
 # -- What Celery's worker does with a message that is revoked, done without a worker --------------
