@@ -2,7 +2,7 @@
 
 A move is a change of a row's status. A claim, a sweep and an operator make moves, and each run ends
 with one. An outcome (`model/outcomes.py`) is what a processor returns to say how its run ended.
-`run/outcome_rules.py` makes a move of it, and `run/calls.py` of a task that is not run:
+`run/calls.py` makes a move of it, and of a task that is not run:
 
     the run ended with                                      move
     Done, or any value that is no outcome                   succeed

@@ -32,9 +32,14 @@ from delaytasks.operate.state_queries import (
     rows_of,
 )
 from delaytasks.operate.why import Reason, why_late
-from delaytasks.run.run_counts import CountedFailures, error_pattern, recent_hours
+from delaytasks.run.run_counts import error_pattern
 from delaytasks.settings import Settings
-from delaytasks.statistics.reading import recent_failures, recent_late_starts
+from delaytasks.statistics.reading import (
+    CountedFailures,
+    recent_failures,
+    recent_hours,
+    recent_late_starts,
+)
 
 if TYPE_CHECKING:
     from delaytasks.runtime import Runtime

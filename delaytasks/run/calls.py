@@ -3,9 +3,9 @@
 `Calls.run` first looks at each row: one that has expired, was cancelled, or needs what this process
 lacks is not called here. For each call of the others, which is one task or a batch of tasks, it
 runs `Host.execute` in a context of its own. This provides what the processor expects around it,
-such as Celery's current task, calls the processor, and then `ProcessorCall.end`, which decides how
-each task is settled. While the processor runs, `task.complete` and `task.check_lease` reach its
-`TaskRun` through the context.
+such as Celery's current task, calls the processor, and then `ProcessorCall.end`, in which each
+`TaskRun` decides how its task is settled. While the processor runs, `task.complete` and
+`task.check_lease` reach its `TaskRun` through the context.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from datetime import datetime
-from types import CoroutineType
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args
 
 from delaytasks.model.body import NO_NAME, PLAIN, encode_body, is_encrypted, name_in, names_of
@@ -33,9 +33,9 @@ from delaytasks.model.errors import (
     TaskCancelledError,
     TaskStateError,
 )
-from delaytasks.model.inputs import MAX_SLOTS
+from delaytasks.model.inputs import MAX_SLOTS, check_wait
 from delaytasks.model.moves import LateReason
-from delaytasks.model.outcomes import Outcome
+from delaytasks.model.outcomes import Cancel, Done, Fail, Outcome, Retry, Snooze
 from delaytasks.model.task import CallerConnection, DelayedTask, Settlement, current_run
 from delaytasks.model.text import (
     DEFER_MAX_S,
@@ -48,9 +48,9 @@ from delaytasks.model.text import (
     defer_until,
     shown,
     storable,
+    traceback_text,
 )
 from delaytasks.model.workers import NO_RENEWAL, LastRenewal
-from delaytasks.run.outcome_rules import MAX_RESULT_BYTES, LeaseEndsError, OutcomeRules
 from delaytasks.run.settler import Observer
 
 if TYPE_CHECKING:
@@ -326,7 +326,7 @@ class Host:
     why_late: Callable[[int, int], LateReason] = lambda since_us, now_us: LateReason.UNNOTICED
 
 
-# -- One run of one task: its lease, and its completion in the processor's own transaction --------
+# -- One run of one task: its completion, its lease and its settlement -----------------------------
 
 
 #: The longest time from the claim of a row to its start, in time budgets. A chunk that is claimed
@@ -337,7 +337,28 @@ MAX_BUDGETS = 2
 LAST_PART = 1 / 3
 
 
+class LeaseEndsError(LeaseLostError):
+    """The lease is about to end or has ended, because the worker could not renew it."""
+
+
+#: The longest result of a task. Results are for inspection; data belongs elsewhere.
+MAX_RESULT_BYTES = 16 * 1024
+#: The code of these values runs only during an iteration over them.
+_LAZY = (GeneratorType, AsyncGeneratorType, map, filter)
+#: The outcomes of a run that is repeated or that fails.
+_UNFINISHED = (Retry, Snooze, Fail)
+
+
 class TaskRun:
+    """One run of one task, from its start to its settlement.
+
+    The settlement is found in this order: a run that a caller has cancelled ends as CANCELLED,
+    unless it has succeeded. A run that has settled its row with `complete()` stays DONE, whatever
+    it raises after the commit. An outcome (`Retry`, `Snooze`, `Cancel`, `Fail`, `Done`) decides;
+    any other value is a success. An error is retried by the retry schedule of the task or of its
+    processor, or else fails the task. An outcome that cannot be used becomes such an error.
+    """
+
     def __init__(
         self, calls: Calls, processor: ProcessorSpec, task: DelayedTask, began: datetime
     ) -> None:
@@ -357,6 +378,10 @@ class TaskRun:
         self._connection: CallerConnection | None = None
 
     @property
+    def _runtime(self) -> Runtime:
+        return self._calls.runtime
+
+    @property
     def is_left_open(self) -> bool:
         """Whether the processor's transaction has not ended, so that the row is still locked."""
         if self.is_committed or self._connection is None:
@@ -370,7 +395,7 @@ class TaskRun:
     def complete(self, session: Any, result: Any) -> None:
         task = self.task
         kept = None if result is None else encode_body(result, MAX_RESULT_BYTES)
-        transaction = self._calls.runtime.transactions.of(session)
+        transaction = self._runtime.transactions.of(session)
         if transaction is None:
             raise InvalidInputError(
                 "complete() takes the session that the effect is written in: session=…", "session"
@@ -393,7 +418,7 @@ class TaskRun:
         return self._calls.host.is_asked_to_stop(self.task.id, self.task.version)
 
     def check_lease(self) -> None:
-        task, settings = self.task, self._calls.runtime.settings
+        task, settings = self.task, self._runtime.settings
         if self.is_asked_to_stop:
             raise TaskCancelledError(f"task {task.id} ({task.tag}) was cancelled: stop", task.id)
         lost_in_s = self._calls.host.last_renewal().lost_at - monotonic()
@@ -412,11 +437,155 @@ class TaskRun:
         A lease that ended has no time left, even if the worker has renewed its leases since then:
         another worker may have recovered the row before that.
         """
-        settings, renewal = self._calls.runtime.settings, self._calls.host.last_renewal()
+        settings, renewal = self._runtime.settings, self._calls.host.last_renewal()
         claimed_at = self.began_s - MAX_BUDGETS * settings.chunk_time_budget_s
         if claimed_at < renewal.lost_if_claimed_before:
             return 0.0
         return max(claimed_at, renewal.asked_at) + settings.lease_s - monotonic()
+
+    # -- the settlement ---------------------------------------------------------------------------
+
+    def settlement(
+        self, value: object, error: BaseException | None
+    ) -> tuple[Settlement, BaseException | None]:
+        """Return the settlement of a run, and the error that decided it.
+
+        The error is the given one, or it says why `value` is no valid outcome.
+        """
+        if not self.is_written and (error is not None or isinstance(value, _UNFINISHED)):
+            is_own = isinstance(error, TaskCancelledError) and error.id == self.task.id
+            if is_own or self.is_asked_to_stop:
+                return self._cancelled(error), None
+        if error is None:
+            try:
+                return self._of_value(value), None
+            except Exception as raised:  # becomes the error of the task, with its traceback
+                error = raised
+        if self.is_certain or self.is_left_open:
+            return self._of_completed(error), error
+        # If that transaction was committed nevertheless, the fence refuses this settlement.
+        return self.of_error(error), error
+
+    def of_error(self, error: BaseException) -> Settlement:
+        """Schedule a retry or fail the task.
+
+        If its lease was about to end, or if another task of its batch was cancelled, run it again
+        immediately.
+        """
+        task = self.task
+        is_others = isinstance(error, TaskCancelledError) and error.id not in (None, task.id)
+        if is_others or isinstance(error, LeaseEndsError):  # not the task's fault
+            self._runtime.events.emit("task.interrupted", **task.event_fields, error=error)
+            now = self._runtime.clock.now()
+            return Settlement(task, "snooze", self.began, expected_time=now, due_time=task.due)
+        text = traceback_text(error, self._runtime.settings.max_error_bytes)
+        retry_schedule = self.processor.retry_schedule_for(error, task)
+        wait_s = None if retry_schedule is None else retry_schedule.wait_s(task.runs)
+        if wait_s is None:
+            return self._failed(text, error)
+        return self._schedule_retry(text, wait_s, error)
+
+    def _cancelled(self, error: BaseException | None) -> Settlement:
+        """Return the settlement of a run that a caller has cancelled and that did not succeed."""
+        text = "cancelled by a caller while it ran"
+        self._emit("task.withdrawn", reason=text)
+        if error is not None and not isinstance(error, TaskCancelledError):
+            text += "\n" + traceback_text(error, self._runtime.settings.max_error_bytes)
+        return Settlement(self.task, "withdraw", self.began, self._text(text))
+
+    def _of_value(self, value: object) -> Settlement:
+        """Return the settlement of what a processor returned."""
+        if self.is_written:
+            if not self.is_rolled_back:
+                return self._of_completed(None)
+            if isinstance(value, Done) or not isinstance(value, Outcome):
+                raise TaskStateError(
+                    "complete() was called, its transaction was rolled back, and the processor "
+                    "returned as if all were well: let the error out of it, or return Retry() or "
+                    "another outcome",
+                    self.task.id,
+                )
+        if isinstance(value, Retry):
+            return self._retry(value)
+        if isinstance(value, Snooze):
+            self._emit("task.snoozed")
+            next_run = self._runtime.clock.after(self._wait_s(value.after))
+            return Settlement(self.task, "snooze", self.began, expected_time=next_run)
+        if isinstance(value, Cancel):
+            self._emit("task.withdrawn", reason=value.reason)
+            reason = value.reason or "cancelled by its processor"
+            return Settlement(self.task, "withdraw", self.began, self._text(reason))
+        if isinstance(value, Fail):
+            reason = value.reason or "failed by its processor"
+            return self._failed(self._text(reason), reason)
+        return self._succeeded(value.result if isinstance(value, Done) else value)
+
+    def _succeeded(self, result: object) -> Settlement:
+        task, kept = self.task, None
+        if isinstance(result, _LAZY) or hasattr(type(result), "__await__"):
+            raise InvalidInputError(
+                f"the processor of {task.tag!r} returned an object of type "
+                f"{type(result).__name__}, whose code does not run by itself: iterate over it or "
+                "await it in the processor, and return None, a value or an outcome",
+                "outcome",
+            )
+        if result is not None and self.processor.keep_result:
+            try:
+                kept = encode_body(result, MAX_RESULT_BYTES)
+            except InvalidInputError as error:  # does not undo the run
+                self._runtime.events.emit("result.dropped", **task.event_fields, error=str(error))
+        return Settlement(task, "succeed", self.began, result=kept)
+
+    def _of_completed(self, error: BaseException | None) -> Settlement:
+        """Return the settlement that the processor has made itself with `complete()`."""
+        task, events = self.task, self._runtime.events
+        if not self.is_committed:
+            # The open transaction has locked the row. Without a commit the row is abandoned.
+            why = (
+                "complete() was called, and its transaction was still open when the processor "
+                "ended: end it first"
+            )
+            events.emit("task.left_open", **task.event_fields, remedy=why, error=error)
+            return Settlement(task, "fail", self.began, why, is_made=True)
+        if error is not None:
+            events.emit("task.raised_late", **task.event_fields, error=error)
+        return Settlement(task, "succeed", self.began, is_made=True)
+
+    def _retry(self, asked: Retry) -> Settlement:
+        task, reason = self.task, asked.reason or "its processor asked to be run again"
+        retry_schedule = self.processor.retries.retry_schedule_for(Exception, task.retry_schedule)
+        wait_s = None if retry_schedule is None else retry_schedule.wait_s(task.runs)
+        if retry_schedule is not None and wait_s is None:
+            text = self._text(f"{reason} (its retry schedule has no delay left)")
+            return self._failed(text, reason)
+        if asked.after is not None:
+            wait_s = self._wait_s(asked.after)
+        if wait_s is None:
+            raise InvalidInputError(
+                "Retry() without after= needs a retry schedule: @processor(tag, retries=...)",
+                "after",
+            )
+        return self._schedule_retry(self._text(reason), wait_s, reason)
+
+    def _failed(self, text: str, error: object) -> Settlement:
+        self._emit("task.failed", error=error)
+        return Settlement(self.task, "fail", self.began, text)
+
+    def _schedule_retry(self, text: str, wait_s: float, error: object) -> Settlement:
+        attempt = self.task.runs
+        self._emit("task.retry_scheduled", attempt=attempt, wait_s=wait_s, error=error)
+        return Settlement(
+            self.task, "schedule_retry", self.began, text, self._runtime.clock.after(wait_s)
+        )
+
+    def _emit(self, name: str, **fields: Any) -> None:
+        self._runtime.events.emit(name, **self.task.event_fields, began=self.began, **fields)
+
+    def _wait_s(self, after: object) -> float:
+        return check_wait(after, self._runtime.settings.max_delay_s, "after")
+
+    def _text(self, reason: str) -> str:
+        return storable(str(reason), self._runtime.settings.max_error_bytes)
 
 
 # -- One call of a processor, for one task or for a batch of tasks --------------------------------
@@ -488,7 +657,7 @@ class ProcessorCall:
             if one is None and error is None and not run.is_written:  # as nearly always
                 settlement, raised = Settlement(run.task, "succeed", run.began), error
             else:
-                settlement, raised = self._calls.rules.settlement(run, one, error)
+                settlement, raised = run.settlement(one, error)
             took_s = monotonic() - run.began_s
             for observer in self._calls.observers:
                 observer.ended(settlement, took_s, raised)
@@ -565,7 +734,6 @@ def ends_process(error: BaseException) -> bool:
 class Calls:
     def __init__(self, runtime: Runtime, host: Host, observers: list[Observer]) -> None:
         self.runtime, self.host, self.observers = runtime, host, observers
-        self.rules = OutcomeRules(runtime)
         self._clock, self._events = runtime.clock, runtime.events
         keys = runtime.settings.encryption_keys
         self._keys = [name for name in names_of(keys) if name != PLAIN]
@@ -599,7 +767,7 @@ class Calls:
     ) -> list[Settlement]:
         """Return the settlements of tasks for which `run` itself has raised."""
         runs = [TaskRun(self, processor, task, self._clock.now()) for task in tasks]
-        return [self.rules.of_error(run, error) for run in runs]
+        return [run.of_error(error) for run in runs]
 
     def flush(self) -> None:
         """Let the observers send what they have observed."""

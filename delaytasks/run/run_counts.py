@@ -1,19 +1,26 @@
 """Counts of the runs of a tag: how they ended, how late they began, how long they took, and the
-patterns of their errors."""
+patterns of their errors. A `RunCounter` counts the runs of a process."""
 
 from __future__ import annotations
 
 import re
 import sysconfig
+import threading
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
-from typing import Any, NamedTuple
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from delaytasks.model.clock import AN_HOUR, hour_of
-from delaytasks.model.moves import SettlingMove
+from delaytasks.model.clock import reset_in_child
+from delaytasks.model.moves import MOVES, SettlingMove
+from delaytasks.model.task import DelayedTask, Settlement
+from delaytasks.run.settler import Observer
+
+if TYPE_CHECKING:
+    from delaytasks.registry import Registry
+
 
 # -- Histograms of seconds with fixed bounds, so that the counts of all workers can be added ------
 
@@ -30,11 +37,6 @@ DURATION_BOUNDS_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
     *(300.0, 900.0, 3600.0, 14_400.0),
 )
-
-
-def bucket_of(seconds: float, bounds: Sequence[float]) -> int:
-    """Return the number of the bucket of a time."""
-    return bisect_left(bounds, seconds)
 
 
 #: The tag under which the tags beyond the constant `statistics_tags` are counted.
@@ -94,10 +96,7 @@ class RunCounts:
         self.outcomes[_POSITIONS[name]] += count
 
     def add_run(self, lateness_s: float, duration_s: float, on_time_s: float | None) -> None:
-        """Add one run. `on_time_s` is the lateness that its processor promises not to exceed.
-
-        Every task pays for this method, so `bucket_of` is not called here.
-        """
+        """Add one run. `on_time_s` is the lateness that its processor promises not to exceed."""
         # A claim may precede the due time by the clock tolerance.
         if lateness_s < 0.0:
             lateness_s = 0.0
@@ -202,65 +201,6 @@ def _sparse(counts: Sequence[int]) -> list[int]:
     return [each for number, count in enumerate(counts) if count for each in (number, count)]
 
 
-# -- Failed runs with the same error, as workers have counted them by the hour --------------------
-
-
-@dataclass(frozen=True, slots=True)
-class FailureGroup:
-    """Failed runs of a tag with the same error.
-
-    Attributes
-    ----------
-    tag
-        The tag.
-    pattern
-        What their errors have in common; `*` stands for what differs.
-    fingerprint
-        A short name of the pattern.
-    runs
-        The number of failed runs, retried ones included.
-    first_at, last_at
-        When the first and the last of them failed, within a minute.
-    task_id, error
-        One of the last tasks that failed in this way, and the end of its error text.
-    hours
-        The number of failed runs by the hour, for the last 48 hours that have any.
-    """
-
-    tag: str
-    pattern: str
-    fingerprint: str
-    runs: int
-    first_at: datetime
-    last_at: datetime
-    task_id: int
-    error: str
-    hours: Mapping[datetime, int]
-
-    @property
-    def filters(self) -> dict[str, str]:
-        """The filters for `find` and the methods of `bulk` that select the tasks of this group."""
-        return {"tag": self.tag, "error": self.pattern}
-
-    def first_since(self, begin: datetime) -> datetime | None:
-        """Return when the first run failed since the beginning of an hour; None without runs."""
-        hours = [hour for hour, runs in self.hours.items() if runs and hour >= begin]
-        return max(min(hours), self.first_at) if hours else None
-
-
-class CountedFailures(NamedTuple):
-    """A group of failures, and what its runs are compared with."""
-
-    group: FailureGroup
-    #: All runs of the tag since `recent_hours(now)`, or 0 if they were not counted.
-    runs_of_tag: int
-
-
-def recent_hours(now: datetime) -> datetime:
-    """Return the beginning of the hour before the present one."""
-    return hour_of(now) - AN_HOUR
-
-
 # -- Patterns of error texts, by which failures are grouped ---------------------------------------
 
 # A pattern is what the errors of one kind have in common: the innermost function of the user's
@@ -334,3 +274,108 @@ def _limited(pattern: str) -> str:
     if len(pattern) > MAX_PATTERN:
         pattern = pattern[: MAX_PATTERN - 1] + "*"
     return re.sub(r"\*+", "*", pattern)
+
+
+# -- The counts of one process of the pool --------------------------------------------------------
+
+
+#: The most groups of failures in one report. Further ones are counted as outcomes only.
+MAX_FAILURE_GROUPS = 20
+#: The longest error text of a group.
+MAX_SAMPLE = 2000
+
+_FAILURES = {name for name, move in MOVES.items() if move.ending and move.ending.is_failure}
+
+
+class RunCounter(Observer):
+    """Counts the runs of one runner until `take` returns the counts for a report.
+
+    Several threads may run and settle tasks. A run is only added to a queue, without a lock, and
+    the lock is taken once for the settlements of a chunk.
+    """
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self.after_fork()
+        reset_in_child(self)
+
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()
+        self._runs: deque[tuple[str, timedelta, float, int | None]] = deque()
+        self._tags: dict[str, RunCounts] = {}
+        self._failures: dict[tuple[str, str], FailureCount] = {}
+
+    def ended(self, settlement: Settlement, took_s: float, error: BaseException | None) -> None:
+        task = settlement.task
+        late = (settlement.began or task.due) - task.due
+        self._runs.append((task.tag, late, took_s, task.late_by))
+
+    def settled(self, settlements: Sequence[Settlement], accepted: Container[int]) -> None:
+        done: dict[str, int] = {}
+        with self._lock:
+            for settlement in settlements:
+                task = settlement.task
+                if settlement.move == "succeed" and task.id in accepted:
+                    tag = task.tag
+                    done[tag] = done.get(tag, 0) + 1
+                else:
+                    self._add_outcome(settlement, task.id in accepted)
+            for tag, number in done.items():
+                self._of(tag).add_outcome(OUTCOMES["succeed"], number)
+
+    def take(self) -> RunStatistics:
+        """Return the counts since the last call, and count anew."""
+        with self._lock:
+            self._add_runs()
+            if not self._tags:
+                return RunStatistics()
+            tags, self._tags = self._tags, {}
+            failures, self._failures = self._failures, {}
+        return RunStatistics(
+            tuple((tag, counts.as_list()) for tag, counts in tags.items()), tuple(failures.values())
+        )
+
+    def _add_runs(self) -> None:
+        """Add the runs of the queue to the counts of their tags."""
+        runs, last, counts, on_time_s = self._runs, "", None, None
+        for _ in range(len(runs)):
+            tag, lateness, duration_s, late_by = runs.popleft()
+            if counts is None or tag != last:  # most neighbours have the same tag
+                last, counts, on_time_s = tag, self._of(tag), self._on_time_s(tag)
+            counts.add_run(lateness.total_seconds(), duration_s, on_time_s)
+            if late_by is not None:
+                counts.late_starts[late_by] += 1
+
+    def _add_outcome(self, settlement: Settlement, is_accepted: bool) -> None:
+        task, move = settlement.task, settlement.move
+        counts = self._of(task.tag)
+        # A transaction of the processor that is still open keeps the row until its lease ends.
+        is_left_open = settlement.is_made and move != "succeed"
+        if is_left_open or not is_accepted:
+            counts.add_outcome(LOST_LEASE)
+            return
+        counts.add_outcome(OUTCOMES[move])
+        if move in _FAILURES:
+            self._add_failure(task, settlement.error or "")
+        elif move == "expire" and self._on_time_s(task.tag) is not None:
+            counts.late += 1
+
+    def _of(self, tag: str) -> RunCounts:
+        counts = self._tags.get(tag)
+        if counts is None:
+            counts = self._tags[tag] = RunCounts()
+        return counts
+
+    def _on_time_s(self, tag: str) -> float | None:
+        processor = self._registry.get(tag)
+        return None if processor is None else processor.on_time_s
+
+    def _add_failure(self, task: DelayedTask, error: str) -> None:
+        pattern = error_pattern(error)
+        known = self._failures.get((task.tag, pattern))
+        if known is not None:
+            self._failures[task.tag, pattern] = known._replace(runs=known.runs + 1)
+        elif len(self._failures) < MAX_FAILURE_GROUPS:
+            self._failures[task.tag, pattern] = FailureCount(
+                task.tag, pattern, 1, task.id, error[-MAX_SAMPLE:]
+            )

@@ -40,8 +40,8 @@ from delaytasks.model.policies import NO_WAITLISTS, WaitlistsSeen, WaitlistState
 from delaytasks.model.task import Claimed, DelayedTask, Entry, Settlement
 from delaytasks.run.calls import MAX_BUDGETS, Calls, Host
 from delaytasks.run.chunk import Chunk, ChunkRunner, ChunkSize, Tally
-from delaytasks.run.run_counts import RunStatistics
-from delaytasks.run.settler import Observer, RunCounter, RunLog, Settler
+from delaytasks.run.run_counts import RunCounter, RunStatistics
+from delaytasks.run.settler import Observer, RunLog, Settler
 
 if TYPE_CHECKING:
     from delaytasks.runtime import Runtime

@@ -9,30 +9,19 @@ row is settled by itself. Rows that run again are armed afterwards.
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import deque
 from collections.abc import Container, Sequence
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import TYPE_CHECKING
 
-from delaytasks.model.clock import monotonic, reset_in_child, to_us
+from delaytasks.model.clock import monotonic, to_us
 from delaytasks.model.errors import OutcomeUnknownError, StoreError, StoreUnavailableError
-from delaytasks.model.moves import MOVES, Status, following
+from delaytasks.model.moves import Status, following
 from delaytasks.model.task import DelayedTask, Entry, Settle, Settlement
-from delaytasks.run.run_counts import (
-    LOST_LEASE,
-    OUTCOMES,
-    FailureCount,
-    RunCounts,
-    RunStatistics,
-    error_pattern,
-)
 
 if TYPE_CHECKING:
     from delaytasks.db.claims import Claims
     from delaytasks.events import Events
-    from delaytasks.registry import Registry
     from delaytasks.run.chunk import Chunk
     from delaytasks.runtime import Runtime
 
@@ -74,108 +63,6 @@ class RunLog(Observer):
                 late_s = ((s.began or s.task.due) - s.task.due).total_seconds()
                 fields = s.task.event_fields
                 self._events.emit("task.done", **fields, attempt=s.task.runs, late_s=late_s)
-
-
-#: The most groups of failures in one report. Further ones are counted as outcomes only.
-MAX_FAILURE_GROUPS = 20
-#: The longest error text of a group.
-MAX_SAMPLE = 2000
-
-_FAILURES = {name for name, move in MOVES.items() if move.ending and move.ending.is_failure}
-
-
-class RunCounter(Observer):
-    """Counts the runs of one runner until `take` returns the counts for a report.
-
-    Several threads may run and settle tasks. A run is only added to a queue, without a lock, and
-    the lock is taken once for the settlements of a chunk.
-    """
-
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
-        self.after_fork()
-        reset_in_child(self)
-
-    def after_fork(self) -> None:
-        self._lock = threading.Lock()
-        self._runs: deque[tuple[str, timedelta, float, int | None]] = deque()
-        self._tags: dict[str, RunCounts] = {}
-        self._failures: dict[tuple[str, str], FailureCount] = {}
-
-    def ended(self, settlement: Settlement, took_s: float, error: BaseException | None) -> None:
-        task = settlement.task
-        late = (settlement.began or task.due) - task.due
-        self._runs.append((task.tag, late, took_s, task.late_by))
-
-    def settled(self, settlements: Sequence[Settlement], accepted: Container[int]) -> None:
-        done: dict[str, int] = {}
-        with self._lock:
-            for settlement in settlements:
-                task = settlement.task
-                if settlement.move == "succeed" and task.id in accepted:
-                    tag = task.tag
-                    done[tag] = done.get(tag, 0) + 1
-                else:
-                    self._add_outcome(settlement, task.id in accepted)
-            for tag, number in done.items():
-                self._of(tag).add_outcome(OUTCOMES["succeed"], number)
-
-    def take(self) -> RunStatistics:
-        """Return the counts since the last call, and count anew."""
-        with self._lock:
-            self._add_runs()
-            if not self._tags:
-                return RunStatistics()
-            tags, self._tags = self._tags, {}
-            failures, self._failures = self._failures, {}
-        return RunStatistics(
-            tuple((tag, counts.as_list()) for tag, counts in tags.items()), tuple(failures.values())
-        )
-
-    def _add_runs(self) -> None:
-        """Add the runs of the queue to the counts of their tags."""
-        runs, last, counts, on_time_s = self._runs, "", None, None
-        for _ in range(len(runs)):
-            tag, lateness, duration_s, late_by = runs.popleft()
-            if counts is None or tag != last:  # most neighbours have the same tag
-                last, counts, on_time_s = tag, self._of(tag), self._on_time_s(tag)
-            counts.add_run(lateness.total_seconds(), duration_s, on_time_s)
-            if late_by is not None:
-                counts.late_starts[late_by] += 1
-
-    def _add_outcome(self, settlement: Settlement, is_accepted: bool) -> None:
-        task, move = settlement.task, settlement.move
-        counts = self._of(task.tag)
-        # A transaction of the processor that is still open keeps the row until its lease ends.
-        is_left_open = settlement.is_made and move != "succeed"
-        if is_left_open or not is_accepted:
-            counts.add_outcome(LOST_LEASE)
-            return
-        counts.add_outcome(OUTCOMES[move])
-        if move in _FAILURES:
-            self._add_failure(task, settlement.error or "")
-        elif move == "expire" and self._on_time_s(task.tag) is not None:
-            counts.late += 1
-
-    def _of(self, tag: str) -> RunCounts:
-        counts = self._tags.get(tag)
-        if counts is None:
-            counts = self._tags[tag] = RunCounts()
-        return counts
-
-    def _on_time_s(self, tag: str) -> float | None:
-        processor = self._registry.get(tag)
-        return None if processor is None else processor.on_time_s
-
-    def _add_failure(self, task: DelayedTask, error: str) -> None:
-        pattern = error_pattern(error)
-        known = self._failures.get((task.tag, pattern))
-        if known is not None:
-            self._failures[task.tag, pattern] = known._replace(runs=known.runs + 1)
-        elif len(self._failures) < MAX_FAILURE_GROUPS:
-            self._failures[task.tag, pattern] = FailureCount(
-                task.tag, pattern, 1, task.id, error[-MAX_SAMPLE:]
-            )
 
 
 # -- Settlements, with retries --------------------------------------------------------------------

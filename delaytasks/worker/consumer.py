@@ -13,7 +13,7 @@ from delaytasks.broker.arming import read_message
 from delaytasks.model.inputs import is_queue
 from delaytasks.model.task import DEFAULT_QUEUE
 from delaytasks.model.text import one_line
-from delaytasks.run.time_limits import check_time_limits
+from delaytasks.run.celery_context import check_time_limits
 from delaytasks.worker.connection import bound_connections
 from delaytasks.worker.patches import (
     end_chunks_on_cold_shutdown,

@@ -205,7 +205,7 @@ class Processes:
 
     def serve(self, hostname: str, pool: Any, may_detach: bool = True) -> None:
         """Make this process the main process of a worker. Its children inherit the name."""
-        from delaytasks.run.time_limits import can_limit_time
+        from delaytasks.run.celery_context import can_limit_time
 
         self.hostname = hostname
         self.is_worker = True

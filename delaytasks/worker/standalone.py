@@ -19,7 +19,7 @@ from celery.concurrency import get_implementation
 from kombu.asynchronous import Hub, set_event_loop
 
 from delaytasks.model.inputs import ALL_QUEUES
-from delaytasks.run.time_limits import check_time_limits
+from delaytasks.run.celery_context import check_time_limits
 from delaytasks.worker.pool import freeze_loaded_objects, running_pids
 from delaytasks.worker.processes import processes_of
 from delaytasks.worker.sweep import emit_recovered

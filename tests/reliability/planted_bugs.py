@@ -38,10 +38,9 @@ from delaytasks.model.policies import WAITLIST_RECHECK_S
 from delaytasks.operate.start_checks import StartChecks
 from delaytasks.recurring import creation, recurring
 from delaytasks.recurring.creation import RecurringTable
-from delaytasks.run import celery_context, settler, time_limits
+from delaytasks.run import celery_context, settler
 from delaytasks.run.calls import Calls, EventLoop, TaskRun
 from delaytasks.run.chunk import Chunk, TimeBudget
-from delaytasks.run.outcome_rules import OutcomeRules
 from delaytasks.run.runner import FailureReason
 from delaytasks.worker import connection, quick_loops
 from delaytasks.worker.dispatcher import Dispatcher, QueueDrain, ReadyEntries
@@ -101,8 +100,8 @@ VERBS: dict[str, tuple[Any, str]] = {
     "read the time once": (claims, "once"),
     "find lost leases by an index": (sweep_queries, "is_rare"),
     "look before a run": (Calls, "not_now"),
-    "judge an outcome": (OutcomeRules, "settlement"),
-    "keep a time limit": (time_limits, "limited"),
+    "judge an outcome": (TaskRun, "settlement"),
+    "keep a time limit": (celery_context, "limited"),
     "keep a time budget": (TimeBudget, "open"),
     "know the processes": (quick_loops, "running_pids"),
     "know the time that a lease has left": (TaskRun, "lease_left_s"),

@@ -16,7 +16,7 @@ from coverage import Coverage
 
 from delaytasks.model.clock import monotonic
 from delaytasks.registry import ProcessorSpec, Registry
-from delaytasks.run.time_limits import can_limit_time, limited
+from delaytasks.run.celery_context import can_limit_time, limited
 from delaytasks.worker.quick_loops import has_exited
 from tests.refusals import invalid
 from tests.waiting import wait_until

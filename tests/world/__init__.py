@@ -23,7 +23,7 @@ from delaytasks.model.clock import from_us, shard_of, to_us
 from delaytasks.model.moves import FINISHED, LIVE, MOVES
 from delaytasks.model.policies import Stamp, WaitlistState
 from delaytasks.model.task import Claimed, Entry, Level, Recovered, Settlement, UnclaimedRow
-from delaytasks.run.outcome_rules import LeaseEndsError
+from delaytasks.run.calls import LeaseEndsError
 from delaytasks.run.runner import FailureReason, Report
 from tests.world.broker import WorldBroker
 from tests.world.main_process import MainProcess, run_chunk, served_queues
