@@ -45,18 +45,17 @@ class Child(Host):
         self._play = play = worker.play
         self.request: Any = None
         clock = play.clock()
+        policies: Any = SimpleNamespace(known=NO_POLICIES, current=lambda: NO_POLICIES)
         runtime: Any = SimpleNamespace(
             settings=play.settings,
             clock=clock,
             timer=play.timer(clock, Events()),
             events=Events(),
             transactions=SimpleNamespace(of=None),
+            policy_cache=policies,
         )
-        claims, admission = (
-            play.claims(self.name),
-            Admission(play.stage.store, lambda: NO_POLICIES, Events()),
-        )
-        admission.claims = claims
+        claims = play.claims(self.name)
+        admission = Admission(play.stage.store, claims, policies, Events())
         host = RunnerHost(
             claims,
             admission,

@@ -93,7 +93,7 @@ from delaytasks.model.body import dump_json
 from delaytasks.model.clock import EARLIEST, monotonic, to_us
 from delaytasks.model.inputs import MAX_PRIORITY
 from delaytasks.model.moves import FINISHED, MOST_VERSIONS, MOVES, Status, following
-from delaytasks.model.policies import NO_WAITLISTS, WaitlistsSeen
+from delaytasks.model.policies import NO_WAITLISTS, PolicyCache, WaitlistsSeen
 from delaytasks.model.task import (
     CallerConnection,
     Claimed,
@@ -566,8 +566,7 @@ class Choice(NamedTuple):
 class Claims(Settlements):
     """The claims and settlements of one process; `worker` and `ip` are written into the rows.
 
-    `limits` returns what holds the rows beyond the limits of their tags, or None while no tag has
-    limits.
+    `policies` are those that the process knows. Without them no tag has limits.
 
     Two workers cannot both win a row, although both may have its message. Each claim locks the rows
     that it chooses, and checks under the lock that their status is NOT_COMPLETE and, for a row that
@@ -589,6 +588,9 @@ class Claims(Settlements):
     version (`POSTGRESQL.version`).
     """
 
+    #: Holds the rows beyond the limits of their tags. `limits.admission` sets it.
+    hold_excess: HoldExcess
+
     def __init__(
         self,
         database: Database,
@@ -596,11 +598,11 @@ class Claims(Settlements):
         worker: str,
         ip: int | None,
         lease_s: float,
-        limits: Callable[[], HoldExcess | None],
+        policies: PolicyCache | None,
     ) -> None:
         super().__init__(database, schema, worker)
         self._schema = schema
-        self._limits = limits
+        self._policies = policies
         self.columns = columns(schema, CLAIMED)
         self._texts = texts = ClaimTexts(database, schema.tasks, lease_s, ip)
         #: The new values of an admitted row, which are those of a claimed one.
@@ -696,7 +698,7 @@ class Claims(Settlements):
         back meanwhile: the index is searched from its beginning now and then, and before a level is
         reported as empty.
         """
-        if self._limits() is not None:  # the claim holds some of the rows that it finds
+        if self._has_limits:  # the claim holds some of the rows that it finds
             return self._claim_oldest(queue, priority, limit)
         now = monotonic()
         reached, until = self._reached.get((queue, priority), (EARLIEST, 0.0))
@@ -734,11 +736,17 @@ class Claims(Settlements):
                 return Claimed(claimed, seen)
         return Claimed((), seen)
 
+    @property
+    def _has_limits(self) -> bool:
+        """Whether any tag has limits."""
+        return self._policies is not None and bool(self._policies.known.limited)
+
     def _claim(self, choice: Choice, parameters: dict[str, Any]) -> Claimed:
-        hold_excess = self._limits()
-        if hold_excess is None and choice.claim_and_commit is not None:
+        has_limits = self._has_limits
+        if not has_limits and choice.claim_and_commit is not None:
             claim = partial(choice.claim_and_commit, values=parameters)
             return Claimed(self._tasks(self._db.autocommitted(claim).rows))
+        hold_excess = self.hold_excess if has_limits else None
         work = partial(self._lock_and_claim, choice, parameters, hold_excess)
         return self._db.transaction(work)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from sqlalchemy import delete, false, select
 
 from delaytasks.db.bulk_moves import Bulk
-from delaytasks.db.claims import Claims, HoldExcess
+from delaytasks.db.claims import Claims
 from delaytasks.db.database import Database
 from delaytasks.db.engines import lacks_sqlite_file
 from delaytasks.db.migrations import check_charset
@@ -18,6 +18,7 @@ from delaytasks.db.sweep_queries import Leases, SweepQueries, WorkerTable
 from delaytasks.db.task_rows import Tasks
 from delaytasks.model.body import Cipher
 from delaytasks.model.errors import ConfigError, StoreError, StoreUnavailableError
+from delaytasks.model.policies import PolicyCache
 from delaytasks.model.text import TABLES_REMEDY
 from delaytasks.settings import Settings
 
@@ -45,10 +46,8 @@ class Store:
         self.notices = Notices(self.database, self.schema)
         self._lease_s = settings.lease_s
 
-    def claims(
-        self, worker: str, ip: int | None, limits: Callable[[], HoldExcess | None] = lambda: None
-    ) -> Claims:
-        return Claims(self.database, self.schema, worker, ip, self._lease_s, limits)
+    def claims(self, worker: str, ip: int | None, policies: PolicyCache | None = None) -> Claims:
+        return Claims(self.database, self.schema, worker, ip, self._lease_s, policies)
 
     def check(self) -> None:
         """Raise `ConfigError` if a table that claims read is missing, too old or too narrow, or

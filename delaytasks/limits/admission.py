@@ -39,7 +39,7 @@ from sqlalchemy import (
     update,
 )
 
-from delaytasks.db.claims import Claims, HoldExcess
+from delaytasks.db.claims import Claims
 from delaytasks.db.database import Database
 from delaytasks.db.schema import Schema, check_row_count, listed, listing, moved, task_of
 from delaytasks.db.statements import Prepared
@@ -49,7 +49,7 @@ from delaytasks.events import Events
 from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import StoreError
 from delaytasks.model.moves import MOVES, Status
-from delaytasks.model.policies import WAITLIST_RECHECK_S, Policies, WaitlistsSeen, WaitlistState
+from delaytasks.model.policies import WAITLIST_RECHECK_S, PolicyCache, WaitlistsSeen, WaitlistState
 from delaytasks.model.task import DelayedTask, Settlement
 
 # -- The capacity of a limited tag: how many of its waiting tasks may start now -------------------
@@ -428,8 +428,6 @@ class LimitedBacklogs:
 #: Entries that are read beyond those that may start, since other transactions may have locked the
 #: first ones.
 EXTRA_ENTRIES = 20
-#: The policies of tags and queues, as far as this process knows.
-CurrentPolicies = Callable[[], Policies]
 
 
 class _Gate:
@@ -442,12 +440,12 @@ class _Gate:
 
 
 class Admission:
-    #: Claims the admitted rows. These claims ask `hold_if_limited`, so they are made afterwards.
-    claims: Claims
+    """Admits rows, and holds those that the claims of its process have locked."""
 
-    def __init__(self, store: Store, policies: CurrentPolicies, events: Events) -> None:
+    def __init__(self, store: Store, claims: Claims, policies: PolicyCache, events: Events) -> None:
         self._db, self._schema = store.database, store.schema
-        self._policies, self._events = policies, events
+        self.claims, self._policies, self._events = claims, policies, events
+        claims.hold_excess = self.hold_excess
         self._hold_claimed = store.paused_rows.hold_claimed
         self._queries = LimitQueries(store.database, store.schema)
         self.hold_overdue = LimitedBacklogs(store.database, self._queries).hold_overdue
@@ -465,10 +463,6 @@ class Admission:
 
     # -- rows that a claim has locked -------------------------------------------------------------
 
-    def hold_if_limited(self) -> HoldExcess | None:
-        """Return what holds the rows beyond the limits; None while no tag has limits."""
-        return self.hold_excess if self._policies().limited else None
-
     def hold_excess(
         self, on: Any, candidates: Sequence[DelayedTask]
     ) -> tuple[list[int], WaitlistsSeen]:
@@ -477,7 +471,7 @@ class Admission:
         A row of a tag whose waitlist is not empty is held as well, so that it starts after the
         waiting rows.
         """
-        limited, due = self._policies().limited, dict[tuple[str, str], list[tuple[int, str]]]()
+        limited, due = self._policies.known.limited, dict[tuple[str, str], list[tuple[int, str]]]()
         if limited:
             for one in sorted(
                 candidates, key=lambda one: (-one.priority, one.expected_time, one.id)
@@ -555,9 +549,7 @@ class Admission:
 
         Return the tasks to run, and settlements of paused tasks that could not be held.
         """
-        policies = self._policies()
-        if not policies.has_pauses:
-            return tasks, ()
+        policies = self._policies.known
         paused = [task for task in tasks if policies.pauses(task.tag, task.queue)]
         if not paused:
             return tasks, ()
@@ -648,7 +640,7 @@ class Admission:
         Returns no rows if the tag has limits other than the concurrency limit, which a free slot
         does not satisfy.
         """
-        policy = self._policies().limited.get(tag)
+        policy = self._policies.known.limited.get(tag)
         if policy is None or not policy.has_slots_only or slots <= 0:
             return []
         turn = self._turns.get((queue, tag))

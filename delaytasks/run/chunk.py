@@ -410,6 +410,7 @@ DETACHED_RETRY_S = 1.0
 class ChunkRunner:
     def __init__(self, runtime: Runtime, calls: Calls, settler: Settler) -> None:
         self._clock, self._events, self._host = runtime.clock, runtime.events, calls.host
+        self._policies = runtime.policy_cache
         self._lease_s = runtime.settings.lease_s
         self._budget_s = runtime.settings.chunk_time_budget_s
         self._calls, self._settler = calls, settler
@@ -432,7 +433,8 @@ class ChunkRunner:
         The time budget of a chunk that is claimed ahead is longer by `waits_s`.
         """
         refused: Sequence[Settlement] = ()
-        if tasks:
+        policies = self._policies.known
+        if tasks and (policies.paused_tags or policies.paused_queues):
             tasks, refused = self._host.admission.hold_paused(tasks)
         if tasks or refused:
             self._events.emit("chunk.claimed", count=len(tasks))

@@ -149,6 +149,7 @@ class Runner:
     def __init__(self, runtime: Runtime, host: Host) -> None:
         self._settings, self._clock, self._events = runtime.settings, runtime.clock, runtime.events
         self._host, self._claims, self._admission = host, host.claims, host.admission
+        self._policies = runtime.policy_cache
         self._counter = RunCounter(host.registry) if self._settings.statistics else None
         self._observers = list[Observer]()
         if self._counter is not None:
@@ -374,6 +375,7 @@ class Runner:
         """Run in another thread while a chunk runs."""
         if ended is not None:
             self._chunks.close(ended)
+        self._policies.current()
         return self._claim_chunk(claim, rows_to_claim(), self._settings.chunk_time_budget_s)
 
     def _pause_s(self, chunk: Chunk) -> float:

@@ -229,7 +229,8 @@ class Processes:
         return f"{self.hostname}/{pid}-{self._token}"
 
     def runner(self, sends_events: bool = False) -> Runner:
-        """Return this process's runner."""
+        """Return this process's runner, for a job that begins."""
+        self.runtime.policy_cache.current()
         with self._lock:
             if self._task_events is None:
                 self._task_events = self.task_events()
@@ -276,10 +277,9 @@ class Processes:
 
         runtime = self.runtime
         store = runtime.store
-        admission = Admission(store, runtime.policy_cache.current, runtime.events)
-        claims = admission.claims = store.claims(
-            self.name(os.getpid()), own_address(store.database.url.host), admission.hold_if_limited
-        )
+        address = own_address(store.database.url.host)
+        claims = store.claims(self.name(os.getpid()), address, runtime.policy_cache)
+        admission = Admission(store, claims, runtime.policy_cache, runtime.events)
         task_context = CeleryTaskContext(runtime, self.hostname, self.keeps_time_limits)
         host = Host(
             claims,

@@ -777,6 +777,7 @@ class Worker:
         return self.settle([Settlement(one, move, **end) for one in claimed])
 
     def run(self, *tasks: DelayedTask, for_s: float = 0) -> Report:
+        self._begin_job()
         return self.run_entries([Entry.of(task) for task in tasks], for_s)
 
     def run_entries(self, entries: Sequence[Entry], for_s: float = 0) -> Report:
@@ -790,10 +791,16 @@ class Worker:
         for_s: float = 0,
         continue_s: float = 0,
     ) -> Report:
+        self._begin_job()
         return self._runner.run_due(queue, priorities, most, for_s, continue_s)
 
     def run_waitlist(self, tag: str, most: int, for_s: float, queue: str = "default") -> Report:
+        self._begin_job()
         return self._runner.run_waitlist(queue, tag, most, for_s)
+
+    def _begin_job(self) -> None:
+        """Read the policies as a process does that has no main process."""
+        self._world.runtime.policy_cache.current()
 
     def renewed(self, at: float, lease_s: float) -> None:
         """Tell the process that its leases were renewed at a time of its monotonic clock."""
