@@ -25,7 +25,7 @@ from delaytasks.run.calls import Host as RunnerHost
 from delaytasks.run.calls import ThreadSlots
 from delaytasks.run.runner import FailureReason, Report, Runner
 from delaytasks.worker.pool import ChunkRequest
-from delaytasks.worker.processes import OthersWait, Renewals
+from delaytasks.worker.processes import Obstacles, OthersWait, Renewals
 from delaytasks.worker.worker_runtime import WorkerRuntime
 
 CHILDREN = 2
@@ -65,6 +65,7 @@ class Child(Host):
             may_detach=True,
             last_renewal=lambda: worker.processes.renewals.last(),
             has_others=worker.processes.others_wait.is_so,
+            why_late=worker.processes.obstacles.why_late,
         )
         self._runner = Runner(runtime, host)
         self._runner._threads = SimulatedThreads(play, self)  # type: ignore[assignment]
@@ -225,6 +226,7 @@ class SimulatedWorker(Host):
             task_events=lambda: None,
             renewals=Renewals(),
             others_wait=OthersWait(),
+            obstacles=Obstacles(),
             keeps_time_limits=True,
         )
         self.processes = processes
