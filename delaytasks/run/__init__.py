@@ -6,8 +6,8 @@ The modules, in the order of the path of a task:
                     what became of them
     chunk           the rows of one claim, run one by one, in batches or in threads within their
                     time budget
-    calls           calls a processor for one task or a batch, unless the rows are not run here
-                    the outcome decides how its task is settled
+    calls           calls a processor for one task or a batch, unless the rows are not run here, and
+                    decides by the outcome how each task is settled
     celery_context  the current task, signals and time limits of Celery around a call
     settler         writes settlements, with retries, arms the tasks that run again, and tells the
                     observers of runs
