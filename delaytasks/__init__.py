@@ -6,11 +6,11 @@ from delaytasks.celery import aschedule_delay, current_delays, processor, schedu
 from delaytasks.client import DelayTasks
 from delaytasks.model import errors
 from delaytasks.model.errors import *  # noqa: F403 - the list of errors is in model/errors.py only
-from delaytasks.model.filters import BulkResult, LogEntry
-from delaytasks.model.moves import Status
-from delaytasks.model.outcomes import Cancel, Done, Fail, Outcome, Retry, RetrySchedule, Snooze
+from delaytasks.model.filters import LogEntry
+from delaytasks.model.moves import Cancel, Done, Fail, Outcome, Retry, RetrySchedule, Snooze, Status
 from delaytasks.model.policies import Policy
 from delaytasks.model.task import Attempt, CancelResult, DelayedTask, NewTask, Page, TouchResult
+from delaytasks.operate.bulk_calls import BulkResult
 from delaytasks.registry import Processor
 from delaytasks.shards import Shards
 

@@ -24,7 +24,7 @@ from kombu.transport import TRANSPORT_ALIASES
 
 from delaytasks.broker.arming import RUN, SWEEP, read_message
 from delaytasks.model.errors import ConfigError
-from delaytasks.model.text import first_names
+from delaytasks.model.text import some_values
 from delaytasks.settings import PREFIX, secret_names
 
 if TYPE_CHECKING:
@@ -279,7 +279,7 @@ def attach(celery_app: Any, delays: DelayTasks) -> None:
     if standalone_tags and celery_app.set_as_current:
         raise ConfigError(
             f"processors were registered before DelayTasks was made, and belong to no app: "
-            f"{first_names(standalone_tags)}; import their modules after it, or set "
+            f"{some_values(standalone_tags, 5)}; import their modules after it, or set "
             "Celery(set_as_current=False)"
         )
     celery_app.delaytasks = delays

@@ -28,7 +28,7 @@ from delaytasks.model.inputs import (
     check_key,
     check_tag,
 )
-from delaytasks.model.outcomes import RetrySchedule
+from delaytasks.model.moves import RetrySchedule
 from delaytasks.model.task import (
     CancelResult,
     DelayedTask,
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from delaytasks.callbacks.http import Callback
     from delaytasks.db.sessions import ConnectionSource
     from delaytasks.model.filters import Filters
-    from delaytasks.model.outcomes import Outcome
+    from delaytasks.model.moves import Outcome
     from delaytasks.model.task import OnConflict, TaskOptions, Transaction
     from delaytasks.operate.forecast import Forecast
     from delaytasks.operate.start_checks import Finding

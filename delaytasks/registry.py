@@ -11,7 +11,7 @@ import functools
 import inspect
 import types
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from datetime import datetime
 from functools import partial
 from typing import (
@@ -26,7 +26,7 @@ from typing import (
     overload,
 )
 
-from delaytasks.model.body import BodySchema, BodyVersions, Upgrade
+from delaytasks.model.body import FIRST_VERSION, check_version
 from delaytasks.model.errors import (
     BodyRefusedError,
     ConfigError,
@@ -36,12 +36,14 @@ from delaytasks.model.errors import (
 from delaytasks.model.inputs import (
     MAX_SLOTS,
     Delay,
+    check_integer,
     check_queue,
     check_tag,
     check_wait,
+    is_integer,
     processor_tag,
 )
-from delaytasks.model.outcomes import MAX_RETRY_DELAY_S, Retries, RetryRule, RetrySchedule
+from delaytasks.model.moves import MAX_RETRY_DELAY_S, Retries, RetryRule, RetrySchedule
 from delaytasks.model.task import DelayedTask, new_task, new_task_of
 from delaytasks.model.text import shown
 from delaytasks.twins import twin
@@ -62,6 +64,10 @@ MAX_BATCH = 200
 _INTERNAL = "delaytasks."
 #: The slots of an `async def` function without `in_flight`.
 ASYNC_SLOTS = 100
+#: Makes a body of the next version from a body of one version.
+Upgrade = Callable[[Any], Any]
+#: Characters of the schema's error text. A pydantic error about a long list fills a page.
+MAX_REASON_LENGTH = 500
 
 
 class CommonOptions(TypedDict, total=False):
@@ -114,8 +120,10 @@ class ProcessorSpec:
     max_late_s: float | None
     on_time_s: float | None
     keep_result: bool
-    schema: BodySchema | None
-    versions: BodyVersions | None
+    schema: Callable[..., Any] | None
+    #: The version of the bodies that the function takes; None if they have no versions.
+    body_version: int | None
+    upgrades: Mapping[int, Upgrade]
     limit_key: Callable[[Any], str | None] | None
     batch: int | None
     in_flight: int | None
@@ -128,13 +136,50 @@ class ProcessorSpec:
 
     def body_of(self, task: DelayedTask) -> Any:
         """Return the body in the version that the function takes."""
-        if self.versions is None:
-            return task.body
-        return self.versions.upgraded(task.body, task.body_version)
+        return self.upgraded(task.body, task.body_version)
+
+    def is_newer(self, version: int) -> bool:
+        """Whether only newer code can run a body of this version."""
+        return self.body_version is not None and version > self.body_version
+
+    def upgraded(self, body: Any, version: int) -> Any:
+        """Return a body of this version as the function takes it.
+
+        Raises
+        ------
+        BodyRefusedError
+            If there is no upgrade from this version. Errors of upgrades are raised as they are.
+        """
+        if self.body_version is None:
+            return body
+        if version < self.body_version and version not in self.upgrades:
+            raise BodyRefusedError(
+                f"the body of a task of tag {self.tag!r} has version {version}, and its processor "
+                f"has version {self.body_version} and no upgrade from {version}: add one",
+                "body",
+            )
+        for number in range(version, self.body_version):
+            body = self.upgrades[number](body)
+        return body
 
     def checked(self, body: Any) -> Any:
-        """Return the body as the schema made it."""
-        return body if self.schema is None else self.schema(body)
+        """Return the body as the schema made it, or raise `BodyRefusedError` with the reason."""
+        schema = self.schema
+        if schema is None:
+            return body
+        has_fields = is_dataclass(schema)
+        try:
+            if hasattr(schema, "model_validate"):
+                return schema.model_validate(body)
+            if has_fields and not isinstance(body, dict):
+                raise TypeError(f"an object is needed, not {shown(body)}")
+            return schema(**body) if has_fields else schema(body)
+        except Exception as error:  # a schema may raise any exception
+            name = getattr(schema, "__qualname__", repr(schema))
+            why = f"{type(error).__name__}: {error}"[:MAX_REASON_LENGTH]
+            raise BodyRefusedError(
+                f"{name} refuses the body of a task of tag {self.tag!r}: {why}", "body"
+            ) from error
 
     def retry_schedule_for(self, error: BaseException, task: DelayedTask) -> RetrySchedule | None:
         """Return the retry schedule of a task whose run ended in `error`."""
@@ -160,7 +205,7 @@ class Registry:
             raise TypeError(
                 f"a processor has no option {', '.join(sorted(unknown))} (known: {known})"
             )
-        queue, schema = options.get("queue"), options.get("schema")
+        queue, version = options.get("queue"), options.get("body_version")
         soft_s, hard_s = _time_limits(options)
         describe = partial(
             ProcessorSpec,
@@ -170,14 +215,19 @@ class Registry:
             max_late_s=_seconds("max_late", options.get("max_late")),
             on_time_s=_seconds("on_time", options.get("on_time")),
             keep_result=bool(options.get("keep_result")),
-            schema=None if schema is None else BodySchema(tag, schema),
-            versions=BodyVersions.of(tag, options.get("body_version"), options.get("upgrades")),
+            schema=options.get("schema"),
+            body_version=None if version is None else check_version(version),
+            upgrades=_upgrades(tag, version, options.get("upgrades") or {}),
             limit_key=options.get("limit_key"),
-            batch=_bounded("batch", options.get("batch"), MAX_BATCH),
+            batch=options.get("batch"),
             soft_time_limit_s=soft_s,
             time_limit_s=hard_s,
         )
-        in_flight = _bounded("in_flight", options.get("in_flight"), MAX_SLOTS)
+        in_flight, batch = options.get("in_flight"), options.get("batch")
+        if in_flight is not None:
+            check_integer(in_flight, "in_flight", 1, MAX_SLOTS)
+        if batch is not None:
+            check_integer(batch, "batch", 1, MAX_BATCH)
 
         def register(function: F) -> F:
             known = self._processors.get(tag)
@@ -246,6 +296,21 @@ def tags_of(tag: str, aliases: Collection[str]) -> tuple[str, ...]:
     return (tag, *aliases)
 
 
+def _upgrades(tag: str, version: int | None, upgrades: Mapping[int, Upgrade]) -> dict[int, Upgrade]:
+    """Check that the upgrades lead to the version of the bodies."""
+    if version is None:
+        problem = " have no version: say body_version=…" if upgrades else ""
+    elif wrong := [one for one in upgrades if not is_integer(one, FIRST_VERSION, version - 1)]:
+        problem = f": {shown(wrong[0])} is not below body_version={version}"
+    elif missing := set(range(min(upgrades, default=version), version)) - upgrades.keys():
+        problem = f" do not lead to version {version}: there is none from version {min(missing)}"
+    else:
+        problem = ""
+    if problem:
+        raise InvalidInputError(f"upgrades of {tag!r}{problem}", "upgrades")
+    return dict(upgrades)
+
+
 def _time_limits(options: ProcessorOptions) -> tuple[float | None, float | None]:
     """Return the soft and the hard time limit in seconds."""
     soft_s = _time_limit("soft_time_limit", options.get("soft_time_limit"))
@@ -267,12 +332,6 @@ def _time_limit(option: str, limit: object) -> float | None:
 
 def _seconds(option: str, duration: object) -> float | None:
     return None if duration is None else check_wait(duration, MAX_RETRY_DELAY_S, option)
-
-
-def _bounded(option: str, number: int | None, most: int) -> int | None:
-    if number is None or (type(number) is int and 0 < number <= most):
-        return number
-    raise InvalidInputError(f"{option} is a number from 1 to {most}, not {shown(number)}", option)
 
 
 def _slots(

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from delaytasks.broker.arming import (
@@ -30,7 +29,6 @@ from delaytasks.db.store import Store
 from delaytasks.model.body import Cipher
 from delaytasks.model.clock import Clock, IdMaker, reset_in_child, wall_ms
 from delaytasks.model.policies import PolicyCache
-from delaytasks.model.private_files import tighten_data_folder
 from delaytasks.model.task import DelayedTask
 from delaytasks.operate.start_checks import StartChecks
 from delaytasks.settings import load_settings
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
     from delaytasks.callbacks.http import HttpCallbacks
     from delaytasks.client import DelayTasks
     from delaytasks.durable_eta.publish import CeleryTasks
-    from delaytasks.model.outcomes import Outcome
+    from delaytasks.model.moves import Outcome
     from delaytasks.model.task import Timer
     from delaytasks.recurring.creation import RecurringTable
     from delaytasks.worker.sweep import OnStep, PauseSweeper, Sweeper
@@ -99,8 +97,6 @@ class Runtime:
             from delaytasks.logging import log_structured
 
             events.use_log(log_structured)
-        if not settings.database_url:
-            tighten_data_folder(Path(settings.data_dir))
         self.cipher = Cipher(settings.encryption_keys) if settings.encryption_keys else None
 
     def after_fork(self) -> None:

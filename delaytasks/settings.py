@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from delaytasks.model.body import are_keys, names_of
@@ -463,6 +465,29 @@ def _shown(spec: Field[Any], value: Any) -> str:
 def _shown_duration(seconds: float) -> str:
     text = show_duration(seconds)
     return text if parse_duration(text).total_seconds() == seconds else f"{seconds:g}s"
+
+
+# -- The data folder, which only its owner can read -----------------------------------------------
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and its parents unless they exist."""
+    for missing in reversed([each for each in (folder, *folder.parents) if not each.exists()]):
+        missing.mkdir(mode=0o700, exist_ok=True)
+
+
+def make_file(path: Path) -> None:
+    """Make an empty file unless it exists. Other users never have access, not even briefly."""
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a new file."""
+    make_file(path)
+    path.write_text(text, encoding="utf-8")
+
+
+# -- Read the settings ----------------------------------------------------------------------------
 
 
 def hide_secrets(arguments: Mapping[str, Any]) -> dict[str, Any]:

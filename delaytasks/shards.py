@@ -29,11 +29,11 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 from delaytasks.client import DelayTasks
 from delaytasks.model import errors
 from delaytasks.model.clock import monotonic, shard_of
-from delaytasks.model.filters import BulkResult, LogEntry
+from delaytasks.model.filters import LogEntry
 from delaytasks.model.inputs import Delay, check_page_limit
 from delaytasks.model.moves import LIVE
 from delaytasks.model.task import DelayedTask, Page, TaskName, TouchResult, id_of, new_task_of
-from delaytasks.operate.bulk_calls import Bulk
+from delaytasks.operate.bulk_calls import Bulk, BulkResult
 from delaytasks.operate.single_tasks import is_several
 from delaytasks.twins import twin
 

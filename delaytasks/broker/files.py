@@ -18,7 +18,7 @@ from urllib.parse import quote, unquote
 from kombu.transport import filesystem
 from kombu.utils.json import dumps, loads
 
-from delaytasks.model.private_files import make_file, make_folder, tighten_data_folder, write_file
+from delaytasks.settings import make_file, make_folder, write_file
 
 
 class Channel(filesystem.Channel):
@@ -26,14 +26,12 @@ class Channel(filesystem.Channel):
         super().__init__(*args, **kwargs)
         self._folder = Path(self.connection.client.virtual_host) / "broker"
         self.data_folder_in = self.data_folder_out = str(self._folder)
-        tighten_data_folder(self._folder.parent)
         if self._folder.parent.is_dir():  # a command that only reads makes no data folder
             self._keep_files()
 
     def _keep_files(self) -> None:
         """Make the folder and the bindings of this process again if they were deleted."""
-        if not self._folder.is_dir():
-            make_folder(self._folder)
+        make_folder(self._folder)
         for path in [each for each in self.connection.bindings if not each.exists()]:
             make_folder(path.parent)
             make_file(path)

@@ -17,7 +17,7 @@ from kombu import Connection
 from delaytasks.broker.link import Outgoing
 from delaytasks.model.errors import InvalidInputError
 from delaytasks.model.inputs import CALLBACK, MESSAGE, Delay
-from delaytasks.model.outcomes import Done, Fail, Outcome
+from delaytasks.model.moves import Done, Fail, Outcome
 from delaytasks.model.task import DelayedTask, NewTask
 from delaytasks.model.text import shown
 from delaytasks.twins import CallGroup, twin

@@ -38,7 +38,7 @@ from delaytasks.callbacks.signatures import ID, SIGNATURE, TIMESTAMP, SigningKey
 from delaytasks.loops import within
 from delaytasks.model.clock import UTC, Clock, monotonic, reset_in_child
 from delaytasks.model.errors import ConfigError, ForbiddenURLError, InvalidInputError
-from delaytasks.model.outcomes import Done, Fail, Outcome, Retry, RetrySchedule
+from delaytasks.model.moves import Done, Fail, Outcome, Retry, RetrySchedule
 from delaytasks.model.task import DelayedTask
 from delaytasks.model.text import mask_url, one_line, shown
 from delaytasks.settings import Settings

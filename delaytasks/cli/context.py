@@ -27,7 +27,6 @@ from delaytasks.cli.output import (
     say,
     sentence,
     show_instant,
-    task_json,
 )
 from delaytasks.loops import wait_for_unfinished
 from delaytasks.model.errors import ConfigError, DelayTaskError, TaskNotFoundError
@@ -241,7 +240,7 @@ class Cli:
 
     def answer_task(self, task: DelayedTask, done: str) -> None:
         """Print the task, or a sentence such as "scheduled task 7 (mail): due …"."""
-        self.answer(task_json(task), sentence(task, done, self.runtime.clock.now()))
+        self.answer(task.as_json(), sentence(task, done, self.runtime.clock.now()))
 
     def answer_schedule(self, schedule: RecurringSchedule, done: str) -> None:
         """Print the recurring schedule, or a sentence with its next occurrence."""

@@ -14,9 +14,9 @@ import click
 
 from delaytasks.model.clock import UTC
 from delaytasks.model.errors import ConfigError, DelayTaskError, InvalidInputError
-from delaytasks.model.inputs import parse_duration, show_duration
+from delaytasks.model.inputs import parse_duration, parse_instant, parse_past, show_from_now
 from delaytasks.model.moves import Status
-from delaytasks.model.task import DelayedTask, pretty
+from delaytasks.model.task import DelayedTask
 from delaytasks.model.text import count as count
 from delaytasks.model.text import last_line, one_line
 
@@ -28,38 +28,11 @@ if TYPE_CHECKING:
 # -- Instants, durations and pairs of meta, as people type them -----------------------------------
 
 
-def parse_instant(text: str, argument: str = "at") -> datetime:
-    """Return the instant of an ISO 8601 text with a time zone."""
-    # Python 3.10 does not know Z.
-    typed = re.sub(r"[zZ]$", "+00:00", text.strip())
-    try:
-        instant = datetime.fromisoformat(typed)
-    except ValueError:
-        raise InvalidInputError(
-            f"{text!r:.40} is not an instant; "
-            "write it as 2030-01-31T18:00:00Z or 2030-01-31T18:00:00+02:00",
-            argument,
-        ) from None
-    if instant.tzinfo is None:
-        raise InvalidInputError(
-            f"{text!r:.40} has no time zone; "
-            "end it with Z for UTC, or with an offset (2030-01-31T18:00:00+02:00)",
-            argument,
-        )
-    return instant
-
-
 def parse_shift(text: str, argument: str) -> timedelta:
     """Return a duration, which is negative if it begins with a minus sign."""
     typed = text.strip()
     size = parse_duration(typed.removeprefix("-"), argument)
     return -size if typed.startswith("-") else size
-
-
-def show_from_now(instant: datetime, now: datetime) -> str:
-    """Return, for example, "in 1h30m" or "5s ago"."""
-    seconds = (instant - now).total_seconds()
-    return f"in {show_duration(seconds)}" if seconds > 0 else f"{show_duration(seconds)} ago"
 
 
 def show_instant(instant: datetime) -> str:
@@ -78,21 +51,9 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic only in late
         return self._parse(value, _name(param)) if isinstance(value, str) else value
 
 
-def parse_past(text: str, argument: str) -> datetime:
-    """Return an instant, which may be given as a duration that counts back from now."""
-    try:
-        ago = parse_duration(text)
-    except InvalidInputError:
-        try:
-            return parse_instant(text, argument)
-        except InvalidInputError as error:
-            text = f"{error}; or as 1h, which means an hour ago"
-            raise InvalidInputError(text, argument) from None
+def _past(text: str, argument: str) -> datetime:
     now: datetime = click.get_current_context().obj.runtime.clock.now()
-    try:
-        return now - ago
-    except OverflowError:
-        raise InvalidInputError(f"{text!r:.40} ago is before the year 1", argument) from None
+    return parse_past(text, now, argument)
 
 
 #: A range of instants, each of which may be left out.
@@ -105,10 +66,7 @@ def parse_range(text: str, argument: str) -> Range:
         raise InvalidInputError(
             f"{text!r:.40} is no range; write it as 2h..1h, or 1h.. without an end", argument
         )
-    return (
-        parse_past(since, argument) if since else None,
-        parse_past(until, argument) if until else None,
-    )
+    return (_past(since, argument) if since else None, _past(until, argument) if until else None)
 
 
 def _name(param: click.Parameter | None) -> str:
@@ -118,7 +76,7 @@ def _name(param: click.Parameter | None) -> str:
 DURATION = Parsed("duration", parse_duration)
 SHIFT = Parsed("duration", parse_shift)
 INSTANT = Parsed("instant", parse_instant)
-PAST = Parsed("time", parse_past)
+PAST = Parsed("time", _past)
 RANGE = Parsed("range", parse_range)
 
 delay_option = click.option(
@@ -342,19 +300,6 @@ def print_json(document: Any) -> None:
     click.echo(json.dumps(document, indent=2, allow_nan=False))
 
 
-def task_json(task: DelayedTask) -> dict[str, Any]:
-    """Return `DelayedTask.as_json()`.
-
-    The body stays text if another program wrote it and it cannot be expressed in JSON.
-    """
-    document = task.as_json()
-    try:
-        json.dumps(document["body"], allow_nan=False)
-    except (ValueError, RecursionError):
-        document["body"] = task.body_json
-    return document
-
-
 # -- text -----------------------------------------------------------------------------------------
 
 
@@ -371,10 +316,6 @@ def reason(error: str | None) -> str:
 def block(text: str) -> str:
     """Return text of several lines, each indented and without control characters."""
     return "\n".join("  " + one_line(line, LONGEST) for line in text.rstrip("\n").split("\n"))
-
-
-def pretty_body(task: DelayedTask) -> str:
-    return pretty(lambda: task.body, task.body_json)
 
 
 def sentence(task: DelayedTask, done: str, now: datetime) -> str:

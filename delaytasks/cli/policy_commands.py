@@ -16,13 +16,12 @@ from delaytasks.cli.output import (
     actor_option,
     cell,
     count,
-    parse_instant,
     print_json,
     print_table,
     show_instant,
 )
 from delaytasks.model.errors import InvalidInputError
-from delaytasks.model.inputs import has_unit, parse_duration
+from delaytasks.model.inputs import has_unit, parse_duration, parse_instant
 from delaytasks.model.policies import Policy
 
 #: Removes a limit.

@@ -28,7 +28,6 @@ from delaytasks.cli.output import (
     count,
     delay_option,
     pairs_or,
-    parse_instant,
     print_json,
     print_table,
     show_instant,
@@ -36,7 +35,7 @@ from delaytasks.cli.output import (
 from delaytasks.client import DelayTasks
 from delaytasks.db import producer
 from delaytasks.model.errors import DelayTaskError, InvalidInputError
-from delaytasks.model.inputs import check_id, parse_duration, show_timing
+from delaytasks.model.inputs import check_id, parse_duration, parse_instant, show_timing
 from delaytasks.model.task import NewTask, OnConflict
 from delaytasks.recurring.definition import RecurringSchedule
 from delaytasks.recurring.timing import zone_of

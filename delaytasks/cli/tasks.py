@@ -38,25 +38,24 @@ from delaytasks.cli.output import (
     delay_option,
     kind_of,
     pairs_or,
-    pretty_body,
     print_fields,
     print_json,
     print_table,
     reason,
     say,
     sentence,
-    show_from_now,
-    task_json,
 )
 from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import DelayTaskError, StoreError
-from delaytasks.model.filters import BulkResult, Filter, filter_of
-from delaytasks.model.inputs import check_id, show_duration
+from delaytasks.model.filters import Filter, filter_of
+from delaytasks.model.inputs import check_id, show_duration, show_from_now
 from delaytasks.model.moves import Status, moves_from
 from delaytasks.model.task import DelayedTask
 from delaytasks.model.text import last_line, one_line, some_values
+from delaytasks.operate.bulk_calls import BulkResult
 from delaytasks.operate.explanations import Explanations
 from delaytasks.operate.searches import Follower, changed_at
+from delaytasks.operate.single_tasks import pretty_body
 from delaytasks.operate.why import deferral_of
 
 # -- Filters, which all commands share ------------------------------------------------------------
@@ -223,7 +222,7 @@ def list_(
         **which.filters, limit=limit, cursor=cursor, newest_first=not oldest_first
     )
     if cli.is_json:
-        print_json({"tasks": [task_json(task) for task in page], "cursor": page.cursor})
+        print_json({"tasks": [task.as_json() for task in page], "cursor": page.cursor})
         return
     if not page.tasks:
         cli.note("No tasks.")
@@ -363,7 +362,7 @@ def show(cli: Cli, id: str | None, tag: str | None, key: str | None) -> None:
     explanation = Explanations(cli.runtime).of(task)
     task = explanation.task or task
     reasons = [each._replace(remedy=cli.hints.rewrite(each.remedy)) for each in explanation.reasons]
-    document = {**task_json(task), "moves": moves_from(task.status)}
+    document = {**task.as_json(), "moves": moves_from(task.status)}
     if cli.is_json:
         why = [each.as_json() for each in reasons]
         print_json({**document, "why": why, "failed_attempts": [one.as_json() for one in attempts]})
@@ -514,7 +513,7 @@ _Moved = tuple[str, Any, str]
 
 
 def _task(cli: Cli, done: str, task: DelayedTask) -> _Moved:
-    return done, task_json(task), sentence(task, done, cli.runtime.clock.now())
+    return done, task.as_json(), sentence(task, done, cli.runtime.clock.now())
 
 
 def _move_each(

@@ -27,7 +27,7 @@ from delaytasks.cli.context import DEFAULT_APP, Cli, pass_cli
 from delaytasks.cli.servers import CONSOLE_PORT
 from delaytasks.cli.setup import broker_url
 from delaytasks.db import migrations
-from delaytasks.model.private_files import make_folder
+from delaytasks.settings import make_folder
 
 # -- Run a group of child processes with one log --------------------------------------------------
 

@@ -10,14 +10,7 @@ from flask import Flask, abort, redirect, render_template, request, url_for
 from werkzeug.wrappers import Response
 
 from delaytasks.client import DelayTasks
-from delaytasks.console.queries import (
-    Searches,
-    TaskQuery,
-    instant_of,
-    number_of,
-    query_of,
-    read_page,
-)
+from delaytasks.console.queries import Searches, TaskQuery, number_of, query_of, read_page
 from delaytasks.console.requests import (
     BulkRunState,
     ReportProgress,
@@ -31,10 +24,10 @@ from delaytasks.console.requests import (
 from delaytasks.console.shown import timeline_of, viewer_zone
 from delaytasks.console.viewers import Role
 from delaytasks.model.errors import DelayTaskError, InvalidInputError
-from delaytasks.model.filters import BulkResult
-from delaytasks.model.inputs import check_id, parse_duration
+from delaytasks.model.inputs import check_id, parse_duration, parse_instant
 from delaytasks.model.moves import MOVES, Status, moves_from
 from delaytasks.model.task import DelayedTask, Page
+from delaytasks.operate.bulk_calls import BulkResult
 from delaytasks.operate.explanations import Explanations
 from delaytasks.operate.searches import SearchTimeoutError, error_filter, error_matcher
 from delaytasks.operate.why import Reason
@@ -411,7 +404,7 @@ def reschedule_task(id: str) -> Response:
         try:
             to = {"delay": parse_duration(text)}
         except InvalidInputError:
-            to = {"at": instant_of(text, runtime_of(delays).clock.now(), viewer_zone())}
+            to = {"at": parse_instant(text, zone=viewer_zone())}
         moved = delays.reschedule(number, **to, version=_version())
         due = f"{moved.due.astimezone(viewer_zone()):%Y-%m-%d %H:%M:%S %Z}"
         return f"The task was rescheduled at {_time_of_day()}, to {due}."

@@ -15,10 +15,10 @@ from werkzeug.datastructures import MultiDict
 from delaytasks.client import DelayTasks
 from delaytasks.db.searching import distinct_values, first_page, has_status
 from delaytasks.db.store import Store
-from delaytasks.model.clock import UTC, monotonic
+from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import InvalidInputError, StoreError
 from delaytasks.model.filters import Filter, Filters, check_ids
-from delaytasks.model.inputs import ALL_QUEUES, parse_duration
+from delaytasks.model.inputs import ALL_QUEUES, parse_past
 from delaytasks.model.moves import Status
 from delaytasks.model.task import Page
 from delaytasks.model.workers import RegisteredWorker
@@ -189,7 +189,7 @@ def query_of(given: MultiDict[str, str], now: datetime, zone: tzinfo) -> TaskQue
     filters.update((name, typed[name]) for name in _TEXTS if name in typed)
     for name in _INSTANT_FILTERS:
         if name in typed:
-            filters[name] = instant_of(typed[name], now, zone)
+            filters[name] = parse_past(typed[name], now, name, zone)
     typed |= _lists(given)
     filters |= _lists(given)
     for name, check in _TYPED_CHECKS.items():
@@ -215,21 +215,6 @@ def number_of(text: str) -> int | None:
     # `int` refuses some texts that `isdigit` accepts, such as a superscript, and very long ones.
     is_number = text.isascii() and text.isdigit() and len(text) <= 20
     return int(text) if is_number else None
-
-
-def instant_of(text: str, now: datetime, zone: tzinfo) -> datetime:
-    """Return the instant of `2026-11-25T03:00`, in `zone` unless it has one, or of `1h` ago."""
-    try:
-        return now - parse_duration(text)
-    except (InvalidInputError, OverflowError):
-        pass
-    try:
-        instant = datetime.fromisoformat(text.replace("Z", "+00:00").replace("z", "+00:00"))
-    except ValueError:
-        raise InvalidInputError(
-            f"{text!r:.40} is not a time: write 2026-11-25T03:00, or 1h for an hour ago", "at"
-        ) from None
-    return (instant if instant.tzinfo else instant.replace(tzinfo=zone)).astimezone(UTC)
 
 
 def _meta_of(text: str) -> dict[str, str]:

@@ -28,8 +28,7 @@ from delaytasks.console.viewers import Access, LoginLimit, Role, Viewer
 from delaytasks.loops import Latest
 from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import DelayTaskError
-from delaytasks.model.filters import BulkResult
-from delaytasks.operate.bulk_calls import record_action
+from delaytasks.operate.bulk_calls import BulkResult, record_action
 from delaytasks.operate.health import ENDPOINTS
 from delaytasks.operate.state import DeploymentState, ServicesState, read_state
 from delaytasks.runtime import runtime_of

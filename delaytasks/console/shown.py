@@ -13,10 +13,11 @@ from markupsafe import Markup
 
 from delaytasks.console.charts import sparkline
 from delaytasks.model.clock import UTC
-from delaytasks.model.inputs import show_duration, show_measured, show_offset
+from delaytasks.model.inputs import show_duration, show_from_now, show_measured, show_offset
 from delaytasks.model.moves import Status
-from delaytasks.model.task import Attempt, DelayedTask, pretty
+from delaytasks.model.task import Attempt, DelayedTask
 from delaytasks.model.text import last_line, some_values
+from delaytasks.operate.single_tasks import pretty_body, pretty_result
 
 #: What people call the statuses. The words are also the names of CSS classes.
 STATUS_WORDS = {
@@ -67,7 +68,7 @@ def instant(value: datetime | None, now: datetime | None = None) -> Markup:
     if now is None:
         return Markup('<time datetime="{}">{}</time>').format(iso, text)
     return Markup('<time datetime="{}" title="{}">{}</time> <span class="muted">{}</span>').format(
-        iso, text, text, from_now(value, now)
+        iso, text, text, show_from_now(value, now)
     )
 
 
@@ -78,7 +79,7 @@ def distance(value: datetime | None, now: datetime) -> Markup:
     local = value.astimezone(viewer_zone())
     text = f"{local:%Y-%m-%d %H:%M:%S %Z}"
     return Markup('<time datetime="{}" title="{}">{}</time>').format(
-        value.isoformat(), text, from_now(value, now)
+        value.isoformat(), text, show_from_now(value, now)
     )
 
 
@@ -105,24 +106,8 @@ def value_or_some(value: object) -> object:
     return some_values(value) if isinstance(value, (list, tuple)) else value
 
 
-def from_now(value: datetime, now: datetime) -> str:
-    seconds = (value - now).total_seconds()
-    if abs(seconds) < 1:
-        return "now"
-    text = show_duration(seconds)
-    return f"in {text}" if seconds > 0 else f"{text} ago"
-
-
 def error_line(error: str | None) -> str:
     return last_line(error, 160) if error else ""
-
-
-def pretty_body(task: DelayedTask) -> str:
-    return pretty(lambda: task.body, task.body_json)
-
-
-def pretty_result(task: DelayedTask) -> str:
-    return pretty(lambda: task.result, task.result_json or "")
 
 
 def spark(values: Sequence[int]) -> Markup:

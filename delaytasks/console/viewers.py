@@ -18,11 +18,11 @@ from typing import Any, Protocol
 
 from werkzeug.security import check_password_hash, generate_password_hash
 
-from delaytasks.model.clock import TokenBuckets
 from delaytasks.model.errors import ConfigError
 from delaytasks.model.inputs import ACTOR_LENGTH
-from delaytasks.model.private_files import WatchedFile, make_folder, write_file
 from delaytasks.model.text import one_line
+from delaytasks.operate.access import TokenBuckets, WatchedFile
+from delaytasks.settings import make_folder, write_file
 
 
 class Role(IntEnum):

@@ -26,10 +26,10 @@ from delaytasks.db.task_rows import TaskKeys
 from delaytasks.db.types import db_now, db_now_plus, unindexed
 from delaytasks.model.body import dump_json
 from delaytasks.model.clock import EARLIEST, MAX_ID, to_us
-from delaytasks.model.filters import BulkFilter, Filter, LogEntry, new_due
+from delaytasks.model.filters import BulkFilter, Filter, LogEntry, To, new_due
 from delaytasks.model.inputs import Spread
 from delaytasks.model.moves import LIVE, Status, following
-from delaytasks.model.task import Entry, Step, To
+from delaytasks.model.task import Entry, Step
 
 
 class Audit:

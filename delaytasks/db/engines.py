@@ -33,8 +33,8 @@ from delaytasks.model.errors import (
     StoreError,
     StoreUnavailableError,
 )
-from delaytasks.model.private_files import FOLDER_MODE, make_file
 from delaytasks.model.text import TABLES_REMEDY, mask_url
+from delaytasks.settings import make_file, make_folder
 
 # -- Prevents needless ROLLBACK statements on MySQL and MariaDB -----------------------------------
 
@@ -431,7 +431,7 @@ def create_sqlite_file(url: URL) -> None:
     mode."""
     path = sqlite_path(url)
     if path is not None and not path.exists() and _mode_of(url) not in ("ro", "rw"):
-        path.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+        make_folder(path.parent)
         make_file(path)
 
 

@@ -34,6 +34,7 @@ from delaytasks.model.errors import (
 from delaytasks.model.filters import batches
 from delaytasks.model.inputs import (
     Spread,
+    check_choice,
     check_delay,
     check_due,
     check_id,
@@ -49,8 +50,7 @@ from delaytasks.model.inputs import (
     encode_meta,
     share_of,
 )
-from delaytasks.model.moves import Status
-from delaytasks.model.outcomes import MAX_RETRY_DELAY_S, retry_schedule_of
+from delaytasks.model.moves import MAX_RETRY_DELAY_S, Status, retry_schedule_of
 from delaytasks.model.task import (
     CallerConnection,
     DelayedTask,
@@ -59,7 +59,6 @@ from delaytasks.model.task import (
     OnConflict,
     Transaction,
 )
-from delaytasks.model.text import shown
 from delaytasks.settings import Settings
 
 if TYPE_CHECKING:
@@ -239,10 +238,8 @@ class Producer:
     @staticmethod
     def _check_body(processor: ProcessorSpec, version: int, body_json: str) -> None:
         """Convert the value that the worker will read, as the worker will do it."""
-        body, versions = json.loads(body_json), processor.versions
-        if versions is not None and versions.is_newer(version):
-            return
-        processor.checked(body if versions is None else versions.upgraded(body, version))
+        if not processor.is_newer(version):
+            processor.checked(processor.upgraded(json.loads(body_json), version))
 
     def _due(self, new: NewTask, cache: BuildCache) -> tuple[datetime, int]:
         """Return the due time, and the seconds until then."""
@@ -504,11 +501,7 @@ def popped(items: list[NewTask]) -> Iterator[NewTask]:
 
 
 def check_on_conflict(on_conflict: object) -> None:
-    if on_conflict not in get_args(OnConflict):
-        raise InvalidInputError(
-            f"on_conflict is 'reject', 'keep', 'replace' or 'take', not {shown(on_conflict)}",
-            "on_conflict",
-        )
+    check_choice(on_conflict, "on_conflict", get_args(OnConflict))
 
 
 def _max_wait_s(new: NewTask, on_conflict: OnConflict, longest_s: float) -> float | None:
@@ -519,16 +512,12 @@ def _max_wait_s(new: NewTask, on_conflict: OnConflict, longest_s: float) -> floa
             "max_wait is for a key= with on_conflict='replace': no other call defers a task",
             "max_wait",
         )
-    seconds = check_wait(new.max_wait, longest_s, "max_wait")
-    if seconds == 0:
-        raise InvalidInputError("max_wait is more than 0", "max_wait")
-    return seconds
+    return check_period(new.max_wait, longest_s, "max_wait").total_seconds()
 
 
 def _body_version(new: NewTask, processor: ProcessorSpec | None) -> int:
     if new.body_version is None:
-        versions = None if processor is None else processor.versions
-        return FIRST_VERSION if versions is None else versions.version
+        return (processor and processor.body_version) or FIRST_VERSION
     return check_version(new.body_version)
 
 

@@ -24,7 +24,7 @@ from delaytasks.durable_eta.capture import (
 from delaytasks.model.clock import MAX_ID
 from delaytasks.model.errors import BodyRefusedError, ConfigError, DelayTaskError, InvalidInputError
 from delaytasks.model.inputs import celery_key
-from delaytasks.model.outcomes import Done, Fail, Outcome, Retry, Snooze
+from delaytasks.model.moves import Done, Fail, Outcome, Retry, Snooze
 from delaytasks.model.task import DelayedTask, Transaction, connection_of
 from delaytasks.operate.single_tasks import cancel_task
 

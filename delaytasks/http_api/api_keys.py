@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from delaytasks.model.errors import ConfigError
 from delaytasks.model.inputs import CELERY_PREFIX, check_actor
-from delaytasks.model.private_files import WatchedFile
+from delaytasks.operate.access import WatchedFile
 
 #: The file in the data folder.
 API_KEYS = "api-keys.json"

@@ -9,10 +9,8 @@ import hashlib
 import json
 import logging
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from enum import Enum
 from functools import partial
 from http import HTTPStatus
@@ -22,7 +20,6 @@ from delaytasks.client import DelayTasks
 from delaytasks.http_api import schemas
 from delaytasks.http_api.api_keys import OWN_PREFIX, ApiKey, FindsKeys, Scopes
 from delaytasks.http_api.schemas import JSONSchema, check_value
-from delaytasks.model.clock import TokenBuckets
 from delaytasks.model.errors import (
     ConfigError,
     DelayTaskError,
@@ -33,9 +30,10 @@ from delaytasks.model.errors import (
     TaskNotFoundError,
     TaskStateError,
 )
-from delaytasks.model.inputs import CALLBACK, CELERY_PREFIX, parse_duration
+from delaytasks.model.inputs import CALLBACK, CELERY_PREFIX, parse_duration, parse_instant
 from delaytasks.model.task import CancelResult, DelayedTask, NewTask, OnConflict, TouchResult
 from delaytasks.model.text import needs_extra, shown
+from delaytasks.operate.access import TokenBuckets
 from delaytasks.operate.health import HealthChecks, Probes
 from delaytasks.runtime import runtime_of
 
@@ -61,7 +59,6 @@ REPEAT_AFTER_S = 5
 IDEMPOTENCY_HEADER = "Idempotency-Key"
 #: The longest Idempotency-Key.
 IDEMPOTENCY_LENGTH = 255
-_FRACTION = re.compile(r"\.(\d+)")
 
 
 class RefusedRequestError(Exception):
@@ -200,17 +197,6 @@ def _tag_of(request: ApiRequest) -> str:
     if tag is None or not request.key.scopes.covers(tag):
         raise TaskNotFoundError(f"no task that this API key may see has the id {id}")
     return tag
-
-
-def instant_of(text: str, argument: str = "at") -> datetime:
-    """Return the instant of an RFC 3339 text."""
-    exact = _FRACTION.sub(lambda found: "." + found[1][:6].ljust(6, "0"), text.upper(), count=1)
-    try:
-        return datetime.fromisoformat(exact.replace("Z", "+00:00"))
-    except ValueError:
-        raise InvalidInputError(
-            f"{shown(text)} is not an instant: write 2026-11-25T03:00:00Z", argument
-        ) from None
 
 
 # -- the parts of a request -----------------------------------------------------------------------
@@ -385,7 +371,7 @@ def _task_of(options: dict[str, Any]) -> tuple[NewTask, OnConflict]:
     if (options.get("key") or "").startswith(IDEMPOTENCY_START):
         raise InvalidInputError(f"keys that start with {IDEMPOTENCY_START!r} are reserved", "key")
     at = options.pop("at", None)
-    new = NewTask(at=None if at is None else instant_of(at), **{"body": None, **options})
+    new = NewTask(at=None if at is None else parse_instant(at), **{"body": None, **options})
     return new, on_conflict
 
 
@@ -459,7 +445,7 @@ def find_tasks(request: ApiRequest) -> Reply:
     filters = dict(request.query)
     for name in _TIMES:
         if name in filters:
-            filters[name] = instant_of(filters[name], name)
+            filters[name] = parse_instant(filters[name], name)
     if "meta" in filters:
         filters["meta"] = dict(pair.split("=", 1) for pair in filters["meta"])
     page = request.delays.find(**filters)
@@ -533,7 +519,7 @@ def get_statistics(request: ApiRequest) -> Reply:
 
 def _due(request: ApiRequest) -> dict[str, Any]:
     body = dict(request.body)
-    return {**body, "at": instant_of(body["at"])} if "at" in body else body
+    return {**body, "at": parse_instant(body["at"])} if "at" in body else body
 
 
 def _since(text: str) -> Any:
@@ -541,7 +527,7 @@ def _since(text: str) -> Any:
         parse_duration(text)
         return text
     except InvalidInputError:
-        return instant_of(text, "since")
+        return parse_instant(text, "since")
 
 
 def _cancelled(result: CancelResult) -> Reply:

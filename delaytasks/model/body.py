@@ -1,4 +1,4 @@
-"""The body of a task: its JSON text, its schema, its versions, and its encrypted form."""
+"""The body of a task: its JSON text, and its encrypted form."""
 
 from __future__ import annotations
 
@@ -11,16 +11,11 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from delaytasks.model.errors import (
-    BodyEncryptedError,
-    BodyRefusedError,
-    ConfigError,
-    InvalidInputError,
-)
-from delaytasks.model.inputs import check_integer, is_integer, key_remedy
+from delaytasks.model.errors import BodyEncryptedError, ConfigError, InvalidInputError
+from delaytasks.model.inputs import check_integer, key_remedy
 from delaytasks.model.text import shown
 
 try:
@@ -86,7 +81,6 @@ def dump_flat(value: Any) -> str | None:
 MAX_DEPTH = 100
 #: Python does not read integers of more than 4,300 digits.
 _INTEGER_BITS = 14_280
-_LARGE = 1 << 63
 _JSON_TYPES = frozenset({str, int, float, bool, type(None), dict, list, tuple})
 
 
@@ -137,13 +131,13 @@ class _Check:
         """Return a lower bound of the length of the JSON."""
         if type(value) not in _JSON_TYPES:
             self.is_plain = False
-        if isinstance(value, (dict, list, tuple)):
-            return self._of_items(value, path, depth)
         if isinstance(value, str):
             return _check_storable(value, path)
         if isinstance(value, int):
             if value.bit_length() > _INTEGER_BITS:
                 raise _invalid(path, ": an integer of more than 4,300 digits cannot be read back")
+        elif isinstance(value, (dict, list, tuple)):
+            return self._of_items(value, path, depth)
         elif isinstance(value, float):
             if not math.isfinite(value):
                 raise _invalid(path, f": {value!r} cannot be expressed in JSON")
@@ -163,21 +157,11 @@ class _Check:
                 if not isinstance(key, str):
                     problem = f"the key {shown(key)} is not a string, but {type(key).__name__}"
                     raise _invalid(path, f": {problem}")
-                size += (_plain_size(key) or self.size(key, path, depth)) + 1
-            size += (_plain_size(item) or self.size(item, (path, key), depth + 1)) + 1
+                size += self.size(key, path, depth) + 1
+            size += self.size(item, (path, key), depth + 1) + 1
             if size > self.room:
                 raise _too_large(self.room)
         return size
-
-
-def _plain_size(value: Any) -> int:
-    """Return a lower bound of the size of a valid value of the usual types; 0 for all others."""
-    kind = type(value)
-    if kind is str:
-        return len(value) + 2 if value.isascii() and "\x00" not in value else 0
-    if kind is int:
-        return 1 if -_LARGE < value < _LARGE else 0
-    return 1 if value is None or kind is bool else 0
 
 
 def _check_storable(text: str, path: _Path) -> int:
@@ -200,39 +184,6 @@ def _invalid(path: _Path, problem: str, longest: int = 200) -> InvalidInputError
     return InvalidInputError("".join(["$", *reversed(names)])[:longest] + problem, "body")
 
 
-# -- The schema of a processor's bodies: a dataclass, a pydantic model, or any callable -----------
-
-
-#: Characters of the schema's error text. A pydantic error about a long list fills a page.
-MAX_REASON_LENGTH = 500
-
-
-class BodySchema:
-    """Converts a stored body into the type that the processor receives."""
-
-    def __init__(self, tag: str, kind: Callable[..., Any]) -> None:
-        self._tag = tag
-        self._kind = kind
-
-    def __call__(self, body: Any) -> Any:
-        """Return the converted body, or raise `BodyRefusedError` with the reason."""
-        kind = self._kind
-        try:
-            if hasattr(kind, "model_validate"):
-                return kind.model_validate(body)
-            if dataclasses.is_dataclass(kind):
-                if not isinstance(body, dict):
-                    raise TypeError(f"an object is needed, not {shown(body)}")
-                return kind(**body)
-            return kind(body)
-        except Exception as error:  # a schema may raise any exception
-            name = getattr(kind, "__qualname__", repr(kind))
-            why = f"{type(error).__name__}: {error}"[:MAX_REASON_LENGTH]
-            raise BodyRefusedError(
-                f"{name} refuses the body of a task of tag {self._tag!r}: {why}", "body"
-            ) from error
-
-
 def plain(body: Any) -> Any:
     """Convert a dataclass or a pydantic model to JSON types; return any other body unchanged."""
     if type(body) is dict:  # as most bodies are
@@ -244,65 +195,9 @@ def plain(body: Any) -> Any:
     return body
 
 
-# -- Versions of the bodies of a tag: rows of an older version are upgraded when they run ---------
-
-
 #: The version of bodies that were stored without one.
 FIRST_VERSION = 1
 MAX_VERSION = 1_000_000
-#: Makes a body of the next version from a body of one version.
-Upgrade = Callable[[Any], Any]
-
-
-class BodyVersions:
-    """The version of the bodies that a processor takes, and the upgrades of older ones."""
-
-    def __init__(self, tag: str, version: int, upgrades: Mapping[int, Upgrade]) -> None:
-        self._tag = tag
-        self.version = check_version(version)
-        for number in upgrades:
-            if not is_integer(number, FIRST_VERSION, version - 1):
-                problem = f"{shown(number)} is not below body_version={version}"
-                raise InvalidInputError(f"upgrades of {tag!r}: {problem}", "upgrades")
-        self._upgrades = dict(upgrades)
-        first = min(upgrades, default=version)
-        if missing := sorted(set(range(first, version)) - upgrades.keys()):
-            problem = f"do not lead to version {version}: there is none from version {missing[0]}"
-            raise InvalidInputError(f"upgrades of {tag!r} {problem}", "upgrades")
-
-    @classmethod
-    def of(
-        cls, tag: str, version: int | None, upgrades: Mapping[int, Upgrade] | None
-    ) -> BodyVersions | None:
-        """Return the versions that the options of a processor mean; None without a version."""
-        if version is not None:
-            return cls(tag, version, upgrades or {})
-        if upgrades:
-            problem = "has upgrades and no version: say body_version=…"
-            raise InvalidInputError(f"the processor of {tag!r} {problem}", "upgrades")
-        return None
-
-    def is_newer(self, version: int) -> bool:
-        """Whether only newer code can run a body of this version."""
-        return version > self.version
-
-    def upgraded(self, body: Any, version: int) -> Any:
-        """Return the body as the processor takes it.
-
-        Raises
-        ------
-        BodyRefusedError
-            If there is no upgrade from this version. Errors of upgrades are raised as they are.
-        """
-        if version < self.version and version not in self._upgrades:
-            raise BodyRefusedError(
-                f"the body of a task of tag {self._tag!r} has version {version}, and its "
-                f"processor has version {self.version} and no upgrade from {version}: add one",
-                "body",
-            )
-        for number in range(version, self.version):
-            body = self._upgrades[number](body)
-        return body
 
 
 def check_version(version: object) -> int:

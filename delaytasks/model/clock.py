@@ -13,7 +13,7 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta, timezone
 from typing import Any, NamedTuple
 
@@ -44,6 +44,8 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 EARLIEST, LATEST = datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)
 AN_HOUR = timedelta(hours=1)
 _MICROSECOND = timedelta(microseconds=1)
+#: Seconds after which a measurement is old.
+REFRESH_S = 60.0
 #: Seconds after which the clock asks a database again that did not answer.
 MEASURE_RETRY_S = 1.0
 #: Clock tolerance: if the wall clock and the monotonic clock of the host have moved apart by more
@@ -114,19 +116,13 @@ class Clock:
     ----------
     measure
         Asks the database for its time. Without it, the host's clock is used.
-    refresh_s
-        Seconds after which a measurement is old.
-    refreshes_inline
-        Whether a call of `now` measures if the last measurement is old. A worker's main process
-        must not wait for the database, and calls `refresh_if_due` in another thread instead.
     """
 
-    def __init__(
-        self, measure: Measure | None = None, refresh_s: float = 60.0, refreshes_inline: bool = True
-    ) -> None:
+    def __init__(self, measure: Measure | None = None) -> None:
         self._measure = measure or (lambda _: from_us(time.time_ns() // 1000))
-        self._refresh_s = refresh_s
-        self.refreshes_inline = refreshes_inline
+        #: Whether a call of `now` measures if the last measurement is old. A worker's main process
+        #: must not wait for the database, and calls `refresh_if_due` in another thread instead.
+        self.refreshes_inline = True
         self._lock = threading.Lock()
         self._base: Base | None = None
         self._stale_at = self._rests_until = float("-inf")
@@ -219,7 +215,7 @@ class Clock:
             raise
         self.offset_s = (base.wall_ns / 1e3 - base.database_us) / 1e6
         self._base = base
-        self._stale_at = base.monotonic + self._refresh_s
+        self._stale_at = base.monotonic + REFRESH_S
 
     def _ask(self, insists: bool) -> Base:
         """Measure three times; the answer with the shortest round trip is the most exact one."""
@@ -231,40 +227,6 @@ class Clock:
             middle = Base(database_us, (before + after) / 2, (wall_before + wall_after) // 2)
             answers.append((after - before, middle))
         return min(answers)[1]
-
-
-class TokenBuckets:
-    """Lets each key act `most` times, and from then on `per_s` times a second.
-
-    The counts are in the memory of this process.
-    """
-
-    #: The keys that are remembered. Those that acted longest ago are forgotten first.
-    MOST_KEYS = 10_000
-
-    def __init__(self, per_s: float, most: float, clock: Callable[[], float] = monotonic) -> None:
-        self._per_s = per_s
-        self._most = most
-        self._clock = clock
-        self._lock = threading.Lock()
-        #: The tokens of each key, and the time at which they were counted.
-        self._buckets: dict[Hashable, tuple[float, float]] = {}
-
-    def take(self, key: Hashable, tokens: int = 1) -> float:
-        """Take tokens if there is one. Return 0, or the seconds until there is one."""
-        with self._lock:
-            now = self._clock()
-            found, counted_at = self._buckets.pop(key, (self._most, now))
-            found = min(found + (now - counted_at) * self._per_s, self._most)
-            is_allowed = found >= 1
-            self._buckets[key] = (found - tokens * is_allowed, now)
-            if len(self._buckets) > self.MOST_KEYS:
-                del self._buckets[next(iter(self._buckets))]
-            return 0.0 if is_allowed else (1 - found) / self._per_s
-
-    def forget(self, key: Hashable) -> None:
-        with self._lock:
-            self._buckets.pop(key, None)
 
 
 # -- task ids -------------------------------------------------------------------------------------

@@ -49,7 +49,17 @@ __all__ = [
 
 
 class DelayTaskError(Exception):
-    """The base class of all errors that delaytasks raises."""
+    """The base class of all errors that delaytasks raises.
+
+    Attributes
+    ----------
+    id
+        The id of the task, if the error is about one.
+    """
+
+    def __init__(self, message: str, id: int | None = None) -> None:
+        super().__init__(message)
+        self.id = id
 
 
 class InvalidInputError(DelayTaskError, ValueError):
@@ -66,7 +76,8 @@ class InvalidInputError(DelayTaskError, ValueError):
     is_too_large = False
 
     def __init__(self, message: str, argument: str) -> None:
-        super().__init__(message, argument)  # Celery's backends rebuild an error from its `args`
+        super().__init__(message)
+        self.args = message, argument  # from which Celery's backends rebuild an error
         self.argument = argument
 
     def __str__(self) -> str:
@@ -96,15 +107,12 @@ class TaskStateError(DelayTaskError):
 
     Attributes
     ----------
-    id
-        The id of the task.
     status
         The status of the task, if its status does not allow the move.
     """
 
     def __init__(self, message: str, id: int | None = None, status: Status | None = None) -> None:
-        super().__init__(message)
-        self.id = id
+        super().__init__(message, id)
         self.status = status
 
 
@@ -137,10 +145,6 @@ class TaskCancelledError(TaskStateError):
 class WaitTimeoutError(DelayTaskError, TimeoutError):
     """The task of `result` has not ended in time. `id` is the id of the task."""
 
-    def __init__(self, message: str, id: int | None = None) -> None:
-        super().__init__(message)
-        self.id = id
-
 
 class StoreError(DelayTaskError):
     """The database could not do the work. The message names the reason, such as missing tables."""
@@ -169,10 +173,6 @@ class OutcomeUnknownError(StoreError):
     It is safe to schedule again with `id=error.id`.
     """
 
-    def __init__(self, message: str, id: int | None = None) -> None:
-        super().__init__(message)
-        self.id = id
-
 
 class SessionUnusableError(StoreError):
     """The session or connection is closed, aborted or read-only. Nothing was sent; roll back."""
@@ -195,7 +195,3 @@ class TaskFailedError(DelayTaskError):
     Celery's signals receive it for a run that ended without an exception: `task_failure` for
     `Fail()`, and for `Retry()` when no retry delay is left; `task_postrun` for `Cancel()` as well.
     """
-
-    def __init__(self, message: str, id: int | None = None) -> None:
-        super().__init__(message)
-        self.id = id

@@ -1,4 +1,4 @@
-"""The filters of tasks, and operations on all tasks that match one."""
+"""The filters of tasks: their names, their checks and the checked values."""
 
 from __future__ import annotations
 
@@ -18,12 +18,10 @@ from delaytasks.model.inputs import (
     check_key,
     check_meta,
     check_queue,
-    check_status,
     check_tag,
     invalid,
 )
 from delaytasks.model.moves import LIVE, MOVES, Status
-from delaytasks.model.task import To
 from delaytasks.model.text import shown
 
 #: The longest pattern of error texts.
@@ -116,6 +114,20 @@ def check_error(pattern: object) -> str:
     raise InvalidInputError(f"error{problem}", "error")
 
 
+def check_status(status: object) -> Status:
+    """Convert the name or the number of a status."""
+    try:
+        if isinstance(status, str):
+            return Status[status.upper()]
+        if isinstance(status, int) and not isinstance(status, bool):
+            return Status(status)
+    except (KeyError, ValueError):
+        pass
+    raise InvalidInputError(
+        f"status is one of {', '.join(s.name for s in Status)}, not {shown(status)}", "status"
+    )
+
+
 def check_statuses(status: object) -> frozenset[Status]:
     """Convert one status or several."""
     if isinstance(status, (str, int)) or not isinstance(status, Iterable):
@@ -165,16 +177,12 @@ def filter_of(filters: Mapping[str, Any]) -> Filter:
     return Filter(**{name: _CHECKS[name](value) for name, value in given.items()})
 
 
-# -- Bulk operations: the filter, the result and the log entry ------------------------------------
+# -- Operations on all tasks that match a filter --------------------------------------------------
 
 
-class BulkOptions(Filters, total=False):
-    """The filters and options of a bulk operation; `Bulk.cancel` explains them."""
-
-    everything: bool
-    dry_run: bool
-    actor: str | None
-    on_progress: OnProgress | None
+#: The new due time of rescheduled tasks: an instant, a shift, times in a period, or None if it
+#: stays.
+To = datetime | timedelta | Spread | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,65 +204,7 @@ class BulkFilter:
         """
         if self.where.status is not None:
             return self.where.status
-        return LIVE if _moves_live(self.move) else frozenset({Status.FAILED})
-
-
-def bulk_filter_of(move: str, filters: Mapping[str, Any], everything: bool) -> BulkFilter:
-    """Check the filters; raise `InvalidInputError` without any, unless `everything` is True."""
-    where = filter_of(filters)
-    if where == Filter() and not everything:
-        problem = f"{move}: name the tasks (by tag=, key_prefix=, …), or say everything=True"
-        raise InvalidInputError(problem, "everything")
-    sources = MOVES[move].sources
-    allowed = sources | (LIVE if _moves_live(move) else frozenset())
-    if wrong := (where.status or frozenset()) - allowed:
-        problem = f"{move} is for tasks that are {_names(sources)}, not {_names(wrong)}"
-        raise InvalidInputError(problem, "status")
-    return BulkFilter(move, where)
-
-
-def _names(statuses: Iterable[Status]) -> str:
-    return ", ".join(sorted(status.name for status in statuses))
-
-
-def _moves_live(move: str) -> bool:
-    return MOVES[move].sources <= LIVE
-
-
-@dataclass(frozen=True, slots=True)
-class BulkResult:
-    """The counts of a bulk operation, so far or at its end.
-
-    Attributes
-    ----------
-    matched
-        The number of tasks that matched the filter at the start.
-    changed
-        The number of tasks that were changed.
-    refused
-        The number of tasks that were left as they were. They run, changed in the meantime, are
-        locked by another transaction, or another task has their key.
-    started
-        The start of the operation, by the clock of the database.
-    runs
-        The ids of the log entries. Empty after a dry run.
-
-    Examples
-    --------
-    >>> result = delays.bulk.cancel(tag="mail.send")
-    >>> result.changed, result.refused
-    (1200, 3)
-    """
-
-    matched: int
-    changed: int
-    refused: int
-    started: datetime
-    runs: tuple[int, ...] = ()
-
-
-#: Is called with the counts so far.
-OnProgress = Callable[[BulkResult], object]
+        return LIVE if MOVES[self.move].sources <= LIVE else frozenset({Status.FAILED})
 
 
 @dataclass(frozen=True, slots=True)

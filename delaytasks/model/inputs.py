@@ -9,15 +9,14 @@ import math
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime, timedelta, tzinfo
 from operator import mul
 from typing import Any, TypeGuard
 
 from delaytasks.model.clock import MAX_ID, UTC
 from delaytasks.model.errors import InvalidInputError
-from delaytasks.model.moves import Status
 from delaytasks.model.text import one_line, shown
 
 
@@ -87,6 +86,14 @@ def show_duration(seconds: float) -> str:
     return "".join(shown)
 
 
+def show_from_now(instant: datetime, now: datetime) -> str:
+    """Return, for example, "in 1h30m", "now" or "5s ago"."""
+    seconds = (instant - now).total_seconds()
+    if abs(seconds) < 1:
+        return "now"
+    return f"in {show_duration(seconds)}" if seconds > 0 else f"{show_duration(seconds)} ago"
+
+
 def show_timing(timing: str) -> str:
     """Return the timing of a recurring schedule for readers: "every 5m" instead of "every 300"."""
     kind, _, seconds = timing.partition(" ")
@@ -108,6 +115,42 @@ def show_measured(seconds: float | None) -> str:
 def show_offset(seconds: float) -> str:
     """Return how far a clock is ahead or behind: "+1.5s", "-1d"."""
     return f"{'-' if seconds < 0 else '+'}{show_measured(abs(seconds))}"
+
+
+# -- Instants as users type them: 2030-01-31T18:00:00Z, or 1h for an hour ago ----------------------
+
+
+def parse_instant(text: str, argument: str = "at", zone: tzinfo | None = None) -> datetime:
+    """Return the instant of an ISO 8601 text. `zone` is the time zone of texts without one."""
+    # Python 3.10 reads neither Z nor any number of digits of a second.
+    typed = re.sub(r"\.(\d+)", lambda found: f".{found[1][:6]:0<6}", text.strip(), count=1)
+    try:
+        instant = datetime.fromisoformat(re.sub("[zZ]$", "+00:00", typed))
+    except ValueError:
+        problem = "is not an instant; write it as 2030-01-31T18:00:00Z"
+        raise InvalidInputError(f"{text!r:.40} {problem}", argument) from None
+    if instant.tzinfo is not None:
+        return instant
+    if zone is None:
+        remedy = "end it with Z for UTC, or with an offset (2030-01-31T18:00:00+02:00)"
+        raise InvalidInputError(f"{text!r:.40} has no time zone; {remedy}", argument)
+    return instant.replace(tzinfo=zone)
+
+
+def parse_past(
+    text: str, now: datetime, argument: str = "at", zone: tzinfo | None = None
+) -> datetime:
+    """Return an instant, which may be given as a duration that counts back from now."""
+    try:
+        return now - parse_duration(text)
+    except OverflowError:
+        raise InvalidInputError(f"{text!r:.40} ago is before the year 1", argument) from None
+    except InvalidInputError:
+        try:
+            return parse_instant(text, argument, zone)
+        except InvalidInputError as error:
+            problem = f"{error}; or as 1h, which means an hour ago"
+            raise InvalidInputError(problem, argument) from None
 
 
 # -- model instances ------------------------------------------------------------------------------
@@ -152,6 +195,12 @@ def check_integer(
     return int(value)  # an int itself, because drivers may write a subclass (an enum) as text
 
 
+def check_choice(word: object, argument: str, words: Sequence[str]) -> None:
+    if word not in words:
+        allowed = ", ".join(map(repr, words))
+        raise invalid(argument, f"is one of {allowed}, not {shown(word)}")
+
+
 TAG_LENGTH = 128
 KEY_LENGTH = 191
 LIMIT_KEY_LENGTH = 255
@@ -181,7 +230,7 @@ MESSAGE = "delaytasks.message"
 CELERY_PREFIX = "celery:"
 #: The tag under which the processor of all these rows is registered.
 ANY_CELERY_TASK = "delaytasks.celery"
-#: Hexadecimal digits that tell long names apart whose beginnings are equal.
+#: Hexadecimal digits of a hash that tell long names apart whose beginnings are equal.
 _DIGITS = 16
 
 
@@ -231,20 +280,6 @@ def check_schedule_name(name: object) -> str:
 
 def check_actor(actor: object) -> str:
     return _check_name(actor, "actor", ACTOR_LENGTH)
-
-
-def check_status(status: object) -> Status:
-    """Convert the name or the number of a status."""
-    try:
-        if isinstance(status, str):
-            return Status[status.upper()]
-        if isinstance(status, int) and not isinstance(status, bool):
-            return Status(status)
-    except (KeyError, ValueError):
-        pass
-    raise InvalidInputError(
-        f"status is one of {', '.join(s.name for s in Status)}, not {shown(status)}", "status"
-    )
 
 
 def check_page_limit(limit: object) -> int:
@@ -418,15 +453,19 @@ def encode_meta(meta: object) -> str | None:
     return text
 
 
-def decode_meta(text: str | None) -> dict[str, str]:
-    """Return the pairs of a stored text. Another program may have written any text."""
+def decode_object(text: str | None) -> dict[str, Any]:
+    """Return the object of a stored text. Another program may have written any text."""
+    if text is None:
+        return {}
     try:
-        pairs = json.loads(text or "{}")
+        found = json.loads(text)
     except (ValueError, RecursionError):
         return {}
-    if not isinstance(pairs, dict):
-        return {}
-    return {name: value for name, value in pairs.items() if isinstance(value, str)}
+    return found if isinstance(found, dict) else {}
+
+
+def decode_meta(text: str | None) -> dict[str, str]:
+    return {name: pair for name, pair in decode_object(text).items() if isinstance(pair, str)}
 
 
 def pair_text(name: str, value: str) -> str:
@@ -442,13 +481,9 @@ def pair_text(name: str, value: str) -> str:
 # Due times that are distributed over a period, so that many tasks do not become due together.
 
 
-_SCALE = 2.0**64
-
-
 def share_of(name: str) -> float:
     """Return a number from 0 up to 1 that only depends on `name`, and is uniform over all names."""
-    digest = hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest, "big") / _SCALE
+    return int(_digest(name), 16) / 16.0**_DIGITS
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""The statuses of a task, and every move between them. No other module decides about statuses.
+"""The statuses of a task, every move between them, and the outcomes and retry delays of runs.
 
-A move is a change of a row's status. A claim, a sweep and an operator make moves, and each run ends
-with one. An outcome (`model/outcomes.py`) is what a processor returns to say how its run ended.
-`run/calls.py` makes a move of it, and of a task that is not run:
+A move is a change of a row's status, and no other module decides about statuses. A claim, a sweep
+and an operator make moves, and each run ends with one. An outcome is what a processor returns to
+say how its run ended. `run/calls.py` makes a move of it, and of a task that is not run:
 
     the run ended with                                      move
     Done, or any value that is no outcome                   succeed
@@ -20,8 +20,17 @@ its worker died.
 
 from __future__ import annotations
 
+import itertools
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
 from enum import IntEnum
-from typing import Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from delaytasks.model.errors import InvalidInputError
+from delaytasks.model.inputs import Delay, check_integer, check_wait, invalid, is_integer, is_number
+from delaytasks.model.text import shown
 
 
 class Status(IntEnum):
@@ -56,8 +65,10 @@ class Ending(NamedTuple):
 
 class Move(NamedTuple):
     name: str
+    #: `schedule` has none: it makes the row.
     sources: frozenset[Status]
     target: Status
+    #: What a move says that ends a run.
     ending: Ending | None = None
 
     @property
@@ -67,44 +78,43 @@ class Move(NamedTuple):
         return source
 
 
-def _move(name: str, sources: tuple[Status, ...], target: Status) -> tuple[str, Move]:
-    return name, Move(name, frozenset(sources), target)
-
-
+_WAITS = frozenset({Status.NOT_COMPLETE})
+_HELD = frozenset({Status.HELD})
+_RUNS = frozenset({Status.RUNNING})
+#: Every move, by name.
+MOVES = {
+    move.name: move
+    for move in (
+        Move("schedule", frozenset(), Status.NOT_COMPLETE),
+        Move("claim", _WAITS, Status.RUNNING),
+        Move("succeed", _RUNS, Status.DONE, Ending("SUCCESS")),
+        Move("fail", _RUNS, Status.FAILED, Ending("FAILURE", is_failure=True)),
+        Move("schedule_retry", _RUNS, Status.NOT_COMPLETE, Ending("RETRY", is_failure=True)),
+        Move("snooze", _RUNS, Status.NOT_COMPLETE, Ending("RETRY", is_attempt=False)),
+        Move("withdraw", _RUNS, Status.CANCELLED, Ending("REVOKED")),
+        Move("expire", _RUNS, Status.CANCELLED, Ending("REVOKED", is_attempt=False, has_run=False)),
+        Move(
+            "give_back",
+            _RUNS,
+            Status.NOT_COMPLETE,
+            Ending("RETRY", is_attempt=False, has_run=False),
+        ),
+        Move("hold_back", _RUNS, Status.HELD),
+        Move("recover", _RUNS, Status.NOT_COMPLETE),
+        Move("fail_worker_lost", _RUNS, Status.FAILED),
+        Move("hold", _WAITS, Status.HELD),
+        Move("release", _HELD, Status.NOT_COMPLETE),
+        Move("admit", _HELD, Status.RUNNING),
+        Move("cancel", _WAITS | _HELD, Status.CANCELLED),
+        Move("reschedule", _WAITS | _HELD, Status.NOT_COMPLETE),
+        Move("replace", _WAITS | _HELD, Status.NOT_COMPLETE),
+        Move("rerun", frozenset({Status.FAILED, Status.CANCELLED}), Status.NOT_COMPLETE),
+    )
+}
 #: The moves that end a run.
 SettlingMove = Literal[
     "succeed", "fail", "schedule_retry", "snooze", "withdraw", "expire", "give_back"
 ]
-
-
-def _settle(name: SettlingMove, target: Status, ending: Ending) -> tuple[str, Move]:
-    return name, Move(name, frozenset({Status.RUNNING}), target, ending)
-
-
-#: Every move, by name. `schedule` has no source: it makes the row.
-MOVES: dict[str, Move] = dict(
-    [
-        _move("schedule", (), Status.NOT_COMPLETE),
-        _move("claim", (Status.NOT_COMPLETE,), Status.RUNNING),
-        _settle("succeed", Status.DONE, Ending("SUCCESS")),
-        _settle("fail", Status.FAILED, Ending("FAILURE", is_failure=True)),
-        _settle("schedule_retry", Status.NOT_COMPLETE, Ending("RETRY", is_failure=True)),
-        _settle("snooze", Status.NOT_COMPLETE, Ending("RETRY", is_attempt=False)),
-        _settle("withdraw", Status.CANCELLED, Ending("REVOKED")),
-        _settle("expire", Status.CANCELLED, Ending("REVOKED", is_attempt=False, has_run=False)),
-        _settle("give_back", Status.NOT_COMPLETE, Ending("RETRY", is_attempt=False, has_run=False)),
-        _move("hold_back", (Status.RUNNING,), Status.HELD),
-        _move("recover", (Status.RUNNING,), Status.NOT_COMPLETE),
-        _move("fail_worker_lost", (Status.RUNNING,), Status.FAILED),
-        _move("hold", (Status.NOT_COMPLETE,), Status.HELD),
-        _move("release", (Status.HELD,), Status.NOT_COMPLETE),
-        _move("admit", (Status.HELD,), Status.RUNNING),
-        _move("cancel", (Status.NOT_COMPLETE, Status.HELD), Status.CANCELLED),
-        _move("reschedule", (Status.NOT_COMPLETE, Status.HELD), Status.NOT_COMPLETE),
-        _move("replace", (Status.NOT_COMPLETE, Status.HELD), Status.NOT_COMPLETE),
-        _move("rerun", (Status.FAILED, Status.CANCELLED), Status.NOT_COMPLETE),
-    ]
-)
 
 #: Greater versions were written by another program. Counting starts at 0 again behind them, because
 #: databases cannot store more than 2^63.
@@ -166,3 +176,311 @@ def late_start(stored: int) -> tuple[str, str]:
 def moves_from(status: Status) -> list[str]:
     """Return the names of the moves that `status` allows, for buttons and messages."""
     return [move.name for move in MOVES.values() if status in move.sources]
+
+
+# -- Outcomes: values that a processor returns to say how its task ends or continues --------------
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The task is DONE. Any other return value means the same, without a result to keep.
+
+    Parameters
+    ----------
+    result
+        A JSON value, which is stored if the processor was registered with `keep_result=True`.
+
+    Examples
+    --------
+    >>> return Done({"receipt": 7})
+    """
+
+    result: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """The attempt failed, and the task runs again; after its last retry it is FAILED.
+
+    Parameters
+    ----------
+    after
+        The time until the next attempt: seconds, text such as `"5m"`, or a timedelta. By default
+        the next delay of the retry schedule.
+    reason
+        The text that is stored as the error of the attempt.
+
+    Examples
+    --------
+    >>> return Retry(after="5m", reason="the partner is busy")
+    """
+
+    after: Delay | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Snooze:
+    """The task runs again after `after`. This run does not count as an attempt.
+
+    Parameters
+    ----------
+    after
+        Seconds, text such as `"5m"`, or a timedelta.
+
+    Examples
+    --------
+    >>> return Snooze("1h")
+    """
+
+    after: Delay
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """The task is CANCELLED, because its work is no longer needed.
+
+    Parameters
+    ----------
+    reason
+        The text that is stored as the error of the task.
+
+    Examples
+    --------
+    >>> return Cancel("the order was paid")
+    """
+
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The task is FAILED, even if its retry schedule has retries left.
+
+    Parameters
+    ----------
+    reason
+        The text that is stored as the error of the task.
+
+    Examples
+    --------
+    >>> return Fail("there is no such order")
+    """
+
+    reason: str = ""
+
+
+Outcome = Done | Retry | Snooze | Cancel | Fail
+
+
+# -- The delays before retries ---------------------------------------------------------------------
+
+
+#: A row with a retry schedule of its own stays small.
+MAX_RETRY_DELAYS = 1000
+MAX_RETRY_DELAY_S = 366 * 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class RetrySchedule:
+    """The delays before the retries of a task.
+
+    With `RetrySchedule("15s 3m 10m")`, a task runs once and is retried up to three times.
+
+    Parameters
+    ----------
+    retry_delays
+        The time from each failed run to the next one: text such as `"15s 3m 10m"`, or a list of
+        texts, seconds and timedeltas. At most 1,000 delays.
+    variation
+        `variation=0.1` draws each delay from 90% to 110% of its value, so that tasks that failed
+        simultaneously are retried at different times.
+
+    Raises
+    ------
+    InvalidInputError
+        If there are no delays or too many, or `variation` is not between 0 and 1.
+
+    Examples
+    --------
+    >>> delays.schedule_delay("mail.send", {}, 60, retries=RetrySchedule("15s 3m", variation=0.1))
+    """
+
+    #: Delays from seconds to days, for the processing of tasks.
+    LEVELS: ClassVar[RetrySchedule]
+    #: Delays for notifications to partners: ten runs within about 25 hours.
+    NOTIFY: ClassVar[RetrySchedule]
+
+    retry_delays_s: tuple[float, ...]
+    variation: float
+
+    def __init__(
+        self, retry_delays: str | Iterable[str | float | timedelta], *, variation: float = 0.0
+    ) -> None:
+        if isinstance(retry_delays, (bytes, Mapping)) or not isinstance(retry_delays, Iterable):
+            rule = "a retry schedule is made of text such as '15s 3m', or of a list"
+            raise InvalidInputError(f"{rule}, not of {shown(retry_delays)}", "retry_delays")
+        items: Iterable[object] = (
+            retry_delays.split()
+            if isinstance(retry_delays, str)
+            else itertools.islice(retry_delays, MAX_RETRY_DELAYS + 1)
+        )
+        retry_delays_s = tuple(
+            check_wait(item, MAX_RETRY_DELAY_S, "retry_delays") for item in items
+        )
+        if not 0 < len(retry_delays_s) <= MAX_RETRY_DELAYS:
+            rule = f"a retry schedule has 1 to {MAX_RETRY_DELAYS} delays"
+            raise InvalidInputError(f"{rule}, not {len(retry_delays_s)}", "retry_delays")
+        if not is_number(variation, 0, 1):
+            rule = "is a share from 0 to 1, such as 0.1 for 10%"
+            raise invalid("variation", f"{rule}, not {shown(variation)}")
+        object.__setattr__(self, "retry_delays_s", retry_delays_s)
+        object.__setattr__(self, "variation", float(variation))
+
+    @classmethod
+    def fixed(
+        cls, wait: str | float | timedelta, *, times: int, variation: float = 0.0
+    ) -> RetrySchedule:
+        """Return a schedule with the same delay before each retry.
+
+        Parameters
+        ----------
+        wait
+            The delay: seconds, text such as `"5m"`, or a timedelta.
+        times
+            The number of retries.
+        variation
+            See the class.
+
+        Returns
+        -------
+        RetrySchedule
+            The schedule.
+
+        Examples
+        --------
+        >>> RetrySchedule.fixed("30s", times=10)
+        """
+        return cls([wait] * check_integer(times, "times", 1, MAX_RETRY_DELAYS), variation=variation)
+
+    @classmethod
+    def exponential(
+        cls,
+        first: str | float | timedelta,
+        *,
+        times: int,
+        factor: float = 2.0,
+        cap: str | float | timedelta = "1d",
+        variation: float = 0.1,
+    ) -> RetrySchedule:
+        """Return a schedule whose delays grow by a factor.
+
+        Parameters
+        ----------
+        first
+            The delay before the first retry.
+        times
+            The number of retries.
+        factor
+            The ratio of each delay to the one before, 1 to 100.
+        cap
+            The longest delay.
+        variation
+            See the class.
+
+        Returns
+        -------
+        RetrySchedule
+            The schedule.
+
+        Examples
+        --------
+        >>> RetrySchedule.exponential("5s", times=8, cap="1h")
+        """
+        if not is_number(factor, 1, 100):
+            raise invalid("factor", f"is a number from 1 to 100, not {shown(factor)}")
+        highest = check_wait(cap, MAX_RETRY_DELAY_S, "cap")
+        retry_delays, wait = [], check_wait(first, MAX_RETRY_DELAY_S, "first")
+        for _ in range(check_integer(times, "times", 1, MAX_RETRY_DELAYS)):
+            retry_delays.append(min(wait, highest))
+            wait = min(wait * factor, MAX_RETRY_DELAY_S)
+        return cls(retry_delays, variation=variation)
+
+    def has_retry_delay(self, attempts: int) -> bool:
+        """Return whether a task is retried after this number of attempts."""
+        return attempts <= len(self.retry_delays_s)
+
+    def wait_s(self, attempts: int) -> float | None:
+        """Return the delay after this number of attempts; None if no retry is left."""
+        if not self.has_retry_delay(attempts):
+            return None
+        wait = self.retry_delays_s[max(attempts, 1) - 1]  # another program may write any count
+        return wait * random.uniform(1 - self.variation, 1 + self.variation)
+
+
+@dataclass(frozen=True, slots=True)
+class Retries:
+    """The retry schedule of a tag for each exception type; None means that the task is FAILED."""
+
+    by_error: Mapping[type[BaseException], RetrySchedule | None]
+
+    @classmethod
+    def of(cls, retries: RetryRule) -> Retries:
+        """Read the option `retries`: one schedule, or a mapping of exception types to schedules."""
+        if retries is None:
+            return cls({})
+        if not isinstance(retries, Mapping):
+            return cls({Exception: retry_schedule_of(retries)})
+        for kind in retries:
+            if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+                rule = "maps exception types to retry schedules"
+                raise invalid("retries", f"{rule}; {shown(kind)} is none")
+        given = retries.items()
+        return cls({kind: None if one is None else retry_schedule_of(one) for kind, one in given})
+
+    def retry_schedule_for(
+        self, kind: type[BaseException], own: RetrySchedule | None = None
+    ) -> RetrySchedule | None:
+        """Return the schedule of the nearest base class of `kind`.
+
+        The schedule of the task (`own`) replaces the one of the tag, unless the tag says that such
+        an error is not retried.
+        """
+        for base in kind.__mro__:
+            if base in self.by_error:
+                of_tag = self.by_error[base]
+                return of_tag and (own or of_tag)
+        return own
+
+
+RetrySchedule.LEVELS = RetrySchedule("5s 30s 1m 10m 30m 1h 6h 1d 2d")
+RetrySchedule.NOTIFY = RetrySchedule("15s 3m 10m 30m 30m 1h 2h 6h 15h")
+
+
+def retry_schedule_of(
+    retries: RetrySchedule | str | int | Iterable[str | float | timedelta],
+) -> RetrySchedule:
+    """Return the retries schedule that the option `retries` means.
+
+    An integer is a number of retries with the delays of `LEVELS`, whose last delay is repeated.
+    """
+    if isinstance(retries, RetrySchedule):
+        return retries
+    if isinstance(retries, (str, Iterable)):
+        return RetrySchedule(retries)
+    if not is_integer(retries, 1, MAX_RETRY_DELAYS):
+        rule = f"a number from 1 to {MAX_RETRY_DELAYS}, delays such as '15s 3m', or a RetrySchedule"
+        remedy = "leave it out if nothing is retried"
+        raise invalid("retries", f"is {rule}, not {shown(retries)}; {remedy}")
+    delays_s = RetrySchedule.LEVELS.retry_delays_s[:retries]
+    return RetrySchedule(delays_s + delays_s[-1:] * (retries - len(delays_s)))
+
+
+RetryRule = (
+    RetrySchedule
+    | str
+    | int
+    | Iterable[str | float | timedelta]
+    | Mapping[type[BaseException], RetrySchedule | str | int | None]
+    | None
+)

@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple
 from delaytasks.model.clock import json_fields, monotonic
 from delaytasks.model.errors import InvalidInputError, StoreError
 from delaytasks.model.inputs import (
+    check_integer,
     check_queue,
     check_tag,
-    is_integer,
     parse_duration,
     show_duration,
 )
@@ -188,13 +188,10 @@ def named(tag: object, queue: object) -> tuple[Kind, str]:
 
 
 def check_limit(limit: object, argument: str) -> int | None:
-    rule = f"{argument} is an integer from 1 to {MAX_LIMIT:,}, or None for no limit"
     if limit is None:
         return None
-    if not is_integer(limit, 1, MAX_LIMIT):
-        problem = f"{rule}, not {shown(limit)}; to run nothing at all, pause it"
-        raise InvalidInputError(problem, argument)
-    return int(limit)
+    rule = f"{argument} is an integer from 1 to {MAX_LIMIT:,}, or None for no limit"
+    return check_integer(limit, argument, 1, MAX_LIMIT, f"{rule} (a pause lets nothing start)")
 
 
 def parse_rate(text: object) -> tuple[int | None, float | None]:

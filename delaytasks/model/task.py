@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any, Literal, NamedTuple, Protocol, TypedDict
 
 from delaytasks.model.body import (
@@ -21,38 +21,33 @@ from delaytasks.model.body import (
     placeholder,
 )
 from delaytasks.model.clock import json_fields, to_us
-from delaytasks.model.errors import (
-    BodyEncryptedError,
-    InvalidInputError,
-    TaskNotFoundError,
-    TaskStateError,
+from delaytasks.model.errors import InvalidInputError, TaskStateError
+from delaytasks.model.inputs import (
+    Delay,
+    check_id,
+    decode_meta,
+    decode_object,
+    is_integer,
+    is_queue,
 )
-from delaytasks.model.inputs import Delay, Spread, check_id, decode_meta, is_integer, is_queue
 from delaytasks.model.moves import (
     FINISHED,
     MOVES,
     BroughtBy,
     Ending,
+    RetrySchedule,
     SettlingMove,
     Status,
     late_start,
 )
-from delaytasks.model.outcomes import RetrySchedule
 from delaytasks.model.policies import NO_WAITLISTS, WaitlistsSeen
 from delaytasks.model.text import shown
 
 # -- current run ----------------------------------------------------------------------------------
 
-# The current run, for `task.complete` and `task.check_lease`. A task itself is a plain value.
-
-
-class Current(Protocol):
-    def complete(self, id: int, session: Any, result: Any) -> None: ...
-    def check_lease(self, id: int) -> None: ...
-    def is_cancelled(self, id: int) -> bool: ...
-
-
-current_run: ContextVar[Current | None] = ContextVar("delaytasks_run", default=None)
+#: The call of a processor (`ProcessorCall` in `run/calls.py`), to which `task.complete` and
+#: `task.check_lease` turn. A task itself is a plain value.
+current_run: ContextVar[Any] = ContextVar("delaytasks_run", default=None)
 
 
 # -- A task as a JSON value, for programs and for people ------------------------------------------
@@ -65,7 +60,10 @@ def _shown(text: str | None) -> Any:
     """
     if text is not None and is_encrypted(text):
         return placeholder(text)
-    value = lenient(text or "null")
+    try:
+        value = json.loads(text or "null")
+    except (ValueError, RecursionError):  # another program stored no JSON
+        return text
     return value if _is_json(value, MAX_DEPTH) else text
 
 
@@ -77,32 +75,12 @@ def _is_json(value: Any, depth: int) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def lenient(text: str) -> Any:
-    """Return the decoded value, or the text if another program stored no JSON."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-
-
-def pretty(read: Callable[[], Any], stored: str) -> str:
-    """Return a body or a result as indented JSON, in which integers of any size are exact.
-
-    Parameters
-    ----------
-    read
-        Decodes the value.
-    stored
-        The stored text, which is returned if it is no JSON.
-    """
-    try:
-        return json.dumps(read(), indent=2, ensure_ascii=False)
-    except BodyEncryptedError:
-        return placeholder(stored)
-    except (ValueError, RecursionError):
-        return stored
-
-
+#: What programs and people get of a task.
+_JSON_FIELDS = (
+    "id tag key status queue priority body due_time expected_time execution_time late_start "
+    "create_time update_time lease_until delay_s runs lapses version worker ip_address error "
+    "headers limit_key meta result"
+).split()
 #: The queue of rows without one, such as rows of other programs.
 DEFAULT_QUEUE = "default"
 
@@ -268,7 +246,9 @@ class DelayedTask:
         query.
         """
         run = current_run.get()
-        return self.status is Status.CANCELLED or (run is not None and run.is_cancelled(self.id))
+        return self.status is Status.CANCELLED or (
+            run is not None and bool(run.is_cancelled(self.id))
+        )
 
     def check_lease(self) -> None:
         """Check, in a long run of the processor, that this worker still has the task's lease.
@@ -294,7 +274,7 @@ class DelayedTask:
         """
         self._run("check_lease").check_lease(self.id)
 
-    def _run(self, what: str) -> Current:
+    def _run(self, what: str) -> Any:
         run = current_run.get()
         if run is None:
             raise TaskStateError(
@@ -344,8 +324,7 @@ class DelayedTask:
     @property
     def headers(self) -> dict[str, Any]:
         """The decoded `headers_json`; empty if another program stored something else."""
-        headers = None if self.headers_json is None else lenient(self.headers_json)
-        return headers if isinstance(headers, dict) else {}
+        return decode_object(self.headers_json)
 
     @property
     def event_fields(self) -> dict[str, Any]:
@@ -369,34 +348,18 @@ class DelayedTask:
 
     def as_json(self) -> dict[str, Any]:
         """Return a JSON value. Ids are strings, since JavaScript rounds integers above 2^53."""
-        fields = {
+        decoded = {
             "id": str(self.id),
-            "tag": self.tag,
-            "key": self.key,
             "status": self.status.name,
-            "queue": self.queue,
-            "priority": self.priority,
             "body": _shown(self.body_json),
             "due_time": self.due,
-            "expected_time": self.expected_time,
-            "execution_time": self.execution_time,
-            "late_start": self.late_start,
-            "create_time": self.create_time,
-            "update_time": self.update_time,
-            "lease_until": self.lease_until,
-            "delay_s": self.delay_s,
-            "runs": self.runs,
-            "lapses": self.lapses,
-            "version": self.version,
-            "worker": self.worker,
-            "ip_address": self.ip_address,
-            "error": self.error,
             "headers": _shown(self.headers_json) if self.headers else {},
-            "limit_key": self.limit_key,
-            "meta": self.meta,
-            "result": None if self.result_json is None else _shown(self.result_json),
+            "result": _shown(self.result_json),
         }
-        return json_fields(fields)
+        names = _JSON_FIELDS
+        return json_fields(
+            {name: decoded[name] if name in decoded else getattr(self, name) for name in names}
+        )
 
 
 #: What names one task: its id, or a task that was read.
@@ -610,10 +573,6 @@ class TouchResult:
 # -- The result of `cancel` -----------------------------------------------------------------------
 
 
-#: A task with one of these statuses cannot be cancelled any more.
-_NOTHING_TO_CANCEL = (Status.RUNNING, Status.DONE, Status.FAILED)
-
-
 @dataclass(frozen=True, slots=True)
 class CancelResult:
     """The result of `cancel`: true only if this call cancelled the task, which then never starts.
@@ -650,37 +609,8 @@ class CancelResult:
     def __bool__(self) -> bool:
         return self.is_cancelled
 
-    @classmethod
-    def cancelled(cls, task: DelayedTask) -> CancelResult:
-        return cls(True, f"task {task.id} ({task.tag}) is cancelled", task.id, Status.CANCELLED)
-
-    @classmethod
-    def requested(cls, task: DelayedTask) -> CancelResult:
-        reason = f"task {task.id} ({task.tag}) runs, and is asked to stop"
-        return cls(False, reason, task.id, task.status, is_requested=True)
-
-    @classmethod
-    def cancelled_before(cls, id: int) -> CancelResult:
-        return cls(False, f"task {id} was cancelled before", id, Status.CANCELLED)
-
-    @classmethod
-    def of_refusal(cls, error: TaskStateError) -> CancelResult | None:
-        """Return the result for an error that means "nothing to cancel"; None for another error."""
-        if isinstance(error, TaskNotFoundError):
-            return cls(False, str(error), error.id, error=error)
-        if error.status in _NOTHING_TO_CANCEL:
-            has_ended = f"task {error.id} has ended: it is {error.status.name}"
-            reason = str(error) if error.status is Status.RUNNING else has_ended
-            return cls(False, reason, error.id, error.status, error=error)
-        return None
-
 
 # -- What claims, settlements and sweeps return, and what the timers keep -------------------------
-
-
-#: The new due time of rescheduled tasks: an instant, a shift, times in a period, or None if it
-#: stays.
-To = datetime | timedelta | Spread | None
 
 
 class Entry(NamedTuple):

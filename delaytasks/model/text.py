@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from functools import cache
@@ -101,14 +101,9 @@ def count(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {plural or noun + 's'}"
 
 
-def first_names(names: Collection[str], most: int = 5) -> str:
-    """Return the first names for one log line or sentence."""
-    return ", ".join(islice(names, most))
-
-
-def some_values(values: Sequence[object], most: int = 3) -> str:
+def some_values(values: Collection[object], most: int = 3) -> str:
     """Return the first values for a list that a person reads, and how many more there are."""
-    text = ", ".join(map(str, values[:most]))
+    text = ", ".join(map(str, islice(values, most)))
     return f"{text} and {len(values) - most:,} more" if len(values) > most else text
 
 

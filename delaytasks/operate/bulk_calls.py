@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from delaytasks.model.errors import InvalidInputError, StoreUnavailableError, TaskStateError
-from delaytasks.model.filters import (
-    BulkFilter,
-    BulkOptions,
-    BulkResult,
-    Filters,
-    LogEntry,
-    bulk_filter_of,
-    new_due,
-)
+from delaytasks.model.filters import BulkFilter, Filter, Filters, LogEntry, To, filter_of, new_due
 from delaytasks.model.inputs import Spread, actor_of, check_id, check_page_limit
-from delaytasks.model.moves import Status
-from delaytasks.model.task import DelayedTask, Entry, To
+from delaytasks.model.moves import LIVE, MOVES, Status
+from delaytasks.model.task import DelayedTask, Entry
 from delaytasks.twins import CallGroup, twin
 
 if TYPE_CHECKING:
@@ -33,6 +25,71 @@ if TYPE_CHECKING:
 
 #: An operation whose last step is older has ended, since its process died.
 RUNNING_S = 60.0
+
+
+class BulkOptions(Filters, total=False):
+    """The filters and options of a bulk operation; `Bulk.cancel` explains them."""
+
+    everything: bool
+    dry_run: bool
+    actor: str | None
+    on_progress: OnProgress | None
+
+
+@dataclass(frozen=True, slots=True)
+class BulkResult:
+    """The counts of a bulk operation, so far or at its end.
+
+    Attributes
+    ----------
+    matched
+        The number of tasks that matched the filter at the start.
+    changed
+        The number of tasks that were changed.
+    refused
+        The number of tasks that were left as they were. They run, changed in the meantime, are
+        locked by another transaction, or another task has their key.
+    started
+        The start of the operation, by the clock of the database.
+    runs
+        The ids of the log entries. Empty after a dry run.
+
+    Examples
+    --------
+    >>> result = delays.bulk.cancel(tag="mail.send")
+    >>> result.changed, result.refused
+    (1200, 3)
+    """
+
+    matched: int
+    changed: int
+    refused: int
+    started: datetime
+    runs: tuple[int, ...] = ()
+
+
+#: Is called with the counts so far.
+OnProgress = Callable[[BulkResult], object]
+
+
+def bulk_filter_of(move: str, filters: Mapping[str, Any], everything: bool) -> BulkFilter:
+    """Check the filters; raise `InvalidInputError` without any, unless `everything` is True."""
+    where = filter_of(filters)
+    if where == Filter() and not everything:
+        problem = f"{move}: name the tasks (by tag=, key_prefix=, …), or say everything=True"
+        raise InvalidInputError(problem, "everything")
+    sources = MOVES[move].sources
+    allowed = sources | (LIVE if MOVES[move].sources <= LIVE else frozenset())
+    if wrong := (where.status or frozenset()) - allowed:
+        problem = f"{move} is for tasks that are {_names(sources)}, not {_names(wrong)}"
+        raise InvalidInputError(problem, "status")
+    return BulkFilter(move, where)
+
+
+def _names(statuses: Iterable[Status]) -> str:
+    return ", ".join(sorted(status.name for status in statuses))
+
+
 _NO_FILTERS = BulkOptions.__annotations__.keys() - Filters.__annotations__.keys()
 
 

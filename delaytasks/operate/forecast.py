@@ -24,7 +24,7 @@ from delaytasks.db.searching import has_status, queue_levels
 from delaytasks.db.types import epoch_s
 from delaytasks.model.clock import from_us
 from delaytasks.model.errors import DelayTaskError, InvalidInputError, StoreError
-from delaytasks.model.inputs import is_integer, show_duration
+from delaytasks.model.inputs import check_integer, is_number, show_duration
 from delaytasks.model.moves import WAITING
 from delaytasks.model.text import count, shown, some_values
 from delaytasks.model.workers import RegisteredWorker
@@ -241,16 +241,12 @@ def _busy(hour: ForecastHour, show: Callable[[datetime], str]) -> str:
 
 def make_forecast(runtime: Runtime, days: float = 7, processes: int | None = None) -> Forecast:
     """Do what `DelayTasks.forecast` does."""
-    is_number = isinstance(days, (int, float)) and not isinstance(days, bool)
-    if not (is_number and 0 < days <= MAX_DAYS):
+    if not is_number(days, 0, MAX_DAYS) or days == 0:
         raise InvalidInputError(
             f"days is a number above 0, at most {MAX_DAYS}, not {shown(days)}", "days"
         )
-    if processes is not None and not is_integer(processes, 1, MAX_PROCESSES):
-        raise InvalidInputError(
-            f"processes is an integer from 1 to {MAX_PROCESSES:,}, not {shown(processes)}",
-            "processes",
-        )
+    if processes is not None:
+        check_integer(processes, "processes", 1, MAX_PROCESSES)
     now = runtime.clock.certain_now()
     until = now + timedelta(days=days)
     due, is_estimate = _due(runtime, now, until)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from delaytasks.model.body import placeholder
 from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import (
+    BodyEncryptedError,
     InvalidInputError,
     TaskCancelledError,
     TaskFailedError,
@@ -25,8 +28,7 @@ from delaytasks.model.inputs import (
     check_tag,
     check_wait,
 )
-from delaytasks.model.moves import Status
-from delaytasks.model.outcomes import MAX_RETRY_DELAY_S
+from delaytasks.model.moves import FINISHED, MAX_RETRY_DELAY_S, Status
 from delaytasks.model.task import (
     CallerConnection,
     CancelResult,
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
 #: The first and the longest time between two reads of a row that a caller waits for.
 FIRST_S, LONGEST_S = 0.02, 0.5
 GROWTH = 1.5
+#: A task with one of these statuses cannot be cancelled any more.
+_NOTHING_TO_CANCEL = (Status.RUNNING, Status.DONE, Status.FAILED)
 #: A task that was read, an id, or a tag and a key.
 TaskReference = DelayedTask | int | tuple[str, str]
 
@@ -137,6 +141,24 @@ def result_of(task: DelayedTask) -> Any:
     raise TaskFailedError(reason, task.id)
 
 
+def pretty_body(task: DelayedTask) -> str:
+    """Return the body as indented JSON, in which integers of any size are exact."""
+    return _pretty(lambda: task.body, task.body_json)
+
+
+def pretty_result(task: DelayedTask) -> str:
+    return _pretty(lambda: task.result, task.result_json or "")
+
+
+def _pretty(read: Callable[[], Any], stored: str) -> str:
+    try:
+        return json.dumps(read(), indent=2, ensure_ascii=False)
+    except BodyEncryptedError:
+        return placeholder(stored)
+    except (ValueError, RecursionError):  # another program stored no JSON
+        return stored
+
+
 def find_tasks(
     runtime: Runtime,
     filters: Filters,
@@ -174,18 +196,22 @@ def cancel_task(
         with named_task(runtime, task, tag, key, session) as (id, transaction, on):
             cancelled = runtime.store.tasks.cancel(id, version, on, running)
     except TaskStateError as error:
-        refused = CancelResult.of_refusal(error)
-        if refused is None:
+        if not isinstance(error, TaskNotFoundError) and error.status not in _NOTHING_TO_CANCEL:
             raise
-        return refused
+        reason = str(error)
+        if error.status in FINISHED:
+            reason = f"task {error.id} has ended: it is {error.status.name}"
+        return CancelResult(False, reason, error.id, error.status, error=error)
     if cancelled is None:
-        return CancelResult.cancelled_before(id)
+        return CancelResult(False, f"task {id} was cancelled before", id, Status.CANCELLED)
+    name = f"task {id} ({cancelled.tag})"
     if cancelled.status is Status.RUNNING:
         runtime.events.emit("task.cancel_requested", **cancelled.event_fields)
-        return CancelResult.requested(cancelled)
+        reason = f"{name} runs, and is asked to stop"
+        return CancelResult(False, reason, id, Status.RUNNING, is_requested=True)
     runtime.events.emit("task.cancelled", **cancelled.event_fields)
     runtime.producer.disarm_after_commit([cancelled], transaction)
-    return CancelResult.cancelled(cancelled)
+    return CancelResult(True, f"{name} is cancelled", id, Status.CANCELLED)
 
 
 def is_several(names: Any) -> bool:

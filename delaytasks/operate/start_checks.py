@@ -202,7 +202,7 @@ def find_problems(
         processor = registry.get(tag)
         if processor is None:
             yield Finding(tag, waiting.tasks, waiting.first_due, "no processor", [], queues)
-        elif processor.schema is not None or processor.versions is not None:
+        elif processor.schema is not None or processor.body_version is not None:
             refused = _refused(processor, bodies(tag), keys)
             count, examples = 0, list[tuple[int, datetime, str]]()
             for count, found in enumerate(refused, 1):
@@ -228,9 +228,10 @@ def _refused(
 
 
 def _problem(processor: ProcessorSpec, task: DelayedTask, keys: Collection[str]) -> str | None:
-    versions = processor.versions
-    if versions is not None and versions.is_newer(task.body_version):
-        return f"bodies of version {task.body_version}, and its processor has {versions.version}"
+    if processor.is_newer(task.body_version):
+        return (
+            f"bodies of version {task.body_version}, and its processor has {processor.body_version}"
+        )
     if is_encrypted(task.body_json):
         name = name_in(task.body_json)
         # A body whose key is missing is reported among the rows of other programs.

@@ -14,7 +14,7 @@ from delaytasks.model.clock import UTC
 from delaytasks.model.inputs import show_duration
 from delaytasks.model.moves import Status
 from delaytasks.model.policies import Policy
-from delaytasks.model.text import count, first_names
+from delaytasks.model.text import count, some_values
 from delaytasks.operate.state import DeploymentState, FailedNow, RecentRuns
 from delaytasks.operate.why import LATE_BECAUSE
 from delaytasks.statistics.reading import LATE_RANGE
@@ -100,9 +100,8 @@ def failure_problems(state: DeploymentState, zone: tzinfo) -> Iterator[Problem]:
         text = f"{count(others, 'other task')} failed more than an hour ago."
         yield Problem("note", text, "failures")
     if waiting := {group.tag for group in state.groups if group.is_retried and not group.recent}:
-        tags = first_names(sorted(waiting), NAMED_TAGS)
-        more = ", …" if len(waiting) > NAMED_TAGS else ""
-        text = f"Failed runs of {tags}{more} wait for a retry, but none is of the last hour."
+        tags = some_values(sorted(waiting), NAMED_TAGS)
+        text = f"Failed runs of {tags} wait for a retry, but none is of the last hour."
         yield Problem("note", text, "failures")
 
 
@@ -315,10 +314,9 @@ def _lost(state: DeploymentState, zone: tzinfo) -> Iterator[Problem]:
     if number == 1:
         text = f"Worker {names[0]} was lost at {at}: it was killed, or its host is down. Its tasks "
     else:
-        more = ", …" if number > NAMED_WORKERS else ""
         text = (
             f"{count(number, 'worker')} were lost, the last one at {at}: "
-            f"{first_names(names, NAMED_WORKERS)}{more}. They were killed, or their hosts are "
+            f"{some_values(names, NAMED_WORKERS)}. They were killed, or their hosts are "
             "down. Their tasks "
         )
     yield Problem("note", f"{text}run again elsewhere when their leases end.", "workers")

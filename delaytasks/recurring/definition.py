@@ -15,12 +15,13 @@ from delaytasks.model.clock import LATEST
 from delaytasks.model.errors import InvalidInputError
 from delaytasks.model.inputs import (
     celery_tag,
+    check_choice,
     check_instant,
     check_schedule_name,
     check_wait,
     decode_meta,
 )
-from delaytasks.model.outcomes import RetrySchedule
+from delaytasks.model.moves import RetrySchedule
 from delaytasks.model.task import NewTask
 from delaytasks.model.text import shown
 from delaytasks.recurring.timing import (
@@ -273,9 +274,7 @@ def recurrence_of(cron: Any, options: RecurringOptions, default_tz: str) -> dict
     parse_timing(timing, tz, start_at or ANY_START)  # raises the error of a wrong timing
     words = {"missed": options.get("missed", "latest"), "overlap": options.get("overlap", "allow")}
     for name, word in words.items():
-        if word not in _WORDS[name]:
-            allowed = ", ".join(map(repr, _WORDS[name]))
-            raise InvalidInputError(f"{name} is one of {allowed}, not {shown(word)}", name)
+        check_choice(word, name, _WORDS[name])
     return {
         "timing": timing,
         "tz": tz,

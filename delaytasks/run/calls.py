@@ -34,8 +34,7 @@ from delaytasks.model.errors import (
     TaskStateError,
 )
 from delaytasks.model.inputs import MAX_SLOTS, check_wait
-from delaytasks.model.moves import LateReason
-from delaytasks.model.outcomes import Cancel, Done, Fail, Outcome, Retry, Snooze
+from delaytasks.model.moves import Cancel, Done, Fail, LateReason, Outcome, Retry, Snooze
 from delaytasks.model.task import CallerConnection, DelayedTask, Settlement, current_run
 from delaytasks.model.text import (
     DEFER_MAX_S,
@@ -832,9 +831,9 @@ class Calls:
             if key != NO_NAME and key not in self._keys:
                 remedy = f"(this worker has: {known}); add it to delaytasks_encryption_keys"
                 return self._defer(task, f"{NO_KEY}{key} {remedy}", "task.no_key", key=key)
-        versions = processor.versions
-        if versions is not None and versions.is_newer(task.body_version):
-            why = f"{NEWER_BODY}{task.tag} (version {task.body_version}, not {versions.version})"
+        if processor.is_newer(task.body_version):
+            version = f"version {task.body_version}, not {processor.body_version}"
+            why = f"{NEWER_BODY}{task.tag} ({version})"
             return self._defer(task, why, "task.newer_body")
         if processor.has_time_limits and not self.host.keeps_time_limits:
             why = f"{NO_TIME_LIMITS}{task.tag}; let a worker with -P prefork serve the queue "

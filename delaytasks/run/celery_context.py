@@ -25,10 +25,10 @@ from celery.app.task import Context
 from celery.exceptions import MaxRetriesExceededError, Retry, SoftTimeLimitExceeded, TaskPredicate
 from celery.utils.time import maybe_make_aware
 
-from delaytasks.model import outcomes
+from delaytasks.model import moves
 from delaytasks.model.clock import Clock
 from delaytasks.model.errors import ConfigError, InvalidInputError, TaskFailedError
-from delaytasks.model.outcomes import Done
+from delaytasks.model.moves import Done
 from delaytasks.model.task import DelayedTask
 from delaytasks.model.text import traceback_text
 from delaytasks.run.calls import ProcessorCall, RunResult, at_start, ends_process
@@ -129,7 +129,7 @@ class TaskInContext:
         return getattr(row_in_context.get(_NO_ROW)[0], name)
 
 
-def retry_of(retry: Retry, app: Any, clock: Clock) -> outcomes.Retry:
+def retry_of(retry: Retry, app: Any, clock: Clock) -> moves.Retry:
     """Return the outcome that Celery's exception stands for."""
     when = retry.when
     if isinstance(when, datetime):
@@ -140,7 +140,7 @@ def retry_of(retry: Retry, app: Any, clock: Clock) -> outcomes.Retry:
         if isinstance(error, BaseException)
         else str(retry.message or "")
     )
-    return outcomes.Retry(after=when, reason=reason)
+    return moves.Retry(after=when, reason=reason)
 
 
 # -- Celery's signals about a task's run ----------------------------------------------------------

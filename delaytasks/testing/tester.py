@@ -23,9 +23,8 @@ from delaytasks.db.database import awaited_on_the_loop, is_on_the_loop, on_the_l
 from delaytasks.db.migrations import url_of
 from delaytasks.db.sessions import ConnectionSource
 from delaytasks.db.store import Store
-from delaytasks.model.inputs import Delay, check_delay, check_instant, show_duration
-from delaytasks.model.moves import WAITING, Status
-from delaytasks.model.outcomes import Done, Outcome
+from delaytasks.model.inputs import Delay, check_delay, check_instant, show_from_now
+from delaytasks.model.moves import WAITING, Done, Outcome, Status
 from delaytasks.model.task import DelayedTask, Entry
 from delaytasks.model.text import count
 from delaytasks.run.calls import result_of, run_coroutine
@@ -102,7 +101,7 @@ class Expectation:
         return lines
 
     def _due_lines(self, task: DelayedTask, now: datetime) -> list[str]:
-        in_text = f"{_away(task.due - now)} ({task.due.isoformat(timespec='seconds')})"
+        in_text = f"{show_from_now(task.due, now)} ({task.due.isoformat(timespec='seconds')})"
         if (
             self.within is not None
             and task.due - now > check_delay(self.within, math.inf) + TOLERANCE
@@ -152,19 +151,11 @@ def present_text(expected: Expectation, found: Sequence[DelayedTask], now: datet
 
 def line_of(task: DelayedTask, now: datetime) -> str:
     key = "" if task.key is None else f" key={task.key!r}"
-    return f"{task.tag}{key} body={task.body!r} due {_away(task.due - now)}"
+    return f"{task.tag}{key} body={task.body!r} due {show_from_now(task.due, now)}"
 
 
 def _count(tasks: Sequence[DelayedTask]) -> str:
     return f"{count(len(tasks), 'task')} {'is' if len(tasks) == 1 else 'are'} waiting"
-
-
-def _away(away: timedelta) -> str:
-    seconds = away.total_seconds()
-    if abs(seconds) < 1:
-        return "now"
-    text = show_duration(round(abs(seconds)))
-    return f"in {text}" if seconds > 0 else f"{text} ago"
 
 
 def _body_lines(expected: Any, got: Any) -> list[str]:

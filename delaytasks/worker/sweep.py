@@ -24,7 +24,7 @@ from delaytasks.model.inputs import ALL_QUEUES
 from delaytasks.model.moves import Status
 from delaytasks.model.policies import NO_POLICIES, Policies, Policy
 from delaytasks.model.task import Entry, FoundRow, Level, QueuePlace, Recovered
-from delaytasks.model.text import DEFER_MAX_S, first_names
+from delaytasks.model.text import DEFER_MAX_S, some_values
 from delaytasks.model.workers import ONLY_DRAINING_PREFIX, POLLING_PREFIX, one_more_worker
 from delaytasks.settings import SILENT_SWEEPS
 
@@ -404,7 +404,7 @@ class Sweeper:
         names = self._workers.expire(silent_s)
         if names:
             self._sweeps.forget_armed()
-            self._events.emit("worker.lost", count=len(names), worker=first_names(names))
+            self._events.emit("worker.lost", count=len(names), worker=some_values(names, 5))
 
     def _read_policies(self) -> None:
         self._policies = self._runtime.pauses.read()
@@ -496,7 +496,7 @@ class Sweeper:
             self._events.emit(
                 "queue.unserved",
                 count=len(others),
-                queue=first_names(others),
+                queue=some_values(others, 5),
                 remedy=one_more_worker(others, self._settings.namespace),
             )
 

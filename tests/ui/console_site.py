@@ -22,7 +22,7 @@ from delaytasks.console.application import make_console
 from delaytasks.console.requests import EXTENSION, BulkRunState, ReportProgress, new_run_id
 from delaytasks.console.viewers import HostAccess, Role, Viewer
 from delaytasks.db.types import db_now_plus
-from delaytasks.model.filters import BulkResult
+from delaytasks.operate.bulk_calls import BulkResult
 from delaytasks.run.run_counts import RunCounts
 from delaytasks.runtime import runtime_of
 from delaytasks.settings import Address

@@ -16,8 +16,8 @@ from delaytasks.console import pages_tasks, requests, viewers
 from delaytasks.console.application import make_console
 from delaytasks.console.requests import EXTENSION, MOST_ACTIVE, SESSION_S, BulkRunState, new_run_id
 from delaytasks.console.viewers import HostAccess, LoginLimit, ProxyAccess, Role, UserFile, Viewer
-from delaytasks.model.filters import BulkResult, LogEntry
-from delaytasks.operate.bulk_calls import record_action
+from delaytasks.model.filters import LogEntry
+from delaytasks.operate.bulk_calls import BulkResult, record_action
 from delaytasks.runtime import runtime_of
 from tests.ui.console_site import SECRET, Site, post, token_of
 from tests.waiting import wait_until

@@ -476,7 +476,8 @@ def test_several_lost_workers_are_counted_and_late_tasks_are_worse(waiting: Site
         lose(waiting, f"w{number}@host")
     [problem] = judge(waiting).problems
     assert re.fullmatch(
-        r"4 workers were lost, the last one at \d\d:\d\d UTC: w4@host, w3@host, w2@host, …\. "
+        r"4 workers were lost, the last one at \d\d:\d\d UTC: "
+        r"w4@host, w3@host, w2@host and 1 more\. "
         rf"They were killed, or their hosts are down\. Their tasks {LEASES}",
         problem.text,
     )

@@ -30,6 +30,7 @@ from delaytasks.cli.main import delays, main
 from delaytasks.cli.up import CombinedLog, Spec, Supervisor
 from delaytasks.model import errors
 from delaytasks.model.text import TABLES_REMEDY
+from delaytasks.operate.single_tasks import pretty_body
 from tests.running import ROOT
 from tests.world import MonkeyPatch
 
@@ -297,16 +298,16 @@ def test_the_reason_is_the_first_line_after_the_frames(error: str | None, shown:
 @pytest.mark.parametrize("body", ["NaN", "[" * 200_000, "not json", "[Infinity]"])
 def test_a_body_without_a_json_form_is_shown_as_its_text(body: str) -> None:
     task = DelayedTask(7, "t", body, NOON)
-    document = output.task_json(task)
+    document = task.as_json()
     assert document["body"] == body
     assert document["id"] == "7"
     json.dumps(document, allow_nan=False)
-    assert output.pretty_body(task).strip() in (body, "NaN", "[\n  Infinity\n]")
+    assert pretty_body(task).strip() in (body, "NaN", "[\n  Infinity\n]")
 
 
 def test_a_body_keeps_its_integers_exactly(capsys: pytest.CaptureFixture[str]) -> None:
     task = DelayedTask(2**60 + 1, "t", '{"n": 9007199254740993}', NOON)
-    output.print_json(output.task_json(task))
+    output.print_json(task.as_json())
     document: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert document["id"] == str(2**60 + 1)
     assert document["body"] == {"n": 9007199254740993}

@@ -23,7 +23,7 @@ from sqlalchemy import URL, exc, make_url
 
 import delaytasks as e
 from delaytasks.broker.redis_timer import redis_location
-from delaytasks.cli.output import parse_instant, show_from_now, show_instant
+from delaytasks.cli.output import show_instant
 from delaytasks.db import engines
 from delaytasks.db.database import Database
 from delaytasks.db.engines import lacks_tables, sqlite_path, translate
@@ -32,8 +32,9 @@ from delaytasks.db.statements import _COPY_CHARACTERS, _COPY_ROWS, _copy_parts, 
 from delaytasks.model import body as body_json
 from delaytasks.model import clock, inputs
 from delaytasks.model.body import Cipher, dump_flat, dump_json, encode_body, is_encrypted, key_name
-from delaytasks.model.inputs import parse_duration, show_duration
+from delaytasks.model.inputs import parse_duration, parse_instant, show_duration, show_from_now
 from delaytasks.model.text import TABLES_REMEDY, Secret, mask_secret, mask_url, one_line, storable
+from delaytasks.operate.access import TokenBuckets
 from delaytasks.run.runner import FailureReason
 from tests.fuzzing import fuzz, json_like, plain
 from tests.refusals import invalid
@@ -132,8 +133,8 @@ def test_the_monotonic_clock_continues_during_a_suspension(monkeypatch: MonkeyPa
 
 
 def test_the_bucket_that_was_used_longest_ago_is_forgotten(monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(clock.TokenBuckets, "MOST_KEYS", 2)
-    buckets = clock.TokenBuckets(1, 1, lambda: 0.0)
+    monkeypatch.setattr(TokenBuckets, "MOST_KEYS", 2)
+    buckets = TokenBuckets(1, 1, lambda: 0.0)
     assert [buckets.take(key) for key in "abccb"] == [0, 0, 0, 1, 1]
     assert buckets.take("a") == 0
 

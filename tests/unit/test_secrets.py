@@ -20,6 +20,7 @@ from kombu import Connection
 from sqlalchemy import URL, create_engine, text
 
 from delaytasks import BodyEncryptedError, ConfigError, DelayedTask, DelayTasks, StoreError
+from delaytasks.settings import make_folder
 from tests.running import output_of
 from tests.world.recording import delays_on, new_key
 
@@ -141,22 +142,9 @@ def test_the_embedded_database_and_its_files_are_private(open_umask: None, tmp_p
 
 
 @pytest.mark.skipif(os.name != "posix", reason="modes are POSIX's")
-def test_a_shared_folder_keeps_its_mode(tmp_path: Path) -> None:
-    project, shared = tmp_path / "project", tmp_path / "shared"
-    for folder, bits in ((project, 0o755), (shared, 0o1777)):
-        folder.mkdir()
-        folder.chmod(bits)
-        for name in ("delays.sqlite3", "orders.sqlite3"):
-            (folder / name).touch(mode=0o644)
-        upgrade(str(folder), project).close()
-        assert mode(folder) == bits
-        assert [mode(folder / f"{name}.sqlite3") for name in ("delays", "orders")] == [0o600, 0o644]
-
-
-@pytest.mark.skipif(os.name != "posix", reason="modes are POSIX's")
 def test_the_broker_of_files_is_private(open_umask: None, tmp_path: Path) -> None:
     data = tmp_path / ".delaytasks"
-    (data / "broker").mkdir(parents=True, mode=0o755)
+    make_folder(data)
     with Connection(f"delaytasks-files://localhost/{data}") as connection:
         connection.SimpleQueue("orders").put({"card": 1})
     assert any(path.suffix == ".msg" for path in data.rglob("*"))

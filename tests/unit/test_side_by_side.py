@@ -60,7 +60,7 @@ def test_concurrent_rows_begin_first_and_other_rows_run_meanwhile(world: World, 
 @pytest.mark.parametrize("option", ["in_flight", "batch"])
 @pytest.mark.parametrize("number", [0, -1, 1001, True, 2.0, "5"])
 def test_an_invalid_number_is_refused(world: World, option: str, number: Any) -> None:
-    with pytest.raises(ValueError, match=f"{option} is a number from 1 to "):
+    with pytest.raises(ValueError, match=f"{option} is an integer from 1 to "):
         world.delays.processor("wait", **{option: number})
 
 

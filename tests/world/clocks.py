@@ -55,9 +55,11 @@ class Database:
         # The database's clock gained this time while the host slept.
         self.ahead_s = 0.0
 
-    def clock(self, **options: Any) -> Clock:
+    def clock(self, refreshes_inline: bool = True) -> Clock:
         """Return a clock that asks this database every 60 seconds."""
-        return Clock(self._now, **options)
+        clock = Clock(self._now)
+        clock.refreshes_inline = refreshes_inline
+        return clock
 
     def _now(self, insists: bool = False) -> datetime:
         self.asked += 1

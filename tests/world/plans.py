@@ -18,8 +18,9 @@ from delaytasks import DelayedTask, Status
 from delaytasks.db import bulk_moves
 from delaytasks.db.statements import Prepared
 from delaytasks.db.store import Store
-from delaytasks.model.filters import bulk_filter_of, filter_of
+from delaytasks.model.filters import filter_of
 from delaytasks.model.task import Level
+from delaytasks.operate.bulk_calls import bulk_filter_of
 from delaytasks.operate.searches import Follower
 from delaytasks.operate.state_queries import LiveRows, OverdueRows, Stats, live_tags
 from tests.conftest import new_world

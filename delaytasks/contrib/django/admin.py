@@ -31,12 +31,13 @@ from delaytasks.model.errors import (
     TaskNotFoundError,
     TaskStateError,
 )
-from delaytasks.model.inputs import ACTOR_LENGTH, check_id, parse_duration, show_duration
+from delaytasks.model.inputs import ACTOR_LENGTH, check_id, parse_duration, show_from_now
 from delaytasks.model.moves import MOVES, Status
-from delaytasks.model.task import Attempt, DelayedTask, Page, pretty
+from delaytasks.model.task import Attempt, DelayedTask, Page
 from delaytasks.model.text import last_line, one_line
 from delaytasks.operate.bulk_calls import record_action
 from delaytasks.operate.searches import find_by_error
+from delaytasks.operate.single_tasks import pretty_body, pretty_result
 from delaytasks.runtime import runtime_of
 
 __all__ = ["DelayTaskRowAdmin"]
@@ -381,8 +382,7 @@ class DelayTaskRowAdmin(admin.ModelAdmin):
     @admin.display(ordering="expected_time")
     def due(self, row: Any) -> Any:
         due, now = row.task.due, runtime_of(project_delays()).clock.now()
-        text = show_duration((due - now).total_seconds())
-        shown = f"in {text}" if due > now else f"{text} ago"
+        shown = show_from_now(due, now)
         return format_html('<span title="{}">{}</span>', _instant(due), shown)
 
     @admin.display(description="error")
@@ -403,11 +403,11 @@ class DelayTaskRowAdmin(admin.ModelAdmin):
         return _attempts(project_delays().get(row.task, attempts=True).attempts)
 
     def body(self, row: Any) -> Any:
-        return _text(pretty(lambda: row.task.body, row.task.body_json))
+        return _text(pretty_body(row.task))
 
     @admin.display(description="result")
     def result_shown(self, row: Any) -> Any:
-        return _text(pretty(lambda: row.task.result, row.task.result_json or ""))
+        return _text(pretty_result(row.task))
 
     @admin.display(description="meta")
     def meta_shown(self, row: Any) -> Any:

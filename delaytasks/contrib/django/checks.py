@@ -16,7 +16,7 @@ from delaytasks.contrib.django.django_connection import MIGRATE_REMEDY, DjangoCo
 from delaytasks.contrib.django.instance import DjangoDelays, project_delays
 from delaytasks.db import migrations
 from delaytasks.model.errors import ConfigError, StoreError
-from delaytasks.model.text import first_names
+from delaytasks.model.text import some_values
 from delaytasks.operate.state_queries import live_tags
 from delaytasks.runtime import runtime_of
 
@@ -142,7 +142,7 @@ def _tags_without_processor(delays: DjangoDelays) -> Iterator[CheckMessage]:
     if unknown:
         yield Warning(
             "Tasks wait for tags that no installed app has a processor for: "
-            f"{first_names(unknown, 10)}.",
+            f"{some_values(unknown, 10)}.",
             "Register the processors in the module delays of an installed app, or cancel the "
             "tasks: manage.py delays cancel --tag TAG",
             id="delaytasks.W004",

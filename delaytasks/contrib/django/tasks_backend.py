@@ -20,8 +20,7 @@ from django.utils.module_loading import import_string
 
 from delaytasks.contrib.django.instance import project_delays
 from delaytasks.model.errors import InvalidInputError, LeaseLostError, TaskNotFoundError
-from delaytasks.model.moves import Status
-from delaytasks.model.outcomes import Done
+from delaytasks.model.moves import Done, Status
 from delaytasks.model.task import Attempt, DelayedTask
 from delaytasks.model.text import last_line, traceback_text
 from delaytasks.registry import ProcessorSpec

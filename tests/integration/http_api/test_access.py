@@ -14,8 +14,8 @@ import pytest
 from delaytasks import ConfigError
 from delaytasks.http_api.api_keys import ApiKeyFile, ApiKeys, Scopes, new_entry
 from delaytasks.http_api.routes import ROUTES, Permission, Route, make_api
-from delaytasks.model.clock import TokenBuckets
 from delaytasks.operate import health as probes
+from delaytasks.operate.access import TokenBuckets
 from delaytasks.operate.health import HealthChecks
 from tests.integration.http_api.conftest import ApiCaller, ApiSite, site_at
 

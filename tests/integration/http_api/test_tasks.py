@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from delaytasks import DelayTasks, OutcomeUnknownError, StoreUnavailableError
-from delaytasks.http_api.routes import ROUTES, instant_of, make_api
+from delaytasks.http_api.routes import ROUTES, make_api
+from delaytasks.model.inputs import parse_instant
 from tests.integration.http_api.conftest import ApiCaller, ApiSite
 from tests.running import ROOT
 from tests.ui.console_site import write_runs
@@ -193,7 +194,7 @@ def test_a_failing_database_and_a_bug_are_problems_without_secrets(
 
 @pytest.mark.parametrize("text", ["2026-11-25T03:00:00.123456789+01:00", "2026-11-25t02:00:00.1Z"])
 def test_instants_of_other_languages_are_read(text: str) -> None:
-    assert instant_of(text).utctimetuple()[:6] == (2026, 11, 25, 2, 0, 0)
+    assert parse_instant(text).utctimetuple()[:6] == (2026, 11, 25, 2, 0, 0)
 
 
 def test_the_document_describes_each_operation_without_a_key(site: ApiSite) -> None:
