@@ -29,7 +29,7 @@ from delaytasks.model.moves import WAITING
 from delaytasks.model.text import count, shown, some_values
 from delaytasks.model.workers import RegisteredWorker
 from delaytasks.operate.state_queries import estimate_rows
-from delaytasks.statistics.reading import StepRange, counts_by_tag
+from delaytasks.statistics.reading import checked_range, counts_by_tag
 
 if TYPE_CHECKING:
     from delaytasks.db.store import Store
@@ -352,9 +352,8 @@ def _hours(
 
 def _mean_durations(runtime: Runtime, now: datetime) -> dict[str, float]:
     """Return the mean duration of a call for each tag with enough runs."""
-    steps = StepRange.of(now, MEASURED, None, "1m", is_series=False)
     try:
-        found = counts_by_tag(runtime.store, steps, None)
+        found = counts_by_tag(runtime.store, *checked_range(now, MEASURED, None), None)
     except StoreError:  # for example, there are no tables of statistics yet
         return {}
     return {

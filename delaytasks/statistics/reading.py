@@ -339,7 +339,7 @@ class Statistics(CallGroup):
         >>> points = delays.statistics.series(since="1d", step="1h", tags=["mail.send"])
         """
         steps = StepRange.of(self._runtime.clock.now(), since, until, step)
-        found = run_counts(self._runtime.store, steps, _checked_tags(tags))
+        found = counts_by_step(self._runtime.store, steps, _checked_tags(tags))
         return [_point(start, found.get(start, {})) for start in steps.starts()]
 
     aseries = twin(series)
@@ -452,8 +452,9 @@ class Statistics(CallGroup):
     def _counts(
         self, since: Since, until: datetime | None, tags: Sequence[str] | None
     ) -> list[tuple[str, RunCounts]]:
-        minutes = StepRange.of(self._runtime.clock.now(), since, until, "1m", is_series=False)
-        return counts_by_tag(self._runtime.store, minutes, _checked_tags(tags))
+        start, end = checked_range(self._runtime.clock.now(), since, until)
+        start = start.replace(second=0, microsecond=0)
+        return counts_by_tag(self._runtime.store, start, end, _checked_tags(tags))
 
 
 def _point(start: datetime, by_tag: dict[str, RunCounts]) -> SeriesPoint:
@@ -468,46 +469,24 @@ def _point(start: datetime, by_tag: dict[str, RunCounts]) -> SeriesPoint:
 
 
 class StepRange(NamedTuple):
-    """The steps of a series, which are aligned to 1970 in UTC; or a range that is one step."""
+    """The steps of a series, which are aligned to 1970 in UTC."""
 
     since: datetime
     until: datetime
     length: timedelta
-    is_series: bool = True
 
     @classmethod
-    def of(
-        cls,
-        now: datetime,
-        since: Since,
-        until: datetime | None,
-        step: Delay,
-        is_series: bool = True,
-    ) -> StepRange:
-        """Check a range and a step. `since` may be a duration before now.
-
-        If it is no series, `since` is rounded down to a multiple of the step all the same.
-        """
+    def of(cls, now: datetime, since: Since, until: datetime | None, step: Delay) -> StepRange:
+        """Check a range and a step, and begin at the step that contains the range's begin."""
         step_s = check_wait(step, _MOST_S, "step")
         if step_s < 60 or step_s % 60:
             raise InvalidInputError(
                 f"a step is a number of whole minutes, not {step_s:g} s", "step"
             )
         length = timedelta(seconds=step_s)
-        if isinstance(since, datetime):
-            start = check_instant(since, "since")
-        else:
-            ago = timedelta(seconds=check_wait(since, _MOST_S, "since"))
-            if ago > COUNTS_KEPT:
-                raise InvalidInputError(
-                    "counts are kept for two days: `since` is at most '2d'", "since"
-                )
-            start = now - ago
-        end = now if until is None else check_instant(until, "until")
-        steps = cls(_floor(start, length), end, length, is_series)
-        if start >= end:
-            raise InvalidInputError("the range is empty: `since` is before `until`", "since")
-        if is_series and (end - steps.since) / length > MAX_SERIES_STEPS:
+        start, end = checked_range(now, since, until)
+        steps = cls(_floor(start, length), end, length)
+        if (end - steps.since) / length > MAX_SERIES_STEPS:
             raise InvalidInputError(
                 f"more than {MAX_SERIES_STEPS} steps: choose a longer step", "step"
             )
@@ -519,38 +498,47 @@ class StepRange(NamedTuple):
             yield start
             start += self.length
 
-    def step_of(self, minute: datetime) -> datetime:
-        """Return the step that contains a minute of the range."""
-        if not self.is_series:
-            return self.since
-        return max(_floor(minute, self.length), self.since)
+
+def checked_range(now: datetime, since: Since, until: datetime | None) -> tuple[datetime, datetime]:
+    """Return the begin and the end of a range. `since` may be a duration before now."""
+    if isinstance(since, datetime):
+        start = check_instant(since, "since")
+    else:
+        ago = timedelta(seconds=check_wait(since, _MOST_S, "since"))
+        if ago > COUNTS_KEPT:
+            raise InvalidInputError(
+                "counts are kept for two days: `since` is at most '2d'", "since"
+            )
+        start = now - ago
+    end = now if until is None else check_instant(until, "until")
+    if start >= end:
+        raise InvalidInputError("the range is empty: `since` is before `until`", "since")
+    return start, end
 
 
-def run_counts(
+def counts_by_step(
     store: Store, steps: StepRange, tags: Sequence[str] | None
 ) -> dict[datetime, dict[str, RunCounts]]:
     """Return the counts by step and tag, for the steps that have any."""
     found: dict[datetime, dict[str, RunCounts]] = {}
     for start, tag, counts in _table(store).read(steps.since, steps.until, tags):
-        known = found.setdefault(steps.step_of(start), {}).setdefault(tag, counts)
-        if known is not counts:
-            known.add(counts)
+        by_tag = found.setdefault(_floor(start, steps.length), {})
+        by_tag.setdefault(tag, RunCounts()).add(counts)
     return found
 
 
 def count_rows(store: Store, since: datetime, until: datetime, most: int) -> int:
-    """Count the rows that `run_counts` reads for all tags of a range, up to `most`."""
+    """Count the rows that `series` reads for all tags of a range, up to `most`."""
     return _table(store).count(since, until, most)
 
 
 def counts_by_tag(
-    store: Store, steps: StepRange, tags: Sequence[str] | None
+    store: Store, since: datetime, until: datetime, tags: Sequence[str] | None
 ) -> list[tuple[str, RunCounts]]:
-    """Return the counts of all steps together, in the order of the tags."""
+    """Return the counts of a range, in the order of the tags."""
     found: dict[str, RunCounts] = {}
-    for by_tag in run_counts(store, steps, tags).values():
-        for tag, counts in by_tag.items():
-            found.setdefault(tag, RunCounts()).add(counts)
+    for _, tag, counts in _table(store).read(since, until, tags):
+        found.setdefault(tag, RunCounts()).add(counts)
     return sorted(found.items())
 
 
@@ -620,8 +608,8 @@ def _of_tags(statistics: Statistics, tags: Sequence[str]) -> list[dict[str, Any]
 
 def recent_late_starts(runtime: Runtime, now: datetime) -> Counter[str]:
     """Return how many runs began late, by the reason (`LateReason`)."""
-    late, steps = Counter[str](), StepRange(now - LATE_RANGE, now, LATE_RANGE, is_series=False)
-    for _, counts in counts_by_tag(runtime.store, steps, None):
+    late = Counter[str]()
+    for _, counts in counts_by_tag(runtime.store, now - LATE_RANGE, now, None):
         for late_by, count in counts.late_starts.items():
             late[late_start(late_by)[1]] += count
     return late
@@ -634,7 +622,6 @@ def recent_failures(runtime: Runtime, now: datetime) -> list[CountedFailures]:
     tags = sorted({group.tag for group in groups if group.last_at >= since})
     started = Counter[str]()
     if tags:
-        steps = StepRange(since, now, AN_HOUR, is_series=False)
-        found = counts_by_tag(runtime.store, steps, tags)
+        found = counts_by_tag(runtime.store, since, now, tags)
         started.update({tag: counts.started for tag, counts in found})
     return [CountedFailures(group, started[group.tag]) for group in groups]
