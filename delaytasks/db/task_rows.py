@@ -88,6 +88,8 @@ class TaskKeys:
         self._of_many = select(k.c.task_key, k.c.task_id).where(named)
 
     def id_of(self, on: Any, tag: str, key: str | None, is_locked: bool = False) -> int | None:
+        """Return the id of the task that owns the key. If the key is locked, the task owns it until
+        the end of the transaction."""
         query = self._of.with_for_update() if is_locked else self._of
         found: int | None = on.execute(query, {"tag": tag, "task_key": key}).scalar()
         return found
@@ -95,11 +97,6 @@ class TaskKeys:
     def ids_of(self, on: Any, tag: str, keys: Sequence[str]) -> dict[str, int]:
         """Return the owners of the keys that are taken, by key."""
         return dict(on.execute(self._of_many, {"tag": tag, "task_keys": keys}).all())
-
-    def lock(self, on: Any, task: DelayedTask) -> int | None:
-        """Return the id that owns the task's key, which stays so until the end of the
-        transaction."""
-        return self.id_of(on, task.tag, task.key, is_locked=True)
 
     def take(self, on: Any, task: DelayedTask) -> bool:
         """Insert the key. Returns True if it was free."""
@@ -495,7 +492,7 @@ class Tasks:
             if name == "cancel" and seen.status is Status.CANCELLED:
                 return seen
         if seen is not None and seen.key is not None and name != "reschedule":
-            self._keys.lock(on, seen)
+            self._keys.id_of(on, seen.tag, seen.key, is_locked=True)
         task = self._locked(on, id)
         if task is None:
             raise TaskNotFoundError(f"there is no task {id}", id)
@@ -577,7 +574,7 @@ class Tasks:
                 return None
             # The key's row is locked before the task's, as in settling and cancelling. Else they
             # could deadlock.
-            owner_id = self._keys.lock(on, task)
+            owner_id = self._keys.id_of(on, task.tag, task.key, is_locked=True)
             if owner_id is not None:
                 return owner_id
             # The owner has just ended.
