@@ -27,6 +27,7 @@ delaytasks.metrics delaytasks.recurring delaytasks.testing
 delaytasks.broker.redis_timer delaytasks.callbacks delaytasks.worker.pollers
 """.split()
 PROJECT = """
+import atexit
 import sys
 from pathlib import Path
 from celery import Celery, signals
@@ -61,8 +62,8 @@ def send(body):
 def schedule(**_):
     started.append(delays.schedule_delay("mail", {"to": "ada"}, 1))
 
-@signals.worker_shutdown.connect
-def stopped(**_):
+@atexit.register  # after the worker has waited for rows that another thread settles
+def stopped():
     assert delays.get(started[0].id).status.name == "DONE"
     write_modules()
 """
