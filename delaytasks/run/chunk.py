@@ -516,24 +516,24 @@ class ChunkRunner:
         self, tasks: Sequence[DelayedTask], now: datetime, brought_by: BroughtBy
     ) -> None:
         """Note in `late_by` of the rows that start late what brought them, and why not earlier."""
-        late_before = now - LATE
+        late_before, now_us = now - LATE, to_us(now)
         for task in tasks:
             if (task.due_time or task.expected_time) < late_before:
-                task.late_by = brought_by + self._why_late(task, now)
+                task.late_by = brought_by + self._why_late(task, late_before, now_us)
             elif task.late_by is not None:  # of an earlier run
                 task.late_by = None
 
-    def _why_late(self, task: DelayedTask, now: datetime) -> LateReason:
+    def _why_late(self, task: DelayedTask, late_before: datetime, now_us: int) -> LateReason:
         if task.lapses > 0:
             return LateReason.LEASE_LOST
         if task.late_by == LateReason.HELD:
             return LateReason.HELD
         if task.due_time is not None:
             return LateReason.DEFERRED
-        since = max(task.due, task.create_time or task.due)
-        if since >= now - LATE:
+        since = max(task.expected_time, task.create_time or task.expected_time)
+        if since >= late_before:
             return LateReason.SCHEDULED_LATE
-        return self._host.why_late(to_us(since), to_us(now))
+        return self._host.why_late(to_us(since), now_us)
 
     def close(self, chunk: Chunk, settle: Settle | None = None) -> None:
         """Give back the waiting rows, and settle them with the rows that have ended.

@@ -86,9 +86,6 @@ class RunCounts:
         """The runs that began, and have ended in the process that counted them."""
         return sum(self.lateness)
 
-    def outcome(self, name: str) -> int:
-        return self.outcomes[_POSITIONS[name]]
-
     def by_outcome(self) -> dict[str, int]:
         return dict(zip(OUTCOME_NAMES, self.outcomes, strict=True))
 

@@ -94,7 +94,7 @@ def test_totals_include_written_and_unwritten_counts(counts: WorkerCounts) -> No
     counts.take()
     counts.add(report("a"))
     assert started(counts) == {"a": 2, "b": 1}
-    assert counts.totals()["a"].outcome("done") == 2
+    assert counts.totals()["a"].by_outcome()["done"] == 2
 
 
 def test_tags_beyond_the_limit_are_counted_together(counts: WorkerCounts) -> None:
@@ -135,7 +135,7 @@ def test_failed_writes_keep_a_bounded_number_of_groups(counts: WorkerCounts) -> 
 def test_a_task_that_its_workers_lost_is_counted_and_grouped(counts: WorkerCounts) -> None:
     counts("task.worker_lost", {"id": 5, "tag": "a", "error": "gave up: it died 5 times"})
     counts("task.failed", {"id": 5, "tag": "a", "error": "counted by the process"})
-    assert counts.totals()["a"].outcome(run_counts.WORKER_LOST) == 1
+    assert counts.totals()["a"].by_outcome()[run_counts.WORKER_LOST] == 1
     [failure] = counts.take().failures.values()
     assert failure.pattern == "gave up: it died * times*"
 
