@@ -253,10 +253,6 @@ class Tasks:
         self._select = select(*columns(schema))
         self._get = self._select.where(t.c.id == bindparam("task_id"))
         self.cancel_requests = CancelRequests(database, schema)
-        #: What `celery inspect` shows.
-        self._shown = select(
-            *columns(schema, "id tag queue priority runs worker update_time".split())
-        )
         is_live = t.c.status.in_([int(status) for status in LIVE])
         self._live_of_celery = self._select.where(t.c.tag.like(f"{CELERY_PREFIX}%"), is_live)
         self._prepare_touches()
@@ -392,19 +388,6 @@ class Tasks:
     ) -> list[DelayedTask]:
         rows = self._db.autocommitted(lambda c: c.execute(query, parameters).all(), on)
         return [task_of(row, self._schema) for row in rows]
-
-    def shown_running(self, workers: Iterable[str], limit: int) -> Sequence[Any]:
-        """Return up to `limit` rows that these processes have claimed, in the order of their
-        claims."""
-        t = self._t.c
-        claimed = t.status == int(Status.RUNNING), t.worker.in_(list(workers))
-        query = self._shown.where(*claimed).order_by(t.update_time, t.id)
-        return self._db.rows(query.limit(limit))
-
-    def shown_of(self, ids: Iterable[int]) -> dict[int, Any]:
-        """Return the rows with these ids, by id."""
-        query = self._shown.where(self._t.c.id.in_(list(ids)))
-        return {row.id: row for row in self._db.rows(query)}
 
     # -- move -------------------------------------------------------------------------------------
 

@@ -20,7 +20,6 @@ from delaytasks.worker.patches import (
     let_threads_wake,
     obey_signals_without_output,
     pass_over_exited_processes,
-    show_rows,
 )
 from delaytasks.worker.pool import freeze_loaded_objects
 from delaytasks.worker.processes import logical_queues, processes_of
@@ -55,7 +54,6 @@ class DelaysStep(bootsteps.StartStopStep):
         obey_signals_without_output()
         worker.delays_runtime = runtime = WorkerRuntime(parts, processes, worker)
         end_chunks_on_cold_shutdown(worker)
-        show_rows()
         # Before the pool forks: its processes inherit the policies and need not read them again.
         runtime.events.attempt("start", "policies", parts.policy_cache.refresh)
         freeze_loaded_objects()

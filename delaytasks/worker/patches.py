@@ -12,7 +12,6 @@ here                              because                                       
 `let_threads_wake`                a call of another thread waits for a message    kombu 5.7
 `keep_polling`                    one closed Redis connection stops all others    kombu 5.7
 `BEYOND_MAX_S`, `BRPOP_S`         other pauses, and another wait for Redis        kombu 5.7, 5.6
-`show_rows`                       `celery inspect` knows messages, and not rows
 `end_chunks_on_cold_shutdown`     a cold shutdown would wait for chunks forever
 `pool.Pool.send`                  `task_time_limit` would end a whole chunk
 `pool.Pool.recall`                a lost broker makes Celery forget chunks
@@ -41,10 +40,6 @@ import kombu
 from celery.apps import worker as celery_worker
 from celery.utils.log import get_logger
 from celery.worker import state
-from celery.worker.control import Panel
-
-from delaytasks.loops import within
-from delaytasks.model.clock import from_us
 
 if TYPE_CHECKING:
     from delaytasks.worker.worker_runtime import WorkerRuntime
@@ -164,111 +159,6 @@ def keep_polling(transport: Any, loop: Any) -> None:
             del cycle._chan_to_sock[key]
 
     cycle._on_connection_disconnect = forget
-
-
-# -- rows in the answers of `celery inspect` -------------------------------------------------------
-
-#: The rows in one answer.
-MAX_INSPECTED_ROWS = 100
-#: The time limit for the database. `celery inspect` waits for one second by default, and the
-#: worker's main thread waits for the answer too.
-INSPECT_LIMIT_S = 0.5
-
-
-def show_rows() -> None:
-    """Replace Celery's commands, once per process. Other apps' workers answer as before."""
-    commands: dict[str, Callable[[WorkerRuntime], list[Any]]] = {
-        "active": active_rows,
-        "dump_active": active_rows,
-        "scheduled": scheduled_entries,
-        "dump_schedule": scheduled_entries,
-        "registered": registered_tags,
-        "dump_tasks": registered_tags,
-    }
-    for command, rows_of in commands.items():
-        original = Panel.data.get(command)
-        if original is not None and not isinstance(original, _WithRows):
-            Panel.data[command] = _WithRows(original, rows_of)
-
-
-class _WithRows:
-    """A command whose answer is Celery's own answer, followed by rows."""
-
-    def __init__(
-        self, original: Callable[..., Any], rows_of: Callable[[WorkerRuntime], list[Any]]
-    ) -> None:
-        self._original = original
-        self._rows_of = rows_of
-        self.__doc__ = original.__doc__
-
-    def __call__(self, state: Any, **options: Any) -> Any:
-        answer = self._original(state, **options)
-        runtime = getattr(getattr(state.consumer, "controller", None), "delays_runtime", None)
-        if runtime is None:
-            return answer
-        return [*answer, *(found for found in self._rows_of(runtime) if found not in answer)]
-
-
-def active_rows(runtime: WorkerRuntime) -> list[dict[str, Any]]:
-    """Return the rows that this worker's processes have claimed and not settled yet."""
-    if not runtime.dispatcher.is_at_work:
-        return []
-    workers = [runtime.processes.name(pid) for pid in runtime.pids()]
-    read = partial(runtime.store.tasks.shown_running, workers, MAX_INSPECTED_ROWS)
-    return [_request(runtime, row, row.worker) for row in _read(read) or ()]
-
-
-def scheduled_entries(runtime: WorkerRuntime) -> list[dict[str, Any]]:
-    """Return the entries of the timing wheel in the order of their due times."""
-    entries = runtime.wheel.soonest(MAX_INSPECTED_ROWS)
-    ids = [entry.id for entry in entries]
-    rows: dict[int, Any] = _read(partial(runtime.store.tasks.shown_of, ids)) or {}
-    return [
-        {
-            "eta": from_us(entry.due_us).isoformat(),
-            "priority": entry.priority,
-            "request": _request(runtime, rows[entry.id])
-            if entry.id in rows
-            else {"id": str(entry.id), "name": None},
-        }
-        for entry in entries
-    ]
-
-
-def registered_tags(runtime: WorkerRuntime) -> list[str]:
-    """Return the tags that have a processor in this worker."""
-    return sorted(processor.tag for processor in runtime.registry)
-
-
-def _request(runtime: WorkerRuntime, row: Any, worker: str | None = None) -> dict[str, Any]:
-    """Return a row in Celery's form of a request. `delaytasks show` prints its body."""
-    pid = (worker or "").rpartition("/")[2].partition("-")[0]
-    return {
-        "id": str(row.id),
-        "name": row.tag,
-        "args": [],
-        "kwargs": {"attempt": row.runs},
-        "type": row.tag,
-        "hostname": runtime.processes.hostname,
-        "time_start": row.update_time.timestamp() if worker else None,
-        "acknowledged": True,
-        "delivery_info": {
-            "exchange": "",
-            "routing_key": row.queue,
-            "priority": row.priority,
-            "redelivered": None,
-        },
-        "worker_pid": int(pid) if pid.isdigit() else None,
-    }
-
-
-def _read(read: Callable[[], Any]) -> Any:
-    """Return the database's answer, or None if it does not answer in time."""
-    try:
-        return within(INSPECT_LIMIT_S, read)
-    except Exception:  # the answer has the facts that this process knows by itself
-        logger.warning("delaytasks: an inspection had no answer from the database", exc_info=True)
-        return None
 
 
 # -- the end of the worker -------------------------------------------------------------------------

@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Hashable, Iterable
-from heapq import nsmallest
-from itertools import chain, islice
 from typing import Generic, TypeVar
 
 from delaytasks.events import Events
@@ -115,12 +113,6 @@ class TimingWheel(Generic[E]):
             (at for at in coming if at // self._size in self._slots[at % self._size]), latest
         )
 
-    def soonest(self, count: int) -> list[E]:
-        """Return the first `count` entries in the order of their ticks, without removing them."""
-        ticks = sorted(set(nsmallest(count, self._ticks.values())))
-        found = [self._slots[at % self._size][at // self._size].values() for at in ticks]
-        return list(islice(chain.from_iterable(found), count))
-
     def take_all(self) -> list[E]:
         entries = [
             entry for rounds in self._slots for kept in rounds.values() for entry in kept.values()
@@ -186,11 +178,6 @@ class Wheel(Generic[E]):
                     self._next_tick = tick
                     self.loop.wake()
         return True
-
-    def soonest(self, count: int) -> list[E]:
-        """Return the first `count` entries by their due times, without removing them."""
-        with self._lock:
-            return self._wheel.soonest(count)
 
     def stop(self) -> list[E]:
         """Wait for the thread, return the entries that the wheel still kept, and add no more."""

@@ -84,9 +84,6 @@ class WheelAndList(RuleBasedStateMachine):
             return
         assert len(self.wheel) == len(self.held)
         assert all((name in self.wheel) == (name in self.held) for name in range(16))
-        ticks = {entry: tick for tick, entry in self.held.values()}
-        soonest = [ticks[entry] for entry in self.wheel.soonest(3)]
-        assert soonest == sorted(ticks.values())[:3]
         tick = self.wheel.next_tick()
         first = min((tick for tick, _ in self.held.values()), default=None)
         assert tick == (None if first is None else min(first, self.now + self.slots)), (
