@@ -103,6 +103,15 @@ def sleep(body: dict[str, Any], task: DelayedTask) -> None:
     note(body, task.id, "ended", os.getpid())
 
 
+@processor("test.fork")
+def fork(body: dict[str, Any], task: DelayedTask) -> None:
+    """Fork, and return, or leave, in the child too, as if nothing had happened."""
+    child = os.fork()
+    note(body, task.id, "began", os.getpid())
+    if not child and body["exits"]:
+        sys.exit()
+
+
 @processor("test.wait", in_flight=50)
 def wait(body: dict[str, Any], task: DelayedTask) -> None:
     note(body, task.id, "began", os.getpid(), current_task.request.id)

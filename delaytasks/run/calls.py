@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import contextvars
 import logging
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -730,6 +731,21 @@ def ends_process(error: BaseException) -> bool:
     return isinstance(error, _EXITS) and type(error) not in _EXITS
 
 
+def _end_forked_child(task: DelayedTask) -> None:
+    """End a child whose processor has returned, or raised, as if it was the process of the pool.
+
+    It would run the rest of the chunk a second time, settle it, and keep the worker from stopping.
+    """
+    logger.critical(
+        "delaytasks: task %s (tag %r) forked, and its processor returned in the child, which is "
+        "ended here: end a child with os._exit()",
+        task.id,
+        task.tag,
+    )
+    logging.shutdown()
+    os._exit(1)
+
+
 class Calls:
     def __init__(self, runtime: Runtime, host: Host, observers: list[Observer]) -> None:
         self.runtime, self.host, self.observers = runtime, host, observers
@@ -741,7 +757,7 @@ class Calls:
         self, processor: ProcessorSpec | None, tasks: Sequence[DelayedTask], claimed: datetime
     ) -> list[Settlement]:
         """Run tasks of one tag, one or as many as its processor takes in one call."""
-        settlements, began = list[Settlement](), self._clock.now()
+        settlements, began, pid = list[Settlement](), self._clock.now(), os.getpid()
         for call in self._ready_calls(processor, tasks, claimed, began, settlements):
             for observer in self.observers:
                 for run in call.runs:
@@ -758,6 +774,9 @@ class Calls:
                     logger.error(where, call.task.id, call.task.tag, exc_info=error)
                 else:
                     call.end(None, error)
+            finally:
+                if os.getpid() != pid:
+                    _end_forked_child(call.task)
             settlements += [one.settlement for one in call.results]
         return settlements
 

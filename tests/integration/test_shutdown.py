@@ -55,6 +55,30 @@ def test_after_sigterm_a_worker_ends_its_task_and_returns_others(deploy: Deploy,
     assert {d.delays.get(task).runs for task in [*behind, *held]} == {1}
 
 
+@pytest.mark.parametrize("exits", [False, True], ids=["returns", "exits"])
+def test_a_child_of_a_processor_does_not_go_on_as_a_process_of_the_pool(
+    deploy: Deploy, exits: bool
+) -> None:
+    """Otherwise it would run the rest of the chunk, and the worker could not stop."""
+    d = deploy(**ALONE)
+    due, rows = d.now() + timedelta(seconds=3), list[DelayedTask]()
+    body = {"file": str(d.file), "exits": exits}
+    new = [NewTask("test.fork", body, at=due, priority=9)]
+    new += [NewTask("test.note", {"file": str(d.file)}, at=due) for _ in range(5)]
+    d.delays.schedule_many(new, on_batch=rows.extend)
+    worker = d.worker(concurrency=1)
+    d.wait_for(rows)
+    wait_until(
+        lambda: f"task {rows[0].id} (tag 'test.fork') forked" in worker.log(), 10, "the line"
+    )
+    assert len(d.runs("began")) == 2, "in both processes"
+    assert sorted(int(run[0]) for run in d.runs() if run[1] != "began") == [
+        row.id for row in rows[1:]
+    ]
+    worker.signal(signal.SIGTERM)
+    wait_until(worker.ended, 20, f"the worker to end\n{worker.log()}")
+
+
 def quit_or_kill(worker: Process, number: signal.Signals) -> None:
     if number is signal.SIGKILL:
         worker.kill()
