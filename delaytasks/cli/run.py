@@ -23,8 +23,8 @@ from delaytasks.model.inputs import show_duration
 from delaytasks.operate.state_queries import OverdueRows
 from delaytasks.run.runner import Report
 from delaytasks.runtime import runtime_of
-from delaytasks.worker.standalone import StandaloneWorker
 from delaytasks.worker.sweep import emit_recovered
+from delaytasks.worker.worker_runtime import StandaloneWorker
 
 if TYPE_CHECKING:
     from rich.progress import Progress
