@@ -21,7 +21,7 @@ What arrives, what is decided, and the constants that decide it:
 - *A report*. The size is learned, entries of rows that a drain has claimed are forgotten, and early
   entries return to the wheel.
 - *A failed chunk*. The sweep and the leases take care of its rows. Nothing is sent for
-  `FAILED_PAUSE_S` if the database is unavailable, and for `POOL_REST_S` if the pool takes no chunk.
+  `PAUSE_S` if the database is unavailable, or if the pool takes no chunk.
   Only the entries of chunks that Celery lost on their way (`recall`) are taken again.
 - *The stop*. What waits goes back to the timer, and drains to other workers.
 """
@@ -46,7 +46,7 @@ from delaytasks.model.moves import LateReason
 from delaytasks.model.task import Entry
 from delaytasks.run.chunk import ChunkSize
 from delaytasks.run.runner import FailureReason, Report
-from delaytasks.worker.pool import POOL_REST_S, ChunkRequest, Pool
+from delaytasks.worker.pool import ChunkRequest, Pool
 
 if TYPE_CHECKING:
     from delaytasks.limits.tracked_waitlists import TrackedWaitlists
@@ -61,8 +61,9 @@ SORTED_SHARE = 8
 SERVE_S, SERVE_ALONE_S = 1.0, 0.05
 #: A burst is more than the work of the pool for this number of time budgets.
 BURST_BUDGETS = 5
-#: After a chunk found the database unavailable, the pool gets no chunk for this long.
-FAILED_PAUSE_S = 1.0
+#: After a chunk found the database unavailable, or the pool did not take one, the pool gets none
+#: for this long.
+PAUSE_S = 1.0
 #: A late entry is left to the table. If its queue has a backlog there, the task would come last,
 #: so its entry waits here for this much longer.
 BACKLOG_WAIT_S = 10.0
@@ -552,7 +553,7 @@ class Dispatcher:
         worker = self._worker
         with self._lock:
             self._drop_late()  # first: they must not accumulate while the pool is busy
-            if not self._is_open or self._pool.is_resting:
+            if not self._is_open:
                 return None
             request = self._choose_chunk()
             worker.processes.others_wait.record(self._needs_process)
@@ -651,10 +652,10 @@ class Dispatcher:
         return False
 
     def _not_sent(self, request: ChunkRequest, error: str, **fields: Any) -> None:
-        """Let the pool rest, or every waiting entry would fail in the same way."""
-        self._pool.rest()
+        """Pause, or every waiting entry would fail in the same way."""
+        self._paused_until = monotonic() + PAUSE_S
         self._failed(request, FailureReason.UNKNOWN, error, **fields)
-        self._pump_after(POOL_REST_S)
+        self._pump_after(PAUSE_S)
 
     # -- from the pool ----------------------------------------------------------------------------
     # `_done` and `_lost` end in `_succeeded` or `_failed`, which pump again.
@@ -745,7 +746,7 @@ class Dispatcher:
             is_logged=is_logged,
         )
         if reason is FailureReason.UNAVAILABLE:
-            self._pump_after(FAILED_PAUSE_S)
+            self._pump_after(PAUSE_S)
         self._pump_soon()
 
     def _chunk_ended(self, request: ChunkRequest, ran: int) -> None:
@@ -773,7 +774,7 @@ class Dispatcher:
         if request.waitlist is not None and self._waitlists is not None:
             self._waitlists.visit_failed(request.waitlist)
         if reason is FailureReason.UNAVAILABLE:
-            self._paused_until = monotonic() + FAILED_PAUSE_S
+            self._paused_until = monotonic() + PAUSE_S
             self._obstacles.record(LateReason.DATABASE, self._clock.now_us())
 
     def _continue_after(self, request: ChunkRequest, report: Report) -> float | None:

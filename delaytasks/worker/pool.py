@@ -16,7 +16,6 @@ from celery import current_app
 from celery.concurrency import solo
 
 from delaytasks.events import LogEvent, log_event
-from delaytasks.model.clock import monotonic
 from delaytasks.model.policies import Stamp
 from delaytasks.model.task import Entry
 from delaytasks.run.runner import FailureReason, Report, Runner
@@ -106,10 +105,6 @@ def run_chunk(request: ChunkRequest) -> Report:
 # -- Celery's pool ---------------------------------------------------------------------------------
 
 
-#: After the pool did not take a chunk, it is sent none for this long.
-POOL_REST_S = 1.0
-
-
 def freeze_loaded_objects() -> None:
     """Exempt everything that is loaded from garbage collection. Called before the pool forks.
 
@@ -178,7 +173,6 @@ class Pool:
         self._celery_pool = celery_pool
         #: The chunks in the pool, by number.
         self.sent: dict[int, Sent] = {}
-        self._rests_until = 0.0
 
     @property
     def size(self) -> int:
@@ -188,13 +182,6 @@ class Pool:
         if getattr(pool, "is_green", False):
             return int(pool.limit or 1)
         return int(getattr(pool, "num_processes", None) or pool.limit or 1)
-
-    def rest(self) -> None:
-        self._rests_until = monotonic() + POOL_REST_S
-
-    @property
-    def is_resting(self) -> bool:
-        return monotonic() < self._rests_until
 
     @property
     def runs_inline(self) -> bool:

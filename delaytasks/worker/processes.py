@@ -175,10 +175,7 @@ class Processes:
         self.hostname = f"delaytasks@{socket.gethostname()}"
         self._token = secrets.token_hex(2)
         self.is_worker = False
-        self.renewals = Renewals()
-        self.requested_runs = RequestedRuns()
-        self.others_wait = OthersWait()
-        self.obstacles = Obstacles()
+        self._share()
         #: Whether the worker's pool can keep time limits.
         self.keeps_time_limits = False
         #: The logical queues that this worker serves.
@@ -199,6 +196,11 @@ class Processes:
         if self._outcomes is not None:
             self._outcomes = Counter()
 
+    def _share(self) -> None:
+        """Make the memory that this process shares with those that it forks from now on."""
+        self.renewals, self.others_wait = Renewals(), OthersWait()
+        self.requested_runs, self.obstacles = RequestedRuns(), Obstacles()
+
     @property
     def runtime(self) -> Runtime:
         return self._get_runtime()
@@ -210,9 +212,7 @@ class Processes:
         self.hostname = hostname
         self.is_worker = True
         self.may_detach = may_detach
-        # Before the pool's processes are forked, which share them.
-        self.renewals, self.others_wait = Renewals(), OthersWait()
-        self.requested_runs, self.obstacles = RequestedRuns(), Obstacles()
+        self._share()  # before the pool's processes are forked
         self.keeps_time_limits = can_limit_time(pool)
         # For the pool's processes, for this one when its pool has stopped, and for cold shutdowns.
         signals.worker_process_shutdown.connect(self._finish, weak=False)
