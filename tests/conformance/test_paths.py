@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -68,3 +69,8 @@ def test_the_path_of_a_task_leads_through_few_files(world: World) -> None:
         found.append(seen)
     seen = {name: min((one[name] for one in found), key=len) for name in MOST_FILES}
     assert not {name: sorted(seen[name]) for name in seen if len(seen[name]) > MOST_FILES[name]}
+
+
+def test_a_file_is_found_by_its_name_alone() -> None:
+    names = Counter(path.name for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
+    assert [name for name, count in names.items() if count > 1] == []

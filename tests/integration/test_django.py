@@ -17,6 +17,7 @@ pytest.importorskip("django")
 
 from asgiref.sync import sync_to_async
 from celery import signals as celery_signals
+from celery.app.utils import find_app
 from celery.fixups.django import DjangoWorkerFixup
 from django.core import signals
 from django.core.exceptions import SynchronousOnlyOperation
@@ -29,7 +30,7 @@ import delaytasks as e
 from delaytasks import DelayedTask, Status
 from delaytasks.contrib.django import instance
 from delaytasks.contrib.django.django_connection import DjangoConnection, DjangoTransaction
-from delaytasks.contrib.django.instance import DjangoDelays
+from delaytasks.contrib.django.instance import DjangoDelays, project_delays
 from delaytasks.model.body import key_name
 from delaytasks.model.filters import Filter
 from delaytasks.model.task import Entry
@@ -243,6 +244,10 @@ def test_bodies_are_encrypted_on_djangos_connection_and_the_model_reads_them(
     monkeypatch.setattr(models, "project_delays", lambda: own)
     assert row.body == body
     own.close()
+
+
+def test_the_command_celery_finds_the_app_of_the_project(delays: DjangoDelays) -> None:
+    assert find_app("delaytasks.contrib.django") is runtime_of(project_delays()).celery
 
 
 def test_the_model_has_the_columns_of_the_table(delays: DjangoDelays) -> None:
