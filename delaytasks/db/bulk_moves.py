@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, Select, Update, case, delete, func, insert, select, update
 
@@ -29,7 +29,7 @@ from delaytasks.model.clock import EARLIEST, MAX_ID, to_us
 from delaytasks.model.filters import BulkFilter, Filter, LogEntry, To, new_due
 from delaytasks.model.inputs import Spread
 from delaytasks.model.moves import LIVE, Status, following
-from delaytasks.model.task import Entry, Step
+from delaytasks.model.task import Entry
 
 
 class Audit:
@@ -123,6 +123,19 @@ WINDOW = 20_000
 
 #: Conditions for the rows among which windows are measured, and for those that are returned.
 _Level = tuple[list[ColumnElement[bool]], list[ColumnElement[bool]]]
+
+
+class Step(NamedTuple):
+    """The result of one step of a bulk command, which changes some hundreds of tasks."""
+
+    #: The moved tasks, with their new versions.
+    moved: list[Entry]
+    #: The number of tasks that have moved since, or that the filter no longer matches.
+    refused: int
+    #: The ids of tasks that other transactions have locked, or whose keys they have locked.
+    busy: list[int]
+    #: Id, version and due time of the tasks that must get their keys back first.
+    keyed: list[tuple[int, int, datetime]]
 
 
 class Bulk:

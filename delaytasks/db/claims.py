@@ -94,14 +94,7 @@ from delaytasks.model.clock import EARLIEST, monotonic, to_us
 from delaytasks.model.inputs import MAX_PRIORITY
 from delaytasks.model.moves import FINISHED, MOST_VERSIONS, MOVES, Status, following
 from delaytasks.model.policies import NO_WAITLISTS, PolicyCache, WaitlistsSeen
-from delaytasks.model.task import (
-    CallerConnection,
-    Claimed,
-    DelayedTask,
-    Entry,
-    Settlement,
-    UnclaimedRow,
-)
+from delaytasks.model.task import CallerConnection, Claimed, DelayedTask, Entry, Settlement
 
 # -- The texts of the statements ------------------------------------------------------------------
 
@@ -550,6 +543,16 @@ HoldExcess = Callable[[Any, Sequence[DelayedTask]], tuple[list[int], WaitlistsSe
 RESTART_S = 5.0
 #: The parameters that are named as the column that has their type.
 _PARAMETERS = ("version", "status", "lapses", "queue", "priority")
+
+
+class UnclaimedRow(NamedTuple):
+    """A task that a message named and that the claim did not get."""
+
+    id: int
+    version: int
+    status: Status
+    due_us: int
+    lapses: int
 
 
 class Choice(NamedTuple):

@@ -643,16 +643,6 @@ def by_queue(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
     return {queue: found for queue, found in queues.items() if is_queue(queue)}
 
 
-class UnclaimedRow(NamedTuple):
-    """A task that a message named and that the claim did not get."""
-
-    id: int
-    version: int
-    status: Status
-    due_us: int
-    lapses: int
-
-
 class Claimed(list[DelayedTask]):
     """The tasks that a claim got, and the waitlists that it saw."""
 
@@ -665,37 +655,6 @@ class Claimed(list[DelayedTask]):
     def add(self, other: Claimed) -> None:
         self.extend(other)
         self.seen = self.seen.merge(other.seen)
-
-
-class Pending(NamedTuple):
-    """The unfinished tasks of one tag."""
-
-    tag: str
-    tasks: int
-    first_due: datetime
-    queues: tuple[str, ...] = ()
-
-
-class OverdueGroup(NamedTuple):
-    """Overdue tasks of one queue and tag."""
-
-    queue: str
-    tag: str
-    #: Why a worker has deferred them (`operate/why.py` has the codes); None if no worker has.
-    cause: str | None
-    tasks: int
-    oldest: datetime
-
-
-class UntrustedInput(NamedTuple):
-    """Rows of one tag that another program wrote, and that no worker can claim."""
-
-    tag: str
-    tasks: int
-    first_due: datetime
-    #: The first and the last id.
-    ids: tuple[int, int]
-    problem: str
 
 
 class Level(NamedTuple):
@@ -733,19 +692,6 @@ class Recovered(NamedTuple):
     timed_out: Sequence[tuple[int, str]] = ()
     #: The levels of the tasks that can run again.
     levels: Set[Level] = frozenset()
-
-
-class Step(NamedTuple):
-    """The result of one step of a bulk command, which changes some hundreds of tasks."""
-
-    #: The moved tasks, with their new versions.
-    moved: list[Entry]
-    #: The number of tasks that have moved since, or that the filter no longer matches.
-    refused: int
-    #: The ids of tasks that other transactions have locked, or whose keys they have locked.
-    busy: list[int]
-    #: Id, version and due time of the tasks that must get their keys back first.
-    keyed: list[tuple[int, int, datetime]]
 
 
 class Settlement(NamedTuple):

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from delaytasks.broker.arming import SWEEP
 from delaytasks.model.body import is_encrypted, name_in, names_of
 from delaytasks.model.errors import BodyRefusedError, ConfigError, StoreUnavailableError
-from delaytasks.model.task import DelayedTask, Pending, UntrustedInput
+from delaytasks.model.task import DelayedTask
 from delaytasks.model.text import shown
 
 if TYPE_CHECKING:
+    from delaytasks.operate.state_queries import Pending, UntrustedInput
     from delaytasks.registry import ProcessorSpec, Registry
     from delaytasks.runtime import Runtime
 

@@ -20,7 +20,7 @@ from delaytasks.model.body import MARK_LENGTH, NO_NAME, PREFIX, marks_of, name_i
 from delaytasks.model.filters import Filter
 from delaytasks.model.inputs import show_duration
 from delaytasks.model.moves import LIVE, Status
-from delaytasks.model.task import Level, OverdueGroup, Pending, UntrustedInput
+from delaytasks.model.task import Level
 from delaytasks.model.text import DEFER_MAX_S, DEFERRALS
 
 T = TypeVar("T")
@@ -61,6 +61,26 @@ class Swept(NamedTuple):
         """Return whether no sweep has run for `limit_s` seconds."""
         age_s = self.age_s(now)
         return age_s is None or age_s > limit_s
+
+
+class Pending(NamedTuple):
+    """The unfinished tasks of one tag."""
+
+    tag: str
+    tasks: int
+    first_due: datetime
+    queues: tuple[str, ...] = ()
+
+
+class UntrustedInput(NamedTuple):
+    """Rows of one tag that another program wrote, and that no worker can claim."""
+
+    tag: str
+    tasks: int
+    first_due: datetime
+    #: The first and the last id.
+    ids: tuple[int, int]
+    problem: str
 
 
 class Count(NamedTuple):
@@ -461,6 +481,17 @@ MAX_OVERDUE_COUNTED = 1_000_000
 MAX_OVERDUE_QUEUES = 1_000
 #: Queues that are compared with those that workers serve.
 MAX_OTHER_QUEUES = 20
+
+
+class OverdueGroup(NamedTuple):
+    """Overdue tasks of one queue and tag."""
+
+    queue: str
+    tag: str
+    #: Why a worker has deferred them (`operate/why.py` has the codes); None if no worker has.
+    cause: str | None
+    tasks: int
+    oldest: datetime
 
 
 class OverdueCount(NamedTuple):

@@ -6,16 +6,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from shlex import quote
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from delaytasks.model.body import PREFIX, is_encrypted, name_in
 from delaytasks.model.clock import json_fields
 from delaytasks.model.inputs import processor_tag, show_duration, show_timing
 from delaytasks.model.moves import Status
 from delaytasks.model.policies import Policy
-from delaytasks.model.task import DelayedTask, OverdueGroup
+from delaytasks.model.task import DelayedTask
 from delaytasks.model.text import DEFERRALS, count, last_line, some_values
 from delaytasks.model.workers import MOST_NAMES, RegisteredWorker, one_more_worker
+
+if TYPE_CHECKING:
+    from delaytasks.operate.state_queries import OverdueGroup
 
 # -- The reasons why a task has not run, or how it ended, and the facts from which they follow ----
 

@@ -18,11 +18,12 @@ from collections.abc import Callable
 
 import pytest
 
+from delaytasks.db.claims import UnclaimedRow
 from delaytasks.model.body import key_name
 from delaytasks.model.clock import from_us, shard_of, to_us
 from delaytasks.model.moves import FINISHED, LIVE, MOVES
 from delaytasks.model.policies import Stamp, WaitlistState
-from delaytasks.model.task import Claimed, Entry, Level, Recovered, Settlement, UnclaimedRow
+from delaytasks.model.task import Claimed, Entry, Level, Recovered, Settlement
 from delaytasks.run.calls import LeaseEndsError
 from delaytasks.run.runner import FailureReason, Report
 from tests.world.broker import WorldBroker

@@ -19,7 +19,7 @@ from sqlalchemy import URL, Connection, Engine, Table, delete, event, insert, se
 import delaytasks as e
 from delaytasks import DelayedTask, DelayTasks, Forecast, Status
 from delaytasks.db import schema, sessions
-from delaytasks.db.claims import Claims
+from delaytasks.db.claims import Claims, UnclaimedRow
 from delaytasks.db.schema import values_of
 from delaytasks.db.store import Store
 from delaytasks.db.sweep_queries import Renewed
@@ -28,7 +28,7 @@ from delaytasks.limits.admission import Admission
 from delaytasks.model.clock import Clock, IdMaker, to_us
 from delaytasks.model.filters import filter_of
 from delaytasks.model.moves import SettlingMove
-from delaytasks.model.task import Attempt, Claimed, Entry, Recovered, Settlement, UnclaimedRow
+from delaytasks.model.task import Attempt, Claimed, Entry, Recovered, Settlement
 from delaytasks.model.workers import ServiceTimes
 from delaytasks.operate import forecast
 from delaytasks.operate.explanations import Explanations
