@@ -6,7 +6,7 @@ The task table is the contract with other programs. `Schema` builds the tables f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -515,25 +515,16 @@ def task_of(row: Sequence[Any], schema: Schema) -> DelayedTask:
     return task
 
 
-#: The columns of a new row, and the attribute of the task for each.
+#: The attribute of a task for each column. A new row was updated when it was created.
 _ATTRIBUTES = {
-    "id": "id",
-    "message_body": "body_json",
-    "expected_time": "expected_time",
-    "task_key": "key",
-    "tag": "tag",
-    "status": "status",
-    "version": "version",
-    "delay_time": "delay_s",
-    "create_time": "create_time",
+    **{column: field.name for column, field in zip(COLUMNS, fields(DelayedTask), strict=False)},
     "update_time": "create_time",
-    "queue": "queue",
-    "priority": "priority",
-    "headers": "headers_json",
-    "limit_key": "limit_key",
-    "meta": "meta_json",
 }
-NEW_COLUMNS = tuple(_ATTRIBUTES)
+#: The columns of a new row.
+NEW_COLUMNS = tuple(
+    "id message_body expected_time task_key tag status version delay_time create_time update_time "
+    "queue priority headers limit_key meta".split()
+)
 #: The first columns, which differ in nearly all rows, or are NULL.
 DIFFERING_COLUMNS = 4
 _TAG = NEW_COLUMNS.index("tag")
