@@ -306,7 +306,9 @@ class DelayedTask:
     @property
     def body_version(self) -> int:
         """The version of the body; 1 if it was stored without a version."""
-        version: Any = self.headers.get("body_version")
+        version: Any = self.headers.get("body_version", FIRST_VERSION)
+        if version == FIRST_VERSION:  # as of most rows, which have no headers
+            return FIRST_VERSION
         return version if is_integer(version, FIRST_VERSION, MAX_VERSION) else FIRST_VERSION
 
     @property
@@ -324,7 +326,7 @@ class DelayedTask:
     @property
     def headers(self) -> dict[str, Any]:
         """The decoded `headers_json`; empty if another program stored something else."""
-        return decode_object(self.headers_json)
+        return {} if self.headers_json is None else decode_object(self.headers_json)
 
     @property
     def event_fields(self) -> dict[str, Any]:
