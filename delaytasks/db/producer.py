@@ -153,6 +153,7 @@ BULK = 5000
 ID_TRIES = 5
 #: Is called with the tasks of each batch that was written.
 OnBatch = Callable[[Sequence[DelayedTask]], None]
+CallTimer = Callable[[Callable[[list[Entry]], object], list[Entry]], object]
 
 
 class Producer:
@@ -162,6 +163,8 @@ class Producer:
         self._clock = runtime.clock
         self._make_id = runtime.new_id
         self._timer = runtime.producer_timer
+        #: Calls the timer. In the testing kit, errors of tasks that run inline reach the test.
+        self.call_timer: CallTimer = _without_errors
         self._events = runtime.events
         self._registry = runtime.registry
         self._queues = runtime.queues
@@ -440,7 +443,7 @@ class Producer:
             # Only after the commit: before it, the armed entries may still be right.
             self.disarm_entries(moved)
         if near:
-            _without_errors(self._timer.arm, near)
+            self.call_timer(self._timer.arm, near)
 
     def _near_until_us(self, slack_us: int = SLACK_US) -> int | None:
         """Return the latest due time that a producer arms; None if it arms all tasks."""
@@ -450,7 +453,7 @@ class Producer:
     def disarm_entries(self, entries: Sequence[Entry]) -> None:
         """Remove the entries of the versions before these from the timer."""
         before = [entry._replace(version=entry.version - 1) for entry in entries]
-        _without_errors(self._timer.disarm, before)
+        self.call_timer(self._timer.disarm, before)
 
     def disarm_after_commit(
         self, tasks: Sequence[DelayedTask], transaction: Transaction | None

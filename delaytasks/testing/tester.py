@@ -369,6 +369,7 @@ class InstanceInTest:
         runtime.clock = SettableClock(self.time, runtime.ask_now)
         runtime.timer = NoTimer(self._run_inline if self._runs_inline else lambda: None)
         runtime.producer_timer = runtime.timer
+        runtime.producer.call_timer = lambda call, entries: call(entries)
         runtime.direct_timer = runtime.redis_timer = None
         for name, sent in (
             ("http_callbacks", self.sent_callbacks),
