@@ -40,7 +40,8 @@ def raises(world: World, tag: str, error: BaseException, **options: Any) -> None
 
 
 def wait_s(world: World, task: DelayedTask) -> float:
-    return (task.expected_time - world.now()).total_seconds()
+    """Return the wait to the millisecond, since the clock of SQLite counts no shorter times."""
+    return round((task.expected_time - world.now()).total_seconds(), 3)
 
 
 def test_a_retry_schedule_with_two_delays_allows_three_runs(world: World) -> None:
