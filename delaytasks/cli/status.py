@@ -20,6 +20,7 @@ from delaytasks.cli.output import (
     BAD,
     DURATION,
     GOOD,
+    LONGEST,
     NOTHING,
     Cell,
     cell,
@@ -37,7 +38,7 @@ from delaytasks.db import migrations
 from delaytasks.model.errors import StoreError
 from delaytasks.model.inputs import ALL_QUEUES, show_duration, show_measured, show_offset
 from delaytasks.model.moves import Status
-from delaytasks.model.text import installed_version, mask_url
+from delaytasks.model.text import installed_version, mask_url, one_line
 from delaytasks.model.workers import RegisteredWorker
 from delaytasks.operate.health import HealthChecks, HealthQuestion
 from delaytasks.operate.live import snapshot
@@ -432,7 +433,7 @@ def _print_ahead(cli: Cli, days: float, processes: int | None) -> None:
     paused = f", {found.paused:,} of them paused" if found.paused else ""
     verb = "becomes" if found.due == 1 else "become"
     say(f"{about}{count(found.due, 'task')} {verb} due until {show_instant(found.until)}{paused}")
-    say(headline(found, lambda at: f"{at:%a} {show_instant(at)}"))
+    say(one_line(headline(found, lambda at: f"{at:%a} {show_instant(at)}"), LONGEST))
     if hours := busiest(found, HOURS_SHOWN):
         say("")
         print_table(
@@ -454,7 +455,7 @@ def _print_ahead(cli: Cli, days: float, processes: int | None) -> None:
         if len(hours) < len(found.hours):
             say(f"and {count(len(found.hours) - len(hours), 'hour')} more; --json has them")
     for note in found.notes:
-        cli.note(note)
+        cli.note(one_line(note, LONGEST))
 
 
 # -- Text -----------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from sqlalchemy import text
 
 from delaytasks import NewTask
 from tests.doc_pages import block_beginning
-from tests.integration.cli.project import Project
+from tests.integration.cli.project import HOSTILE, Project
 from tests.integration.cli.test_policies import sweep
 
 
@@ -80,6 +80,14 @@ def test_the_busiest_hour_is_shown_with_its_share_of_the_hour(shop: Project) -> 
     document = shop.json("status", "--ahead", "7d", "--processes", "1")
     *_, hour = document["hours"]
     assert (hour["due"], hour["start"], hour["busy_s"]) == (1200, at.isoformat(), 60.0)
+
+
+def test_names_have_no_effect_on_the_terminal(shop: Project) -> None:
+    shop.insert(tag=HOSTILE[:100], expected_time=datetime.now(timezone.utc), delay_time=0)
+    said = shop("status", "--ahead", "7d")
+    assert r"1 task of \x1b[31mred" in said.stdout
+    assert r"without measurements: \x1b[31mred" in said.stderr
+    assert not set("\x1b\x9b\u202e\r") & set(said.stdout + said.stderr)
 
 
 def test_only_the_busiest_hours_are_printed(shop: Project) -> None:
