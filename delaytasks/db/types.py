@@ -296,8 +296,6 @@ class Capabilities:
     server_side_cursors: bool = False
     #: TABLESAMPLE reads some blocks of a table, chosen at random.
     block_samples: bool = False
-    #: The planner estimates how many rows a query returns.
-    estimates: bool = False
     #: A column of instants has a time zone, and its text may name one.
     time_zones: bool = False
 
@@ -313,12 +311,9 @@ POSTGRESQL = Capabilities(
     prepare=True,
     server_side_cursors=True,
     block_samples=True,
-    estimates=True,
     time_zones=True,
 )
-MYSQL = Capabilities(
-    looks_up_lists=True, estimates=True, reads_as_of_start=True, server_side_cursors=True
-)
+MYSQL = Capabilities(looks_up_lists=True, reads_as_of_start=True, server_side_cursors=True)
 SQLITE = Capabilities(
     update_returning=True, insert_or_skip=True, binds_values=True, begins_late=True
 )

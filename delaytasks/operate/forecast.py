@@ -3,22 +3,34 @@
 A forecast counts the waiting tasks of each hour, adds the occurrences of recurring schedules that
 have no task yet, and multiplies them with the mean duration that workers have measured for their
 tag. The sum is the time for which all processes are busy. If it is longer than an hour, tasks of
-the hour start late. Limits of tags, retries, and tasks that are scheduled later are left out.
+the hour start late, and the rest is work of the next hour. Limits of tags, retries, and tasks that
+are scheduled later are left out.
 
-The cost is bounded, however many tasks wait: see `_waiting`.
+On PostgreSQL the cost is bounded, however many tasks wait: see `_waiting`.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Connection, FromClause, case, func, literal, select, tablesample
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    FromClause,
+    Select,
+    case,
+    func,
+    literal,
+    select,
+    tablesample,
+)
 
 from delaytasks.db.searching import has_status, queue_levels
 from delaytasks.db.types import epoch_s
@@ -34,7 +46,6 @@ from delaytasks.statistics.reading import checked_range, counts_by_tag
 if TYPE_CHECKING:
     from delaytasks.db.store import Store
     from delaytasks.recurring.creation import RecurringTable
-    from delaytasks.recurring.definition import RecurringSchedule
     from delaytasks.runtime import Runtime
 
 HOUR_S = 3600
@@ -43,15 +54,12 @@ MAX_DAYS, MAX_PROCESSES = 92, 1_000_000
 ASSUMED_DURATION_S = 0.05
 #: The time before now whose runs count, and the runs that a mean needs.
 MEASURED, LEAST_MEASURED_RUNS = "2d", 10
-#: Up to this number, waiting rows are counted exactly.
+#: Up to this number, PostgreSQL counts waiting rows exactly.
 MAX_EXACT = 200_000
+#: The most rows of a day, queue and priority that are counted.
+MAX_COUNTED = 1_000_000
 #: About this number of waiting rows is in a sample, for which about this number of rows is read.
 SAMPLED, MAX_READ = 100_000, 500_000
-#: The smallest part of a table to sample, in percent.
-LEAST_PERCENT = 0.001
-#: Without samples, the planner estimates ranges of the index, and the tags of this number of rows
-#: are read from each. Ranges with more than a part of all rows are divided.
-TAGS_READ, PARTS, LEAST_PART = 50, 1000, 500
 #: The most recurring schedules that are read, and the most occurrences that are computed.
 MAX_SCHEDULES, MAX_OCCURRENCES = 20_000, 50_000
 #: Names in one note.
@@ -60,7 +68,7 @@ MAX_NAMES = 5
 #: A queue, a tag and an hour, which is a number of hours since 1970.
 DueKey = tuple[str, str, int]
 #: Numbers of tasks. An estimate may be a fraction.
-Due = dict[DueKey, float]
+Due = defaultdict[DueKey, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +117,9 @@ class ForecastHour:
     queue
         The queue that these processes serve, if they are busier than those of all workers together;
         else None.
+    late_s
+        How late tasks start at the end of the hour, in seconds, because of work that is left of
+        this hour and of earlier ones.
 
     Examples
     --------
@@ -123,6 +134,7 @@ class ForecastHour:
     busy_s: float
     processes: int
     queue: str | None = None
+    late_s: float = 0.0
 
     @property
     def utilization(self) -> float:
@@ -211,10 +223,24 @@ def headline(found: Forecast, show: Callable[[datetime], str]) -> str:
     """
     if (full := found.first_full) is not None:
         needed = count(full.needed_processes, "process", "processes")
-        return f"From {_busy(full, show)}. {needed} would run them within the hour."
+        end, late_s = _late_from(full, found)
+        return (
+            f"From {_busy(full, show)}. {needed} would run them within the hour. Tasks start up to "
+            f"{show_duration(late_s)} late, until {show(end)}."
+        )
     if (peak := found.peak) is not None:
         return f"The processes suffice. The busiest hour is {_busy(peak, show)}."
     return "Nothing becomes due."
+
+
+def _late_from(full: ForecastHour, found: Forecast) -> tuple[datetime, float]:
+    """Return until when tasks start late from this hour on, and how late in the worst case."""
+    end, most_s = full.start, 0.0
+    for hour in found.hours:
+        if hour.late_s and full.start <= hour.start <= end:
+            end = hour.start + timedelta(seconds=HOUR_S + hour.late_s)
+            most_s = max(most_s, hour.late_s)
+    return end, most_s
 
 
 def busiest(found: Forecast, most: int) -> list[ForecastHour]:
@@ -288,10 +314,7 @@ def _due(runtime: Runtime, now: datetime, until: datetime) -> tuple[Due, bool]:
     """Return the waiting tasks and the occurrences, and whether their numbers are estimates."""
     due, is_estimate = _waiting(runtime.store, now, until)
     if runtime.store.sweeps.has_due_schedule((until - now).total_seconds()):
-        more, has_more = _recurring(runtime.recurring_table, now, until)
-        for key, tasks in more.items():
-            due[key] = due.get(key, 0.0) + tasks
-        is_estimate |= has_more
+        is_estimate |= _add_occurrences(due, runtime.recurring_table, now, until)
     return due, is_estimate
 
 
@@ -326,7 +349,10 @@ def _hours(
     tags: Mapping[str, TagForecast],
     capacity: Mapping[str | None, int],
 ) -> Iterator[ForecastHour]:
-    """Yield the hours, each with the processes that are busy for the longest time."""
+    """Yield the hours, each with the processes that are busy for the longest time.
+
+    Work for which an hour has no time is left for the next hours.
+    """
     by_tag: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     needed_s: dict[int, dict[str | None, float]] = defaultdict(lambda: defaultdict(float))
     for key, tasks in due.items():
@@ -335,10 +361,15 @@ def _hours(
         if key not in paused and capacity[queue]:
             needed_s[hour][None] += tasks * tags[tag].duration_s
             needed_s[hour][queue] += tasks * tags[tag].duration_s
+    work_s = dict.fromkeys(capacity, 0.0)
+    before = 0
     for hour, counts in sorted(by_tag.items()):
         busy: dict[str | None, float] = {None: 0.0}
         busy |= {queue: seconds / capacity[queue] for queue, seconds in needed_s[hour].items()}
         queue_of = max(busy, key=lambda queue: busy[queue])
+        passed_s, before = HOUR_S * (hour - before), hour
+        for name, left_s in work_s.items():
+            work_s[name] = max(left_s - passed_s, 0.0) + busy.get(name, 0.0)
         largest = sorted(counts.items(), key=lambda item: -item[1])
         yield ForecastHour(
             from_us(hour * HOUR_S * 1_000_000),
@@ -347,6 +378,7 @@ def _hours(
             busy[queue_of],
             capacity[queue_of],
             queue_of,
+            max(0.0, max(work_s.values()) - HOUR_S),
         )
 
 
@@ -363,33 +395,22 @@ def _mean_durations(runtime: Runtime, now: datetime) -> dict[str, float]:
     }
 
 
-def _recurring(table: RecurringTable, now: datetime, until: datetime) -> tuple[Due, bool]:
-    """Count the occurrences up to `until` that have no rows yet.
+def _add_occurrences(due: Due, table: RecurringTable, now: datetime, until: datetime) -> bool:
+    """Add the occurrences up to `until` that have no rows yet.
 
-    The first occurrences of a schedule with very many are computed, and the others are estimated
-    from their mean interval.
+    Return whether some are estimates: the first occurrences of a schedule with very many are
+    computed, and the others follow from their mean interval.
     """
-    schedules: list[RecurringSchedule] = []
-    while len(schedules) < MAX_SCHEDULES:
-        page = table.page(None, None, schedules[-1].name if schedules else None, 1000)
-        schedules += page
-        if len(page) < 1000:
-            break
     coming = [
         (each, max(each.next_at, now))
-        for each in schedules
+        for each in table.page(None, None, None, MAX_SCHEDULES)
         if each.next_at is not None and each.next_at <= until
     ]
     most = max(MAX_OCCURRENCES // max(len(coming), 1), 5)
-    due: Due = defaultdict(float)
     is_estimate = False
     for schedule, first in coming:
-        times = [first]
         try:
-            for at in schedule.between(first, until):
-                times.append(at)
-                if len(times) > most:
-                    break
+            times = [first, *islice(schedule.between(first, until), most)]
         except DelayTaskError:  # another program wrote the timing; the sweep reports it
             continue
         for at in times:
@@ -400,10 +421,9 @@ def _recurring(table: RecurringTable, now: datetime, until: datetime) -> tuple[D
             begin, end = times[-1].timestamp() + interval_s, until.timestamp()
             while begin < end:
                 in_hour_s = min(HOUR_S - begin % HOUR_S, end - begin)
-                hour = int(begin // HOUR_S)
-                due[schedule.queue, schedule.tag, hour] += in_hour_s / interval_s
+                due[schedule.queue, schedule.tag, int(begin // HOUR_S)] += in_hour_s / interval_s
                 begin += in_hour_s
-    return due, is_estimate
+    return is_estimate
 
 
 # -- the waiting rows -----------------------------------------------------------------------------
@@ -412,108 +432,59 @@ def _recurring(table: RecurringTable, now: datetime, until: datetime) -> tuple[D
 def _waiting(store: Store, now: datetime, until: datetime) -> tuple[Due, bool]:
     """Count the rows that are due up to `until`, and return whether the numbers are estimates.
 
-    Up to `MAX_EXACT` rows are counted exactly, through the index that claims use. If there are
-    more, PostgreSQL reads a random sample of the table's blocks. MySQL and MariaDB have no samples:
-    the planner estimates how many rows are in each range of the index, and the tags of a few of
-    them are read.
+    If very many rows wait, PostgreSQL reads a random sample of the table's blocks. Other databases
+    have no samples, and count all rows through the index that claims use. A statement counts one
+    day of a queue and priority, and a limited number of rows, because an answer that takes longer
+    than `ANSWER_LIMIT_S` ends all connections.
     """
-    t, can = store.schema.tasks, store.database.can
+    t = store.schema.tasks
+    due = t.c.expected_time
+    ends = [*(now + timedelta(days=n) for n in range(1, (until - now).days + 1)), until]
 
     def read(connection: Connection) -> tuple[Due, bool]:
-        waiting = estimate_rows(connection, select(t.c.id).where(has_status(t, *WAITING)))
-        # The estimate may be old, so that counting is tried if it is not far above the limit.
-        if not can.estimates or waiting <= 2 * MAX_EXACT:
-            found = _counted(connection, t, now, until, MAX_EXACT if can.estimates else None)
-            if found is not None:
-                return {**found}, False
-        if can.block_samples:
-            return _sampled(connection, t, now, until, waiting), True
-        return _estimated_ranges(connection, t, now, until, waiting), True
+        found: Due = defaultdict(float)
+        if store.database.can.block_samples:
+            waiting = estimate_rows(connection, select(t.c.id).where(has_status(t, *WAITING)))
+            if waiting > MAX_EXACT:
+                all_rows = estimate_rows(connection, select(t.c.id))
+                percent = 100 * min(SAMPLED / waiting, MAX_READ / max(all_rows, 1), 1.0)
+                # With a seed, two forecasts of an unchanged table are the same.
+                sample = tablesample(t, func.system(literal(percent)), seed=literal(0))
+                waits = sample.c.status.in_([int(status) for status in WAITING])
+                rows = _columns(sample).where(waits, sample.c.expected_time <= until)
+                for key, tasks in _grouped(connection, rows, now):
+                    found[key] = tasks * 100 / percent
+                return found, True
+        is_estimate = False
+        for status in WAITING:
+            for queue, priority in queue_levels(connection, t, status):
+                here = [has_status(t, status), t.c.queue == queue, t.c.priority == priority]
+                since: list[ColumnElement[bool]] = []  # the first day has all overdue rows
+                for end in ends:
+                    rows = _columns(t).where(*here, *since, due <= end).limit(MAX_COUNTED)
+                    counted = 0
+                    for key, tasks in _grouped(connection, rows, now):
+                        found[key] += tasks
+                        counted += tasks
+                    is_estimate |= counted == MAX_COUNTED
+                    since = [due > end]
+        return found, is_estimate
 
     return store.database.autocommitted(read)
 
 
-def _counted(
-    connection: Connection, t: Any, now: datetime, until: datetime, most: int | None
-) -> Counter[DueKey] | None:
-    """Count the rows, or return None if there are more than `most`."""
-    found: Counter[DueKey] = Counter()
-    for status in WAITING:
-        for queue, priority in queue_levels(connection, t, status):
-            rows = select(t.c.queue, t.c.tag, t.c.expected_time).where(
-                has_status(t, status),
-                t.c.queue == queue,
-                t.c.priority == priority,
-                t.c.expected_time <= until,
-            )
-            if most is not None:
-                rows = rows.limit(most - found.total() + 1)
-            found.update(_grouped(connection, rows.subquery(), now))
-            if most is not None and found.total() > most:
-                return None
-    return found
+def _columns(t: FromClause) -> Select[Any]:
+    return select(t.c.queue, t.c.tag, t.c.expected_time)
 
 
-def _sampled(connection: Connection, t: Any, now: datetime, until: datetime, waiting: int) -> Due:
-    """Estimate the numbers from a random sample of the table's blocks."""
-    all_rows = estimate_rows(connection, select(t.c.id))
-    wanted = min(SAMPLED / max(waiting, 1), MAX_READ / max(all_rows, 1)) * 100
-    percent = min(max(wanted, LEAST_PERCENT), 100.0)
-    # With a seed, two forecasts of an unchanged table are the same.
-    sample = tablesample(t, func.system(literal(percent)), seed=literal(0))
-    rows = select(sample.c.queue, sample.c.tag, sample.c.expected_time).where(
-        sample.c.status.in_([int(status) for status in WAITING]), sample.c.expected_time <= until
-    )
-    found = _grouped(connection, rows.subquery(), now)
-    return {key: tasks * 100 / percent for key, tasks in found.items()}
-
-
-def _estimated_ranges(
-    connection: Connection, t: Any, now: datetime, until: datetime, waiting: int
-) -> Due:
-    """Estimate how many rows each range of the index has, and how many of them each tag has.
-
-    A range with very many rows is divided, because its first rows may have other tags than most of
-    its rows: a peak ends up in a range of one second.
-    """
-    found: Due = defaultdict(float)
-    most = max(waiting / PARTS, LEAST_PART)
-    first, end = int(now.timestamp()) // HOUR_S, int(until.timestamp()) // HOUR_S + 1
-    due = t.c.expected_time
-
-    def read(level: Sequence[Any], queue: str, begin: int, length: int) -> None:
-        stop = min(from_us((begin + length) * 1_000_000), until)
-        here = [*level, due < stop]
-        if begin > first * HOUR_S:  # the first range has all overdue rows
-            here.append(due >= from_us(begin * 1_000_000))
-        some = select(t.c.tag).where(*here).order_by(due).limit(TAGS_READ)
-        tags = Counter(connection.scalars(some))
-        rows = tags.total()
-        if rows == TAGS_READ:
-            rows = max(estimate_rows(connection, select(t.c.id).where(*here)), rows)
-            if rows > most and length > 1:
-                part = math.ceil(length / 4)
-                for start in range(begin, begin + length, part):
-                    read(level, queue, start, min(part, begin + length - start))
-                return
-        for tag, share in tags.items():
-            found[queue, tag, begin // HOUR_S] += rows * share / tags.total()
-
-    for status in WAITING:
-        for queue, priority in queue_levels(connection, t, status):
-            level = [has_status(t, status), t.c.queue == queue, t.c.priority == priority]
-            for hour in range(first, end):
-                read(level, queue, hour * HOUR_S, HOUR_S)
-    return found
-
-
-def _grouped(connection: Connection, rows: FromClause, now: datetime) -> Counter[DueKey]:
+def _grouped(
+    connection: Connection, query: Select[Any], now: datetime
+) -> Iterator[tuple[DueKey, int]]:
     """Count rows by queue, tag and hour. Overdue rows count in the hour of `now`."""
+    rows = query.subquery()
     due = rows.c.expected_time
     second = case((due <= now, int(now.timestamp())), else_=epoch_s(due))
-    inner = select(rows.c.queue, rows.c.tag, (second - second % HOUR_S).label("hour")).subquery()
-    columns = (inner.c.queue, inner.c.tag, inner.c.hour)
-    query = select(*columns, func.count()).group_by(*columns)
-    return Counter(
-        {(queue, tag, hour // HOUR_S): n for queue, tag, hour, n in connection.execute(query)}
-    )
+    hour = (second - second % HOUR_S).label("due_hour")
+    groups = select(rows.c.queue, rows.c.tag, hour, func.count())
+    for queue, tag, begin, tasks in connection.execute(groups.group_by("queue", "tag", "due_hour")):
+        yield (queue, tag, begin // HOUR_S), tasks

@@ -96,24 +96,29 @@ def test_paused_tasks_are_counted_and_keep_no_process_busy(world: World) -> None
 
 def test_very_many_tasks_are_estimated(world: World) -> None:
     """They are due at any time of three days, and together at one time."""
-    if not world.can.estimates:
+    if not world.can.block_samples:
         return  # this database counts all rows
     world.lower(tasks_counted_exactly=100, tasks_sampled=4000)
     world.delays.schedule_many(NewTask("even", n, 3600 + n * 43.2) for n in range(EVEN))
     at = world.now().replace(microsecond=0) + 30 * HOUR
     world.delays.schedule_many(NewTask("peak", n, at=at) for n in range(PEAK))
-    word = "ANALYZE" if world.can.block_samples else "ANALYZE TABLE"
     with world.begin() as connection:
-        connection.execute(text(f"{word} {world.table().name}")).close()
+        connection.execute(text(f"ANALYZE {world.table().name}"))
     found = world.delays.forecast()
     assert found.is_estimate
     assert dues(found) == pytest.approx({"even": EVEN, "peak": PEAK}, rel=0.35)
     assert found.peak is not None
     assert next(iter(found.peak.due_by_tag)) == "peak"
     assert [hour.start for hour in found.hours if "peak" in hour.due_by_tag] == [found.peak.start]
-    # If the planner believes that few rows wait, counting gives up after the limit.
-    world.believe_rows(150)
-    assert world.delays.forecast().is_estimate
+
+
+def test_the_tasks_of_a_day_are_counted_up_to_a_limit(world: World) -> None:
+    world.lower(tasks_counted=20)
+    for days in (0.5, 2.5, 2.6):
+        world.delays.schedule_many(NewTask("mail", n, days * 86_400) for n in range(15))
+    found = world.delays.forecast()
+    assert (found.due, found.is_estimate) == (35, True)
+    assert not world.delays.forecast(1).is_estimate
 
 
 # -- processes ------------------------------------------------------------------------------------
@@ -131,9 +136,21 @@ def test_an_hour_that_needs_more_time_than_the_processes_have_is_named(world: Wo
     assert (full.utilization, full.needed_processes) == (2.5, 10)
     assert world.headline(found) == (
         f"From {at:%H}:00: 4,000 tasks of mail keep 4 processes busy for 2h30m. 10 processes would "
-        "run them within the hour."
+        f"run them within the hour. Tasks start up to 1h30m late, until {at + 2 * HOUR:%H}:30."
     )
     assert world.delays.forecast(processes=10).first_full is None
+
+
+def test_work_without_time_in_its_hour_makes_the_next_hours_late(world: World) -> None:
+    world.measure("mail", 30, 9.0, HOUR)
+    at = put_peak(world, "mail", 1000)
+    for hours, tasks in ((1, 100), (2, 10), (6, 390)):
+        world.delays.schedule_many(NewTask("mail", n, at=at + hours * HOUR) for n in range(tasks))
+    found = world.delays.forecast(processes=1)
+    assert [hour.late_s for hour in found.hours] == [5400, 2700, 0, 0]
+    assert found.first_full is found.hours[0]
+    assert "up to 1h30m late, until" in world.headline(found)
+    assert world.headline(found).endswith(f"until {at + 2 * HOUR:%H}:45.")
 
 
 def test_a_queue_with_workers_of_its_own_is_judged_by_them(world: World) -> None:

@@ -62,6 +62,7 @@ LIMITS = {
     "rows_brought_forward": "db.sweep_queries.DEFERRED_BATCH_ROWS",
     "changes_of_a_read": "operate.searches.MOST_CHANGES",
     "tasks_counted_exactly": "operate.forecast.MAX_EXACT",
+    "tasks_counted": "operate.forecast.MAX_COUNTED",
     "tasks_sampled": "operate.forecast.SAMPLED",
     "seconds_to_a_first_forecast": "loops.FIRST_WAIT_S",
     "occurrences_computed": "operate.forecast.MAX_OCCURRENCES",
@@ -364,10 +365,6 @@ class World:
     def headline(self, found: Forecast) -> str:
         """Return what the command `forecast` says of the first full hour."""
         return forecast.headline(found, lambda start: f"{start:%H:%M}")
-
-    def believe_rows(self, number: int) -> None:
-        """Let the planner believe that a query finds this number of rows."""
-        self._patches.setattr(forecast, "estimate_rows", lambda *_: number)
 
     def search(self, work: Callable[[Connection], object], limit_s: float) -> object:
         """Do the work of a search, as `find` does for the console."""
