@@ -271,6 +271,9 @@ class PolicyCache:
         #: The number of requests to cancel running tasks, at the last read.
         self.cancel_requests = 0
         self._read_at = self._checked_at = float("-inf")
+        #: When the read began whose policies are known. Threads may share a cache, and `follow`
+        #: moves `_read_at` for each chunk while another thread still reads.
+        self._asked_at = float("-inf")
         self._is_read = False
         #: The main process determines when to read.
         self.is_led = False
@@ -296,14 +299,15 @@ class PolicyCache:
         asked_at = monotonic()
         checks = checks or asked_at - self._checked_at >= POLICY_CHECK_S
         found = self._read(self.stamp, checks)
-        if asked_at < self._read_at:  # another thread has asked later, and has read more
+        if asked_at < self._asked_at:  # another thread has asked later, and has read more
             return self.known
         if found.policies is not None:
             self.known = found.policies
         if checks:
             self._checked_at = asked_at
         self.cancel_requests = found.cancel_requests
-        self._read_at, self._is_read = asked_at, True
+        self._read_at = self._asked_at = asked_at
+        self._is_read = True
         return self.known
 
     def follow(self, stamp: Stamp | None, is_led: bool = True) -> None:

@@ -195,6 +195,14 @@ def test_a_late_refresh_replaces_no_newer_policies(world: World, reader: PolicyR
     assert reader.refresh()["mail"].concurrency == 3
 
 
+def test_chunks_of_other_threads_discard_no_read(world: World, reader: PolicyReader) -> None:
+    reader.refresh()
+    limit(world, "mail", 1)
+    # In a pool of threads, a chunk begins while the thread of the policies reads.
+    reader.after_read = lambda: reader.follow(reader.stamp)
+    assert reader.refresh()["mail"].concurrency == 1
+
+
 def test_many_new_policies_are_applied_in_a_few_steps(world: World, reader: PolicyReader) -> None:
     world.lower(policies_applied_together=20)
     insert_limits(world)
