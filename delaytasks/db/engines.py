@@ -388,11 +388,12 @@ def _mysql_connect(connection: Any, _record: Any) -> None:
         cursor.execute("SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
         cursor.execute(f"SET SESSION innodb_lock_wait_timeout = {ROW_LOCK_TIMEOUT_S}")
         # A load balancer may send the settlement of a row to another node of Galera than its claim,
-        # and each node applies what others have committed a little later. So reads and all kinds of
-        # changes wait until the node has applied what was committed before.
+        # and each node applies what others have committed a little later. So reads (1), UPDATE and
+        # DELETE (2) wait until the node has applied what was committed before. INSERT (4) does not:
+        # a new task needs no other row, and a transaction that takes a key reads it first.
         cursor.execute("SHOW SESSION VARIABLES LIKE 'wsrep_on'")
         if ("wsrep_on", "ON") in cursor.fetchall():
-            cursor.execute("SET SESSION wsrep_sync_wait = 7")
+            cursor.execute("SET SESSION wsrep_sync_wait = 3")
     # The time limit is for connecting only. A statement may take longer.
     connection._read_timeout = None
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from sqlalchemy import create_engine, select
+from sqlalchemy import create_engine, select, text
 
 from delaytasks import DelayedTask, Status
 from delaytasks.cli.setup import warnings_of
@@ -79,6 +79,12 @@ def test_a_galera_node_settles_what_another_node_has_just_claimed(
             was_behind.add(status.scalar() != Status.RUNNING)
             assert settling.settle([Settlement(claimed, "succeed")]) == {n + 1}
             plain.rollback()
+        waits = text("SHOW GLOBAL STATUS LIKE 'wsrep_causal_reads'")
+        before = plain.execute(waits).one()
+        stores[1].tasks.insert(DelayedTask(9, "t", "{}", now, create_time=now))
+        assert plain.execute(waits).one() == before, "a new row needs nothing of other nodes"
+        assert stores[1].tasks.get(9) is not None
+        assert plain.execute(waits).one() != before
     assert True in was_behind
     other_node.dispose()
     for store in stores:
