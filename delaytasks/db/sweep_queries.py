@@ -68,7 +68,7 @@ from delaytasks.model.text import (
     installed_version,
     is_deferred_until,
 )
-from delaytasks.model.workers import NO_OUTAGES, LostWorker, RegisteredWorker, ServiceTimes
+from delaytasks.model.workers import NO_OUTAGES, PREFORK, LostWorker, RegisteredWorker, ServiceTimes
 
 # -- Recovers rows whose worker died, or lost its lease, while they ran ---------------------------
 
@@ -96,7 +96,8 @@ def is_abandoned(tasks: Any, lost: Iterable[Any] = ()) -> ColumnElement[bool]:
     runs = is_rare(tasks.c.status == int(Status.RUNNING))
     reasons = [tasks.c.lease_until < db_now()]
     for name, lost_at in lost:
-        is_its = tasks.c.worker.startswith(f"{name}/", autoescape=True)
+        process = f"{name}/"
+        is_its = func.substr(tasks.c.worker, 1, len(process)) == process
         reasons.append(and_(is_its, tasks.c.update_time <= lost_at))
     return and_(runs, or_(*reasons))
 
@@ -177,12 +178,15 @@ class Leases:
         seconds.
 
         A worker that was only paused reports again, and is not lost then. It keeps the rows that it
-        has claimed since it was marked as lost.
+        has claimed since it was marked as lost. Where tasks run in the process that reports, they
+        can silence it, so only their leases count.
         """
         w = self._schema.workers.c
-        is_silent = and_(w.lost_at.is_not(None), w.seen_at < db_now_plus(-lost_s))
-        lost = select(w.name, w.lost_at).where(is_silent).order_by(w.lost_at.desc())
-        which = is_abandoned(self._t, self._db.rows(lost.limit(EXPIRED_PER_SWEEP)))
+        is_silent = w.seen_at < db_now_plus(-lost_s)
+        has_leases = w.lost_at > db_now_plus(-self._lease_s)
+        lost = select(w.name, w.lost_at).where(is_silent, has_leases, w.pool.endswith(PREFORK))
+        lost = lost.order_by(w.lost_at.desc()).limit(EXPIRED_PER_SWEEP)
+        which = is_abandoned(self._t, self._db.rows(lost))
         return self._recover(which, max_lost_leases, limit, {})
 
     def _recover(
@@ -320,6 +324,12 @@ class WorkerTable:
         """Remove a worker that stopped in order, after it has returned its tasks."""
         w = self._w
         self._db.autocommitted(lambda c: c.execute(delete(w).where(w.c.name == name)))
+
+    def has_reported(self, name: str, within_s: float) -> bool:
+        """Return whether a worker has reported within this time, by the database's clock."""
+        w = self._w
+        is_recent = and_(self._is_present, w.c.seen_at > db_now_plus(-within_s))
+        return bool(self._db.rows(select(w.c.name).where(w.c.name == name, is_recent)))
 
     def expire(self, silent_s: float) -> list[str]:
         """Mark some workers as lost that were silent for `silent_s` seconds. Return each name once.

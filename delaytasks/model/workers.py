@@ -29,6 +29,8 @@ NO_OUTAGES = ServiceTimes()
 #: The pool names of workers without a broker begin with one of these prefixes: those that poll the
 #: table for rows due within the horizon, and those that only drain (`delaytasks run`).
 POLLING_PREFIX, ONLY_DRAINING_PREFIX = "direct/", "drain/"
+#: The pool whose tasks run in other processes than the one that reports the worker.
+PREFORK = "prefork"
 
 
 #: Names in one sentence or command.

@@ -22,7 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args
 
@@ -469,15 +469,16 @@ class TaskRun:
     def of_error(self, error: BaseException) -> Settlement:
         """Schedule a retry or fail the task.
 
-        If its lease was about to end, or if another task of its batch was cancelled, run it again
-        immediately.
+        If another task of its batch was cancelled, run it again immediately. If its lease was about
+        to end, wait a sweep interval, since this worker may still be cut off.
         """
         task = self.task
         is_others = isinstance(error, TaskCancelledError) and error.id not in (None, task.id)
         if is_others or isinstance(error, LeaseEndsError):  # not the task's fault
             self._runtime.events.emit("task.interrupted", **task.event_fields, error=error)
-            now = self._runtime.clock.now()
-            return Settlement(task, "snooze", self.began, expected_time=now, due_time=task.due)
+            rest_s = 0 if is_others else self._runtime.settings.sweep_s
+            again = self._runtime.clock.now() + timedelta(seconds=rest_s)
+            return Settlement(task, "snooze", self.began, expected_time=again, due_time=task.due)
         text = traceback_text(error, self._runtime.settings.max_error_bytes)
         retry_schedule = self.processor.retry_schedule_for(error, task)
         wait_s = None if retry_schedule is None else retry_schedule.wait_s(task.runs)

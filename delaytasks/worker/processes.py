@@ -303,18 +303,20 @@ class Processes:
     def _outlive_main_process(self, **_: Any) -> None:
         """Let this process of the pool end its chunk if only the main process is killed.
 
-        Celery asks Linux for a SIGKILL then, and the rows would wait for the end of their leases.
+        Celery asks Linux for a SIGKILL then, and the rows would wait until the worker counts as
+        dead.
         """
         with suppress(OSError):  # other systems have no signal for this
             signal.signal(signal.SIGUSR2, self._main_process_died)
             set_pdeathsig(signal.SIGUSR2)
 
     def _main_process_died(self, *_: Any) -> None:
-        """Leave in another thread, since this one may hold a lock."""
+        """Leave in other threads, since this one may hold a lock."""
         settings = self.runtime.settings
         self._is_orphan, left_s = True, min(settings.lease_s, settings.lost_s) * ORPHAN_PART
-        wait_s, leave = (left_s, _kill_this_process) if self._runs_chunk else (0, self._leave)
-        threading.Timer(wait_s, leave).start()
+        threading.Timer(left_s, _kill_this_process).start()
+        if not self._runs_chunk:  # rows may still run, whose chunk has ended
+            threading.Thread(target=self._leave).start()
 
     def _leave(self) -> None:
         try:

@@ -24,7 +24,7 @@ from delaytasks.model.clock import from_us, monotonic
 from delaytasks.model.errors import StoreError, StoreUnavailableError
 from delaytasks.model.policies import POLICY_REFRESH_S, Policies
 from delaytasks.model.task import Level, Timer
-from delaytasks.model.workers import ONLY_DRAINING_PREFIX, POLLING_PREFIX, ServiceTimes
+from delaytasks.model.workers import ONLY_DRAINING_PREFIX, POLLING_PREFIX, PREFORK, ServiceTimes
 from delaytasks.worker.pool import running_pids
 from delaytasks.worker.processes import serves
 from delaytasks.worker.sweep import emit_recovered
@@ -72,7 +72,7 @@ class LeasesLoop:
         self._released: Collection[Level] = ()
         self._renewed_at = monotonic()
         self._reported_at = float("-inf")
-        self._has_signed_off = self._is_row_deleted = False
+        self._has_signed_off = False
         self._is_idle = threading.Event()
         self._is_idle.set()
         #: The rows that the last renewal skipped, because other transactions had locked them. Each
@@ -82,10 +82,11 @@ class LeasesLoop:
         # Without a broker the pool's name says whether the worker polls the table.
         without_broker = POLLING_PREFIX if worker.polls_table else ONLY_DRAINING_PREFIX
         self._pool_prefix = "" if settings.uses_broker else without_broker
-        # Leases are renewed after a third of their time. If that thread is stuck, and the next
-        # one is stuck as well, there is still time for a third one.
-        close = runtime.store.close
-        self.loop = Loop("leases", self._turn, runtime.events, self._lease_s / 6, close)
+        # Leases are renewed after a third of their time, and the worker reports after a third of
+        # `lost_s`. If that thread is stuck, and the next one is stuck as well, there is still time
+        # for a third one.
+        stuck_s, close = min(self._lease_s, settings.lost_s) / 6, runtime.store.close
+        self.loop = Loop("leases", self._turn, runtime.events, stuck_s, close)
 
     def _turn(self) -> float:
         alive = self._find_dead()
@@ -167,11 +168,13 @@ class LeasesLoop:
         self._report()
 
     def _report(self) -> None:
-        """Write the worker's row if it is time, or delete it at last. A failure ends no turn."""
+        """Write the worker's row if it is time, or delete it at last. A failure ends no turn.
+
+        Each turn deletes the row again, since a report that was under way may have written it.
+        """
         attempt, name = self._runtime.events.attempt, self.loop.name
         if self._has_signed_off:
-            if not self._is_row_deleted:
-                self._is_row_deleted = attempt(name, "sign off", self._delete_row)
+            attempt(name, "sign off", self._delete_row)
         elif monotonic() - self._reported_at >= self._settings.sweep_s - PROCESS_CHECK_S:
             self._is_idle.clear()
             if attempt(name, "report", self._write_row):
@@ -181,17 +184,19 @@ class LeasesLoop:
     def _write_row(self) -> None:
         worker, settings, asked_at = self._celery_worker, self._settings, monotonic()
         reads_beat = settings.uses_broker and settings.default_queue in self._processes.queues
+        pool = type(worker.pool).__module__.rpartition(".")[2]
         self._runtime.store.workers.report(
             worker.hostname,
             self._processes.queues,
-            self._pool_prefix + type(worker.pool).__module__.rpartition(".")[2],
+            self._pool_prefix + pool,
             int(worker.pool.limit or 1),
             int(self._runtime.clock.offset_s * 1e6),
             [processor.tag for processor in self._runtime.registry],
             self._worker.service_watch.times(reads_beat),
             len(self._dispatcher.in_flight),
         )
-        self._processes.renewals.record_report(asked_at, monotonic(), settings.lost_s)
+        if pool == PREFORK:
+            self._processes.renewals.record_report(asked_at, monotonic(), settings.lost_s)
 
     def _delete_row(self) -> None:
         self._runtime.store.workers.remove(self._celery_worker.hostname)

@@ -314,7 +314,7 @@ class Sweeper:
         self,
         runtime: Runtime,
         on_step: OnStep = lambda: None,
-        contact_s: Callable[[], float] = lambda: math.inf,
+        knows_silence: Callable[[], bool] = lambda: True,
         start_drain: StartDrain = lambda _queue, _priorities: False,
     ) -> None:
         """The hooks are those of a worker that sweeps.
@@ -325,9 +325,8 @@ class Sweeper:
             The parts of the instance.
         on_step
             Called after each step, so that the caller can show that the sweep makes progress.
-        contact_s
-            Returns the seconds for which the caller has reached the database without an
-            interruption.
+        knows_silence
+            Returns whether the caller can tell a worker that died from one that could not report.
         start_drain
             Called for a queue for which the broker accepts no drain messages.
         """
@@ -337,7 +336,7 @@ class Sweeper:
         self._workers = runtime.store.workers
         self._events = runtime.events
         self._on_step = on_step
-        self._contact_s = contact_s
+        self._knows_silence = knows_silence
         self._start_drain = start_drain
         self._policies = NO_POLICIES
         self._overdue = OverdueQueues(self._sweeps, self._settings.grace_s, on_step)
@@ -397,9 +396,8 @@ class Sweeper:
         messages, which the claims refuse.
         """
         silent_s = self._settings.silent_s
-        # An outage silences every worker. Only a caller that reached the database during the whole
-        # time can tell a dead worker from an outage.
-        if self._contact_s() < silent_s:
+        # An outage silences every worker.
+        if not self._knows_silence():
             return
         names = self._workers.expire(silent_s)
         if names:
@@ -622,7 +620,7 @@ class SweepLoop:
         self._polls_table = worker.polls_table and not settings.uses_broker
         #: Without a broker no message can request a sweep, so none is waited for.
         self._patience_s = settings.sweep_s if self._polls_table else settings.self_sweep_s
-        hooks = self._note_answer, self._contact.seconds, self._start_drain
+        hooks = self._note_answer, self._knows_silence, self._start_drain
         self._sweeper = Sweeper(runtime, *hooks)
         # One statement on a large table may take long. A stage of many reports its progress.
         stuck_s = 2 * settings.self_sweep_s
@@ -687,6 +685,21 @@ class SweepLoop:
         """Called at each step of a sweep, after the database has answered."""
         self.loop.report_progress()
         self._contact.mark_answered()
+
+    def _knows_silence(self) -> bool:
+        """Return whether a worker that was silent is dead, as far as this one can tell.
+
+        This worker has reached the database for as long, and its own report is not old. It is old
+        after a step of the database's clock, or while the table of workers is locked.
+        """
+        silent_s = self._settings.silent_s
+        if self._contact.seconds() < silent_s:
+            return False
+        name = self._worker.celery_worker.hostname
+        has_reported = self._store.workers.has_reported(name, silent_s)
+        if not has_reported:
+            self._contact.mark_failed()
+        return has_reported
 
     def _look_at_workers(self) -> None:
         """Read which workers are alive, and let a timer that is down try its server."""

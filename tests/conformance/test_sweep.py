@@ -104,6 +104,18 @@ def test_the_rows_of_a_worker_that_is_silent_for_some_seconds_stay(make_world: M
         assert (world.count("worker.lost"), world.statuses([task])) == (1, [status])
 
 
+@pytest.mark.parametrize("pool", ["solo", "threads", "gevent", "direct/solo"])
+def test_a_silent_pool_that_shares_its_process_with_tasks_keeps_them(
+    world: World, pool: str
+) -> None:
+    """A task that holds the interpreter silences such a worker, and its lease protects the task."""
+    world.serve("busy", "default", pool=pool)
+    world.claim(task := world.put(), by="busy/7-ab")
+    world.silence(30, "busy")
+    world.sweep_later()
+    assert (world.count("worker.lost"), world.statuses([task])) == (1, ["RUNNING"])
+
+
 # -- where a sweep begins -------------------------------------------------------------------------
 
 

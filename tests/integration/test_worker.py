@@ -170,6 +170,17 @@ def test_processes_of_a_killed_main_process_end_their_rows_and_exit(deploy: Depl
     assert d.delays.get(task).runs == 1
 
 
+def test_a_process_of_a_killed_main_process_ends_although_its_rows_run(deploy: Deploy) -> None:
+    d = deploy("postgresql", lease=60)
+    worker, task = d.worker(), d.schedule("test.wait", body={"seconds": 40})
+    wait_until(lambda: len(d.runs()) == 1, 10, "the task to begin")
+    children = children_of(worker.pid)
+    d.wait_for([d.schedule("test.note") for _ in range(4)])  # the chunk of the task has ended
+    os.kill(worker.pid, signal.SIGKILL)
+    wait_until(lambda: not any(map(is_alive, children)), 7.5 + SLACK_S, "the processes to exit")
+    assert d.delays.get(task).status is Status.RUNNING
+
+
 @pytest.mark.parametrize("database", ["postgresql", "mysql", "sqlite"])
 def test_a_committed_effect_happens_once_despite_kills(deploy: Deploy, database: str) -> None:
     d = deploy(database)

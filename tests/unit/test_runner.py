@@ -734,7 +734,9 @@ def test_the_lease_error_uses_no_attempt(leased: World, time: ManualTime) -> Non
     leased.run(task)
     now = leased.read(task)
     assert (now.status, now.runs, now.error) == (Status.NOT_COMPLETE, 0, None)
-    assert leased.broker.ids == [task.id], "and immediately"
+    wait_s = (now.expected_time - leased.now()).total_seconds()
+    assert leased.delays.settings.sweep_s - 1 < wait_s <= leased.delays.settings.sweep_s + 1
+    assert leased.broker.ids == [task.id]
     assert [fields["id"] for fields in leased.told("task.interrupted")] == [task.id]
     assert leased.count("task.failed") == 0
 

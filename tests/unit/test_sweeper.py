@@ -199,6 +199,28 @@ def test_rows_that_a_dead_worker_held_are_armed_again(world: World) -> None:
     assert world.sweep_later() == [], "it is told once"
 
 
+def test_a_worker_whose_own_report_is_old_counts_no_other_as_lost(
+    main: MainProcess, time: ManualTime
+) -> None:
+    """The database's clock has made a step, or its table of workers is locked."""
+    world, sweep_s = main.world, main.world.delays.settings.sweep_s
+    world.serve("w2", "default")
+    for _ in range(5):
+        time.at += sweep_s
+        main.sweep()
+    world.silence(60)
+    for _ in range(5):
+        main.sweep_turn()
+        world.set_columns("sweeps", swept_at=world.now() - timedelta(seconds=60))
+        main.runtime.sweep_loop.request(None)
+    assert not world.told("worker.lost")
+    for _ in range(5):
+        time.at += sweep_s
+        world.set_columns("sweeps", swept_at=world.now() - timedelta(seconds=60))
+        main.sweep()
+    assert [fields["worker"] for fields in world.told("worker.lost")] == ["w2"]
+
+
 def test_a_worker_that_dies_during_a_sweep_is_not_forgotten(make_world: MakeWorld) -> None:
     """The sweep began before the worker expired, so it must not mark all rows as armed."""
     world = make_world(sweep=(5, 2))
