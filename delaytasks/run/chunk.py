@@ -121,7 +121,7 @@ class Chunk:
     still wait when the time is over.
     """
 
-    def __init__(self, tasks: Sequence[DelayedTask], lease_left_s: float, budget_s: float) -> None:
+    def __init__(self, tasks: Sequence[DelayedTask], leases_end_at: float, budget_s: float) -> None:
         self._lock = threading.Lock()
         #: The number of its rows; none if all claimed rows are held.
         self.rows = len(tasks)
@@ -130,9 +130,8 @@ class Chunk:
         self._finished: list[Settlement] = []
         #: The rows that were given back.
         self.returned: list[DelayedTask] = []
-        now = monotonic()
-        self._leases_end_at = now + lease_left_s
-        self.budget_ends = now + budget_s
+        self._leases_end_at = leases_end_at
+        self.budget_ends = monotonic() + budget_s
         #: The runner has gone on, and the thread of the time budget settles the rest.
         self.is_detached = False
         #: Locked while the ended rows are settled.
@@ -438,8 +437,10 @@ class ChunkRunner:
             tasks, refused = self._host.admission.hold_paused(tasks)
         if tasks or refused:
             self._events.emit("chunk.claimed", count=len(tasks))
-        lease_left_s = self._lease_s - (monotonic() - claimed_at)
-        chunk = Chunk(self._in_order(tasks), lease_left_s, self._budget_s + waits_s)
+        leases_end_at, lost_at = claimed_at + self._lease_s, self._host.last_renewal().lost_at
+        if lost_at > claimed_at:  # the rows that a lost worker claims afterwards are its own
+            leases_end_at = min(leases_end_at, lost_at)
+        chunk = Chunk(self._in_order(tasks), leases_end_at, self._budget_s + waits_s)
         if refused:
             chunk.keep(refused)
         # Without a watcher, a single row that runs now has nothing to settle, to give back or to

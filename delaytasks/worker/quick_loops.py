@@ -66,6 +66,8 @@ class LeasesLoop:
         self._dispatcher = worker.dispatcher
         self._celery_worker = worker.celery_worker
         self._known_pids: set[int] = set()
+        #: The dead processes that the pool has yet to notice.
+        self._exited: set[int] = set()
         #: The names of processes that died, whose rows have yet to be released.
         self._dead: set[str] = set()
         #: The levels of rows that the last turn released.
@@ -112,7 +114,8 @@ class LeasesLoop:
             # early, and then only after 5 s.
             self._celery_worker.hub.call_soon(self._celery_worker.pool.maintain_pool)
         alive = pids - exited
-        for pid in (self._known_pids | detached_rows.keys()) - alive:
+        exited_now, self._exited = exited - self._exited, exited
+        for pid in (self._known_pids | exited_now | detached_rows.keys()) - alive:
             self._dead.add(self._processes.name(pid))
             self._dispatcher.process_died(pid)
         self._known_pids = alive

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -218,6 +220,15 @@ def test_a_row_that_was_locked_during_a_renewal_is_renewed_a_second_later(
 def test_a_process_is_dead_although_its_report_came_after_its_death(worker: FrozenWorker) -> None:
     """Otherwise the worker would wait for its rows, and kill this process id, when it stops."""
     worker.find_dead(2**22 + 1)
+
+
+def test_a_process_that_died_before_it_was_seen_is_found_once(worker: FrozenWorker) -> None:
+    """A new process may die within the second between two checks."""
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    worker.pids.append(child.pid)
+    worker.find_dead(child.pid, has_reported=False)
+    child.wait()
 
 
 def test_leases_are_renewed_while_the_pool_replaces_a_process(worker: FrozenWorker) -> None:

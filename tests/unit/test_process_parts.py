@@ -26,7 +26,7 @@ def test_an_error_is_reported_and_the_next_chunk_is_watched() -> None:
     errors, expired = list[Exception](), list[Chunk]()
     budget = TimeBudget(0.1, lambda it: expired.append(it) or 1 / (len(expired) - 1), errors.append)
     for count in (1, 2):
-        budget.open(Chunk([], 60, 60))
+        budget.open(Chunk([], inf, 60))
         wait_until(lambda count=count: len(expired) == count and errors, 5, "the end of its time")  # type: ignore[misc]
     assert [type(error) for error in errors] == [ZeroDivisionError]
 
@@ -35,7 +35,7 @@ def test_chunks_that_end_in_time_wake_no_thread_and_are_not_reported() -> None:
     expired, woken = list[Chunk](), list[int]()
     budget: Any = TimeBudget(60, expired.append, lambda error: None)
     for number in range(50):
-        budget.open(chunk := Chunk([], 60, 60))
+        budget.open(chunk := Chunk([], inf, 60))
         time.sleep(0.005)
         budget.close(chunk)
         if number == 0:

@@ -181,6 +181,15 @@ def test_no_row_is_started_if_its_lease_may_be_over(make_world: MakeWorld) -> No
     assert world.statuses(tasks) == ["NOT_COMPLETE"] * 3
 
 
+def test_no_row_is_started_after_its_worker_may_count_as_lost(world: World) -> None:
+    tasks = [world.schedule() for _ in range(3)]
+    world.worker().reported(time.monotonic(), lost_s=0.2)
+    world.after_claim = lambda: threading.Event().wait(0.3) and None
+    assert world.run(*tasks).ran == 0
+    assert world.statuses(tasks) == ["NOT_COMPLETE"] * 3
+    assert world.run(*map(world.read, tasks)).ran == 3, "it claims them again"
+
+
 def test_a_settlement_is_tried_again_while_the_database_is_unavailable(world: World) -> None:
     fail_settlements(world, [e.StoreUnavailableError("away")] * 2)
     world.run(task := world.schedule())

@@ -129,10 +129,15 @@ class FrozenWorker:
         finally:
             self._keeper.loop.stop()
 
-    def find_dead(self, pid: int) -> None:
-        """Let the main process find that a process has died of which it has reports."""
-        found: list[int] = []
-        self._dispatcher.running = lambda: ([], {} if found else {pid: (7,)})
+    def find_dead(self, pid: int, has_reported: bool = True) -> None:
+        """Let the main process find once that a process has died."""
+        found, turns = list[int](), list[None]()
+
+        def running() -> Any:
+            turns.append(None)
+            return [], {pid: (7,)} if has_reported and not found else {}
+
+        self._dispatcher.running = running
         self._dispatcher.process_died = found.append
-        self.keep_leases(lambda: bool(found))
+        self.keep_leases(lambda: len(turns) > 2)
         assert found == [pid]
