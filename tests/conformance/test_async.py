@@ -8,9 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from contextvars import ContextVar
-from datetime import datetime, timezone
 from functools import partial
-from itertools import chain
 from typing import Any
 from unittest import mock
 
@@ -91,49 +89,6 @@ def test_the_thread_has_the_context_variables_of_the_caller(delays: DelayTasks) 
 
     run(both())
     assert sorted(seen) == ["acme", "umbrella"]
-
-
-def test_the_handle_of_a_processor_has_all_twins(delays: DelayTasks, database_url: str) -> None:
-    @delays.processor("order.close", queue="orders")
-    def close_order(body: dict[str, int]) -> None: ...
-
-    at = datetime(2031, 1, 1, tzinfo=timezone.utc)
-
-    async def go() -> None:
-        first = await close_order.aschedule({"order": 1}, "1h", key="1", priority=3)
-        assert (first.tag, first.queue, first.key) == ("order.close", "orders", "1")
-        assert (first.body, first.priority, first.delay_s) == ({"order": 1}, 3, 3600)
-        with pytest.raises(e.DuplicateTaskError):
-            await close_order.aschedule({"order": 1}, 60, key="1")
-        kept = await close_order.aschedule({"order": 9}, at=at, key="1", on_conflict="keep")
-        assert kept.id == first.id
-        async with engine_at(database_url) as engine, AsyncSession(engine) as session:
-            second = await close_order.aschedule({"order": 2}, at=at, key="2", session=session)
-            await close_order.aschedule({"order": 3}, 60, session=session)
-            assert len(await close_order.afind(session=session)) == 3
-            await session.rollback()
-        assert (second.expected_time, second.key) == (at, "2")
-        await delays.aschedule_delay("other", {}, 60)
-        second = await close_order.aschedule({"order": 2}, at=at, key="2")
-        batches: list[Any] = []
-        many: list[tuple[dict[str, int], str]] = [({"order": n}, "1d") for n in range(3)]
-        count = await close_order.aschedule_many(many, on_batch=batches.append, queue="bulk")
-        found = await close_order.afind(queue="bulk")
-        assert (count, len([*chain(*batches)]), len(found)) == (3, 3, 3)
-        async with engine_at(database_url) as engine, AsyncSession(engine) as session:
-            await close_order.aschedule_many(many, session=session)
-            await session.rollback()
-        await delays.bulk.acancel(tag="order.close", queue="bulk")
-        page = await close_order.afind(newest_first=True, limit=1, status="NOT_COMPLETE")
-        assert [task.id for task in page] == [second.id]
-        rest = await close_order.afind(newest_first=True, cursor=page.cursor, status="NOT_COMPLETE")
-        assert [task.id for task in rest] == [first.id]
-        with pytest.raises(e.StaleVersionError):
-            await close_order.acancel(key="1", version=7)
-        assert (await close_order.acancel(key="1")).id == first.id
-        assert [task.key for task in await close_order.afind(status="NOT_COMPLETE")] == ["2"]
-
-    run(go())
 
 
 class Blocked:

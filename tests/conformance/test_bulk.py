@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -20,7 +17,6 @@ import delaytasks as e
 from delaytasks import BulkResult, DelayedTask, DelayTasks, Status
 from tests.conformance.bulk_tasks import NOON, counts
 from tests.refusals import invalid
-from tests.running import ROOT
 from tests.world import LIVE, MOVES, RUNNING, Entry, MonkeyPatch, World, status_columns
 from tests.world.recording import record
 
@@ -289,28 +285,6 @@ def test_a_stopped_call_is_audited_and_resumes(delays: DelayTasks, error: Any, s
     assert [(one.state, one.changed) for one in delays.bulk.log()] == [(state, 3)]
     assert delays.bulk.log()[0].finished_at is not None
     assert counts(delays.bulk.cancel(tag="mail")) == (5, 5, 0)
-
-
-DIES = """
-import os, sys
-from tests.world.recording import delays_on
-delays = delays_on(sys.argv[1], table_prefix="s_")
-delays.bulk.cancel(tag="mail", on_progress=lambda result: \
-result.changed == 1000 and os.kill(os.getpid(), 9))
-"""
-
-
-def test_a_run_that_died_is_shown_and_continued(delays: DelayTasks, database_url: str) -> None:
-    delays.schedule_many([("mail", None, 60)] * 1200)
-    command = [sys.executable, "-c", DIES, database_url]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    assert subprocess.run(command, cwd=ROOT, env=environment, timeout=60).returncode == -9
-    [entry] = delays.bulk.log()
-    assert (entry.matched, entry.changed) == (1200, 1000)
-    assert (entry.state, entry.finished_at) == ("running", None)
-    assert len(delays.find(status="CANCELLED", limit=1000)) == 1000
-    assert counts(delays.bulk.cancel(tag="mail")) == (200, 200, 0)
-    assert [one.state for one in delays.bulk.log()] == ["done", "running"]
 
 
 @pytest.mark.usefixtures("small")

@@ -212,14 +212,6 @@ def test_routes_of_the_app_decide_about_the_queue(office: Office) -> None:
     assert len(office.published(f"{office.queue}.routed")) == 1
 
 
-def test_a_pattern_of_tags_decides_about_the_queue_of_the_rows(make_office: Make) -> None:
-    office = make_office(queues={"celery:*": "eta"})
-
-    office.remind.apply_async((7,), countdown=90)
-
-    assert [row.queue for row in office.rows()] == ["eta"]
-
-
 def test_a_message_of_protocol_1_is_published_and_revoked(office: Office) -> None:
     office.app.conf.task_protocol = 1
     result = office.remind.apply_async((7,), countdown=90)

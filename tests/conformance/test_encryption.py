@@ -253,18 +253,6 @@ def test_an_unreadable_body_is_shown_as_encrypted(world: World, open_with: Open)
         _ = found.result
 
 
-def test_check_reads_bodies_for_schemas(open_with: Open) -> None:
-    def refuse(body: Any) -> None:
-        if body == BODY:
-            raise ValueError("no mail for cards")
-
-    world = open_with(NEW)
-    world.delays.processor("mail", schema=refuse)(lambda body: None)
-    task = open_with(NEW).schedule("mail", BODY, 60)
-    [found] = world.delays.check()
-    assert (found.ids, "no mail for cards" in found.problem) == ([task.id], True)
-
-
 def test_check_tells_a_damaged_body_from_a_missing_key(world: World, open_with: Open) -> None:
     own = open_with(NEW)
     own.delays.processor("mail", schema=dict)(lambda body: None)

@@ -199,11 +199,6 @@ def test_no_order_of_edits_makes_a_task_late(editor: Editor, edits: Any) -> None
         assert task.create_time == first
 
 
-@pytest.mark.parametrize("max_wait", ["30s", timedelta(seconds=30)])
-def test_the_first_call_waits_no_longer_than_max_wait(editor: Editor, max_wait: Any) -> None:
-    assert editor.due_s(delay=60, max_wait=max_wait) == 30
-
-
 def test_the_first_edit_after_a_run_or_during_it_begins_a_new_max_wait(editor: Editor) -> None:
     first = editor.edit()
     [running] = editor.world.claim_due()
@@ -241,8 +236,3 @@ def test_schedule_many_delays_no_task_longer_than_max_wait(editor: Editor) -> No
         editor.clock.advance(1)
     dues = [task.expected_time - START for task in editor.world.delays.find()]
     assert dues == [timedelta(seconds=3)] * 3
-
-
-def test_a_replacement_without_max_wait_gets_its_full_delay(editor: Editor) -> None:
-    editor.edit()
-    assert editor.due_s(after_s=10, delay=100, max_wait=None) == 110

@@ -236,18 +236,6 @@ def test_keys_that_moved_after_the_transaction_began_name_their_new_tasks(world:
     engine.dispose()
 
 
-def test_one_loop_of_touch_and_schedule_many_schedules_missing_tasks_again(world: World) -> None:
-    """The heartbeat recipe needs no list of scheduled tasks."""
-    alive = [f"device {n}" for n in range(5)]
-    for _ in range(2):
-        gone = world.delays.touch(tag="lost", key=alive, delay=60).gone
-        new = [NewTask("lost", {}, 60, key=key) for key in gone]
-        world.delays.schedule_many(new, on_conflict="replace")
-        world.delays.cancel(tag="lost", key="device 3")
-    assert gone == ["device 3"]
-    assert len(world.delays.find(status="NOT_COMPLETE")) == 4
-
-
 def test_a_heartbeat_is_one_statement_many_are_few(world: World, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(TOUCH_BATCH_ROWS, 30)
     keys = [f"k{n}" for n in range(80)]

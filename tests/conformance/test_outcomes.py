@@ -93,26 +93,6 @@ def test_a_task_that_succeeds_after_a_retry_keeps_its_failed_attempts(world: Wor
     assert [one.number for one in world.attempts(task)] == [1]
 
 
-def test_a_success_leaves_no_attempt(world: World) -> None:
-    world.run(task := world.schedule())
-    assert world.attempts(task) == []
-
-
-def test_a_task_may_have_its_own_retry_schedule(world: World) -> None:
-    raises(world, "pay", ConnectionError())
-    task = world.schedule("pay", retries=RetrySchedule("30s"))
-    assert world.read(task).retry_schedule == RetrySchedule("30s")
-    world.run(task)
-    assert 29 < wait_s(world, world.read(task)) <= 30
-    assert run_again(world, task).status is Status.FAILED
-
-
-def test_an_error_without_a_retry_schedule_fails_the_task_without_a_retry(world: World) -> None:
-    raises(world, "pay", ValueError("wrong account"), retries={ValueError: None, Exception: "10s"})
-    world.run(task := world.schedule("pay"))
-    assert world.read(task).status is Status.FAILED
-
-
 @pytest.mark.slow
 def test_the_last_fifty_attempts_are_kept(world: World) -> None:
     raises(world, "pay", ConnectionError(), retries=RetrySchedule.fixed(0, times=60))
@@ -176,14 +156,6 @@ INVALID: list[Any] = [(Retry(), "Retry() without after= needs a retry schedule")
 INVALID += [(it, "after is") for it in (Retry(after=-1), Snooze("soon"), Snooze(float("inf")))]
 
 
-@pytest.mark.parametrize(("value", "says"), INVALID)
-def test_an_invalid_outcome_fails_with_an_explanation(world: World, value: Any, says: str) -> None:
-    returns(world, "pay", value)
-    world.run(task := world.schedule("pay"))
-    assert world.read(task).status is Status.FAILED
-    assert f"InvalidInputError: {says}" in (world.read(task).error or "")
-
-
 def test_snooze_uses_no_attempt(world: World) -> None:
     returns(world, "pay", Snooze("1h"), retries="10s")
     task = world.schedule("pay")
@@ -200,13 +172,6 @@ def test_cancel_ends_the_task_and_frees_its_key(world: World) -> None:
     found = world.read(task)
     assert (found.status, found.error) == (Status.CANCELLED, "paid by other means")
     assert world.schedule("pay", key="7").id != task.id, "its key is free"
-
-
-def test_fail_uses_no_further_retry(world: World) -> None:
-    returns(world, "pay", Fail("no such account"), retries="10s")
-    world.run(task := world.schedule("pay"))
-    assert (world.read(task).status, world.read(task).error) == (Status.FAILED, "no such account")
-    assert len(world.attempts(task)) == 1
 
 
 # -- expiry and keys ------------------------------------------------------------------------------

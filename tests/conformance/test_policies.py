@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import event, select, update
 
 import delaytasks as e
-from delaytasks import DelayedTask, Snooze, Status
+from delaytasks import DelayedTask, Status
 from tests.refusals import invalid
 from tests.world import NO_POLICIES, MakeWorld, MonkeyPatch, World, run_chunk
 from tests.world.recording import CrashError
@@ -149,18 +149,6 @@ def test_until_sets_or_extends_a_pause_and_never_shortens_it(world: World, name:
     assert (world.statuses([task]), calls.list()) == (["NOT_COMPLETE"], [])
     calls.pause(**name, until="2h")
     assert calls.remove(**name).paused_until is None
-
-
-def test_a_processor_can_pause_its_own_tag(world: World) -> None:
-    @world.delays.processor("partner.call")
-    def call_partner(body: Any) -> Snooze:
-        world.delays.policies.pause(tag="partner.call", until="1h")
-        return Snooze(1)
-
-    first, second = world.schedule("partner.call"), world.schedule("partner.call")
-    world.run(first)
-    world.sweep_later()
-    assert world.statuses([first, second]) == ["HELD"] * 2
 
 
 def test_a_queue_that_is_paused_gets_no_drain_messages(world: World) -> None:

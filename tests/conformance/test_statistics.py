@@ -139,14 +139,6 @@ def test_the_groups_of_one_report_are_bounded(main: MainProcess) -> None:
     assert outcomes(world, "various") == {"failed": 26}
 
 
-def test_several_threads_lose_no_count(main: MainProcess) -> None:
-    tasks = [main.world.schedule() for _ in range(60)]
-    with ThreadPoolExecutor(3) as threads:
-        main.write_counts(*threads.map(main.world.run, tasks))
-    assert outcomes(main.world) == {"done": 60}
-    assert totals(main.world)["note"].started == 60
-
-
 def test_nothing_is_counted_if_the_setting_is_off(make_world: MakeWorld) -> None:
     world = make_world(statistics=False)
     assert world.run(world.schedule()).statistics.tags == ()
@@ -279,17 +271,6 @@ def test_a_duration_is_a_range_before_now(world: World, write: Write) -> None:
     assert sum(one.total.done for one in delays.statistics.series(since="3h")) == 2
 
 
-def test_quantiles_come_from_the_histograms_of_the_range(delays: DelayTasks, write: Write) -> None:
-    write(NOON, "a", *[0.02] * 98)
-    write(NOON + MINUTE, "a", 50, 50)
-    total = delays.statistics.totals(since=NOON, until=NOON + HOUR)["a"]
-    assert 0.01 <= (total.lateness_quantile(0.5) or 0) <= 0.025
-    assert 30 <= (total.lateness_quantile(0.99) or 0) <= 60
-    assert 0.1 <= (total.duration_quantile(0.5) or 0) <= 0.25
-    assert total.lateness_s == pytest.approx(98 * 0.02 + 100)
-    assert total.on_time_share is None
-
-
 def test_the_share_on_time_is_exact_despite_the_histogram(delays: DelayTasks, write: Write) -> None:
     delays.processor("prompt", on_time="5s")(lambda body: None)
     write(NOON, "prompt", *[4.999] * 997, 5.001, 5.002, 9)
@@ -300,17 +281,6 @@ def test_the_share_on_time_is_exact_despite_the_histogram(delays: DelayTasks, wr
     assert one.share == 0.997
     with invalid("target", match="target"):
         delays.statistics.on_time(target=1)
-
-
-def test_failure_groups_are_read_and_select_their_tasks(world: World) -> None:
-    pattern, read = "* in charge\n*ValueError: order * not found*", world.delays.statistics.failures
-    Counts(world).add_failures(NOON, pattern, 3, 17, "the error").write(NOON)
-    [found] = read(tag="a")
-    assert (found.runs, found.task_id, found.error) == (3, 17, "the error")
-    assert found.hours == {NOON: 3}
-    assert found.first_at == found.last_at == NOON
-    assert found.filters == {"tag": "a", "error": pattern}
-    assert read(tag="b") == read(since=NOON + MINUTE) == []
 
 
 RANGES: list[Any] = [({"step": step}, "step", "whole minutes") for step in ("90s", 0)]

@@ -181,18 +181,6 @@ def test_a_touched_task_runs_once_when_it_is_left_alone(d: Deployment) -> None:
     assert row.expected_time - task.expected_time > timedelta(seconds=0.2)
 
 
-def test_a_task_that_its_caller_rolled_back_does_not_run(d: Deployment) -> None:
-    engine = d.store.database.tx
-    with Session(engine) as session:
-        task = d.schedule(delay=0.1, session=session)
-        session.rollback()
-    with engine.connect() as connection:
-        other = d.schedule(delay=0.1, session=connection)
-        connection.rollback()
-    ran_once(d, [d.schedule(delay=0.2)])
-    assert {str(task.id), str(other.id)}.isdisjoint(run[0] for run in d.runs())
-
-
 def test_a_task_that_is_committed_after_its_due_time_runs_then(d: Deployment) -> None:
     with Session(d.store.database.tx) as session:
         task = d.schedule(delay=0.1, session=session)

@@ -75,18 +75,6 @@ def test_a_claim_that_holds_fewer_rows_than_it_has_locked_is_rolled_back(world: 
     assert waitlist_rows(world) == 0
 
 
-def test_a_runner_admits_the_next_task_of_the_waitlist_when_one_ends(world: World) -> None:
-    world.limit(concurrency=1)
-    tasks = [world.schedule(body=n) for n in range(5)]
-    report = world.worker().run(*tasks, for_s=20)
-    assert world.notes == [0, 1, 2, 3, 4]
-    assert world.statuses(tasks) == ["DONE"] * 5
-    assert (report.ran, report.waitlists, waitlist_rows(world)) == (5, (), 0)
-    done = world.read(tasks[4])
-    assert done.runs == 1
-    assert (done.version == 3) is world.counts_moves
-
-
 def test_a_runner_whose_time_is_over_reports_the_waitlist_that_is_left(world: World) -> None:
     world.limit(concurrency=1)
     tasks = [world.schedule(body=n) for n in range(3)]
@@ -246,8 +234,6 @@ def test_a_process_that_takes_the_last_start_returns_the_time_until_the_next(wor
 
 
 def test_simultaneous_workers_never_exceed_the_limit(world: World) -> None:
-    world.limit(concurrency=5)
-    tasks = [world.schedule(body=n) for n in range(40)]
     running, most, ran = Counter[int](), [], list[int]()
     lock = threading.Lock()
 
@@ -336,14 +322,6 @@ def test_a_sweep_finds_queues_with_waitlists(world: World) -> None:
     assert [level.queue for level in world.store.sweeps.levels(0)] == ["slow"]
     assert world.store.paused_rows.waitlists_in("slow") == {("slow", "note")}
     assert world.store.paused_rows.waitlists_in("default") == set()
-
-
-def test_a_task_in_a_waitlist_is_held(world: World) -> None:
-    world.limit(concurrency=1)
-    tasks = [world.schedule(body=n) for n in range(2)]
-    world.claim(tasks[0])
-    world.claim(tasks[1])
-    assert world.read(tasks[1]).status is Status.HELD
 
 
 # A task that is settled passes its slot on, and an overdue backlog of a limited tag waits

@@ -45,55 +45,6 @@ def tags_of_worker(world: World) -> set[str] | None:
     return None if row.tags is None else set(json.loads(row.tags))
 
 
-def test_a_task_with_a_worker_has_no_reason_to_wait(world: World) -> None:
-    assert fact_codes(world, world.schedule()) == ["due"]
-    assert fact_codes(world, world.schedule(delay=60)) == ["future"]
-
-
-def test_a_deferred_task_names_its_tag(world: World) -> None:
-    task = world.schedule("unknown")
-    assert fact_codes(world, task) == ["no_processor"], (
-        "the registry knows it before any worker has tried"
-    )
-    world.run(task)
-    assert world.read(task).expected_time > world.now()
-    assert fact_codes(world, task) == ["no_processor"]
-
-
-def test_a_worker_that_was_not_seen_for_long_serves_nothing(world: World) -> None:
-    task = world.schedule()
-    world.silence()
-    assert fact_codes(world, task) == ["no_worker"]
-
-
-def test_a_paused_tag_and_a_paused_queue_are_named(world: World) -> None:
-    task = world.schedule()
-    for named in ({"tag": "note"}, {"queue": "default"}):
-        world.delays.policies.pause(**named)
-        assert fact_codes(world, task) == ["paused"]
-        world.delays.policies.resume(**named)
-    assert fact_codes(world, task) == ["due"]
-
-
-def test_a_task_in_a_waitlist_is_distinguished_from_a_paused_task(world: World) -> None:
-    world.delays.processor("limited")(world.notes.append)
-    world.limit("limited", concurrency=1)
-    first, second = world.schedule("limited"), world.schedule("limited")
-    [running] = world.claim(first, second)
-    waits = second if running.id == first.id else first
-    assert world.read(waits).status is Status.HELD
-    assert fact_codes(world, waits) == ["limit"]
-
-
-def test_a_retry_is_distinguished_from_a_task_of_the_future(world: World) -> None:
-    def fail(body: object) -> None:
-        raise ValueError("no")
-
-    world.delays.processor("limited", retries="60s")(fail)
-    world.run(task := world.schedule("limited"))
-    assert fact_codes(world, task) == ["retry"]
-
-
 def test_rows_with_invalid_values_have_reasons_too(world: World) -> None:
     task = world.schedule()
     for values in (RUNNING | {"worker": ""}, {"status": 5, "limit_key": "x" * 255}):
@@ -122,13 +73,6 @@ def test_more_tags_than_the_registry_takes_are_not_published(world: World) -> No
 def test_a_worker_that_starts_again_replaces_its_tags(world: World, make_world: MakeWorld) -> None:
     make_world().serve("w1", "default", tags=TOO_MANY)
     assert tags_of_worker(world) is None
-
-
-def test_a_worker_that_publishes_no_tags_is_no_reason(world: World) -> None:
-    w = world.table("workers")
-    with world.begin() as connection:
-        connection.execute(w.update().values(tags=None))
-    assert fact_codes(world, world.schedule()) == ["due"]
 
 
 # The explanation of a task names what the database, the broker and the timer report

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from celery import Celery, _state
+from celery import Celery
 from sqlalchemy import text
 
 import delaytasks
 from delaytasks import ConfigError, DelayTasks, TaskNotFoundError
 from delaytasks.broker.arming import SWEEP
-from delaytasks.celery import set_project_delays
 from delaytasks.db import migrations
 from delaytasks.runtime import runtime_of
 from tests.integration.conftest import Deploy
@@ -55,27 +54,6 @@ def test_an_app_has_one_instance() -> None:
     DelayTasks(app, "sqlite://")
     with pytest.raises(ConfigError, match="one DelayTasks per Celery app"):
         DelayTasks(app, "sqlite://")
-
-
-def test_the_functions_of_the_package_are_those_of_the_current_instance(tmp_path: Path) -> None:
-    mine, other = instance(tmp_path, "mine"), instance(tmp_path, "other")
-    set_project_delays(mine)
-    try:
-
-        @delaytasks.processor("default.tag")
-        def process(body: Any) -> None: ...
-
-        task = delaytasks.schedule_delay("default.tag", {"a": 1}, 60, key="k")
-        assert mine.get(task).body == {"a": 1}
-        with pytest.raises(ConfigError, match=r"default\.tag.*process"):
-            delaytasks.processor("default.tag")(lambda body: None)
-    finally:
-        set_project_delays(None)
-    before = _state._tls.current_app
-    for delays in (mine, other):
-        runtime_of(delays).celery.set_current()
-        assert delaytasks.current_delays() is delays
-    _state._set_current_app(before)
 
 
 def test_deployments_share_a_database_by_schema_or_prefix(postgresql_url: str) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from delaytasks import DelayedTask, Status
-from tests.running import Deployment, combinations
+from delaytasks import DelayedTask
+from tests.running import Deployment
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -35,34 +33,6 @@ def wait_for_runs(site: Deployment, count: int, is_declared: bool = False) -> No
         return sum((run[0] == "declared") == is_declared for run in site.runs()) >= count
 
     wait_until(has_run, 30, lambda: f"{count} runs\n{site.logs()}", every_s=0.1)
-
-
-@pytest.mark.parametrize(
-    ("database", "broker"),
-    combinations("postgresql-redis mysql-rabbitmq sqlite-redis postgresql-direct"),
-)
-def test_each_occurrence_runs_once_on_time_while_processes_are_killed(site: Deployment) -> None:
-    first = [site.worker(pool="threads")]
-    site.worker(pool="threads")
-    if site.settings.get("timer") != "direct":
-        first.append(site.beat())
-        site.beat()
-    site.delays.recurring.set("each second", "test.note", {"file": str(site.file)}, every="1s")
-    wait_for_runs(site, 5)
-    for process in first:
-        process.kill()
-    wait_for_runs(site, 15)
-    site.delays.recurring.pause("each second")
-    done = [task for task in tasks_of(site) if task.status is not Status.CANCELLED]
-    site.wait_for(done)
-    first_at = done[0].expected_time
-    wanted = [first_at + timedelta(seconds=n) for n in range(len(done))]
-    assert [task.expected_time for task in done] == wanted
-    runs = Counter(run[0] for run in site.runs())
-    assert all(runs[str(task.id)] <= task.runs for task in done), "the killed worker's only"
-    assert not site.early()
-    late_s = site.lateness_s()
-    assert sorted(late_s)[len(late_s) // 2] < 0.5, late_s
 
 
 @pytest.mark.quick

@@ -37,20 +37,6 @@ def test_tasks_run_on_time_and_once_in_other_pools(deploy: Deploy, pool: str) ->
     worker.terminate()
 
 
-def test_tasks_moved_in_bulk_leave_redis_and_run_at_their_new_times(deploy: Deploy) -> None:
-    d = deploy(timer="redis", **SLOW)
-    gone = [d.schedule("test.mail", 60) for _ in range(700)]
-    moved = [d.schedule(delay=60) for _ in range(20)]
-    assert runtime_of(d.delays).flush()
-    assert is_empty(d, 720)
-    assert d.delays.bulk.cancel(tag="test.mail").changed == len(gone)
-    assert is_empty(d, 20)
-    d.worker()
-    assert d.delays.bulk.reschedule(0.5, tag="test.note").changed == len(moved)
-    ran_once(d, moved)
-    wait_until(lambda: is_empty(d), 10, "Redis to be empty")
-
-
 @pytest.mark.parametrize("step", ["taken", "handed on", "deleted"])
 def test_entries_that_a_killed_redis_poller_had_taken_run_on_time_elsewhere(
     deploy: Deploy, monkeypatch: pytest.MonkeyPatch, step: str

@@ -14,7 +14,7 @@ from delaytasks import DelayedTask, Status
 from delaytasks.runtime import runtime_of
 from tests.integration.conftest import Deploy
 from tests.running import Deployment, combinations
-from tests.waiting import SLACK_S, wait_until
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -93,40 +93,3 @@ def test_another_worker_runs_the_waitlist_that_a_stopped_worker_leaves(deploy: D
     assert not second.ended()
     d.wait_for(tasks, deadline_s=20)
     assert most_at_once(d) == 1
-
-
-# -- a raised limit is used within seconds, and not when running rows end --------------------------
-
-
-#: Rows run longer than the test, so that none ends and passes its slot on.
-LONG_S = 600
-ONLY_MESSAGES = {**NO_SWEEP, "_grace_s": 30}
-USED_S = 2.0
-
-
-@pytest.mark.parametrize(
-    ("database", "pool", "processes", "few", "many"),
-    [
-        ("postgresql", "threads", 60, 5, 50),
-        ("mysql", "threads", 40, 5, 30),
-        ("postgresql", "prefork", 8, 1, 6),
-        ("postgresql", "threads", 40, "1/h", "600/m"),
-    ],
-)
-def test_a_raised_limit_is_used_while_long_rows_run(
-    deploy: Deploy, database: str, pool: str, processes: int, few: Any, many: Any
-) -> None:
-    d, is_rate = deploy(database, **ONLY_MESSAGES), isinstance(many, str)
-    limit = "rate" if is_rate else "concurrency"
-    first, then = (1, 20) if is_rate else (few, many)
-    d.delays.policies.set(tag="test.sleep", **{limit: few})
-    d.worker(pool=pool, concurrency=processes)
-    tasks = schedule(d, 3 * then, LONG_S, 1)
-    wait_until(lambda: len(d.runs("began")) == first, 20, d.stacks)
-    wait_until(lambda: d.status(tasks[-1]) is Status.HELD, 20, "the others to wait in line", 0.1)
-    d.delays.policies.set(tag="test.sleep", **{limit: many})
-    within_s = USED_S + SLACK_S + 2 * is_rate
-    wait_until(lambda: len(d.runs("began")) >= then, within_s, lambda: str(len(d.runs())))
-    if not is_rate:
-        d.wait_for([d.schedule()], deadline_s=10)
-        assert len(d.runs("began")) == many, "and no more than are allowed"

@@ -9,10 +9,9 @@ import os
 import signal
 import socket
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
-from sqlalchemy import insert, text
+from sqlalchemy import text
 
 from chaos.pids import children_of, is_alive
 from delaytasks import Status
@@ -76,34 +75,6 @@ def test_tasks_run_on_time_and_their_rows_record_this(site: Deployment, pool: st
     held = [d.schedule(delay=5) for _ in range(3)]
     worker.terminate()
     assert {d.status(task) for task in held} == {Status.NOT_COMPLETE}
-
-
-def test_a_worker_never_claims_rows_of_another_queue(deploy: Deploy) -> None:
-    # The producer imports no processors, so its settings name the queue.
-    d = deploy(queues={"test.note": "mail"})
-    name = d.settings["namespace"] + ".{}"
-    worker = d.worker("-Q", name.format("mail"))
-    past = d.now() - timedelta(minutes=1)
-    common = {"tag": "test.quiet", "message_body": "{}", "expected_time": past}
-    overdue = [
-        {**common, "queue": queue, "lapses": lapses, "priority": priority}
-        for queue in ("mail", "default")
-        for lapses, priority in [(0, 0)] * 300 + [(0, 9)] * 300 + [(1, 5)] * 3
-    ]
-    with d.store.database.begin() as connection:
-        connection.execute(insert(d.store.schema.tasks), overdue)
-    others = [d.schedule("test.quiet", delay) for delay in (0, 1, 3)]
-    mail = [d.schedule("test.note", delay) for delay in (0, 1, 3)]
-    d.wait_for(mail)
-    wait_until(lambda: d.counted()[Status.DONE] == 606, 30, "all of the mail to be run", 0.1)
-    worker.wait_for("queue.unserved queue='default'")
-    left = d.delays.find(status="NOT_COMPLETE", limit=1000).tasks
-    assert {(task.queue, task.version, task.runs) for task in left} == {("default", 0, 0)}
-    d.worker("-Q", name.format("default"))
-    wait_until(lambda: d.counted()[Status.DONE] == 1212, 30, "another worker's turn", 0.1)
-    d.wait_for(others)
-    ran_by = {(row.queue, str(row.worker).partition("/")[0]) for row in d.delays.find(limit=1000)}
-    assert ran_by == {("mail", d.node(0)), ("default", d.node(1))}
 
 
 def test_rows_behind_a_slow_one_are_given_back_and_run_elsewhere(deploy: Deploy) -> None:
@@ -200,27 +171,6 @@ def test_a_committed_effect_happens_once_despite_kills(deploy: Deploy, database:
     assert all(d.delays.get(task).runs > 1 for task in died)
 
 
-@pytest.mark.parametrize(
-    ("database", "broker", "pool"),
-    combinations("""postgresql-redis-prefork postgresql-direct-drain mysql-rabbitmq-threads
-        sqlite-redis-prefork"""),
-)
-def test_quick_overdue_rows_do_not_wait_for_slow_ones_while_a_process_is_free(
-    deploy: Deploy, database: str, broker: str, pool: str
-) -> None:
-    d = deploy(database, broker, sweep=15, _self_sweep_s=15, horizon=30, lease=60)
-    now = d.now()
-    slow = {"tag": "test.sleep", "message_body": f'{{"file": "{d.file}", "seconds": 12}}'}
-    quick = {"tag": "test.quiet", "message_body": "{}"}
-    rows = [{**slow, "expected_time": now - timedelta(hours=2)} for _ in range(3)]
-    rows += [{**quick, "expected_time": now - timedelta(hours=1)} for _ in range(100)]
-    with d.store.database.begin() as connection:
-        connection.execute(insert(d.store.schema.tasks), rows)
-    d.drainer(concurrency=4) if pool == "drain" else d.worker(pool=pool, concurrency=4)
-    wait_until(lambda: d.counted()[Status.DONE] == 100, 8, "the quick rows to be run", 0.05)
-    assert {run[1] for run in d.runs()} == {"began"}, "the slow ones run still"
-
-
 def test_a_partition_that_beat_omits_is_swept_by_a_worker_that_is_busy(deploy: Deploy) -> None:
     # The short horizon keeps the rows out of the first sweep.
     d = deploy(sweep=(1, 2), horizon=3)
@@ -260,43 +210,3 @@ def test_a_worker_that_quits_immediately_returns_its_entries_to_the_broker(deplo
     first.signal(signal.SIGQUIT)
     d.wait_for(held, deadline_s=8)
     assert max(d.lateness_s()) < 2
-
-
-# -- A worker's coroutines see Celery's current task, and lazy results fail their tasks -----------
-
-
-PROJECT = """
-import asyncio
-from celery import current_task
-from delaytasks import processor
-from tests.project import note
-
-@processor("coroutine.retry")
-async def ask(body, task):
-    await asyncio.sleep(0.01)
-    note(body, task.id, task.runs, current_task.name, current_task.request.id)
-    if task.runs < 3:
-        raise current_task.retry(countdown=0)
-
-@processor("lazy.result")
-def lazy(body, task):
-    return (note(body, each) for each in "abc")
-"""
-
-
-@pytest.mark.parametrize("pool", ["prefork", "threads"])
-def test_a_coroutine_retries_as_celery_tasks_do(deploy: Deploy, tmp_path: Path, pool: str) -> None:
-    (tmp_path / "coroutines.py").write_text(PROJECT)
-    d = deploy("sqlite", "filesystem", queues={"*": "ours"})
-    d.conf["imports"] = ["coroutines"]
-    d.worker(pool=pool)
-    d.insert(tag="test.quiet")  # it is in the queue `default`
-    tasks = [d.schedule("coroutine.retry") for _ in range(5)]
-    lazy = d.schedule("lazy.result")
-    assert lazy.queue == "ours"
-    d.wait_for(tasks, deadline_s=10 + SLACK_S)
-    d.wait_for([lazy], Status.FAILED, deadline_s=10 + SLACK_S)
-    assert "returned an object of type generator" in (d.delays.get(lazy).error or "")
-    wait_until(lambda: d.counted()[Status.DONE] == 6, 15, "the other program's row to run", 0.05)
-    wanted = [[str(t.id), str(n), "coroutine.retry", str(t.id)] for t in tasks for n in (1, 2, 3)]
-    assert sorted(d.runs()) == sorted(wanted)

@@ -272,6 +272,11 @@ def retry(**options: Any) -> Callable[[], Any]:
     return ask
 
 
+async def retry_later() -> None:
+    await asyncio.sleep(0)
+    raise current_task.retry(countdown=600)
+
+
 def raise_retry() -> None:
     raise CeleryRetry("busy", when=60)
 
@@ -285,6 +290,7 @@ RETRIES: dict[str, tuple[Callable[[], Any], dict[str, Any], float | None, str]] 
         f"a countdown, {mode}": (retry(countdown=600, exc=CLOSED), options, 600, "Error: closed")
         for mode, options in MODES.items()
     },
+    "a countdown, in a coroutine": (retry_later, {}, 600, ""),
     "the next delay of the retry schedule": (retry(), {"runs": 1, **SCHEDULE}, 3600, ""),
     "past the retry schedule": (retry(exc=CLOSED), {"runs": 2, **SCHEDULE}, None, "closed"),
     "Celery's default delay": (retry(), {}, 180, ""),

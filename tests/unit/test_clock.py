@@ -259,16 +259,6 @@ def test_an_idle_thread_does_not_read_the_clock(collector: Collector, clock: Set
     assert clock.asked - asked <= 3, "it sleeps, for seconds at a time"
 
 
-def test_after_a_day_of_suspension_all_are_delivered(collector: Collector, clock: SetClock) -> None:
-    start_us = clock.us
-    for n in range(100):
-        collector.add(f"{n}", n * 600_000_000, start_us)
-    clock.us += 24 * 3600 * 1_000_000
-    collector.add("look", 0)
-    wait_until(lambda: len(collector.came) == 101, 10, "all of them", 0.001)
-    assert [name for name in collector.names if name != "look"] == [f"{n}" for n in range(100)]
-
-
 def test_a_clock_set_back_does_not_delay_new_entries(collector: Collector, clock: SetClock) -> None:
     for names in (["first"], ["first", "second"]):
         collector.add(names[-1], 0)

@@ -108,47 +108,10 @@ class Tracked(TrackedWaitlists):
         visits = [self.next_visit() for _ in range(count)]
         return [None if visit is None else visit.waitlist for visit in visits]
 
-    def phase(self) -> str:
-        """Return the phase of the only waitlist, as far as it is visible from outside."""
-        if not self:
-            return "EMPTY"
-        if not self.is_active:
-            return "FULL"
-        visit = self.next_visit()
-        return "SERVED" if visit is None or visit.is_probe else "OPEN"
-
 
 @pytest.fixture
 def found(time: ManualTime) -> Tracked:
     return Tracked(time)
-
-
-#: The steps by which a waitlist comes to a phase: `sees 2` and `ends 2` report 2 free slots, `sent`
-#: sends a process, `later` sends one a second later, and `probe` and `empty` end a visit.
-PHASES = {
-    "": "EMPTY", "sees None": "OPEN", "sees 1": "OPEN", "sees 0": "FULL",
-    "sees 1, sent": "SERVED", "sees 2, sent": "OPEN", "sees 1, sees 0": "FULL",
-    "sees 2, sent, sees 0": "SERVED", "sees 0, later": "SERVED", "sees 0, sees 1": "OPEN",
-    "sees 1, sent, later": "SERVED", "sees 1, sent, later, probe 2": "OPEN",
-    "sees 1, sent, later, probe 1": "SERVED", "sees 1, sent, ends 1": "OPEN",
-    "sees 1, sent, ends 0": "FULL", "sees 2, sent, sent, ends 0": "SERVED",
-    "sees 1, sent, empty": "EMPTY",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("steps", "phase"), PHASES.items())
-def test_a_waitlist_has_the_phases_of_its_table(found: Tracked, steps: str, phase: str) -> None:
-    for step in steps.split(", ") if steps else ():
-        name, _, free = step.partition(" ")
-        if name in ("sent", "later"):
-            assert found.visits(1, WAITLIST_RECHECK_S * (name == "later")) == [MAIL]
-        elif name == "sees":
-            found.sees(None if free == "None" else int(free))
-        elif name == "empty":
-            found.update([], MAIL)
-        else:
-            found.ends(int(free), is_probe=name == "probe")
-    assert found.phase() == phase
 
 
 def test_a_full_waitlist_is_checked_again_later(found: Tracked) -> None:
@@ -180,14 +143,6 @@ def test_probes_without_success_become_rarer_down_to_one_a_second(found: Tracked
         assert found.visits() == [None]
         assert found.visits(2, waits[-1] or 0) == [MAIL, None]
     assert waits == [0.4, 0.8, WAITLIST_RECHECK_S, WAITLIST_RECHECK_S, WAITLIST_RECHECK_S]
-
-
-def test_a_probe_that_took_the_last_slot_briefly_calls_no_process(found: Tracked) -> None:
-    """One process is enough for quick rows of a tag with a rate. It waits for the next start."""
-    found.sees(1)
-    assert [found.visits(), found.visits(1, tracked_waitlists.PROBE_S)] == [[MAIL], [MAIL]]
-    assert found.ends(1, is_probe=True) == tracked_waitlists.PROBE_S
-    assert found.visits() == [None]
 
 
 def test_a_waitlist_whose_process_failed_is_visited_again(found: Tracked) -> None:

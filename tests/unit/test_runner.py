@@ -472,14 +472,6 @@ def backlog(world: World, rows: int, tag: str = "note") -> list[DelayedTask]:
     return [world.schedule(tag, body=number) for number in range(rows)]
 
 
-def test_a_backlog_is_run_chunk_after_chunk_until_it_is_empty(world: World) -> None:
-    tasks = backlog(world, 7)
-    report = drain(world, limit=2)
-    assert (report.claimed, report.ran, report.is_full) == (7, 7, False)
-    assert world.notes == list(range(7))
-    assert world.statuses(tasks) == ["DONE"] * 7
-
-
 def test_while_a_chunk_runs_the_last_one_is_settled_and_one_more_is_claimed(single: World) -> None:
     expected = ["DONE", "RUNNING", "RUNNING", "NOT_COMPLETE"]
 

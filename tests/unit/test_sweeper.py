@@ -155,12 +155,6 @@ def test_a_sweep_that_could_not_read_the_policies_releases_nothing(make_world: M
     assert [fields["stage"] for fields in other.told("loop.failed")] == ["policies"]
 
 
-def test_a_sweep_makes_the_tasks_of_recurring_schedules(world: World) -> None:
-    world.delays.recurring.set("r", "note", {}, every="5s")
-    world.sweep_later()
-    assert world.delays.find(tag="note").tasks
-
-
 def test_without_a_horizon_nothing_is_armed_by_sweeps(make_world: MakeWorld) -> None:
     world = make_world(horizon=None)
     world.put(due_s=5)
@@ -184,19 +178,6 @@ def test_partitions_share_the_rows_and_the_first_does_the_other_work(make_world:
     assert sorted(id for share in shares for id in share) == sorted(task.id for task in tasks)
     assert min(len(share) for share in shares) >= 10
     assert [world.sweep_later(partition) for partition in range(3)] == [[], [], []]
-
-
-def test_rows_that_a_dead_worker_held_are_armed_again(world: World) -> None:
-    world.serve("w1", "default")
-    world.serve("w2", "default")
-    ids = [world.put(due_s=5).id, world.put(due_s=20).id]
-    assert world.sweep_later() == ids
-    world.silence(world.delays.settings.sweep_s * 2)
-    assert world.sweep_later() == [], "their silence was short"
-    world.silence(60, "w1")
-    assert world.sweep_later() == ids
-    assert [fields["worker"] for fields in world.told("worker.lost")] == ["w1"]
-    assert world.sweep_later() == [], "it is told once"
 
 
 def test_a_worker_whose_own_report_is_old_counts_no_other_as_lost(
@@ -249,18 +230,6 @@ def test_a_worker_that_dies_during_a_sweep_is_not_forgotten(make_world: MakeWorl
 # -- overdue rows --------------------------------------------------------------------------------
 
 
-def test_overdue_rows_cause_a_few_drain_messages_for_served_queues(world: World) -> None:
-    for priority in [3, 5] * 50:
-        world.put(due_s=-60, queue="mail", priority=priority)
-    world.put(due_s=-60, queue="nobody")
-    world.put(due_s=-0.2)  # within the grace period
-    world.serve("w1", "default", "mail")
-    world.serve("w2", "mail")
-    world.sweep_later()
-    assert drained(world) == [("mail", [3, 5], 2 * world.delays.settings.drain_messages)]
-    assert [fields["queue"] for fields in world.told("queue.unserved")] == ["nobody"]
-
-
 PURGES: list[Any] = [("30d", timedelta(days=29), STEP_ROWS + 13), ("30d", timedelta(days=31), 3)]
 PURGES += [(None, timedelta(days=31), STEP_ROWS + 13), ("1h", timedelta(hours=2), 3)]
 
@@ -291,18 +260,6 @@ def test_workers_without_a_broker_cause_no_drain_messages(world: World) -> None:
     world.sweep_later()
     [messages] = [fields["messages"] for fields in world.told("sweep.drain")]
     assert messages == world.delays.settings.drain_messages
-
-
-def test_any_number_of_rows_is_recovered(world: World) -> None:
-    over = world.put_many(STEP_ROWS + 25)
-    ago = world.now() - timedelta(seconds=1)
-    world.set_columns("tasks", status=int(Status.RUNNING), lease_until=ago, worker="worker-1")
-    last = lapsed(world, lapses=world.delays.settings.max_lost_leases - 1)
-    runs = world.put(Status.RUNNING)
-    world.sweep_later()
-    assert world.counted()[Status.NOT_COMPLETE] == len(over)
-    assert world.statuses([last, runs]) == ["FAILED", "RUNNING"]
-    assert world.count("task.recovered") == len(over) + 1
 
 
 # -- the thread of a worker that sweeps -----------------------------------------------------------
@@ -416,14 +373,6 @@ def test_a_stage_that_fails_stops_no_other_and_is_retried(
     assert missing() == [stage]
     main.sweep_turn()
     assert missing() == []
-
-
-def test_a_worker_publishes_its_load_and_tags(main: MainProcess) -> None:
-    main.take(1)
-    main.report()
-    w = main.world.table("workers").c
-    [(tags, busy)] = main.world.rows(select(w.tags, w.busy))
-    assert ("note" in tags, busy) == (True, 1)
 
 
 def test_a_worker_that_has_signed_off_reports_no_more(main: MainProcess) -> None:

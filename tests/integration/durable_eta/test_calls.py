@@ -77,15 +77,6 @@ def test_signatures_and_send_task_become_rows(project: Shop) -> None:
     assert [result.get(timeout=WAIT_S) for result in results] == [3] * 4
 
 
-def test_calls_without_a_delay_go_to_the_broker(project: Shop) -> None:
-    add = project.task("add")
-
-    results = [add.delay(1, 2), add.apply_async((1, 2)), add.apply_async((1, 2), countdown=0)]
-
-    assert [result.get(timeout=WAIT_S) for result in results] == [3] * 3
-    assert not {result.id for result in results} & keys(project, "add")
-
-
 @in_each_combination
 def test_each_retry_is_a_row_with_the_id_of_the_task(project: Shop) -> None:
     result = project.task("persist").apply_async((2,), {"countdown": SOON_S}, countdown=SOON_S)
@@ -193,18 +184,3 @@ def test_a_task_that_expires_before_it_is_due_is_revoked_by_the_worker(project: 
 
 
 # -- operate -----------------------------------------------------------------------------------
-
-
-def test_a_row_is_paused_resumed_and_moved_by_the_name_and_id_of_the_task(project: Shop) -> None:
-    tag = "celery:durable.total"
-    project.delays.policies.pause(tag=tag)
-    result = project.task("total").apply_async(([1, 2],), countdown=3600)
-    row = project.delays.get(tag=tag, key=result.id)
-    wait_until(lambda: project.delays.get(row).status is Status.HELD, WAIT_S, "a held row")
-
-    project.delays.policies.resume(tag=tag)
-    waits = Status.NOT_COMPLETE
-    wait_until(lambda: project.delays.get(row).status is waits, WAIT_S, "the end of the pause")
-    project.delays.reschedule(tag=tag, key=result.id, delay=0)
-
-    assert result.get(timeout=WAIT_S) == 3

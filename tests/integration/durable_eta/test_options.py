@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 from celery import Task, signature, uuid
-from kombu import Connection
 
-from delaytasks import ConfigError, Status
 from tests.doc_pages import ROOT
-from tests.integration.durable_eta.conftest import COMBINATIONS, Shop, begin, end, url_of
+from tests.integration.durable_eta.conftest import Shop, begin, end
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -119,14 +117,6 @@ def test_an_ignored_result_is_not_stored(project: Shop, tmp_path: Path) -> None:
     assert [row.key for row in project.rows("see_in_file")][-1:] == [result.id]
 
 
-@pytest.mark.parametrize("option", ["connection", "producer", "publisher"])
-def test_another_broker_than_that_of_the_app_is_refused(project: Shop, option: str) -> None:
-    with Connection("redis://elsewhere/0") as connection:
-        other = connection if option == "connection" else project.app.amqp.Producer(connection)
-        with pytest.raises(ConfigError, match="durable_eta=False"):
-            project.task("see").apply_async(**SOON, **{option: other})
-
-
 #: Options of all calls.
 IN_EACH_CALL = {"args", "kwargs", "countdown"}
 
@@ -160,46 +150,6 @@ def test_the_rate_limit_of_a_task_holds(project: Shop) -> None:
 
 def _now() -> datetime:
     return datetime.now(timezone.utc)
-
-
-# -- Workers that are killed while they publish the messages of rows lose none --------------------
-
-
-COUNT = 600
-KILLS = 3
-
-
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_each_task_runs_although_the_workers_that_publish_are_killed(
-    combination: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    database, broker = combination.split("-")
-    broker_url, redis_url = (request.getfixturevalue(f"{name}_url") for name in (broker, "redis"))
-    database_url = url_of(database, tmp_path, request)
-    project = begin(tmp_path, database_url, broker_url, redis_url, task_ignore_result=True)
-    try:
-        note, file = project.task("note"), project.deployment.file
-        queue = f"{project.deployment.settings['namespace']}.default"
-        due = datetime.now(timezone.utc) + timedelta(seconds=8)
-        for number in range(COUNT):
-            note.apply_async((str(file), str(number)), eta=due)
-        project.start_worker("-Q", project.app.conf.task_default_queue)
-        publisher = project.start_worker("-Q", queue)
-
-        def count(status: Status) -> int:
-            return sum(row.status is status for row in project.rows("note"))
-
-        for kill in range(1, KILLS + 1):
-            aim = COUNT * kill // (KILLS + 1)
-            wait_until(lambda: count(Status.DONE) >= aim, 60, "messages to be published")  # noqa: B023
-            publisher.kill()
-            publisher = project.start_worker("-Q", queue)
-
-        wait_until(lambda: count(Status.DONE) == COUNT, 60, "each row to be DONE")
-        wanted = {str(number) for number in range(COUNT)}
-        wait_until(lambda: set(file.read_text().split()) == wanted, 60, "each task to run")
-    finally:
-        end(project)
 
 
 # -- result backends and queues of RabbitMQ that work differently ---------------------------------

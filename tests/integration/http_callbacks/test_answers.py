@@ -304,10 +304,11 @@ def test_a_connection_is_kept_after_every_valid_answer(web: WebServer, caller: C
     web.answers |= {
         "/length": answer(500, b"x" * 9000),
         "/none": raw(b"HTTP/1.1 204 No Content\r\n\r\n"),
+        "/zero": raw(b"HTTP/1.1 304 Empty\r\nContent-Length: 0\r\n\r\n"),
         "/chunks": raw(OK + b"Transfer-Encoding: Chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n"),
     }
     for _ in range(5):
-        for path in ["/length", "/none", "/chunks", "/"]:
+        for path in ["/length", "/none", "/zero", "/chunks", "/"]:
             caller.post(web.url(path))
     assert web.accepted == 1
 
@@ -346,18 +347,6 @@ def test_a_late_body_of_an_answer_without_content_is_not_the_next_answer(
     assert isinstance(caller.post(web.url("/first")), Done if status == 204 else Retry)
     assert caller.post(web.url("/next")) == Retry(None, "HTTP 500")
     assert web.accepted == 2
-
-
-@pytest.mark.parametrize("status", [204, 304])
-@pytest.mark.parametrize("headers", [b"", b"Content-Length: 0\r\n"], ids=["none", "zero"])
-def test_a_connection_is_kept_after_an_answer_that_announces_no_body(
-    web: WebServer, caller: Caller, status: int, headers: bytes
-) -> None:
-    web.answers["/empty"] = raw(b"HTTP/1.1 %d Empty\r\n%s\r\n" % (status, headers))
-    for _ in range(3):
-        caller.post(web.url("/empty"))
-    assert caller.post(web.url("/taken")) == Done()
-    assert web.accepted == 1
 
 
 # -- Callbacks by TLS -----------------------------------------------------------------------------

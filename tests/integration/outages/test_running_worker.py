@@ -11,8 +11,7 @@ from delaytasks import DelayedTask
 from delaytasks.model.workers import ServiceTimes
 from delaytasks.runtime import runtime_of
 from tests.integration.conftest import Deploy
-from tests.integration.outages.conftest import BROKERS, DATABASES, LIMIT_S, SLACK_S, seconds
-from tests.services import kill_connections
+from tests.integration.outages.conftest import BROKERS, LIMIT_S, SLACK_S, seconds
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -21,20 +20,6 @@ pytestmark = pytest.mark.slow
 AWAY_S = 13
 #: The sum of a worker's longest pause and the longest attempt to connect.
 RECONNECTS_S = 4 + 4
-
-
-@DATABASES
-def test_a_worker_whose_connections_are_killed_runs_all(deploy: Deploy, database: str) -> None:
-    d = deploy(database)
-    worker = d.worker()
-    tasks = [d.schedule(delay=1 + n / 50) for n in range(200)]
-    for part in range(1, 5):
-        wait_until(lambda part=part: len(d.runs()) >= 40 * part, 20, f"{40 * part} runs")  # type: ignore[misc]
-        kill_connections(d._database_url)
-    d.wait_for(tasks, deadline_s=30)
-    assert not worker.ended()
-    assert {run[0] for run in d.runs()} == {str(task.id) for task in tasks}
-    assert all(d.delays.get(task).runs <= 5 for task in tasks)
 
 
 @BROKERS
