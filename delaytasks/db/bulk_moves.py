@@ -327,6 +327,7 @@ class Bulk:
             move,
             expected_time=func.coalesce(w.c.expected_time, t.c.expected_time),
             due_time=case((w.c.expected_time.is_(None), t.c.due_time), else_=None),
+            late_by=case((w.c.expected_time.is_(None), t.c.late_by), else_=None),
             cancel_request=None,
             **({"runs": 0, "lapses": 0} if move == "rerun" else {}),
         )

@@ -92,7 +92,7 @@ from delaytasks.db.types import UTCDateTime, db_now, for_database, latest, unind
 from delaytasks.model.body import dump_json
 from delaytasks.model.clock import EARLIEST, monotonic, to_us
 from delaytasks.model.inputs import MAX_PRIORITY
-from delaytasks.model.moves import FINISHED, MOST_VERSIONS, MOVES, Status, following
+from delaytasks.model.moves import FINISHED, MOST_VERSIONS, MOVES, LateReason, Status, following
 from delaytasks.model.policies import NO_WAITLISTS, PolicyCache, WaitlistsSeen
 from delaytasks.model.task import CallerConnection, Claimed, DelayedTask, Entry, Settlement
 
@@ -450,7 +450,7 @@ class Settlements:
             else settlement.task.due_time,
             int(not settlement.ending.is_attempt),
             int(not settlement.ending.has_run),
-            settlement.task.late_by,
+            settlement.task.late_by if settlement.move != "give_back" else _if_held(settlement),
         )
 
     def _kept(self, result: str | None, task: DelayedTask) -> str | None:
@@ -515,6 +515,16 @@ def _is_shared(values: Sequence[Any]) -> bool:
     if first is not None and not isinstance(first, int):
         return False
     return values.count(first) == len(values)
+
+
+def _if_held(settlement: Settlement) -> int | None:
+    """Return what `late_by` says of a row that is given back: that it was held, if it was.
+
+    A row that is deferred has a later reason.
+    """
+    late_by = settlement.task.late_by
+    is_held = late_by is not None and late_by % 10 == LateReason.HELD
+    return int(LateReason.HELD) if is_held and settlement.expected_time is None else None
 
 
 def _may_release_key(settlement: Settlement) -> bool:

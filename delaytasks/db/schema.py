@@ -148,7 +148,8 @@ def task_table(metadata: MetaData, prefix: str) -> Table:
         # 1 if a running task was asked to stop, else NULL.
         Column("cancel_request", SmallInteger),
         # What brought the last run, if it began late, and why it did not begin earlier
-        # (`BroughtBy` and `LateReason`). A row that was held, and has not run since, has HELD.
+        # (`BroughtBy` and `LateReason`). A row that was held when it was due, and has not run
+        # since, has HELD.
         Column("late_by", SmallInteger),
         *_indexes(prefix),
         info={"storage": STORAGE},
@@ -561,8 +562,11 @@ def values_of(task: DelayedTask, schema: Schema) -> dict[str, Any]:
 
 def moved(tasks: Table, move: str, **others: Any) -> dict[str, Any]:
     """Return the new values of rows that this move changes; `others` are the columns of its own."""
-    target = MOVES[move].target
-    held = {"late_by": int(LateReason.HELD)} if target is Status.HELD else {}
+    target, held = MOVES[move].target, dict[str, Any]()
+    if target is Status.HELD:
+        held["late_by"] = int(LateReason.HELD)
+    elif move == "release":  # a row that is not due yet was not kept from it
+        held["late_by"] = case((tasks.c.expected_time <= db_now(), tasks.c.late_by), else_=None)
     version = next_version(tasks.c.version)
     return {"status": int(target), "version": version, "update_time": db_now(), **held, **others}
 

@@ -491,7 +491,8 @@ class Tasks:
         move, t = MOVES[name], self._t
         _check_status(name, task)
         if "expected_time" in values:
-            values = {**values, "due_time": None}  # expected_time is the due time again
+            # expected_time is the due time again, and the row was not held since.
+            values = {**values, "due_time": None, "late_by": None}
         values = {
             **values,
             "cancel_request": None,  # it was for an earlier run
@@ -512,6 +513,7 @@ class Tasks:
             version=following(task.version),
             expected_time=values.get("expected_time", task.expected_time),
             due_time=values.get("due_time", task.due_time),
+            late_by=values.get("late_by", task.late_by),
         )
 
     # -- the owner of a key: takes, keeps, replaces or passes on the key that another task wants ---

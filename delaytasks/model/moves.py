@@ -167,10 +167,17 @@ class LateReason(IntEnum):
     LEASE_LOST = 8
 
 
+_BROUGHT_BY = {brought_by.value: brought_by.name.lower() for brought_by in BroughtBy}
+_REASONS = {reason.value: reason.name.lower() for reason in LateReason}
+
+
 def late_start(stored: int) -> tuple[str, str]:
-    """Return the names of both from their sum, which is the value of the column `late_by`."""
-    reason = LateReason(stored % 10)
-    return BroughtBy(stored - reason).name.lower(), reason.name.lower()
+    """Return the names of both from their sum, which is the value of the column `late_by`.
+
+    Numbers of a newer version are `"unknown"`.
+    """
+    reason = stored % 10
+    return _BROUGHT_BY.get(stored - reason, "unknown"), _REASONS.get(reason, "unknown")
 
 
 def moves_from(status: Status) -> list[str]:

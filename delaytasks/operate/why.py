@@ -500,11 +500,13 @@ LATE_BECAUSE = {
     "deferred": "no worker could run the task before",
     "scheduled_late": "the call came after the due time",
     "lease_lost": "an earlier run lost its lease",
+    "unknown": "a worker of a newer version noted a reason that this version does not know",
 }
 _BROUGHT = {
     "entry": "",
     "drain": " (a drain of the queue found it)",
     "waitlist": " (it was in the waitlist of the tag)",
+    "unknown": "",
 }
 
 

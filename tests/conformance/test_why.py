@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 from celery import Celery
+from celery.exceptions import WorkerShutdown
 from sqlalchemy import select
 
 from delaytasks import DelayedTask, DelayTasks, Retry, Status
@@ -232,6 +233,97 @@ def test_a_late_start_names_what_the_row_has_met(world: World) -> None:
     assert late_start(world, lapsed) == ("drain", "lease_lost")
     assert late_start(world, deferred) == ("drain", "deferred")
     assert late_start(world, waiting) == ("waitlist", "held")
+
+
+def pause(world: World, task: DelayedTask) -> None:
+    world.delays.policies.pause(queue="paused")
+    assert world.hold(task.id) == 1
+
+
+def resume(world: World, task: DelayedTask) -> None:
+    world.delays.policies.resume(queue="paused")
+    world.release(task.id)
+
+
+def reschedule(world: World, task: DelayedTask) -> None:
+    resume(world, task)
+    world.delays.reschedule(task.id, delay=3600)
+
+
+def reschedule_many(world: World, task: DelayedTask) -> None:
+    resume(world, task)
+    assert world.delays.bulk.reschedule(3600, ids=[task.id]).changed == 1
+
+
+def schedule_again(world: World, task: DelayedTask) -> None:
+    resume(world, task)
+    replaced = world.schedule(delay=3600, key="k", queue="paused", on_conflict="replace")
+    assert replaced.id == task.id
+
+
+def rerun(world: World, task: DelayedTask) -> None:
+    world.cancel(task)
+    world.delays.policies.resume(queue="paused")
+    world.delays.rerun(task.id)
+
+
+def rerun_many(world: World, task: DelayedTask) -> None:
+    world.cancel(task)
+    world.delays.policies.resume(queue="paused")
+    assert world.delays.bulk.rerun(ids=[task.id], status="CANCELLED").changed == 1
+
+
+@pytest.mark.parametrize(
+    ("due_s", "change"),
+    [
+        (3600, resume),
+        *((-10, each) for each in (reschedule, reschedule_many, schedule_again, rerun, rerun_many)),
+    ],
+)
+def test_a_hold_before_the_due_time_is_no_reason(
+    world: World, due_s: float, change: Callable[[World, DelayedTask], None]
+) -> None:
+    task = world.schedule(delay=3600, key="k", queue="paused")
+    world.change(task, expected_time=world.now() + timedelta(seconds=due_s))
+    pause(world, task)
+    change(world, task)
+    ago = {"expected_time": timedelta(seconds=10), "create_time": timedelta(minutes=1)}
+    world.change(task, **{column: world.now() - each for column, each in ago.items()})
+    world.drain("paused")
+    assert late_start(world, task) == ("drain", "unnoticed")
+
+
+def test_a_held_row_that_is_given_back_was_held(world: World) -> None:
+    @world.delays.processor("ends")
+    def end(body: object) -> None:
+        raise WorkerShutdown
+
+    row = {"queue": "paused"}
+    late(world, tag="ends", due_s=-11, **row)
+    held, deferred = late(world, **row), late(world, tag="later", **row)
+    for task in (held, deferred):
+        pause(world, task)
+        resume(world, task)
+    with pytest.raises(WorkerShutdown):
+        world.drain("paused")
+    for task in (held, deferred):
+        left = world.read(task)
+        assert (left.status, left.version > task.version) == (Status.NOT_COMPLETE, True)
+        assert left.late_start is None, "it has not run"
+    world.drain("paused")
+    world.delays.processor("later")(world.notes.append)
+    world.bring_forward("later", queues=["paused"])
+    world.drain("paused")
+    assert late_start(world, held) == ("drain", "held")
+    assert late_start(world, deferred) == ("drain", "deferred"), "the last reason counts"
+
+
+def test_a_late_start_that_a_newer_version_noted_is_unknown(world: World) -> None:
+    world.run(task := late(world))
+    for late_by, names in ((19, ("entry", "unknown")), (41, ("unknown", "busy"))):
+        world.change(task, late_by=late_by)
+        assert late_start(world, task) == names
+        assert world.why(task)
 
 
 def start_worker(main: MainProcess) -> None:
