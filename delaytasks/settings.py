@@ -329,7 +329,7 @@ class Settings:
 
     #: Slots of a queue in the Redis timer: a power of two, the same in all processes.
     redis_slots: int = 8
-    #: The longest time for sending a message. After it the sweep sends the message.
+    #: The longest time for sending a message. A row without one is found when it is overdue.
     publish_limit_s: float = 0.5
     max_delay_s: float = 10 * 366 * 86400.0
     max_error_bytes: int = 64 * 1024

@@ -365,7 +365,7 @@ class Sender:
         return self._wait(self._add(entries), limit_s)
 
     def arm_soon(self, entries: Sequence[Entry]) -> bool:
-        """Arm the entries together with those of other calls, without a wait."""
+        """Arm the entries together with those of other calls. Only many entries are waited for."""
         if len(entries) > MAX_GATHERED_ENTRIES:
             return self.arm(entries)
         left_s = (min(entry.due_us for entry in entries) - self._clock.now_us()) / 1e6
@@ -507,7 +507,7 @@ class Sender:
 
 
 class BackgroundTimer:
-    """Lets the sender arm the entries of producers, which do not wait for it."""
+    """Lets the sender arm the entries of producers, which wait for it only with many entries."""
 
     def __init__(self, sender: Sender) -> None:
         self._sender = sender

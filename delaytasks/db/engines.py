@@ -229,7 +229,7 @@ _TCP_OPTIONS = {
     "TCP_KEEPCNT": 3,
     "TCP_USER_TIMEOUT": 25_000,
 }
-#: How long a statement waits for a row that another transaction has locked. `Database.run` tries
+#: How long a statement waits for a row that another transaction has locked. `Database.repeat` tries
 #: again.
 ROW_LOCK_TIMEOUT_S = 1
 _AUTOCOMMIT = "AUTOCOMMIT"

@@ -20,9 +20,6 @@ from delaytasks.model.task import CallerConnection, DelayedTask, Transaction
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-
-from typing import TYPE_CHECKING
-
 CommitAction = Callable[..., None]
 #: Says how to make the tables that a session on a URL does not find.
 RemedyAt = Callable[[URL], str]

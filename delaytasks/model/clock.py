@@ -1,4 +1,4 @@
-"""The only module that reads the time, and the ids of tasks, which contain it.
+"""Reads the time for all others, and makes the ids of tasks, which contain it.
 
 The database's clock decides when a task is due. A `Clock` follows it: it measures the database's
 time once in a while, and continues with the machine's monotonic clock in between. A wall clock that

@@ -9,7 +9,7 @@ say how its run ended. `run/calls.py` makes a move of it, and of a task that is 
     an error or Retry, while retries are left               schedule_retry
     an error or Retry, if no retry is left; Fail            fail
     Snooze, or the error of `check_lease`                   snooze
-    Cancel                                                  withdraw
+    Cancel; no success after a caller asked it to stop      withdraw
     no run: the task has expired, or was cancelled          expire
     no run: no time, no processor, a shutdown               give_back
 
@@ -467,7 +467,7 @@ RetrySchedule.NOTIFY = RetrySchedule("15s 3m 10m 30m 30m 1h 2h 6h 15h")
 def retry_schedule_of(
     retries: RetrySchedule | str | int | Iterable[str | float | timedelta],
 ) -> RetrySchedule:
-    """Return the retries schedule that the option `retries` means.
+    """Return the retry schedule that the option `retries` means.
 
     An integer is a number of retries with the delays of `LEVELS`, whose last delay is repeated.
     """

@@ -788,7 +788,8 @@ class Timer(Protocol):
         ...
 
     def arm(self, entries: Iterable[Entry]) -> bool:
-        """Arm the entries. Return False if some may not be armed; the next sweep arms them then."""
+        """Arm the entries. Return False if some may not be armed: a sweep starts at them again, and
+        those of a producer are found when they are overdue."""
         ...
 
     def disarm(self, entries: Iterable[Entry]) -> None:

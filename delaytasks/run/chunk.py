@@ -1,7 +1,7 @@
 """Runs the rows of one claim: a chunk, which has a time budget.
 
-Rows run one by one, in batches, or concurrently in threads. A chunk waits for its rows no longer
-than its time budget. Rows that have not begun by then are given back, and those that have ended are
+Rows run one by one, in batches, or concurrently in threads. A chunk starts its rows within its
+time budget. Rows that have not begun by then are given back, and those that have ended are
 settled, both by the thread of the time budget, since the thread that runs the chunk may be in a
 processor for minutes. Concurrent rows that still run go on, and the runner takes the next chunk as
 soon as there are free slots; their chunk is *detached*, and the thread of the time budget settles

@@ -390,7 +390,7 @@ class Sweeper:
     # -- workers and policies ---------------------------------------------------------------------
 
     def _expire_silent_workers(self) -> None:
-        """Delete dead workers' rows, and have all rows due within the horizon armed again.
+        """Mark silent workers as lost, and have all rows due within the horizon armed again.
 
         A dead worker may have kept armed rows in memory. Arming all of them again costs duplicate
         messages, which the claims refuse.
