@@ -279,11 +279,14 @@ def _services(state: DeploymentState, zone: tzinfo) -> Iterator[Problem]:
         yield Problem("warning", text)
 
 
+_RESTART = "run again elsewhere, at the latest when their leases end."
+
+
 def _workers(state: DeploymentState, zone: tzinfo) -> Iterator[Problem]:
     for worker in state.workers:
         services, name = worker.services, worker.name
         if not worker.is_alive:
-            text = f"The worker {name} is silent. Its running tasks restart after its lease."
+            text = f"The worker {name} is silent. If it is lost, its tasks {_RESTART}"
             yield Problem("warning", text, "workers")
             continue
         if abs(worker.clock_offset_s) > CLOCK_S:
@@ -319,7 +322,7 @@ def _lost(state: DeploymentState, zone: tzinfo) -> Iterator[Problem]:
             f"{some_values(names, NAMED_WORKERS)}. They were killed, or their hosts are "
             "down. Their tasks "
         )
-    yield Problem("note", f"{text}run again elsewhere when their leases end.", "workers")
+    yield Problem("note", f"{text}{_RESTART}", "workers")
 
 
 def _limited(state: DeploymentState) -> list[Policy]:

@@ -207,7 +207,10 @@ def test_the_headline_names_the_worst_problem_while_tasks_are_on_time(site: Site
     report(site, "celery@b")
     store = runtime_of(site.delays).store
     set_columns(store, "workers", {"name": "celery@b"}, seen_at=db_now_plus(-600))
-    assert judge(site).headline == "On time, but 1 worker is silent."
+    verdict = judge(site)
+    assert verdict.headline == "On time, but 1 worker is silent."
+    silent = f"The worker celery@b is silent. If it is lost, its tasks {LEASES}"
+    assert silent in [problem.text for problem in verdict.problems]
 
 
 # -- links ----------------------------------------------------------------------------------------
@@ -425,7 +428,7 @@ def test_old_failures_that_wait_for_a_retry_are_a_note(shop: FailingShop) -> Non
 # -- The console names a worker that was killed while others live ---------------------------------
 
 
-LEASES = "run again elsewhere when their leases end."
+LEASES = "run again elsewhere, at the latest when their leases end."
 
 
 @pytest.fixture
