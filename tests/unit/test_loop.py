@@ -20,9 +20,9 @@ from tests.world.recording import ManualTime, delays_on
 
 # -- A loop continues after failures. A dead or stuck loop gets a fresh thread --------------------
 
-#: The longest time that each loop may be stuck, in seconds. A lease of a minute is renewed after 20
-#: seconds, which leaves time for two more attempts.
-BOUNDS = {"wheel": 2, "leases": 10, "sweep": 20, "redis_poller": 5, "redis_listener": 5}
+#: The longest time that each loop may be stuck, in seconds. A worker reports every 5 s, and counts
+#: as dead after 15 s, which leaves time for two more attempts.
+BOUNDS = {"wheel": 2, "leases": 2.5, "sweep": 20, "redis_poller": 5, "redis_listener": 5}
 
 
 @pytest.fixture
@@ -126,17 +126,17 @@ def test_an_idle_or_ended_loop_is_left(at_work: AtWork, time: ManualTime, is_sto
 
 def test_each_stuck_thread_in_a_row_gets_twice_the_time(at_work: AtWork, time: ManualTime) -> None:
     at_work.plan("leases", at_work.hang)
-    time.at += 11
+    time.at += 3
     assert len(at_work.check("leases")) == 1
     at_work.plan("leases", at_work.hang)  # the fresh thread hangs, too
-    time.at += 19
+    time.at += 4
     assert len(at_work.check("leases")) == 1
     time.at += 2
     assert len(at_work.check("leases")) == 2
     at_work.turn("leases")
     at_work.rest("leases")
     at_work.plan("leases", at_work.hang)
-    time.at += 11
+    time.at += 3
     assert len(at_work.check("leases")) == 3, "one that ended its turn begins anew"
 
 
