@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -85,20 +82,6 @@ def autoretry(self: Any) -> int:
         raise ValueError("not yet")
     retries: int = self.request.retries
     return retries
-
-
-@shared_task(name="durable.die_once", acks_late=True, reject_on_worker_lost=True)
-def die_once(path: str) -> str:
-    """Kill the process at the first run. The message comes back, since it is acknowledged late."""
-    if not Path(path).exists():
-        Path(path).touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return "survived"
-
-
-@shared_task(name="durable.limited", rate_limit="1/s")
-def limited() -> float:
-    return time.time()
 
 
 @shared_task(name="durable.note")

@@ -345,36 +345,6 @@ def test_a_bulk_call_skips_locked_rows_and_tries_them_once_more(
     assert delays.bulk.cancel(tag="mail").changed == (0 if is_released else 1)
 
 
-def test_each_task_is_run_or_cancelled_and_counted_once(world: World, delays: DelayTasks) -> None:
-    tasks = [schedule(delays, delay=0, key=f"k{n}" if n % 3 == 0 else None) for n in range(400)]
-    begun, is_over, ran = threading.Event(), threading.Event(), list[int]()
-
-    def work(name: str) -> None:
-        worker = world.worker(name)
-        while True:
-            claimed = worker.claim_due("default", [0], 7)
-            begun.set()
-            ran.extend(worker.end(claimed))
-            if not claimed and is_over.is_set():
-                return
-
-    with ThreadPoolExecutor(3) as pool:
-        workers = [pool.submit(work, f"w{n}") for n in range(3)]
-        assert begun.wait(10)
-        result = delays.bulk.cancel(tag="mail")
-        is_over.set()
-        for worker in workers:
-            worker.result(30)
-    there = [delays.get(task) for task in tasks]
-    assert {task.id for task in there if task.status is Status.DONE} == set(ran)
-    assert len(ran) == len(set(ran))
-    cancelled = [task for task in there if task.status is Status.CANCELLED]
-    assert len(cancelled) == result.changed == len(tasks) - len(ran)
-    assert result.matched == result.changed + result.refused
-    with pytest.raises(e.TaskNotFoundError):
-        delays.get(tag="mail", key="k0")
-
-
 @pytest.mark.usefixtures("small")
 def test_cancel_many_does_not_deadlock_with_callers_that_replace_keys(delays: DelayTasks) -> None:
     keys = [f"k{n}" for n in range(30)]

@@ -548,11 +548,3 @@ def test_a_revocation_is_rolled_back_with_its_transaction(office: Office, sessio
     session.commit()
 
     assert (office.rows()[0].status, result.state) == (Status.CANCELLED, "REVOKED")
-
-
-def test_apply_async_uses_the_session_of_the_block(office: Office, session: Session) -> None:
-    with office.delays.transaction(session):
-        office.delays.apply_async(office.remind.s(7), countdown=5)
-    session.rollback()
-
-    assert (office.rows(), office.published()) == ([], [])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
-from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -484,21 +483,6 @@ def test_a_locked_row_is_released_after_its_transaction_has_ended(world: World) 
 
 
 # -- steps, several processes and crashes ---------------------------------------------------------
-
-
-def test_each_sweep_holds_a_part_and_the_next_continues(world: World, small_steps: None) -> None:
-    rows, others = world.put_many(5, due_s=HOUR), world.put_many(5, due_s=HOUR, tag="sms")
-    world.delays.policies.pause(tag="note")
-    seen = [0]
-
-    def is_applied() -> bool:
-        seen.append(held(world))
-        return world.delays.policies.list()[0].is_applied
-
-    sweep_until(world, is_applied)
-    assert seen[-1] == 5
-    assert max(b - a for a, b in pairwise(seen)) == 1, "one row in a sweep"
-    assert world.statuses([*rows, *others]) == ["HELD"] * 5 + ["NOT_COMPLETE"] * 5
 
 
 def test_the_last_of_several_pauses_and_resumes_is_applied(world: World, small_steps: None) -> None:

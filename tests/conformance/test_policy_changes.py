@@ -74,25 +74,6 @@ def test_a_change_that_is_committed_late_is_read_too(world: World, reader: Polic
     assert limits == {"first": 1, "late": 2, "other": 3}
 
 
-def test_simultaneous_changes_are_all_read(world: World, reader: PolicyReader) -> None:
-    done = threading.Event()
-
-    def read() -> None:
-        while not done.is_set():
-            reader.refresh()
-
-    with ThreadPoolExecutor(5) as pool:
-        reading = pool.submit(read)
-        changes = [pool.submit(limit, world, f"t{n % 7}", n + 1) for n in range(60)]
-        for change in changes:
-            change.result(60)
-        done.set()
-        reading.result(60)
-    fresh = PolicyReader(world)
-    assert reader.refresh() == fresh.refresh(checks=True)
-    assert reader.stamp == fresh.stamp
-
-
 def test_a_cleared_policy_is_read_and_deleted_later(world: World, reader: PolicyReader) -> None:
     policies = world.delays.policies
     policies.pause(tag="mail")

@@ -294,12 +294,6 @@ def test_fast_forward_runs_new_tasks_and_retries(shop: Shop, tester: DelaysTeste
     assert (minutes, shop.noted) == ([0, 1, 2, 7], [7])
 
 
-def test_a_coroutine_runs_in_the_thread_of_the_test(shop: Shop, tester: DelaysTester) -> None:
-    shop.delays.schedule_delay("order.mail", 7, 0)
-    tester.run_due()
-    assert shop.noted == [("mail", 7)]
-
-
 # -- errors ---------------------------------------------------------------------------------------
 
 
@@ -496,13 +490,6 @@ def test_a_call_without_a_session_is_in_the_transaction_of_the_test_too(
     assert sorted(shop.noted) == [0, 1, 2, 7]
     connection.rollback()
     assert count(world) == 0
-
-
-def test_a_rollback_removes_its_task(shop: Shop, sessions: Sessions, bound: DelaysTester) -> None:
-    with sessions() as session:
-        shop.delays.schedule_delay("order.close", 7, 60, session=session)
-        session.rollback()
-    bound.assert_not_scheduled("order.close")
 
 
 def test_a_failure_undoes_its_work(shop: Shop, sessions: Sessions, bound: DelaysTester) -> None:

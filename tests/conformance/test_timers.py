@@ -23,7 +23,7 @@ from tests.proxy import proxy_to
 from tests.running import BROKERS, QUICK, Deployment
 from tests.services import RedisServer
 from tests.waiting import IS_LONG, SLACK_S, wait_until
-from tests.world import Entry, to_us
+from tests.world import Entry
 from tests.world.recording import set_columns
 
 pytestmark = pytest.mark.slow
@@ -150,27 +150,11 @@ def test_a_cancelled_task_does_not_run(d: Deployment) -> None:
     assert did_not_run(d, task).status is Status.CANCELLED
 
 
-def test_a_task_that_is_rescheduled_for_later_runs_at_the_new_time_only(d: Deployment) -> None:
-    task = d.schedule(delay=0.4)
-    later = d.delays.reschedule(task, 0.6)
-    [row] = ran_once(d, [task])
-    assert row.expected_time == later.expected_time
-
-
 @pytest.mark.parametrize("delay_s", [30, 3600], ids=["near", "far"])
 def test_a_task_that_is_rescheduled_for_earlier_runs_then(d: Deployment, delay_s: float) -> None:
     task = d.schedule(delay=delay_s)
     d.delays.reschedule(task, 0.3)
     ran_once(d, [task])
-
-
-def test_a_replaced_task_runs_once_with_the_new_body_at_the_new_time(d: Deployment) -> None:
-    for first_s, then_s in ((0.4, 0.6), (30, 0.3)):
-        key = f"replaced after {first_s}"
-        d.schedule("test.word", first_s, key=key, body={"word": "old"})
-        task = d.schedule("test.word", then_s, key=key, on_conflict="replace", body={"word": "new"})
-        ran_once(d, [task])
-        assert [run[1] for run in d.runs() if run[0] == str(task.id)] == ["new"]
 
 
 def test_a_touched_task_runs_once_when_it_is_left_alone(d: Deployment) -> None:
@@ -220,18 +204,6 @@ def test_an_entry_that_is_armed_many_times_in_any_order_runs_once(d: Deployment)
     ran_once(d, tasks)
     ran_once(d, [d.schedule(delay=0.1)])
     ran_once(d, tasks)
-
-
-def test_a_forged_entry_runs_nothing(d: Deployment) -> None:
-    waits, cancelled, soon = d.schedule(delay=40), d.schedule(delay=0.4), d.schedule(delay=0.6)
-    d.delays.cancel(cancelled)
-    at_us = to_us(d.now())
-    forged = [entry(waits, due_us=at_us), *(entry(waits, due_us=at_us, id=id) for id in (2**62, 1))]
-    forged += [entry(soon, due_us=at_us, version=soon.version + n) for n in (0, 7)]
-    d.arm([*forged, entry(cancelled), entry(cancelled, version=cancelled.version + 1)])
-    ran_once(d, [soon])
-    did_not_run(d, waits)
-    did_not_run(d, cancelled)
 
 
 #: The slow path runs a task that the timer lost within the grace period, one sweep and the

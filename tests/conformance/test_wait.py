@@ -99,16 +99,6 @@ def test_several_coroutines_wait_for_results(world: World, reads: list[int]) -> 
     assert run(world.delays.aresult(tasks[0].id, 0)) == 1, "it has ended before"
 
 
-@pytest.mark.parametrize("timeout", [0, 0.05, "50ms"])
-def test_a_coroutine_gets_a_timeout_too(world: World, timeout: Any) -> None:
-    task = world.schedule(delay=60)
-    with pytest.raises(e.WaitTimeoutError, match="NOT_COMPLETE") as caught:
-        run(world.delays.aresult(task, timeout))
-    assert caught.value.id == task.id
-    with pytest.raises(e.TaskNotFoundError):
-        run(world.delays.aresult(7, 1))
-
-
 def test_no_coroutine_sleeps_beyond_its_timeout(world: World, monkeypatch: MonkeyPatch) -> None:
     task, pauses = world.schedule(delay=60), list[float]()
 

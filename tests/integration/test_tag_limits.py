@@ -13,7 +13,7 @@ import pytest
 from delaytasks import DelayedTask, Status
 from delaytasks.runtime import runtime_of
 from tests.integration.conftest import Deploy
-from tests.running import Deployment, combinations
+from tests.running import Deployment
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -35,26 +35,6 @@ def most_at_once(d: Deployment) -> int:
         running += 1 if run[1] == "began" else -1
         most = max(most, running)
     return most
-
-
-@pytest.mark.parametrize(
-    ("database", "broker", "pool", "timer"),
-    combinations("""postgresql-redis-threads-eta postgresql-redis-prefork-redis
-        mysql-rabbitmq-threads-eta sqlite-redis-solo-eta"""),
-)
-def test_a_concurrency_limit_is_never_exceeded(
-    deploy: Deploy, database: str, broker: str, pool: str, timer: str
-) -> None:
-    d = deploy(database, broker, timer=timer)
-    d.delays.policies.set(tag="test.sleep", concurrency=3)
-    for _ in range(2):
-        d.worker(pool=pool, concurrency=4)
-    tasks = schedule(d, 40)
-    others = [d.schedule(delay=2) for _ in range(20)]
-    d.wait_for(others, deadline_s=30)
-    d.wait_for(tasks, deadline_s=60)
-    assert most_at_once(d) <= 3
-    assert len(d.runs()) == 2 * 40 + 20, "each of them once"
 
 
 def test_one_process_with_concurrent_tasks_uses_all_slots(deploy: Deploy) -> None:

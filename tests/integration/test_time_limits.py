@@ -53,20 +53,6 @@ def test_a_task_beyond_its_soft_limit_is_retried_and_fails(deploy: Deploy, datab
         assert "SoftTimeLimitExceeded(0.5,)" in error
 
 
-def test_a_processor_may_catch_its_soft_limit_and_succeed(deploy: Deploy) -> None:
-    d = deploy()
-    d.worker(concurrency=1)
-    slow = d.schedule("limits.caught", body={"seconds": 20})
-    d.wait_for([slow])
-    assert runs_of(d, slow) == ["began", "cleaned"]
-    assert d.delays.get(slow).result == "SoftTimeLimitExceeded(0.5,)"
-    # The next row in the same process has no limit left from an earlier row.
-    quick, unlimited = d.schedule("limits.caught"), d.schedule("limits.none", body={"seconds": 2})
-    d.wait_for([quick, unlimited])
-    assert d.delays.get(quick).result == "in time"
-    assert len({run[2] for run in d.runs()}) == 1, "one process has run them all"
-
-
 @pytest.mark.parametrize("database", ["postgresql", "mysql", "sqlite"])
 @pytest.mark.parametrize("holds_gil", [False, True], ids=["sleeps", "holds the GIL"])
 def test_a_hard_limit_ends_only_its_process(deploy: Deploy, database: str, holds_gil: bool) -> None:

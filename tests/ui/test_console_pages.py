@@ -18,7 +18,6 @@ from delaytasks.db.types import db_now_plus
 from delaytasks.model.clock import UTC
 from delaytasks.model.text import installed_version
 from delaytasks.operate.explanations import Explanations
-from delaytasks.operate.policy_calls import CountedPolicies, read_policies
 from delaytasks.operate.searches import SearchTimeoutError, error_matcher
 from delaytasks.operate.verdict import verdict_of
 from delaytasks.runtime import runtime_of
@@ -231,22 +230,6 @@ def test_the_page_of_workers_shows_their_load_and_their_version(site: Site) -> N
     assert re.findall(r'data-label="Busy" class="num">([^<]*)<', text) == ["1 of 8", "2 of 8"]
     assert re.findall(r'data-label="Version">([^<]*)<', text) == [installed_version()] * 2
     assert "Stop or restart a worker where it runs" in text
-
-
-def test_viewers_share_the_results_of_queries(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fifty open consoles read the state of the database as often as one."""
-    site.forget()
-    reads = list[CountedPolicies]()
-
-    def counting(table: Any) -> CountedPolicies:
-        reads.append(read_policies(table))
-        return reads[-1]
-
-    monkeypatch.setattr("delaytasks.operate.state.read_policies", counting)
-    for _ in range(10):
-        assert site.client().get("/").status_code == 200
-    # The number depends on how long ten pages take; without the cache it is 10.
-    assert len(reads) < 10
 
 
 # -- actions --------------------------------------------------------------------------------------

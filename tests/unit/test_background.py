@@ -295,14 +295,6 @@ def test_an_entry_that_is_disarmed_before_it_is_sent_is_not_sent(patient: Arming
     assert patient.broker.disarmed == [first], "it may have been sent long ago"
 
 
-def test_arming_raises_no_error(timer: ArmingThread, caplog: pytest.LogCaptureFixture) -> None:
-    timer.broker.fails = 1
-    assert not timer.arm([entry(id) for id in range(101)]), "so many are armed by the call itself"
-    assert len(timer.broker.ids) == 101
-    assert "the sweep will find them" in caplog.text
-    assert timer.arm([entry(1)])
-
-
 def test_a_time_limit_of_the_caller_ends_its_wait_alone(timer: ArmingThread) -> None:
     def strike(*_: object) -> None:
         raise SoftTimeLimitExceeded(5)

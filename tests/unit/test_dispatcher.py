@@ -128,21 +128,6 @@ def test_entries_of_rows_that_a_drain_has_claimed_are_forgotten(draining: Main) 
     assert main.dispatcher.waiting == 0, "late entries are left to the table"
 
 
-def test_chunks_are_made_in_the_order_in_which_rows_were_written(main: Main) -> None:
-    """Entries that arrive together are sorted. A later entry waits behind earlier ones."""
-    main.take(20)
-    now = main.clock.now_us()
-    ids = list(range(101, 141))
-    odd, even = ([Entry(id, 0, now) for id in ids if id % 2 == rest] for rest in (1, 0))
-    main.take(odd)
-    main.take([*even, Entry(90, 0, now + 1), Entry(200, 0, now - 1)])
-    main.take([Entry(1, 0, now)])
-    ran = list[int]()
-    while main.requests:
-        ran += [entry.id for entry in main.end(10, 0.005).entries]
-    assert ran[20:] == [200, *ids, 90, 1]
-
-
 def test_a_process_that_will_be_busy_for_long_adds_no_capacity(main: Main) -> None:
     main.take(20)
     main.clock.advance(0.5)
@@ -287,15 +272,6 @@ def test_a_drain_survives_its_process_and_not_the_loss_of_the_database(main: Mai
     assert main.world.count("chunk.failed") == 1
     main.end(0, error="away", reason=FailureReason.UNAVAILABLE)
     main.pump_later(60)
-    assert main.requests == []
-
-
-def test_a_drain_requested_during_another_drain_is_done_after_it(main: Main) -> None:
-    main.drain()
-    main.drain("default", 5)
-    main.end(0)
-    assert [set(request.priorities) for request, _, _ in main.pool.requests] == [{0, 5}]
-    main.end(0)
     assert main.requests == []
 
 

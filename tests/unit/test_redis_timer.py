@@ -14,7 +14,6 @@ from tests.unit.conftest import Gate
 from tests.waiting import wait_until
 from tests.world import MakeWorld, MonkeyPatch
 from tests.world.recording import RedisTimerHarness as Bench
-from tests.world.recording import delays_on
 from tests.world.redis_worker import RedisWorker
 
 # -- the timer hands out each entry once and in time, and again if its poller died ----------------
@@ -91,11 +90,6 @@ def test_a_key_of_another_type_blocks_only_its_slot_and_is_reported(
     timer.link.connect().delete(key)
     assert timer.arm(entries)
     assert sorted(bench.take_ids(1000)) == [entry.id for entry in entries]
-
-
-def test_several_urls_may_be_a_list() -> None:
-    settings = delays_on("sqlite://", timer=["redis://a/0", "redis://b/0"]).settings
-    assert settings.redis_url == "redis://a/0;redis://b/0"
 
 
 # -- a worker that takes entries from a real Redis ------------------------------------------------

@@ -26,7 +26,7 @@ from delaytasks.broker.link import bounded_connection
 from delaytasks.db.engines import ForkGate
 from delaytasks.events import Events
 from delaytasks.limits import tracked_waitlists
-from delaytasks.limits.admission import UNLIMITED, Capacity, StartPace
+from delaytasks.limits.admission import StartPace
 from delaytasks.limits.tracked_waitlists import TrackedWaitlists, WaitlistName
 from delaytasks.loops import Availability, Latest
 from delaytasks.model.policies import WAITLIST_RECHECK_S, WaitlistState
@@ -72,19 +72,6 @@ def test_a_rate_is_reached_within_about_a_tenth(rate: int, period_s: float) -> N
     wait_s = pace.wait_s(pace.max_ahead_s)
     assert pace.starts(pace.max_ahead_s - wait_s) == 1
     assert pace.starts(pace.max_ahead_s - wait_s * 0.99) == 0
-
-
-def test_one_process_takes_a_share_of_the_capacity() -> None:
-    shares = [Capacity(slots=places).share(100) for places in (0, 1, 2, 10, 1000)]
-    assert shares == [0, 1, 1, 1, 100]
-    assert Capacity().share(7) == 7
-    capacity = Capacity(slots=8, key_limit=3, running={"a": 3, "b": 1, "": 5})
-    assert [capacity.for_key(key) for key in ("a", "b", "c", "")] == [0, 2, 3, UNLIMITED]
-    assert capacity.full_keys == ["a"]
-    capacity.limit_rate(StartPace(1.0, 2), 0.5)
-    assert (capacity.free, capacity.share(100), capacity.recheck_s) == (1, 1, WAITLIST_RECHECK_S)
-    capacity.limit_rate(StartPace(1.0, 2), 1.25)
-    assert (capacity.free, capacity.share(100), capacity.recheck_s) == (0, 0, 0.25)
 
 
 class Tracked(TrackedWaitlists):

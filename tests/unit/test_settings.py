@@ -62,6 +62,7 @@ def cases(table: dict[str, list[Any]]) -> list[Any]:
     return [(name, value) for name, values in table.items() for value in values]
 
 
+TIMERS: list[Any] = ["redis://a/0;redis://b/0", ["redis://a/0", "redis://b/0"]]
 #: The values that are given, and what they mean.
 VALUES: dict[str, list[tuple[Any, Any]]] = {
     "horizon_s": [("none", None), (None, None), ("1h30m", 5400.0)],
@@ -73,7 +74,7 @@ VALUES: dict[str, list[tuple[Any, Any]]] = {
     "sweep": [("2s", Sweep(2.0, 1)), ("2s 4", Sweep(2.0, 4)), (("2s", 4), Sweep(2.0, 4))],
     "durable_eta_s": [("true", 0.0), (False, None), ("5m", 300.0), ("1s", 1.0)],
     "tags": [("any", "any"), ("mail.send mail.sent", ("mail.send", "mail.sent")), ([], ())],
-    "timer": [("redis://a/0", Secret("redis://a/0"))],
+    "timer": [(given, Secret("redis://a/0;redis://b/0")) for given in TIMERS],
     "metrics": [
         (9819, Address("127.0.0.1", 9819)),
         ("0.0.0.0:80", Address("0.0.0.0", 80)),

@@ -289,15 +289,6 @@ def test_a_coroutine_that_raises_fails_only_its_row(world: World, error: BaseExc
     assert world.statuses([after]) == ["DONE"]
 
 
-def test_a_coroutine_that_a_function_returns_is_awaited(world: World) -> None:
-    async def work(body: Any) -> dict[str, Any]:
-        return {"got": body}
-
-    world.delays.processor("handed", keep_result=True)(lambda body: work(body))
-    world.run(task := world.schedule("handed", 7))
-    assert world.read(task).result == {"got": 7}
-
-
 def test_time_limits_are_refused_for_concurrent_processors(world: World) -> None:
     async def work(body: Any) -> None: ...
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timezone
 from typing import Any
 
 import pytest
@@ -15,7 +15,6 @@ from delaytasks import DelayedTask, InvalidInputError, RetrySchedule
 from tests.fuzzing import fuzz, json_like
 from tests.refusals import invalid
 from tests.world import World
-from tests.world.recording import ManualClock
 
 anything = st.one_of(
     *(st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary()),
@@ -56,30 +55,6 @@ REFUSED = [
 def test_an_invalid_negative_or_endless_duration_is_refused(text: str, said: str) -> None:
     with invalid("retry_delays", match=said):
         RetrySchedule([text])
-
-
-DELAYS: dict[Any, float] = {"30m": 1800, "1h 30m": 5400, " 500ms ": 0.5, "0s": 0, 90: 90}
-SHIFTS: dict[Any, float] = {"1h": 3600, "-1h30m": -5400, " - 5s": -5, -60: -60}
-
-
-def test_a_delay_is_seconds_or_text_with_units_and_a_shift_has_a_sign(world: World) -> None:
-    clock = ManualClock(world.now())
-    world.set_clock(clock)
-    for delay, seconds in DELAYS.items():
-        due = world.delays.schedule_delay("delay", None, delay).expected_time
-        assert due == clock.now() + timedelta(seconds=seconds)
-    for delay in ("5", " 5.0 ", "1e3", "", "-5", "-5m", "soon", "10m1h"):
-        with invalid("delay"):
-            world.delays.schedule_delay("delay", None, delay)
-    with invalid("delay", match="not -5 s"):
-        world.delays.schedule_delay("delay", None, timedelta(seconds=-5))
-    task = world.schedule("shift", delay=86_400)
-    for shift, seconds in SHIFTS.items():
-        world.advance(1)  # a task that was changed in the same millisecond is not shifted again
-        before = world.read(task)
-        world.delays.bulk.reschedule(by=shift, tag="shift")
-        moved_by = world.read(task).expected_time - before.expected_time
-        assert moved_by == timedelta(seconds=seconds)
 
 
 @fuzz(300)

@@ -133,21 +133,6 @@ def test_each_option_of_the_documentation_is_called() -> None:
     assert not {*documented, *listed} - called
 
 
-def test_a_late_acknowledged_task_survives_its_process(project: Shop, tmp_path: Path) -> None:
-    result = project.task("die_once").apply_async((str(tmp_path / "died"),), **SOON)
-
-    assert result.get(timeout=WAIT_S) == "survived"
-    assert [row.key for row in project.rows("die_once")][-1:] == [result.id]
-
-
-def test_the_rate_limit_of_a_task_holds(project: Shop) -> None:
-    results = [project.task("limited").apply_async(**SOON) for _ in range(3)]
-
-    began = sorted(result.get(timeout=WAIT_S) for result in results)
-    assert began[-1] - began[0] > 1, "with 1/s, the third begins 2 s after the first"
-    assert {result.id for result in results} <= {row.key for row in project.rows("limited")}
-
-
 def _now() -> datetime:
     return datetime.now(timezone.utc)
 

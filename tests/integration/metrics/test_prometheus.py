@@ -190,15 +190,6 @@ def test_a_worker_writes_its_metrics_to_a_file(deploy: Deploy, tmp_path: Path) -
     assert 'delaytasks_runs_total{outcome="done",tag="test.quiet"} 1.0' in file.read_text()
 
 
-def test_a_worker_whose_port_is_in_use_runs_without_metrics(deploy: Deploy) -> None:
-    d, port = deploy(), str(free_port())
-    first = d.worker(DELAYTASKS_METRICS=port)
-    second = d.worker(DELAYTASKS_METRICS=port)
-    second.wait_for("metrics.not_served")
-    assert "metrics.not_served" not in first.log()
-    d.wait_for([d.schedule("test.quiet") for _ in range(5)])
-
-
 # -- A private Prometheus, which scrapes what a test starts ---------------------------------------
 
 

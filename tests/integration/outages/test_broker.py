@@ -6,10 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
-from kombu import Connection, Queue
 from sqlalchemy import Engine, text
 
-from delaytasks import Status
 from delaytasks.broker.link import CONNECT_STEP_S
 from delaytasks.runtime import runtime_of
 from tests.integration.outages.conftest import BROKERS, LIMIT_S, SLACK_S, Connect, seconds
@@ -74,15 +72,6 @@ def test_callers_in_many_threads_wait_together_for_a_broker(connect: Connect, br
     assert caller.rows() == 17
 
 
-def test_a_message_that_the_broker_refuses_raises_no_error_for_the_caller(connect: Connect) -> None:
-    caller = connect(broker="rabbitmq")
-    caller.warm_up()
-    caller.broker.cut_request(b"delaytasks.run")
-    task = caller.delays.schedule_delay("mail", {}, 5)
-    wait_until(lambda: caller.broker.cut == 1, 5, "the message to be cut off on its way")
-    assert caller.delays.get(task).status is Status.NOT_COMPLETE
-
-
 @BROKERS
 def test_arming_in_the_background_never_waits(connect: Connect, broker: str) -> None:
     caller = connect(broker=broker, arm="background")
@@ -133,23 +122,3 @@ def test_a_forked_child_has_its_own_connections(connect: Connect, broker: str, a
         assert caller.arrived() == 101
     # The parent's connections still work.
     caller.delays.schedule_delay("mail", {}, 5)
-
-
-def test_a_queue_of_another_kind_keeps_no_other_queue_from_its_messages(connect: Connect) -> None:
-    caller = connect(broker="rabbitmq")
-    caller.warm_up()
-    before = caller.arrived()
-    mine = runtime_of(caller.delays).publisher.queue("bad")
-    with Connection(caller._broker_url) as connection:
-        other = Queue(mine.name, queue_arguments={"x-max-length": 7})(connection)
-        other.queue_declare()
-        try:
-            caller.delays.schedule_delay("mail", {}, 5, queue="bad")
-            caller.delays.schedule_delay("mail", {}, 5)
-            wait_until(lambda: caller.arrived() == before + 1, 5, "the other queue's message")
-        finally:
-            other.delete()
-            mine.exchange(connection).delete()
-    assert runtime_of(caller.delays).producer_timer.is_up
-    assert caller.count("queue.refused") == 1
-    assert caller.count("timer.down") == 0
