@@ -178,7 +178,7 @@ def test_a_task_that_is_committed_after_its_due_time_runs_then(d: Deployment) ->
 
 def test_tasks_of_a_higher_priority_run_first_when_processes_are_busy(d: Deployment) -> None:
     d.schedule("test.sleep", 0, queue="mail", body={"seconds": 0.8})
-    wait_until(lambda: d.runs()[-1][1] == "began", 10, "the sleeper to begin")
+    wait_until(lambda: [run[1] for run in d.runs()][-1:] == ["began"], 10, "the sleeper to begin")
     body, options = {"file": str(d.file)}, {"queue": "mail", "due_s": 0.3}
     low, high = (burst(d, "test.note", 20, body=body, priority=each, **options) for each in (1, 8))
     ran_once(d, low + high)
