@@ -440,8 +440,8 @@ def leases_are_renewed_with_an_error(tell: Any, *_: Any) -> None:
 
 
 @bug("recover", "too often")
-def lost_leases_are_not_counted(recover: Any, at: Any, most: int, limit: int) -> Any:
-    return recover(at, 1000, limit)
+def lost_leases_are_not_counted(recover: Any, at: Any, most: int, *args: Any) -> Any:
+    return recover(at, 1000, *args)
 
 
 @bug("release", "two leases")
