@@ -164,6 +164,11 @@ class LeasesLoop:
 
     # -- the worker's row -------------------------------------------------------------------------
 
+    def report_soon(self) -> None:
+        """Write the worker's row in the next turn, which begins now."""
+        self._reported_at = float("-inf")
+        self.loop.wake()
+
     def sign_off(self) -> None:
         """Delete the worker's row. Its leases are renewed as long as its main process lives."""
         self._has_signed_off = True

@@ -138,13 +138,13 @@ class WorkerRuntime:
         return wants_task_events(getattr(self.celery_worker, "consumer", None))
 
     def check_timer(self) -> None:
-        """Let a timer that is down try its broker, since an idle worker arms nothing.
+        """Let the timer try its broker if either may be down, since an idle worker arms nothing.
 
         The Redis poller tries its server by itself.
         """
         runtime = self.runtime
         is_by_messages = runtime.redis_timer is None and runtime.direct_timer is None
-        if is_by_messages and not runtime.timer.is_up:
+        if is_by_messages and self.service_watch.is_without_service:
             runtime.timer.arm([])
 
     def start(self) -> None:
@@ -251,6 +251,7 @@ class WorkerRuntime:
     def connected(self) -> None:
         """Prepare for messages. Celery calls this at the start and after each lost connection."""
         self.service_watch.mark_broker_back()
+        self.leases_loop.report_soon()
         if self._was_connected:
             self.recall()
             self.sweep_loop.forget_armed()
