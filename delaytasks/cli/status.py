@@ -430,9 +430,8 @@ def _print_ahead(cli: Cli, days: float, processes: int | None) -> None:
         print_json(found.as_json())
         return
     about = "about " if found.is_estimate else ""
-    paused = f", {found.paused:,} of them paused" if found.paused else ""
     verb = "becomes" if found.due == 1 else "become"
-    say(f"{about}{count(found.due, 'task')} {verb} due until {show_instant(found.until)}{paused}")
+    say(f"{about}{count(found.due, 'task')} {verb} due until {show_instant(found.until)}")
     say(one_line(headline(found, lambda at: f"{at:%a} {show_instant(at)}"), LONGEST))
     if hours := busiest(found, HOURS_SHOWN):
         say("")

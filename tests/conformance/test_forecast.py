@@ -79,18 +79,6 @@ def test_all_queues_and_priorities_are_counted(world: World) -> None:
     assert world.delays.forecast().due == 9
 
 
-def test_paused_tasks_are_counted_and_keep_no_process_busy(world: World) -> None:
-    put_peak(world, "mail", 10)
-    put_peak(world, "report", 10, queue="slow")
-    put_peak(world, "other", 10)
-    world.change(world.delays.find(tag="mail").tasks[0], status=int(Status.HELD))
-    world.delays.policies.pause(tag="mail")
-    world.delays.policies.pause(queue="slow")
-    found = world.delays.forecast(processes=1)
-    assert (found.due, found.paused) == (30, 20)
-    assert found.hours[0].busy_s == pytest.approx(10 * ASSUMED_S)
-
-
 # -- very many rows -------------------------------------------------------------------------------
 
 
@@ -132,40 +120,13 @@ def test_an_hour_that_needs_more_time_than_the_processes_have_is_named(world: Wo
     found = world.delays.forecast()
     full = found.first_full
     assert full is found.peak is found.hours[0]
-    assert (full.busy_s, full.processes, full.queue) == (9000, 4, None)
+    assert (full.busy_s, full.processes) == (9000, 4)
     assert (full.utilization, full.needed_processes) == (2.5, 10)
     assert world.headline(found) == (
         f"From {at:%H}:00: 4,000 tasks of mail keep 4 processes busy for 2h30m. 10 processes would "
-        f"run them within the hour. Tasks start up to 1h30m late, until {at + 2 * HOUR:%H}:30."
+        "run them within the hour."
     )
     assert world.delays.forecast(processes=10).first_full is None
-
-
-def test_work_without_time_in_its_hour_makes_the_next_hours_late(world: World) -> None:
-    world.measure("mail", 30, 9.0, HOUR)
-    at = put_peak(world, "mail", 1000)
-    for hours, tasks in ((1, 100), (2, 10), (6, 390)):
-        world.delays.schedule_many(NewTask("mail", n, at=at + hours * HOUR) for n in range(tasks))
-    found = world.delays.forecast(processes=1)
-    assert [hour.late_s for hour in found.hours] == [5400, 2700, 0, 0]
-    assert found.first_full is found.hours[0]
-    assert "up to 1h30m late, until" in world.headline(found)
-    assert world.headline(found).endswith(f"until {at + 2 * HOUR:%H}:45.")
-
-
-def test_a_queue_with_workers_of_its_own_is_judged_by_them(world: World) -> None:
-    world.measure("slow", 30, 36.0, HOUR)
-    put_peak(world, "slow", 200, queue="slow")
-    put_peak(world, "mail", 1, queue="mail")
-    put_peak(world, "lost", 5, queue="lost")
-    world.serve("a", "slow", size=1)
-    world.serve("b", "mail", size=99)
-    found = world.delays.forecast()
-    assert found.processes == 100
-    [hour] = found.hours
-    assert (hour.due, hour.busy_s, hour.processes, hour.queue) == (206, 7200, 1, "slow")
-    assert "1 process that serve the queue slow busy" in world.headline(found)
-    assert "No worker serves the queues lost." in found.notes
 
 
 def test_only_live_workers_or_assumed_ones_count(world: World, monkeypatch: MonkeyPatch) -> None:
@@ -210,12 +171,6 @@ def test_tasks_that_run_together_share_a_process(world: World) -> None:
     found = world.delays.forecast()
     assert of_tag(found, "batch").duration_s == pytest.approx(0.04)
     assert of_tag(found, "concurrent").duration_s == pytest.approx(0.1)
-
-
-def test_limits_are_named_as_left_out(world: World) -> None:
-    put_peak(world, "limited", 1)
-    world.delays.policies.set(tag="limited", concurrency_per_key=1)
-    assert "The limits of tags are left out: limited." in world.delays.forecast().notes
 
 
 def test_a_database_without_tables_of_statistics_has_forecasts(world: World) -> None:

@@ -71,12 +71,10 @@ def test_an_empty_forecast_says_so(shop: Project) -> None:
 def test_the_busiest_hour_is_shown_with_its_share_of_the_hour(shop: Project) -> None:
     at = datetime.now(timezone.utc).replace(minute=0, second=0, microsecond=0) + timedelta(days=2)
     shop.delays.schedule_many(NewTask("mail", n, at=at) for n in range(1200))
-    shop.schedule("report", 60, queue="lost")
     shop.store.workers.report("w", ["default", "letters"], "prefork", 2, 0)
     said = shop("status", "--ahead", "7d")
     busy = f"{at:%a %Y-%m-%dT%H:%M:%SZ}: 1,200 tasks of mail keep 2 processes busy for 30s.\n"
     assert f"The processes suffice. The busiest hour is {busy}" in said.stdout
-    assert "No worker serves the queues lost." in said.stderr
     document = shop.json("status", "--ahead", "7d", "--processes", "1")
     *_, hour = document["hours"]
     assert (hour["due"], hour["start"], hour["busy_s"]) == (1200, at.isoformat(), 60.0)
@@ -93,8 +91,6 @@ def test_names_have_no_effect_on_the_terminal(shop: Project) -> None:
 def test_only_the_busiest_hours_are_printed(shop: Project) -> None:
     for hour in range(20):
         shop.schedule("mail", hour * 3600 + 1800)
-    shop.delays.policies.pause(tag="mail")
     said = shop("status", "--ahead", "7d").stdout
-    assert "20 of them paused" in said
     assert "and 8 hours more; --json has them" in said
     assert len(shop.json("status", "--ahead", "7d")["hours"]) == 20
