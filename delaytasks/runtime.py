@@ -271,7 +271,7 @@ class Runtime:
     def close(self) -> None:
         """Send the entries that wait to be armed, and close the connections of all made parts."""
         senders = "async_calls", "sender", "eta_timer", "redis_timer"
-        links = "http_callbacks", "queue_links", "confirming_links", "publisher", "store"
+        links = "queue_links", "confirming_links", "publisher", "store"
         for name in (*senders, *links):
             if (made := self._made(name)) is not None:
                 made.close()

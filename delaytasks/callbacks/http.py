@@ -15,14 +15,13 @@ import os
 import re
 import socket
 import ssl
-import threading
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing, suppress
+from contextlib import closing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import datetime
 from email.utils import parsedate_to_datetime
-from functools import partial
+from functools import cached_property, partial
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import Any, NamedTuple
 
@@ -36,8 +35,9 @@ from urllib3.util.connection import create_connection
 
 from delaytasks.callbacks.signatures import ID, SIGNATURE, TIMESTAMP, SigningKeys
 from delaytasks.loops import within
-from delaytasks.model.clock import UTC, Clock, monotonic, reset_in_child
+from delaytasks.model.clock import UTC, Clock, monotonic
 from delaytasks.model.errors import ConfigError, ForbiddenURLError, InvalidInputError
+from delaytasks.model.inputs import CALLBACKS_IN_FLIGHT
 from delaytasks.model.moves import Done, Fail, Outcome, Retry, RetrySchedule
 from delaytasks.model.task import DelayedTask
 from delaytasks.model.text import mask_url, one_line, shown
@@ -78,8 +78,16 @@ _NAME = re.compile(rf"(?=.{{1,253}}\Z){_LABEL}(?:\.{_LABEL})*")
 _NUMBER = re.compile("[0-9]+|0x[0-9a-f]*")
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Place(NamedTuple):
+    """A host in its canonical spelling, and a port."""
+
+    host: str
+    #: The address, if the host is an address instead of a name.
+    literal: Address | None
+    port: int | None
+
+
+class Target(NamedTuple):
     """The parts of a URL."""
 
     scheme: str
@@ -179,42 +187,27 @@ def _parse(url: object) -> Target:
             "without a user: write international names as xn--…, and other characters as %…",
             "url",
         )
+    scheme = match["scheme"].lower()
     try:
-        scheme = match["scheme"].lower()
-        host, literal = _host(match["host"])
-        return Target(
-            scheme,
-            host,
-            _port(match["port"]) or DEFAULT_PORTS[scheme],
-            match["path"] or "/",
-            literal,
-        )
+        host, literal, port = _place(match)
     except ValueError as error:
         raise ForbiddenURLError(f"{scheme}://{match['host']}: {error}", "url") from None
+    return Target(scheme, host, port or DEFAULT_PORTS[scheme], match["path"] or "/", literal)
 
 
-def _host(text: str) -> tuple[str, Address | None]:
-    """Return a host in its canonical spelling, and its address if it is one."""
-    host = text.lower()
+def _place(match: re.Match[str]) -> Place:
+    """Return the host and the port that an expression found, or raise `ValueError`."""
+    host, port = match["host"].lower(), None
+    if match["port"] is not None and not 0 < (port := int(match["port"])) < 65536:
+        raise ValueError(f"there is no port {port}")
     if host.startswith("["):
-        address: Address = IPv6Address(host[1:-1])
-        return _bracketed(address), address
+        address = IPv6Address(host[1:-1])
+        return Place(f"[{address}]", address, port)
     if _NUMBER.fullmatch(host.rpartition(".")[2]):
-        address = IPv4Address(host)
-        return str(address), address
+        return Place(host, IPv4Address(host), port)
     if not _NAME.fullmatch(host):
         raise ValueError("the host is not a name")
-    return host, None
-
-
-def _port(text: str | None) -> int | None:
-    if text is not None and not 0 < int(text) < 65536:
-        raise ValueError(f"there is no port {text}")
-    return None if text is None else int(text)
-
-
-def _bracketed(address: Address) -> str:
-    return str(address) if isinstance(address, IPv4Address) else f"[{address}]"
+    return Place(host, None, port)
 
 
 def _forbidden(target: Target, fact: str) -> ForbiddenURLError:
@@ -233,11 +226,9 @@ def _allowed_entry(entry: str) -> _Allowed:
     match = _HOST_AND_PORT.fullmatch(entry)
     try:
         if match is not None:
-            host, literal = _host(match["host"])
-            return _Allowed(
-                None if literal else host,
-                ip_network(literal) if literal else None,
-                _port(match["port"]),
+            host, literal, port = _place(match)
+            return (
+                _Allowed(None, ip_network(literal), port) if literal else _Allowed(host, None, port)
             )
     except ValueError:
         pass  # reported below
@@ -256,6 +247,7 @@ MAX_RETRY_AFTER_S = 86400.0
 MAX_RESPONSE_BYTES = 64 * 1024
 #: The part of a response that is stored with a failed attempt.
 MAX_QUOTED_CHARS = 500
+_OWN_HEADERS = {"Accept-Encoding": "identity", "Connection": "close"}
 _DEFAULT_HEADERS = {"Content-Type": "application/json", "User-Agent": "delaytasks"}
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _HEADER_VALUE = re.compile(r"[\x21-\x7e](?:[\t\x20-\x7e]*[\x21-\x7e])?")
@@ -292,24 +284,20 @@ class Callback:
                     f"the header {name} has a value that is not a line of printable ASCII",
                     "headers",
                 )
-        if len({name.lower() for name in headers}) < len(headers):
-            raise InvalidInputError("a header is given twice", "headers")
 
 
 class HttpCallbacks:
-    """Sends HTTP callbacks. Thread-safe: each process has connections of its own."""
+    """Sends HTTP callbacks. Thread-safe. Each callback has a connection of its own."""
 
     def __init__(self, settings: Settings, guard: Guard, clock: Clock) -> None:
         self._settings = settings
         self._guard = guard
         self._clock = clock
         self._keys = SigningKeys(settings.callback_secrets)
-        self.after_fork()
-        reset_in_child(self)
 
-    def after_fork(self) -> None:
-        self._lock = threading.Lock()
-        self._made: Adapter | None = None
+    @cached_property
+    def _adapter(self) -> Adapter:
+        return Adapter()
 
     def content(self, url: str, body: Any, headers: Mapping[str, str] | None) -> dict[str, Any]:
         """Return the body of a callback's task, after checking it."""
@@ -325,14 +313,10 @@ class HttpCallbacks:
             # The settings may change, and so may the address of a name.
             return Retry(reason=f"forbidden: {error}")
 
-    def close(self) -> None:
-        if self._made is not None:
-            self._made.close()
-
     def _post(
         self, target: Target, headers: Mapping[str, str], payload: bytes, task: DelayedTask
     ) -> Outcome:
-        settings, adapter = self._settings, self._adapter()
+        settings = self._settings
         exchange = Exchange(self._guard, target, monotonic() + settings.callback_timeout_s)
         current.set(exchange)
         # The time limit of each step: look up the name, connect, negotiate TLS, send head and body.
@@ -342,7 +326,7 @@ class HttpCallbacks:
         try:
             request.prepare("POST", target.url, headers, data=payload)
             limits = step_s, settings.callback_read_s
-            with closing(adapter.send(request, stream=True, timeout=limits)) as response:
+            with closing(self._adapter.send(request, stream=True, timeout=limits)) as response:
                 return self._outcome(response, task)
         except (RequestException, OSError) as error:
             cause = _first_cause(error)
@@ -355,16 +339,10 @@ class HttpCallbacks:
         The id is the same in each attempt, so that the receiver can recognize a repetition.
         """
         id, timestamp = str(task.id), str(int(self._clock.now().timestamp()))
-        headers = {"Accept-Encoding": "identity", ID: id, TIMESTAMP: timestamp}
+        headers = {**_OWN_HEADERS, ID: id, TIMESTAMP: timestamp}
         if self._keys:
             headers[SIGNATURE] = self._keys.sign(id, timestamp, payload)
         return headers
-
-    def _adapter(self) -> Adapter:
-        with self._lock:
-            if self._made is None:
-                self._made = Adapter()
-            return self._made
 
     def _outcome(self, response: Response, task: DelayedTask) -> Outcome:
         """Return the outcome. It depends on the status alone, even if the body cannot be read."""
@@ -409,10 +387,7 @@ def retry_after_s(text: str, now: datetime) -> float:
 
 
 def _quoted(response: Response) -> str:
-    """Return the first part of a response on one line.
-
-    A response that is read to its end leaves its connection to the next callback.
-    """
+    """Return the first part of a response on one line."""
     try:
         body = response.raw.read(MAX_RESPONSE_BYTES, decode_content=False)
     except (HTTPError, OSError):
@@ -434,12 +409,8 @@ def _first_cause(error: BaseException) -> BaseException:
 
 # -- Connections to untrusted servers: to the address that was checked, and with time limits ------
 
-#: The number of addresses to which connections stay open, and of open connections to each of them.
-MAX_OPEN_CONNECTIONS = 100
 #: A receiver may send this number of interim responses (status 1xx) before the final one.
 MAX_INTERIM_RESPONSES = 10
-#: Responses with these statuses end after their headers, whatever the headers announce.
-_WITHOUT_BODY = (http.client.NO_CONTENT, http.client.NOT_MODIFIED)
 
 
 @dataclass
@@ -450,7 +421,7 @@ class Exchange:
     target: Target
     #: The time at which the exchange must have ended.
     deadline: float
-    #: The last address that a connection was made to; None if the exchange uses a kept connection.
+    #: The last address that a connection was made to.
     address: Address | None = None
 
     @property
@@ -481,17 +452,14 @@ class _BoundedReader(io.RawIOBase):
 
     def __init__(self, raw: io.RawIOBase, sock: socket.socket) -> None:
         self._raw = raw
-        self.sock = sock
-        self.is_over = False
+        self._sock = sock
         self._idle_s = sock.gettimeout()
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int | None:
-        if self.is_over:
-            return None
-        self.sock.settimeout(time_left_s(self._idle_s))
+        self._sock.settimeout(time_left_s(self._idle_s))
         return self._raw.readinto(buffer)
 
     def close(self) -> None:
@@ -499,35 +467,15 @@ class _BoundedReader(io.RawIOBase):
         super().close()
 
 
-class _ResponseReader(io.BufferedReader):
-    """Reads one response.
-
-    Bytes after the response's end may be in the buffer. They would be lost with the buffer, and the
-    following bytes would be taken for the response to the next request. The socket is shut down
-    then, so that it is not used again.
-    """
-
-    raw: _BoundedReader
-
-    def close(self) -> None:
-        if not self.closed:
-            self.raw.is_over = True
-            if self.peek():
-                with suppress(OSError):
-                    self.raw.sock.shutdown(socket.SHUT_RDWR)
-        super().close()
-
-
 class _Response(http.client.HTTPResponse):
     def __init__(self, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
         super().__init__(sock, *args, **kwargs)
-        self.fp = _ResponseReader(_BoundedReader(self.fp.detach(), sock))
+        self.fp = io.BufferedReader(_BoundedReader(self.fp.detach(), sock))
 
     def _read_status(self) -> tuple[str, int, str]:
         """Return the status line of the final response.
 
-        `http.client` skips only status 100, and without a limit. Another interim response would be
-        the result of this request, and the final response the result of the next request.
+        `http.client` skips only status 100, and without a limit.
         """
         for _ in range(MAX_INTERIM_RESPONSES + 1):
             version, status, reason = super()._read_status()  # type: ignore[misc]
@@ -539,27 +487,17 @@ class _Response(http.client.HTTPResponse):
         )
 
     def begin(self) -> None:
-        """Read the headers. A connection is used again only if they state in exactly one way where
-        the response ends, and announce no body that the receiver may still send.
+        """Read the headers. The connection is not used again, whatever they say.
+
+        HTTP/1.1 does not number responses. What a hostile receiver sends after its response would
+        be the response to the next request.
         """
         super().begin()
-        codings, lengths = (
-            self.headers.get_all(name, []) for name in ("Transfer-Encoding", "Content-Length")
-        )
-        if self.status in _WITHOUT_BODY:
-            is_clear = not codings and lengths in ([], ["0"])
-        elif codings:
-            is_clear = [coding.lower() for coding in codings] == ["chunked"] and not lengths
-        else:
-            is_clear = not lengths or re.fullmatch("[0-9]{1,18}", ",".join(lengths)) is not None
-        if not is_clear or self.status == http.client.SWITCHING_PROTOCOLS:
-            self.will_close = True
+        self.will_close = True
 
 
 class _Connection(HTTPConnection):
-    """Connects to checked addresses only. Is used again only if nothing arrived after the last
-    response, not even inside TLS.
-    """
+    """Connects to checked addresses only."""
 
     response_class = _Response
 
@@ -576,11 +514,6 @@ class _Connection(HTTPConnection):
             except OSError as error:
                 failed = error
         raise failed
-
-    @property
-    def is_connected(self) -> bool:
-        has_more = isinstance(self.sock, ssl.SSLSocket) and self.sock.pending() > 0
-        return not has_more and super().is_connected
 
 
 class _TLSConnection(_Connection, HTTPSConnection): ...
@@ -607,7 +540,7 @@ def tls_context() -> ssl.SSLContext:
 
 
 class Adapter(HTTPAdapter):
-    """The open connections of a process.
+    """Makes connections to checked addresses.
 
     It is used without a `requests.Session`, which would add cookies, .netrc and the environment's
     proxies, and read redirects to their end.
@@ -617,7 +550,7 @@ class Adapter(HTTPAdapter):
         # All connections share it: reading the certificate authorities takes as long as 40
         # callbacks.
         self._tls = tls_context()
-        super().__init__(pool_connections=MAX_OPEN_CONNECTIONS, pool_maxsize=MAX_OPEN_CONNECTIONS)
+        super().__init__(pool_maxsize=CALLBACKS_IN_FLIGHT)  # urllib3 warns if there are more
 
     def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
         super().init_poolmanager(*args, **kwargs)

@@ -145,10 +145,10 @@ def _key(secret: str, number: int) -> bytes:
 def webhook(secrets: str | Iterable[str]) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Decorate a view so that only signed callbacks reach it.
 
-    The view is one of Django, Flask, FastAPI or Starlette, and may be a coroutine function. Its
-    parameter `callback` receives the `Received` with the id and the body of the callback. Requests
-    without a valid signature are answered with 401, and bodies that are not JSON with 400. Django
-    does not check a CSRF token.
+    The view is one of Django or Flask, which may be a coroutine function, or a coroutine function
+    of FastAPI or Starlette with the parameter `request`. Its parameter `callback` receives the
+    `Received` with the id and the body of the callback. Requests without a valid signature are
+    answered with 401, and bodies that are not JSON with 400. Django does not check a CSRF token.
 
     Parameters
     ----------
@@ -170,57 +170,33 @@ def webhook(secrets: str | Iterable[str]) -> Callable[[Callable[..., R]], Callab
     known = secrets if isinstance(secrets, str) else tuple(secrets)
 
     def decorate(view: Callable[..., R]) -> Callable[..., R]:
-        parameters = inspect.signature(view).parameters
-
-        def refusal(request: Any, payload: bytes, values: dict[str, Any]) -> Any:
-            """Add the callback to the arguments of the view, or return the response."""
+        def answer(request: Any, payload: bytes, call: Callable[..., Any]) -> Any:
             try:
-                values["callback"] = verify(payload, request.headers, known)
+                callback = verify(payload, request.headers, known)
             except InvalidInputError as error:
                 return _response(request, 401 if error.argument == "headers" else 400, str(error))
-            if "request" not in parameters:
-                values.pop("request", None)  # FastAPI gives it to the decorator
-            return None
+            return call(callback=callback)
 
         def receive(*args: Any, **values: Any) -> Any:
             request = _request_in([*args, *values.values()])
-            if _is_starlette(request):
-                from anyio.from_thread import run  # the view is called in a thread
-
-                payload = run(request.body)
-            else:
-                payload = _payload(request)
-            refused = refusal(request, payload, values)
-            return view(*args, **values) if refused is None else refused
+            return answer(request, _payload(request), functools.partial(view, *args, **values))
 
         async def areceive(*args: Any, **values: Any) -> Any:
             request = _request_in([*args, *values.values()])
             payload = await request.body() if _is_starlette(request) else _payload(request)
-            refused = refusal(request, payload, values)
-            coroutine: Any = view
-            return await coroutine(*args, **values) if refused is None else refused
+            answered = answer(request, payload, functools.partial(view, *args, **values))
+            return await answered if inspect.isawaitable(answered) else answered
 
         is_async = inspect.iscoroutinefunction(view)
         decorated: Any = functools.wraps(view)(areceive if is_async else receive)
         decorated.csrf_exempt = True  # of Django
-        decorated.__signature__ = inspect.Signature(_of_fastapi(parameters))
+        signature = inspect.signature(view)  # FastAPI gives a value for each parameter in it
+        others = [each for name, each in signature.parameters.items() if name != "callback"]
+        decorated.__signature__ = signature.replace(parameters=others)
         typed: Callable[..., R] = decorated
         return typed
 
     return decorate
-
-
-def _of_fastapi(parameters: Mapping[str, inspect.Parameter]) -> list[inspect.Parameter]:
-    """Return the parameters whose values FastAPI finds in a request."""
-    found = [each for name, each in parameters.items() if name != "callback"]
-    if "request" in parameters:
-        return found
-    try:
-        from starlette.requests import Request
-    except ImportError:
-        return found
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return [inspect.Parameter("request", kind, annotation=Request), *found]
 
 
 def _request_in(arguments: Iterable[Any]) -> Any:

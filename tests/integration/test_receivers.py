@@ -85,10 +85,7 @@ def in_fastapi(is_async: bool) -> Iterator[Send]:
         assert request.url.path == "/paid/7"
         return shown(callback, order)
 
-    def shipped(order: int, callback: Any) -> dict[str, Any]:
-        return shown(callback, order)
-
-    view = receiver_of(paid if is_async else shipped, is_async)
+    view = receiver_of(paid, is_async)
     app.add_api_route("/paid/{order}", view, methods=["POST"])
     yield asgi_sender(app)
 
@@ -113,14 +110,15 @@ def asgi_sender(app: Any) -> Send:
     return send
 
 
-@pytest.fixture(params=[in_flask, in_django, in_fastapi, in_starlette])
-def receiver(request: pytest.FixtureRequest) -> Any:
-    return request.param
-
-
-@pytest.fixture(params=[False, True], ids=["sync", "async"])
-def send(request: pytest.FixtureRequest, receiver: Any) -> Iterator[Send]:
-    yield from receiver(request.param)
+@pytest.fixture(
+    params=[
+        (in_flask, False), (in_flask, True), (in_django, False), (in_django, True),
+        (in_fastapi, True), (in_starlette, True),
+    ]
+)  # fmt: skip
+def send(request: pytest.FixtureRequest) -> Iterator[Send]:
+    receiver, is_async = request.param
+    yield from receiver(is_async)
 
 
 PAYLOAD = '{"order": 7, "name": "é"}'.encode()
