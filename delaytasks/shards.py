@@ -8,7 +8,7 @@ member:
 - An id contains the number of the member that made it (`delaytasks_shard`), so a call that names a
   task by its id asks this member first. Ids of other programs contain arbitrary numbers, so the
   other members are asked if this member does not have the task.
-- `find`, bulk operations and their log ask every member, and merge the answers.
+- Anything else is a call of one member, or of every member by `each`.
 
 No row moves when a member is added at the end of the list. The parameter `newest` says which step
 of adding it has been reached, and decides where a key is looked up (docs/shards.md).
@@ -17,24 +17,19 @@ of adding it has been reached, and decides where a key is looked up (docs/shards
 from __future__ import annotations
 
 import functools
-import heapq
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from hashlib import blake2b
-from operator import attrgetter, methodcaller
+from operator import methodcaller
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from delaytasks.client import DelayTasks
 from delaytasks.model import errors
 from delaytasks.model.clock import monotonic, shard_of
-from delaytasks.model.filters import LogEntry
-from delaytasks.model.inputs import Delay, check_page_limit
+from delaytasks.model.inputs import Delay, check_key
 from delaytasks.model.moves import LIVE
-from delaytasks.model.task import DelayedTask, Page, TaskName, TouchResult, id_of, new_task_of
-from delaytasks.operate.bulk_calls import Bulk, BulkResult
-from delaytasks.operate.single_tasks import is_several
+from delaytasks.model.task import DelayedTask, TaskName, id_of, new_task_of
 from delaytasks.twins import twin
 
 P = ParamSpec("P")
@@ -42,51 +37,9 @@ T = TypeVar("T")
 Step = Literal["reading", "moving", "settled"]
 #: A member that was unavailable gets no tasks without a key for this time, if others are available.
 REST_S = 5.0
-#: The rows of each member that a search holds in memory.
-CHUNK = 100
-
-
-@dataclass(frozen=True, slots=True)
-class MergedPage(Page):
-    """A `Page` of the tasks of all members.
-
-    Attributes
-    ----------
-    missing
-        The numbers of the members that were unavailable. Their tasks are not in the page. The next
-        page has them if the members are available by then. Without a next page, search again.
-
-    Examples
-    --------
-    >>> shards.find(status="FAILED").missing
-    (2,)
-    """
-
-    missing: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class MergedResult(BulkResult):
-    """A `BulkResult` with the sums of all members, the first start, and all log entries.
-
-    Attributes
-    ----------
-    missing
-        The numbers of the members that were unavailable, or became unavailable before the end.
-
-    Examples
-    --------
-    >>> shards.bulk.cancel(tag="mail.send").missing
-    ()
-    """
-
-    missing: tuple[int, ...] = ()
-
 
 Method = Callable[Concatenate[DelayTasks, P], T]
 MethodOfShards = Callable[Concatenate["Shards", P], T]
-BulkMethod = Callable[Concatenate[Bulk, P], BulkResult]
-Down = dict[int, errors.StoreUnavailableError]
 
 # Each of the next functions makes a method of `Shards` from a method of `DelayTasks`, with the same
 # parameters.
@@ -138,112 +91,13 @@ def _for_one(method: Method[P, T]) -> MethodOfShards[P, T]:
     return functools.wraps(method)(call)
 
 
-def _for_one_or_many(method: Method[P, TouchResult]) -> MethodOfShards[P, TouchResult]:
-    """Ask one member after the other for one task, or every member for several."""
-    touch_one = _for_one(method)
-
-    def call(self: Shards, /, task: Any = None, *args: Any, key: Any = None, **options: Any) -> Any:
-        if not is_several(key if task is None else task):
-            return touch_one(self, task, *args, key=key, **options)
-        # An iterator of the caller yields its names once.
-        task, key = ([*names] if is_several(names) else names for names in (task, key))
-        results = self.each(_calling(method, task, *args, key=key, **options))
-        touched = {name for result in results.values() for name in result.touched}
-        return TouchResult.of(key if task is None else map(id_of, task), touched)
-
-    return functools.wraps(method)(call)
-
-
-def _for_all(method: BulkMethod[P]) -> Callable[Concatenate[ShardsBulk, P], MergedResult]:
-    """Change the tasks of one member after the other, and add up the counts."""
-
-    def call(self: ShardsBulk, /, *args: Any, **options: Any) -> MergedResult:
-        ask, entry = _calling(method, *args, **options), options.get("entry")
-        # An entry of the log is in the member that its id names.
-        of = None if entry is None else [self._shards.member_of(getattr(entry, "id", entry))]
-        found, down = self._shards._ask_all(lambda member: ask(member.bulk), of)
-        if not found:
-            raise next(iter(down.values()))
-        sums = [sum(map(attrgetter(a), found.values())) for a in ("matched", "changed", "refused")]
-        started = min(result.started for result in found.values())
-        runs = tuple(run for result in found.values() for run in result.runs)
-        return MergedResult(*sums, started, runs, tuple(down))  # type: ignore[call-arg]
-
-    return functools.wraps(method)(call)
-
-
-def _merged(method: Method[P, Page]) -> MethodOfShards[P, MergedPage]:
-    """Read a page of all members. Each member is read in chunks, as far as the page needs."""
-
-    def call(self: Shards, /, cursor: Any = None, limit: int = 100, **options: Any) -> MergedPage:
-        from delaytasks.db.searching import make_cursor
-
-        check_page_limit(limit)
-        # A cursor has the position in each member. A member that was added since has none.
-        positions = dict(zip(self._by_number, str(cursor or "").split("."), strict=False))
-        down: Down = {}
-
-        def rows(number: int, member: DelayTasks) -> Iterator[tuple[Any, int, int, DelayedTask]]:
-            try:
-                for task in _search(member, positions.get(number), **options):
-                    yield task.expected_time, task.id, number, task
-            except errors.StoreUnavailableError as error:
-                down[number] = error
-
-        streams = itertools.starmap(rows, self._by_number.items())
-        merged = heapq.merge(*streams, reverse=options.get("newest_first", False))
-        taken = list(itertools.islice(merged, limit))
-        if len(down) == len(self.members):
-            raise next(iter(down.values()))
-        positions |= {number: make_cursor(task) for *_, number, task in taken}
-        after = ".".join(positions.get(number, "") for number in self._by_number)
-        cursor = None if next(merged, None) is None else after
-        return MergedPage([task for *_, task in taken], cursor, tuple(down))
-
-    return functools.wraps(method)(call)  # type: ignore[return-value]
-
-
-def _search(member: DelayTasks, cursor: str | None = None, **filters: Any) -> Iterator[DelayedTask]:
-    """Yield the tasks of a member that match, and hold `CHUNK` of them in memory."""
-    while True:
-        page = _calling(DelayTasks.find, cursor=cursor or None, limit=CHUNK, **filters)(member)
-        yield from page
-        if (cursor := page.cursor) is None:
-            return
-
-
-class ShardsBulk:
-    """Operations on all tasks of all members that match a filter, as `shards.bulk`. See `Bulk`."""
-
-    def __init__(self, shards: Shards) -> None:
-        self._shards = shards
-        self._run_async = shards._run_async
-
-    cancel = _for_all(Bulk.cancel)
-    reschedule = _for_all(Bulk.reschedule)
-    rerun = _for_all(Bulk.rerun)
-
-    def log(self, *, limit: int = 100, before: int | None = None) -> list[LogEntry]:
-        """Read what bulk operations have done in all members. See `Bulk.log`.
-
-        Examples
-        --------
-        >>> shards.bulk.log(limit=1)[0].actor
-        'maria'
-        """
-        entries = self._shards.each(lambda member: member.bulk.log(limit=limit, before=before))
-        merged = heapq.merge(*entries.values(), key=attrgetter("id"), reverse=True)
-        return list(itertools.islice(merged, limit))
-
-    acancel, areschedule, arerun, alog = twin(cancel), twin(reschedule), twin(rerun), twin(log)
-
-
 class Shards:
     """Several `DelayTasks` used as one.
 
     The methods have the parameters, results and errors of the methods of `DelayTasks` with the
-    same names, except that `session` is refused. In a transaction of your own, call the member
-    whose database it is on. What waits has an asynchronous twin, such as `acancel` for `cancel`.
+    same names, except that `session` is refused, and `touch` takes one task. In a transaction of
+    your own, call the member whose database it is on. What concerns many tasks, such as `find`, is
+    a call of each member. What waits has an asynchronous twin, such as `acancel` for `cancel`.
 
     Parameters
     ----------
@@ -261,9 +115,6 @@ class Shards:
     ----------
     members
         The `DelayTasks`, in their order.
-    bulk
-        Cancels, reschedules or reruns all tasks that match a filter, such as
-        `shards.bulk.cancel(tag="mail.send")`. See `ShardsBulk`.
 
     Raises
     ------
@@ -286,7 +137,6 @@ class Shards:
             if len({fact(member.settings) for member in self.members}) < len(self.members):
                 raise errors.ConfigError(f"members of Shards share a {what}: give each its own")
         self._run_async = self.members[0]._run_async  # its threads call the other members as well
-        self.bulk = ShardsBulk(self)
         self._newest = newest
         self._by_number = {member.settings.shard: member for member in self.members}
         self._turns = itertools.count()
@@ -346,7 +196,7 @@ class Shards:
         return self._by_number[number]
 
     def each(self, call: Callable[[DelayTasks], T]) -> dict[int, T]:
-        """Call a function with every member, such as to pause a tag or to read statistics.
+        """Call a function with every member, such as to find tasks or to pause a tag.
 
         Parameters
         ----------
@@ -366,13 +216,20 @@ class Shards:
         Examples
         --------
         >>> shards.each(lambda member: member.policies.pause(tag="mail.send"))
-        >>> shards.each(lambda member: member.statistics.totals(since="1h"))
+        >>> shards.each(lambda member: member.bulk.cancel(tag="mail.send").changed)
+        {0: 700, 1: 500}
         """
-        results, down = self._ask_all(call)
-        if down:
-            error = next(iter(down.values()))
-            text = f"{error} (members {[*results]} have done the call)"
-            raise errors.StoreUnavailableError(text, error.is_locked, error.is_unable) from error
+        results, failure = dict[int, T](), None
+        for number, member in self._by_number.items():
+            try:
+                results[number] = call(member)
+            except errors.StoreUnavailableError as error:
+                failure = failure or error
+        if failure is not None:
+            text = f"{failure} (members {[*results]} have done the call)"
+            raise errors.StoreUnavailableError(
+                text, failure.is_locked, failure.is_unable
+            ) from failure
         return results
 
     def any(self, call: Callable[[DelayTasks], T]) -> T:
@@ -419,7 +276,7 @@ class Shards:
 
     cancel = _for_one(DelayTasks.cancel)
     reschedule = _for_one(DelayTasks.reschedule)
-    touch = _for_one_or_many(DelayTasks.touch)
+    touch = _for_one(DelayTasks.touch)
     rerun = _for_one(DelayTasks.rerun)
     get = _for_one(DelayTasks.get)
     result = _for_one(DelayTasks.result)
@@ -444,8 +301,7 @@ class Shards:
     # -- many tasks -------------------------------------------------------------------------------
 
     schedule_many = _for_batches(DelayTasks.schedule_many)
-    find = _merged(DelayTasks.find)
-    aschedule_many, afind = twin(schedule_many), twin(find)
+    aschedule_many = twin(schedule_many)
 
     def misplaced(self) -> Iterator[DelayedTask]:
         """Find the live tasks whose keys now belong to another member, because one was added.
@@ -461,9 +317,14 @@ class Shards:
         True
         """
         for member in self.members:
-            for task in _search(member, status=list(LIVE)):
-                if task.key and self._home(task.tag, task.key, self.members) is not member:
-                    yield task
+            page = member.find(status=list(LIVE), limit=1000)
+            while True:
+                for task in page:
+                    if task.key and self._home(task.tag, task.key, self.members) is not member:
+                        yield task
+                if page.cursor is None:
+                    break
+                page = member.find(status=list(LIVE), limit=1000, cursor=page.cursor)
 
     # -- processors and connections ---------------------------------------------------------------
 
@@ -555,7 +416,7 @@ class Shards:
     def _ask_in_turn(self, ask: Callable[[DelayTasks], T], task: Any, **name: Any) -> T:
         """Ask the member that most likely has the task, and then the others."""
         if None not in (name.get("tag"), name.get("key")):
-            members = self._places(name["tag"], name["key"])[::-1]
+            members = self._places(name["tag"], check_key(name["key"]))[::-1]
         else:  # without any name, the first member raises the error
             number = None if task is None else shard_of(id_of(task))
             members = sorted(self.members, key=lambda member: member.settings.shard != number)
@@ -565,16 +426,6 @@ class Shards:
                 if getattr(result := ask(member), "status", "") is not None:
                     return result
         return ask(members[-1])
-
-    def _ask_all(self, ask: Callable[[DelayTasks], T], of: Any = None) -> tuple[dict[int, T], Down]:
-        """Ask these members, or all, one after the other."""
-        results, down = dict[int, T](), Down()
-        for member in of or self.members:
-            try:
-                results[member.settings.shard] = ask(member)
-            except errors.StoreUnavailableError as error:
-                down[member.settings.shard] = error
-        return results, down
 
 
 _DISTINCT: dict[str, Callable[[Any], object]] = {

@@ -24,7 +24,7 @@ def main() -> None:
             os.environ["DELAYTASKS_SHARD"] = str(number)
             stage.make_tables()
             stage.start_worker(f"worker-{number}")
-        from examples.tenants.app import TAG, connect, has_paid, remind_later, shards
+        from examples.tenants.app import TAG, connect, count_done, has_paid, remind_later, shards
 
         old, _ = connect(urls[:2])
         made = [remind_later(old, tenant, "1h") for tenant in TENANTS]
@@ -37,15 +37,15 @@ def main() -> None:
         left = len(list(moving.misplaced()))
         stage.say(f"a third database is added; {left} tenants will move there")
         stage.say(f"tenant-3 has paid: {has_paid(moving, 'tenant-3')}")
-        stage.wait_until(lambda: len(shards.find(tag=TAG, status="DONE")) == 11, "11 reminders")
+        stage.wait_until(lambda: count_done() == 11, "11 reminders")
         stage.say("11 tenants are reminded, each by the worker of its database")
 
         assert not list(moving.misplaced())
         places = Counter(shard_of(remind_later(shards, name, "1h").id) for name in TENANTS)
         stage.say(f"their next reminders are on three databases: {sorted(places.values())}")
         assert places[2] == left
-        cancelled = shards.bulk.cancel(tag=TAG)
-        stage.say(f"one call cancels {cancelled.changed} tasks on {len(cancelled.runs)} databases")
+        cancelled = shards.each(lambda member: member.bulk.cancel(tag=TAG).changed)
+        stage.say(f"one call cancels {sum(cancelled.values())} tasks on {len(cancelled)} databases")
         for each in (old, moving, shards):
             each.close()
 

@@ -10,12 +10,13 @@ import secrets
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from delaytasks import DelayedTask, NewTask, Shards, Status
+from delaytasks import DelayedTask, DelayTasks, NewTask, Shards, Status
 from delaytasks.model.clock import monotonic, shard_of
 from delaytasks.model.moves import LIVE
 from tests.running import Deployment, Process
@@ -92,7 +93,8 @@ def test_no_task_is_lost_or_early_while_workers_are_killed_at_random(site: Site)
 
     def are_over() -> bool:
         """A row that is recovered while the first look reads the statuses is in the second one."""
-        return not any(shards.find(status=list(LIVE), limit=1).tasks for _ in range(2))
+        find = partial(DelayTasks.find, status=list(LIVE), limit=1)
+        return not any(page.tasks for _ in range(2) for page in shards.each(find).values())
 
     wait_until(are_over, 120, "all to end")
     runs = [(int(id), int(late_us)) for id, late_us, _ in site.deployments[0].runs()]

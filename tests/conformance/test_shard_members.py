@@ -8,7 +8,6 @@ import inspect
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -215,17 +214,6 @@ def test_a_task_is_found_although_its_id_names_another_member(shards: Shards) ->
         assert shards.cancel(id).id == id
 
 
-def test_many_timeouts_are_postponed_whichever_members_have_them(shards: Shards) -> None:
-    keys = [key_at(shards, place) for place in range(3)]
-    ids = [shards.schedule_delay(TAG, None, 60, key=key).id for key in keys]
-    foreign = shards.members[1].schedule_delay(TAG, None, 60, id=17)
-    unknown = shards.new_id()
-    by_id = shards.touch([*ids, foreign, unknown], 90)
-    assert (by_id.touched, by_id.gone) == ([*ids, 17], [unknown])
-    by_key = shards.touch(tag=TAG, key=[*keys, "unknown"], delay="2m")
-    assert (by_key.touched, by_key.gone) == (keys, ["unknown"])
-
-
 def test_a_task_that_nobody_has_is_not_found(shards: Shards) -> None:
     id = shards.new_id()
     assert shards.cancel(id).status is None
@@ -238,6 +226,10 @@ def test_a_call_names_one_task(shards: Shards) -> None:
     for name in ({}, {"key": "7"}, {"task": 7, "tag": TAG, "key": "7"}):
         with invalid("task", match="name the task by its id, or by"):
             shards.get(**name)
+    with invalid("key"):
+        shards.touch(tag=TAG, key=["7", "8"], delay=9)
+    with invalid("id"):
+        shards.touch([7, 8], 9)
 
 
 def test_an_id_of_the_callers_own_selects_the_member(shards: Shards) -> None:
@@ -255,7 +247,6 @@ def test_a_session_is_for_a_member(shards: Shards, tmp_path: Path) -> None:
     with engine.begin() as connection:
         for call in (
             lambda: shards.schedule_delay(TAG, None, 60, key=key, session=connection),
-            lambda: shards.find(session=connection),
             lambda: shards.cancel(7, session=connection),
         ):
             with invalid("session", match="session"):
@@ -328,26 +319,10 @@ def test_keyless_tasks_avoid_a_missing_member(process: Process, monkeypatch: Mon
         shards.schedule_delay(TAG, None, 60, key=key_at(shards, 1))
 
 
-def test_a_search_has_the_others_tasks_and_goes_on_when_a_member_is_back(process: Process) -> None:
-    whole, down = process(), process(down=1)
-    ids = [whole.schedule_delay(TAG, None, 60 + n).id for n in range(9)]
-    page = down.find(limit=2)
-    assert page.missing == (1,)
-    assert [task.id for task in page] == [ids[0], ids[2]]
-    rest = whole.find(cursor=page.cursor)
-    assert {task.id for task in rest} == {*ids} - {ids[0], ids[2]}
-    assert down.bulk.cancel(tag=TAG).missing == (1,)
-    assert whole.bulk.cancel(tag=TAG).changed == 3
-
-
 @pytest.mark.slow
 def test_without_any_member_calls_fail(tmp_path: Path) -> None:
     shards = Shards([unavailable(tmp_path, 0), unavailable(tmp_path, 1)])
-    for call in (
-        lambda: shards.schedule_delay(TAG, None, 60),
-        lambda: shards.find(),
-        lambda: shards.bulk.cancel(tag=TAG),
-    ):
+    for call in (lambda: shards.schedule_delay(TAG, None, 60), lambda: shards.get(7)):
         with pytest.raises(e.StoreUnavailableError):
             call()
 
@@ -358,87 +333,6 @@ def test_a_call_of_each_member_says_which_ones_have_done_it(process: Process) ->
     assert isinstance(said.value.__cause__, e.StoreUnavailableError)
     policies = process().each(lambda member: member.policies.list(tag=TAG))
     assert [bool(policies[number]) for number in range(3)] == [True, False, True]
-
-
-# -- merging --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("newest_first", [False, True])
-@pytest.mark.parametrize("limit", [1, 7, 250])
-def test_pages_have_each_task_once_in_order(shards: Shards, newest_first: bool, limit: int) -> None:
-    now = shards.schedule_delay(TAG, None, 60).expected_time
-    new = [NewTask(TAG, None, at=now + timedelta(seconds=n % 30)) for n in range(240)]
-    for start in range(0, 240, 40):  # in turn
-        shards.schedule_many(new[start : start + 40])
-    found: list[DelayedTask] = []
-    cursor = None
-    while True:
-        page = shards.find(tag=TAG, limit=limit, cursor=cursor, newest_first=newest_first)
-        found += page
-        assert len(page) <= limit
-        assert page.missing == ()
-        if (cursor := page.cursor) is None:
-            break
-    assert len({task.id for task in found}) == len(found) == 241
-    places = [(task.expected_time, task.id) for task in found]
-    assert places == sorted(places, reverse=newest_first)
-
-
-def test_a_search_holds_one_chunk_of_each_member(shards: Shards, monkeypatch: MonkeyPatch) -> None:
-    for _ in shards.members:
-        shards.schedule_many([(TAG, None, 60)] * 1000)
-    calls: list[int] = []
-    for each in shards.members:
-
-        def find(*, each_find: Any = each.find, **options: Any) -> Any:
-            calls.append(options["limit"])
-            return each_find(**options)
-
-        monkeypatch.setattr(each, "find", find)
-    assert len(shards.find(limit=50)) == 50
-    assert calls == [100] * 3
-    calls.clear()
-    assert len(shards.find(limit=1000)) == 1000
-    assert len(calls) <= 13
-
-
-def test_a_wrong_cursor_or_limit_is_refused(shards: Shards) -> None:
-    cursors = ("nonsense", 5, b"x", "x", ["x"])
-    wrongs: list[Any] = [{"limit": 0}, {"limit": 1001}, {"status": "GREEN"}]
-    for wrong in (*wrongs, *({"cursor": cursor} for cursor in cursors)):
-        with invalid(next(iter(wrong))):
-            shards.find(**wrong)
-
-
-def test_bulk_operations_add_the_members_up(shards: Shards) -> None:
-    for _ in shards.members:
-        shards.schedule_many([(TAG, None, 600)] * 4)
-    reports: list[Any] = []
-    moved = shards.bulk.reschedule("1h", tag=TAG, actor="maria", on_progress=reports.append)
-    assert (moved.matched, moved.changed, moved.refused, moved.missing) == (12, 12, 0, ())
-    assert sum(result.changed for result in reports) >= 12
-    assert shards.bulk.cancel(tag=TAG, dry_run=True).matched == 12
-    cancelled = shards.bulk.cancel(tag=TAG, actor="otto")
-    assert cancelled.changed == 12
-    assert len(cancelled.runs) == len(moved.runs) == 3
-    rerun = shards.bulk.rerun(tag=TAG, status="CANCELLED", actor="eva")
-    assert rerun.changed == 12
-    assert rerun.started >= cancelled.started
-    entries = shards.bulk.log()
-    starts = [entry.started_at for entry in entries if entry.actor == "otto"]
-    assert cancelled.started == min(starts) < max(starts)
-    assert [entry.actor for entry in entries] == ["eva"] * 3 + ["otto"] * 3 + ["maria"] * 3
-    assert [entry.id for entry in shards.bulk.log(limit=4)] == [entry.id for entry in entries[:4]]
-
-
-def test_a_log_entry_is_looked_for_in_the_member_that_made_it(shards: Shards) -> None:
-    for _ in shards.members:
-        shards.schedule_many([(TAG, None, 600)] * 4)
-    runs = shards.bulk.cancel(tag=TAG).runs
-    for entry in (runs[1], shards.bulk.log()[0]):
-        rerun = shards.bulk.rerun(entry=entry)
-        assert (rerun.matched, rerun.changed, len(rerun.runs)) == (4, 4, 1)
-    assert len(shards.find(status="CANCELLED")) == 4
 
 
 # -- adding a member ------------------------------------------------------------------------------
@@ -528,11 +422,6 @@ def test_twins_call_the_right_members(shards: Shards) -> None:
         assert await shards.acancel(made[2].id)
         assert (await shards.arerun(made[2].id)).id == made[2].id
         assert await shards.aschedule_many([(TAG, None, 60)] * 3) == 3
-        assert len(await shards.afind(tag=TAG)) == 6
-        assert (await shards.bulk.areschedule("1h", tag=TAG)).changed == 6
-        assert (await shards.bulk.acancel(tag=TAG)).changed == 6
-        assert (await shards.bulk.arerun(tag=TAG, status="CANCELLED")).changed == 6
-        assert len(await shards.bulk.alog()) == 9
         assert await shards.aeach(lambda member: member.settings.shard) == {0: 0, 1: 1, 2: 2}
         key = key_at(shards, 2)
         assert await shards.amember(TAG, key) is shards.members[2]
