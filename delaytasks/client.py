@@ -907,9 +907,9 @@ class DelayTasks:
         schema : callable, optional
             A dataclass, a pydantic model or a function. Its result for the body is the argument of
             the function; bodies that it refuses are not scheduled, and FAILED if they were stored.
-        body_version, upgrades : optional
-            The version of the bodies that the function takes, and a dict of functions that make a
-            body of the next version from one of an older version: `{1: f, 2: g}`.
+        body_version : int, optional
+            The newest version of the bodies that the function takes; `task.body_version` is that of
+            a task. A task with a newer body waits for a worker with newer code.
         aliases : list or tuple of str, optional
             Former tags of the function, whose rows it runs as well.
         limit_key : callable, optional

@@ -10,7 +10,7 @@ import difflib
 import functools
 import inspect
 import types
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, is_dataclass
 from datetime import datetime
 from functools import partial
@@ -26,7 +26,7 @@ from typing import (
     overload,
 )
 
-from delaytasks.model.body import FIRST_VERSION, check_version
+from delaytasks.model.body import check_version
 from delaytasks.model.errors import (
     BodyRefusedError,
     ConfigError,
@@ -40,7 +40,6 @@ from delaytasks.model.inputs import (
     check_queue,
     check_tag,
     check_wait,
-    is_integer,
     processor_tag,
 )
 from delaytasks.model.moves import MAX_RETRY_DELAY_S, Retries, RetryRule, RetrySchedule
@@ -64,8 +63,6 @@ MAX_BATCH = 200
 _INTERNAL = "delaytasks."
 #: The slots of an `async def` function without `in_flight`.
 ASYNC_SLOTS = 100
-#: Makes a body of the next version from a body of one version.
-Upgrade = Callable[[Any], Any]
 #: Characters of the schema's error text. A pydantic error about a long list fills a page.
 MAX_REASON_LENGTH = 500
 
@@ -87,10 +84,8 @@ class CommonOptions(TypedDict, total=False):
     #: The number of concurrent calls in each process; the default is 100 for `async def` functions
     #: and otherwise 1.
     in_flight: int | None
-    #: The version of the bodies that the function takes, and functions that make a body of the next
-    #: version from a body of an older one.
+    #: The newest version of the bodies that the function takes.
     body_version: int | None
-    upgrades: Mapping[int, Upgrade]
     #: Former tags of the function, whose rows it runs as well.
     aliases: Collection[str] | None
     #: Returns the limit key of a body, for limits per key; a task may have its own.
@@ -121,9 +116,8 @@ class ProcessorSpec:
     on_time_s: float | None
     keep_result: bool
     schema: Callable[..., Any] | None
-    #: The version of the bodies that the function takes; None if they have no versions.
+    #: The newest version of the bodies that the function takes; None if they have no versions.
     body_version: int | None
-    upgrades: Mapping[int, Upgrade]
     limit_key: Callable[[Any], str | None] | None
     batch: int | None
     in_flight: int | None
@@ -134,33 +128,9 @@ class ProcessorSpec:
     def has_time_limits(self) -> bool:
         return self.soft_time_limit_s is not None or self.time_limit_s is not None
 
-    def body_of(self, task: DelayedTask) -> Any:
-        """Return the body in the version that the function takes."""
-        return self.upgraded(task.body, task.body_version)
-
     def is_newer(self, version: int) -> bool:
         """Whether only newer code can run a body of this version."""
         return self.body_version is not None and version > self.body_version
-
-    def upgraded(self, body: Any, version: int) -> Any:
-        """Return a body of this version as the function takes it.
-
-        Raises
-        ------
-        BodyRefusedError
-            If there is no upgrade from this version. Errors of upgrades are raised as they are.
-        """
-        if self.body_version is None:
-            return body
-        if version < self.body_version and version not in self.upgrades:
-            raise BodyRefusedError(
-                f"the body of a task of tag {self.tag!r} has version {version}, and its processor "
-                f"has version {self.body_version} and no upgrade from {version}: add one",
-                "body",
-            )
-        for number in range(version, self.body_version):
-            body = self.upgrades[number](body)
-        return body
 
     def checked(self, body: Any) -> Any:
         """Return the body as the schema made it, or raise `BodyRefusedError` with the reason."""
@@ -217,7 +187,6 @@ class Registry:
             keep_result=bool(options.get("keep_result")),
             schema=options.get("schema"),
             body_version=None if version is None else check_version(version),
-            upgrades=_upgrades(tag, version, options.get("upgrades") or {}),
             limit_key=options.get("limit_key"),
             batch=options.get("batch"),
             soft_time_limit_s=soft_s,
@@ -294,21 +263,6 @@ def tags_of(tag: str, aliases: Collection[str]) -> tuple[str, ...]:
     if isinstance(aliases, (str, bytes)) or not isinstance(aliases, Collection):
         raise InvalidInputError(f"aliases is a list of tags, not {shown(aliases)}", "aliases")
     return (tag, *aliases)
-
-
-def _upgrades(tag: str, version: int | None, upgrades: Mapping[int, Upgrade]) -> dict[int, Upgrade]:
-    """Check that the upgrades lead to the version of the bodies."""
-    if version is None:
-        problem = " have no version: say body_version=…" if upgrades else ""
-    elif wrong := [one for one in upgrades if not is_integer(one, FIRST_VERSION, version - 1)]:
-        problem = f": {shown(wrong[0])} is not below body_version={version}"
-    elif missing := set(range(min(upgrades, default=version), version)) - upgrades.keys():
-        problem = f" do not lead to version {version}: there is none from version {min(missing)}"
-    else:
-        problem = ""
-    if problem:
-        raise InvalidInputError(f"upgrades of {tag!r}{problem}", "upgrades")
-    return dict(upgrades)
 
 
 def _time_limits(options: ProcessorOptions) -> tuple[float | None, float | None]:

@@ -242,7 +242,7 @@ class Producer:
     def _check_body(processor: ProcessorSpec, version: int, body_json: str) -> None:
         """Convert the value that the worker will read, as the worker will do it."""
         if not processor.is_newer(version):
-            processor.checked(processor.upgraded(json.loads(body_json), version))
+            processor.checked(json.loads(body_json))
 
     def _due(self, new: NewTask, cache: BuildCache) -> tuple[datetime, int]:
         """Return the due time, and the seconds until then."""

@@ -635,7 +635,7 @@ class ProcessorCall:
             raise self._refusal
         if self.processor.batch is not None:
             return list(self._bodies)
-        return self.processor.body_of(self.task)
+        return self.task.body
 
     def __call__(self, argument: Any) -> Any:
         """Call the user's function with what `read_argument` returned."""
@@ -817,7 +817,7 @@ class Calls:
                 yield ProcessorCall(self, [run])
                 continue
             try:
-                bodies.append(processor.checked(processor.body_of(task)))
+                bodies.append(processor.checked(task.body))
             except Exception as error:  # fails this task alone, with this traceback
                 yield ProcessorCall(self, [run], refusal=error)
             else:

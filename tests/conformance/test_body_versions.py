@@ -1,4 +1,4 @@
-"""Rows of an older version are upgraded when they run, and newer ones wait for newer code."""
+"""A processor sees the version of each body, and bodies of newer versions wait for newer code."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from delaytasks import BodyRefusedError, DelayedTask, DelayTasks, Status
+from delaytasks import BodyRefusedError, DelayTasks, Status
 from tests.refusals import invalid
 from tests.world import World
 from tests.world.recording import run_now
 
-UPGRADES = {1: lambda body: {"order": body["nr"]}, 2: lambda body: {**body, "currency": "EUR"}}
+ANY_WRONG: list[Any] = [0, "2", True, 1.0]
 OLD, NEW = {"nr": 7}, {"order": 7, "currency": "EUR"}
 
 
@@ -21,38 +21,20 @@ def takes(world: World, **options: Any) -> list[Any]:
     return got
 
 
-def test_bodies_of_all_versions_run_as_the_newest(world: World) -> None:
-    old = world.schedule("pay", OLD)
+@pytest.mark.parametrize("batch", [None, 5])
+def test_a_processor_sees_the_version_of_each_body(world: World, batch: int | None) -> None:
+    old, got = world.schedule("pay", OLD), list[Any]()
+
+    @world.delays.processor("pay", body_version=3, batch=batch)
+    def work(body: Any, task: Any) -> None:
+        together = zip(body, task, strict=True) if batch else [(body, task)]
+        got.extend((one.body_version, each) for each, one in together)
+
     second = world.schedule("pay", {"order": 7}, body_version=2)
-    got = takes(world, body_version=3, upgrades=UPGRADES)
     new = world.schedule("pay", NEW)
     assert [world.read(task).body_version for task in (old, second, new)] == [1, 2, 3]
     world.run(old, second, new)
-    assert got == [NEW, NEW, NEW]
-    assert world.read(old).body == OLD, "the row keeps what was stored"
-
-
-def test_batches_and_schemas_get_upgraded_bodies(world: World) -> None:
-    tasks = [world.schedule("pay", OLD), world.schedule("pay", {"wrong": 1})]
-    got: list[Any] = []
-
-    @world.delays.processor("pay", body_version=3, upgrades=UPGRADES, batch=5, schema=dict)
-    def work(bodies: list[Any], tasks: list[DelayedTask]) -> None:
-        got.extend(bodies)
-
-    world.run(*tasks)
-    assert (got, world.statuses(tasks)) == ([NEW], ["DONE", "FAILED"])
-    assert "KeyError" in str(world.read(tasks[1]).error)
-
-
-def test_a_version_without_an_upgrade_fails_without_retries(world: World) -> None:
-    task = world.schedule("pay", OLD)
-    got = takes(world, body_version=3, upgrades={2: UPGRADES[2]}, retries="1s 1s")
-    world.run(task)
-    failed = world.read(task)
-    assert (failed.status, got) == (Status.FAILED, [])
-    assert "has version 1" in str(failed.error)
-    assert "no upgrade from 1" in str(failed.error)
+    assert got == [(1, OLD), (2, {"order": 7}), (3, NEW)]
 
 
 def test_a_newer_body_waits_for_newer_code(world: World) -> None:
@@ -70,46 +52,33 @@ def test_a_newer_body_waits_for_newer_code(world: World) -> None:
     assert takes_new == [NEW]
 
 
-WRONG: list[Any] = [({"body_version": version}, "integer from 1") for version in (0, True)]
-WRONG += [({"body_version": 3, "upgrades": {1: OLD.get}}, "none from version 2")]
-WRONG += [({"body_version": 3, "upgrades": {3: OLD.get, 2: OLD.get}}, "3 is not below")]
-WRONG += [({"upgrades": {1: OLD.get}}, "no version: say body_version")]
+@pytest.mark.parametrize("version", [0, True])
+def test_a_version_is_a_number(world: World, version: int) -> None:
+    with invalid("body_version", match="integer from 1"):
+        world.delays.processor("pay", body_version=version)
 
 
-@pytest.mark.parametrize(("options", "error"), WRONG)
-def test_upgrades_lead_to_the_version(world: World, options: Any, error: str) -> None:
-    with pytest.raises(ValueError, match=error):
-        world.delays.processor("pay", **options)
-
-
-def test_scheduling_checks_the_body_in_its_version(delays: DelayTasks) -> None:
+def test_scheduling_checks_a_body_unless_newer_code_runs_it(delays: DelayTasks) -> None:
     def schema(body: dict[str, Any]) -> dict[str, Any]:
         assert "currency" in body
         return body
 
-    delays.processor("pay", body_version=3, upgrades=UPGRADES, schema=schema)(lambda body: None)
+    delays.processor("pay", body_version=3, schema=schema)(lambda body: None)
     assert delays.schedule_delay("pay", NEW, 60).body_version == 3
-    assert delays.schedule_delay("pay", OLD, 60, body_version=1).body_version == 1
+    assert delays.schedule_delay("pay", NEW, 60, body_version=1).body_version == 1
     assert delays.schedule_delay("pay", "any", 60, body_version=4).body_version == 4
-    with pytest.raises(BodyRefusedError):
-        delays.schedule_delay("pay", OLD, 60)
-    for version in (0, "2", True, 1.0):
+    for version in (1, 3):
+        with pytest.raises(BodyRefusedError):
+            delays.schedule_delay("pay", OLD, 60, body_version=version)
+    for wrong in ANY_WRONG:
         with invalid("body_version", match="version of a body"):
-            delays.schedule_delay("pay", NEW, 60, body_version=version)
+            delays.schedule_delay("pay", NEW, 60, body_version=wrong)
 
 
-def test_check_reports_bodies_that_cannot_be_upgraded(delays: DelayTasks) -> None:
-    cases: list[Any] = [("first", OLD, 1), ("second", {"order": 7}, 2), ("odd", {"order": None}, 2)]
-    cases += [("newest", NEW, 3), ("newer", NEW, 4)]
-    ids = {name: delays.schedule_delay("pay", b, 60, body_version=v).id for name, b, v in cases}
-
-    def fail(body: Any) -> Any:
-        raise LookupError("no such order")
-
-    upgrade = lambda body: body if body["order"] else fail(body)  # noqa: E731
-    delays.processor("pay", body_version=3, upgrades={2: upgrade})(lambda body: None)
+def test_check_reports_bodies_of_newer_versions(delays: DelayTasks) -> None:
+    newest, newer = (delays.schedule_delay("pay", NEW, 60, body_version=v) for v in (3, 4))
+    delays.processor("pay", body_version=3)(lambda body: None)
     [finding] = delays.check()
-    assert set(finding.ids) == {ids["first"], ids["odd"], ids["newer"]}
-    assert finding.problem.startswith("the body of a task of tag 'pay' has version 1")
-    waits = delays.get(ids["second"])
-    assert run_now(delays, waits).status is Status.DONE
+    assert list(finding.ids) == [newer.id]
+    assert finding.problem == "bodies of version 4, and its processor has 3"
+    assert run_now(delays, delays.get(newest)).status is Status.DONE

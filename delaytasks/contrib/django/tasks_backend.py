@@ -323,7 +323,7 @@ class DelayTasksBackend(BaseTaskBackend):
             raise TaskResultDoesNotExist(
                 f"{result_id}: this process has no Django task {row.tag!r}; import its module"
             )
-        call = processor.checked(processor.body_of(row))
+        call = processor.checked(row.body)
         failed = row.runs - (row.status in (Status.RUNNING, Status.DONE))
         attempts = delays.get(row, attempts=True).attempts if failed else ()
         return result_of_row(call.task(row), call, row, attempts)
