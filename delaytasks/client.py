@@ -53,7 +53,7 @@ from delaytasks.operate.single_tasks import (
     read_task,
     result_of,
 )
-from delaytasks.registry import MAX_BATCH, Body, Converted, Processor, Registry, tags_of
+from delaytasks.registry import MAX_BATCH, Processor, Registry, tags_of
 from delaytasks.settings import hide_secrets
 from delaytasks.twins import twin
 
@@ -69,14 +69,7 @@ if TYPE_CHECKING:
     from delaytasks.operate.forecast import Forecast
     from delaytasks.operate.start_checks import Finding
     from delaytasks.recurring.recurring import Recurring
-    from delaytasks.registry import (
-        BatchDecorator,
-        CommonOptions,
-        Decorator,
-        ProcessorOptions,
-        SchemaBatchDecorator,
-        SchemaDecorator,
-    )
+    from delaytasks.registry import CommonOptions, Decorator, P, ProcessorOptions, Returned
     from delaytasks.runtime import ProcessorContext, Runtime
     from delaytasks.settings import Settings
     from delaytasks.statistics.reading import Statistics
@@ -842,45 +835,19 @@ class DelayTasks:
 
     # -- run --------------------------------------------------------------------------------------
 
-    # A body has the type that `schema` says, else that of the function's annotation.
-
     @overload
     def processor(self, tag: str, **options: Unpack[CommonOptions]) -> Decorator: ...
 
     @overload
     def processor(
-        self, tag: str, *, schema: type[Converted], **options: Unpack[CommonOptions]
-    ) -> SchemaDecorator[Converted, Converted]: ...
+        self, tag: str, *, schema: type[Any], **options: Unpack[CommonOptions]
+    ) -> Decorator: ...
 
-    @overload
-    def processor(
-        self, tag: str, *, schema: Callable[[Body], Converted], **options: Unpack[CommonOptions]
-    ) -> SchemaDecorator[Body, Converted]: ...
-
-    @overload
-    def processor(
-        self, tag: str, *, batch: int, **options: Unpack[CommonOptions]
-    ) -> BatchDecorator: ...
-
-    @overload
-    def processor(
-        self, tag: str, *, batch: int, schema: type[Converted], **options: Unpack[CommonOptions]
-    ) -> SchemaBatchDecorator[Converted, Converted]: ...
-
-    @overload
-    def processor(
-        self,
-        tag: str,
-        *,
-        batch: int,
-        schema: Callable[[Body], Converted],
-        **options: Unpack[CommonOptions],
-    ) -> SchemaBatchDecorator[Body, Converted]: ...
-
+    # The bodies of a batch, and those that a function converts, have any type.
     @overload
     def processor(
         self, tag: str, **options: Unpack[ProcessorOptions]
-    ) -> Callable[[Callable[..., Any]], Processor[Any, ..., Any]]: ...
+    ) -> Callable[[Callable[P, Returned]], Processor[Any, P, Returned]]: ...
 
     def processor(self, tag: str, **options: Unpack[ProcessorOptions]) -> Any:
         """Register the decorated function as the processor of a tag.

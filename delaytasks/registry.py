@@ -9,22 +9,11 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import types
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, is_dataclass
 from datetime import datetime
 from functools import partial
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Concatenate,
-    Generic,
-    ParamSpec,
-    Protocol,
-    TypedDict,
-    TypeVar,
-    overload,
-)
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypedDict, TypeVar
 
 from delaytasks.model.body import check_version
 from delaytasks.model.errors import (
@@ -51,8 +40,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from delaytasks.client import DelayTasks
-    from delaytasks.model.filters import TagFilters
-    from delaytasks.model.task import CancelResult, OnConflict, Page, TaskOptions
+    from delaytasks.model.task import OnConflict, TaskOptions
 
 # -- the options of a processor, and the registry -------------------------------------------------
 
@@ -349,9 +337,8 @@ def _name(function: Callable[..., Any]) -> str:
 
 # -- the handle of a function ---------------------------------------------------------------------
 
-#: The body that callers schedule, and the object that a schema makes of it.
+#: The body that callers schedule.
 Body = TypeVar("Body")
-Converted = TypeVar("Converted")
 P = ParamSpec("P")
 Returned = TypeVar("Returned")
 Returned_co = TypeVar("Returned_co", covariant=True)
@@ -361,7 +348,8 @@ class Processor(Generic[Body, P, Returned_co]):
     """A function that is registered for a tag. It can be called as before, and schedules tasks.
 
     `@delays.processor(tag)` makes it. Type checkers know the type of the body from the annotation
-    of the function's first argument, or from `schema`.
+    of the function's first argument, unless it takes a batch, or what a function as the schema made
+    of the body.
 
     Attributes
     ----------
@@ -375,7 +363,6 @@ class Processor(Generic[Body, P, Returned_co]):
     >>> @delays.processor("order.close")
     ... def close_order(body: Order) -> None: ...
     >>> close_order.schedule(Order(7), "30m", key="7")
-    >>> close_order.cancel(key="7")
     """
 
     __name__: str
@@ -397,12 +384,6 @@ class Processor(Generic[Body, P, Returned_co]):
         if name == "function":  # a copy that is not initialized yet
             raise AttributeError(name)
         return getattr(self.function, name)
-
-    def __get__(self, instance: object, owner: type | None = None) -> Any:
-        """Bind a function that is an attribute of a class, as Python binds functions."""
-        if instance is None or not isinstance(self.function, types.FunctionType):
-            return self
-        return types.MethodType(self, instance)
 
     def __reduce__(self) -> str:
         """Pickle the name, as of a function. The processor is an attribute of its module."""
@@ -463,85 +444,14 @@ class Processor(Generic[Body, P, Returned_co]):
 
     aschedule_many = twin(schedule_many)
 
-    def cancel(
-        self, *, key: str, version: int | None = None, running: bool = False, session: Any = None
-    ) -> CancelResult:
-        """Cancel the task of this tag that has the key. See `DelayTasks.cancel`.
-
-        Examples
-        --------
-        >>> close_order.cancel(key="7")
-        """
-        return self._delays.cancel(
-            tag=self.tag, key=key, version=version, running=running, session=session
-        )
-
-    acancel = twin(cancel)
-
-    def find(
-        self,
-        *,
-        cursor: str | None = None,
-        limit: int = 100,
-        newest_first: bool = False,
-        session: Any = None,
-        **filters: Unpack[TagFilters],
-    ) -> Page:
-        """Read a page of the tasks of this tag. See `DelayTasks.find`.
-
-        Examples
-        --------
-        >>> [task.id for task in close_order.find(status="FAILED")]
-        """
-        page: dict[str, Any] = {"cursor": cursor, "limit": limit, "newest_first": newest_first}
-        return self._delays.find(tag=self.tag, session=session, **page, **filters)
-
-    afind = twin(find)
-
     @property
     def _run_async(self) -> Callable[..., Awaitable[Any]]:
         return self._delays._run_async
 
 
 class Decorator(Protocol):
-    """Makes a processor of `f(body)` or `f(body, task)`."""
+    """Makes a processor of `f(body)` or `f(body, task)`, whose body has the annotated type."""
 
     def __call__(
         self, function: Callable[Concatenate[Body, P], Returned], /
     ) -> Processor[Body, Concatenate[Body, P], Returned]: ...
-
-
-class SchemaDecorator(Protocol[Body, Converted]):
-    """Makes a processor of a function that takes what a schema makes of a body."""
-
-    def __call__(
-        self, function: Callable[Concatenate[Converted, P], Returned], /
-    ) -> Processor[Body, Concatenate[Converted, P], Returned]: ...
-
-
-class BatchDecorator(Protocol):
-    """Makes a processor of `f(tasks)` or `f(bodies, tasks)`."""
-
-    @overload
-    def __call__(
-        self, function: Callable[[list[Body], list[DelayedTask]], Returned], /
-    ) -> Processor[Body, [list[Body], list[DelayedTask]], Returned]: ...
-
-    @overload
-    def __call__(
-        self, function: Callable[[list[DelayedTask]], Returned], /
-    ) -> Processor[Any, [list[DelayedTask]], Returned]: ...
-
-
-class SchemaBatchDecorator(Protocol[Body, Converted]):
-    """Makes a processor of a batch whose bodies a schema converts."""
-
-    @overload
-    def __call__(
-        self, function: Callable[[list[Converted], list[DelayedTask]], Returned], /
-    ) -> Processor[Body, [list[Converted], list[DelayedTask]], Returned]: ...
-
-    @overload
-    def __call__(
-        self, function: Callable[[list[DelayedTask]], Returned], /
-    ) -> Processor[Body, [list[DelayedTask]], Returned]: ...

@@ -34,9 +34,10 @@ Statuses = Status | str | Iterable[Status | str]
 Ids = int | str | Iterable[int | str]
 
 
-class TagFilters(TypedDict, total=False):
-    """Conditions for tasks of one tag. Times are at or after `since` and before `until`."""
+class Filters(TypedDict, total=False):
+    """Conditions that a task must all match. Times are at or after `since` and before `until`."""
 
+    tag: str | None
     #: Up to `MAX_IDS` ids.
     ids: Ids | None
     key: str | None
@@ -55,12 +56,6 @@ class TagFilters(TypedDict, total=False):
     created_until: datetime | None
     #: The time of the last change.
     updated_until: datetime | None
-
-
-class Filters(TagFilters, total=False):
-    """Conditions that a task must all match."""
-
-    tag: str | None
 
 
 @dataclass(frozen=True, slots=True)

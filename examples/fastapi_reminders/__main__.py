@@ -12,7 +12,7 @@ from examples.stage import Stage, free_port
 def main() -> None:
     port = free_port()
     with Stage("examples.fastapi_reminders.app") as stage:
-        from examples.fastapi_reminders.app import BEFORE, delays, remind
+        from examples.fastapi_reminders.app import BEFORE, delays
 
         stage.make_tables()
         command = ["uvicorn", "examples.fastapi_reminders.app:web", f"--port={port}"]
@@ -40,7 +40,9 @@ def main() -> None:
             stage.say("ada is reminded")
             assert web.patch("/appointments/ada", json=later).is_success
             stage.say("her appointment moves after that, and she gets another reminder")
-        waiting = [task.key for task in remind.find(status="NOT_COMPLETE")]
+        waiting = [
+            task.key for task in delays.find(tag="appointment.remind", status="NOT_COMPLETE")
+        ]
         stage.say(f"reminders that wait: {', '.join(sorted(map(str, waiting)))}")
         assert set(waiting) == {"ada", "bob"}
         assert "cyd" not in stage.log("worker")

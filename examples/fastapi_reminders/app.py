@@ -120,4 +120,4 @@ async def move(patient: str, to: Move, session: Transaction) -> Booking:
 @web.delete("/appointments/{patient}", status_code=204)
 async def call_off(patient: str, session: Transaction) -> None:
     await session.delete(await appointment_of(patient, session))
-    await remind.acancel(key=patient, session=session)
+    await delays.acancel(tag="appointment.remind", key=patient, session=session)

@@ -148,7 +148,7 @@ def test_a_model_instance_is_refused_and_the_error_names_its_pk(make_project: Ma
     with invalid("key", match=r"not DelayTaskRow; .*pass its pk"):
         close_order.schedule({}, 60, key=order)
     with invalid("key", match="pass its pk"):
-        close_order.cancel(key=order)
+        delays.cancel(tag="order.close", key=order)
 
 
 # -- `manage.py delays`, which runs the command line with the settings of Django ------------------

@@ -15,7 +15,7 @@ from celery import Celery
 from typing_extensions import assert_type
 
 import delaytasks
-from delaytasks import CancelResult, DelayedTask, DelayTasks, Page
+from delaytasks import DelayedTask, DelayTasks
 
 delays = DelayTasks(Celery("shop"), "sqlite://")
 NOW = datetime.now(timezone.utc)
@@ -71,14 +71,11 @@ assert_type(close_order.tag, str)
 assert_type(close_order.schedule({"order": 1}, "30m", key="1"), DelayedTask)
 assert_type(close_order.schedule({"order": 1}, at=NOW, on_conflict="keep"), DelayedTask)
 assert_type(close_order.schedule_many([({"order": 1}, 5), ({"order": 2}, NOW)], priority=3), int)
-assert_type(close_order.cancel(key="1"), CancelResult)
-assert_type(close_order.find(status=["FAILED", "DONE"], limit=5), Page)
 close_order.schedule({"order": "one"}, 5)  # type: ignore[dict-item]
 close_order.schedule(OrderBody(1), 5)  # type: ignore[arg-type]
 close_order.schedule({"order": 1}, 5, colour="red")  # type: ignore[call-arg]
 close_order.schedule({"order": 1}, at="30m")  # type: ignore[arg-type]
 close_order.schedule_many([("order", 5)])  # type: ignore[list-item]
-close_order.find(tag="other")  # type: ignore[call-arg]
 close_order("order")  # type: ignore[arg-type]
 
 remind.schedule(OrderBody(1), timedelta(hours=1))
@@ -92,14 +89,11 @@ ask.schedule(5, 5)  # type: ignore[arg-type]
 refund.schedule(OrderBody(1), 5)
 refund.schedule({"id": 1}, 5)  # type: ignore[arg-type]
 ship.schedule([1], 5)
-ship.schedule(OrderBody(1), 5)  # type: ignore[arg-type]
 ship(OrderBody(1))
 
 store.schedule({"order": 1}, 5)
-store.schedule([{"order": 1}], 5)  # type: ignore[arg-type]
 store([{"order": 1}], [])
 count.schedule(OrderBody(1), 5)
-count.schedule({"id": 1}, 5)  # type: ignore[arg-type]
 assert_type(count([]), int)
 
 anything.schedule({"a": [1]}, 5)
@@ -109,19 +103,9 @@ async def use_asyncio() -> None:
     assert_type(await close_order.aschedule({"order": 1}, "30m", key="1"), DelayedTask)
     assert_type(await close_order.aschedule({"order": 1}, at=NOW, on_conflict="keep"), DelayedTask)
     assert_type(await close_order.aschedule_many([({"order": 1}, 5), ({"order": 2}, NOW)]), int)
-    assert_type(await close_order.acancel(key="1", running=True), CancelResult)
-    assert_type(await close_order.afind(status=["FAILED", "DONE"], limit=5), Page)
     assert_type(await refund.aschedule(OrderBody(1), 5), DelayedTask)
     await close_order.aschedule({"order": "one"}, 5)  # type: ignore[dict-item]
     await close_order.aschedule({"order": 1}, 5, colour="red")  # type: ignore[call-arg]
     await close_order.aschedule({"order": 1}, at="30m")  # type: ignore[arg-type]
     await close_order.aschedule_many([("order", 5)])  # type: ignore[list-item]
-    await close_order.acancel(key="1", colour="red")  # type: ignore[call-arg]
-    await close_order.afind(tag="other")  # type: ignore[call-arg]
     await refund.aschedule({"id": 1}, at=NOW)  # type: ignore[arg-type]
-
-
-def take_text(body: str) -> None: ...
-
-
-delays.processor("order.wrong", schema=OrderBody)(take_text)  # type: ignore[arg-type]
