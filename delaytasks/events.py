@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import textwrap
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from delaytasks.model.clock import monotonic, reset_in_child
+from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import OutcomeUnknownError, StoreUnavailableError
 from delaytasks.model.text import traceback_text
 
@@ -41,94 +39,46 @@ SUBJECTS = {
     "queue.blocked": "key",
     "queue.unblocked": "key",
 }
-#: Each of these events ends the state that the other one reports.
-OPPOSITES = {"queue.blocked": "queue.unblocked", "queue.unblocked": "queue.blocked"}
 _OTHER_SUBJECTS = object()
 
 LogEvent = Callable[[str, dict[str, Any]], None]
 
 
-@dataclass
-class _Quiet:
-    """A subject with a log line less than a minute ago, and the events that were counted since."""
-
-    until: float
-    count: int = 0
-    fields: dict[str, Any] | None = None
-
-
 class Repeats:
-    """Passes an event on to `log`, or counts it.
+    """Passes an event on to `log`, or counts it if its subject had a line less than a minute ago.
 
-    After a minute, one line has the fields of the last event and the number of counted events.
-    Thread-safe; each process counts its own events.
+    The next line about the subject has the number of events since its last line. Two threads that
+    count simultaneously may lose a count, and `Events.counts` has them all.
     """
 
     def __init__(self, log: LogEvent) -> None:
         self._log = log
-        self.after_fork()
-        reset_in_child(self)
-
-    def after_fork(self) -> None:
-        self._lock = threading.Lock()
-        self._quiet: dict[tuple[str, object], _Quiet] = {}
-        self._is_waiting = False
+        #: The time of the last line about each subject of each event, and the events since.
+        self._lines: dict[tuple[str, object], tuple[float, int]] = {}
 
     def __call__(self, name: str, fields: dict[str, Any]) -> None:
-        subject = SUBJECTS.get(name)
-        if subject is None or self._is_new(name, _repr(fields.get(subject)), fields):
-            self._log(name, fields)
+        if name in SUBJECTS:
+            now, key = monotonic(), self._key(name, _repr(fields.get(SUBJECTS[name])))
+            said_at, count = self._lines.get(key, (now - QUIET_S, 0))
+            count += fields.get("count", 1)
+            if now < said_at + QUIET_S:
+                self._lines[key] = said_at, count
+                return
+            self._lines[key] = now, 0
+            if count > 1:
+                fields = {**fields, "count": count}
+        self._log(name, fields)
 
-    def _is_new(self, name: str, subject: object, fields: dict[str, Any]) -> bool:
-        self.flush()
-        with self._lock:
-            opposite = self._quiet.get((OPPOSITES.get(name, ""), subject))
-            if opposite is not None:
-                opposite.count, opposite.fields = 0, None
-            key = (name, subject)
-            if (
-                key not in self._quiet
-                and sum(known == name for known, _ in self._quiet) >= MOST_SUBJECTS
-            ):
-                key = (name, _OTHER_SUBJECTS)
-            quiet = self._quiet.get(key)
-            if quiet is None:
-                self._quiet[key] = _Quiet(monotonic() + QUIET_S)
-                return True
-            quiet.count += fields.get("count", 1)
-            quiet.fields = fields
-            if not self._is_waiting:
-                self._is_waiting = True
-                self._flush_after(QUIET_S)
-            return False
-
-    def flush(self) -> None:
-        """Log the counts of the subjects whose minute is over."""
-        now, due = monotonic(), []
-        with self._lock:
-            for key, quiet in list(self._quiet.items()):
-                if quiet.until <= now:
-                    del self._quiet[key]
-                    if quiet.fields is not None:
-                        self._quiet[key] = _Quiet(now + QUIET_S)
-                        due.append((key[0], {**quiet.fields, "count": quiet.count}))
-        for name, fields in due:
-            self._log(name, fields)
-
-    def _flush_after(self, seconds: float) -> None:
-        timer = threading.Timer(seconds, self._flush_later)
-        timer.daemon = True
-        try:
-            timer.start()
-        except RuntimeError:  # no thread can be started: the next event logs it
-            self._is_waiting = False
-
-    def _flush_later(self) -> None:
-        self.flush()
-        with self._lock:
-            self._is_waiting = any(quiet.count for quiet in self._quiet.values())
-            if self._is_waiting:
-                self._flush_after(QUIET_S / 10)
+    def _key(self, name: str, subject: object) -> tuple[str, object]:
+        """Return the key of a subject. If an event has too many, new ones share one."""
+        if (name, subject) not in self._lines:
+            known = [key for key in [*self._lines] if key[0] == name]
+            if len(known) >= MOST_SUBJECTS:
+                oldest = min(known, key=lambda key: self._lines[key][0])
+                if monotonic() < self._lines[oldest][0] + QUIET_S:
+                    return name, _OTHER_SUBJECTS
+                del self._lines[oldest]
+        return name, subject
 
 
 Subscriber = Callable[[str, dict[str, Any]], None]

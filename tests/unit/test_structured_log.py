@@ -98,10 +98,6 @@ class Log:
         for number in range(times):
             self.repeats(name, {"id": number, "tag": tag})
 
-    def flush_later(self, seconds: float = events_module.QUIET_S) -> None:
-        self.time.at += seconds
-        self.repeats.flush()
-
     def count(self) -> int:
         return sum(fields.get("count", 1) for _, fields in self.lines)
 
@@ -114,23 +110,23 @@ def quiet_log(time: ManualTime) -> Log:
 def test_a_tag_is_logged_once_a_minute_with_a_count(quiet_log: Log) -> None:
     quiet_log.tell("mail", 1000)
     assert quiet_log.lines == [("task.no_processor", {"id": 0, "tag": "mail"})]
-    quiet_log.flush_later()
-    assert quiet_log.lines[1:] == [("task.no_processor", {"id": 999, "tag": "mail", "count": 999})]
-    quiet_log.tell("mail", 5)
-    assert len(quiet_log.lines) == 2, "its next minute has begun"
+    quiet_log.time.at += events_module.QUIET_S
+    quiet_log.tell("mail", 6)
+    last = {"id": 0, "tag": "mail", "count": 1000}
+    assert quiet_log.lines[1:] == [("task.no_processor", last)], "its next minute has begun"
     quiet_log.time.at += events_module.QUIET_S
     quiet_log.tell("mail")
-    assert quiet_log.lines[2][1]["count"] == 5
-    quiet_log.flush_later(2 * events_module.QUIET_S)
-    assert quiet_log.count() == 1006, "none is left out"
+    assert quiet_log.lines[2][1]["count"] == 6
+    assert quiet_log.count() == 1007, "none is left out"
 
 
 def test_a_bounded_number_of_tags_is_counted_separately(quiet_log: Log) -> None:
     for number in range(10 * events_module.MOST_SUBJECTS):
         quiet_log.tell(f"tag{number}")
     assert len(quiet_log.lines) == events_module.MOST_SUBJECTS + 1
-    quiet_log.flush_later()
-    assert quiet_log.count() == 10 * events_module.MOST_SUBJECTS
+    quiet_log.time.at += events_module.QUIET_S
+    quiet_log.tell("new")
+    assert quiet_log.lines[-1][1] == {"id": 0, "tag": "new"}, "a new minute has room for new tags"
 
 
 def test_failures_are_logged_one_by_one(quiet_log: Log) -> None:
@@ -151,14 +147,3 @@ def test_subscribers_and_counters_get_every_event(caplog: pytest.LogCaptureFixtu
     assert told == list(range(100))
     assert events.counts["task.no_processor"] == 100
     assert len([record for record in caplog.records if "no_processor" in record.getMessage()]) == 1
-
-
-def test_the_last_line_about_an_unblocked_key_reports_its_end(quiet_log: Log) -> None:
-    for name in ["queue.blocked"] * 5 + ["queue.unblocked"]:
-        quiet_log.repeats(name, {"key": "mail"})
-    quiet_log.flush_later()
-    assert [name for name, _ in quiet_log.lines] == ["queue.blocked", "queue.unblocked"]
-    for name in ["queue.blocked", "queue.unblocked", "queue.blocked"]:
-        quiet_log.repeats(name, {"key": "mail"})
-    quiet_log.flush_later()
-    assert [name for name, _ in quiet_log.lines][-1] == "queue.blocked"
