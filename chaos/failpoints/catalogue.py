@@ -85,7 +85,7 @@ FAILPOINTS = [
         "after the commit",
         "producer",
         "before",
-        ("db.producer:Producer.arm",),
+        ("db.producer:Producer.arm_entries",),
         "R1",
         "in a session",
     ),
@@ -113,7 +113,7 @@ FAILPOINTS = [
         "batches after the commit",
         "producer",
         "before",
-        ("db.producer:Producer.arm",),
+        ("db.producer:Producer.arm_entries",),
         "R1",
         "many in a session",
     ),
@@ -127,15 +127,6 @@ FAILPOINTS = [
     Failpoint("arming", "producer", "before", _ARM, "R1"),
     # The tasks of later calls wait to be armed.
     Failpoint("armed", "producer", "after", _ARM, "R1"),
-    Failpoint(
-        "disarming",
-        "producer",
-        "before",
-        ("broker.redis_timer:RedisTimer.disarm",),
-        "R1",
-        "moved",
-        "redis",
-    ),
     # hold in a worker
     Failpoint("received", "main", "before", ("worker.dispatcher:Dispatcher.receive",), "R1"),
     Failpoint("held", "main", "after", ("worker.dispatcher:Dispatcher.receive",), "R1"),

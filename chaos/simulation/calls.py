@@ -108,10 +108,7 @@ class SimulatedCalls:
         return id, runs
 
     def _cancel(self, id: int) -> bool:
-        cancelled = self._play.tasks.cancel(id)
-        if cancelled is not None:
-            self._producer.disarm_after_commit([cancelled], None)
-        return cancelled is not None
+        return self._play.tasks.cancel(id) is not None
 
     def _reschedule(self, id: int, due: Any) -> Any:
         moved = self._play.tasks.reschedule(id, due)

@@ -36,9 +36,6 @@ class Redis:
 
     def call(self, command: str, *words: Any) -> Any:
         """Return the answer to one command. An error is returned, not raised."""
-        if command == "ZREM":
-            found = self._set(words[0])
-            return sum(found.pop(member, None) is not None for member in words[1:])
         if command == "ZREMRANGEBYSCORE":
             found, (low, high) = self._set(words[0]), words[1:]
             gone = [member for member, score in found.items() if low <= score <= high]

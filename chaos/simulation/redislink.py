@@ -156,9 +156,6 @@ class Pipe:
     def execute_command(self, *words: Any) -> None:
         self._commands.append(words)
 
-    def zrem(self, key: str, *members: str) -> None:
-        self._commands.append(("ZREM", key, *members))
-
     def zremrangebyscore(self, key: str, low: float, high: float) -> None:
         self._commands.append(("ZREMRANGEBYSCORE", key, low, high))
 

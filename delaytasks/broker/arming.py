@@ -209,9 +209,6 @@ class EtaTimer:
         ]
         return all(sent)
 
-    def disarm(self, entries: Iterable[Entry]) -> None:
-        """Do nothing: the message stays in the broker, and the claim refuses its old version."""
-
     def request_drain(
         self, queue: str, priorities: Sequence[int], messages: int, expires_s: float
     ) -> bool:
@@ -372,16 +369,6 @@ class Sender:
         send_at = monotonic() + min(max(left_s * ARM_DELAY_PART, 0), ARM_DELAY_S)
         return self._add(entries, send_at=max(send_at, self._sent_at + SEND_INTERVAL_S)) is not None
 
-    def disarm(self, entries: Iterable[Entry]) -> None:
-        entries = list(entries)
-        names = {(entry.id, entry.version) for entry in entries}
-        with self._changed:
-            if self._next is not None:
-                self._next.entries = [
-                    entry for entry in self._next.entries if (entry.id, entry.version) not in names
-                ]
-        self._timer.disarm(entries)
-
     def request_drain(
         self, queue: str, priorities: Sequence[int], messages: int, expires_s: float
     ) -> bool:
@@ -511,7 +498,7 @@ class BackgroundTimer:
 
     def __init__(self, sender: Sender) -> None:
         self._sender = sender
-        self.disarm, self.request_drain = sender.disarm, sender.request_drain
+        self.request_drain = sender.request_drain
 
     @property
     def is_up(self) -> bool:
@@ -594,9 +581,6 @@ class DirectTimer:
 
     def request_poll(self) -> None:
         self._notices.send([LOOK])
-
-    def disarm(self, entries: Iterable[Entry]) -> None:
-        """Do nothing: the claim refuses an entry that is no longer valid."""
 
     def request_drain(
         self, queue: str, priorities: Sequence[int], messages: int, expires_s: float

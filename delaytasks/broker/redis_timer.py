@@ -593,20 +593,6 @@ class RedisTimer:
 
         return not slots or bool(self.link.attempt(work))
 
-    def disarm(self, entries: Iterable[Entry]) -> None:
-        slots = self._by_slot(entries)
-
-        def work(client: Any) -> bool:
-            pipe = client.pipeline(transaction=False)
-            for slot, some in slots.items():
-                for key in self.keys(slot):
-                    pipe.zrem(key, *map(_member, some))
-            execute(pipe)
-            return True
-
-        if slots:
-            self.link.attempt(work)
-
     def request_drain(
         self, queue: str, priorities: Sequence[int], messages: int, expires_s: float
     ) -> bool:

@@ -233,11 +233,11 @@ def _url_of(app: Flask) -> URL | None:
 
 
 def _uncommitted() -> int:
-    """Return how often a task was scheduled, moved or cancelled in db.session and not committed."""
+    """Return how many calls have scheduled, moved or cancelled tasks without a commit."""
     database = current_app.extensions.get("sqlalchemy")
     if database is None or not database.session.registry.has():
         return 0
-    return sum(len(pending[-2]) for pending in database.session().info.get(_PENDING, ()))
+    return len(database.session().info.get(_PENDING, ()))
 
 
 def _warn_of_uncommitted(error: BaseException | None) -> None:

@@ -24,7 +24,7 @@ from billiard.exceptions import SoftTimeLimitExceeded
 from delaytasks.db.database import is_on_the_loop
 from delaytasks.db.sessions import transaction_of
 from delaytasks.model.body import FIRST_VERSION, check_version, encode_body, plain
-from delaytasks.model.clock import from_us
+from delaytasks.model.clock import LATEST, to_us
 from delaytasks.model.errors import (
     DuplicateTaskError,
     InvalidInputError,
@@ -141,10 +141,10 @@ class BuildCache:
 
 #: Producers arm a little beyond the horizon. A row that is committed while a sweep reads is then
 #: armed by the producer or found by the sweep.
-SLACK_US = 1_000_000
+SLACK_S = 1.0
 #: A row in a caller's transaction is kept for arming if it is due within the horizon and this time.
 #: If the commit comes even later, the sweep finds the row.
-TRANSACTION_US = 3_600_000_000
+TRANSACTION_S = 3600.0
 #: A row that is armed just before its commit is due no earlier than this. Otherwise a worker could
 #: look for the row before the commit.
 COMMIT_US = 50_000
@@ -411,63 +411,38 @@ class Producer:
         if transaction is None:
             self.arm(tasks)
             return
-        armed: Sequence[DelayedTask] = ()
+        entries: list[Entry] = []
         if self._notify is None or transaction.stands_alone:
-            armed = _to_arm(tasks, self._near_until_us(TRANSACTION_US))
-        else:
+            entries = self._near(tasks, TRANSACTION_S)
+        elif tasks:
             with transaction.guard() as on:
                 self._notify([Entry.of(task) for task in tasks], on)
-        if armed:
-            transaction.after_commit(armed, self.arm)
-        if transaction.reports_changes and len(armed) < len(tasks):
-            # Only their number is kept: a batch of bodies would stay in memory until the commit.
-            transaction.after_commit(range(len(tasks) - len(armed)), _do_nothing)
+        if entries or transaction.reports_changes:
+            transaction.after_commit(entries, self.arm_entries)
 
-    def arm(self, tasks: Sequence[DelayedTask], is_committed: bool = True) -> None:
+    def arm(self, tasks: Sequence[DelayedTask]) -> None:
         """Arm the timer for tasks that are due soon. If that fails, the sweep finds the rows."""
-        until_us = self._near_until_us()
-        entries = [Entry.of(task) for task in _to_arm(tasks, until_us)]
-        self._arm(entries, until_us, is_committed)
+        if near := self._near(tasks, SLACK_S):
+            self.call_timer(self._timer.arm, near)
 
-    def arm_entries(self, entries: Sequence[Entry]) -> None:
-        self._arm(entries, self._near_until_us())
-
-    def _arm(
-        self, entries: Sequence[Entry], until_us: int | None, is_committed: bool = True
-    ) -> None:
-        near = [entry for entry in entries if until_us is None or entry.due_us <= until_us]
+    def arm_entries(self, entries: Sequence[Entry], is_committed: bool = True) -> None:
+        """Do the same for entries, which may be part of a transaction that is about to commit."""
+        until_us = to_us(self._near_until(SLACK_S))
+        near = [entry for entry in entries if entry.due_us <= until_us]
         if not is_committed:
             soonest_us = self._clock.now_us() + COMMIT_US
             near = [entry._replace(due_us=max(entry.due_us, soonest_us)) for entry in near]
-        elif moved := [entry for entry in entries if entry.version > 0]:
-            # Only after the commit: before it, the armed entries may still be right.
-            self.disarm_entries(moved)
         if near:
             self.call_timer(self._timer.arm, near)
 
-    def _near_until_us(self, slack_us: int = SLACK_US) -> int | None:
-        """Return the latest due time that a producer arms; None if it arms all tasks."""
+    def _near(self, tasks: Sequence[DelayedTask], slack_s: float) -> list[Entry]:
+        until = self._near_until(slack_s)
+        return [Entry.of(task) for task in tasks if task.expected_time <= until]
+
+    def _near_until(self, slack_s: float) -> datetime:
+        """Return the latest due time that a producer arms."""
         horizon_s = self._settings.horizon_s
-        return None if horizon_s is None else self._clock.now_us() + int(horizon_s * 1e6) + slack_us
-
-    def disarm_entries(self, entries: Sequence[Entry]) -> None:
-        """Remove the entries of the versions before these from the timer."""
-        before = [entry._replace(version=entry.version - 1) for entry in entries]
-        self.call_timer(self._timer.disarm, before)
-
-    def disarm_after_commit(
-        self, tasks: Sequence[DelayedTask], transaction: Transaction | None
-    ) -> None:
-        """Remove the entries of tasks that no longer wait from the timer."""
-
-        def disarm(tasks: Sequence[DelayedTask], is_committed: bool = True) -> None:
-            if is_committed:
-                self.disarm_entries([Entry.of(task) for task in tasks])
-
-        if transaction is None:
-            disarm(tasks)
-        else:
-            transaction.after_commit(tasks, disarm)
+        return LATEST if horizon_s is None else self._clock.after(horizon_s + slack_s)
 
     def due_of(self, delay: Any, at: datetime | None = None) -> datetime:
         """Return the due time that a delay or an instant means."""
@@ -543,17 +518,6 @@ def _headers(new: NewTask, max_wait_s: float | None, body_version: int) -> str |
     if max_wait_s is not None:
         headers["max_wait_s"] = max_wait_s
     return json.dumps(headers, separators=(",", ":"))
-
-
-def _do_nothing(tasks: Sequence[Any], is_committed: bool = True) -> None: ...
-
-
-def _to_arm(tasks: Sequence[DelayedTask], until_us: int | None) -> Sequence[DelayedTask]:
-    """Return the tasks that are due until then or have moved, and so need arming or disarming."""
-    if until_us is None:
-        return tasks
-    until = from_us(until_us)
-    return [task for task in tasks if task.expected_time <= until or task.version > 0]
 
 
 def _is_same(existing: DelayedTask, task: DelayedTask) -> bool:

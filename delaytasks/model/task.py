@@ -792,12 +792,6 @@ class Timer(Protocol):
         those of a producer are found when they are overdue."""
         ...
 
-    def disarm(self, entries: Iterable[Entry]) -> None:
-        """Forget exactly these versions if possible.
-
-        The claim refuses an entry that is sent nevertheless.
-        """
-
     def request_drain(
         self, queue: str, priorities: Sequence[int], messages: int, expires_s: float
     ) -> bool:

@@ -13,7 +13,7 @@ from delaytasks.model.errors import InvalidInputError, StoreUnavailableError, Ta
 from delaytasks.model.filters import BulkFilter, Filter, Filters, LogEntry, To, filter_of, new_due
 from delaytasks.model.inputs import Spread, actor_of, check_id, check_page_limit
 from delaytasks.model.moves import LIVE, MOVES, Status
-from delaytasks.model.task import DelayedTask, Entry
+from delaytasks.model.task import DelayedTask
 from delaytasks.twins import CallGroup, twin
 
 if TYPE_CHECKING:
@@ -467,19 +467,14 @@ class BulkRun:
         step = self._store.step(self._id, self._which, ids, self._to, self._done, versions)
         self._changed += len(step.moved)
         self._refused += step.refused
-        self._update_timer(step.moved)
+        if step.moved and self._which.move != "cancel":
+            self._producer.arm_entries(step.moved)
         if step.moved:
             self._events.emit(EVENTS[self._which.move], count=len(step.moved))
         if step.keyed:
             self._rerun_keyed_tasks(step.keyed)
             self._store.audit.note(self._id, self._done)
         return step.busy
-
-    def _update_timer(self, moved: Sequence[Entry]) -> None:
-        if moved and self._which.move == "cancel":
-            self._producer.disarm_entries(moved)
-        elif moved:
-            self._producer.arm_entries(moved)
 
     def _rerun_keyed_tasks(self, keyed: Iterable[tuple[int, int, datetime]]) -> None:
         """Rerun tasks with a key one by one; since another task may have the key."""

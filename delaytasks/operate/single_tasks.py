@@ -210,7 +210,7 @@ def cancel_task(
         reason = f"{name} runs, and is asked to stop"
         return CancelResult(False, reason, id, Status.RUNNING, is_requested=True)
     runtime.events.emit("task.cancelled", **cancelled.event_fields)
-    runtime.producer.disarm_after_commit([cancelled], transaction)
+    runtime.producer.arm_after_commit([], transaction)
     return CancelResult(True, f"{name} is cancelled", id, Status.CANCELLED)
 
 

@@ -502,11 +502,8 @@ def _change(
         runtime.events.emit("recurring.changed", schedule=name, change=change.kind, actor=who)
     for task in change.cancelled:
         runtime.events.emit("task.cancelled", id=task.id, tag=task.tag)
-    if change.cancelled:
-        runtime.producer.disarm_after_commit(change.cancelled, transaction)
     report(runtime.events, change.visits)
-    if change.made:
-        runtime.producer.arm_after_commit(change.made, transaction)
+    runtime.producer.arm_after_commit(change.made, transaction)
     return schedule
 
 

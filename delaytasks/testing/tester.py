@@ -216,8 +216,6 @@ class NoTimer:
         self._on_armed()
         return True
 
-    def disarm(self, entries: Iterable[Entry]) -> None: ...
-
     def request_drain(
         self, queue: str, priorities: Sequence[int], messages: int, expires_s: float
     ) -> bool:

@@ -63,13 +63,6 @@ class RedisTimerModel(RuleBasedStateMachine):
         for name in times:
             self.prepared.pop(name, None)
 
-    @rule(some=st.lists(names, max_size=4))
-    def disarm(self, some: list[Name]) -> None:
-        self.timer.disarm(map(self.entry, some))
-        for name in some:
-            self.waiting.pop(name, None)
-            self.prepared.pop(name, None)
-
     @rule(ms=st.sampled_from([0.001, 0.3, 1, AHEAD_MS, 300, 1000, RETURN_MS]))
     def wait(self, ms: float) -> None:
         self.bench.clock.advance(ms / 1000)

@@ -286,15 +286,6 @@ def test_a_child_forked_while_a_thread_holds_the_lock_can_arm(timer: ArmingThrea
         owner.join()
 
 
-def test_an_entry_that_is_disarmed_before_it_is_sent_is_not_sent(patient: ArmingThread) -> None:
-    first = entry(1, 100)
-    patient.arm([first, first._replace(version=1), entry(2, 100)])
-    patient.disarm([first])
-    assert patient.flush(5)
-    assert [(one.id, one.version) for one in patient.broker.armed] == [(1, 1), (2, 0)]
-    assert patient.broker.disarmed == [first], "it may have been sent long ago"
-
-
 def test_a_time_limit_of_the_caller_ends_its_wait_alone(timer: ArmingThread) -> None:
     def strike(*_: object) -> None:
         raise SoftTimeLimitExceeded(5)

@@ -20,16 +20,12 @@ from delaytasks.runtime import runtime_of
 class RecordingTimer:
     def __init__(self) -> None:
         self.armed: list[Entry] = []
-        self.disarmed: list[Entry] = []
         self.requested_drains: list[tuple[str, list[int], int]] = []
         self.is_up = True
 
     def arm(self, entries: Iterable[Entry]) -> bool:
         self.armed += entries if self.is_up else ()
         return self.is_up
-
-    def disarm(self, entries: Iterable[Entry]) -> None:
-        self.disarmed += entries
 
     def request_drain(
         self, queue: str, priorities: Sequence[int], messages: int, expires_s: float
@@ -45,7 +41,7 @@ class RecordingTimer:
 class WorldBroker(RecordingTimer):
     """A broker whose messages a test delivers, loses, repeats or reorders.
 
-    `armed` has the entries of the messages that wait, also those that the senders withdrew.
+    `armed` has the entries of the messages that wait.
     """
 
     def lose(self, *ids: int) -> None:
