@@ -1,6 +1,6 @@
 """Measure delaytasks and bare Celery, or other systems with --peers.
 
-`work` and `networks` have options of their own: bench work --help.
+`work`, `networks` and `compare` have options of their own: bench work --help.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ def main() -> int:
         from benchmarks import networks
 
         return networks.main(sys.argv[2:])
+    if sys.argv[1:2] == ["compare"]:
+        from benchmarks import compare
+
+        return compare.main(sys.argv[2:])
     parser = _parser()
     options = parser.parse_intermixed_args()
     if options.pages is not None:

@@ -219,7 +219,7 @@ def _check_dev(name: str, words: list[str], where: str) -> None:
     options = [word for word in words if word.startswith("--")]
     if options:
         module = re.findall(r"-m ([\w.]+)", found[1])[-1]
-        has_own_options = module == "benchmarks" and words[0] in ("work", "networks")
+        has_own_options = module == "benchmarks" and words[0] in ("work", "networks", "compare")
         known = _help(module, words[0]) if has_own_options else _help(module)
         for option in options:
             assert re.search(rf"(?<![\w-]){option}(?![\w-])", known), f"{where}: {option}"
