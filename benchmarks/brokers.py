@@ -13,7 +13,6 @@ from benchmarks.ours import app, delays
 from benchmarks.settings import BARE_QUEUE, NAMESPACES, broker_url, redis_url
 from benchmarks.waiting import BenchError
 from delaytasks.broker.arming import RUN
-from delaytasks.runtime import runtime_of
 
 IS_REDIS = redis_url() == broker_url()
 
@@ -90,20 +89,6 @@ def memory_mb() -> float | None:
     """
     found = redis_server.memory_bytes() if IS_REDIS else machine.rss_bytes_of("beam.smp")
     return None if found is None else found / 2**20
-
-
-def take_armed() -> list[int]:
-    """Remove all messages of the eta timer that wait for a worker, and return their ids."""
-    found: list[int] = []
-    with app.connection_for_write() as connection:
-        queue: Any = runtime_of(delays).publisher.queue(delays.settings.default_queue)(
-            connection.default_channel
-        )
-        queue.declare()
-        while (message := queue.get(no_ack=True)) is not None:
-            entries = message.decode()[0][0]
-            found.extend(entry[0] for entry in entries)
-    return found
 
 
 @contextmanager

@@ -84,10 +84,3 @@ def work(body: Any) -> None:
 @delays.processor(ABORT)
 def abort(body: Any) -> None:
     os.abort()
-
-
-@delays.processor(SLOW)
-def take_time(body: Any) -> None:
-    note(1)
-    time.sleep(body["seconds"])
-    note(-1)

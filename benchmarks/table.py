@@ -7,24 +7,13 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
 from typing import Any, NamedTuple, TypeVar
 
-from sqlalchemy import (
-    ColumnElement,
-    Connection,
-    create_engine,
-    exists,
-    func,
-    insert,
-    literal_column,
-    select,
-    text,
-)
+from sqlalchemy import Connection, create_engine, exists, func, insert, select, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session, registry
 
@@ -281,39 +270,6 @@ def forget_policies() -> None:
     _execute(runtime_of(delays).store.schema.policies.delete())
 
 
-def work_off_bare(batch: int) -> float:
-    """Claim and settle all rows by their ids with the minimal statements, and return the duration.
-
-    It uses one driver connection, no lease, no error, no attempt and no key. The ids are known
-    before.
-    """
-    t, waits, runs, done = _t.name, int(Status.NOT_COMPLETE), int(Status.RUNNING), int(Status.DONE)
-    take = (
-        f"UPDATE {t} SET status = {runs}, version = version + 1, "
-        f"lease_until = expected_time, worker = '' WHERE id IN ({{}}) AND status = "
-        f"{waits}"
-    )
-    read = f"SELECT id, tag, message_body, version FROM {t} WHERE id IN ({{}}) AND status = {runs}"
-    settle = (
-        f"UPDATE {t} SET status = {done}, version = version + 1 WHERE id IN ({{}}) AND status = "
-        f"{runs}"
-    )
-    ids = _run(lambda c: list(c.scalars(select(_t.c.id).order_by(_t.c.id))))
-    with _database.auto.connect() as connection:
-        cursor, began = connection.connection.cursor(), time.monotonic()
-        for start in range(0, len(ids), batch):
-            some = ", ".join(map(str, ids[start : start + batch]))
-            if _database.can.update_returning:
-                cursor.execute(f"{take.format(some)} RETURNING id, tag, message_body, version")
-            else:
-                cursor.execute(take.format(some))
-                cursor.execute(read.format(some))
-            if len(cursor.fetchall()) != len(ids[start : start + batch]):
-                raise BenchError("a batch was claimed only in part")
-            cursor.execute(settle.format(some))
-        return time.monotonic() - began
-
-
 def backend() -> str:
     return _database.url.get_backend_name().replace("mariadb", "mysql")
 
@@ -347,22 +303,6 @@ def last_settled_at() -> float:
     return float(_scalar(select(func.max(_t.c.update_time)).where(finished)).timestamp())
 
 
-def settlements() -> int:
-    """Return the number of transactions that settled the finished tasks; PostgreSQL only."""
-    by: ColumnElement[str] = literal_column("xmin::text").distinct()
-    return int(
-        _scalar(select(func.count(by)).select_from(_t).where(_t.c.status == int(Status.DONE)))
-    )
-
-
-def claims() -> int:
-    """Return how many times the tasks in the table were claimed.
-
-    A claim and the settlement after it add one to the version each.
-    """
-    return int(_scalar(select(func.sum(_t.c.version)))) // 2
-
-
 def lateness_ms() -> list[float]:
     query = select(_t.c.execution_time, _t.c.expected_time).where(_t.c.status == int(Status.DONE))
     rows = _run(lambda c: c.execute(query).all())
@@ -388,14 +328,6 @@ def active_s() -> float | None:
 def wal_bytes() -> int:
     """Return the size of the server's write-ahead log for all databases; PostgreSQL only."""
     return int(_scalar(text("SELECT pg_wal_lsn_diff(pg_current_wal_insert_lsn(), '0/0')")))
-
-
-def lateness_of(key: str) -> list[float]:
-    """Return the lateness of the started tasks with this limit key, in milliseconds."""
-    query = select(_t.c.execution_time, _t.c.expected_time)
-    began = query.where(_t.c.limit_key == key, _t.c.execution_time.is_not(None))
-    rows = _run(lambda c: c.execute(began).all())
-    return [(start - due).total_seconds() * 1000 for start, due in rows]
 
 
 def repeated() -> int:
