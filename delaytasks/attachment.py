@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial, wraps
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
@@ -22,7 +21,7 @@ from celery.utils.imports import symbol_by_name
 from celery.utils.log import get_logger
 from kombu.transport import TRANSPORT_ALIASES
 
-from delaytasks.broker.arming import RUN, SWEEP, read_message
+from delaytasks.broker.arming import RUN, SWEEP
 from delaytasks.model.errors import ConfigError
 from delaytasks.model.text import some_values
 from delaytasks.settings import PREFIX, secret_names
@@ -77,20 +76,6 @@ def _is_durable(app: Any, delays: DelayTasks, call: CeleryCall, task: Any, asked
     runtime = delays._runtime
     least_s = runtime.settings.durable_eta_s
     return least_s is not None and (not least_s or runtime.celery_tasks.delay_s(call) >= least_s)
-
-
-def warn_of_other_app(sender: Any = None, headers: Any = None, **_: Any) -> None:
-    """Warn if a durable task of an app without `DelayTasks` goes to the broker with its eta."""
-    app = celery.current_app
-    if not (headers or {}).get("eta") or hasattr(app, "delaytasks"):
-        return
-    if getattr(app.tasks.get(sender), "durable_eta", False):
-        logger.warning(
-            "the task %s is durable, but went to the broker: its Celery app %r has no DelayTasks. "
-            "Call set_default() of the app that has one, before tasks are called",
-            sender,
-            app.main,
-        )
 
 
 class RevokesRows:
@@ -157,92 +142,34 @@ def _make_control(kind: Any, **options: Any) -> Any:
 
 # -- the two Celery tasks -------------------------------------------------------------------------
 
-#: These override the app's configuration. The row is the truth, so a message may get lost.
-_TASK_OPTIONS = {
-    "shared": False,  # or all Celery apps of the process would have a task of this instance
-    "ignore_result": True,
-    "acks_late": False,
-    "serializer": "json",
-    "send_events": False,
-    "store_errors_even_if_ignored": False,
-    "autoretry_for": (),
-    "rate_limit": None,
-    "time_limit": None,
-    "soft_time_limit": None,
-    "typing": False,
-    "durable_eta": False,
-}
-
 
 class CarrierTask(Task):
-    """Sends its messages without an event and without compression.
+    """A task that only carries a message to a worker, where a strategy receives it.
 
-    Monitors show rows. With `task_send_sent_event` in the app's configuration they would list the
-    sweeps of beat as well. `task_compression` has no effect either, since workers refuse to
-    decompress untrusted input.
+    Beat sends it as producers send their messages: as JSON without compression and events, to the
+    queue of the sweeps, in bounded time, whatever the configuration of the app says.
     """
 
-    def apply_async(self, *args: Any, producer: Any = None, **options: Any) -> Any:
-        with self.app.producer_or_acquire(producer) as sender:
-            options |= {"event_dispatcher": _NoEvents, "producer": _Uncompressed(sender)}
-            options["serializer"] = "json"
-            if queue := options.get("queue"):
-                # A route or an annotation of the app may name another exchange and key.
-                options |= {"exchange": "", "routing_key": getattr(queue, "name", queue)}
-            return super().apply_async(*args, **options)
+    def apply_async(self, args: Any = None, kwargs: Any = None, **options: Any) -> None:
+        runtime = self.app.delaytasks._runtime
+        message: tuple[list[Any], dict[str, Any]] = (list(args or ()), {})
+        runtime.publisher.send(self.name, runtime.settings.default_queue, [message])
 
 
-class _Uncompressed:
-    """A producer that compresses nothing."""
+def register_tasks(celery_app: Any) -> None:
+    """Add our tasks to a Celery app."""
 
-    def __init__(self, producer: Any) -> None:
-        self._producer = producer
+    def received_by_a_strategy(*args: Any) -> None: ...
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._producer, name)
-
-    def publish(self, *args: Any, **options: Any) -> Any:
-        return self._producer.publish(*args, **{**options, "compression": ""})
-
-
-class _NoEvents:
-    @staticmethod
-    def publish(*args: Any, **options: Any) -> None: ...
-
-
-def register_tasks(celery_app: Any, delays: DelayTasks) -> None:
-    """Add our tasks to a Celery app. A strategy receives their messages in a worker.
-
-    If they are called without a worker (task_always_eager), they do their work within the call.
-    """
-
-    def run(entries: list[Any], options: Any = None) -> None:
-        args = [entries] if options is None else [entries, options]
-        settings, runner = delays._runtime.settings, delays._processes.runner()
-        queue = settings.default_queue
-        content = read_message(args, queue)
-        if content.entries:
-            runner.run(content.entries)
-        if content.priorities:
-            runner.run_due(queue, content.priorities, settings.chunk_max)
-
-    def sweep(partition: int | None = None) -> None:
-        every = range(delays._runtime.settings.sweep_partitions)
-        for number in every if partition is None else [partition]:
-            delays._runtime.sweeper.sweep(number)
-
-    strategies = "delaytasks.worker.consumer"
-    for function, name, strategy in (
-        (run, RUN, f"{strategies}:run_strategy"),
-        (sweep, SWEEP, f"{strategies}:sweep_strategy"),
-    ):
-        task = celery_app.task(function, name=name, base=CarrierTask, **_TASK_OPTIONS)
-        task.Strategy = strategy
+    for name, strategy in ((RUN, "run_strategy"), (SWEEP, "sweep_strategy")):
+        # With `shared`, all Celery apps of the process would have a task of this instance.
+        options = {"shared": False, "ignore_result": True, "base": CarrierTask}
+        task = celery_app.task(received_by_a_strategy, name=name, **options)
+        task.Strategy = f"delaytasks.worker.consumer:{strategy}"
 
 
 # -- attach ---------------------------------------------------------------------------------------
 
-ENTRY_POINTS = "delaytasks.processors"
 #: The newest release of Celery that delaytasks is tested with. A worker with a newer one logs a
 #: warning.
 NEWEST_TESTED_CELERY = (5, 7)
@@ -284,14 +211,10 @@ def attach(celery_app: Any, delays: DelayTasks) -> None:
         )
     celery_app.delaytasks = delays
     _attached[delays] = celery_app.set_as_current
-    register_tasks(celery_app, delays)
+    register_tasks(celery_app)
     intercept(celery_app, delays)
-    for signal, receiver in (
-        (signals.celeryd_after_setup, warn_of_untested_celery),
-        (signals.before_task_publish, warn_of_other_app),
-        (signals.import_modules, import_entry_points),
-    ):
-        signal.connect(receiver, weak=False, dispatch_uid=f"delaytasks.{receiver.__name__}")
+    uid = "delaytasks.warn_of_untested_celery"
+    signals.celeryd_after_setup.connect(warn_of_untested_celery, weak=False, dispatch_uid=uid)
     logging.getLogger("celery.beat").addFilter(show_sweeps_at_debug)
     mask_settings()
     celery_app.steps["worker"].add("delaytasks.worker.consumer:DelaysStep")
@@ -323,12 +246,6 @@ def attach(celery_app: Any, delays: DelayTasks) -> None:
     # Celery sends these after it has made its handlers; not if the application makes its own.
     signals.after_setup_logger.connect(format_log)
     signals.after_setup_task_logger.connect(format_log)
-
-
-def import_entry_points(**_: Any) -> None:
-    """Import the processors of installed packages, which name them as entry points."""
-    for point in metadata.entry_points(group=ENTRY_POINTS):
-        point.load()
 
 
 def show_sweeps_at_debug(record: logging.LogRecord) -> bool:

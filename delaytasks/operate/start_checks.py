@@ -22,24 +22,13 @@ if TYPE_CHECKING:
 
 
 def add_sweeps(celery_app: Any, runtime: Runtime) -> None:
-    """Complete the sweep entries of the schedule; without any, add one for each sweep partition."""
+    """Add an entry for each sweep partition to the schedule, unless it has sweep entries."""
     settings = runtime.settings
     schedule = celery_app.conf.beat_schedule
-    entries = [entry for entry in schedule.values() if entry.get("task") == SWEEP]
-    if not entries:
+    if not any(entry.get("task") == SWEEP for entry in schedule.values()):
         for sweep_partition in range(settings.sweep_partitions):
             entry = {"task": SWEEP, "schedule": settings.sweep_s, "args": (sweep_partition,)}
             schedule[f"delaytasks-sweep-{sweep_partition}"] = entry
-            entries.append(entry)
-    queue = runtime.publisher.queue(settings.default_queue)
-    # Otherwise Celery would declare a queue of another type by this name.
-    celery_app.amqp.queues.add(queue)
-    for entry in entries:
-        entry["options"] = {
-            "queue": queue.name,
-            "expires": settings.sweep_s,
-            **(entry.get("options") or {}),
-        }
 
 
 def check_sweeps(runtime: Runtime) -> None:

@@ -344,24 +344,6 @@ print(delaytasks.current_delays() is __import__("delaytasks.celery", fromlist=["
     assert run(code) == "True\n"
 
 
-def test_a_durable_task_of_an_app_without_an_instance_is_warned_of(run: Run) -> None:
-    code = """
-import logging, sys
-logging.basicConfig(stream=sys.stdout)
-from celery import current_app, shared_task
-from delaytasks.celery import app
-current_app.conf.broker_url = "memory://"
-@shared_task(name="remind", durable_eta=True)
-def remind(): ...
-remind.delay()
-print("later")
-remind.apply_async(countdown=60)
-"""
-    before, _, after = run(code).partition("later")
-    assert "durable" not in before
-    assert re.search("remind is durable.*app 'default' has no DelayTasks.*set_default", after)
-
-
 def test_processors_that_no_app_would_serve_are_refused_with_the_remedy(run: Run) -> None:
     code = """
 delaytasks.processor("order.close")(lambda body: None)

@@ -23,7 +23,6 @@ from sqlalchemy.schema import CreateIndex
 
 from benchmarks.peers import pages
 from delaytasks import DelayTasks, Status
-from delaytasks.attachment import ENTRY_POINTS
 from delaytasks.db.schema import build_schema
 from delaytasks.events import _LOG_LEVELS as LEVELS
 from delaytasks.http_api.routes import ROUTES
@@ -312,11 +311,6 @@ def test_the_indexes_to_create_before_a_migration_are_those_of_the_schema() -> N
     statements = text.strip(" ;").split("; ")
     assert len(statements) == 3
     assert set(statements) <= made
-
-
-def test_the_entry_point_of_processors_is_the_one_that_workers_load() -> None:
-    [block] = [block for block in blocks(ROOT / "docs/worker.md") if block.language == "toml"]
-    assert block.text.startswith(f'[project.entry-points."{ENTRY_POINTS}"]\n')
 
 
 def test_the_tree_of_errors_has_the_classes_below_the_first_one() -> None:

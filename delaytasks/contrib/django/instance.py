@@ -16,7 +16,6 @@ from django.db import Error, close_old_connections, connections
 from django.utils.module_loading import autodiscover_modules, import_string
 from sqlalchemy import select
 
-from delaytasks.attachment import import_entry_points
 from delaytasks.client import DelayTasks
 from delaytasks.contrib.django.django_connection import (
     MIGRATE_REMEDY,
@@ -59,15 +58,13 @@ class DjangoDelays(DelayTasks):
         super().__init__(celery_app, **options)
 
     def import_processors(self) -> None:
-        """Import `delays.py` of every installed app, and the entry points of installed packages.
+        """Import `delays.py` of every installed app.
 
         Tasks of Django's Tasks framework are in `tasks.py`.
         """
         backends = (getattr(settings, "TASKS", None) or {}).values()
         has_tasks = any(str(each.get("BACKEND")).startswith(_TASKS_BACKEND) for each in backends)
         autodiscover_modules("delays", *(["tasks"] if has_tasks else []))
-        # While a worker sets Django up, Celery is already sending the signal for entry points.
-        import_entry_points()
 
     @property
     def _runtime(self) -> Runtime:
