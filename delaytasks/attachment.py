@@ -234,7 +234,7 @@ def attach(celery_app: Any, delays: DelayTasks) -> None:
     def format_log(logger: Any, **_: Any) -> None:
         """Let the handlers of a logger print documents, if the settings say so."""
         settings = delays._runtime.settings
-        if settings.has_structured_log:
+        if settings.log_format == "json":
             from delaytasks.logging import LogFormatter
 
             for handler in logger.handlers:

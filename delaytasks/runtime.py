@@ -93,7 +93,7 @@ class Runtime:
         self._ambient_transaction = delays._ambient_transaction
         arguments = {**delays._arguments, **changes}
         self.settings = settings = load_settings(self.celery.conf, os.environ, **arguments)
-        if settings.has_structured_log:
+        if settings.log_format == "json":
             from delaytasks.logging import log_structured
 
             events.use_log(log_structured)

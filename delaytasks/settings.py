@@ -65,13 +65,27 @@ class Sweep(NamedTuple):
     interval_s: float
     partitions: int = 1
 
+    def __str__(self) -> str:
+        interval = _shown_duration(self.interval_s)
+        return interval if self.partitions == 1 else f"{interval} {self.partitions}"
+
+
+def _check(is_right: object, rule: str) -> None:
+    if not is_right:
+        raise ValueError(rule)
+
 
 def _text(value: Any) -> str:
-    return str(_checked(isinstance(value, str), value, "is a text"))
+    _check(isinstance(value, str), "is a text")
+    return str(value)
 
 
 def _matching(is_right: Callable[[str], object], rule: str) -> Reader:
-    return lambda value: _checked(isinstance(value, str) and bool(is_right(value)), value, rule)
+    def read(value: Any) -> str:
+        _check(isinstance(value, str) and is_right(value), rule)
+        return str(value)
+
+    return read
 
 
 def _one_of(*names: str) -> Reader:
@@ -82,19 +96,17 @@ _NAME = _matching(is_queue, "has letters, digits, '_', '.' and '-' only")
 
 
 def _bool(value: Any) -> bool:
-    is_known = str(value).lower() in _BOOLS
-    return bool(_checked(is_known, is_known and _BOOLS[str(value).lower()], "is true or false"))
+    found = _BOOLS.get(str(value).lower())
+    _check(found is not None, "is true or false")
+    return bool(found)
 
 
 def _whole(least: int, most: int = 2**31) -> Reader:
     def read(value: Any) -> int:
-        rule = f"is a whole number from {least}" + (f" to {most}" if most < 2**31 else "")
-        try:
-            number = int(value)
-            is_right = not isinstance(value, bool) and number == float(value)
-        except (TypeError, ValueError, OverflowError):
-            raise ValueError(rule) from None
-        return int(_checked(is_right and least <= number <= most, number, rule))
+        number = int(value) if re.fullmatch("[0-9]{1,18}", str(value)) else -1
+        end = f" to {most}" if most < 2**31 else ""
+        _check(least <= number <= most, f"is a whole number from {least}{end}")
+        return number
 
     return read
 
@@ -104,7 +116,8 @@ def _duration(value: Any) -> float:
         seconds = check_wait(value, _LONGEST_S)
     except InvalidInputError:
         seconds = 0.0
-    return float(_checked(seconds > 0, seconds, "is a duration, as 30s, 5m or 1h30m"))
+    _check(seconds > 0, "is a duration, as 30s, 5m or 1h30m")
+    return seconds
 
 
 def _duration_or_none(value: Any) -> float | None:
@@ -112,18 +125,19 @@ def _duration_or_none(value: Any) -> float | None:
 
 
 def _texts(value: Any) -> tuple[str, ...]:
-    if isinstance(value, str):
-        return tuple(value.split())
-    is_right = isinstance(value, (list, tuple)) and all(isinstance(v, str) and v for v in value)
-    return tuple(_checked(is_right, value, "is a list of texts, or a text with blanks between"))
+    texts = value.split() if isinstance(value, str) else value
+    is_right = isinstance(texts, (list, tuple)) and all(isinstance(v, str) and v for v in texts)
+    _check(is_right, "is a list of texts, or a text with blanks between")
+    return tuple(texts)
 
 
 def _keys(value: Any) -> tuple[str, ...]:
+    keys = _texts(value)
     rule = (
         "each is a different key, the URL-safe base64 of 32 random bytes; 'plain' may precede them"
     )
-    keys = _texts(value)
-    return tuple(_checked(are_keys(keys), keys, rule))
+    _check(are_keys(keys), rule)
+    return keys
 
 
 def _queues(value: Any) -> dict[str, str]:
@@ -133,16 +147,11 @@ def _queues(value: Any) -> dict[str, str]:
     )
     try:
         mapping = json.loads(value) if isinstance(value, str) else value
-        names = [(_checked(bool(_text(tag)), tag, rule), _NAME(q)) for tag, q in mapping.items()]
+        names = {_text(tag): _NAME(queue) for tag, queue in mapping.items()}
     except (AttributeError, ValueError):
         raise ValueError(rule) from None
-    return dict(names)
-
-
-def _timer(value: Any) -> str:
-    text = ";".join(_texts(value)) if isinstance(value, (list, tuple)) else _text(value)
-    is_right = text in _TIMERS or "://" in text
-    return str(_checked(is_right, text, "is 'eta', 'direct', 'redis', or the URL of a Redis"))
+    _check("" not in names, rule)
+    return names
 
 
 def _tags(value: Any) -> str | tuple[str, ...]:
@@ -150,21 +159,15 @@ def _tags(value: Any) -> str | tuple[str, ...]:
 
 
 def _durable_eta(value: Any) -> float | None:
-    rule = "is true, false, or the shortest delay of durable tasks, as 5m; a second is '1s'"
-    is_number = str(value) in ("0", "1")  # which may be meant as false and true, or as seconds
-    try:
-        if str(value).lower() in _BOOLS and not is_number:
-            return 0.0 if _bool(value) else None
-        return _duration(_checked(not is_number, value, rule))
-    except ValueError:
-        raise ValueError(rule) from None
+    if str(value).lower() in _BOOLS:
+        return 0.0 if _bool(value) else None
+    return _duration(value)
 
 
 def _sweep(value: Any) -> Sweep:
-    parts = value.split() if isinstance(value, str) else value
+    interval, *partitions = value.split() if isinstance(value, str) else [value]
     try:
-        interval, *more = parts if isinstance(parts, (list, tuple)) else [parts]
-        return Sweep(_duration(interval), *map(_whole(1), more))
+        return Sweep(_duration(interval), *map(_whole(1), partitions))
     except (TypeError, ValueError):
         rule = "is the interval of sweeps, as 5s, or the interval and the partitions, as '5s 4'"
         raise ValueError(rule) from None
@@ -173,20 +176,13 @@ def _sweep(value: Any) -> Sweep:
 def _metrics(value: Any) -> Address | str:
     text = "" if _is_none(value) else str(value)
     address = Address.read(text)
-    is_right = address.port > 0 if address else not text or "/" in text
     rule = "is a port, as 9819, an address, as 0.0.0.0:9819 or [::]:9819, or the path of a file"
-    _checked(is_right and not isinstance(value, bool), value, rule)
+    _check(address.port > 0 if address else not text or "/" in text, rule)
     return address or text
 
 
 def _is_none(value: Any) -> bool:
     return value is None or (isinstance(value, str) and value.lower() == "none")
-
-
-def _checked(is_right: bool, value: Any, rule: str) -> Any:
-    if not is_right:
-        raise ValueError(rule)
-    return value
 
 
 # -- The settings ---------------------------------------------------------------------------------
@@ -231,7 +227,10 @@ class Settings:
 
     timer: str = _setting(
         "eta",
-        _timer,
+        _matching(
+            lambda value: value in _TIMERS or "://" in value,
+            "is 'eta', 'direct', 'redis', or the URL of a Redis",
+        ),
         "where rows due within the horizon wait: broker and workers (eta), the table (direct), "
         "the broker's Redis (redis), or another Redis (its URL)",
         lambda value: value if difflib.get_close_matches(value, _TIMERS) else mask_secret(value),
@@ -392,10 +391,6 @@ class Settings:
         return self.timer != "direct"
 
     @property
-    def has_structured_log(self) -> bool:
-        return self.log_format != "text"
-
-    @property
     def silent_s(self) -> float:
         """A worker that was silent for this time counts as dead."""
         return SILENT_SWEEPS * self.sweep_s
@@ -448,12 +443,9 @@ def _shown(spec: Field[Any], value: Any) -> str:
         return " ".join(names_of(value))
     if spec.name == "durable_eta_s" and not value:
         return str(value is not None)
-    if isinstance(value, Sweep):
-        interval = _shown_duration(value.interval_s)
-        return interval if value.partitions == 1 else f"{interval} {value.partitions}"
     if isinstance(value, float):
         return _shown_duration(value)
-    if isinstance(value, tuple):
+    if type(value) is tuple:
         return " ".join(map(mask, value) if mask else value)
     if mask:
         return str(mask(value))
@@ -560,9 +552,8 @@ def _wrong(name: str, value: Any, given: Mapping[str, Any], rule: str) -> Config
 
 def _unknown(name: str, origin: str) -> str:
     close = difflib.get_close_matches(name, _SPECS, n=1, cutoff=0.5)
-    hint = f"; did you mean {PREFIX}{close[0]}?" if close else ""
-    if origin == "arguments" and (short := name.removeprefix(PREFIX)) in _SPECS:
-        hint = f"; write {short}, without the prefix"
+    prefix = "" if origin == "arguments" else PREFIX
+    hint = f"; did you mean {prefix}{close[0]}?" if close else ""
     return f"unknown setting {PREFIX}{name} (from {origin}){hint}"
 
 

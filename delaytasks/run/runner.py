@@ -154,7 +154,7 @@ class Runner:
         self._observers = list[Observer]()
         if self._counter is not None:
             self._observers.append(self._counter)
-        if self._settings.has_structured_log:
+        if self._settings.log_format == "json":
             self._observers.append(RunLog(runtime.events))
         self._own_observers = len(self._observers)
         calls = Calls(runtime, host, self._observers)

@@ -24,7 +24,7 @@ EACH = 8
 
 @pytest.mark.parametrize("partitions", [1, 2, 4])
 def test_partitions_together_arm_each_near_row_once(make_world: MakeWorld, partitions: int) -> None:
-    world = make_world(sweep=(5, partitions), horizon=600)
+    world = make_world(sweep=f"5s {partitions}", horizon=600)
     made = [row.id for row in world.put_many(2500, due_s=300, priority=3)]
     made += [world.put(id=(1 << 60) + (n << 22), due_s=300, queue="q").id for n in range(50)]
     # Excluded rows: after the end of the window, in the past, and not waiting.
@@ -130,7 +130,7 @@ def test_one_of_two_simultaneous_sweeps_begins(make_world: MakeWorld) -> None:
         assert sorted(pool.map(sweep, range(2))) == [False, True]  # the first sweep inserts the row
         world.advance(5)
         assert sorted(pool.map(sweep, range(2))) == [False, True]
-    assert [make_world(sweep=(5, 2)).sweep(n) for n in (0, 1, 0)] == [True, True, False]
+    assert [make_world(sweep="5s 2").sweep(n) for n in (0, 1, 0)] == [True, True, False]
 
 
 def test_a_sweep_begins_where_the_last_one_ended_unless_the_timer_has_changed(world: World) -> None:

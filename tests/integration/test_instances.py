@@ -85,7 +85,7 @@ def test_a_schedule_may_only_name_existing_partitions(tmp_path: Path, sweep_part
     each = {"task": SWEEP, "schedule": 5}
     entries = {"all": each, "first": {**each, "args": (0,)}}
     app.conf.beat_schedule = {**entries, "mine": {**each, "args": (sweep_partition,)}}
-    delays = DelayTasks(app, f"sqlite:///{tmp_path / 'x.db'}", sweep=(5, 2))
+    delays = DelayTasks(app, f"sqlite:///{tmp_path / 'x.db'}", sweep="5s 2")
     problem = r"beat_schedule\['mine'\] .* the sweep partitions are 0 to 1"
     with pytest.raises(ConfigError, match=problem):
         runtime_of(delays).checks.check_settings()

@@ -173,7 +173,7 @@ def test_a_committed_effect_happens_once_despite_kills(deploy: Deploy, database:
 
 def test_a_partition_that_beat_omits_is_swept_by_a_worker_that_is_busy(deploy: Deploy) -> None:
     # The short horizon keeps the rows out of the first sweep.
-    d = deploy(sweep=(1, 2), horizon=3)
+    d = deploy(sweep="1s 2", horizon=3)
     d.conf["beat_schedule"] = {"sweep": {"task": "delaytasks.sweep", "schedule": 0.5, "args": (0,)}}
     beat, worker = d.beat(), d.worker(concurrency=1)
     due = d.now() + timedelta(seconds=6)

@@ -165,7 +165,7 @@ def test_without_a_horizon_nothing_is_armed_by_sweeps(make_world: MakeWorld) -> 
 
 
 def test_partitions_share_the_rows_and_the_first_does_the_other_work(make_world: MakeWorld) -> None:
-    world = make_world(sweep=(5, 3))
+    world = make_world(sweep="5s 3")
     tasks = [world.schedule(delay=5) for _ in range(60)]
     world.broker.lose()
     over = lapsed(world)
@@ -204,7 +204,7 @@ def test_a_worker_whose_own_report_is_old_counts_no_other_as_lost(
 
 def test_a_worker_that_dies_during_a_sweep_is_not_forgotten(make_world: MakeWorld) -> None:
     """The sweep began before the worker expired, so it must not mark all rows as armed."""
-    world = make_world(sweep=(5, 2))
+    world = make_world(sweep="5s 2")
     world.serve("w1", "default")
     ids = {world.schedule(delay=15 + n / 100).id for n in range(40)}
     world.broker.lose()
