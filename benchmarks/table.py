@@ -24,7 +24,7 @@ from delaytasks import DelayTasks
 from delaytasks.db import migrations
 from delaytasks.db.database import Database
 from delaytasks.db.engines import translate
-from delaytasks.db.schema import NEW_COLUMNS
+from delaytasks.db.statements import NEW_COLUMNS
 from delaytasks.db.store import Store
 from delaytasks.db.types import db_now
 from delaytasks.model.errors import StoreError

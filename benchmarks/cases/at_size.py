@@ -121,7 +121,7 @@ def _chunk() -> list[Step]:
             DelayedTask(ours.delays.new_id(), ours.TAG, "{}", now, create_time=now)
             for _ in range(CLAIMED)
         ]
-        tasks.insert_many(chunk)
+        tasks.new.insert_many(chunk)
         return len(chunk)
 
     def claim() -> int:

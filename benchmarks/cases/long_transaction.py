@@ -81,7 +81,7 @@ def _claims(store: Store, rounds: int) -> dict[str, list[float]]:
 def schedule(store: Store, count: int) -> list[DelayedTask]:
     now = store.tasks.now()
     tasks = [DelayedTask(_make_id(), ours.TAG, "{}", now, create_time=now) for _ in range(count)]
-    store.tasks.insert_many(tasks)
+    store.tasks.new.insert_many(tasks)
     return tasks
 
 

@@ -23,9 +23,8 @@ from chaos.history import Answer, Call, CallRecord
 from chaos.project import notebook, now_us
 from delaytasks import DelayedTask, DelayTasks
 from delaytasks.db import producer
-from delaytasks.db.producer import RowBatch
 from delaytasks.model.clock import to_us
-from delaytasks.model.task import NewTask, OnConflict
+from delaytasks.model.task import NewTask
 from delaytasks.recurring import recurring
 from delaytasks.runtime import runtime_of
 
@@ -116,7 +115,7 @@ class FailpointCalls:
         task = DelayedTask(id, "fail.note", body, now, create_time=now)
 
         def ask() -> DelayedTask:
-            runtime_of(self._delays).store.tasks.insert(task)
+            runtime_of(self._delays).store.tasks.new.insert(task)
             return task
 
         self._call(id, "schedule", 1, ask)
@@ -147,18 +146,18 @@ class FailpointCalls:
                     CallRecord(task.id, "schedule", answer, asked_us, now_us(), due_us)
                 )
 
-        def batch(asked: Iterable[NewTask], on_conflict: OnConflict) -> RowBatch:
-            made = make(asked, on_conflict)
-            record(made.plain, "unknown")
+        def build(asked: Iterable[NewTask], *options: Any) -> list[DelayedTask]:
+            made = build_tasks(asked, *options)
+            record(made, "unknown")
             return made
 
         maker = runtime_of(self._delays).producer
-        make = maker.make_batch
+        build_tasks = maker.build
         many = [
             ("fail.note", body, self._chance.choice([0, self._chance.uniform(0, 0.8)]))
             for _ in range(MANY)
         ]
-        with patch.object(producer, "BULK", BATCH_ROWS), patch.object(maker, "make_batch", batch):
+        with patch.object(producer, "BULK", BATCH_ROWS), patch.object(maker, "build", build):
             if is_in_session:
                 with (
                     Session(runtime_of(self._delays).store.database.tx) as session,

@@ -63,7 +63,7 @@ _ARM = ("broker.arming:EtaTimer.arm", "broker.redis_timer:RedisTimer.arm")
 
 FAILPOINTS = [
     # schedule and move
-    Failpoint("inserted", "producer", "after", ("db.task_rows:Tasks.insert",), "R1"),
+    Failpoint("inserted", "producer", "after", ("db.statements:NewRows.insert",), "R1"),
     Failpoint(
         "inserted with a key",
         "producer",
@@ -98,7 +98,7 @@ FAILPOINTS = [
         "many",
     ),
     Failpoint(
-        "batch inserted", "producer", "after", ("db.task_rows:Tasks.insert_many",), "R1", "many"
+        "batch inserted", "producer", "after", ("db.statements:NewRows.insert_many",), "R1", "many"
     ),
     Failpoint(
         "batches before the commit",

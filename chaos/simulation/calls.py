@@ -73,7 +73,7 @@ class SimulatedCalls:
             task = DelayedTask(self._play.new_id(), "note", json.dumps(body), now, create_time=now)
 
             def ask(task: DelayedTask = task) -> DelayedTask:
-                self._play.stage.store.tasks.insert(task)
+                self._play.stage.store.tasks.new.insert(task)
                 return task
 
             self._call(task.id, "schedule", 1, ask)

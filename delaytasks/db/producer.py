@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import logging
 import math
 import re
 import warnings
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -25,12 +23,7 @@ from delaytasks.db.database import is_on_the_loop
 from delaytasks.db.sessions import transaction_of
 from delaytasks.model.body import FIRST_VERSION, check_version, encode_body, plain
 from delaytasks.model.clock import LATEST, to_us
-from delaytasks.model.errors import (
-    DuplicateTaskError,
-    InvalidInputError,
-    OutcomeUnknownError,
-    StoreUnavailableError,
-)
+from delaytasks.model.errors import DuplicateTaskError, InvalidInputError
 from delaytasks.model.filters import batches
 from delaytasks.model.inputs import (
     Spread,
@@ -115,20 +108,6 @@ class Tag(NamedTuple):
     processor: ProcessorSpec | None
 
 
-class RowBatch(NamedTuple):
-    """Tasks that are written in one transaction."""
-
-    #: Tasks that one statement inserts.
-    plain: list[DelayedTask]
-    #: Tasks with a key or with the caller's id, which are inserted one by one; the flag says that
-    #: the id is the caller's.
-    named: list[tuple[DelayedTask, bool]]
-
-    @property
-    def first(self) -> DelayedTask:
-        return self.plain[0] if self.plain else self.named[0][0]
-
-
 class BuildCache:
     """Checked values that tasks of the same call share."""
 
@@ -159,7 +138,9 @@ CallTimer = Callable[[Callable[[list[Entry]], object], list[Entry]], object]
 class Producer:
     def __init__(self, runtime: Runtime) -> None:
         self._settings = runtime.settings
-        self._store = runtime.store.tasks
+        self._db = runtime.store.database
+        self._tasks = runtime.store.tasks
+        self._rows = self._tasks.new
         self._clock = runtime.clock
         self._make_id = runtime.new_id
         self._timer = runtime.producer_timer
@@ -184,23 +165,6 @@ class Producer:
         if trace_sources:
             _add_trace(tasks)
         return tasks
-
-    def make_batch(self, asked: Iterable[NewTask], on_conflict: OnConflict) -> RowBatch:
-        """Return the checked tasks that are written in one transaction; write nothing."""
-        named: list[NewTask] = []
-
-        def unnamed() -> Iterator[NewTask]:
-            for new in asked:
-                if new.key is None and new.id is None:
-                    yield new
-                else:
-                    named.append(new)
-
-        now = self._clock.certain_now()
-        plain = self.build(unnamed(), on_conflict, now)
-        tasks = self.build(named, on_conflict, now)
-        has_own_id = (new.id is not None for new in named)
-        return RowBatch(plain, list(zip(tasks, has_own_id, strict=True)))
 
     def _build(self, new: NewTask, on_conflict: OnConflict, cache: BuildCache) -> DelayedTask:
         tag = cache.tags.get(new.tag) if type(new.tag) is str else None
@@ -291,7 +255,7 @@ class Producer:
         [task] = self.build([new], on_conflict)
         has_own_id = new.id is not None
         with transaction.guard(task.id) if transaction is not None else nullcontext() as on:
-            is_new = task.key is None and self._store.insert(task, on)
+            is_new = task.key is None and self._rows.insert(task, on)
             if not is_new:
                 task, is_new = self._write(task, on_conflict, has_own_id, on)
         if is_new:
@@ -310,28 +274,17 @@ class Producer:
     ) -> tuple[DelayedTask, bool]:
         """Return the task that is stored afterwards, and whether it is new."""
         for _ in range(ID_TRIES):
-            try:
-                if task.key is not None:
-                    stored, is_new = self._store.insert_keyed(task, on_conflict, on)
-                    return stored, is_new or (stored.id == task.id and not has_own_id)
-                if self._store.insert(task, on):
-                    return task, True
-            except DuplicateTaskError as error:
-                if error.id != task.id:
-                    raise
-            existing = self._existing(task.id, on)
-            if existing is not None and (has_own_id or _is_same(existing, task)):
-                # The caller repeats a call whose outcome is unknown, or the storage repeated a
-                # statement whose answer was lost.
-                return existing, not has_own_id
-            if has_own_id:
-                raise DuplicateTaskError(
-                    f"there was a task with id {task.id}, and now it is gone", task.id
-                )
+            if task.key is not None:
+                written = self._tasks.insert_keyed(task, on_conflict, on)
+            else:
+                written = (task, True) if self._rows.insert(task, on) else None
+            if written is not None:
+                stored, is_new = written
+                return stored, is_new or (stored.id == task.id and not has_own_id)
+            if has_own_id:  # the caller repeats a call whose outcome is unknown
+                return self._tasks.read(task.id, on), False
             task = replace(task, id=self._make_id())
-        raise DuplicateTaskError(
-            f"{ID_TRIES} ids in a row were taken; is another program writing ids?", task.id
-        )
+        raise _ids_are_taken()
 
     # -- many -------------------------------------------------------------------------------------
 
@@ -346,62 +299,52 @@ class Producer:
         check_on_conflict(on_conflict)
         total = 0
         for batch in batches(items, BULK):
-            rows = self.make_batch(popped(batch), on_conflict)
-            total += self.schedule_batch(rows, on_conflict, transaction, on_batch)
+            total += self.schedule_batch(batch, on_conflict, transaction, on_batch)
         return total
 
     def schedule_batch(
         self,
-        rows: RowBatch,
+        batch: list[NewTask],
         on_conflict: OnConflict,
         transaction: Transaction | None,
         on_batch: OnBatch | None,
     ) -> int:
-        """Write the tasks of a batch in one transaction, and arm those that are due soon."""
-        write, id = functools.partial(self._write_batch, rows, on_conflict), rows.first.id
+        """Write tasks in one transaction, and arm those that are due soon.
+
+        One statement inserts the tasks without a key or an id of the caller; the others follow one
+        by one.
+        """
+        now = self._clock.certain_now()
+        named = [new for new in batch if new.key is not None or new.id is not None]
+        if named:
+            batch = [new for new in batch if new.key is None and new.id is None]
+        plain = self.build(popped(batch), on_conflict, now)
+        has_own_id = [new.id is not None for new in named]
+        others = list(zip(self.build(named, on_conflict, now), has_own_id, strict=True))
+
+        def write(on: CallerConnection | None) -> list[DelayedTask]:
+            self._write_plain(plain, on)
+            written = [self._write(task, on_conflict, is_own, on) for task, is_own in others]
+            return [*plain, *(task for task, is_new in written if is_new)]
+
+        id = plain[0].id if plain else others[0][0].id
         with transaction.guard(id) if transaction is not None else nullcontext() as on:
-            written = self._store.together(write, id) if on is None and rows.named else write(on)
-        for tag, count in Counter(task.tag for task in written).items():
+            is_ours = on is None and bool(named)
+            tasks = self._db.transaction(write, unknown_id=id) if is_ours else write(on)
+        for tag, count in Counter(task.tag for task in tasks).items():
             self._events.emit("task.scheduled", count=count, tag=tag)
-        self.arm_after_commit(written, transaction)
+        self.arm_after_commit(tasks, transaction)
         if on_batch is not None:
-            on_batch(written)
-        return len(written)
+            on_batch(tasks)
+        return len(tasks)
 
-    def _write_batch(
-        self, rows: RowBatch, on_conflict: OnConflict, on: CallerConnection | None
-    ) -> list[DelayedTask]:
-        """Write the tasks of a batch and return those that are new."""
-        plain, stored = rows.plain, 0
+    def _write_plain(self, plain: list[DelayedTask], on: CallerConnection | None) -> None:
         for _ in range(ID_TRIES):
-            if stored == len(plain) or self._store.insert_many(plain[stored:], on):
-                break
-            # The storage may have repeated a statement whose answer was lost. Where each statement
-            # is a transaction, the rows before the failed statement are stored. Rows are written
-            # in order.
-            stored = bisect_left(plain, True, stored, key=lambda task: not self._is_there(task, on))
+            if not plain or self._rows.insert_many(plain, on):
+                return
             # The new ids go into the batch itself, which counts if the transaction is repeated.
-            plain[stored:] = [replace(task, id=self._make_id()) for task in plain[stored:]]
-        else:
-            if stored < len(plain):
-                raise DuplicateTaskError(
-                    f"{ID_TRIES} times ids were taken; is another program writing ids?"
-                )
-        named = [self._write(task, on_conflict, has_own_id, on) for task, has_own_id in rows.named]
-        return [*plain, *(task for task, is_new in named if is_new)]
-
-    def _is_there(self, task: DelayedTask, on: CallerConnection | None) -> bool:
-        existing = self._existing(task.id, on)
-        return existing is not None and _is_same(existing, task)
-
-    def _existing(self, id: int, on: CallerConnection | None) -> DelayedTask | None:
-        """Return the row with an id of ours; an earlier try may have written it."""
-        try:
-            return self._store.get(id, on)
-        except StoreUnavailableError as error:
-            raise OutcomeUnknownError(
-                f"{error}, and the id {id} is taken: look at task {id}", id
-            ) from error
+            plain[:] = [replace(task, id=self._make_id()) for task in plain]
+        raise _ids_are_taken()
 
     # -- arm --------------------------------------------------------------------------------------
 
@@ -520,11 +463,9 @@ def _headers(new: NewTask, max_wait_s: float | None, body_version: int) -> str |
     return json.dumps(headers, separators=(",", ":"))
 
 
-def _is_same(existing: DelayedTask, task: DelayedTask) -> bool:
-    return (existing.tag, existing.body_json, existing.create_time) == (
-        task.tag,
-        task.body_json,
-        task.create_time,
+def _ids_are_taken() -> DuplicateTaskError:
+    return DuplicateTaskError(
+        f"{ID_TRIES} times in a row an id was taken; is another program writing ids?"
     )
 
 

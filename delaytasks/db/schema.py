@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sqlalchemy import (
@@ -516,48 +515,10 @@ def task_of(row: Sequence[Any], schema: Schema) -> DelayedTask:
     return task
 
 
-#: The attribute of a task for each column. A new row was updated when it was created.
-_ATTRIBUTES = {
-    **{column: field.name for column, field in zip(COLUMNS, fields(DelayedTask), strict=False)},
-    "update_time": "create_time",
+#: The attribute of a task for each column.
+ATTRIBUTES = {
+    column: field.name for column, field in zip(COLUMNS, fields(DelayedTask), strict=False)
 }
-#: The columns of a new row.
-NEW_COLUMNS = tuple(
-    "id message_body expected_time task_key tag status version delay_time create_time update_time "
-    "queue priority headers limit_key meta".split()
-)
-#: The first columns, which differ in nearly all rows, or are NULL.
-DIFFERING_COLUMNS = 4
-_TAG = NEW_COLUMNS.index("tag")
-#: The columns of new rows without meta, so that the others cost nothing.
-PLAIN_COLUMNS = tuple(name for name in NEW_COLUMNS if name != "meta")
-_Values = Callable[[DelayedTask], tuple[Any, ...]]
-_values: dict[tuple[str, ...], _Values] = {
-    names: attrgetter(*map(_ATTRIBUTES.__getitem__, names))
-    for names in (NEW_COLUMNS, PLAIN_COLUMNS)
-}
-
-
-def columns_of(tasks: Iterable[DelayedTask]) -> tuple[str, ...]:
-    """Return the columns that these new rows need."""
-    return NEW_COLUMNS if any(task.meta_json is not None for task in tasks) else PLAIN_COLUMNS
-
-
-def new_values(
-    tasks: Iterable[DelayedTask], schema: Schema, names: tuple[str, ...] = NEW_COLUMNS
-) -> Iterator[tuple[Any, ...]]:
-    """Yield the values of the columns as they are stored."""
-    rows, cipher = map(_values[names], tasks), schema.cipher
-    if cipher is None:
-        return rows
-    return ((row[0], cipher.seal(row[1], BODY, row[0], row[_TAG]), *row[2:]) for row in rows)
-
-
-def values_of(task: DelayedTask, schema: Schema) -> dict[str, Any]:
-    """Return the row of a new task by column."""
-    row = dict(zip(NEW_COLUMNS, next(new_values([task], schema)), strict=True))
-    row["status"] = int(task.status)
-    return row
 
 
 def moved(tasks: Table, move: str, **others: Any) -> dict[str, Any]:

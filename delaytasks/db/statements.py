@@ -10,12 +10,14 @@ import functools
 import itertools
 import re
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime
 from importlib import import_module
+from operator import attrgetter
 from typing import Any, NamedTuple
 from zlib import crc32
 
-from sqlalchemy import URL, Connection, Table, bindparam, exc, func, insert, select
+from sqlalchemy import URL, Connection, Table, bindparam, delete, exc, false, func, insert, select
 
 from delaytasks.db.database import Database, is_readable
 from delaytasks.db.engines import (
@@ -24,21 +26,21 @@ from delaytasks.db.engines import (
     is_duplicate,
     make_engine,
     sqlstate_of,
+    unknown_outcome,
 )
 from delaytasks.db.schema import (
-    DIFFERING_COLUMNS,
-    MAX_TEXT,
-    NEW_COLUMNS,
+    ATTRIBUTES,
+    BODY,
     Schema,
-    columns_of,
+    columns,
     instant_text,
     json_rows,
-    new_values,
     parts,
+    task_of,
 )
 from delaytasks.db.types import UTCDateTime
 from delaytasks.model.body import dump_json
-from delaytasks.model.filters import batches
+from delaytasks.model.errors import DuplicateTaskError, StoreUnavailableError
 from delaytasks.model.task import CallerConnection, DelayedTask
 
 # -- The differences between psycopg2 and psycopg 3 that SQLAlchemy does not hide -----------------
@@ -258,12 +260,36 @@ def _sent(value: Any) -> Any:
 # -- INSERT in the fastest way of each database ---------------------------------------------------
 
 
+#: The columns of a new row. The first ones differ in nearly all rows, or are NULL.
+NEW_COLUMNS = tuple(
+    "id message_body expected_time task_key tag status version delay_time create_time update_time "
+    "queue priority headers limit_key meta".split()
+)
+DIFFERING_COLUMNS = 4
+_BODY, _TAG, _HEADERS = map(NEW_COLUMNS.index, ("message_body", "tag", "headers"))
+#: A new row was updated when it was created.
+_values_of = attrgetter(
+    *(ATTRIBUTES["create_time" if name == "update_time" else name] for name in NEW_COLUMNS)
+)
 #: Bytes of a row's other columns, with their names.
 _OTHERS = 500
 #: Rows and characters of one part of COPY's input. The driver keeps a buffer for the largest part.
 _COPY_ROWS, _COPY_CHARACTERS = 200, 65_536
-#: Rows of a statement with a parameter for each value. More rows are not faster.
-_BOUND_ROWS = 100
+
+
+def new_values(tasks: Iterable[DelayedTask], schema: Schema) -> Iterator[tuple[Any, ...]]:
+    """Yield the values of the columns of new rows as they are stored."""
+    rows, cipher = map(_values_of, tasks), schema.cipher
+    if cipher is None:
+        return rows
+    return ((row[0], cipher.seal(row[1], BODY, row[0], row[_TAG]), *row[2:]) for row in rows)
+
+
+def values_of(task: DelayedTask, schema: Schema) -> dict[str, Any]:
+    """Return the row of a new task by column."""
+    row = dict(zip(NEW_COLUMNS, next(new_values([task], schema)), strict=True))
+    row["status"] = int(task.status)
+    return row
 
 
 def skipping_insert(database: Database) -> Any:
@@ -285,6 +311,11 @@ def insert_if_absent(database: Database, table: Table, column: Any) -> Any:
         return skipping(table).on_conflict_do_nothing()
     mysql = import_module("sqlalchemy.dialects.mysql")
     return mysql.insert(table).on_duplicate_key_update({column.name: column})
+
+
+def write_nothing(on: Any, table: Table) -> None:
+    """Execute a statement that writes, so that SQLite's driver begins a transaction."""
+    on.execute(delete(table).where(false()))
 
 
 class Insert:
@@ -325,85 +356,47 @@ class Insert:
 class BulkInsert:
     """INSERT of many new tasks.
 
-    PostgreSQL reads them by COPY, SQLite from a parameter for each value, and MySQL from one JSON
-    parameter for many rows. Values that all rows share are sent once.
+    PostgreSQL reads them by COPY, the other databases from one JSON parameter for many rows. Values
+    that all rows share are sent once.
     """
 
     def __init__(self, database: Database, schema: Schema) -> None:
         self._db = database
         self._schema = schema
         self._table = schema.tasks
-        #: The statement of each set of columns, and of the columns in which the rows differ.
-        self._statements: dict[tuple[tuple[str, ...], tuple[str, ...]], Any] = {}
+        #: The statement for each set of columns in which the rows differ.
+        self._statements: dict[tuple[str, ...], Any] = {}
 
     def __call__(self, on: Any, tasks: Sequence[DelayedTask]) -> None:
-        names = columns_of(tasks)
-        rows = new_values(tasks, self._schema, names)
+        rows = new_values(tasks, self._schema)
         driver = driver_of(on) if self._db.can.copy else None
         if driver is not None:
-            self._copy(on, driver, rows, names)
-        elif (
-            self._db.can.binds_values
-            and isinstance(on, Connection)
-            and not on._is_autocommit_isolation()
-        ):
-            self._bind(on, rows, names)
-        else:
-            self._insert_all(on, rows, names)
-
-    def _bind(
-        self, on: Connection, rows: Iterator[tuple[Any, ...]], names: tuple[str, ...]
-    ) -> None:
-        """Insert by one fixed statement, since the driver keeps a statement and its last
-        parameters.
-
-        The remaining rows, and rows that are too large to be kept, are sent as JSON.
-        """
-        marks = f"({', '.join('?' * len(names))})"
-        statement = (
-            f"INSERT INTO {self._target(on, names)} VALUES {', '.join([marks] * _BOUND_ROWS)}"
-        )
-        bound, left = functools.cache(self._bound), list[tuple[Any, ...]]()
-        for some in batches(rows, _BOUND_ROWS):
-            length = sum(len(row[_BODY]) + len(row[_HEADERS] or "") for row in some)
-            if len(some) < _BOUND_ROWS or length > MAX_TEXT:
-                left += some
-                continue
-            values: list[Any] = []
-            for id, body, due, key, *others in some:
-                values += (id, body, *bound(due), key, *bound(*others))
-            on.exec_driver_sql(statement, tuple(values))
-        self._insert_all(on, left, names)
-
-    def _bound(self, *values: Any) -> Sequence[Any]:
-        return [self._text(value) if isinstance(value, datetime) else value for value in values]
-
-    def _insert_all(self, on: Any, rows: Iterable[tuple[Any, ...]], names: tuple[str, ...]) -> None:
+            self._copy(on, driver, rows)
+            return
         for part in parts(rows, _size):
-            self._insert(on, part, names)
+            self._insert(on, part)
 
-    def _insert(self, on: Any, stored: Sequence[tuple[Any, ...]], names: tuple[str, ...]) -> None:
-        columns = dict(zip(names, zip(*stored, strict=True), strict=True))
+    def _insert(self, on: Any, stored: Sequence[tuple[Any, ...]]) -> None:
+        found = dict(zip(NEW_COLUMNS, zip(*stored, strict=True), strict=True))
         common = {
             name: values[0]
-            for name, values in columns.items()
+            for name, values in found.items()
             if name != "id" and len(set(values)) == 1
         }
-        own = tuple(name for name in columns if name not in common)
+        own = tuple(name for name in found if name not in common)
         texts = [
-            map(self._text, columns[name]) if self._is_instant(name) else columns[name]
-            for name in own
+            map(self._text, found[name]) if self._is_instant(name) else found[name] for name in own
         ]
         rows = [dict(zip(own, row, strict=True)) for row in zip(*texts, strict=True)]
-        statement = self._statements.get((names, own))
+        statement = self._statements.get(own)
         if statement is None:
             w = json_rows(self._db, own)
             values = [
                 w.c[name] if name in own else bindparam(name, type_=self._table.c[name].type)
-                for name in columns
+                for name in NEW_COLUMNS
             ]
-            statement = self._statements[names, own] = insert(self._table).from_select(
-                [*columns], select(*values)
+            statement = self._statements[own] = insert(self._table).from_select(
+                NEW_COLUMNS, select(*values)
             )
         if "status" in common:
             common["status"] = int(common["status"])
@@ -416,31 +409,22 @@ class BulkInsert:
         return instant_text(self._db, instant)
 
     def _copy(
-        self,
-        on: Connection,
-        driver: PostgresqlDriver,
-        rows: Iterator[tuple[Any, ...]],
-        names: tuple[str, ...],
+        self, on: Connection, driver: PostgresqlDriver, rows: Iterator[tuple[Any, ...]]
     ) -> None:
+        table = on.dialect.identifier_preparer.format_table(self._table)
+        statement = f"COPY {table} ({', '.join(NEW_COLUMNS)}) FROM STDIN"
         dbapi: Any = on.dialect.dbapi
         cursor: Any = on.connection.cursor()
         try:
-            driver.copy(cursor, f"COPY {self._target(on, names)} FROM STDIN", _copy_parts(rows))
+            driver.copy(cursor, statement, _copy_parts(rows))
         except dbapi.Error as error:
             raise as_sqlalchemy_error(on, "COPY", error) from error
         finally:
             cursor.close()
 
-    def _target(self, on: Connection, names: tuple[str, ...]) -> str:
-        table = on.dialect.identifier_preparer.format_table(self._table)
-        return f"{table} ({', '.join(names)})"
-
 
 def _is_psycopg2(on: Any) -> bool:
     return isinstance(on, Connection) and on.dialect.driver == "psycopg2"
-
-
-_BODY, _HEADERS = NEW_COLUMNS.index("message_body"), NEW_COLUMNS.index("headers")
 
 
 def _size(row: tuple[Any, ...]) -> int:
@@ -489,6 +473,84 @@ def _field(value: Any) -> str:
     if isinstance(value, str):
         return value.translate(_ESCAPES) if _SPECIAL.search(value) else value
     return str(int(value)) if isinstance(value, int) else str(value)
+
+
+class NewRows:
+    """Inserts tasks without a key, alone or together.
+
+    If a row exists, an earlier try of the same call may have written it, and its answer was lost.
+    """
+
+    def __init__(self, database: Database, schema: Schema) -> None:
+        self._db = database
+        self._schema = schema
+        self._insert = Insert(database, schema.tasks, NEW_COLUMNS)
+        self._insert_many = BulkInsert(database, schema)
+        id = schema.tasks.c.id
+        self._get = select(*columns(schema)).where(id == bindparam("task_id"))
+
+    def insert(self, task: DelayedTask, on: CallerConnection | None = None) -> bool:
+        """Insert one row. Return False if another task has its id."""
+        add = functools.partial(self._insert, values=values_of(task, self._schema))
+        is_new = add(on) if on is not None else self._db.repeat(add, self._db.connect, task.id)
+        return is_new or self.was_written(task, on)
+
+    def insert_many(self, tasks: Sequence[DelayedTask], on: CallerConnection | None = None) -> bool:
+        """Insert all rows together. Return False, and insert no row, if one of the ids exists."""
+
+        def work(connection: Any) -> None:
+            try:
+                with self.savepoint(on):
+                    self._insert_many(connection, tasks)
+            except exc.IntegrityError as error:
+                # Where each statement is a transaction, the first rows may be there.
+                if not is_duplicate(error) or _commits_each_statement(connection):
+                    raise
+                raise DuplicateTaskError("an id is taken") from error
+
+        try:
+            self._db.transaction(work, on, tasks[0].id)
+        except DuplicateTaskError:
+            return self.was_written(tasks[0], on)
+        return True
+
+    def add(self, on: Any, task: DelayedTask) -> bool:
+        """Insert one row. Return False if there is a row with its id."""
+        return self._insert(on, values_of(task, self._schema))
+
+    def was_written(self, task: DelayedTask, on: CallerConnection | None) -> bool:
+        """Return whether the row with the id of `task` was written for it."""
+
+        def read(connection: Any) -> Any:
+            return connection.execute(self._get, {"task_id": task.id}).first()
+
+        try:
+            row = self._db.autocommitted(read, on)
+        except StoreUnavailableError as error:
+            raise unknown_outcome(str(error), task.id) from error
+        found = None if row is None else task_of(row, self._schema)
+        return found is not None and (found.tag, found.body_json, found.create_time) == (
+            task.tag,
+            task.body_json,
+            task.create_time,
+        )
+
+    def savepoint(self, on: Any) -> AbstractContextManager[Any]:
+        """Begin a savepoint on the caller's connection.
+
+        Our own transactions, and connections that commit each statement, need no savepoint.
+        """
+        if on is None or _commits_each_statement(on):
+            return nullcontext()
+        if self._db.can.begins_late:
+            # Without a statement that writes, the end of the savepoint would commit.
+            write_nothing(on, self._schema.tasks)
+        context: AbstractContextManager[Any] = on.begin_nested()
+        return context
+
+
+def _commits_each_statement(on: Any) -> bool:
+    return isinstance(on, Connection) and on._is_autocommit_isolation()
 
 
 # -- notices --------------------------------------------------------------------------------------

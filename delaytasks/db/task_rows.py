@@ -4,42 +4,19 @@ touch and rerun."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from typing import Any, TypeVar
 
-from sqlalchemy import (
-    ColumnElement,
-    Connection,
-    Select,
-    and_,
-    bindparam,
-    case,
-    delete,
-    exc,
-    false,
-    insert,
-    select,
-    update,
-)
+from sqlalchemy import ColumnElement, Select, and_, bindparam, case, delete, insert, select, update
 
 from delaytasks.db.database import Database
-from delaytasks.db.engines import TRIES, is_duplicate
+from delaytasks.db.engines import TRIES
 from delaytasks.db.policy_rows import CANCEL_REQUESTS, ChangeNumbers
-from delaytasks.db.schema import (
-    NEW_COLUMNS,
-    Schema,
-    by_id,
-    check_row_count,
-    columns,
-    listed,
-    task_of,
-    values_of,
-)
+from delaytasks.db.schema import Schema, by_id, check_row_count, columns, listed, task_of
 from delaytasks.db.searching import after_cursor, conditions, first_page, has_status, make_cursor
-from delaytasks.db.statements import BulkInsert, Insert, skipping_insert
+from delaytasks.db.statements import Insert, NewRows, skipping_insert, values_of
 from delaytasks.db.types import UTCDateTime, db_now, unindexed
 from delaytasks.model.clock import from_us, to_us
 from delaytasks.model.errors import (
@@ -143,10 +120,6 @@ class TaskKeys:
             self._k.c.task_key.in_(keys), self._k.c.tag.in_(tags), self._k.c.task_id.in_(ids)
         )
 
-    def write_nothing(self, on: Any) -> None:
-        """Execute a statement that writes, so that SQLite's driver begins a transaction."""
-        on.execute(delete(self._k).where(false()))
-
     def _named(self, task: DelayedTask) -> ColumnElement[bool]:
         return and_(self._k.c.tag == task.tag, self._k.c.task_key == task.key)
 
@@ -248,8 +221,7 @@ class Tasks:
         self._schema = schema
         self._keys = TaskKeys(database, schema)
         self._attempts = Attempts(database, schema)
-        self._insert = Insert(database, t, NEW_COLUMNS)
-        self._insert_bulk = BulkInsert(database, schema)
+        self.new = NewRows(database, schema)
         self._select = select(*columns(schema))
         self._get = self._select.where(t.c.id == bindparam("task_id"))
         self.cancel_requests = CancelRequests(database, schema)
@@ -259,41 +231,27 @@ class Tasks:
 
     # -- schedule ---------------------------------------------------------------------------------
 
-    def insert(self, task: DelayedTask, on: CallerConnection | None = None) -> bool:
-        """Insert one row; return False if a row with this id exists."""
-        insert = partial(self._insert, values=values_of(task, self._schema))
-        return insert(on) if on is not None else self._db.repeat(insert, self._db.connect, task.id)
-
-    def insert_many(self, tasks: Sequence[DelayedTask], on: CallerConnection | None = None) -> bool:
-        """Insert all rows together. Returns False, and inserts no row, if one of the ids exists."""
-
-        def work(connection: Any) -> bool:
-            try:
-                with self._savepoint(on):
-                    self._insert_bulk(connection, tasks)
-            except exc.IntegrityError as error:
-                if not is_duplicate(error):
-                    raise
-                if on is None:
-                    connection.rollback()
-                return False
-            return True
-
-        return self._db.transaction(work, on, tasks[0].id)
-
     def insert_keyed(
         self, task: DelayedTask, on_conflict: OnConflict, on: CallerConnection | None = None
-    ) -> tuple[DelayedTask, bool]:
-        """Return the task that owns the key afterwards, and whether it was written now."""
+    ) -> tuple[DelayedTask, bool] | None:
+        """Return the task that owns the key afterwards, and whether it was written now.
+
+        Return None if another task has the id.
+        """
 
         def work(connection: Any) -> tuple[DelayedTask, bool]:
-            with self._savepoint(on):  # an id that exists must not leave its key behind
+            with self.new.savepoint(on):  # an id that exists must not leave its key behind
                 owner, is_new = self._take_key(connection, task, on_conflict)
-                if owner is task and not self._insert(connection, values_of(task, self._schema)):
+                if owner is task and not self.new.add(connection, task):
                     raise DuplicateTaskError(f"there is a task with id {task.id} already", task.id)
                 return owner, is_new
 
-        return work(on) if on is not None else self._db.repeat(work, self._db.begin, task.id)
+        try:
+            return self._db.transaction(work, on, task.id)
+        except DuplicateTaskError as error:
+            if error.id != task.id:  # of the key
+                raise
+        return (task, True) if self.new.was_written(task, on) else None
 
     # -- look up ----------------------------------------------------------------------------------
 
@@ -450,7 +408,7 @@ class Tasks:
             task = self._take(connection, "rerun", id, version)
             if task.key is not None:
                 try:
-                    with self._savepoint(on):
+                    with self.new.savepoint(on):
                         self._take_key(connection, task, "reject")
                 except DuplicateTaskError as error:
                     fact = f"task {error.id} has the key {task.key!r} of task {id} now"
@@ -657,25 +615,6 @@ class Tasks:
             changed = on.execute(self._touch_listed, {"ids": waiting, "due": due}).rowcount
             check_row_count(changed, len(waiting), "tasks to touch")
         return waiting
-
-    # -- connections ------------------------------------------------------------------------------
-
-    def together(self, work: Callable[[Any], T], unknown_id: int) -> T:
-        """Run `work` in a transaction, which is tried again as a whole."""
-        return self._db.transaction(work, unknown_id=unknown_id)
-
-    def _savepoint(self, on: Any) -> AbstractContextManager[Any]:
-        """Begin a savepoint on the caller's connection.
-
-        Our own transactions, and connections that commit each statement, need no savepoint.
-        """
-        if on is None or (isinstance(on, Connection) and on._is_autocommit_isolation()):
-            return nullcontext()
-        if self._db.can.begins_late:
-            # Without a statement that writes, the end of the savepoint would commit.
-            self._keys.write_nothing(on)
-        context: AbstractContextManager[Any] = on.begin_nested()
-        return context
 
 
 def _check(name: str, task: DelayedTask, version: int | None) -> None:

@@ -276,9 +276,6 @@ class Capabilities:
     insert_or_skip: bool = False
     #: COPY FROM STDIN.
     copy: bool = False
-    #: An INSERT of many rows is fastest with a parameter for each value, not with a JSON list of
-    #: rows.
-    binds_values: bool = False
     #: A text can be split into an array, and an index can find the texts that contain some parts.
     text_arrays: bool = False
     #: LISTEN and NOTIFY: a commit sends messages to the connections that listen.
@@ -314,9 +311,7 @@ POSTGRESQL = Capabilities(
     time_zones=True,
 )
 MYSQL = Capabilities(looks_up_lists=True, reads_as_of_start=True, server_side_cursors=True)
-SQLITE = Capabilities(
-    update_returning=True, insert_or_skip=True, binds_values=True, begins_late=True
-)
+SQLITE = Capabilities(update_returning=True, insert_or_skip=True, begins_late=True)
 
 
 def for_database(name: str, *, postgresql: T, mysql: T, sqlite: T) -> T:

@@ -36,7 +36,7 @@ from delaytasks.db.schema import (
     moved,
     task_of,
 )
-from delaytasks.db.statements import BulkInsert, Insert, insert_if_absent
+from delaytasks.db.statements import BulkInsert, Insert, insert_if_absent, write_nothing
 from delaytasks.db.task_rows import TaskKeys
 from delaytasks.db.types import unindexed
 from delaytasks.events import Events
@@ -239,7 +239,7 @@ class RecurringTable:
         def begun(connection: Any) -> T:
             if on is None and self._db.can.begins_late:
                 # The reads must belong to the transaction, which the first write begins.
-                self._keys.write_nothing(connection)
+                write_nothing(connection, self._r)
             return work(connection)
 
         return self._db.transaction(begun, on)

@@ -545,7 +545,7 @@ def test_all_of_many_rows_with_one_due_time_are_held_and_released(world: World) 
     at = world.now() + timedelta(hours=1)
     rows = [world.new_row(tag="sms" if n % 3 else "note", expected_time=at) for n in range(20)]
     rows += [world.new_row(expected_time=at + timedelta(seconds=n - 2)) for n in range(5)]
-    world.store.tasks.insert_many(rows)
+    world.store.tasks.new.insert_many(rows)
     pause(world)
     assert (held(world), world.counted()[Status.NOT_COMPLETE]) == (12, 13)
     resume(world)

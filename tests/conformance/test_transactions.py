@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, Engine, create_engine, event, insert, select, text
+from sqlalchemy import Connection, Engine, create_engine, event, exc, insert, select, text
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 import delaytasks as e
@@ -370,21 +370,16 @@ def take_id(shop: Caller, monkeypatch: MonkeyPatch, place: int, id: int) -> None
     monkeypatch.setattr(producer, "_make_id", ids.__next__)
 
 
-@pytest.mark.parametrize("is_callers", [True, False])
-def test_if_an_id_is_taken_an_autocommit_batch_loses_and_duplicates_no_task(
-    shop: Caller, monkeypatch: MonkeyPatch, is_callers: bool
+def test_if_an_id_is_taken_a_batch_loses_and_duplicates_no_task(
+    shop: Caller, monkeypatch: MonkeyPatch
 ) -> None:
     # Databases without COPY use several statements.
     monkeypatch.setattr("delaytasks.db.schema.MAX_TEXT", 100_000)
     old = shop.world.schedule()
     take_id(shop, monkeypatch, 240, old.id)
     told: list[DelayedTask] = []
-    engine = create_engine(shop.world.url, isolation_level="AUTOCOMMIT")
-    with engine.connect() as connection:
-        many = (("mail", {"n": n}, 5) for n in range(250))
-        session = {"session": connection} if is_callers else {}
-        assert shop.delays.schedule_many(many, on_batch=told.extend, **session) == 250
-    engine.dispose()
+    many = (("mail", {"n": n}, 5) for n in range(250))
+    assert shop.delays.schedule_many(many, on_batch=told.extend) == 250
     assert [task.body["n"] for task in told] == list(range(250))
     assert shop.seen() == {old.id, *(task.id for task in told)}
     assert len(shop.seen()) == 251
@@ -394,8 +389,12 @@ def test_a_batch_repeated_after_a_loss_exists_once(shop: Caller, monkeypatch: Mo
     """One id was taken, so the builder made new ids."""
     old = shop.world.schedule()
     take_id(shop, monkeypatch, 1, old.id)
-    tasks, once = shop.world.store.tasks, shop.world.store.tasks.together
-    monkeypatch.setattr(tasks, "together", lambda work, id: once(work, id) and once(work, id))
+    database, once = shop.world.store.database, shop.world.store.database.transaction
+
+    def twice(work: Any, on: Any = None, unknown_id: int | None = None) -> Any:
+        return once(work, on, unknown_id) and once(work, on, unknown_id)
+
+    monkeypatch.setattr(database, "transaction", twice)
     told: list[DelayedTask] = []
     many = [*(NewTask("mail", n, 5) for n in range(3)), NewTask("mail", 3, 5, key="k")]
     assert shop.delays.schedule_many(many, on_batch=told.extend) == 4
@@ -409,10 +408,14 @@ def test_if_the_database_is_lost_after_an_id_was_taken_the_outcome_is_unknown(
     def gone(*_: Any) -> None:
         raise e.StoreUnavailableError("the database is gone")
 
-    tasks = shop.world.store.tasks
-    for insert_in in ("insert", "insert_many"):
-        monkeypatch.setattr(tasks, insert_in, lambda *_: False)
-    monkeypatch.setattr(tasks, "get", gone)
+    def taken(*_: Any) -> None:
+        raise exc.IntegrityError("", {}, Exception("taken"))
+
+    rows = shop.world.store.tasks.new
+    monkeypatch.setattr(rows, "_insert", lambda on, values: False)
+    monkeypatch.setattr(rows, "_insert_many", taken)
+    monkeypatch.setattr("delaytasks.db.statements.is_duplicate", lambda _: True)
+    monkeypatch.setattr(shop.world.store.database, "autocommitted", gone)
     for schedule in (
         lambda: shop.delays.schedule_delay("mail", 1, 5),
         lambda: shop.delays.schedule_many([("mail", 1, 5)]),

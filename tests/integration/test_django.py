@@ -261,8 +261,8 @@ def test_a_taken_id_among_many_leaves_the_transaction_usable(delays: DjangoDelay
     with transaction.atomic(delays.alias):
         task = delays.schedule_delay("order.close", 1, 60)
         unit = DjangoTransaction(delays.alias)
-        assert not runtime_of(delays).store.tasks.insert_many([task], unit.connection)
-        assert not runtime_of(delays).store.tasks.insert(task, unit.connection)
+        assert not runtime_of(delays).store.tasks.new.insert_many([task], unit.connection)
+        assert not runtime_of(delays).store.tasks.new.insert(task, unit.connection)
         assert delays.schedule_delay("order.close", 1, 60, id=task.id).id == task.id
     assert [found.id for found in rows(delays)] == [task.id]
 

@@ -72,7 +72,7 @@ def test_a_galera_node_settles_what_another_node_has_just_claimed(
     with other_node.connect() as plain:
         for n in range(3):
             now = stores[0].tasks.now()
-            stores[0].tasks.insert(DelayedTask(n + 1, "t", "{}", now, create_time=now))
+            stores[0].tasks.new.insert(DelayedTask(n + 1, "t", "{}", now, create_time=now))
             galera[0].execute(f"INSERT INTO work SELECT seq + {n}000000 FROM seq_1_to_200000")
             [claimed] = claiming.claim_alone(n + 1, 0)
             status = plain.execute(select(t.status).where(t.id == n + 1))
@@ -81,7 +81,7 @@ def test_a_galera_node_settles_what_another_node_has_just_claimed(
             plain.rollback()
         waits = text("SHOW GLOBAL STATUS LIKE 'wsrep_causal_reads'")
         before = plain.execute(waits).one()
-        stores[1].tasks.insert(DelayedTask(9, "t", "{}", now, create_time=now))
+        stores[1].tasks.new.insert(DelayedTask(9, "t", "{}", now, create_time=now))
         assert plain.execute(waits).one() == before, "a new row needs nothing of other nodes"
         assert stores[1].tasks.get(9) is not None
         assert plain.execute(waits).one() != before

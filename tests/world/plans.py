@@ -50,7 +50,7 @@ class PlannedWorld(World):
             for n, at in enumerate(times)
         ]
         self.skip_ids(count)
-        self.store.tasks.insert_many(made)
+        self.store.tasks.new.insert_many(made)
         return made
 
     def end(self, until_s: float, status: Status = Status.DONE, **where: Any) -> None:

@@ -18,9 +18,9 @@ from sqlalchemy import URL, Connection, Engine, Table, delete, event, insert, se
 
 import delaytasks as e
 from delaytasks import DelayedTask, DelayTasks, Forecast, Status
-from delaytasks.db import schema, sessions
+from delaytasks.db import sessions, statements
 from delaytasks.db.claims import Claims, UnclaimedRow
-from delaytasks.db.schema import values_of
+from delaytasks.db.statements import values_of
 from delaytasks.db.store import Store
 from delaytasks.db.sweep_queries import Renewed
 from delaytasks.db.types import Capabilities, UTCDateTime, db_now_plus
@@ -291,15 +291,16 @@ class World:
     @contextmanager
     def interrupted_insert(self, after: int) -> Iterator[None]:
         """Interrupt the process when it has written this number of the rows of a call."""
-        numbers, values = itertools.count(1), schema._values[schema.PLAIN_COLUMNS]
+        numbers, values = itertools.count(1), statements._values_of
 
         def interrupted(task: DelayedTask) -> tuple[Any, ...]:
             if next(numbers) > after:
                 raise KeyboardInterrupt
-            return values(task)
+            made: tuple[Any, ...] = values(task)
+            return made
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(schema._values, schema.PLAIN_COLUMNS, interrupted)
+            patch.setattr(statements, "_values_of", interrupted)
             yield
 
     def slow_sweeps(self, seconds: float) -> None:
@@ -517,14 +518,14 @@ class World:
             replace(first, id=next(_ids), expected_time=first.expected_time + n * MILLISECOND)
             for n in range(1, count)
         ]
-        self.store.tasks.insert_many(made)
+        self.store.tasks.new.insert_many(made)
         return made
 
     def put_each(self, names: Iterable[str], due_s: float = DUE_S, **row: Any) -> list[DelayedTask]:
         """Insert a row into each of these queues."""
         first = self.new_row(due_s, **row)
         made = [replace(first, id=next(_ids), queue=queue) for queue in names]
-        self.store.tasks.insert_many(made)
+        self.store.tasks.new.insert_many(made)
         return made
 
     def change(self, task: DelayedTask | int, **values: Any) -> None:
