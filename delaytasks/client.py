@@ -534,7 +534,7 @@ class DelayTasks:
                     waits = tasks.touch_key(tag, check_key(names), due, on)
                     return TouchResult.of([names], {names} if waits else set())
                 keys = [check_key(each) for each in names]
-                ids_of_keys = tasks.ids_of_keys(tag, keys, on)
+                ids_of_keys = tasks.ids_of_keys(tag, keys, on, is_to_move=True)
                 touched = tasks.touch_many(ids_of_keys.values(), due, on)
                 touched_keys = {name for name, id in ids_of_keys.items() if id in touched}
                 return TouchResult.of(keys, touched_keys)
@@ -633,7 +633,8 @@ class DelayTasks:
         ['the partner is busy']
         """
         tasks = self._runtime.store.tasks
-        with named_task(self._runtime, task, tag, key, session) as (id, _, on):
+        named = named_task(self._runtime, task, tag, key, session, is_to_move=False)
+        with named as (id, _, on):
             found = tasks.read(id, on)
             return replace(found, attempts=tuple(tasks.attempts(id, on))) if attempts else found
 

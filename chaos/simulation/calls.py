@@ -108,7 +108,7 @@ class SimulatedCalls:
         return id, runs
 
     def _cancel(self, id: int) -> bool:
-        return self._play.tasks.cancel(id) is not None
+        return bool(self._play.tasks.cancel(id))
 
     def _reschedule(self, id: int, due: Any) -> Any:
         moved = self._play.tasks.reschedule(id, due)

@@ -14,7 +14,7 @@ from sqlalchemy import ColumnElement, Select, and_, bindparam, case, delete, ins
 from delaytasks.db.database import Database
 from delaytasks.db.engines import TRIES
 from delaytasks.db.policy_rows import CANCEL_REQUESTS, ChangeNumbers
-from delaytasks.db.schema import Schema, by_id, check_row_count, columns, listed, task_of
+from delaytasks.db.schema import Schema, by_id, check_row_count, columns, listed, moved, task_of
 from delaytasks.db.searching import after_cursor, conditions, first_page, has_status, make_cursor
 from delaytasks.db.statements import Insert, NewRows, skipping_insert, values_of
 from delaytasks.db.types import UTCDateTime, db_now, unindexed
@@ -40,6 +40,8 @@ from delaytasks.model.task import (
 from delaytasks.model.text import shown
 
 T = TypeVar("T")
+#: The columns that a move may change and that the caller of the move gets.
+_RETURNED = ("expected_time", "due_time", "late_by", "runs", "lapses")
 #: How often a row is looked at that is given back while it is asked to stop.
 CANCEL_TRIES = 5
 #: Rows in one transaction of a touch, so that their locks are short.
@@ -71,9 +73,15 @@ class TaskKeys:
         found: int | None = on.execute(query, {"tag": tag, "task_key": key}).scalar()
         return found
 
-    def ids_of(self, on: Any, tag: str, keys: Sequence[str]) -> dict[str, int]:
+    def lock(self, on: Any, task: DelayedTask) -> None:
+        self.id_of(on, task.tag, task.key, is_locked=True)
+
+    def ids_of(
+        self, on: Any, tag: str, keys: Sequence[str], is_locked: bool = False
+    ) -> dict[str, int]:
         """Return the owners of the keys that are taken, by key."""
-        return dict(on.execute(self._of_many, {"tag": tag, "task_keys": keys}).all())
+        query = self._of_many.with_for_update() if is_locked else self._of_many
+        return dict(on.execute(query, {"tag": tag, "task_keys": keys}).all())
 
     def take(self, on: Any, task: DelayedTask) -> bool:
         """Insert the key. Returns True if it was free."""
@@ -266,30 +274,21 @@ class Tasks:
             raise TaskNotFoundError(f"there is no task {id}", id)
         return found
 
-    def id_of_key(self, tag: str, key: str, on: CallerConnection | None = None) -> int | None:
-        return self.ids_of_keys(tag, [key], on).get(key)
-
     def ids_of_keys(
-        self, tag: str, keys: Iterable[str], on: CallerConnection | None = None
+        self,
+        tag: str,
+        keys: Iterable[str],
+        on: CallerConnection | None = None,
+        is_to_move: bool = False,
     ) -> dict[str, int]:
-        """Return the ids of live tasks by their keys."""
-        wanted, found = sorted(set(keys)), dict[str, int]()
-        for batch in batches(wanted, TOUCH_BATCH_ROWS):
-            find = partial(self._keys.ids_of, tag=tag, keys=batch)
+        """Return the ids of live tasks by their keys, to read the tasks or to move them."""
+        # A transaction that reads as of its start does not see who has a key now. Only a locking
+        # read does: a caller that cancels the key's task must not reach the previous owner.
+        is_locked = is_to_move and on is not None and self._db.can.reads_as_of_start
+        found = dict[str, int]()
+        for batch in batches(sorted(set(keys)), TOUCH_BATCH_ROWS):
+            find = partial(self._keys.ids_of, tag=tag, keys=batch, is_locked=is_locked)
             found.update(self._db.autocommitted(find, on))
-        if on is None or not self._db.can.reads_as_of_start:
-            return found
-        # Another task may have taken a key after the caller's transaction began. A caller that
-        # cancels the key's task must neither miss it nor reach the previous owner.
-        for key, current in sorted(self.ids_of_keys(tag, wanted).items()):
-            if found.setdefault(key, current) != current:
-                # Either another transaction has passed the key on, or the caller's own, which only
-                # its connection sees. A locking read on that connection sees both.
-                owner = self._keys.id_of(on, tag, key, is_locked=True)
-                if owner is None:
-                    del found[key]
-                else:
-                    found[key] = owner
         return found
 
     def attempts(self, id: int, on: CallerConnection | None = None) -> list[Attempt]:
@@ -355,124 +354,112 @@ class Tasks:
         version: int | None = None,
         on: CallerConnection | None = None,
         running: bool = False,
-    ) -> DelayedTask | None:
-        """Return the task as it was left, or None if it was cancelled already.
+    ) -> DelayedTask:
+        """Return the task as it was left. With `running`, a running task is asked to stop."""
 
-        With `running`, a running task is asked to stop, and returned as RUNNING.
-        """
-        tried: list[DelayedTask] = []
-
-        def work(connection: Any) -> DelayedTask | None:
-            if tried:  # an earlier try of this call, whose answer was lost
-                left = self.get(id, connection)
-                if left is not None and (left.status, left.version) == (
-                    tried[-1].status,
-                    tried[-1].version,
-                ):
-                    return left
+        def work(connection: Any) -> DelayedTask:
             for number in range(CANCEL_TRIES):
                 try:
-                    task = self._take(connection, "cancel", id, version)
-                    break
+                    task = self._move(connection, "cancel", id, version, {}, self._keys.lock)
                 except TaskStateError as error:
                     is_running = error.status is Status.RUNNING
                     if not (running and is_running) or number == CANCEL_TRIES - 1:
                         raise
+                else:
+                    self._keys.release(connection, task)
+                    return task
                 found = self.read(id, connection)
                 if self.cancel_requests.make(connection, found):
                     return replace(found, cancel_request=ASKED)
                 # The run has ended between these statements, and the row may wait again.
-            if task.status is Status.CANCELLED:
-                return None
-            tried.append(self._make(connection, "cancel", task, {}))
-            self._keys.release(connection, task)
-            return tried[-1]
+            raise AssertionError("unreachable")
 
         return self._db.transaction(work, on, id)
 
     def reschedule(
         self, id: int, due: datetime, version: int | None = None, on: CallerConnection | None = None
     ) -> DelayedTask:
-        def work(connection: Any) -> DelayedTask:
-            task = self._take(connection, "reschedule", id, version)
-            return self._make(connection, "reschedule", task, {"expected_time": due})
-
-        return self._db.transaction(work, on, id)
+        move = partial(
+            self._move, name="reschedule", id=id, version=version, values={"expected_time": due}
+        )
+        return self._db.transaction(move, on, id)
 
     def rerun(
         self, id: int, due: datetime, version: int | None = None, on: CallerConnection | None = None
     ) -> DelayedTask:
         """Let a finished task wait again, with its key."""
+        values = {"expected_time": due, "runs": 0, "lapses": 0}
+
+        def take_key(connection: Any, task: DelayedTask) -> None:
+            try:
+                self._take_key(connection, task, "reject")
+            except DuplicateTaskError as error:
+                fact = f"task {error.id} has the key {task.key!r} of task {id} now"
+                raise DuplicateTaskError(f"rerun: {fact}", error.id) from None
 
         def work(connection: Any) -> DelayedTask:
-            task = self._take(connection, "rerun", id, version)
-            if task.key is not None:
-                try:
-                    with self.new.savepoint(on):
-                        self._take_key(connection, task, "reject")
-                except DuplicateTaskError as error:
-                    fact = f"task {error.id} has the key {task.key!r} of task {id} now"
-                    raise DuplicateTaskError(f"rerun: {fact}", error.id) from None
-            values = {"expected_time": due, "runs": 0, "lapses": 0}
-            return self._make(connection, "rerun", task, values)
+            with self.new.savepoint(on):  # a refusal must not leave the key behind
+                return self._move(connection, "rerun", id, version, values, take_key)
 
         return self._db.transaction(work, on, id)
 
-    def _take(self, on: Any, name: str, id: int, version: int | None) -> DelayedTask:
-        """Return the task, locked for this move.
+    def _move(
+        self,
+        on: Any,
+        name: str,
+        id: int,
+        version: int | None,
+        values: dict[str, Any],
+        lock_key: Callable[[Any, DelayedTask], object] | None = None,
+    ) -> DelayedTask:
+        """Move one task, and return it as it is then.
 
-        A move that is not allowed is refused without a lock: a caller whose transaction stays open
-        would keep the lock, and the worker that runs the row could not settle it. `cancel` returns
-        a task that is cancelled already, unlocked.
+        The first try locks nothing before the move is known to be allowed: a caller whose
+        transaction stays open would keep the lock, and the worker that runs the row could not
+        settle it. If the row has moved meanwhile, or is not seen by a transaction that reads as of
+        its start, the second try locks and reads it as it is now.
         """
-        seen = self.get(id, on)
-        # A transaction that reads as of its start (MySQL's default) may see an older version than
-        # `version`.
-        if seen is not None and not (isinstance(version, int) and seen.version < version):
-            _check(name, seen, version)
-            if name == "cancel" and seen.status is Status.CANCELLED:
-                return seen
-        if seen is not None and seen.key is not None and name != "reschedule":
-            self._keys.id_of(on, seen.tag, seen.key, is_locked=True)
-        task = self._locked(on, id)
-        if task is None:
+        for get in (self._get, self._get.with_for_update()):
+            row = on.execute(get, {"task_id": id}).first()
+            if row is None:
+                continue
+            task = task_of(row, self._schema)
+            if version is not None and task.version != version:
+                fact = f"task {id} has version {task.version}, not {shown(version)}"
+                raise StaleVersionError(f"{fact}; read it again", id)
+            sources = MOVES[name].sources
+            if task.status not in sources:
+                allowed = ", ".join(sorted(s.name for s in sources))
+                fact = f"{name}: task {id} ({task.tag}) is {task.status.name}, not {allowed}"
+                raise TaskStateError(fact, id, task.status)
+            if lock_key is not None and task.key is not None:
+                lock_key(on, task)
+            if (made := self._update(on, name, task, values)) is not None:
+                return made
+        if row is None:
             raise TaskNotFoundError(f"there is no task {id}", id)
-        _check(name, task, version)
-        return task
+        # This happens only if each statement is a transaction, so that no lock lasts.
+        raise StaleVersionError(f"{name}: task {id} has moved meanwhile; read it again", id)
+
+    def _update(
+        self, on: Any, name: str, task: DelayedTask, values: dict[str, Any]
+    ) -> DelayedTask | None:
+        """Update the row, fenced by the version that was read. Return None if it has moved."""
+        t = self._t
+        if "expected_time" in values:
+            # expected_time is the due time again, and the row was not held since.
+            values = {**values, "due_time": None, "late_by": None}
+        # A request to cancel was for an earlier run.
+        changed = moved(t, name, cancel_request=None, **values)
+        this = update(t).where(t.c.id == task.id, t.c.version == task.version)
+        if not on.execute(this.values(changed)).rowcount:
+            return None
+        kept = {name: values[name] for name in _RETURNED if name in values}
+        return replace(task, status=MOVES[name].target, version=following(task.version), **kept)
 
     def _locked(self, on: Any, id: int) -> DelayedTask | None:
         row = on.execute(self._get.with_for_update(), {"task_id": id}).first()
         return None if row is None else task_of(row, self._schema)
-
-    def _make(self, on: Any, name: str, task: DelayedTask, values: dict[str, Any]) -> DelayedTask:
-        """Update the row, fenced by the version that was read."""
-        move, t = MOVES[name], self._t
-        _check_status(name, task)
-        if "expected_time" in values:
-            # expected_time is the due time again, and the row was not held since.
-            values = {**values, "due_time": None, "late_by": None}
-        values = {
-            **values,
-            "cancel_request": None,  # it was for an earlier run
-            "status": int(move.target),
-            "version": following(task.version),
-            "update_time": db_now(),
-        }
-        result = on.execute(
-            update(t).where(t.c.id == task.id, t.c.version == task.version).values(**values)
-        )
-        if not result.rowcount:
-            raise StaleVersionError(
-                f"{name}: task {task.id} moved on from version {task.version} meanwhile", task.id
-            )
-        return replace(
-            task,
-            status=move.target,
-            version=following(task.version),
-            expected_time=values.get("expected_time", task.expected_time),
-            due_time=values.get("due_time", task.due_time),
-            late_by=values.get("late_by", task.late_by),
-        )
 
     # -- the owner of a key: takes, keeps, replaces or passes on the key that another task wants ---
 
@@ -503,7 +490,16 @@ class Tasks:
         if on_conflict == "take" or owner.status not in MOVES["replace"].sources:
             # The owner waits or runs, and may finish. From now on the key belongs to the new task.
             return self._take_over(on, task)
-        return self._replaced(on, owner, task), True
+        # The row keeps its id, to which the encryption of the new body is bound.
+        new = replace(task, id=owner.id, expected_time=_due_of_replacement(task, owner))
+        values = values_of(new, self._schema)
+        for name in ("id", "status", "version", "create_time", "update_time"):
+            del values[name]
+        values |= {"runs": 0, "lapses": 0, "error_stack": None}
+        if self._update(on, "replace", owner, values) is None:
+            raise _changed_too_often(task)
+        version = following(owner.version)
+        return replace(new, version=version, create_time=owner.create_time), True
 
     def _take_or_lock(self, on: Any, task: DelayedTask) -> int | None:
         """Take the key if it is free, else lock it and return the id of its owner."""
@@ -528,15 +524,6 @@ class Tasks:
             # This happens only if each statement is a transaction, so that no lock lasts.
             raise _changed_too_often(task)
         return task, True
-
-    def _replaced(self, on: Any, owner: DelayedTask, task: DelayedTask) -> DelayedTask:
-        # The row keeps its id, to which the encryption of the new body is bound.
-        task = replace(task, id=owner.id, expected_time=_due_of_replacement(task, owner))
-        values = values_of(task, self._schema)
-        values.pop("create_time")
-        self._make(on, "replace", owner, {**values, "runs": 0, "lapses": 0, "error_stack": None})
-        version = following(owner.version)
-        return replace(task, version=version, create_time=owner.create_time)
 
     # -- touch: moves a timeout to a later due time without a new version -------------------------
 
@@ -615,25 +602,6 @@ class Tasks:
             changed = on.execute(self._touch_listed, {"ids": waiting, "due": due}).rowcount
             check_row_count(changed, len(waiting), "tasks to touch")
         return waiting
-
-
-def _check(name: str, task: DelayedTask, version: int | None) -> None:
-    if version is not None and task.version != version:
-        fact = f"task {task.id} has version {task.version}, not {shown(version)}"
-        raise StaleVersionError(f"{fact}; read it again", task.id)
-    if name == "cancel" and task.status is Status.RUNNING:
-        fact = f"task {task.id} ({task.tag}) runs since {task.execution_time}"
-        raise TaskStateError(fact, task.id, task.status)
-    if not (name == "cancel" and task.status is Status.CANCELLED):
-        _check_status(name, task)
-
-
-def _check_status(name: str, task: DelayedTask) -> None:
-    sources = MOVES[name].sources
-    if task.status not in sources:
-        allowed = ", ".join(sorted(s.name for s in sources))
-        fact = f"{name}: task {task.id} ({task.tag}) is {task.status.name}, not {allowed}"
-        raise TaskStateError(fact, task.id, task.status)
 
 
 def _changed_too_often(task: DelayedTask) -> StoreUnavailableError:

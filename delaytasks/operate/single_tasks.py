@@ -50,14 +50,19 @@ if TYPE_CHECKING:
 FIRST_S, LONGEST_S = 0.02, 0.5
 GROWTH = 1.5
 #: A task with one of these statuses cannot be cancelled any more.
-_NOTHING_TO_CANCEL = (Status.RUNNING, Status.DONE, Status.FAILED)
+_NOTHING_TO_CANCEL = (Status.RUNNING, *FINISHED)
 #: A task that was read, an id, or a tag and a key.
 TaskReference = DelayedTask | int | tuple[str, str]
 
 
 @contextmanager
 def named_task(
-    runtime: Runtime, task: object, tag: str | None, key: str | None, session: Any
+    runtime: Runtime,
+    task: object,
+    tag: str | None,
+    key: str | None,
+    session: Any,
+    is_to_move: bool = True,
 ) -> Iterator[tuple[int, Transaction | None, CallerConnection | None]]:
     """Yield the id of the task that a call names, the transaction of the call and its connection.
 
@@ -66,7 +71,7 @@ def named_task(
     name = name_of(task, tag, key)
     with runtime.transactions.guard(session) as transaction:
         on = connection_of(transaction)
-        yield find_id(runtime.store, name, on), transaction, on
+        yield find_id(runtime.store, name, on, is_to_move), transaction, on
 
 
 def name_of(task: object, tag: str | None, key: str | None) -> TaskReference:
@@ -78,12 +83,14 @@ def name_of(task: object, tag: str | None, key: str | None) -> TaskReference:
     return task if isinstance(task, DelayedTask) else check_id(task)
 
 
-def find_id(store: Store, name: TaskReference, on: CallerConnection | None) -> int:
+def find_id(
+    store: Store, name: TaskReference, on: CallerConnection | None, is_to_move: bool = False
+) -> int:
     """Return the id of the task that a call names; look a key up."""
     if not isinstance(name, tuple):
         return id_of(name)
     tag, key = name
-    id = store.tasks.id_of_key(tag, key, on)
+    id = store.tasks.ids_of_keys(tag, [key], on, is_to_move).get(key)
     if id is None:
         raise TaskNotFoundError(f"no live task of tag {shown(tag)} has the key {shown(key)}")
     return id
@@ -198,12 +205,12 @@ def cancel_task(
     except TaskStateError as error:
         if not isinstance(error, TaskNotFoundError) and error.status not in _NOTHING_TO_CANCEL:
             raise
+        if error.status is Status.CANCELLED:
+            return CancelResult(False, f"task {id} was cancelled before", id, Status.CANCELLED)
         reason = str(error)
-        if error.status in FINISHED:
-            reason = f"task {error.id} has ended: it is {error.status.name}"
+        if error.status is not None:
+            reason = f"task {error.id} is {error.status.name}"
         return CancelResult(False, reason, error.id, error.status, error=error)
-    if cancelled is None:
-        return CancelResult(False, f"task {id} was cancelled before", id, Status.CANCELLED)
     name = f"task {id} ({cancelled.tag})"
     if cancelled.status is Status.RUNNING:
         runtime.events.emit("task.cancel_requested", **cancelled.event_fields)

@@ -257,7 +257,7 @@ def test_sql_in_tag_key_and_body_is_stored_literally(place: Place) -> None:
 
 
 ANSWERS: list[tuple[Status, Any]] = [(Status.NOT_COMPLETE, True), (Status.HELD, True)]
-ANSWERS += [(Status.CANCELLED, False), (Status.RUNNING, "runs since")]
+ANSWERS += [(Status.CANCELLED, False), (Status.RUNNING, "is RUNNING, not")]
 ANSWERS += [(Status.DONE, "is DONE, not"), (Status.FAILED, "is FAILED, not")]
 
 

@@ -48,7 +48,6 @@ def test_many_tasks_with_any_text_are_written_unchanged(world: World) -> None:
 def test_tasks_are_the_same_inserted_together_or_singly(world: World, is_json: bool) -> None:
     if is_json:
         world.deny("copy")
-    world.lower(rows_of_an_insert=3)
     world.set_clock(ManualClock(world.now()))
     calls: list[tuple[Any, ...]] = [
         ("mail", {}, 0, {}),

@@ -84,7 +84,7 @@ VERBS: dict[str, tuple[Any, str]] = {
     "cancel the tasks of a schedule": (RecurringTable, "cancel_waiting"),
     "defer a message": (publish, "Snooze"),
     "find a durable task": (Tasks, "celery_rows"),
-    "find the task of a key": (Tasks, "id_of_key"),
+    "find the task of a key": (Tasks, "ids_of_keys"),
     "arm after a call": (producer, "_without_errors"),
     "send to the broker": (Publisher, "send"),
     "wait for the sender": (Sender, "arm"),
@@ -238,9 +238,9 @@ def rescheduled_tasks_keep_their_time(_: Any, at: Any, id: int, due: Any, *more:
 
 @bug("find the task of a key", "conformance/cancel", on="mariadb")
 def a_key_is_read_as_the_transaction_began(
-    find: Any, at: Any, tag: str, key: str, on: Any = None
+    find: Any, at: Any, tag: str, keys: Any, on: Any = None, *_: Any, **__: Any
 ) -> Any:
-    return find(at, tag, key) if on is None else at._keys.id_of(on, tag, key)
+    return find(at, tag, keys, on)
 
 
 @bug("arm after a call", "conformance/transactions error_of_the_timer")

@@ -75,7 +75,6 @@ LIMITS = {
     "waitlists_of_a_visit": "db.policy_rows.WAITLISTS_PER_CALL",
     "queues_of_a_pause_query": "db.policy_rows.QUEUES_PER_CALL",
     "lost_workers_of_a_sweep": "db.sweep_queries.EXPIRED_PER_SWEEP",
-    "rows_of_an_insert": "db.statements._BOUND_ROWS",
     "rows_of_a_bulk_step": "operate.bulk_calls.BULK_ROWS",
     "seconds_before_a_second_try": "operate.bulk_calls.BUSY_S",
     "rows_of_a_bulk_window": "db.bulk_moves.WINDOW",
