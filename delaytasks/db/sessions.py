@@ -249,8 +249,6 @@ class ConnectionSource:
         Opens a connection for a few statements, in a savepoint if the test has a transaction.
     around_processor
         Is entered around each call of a processor.
-    rewriting
-        Lets connections that SQLAlchemy does not know read the test's clock, a `SimulatedTime`.
     run_coroutine
         Runs the coroutine of a processor in this thread; None means an event loop of its own.
     in_framework
@@ -259,6 +257,5 @@ class ConnectionSource:
 
     connect: Callable[[], AbstractContextManager[Connection]]
     around_processor: Callable[[DelayedTask], AbstractContextManager[Any]] = nullcontext
-    rewriting: Callable[[Any], AbstractContextManager[Any]] = nullcontext
     run_coroutine: Callable[[Coroutine[Any, Any, Any]], Any] | None = None
     in_framework: RunCall | None = None

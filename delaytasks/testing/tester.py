@@ -309,8 +309,6 @@ class InstanceInTest:
             before = delays._exchange_runtime(runtime, is_in_test=True)
             opening.callback(delays._exchange_runtime, before, is_in_test=False)
             opening.enter_context(time.on_engines())
-            if source is not None:
-                opening.enter_context(source.rewriting(time))
             if self._runs_inline:
                 opening.enter_context(calling_after_sessions(self._run_inline))
             self._runner = TestRunner(runtime, processes_of(runtime.celery), self.time)

@@ -540,14 +540,18 @@ def test_concurrent_calls_use_the_connection_of_djangos_asynchronous_orm(
 ) -> None:
     statements: list[str] = []
 
-    def note(execute: Any, sql: str, *rest: Any) -> Any:
-        statements.append(sql)
-        return execute(sql, *rest)
+    def log_queries() -> None:
+        connections[async_delays.alias].force_debug_cursor = True
+
+    def read_log() -> None:
+        statements.extend(query["sql"] for query in connections[async_delays.alias].queries)
 
     async def go() -> set[int]:
-        await sync_to_async(lambda: connections[async_delays.alias].execute_wrappers.append(note))()
+        await sync_to_async(log_queries)()
         calls = (async_delays.aschedule_delay("order.close", {}, 60) for _ in range(5))
-        return {task.id for task in await asyncio.gather(*calls)}
+        ids = {task.id for task in await asyncio.gather(*calls)}
+        await sync_to_async(read_log)()
+        return ids
 
     ids = run(go())
     assert {task.id for task in async_delays.find()} == ids

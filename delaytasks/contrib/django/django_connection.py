@@ -4,12 +4,9 @@ commit."""
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from datetime import datetime
-from functools import lru_cache, partial
-from importlib import import_module
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property, lru_cache, partial
 from typing import Any
-from zoneinfo import ZoneInfo
 
 from asgiref.sync import async_to_sync, sync_to_async
 from django.db import (
@@ -22,14 +19,11 @@ from django.db import (
     transaction,
 )
 from django.utils.asyncio import async_unsafe
-from sqlalchemy import URL, Connection, Engine, StaticPool, exc, make_url
-from sqlalchemy.engine import Dialect, IteratorResult
-from sqlalchemy.engine.result import SimpleResultMetaData
-from sqlalchemy.types import TypeEngine
+from sqlalchemy import URL, Connection, Engine, NullPool, exc, make_url
 
 from delaytasks.db.engines import is_demoted, lacks_tables
 from delaytasks.db.sessions import ConnectionSource
-from delaytasks.db.types import UTCDateTime
+from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import (
     ConfigError,
     OutcomeUnknownError,
@@ -39,21 +33,22 @@ from delaytasks.model.errors import (
 )
 from delaytasks.model.task import DelayedTask
 
-ReadValue = Callable[[Any], Any]
-
 
 class DjangoConnection:
-    """Has the methods that the storage calls on a caller's SQLAlchemy connection."""
+    """A caller's connection of Django, as the storage uses it: statements run on SQLAlchemy's."""
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
-        self._dialect = dialect_of(connection)
         #: The id of the last written row, for an error that says that its outcome is unknown.
         self.written_id: int | None = None
 
+    @cached_property
+    def _lent(self) -> Connection:
+        return lent_by(self._connection)
+
     @property
-    def dialect(self) -> Dialect:
-        return self._dialect
+    def dialect(self) -> Any:
+        return dialect_of(self._connection)
 
     def begin_nested(self) -> AbstractContextManager[Any]:
         context: AbstractContextManager[Any] = transaction.atomic(using=self._connection.alias)
@@ -62,124 +57,84 @@ class DjangoConnection:
     def in_transaction(self) -> bool:
         return bool(self._connection.in_atomic_block)
 
-    def execute(self, statement: Any, parameters: Any = None, /) -> StatementResult:
+    def execute(self, statement: Any, parameters: Any = None, /) -> Any:
         if parameters and "id" in parameters:
             self.written_id = parameters["id"]
-        sql, values = self._compile(statement, parameters)
-        with self._connection.cursor() as cursor:
-            return self._result(cursor, statement, sql, values)
+        began = monotonic()
+        result = self.peek(statement, parameters)
+        if self._connection.queries_logged:
+            sql, took_s = result.context.statement, monotonic() - began
+            self._connection.queries_log.append({"sql": sql, "time": f"{took_s:.3f}"})
+        return result
 
-    def exec_driver_sql(self, sql: str) -> StatementResult:
-        """Execute SQL that has its values in it."""
-        with self._connection.cursor() as cursor:
-            cursor.execute(sql, [])
-            names = [column[0] for column in cursor.description]
-            return StatementResult(names, cursor.fetchall(), cursor.rowcount)
-
-    def peek(self, statement: Any) -> StatementResult:
-        """Execute a SELECT that Django's query log and `assertNumQueries` do not see."""
-        sql, values = self._compile(statement, None)
-        self._connection.ensure_connection()
-        with (
-            self._connection.wrap_database_errors,
-            closing(self._connection.create_cursor()) as cursor,
-        ):
-            return self._result(cursor, statement, sql, values)
-
-    def _compile(
-        self, statement: Any, parameters: Mapping[str, Any] | None
-    ) -> tuple[str, list[Any]]:
-        if parameters:
-            compiled = _compile_template(statement, self._dialect, tuple(parameters))
-        else:  # a statement with its values in it is executed once, so it is not cached
-            compiled = statement.compile(dialect=self._dialect)
-        state = compiled.construct_expanded_state(parameters or {})
-        values = []
-        for name in state.positiontup:
-            process = state.processors.get(name)
-            if process is None and name in compiled.binds:
-                kind = compiled.binds[name].type.dialect_impl(self._dialect)
-                process = kind.bind_processor(self._dialect)
-            value = state.parameters[name]
-            values.append(value if process is None else process(value))
-        return state.statement, values
-
-    def _result(self, cursor: Any, statement: Any, sql: str, values: list[Any]) -> StatementResult:
+    def peek(self, statement: Any, parameters: Any = None) -> Any:
+        """Execute a statement that Django's query log and `assertNumQueries` do not see."""
+        self._connection.validate_no_broken_transaction()
         try:
-            # Also an empty list: only with parameters do cursors read "%%" as one percent sign.
-            cursor.execute(sql, values)
-        except IntegrityError as error:
-            raise self._integrity_error(sql, error) from error
-        columns = statement.selected_columns if cursor.description else ()
-        codes = [column[1] for column in cursor.description or ()]
-        readers = [
-            self._reader(column.type, code) for column, code in zip(columns, codes, strict=True)
-        ]
-        rows = [self._read(readers, row) for row in cursor.fetchall()] if columns else []
-        return StatementResult([column.key for column in columns], rows, cursor.rowcount)
+            return self._lent.execute(statement, parameters)
+        except exc.DBAPIError:
+            self._connection.errors_occurred = True  # Django then checks the connection
+            raise
 
-    def _integrity_error(self, sql: str, error: IntegrityError) -> exc.IntegrityError:
-        """Return SQLAlchemy's error for the driver's error, which identifies a duplicate."""
-        cause: Any = error.__cause__ or error
-        if self._connection.vendor == "postgresql" and not hasattr(cause, "pgcode"):
-            cause.pgcode = cause.sqlstate  # psycopg 3
-        return exc.IntegrityError(sql, None, cause)
-
-    @staticmethod
-    def _read(readers: Sequence[ReadValue | None], row: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(
-            read(value) if read else value for read, value in zip(readers, row, strict=True)
-        )
-
-    def _reader(self, kind: TypeEngine[Any], code: Any) -> ReadValue | None:
-        """Return what reads the values of a column. `code` is the driver's code of its type."""
-        process: ReadValue | None = kind.dialect_impl(self._dialect).result_processor(
-            self._dialect, code
-        )
-        if not isinstance(kind, UTCDateTime):
-            return process
-
-        def read(value: Any) -> Any:
-            if not isinstance(value, datetime):
-                return value if process is None else process(value)
-            # Without USE_TZ, psycopg returns naive datetimes in the time zone of the session.
-            if value.tzinfo is None and self._connection.vendor == "postgresql":
-                value = value.replace(tzinfo=ZoneInfo(self._connection.timezone_name))
-            return kind.process_result_value(value, self._dialect)
-
-        return read
+    def exec_driver_sql(self, sql: str) -> Any:
+        """Execute SQL that has its values in it."""
+        return self._lent.exec_driver_sql(sql)
 
 
-class StatementResult(IteratorResult[Any]):
-    """A SQLAlchemy result of rows that are fetched already, so that the cursor is free."""
+def lent_by(connection: Any) -> Connection:
+    """Return a SQLAlchemy connection on Django's, which ends no transaction of it."""
+    connection.ensure_connection()
+    engine = getattr(connection, "_delaytasks_engine", None)
+    if engine is None:  # kept, since it has the compiled statements
+        url = URL.create(connection.vendor, database=str(connection.settings_dict["NAME"] or ""))
+        dialect = dialect_of(connection)
+        pool = NullPool(lambda: _Lent(connection.connection), dialect=dialect)
+        engine = connection._delaytasks_engine = Engine(pool, dialect, url)
+    lent: Connection = engine.connect()
+    if getattr(lent.dialect, "server_version_info", None) is None:
+        lent.dialect.initialize(lent)
+    # psycopg 3 does not count rows otherwise.
+    return lent.execution_options(preserve_rowcount=True)
 
-    def __init__(
-        self, names: Sequence[str], rows: Sequence[tuple[Any, ...]], rowcount: int
-    ) -> None:
-        super().__init__(SimpleResultMetaData(names), iter(rows))
-        self.rowcount = rowcount
+
+class _Lent:
+    """Django's connection of the driver, without the methods that end a transaction."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+
+    def cursor(self, *arguments: Any, **options: Any) -> Any:
+        cursor = self._connection.cursor(*arguments, **options)
+        if hasattr(cursor, "adapters"):  # psycopg 3, for which Django has registered its own
+            from psycopg.types.datetime import TimestamptzLoader
+
+            cursor.adapters.register_loader("timestamptz", TimestamptzLoader)
+        return cursor
+
+    def commit(self) -> None: ...
+    def rollback(self) -> None: ...
+    def close(self) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
 
 
-def dialect_of(connection: Any) -> Dialect:
-    """Return the SQLAlchemy dialect whose statements Django's cursor accepts."""
-    is_psycopg3 = connection.vendor == "postgresql" and connection.Database.__name__ == "psycopg"
-    return _dialect("psycopg" if is_psycopg3 else connection.vendor)
+def dialect_of(connection: Any) -> Any:
+    """Return SQLAlchemy's dialect for the driver that Django uses."""
+    return _dialect_of(connection.vendor, connection.Database)
 
 
 @lru_cache
-def _dialect(name: str) -> Dialect:
-    if name == "psycopg":
-        from sqlalchemy.dialects.postgresql import psycopg
+def _dialect_of(vendor: str, driver: Any) -> Any:
+    name = f"{vendor}+{_DRIVER_NAMES.get(driver.__name__, driver.__name__)}"
+    dialect: Any = make_url(f"{name}://").get_dialect()
+    # Our tables have no hstore, and looking for it would need more of the connection.
+    options = {"use_native_hstore": False} if vendor == "postgresql" else {}
+    return dialect(dbapi=driver, **options)
 
-        return psycopg.dialect(paramstyle="format")
-    made: Dialect = import_module(f"sqlalchemy.dialects.{name}").dialect(paramstyle="format")
-    return made
 
-
-@lru_cache(maxsize=64)
-def _compile_template(statement: Any, dialect: Dialect, names: tuple[str, ...]) -> Any:
-    """Compile a statement of the storage, which is the same object each time."""
-    return statement.compile(dialect=dialect, column_keys=names)
+#: SQLAlchemy's names of drivers. Where PyMySQL takes the place of mysqlclient, both work alike.
+_DRIVER_NAMES = {"MySQLdb": "mysqldb", "sqlite3": "pysqlite", "sqlite3.dbapi2": "pysqlite"}
 
 
 # -- Makes the SQLAlchemy URL of a Django database, by which workers reach its tables -------------
@@ -295,7 +250,6 @@ def source_at(alias: str) -> ConnectionSource:
     return ConnectionSource(
         partial(_connect, alias),
         partial(_around_processor, alias),
-        partial(_rewriting, alias),
         async_to_sync(_awaited),
         lambda call: sync_to_async(call, thread_sensitive=True)(),
     )
@@ -308,17 +262,8 @@ async def _awaited(value: Awaitable[Any]) -> Any:
 @contextmanager
 def _connect(alias: str) -> Iterator[Connection]:
     """Open a SQLAlchemy connection on Django's, in an atomic block that commits or rolls back."""
-    with transaction.atomic(using=alias):
-        django_connection = connections[alias]
-        pool = StaticPool(
-            lambda: _Lent(django_connection.connection), dialect=_borrowed_dialect(alias)
-        )
-        dialect, name = _borrowed_dialect(alias), django_connection.settings_dict["NAME"]
-        engine = Engine(pool, dialect, URL.create(dialect.name, database=str(name or "")))
-        with engine.connect() as connection:
-            if getattr(engine.dialect, "server_version_info", None) is None:
-                engine.dialect.initialize(connection)
-            yield connection
+    with transaction.atomic(using=alias), lent_by(connections[alias]) as connection:
+        yield connection
 
 
 @contextmanager
@@ -349,60 +294,6 @@ def _is_usable(connection: Any) -> bool:
     except Error:
         return False
     return True
-
-
-@contextmanager
-def _rewriting(alias: str, time: Any) -> Iterator[None]:
-    """Let the statements that producers write on Django's connection read the test's clock."""
-    connection = connections[alias]
-    dialect = _borrowed_dialect(alias).name
-
-    def execute(run: Callable[..., Any], sql: Any, *rest: Any) -> Any:
-        return run(time.rewritten(sql, dialect) if isinstance(sql, str) else sql, *rest)
-
-    with connection.execute_wrapper(execute):
-        yield
-
-
-class _Lent:
-    """Django's connection of the driver, without the methods that end a transaction."""
-
-    def __init__(self, connection: Any) -> None:
-        self._connection = connection
-
-    def cursor(self, *arguments: Any, **options: Any) -> Any:
-        cursor = self._connection.cursor(*arguments, **options)
-        if hasattr(cursor, "adapters"):  # psycopg 3, for which Django has registered its own
-            from psycopg.types.datetime import TimestamptzLoader
-
-            cursor.adapters.register_loader("timestamptz", TimestamptzLoader)
-        return cursor
-
-    def commit(self) -> None: ...
-    def rollback(self) -> None: ...
-    def close(self) -> None: ...
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._connection, name)
-
-
-def _borrowed_dialect(alias: str) -> Any:
-    connection = connections[alias]
-    return _dialect_of(connection.vendor, connection.Database)
-
-
-@lru_cache
-def _dialect_of(vendor: str, driver: Any) -> Any:
-    """Return SQLAlchemy's dialect for the driver that Django uses."""
-    name = f"{vendor}+{_DRIVER_NAMES.get(driver.__name__, driver.__name__)}"
-    dialect: Any = make_url(f"{name}://").get_dialect()
-    # Our tables have no hstore, and looking for it would need more of the connection.
-    options = {"use_native_hstore": False} if vendor == "postgresql" else {}
-    return dialect(dbapi=driver, **options)
-
-
-#: SQLAlchemy's names of drivers. Where PyMySQL takes the place of mysqlclient, both work alike.
-_DRIVER_NAMES = {"MySQLdb": "mysqldb", "sqlite3": "pysqlite", "sqlite3.dbapi2": "pysqlite"}
 
 
 # -- The current transaction of a Django connection, in which rows are written --------------------
@@ -483,7 +374,7 @@ class DjangoTransaction:
         is_read_only = is_demoted(_driver_error(error))
         if is_read_only:
             self._django_connection.close()  # a new connection may reach the new primary
-        if not is_read_only and not isinstance(error, (OperationalError, InterfaceError)):
+        if not is_read_only and not isinstance(error, _OF_CONNECTIONS):
             return StoreError(f"database {alias!r} refused: {reason}")
         if unknown_id is not None and not is_read_only:
             return OutcomeUnknownError(
@@ -494,6 +385,8 @@ class DjangoTransaction:
         return StoreUnavailableError(f"database {alias!r} cannot be used: {reason}")
 
 
+#: Errors of the server or of the connection, and not of what was sent.
+_OF_CONNECTIONS = (OperationalError, InterfaceError, exc.OperationalError, exc.InterfaceError)
 #: The texts of PyMySQL's error for a closed connection.
 _SAYS_NOTHING = ("", "(0, '')")
 
@@ -504,7 +397,7 @@ def _reason(error: Any) -> str:
     Further lines may show values of the row, which may be secrets. If a value caused the error,
     even the first line may quote it.
     """
-    if isinstance(error, (IntegrityError, DataError)):
+    if isinstance(error, (IntegrityError, DataError, exc.IntegrityError, exc.DataError)):
         return f"a value cannot be stored ({type(error).__name__})"
     text = (str(getattr(error, "orig", None) or error).strip().splitlines() or [""])[0]
     text = f"{type(error).__name__} {text}".rstrip() if text in _SAYS_NOTHING else text

@@ -15,6 +15,7 @@ from django.conf import settings
 from django.db import Error, close_old_connections, connections
 from django.utils.module_loading import autodiscover_modules, import_string
 from sqlalchemy import select
+from sqlalchemy.exc import DBAPIError
 
 from delaytasks.client import DelayTasks
 from delaytasks.contrib.django.django_connection import (
@@ -125,7 +126,7 @@ class DjangoDelays(DelayTasks):
             now: datetime = (
                 DjangoConnection(connections[self.alias]).peek(select(db_now())).scalar_one()
             )
-        except Error:
+        except (Error, DBAPIError):
             with DjangoTransaction(self.alias).guard():  # translates the error
                 raise
         return now
