@@ -105,7 +105,7 @@ _EVENTS_OF_LEVELS = {
     logging.WARNING: (
         "task.retry_scheduled task.raised_late task.expired result.dropped task.no_processor "
         "task.no_key task.no_time_limits task.timed_out task.recovered task.lease_lost "
-        "task.interrupted message.refused content.unsafe timer.down timer.evicts timer.blocked "
+        "task.interrupted message.refused content.unsafe timer.down "
         "notices.down tables.shared wheel.late sweep.self queue.unserved queue.refused "
         "queue.blocked worker.lost settle.waits recurring.missed "
         "celery_task.not_stored celery_task.not_published task.newer_body metrics.not_served"

@@ -139,11 +139,8 @@ class Runtime:
         return Publisher(self.celery, settings.namespace, settings.publish_limit_s, self.events)
 
     @part
-    def eta_timer(self) -> Sender:
-        return self._sender_to(EtaTimer(self.publisher, self.clock))
-
-    def _sender_to(self, timer: Timer) -> Sender:
-        return Sender(timer, self.clock, self.settings.publish_limit_s)
+    def eta_timer(self) -> EtaTimer:
+        return EtaTimer(self.publisher, self.clock)
 
     @part
     def direct_timer(self) -> DirectTimer | None:
@@ -166,15 +163,15 @@ class Runtime:
         return RedisTimer(location, settings, self.eta_timer, self.clock, self.events)
 
     @part
-    def timer(self) -> Timer:
-        """Arms rows in bounded time."""
-        return self.direct_timer or self.redis_timer or self.eta_timer
+    def sender(self) -> Sender:
+        """The thread that arms rows."""
+        timer = self.direct_timer or self.redis_timer or self.eta_timer
+        return Sender(timer, self.clock, self.settings.publish_limit_s)
 
     @part
-    def sender(self) -> Sender:
-        """The thread that arms the rows of producers."""
-        timer = self.timer
-        return timer if isinstance(timer, Sender) else self._sender_to(timer)
+    def timer(self) -> Timer:
+        """Arms rows in bounded time."""
+        return self.direct_timer or self.sender
 
     @part
     def producer_timer(self) -> Timer:
@@ -265,12 +262,12 @@ class Runtime:
 
     def flush(self) -> bool:
         """Arm the entries that wait for the sender. Return False if that takes too long."""
-        senders = [self._made("sender"), self._made("eta_timer")]
-        return all(sender is None or sender.flush() for sender in senders)
+        sender = self._made("sender")
+        return sender is None or sender.flush()
 
     def close(self) -> None:
         """Send the entries that wait to be armed, and close the connections of all made parts."""
-        senders = "async_calls", "sender", "eta_timer", "redis_timer"
+        senders = "async_calls", "sender", "redis_timer"
         links = "queue_links", "confirming_links", "publisher", "store"
         for name in (*senders, *links):
             if (made := self._made(name)) is not None:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,6 @@ from delaytasks.broker.redis_timer import _NAMES, ARM, MAX_ENTRIES, TAKE
 
 #: The last member of each `store` set.
 END = "."
-_PRIORITY = re.compile(r"\d+:\d+:(-?\d{1,5})")
 
 
 class Redis:
@@ -42,20 +40,18 @@ class Redis:
             for member in gone:
                 del found[member]
             return len(gone)
-        assert (command, words[1]) == ("EVALSHA", 2), command
+        assert command == "EVALSHA", command
         script = self._scripts.get(words[0])
         return NoScriptError("no matching script") if script is None else script(*words[2:])
 
     def _set(self, key: str) -> dict[str, float]:
         return self.sets.setdefault(key, {})
 
-    def _arm(self, store: str, prepare: str, channel: str, slot: str, *words: Any) -> None:
+    def _arm(self, store: str, channel: str, slot: str, *words: Any) -> None:
         waiting, first = self._set(store), words[0]
         is_lost = END not in waiting
         is_earliest = all(score > first for score in waiting.values())
-        for score, member in zip(words[::2], words[1::2], strict=True):
-            waiting[member] = score
-            self._set(prepare).pop(member, None)
+        waiting.update(zip(words[1::2], words[::2], strict=True))
         if is_lost or is_earliest:
             self._publish(channel, f"{slot} {0 if is_lost else first!r}".encode())
 
@@ -70,14 +66,9 @@ class Redis:
         for member in stale:
             waiting[member] = now
             del in_hand[member]
-        dropped = [member for member, score in _in_order(waiting) if score < late][:MAX_ENTRIES]
-        levels: dict[str, None] = {}
+        dropped = [member for member, score in waiting.items() if score < late]
         for member in dropped:
             del waiting[member]
-            level = _PRIORITY.fullmatch(member)
-            levels[level[1] if level else "0"] = None
-        while back in in_hand.values():
-            back += 1
         due = [(member, score) for member, score in _in_order(waiting) if score <= soon][:most]
         for member, _ in due:
             in_hand[member] = back
@@ -86,14 +77,7 @@ class Redis:
         first, first_in_hand = (
             str(min(some.values(), default="inf")).encode() for some in (waiting, in_hand)
         )
-        reply = (
-            int(was_lost),
-            len(stale),
-            len(dropped),
-            " ".join(levels).encode(),
-            repr(back if due else 0).encode(),
-        )
-        return [*reply, text.encode(), first, first_in_hand]
+        return [int(was_lost), len(stale), len(dropped), text.encode(), first, first_in_hand]
 
 
 def _in_order(some: dict[str, float]) -> list[tuple[str, float]]:

@@ -136,10 +136,6 @@ class Client:
         self._server.check(self._generation)
         self._server.load(script)
 
-    def info(self) -> dict[str, Any]:
-        self._server.check(self._generation)
-        return {"redis_version": "7.2.0", "maxmemory": 0, "maxmemory_policy": "noeviction"}
-
     def pubsub(self, ignore_subscribe_messages: bool) -> Listener:
         assert ignore_subscribe_messages
         return Listener(self._server)
@@ -159,9 +155,15 @@ class Pipe:
     def zremrangebyscore(self, key: str, low: float, high: float) -> None:
         self._commands.append(("ZREMRANGEBYSCORE", key, low, high))
 
-    def execute(self, raise_on_error: bool) -> list[Any]:
-        assert not raise_on_error
-        return self._server.execute(self._commands, self._generation) if self._commands else []
+    def execute(self) -> list[Any]:
+        if not self._commands:
+            return []
+        answers = self._server.execute(self._commands, self._generation)
+        if (
+            error := next((each for each in answers if isinstance(each, Exception)), None)
+        ) is not None:
+            raise error
+        return answers
 
 
 class Listener:

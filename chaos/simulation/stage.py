@@ -194,7 +194,6 @@ def stage() -> Iterator[SimulationStage]:
         others: dict[str, dict[str, Any]] = {
             f"delaytasks.{name}": {"threading": threads} for name in modules
         }
-        others["delaytasks.broker.redis_timer"] = {"within": lambda _limit_s, work, **_: work()}
         # The log is off, so nothing needs a thread that logs the number of repeated events.
         quiet = SimpleNamespace(Lock=threading.Lock, Timer=lambda *_: SimpleNamespace(start=int))
         others["delaytasks.events"] = {"threading": quiet}

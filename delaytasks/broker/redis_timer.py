@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import re
 import threading
@@ -15,16 +14,16 @@ from zlib import crc32
 import redis
 from redis import ConnectionPool, RedisError
 from redis.backoff import NoBackoff
-from redis.cluster import ClusterNode, RedisCluster
+from redis.cluster import RedisCluster
 from redis.connection import parse_url
-from redis.exceptions import NoScriptError, RedisClusterException, ResponseError
+from redis.exceptions import NoScriptError, RedisClusterException
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
-from delaytasks.broker.link import CONNECT_STEP_S, WRONG_TYPE
+from delaytasks.broker.link import CONNECT_STEP_S
 from delaytasks.events import Events
-from delaytasks.loops import Availability, within
-from delaytasks.model.clock import MAX_ID, Clock, monotonic, reset_in_child
+from delaytasks.loops import Availability
+from delaytasks.model.clock import MAX_ID, Clock, reset_in_child
 from delaytasks.model.errors import ConfigError
 from delaytasks.model.filters import batches
 from delaytasks.model.inputs import MAX_PRIORITY
@@ -49,23 +48,18 @@ class RedisLocation(NamedTuple):
     #: Options of the connections to Sentinels, such as a password.
     sentinel_options: Mapping[str, Any] = {}
 
-    def connect(self, options: Mapping[str, Any], known: Iterable[ClusterNode] = ()) -> Any:
-        """Return a client. `known` are the nodes that a cluster had before."""
+    def connect(self, options: Mapping[str, Any]) -> Any:
+        """Return a client."""
         if self.primary:
             return self._ask_sentinels(options)
-        if seeds := [ClusterNode(node.host, node.port) for node in known]:
-            return _cluster(self.urls[0], seeds, options)
         failure: BaseException | None = None
         for url in self.urls:
             client = redis.Redis.from_url(url, **options)
             try:
                 if client.info("cluster").get("cluster_enabled"):
-                    others = [parse_url(other) for other in self.urls if other != url]
-                    seeds = [
-                        ClusterNode(other.get("host", "localhost"), other.get("port", 6379))
-                        for other in others
-                    ]
-                    return _cluster(url, seeds, options)
+                    # It tries other nodes if the first one is down.
+                    retry = Retry(NoBackoff(), CLUSTER_RETRIES)
+                    return RedisCluster.from_url(url, **{**options, "retry": retry})
             except FAILURES as error:
                 failure = failure or error
             else:
@@ -92,13 +86,6 @@ class RedisLocation(NamedTuple):
             nodes, sentinel_kwargs={**options, **self.sentinel_options}, **{**own, **options}
         )
         return sentinels.master_for(self.primary)
-
-
-def _cluster(url: str, seeds: list[ClusterNode], options: Mapping[str, Any]) -> RedisCluster:
-    """Return a client that tries other nodes if the first one is down."""
-    return RedisCluster(
-        url=url, startup_nodes=seeds, **{**options, "retry": Retry(NoBackoff(), CLUSTER_RETRIES)}
-    )
 
 
 def broker_urls(broker_url: Any) -> list[str]:
@@ -163,9 +150,8 @@ def _readable(url: str) -> str:
 
 # A slot has two sorted sets. In `store` entries wait, with the due time in milliseconds as score.
 # In `prepare` are the entries that a Redis poller took and has not handed on yet. Their score is
-# the time at which they return to `store` if the poller never deletes them. An entry is in at most
-# one of the two sets. The last member of `store` is always ".", which distinguishes an empty slot
-# from one that Redis lost.
+# the time at which they return to `store` if the poller never deletes them. The last member of
+# `store` is always ".", which distinguishes an empty slot from one that Redis lost.
 
 
 #: The members in one call. Lua's stack has room for a few thousand values.
@@ -173,16 +159,13 @@ MAX_ENTRIES = 1000
 
 #: Adds entries to a slot; repeating the call has no effect.
 #:
-#: KEYS: store, prepare. ARGV: channel, the slot's name, then score and member of each entry, the
+#: KEYS: store. ARGV: channel, the slot's name, then score and member of each entry, the
 #: earliest first. Pollers are notified only if the first entry of the slot changed, or Redis had
 #: lost the slot.
 ARM = """
 local is_lost = not redis.call('ZSCORE', KEYS[1], '.')
 local is_earliest = redis.call('ZCOUNT', KEYS[1], '-inf', ARGV[3]) == 0
 redis.call('ZADD', KEYS[1], unpack(ARGV, 3))
-if redis.call('EXISTS', KEYS[2]) == 1 then
-  for i = 4, #ARGV, 2 do redis.call('ZREM', KEYS[2], ARGV[i]) end
-end
 if is_lost or is_earliest then
   redis.call('PUBLISH', ARGV[1], ARGV[2] .. ' ' .. (is_lost and 0 or ARGV[3]))
 end
@@ -193,11 +176,9 @@ end
 #: KEYS: store, prepare. ARGV: now, the time before which an entry is too late, the time up to which
 #: entries are taken, the time at which entries that are not handed on return, the number of
 #: entries. The answer: whether Redis had lost the slot; the number of entries that returned; the
-#: number of entries that were too late, and their priorities; the ticket of this call; due times
-#: and members; the next times in both sets.
+#: number of entries that were too late; due times and members; the next times in both sets.
 TAKE = f"""
 local store, prepare, now, late, soon = KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]
-local back, most = tonumber(ARGV[4]), ARGV[5]
 -- This write takes no memory. After it, a Redis that is full allows the other writes, so that
 -- entries can leave.
 redis.call('ZREM', prepare, '.')
@@ -208,39 +189,19 @@ for _, member in ipairs(stale) do
   redis.call('ZADD', store, now, member)
   redis.call('ZREM', prepare, member)
 end
+local dropped = redis.call('ZREMRANGEBYSCORE', store, '-inf', '(' .. late)
 
-local dropped = redis.call('ZRANGEBYSCORE', store, '-inf', '(' .. late, 'LIMIT', 0, {MAX_ENTRIES})
-local priorities = {{}}
-if #dropped > 0 then
-  for _, member in ipairs(dropped) do
-    priorities[member:match('^%d+:%d+:(-?%d%d?%d?%d?%d?)$') or '0'] = true
-  end
-  redis.call('ZREMRANGEBYRANK', store, 0, #dropped - 1)
-end
-local levels = {{}}
-for priority in pairs(priorities) do levels[#levels + 1] = priority end
-
--- The entries of this call have the same score, the ticket, which no other call has. The poller
--- deletes them by this score when it has handed them on.
-while redis.call('ZCOUNT', prepare, back, back) > 0 do back = back + 1 end
-local due = redis.call('ZRANGEBYSCORE', store, '-inf', soon, 'WITHSCORES', 'LIMIT', 0, most)
+local due = redis.call('ZRANGEBYSCORE', store, '-inf', soon, 'WITHSCORES', 'LIMIT', 0, ARGV[5])
 if #due > 0 then
   local moved = {{}}
-  for i = 1, #due, 2 do
-    moved[i], moved[i + 1] = back, due[i]
-    if not due[i]:find('^%S+$') then due[i] = '?' end  -- another program's member with a space
-  end
+  for i = 1, #due, 2 do moved[i], moved[i + 1] = ARGV[4], due[i] end
   redis.call('ZADD', prepare, unpack(moved))
   redis.call('ZREMRANGEBYRANK', store, 0, #due / 2 - 1)
 end
 
 local waiting = redis.call('ZRANGE', store, 0, 0, 'WITHSCORES')[2]
 local prepared = redis.call('ZRANGE', prepare, 0, 0, 'WITHSCORES')[2] or 'inf'
-local ticket = #due > 0 and string.format('%.17g', back) or '0'
-return {{
-  was_lost, #stale, #dropped, table.concat(levels, ' '), ticket, table.concat(due, ' '), waiting,
-  prepared
-}}
+return {{was_lost, #stale, dropped, table.concat(due, ' '), waiting, prepared}}
 """
 
 
@@ -250,19 +211,8 @@ return {{
 T = TypeVar("T")
 
 
-class RestingError(redis.ConnectionError):
-    """Another thread has just failed to reach Redis, so nothing is tried now."""
-
-
 #: redis-py sends a PING on a connection that was idle for this time before it uses the connection.
 IDLE_CHECK_S = 15
-#: The number of calls that may go on after their callers reached the time limit.
-MAX_BACKGROUND_CALLS = 50
-#: A call that takes less than this part of the time limit is quick: callers make the next ones
-#: themselves.
-QUICK_PART = 0.1
-#: The oldest supported release of Redis.
-OLDEST_TIMER_REDIS = (6, 2)
 #: The name of each script in Redis.
 _NAMES = {
     script: sha1(script.encode(), usedforsecurity=False).hexdigest() for script in (ARM, TAKE)
@@ -279,12 +229,11 @@ def call(client: Any, script: str) -> tuple[str, str]:
 
 
 class RedisLink:
-    """A connection for all threads, which is reset after a fork."""
+    """A connection for all threads, which is reset after a fork. Its sockets limit each step."""
 
     def __init__(self, location: RedisLocation, limit_s: float, events: Events) -> None:
         self._location = location
         self._limit_s = limit_s
-        self._events = events
         self._redis = Availability(
             lambda error: events.emit("timer.down", timer="redis", error=error),
             lambda: events.emit("timer.up", timer="redis"),
@@ -295,16 +244,8 @@ class RedisLink:
         reset_in_child(self)
 
     def after_fork(self) -> None:
-        self._lock = threading.Lock()
         self._connecting = threading.Lock()
         self._client: Any = None
-        #: The nodes of a cluster that its last client found. Each of them knows the others.
-        self._known: list[ClusterNode] = []
-        self._in_background = 0
-        self._is_quick = False
-        #: Whether a caller reached its time limit. Until a call in the background ends, no caller
-        #: waits.
-        self._is_late = False
 
     @property
     def url(self) -> str:
@@ -312,89 +253,30 @@ class RedisLink:
 
     @property
     def is_up(self) -> bool:
-        return self._redis.is_up and not self._is_late
+        return self._redis.is_up
 
     def attempt(self, work: Callable[[Any], T]) -> T | None:
-        """Return `work(client)`, or None if Redis does not answer within the time limit.
-
-        While Redis is quick, the caller does the work, and its socket limits each step. Otherwise a
-        thread does the work, and finishes it even if the caller no longer waits.
-        """
+        """Return `work(client)`, or None if Redis does not answer. It rests after a failure."""
         if self._redis.is_resting:
             return None
-        if self._is_quick and self._client is not None:
-            return self._try(work)
-        with self._lock:
-            if self._in_background >= MAX_BACKGROUND_CALLS:
-                return None
-            self._in_background += 1
-            wait_s = 0 if self._is_late else self._limit_s
         try:
-            return within(wait_s, lambda: self._try_in_background(work), is_kept=True)
-        except TimeoutError:
-            with self._lock:
-                self._is_late = self._in_background > 0
-            return None
-
-    def _try_in_background(self, work: Callable[[Any], T]) -> T | None:
-        try:
-            return self._try(work)
-        finally:
-            with self._lock:
-                self._in_background -= 1
-                self._is_late = False
-
-    def _try(self, work: Callable[[Any], T]) -> T | None:
-        client = self._client
-        try:
-            client = self.connect()
-            began = monotonic()
-            answer = _with_scripts(client, work)
-        except RestingError:
-            return None
+            answer = _with_scripts(self.connect(), work)
         except FAILURES as error:
-            self._is_quick = False
-            self._drop(client)
+            if isinstance(self._client, RedisCluster):
+                # The default node locates the keys of scripts, and may be the one that is down.
+                self._client.replace_default_node()
             self.failures += 1
             self._redis.failed(f"{type(error).__name__}: {error}")
             return None
-        self._is_quick = monotonic() - began < self._limit_s * QUICK_PART
         self._redis.answered()
         return answer
 
     def connect(self) -> Any:
-        """Return the client, after connecting if necessary.
-
-        Raises `RestingError` if another thread has just failed to connect.
-        """
-        if self._client is None:
-            with self._connecting:
-                if self._redis.is_resting:
-                    raise RestingError("another thread has just tried to connect")
-                if self._client is None:
-                    self._client = self._connect()
-        return self._client
-
-    def check(self) -> None:
-        """Raise `ConfigError` if this Redis is too old, and emit an event if it may evict entries.
-
-        A worker calls this at start.
-        """
-        for info in self.attempt(_infos) or ():
-            version = str(info["redis_version"])
-            if tuple(map(int, version.split(".")[:2])) < OLDEST_TIMER_REDIS:
-                needed = ".".join(map(str, OLDEST_TIMER_REDIS))
-                raise ConfigError(
-                    f"delaytasks_timer = 'redis' needs Redis {needed} or Valkey, and this one is "
-                    f"{version}"
-                )
-            policy = str(info["maxmemory_policy"])
-            if info["maxmemory"] and policy.startswith("allkeys"):
-                remedy = (
-                    "set maxmemory-policy to noeviction, or to volatile-…, since the timer's keys "
-                    "never expire"
-                )
-                self._events.emit("timer.evicts", policy=policy, remedy=remedy)
+        """Return the client, after connecting if necessary."""
+        with self._connecting:
+            if self._client is None:
+                self._client = self._connect()
+            return self._client
 
     def close(self) -> None:
         client, self._client = self._client, None
@@ -409,42 +291,7 @@ class RedisLink:
             "health_check_interval": IDLE_CHECK_S,  # for subscriptions, which send nothing else
             "protocol": 2,
         }
-        try:
-            client = self._location.connect(options, self._known)
-        except FAILURES:
-            if not self._known:
-                raise
-            client = self._location.connect(options)  # the cluster may have moved to other nodes
-        if isinstance(client, RedisCluster):
-            self._known = client.get_nodes()
-        return client
-
-    def _drop(self, client: Any) -> None:
-        """Prepare for another attempt after a failure.
-
-        A cluster's client finds the other nodes by itself, and a Sentinel's client the new primary.
-        """
-        if isinstance(client, RedisCluster):
-            # The default node locates the keys of scripts, and may be the one that is down.
-            client.replace_default_node()
-        elif not self._location.primary:
-            self._client = None
-
-
-def execute(pipe: Any) -> list[Any]:
-    """Return the answers, where the answer for a key of another type is an error.
-
-    Other errors are raised.
-    """
-    answers: list[Any] = pipe.execute(raise_on_error=False)
-    for answer in answers:
-        if isinstance(answer, Exception) and not is_wrong_type(answer):
-            raise answer
-    return answers
-
-
-def is_wrong_type(answer: object) -> bool:
-    return isinstance(answer, ResponseError) and WRONG_TYPE in str(answer)
+        return self._location.connect(options)
 
 
 def _with_scripts(client: Any, work: Callable[[Any], T]) -> T:
@@ -455,12 +302,6 @@ def _with_scripts(client: Any, work: Callable[[Any], T]) -> T:
         for script in _NAMES:
             client.script_load(script)
         return work(client)
-
-
-def _infos(client: Any) -> list[dict[str, Any]]:
-    if isinstance(client, RedisCluster):
-        return list(client.info(target_nodes=RedisCluster.PRIMARIES).values())
-    return [client.info()]
 
 
 # -- redis ----------------------------------------------------------------------------------------
@@ -474,12 +315,8 @@ RETURN_S = 2.0
 #: Pollers take entries this long before they are due, and keep them until then. No entry travels at
 #: the moment when it is due.
 AHEAD_MS = 100
-#: The event about a slot whose key has another type is emitted at most this often.
-BLOCKED_EVENT_S = 60.0
 #: A member and its score in an answer of `TAKE`. The table's columns cannot store more digits.
-_ENTRY = re.compile(
-    rb"(?<!\S)(\d{1,19}):(\d{1,18})(?::(-?\d{1,4}))? (\d{1,14}(?:\.\d{1,9})?)(?!\S)"
-)
+_ENTRY = re.compile(rb"(?<!\S)(\d{1,19}):(\d{1,18}) (\d{1,14}(?:\.\d{1,9})?)(?!\S)")
 
 
 class Slot(NamedTuple):
@@ -503,9 +340,8 @@ class Taken(NamedTuple):
     ticket: float
     #: The number of malformed entries.
     refused: int
-    #: The number of entries that were too late, and their priorities. The table has their rows.
+    #: The number of entries that were too late. The table has their rows.
     dropped: int
-    priorities: list[int]
     #: The number of entries that another poller had taken and not handed on.
     returned: int
     #: Whether Redis had lost the slot.
@@ -525,13 +361,6 @@ class RedisTimer:
         self._eta = eta
         self._clock = clock
         self._slots: dict[str, list[Slot]] = {}
-        self._events = events
-        #: Makes tickets unique: this process numbers the calls of a millisecond, and other
-        #: processes begin at another number. If all entries of a call are armed again, its ticket
-        #: is free in Redis. If another call got the same ticket, the late deletion of the first
-        #: poller would delete the entries of the second one.
-        self._ticket_numbers = itertools.count(random.randrange(1000))
-        self._blocked_event_at = float("-inf")
 
     def close(self) -> None:
         self.link.close()
@@ -546,16 +375,15 @@ class RedisTimer:
         found = self._slots.get(queue)
         if found is None:
             found = [Slot(queue, str(number)) for number in range(self._settings.redis_slots)]
-            found += [
-                Slot(queue, f"p{priority}", priority) for priority in range(1, MAX_PRIORITY + 1)
-            ]
+            levels = range(1, MAX_PRIORITY + 1)
+            found += [Slot(queue, f"p{priority}", priority) for priority in levels]
             self._slots[queue] = found
         return found
 
     def slot(self, entry: Entry) -> Slot:
-        slots = self._slots.get(entry.queue) or self.slots(entry.queue)
-        if entry.priority > 0:
-            return slots[min(entry.priority, MAX_PRIORITY) - 1 - MAX_PRIORITY]
+        slots = self.slots(entry.queue)
+        if entry.priority:
+            return slots[entry.priority - 1 - MAX_PRIORITY]
         return slots[crc32(b"%d" % entry.id) & self._settings.redis_slots - 1]
 
     def keys(self, slot: Slot) -> tuple[str, str]:
@@ -580,16 +408,16 @@ class RedisTimer:
         slots = self._by_slot(entries)
 
         def work(client: Any) -> bool:
-            pipe, asked = client.pipeline(transaction=False), []
+            pipe = client.pipeline(transaction=False)
             for slot, some in slots.items():
                 some.sort(key=lambda entry: entry.due_us)
                 for batch in batches(some, MAX_ENTRIES):
                     words: list[Any] = [self.channel(slot.queue), slot.name]
                     for entry in batch:
                         words += (entry.due_us / 1000, _member(entry))
-                    pipe.execute_command(*call(client, ARM), 2, *self.keys(slot), *words)
-                    asked.append(slot)
-            return not self._report_blocked(asked, execute(pipe))
+                    pipe.execute_command(*call(client, ARM), 1, self.keys(slot)[0], *words)
+            pipe.execute()
+            return True
 
         return not slots or bool(self.link.attempt(work))
 
@@ -613,44 +441,25 @@ class RedisTimer:
         The caller owns the entries until it hands them on, or for `RETURN_S`. None if Redis is
         unavailable.
         """
-        now_us = self._clock.now_us()
-        now = now_us / 1000  # pollers wake to the microsecond
+        now = self._clock.now_us() / 1000  # pollers wake to the microsecond
 
         def work(client: Any) -> list[Taken]:
             pipe = client.pipeline(transaction=False)
+            # Two calls of a millisecond for a slot do not get the same ticket but by chance. If
+            # they do, a poller deletes entries of another one, which loses them only if that dies.
+            ticket = int(now) + RETURN_S * 1000 + random.random()
             for slot, count in most.items():
                 grace_s = self._settings.grace_s if grace_of is None else grace_of(slot.queue)
-                ticket = int(now) + RETURN_S * 1000 - next(self._ticket_numbers) % 1000 / 1000
                 times = now, int(now) - int(grace_s * 1000), now + AHEAD_MS, ticket
                 pipe.execute_command(
                     *call(client, TAKE), 2, *self.keys(slot), *times, min(count, MAX_ENTRIES)
                 )
             for some in handed_on:
                 pipe.zremrangebyscore(self.keys(some.slot)[1], some.ticket, some.ticket)
-            answers = execute(pipe)
-            self._report_blocked(most, answers)
-            pairs = zip(most, answers, strict=False)
-            return [_taken(slot, answer) for slot, answer in pairs if not is_wrong_type(answer)]
+            pairs = zip(most, pipe.execute(), strict=False)
+            return [_taken(slot, ticket, answer) for slot, answer in pairs]
 
         return self.link.attempt(work)
-
-    def _report_blocked(self, slots: Iterable[Slot], answers: Iterable[Any]) -> bool:
-        """Return whether the key of a slot has another type. The sweep finds the rows of such a
-        slot.
-        """
-        blocked = [
-            slot for slot, answer in zip(slots, answers, strict=False) if is_wrong_type(answer)
-        ]
-        if blocked and monotonic() > self._blocked_event_at + BLOCKED_EVENT_S:
-            self._blocked_event_at = monotonic()
-            for slot in blocked:
-                keys = " or ".join(self.keys(slot))
-                remedy = (
-                    f"delete the key that is not a sorted set ({keys}); until then the sweep sends "
-                    "the tasks that are due"
-                )
-                self._events.emit("timer.blocked", key=keys, remedy=remedy)
-        return bool(blocked)
 
     def listen(self, queues: Iterable[str]) -> Any:
         """Return a subscription to the channels of these queues."""
@@ -669,38 +478,30 @@ class RedisTimer:
                 for slot in self.slots(queue):
                     for key in self.keys(slot):
                         pipe.zcount(key, "-inf", "(+inf")
-            numbers = iter(0 if is_wrong_type(answer) else answer for answer in execute(pipe))
-            pairs = {
-                queue: [(next(numbers), next(numbers)) for _ in self.slots(queue)]
-                for queue in queues
-            }
-            return {
-                queue: (sum(p[0] for p in both), sum(p[1] for p in both))
-                for queue, both in pairs.items()
-            }
+            numbers, size = pipe.execute(), 2 * len(self.slots(""))
+            found = {queue: numbers[n * size : (n + 1) * size] for n, queue in enumerate(queues)}
+            return {queue: (sum(some[::2]), sum(some[1::2])) for queue, some in found.items()}
 
         return self.link.attempt(work)
 
 
 def _member(entry: Entry) -> str:
-    name = f"{entry.id}:{entry.version}"
-    return f"{name}:{entry.priority}" if entry.priority else name
+    return f"{entry.id}:{entry.version}"
 
 
-def _taken(slot: Slot, answer: Any) -> Taken:
-    was_lost, returned, dropped, levels, ticket, text, waiting, prepared = answer
+def _taken(slot: Slot, ticket: float, answer: Any) -> Taken:
+    was_lost, returned, dropped, text, waiting, prepared = answer
     entries = [
-        Entry(number, int(version), round(float(due_ms) * 1000), slot.queue, int(priority or 0))
-        for id, version, priority, due_ms in _ENTRY.findall(text)
+        Entry(number, int(version), round(float(due_ms) * 1000), slot.queue, slot.priority)
+        for id, version, due_ms in _ENTRY.findall(text)
         if 0 < (number := int(id)) <= MAX_ID
     ]
     return Taken(
         slot,
         entries,
-        float(ticket),
+        ticket if text else 0.0,
         len(text.split()) // 2 - len(entries),
         dropped,
-        [int(level) for level in levels.split()],
         returned,
         bool(was_lost),
         min(float(waiting) - AHEAD_MS, float(prepared)),

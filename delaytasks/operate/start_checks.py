@@ -57,11 +57,8 @@ class StartChecks:
         self._runtime = runtime
 
     def check_ready(self) -> None:
-        """Check the settings, the timer and the database."""
+        """Check the settings and the database."""
         self.check_settings()
-        redis_timer = self._runtime.redis_timer
-        if redis_timer is not None:
-            redis_timer.link.check()
         try:
             self._runtime.store.check()
             self._check_other_deployments()

@@ -397,8 +397,6 @@ class RedisPoller:
             self._read_all_soon()
             raise
         if self._was_down or any(some.was_lost for some in taken):
-            if self._was_down:  # it may be another server now
-                self._events.attempt(self._poll_loop.name, "check", self._timer.link.check)
             self._was_down = False
             self._read_all_soon()
             self._worker.sweep_loop.forget_armed()
@@ -440,7 +438,7 @@ class RedisPoller:
         for some in taken:
             if some.dropped:
                 self._events.emit("entry.late", count=some.dropped)
-                self._dispatcher.start_drain(some.slot.queue, some.priorities)
+                self._dispatcher.start_drain(some.slot.queue, [some.slot.priority])
             if some.refused:
                 error = ValueError(f"{some.refused} entries are not of our form")
                 self._events.refuse("redis", error)

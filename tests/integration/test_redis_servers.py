@@ -20,8 +20,6 @@ from redis import Redis
 from redis.cluster import RedisCluster
 from redis.exceptions import NoPermissionError
 
-from delaytasks import ConfigError
-from delaytasks.broker import redis_timer as redislink
 from tests import services as redis_server
 from tests.conformance.test_timers import ALONE, burst, ran_once
 from tests.integration.conftest import Deploy
@@ -56,19 +54,19 @@ def connect() -> Iterator[Connect]:
 def test_no_caller_waits_for_a_redis_outage(start_redis: Start, connect: Connect, how: str) -> None:
     proxy = Proxy("127.0.0.1", start_redis().port)
     bench = connect(f"redis://127.0.0.1:{proxy.port}/0", _publish_limit_s=LIMIT_S)
+    arm = bench.sender.arm
     for number in range(2):
-        assert bench.timer.arm([bench.entry(1)])
+        assert arm([bench.entry(1)])
         getattr(proxy, how)()
-        assert seconds(lambda: bench.timer.arm([bench.entry(2)])) < LIMIT_S + SLACK_S
-        assert not bench.timer.is_up
-        assert seconds(lambda: [bench.timer.arm([bench.entry(3)]) for _ in range(100)]) < SLACK_S, (
-            "nothing is tried"
-        )
+        assert seconds(lambda: arm([bench.entry(2)])) < LIMIT_S + SLACK_S
+        assert not bench.sender.is_up
+        assert seconds(lambda: [arm([bench.entry(3)]) for _ in range(100)]) < SLACK_S
+        assert bench.sender.flush(5)
         assert bench.timer.take(dict.fromkeys(bench.timer.slots("default"), 10)) is None
         assert bench.events.counts["timer.down"] == number + 1
         proxy.heal()
-        wait_until(lambda: bench.timer.arm([bench.entry(4)]), 5, "Redis to be found again")
-        assert bench.timer.is_up
+        wait_until(lambda: arm([bench.entry(4)]), 5, "Redis to be found again")
+        assert bench.sender.is_up
         assert bench.events.counts["timer.up"] == number + 1
     proxy.close()
 
@@ -81,7 +79,7 @@ def test_a_slow_redis_delays_no_caller_over_the_limit(start_redis: Start, connec
     bench = connect(f"redis://127.0.0.1:{proxy.port}/1", _publish_limit_s=LIMIT_S)
 
     def arm(id: int) -> float:
-        return seconds(lambda: bench.timer.arm([bench.entry(id)]))
+        return seconds(lambda: bench.sender.arm([bench.entry(id)]))
 
     with ThreadPoolExecutor(16) as pool:
         for first, end in ((1, 17), (17, 65)):  # the first ones connect
@@ -129,27 +127,6 @@ def test_entries_can_be_taken_from_a_full_redis(start_redis: Start, connect: Con
     assert bench.take_ids(1000) == list(range(1, 1001))
 
 
-EVICTING = "--maxmemory-policy allkeys-lru"
-
-
-@pytest.mark.parametrize(
-    ("options", "count"),
-    [
-        (f"{EVICTING} --maxmemory 100mb", 1), (f"{EVICTING} --maxmemory 0", 0),
-        ("--maxmemory-policy volatile-lru --maxmemory 100mb", 0),
-    ],
-)  # fmt: skip
-def test_a_redis_that_may_evict_entries_causes_a_warning_and_an_old_one_is_refused(
-    start_redis: Start, connect: Connect, monkeypatch: pytest.MonkeyPatch, options: str, count: int
-) -> None:
-    bench = connect(start_redis(*options.split()).url)
-    bench.timer.link.check()
-    assert bench.events.counts["timer.evicts"] == count
-    monkeypatch.setattr(redislink, "OLDEST_TIMER_REDIS", (99, 1))
-    with pytest.raises(ConfigError, match=r"needs Redis 99\.1 or Valkey, and this one is \d"):
-        bench.timer.link.check()
-
-
 # -- users ----------------------------------------------------------------------------------------
 
 
@@ -171,7 +148,6 @@ def test_the_documented_rights_allow_the_work_only(start_redis: Start, connect: 
     listener = worker.timer.listen(["default"])
     assert web.timer.arm([web.entry(1)]), web.events.counts
     wait_until(lambda: listener.get_message(timeout=1), 5, "the worker to hear of it")
-    worker.timer.link.check()
     taken = worker.take()
     assert [entry.id for some in taken for entry in some.entries] == [1]
     worker.timer.take({}, taken)
@@ -255,7 +231,6 @@ def cluster(start_redis: Start, tmp_path: Path) -> list[RedisServer]:
 def test_a_clusters_nodes_share_the_slots(cluster: list[RedisServer], connect: Connect) -> None:
     bench = connect(cluster[1].url)
     assert isinstance(bench.timer.link.connect(), RedisCluster)
-    bench.timer.link.check()
     listener = bench.timer.listen(["default"])
     entries = [bench.entry(id, id, priority=id % 11 // 10) for id in range(1, 2001)]
     assert bench.timer.arm(entries), bench.events.counts
@@ -278,7 +253,6 @@ def test_cluster_users_need_the_added_rights(cluster: list[RedisServer], connect
     listener = worker.timer.listen(["default"])
     assert web.timer.arm([web.entry(id) for id in range(1, 101)]), web.events.counts
     wait_until(lambda: listener.get_message(timeout=1), 10, "a message")
-    worker.timer.link.check()
     taken = worker.take()
     assert sum(len(some.entries) for some in taken) == 100
     worker.timer.take({}, taken)
@@ -301,9 +275,6 @@ def test_a_cluster_is_used_while_a_node_fails(cluster: list[RedisServer], connec
     assert 0 < len(left) < len(entries)
     cluster[0].stop()
     wait_until(lambda: bench.timer.arm(left), 15, "the other nodes to be armed again", every_s=0.1)
-    # The Redis poller closes its link, too, when it is stuck.
-    bench.timer.link.close()
-    wait_until(lambda: bench.timer.arm(left), 15, "a connection by another node", every_s=0.1)
 
 
 @pytest.mark.slow

@@ -178,7 +178,7 @@ def test_a_worker_starts_where_its_keys_are_strings(open_broker: Open, timer: st
         d.block(key)
     worker = d.begin_worker(concurrency=1)
     d.run_soon()
-    assert ("queue.blocked" if timer == "eta" else "timer.blocked") in worker.log()
+    assert ("queue.blocked" if timer == "eta" else "timer.down") in worker.log()
     d.mend()
     assert not worker.ended()
 

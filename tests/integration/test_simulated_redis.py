@@ -61,16 +61,14 @@ def some_command(
 ) -> tuple[Any, ...] | None:
     """Return a random command at a time that grows with `step`, or None to delete all keys."""
     now = 1_900_000_000_000 + step * 20
-    ends = ["", "", ":5"]
-    ids = [f"{chance.randint(1, 40)}:{chance.randint(0, 2)}" for _ in range(3)]
-    members = [id + chance.choice(ends) for id in ids]
+    members = [f"{chance.randint(1, 40)}:{chance.randint(0, 2)}" for _ in range(3)]
     drawn = chance.random()
     if drawn < 0.01:
         return None
     if drawn < 0.4:
         dues = sorted(now + chance.randint(-900_000, 900_000) / 1000 for _ in members)
         entries = [word for both in zip(dues, members, strict=True) for word in both]
-        return "EVALSHA", _NAMES[ARM], 2, store, prepare, channel, "1", *entries
+        return "EVALSHA", _NAMES[ARM], 1, store, channel, "1", *entries
     if drawn < 0.5:
         return "ZREM", chance.choice([store, prepare]), *members
     if drawn < 0.6:
@@ -82,14 +80,11 @@ def some_command(
 
 
 def plain(answer: Any) -> Any:
-    """Return the answer with parsed numbers and sorted priorities.
-
-    A number has several notations, and priorities have no fixed order.
-    """
+    """Return the answer with parsed numbers: a number has several notations."""
     if not isinstance(answer, list):
         return answer
-    *numbers, levels, ticket, text, waiting, in_hand = answer
+    *numbers, text, waiting, in_hand = answer
     words = text.split()
     entries = [(member, float(due)) for member, due in zip(words[::2], words[1::2], strict=True)]
     counts = [float(waiting), float(in_hand)]
-    return [*numbers, sorted(levels.split()), float(ticket), entries, *counts]
+    return [*numbers, entries, *counts]

@@ -24,7 +24,7 @@ from sqlalchemy import event, func, make_url, select, update
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from delaytasks import DelayedTask, DelayTasks
-from delaytasks.broker.arming import EtaTimer, Publisher
+from delaytasks.broker.arming import EtaTimer, Publisher, Sender
 from delaytasks.broker.redis_timer import AHEAD_MS, RETURN_S, RedisTimer, Taken, redis_location
 from delaytasks.db.store import Store
 from delaytasks.events import Events
@@ -181,6 +181,8 @@ class RedisTimerHarness:
         self.timer = RedisTimer(
             location, self.settings, EtaTimer(publisher, self.clock), self.clock, self.events
         )
+        #: The thread by which the calls of an application arm entries.
+        self.sender = Sender(self.timer, self.clock, self.settings.publish_limit_s)
 
     def entry(self, id: int, in_ms: float = 0, **more: Any) -> Entry:
         return Entry(id, more.pop("version", 0), self.clock.now_us() + int(in_ms * 1000), **more)
