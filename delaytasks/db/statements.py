@@ -571,21 +571,16 @@ class Notices:
         self.channel = (
             name if len(name) <= MAX_CHANNEL_BYTES else f"delaytasks.{crc32(name.encode()):08x}"
         )
-        self._tell = select(func.pg_notify(self.channel, bindparam("payload")))
+        self._tell = select(func.pg_notify(self.channel, ""))
 
     @property
     def is_possible(self) -> bool:
         return self._db.can.notify
 
-    def send(self, payloads: Iterable[str], on: CallerConnection | None = None) -> None:
-        """Send the payloads at the commit of `on`, or immediately without `on`."""
-
-        def work(connection: Any) -> None:
-            for payload in payloads:
-                connection.execute(self._tell, {"payload": payload})
-
+    def send(self, on: CallerConnection | None = None) -> None:
+        """Send a notice at the commit of `on`, or immediately without `on`."""
         if self.is_possible:
-            self._db.autocommitted(work, on)
+            self._db.autocommitted(lambda connection: connection.execute(self._tell), on)
 
     def listen(self) -> Listener | None:
         """Return a listener; None if the database has no notices."""

@@ -2,8 +2,9 @@
 
 With the timer `direct`, `TablePoller` reads the rows shortly before they are due, and keeps them
 until then. If the database can send notices about tasks that are due soon, `NotifyListener`
-listens to them, and the table is read once a second. Otherwise, and while no notices arrive, it is
-read more often, and even more often after a task was found too late.
+listens to them, and the table is read at a notice, and once a second. Otherwise, and while the
+listener has no connection, it is read more often, and even more often after a task was found too
+late.
 
 With the timer `redis`, `RedisPoller` takes entries that are due. It takes no more than its
 dispatcher has capacity for, so that a burst spreads over all workers.
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import math
 import random
-import secrets
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
@@ -21,7 +21,7 @@ from itertools import chain
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from delaytasks.broker.arming import LOOK, NOTICE_SLACK_S, NOTIFIED_POLL_S, DirectTimer, read_notice
+from delaytasks.broker.arming import NOTICE_SLACK_S, NOTIFIED_POLL_S
 from delaytasks.broker.redis_timer import (
     AHEAD_MS,
     FAILURES,
@@ -31,7 +31,7 @@ from delaytasks.broker.redis_timer import (
     Slot,
     Taken,
 )
-from delaytasks.loops import SERVICE_REST_S, Loop
+from delaytasks.loops import SERVICE_REST_S, Availability, Loop
 from delaytasks.model.clock import from_us, monotonic
 from delaytasks.model.inputs import ALL_QUEUES
 from delaytasks.model.task import Entry
@@ -48,40 +48,29 @@ if TYPE_CHECKING:
 
 # -- Receives the notices of the database about tasks that are due soon ---------------------------
 
-# A connection pooler may accept LISTEN and pass nothing on, and a broken connection may stay open
-# for minutes. So the listener sends a notice to itself from time to time, in the same way as
-# producers. The notices count as complete as long as these test notices arrive.
-
-
 #: How long one turn waits for a notice.
 NOTICE_WAIT_S = 1.0
-#: The time between two test notices, and how long a test notice may take to arrive.
-TEST_EVERY_S, TEST_ANSWER_S = 30.0, 2.0
+#: How long the listener rests after a notice. The table is read once for all notices meanwhile.
+NOTICE_REST_S = 0.005
 #: How long the listener rests after a failure.
 RECONNECT_REST_S = 5.0
 #: A turn that takes longer is stuck.
 LISTEN_STUCK_S = 10.0
-_TEST_PREFIX = "check "
 
 
 class NotifyListener:
-    """`on_entries` gets the entries of a notice, and `on_wake` is called to read the table now."""
+    """Calls `on_notice` when there is something new to read in the table."""
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        on_entries: Callable[[Sequence[Entry]], object],
-        on_wake: Callable[[], None],
-    ) -> None:
+    def __init__(self, runtime: Runtime, on_notice: Callable[[], None]) -> None:
         self._notices = runtime.store.notices
         self._events = events = runtime.events
-        self._on_entries = on_entries
-        self._on_wake = on_wake
+        self._on_notice = on_notice
         self._listener: Listener | None = None
-        self._test_notice = _TEST_PREFIX + secrets.token_hex(4)
-        self._test_arrived_at = self._test_sent_at = float("-inf")
-        self._is_failure_reported = False
-        #: Whether all notices arrive.
+        self._connection = Availability(
+            lambda error: events.emit("notices.down", error=error),
+            lambda: events.emit("notices.up"),
+        )
+        #: Whether notices arrive.
         self.is_listening = False
         self.loop = Loop("notify_listener", self._turn, events, LISTEN_STUCK_S, self._disconnect)
 
@@ -89,63 +78,24 @@ class NotifyListener:
         self.loop.stop(0)
 
     def _turn(self) -> float | None:
-        if not self._notices.is_possible:
-            return None
         try:
             if self._listener is None:
                 self._listener = self._notices.listen()
-                self._test_arrived_at = self._test_sent_at = float("-inf")
                 if self._listener is None:
-                    return None  # this driver has no notices
-            self._test_connection()
-            for payload in self._listener.wait(NOTICE_WAIT_S):
-                self._receive(payload)
+                    return None  # this database has no notices
+                self.is_listening = True
+                self._connection.answered()
+                self._on_notice()  # nothing was heard until now
+            if self._listener.wait(NOTICE_WAIT_S):
+                self._on_notice()
             if not self.loop.is_running:
                 self._disconnect()
-            return 0
+            return NOTICE_REST_S
         except Exception as error:  # each driver has errors of its own
-            self._report_failure(error)
             self._disconnect()
+            self._connection.failed(f"{type(error).__name__}: {error}")
+            self._on_notice()
             return RECONNECT_REST_S
-
-    def _test_connection(self) -> None:
-        now = monotonic()
-        if self._test_sent_at > self._test_arrived_at:
-            if now - self._test_sent_at > TEST_ANSWER_S:
-                raise TimeoutError(
-                    "notices do not arrive: is there a connection pooler in between?"
-                )
-        elif now - self._test_arrived_at > TEST_EVERY_S:
-            self._test_sent_at = now
-            self._notices.send([self._test_notice])
-
-    def _receive(self, payload: str) -> None:
-        if payload == self._test_notice:
-            self._test_arrived_at = monotonic()
-            if not self.is_listening:
-                self._report_success()
-        elif payload == LOOK:
-            self._on_wake()
-        elif not payload.startswith(_TEST_PREFIX):  # else it is another worker's test
-            try:
-                entries = read_notice(payload)
-            except (ValueError, TypeError, RecursionError) as error:
-                self._events.refuse("notice", error)  # any client of the database can send notices
-            else:
-                self._on_entries(entries)
-
-    def _report_success(self) -> None:
-        self.is_listening, self._is_failure_reported = True, False
-        self._events.emit("notices.up")
-        self._on_wake()
-
-    def _report_failure(self, error: Exception) -> None:
-        self.is_listening = False
-        if not self._is_failure_reported:
-            text = f"{type(error).__name__}: {error}"
-            self._events.emit("notices.down", error=text, cause=error)
-        self._is_failure_reported = True
-        self._on_wake()
 
     def _disconnect(self) -> None:
         listener, self._listener, self.is_listening = self._listener, None, False
@@ -213,13 +163,10 @@ POLL_STUCK_S = 10.0
 
 
 class TablePoller:
-    """Also gets the entries that this process arms itself, with `timer`."""
-
-    def __init__(self, worker: WorkerRuntime, timer: DirectTimer) -> None:
+    def __init__(self, worker: WorkerRuntime) -> None:
         self._runtime = runtime = worker.runtime
         self._store = runtime.store
         self._settings = runtime.settings
-        self._timer = timer
         self._processes = worker.processes
         self._dispatcher = worker.dispatcher
         self._shares = WorkerShares(worker.celery_worker.hostname)
@@ -232,28 +179,17 @@ class TablePoller:
         )
         sweeps, grace_s = self._store.sweeps, self._settings.grace_s
         self._overdue = OverdueQueues(sweeps, grace_s, self.loop.report_progress)
-        self.listener = NotifyListener(runtime, self.take, self.wake)
+        self.listener = NotifyListener(runtime, self.loop.wake)
         self.loops = [self.loop, self.listener.loop]
-        timer.subscribe(self.take)
 
     def stop(self) -> None:
-        self._timer.unsubscribe(self.take)
         self.listener.stop()
         self.loop.stop()
-
-    def wake_others(self) -> None:
-        """Make the other workers read what was this worker's, once its row has been deleted."""
-        self._timer.request_poll()
-
-    def wake(self) -> None:
-        """Read the table now, as well as the list of workers."""
-        self._overdue_check_at = 0.0
-        self.loop.wake()
 
     def take(self, entries: Iterable[Entry]) -> Sequence[Entry]:
         """Keep those near entries that are this worker's and were not passed on before.
 
-        Return them. Any thread may call this.
+        Return them.
         """
         mine = [
             entry

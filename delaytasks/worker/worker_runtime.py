@@ -111,7 +111,7 @@ class WorkerRuntime:
         if polls_table and runtime.direct_timer is not None:
             from delaytasks.worker.pollers import TablePoller
 
-            self.table_poller = TablePoller(self, runtime.direct_timer)
+            self.table_poller = TablePoller(self)
         if runtime.redis_timer is not None:
             from delaytasks.worker.pollers import RedisPoller
 
@@ -201,8 +201,6 @@ class WorkerRuntime:
         # Last, since a worker without a row may have died.
         self.sweep_loop.loop.stop()
         self.leases_loop.sign_off()
-        if self.table_poller is not None:
-            self.events.attempt("stop", "wake others", self.table_poller.wake_others)
 
     def send_back(
         self, entries: list[Entry], drains: UnfinishedDrains, messages: int | None = None

@@ -158,7 +158,7 @@ class MainProcess:
         assert isinstance(poller, TablePoller)
         poller.listener.is_listening = hears_notices
         if is_woken:
-            poller.wake()
+            poller._overdue_check_at = 0.0
         return poller._turn()
 
     def drain(self, queue: str = "default", *priorities: int) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -11,17 +9,12 @@ from unittest import mock
 from sqlalchemy import text
 
 from delaytasks import DelayTasks
-from delaytasks.broker.arming import read_notice
-from delaytasks.db.statements import Notices
 from delaytasks.events import Events
-from delaytasks.model.task import Entry
 from delaytasks.runtime import Runtime, runtime_of
 from delaytasks.worker import pollers
-from tests.waiting import wait_until
 
 #: Short times of the part of a worker that listens.
-TIMES: dict[str, Any] = {"NOTICE_WAIT_S": 0.1, "TEST_ANSWER_S": 1, "RECONNECT_REST_S": 0.1}
-TIMES["TEST_EVERY_S"] = 0.5
+TIMES: dict[str, Any] = {"NOTICE_WAIT_S": 0.1, "RECONNECT_REST_S": 0.1}
 
 
 class Notified:
@@ -34,51 +27,26 @@ class Notified:
         self._listener = found
         self.close = found.close
 
-    def received(self) -> list[Entry]:
-        """Return the entries of the notices that were sent before."""
-        return [entry for payload in self.payloads() for entry in read_notice(payload)]
-
-    def payloads(self) -> list[str]:
-        """Return the notices that were sent before."""
-        self.send("end")
-        found: list[str] = []
-
-        def has_ended() -> bool:
-            found.extend(self._listener.wait(1))
-            return found[-1:] == ["end"]
-
-        wait_until(has_ended, 10, "the end")
-        return found[:-1]
-
-    def send(self, *payloads: str) -> None:
-        """Send notices, as any client of the database can."""
-        self._runtime.store.notices.send(payloads)
-
-    def arm(self, entries: Sequence[Entry]) -> None:
-        assert self._runtime.direct_timer is not None
-        self._runtime.direct_timer.arm(entries)
-
-    def request_look(self) -> None:
-        """Let the workers read the table now."""
-        assert self._runtime.direct_timer is not None
-        self._runtime.direct_timer.request_poll()
+    def count(self) -> int:
+        """Return how many notices have arrived since the last count."""
+        found = 0
+        while arrived := len(self._listener.wait(0.2)):
+            found += arrived
+        return found
 
 
 class ListeningWorker:
     """The part of a worker that listens to the notices of an instance."""
 
     def __init__(self, delays: DelayTasks) -> None:
-        self.entries: list[Entry] = []
-        self.refused: list[Exception] = []
         self.event_names: list[str] = []
         self.looks = 0
         events, self._store = Events(), runtime_of(delays).store
         events.subscribe(lambda name, fields: self.event_names.append(name))
-        events.refuse = lambda kind, error: self.refused.append(error)  # type: ignore[method-assign]
         runtime: Any = SimpleNamespace(store=self._store, events=events)
         self._times = mock.patch.multiple(pollers, **TIMES)
         self._times.start()
-        self._listener = pollers.NotifyListener(runtime, self.entries.extend, self._look)
+        self._listener = pollers.NotifyListener(runtime, self._look)
         self._listener.loop.start()
 
     def _look(self) -> None:
@@ -86,7 +54,7 @@ class ListeningWorker:
 
     @property
     def is_listening(self) -> bool:
-        """Whether the worker knows that it receives all notices."""
+        """Whether the worker has a connection that listens."""
         return self._listener.is_listening
 
     def gives_up(self) -> bool:
@@ -106,10 +74,3 @@ class ListeningWorker:
         listen = {"listen": f'LISTEN "{self._store.notices.channel}"'}
         with self._store.database.auto.connect() as connection:
             assert connection.execute(ended, listen).scalars().all() == [True]
-
-    @staticmethod
-    @contextmanager
-    def behind_a_pooler() -> Iterator[None]:
-        """Drop notices, as a pooler that sends and listens on different connections."""
-        with mock.patch.object(Notices, "send"):
-            yield
