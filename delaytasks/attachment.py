@@ -97,8 +97,6 @@ class RevokesRows:
         try:
             if command in ("revoke", "terminate"):
                 self._revocations.revoke(maybe_list(given["task_id"]))
-            elif command == "revoke_by_stamped_headers":
-                self._revocations.revoke_by_stamped_headers(given["headers"])
         finally:
             # Also if the database is unavailable, since a worker may have the message already.
             replies = super().broadcast(command, arguments, *args, **options)  # type: ignore[misc]

@@ -332,14 +332,6 @@ class Tasks:
                 found += self._tasks(query, {"names": some}, on)
         return found
 
-    def celery_page(
-        self, after: int, limit: int, on: CallerConnection | None = None
-    ) -> list[DelayedTask]:
-        """Return up to `limit` rows of Celery tasks that wait or run, in the order of ids."""
-        id = self._t.c.id
-        query = self._live_of_celery.where(id > after).order_by(id).limit(limit)
-        return self._tasks(query, {}, on)
-
     def _tasks(
         self, query: Select[Any], parameters: Mapping[str, Any], on: CallerConnection | None
     ) -> list[DelayedTask]:

@@ -10,12 +10,11 @@ from __future__ import annotations
 import base64
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
 from celery.app.task import Context
-from celery.utils.functional import maybe_list
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu import compression as kombu_compression
 from kombu.entity import Exchange, Queue
@@ -250,29 +249,6 @@ class KeepingChannel:
 
 
 logger = logging.getLogger("delaytasks")
-
-
-def stamps_of(headers: Mapping[str, Any] | Iterable[str]) -> dict[str, list[Any]]:
-    """Return the values of each stamp that `revoke_by_stamped_headers` was given.
-
-    The command line gives a list such as `["tenant=acme"]`.
-    """
-    pairs = (
-        headers.items()
-        if isinstance(headers, Mapping)
-        else (header.partition("=")[::2] for header in headers)
-    )
-    return {stamp: list(maybe_list(values)) for stamp, values in pairs}
-
-
-def has_stamp(message: StoredMessage, revoked: Mapping[str, list[Any]]) -> bool:
-    """Return whether one of the message's stamps has one of these values."""
-    stamps = message.headers.get("stamps") or {}
-    return any(
-        value in revoked.get(stamp, ())
-        for stamp in message.headers.get("stamped_headers") or ()
-        for value in maybe_list(stamps.get(stamp)) or ()
-    )
 
 
 def store_revoked(app: Any, message: StoredMessage) -> None:

@@ -13,14 +13,7 @@ from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu.utils.uuid import uuid
 
 from delaytasks.broker.link import UNWRITABLE, OutageError, Outgoing, check_headers
-from delaytasks.durable_eta.capture import (
-    CapturingProducer,
-    StoredMessage,
-    has_stamp,
-    new_task,
-    stamps_of,
-    store_revoked,
-)
+from delaytasks.durable_eta.capture import CapturingProducer, StoredMessage, new_task, store_revoked
 from delaytasks.model.clock import MAX_ID
 from delaytasks.model.errors import BodyRefusedError, ConfigError, DelayTaskError, InvalidInputError
 from delaytasks.model.inputs import celery_key
@@ -217,8 +210,6 @@ class _NoTaskSentEvents:
 # -- Cancels the waiting rows of Celery tasks that are revoked ------------------------------------
 
 
-#: The rows that `revoke_by_stamped_headers` reads in one statement.
-STAMPS_PAGE = 500
 _ID = re.compile(r"[0-9]{1,19}")
 
 
@@ -244,21 +235,6 @@ class Revocations:
             live = self._tasks.celery_rows(sorted(keys), ids, on)
             revoked = [row for row in live if row.key in keys or self._called_task(row)]
             self._cancel(revoked, transaction)
-
-    def revoke_by_stamped_headers(self, headers: Mapping[str, Any] | Iterable[str]) -> None:
-        """Cancel the waiting rows of Celery tasks with one of these stamps.
-
-        This reads all waiting rows of Celery tasks, since stamps are parts of bodies.
-        """
-        stamps = stamps_of(headers)
-        with self._transactions.guard(None) as transaction:
-            on = connection_of(transaction)
-            page = self._tasks.celery_page(0, STAMPS_PAGE, on)
-            while page:
-                read = ((task, self._readable(task)) for task in page)
-                named = [task for task, message in read if message and has_stamp(message, stamps)]
-                self._cancel(named, transaction)
-                page = self._tasks.celery_page(page[-1].id, STAMPS_PAGE, on)
 
     def _cancel(self, live: Iterable[DelayedTask], transaction: Transaction | None) -> None:
         cancelled = [task for task in live if cancel_task(self._runtime, task.id, running=True)]

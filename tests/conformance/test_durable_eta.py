@@ -392,17 +392,6 @@ def test_a_revoked_task_whose_result_is_ignored_has_no_state(office: Office) -> 
     assert office.app.AsyncResult(kept.id).state == "REVOKED"
 
 
-def test_a_stamp_is_found_in_every_page_of_the_rows(world: World, office: Office) -> None:
-    for tenant in ("other", "acme", "acme"):
-        office.remind.apply_async(countdown=90, stamped_headers=["tenant"], tenant=tenant)
-    other = office.rows()[0]
-    world.put_many(1000, tag=other.tag, body_json=other.body_json)
-
-    office.app.control.revoke_by_stamped_headers({"tenant": ["acme"]})
-
-    assert len(office.delays.find(tag=other.tag, status="CANCELLED").tasks) == 2
-
-
 # -- names and ids -----------------------------------------------------------------------------
 
 
