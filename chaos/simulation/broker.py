@@ -82,9 +82,7 @@ class BrokerPublisher:
     def connect(self) -> None:
         """Do nothing, since the broker is available or not at any moment."""
 
-    def send(
-        self, _name: str, queue: str, messages: list[tuple[list[Any], Mapping[str, Any]]]
-    ) -> bool:
+    def send(self, queue: str, messages: list[tuple[list[Any], Mapping[str, Any]]]) -> bool:
         if not self._broker.is_up:
             return False
         for args, options in messages:

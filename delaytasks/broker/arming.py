@@ -21,14 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kombu.entity import Exchange, Queue
 from kombu.utils.uuid import uuid
 
-from delaytasks.broker.link import (
-    WRONG_TYPE,
-    BrokerLink,
-    OutageError,
-    Outgoing,
-    QueueAwayError,
-    is_home_node_down,
-)
+from delaytasks.broker.link import BrokerLink, OutageError, Outgoing, QueueAwayError
 from delaytasks.events import Events
 from delaytasks.loops import EXIT_S, Availability
 from delaytasks.model.clock import Clock, from_us, monotonic, reset_in_child
@@ -95,10 +88,8 @@ class Publisher:
             else:
                 self._broker.answered()
 
-    def send(
-        self, name: str, queue: str, messages: Sequence[tuple[list[Any], Mapping[str, Any]]]
-    ) -> bool:
-        """Send one message of the Celery task `name` per (args, options).
+    def send(self, queue: str, messages: Sequence[tuple[list[Any], Mapping[str, Any]]]) -> bool:
+        """Send one message of the Celery task `RUN` per (args, options).
 
         Return False if the broker is unavailable, or refuses the queue. The sweep then finds the
         rows.
@@ -107,7 +98,7 @@ class Publisher:
             return False
         target = self._targets.get(queue) or self._targets.setdefault(queue, self.queue(queue))
         results = self._link.publish(
-            [self._message(name, target, args, options) for args, options in messages]
+            [self._message(target, args, options) for args, options in messages]
         )
         error = next((result for result in results if result is not None), None)
         if isinstance(error, OutageError) and not isinstance(error, QueueAwayError):
@@ -115,7 +106,7 @@ class Publisher:
         else:
             self._broker.answered()
             if error is not None:
-                self._report_refused(queue, target, f"{type(error).__name__}: {error}")
+                self._report_refused(queue, f"{type(error).__name__}: {error}")
             else:
                 self._refused.pop(queue, None)
         return error is None
@@ -127,12 +118,10 @@ class Publisher:
     def close(self) -> None:
         self._link.close()
 
-    def _message(
-        self, name: str, target: Queue, args: list[Any], options: Mapping[str, Any]
-    ) -> Outgoing:
+    def _message(self, target: Queue, args: list[Any], options: Mapping[str, Any]) -> Outgoing:
         message = self._app.amqp.as_task_v2(
             uuid(),
-            name,
+            RUN,
             args=args,
             eta=options.get("eta"),
             expires=options.get("expires"),
@@ -153,31 +142,11 @@ class Publisher:
             target,
         )
 
-    def _report_refused(self, queue: str, target: Queue, error: str) -> None:
+    def _report_refused(self, queue: str, error: str) -> None:
         is_new = queue not in self._refused
         self.rest(queue, REFUSED_QUEUE_REST_S)
         if is_new:
-            prefix = (self._app.conf.broker_transport_options or {}).get("global_keyprefix", "")
-            remedy = _remedy_of(error, target.name, prefix)
-            self._events.emit("queue.refused", queue=queue, error=error, remedy=remedy)
-
-
-def _remedy_of(error: str, name: str, prefix: str) -> str:
-    """Return what an operator does about a refused queue."""
-    if is_home_node_down(error):
-        return (
-            f"bring the RabbitMQ node of the queue {name} back, or use quorum queues "
-            "(task_default_queue_type); meanwhile workers find its tasks in the table"
-        )
-    if WRONG_TYPE in error:
-        return (
-            f"the key {prefix}{name} in Redis is not a list: delete it; meanwhile its tasks run "
-            "late"
-        )
-    return (
-        f"the queue {name} is not of the type in task_default_queue_type, or its user may not use "
-        "it: correct the setting, or delete the queue while no worker runs; its tasks run late"
-    )
+            self._events.emit("queue.refused", queue=queue, error=error)
 
 
 # -- The timer `eta` ------------------------------------------------------------------------------
@@ -203,7 +172,7 @@ class EtaTimer:
         if not entries:
             self._publisher.connect()
         sent = [
-            self._publisher.send(RUN, queue, list(_messages(some)))
+            self._publisher.send(queue, list(_messages(some)))
             for queue, some in by_queue(entries).items()
         ]
         return all(sent)
@@ -217,7 +186,7 @@ class EtaTimer:
         expires = self._clock.now() + timedelta(seconds=expires_s)
         wanted = {"drain": list(priorities)}
         message: tuple[list[Any], dict[str, Any]] = ([[], wanted], {"expires": expires})
-        return self._publisher.send(RUN, queue, [message] * messages)
+        return self._publisher.send(queue, [message] * messages)
 
 
 def _messages(entries: list[Entry]) -> Iterator[tuple[list[Any], dict[str, Any]]]:
@@ -286,9 +255,9 @@ logger = logging.getLogger("delaytasks")
 #: A call with more entries waits until they are armed: for each of them the round trip hardly
 #: counts, and a producer of many tasks must not be faster than the broker.
 MAX_GATHERED_ENTRIES = 100
-#: The numbers of entries and of requests for drains that wait for the thread. Further entries are
-#: not armed: the sweep finds their rows. It drains a queue itself if its request is refused.
-MAX_WAITING_ENTRIES, MAX_WAITING_DRAINS = 100_000, 1_000
+#: The number of entries that wait for the thread. Further entries are not armed: the sweep finds
+#: their rows.
+MAX_WAITING_ENTRIES = 100_000
 #: Entries wait for others this long, and not longer than this part of the time until the first one
 #: is due.
 ARM_DELAY_S, ARM_DELAY_PART = 0.1, 0.1
@@ -406,8 +375,6 @@ class Sender:
         with self._changed:
             batch = self._next = self._next or _Batch()
             if len(batch.entries) > MAX_WAITING_ENTRIES:
-                return None
-            if drains and len(batch.drains) >= MAX_WAITING_DRAINS:
                 return None
             batch.entries += entries
             batch.drains += drains

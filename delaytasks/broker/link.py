@@ -25,8 +25,6 @@ from delaytasks.model.clock import monotonic, reset_in_child
 
 #: The names of the errors with which Redis refuses each write: it is full, or not a primary.
 REFUSES_ALL_WRITES = {"OutOfMemoryError", "ReadOnlyError", "MasterDownError"}
-#: Redis's error for a key that is not a list.
-WRONG_TYPE = "WRONGTYPE"
 #: The limit for each step of connecting. A healthy server may be far away, and the process may be
 #: busy with imports.
 CONNECT_STEP_S = 2.0
@@ -141,8 +139,7 @@ def check_headers(headers: Mapping[str, Any], frame_bytes: int = FRAME_BYTES) ->
     RabbitMQ closes the connection then, on which other messages are not confirmed yet.
     """
     most = frame_bytes - _RESERVED_BYTES
-    # A value has up to nine bytes, and in a text at least two.
-    if 5 * len(repr(headers)) > most and (size := len(dumps("F", [headers]))) > most:
+    if (size := len(dumps("F", [headers]))) > most:
         raise ValueError(f"the headers have {size:,} bytes, and RabbitMQ takes at most {most:,}")
 
 
@@ -227,7 +224,7 @@ class BrokerLink:
 
     def _publish(self, messages: Sequence[Outgoing], known: Known) -> None:
         """Set the result of each message, or raise `OutageError` if others are not known."""
-        is_single, declared_twice = False, set[str]()
+        is_single = False
         while True:
             left = [number for number in range(len(messages)) if number not in known]
             numbers = left[:1] if is_single else left
@@ -238,7 +235,6 @@ class BrokerLink:
                     self._declare(queue)
                 queue = None
                 self._send(messages, numbers, known)
-                self._declare_again(messages, known, declared_twice)
             except BlockedError:
                 # Another connection would learn only from its next message that it is blocked.
                 raise
@@ -327,25 +323,9 @@ class BrokerLink:
         except TimeoutError:
             self._raise_if_blocked()
             raise
-
-    def _declare_again(
-        self, messages: Sequence[Outgoing], known: Known, declared_twice: set[str]
-    ) -> None:
-        """Send the messages once more whose queue was lost since it was declared.
-
-        It was deleted, or its node is down, which its next declaration shows.
-        """
-        returned = {
-            number: queue.name
-            for number, result in known.items()
-            if isinstance(result, UnroutableError)
-            and (queue := messages[number].declares) is not None
-            and queue.name not in declared_twice
-        }
-        for number in returned:
-            del known[number]
-        self._declared.difference_update(returned.values())
-        declared_twice.update(returned.values())
+        if any(isinstance(result, UnroutableError) for result in known.values()):
+            # A queue was deleted, or its node is down, which its next declaration shows.
+            self._declared.clear()
 
     def _send_one(self, message: Outgoing) -> None:
         options = message.options

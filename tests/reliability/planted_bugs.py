@@ -21,7 +21,6 @@ from chaos.simulation.clock import Times
 from delaytasks import Done, TaskStateError
 from delaytasks.broker import link, redis_timer
 from delaytasks.broker.arming import Publisher, Sender
-from delaytasks.broker.link import BrokerLink
 from delaytasks.callbacks import http
 from delaytasks.db import claims, database, engines, migrations, producer, sweep_queries
 from delaytasks.db.claims import Claims
@@ -93,7 +92,6 @@ VERBS: dict[str, tuple[Any, str]] = {
     "show a coroutine's task": (celery_context, "_show_coroutines"),
     "connect to the broker": (link, "bounded_connection"),
     "check headers": (link, "check_headers"),
-    "declare a queue again": (BrokerLink, "_declare_again"),
     "check the horizon": (StartChecks, "_check_visibility"),
     "tell": (Events, "emit"),
     "find the primary": (redis_timer, "redis_location"),
@@ -589,10 +587,6 @@ def a_confirmation_may_take_any_time(connect: Any, *args: Any, **options: Any) -
 
 @bug("check headers", "integration/durable_eta/publisher headers")
 def headers_of_any_size_are_sent(_: Any, *args: Any) -> None: ...
-
-
-@bug("declare a queue again", "integration/durable_eta/publisher declared_again")
-def a_lost_queue_is_not_declared_again(_: Any, *args: Any) -> None: ...
 
 
 @bug("connect again", "unit/broker")

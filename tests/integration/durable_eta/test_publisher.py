@@ -122,7 +122,7 @@ def test_headers_that_rabbitmq_cannot_take_stop_no_other(
     assert post.arrived() == [0, 0, 2], "none is sent again"
 
 
-def test_a_queue_that_was_lost_since_its_declaration_is_declared_again(
+def test_a_queue_that_was_lost_since_its_declaration_is_declared_by_the_next_call(
     make_post: Make, rabbitmq_url: str
 ) -> None:
     post = make_post(rabbitmq_url)
@@ -130,6 +130,8 @@ def test_a_queue_that_was_lost_since_its_declaration_is_declared_again(
     with post.app.connection_for_write() as connection:
         post.app.amqp.queues[post.queue](connection.default_channel).delete()
 
+    (result,) = post.publisher.publish([post.message(1)])
+    assert isinstance(result, UnroutableError)
     assert post.publisher.publish([post.message(1), post.message(2)]) == [None, None]
     assert post.arrived() == [1, 2]
 
