@@ -180,12 +180,6 @@ class Message:
             raise InvalidInputError(
                 f"headers are a mapping, not {type(self.headers).__name__}", "headers"
             )
-        for name, value in self.headers.items():
-            if not isinstance(name, str) or not isinstance(value, (str, int, float)):
-                raise InvalidInputError(
-                    f"the header {shown(name)} is not a name with a string, number or bool",
-                    "headers",
-                )
 
 
 def _check_name(name: object, argument: str) -> None:

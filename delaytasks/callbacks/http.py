@@ -78,15 +78,6 @@ _NAME = re.compile(rf"(?=.{{1,253}}\Z){_LABEL}(?:\.{_LABEL})*")
 _NUMBER = re.compile("[0-9]+|0x[0-9a-f]*")
 
 
-class Place(NamedTuple):
-    """A host in its canonical spelling, and a port."""
-
-    host: str
-    #: The address, if the host is an address instead of a name.
-    literal: Address | None
-    port: int | None
-
-
 class Target(NamedTuple):
     """The parts of a URL."""
 
@@ -195,19 +186,22 @@ def _parse(url: object) -> Target:
     return Target(scheme, host, port or DEFAULT_PORTS[scheme], match["path"] or "/", literal)
 
 
-def _place(match: re.Match[str]) -> Place:
-    """Return the host and the port that an expression found, or raise `ValueError`."""
+def _place(match: re.Match[str]) -> tuple[str, Address | None, int | None]:
+    """Return the host in its canonical spelling, its address if it is one, and the port.
+
+    Raises `ValueError` if there is no such host or port.
+    """
     host, port = match["host"].lower(), None
     if match["port"] is not None and not 0 < (port := int(match["port"])) < 65536:
         raise ValueError(f"there is no port {port}")
     if host.startswith("["):
         address = IPv6Address(host[1:-1])
-        return Place(f"[{address}]", address, port)
+        return f"[{address}]", address, port
     if _NUMBER.fullmatch(host.rpartition(".")[2]):
-        return Place(host, IPv4Address(host), port)
+        return host, IPv4Address(host), port
     if not _NAME.fullmatch(host):
         raise ValueError("the host is not a name")
-    return Place(host, None, port)
+    return host, None, port
 
 
 def _forbidden(target: Target, fact: str) -> ForbiddenURLError:
@@ -273,11 +267,13 @@ class Callback:
                 f"headers are a mapping of strings, not {type(headers).__name__}", "headers"
             )
         for name, value in headers.items():
-            if not isinstance(name, str) or not _HEADER_NAME.fullmatch(name):
-                raise InvalidInputError(f"{shown(name)} cannot be the name of a header", "headers")
-            lowered = name.lower()
-            if lowered in _RESERVED_HEADERS or lowered.startswith(("webhook-", "proxy-")):
-                raise InvalidInputError(f"the header {name} is reserved for the sender", "headers")
+            if (
+                not isinstance(name, str)
+                or not _HEADER_NAME.fullmatch(name)
+                or name.lower() in _RESERVED_HEADERS
+                or name.lower().startswith(("webhook-", "proxy-"))
+            ):
+                raise InvalidInputError(f"{shown(name)} cannot be set as a header", "headers")
             if not isinstance(value, str) or not _HEADER_VALUE.fullmatch(value):
                 # The message does not contain the value, which may be a secret.
                 raise InvalidInputError(

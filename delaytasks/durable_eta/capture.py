@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from celery.app.task import Context
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu import compression as kombu_compression
-from kombu.entity import Exchange, Queue
+from kombu.entity import Queue
 from kombu.exceptions import ContentDisallowed, DecodeError
 from kombu.messaging import Producer
 from kombu.serialization import loads, prepare_accept_content
@@ -25,7 +25,7 @@ from kombu.utils import json as kombu_json
 
 from delaytasks.broker.link import Outgoing
 from delaytasks.model.clock import Clock
-from delaytasks.model.errors import BodyRefusedError
+from delaytasks.model.errors import BodyRefusedError, InvalidInputError
 from delaytasks.model.inputs import celery_key, celery_tag
 from delaytasks.model.task import NewTask
 from delaytasks.model.text import shown
@@ -45,9 +45,8 @@ class StoredMessage(NamedTuple):
     properties: Mapping[str, Any]
     exchange: str
     routing_key: str
-    #: The queue to declare before the message is published: its name if the Celery app defines it,
-    #: else its definition. None if nothing is declared.
-    queue: str | Mapping[str, Any] | None = None
+    #: The app's queue to declare before the message is published; None if nothing is declared.
+    queue: str | None = None
 
     def as_body(self) -> dict[str, Any]:
         """Return the body of the row."""
@@ -90,7 +89,7 @@ class StoredMessage(NamedTuple):
                 dict(body["properties"]),
                 _text(body["exchange"]),
                 _text(body["routing_key"]),
-                body["queue"],
+                None if body["queue"] is None else _text(body["queue"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise BodyRefusedError(
@@ -142,31 +141,30 @@ def new_task(
     return NewTask(celery_tag(name), message.as_body(), delay, when, key=celery_key(task_id))
 
 
-def queue_definition(app: Any, queue: Queue) -> str | dict[str, Any]:
-    """Return what a row stores about a queue: the name if `app` defines the queue by this name."""
-    if app.amqp.queues.get(queue.name) is queue:
-        return str(queue.name)
-    defined = queue.as_dict(recurse=True)
-    # More bindings than that to the exchange matter to other publishers only.
-    return {
-        name: value
-        for name, value in defined.items()
-        if value is not None and name not in ("bindings", "on_declared")
-    }
+def name_of(app: Any, queue: Queue) -> str:
+    """Return the name by which `app` defines the queue.
+
+    Raises
+    ------
+    InvalidInputError
+        If only the call defines the queue.
+    """
+    if app.amqp.queues.get(queue.name) is not queue:
+        raise InvalidInputError(
+            f"the app does not define the queue {shown(queue.name)}: add it to task_queues, or "
+            "call the task with durable_eta=False",
+            "queue",
+        )
+    return str(queue.name)
 
 
-def _queue_of(app: Any, stored: str | Mapping[str, Any] | None) -> Queue | None:
+def _queue_of(app: Any, name: str | None) -> Queue | None:
     """Return the queue to declare; None if the message has none, or if `app` does not know it."""
-    if stored is None:
+    try:
+        found: Queue | None = None if name is None else app.amqp.queues[name]
+    except KeyError:  # with task_create_missing_queues=False
         return None
-    if isinstance(stored, str):
-        try:
-            found: Queue = app.amqp.queues[stored]
-        except KeyError:  # with task_create_missing_queues=False
-            return None
-        return found
-    exchange = stored.get("exchange")
-    return Queue(**{**stored, "exchange": exchange and Exchange(**exchange)})
+    return found
 
 
 def _expiration_s(expires: Any, expiration: Any, clock: Clock) -> float | None:
@@ -218,8 +216,8 @@ class CapturingProducer:
             channel, serializer=own.serializer, compression=own.compression, auto_declare=False
         ).publish(body, **options)
         queue = next((each for each in declare or () if isinstance(each, Queue)), None)
-        definition = None if queue is None else queue_definition(self._app, queue)
-        self._store(channel.published._replace(queue=definition))
+        declared = None if queue is None else name_of(self._app, queue)
+        self._store(channel.published._replace(queue=declared))
 
 
 class KeepingChannel:

@@ -192,15 +192,11 @@ def test_a_row_that_is_no_celery_message_fails_and_delays_no_other(office: Offic
     assert "is not a Celery message" in str(office.delays.get(strange[0]).error)
 
 
-def test_a_queue_that_only_the_call_defines_is_declared_before_publishing(office: Office) -> None:
-    name = f"{office.queue}.own"
-    own = Queue(name, Exchange(name), routing_key=name, queue_arguments={"x-max-priority": 3})
-
-    office.remind.apply_async((7,), countdown=90, queue=own)
-    assert office.publish().status is Status.DONE
-
-    with office.app.connection_for_read() as connection:
-        assert own(connection.default_channel).get(no_ack=True) is not None
+def test_a_queue_that_only_the_call_defines_is_refused(office: Office) -> None:
+    own = Queue(f"{office.queue}.own", Exchange("own"), routing_key="own")
+    with invalid("queue", match="task_queues"):
+        office.remind.apply_async((7,), countdown=90, queue=own)
+    assert office.rows() == []
 
 
 def test_routes_of_the_app_decide_about_the_queue(office: Office) -> None:

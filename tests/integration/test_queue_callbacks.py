@@ -262,7 +262,7 @@ def test_an_invalid_queue_name_is_refused(delays: DelayTasks, to: Any) -> None:
         delays.schedule_delay(MESSAGE, {"to": "x", "exchange": 7}, 0)
 
 
-@pytest.mark.parametrize("headers", [["a"], {7: "a"}, {"a": None}, {"a": ["b"]}])
+@pytest.mark.parametrize("headers", [["a"], "a"])
 def test_a_header_that_cannot_be_sent_is_refused(delays: DelayTasks, headers: Any) -> None:
     with invalid("headers"):
         delays.callbacks.publish("queue", None, 0, headers=headers)
