@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import math
 import threading
@@ -174,40 +173,25 @@ class Loop:
 
 T = TypeVar("T")
 
-#: Seconds, in total, for which an ending process waits for unfinished work. Without this wait, the
-#: first message of a short-lived process would be lost if the broker answers slowly.
-EXIT_S = 5.0
-_unfinished: set[threading.Thread] = set()
 
-
-def in_background(work: Callable[[], object], name: str, is_kept: bool = True) -> bool:
-    """Run `work` in a new thread, for which an ending process waits if `is_kept`.
+def in_background(work: Callable[[], object], name: str) -> bool:
+    """Run `work` in a new thread, which does not keep the process from ending.
 
     Return False if no thread can be started, because the interpreter is ending.
     """
-
-    def run() -> None:
-        try:
-            work()
-        finally:
-            _unfinished.discard(threading.current_thread())
-
-    thread = threading.Thread(target=run, name=f"delaytasks-{name}", daemon=True)
-    if is_kept:
-        _unfinished.add(thread)
+    thread = threading.Thread(target=work, name=f"delaytasks-{name}", daemon=True)
     try:
         thread.start()
     except RuntimeError:
-        _unfinished.discard(thread)
         return False
     return True
 
 
-def within(limit_s: float, work: Callable[[], T], is_kept: bool = False) -> T:
+def within(limit_s: float, work: Callable[[], T]) -> T:
     """Return what `work` returns, or raise `TimeoutError` if that takes longer than `limit_s`.
 
-    A thread does the work, and continues after the timeout. With `is_kept`, an ending process waits
-    for the thread. If no thread can be started, the caller does the work.
+    A thread does the work, and continues after the timeout. If no thread can be started, the caller
+    does the work.
     """
     answers: SimpleQueue[Future[T]] = SimpleQueue()
 
@@ -219,7 +203,7 @@ def within(limit_s: float, work: Callable[[], T], is_kept: bool = False) -> T:
             answer.set_exception(error)
         answers.put(answer)
 
-    if not in_background(run, "bounded", is_kept):
+    if not in_background(run, "bounded"):
         return work()
     try:
         return answers.get(timeout=max(limit_s, 0.001)).result()
@@ -243,7 +227,7 @@ def all_within(limit_s: float, works: Sequence[Callable[[], object]]) -> bool:
 
     until = monotonic() + limit_s
     for work in works:
-        if not in_background(partial(run, work), "bounded", is_kept=False):
+        if not in_background(partial(run, work), "bounded"):
             run(work)
     try:
         for _ in works:
@@ -251,14 +235,6 @@ def all_within(limit_s: float, works: Sequence[Callable[[], object]]) -> bool:
     except Empty:
         return False
     return True
-
-
-@atexit.register
-def wait_for_unfinished() -> None:
-    until = monotonic() + EXIT_S
-    for thread in list(_unfinished):
-        if thread is not threading.current_thread():
-            thread.join(max(until - monotonic(), 0))
 
 
 # -- A bounded pool of threads for blocking calls of an event loop --------------------------------
@@ -390,7 +366,7 @@ class Latest(Generic[T]):
                 within(FIRST_WAIT_S, self._renew)
             except TimeoutError:
                 pass  # a later caller gets it
-        elif is_due and not in_background(self._renew, self._what, is_kept=False):
+        elif is_due and not in_background(self._renew, self._what):
             self._renew()  # no thread can be started
         return self._recent()
 

@@ -23,7 +23,7 @@ from kombu.utils.uuid import uuid
 
 from delaytasks.broker.link import BrokerLink, OutageError, Outgoing, QueueAwayError
 from delaytasks.events import Events
-from delaytasks.loops import EXIT_S, Availability
+from delaytasks.loops import Availability
 from delaytasks.model.clock import Clock, from_us, monotonic, reset_in_child
 from delaytasks.model.errors import InvalidInputError, StoreError
 from delaytasks.model.filters import batches
@@ -265,10 +265,11 @@ ARM_DELAY_S, ARM_DELAY_PART = 0.1, 0.1
 #: tasks are due immediately, it would otherwise send a message for each call, which takes longer
 #: than the call.
 SEND_INTERVAL_S = 0.002
-#: Each entry of a call extends the time for which the call waits by this part.
+#: A call waits for the time limit per queue, and each entry extends this time by this part of it.
 LIMIT_PART_PER_ENTRY = 0.1 / ENTRIES_PER_MESSAGE
-#: A call waits as long for the messages of each further queue, and no longer than this for all.
-MOST_QUEUES_S = 10.0
+#: Seconds for which an ending process waits for the broker. Without this wait, the first message of
+#: a short-lived process would be lost if the broker answers slowly.
+EXIT_S = 5.0
 
 
 class _Batch:
@@ -324,9 +325,8 @@ class Sender:
 
     def arm(self, entries: Iterable[Entry]) -> bool:
         entries = list(entries)
-        further_queues = max(len({entry.queue for entry in entries}) - 1, 0)
-        limit_s = self._limit_s * (1 + len(entries) * LIMIT_PART_PER_ENTRY)
-        limit_s += min(self._limit_s * further_queues, MOST_QUEUES_S)
+        queues = len({entry.queue for entry in entries}) or 1
+        limit_s = self._limit_s * (queues + len(entries) * LIMIT_PART_PER_ENTRY)
         return self._wait(self._add(entries), limit_s)
 
     def arm_soon(self, entries: Sequence[Entry]) -> bool:

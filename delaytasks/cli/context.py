@@ -28,7 +28,6 @@ from delaytasks.cli.output import (
     sentence,
     show_instant,
 )
-from delaytasks.loops import wait_for_unfinished
 from delaytasks.model.errors import ConfigError, DelayTaskError, TaskNotFoundError
 
 if TYPE_CHECKING:
@@ -272,7 +271,6 @@ class Cli:
             return
         runtime = self.runtime
         runtime.flush()
-        wait_for_unfinished()  # the connection to a distant broker may still be in progress
         if not runtime.timer.is_up:
             self.note(
                 "The broker cannot be reached: the database has the task, and a sweep will send it."

@@ -407,7 +407,7 @@ def _set_up_in_background(step: Any, start: Callable[[Any], None], consumer: Any
         except Exception:
             logger.exception("delaytasks: native delayed delivery could not be set up")
 
-    in_background(set_up, "delivery", is_kept=False)
+    in_background(set_up, "delivery")
 
 
 def _retry_often(ensure_connected: Callable[[Any], Any], connection: Any) -> Any:
