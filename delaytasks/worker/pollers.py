@@ -213,7 +213,9 @@ class TablePoller:
             now = self._runtime.clock.now()
             self._shares.learn(store.workers.all(), now, self._settings.sweep_s)
         now_us, grace_us = self._runtime.clock.now_us(), self._settings.grace_s * 1e6
-        until_us = now_us + (self._normal_rest_s() + NOTICE_SLACK_S) * 1e6
+        hears_notices = self.listener.is_listening
+        rest_s = NOTIFIED_POLL_S if hears_notices else self._rest_s
+        until_us = now_us + (rest_s + NOTICE_SLACK_S) * 1e6
         found = store.sweeps.first_due_between(
             from_us(int(now_us - grace_us)),
             from_us(int(until_us)),
@@ -225,20 +227,14 @@ class TablePoller:
             self._start_overdue_drains()
         passed_on = list(self._passed_on.items())
         self._passed_on = {name: due for name, due in passed_on if due > now_us - 2 * grace_us}
-        self._adapt_rest(any(entry.due_us <= now_us for entry in mine))
-        rest_s = self._normal_rest_s()
+        was_late = any(entry.due_us <= now_us for entry in mine)
+        longer_s = min(self._rest_s * REST_GROWTH, MAX_POLL_REST_S)
+        self._rest_s = MIN_POLL_REST_S if was_late else longer_s
+        rest_s = NOTIFIED_POLL_S if hears_notices else self._rest_s
         if len(found) == MAX_READ_ROWS:
             # There are more rows, which are due later than these. Read them before they are due.
             rest_s = min(rest_s, (found[-1].due_us - now_us) / 2e6)
         return max(rest_s, MIN_POLL_REST_S)
-
-    def _normal_rest_s(self) -> float:
-        return NOTIFIED_POLL_S if self.listener.is_listening else self._rest_s
-
-    def _adapt_rest(self, was_late: bool) -> None:
-        self._rest_s = (
-            MIN_POLL_REST_S if was_late else min(self._rest_s * REST_GROWTH, MAX_POLL_REST_S)
-        )
 
     def _start_overdue_drains(self) -> None:
         """Start drains of what no worker took in time, whichever worker's it was."""
@@ -317,21 +313,17 @@ class RedisPoller:
             if delete_in_s > 0:
                 return min(rest_s, delete_in_s)
         passed_on, self._passed_on = self._passed_on, []
-        try:
-            taken = self._timer.take(wanted, passed_on, self._dispatcher.grace_s)
-            if taken is None:
-                self._was_down = True
-                self._read_all_soon()
-                return SERVICE_REST_S
-            # This ends a thread that was replaced: Redis returns its entries.
-            self._poll_loop.report_progress()
-            with self._lock:
-                for some in taken:  # an earlier time may have been published meanwhile
-                    self._read_at[some.slot] = min(self._read_at[some.slot], some.next_ms)
-            self._pass_on(taken)
-        except BaseException:
+        taken = self._timer.take(wanted, passed_on, self._dispatcher.grace_s)
+        if taken is None:
+            self._was_down = True
             self._read_all_soon()
-            raise
+            return SERVICE_REST_S
+        # This ends a thread that was replaced: Redis returns its entries.
+        self._poll_loop.report_progress()
+        with self._lock:
+            for some in taken:  # an earlier time may have been published meanwhile
+                self._read_at[some.slot] = min(self._read_at[some.slot], some.next_ms)
+        self._pass_on(taken)
         if self._was_down or any(some.was_lost for some in taken):
             self._was_down = False
             self._read_all_soon()
@@ -444,16 +436,14 @@ class RedisPoller:
         except (KeyError, ValueError):  # any client of Redis can publish there
             error = ValueError(f"not of our form, on {message['channel']!r:.200}")
             self._events.refuse("redis", error)
-        else:
-            self._plan_read(slot, due_ms)
-
-    def _plan_read(self, slot: Slot, due_ms: float) -> None:
-        read_at = max(due_ms - AHEAD_MS, READ_NOW)
+            return
         with self._lock:
-            if read_at >= self._read_at.get(slot, READ_NOW):
-                return
-            self._read_at[slot] = read_at
-        self._poll_loop.wake()
+            read_at = max(due_ms - AHEAD_MS, READ_NOW)
+            is_earlier = read_at < self._read_at.get(slot, READ_NOW)
+            if is_earlier:
+                self._read_at[slot] = read_at
+        if is_earlier:
+            self._poll_loop.wake()
 
 
 def share(capacity: int, due: Mapping[Slot, float]) -> dict[Slot, int]:
