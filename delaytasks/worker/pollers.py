@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import random
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from itertools import chain
@@ -88,9 +89,10 @@ class NotifyListener:
                 self._on_notice()  # nothing was heard until now
             if self._listener.wait(NOTICE_WAIT_S):
                 self._on_notice()
+                time.sleep(NOTICE_REST_S)
             if not self.loop.is_running:
                 self._disconnect()
-            return NOTICE_REST_S
+            return 0
         except Exception as error:  # each driver has errors of its own
             self._disconnect()
             self._connection.failed(f"{type(error).__name__}: {error}")
