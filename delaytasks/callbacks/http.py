@@ -25,10 +25,8 @@ from functools import cached_property, partial
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import Any, NamedTuple
 
-from requests import PreparedRequest, RequestException, Response
-from requests.adapters import HTTPAdapter
 from requests.utils import DEFAULT_CA_BUNDLE_PATH
-from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
+from urllib3 import BaseHTTPResponse, HTTPConnectionPool, HTTPSConnectionPool, PoolManager, Timeout
 from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.exceptions import HTTPError
 from urllib3.util.connection import create_connection
@@ -92,11 +90,6 @@ class Target(NamedTuple):
     def host_and_port(self) -> str:
         """The host as in a `Host` header, without the scheme's default port."""
         return self.host if self.port == DEFAULT_PORTS[self.scheme] else f"{self.host}:{self.port}"
-
-    @property
-    def url(self) -> str:
-        """The URL, with the host in its canonical spelling."""
-        return f"{self.scheme}://{self.host_and_port}{self.path}"
 
 
 class _Allowed(NamedTuple):
@@ -292,8 +285,12 @@ class HttpCallbacks:
         self._keys = SigningKeys(settings.callback_secrets)
 
     @cached_property
-    def _adapter(self) -> Adapter:
-        return Adapter()
+    def _connections(self) -> PoolManager:
+        # All connections share the TLS context: reading the certificate authorities takes as long
+        # as 40 callbacks. urllib3 warns if there are more connections to a host than `maxsize`.
+        made = PoolManager(maxsize=CALLBACKS_IN_FLIGHT, ssl_context=tls_context())
+        made.pool_classes_by_scheme = {"http": _Pool, "https": _TLSPool}
+        return made
 
     def content(self, url: str, body: Any, headers: Mapping[str, str] | None) -> dict[str, Any]:
         """Return the body of a callback's task, after checking it."""
@@ -317,14 +314,22 @@ class HttpCallbacks:
         current.set(exchange)
         # The time limit of each step: look up the name, connect, negotiate TLS, send head and body.
         step_s = min(settings.callback_connect_s, settings.callback_timeout_s / 5)
-        request = PreparedRequest()
         headers = {**_DEFAULT_HEADERS, **headers, **self._own_headers(payload, task)}
+        pool = self._connections.connection_from_host(target.host, target.port, target.scheme)
         try:
-            request.prepare("POST", target.url, headers, data=payload)
-            limits = step_s, settings.callback_read_s
-            with closing(self._adapter.send(request, stream=True, timeout=limits)) as response:
+            response = pool.urlopen(
+                "POST",
+                target.path,
+                payload,
+                headers,
+                retries=False,
+                redirect=False,
+                timeout=Timeout(connect=step_s, read=settings.callback_read_s),
+                preload_content=False,
+            )
+            with closing(response):
                 return self._outcome(response, task)
-        except (RequestException, OSError) as error:
+        except (HTTPError, OSError) as error:
             cause = _first_cause(error)
             text = one_line(str(cause), MAX_QUOTED_CHARS)
             return Retry(reason=f"network: {type(cause).__name__} at {exchange.where}: {text}")
@@ -340,9 +345,9 @@ class HttpCallbacks:
             headers[SIGNATURE] = self._keys.sign(id, timestamp, payload)
         return headers
 
-    def _outcome(self, response: Response, task: DelayedTask) -> Outcome:
+    def _outcome(self, response: BaseHTTPResponse, task: DelayedTask) -> Outcome:
         """Return the outcome. It depends on the status alone, even if the body cannot be read."""
-        status, quoted = response.status_code, _quoted(response)
+        status, quoted = response.status, _quoted(response)
         if 200 <= status < 300:
             return Done()
         reason = f"HTTP {status}"
@@ -355,7 +360,7 @@ class HttpCallbacks:
             return Fail(reason)
         return Retry(self._asked_wait_s(response, task) if status in (429, 503) else None, reason)
 
-    def _asked_wait_s(self, response: Response, task: DelayedTask) -> float | None:
+    def _asked_wait_s(self, response: BaseHTTPResponse, task: DelayedTask) -> float | None:
         """Return the wait of `Retry-After` if it is longer than the next retry delay, else None.
 
         Otherwise a receiver that always asks for one second would use up the retry schedule in some
@@ -382,10 +387,10 @@ def retry_after_s(text: str, now: datetime) -> float:
         return 0.0
 
 
-def _quoted(response: Response) -> str:
+def _quoted(response: BaseHTTPResponse) -> str:
     """Return the first part of a response on one line."""
     try:
-        body = response.raw.read(MAX_RESPONSE_BYTES, decode_content=False)
+        body = response.read(MAX_RESPONSE_BYTES, decode_content=False)
     except (HTTPError, OSError):
         return ""
     return one_line(body[: 4 * MAX_QUOTED_CHARS].decode(errors="replace").strip(), MAX_QUOTED_CHARS)
@@ -533,30 +538,3 @@ def tls_context() -> ssl.SSLContext:
             f"SSL_CERT_FILE = {shown(ca_file)} cannot be read ({error}): name a PEM file of the "
             "certificate authorities that HTTP callbacks trust, or unset it"
         ) from None
-
-
-class Adapter(HTTPAdapter):
-    """Makes connections to checked addresses.
-
-    It is used without a `requests.Session`, which would add cookies, .netrc and the environment's
-    proxies, and read redirects to their end.
-    """
-
-    def __init__(self) -> None:
-        # All connections share it: reading the certificate authorities takes as long as 40
-        # callbacks.
-        self._tls = tls_context()
-        super().__init__(pool_maxsize=CALLBACKS_IN_FLIGHT)  # urllib3 warns if there are more
-
-    def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
-        super().init_poolmanager(*args, **kwargs)
-        self.poolmanager.pool_classes_by_scheme = {"http": _Pool, "https": _TLSPool}
-
-    def build_connection_pool_key_attributes(
-        self, request: PreparedRequest, verify: Any, cert: Any = None
-    ) -> Any:
-        host, _ = super().build_connection_pool_key_attributes(request, verify, cert)
-        return host, {"ssl_context": self._tls} if host["scheme"] == "https" else {}
-
-    def cert_verify(self, *_: Any) -> None:
-        """Do nothing: the TLS context has the certificate authorities."""
