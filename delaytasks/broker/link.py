@@ -76,21 +76,12 @@ def is_home_node_down(error: BaseException | str) -> bool:
     return "NOT_FOUND" in str(error) and "home node" in str(error)
 
 
-def broker_error(app: Any, queue: Queue, limit_s: float) -> str | None:
-    """Return the error of the broker, or of the node that has the queue; None if both answer."""
+def broker_error(app: Any, limit_s: float) -> str | None:
+    """Return the error of the broker; None if it answers."""
     try:
-        with bounded_connection(app, limit_s) as connection:
-            return _lost_queue(queue, connection)
+        bounded_connection(app, limit_s).release()
     except Exception as reason:  # each transport has its own errors, and all mean the same
         return f"{type(reason).__name__}: {reason}"
-
-
-def _lost_queue(queue: Queue, connection: Any) -> str | None:
-    """Return the broker's error if the node of the queue is down."""
-    try:
-        connection.default_channel.queue_declare(queue=queue.name, passive=True)
-    except connection.channel_errors as reason:  # usually: the queue is not declared yet
-        return f"{type(reason).__name__}: {reason}" if is_home_node_down(reason) else None
     return None
 
 

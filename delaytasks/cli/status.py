@@ -68,8 +68,7 @@ def read_deployment(delays: DelayTasks) -> DeploymentState:
     runtime, settings = runtime_of(delays), delays.settings
     uses_broker, error = runtime.direct_timer is None, None
     if uses_broker:
-        queue = runtime.publisher.queue(settings.default_queue)
-        error = broker_error(runtime.celery, queue, settings.publish_limit_s)
+        error = broker_error(runtime.celery, settings.publish_limit_s)
     services = ServicesState(settings.timer_kind, uses_broker, error)
     now = runtime.clock.now()
     state = read_state(runtime, services, now)
@@ -390,11 +389,8 @@ def _probe(
         None if max_sweep_age is None else max_sweep_age.total_seconds(),
         5.0 if timeout is None else timeout.total_seconds(),
     )
-    queue = runtime.publisher.queue(settings.default_queue)
     checks = HealthChecks(
-        runtime.store,
-        settings,
-        lambda: broker_error(runtime.celery, queue, settings.publish_limit_s),
+        runtime.store, settings, lambda: broker_error(runtime.celery, settings.publish_limit_s)
     )
     found = [
         check._replace(detail=cli.hints.rewrite(check.detail))

@@ -7,7 +7,6 @@ content type. `new_task` returns the row of a message, and `StoredMessage.of_bod
 
 from __future__ import annotations
 
-import base64
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -50,22 +49,8 @@ class StoredMessage(NamedTuple):
 
     def as_body(self) -> dict[str, Any]:
         """Return the body of the row."""
-        body: dict[str, Any] = {}
-        if isinstance(self.body, str):
-            body["body"] = self.body
-        else:
-            body["base64"] = base64.b64encode(self.body).decode()
-        body |= {
-            "type": self.content_type,
-            "encoding": self.content_encoding,
-            "headers": dict(self.headers),
-            "properties": dict(self.properties),
-            "exchange": self.exchange,
-            "routing_key": self.routing_key,
-            "queue": self.queue,
-        }
-        # kombu writes these values as text in its own form, and so do its transports.
-        text = kombu_json.dumps(body)
+        # kombu writes values such as bytes and datetimes as text in its own form.
+        text = kombu_json.dumps(self._asdict())
         return {"typed": text} if _TYPED in text else json.loads(text)
 
     @classmethod
@@ -78,25 +63,22 @@ class StoredMessage(NamedTuple):
             If another program has stored something else.
         """
         try:
-            if "typed" in body:
-                body = kombu_json.loads(body["typed"])
-            is_text = "body" in body
-            return cls(
-                body["body"] if is_text else base64.b64decode(body["base64"], validate=True),
-                _text(body["type"]),
-                _text(body["encoding"]),
-                dict(body["headers"]),
-                dict(body["properties"]),
-                _text(body["exchange"]),
-                _text(body["routing_key"]),
-                None if body["queue"] is None else _text(body["queue"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
+            found = cls(**(kombu_json.loads(body["typed"]) if "typed" in body else body))
+            texts = found.content_type, found.content_encoding, found.exchange, found.routing_key
+            if not (
+                isinstance(found.body, (str, bytes))
+                and isinstance(found.headers, dict)
+                and isinstance(found.properties, dict)
+                and all(isinstance(text, str) for text in (*texts, found.queue or ""))
+            ):
+                raise TypeError("a field is of another type")
+        except (TypeError, ValueError) as error:
             raise BodyRefusedError(
                 f"the body is not a Celery message ({type(error).__name__}: {error}); rows of "
                 "this tag are written by apply_async",
                 "body",
             ) from None
+        return found
 
     def outgoing(self, app: Any, clock: Clock) -> Outgoing:
         """Return what the worker publishes."""
@@ -177,12 +159,6 @@ def _expiration_s(expires: Any, expiration: Any, clock: Clock) -> float | None:
         return None if expiration is None else float(expiration) / 1000
     left_s: float = (maybe_make_aware(maybe_iso8601(expires)) - clock.now()).total_seconds()
     return left_s if left_s > 0 else None
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{shown(value)} is not a text")
-    return value
 
 
 # -- A producer that gets the message of a Celery task in place of the broker ---------------------

@@ -124,8 +124,7 @@ class DatabaseMetrics(Collector):
 
     def _is_broker_up(self) -> bool:
         runtime = self._runtime
-        queue = runtime.publisher.queue(runtime.settings.default_queue)
-        return broker_error(runtime.celery, queue, runtime.settings.publish_limit_s) is None
+        return broker_error(runtime.celery, runtime.settings.publish_limit_s) is None
 
 
 def _redis_timer(counts: Mapping[str, tuple[int, int]] | None) -> Iterator[Metric]:

@@ -106,7 +106,7 @@ class Explanations:
         timer_error = None
         if redis_timer is not None and redis_timer.counts([queue]) is None:
             timer_error = f"no answer within {limit_s:g} s"
-        error = broker_error(runtime.celery, runtime.publisher.queue(queue), limit_s)
+        error = broker_error(runtime.celery, limit_s)
         return facts._replace(broker_error=error, timer_error=timer_error)
 
     def _now(self) -> tuple[datetime, float]:

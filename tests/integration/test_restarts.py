@@ -6,7 +6,6 @@ start, and loses its data at every second restart.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
@@ -134,11 +133,6 @@ def test_a_worker_whose_queues_node_is_down_works_from_the_table(
     assert first.status == 0
     d.wait_for([d.schedule(delay=n / 2) for n in range(4)], deadline_s=15 + d.r1_s() + SLACK_S)
     assert not second.ended()
-    stats = d.python("stats", "delaytasks", "status", "--json")
-    wait_until(stats.ended, 30, "the statistics")
-    broker = json.loads(stats.log()[stats.log().index("{\n") :])["broker"]
-    assert broker["is_up"] is False
-    assert "home node" in broker["error"]
 
     home.start()
     second.wait_for(" ready.", 30)
