@@ -11,14 +11,13 @@ such as Celery's current task, calls the processor, and then `ProcessorCall.end`
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import logging
 import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, field
@@ -166,10 +165,6 @@ class ThreadSlots:
 
 # -- The event loop of a process, in which processors that are `async def` run --------------------
 
-#: The value of a coroutine, or its error.
-ResultAndError = tuple[Any, BaseException | None]
-
-
 #: Runs the coroutines of this context in place of the event loop. A test runs them in its own
 #: thread or event loop, where its connections are.
 run_coroutine: contextvars.ContextVar[Callable[[Coroutine[Any, Any, Any]], Any] | None] = (
@@ -181,112 +176,49 @@ class EventLoop:
     """An event loop in a thread of its own, which the first coroutine starts.
 
     All processors share one loop, and thus its clients and connections. If a coroutine stops the
-    loop, the other coroutines on it fail, and the next one starts another loop.
+    loop, the loop goes on, since other coroutines need it.
     """
 
     def __init__(self) -> None:
-        self._at_start: list[Callable[[], None]] = []
         self.after_fork()
         reset_in_child(self)
 
     def after_fork(self) -> None:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
-        #: The results for which callers wait.
-        self._answers: set[Future[ResultAndError]] = set()
-        self._running: set[asyncio.Task[None]] = set()
 
     def result_of(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run the coroutine with the caller's context variables, and return its result."""
         if (run := run_coroutine.get()) is not None:
             return run(coroutine)
-        answer: Future[ResultAndError] = Future()
-
-        def start() -> None:
-            if answer.done():  # the loop was stopped before
-                coroutine.close()
-                return
-            task = asyncio.ensure_future(_into(answer, coroutine))
-            self._running.add(task)  # the loop itself has weak references only
-            task.add_done_callback(self._running.discard)
-
-        try:
-            with self._lock:
-                self._answers.add(answer)
-                self._started().call_soon_threadsafe(start, context=contextvars.copy_context())
-            value, error = answer.result()
-        finally:  # a soft time limit ends the wait
-            self._answers.discard(answer)
+        with self._lock:
+            if self._loop is None:
+                loop = asyncio.new_event_loop()
+                threading.Thread(
+                    target=_run_forever, args=(loop,), name="delaytasks-async", daemon=True
+                ).start()
+                self._loop = loop  # only now: a process may have too many threads
+        future = asyncio.run_coroutine_threadsafe(_value_and_error(coroutine), self._loop)
+        value, error = future.result()
         if error is not None:
             raise error
         return value
 
-    def at_start(self, call: Callable[[], None]) -> None:
-        """Call it once in the thread of each event loop, before the coroutines that follow."""
-        with self._lock:
-            if call not in self._at_start:
-                self._at_start.append(call)
-                if self._loop is not None:
-                    self._loop.call_soon_threadsafe(call)
 
-    def _started(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
-            loop = asyncio.new_event_loop()
-            for call in self._at_start:
-                loop.call_soon(call)
-            threading.Thread(
-                target=self._run, args=(loop,), name="delaytasks-async", daemon=True
-            ).start()
-            self._loop = loop  # only now: a process may have too many threads
-        return self._loop
-
-    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        try:
-            loop.run_forever()
-        finally:
-            self._stopped(loop)
-
-    def _stopped(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Let the callers that wait for coroutines of this loop fail, and end the coroutines."""
-        with self._lock:
-            self._loop = None
-            answers, self._answers = self._answers, set()
-        for answer in list(answers):
-            if not answer.done():
-                answer.set_result((None, RuntimeError(_STOPPED)))
-        with contextlib.suppress(RuntimeError):  # one of them stopped the loop again
-            loop.run_until_complete(_cancel_others())
-            loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.close()
+def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
+    while True:
+        loop.run_forever()
 
 
-_STOPPED = (
-    "the event loop of this process was stopped while the coroutine ran: a processor, or a library "
-    "that it uses, called `loop.stop()`, which ends all coroutines of the process; remove the call"
-)
-
-
-async def _cancel_others() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _into(answer: Future[ResultAndError], coroutine: Coroutine[Any, Any, Any]) -> None:
-    """Pass on every exception, since an exit would end the loop and all coroutines in it."""
-    result: ResultAndError
+async def _value_and_error(coroutine: Coroutine[Any, Any, Any]) -> tuple[Any, BaseException | None]:
+    """Catch every exception, since an exit would end the loop and all coroutines in it."""
     try:
-        result = await coroutine, None
+        return await coroutine, None
     except BaseException as error:
-        result = None, error
-    if not answer.done():  # the loop was stopped before
-        answer.set_result(result)
+        return None, error
 
 
-_of_process = EventLoop()
-result_of = _of_process.result_of
-at_start = _of_process.at_start
+result_of = EventLoop().result_of
 
 
 def awaited(value: Any) -> Any:

@@ -12,106 +12,46 @@ import signal
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
-from datetime import datetime
 from functools import cached_property, partial
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from billiard.einfo import ExceptionInfo
 from celery import Task, signals, states
 from celery._state import _task_stack
 from celery.app.task import Context
-from celery.exceptions import MaxRetriesExceededError, Retry, SoftTimeLimitExceeded, TaskPredicate
-from celery.utils.time import maybe_make_aware
+from celery.exceptions import Retry, SoftTimeLimitExceeded, TaskPredicate
 
-from delaytasks.model import moves
-from delaytasks.model.clock import Clock
 from delaytasks.model.errors import ConfigError, InvalidInputError, TaskFailedError
 from delaytasks.model.moves import Done
 from delaytasks.model.task import DelayedTask
-from delaytasks.model.text import traceback_text
-from delaytasks.run.calls import ProcessorCall, RunResult, at_start, ends_process
+from delaytasks.run.calls import ProcessorCall, RunResult, ends_process
 
 if TYPE_CHECKING:
     from delaytasks.db.producer import QueueRouting
     from delaytasks.registry import ProcessorSpec, Registry
     from delaytasks.runtime import Runtime
 
-# -- The value of `celery.current_task` while a task runs, and Celery's own ways to end a task ----
+# -- The value of `celery.current_task` while a task runs, except in coroutines -------------------
 
 
-#: The longest traceback of the error that caused a retry. The row has a limit of its own.
-MAX_REASON_BYTES = 64 * 1024
 _INSTEAD = (
     "return Retry(after=…), Snooze(after), Cancel(reason), Fail(reason) or Done(result) of "
     "delaytasks instead"
 )
 
-#: The Celery task and the request of the row that runs in this context.
-row_in_context: ContextVar[tuple[Any, Any]] = ContextVar("row_in_context")
-_NO_ROW = (SimpleNamespace(name=None, request=Context()), None)
-
 
 class CurrentTask(Task):
     """The Celery task of one tag. It is not in the app's registry, so no message can call it.
 
-    `retry` works as in Celery as far as a row allows it. A method that would send a message raises
-    an error with a remedy.
+    A method that would send a message raises an error with a remedy.
     """
 
     abstract = True
-    processor: Any = None
 
-    @property
-    def request(self) -> Any:
-        """The request of the row, which a coroutine has in its context and not on its thread."""
-        sender, in_context = row_in_context.get(_NO_ROW)
-        if sender is self and self.request_stack.top is None:
-            return in_context
-        return super().request
-
-    def retry(
-        self,
-        args: Any = None,
-        kwargs: Any = None,
-        exc: BaseException | None = None,
-        throw: bool = True,
-        eta: datetime | None = None,
-        countdown: float | None = None,
-        max_retries: int | None = None,
-        **options: Any,
-    ) -> Any:
-        """Retry the task. Without `eta` and `countdown` its retry schedule says when and how often.
-
-        A tag without a retry schedule has Celery's defaults: 180 seconds, three times.
-        """
-        refused = [
-            name for name, value in (("args", args), ("kwargs", kwargs)) if value is not None
-        ]
-        if refused := [*refused, *options]:
-            raise InvalidInputError(
-                f"retry({', '.join(refused)}=…) cannot change task {self.request.id} "
-                f"({self.name}): retry() takes exc, eta, countdown and max_retries; to run other "
-                "work use schedule_delay",
-                refused[0],
-            )
-        if not throw:
-            raise InvalidInputError(
-                f"retry(throw=False) has no effect on task {self.request.id} ({self.name}): raise "
-                "self.retry(), or return Retry(after=…) of delaytasks",
-                "throw",
-            )
-        own_schedule = self.request.delay_task.retry_schedule
-        if self.processor.retries.retry_schedule_for(Exception, own_schedule) is None:
-            max_retries = self.max_retries if max_retries is None else max_retries
-            countdown = self.default_retry_delay if eta is None and countdown is None else countdown
-        if max_retries is not None and self.request.retries >= max_retries:
-            raise exc or MaxRetriesExceededError(
-                f"cannot retry task {self.request.id} ({self.name}): it was retried "
-                f"{self.request.retries} times, and max_retries is {max_retries}"
-            )
-        raise Retry(None, exc, countdown if eta is None else eta)
+    def retry(self, *_: Any, **__: Any) -> Any:
+        raise InvalidInputError(
+            f"retry() cannot send the delayed task {self.name!r} again: {_INSTEAD}", "outcome"
+        )
 
     def apply_async(self, *_: Any, **__: Any) -> Any:
         """Raise an error. `delay` and signatures call this method, too."""
@@ -120,27 +60,6 @@ class CurrentTask(Task):
             f"call: use schedule_delay({self.name!r}, body, delay)",
             "tag",
         )
-
-
-class TaskInContext:
-    """Celery's current task in the event loop, whose thread runs the coroutines of many rows."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(row_in_context.get(_NO_ROW)[0], name)
-
-
-def retry_of(retry: Retry, app: Any, clock: Clock) -> moves.Retry:
-    """Return the outcome that Celery's exception stands for."""
-    when = retry.when
-    if isinstance(when, datetime):
-        when = max((maybe_make_aware(when, app.timezone) - clock.now()).total_seconds(), 0)
-    error = retry.exc
-    reason = (
-        traceback_text(error, MAX_REASON_BYTES)
-        if isinstance(error, BaseException)
-        else str(retry.message or "")
-    )
-    return moves.Retry(after=when, reason=reason)
 
 
 # -- Celery's signals about a task's run ----------------------------------------------------------
@@ -398,14 +317,13 @@ class CeleryTaskContext:
     """
 
     def __init__(self, runtime: Runtime, hostname: str, keeps_time_limits: bool) -> None:
-        self._app, self._clock = runtime.celery, runtime.clock
+        self._app = runtime.celery
         #: Context managers that are entered around each call.
         self._around = runtime.processor_contexts
         self._hostname = hostname
         self._keeps_time_limits = keeps_time_limits
         self._tasks: dict[str, Any] = {}
         self._stacks = _ThreadStacks()
-        at_start(_show_coroutines)
 
     @contextmanager
     def reuse_stack(self) -> Iterator[None]:
@@ -430,7 +348,6 @@ class CeleryTaskContext:
         except Exception as raised:  # the reason why the processor cannot be called
             error = raised
         request = RowRequest(call.task, argument, self._hostname, call)
-        token = row_in_context.set((sender, request))
         reused = self._stacks.reused
         stack = reused or CurrentStack()
         stack.show(sender, request)
@@ -452,14 +369,13 @@ class CeleryTaskContext:
                     if isinstance(value, TaskPredicate):
                         raise value
                 except BaseException as raised:
-                    value, error = self._meaning_of(raised, processor.tag)
+                    value, error = None, self._error_of(raised, processor.tag)
             self._send_ends(stack, sender, request, call.end(value, error))
         finally:
             try:
                 if signals.task_postrun.receivers:
                     _send_postrun(sender, request, call.results)
             finally:
-                row_in_context.reset(token)
                 if stack is not reused:
                     stack.clear()
 
@@ -470,21 +386,20 @@ class CeleryTaskContext:
                 stack.enter_context(make_context(call.task))
             return call(argument)
 
-    def _meaning_of(self, raised: BaseException, tag: str) -> tuple[object, BaseException | None]:
-        """Return the outcome or the error that an exception of a processor means."""
-        if isinstance(raised, Retry):
-            return retry_of(raised, self._app, self._clock), None
-        if isinstance(raised, TaskPredicate):  # Ignore and Reject
+    @staticmethod
+    def _error_of(raised: BaseException, tag: str) -> BaseException:
+        """Return the error with which a processor has ended; raise one that ends the worker."""
+        if isinstance(raised, TaskPredicate):  # Retry, Ignore and Reject
             refusal = InvalidInputError(
                 f"the processor of {tag!r} raised celery.exceptions.{type(raised).__name__}, which "
                 f"does not say how a delayed task ends: {_INSTEAD}",
                 "outcome",
             )
             refusal.__cause__ = raised
-            return None, refusal
+            return refusal
         if ends_process(raised):
             raise raised
-        return None, raised
+        return raised
 
     def _send_ends(
         self, stack: CurrentStack, sender: Any, request: RowRequest, ends: Sequence[RunResult]
@@ -510,17 +425,11 @@ class CeleryTaskContext:
             "__module__": processor.function.__module__,
             # As in Celery's own tasks. Monitors show it.
             "__name__": getattr(processor.function, "__name__", processor.tag),
-            "processor": processor,
         }
         sender = type("DelayTaskRow", (CurrentTask, self._app.Task), body)()
         sender.bind(self._app)
         self._tasks[processor.tag] = sender
         return sender
-
-
-def _show_coroutines() -> None:
-    """Make `celery.current_task` available to the coroutines of this thread's event loop."""
-    _task_stack.push(TaskInContext())
 
 
 def _body_or_none(task: DelayedTask) -> Any:

@@ -39,7 +39,7 @@ from delaytasks.operate.start_checks import StartChecks
 from delaytasks.recurring import creation, recurring
 from delaytasks.recurring.creation import RecurringTable
 from delaytasks.run import celery_context, settler
-from delaytasks.run.calls import Calls, EventLoop, TaskRun
+from delaytasks.run.calls import Calls, TaskRun
 from delaytasks.run.chunk import Chunk, TimeBudget
 from delaytasks.run.runner import FailureReason
 from delaytasks.worker import connection, quick_loops
@@ -88,8 +88,6 @@ VERBS: dict[str, tuple[Any, str]] = {
     "send to the broker": (Publisher, "send"),
     "wait for the sender": (Sender, "arm"),
     "connect again": (connection, "retries_as_long_as"),
-    "end a stopped event loop": (EventLoop, "_stopped"),
-    "show a coroutine's task": (celery_context, "_show_coroutines"),
     "connect to the broker": (link, "bounded_connection"),
     "check headers": (link, "check_headers"),
     "check the horizon": (StartChecks, "_check_visibility"),
@@ -176,7 +174,6 @@ for _name, _verb, _answer, *_found in [
     ("leases_are_not_renewed", "renew", 0, "duplicated"),
     ("lost_leases_are_not_found", "recover", Recovered(0, []), "stuck"),
     ("a_completed_task_runs_again", "complete", True, "conformance/outcomes"),
-    ("a_coroutine_has_no_current_task", "show a coroutine's task", None, "unit/celery_context"),
     ("rows_of_a_dead_process_wait_for_a_sweep", "release", Recovered(0, []), "conformance/leases"),
     ("no_sweep", "sweep", True, "stuck"),
     ("every_sweep_was_just_made", "begin a sweep", None, "stuck"),
@@ -310,14 +307,6 @@ def a_task_whose_code_has_not_run_is_done(judge: Any, *args: Any) -> Any:
 @bug("keep a time limit", "unit/time_limits ends_with")
 def time_limits_are_not_kept(_: Any, processor: Any, call: Any) -> Any:
     return call()
-
-
-@bug("end a stopped event loop", "conformance/async stops")
-def rows_of_a_stopped_event_loop_are_done(end: Any, at: Any, loop: Any) -> None:
-    for answer in [*at._answers]:
-        if not answer.done():
-            answer.set_result((None, None))
-    end(at, loop)
 
 
 # -- settle ---------------------------------------------------------------------------------------

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
 import sys
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from functools import partial
 from threading import Barrier
 from traceback import extract_tb
@@ -14,8 +12,8 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from celery import Celery, Task, current_task, signals
-from celery._state import get_current_task, get_current_worker_task
+from celery import Celery, current_task, signals
+from celery._state import get_current_task
 from celery.exceptions import Ignore, Reject
 from celery.exceptions import Retry as CeleryRetry
 
@@ -247,7 +245,7 @@ def test_signals_have_the_arguments_that_receivers_use(world: World, sent: Signa
     assert "raise_error" in raised["einfo"].traceback
 
 
-# -- celery retry ---------------------------------------------------------------------------------
+# -- celery's own ends -----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -265,79 +263,7 @@ def run(world: World, function: Callable[[], Any], runs: int = 0, **options: Any
     return world.read(task)
 
 
-def retry(**options: Any) -> Callable[[], Any]:
-    def ask() -> None:
-        raise current_task.retry(**options)
-
-    return ask
-
-
-async def retry_later() -> None:
-    await asyncio.sleep(0)
-    raise current_task.retry(countdown=600)
-
-
-def raise_retry() -> None:
-    raise CeleryRetry("busy", when=60)
-
-
-CLOSED = ValueError("closed")
-SCHEDULE = {"retries": "1m 1h"}
-#: The function and options of a processor, the seconds until the next run or None if the task
-#: failed, and a part of the error.
-RETRIES: dict[str, tuple[Callable[[], Any], dict[str, Any], float | None, str]] = {
-    **{
-        f"a countdown, {mode}": (retry(countdown=600, exc=CLOSED), options, 600, "Error: closed")
-        for mode, options in MODES.items()
-    },
-    "a countdown, in a coroutine": (retry_later, {}, 600, ""),
-    "the next delay of the retry schedule": (retry(), {"runs": 1, **SCHEDULE}, 3600, ""),
-    "past the retry schedule": (retry(exc=CLOSED), {"runs": 2, **SCHEDULE}, None, "closed"),
-    "Celery's default delay": (retry(), {}, 180, ""),
-    "beyond Celery's three": (retry(), {"runs": 3}, None, "MaxRetriesExceededError"),
-    "beyond, with an error": (retry(exc=CLOSED), {"runs": 3}, None, "ValueError: closed"),
-    "within its own maximum": (retry(max_retries=9), {"runs": 3}, 180, ""),
-    "an exception that is raised": (raise_retry, {}, 60, "busy"),
-    "an exception that is returned": (lambda: CeleryRetry("busy", when=60), {}, 60, "busy"),
-    "other arguments": (retry(args=(1,)), {}, None, "retry(args=…) cannot change task"),
-    "another queue": (
-        retry(kwargs={}, queue="other"), {}, None, "retry(kwargs, queue=…) cannot change task"
-    ),
-    "without an exception": (retry(throw=False), {}, None, "retry(throw=False) has no effect on"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", RETRIES)
-def test_a_retry_of_celery_is_a_retry_or_a_failure(world: World, name: str) -> None:
-    function, options, wait_s, said = RETRIES[name]
-    task = run(world, function, **options)
-    assert task.status.name == ("FAILED" if wait_s is None else "NOT_COMPLETE")
-    assert task.runs == options.get("runs", 0) + 1
-    if wait_s is not None:
-        assert (task.expected_time - world.now()).total_seconds() == pytest.approx(wait_s, abs=2)
-    assert said in (task.error or "")
-
-
-@pytest.mark.parametrize("minutes", [7, -60])
-def test_a_retry_with_an_eta_is_due_at_the_eta(world: World, minutes: int) -> None:
-    """A naive instant is UTC, as the app has it, and what is over is now."""
-    eta = world.now() + timedelta(minutes=minutes)
-    task = run(world, retry(eta=eta if minutes > 0 else eta.replace(tzinfo=None)))
-    assert abs(task.expected_time - max(eta, world.now())) < timedelta(seconds=2)
-    assert task.status.name == "NOT_COMPLETE"
-
-
-def test_the_retry_of_a_celery_task_retries_the_row_around_it(world: World, app: Celery) -> None:
-    @app.task(bind=True)
-    def charge(self: Task) -> None:
-        raise self.retry(countdown=5, exc=CLOSED)
-
-    task = run(world, lambda: charge(), retries="1m")
-    assert task.status.name == "NOT_COMPLETE"
-    assert "ValueError: closed" in (task.error or "")
-
-
-@pytest.mark.parametrize("error", [Ignore(), Reject("no", requeue=True)])
+@pytest.mark.parametrize("error", [Ignore(), Reject("no", requeue=True), CeleryRetry("busy")])
 @pytest.mark.parametrize("mode", MODES)
 def test_other_errors_of_celery_name_the_outcomes(world: World, error: Any, mode: str) -> None:
     def end() -> None:
@@ -356,57 +282,7 @@ def test_a_tag_cannot_be_sent_as_a_message(world: World, call: str) -> None:
     assert "use schedule_delay('celery', body, delay)" in (task.error or "")
 
 
-# -- coroutine tasks ------------------------------------------------------------------------------
-
-
-def test_rows_that_interleave_have_requests_of_their_own(world: World) -> None:
-    seen: list[tuple[Any, ...]] = []
-    all_there = asyncio.Barrier(6) if hasattr(asyncio, "Barrier") else None
-
-    async def look(given: Any, task: Any) -> None:
-        for _ in range(3):
-            await (all_there.wait() if all_there else asyncio.sleep(0.05))
-            request = current_task.request
-            seen.append((task, current_task.name, int(request.id), request.delay_task.id))
-            child = await asyncio.create_task(child_id())
-            seen.append((task, current_task.name, child, task.id))
-
-    async def child_id() -> int:
-        await asyncio.sleep(0)
-        return int(current_task.request.id)
-
-    for tag in "ab":
-        world.delays.processor(tag)(look)
-    world.run(*(tasks := [world.schedule(tag) for tag in "aaabbb"]))
-    assert set(world.statuses(tasks)) == {"DONE"}
-    assert len(seen) == 36
-    for task, name, shown, other in seen:
-        assert (name, shown, other) == (task.tag, task.id, task.id)
-
-
-def test_a_celery_task_that_a_coroutine_calls_is_current(world: World, app: Celery) -> None:
-    @app.task(bind=True, name="charge")
-    def charge(self: Task) -> None:
-        world.notes.append(current_task.name)
-
-    @world.delays.processor("a")
-    async def ask(given: Any) -> None:
-        charge()
-        world.notes.append(current_task.name)
-
-    world.run(world.schedule("a"))
-    assert world.notes == ["charge", "a"]
-
-
-def test_outside_of_rows_the_event_loop_has_no_worker_task(world: World) -> None:
-    def look() -> None:
-        task = get_current_task()
-        world.notes.append((get_current_worker_task(), task and task.request.id))
-
-    @world.delays.processor("a")
-    async def ask(given: Any) -> None:
-        asyncio.get_running_loop().call_soon(look, context=contextvars.Context())
-        await asyncio.sleep(0.01)
-
-    world.run(world.schedule("a"))
-    assert world.notes == [(None, None)]
+def test_a_retry_of_celery_names_the_outcomes(world: World) -> None:
+    task = run(world, lambda: current_task.retry(countdown=600))
+    assert task.status.name == "FAILED"
+    assert "return Retry(after=…)" in (task.error or "")

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import signal
-import threading
 import time
 from math import inf
 from typing import Any
 
-import pytest
-from celery.exceptions import SoftTimeLimitExceeded
-
 from delaytasks.db.sweep_queries import SweepQueries
 from delaytasks.model.clock import monotonic
 from delaytasks.model.inputs import MAX_SLOTS
-from delaytasks.run.calls import EventLoop, ThreadSlots
+from delaytasks.run.calls import ThreadSlots
 from delaytasks.run.chunk import Chunk, TagCosts, TimeBudget
 from delaytasks.worker.processes import Renewals
 from tests.waiting import in_child, wait_until
@@ -57,43 +51,6 @@ def test_all_tags_together_have_at_most_max_slots_thread_slots() -> None:
     assert slots.free("c", 5) == 0
     slots.give_back("a")
     assert slots.take("c", 5, 0)
-
-
-def test_a_start_function_of_the_event_loop_is_called_in_each_new_loop() -> None:
-    loop, calls, late = EventLoop(), list[int](), list[int]()
-
-    def call() -> None:
-        calls.append(1)
-
-    async def nothing() -> None: ...
-
-    loop.at_start(call)
-    loop.at_start(call)
-    loop.result_of(nothing())
-    assert len(calls) == 1
-    loop.after_fork()
-    loop.result_of(nothing())
-    assert len(calls) == 2
-    loop.at_start(lambda: late.append(1))
-    loop.result_of(nothing())
-    assert late == [1], "the loop ran already"
-
-
-def test_a_wait_for_a_coroutine_that_a_signal_ends_leaves_nothing_behind() -> None:
-    loop = EventLoop()
-
-    async def until_forgotten() -> None:
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
-        await asyncio.Event().wait()
-
-    def end(*_: Any) -> None:
-        raise SoftTimeLimitExceeded
-
-    before = signal.signal(signal.SIGALRM, end)
-    with pytest.raises(SoftTimeLimitExceeded):
-        loop.result_of(until_forgotten())
-    signal.signal(signal.SIGALRM, before)
-    assert not loop._answers
 
 
 def test_children_see_the_renewals_that_the_main_process_records() -> None:
