@@ -14,8 +14,8 @@ chunk, another thread settles the previous chunk and claims the next one:
 
 At most one chunk is claimed ahead. If that chunk has to wait for a slow row, the thread of the time
 budget gives it back two time budgets after its claim. (It cannot while the slow row holds Python's
-GIL. The leases of the chunk are renewed meanwhile.) Therefore the other thread waits with the claim
-if the tag of a row is known to take longer, until the row has one time budget left.
+GIL. The leases of the chunk are renewed meanwhile.) Therefore nothing is claimed ahead of a row
+whose tag is known to take longer.
 """
 
 from __future__ import annotations
@@ -23,11 +23,9 @@ from __future__ import annotations
 import math
 import os
 import random
-import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -122,25 +120,6 @@ class _ClaimedChunk(NamedTuple):
     claimed: Claimed
     #: Whether the claim got as many rows as it asked for, so that there are probably more.
     is_full: bool
-
-
-class _Pause:
-    """Lets a claim wait while a chunk runs."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._until = monotonic() + seconds
-        self._has_ended = threading.Event()
-        self._is_given_up = False
-
-    def wait(self) -> bool:
-        """Wait for the end of the pause. Return False if the chunk was given up meanwhile."""
-        self._has_ended.wait(max(self._until - monotonic(), 0))
-        return not self._is_given_up
-
-    def end(self, is_given_up: bool = False) -> None:
-        self._is_given_up = is_given_up
-        self._has_ended.set()
 
 
 class Runner:
@@ -274,11 +253,7 @@ class Runner:
         is_turn_of_recovered = began >= self._recovered_at.setdefault(queue, began + RECOVERED_S)
         most = limit - 1 if is_turn_of_recovered else limit
         claim = partial(self._claims.claim_due, queue, priorities)
-        drained = dict[int, int]()
-        with closing(self._chunks_of_backlog(claim, most, continue_s, tally)) as chunks:
-            for last in chunks:
-                drained.update((task.id, task.version) for task in last.claimed)
-                self._chunks.run(last.chunk, tally, self._host.may_detach)
+        last, drained = self._run_backlog(claim, most, continue_s, tally)
         is_full, seen = last.is_full, last.claimed.seen
         if is_turn_of_recovered or not is_full:
             recovered = self._run_recovered(queue, priorities, tally)
@@ -323,43 +298,39 @@ class Runner:
 
     # -- a backlog, in which the next chunk is claimed while the current one runs -----------------
 
-    def _chunks_of_backlog(
+    def _run_backlog(
         self, claim: Claim, most: int, for_s: float, tally: Tally
-    ) -> Generator[_ClaimedChunk, None, None]:
-        """Yield a chunk of up to `most` rows to run and, in a backlog, further ones for `for_s`.
+    ) -> tuple[_ClaimedChunk, dict[int, int]]:
+        """Run a chunk of up to `most` rows and, in a backlog, further ones for `for_s`.
 
-        The caller runs each chunk, and asks for the next one, which waits for the other thread.
-        Each chunk is closed here after it ran and was counted in `tally`. Close the generator, so
-        that this happens also if running a chunk raises.
+        Return the last one, and the versions with which all rows were claimed, by their ids.
         """
         settings = self._settings
         size = ChunkSize(settings.chunk_time_budget_s, settings.chunk_max, most)
-        until, ended = monotonic() + for_s, None
-        current = self._claim_chunk(claim, most)
-        while self._may_continue(current, until):
-            pause = _Pause(self._pause_s(current.chunk))
-            rows_to_claim = partial(self._rows_to_claim, pause, size, until)
-            beside = self._threads.submit(self._close_and_claim, ended, claim, rows_to_claim)
+        until, drained = monotonic() + for_s, dict[int, int]()
+        ended, current = None, self._claim_chunk(claim, most)
+        while True:
+            ahead: Future[_ClaimedChunk] | None = None
             rows, seconds = tally.sample
             tally.claimed += len(current.claimed)
+            drained.update((task.id, task.version) for task in current.claimed)
             try:
-                yield current
+                if self._may_continue(current, until):
+                    ahead = self._threads.submit(self._close_and_claim, ended, claim, size.rows)
+                elif ended is not None:
+                    self._chunks.close(ended)
+                self._chunks.run(current.chunk, tally, self._host.may_detach)
+                if ahead is None:
+                    break
                 tally.add(*self._host.thread_slots.ended())
                 ran, took_s = tally.sample
                 size.learn(ran - rows, took_s - seconds, tally.wanted_next)
-                pause.end()
-                ended, current = current.chunk, beside.result()
+                ended, current = current.chunk, ahead.result()
             except BaseException as error:
-                pause.end(is_given_up=True)
-                self._give_up(current, beside, error)
+                self._give_up(current.chunk, ahead, error)
                 raise
-        tally.claimed += len(current.claimed)
-        try:
-            if ended is not None:
-                self._chunks.close(ended)
-            yield current
-        finally:
-            self._chunks.close(current.chunk)
+        self._chunks.close(current.chunk)
+        return current, drained
 
     def _may_continue(self, current: _ClaimedChunk, until: float) -> bool:
         if not current.chunk.rows or not current.is_full or current.claimed.seen.waitlists:
@@ -367,47 +338,35 @@ class Runner:
         # Rows that are claimed ahead would be lost with the process, which a time limit may end.
         if any(task.tag in self._host.registry.time_limits for task in current.claimed):
             return False
+        longest_s = MAX_BUDGETS * self._settings.chunk_time_budget_s
+        if self._chunks.costs.expected_s(current.chunk.waiting) > longest_s:
+            return False
         return monotonic() < until and not self._host.has_others()
 
-    def _close_and_claim(
-        self, ended: Chunk | None, claim: Claim, rows_to_claim: Callable[[], int]
-    ) -> _ClaimedChunk:
+    def _close_and_claim(self, ended: Chunk | None, claim: Claim, most: int) -> _ClaimedChunk:
         """Run in another thread while a chunk runs."""
         if ended is not None:
             self._chunks.close(ended)
         self._policies.current()
-        return self._claim_chunk(claim, rows_to_claim(), self._settings.chunk_time_budget_s)
-
-    def _pause_s(self, chunk: Chunk) -> float:
-        """Return how long to wait with the next claim, so that its chunk is not given back."""
-        budget_s = self._settings.chunk_time_budget_s
-        expected_s = self._chunks.costs.expected_s(chunk.waiting)
-        return expected_s - budget_s if expected_s > MAX_BUDGETS * budget_s else 0.0
-
-    def _rows_to_claim(self, pause: _Pause, size: ChunkSize, until: float) -> int:
-        """Return the size of the next chunk after the pause; 0 if the process should report."""
-        if pause.seconds == 0:
-            return size.rows
-        may_claim = pause.wait() and monotonic() < until and not self._host.has_others()
-        return size.rows if may_claim else 0
+        return self._claim_chunk(claim, most, self._settings.chunk_time_budget_s)
 
     def _claim_chunk(self, claim: Claim, most: int, waits_s: float = 0.0) -> _ClaimedChunk:
         claimed_at = monotonic()
-        claimed = claim(most) if most else Claimed()
+        claimed = claim(most)
         chunk = self._chunks.open(claimed, claimed_at, waits_s)
         return _ClaimedChunk(chunk, claimed, len(claimed) + claimed.seen.held >= most)
 
     def _give_up(
-        self, current: _ClaimedChunk, beside: Future[_ClaimedChunk], raised: BaseException
+        self, current: Chunk, ahead: Future[_ClaimedChunk] | None, raised: BaseException
     ) -> None:
         """Close the chunk that ran, and give back the one that was claimed meanwhile."""
         try:
-            self._chunks.close(current.chunk)
+            self._chunks.close(current)
         finally:
-            error = beside.exception()
-            if error is None:
-                self._chunks.close(beside.result().chunk)
-            elif error is not raised:
+            error = None if ahead is None else ahead.exception()
+            if ahead is not None and error is None:
+                self._chunks.close(ahead.result().chunk)
+            elif error is not None and error is not raised:
                 self._events.failed("claim ahead", error)
 
     # -- waitlists of limited tags: when a task ends, the next one runs in its slot ---------------

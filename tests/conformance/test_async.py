@@ -20,6 +20,7 @@ from sqlalchemy.orm import Session
 
 import delaytasks as e
 from delaytasks import DelayedTask, DelayTasks, Status
+from delaytasks.run import calls
 from tests.waiting import wait_until, within
 from tests.world import MonkeyPatch, World, recording
 from tests.world.broker import RecordingTimer
@@ -212,6 +213,7 @@ def test_without_a_thread_for_the_event_loop_only_this_row_fails(
             raise RuntimeError("can't start new thread")
         start(thread)
 
+    monkeypatch.setattr(calls, "result_of", calls.EventLoop().result_of)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         within(20, partial(world.run, tasks[0]))
