@@ -111,8 +111,8 @@ def _fill_statistics() -> None:
     counts = RunCounts()
     for number in range(50):
         counts.add_run(0.002 * number, 0.1, None)
-        counts.add_outcome("done")
-    minute, text = now.replace(second=0, microsecond=0), dump_json(counts.as_list())
+        counts["done"] += 1
+    minute, text = now.replace(second=0, microsecond=0), dump_json(counts)
     rows = [
         {"start": minute - timedelta(minutes=ago), "tag": f"shop.{n}", "counts": text}
         for ago in range(COUNTS_KEPT // timedelta(minutes=1))

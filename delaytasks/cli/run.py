@@ -115,8 +115,9 @@ class OverdueRun:
         self._error = ""
         self._process_lost_at = float("-inf")
         self._show: Callable[..., None] = lambda **_: None
-        self._counts: Counter[str] = Counter()
-        self._unknown_tags: set[str] = set()
+        self._succeeded = self._failed = self._recovered = 0
+        #: How many tasks have no processor, by tag.
+        self._unknown_tags = Counter[str]()
         delays.events.subscribe(self._on_event)
 
     def until_empty(self, cli: Cli, progress: Progress) -> bool:
@@ -139,12 +140,12 @@ class OverdueRun:
 
     def summary(self, is_stopped: bool) -> dict[str, Any]:
         return {
-            "ran": self._counts["task.succeeded"] + self._counts["task.failed"],
-            "succeeded": self._counts["task.succeeded"],
-            "failed": self._counts["task.failed"],
-            "without_processor": self._counts["task.no_processor"],
+            "ran": self._succeeded + self._failed,
+            "succeeded": self._succeeded,
+            "failed": self._failed,
+            "without_processor": sum(self._unknown_tags.values()),
             "unknown_tags": sorted(self._unknown_tags),
-            "recovered": self._counts["task.recovered"],
+            "recovered": self._recovered,
             "seconds": round(monotonic() - self._began_at, 3),
             "is_stopped": is_stopped,
         }
@@ -187,17 +188,18 @@ class OverdueRun:
             self._errors, self._error = self._errors + 1, report.error
         elif report.claimed:
             self._errors = 0
-        for name, tag, number in report.counts:
-            self._counts[name] += number
-            if tag:
-                self._unknown_tags.add(tag)
-        self._show(advance=report.ran, failed=self._counts["task.failed"])
+        for tag, counts in report.statistics.tags:
+            self._succeeded += counts["done"]
+            self._failed += counts["failed"]
+            if self._runtime.registry.get(tag) is None and counts["given_back"]:
+                self._unknown_tags[tag] += counts["given_back"]
+        self._show(advance=report.ran, failed=self._failed)
 
     def _on_event(self, name: str, fields: dict[str, Any]) -> None:
         if name == "task.recovered":
-            self._counts[name] += fields.get("count", 1)
+            self._recovered += fields.get("count", 1)
         elif name == "task.worker_lost":
-            self._counts["task.failed"] += 1
+            self._failed += 1
         elif name == "chunk.failed":
             self._claimed += 1  # the chunk had tasks, so another pass is needed
             self._process_lost_at = monotonic()

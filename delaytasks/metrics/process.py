@@ -126,12 +126,12 @@ def run_metrics(totals: Mapping[str, RunCounts]) -> Iterator[Metric]:
         for outcome, count in counts.by_outcome().items()
     ]
     yield counters("delaytasks_runs", "Runs by outcome.", outcomes, "tag", "outcome")
-    contracts = [(tag, counts) for tag, counts in runs if counts.on_time or counts.late]
+    contracts = [(tag, counts) for tag, counts in runs if counts["on_time"] or counts["late"]]
     about = "Runs of tags with `on_time` that began in time."
-    on_time = [((tag,), counts.on_time) for tag, counts in contracts]
+    on_time = [((tag,), counts["on_time"]) for tag, counts in contracts]
     yield counters("delaytasks_runs_on_time", about, on_time, "tag")
     about = "Runs of tags with `on_time` that began too late."
-    late = [((tag,), counts.late) for tag, counts in contracts]
+    late = [((tag,), counts["late"]) for tag, counts in contracts]
     yield counters("delaytasks_runs_late", about, late, "tag")
     about = (
         f"Runs that began more than {LATE_S:g} s late, by what brought their rows, and by why they "
@@ -144,9 +144,9 @@ def run_metrics(totals: Mapping[str, RunCounts]) -> Iterator[Metric]:
     ]
     yield counters("delaytasks_late_starts", about, starts, "tag", "brought_by", "reason")
     about = "Time from the due time of a task to the start of its run."
-    times = [((tag,), c.lateness, c.lateness_s) for tag, c in runs]
+    times = [((tag,), c.lateness, c["lateness_s"]) for tag, c in runs]
     yield histograms("delaytasks_run_lateness_seconds", about, LATENESS_BOUNDS_S, times, "tag")
-    times = [((tag,), c.duration, c.duration_s) for tag, c in runs]
+    times = [((tag,), c.duration, c["duration_s"]) for tag, c in runs]
     about = "Duration of runs."
     yield histograms("delaytasks_run_duration_seconds", about, DURATION_BOUNDS_S, times, "tag")
 

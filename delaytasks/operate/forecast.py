@@ -285,7 +285,7 @@ def _tags(runtime: Runtime, due: Due, now: datetime) -> dict[str, TagForecast]:
     except StoreError:  # for example, there are no tables of statistics yet
         counted = []
     measured = {
-        tag: counts.duration_s / counts.started
+        tag: counts["duration_s"] / counts.started
         for tag, counts in counted
         if counts.started >= LEAST_MEASURED_RUNS
     }

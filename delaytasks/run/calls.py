@@ -247,6 +247,8 @@ class Host:
     #: Whether concurrent rows may go on while the next chunk runs: another process has to renew
     #: their leases, and `Runner.finish` has to be called at the end.
     may_detach: bool = False
+    #: Whether reports have the counts of runs although the deployment has no statistics.
+    counts_runs: bool = False
     #: Returns the last renewal of the leases that succeeded.
     last_renewal: Callable[[], LastRenewal] = lambda: NO_RENEWAL
     #: Whether a caller has asked the run of this id and version to stop.

@@ -7,9 +7,8 @@ import re
 import sysconfig
 import threading
 from bisect import bisect_left
-from collections import Counter, deque
-from collections.abc import Container, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Container, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,8 +25,8 @@ if TYPE_CHECKING:
 
 
 #: The upper bounds of the buckets of the lateness of tasks: the start minus the due time. A value
-#: that equals a bound belongs to its bucket. One more bucket has all longer times. The bounds are
-#: part of the stored statistics, so a bound may be appended but neither changed nor removed.
+#: that equals a bound belongs to its bucket. One more bucket has all longer times. The numbers of
+#: the buckets are part of the stored statistics.
 LATENESS_BOUNDS_S = (
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
     *(300.0, 900.0, 3600.0, 14_400.0, 86_400.0),
@@ -55,124 +54,73 @@ OUTCOMES: dict[SettlingMove, str] = {
 LOST_LEASE = "lease_lost"
 #: Tasks that failed because their workers died too often.
 WORKER_LOST = "worker_lost"
-#: All names, in the order in which they are stored: a new one is appended here.
 OUTCOME_NAMES = (*OUTCOMES.values(), LOST_LEASE, WORKER_LOST)
-_POSITIONS = {name: number for number, name in enumerate(OUTCOME_NAMES)}
+_LATENESS = [f"lateness_{number}" for number in range(len(LATENESS_BOUNDS_S) + 1)]
+_DURATION = [f"duration_{number}" for number in range(len(DURATION_BOUNDS_S) + 1)]
+_LATE_START = "late_start_"
+_MAXIMA = frozenset({"lateness_max_s", "duration_max_s"})
 
 
-@dataclass(slots=True, eq=False)
-class RunCounts:
-    """Counts that can be added. Not safe for several threads without a lock."""
+class RunCounts(dict[str, Any]):
+    """Numbers by name, which can be added, and are one JSON object. A missing number is 0.
 
-    #: For tags with `on_time`: the runs that began in time, and those that did not, with the tasks
-    #: that expired.
-    on_time: int = 0
-    late: int = 0
-    #: The sums of all times of the two histograms.
-    lateness_s: float = 0.0
-    duration_s: float = 0.0
-    #: The largest of these times.
-    lateness_max_s: float = 0.0
-    duration_max_s: float = 0.0
-    #: The number of each outcome, in the order of `OUTCOME_NAMES`.
-    outcomes: list[int] = field(default_factory=lambda: [0] * len(OUTCOME_NAMES))
-    #: The runs that began late, by the value of the column `late_by`.
-    late_starts: Counter[int] = field(default_factory=Counter)
-    lateness: list[int] = field(default_factory=lambda: [0] * (len(LATENESS_BOUNDS_S) + 1))
-    duration: list[int] = field(default_factory=lambda: [0] * (len(DURATION_BOUNDS_S) + 1))
+    Not safe for several threads without a lock. Besides `OUTCOME_NAMES`, the names are:
+
+        on_time, late                   for tags with `on_time`: the runs that began in time, and
+                                        those that did not, with the tasks that expired
+        lateness_s, duration_s          the sums of all times of the two histograms
+        lateness_max_s, duration_max_s  the largest of these times
+        lateness_0, duration_0, …       the number of runs in each bucket of the histograms
+        late_start_12, …                the runs that began late, by the value of `late_by`
+    """
+
+    def __missing__(self, name: str) -> int:
+        return 0
 
     @property
     def started(self) -> int:
         """The runs that began, and have ended in the process that counted them."""
         return sum(self.lateness)
 
-    def by_outcome(self) -> dict[str, int]:
-        return dict(zip(OUTCOME_NAMES, self.outcomes, strict=True))
+    @property
+    def lateness(self) -> list[int]:
+        return [self[name] for name in _LATENESS]
 
-    def add_outcome(self, name: str, count: int = 1) -> None:
-        self.outcomes[_POSITIONS[name]] += count
+    @property
+    def duration(self) -> list[int]:
+        return [self[name] for name in _DURATION]
+
+    @property
+    def late_starts(self) -> dict[int, int]:
+        """The runs that began late, by the value of the column `late_by`."""
+        found = (name for name in self if name.startswith(_LATE_START))
+        return {int(name.removeprefix(_LATE_START)): self[name] for name in found}
+
+    def by_outcome(self) -> dict[str, int]:
+        return {name: self[name] for name in OUTCOME_NAMES}
+
+    def add_late_start(self, late_by: int) -> None:
+        self[f"{_LATE_START}{late_by}"] += 1
 
     def add_run(self, lateness_s: float, duration_s: float, on_time_s: float | None) -> None:
         """Add one run. `on_time_s` is the lateness that its processor promises not to exceed."""
         # A claim may precede the due time by the clock tolerance.
         if lateness_s < 0.0:
             lateness_s = 0.0
-        self.lateness_s += lateness_s
-        self.duration_s += duration_s
-        if lateness_s > self.lateness_max_s:
-            self.lateness_max_s = lateness_s
-        if duration_s > self.duration_max_s:
-            self.duration_max_s = duration_s
-        self.lateness[bisect_left(LATENESS_BOUNDS_S, lateness_s)] += 1
-        self.duration[bisect_left(DURATION_BOUNDS_S, duration_s)] += 1
+        self["lateness_s"] += lateness_s
+        self["duration_s"] += duration_s
+        if lateness_s > self["lateness_max_s"]:
+            self["lateness_max_s"] = lateness_s
+        if duration_s > self["duration_max_s"]:
+            self["duration_max_s"] = duration_s
+        self[_LATENESS[bisect_left(LATENESS_BOUNDS_S, lateness_s)]] += 1
+        self[_DURATION[bisect_left(DURATION_BOUNDS_S, duration_s)]] += 1
         if on_time_s is not None:
-            if lateness_s <= on_time_s:
-                self.on_time += 1
-            else:
-                self.late += 1
+            self["on_time" if lateness_s <= on_time_s else "late"] += 1
 
-    def add(self, other: RunCounts) -> None:
-        self.on_time += other.on_time
-        self.late += other.late
-        self.lateness_s += other.lateness_s
-        self.duration_s += other.duration_s
-        self.lateness_max_s = max(self.lateness_max_s, other.lateness_max_s)
-        self.duration_max_s = max(self.duration_max_s, other.duration_max_s)
-        self.late_starts.update(other.late_starts)
-        for mine, others in (
-            (self.outcomes, other.outcomes),
-            (self.lateness, other.lateness),
-            (self.duration, other.duration),
-        ):
-            for number, count in enumerate(others):
-                if count:
-                    mine[number] += count
-
-    def copy(self) -> RunCounts:
-        counts = RunCounts()
-        counts.add(self)
-        return counts
-
-    def as_list(self) -> list[Any]:
-        """Return the counts in compact form, for messages between processes and for JSON."""
-        return [
-            _sparse(self.outcomes),
-            [self.on_time, self.late] if self.on_time or self.late else [],
-            round(self.lateness_s, 3),
-            round(self.duration_s, 3),
-            _sparse(self.lateness),
-            _sparse(self.duration),
-            self.lateness_max_s,
-            self.duration_max_s,
-            [each for pair in self.late_starts.items() for each in pair],
-        ]
-
-    @classmethod
-    def of(cls, stored: Sequence[Any]) -> RunCounts:
-        """Return the counts that `as_list` has written."""
-        counts = cls()
-        counts.add_stored(stored)
-        return counts
-
-    def add_stored(self, stored: Sequence[Any]) -> None:
-        """Add what `as_list` returned. Buckets of a newer version count in the last one."""
-        outcomes, contract, lateness_s, duration_s, lateness, duration, *others = stored
-        latest_s, longest_s, late = others
-        self.late_starts.update(dict(zip(late[::2], late[1::2], strict=True)))
-        self.lateness_max_s = max(self.lateness_max_s, latest_s)
-        self.duration_max_s = max(self.duration_max_s, longest_s)
-        self.lateness_s += lateness_s
-        self.duration_s += duration_s
-        if contract:
-            self.on_time += contract[0]
-            self.late += contract[1]
-        for into, pairs in (
-            (self.outcomes, outcomes),
-            (self.lateness, lateness),
-            (self.duration, duration),
-        ):
-            for number, count in zip(pairs[::2], pairs[1::2], strict=True):
-                into[min(number, len(into) - 1)] += count
+    def add(self, other: Mapping[str, Any]) -> None:
+        for name, number in other.items():
+            self[name] = max(self[name], number) if name in _MAXIMA else self[name] + number
 
 
 class FailureCount(NamedTuple):
@@ -187,15 +135,10 @@ class FailureCount(NamedTuple):
 
 
 class RunStatistics(NamedTuple):
-    """What a process has counted since its last report. The counts are in compact form."""
+    """What a process has counted since its last report."""
 
-    tags: tuple[tuple[str, list[Any]], ...] = ()
+    tags: tuple[tuple[str, RunCounts], ...] = ()
     failures: tuple[FailureCount, ...] = ()
-
-
-def _sparse(counts: Sequence[int]) -> list[int]:
-    """Return number and count of each bucket that is not empty, one after the other."""
-    return [each for number, count in enumerate(counts) if count for each in (number, count)]
 
 
 # -- Patterns of error texts, by which failures are grouped ---------------------------------------
@@ -318,7 +261,7 @@ class RunCounter(Observer):
                 else:
                     self._add_outcome(settlement, task.id in accepted)
             for tag, number in done.items():
-                self._of(tag).add_outcome(OUTCOMES["succeed"], number)
+                self._of(tag)[OUTCOMES["succeed"]] += number
 
     def take(self) -> RunStatistics:
         """Return the counts since the last call, and count anew."""
@@ -328,9 +271,7 @@ class RunCounter(Observer):
                 return RunStatistics()
             tags, self._tags = self._tags, {}
             failures, self._failures = self._failures, {}
-        return RunStatistics(
-            tuple((tag, counts.as_list()) for tag, counts in tags.items()), tuple(failures.values())
-        )
+        return RunStatistics(tuple(tags.items()), tuple(failures.values()))
 
     def _add_runs(self) -> None:
         """Add the runs of the queue to the counts of their tags."""
@@ -341,7 +282,7 @@ class RunCounter(Observer):
                 last, counts, on_time_s = tag, self._of(tag), self._on_time_s(tag)
             counts.add_run(lateness.total_seconds(), duration_s, on_time_s)
             if late_by is not None:
-                counts.late_starts[late_by] += 1
+                counts.add_late_start(late_by)
 
     def _add_outcome(self, settlement: Settlement, is_accepted: bool) -> None:
         task, move = settlement.task, settlement.move
@@ -349,13 +290,13 @@ class RunCounter(Observer):
         # A transaction of the processor that is still open keeps the row until its lease ends.
         is_left_open = settlement.is_made and move != "succeed"
         if is_left_open or not is_accepted:
-            counts.add_outcome(LOST_LEASE)
+            counts[LOST_LEASE] += 1
             return
-        counts.add_outcome(OUTCOMES[move])
+        counts[OUTCOMES[move]] += 1
         if move in _FAILURES:
             self._add_failure(task, settlement.error or "")
         elif move == "expire" and self._on_time_s(task.tag) is not None:
-            counts.late += 1
+            counts["late"] += 1
 
     def _of(self, tag: str) -> RunCounts:
         counts = self._tags.get(tag)

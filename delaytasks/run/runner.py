@@ -104,8 +104,6 @@ class Report(NamedTuple):
     reason: FailureReason = FailureReason.UNKNOWN
     #: The waitlists that a process should go on with.
     waitlists: tuple[WaitlistState, ...] = ()
-    #: Events, tags and numbers, if the job asked for counts.
-    counts: tuple[tuple[str, str, int], ...] = ()
     #: What the process has counted since its last report.
     statistics: RunStatistics = RunStatistics()
     #: The rows and seconds from which the size of the next chunk is learned, if they are not `ran`
@@ -129,7 +127,8 @@ class Runner:
         self._settings, self._clock, self._events = runtime.settings, runtime.clock, runtime.events
         self._host, self._claims, self._admission = host, host.claims, host.admission
         self._policies = runtime.policy_cache
-        self._counter = RunCounter(host.registry) if self._settings.statistics else None
+        counts_runs = self._settings.statistics or host.counts_runs
+        self._counter = RunCounter(host.registry) if counts_runs else None
         self._observers = list[Observer]()
         if self._counter is not None:
             self._observers.append(self._counter)

@@ -121,12 +121,12 @@ class RunTotals:
         return cls(
             started=counts.started,
             **counts.by_outcome(),
-            on_time=counts.on_time,
-            late=counts.late,
-            lateness_s=round(counts.lateness_s, 3),
-            duration_s=round(counts.duration_s, 3),
-            lateness_max_s=round(counts.lateness_max_s, 6),
-            duration_max_s=round(counts.duration_max_s, 6),
+            on_time=counts["on_time"],
+            late=counts["late"],
+            lateness_s=round(counts["lateness_s"], 3),
+            duration_s=round(counts["duration_s"], 3),
+            lateness_max_s=round(counts["lateness_max_s"], 6),
+            duration_max_s=round(counts["duration_max_s"], 6),
             lateness=tuple(counts.lateness),
             duration=tuple(counts.duration),
         )
@@ -408,10 +408,10 @@ class Statistics(CallGroup):
             )
         found = []
         for tag, counts in self._counts(since, until, tags):
-            if counts.on_time or counts.late:
+            if counts["on_time"] or counts["late"]:
                 processor = self._delays._registry.get(tag)
                 promised_s = None if processor is None else processor.on_time_s
-                found.append(OnTime(tag, promised_s, counts.on_time, counts.late, target))
+                found.append(OnTime(tag, promised_s, counts["on_time"], counts["late"], target))
         return found
 
     aon_time = twin(on_time)

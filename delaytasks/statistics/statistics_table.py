@@ -116,8 +116,8 @@ class WorkerCounts:
             return
         minute = self._minute()
         with self._lock:
-            for tag, stored in statistics.tags:
-                self._of(minute, tag).add_stored(stored)
+            for tag, counts in statistics.tags:
+                self._of(minute, tag).add(counts)
             for failure in statistics.failures:
                 self._unwritten.add_failure(
                     minute // 60, failure._replace(tag=self._counted_as(failure.tag))
@@ -131,13 +131,13 @@ class WorkerCounts:
         failure = FailureCount(self._counted_as(tag), error_pattern(error), 1, id, error)
         minute = self._minute()
         with self._lock:
-            self._of(minute, tag).add_outcome(WORKER_LOST)
+            self._of(minute, tag)[WORKER_LOST] += 1
             self._unwritten.add_failure(minute // 60, failure)
 
     def totals(self) -> dict[str, RunCounts]:
         """Return the counts of each tag since the worker started, as copies."""
         with self._lock:
-            found = {tag: counts.copy() for tag, counts in self._totals.items()}
+            found = {tag: RunCounts(counts) for tag, counts in self._totals.items()}
             for (_, tag), counts in self._unwritten.runs.items():
                 found.setdefault(tag, RunCounts()).add(counts)
         return found
@@ -243,7 +243,7 @@ class StatisticsTable:
         for tag in tags:
             counts = _counts_of(found[tag])
             counts.add(by_tag[tag])
-            rows.append({"of_start": start, "of_tag": tag, "new": dump_json(counts.as_list())})
+            rows.append({"of_start": start, "of_tag": tag, "new": dump_json(counts)})
         on.execute(self._update, rows)
 
     def _add_failures(
@@ -331,10 +331,12 @@ def _all_rows(query: Any, connection: Any) -> Sequence[Any]:
 
 def _counts_of(text: str | None) -> RunCounts:
     """Read the counts of a minute. A text of another program counts nothing."""
+    counts = RunCounts()
     try:
-        return RunCounts.of(json.loads(text or ""))
-    except (ValueError, TypeError, IndexError):
+        counts.add(json.loads(text or ""))
+    except (ValueError, TypeError, AttributeError):
         return RunCounts()
+    return counts
 
 
 def hour_counts_of(text: str) -> dict[int, int]:

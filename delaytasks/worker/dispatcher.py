@@ -239,8 +239,7 @@ class Dispatcher:
     `recall` use the pool, and run in the thread to which `call_soon` brings a call. Any thread may
     call the other methods.
 
-    What comes after `close` is sent back. If the worker has an `on_report`, chunks count the
-    outcomes of their tasks in their reports.
+    What comes after `close` is sent back.
     """
 
     def __init__(self, worker: WorkerRuntime) -> None:
@@ -560,9 +559,7 @@ class Dispatcher:
             if request is None:
                 return None
             return request._replace(
-                sends_events=worker.sends_events(),
-                policies=worker.runtime.policy_cache.stamp,
-                counts_outcomes=worker.on_report is not None,
+                sends_events=worker.sends_events(), policies=worker.runtime.policy_cache.stamp
             )
 
     def _choose_chunk(self) -> ChunkRequest | None:

@@ -44,8 +44,6 @@ class ChunkRequest(NamedTuple):
     serve_s: float = 0.0
     #: How long the process may continue with further chunks of a drain.
     continue_s: float = 0.0
-    #: Whether the report should count the outcomes of the tasks.
-    counts_outcomes: bool = False
 
     def work(self, runner: Runner) -> Callable[[], Report]:
         """Return the call that runs the chunk, which is no frame of its own in a traceback."""
@@ -78,8 +76,6 @@ def run_chunk(request: ChunkRequest) -> Report:
         processes = processes_of(current_app)
         log = processes.runtime.events.log
         processes.began_chunk()
-        if request.counts_outcomes:
-            processes.count_outcomes()
         policies = processes.runtime.policy_cache
         # While the process continues with a drain, the main process sends it no further stamps.
         is_led = request.continue_s == 0
@@ -97,9 +93,7 @@ def run_chunk(request: ChunkRequest) -> Report:
     finally:
         if processes is not None:
             processes.ended_chunk()
-    if not request.counts_outcomes or processes is None:
-        return report
-    return report._replace(counts=processes.take_counts())
+    return report
 
 
 # -- Celery's pool ---------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import secrets
 import signal
 import socket
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from math import inf
@@ -152,10 +151,6 @@ class RequestedRuns:
 # -- Names, queues and runners --------------------------------------------------------------------
 
 
-#: The events that are counted, and for which of them each tag is counted.
-_COUNTED = {"task.succeeded": False, "task.failed": False, "task.no_processor": True}
-
-
 #: Without a main process, a row runs no longer than this part of a lease, and of the time after
 #: which a silent worker's rows are released. Leases are renewed after a third of their time, and a
 #: worker reports after a third of the other one, so another worker does not run the row yet.
@@ -182,8 +177,8 @@ class Processes:
         self.queues: list[str] = []
         #: Whether concurrent tasks may run on when their chunk has ended, while others run.
         self.may_detach = True
-        #: The outcomes since the last report, by event and tag, if they are counted.
-        self._outcomes: Counter[tuple[str, str]] | None = None
+        #: Whether reports have the counts of runs although the deployment has no statistics.
+        self.counts_runs = False
         self.after_fork()
         reset_in_child(self)
 
@@ -193,8 +188,6 @@ class Processes:
         self._task_events: TaskEvents | None = None
         #: Whether this process of the pool runs a chunk, and whether its main process is dead.
         self._runs_chunk = self._is_orphan = False
-        if self._outcomes is not None:
-            self._outcomes = Counter()
 
     def _share(self) -> None:
         """Make the memory that this process shares with those that it forks from now on."""
@@ -247,24 +240,6 @@ class Processes:
         shows_bodies = settings.event_bodies and not settings.encryption_keys
         return TaskEvents(app, self.hostname, settings.publish_limit_s, shows_bodies)
 
-    def count_outcomes(self) -> None:
-        """Count from now on the outcomes of the tasks that this process runs."""
-        if self._outcomes is None:
-            self._outcomes = Counter()
-            self.runtime.events.subscribe(self._count_outcome)
-
-    def _count_outcome(self, name: str, fields: dict[str, Any]) -> None:
-        counts_tags = _COUNTED.get(name)
-        if counts_tags is not None and self._outcomes is not None:
-            self._outcomes[name, fields["tag"] if counts_tags else ""] += fields.get("count", 1)
-
-    def take_counts(self) -> tuple[tuple[str, str, int], ...]:
-        """Return (event, tag, number) of each outcome since the last call."""
-        if self._outcomes is None:
-            return ()
-        counts, self._outcomes = self._outcomes, Counter()
-        return tuple((name, tag, count) for (name, tag), count in counts.items())
-
     def build_runner(
         self, watcher: Observer | None = None, registry: Registry | None = None
     ) -> Runner:
@@ -291,6 +266,7 @@ class Processes:
             keeps_time_limits=self.keeps_time_limits or not self.is_worker,
             # The main process of a worker renews the leases of the rows that are left.
             may_detach=self.is_worker and self.may_detach,
+            counts_runs=self.counts_runs,
             last_renewal=self.renewals.last,
             is_asked_to_stop=self.requested_runs.has,
             has_others=self.others_wait.is_so,
@@ -342,7 +318,7 @@ class Processes:
         runner.finish()
         statistics = runner.take_statistics()
         runtime.flush()
-        if statistics.tags:
+        if statistics.tags and runtime.settings.statistics:
             from delaytasks.statistics.statistics_table import write_rest
 
             write_rest(runtime, statistics)

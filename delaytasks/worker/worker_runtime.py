@@ -383,6 +383,7 @@ class StandaloneWorker:
         if processes is not None:
             pool_processes.serve(self.hostname, self.pool, may_detach=polls_table)
         pool_processes.queues = list(queues) or [ALL_QUEUES]
+        pool_processes.counts_runs = on_report is not None
         self.runtime = WorkerRuntime(
             parts,
             pool_processes,

@@ -147,9 +147,9 @@ def write_statistics(delays: DelayTasks) -> None:
         counts = RunCounts()
         runs = int(220 + 90 * math.sin(ago / 9) + 17 * (ago % 5)) - ago
         failed, retried = max(6 - ago // 3, 0), ago % 4
-        counts.add_outcome("done", runs - failed - retried)
-        counts.add_outcome("failed", failed)
-        counts.add_outcome("retried", retried)
+        counts["done"] += runs - failed - retried
+        counts["failed"] += failed
+        counts["retried"] += retried
         for number in range(runs):
             slow = 0.9 if number % 60 == 0 and ago < 20 else 0.0
             counts.add_run(0.004 + number % 7 * 0.001 + slow, 0.02, ON_TIME_S)
@@ -161,8 +161,8 @@ def write_runs(delays: DelayTasks, tag: str, ago: timedelta, runs: int, failed: 
     counts = RunCounts()
     for _ in range(runs):
         counts.add_run(0.02, 0.3, None)
-    counts.add_outcome("done", runs - failed)
-    counts.add_outcome("failed", failed)
+    counts["done"] += runs - failed
+    counts["failed"] += failed
     write_counts(delays, tag, ago, counts)
 
 
@@ -217,7 +217,7 @@ class Site:
 def write_on_time(delays: DelayTasks, tag: str, ago: timedelta, on_time: int, late: int) -> None:
     """Write how many tasks began on time in one minute of the past."""
     counts = RunCounts()
-    counts.on_time, counts.late = on_time, late
+    counts["on_time"], counts["late"] = on_time, late
     write_counts(delays, tag, ago, counts)
 
 

@@ -28,7 +28,7 @@ class Counts:
     ) -> Counts:
         """Add a run that succeeded for each lateness."""
         counts = RunCounts()
-        counts.add_outcome("done", len(latenesses_s))
+        counts["done"] += len(latenesses_s)
         for lateness_s in latenesses_s:
             counts.add_run(lateness_s, duration_s, on_time_s)
         self._unwritten.add_run(to_us(at) // MINUTE_US, tag, counts)
