@@ -68,14 +68,18 @@ class RunLog(Observer):
 # -- Settlements, with retries --------------------------------------------------------------------
 
 
-#: After this number of locked rows the other rows are settled first, since each try takes seconds.
-MAX_LOCKED = 3
 #: The time between two tries while the database is unavailable.
 SETTLE_RETRY_S = 0.5
+#: The database gave no answer, or another transaction has locked a row.
+_AWAY = (StoreUnavailableError, OutcomeUnknownError)
+LOCKED_REMEDY = (
+    "an open transaction has locked this task's row (with SQLite: the database); if its processor "
+    "began the transaction, commit or roll back before the processor returns"
+)
 
 
 def is_locked(error: StoreError) -> bool:
-    """Whether the database answers, and an open transaction has locked a row."""
+    """Whether an open transaction has locked a row, so that the database works nevertheless."""
     return isinstance(error, StoreUnavailableError) and error.is_locked
 
 
@@ -83,8 +87,6 @@ class Settler:
     def __init__(self, runtime: Runtime, claims: Claims, observers: list[Observer]) -> None:
         self._runtime, self._events = runtime, runtime.events
         self._claims, self._observers = claims, observers
-        #: Id and version of the last locked row that was reported.
-        self._reported_locked: tuple[int, int] | None = None
 
     def settle(self, chunk: Chunk, patience_s: float, settle: Settle | None = None) -> bool:
         """Settle the rows of a chunk that have ended, and arm those that run again.
@@ -113,46 +115,12 @@ class Settler:
     ) -> None:
         try:
             self._report(settlements, self._repeat(settlements, deadline, settle))
-        except (StoreUnavailableError, OutcomeUnknownError) as error:
-            if len(settlements) > 1 and is_locked(error):
-                self._settle_each(chunk, settlements, deadline)
-                return
-            chunk.keep(settlements)
-            raise
-        except StoreError:
-            # The database refused one of them. The others are settled and do not run again.
-            self._settle_each(chunk, settlements, deadline)
-
-    def _settle_each(
-        self, chunk: Chunk, settlements: Sequence[Settlement], deadline: float
-    ) -> None:
-        """Settle each row by itself; locked rows come last, so that no other row waits for them."""
-        refusal: StoreError | None = None
-        locked: list[Settlement] = []
-        untried: list[Settlement] = []
-        for number, one in enumerate(settlements):
-            if len(locked) >= MAX_LOCKED:
-                untried.append(one)
-                continue
-            try:
-                self._report([one], self._write([one], self._claims.settle))
-            except (StoreUnavailableError, OutcomeUnknownError) as error:
-                if not is_locked(error):
-                    chunk.keep([*locked, *settlements[number:]])
-                    raise
-                locked.append(one)
-            except StoreError as error:
-                chunk.keep([one])
-                refusal = error
-        later = [*untried, *locked]
-        for number, one in enumerate(later):
-            try:
-                self._report([one], self._repeat([one], deadline, self._claims.settle))
-            except StoreError:
-                chunk.keep(later[number:])
+        except StoreError as error:
+            if isinstance(error, _AWAY) and not is_locked(error):
+                chunk.keep(settlements)
                 raise
-        if refusal is not None:
-            raise refusal
+            # The database refused one of them, or a row is locked. The others do not run again.
+            self._settle_each(chunk, settlements, deadline)
 
     def _repeat(
         self, settlements: Sequence[Settlement], deadline: float, settle: Settle
@@ -160,44 +128,47 @@ class Settler:
         """Write settlements, with retries until the deadline; the fence makes retries safe."""
         while True:
             try:
-                return self._write(settlements, settle)
-            except (StoreUnavailableError, OutcomeUnknownError) as error:
+                return settle(settlements)
+            except _AWAY as error:
                 if is_locked(error):
-                    if len(settlements) > 1:
-                        raise
-                    self._report_locked(settlements[0].task)
+                    raise
                 self._events.emit("settle.waits", error=str(error), cause=error)
                 if monotonic() > deadline:
                     raise
                 time.sleep(SETTLE_RETRY_S)
                 settle = self._claims.settle
 
-    @staticmethod
-    def _write(settlements: Sequence[Settlement], settle: Settle) -> set[int]:
-        """Write settlements; an error with characters that the database refuses becomes ASCII."""
-        try:
-            return settle(settlements)
-        except (StoreUnavailableError, OutcomeUnknownError):
-            raise
-        except StoreError:
-            text = settlements[0].error
-            if len(settlements) > 1 or text is None or text.isascii():
-                raise
-            plain = text.encode("ascii", "backslashreplace").decode()
-            return settle([settlements[0]._replace(error=plain)])
+    def _settle_each(
+        self, chunk: Chunk, settlements: Sequence[Settlement], deadline: float
+    ) -> None:
+        """Settle each row by itself, and try locked rows again until the deadline."""
+        refusal: StoreError | None = None
+        lock: StoreError | None = None
+        while settlements:
+            locked: list[Settlement] = []
+            for number, one in enumerate(settlements):
+                try:
+                    self._report([one], self._claims.settle([one]))
+                except _AWAY as error:
+                    if not is_locked(error):
+                        chunk.keep([*locked, *settlements[number:]])
+                        raise
+                    self._events.emit(
+                        "task.row_locked", **one.task.event_fields, remedy=LOCKED_REMEDY
+                    )
+                    locked.append(one)
+                    lock = error
+                except StoreError as error:
+                    chunk.keep([one])
+                    refusal = error
+            if lock is not None and locked and monotonic() > deadline:
+                chunk.keep(locked)
+                raise lock
+            settlements = locked
+        if refusal is not None:
+            raise refusal
 
     # -- reports ----------------------------------------------------------------------------------
-
-    def _report_locked(self, task: DelayedTask) -> None:
-        """Report a locked row once, not at each try."""
-        if self._reported_locked == (task.id, task.version):
-            return
-        self._reported_locked = task.id, task.version
-        remedy = (
-            "an open transaction has locked this task's row (with SQLite: the database); if its "
-            "processor began the transaction, commit or roll back before the processor returns"
-        )
-        self._events.emit("task.row_locked", **task.event_fields, remedy=remedy)
 
     def _report(self, settlements: Sequence[Settlement], accepted: Container[int]) -> None:
         """Report which settlements were accepted, and arm the tasks that run again."""

@@ -236,7 +236,7 @@ def test_a_row_left_locked_delays_no_other_row(make_world: Any, monkeypatch: Mon
     finally:
         connection.rollback()
         engine.dispose()
-    [told] = world.told("task.row_locked")
+    told = world.told("task.row_locked")[-1]
     assert (told["id"], told["tag"]) == (locking.id, "lock")
     assert "commit or roll back before the processor returns" in told["remedy"]
     assert world.told("store.down") == []
