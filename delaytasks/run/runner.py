@@ -189,50 +189,43 @@ class Runner:
         claimed alone. All other entries are dropped: they were cancelled or moved, or another
         process has them.
         """
-        soon, early, recovered = self._sort_missing(missing)
-        dropped = len(missing) - len(soon) - len(early) - len(recovered)
-        if dropped:
-            self._events.emit("entry.dropped", count=dropped)
-        seen = NO_WAITLISTS
-        if soon or recovered:
+        found = self._claims.unclaimed({id for id, _ in missing})
+        rows = [
+            row
+            for row in found
+            if (row.id, row.version) in missing and row.status is Status.NOT_COMPLETE
+        ]
+        soon_us = self._clock.now_us() + CLOCK_TOLERANCE_US
+        if any(row.due_us <= soon_us for row in rows):
             # The process's time differs from the database's, or a row was locked for a moment.
             self._clock.forget()
-            now = self._clock.now_us()
-            early += [entry for entry in soon if entry.due_us > now + CLOCK_TOLERANCE_US]
-            soon = [entry for entry in soon if entry.due_us <= now + CLOCK_TOLERANCE_US]
-            last_us = max((entry.due_us for entry in soon + recovered), default=now)
-            wait_us = max(min(last_us - now, CLOCK_TOLERANCE_US), 0) + CLOCK_TOLERANCE_SLACK_US
-            time.sleep(wait_us / 1e6)
-            claimed_at = monotonic()
-            claimed = self._claims.claim(soon)
-            with self._chunks.opened(claimed, claimed_at) as chunk:
-                self._chunks.run(chunk, tally, self._host.may_detach)
-            seen = seen.merge(claimed.seen)
-        for entry in recovered:
-            claimed_at = monotonic()
-            claimed = self._claims.claim_alone(entry.id, entry.version)
-            self._run_alone(claimed, claimed_at, tally)
-            seen = seen.merge(claimed.seen)
-        return tuple(early), seen
-
-    def _sort_missing(
-        self, missing: dict[tuple[int, int], Entry]
-    ) -> tuple[list[Entry], list[Entry], list[Entry]]:
-        """Return the missing entries that are due soon, that are early, and that were recovered."""
-        now, horizon_s = self._clock.now_us(), self._settings.horizon_s
-        soon: list[Entry] = []
-        early: list[Entry] = []
-        recovered: list[Entry] = []
-        for row in self._claims.unclaimed({id for id, _ in missing}):
-            entry = missing.get((row.id, row.version))
-            if entry is None or row.status is not Status.NOT_COMPLETE:
-                continue
-            entry = entry._replace(due_us=row.due_us)
-            if row.due_us <= now + CLOCK_TOLERANCE_US:
-                (recovered if row.lapses else soon).append(entry)
-            elif horizon_s is None or row.due_us <= now + horizon_s * 1e6:
-                early.append(entry)
-        return soon, early, recovered
+            soon_us = self._clock.now_us() + CLOCK_TOLERANCE_US
+        due = [row for row in rows if row.due_us <= soon_us]
+        early = tuple(
+            missing[row.id, row.version]._replace(due_us=row.due_us)
+            for row in rows
+            if row.due_us > soon_us
+        )
+        if dropped := len(missing) - len(due) - len(early):
+            self._events.emit("entry.dropped", count=dropped)
+        if not due:
+            return early, NO_WAITLISTS
+        wait_us = max(row.due_us for row in due) - (soon_us - CLOCK_TOLERANCE_US)
+        time.sleep((max(wait_us, 0) + CLOCK_TOLERANCE_SLACK_US) / 1e6)
+        claimed_at = monotonic()
+        claimed = self._claims.claim(
+            [missing[row.id, row.version] for row in due if not row.lapses]
+        )
+        with self._chunks.opened(claimed, claimed_at) as chunk:
+            self._chunks.run(chunk, tally, self._host.may_detach)
+        seen = claimed.seen
+        for row in due:
+            if row.lapses:
+                claimed_at = monotonic()
+                claimed = self._claims.claim_alone(row.id, row.version)
+                self._run_alone(claimed, claimed_at, tally)
+                seen = seen.merge(claimed.seen)
+        return early, seen
 
     # -- a drain ----------------------------------------------------------------------------------
 

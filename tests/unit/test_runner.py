@@ -414,16 +414,6 @@ def test_an_entry_that_is_early_within_the_clock_tolerance_is_waited_for(world: 
         assert done.execution_time >= task.expected_time, "and not run early"
 
 
-def test_an_entry_beyond_the_horizon_is_dropped(make_world: MakeWorld) -> None:
-    world = make_world(horizon=10)
-    task = world.schedule(delay=60)
-    report = world.run(task)
-    assert (report.early, world.count("entry.dropped")) == ((), 1)
-    forever = make_world(horizon=None)
-    task = forever.schedule(delay=86400)
-    assert [entry.id for entry in forever.run(task).early] == [task.id]
-
-
 def test_entries_of_rows_that_changed_are_dropped_and_counted(world: World) -> None:
     cancelled, moved, running, done, held = (world.schedule() for _ in range(5))
     good = world.schedule(body="good")
