@@ -37,10 +37,11 @@ from functools import partial
 from heapq import merge
 from math import inf
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from billiard.exceptions import WorkerLostError
 
+from delaytasks.limits.tracked_waitlists import PROBE_S, TrackedWaitlists
 from delaytasks.model.clock import monotonic
 from delaytasks.model.moves import LateReason
 from delaytasks.model.task import Entry
@@ -49,7 +50,6 @@ from delaytasks.run.runner import FailureReason, Report
 from delaytasks.worker.pool import ChunkRequest, Pool
 
 if TYPE_CHECKING:
-    from delaytasks.limits.tracked_waitlists import TrackedWaitlists
     from delaytasks.worker.worker_runtime import WorkerRuntime
 
 #: Producers and workers may have different horizons for a while.
@@ -186,14 +186,6 @@ class ReadyEntries:
         self._levels = {level: ready for level, ready in self._levels.items() if ready}
 
 
-class DrainChunk(NamedTuple):
-    """A chunk of a drain that a process works on."""
-
-    sent_at: float
-    #: How many times the drain had been started by then.
-    starts: int
-
-
 @dataclass
 class QueueDrain:
     """A queue that is drained by one chunk at first, and by all processes once it proves deep.
@@ -204,24 +196,18 @@ class QueueDrain:
     """
 
     priorities: set[int]
-    #: The chunks that processes work on, by number.
-    chunks: dict[int, DrainChunk] = field(default_factory=dict)
+    #: When each chunk was sent that processes work on, by its number.
+    chunks: dict[int, float] = field(default_factory=dict)
     is_deep: bool = False
-    #: How many times the drain was started. A chunk that was sent before the last start may have
-    #: read the table too early.
-    starts: int = 0
+    #: The drain was started again since these chunks were sent. They may have read the table too
+    #: early.
+    stale: set[int] = field(default_factory=set)
 
     def wants_chunk(self) -> bool:
         """Whether the pool should get another chunk of this drain now."""
         began_after = monotonic() - HELD_UP_S
-        quick = sum(chunk.sent_at > began_after for chunk in self.chunks.values())
+        quick = sum(sent_at > began_after for sent_at in self.chunks.values())
         return self.is_deep or quick < max(len(self.chunks) - quick, 1)
-
-    def extra_chunk_in_s(self) -> float:
-        """Return in how many seconds the next one of its chunks counts as held up."""
-        now = monotonic()
-        waits = (chunk.sent_at + HELD_UP_S - now for chunk in self.chunks.values())
-        return min((wait_s for wait_s in waits if wait_s >= 0), default=inf)
 
 
 #: Queues with more due rows in the table: those whose drains this worker had started, with their
@@ -253,7 +239,6 @@ class Dispatcher:
         self._lock = threading.RLock()
         self._is_open = True
         self._is_pumping = False
-        self._pump_planned_at = -inf
         self._paused_until = 0.0
         #: How many more rows may be claimed in all; None means any number.
         self.row_budget = worker.row_budget
@@ -266,8 +251,8 @@ class Dispatcher:
         self._left_to_table: dict[str, set[int]] = {}
         #: The sources of chunks. The one that had the last chunk is at the end.
         self._source_turns = [self._entry_chunk, self._waitlist_chunk, self._drain_chunk]
-        #: The waitlists that processes have reported, or None before the first one.
-        self._waitlists: TrackedWaitlists | None = None
+        #: The waitlists that processes have reported.
+        self._waitlists = TrackedWaitlists()
         #: The start of each chunk in the pool, by the clock of the database. The leases of the
         #: rows that such a chunk claimed are renewed.
         self._began_us: dict[int, float] = {}
@@ -329,13 +314,11 @@ class Dispatcher:
         """Start the drain of a queue, or let the one that is in progress look once more."""
         drain = self._drains.setdefault(queue, QueueDrain(set()))
         drain.priorities.update(priorities)
-        drain.starts += 1
+        drain.stale.update(drain.chunks)
 
     def limits_changed(self, tags: Set[str]) -> None:
         """Check the waitlists of these tags now."""
         with self._lock:
-            if self._waitlists is None:
-                return
             self._waitlists.limits_changed(tags)
         self._pump_soon()
 
@@ -343,18 +326,14 @@ class Dispatcher:
         """Send no more chunks, and return what waits. Processes report soon."""
         with self._lock:
             self._is_open = False
-            return self._clear()
-
-    def _clear(self) -> tuple[list[Entry], UnfinishedDrains]:
-        self._worker.processes.others_wait.record(True)
-        # The set of priorities is empty for a queue that only has waitlists.
-        waitlist_queues = self._waitlists.queues if self._waitlists else ()
-        queues = {queue: set[int]() for queue in waitlist_queues}
-        queues |= {queue: drain.priorities for queue, drain in self._drains.items()}
-        self._drains.clear()
-        self._left_to_table.clear()
-        self._waitlists = None
-        return self._ready.clear(), list(queues.items())
+            self._worker.processes.others_wait.record(True)
+            # The set of priorities is empty for a queue that only has waitlists.
+            queues = {queue: set[int]() for queue in self._waitlists.queues}
+            queues |= {queue: drain.priorities for queue, drain in self._drains.items()}
+            self._drains.clear()
+            self._left_to_table.clear()
+            self._waitlists = TrackedWaitlists()
+            return self._ready.clear(), list(queues.items())
 
     # -- what is left to the table ----------------------------------------------------------------
 
@@ -422,9 +401,8 @@ class Dispatcher:
     def is_busy(self) -> bool:
         """Whether the pool has a chunk, or one could be sent."""
         with self._lock:
-            waitlists = self._waitlists
-            has_waitlist = waitlists is not None and waitlists.is_active
-            return bool(self._began_us or self._ready or self._drains or has_waitlist)
+            is_sending = self._began_us or self._ready or self._drains
+            return bool(is_sending or self._waitlists.is_active)
 
     @property
     def is_at_work(self) -> bool:
@@ -495,7 +473,7 @@ class Dispatcher:
         return self._may_send() and bool(
             self._ready
             or any(not drain.chunks for drain in self._drains.values())
-            or (self._waitlists and self._waitlists.needs_process)
+            or self._waitlists.needs_process
         )
 
     @property
@@ -529,23 +507,9 @@ class Dispatcher:
         finally:
             with self._lock:
                 self._is_pumping = False
-                if self._is_open and self._free_processes > 0:
-                    self._pump_for_held_up_drains()
             if self.is_capacity_wanted and self.capacity():
                 self.is_capacity_wanted = False
                 self.capacity_granted.set()
-
-    def _pump_for_held_up_drains(self) -> None:
-        """Pump when a drain may have another chunk, because a slow task holds up one of its chunks.
-
-        Plan this only once until then.
-        """
-        if not self._may_send() or monotonic() < self._pump_planned_at:
-            return
-        in_s = min((drain.extra_chunk_in_s() for drain in self._drains.values()), default=inf)
-        if in_s < inf:
-            self._pump_planned_at = monotonic() + in_s
-            self._pump_after(in_s)
 
     def _next_chunk(self) -> ChunkRequest | None:
         """Return the next chunk, or None if none may be sent."""
@@ -588,7 +552,7 @@ class Dispatcher:
         return ChunkRequest(tuple(self._ready.pop(min(size, share))), number=number)
 
     def _waitlist_chunk(self, number: int, size: int) -> ChunkRequest | None:
-        visit = self._waitlists.next_visit() if self._waitlists else None
+        visit = self._waitlists.next_visit()
         if visit is None:
             return None
         return ChunkRequest(
@@ -599,8 +563,10 @@ class Dispatcher:
         """Drains take turns, and those without a chunk come first."""
         for queue, drain in sorted(self._drains.items(), key=lambda each: bool(each[1].chunks)):
             if drain.wants_chunk():
-                drain.chunks[number] = DrainChunk(monotonic(), drain.starts)
+                drain.chunks[number] = monotonic()
                 self._drains[queue] = self._drains.pop(queue)  # to the end
+                if not drain.is_deep:
+                    self._pump_after(HELD_UP_S)  # a slow task may hold the chunk up
                 continue_s = CONTINUE_S if len(self._drains) == 1 else CONTINUE_IN_TURN_S
                 return ChunkRequest(
                     (),
@@ -629,7 +595,7 @@ class Dispatcher:
             self._continuing &= self._began_us.keys()
             if request.continue_s:
                 self._continuing.add(request.number)
-            if request.waitlist is not None and self._waitlists is not None:
+            if request.waitlist is not None:
                 check_in_s = self._waitlists.next_check_due_in_s
         if check_in_s < inf:
             # The chunk may run one task for minutes: others check the waitlist meanwhile.
@@ -684,7 +650,7 @@ class Dispatcher:
             else:
                 self._detached.pop(report.pid, None)
         if report.error:
-            self._failed(request, report.reason, report.error, pid=report.pid, ran=report.ran)
+            self._failed(request, report.reason, report.error, ran=report.ran)
         else:
             self._succeeded(request, report)
 
@@ -694,10 +660,8 @@ class Dispatcher:
         if kind is WorkerLostError:
             self._failed(request, FailureReason.PROCESS_LOST, error)
             return
-        pid = self._pool.pid_of(request.number)
         cause = info if isinstance(info, BaseException) else None
-        reason = FailureReason.UNKNOWN
-        self._failed(request, reason, error, pid=pid, cause=cause, is_logged=False)
+        self._failed(request, FailureReason.UNKNOWN, error, cause=cause, is_logged=False)
 
     def _succeeded(self, request: ChunkRequest, report: Report) -> None:
         with self._lock:
@@ -721,26 +685,19 @@ class Dispatcher:
         reason: FailureReason,
         error: str,
         *,
-        pid: int | None = None,
         cause: BaseException | None = None,
         is_logged: bool = True,
         ran: int = 0,
     ) -> None:
         """Record that a chunk failed as a whole. The sweep and the leases take care of its rows.
 
-        `pid` is the process in which it failed, 0 if it is unknown, or None if the failure says
-        nothing about a process. `is_logged` tells that the process has logged why the chunk failed,
-        or the pool how the process died.
+        `is_logged` tells that the process has logged why the chunk failed, or the pool how the
+        process died.
         """
         with self._lock:
             self._chunk_failed(request, reason, ran)
         self._events.emit(
-            "chunk.failed",
-            error=error,
-            reason=reason.value,
-            pid=pid,
-            cause=cause,
-            is_logged=is_logged,
+            "chunk.failed", error=error, reason=reason.value, cause=cause, is_logged=is_logged
         )
         if reason is FailureReason.UNAVAILABLE:
             self._pump_after(PAUSE_S)
@@ -768,7 +725,7 @@ class Dispatcher:
                 self._drains.pop(request.drained_queue, None)
             elif (drain := self._drains.get(request.drained_queue)) is not None:
                 drain.chunks.pop(request.number, None)
-        if request.waitlist is not None and self._waitlists is not None:
+        if request.waitlist is not None:
             self._waitlists.visit_failed(request.waitlist)
         if reason is FailureReason.UNAVAILABLE:
             self._paused_until = monotonic() + PAUSE_S
@@ -782,13 +739,8 @@ class Dispatcher:
         if request.drained_queue is not None:
             self._drain_chunk_ended(request, request.drained_queue, report.is_full)
             self._ready.remove_claimed(report.drained)
-        if self._waitlists is None and not report.waitlists:
+        if not report.waitlists and request.waitlist is None:
             return None
-        # Imported here: most deployments have no limits.
-        from delaytasks.limits.tracked_waitlists import PROBE_S, TrackedWaitlists
-
-        if self._waitlists is None:
-            self._waitlists = TrackedWaitlists()
         was_probe = request.is_probe and report.seconds < PROBE_S
         return self._waitlists.update(report.waitlists, request.waitlist, was_probe)
 
@@ -799,12 +751,12 @@ class Dispatcher:
             drain = self._drains[queue] = QueueDrain(set(request.priorities))
         if drain is None:
             return
-        chunk = drain.chunks.pop(request.number, None)
+        sent_at = drain.chunks.pop(request.number, None)
         if is_full:
             drain.is_deep = True
-        elif chunk is None:
+        elif sent_at is None:
             pass  # it began before the queue was found empty and its drain was started again
-        elif drain.starts > chunk.starts:
+        elif request.number in drain.stale:
             drain.is_deep = False
         else:
             del self._drains[queue]
