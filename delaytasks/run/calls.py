@@ -144,8 +144,10 @@ class ThreadSlots:
             self._ended += rows
             self._seconds += (monotonic() - began) / slots
             self._leave(tag)
-        done(answer)
-        self.notify()
+        try:
+            done(answer)
+        finally:
+            self.notify()
 
     def _leave(self, tag: str) -> None:
         self._taken[tag] -= 1
@@ -702,8 +704,8 @@ class Calls:
             try:
                 context.run(self.host.execute, call)
             except BaseException as error:
-                if ends_process(error):
-                    raise
+                if ends_process(error) and call.processor.in_flight is None:
+                    raise  # in the thread of a concurrent call it would end nothing
                 if call.results:
                     where = "delaytasks: an error after the end of task %s (tag %r)"
                     logger.error(where, call.task.id, call.task.tag, exc_info=error)
@@ -714,13 +716,6 @@ class Calls:
                     _end_forked_child(call.task)
             settlements += [one.settlement for one in call.results]
         return settlements
-
-    def failed(
-        self, processor: ProcessorSpec, tasks: Sequence[DelayedTask], error: BaseException
-    ) -> list[Settlement]:
-        """Return the settlements of tasks for which `run` itself has raised."""
-        runs = [TaskRun(self, processor, task, self._clock.now()) for task in tasks]
-        return [run.of_error(error) for run in runs]
 
     def flush(self) -> None:
         """Let the observers send what they have observed."""

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 #: Rows of the first chunk, before the speed of the processors is known.
 FIRST_SIZE = 10
-#: Rows that a process gets before that, so that it stays busy until the first chunks are measured.
-FIRST_PREFETCH = 100
 #: The weight of the last chunk in the estimate, if it was as small as the first; a larger chunk
 #: weighs more.
 LEARNING = 0.3
@@ -79,13 +77,6 @@ class ChunkSize:
             self._first if self._row_s is None else self._time_budget_s / max(self._row_s, 1e-6)
         )
         return int(min(max(fitting, self._wanted, 1), self._most * MOST_CHUNKS))
-
-    @property
-    def prefetch(self) -> int:
-        """The rows that a process should have at hand."""
-        if self._row_s is not None:
-            return self.in_time
-        return max(self.in_time, min(FIRST_PREFETCH, self._most * MOST_CHUNKS))
 
     @property
     def least(self) -> int:
@@ -637,7 +628,7 @@ class ChunkRunner:
             return None
         tasks = chunk.start(first, most)
         if tasks:
-            call = partial(self._call_in_thread, processor, tasks, claimed)
+            call = partial(self._run_in_thread, processor, tasks, claimed)
             ended = partial(self._ended_in_thread, chunk, tasks)
             self._slots.start(tag, slots, len(tasks), call, ended)
             tally.start(len(tasks), most)
@@ -645,28 +636,22 @@ class ChunkRunner:
             self._slots.give_back(tag)
         return monotonic() - began
 
-    def _call_in_thread(
+    def _run_in_thread(
         self, processor: ProcessorSpec, tasks: Sequence[DelayedTask], claimed: datetime
     ) -> list[Settlement]:
         """Run the tasks in this thread, which has no caller that an exception could reach."""
         try:
             return self._calls.run(processor, tasks, claimed)
         except BaseException as error:
-            try:
-                return self._calls.failed(processor, tasks, error)
-            except Exception as worse:
-                self._events.failed("concurrent calls", worse)
-                return []
+            self._events.failed("concurrent calls", error)
+            return []
 
     def _ended_in_thread(
         self, chunk: Chunk, tasks: Sequence[DelayedTask], settlements: Sequence[Settlement]
     ) -> None:
-        try:
-            chunk.end(settlements)
-            chunk.forget(tasks)  # a row without a settlement is abandoned
-            self._time_budget.open(chunk)
-        except Exception as error:
-            self._events.failed("concurrent calls", error)
+        chunk.end(settlements)
+        chunk.forget(tasks)  # a row without a settlement is abandoned
+        self._time_budget.open(chunk)
 
     def _wait(self, chunk: Chunk, processors: Collection[ProcessorSpec], may_detach: bool) -> None:
         """Wait until all rows of the chunk have ended.

@@ -456,7 +456,7 @@ class Dispatcher:
                     began_us > recent_us or number in self._continuing
                     for number, began_us in self._began_us.items()
                 )
-            most = budgets * self._size.prefetch
+            most = budgets * self._size.in_time
             waiting = coming + (self.waiting if self._may_send() else 0)
             return most - waiting if 2 * waiting <= most else 0
 
@@ -604,7 +604,7 @@ class Dispatcher:
         try:
             sent = self._pool.send(request, done, lost)
         except Exception as error:
-            self._not_sent(request, str(error), cause=error, is_logged=False)
+            self._not_sent(request, repr(error), cause=error, is_logged=False)
             return False
         with self._lock:
             if request.number not in self._began_us:
@@ -617,11 +617,11 @@ class Dispatcher:
     def _not_sent(self, request: ChunkRequest, error: str, **fields: Any) -> None:
         """Pause, or every waiting entry would fail in the same way."""
         self._paused_until = monotonic() + PAUSE_S
-        self._failed(request, FailureReason.UNKNOWN, error, **fields)
+        self._ended(request, Report(error=error), **fields)
         self._pump_after(PAUSE_S)
 
     # -- from the pool ----------------------------------------------------------------------------
-    # `_done` and `_lost` end in `_succeeded` or `_failed`, which pump again.
+    # `_done` and `_lost` end in `_ended`, which pumps again.
 
     def recall(self) -> list[Entry]:
         """Restore the chunks that the pool was made to forget.
@@ -632,7 +632,8 @@ class Dispatcher:
             lost = self._pool.recall()
             if self._is_open:  # else a process may have it, and its leases are renewed
                 for request in lost:
-                    self._chunk_failed(request, FailureReason.PROCESS_LOST, ran=0)
+                    self._chunk_ended(request, 0)
+                    self._chunk_failed(request, FailureReason.PROCESS_LOST)
         return [entry for request in lost for entry in request.entries]
 
     def _done(self, request: ChunkRequest, report: Any) -> None:
@@ -649,58 +650,56 @@ class Dispatcher:
                 self._detached[report.pid] = report.detached
             else:
                 self._detached.pop(report.pid, None)
-        if report.error:
-            self._failed(request, report.reason, report.error, ran=report.ran)
-        else:
-            self._succeeded(request, report)
+        self._ended(request, report)
 
     def _lost(self, request: ChunkRequest, info: Any) -> None:
         """Called by the pool if the process of a chunk could not report."""
-        kind, error = getattr(info, "type", None), str(getattr(info, "exception", info))
-        if kind is WorkerLostError:
-            self._failed(request, FailureReason.PROCESS_LOST, error)
-            return
+        is_dead = getattr(info, "type", None) is WorkerLostError
+        reason = FailureReason.PROCESS_LOST if is_dead else FailureReason.UNKNOWN
+        error = str(getattr(info, "exception", info)) or "it was lost"
         cause = info if isinstance(info, BaseException) else None
-        self._failed(request, FailureReason.UNKNOWN, error, cause=cause, is_logged=False)
+        self._ended(request, Report(error=error, reason=reason), cause=cause, is_logged=is_dead)
 
-    def _succeeded(self, request: ChunkRequest, report: Report) -> None:
-        with self._lock:
-            self._chunk_ended(request, report.ran)
-            rows, seconds = report.sample or (report.ran, report.seconds)
-            self._size.learn(rows, seconds, report.wanted)
-            if is_open := self._is_open:
-                check_in_s = self._continue_after(request, report)
-                if check_in_s is not None:
-                    self._pump_after(check_in_s)
-                if report.early:  # under the lock, or `close` could come before it
-                    self.receive(report.early)
-        if not is_open:
-            queues = {state.queue for state in report.waitlists}
-            self._worker.send_back(list(report.early), [(queue, set()) for queue in queues])
-        self._pump_soon()
-
-    def _failed(
+    def _ended(
         self,
         request: ChunkRequest,
-        reason: FailureReason,
-        error: str,
+        report: Report,
         *,
         cause: BaseException | None = None,
         is_logged: bool = True,
-        ran: int = 0,
     ) -> None:
-        """Record that a chunk failed as a whole. The sweep and the leases take care of its rows.
+        """Go on after a chunk. If it failed as a whole, the sweep and the leases take care of its
+        rows.
 
         `is_logged` tells that the process has logged why the chunk failed, or the pool how the
         process died.
         """
+        check_in_s: float | None = None
         with self._lock:
-            self._chunk_failed(request, reason, ran)
-        self._events.emit(
-            "chunk.failed", error=error, reason=reason.value, cause=cause, is_logged=is_logged
-        )
-        if reason is FailureReason.UNAVAILABLE:
-            self._pump_after(PAUSE_S)
+            is_open = self._is_open
+            self._chunk_ended(request, report.ran)
+            if report.error:
+                check_in_s = self._chunk_failed(request, report.reason)
+            else:
+                rows, seconds = report.sample or (report.ran, report.seconds)
+                self._size.learn(rows, seconds, report.wanted)
+                if is_open:
+                    check_in_s = self._continue_after(request, report)
+                    if report.early:  # under the lock, or `close` could come before it
+                        self.receive(report.early)
+        if report.error:
+            self._events.emit(
+                "chunk.failed",
+                error=report.error,
+                reason=report.reason.value,
+                cause=cause,
+                is_logged=is_logged,
+            )
+        elif not is_open:
+            queues = {state.queue for state in report.waitlists}
+            self._worker.send_back(list(report.early), [(queue, set()) for queue in queues])
+        if check_in_s is not None:
+            self._pump_after(check_in_s)
         self._pump_soon()
 
     def _chunk_ended(self, request: ChunkRequest, ran: int) -> None:
@@ -712,14 +711,13 @@ class Dispatcher:
         if began_us is not None and self.row_budget is not None:
             self.row_budget += max(request.limit - ran, 0)
 
-    def _chunk_failed(self, request: ChunkRequest, reason: FailureReason, ran: int) -> None:
-        """Record that a chunk failed as a whole, and what rests after it.
+    def _chunk_failed(self, request: ChunkRequest, reason: FailureReason) -> float | None:
+        """Decide what rests after a chunk that failed as a whole, and return for how long.
 
         Its drain ends, unless only the process died: other processes continue it then. The next
         chunk would meet the same rows, and fail again and again without a pause. The next sweep
         requests the drain again.
         """
-        self._chunk_ended(request, ran)
         if request.drained_queue is not None:
             if reason is not FailureReason.PROCESS_LOST:
                 self._drains.pop(request.drained_queue, None)
@@ -727,9 +725,11 @@ class Dispatcher:
                 drain.chunks.pop(request.number, None)
         if request.waitlist is not None:
             self._waitlists.visit_failed(request.waitlist)
-        if reason is FailureReason.UNAVAILABLE:
-            self._paused_until = monotonic() + PAUSE_S
-            self._obstacles.record(LateReason.DATABASE, self._clock.now_us())
+        if reason is not FailureReason.UNAVAILABLE:
+            return None
+        self._paused_until = monotonic() + PAUSE_S
+        self._obstacles.record(LateReason.DATABASE, self._clock.now_us())
+        return PAUSE_S
 
     def _continue_after(self, request: ChunkRequest, report: Report) -> float | None:
         """Decide by the report whether the drain and the waitlists of its chunk go on.

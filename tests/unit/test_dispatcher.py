@@ -95,7 +95,7 @@ def test_late_entries_wait_longer_if_their_queue_has_a_backlog(draining: Main) -
 
 
 def test_the_capacity_is_a_chunk_and_the_next_one_of_each_process(main: Main) -> None:
-    assert main.capacity() == 400, "two processes, of which nothing is known yet"
+    assert main.capacity() == 40, "two processes, of which nothing is known yet"
     main.take(20)
     main.end(10, 0.005)
     main.end(10, 0.005)
