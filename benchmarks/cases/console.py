@@ -28,7 +28,7 @@ from delaytasks.console.application import USERS
 from delaytasks.console.viewers import Role, UserFile
 from delaytasks.model.body import dump_json
 from delaytasks.model.moves import Status
-from delaytasks.run.run_counts import RunCounts
+from delaytasks.run.observers import RunCounts
 from delaytasks.runtime import runtime_of
 from delaytasks.statistics.statistics_table import COUNTS_KEPT
 

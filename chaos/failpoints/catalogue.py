@@ -212,7 +212,7 @@ FAILPOINTS = [
         "R2",
         "queued",
     ),
-    Failpoint("arming again", "pool", "before", ("run.settler:Settler._arm_again",), "R1"),
+    Failpoint("arming again", "pool", "before", ("run.chunk:Settler._arm_again",), "R1"),
     Failpoint(
         "giving back", "pool", "before", ("run.chunk:ChunkRunner._expire",), "R2", "overdue backlog"
     ),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from delaytasks.metrics.prometheus import Collector, Metric, counters, gauge, gauges, histograms
 from delaytasks.model.clock import reset_in_child
 from delaytasks.model.moves import LATE_S, late_start
-from delaytasks.run.run_counts import DURATION_BOUNDS_S, LATENESS_BOUNDS_S, OTHER_TAGS, RunCounts
+from delaytasks.run.observers import DURATION_BOUNDS_S, LATENESS_BOUNDS_S, OTHER_TAGS, RunCounts
 
 if TYPE_CHECKING:
     from delaytasks.client import DelayTasks

@@ -32,7 +32,7 @@ from delaytasks.operate.state_queries import (
     rows_of,
 )
 from delaytasks.operate.why import Reason, why_late
-from delaytasks.run.run_counts import error_pattern
+from delaytasks.run.observers import error_pattern
 from delaytasks.settings import Settings
 from delaytasks.statistics.reading import (
     CountedFailures,

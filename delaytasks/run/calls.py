@@ -50,7 +50,7 @@ from delaytasks.model.text import (
     traceback_text,
 )
 from delaytasks.model.workers import NO_RENEWAL, LastRenewal
-from delaytasks.run.settler import Observer
+from delaytasks.run.observers import Observer
 
 if TYPE_CHECKING:
     from delaytasks.db.claims import Claims

@@ -1,4 +1,4 @@
-"""Runs the rows of one claim: a chunk, which has a time budget.
+"""Runs and settles the rows of one claim: a chunk, which has a time budget.
 
 Rows run one by one, in batches, or concurrently in threads. A chunk starts its rows within its
 time budget. Rows that have not begun by then are given back, and those that have ended are
@@ -11,8 +11,9 @@ them when they end.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -21,13 +22,14 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from delaytasks.model.clock import monotonic, reset_in_child, to_us
-from delaytasks.model.errors import OutcomeUnknownError, StoreUnavailableError
-from delaytasks.model.moves import LATE_S, BroughtBy, LateReason
-from delaytasks.model.task import DelayedTask, Settle, Settlement
+from delaytasks.model.errors import OutcomeUnknownError, StoreError, StoreUnavailableError
+from delaytasks.model.moves import LATE_S, BroughtBy, LateReason, Status, following
+from delaytasks.model.task import DelayedTask, Entry, Settle, Settlement
 from delaytasks.run.calls import Calls
-from delaytasks.run.settler import Settler
+from delaytasks.run.observers import Observer
 
 if TYPE_CHECKING:
+    from delaytasks.db.claims import Claims
     from delaytasks.registry import ProcessorSpec
     from delaytasks.runtime import Runtime
 
@@ -384,6 +386,153 @@ class TagCosts:
             if total_s >= self._time_budget_s:
                 break
         return total_s
+
+
+# -- Settlements, with retries --------------------------------------------------------------------
+
+
+#: The time between two tries while the database is unavailable.
+SETTLE_RETRY_S = 0.5
+#: The database gave no answer, or another transaction has locked a row.
+_AWAY = (StoreUnavailableError, OutcomeUnknownError)
+LOCKED_REMEDY = (
+    "an open transaction has locked this task's row (with SQLite: the database); if its processor "
+    "began the transaction, commit or roll back before the processor returns"
+)
+
+
+def is_locked(error: StoreError) -> bool:
+    """Whether an open transaction has locked a row, so that the database works nevertheless."""
+    return isinstance(error, StoreUnavailableError) and error.is_locked
+
+
+class Settler:
+    """Settles the rows of a chunk together, and tells the observers what became of them.
+
+    A settlement says how a row leaves the status RUNNING. The settlements of a chunk are written in
+    one statement, which names the version of each row: a row that another worker has recovered
+    meanwhile keeps its state, and so a repeated settlement is safe. While the database is
+    unavailable, settling is repeated. If the database refuses the statement, or another transaction
+    has locked a row, each row is settled by itself. Rows that run again are armed afterwards.
+    """
+
+    def __init__(self, runtime: Runtime, claims: Claims, observers: list[Observer]) -> None:
+        self._runtime, self._events = runtime, runtime.events
+        self._claims, self._observers = claims, observers
+
+    def settle(self, chunk: Chunk, patience_s: float, settle: Settle | None = None) -> bool:
+        """Settle the rows of a chunk that have ended, and arm those that run again.
+
+        While the database is unavailable, settling is repeated for `patience_s`; the chunk keeps
+        what could not be settled. `settle` is used in the first try, and the store's function in
+        further ones. With `patience_s=0`, return False if another thread settles the chunk now.
+        """
+        if not chunk.settling.acquire(blocking=patience_s > 0):
+            return False
+        try:
+            finished = chunk.take_finished()
+            made = [one for one in finished if one.is_made]
+            if made:
+                self._report(made, {one.task.id for one in made})
+                finished = [one for one in finished if not one.is_made]
+            if finished:
+                deadline = monotonic() + patience_s
+                self._settle(chunk, finished, deadline, settle or self._claims.settle)
+        finally:
+            chunk.settling.release()
+        return True
+
+    def _settle(
+        self, chunk: Chunk, settlements: Sequence[Settlement], deadline: float, settle: Settle
+    ) -> None:
+        try:
+            self._report(settlements, self._repeat(settlements, deadline, settle))
+        except StoreError as error:
+            if isinstance(error, _AWAY) and not is_locked(error):
+                chunk.keep(settlements)
+                raise
+            # The database refused one of them, or a row is locked. The others do not run again.
+            self._settle_each(chunk, settlements, deadline)
+
+    def _repeat(
+        self, settlements: Sequence[Settlement], deadline: float, settle: Settle
+    ) -> set[int]:
+        """Write settlements, with retries until the deadline; the fence makes retries safe."""
+        while True:
+            try:
+                return settle(settlements)
+            except _AWAY as error:
+                if is_locked(error):
+                    raise
+                self._events.emit("settle.waits", error=str(error), cause=error)
+                if monotonic() > deadline:
+                    raise
+                time.sleep(SETTLE_RETRY_S)
+                settle = self._claims.settle
+
+    def _settle_each(
+        self, chunk: Chunk, settlements: Sequence[Settlement], deadline: float
+    ) -> None:
+        """Settle each row by itself, and try locked rows again until the deadline."""
+        refusal: StoreError | None = None
+        lock: StoreError | None = None
+        while settlements:
+            locked: list[Settlement] = []
+            for number, one in enumerate(settlements):
+                try:
+                    self._report([one], self._claims.settle([one]))
+                except _AWAY as error:
+                    if not is_locked(error):
+                        chunk.keep([*locked, *settlements[number:]])
+                        raise
+                    self._events.emit(
+                        "task.row_locked", **one.task.event_fields, remedy=LOCKED_REMEDY
+                    )
+                    locked.append(one)
+                    lock = error
+                except StoreError as error:
+                    chunk.keep([one])
+                    refusal = error
+            if lock is not None and locked and monotonic() > deadline:
+                chunk.keep(locked)
+                raise lock
+            settlements = locked
+        if refusal is not None:
+            raise refusal
+
+    def _report(self, settlements: Sequence[Settlement], accepted: Container[int]) -> None:
+        """Report which settlements were accepted, and arm the tasks that run again."""
+        for observer in self._observers:
+            observer.settled(settlements, accepted)
+        done, again = 0, list[Settlement]()
+        for s in settlements:
+            if s.task.id not in accepted:
+                self._events.emit("task.lease_lost", **s.task.event_fields)
+            elif s.move == "succeed":
+                done += 1
+            elif s.target is Status.NOT_COMPLETE:
+                again.append(s)
+        if done:
+            self._events.emit("task.succeeded", count=done)
+        if again:
+            self._arm_again(again)
+
+    def _arm_again(self, settlements: Sequence[Settlement]) -> None:
+        """Arm the tasks that are due within the horizon."""
+        now_us, horizon_s = self._runtime.clock.now_us(), self._runtime.settings.horizon_s or 1e9
+        entries = [
+            Entry(
+                s.task.id,
+                following(s.task.version),
+                to_us(s.expected_time or s.task.expected_time),
+                s.task.queue,
+                s.task.priority,
+            )
+            for s in settlements
+        ]
+        near = [entry for entry in entries if entry.due_us <= now_us + horizon_s * 1e6]
+        if near:
+            self._runtime.timer.arm(near)
 
 
 # -- Runs the rows of a chunk ---------------------------------------------------------------------

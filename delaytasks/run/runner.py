@@ -37,9 +37,8 @@ from delaytasks.model.moves import BroughtBy, Status
 from delaytasks.model.policies import NO_WAITLISTS, WaitlistsSeen, WaitlistState
 from delaytasks.model.task import Claimed, DelayedTask, Entry, Settlement
 from delaytasks.run.calls import MAX_BUDGETS, Calls, Host
-from delaytasks.run.chunk import Chunk, ChunkRunner, ChunkSize, Tally
-from delaytasks.run.run_counts import RunCounter, RunStatistics
-from delaytasks.run.settler import Observer, RunLog, Settler
+from delaytasks.run.chunk import Chunk, ChunkRunner, ChunkSize, Settler, Tally
+from delaytasks.run.observers import Observer, RunCounter, RunLog, RunStatistics
 
 if TYPE_CHECKING:
     from delaytasks.runtime import Runtime

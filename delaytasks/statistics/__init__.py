@@ -4,5 +4,5 @@
                       and the writer that fills it once a minute
     reading           `delays.statistics`, its results, and what the verdict and the console read
 
-The pool processes count with `delaytasks.run.settler`.
+The pool processes count with `delaytasks.run.observers`.
 """

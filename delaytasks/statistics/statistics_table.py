@@ -25,7 +25,7 @@ from delaytasks.loops import Loop, all_within
 from delaytasks.model.body import dump_json
 from delaytasks.model.clock import Clock, from_us
 from delaytasks.model.filters import batches
-from delaytasks.run.run_counts import (
+from delaytasks.run.observers import (
     OTHER_TAGS,
     WORKER_LOST,
     FailureCount,

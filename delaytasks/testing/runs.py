@@ -19,7 +19,7 @@ from delaytasks.model.policies import Policies
 from delaytasks.model.task import DelayedTask, Settlement
 from delaytasks.model.text import NO_PROCESSOR
 from delaytasks.registry import ProcessorSpec, Registry
-from delaytasks.run.settler import Observer
+from delaytasks.run.observers import Observer
 
 if TYPE_CHECKING:
     from delaytasks.db.database import Database

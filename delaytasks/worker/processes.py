@@ -24,8 +24,8 @@ from delaytasks.model.workers import LastRenewal
 
 if TYPE_CHECKING:
     from delaytasks.registry import Registry
+    from delaytasks.run.observers import Observer
     from delaytasks.run.runner import Runner
-    from delaytasks.run.settler import Observer
     from delaytasks.runtime import Runtime
     from delaytasks.worker.task_events import TaskEvents
 

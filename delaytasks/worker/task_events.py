@@ -25,7 +25,7 @@ from delaytasks.broker.link import BrokerLink, Outgoing
 from delaytasks.loops import Availability
 from delaytasks.model.task import DelayedTask, Settlement
 from delaytasks.model.text import shown, storable
-from delaytasks.run.settler import Observer
+from delaytasks.run.observers import Observer
 
 logger = get_logger(__name__)
 #: The longest representation of arguments, as in Celery.

@@ -38,7 +38,7 @@ from delaytasks.model.policies import WAITLIST_RECHECK_S
 from delaytasks.operate.start_checks import StartChecks
 from delaytasks.recurring import creation, recurring
 from delaytasks.recurring.creation import RecurringTable
-from delaytasks.run import celery_context, settler
+from delaytasks.run import celery_context, chunk
 from delaytasks.run.calls import Calls, TaskRun
 from delaytasks.run.chunk import Chunk, TimeBudget
 from delaytasks.run.runner import FailureReason
@@ -103,7 +103,7 @@ VERBS: dict[str, tuple[Any, str]] = {
     "know the processes": (quick_loops, "running_pids"),
     "know the time that a lease has left": (TaskRun, "lease_left_s"),
     "read the clock of the host": (clock, "monotonic"),
-    "settle again": (settler, "is_locked"),
+    "settle again": (chunk, "is_locked"),
     "repeat a transaction": (Database, "repeat"),
     "cut a silent connection": (BoundedStep, "cut"),
     "judge a full database": (engines, "is_unable"),

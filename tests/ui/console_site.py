@@ -23,7 +23,7 @@ from delaytasks.console.requests import EXTENSION, BulkRunState, ReportProgress,
 from delaytasks.console.viewers import HostAccess, Role, Viewer
 from delaytasks.db.types import db_now_plus
 from delaytasks.operate.bulk_calls import BulkResult
-from delaytasks.run.run_counts import RunCounts
+from delaytasks.run.observers import RunCounts
 from delaytasks.runtime import runtime_of
 from delaytasks.settings import Address
 from delaytasks.statistics.statistics_table import StatisticsTable, Unwritten

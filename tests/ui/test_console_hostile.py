@@ -13,7 +13,7 @@ import pytest
 from delaytasks import Status
 from delaytasks.console.viewers import Role, Viewer
 from delaytasks.operate.state import group_name
-from delaytasks.run.run_counts import error_pattern
+from delaytasks.run.observers import error_pattern
 from tests.ui.chromium import watched
 from tests.ui.console_site import HOSTILE, Site, add_hostile, fill, make_delays, post, served
 

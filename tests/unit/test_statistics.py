@@ -18,8 +18,8 @@ from delaytasks.model.inputs import parse_duration
 from delaytasks.model.text import traceback_text
 from delaytasks.operate.state import groups_of
 from delaytasks.operate.state_queries import FailedRow
-from delaytasks.run import run_counts
-from delaytasks.run.run_counts import FailureCount, RunCounts, RunStatistics, error_pattern
+from delaytasks.run import observers
+from delaytasks.run.observers import FailureCount, RunCounts, RunStatistics, error_pattern
 from delaytasks.statistics import statistics_table as writer
 from delaytasks.statistics.reading import RunTotals, quantile
 from delaytasks.statistics.statistics_table import StatisticsWriter, WorkerCounts
@@ -30,7 +30,7 @@ from tests.world.recording import ManualClock
 
 
 def test_bounds_increase_and_a_value_that_equals_one_belongs_to_its_bucket() -> None:
-    for bounds in (run_counts.LATENESS_BOUNDS_S, run_counts.DURATION_BOUNDS_S):
+    for bounds in (observers.LATENESS_BOUNDS_S, observers.DURATION_BOUNDS_S):
         assert list(bounds) == sorted(set(bounds))
     counts = RunCounts()
     for lateness_s in (0.0, 0.005, 0.0051, 1e9):
@@ -99,7 +99,7 @@ def test_totals_include_written_and_unwritten_counts(counts: WorkerCounts) -> No
 def test_tags_beyond_the_limit_are_counted_together(counts: WorkerCounts) -> None:
     counts.add(report("a", "b", "c", "d"))
     counts.add(report("a", "d"))
-    assert started(counts) == {"a": 2, "b": 1, run_counts.OTHER_TAGS: 3}
+    assert started(counts) == {"a": 2, "b": 1, observers.OTHER_TAGS: 3}
 
 
 @pytest.mark.parametrize("is_tried", [False, True], ids=["no writes", "failed writes"])
@@ -134,7 +134,7 @@ def test_failed_writes_keep_a_bounded_number_of_groups(counts: WorkerCounts) -> 
 def test_a_task_that_its_workers_lost_is_counted_and_grouped(counts: WorkerCounts) -> None:
     counts("task.worker_lost", {"id": 5, "tag": "a", "error": "gave up: it died 5 times"})
     counts("task.failed", {"id": 5, "tag": "a", "error": "counted by the process"})
-    assert counts.totals()["a"].by_outcome()[run_counts.WORKER_LOST] == 1
+    assert counts.totals()["a"].by_outcome()[observers.WORKER_LOST] == 1
     [failure] = counts.take().failures.values()
     assert failure.pattern == "gave up: it died * times*"
 
@@ -234,7 +234,7 @@ LONG = ["x" * 100_000, "'" * 100_000, "a b " * 30_000, '  File "' * 10_000, "\n"
 @pytest.mark.parametrize("text", LONG, ids=range(5))
 def test_long_texts_cost_little_and_give_short_patterns(text: str) -> None:
     began = time.process_time()
-    assert len(error_pattern(text)) <= run_counts.MAX_PATTERN
+    assert len(error_pattern(text)) <= observers.MAX_PATTERN
     assert time.process_time() - began < 5, "not a measure of speed: quadratic ones take minutes"
 
 

@@ -12,7 +12,6 @@ from delaytasks import loops as loops
 from delaytasks.broker import redis_timer
 from delaytasks.model.clock import Clock, monotonic
 from delaytasks.model.task import Entry
-from delaytasks.run import chunk
 from delaytasks.worker import pollers
 from tests.proxy import Proxy
 from tests.waiting import wait_until
@@ -44,7 +43,6 @@ class RedisWorker(MainProcess):
         ahead_ms: int | None = None,
     ) -> None:
         self._patch = patch
-        patch.setattr(chunk, "FIRST_PREFETCH", 10)
         for module in (pollers, redis_timer) if ahead_ms else ():
             patch.setattr(module, "AHEAD_MS", ahead_ms)
         settings: dict[str, Any] = {

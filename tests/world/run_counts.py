@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 
 from delaytasks.model.clock import to_us
-from delaytasks.run.run_counts import FailureCount, RunCounts
+from delaytasks.run.observers import FailureCount, RunCounts
 from delaytasks.statistics.reading import count_rows
 from delaytasks.statistics.statistics_table import MINUTE_US, StatisticsTable, Unwritten
 from tests.world.world import World

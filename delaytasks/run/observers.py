@@ -1,5 +1,8 @@
-"""Counts of the runs of a tag: how they ended, how late they began, how long they took, and the
-patterns of their errors. A `RunCounter` counts the runs of a process."""
+"""The observers of the runs of a process: the structured log, and the counts of runs.
+
+`RunCounts` says of the runs of a tag how they ended, how late they began and how long they took,
+and `error_pattern` what their errors have in common. A `RunCounter` counts the runs of a process.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,52 @@ import threading
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Container, Mapping, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from delaytasks.model.clock import reset_in_child
 from delaytasks.model.moves import MOVES, SettlingMove
 from delaytasks.model.task import DelayedTask, Settlement
-from delaytasks.run.settler import Observer
 
 if TYPE_CHECKING:
+    from delaytasks.events import Events
     from delaytasks.registry import Registry
+
+
+class Observer:
+    """Sees what becomes of the rows that a process has claimed. Its methods must not raise."""
+
+    def started(self, task: DelayedTask, claimed: datetime, began: datetime) -> None:
+        """The processor is about to be called."""
+
+    def ended(self, settlement: Settlement, took_s: float, error: BaseException | None) -> None:
+        """The processor has returned, or has raised the error."""
+
+    def not_called(self, settlement: Settlement, claimed: datetime) -> None:
+        """The row has expired, or this process cannot run it."""
+
+    def settled(self, settlements: Sequence[Settlement], accepted: Container[int]) -> None:
+        """The settlements were written. `accepted` are the ids of the rows that they changed."""
+
+    def flush(self) -> None:
+        """A chunk has ended, or its time budget is over: send what was observed."""
+
+
+class RunLog(Observer):
+    """Writes the lines of single runs, if the log is structured."""
+
+    def __init__(self, events: Events) -> None:
+        self._events = events
+
+    def started(self, task: DelayedTask, claimed: datetime, began: datetime) -> None:
+        self._events.emit("task.started", **task.event_fields, began=began)
+
+    def settled(self, settlements: Sequence[Settlement], accepted: Container[int]) -> None:
+        for s in settlements:
+            if s.move == "succeed" and s.task.id in accepted:
+                late_s = ((s.began or s.task.due) - s.task.due).total_seconds()
+                fields = s.task.event_fields
+                self._events.emit("task.done", **fields, attempt=s.task.runs, late_s=late_s)
 
 
 # -- Histograms of seconds with fixed bounds, so that the counts of all workers can be added ------
