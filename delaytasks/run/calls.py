@@ -99,7 +99,7 @@ class ThreadSlots:
         """Free a slot in which no call was started."""
         with self._changed:
             self._leave(tag)
-            self._changed.notify_all()
+        self.notify()
 
     def start(
         self, tag: str, slots: int, rows: int, call: Callable[[], T], done: Callable[[T], None]

@@ -737,18 +737,14 @@ class ChunkRunner:
         free = {p.tag: self._free_rows(p) for p in processors if p and p.in_flight is not None}
         if not free and tags.isdisjoint(hard_limits):
             return tasks
-        concurrent: list[DelayedTask] = []
-        others: list[DelayedTask] = []
-        limited: list[DelayedTask] = []
-        for task in tasks:
-            if task.tag in hard_limits:
-                limited.append(task)
-            elif free.get(task.tag, 0) > 0:
+
+        def place(task: DelayedTask) -> int:
+            if free.get(task.tag, 0) > 0:
                 free[task.tag] -= 1
-                concurrent.append(task)
-            else:
-                others.append(task)
-        return [*concurrent, *others, *limited]
+                return 0
+            return 2 if task.tag in hard_limits else 1
+
+        return sorted(tasks, key=place)
 
     # -- rows of processors with `in_flight`, which run in threads beyond the runner's own --------
 
