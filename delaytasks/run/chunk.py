@@ -252,14 +252,6 @@ class TimeBudget:
             if self._is_asleep:
                 self._changed.notify()
 
-    def end_now(self, chunk: Chunk) -> None:
-        """Let the thread call `expire(chunk)` as soon as possible."""
-        with self._changed:
-            self._open[chunk] = monotonic()
-            self._opened += 1
-            self._start()
-            self._changed.notify()
-
     def close(self, chunk: Chunk) -> None:
         if chunk in self._open:  # a chunk of a single row need not be open
             with self._changed:
@@ -561,8 +553,6 @@ class ChunkRunner:
         self.is_watched = False
         #: Chunks whose runner has gone on, although some of their rows still run.
         self._detached: set[Chunk] = set()
-        #: The last chunk that another thread settles.
-        self._closing: Chunk | None = None
 
     # -- a chunk is opened, run, and closed -------------------------------------------------------
 
@@ -591,30 +581,14 @@ class ChunkRunner:
 
     @contextmanager
     def opened(
-        self,
-        tasks: Sequence[DelayedTask],
-        claimed_at: float,
-        settle: Settle | None = None,
-        settles_in_background: Callable[[], bool] | None = None,
+        self, tasks: Sequence[DelayedTask], claimed_at: float, settle: Settle | None = None
     ) -> Iterator[Chunk]:
-        """Open a chunk of claimed tasks, and close it at the end.
-
-        If `settles_in_background` returns True at the end, the thread of the time budget settles
-        the rows. This is limited to one chunk at a time, so that a locked row delays no more
-        settlements.
-        """
+        """Open a chunk of claimed tasks, and close it at the end."""
         chunk = self.open(tasks, claimed_at)
         try:
             yield chunk
         finally:
-            if (
-                settles_in_background is not None
-                and self._closing not in self._detached
-                and settles_in_background()
-            ):
-                self._close_in_background(chunk)
-            else:
-                self.close(chunk, settle)
+            self.close(chunk, settle)
 
     def run(self, chunk: Chunk, tally: Tally, may_detach: bool) -> None:
         """Run the tasks until all have ended, or with `may_detach` all except concurrent ones."""
@@ -692,12 +666,6 @@ class ChunkRunner:
             self._settler.settle(chunk, self._lease_s, settle)
         finally:
             self._calls.flush()
-
-    def _close_in_background(self, chunk: Chunk) -> None:
-        self._closing = chunk
-        chunk.is_detached = True
-        self._detached.add(chunk)
-        self._time_budget.end_now(chunk)
 
     def _expire(self, chunk: Chunk) -> None:
         """After the time budget, settle the ended rows and give back the waiting ones."""

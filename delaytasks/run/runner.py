@@ -52,9 +52,6 @@ CLOCK_TOLERANCE_SLACK_US = 2_000
 #: duration times `RECOVERED_SHARE`, since a look reads the whole backlog. They get at most half of
 #: the time of a queue.
 RECOVERED_S, RECOVERED_SHARE = 1.0, 20
-#: If the rows of a chunk take less time on average, no other thread settles them: it would compete
-#: with the next rows for the interpreter, which made bursts of empty tasks slower by a sixth.
-SLOW_ROW_S = 0.0005
 #: If a claim of more than `MANY` rows held most of them, there is an overdue backlog of a limited
 #: tag, which one chunk helps to hold for `HOLD_S`.
 MANY, HOLD_S = 5, 0.2
@@ -158,11 +155,7 @@ class Runner:
         """Run the entries of messages that fell due, and then their waitlists for `for_s`."""
         claimed_at, tally = monotonic(), Tally(BroughtBy.ENTRY)
         claimed = self._claims.claim(entries)
-        # If others wait, the process takes its next chunk while another thread settles this one. A
-        # waitlist needs the slots of the rows that have ended.
-        is_settled_here = not self._host.may_detach or claimed.seen.waitlists
-        in_background = None if is_settled_here else partial(self._settles_in_background, tally)
-        with self._chunks.opened(claimed, claimed_at, settles_in_background=in_background) as chunk:
+        with self._chunks.opened(claimed, claimed_at) as chunk:
             self._chunks.run(chunk, tally, self._host.may_detach)
         early, seen = tuple[Entry, ...](), claimed.seen
         if len(claimed) + seen.held < len(entries):
@@ -174,10 +167,6 @@ class Runner:
         self._hold_backlog(claimed.seen, len(entries), levels)
         states = self._run_waitlists(seen.waitlists, len(entries), for_s, tally)
         return self._report(tally, len(claimed), early=early, waitlists=states)
-
-    def _settles_in_background(self, tally: Tally) -> bool:
-        """Whether another thread should settle a chunk that has run."""
-        return tally.seconds >= SLOW_ROW_S * tally.ran and self._host.has_others()
 
     def _run_missing(
         self, missing: dict[tuple[int, int], Entry], tally: Tally

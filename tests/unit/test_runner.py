@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import replace
 from datetime import timedelta
@@ -19,7 +19,7 @@ import delaytasks as e
 from delaytasks import DelayedTask, Retry, Snooze, Status
 from tests.unit.conftest import Gate, fail_settlements
 from tests.waiting import wait_until
-from tests.world import RUNNING, Entry, MainProcess, MakeWorld, Report, Settlement, World
+from tests.world import RUNNING, Entry, MainProcess, MakeWorld, Report, World
 from tests.world.recording import ManualTime
 
 BUDGET_S = 0.1
@@ -572,90 +572,6 @@ def test_rows_of_a_limited_tag_end_the_backlog_of_this_process(single: World) ->
     tasks = [single.schedule("limited"), single.schedule(), single.schedule()]
     assert drain(single).ran == 1
     assert single.statuses(tasks) == ["DONE", "NOT_COMPLETE", "NOT_COMPLETE"]
-
-
-# -- settling later -------------------------------------------------------------------------------
-
-
-def others(wait: bool) -> Any:
-    """Return whether the main process has tasks for this process."""
-    return SimpleNamespace(is_so=lambda: wait)
-
-
-def slowly(world: World, *tags: str, **options: Any) -> None:
-    """Register processors whose rows take so long that their chunks are worth another thread."""
-
-    def work(body: Any) -> None:
-        time.sleep(0.002)
-        world.notes.append(body)
-
-    for tag in tags:
-        world.delays.processor(tag, **options)(work)
-
-
-@pytest.fixture
-def busy(world: World) -> World:
-    """A world whose chunks are settled later."""
-    slowly(world, "slow")
-    slowly(world, "concurrent", in_flight=2)
-    world.worker(may_detach=True, others_wait=others(True))
-    return world
-
-
-@pytest.mark.parametrize("tag", ["slow", "concurrent"])
-def test_a_chunk_reports_before_it_settles_and_more_run(busy: World, gate: Gate, tag: str) -> None:
-    """At most one chunk is settled later."""
-    tasks = backlog(busy, 4, tag)
-
-    def hold_first(settlements: Sequence[Settlement]) -> None:
-        assert settlements[0].task.id != tasks[0].id or gate.is_open.wait(10)
-
-    busy.before_settle = hold_first
-    assert [busy.run(task).ran for task in tasks] == [1] * 4
-    assert busy.notes == [0, 1, 2, 3]
-    assert busy.statuses(tasks) == ["RUNNING", "DONE", "DONE", "DONE"]
-    gate.is_open.set()
-    wait_until(lambda: busy.statuses(tasks) == ["DONE"] * 4, 5, "the first settlement")
-
-
-def test_a_process_that_ends_awaits_settlements(busy: World, gate: Gate, pool: Executor) -> None:
-    busy.before_settle = gate
-    busy.run(task := busy.schedule("slow"))
-    finished = pool.submit(busy.worker().finish)
-    gate.wait_for(1)
-    assert not finished.done()
-    gate.is_open.set()
-    finished.result(5)
-    assert busy.statuses([task]) == ["DONE"]
-
-
-def test_a_recovered_row_may_kill_the_process_and_waits_for_the_settlement(busy: World) -> None:
-    other, seen = busy.schedule("slow"), list[list[str]]()
-    busy.delays.processor("poison")(lambda _: seen.append(busy.statuses([other])))
-    recovered = busy.schedule("poison")
-    busy.change(recovered, lapses=1)
-    busy.run(other)
-    busy.run(busy.read(recovered))
-    assert seen == [["DONE"]]
-
-
-@pytest.mark.parametrize(
-    ("tag", "options"),
-    [
-        ("limited", {}),  # its waitlist waits for a slot
-        ("slow", {"may_detach": False}),
-        ("slow", {"others_wait": others(False)}),
-    ],
-)
-def test_else_a_chunk_is_settled_before_it_reports(world: World, tag: str, options: Any) -> None:
-    world.worker(**{"may_detach": True, "others_wait": others(True), **options})
-    world.limit("limited", concurrency=1)
-    slowly(world, "slow", "limited")
-    threads: list[threading.Thread] = []
-    world.before_settle = lambda _: threads.append(threading.current_thread())
-    world.run(*(tasks := backlog(world, 2, tag)))
-    assert set(threads) == {threading.current_thread()}
-    assert world.statuses(tasks) == ["DONE"] * 2
 
 
 # -- `check_lease` informs a long processor before its lease ends, without a database query -------
