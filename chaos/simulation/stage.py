@@ -194,9 +194,6 @@ def stage() -> Iterator[SimulationStage]:
         others: dict[str, dict[str, Any]] = {
             f"delaytasks.{name}": {"threading": threads} for name in modules
         }
-        # The log is off, so nothing needs a thread that logs the number of repeated events.
-        quiet = SimpleNamespace(Lock=threading.Lock, Timer=lambda *_: SimpleNamespace(start=int))
-        others["delaytasks.events"] = {"threading": quiet}
         # The pids are simulated; the simulated pool reports deaths.
         others["delaytasks.worker.quick_loops"] = {"has_exited": lambda _pid: False}
         with installed(times, others):
