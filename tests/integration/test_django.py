@@ -7,6 +7,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -260,9 +261,9 @@ def test_the_model_has_the_columns_of_the_table(delays: DjangoDelays) -> None:
 def test_a_taken_id_among_many_leaves_the_transaction_usable(delays: DjangoDelays) -> None:
     with transaction.atomic(delays.alias):
         task = delays.schedule_delay("order.close", 1, 60)
-        unit = DjangoTransaction(delays.alias)
-        assert not runtime_of(delays).store.tasks.new.insert_many([task], unit.connection)
-        assert not runtime_of(delays).store.tasks.new.insert(task, unit.connection)
+        other, unit = replace(task, body_json="2"), DjangoTransaction(delays.alias)
+        assert not runtime_of(delays).store.tasks.new.insert_many([other], unit.connection)
+        assert not runtime_of(delays).store.tasks.new.insert(other, unit.connection)
         assert delays.schedule_delay("order.close", 1, 60, id=task.id).id == task.id
     assert [found.id for found in rows(delays)] == [task.id]
 
@@ -297,7 +298,7 @@ def test_outside_of_atomic_each_call_is_a_transaction_and_bulk_calls_always_are(
     delays: DjangoDelays, armed: list[Entry], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(runtime_of(delays).store.tasks, "_insert", fail_in_sql)
+        patch.setattr(runtime_of(delays).store.tasks.new, "_insert", fail_in_sql)
         with pytest.raises(e.StoreError):
             delays.schedule_delay("many", 1, 60, key="k")
     # The key is free, since the call that failed has left nothing.
@@ -318,7 +319,7 @@ def test_a_database_error_rolls_back_the_callers_block_even_if_it_is_caught(
     with transaction.atomic(delays.alias):
         delays.schedule_delay("order.close", 1, 1)
         with monkeypatch.context() as patch:
-            patch.setattr(runtime_of(delays).store.tasks, "insert", fail_in_sql)
+            patch.setattr(runtime_of(delays).store.tasks.new, "insert", fail_in_sql)
             with pytest.raises(e.SessionUnusableError, match="no_such_table"):
                 delays.schedule_delay("order.close", 2, 1)
         with pytest.raises(e.SessionUnusableError, match="leave the atomic block"):
@@ -329,8 +330,7 @@ def test_a_database_error_rolls_back_the_callers_block_even_if_it_is_caught(
 
 def fail_in_sql(*arguments: Any) -> bool:
     connection = next(argument for argument in arguments if isinstance(argument, DjangoConnection))
-    with connection._connection.cursor() as cursor:
-        cursor.execute("SELECT 1 FROM no_such_table")
+    connection.exec_driver_sql("SELECT 1 FROM no_such_table")
     return True
 
 
@@ -378,7 +378,7 @@ def test_a_broken_connection_is_reported_and_during_a_commit_with_the_id(
 
     connection = connections[delays.alias]
     with monkeypatch.context() as patch:
-        patch.setattr(runtime_of(delays).store.tasks, "insert", broken)
+        patch.setattr(runtime_of(delays).store.tasks.new, "insert", broken)
         with pytest.raises(e.StoreUnavailableError, match="closed the connection") as error:
             delays.schedule_delay("order.close", 1, 1)
         assert "secret" not in str(error.value)

@@ -84,7 +84,7 @@ def test_tasks_are_written_with_psycopg_3_which_django_prefers(postgresql_url: s
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"horizon_s": 30}, "did you mean delaytasks_horizon"),
+        ({"horizon_s": 30}, "did you mean horizon"),
         ({"horizon": -1}, "delaytasks_horizon = -1"),
         ({"database": "orders"}, r"'orders' is not in settings.DATABASES \('default'"),
         ({"database": ["default", "orders"]}, "not one alias .* several databases need"),

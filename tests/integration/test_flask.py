@@ -325,7 +325,7 @@ def test_a_relative_sqlite_path_is_resolved_as_by_flask_sqlalchemy(tmp_path: Pat
 
 
 def test_wrong_settings_and_a_missing_init_app_are_reported() -> None:
-    nearest = "did you mean delaytasks_horizon"
+    nearest = "did you mean horizon"
     named: list[tuple[Any, str]] = [({"horizon_s": 30}, nearest), ([("horizon", 30)], "is a dict")]
     for options, message in [*named, ({"horizon": -1}, "delaytasks_horizon = -1")]:
         app = Flask("shop")
