@@ -784,7 +784,7 @@ class Calls:
             version = f"version {task.body_version}, not {processor.body_version}"
             why = f"{NEWER_BODY}{task.tag} ({version})"
             return self._defer(task, why, "task.newer_body")
-        if processor.has_time_limits and not self.host.keeps_time_limits:
+        if not self.host.keeps_time_limits and processor.has_time_limits:
             why = f"{NO_TIME_LIMITS}{task.tag}; let a worker with -P prefork serve the queue "
             return self._defer(task, why + task.queue, "task.no_time_limits")
         return None
