@@ -229,12 +229,35 @@ class Runner:
 
         This is one chunk of a drain. In a backlog, further chunks follow for `continue_s`.
         """
-        began, tally = monotonic(), Tally(BroughtBy.DRAIN)
+        began, tally, settings = monotonic(), Tally(BroughtBy.DRAIN), self._settings
         is_turn_of_recovered = began >= self._recovered_at.setdefault(queue, began + RECOVERED_S)
         most = limit - 1 if is_turn_of_recovered else limit
         claim = partial(self._claims.claim_due, queue, priorities)
-        last, drained = self._run_backlog(claim, most, continue_s, tally)
-        is_full, seen = last.is_full, last.claimed.seen
+        size = ChunkSize(settings.chunk_time_budget_s, settings.chunk_max, most)
+        until, drained = began + continue_s, dict[int, int]()
+        ended, current = None, self._claim_chunk(claim, most)
+        while True:
+            ahead: Future[_ClaimedChunk] | None = None
+            rows, seconds = tally.sample
+            tally.claimed += len(current.claimed)
+            drained.update((task.id, task.version) for task in current.claimed)
+            try:
+                if self._may_continue(current, until):
+                    ahead = self._threads.submit(self._close_and_claim, ended, claim, size.rows)
+                elif ended is not None:
+                    self._chunks.close(ended)
+                self._chunks.run(current.chunk, tally, self._host.may_detach)
+                if ahead is None:
+                    break
+                tally.add(*self._host.thread_slots.ended())
+                ran, took_s = tally.sample
+                size.learn(ran - rows, took_s - seconds, tally.wanted_next)
+                ended, current = current.chunk, ahead.result()
+            except BaseException as error:
+                self._give_up(current.chunk, ahead, error)
+                raise
+        self._chunks.close(current.chunk)
+        is_full, seen = current.is_full, current.claimed.seen
         if is_turn_of_recovered or not is_full:
             recovered = self._run_recovered(queue, priorities, tally)
             is_full = bool(recovered) or is_full
@@ -277,40 +300,6 @@ class Runner:
             self._chunks.run(chunk, tally, may_detach=False)
 
     # -- a backlog, in which the next chunk is claimed while the current one runs -----------------
-
-    def _run_backlog(
-        self, claim: Claim, most: int, for_s: float, tally: Tally
-    ) -> tuple[_ClaimedChunk, dict[int, int]]:
-        """Run a chunk of up to `most` rows and, in a backlog, further ones for `for_s`.
-
-        Return the last one, and the versions with which all rows were claimed, by their ids.
-        """
-        settings = self._settings
-        size = ChunkSize(settings.chunk_time_budget_s, settings.chunk_max, most)
-        until, drained = monotonic() + for_s, dict[int, int]()
-        ended, current = None, self._claim_chunk(claim, most)
-        while True:
-            ahead: Future[_ClaimedChunk] | None = None
-            rows, seconds = tally.sample
-            tally.claimed += len(current.claimed)
-            drained.update((task.id, task.version) for task in current.claimed)
-            try:
-                if self._may_continue(current, until):
-                    ahead = self._threads.submit(self._close_and_claim, ended, claim, size.rows)
-                elif ended is not None:
-                    self._chunks.close(ended)
-                self._chunks.run(current.chunk, tally, self._host.may_detach)
-                if ahead is None:
-                    break
-                tally.add(*self._host.thread_slots.ended())
-                ran, took_s = tally.sample
-                size.learn(ran - rows, took_s - seconds, tally.wanted_next)
-                ended, current = current.chunk, ahead.result()
-            except BaseException as error:
-                self._give_up(current.chunk, ahead, error)
-                raise
-        self._chunks.close(current.chunk)
-        return current, drained
 
     def _may_continue(self, current: _ClaimedChunk, until: float) -> bool:
         if not current.chunk.rows or not current.is_full or current.claimed.seen.waitlists:
