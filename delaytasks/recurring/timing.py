@@ -6,7 +6,6 @@ A timing is stored as text: a cron expression of five fields, or of six with sec
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -22,9 +21,7 @@ from delaytasks.model.errors import InvalidInputError
 from delaytasks.model.inputs import check_wait
 from delaytasks.model.text import shown
 
-ONE_SECOND, ONE_DAY = timedelta(seconds=1), timedelta(days=1)
-#: An expression that matches no day in this time never matches.
-MOST_YEARS = 50
+ONE_SECOND = timedelta(seconds=1)
 #: The longest interval, so that the next occurrence is always an instant that databases can store.
 MAX_INTERVAL_S = 366 * 86_400 * 10
 #: A start for the check of a timing.
@@ -48,14 +45,13 @@ class Every:
 
 
 class Cron:
-    """Occurrences of a cron expression on the wall clock of a time zone.
+    """Occurrences of a cron expression on the wall clock of a time zone, as `cronsim` finds them.
 
-    `cronsim` reads the expression and finds the matching wall times. This class maps them to
-    instants. In an hour that the clocks skip or repeat, the rules of Debian's cron apply:
+    In an hour that the clocks skip or repeat, the rules of Debian's cron apply:
 
-    - An expression with fixed times, whose minute and hour fields do not begin with `*`, is due
-      once for each matching wall time. A time that the clocks skip is due when the skipped period
-      ends. A time that they show twice is due the first time.
+    - An expression of five fields with fixed times, whose minute and hour fields do not begin with
+      `*`, is due once for each matching wall time. A time that the clocks skip is due when the
+      skipped period ends. A time that they show twice is due the first time.
     - Any other expression is due whenever a clock on the wall shows a matching time. It is not due
       at times that the clocks skip, and twice at times that they show twice.
 
@@ -72,9 +68,7 @@ class Cron:
     def __init__(self, expression: str, zone: ZoneInfo, start: datetime | None) -> None:
         self._zone = zone
         self._start = start
-        self._parsed = CronSim(expression, datetime(2000, 1, 1))  # noqa: DTZ001
-        minute, hour = self._parsed.parts[1:3]
-        self._has_fixed_times = not (minute.startswith("*") or hour.startswith("*"))
+        self._parsed = CronSim(expression, ANY_START.astimezone(zone))
 
     def after(self, instant: datetime) -> datetime | None:
         """Return the first occurrence after `instant`, in UTC; None after the last one."""
@@ -85,70 +79,15 @@ class Cron:
     # Schedules with the same timing, such as those of many tenants, share this cache.
     @lru_cache(maxsize=4096)  # noqa: B019 - `parse_timing` keeps as many timings
     def _after(self, instant: datetime) -> datetime | None:
-        return self._fixed_after(instant) if self._has_fixed_times else self._shown_after(instant)
-
-    def _fixed_after(self, instant: datetime) -> datetime | None:
-        for wall in self._walls_after(instant.astimezone(self._zone).replace(tzinfo=None)):
-            found = self._first_instant(wall)
-            if found > instant:  # otherwise the clocks show the time for the second time
-                return found
-        return None
-
-    def _shown_after(self, instant: datetime) -> datetime | None:
-        offset = self._offset(instant)
-        wall = next(self._walls_after((instant + offset).replace(tzinfo=None)), None)
-        while wall is not None:
-            found = wall.replace(tzinfo=UTC) - offset
-            change = self._first_change(instant, found, offset)
-            if change is None:
-                return found
-            # From here on the clocks show other times than the offset says. Continue there.
-            offset, instant = self._offset(change), change
-            wall = next(
-                self._walls_after((change + offset - ONE_SECOND).replace(tzinfo=None)), None
-            )
-        return None
-
-    def _walls_after(self, wall: datetime) -> Iterator[datetime]:
-        """Yield the matching wall times after `wall`."""
         matches = copy(self._parsed)  # to read the expression again would take longer
-        matches.dt = wall
+        shown = instant.astimezone(self._zone)
+        # For fixed times, cronsim counts on naive wall times.
+        matches.dt = shown.replace(tzinfo=None) if matches.fixup_tz else shown
         for found in matches:
-            if found.year > wall.year + MOST_YEARS:
-                return
-            yield found
-
-    def _first_instant(self, wall: datetime) -> datetime:
-        """Return when the clocks first show a wall time, or skip it."""
-        found = wall.replace(tzinfo=self._zone).astimezone(UTC)
-        if found.astimezone(self._zone).replace(tzinfo=None) == wall:
-            return found
-        before = wall.replace(tzinfo=self._zone, fold=1).astimezone(UTC)
-        change = self._first_change(before, found, self._offset(before))
-        assert change is not None, "clocks that skip a time change their offset"
-        return change
-
-    def _offset(self, instant: datetime) -> timedelta:
-        offset = instant.astimezone(self._zone).utcoffset()
-        assert offset is not None, "a ZoneInfo has an offset for each instant"
-        return offset
-
-    def _first_change(self, since: datetime, until: datetime, offset: timedelta) -> datetime | None:
-        """Return the first instant in (since, until] at which the offset is another one."""
-        while since < until:
-            step = min(since + ONE_DAY, until)
-            if self._offset(step) != offset:
-                break
-            since = step
-        else:
-            return None
-        while step - since > ONE_SECOND:
-            middle = since + (step - since) // 2 // ONE_SECOND * ONE_SECOND
-            if self._offset(middle) == offset:
-                since = middle
-            else:
-                step = middle
-        return step
+            at = found.astimezone(UTC)
+            if at > instant:  # otherwise the clocks show the time for the second time
+                return at
+        return None
 
 
 Timing = Every | Cron
