@@ -13,7 +13,6 @@ even if an operator sets `next_at` back.
 from __future__ import annotations
 
 import math
-import random
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -21,29 +20,16 @@ from datetime import datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from sqlalchemy import ColumnElement, and_, bindparam, delete, func, null, or_, select, true, update
+from sqlalchemy import ColumnElement, and_, delete, func, or_, select, true, update
 
 from delaytasks.db.database import Database
-from delaytasks.db.schema import (
-    BODY,
-    Schema,
-    by_id,
-    check_row_count,
-    columns,
-    instant_text,
-    json_rows,
-    listed,
-    moved,
-    task_of,
-)
+from delaytasks.db.schema import BODY, Schema, check_row_count, instant_text, json_rows, listed
 from delaytasks.db.statements import BulkInsert, Insert, insert_if_absent, write_nothing
-from delaytasks.db.task_rows import TaskKeys
-from delaytasks.db.types import unindexed
 from delaytasks.events import Events
 from delaytasks.model.body import dump_json, is_encrypted
 from delaytasks.model.errors import TaskNotFoundError
-from delaytasks.model.filters import batches
-from delaytasks.model.moves import LIVE, MOVES, following
+from delaytasks.model.inputs import share_of
+from delaytasks.model.moves import LIVE
 from delaytasks.model.task import CallerConnection, DelayedTask, Entry
 from delaytasks.recurring.definition import FIELDS, RecurringSchedule
 from delaytasks.recurring.timing import ONE_SECOND
@@ -166,12 +152,8 @@ _COLUMN_OF = {"body_json": "message_body", "headers_json": "headers", "meta_json
 #: The columns in the order of the fields of `RecurringSchedule`.
 SCHEDULE_COLUMNS = [_COLUMN_OF.get(field, field) for field in FIELDS]
 _BODY_AT = FIELDS.index("body_json")
-#: The columns that the sweep does not read. An instant takes longer to read than any other value.
-_UNREAD = ("last_at", "create_time", "update_time")
 #: The values of each row of `advance`.
 _ADVANCED = ("name", "version", "next_at", "last_at", "last_task_id")
-#: The keys of one statement that cancels tasks.
-MOST_KEYS = 500
 
 
 class RecurringTable:
@@ -182,11 +164,7 @@ class RecurringTable:
         self._schema = schema
         self._r = r = schema.recurring
         self._columns = [r.c[name] for name in SCHEDULE_COLUMNS]
-        self._swept = [
-            null().label(name) if name in _UNREAD else r.c[name] for name in SCHEDULE_COLUMNS
-        ]
         self._insert = Insert(database, r, SCHEDULE_COLUMNS)
-        self._keys = TaskKeys(database, schema)
         self._insert_tasks = BulkInsert(database, schema)
         k, t = schema.keys, schema.tasks
         new = json_rows(database, ("tag", "task_key", "id"))
@@ -197,22 +175,6 @@ class RecurringTable:
         )
         has_key = listed(database, k.c.task_key, "task_keys")
         self._owners = select(k.c.tag, k.c.task_key, k.c.task_id).where(has_key)
-        self._lock_keys = (
-            select(k.c.task_id, k.c.tag, k.c.task_key)
-            .where(k.c.tag == bindparam("tag"), has_key)
-            .order_by(k.c.task_key)
-            .with_for_update()
-        )
-        waits = unindexed(t.c.status).in_([int(status) for status in MOVES["cancel"].sources])
-        lock = select(*columns(schema)).where(listed(database, t.c.id, "ids"), waits)
-        self._lock_waiting = by_id(lock.order_by(t.c.id).with_for_update(), t)
-        w = json_rows(database, ("id", "version"))
-        self._cancel = (
-            update(t)
-            # Without the list, a small table would be scanned.
-            .where(listed(database, t.c.id, "ids"), t.c.id == w.c.id, t.c.version == w.c.version)
-            .values(moved(t, "cancel", cancel_request=None))
-        )
         self._live = select(t.c.id).where(
             listed(database, t.c.id, "ids"), t.c.status.in_([int(status) for status in LIVE])
         )
@@ -307,12 +269,9 @@ class RecurringTable:
     def due(
         self, on: Any, until: datetime, after: RecurringSchedule | None, limit: int
     ) -> list[RecurringSchedule]:
-        """Lock and return the schedules with an occurrence up to `until`, the earliest first.
-
-        Their `last_at`, `create_time` and `update_time` are None.
-        """
+        """Lock and return the schedules with an occurrence up to `until`, the earliest first."""
         r = self._r
-        query = select(*self._swept).where(r.c.next_at <= until)
+        query = select(*self._columns).where(r.c.next_at <= until)
         if after is not None:
             same = and_(r.c.next_at == after.next_at, r.c.name > after.name)
             query = query.where(
@@ -363,28 +322,6 @@ class RecurringTable:
         """Insert tasks that have their keys already."""
         if tasks:
             self._insert_tasks(on, tasks)
-
-    def cancel_waiting(self, on: Any, tag: str, keys: Sequence[str]) -> list[DelayedTask]:
-        """Cancel the tasks with these keys that wait, and return them. Those that run go on."""
-        cancelled: list[DelayedTask] = []
-        for some in batches(keys, MOST_KEYS):
-            # As in every transaction, keys are locked before tasks.
-            owners = on.execute(self._lock_keys, {"tag": tag, "task_keys": some}).all()
-            ids = sorted(owner.task_id for owner in owners)
-            rows = on.execute(self._lock_waiting, {"ids": ids}).all() if ids else []
-            tasks = [task_of(row, self._schema) for row in rows]
-            if not tasks:
-                continue
-            named = [{"id": task.id, "version": task.version} for task in tasks]
-            waiting = [task.id for task in tasks]
-            changed = on.execute(self._cancel, {"rows": dump_json(named), "ids": waiting}).rowcount
-            check_row_count(changed, len(tasks), "tasks to cancel")
-            self._keys.release_all(on, [owner for owner in owners if owner.task_id in waiting])
-            move = MOVES["cancel"]
-            cancelled += [
-                replace(task, status=move.target, version=following(task.version)) for task in tasks
-            ]
-        return cancelled
 
     # -- rows -------------------------------------------------------------------------------------
 
@@ -500,8 +437,7 @@ def _visit(
     tasks = []
     for at in planned.times:
         # With jitter the task is due later, at a time that every process computes alike.
-        share = random.Random(schedule.key_of(at)).random() if schedule.jitter_s else 0
-        due = at + timedelta(seconds=share * schedule.jitter_s)
+        due = at + timedelta(seconds=share_of(schedule.key_of(at)) * schedule.jitter_s)
         tasks.append((at, new_task(schedule, at, due, runtime.new_id(), now)))
     return planned._replace(tasks=tasks)
 

@@ -11,7 +11,7 @@ from zoneinfo import ZoneInfo
 
 from delaytasks.db.schema import TIMING_LENGTH
 from delaytasks.model.body import decoded, is_encrypted, placeholder
-from delaytasks.model.clock import LATEST
+from delaytasks.model.clock import LATEST, json_fields
 from delaytasks.model.errors import InvalidInputError
 from delaytasks.model.inputs import (
     celery_tag,
@@ -179,20 +179,16 @@ class RecurringSchedule:
 
         A body that no key of this process decrypts is replaced by a text that says so.
         """
-        document = {name: _json_value(getattr(self, name)) for name in self.__slots__}
+        document = {name: getattr(self, name) for name in FIELDS}
         text, _ = document.pop("body_json"), document.pop("meta_json")
         document["meta"] = self.meta
         document["body"] = placeholder(text) if is_encrypted(text) else self.body
-        return document
+        return json_fields(document)
 
 
 FIELDS = [field.name for field in fields(RecurringSchedule)]
 #: The fields that callers define, except the name.
 DEFINED = [field.name for field in fields(RecurringSchedule) if field.default is MISSING][1:]
-
-
-def _json_value(value: Any) -> Any:
-    return value.isoformat() if isinstance(value, datetime) else value
 
 
 # -- What callers and decorators define -----------------------------------------------------------

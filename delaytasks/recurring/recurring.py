@@ -17,7 +17,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from celery.local import PromiseProxy
 
-from delaytasks.model.errors import ConfigError, InvalidInputError, TaskNotFoundError
+from delaytasks.model.errors import (
+    ConfigError,
+    InvalidInputError,
+    TaskNotFoundError,
+    TaskStateError,
+)
 from delaytasks.model.inputs import (
     CELERY_PREFIX,
     actor_of,
@@ -112,12 +117,10 @@ class Recurring(CallGroup):
             recurrence_of(cron, options, "UTC")
             registry = self._delays._registry
             make = partial(definition_of, registry, function, name, body, cron, options)
-            if isinstance(function, PromiseProxy) and not function.__evaluated__():
-                # A Celery task of an app that is not finalized yet: its name is unknown.
-                registry.schedules.append(make)
-            else:
-                made = make()
-                registry.schedules.append(lambda: made)
+            if not isinstance(function, PromiseProxy):
+                make()
+            # The name of a Celery task is unknown until its app is finalized.
+            registry.schedules.append(make)
             return function
 
         return declare
@@ -450,14 +453,18 @@ class Change:
         return self.runtime.recurring_table.update(self.on, known, changes)
 
     def cancel_waiting(self, known: RecurringSchedule) -> None:
-        """Cancel the tasks that were made ahead and that wait for their due times."""
+        """Cancel the tasks that were made ahead and that wait. Those that run go on."""
         if known.last_at is None:
             return
         try:
             keys = [known.key_of(at) for at in known.between(self.now, known.last_at)]
         except InvalidInputError:
             return  # another program wrote the timing, and no sweep made tasks of it
-        self.cancelled += self.runtime.recurring_table.cancel_waiting(self.on, known.tag, keys)
+        tasks = self.runtime.store.tasks
+        for _, id in sorted(tasks.ids_of_keys(known.tag, keys, self.on).items()):
+            with suppress(TaskStateError):  # it runs, or has ended meanwhile
+                cancelled = tasks.cancel(id, on=self.on)
+                self.cancelled += [] if cancelled is None else [cancelled]
 
     def with_first_tasks(self, schedule: RecurringSchedule) -> RecurringSchedule:
         """Make the tasks of the occurrences that may pass before the next sweep."""

@@ -180,38 +180,23 @@ def interval_text(every: object) -> str:
 
 
 def _celery_crontab(found: crontab) -> str:
-    numbers = (
-        (found.minute, 60),
-        (found.hour, 24),
-        (found.day_of_month, 31),
-        (found.month_of_year, 12),
-        (found.day_of_week, 7),
-    )
-    listed = ["*" if len(n) == most else ",".join(map(str, sorted(n))) for n, most in numbers]
-    if "*" not in (listed[2], listed[4]):
+    day = _cron_field(found.day_of_month, 1, 32)
+    weekday = _cron_field(found.day_of_week, 0, 7)
+    if "*" not in (day, weekday):
         raise InvalidInputError(
             f"{shown(found)} is due if the day of the month and the weekday match, and a cron "
             "expression if one of them does; write it as text, for example '0 9 * * mon#1' for the "
             "first Monday of each month",
             "cron",
         )
-    # The arguments with which pickle would make it again.
-    minute, hour, weekday, day, month = found.__reduce__()[1][:5]
-    written = " ".join(str(f).replace(" ", "") for f in (minute, hour, day, month, weekday))
-    return written if _is_same(written, found) else " ".join(listed)
+    minute, hour = _cron_field(found.minute, 0, 60), _cron_field(found.hour, 0, 24)
+    return f"{minute} {hour} {day} {_cron_field(found.month_of_year, 1, 13)} {weekday}"
 
 
-def _is_same(written: str, found: crontab) -> bool:
-    """Return whether a cron expression means the same as Celery's fields."""
-    try:
-        parsed = CronSim(written, datetime(2000, 1, 1))  # noqa: DTZ001
-    except (CronSimError, ValueError, TypeError):
-        return False
-    weekdays = {day % 7 if isinstance(day, int) else day for day in parsed.weekdays}
-    return (parsed.minutes, parsed.hours, parsed.days, parsed.months, weekdays) == (
-        found.minute,
-        found.hour,
-        found.day_of_month,
-        found.month_of_year,
-        found.day_of_week,
-    )
+def _cron_field(numbers: set[int], first: int, end: int) -> str:
+    """Return the field of a cron expression that names these numbers of all in [first, end)."""
+    steps = (step for step in range(1, end) if numbers == set(range(first, end, step)))
+    step = next(steps, None)
+    if step is None or len(numbers) == 1:
+        return ",".join(map(str, sorted(numbers)))
+    return "*" if step == 1 else f"*/{step}"

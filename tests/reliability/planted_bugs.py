@@ -80,7 +80,7 @@ VERBS: dict[str, tuple[Any, str]] = {
     "find live tasks of schedules": (RecurringTable, "live"),
     "plan a visit": (creation, "plan"),
     "make the first tasks": (recurring.Change, "with_first_tasks"),
-    "cancel the tasks of a schedule": (RecurringTable, "cancel_waiting"),
+    "cancel the tasks of a schedule": (recurring.Change, "cancel_waiting"),
     "defer a message": (publish, "Snooze"),
     "find a durable task": (Tasks, "celery_rows"),
     "find the task of a key": (Tasks, "ids_of_keys"),
