@@ -95,7 +95,7 @@ def test_a_task_that_succeeds_after_a_retry_keeps_its_failed_attempts(world: Wor
 
 @pytest.mark.slow
 def test_the_last_fifty_attempts_are_kept(world: World) -> None:
-    raises(world, "pay", ConnectionError(), retries=RetrySchedule.fixed(0, times=60))
+    raises(world, "pay", ConnectionError(), retries=RetrySchedule([0] * 60))
     task = world.schedule("pay")
     for _ in range(60):
         run_again(world, task)

@@ -91,7 +91,7 @@ asked: Coroutine[Any, Any, int] = ask({"order": 7}, delays.get(7))
 delays.processor("store", batch="many")  # type: ignore[call-overload]
 
 delays.schedule_delay("pay", {}, 5, retries=3)
-delays.schedule_delay("pay", {}, 5, retries=dt.RetrySchedule.fixed("1s", times=3), max_late=60)
+delays.schedule_delay("pay", {}, 5, retries=dt.RetrySchedule(["1s"] * 3), max_late=60)
 
 assert_type(
     delays.callbacks.post("https://partner.example/paid", {"order": 7}, 60, headers={"X": "y"}),

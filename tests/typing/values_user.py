@@ -32,7 +32,7 @@ handle: dt.Processor[dict[str, str], ..., dt.Outcome] = send_report
 assert_type(dt.RetrySchedule.NOTIFY.retry_delays_s, tuple[float, ...])
 assert_type(dt.RetrySchedule.LEVELS.wait_s(1), float | None)
 assert_type(dt.RetrySchedule.LEVELS.has_retry_delay(1), bool)
-assert_type(dt.RetrySchedule.exponential("1s", times=3).variation, float)
+assert_type(dt.RetrySchedule("1s").variation, float)
 
 
 def reason_of(error: dt.DelayTaskError) -> str | int | None:

@@ -351,9 +351,6 @@ def test_a_retry_schedule_is_written_as_durations_or_made_of_them() -> None:
     retry_schedule = RetrySchedule("15s 3m 1h30m")
     assert retry_schedule.retry_delays_s == (15, 180, 5400)
     assert retry_schedule == RetrySchedule([15, "3m", timedelta(minutes=90)])
-    growing = RetrySchedule.exponential("1s", times=6, cap="10s", variation=0)
-    assert growing == RetrySchedule("1s 2s 4s 8s 10s 10s")
-    assert RetrySchedule.fixed("5s", times=3) == RetrySchedule("5s 5s 5s")
 
 
 @given(st.floats(0, 1), st.integers(1, 9))
@@ -377,9 +374,6 @@ DELAYS: list[Any] = ["", "soon", "-5s", [float("nan")], [True], [1] * 1001]
     [
         *(functools.partial(RetrySchedule, delays) for delays in DELAYS),
         lambda: RetrySchedule("1s", variation=2),
-        lambda: RetrySchedule.fixed("1s", times=0),
-        lambda: RetrySchedule.exponential("1s", times=2, factor=0.5),
-        lambda: RetrySchedule.exponential("1s", times=2, cap="400d"),
         lambda: refused({"ValueError": "1s"}),
         lambda: refused({ValueError: "soon"}),
     ],
