@@ -110,7 +110,7 @@ class Base(NamedTuple):
 class Clock:
     """The database's time as far as this process knows it.
 
-    One thread at a time measures; the others continue with the last measurement.
+    If the last measurement is old, one thread measures; the others continue with it.
 
     Parameters
     ----------
@@ -126,9 +126,6 @@ class Clock:
         self._lock = threading.Lock()
         self._base: Base | None = None
         self._stale_at = self._rests_until = float("-inf")
-        #: The time and the error of the last measurement that failed in `certain_now`.
-        self._insisted_at = float("-inf")
-        self._error: Exception | None = None
         #: Seconds by which the host's clock was ahead of the database's at the last measurement.
         self.offset_s = 0.0
         reset_in_child(self)
@@ -161,17 +158,8 @@ class Clock:
         Use it for the due times of rows.
         """
         if self._is_unknown():
-            asked_at = time.monotonic()
-            with self._lock:
-                if self._is_unknown():
-                    if self._error is not None and self._insisted_at > asked_at:
-                        raise self._error  # another thread asked in vain while this one waited
-                    try:
-                        self._refresh(insists=True)
-                    except Exception as error:
-                        self._error, self._insisted_at = error, time.monotonic()
-                        raise
-                    self._error = None
+            # Without the lock: while the database is away, threads must not wait one by one.
+            self._refresh(insists=True)
         return self.now()
 
     @property

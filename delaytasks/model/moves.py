@@ -29,7 +29,7 @@ from enum import IntEnum
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from delaytasks.model.errors import InvalidInputError
-from delaytasks.model.inputs import Delay, check_integer, check_wait, invalid, is_integer, is_number
+from delaytasks.model.inputs import Delay, check_wait, invalid, is_integer, is_number
 from delaytasks.model.text import shown
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -14,9 +13,9 @@ from typing import Any, Literal, NamedTuple, Protocol, TypedDict
 
 from delaytasks.model.body import (
     FIRST_VERSION,
-    MAX_DEPTH,
     MAX_VERSION,
     decoded,
+    dump_any,
     is_encrypted,
     placeholder,
 )
@@ -56,23 +55,16 @@ current_run: ContextVar[Any] = ContextVar("delaytasks_run", default=None)
 def _shown(text: str | None) -> Any:
     """Return the decoded value if JSON can represent it, else the text.
 
-    Python also decodes NaN, 1e400 and values of any depth.
+    Python also decodes NaN and 1e400.
     """
     if text is not None and is_encrypted(text):
         return placeholder(text)
     try:
         value = json.loads(text or "null")
+        dump_any(value)
     except (ValueError, RecursionError):  # another program stored no JSON
         return text
-    return value if _is_json(value, MAX_DEPTH) else text
-
-
-def _is_json(value: Any, depth: int) -> bool:
-    if isinstance(value, dict):
-        value = [*value.values()]
-    if isinstance(value, list):
-        return depth > 0 and all(_is_json(item, depth - 1) for item in value)
-    return not isinstance(value, float) or math.isfinite(value)
+    return value
 
 
 #: What programs and people get of a task.
@@ -437,25 +429,11 @@ class NewTask(NamedTuple):
 def new_task(
     tag: str, body: Any, delay: Any, at: datetime | None, options: Mapping[str, Any]
 ) -> NewTask:
-    """Return the task of a call, or say which of our names a name of Celery's has."""
+    """Return the task of a call."""
     try:
         return NewTask(tag, body, delay, at, **options)
     except TypeError as error:
-        for name, ours in CELERY_NAMES.items():
-            if name in options:
-                raise TypeError(f"{name}= is Celery's: write {ours}") from None
         raise TypeError(f"schedule_delay: {str(error).partition(' ')[2]}") from None
-
-
-#: The options of `apply_async` that a user of Celery may try, and what to write instead.
-CELERY_NAMES = {
-    "countdown": "the seconds as the third argument",
-    "eta": "at=",
-    "expires": "max_late=, the longest time after the due time",
-    "args": "the body, which the processor receives",
-    "kwargs": "the body, which the processor receives",
-    "task_id": "id=, an id from new_id(), or key=",
-}
 
 
 def new_task_of(item: object) -> NewTask:
