@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from delaytasks.model.errors import BodyEncryptedError, ConfigError, InvalidInputError
-from delaytasks.model.inputs import check_integer, key_remedy
+from delaytasks.model.inputs import check_integer
 from delaytasks.model.text import shown
 
 try:
@@ -126,9 +126,8 @@ class _Check:
             if not math.isfinite(value):
                 raise _invalid(path, f": {value!r} cannot be expressed in JSON")
         elif value is not None:
-            name = type(value).__name__
-            remedy = key_remedy(value) or "; convert it first (str(value), list(value), …)"
-            raise _invalid(path, f": {name} cannot be expressed in JSON{remedy}")
+            remedy = "convert it first (str(value), list(value), value.id, …)"
+            raise _invalid(path, f": {type(value).__name__} cannot be expressed in JSON; {remedy}")
         return 1
 
     def _of_items(self, value: dict[Any, Any] | Sequence[Any], path: _Path, depth: int) -> int:

@@ -153,24 +153,6 @@ def parse_past(
             raise InvalidInputError(problem, argument) from None
 
 
-# -- model instances ------------------------------------------------------------------------------
-
-# Recognize model instances of Django and of SQLAlchemy, of which callers pass the primary key.
-
-
-def key_remedy(value: object) -> str:
-    """Return the end of an error message about `value`; empty if it is no model instance."""
-    kind = type(value)
-    if hasattr(kind, "_meta") and hasattr(kind, "pk"):
-        return "; it is a model instance: pass its pk, and load the instance in the processor"
-    if hasattr(kind, "__mapper__"):
-        return (
-            "; it is an instance that SQLAlchemy maps: pass its primary key, and load the instance "
-            "in the processor"
-        )
-    return ""
-
-
 # -- Checks of numbers that callers pass. A bool is not a number ----------------------------------
 
 
@@ -309,9 +291,7 @@ def _check_name(value: object, argument: str, longest: int) -> str:
 
 def _problem_of_name(value: object, longest: int) -> str:
     if not isinstance(value, str):
-        is_number = isinstance(value, int) and not isinstance(value, bool)
-        remedy = f": write str({shown(value)})" if is_number else key_remedy(value)
-        return f"is a string, not {type(value).__name__}{remedy}"
+        return f"is a string, such as str(order.id), not {type(value).__name__}"
     rule = f"has 1 to {longest} printable characters, and no blank at its ends"
     return f"{rule}, not {len(value)}: {shown(value)}"
 

@@ -80,15 +80,17 @@ def plan(schedule: RecurringSchedule, now: datetime, until: datetime, is_last_li
     """
     next_at = schedule.next_at
     assert next_at is not None, "the sweep reads schedules with a next occurrence only"
-    passed: list[datetime] = []
+    times: list[datetime] = []
     has_missed = False
     if next_at <= now:
-        passed, has_missed = _passed(schedule, next_at, now)
+        times, has_missed = _passed(schedule, next_at, now)
         next_at = schedule.parsed().after(now)
-    if schedule.overlap == "skip":
-        return _alone(schedule, passed, next_at, until, is_last_live, has_missed)
-    times = [*passed]
-    while next_at is not None and next_at <= until and len(times) < MOST_PER_VISIT:
+    if schedule.overlap == "skip" and is_last_live:
+        # The next occurrence gets its task when the task before it has ended. If that has not
+        # happened when the occurrence has passed, the occurrence is skipped.
+        return Visit(schedule, [], next_at, has_missed, has_overlapped=bool(times))
+    most = 1 if schedule.overlap == "skip" else MOST_PER_VISIT
+    while next_at is not None and next_at <= until and len(times) < most:
         times.append(next_at)
         next_at = schedule.parsed().after(next_at)
     return Visit(schedule, times, next_at, has_missed)
@@ -98,7 +100,8 @@ def _passed(
     schedule: RecurringSchedule, since: datetime, now: datetime
 ) -> tuple[list[datetime], bool]:
     """Return the passed occurrences that get a task, and whether others get none."""
-    most = MOST_PER_VISIT if schedule.missed == "all" else 1
+    gets_all = schedule.missed == "all" and schedule.overlap == "allow"
+    most = MOST_PER_VISIT if gets_all else 1
     last = _last_between(schedule, since, now, most + 1)
     chosen = last[-most:]
     if schedule.missed == "skip":
@@ -120,28 +123,6 @@ def _last_between(
         if len(found) == most or begin < since:
             return [at for at in found if at >= since]
         window *= WINDOW_GROWTH
-
-
-def _alone(
-    schedule: RecurringSchedule,
-    passed: Sequence[datetime],
-    next_at: datetime | None,
-    until: datetime,
-    is_last_live: bool,
-    has_missed: bool,
-) -> Visit:
-    """Plan for a schedule whose tasks must not overlap: at most one of them waits or runs.
-
-    The next occurrence gets its task as soon as the task before it has ended. If that has not
-    happened when the occurrence has passed, the occurrence is skipped.
-    """
-    if is_last_live:
-        return Visit(schedule, [], next_at, has_missed, has_overlapped=bool(passed))
-    if passed:
-        return Visit(schedule, passed[-1:], next_at, has_missed or len(passed) > 1)
-    if next_at is None or next_at > until:
-        return Visit(schedule, [], next_at, has_missed)
-    return Visit(schedule, [next_at], schedule.parsed().after(next_at), has_missed)
 
 
 # -- The SQL of recurring schedules ---------------------------------------------------------------

@@ -31,7 +31,6 @@ from delaytasks.operate import state_queries as live_tags
 from delaytasks.runtime import runtime_of
 from tests.integration import django_settings
 from tests.integration.test_django import alias, django  # noqa: F401
-from tests.refusals import invalid
 
 MakeProject = Callable[..., DjangoDelays]
 
@@ -132,23 +131,6 @@ def test_waiting_tasks_whose_tag_has_no_processor_are_counted_up_to_a_limit(
         delays.schedule_delay(tag, {}, 60, queue=queue)
     message = found(databases=["checked"])["W004"]
     assert "'removed' (at least 2), 'renamed' (at least 1)" in message
-
-
-def test_a_model_instance_is_refused_and_the_error_names_its_pk(make_project: MakeProject) -> None:
-    from delaytasks.contrib.django.models import DelayTaskRow
-
-    delays, order = make_project(), DelayTaskRow(id=7)
-    migrations.upgrade(runtime_of(delays).store.database)
-
-    @delays.processor("order.close")
-    def close_order(body: Any) -> None: ...
-
-    with invalid("body", match=r"\$\.order: DelayTaskRow .*pass its pk"):
-        close_order.schedule({"order": order}, 60)
-    with invalid("key", match=r"not DelayTaskRow; .*pass its pk"):
-        close_order.schedule({}, 60, key=order)
-    with invalid("key", match="pass its pk"):
-        delays.cancel(tag="order.close", key=order)
 
 
 # -- `manage.py delays`, which runs the command line with the settings of Django ------------------
