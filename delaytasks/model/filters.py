@@ -19,7 +19,6 @@ from delaytasks.model.inputs import (
     check_meta,
     check_queue,
     check_tag,
-    invalid,
 )
 from delaytasks.model.moves import LIVE, MOVES, Status
 from delaytasks.model.text import shown
@@ -125,27 +124,24 @@ def check_status(status: object) -> Status:
 
 def check_statuses(status: object) -> frozenset[Status]:
     """Convert one status or several."""
-    if isinstance(status, (str, int)) or not isinstance(status, Iterable):
-        return frozenset({check_status(status)})
-    statuses = frozenset(map(check_status, status))
-    if not statuses:
-        names = ", ".join(status.name for status in Status)
-        raise invalid("status", f"is empty: name some of {names}, or leave it out")
-    return statuses
+    return frozenset(map(check_status, _one_or_several(status, "status")))
 
 
 def check_ids(ids: object) -> frozenset[int]:
     """Convert one id or several."""
-    if isinstance(ids, (str, bytes, int, Mapping)) or not isinstance(ids, Iterable):
-        return frozenset({check_id(ids, "ids")})
-    checked = set[int]()
-    for each in ids:
-        checked.add(check_id(each, "ids"))
-        if len(checked) > MAX_IDS:
-            raise InvalidInputError(f"ids: name at most {MAX_IDS:,} tasks in one call", "ids")
-    if not checked:
-        raise invalid("ids", "is empty: name some tasks, or leave it out")
-    return frozenset(checked)
+    return frozenset(check_id(id, "ids") for id in _one_or_several(ids, "ids"))
+
+
+def _one_or_several(given: object, argument: str) -> list[object]:
+    if isinstance(given, (str, bytes, int, Mapping)) or not isinstance(given, Iterable):
+        return [given]
+    values = list(islice(given, MAX_IDS + 1))
+    if not 0 < len(values) <= MAX_IDS:
+        remedy = "or leave it out"
+        raise InvalidInputError(
+            f"{argument}: name 1 to {MAX_IDS:,} in one call, {remedy}", argument
+        )
+    return values
 
 
 _INSTANTS = ("since", "until", "created_since", "created_until", "updated_until")

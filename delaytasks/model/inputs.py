@@ -315,9 +315,7 @@ def check_delay(delay: object, max_delay_s: float, argument: str = "delay") -> t
         delay = parse_duration(delay, argument)
     if isinstance(delay, timedelta):
         seconds = delay.total_seconds()
-    elif isinstance(delay, int) and not isinstance(delay, bool):
-        seconds = min(max(delay, -1), 2**53)  # an integer may be too large for a float
-    elif isinstance(delay, float):
+    elif isinstance(delay, (int, float)) and not isinstance(delay, bool):
         seconds = delay
     else:
         remedy = "; pass an instant as at=" if isinstance(delay, datetime) else ""
@@ -326,7 +324,7 @@ def check_delay(delay: object, max_delay_s: float, argument: str = "delay") -> t
             "is a number of seconds, a text with units such as '30m', or a timedelta, "
             f"not {type(delay).__name__} ({shown(delay)}){remedy}",
         )
-    if not math.isfinite(seconds) or seconds < 0:
+    if not 0 <= seconds < math.inf:
         raise invalid(argument, f"is finite and not negative, not {shown(delay)}")
     if seconds > max_delay_s:
         raise invalid(argument, f"is at most {show_duration(max_delay_s)}, not {shown(delay)}")
