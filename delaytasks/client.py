@@ -177,9 +177,6 @@ class DelayTasks:
             A SQLAlchemy Session or Connection. The row becomes part of its transaction.
         key : str, optional
             A name for the task within its tag. At most one live task of a tag has a key.
-        max_wait : float, str or timedelta, optional
-            With `on_conflict="replace"`: the longest time from the first call to the due time, no
-            matter how many calls replace the task. Seconds, text such as `"10m"`, or a timedelta.
         queue : str, optional
             The queue. By default the queue of the processor, or of the setting `queues`.
         priority : int, optional

@@ -61,7 +61,6 @@ _meta = click.option(
     show_default=True,
     help="While another task has the key: refuse, keep it, give it this body and time, run both.",
 )
-@click.option("--max-wait", metavar="DURATION", help="The longest deferral by repeated replacing.")
 @click.option("--queue", help="The queue, if not the processor's own.")
 @click.option("--priority", type=int, default=0, help="0 to 9, higher first.")
 @click.option("--retries", metavar="DELAYS", help='Its own retry schedule, such as "15s 3m 10m".')
@@ -90,8 +89,7 @@ def schedule(
     delaytasks schedule report.send @report.json --at 2030-01-31T18:00:00Z --key january
 
     FILE for --many has one JSON object a line, with tag, body, delay or at, and further options of
-    the task (key, queue, priority, retries, max_late, max_wait, limit_key, meta, jitter,
-    id):
+    the task (key, queue, priority, retries, max_late, limit_key, meta, jitter, id):
 
     \b
     {"tag": "order.close", "body": {"order": 7}, "delay": "30m"}

@@ -175,9 +175,6 @@ class Producer:
         due, delay_s = self._due(new, cache)
         if new.jitter is not None:
             due, delay_s = self._spread(new, id, due, cache)
-        max_wait_s = _max_wait_s(new, on_conflict, self._settings.max_delay_s)
-        if max_wait_s is not None:
-            due = min(due, cache.now + timedelta(seconds=max_wait_s))
         body = plain(new.body)
         body_json = encode_body(body, self._settings.max_body_bytes)
         limit_key, processor = new.limit_key, tag.processor
@@ -196,7 +193,7 @@ class Producer:
             priority=check_priority(new.priority),
             key=None if new.key is None else check_key(new.key),
             delay_s=delay_s,
-            headers_json=_headers(new, max_wait_s, body_version),
+            headers_json=_headers(new, body_version),
             limit_key=None if limit_key is None else check_limit_key(limit_key),
             create_time=cache.now,
             meta_json=None if new.meta is None else encode_meta(new.meta),
@@ -425,27 +422,15 @@ def check_on_conflict(on_conflict: object) -> None:
     check_choice(on_conflict, "on_conflict", get_args(OnConflict))
 
 
-def _max_wait_s(new: NewTask, on_conflict: OnConflict, longest_s: float) -> float | None:
-    if new.max_wait is None:
-        return None
-    if new.key is None or on_conflict != "replace":
-        raise InvalidInputError(
-            "max_wait is for a key= with on_conflict='replace': no other call defers a task",
-            "max_wait",
-        )
-    return check_period(new.max_wait, longest_s, "max_wait").total_seconds()
-
-
 def _body_version(new: NewTask, processor: ProcessorSpec | None) -> int:
     if new.body_version is None:
         return (processor and processor.body_version) or FIRST_VERSION
     return check_version(new.body_version)
 
 
-def _headers(new: NewTask, max_wait_s: float | None, body_version: int) -> str | None:
+def _headers(new: NewTask, body_version: int) -> str | None:
     """Return the column `headers`: the version of the body, and the options of the task itself."""
-    options = (new.retries, new.max_late, max_wait_s)
-    if body_version == FIRST_VERSION and options == (None, None, None):
+    if body_version == FIRST_VERSION and new.retries is None and new.max_late is None:
         return None
     headers: dict[str, Any] = {}
     if body_version != FIRST_VERSION:
@@ -458,8 +443,6 @@ def _headers(new: NewTask, max_wait_s: float | None, body_version: int) -> str |
         }
     if new.max_late is not None:
         headers["max_late_s"] = check_wait(new.max_late, MAX_RETRY_DELAY_S, "max_late")
-    if max_wait_s is not None:
-        headers["max_wait_s"] = max_wait_s
     return json.dumps(headers, separators=(",", ":"))
 
 

@@ -18,7 +18,6 @@ from delaytasks.db.schema import Schema, by_id, check_row_count, columns, listed
 from delaytasks.db.searching import after_cursor, conditions, first_page, has_status, make_cursor
 from delaytasks.db.statements import Insert, NewRows, skipping_insert, values_of
 from delaytasks.db.types import UTCDateTime, db_now, unindexed
-from delaytasks.model.clock import from_us, to_us
 from delaytasks.model.errors import (
     DuplicateTaskError,
     StaleVersionError,
@@ -483,7 +482,7 @@ class Tasks:
             # The owner waits or runs, and may finish. From now on the key belongs to the new task.
             return self._take_over(on, task)
         # The row keeps its id, to which the encryption of the new body is bound.
-        new = replace(task, id=owner.id, expected_time=_due_of_replacement(task, owner))
+        new = replace(task, id=owner.id)
         values = values_of(new, self._schema)
         for name in ("id", "status", "version", "create_time", "update_time"):
             del values[name]
@@ -600,16 +599,3 @@ def _changed_too_often(task: DelayedTask) -> StoreUnavailableError:
     return StoreUnavailableError(
         f"key {task.key!r} of tag {task.tag!r} changed its owner {TRIES} times; try again"
     )
-
-
-def _due_of_replacement(task: DelayedTask, owner: DelayedTask) -> datetime:
-    """Return when the task that replaces `owner` is due.
-
-    Repeated replacements can defer a task by at most `max_wait_s` after the first of them was
-    created, or after the last run of a task that is to run again.
-    """
-    began = owner.execution_time or owner.create_time
-    if task.max_wait_s is None or began is None:
-        return task.expected_time
-    # Computed with numbers, since another program's row may have been created at the end of time.
-    return from_us(min(to_us(task.expected_time), to_us(began) + int(task.max_wait_s * 1e6)))

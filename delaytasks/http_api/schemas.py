@@ -102,7 +102,6 @@ _OPTIONS = {
     "priority": PRIORITY,
     "retries": RETRIES,
     "max_late": _described(DELAY, "A task that starts later than this is cancelled."),
-    "max_wait": _described(DELAY, "With replace: the longest time from the first call."),
     "limit_key": _text(LIMIT_KEY_LENGTH),
     "meta": PAIRS,
     "jitter": _described(DELAY, "The task is due up to this time later."),

@@ -288,12 +288,9 @@ class DelayedTask:
     @property
     def max_late_s(self) -> float | None:
         """The lateness in seconds after which the task is CANCELLED instead of run."""
-        return self._seconds("max_late_s")
-
-    @property
-    def max_wait_s(self) -> float | None:
-        """The longest time in seconds for which replacements may postpone the task."""
-        return self._seconds("max_wait_s")
+        seconds: Any = self.headers.get("max_late_s")
+        # Other programs may write any value, also an integer that no float can represent.
+        return float(seconds) if type(seconds) in (int, float) and 0 <= seconds < 1e15 else None
 
     @property
     def body_version(self) -> int:
@@ -309,11 +306,6 @@ class DelayedTask:
         if self.result_json is None:
             return None
         return decoded(self.result_json, f"the result of task {self.id}")
-
-    def _seconds(self, header: str) -> float | None:
-        seconds: Any = self.headers.get(header)
-        # Other programs may write any value, also an integer that no float can represent.
-        return float(seconds) if type(seconds) in (int, float) and 0 <= seconds < 1e15 else None
 
     @property
     def headers(self) -> dict[str, Any]:
@@ -380,7 +372,6 @@ class TaskOptions(TypedDict, total=False):
     id: int | None
     retries: RetrySchedule | str | int | None
     max_late: Delay | None
-    max_wait: Delay | None
     limit_key: str | None
     meta: Mapping[str, str] | None
     body_version: int | None
@@ -399,7 +390,7 @@ class NewTask(NamedTuple):
         Seconds, text such as `"30m"`, or a timedelta. Give either `delay` or `at`.
     at
         An aware datetime.
-    key, queue, priority, id, retries, max_late, max_wait, limit_key, meta, body_version
+    key, queue, priority, id, retries, max_late, limit_key, meta, body_version
         See `schedule_delay`.
     jitter
         See `schedule_delay`.
@@ -419,7 +410,6 @@ class NewTask(NamedTuple):
     id: int | None = None
     retries: RetrySchedule | str | int | None = None
     max_late: Delay | None = None
-    max_wait: Delay | None = None
     limit_key: str | None = None
     meta: Mapping[str, str] | None = None
     body_version: int | None = None

@@ -612,31 +612,6 @@ def test_a_spread_is_a_delay_and_not_zero(place: Place) -> None:
     assert d.get(waits).version == 0
 
 
-def test_max_wait_is_a_delay_and_requires_a_replacement(place: Place) -> None:
-    waits, at = place.put(key="k"), datetime(2030, 1, 1, tzinfo=UTC)
-    schedule, many = partial(place.delays.schedule_delay, "mail", {}), place.delays.schedule_many
-    replace = partial(schedule, key="k", on_conflict="replace")
-
-    def replace_many(max_wait: Any, key: str | None = "k") -> int:
-        tasks = [NewTask("mail", {}, 5), NewTask("mail", {}, 5, key=key, max_wait=max_wait)]
-        return many(tasks, on_conflict="replace")
-
-    place.refuse(
-        "max_wait",
-        BAD_OPTIONS,
-        lambda it: replace(5, max_wait=it),
-        lambda it: replace(at=at, max_wait=it),
-        says="max_wait",
-    )
-    place.refuse("max_wait", BAD_OPTIONS, replace_many)
-    for some in ({}, {"key": "k"}, {"key": "k", "on_conflict": "keep"}, {"on_conflict": "replace"}):
-        with place.refuses("max_wait", "max_wait", "key", "replace"):
-            schedule(5, max_wait=30, **some)
-    with place.refuses("max_wait"):
-        replace_many(30, key=None)
-    assert place.delays.get(waits).version == 0
-
-
 def test_a_delay_above_the_setting_is_refused_and_one_at_it_is_not(make: Any) -> None:
     place = make(_max_delay_s=100)
     place.delays.schedule_delay("mail", {}, 100)
@@ -773,7 +748,6 @@ def test_any_arguments_give_a_task_or_our_error(place: Place, data: st.DataObjec
             queue=some(None),
             priority=some(0),
             id=some(None, 5),
-            max_wait=some(None, 5),
             limit_key=some(None, "k"),
             jitter=some(None, 5),
         ),

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
 
-from delaytasks import DelayedTask, DuplicateTaskError, NewTask, Status
+from delaytasks import DelayedTask, DuplicateTaskError, Status
 from tests.world import MonkeyPatch, World
-from tests.world.recording import ManualClock
 
 
 def keyed(world: World, on_conflict: Any = "reject", delay: float = 0, **more: Any) -> DelayedTask:
@@ -134,105 +129,3 @@ def test_a_key_has_one_live_task_during_replacing(world: World, monkeypatch: Mon
         settling.result(30)
     live = [task.id for task in world.delays.find(status="NOT_COMPLETE", key="k")]
     assert live in ([], [world.owner()])
-
-
-# -- `max_wait` limits how long repeated replacements can defer a task ----------------------------
-
-
-#: This date is in the past, so tasks due by this clock are also due by the database's clock.
-START = datetime(2020, 1, 1, tzinfo=timezone.utc)
-_keys = itertools.count()
-
-
-class Editor:
-    """Edit a document whose index task runs 2 s after the last edit, and at most 30 s after the
-    first."""
-
-    def __init__(self, world: World) -> None:
-        self.world, self.clock, self.key = world, ManualClock(START), "document"
-        world.set_clock(self.clock)
-
-    def edit(self, after_s: float = 0, delay: float = 2, max_wait: Any = 30) -> DelayedTask:
-        self.clock.advance(after_s)
-        options: dict[str, Any] = {"key": self.key, "on_conflict": "replace", "max_wait": max_wait}
-        task = self.world.delays.schedule_delay("note", {}, delay, **options)
-        assert self.world.read(task).expected_time == task.expected_time
-        return task
-
-    def due_s(self, *edit: Any, **options: Any) -> float:
-        return (self.edit(*edit, **options).expected_time - START).total_seconds()
-
-
-@pytest.fixture
-def editor(world: World) -> Editor:
-    return Editor(world)
-
-
-def test_edits_delay_the_task_until_max_wait_is_over(editor: Editor) -> None:
-    dues = [editor.due_s(after_s=min(n, 1)) for n in range(40)]
-    assert dues == [*range(2, 30), *[30] * 12]
-    assert sum(editor.world.counted().values()) == 1
-    assert editor.world.broker.armed[-1].due_us == int(START.timestamp() + 30) * 1_000_000
-
-
-#: Each edit has the seconds since the previous edit, the delay, and `max_wait`.
-edit = st.tuples(st.floats(0, 50), st.floats(0, 50), st.none() | st.floats(0.001, 100))
-edits = st.lists(edit, min_size=1, max_size=12)
-
-
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(edits=edits)
-@example(edits=[(0, 5, None), (1, 5, 3), (1, 5, None), (0, 0, 0.001)])
-def test_no_order_of_edits_makes_a_task_late(editor: Editor, edits: Any) -> None:
-    editor.key = f"document {next(_keys)}"
-    first: datetime | None = None
-    for after_s, delay, max_wait in edits:
-        task = editor.edit(after_s, delay, max_wait)
-        now = editor.clock.now()
-        first = first or now
-        wanted = now + timedelta(seconds=delay)
-        if max_wait is not None:
-            wanted = min(wanted, first + timedelta(seconds=max_wait))
-        assert abs(task.expected_time - wanted) <= timedelta(microseconds=1)
-        assert task.create_time == first
-
-
-def test_the_first_edit_after_a_run_or_during_it_begins_a_new_max_wait(editor: Editor) -> None:
-    first = editor.edit()
-    [running] = editor.world.claim_due()
-    assert editor.due_s(after_s=100) == 102
-    assert editor.world.settle(running)
-    editor.world.worker().end(editor.world.claim_due())
-    second = editor.edit(after_s=100)
-    assert second.id != first.id
-    assert [editor.due_s(after_s=after_s) for after_s in (29, 1)] == [230, 230]
-
-
-def test_max_wait_of_a_retried_task_counts_from_the_start_of_its_failed_run(editor: Editor) -> None:
-    editor.edit()
-    [ran] = editor.world.claim_due()
-    assert editor.world.settle(ran, "schedule_retry", expected_time=START + timedelta(days=1))
-    editor.world.change(ran, execution_time=START + timedelta(seconds=5))
-    assert editor.due_s(after_s=10) == 12
-    assert editor.due_s(after_s=24) == 35, "30 s after the run began"
-    end = datetime.max.replace(tzinfo=timezone.utc)  # as another program writes it
-    editor.world.change(ran, execution_time=None, create_time=end)
-    assert editor.due_s(after_s=66) == 102
-
-
-def test_an_overdue_task_stays_overdue_after_any_number_of_replacements(editor: Editor) -> None:
-    """The sweep finds the task, although each message for it is stale on arrival."""
-    dues = [editor.due_s(after_s=20) for _ in range(10)]
-    assert dues[-1] == 20 + 30
-    assert len(editor.world.claim_due()) == 1
-
-
-def test_schedule_many_delays_no_task_longer_than_max_wait(editor: Editor) -> None:
-    new = [NewTask("note", {}, 2, key=f"k{n}", max_wait=3) for n in range(3)]
-    for _ in range(5):
-        editor.world.delays.schedule_many(new, on_conflict="replace")
-        editor.clock.advance(1)
-    dues = [task.expected_time - START for task in editor.world.delays.find()]
-    assert dues == [timedelta(seconds=3)] * 3

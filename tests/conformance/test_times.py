@@ -125,14 +125,6 @@ def test_a_delay_counts_the_seconds_up_to_the_spread_time(delays: DelayTasks) ->
     assert delay_s <= task.delay_s < delay_s + 1
 
 
-def test_a_longest_wait_bounds_a_spread_time(delays: DelayTasks) -> None:
-    options: Any = {"on_conflict": "replace", "max_wait": 2, "jitter": 3600}
-    tasks = [delays.schedule_delay("mail", {}, 1, key=f"k{n}", **options) for n in range(3)]
-    for task in tasks:
-        assert task.create_time is not None
-        assert task.expected_time - task.create_time <= timedelta(seconds=2)
-
-
 @pytest.fixture
 def peak(delays: DelayTasks) -> Callable[[int], list[DelayedTask]]:
     def make(size: int) -> list[DelayedTask]:

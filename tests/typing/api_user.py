@@ -37,9 +37,7 @@ def stream() -> Iterator[NewTask | tuple[str, Any, float]]:
 assert_type(close_order({"order": 1}), bool)
 assert_type(dt.schedule_delay("order", {"order": 1}, timedelta(minutes=30), key="1"), DelayedTask)
 assert_type(delays.schedule_delay("order.close", None, at=NOW, on_conflict="replace"), DelayedTask)
-assert_type(
-    delays.schedule_delay("a", {}, 2, key="k", on_conflict="replace", max_wait="30s"), DelayedTask
-)
+assert_type(delays.schedule_delay("a", {}, 2, key="k", on_conflict="replace"), DelayedTask)
 assert_type(delays.schedule_many(stream()), int)
 assert_type(delays.cancel(tag="order.close", key="1"), dt.CancelResult)
 assert_type(delays.cancel(7).status, dt.Status | None)

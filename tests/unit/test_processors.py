@@ -117,8 +117,6 @@ def test_a_handle_schedules_tasks_of_its_tag(world: World) -> None:
     second = send.schedule({"n": 2}, at=AT)
     assert (first.tag, first.queue, first.key, first.priority) == ("mail.send", "mail", "1", 3)
     assert second.expected_time == AT
-    with invalid("max_wait"):
-        send.schedule({"n": 1}, 5, max_wait=5)
     assert send.schedule({"n": 3}, 5, key="1", on_conflict="keep").id == first.id
     many = [({"n": n}, timedelta(minutes=n)) for n in range(3)]
     assert send.schedule_many([*many, ({"n": 9}, AT)], queue="bulk") == 4

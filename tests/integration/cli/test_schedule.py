@@ -58,10 +58,6 @@ def test_a_key_in_use_is_refused_kept_or_replaced(shop: Project) -> None:
     assert (kept["id"], kept["body"]) == (first["id"], 1)
     replaced = shop.json(*again, "--on-conflict", "replace")
     assert (replaced["id"], replaced["body"]) == (first["id"], 2)
-    capped = shop.json(*again, "--on-conflict", "replace", "--max-wait", "90m")
-    begin, end = map(datetime.fromisoformat, (first["create_time"], capped["expected_time"]))
-    assert (capped["id"], (end - begin).total_seconds()) == (first["id"], 5400)
-    assert shop.error(*again, "--max-wait", "90m", exit_code=2)["argument"] == "max_wait"
 
 
 def test_an_unavailable_broker_is_reported_and_does_no_harm(shop: Project) -> None:
@@ -98,7 +94,6 @@ WRONG = """
     delay: {"tag": "ok", "delay": "soon"} | {"tag": "ok"}
     at: {"tag": "ok", "at": 5}
     id: {"tag": "ok", "delay": 1, "id": 0}
-    max_wait: {"tag": "ok", "delay": 1, "key": "k", "max_wait": 9}
 """
 
 

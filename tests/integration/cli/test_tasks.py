@@ -88,7 +88,7 @@ WRONG = """
     BadParameter: schedule ok @nowhere.json --delay 1 | schedule ok --delay 1 --priority x
     BadParameter: schedule ok --delay 1 --on-conflict x | schedule --many nowhere.jsonl
     UsageError: schedule | schedule ok --delay 1 --at 2999-01-01T00:00:00Z
-    UsageError: schedule ok --many - | schedule --many - --max-wait 5
+    UsageError: schedule ok --many - | schedule --many - --max-late soon
     NoSuchOption: schedule ok --delya 1
     tag: pause | resume --tag a --queue b
     queue: limit --queue 'a b' --remove

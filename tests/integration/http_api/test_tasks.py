@@ -31,7 +31,7 @@ def run_due(site: ApiSite) -> None:
 def test_a_request_has_all_options_of_the_python_call(site: ApiSite, shop: ApiCaller) -> None:
     options = {
         "key": "7", "on_conflict": "replace", "queue": "slow", "priority": 3, "retries": "15s 3m",
-        "max_late": "1h", "max_wait": "2h", "limit_key": "acme", "meta": {"tenant": "acme"},
+        "max_late": "1h", "limit_key": "acme", "meta": {"tenant": "acme"},
         "jitter": "10m", "body_version": 2,
     }  # fmt: skip
     task = shop.json("POST", "/v1/tasks", {"tag": "order.close", "at": FAR, **options})
