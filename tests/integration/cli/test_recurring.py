@@ -117,7 +117,7 @@ def test_beats_schedule_is_imported_and_again_without_effect(shop: Project) -> N
         "every 30 s": "every 30",
         "delta": "every 300",
         "interval": "every 60",
-        "daily": "0 9 * * mon-fri",
+        "daily": "0 9 * * 1,2,3,4,5",
     }
     assert stored["delta"]["tag"] == "celery:shop.poll"
     call = {"task": "shop.poll", "args": [1, "two"], "kwargs": {}, "options": {}}
