@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from delaytasks.model.errors import BodyEncryptedError, ConfigError, InvalidInputError
+from delaytasks.model.errors import ConfigError, InvalidInputError
 from delaytasks.model.inputs import check_integer
 from delaytasks.model.text import shown
 
@@ -293,10 +293,6 @@ def are_keys(keys: Sequence[str]) -> bool:
     return len(set(map(key_name, real))) == len(real)
 
 
-def is_encrypted(text: object) -> bool:
-    return isinstance(text, str) and text.startswith(PREFIX)
-
-
 def marks_of(names: Iterable[str]) -> list[str]:
     """Return the beginnings of all texts that these keys read, with the colon."""
     return [f"{PREFIX}{name}:" for name in names]
@@ -305,18 +301,3 @@ def marks_of(names: Iterable[str]) -> list[str]:
 def name_in(text: str) -> str:
     """Return the name of the key of an encrypted text; `NO_NAME` if the text is malformed."""
     return text[len(PREFIX) : MARK_LENGTH] if _MARK.match(text) else NO_NAME
-
-
-def decoded(text: str, what: str) -> Any:
-    """Return the value of a JSON text, or raise `BodyEncryptedError` if no key could decrypt it."""
-    if is_encrypted(text):
-        raise BodyEncryptedError(
-            f"{what} is encrypted with key {name_in(text)}, which delaytasks_encryption_keys "
-            "does not have here, or was changed since, or belongs to another task"
-        )
-    return json.loads(text)
-
-
-def placeholder(text: str) -> str:
-    """Return the text that is shown instead of an unreadable one."""
-    return f"(encrypted with key {name_in(text)}, which can not read it here)"

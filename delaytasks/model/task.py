@@ -11,16 +11,9 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal, NamedTuple, Protocol, TypedDict
 
-from delaytasks.model.body import (
-    FIRST_VERSION,
-    MAX_VERSION,
-    decoded,
-    dump_any,
-    is_encrypted,
-    placeholder,
-)
+from delaytasks.model.body import FIRST_VERSION, MAX_VERSION, PREFIX, dump_any, name_in
 from delaytasks.model.clock import json_fields, to_us
-from delaytasks.model.errors import InvalidInputError, TaskStateError
+from delaytasks.model.errors import BodyEncryptedError, InvalidInputError, TaskStateError
 from delaytasks.model.inputs import (
     Delay,
     check_id,
@@ -49,16 +42,30 @@ from delaytasks.model.text import shown
 current_run: ContextVar[Any] = ContextVar("delaytasks_run", default=None)
 
 
-# -- A task as a JSON value, for programs and for people ------------------------------------------
+# -- Stored texts, and a task as a JSON value ------------------------------------------------------
 
 
-def _shown(text: str | None) -> Any:
+def is_encrypted(text: object) -> bool:
+    return isinstance(text, str) and text.startswith(PREFIX)
+
+
+def decoded(text: str, what: str) -> Any:
+    """Return the value of a JSON text, or raise `BodyEncryptedError` if no key could decrypt it."""
+    if is_encrypted(text):
+        raise BodyEncryptedError(
+            f"{what} is encrypted with key {name_in(text)}, which delaytasks_encryption_keys "
+            "does not have here, or was changed since, or belongs to another task"
+        )
+    return json.loads(text)
+
+
+def shown_json(text: str | None) -> Any:
     """Return the decoded value if JSON can represent it, else the text.
 
-    Python also decodes NaN and 1e400.
+    Python also decodes NaN and 1e400. Another text replaces one that no key could decrypt.
     """
     if text is not None and is_encrypted(text):
-        return placeholder(text)
+        return f"(encrypted with key {name_in(text)}, which cannot read it here)"
     try:
         value = json.loads(text or "null")
         dump_any(value)
@@ -337,10 +344,10 @@ class DelayedTask:
         decoded = {
             "id": str(self.id),
             "status": self.status.name,
-            "body": _shown(self.body_json),
+            "body": shown_json(self.body_json),
             "due_time": self.due,
-            "headers": _shown(self.headers_json) if self.headers else {},
-            "result": _shown(self.result_json),
+            "headers": shown_json(self.headers_json) if self.headers else {},
+            "result": shown_json(self.result_json),
         }
         names = _JSON_FIELDS
         return json_fields(

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from delaytasks.model.body import placeholder
 from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import (
     BodyEncryptedError,
@@ -37,6 +36,7 @@ from delaytasks.model.task import (
     Transaction,
     connection_of,
     id_of,
+    shown_json,
 )
 from delaytasks.model.text import last_line, shown
 
@@ -161,7 +161,7 @@ def _pretty(read: Callable[[], Any], stored: str) -> str:
     try:
         return json.dumps(read(), indent=2, ensure_ascii=False)
     except BodyEncryptedError:
-        return placeholder(stored)
+        return str(shown_json(stored))
     except (ValueError, RecursionError):  # another program stored no JSON
         return stored
 

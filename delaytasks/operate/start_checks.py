@@ -7,9 +7,9 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from delaytasks.broker.arming import SWEEP
-from delaytasks.model.body import is_encrypted, name_in, names_of
+from delaytasks.model.body import name_in, names_of
 from delaytasks.model.errors import BodyRefusedError, ConfigError, StoreUnavailableError
-from delaytasks.model.task import DelayedTask
+from delaytasks.model.task import DelayedTask, is_encrypted
 from delaytasks.model.text import shown
 
 if TYPE_CHECKING:

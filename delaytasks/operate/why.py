@@ -8,12 +8,12 @@ from datetime import datetime, timedelta
 from shlex import quote
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from delaytasks.model.body import PREFIX, is_encrypted, name_in
+from delaytasks.model.body import PREFIX, name_in
 from delaytasks.model.clock import json_fields
 from delaytasks.model.inputs import processor_tag, show_duration, show_timing
 from delaytasks.model.moves import Status
 from delaytasks.model.policies import Policy
-from delaytasks.model.task import DelayedTask
+from delaytasks.model.task import DelayedTask, is_encrypted
 from delaytasks.model.text import DEFERRALS, count, last_line, some_values
 from delaytasks.model.workers import MOST_NAMES, RegisteredWorker, one_more_worker
 

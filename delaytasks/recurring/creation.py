@@ -26,11 +26,11 @@ from delaytasks.db.database import Database
 from delaytasks.db.schema import BODY, Schema, check_row_count, instant_text, json_rows, listed
 from delaytasks.db.statements import BulkInsert, Insert, insert_if_absent, write_nothing
 from delaytasks.events import Events
-from delaytasks.model.body import dump_json, is_encrypted
+from delaytasks.model.body import dump_json
 from delaytasks.model.errors import TaskNotFoundError
 from delaytasks.model.inputs import share_of
 from delaytasks.model.moves import LIVE
-from delaytasks.model.task import CallerConnection, DelayedTask, Entry
+from delaytasks.model.task import CallerConnection, DelayedTask, Entry, is_encrypted
 from delaytasks.recurring.definition import FIELDS, RecurringSchedule
 from delaytasks.recurring.timing import ONE_SECOND
 

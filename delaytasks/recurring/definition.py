@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, get_args
 from zoneinfo import ZoneInfo
 
 from delaytasks.db.schema import TIMING_LENGTH
-from delaytasks.model.body import decoded, is_encrypted, placeholder
 from delaytasks.model.clock import LATEST, json_fields
 from delaytasks.model.errors import InvalidInputError
 from delaytasks.model.inputs import (
@@ -22,7 +21,7 @@ from delaytasks.model.inputs import (
     decode_meta,
 )
 from delaytasks.model.moves import RetrySchedule
-from delaytasks.model.task import NewTask
+from delaytasks.model.task import NewTask, decoded, shown_json
 from delaytasks.model.text import shown
 from delaytasks.recurring.timing import (
     ANY_START,
@@ -180,9 +179,8 @@ class RecurringSchedule:
         A body that no key of this process decrypts is replaced by a text that says so.
         """
         document = {name: getattr(self, name) for name in FIELDS}
-        text, _ = document.pop("body_json"), document.pop("meta_json")
-        document["meta"] = self.meta
-        document["body"] = placeholder(text) if is_encrypted(text) else self.body
+        document["body"] = shown_json(document.pop("body_json"))
+        document["meta"] = decode_meta(document.pop("meta_json"))
         return json_fields(document)
 
 

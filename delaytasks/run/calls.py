@@ -25,7 +25,7 @@ from datetime import datetime, timedelta
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args
 
-from delaytasks.model.body import NO_NAME, PLAIN, encode_body, is_encrypted, name_in, names_of
+from delaytasks.model.body import NO_NAME, PLAIN, encode_body, name_in, names_of
 from delaytasks.model.clock import monotonic, reset_in_child
 from delaytasks.model.errors import (
     InvalidInputError,
@@ -35,7 +35,13 @@ from delaytasks.model.errors import (
 )
 from delaytasks.model.inputs import MAX_SLOTS, check_wait
 from delaytasks.model.moves import Cancel, Done, Fail, LateReason, Outcome, Retry, Snooze
-from delaytasks.model.task import CallerConnection, DelayedTask, Settlement, current_run
+from delaytasks.model.task import (
+    CallerConnection,
+    DelayedTask,
+    Settlement,
+    current_run,
+    is_encrypted,
+)
 from delaytasks.model.text import (
     DEFER_MAX_S,
     DEFER_MIN_S,

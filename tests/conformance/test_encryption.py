@@ -246,7 +246,7 @@ def test_an_unreadable_body_is_shown_as_encrypted(world: World, open_with: Open)
     own.run(task := own.schedule("mail", BODY))
     found = world.read(task)
     shown = found.as_json()
-    unread = f"(encrypted with key {key_name(NEW)}, which can not read it here)"
+    unread = f"(encrypted with key {key_name(NEW)}, which cannot read it here)"
     assert shown["body"] == shown["result"] == unread
     says = f"the result of task {task.id} is encrypted with key {key_name(NEW)}"
     with pytest.raises(BodyEncryptedError, match=says):

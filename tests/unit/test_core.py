@@ -31,8 +31,9 @@ from delaytasks.db.schema import BODY, RESULT
 from delaytasks.db.statements import _COPY_CHARACTERS, _COPY_ROWS, _copy_parts, _CopyFile
 from delaytasks.model import body as body_json
 from delaytasks.model import clock, inputs
-from delaytasks.model.body import Cipher, dump_flat, dump_json, encode_body, is_encrypted, key_name
+from delaytasks.model.body import Cipher, dump_flat, dump_json, encode_body, key_name
 from delaytasks.model.inputs import parse_duration, parse_instant, show_duration, show_from_now
+from delaytasks.model.task import is_encrypted
 from delaytasks.model.text import TABLES_REMEDY, Secret, mask_secret, mask_url, one_line, storable
 from delaytasks.operate.access import TokenBuckets
 from delaytasks.run.runner import FailureReason

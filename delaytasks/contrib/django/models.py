@@ -9,9 +9,9 @@ from django.db import DEFAULT_DB_ALIAS, models
 
 from delaytasks.contrib.django.instance import project_delays
 from delaytasks.db.schema import BODY
-from delaytasks.model.body import decoded
 from delaytasks.model.inputs import KEY_LENGTH, LIMIT_KEY_LENGTH, QUEUE_LENGTH, TAG_LENGTH
 from delaytasks.model.moves import Status
+from delaytasks.model.task import decoded
 from delaytasks.runtime import runtime_of
 
 
