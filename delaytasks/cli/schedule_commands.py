@@ -314,7 +314,6 @@ def _print_occurrences(cli: Cli, schedule: RecurringSchedule, most: int, now: da
 @click.option("--start", type=INSTANT, help="The first occurrence, as 2030-01-31T18:00:00Z.")
 @click.option("--jitter", metavar="DURATION", help="Each task is due up to this time later.")
 @click.option("--missed", help="latest, all or skip: which missed occurrences run.")
-@click.option("--most-missed", type=int, help="The most missed occurrences that run with all.")
 @click.option("--overlap", help="allow, or skip while the last task has not ended.")
 @click.option("--queue", help="The queue [the queue of the tag].")
 @click.option("--priority", type=int, help="0 to 9; higher first.")

@@ -33,7 +33,6 @@ from delaytasks.recurring.timing import (
 )
 
 if TYPE_CHECKING:
-    from delaytasks.registry import Registry
     from delaytasks.runtime import Runtime
 
 # -- A recurring schedule as callers and the sweep read it ----------------------------------------
@@ -305,12 +304,7 @@ _OWN_TIMES = {"countdown", "eta"}
 
 
 def definition_of(
-    registry: Registry,
-    target: Any,
-    name: str | None,
-    body: Any,
-    cron: Any,
-    options: RecurringOptions,
+    target: Any, name: str | None, body: Any, cron: Any, options: RecurringOptions
 ) -> Definition:
     """Return the definition of a schedule by what a caller names as its target.
 
@@ -324,14 +318,11 @@ def definition_of(
         The body of each task; for a Celery task None, or a mapping with `args`, `kwargs` and
         `options` of `apply_async`.
     """
-    tag = target if isinstance(target, str) else getattr(target, "tag", None)
-    own_name = tag
+    own_name = tag = target if isinstance(target, str) else getattr(target, "tag", None)
     if not isinstance(tag, str) and callable(getattr(target, "apply_async", None)):
         own_name = target.name
         tag, body = celery_call(target.name, {} if body is None else body)
     elif not isinstance(tag, str):
-        own_name = tag = next((each.tag for each in registry if each.function is target), None)
-    if tag is None:
         raise TypeError(
             f"{getattr(target, '__qualname__', target)!s} is no processor and no Celery task: "
             "write @delays.recurring(...) above the decorator that makes it one"

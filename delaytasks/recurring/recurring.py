@@ -115,12 +115,11 @@ class Recurring(CallGroup):
         def declare(function: F) -> F:
             # An error is raised where the code has the wrong option or the wrong object.
             recurrence_of(cron, options, "UTC")
-            registry = self._delays._registry
-            make = partial(definition_of, registry, function, name, body, cron, options)
+            make = partial(definition_of, function, name, body, cron, options)
             if not isinstance(function, PromiseProxy):
                 make()
             # The name of a Celery task is unknown until its app is finalized.
-            registry.schedules.append(make)
+            self._delays._registry.schedules.append(make)
             return function
 
         return declare
@@ -196,9 +195,8 @@ class Recurring(CallGroup):
         ...     "report-acme", "report.send", {"tenant": "acme"}, cron="0 9 * * *", tz="Asia/Tokyo"
         ... )
         """
-        runtime, registry = self._runtime, self._delays._registry
-        new = definition_of(registry, tag, name, body, cron, options).checked(runtime)
-        return put(runtime, new, session, actor)
+        new = definition_of(tag, name, body, cron, options).checked(self._runtime)
+        return put(self._runtime, new, session, actor)
 
     aset = twin(set)
 
