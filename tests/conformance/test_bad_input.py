@@ -296,8 +296,9 @@ def test_a_page_is_bounded(place: Place) -> None:
 
 
 def test_a_status_that_does_not_exist_is_refused(place: Place) -> None:
-    wrong = [77, -1, True, "GONE", "", 1.5, [], Unsayable()]
+    wrong = [77, -1, True, "GONE", "", 1.5, Unsayable()]
     place.refuse("status", wrong, lambda it: place.delays.find(status=it), says="NOT_COMPLETE")
+    place.refuse("status", [[]], lambda it: place.delays.find(status=it), says="name 1 to 1,000")
 
 
 BAD_CURSORS = ["", "x", "====", "MTIz", "YTpi", "😀", "\ud800", "MTox\n;", 5, b"MTox", ["x"]]
