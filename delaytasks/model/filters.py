@@ -137,10 +137,8 @@ def _one_or_several(given: object, argument: str) -> list[object]:
         return [given]
     values = list(islice(given, MAX_IDS + 1))
     if not 0 < len(values) <= MAX_IDS:
-        remedy = "or leave it out"
-        raise InvalidInputError(
-            f"{argument}: name 1 to {MAX_IDS:,} in one call, {remedy}", argument
-        )
+        rule = f"{argument}: name 1 to {MAX_IDS:,} in one call, or leave it out"
+        raise InvalidInputError(rule, argument)
     return values
 
 
