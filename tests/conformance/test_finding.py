@@ -145,8 +145,8 @@ def test_bulk_functions_move_the_tasks_with_some_ids_only(delays: DelayTasks, ta
     assert delays.bulk.cancel(ids=[first, second], queue="slow").changed == 1
 
 
-WRONG_IDS: list[Any] = [([], "ids is empty"), (b"12", "b'12'"), ({7: "first"}, "first")]
-WRONG_IDS += [(range(1, 1002), "at most 1,000"), (["7", "seven"], "seven"), ([0], "1 to")]
+WRONG_IDS: list[Any] = [([], "name 1 to 1,000"), (b"12", "b'12'"), ({7: "first"}, "first")]
+WRONG_IDS += [(range(1, 1002), "name 1 to 1,000"), (["7", "seven"], "seven"), ([0], "1 to")]
 WRONG_IDS += [(True, "True"), ("1,2", "1,2")]
 
 
