@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from delaytasks.model.moves import Outcome
     from delaytasks.model.task import Timer
     from delaytasks.recurring.creation import RecurringTable
-    from delaytasks.worker.sweep import OnStep, PauseSweeper, Sweeper
+    from delaytasks.worker.sweep import OnStep, Sweeper
 
 T = TypeVar("T")
 #: Runs the call of a coroutine as a web framework requires whose connections belong to threads or
@@ -188,12 +188,6 @@ class Runtime:
     @part
     def producer(self) -> Producer:
         return Producer(self)
-
-    @part
-    def pauses(self) -> PauseSweeper:
-        from delaytasks.worker.sweep import PauseSweeper
-
-        return PauseSweeper(self)
 
     @part
     def sweeper(self) -> Sweeper:

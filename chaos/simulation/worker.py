@@ -231,9 +231,6 @@ class SimulatedWorker(Host):
             events=self.events,
             registry=play.registry,
             clock=self.clock,
-            pauses=SimpleNamespace(
-                read=lambda: NO_POLICIES, walk=lambda *_: None, hold_near=lambda *_: None
-            ),
             make_recurring_tasks=recurring_stage(play, self.clock, self.timer, self.events),
             store=SimpleNamespace(
                 tasks=play.tasks,
@@ -241,9 +238,10 @@ class SimulatedWorker(Host):
                 leases=play.leases,
                 bulk=SimpleNamespace(audit=play.audit),
                 workers=play.seen,
+                paused_rows=SimpleNamespace(levels=list),
                 close=lambda: None,
             ),
-            policy_cache=SimpleNamespace(stamp=0),
+            policy_cache=SimpleNamespace(stamp=0, known=NO_POLICIES, refresh=lambda: NO_POLICIES),
             redis_timer=self.timer if isinstance(self.timer, RedisTimer) else None,
             direct_timer=None,
             timer=self.timer,

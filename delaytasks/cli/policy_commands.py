@@ -163,10 +163,10 @@ def _report(cli: Cli, changed: Policy) -> None:
     known = cli.delays.policies.list(**{changed.kind: changed.name})
     policy = known[0] if known else changed
     paused = f"paused {_end_of(policy) or 'until resumed'}"
-    state, more = (paused, "and more") if policy.is_paused else ("not paused", "fewer")
-    text = f"{policy.kind} {cell(policy.name)} is {state}; held: {count(policy.held or 0, 'task')}"
-    if _is_unapplied(policy):
-        text += f", {more} with each sweep"
+    state = paused if policy.is_paused else "not paused"
+    text = f"{policy.kind} {cell(policy.name)} is {state}"
+    if policy.held is not None:
+        text += f"; held: {count(policy.held, 'task')}"
     if policy.has_limits:
         text += f"\nlimits: {_limits(policy)}; running: {count(policy.running or 0, 'task')}"
     cli.answer(policy.as_json(), text)
@@ -175,12 +175,6 @@ def _report(cli: Cli, changed: Policy) -> None:
 def _end_of(policy: Policy) -> str:
     """Return when the pause ends, or an empty text."""
     return "" if policy.paused_until is None else f"until {show_instant(policy.paused_until)}"
-
-
-def _is_unapplied(policy: Policy) -> bool:
-    """Return whether sweeps still hold or release tasks. Tasks in a waitlist do not count."""
-    is_limit_only = policy.has_limits and not policy.is_paused
-    return not (policy.is_applied or policy.version == 0 or is_limit_only)
 
 
 def _limits(policy: Policy) -> str:

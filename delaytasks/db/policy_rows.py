@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from sqlalchemy import (
     ColumnElement,
     ScalarSelect,
-    Select,
     Table,
     and_,
     delete,
@@ -25,20 +24,14 @@ from sqlalchemy import (
 )
 
 from delaytasks.db.database import Database
-from delaytasks.db.schema import Schema, check_row_count, listed, listing, moved
-from delaytasks.db.searching import (
-    distinct_values,
-    has_status,
-    levels_of,
-    queues_after,
-    waits_between,
-)
+from delaytasks.db.schema import Schema, check_row_count, listed, listing, move_locked, moved
+from delaytasks.db.searching import distinct_values, has_status, queue_levels
 from delaytasks.db.statements import Insert
-from delaytasks.db.types import db_now, db_now_plus, unindexed
+from delaytasks.db.types import db_now, unindexed
 from delaytasks.model.clock import to_us
 from delaytasks.model.moves import MOVES, Status, following
 from delaytasks.model.policies import Kind, Policies, Policy, PolicyRead, Stamp
-from delaytasks.model.task import DelayedTask, Entry, FoundRow, Level
+from delaytasks.model.task import DelayedTask, Entry, Level
 
 # -- Numbers that count the changes which workers look for once a second, in one small table ------
 
@@ -69,8 +62,6 @@ class ChangeNumbers:
 
 #: The actor of a change that nobody made.
 END_OF_PAUSE = "the end of the pause"
-#: Seconds for which a cleared policy is kept, so that every process reads that it was cleared.
-KEPT_S = 86_400.0
 
 
 class RowCount(NamedTuple):
@@ -86,6 +77,8 @@ class PolicyTable:
     Each transaction that changes policies adds one to that number. It keeps the lock on the
     number's row until it commits, so that numbers become visible in their order. A process that has
     read number 7 has seen all changes up to 7, however long one of their transactions took.
+
+    A policy without a pause and without limits is deleted by the change that makes it so.
     """
 
     def __init__(self, database: Database, schema: Schema) -> None:
@@ -98,16 +91,12 @@ class PolicyTable:
         self._listed = tuple_(p.c.kind, p.c.name).in_(listing("policies"))
         self._new_version = {"version": p.c.version + 1, "update_time": db_now()}
         limits = (p.c.concurrency, p.c.concurrency_per_key, p.c.rate, p.c.rate_period_s)
-        is_empty = and_(not_(p.c.is_paused), *(limit.is_(None) for limit in limits))
-        #: A cleared policy, which is kept for processes that have not read yet that it was cleared.
-        self._is_over = and_(
-            is_empty, p.c.applied_version.is_not(None), p.c.applied_version == p.c.version
-        )
+        self._is_empty = and_(not_(p.c.is_paused), *(limit.is_(None) for limit in limits))
 
     def read(self, *names: tuple[Kind, str]) -> list[Policy]:
         """Return all policies, or those of these kinds and names."""
         p = self._p
-        query = select(*self._columns).where(not_(self._is_over)).order_by(p.c.kind, p.c.name)
+        query = select(*self._columns).where(not_(self._is_empty)).order_by(p.c.kind, p.c.name)
         if names:
             query = query.where(or_(*(self._named(*name) for name in names)))
         return [Policy(*row) for row in self._db.rows(query)]
@@ -115,8 +104,7 @@ class PolicyTable:
     def unless_known(self, known: Stamp | None, checks: bool) -> PolicyRead:
         """Return all policies, unless those with the stamp `known` are the same.
 
-        Policies that were cleared are included. Changes that were not counted are found with
-        `checks`, which reads the whole table.
+        Changes that were not counted are found with `checks`, which reads the whole table.
         """
         p = self._p
         numbers = [self._numbers.of(row) for row in (CANCEL_REQUESTS, POLICY_CHANGES)]
@@ -163,8 +151,8 @@ class PolicyTable:
             if is_same(known):
                 return known, False
             values = {**changes, "updated_by": by, **self._new_version}
-            self._change(connection, [(kind, name)], values)
-            return Policy(*connection.execute(query).one()), True
+            [policy] = self._change(connection, [(kind, name)], values)
+            return policy, True
 
         return self._db.transaction(work)
 
@@ -175,47 +163,29 @@ class PolicyTable:
         is_over = and_(p.c.is_paused, p.c.paused_until <= db_now())
         ending = {"is_paused": False, "paused_until": None, "updated_by": END_OF_PAUSE}
 
+        ended = select(p.c.kind, p.c.name).where(is_over).order_by(p.c.kind, p.c.name)
+
         def work(connection: Any) -> list[Policy]:
-            found = self._lock(connection, is_over)
-            if not found:
-                return []
-            self._change(connection, found, {**ending, **self._new_version})
-            named = select(*self._columns).where(self._listed)
-            return [Policy(*row) for row in connection.execute(named, {"policies": found})]
+            found = [tuple(row) for row in connection.execute(ended.with_for_update())]
+            values = {**ending, **self._new_version}
+            return self._change(connection, found, values) if found else []
 
         return self._db.transaction(work)
 
-    def applied(self, policies: Sequence[Policy]) -> None:
-        """Record that all rows are held or released as these versions of the policies require."""
-        p = self._p
-        of_versions = tuple_(p.c.kind, p.c.name, p.c.version).in_(
-            [(policy.kind, policy.name, policy.version) for policy in policies]
-        )
+    def _change(
+        self, on: Any, names: Sequence[tuple[str, str]], values: Mapping[str, Any]
+    ) -> list[Policy]:
+        """Change locked policies, and return them as they are then.
 
-        def work(connection: Any) -> None:
-            # Policies that were changed meanwhile are left out.
-            if found := self._lock(connection, of_versions):
-                self._change(connection, found, {"applied_version": p.c.version})
-
-        self._db.transaction(work)
-
-    def _lock(self, on: Any, which: ColumnElement[bool]) -> list[tuple[str, str]]:
-        p = self._p
-        query = select(p.c.kind, p.c.name).where(which).order_by(p.c.kind, p.c.name)
-        return [tuple(row) for row in on.execute(query.with_for_update())]
-
-    def _change(self, on: Any, names: Sequence[tuple[str, str]], values: Mapping[str, Any]) -> None:
-        """Change locked policies, and count the change, which makes all processes read them."""
+        The change is counted, which makes all processes read the policies.
+        """
         self._numbers.count(on, POLICY_CHANGES)
-        statement = update(self._p).where(self._listed).values(**values)
-        changed = on.execute(statement, {"policies": names}).rowcount
-        check_row_count(changed, len(names), "policies")
-
-    def forget(self, older_than_s: float = KEPT_S) -> int:
-        """Delete policies that were cleared more than `older_than_s` seconds ago."""
-        p = self._p
-        old = and_(self._is_over, p.c.update_time < db_now_plus(-older_than_s))
-        return self._db.autocommitted(lambda c: int(c.execute(delete(p).where(old)).rowcount))
+        policies = {"policies": names}
+        change = update(self._p).where(self._listed).values(**values)
+        check_row_count(on.execute(change, policies).rowcount, len(names), "policies")
+        changed = on.execute(select(*self._columns).where(self._listed), policies).all()
+        on.execute(delete(self._p).where(self._listed, self._is_empty), policies)
+        return [Policy(*row) for row in changed]
 
     def count(self, status: Status) -> dict[tuple[str, str], RowCount]:
         """Count the rows of this status by tag and queue."""
@@ -227,14 +197,6 @@ class PolicyTable:
 
     def _named(self, kind: Kind, name: str) -> Any:
         return and_(self._p.c.kind == kind, self._p.c.name == name)
-
-
-def is_paused(schema: Schema) -> ColumnElement[bool]:
-    """The condition that a row's tag or queue is paused. Each policy is found by its name."""
-    t, p = schema.tasks, schema.policies
-    of_tag = exists().where(p.c.is_paused, p.c.kind == "tag", p.c.name == t.c.tag)
-    of_queue = exists().where(p.c.is_paused, p.c.kind == "queue", p.c.name == t.c.queue)
-    return or_(of_tag.correlate(t), of_queue.correlate(t))
 
 
 def is_entry_of(waitlist: Table, row: Any) -> ColumnElement[bool]:
@@ -250,19 +212,16 @@ def is_entry_of(waitlist: Table, row: Any) -> ColumnElement[bool]:
     )
 
 
-# -- Rows of paused tags and queues: moved out of the index of live rows, and back into it --------
+# -- Rows of paused tags and queues: held when they are claimed, released after the pause ---------
 
-# The statement that holds rows checks the pause itself. A worker that does not know yet that a
-# pause has ended holds no rows.
+# Held rows are not in the index of live rows. The statement that holds rows checks the pause
+# itself: a worker that does not know yet that a pause has ended holds no rows.
 
 
 #: Waitlists of a queue that one call of `waitlists_in` returns: each of them costs a statement.
 WAITLISTS_PER_CALL = 100
-#: Rows that one query returns. With many more, planners that expect fewer would sort all later
-#: rows.
-ROWS_PER_QUERY = 500
-#: Queues whose levels one call returns.
-QUEUES_PER_CALL = 100
+#: Held rows that one query returns, and one transaction releases.
+RELEASED_ROWS = 500
 
 
 class PausedRows:
@@ -276,119 +235,14 @@ class PausedRows:
         entry = and_(is_entry_of(waitlist, t.c), waitlist.c.version == t.c.version)
         first = select(waitlist.c.task_id).where(entry).limit(1).correlate(t)
         self._is_not_in_waitlist = first.scalar_subquery().is_(None)
-        self._is_paused = is_paused(schema)
         self._waitlist = waitlist
+        # Each policy is found by its name.
+        p = schema.policies
+        of_tag = exists().where(p.c.is_paused, p.c.kind == "tag", p.c.name == t.c.tag)
+        of_queue = exists().where(p.c.is_paused, p.c.kind == "queue", p.c.name == t.c.queue)
+        self._is_paused = or_(of_tag.correlate(t), of_queue.correlate(t))
         #: The tag of each queue after which the next call of `waitlists_in` goes on.
         self._after: dict[str, str] = {}
-
-    # -- look -------------------------------------------------------------------------------------
-
-    def levels(self, status: Status, after: str | None = None) -> tuple[list[Level], str | None]:
-        """Return the levels of the next queues with rows of this status, the highest priority
-        first.
-
-        The second value is the `after` of the next call, or None if there are no more queues.
-        """
-        t = self._t
-
-        def work(connection: Any) -> tuple[list[Level], str | None]:
-            queues = queues_after(connection, t, status, after, QUEUES_PER_CALL)
-            found = [level for queue in queues for level in levels_of(connection, t, status, queue)]
-            found.sort(key=lambda at: (-at.priority, at.queue))
-            return found, queues[-1] if len(queues) == QUEUES_PER_CALL else None
-
-        return self._db.autocommitted(work)
-
-    def look(
-        self, status: Status, level: Level, since: datetime | None, until: datetime | None
-    ) -> list[FoundRow]:
-        """Return the first rows of a level, by due time, that are due from `since` until
-        `until`."""
-        # Without a second sort key, since planners that expect few rows would sort all of them.
-        query = self._of(status, level).order_by(self._t.c.expected_time)
-        if since is not None:
-            query = query.where(self._t.c.expected_time >= since)
-        return self._seen(query if until is None else query.where(self._t.c.expected_time <= until))
-
-    def due_at(self, status: Status, level: Level, due: datetime, after: int) -> list[FoundRow]:
-        """Return rows that are due at the same instant, by id, since there may be more than one
-        query returns."""
-        t = self._t
-        return self._seen(
-            self._of(status, level).where(t.c.expected_time == due, t.c.id > after).order_by(t.c.id)
-        )
-
-    def _of(self, status: Status, level: Level) -> Select[Any]:
-        t = self._t
-        query = select(t.c.id, t.c.tag, t.c.expected_time).where(
-            has_status(t, status), t.c.queue == level.queue, t.c.priority == level.priority
-        )
-        return query.where(self._is_not_in_waitlist) if status is Status.HELD else query
-
-    def _seen(self, query: Select[Any]) -> list[FoundRow]:
-        return [FoundRow(*row) for row in self._db.rows(query.limit(ROWS_PER_QUERY))]
-
-    def due_between(self, since: datetime, until: datetime) -> list[int]:
-        """Return the ids of some waiting rows due in (since, until] that are paused."""
-        t = self._t
-        query = select(t.c.id).where(waits_between(t, since, until), self._is_paused)
-        query = query.order_by(t.c.expected_time).limit(ROWS_PER_QUERY)
-        return [row.id for row in self._db.rows(query)]
-
-    def waitlists_in(self, queue: str) -> set[tuple[str, str]]:
-        """Return `WAITLISTS_PER_CALL` waitlists of a queue, whether or not their tags still have
-        limits; the next call returns the next ones."""
-        entry, after = self._waitlist.c, self._after.get(queue)
-        here = entry.queue == queue
-        later = here if after is None else and_(here, entry.tag > after)
-        tags = self._db.autocommitted(
-            lambda c: list(islice(distinct_values(c, entry.tag, later), WAITLISTS_PER_CALL))
-        )
-        if len(tags) == WAITLISTS_PER_CALL:
-            self._after[queue] = tags[-1]
-        elif self._after.pop(queue, None) is not None and not tags:
-            return self.waitlists_in(queue)  # the last call returned the last ones
-        return {(queue, tag) for tag in tags}
-
-    # -- move -------------------------------------------------------------------------------------
-
-    def hold(self, ids: Sequence[int]) -> int:
-        """Hold the rows that wait and are paused, and return their number. Skip locked rows."""
-        # The pause may end between the two statements. Then the UPDATE meets fewer rows, or none.
-        return self._move("hold", ids, self._is_paused)[1]
-
-    def release(self, ids: Sequence[int]) -> list[Entry]:
-        """Release the held rows, whatever holds them, and return them as they wait now."""
-        return self._move("release", ids)[0]
-
-    def _move(
-        self, name: str, ids: Sequence[int], *where: ColumnElement[bool]
-    ) -> tuple[list[Entry], int]:
-        """Lock the rows and move them. Return the locked rows, and how many were changed."""
-        t, move = self._t, MOVES[name]
-        named = and_(self._listed, unindexed(t.c.status) == int(move.source), *where)
-        query = select(t.c.id, t.c.version, t.c.expected_time, t.c.queue, t.c.priority)
-        # Only tasks are locked: rows of a locked policy would be skipped, too.
-        locking = (
-            query.where(named)
-            .order_by(t.c.id)
-            .with_for_update(skip_locked=True, of=t if self._db.can.update_returning else None)
-        )
-        moving = update(t).where(self._listed, *where).values(moved(t, name))
-
-        def work(connection: Any) -> tuple[list[Entry], int]:
-            rows = connection.execute(locking, {"ids": ids}).all()
-            if not rows:
-                return [], 0
-            changed: int = connection.execute(moving, {"ids": [row.id for row in rows]}).rowcount
-            if not where:
-                check_row_count(changed, len(rows), f"rows to {name}")
-            entries = [
-                Entry(row[0], following(row[1]), to_us(row[2]), row[3], row[4]) for row in rows
-            ]
-            return entries, changed
-
-        return self._db.transaction(work)
 
     def hold_claimed(self, tasks: Sequence[DelayedTask]) -> set[int]:
         """Hold paused rows that this worker has claimed but not started. Returns the ids of the
@@ -416,3 +270,58 @@ class PausedRows:
             return {row[0] for row in held if following(versions[row[0]]) == row[1]}
 
         return self._db.transaction(work)
+
+    def levels(self) -> list[Level]:
+        """Return the levels that have held rows, the highest priority first."""
+        levels = self._db.autocommitted(lambda c: queue_levels(c, self._t, Status.HELD))
+        return sorted(levels, key=lambda at: (-at.priority, at.queue))
+
+    def resumed(
+        self, level: Level, since: datetime | None, until: datetime | None
+    ) -> Sequence[tuple[int, datetime]]:
+        """Return the first held rows of a level, due from `since` until `until`, that neither a
+        pause nor a waitlist holds: their ids and due times, in the order of the latter."""
+        t = self._t
+        query = select(t.c.id, t.c.expected_time).where(
+            has_status(t, Status.HELD), t.c.queue == level.queue, t.c.priority == level.priority
+        )
+        query = query.where(not_(self._is_paused), self._is_not_in_waitlist)
+        if since is not None:
+            query = query.where(t.c.expected_time >= since)
+        if until is not None:
+            query = query.where(t.c.expected_time <= until)
+        # Without a second sort key, since planners that expect few rows would sort all of them.
+        rows = self._db.rows(query.order_by(t.c.expected_time).limit(RELEASED_ROWS))
+        return [(row.id, row.expected_time) for row in rows]
+
+    def release(self, ids: Sequence[int]) -> list[Entry]:
+        """Release the held rows that no other transaction has locked, whatever holds them, and
+        return them as they wait now."""
+        t, move = self._t, MOVES["release"]
+        query = select(t.c.id, t.c.version, t.c.expected_time, t.c.queue, t.c.priority)
+        query = query.where(self._listed, unindexed(t.c.status) == int(move.source))
+        locking = query.order_by(t.c.id).with_for_update(skip_locked=True)
+        releasing = update(t).values(moved(t, move.name))
+
+        def work(connection: Any) -> list[Entry]:
+            rows = connection.execute(locking, {"ids": ids}).all()
+            if rows:
+                move_locked(connection, releasing, [row.id for row in rows], "rows to release")
+            return [Entry(row[0], following(row[1]), to_us(row[2]), row[3], row[4]) for row in rows]
+
+        return self._db.transaction(work)
+
+    def waitlists_in(self, queue: str) -> set[tuple[str, str]]:
+        """Return `WAITLISTS_PER_CALL` waitlists of a queue, whether or not their tags still have
+        limits; the next call returns the next ones."""
+        entry, after = self._waitlist.c, self._after.get(queue)
+        here = entry.queue == queue
+        later = here if after is None else and_(here, entry.tag > after)
+        tags = self._db.autocommitted(
+            lambda c: list(islice(distinct_values(c, entry.tag, later), WAITLISTS_PER_CALL))
+        )
+        if len(tags) == WAITLISTS_PER_CALL:
+            self._after[queue] = tags[-1]
+        elif self._after.pop(queue, None) is not None and not tags:
+            return self.waitlists_in(queue)  # the last call returned the last ones
+        return {(queue, tag) for tag in tags}

@@ -343,8 +343,6 @@ def build_schema(
             Column("rate", Integer),
             Column("rate_period_s", Double),
             Column("version", BigInteger, nullable=False, server_default=text("0")),
-            # The version to which all rows have been held or released.
-            Column("applied_version", BigInteger),
             Column("update_time", UTCDateTime, nullable=False, server_default=db_now()),
             Column("updated_by", String(255)),
             # For a rate limit: when the next task may start, and the limit key served last in the

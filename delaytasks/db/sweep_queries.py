@@ -24,14 +24,12 @@ from sqlalchemy import (
     exists,
     func,
     insert,
-    not_,
     or_,
     select,
     update,
 )
 
 from delaytasks.db.database import Database
-from delaytasks.db.policy_rows import is_paused
 from delaytasks.db.schema import (
     VERSION_LENGTH,
     Schema,
@@ -58,7 +56,6 @@ from delaytasks.db.types import db_now, db_now_plus, is_narrow, is_past, is_rare
 from delaytasks.model.body import MARK_LENGTH, PREFIX, marks_of
 from delaytasks.model.clock import to_us
 from delaytasks.model.moves import FINISHED, MOVES, Status, following
-from delaytasks.model.policies import NO_POLICIES, Policies
 from delaytasks.model.task import Entry, Level, QueuePlace, Recovered
 from delaytasks.model.text import (
     NO_KEY,
@@ -523,15 +520,10 @@ class SweepQueries:
         return -sweep_partitions if self._timer == "direct" else sweep_partitions
 
     def due_between(
-        self,
-        since: datetime,
-        until: datetime,
-        sweep_partition: int,
-        sweep_partitions: int,
-        policies: Policies = NO_POLICIES,
+        self, since: datetime, until: datetime, sweep_partition: int, sweep_partitions: int
     ) -> Iterator[list[Entry]]:
-        """Yield waiting rows due in (since, until] that are not paused, by due time, in batches."""
-        query = self._due_between(since, until, policies)
+        """Yield waiting rows due in (since, until], by due time, in batches."""
+        query = self._due_between(since, until)
         if sweep_partitions > 1:
             query = query.where(
                 (self._t.c.id % _PARTITION_PRIME) % sweep_partitions == sweep_partition
@@ -539,23 +531,17 @@ class SweepQueries:
         for rows in self._db.stream(query, size=1000):
             yield _entries(rows)
 
-    def first_due_between(
-        self, since: datetime, until: datetime, limit: int, policies: Policies = NO_POLICIES
-    ) -> list[Entry]:
+    def first_due_between(self, since: datetime, until: datetime, limit: int) -> list[Entry]:
         """Return the first rows that `due_between` yields, by one statement.
 
         For callers that ask often.
         """
-        query = self._due_between(since, until, policies).limit(limit)
-        return _entries(self._db.rows(query))
+        return _entries(self._db.rows(self._due_between(since, until).limit(limit)))
 
-    def _due_between(self, since: datetime, until: datetime, policies: Policies) -> Select[Any]:
+    def _due_between(self, since: datetime, until: datetime) -> Select[Any]:
         t = self._t
         query = select(t.c.id, t.c.version, t.c.expected_time, t.c.queue, t.c.priority)
-        query = query.where(waits_between(t, since, until)).order_by(t.c.expected_time)
-        if policies.has_pauses:
-            query = query.where(not_(is_paused(self._schema)))
-        return query
+        return query.where(waits_between(t, since, until)).order_by(t.c.expected_time)
 
     def levels(self, late_s: float, queues: Iterable[str] | None = None) -> list[Level]:
         """Return the levels with rows late by more than `late_s`, the highest priority first.

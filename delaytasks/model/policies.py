@@ -56,8 +56,6 @@ class Policy:
         The most tasks that start in a period, and the period.
     version
         The number of changes of this policy.
-    applied_version
-        The version for which all rows have been paused or resumed.
     update_time, updated_by
         The time and the actor of the last change.
     held, running
@@ -81,16 +79,11 @@ class Policy:
     rate: int | None = None
     rate_period_s: float | None = None
     version: int = 0
-    applied_version: int | None = None
     update_time: datetime | None = None
     updated_by: str | None = None
     held: int | None = None
     running: int | None = None
     held_since: datetime | None = None
-
-    @property
-    def is_empty(self) -> bool:
-        return not self.is_paused and not self.has_limits
 
     @property
     def limits(self) -> tuple[int | None, int | None, int | None, float | None]:
@@ -107,10 +100,6 @@ class Policy:
         return has_slots and not self.is_paused
 
     @property
-    def is_applied(self) -> bool:
-        return self.applied_version == self.version
-
-    @property
     def rate_text(self) -> str | None:
         """The rate in the form that `parse_rate` reads."""
         if self.rate is None or self.rate_period_s is None:
@@ -119,8 +108,8 @@ class Policy:
         return f"{self.rate}/{period[1:] if re.fullmatch('1[a-z]+', period) else period}"
 
     def as_json(self) -> dict[str, Any]:
-        fields = {**asdict(self), "rate": self.rate_text, "is_applied": self.is_applied}
-        del fields["rate_period_s"], fields["applied_version"]
+        fields = {**asdict(self), "rate": self.rate_text}
+        del fields["rate_period_s"]
         return json_fields(fields)
 
 
@@ -159,8 +148,6 @@ class Policies:
         self.ends = [each.paused_until for each in paused if each.paused_until is not None]
         #: The policies with limits, by tag.
         self.limited = {one.name: one for one in self.all if one.kind == "tag" and one.has_limits}
-        #: The policies whose rows are not all paused or resumed yet.
-        self.unapplied = [policy for policy in self.all if not policy.is_applied]
         versions = sum(policy.version for policy in self.all)
         times = (policy.update_time for policy in self.all if policy.update_time)
         self.stamp = Stamp(number, len(self.all), versions, max(times, default=None))

@@ -651,14 +651,6 @@ class QueuePlace(NamedTuple):
     waitlists: str | None = None
 
 
-class FoundRow(NamedTuple):
-    """A row of a level, as a walk through it found it."""
-
-    id: int
-    tag: str
-    due: datetime
-
-
 class Recovered(NamedTuple):
     """Abandoned rows: their worker died or lost its lease."""
 

@@ -49,7 +49,7 @@ def read_policies(table: PolicyTable, *only: tuple[Kind, str]) -> CountedPolicie
     """Return all policies, or those of these kinds and names, with the numbers of their rows."""
     policies, held = _counted(table.read(*only), table)
     policies.sort(key=lambda policy: (policy.kind, policy.name))
-    return CountedPolicies([each for each in policies if not each.is_empty or each.held], held)
+    return CountedPolicies(policies, held)
 
 
 class PolicyCalls(CallGroup):
@@ -74,7 +74,7 @@ class PolicyCalls(CallGroup):
     ) -> Policy:
         """Stop starting tasks of a tag or queue, within about a second.
 
-        Running tasks finish. Waiting tasks are HELD until `resume`, or until the sweep after
+        Running tasks finish. Tasks that fall due are HELD until `resume`, or until the sweep after
         `until`. A call with `until` never shortens a pause: a processor cannot end the pause of an
         operator. A call without `until` makes a pause last until `resume`.
 
@@ -125,9 +125,9 @@ class PolicyCalls(CallGroup):
     def resume(
         self, *, tag: str | None = None, queue: str | None = None, actor: str | None = None
     ) -> Policy:
-        """End a pause: HELD tasks wait again, in the order of their due times.
+        """End a pause. The next sweep begins to release the HELD tasks.
 
-        A task whose tag and queue were both paused waits until both are resumed.
+        They run in the order of their due times. A task whose tag and queue were both paused waits until both are resumed.
 
         Parameters
         ----------
@@ -255,7 +255,7 @@ class PolicyCalls(CallGroup):
         Returns
         -------
         list of Policy
-            The tags and queues that are paused or limited, or still have HELD tasks.
+            The tags and queues that are paused or limited.
 
         Examples
         --------

@@ -15,7 +15,6 @@ from delaytasks.db.engines import masked
 from delaytasks.model.clock import LATEST, STARTED_MS, Clock, Measure, from_us, to_us, wall_ms
 from delaytasks.model.errors import ConfigError, UnknownTagError
 from delaytasks.model.moves import LIVE
-from delaytasks.model.policies import Policies
 from delaytasks.model.task import DelayedTask, Settlement
 from delaytasks.model.text import NO_PROCESSOR
 from delaytasks.registry import ProcessorSpec, Registry
@@ -150,13 +149,11 @@ class TestRunner:
         began = len(self.runs)
         self.run_due()
         while (at := self._next_task(LATEST)) is not None:
-            ran = len(self.runs)
             # No sweep: it would end pauses whose time only seems to be over.
-            self._hold_paused(self._runtime.pauses.cache.refresh())
+            self._runtime.policy_cache.refresh()
             with self._time.moved_to(at):
-                self._run_passes(began)
-            if len(self.runs) == ran:
-                return  # it is paused or has no processor
+                if not self._run_passes(began):
+                    return
 
     def take_new(self) -> list[Run]:
         """Return the runs since the last call."""
@@ -167,30 +164,32 @@ class TestRunner:
     def _sweep(self) -> None:
         """Apply pauses now, and sweep as often as beat does."""
         interval_us = self._runtime.settings.sweep_s * 1e6
-        self._hold_paused(self._runtime.pauses.read())
+        self._runtime.sweeper.release_resumed()
         if self._time.now_us() < self._swept_us + interval_us:
             return
         self._swept_us = self._time.now_us()
         self._runtime.sweeper.sweep(0)
 
-    def _hold_paused(self, policies: Policies) -> None:
-        self._runtime.pauses.walk(policies, lambda: None)
-
-    def _run_passes(self, began: int) -> None:
+    def _run_passes(self, began: int) -> bool:
+        """Run what is due; return whether a task was claimed."""
+        has_claimed = False
         while self._pass():
+            has_claimed = True
             self._check_number(began)
+        return has_claimed
 
     def _pass(self) -> bool:
-        """Run a chunk of each queue; return whether a task ran or was held."""
-        ran = len(self.runs)
+        """Run a chunk of each queue; return whether a task was claimed, and ran or was held."""
+        has_claimed = False
         self._recheck_us = float("inf")
         for queue in sorted({level.queue for level in self._runtime.store.sweeps.levels(0)}):
             report = self._runner.run_due(queue, PRIORITIES, CHUNK_ROWS)
+            has_claimed |= report.claimed > 0
             for waitlist in report.waitlists:
                 if not waitlist.open:
                     recheck_us = self._time.now_us() + waitlist.recheck_s * 1e6
                     self._recheck_us = min(self._recheck_us, recheck_us)
-        return len(self.runs) > ran
+        return has_claimed
 
     def _next_due(self, until: datetime) -> datetime | None:
         """Return the next time at which something is to do, up to `until`."""
@@ -203,7 +202,7 @@ class TestRunner:
             times.append(max(made_at, self._next_sweep(), now))
         if self._recheck_us < float("inf"):
             times.append(from_us(int(self._recheck_us)))
-        times += [at for at in self._runtime.pauses.cache.known.ends if at > now]
+        times += [at for at in self._runtime.policy_cache.known.ends if at > now]
         times = [at for at in times if at <= until]
         return min(times) if times else None
 

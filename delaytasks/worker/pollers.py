@@ -219,10 +219,7 @@ class TablePoller:
         rest_s = NOTIFIED_POLL_S if hears_notices else self._rest_s
         until_us = now_us + (rest_s + NOTICE_SLACK_S) * 1e6
         found = store.sweeps.first_due_between(
-            from_us(int(now_us - grace_us)),
-            from_us(int(until_us)),
-            MAX_READ_ROWS,
-            self._runtime.policy_cache.known,
+            from_us(int(now_us - grace_us)), from_us(int(until_us)), MAX_READ_ROWS
         )
         mine = self.take(found)
         if checks_overdue:

@@ -1,5 +1,4 @@
-"""The sweep: recovers rows, arms near rows, drains overdue ones, releases paused ones, and cleans
-up.
+"""The sweep: recovers rows, arms near rows, drains overdue ones, releases held ones, and cleans up.
 
 Celery beat starts a sweep of every sweep partition each `delaytasks_sweep`. If beat is silent, the
 workers sweep by themselves. Each sweep partition arms its share of the rows; number 0 also does the
@@ -18,12 +17,11 @@ from typing import TYPE_CHECKING
 
 from delaytasks.events import Events
 from delaytasks.loops import Loop
-from delaytasks.model.clock import UTC, from_us, monotonic
+from delaytasks.model.clock import from_us, monotonic
 from delaytasks.model.filters import batches
 from delaytasks.model.inputs import ALL_QUEUES
-from delaytasks.model.moves import Status
-from delaytasks.model.policies import NO_POLICIES, Policies, Policy
-from delaytasks.model.task import Entry, FoundRow, Level, QueuePlace, Recovered
+from delaytasks.model.policies import Policies, Stamp
+from delaytasks.model.task import Entry, QueuePlace, Recovered
 from delaytasks.model.text import DEFER_MAX_S, some_values
 from delaytasks.model.workers import ONLY_DRAINING_PREFIX, POLLING_PREFIX, one_more_worker
 from delaytasks.settings import SILENT_SWEEPS
@@ -88,211 +86,6 @@ class OverdueQueues:
         return self.of(sorted(queues.difference(named)))
 
 
-# -- the rows of paused tags and queues -----------------------------------------------------------
-
-# Hold the waiting rows of paused tags and queues, and release them after the pause, in steps.
-#
-# Each change of a policy starts a walk over the waiting rows (or the held ones), level by level,
-# with the due rows first. A walk takes only a part of each sweep and continues in the next one. If
-# its worker dies, the policy stays unapplied, and the next worker starts a new walk. A row that is
-# scheduled behind a walk is held when it comes within the horizon, or when a worker claims it.
-
-
-#: Rows that one statement holds or releases.
-PAUSE_ROWS = 500
-#: The last instant that a row can have as its due time.
-LATEST_DUE = datetime.max.replace(tzinfo=UTC)
-#: The part of a sweep interval that a walk may take.
-SHARE = 0.4
-#: Seconds between two checks for rows that are held although nothing pauses them. A worker that was
-#: suspended in the middle of a step leaves such rows.
-STRAYS_S = 60.0
-#: Seconds after which a worker deletes policies without content again. Each process that has read
-#: such a policy then reads all policies anew.
-FORGET_S = 3600.0
-#: Policies that one transaction marks as applied.
-APPLIED = 200
-
-
-class PauseSweeper:
-    """Applies the pauses of policies to rows, as a part of each sweep."""
-
-    def __init__(self, runtime: Runtime) -> None:
-        self.cache = runtime.policy_cache
-        self._runtime = runtime
-        self._table = runtime.store.policies
-        self._rows = runtime.store.paused_rows
-        self._clock = runtime.clock
-        self._events = runtime.events
-        self._horizon = timedelta(seconds=runtime.settings.horizon_s or 0)
-        self._budget_s = runtime.settings.sweep_s * SHARE
-        #: The walk in progress, and the policies for which it was started.
-        self._walk: Iterator[None] | None = None
-        self._walk_policies: Sequence[Policy] = ()
-        #: False if the walk could not release a row, because another transaction had locked it.
-        self._is_complete = True
-        self._strays_checked_at = float("-inf")
-        self._forget_at = monotonic() + FORGET_S
-
-    def read(self) -> Policies:
-        """Return the policies as they are now, after ending the pauses whose time is over."""
-        policies = self.cache.refresh()
-        if min(policies.ends, default=LATEST_DUE) <= self._clock.now():
-            for ended in self._table.end_pauses():
-                self._events.emit(
-                    "policy.changed",
-                    kind=ended.kind,
-                    policy=ended.name,
-                    changes=repr({"is_paused": False}),
-                    actor=ended.updated_by,
-                )
-            policies = self.cache.refresh()
-        return policies
-
-    def hold_near(
-        self, policies: Policies, since: datetime, until: datetime, on_step: OnStep
-    ) -> None:
-        """Hold paused rows that came within the horizon, until the time budget is used up.
-
-        Claims hold the remaining rows.
-        """
-        deadline = monotonic() + self._budget_s
-        while policies.has_pauses and monotonic() < deadline:
-            on_step()
-            ids = self._rows.due_between(since, until)
-            if not ids or not self._hold(ids):
-                return
-
-    def walk(self, policies: Policies, on_step: OnStep) -> None:
-        """Continue the walk that holds and releases rows, or start one if policies have changed."""
-        unapplied = policies.unapplied
-        releases = any(not policy.is_paused for policy in unapplied) or self._has_strays(policies)
-        if self._walk is None and not unapplied and not releases:
-            return
-        if self._walk is None or self._walk_policies != unapplied:
-            self._walk = self._steps(policies, unapplied, releases)
-            self._walk_policies, self._is_complete = unapplied, True
-        deadline = monotonic() + self._budget_s
-        try:
-            for _ in self._walk:
-                on_step()
-                if monotonic() > deadline:
-                    return
-        except BaseException:
-            self._walk = None  # the next sweep begins it again
-            raise
-        self._walk = None
-        if monotonic() > self._forget_at:
-            self._forget_at = monotonic() + FORGET_S
-            self._table.forget()
-        if self._is_complete:
-            for batch in batches(unapplied, APPLIED):
-                self._table.applied(batch)
-                on_step()
-
-    def _has_strays(self, policies: Policies) -> bool:
-        """Check, once in a while, for held rows that no policy holds."""
-        if self._walk is not None or monotonic() < self._strays_checked_at + STRAYS_S:
-            return False
-        self._strays_checked_at = monotonic()
-        return any(
-            not policies.pauses(tag, queue) and tag not in policies.limited
-            for tag, queue in self._table.count(Status.HELD)
-        )
-
-    # -- the steps of a walk ----------------------------------------------------------------------
-
-    def _steps(
-        self, policies: Policies, unapplied: Sequence[Policy], releases: bool
-    ) -> Iterator[None]:
-        """Release and hold rows, first those due within the horizon, then all."""
-        pauses = [policy for policy in unapplied if policy.is_paused]
-        pauses_tags = any(policy.kind == "tag" for policy in pauses)
-        queues = None if pauses_tags else {policy.name for policy in pauses}
-
-        def resumes(tag: str, queue: str) -> bool:
-            return not policies.pauses(tag, queue)
-
-        for until in (self._clock.certain_now() + self._horizon, None):
-            if releases:
-                yield from self._move(Status.HELD, until, None, resumes, self._release)
-            if pauses:
-                waiting = Status.NOT_COMPLETE
-                yield from self._move(waiting, until, queues, policies.pauses, self._hold)
-
-    def _move(
-        self,
-        status: Status,
-        until: datetime | None,
-        queues: Collection[str] | None,
-        is_to_move: Callable[[str, str], bool],
-        move: Callable[[Sequence[int]], object],
-    ) -> Iterator[None]:
-        """Move the rows with a status in these queues, or in all if it is None, in steps."""
-        for level in self._levels(status):
-            yield
-            if queues is not None and level.queue not in queues:
-                continue
-            for rows in self._rows_of(status, level, until):
-                yield
-                ids = [row.id for row in rows if is_to_move(row.tag, level.queue)]
-                for batch in batches(ids, PAUSE_ROWS):
-                    move(batch)
-                    yield
-
-    def _levels(self, status: Status) -> Iterator[Level]:
-        """Yield the levels of all queues, with one query for every few queues."""
-        levels, after = self._rows.levels(status, None)
-        while True:
-            yield from levels
-            if after is None:
-                return
-            levels, after = self._rows.levels(status, after)
-
-    def _rows_of(
-        self, status: Status, level: Level, until: datetime | None
-    ) -> Iterator[list[FoundRow]]:
-        """Yield the rows of a level in batches, in the order of their due times."""
-        since: datetime | None = None
-        while rows := self._rows.look(status, level, since, until):
-            yield rows
-            since = rows[-1].due
-            if since != rows[0].due:
-                continue
-            # The batch has one due time only: read all rows of that instant in the order of their
-            # ids, then continue behind it.
-            after_id = 0
-            while rows := self._rows.due_at(status, level, since, after_id):
-                yield rows
-                after_id = rows[-1].id
-            if since == LATEST_DUE:
-                return
-            since += timedelta(microseconds=1)
-
-    def _hold(self, ids: Sequence[int]) -> int:
-        """Hold the rows among `ids` that wait and are paused; return their number.
-
-        The statement checks the policy again. A row whose pause has ended meanwhile is not counted.
-        """
-        held = self._rows.hold(ids)
-        if held:
-            self._events.emit("task.held", count=held)
-        return held
-
-    def _release(self, ids: Sequence[int]) -> None:
-        released = self._rows.release(ids)
-        if len(released) < len(ids):
-            self._is_complete = False  # another transaction has locked a row: walk again
-        if not released:
-            return
-        self._events.emit("task.released", count=len(released))
-        now_us = self._clock.now_us()
-        horizon_us = self._horizon.total_seconds() * 1e6 or 1e15
-        near = [entry for entry in released if now_us < entry.due_us <= now_us + horizon_us]
-        if near:  # the sweep drains the overdue ones
-            self._runtime.timer.arm(near)
-
-
 # -- the sweep ------------------------------------------------------------------------------------
 
 
@@ -300,6 +93,11 @@ class PauseSweeper:
 MOST_MESSAGES_PER_QUEUE = 500
 #: Rows that one statement recovers. Other transactions wait for their locks only briefly.
 RECOVER_ROWS = 500
+#: The part of a sweep interval for which one sweep releases held rows.
+RELEASE_SHARE = 0.4
+#: Seconds between two searches for rows that are held although nothing holds them, also if no
+#: policy has changed: a row may have been locked, or held while its pause ended.
+SEARCH_HELD_S = 60.0
 #: Rows that one statement purges, and statements in one sweep. Other transactions wait for the
 #: locks of a statement only briefly.
 PURGE_ROWS, PURGE_STEPS = 500, 20
@@ -338,7 +136,11 @@ class Sweeper:
         self._on_step = on_step
         self._knows_silence = knows_silence
         self._start_drain = start_drain
-        self._policies = NO_POLICIES
+        #: The search for held rows to release, which continues in the next sweep, the policies for
+        #: which it began, and when the next one begins anyway.
+        self._search: Iterator[None] = iter(())
+        self._searched_for: Stamp | None = None
+        self._search_again_at = -math.inf
         self._overdue = OverdueQueues(self._sweeps, self._settings.grace_s, on_step)
         self._statistics_purged_at = -math.inf
 
@@ -366,12 +168,10 @@ class Sweeper:
         armed_until = self._sweeps.begin_sweep(sweep_partition, partitions, interval_s)
         if armed_until is None:
             return False
-        knows_policies = attempt("policies", self._read_policies)
         attempt("arm", lambda: self._arm_due_within_horizon(sweep_partition, armed_until))
         if is_first:
             attempt("abandoned", self._recover_abandoned)
-            if knows_policies:  # without them, every paused row would be released
-                attempt("hold", lambda: self._runtime.pauses.walk(self._policies, self._on_step))
+            attempt("policies", self.release_resumed)
             attempt("overdue", self._request_drains)
             attempt("purge", self._purge_finished)
             # No other stage waits for this one, whose tasks are due later.
@@ -383,11 +183,10 @@ class Sweeper:
 
     def start_own_drains(self, queues: Sequence[str]) -> None:
         """Start drains of the worker's queues, whether or not it sweeps."""
-        self._read_policies()
-        for queue, priorities in self._without_paused(self._overdue.of_named(queues)).items():
+        for queue, priorities in self._overdue.of_named(queues).items():
             self._start_drain(queue, priorities)
 
-    # -- workers and policies ---------------------------------------------------------------------
+    # -- lost workers -----------------------------------------------------------------------------
 
     def _expire_silent_workers(self) -> None:
         """Mark silent workers as lost, and have all rows due within the horizon armed again.
@@ -404,8 +203,70 @@ class Sweeper:
             self._sweeps.forget_armed()
             self._events.emit("worker.lost", count=len(names), worker=some_values(names, 5))
 
-    def _read_policies(self) -> None:
-        self._policies = self._runtime.pauses.read()
+    # -- held rows --------------------------------------------------------------------------------
+
+    def release_resumed(self) -> None:
+        """End the pauses whose time is over, and release the held rows that no pause holds now.
+
+        The search for such rows begins when policies have changed, and once in a while. It takes a
+        part of each sweep until it has seen all held rows.
+        """
+        policies = self._read_policies()
+        if policies.stamp != self._searched_for or monotonic() >= self._search_again_at:
+            self._search, self._searched_for = self._release_in_steps(), policies.stamp
+            self._search_again_at = monotonic() + SEARCH_HELD_S
+        deadline = monotonic() + self._settings.sweep_s * RELEASE_SHARE
+        try:
+            for _ in self._search:
+                self._on_step()
+                if monotonic() > deadline:
+                    return
+        except BaseException:
+            self._searched_for = None  # the next sweep begins it again
+            raise
+
+    def _read_policies(self) -> Policies:
+        """Return the policies as they are now, after ending the pauses whose time is over."""
+        cache, now = self._runtime.policy_cache, self._runtime.clock.now()
+        policies = cache.refresh()
+        if all(end > now for end in policies.ends):
+            return policies
+        for ended in self._runtime.store.policies.end_pauses():
+            self._events.emit(
+                "policy.changed",
+                kind=ended.kind,
+                policy=ended.name,
+                changes=repr({"is_paused": False}),
+                actor=ended.updated_by,
+            )
+        return cache.refresh()
+
+    def _release_in_steps(self) -> Iterator[None]:
+        """Release the held rows that no pause and no waitlist holds: first those due within the
+        horizon, then all, by priority and due time."""
+        rows, horizon_s = self._runtime.store.paused_rows, self._settings.horizon_s or 0
+        near = self._runtime.clock.certain_now() + timedelta(seconds=horizon_s)
+        levels = rows.levels()
+        for until in (near, None):
+            for level in levels:
+                since: datetime | None = None
+                while found := rows.resumed(level, since, until):
+                    released = rows.release([id for id, _ in found])
+                    self._arm_released(released)
+                    yield
+                    if not released:  # other transactions have locked them
+                        break
+                    since = found[-1][1]
+
+    def _arm_released(self, released: Sequence[Entry]) -> None:
+        if not released:
+            return
+        self._events.emit("task.released", count=len(released))
+        now_us = self._runtime.clock.now_us()
+        horizon_us = (self._settings.horizon_s or math.inf) * 1e6
+        near = [entry for entry in released if now_us < entry.due_us <= now_us + horizon_us]
+        if near:  # this sweep drains the overdue ones
+            self._runtime.timer.arm(near)
 
     # -- rows due within the horizon --------------------------------------------------------------
 
@@ -424,7 +285,6 @@ class Sweeper:
         self._sweeps.mark_armed(sweep_partition, self._settings.sweep_partitions, armed_until, end)
         if count:
             self._events.emit("sweep.armed", count=count)
-        self._runtime.pauses.hold_near(self._policies, since, end, self._on_step)
 
     def _arm(
         self, sweep_partition: int, since: datetime, until: datetime
@@ -439,9 +299,7 @@ class Sweeper:
         """
         count, deadline = 0, monotonic() + self._settings.sweep_s
         partitions, timer = self._settings.sweep_partitions, self._runtime.timer
-        for entries in self._sweeps.due_between(
-            since, until, sweep_partition, partitions, self._policies
-        ):
+        for entries in self._sweeps.due_between(since, until, sweep_partition, partitions):
             self._on_step()
             if timer.arm(entries):
                 count += len(entries)
@@ -485,17 +343,19 @@ class Sweeper:
             for queue in worker["queues"]
         )
         named = serving.keys() - {ALL_QUEUES}
-        late = self._without_paused(self._overdue.of_named(named))
-        self._send_drains(late, serving)
-        others = self._without_paused(self._overdue.of_others(named))
+        self._send_drains(self._overdue.of_named(named), serving)
+        others = self._overdue.of_others(named)
         if serving[ALL_QUEUES]:
             self._send_drains(others, serving)
-        elif others:  # no worker would receive the messages, and they would accumulate
+            return
+        # No worker would receive the messages, and they would accumulate.
+        unserved = sorted(others.keys() - self._runtime.policy_cache.known.paused_queues)
+        if unserved:
             self._events.emit(
                 "queue.unserved",
-                count=len(others),
-                queue=some_values(others, 5),
-                remedy=one_more_worker(others, self._settings.namespace),
+                count=len(unserved),
+                queue=some_values(unserved, 5),
+                remedy=one_more_worker(unserved, self._settings.namespace),
             )
 
     def _send_drains(self, late: OverdueLevels, serving: Counter[str]) -> None:
@@ -508,10 +368,6 @@ class Sweeper:
             elif self._start_drain(queue, priorities):  # the broker takes no messages
                 self._events.emit("sweep.local_drain", queue=queue)
             self._on_step()
-
-    def _without_paused(self, late: OverdueLevels) -> OverdueLevels:
-        paused = self._policies.paused_queues
-        return {queue: priorities for queue, priorities in late.items() if queue not in paused}
 
     # -- what is old ------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from sqlalchemy import event, select, update
+from sqlalchemy import update
 
 import delaytasks as e
 from delaytasks import DelayedTask, Status
@@ -32,8 +32,8 @@ def other(make_world: MakeWorld) -> World:
 
 
 def swept_patiently(world: World) -> World:
-    """Let the pass of a sweep complete even if the machine stalls for seconds."""
-    world.runtime.pauses._budget_s = 60
+    """Let a sweep release all rows even if the machine stalls for seconds."""
+    world.lower(share_of_a_release=12)
     world.delays.processor("sms")(world.notes.append)
     return world
 
@@ -41,14 +41,14 @@ def swept_patiently(world: World) -> World:
 @pytest.fixture
 def small_steps(world: World) -> None:
     """Limit each step to one row, and each sweep to one step."""
-    world.lower(rows_of_a_pause_query=2, rows_of_a_pause_step=1)
-    world.runtime.pauses._budget_s = -1
+    world.lower(rows_of_a_release=1, share_of_a_release=-1)
 
 
-def pause(world: World, **options: Any) -> Any:
-    """Pause the tag `note`, or what the options name, and apply the pause."""
+def pause(world: World, *due: DelayedTask, **options: Any) -> Any:
+    """Pause the tag `note`, or what the options name, and let a worker claim what is due."""
     policy = world.delays.policies.pause(**(options or {"tag": "note"}))
-    world.sweep_later()
+    world.runtime.policy_cache.refresh()
+    world.run(*due)
     return policy
 
 
@@ -87,31 +87,32 @@ def raise_unavailable(*_: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", ["tag", "queue"])
-def test_a_pause_holds_the_waiting_tasks_of_any_time_and_no_others(world: World, kind: str) -> None:
+def test_a_pause_holds_the_tasks_that_fall_due_and_no_others(world: World, kind: str) -> None:
     of = {"tag": "sms"} if kind == "tag" else {"queue": "slow"}
-    times = [{"due_s": due_s, "priority": n % 2} for n, due_s in enumerate((-5, 5, 15, HOUR))]
+    times = [{"due_s": due_s, "priority": n % 2} for n, due_s in enumerate((-5, -5, 15, HOUR))]
     paused = [world.put(**of, **at) for at in times]
-    tags = ("sms", "note") if kind == "queue" else ("sms",)
-    paused += [world.put(tag=tag, queue="slow", key=tag) for tag in tags]
+    paused += [world.put(tag="sms", queue="slow", key=key) for key in "ab"]
     others = [world.put(**at) for at in times]
     recovered = world.put(**of, lapses=1)
-    policy = pause(world, **of, actor="me")
+    policy = world.delays.policies.pause(**of, actor="me")
     assert (policy.kind, policy.name, policy.is_paused, policy.updated_by) == (
         kind, *of.values(), True, "me",
     )  # fmt: skip
-    assert {*world.statuses(paused)} == {"HELD"}
-    assert {*world.statuses(others)} == {"NOT_COMPLETE"}
+    assert {paused[2].id, others[2].id} == {*world.sweep_later()}, "claims hold what is armed"
+    for queue in ("default", "slow"):
+        world.drain(queue)
+        world.drain(queue)  # the recovered row
+    assert world.statuses(paused) == ["HELD"] * 2 + ["NOT_COMPLETE"] * 2 + ["HELD"] * 2
+    assert world.statuses(others) == ["DONE"] * 2 + ["NOT_COMPLETE"] * 2
     assert (world.read(recovered).status, world.read(recovered).lapses) == (Status.HELD, 1)
-    assert world.count("task.held") == held(world) == len(paused) + 1
-    assert policies(world) == [(kind, *of.values(), len(paused) + 1)]
-    assert world.delays.policies.list()[0].is_applied
-    assert world.read(paused[0]).version == paused[0].version + 1
+    assert world.count("task.held") == held(world) == 5
+    assert policies(world) == [(kind, *of.values(), 5)]
 
 
 def test_a_pause_with_an_end_lasts_until_the_sweep_after_it(world: World, other: World) -> None:
-    tasks = [world.put(due_s=due_s) for due_s in (-5, HOUR)]
+    tasks = [world.put(due_s=due_s) for due_s in (-5, -6)]
+    until = pause(world, *tasks, tag="note", until="1h").paused_until
     world.delays.policies.set(tag="note", concurrency=3)
-    until = pause(world, tag="note", until="1h").paused_until
     assert HOUR - 60 < (until - world.now()).total_seconds() <= HOUR + 1
     world.sweep_later()
     assert world.statuses(tasks) == ["HELD"] * 2
@@ -133,7 +134,7 @@ def test_a_pause_with_an_end_lasts_until_the_sweep_after_it(world: World, other:
 
 @pytest.mark.parametrize("name", [{"tag": "note"}, {"queue": "default"}], ids=["tag", "queue"])
 def test_until_sets_or_extends_a_pause_and_never_shortens_it(world: World, name: Any) -> None:
-    task, calls = world.put(due_s=HOUR), world.delays.policies
+    task, calls = world.put(), world.delays.policies
     in_a_day = world.now() + timedelta(days=1)
     assert calls.pause(**name, until="2h", actor="ann").paused_until is not None
     assert calls.pause(**name, until=in_a_day, actor="ben").paused_until == in_a_day
@@ -141,6 +142,7 @@ def test_until_sets_or_extends_a_pause_and_never_shortens_it(world: World, name:
     assert (kept.paused_until, kept.updated_by, kept.version) == (in_a_day, "ben", 2)
     for until in (None, "2d"):
         assert calls.pause(**name, until=until, actor="ann").paused_until is None
+    world.run(task)
     world.sweep_later()
     assert (world.statuses([task]), len(calls.list())) == (["HELD"], 1)
     assert calls.resume(**name).paused_until is None
@@ -148,24 +150,6 @@ def test_until_sets_or_extends_a_pause_and_never_shortens_it(world: World, name:
     assert (world.statuses([task]), calls.list()) == (["NOT_COMPLETE"], [])
     calls.pause(**name, until="2h")
     assert calls.remove(**name).paused_until is None
-
-
-def test_a_queue_that_is_paused_gets_no_drain_messages(world: World) -> None:
-    world.serve("w", "default", "slow")
-    pause(world, queue="slow")
-    # The pause sweeper has already passed the due times of these rows.
-    world.put_each(["slow", "default"], due_s=-60)
-    world.sweep_later()
-    assert [queue for queue, *_ in world.broker.requested_drains] == ["default"]
-
-
-def test_a_paused_task_that_comes_within_the_horizon_is_held_and_not_armed(world: World) -> None:
-    pause(world)  # the pass has ended
-    late, near = world.put_many(3, due_s=60), world.put(tag="sms", due_s=60)
-    world.advance(40)
-    world.sweep_later()
-    assert world.statuses([*late, near]) == ["HELD"] * 3 + ["NOT_COMPLETE"]
-    assert world.broker.ids == [near.id]
 
 
 @pytest.mark.parametrize("is_drained", [False, True])
@@ -300,20 +284,9 @@ def test_a_pause_keeps_the_limits_and_removing_the_policy_removes_both(world: Wo
     assert known == {"note": world.store.policies.read()[0]}
     world.sweep_later()
     assert [policy.as_json()["rate"] for policy in calls.list()] == ["100/s"]
-    assert calls.remove(tag="note").is_empty
-    world.sweep_later()
+    removed = calls.remove(tag="note")
+    assert not (removed.is_paused or removed.has_limits)
     assert calls.list() == []
-
-
-def test_a_pass_for_an_old_version_does_not_mark_a_newer_policy_as_applied(world: World) -> None:
-    table, calls = world.store.policies, world.delays.policies
-    versions = calls.pause(tag="note"), calls.resume(tag="note"), calls.pause(tag="note")
-    for old in versions[:2]:
-        table.applied([old])
-        [policy] = table.read()
-        assert (policy.version, policy.is_paused, policy.applied_version) == (3, True, None)
-    table.applied(versions[2:])
-    assert table.read()[0].is_applied
 
 
 def test_simultaneous_changes_of_a_policy_are_all_applied(world: World) -> None:
@@ -365,7 +338,7 @@ def test_invalid_policies_are_refused(world: World) -> None:
 
 def test_after_a_resume_held_tasks_run_in_the_order_of_their_due_times(world: World) -> None:
     rows = [world.put(due_s=-late_s, body_json=str(late_s)) for late_s in (10, 50, 30, 20, 40)]
-    pause(world)
+    pause(world, *rows)
     assert world.run(*rows).claimed == 0
     resume(world)
     assert world.statuses(rows) == ["NOT_COMPLETE"] * 5
@@ -373,42 +346,34 @@ def test_after_a_resume_held_tasks_run_in_the_order_of_their_due_times(world: Wo
     world.drain()
     assert world.notes == [50, 40, 30, 20, 10]
     assert policies(world) == [], "a policy that says nothing is gone"
-    [row] = world.store.database.rows(select(world.table("policies")))
-    assert row.version == row.applied_version, "others may not have read yet that it says nothing"
 
 
 def test_a_released_task_within_the_horizon_is_armed(world: World) -> None:
-    near, *others = [world.put(due_s=due_s) for due_s in (20, HOUR, -5)]
-    pause(world)
-    world.broker.lose()
+    near, *others = [world.put(Status.HELD, due_s=due_s) for due_s in (20, HOUR, -5)]
     resume(world)
     [entry] = world.broker.armed
-    assert (entry.id, entry.version) == (near.id, near.version + 2)
+    assert (entry.id, entry.version) == (near.id, near.version + 1)
     assert world.statuses([near, *others]) == ["NOT_COMPLETE"] * 3
 
 
-@pytest.mark.slow
 def test_held_tasks_are_released_in_steps_the_oldest_first(world: World, small_steps: None) -> None:
-    places = [(priority, late_s) for priority in (0, 5) for late_s in (10, 30, 20)]
-    rows = [world.put(due_s=-late_s, priority=priority) for priority, late_s in places]
-    pause(world)
-    sweep_until(world, lambda: world.count("task.held") >= 6)
-    world.delays.policies.resume(tag="note")
+    places = [(9, -HOUR), *((priority, late_s) for priority in (0, 5) for late_s in (10, 30, 20))]
+    rows = [world.put(Status.HELD, due_s=-late_s, priority=at) for at, late_s in places]
     order: list[DelayedTask] = []
 
     def is_over() -> bool:
         waiting = [r for r in rows if world.read(r).status is Status.NOT_COMPLETE]
         order.extend(r for r in waiting if r not in order)
-        return len(order) == 6
+        return len(order) == 7
 
     sweep_until(world, is_over)
-    assert [rows.index(row) for row in order] == [4, 5, 3, 1, 2, 0]
+    assert [rows.index(row) for row in order] == [5, 6, 4, 2, 3, 1, 0], "the far one is the last"
 
 
 def test_a_tag_that_is_resumed_stays_held_in_a_queue_that_is_not(world: World) -> None:
     here, there = world.put(queue="slow"), world.put()
     world.delays.policies.pause(tag="note")
-    pause(world, queue="slow")
+    pause(world, here, there, queue="slow")
     resume(world)
     assert world.statuses([here, there]) == ["HELD", "NOT_COMPLETE"]
     resume(world, queue="slow")
@@ -425,128 +390,82 @@ def test_a_worker_with_old_policies_runs_tasks_of_a_resumed_tag(world: World, ot
     assert (world.statuses([task]), other.notes) == (["DONE"], [{}])
 
 
-def test_a_process_with_an_outdated_pause_holds_no_rows(world: World) -> None:
-    task, rows = world.put(), world.store.paused_rows
-    assert rows.hold([task.id]) == 0
-    world.delays.policies.pause(queue="default")
-    assert [rows.hold([task.id]) for _ in range(2)] == [1, 0]
-
-
-def test_a_sweep_that_can_hold_no_near_row_ends(world: World, monkeypatch: MonkeyPatch) -> None:
-    """The pause ended meanwhile, or other transactions have locked the rows."""
-    world.delays.policies.pause(queue="default")
-    near, steps, pauses = world.put(due_s=20), list[None](), world.runtime.pauses
-    monkeypatch.setattr(pauses._rows, "hold", lambda ids: 0)
-    known, now = world.runtime.policy_cache.refresh(), world.now()
-    pauses.hold_near(known, now, now + timedelta(seconds=30), lambda: steps.append(None))
-    assert (len(steps), world.statuses([near])) == (1, ["NOT_COMPLETE"])
-
-
-def test_a_resume_between_looking_and_holding_leaves_none_held(world: World, other: World) -> None:
-    if not world.has_row_locks:
-        pytest.skip("SQLite lets one writer in at a time")
-    tasks, resumed = [world.put(), world.put(tag="sms")], list[str]()
-    for tag in ("note", "sms"):
-        world.delays.policies.pause(tag=tag)
-
-    def resume_first(*args: Any) -> None:
-        if not resumed and args[2].startswith("UPDATE") and "yb_delay_task_message" in args[2]:
-            resumed.append("note")
-            other.delays.policies.resume(tag="note")
-
-    event.listen(world.engine, "before_cursor_execute", resume_first)
-    try:
-        assert world.store.paused_rows.hold([task.id for task in tasks]) == 1
-    finally:
-        event.remove(world.engine, "before_cursor_execute", resume_first)
-    assert (resumed, world.statuses(tasks)) == (["note"], ["NOT_COMPLETE", "HELD"])
-
-
-def test_a_held_row_without_a_pause_is_released(world: World) -> None:
-    task = world.put(Status.HELD)
-    world.sweep_later()
-    assert world.statuses([task]) == ["NOT_COMPLETE"]
+def test_a_held_row_without_a_pause_is_released(world: World, other: World) -> None:
+    cases = (world, "NOT_COMPLETE"), (world, "HELD"), (other, "NOT_COMPLETE")
+    for process, expected in cases:
+        task = world.put(Status.HELD)
+        process.sweep_later()
+        assert world.statuses([task]) == [expected], "it is looked for once in a while"
 
 
 def test_a_locked_row_is_released_after_its_transaction_has_ended(world: World) -> None:
     if not world.has_row_locks:
         return  # SQLite locks the database for each writer, so no other sweep runs
-    locked, free = world.put(due_s=HOUR), world.put(due_s=HOUR)
-    pause(world)
+    world.lower(seconds_between_searches=0)
+    locked, free = world.put(Status.HELD), world.put(Status.HELD)
     with world.locked(locked):
-        resume(world)
+        world.sweep_later()
         assert world.statuses([free, locked]) == ["NOT_COMPLETE", "HELD"]
     world.sweep_later()
     assert world.statuses([locked]) == ["NOT_COMPLETE"]
-    world.sweep_later()
-    assert policies(world) == []
 
 
 # -- steps, several processes and crashes ---------------------------------------------------------
 
 
-def test_the_last_of_several_pauses_and_resumes_is_applied(world: World, small_steps: None) -> None:
-    rows, calls = world.put_many(6, due_s=HOUR), world.delays.policies
-    calls.pause(tag="note")
-    sweep_until(world, lambda: world.count("task.held") >= 3)
+def test_the_last_of_several_pauses_and_resumes_counts(world: World, small_steps: None) -> None:
+    rows, calls = world.put_many(6), world.delays.policies
+    pause(world, *rows[:3])
     calls.resume(tag="note")
     sweep_until(world, lambda: world.count("task.released") >= 1)
-    calls.pause(tag="note")
-    sweep_until(world, lambda: calls.list()[0].is_applied)
+    pause(world, *map(world.read, rows))
+    for _ in range(3):
+        world.sweep_later()
     assert world.statuses(rows) == ["HELD"] * 6
     calls.remove(tag="note")
-    sweep_until(world, lambda: not calls.list())
-    assert world.statuses(rows) == ["NOT_COMPLETE"] * 6
+    sweep_until(world, lambda: held(world) == 0)
 
 
-@pytest.mark.parametrize(("verb", "move"), [("pause", "hold"), ("resume", "release")])
-def test_a_sweep_continues_one_that_died(world: World, other: World, verb: str, move: str) -> None:
-    rows, calls = world.put_many(5, due_s=HOUR), list[Any]()
-    if verb == "resume":
-        pause(world)
-    work = getattr(world.store.paused_rows, move)
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_sweep_continues_one_that_failed(world: World, other: World, is_same: bool) -> None:
+    rows = world.put_many(5)
+    world.set_columns("tasks", status=int(Status.HELD))
+    calls, release = list[Any](), world.store.paused_rows.release
 
-    def dies(ids: Any) -> Any:
+    def fails(ids: Any) -> Any:
         calls.append(ids)
         if len(calls) == 2:
             raise CrashError
-        return work(ids)
+        return release(ids)
 
-    getattr(world.delays.policies, verb)(tag="note")
-    world.lower(rows_of_a_pause_step=2)
-    with mock.patch.object(world.store.paused_rows, move, dies), pytest.raises(CrashError):
+    world.lower(rows_of_a_release=2)
+    with mock.patch.object(world.store.paused_rows, "release", fails), pytest.raises(CrashError):
         world.sweep_later()
     assert {*world.statuses(rows)} == {"HELD", "NOT_COMPLETE"}
-    other.sweep_later()
-    assert {*world.statuses(rows)} == {{"pause": "HELD", "resume": "NOT_COMPLETE"}[verb]}
+    (world if is_same else other).sweep_later()
+    assert {*world.statuses(rows)} == {"NOT_COMPLETE"}
 
 
-def test_simultaneous_passes_count_each_row_once(world: World, make_world: MakeWorld) -> None:
+def test_simultaneous_releases_count_each_row_once(world: World, make_world: MakeWorld) -> None:
     world.put_many(1500, due_s=HOUR)
-    walkers = [swept_patiently(make_world()) for _ in range(3)]
-
-    def walk(process: World) -> None:
-        pauses = process.runtime.pauses
-        pauses.walk(pauses.cache.refresh(), lambda: None)
-
-    for verb in ("pause", "resume"):
-        getattr(world.delays.policies, verb)(tag="note")
-        with ThreadPoolExecutor(3) as pool:
-            list(pool.map(walk, walkers))
-        for _ in range(10):
-            walk(world)
-    for name in ("task.held", "task.released"):
-        assert sum(process.count(name) for process in (world, *walkers)) == 1500, name
+    world.set_columns("tasks", status=int(Status.HELD))
+    workers = [swept_patiently(make_world()) for _ in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda worker: worker.runtime.sweeper.release_resumed(), workers))
+    world.sweep_later()
+    assert sum(worker.count("task.released") for worker in (world, *workers)) == 1500
     assert held(world) == 0
 
 
-def test_all_of_many_rows_with_one_due_time_are_held_and_released(world: World) -> None:
-    world.lower(rows_of_a_pause_query=3)
+def test_rows_with_one_due_time_are_released_past_those_that_stay_held(world: World) -> None:
+    world.lower(rows_of_a_release=3)
     at = world.now() + timedelta(hours=1)
     rows = [world.new_row(tag="sms" if n % 3 else "note", expected_time=at) for n in range(20)]
     rows += [world.new_row(expected_time=at + timedelta(seconds=n - 2)) for n in range(5)]
     world.store.tasks.new.insert_many(rows)
-    pause(world)
-    assert (held(world), world.counted()[Status.NOT_COMPLETE]) == (12, 13)
-    resume(world)
+    world.set_columns("tasks", status=int(Status.HELD))
+    world.delays.policies.pause(tag="sms")
+    world.sweep_later()
+    assert (held(world), world.counted()[Status.NOT_COMPLETE]) == (13, 12)
+    resume(world, tag="sms")
     assert held(world) == 0

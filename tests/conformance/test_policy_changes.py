@@ -74,24 +74,15 @@ def test_a_change_that_is_committed_late_is_read_too(world: World, reader: Polic
     assert limits == {"first": 1, "late": 2, "other": 3}
 
 
-def test_a_cleared_policy_is_read_and_deleted_later(world: World, reader: PolicyReader) -> None:
+def test_a_cleared_policy_is_deleted(world: World, reader: PolicyReader) -> None:
     policies = world.delays.policies
-    policies.pause(tag="mail")
-    world.sweep_later()
-    reader.refresh()
-    assert reader.paused == {"mail"}
-    policies.resume(tag="mail")
-    world.sweep_later()
-    assert policies.list() == [], "nobody is shown it"
-    assert reader.refresh()["mail"].is_applied
-    assert reader.paused == set()
-    assert world.forget_policies() == 0
-    world.advance(100_000)
-    assert world.forget_policies() == 1
-    assert PolicyReader(world).refresh() == {}
-    policies.pause(tag="mail")
-    reader.refresh(checks=True)
-    assert reader.paused == {"mail"}, "and it may come again"
+    for _ in range(2):  # it may come again
+        policies.pause(tag="mail")
+        reader.refresh()
+        assert reader.paused == {"mail"}
+        policies.resume(tag="mail")
+        assert world.rows(select(world.table("policies"))) == []
+        assert reader.refresh() == {}
 
 
 def test_a_suspended_process_notices_a_deleted_policy(world: World, reader: PolicyReader) -> None:
@@ -182,23 +173,3 @@ def test_chunks_of_other_threads_discard_no_read(world: World, reader: PolicyRea
     # In a pool of threads, a chunk begins while the thread of the policies reads.
     reader.after_read = lambda: reader.follow(reader.stamp)
     assert reader.refresh()["mail"].concurrency == 1
-
-
-def test_many_new_policies_are_applied_in_a_few_steps(world: World, reader: PolicyReader) -> None:
-    world.lower(policies_applied_together=20)
-    insert_limits(world)
-    steps: list[None] = []
-    world.sweep_later(on_step=lambda: steps.append(None))
-    assert all(policy.is_applied for policy in reader.refresh().values())
-    assert len(steps) >= MANY / 20, "the loop shows that it goes on"
-    [(changes,)] = world.rows(select(world.table("policy_changes").c.number))
-    assert changes == MANY / 20
-
-
-def test_a_sweep_knows_near_rows_of_forty_thousand_paused_tags(world: World) -> None:
-    """This is more than some drivers accept as parameters."""
-    insert_limits(world, 40_000, is_paused=True, applied_version=1)
-    tags = ("p00017", "mail", "p39999")
-    held, near, other = (world.put(due_s=10, tag=tag) for tag in tags)
-    assert world.sweep_later() == [near.id]
-    assert world.statuses([held, near, other]) == ["HELD", "NOT_COMPLETE", "HELD"]

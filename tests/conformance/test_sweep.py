@@ -304,19 +304,3 @@ def test_each_sweep_reports_some_of_many_lost_workers_in_one_line(world: World) 
     for _ in range(3):
         world.sweep_later()
     assert [fields["count"] for fields in world.told("worker.lost")] == [10, 5]
-
-
-def test_a_pause_sweep_over_many_queues_works_step_by_step(world: World) -> None:
-    world.lower(queues_of_a_pause_query=10)
-    rows = world.put_each(names(25), 30, priority=2)
-    rows.append(world.put(due_s=30, queue="q000003", priority=7))
-    with world.statements() as seen:
-        world.store.paused_rows.levels(Status.NOT_COMPLETE)
-    assert len(seen) < 4 * 10, "a step looks at a few queues"
-    steps: list[None] = []
-    for change, status in (("pause", "HELD"), ("resume", "NOT_COMPLETE")):
-        getattr(world.delays.policies, change)(tag="note")
-        armed = world.sweep_later(on_step=lambda: steps.append(None))
-        assert world.statuses(rows) == [status] * 26
-    assert len(steps) > 2 * 25
-    assert armed[0] == rows[-1].id, "the highest priority comes first"

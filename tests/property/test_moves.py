@@ -78,7 +78,9 @@ class Moves(stateful.RuleBasedStateMachine):
         self.seen_us: dict[str, int] = {}
         self.begin_worker()
         self.swept_us = self.armed_us = 0
-        self.is_paused, self.is_applied = False, True
+        self.is_paused = False
+        #: Whether policies have changed since the last sweep, which looks for held rows then.
+        self.has_changed = False
         return multiple(*(self.schedule_keyed(0, key, "reject") for key in "ab"), self.schedule(0))
 
     def teardown(self) -> None:
@@ -329,19 +331,13 @@ class Moves(stateful.RuleBasedStateMachine):
         self.swept_us, self.armed_us = now_us, until_us
         waiting = self.those(Status.NOT_COMPLETE)
         armed = [known for known in waiting if since_us < known.due_us <= until_us]
-        if self.is_paused:
-            for known in armed:
-                known.move("hold")
-            armed = []
         self.lapse(self.lapsing())
-        if not self.is_applied:
-            paused = ("hold", Status.NOT_COMPLETE)
-            move, status = paused if self.is_paused else ("release", Status.HELD)
-            for known in self.those(status):
-                known.move(move)
-                if move == "release" and now_us < known.due_us <= until_us:
+        if self.has_changed and not self.is_paused:
+            for known in self.those(Status.HELD):
+                known.move("release")
+                if now_us < known.due_us <= until_us:
                     armed.append(known)
-        self.is_applied = True
+        self.has_changed = False
         sent = {entry[:2] for entry in self.world.broker.armed[before:]}
         assert sent == {(known.task.id, known.version) for known in armed}
 
@@ -366,14 +362,7 @@ class Moves(stateful.RuleBasedStateMachine):
     def pause_or_resume(self) -> None:
         policies = self.world.delays.policies
         (policies.resume if self.is_paused else policies.pause)(tag="t")
-        self.is_paused, self.is_applied = not self.is_paused, False
-
-    @rule(ids=st.lists(tasks, min_size=1, max_size=4, unique=True))
-    def hold(self, ids: list[int]) -> None:
-        waiting = [self.known[id] for id in ids if self.known[id].can("hold") and self.is_paused]
-        assert self.world.hold(*ids) == len(waiting)
-        for known in waiting:
-            known.move("hold")
+        self.is_paused, self.has_changed = not self.is_paused, True
 
     @rule(ids=st.lists(tasks, min_size=1, max_size=4, unique=True))
     def release(self, ids: list[int]) -> None:

@@ -72,7 +72,7 @@ VERBS: dict[str, tuple[Any, str]] = {
     "sweep": (Sweeper, "sweep"),
     "begin a sweep": (SweepQueries, "begin_sweep"),
     "ask to stop": (CancelRequests, "make"),
-    "hold": (PausedRows, "hold"),
+    "hold": (PausedRows, "hold_claimed"),
     "store a text": (text, "storable"),
     "read the clock of the database": (Times, "_strftime"),
     "pass on": (RedisPoller, "_pass_on"),
@@ -180,7 +180,7 @@ for _name, _verb, _answer, *_found in [
     ("late_entries_wait_for_a_busy_pool", "know late entries", [], "reliability/dispatching"),
     ("nobody_sweeps_without_beat", "sweep without beat", None, "unit/sweeper"),
     ("running_tasks_are_not_asked_to_stop", "ask to stop", True, "conformance/cancel"),
-    ("paused_rows_are_not_held", "hold", 0, "conformance/policies"),
+    ("paused_rows_are_not_held", "hold", set(), "conformance/policies"),
     ("notices_are_not_received", "receive notices", None, "late"),
     ("tasks_of_a_schedule_may_overlap", "find live tasks of schedules", set(), "overlapped"),
     (

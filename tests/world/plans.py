@@ -115,11 +115,11 @@ class PlannedWorld(World):
     def purge(self, age_s: float) -> object:
         return self.store.sweeps.purge(age_s, 100)
 
-    def paused_levels(self, status: Status) -> object:
-        return self.store.paused_rows.levels(status)
+    def held_levels(self) -> object:
+        return self.store.paused_rows.levels()
 
-    def paused_rows(self, status: Status, since: datetime | None, until: datetime | None) -> object:
-        return self.store.paused_rows.look(status, Level("default", 0), since, until)
+    def resumed_rows(self, since: datetime | None, until: datetime | None) -> object:
+        return self.store.paused_rows.resumed(Level("default", 0), since, until)
 
     def windows(self, move: Any, filters: dict[str, Any], most: int = 2) -> object:
         """Find the rows of the first windows of a bulk call."""

@@ -20,6 +20,7 @@ import delaytasks as e
 from delaytasks import DelayedTask, DelayTasks, Forecast, Status
 from delaytasks.db import sessions, statements
 from delaytasks.db.claims import Claims, UnclaimedRow
+from delaytasks.db.schema import moved
 from delaytasks.db.statements import values_of
 from delaytasks.db.store import Store
 from delaytasks.db.sweep_queries import Renewed
@@ -70,16 +71,15 @@ LIMITS = {
     "messages_for_a_queue": "worker.sweep.MOST_MESSAGES_PER_QUEUE",
     "rows_of_a_purge": "worker.sweep.PURGE_ROWS",
     "purges_of_a_sweep": "worker.sweep.PURGE_STEPS",
-    "policies_applied_together": "worker.sweep.APPLIED",
     "seconds_between_policy_checks": "model.policies.POLICY_CHECK_S",
     "waitlists_of_a_visit": "db.policy_rows.WAITLISTS_PER_CALL",
-    "queues_of_a_pause_query": "db.policy_rows.QUEUES_PER_CALL",
     "lost_workers_of_a_sweep": "db.sweep_queries.EXPIRED_PER_SWEEP",
     "rows_of_a_bulk_step": "operate.bulk_calls.BULK_ROWS",
     "seconds_before_a_second_try": "operate.bulk_calls.BUSY_S",
     "rows_of_a_bulk_window": "db.bulk_moves.WINDOW",
-    "rows_of_a_pause_step": "worker.sweep.PAUSE_ROWS",
-    "rows_of_a_pause_query": "db.policy_rows.ROWS_PER_QUERY",
+    "rows_of_a_release": "db.policy_rows.RELEASED_ROWS",
+    "share_of_a_release": "worker.sweep.RELEASE_SHARE",
+    "seconds_between_searches": "worker.sweep.SEARCH_HELD_S",
     "seconds_between_policy_reads": "model.policies.POLICY_REFRESH_S",
 }
 _ids = itertools.count(1_000_000)
@@ -320,10 +320,6 @@ class World:
         """Return the tags of the waitlists that a drain of the queue visits next."""
         return sorted(tag for _, tag in self.store.paused_rows.waitlists_in(queue))
 
-    def forget_policies(self) -> int:
-        """Delete policies that were cleared long ago, as a sweep does about once an hour."""
-        return self.store.policies.forget()
-
     def bring_forward(self, *tags: str, queues: Sequence[str] | None = ("default",)) -> list[int]:
         """Arm the tasks that others deferred, as a worker with these processors does; return
         their ids."""
@@ -416,8 +412,11 @@ class World:
         moves[name]()
 
     def hold(self, *ids: int) -> int:
-        """Hold paused rows as a sweep does, and return their number."""
-        return self.store.paused_rows.hold(ids)
+        """Hold waiting rows as a claim holds those of a limited tag, and return their number."""
+        t = self.store.schema.tasks
+        where = t.c.id.in_(ids), t.c.status == int(Status.NOT_COMPLETE)
+        with self.begin() as connection:
+            return connection.execute(update(t).where(*where).values(moved(t, "hold"))).rowcount
 
     def release(self, *ids: int) -> list[Entry]:
         """Let held rows wait again as a sweep does, and return them."""

@@ -11,7 +11,7 @@ from sqlalchemy import text
 from delaytasks import NewTask
 from tests.doc_pages import block_beginning
 from tests.integration.cli.project import HOSTILE, Project
-from tests.integration.cli.test_policies import sweep
+from tests.integration.cli.test_policies import hold
 
 
 def shown(page: str, beginning: str) -> tuple[list[str], list[str]]:
@@ -51,9 +51,9 @@ def test_the_forecast_of_a_peak(shop: Project) -> None:
 def test_the_reason_why_a_task_has_not_run(shop: Project) -> None:
     words, lines = shown("docs/see-what-happens.md", "$ delaytasks show")
     shop.store.workers.report("w", ["default"], "prefork", 2, 0)
-    shop.schedule("mail.send", id=int(words[-1]))
+    task = shop.schedule("mail.send", id=int(words[-1]))
     shop("pause", "--tag", "mail.send", "--actor", "ann@shop")
-    sweep(shop)
+    hold(shop, task)
     assert printed(shop, words)[: len(lines) + 1] == [*lines, ""], "the fields follow"
 
 
