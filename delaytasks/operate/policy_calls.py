@@ -127,7 +127,8 @@ class PolicyCalls(CallGroup):
     ) -> Policy:
         """End a pause. The next sweep begins to release the HELD tasks.
 
-        They run in the order of their due times. A task whose tag and queue were both paused waits until both are resumed.
+        They run in the order of their due times. A task whose tag and queue were both paused waits
+        until both are resumed.
 
         Parameters
         ----------

@@ -367,7 +367,7 @@ class ReconnectStep(bootsteps.Step):
         self._blocked = key
         runtime.events.emit("queue.blocked", key=key, remedy=remedy + UNTIL_CREATED, **fields)
         for queue in runtime.processes.queues:
-            # A sweep that cannot send drain messages drains the queue in its own worker.
+            # Each worker drains the queue from the table.
             publisher.rest(queue, rest_s)
 
     def _on_ready(self, consumer: Any, on_ready: Callable[[], None]) -> None:

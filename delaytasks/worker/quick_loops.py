@@ -25,6 +25,7 @@ from delaytasks.model.errors import StoreError, StoreUnavailableError
 from delaytasks.model.policies import POLICY_REFRESH_S, Policies
 from delaytasks.model.task import Level, Timer
 from delaytasks.model.workers import ONLY_DRAINING_PREFIX, POLLING_PREFIX, PREFORK, ServiceTimes
+from delaytasks.settings import SILENT_SWEEPS
 from delaytasks.worker.pool import running_pids
 from delaytasks.worker.processes import serves
 from delaytasks.worker.sweep import emit_recovered
@@ -43,6 +44,33 @@ PROCESS_CHECK_S = 1.0
 SIGN_OFF_S = 5.0
 #: Chunks that run for a shorter part of their lease need no renewal yet. Most chunks end before.
 YOUNG_CHUNK_PART = 1 / 4
+
+
+class DatabaseContact:
+    """Measures for how long this worker has reported itself without an interruption.
+
+    A worker that could not report cannot tell one that died from one that could not report either.
+    A process that was suspended cannot tell.
+    """
+
+    def __init__(self, gap_s: float) -> None:
+        """After `gap_s` without an answer the contact begins anew."""
+        self._gap_s = gap_s
+        self._since = self._answered_at = float("-inf")
+
+    def mark_answered(self) -> None:
+        now = monotonic()
+        if now - self._answered_at > self._gap_s:
+            self._since = now
+        self._answered_at = now
+
+    def mark_failed(self) -> None:
+        self._answered_at = float("-inf")
+
+    def seconds(self) -> float:
+        """Return for how long the database has been reached without an interruption."""
+        now = monotonic()
+        return 0.0 if now - self._answered_at > self._gap_s else now - self._since
 
 
 class LeasesLoop:
@@ -74,6 +102,7 @@ class LeasesLoop:
         self._released: Collection[Level] = ()
         self._renewed_at = monotonic()
         self._reported_at = float("-inf")
+        self.contact = DatabaseContact(SILENT_SWEEPS * settings.sweep_s / 2 + PROCESS_CHECK_S)
         self._has_signed_off = False
         self._is_idle = threading.Event()
         self._is_idle.set()
@@ -187,6 +216,9 @@ class LeasesLoop:
             self._is_idle.clear()
             if attempt(name, "report", self._write_row):
                 self._reported_at = monotonic()
+                self.contact.mark_answered()
+            else:
+                self.contact.mark_failed()
             self._is_idle.set()
 
     def _write_row(self) -> None:

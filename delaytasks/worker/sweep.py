@@ -1,18 +1,22 @@
-"""The sweep: recovers rows, arms near rows, drains overdue ones, releases held ones, and cleans up.
+"""The sweep: recovers rows, arms near rows, releases held ones, and cleans up.
 
 Celery beat starts a sweep of every sweep partition each `delaytasks_sweep`. If beat is silent, the
 workers sweep by themselves. Each sweep partition arms its share of the rows; number 0 also does the
 work that concerns the whole table.
+
+Overdue rows need no sweep: each worker looks for those of its own queues as often as a sweep comes,
+and drains them.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from delaytasks.events import Events
@@ -21,10 +25,9 @@ from delaytasks.model.clock import from_us, monotonic
 from delaytasks.model.filters import batches
 from delaytasks.model.inputs import ALL_QUEUES
 from delaytasks.model.policies import Policies, Stamp
-from delaytasks.model.task import Entry, QueuePlace, Recovered
+from delaytasks.model.task import Entry, Level, QueuePlace, Recovered
 from delaytasks.model.text import DEFER_MAX_S, some_values
-from delaytasks.model.workers import ONLY_DRAINING_PREFIX, POLLING_PREFIX, one_more_worker
-from delaytasks.settings import SILENT_SWEEPS
+from delaytasks.model.workers import one_more_worker
 
 if TYPE_CHECKING:
     from delaytasks.db.sweep_queries import SweepQueries
@@ -33,10 +36,28 @@ if TYPE_CHECKING:
 
 #: Called after each step of a sweep, so that the caller can show that the sweep makes progress.
 OnStep = Callable[[], None]
-#: Starts a drain in this worker; returns False if the worker does not serve the queue.
-StartDrain = Callable[[str, Sequence[int]], bool]
 #: The priorities that have overdue tasks, by queue. A queue with only a waitlist has priority 0.
 OverdueLevels = dict[str, list[int]]
+
+
+class Stages:
+    """Work that is done in order, each stage of it once in an interval.
+
+    A stage that fails is logged, is done again by the next call, and stops no other stage.
+    """
+
+    def __init__(self, events: Events, *stages: tuple[str, float, Callable[[], object]]) -> None:
+        """A stage has a name, the seconds between two calls of its work, and the work."""
+        self._events = events
+        self._stages = stages
+        self._done_at = {name: -math.inf for name, _, _ in stages}
+
+    def run(self) -> None:
+        """Do the stages whose time has come."""
+        for name, interval_s, work in self._stages:
+            is_due = monotonic() - self._done_at[name] >= interval_s
+            if is_due and self._events.attempt("sweep", name, work):
+                self._done_at[name] = monotonic()
 
 
 # -- the queues that have overdue rows ------------------------------------------------------------
@@ -89,8 +110,6 @@ class OverdueQueues:
 # -- the sweep ------------------------------------------------------------------------------------
 
 
-#: Most drain messages for one queue in one sweep, for any number of workers.
-MOST_MESSAGES_PER_QUEUE = 500
 #: Rows that one statement recovers. Other transactions wait for their locks only briefly.
 RECOVER_ROWS = 500
 #: The part of a sweep interval for which one sweep releases held rows.
@@ -113,7 +132,6 @@ class Sweeper:
         runtime: Runtime,
         on_step: OnStep = lambda: None,
         knows_silence: Callable[[], bool] = lambda: True,
-        start_drain: StartDrain = lambda _queue, _priorities: False,
     ) -> None:
         """The hooks are those of a worker that sweeps.
 
@@ -125,8 +143,6 @@ class Sweeper:
             Called after each step, so that the caller can show that the sweep makes progress.
         knows_silence
             Returns whether the caller can tell a worker that died from one that could not report.
-        start_drain
-            Called for a queue for which the broker accepts no drain messages.
         """
         self._runtime = runtime
         self._settings = runtime.settings
@@ -135,14 +151,25 @@ class Sweeper:
         self._events = runtime.events
         self._on_step = on_step
         self._knows_silence = knows_silence
-        self._start_drain = start_drain
         #: The search for held rows to release, which continues in the next sweep, the policies for
         #: which it began, and when the next one begins anyway.
         self._search: Iterator[None] = iter(())
         self._searched_for: Stamp | None = None
         self._search_again_at = -math.inf
         self._overdue = OverdueQueues(self._sweeps, self._settings.grace_s, on_step)
-        self._statistics_purged_at = -math.inf
+        #: The levels of rows that are due, and that this sweep has recovered or released.
+        self._ready = set[Level]()
+        self._stages_of_table = Stages(
+            self._events,
+            ("abandoned", 0, self._recover_abandoned),
+            ("policies", 0, self.release_resumed),
+            ("drains", 0, self._request_drains),
+            ("unserved", 0, self._report_unserved),
+            ("purge", 0, self._purge_finished),
+            # No other stage waits for this one, whose tasks are due later.
+            ("recurring", 0, lambda: runtime.make_recurring_tasks(on_step)),
+            ("statistics", STATISTICS_S, self._purge_statistics),
+        )
 
     def sweep(self, sweep_partition: int = 0) -> bool:
         """Sweep one sweep partition, unless another worker has just done so.
@@ -170,21 +197,10 @@ class Sweeper:
             return False
         attempt("arm", lambda: self._arm_due_within_horizon(sweep_partition, armed_until))
         if is_first:
-            attempt("abandoned", self._recover_abandoned)
-            attempt("policies", self.release_resumed)
-            attempt("overdue", self._request_drains)
-            attempt("purge", self._purge_finished)
-            # No other stage waits for this one, whose tasks are due later.
-            attempt("recurring", lambda: self._runtime.make_recurring_tasks(self._on_step))
-            attempt("statistics", self._purge_statistics)
+            self._stages_of_table.run()
         seconds = monotonic() - began
         self._events.emit("sweep.done", sweep_partition=sweep_partition, seconds=seconds)
         return True
-
-    def start_own_drains(self, queues: Sequence[str]) -> None:
-        """Start drains of the worker's queues, whether or not it sweeps."""
-        for queue, priorities in self._overdue.of_named(queues).items():
-            self._start_drain(queue, priorities)
 
     # -- lost workers -----------------------------------------------------------------------------
 
@@ -265,8 +281,10 @@ class Sweeper:
         now_us = self._runtime.clock.now_us()
         horizon_us = (self._settings.horizon_s or math.inf) * 1e6
         near = [entry for entry in released if now_us < entry.due_us <= now_us + horizon_us]
-        if near:  # this sweep drains the overdue ones
+        if near:
             self._runtime.timer.arm(near)
+        due = (entry for entry in released if entry.due_us <= now_us)
+        self._ready.update(Level(entry.queue, entry.priority) for entry in due)
 
     # -- rows due within the horizon --------------------------------------------------------------
 
@@ -313,7 +331,7 @@ class Sweeper:
                 return count, end
         return count, until
 
-    # -- rows of dead workers, and overdue rows ---------------------------------------------------
+    # -- rows of dead workers ---------------------------------------------------------------------
 
     def _recover_abandoned(self) -> None:
         """Make rows whose lease is over or whose worker is lost ready to run again, or FAILED after
@@ -326,30 +344,28 @@ class Sweeper:
                 settings.max_lost_leases, RECOVER_ROWS, settings.lost_s
             )
             emit_recovered(self._events, recovered)
+            self._ready.update(recovered.levels)
             if recovered.total < RECOVER_ROWS:
                 return
 
-    def _request_drains(self) -> None:
-        """Send drain messages, upon which workers claim overdue rows by themselves.
+    # -- overdue rows -----------------------------------------------------------------------------
 
-        The queues that live workers name come first. Each sweep looks at a part of the others.
-        """
-        # The number of live workers that receive drain messages, for each queue.
-        without_broker = POLLING_PREFIX, ONLY_DRAINING_PREFIX
-        serving = Counter[str](
-            queue
-            for worker in self._workers.all()
-            if not self._settings.uses_broker or not worker["pool"].startswith(without_broker)
-            for queue in worker["queues"]
-        )
-        named = serving.keys() - {ALL_QUEUES}
-        self._send_drains(self._overdue.of_named(named), serving)
-        others = self._overdue.of_others(named)
-        if serving[ALL_QUEUES]:
-            self._send_drains(others, serving)
+    def _request_drains(self) -> None:
+        """Have the rows drained that became ready in this sweep, before the workers find them."""
+        ready, settings = sorted(self._ready), self._settings
+        self._ready.clear()
+        for queue, levels in groupby(ready, attrgetter("queue")):
+            priorities = [level.priority for level in levels]
+            messages = settings.drain_messages, settings.sweep_s
+            self._runtime.timer.request_drain(queue, priorities, *messages)
+
+    def _report_unserved(self) -> None:
+        """Report queues with overdue rows that no worker serves, of some of the queues."""
+        served = {queue for worker in self._workers.all() for queue in worker["queues"]}
+        if ALL_QUEUES in served:
             return
-        # No worker would receive the messages, and they would accumulate.
-        unserved = sorted(others.keys() - self._runtime.policy_cache.known.paused_queues)
+        paused = self._runtime.policy_cache.known.paused_queues
+        unserved = sorted(self._overdue.of_others(served).keys() - paused)
         if unserved:
             self._events.emit(
                 "queue.unserved",
@@ -357,17 +373,6 @@ class Sweeper:
                 queue=some_values(unserved, 5),
                 remedy=one_more_worker(unserved, self._settings.namespace),
             )
-
-    def _send_drains(self, late: OverdueLevels, serving: Counter[str]) -> None:
-        settings, timer = self._settings, self._runtime.timer
-        for queue, priorities in late.items():
-            workers = serving[queue] + serving[ALL_QUEUES]
-            messages = min(settings.drain_messages * workers, MOST_MESSAGES_PER_QUEUE)
-            if timer.request_drain(queue, priorities, messages, settings.sweep_s):
-                self._events.emit("sweep.drain", queue=queue, messages=messages)
-            elif self._start_drain(queue, priorities):  # the broker takes no messages
-                self._events.emit("sweep.local_drain", queue=queue)
-            self._on_step()
 
     # -- what is old ------------------------------------------------------------------------------
 
@@ -386,9 +391,7 @@ class Sweeper:
                 return
 
     def _purge_statistics(self) -> None:
-        now = monotonic()
-        if self._settings.statistics and now - self._statistics_purged_at >= STATISTICS_S:
-            self._statistics_purged_at = now
+        if self._settings.statistics:
             self._runtime.purge_statistics()
 
 
@@ -423,33 +426,6 @@ SWEEP_LOOP_REST_S = 1.0
 FOLLOW_S = 60.0
 
 
-class DatabaseContact:
-    """Measures for how long this process has reached the database without an interruption.
-
-    A process that did not reach the database cannot tell a worker that died from one that could
-    not report. A process that was suspended cannot tell either.
-    """
-
-    def __init__(self, gap_s: float) -> None:
-        """After `gap_s` without an answer the contact begins anew."""
-        self._gap_s = gap_s
-        self._since = self._answered_at = float("-inf")
-
-    def mark_answered(self) -> None:
-        now = monotonic()
-        if now - self._answered_at > self._gap_s:
-            self._since = now
-        self._answered_at = now
-
-    def mark_failed(self) -> None:
-        self._answered_at = float("-inf")
-
-    def seconds(self) -> float:
-        """Return for how long the database has been reached without an interruption."""
-        now = monotonic()
-        return 0.0 if now - self._answered_at > self._gap_s else now - self._since
-
-
 class SweepLoop:
     """The sweeps of a worker.
 
@@ -464,29 +440,37 @@ class SweepLoop:
         self._settings = settings = runtime.settings
         self._events = runtime.events
         self._processes = worker.processes
-        self._lock = threading.Lock()
+        #: Other threads add to it.
         self._requested: set[int] = set()
         self._must_forget = threading.Event()
-        self._looked_at = self._checked_at = self._own_drains_at = float("-inf")
-        self._followed_at: float | None = None
+        self._has_followed = False
         self._started_at = monotonic()
-        # The loop asks the database about once in `sweep_s`, and rests for up to a second more.
-        self._contact = DatabaseContact(SILENT_SWEEPS * settings.sweep_s / 2 + SWEEP_LOOP_REST_S)
         self._workers: set[tuple[str, object]] | None = None
         self._polls_table = worker.polls_table and not settings.uses_broker
         #: Without a broker no message can request a sweep, so none is waited for.
         self._patience_s = settings.sweep_s if self._polls_table else settings.self_sweep_s
-        hooks = self._note_answer, self._knows_silence, self._start_drain
-        self._sweeper = Sweeper(runtime, *hooks)
         # One statement on a large table may take long. A stage of many reports its progress.
         stuck_s = 2 * settings.self_sweep_s
         self.loop = Loop("sweep", self._turn, self._events, stuck_s, self._store.close)
+        self._sweeper = Sweeper(runtime, self.loop.report_progress, self._knows_silence)
+        self._overdue = OverdueQueues(
+            self._store.sweeps, settings.grace_s, self.loop.report_progress
+        )
+        self._rest_s = min(settings.sweep_s, SWEEP_LOOP_REST_S)
+        self._stages = Stages(
+            self._events,
+            ("others", settings.sweep_s, self._look_at_workers),
+            ("own queues", settings.sweep_s - self._rest_s, self._drain_own_queues),
+            ("forget", 0, self._forget_armed_rows),
+            ("requested", 0, self._sweep_requested),
+            ("stale", min(STALE_CHECK_S, self._patience_s / 2), self._sweep_stale),
+            ("recurring", FOLLOW_S, self._follow_declared_schedules),
+        )
 
     def request(self, sweep_partition: int | None) -> None:
         """Sweep this sweep partition soon, or all of them."""
         every = range(self._settings.sweep_partitions)
-        with self._lock:
-            self._requested.update(every if sweep_partition is None else [sweep_partition])
+        self._requested.update(every if sweep_partition is None else [sweep_partition])
         self.loop.wake()
 
     def forget_armed(self) -> None:
@@ -495,74 +479,41 @@ class SweepLoop:
         self.loop.wake()
 
     def _turn(self) -> float:
-        """Take one turn. A stage that fails is repeated in the next turn and stops no other one."""
-        attempt = partial(self._events.attempt, "sweep")
-        is_due = monotonic() - self._looked_at >= self._settings.sweep_s
-        if is_due and not attempt("others", self._look_at_workers):
-            self._contact.mark_failed()
-        # A worker without a broker looks for overdue tasks anyway.
-        is_due = monotonic() - self._own_drains_at >= self._settings.self_sweep_s
-        if is_due and self._settings.uses_broker:
-            attempt("own queues", self._start_own_drains)
-        if self._must_forget.is_set():
-            attempt("forget", self._forget_armed_rows)
-        with self._lock:
-            requested, self._requested = self._requested, set()
-        for sweep_partition in sorted(requested):
-            if not attempt(
-                f"sweep partition {sweep_partition}", partial(self._sweeper.sweep, sweep_partition)
-            ):
-                self._contact.mark_failed()
-                with self._lock:
-                    self._requested.add(sweep_partition)
-        is_due = monotonic() - self._checked_at >= min(STALE_CHECK_S, self._patience_s / 2)
-        if is_due and not attempt("stale", self._sweep_stale):
-            self._contact.mark_failed()
-        if self._followed_at is None or monotonic() - self._followed_at >= FOLLOW_S:
-            attempt("recurring", self._follow_declared_schedules)
-        return min(self._settings.sweep_s, SWEEP_LOOP_REST_S)
+        self._stages.run()
+        return self._rest_s
 
-    def _start_own_drains(self) -> None:
-        """Start drains of this worker's overdue queues, at its start and then every `self_sweep_s`.
-
-        Without a broker, the worker that sweeps can drain only the queues that it serves itself.
-        """
-        self._sweeper.start_own_drains(self._processes.queues)
-        self._own_drains_at = monotonic()
-
-    def _start_drain(self, queue: str, priorities: Sequence[int]) -> bool:
-        """Start a drain in this worker; return False if the worker does not serve it."""
-        is_served = queue in self._processes.queues
-        if is_served:
+    def _drain_own_queues(self) -> None:
+        """Start drains of this worker's queues that have overdue rows, whichever worker sweeps, and
+        whether or not there is a broker."""
+        if not self._settings.uses_broker:
+            return  # the poller of the table does so more often
+        for queue, priorities in self._overdue.of_named(self._processes.queues).items():
             self._worker.dispatcher.start_drain(queue, priorities)
-        return is_served
 
-    def _note_answer(self) -> None:
-        """Called at each step of a sweep, after the database has answered."""
-        self.loop.report_progress()
-        self._contact.mark_answered()
+    def _sweep_requested(self) -> None:
+        for sweep_partition in sorted(self._requested.copy()):
+            self._sweeper.sweep(sweep_partition)
+            self._requested.discard(sweep_partition)
 
     def _knows_silence(self) -> bool:
         """Return whether a worker that was silent is dead, as far as this one can tell.
 
-        This worker has reached the database for as long, and its own report is not old. It is old
-        after a step of the database's clock, or while the table of workers is locked.
+        This worker has reported itself for as long, and its row is not old. The row is old after a
+        step of the database's clock.
         """
-        silent_s = self._settings.silent_s
-        if self._contact.seconds() < silent_s:
+        silent_s, contact = self._settings.silent_s, self._worker.leases_loop.contact
+        if contact.seconds() < silent_s:
             return False
         name = self._worker.celery_worker.hostname
         has_reported = self._store.workers.has_reported(name, silent_s)
         if not has_reported:
-            self._contact.mark_failed()
+            contact.mark_failed()
         return has_reported
 
     def _look_at_workers(self) -> None:
         """Read which workers are alive, and let a timer that is down try its server."""
         self._worker.check_timer()
         workers = {(worker["name"], worker["started_at"]) for worker in self._store.workers.all()}
-        self._looked_at = monotonic()
-        self._contact.mark_answered()
         if workers != self._workers:
             # A worker that begins, or that is left alone, may be the first one that knows a tag.
             self._bring_forward()
@@ -582,6 +533,8 @@ class SweepLoop:
             self._runtime.timer.arm(entries)
 
     def _forget_armed_rows(self) -> None:
+        if not self._must_forget.is_set():
+            return
         self._must_forget.clear()  # first, since the broker may fail again meanwhile
         try:
             self._store.sweeps.forget_armed()
@@ -595,7 +548,7 @@ class SweepLoop:
         # While the database was away, sweeps that beat requested failed as well. After a start,
         # beat sends its first message up to a sweep interval later.
         is_beat_silent = (
-            self._contact.seconds() > settings.self_sweep_s
+            self._worker.leases_loop.contact.seconds() > settings.self_sweep_s
             and monotonic() - self._started_at > settings.self_sweep_s + settings.sweep_s
         )
         stale = sweeps.stale_sweep_partitions(settings.sweep_partitions, self._patience_s)
@@ -608,16 +561,15 @@ class SweepLoop:
                     "serve the default queue of delaytasks (-Q)?",
                 )
             self._sweeper.sweep(sweep_partition)
-        self._checked_at = monotonic()
 
     def _follow_declared_schedules(self) -> None:
         """Compare the declared schedules with the table.
 
         Load the package of recurring schedules only if code declares or has declared one.
         """
-        is_first, sweeps = self._followed_at is None, self._store.sweeps
+        is_first, sweeps = not self._has_followed, self._store.sweeps
         if self._runtime.registry.schedules or (is_first and sweeps.has_declared_schedule()):
             from delaytasks.recurring.recurring import follow
 
             follow(self._runtime)
-        self._followed_at = monotonic()
+        self._has_followed = True

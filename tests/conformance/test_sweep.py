@@ -55,17 +55,16 @@ def test_a_sweep_with_very_many_near_rows_ends_in_time(make_world: MakeWorld) ->
         world.forget_armed()
 
 
-def test_drains_name_the_queues_and_priorities_with_late_rows(world: World) -> None:
-    assert drained(world, "*") == []
+def test_a_look_finds_the_queues_and_priorities_with_late_rows(world: World) -> None:
+    assert world.overdue_queues().of_others(()) == {}
     for queue, priority in (("a", 0), ("a", 9), ("b", 3), ("d", 1)):
         world.put_many(3, due_s=-5, queue=queue, priority=priority)
     world.put(due_s=-0.1, queue="b", priority=4)
     world.put(due_s=60, queue="c")
     world.put(Status.DONE, queue="e")
     world.put(Status.RUNNING, queue="f")
-    world.sweep_later()
-    drains = [drain[:2] for drain in world.broker.take_requested_drains()]
-    assert sorted(drains) == [("a", [9, 0]), ("b", [3]), ("d", [1])]
+    assert world.overdue_queues().of_others(()) == {"a": [9, 0], "b": [3], "d": [1]}
+    assert world.overdue_queues().of_named(["b", "c"]) == {"b": [3]}
 
 
 # -- the rows of lost workers ----------------------------------------------------------------------
@@ -210,19 +209,11 @@ def test_purging_deletes_only_the_keys_of_the_purged_tasks(make_world: MakeWorld
     assert [row[0] for row in world.rows(select(world.table("keys").c.task_id))] == [live.id]
 
 
-# -- thousands of queue names: a sweep looks at a bounded number of them, in turn -----------------
+# -- thousands of queue names: each look finds a bounded number of them, in turn ------------------
 
 
 def names(count: int) -> list[str]:
     return [f"q{number:06}" for number in range(count)]
-
-
-def drained(world: World, *served: str) -> list[str]:
-    """Sweep while a worker serves these queues, and return those for which it requested drains."""
-    world.serve("w1", *served)
-    world.sweep_later()
-    assert world.told("loop.failed") == []
-    return [queue for queue, _, _ in world.broker.take_requested_drains()]
 
 
 def put_waitlists(world: World, names: Sequence[dict[str, str]]) -> None:
@@ -231,7 +222,7 @@ def put_waitlists(world: World, names: Sequence[dict[str, str]]) -> None:
 
 
 @pytest.mark.slow
-def test_a_sweep_looks_at_a_few_queues_and_at_those_of_live_workers_first(world: World) -> None:
+def test_a_sweep_reports_a_few_of_the_queues_that_no_worker_serves(world: World) -> None:
     world.put_each(names(12 * MOST_OTHERS))
     world.put(queue="served", priority=3)
     world.serve("w1", "served", "default")
@@ -240,8 +231,6 @@ def test_a_sweep_looks_at_a_few_queues_and_at_those_of_live_workers_first(world:
         world.sweep_later(on_step=lambda: steps.append(None))
     assert len(seen) < EACH * MOST_OTHERS, "the cost is not that of all queues"
     assert len(steps) > 2, "the loop shows that it goes on"
-    [(queue, priorities, _)] = world.broker.requested_drains
-    assert (queue, priorities) == ("served", [3])
     [unserved] = world.told("queue.unserved")
     others = f"and {MOST_OTHERS - 5} more"
     assert unserved["queue"] == f"q000000, q000001, q000002, q000003, q000004 {others}"
@@ -251,25 +240,26 @@ def test_a_sweep_looks_at_a_few_queues_and_at_those_of_live_workers_first(world:
 
 
 @pytest.mark.slow
-def test_each_queue_and_queue_of_waitlists_is_drained_in_one_of_some_sweeps(world: World) -> None:
+def test_one_of_some_looks_finds_each_queue_and_queue_of_waitlists(world: World) -> None:
     """A worker without queue names of its own serves all of them."""
     queues, waitlists = names(3 * MOST_OTHERS - 10), [f"w{n}" for n in range(2 * MOST_OTHERS - 10)]
     world.put_each(queues)
     put_waitlists(world, [{"queue": queue} for queue in waitlists])
-    found = [queue for _ in range(3) for queue in drained(world, "*")]
+    looks = world.overdue_queues()
+    found = [queue for _ in range(3) for queue in looks.of_others(())]
     assert sorted(queue for queue in found if queue in queues) == queues, "each of them once"
     assert set(found) == {*queues, *waitlists}
-    assert "q000000" in drained(world, "*"), "and again from the beginning"
+    assert "q000000" in looks.of_others(()), "and again from the beginning"
 
 
 @pytest.mark.slow
-def test_a_worker_that_names_thousands_of_queues_has_each_of_them_swept(world: World) -> None:
-    world.lower(named_queues_of_a_sweep=20)
+def test_a_worker_of_thousands_of_queues_looks_at_each_of_them(world: World) -> None:
+    world.lower(named_queues_of_a_look=20)
     world.put_each(names(50))
-    found = [drained(world, *names(50), "default") for _ in range(3)]
+    looks = world.overdue_queues()
+    found = [looks.of_named([*names(50), "default"]) for _ in range(3)]
     assert {queue for some in found for queue in some} == set(names(50))
     assert all(len(some) <= 20 for some in found)
-    assert world.told("queue.unserved") == []
 
 
 def test_each_visit_of_a_queue_returns_some_of_thousands_of_waitlists(world: World) -> None:
@@ -284,16 +274,6 @@ def test_each_visit_of_a_queue_returns_some_of_thousands_of_waitlists(world: Wor
         found += some
     assert found == names(25)
     assert world.visit_waitlists()[0] == "q000000", "again from the beginning"
-
-
-def test_thousands_of_worker_rows_cause_a_bounded_number_of_messages(world: World) -> None:
-    world.lower(messages_for_a_queue=20)
-    world.put()
-    for name in names(21):
-        world.serve(name, "default")
-    world.sweep_later()
-    [(_, _, messages)] = world.broker.requested_drains
-    assert messages == 20
 
 
 def test_each_sweep_reports_some_of_many_lost_workers_in_one_line(world: World) -> None:

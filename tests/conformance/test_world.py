@@ -9,7 +9,7 @@ import pytest
 from tests.world import MOVES, World
 
 
-def test_the_sweep_finds_the_task_of_a_lost_message(world: World) -> None:
+def test_a_drain_finds_the_task_of_a_lost_message(world: World) -> None:
     lost, kept = world.schedule(body="lost", delay=5), world.schedule(body="kept", delay=5)
     world.broker.lose(lost.id)
     assert (world.broker.ids, world.deliver()) == ([kept.id], []), "it is not due yet"
@@ -19,7 +19,7 @@ def test_the_sweep_finds_the_task_of_a_lost_message(world: World) -> None:
     world.store.workers.report("w1", ["default"], "prefork", 2, 0, ["note"])
     assert world.sweep()
     assert not world.sweep(), "it was swept a moment before"
-    world.deliver()
+    world.drain()
     assert world.notes == ["kept", "lost"]
     assert world.statuses([lost, kept]) == ["DONE", "DONE"]
 

@@ -47,7 +47,7 @@ from delaytasks.worker.dispatcher import Dispatcher, QueueDrain, ReadyEntries
 from delaytasks.worker.pollers import RedisPoller
 from delaytasks.worker.pool import ChunkRequest
 from delaytasks.worker.processes import Renewals
-from delaytasks.worker.sweep import DatabaseContact, Sweeper, SweepLoop
+from delaytasks.worker.sweep import Sweeper, SweepLoop
 from delaytasks.worker.worker_runtime import WorkerRuntime
 from tests.world import Claimed, Recovered, Settlement
 
@@ -115,11 +115,11 @@ VERBS: dict[str, tuple[Any, str]] = {
     "time a callback": (http, "time_left_s"),
     "read an instant": (producer, "check_instant"),
     "expire workers": (WorkerTable, "expire"),
-    "note a failure of the database": (DatabaseContact, "mark_failed"),
+    "note a failure of the database": (quick_loops.DatabaseContact, "mark_failed"),
     "walk through the queues": (SweepQueries, "next_queues"),
     "read without a broker": (SweepQueries, "first_due_between"),
     "sweep without beat": (SweepLoop, "_sweep_stale"),
-    "drain the own queues": (Sweeper, "start_own_drains"),
+    "drain the own queues": (SweepLoop, "_drain_own_queues"),
     "watch a loop": (Loop, "check"),
     "send back": (WorkerRuntime, "send_back"),
     "close": (Dispatcher, "close"),

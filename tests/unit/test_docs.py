@@ -282,7 +282,6 @@ def test_the_recovery_times_of_faults_follow_from_the_default_settings() -> None
         "G + S": settings.grace_s + settings.sweep_s,
         "D + S; L + S": settings.lost_s + settings.sweep_s,
         "D + S": settings.lost_s + settings.sweep_s,
-        "G + N": settings.grace_s + unswept_s,
         "G + S; dead after 3 S": settings.grace_s + settings.sweep_s,
         "about a second": PROCESS_CHECK_S,
     }

@@ -35,7 +35,6 @@ from delaytasks.operate.state import beat_age_s, broker_down_s
 from delaytasks.worker import patches, quick_loops
 from delaytasks.worker.consumer import warn_of_blocking_driver
 from delaytasks.worker.quick_loops import ServiceWatch
-from delaytasks.worker.sweep import DatabaseContact
 from tests.waiting import wait_until
 from tests.world import MonkeyPatch
 from tests.world.recording import ManualTime
@@ -245,7 +244,7 @@ def test_a_database_that_refuses_is_not_down(time: ManualTime, error: StoreError
 
 
 def test_a_gap_or_a_failure_restarts_the_contact(time: ManualTime) -> None:
-    contact = DatabaseContact(gap_s=8)
+    contact = quick_loops.DatabaseContact(gap_s=8)
     assert contact.seconds() == 0, "nobody has answered yet"
     for _ in range(4):
         contact.mark_answered()

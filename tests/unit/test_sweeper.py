@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import datetime, timedelta
 from typing import Any
 from unittest.mock import patch
@@ -61,17 +61,14 @@ def test_a_crash_between_arming_and_marking_costs_duplicates_and_makes_no_gap(wo
 
 def test_while_the_broker_is_unavailable_nothing_counts_as_armed(world: World) -> None:
     ids = [world.put(due_s=5).id, world.put(due_s=10).id]
-    world.serve("w1", "default")
-    world.put(due_s=-60)
     world.broker.is_up = False
     for _ in range(2):
         world.sweep_later()
     assert armed_until(world) <= world.now()
-    assert (world.count("sweep.armed"), world.count("sweep.drain")) == (0, 0)
-    assert [queue for queue, _, _ in drained(world)] == ["default"] * 2, "it is asked nevertheless"
+    assert world.count("sweep.armed") == 0
     world.broker.is_up = True
     assert world.sweep_later() == ids
-    assert (world.count("sweep.armed"), world.count("sweep.drain")) == (2, 1)
+    assert world.count("sweep.armed") == 2
 
 
 def test_a_refused_queue_does_not_keep_other_rows_from_being_armed(world: World) -> None:
@@ -98,7 +95,7 @@ def test_a_clock_without_a_measurement_arms_nothing_and_marks_nothing(world: Wor
     assert world.sweep_later() == [near.id]
 
 
-@pytest.mark.parametrize("stage", ["workers", "arm", "abandoned", "overdue", "purge", "audit"])
+@pytest.mark.parametrize("stage", ["workers", "arm", "abandoned", "unserved", "purge", "audit"])
 def test_a_stage_that_fails_does_not_prevent_the_others(make_world: MakeWorld, stage: str) -> None:
     world = make_world(purge_after=3600)
     long_ago = world.now() - timedelta(hours=2)
@@ -106,7 +103,7 @@ def test_a_stage_that_fails_does_not_prevent_the_others(make_world: MakeWorld, s
     world.change(old, update_time=long_ago)
     world.delays.bulk.cancel(tag="none")  # makes an entry of the log
     world.set_columns("audit", seen_at=long_ago)
-    world.put(due_s=-60)
+    world.put(due_s=-60, queue="lost")
     world.serve("w1", "default")
     world.serve("dead", "default")
     world.silence(60, "dead")
@@ -116,7 +113,7 @@ def test_a_stage_that_fails_does_not_prevent_the_others(make_world: MakeWorld, s
         "workers": world.count("worker.lost") == 1,
         "arm": armed == [near.id],
         "abandoned": world.read(over).status is Status.NOT_COMPLETE,
-        "overdue": len(drained(world)) == 1,
+        "unserved": world.count("queue.unserved") == 1,
         "purge": world.counted()[Status.DONE] == 0,
         "audit": not list(world.delays.bulk.log()),
     }
@@ -124,23 +121,6 @@ def test_a_stage_that_fails_does_not_prevent_the_others(make_world: MakeWorld, s
     [failure] = world.told("loop.failed")
     assert (failure["loop"], failure["stage"]) == ("sweep", stage)
     assert failure["error"] == "ValueError: a row can not be read"
-
-
-def test_without_a_broker_the_sweeping_worker_drains_its_own_queues(world: World) -> None:
-    for queue in ("default", "mail"):
-        world.put(due_s=-60, queue=queue)
-        world.serve(f"w-{queue}", queue)
-    here: list[tuple[str, Sequence[int]]] = []
-
-    def drain(queue: str, priorities: Sequence[int]) -> bool:
-        here.append((queue, priorities))
-        return queue == "default"
-
-    for is_up in (True, False):
-        world.broker.is_up = is_up
-        world.sweep_later(start_drain=drain)
-    assert here == [("default", [0]), ("mail", [0])]
-    assert [drain["queue"] for drain in world.told("sweep.local_drain")] == ["default"]
 
 
 def test_a_sweep_that_could_not_read_the_policies_releases_nothing(make_world: MakeWorld) -> None:
@@ -166,8 +146,6 @@ def test_partitions_share_the_rows_and_the_first_does_the_other_work(make_world:
     tasks = [world.schedule(delay=5) for _ in range(60)]
     world.broker.lose()
     over = lapsed(world)
-    world.serve("w1", "default")
-    world.put(due_s=-60)
     shares = [world.sweep_later(1), world.sweep_later(2)]
     assert (world.statuses([over]), drained(world)) == (["RUNNING"], [])
     shares.append(world.sweep_later(0))
@@ -247,18 +225,6 @@ def test_rows_that_ended_long_ago_are_deleted_and_all_others_stay(
     assert world.count("task.purged") == STEP_ROWS + 13 - left
 
 
-def test_workers_without_a_broker_cause_no_drain_messages(world: World) -> None:
-    world.serve("drainer", "*", pool="drain/prefork")
-    world.serve("direct", "default", pool="direct/prefork")
-    world.put(due_s=-60)
-    world.sweep_later()
-    assert world.told("queue.unserved")
-    world.serve("worker", "default")
-    world.sweep_later()
-    [messages] = [fields["messages"] for fields in world.told("sweep.drain")]
-    assert messages == world.delays.settings.drain_messages
-
-
 # -- the thread of a worker that sweeps -----------------------------------------------------------
 
 
@@ -285,8 +251,8 @@ def test_a_worker_regularly_drains_its_own_queues(main: MainProcess, time: Manua
         main.world.put(due_s=-60, queue=queue, priority=priority)
     main.world.put(due_s=-0.5, priority=5)
     main.world.put(due_s=60, queue="later")
-    every_s = main.world.delays.settings.self_sweep_s
-    for wait_s, found in ((0, {"default", "mail"}), (every_s - 1, set()), (1, {"default", "mail"})):
+    rest_s = main.world.delays.settings.sweep_s - 1
+    for wait_s, found in ((0, {"default", "mail"}), (rest_s - 1, set()), (1, {"default", "mail"})):
         time.at += wait_s
         main.sweep_turn()
         assert {*main.drained()} == found
@@ -315,13 +281,14 @@ def test_beat_is_missed_only_after_it_could_have_swept(main: MainProcess, time: 
         for _ in range(turns):
             time.at += 1
             world.set_columns("sweeps", swept_at=world.now() - timedelta(hours=1))
+            main.report()
             main.sweep_turn()
         return bool(world.told("sweep.self"))
 
     every_s, patience_s = 5, 10
     assert not is_missed_within(every_s + patience_s)
     assert is_missed_within(1)
-    with world.failing("stale", StoreUnavailableError("away")):
+    with world.failing("report", StoreUnavailableError("away")):
         is_missed_within(1)
     world.events.clear()
     assert not is_missed_within(patience_s)
@@ -329,7 +296,7 @@ def test_beat_is_missed_only_after_it_could_have_swept(main: MainProcess, time: 
     assert is_missed_within(every_s)
 
 
-STAGES = ["others", "own queues", "forget", "sweep partition 1", "stale"]
+STAGES = ["others", "own queues", "forget", "requested", "stale"]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -356,7 +323,7 @@ def test_a_stage_that_fails_stops_no_other_and_is_retried(
             "others": world.count("task.brought_forward"),
             "own queues": main.drained(),
             "forget": first[0][0] <= world.now(),
-            "sweep partition 1": 1 in partitions,
+            "requested": 1 in partitions,
             "stale": 2 in partitions,
         }
         return [name for name in done if not done[name]]

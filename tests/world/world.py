@@ -42,7 +42,7 @@ from delaytasks.run.runner import Report, Runner
 from delaytasks.statistics.statistics_table import StatisticsTable, Unwritten
 from delaytasks.worker import sweep as sweeps
 from delaytasks.worker.processes import Processes
-from delaytasks.worker.sweep import Sweeper, emit_recovered
+from delaytasks.worker.sweep import OverdueQueues, Sweeper, emit_recovered
 from delaytasks.worker.task_events import WorkerLostEvents
 from tests.proxy import Proxy, proxy_to
 from tests.world.broker import WorldBroker
@@ -67,8 +67,7 @@ LIMITS = {
     "tasks_sampled": "operate.forecast.SAMPLED",
     "seconds_to_a_first_forecast": "loops.FIRST_WAIT_S",
     "occurrences_computed": "operate.forecast.MAX_OCCURRENCES",
-    "named_queues_of_a_sweep": "worker.sweep.MOST_NAMED",
-    "messages_for_a_queue": "worker.sweep.MOST_MESSAGES_PER_QUEUE",
+    "named_queues_of_a_look": "worker.sweep.MOST_NAMED",
     "rows_of_a_purge": "worker.sweep.PURGE_ROWS",
     "purges_of_a_sweep": "worker.sweep.PURGE_STEPS",
     "seconds_between_policy_checks": "model.policies.POLICY_CHECK_S",
@@ -98,7 +97,7 @@ STAGES = {
     "workers": "store.workers.expire",
     "arm": "store.sweeps.due_between",
     "abandoned": "store.leases.recover",
-    "overdue": "store.sweeps.levels",
+    "unserved": "store.sweeps.next_queues",
     "purge": "store.sweeps.purge",
     "audit": "store.bulk.audit.purge",
     "others": "store.workers.all",
@@ -106,7 +105,7 @@ STAGES = {
     "sign off": "store.workers.remove",
     "own queues": "store.sweeps.levels",
     "forget": "store.sweeps.forget_armed",
-    "sweep partition 1": "store.sweeps.begin_sweep",
+    "requested": "store.sweeps.begin_sweep",
     "stale": "store.sweeps.stale_sweep_partitions",
 }
 
@@ -315,6 +314,11 @@ class World:
         """Return the partitions that workers sweep by themselves, since they were not swept."""
         partitions = self.delays.settings.sweep_partitions
         return self.store.sweeps.stale_sweep_partitions(partitions, seconds)
+
+    def overdue_queues(self) -> OverdueQueues:
+        """Return what a worker asks for overdue levels."""
+        grace_s = self.delays.settings.grace_s
+        return OverdueQueues(self.store.sweeps, grace_s, lambda: None)
 
     def visit_waitlists(self, queue: str = "default") -> list[str]:
         """Return the tags of the waitlists that a drain of the queue visits next."""
