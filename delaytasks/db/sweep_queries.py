@@ -13,7 +13,6 @@ from zlib import crc32
 
 from sqlalchemy import (
     ColumnElement,
-    Delete,
     Select,
     Table,
     Update,
@@ -47,13 +46,12 @@ from delaytasks.db.searching import (
     distinct_values,
     has_status,
     levels_of,
-    queue_levels,
     queues_after,
     waits_between,
 )
+from delaytasks.db.statements import Insert
 from delaytasks.db.task_rows import Attempts, TaskKeys
 from delaytasks.db.types import db_now, db_now_plus, is_narrow, is_past, is_rare, once, unindexed
-from delaytasks.model.body import MARK_LENGTH, PREFIX, marks_of
 from delaytasks.model.clock import to_us
 from delaytasks.model.moves import FINISHED, MOVES, Status, following
 from delaytasks.model.task import Entry, Level, QueuePlace, Recovered
@@ -243,7 +241,7 @@ class Leases:
 # lost within the last hour.
 
 
-#: The number of workers that one sweep marks as lost, and the number of lost ones that it removes.
+#: The number of workers that one sweep marks as lost.
 EXPIRED_PER_SWEEP = 100
 #: A lost worker is shown for this time.
 LOST_FOR_S = 3600.0
@@ -260,8 +258,8 @@ class WorkerTable:
         self._db = database
         self._w = w = schema.workers
         self._is_lost, self._is_present = w.c.lost_at.is_not(None), w.c.lost_at.is_(None)
-        #: The tags that this process has published, by the worker's name.
-        self._published: dict[str, str | None] = {}
+        #: The workers that this process has reported.
+        self._reported = set[str]()
 
     def report(
         self,
@@ -280,10 +278,11 @@ class WorkerTable:
         The first report of a process is the start of its worker. The row may be that of a worker of
         this name that has died.
         """
-        w, published = self._w, _published(tags)
+        w = self._w
         values = {
             "seen_at": db_now(),
             "queues": json.dumps(sorted(queues)),
+            "tags": _published(tags),
             "pool": pool,
             "concurrency": concurrency,
             "clock_offset_us": offset_us,
@@ -296,26 +295,21 @@ class WorkerTable:
             "version": (installed_version() or "")[:VERSION_LENGTH] or None,
         }
 
+        if name not in self._reported:
+            values["started_at"] = db_now()
+        report = update(w).where(w.c.name == name).values(values)
+        new = insert(w).values({**values, "name": name, "started_at": db_now()})
+
         def work(connection: Any) -> None:
-            # An unchanged text is not written again every few seconds.
-            changed: dict[str, Any] = {}
-            if self._published.get(name, "") != published:
-                changed["tags"] = published
-            if name not in self._published:
-                changed["started_at"] = db_now()
-            known = update(w).where(w.c.name == name).values({**values, **changed})
-            if connection.execute(known).rowcount:
-                self._published[name] = published
+            if connection.execute(report).rowcount:
                 return
             try:
-                connection.execute(
-                    insert(w).values(name=name, started_at=db_now(), tags=published, **values)
-                )
-                self._published[name] = published
+                connection.execute(new)
             except exc.IntegrityError:  # another thread of the worker has inserted it
-                connection.execute(known)
+                connection.execute(report)
 
         self._db.autocommitted(work)
+        self._reported.add(name)
 
     def remove(self, name: str) -> None:
         """Remove a worker that stopped in order, after it has returned its tasks."""
@@ -331,32 +325,25 @@ class WorkerTable:
     def expire(self, silent_s: float) -> list[str]:
         """Mark some workers as lost that were silent for `silent_s` seconds. Return each name once.
 
-        The row of a lost worker is removed after `LOST_FOR_S`. A row whose `seen_at` is
-        `silent_s` in the future is returned and removed immediately, because no live worker wrote
-        it.
+        So is one whose `seen_at` is `silent_s` in the future: no live worker wrote it. The row of a
+        lost worker is deleted after `LOST_FOR_S`.
         """
         w = self._w
-        silent = and_(self._is_present, w.c.seen_at < db_now_plus(-silent_s))
-        wrong = and_(self._is_present, w.c.seen_at > db_now_plus(silent_s))
-        mark, remove = update(w).where(silent).values(lost_at=db_now()), delete(w).where(wrong)
-        # The clock of the database may have been set back since the worker was lost.
-        over = and_(
-            self._is_lost,
-            or_(w.c.lost_at < db_now_plus(-LOST_FOR_S), w.c.lost_at > db_now_plus(silent_s)),
-        )
+
+        def is_apart(at: Any, past_s: float) -> ColumnElement[bool]:
+            # The clock of the database may have been set back.
+            return or_(at < db_now_plus(-past_s), at > db_now_plus(silent_s))
+
+        silent = and_(self._is_present, is_apart(w.c.seen_at, silent_s))
+        names = select(w.c.name).where(silent).order_by(w.c.name).limit(EXPIRED_PER_SWEEP)
+        mark = update(w).where(silent).values(lost_at=db_now())
 
         def work(connection: Any) -> list[str]:
-            def first(condition: ColumnElement[bool]) -> list[str]:
-                names = select(w.c.name).where(condition).order_by(w.c.name)
-                return list(connection.execute(names.limit(EXPIRED_PER_SWEEP)).scalars())
-
-            def changes(statement: Update | Delete, name: str) -> bool:
-                return bool(connection.execute(statement.where(w.c.name == name)).rowcount)
-
-            for name in first(over):
-                changes(delete(w).where(over), name)
-            silent_names = first(or_(silent, wrong))
-            return [name for name in silent_names if changes(mark, name) or changes(remove, name)]
+            connection.execute(delete(w).where(self._is_lost, is_apart(w.c.lost_at, LOST_FOR_S)))
+            found = connection.execute(names).scalars().all()
+            return [
+                name for name in found if connection.execute(mark.where(w.c.name == name)).rowcount
+            ]
 
         return self._db.autocommitted(work)
 
@@ -428,12 +415,11 @@ class SweepQueries:
         is_direct = timer == "direct"
         self._signature = timer if is_direct else f"{timer}:{crc32(namespace.encode()):08x}"
         self._t = schema.tasks
-        self._s = schema.sweeps
+        self._s = s = schema.sweeps
+        self._insert = Insert(database, s, s.columns.keys())
         self._r = schema.recurring.c
         self._keys = TaskKeys(database, schema)
         self._attempts = Attempts(database, schema)
-        #: The encryption keys of this process, as bodies name them.
-        self._marks = [] if schema.cipher is None else marks_of(schema.cipher.names)
 
     def begin_sweep(
         self, sweep_partition: int, sweep_partitions: int, at_least_s: float
@@ -453,8 +439,8 @@ class SweepQueries:
             armed_until, values = now, {"swept_at": now, "timer": self._signature}
             if row is None:
                 key = {"sweep_partition": sweep_partition, "sweep_partitions": stored}
-                on.execute(insert(s).values(**key, **values, armed_until=now))
-                return now
+                is_mine = self._insert(on, {**key, **values, "armed_until": now})
+                return now if is_mine else None
             is_set_back = row.swept_at > now  # or a server took over whose clock is behind
             if not is_set_back and row.swept_at > now - timedelta(seconds=at_least_s):
                 return None
@@ -465,12 +451,7 @@ class SweepQueries:
             check_row_count(on.execute(change).rowcount, 1, f"sweep partition {sweep_partition}")
             return armed_until
 
-        try:
-            return self._db.transaction(work)
-        except Exception as error:
-            if isinstance(error.__cause__, exc.IntegrityError):
-                return None  # another process made the first sweep
-            raise
+        return self._db.transaction(work)
 
     def is_shared(self, within_s: float) -> bool:
         """Return whether a deployment with another namespace has swept within this time."""
@@ -549,22 +530,25 @@ class SweepQueries:
         Queues with tasks in a waitlist are included. The cost grows with the number of levels, not
         of rows. If that number has to be bounded, name the `queues`.
         """
-        t, entry = self._t, self._schema.waitlists
+        t, waitlist_queue = self._t, self._schema.waitlists.c.queue
+
+        def is_so(on: Any, condition: ColumnElement[bool]) -> bool:
+            return bool(on.execute(select(exists().where(condition))).scalar())
 
         def work(on: Any) -> list[Level]:
-            if queues is None:
-                waiting = queue_levels(on, t, Status.NOT_COMPLETE)
-                in_waitlist = {*distinct_values(on, entry.c.queue)}
-            else:
-                waiting = [one for q in queues for one in levels_of(on, t, Status.NOT_COMPLETE, q)]
-                of_queue = partial(distinct_values, on, entry.c.queue)
-                in_waitlist = {q for q in queues if any(of_queue(entry.c.queue == q))}
-            late = [
-                level
-                for level in waiting
-                if on.execute(select(exists().where(is_late(t, level, late_s)))).scalar()
-            ]
-            late += [Level(queue, 0) for queue in in_waitlist - {level.queue for level in late}]
+            waits = has_status(t, Status.NOT_COMPLETE)
+            names: Iterable[str] = (
+                queues
+                if queues is not None
+                else {*distinct_values(on, t.c.queue, waits), *distinct_values(on, waitlist_queue)}
+            )
+            late: list[Level] = []
+            for name in names:
+                levels = levels_of(on, t, Status.NOT_COMPLETE, name)
+                found = [level for level in levels if is_so(on, is_late(t, level, late_s))]
+                if not found and is_so(on, waitlist_queue == name):
+                    found = [Level(name, 0)]
+                late += found
             return sorted(late, key=lambda level: (-level.priority, level.queue))
 
         return self._db.autocommitted(work)
@@ -623,7 +607,8 @@ class SweepQueries:
     # -- deferred rows -----------------------------------------------------------------------------
 
     # Rows that were deferred because no worker had a processor for their tag, or the key of their
-    # body. A worker that has the processor or the key brings them forward.
+    # body. A worker that has the processor brings them forward. If no worker has the key, they are
+    # deferred again.
 
     def bring_forward(
         self, tags: Sequence[str], queues: Sequence[str] | None, within_s: float
@@ -669,7 +654,7 @@ class SweepQueries:
         is_why = or_(
             t.error_stack.startswith(NO_PROCESSOR),
             t.error_stack.startswith(NO_TIME_LIMITS),
-            and_(t.error_stack.startswith(NO_KEY), self._is_readable()),
+            t.error_stack.startswith(NO_KEY),
         )
         query = (
             select(t.id, t.version, t.expected_time, t.queue, t.priority, t.error_stack, t.due_time)
@@ -680,13 +665,6 @@ class SweepQueries:
             .with_for_update(skip_locked=True)
         )
         return query if queues is None else query.where(t.queue.in_(queues))
-
-    def _is_readable(self) -> ColumnElement[bool]:
-        """Whether this process has the key that the body names now: it may have changed since the
-        deferral."""
-        body = self._t.c.message_body
-        is_plain = func.substr(body, 1, len(PREFIX)) != PREFIX
-        return or_(is_plain, func.substr(body, 1, MARK_LENGTH + 1).in_(self._marks))
 
     # -- due schedules -----------------------------------------------------------------------------
 
