@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cached_property, partial
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -27,7 +27,6 @@ from sqlalchemy import (
     Connection,
     String,
     and_,
-    any_,
     bindparam,
     delete,
     func,
@@ -41,8 +40,7 @@ from sqlalchemy import (
 
 from delaytasks.db.claims import Claims
 from delaytasks.db.database import Database
-from delaytasks.db.schema import Schema, check_row_count, listed, listing, moved, task_of
-from delaytasks.db.statements import Prepared
+from delaytasks.db.schema import Schema, check_row_count, listed, listing, moved
 from delaytasks.db.store import Store
 from delaytasks.db.types import db_now, db_now_plus, is_narrow, is_past, unindexed
 from delaytasks.events import Events
@@ -312,49 +310,6 @@ def _waits(schema: Schema) -> Any:
     return and_(t.c.id == entry.c.task_id, t.c.version == entry.c.version, is_held)
 
 
-class SlotTransfer:
-    """One statement gives a settled task's slot to the next waiting one.
-
-    For databases with array parameters.
-    """
-
-    def __init__(self, database: Database, schema: Schema, claims: Claims) -> None:
-        self._schema = schema
-        t, entry = schema.tasks, schema.waitlists
-        first = (
-            select(*entry.c)
-            .join(t, _waits(schema))
-            .where(
-                entry.c.queue == bindparam("of_queue", type_=String),
-                entry.c.tag == bindparam("of_tag", type_=String),
-            )
-            .where(t.c.lapses <= 0, t.c.expected_time <= db_now())
-            .order_by(entry.c.limit_key, entry.c.place, entry.c.due, entry.c.task_id)
-            .limit(1)
-            .with_for_update(skip_locked=True, of=t)
-        )
-
-        def admit(query: Any) -> Prepared:
-            picked = query.cte("picked")
-            same = and_(
-                *(entry.c[column.name] == picked.c[column.name] for column in entry.primary_key)
-            )
-            removed = delete(entry).where(same).cte("gone")
-            ids = func.array(select(picked.c.task_id).scalar_subquery())
-            statement = update(t).where(t.c.id == any_(ids)).values(claims.admitted)
-            return Prepared(database, statement.returning(*claims.columns).add_cte(removed))
-
-        after = entry.c.limit_key > bindparam("after", type_=String)
-        self._admit_first, self._admit_next = admit(first), admit(first.where(after))
-
-    def admit(self, on: Connection, queue: str, tag: str, after: str | None) -> DelayedTask | None:
-        """Admit the first row of the key after `after`, except locked and recovered rows."""
-        where = {"of_queue": queue, "of_tag": tag}
-        rows = () if after is None else self._admit_next(on, {**where, "after": after}).rows
-        rows = rows or self._admit_first(on, where).rows
-        return task_of(rows[0], self._schema) if rows else None
-
-
 # -- Backlogs: overdue rows of limited tags, which are held before a claim finds them -------------
 
 
@@ -443,7 +398,7 @@ class Admission:
     """Admits rows, and holds those that the claims of its process have locked."""
 
     def __init__(self, store: Store, claims: Claims, policies: PolicyCache, events: Events) -> None:
-        self._db, self._schema = store.database, store.schema
+        self._db = store.database
         self.claims, self._policies, self._events = claims, policies, events
         claims.hold_excess = self.hold_excess
         self._hold_claimed = store.paused_rows.hold_claimed
@@ -456,10 +411,6 @@ class Admission:
         #: Waitlists that were empty when this process looked last.
         self._empty: set[tuple[str, str]] = set()
         self._gates: dict[tuple[str, str], _Gate] = {}
-
-    @cached_property
-    def _slot_transfer(self) -> SlotTransfer:
-        return SlotTransfer(self._db, self._schema, self.claims)
 
     # -- rows that a claim has locked -------------------------------------------------------------
 
@@ -644,11 +595,6 @@ class Admission:
         if policy is None or not policy.has_slots_only or slots <= 0:
             return []
         turn = self._turns.get((queue, tag))
-        if slots == 1 and self._db.can.array_parameters:
-            task = self._slot_transfer.admit(on, queue, tag, turn)
-            if task is not None:
-                self._turns[queue, tag] = task.limit_key or ""
-                return [task]
         admitted, self._turns[queue, tag] = self._take(on, queue, tag, slots, Capacity(), turn)
         return admitted
 
