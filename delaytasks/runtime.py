@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from delaytasks.model.moves import Outcome
     from delaytasks.model.task import Timer
     from delaytasks.recurring.creation import RecurringTable
-    from delaytasks.worker.sweep import OnStep, Sweeper
+    from delaytasks.worker.sweep import Sweeper
 
 T = TypeVar("T")
 #: Runs the call of a coroutine as a web framework requires whose connections belong to threads or
@@ -195,11 +195,11 @@ class Runtime:
 
         return Sweeper(self)
 
-    def make_recurring_tasks(self, on_step: OnStep) -> None:
+    def make_recurring_tasks(self) -> None:
         if self.store.sweeps.has_due_schedule(self.settings.recurring_lead_s):
             from delaytasks.recurring.creation import create
 
-            create(self, on_step)
+            create(self)
 
     def purge_statistics(self) -> None:
         from delaytasks.statistics.statistics_table import StatisticsTable

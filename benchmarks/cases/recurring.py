@@ -99,7 +99,7 @@ def _sweep(delays: DelayTasks, sweeps: int) -> RecurringCost:
         time.sleep(PACE_S)
         before, began = _made(delays), time.monotonic()
         if runtime.store.sweeps.has_due_schedule(delays.settings.recurring_lead_s):
-            create(runtime, lambda: None)  # so that the sweep finds no schedule that is due
+            create(runtime)  # so that the sweep finds no schedule that is due
         created = time.monotonic()
         if count := _made(delays) - before:
             delays.schedule_many([(ours.TAG, {"due": 0}, FAR_S)] * count)

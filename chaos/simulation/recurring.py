@@ -30,9 +30,7 @@ class _Transactions(StepProxy):
         return super().__getattr__(name) if name == "transaction" else getattr(self._part, name)
 
 
-def recurring_stage(
-    play: Play, clock: Clock, timer: Timer, events: Events
-) -> Callable[[Callable[[], None]], None]:
+def recurring_stage(play: Play, clock: Clock, timer: Timer, events: Events) -> Callable[[], None]:
     """Return the stage of a worker's sweep."""
     store = play.stage.store
     table: Any = _Transactions(
@@ -47,9 +45,9 @@ def recurring_stage(
         events=events,
     )
 
-    def make(on_step: Callable[[], None]) -> None:
+    def make() -> None:
         if play.sweeps.has_due_schedule(play.settings.recurring_lead_s):
-            create(runtime, on_step)
+            create(runtime)
 
     return make
 

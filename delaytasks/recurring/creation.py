@@ -333,13 +333,12 @@ AHEAD = timedelta(seconds=30)
 SLACK_S = 1.0
 
 
-def create(runtime: Runtime, on_step: Callable[[], None]) -> None:
-    """Make the tasks of all schedules that are due soon. `on_step` is called after each batch."""
+def create(runtime: Runtime) -> None:
+    """Make the tasks of all schedules that are due soon."""
     last: RecurringSchedule | None = None
     while True:
         work = partial(_create_batch, runtime, runtime.clock.certain_now(), last)
         visits, last = runtime.recurring_table.transaction(work)
-        on_step()
         report(runtime.events, visits)
         # Arm the tasks that the sweep may have passed. The next sweeps arm all later ones.
         horizon_s = runtime.settings.horizon_s

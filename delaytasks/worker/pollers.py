@@ -180,7 +180,7 @@ class TablePoller:
             "table_poller", self._turn, runtime.events, POLL_STUCK_S, self._store.close
         )
         sweeps, grace_s = self._store.sweeps, self._settings.grace_s
-        self._overdue = OverdueQueues(sweeps, grace_s, self.loop.report_progress)
+        self._overdue = OverdueQueues(sweeps, grace_s)
         self.listener = NotifyListener(runtime, self.loop.wake)
         self.loops = [self.loop, self.listener.loop]
 

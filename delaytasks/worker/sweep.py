@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import datetime, timedelta
 from functools import partial
 from itertools import groupby
@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 from delaytasks.events import Events
 from delaytasks.loops import Loop
 from delaytasks.model.clock import from_us, monotonic
-from delaytasks.model.filters import batches
 from delaytasks.model.inputs import ALL_QUEUES
 from delaytasks.model.policies import Policies, Stamp
 from delaytasks.model.task import Entry, Level, QueuePlace, Recovered
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
     from delaytasks.runtime import Runtime
     from delaytasks.worker.worker_runtime import WorkerRuntime
 
-#: Called after each step of a sweep, so that the caller can show that the sweep makes progress.
-OnStep = Callable[[], None]
 #: The priorities that have overdue tasks, by queue. A queue with only a waitlist has priority 0.
 OverdueLevels = dict[str, list[int]]
 
@@ -66,27 +63,22 @@ class Stages:
 #: Queues of live workers, and other queues, that one call checks. The next call continues after
 #: them.
 MOST_NAMED, MOST_OTHERS = 1000, 100
-#: Queues in one query.
-QUEUES_PER_QUERY = 50
 
 
 class OverdueQueues:
     """Looks for overdue tasks in a bounded number of queues at a time, in turn."""
 
-    def __init__(self, sweeps: SweepQueries, late_s: float, on_step: OnStep) -> None:
+    def __init__(self, sweeps: SweepQueries, late_s: float) -> None:
         self._sweeps = sweeps
         self._late_s = late_s
-        self._on_step = on_step
         self._named_after = ""
         self._place = QueuePlace()
 
-    def of(self, queues: Iterable[str]) -> OverdueLevels:
+    def of(self, queues: Collection[str]) -> OverdueLevels:
         """Return the overdue levels of these queues."""
         late: OverdueLevels = {}
-        for some in batches(queues, QUEUES_PER_QUERY):
-            for level in self._sweeps.levels(self._late_s, some):
-                late.setdefault(level.queue, []).append(level.priority)
-            self._on_step()
+        for level in self._sweeps.levels(self._late_s, queues):
+            late.setdefault(level.queue, []).append(level.priority)
         return late
 
     def of_named(self, queues: Collection[str]) -> OverdueLevels:
@@ -103,7 +95,6 @@ class OverdueQueues:
         if most <= 0:
             return {}
         queues, self._place = self._sweeps.next_queues(self._place, most)
-        self._on_step()
         return self.of(sorted(queues.difference(named)))
 
 
@@ -127,36 +118,21 @@ STATISTICS_S = 3600.0
 class Sweeper:
     """Sweeps the tables."""
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        on_step: OnStep = lambda: None,
-        knows_silence: Callable[[], bool] = lambda: True,
-    ) -> None:
-        """The hooks are those of a worker that sweeps.
-
-        Parameters
-        ----------
-        runtime
-            The parts of the instance.
-        on_step
-            Called after each step, so that the caller can show that the sweep makes progress.
-        knows_silence
-            Returns whether the caller can tell a worker that died from one that could not report.
-        """
+    def __init__(self, runtime: Runtime, knows_silence: Callable[[], bool] = lambda: True) -> None:
+        """`knows_silence` returns whether the caller can tell a worker that died from one that
+        could not report."""
         self._runtime = runtime
         self._settings = runtime.settings
         self._sweeps = runtime.store.sweeps
         self._workers = runtime.store.workers
         self._events = runtime.events
-        self._on_step = on_step
         self._knows_silence = knows_silence
         #: The search for held rows to release, which continues in the next sweep, the policies for
         #: which it began, and when the next one begins anyway.
         self._search: Iterator[None] = iter(())
         self._searched_for: Stamp | None = None
         self._search_again_at = -math.inf
-        self._overdue = OverdueQueues(self._sweeps, self._settings.grace_s, on_step)
+        self._overdue = OverdueQueues(self._sweeps, self._settings.grace_s)
         #: The levels of rows that are due, and that this sweep has recovered or released.
         self._ready = set[Level]()
         self._stages_of_table = Stages(
@@ -167,7 +143,7 @@ class Sweeper:
             ("unserved", 0, self._report_unserved),
             ("purge", 0, self._purge_finished),
             # No other stage waits for this one, whose tasks are due later.
-            ("recurring", 0, lambda: runtime.make_recurring_tasks(on_step)),
+            ("recurring", 0, lambda: runtime.make_recurring_tasks()),
             ("statistics", STATISTICS_S, self._purge_statistics),
         )
 
@@ -234,7 +210,6 @@ class Sweeper:
         deadline = monotonic() + self._settings.sweep_s * RELEASE_SHARE
         try:
             for _ in self._search:
-                self._on_step()
                 if monotonic() > deadline:
                     return
         except BaseException:
@@ -318,7 +293,6 @@ class Sweeper:
         count, deadline = 0, monotonic() + self._settings.sweep_s
         partitions, timer = self._settings.sweep_partitions, self._runtime.timer
         for entries in self._sweeps.due_between(since, until, sweep_partition, partitions):
-            self._on_step()
             if timer.arm(entries):
                 count += len(entries)
             elif not timer.is_up:
@@ -338,7 +312,6 @@ class Sweeper:
         too many losses.
         """
         while True:
-            self._on_step()
             settings = self._settings
             recovered = self._runtime.store.leases.recover(
                 settings.max_lost_leases, RECOVER_ROWS, settings.lost_s
@@ -383,7 +356,6 @@ class Sweeper:
             return
         self._events.attempt("sweep", "audit", lambda: self._runtime.store.bulk.audit.purge(age_s))
         for _ in range(PURGE_STEPS):
-            self._on_step()
             purged = self._sweeps.purge(age_s, PURGE_ROWS)
             if purged:
                 self._events.emit("task.purged", count=purged)
@@ -449,13 +421,11 @@ class SweepLoop:
         self._polls_table = worker.polls_table and not settings.uses_broker
         #: Without a broker no message can request a sweep, so none is waited for.
         self._patience_s = settings.sweep_s if self._polls_table else settings.self_sweep_s
-        # One statement on a large table may take long. A stage of many reports its progress.
+        # One statement on a large table may take long.
         stuck_s = 2 * settings.self_sweep_s
         self.loop = Loop("sweep", self._turn, self._events, stuck_s, self._store.close)
-        self._sweeper = Sweeper(runtime, self.loop.report_progress, self._knows_silence)
-        self._overdue = OverdueQueues(
-            self._store.sweeps, settings.grace_s, self.loop.report_progress
-        )
+        self._sweeper = Sweeper(runtime, self._knows_silence)
+        self._overdue = OverdueQueues(self._store.sweeps, settings.grace_s)
         self._rest_s = min(settings.sweep_s, SWEEP_LOOP_REST_S)
         self._stages = Stages(
             self._events,

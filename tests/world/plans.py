@@ -128,7 +128,7 @@ class PlannedWorld(World):
             return list(itertools.islice(self.store.bulk.matching(which), most))
 
     def make_recurring_tasks(self) -> None:
-        self.runtime.make_recurring_tasks(lambda: None)
+        self.runtime.make_recurring_tasks()
 
     # -- plans ------------------------------------------------------------------------------------
 

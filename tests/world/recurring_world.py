@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import Any
@@ -53,10 +53,10 @@ class RecurringWorld(World):
         self.clock.advance(early_s)
         return made
 
-    def sweep_at(self, at_s: float, on_step: Callable[[], None] = lambda: None) -> None:
+    def sweep_at(self, at_s: float) -> None:
         """Make the tasks that a sweep makes at this time after the start of the test."""
         self.clock.advance((self.at(at_s) - self.clock.now()).total_seconds())
-        creation.create(self.runtime, on_step)
+        creation.create(self.runtime)
 
     def change_schedules(self, **values: Any) -> None:
         """Change columns of all schedules directly, as another program does."""
@@ -97,7 +97,7 @@ class RecurringWorld(World):
         for name in names:
             event.listen(engine, name, count)
         with suppress(KilledError):
-            self.sweep_at(at_s, count)
+            self.sweep_at(at_s)
         for name in names:
             event.remove(engine, name, count)
         return left <= 0

@@ -42,7 +42,7 @@ from delaytasks.run.runner import Report, Runner
 from delaytasks.statistics.statistics_table import StatisticsTable, Unwritten
 from delaytasks.worker import sweep as sweeps
 from delaytasks.worker.processes import Processes
-from delaytasks.worker.sweep import OverdueQueues, Sweeper, emit_recovered
+from delaytasks.worker.sweep import OverdueQueues, emit_recovered
 from delaytasks.worker.task_events import WorkerLostEvents
 from tests.proxy import Proxy, proxy_to
 from tests.world.broker import WorldBroker
@@ -245,12 +245,11 @@ class World:
         swept: bool = self.runtime.sweeper.sweep(partition)
         return swept
 
-    def sweep_later(self, partition: int = 0, **options: Any) -> list[int]:
+    def sweep_later(self, partition: int = 0) -> list[int]:
         """Sweep a partition when it is its time again, and return the ids that were armed."""
         before = len(self.broker.armed)
         self.set_columns("sweeps", swept_at=self.now() - timedelta(seconds=60))
-        sweeper = Sweeper(self.runtime, **options) if options else self.runtime.sweeper
-        assert sweeper.sweep(partition)
+        assert self.sweep(partition)
         return self.broker.ids[before:]
 
     @contextmanager
@@ -318,7 +317,7 @@ class World:
     def overdue_queues(self) -> OverdueQueues:
         """Return what a worker asks for overdue levels."""
         grace_s = self.delays.settings.grace_s
-        return OverdueQueues(self.store.sweeps, grace_s, lambda: None)
+        return OverdueQueues(self.store.sweeps, grace_s)
 
     def visit_waitlists(self, queue: str = "default") -> list[str]:
         """Return the tags of the waitlists that a drain of the queue visits next."""
