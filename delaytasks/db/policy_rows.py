@@ -33,29 +33,24 @@ from delaytasks.model.moves import MOVES, Status, following
 from delaytasks.model.policies import Kind, Policies, Policy, PolicyRead, Stamp
 from delaytasks.model.task import DelayedTask, Entry, Level
 
-# -- Numbers that count the changes which workers look for once a second, in one small table ------
+# -- The number of requests to cancel running tasks, which workers read with the policies ---------
 
 
-#: The rows of the table: changes of policies, and requests to cancel running tasks.
-POLICY_CHANGES, CANCEL_REQUESTS = 1, 2
+class RequestNumber:
+    """One row with one number, in a table of its own."""
 
-
-class ChangeNumbers:
     def __init__(self, database: Database, schema: Schema) -> None:
-        self._t = schema.policy_changes
-        self._insert = Insert(database, self._t, ("id", "number"))
+        self._t = t = schema.cancel_requests
+        self._insert = Insert(database, t, ("id", "number"))
+        #: The query of the number; it yields NULL if nothing has been counted.
+        self.query: ScalarSelect[int] = select(t.c.number).scalar_subquery()
 
-    def of(self, row: int) -> ScalarSelect[int]:
-        """Return the query of a number; it yields NULL if nothing has been counted."""
-        return select(self._t.c.number).where(self._t.c.id == row).scalar_subquery()
-
-    def count(self, on: Any, row: int) -> None:
-        """Count one change. The row stays locked until the commit."""
-        mine = self._t.c.id == row
-        counting = update(self._t).where(mine).values(number=self._t.c.number + 1)
+    def count(self, on: Any) -> None:
+        """Count one request. The row stays locked until the commit."""
+        counting = update(self._t).values(number=self._t.c.number + 1)
         if not on.execute(counting).rowcount:
-            self._insert(on, {"id": row, "number": 0})
-            check_row_count(on.execute(counting).rowcount, 1, "the number of changes")
+            self._insert(on, {"id": 1, "number": 0})
+            check_row_count(on.execute(counting).rowcount, 1, "the number of requests")
 
 
 # -- The policies ---------------------------------------------------------------------------------
@@ -72,11 +67,7 @@ class RowCount(NamedTuple):
 
 
 class PolicyTable:
-    """The policies, and the number of the last change.
-
-    Each transaction that changes policies adds one to that number. It keeps the lock on the
-    number's row until it commits, so that numbers become visible in their order. A process that has
-    read number 7 has seen all changes up to 7, however long one of their transactions took.
+    """The policies, of which there are few.
 
     A policy without a pause and without limits is deleted by the change that makes it so.
     """
@@ -86,7 +77,7 @@ class PolicyTable:
         self._p = p = schema.policies
         self._t = schema.tasks
         self._insert = Insert(database, p, ("kind", "name", "is_paused", "version"))
-        self._numbers = ChangeNumbers(database, schema)
+        self._requests = RequestNumber(database, schema).query
         self._columns = [p.c[field.name] for field in fields(Policy) if field.name in p.c]
         self._listed = tuple_(p.c.kind, p.c.name).in_(listing("policies"))
         self._new_version = {"version": p.c.version + 1, "update_time": db_now()}
@@ -101,30 +92,20 @@ class PolicyTable:
             query = query.where(or_(*(self._named(*name) for name in names)))
         return [Policy(*row) for row in self._db.rows(query)]
 
-    def unless_known(self, known: Stamp | None, checks: bool) -> PolicyRead:
-        """Return all policies, unless those with the stamp `known` are the same.
-
-        Changes that were not counted are found with `checks`, which reads the whole table.
-        """
+    def unless_known(self, known: Stamp | None) -> PolicyRead:
+        """Return all policies, unless those with the stamp `known` are the same."""
         p = self._p
-        numbers = [self._numbers.of(row) for row in (CANCEL_REQUESTS, POLICY_CHANGES)]
         parts = func.count(), func.sum(p.c.version), func.max(p.c.update_time)
         of_all = [select(part).select_from(p).scalar_subquery() for part in parts]
-        head = select(*numbers, *(of_all if checks else ()))
+        head = select(self._requests, *of_all)
 
         def work(connection: Any) -> PolicyRead:
-            # The number is read first. A change that commits later has a higher number, so the next
-            # call reads the policies again.
-            requests, number, *others = connection.execute(head).one()
-            last, requests = int(number or 0), int(requests or 0)
-            if checks:
-                stamp = Stamp(last, int(others[0]), int(others[1] or 0), others[2])
-            else:
-                stamp = (known or Stamp())._replace(number=last)
-            if stamp == known:
+            requests, policies, versions, changed_at = connection.execute(head).one()
+            requests = int(requests or 0)
+            if Stamp(policies, int(versions or 0), changed_at) == known:
                 return PolicyRead(None, requests)
             rows = connection.execute(select(*self._columns)).all()
-            return PolicyRead(Policies((Policy(*row) for row in rows), last), requests)
+            return PolicyRead(Policies(Policy(*row) for row in rows), requests)
 
         return self._db.autocommitted(work)
 
@@ -175,11 +156,7 @@ class PolicyTable:
     def _change(
         self, on: Any, names: Sequence[tuple[str, str]], values: Mapping[str, Any]
     ) -> list[Policy]:
-        """Change locked policies, and return them as they are then.
-
-        The change is counted, which makes all processes read the policies.
-        """
-        self._numbers.count(on, POLICY_CHANGES)
+        """Change locked policies, and return them as they are then."""
         policies = {"policies": names}
         change = update(self._p).where(self._listed).values(**values)
         check_row_count(on.execute(change, policies).rowcount, len(names), "policies")

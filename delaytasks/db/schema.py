@@ -227,7 +227,7 @@ class Schema:
     sweeps: Table
     workers: Table
     policies: Table
-    policy_changes: Table
+    cancel_requests: Table
     audit: Table
     audit_steps: Table
     waitlists: Table
@@ -362,9 +362,9 @@ def build_schema(
             ),
             key=["kind", "name"],
         ),
-        # The number of the last change of a policy, in one row.
-        policy_changes=table(
-            "yb_delay_policy_change",
+        # The number of requests to cancel running tasks, in one row.
+        cancel_requests=table(
+            "yb_delay_cancel_request",
             Column("id", SmallInteger, nullable=False, autoincrement=False),
             Column("number", BigInteger, nullable=False),
             key=["id"],

@@ -56,7 +56,7 @@ class Store:
         if lacks_sqlite_file(self.database.url):
             raise ConfigError(f"there is no database {where}; {self.database.tables_remedy}")
         read = {"tasks": schema.tasks, "policies": schema.policies}
-        for what, table in (*read.items(), ("changes of policies", schema.policy_changes)):
+        for what, table in (*read.items(), ("requests to cancel", schema.cancel_requests)):
             try:
                 self.database.rows(select(table).where(false()))
             except StoreUnavailableError:

@@ -13,7 +13,7 @@ from sqlalchemy import ColumnElement, Select, and_, bindparam, case, delete, ins
 
 from delaytasks.db.database import Database
 from delaytasks.db.engines import TRIES
-from delaytasks.db.policy_rows import CANCEL_REQUESTS, ChangeNumbers
+from delaytasks.db.policy_rows import RequestNumber
 from delaytasks.db.schema import Schema, by_id, check_row_count, columns, listed, moved, task_of
 from delaytasks.db.searching import after_cursor, conditions, first_page, has_status, make_cursor
 from delaytasks.db.statements import Insert, NewRows, skipping_insert, values_of
@@ -198,7 +198,7 @@ class CancelRequests:
     def __init__(self, database: Database, schema: Schema) -> None:
         self._db = database
         self._t = schema.tasks
-        self._numbers = ChangeNumbers(database, schema)
+        self._number = RequestNumber(database, schema)
 
     def make(self, on: Any, task: DelayedTask) -> bool:
         """Ask the run of this version to stop. Return False if it has ended meanwhile."""
@@ -207,7 +207,7 @@ class CancelRequests:
         asking = this_run.where(has_status(t, Status.RUNNING)).values(cancel_request=ASKED)
         if not on.execute(asking).rowcount:
             return False
-        self._numbers.count(on, CANCEL_REQUESTS)  # workers look for the request within a second
+        self._number.count(on)  # workers look for the request within a second
         return True
 
     def of(self, workers: Collection[str]) -> list[tuple[int, int]]:

@@ -116,14 +116,11 @@ class Policy:
 class Stamp(NamedTuple):
     """Identifies a state of the policy table, to find out whether a process knows it."""
 
-    #: The number of the last change.
-    number: int = 0
-    #: The number of policies, and the sum of their versions. They show changes by SQL that are not
-    #: numbered.
+    #: The number of policies, and the sum of their versions.
     policies: int = 0
     versions: int = 0
-    #: The time of the last change. After a failover, two servers with different changes may have
-    #: the same values above.
+    #: The time of the last change. A new policy may have replaced another one, and after a failover
+    #: two servers with different changes may have the same values above.
     changed_at: datetime | None = None
 
 
@@ -139,7 +136,7 @@ class PolicyRead(NamedTuple):
 class Policies:
     """The policies as they were read. Immutable."""
 
-    def __init__(self, all: Iterable[Policy] = (), number: int = 0) -> None:
+    def __init__(self, all: Iterable[Policy] = ()) -> None:
         self.all = tuple(all)
         paused = [policy for policy in self.all if policy.is_paused]
         self.paused_tags = {policy.name for policy in paused if policy.kind == "tag"}
@@ -150,7 +147,7 @@ class Policies:
         self.limited = {one.name: one for one in self.all if one.kind == "tag" and one.has_limits}
         versions = sum(policy.version for policy in self.all)
         times = (policy.update_time for policy in self.all if policy.update_time)
-        self.stamp = Stamp(number, len(self.all), versions, max(times, default=None))
+        self.stamp = Stamp(len(self.all), versions, max(times, default=None))
 
     def limits_changed_from(self, before: Policies) -> set[str]:
         """Return the tags whose policies with limits differ from those before."""
@@ -243,21 +240,18 @@ class WaitlistState(NamedTuple):
 
 
 POLICY_REFRESH_S = 1.0
-#: The time between two comparisons of the whole table with the known policies. People who write SQL
-#: change policies without counting the change.
-POLICY_CHECK_S = 10.0
 
 
 class PolicyCache:
     """The policies, as this process has read them last."""
 
-    def __init__(self, read: Callable[[Stamp | None, bool], PolicyRead]) -> None:
-        """`read(stamp, checks)` returns the policies unless they have this stamp."""
+    def __init__(self, read: Callable[[Stamp | None], PolicyRead]) -> None:
+        """`read(stamp)` returns the policies unless they have this stamp."""
         self._read = read
         self.known = NO_POLICIES
         #: The number of requests to cancel running tasks, at the last read.
         self.cancel_requests = 0
-        self._read_at = self._checked_at = float("-inf")
+        self._read_at = float("-inf")
         #: When the read began whose policies are known. Threads may share a cache, and `follow`
         #: moves `_read_at` for each chunk while another thread still reads.
         self._asked_at = float("-inf")
@@ -281,17 +275,14 @@ class PolicyCache:
                 self._read_at = monotonic()  # the next statement of the chunk reports the outage
         return self.known
 
-    def refresh(self, checks: bool = False) -> Policies:
+    def refresh(self) -> Policies:
         """Read the policies if they have changed, and return them as they are now."""
         asked_at = monotonic()
-        checks = checks or asked_at - self._checked_at >= POLICY_CHECK_S
-        found = self._read(self.stamp, checks)
+        found = self._read(self.stamp)
         if asked_at < self._asked_at:  # another thread has asked later, and has read more
             return self.known
         if found.policies is not None:
             self.known = found.policies
-        if checks:
-            self._checked_at = asked_at
         self.cancel_requests = found.cancel_requests
         self._read_at = self._asked_at = asked_at
         self._is_read = True
@@ -305,6 +296,6 @@ class PolicyCache:
         """
         self.is_led = is_led
         if stamp is None or stamp != self.known.stamp:
-            self.refresh(checks=True)
+            self.refresh()
         else:
             self._read_at = monotonic()  # the main process has read

@@ -208,14 +208,14 @@ def test_the_answer_of_cancel_says_that_the_task_was_asked_to_stop(world: World)
     delays, task = world.delays, world.schedule("mail", key="k")
     [claimed] = world.claim(task)
     numbers = world.store.policies
-    before = numbers.unless_known(None, True).cancel_requests
+    before = numbers.unless_known(None).cancel_requests
     refused = delays.cancel(task)
     assert not refused.is_requested
     assert isinstance(refused.error, e.TaskStateError)
-    assert numbers.unless_known(None, True).cancel_requests == before
+    assert numbers.unless_known(None).cancel_requests == before
     result = delays.cancel(tag="mail", key="k", running=True)
     assert (bool(result), result.is_requested, result.status) == (False, True, Status.RUNNING)
-    assert numbers.unless_known(None, False).cancel_requests == before + 1
+    assert numbers.unless_known(None).cancel_requests == before + 1
     found = delays.get(task)
     assert (found.version, found.cancel_request) == (claimed.version, 1)
     with pytest.raises(e.StaleVersionError):

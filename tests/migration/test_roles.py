@@ -213,16 +213,20 @@ def test_check_warns_if_a_role_may_not_read_the_worker_table(role_tables: RoleTa
     assert "denied" in warning
 
 
-def test_a_worker_that_may_not_read_the_change_count_is_refused(role_tables: RoleTables) -> None:
+def test_a_worker_that_may_not_read_the_requests_to_cancel_is_refused(
+    role_tables: RoleTables,
+) -> None:
     delays = role_tables.delays("worker")
-    table = "yb_delay_policy_change"
+    table = "yb_delay_cancel_request"
     name = role_tables.names["worker"]
     of = f"{make_url(role_tables.url).database}.{table} FROM '{name}'@'%'"
     if role_tables.url.startswith("postgresql"):
         of = f"{table} FROM {name}"
     role_tables.admin(f"REVOKE SELECT ON {of}")
     try:
-        with pytest.raises(ConfigError, match=rf"(?s)policies cannot be read.*denied.*{table}"):
+        with pytest.raises(
+            ConfigError, match=rf"(?s)requests to cancel cannot be read.*denied.*{table}"
+        ):
             runtime_of(delays).checks.check_ready()
     finally:
         role_tables.admin(f"GRANT SELECT ON {of.replace(' FROM ', ' TO ')}")

@@ -20,15 +20,15 @@ class PolicyReader:
         self._table = world.store.policies
         self._cache = PolicyCache(self._changes)
 
-    def _changes(self, known: Stamp | None, checks: bool) -> PolicyRead:
-        found = self._table.unless_known(known, checks)
+    def _changes(self, known: Stamp | None) -> PolicyRead:
+        found = self._table.unless_known(known)
         self.read.append(0 if found.policies is None else len(found.policies.all))
         self.after_read()
         return found
 
-    def refresh(self, checks: bool = False) -> dict[str, Policy]:
-        """Read the changes, or compare the whole table with what is known; return all policies."""
-        self._cache.refresh(checks)
+    def refresh(self) -> dict[str, Policy]:
+        """Read the policies if they have changed, and return them."""
+        self._cache.refresh()
         return self.known
 
     def follow(self, stamp: Stamp | None) -> dict[str, Policy]:

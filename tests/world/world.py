@@ -70,7 +70,6 @@ LIMITS = {
     "named_queues_of_a_look": "worker.sweep.MOST_NAMED",
     "rows_of_a_purge": "worker.sweep.PURGE_ROWS",
     "purges_of_a_sweep": "worker.sweep.PURGE_STEPS",
-    "seconds_between_policy_checks": "model.policies.POLICY_CHECK_S",
     "waitlists_of_a_visit": "db.policy_rows.WAITLISTS_PER_CALL",
     "lost_workers_of_a_sweep": "db.sweep_queries.EXPIRED_PER_SWEEP",
     "rows_of_a_bulk_step": "operate.bulk_calls.BULK_ROWS",
