@@ -193,13 +193,11 @@ class LimitQueries:
         )
         self._first_of_key = first.where(key == bindparam("limit_key"))
         keys = select(key).where(in_waitlist).order_by(key).limit(1)
-        # Whether there was a turn before, and whether some keys have reached their limit.
-        after, not_full = key > bindparam("after"), key.not_in(listing("full"))
-        conditions: dict[tuple[bool, bool], list[Any]] = {(False, False): []}
-        conditions |= {(True, False): [after], (False, True): [not_full]}
-        conditions[True, True] = [after, not_full]
-        self._next_key = {which: keys.where(*some) for which, some in conditions.items()}
-        self._first = {which: first.where(*some) for which, some in conditions.items()}
+        not_full = key.not_in(listing("full"))
+        after = not_full, key > bindparam("after")
+        # Whether there was a turn before.
+        self._next_key = {False: keys.where(not_full), True: keys.where(*after)}
+        self._first = {False: first.where(not_full), True: first.where(*after)}
         # Overdue rows of limited tags. Two of the queries lock the rows.
         tags: Any = listing("tags")
         is_due = and_(
@@ -262,7 +260,7 @@ class LimitQueries:
 
     def next_key(self, on: Connection, where: Mapping[str, Any], after: str | None) -> str | None:
         """Return the first key after `after`, except those in `where["full"]`."""
-        query = self._next_key[after is not None, bool(where["full"])]
+        query = self._next_key[after is not None]
         key: str | None = on.execute(query, {**where, "after": after}).scalar()
         return key
 
@@ -270,7 +268,7 @@ class LimitQueries:
         self, on: Connection, where: Mapping[str, Any], after: str | None, most: int
     ) -> Sequence[Any]:
         """Return the first entries of the keys after `after`, except those in `where["full"]`."""
-        query = self._first[after is not None, bool(where["full"])]
+        query = self._first[after is not None]
         return on.execute(query, {**where, "after": after, "most": most}).all()
 
     def first_of_key(
@@ -385,15 +383,6 @@ class LimitedBacklogs:
 EXTRA_ENTRIES = 20
 
 
-class _Gate:
-    """Lets the threads of a process ask for a waitlist one after another."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        #: When a thread found that no more tasks may start, and after which time to look again.
-        self.closed_at, self.recheck_s = 0.0, WAITLIST_RECHECK_S
-
-
 class Admission:
     """Admits rows, and holds those that the claims of its process have locked."""
 
@@ -410,7 +399,6 @@ class Admission:
         self._turns: dict[tuple[str, str], str | None] = {}
         #: Waitlists that were empty when this process looked last.
         self._empty: set[tuple[str, str]] = set()
-        self._gates: dict[tuple[str, str], _Gate] = {}
 
     # -- rows that a claim has locked -------------------------------------------------------------
 
@@ -535,19 +523,12 @@ class Admission:
             lambda c: self._queries.has_entries(c, queue, tag)
         ):
             return [], None  # the usual case of a tag that does not reach its limit
-        gate, asked_at = self._gates.setdefault((queue, tag), _Gate()), monotonic()
-        with gate.lock:
-            if gate.closed_at > asked_at:  # while this thread waited, another one found no capacity
-                return [], WaitlistState(queue, tag, 0, gate.recheck_s)
-            tasks, state = self._db.run(work)
-            if state is None or not state.open:
-                gate.closed_at = monotonic()
-                gate.recheck_s = WAITLIST_RECHECK_S if state is None else state.recheck_s
-            if state is None:
-                self._empty.add((queue, tag))
-            else:
-                self._empty.discard((queue, tag))
-            return tasks, state
+        tasks, state = self._db.run(work)
+        if state is None:
+            self._empty.add((queue, tag))
+        else:
+            self._empty.discard((queue, tag))
+        return tasks, state
 
     def _admit(
         self, on: Any, queue: str, tag: str, limit: int, parallel: int
