@@ -172,7 +172,7 @@ class Producer:
             tag = self._tag(new.tag)
             cache.tags[tag.name] = tag
         id = self._make_id() if new.id is None else check_id(new.id)
-        due, delay_s = self._due(new, cache)
+        due, delay_s = self._due(new.delay, new.at, cache)
         if new.jitter is not None:
             due, delay_s = self._spread(new, id, due, cache)
         body = plain(new.body)
@@ -205,21 +205,20 @@ class Producer:
         if not processor.is_newer(version):
             processor.checked(json.loads(body_json))
 
-    def _due(self, new: NewTask, cache: BuildCache) -> tuple[datetime, int]:
+    def _due(self, delay: Any, at: datetime | None, cache: BuildCache) -> tuple[datetime, int]:
         """Return the due time, and the seconds until then."""
-        check_due(new.delay, new.at)
-        if new.at is not None:
-            due = max(check_instant(new.at), cache.now)
-            return due, math.ceil(
-                check_delay(due - cache.now, self._settings.max_delay_s, "at").total_seconds()
-            )
-        is_number = type(new.delay) in (int, float)
-        found = cache.delays.get(new.delay) if is_number else None
+        check_due(delay, at)
+        is_number = type(delay) in (int, float)
+        found = cache.delays.get(delay) if is_number else None
         if found is None:
-            delay = check_delay(new.delay, self._settings.max_delay_s)
-            found = cache.now + delay, math.ceil(delay.total_seconds())
+            max_s = self._settings.max_delay_s
+            if at is None:
+                left = check_delay(delay, max_s)
+            else:
+                left = check_delay(max(check_instant(at) - cache.now, timedelta()), max_s, "at")
+            found = cache.now + left, math.ceil(left.total_seconds())
             if is_number:
-                cache.delays[new.delay] = found
+                cache.delays[delay] = found
         return found
 
     def _spread(
@@ -386,10 +385,7 @@ class Producer:
 
     def due_of(self, delay: Any, at: datetime | None = None) -> datetime:
         """Return the due time that a delay or an instant means."""
-        check_due(delay, at)
-        if at is not None:
-            return max(check_instant(at), self._clock.certain_now())
-        return self._clock.certain_now() + check_delay(delay, self._settings.max_delay_s)
+        return self._due(delay, at, BuildCache(self._clock.certain_now()))[0]
 
     def shift_of(self, by: Any) -> timedelta:
         """Return the checked shift of due times; a negative shift means earlier."""

@@ -11,7 +11,6 @@ import itertools
 import re
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from datetime import datetime
 from importlib import import_module
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -323,7 +322,6 @@ class Insert:
 
     def __init__(self, database: Database, table: Table, names: Sequence[str]) -> None:
         self._db = database
-        self._names = names
         skipping = skipping_insert(database)
         statement = skipping(table).on_conflict_do_nothing() if skipping else insert(table)
         # Without this option SQLAlchemy does not read the count on psycopg 3 and asyncpg, and
@@ -336,21 +334,12 @@ class Insert:
         try:
             if self._db.owns(on):
                 return bool(self._prepared(on, values).row_count)
-            if _is_psycopg2(on):  # a caller's connection, on which we leave no prepared statement
-                return bool(on.exec_driver_sql(self._sql, values).rowcount)
+            # On a caller's connection we leave no prepared statement.
             return bool(on.execute(self._statement, values).rowcount)
         except exc.IntegrityError as error:
             if self._db.can.insert_or_skip or not is_duplicate(error):
                 raise
             return False  # this is how the database reports a row that exists
-
-    @functools.cached_property
-    def _sql(self) -> str:
-        """The SQL text, which SQLAlchemy would compile anew for each row."""
-        from sqlalchemy.dialects.postgresql import psycopg2
-
-        dialect: Any = psycopg2.dialect()  # type: ignore[no-untyped-call]
-        return str(self._statement.compile(dialect=dialect, column_keys=self._names))
 
 
 class BulkInsert:
@@ -384,10 +373,11 @@ class BulkInsert:
             if name != "id" and len(set(values)) == 1
         }
         own = tuple(name for name in found if name not in common)
-        texts = [
-            map(self._text, found[name]) if self._is_instant(name) else found[name] for name in own
-        ]
-        rows = [dict(zip(own, row, strict=True)) for row in zip(*texts, strict=True)]
+        for name in own:
+            if isinstance(self._table.c[name].type, UTCDateTime):
+                found[name] = tuple(instant_text(self._db, instant) for instant in found[name])
+        texts = zip(*(found[name] for name in own), strict=True)
+        rows = [dict(zip(own, row, strict=True)) for row in texts]
         statement = self._statements.get(own)
         if statement is None:
             w = json_rows(self._db, own)
@@ -402,12 +392,6 @@ class BulkInsert:
             common["status"] = int(common["status"])
         on.execute(statement, {**common, "rows": dump_json(rows)})
 
-    def _is_instant(self, name: str) -> bool:
-        return isinstance(self._table.c[name].type, UTCDateTime)
-
-    def _text(self, instant: datetime | None) -> str | None:
-        return instant_text(self._db, instant)
-
     def _copy(
         self, on: Connection, driver: PostgresqlDriver, rows: Iterator[tuple[Any, ...]]
     ) -> None:
@@ -421,10 +405,6 @@ class BulkInsert:
             raise as_sqlalchemy_error(on, "COPY", error) from error
         finally:
             cursor.close()
-
-
-def _is_psycopg2(on: Any) -> bool:
-    return isinstance(on, Connection) and on.dialect.driver == "psycopg2"
 
 
 def _size(row: tuple[Any, ...]) -> int:

@@ -321,7 +321,6 @@ def test_a_key_is_taken_once_without_a_row_count(shop: Caller, monkeypatch: Monk
 
     Other drivers are made to behave in this way.
     """
-    monkeypatch.setattr("delaytasks.db.statements._is_psycopg2", lambda on: False)
 
     def counted(self: Any) -> int:
         is_read = not self.isinsert or self.execution_options.get("preserve_rowcount")
