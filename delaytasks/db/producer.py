@@ -26,7 +26,6 @@ from delaytasks.model.clock import LATEST, to_us
 from delaytasks.model.errors import DuplicateTaskError, InvalidInputError
 from delaytasks.model.filters import batches
 from delaytasks.model.inputs import (
-    Spread,
     check_choice,
     check_delay,
     check_due,
@@ -37,7 +36,6 @@ from delaytasks.model.inputs import (
     check_period,
     check_priority,
     check_queue,
-    check_shift,
     check_tag,
     check_wait,
     encode_meta,
@@ -386,14 +384,6 @@ class Producer:
     def due_of(self, delay: Any, at: datetime | None = None) -> datetime:
         """Return the due time that a delay or an instant means."""
         return self._due(delay, at, BuildCache(self._clock.certain_now()))[0]
-
-    def shift_of(self, by: Any) -> timedelta:
-        """Return the checked shift of due times; a negative shift means earlier."""
-        return check_shift(by, self._settings.max_delay_s)
-
-    def jitter_of(self, over: Any) -> Spread:
-        """Return the checked period over which due times are distributed."""
-        return Spread(check_period(over, self._settings.max_delay_s))
 
 
 def _without_errors(call: Callable[[list[Entry]], object], entries: list[Entry]) -> None:

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from delaytasks.model.errors import InvalidInputError, StoreUnavailableError, TaskStateError
 from delaytasks.model.filters import BulkFilter, Filter, Filters, LogEntry, To, filter_of, new_due
-from delaytasks.model.inputs import Spread, actor_of, check_id, check_page_limit
+from delaytasks.model.inputs import (
+    Spread,
+    actor_of,
+    check_id,
+    check_page_limit,
+    check_period,
+    check_shift,
+)
 from delaytasks.model.moves import LIVE, MOVES, Status
 from delaytasks.model.task import DelayedTask
 from delaytasks.twins import CallGroup, twin
@@ -197,14 +204,14 @@ class Bulk(CallGroup):
                 "give a delay, an instant (at), a shift (by) or a period (jitter), one of the four",
                 "delay",
             )
-        producer = self._runtime.producer
+        max_s = self._runtime.settings.max_delay_s
         to: To
         if jitter is not None:
-            to = producer.jitter_of(jitter)
+            to = Spread(check_period(jitter, max_s))
         elif by is not None:
-            to = producer.shift_of(by)
+            to = check_shift(by, max_s)
         else:
-            to = producer.due_of(delay, at)
+            to = self._runtime.producer.due_of(delay, at)
         return self._move("reschedule", to, options)
 
     areschedule = twin(reschedule)
