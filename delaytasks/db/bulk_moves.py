@@ -279,9 +279,7 @@ class Bulk:
         left_out = (
             {row.id for row in with_key} if is_rerun else self._busy_keys(on, which.move, with_key)
         )
-        # An empty list would be a condition of its own.
-        free = [row.id for row in seen if row.id not in left_out]
-        locked = _read(on, rows.with_for_update(skip_locked=True), free, versions) if free else []
+        locked = self._lock(on, rows, [row.id for row in seen if row.id not in left_out], versions)
         moved = self._moved(on, which.move, locked, to)
         if which.move == "cancel":
             taken = {entry.id for entry in moved}
@@ -299,6 +297,11 @@ class Bulk:
         locked = {row[0] for row in self._keys.lock_all(on, with_key)}
         others = [row for row in with_key if row[0] not in locked]
         return {row[0] for row in self._keys.owned(on, others)}
+
+    def _lock(
+        self, on: Any, rows: Select[Any], ids: list[int], versions: Mapping[int, int] | None
+    ) -> list[Any]:
+        return _read(on, rows.with_for_update(skip_locked=True), ids, versions) if ids else []
 
     def _moved(self, on: Any, move: str, locked: Sequence[Any], to: To) -> list[Entry]:
         """Move the locked rows, fenced by the versions that were read."""
