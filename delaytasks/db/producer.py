@@ -249,7 +249,7 @@ class Producer:
         [task] = self.build([new], on_conflict)
         has_own_id = new.id is not None
         with transaction.guard(task.id) if transaction is not None else nullcontext() as on:
-            is_new = task.key is None and self._rows.insert(task, on)
+            is_new = task.key is None and not has_own_id and self._rows.insert(task, on)
             if not is_new:
                 task, is_new = self._write(task, on_conflict, has_own_id, on)
         if is_new:

@@ -464,14 +464,15 @@ class NewRows:
     def __init__(self, database: Database, schema: Schema) -> None:
         self._db = database
         self._schema = schema
-        self._insert = Insert(database, schema.tasks, NEW_COLUMNS)
+        #: Inserts one row. Returns False if there is a row with its id.
+        self.add = Insert(database, schema.tasks, NEW_COLUMNS)
         self._insert_many = BulkInsert(database, schema)
         id = schema.tasks.c.id
         self._get = select(*columns(schema)).where(id == bindparam("task_id"))
 
     def insert(self, task: DelayedTask, on: CallerConnection | None = None) -> bool:
         """Insert one row. Return False if another task has its id."""
-        add = functools.partial(self._insert, values=values_of(task, self._schema))
+        add = functools.partial(self.add, values=values_of(task, self._schema))
         is_new = add(on) if on is not None else self._db.repeat(add, self._db.connect, task.id)
         return is_new or self.was_written(task, on)
 
@@ -493,10 +494,6 @@ class NewRows:
         except DuplicateTaskError:
             return self.was_written(tasks[0], on)
         return True
-
-    def add(self, on: Any, task: DelayedTask) -> bool:
-        """Insert one row. Return False if there is a row with its id."""
-        return self._insert(on, values_of(task, self._schema))
 
     def was_written(self, task: DelayedTask, on: CallerConnection | None) -> bool:
         """Return whether the row with the id of `task` was written for it."""

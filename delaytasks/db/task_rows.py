@@ -249,12 +249,12 @@ class Tasks:
         def work(connection: Any) -> tuple[DelayedTask, bool]:
             with self.new.savepoint(on):  # an id that exists must not leave its key behind
                 owner, is_new = self._take_key(connection, task, on_conflict)
-                if owner is task and not self.new.add(connection, task):
+                if owner is task and not self.new.add(connection, values_of(task, self._schema)):
                     raise DuplicateTaskError(f"there is a task with id {task.id} already", task.id)
                 return owner, is_new
 
         try:
-            return self._db.transaction(work, on, task.id)
+            return work(on) if on is not None else self._db.repeat(work, self._db.begin, task.id)
         except DuplicateTaskError as error:
             if error.id != task.id:  # of the key
                 raise

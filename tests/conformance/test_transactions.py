@@ -411,7 +411,7 @@ def test_if_the_database_is_lost_after_an_id_was_taken_the_outcome_is_unknown(
         raise exc.IntegrityError("", {}, Exception("taken"))
 
     rows = shop.world.store.tasks.new
-    monkeypatch.setattr(rows, "_insert", lambda on, values: False)
+    monkeypatch.setattr(rows, "add", lambda on, values: False)
     monkeypatch.setattr(rows, "_insert_many", taken)
     monkeypatch.setattr("delaytasks.db.statements.is_duplicate", lambda _: True)
     monkeypatch.setattr(shop.world.store.database, "autocommitted", gone)
