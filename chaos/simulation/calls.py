@@ -34,7 +34,7 @@ class SimulatedCalls:
         clock = play.clock()
         runtime: Any = SimpleNamespace(
             settings=play.settings,
-            store=SimpleNamespace(tasks=play.tasks),
+            store=SimpleNamespace(database=play.stage.store.database, tasks=play.tasks),
             clock=clock,
             new_id=play.new_id,
             producer_timer=play.timer(clock, Events()),

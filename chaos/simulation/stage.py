@@ -114,6 +114,7 @@ class Play:
         self.violations: list[tuple[int, Violation]] = []
         store = stage.store
         self.tasks = self.with_steps(store.tasks)
+        self.tasks.new = self.with_steps(store.tasks.new)
         self.sweeps, self.leases, self.seen = (
             self.with_steps(store.sweeps),
             self.with_steps(store.leases),
