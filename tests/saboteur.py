@@ -1,34 +1,14 @@
-"""A module for workers: it breaks their loops on a remote control command."""
+"""A module for workers: it breaks their connection to the broker on a remote control command."""
 
 from __future__ import annotations
 
 import os
 import signal
-import threading
 from typing import Any
 
 from celery.worker.control import control_command
 
 from delaytasks.worker.pool import is_forgotten
-
-
-@control_command(args=[("loop", str), ("way", str)])
-def break_loop(state: Any, loop: str, way: str) -> dict[str, str]:
-    """Make the loop's next turn raise an error or hang forever."""
-    loops = state.consumer.controller.delays_runtime.watchdog.loops
-    [victim] = [one for one in loops if one.name == loop]
-    turn = victim._turn
-
-    def broken() -> float | None:
-        victim._turn = turn
-        if way == "die":
-            raise SystemExit
-        threading.Event().wait()
-        raise AssertionError("unreachable")
-
-    victim._turn = broken
-    victim.wake()
-    return {"ok": f"{loop} will {way}"}
 
 
 @control_command()

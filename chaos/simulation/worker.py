@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -208,7 +207,7 @@ class SimulatedWorker(Host):
         self.events.subscribe(self._hear)
         self.timer = play.timer(self.clock, self.events)
         self.runtime = self._make_runtime()
-        for loop in self.runtime.watchdog.loops:
+        for loop in self.runtime.loops:
             if loop.name in DRIVEN:
                 self._drive(loop)
         self._hub = play.world.start(self, self._serve)
@@ -310,7 +309,6 @@ class SimulatedWorker(Host):
 
         loop.is_running = True
         actor = world.start(self, turns)
-        loop._current = SimpleNamespace(thread=threading.current_thread(), began=None)  # type: ignore[assignment]
         loop._wake.set = actor.wake  # type: ignore[method-assign]
         loop.stop = stop  # type: ignore[method-assign]
 

@@ -165,9 +165,25 @@ def _check_alive(connection: Any, record: Any, _proxy: Any) -> None:
 
 #: Far more than a slow server needs: a statement of ours takes a fraction of a second.
 ANSWER_LIMIT_S = 30.0
+
+
+class _Limit(threading.local):
+    """How long a step of this thread may wait for an answer."""
+
+    #: None for `ANSWER_LIMIT_S`.
+    answer_s: float | None = None
+
+
+_limit = _Limit()
+#: The time between two checks.
 CHECK_S = 1.0
 #: After this number of checks that find no step, the thread ends.
 IDLE_CHECKS = 60
+
+
+def limit_answers(seconds: float) -> None:
+    """From now on, let no step of this thread wait longer for an answer, up to a check more."""
+    _limit.answer_s = seconds
 
 
 class BoundedStep:
@@ -177,10 +193,11 @@ class BoundedStep:
     If the server does not answer, `on_silence` closes other connections to it.
     """
 
-    __slots__ = ("_on_silence", "checks", "connection", "is_cut")
+    __slots__ = ("_on_silence", "checks", "connection", "is_cut", "limit_s")
 
     def __init__(self, connection: Connection, on_silence: Callable[[], None]) -> None:
         self.connection = connection.connection.driver_connection
+        self.limit_s = _limit.answer_s or ANSWER_LIMIT_S
         self._on_silence = on_silence
 
     def __enter__(self) -> None:
@@ -196,7 +213,7 @@ class BoundedStep:
         self._on_silence()
         if isinstance(error, exc.DBAPIError) and error.orig is not None:
             number = [one for one in error.orig.args[:1] if isinstance(one, int)]
-            error.orig.args = (*number, f"the server has not answered for {ANSWER_LIMIT_S:g} s")
+            error.orig.args = (*number, f"the server has not answered for {self.limit_s:g} s")
 
     def cut(self) -> None:
         """Shut the socket, whatever library reads it, and leave it to its owner to close it."""
@@ -255,7 +272,7 @@ class StepsInProgress:
                     return
                 for step in list(self._steps.values()):
                     step.checks += 1
-                    if step.checks * CHECK_S > ANSWER_LIMIT_S:
+                    if step.checks * CHECK_S > step.limit_s:
                         self.remove(step)
                         step.cut()
                 idle = 0 if self._steps else idle + 1

@@ -576,7 +576,8 @@ class Listener:
         try:
             self._connection = self._engine.connect()
             name = self._connection.dialect.identifier_preparer.quote_identifier(channel)
-            self._connection.exec_driver_sql(f"LISTEN {name}")
+            with database.bounded(self._connection):
+                self._connection.exec_driver_sql(f"LISTEN {name}")
         except BaseException:
             self._engine.dispose()
             raise

@@ -26,7 +26,6 @@ SWEEP_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 FAULT_EVENTS = (
     "chunk.failed",
     "loop.failed",
-    "loop.restarted",
     "message.refused",
     "store.down",
     "sweep.self",
@@ -101,13 +100,10 @@ class WorkerMetrics(Collector):
         about = "Processes or threads of the pool."
         yield gauge("delaytasks_pool_processes", about, self._processes())
         yield gauge("delaytasks_pool_chunks", "Chunks that the pool runs.", info["chunks"])
-        loops = info["loops"].items()
-        about = "Whether the thread of a loop lives."
-        alive = [((name,), loop["is_alive"]) for name, loop in loops]
-        yield gauges("delaytasks_loop_alive", about, alive, "loop")
-        about = "How often the watchdog has replaced a loop."
-        restarts = [((name,), loop["restarts"]) for name, loop in loops]
-        yield counters("delaytasks_loop_restarts", about, restarts, "loop")
+        loops = [item for item in info["loops"].items() if item[1]["turned_s_ago"] is not None]
+        about = "The time since the last turn of a loop began."
+        turned = [((name,), loop["turned_s_ago"]) for name, loop in loops]
+        yield gauges("delaytasks_loop_turned_seconds", about, turned, "loop")
         yield self._sweep_times.metric()
         about = "Events of this process, as in the log."
         events = sorted({**dict.fromkeys(FAULT_EVENTS, 0), **info["events"]}.items())

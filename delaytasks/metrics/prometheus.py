@@ -88,13 +88,8 @@ class MetricsServer:
         self._server = server
         self._thread = thread
 
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
     def stop(self) -> None:
-        if self.is_alive:  # otherwise, `shutdown` would wait forever
-            self._server.shutdown()
+        self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
@@ -118,10 +113,9 @@ def write_file(path: str, source: Collector) -> None:
     write_to_textfile(os.fspath(path), registry_of(source))
 
 
-#: How often the file is written, and when a write counts as stuck.
-FILE_S, STUCK_S = 10.0, 60.0
-#: How often the server is checked. A port may be in use: the worker before this one may still have
-#: it.
+#: How often the file is written.
+FILE_S = 10.0
+#: How often a port is tried that is in use: the worker before this one may still have it.
 PORT_S = 10.0
 
 
@@ -146,10 +140,10 @@ class MetricsEndpoint:
         self._server: MetricsServer | None = None
         self._is_reported = False
         if isinstance(place, Address):
-            loop = Loop("metrics_server", partial(self._serve, place), events, STUCK_S)
+            loop = Loop("metrics_server", partial(self._serve, place), events)
         else:
-            loop = Loop("metrics_writer", partial(self._write, place), events, STUCK_S)
-        #: The loop, which the watchdog of the worker starts and checks.
+            loop = Loop("metrics_writer", partial(self._write, place), events)
+        #: The loop, which the worker starts.
         self.loop = loop
 
     def stop(self) -> None:
@@ -159,21 +153,16 @@ class MetricsEndpoint:
         if not isinstance(self._place, Address):
             self._events.attempt("metrics", "last", partial(self._write, self._place))
 
-    def _serve(self, address: Address) -> float:
-        """Serve at the port unless a server does so already; return when to check again."""
-        if self._server is not None:
-            if self._server.is_alive:
-                return PORT_S
-            self._server.stop()
-            self._server = None
-            self._events.emit("loop.restarted", loop="metrics_server", reason="dead")
+    def _serve(self, address: Address) -> float | None:
+        """Serve at the port; return when to try again, or None."""
         try:
             self._server = serve(*address, self._source)
         except OSError as error:  # a worker without metrics is better than no worker
             if not self._is_reported:
                 self._events.emit("metrics.not_served", address=str(address), error=str(error))
             self._is_reported = True
-        return PORT_S
+            return PORT_S
+        return None
 
     def _write(self, path: str) -> float:
         write_file(path, self._source)

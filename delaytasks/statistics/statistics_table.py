@@ -371,8 +371,6 @@ def _new_group(key: tuple[str, str], failure: FailureCount, now: datetime) -> di
 
 #: The time between two writes. A worker that is killed loses the counts since the last one.
 WRITE_S = 60.0
-#: A write that takes longer is stuck.
-WRITE_STUCK_S = 60.0
 #: How long a process that ends waits for its last write.
 LAST_WRITE_S = 3.0
 
@@ -386,7 +384,7 @@ class StatisticsWriter:
         self._counts = counts
         self._events = events
         self._is_first = True
-        self.loop = Loop("statistics", self._turn, events, WRITE_STUCK_S, store.close)
+        self.loop = Loop("statistics", self._turn, events)
 
     def _turn(self) -> float:
         # The first turn is at the start of the worker, which has run nothing yet.

@@ -32,6 +32,7 @@ from delaytasks.broker.redis_timer import (
     Slot,
     Taken,
 )
+from delaytasks.db.database import limit_answers
 from delaytasks.loops import SERVICE_REST_S, Availability, Loop
 from delaytasks.model.clock import from_us, monotonic
 from delaytasks.model.inputs import ALL_QUEUES
@@ -55,8 +56,6 @@ NOTICE_WAIT_S = 1.0
 NOTICE_REST_S = 0.005
 #: How long the listener rests after a failure.
 RECONNECT_REST_S = 5.0
-#: A turn that takes longer is stuck.
-LISTEN_STUCK_S = 10.0
 
 
 class NotifyListener:
@@ -73,7 +72,7 @@ class NotifyListener:
         )
         #: Whether notices arrive.
         self.is_listening = False
-        self.loop = Loop("notify_listener", self._turn, events, LISTEN_STUCK_S, self._disconnect)
+        self.loop = Loop("notify_listener", self._turn, events)
 
     def stop(self) -> None:
         self.loop.stop(0)
@@ -160,8 +159,8 @@ REST_GROWTH = 1.5
 MAX_READ_ROWS = 2000
 #: How often the poller looks for overdue tasks, and for other workers.
 OVERDUE_CHECK_S = 1.0
-#: A turn that takes longer is stuck. A read may wait for a slow database.
-POLL_STUCK_S = 10.0
+#: How long a read waits for an answer. If the database is silent, another connection may not be.
+POLL_ANSWER_S = 10.0
 
 
 class TablePoller:
@@ -176,11 +175,8 @@ class TablePoller:
         self._passed_on: dict[tuple[int, int], int] = {}
         self._rest_s = MIN_POLL_REST_S
         self._overdue_check_at = 0.0
-        self.loop = Loop(
-            "table_poller", self._turn, runtime.events, POLL_STUCK_S, self._store.close
-        )
-        sweeps, grace_s = self._store.sweeps, self._settings.grace_s
-        self._overdue = OverdueQueues(sweeps, grace_s)
+        self.loop = Loop("table_poller", self._turn, runtime.events)
+        self._overdue = OverdueQueues(self._store.sweeps, self._settings.grace_s)
         self.listener = NotifyListener(runtime, self.loop.wake)
         self.loops = [self.loop, self.listener.loop]
 
@@ -208,6 +204,7 @@ class TablePoller:
     # -- reading ----------------------------------------------------------------------------------
 
     def _turn(self) -> float:
+        limit_answers(POLL_ANSWER_S)
         store = self._store
         checks_overdue = monotonic() >= self._overdue_check_at
         if checks_overdue:
@@ -260,8 +257,6 @@ LISTEN_S = 1.0
 #: Entries that were passed on are deleted together with the next read, or after this time. That is
 #: well before Redis would return them.
 DELETE_S = RETURN_S / 4
-#: A turn that takes longer is stuck. Each of its steps is bounded by the timeout of the socket.
-REDIS_STUCK_S = 5.0
 #: A slot with this time is read in the next turn.
 READ_NOW = 0.0
 
@@ -291,10 +286,9 @@ class RedisPoller:
         self._delete_at = 0.0
         self._read_all_at = 0.0
         self._was_down = False
-        how = events, REDIS_STUCK_S, self._reconnect
         has_capacity = worker.dispatcher.capacity_granted
-        self._poll_loop = Loop("redis_poller", self._poll, *how, wake=has_capacity)
-        self._listen_loop = Loop("redis_listener", self._listen, *how)
+        self._poll_loop = Loop("redis_poller", self._poll, events, has_capacity)
+        self._listen_loop = Loop("redis_listener", self._listen, events)
         self.loops = [self._poll_loop, self._listen_loop]
 
     def stop(self) -> None:
@@ -317,8 +311,6 @@ class RedisPoller:
             self._was_down = True
             self._read_all_soon()
             return SERVICE_REST_S
-        # This ends a thread that was replaced: Redis returns its entries.
-        self._poll_loop.report_progress()
         with self._lock:
             for some in taken:  # an earlier time may have been published meanwhile
                 self._read_at[some.slot] = min(self._read_at[some.slot], some.next_ms)
@@ -380,10 +372,6 @@ class RedisPoller:
             slots = [slot for queue in queues for slot in self._timer.slots(queue)]
             self._read_at = {slot: self._read_at.get(slot, READ_NOW) for slot in slots}
 
-    def _reconnect(self) -> None:
-        self._timer.link.close()
-        self._read_all_at = 0.0
-
     def _read_all_soon(self) -> None:
         """Read all slots in the next turn. While Redis is down that turn comes after a rest."""
         with self._lock:
@@ -414,7 +402,6 @@ class RedisPoller:
                     self._processes.queues,
                     link.failures,
                 ):
-                    self._listen_loop.report_progress()
                     message = listener.get_message(timeout=LISTEN_S)
                     if message is not None:
                         self._receive(message, slots)

@@ -10,6 +10,10 @@ outages of the database.
 
 Each has a thread of its own. A sweep may take longer than a pause should take to work, and a read
 of the policies may take seconds, while a short lease has to be renewed every second.
+
+If the database does not answer, both cut their connections after a few seconds, and the next turn
+makes new ones. A worker that is cut off from a primary that was replaced therefore reports to the
+new one before others mark it as lost.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import threading
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
+from delaytasks.db.database import limit_answers
 from delaytasks.loops import Loop
 from delaytasks.model.clock import from_us, monotonic
 from delaytasks.model.errors import StoreError, StoreUnavailableError
@@ -32,6 +37,11 @@ from delaytasks.worker.sweep import emit_recovered
 
 if TYPE_CHECKING:
     from delaytasks.worker.worker_runtime import WorkerRuntime
+
+
+#: How long a statement of these loops waits for an answer, up to a second more. A worker reports
+#: every 5 s, and is lost after a silence of 15 s, so one report may fail in between.
+QUICK_ANSWER_S = 4.0
 
 
 # -- leases and liveness --------------------------------------------------------------------------
@@ -113,13 +123,10 @@ class LeasesLoop:
         # Without a broker the pool's name says whether the worker polls the table.
         without_broker = POLLING_PREFIX if worker.polls_table else ONLY_DRAINING_PREFIX
         self._pool_prefix = "" if settings.uses_broker else without_broker
-        # Leases are renewed after a third of their time, and the worker reports after a third of
-        # `lost_s`. If that thread is stuck, and the next one is stuck as well, there is still time
-        # for a third one.
-        stuck_s, close = min(self._lease_s, settings.lost_s) / 6, runtime.store.close
-        self.loop = Loop("leases", self._turn, runtime.events, stuck_s, close)
+        self.loop = Loop("leases", self._turn, runtime.events)
 
     def _turn(self) -> float:
+        limit_answers(QUICK_ANSWER_S)
         alive = self._find_dead()
         try:
             self._renew(alive)  # first, so that dead processes cannot delay it
@@ -313,17 +320,11 @@ def is_there(pid: int) -> bool:
 # -- policies and requests to cancel --------------------------------------------------------------
 
 
-#: A database that has not answered a question for this long counts as unavailable.
-DATABASE_ANSWER_S = 5.0
-#: A read that takes longer is stuck, and a fresh thread with a new connection replaces it.
-POLICY_READ_S = 10.0
-
-
 class PoliciesLoop:
     """Passes changed policies and requests on to the dispatcher and to the pool's processes.
 
     It asks the database each second, so it also logs each outage of the database once when it
-    begins and once when it ends.
+    begins and once when it ends. Then it does what a worker does once a second.
     """
 
     def __init__(self, worker: WorkerRuntime) -> None:
@@ -331,32 +332,32 @@ class PoliciesLoop:
         self._worker = worker
         self._seen: Policies | None = None
         self._seen_requests = 0
-        self._lock = threading.Lock()
-        #: When the database was found unavailable, and when it was asked a question that it has
-        #: not answered yet.
+        #: When the database was found unavailable.
         self._down_since: float | None = None
-        self._asked_at: float | None = None
-        self.loop = Loop("policies", self._turn, runtime.events, POLICY_READ_S, runtime.store.close)
+        self.loop = Loop("policies", self._turn, runtime.events)
 
     def _turn(self) -> float:
-        cache = self._runtime.policy_cache
-        cache.is_led = True
-        # A sweep reads the policies as well, so that the turn before may know older ones.
-        before = self._seen or cache.known
-        with self._lock:
-            if self._asked_at is None:
-                self._asked_at = monotonic()
+        limit_answers(QUICK_ANSWER_S)
         try:
-            now = cache.refresh()
+            self._read_policies()
         except StoreUnavailableError as error:
             if error.is_locked:
                 self._mark_up()
             else:
                 self._mark_down(error)
-            return POLICY_REFRESH_S
         except StoreError:  # the database has answered, with a refusal
             self._mark_up()
             raise
+        finally:
+            self._worker.watch()
+        return POLICY_REFRESH_S
+
+    def _read_policies(self) -> None:
+        cache = self._runtime.policy_cache
+        cache.is_led = True
+        # A sweep reads the policies as well, so that the turn before may know older ones.
+        before = self._seen or cache.known
+        now = cache.refresh()
         self._mark_up()
         self._seen = now
         if now.stamp != before.stamp:
@@ -366,7 +367,6 @@ class PoliciesLoop:
         if (requests := cache.cancel_requests) != self._seen_requests:
             self._pass_on_requests()
             self._seen_requests = requests
-        return POLICY_REFRESH_S
 
     def _pass_on_requests(self) -> None:
         """Tell the processes which of their rows were asked to stop."""
@@ -374,26 +374,13 @@ class PoliciesLoop:
         names = [processes.name(pid) for pid in running_pids(self._worker.celery_worker.pool)]
         processes.requested_runs.record(self._runtime.store.tasks.cancel_requests.of(names))
 
-    # -- outages of the database ------------------------------------------------------------------
-
-    def check_answer(self) -> None:
-        """Report an outage if the database owes an answer: the loop's thread may wait for it."""
-        asked_at = self._asked_at
-        if asked_at is not None and asked_at < monotonic() - DATABASE_ANSWER_S:
-            self._mark_down(f"no answer for {DATABASE_ANSWER_S:g} s")
-
-    def _mark_down(self, error: object) -> None:
-        with self._lock:
-            self._asked_at = None
-            is_new = self._down_since is None
-            if is_new:
-                self._down_since = monotonic()
-        if is_new:
+    def _mark_down(self, error: StoreUnavailableError) -> None:
+        if self._down_since is None:
+            self._down_since = monotonic()
             self._runtime.events.emit("store.down", error=str(error))
 
     def _mark_up(self) -> None:
-        with self._lock:
-            self._asked_at = None
-            since, self._down_since = self._down_since, None
-        if since is not None:
-            self._runtime.events.emit("store.up", away_s=round(monotonic() - since, 1))
+        if self._down_since is not None:
+            away_s = round(monotonic() - self._down_since, 1)
+            self._down_since = None
+            self._runtime.events.emit("store.up", away_s=away_s)

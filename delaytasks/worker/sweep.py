@@ -421,9 +421,7 @@ class SweepLoop:
         self._polls_table = worker.polls_table and not settings.uses_broker
         #: Without a broker no message can request a sweep, so none is waited for.
         self._patience_s = settings.sweep_s if self._polls_table else settings.self_sweep_s
-        # One statement on a large table may take long.
-        stuck_s = 2 * settings.self_sweep_s
-        self.loop = Loop("sweep", self._turn, self._events, stuck_s, self._store.close)
+        self.loop = Loop("sweep", self._turn, self._events)
         self._sweeper = Sweeper(runtime, self._knows_silence)
         self._overdue = OverdueQueues(self._store.sweeps, settings.grace_s)
         self._rest_s = min(settings.sweep_s, SWEEP_LOOP_REST_S)

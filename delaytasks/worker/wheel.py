@@ -6,7 +6,6 @@ entries.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, TypeVar
@@ -131,17 +130,10 @@ class TimingWheel(Generic[E]):
 class Wheel(Generic[E]):
     """A timing wheel that several threads use, and the loop that takes what is due from it.
 
-    The loop sleeps until the next entry is due. `on_due` gets the entries. The wheel keeps its
-    entries if the thread dies.
+    The loop sleeps until the next entry is due. `on_due` gets the entries.
     """
 
-    def __init__(
-        self,
-        clock: Clock,
-        on_due: Callable[[list[E]], object],
-        events: Events,
-        stuck_s: float = math.inf,
-    ) -> None:
+    def __init__(self, clock: Clock, on_due: Callable[[list[E]], object], events: Events) -> None:
         self._clock = clock
         self._on_due = on_due
         self._lock = threading.Lock()
@@ -151,7 +143,7 @@ class Wheel(Generic[E]):
         #: The time of the next turn. If it has passed, it has saved turns, up to those of
         #: `SAVED_TURNS_S`.
         self._rests_until = 0.0
-        self.loop = Loop("wheel", self._turn, events, stuck_s)
+        self.loop = Loop("wheel", self._turn, events)
 
     def __len__(self) -> int:
         return len(self._wheel)
@@ -197,7 +189,7 @@ class Wheel(Generic[E]):
             self._rests_until = (
                 max(self._rests_until, monotonic() - SAVED_TURNS_S) + TURN_INTERVAL_S
             )
-            self._on_due(due)  # if it fails or is stuck, the sweep finds the rows
+            self._on_due(due)  # if it fails, the sweep finds the rows
         with self._lock:
             self._next_tick = next_tick = self._wheel.next_tick()
         if next_tick is None:

@@ -11,7 +11,7 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +19,11 @@ from celery import _state, signals
 from celery.concurrency import get_implementation
 from celery.utils.log import get_logger
 from celery.utils.nodenames import node_format
-from celery.worker import state
 from kombu.asynchronous import Hub, set_event_loop
 
 from delaytasks.events import Events
 from delaytasks.loops import Loop
-from delaytasks.model.clock import from_us, monotonic
+from delaytasks.model.clock import from_us
 from delaytasks.model.inputs import ALL_QUEUES
 from delaytasks.model.moves import LateReason
 from delaytasks.model.task import Entry
@@ -48,13 +47,6 @@ if TYPE_CHECKING:
     from delaytasks.worker.pollers import RedisPoller, TablePoller
 
 logger = get_logger(__name__)
-#: How often the watchdog checks the loops.
-WATCHDOG_S = 1.0
-#: A check that comes this much later shows that the whole process was suspended. It proves nothing
-#: about a single loop.
-SUSPENDED_S = 3 * WATCHDOG_S
-#: A turn of the watch loop that takes longer is stuck. It may wait for broker and database.
-WATCH_STUCK_S = 30.0
 
 
 class WorkerRuntime:
@@ -100,8 +92,7 @@ class WorkerRuntime:
                 self.store, self.clock, self.counts, self.events
             )
         self.dispatcher = Dispatcher(self)
-        grace_s = self.settings.grace_s
-        self.wheel: Wheel[Entry] = Wheel(self.clock, self.dispatcher.take, self.events, grace_s)
+        self.wheel: Wheel[Entry] = Wheel(self.clock, self.dispatcher.take, self.events)
         self.sweep_loop = SweepLoop(self)
         self.leases_loop = LeasesLoop(self)
         self.policies_loop = PoliciesLoop(self)
@@ -116,8 +107,7 @@ class WorkerRuntime:
             from delaytasks.worker.pollers import RedisPoller
 
             self.redis_poller = RedisPoller(self, runtime.redis_timer)
-        loops = [
-            Loop("watch", self._watch, self.events, WATCH_STUCK_S),
+        self.loops = [
             self.wheel.loop,
             self.sweep_loop.loop,
             self.leases_loop.loop,
@@ -125,11 +115,10 @@ class WorkerRuntime:
         ]
         for part in (call_thread, self.statistics_writer):
             if part is not None:
-                loops.append(part.loop)
+                self.loops.append(part.loop)
         for poller in (self.table_poller, self.redis_poller):
             if poller is not None:
-                loops += poller.loops
-        self.watchdog = Watchdog(self.events, loops)
+                self.loops += poller.loops
         self.worker_lost_events = WorkerLostEvents(processes.task_events(), self.sends_events)
         self._was_connected = False
         self._endpoint: MetricsEndpoint | None = None
@@ -160,10 +149,11 @@ class WorkerRuntime:
             signals.worker_shutdown.connect(self.write_statistics)
         if self.settings.metrics:
             self._prepare_metrics(self.settings.metrics)
-        self.watchdog.start()
+        for loop in self.loops:
+            loop.start()
 
     def _prepare_metrics(self, place: Address | str) -> None:
-        """Let the watchdog start what serves the metrics of this worker, or writes them."""
+        """Add the loop that serves the metrics of this worker, or writes them."""
         # Imported here, since other deployments need no client of Prometheus.
         from delaytasks.metrics.process import SweepTimes, WorkerMetrics
         from delaytasks.metrics.prometheus import MetricsEndpoint
@@ -175,7 +165,7 @@ class WorkerRuntime:
         totals = dict if counts is None else counts.totals
         metrics = WorkerMetrics(self.info, totals, lambda: int(pool.limit or 1), sweep_times)
         self._endpoint = MetricsEndpoint(place, self.events, metrics)
-        self.watchdog.loops.append(self._endpoint.loop)
+        self.loops.append(self._endpoint.loop)
 
     def stop(self, is_warm: bool = False) -> None:
         """Send back what is kept, and ask other workers to continue the drains of this one.
@@ -226,25 +216,19 @@ class WorkerRuntime:
         if self.statistics_writer is not None:
             write_last(self.statistics_writer, self.events)
 
-    def _watch(self) -> float:
-        """Do once a second what needs no database."""
-        self.watchdog.loop.check()
+    def watch(self) -> None:
+        """Do what a worker does once a second, and what needs no database."""
         # Other workers help with the entries that were too many for this one.
         self.send_back([], self.dispatcher.take_left_to_table())
         consumer = getattr(self.celery_worker.consumer, "task_consumer", None)
         if consumer is not None:  # `celery control add_consumer` and `cancel_consumer` change it
             names = (queue.name for queue in consumer.queues)
             self.processes.queues = logical_queues(names, self.settings.namespace)
-        self.policies_loop.check_answer()
         if self.service_watch.is_without_service:
             self.processes.obstacles.record(LateReason.BROKER, self.clock.now_us())
         late_s = self.wheel.late_s
         if late_s > self.settings.grace_s:
             self.events.emit("wheel.late", seconds=late_s)
-        if state.should_terminate is not None:
-            # A cold shutdown waits for the pool first. The kept entries must not wait with it.
-            self.stop()
-        return WATCHDOG_S
 
     def connected(self) -> None:
         """Prepare for messages. Celery calls this at the start and after each lost connection."""
@@ -276,46 +260,15 @@ class WorkerRuntime:
             "timer_is_up": self.runtime.timer.is_up,
             # `celery inspect` prints the answer as JSON, so it is text.
             "oldest_chunk": from_us(int(min(in_flight))).isoformat() if in_flight else None,
-            "loops": self.watchdog.info(),
+            "loops": {loop.name: loop.info() for loop in self.loops},
             "events": dict(self.events.counts),
         }
-
-
-class Watchdog:
-    """Checks all loops once a second. It waits for neither the database nor the broker.
-
-    The watch loop of the runtime checks the watchdog's own loop, so both would have to die within
-    a second.
-    """
-
-    def __init__(self, events: Events, loops: Iterable[Loop]) -> None:
-        self._events = events
-        self.loop = Loop("watchdog", self.check, events, stuck_s=10 * WATCHDOG_S)
-        self.loops = [*loops, self.loop]
-        self._checked_at = monotonic()
-
-    def start(self) -> None:
-        for loop in self.loops:
-            loop.start()
-
-    def check(self) -> float:
-        now = monotonic()
-        was_suspended, self._checked_at = now - self._checked_at > SUSPENDED_S, now
-        if not was_suspended:
-            for loop in self.loops:
-                self._events.attempt("watchdog", loop.name, loop.check)
-        return WATCHDOG_S
-
-    def info(self) -> dict[str, Any]:
-        """Return the state of each loop by its name."""
-        return {loop.name: loop.info() for loop in self.loops}
 
 
 class CallThread:
     """Takes the place of the event loop if the broker's transport has no event loop.
 
-    A solo pool runs its chunks in this thread. There must be no second thread of this kind, so
-    the watchdog never takes it for stuck.
+    A solo pool runs its chunks in this thread.
     """
 
     def __init__(self, events: Events) -> None:
@@ -473,7 +426,7 @@ class StandaloneWorker:
 
     def _close(self) -> None:
         """Undo what concerns the whole process, which may continue with other work."""
-        for loop in self.runtime.watchdog.loops:
+        for loop in self.runtime.loops:
             loop.stop()
         self._parts.clock.refreshes_inline = True
         self._parts.policy_cache.is_led = False

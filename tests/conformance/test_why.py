@@ -327,7 +327,7 @@ def test_a_late_start_that_a_newer_version_noted_is_unknown(world: World) -> Non
 
 
 def start_worker(main: MainProcess) -> None:
-    with mock.patch.object(main.runtime.watchdog, "start"):
+    with mock.patch.object(main.runtime, "loops", []):
         main.runtime.start()
 
 
@@ -345,7 +345,7 @@ def lose_the_database(main: MainProcess) -> None:
 
 def lose_the_broker(main: MainProcess) -> None:
     main.runtime.service_watch.mark_broker_lost()
-    main.runtime._watch()
+    main.runtime.watch()
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,6 @@ from delaytasks.db.task_rows import CancelRequests, Tasks
 from delaytasks.durable_eta import publish
 from delaytasks.events import Events
 from delaytasks.limits.tracked_waitlists import TrackedWaitlist, TrackedWaitlists
-from delaytasks.loops import Loop
 from delaytasks.model import clock, text
 from delaytasks.model.policies import WAITLIST_RECHECK_S
 from delaytasks.operate.start_checks import StartChecks
@@ -120,7 +119,6 @@ VERBS: dict[str, tuple[Any, str]] = {
     "read without a broker": (SweepQueries, "first_due_between"),
     "sweep without beat": (SweepLoop, "_sweep_stale"),
     "drain the own queues": (SweepLoop, "_drain_own_queues"),
-    "watch a loop": (Loop, "check"),
     "send back": (WorkerRuntime, "send_back"),
     "close": (Dispatcher, "close"),
     "ask others to help": (Dispatcher, "take_left_to_table"),
@@ -192,7 +190,6 @@ for _name, _verb, _answer, *_found in [
     ("a_revoke_changes_no_row", "find a durable task", [], "revoked"),
     ("a_worker_without_a_broker_runs_nothing", "read without a broker", [], "unit/sweeper"),
     ("a_worker_without_a_broker_drains_nothing", "drain the own queues", None, "unit/sweeper"),
-    ("dead_loops_are_not_replaced", "watch a loop", None, "unit/loop"),
     ("a_stopped_worker_keeps_what_it_receives", "send back", None, "unit/runtime stopped_worker"),
     ("rows_behind_a_slow_one_wait_for_it", "keep a time budget", None, "unit/runner budget_rows"),
     ("any_horizon_is_accepted", "check the horizon", None, "integration/instances"),

@@ -39,7 +39,7 @@ HEALTHY = {
     "delaytasks_forecast_peak_utilization": "0.9x75 2x45",
     "delaytasks_forecast_peak_in_seconds": "3600x75 0x45",
     'delaytasks_timer_up{instance="w1"}': "1x120",
-    'delaytasks_loop_alive{instance="w1",loop="sweep"}': "1x120",
+    'delaytasks_loop_turned_seconds{instance="w1",loop="leases"}': "1x120",
 }
 RUNS = 'runs_total{instance="w1",tag="mail.send",outcome="'
 #: What is different, for each alert, and the labels with which the alert fires.
@@ -67,8 +67,9 @@ PROBLEMS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
         {"forecast_peak_utilization": "1.4x120", "forecast_peak_in_seconds": "7200x120"}, {}
     ),
     "TimerDown": ({'timer_up{instance="w1"}': "0x120"}, {"instance": "w1"}),
-    "LoopDead": (
-        {'loop_alive{instance="w1",loop="sweep"}': "0x120"}, {"instance": "w1", "loop": "sweep"}
+    "LoopStuck": (
+        {'loop_turned_seconds{instance="w1",loop="leases"}': "61+60x120"},
+        {"instance": "w1", "loop": "leases"},
     ),
 }  # fmt: skip
 

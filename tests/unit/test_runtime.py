@@ -1,4 +1,4 @@
-"""The main process of a worker: its loops check each other, and it holds entries."""
+"""The main process of a worker: its loops, and the entries that it holds."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from delaytasks.model.clock import monotonic
 from tests.conftest import open_store
 from tests.proxy import proxy_to
 from tests.waiting import wait_until
 from tests.world import Entry, MainProcess, MakeWorld, WaitlistState, World
 from tests.world.loops import AtWork
-from tests.world.recording import ManualTime
 
 
 @pytest.fixture
@@ -29,44 +29,15 @@ def main(world: World) -> Iterator[MainProcess]:
         yield main
 
 
-def die() -> None:
-    raise SystemExit
-
-
-LOOPS = "statistics wheel leases sweep policies watch calls redis_poller redis_listener watchdog"
+LOOPS = "statistics wheel leases sweep policies calls redis_poller redis_listener"
 
 
 def test_a_worker_has_the_expected_loops(at_work: AtWork) -> None:
-    info = at_work.info
-    assert sorted(info) == sorted(LOOPS.split())
-    assert all(loop["is_alive"] and loop["restarts"] == 0 for loop in info.values())
+    def have_turned() -> bool:
+        return all(loop["turned_s_ago"] is not None for loop in at_work.info.values())
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "stuck_s"), [("watch", 30), ("watchdog", 10), ("sweep", 20)])
-def test_the_loops_of_a_worker_check_each_other(
-    at_work: AtWork, time: ManualTime, name: str, stuck_s: float
-) -> None:
-    stuck = at_work.plan(name, at_work.hang)
-    time.at += stuck_s + 0.1
-    wait_until(lambda: at_work.restarts(name) == ["stuck"], 15, "it to be replaced")
-    assert at_work.turn(name) is not stuck
-
-
-def test_leases_are_renewed_while_the_watch_loop_waits(at_work: AtWork) -> None:
-    at_work.plan("watch", at_work.hang)
-    at_work.turn("leases")
-
-
-@pytest.mark.slow
-def test_the_entries_of_the_timing_wheel_survive_its_thread(at_work: AtWork) -> None:
-    due_us = at_work.clock.now_us() + 3_000_000
-    at_work.dispatcher.receive([Entry(id, 0, due_us) for id in (1, 2)])
-    assert at_work.held == 2
-    at_work.plan("wheel", die)
-    wait_until(lambda: sum(at_work.sizes()) == 2, 30, "the new thread to bring them out")
-    assert at_work.clock.now_us() >= due_us
-    wait_until(lambda: at_work.restarts("wheel") == ["dead"], 15, "the new thread to be told")
+    wait_until(have_turned, 5, "the first turn of each")
+    assert sorted(at_work.info) == sorted(LOOPS.split())
 
 
 @pytest.mark.slow
@@ -74,8 +45,8 @@ def test_a_late_timing_wheel_is_reported(at_work: AtWork) -> None:
     at_work.plan("wheel", at_work.hang)
     at_work.dispatcher.receive([Entry(1, 0, at_work.clock.now_us() + 1000)])
     wait_until(lambda: at_work.world.count("wheel.late"), 15, "the alarm")
-    wait_until(lambda: at_work.held == 0, 15, "a thread to bring the entry out")
-    assert at_work.restarts("wheel") == ["stuck"]
+    at_work.go_on()
+    wait_until(lambda: at_work.held == 0, 15, "the entry to be brought out")
 
 
 def test_entries_that_become_due_while_a_worker_stops_are_sent_back(
@@ -141,18 +112,17 @@ def test_an_entry_far_beyond_the_horizon_is_not_held(main: MainProcess) -> None:
 
 
 @pytest.mark.slow
-def test_a_sweep_whose_connections_became_silent_goes_on_with_new_ones(postgresql_url: str) -> None:
+def test_a_worker_whose_connections_became_silent_reports_in_time(postgresql_url: str) -> None:
     proxy, prefix = proxy_to(postgresql_url), f"runtime{secrets.token_hex(4)}_"
     store = open_store(proxy.url(postgresql_url), table_prefix=prefix)
-    world = World(store, sweep=1, _self_sweep_s=2)
+    world = World(store)
     at_work = AtWork(world)
     try:
-        wait_until(lambda: world.count("sweep.done"), 10, "the first sweep")
+        wait_until(lambda: at_work.reported_at > 0, 10, "the first report")
         proxy.strand()
-        wait_until(lambda: at_work.restarts("sweep") == ["stuck"], 20, "it to be replaced")
-        swept = world.count("sweep.done")
-        wait_until(lambda: world.count("sweep.done") > swept, 20, "the next sweep")
-        assert at_work.restarts("sweep") == ["stuck"], "no other of the old connections was used"
+        stranded_at = monotonic()
+        wait_until(lambda: at_work.reported_at > stranded_at, 12, "a report by a new connection")
+        wait_until(lambda: world.count("sweep.done"), 40, "a sweep by a new connection")
     finally:
         at_work.close()
         world.close()

@@ -1,4 +1,4 @@
-"""`AtWork`, a main process that has started and whose loops a test breaks, and Celery's loop."""
+"""`AtWork`, a main process that has started and whose turns a test plans, and Celery's loop."""
 
 from __future__ import annotations
 
@@ -23,32 +23,23 @@ def worker_hub() -> Hub:
 
 
 class AtWork(MainProcess):
-    """A main process that has started. A test names its loops, and breaks them.
+    """A main process that has started. A test names its loops, and plans their turns."""
 
-    Parameters
-    ----------
-    world
-        The world that the worker belongs to.
-    is_watched
-        Whether the loops check each other, once a second. Otherwise only a test calls `check`.
-    """
-
-    def __init__(self, world: World, is_watched: bool = True) -> None:
+    def __init__(self, world: World) -> None:
         super().__init__(world, is_stepped=False)
         self._goes_on = threading.Event()
         self.runtime.start()
-        for name in () if is_watched else ("watch", "watchdog"):
-            self.stop_loop(name)
 
     @property
     def info(self) -> dict[str, dict[str, Any]]:
         """The state of each loop by its name."""
-        return self.runtime.watchdog.info()
+        found: dict[str, dict[str, Any]] = self.runtime.info()["loops"]
+        return found
 
-    def restarts(self, name: str) -> list[str]:
-        """Return the reasons for which a loop was replaced."""
-        told = self.world.told("loop.restarted")
-        return [fields["reason"] for fields in told if fields["loop"] == name]
+    @property
+    def reported_at(self) -> float:
+        """When the worker last wrote its row in the table of workers."""
+        return self.runtime.leases_loop._reported_at
 
     def plan(self, name: str, first: Callable[[], object]) -> threading.Thread:
         """Let the next turn of a loop call `first`, and return the thread of this turn."""
@@ -70,11 +61,6 @@ class AtWork(MainProcess):
         """Wait for another turn of a loop, and return its thread."""
         return self.plan(name, lambda: None)
 
-    def rest(self, name: str) -> None:
-        """Wait until a loop is between two turns."""
-        loop = self._loop(name)
-        wait_until(lambda: loop._current and loop._current.began is None, 10, "a rest", 0.001)
-
     def hang(self) -> None:
         """Wait until the test calls `go_on`, or ends."""
         assert self._goes_on.wait(60)
@@ -82,25 +68,9 @@ class AtWork(MainProcess):
     def go_on(self) -> None:
         self._goes_on.set()
 
-    def progress(self, name: str) -> None:
-        """Report that a long turn of a loop goes on."""
-        self._loop(name).report_progress()
-
-    def check(self, name: str, times: int = 2) -> list[str]:
-        """Check all loops, and return the reasons for which this one was replaced.
-
-        If much time has passed since the last check, the first one only notices that.
-        """
-        for _ in range(times):
-            self.runtime.watchdog.check()
-        return self.restarts(name)
-
-    def stop_loop(self, name: str) -> None:
-        self._loop(name).stop()
-
     def close(self) -> None:
         self.go_on()
         super().close()
 
     def _loop(self, name: str) -> Loop:
-        return next(loop for loop in self.runtime.watchdog.loops if loop.name == name)
+        return next(loop for loop in self.runtime.loops if loop.name == name)

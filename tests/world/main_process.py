@@ -110,7 +110,7 @@ class MainProcess:
 
     def close(self) -> None:
         """Stop the loops. In a worker they run until the process ends."""
-        for loop in self.runtime.watchdog.loops:
+        for loop in self.runtime.loops:
             loop.stop()
 
     def entries(self, count: int, priority: int = 0, start: int = 1) -> list[Entry]:
@@ -186,8 +186,7 @@ class MainProcess:
 
     def read_policies(self) -> None:
         """Let the thread that reads the policies take one turn."""
-        [loop] = [loop for loop in self.runtime.watchdog.loops if loop.name == "policies"]
-        loop._turn()
+        self.runtime.policies_loop._turn()
 
     def write_counts(self, *reports: Report) -> None:
         """Write what these chunks have counted, and what could not be written before."""

@@ -136,10 +136,6 @@ class RedisWorker(MainProcess):
         wait_until(all_ran, 10, "all of them to come")
         return ran
 
-    def suspect_loops(self, seconds: float) -> None:
-        """Let the turns of the loops seem to have lasted this much longer."""
-        self._patch.setattr(loops, "monotonic", lambda: monotonic() + seconds)
-
     def close(self) -> None:
         self.runtime.stop()
         super().close()

@@ -1,4 +1,4 @@
-"""Tasks run even if the loops of a worker's main process fail, or the whole process stops."""
+"""Tasks run even if the main process of a worker stops, or loses its services."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from delaytasks.runtime import runtime_of
 from tests.integration.conftest import Deploy
 from tests.running import Deployment
 from tests.waiting import SLACK_S, wait_until
-from tests.world.recording import counted
 
 pytestmark = pytest.mark.slow
 
 
 class WorkerTable(Deployment):
-    """Run workers whose loops a test can break."""
+    """Run workers that a test can tell what to do."""
 
     def tell(self, node: str, command: str, **arguments: Any) -> dict[str, Any]:
         """Send a command of `tests.saboteur` to a worker, and return its answer."""
@@ -29,10 +28,6 @@ class WorkerTable(Deployment):
         [answer] = control.broadcast(command, arguments, **how)
         found: dict[str, Any] = answer[node]
         return found
-
-    def break_loop(self, node: str, loop: str, way: str) -> None:
-        answer = self.tell(node, "break_loop", loop=loop, way=way)
-        assert answer == {"ok": f"{loop} will {way}"}
 
     def stats(self, node: str) -> dict[str, Any]:
         """Return delaytasks' section of the answer to `celery inspect stats`."""
@@ -44,43 +39,10 @@ class WorkerTable(Deployment):
         stats = self.stats(node)
         return not stats.get("held", True) and not stats["waiting"] and not stats["chunks"]
 
-    def restarted(self, node: str) -> set[str]:
-        """Return the names of the loops that were restarted and are alive."""
-        loops = self.stats(node).get("loops", {})
-        return {name for name, loop in loops.items() if loop["restarts"] and loop["is_alive"]}
-
 
 @pytest.fixture
 def workers(deploy: Deploy) -> Deployment:
     return deploy(conf={"imports": ["tests.project", "tests.saboteur"]}, kind=WorkerTable)
-
-
-@pytest.mark.parametrize("pool", ["prefork", "threads"])
-def test_broken_loops_are_replaced_and_tasks_run(workers: WorkerTable, pool: str) -> None:
-    worker, node = workers.worker(pool=pool), workers.node(0)
-    running = workers.schedule("test.sleep", 0, body={"seconds": 3 * workers.settings["lease"]})
-    wait_until(workers.runs, 10, "the sleeper to begin")
-    near = [workers.schedule(delay=2 + n / 10) for n in range(20)]
-    # The watchdog breaks alone, because no loop would replace both the watchdog and the watch.
-    workers.break_loop(node, "watchdog", "die")
-    wait_until(lambda: "watchdog" in workers.restarted(node), 10, "the watchdog to be replaced")
-    broken = {"watchdog": "die", "wheel": "die", "sweep": "hang", "leases": "hang", "watch": "die"}
-    for loop, way in list(broken.items())[1:]:
-        workers.break_loop(node, loop, way)
-    workers.insert(in_s=3)  # only a sweep can find this row
-    wait_until(lambda: workers.restarted(node) >= set(broken), 30, "each to be replaced")
-    assert workers.stats(node)["events"]["loop.restarted"] >= len(broken)
-    for loop, way in broken.items():
-        reason = "dead" if way == "die" else "stuck"
-        assert f"loop.restarted loop='{loop}' reason='{reason}'" in worker.log()
-    workers.wait_for([*near, running], deadline_s=30)
-    wait_until(lambda: counted(workers.store)[Status.DONE] == 22, 15, "the row to be swept")
-    noted = [run for run in workers.runs() if run[1].isdigit()]
-    assert len({run[0] for run in noted}) == len(noted) == 21
-    assert workers.early() == []
-    assert max(workers.lateness_s()) < workers.r1_s() + SLACK_S
-    assert workers.delays.get(running).runs == 1, "its lease was renewed in time"
-    worker.terminate()
 
 
 def test_the_entries_of_a_frozen_worker_run_once_elsewhere(workers: WorkerTable) -> None:
