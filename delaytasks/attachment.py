@@ -216,8 +216,8 @@ def attach(celery_app: Any, delays: DelayTasks) -> None:
     logging.getLogger("celery.beat").addFilter(show_sweeps_at_debug)
     mask_settings()
     celery_app.steps["worker"].add("delaytasks.worker.consumer:DelaysStep")
-    celery_app.steps["consumer"].add("delaytasks.worker.connection:GuardStep")
-    celery_app.steps["consumer"].add("delaytasks.worker.connection:ReconnectStep")
+    celery_app.steps["consumer"].add("delaytasks.worker.patches:GuardStep")
+    celery_app.steps["consumer"].add("delaytasks.worker.patches:ReconnectStep")
 
     def add_to_beat(sender: Any, **_: Any) -> None:
         # Imported here: a process that only registers processors does not need it.

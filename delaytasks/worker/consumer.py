@@ -14,11 +14,10 @@ from delaytasks.model.inputs import is_queue
 from delaytasks.model.task import DEFAULT_QUEUE
 from delaytasks.model.text import one_line
 from delaytasks.run.celery_context import check_time_limits
-from delaytasks.worker.connection import bound_connections
 from delaytasks.worker.patches import (
+    bound_connections,
     end_chunks_on_cold_shutdown,
     let_threads_wake,
-    obey_signals_without_output,
     pass_over_exited_processes,
 )
 from delaytasks.worker.pool import freeze_loaded_objects
@@ -51,7 +50,6 @@ class DelaysStep(bootsteps.StartStopStep):
         processes.queues = logical_queues(add_queues(parts), parts.settings.namespace)
         bound_connections(app)
         let_threads_wake(worker.hub)
-        obey_signals_without_output()
         worker.delays_runtime = runtime = WorkerRuntime(parts, processes, worker)
         end_chunks_on_cold_shutdown(worker)
         # Before the pool forks: its processes inherit the policies and need not read them again.

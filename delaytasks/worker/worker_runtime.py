@@ -29,8 +29,8 @@ from delaytasks.model.moves import LateReason
 from delaytasks.model.task import Entry
 from delaytasks.run.celery_context import check_time_limits
 from delaytasks.statistics.statistics_table import StatisticsWriter, WorkerCounts, write_last
-from delaytasks.worker.connection import stop_reading
 from delaytasks.worker.dispatcher import Dispatcher, UnfinishedDrains
+from delaytasks.worker.patches import stop_reading
 from delaytasks.worker.pool import freeze_loaded_objects, running_pids
 from delaytasks.worker.processes import Processes, logical_queues, processes_of
 from delaytasks.worker.quick_loops import LeasesLoop, PoliciesLoop, ServiceWatch

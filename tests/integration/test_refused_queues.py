@@ -59,10 +59,15 @@ def told(worker: Process) -> str:
 
 
 @pytest.mark.parametrize(
-    ("command", "code"), [(redeclare, 406), (consume_exclusively, 403), (redeclare_exchange, 406)]
+    ("command", "code"),
+    [
+        (redeclare, "PreconditionFailed"),
+        (consume_exclusively, "AccessRefused"),
+        (redeclare_exchange, "PreconditionFailed"),
+    ],
 )
 def test_a_running_and_a_starting_worker_survive_a_refused_queue(
-    deploy: Deploy, rabbitmq_url: str, command: Command, code: int
+    deploy: Deploy, rabbitmq_url: str, command: Command, code: str
 ) -> None:
     d = deploy("postgresql", "rabbitmq")
     first = d.worker()
@@ -71,7 +76,7 @@ def test_a_running_and_a_starting_worker_survive_a_refused_queue(
     name = d.queue_name
     with Connection(rabbitmq_url) as connection:
         command(connection.default_channel, name)
-        for part in (f"key={name!r}", f"code={code}", "remedy="):
+        for part in (f"key={name!r}", code):
             assert part in told(first)
         second = d.begin_worker()
         told(second)
@@ -96,7 +101,7 @@ def test_workers_run_tasks_while_a_quorum_queue_does_not_answer(
     own_rabbitmq.crash()  # before RabbitMQ has stored the queue, which stays without a leader
     own_rabbitmq.start()
     worker = d.begin_worker()
-    for part in (queue.name, "remedy='at least one of these queues does not answer"):
+    for part in (queue.name, "error="):
         assert part in told(worker)
     goes_on(d, worker)
     assert worker.log().count("queue.blocked") <= 2, "it is not told at each try"
@@ -155,7 +160,7 @@ def test_a_worker_survives_a_queue_whose_key_is_a_string(open_broker: Open, pool
         lambda name, fields: errors.append(fields["error"]) if name == "queue.refused" else None
     )
     d.block(d.queue_name)
-    for part in (d.queue_name, "WRONGTYPE", "remedy="):
+    for part in (d.queue_name, "WRONGTYPE"):
         assert part in told(worker)
     d.run_soon()
     assert "WRONGTYPE" in errors[0]

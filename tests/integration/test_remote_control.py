@@ -12,7 +12,7 @@ from kombu import Connection, Consumer, Queue
 from redis import Redis
 
 from delaytasks.runtime import runtime_of
-from delaytasks.worker.connection import stop_reading
+from delaytasks.worker.patches import stop_reading
 from tests.integration.conftest import Deploy
 from tests.running import delete_keys
 from tests.services import RedisServer

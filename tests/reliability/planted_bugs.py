@@ -41,7 +41,7 @@ from delaytasks.run import celery_context, chunk
 from delaytasks.run.calls import Calls, TaskRun
 from delaytasks.run.chunk import Chunk, TimeBudget
 from delaytasks.run.runner import FailureReason
-from delaytasks.worker import connection, quick_loops
+from delaytasks.worker import quick_loops
 from delaytasks.worker.dispatcher import Dispatcher, QueueDrain, ReadyEntries
 from delaytasks.worker.pollers import RedisPoller
 from delaytasks.worker.pool import ChunkRequest
@@ -86,7 +86,6 @@ VERBS: dict[str, tuple[Any, str]] = {
     "arm after a call": (producer, "_without_errors"),
     "send to the broker": (Publisher, "send"),
     "wait for the sender": (Sender, "arm"),
-    "connect again": (connection, "retries_as_long_as"),
     "connect to the broker": (link, "bounded_connection"),
     "check headers": (link, "check_headers"),
     "check the horizon": (StartChecks, "_check_visibility"),
@@ -576,11 +575,6 @@ def a_confirmation_may_take_any_time(connect: Any, *args: Any, **options: Any) -
 
 @bug("check headers", "integration/durable_eta/publisher headers")
 def headers_of_any_size_are_sent(_: Any, *args: Any) -> None: ...
-
-
-@bug("connect again", "unit/broker")
-def a_worker_gives_up_its_brokers_early(_: Any, retries: int) -> int:
-    return retries
 
 
 @bug("find the primary", "unit/core the_redis_is")

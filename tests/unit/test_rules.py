@@ -15,7 +15,6 @@ from unittest.mock import Mock
 
 import pytest
 from celery import Celery
-from celery.apps import worker as celery_worker
 from hypothesis import given
 from hypothesis import strategies as st
 from kombu.connection import Connection
@@ -32,7 +31,7 @@ from delaytasks.loops import Availability, Latest
 from delaytasks.model.policies import WAITLIST_RECHECK_S, WaitlistState
 from delaytasks.model.workers import RegisteredWorker, ServiceTimes
 from delaytasks.operate.state import beat_age_s, broker_down_s
-from delaytasks.worker import patches, quick_loops
+from delaytasks.worker import quick_loops
 from delaytasks.worker.consumer import warn_of_blocking_driver
 from delaytasks.worker.quick_loops import ServiceWatch
 from tests.waiting import wait_until
@@ -396,22 +395,7 @@ def test_a_fork_waits_for_threads_in_the_gate_and_no_thread_enters_meanwhile() -
     assert order == ["forked", "entered"]
 
 
-# -- a worker without output, with greenlets, and with a broker that confirms ----------------------
-
-
-@pytest.mark.parametrize("celery", [(5, 5), (5, 6)])
-def test_a_signal_handler_goes_on_if_it_cannot_write(monkeypatch: MonkeyPatch, celery: Any) -> None:
-    said: list[Any] = []
-
-    def say(*args: Any) -> None:
-        said.append(args)
-        raise BrokenPipeError
-
-    monkeypatch.setattr(patches, "_CELERY", celery)
-    monkeypatch.setattr(celery_worker, "safe_say", say)
-    patches.obey_signals_without_output()
-    celery_worker.safe_say("worker: Warm shutdown", None)
-    assert said == [("worker: Warm shutdown", None)]
+# -- a worker with greenlets, and with a broker that confirms ----------------------
 
 
 DRIVERS = ["postgresql+psycopg2", "postgresql+psycopg", "mysql+pymysql"]

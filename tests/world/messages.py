@@ -15,8 +15,8 @@ from kombu.message import Message
 from kombu.serialization import prepare_accept_content
 
 from delaytasks.model.task import Entry
-from delaytasks.worker import connection as worker_connection
-from delaytasks.worker.connection import RECONNECT_PAUSE_S, GuardStep
+from delaytasks.worker import patches
+from delaytasks.worker.patches import RECONNECT_PAUSE_S, GuardStep
 from tests.world.main_process import MainProcess
 from tests.world.world import World
 
@@ -28,12 +28,12 @@ OURS = "delaytasks.default"
 
 def connect_as_a_worker(consumer: Any) -> None:
     """Let a consumer of Celery look for its broker as a worker with delayed tasks does."""
-    worker_connection.ReconnectStep(consumer)
+    patches.ReconnectStep(consumer)
 
 
 def connect_in_background(hub: Any, pool: Any, connect: Callable[[], Any]) -> Any:
     """Connect to a broker as a worker does, while its event loop runs."""
-    return worker_connection.call_in_background(SimpleNamespace(hub=hub, pool=pool), connect)
+    return patches.call_in_background(SimpleNamespace(hub=hub, pool=pool), connect)
 
 
 class Channel:
