@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
-from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
@@ -122,32 +121,6 @@ def within(limit_s: float, work: Callable[[], T]) -> T:
         return answers.get(timeout=max(limit_s, 0.001)).result()
     except Empty:
         raise TimeoutError(f"no answer within {limit_s:g} s") from None
-
-
-def all_within(limit_s: float, works: Sequence[Callable[[], object]]) -> bool:
-    """Do all `works` at the same time, and return whether all have ended within `limit_s`.
-
-    Threads do the work, and continue after the limit. If no thread can be started, the caller does
-    the work.
-    """
-    ends: SimpleQueue[None] = SimpleQueue()
-
-    def run(work: Callable[[], object]) -> None:
-        try:
-            work()
-        finally:
-            ends.put(None)
-
-    until = monotonic() + limit_s
-    for work in works:
-        if not in_background(partial(run, work), "bounded"):
-            run(work)
-    try:
-        for _ in works:
-            ends.get(timeout=max(until - monotonic(), 0.001))
-    except Empty:
-        return False
-    return True
 
 
 # -- A bounded pool of threads for blocking calls of an event loop --------------------------------

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from delaytasks.db import migrations
 from delaytasks.db.store import Store
-from delaytasks.loops import all_within
+from delaytasks.loops import within
 from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import DelayTaskError, StoreUnavailableError
 from delaytasks.model.inputs import ALL_QUEUES, show_duration
@@ -166,21 +166,11 @@ class HealthChecks:
 
     def _ask(self, question: HealthQuestion) -> _Answer:
         """Return the answer of the database; raise a `DelayTaskError` if it comes too late."""
-        answers, errors = list[_Answer](), list[DelayTaskError]()
-
-        def ask() -> None:
-            try:
-                answers.append(self._answer(question))
-            except DelayTaskError as error:
-                errors.append(error)
-
-        all_within(question.timeout_s, [ask])
-        if errors:
-            raise errors[0]
-        if not answers:
+        try:
+            return within(question.timeout_s, lambda: self._answer(question))
+        except TimeoutError:
             late = f"no answer within {show_duration(question.timeout_s)}"
-            raise StoreUnavailableError(late)
-        return answers[0]
+            raise StoreUnavailableError(late) from None
 
     def _answer(self, question: HealthQuestion) -> _Answer:
         settings, store = self._settings, self._store

@@ -9,6 +9,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from functools import partial
@@ -21,7 +22,7 @@ from delaytasks.db.database import Database
 from delaytasks.db.schema import FINGERPRINT_LENGTH, Schema, check_row_count
 from delaytasks.db.statements import insert_if_absent
 from delaytasks.events import Events
-from delaytasks.loops import Loop, all_within
+from delaytasks.loops import Loop, within
 from delaytasks.model.body import dump_json
 from delaytasks.model.clock import Clock, from_us
 from delaytasks.model.filters import batches
@@ -421,7 +422,8 @@ def write_last(writer: StatisticsWriter, events: Events) -> None:
 
     If the database does not answer, these counts are lost, because a worker must end in time.
     """
-    all_within(LAST_WRITE_S, [partial(events.attempt, "stop", "statistics", writer.write)])
+    with suppress(TimeoutError):
+        within(LAST_WRITE_S, partial(events.attempt, "stop", "statistics", writer.write))
 
 
 def write_rest(runtime: Runtime, rest: RunStatistics) -> None:

@@ -19,7 +19,6 @@ new one before others mark it as lost.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
@@ -49,9 +48,6 @@ QUICK_ANSWER_S = 4.0
 
 #: The longest time between two checks of the pool's processes.
 PROCESS_CHECK_S = 1.0
-#: The time for which a worker that signs off waits for a report that is under way, since that would
-#: write the row again.
-SIGN_OFF_S = 5.0
 #: Chunks that run for a shorter part of their lease need no renewal yet. Most chunks end before.
 YOUNG_CHUNK_PART = 1 / 4
 
@@ -114,8 +110,6 @@ class LeasesLoop:
         self._reported_at = float("-inf")
         self.contact = DatabaseContact(SILENT_SWEEPS * settings.sweep_s / 2 + PROCESS_CHECK_S)
         self._has_signed_off = False
-        self._is_idle = threading.Event()
-        self._is_idle.set()
         #: The rows that the last renewal skipped, because other transactions had locked them. Each
         #: turn tries again: after the lock, a sweep would recover a row whose lease has ended.
         self._locked: Sequence[int] = ()
@@ -127,9 +121,12 @@ class LeasesLoop:
 
     def _turn(self) -> float:
         limit_answers(QUICK_ANSWER_S)
-        alive = self._find_dead()
+        # First, since the last report of a process may arrive after its death was found.
+        starts, detached_rows = self._dispatcher.running()
+        alive = self._find_dead(detached_rows.keys())
+        detached = [id for pid, ids in detached_rows.items() if pid in alive for id in ids]
         try:
-            self._renew(alive)  # first, so that dead processes cannot delay it
+            self._renew(alive, starts, detached)  # first, so that dead processes cannot delay it
         finally:
             self._report()
         self._start_drains()  # a second time for what the last turn released
@@ -139,10 +136,8 @@ class LeasesLoop:
         self._runtime.clock.refresh_if_due()
         return min(PROCESS_CHECK_S, self._lease_s / 6, self._settings.sweep_s / 2)
 
-    def _find_dead(self) -> set[int]:
-        """Return the processes that are alive, and note those that died."""
-        # The last report of a process may arrive after its death was found.
-        _, detached_rows = self._dispatcher.running()
+    def _find_dead(self, with_rows: Collection[int]) -> set[int]:
+        """Return the processes that are alive, and note those that died, also of `with_rows`."""
         pids = running_pids(self._celery_worker.pool)
         exited = set(filter(has_exited, pids))
         if exited and self._celery_worker.hub is not None:
@@ -151,7 +146,7 @@ class LeasesLoop:
             self._celery_worker.hub.call_soon(self._celery_worker.pool.maintain_pool)
         alive = pids - exited
         exited_now, self._exited = exited - self._exited, exited
-        for pid in (self._known_pids | exited_now | detached_rows.keys()) - alive:
+        for pid in self._known_pids.union(exited_now, with_rows) - alive:
             self._dead.add(self._processes.name(pid))
             self._dispatcher.process_died(pid)
         self._known_pids = alive
@@ -176,9 +171,7 @@ class LeasesLoop:
             if serves(self._processes.queues, queue):
                 self._dispatcher.start_drain(queue, (priority,))
 
-    def _renew(self, alive: set[int]) -> None:
-        starts, detached_rows = self._dispatcher.running()
-        detached = [id for pid, ids in detached_rows.items() if pid in alive for id in ids]
+    def _renew(self, alive: set[int], starts: Collection[float], detached: Sequence[int]) -> None:
         now_us = self._runtime.clock.now_us()
         oldest_began_us = min(starts, default=now_us)
         names, leases = [self._processes.name(pid) for pid in alive], self._runtime.store.leases
@@ -208,7 +201,6 @@ class LeasesLoop:
     def sign_off(self) -> None:
         """Delete the worker's row. Its leases are renewed as long as its main process lives."""
         self._has_signed_off = True
-        self._is_idle.wait(SIGN_OFF_S)
         self._report()
 
     def _report(self) -> None:
@@ -220,13 +212,12 @@ class LeasesLoop:
         if self._has_signed_off:
             attempt(name, "sign off", self._delete_row)
         elif monotonic() - self._reported_at >= self._settings.sweep_s - PROCESS_CHECK_S:
-            self._is_idle.clear()
+            self._reported_at = monotonic()  # first, since `report_soon` may ask for another one
             if attempt(name, "report", self._write_row):
-                self._reported_at = monotonic()
                 self.contact.mark_answered()
             else:
+                self._reported_at = float("-inf")
                 self.contact.mark_failed()
-            self._is_idle.set()
 
     def _write_row(self) -> None:
         worker, settings, asked_at = self._celery_worker, self._settings, monotonic()

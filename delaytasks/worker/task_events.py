@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import cached_property
@@ -105,17 +104,6 @@ class TaskEvents(Observer):
             fields = _error_fields(settlement.error or "")
             self._add("task-retried", settlement.task, claimed, **fields)
 
-    def worker_lost(self, task: DelayedTask) -> None:
-        """Add the failure of a task whose processes died, so that none of them could report it."""
-        failed = task.update_time or task.expected_time
-        self._add(
-            "task-failed",
-            task,
-            failed,
-            **self._about(task),
-            **_error_fields(task.error or RECOVERED),
-        )
-
     def _revoked(self, settlement: Settlement, at: datetime, is_expired: bool) -> None:
         # Celery has no `exception` in this event, but monitors show it.
         why = _error_fields(settlement.error or "")["exception"]
@@ -206,23 +194,6 @@ class TaskEvents(Observer):
         connection, name = self._app.connection_for_write(), self._app.conf.event_exchange
         exchange: Exchange = get_exchange(connection, name=name)
         return exchange
-
-
-class WorkerLostEvents:
-    """A subscriber of `Events` that sends the failures of tasks whose workers died repeatedly.
-
-    No process of the pool is left to report them, so the main process of the worker that recovered
-    the rows does.
-    """
-
-    def __init__(self, task_events: TaskEvents, sends_events: Callable[[], bool]) -> None:
-        self._task_events = task_events
-        self._sends_events = sends_events
-
-    def __call__(self, name: str, fields: dict[str, Any]) -> None:
-        if name == "task.worker_lost" and self._sends_events():
-            self._task_events.worker_lost(fields["task"])
-            self._task_events.flush()
 
 
 def _error_fields(exception: str, traceback: str = "") -> dict[str, str | None]:

@@ -35,7 +35,7 @@ from delaytasks.worker.pool import freeze_loaded_objects, running_pids
 from delaytasks.worker.processes import Processes, logical_queues, processes_of
 from delaytasks.worker.quick_loops import LeasesLoop, PoliciesLoop, ServiceWatch
 from delaytasks.worker.sweep import SweepLoop, emit_recovered
-from delaytasks.worker.task_events import WorkerLostEvents, wants_task_events
+from delaytasks.worker.task_events import wants_task_events
 from delaytasks.worker.wheel import Wheel
 
 if TYPE_CHECKING:
@@ -119,7 +119,6 @@ class WorkerRuntime:
         for poller in (self.table_poller, self.redis_poller):
             if poller is not None:
                 self.loops += poller.loops
-        self.worker_lost_events = WorkerLostEvents(processes.task_events(), self.sends_events)
         self._was_connected = False
         self._endpoint: MetricsEndpoint | None = None
 
@@ -142,7 +141,6 @@ class WorkerRuntime:
         # timing wheel waits for the database.
         self.clock.refreshes_inline = False
         self.processes.obstacles.record(LateReason.NO_WORKER, self.clock.now_us())
-        self.events.subscribe(self.worker_lost_events)
         if self.counts is not None:
             self.events.subscribe(self.counts)
             # After the pool has stopped, since its last chunks report until then.

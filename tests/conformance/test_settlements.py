@@ -178,22 +178,11 @@ def test_a_recovery_names_the_time_limit_that_was_over(world: World) -> None:
     assert (waits.status, waits.lapses, waits.version) == (Status.NOT_COMPLETE, 1, 1)
 
 
-@pytest.mark.parametrize("sends_events", [True, False])
-def test_each_row_that_was_given_up_is_reported(world: World, sends_events: bool) -> None:
+def test_each_row_that_was_given_up_is_reported(world: World) -> None:
     lost, waits = (world.put(Status.RUNNING, runs=3, lapses=lapses) for lapses in (2, 1))
-    sent: list[Any] = []
-
-    class Sender:
-        def worker_lost(self, task: DelayedTask) -> None:
-            sent.append(task.id)
-
-        def flush(self) -> None:
-            sent.append("flush")
-
-    world.report(world.die(max_lost_leases=3), Sender(), sends_events, reason="it died")
+    world.report(world.die(max_lost_leases=3), reason="it died")
     [told] = world.told("task.recovered")
     assert (told["count"], told["reason"]) == (2, "it died")
     [gave_up] = world.told("task.worker_lost")
     assert (gave_up["id"], gave_up["error"]) == (lost.id, world.read(lost).error)
-    assert sent == ([lost.id, "flush"] if sends_events else [])
     assert world.statuses([lost, waits]) == ["FAILED", "NOT_COMPLETE"]

@@ -17,7 +17,7 @@ from chaos.pids import children_of, is_alive
 from delaytasks import Status
 from tests.integration.conftest import Deploy
 from tests.running import Deployment, combinations
-from tests.waiting import IS_LONG, SLACK_S, wait_until
+from tests.waiting import IS_LONG, wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from delaytasks.model.clock import monotonic
 from tests.conftest import open_store
 from tests.proxy import proxy_to
 from tests.waiting import wait_until
@@ -115,17 +114,22 @@ def test_an_entry_far_beyond_the_horizon_is_not_held(main: MainProcess) -> None:
 def test_a_worker_whose_connections_became_silent_reports_in_time(postgresql_url: str) -> None:
     proxy, prefix = proxy_to(postgresql_url), f"runtime{secrets.token_hex(4)}_"
     store = open_store(proxy.url(postgresql_url), table_prefix=prefix)
-    world = World(store)
+    world, direct = World(store), open_store(postgresql_url, table_prefix=prefix)
     at_work = AtWork(world)
     try:
-        wait_until(lambda: at_work.reported_at > 0, 10, "the first report")
+        wait_until(direct.workers.all, 10, "the first report")
         proxy.strand()
-        stranded_at = monotonic()
-        wait_until(lambda: at_work.reported_at > stranded_at, 12, "a report by a new connection")
+        stranded_at = direct.tasks.now()
+        wait_until(
+            lambda: all(worker["seen_at"] > stranded_at for worker in direct.workers.all()),
+            12,
+            "a report by a new connection",
+        )
         wait_until(lambda: world.count("sweep.done"), 40, "a sweep by a new connection")
     finally:
         at_work.close()
         world.close()
         store.schema.metadata.drop_all(store.database.tx)
         store.close()
+        direct.close()
         proxy.close()

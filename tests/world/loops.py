@@ -36,11 +36,6 @@ class AtWork(MainProcess):
         found: dict[str, dict[str, Any]] = self.runtime.info()["loops"]
         return found
 
-    @property
-    def reported_at(self) -> float:
-        """When the worker last wrote its row in the table of workers."""
-        return self.runtime.leases_loop._reported_at
-
     def plan(self, name: str, first: Callable[[], object]) -> threading.Thread:
         """Let the next turn of a loop call `first`, and return the thread of this turn."""
         loop, threads = self._loop(name), list[threading.Thread]()

@@ -43,7 +43,6 @@ from delaytasks.statistics.statistics_table import StatisticsTable, Unwritten
 from delaytasks.worker import sweep as sweeps
 from delaytasks.worker.processes import Processes
 from delaytasks.worker.sweep import OverdueQueues, emit_recovered
-from delaytasks.worker.task_events import WorkerLostEvents
 from tests.proxy import Proxy, proxy_to
 from tests.world.broker import WorldBroker
 from tests.world.recording import counted, delays_on, set_columns
@@ -475,9 +474,8 @@ class World:
         self._workers.pop(name, None)
         return self.store.leases.release([name], max_lost_leases)
 
-    def report(self, recovered: Recovered, events: Any, sends_events: bool, **fields: Any) -> None:
+    def report(self, recovered: Recovered, **fields: Any) -> None:
         """Report recovered rows, as the worker does that recovered them."""
-        self.delays.events.subscribe(WorkerLostEvents(events, lambda: sends_events))
         emit_recovered(self.delays.events, recovered, **fields)
 
     def lapse(self, *tasks: DelayedTask, max_lost_leases: int = 5) -> int:
