@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import copy_context
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
@@ -86,19 +87,6 @@ class Loop:
 T = TypeVar("T")
 
 
-def in_background(work: Callable[[], object], name: str) -> bool:
-    """Run `work` in a new thread, which does not keep the process from ending.
-
-    Return False if no thread can be started, because the interpreter is ending.
-    """
-    thread = threading.Thread(target=work, name=f"delaytasks-{name}", daemon=True)
-    try:
-        thread.start()
-    except RuntimeError:
-        return False
-    return True
-
-
 def within(limit_s: float, work: Callable[[], T]) -> T:
     """Return what `work` returns, or raise `TimeoutError` if that takes longer than `limit_s`.
 
@@ -115,7 +103,9 @@ def within(limit_s: float, work: Callable[[], T]) -> T:
             answer.set_exception(error)
         answers.put(answer)
 
-    if not in_background(run, "bounded"):
+    try:
+        threading.Thread(target=run, name="delaytasks-bounded", daemon=True).start()
+    except RuntimeError:  # the interpreter is ending
         return work()
     try:
         return answers.get(timeout=max(limit_s, 0.001)).result()
@@ -215,7 +205,7 @@ logger = logging.getLogger(__name__)
 #: so that it costs the database at most half a percent of a core. The latter is at most
 #: `MOST_RENEW_S`.
 RENEW_S, RENEW_SHARE, MOST_RENEW_S = 60.0, 200, 3600.0
-#: The time for which a caller waits if there is no recent value.
+#: The time for which a caller waits for a new value.
 FIRST_WAIT_S = 0.5
 
 
@@ -241,22 +231,15 @@ class Latest(Generic[T]):
     def get(self) -> tuple[T, float] | None:
         """Return the last value and its age in seconds, or None if none could be read lately.
 
-        A value is returned for twice the time after which it is read again. Only a caller that
-        finds none waits for a new one, for at most `FIRST_WAIT_S` seconds.
+        A value is returned for twice the time after which it is read again. The caller that finds
+        it due waits for a new one, for at most `FIRST_WAIT_S` seconds.
         """
         with self._lock:
             is_due = not self._is_busy and monotonic() >= self._again_at
             self._is_busy |= is_due
-        if is_due and self._recent() is None:
-            try:
+        if is_due:
+            with suppress(TimeoutError):  # a later caller gets it
                 within(FIRST_WAIT_S, self._renew)
-            except TimeoutError:
-                pass  # a later caller gets it
-        elif is_due and not in_background(self._renew, self._what):
-            self._renew()  # no thread can be started
-        return self._recent()
-
-    def _recent(self) -> tuple[T, float] | None:
         with self._lock:
             now = monotonic()
             if self._found is None or now > self._recent_until:

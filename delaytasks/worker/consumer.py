@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -63,8 +63,7 @@ class DelaysStep(bootsteps.StartStopStep):
         parts.checks.check_ready()
         queues = runtime.processes.queues
         check_time_limits(runtime.registry, parts.queues, queues, worker.pool)
-        log_tags((processor.tag for processor in runtime.registry), queues)
-        warn_of_blocking_driver(worker.pool, runtime.store.database.url.drivername)
+        log_tags([processor.tag for processor in runtime.registry], queues)
         pass_over_exited_processes(worker.pool)
         runtime.start()
 
@@ -77,15 +76,6 @@ class DelaysStep(bootsteps.StartStopStep):
     def info(self, worker: Any) -> dict[str, Any]:
         """Return what `celery inspect stats` shows."""
         return {"delaytasks": worker.delays_runtime.info()}
-
-
-def warn_of_blocking_driver(celery_pool: Any, driver: str) -> None:
-    """Warn if greenlets share a thread with psycopg2, which waits in C, where no greenlet runs."""
-    if getattr(celery_pool, "is_green", False) and driver == "postgresql+psycopg2":
-        logger.warning(
-            "delaytasks: with psycopg2, each statement stops all greenlets of this worker until "
-            "the database answers: begin delaytasks_database_url with postgresql+psycopg://"
-        )
 
 
 def add_queues(runtime: Runtime) -> Collection[str]:
@@ -116,24 +106,17 @@ def add_queues(runtime: Runtime) -> Collection[str]:
     return consumed
 
 
-def log_tags(tags: Iterable[str], queues: Iterable[str]) -> None:
+def log_tags(tags: Collection[str], queues: Collection[str]) -> None:
     """Log which tags this worker runs, since Celery's banner shows no tags."""
-    tags = sorted(tags)
-    more = f" and {len(tags) - MAX_LOGGED_NAMES} more" if len(tags) > MAX_LOGGED_NAMES else ""
-    shown_tags = ", ".join(map(one_line, tags[:MAX_LOGGED_NAMES])) + more
-    shown_queues = ", ".join(map(one_line, sorted(queues)[:MAX_LOGGED_NAMES]))
+    shown = [", ".join(map(one_line, sorted(names)[:MAX_LOGGED_NAMES])) for names in (tags, queues)]
     if tags:
-        logger.info(
-            "delaytasks: %d tags have a processor here: %s; queues: %s",
-            len(tags),
-            shown_tags,
-            shown_queues,
-        )
+        text = "delaytasks: %d tags have a processor here: %s; queues: %s"
+        logger.info(text, len(tags), *shown)
     else:
         logger.warning(
             "delaytasks: no tag has a processor here, so that no task can run: name their modules "
             "in the setting `imports`; queues: %s",
-            shown_queues,
+            shown[1],
         )
 
 

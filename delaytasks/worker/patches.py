@@ -474,23 +474,25 @@ def bound_connections(app: Any) -> None:
     Otherwise a broker that does not answer would stop the main thread indefinitely.
     """
     options = dict(app.conf.broker_transport_options or {})
-    kind = app.connection_for_read().transport.driver_type
-    defaults: dict[str, Any] = {}
-    if kind == "redis":
-        # Without a message, Redis answers only after the polling interval.
-        polling_s = float(options.get("polling_interval") or 0)
-        defaults = {
+    # Without a message, Redis answers only after the polling interval.
+    polling_s = float(options.get("polling_interval") or 0)
+    has_option = hasattr(socket, "TCP_USER_TIMEOUT")  # on Linux
+    tcp = {socket.TCP_USER_TIMEOUT: TCP_USER_TIMEOUT_MS} if has_option else {}
+    defaults: dict[str, dict[str, Any]] = {
+        "redis": {
             "socket_timeout": polling_s + BROKER_STEP_S,
             "socket_connect_timeout": BROKER_STEP_S,
             "socket_keepalive": True,
-        }
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # on Linux
-            defaults["socket_keepalive_options"] = {socket.TCP_USER_TIMEOUT: TCP_USER_TIMEOUT_MS}
-    elif kind == "amqp":
-        defaults = {"read_timeout": BROKER_STEP_S, "write_timeout": BROKER_STEP_S}
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
-            defaults["socket_settings"] = {socket.TCP_USER_TIMEOUT: TCP_USER_TIMEOUT_MS}
-    app.conf.broker_transport_options = {**defaults, **options}
+            "socket_keepalive_options": tcp,
+        },
+        "amqp": {
+            "read_timeout": BROKER_STEP_S,
+            "write_timeout": BROKER_STEP_S,
+            "socket_settings": tcp,
+        },
+    }
+    kind = app.connection_for_read().transport.driver_type
+    app.conf.broker_transport_options = {**defaults.get(kind, {}), **options}
 
 
 def fail_on_unsent_events(app: Any) -> None:

@@ -32,7 +32,6 @@ from delaytasks.model.policies import WAITLIST_RECHECK_S, WaitlistState
 from delaytasks.model.workers import RegisteredWorker, ServiceTimes
 from delaytasks.operate.state import beat_age_s, broker_down_s
 from delaytasks.worker import quick_loops
-from delaytasks.worker.consumer import warn_of_blocking_driver
 from delaytasks.worker.quick_loops import ServiceWatch
 from tests.waiting import wait_until
 from tests.world import MonkeyPatch
@@ -330,7 +329,6 @@ class Forecasts:
 @pytest.fixture
 def forecasts(time: ManualTime, monkeypatch: MonkeyPatch) -> Forecasts:
     monkeypatch.setattr(loops, "within", lambda _, work: work())
-    monkeypatch.setattr(loops, "in_background", lambda work, *_, **__: work() or True)
     return Forecasts(time)
 
 
@@ -356,7 +354,6 @@ def test_after_an_error_the_last_forecast_is_kept_until_it_is_too_old(forecasts:
 
 
 def test_callers_get_an_old_forecast_meanwhile(time: ManualTime, monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(loops, "FIRST_WAIT_S", 30.0)
     made, goes_on = list[int](), threading.Event()
 
     def make() -> Any:
@@ -395,21 +392,7 @@ def test_a_fork_waits_for_threads_in_the_gate_and_no_thread_enters_meanwhile() -
     assert order == ["forked", "entered"]
 
 
-# -- a worker with greenlets, and with a broker that confirms ----------------------
-
-
-DRIVERS = ["postgresql+psycopg2", "postgresql+psycopg", "mysql+pymysql"]
-
-
-@pytest.mark.parametrize(
-    ("is_green", "driver", "warns"),
-    [*zip([True] * 3, DRIVERS, [True, False, False], strict=True), (False, DRIVERS[0], False)],
-)
-def test_greenlets_and_psycopg2_give_a_warning(
-    caplog: pytest.LogCaptureFixture, is_green: bool, driver: str, warns: bool
-) -> None:
-    warn_of_blocking_driver(SimpleNamespace(is_green=is_green), driver)
-    assert ("begin delaytasks_database_url with postgresql+psycopg://" in caplog.text) is warns
+# -- a broker that confirms --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("options", "bound_s"), [({"confirm_publish": True}, 0.5), ({}, 2.0)])
