@@ -22,7 +22,7 @@ process that died, and passes changed limits on. The processes of the pool read 
 `processes` when leases were renewed, and whether other tasks wait for them.
 
 **What leaves.** Chunks go to the pool, and a worker that stops returns to the timer what it has. A
-row whose entry is dropped is claimed from the table, and the watch loop of `worker_runtime` asks
+row whose entry is dropped is claimed from the table, and `WorkerRuntime.watch` asks
 other workers to help with that.
 
 **Who owns which state.** `Dispatcher._lock` guards what waits: entries, drains and waitlists. Any

@@ -272,27 +272,20 @@ class ReadAhead:
         self._channel = channel
         self._prefix = prefix
         self._deliver = guarded(self._deliver_one)
-        self._round_trip_s = float("inf")
+        began = monotonic()
+        channel.client.ping()
+        self._is_distant = monotonic() - began > DISTANT_S
         #: The queues whose answers have not been read, in the order of the commands.
         self._asked: list[str] = []
-        channel._size = partial(self._timed, channel._size)
         channel._brpop_start = partial(self._ask, channel._brpop_start)
         # A channel that closes reads the answer to its last `BRPOP` by this method.
         read = guarded(channel._brpop_read)
         channel._brpop_read = partial(self._read, read, is_closing=True)
         channel.handlers["BRPOP"] = partial(self._read, read)
 
-    def _timed(self, size: Callable[[str], int], queue: str) -> int:
-        """Measure a round trip: kombu asks for the length of each queue that it declares."""
-        began = monotonic()
-        length = size(queue)
-        self._round_trip_s = min(self._round_trip_s, monotonic() - began)
-        return length
-
     def _ask(self, start: Callable[..., None], *timeout: Any) -> None:
         """Ask for messages of our queues, if Redis is distant, and then for one as kombu does."""
-        is_distant = DISTANT_S < self._round_trip_s < float("inf")
-        queues = self._channel.active_queues if is_distant else ()
+        queues = self._channel.active_queues if self._is_distant else ()
         ours = [queue for queue in queues if queue.startswith(self._prefix)]
         connection = self._channel.client.connection
         for queue in ours:
@@ -329,7 +322,7 @@ class ReadAhead:
             return self._channel.client.parse_response(connection, "RPOP") or ()
         except ResponseError:
             # Redis is older than 6.2, or refuses the key, as it then also does for `BRPOP`.
-            self._round_trip_s = 0.0
+            self._is_distant = False
             return ()
 
     def _deliver_one(self, queue: str, message: bytes) -> None:

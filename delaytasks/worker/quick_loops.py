@@ -23,7 +23,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from delaytasks.db.database import limit_answers
-from delaytasks.loops import Loop
+from delaytasks.loops import Availability, Loop
 from delaytasks.model.clock import from_us, monotonic
 from delaytasks.model.errors import StoreError, StoreUnavailableError
 from delaytasks.model.policies import POLICY_REFRESH_S, Policies
@@ -323,8 +323,10 @@ class PoliciesLoop:
         self._worker = worker
         self._seen: Policies | None = None
         self._seen_requests = 0
-        #: When the database was found unavailable.
-        self._down_since: float | None = None
+        self._database = Availability(
+            lambda error: runtime.events.emit("store.down", error=error),
+            lambda: runtime.events.emit("store.up"),
+        )
         self.loop = Loop("policies", self._turn, runtime.events)
 
     def _turn(self) -> float:
@@ -333,11 +335,11 @@ class PoliciesLoop:
             self._read_policies()
         except StoreUnavailableError as error:
             if error.is_locked:
-                self._mark_up()
+                self._database.answered()
             else:
-                self._mark_down(error)
+                self._database.failed(str(error))
         except StoreError:  # the database has answered, with a refusal
-            self._mark_up()
+            self._database.answered()
             raise
         finally:
             self._worker.watch()
@@ -349,7 +351,7 @@ class PoliciesLoop:
         # A sweep reads the policies as well, so that the turn before may know older ones.
         before = self._seen or cache.known
         now = cache.refresh()
-        self._mark_up()
+        self._database.answered()
         self._seen = now
         if now.stamp != before.stamp:
             self._runtime.events.emit("policies.read")
@@ -364,14 +366,3 @@ class PoliciesLoop:
         processes = self._worker.processes
         names = [processes.name(pid) for pid in running_pids(self._worker.celery_worker.pool)]
         processes.requested_runs.record(self._runtime.store.tasks.cancel_requests.of(names))
-
-    def _mark_down(self, error: StoreUnavailableError) -> None:
-        if self._down_since is None:
-            self._down_since = monotonic()
-            self._runtime.events.emit("store.down", error=str(error))
-
-    def _mark_up(self) -> None:
-        if self._down_since is not None:
-            away_s = round(monotonic() - self._down_since, 1)
-            self._down_since = None
-            self._runtime.events.emit("store.up", away_s=away_s)
