@@ -390,9 +390,8 @@ class ReconnectStep(bootsteps.Step):
         if self._blocked is not None:
             turn_event_loop(consumer, RECONNECT_PAUSE_S)
         for step in consumer.steps:
-            # It connects to the broker of each URL, and retries for seconds.
             if type(step).__name__ == "DelayedDelivery" and not isinstance(step.start, partial):
-                step.start = partial(_start_in_background, step.start)
+                step.start = partial(_start_in_thread, step.start)
         try:
             start(parent)
         except (TimeoutError, *consumer.channel_errors) as error:
@@ -406,7 +405,8 @@ class ReconnectStep(bootsteps.Step):
         options = self._consumer.app.conf.broker_transport_options or {}
         prefix = options.get("global_keyprefix", "")
         self._blocked = ", ".join(prefix + publisher.queue(queue).name for queue in queues)
-        self._runtime.events.emit("queue.blocked", key=self._blocked, error=repr(error))
+        text = f"{type(error).__name__}: {error}"
+        self._runtime.events.emit("queue.blocked", key=self._blocked, error=text)
         for queue in queues:
             # Each worker drains the queue from the table.
             publisher.rest(queue, BLOCKED_REST_S)
@@ -431,8 +431,15 @@ class ReconnectStep(bootsteps.Step):
         on_ready()
 
 
-def _start_in_background(start: Callable[[Any], None], consumer: Any) -> None:
-    call_in_background(consumer, partial(start, consumer))
+def _start_in_thread(start: Callable[[Any], None], consumer: Any) -> None:
+    """Set up native delayed delivery, which delaytasks does not need, in another thread.
+
+    Celery's step connects to the broker of each URL, makes dozens of queues, and retries for many
+    seconds. It logs its errors. The worker takes in messages meanwhile.
+    """
+    threading.Thread(
+        target=start, args=(consumer,), name="delaytasks-delivery", daemon=True
+    ).start()
 
 
 def _close_or_report(close: Callable[[], None]) -> None:

@@ -19,7 +19,7 @@ from delaytasks.events import LogEvent, log_event
 from delaytasks.model.policies import Stamp
 from delaytasks.model.task import Entry
 from delaytasks.run.runner import FailureReason, Report, Runner
-from delaytasks.worker.processes import Processes, processes_of
+from delaytasks.worker.processes import processes_of
 
 
 class ChunkRequest(NamedTuple):
@@ -70,7 +70,6 @@ def run_chunk(request: ChunkRequest) -> Report:
     """
     runner: Runner | None = None
     report: Report
-    processes: Processes | None = None
     log: LogEvent = log_event
     try:
         processes = processes_of(current_app)

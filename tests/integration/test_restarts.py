@@ -140,13 +140,14 @@ def test_a_worker_whose_queues_node_is_down_works_from_the_table(
 
 
 @pytest.mark.skipif(celery.__version__ == "5.5.0", reason="Celery 5.5.0 fails with a list of URLs")
-def test_a_worker_runs_tasks_while_a_url_has_no_server(deploy: Deploy, rabbitmq_url: str) -> None:
+def test_a_url_without_a_server_keeps_no_worker_idle(deploy: Deploy, rabbitmq_url: str) -> None:
     nobody = f"amqp://guest:guest@127.0.0.1:{free_port()}//"
     conf = {"broker_url": [rabbitmq_url, nobody], "task_default_queue_type": "quorum"}
     d = deploy("postgresql", "rabbitmq", conf)
-    worker = d.begin_worker()
-    d.wait_for([d.schedule()])
-    worker.wait_for("Failed to setup delayed delivery", 60)
+    worker = d.worker()
+    given_up = "Failed to setup delayed delivery"
+    worker.wait_for(given_up, 60)
+    assert worker.log().index(" ready.") < worker.log().index(given_up)
     d.wait_for([d.schedule()])
     assert not worker.ended()
 
