@@ -70,8 +70,6 @@ def some_command(
         entries = [word for both in zip(dues, members, strict=True) for word in both]
         return "EVALSHA", _NAMES[ARM], 1, store, channel, "1", *entries
     if drawn < 0.5:
-        return "ZREM", chance.choice([store, prepare]), *members
-    if drawn < 0.6:
         ticket = now + chance.randint(0, 10) * 20
         return "ZREMRANGEBYSCORE", prepare, ticket, ticket
     soon, far = now - chance.choice([300, 600]), now + 200
