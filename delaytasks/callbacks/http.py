@@ -3,7 +3,7 @@ is its outcome.
 
 The URL is checked when the callback is scheduled and when it is sent, and the addresses of its host
 where a connection is made: it goes to one of the addresses that were checked. All else is HTTP with
-the name, as any client speaks it, but with time limits that a hostile receiver cannot evade.
+the name, as `http.client` speaks it, but with time limits that a hostile receiver cannot evade.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import socket
 import ssl
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import datetime
 from email.utils import parsedate_to_datetime
@@ -26,16 +25,11 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_add
 from typing import Any, NamedTuple
 
 from requests.utils import DEFAULT_CA_BUNDLE_PATH
-from urllib3 import BaseHTTPResponse, HTTPConnectionPool, HTTPSConnectionPool, PoolManager, Timeout
-from urllib3.connection import HTTPConnection, HTTPSConnection
-from urllib3.exceptions import HTTPError
-from urllib3.util.connection import create_connection
 
 from delaytasks.callbacks.signatures import ID, SIGNATURE, TIMESTAMP, SigningKeys
 from delaytasks.loops import within
 from delaytasks.model.clock import UTC, Clock, monotonic
 from delaytasks.model.errors import ConfigError, ForbiddenURLError, InvalidInputError
-from delaytasks.model.inputs import CALLBACKS_IN_FLIGHT
 from delaytasks.model.moves import Done, Fail, Outcome, Retry, RetrySchedule
 from delaytasks.model.task import DelayedTask
 from delaytasks.model.text import mask_url, one_line, shown
@@ -234,7 +228,6 @@ MAX_RETRY_AFTER_S = 86400.0
 MAX_RESPONSE_BYTES = 64 * 1024
 #: The part of a response that is stored with a failed attempt.
 MAX_QUOTED_CHARS = 500
-_OWN_HEADERS = {"Accept-Encoding": "identity", "Connection": "close"}
 _DEFAULT_HEADERS = {"Content-Type": "application/json", "User-Agent": "delaytasks"}
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _HEADER_VALUE = re.compile(r"[\x21-\x7e](?:[\t\x20-\x7e]*[\x21-\x7e])?")
@@ -285,12 +278,10 @@ class HttpCallbacks:
         self._keys = SigningKeys(settings.callback_secrets)
 
     @cached_property
-    def _connections(self) -> PoolManager:
-        # All connections share the TLS context: reading the certificate authorities takes as long
-        # as 40 callbacks. urllib3 warns if there are more connections to a host than `maxsize`.
-        made = PoolManager(maxsize=CALLBACKS_IN_FLIGHT, ssl_context=tls_context())
-        made.pool_classes_by_scheme = {"http": _Pool, "https": _TLSPool}
-        return made
+    def _tls(self) -> ssl.SSLContext:
+        # All connections share it: reading the certificate authorities takes as long as 40
+        # callbacks.
+        return tls_context()
 
     def content(self, url: str, body: Any, headers: Mapping[str, str] | None) -> dict[str, Any]:
         """Return the body of a callback's task, after checking it."""
@@ -310,29 +301,20 @@ class HttpCallbacks:
         self, target: Target, headers: Mapping[str, str], payload: bytes, task: DelayedTask
     ) -> Outcome:
         settings = self._settings
-        exchange = Exchange(self._guard, target, monotonic() + settings.callback_timeout_s)
-        current.set(exchange)
+        headers = {**_DEFAULT_HEADERS, **headers, **self._own_headers(payload, task)}
         # The time limit of each step: look up the name, connect, negotiate TLS, send head and body.
         step_s = min(settings.callback_connect_s, settings.callback_timeout_s / 5)
-        headers = {**_DEFAULT_HEADERS, **headers, **self._own_headers(payload, task)}
-        pool = self._connections.connection_from_host(target.host, target.port, target.scheme)
-        try:
-            response = pool.urlopen(
-                "POST",
-                target.path,
-                payload,
-                headers,
-                retries=False,
-                redirect=False,
-                timeout=Timeout(connect=step_s, read=settings.callback_read_s),
-                preload_content=False,
-            )
-            with closing(response):
-                return self._outcome(response, task)
-        except (HTTPError, OSError) as error:
-            cause = _first_cause(error)
-            text = one_line(str(cause), MAX_QUOTED_CHARS)
-            return Retry(reason=f"network: {type(cause).__name__} at {exchange.where}: {text}")
+        tls = self._tls if target.scheme == "https" else None
+        until = monotonic() + settings.callback_timeout_s
+        with closing(_Connection(self._guard, target, tls, until, step_s)) as connection:
+            try:
+                connection.request("POST", target.path, payload, headers)
+                connection.sock.settimeout(settings.callback_read_s)
+                with connection.getresponse() as response:
+                    return self._outcome(response, task)
+            except (http.client.HTTPException, OSError) as error:
+                text = one_line(str(error), MAX_QUOTED_CHARS)
+                return Retry(reason=f"network: {type(error).__name__} at {connection}: {text}")
 
     def _own_headers(self, payload: bytes, task: DelayedTask) -> dict[str, str]:
         """Return the headers that identify, time and sign the callback.
@@ -340,12 +322,12 @@ class HttpCallbacks:
         The id is the same in each attempt, so that the receiver can recognize a repetition.
         """
         id, timestamp = str(task.id), str(int(self._clock.now().timestamp()))
-        headers = {**_OWN_HEADERS, ID: id, TIMESTAMP: timestamp}
+        headers = {"Connection": "close", ID: id, TIMESTAMP: timestamp}
         if self._keys:
             headers[SIGNATURE] = self._keys.sign(id, timestamp, payload)
         return headers
 
-    def _outcome(self, response: BaseHTTPResponse, task: DelayedTask) -> Outcome:
+    def _outcome(self, response: http.client.HTTPResponse, task: DelayedTask) -> Outcome:
         """Return the outcome. It depends on the status alone, even if the body cannot be read."""
         status, quoted = response.status, _quoted(response)
         if 200 <= status < 300:
@@ -360,7 +342,7 @@ class HttpCallbacks:
             return Fail(reason)
         return Retry(self._asked_wait_s(response, task) if status in (429, 503) else None, reason)
 
-    def _asked_wait_s(self, response: BaseHTTPResponse, task: DelayedTask) -> float | None:
+    def _asked_wait_s(self, response: http.client.HTTPResponse, task: DelayedTask) -> float | None:
         """Return the wait of `Retry-After` if it is longer than the next retry delay, else None.
 
         Otherwise a receiver that always asks for one second would use up the retry schedule in some
@@ -373,10 +355,7 @@ class HttpCallbacks:
 
 
 def retry_after_s(text: str, now: datetime) -> float:
-    """Return the seconds from `now` in a `Retry-After` header, which has seconds or a date.
-
-    urllib3's own parser has a limit of six hours in some of its versions.
-    """
+    """Return the seconds from `now` in a `Retry-After` header, which has seconds or a date."""
     if re.fullmatch("[0-9]{1,15}", text):
         return float(text)
     try:
@@ -387,25 +366,13 @@ def retry_after_s(text: str, now: datetime) -> float:
         return 0.0
 
 
-def _quoted(response: BaseHTTPResponse) -> str:
+def _quoted(response: http.client.HTTPResponse) -> str:
     """Return the first part of a response on one line."""
     try:
-        body = response.read(MAX_RESPONSE_BYTES, decode_content=False)
-    except (HTTPError, OSError):
+        body = response.read(MAX_RESPONSE_BYTES)
+    except (http.client.HTTPException, OSError):
         return ""
     return one_line(body[: 4 * MAX_QUOTED_CHARS].decode(errors="replace").strip(), MAX_QUOTED_CHARS)
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    """Return the first error of a chain.
-
-    The messages of the libraries' own errors quote the whole URL, which may contain secrets.
-    """
-    while (
-        earlier := error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    ) is not None:
-        error = earlier
-    return error
 
 
 # -- Connections to untrusted servers: to the address that was checked, and with time limits ------
@@ -414,53 +381,32 @@ def _first_cause(error: BaseException) -> BaseException:
 MAX_INTERIM_RESPONSES = 10
 
 
-@dataclass
-class Exchange:
-    """One request and its response."""
-
-    guard: Guard
-    target: Target
-    #: The time at which the exchange must have ended.
-    deadline: float
-    #: The last address that a connection was made to.
-    address: Address | None = None
-
-    @property
-    def where(self) -> str:
-        """The receiver, for error messages."""
-        address = "" if self.address is None else f" ({self.address})"
-        return f"{self.target.host_and_port}{address}"
-
-
-#: The exchange of this thread.
-current: ContextVar[Exchange] = ContextVar("current")
-
-
-def time_left_s(limit_s: float | None) -> float:
-    """Return the time left for the current exchange, or `limit_s` if that is shorter."""
-    left = current.get().deadline - monotonic()
+def time_left_s(until: float, limit_s: float | None) -> float:
+    """Return the time that is left for a callback, or `limit_s` if that is shorter."""
+    left = until - monotonic()
     if left <= 0:
         raise TimeoutError("the request took too long")
     return left if limit_s is None else min(left, limit_s)
 
 
 class _BoundedReader(io.RawIOBase):
-    """Reads a socket until the exchange must have ended.
+    """Reads a socket until a time.
 
-    The time left for the exchange limits each wait. A time limit for each wait alone would let a
-    server that sends a byte from time to time continue forever.
+    The time that is left limits each wait. A time limit for each wait alone would let a server that
+    sends a byte from time to time continue forever.
     """
 
-    def __init__(self, raw: io.RawIOBase, sock: socket.socket) -> None:
+    def __init__(self, raw: io.RawIOBase, sock: socket.socket, until: float) -> None:
         self._raw = raw
         self._sock = sock
+        self._until = until
         self._idle_s = sock.gettimeout()
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int | None:
-        self._sock.settimeout(time_left_s(self._idle_s))
+        self._sock.settimeout(time_left_s(self._until, self._idle_s))
         return self._raw.readinto(buffer)
 
     def close(self) -> None:
@@ -469,9 +415,9 @@ class _BoundedReader(io.RawIOBase):
 
 
 class _Response(http.client.HTTPResponse):
-    def __init__(self, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, until: float, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
         super().__init__(sock, *args, **kwargs)
-        self.fp = io.BufferedReader(_BoundedReader(self.fp.detach(), sock))
+        self.fp = io.BufferedReader(_BoundedReader(self.fp.detach(), sock, until))
 
     def _read_status(self) -> tuple[str, int, str]:
         """Return the status line of the final response.
@@ -487,45 +433,47 @@ class _Response(http.client.HTTPResponse):
             f"more than {MAX_INTERIM_RESPONSES} interim responses (status 1xx)"
         )
 
-    def begin(self) -> None:
-        """Read the headers. The connection is not used again, whatever they say.
 
-        HTTP/1.1 does not number responses. What a hostile receiver sends after its response would
-        be the response to the next request.
-        """
-        super().begin()
-        self.will_close = True
+class _Connection(http.client.HTTPConnection):
+    """Connects to a checked address, for one request. Its text is the receiver, for messages.
 
+    HTTP/1.1 does not number responses. On a connection for several requests, what a hostile
+    receiver sends after its response would be the response to the next request.
+    """
 
-class _Connection(HTTPConnection):
-    """Connects to checked addresses only."""
+    def __init__(
+        self, guard: Guard, target: Target, tls: ssl.SSLContext | None, until: float, step_s: float
+    ) -> None:
+        super().__init__(target.host.strip("[]"), target.port, timeout=step_s)
+        self.default_port = DEFAULT_PORTS[target.scheme]
+        self.response_class = partial(_Response, until)  # type: ignore[assignment]
+        self._guard = guard
+        self._target = target
+        self._tls = tls
+        self._until = until
+        self._address: Address | None = None
 
-    response_class = _Response
+    def __str__(self) -> str:
+        address = "" if self._address is None else f" ({self._address})"
+        return f"{self._target.host_and_port}{address}"
 
-    def _new_conn(self) -> socket.socket:
-        exchange, failed = current.get(), OSError("the name has no address")
-        for address in exchange.guard.addresses(exchange.target, time_left_s(self.timeout)):
-            exchange.address = address
+    def connect(self) -> None:
+        failed = OSError("the name has no address")
+        limit_s = time_left_s(self._until, self.timeout)
+        for address in self._guard.addresses(self._target, limit_s):
+            self._address = address
+            limit_s = time_left_s(self._until, self.timeout)
             try:
-                return create_connection(
-                    (str(address), exchange.target.port),
-                    time_left_s(self.timeout),
-                    socket_options=self.socket_options,
-                )
+                self.sock = socket.create_connection((str(address), self._target.port), limit_s)
+                break
             except OSError as error:
                 failed = error
-        raise failed
-
-
-class _TLSConnection(_Connection, HTTPSConnection): ...
-
-
-class _Pool(HTTPConnectionPool):
-    ConnectionCls = _Connection
-
-
-class _TLSPool(HTTPSConnectionPool):
-    ConnectionCls = _TLSConnection
+        else:
+            raise failed
+        # The head and the body are sent one after the other.
+        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._tls is not None:
+            self.sock = self._tls.wrap_socket(self.sock, server_hostname=self.host)
 
 
 def tls_context() -> ssl.SSLContext:
