@@ -122,18 +122,17 @@ class Link(RedisLink):
 
 
 class Client:
-    """Replaces the client of redis-py."""
+    """Replaces the client of redis-py, which connects again after a loss."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._generation = server.generation
 
     def pipeline(self, transaction: bool) -> Pipe:
         assert not transaction
-        return Pipe(self._server, self._generation)
+        return Pipe(self._server)
 
     def script_load(self, script: str) -> None:
-        self._server.check(self._generation)
+        self._server.check(self._server.generation)
         self._server.load(script)
 
     def pubsub(self, ignore_subscribe_messages: bool) -> Listener:
@@ -145,8 +144,8 @@ class Client:
 
 
 class Pipe:
-    def __init__(self, server: Server, generation: int) -> None:
-        self._server, self._generation = server, generation
+    def __init__(self, server: Server) -> None:
+        self._server = server
         self._commands: Pipeline = []
 
     def execute_command(self, *words: Any) -> None:
@@ -158,7 +157,7 @@ class Pipe:
     def execute(self) -> list[Any]:
         if not self._commands:
             return []
-        answers = self._server.execute(self._commands, self._generation)
+        answers = self._server.execute(self._commands, self._server.generation)
         if (
             error := next((each for each in answers if isinstance(each, Exception)), None)
         ) is not None:
