@@ -262,6 +262,10 @@ class Bulk:
 
         return self._db.transaction(work)
 
+    def cancel(self, on: Any, ids: Sequence[int]) -> Step:
+        """Cancel those of these tasks that wait and that no other transaction has locked."""
+        return self._step(on, BulkFilter("cancel", Filter()), ids, None, None)
+
     def _step(
         self,
         on: Any,

@@ -440,7 +440,8 @@ class Change:
     who: str
     #: The kind of the change; empty if nothing was changed.
     kind: str = ""
-    cancelled: list[DelayedTask] = field(default_factory=list)
+    #: Id and tag of the tasks that were cancelled.
+    cancelled: list[tuple[int, str]] = field(default_factory=list)
     visits: list[Visit] = field(default_factory=list)
     made: list[DelayedTask] = field(default_factory=list)
 
@@ -458,11 +459,15 @@ class Change:
             keys = [known.key_of(at) for at in known.between(self.now, known.last_at)]
         except InvalidInputError:
             return  # another program wrote the timing, and no sweep made tasks of it
-        tasks = self.runtime.store.tasks
-        for _, id in sorted(tasks.ids_of_keys(known.tag, keys, self.on).items()):
+        store = self.runtime.store
+        ids = sorted(store.tasks.ids_of_keys(known.tag, keys, self.on).values())
+        # Together, since a schedule of each second has many.
+        step = store.bulk.cancel(self.on, ids)
+        self.cancelled += [(entry.id, known.tag) for entry in step.moved]
+        for id in step.busy:
             with suppress(TaskStateError):  # it runs, or has ended meanwhile
-                cancelled = tasks.cancel(id, on=self.on)
-                self.cancelled += [] if cancelled is None else [cancelled]
+                if store.tasks.cancel(id, on=self.on) is not None:
+                    self.cancelled.append((id, known.tag))
 
     def with_first_tasks(self, schedule: RecurringSchedule) -> RecurringSchedule:
         """Make the tasks of the occurrences that may pass before the next sweep."""
@@ -505,8 +510,8 @@ def _change(
         schedule, change = table.transaction(begun, on)
     if change.kind:
         runtime.events.emit("recurring.changed", schedule=name, change=change.kind, actor=who)
-    for task in change.cancelled:
-        runtime.events.emit("task.cancelled", id=task.id, tag=task.tag)
+    for id, tag in change.cancelled:
+        runtime.events.emit("task.cancelled", id=id, tag=tag)
     report(runtime.events, change.visits)
     runtime.producer.arm_after_commit(change.made, transaction)
     return schedule

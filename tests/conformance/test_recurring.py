@@ -133,15 +133,24 @@ def test_waiting_schedules_hide_no_others(world: RecurringWorld, monkeypatch: Mo
     assert (world.due_s(), world.due_s("other")) == ([10] * 5, [60])
 
 
-def test_the_statements_do_not_grow_with_the_schedules_of_a_batch(world: RecurringWorld) -> None:
-    def statements(schedules: int) -> int:
+def test_the_statements_do_not_grow_with_the_schedules_of_a_batch_and_the_tasks_of_a_change(
+    world: RecurringWorld,
+) -> None:
+    def statements(schedules: int, every: int) -> list[int]:
         for number in range(schedules):
             world.recur("1h", f"n{number}", f"t{number}", start=10, overlap="skip")
         with world.statements() as seen:
             world.sweep_at(0)
-        return len(seen)
+        world.recurring.set("often", "often", every=every)
+        with world.statements() as seen_by_pause:
+            world.recurring.pause("often")
+        world.recurring.remove("often")
+        return [len(seen), len(seen_by_pause)]
 
-    assert statements(1) + 1 >= statements(40)
+    first, by_pause = statements(1, 40)
+    many, by_pause_of_many = statements(40, 1)
+    assert many <= first + 1
+    assert by_pause_of_many == by_pause
 
 
 def test_a_damaged_schedule_stops_no_other_and_can_be_replaced(world: RecurringWorld) -> None:
