@@ -426,11 +426,21 @@ class NewTask(NamedTuple):
 def new_task(
     tag: str, body: Any, delay: Any, at: datetime | None, options: Mapping[str, Any]
 ) -> NewTask:
-    """Return the task of a call."""
+    """Return the task of a call, or say which of our names a name of Celery's has."""
     try:
         return NewTask(tag, body, delay, at, **options)
     except TypeError as error:
+        for name in CELERY_NAMES.keys() & options.keys():
+            raise TypeError(f"{name}= is Celery's: write {CELERY_NAMES[name]}") from None
         raise TypeError(f"schedule_delay: {str(error).partition(' ')[2]}") from None
+
+
+#: The options of `apply_async` that a user of Celery may try, and what to write instead.
+CELERY_NAMES = {
+    "countdown": "the seconds as the third argument",
+    "eta": "at=",
+    "expires": "max_late=, the longest time after the due time",
+}
 
 
 def new_task_of(item: object) -> NewTask:

@@ -113,7 +113,9 @@ def test_an_instance_that_is_closed_and_no_longer_used_is_freed(url: str) -> Non
 @pytest.mark.parametrize(
     ("options", "advice"),
     [
-        ({"countdown": 5}, "unexpected keyword argument 'countdown'"),
+        ({"countdown": 5}, "countdown= is Celery's: write the seconds as the third argument"),
+        ({"eta": datetime.max}, "eta= is Celery's: write at="),
+        ({"expires": 5}, "expires= is Celery's: write max_late="),
         ({"keys": "7"}, "unexpected keyword argument 'keys'"),
         ({"delay": datetime.now(timezone.utc)}, "pass an instant as at="),
         ({"delay": timedelta(-1)}, "not negative"),
