@@ -74,6 +74,7 @@ def run_chunk(request: ChunkRequest) -> Report:
     try:
         processes = processes_of(current_app)
         log = processes.runtime.events.log
+        processes.began_chunk()
         policies = processes.runtime.policy_cache
         # While the process continues with a drain, the main process sends it no further stamps.
         is_led = request.continue_s == 0
@@ -88,6 +89,9 @@ def run_chunk(request: ChunkRequest) -> Report:
         report = Report(
             pid=os.getpid(), detached=detached, error=text, reason=FailureReason.of(error)
         )
+    finally:
+        if processes is not None:
+            processes.ended_chunk()
     return report
 
 

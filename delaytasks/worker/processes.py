@@ -6,12 +6,15 @@ import atexit
 import mmap
 import os
 import secrets
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+from billiard.util import set_pdeathsig
 from celery import signals
 
 from delaytasks.model.clock import reset_in_child
@@ -148,6 +151,12 @@ class RequestedRuns:
 # -- Names, queues and runners --------------------------------------------------------------------
 
 
+#: Without a main process, a row runs no longer than this part of a lease, and of the time after
+#: which a silent worker's rows are released. Leases are renewed after a third of their time, and a
+#: worker reports after a third of the other one, so another worker does not run the row yet.
+ORPHAN_PART = 0.5
+
+
 class Processes:
     """The name of this process, what it shares with its worker's other processes, and its runners.
 
@@ -177,6 +186,8 @@ class Processes:
         self._lock = threading.Lock()
         self._runner: Runner | None = None
         self._task_events: TaskEvents | None = None
+        #: Whether this process of the pool runs a chunk, and whether its main process is dead.
+        self._runs_chunk = self._is_orphan = False
 
     def _share(self) -> None:
         """Make the memory that this process shares with those that it forks from now on."""
@@ -199,6 +210,8 @@ class Processes:
         # For the pool's processes, for this one when its pool has stopped, and for cold shutdowns.
         signals.worker_process_shutdown.connect(self._finish, weak=False)
         signals.worker_shutdown.connect(self._finish, weak=False)
+        if self.keeps_time_limits:
+            signals.worker_process_init.connect(self._outlive_main_process, weak=False)
         atexit.register(self._finish)
 
     def name(self, pid: int) -> str:
@@ -263,6 +276,38 @@ class Processes:
         runner.watch(watcher)
         return runner
 
+    def _outlive_main_process(self, **_: Any) -> None:
+        """Let this process of the pool end its chunk if only the main process is killed.
+
+        Celery asks Linux for a SIGKILL then, and the rows would wait until the worker counts as
+        dead.
+        """
+        with suppress(OSError):  # other systems have no signal for this
+            signal.signal(signal.SIGUSR2, self._main_process_died)
+            set_pdeathsig(signal.SIGUSR2)
+
+    def _main_process_died(self, *_: Any) -> None:
+        """Leave in other threads, since this one may hold a lock."""
+        settings = self.runtime.settings
+        self._is_orphan, left_s = True, min(settings.lease_s, settings.lost_s) * ORPHAN_PART
+        threading.Timer(left_s, _kill_this_process).start()
+        if not self._runs_chunk:  # rows may still run, whose chunk has ended
+            threading.Thread(target=self._leave).start()
+
+    def _leave(self) -> None:
+        try:
+            self._finish()
+        finally:
+            _kill_this_process()
+
+    def began_chunk(self) -> None:
+        self._runs_chunk = True
+
+    def ended_chunk(self) -> None:
+        self._runs_chunk = False
+        if self._is_orphan:
+            self._leave()
+
     def _finish(self, **_: Any) -> None:
         """Wait for the tasks that still run although all chunks have ended, and arm what they
         scheduled.
@@ -277,6 +322,10 @@ class Processes:
             from delaytasks.statistics.statistics_table import write_rest
 
             write_rest(runtime, statistics)
+
+
+def _kill_this_process() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def processes_of(celery_app: Any) -> Processes:

@@ -17,7 +17,7 @@ from chaos.pids import children_of, is_alive
 from delaytasks import Status
 from tests.integration.conftest import Deploy
 from tests.running import Deployment, combinations
-from tests.waiting import IS_LONG, wait_until
+from tests.waiting import IS_LONG, SLACK_S, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -129,14 +129,27 @@ def test_the_task_of_a_dead_process_runs_again_immediately(deploy: Deploy, datab
     d.wait_for([task, mail])
 
 
-def test_processes_of_a_killed_main_process_end(deploy: Deploy) -> None:
+def test_processes_of_a_killed_main_process_end_their_rows_and_exit(deploy: Deploy) -> None:
+    d = deploy("postgresql", lease=60)
+    worker, task = d.worker(), d.schedule("test.sleep", body={"seconds": 3})
+    wait_until(lambda: len(d.runs()) == 1, 10, "one of the two processes to begin")
+    children = children_of(worker.pid)
+    assert len(children) >= 2
+    os.kill(worker.pid, signal.SIGKILL)  # not its group
+    d.wait_for([task], deadline_s=8)
+    wait_until(lambda: not any(map(is_alive, children)), 5, "the processes to exit")
+    assert d.delays.get(task).runs == 1
+
+
+def test_a_process_of_a_killed_main_process_ends_although_its_rows_run(deploy: Deploy) -> None:
     d = deploy("postgresql", lease=60)
     worker, task = d.worker(), d.schedule("test.wait", body={"seconds": 40})
     wait_until(lambda: len(d.runs()) == 1, 10, "the task to begin")
     children = children_of(worker.pid)
-    os.kill(worker.pid, signal.SIGKILL)  # not its group
-    wait_until(lambda: not any(map(is_alive, children)), 5, "the processes to exit")
-    assert d.delays.get(task).status is Status.RUNNING, "another worker recovers it"
+    d.wait_for([d.schedule("test.note") for _ in range(4)])  # the chunk of the task has ended
+    os.kill(worker.pid, signal.SIGKILL)
+    wait_until(lambda: not any(map(is_alive, children)), 7.5 + SLACK_S, "the processes to exit")
+    assert d.delays.get(task).status is Status.RUNNING
 
 
 @pytest.mark.parametrize("database", ["postgresql", "mysql", "sqlite"])
