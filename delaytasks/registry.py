@@ -10,9 +10,8 @@ import difflib
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from datetime import datetime
-from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypedDict, TypeVar
 
 from delaytasks.model.body import check_version
@@ -93,24 +92,78 @@ class ProcessorOptions(CommonOptions, total=False):
     schema: Callable[..., Any] | None
 
 
+def _duration(option: str) -> Callable[[Any], float]:
+    return lambda given: check_wait(given, MAX_RETRY_DELAY_S, option)
+
+
+def _time_limit(option: str) -> Callable[[Any], float]:
+    def read(given: Any) -> float:
+        if (seconds := check_wait(given, MAX_RETRY_DELAY_S, option)) == 0:
+            raise InvalidInputError(
+                f"{option}=0 leaves no time to run; None means no limit", option
+            )
+        return seconds
+
+    return read
+
+
+def _number(option: str, most: int) -> Callable[[Any], int]:
+    return lambda given: check_integer(given, option, 1, most)
+
+
+def _as_it_is(given: Any) -> Any:
+    return given
+
+
+#: The field of `ProcessorSpec` that has an option, and how the option is checked.
+_OPTIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "queue": ("queue", check_queue),
+    "retries": ("retries", Retries.of),
+    "max_late": ("max_late_s", _duration("max_late")),
+    "on_time": ("on_time_s", _duration("on_time")),
+    "keep_result": ("keep_result", bool),
+    "schema": ("schema", _as_it_is),
+    "body_version": ("body_version", check_version),
+    "limit_key": ("limit_key", _as_it_is),
+    "batch": ("batch", _number("batch", MAX_BATCH)),
+    "in_flight": ("in_flight", _number("in_flight", MAX_SLOTS)),
+    "soft_time_limit": ("soft_time_limit_s", _time_limit("soft_time_limit")),
+    "time_limit": ("time_limit_s", _time_limit("time_limit")),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class ProcessorSpec:
     tag: str
     function: Callable[..., Any]
-    queue: str | None
     wants_task: bool
-    retries: Retries
-    max_late_s: float | None
-    on_time_s: float | None
-    keep_result: bool
-    schema: Callable[..., Any] | None
+    queue: str | None = None
+    retries: Retries = field(default_factory=lambda: Retries.of(None))
+    max_late_s: float | None = None
+    on_time_s: float | None = None
+    keep_result: bool = False
+    schema: Callable[..., Any] | None = None
     #: The newest version of the bodies that the function takes; None if they have no versions.
-    body_version: int | None
-    limit_key: Callable[[Any], str | None] | None
-    batch: int | None
-    in_flight: int | None
-    soft_time_limit_s: float | None
-    time_limit_s: float | None
+    body_version: int | None = None
+    limit_key: Callable[[Any], str | None] | None = None
+    batch: int | None = None
+    in_flight: int | None = None
+    soft_time_limit_s: float | None = None
+    time_limit_s: float | None = None
+
+    def __post_init__(self) -> None:
+        soft_s, hard_s = self.soft_time_limit_s, self.time_limit_s
+        if soft_s is not None and hard_s is not None and soft_s >= hard_s:
+            raise InvalidInputError(
+                f"a soft_time_limit of {soft_s:g} s comes too late for a time_limit of {hard_s:g} "
+                "s: make it shorter",
+                "soft_time_limit",
+            )
+        if self.has_time_limits and self.in_flight is not None:
+            raise ValueError(
+                f"time limits are for processors that run alone, and {_name(self.function)} is "
+                "async or has in_flight: use timeouts instead"
+            )
 
     @property
     def has_time_limits(self) -> bool:
@@ -157,50 +210,32 @@ class Registry:
 
     def processor(self, tag: str, **options: Unpack[ProcessorOptions]) -> Callable[[F], F]:
         """Register the decorated function, `f(body)` or `f(body, task)`, for `tag`."""
-        unknown = options.keys() - ProcessorOptions.__annotations__.keys()
-        if unknown:
-            known = ", ".join(ProcessorOptions.__annotations__)
+        check_tag(tag)
+        if unknown := options.keys() - _OPTIONS.keys():
             raise TypeError(
-                f"a processor has no option {', '.join(sorted(unknown))} (known: {known})"
+                f"a processor has no option {', '.join(sorted(unknown))} (known: "
+                f"{', '.join(_OPTIONS)})"
             )
-        queue, version = options.get("queue"), options.get("body_version")
-        soft_s, hard_s = _time_limits(options)
-        describe = partial(
-            ProcessorSpec,
-            tag=check_tag(tag),
-            queue=None if queue is None else check_queue(queue),
-            retries=Retries.of(options.get("retries")),
-            max_late_s=_seconds("max_late", options.get("max_late")),
-            on_time_s=_seconds("on_time", options.get("on_time")),
-            keep_result=bool(options.get("keep_result")),
-            schema=options.get("schema"),
-            body_version=None if version is None else check_version(version),
-            limit_key=options.get("limit_key"),
-            batch=options.get("batch"),
-            soft_time_limit_s=soft_s,
-            time_limit_s=hard_s,
-        )
-        in_flight, batch = options.get("in_flight"), options.get("batch")
-        if in_flight is not None:
-            check_integer(in_flight, "in_flight", 1, MAX_SLOTS)
-        if batch is not None:
-            check_integer(batch, "batch", 1, MAX_BATCH)
+        given: dict[str, Any] = {
+            field: check(option)
+            for name, (field, check) in _OPTIONS.items()
+            if (option := options.get(name)) is not None
+        }
 
         def register(function: F) -> F:
             known = self._processors.get(tag)
-            if known is not None and not _is_same(known.function, function):
+            if known is not None and _place(known.function) != _place(function):
                 raise ConfigError(
                     f"tag {tag!r} has the processor {_name(known.function)} already; give "
                     f"{_name(function)} another"
                 )
             _refuse_generator_function(function)
-            slots = _slots(function, in_flight, soft_s is not None or hard_s is not None)
-            wants_task = _wants_task(function, options.get("batch") is not None)
-            self._processors[tag] = describe(
-                function=function, wants_task=wants_task, in_flight=slots
-            )
-            if hard_s is not None:
-                self.time_limits[tag] = hard_s
+            if inspect.iscoroutinefunction(function):
+                given.setdefault("in_flight", ASYNC_SLOTS)
+            spec = ProcessorSpec(tag, function, _wants_task(function), **given)
+            self._processors[tag] = spec
+            if spec.time_limit_s is not None:
+                self.time_limits[tag] = spec.time_limit_s
             return function
 
         return register
@@ -226,15 +261,6 @@ class Registry:
             "tag",
         )
 
-    def meant_by(self, tag: str) -> str | None:
-        """Return the registered tag of which an unknown one may be a misspelling."""
-        close = (
-            []
-            if self.get(tag) is not None
-            else difflib.get_close_matches(tag, self._processors, n=1, cutoff=0.75)
-        )
-        return close[0] if close else None
-
     def queue_of(self, tag: str) -> str | None:
         processor = self._processors.get(tag)
         return None if processor is None else processor.queue
@@ -253,42 +279,6 @@ def tags_of(tag: str, aliases: Collection[str]) -> tuple[str, ...]:
     return (tag, *aliases)
 
 
-def _time_limits(options: ProcessorOptions) -> tuple[float | None, float | None]:
-    """Return the soft and the hard time limit in seconds."""
-    soft_s = _time_limit("soft_time_limit", options.get("soft_time_limit"))
-    hard_s = _time_limit("time_limit", options.get("time_limit"))
-    if soft_s is not None and hard_s is not None and soft_s >= hard_s:
-        raise InvalidInputError(
-            f"a soft_time_limit of {soft_s:g} s comes too late for a time_limit of {hard_s:g} s: "
-            "make it shorter",
-            "soft_time_limit",
-        )
-    return soft_s, hard_s
-
-
-def _time_limit(option: str, limit: object) -> float | None:
-    if (seconds := _seconds(option, limit)) == 0:
-        raise InvalidInputError(f"{option}=0 leaves no time to run; None means no limit", option)
-    return seconds
-
-
-def _seconds(option: str, duration: object) -> float | None:
-    return None if duration is None else check_wait(duration, MAX_RETRY_DELAY_S, option)
-
-
-def _slots(
-    function: Callable[..., Any], in_flight: int | None, has_time_limits: bool
-) -> int | None:
-    is_async = inspect.iscoroutinefunction(function)
-    if has_time_limits and (is_async or in_flight is not None):
-        kind = "is async" if is_async else "has in_flight"
-        raise ValueError(
-            f"time limits are for processors that run alone, and {_name(function)} {kind}: "
-            "use timeouts instead"
-        )
-    return ASYNC_SLOTS if is_async and in_flight is None else in_flight
-
-
 def _refuse_generator_function(function: Callable[..., Any]) -> None:
     """Raise an error for a function whose call would run none of its code."""
     for called in (function, type(function).__call__):
@@ -299,35 +289,25 @@ def _refuse_generator_function(function: Callable[..., Any]) -> None:
             )
 
 
-def _wants_task(function: Callable[..., Any], is_batch: bool) -> bool:
+def _wants_task(function: Callable[..., Any]) -> bool:
     """Whether the function is `f(body, task)`; arguments with defaults do not count."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    required = [
-        parameter
+    required = sum(
+        parameter.kind in positional and parameter.default is parameter.empty
         for parameter in inspect.signature(function).parameters.values()
-        if parameter.kind in positional and parameter.default is parameter.empty
-    ]
-    if len(required) not in (1, 2):
-        takes = (
-            "(tasks) or (bodies, tasks), as batch= says" if is_batch else "(body) or (body, task)"
-        )
-        raise TypeError(
-            f"a processor takes {takes}; {_name(function)} takes {len(required)} arguments"
-        )
-    return len(required) == 2
-
-
-def _is_same(known: Callable[..., Any], function: Callable[..., Any]) -> bool:
-    """Whether both are one function of a module that is run as __main__ and imported as well."""
-    if known is function:
-        return True
-    here, there = getattr(known, "__code__", None), getattr(function, "__code__", None)
-    return (
-        here is not None
-        and there is not None
-        and (here.co_filename, here.co_firstlineno, here.co_name)
-        == (there.co_filename, there.co_firstlineno, there.co_name)
     )
+    if required not in (1, 2):
+        raise TypeError(
+            "a processor takes (body) or (body, task), and with batch= (tasks) or (bodies, tasks); "
+            f"{_name(function)} takes {required} arguments"
+        )
+    return required == 2
+
+
+def _place(function: Callable[..., Any]) -> object:
+    """Return the same for a function of a module that is run as __main__ and imported as well."""
+    code = getattr(function, "__code__", None)
+    return function if code is None else (code.co_filename, code.co_firstlineno, code.co_name)
 
 
 def _name(function: Callable[..., Any]) -> str:
@@ -378,12 +358,6 @@ class Processor(Generic[Body, P, Returned_co]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Returned_co:
         """Call the function."""
         return self.function(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the function, such as `delay` if it is a Celery task."""
-        if name == "function":  # a copy that is not initialized yet
-            raise AttributeError(name)
-        return getattr(self.function, name)
 
     def __reduce__(self) -> str:
         """Pickle the name, as of a function. The processor is an attribute of its module."""

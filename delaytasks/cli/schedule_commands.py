@@ -115,12 +115,6 @@ def schedule(
     delays = cli.delays
     task = delays.schedule_delay(tag, content, delay, at=at, **options)
     cli.answer_task(task, "scheduled")
-    meant = runtime_of(delays).registry.meant_by(task.tag)
-    if meant is not None:
-        cli.note(
-            f"No processor here has the tag {task.tag!r}; did you mean {meant!r}? "
-            f"To cancel it: {cli.command} cancel {task.id}"
-        )
     cli.note_broker_away()
 
 

@@ -292,7 +292,7 @@ def test_a_coroutine_that_raises_fails_only_its_row(world: World, error: BaseExc
 def test_time_limits_are_refused_for_concurrent_processors(world: World) -> None:
     async def work(body: Any) -> None: ...
 
-    with pytest.raises(ValueError, match=r"work is async: use timeouts instead"):
+    with pytest.raises(ValueError, match=r"work is async or has in_flight: use timeouts instead"):
         world.delays.processor("wait", time_limit=5)(work)
     with pytest.raises(ValueError, match="has in_flight"):
         world.delays.processor("wait", soft_time_limit=5, in_flight=5)(lambda body: None)

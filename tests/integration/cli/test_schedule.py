@@ -33,16 +33,6 @@ def test_schedule_takes_an_instant_and_prints_a_sentence(shop: Project) -> None:
     assert re.fullmatch(r"scheduled task 42 \(ok\): due \S+Z, in (30m|29m59s)\n", said.stdout)
 
 
-def test_a_tag_that_looks_mistyped_is_accepted_and_reported(shop: Project) -> None:
-    said = shop("schedule", "mial", "--delay", "30m", "--id", "42")
-    assert said.exit_code == 0
-    assert "'mial'; did you mean 'mail'?" in said.stderr
-    assert said.stderr.endswith(f" {shop.name} cancel 42\n")
-    for tag in ("mail", "elsewhere"):
-        assert shop("schedule", tag, "--delay", "30m").stderr == ""
-    assert shop("schedule", "mial", "--delay", "30m", "--json").stderr == ""
-
-
 def test_a_body_comes_from_a_file_or_from_stdin(shop: Project, tmp_path: Path) -> None:
     (tmp_path / "body.json").write_text('["é"]', encoding="utf-8")
     assert shop.json("schedule", "ok", "@body.json", "--delay", "1h")["body"] == ["é"]
