@@ -100,7 +100,7 @@ _BY_OUTAGE = frozenset({"loop.failed", "chunk.failed", "settle.waits"})
 _EVENTS_OF_LEVELS = {
     logging.ERROR: (
         "task.failed task.left_open task.row_locked task.worker_lost store.down loop.failed "
-        "chunk.failed async.failed recurring.failed"
+        "chunk.failed recurring.failed"
     ),
     logging.WARNING: (
         "task.retry_scheduled task.raised_late task.expired result.dropped task.no_processor "

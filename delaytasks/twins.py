@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -117,18 +116,5 @@ class AsyncCalls:
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
         in_framework = self._runtime.in_framework(call)
-        if in_framework is not None:
-            result: T = await in_framework
-            return result
-        future = self._threads.submit(call)
-        try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            future.add_done_callback(self._report)
-            raise
-
-    def _report(self, future: Future[Any]) -> None:
-        """Log the error of a call whose caller was cancelled and therefore does not receive it."""
-        error = None if future.cancelled() else future.exception()
-        if error is not None:
-            self._runtime.events.emit("async.failed", error=error)
+        result: T = await (in_framework or asyncio.wrap_future(self._threads.submit(call)))
+        return result

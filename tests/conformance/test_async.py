@@ -146,25 +146,6 @@ def test_a_call_cancelled_later_completes(delays: DelayTasks, waiting_timer: Wai
     wait_until(lambda: waiting_timer.ids, LIMIT_S, "the task to be armed")
 
 
-def test_the_error_of_a_cancelled_call_is_logged(delays: DelayTasks, blocked: Blocked) -> None:
-    failed: list[Any] = []
-    delays.events.subscribe(
-        lambda name, fields: failed.append(fields["error"]) if name == "async.failed" else None
-    )
-
-    async def go() -> None:
-        call = asyncio.create_task(delays.acancel(1))
-        await blocked.have_started(1)
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call
-
-    run(go())
-    blocked.goes_on.set()
-    wait_until(lambda: failed, LIMIT_S, "the error to be logged")
-    assert isinstance(failed[0], ZeroDivisionError)
-
-
 def test_the_findings_of_a_check_are_read_in_one_call(delays: DelayTasks) -> None:
     async def go() -> list[str]:
         delays.processor("known")(lambda body: None)
