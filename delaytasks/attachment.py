@@ -28,7 +28,6 @@ from delaytasks.settings import PREFIX, secret_names
 
 if TYPE_CHECKING:
     from delaytasks.client import DelayTasks
-    from delaytasks.durable_eta.publish import Revocations
 
 
 # -- rows for delayed calls -----------------------------------------------------------------------
@@ -83,20 +82,16 @@ class RevokesRows:
 
     app: Any
 
-    @property
-    def _revocations(self) -> Revocations:
-        # Imported here: most processes revoke nothing.
-        from delaytasks.durable_eta.publish import Revocations
-
-        return Revocations(self.app.delaytasks._runtime)
-
     def broadcast(
         self, command: str, arguments: Mapping[str, Any] | None = None, *args: Any, **options: Any
     ) -> Any:
-        given = {**options, **(arguments or {})}
         try:
             if command in ("revoke", "terminate"):
-                self._revocations.revoke(maybe_list(given["task_id"]))
+                # Imported here: most processes revoke nothing.
+                from delaytasks.durable_eta.publish import Revocations
+
+                ids = {**options, **(arguments or {})}["task_id"]
+                Revocations(self.app.delaytasks._runtime).revoke(maybe_list(ids))
         finally:
             # Also if the database is unavailable, since a worker may have the message already.
             replies = super().broadcast(command, arguments, *args, **options)  # type: ignore[misc]
@@ -260,9 +255,8 @@ def warn_of_untested_celery(**_: Any) -> None:
     if tuple(celery.VERSION[:2]) > NEWEST_TESTED_CELERY:
         newest = "{}.{}".format(*NEWEST_TESTED_CELERY)
         logger.warning(
-            "delaytasks: Celery %s is installed, and the newest release that this version of "
-            "delaytasks was tested with is %s. delaytasks uses parts of Celery that may change "
-            "in any release. Upgrade delaytasks, or run: pip install 'celery~=%s.0'",
+            "delaytasks: Celery %s is installed, and the newest release that it was tested with is "
+            "%s: upgrade delaytasks, or run: pip install 'celery~=%s.0'",
             celery.__version__,
             newest,
             newest,
