@@ -28,6 +28,7 @@ from delaytasks.settings import PREFIX, secret_names
 
 if TYPE_CHECKING:
     from delaytasks.client import DelayTasks
+    from delaytasks.runtime import Runtime
 
 
 # -- rows for delayed calls -----------------------------------------------------------------------
@@ -144,9 +145,9 @@ class CarrierTask(Task):
     """
 
     def apply_async(self, args: Any = None, kwargs: Any = None, **options: Any) -> None:
-        runtime = self.app.delaytasks._runtime
-        message: tuple[list[Any], dict[str, Any]] = (list(args or ()), {})
-        runtime.publisher.send(self.name, runtime.settings.default_queue, [message])
+        runtime: Runtime = self.app.delaytasks._runtime
+        message: tuple[list[Any], dict[str, Any]] = (list(args or ()), {"task": self.name})
+        runtime.publisher.send(runtime.settings.default_queue, [message])
 
 
 def register_tasks(celery_app: Any) -> None:

@@ -89,7 +89,7 @@ class Publisher:
                 self._broker.answered()
 
     def send(self, queue: str, messages: Sequence[tuple[list[Any], Mapping[str, Any]]]) -> bool:
-        """Send one message of the Celery task `RUN` per (args, options).
+        """Send one message of the Celery task `RUN`, or of the option `task`, per (args, options).
 
         Return False if the broker is unavailable, or refuses the queue. The sweep then finds the
         rows.
@@ -121,7 +121,7 @@ class Publisher:
     def _message(self, target: Queue, args: list[Any], options: Mapping[str, Any]) -> Outgoing:
         message = self._app.amqp.as_task_v2(
             uuid(),
-            RUN,
+            options.get("task", RUN),
             args=args,
             eta=options.get("eta"),
             expires=options.get("expires"),
