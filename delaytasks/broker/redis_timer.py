@@ -312,6 +312,8 @@ def _with_scripts(client: Any, work: Callable[[Any], T]) -> T:
 
 #: An entry that a poller took and did not hand on within this time returns: the poller has died.
 RETURN_S = 2.0
+#: The ticket of a poller is a time within this range after that.
+TICKETS_MS = 100.0
 #: Pollers take entries this long before they are due, and keep them until then. No entry travels at
 #: the moment when it is due.
 AHEAD_MS = 100
@@ -445,9 +447,9 @@ class RedisTimer:
 
         def work(client: Any) -> list[Taken]:
             pipe = client.pipeline(transaction=False)
-            # Two calls of a millisecond for a slot do not get the same ticket but by chance. If
-            # they do, a poller deletes entries of another one, which loses them only if that dies.
-            ticket = int(now) + RETURN_S * 1000 + random.random()
+            # Two calls of the same millisecond get the same ticket once in 400,000 times. One of
+            # the pollers then deletes entries of the other one, which loses them only if that dies.
+            ticket = now + RETURN_S * 1000 + random.uniform(0, TICKETS_MS)
             for slot, count in most.items():
                 grace_s = self._settings.grace_s if grace_of is None else grace_of(slot.queue)
                 times = now, int(now) - int(grace_s * 1000), now + AHEAD_MS, ticket
