@@ -5,22 +5,24 @@ Alembic is imported by the functions that migrate, so that producers and workers
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import DDL, Connection, String, Table, column, func, inspect, select, table, text
-from sqlalchemy.dialects import registry
-from sqlalchemy.engine import Dialect
-from sqlalchemy.schema import (
-    CreateIndex,
-    CreateSchema,
-    CreateTable,
-    DropTable,
-    ExecutableDDLElement,
+from sqlalchemy import (
+    Connection,
+    String,
+    Table,
+    column,
+    create_mock_engine,
+    func,
+    inspect,
+    select,
+    table,
+    text,
 )
+from sqlalchemy.schema import CreateSchema
 
 from delaytasks.db.database import Database
 from delaytasks.db.engines import create_sqlite_file, lacks_sqlite_file
@@ -38,9 +40,6 @@ if TYPE_CHECKING:
 TABLE_LOCK_TIMEOUT_S = 2
 #: Two deployments that migrate simultaneously take turns.
 _TURN_S = 60
-
-#: Alembic's `context` and `op` are global to the process.
-_alembic = threading.Lock()
 
 
 def upgrade(
@@ -105,12 +104,14 @@ def url_of(settings: Settings) -> str:
 
 def ddl(dialect: str, prefix: str = "", schema: str | None = None) -> list[str]:
     """Return the statements that make the tables, for frameworks with migrations of their own."""
-    made: Dialect = registry.load(dialect)()
-    return [
-        str(statement.compile(dialect=made)).strip()
-        for table in build_schema(prefix, schema).metadata.sorted_tables
-        for statement in (*_creations(table, made), *_index_creations(table, made))
-    ]
+    statements: list[str] = []
+
+    def note(statement: Any, *_: Any, **__: Any) -> None:
+        statements.append(str(statement.compile(dialect=engine.dialect)).strip())
+
+    engine = create_mock_engine(f"{dialect}://", note)
+    build_schema(prefix, schema).metadata.create_all(engine, checkfirst=False)
+    return statements
 
 
 def create_tables(op: Operations, prefix: str, schema: str | None) -> None:
@@ -119,60 +120,36 @@ def create_tables(op: Operations, prefix: str, schema: str | None) -> None:
     MySQL commits each statement by itself, so a migration can stop half-way and is then repeated.
     A task table can also be there because its owner made it (docs/install.md).
     """
-    context = op.get_context()
-    for each in build_schema(prefix, schema).metadata.sorted_tables:
-        found = None if context.as_sql else inspect(op.get_bind())
-        has_indexes = set[str]()
-        if found is not None and found.has_table(each.name, schema):
-            _check_columns(each, {one["name"] for one in found.get_columns(each.name, schema)})
-            indexes = found.get_indexes(each.name, schema)
-            has_indexes = {str(index["name"]).lower() for index in indexes}
-        else:
-            for statement in _creations(each, context.dialect):
-                op.execute(statement)
-        for creation in _index_creations(each, context.dialect):
-            if str(creation.element.name).lower() not in has_indexes:
-                op.execute(creation)
+    bind, looks = op.get_bind(), not op.get_context().as_sql
+    tables = build_schema(prefix, schema)
+    if looks:
+        _check_columns(bind, tables.tasks)
+    tables.metadata.create_all(bind, checkfirst=looks)
+    if looks:
+        for index in (index for each in tables.metadata.sorted_tables for index in each.indexes):
+            index.create(bind, checkfirst=True)
 
 
 def drop_tables(op: Operations, prefix: str, schema: str | None) -> None:
     """Drop the tables. A task table that has rows stays, and so it does if nobody can look."""
-    context, tables = op.get_context(), build_schema(prefix, schema)
-    for each in reversed(tables.metadata.sorted_tables):
-        if context.as_sql:
-            is_there, has_rows = True, each is tables.tasks
-        else:
-            bind = op.get_bind()
-            is_there = inspect(bind).has_table(each.name, schema)
-            first = select(tables.tasks.c.id).limit(1)
-            has_rows = is_there and each is tables.tasks and bool(bind.execute(first).first())
-        if is_there and not has_rows:
-            op.execute(DropTable(each))
+    bind, looks = op.get_bind(), not op.get_context().as_sql
+    tables = build_schema(prefix, schema)
+    dropped = [each for each in tables.metadata.sorted_tables if each is not tables.tasks]
+    if looks and inspect(bind).has_table(tables.tasks.name, schema):
+        if bind.execute(select(tables.tasks.c.id).limit(1)).first() is None:
+            dropped.append(tables.tasks)
+    tables.metadata.drop_all(bind, dropped, checkfirst=looks)
 
 
-def _creations(table: Table, dialect: Dialect) -> Iterator[ExecutableDDLElement]:
-    yield CreateTable(table)
-    storage: dict[str, str] = for_database(
-        dialect.name, postgresql=table.info.get("storage", {}), mysql={}, sqlite={}
-    )
-    if storage:
-        options = ", ".join(f"{name} = {value}" for name, value in storage.items())
-        yield DDL(  # type: ignore[no-untyped-call]
-            f"ALTER TABLE {dialect.identifier_preparer.format_table(table)} SET ({options})"
-        )
-
-
-def _index_creations(table: Table, dialect: Dialect) -> Iterator[CreateIndex]:
-    for index in sorted(table.indexes, key=lambda index: str(index.name)):
-        if _is_for(dialect.name, index):
-            yield CreateIndex(index)
-
-
-def _check_columns(table: Table, found: set[str]) -> None:
-    missing = [column.name for column in table.c if column.name not in found]
+def _check_columns(bind: Connection, tasks: Table) -> None:
+    found = inspect(bind)
+    if not found.has_table(tasks.name, tasks.schema):
+        return
+    present = {one["name"] for one in found.get_columns(tasks.name, tasks.schema)}
+    missing = [column.name for column in tasks.c if column.name not in present]
     if missing:
         raise ConfigError(
-            f"{table.fullname} exists without the columns {', '.join(missing)}; if the table is "
+            f"{tasks.fullname} exists without the columns {', '.join(missing)}; if the table is "
             "yours, add them (docs/install.md, You already have the table), otherwise give "
             "delaytasks' tables a prefix (setting table_prefix)"
         )
@@ -206,32 +183,32 @@ def check_charset(database: Database, schema: Schema) -> None:
 @contextmanager
 def exclusively(connection: Connection, prefix: str, schema: str | None) -> Iterator[None]:
     """Run alone on this database, with short waits for locks. alembic/env.py uses this too."""
+    name = f"{schema or ''}.{version_table(prefix)}"
     alone: Any = for_database(
         connection.dialect.name,
         postgresql=_alone_on_postgresql,
         mysql=_alone_on_mysql,
         sqlite=lambda *_: nullcontext(),  # SQLite's writers take turns anyway
     )
-    with alone(connection, version_table(prefix), schema):
+    with alone(connection, name):
+        if schema and schema not in inspect(connection).get_schema_names():
+            connection.execute(CreateSchema(schema))
         yield
 
 
 @contextmanager
-def _alone_on_postgresql(
-    connection: Connection, versions: str, schema: str | None
-) -> Iterator[None]:
-    wait_for_turn(connection, f"{schema or ''}.{versions}")
+def _alone_on_postgresql(connection: Connection, name: str) -> Iterator[None]:
+    connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{_TURN_S}s'")
+    connection.execute(select(func.pg_advisory_xact_lock(func.hashtext(name))))
     connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{TABLE_LOCK_TIMEOUT_S}s'")
-    if schema and schema not in inspect(connection).get_schema_names():
-        connection.execute(CreateSchema(schema))
     yield
 
 
 @contextmanager
-def _alone_on_mysql(connection: Connection, versions: str, schema: str | None) -> Iterator[None]:
-    lock = f"{schema or ''}.{versions}"[-64:]
+def _alone_on_mysql(connection: Connection, name: str) -> Iterator[None]:
+    lock = name[-64:]
     if not connection.execute(select(func.get_lock(lock, _TURN_S))).scalar():
-        raise StoreUnavailableError(f"another migration of {versions} has run for {_TURN_S} s")
+        raise StoreUnavailableError(f"another migration of {name} has run for {_TURN_S} s")
     connection.exec_driver_sql(f"SET SESSION lock_wait_timeout = {TABLE_LOCK_TIMEOUT_S}")
     try:
         yield
@@ -242,34 +219,15 @@ def _alone_on_mysql(connection: Connection, versions: str, schema: str | None) -
         connection.execute(select(func.release_lock(lock)))
 
 
-def wait_for_turn(connection: Connection, name: str) -> None:
-    """Take PostgreSQL's advisory lock of this name until the end of the transaction. The wait is
-    bounded."""
-    connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{_TURN_S}s'")
-    connection.execute(select(func.pg_advisory_xact_lock(func.hashtext(name))))
-
-
 def comparison(dialect: str) -> dict[str, Any]:
-    """Return the options of Alembic's comparison."""
-    defaults = for_database(
-        dialect, postgresql=True, mysql=_default_without_identity, sqlite=_default_without_identity
-    )
-    return {
-        "compare_type": True,
-        "compare_server_default": defaults,
-        "include_object": lambda item, *_: _is_for(dialect, item),
-    }
+    """Return the options of Alembic's comparison. An index may be for one dialect only."""
 
+    def is_there(item: Any, *_: Any) -> bool:
+        condition = getattr(item, "_ddl_if", None)
+        return condition is None or condition.dialect == dialect
 
-def _default_without_identity(_context: Any, _found: Any, column: Any, *_: Any) -> bool | None:
-    """Compare the defaults of columns, except the identity that other databases do not have."""
-    return False if column.identity is not None else None
-
-
-def _is_for(dialect: str, item: Any) -> bool:
-    """Whether this database has the item: an index may be for one dialect only."""
-    condition = getattr(item, "_ddl_if", None)
-    return condition is None or condition.dialect == dialect
+    # Alembic compares an identity, which other databases do not have, as a default.
+    return {"compare_server_default": dialect == "postgresql", "include_object": is_there}
 
 
 def _run(
@@ -283,7 +241,7 @@ def _run(
     config.set_main_option("path_separator", "os")
 
     def once() -> None:
-        with _alembic, database.tx.begin() as connection:
+        with database.tx.begin() as connection:
             config.attributes.update(connection=connection, prefix=prefix, schema=schema)
             try:
                 work(config)

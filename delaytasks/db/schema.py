@@ -11,6 +11,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sqlalchemy import (
+    DDL,
     BigInteger,
     BindParameter,
     Boolean,
@@ -35,6 +36,7 @@ from sqlalchemy import (
     bindparam,
     case,
     column,
+    event,
     func,
     or_,
     select,
@@ -101,13 +103,11 @@ MYSQL_OPTIONS: Any = {
 #: waits until a fifth of the table is dead. In a table that keeps finished rows, that is millions
 #: of dead entries in the small hot index that every claim reads. With these values it runs after
 #: some thousands.
-STORAGE = {
-    "fillfactor": "85",
-    "autovacuum_vacuum_scale_factor": "0.01",
-    "autovacuum_vacuum_threshold": "5000",
-    "autovacuum_analyze_scale_factor": "0.02",
-    "autovacuum_analyze_threshold": "5000",
-}
+STORAGE = (
+    "fillfactor = 85, "
+    "autovacuum_vacuum_scale_factor = 0.01, autovacuum_vacuum_threshold = 5000, "
+    "autovacuum_analyze_scale_factor = 0.02, autovacuum_analyze_threshold = 5000"
+)
 
 
 def task_table(metadata: MetaData, prefix: str) -> Table:
@@ -151,9 +151,10 @@ def task_table(metadata: MetaData, prefix: str) -> Table:
         # since, has HELD.
         Column("late_by", SmallInteger),
         *_indexes(prefix),
-        info={"storage": STORAGE},
         **MYSQL_OPTIONS,
     )
+    storage = DDL(f"ALTER TABLE %(fullname)s SET ({STORAGE})")  # type: ignore[no-untyped-call]
+    event.listen(table, "after_create", storage.execute_if(dialect="postgresql"))
     t = table.c
     # One constraint, since PostgreSQL parses each for each statement.
     is_valid = and_(

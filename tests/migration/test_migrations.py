@@ -123,7 +123,9 @@ def test_the_schema_comparison_detects_a_difference(database: Database) -> None:
             connection.exec_driver_sql(f"ALTER TABLE {TASKS} {change}")
     found = schema_differences(database, PREFIX, None)
     kinds = sorted(each[0][0] if isinstance(each, list) else each[0] for each in found)
-    assert kinds == ["add_table", "modify_default", "remove_column"]
+    wanted = ["add_table", "modify_default", "remove_column"]
+    # Alembic compares defaults on PostgreSQL only.
+    assert kinds == (wanted if database.can.copy else [wanted[0], wanted[2]])
 
 
 def test_the_statements_for_frameworks_create_the_same_tables(database: Database) -> None:
