@@ -19,6 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 import pytest
 from sqlalchemy import delete
 
+from delaytasks.db.engines import create_sqlite_file
 from delaytasks.db.store import Store
 from delaytasks.settings import Settings, load_settings
 from tests import services as servers
@@ -284,6 +285,7 @@ def settings_for(url: str | Sequence[str], **changes: Any) -> Settings:
 def open_store(url: str, **changes: Any) -> Store:
     """Return a store with new tables."""
     store = Store(url, settings_for(url, **changes))
+    create_sqlite_file(store.database.url)
     with store.database.begin() as connection:
         store.schema.metadata.drop_all(connection)
         store.schema.metadata.create_all(connection)

@@ -23,6 +23,7 @@ from redis import Redis
 from sqlalchemy import insert, select
 
 from delaytasks import DelayedTask, DelayTasks, Status
+from delaytasks.db.engines import create_sqlite_file
 from delaytasks.db.types import db_now_plus
 from delaytasks.runtime import runtime_of
 from tests.proxy import Proxy
@@ -87,6 +88,7 @@ class Deployment:
         self._database_url = database_url
         self.delays = self.producer()
         self.store = runtime_of(self.delays).store
+        create_sqlite_file(self.store.database.url)
         self.store.schema.metadata.create_all(self.store.database.tx)
         self._processes: list[Process] = []
 

@@ -30,6 +30,7 @@ from delaytasks import DelayedTask, RetrySchedule
 from delaytasks.broker.arming import EtaTimer
 from delaytasks.broker.redis_timer import RedisLocation, RedisTimer
 from delaytasks.db.claims import Claims
+from delaytasks.db.engines import create_sqlite_file
 from delaytasks.db.schema import columns, task_of
 from delaytasks.db.store import Store
 from delaytasks.events import Events
@@ -182,6 +183,7 @@ def stage() -> Iterator[SimulationStage]:
         url = f"sqlite:///{folder}/simulation.sqlite3"
         store = Store(url, load_settings({}, {}, **SETTINGS))
         times.serve(store)
+        create_sqlite_file(store.database.url)
         with store.database.begin() as connection:
             store.schema.metadata.create_all(connection)
         threads = SimpleNamespace(

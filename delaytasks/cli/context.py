@@ -178,7 +178,6 @@ class Cli:
                 "make one with DelayTasks(app) where the app is made"
             )
         self._ctx.call_on_close(found.close)
-        found._runtime.store.database.expect_file()  # only `up` and `db upgrade` make one
         return found
 
     @property

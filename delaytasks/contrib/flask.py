@@ -128,7 +128,7 @@ class FlaskDelays(DelayTasks):
         if url is None:
             return None
         database = runtime_of(self).store.database
-        if not database.may_be_at(url):
+        if not database.is_at(url):
             return None
         session = current_app.extensions["sqlalchemy"].session
         transaction = transaction_of(session, database.remedy_at)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import random
 import select as sockets
 import socket
@@ -23,15 +24,14 @@ from sqlalchemy.util import await_only, greenlet_spawn
 from sqlalchemy.util.concurrency import in_greenlet
 
 from delaytasks.db.engines import (
+    DEMOTED,
     TRIES,
-    addresses_of,
-    check_sqlite_file,
-    create_sqlite_file,
     first_cause,
     forget_details,
-    is_demoted,
+    is_same_database,
     is_unsure,
     is_worth_a_retry,
+    lacks_sqlite_file,
     make_engine,
     masked,
     normalize_url,
@@ -44,6 +44,7 @@ from delaytasks.model.clock import reset_in_child
 from delaytasks.model.errors import (
     DuplicateTaskError,
     SessionUnusableError,
+    StoreError,
     StoreUnavailableError,
     TaskStateError,
 )
@@ -360,21 +361,19 @@ class Database:
         self.url = normalize_url(url)
         #: What the user does if tables are missing or old, for messages.
         self.tables_remedy = tables_remedy
-        self.addresses = addresses_of(self.url)
         #: The name of the kind of database, for `for_database`.
         self.backend = self.url.get_backend_name()
         self.can = capabilities_of(self.backend)
         self._pool_size = pool_size
-        self._expects_file = False
         self._lock = threading.Lock()
         self._auto: Engine | None = None
         self._tx: Engine | None = None
         self._kept = KeptConnection(self.bounded)
         reset_in_child(self)
 
-    def may_be_at(self, url: URL) -> bool:
-        """Return whether `url` may lead to this database."""
-        return bool(self.addresses & addresses_of(url))
+    def is_at(self, url: URL) -> bool:
+        """Return whether `url` names this database."""
+        return is_same_database(self.url, url)
 
     @property
     def shown_url(self) -> str:
@@ -383,7 +382,7 @@ class Database:
 
     def remedy_at(self, url: URL) -> str:
         """Return what the user does if a session on `url` does not find the tables."""
-        if self.may_be_at(url):
+        if self.is_at(url):
             return f"to make the tables, {self.tables_remedy}"
         return (
             f"the session is on {masked(url)}, and "
@@ -529,7 +528,7 @@ class Database:
                 error = first_cause(raised)
                 # An earlier try may have been executed, whatever the last error is.
                 is_sent = is_sent or is_unsure(error)
-                if is_demoted(error.orig):
+                if DEMOTED.caused(error.orig):
                     self.dispose()  # the other connections of the pools lead to the same server
                 is_over = attempt == tries or time.monotonic() - began > RETRY_FOR_S
                 if is_over or not is_worth_a_retry(error):
@@ -547,23 +546,23 @@ class Database:
     def _translated(self, error: exc.DBAPIError, unknown_id: int | None = None) -> Exception:
         return translate(error, unknown_id, self.tables_remedy, self.shown_url)
 
-    def expect_file(self) -> None:
-        """From now on raise an error if the SQLite file is missing. Else connecting makes an empty
-        file."""
-        self._expects_file = True
-
-    def _before_connecting(self, *_: Any) -> None:
-        if self._expects_file:
-            check_sqlite_file(self.url, self.tables_remedy)
-        create_sqlite_file(self.url)
+    def _check_file(self, *_: Any) -> None:
+        """Raise `StoreError` if the file is missing. SQLite would make an empty one."""
+        if lacks_sqlite_file(self.url):
+            raise StoreError(
+                f"there is no database {os.path.abspath(str(self.url.database))}: go to your "
+                "project's folder, name your Celery app (delaytasks -A APP …) or its database "
+                f"(DELAYTASKS_DATABASE_URL); to make a new one here, {self.tables_remedy}"
+            )
 
     def _make(self, attribute: str, isolation_level: str) -> Engine:
         with self._lock:
             engine: Engine | None = getattr(self, attribute)
             if engine is None:
                 engine = make_engine(self.url, self._pool_size, isolation_level)
-                event.listen(engine, "do_connect", self._before_connecting)
-                if self.backend != "sqlite":
+                if self.backend == "sqlite":
+                    event.listen(engine, "do_connect", self._check_file)
+                else:
                     event.listen(engine, "checkin", _mark_returned)
                     event.listen(engine, "checkout", _check_alive)
                     event.listen(engine, "after_cursor_execute", _in_progress.answered)

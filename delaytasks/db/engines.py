@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 from datetime import datetime
-from inspect import signature
-from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import parse_qsl, unquote, urlsplit
 
 from sqlalchemy import (
     URL,
@@ -23,7 +19,6 @@ from sqlalchemy import (
     exc,
     make_url,
 )
-from sqlalchemy.engine.default import DefaultDialect
 
 from delaytasks.db.types import capabilities_of, for_database
 from delaytasks.model.errors import (
@@ -45,8 +40,6 @@ from delaytasks.settings import make_file, make_folder
 
 #: Marks a pooled connection with an open transaction.
 _IS_OPEN = "delaytasks.open"
-#: SQLAlchemy has this option since 2.0.43.
-_SKIP = "skip_autocommit_rollback"
 
 
 def _skip_needless_rollbacks(engine: Engine) -> None:
@@ -72,49 +65,24 @@ def _reset(connection: Any, record: Any, _state: object) -> None:
         connection.rollback()
 
 
-# -- The addresses that a database URL contains, to compare databases, and URLs for messages ------
+# -- The URLs of databases ------------------------------------------------------------------------
 
 
-SEVERAL_HOSTS = (
-    "several hosts of one PostgreSQL cluster are written as "
-    "postgresql://user@/name?host=h1:5432&host=h2:5432"
-)
 _DEFAULT_PORTS = {"postgresql": 5432, "mysql": 3306}
+#: The options of a URL that name a server. Drivers take them instead of the parts before the query.
+_PLACES = ("host", "port", "unix_socket", "service")
 
 
-class DatabaseAddress(NamedTuple):
-    """The parts of two URLs that are equal if they name the same database. Users and options may
-    differ."""
-
-    backend: str
-    host: str | None
-    port: str
-    database: str | None
+def is_same_database(one: URL, other: URL) -> bool:
+    """Return whether two URLs name a database in the same way. Users, drivers and other options
+    may differ."""
+    return _address(one) == _address(other)
 
 
-def addresses_of(url: URL) -> frozenset[DatabaseAddress]:
-    """Return one address for each host in the URL. The URL of a cluster has several."""
-    backend = {"mariadb": "mysql"}.get(url.get_backend_name(), url.get_backend_name())
-    default = _DEFAULT_PORTS.get(backend)
-    hosts, ports = _listed(url, "host"), _listed(url, "port")
-    addresses = set()
-    for host, port in zip(hosts or [url.host], cycle(ports or [None])):
-        name, own = host, ""
-        if host and host.count(":") == 1:  # not a socket's folder, and not an IPv6 address
-            name, _, own = host.partition(":")
-        number = str(own or port or url.port or default or "")
-        addresses.add(DatabaseAddress(backend, name, number, url.database))
-    return frozenset(addresses)
-
-
-def _listed(url: URL, name: str) -> list[str | None]:
-    """Return the values of `name` in the query. Drivers take them instead of those before the
-    query."""
-    for key in (name, "unix_socket", "service") if name == "host" else (name,):
-        given = url.query.get(key)
-        if given:
-            return list(given.split(",") if isinstance(given, str) else given)
-    return list(url.host.split(",")) if name == "host" and url.host else []
+def _address(url: URL) -> tuple[object, ...]:
+    backend = url.get_backend_name().replace("mariadb", "mysql")
+    port = url.port or _DEFAULT_PORTS.get(backend)
+    return (backend, url.host, port, url.database, *map(url.query.get, _PLACES))
 
 
 def masked(url: URL) -> str:
@@ -129,35 +97,27 @@ _DRIVERS = {
     "mariadb": ("pymysql",),
     "sqlite": ("pysqlite",),
 }
-#: Drivers that a URL shared with the caller's application may name. They reach the same database.
-_OTHER_DRIVERS = frozenset(
-    "psycopg2cffi asyncpg pg8000 aiosqlite mysqldb mysqlconnector mariadbconnector cymysql "
-    "aiomysql asyncmy".split()
-)
 
 
 def normalize_url(text: str) -> URL:
     """Return the URL with the driver that delaytasks uses.
 
-    Another driver of the application's is replaced by the default driver.
+    Another driver, which a URL shared with the caller's application may name, is replaced by the
+    default driver. It reaches the same database.
     """
     try:
         url = make_url(text)
     except (exc.ArgumentError, ValueError):  # a wrong port
-        remedy = f"; {SEVERAL_HOSTS}" if "," in text else ""
-        fact = "delaytasks_database_url is not a database URL (dialect://user:password@host/name)"
-        raise ConfigError(fact + remedy) from None
+        raise ConfigError(
+            "delaytasks_database_url is not a database URL (dialect://user:password@host/name; "
+            "several hosts of one PostgreSQL cluster are written as "
+            "postgresql://user@/name?host=h1:5432&host=h2:5432)"
+        ) from None
     backend, _, driver = url.drivername.partition("+")
     backend = {"postgres": "postgresql"}.get(backend, backend)
     driver = {"psycopg_async": "psycopg"}.get(driver, driver)  # one package has both
     capabilities_of(backend)
     drivers = _DRIVERS[backend]
-    if driver and driver not in drivers and driver not in _OTHER_DRIVERS:
-        raise ConfigError(
-            f"delaytasks_database_url names the driver {driver!r}, and delaytasks connects with "
-            f"{' or '.join(drivers)}: begin the URL with {backend}:// or "
-            f"{backend}+{drivers[0]}://"
-        )
     ours = driver if driver in drivers else drivers[0]
     if driver == "asyncpg" and "ssl" in url.query:  # asyncpg's name of libpq's sslmode
         url = url.update_query_dict({"sslmode": url.query["ssl"]}).difference_update_query(["ssl"])
@@ -216,23 +176,20 @@ class ForkGate:
 fork_gate = ForkGate()
 
 
-#: The connection to a server that vanished ends after 25 seconds, not after TCP's two hours.
+# -- The engines ----------------------------------------------------------------------------------
+
+
+#: An idle connection that listens for notices ends 25 seconds after its server has vanished, not
+#: after TCP's two hours.
 _KEEPALIVES = {
     "keepalives_idle": 10,
     "keepalives_interval": 5,
     "keepalives_count": 3,
     "tcp_user_timeout": 25_000,
 }
-_TCP_OPTIONS = {
-    "TCP_KEEPIDLE": 10,
-    "TCP_KEEPINTVL": 5,
-    "TCP_KEEPCNT": 3,
-    "TCP_USER_TIMEOUT": 25_000,
-}
 #: How long a statement waits for a row that another transaction has locked. `Database.repeat` tries
 #: again.
 ROW_LOCK_TIMEOUT_S = 1
-_AUTOCOMMIT = "AUTOCOMMIT"
 _PACKAGES = {
     "psycopg2": "psycopg2-binary",
     "psycopg": "'delaytasks[psycopg]'",
@@ -241,24 +198,25 @@ _PACKAGES = {
 
 
 def make_engine(url: URL, pool_size: int, isolation_level: str) -> Engine:
-    options: dict[str, Any] = {"pool_size": pool_size, "max_overflow": 20, "pool_timeout": 10}
+    """Return an engine with transactions of this isolation level, or "AUTOCOMMIT"."""
     make = for_database(
         url.get_backend_name(),
         postgresql=_postgresql_engine,
         mysql=_mysql_engine,
         sqlite=_sqlite_engine,
     )
+    options: dict[str, Any] = {"pool_size": pool_size, "max_overflow": 20, "pool_timeout": 10}
+    # Parameters contain bodies and keys, which an error and its cause must not show.
+    options["hide_parameters"] = True
     try:
-        return make(url, isolation_level, options)
-    except exc.ArgumentError as error:  # the numbers of hosts and ports differ
-        raise ConfigError(
-            f"delaytasks_database_url cannot be read: {error}; {SEVERAL_HOSTS}"
-        ) from error
+        engine = make(url, isolation_level, options)
     except ModuleNotFoundError as error:
         package = _PACKAGES[url.get_driver_name()]
         raise ConfigError(
             f"no driver {error.name!r} for {url.drivername}: pip install {package}"
         ) from error
+    event.listen(engine, "handle_error", _connecting_sent_nothing)
+    return engine
 
 
 def _postgresql_engine(url: URL, isolation_level: str, options: dict[str, Any]) -> Engine:
@@ -267,47 +225,35 @@ def _postgresql_engine(url: URL, isolation_level: str, options: dict[str, Any]) 
         "application_name": "delaytasks",
         "options": _postgresql_options(url),
         **_KEEPALIVES,
-        **_cursor_options(url),
     }
+    if url.get_driver_name() == "psycopg":
+        from psycopg import ClientCursor
+
+        # The default cursor sends the parameters separately and prepares statements that are
+        # repeated, with names that connections behind a pooler may share.
+        options["connect_args"]["cursor_factory"] = ClientCursor
     return _server_engine(url, isolation_level, options)
 
 
-def _cursor_options(url: URL) -> dict[str, Any]:
-    if url.get_driver_name() != "psycopg":
-        return {}
-    from psycopg import ClientCursor
-
-    # The default cursor sends the parameters separately and prepares statements that are repeated,
-    # with names that connections behind a pooler may share.
-    return {"cursor_factory": ClientCursor}
-
-
 def _mysql_engine(url: URL, isolation_level: str, options: dict[str, Any]) -> Engine:
-    is_autocommit = isolation_level == _AUTOCOMMIT
     options["connect_args"] = {"connect_timeout": 5, "read_timeout": 5, "charset": "utf8mb4"}
-    if not is_autocommit:
-        options["pool_reset_on_return"] = None
-    elif _SKIP in signature(DefaultDialect.__init__).parameters:
-        options[_SKIP] = True
+    options["pool_reset_on_return"] = None
+    options["skip_autocommit_rollback"] = True
     engine = _server_engine(url, isolation_level, options)
     event.listen(engine, "connect", _mysql_connect)
-    if not is_autocommit:
+    if isolation_level != "AUTOCOMMIT":
         _skip_needless_rollbacks(engine)
     return engine
 
 
 def _server_engine(url: URL, isolation_level: str, options: dict[str, Any]) -> Engine:
-    if isolation_level == _AUTOCOMMIT:
+    if isolation_level == "AUTOCOMMIT":
         # No transaction is ever open on such a connection: a ROLLBACK on return would waste a round
         # trip.
         options["pool_reset_on_return"] = None
     # SQLAlchemy would not read psycopg's count of the rows that an INSERT writes.
     options["execution_options"] = {"preserve_rowcount": True}
-    # Parameters contain bodies and keys, which an error and its cause must not show.
-    engine = create_engine(url, isolation_level=isolation_level, hide_parameters=True, **options)
-    event.listen(engine, "do_connect", _connect)
-    event.listen(engine, "handle_error", _connecting_sent_nothing)
-    return engine
+    return create_engine(url, isolation_level=isolation_level, **options)
 
 
 def _sqlite_engine(url: URL, isolation_level: str, options: dict[str, Any]) -> Engine:
@@ -315,24 +261,20 @@ def _sqlite_engine(url: URL, isolation_level: str, options: dict[str, Any]) -> E
     # A database in memory needs this pool too, since its own takes no sizes. Each of its
     # connections is another database, so rows exist in the caller's session only, but any
     # connection can return the time.
-    engine = create_engine(url, poolclass=QueuePool, hide_parameters=True, **options)
+    engine = create_engine(url, poolclass=QueuePool, **options)
     event.listen(engine, "connect", _sqlite_connect)
-    event.listen(engine, "handle_error", _connecting_sent_nothing)
     event.listen(engine, "checkout", fork_gate.enter)
     event.listen(engine, "checkin", fork_gate.leave)
-    if isolation_level != _AUTOCOMMIT:
+    if isolation_level != "AUTOCOMMIT":
         event.listen(engine, "begin", _sqlite_begin_immediate)
     return engine
 
 
-def _connect(dialect: Any, _record: Any, arguments: Any, options: Any) -> Any:
-    try:
-        return dialect.connect(*arguments, **options)
-    except TypeError as error:
-        raise ConfigError(
-            f"delaytasks_database_url has an option in its query (after the ?) that "
-            f"{dialect.driver} does not take: {error}"
-        ) from error
+def _connecting_sent_nothing(context: ExceptionContext) -> None:
+    """If connecting fails, no statement was sent, so no outcome is unknown."""
+    if context.connection is None:
+        context.is_disconnect = False
+        context.original_exception.__dict__[_CONNECTING] = True
 
 
 def _postgresql_options(url: URL) -> str:
@@ -353,35 +295,11 @@ def _postgresql_options(url: URL) -> str:
     return " ".join([*set_ours, *([given] if isinstance(given, str) else given)]).strip()
 
 
-def _sqlite_connect(connection: Any, _record: Any) -> None:
-    # We send BEGIN IMMEDIATE ourselves: a deferred transaction fails if two writers meet.
-    connection.isolation_level = None
-    cursor = connection.cursor()
-    cursor.execute("PRAGMA busy_timeout = 30000")
-    cursor.execute("PRAGMA journal_mode = WAL")
-    cursor.execute("PRAGMA synchronous = NORMAL")
-    # Pages that are written again and again, such as those of indexes, go to the file once for some
-    # thousand rows.
-    cursor.execute("PRAGMA wal_autocheckpoint = 4000")
-    cursor.close()
-
-
-def _connecting_sent_nothing(context: ExceptionContext) -> None:
-    """If connecting fails, no statement was sent, so no outcome is unknown."""
-    if context.connection is None:
-        context.is_disconnect = False
-        mark_as_connecting(context.original_exception)
-
-
 def _mysql_connect(connection: Any, _record: Any) -> None:
     from pymysql.constants import FIELD_TYPE
 
     # The driver's own converter is a regular expression, and each row of a chunk has two instants.
     connection.decoders = {**connection.decoders, FIELD_TYPE.DATETIME: datetime.fromisoformat}
-    if connection._sock.family != getattr(socket, "AF_UNIX", None):
-        for option, value in _TCP_OPTIONS.items():
-            if hasattr(socket, option):
-                connection._sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     with connection.cursor() as cursor:
         # This applies to autocommitted statements too. At REPEATABLE READ they would lock gaps in
         # the indexes, and block the producers' inserts.
@@ -398,6 +316,19 @@ def _mysql_connect(connection: Any, _record: Any) -> None:
     connection._read_timeout = None
 
 
+def _sqlite_connect(connection: Any, _record: Any) -> None:
+    # We send BEGIN IMMEDIATE ourselves: a deferred transaction fails if two writers meet.
+    connection.isolation_level = None
+    cursor = connection.cursor()
+    cursor.execute("PRAGMA busy_timeout = 30000")
+    cursor.execute("PRAGMA journal_mode = WAL")
+    cursor.execute("PRAGMA synchronous = NORMAL")
+    # Pages that are written again and again, such as those of indexes, go to the file once for some
+    # thousand rows.
+    cursor.execute("PRAGMA wal_autocheckpoint = 4000")
+    cursor.close()
+
+
 def _sqlite_begin_immediate(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN IMMEDIATE")
 
@@ -406,20 +337,12 @@ def _sqlite_begin_immediate(connection: Connection) -> None:
 
 
 def sqlite_path(url: URL) -> Path | None:
-    """Return the path; None for other databases and for a database in memory."""
+    """Return the path; None for other databases, for a database in memory, and for a `file:` URI,
+    whose file SQLite opens as its options say."""
     name = url.database
-    if url.get_backend_name() != "sqlite" or not name or name == ":memory:":
+    if url.get_backend_name() != "sqlite" or not name or name.startswith((":memory:", "file:")):
         return None
-    if not (name.startswith("file:") and "uri" in url.query):
-        return Path(name)
-    path = unquote(urlsplit(name).path)
-    return Path(path) if path not in ("", ":memory:") and _mode_of(url) != "memory" else None
-
-
-def _mode_of(url: URL) -> str | None:
-    """Return how a URL with a `file:` URI opens the database: `ro`, `rw`, `rwc` or `memory`."""
-    given = url.query.get("mode") or dict(parse_qsl(urlsplit(url.database or "").query)).get("mode")
-    return given if isinstance(given, str) else None
+    return Path(name)
 
 
 def lacks_sqlite_file(url: URL) -> bool:
@@ -431,63 +354,72 @@ def create_sqlite_file(url: URL) -> None:
     """Make an empty database file unless it exists. SQLite gives -wal, -shm and -journal its
     mode."""
     path = sqlite_path(url)
-    if path is not None and not path.exists() and _mode_of(url) not in ("ro", "rw"):
+    if path is not None and not path.exists():
         make_folder(path.parent)
         make_file(path)
-
-
-def check_sqlite_file(url: URL, tables_remedy: str) -> None:
-    """Raise `StoreError` if the file is missing: SQLite would make an empty one in the current
-    folder."""
-    path = sqlite_path(url)
-    if path is not None and not path.exists():
-        raise StoreError(
-            f"there is no database {path.absolute()}: go to your project's folder, name your "
-            "Celery app (delaytasks -A APP …) or its database (DELAYTASKS_DATABASE_URL); "
-            f"to make a new one here, {tables_remedy}"
-        )
 
 
 # -- Classifies errors: try again, unavailable, outcome unknown, refused --------------------------
 
 TRIES = 5
-
-#: A prepared statement is missing, exists already or is out of date. It is not used again.
-PREPARED_IS_GONE = {"26000", "42P05", "0A000"}
-#: Errors after which the same transaction may simply be tried again: serialization failure,
-#: deadlock, lock not available.
-_RETRY_PG = {"40001", "40P01", "55P03"} | PREPARED_IS_GONE
-#: The same: lock wait timeout, deadlock (or a failed certification of Galera), record has changed,
-#: rolled back by group replication.
-_RETRY_MYSQL = {1205, 1213, 1020, 3101}
-
-#: A server that answers but cannot work now: out of memory, disk or connections, shutting down,
-#: failed over.
-_UNABLE_PG = ("53", "57", "58", "25006")
-#: A server that accepts no writes: it was the primary, or lost its cluster. Another server may be
-#: the primary now.
-_DEMOTED_PG = {"25006"}
-#: Galera's "not ready", read-only servers and sessions, read-only InnoDB, group replication without
-#: a majority.
-_DEMOTED_MYSQL = {1047, 1290, 1792, 1836, 1874, 3100}
-_UNABLE_MYSQL = {1021, 1040, 1053, 1114, 1203, 1226, 1317} | _DEMOTED_MYSQL
-#: COMMIT failed. On Galera the other nodes may have the transaction, if this node lost its cluster
-#: meanwhile.
-_UNSURE_MYSQL = {1180}
-#: Tables, columns or schemas are missing. Such a server has no tables, or those of another version.
-_MISSING_PG = {"42P01", "42703", "3F000"}
-_MISSING_MYSQL = {1146, 1054}
-_MISSING_SQLITE = ("no such table", "no such column", "has no column named")
-#: A statement reached its time limit: MariaDB, MySQL.
-_TIMEOUT_MYSQL = {1969, 3024}
-_UNABLE_SQLITE = ("disk is full", "disk I/O error", "readonly database")
-
 #: The attribute of a driver's error that was raised while connecting.
 _CONNECTING = "delaytasks_was_connecting"
 
-#: MySQL's errors about values that its driver does not classify as such. Their texts quote the
-#: values.
-_VALUES_MYSQL = {1062, 1264, 1292, 1366, 1406, 3140, 4025}
+
+class Failure(NamedTuple):
+    """A reason for which databases refuse statements, and the errors with which they report it."""
+
+    #: The SQLSTATEs of PostgreSQL, or their first characters.
+    sqlstates: tuple[str, ...] = ()
+    #: The numbers of MySQL and MariaDB.
+    numbers: frozenset[int] = frozenset()
+    #: Parts of SQLite's texts.
+    texts: tuple[str, ...] = ()
+
+    def caused(self, driver_error: object) -> bool:
+        """Return whether the driver raised this error for this reason."""
+        first = _first_of(driver_error)
+        if _is_sqlite(driver_error):
+            return any(words in str(first) for words in self.texts)
+        return (sqlstate_of(driver_error) or "").startswith(self.sqlstates) or first in self.numbers
+
+
+#: A prepared statement is missing, exists already or is out of date. It is not used again.
+PREPARED_IS_GONE = Failure(("26000", "42P05", "0A000"))
+#: The same transaction may simply be tried again: serialization failure, deadlock (or a failed
+#: certification of Galera), lock not available, record has changed, rolled back by group
+#: replication.
+CONFLICT = Failure(
+    ("40001", "40P01", "55P03", *PREPARED_IS_GONE.sqlstates),
+    frozenset({1205, 1213, 1020, 3101}),
+    ("database is locked",),
+)
+#: A server that accepts no writes: it was the primary, or lost its cluster (Galera's "not ready",
+#: read-only servers, sessions and InnoDB, group replication without a majority). A new connection
+#: may reach the primary.
+DEMOTED = Failure(("25006",), frozenset({1047, 1290, 1792, 1836, 1874, 3100}))
+#: COMMIT failed. On Galera the other nodes may have the transaction, if this node lost its cluster
+#: meanwhile.
+UNSURE = Failure(numbers=frozenset({1180}))
+#: A server that answers but cannot serve any client now: out of memory, disk or connections,
+#: shutting down, failed over. The same statement may succeed later.
+UNABLE = Failure(
+    ("53", "57", "58", *DEMOTED.sqlstates),
+    frozenset({1021, 1040, 1053, 1114, 1203, 1226, 1317}) | DEMOTED.numbers | UNSURE.numbers,
+    ("disk is full", "disk I/O error", "readonly database"),
+)
+#: Tables, columns or schemas are missing. Such a server has no tables, or those of another version.
+MISSING = Failure(
+    ("42P01", "42703", "3F000"),
+    frozenset({1146, 1054}),
+    ("no such table", "no such column", "has no column named"),
+)
+#: A statement reached its time limit.
+TIMED_OUT = Failure(("57014",), frozenset({1969, 3024}), ("interrupted",))
+#: The row exists.
+DUPLICATE = Failure(("23505",), frozenset({1062}), ("UNIQUE",))
+#: Errors about values that MySQL's driver does not classify as such. Their texts quote the values.
+_ABOUT_VALUES = Failure(numbers=frozenset({1062, 1264, 1292, 1366, 1406, 3140, 4025}))
 
 
 def as_sqlalchemy_error(on: Connection, statement: str, error: Exception) -> BaseException:
@@ -520,90 +452,32 @@ def first_cause(error: exc.DBAPIError) -> exc.DBAPIError:
     return before if isinstance(before, exc.DBAPIError) else error
 
 
-def mark_as_connecting(driver_error: BaseException) -> None:
-    """Remember that no connection came about, so that no statement was refused."""
-    driver_error.__dict__[_CONNECTING] = True
-
-
 def _is_connecting(error: exc.DBAPIError) -> bool:
-    return getattr(error.orig, _CONNECTING, False) and not is_conflict(error)
+    """Return whether no connection came about, so that no statement was refused."""
+    return getattr(error.orig, _CONNECTING, False) and not CONFLICT.caused(error.orig)
 
 
 def is_disconnect(error: exc.DBAPIError) -> bool:
-    return (
-        error.connection_invalidated
-        or _is_connecting(error)
-        or (
-            isinstance(error, (exc.OperationalError, exc.InterfaceError))
-            and sqlstate_of(error.orig) in (None, "57P03", "53300")
-            and not is_conflict(error)
-            and not _is_sqlite(error.orig)
-            and not _is_mysql_answer(error)
-        )
-    )
-
-
-def is_conflict(error: exc.DBAPIError) -> bool:
-    if sqlstate_of(error.orig) in _RETRY_PG:
-        return True
-    code = _first_of(error.orig)
-    return code in _RETRY_MYSQL or (isinstance(code, str) and "database is locked" in code)
-
-
-def is_demoted(driver_error: object) -> bool:
-    """Whether the server accepts no writes, so that a new connection may reach a server that
-    does."""
-    return sqlstate_of(driver_error) in _DEMOTED_PG or _first_of(driver_error) in _DEMOTED_MYSQL
+    return error.connection_invalidated or _is_connecting(error)
 
 
 def is_unsure(error: exc.DBAPIError) -> bool:
     """Whether the statement may have been executed despite the error."""
-    return error.connection_invalidated or _first_of(error.orig) in _UNSURE_MYSQL
+    return error.connection_invalidated or UNSURE.caused(error.orig)
 
 
 def is_worth_a_retry(error: exc.DBAPIError) -> bool:
-    return is_conflict(error) or is_disconnect(error) or is_demoted(error.orig) or is_unsure(error)
-
-
-def is_unable(error: exc.DBAPIError) -> bool:
-    """Whether the server cannot serve any client now, so that the same statement may succeed
-    later."""
-    if (sqlstate_of(error.orig) or "").startswith(_UNABLE_PG):
-        return True
-    code = _first_of(error.orig)
-    if isinstance(code, str):
-        return _is_sqlite(error.orig) and any(words in code for words in _UNABLE_SQLITE)
-    return code in _UNABLE_MYSQL or code in _UNSURE_MYSQL
-
-
-def is_statement_timeout(error: exc.DBAPIError) -> bool:
-    """Whether the database has ended a statement that reached its time limit."""
-    first = _first_of(error.orig)
-    is_in_sqlite = _is_sqlite(error.orig) and first == "interrupted"
-    return is_in_sqlite or sqlstate_of(error.orig) == "57014" or first in _TIMEOUT_MYSQL
+    failures = (CONFLICT, DEMOTED, UNSURE)
+    return is_disconnect(error) or any(each.caused(error.orig) for each in failures)
 
 
 def _is_about_values(error: exc.DBAPIError) -> bool:
-    return (
-        isinstance(error, (exc.IntegrityError, exc.DataError))
-        or _first_of(error.orig) in _VALUES_MYSQL
-    )
-
-
-def is_duplicate(error: exc.IntegrityError) -> bool:
-    first = _first_of(error.orig)
-    is_in_sqlite = isinstance(first, str) and "UNIQUE" in first
-    return sqlstate_of(error.orig) == "23505" or first == 1062 or is_in_sqlite
+    is_of_this_type = isinstance(error, (exc.IntegrityError, exc.DataError))
+    return is_of_this_type or _ABOUT_VALUES.caused(error.orig)
 
 
 def _is_sqlite(driver_error: object) -> bool:
     return "sqlite3" in type(driver_error).__module__
-
-
-def _is_mysql_answer(error: exc.DBAPIError) -> bool:
-    """Whether a MySQL server answered. Errors of the client have numbers from 2000 to 2999."""
-    code = _first_of(error.orig)
-    return isinstance(code, int) and not 2000 <= code < 3000
 
 
 def _first_of(driver_error: object) -> object:
@@ -652,14 +526,6 @@ def unknown_outcome(reason: str, id: int) -> OutcomeUnknownError:
     )
 
 
-def lacks_tables(driver_error: object) -> bool:
-    """Return whether tables or columns are missing."""
-    first = _first_of(driver_error)
-    if isinstance(first, str) and _is_sqlite(driver_error):
-        return any(words in first for words in _MISSING_SQLITE)
-    return sqlstate_of(driver_error) in _MISSING_PG or first in _MISSING_MYSQL
-
-
 def translate(
     error: exc.DBAPIError,
     unknown_id: int | None = None,
@@ -673,13 +539,13 @@ def translate(
         return unknown_outcome(reason, unknown_id)
     if is_disconnect(error):
         return StoreUnavailableError(f"the database cannot be reached: {reason}")
-    if is_conflict(error):
+    if CONFLICT.caused(error.orig):
         return StoreUnavailableError(
             f"the database stayed busy for {TRIES} tries: {reason}", is_locked=True
         )
-    if is_unable(error):
+    if UNABLE.caused(error.orig):
         return StoreUnavailableError(f"the database cannot work now: {reason}", is_unable=True)
-    if lacks_tables(error.orig):
+    if MISSING.caused(error.orig):
         where = f"the database {shown_url}".rstrip()
         return StoreError(f"the tables of {where} are missing or old ({reason}); {tables_remedy}")
     return StoreError(f"the database refused: {reason}")

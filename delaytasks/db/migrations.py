@@ -135,9 +135,10 @@ def drop_tables(op: Operations, prefix: str, schema: str | None) -> None:
     bind, looks = op.get_bind(), not op.get_context().as_sql
     tables = build_schema(prefix, schema)
     dropped = [each for each in tables.metadata.sorted_tables if each is not tables.tasks]
-    if looks and inspect(bind).has_table(tables.tasks.name, schema):
-        if bind.execute(select(tables.tasks.c.id).limit(1)).first() is None:
-            dropped.append(tables.tasks)
+    rows = select(tables.tasks.c.id).limit(1)
+    is_there = looks and inspect(bind).has_table(tables.tasks.name, schema)
+    if is_there and bind.execute(rows).first() is None:
+        dropped.append(tables.tasks)
     tables.metadata.drop_all(bind, dropped, checkfirst=looks)
 
 

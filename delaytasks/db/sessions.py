@@ -13,7 +13,7 @@ from sqlalchemy import URL, Connection, event, exc
 from sqlalchemy.util.concurrency import in_greenlet
 
 from delaytasks.db.database import off_the_loop
-from delaytasks.db.engines import lacks_tables, reason_of, unknown_outcome
+from delaytasks.db.engines import MISSING, reason_of, unknown_outcome
 from delaytasks.model.errors import SessionUnusableError
 from delaytasks.model.task import CallerConnection, DelayedTask, Transaction
 
@@ -86,7 +86,7 @@ class _CallersTransaction:
             remedy = "roll it back, nothing was sent"
             if stands_alone:
                 remedy = "of many tasks the first ones may be there"
-            if url is not None and lacks_tables(error.orig):
+            if url is not None and MISSING.caused(error.orig):
                 remedy += f"; {self._remedy_at(url)}"
             raise SessionUnusableError(
                 f"the caller's transaction cannot be used: {reason_of(error)}; {remedy}"

@@ -20,11 +20,10 @@ from sqlalchemy import URL, Connection, Table, bindparam, delete, exc, false, fu
 
 from delaytasks.db.database import Database, is_readable
 from delaytasks.db.engines import (
+    DUPLICATE,
     PREPARED_IS_GONE,
     as_sqlalchemy_error,
-    is_duplicate,
     make_engine,
-    sqlstate_of,
     unknown_outcome,
 )
 from delaytasks.db.schema import (
@@ -203,7 +202,7 @@ class Prepared:
                 cursor.execute(execute, [_sent(values[name]) for name in names])
                 return Answer(cursor.fetchall() if cursor.description else (), cursor.rowcount)
         except dbapi.Error as error:
-            self._is_on = sqlstate_of(error) not in PREPARED_IS_GONE
+            self._is_on = not PREPARED_IS_GONE.caused(error)
             if self._is_on or not link.driver_connection.autocommit:
                 raise as_sqlalchemy_error(on, "EXECUTE", error) from error
         return self(on, values)
@@ -337,7 +336,7 @@ class Insert:
             # On a caller's connection we leave no prepared statement.
             return bool(on.execute(self._statement, values).rowcount)
         except exc.IntegrityError as error:
-            if self._db.can.insert_or_skip or not is_duplicate(error):
+            if self._db.can.insert_or_skip or not DUPLICATE.caused(error.orig):
                 raise
             return False  # this is how the database reports a row that exists
 
@@ -485,7 +484,7 @@ class NewRows:
                     self._insert_many(connection, tasks)
             except exc.IntegrityError as error:
                 # Where each statement is a transaction, the first rows may be there.
-                if not is_duplicate(error) or _commits_each_statement(connection):
+                if not DUPLICATE.caused(error.orig) or _commits_each_statement(connection):
                     raise
                 raise DuplicateTaskError("an id is taken") from error
 

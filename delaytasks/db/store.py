@@ -9,7 +9,6 @@ from sqlalchemy import delete, false, select
 from delaytasks.db.bulk_moves import Bulk
 from delaytasks.db.claims import Claims
 from delaytasks.db.database import Database
-from delaytasks.db.engines import lacks_sqlite_file
 from delaytasks.db.migrations import check_charset
 from delaytasks.db.policy_rows import PausedRows, PolicyTable
 from delaytasks.db.schema import build_schema
@@ -53,8 +52,6 @@ class Store:
         """Raise `ConfigError` if a table that claims read is missing, too old or too narrow, or
         cannot be read."""
         where, schema = self.database.shown_url, self.schema
-        if lacks_sqlite_file(self.database.url):
-            raise ConfigError(f"there is no database {where}; {self.database.tables_remedy}")
         read = {"tasks": schema.tasks, "policies": schema.policies}
         for what, table in (*read.items(), ("requests to cancel", schema.cancel_requests)):
             try:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 from sqlalchemy import ColumnElement, Connection, Select, and_, event, exc, literal, null, select
 
 from delaytasks.db.database import Database
-from delaytasks.db.engines import is_statement_timeout
+from delaytasks.db.engines import TIMED_OUT
 from delaytasks.db.schema import COLUMNS, listed, task_of
 from delaytasks.db.searching import conditions, has_status
 from delaytasks.db.store import Store
@@ -66,7 +66,7 @@ def limited_search(database: Database, work: Callable[[Any], T], limit_s: float)
         try:
             return work(connection)
         except exc.DBAPIError as error:
-            if is_statement_timeout(error):
+            if TIMED_OUT.caused(error.orig):
                 raise _timeout(limit_s) from error
             raise
         finally:

@@ -8,7 +8,6 @@ from contextlib import closing
 from typing import Any, NamedTuple
 
 import pytest
-import sqlalchemy
 from sqlalchemy import create_engine, select, text
 from sqlalchemy.orm import Session
 
@@ -149,10 +148,6 @@ def test_a_chunk_makes_these_round_trips(counter: Counter, rows: int, has_keys: 
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    tuple(map(int, sqlalchemy.__version__.split(".")[:3])) < (2, 0, 43),
-    reason="SQLAlchemy has no skip_autocommit_rollback before 2.0.43",
-)
 def test_an_abandoned_transaction_is_rolled_back(mysql_url: str) -> None:
     with new_world(World, mysql_url, table_prefix="trips_") as world:
         row, t = world.put(), world.table()

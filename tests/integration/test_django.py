@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from delaytasks.db.engines import create_sqlite_file
+
 pytest.importorskip("django")
 
 from asgiref.sync import sync_to_async
@@ -60,6 +62,7 @@ def alias(django: None, database_url: str) -> Iterator[str]:
 def module_delays(alias: str) -> Iterator[DjangoDelays]:
     prefix = "d" + secrets.token_hex(3) + "_"
     delays = DjangoDelays(django_settings.new_celery_app(), alias, table_prefix=prefix)
+    create_sqlite_file(runtime_of(delays).store.database.url)
     runtime_of(delays).store.schema.metadata.create_all(runtime_of(delays).store.database.tx)
     yield delays
     runtime_of(delays).store.schema.metadata.drop_all(runtime_of(delays).store.database.tx)

@@ -25,6 +25,7 @@ from delaytasks import DelayedTask, Status, current_delays, schedule_delay
 from delaytasks import celery as current
 from delaytasks.cli.main import flask_delays
 from delaytasks.contrib.flask import FlaskDelays
+from delaytasks.db.engines import create_sqlite_file
 from delaytasks.model.task import Entry
 from delaytasks.runtime import runtime_of
 from delaytasks.testing import create_tables
@@ -75,6 +76,7 @@ def project(database_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Flas
     project.create_app(database_url, table_prefix="f" + secrets.token_hex(3) + "_")
     monkeypatch.setattr(runtime_of(project.delays).producer_timer, "arm", project.armed.extend)
     store = runtime_of(project.delays).store
+    create_sqlite_file(store.database.url)
     store.schema.metadata.create_all(store.database.tx)
     yield project
     project.dispose()
@@ -178,6 +180,7 @@ def test_a_database_of_its_own_or_join_session_false_leave_the_requests_session_
     for project, settings in ((own, {"database_url": sqlite_path("tasks")}), (joined, {})):
         app = project.create_app(sqlite_path("shop"), **settings)
         store = runtime_of(project.delays).store
+        create_sqlite_file(store.database.url)
         store.schema.metadata.create_all(store.database.tx)
         with app.app_context():
             project.delays.schedule_delay("order.close", 1, 60)

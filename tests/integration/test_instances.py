@@ -14,6 +14,7 @@ import delaytasks
 from delaytasks import ConfigError, DelayTasks, TaskNotFoundError
 from delaytasks.broker.arming import SWEEP
 from delaytasks.db import migrations
+from delaytasks.db.engines import create_sqlite_file
 from delaytasks.runtime import runtime_of
 from tests.integration.conftest import Deploy
 from tests.services import RabbitServer
@@ -28,6 +29,7 @@ CONSUMER_TIMEOUT_S = 2
 def instance(tmp_path: Path, name: str, **settings: Any) -> DelayTasks:
     app = Celery(name, broker="memory://", set_as_current=False)
     made = DelayTasks(app, f"sqlite:///{tmp_path / name}.db", **settings)
+    create_sqlite_file(runtime_of(made).store.database.url)
     runtime_of(made).store.schema.metadata.create_all(runtime_of(made).store.database.tx)
     return made
 

@@ -25,6 +25,7 @@ from delaytasks.callbacks import http
 from delaytasks.db import claims, database, engines, migrations, producer, sweep_queries
 from delaytasks.db.claims import Claims
 from delaytasks.db.database import BoundedStep, Database
+from delaytasks.db.engines import Failure
 from delaytasks.db.policy_rows import PausedRows, PolicyTable
 from delaytasks.db.statements import NewRows
 from delaytasks.db.sweep_queries import Leases, SweepQueries, WorkerTable
@@ -104,7 +105,7 @@ VERBS: dict[str, tuple[Any, str]] = {
     "settle again": (chunk, "is_locked"),
     "repeat a transaction": (Database, "repeat"),
     "cut a silent connection": (BoundedStep, "cut"),
-    "judge a full database": (engines, "is_unable"),
+    "judge a full database": (Failure, "caused"),
     "judge a login": (engines, "_is_connecting"),
     "judge a failed chunk": (FailureReason, "of"),
     "translate an error": (database, "translate"),
@@ -192,7 +193,6 @@ for _name, _verb, _answer, *_found in [
     ("a_stopped_worker_keeps_what_it_receives", "send back", None, "unit/runtime stopped_worker"),
     ("rows_behind_a_slow_one_wait_for_it", "keep a time budget", None, "unit/runner budget_rows"),
     ("any_horizon_is_accepted", "check the horizon", None, "integration/instances"),
-    ("a_full_database_is_no_outage", "judge a full database", False, "unit/core cannot_work"),
     ("a_refused_login_is_no_outage", "judge a login", False, "conformance/outages connecting"),
     ("every_failure_is_an_outage", "judge a failed chunk", FailureReason.UNAVAILABLE, "unit/core"),
     ("an_outage_makes_workers_lost", "note a failure of the database", None, "unit/rules a_gap"),
@@ -387,6 +387,11 @@ def conflicts_are_not_tried_again(
     repeat: Any, at: Any, work: Any, connect: Any, id: Any = None, *_: Any, **__: Any
 ) -> Any:
     return repeat(at, work, connect, id, 1)
+
+
+@bug("judge a full database", "unit/core cannot_work")
+def a_full_database_is_no_outage(caused: Any, failure: Failure, error: Any) -> bool:
+    return failure is not engines.UNABLE and bool(caused(failure, error))
 
 
 @bug("translate an error", "unit/core outcome")

@@ -184,6 +184,7 @@ from celery import Celery
 from delaytasks import DelayTasks
 from delaytasks.runtime import runtime_of
 delays = DelayTasks(Celery("shop", broker="memory://"), "sqlite:///{path}")
+open("{path}", "w").close()
 runtime_of(delays).store.schema.metadata.create_all(runtime_of(delays).store.database.tx)
 runtime_of(delays).checks.check_ready()
 assert delays.cancel(delays.schedule_delay("mail", {{}}, 3600))

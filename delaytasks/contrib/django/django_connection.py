@@ -21,7 +21,7 @@ from django.db import (
 from django.utils.asyncio import async_unsafe
 from sqlalchemy import URL, Connection, Engine, NullPool, exc, make_url
 
-from delaytasks.db.engines import is_demoted, lacks_tables
+from delaytasks.db.engines import DEMOTED, MISSING
 from delaytasks.db.sessions import ConnectionSource
 from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import (
@@ -371,7 +371,7 @@ class DjangoTransaction:
         alias, reason = self._django_connection.alias, _reason(error)
         # Django checks its connections only between requests, and a script has no requests.
         self._django_connection.close_if_unusable_or_obsolete()
-        is_read_only = is_demoted(_driver_error(error))
+        is_read_only = DEMOTED.caused(_driver_error(error))
         if is_read_only:
             self._django_connection.close()  # a new connection may reach the new primary
         if not is_read_only and not isinstance(error, _OF_CONNECTIONS):
@@ -401,7 +401,7 @@ def _reason(error: Any) -> str:
         return f"a value cannot be stored ({type(error).__name__})"
     text = (str(getattr(error, "orig", None) or error).strip().splitlines() or [""])[0]
     text = f"{type(error).__name__} {text}".rstrip() if text in _SAYS_NOTHING else text
-    return f"{text} ({MIGRATE_REMEDY})" if lacks_tables(_driver_error(error)) else text
+    return f"{text} ({MIGRATE_REMEDY})" if MISSING.caused(_driver_error(error)) else text
 
 
 def _driver_error(error: Any) -> object:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from delaytasks.db.engines import create_sqlite_file
 from tests.integration.cli.project import HOSTILE, MODULE, Project
 
 
@@ -28,6 +29,7 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Project]:
 
 @pytest.fixture
 def shop(bare: Project) -> Project:
+    create_sqlite_file(bare.store.database.url)
     bare.store.schema.metadata.create_all(bare.store.database.tx)
     return bare
 

@@ -10,6 +10,7 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from delaytasks import Status
+from delaytasks.db.engines import create_sqlite_file
 from delaytasks.db.types import db_now_plus
 from delaytasks.operate.state_queries import Count, OverdueRows, Stats
 from delaytasks.runtime import runtime_of
@@ -116,6 +117,7 @@ def test_stats_says_how_many_near_tasks_wait_in_redis(
     redis = start_redis()
     redis.client().execute_command("ACL", "SETUSER", "default", "resetpass", ">canary")
     bare.patch.setenv("DELAYTASKS_TIMER", redis.url.replace("://", "://:canary@"))
+    create_sqlite_file(bare.store.database.url)
     bare.store.schema.metadata.create_all(bare.store.database.tx)
     bare.store.workers.report("fresh", ["default", "letters"], "prefork", 2, 0)
     bare.store.workers.report("run", ["*"], "direct/solo", 1, 0)
