@@ -4,8 +4,8 @@ A claim moves rows from NOT_COMPLETE to RUNNING, by ids or by due time, in one s
 possible. A settlement moves them on to a final status or to the next attempt, fenced by the version
 that the claim returned.
 
-The statements of claims are texts. `Dialect` has the parts that databases write differently,
-`ClaimTexts` the rest, and `tests/conformance/claims.sql` shows all texts of all databases. On
+The statements of claims are texts. `ClaimTexts` has them as SQLite writes them, its subclasses what
+others write differently, and `tests/conformance/claims.sql` shows all texts of all databases. On
 PostgreSQL, rows that a message names are claimed by this statement:
 
     UPDATE yb_delay_task_message
@@ -42,7 +42,6 @@ PostgreSQL, rows that a message names are claimed by this statement:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from typing import Any, NamedTuple
@@ -99,137 +98,85 @@ from delaytasks.model.task import CallerConnection, Claimed, DelayedTask, Entry,
 # -- The texts of the statements ------------------------------------------------------------------
 
 
-def once(instant: str) -> str:
-    """Evaluate the instant once in a statement.
-
-    PostgreSQL's clock_timestamp() may differ from row to row, and so could not be used to search an
-    index.
-    """
-    return f"(SELECT {instant})"
-
-
-@dataclass(frozen=True)
-class Dialect:
-    """The parts of claims that databases write differently."""
-
-    #: The clock of the statement, and this clock plus some seconds.
-    now: str
-    now_plus: Callable[[float], str]
-    #: The version of a claimed row.
-    version: str
-    #: Lets MySQL use the index of this name. It would rather scan a small table. It locks each row
-    #: that it reads for a moment, and a claim of another queue would skip the row meanwhile.
-    use_index: Callable[[str], str]
-    #: The condition for the ids of `list_of`.
-    is_listed: str
-    #: The condition for rows of the queue `:queue`, of which the planner has to assume that few
-    #: meet it (`is_narrow` of `types.py` explains how).
-    is_of_queue: str
-    #: The condition for due rows, of which it has to assume the same (`is_past` of `types.py`).
-    is_due: str
-    #: Ends a query, so that it locks its rows and leaves out locked ones.
-    lock: str
-    #: The condition for the rows that a query of ids chooses; None if the database has no
-    #: `UPDATE ... RETURNING`.
-    is_chosen: Callable[[str], str] | None
-    #: Names the rows of the JSON parameter `rows` also as a list. Without it PostgreSQL would scan
-    #: a table that was never analysed.
-    is_also_listed: str = ""
-    #: The condition for a range that contains the listed ids, for UPDATEs whose plan is kept. Such
-    #: a plan can choose partitions by a range, but not by a list.
-    is_in_range: str = ""
-    #: A condition that is true, and lets the transaction end before its changes are on the disk.
-    commits_asynchronously: str = ""
-
-
 _FOLLOWING = f"CASE WHEN version < {MOST_VERSIONS} THEN version + 1 ELSE 0 END"
 _POSTGRESQL_US = "CAST(extract(epoch FROM (SELECT clock_timestamp())) * 1000000 AS BIGINT)"
 _SQLITE_INSTANT = "'%Y-%m-%d %H:%M:%f000', 'now'"
 
-POSTGRESQL = Dialect(
-    now="clock_timestamp()",
-    now_plus=lambda seconds: f"clock_timestamp() + {seconds} * interval '1 second'",
-    # An asynchronous commit of a claim may be lost in a crash. The next claim of the row must then
-    # have another version, or the settlement of the first worker would end the run of the second
-    # one. The version is therefore the time of the claim in microseconds. If the row has a later
-    # version, because the clock was set back, a random number is added.
-    version=f"""CASE WHEN version < {_POSTGRESQL_US} THEN {_POSTGRESQL_US}
-        ELSE {_FOLLOWING} + CAST(floor(random() * {MAX_INTEGER}) AS BIGINT) END""",
-    use_index=lambda name: "",
-    is_listed="id = ANY (:ids) AND id BETWEEN :first AND :last",
-    is_also_listed="AND id = ANY (:ids) AND id BETWEEN :first AND :last",
-    is_of_queue="queue = :queue AND queue BETWEEN (SELECT :queue) AND (SELECT :queue)",
-    is_due="""expected_time BETWEEN (SELECT CAST('-infinity' AS TIMESTAMPTZ))
-        AND (SELECT clock_timestamp())""",
-    lock="FOR UPDATE SKIP LOCKED",
-    # The array is made first, so that the planner can only look up each id.
-    is_chosen=lambda query: f"id = ANY (ARRAY({query}))",
-    is_in_range="id BETWEEN :first AND :last",
-    # PostgreSQL writes the changes within three times `wal_writer_delay`, 0.6 seconds by default.
-    # If it crashes before, they are lost. If the server has synchronous standbys, the transaction
-    # waits as without this condition, because a failover would lose all that no standby has.
-    commits_asynchronously="""(SELECT set_config('synchronous_commit',
-        CASE current_setting('synchronous_standby_names')
-        WHEN '' THEN 'off' ELSE current_setting('synchronous_commit') END, true)) IS NOT NULL""",
-)
-MYSQL = Dialect(
-    now="UTC_TIMESTAMP(6)",
-    now_plus=lambda s: f"UTC_TIMESTAMP(6) + INTERVAL {round(s * 1_000_000)} MICROSECOND",
-    version=_FOLLOWING,
-    use_index=lambda name: f"FORCE INDEX (`{name}`)",
-    is_listed="id IN :ids",
-    is_of_queue="queue = :queue",
-    is_due="expected_time <= (SELECT UTC_TIMESTAMP(6))",
-    lock="FOR UPDATE SKIP LOCKED",
-    is_chosen=None,
-)
-SQLITE = Dialect(
-    now=f"strftime({_SQLITE_INSTANT})",
-    now_plus=lambda seconds: f"strftime({_SQLITE_INSTANT}, '{seconds:+.6f} seconds')",
-    version=_FOLLOWING,
-    use_index=lambda name: "",
-    is_listed="id IN :ids",
-    is_of_queue="queue = :queue",
-    is_due=f"expected_time <= (SELECT strftime({_SQLITE_INSTANT}))",
-    lock="",  # there is one writer
-    is_chosen=lambda query: f"id IN ({query})",
-)
-
 
 class ClaimTexts:
-    """The texts of the claims on one table. `values` has the new values of a claimed row."""
+    """The texts of the claims on one table. `values` has the new values of a claimed row.
+
+    The attributes and the methods up to `is_chosen` are the parts that databases write differently,
+    here for SQLite.
+    """
+
+    #: The clock of the statement.
+    now = f"strftime({_SQLITE_INSTANT})"
+    #: The version of a claimed row.
+    version = _FOLLOWING
+    #: The condition for the ids of `list_of`.
+    is_listed = "id IN :ids"
+    #: Names the rows of the JSON parameter `rows` also as a list. Without it PostgreSQL would scan
+    #: a table that was never analysed.
+    is_also_listed = ""
+    #: The condition for a range that contains the listed ids, for UPDATEs whose plan is kept. Such
+    #: a plan can choose partitions by a range, but not by a list.
+    is_in_range = ""
+    #: The condition for rows of the queue `:queue`, of which the planner has to assume that few
+    #: meet it (`is_narrow` of `types.py` explains how).
+    is_of_queue = "queue = :queue"
+    #: The condition for due rows, of which it has to assume the same (`is_past` of `types.py`).
+    is_due = f"expected_time <= (SELECT {now})"
+    #: Ends a query, so that it locks its rows and leaves out locked ones. SQLite has one writer.
+    lock = ""
+    #: A condition that is true, and lets the transaction end before its changes are on the disk.
+    commits_asynchronously = ""
 
     def __init__(self, database: Database, tasks: Table, lease_s: float, ip: int | None) -> None:
-        self.dialect = d = for_database(
-            database.backend, postgresql=POSTGRESQL, mysql=MYSQL, sqlite=SQLITE
-        )
         quoted = database.url.get_dialect()().identifier_preparer.format_table(tasks)
         self._tasks = quoted.replace(":", r"\:")  # a colon would begin a parameter
         self._hot_index = hot_index(tasks)
         self._json_query = json_query(
             database, ("wanted_id", "wanted_version", "wanted_status", "most_lapses")
         )
+        self._returns_rows = database.can.update_returning
         # `Claims._claim_locked` makes the same changes to tasks that a query has locked.
         self.values = {
             "status": f"{MOVES['claim'].target:d}",
-            "version": d.version,
+            "version": self.version,
             # Larger numbers are another program's, and must not fail the statement.
             "runs": f"CASE WHEN runs < {MAX_INTEGER} THEN runs + 1 ELSE runs END",
-            "execution_time": d.now,
-            "update_time": d.now,
-            "lease_until": d.now_plus(lease_s),
+            "execution_time": self.now,
+            "update_time": self.now,
+            "lease_until": self.now_plus(lease_s),
             "worker": ":worker",
             "ip_address": "NULL" if ip is None else f"{ip:d}",
         }
+
+    def now_plus(self, seconds: float) -> str:
+        """The clock of the statement plus some seconds."""
+        return f"strftime({_SQLITE_INSTANT}, '{seconds:+.6f} seconds')"
+
+    def use_index(self, name: str) -> str:
+        """Let MySQL use the index of this name.
+
+        It would rather scan a small table. It locks each row that it reads for a moment, and a
+        claim of another queue would skip the row meanwhile.
+        """
+        return ""
+
+    def is_chosen(self, query: str) -> str:
+        """The condition for the rows whose ids this query chooses."""
+        return f"id IN ({query})"
 
     # -- the ways to choose rows ------------------------------------------------------------------
 
     def listed(self, shown: str) -> str:
         """Choose due rows of `ids` that have the same version."""
         return f"""
-            SELECT {shown} FROM {self._tasks} {self.dialect.use_index("PRIMARY")}
-            WHERE {self.dialect.is_listed} AND {self._fence(":version", ":status", ":lapses")}
-            ORDER BY id {self.dialect.lock}"""
+            SELECT {shown} FROM {self._tasks} {self.use_index("PRIMARY")}
+            WHERE {self.is_listed} AND {self._fence(":version", ":status", ":lapses")}
+            ORDER BY id {self.lock}"""
 
     def joined(self, shown: str) -> str:
         """Choose due rows that the JSON parameter `rows` names."""
@@ -238,51 +185,94 @@ class ClaimTexts:
         return f"""
             SELECT {shown} FROM {self._tasks} JOIN ({self._json_query}) AS w ON id = wanted_id
             WHERE {self._fence("wanted_version", "wanted_status", "most_lapses")}
-            {self.dialect.is_also_listed} ORDER BY id {self.dialect.lock}"""
+            {self.is_also_listed} ORDER BY id {self.lock}"""
 
     def oldest(self, shown: str) -> str:
         """Choose the oldest rows of a level that have been due since the instant `due_from`, and
         have lost no lease."""
+        # PostgreSQL's clock_timestamp() may differ from row to row. As a subquery it is evaluated
+        # once, so it can search an index.
         return f"""
             SELECT {shown} FROM {self._level()}
-            AND expected_time BETWEEN :due_from AND {once(self.dialect.now)} AND lapses = 0
-            ORDER BY expected_time LIMIT :most {self.dialect.lock}"""
+            AND expected_time BETWEEN :due_from AND (SELECT {self.now}) AND lapses = 0
+            ORDER BY expected_time LIMIT :most {self.lock}"""
 
     def recovered(self, shown: str) -> str:
         """Choose the due row of a level that lost the fewest leases, of these the oldest."""
         # In the order of time alone MySQL would also read the index of all past rows.
         return f"""
-            SELECT {shown} FROM {self._level()} AND {self.dialect.is_due} AND lapses > 0
-            ORDER BY lapses, expected_time LIMIT 1 {self.dialect.lock}"""
+            SELECT {shown} FROM {self._level()} AND {self.is_due} AND lapses > 0
+            ORDER BY lapses, expected_time LIMIT 1 {self.lock}"""
 
     def _fence(self, version: str, status: str, lapses: str) -> str:
         """The condition for a due row that is unchanged."""
         # As an expression the status uses no index: planners would read all rows that wait.
         return f"""version = {version} AND status + 0 = {status} AND lapses <= {lapses}
-            AND expected_time <= {self.dialect.now}"""
+            AND expected_time <= {self.now}"""
 
     def _level(self) -> str:
-        return f"""{self._tasks} {self.dialect.use_index(self._hot_index)}
-            WHERE status = {Status.NOT_COMPLETE:d} AND {self.dialect.is_of_queue}
+        return f"""{self._tasks} {self.use_index(self._hot_index)}
+            WHERE status = {Status.NOT_COMPLETE:d} AND {self.is_of_queue}
             AND priority = :priority"""
 
     # -- the change -------------------------------------------------------------------------------
 
     def claim(self, query: str, *conditions: str) -> str:
         """Claim the rows whose ids this query chooses, if the conditions are met."""
-        assert self.dialect.is_chosen is not None
-        where = [self.dialect.is_chosen(query), *filter(None, conditions)]
+        where = [self.is_chosen(query), *filter(None, conditions)]
         return self._update(" AND ".join(where), f"RETURNING {', '.join(CLAIMED)}")
 
     def claim_locked(self) -> str:
         """Claim rows of `ids`, which the transaction has locked."""
-        returning = "RETURNING id, version" if self.dialect.is_chosen else ""
-        return self._update(self.dialect.is_listed, returning)
+        returning = "RETURNING id, version" if self._returns_rows else ""
+        return self._update(self.is_listed, returning)
 
     def _update(self, where: str, returning: str) -> str:
         new = ", ".join(f"{name} = {value}" for name, value in self.values.items())
-        use_index = self.dialect.use_index("PRIMARY")
+        use_index = self.use_index("PRIMARY")
         return f"UPDATE {self._tasks} {use_index} SET {new} WHERE {where} {returning}"
+
+
+class PostgresqlTexts(ClaimTexts):
+    now = "clock_timestamp()"
+    # An asynchronous commit of a claim may be lost in a crash. The next claim of the row must then
+    # have another version, or the settlement of the first worker would end the run of the second
+    # one. The version is therefore the time of the claim in microseconds. If the row has a later
+    # version, because the clock was set back, a random number is added.
+    version = f"""CASE WHEN version < {_POSTGRESQL_US} THEN {_POSTGRESQL_US}
+        ELSE {_FOLLOWING} + CAST(floor(random() * {MAX_INTEGER}) AS BIGINT) END"""
+    is_listed = "id = ANY (:ids) AND id BETWEEN :first AND :last"
+    is_also_listed = f"AND {is_listed}"
+    is_in_range = "id BETWEEN :first AND :last"
+    is_of_queue = "queue = :queue AND queue BETWEEN (SELECT :queue) AND (SELECT :queue)"
+    is_due = """expected_time BETWEEN (SELECT CAST('-infinity' AS TIMESTAMPTZ))
+        AND (SELECT clock_timestamp())"""
+    lock = "FOR UPDATE SKIP LOCKED"
+    # PostgreSQL writes the changes within three times `wal_writer_delay`, 0.6 seconds by default.
+    # If it crashes before, they are lost. If the server has synchronous standbys, the transaction
+    # waits as without this condition, because a failover would lose all that no standby has.
+    commits_asynchronously = """(SELECT set_config('synchronous_commit',
+        CASE current_setting('synchronous_standby_names')
+        WHEN '' THEN 'off' ELSE current_setting('synchronous_commit') END, true)) IS NOT NULL"""
+
+    def now_plus(self, seconds: float) -> str:
+        return f"clock_timestamp() + {seconds} * interval '1 second'"
+
+    def is_chosen(self, query: str) -> str:
+        # The array is made first, so that the planner can only look up each id.
+        return f"id = ANY (ARRAY({query}))"
+
+
+class MysqlTexts(ClaimTexts):
+    now = "UTC_TIMESTAMP(6)"
+    is_due = "expected_time <= (SELECT UTC_TIMESTAMP(6))"
+    lock = "FOR UPDATE SKIP LOCKED"
+
+    def now_plus(self, seconds: float) -> str:
+        return f"UTC_TIMESTAMP(6) + INTERVAL {round(seconds * 1_000_000)} MICROSECOND"
+
+    def use_index(self, name: str) -> str:
+        return f"FORCE INDEX (`{name}`)"
 
 
 # -- Settlements: RUNNING to a final status or to the next attempt --------------------------------
@@ -598,7 +588,7 @@ class Claims(Settlements):
     On PostgreSQL, a claim without limits does not wait for the disk. If the server crashes within
     the next moments, the row waits again as before the claim, and another worker claims it. The
     first worker's settlement then changes no row either, because no two claims have the same
-    version (`POSTGRESQL.version`).
+    version (`PostgresqlTexts.version`).
     """
 
     #: Holds the rows beyond the limits of their tags. `limits.admission` sets it.
@@ -617,7 +607,10 @@ class Claims(Settlements):
         self._schema = schema
         self._policies = policies
         self.columns = columns(schema, CLAIMED)
-        self._texts = texts = ClaimTexts(database, schema.tasks, lease_s, ip)
+        made = for_database(
+            database.backend, postgresql=PostgresqlTexts, mysql=MysqlTexts, sqlite=ClaimTexts
+        )
+        self._texts = texts = made(database, schema.tasks, lease_s, ip)
         #: The new values of an admitted row, which are those of a claimed one.
         self.admitted: Mapping[str, Any] = {
             name: literal_column(new) for name, new in texts.values.items()
@@ -640,12 +633,12 @@ class Claims(Settlements):
 
     def _choice(self, chosen: Callable[[str], str], is_planned_once: bool = False) -> Choice:
         lock = self._prepared(chosen(", ".join(CLAIMED)), CLAIMED, is_planned_once)
-        dialect = self._texts.dialect
-        if dialect.is_chosen is None:
+        if not self._db.can.update_returning:
             return Choice(lock, None, None)
-        is_in_range = dialect.is_in_range if is_planned_once else ""
-        claim = self._texts.claim(chosen("id"), is_in_range)
-        commit = self._texts.claim(chosen("id"), is_in_range, dialect.commits_asynchronously)
+        texts = self._texts
+        is_in_range = texts.is_in_range if is_planned_once else ""
+        claim = texts.claim(chosen("id"), is_in_range)
+        commit = texts.claim(chosen("id"), is_in_range, texts.commits_asynchronously)
         return Choice(
             lock,
             self._prepared(claim, CLAIMED, is_planned_once),

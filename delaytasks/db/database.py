@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from datetime import datetime
 from functools import partial
@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from sqlalchemy import URL, Connection, Engine, Select, event, exc, select
-from sqlalchemy.util import await_only, greenlet_spawn
+from sqlalchemy.util import await_only
 from sqlalchemy.util.concurrency import in_greenlet
 
 from delaytasks.db.engines import (
@@ -88,17 +88,6 @@ async def run_in_session(session: Any, call: Callable[[Any], T]) -> T:
 def is_on_the_loop() -> bool:
     """Whether SQLAlchemy runs this code in a greenlet of an event loop's thread."""
     return "greenlet" in sys.modules and in_greenlet()
-
-
-async def on_the_loop(call: Callable[[], T]) -> T:
-    """Return `call()`, which runs in a greenlet of the event loop's thread."""
-    result: T = await greenlet_spawn(call)
-    return result
-
-
-def awaited_on_the_loop(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Await the coroutine, with the present context variables, in the event loop of this thread."""
-    return await_only(asyncio.ensure_future(coroutine))
 
 
 def off_the_loop(call: Callable[[], T]) -> T:

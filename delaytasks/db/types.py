@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
-from functools import lru_cache
 from typing import Any, TypeVar
 
 from sqlalchemy import BigInteger, Boolean, ColumnElement, DateTime, ScalarSelect, Text, select
@@ -48,8 +47,6 @@ class UTCDateTime(TypeDecorator[datetime]):
             from sqlalchemy.dialects.mysql import DATETIME
 
             return dialect.type_descriptor(DATETIME(fsp=6))
-        if dialect.name == "sqlite":
-            return dialect.type_descriptor(_sqlite_datetime())
         return dialect.type_descriptor(DateTime(timezone=True))
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
@@ -61,21 +58,6 @@ class UTCDateTime(TypeDecorator[datetime]):
         if value is None:
             return None
         return value.astimezone(UTC) if value.tzinfo else value.replace(tzinfo=UTC)
-
-
-@lru_cache(maxsize=1)
-def _sqlite_datetime() -> TypeEngine[Any]:
-    from sqlalchemy.dialects.sqlite import DATETIME
-
-    class SQLiteDateTime(DATETIME):
-        """Also accepts the instants that Django's connection has read already."""
-
-        def result_processor(self, dialect: Dialect, coltype: object) -> Any:
-            read: Any = super().result_processor(dialect, coltype)
-            return lambda value: value if isinstance(value, datetime) else read(value)
-
-    made: TypeEngine[Any] = SQLiteDateTime()  # type: ignore[no-untyped-call]
-    return made
 
 
 class _Expression(functions.GenericFunction[T]):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sqlalchemy import URL, Connection, Engine, event
+from sqlalchemy.util import await_only, greenlet_spawn
 from sqlalchemy.util.concurrency import in_greenlet
 
-from delaytasks.db.database import Database, on_the_loop
+from delaytasks.db.database import Database
 from delaytasks.db.engines import TRIES
 from delaytasks.db.sessions import ConnectionSource, synchronous
 from delaytasks.model.clock import from_us
@@ -21,6 +23,19 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
 T = TypeVar("T")
+
+
+async def on_the_loop(call: Callable[[], T]) -> T:
+    """Return `call()`, which runs in a greenlet of the event loop's thread."""
+    result: T = await greenlet_spawn(call)
+    return result
+
+
+def awaited_on_the_loop(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Await the coroutine, with the present context variables, in the event loop of this thread."""
+    return await_only(asyncio.ensure_future(coroutine))
+
+
 #: What marks a statement as one of ours: the names of the tables, or the label of the time.
 _OUR_NAMES = ("yb_delay_", "db_now")
 #: The statement clock of each database as `delaytasks.db.types` writes it, and the notation of

@@ -19,7 +19,7 @@ from kombu.serialization import loads
 
 from delaytasks.broker.link import Outgoing
 from delaytasks.celery import current_delays
-from delaytasks.db.database import awaited_on_the_loop, is_on_the_loop, on_the_loop
+from delaytasks.db.database import is_on_the_loop
 from delaytasks.db.migrations import url_of
 from delaytasks.db.sessions import ConnectionSource
 from delaytasks.db.store import Store
@@ -33,7 +33,9 @@ from delaytasks.testing.connections import (
     BorrowedDatabase,
     SimulatedDatabase,
     SimulatedTime,
+    awaited_on_the_loop,
     calling_after_sessions,
+    on_the_loop,
     source_of,
 )
 from delaytasks.testing.runs import MovesTime, Run, SettableClock, SettableTime, TestRunner
