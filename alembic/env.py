@@ -19,7 +19,7 @@ from delaytasks.db import engines as sqlite_file
 from delaytasks.db.database import Database
 from delaytasks.db.engines import normalize_url
 from delaytasks.db.migrations import comparison, exclusively, url_of, version_table
-from delaytasks.db.schema import build_schema
+from delaytasks.db.schema import Schema
 from delaytasks.settings import load_settings
 
 config = context.config
@@ -45,7 +45,7 @@ if config.config_file_name is not None:
 
 #: The subcommand of `alembic` on the command line.
 command_name: str = getattr((getattr(config.cmd_opts, "cmd", None) or [None])[0], "__name__", "")
-target = build_schema(prefix, schema).metadata
+target = Schema(prefix, schema).metadata
 names = {table.name for table in target.tables.values()}
 options: dict[str, Any] = {
     "target_metadata": target,

@@ -210,6 +210,8 @@ def make_engine(url: URL, pool_size: int, isolation_level: str) -> Engine:
     options["hide_parameters"] = True
     try:
         engine = make(url, isolation_level, options)
+    except exc.ArgumentError as error:  # the numbers of hosts and ports differ
+        raise ConfigError(f"delaytasks_database_url cannot be read: {error}") from error
     except ModuleNotFoundError as error:
         package = _PACKAGES[url.get_driver_name()]
         raise ConfigError(

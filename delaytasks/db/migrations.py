@@ -26,7 +26,7 @@ from sqlalchemy.schema import CreateSchema
 
 from delaytasks.db.database import Database
 from delaytasks.db.engines import create_sqlite_file, lacks_sqlite_file
-from delaytasks.db.schema import Schema, build_schema
+from delaytasks.db.schema import Schema
 from delaytasks.db.types import for_database
 from delaytasks.model.errors import ConfigError, StoreUnavailableError
 from delaytasks.settings import Settings
@@ -110,7 +110,7 @@ def ddl(dialect: str, prefix: str = "", schema: str | None = None) -> list[str]:
         statements.append(str(statement.compile(dialect=engine.dialect)).strip())
 
     engine = create_mock_engine(f"{dialect}://", note)
-    build_schema(prefix, schema).metadata.create_all(engine, checkfirst=False)
+    Schema(prefix, schema).metadata.create_all(engine, checkfirst=False)
     return statements
 
 
@@ -121,7 +121,7 @@ def create_tables(op: Operations, prefix: str, schema: str | None) -> None:
     A task table can also be there because its owner made it (docs/install.md).
     """
     bind, looks = op.get_bind(), not op.get_context().as_sql
-    tables = build_schema(prefix, schema)
+    tables = Schema(prefix, schema)
     if looks:
         _check_columns(bind, tables.tasks)
     tables.metadata.create_all(bind, checkfirst=looks)
@@ -133,7 +133,7 @@ def create_tables(op: Operations, prefix: str, schema: str | None) -> None:
 def drop_tables(op: Operations, prefix: str, schema: str | None) -> None:
     """Drop the tables. A task table that has rows stays, and so it does if nobody can look."""
     bind, looks = op.get_bind(), not op.get_context().as_sql
-    tables = build_schema(prefix, schema)
+    tables = Schema(prefix, schema)
     dropped = [each for each in tables.metadata.sorted_tables if each is not tables.tasks]
     rows = select(tables.tasks.c.id).limit(1)
     is_there = looks and inspect(bind).has_table(tables.tasks.name, schema)
@@ -228,7 +228,8 @@ def comparison(dialect: str) -> dict[str, Any]:
         return condition is None or condition.dialect == dialect
 
     # Alembic compares an identity, which other databases do not have, as a default.
-    return {"compare_server_default": dialect == "postgresql", "include_object": is_there}
+    defaults = for_database(dialect, postgresql=True, mysql=False, sqlite=False)
+    return {"compare_server_default": defaults, "include_object": is_there}
 
 
 def _run(

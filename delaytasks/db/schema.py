@@ -6,7 +6,7 @@ The task table is the contract with other programs. `Schema` builds the tables f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -219,52 +219,34 @@ FINGERPRINT_LENGTH = 32
 BODY, RESULT = "message_body", "result"
 
 
-@dataclass(frozen=True)
 class Schema:
-    metadata: MetaData
-    tasks: Table
-    keys: Table
-    attempts: Table
-    sweeps: Table
-    workers: Table
-    policies: Table
-    cancel_requests: Table
-    audit: Table
-    audit_steps: Table
-    waitlists: Table
-    recurring: Table
-    statistics: Table
-    failures: Table
-    #: Encrypts bodies and results; None if they are stored as plain text.
-    cipher: Cipher | None = None
+    """The tables with this prefix, in this schema of the database."""
 
+    def __init__(
+        self, prefix: str = "", schema: str | None = None, cipher: Cipher | None = None
+    ) -> None:
+        self.metadata = metadata = MetaData(schema=schema or None)
+        #: Encrypts bodies and results; None if they are stored as plain text.
+        self.cipher = cipher
 
-def build_schema(
-    prefix: str = "", schema: str | None = None, cipher: Cipher | None = None
-) -> Schema:
-    metadata = MetaData(schema=schema or None)
+        def table(
+            name: str,
+            *items: Column[Any] | Index,
+            key: Sequence[str],
+            check: Callable[[Any], ColumnElement[bool]] | None = None,
+        ) -> Table:
+            """Return a table. `key` are the columns of its primary key, and `check` is what its
+            rows have to meet."""
+            primary_key = PrimaryKeyConstraint(*key, name=conv(f"{prefix}pk_{name}"))
+            made = Table(prefix + name, metadata, *items, primary_key, **MYSQL_OPTIONS)
+            if check is not None:
+                constraint = CheckConstraint(check(made.c), name=conv(f"{prefix}ck_{name}"))
+                made.append_constraint(constraint)
+            return made
 
-    def table(
-        name: str,
-        *items: Column[Any] | Index,
-        key: Sequence[str],
-        check: Callable[[Any], ColumnElement[bool]] | None = None,
-    ) -> Table:
-        """Return a table. `key` are the columns of its primary key, and `check` is what its rows
-        have to meet."""
-        primary_key = PrimaryKeyConstraint(*key, name=conv(f"{prefix}pk_{name}"))
-        made = Table(prefix + name, metadata, *items, primary_key, **MYSQL_OPTIONS)
-        if check is not None:
-            constraint = CheckConstraint(check(made.c), name=conv(f"{prefix}ck_{name}"))
-            made.append_constraint(constraint)
-        return made
-
-    return Schema(
-        metadata=metadata,
-        cipher=cipher,
-        tasks=task_table(metadata, prefix),
+        self.tasks = task_table(metadata, prefix)
         # The keys of live tasks.
-        keys=table(
+        self.keys = table(
             "yb_delay_task_key",
             Column("tag", String(TAG_LENGTH), nullable=False),
             Column("task_key", String(KEY_LENGTH), nullable=False),
@@ -272,9 +254,9 @@ def build_schema(
             # The key comes first, since it distinguishes rows. If the tag came first, a planner
             # might read all keys of a tag.
             key=["task_key", "tag"],
-        ),
+        )
         # Failed attempts.
-        attempts=table(
+        self.attempts = table(
             "yb_delay_attempt",
             Column("task_id", BigInteger, nullable=False, autoincrement=False),
             # The version of the row while it ran. Attempts are counted anew after a manual retry,
@@ -286,9 +268,9 @@ def build_schema(
             Column("worker", String(255)),
             Column("error", LongText),
             key=["task_id", "version"],
-        ),
+        )
         # The last sweep of each sweep partition.
-        sweeps=table(
+        self.sweeps = table(
             "yb_delay_sweep",
             # The number of a sweep partition, and how many there are.
             Column("house", Integer, key="sweep_partition", nullable=False, autoincrement=False),
@@ -298,9 +280,9 @@ def build_schema(
             # The timer that keeps the tasks up to armed_until.
             Column("timer", String(16), nullable=False, server_default="eta"),
             key=["sweep_partitions", "sweep_partition"],
-        ),
+        )
         # The workers that are alive, and for an hour those that were lost.
-        workers=table(
+        self.workers = table(
             "yb_delay_worker",
             Column("name", String(255), nullable=False),
             Column("seen_at", UTCDateTime, nullable=False),
@@ -330,9 +312,9 @@ def build_schema(
                 or_(w.busy.is_(None), are_counts(w.busy)),
             ),
             key=["name"],
-        ),
+        )
         # The pauses and limits of tags and queues.
-        policies=table(
+        self.policies = table(
             "yb_delay_policy",
             Column("kind", String(8), nullable=False),
             Column("name", String(TAG_LENGTH), nullable=False),
@@ -362,16 +344,16 @@ def build_schema(
                 are_counts(p.version),
             ),
             key=["kind", "name"],
-        ),
+        )
         # The number of requests to cancel running tasks, in one row.
-        cancel_requests=table(
+        self.cancel_requests = table(
             "yb_delay_cancel_request",
             Column("id", SmallInteger, nullable=False, autoincrement=False),
             Column("number", BigInteger, nullable=False),
             key=["id"],
-        ),
+        )
         # The audit rows of bulk operations.
-        audit=table(
+        self.audit = table(
             "yb_delay_audit",
             Column("id", BigInteger, nullable=False, autoincrement=False),
             Column("action", String(32), nullable=False),
@@ -385,18 +367,18 @@ def build_schema(
             Column("changed", BigInteger, nullable=False),
             Column("refused", BigInteger, nullable=False),
             key=["id"],
-        ),
+        )
         # The tasks that each step of a cancel of many tasks has moved, to rerun them.
-        audit_steps=table(
+        self.audit_steps = table(
             "yb_delay_audit_step",
             Column("audit_id", BigInteger, nullable=False, autoincrement=False),
             Column("step", Integer, nullable=False, autoincrement=False),
             # JSON lists: id and version after the move.
             Column("moved", LongText, nullable=False),
             key=["audit_id", "step"],
-        ),
+        )
         # The due tasks of limited tags that wait for capacity.
-        waitlists=table(
+        self.waitlists = table(
             "yb_delay_waitlist",
             Column("queue", String(QUEUE_LENGTH), nullable=False),
             Column("tag", String(TAG_LENGTH), nullable=False),
@@ -409,9 +391,9 @@ def build_schema(
             # The version of the held row. If the row has another version, this entry is void.
             Column("version", BigInteger, nullable=False, autoincrement=False),
             key=["queue", "tag", "limit_key", "place", "due", "task_id", "version"],
-        ),
+        )
         # The recurring schedules.
-        recurring=table(
+        self.recurring = table(
             "yb_delay_recurring",
             Column("name", String(SCHEDULE_NAME_LENGTH), nullable=False),
             # Encrypted bodies are bound to it.
@@ -454,18 +436,18 @@ def build_schema(
                 r.overlap.in_(["allow", "skip"]),
             ),
             key=["name"],
-        ),
+        )
         # What workers have run, by minute and tag.
-        statistics=table(
+        self.statistics = table(
             "yb_delay_statistics",
             Column("start", UTCDateTime, nullable=False),
             Column("tag", String(TAG_LENGTH), nullable=False),
             # JSON.
             Column("counts", LongText),
             key=["start", "tag"],
-        ),
+        )
         # Failures with the same error pattern.
-        failures=table(
+        self.failures = table(
             "yb_delay_failure",
             Column("tag", String(TAG_LENGTH), nullable=False),
             # Of the pattern, which is too long for a key.
@@ -481,8 +463,7 @@ def build_schema(
             Column("hours", LongText, nullable=False),
             Index(conv(prefix + "idx_yb_delay_failure_last"), "last_at"),
             key=["tag", "fingerprint"],
-        ),
-    )
+        )
 
 
 # -- Rows: their columns, and how they become tasks -----------------------------------------------

@@ -11,7 +11,7 @@ from delaytasks.db.claims import Claims
 from delaytasks.db.database import Database
 from delaytasks.db.migrations import check_charset
 from delaytasks.db.policy_rows import PausedRows, PolicyTable
-from delaytasks.db.schema import build_schema
+from delaytasks.db.schema import Schema
 from delaytasks.db.statements import Notices
 from delaytasks.db.sweep_queries import Leases, SweepQueries, WorkerTable
 from delaytasks.db.task_rows import Tasks
@@ -32,7 +32,7 @@ class Store:
         tables_remedy: str = TABLES_REMEDY,
     ) -> None:
         self.database = make_database(url, settings.pool_size, tables_remedy)
-        self.schema = build_schema(settings.name_prefix, settings.table_schema, cipher)
+        self.schema = Schema(settings.name_prefix, settings.table_schema, cipher)
         self.tasks = Tasks(self.database, self.schema)
         self.bulk = Bulk(self.database, self.schema)
         self.sweeps = SweepQueries(

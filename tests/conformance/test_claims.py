@@ -19,7 +19,7 @@ from benchmarks.call_counts import count_calls
 from delaytasks import DelayedTask, Status, StoreUnavailableError
 from delaytasks.db import claims as module
 from delaytasks.db.claims import Choice, ClaimTexts
-from delaytasks.db.schema import build_schema
+from delaytasks.db.schema import Schema
 from tests.world import Entry, MonkeyPatch, UnclaimedRow, World
 
 
@@ -273,7 +273,7 @@ def test_the_statements_of_claims_are_those_of_the_file(world: World) -> None:
 
 
 def test_the_names_of_tables_are_quoted_in_claims(world: World) -> None:
-    texts = ClaimTexts(world.store.database, build_schema("Odd:", "a b").tasks, 60, None)
+    texts = ClaimTexts(world.store.database, Schema("Odd:", "a b").tasks, 60, None)
     name = r'FROM "a b"."Odd\:yb_delay_task_message" '
     assert name in texts.listed("id").replace("`", '"')
 

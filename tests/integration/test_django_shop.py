@@ -60,10 +60,9 @@ WHERE tablename LIKE 'yb_delay%'
                   WHERE relname LIKE 'yb_delay%' AND reloptions IS NOT NULL"""
         else:
             names = [row[0] for row in connection.execute(text("SHOW TABLES LIKE 'yb_delay%'"))]
-            return {
-                name: str(connection.execute(text(f"SHOW CREATE TABLE {name}")).one()[1])
-                for name in names
-            }
+            shown = [connection.execute(text(f"SHOW CREATE TABLE {name}")).one() for name in names]
+            # The indexes of a table have no order.
+            return {row[0]: " ".join(sorted(row[1].replace(",", "").split("\n"))) for row in shown}
         found = {str(name): " ".join(sql.split()) for name, sql in connection.execute(text(query))}
     engine.dispose()
     return found

@@ -359,6 +359,7 @@ def shops(sqlite_path: Callable[[str], str]) -> Iterator[dict[str, FlaskProject]
     made = {name: FlaskProject(default=False) for name in ("books", "pens")}
     for name, project in made.items():
         project.create_app(sqlite_path(name), name)
+        create_sqlite_file(runtime_of(project.delays).store.database.url)
         with runtime_of(project.delays).store.database.begin() as connection:
             create_tables(connection, project.delays)
     yield made

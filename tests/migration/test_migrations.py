@@ -19,7 +19,7 @@ from sqlalchemy import MetaData, Table, inspect, text
 from delaytasks import ConfigError, Status, StoreUnavailableError
 from delaytasks.db import migrations
 from delaytasks.db.database import Database
-from delaytasks.db.schema import build_schema
+from delaytasks.db.schema import Schema
 from delaytasks.db.store import Store
 from delaytasks.model.task import Settlement
 from delaytasks.runtime import runtime_of
@@ -42,7 +42,7 @@ def drop_tables(database: Database) -> None:
 
 
 def schema_differences(database: Database, prefix: str, schema: str | None) -> list[Any]:
-    metadata = build_schema(prefix, schema).metadata
+    metadata = Schema(prefix, schema).metadata
     wanted = {table.name for table in metadata.tables.values()}
     options = migrations.comparison(database.url.get_backend_name())
 
@@ -133,7 +133,7 @@ def test_the_statements_for_frameworks_create_the_same_tables(database: Database
     with database.begin() as connection:
         for statement in migrations.ddl(database.url.get_backend_name(), "f_"):
             connection.exec_driver_sql(statement)
-    shapes = {name: shape_of(database, f"f_{name}") for name in build_schema().metadata.tables}
+    shapes = {name: shape_of(database, f"f_{name}") for name in Schema().metadata.tables}
     assert shapes == {name: shape_of(database, PREFIX + name) for name in shapes}
     migrations.upgrade(database, "f_")
     assert schema_differences(database, "f_", None) == [], "they are accepted unchanged"
@@ -246,7 +246,7 @@ def test_a_configured_schema_is_created_and_used_on_postgresql(on_postgresql: Da
 
 def test_a_table_that_cannot_store_emoji_is_reported_with_the_remedy(on_mysql: Database) -> None:
     columns = "id bigint PRIMARY KEY, tag varchar(128), message_body text"
-    schema = build_schema(PREFIX)
+    schema = Schema(PREFIX)
     with on_mysql.begin() as connection:
         connection.exec_driver_sql(f"CREATE TABLE {TASKS} ({columns}) CHARSET utf8mb3")
     with pytest.raises(ConfigError, match=r"utf8mb3.*ALTER TABLE") as caught:

@@ -19,7 +19,7 @@ from sqlalchemy.exc import DBAPIError
 from delaytasks import ConfigError, DelayTaskError, DelayTasks, Status, StoreError
 from delaytasks.cli.setup import warnings_of
 from delaytasks.db import migrations
-from delaytasks.db.schema import build_schema
+from delaytasks.db.schema import Schema
 from delaytasks.db.store import Store
 from delaytasks.model.task import Entry
 from delaytasks.operate.health import HealthChecks, HealthQuestion
@@ -65,7 +65,7 @@ class RoleTables:
         """Return the tables, each with one of its columns."""
         return {
             table.name: next(column.name for column in table.columns if column.name != "id")
-            for table in build_schema().metadata.sorted_tables
+            for table in Schema().metadata.sorted_tables
         }
 
     def may(self, role: str, statement: str) -> bool:

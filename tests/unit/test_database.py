@@ -16,22 +16,9 @@ from tests.world.recording import delays_on
 pytestmark = pytest.mark.quick
 
 
-@pytest.mark.parametrize("url", ["postgresql+pyodbc", "mysql+psycopg3", "sqlite+pysqlcipher"])
-def test_an_unknown_driver_is_named_with_the_remedy(url: str) -> None:
-    driver = url.partition("+")[2]
-    with pytest.raises(ConfigError, match=rf"driver '{driver}'.*begin the URL with \w+://"):
-        delays_on(f"{url}://h/d").find()
-
-
 def test_an_unknown_database_is_refused_with_the_supported_ones() -> None:
     with pytest.raises(ConfigError, match="'oracle'; it supports postgresql, mysql, mariadb, sqli"):
         delays_on("oracle://h/d").find()
-
-
-def test_an_option_that_the_driver_does_not_take_is_a_wrong_setting(mysql_url: str) -> None:
-    says = r"delaytasks_database_url has an option .* pymysql .*'ssl_mode'"
-    with pytest.raises(ConfigError, match=says):
-        delays_on(f"{mysql_url}?ssl_mode=REQUIRED").find()
 
 
 UNEQUAL = ["h1:5432,h2:5432/d", "/d?host=h1&host=h2&port=5432", "/d?host=h1,h2,h3&port=1,2"]
@@ -40,7 +27,7 @@ UNEQUAL += ["/d?host=h1:x&host=h2", "h1:5432,h2/d"]
 
 @pytest.mark.parametrize("rest", UNEQUAL)
 def test_unequal_numbers_of_hosts_and_ports_are_a_wrong_setting(rest: str) -> None:
-    with pytest.raises(ConfigError, match=r"delaytasks_database_url .*host=h1:5432&host=h2:5432"):
+    with pytest.raises(ConfigError, match="delaytasks_database_url"):
         delays_on(f"postgresql://root@{rest}").find()
 
 

@@ -23,7 +23,8 @@ from sqlalchemy.schema import CreateIndex
 
 from benchmarks.peers import pages
 from delaytasks import DelayTasks, Status
-from delaytasks.db.schema import build_schema
+from delaytasks.db.engines import create_sqlite_file
+from delaytasks.db.schema import Schema
 from delaytasks.events import _LOG_LEVELS as LEVELS
 from delaytasks.http_api.routes import ROUTES
 from delaytasks.metrics import snapshot
@@ -217,7 +218,7 @@ def test_the_extras_in_the_docs_are_those_of_the_package() -> None:
 
 def test_the_columns_in_the_docs_are_those_of_the_table() -> None:
     shown = cells(page("scheduling").partition("## The columns")[2])
-    assert sorted(shown) == sorted(column.name for column in build_schema().tasks.columns)
+    assert sorted(shown) == sorted(column.name for column in Schema().tasks.columns)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -303,7 +304,7 @@ if __name__ == "__main__":
 
 
 def test_the_indexes_to_create_before_a_migration_are_those_of_the_schema() -> None:
-    indexes = map(CreateIndex, build_schema().tasks.indexes)
+    indexes = map(CreateIndex, Schema().tasks.indexes)
     made = {str(index.compile(dialect=postgresql.dialect())) for index in indexes}
     block = block_beginning("docs/operations.md", "CREATE INDEX CONCURRENTLY")
     text = re.sub(r"\s+", " ", block.text.replace(" CONCURRENTLY", ""))
@@ -328,6 +329,7 @@ def test_the_tree_of_errors_has_the_classes_below_the_first_one() -> None:
 def test_a_failed_assertion_has_the_text_in_the_documentation(tmp_path: Path) -> None:
     documented = block_beginning("docs/testing.md", "AssertionError: ").text
     delays = DelayTasks(Celery("shop", set_as_current=False), f"sqlite:///{tmp_path / 'a.sqlite3'}")
+    create_sqlite_file(runtime_of(delays).store.database.url)
     with runtime_of(delays).store.database.begin() as connection:
         create_tables(connection, delays)
     with freeze_time("2027-01-01"), DelaysTester(delays) as tester:
