@@ -31,40 +31,6 @@ from delaytasks.model.errors import (
 from delaytasks.model.text import TABLES_REMEDY, mask_url
 from delaytasks.settings import make_file, make_folder
 
-# -- Prevents needless ROLLBACK statements on MySQL and MariaDB -----------------------------------
-
-# SQLAlchemy rolls back when a connection returns to its pool, even after a commit or an
-# autocommitted statement. The drivers of PostgreSQL send nothing then, but those of MySQL send
-# ROLLBACK, so that each call would wait for one more answer.
-
-
-#: Marks a pooled connection with an open transaction.
-_IS_OPEN = "delaytasks.open"
-
-
-def _skip_needless_rollbacks(engine: Engine) -> None:
-    """Roll back returned connections of this engine only if their transaction is still open."""
-    event.listen(engine, "begin", _begin)
-    event.listen(engine, "commit", _end)
-    event.listen(engine, "rollback", _end)
-    event.listen(engine, "reset", _reset)
-
-
-def _begin(connection: Connection) -> None:
-    connection.info[_IS_OPEN] = True
-
-
-def _end(connection: Connection) -> None:
-    if not connection.invalidated:  # a connection that was lost has no info, and is not used again
-        connection.info.pop(_IS_OPEN, None)
-
-
-def _reset(connection: Any, record: Any, _state: object) -> None:
-    """Roll back what a caller has left open, for example in a generator that was not closed."""
-    if record.info.pop(_IS_OPEN, False):
-        connection.rollback()
-
-
 # -- The URLs of databases ------------------------------------------------------------------------
 
 
@@ -239,12 +205,13 @@ def _postgresql_engine(url: URL, isolation_level: str, options: dict[str, Any]) 
 
 def _mysql_engine(url: URL, isolation_level: str, options: dict[str, Any]) -> Engine:
     options["connect_args"] = {"connect_timeout": 5, "read_timeout": 5, "charset": "utf8mb4"}
-    options["pool_reset_on_return"] = None
-    options["skip_autocommit_rollback"] = True
+    # SQLAlchemy rolls back when a connection returns to its pool, even after a commit or an
+    # autocommitted statement. The drivers of PostgreSQL send nothing then, but PyMySQL sends
+    # ROLLBACK, so that each call would wait for one more answer. Our transactions are blocks, which
+    # end them.
+    options |= {"pool_reset_on_return": None, "skip_autocommit_rollback": True}
     engine = _server_engine(url, isolation_level, options)
     event.listen(engine, "connect", _mysql_connect)
-    if isolation_level != "AUTOCOMMIT":
-        _skip_needless_rollbacks(engine)
     return engine
 
 

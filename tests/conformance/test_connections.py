@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any, NamedTuple
 
 import pytest
-from sqlalchemy import create_engine, select, text
+from sqlalchemy import create_engine, text
 from sqlalchemy.orm import Session
 
 from delaytasks import StoreError
@@ -142,21 +141,6 @@ def test_a_chunk_makes_these_round_trips(counter: Counter, rows: int, has_keys: 
     assert claims == [counter.expected("claim of a chunk")] + [RoundTrips(0, 0)] * (rows - 1)
     name = "settlement of a chunk of tasks with keys" if has_keys else "settlement of a chunk"
     assert settled == counter.expected(name)
-
-
-# MariaDB gets no ROLLBACK after a commit or an autocommitted statement
-
-
-@pytest.mark.slow
-def test_an_abandoned_transaction_is_rolled_back(mysql_url: str) -> None:
-    with new_world(World, mysql_url, table_prefix="trips_") as world:
-        row, t = world.put(), world.table()
-        left_open = world.engine.connect()
-        left_open.execute(select(t.c.id).where(t.c.id == row.id).with_for_update())
-        assert not world.claim_due()
-        del left_open
-        gc.collect()
-        assert [claimed.id for claimed in world.claim_due()] == [row.id]
 
 
 # Statements that PostgreSQL parses and plans once for each connection
