@@ -217,9 +217,10 @@ class ClaimTexts:
 
     # -- the change -------------------------------------------------------------------------------
 
-    def claim(self, query: str, *conditions: str) -> str:
-        """Claim the rows whose ids this query chooses, if the conditions are met."""
-        where = [self.is_chosen(query), *filter(None, conditions)]
+    def claim(self, query: str, is_planned_once: bool) -> str:
+        """Claim the rows whose ids this query chooses."""
+        is_in_range = self.is_in_range if is_planned_once else ""
+        where = filter(None, (self.is_chosen(query), is_in_range, self.commits_asynchronously))
         return self._update(" AND ".join(where), f"RETURNING {', '.join(CLAIMED)}")
 
     def claim_locked(self) -> str:
@@ -560,10 +561,9 @@ class Choice(NamedTuple):
 
     #: Locks the rows, and returns them as they are.
     lock: Prepared
-    #: Claims the rows and returns them; None if the database has no `UPDATE ... RETURNING`.
+    #: Claims the rows in a transaction of its own, which commits asynchronously if the database
+    #: can, and returns them; None if the database has no `UPDATE ... RETURNING`.
     claim: Prepared | None
-    #: The same for a transaction of its own, which commits asynchronously if the database can.
-    claim_and_commit: Prepared | None
 
 
 class Claims(Settlements):
@@ -634,16 +634,9 @@ class Claims(Settlements):
     def _choice(self, chosen: Callable[[str], str], is_planned_once: bool = False) -> Choice:
         lock = self._prepared(chosen(", ".join(CLAIMED)), CLAIMED, is_planned_once)
         if not self._db.can.update_returning:
-            return Choice(lock, None, None)
-        texts = self._texts
-        is_in_range = texts.is_in_range if is_planned_once else ""
-        claim = texts.claim(chosen("id"), is_in_range)
-        commit = texts.claim(chosen("id"), is_in_range, texts.commits_asynchronously)
-        return Choice(
-            lock,
-            self._prepared(claim, CLAIMED, is_planned_once),
-            self._prepared(commit, CLAIMED, is_planned_once),
-        )
+            return Choice(lock, None)
+        claim = self._texts.claim(chosen("id"), is_planned_once)
+        return Choice(lock, self._prepared(claim, CLAIMED, is_planned_once))
 
     def _prepared(self, sql: str, returned: Sequence[str], is_planned_once: bool) -> Prepared:
         """Return a statement whose parameters and columns have their types.
@@ -749,8 +742,8 @@ class Claims(Settlements):
 
     def _claim(self, choice: Choice, parameters: dict[str, Any]) -> Claimed:
         has_limits = self._has_limits
-        if not has_limits and choice.claim_and_commit is not None:
-            claim = partial(choice.claim_and_commit, values=parameters)
+        if not has_limits and choice.claim is not None:
+            claim = partial(choice.claim, values=parameters)
             return Claimed(self._tasks(self._db.autocommitted(claim).rows))
         hold_excess = self.hold_excess if has_limits else None
         work = partial(self._lock_and_claim, choice, parameters, hold_excess)
@@ -782,10 +775,8 @@ class Claims(Settlements):
 
     def admit(self, on: Any, pairs: Sequence[tuple[int, int]]) -> list[DelayedTask]:
         """Admit those held rows (id and version) that no other transaction has locked."""
-        choice, parameters = self._named(pairs, ANY_LAPSES, MOVES["admit"].source)
-        if choice.claim is None:
-            return self._lock_and_claim(choice, parameters, None, on)
-        return self._tasks(choice.claim(on, parameters).rows)
+        named = self._named(pairs, ANY_LAPSES, MOVES["admit"].source)
+        return self._lock_and_claim(*named, None, on)
 
     def _tasks(self, rows: Iterable[Sequence[Any]]) -> list[DelayedTask]:
         """Return the tasks in the order in which a process runs them."""

@@ -258,7 +258,7 @@ def test_the_statements_of_claims_are_those_of_the_file(world: World) -> None:
         assert " ".join(spread(golden["_listed"])) in " ".join(spread(module.__doc__ or ""))
     claims = world.worker().claims
     choices = {name: one for name, one in vars(claims).items() if isinstance(one, Choice)}
-    shown = {name: one.claim_and_commit or one.lock for name, one in choices.items()}
+    shown = {name: one.claim or one.lock for name, one in choices.items()}
     shown["_locked"] = claims._locked
     prefix = world.table().name.removesuffix("yb_delay_task_message")
     for name, one in shown.items():
