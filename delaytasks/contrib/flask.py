@@ -18,6 +18,7 @@ from werkzeug.middleware.dispatcher import DispatcherMiddleware
 from delaytasks.attachment import attach
 from delaytasks.celery import set_project_delays
 from delaytasks.client import DelayTasks
+from delaytasks.db.engines import is_same_database
 from delaytasks.db.sessions import _PENDING, transaction_of
 from delaytasks.model.errors import ConfigError, SessionUnusableError
 from delaytasks.model.task import DelayedTask, Transaction
@@ -128,7 +129,7 @@ class FlaskDelays(DelayTasks):
         if url is None:
             return None
         database = runtime_of(self).store.database
-        if not database.is_at(url):
+        if not is_same_database(database.url, url):
             return None
         session = current_app.extensions["sqlalchemy"].session
         transaction = transaction_of(session, database.remedy_at)

@@ -360,10 +360,6 @@ class Database:
         self._kept = KeptConnection(self.bounded)
         reset_in_child(self)
 
-    def is_at(self, url: URL) -> bool:
-        """Return whether `url` names this database."""
-        return is_same_database(self.url, url)
-
     @property
     def shown_url(self) -> str:
         """The URL without its password."""
@@ -371,7 +367,7 @@ class Database:
 
     def remedy_at(self, url: URL) -> str:
         """Return what the user does if a session on `url` does not find the tables."""
-        if self.is_at(url):
+        if is_same_database(self.url, url):
             return f"to make the tables, {self.tables_remedy}"
         return (
             f"the session is on {masked(url)}, and "

@@ -48,7 +48,6 @@ from sqlalchemy.sql.functions import FunctionElement
 from sqlalchemy.types import TypeEngine
 
 from delaytasks.db.types import (
-    Capabilities,
     LongText,
     UTCDateTime,
     are_counts,
@@ -592,20 +591,9 @@ def listed(database: Database, column: Column[Any], name: str) -> ColumnElement[
     The index is searched for each value, whatever the statistics contain. PostgreSQL would rather
     scan a table of medium size, unless the list is made while the query runs.
     """
-    if not database.can.array_parameters:
+    if not database.can.arrays:
         return column.in_(listing(name))
-    return _any_of(column, bindparam(name, type_=_array(column.type)))
-
-
-def one_of(column: Column[Any], values: Sequence[Any], can: Capabilities) -> ColumnElement[bool]:
-    """Return the condition that the column has one of these values."""
-    if not can.array_parameters:
-        return column.in_(values)
-    return _any_of(column, bindparam(None, values, type_=_array(column.type)))
-
-
-def _any_of(column: Column[Any], values: BindParameter[Any]) -> ColumnElement[bool]:
-    made = select(func.unnest(values))
+    made = select(func.unnest(bindparam(name, type_=_array(column.type))))
     return column == any_(func.array(made.scalar_subquery()))
 
 
@@ -620,7 +608,7 @@ def each_listed(database: Database, id: Column[int]) -> ColumnElement[bool]:
 
     Without it a table that was never analysed is scanned.
     """
-    if not database.can.array_parameters:
+    if not database.can.arrays:
         return id.in_(id_list(database))
     # A kept plan can choose partitions by a range, but not by a list.
     first, last = (bindparam(name, type_=BigInteger) for name in ("first", "last"))
@@ -629,14 +617,14 @@ def each_listed(database: Database, id: Column[int]) -> ColumnElement[bool]:
 
 def id_list(database: Database) -> BindParameter[Any]:
     """The parameter `ids` of `list_of`."""
-    if not database.can.array_parameters:
+    if not database.can.arrays:
         return listing("ids")
     return bindparam("ids", type_=_array(BigInteger()))
 
 
 def list_of(database: Database, ids: list[int]) -> dict[str, Any]:
     """Return the parameters of a sorted list of ids."""
-    if not database.can.array_parameters:
+    if not database.can.arrays:
         return {"ids": ids}
     return {"ids": ids, "first": ids[0], "last": ids[-1]}
 
@@ -674,7 +662,7 @@ def at_place(database: Database, id: Column[int], name: str) -> ColumnElement[An
     The list has one value for each id of `list_of`, in the same order.
     """
     kind = type_of(name)
-    if not database.can.array_parameters:
+    if not database.can.arrays:
         return _ValueOfId(id, id_list(database), bindparam(name, type_=kind, expanding=True))
     return _ValueOfId(id, id_list(database), bindparam(name, type_=_array(kind)))
 

@@ -25,7 +25,6 @@ from sqlalchemy import (
     true,
 )
 
-from delaytasks.db.schema import one_of
 from delaytasks.db.types import Capabilities, unindexed
 from delaytasks.model.clock import from_us, to_us
 from delaytasks.model.errors import InvalidInputError
@@ -61,7 +60,7 @@ def conditions(tasks: Table, where: Filter, can: Capabilities) -> list[ColumnEle
     if where.ids is not None:
         ids = sorted(where.ids)
         # The range lets planners leave out partitions.
-        found += [one_of(t.id, ids, can), t.id.between(ids[0], ids[-1])]
+        found += [t.id.in_(ids), t.id.between(ids[0], ids[-1])]
     if where.key_prefix is not None:
         # Not LIKE, which ignores case in SQLite.
         found.append(func.substr(t.task_key, 1, len(where.key_prefix)) == where.key_prefix)
@@ -88,7 +87,7 @@ def _has_pairs(
     outer braces and quotation marks are cut off, and `","` occurs between pairs only.
     """
     texts = [pair_text(*pair) for pair in pairs]
-    if not can.text_arrays:
+    if not can.arrays:
         return [func.instr(meta, text) > 0 for text in texts]
     wanted = func.string_to_array(",".join(texts)[1:-1], PAIR_SEPARATOR)
     stored = func.string_to_array(

@@ -251,15 +251,14 @@ class Capabilities:
 
     #: One UPDATE can select, lock, change and return rows.
     update_returning: bool = False
-    #: A list of ids is one parameter, and the index is used whatever the statistics contain.
-    array_parameters: bool = False
+    #: A list is one parameter, and its index is used whatever the statistics contain. A text can be
+    #: split into an array, and an index can find the texts that contain some parts.
+    arrays: bool = False
     #: INSERT can skip rows that exist. Where it cannot, a failed INSERT leaves the transaction
     #: usable.
     insert_or_skip: bool = False
     #: COPY FROM STDIN.
     copy: bool = False
-    #: A text can be split into an array, and an index can find the texts that contain some parts.
-    text_arrays: bool = False
     #: LISTEN and NOTIFY: a commit sends messages to the connections that listen.
     notify: bool = False
     #: A list of ids finds rows faster than a join with a table of them.
@@ -281,10 +280,9 @@ class Capabilities:
 
 POSTGRESQL = Capabilities(
     update_returning=True,
-    array_parameters=True,
+    arrays=True,
     insert_or_skip=True,
     copy=True,
-    text_arrays=True,
     notify=True,
     looks_up_lists=True,
     prepare=True,

@@ -226,7 +226,7 @@ INDEX = (
 
 
 def test_the_index_of_the_documentation_serves_the_filter(world: World, store: Any) -> None:
-    if not world.can.text_arrays:
+    if not world.can.arrays:
         return  # the other databases read rows in the order of their due times
     page = (Path(__file__).parents[2] / "docs/operations.md").read_text()
     assert " ".join(INDEX.replace("s_yb", "yb").split()) in " ".join(page.split())
