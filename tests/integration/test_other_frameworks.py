@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from delaytasks.db.engines import create_sqlite_file
 from delaytasks.http_api.api_keys import ApiKeyFile
 from delaytasks.runtime import runtime_of
 from delaytasks.testing import create_tables
@@ -46,6 +47,7 @@ def test_a_request_schedules_in_its_transaction_and_the_http_api_is_mounted(
 ) -> None:
     names = application(framework, tmp_path, monkeypatch)
     delays = names["delays"]
+    create_sqlite_file(runtime_of(delays).store.database.url)
     with runtime_of(delays).store.database.begin() as connection:
         create_tables(connection, delays)
     keys = tmp_path / "api-keys.json"

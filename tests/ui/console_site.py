@@ -21,6 +21,7 @@ from delaytasks.cli.servers import Place, make_server
 from delaytasks.console.application import make_console
 from delaytasks.console.requests import EXTENSION, BulkRunState, ReportProgress, new_run_id
 from delaytasks.console.viewers import HostAccess, Role, Viewer
+from delaytasks.db.engines import create_sqlite_file
 from delaytasks.db.types import db_now_plus
 from delaytasks.operate.bulk_calls import BulkResult
 from delaytasks.run.observers import RunCounts
@@ -65,6 +66,7 @@ def make_delays(url: str, is_new: bool = True, **settings: Any) -> DelayTasks:
 
     store = runtime_of(delays).store
     if is_new:
+        create_sqlite_file(store.database.url)
         store.schema.metadata.drop_all(store.database.tx)
         store.schema.metadata.create_all(store.database.tx)
     return delays

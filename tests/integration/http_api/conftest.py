@@ -12,6 +12,7 @@ from flask import Flask
 from werkzeug.test import TestResponse
 
 from delaytasks import DelayTasks
+from delaytasks.db.engines import create_sqlite_file
 from delaytasks.db.store import Store
 from delaytasks.http_api.api_keys import ApiKeyFile
 from delaytasks.http_api.routes import make_api
@@ -72,6 +73,7 @@ def site_at(url: str, folder: Path, **settings: Any) -> Iterator[ApiSite]:
 def site_on_a_file(folder: Path) -> Iterator[ApiSite]:
     """Yield an API on the SQLite file `api.sqlite3`."""
     with site_at(f"sqlite:///{folder / 'api.sqlite3'}", folder) as site:
+        create_sqlite_file(runtime_of(site.delays).store.database.url)
         with runtime_of(site.delays).store.database.begin() as connection:
             create_tables(connection, site.delays)
         yield site
