@@ -301,7 +301,7 @@ def test_outside_of_atomic_each_call_is_a_transaction_and_bulk_calls_always_are(
     delays: DjangoDelays, armed: list[Entry], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(runtime_of(delays).store.tasks.new, "_insert", fail_in_sql)
+        patch.setattr(runtime_of(delays).store.tasks.new, "add", fail_in_sql)
         with pytest.raises(e.StoreError):
             delays.schedule_delay("many", 1, 60, key="k")
     # The key is free, since the call that failed has left nothing.

@@ -93,7 +93,7 @@ VERBS: dict[str, tuple[Any, str]] = {
     "tell": (Events, "emit"),
     "find the primary": (redis_timer, "redis_location"),
     "continue a backlog": (Claims, "_claim_level"),
-    "read the time once": (claims, "once"),
+    "read the time once": (claims.ClaimTexts, "oldest"),
     "find lost leases by an index": (sweep_queries, "is_rare"),
     "look before a run": (Calls, "not_now"),
     "judge an outcome": (TaskRun, "settlement"),
@@ -285,8 +285,8 @@ def each_chunk_begins_at_the_oldest_entry(
 
 
 @bug("read the time once", "conformance/query_plans", on="postgresql")
-def claims_read_rows_that_are_not_due(_: Any, instant: Any) -> Any:
-    return instant
+def claims_read_rows_that_are_not_due(oldest: Any, texts: Any, shown: str) -> str:
+    return str(oldest(texts, shown)).replace(f"(SELECT {texts.now})", texts.now)
 
 
 @bug("look before a run", "conformance/durable_eta")

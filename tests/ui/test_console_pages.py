@@ -266,7 +266,7 @@ def test_a_task_is_cancelled_run_again_and_rescheduled(own_site: Site) -> None:
 
 def test_the_page_of_a_task_names_no_command_that_viewers_may_call_otherwise(site: Site) -> None:
     client = site.client(Role.VIEW)
-    for status in ("FAILED", "CANCELLED", "HELD"):
+    for status in ("FAILED", "CANCELLED", "NOT_COMPLETE"):
         [task, *_] = site.delays.find(status=status).tasks
         assert re.search(": delaytasks ", str(Explanations(runtime_of(site.delays)).of(task)))
         assert not re.search(": delaytasks ", client.get(f"/tasks/{task.id}").text)

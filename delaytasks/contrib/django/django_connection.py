@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import datetime
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
@@ -19,7 +20,9 @@ from django.db import (
     transaction,
 )
 from django.utils.asyncio import async_unsafe
-from sqlalchemy import URL, Connection, Engine, NullPool, exc, make_url
+from sqlalchemy import URL, Connection, DateTime, Engine, NullPool, exc, make_url
+from sqlalchemy.dialects.sqlite import DATETIME
+from sqlalchemy.engine import Dialect
 
 from delaytasks.db.engines import DEMOTED, MISSING
 from delaytasks.db.sessions import ConnectionSource
@@ -130,7 +133,18 @@ def _dialect_of(vendor: str, driver: Any) -> Any:
     dialect: Any = make_url(f"{name}://").get_dialect()
     # Our tables have no hstore, and looking for it would need more of the connection.
     options = {"use_native_hstore": False} if vendor == "postgresql" else {}
-    return dialect(dbapi=driver, **options)
+    made = dialect(dbapi=driver, **options)
+    if vendor == "sqlite":
+        made.colspecs = {**made.colspecs, DateTime: _SQLiteInstant}
+    return made
+
+
+class _SQLiteInstant(DATETIME):
+    """An instant that Django's connection may have read already."""
+
+    def result_processor(self, dialect: Dialect, coltype: object) -> Any:
+        read: Any = super().result_processor(dialect, coltype)
+        return lambda value: value if isinstance(value, datetime) else read(value)
 
 
 #: SQLAlchemy's names of drivers. Where PyMySQL takes the place of mysqlclient, both work alike.
