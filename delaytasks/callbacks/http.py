@@ -170,7 +170,9 @@ def _parse(url: object) -> Target:
         host, literal, port = _place(match)
     except ValueError as error:
         raise ForbiddenURLError(f"{scheme}://{match['host']}: {error}", "url") from None
-    return Target(scheme, host, port or DEFAULT_PORTS[scheme], match["path"] or "/", literal)
+    path = (match["path"] or "/").partition("#")[0]
+    path = path if path.startswith("/") else f"/{path}"
+    return Target(scheme, host, port or DEFAULT_PORTS[scheme], path, literal)
 
 
 def _place(match: re.Match[str]) -> tuple[str, Address | None, int | None]:
@@ -252,6 +254,8 @@ class Callback:
             raise InvalidInputError(
                 f"headers are a mapping of strings, not {type(headers).__name__}", "headers"
             )
+        if len({str(name).lower() for name in headers}) < len(headers):
+            raise InvalidInputError("a header is given twice", "headers")
         for name, value in headers.items():
             if (
                 not isinstance(name, str)
@@ -301,7 +305,9 @@ class HttpCallbacks:
         self, target: Target, headers: Mapping[str, str], payload: bytes, task: DelayedTask
     ) -> Outcome:
         settings = self._settings
-        headers = {**_DEFAULT_HEADERS, **headers, **self._own_headers(payload, task)}
+        given = {name.lower() for name in headers}
+        usual = {name: text for name, text in _DEFAULT_HEADERS.items() if name.lower() not in given}
+        headers = {**usual, **headers, **self._own_headers(payload, task)}
         # The time limit of each step: look up the name, connect, negotiate TLS, send head and body.
         step_s = min(settings.callback_connect_s, settings.callback_timeout_s / 5)
         tls = self._tls if target.scheme == "https" else None
@@ -432,6 +438,12 @@ class _Response(http.client.HTTPResponse):
         raise http.client.HTTPException(
             f"more than {MAX_INTERIM_RESPONSES} interim responses (status 1xx)"
         )
+
+    def _read_next_chunk_size(self) -> int:
+        size: int = super()._read_next_chunk_size()  # type: ignore[misc]
+        if size < 0:  # it would be read as all that comes
+            raise http.client.HTTPException(f"a chunk has the size {size}")
+        return size
 
 
 class _Connection(http.client.HTTPConnection):

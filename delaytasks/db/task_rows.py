@@ -281,13 +281,20 @@ class Tasks:
         is_to_move: bool = False,
     ) -> dict[str, int]:
         """Return the ids of live tasks by their keys, to read the tasks or to move them."""
-        # A transaction that reads as of its start does not see who has a key now. Only a locking
-        # read does: a caller that cancels the key's task must not reach the previous owner.
-        is_locked = is_to_move and on is not None and self._db.can.reads_as_of_start
-        found = dict[str, int]()
-        for batch in batches(sorted(set(keys)), TOUCH_BATCH_ROWS):
-            find = partial(self._keys.ids_of, tag=tag, keys=batch, is_locked=is_locked)
+        wanted, found = sorted(set(keys)), dict[str, int]()
+        for batch in batches(wanted, TOUCH_BATCH_ROWS):
+            find = partial(self._keys.ids_of, tag=tag, keys=batch)
             found.update(self._db.autocommitted(find, on))
+        if not is_to_move or on is None or not self._db.can.reads_as_of_start:
+            return found
+        # A transaction that reads as of its start does not see who has a key now. Only a locking
+        # read does: a caller that cancels the key's task must not reach the previous owner. It is
+        # for keys that have moved only, since the task may be running, and be settled soon.
+        current = self.ids_of_keys(tag, wanted)
+        moved_keys = [key for key in wanted if current.get(key) not in (None, found.get(key))]
+        for key in moved_keys:
+            found.pop(key, None)
+            found.update(self._keys.ids_of(on, tag=tag, keys=[key], is_locked=True))
         return found
 
     def attempts(self, id: int, on: CallerConnection | None = None) -> list[Attempt]:
@@ -415,6 +422,8 @@ class Tasks:
             if row is None:
                 continue
             task = task_of(row, self._schema)
+            if isinstance(version, int) and task.version < version and get is self._get:
+                continue  # a transaction that reads as of its start sees an earlier version
             if version is not None and task.version != version:
                 fact = f"task {id} has version {task.version}, not {shown(version)}"
                 raise StaleVersionError(f"{fact}; read it again", id)

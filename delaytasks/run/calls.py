@@ -184,7 +184,8 @@ class EventLoop:
     """An event loop in a thread of its own, which the first coroutine starts.
 
     All processors share one loop, and thus its clients and connections. If a coroutine stops the
-    loop, the loop goes on, since other coroutines need it.
+    loop, or a task that it began raises `SystemExit`, the loop goes on, since other coroutines need
+    it.
     """
 
     def __init__(self) -> None:
@@ -215,7 +216,12 @@ class EventLoop:
 
 def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
     while True:
-        loop.run_forever()
+        try:
+            loop.run_forever()
+        except BaseException:
+            logger.exception(
+                "delaytasks: a task of a coroutine ended the event loop, which goes on"
+            )
 
 
 async def _value_and_error(coroutine: Coroutine[Any, Any, Any]) -> tuple[Any, BaseException | None]:

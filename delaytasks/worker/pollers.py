@@ -306,15 +306,19 @@ class RedisPoller:
             if delete_in_s > 0:
                 return min(rest_s, delete_in_s)
         passed_on, self._passed_on = self._passed_on, []
-        taken = self._timer.take(wanted, passed_on, self._dispatcher.grace_s)
-        if taken is None:
-            self._was_down = True
+        try:
+            taken = self._timer.take(wanted, passed_on, self._dispatcher.grace_s)
+            if taken is None:
+                self._was_down = True
+                self._read_all_soon()
+                return SERVICE_REST_S
+            with self._lock:
+                for some in taken:  # an earlier time may have been published meanwhile
+                    self._read_at[some.slot] = min(self._read_at[some.slot], some.next_ms)
+            self._pass_on(taken)
+        except BaseException:
             self._read_all_soon()
-            return SERVICE_REST_S
-        with self._lock:
-            for some in taken:  # an earlier time may have been published meanwhile
-                self._read_at[some.slot] = min(self._read_at[some.slot], some.next_ms)
-        self._pass_on(taken)
+            raise
         if self._was_down or any(some.was_lost for some in taken):
             self._was_down = False
             self._read_all_soon()

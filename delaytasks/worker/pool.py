@@ -19,7 +19,7 @@ from delaytasks.events import LogEvent, log_event
 from delaytasks.model.policies import Stamp
 from delaytasks.model.task import Entry
 from delaytasks.run.runner import FailureReason, Report, Runner
-from delaytasks.worker.processes import processes_of
+from delaytasks.worker.processes import Processes, processes_of
 
 
 class ChunkRequest(NamedTuple):
@@ -68,6 +68,7 @@ def run_chunk(request: ChunkRequest) -> Report:
 
     A failure is returned as text, since not every pool reports exceptions.
     """
+    processes: Processes | None = None
     runner: Runner | None = None
     report: Report
     log: LogEvent = log_event

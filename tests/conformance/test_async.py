@@ -164,16 +164,22 @@ def test_an_asynchronous_processor_awaits_the_twins(delays: DelayTasks) -> None:
     assert [task.body for task in delays.find(tag="second")] == [{"n": 1}]
 
 
-def test_a_coroutine_that_stops_the_event_loop_stops_no_other_one(world: World) -> None:
+@pytest.mark.parametrize("how", ["stop", "exit"])
+def test_a_coroutine_that_stops_the_event_loop_stops_no_other_one(world: World, how: str) -> None:
     began = list[str]()
+
+    async def exit_in_a_task() -> None:
+        raise SystemExit
 
     @world.delays.processor("waits")
     async def waits(body: str) -> None:
         began.append(body)
         while len(began) < 2:
             await asyncio.sleep(0)
-        if body == "stops":
+        if body == "stops" and how == "stop":
             asyncio.get_running_loop().stop()
+        elif body == "stops":
+            asyncio.create_task(exit_in_a_task())  # noqa: RUF006
         await asyncio.sleep(0.01)
 
     tasks = [world.schedule("waits", body) for body in ("stops", "waits")]

@@ -66,6 +66,11 @@ def test_public_https_urls_are_allowed(url: str) -> None:
     assert target.host == target.host.lower()
 
 
+def test_a_request_has_a_path_and_no_fragment() -> None:
+    for end, path in (("", "/"), ("?a=1", "/?a=1"), ("/x?a#b", "/x?a"), ("?a#b", "/?a")):
+        assert guard().check(f"https://partner.example{end}").path == path
+
+
 @pytest.mark.parametrize("host", NOT_PUBLIC)
 def test_addresses_that_are_not_public_are_forbidden_as_text_and_as_a_name(host: str) -> None:
     with pytest.raises(ForbiddenURLError, match="is not a public address"):

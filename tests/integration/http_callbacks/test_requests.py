@@ -27,10 +27,12 @@ from tests.world.recording import record, run_now, runner_of
 def test_a_callback_is_a_post_of_json_that_the_official_package_verifies(web: WebServer) -> None:
     caller = Caller(secrets=SECRETS)
     body = {"order": 7, "name": "é", "big": 2**60, "text": "\u2028\U0001f600"}
-    assert caller.post(web.url("/paid?a=1"), body, headers={"X-Shop": "one"}) == Done()
+    headers = {"X-Shop": "one", "user-agent": "shop"}
+    assert caller.post(web.url("/paid?a=1"), body, headers=headers) == Done()
     [request] = web.received
     assert request.path == "/paid?a=1"
     assert request.headers["content-type"] == "application/json"
+    assert request.headers["user-agent"] == "shop"
     assert request.headers["x-shop"] == "one"
     assert request.headers["host"] == f"127.0.0.1:{web.port}"
     assert request.headers["webhook-id"] == "42"
@@ -211,7 +213,7 @@ def test_a_forbidden_url_is_refused_when_it_is_scheduled(delays: DelayTasks, url
         {"Transfer-Encoding": "chunked"}, {7: "a"},
         {"Webhook-Id": "1"}, {"webhook-signature": "v1,x"}, {"Connection": "close"},
         ["X"],
-        {"Proxy-Authorization": "a"}, {"X": " a"},
+        {"Proxy-Authorization": "a"}, {"X": " a"}, {"X": "a", "x": "b"},
     ],
 )  # fmt: skip
 def test_a_header_that_cannot_be_sent_is_refused(delays: DelayTasks, headers: Any) -> None:
