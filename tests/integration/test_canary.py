@@ -160,6 +160,7 @@ def test_celery_shows_none_of_the_secret_settings() -> None:
 def test_the_error_about_a_refused_body_does_not_show_the_body(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
+    (tmp_path / "x.db").touch()
     delays = delays_on(f"sqlite:///{tmp_path / 'x.db'}")
     bodies: list[Any] = [{"card": BODY, "x": object()}, {"card": BODY + "\x00"}, BODY * 100_000]
     with caplog.at_level(logging.DEBUG):

@@ -19,6 +19,7 @@ from sqlalchemy import MetaData, Table, inspect, text
 from delaytasks import ConfigError, Status, StoreUnavailableError
 from delaytasks.db import migrations
 from delaytasks.db.database import Database
+from delaytasks.db.engines import create_sqlite_file
 from delaytasks.db.schema import Schema
 from delaytasks.db.store import Store
 from delaytasks.model.task import Settlement
@@ -90,6 +91,7 @@ def store_of(database: Database) -> Iterator[Store]:
 
 def emptied(url: str) -> Iterator[Database]:
     database = Database(url)
+    create_sqlite_file(database.url)
     drop_tables(database)
     yield database
     drop_tables(database)
