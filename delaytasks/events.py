@@ -29,6 +29,7 @@ SUBJECTS = {
     "task.expired": "tag",
     "task.left_open": "tag",
     "task.raised_late": "tag",
+    "task.row_locked": "id",
     "task.lease_lost": "tag",
     "task.interrupted": "tag",
     "result.dropped": "tag",

@@ -383,8 +383,11 @@ class TagCosts:
 # -- Settlements, with retries --------------------------------------------------------------------
 
 
-#: The time between two tries while the database is unavailable.
+#: The time between two tries while the database is unavailable, or rows are locked.
 SETTLE_RETRY_S = 0.5
+#: After this number of locked rows no further row is tried, if the time is over: each try takes
+#: seconds.
+MAX_LOCKED = 3
 #: The database gave no answer, or another transaction has locked a row.
 _AWAY = (StoreUnavailableError, OutcomeUnknownError)
 LOCKED_REMEDY = (
@@ -465,7 +468,11 @@ class Settler:
     def _settle_each(
         self, chunk: Chunk, settlements: Sequence[Settlement], deadline: float
     ) -> None:
-        """Settle each row by itself, and try locked rows again until the deadline."""
+        """Settle each row by itself, and try locked rows again until the deadline.
+
+        After the deadline, the chunk keeps the rows behind `MAX_LOCKED` locked ones; they are tried
+        first the next time.
+        """
         refusal: StoreError | None = None
         lock: StoreError | None = None
         while settlements:
@@ -482,12 +489,17 @@ class Settler:
                     )
                     locked.append(one)
                     lock = error
+                    if len(locked) >= MAX_LOCKED and monotonic() > deadline:
+                        chunk.keep([*settlements[number + 1 :], *locked])
+                        raise
                 except StoreError as error:
                     chunk.keep([one])
                     refusal = error
             if lock is not None and locked and monotonic() > deadline:
                 chunk.keep(locked)
                 raise lock
+            if locked:
+                time.sleep(SETTLE_RETRY_S)
             settlements = locked
         if refusal is not None:
             raise refusal

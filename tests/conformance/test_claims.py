@@ -20,6 +20,7 @@ from delaytasks import DelayedTask, Status, StoreUnavailableError
 from delaytasks.db import claims as module
 from delaytasks.db.claims import Choice, ClaimTexts
 from delaytasks.db.schema import Schema
+from delaytasks.run.chunk import MAX_LOCKED
 from tests.world import Entry, MonkeyPatch, UnclaimedRow, World
 
 
@@ -241,6 +242,30 @@ def test_a_row_left_locked_delays_no_other_row(make_world: Any, monkeypatch: Mon
     assert "commit or roll back before the processor returns" in told["remedy"]
     assert world.told("store.down") == []
     assert world.statuses([locking]) == ["RUNNING"], "its lease ends, and it runs again"
+
+
+@pytest.mark.slow
+def test_many_locked_rows_are_tried_in_bounded_time(
+    make_world: Any, monkeypatch: MonkeyPatch
+) -> None:
+    monkeypatch.setattr("delaytasks.db.database.RETRY_FOR_S", 0)
+    world: World = make_world(lease=2, _chunk_time_budget_s=0.5)
+    if not world.has_row_locks:
+        pytest.skip("a lock is on the whole database")
+    engine = create_engine(world.url)
+    with engine.connect() as connection:
+        t = world.table()
+
+        @world.delays.processor("lock")
+        def lock(body: Any, task: DelayedTask) -> None:
+            connection.execute(update(t).where(t.c.id == task.id).values(lapses=0))
+
+        locking = [world.schedule("lock") for _ in range(MAX_LOCKED + 4)]
+        with pytest.raises(StoreUnavailableError):
+            world.run(*locking)
+        connection.rollback()
+    engine.dispose()
+    assert len(world.told("task.row_locked")) == MAX_LOCKED, "each try takes a second"
 
 
 # -- the SQL of the claims ------------------------------------------------------------------------
