@@ -45,7 +45,7 @@ from delaytasks.db.store import Store
 from delaytasks.db.types import db_now, db_now_plus, is_narrow, is_past, unindexed
 from delaytasks.events import Events
 from delaytasks.model.clock import monotonic
-from delaytasks.model.errors import StoreError
+from delaytasks.model.errors import StoreError, StoreUnavailableError
 from delaytasks.model.moves import MOVES, Status
 from delaytasks.model.policies import WAITLIST_RECHECK_S, PolicyCache, WaitlistsSeen, WaitlistState
 from delaytasks.model.task import DelayedTask, Settlement
@@ -512,7 +512,8 @@ class Admission:
 
         The state is None if the waitlist is empty.
 
-        `parallel` is the number of the tag's tasks that this process starts simultaneously.
+        `parallel` is the number of the tag's tasks that this process starts simultaneously. If
+        another transaction has locked the tag's policy for seconds, no row is admitted now.
         """
 
         def work() -> tuple[Sequence[DelayedTask], WaitlistState | None]:
@@ -523,7 +524,13 @@ class Admission:
             lambda c: self._queries.has_entries(c, queue, tag)
         ):
             return [], None  # the usual case of a tag that does not reach its limit
-        tasks, state = self._db.run(work)
+        try:
+            tasks, state = self._db.run(work)
+        except StoreUnavailableError as error:
+            if not error.is_locked:
+                raise
+            self._events.emit("chunk.failed", error=str(error), cause=error)
+            return [], WaitlistState(queue, tag, 0, WAITLIST_RECHECK_S)
         if state is None:
             self._empty.add((queue, tag))
         else:

@@ -11,9 +11,10 @@ from functools import partial
 from typing import Any
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import select, update
 
 from delaytasks import DelayedTask, Status, StoreError
+from delaytasks.model.policies import WAITLIST_RECHECK_S
 from tests.waiting import wait_until
 from tests.world import Level, MonkeyPatch, Settlement, WaitlistState, World
 
@@ -464,6 +465,23 @@ def test_sweeps_do_not_release_tasks_of_a_waitlist(world: World) -> None:
     touch_task(world, tasks[1])
     found = {id for id, _ in look()}
     assert found == {stray.id, tasks[1].id}, "it is not due any more, and waits in vain"
+
+
+@pytest.mark.slow
+def test_a_locked_policy_is_no_outage(world: World, monkeypatch: MonkeyPatch) -> None:
+    if not world.has_row_locks:
+        pytest.skip("a lock is on the whole database")
+    monkeypatch.setattr("delaytasks.db.database.RETRY_FOR_S", 0)
+    world.limit(concurrency=1)
+    running, waiting = world.schedule(body=1), world.schedule(body=2)
+    assert world.claim(running) != []
+    assert world.claim(waiting) == []
+    lines, policies = world.worker().admission, world.table("policies")
+    with world.begin() as somebody:
+        somebody.execute(update(policies).values(concurrency=policies.c.concurrency))
+        tasks, state = lines.admit("default", "note", 5)
+        assert (tasks, state) == ([], WaitlistState("default", "note", 0, WAITLIST_RECHECK_S))
+    assert world.count("chunk.failed") == 1
 
 
 def test_admit_returns_at_most_the_requested_number_of_tasks(world: World) -> None:
