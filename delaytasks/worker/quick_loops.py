@@ -19,6 +19,7 @@ new one before others mark it as lost.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,9 @@ QUICK_ANSWER_S = 4.0
 
 #: The longest time between two checks of the pool's processes.
 PROCESS_CHECK_S = 1.0
+#: How long `sign_off` waits for a report under way, which may take as long as two tries, and how
+#: often it looks.
+REPORT_WAIT_S, REPORT_CHECK_S = 10.0, 0.02
 #: Chunks that run for a shorter part of their lease need no renewal yet. Most chunks end before.
 YOUNG_CHUNK_PART = 1 / 4
 
@@ -109,7 +113,7 @@ class LeasesLoop:
         self._renewed_at = monotonic()
         self._reported_at = float("-inf")
         self.contact = DatabaseContact(SILENT_SWEEPS * settings.sweep_s / 2 + PROCESS_CHECK_S)
-        self._has_signed_off = False
+        self._has_signed_off = self._is_reporting = False
         #: The rows that the last renewal skipped, because other transactions had locked them. Each
         #: turn tries again: after the lock, a sweep would recover a row whose lease has ended.
         self._locked: Sequence[int] = ()
@@ -199,15 +203,29 @@ class LeasesLoop:
         self.loop.wake()
 
     def sign_off(self) -> None:
-        """Delete the worker's row. Its leases are renewed as long as its main process lives."""
+        """Delete the worker's row. Its leases are renewed as long as its main process lives.
+
+        A report under way ends first, since it may write the row.
+        """
         self._has_signed_off = True
+        until = monotonic() + REPORT_WAIT_S
+        while self._is_reporting and monotonic() < until:
+            time.sleep(REPORT_CHECK_S)
         self._report()
 
     def _report(self) -> None:
         """Write the worker's row if it is time, or delete it at last. A failure ends no turn.
 
-        Each turn deletes the row again, since a report that was under way may have written it.
+        Each turn deletes the row again: a report that `sign_off` no longer waited for may have
+        written it.
         """
+        self._is_reporting = True  # first, so that `sign_off` waits, or this sees that it began
+        try:
+            self._report_or_delete()
+        finally:
+            self._is_reporting = False
+
+    def _report_or_delete(self) -> None:
         attempt, name = self._runtime.events.attempt, self.loop.name
         if self._has_signed_off:
             attempt(name, "sign off", self._delete_row)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 from contextlib import closing
+from threading import Event, Timer
 from typing import Any
 
 import pytest
+from sqlalchemy import select
 
 from tests.conftest import open_store
 from tests.proxy import proxy_to
@@ -133,3 +135,24 @@ def test_a_worker_whose_connections_became_silent_reports_in_time(postgresql_url
         store.close()
         direct.close()
         proxy.close()
+
+
+def test_a_report_under_way_leaves_no_row_of_a_stopped_worker(
+    main: MainProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers, begun, go_on, ended = main.runtime.store.workers, Event(), Event(), Event()
+    report = workers.report
+
+    def report_slowly(*values: Any) -> None:
+        begun.set()
+        go_on.wait(5)
+        report(*values)
+        ended.set()
+
+    monkeypatch.setattr(workers, "report", report_slowly)
+    main.runtime.leases_loop.loop.start()
+    assert begun.wait(5)
+    Timer(0.3, go_on.set).start()
+    main.runtime.leases_loop.sign_off()
+    assert ended.wait(5)
+    assert main.world.rows(select(main.world.table("workers"))) == []
