@@ -382,6 +382,12 @@ class Dispatcher:
                 left.setdefault(queue, set()).add(priority)
             return list(left.items())
 
+    def leave_again(self, drains: UnfinishedDrains) -> None:
+        """Keep what `take_left_to_table` has returned for its next call."""
+        with self._lock:
+            for queue, priorities in drains:
+                self._left_to_table.setdefault(queue, set()).update(priorities)
+
     def _late_before_us(self) -> int:
         return self._clock.now_us() - int(self._settings.grace_s * 1e6)
 

@@ -23,7 +23,7 @@ from kombu.asynchronous import Hub, set_event_loop
 
 from delaytasks.events import Events
 from delaytasks.loops import Loop
-from delaytasks.model.clock import from_us
+from delaytasks.model.clock import from_us, monotonic
 from delaytasks.model.inputs import ALL_QUEUES
 from delaytasks.model.moves import LateReason
 from delaytasks.model.task import Entry
@@ -47,6 +47,10 @@ if TYPE_CHECKING:
     from delaytasks.worker.pollers import RedisPoller, TablePoller
 
 logger = get_logger(__name__)
+
+#: How long a turn of the loop of policies asks other workers for help: with a slow broker, each
+#: queue takes up to the time limit of a message, and meanwhile no pause is read.
+HELP_S = 0.2
 
 
 class WorkerRuntime:
@@ -216,8 +220,7 @@ class WorkerRuntime:
 
     def watch(self) -> None:
         """Do what a worker does once a second, and what needs no database."""
-        # Other workers help with the entries that were too many for this one.
-        self.send_back([], self.dispatcher.take_left_to_table())
+        self.ask_for_help()
         consumer = getattr(self.celery_worker.consumer, "task_consumer", None)
         if consumer is not None:  # `celery control add_consumer` and `cancel_consumer` change it
             names = (queue.name for queue in consumer.queues)
@@ -227,6 +230,18 @@ class WorkerRuntime:
         late_s = self.wheel.late_s
         if late_s > self.settings.grace_s:
             self.events.emit("wheel.late", seconds=late_s)
+
+    def ask_for_help(self) -> None:
+        """Ask other workers to drain the queues whose entries were too many for this one.
+
+        The queues that take too long come first in the next turn.
+        """
+        drains, until = self.dispatcher.take_left_to_table(), monotonic() + HELP_S
+        while drains:
+            self.send_back([], [drains.pop(0)])
+            if monotonic() >= until:
+                self.dispatcher.leave_again(drains)
+                return
 
     def connected(self) -> None:
         """Prepare for messages. Celery calls this at the start and after each lost connection."""

@@ -315,6 +315,24 @@ def test_a_burst_of_slow_tasks_is_left_to_the_table_and_claimed_ahead(main: Main
         assert asked(main) == drains, "other workers are asked once"
 
 
+def test_other_workers_are_asked_in_bounded_time(main: Main, monkeypatch: Any) -> None:
+    main.learn(0.02)
+    entries = [main.entries(1, start=n)[0]._replace(queue=f"q{n}") for n in range(1, 301)]
+    main.take(entries)
+
+    def ask_slowly(queue: str, *_: Any) -> bool:
+        slowly.append(queue)
+        main.time.at += 0.15
+        return True
+
+    slowly = list[str]()
+    monkeypatch.setattr(main.broker, "request_drain", ask_slowly)
+    main.ask_for_help()
+    assert len(slowly) == 2, "the pauses are read soon"
+    main.ask_for_help()
+    assert len(set(slowly)) == 4, "the others come first in the next turn"
+
+
 @pytest.mark.parametrize(("row_s", "entries"), [(0.02, 15), (0.0001, 1000)], ids=["few", "quick"])
 def test_other_bursts_are_run_from_their_entries(main: Main, row_s: float, entries: int) -> None:
     main.learn(row_s)

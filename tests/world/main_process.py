@@ -138,7 +138,7 @@ class MainProcess:
 
     def ask_for_help(self) -> None:
         """Ask other workers to drain the queues whose entries were left to the table."""
-        self.runtime.send_back([], self.dispatcher.take_left_to_table())
+        self.runtime.ask_for_help()
 
     def request_sweep(self, partition: int) -> None:
         """Request a sweep, as a message of beat does."""
