@@ -34,7 +34,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
-from heapq import merge
+from heapq import heappop, heappush, merge
 from math import inf
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -258,6 +258,9 @@ class Dispatcher:
         self._began_us: dict[int, float] = {}
         #: The numbers of chunks whose processes may continue with further ones.
         self._continuing: set[int] = set()
+        #: When to pump again, as a heap, and when the timers of these looks end: usually one.
+        self._planned: list[float] = []
+        self._timers: set[float] = set()
         #: The ids of the rows that still run in each process although their chunk has ended.
         self._detached: dict[int, Sequence[int]] = {}
         #: The Redis poller sets this if it waits for capacity, which `capacity_granted` ends.
@@ -495,9 +498,38 @@ class Dispatcher:
         self._worker.call_soon(self.pump)
 
     def _pump_after(self, seconds: float) -> None:
-        timer = threading.Timer(seconds, self._worker.call_soon, (self.pump,))
+        with self._lock:
+            heappush(self._planned, monotonic() + seconds)
+        self.start_timer()
+
+    def start_timer(self) -> None:
+        """Start a timer for the next planned look, unless one ends by then.
+
+        The caller does not hold the lock, since starting a thread takes time. If no thread can be
+        started, the next call tries again; the loop of policies makes one each second.
+        """
+        with self._lock:
+            at = self._planned[0] if self._planned else inf
+            if at >= min(self._timers, default=inf):
+                return
+            self._timers.add(at)
+        timer = threading.Timer(max(at - monotonic(), 0.0), self._pump_planned, (at,))
         timer.daemon = True
-        timer.start()
+        try:
+            timer.start()
+        except RuntimeError:  # the system's limit of threads
+            with self._lock:
+                self._timers.discard(at)
+
+    def _pump_planned(self, at: float) -> None:
+        """Pump for the looks that were planned until now, and go on with the timer."""
+        with self._lock:
+            self._timers.discard(at)
+            until = max(at, monotonic())
+            while self._planned and self._planned[0] <= until:
+                heappop(self._planned)
+        self._pump_soon()
+        self.start_timer()
 
     def pump(self) -> None:
         """Fill the pool. A solo pool runs the chunk within this call, and calls back from there."""
@@ -571,8 +603,8 @@ class Dispatcher:
             if drain.wants_chunk():
                 drain.chunks[number] = monotonic()
                 self._drains[queue] = self._drains.pop(queue)  # to the end
-                if not drain.is_deep:
-                    self._pump_after(HELD_UP_S)  # a slow task may hold the chunk up
+                if not drain.is_deep:  # a slow task may hold the chunk up
+                    heappush(self._planned, monotonic() + HELD_UP_S)  # `_send` starts the timer
                 continue_s = CONTINUE_S if len(self._drains) == 1 else CONTINUE_IN_TURN_S
                 return ChunkRequest(
                     (),
@@ -606,6 +638,8 @@ class Dispatcher:
         if check_in_s < inf:
             # The chunk may run one task for minutes: others check the waitlist meanwhile.
             self._pump_after(max(check_in_s, 0))
+        elif self._planned:
+            self.start_timer()
         done, lost = partial(self._done, request), partial(self._lost, request)
         try:
             sent = self._pool.send(request, done, lost)

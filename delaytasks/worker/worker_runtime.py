@@ -221,6 +221,7 @@ class WorkerRuntime:
     def watch(self) -> None:
         """Do what a worker does once a second, and what needs no database."""
         self.ask_for_help()
+        self.dispatcher.start_timer()
         consumer = getattr(self.celery_worker.consumer, "task_consumer", None)
         if consumer is not None:  # `celery control add_consumer` and `cancel_consumer` change it
             names = (queue.name for queue in consumer.queues)

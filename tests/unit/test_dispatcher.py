@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, wait
 from datetime import datetime, timezone
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from celery.concurrency import solo
@@ -251,6 +253,29 @@ def test_an_empty_queue_behind_a_slow_task_is_read_once(make_main: MakeMain) -> 
     assert main.requests == [], "the next start is worth one look, too"
     slow[1](Report(10, 1, 12.0))
     assert main.requests == []
+
+
+def test_the_drains_of_many_queues_share_a_timer(make_main: MakeMain) -> None:
+    main, before = make_main(40), threading.active_count()
+    for number in range(20):
+        main.dispatcher.start_drain(f"q{number}", (0,))
+    assert len(main.requests) == 20
+    assert threading.active_count() <= before + 1
+    main.pump_later(HELD_UP_S)
+    assert len(main.requests) == 40, "another process for each"
+
+
+def test_a_timer_that_cannot_be_started_is_started_later(
+    make_main: MakeMain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = make_main(8)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("no thread")))
+        main.drain()
+        assert len(main.requests) == 1
+    main.time.at += HELD_UP_S
+    main.runtime.watch()
+    wait_until(lambda: len(main.requests) == 2, 5, "another process to help")
 
 
 def test_a_chunk_that_ends_late_does_not_end_a_drain_that_was_requested_later(main: Main) -> None:
