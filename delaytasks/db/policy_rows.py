@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from datetime import datetime
@@ -24,7 +25,16 @@ from sqlalchemy import (
 )
 
 from delaytasks.db.database import Database
-from delaytasks.db.schema import Schema, check_row_count, listed, listing, move_locked, moved
+from delaytasks.db.schema import (
+    Schema,
+    by_index,
+    check_row_count,
+    hot_index,
+    listed,
+    listing,
+    move_locked,
+    moved,
+)
 from delaytasks.db.searching import distinct_values, has_status, queue_levels
 from delaytasks.db.statements import Insert
 from delaytasks.db.types import db_now, unindexed
@@ -197,8 +207,19 @@ def is_entry_of(waitlist: Table, row: Any) -> ColumnElement[bool]:
 
 #: Waitlists of a queue that one call of `waitlists_in` returns: each of them costs a statement.
 WAITLISTS_PER_CALL = 100
-#: Held rows that one query returns, and one transaction releases.
-RELEASED_ROWS = 500
+#: Held rows that one query reads, whatever holds them, and rows that one transaction releases.
+HELD_PAGE, RELEASED_ROWS = 500, 500
+#: Rows of one due time that one query returns. It reads all of them, to sort them by their ids.
+HELD_PAGE_OF_INSTANT = 5000
+
+
+class HeldPlace(NamedTuple):
+    """A place in the held rows of a level, in the order of due time and id."""
+
+    #: Rows due later follow it; None for the beginning.
+    due: datetime | None = None
+    #: If it is a number, the rows due at `due` that have a higher id follow it as well.
+    id: int | None = None
 
 
 class PausedRows:
@@ -253,23 +274,46 @@ class PausedRows:
         levels = self._db.autocommitted(lambda c: queue_levels(c, self._t, Status.HELD))
         return sorted(levels, key=lambda at: (-at.priority, at.queue))
 
-    def resumed(
-        self, level: Level, since: datetime | None, until: datetime | None
-    ) -> Sequence[tuple[int, datetime]]:
-        """Return the first held rows of a level, due from `since` until `until`, that neither a
-        pause nor a waitlist holds: their ids and due times, in the order of the latter."""
-        t = self._t
-        query = select(t.c.id, t.c.expected_time).where(
+    def page(
+        self, level: Level, place: HeldPlace, until: datetime | None
+    ) -> tuple[list[tuple[int, str]], HeldPlace | None]:
+        """Return the next held rows of a level, due until `until`, as their ids and tags, and the
+        place after them. The place is None after the last page.
+
+        Rows are read in the order of the index, whatever holds them. The index does not contain the
+        id, so those of one due time are sorted by it only if they fill a page.
+        """
+        t, most = self._t, HELD_PAGE if place.id is None else HELD_PAGE_OF_INSTANT
+        id, due = unindexed(t.c.id), t.c.expected_time
+        query = by_index(select(t.c.id, t.c.tag, due), t, hot_index(t)).limit(most)
+        query = query.where(
             has_status(t, Status.HELD), t.c.queue == level.queue, t.c.priority == level.priority
         )
-        query = query.where(not_(self._is_paused), self._is_not_in_waitlist)
-        if since is not None:
-            query = query.where(t.c.expected_time >= since)
+        if place.id is not None:
+            query = query.where(due == place.due, id > place.id).order_by(id)
+            rows = self._db.rows(query)
+            end = HeldPlace(place.due, rows[-1].id if len(rows) == most else None)
+            return [(row.id, row.tag) for row in rows], end
+        if place.due is not None:
+            query = query.where(due > place.due)
         if until is not None:
-            query = query.where(t.c.expected_time <= until)
-        # Without a second sort key, since planners that expect few rows would sort all of them.
-        rows = self._db.rows(query.order_by(t.c.expected_time).limit(RELEASED_ROWS))
-        return [(row.id, row.expected_time) for row in rows]
+            query = query.where(due <= until)
+        rows = self._db.rows(query.order_by(due))
+        if len(rows) < most:
+            return [(row.id, row.tag) for row in rows], None
+        # The last due time may have more rows, which the next page returns.
+        last = rows[-1].expected_time
+        whole = [row for row in rows if row.expected_time < last]
+        end = HeldPlace(whole[-1].expected_time) if whole else HeldPlace(last, -1)
+        return [(row.id, row.tag) for row in whole], end
+
+    def resumed(self, ids: Sequence[int]) -> list[int]:
+        """Return which of these held rows neither a pause nor a waitlist holds."""
+        t = self._t
+        is_held = unindexed(t.c.status) == int(Status.HELD)
+        query = select(t.c.id).where(self._listed, is_held)
+        query = query.where(not_(self._is_paused), self._is_not_in_waitlist)
+        return self._db.autocommitted(lambda c: list(c.execute(query, {"ids": ids}).scalars()))
 
     def release(self, ids: Sequence[int]) -> list[Entry]:
         """Release the held rows that no other transaction has locked, whatever holds them, and
@@ -302,3 +346,57 @@ class PausedRows:
         elif self._after.pop(queue, None) is not None and not tags:
             return self.waitlists_in(queue)  # the last call returned the last ones
         return {(queue, tag) for tag in tags}
+
+
+class HeldSearch:
+    """Releases the held rows that no pause and no waitlist holds: first those that were due until
+    an instant, then all others, by priority and due time.
+
+    Most held rows may stay held. So each step reads a bounded number of rows, whatever holds them,
+    and the place is kept. A step that fails is done again.
+    """
+
+    def __init__(self, rows: PausedRows) -> None:
+        self._rows = rows
+        #: What has yet to be read: the rows of a level after a place, and due until an instant.
+        self._parts = deque[tuple[Level, HeldPlace, datetime | None]]()
+        #: Rows that were read, and have yet to be released.
+        self._ids: list[int] = []
+
+    @property
+    def is_over(self) -> bool:
+        return not self._parts and not self._ids
+
+    def begin(self, near: datetime) -> None:
+        """Begin at the first row."""
+        levels = self._rows.levels()
+        self._ids = []
+        self._parts.clear()
+        self._parts.extend((level, HeldPlace(), near) for level in levels)
+        self._parts.extend((level, HeldPlace(near), None) for level in levels)
+
+    def step(self, policies: Policies) -> list[Entry]:
+        """Read some rows, or release some of those that were read, and return the released ones.
+
+        Rows that `policies` pause are skipped. If these are no longer the policies of now, another
+        search follows.
+        """
+        if not self._ids:
+            self._read(policies)
+            return []
+        ids = self._ids[:RELEASED_ROWS]
+        resumed = self._rows.resumed(ids)
+        released = self._rows.release(resumed) if resumed else []
+        del self._ids[: len(ids)]
+        return released
+
+    def _read(self, policies: Policies) -> None:
+        level, place, until = self._parts[0]
+        after: HeldPlace | None = None
+        if level.queue not in policies.paused_queues:
+            found, after = self._rows.page(level, place, until)
+            self._ids = [id for id, tag in found if tag not in policies.paused_tags]
+        if after is None:
+            self._parts.popleft()
+        else:
+            self._parts[0] = level, after, until

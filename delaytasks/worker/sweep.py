@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import datetime, timedelta
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from delaytasks.db.policy_rows import HeldSearch
 from delaytasks.events import Events
 from delaytasks.loops import Loop
 from delaytasks.model.clock import from_us, monotonic
@@ -128,10 +129,12 @@ class Sweeper:
         self._events = runtime.events
         self._knows_silence = knows_silence
         #: The search for held rows to release, which continues in the next sweep, the policies for
-        #: which it began, and when the next one begins anyway.
-        self._search: Iterator[None] = iter(())
+        #: which it began, when the next one begins anyway, and whether it took the place of another
+        #: one that was not over.
+        self._search = HeldSearch(runtime.store.paused_rows)
         self._searched_for: Stamp | None = None
         self._search_again_at = -math.inf
+        self._is_interrupting = False
         self._overdue = OverdueQueues(self._sweeps, self._settings.grace_s)
         #: The levels of rows that are due, and that this sweep has recovered or released.
         self._ready = set[Level]()
@@ -201,20 +204,27 @@ class Sweeper:
         """End the pauses whose time is over, and release the held rows that no pause holds now.
 
         The search for such rows begins when policies have changed, and once in a while. It takes a
-        part of each sweep until it has seen all held rows.
+        part of each sweep until it has seen all held rows, also after a sweep that failed.
         """
-        policies = self._read_policies()
-        if policies.stamp != self._searched_for or monotonic() >= self._search_again_at:
-            self._search, self._searched_for = self._release_in_steps(), policies.stamp
+        policies, search = self._read_policies(), self._search
+        has_changed = policies.stamp != self._searched_for
+        if search.is_over:
+            must_begin = has_changed or monotonic() >= self._search_again_at
+        else:
+            # A search that has interrupted another one comes to its end, however often policies
+            # change.
+            must_begin = has_changed and not self._is_interrupting
+        if must_begin:
+            is_interrupting, horizon_s = not search.is_over, self._settings.horizon_s or 0
+            search.begin(self._runtime.clock.certain_now() + timedelta(seconds=horizon_s))
+            self._is_interrupting = is_interrupting
+            self._searched_for = policies.stamp
             self._search_again_at = monotonic() + SEARCH_HELD_S
         deadline = monotonic() + self._settings.sweep_s * RELEASE_SHARE
-        try:
-            for _ in self._search:
-                if monotonic() > deadline:
-                    return
-        except BaseException:
-            self._searched_for = None  # the next sweep begins it again
-            raise
+        while not search.is_over:
+            self._arm_released(search.step(policies))
+            if monotonic() > deadline:
+                return
 
     def _read_policies(self) -> Policies:
         """Return the policies as they are now, after ending the pauses whose time is over."""
@@ -231,23 +241,6 @@ class Sweeper:
                 actor=ended.updated_by,
             )
         return cache.refresh()
-
-    def _release_in_steps(self) -> Iterator[None]:
-        """Release the held rows that no pause and no waitlist holds: first those due within the
-        horizon, then all, by priority and due time."""
-        rows, horizon_s = self._runtime.store.paused_rows, self._settings.horizon_s or 0
-        near = self._runtime.clock.certain_now() + timedelta(seconds=horizon_s)
-        levels = rows.levels()
-        for until in (near, None):
-            for level in levels:
-                since: datetime | None = None
-                while found := rows.resumed(level, since, until):
-                    released = rows.release([id for id, _ in found])
-                    self._arm_released(released)
-                    yield
-                    if not released:  # other transactions have locked them
-                        break
-                    since = found[-1][1]
 
     def _arm_released(self, released: Sequence[Entry]) -> None:
         if not released:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import Any
 from unittest import mock
@@ -457,7 +458,7 @@ def test_simultaneous_releases_count_each_row_once(world: World, make_world: Mak
 
 
 def test_rows_with_one_due_time_are_released_past_those_that_stay_held(world: World) -> None:
-    world.lower(rows_of_a_release=3)
+    world.lower(rows_of_a_release=3, held_rows_of_a_page=4, held_rows_of_an_instant=6)
     at = world.now() + timedelta(hours=1)
     rows = [world.new_row(tag="sms" if n % 3 else "note", expected_time=at) for n in range(20)]
     rows += [world.new_row(expected_time=at + timedelta(seconds=n - 2)) for n in range(5)]
@@ -468,3 +469,28 @@ def test_rows_with_one_due_time_are_released_past_those_that_stay_held(world: Wo
     assert (held(world), world.counted()[Status.NOT_COMPLETE]) == (13, 12)
     resume(world, tag="sms")
     assert held(world) == 0
+
+
+def test_a_search_goes_on_past_many_rows_that_stay_held(world: World, small_steps: None) -> None:
+    world.lower(held_rows_of_a_page=3)
+    stay = [world.put(Status.HELD, tag="sms", due_s=-10 - n) for n in range(12)]
+    resumed = [world.put(Status.HELD, due_s=due_s) for due_s in (-5, HOUR)]
+    world.delays.policies.pause(tag="sms")
+    reads = list[int]()
+    page = world.store.paused_rows.page
+
+    def counting(*asked: Any) -> Any:
+        found = page(*asked)
+        reads.append(len(found[0]))
+        if len(reads) == 5:
+            raise CrashError  # the next sweep does this step again
+        world.delays.policies.set(tag="others", concurrency=len(reads))  # changes the policies
+        return found
+
+    with mock.patch.object(world.store.paused_rows, "page", counting):
+        for _ in range(60):
+            with suppress(CrashError):
+                world.sweep_later()
+    assert max(reads) <= 3
+    assert world.statuses(resumed) == ["NOT_COMPLETE"] * 2
+    assert world.statuses(stay) == ["HELD"] * 12

@@ -14,6 +14,7 @@ import pytest
 from sqlalchemy import insert
 
 from delaytasks import DelayedTask, Status
+from delaytasks.db.policy_rows import HeldPlace
 from tests.world import Settlement
 from tests.world.plans import PlannedWorld, assert_no_scan, planned_world
 
@@ -304,8 +305,9 @@ def test_the_search_for_rows_to_release_reads_only_held_rows(planned: PlannedWor
     planned.delays.policies.pause(tag="sms")
     for work in (
         planned.held_levels,
-        partial(planned.resumed_rows, None, now),
-        partial(planned.resumed_rows, now, None),
+        partial(planned.held_page, HeldPlace(), now),
+        partial(planned.held_page, HeldPlace(now), None),
+        partial(planned.held_page, HeldPlace(now, -1), None),
     ):
         shown = planned.plans(work)
         assert f"plan_idx_yb_delay_{name}" in shown, shown
@@ -317,7 +319,11 @@ def test_rows_are_held_and_released_by_their_ids(planned: PlannedWorld) -> None:
     held = [one.id for one in planned.delays.find(status=Status.HELD, limit=100).tasks]
     claimed = planned.claim_due(priorities=[0], most=20)
     planned.delays.policies.pause(tag="sms")
-    for work in (partial(planned.release, *held), partial(planned.hold_back, *claimed)):
+    for work in (
+        partial(planned.resumed_rows, *held),
+        partial(planned.release, *held),
+        partial(planned.hold_back, *claimed),
+    ):
         shown = planned.plans(work)
         assert re.search(PRIMARY_KEY, shown), shown
         assert "plan_idx" not in shown, shown

@@ -16,6 +16,7 @@ from sqlalchemy import Connection, event, update
 
 from delaytasks import DelayedTask, Status
 from delaytasks.db import bulk_moves
+from delaytasks.db.policy_rows import HeldPlace
 from delaytasks.db.statements import Prepared
 from delaytasks.db.store import Store
 from delaytasks.model.filters import filter_of
@@ -118,8 +119,11 @@ class PlannedWorld(World):
     def held_levels(self) -> object:
         return self.store.paused_rows.levels()
 
-    def resumed_rows(self, since: datetime | None, until: datetime | None) -> object:
-        return self.store.paused_rows.resumed(Level("default", 0), since, until)
+    def held_page(self, place: HeldPlace, until: datetime | None) -> object:
+        return self.store.paused_rows.page(Level("default", 0), place, until)
+
+    def resumed_rows(self, *ids: int) -> object:
+        return self.store.paused_rows.resumed(ids)
 
     def windows(self, move: Any, filters: dict[str, Any], most: int = 2) -> object:
         """Find the rows of the first windows of a bulk call."""
