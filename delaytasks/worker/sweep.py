@@ -453,8 +453,12 @@ class SweepLoop:
 
     def _sweep_requested(self) -> None:
         for sweep_partition in sorted(self._requested.copy()):
-            self._sweeper.sweep(sweep_partition)
-            self._requested.discard(sweep_partition)
+            if self._sweep("requested", sweep_partition):
+                self._requested.discard(sweep_partition)
+
+    def _sweep(self, stage: str, sweep_partition: int) -> bool:
+        """Sweep one sweep partition. A failure, for example on a locked row, stops no others."""
+        return self._events.attempt("sweep", stage, partial(self._sweeper.sweep, sweep_partition))
 
     def _knows_silence(self) -> bool:
         """Return whether a worker that was silent is dead, as far as this one can tell.
@@ -521,7 +525,7 @@ class SweepLoop:
                     remedy="is celery beat running, does the broker answer, and does a worker "
                     "serve the default queue of delaytasks (-Q)?",
                 )
-            self._sweeper.sweep(sweep_partition)
+            self._sweep("stale", sweep_partition)
 
     def _follow_declared_schedules(self) -> None:
         """Compare the declared schedules with the table.

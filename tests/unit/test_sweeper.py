@@ -338,6 +338,32 @@ def test_a_stage_that_fails_stops_no_other_and_is_retried(
     assert missing() == []
 
 
+@pytest.mark.parametrize("stage", ["requested", "stale"])
+def test_a_sweep_partition_that_is_locked_stops_no_others(
+    main: MainProcess, time: ManualTime, stage: str
+) -> None:
+    """Its sweep is tried again later."""
+    world, begin = main.world, main.world.store.sweeps.begin_sweep
+
+    def begins(sweep_partition: int, *others: Any) -> Any:
+        if sweep_partition == 0:
+            raise StoreUnavailableError("locked")
+        return begin(sweep_partition, *others)
+
+    ago_s = 5 if stage == "requested" else 3600
+    world.set_columns("sweeps", swept_at=world.now() - timedelta(seconds=ago_s))
+    if stage == "requested":
+        for partition in range(3):
+            main.request_sweep(partition)
+    with patch.object(world.store.sweeps, "begin_sweep", begins):
+        main.sweep_turn()
+        assert [fields["stage"] for fields in world.told("loop.failed")] == [stage]
+        assert swept(world) == [1, 2]
+    time.at += 1
+    main.sweep_turn()
+    assert swept(world) == [0]
+
+
 def test_a_worker_that_has_signed_off_reports_no_more(main: MainProcess) -> None:
     world, workers = main.world, main.world.table("workers")
     for stage in ("report", "sign off"):
