@@ -119,15 +119,22 @@ STATISTICS_S = 3600.0
 class Sweeper:
     """Sweeps the tables."""
 
-    def __init__(self, runtime: Runtime, knows_silence: Callable[[], bool] = lambda: True) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        knows_silence: Callable[[], bool] = lambda: True,
+        drain_here: Callable[[str, Sequence[int]], None] = lambda queue, priorities: None,
+    ) -> None:
         """`knows_silence` returns whether the caller can tell a worker that died from one that
-        could not report."""
+        could not report. `drain_here` is called for the priorities of a queue if no message could
+        ask workers to drain it."""
         self._runtime = runtime
         self._settings = runtime.settings
         self._sweeps = runtime.store.sweeps
         self._workers = runtime.store.workers
         self._events = runtime.events
         self._knows_silence = knows_silence
+        self._drain_here = drain_here
         #: The search for held rows to release, which continues in the next sweep, the policies for
         #: which it began, when the next one begins anyway, and whether it took the place of another
         #: one that was not over.
@@ -323,7 +330,8 @@ class Sweeper:
         for queue, levels in groupby(ready, attrgetter("queue")):
             priorities = [level.priority for level in levels]
             messages = settings.drain_messages, settings.sweep_s
-            self._runtime.timer.request_drain(queue, priorities, *messages)
+            if not self._runtime.timer.request_drain(queue, priorities, *messages):
+                self._drain_here(queue, priorities)
 
     def _report_unserved(self) -> None:
         """Report queues with overdue rows that no worker serves, of some of the queues."""
@@ -415,7 +423,7 @@ class SweepLoop:
         #: Without a broker no message can request a sweep, so none is waited for.
         self._patience_s = settings.sweep_s if self._polls_table else settings.self_sweep_s
         self.loop = Loop("sweep", self._turn, self._events)
-        self._sweeper = Sweeper(runtime, self._knows_silence)
+        self._sweeper = Sweeper(runtime, self._knows_silence, self._drain_here)
         self._overdue = OverdueQueues(self._store.sweeps, settings.grace_s)
         self._rest_s = min(settings.sweep_s, SWEEP_LOOP_REST_S)
         self._stages = Stages(
@@ -449,6 +457,11 @@ class SweepLoop:
         if not self._settings.uses_broker:
             return  # the poller of the table does so more often
         for queue, priorities in self._overdue.of_named(self._processes.queues).items():
+            self._worker.dispatcher.start_drain(queue, priorities)
+
+    def _drain_here(self, queue: str, priorities: Sequence[int]) -> None:
+        served = self._processes.queues
+        if ALL_QUEUES in served or queue in served:
             self._worker.dispatcher.start_drain(queue, priorities)
 
     def _sweep_requested(self) -> None:

@@ -262,6 +262,21 @@ def test_a_worker_regularly_drains_its_own_queues(main: MainProcess, time: Manua
     assert swept(main.world) == []
 
 
+def test_without_a_broker_a_worker_drains_what_its_sweep_recovered(
+    main: MainProcess, time: ManualTime
+) -> None:
+    world, main.processes.queues = main.world, ["default", "mail"]
+    main.sweep_turn()
+    world.broker.is_up = False
+    time.at += 1
+    for queue in ("default", "foreign"):
+        lapsed(world, queue=queue)
+    world.set_columns("sweeps", swept_at=world.now() - timedelta(seconds=5))
+    main.request_sweep(0)
+    main.sweep_turn()
+    assert main.drained() == ["default"]
+
+
 def test_without_beat_workers_check_stale_partitions(main: MainProcess, time: ManualTime) -> None:
     """Otherwise, the time between two sweeps could reach one and a half times `self_sweep_s`."""
     found = []
