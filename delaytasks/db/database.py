@@ -339,7 +339,8 @@ class KeptConnection:
         return connection
 
 
-#: No further try begins after this time, since the caller waits for an answer.
+#: No further try begins after this time, since the caller waits for an answer, and none after the
+#: limit of a thread that has its own, so that a step whose connection was cut ends there.
 RETRY_FOR_S = 5.0
 
 
@@ -500,6 +501,7 @@ class Database:
         if may_switch and is_on_the_loop():
             return off_the_loop(partial(self.repeat, work, connect, unknown_id, tries))
         began, is_sent = time.monotonic(), False
+        retry_for_s = min(RETRY_FOR_S, _limit.answer_s or RETRY_FOR_S)
         for attempt in range(1, tries + 1):
             try:
                 with connect() as connection:
@@ -515,7 +517,7 @@ class Database:
                 is_sent = is_sent or is_unsure(error)
                 if DEMOTED.caused(error.orig):
                     self.dispose()  # the other connections of the pools lead to the same server
-                is_over = attempt == tries or time.monotonic() - began > RETRY_FOR_S
+                is_over = attempt == tries or time.monotonic() - began > retry_for_s
                 if is_over or not is_worth_a_retry(error):
                     forget_details(error)
                     raise self._translated(error, unknown_id if is_sent else None) from error

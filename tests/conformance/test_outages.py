@@ -16,6 +16,7 @@ from sqlalchemy import make_url, select, text, update
 from sqlalchemy.exc import DBAPIError
 
 from delaytasks import DelayedTask, OutcomeUnknownError, Status, StoreUnavailableError
+from delaytasks.db.database import limit_answers
 from tests.conftest import new_world
 from tests.services import kill_connections
 from tests.waiting import wait_until
@@ -342,6 +343,25 @@ def test_a_call_whose_server_falls_silent_ends(world: World, monkeypatch: Monkey
     world.store.database.transaction(lambda on: [on.execute(short) for _ in range(8)])
     with pytest.raises(StoreUnavailableError, match="has not answered"):
         list(world.store.database.stream(endless, 1))
+
+
+def test_a_quick_loop_asks_a_silent_server_only_once(
+    world: World, monkeypatch: MonkeyPatch
+) -> None:
+    """Its next turn tries again."""
+    if world.kind == "sqlite":
+        return  # it has no server
+    monkeypatch.setattr("delaytasks.db.database.CHECK_S", 0.05)
+    with (
+        world.proxied() as (proxy, delays),
+        ThreadPoolExecutor(1, initializer=limit_answers, initargs=(0.5,)) as loop,
+    ):
+        task = delays.schedule_delay("lost", 1, 60)
+        delays.reschedule(task, 70)  # opens a connection of the other kind
+        proxy.strand()
+        with pytest.raises(OutcomeUnknownError, match=r"has not answered for 0\.5 s"):
+            loop.submit(delays.cancel, task).result(30)
+        assert loop.submit(delays.cancel, task).result(30)
 
 
 @pytest.mark.slow
