@@ -137,8 +137,10 @@ class PolicyTable:
             known = Policy(kind, name) if row is None else Policy(*row)
             if row is None and not is_same(known):
                 new = {"kind": kind, "name": name, "is_paused": False, "version": 0}
-                self._insert(connection, new)
-                known = Policy(*connection.execute(query.with_for_update()).one())
+                while row is None:  # a resume may delete the row that others have inserted
+                    self._insert(connection, new)
+                    row = connection.execute(query.with_for_update()).first()
+                known = Policy(*row)
             if is_same(known):
                 return known, False
             values = {**changes, "updated_by": by, **self._new_version}

@@ -275,6 +275,19 @@ def test_repeating_a_pause_resume_or_removal_changes_nothing(world: World) -> No
     assert policies(world) == [("tag", "note", 0)]
 
 
+def test_a_policy_that_others_insert_and_delete_meanwhile_is_set(world: World) -> None:
+    table = world.store.policies
+    insert, calls = table._insert, list[Any]()
+
+    def skips_once(*row: Any) -> bool:
+        calls.append(row)
+        return len(calls) > 1 and insert(*row)
+
+    with mock.patch.object(table, "_insert", skips_once):
+        assert world.delays.policies.pause(tag="note").is_paused
+    assert (len(calls), policies(world)) == (2, [("tag", "note", 0)])
+
+
 def test_a_pause_keeps_the_limits_and_removing_the_policy_removes_both(world: World) -> None:
     calls = world.delays.policies
     calls.pause(tag="note")
