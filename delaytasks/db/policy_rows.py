@@ -244,6 +244,10 @@ class PausedRows:
         #: The tag of each queue after which the next call of `waitlists_in` goes on.
         self._after: dict[str, str] = {}
 
+    def search(self) -> HeldSearch:
+        """Return a search for the held rows that may run again."""
+        return HeldSearch(self)
+
     def hold_claimed(self, tasks: Sequence[DelayedTask]) -> set[int]:
         """Hold paused rows that this worker has claimed but not started. Returns the ids of the
         held rows."""

@@ -19,7 +19,6 @@ from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from delaytasks.db.policy_rows import HeldSearch
 from delaytasks.events import Events
 from delaytasks.loops import Loop
 from delaytasks.model.clock import from_us, monotonic
@@ -138,7 +137,7 @@ class Sweeper:
         #: The search for held rows to release, which continues in the next sweep, the policies for
         #: which it began, when the next one begins anyway, and whether it took the place of another
         #: one that was not over.
-        self._search = HeldSearch(runtime.store.paused_rows)
+        self._search = runtime.store.paused_rows.search()
         self._searched_for: Stamp | None = None
         self._search_again_at = -math.inf
         self._is_interrupting = False
