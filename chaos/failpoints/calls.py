@@ -48,8 +48,9 @@ class FailpointCalls:
     def make(self, mix: Mix) -> None:
         if mix == "overdue backlog":
             when = runtime_of(self._delays).clock.now() + timedelta(seconds=0.3)
-            for _ in range(12):
-                self._schedule("fail.note", None, self._chance.uniform(0.08, 0.16), at=when)
+            # Nothing is claimed ahead of rows that take more than 0.1 s.
+            for _ in range(36):
+                self._schedule("fail.note", None, self._chance.uniform(0.02, 0.05), at=when)
             return
         for number in range(self._chance.randint(4, 8)):
             time.sleep(self._chance.uniform(0, 0.05))

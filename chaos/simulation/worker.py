@@ -16,6 +16,7 @@ from chaos.simulation.world import Host
 from chaos.violation import Violation
 from delaytasks.broker.arming import read_message
 from delaytasks.broker.redis_timer import RedisTimer
+from delaytasks.db.policy_rows import HeldSearch
 from delaytasks.events import Events
 from delaytasks.limits.admission import Admission
 from delaytasks.loops import FAILED_REST_S, Loop
@@ -32,6 +33,17 @@ CHILDREN = 2
 DRIVEN = frozenset({"wheel", "leases", "sweep", "redis_poller", "redis_listener"})
 #: The errors that a loop may report.
 EXPECTED = ("StoreUnavailableError: ", "OutcomeUnknownError: ")
+
+
+class NoHeldRows:
+    """The held rows of a play without pauses."""
+
+    def levels(self) -> list[Any]:
+        return []
+
+    def search(self) -> HeldSearch:
+        held: Any = self
+        return HeldSearch(held)
 
 
 class Child(Host):
@@ -237,7 +249,7 @@ class SimulatedWorker(Host):
                 leases=play.leases,
                 bulk=SimpleNamespace(audit=play.audit),
                 workers=play.seen,
-                paused_rows=SimpleNamespace(levels=list),
+                paused_rows=NoHeldRows(),
                 close=lambda: None,
             ),
             policy_cache=SimpleNamespace(stamp=0, known=NO_POLICIES, refresh=lambda: NO_POLICIES),

@@ -10,11 +10,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any
 
 import click
 
-from delaytasks.broker.link import broker_error
 from delaytasks.cli.context import Cli, Command, Hints, check_belongs, pass_cli
 from delaytasks.cli.output import (
     BAD,
@@ -46,8 +46,8 @@ from delaytasks.operate.state import (
     DatabaseState,
     DeploymentState,
     ExplainedGroup,
-    ServicesState,
     SweepState,
+    ask_broker,
     read_state,
 )
 from delaytasks.operate.verdict import verdict_of
@@ -65,13 +65,8 @@ def read_deployment(delays: DelayTasks) -> DeploymentState:
     StoreError
         If the database does not answer.
     """
-    runtime, settings = runtime_of(delays), delays.settings
-    uses_broker, error = runtime.direct_timer is None, None
-    if uses_broker:
-        error = broker_error(runtime.celery, settings.publish_limit_s)
-    services = ServicesState(settings.timer_kind, uses_broker, error)
-    now = runtime.clock.now()
-    state = read_state(runtime, services, now)
+    runtime = runtime_of(delays)
+    state = read_state(runtime, ask_broker(runtime))
     if state.database.error is not None:
         raise state.database.error
     return state
@@ -389,9 +384,7 @@ def _probe(
         None if max_sweep_age is None else max_sweep_age.total_seconds(),
         5.0 if timeout is None else timeout.total_seconds(),
     )
-    checks = HealthChecks(
-        runtime.store, settings, lambda: broker_error(runtime.celery, settings.publish_limit_s)
-    )
+    checks = HealthChecks(runtime.store, settings, partial(ask_broker, runtime))
     found = [
         check._replace(detail=cli.hints.rewrite(check.detail))
         for check in (checks.live(question) if live else checks.ready(question))

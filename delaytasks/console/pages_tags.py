@@ -27,9 +27,8 @@ from delaytasks.console.shown import viewer_zone
 from delaytasks.console.viewers import Role
 from delaytasks.model.errors import StoreError
 from delaytasks.model.inputs import ALL_QUEUES, check_tag, parse_duration, show_measured
-from delaytasks.run.observers import OTHER_TAGS
 from delaytasks.runtime import runtime_of
-from delaytasks.statistics.reading import RunTotals, SeriesPoint, count_rows
+from delaytasks.statistics.reading import OTHER_TAGS, RunTotals, SeriesPoint, count_rows
 
 
 class ChartPeriod(NamedTuple):

@@ -14,6 +14,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
@@ -21,7 +22,6 @@ from flask import Flask, Response, abort, current_app, flash, g, redirect, reque
 from flask.sessions import SecureCookieSessionInterface
 from werkzeug.wrappers import Response as AnyResponse
 
-from delaytasks.broker.link import bounded_connection
 from delaytasks.client import DelayTasks
 from delaytasks.console.queries import number_of
 from delaytasks.console.viewers import Access, LoginLimit, Role, Viewer
@@ -30,7 +30,7 @@ from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import DelayTaskError
 from delaytasks.operate.bulk_calls import BulkResult, record_action
 from delaytasks.operate.health import ENDPOINTS
-from delaytasks.operate.state import DeploymentState, ServicesState, read_state
+from delaytasks.operate.state import DeploymentState, ask_broker, read_state
 from delaytasks.runtime import runtime_of
 
 T = TypeVar("T")
@@ -245,21 +245,12 @@ class ConsoleState:
         )
         if not found.services.uses_broker:
             return found
-        error = self.cache.get("broker", BROKER_S, self._broker_error, has_failed=bool)
+        ask = partial(ask_broker, runtime_of(self.delays))
+        error = self.cache.get("broker", BROKER_S, ask, has_failed=bool)
         return replace(found, services=found.services._replace(broker_error=error))
 
     def _read_state(self) -> DeploymentState:
-        delays, runtime = self.delays, runtime_of(self.delays)
-        services = ServicesState(delays.settings.timer_kind, runtime.direct_timer is None)
-        return read_state(runtime, services, runtime.clock.now(), MOST_COUNTED_ROWS)
-
-    def _broker_error(self) -> str | None:
-        limit_s = self.delays.settings.publish_limit_s
-        try:
-            with bounded_connection(runtime_of(self.delays).celery, limit_s):
-                return None
-        except Exception as error:  # each transport has its own errors, and the page shows them
-            return f"{type(error).__name__}: {error}"
+        return read_state(runtime_of(self.delays), most_counted=MOST_COUNTED_ROWS)
 
 
 def state() -> ConsoleState:

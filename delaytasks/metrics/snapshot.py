@@ -9,7 +9,6 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from delaytasks.broker.link import broker_error
 from delaytasks.loops import Latest
 from delaytasks.metrics.prometheus import (
     Collector,
@@ -25,7 +24,7 @@ from delaytasks.model.errors import StoreError
 from delaytasks.model.inputs import ALL_QUEUES
 from delaytasks.model.workers import RegisteredWorker
 from delaytasks.operate.forecast import Forecast, make_forecast
-from delaytasks.operate.state import TableState, beat_age_s, read_tables
+from delaytasks.operate.state import TableState, ask_broker, beat_age_s, read_tables
 
 if TYPE_CHECKING:
     from delaytasks.client import DelayTasks
@@ -124,7 +123,7 @@ class DatabaseMetrics(Collector):
 
     def _is_broker_up(self) -> bool:
         runtime = self._runtime
-        return broker_error(runtime.celery, runtime.settings.publish_limit_s) is None
+        return ask_broker(runtime) is None
 
 
 def _redis_timer(counts: Mapping[str, tuple[int, int]] | None) -> Iterator[Metric]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from delaytasks.broker.link import broker_error
 from delaytasks.db.store import Store
 from delaytasks.model.clock import AN_HOUR, hour_of, monotonic
 from delaytasks.model.errors import StoreError
@@ -424,11 +425,20 @@ class DeploymentState:
         return self.database.error is not None
 
 
+def ask_broker(runtime: Runtime) -> str | None:
+    """Return the error of the broker; None if it answers, or if there is none."""
+    if runtime.direct_timer is not None:
+        return None
+    return broker_error(runtime.celery, runtime.settings.publish_limit_s)
+
+
 def read_state(
-    runtime: Runtime, services: ServicesState, now: datetime, most_counted: int = MAX_COUNTED
+    runtime: Runtime, error: str | None = None, most_counted: int = MAX_COUNTED
 ) -> DeploymentState:
-    """Read the state. The error of the database is part of the result."""
-    store = runtime.store
+    """Read the state. `error` is that of the broker, and that of the database is in the result."""
+    uses_broker = runtime.direct_timer is None
+    services = ServicesState(runtime.settings.timer_kind, uses_broker, error)
+    store, now = runtime.store, runtime.clock.now()
     database, tables = DatabaseState(store.database.shown_url), None
     policies, lost = list[Policy](), list[LostWorker]()
     try:

@@ -15,7 +15,7 @@ from flask.testing import FlaskClient
 
 from delaytasks import NewTask, Status
 from delaytasks.cli.status import read_deployment
-from delaytasks.console.requests import ConsoleState
+from delaytasks.console import requests
 from delaytasks.console.viewers import Role
 from delaytasks.db.types import db_now_plus
 from delaytasks.model.workers import ServiceTimes
@@ -75,8 +75,8 @@ def sentences(text: str) -> list[str]:
 @pytest.fixture
 def site_without_broker(site: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
     services = ServicesState("eta", uses_broker=True)
-    monkeypatch.setattr(ConsoleState, "_broker_error", lambda _: "OperationalError: refused")
-    monkeypatch.setattr("delaytasks.console.requests.ServicesState", lambda *_: services)
+    monkeypatch.setattr(requests, "ask_broker", lambda _: "OperationalError: refused")
+    monkeypatch.setattr("delaytasks.operate.state.ServicesState", lambda *_: services)
     return site
 
 

@@ -114,7 +114,7 @@ def test_tables_are_of_this_version_or_newer(bare: Project, head: str, expected:
 
 def test_a_broker_that_does_not_answer_stops_no_run(healthy: Project) -> None:
     report(healthy, f"run7-ab@{HOST}", "direct/prefork")
-    healthy.patch.setattr(status, "broker_error", lambda *_: "refused")
+    healthy.patch.setattr(status, "ask_broker", lambda _: "refused")
     assert failed(healthy, "worker") == ["broker"]
     assert failed(healthy, "worker", "--live") == failed(healthy, "run") == []
 
