@@ -296,10 +296,21 @@ class Dispatcher:
             is_open = self._is_open
             if is_open:
                 self._ready.add(entries)
+                if self._drains:
+                    self._drain_with(entries)
         if is_open:
             self._pump_soon()
         elif entries:
             self._worker.send_back(list(entries), [])
+
+    def _drain_with(self, entries: Sequence[Entry]) -> None:
+        """Let the drains look at the priorities of these entries, too.
+
+        A drain of lower priorities only would take turns with the entries.
+        """
+        for queue, priority in {(entry.queue, entry.priority) for entry in entries}:
+            if queue in self._drains:
+                self._drains[queue].priorities.add(priority)
 
     def start_drain(self, queue: str, priorities: Iterable[int]) -> None:
         """Drain `queue`: send chunks that claim its due rows, until one comes back not full."""

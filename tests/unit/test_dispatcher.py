@@ -96,6 +96,16 @@ def test_late_entries_wait_longer_if_their_queue_has_a_backlog(draining: Main) -
     assert main.late() == 8
 
 
+def test_a_drain_looks_at_the_priorities_of_entries_that_come_meanwhile(main: Main) -> None:
+    main.drain()
+    before = main.requests[-1].priorities
+    now = main.clock.now_us()
+    main.take([Entry(1, 0, now, "default", 8), Entry(2, 0, now, "mail", 9)])
+    main.end(is_full=True)
+    [drained] = {chunk.priorities for chunk in main.requests[1:] if not chunk.entries}
+    assert set(drained) == {*before, 8}
+
+
 def test_the_capacity_is_a_chunk_and_the_next_one_of_each_process(main: Main) -> None:
     assert main.capacity() == 40, "two processes, of which nothing is known yet"
     main.take(20)
