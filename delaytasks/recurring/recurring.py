@@ -466,8 +466,8 @@ class Change:
         self.cancelled += [(entry.id, known.tag) for entry in step.moved]
         for id in step.busy:
             with suppress(TaskStateError):  # it runs, or has ended meanwhile
-                if store.tasks.cancel(id, on=self.on) is not None:
-                    self.cancelled.append((id, known.tag))
+                store.tasks.cancel(id, on=self.on)
+                self.cancelled.append((id, known.tag))
 
     def with_first_tasks(self, schedule: RecurringSchedule) -> RecurringSchedule:
         """Make the tasks of the occurrences that may pass before the next sweep."""
