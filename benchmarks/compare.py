@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -98,8 +97,5 @@ def _print(commit: str, values: dict[Name, tuple[list[float], list[float]]]) -> 
         if old and new:
             ratios = [b / a for a, b in zip(old, new, strict=False) if a]
             cells = [f"{report.spread(old)} {unit}", f"{report.spread(new)} {unit}"]
-            shown = "–"
-            if ratios:
-                shown = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-            made.add_row(case, what, *cells, shown)
+            made.add_row(case, what, *cells, report.spread(ratios) if ratios else "–")
     report.console().print(made)
