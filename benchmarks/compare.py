@@ -33,7 +33,7 @@ stage.CaseContext.each = lambda self, work, *sides: [work(sides[0])] * len(sides
 from benchmarks.__main__ import main
 sys.exit(main())
 """
-#: A case and what it measures, with its unit.
+#: The names of a case and of its figure, and the unit.
 Name = tuple[str, str, str]
 
 

@@ -79,7 +79,7 @@ def _is_durable(app: Any, delays: DelayTasks, call: CeleryCall, task: Any, asked
 
 
 class RevokesRows:
-    """Cancels waiting rows before workers are told to revoke the tasks."""
+    """Cancels waiting rows before workers revoke the tasks."""
 
     app: Any
 

@@ -62,7 +62,7 @@ class Publisher:
             lambda error: events.emit("timer.down", error=error), lambda: events.emit("timer.up")
         )
         self._targets: dict[str, Queue] = {}
-        #: By refused queue: the time until which nothing is sent to it.
+        #: The time until which nothing is sent to a refused queue, by queue.
         self._refused: dict[str, float] = {}
 
     @property
@@ -307,7 +307,7 @@ class Sender:
         self._is_sending = False
         #: Whether a call reached its time limit: none waits until the thread has done its work.
         self._is_late = False
-        #: Whether the last work raised an error, so that nobody knows what is armed.
+        #: Whether the last work raised an error, so that it is unknown which entries are armed.
         self._has_failed = False
         #: The thread that sends. A thread ends when it is no longer this one.
         self._thread: threading.Thread | None = None

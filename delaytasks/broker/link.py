@@ -109,7 +109,7 @@ class Outgoing(NamedTuple):
 
     body: Any
     options: Mapping[str, Any]
-    #: What is declared on a connection before its first message of this kind.
+    #: The declaration on a connection before its first message of this kind.
     declares: Queue | Exchange | None = None
 
 
