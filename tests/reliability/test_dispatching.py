@@ -486,8 +486,9 @@ class Play:
 
     def start(self, row: Row) -> None:
         row.status = "STARTED"
-        self._claimable.pop(row.queue, None)
-        self._passed_over.pop(row.queue, None)
+        for of in (row.queue, row.id):
+            self._claimable.pop(of, None)
+            self._passed_over.pop(of, None)
         if row.due > self.now:
             self.find("early", row)
         if self.is_light and self.now > row.known + PROMISED_S:
