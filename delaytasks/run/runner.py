@@ -14,8 +14,8 @@ chunk, another thread settles the previous chunk and claims the next one:
 
 At most one chunk is claimed ahead. If that chunk has to wait for a slow row, the thread of the time
 budget gives it back two time budgets after its claim. (It cannot while the slow row holds Python's
-GIL. The leases of the chunk are renewed meanwhile.) Therefore nothing is claimed ahead of a row
-whose tag is known to take longer.
+GIL. The leases of the chunk are renewed meanwhile.) Therefore the other thread rests before its
+claim until the rows have one time budget left, as far as the times of their tags are known.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,7 +37,7 @@ from delaytasks.model.inputs import MAX_SLOTS
 from delaytasks.model.moves import BroughtBy, Status
 from delaytasks.model.policies import NO_WAITLISTS, WaitlistsSeen, WaitlistState
 from delaytasks.model.task import Claimed, DelayedTask, Entry, Settlement
-from delaytasks.run.calls import MAX_BUDGETS, Calls, Host
+from delaytasks.run.calls import Calls, Host
 from delaytasks.run.chunk import Chunk, ChunkRunner, ChunkSize, Settler, Tally
 from delaytasks.run.observers import Observer, RunCounter, RunLog, RunStatistics
 
@@ -230,23 +231,29 @@ class Runner:
         This is one chunk of a drain. In a backlog, further chunks follow for `continue_s`.
         """
         began, tally, settings = monotonic(), Tally(BroughtBy.DRAIN), self._settings
+        budget_s = settings.chunk_time_budget_s
         is_turn_of_recovered = began >= self._recovered_at.setdefault(queue, began + RECOVERED_S)
         most = limit - 1 if is_turn_of_recovered else limit
         claim = partial(self._claims.claim_due, queue, priorities)
-        size = ChunkSize(settings.chunk_time_budget_s, settings.chunk_max, most)
+        size = ChunkSize(budget_s, settings.chunk_max, most)
         until, drained = began + continue_s, dict[int, int]()
         ended, current = None, self._claim_chunk(claim, most)
         while True:
             ahead: Future[_ClaimedChunk] | None = None
-            rows, seconds = tally.sample
+            has_run, (rows, seconds) = threading.Event(), tally.sample
             tally.claimed += len(current.claimed)
             drained.update((task.id, task.version) for task in current.claimed)
             try:
                 if self._may_continue(current, until):
-                    ahead = self._threads.submit(self._close_and_claim, ended, claim, size.rows)
+                    rest_s = self._chunks.costs.expected_s(current.chunk.waiting) - budget_s
+                    rest = partial(has_run.wait, max(rest_s, 0.0))
+                    ahead = self._threads.submit(
+                        self._close_and_claim, ended, claim, size.rows, rest, until
+                    )
                 elif ended is not None:
                     self._chunks.close(ended)
                 self._chunks.run(current.chunk, tally, self._host.may_detach)
+                has_run.set()
                 if ahead is None:
                     break
                 tally.add(*self._host.thread_slots.ended())
@@ -254,6 +261,7 @@ class Runner:
                 size.learn(ran - rows, took_s - seconds, tally.wanted_next)
                 ended, current = current.chunk, ahead.result()
             except BaseException as error:
+                has_run.set()
                 self._give_up(current.chunk, ahead, error)
                 raise
         self._chunks.close(current.chunk)
@@ -307,21 +315,25 @@ class Runner:
         # Rows that are claimed ahead would be lost with the process, which a time limit may end.
         if any(task.tag in self._host.registry.time_limits for task in current.claimed):
             return False
-        longest_s = MAX_BUDGETS * self._settings.chunk_time_budget_s
-        if self._chunks.costs.expected_s(current.chunk.waiting) > longest_s:
-            return False
+        return self._has_time(until)
+
+    def _has_time(self, until: float) -> bool:
         return monotonic() < until and not self._host.has_others()
 
-    def _close_and_claim(self, ended: Chunk | None, claim: Claim, most: int) -> _ClaimedChunk:
-        """Run in another thread while a chunk runs."""
+    def _close_and_claim(
+        self, ended: Chunk | None, claim: Claim, most: int, rest: Callable[[], object], until: float
+    ) -> _ClaimedChunk:
+        """Run in another thread while a chunk runs; `rest` ends with it at the latest."""
         if ended is not None:
             self._chunks.close(ended)
+        rest()
         self._policies.current()
+        most = most if self._has_time(until) else 0
         return self._claim_chunk(claim, most, self._settings.chunk_time_budget_s)
 
     def _claim_chunk(self, claim: Claim, most: int, waits_s: float = 0.0) -> _ClaimedChunk:
         claimed_at = monotonic()
-        claimed = claim(most)
+        claimed = claim(most) if most else Claimed()
         chunk = self._chunks.open(claimed, claimed_at, waits_s)
         return _ClaimedChunk(chunk, claimed, len(claimed) + claimed.seen.held >= most)
 

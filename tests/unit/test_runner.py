@@ -490,25 +490,29 @@ def test_a_chunk_that_waits_for_a_slow_row_is_given_back(
     assert world.statuses(tasks[:1]) == ["DONE"]
 
 
-def test_nothing_is_claimed_ahead_of_a_row_that_is_known_to_be_slow(make_world: MakeWorld) -> None:
-    world = make_world(_chunk_time_budget_s=0.05, _chunk_max=1)
-    seen: list[list[str]] = []
-    tasks: list[DelayedTask] = []
+def test_the_chunk_after_a_slow_row_is_claimed_shortly_before(make_world: MakeWorld) -> None:
+    world = make_world(_chunk_time_budget_s=0.2, _chunk_max=1)
+    is_claimed, seen = threading.Event(), list[bool]()
 
     def slow(number: int) -> None:
-        time.sleep(0.2 if number == 0 else 0.01)  # the process learns the first time
-        seen.append(world.statuses(tasks))
+        if number == 0:
+            time.sleep(1)  # the process learns this
+            return
+        is_claimed.clear()
+        time.sleep(0.05)  # a claim that does not rest is done by now
+        seen.extend([is_claimed.is_set(), is_claimed.wait(5)])
 
     world.delays.processor("slow")(slow)
     world.run(world.schedule("slow", 0))
-    tasks += [world.schedule("slow", 1), world.schedule()]
-    assert drain(world).is_full
-    assert seen[1] == ["RUNNING", "NOT_COMPLETE"]
-    assert world.statuses(tasks) == ["DONE", "NOT_COMPLETE"]
+    world.after_claim = is_claimed.set
+    tasks = [world.schedule("slow", 1), world.schedule()]
+    drain(world)
+    assert seen == [False, True]
+    assert world.statuses(tasks) == ["DONE", "DONE"]
 
 
 def test_other_tasks_that_wait_end_the_backlog_of_this_process(single: World) -> None:
-    others = [False, True]
+    others = [False, False, True]
     single.worker(others_wait=SimpleNamespace(is_so=lambda: others.pop(0)))
     tasks = backlog(single, 4)
     report = drain(single)
