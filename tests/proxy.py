@@ -48,6 +48,7 @@ class Proxy:
         self._asking: set[int] = set()
         self._listener: socket.socket | None = None
         self.host, self.port = "127.0.0.1", 0
+        self._reserved = socket.socket()
         self._listen()
 
     def url(self, url: str) -> str:
@@ -59,6 +60,10 @@ class Proxy:
     def refuse(self) -> None:
         """Refuse new connections, and reset open ones."""
         self._close_listener()
+        # Nobody else gets the port meanwhile. A socket that does not listen refuses connections.
+        self._reserved = socket.socket()
+        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._reserved.bind((self.host, self.port))
         self.reset()
 
     def swallow(self) -> None:
@@ -77,6 +82,7 @@ class Proxy:
         self._flows.set()
         if self._listener is None:
             self._listen()
+            self._reserved.close()
 
     def reset(self) -> None:
         """Reset open connections without a regular close."""
@@ -106,6 +112,7 @@ class Proxy:
 
     def close(self) -> None:
         self._close_listener()
+        self._reserved.close()
         self._flows.set()
         self.reset()
 

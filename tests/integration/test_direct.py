@@ -77,8 +77,8 @@ def test_drain_does_all_the_work_of_a_worker_and_ends(direct: Deploy, database_u
     wait_until(lambda: clock.now() > d.delays.get(failed[0]).expected_time, 10, "the last retry")
     second = d.drain("-c", "2", deadline_s=60)
     check(d, done, failed, waiting)
-    counts = [first[name] for name in ("succeeded", "without_processor", "is_stopped")]
-    assert counts == [len(done), 1, False]
+    assert [first["succeeded"], first["is_stopped"]] == [len(done), False]
+    assert first["without_processor"] >= 1, "it is tried again if the drain takes longer"
     # The last retry may be due before the first drain ends.
     assert first["failed"] + second["failed"] == 1
 
