@@ -142,8 +142,7 @@ class CallbackCalls(CallGroup):
         --------
         >>> delays.callbacks.publish("invoices", {"order": 7}, 60)
         """
-        message = Message(to, body, exchange, headers or {})
-        content = {name: getattr(message, name) for name in Message.__slots__}
+        content = vars(Message(to, body, exchange, headers or {}))
         return self._schedule(NewTask(MESSAGE, content, delay, at, **options), on_conflict, session)
 
     apublish = twin(publish)
@@ -159,7 +158,7 @@ class CallbackCalls(CallGroup):
 MAX_NAME_BYTES = 255
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Message:
     """The body of a message to a queue. Another program may have written it."""
 

@@ -16,7 +16,7 @@ import re
 import socket
 import ssl
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from email.utils import parsedate_to_datetime
@@ -39,25 +39,22 @@ from delaytasks.settings import Settings
 
 
 Address = IPv4Address | IPv6Address
+Network = IPv4Network | IPv6Network
 #: Returns the addresses of a host and a port.
 Resolve = Callable[[str, int], list[str]]
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
-#: IANA's registry of special addresses. Python's `is_global` differs between versions.
-_SPECIAL_V4 = [
+#: IANA's registries of special addresses. Python's `is_global` differs between versions. In IPv6,
+#: all addresses outside 2000::/3 are loopback, private, link-local or multicast, or contain an IPv4
+#: address (::ffff:0:0/96, 64:ff9b::/96); so do those of Teredo and 6to4, which are inside.
+_SPECIAL = [
     ip_network(network)
     for network in (
         "0.0.0.0/8 10.0.0.0/8 100.64.0.0/10 127.0.0.0/8 169.254.0.0/16 172.16.0.0/12 192.0.0.0/24 "
         "192.0.2.0/24 192.88.99.0/24 192.168.0.0/16 198.18.0.0/15 198.51.100.0/24 203.0.113.0/24 "
-        "224.0.0.0/4 240.0.0.0/4"
+        "224.0.0.0/4 240.0.0.0/4 "
+        "::/3 4000::/2 8000::/1 2001::/23 2001:db8::/32 2002::/16 3fff::/20"
     ).split()
-]
-#: All other addresses are loopback, private, link-local or multicast, or contain an IPv4 address
-#: (::ffff:0:0/96, 64:ff9b::/96).
-_PUBLIC_V6 = IPv6Network("2000::/3")
-#: Special parts of it. Addresses of Teredo and 6to4 contain an IPv4 address.
-_SPECIAL_V6 = [
-    ip_network(network) for network in ("2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20")
 ]
 
 _HOST = r"\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+"
@@ -86,14 +83,6 @@ class Target(NamedTuple):
         return self.host if self.port == DEFAULT_PORTS[self.scheme] else f"{self.host}:{self.port}"
 
 
-class _Allowed(NamedTuple):
-    """An entry of `callback_allow`: a name or a network, and a port if it is limited to one."""
-
-    name: str | None
-    network: IPv4Network | IPv6Network | None
-    port: int | None
-
-
 def resolve(host: str, port: int) -> list[str]:
     return [str(found[4][0]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
 
@@ -102,22 +91,13 @@ class Guard:
     """Decides which URLs and addresses callbacks may go to."""
 
     def __init__(self, allow: Iterable[str], resolve: Resolve = resolve) -> None:
-        self._allowed = [_allowed_entry(entry) for entry in allow]
+        self._allowed = [_allowed(entry) for entry in allow]
         self._resolve = resolve
 
     def check(self, url: object) -> Target:
         """Return the parts of `url`, or raise `ForbiddenURLError`, without resolving its name."""
         target = _parse(url)
-        if target.literal is not None:
-            self._check_address(target, target.literal)
-        elif not any(
-            allowed.network or allowed.name == target.host
-            for allowed in self._allowed_on(target.port)
-        ):
-            if target.scheme != "https":
-                raise _forbidden(target, "is not https")
-            if "." not in target.host or target.host.endswith(".localhost"):
-                raise _forbidden(target, "is not a public name")
+        self._check(target, target.literal)
         return target
 
     def addresses(self, target: Target, limit_s: float) -> list[Address]:
@@ -130,29 +110,35 @@ class Guard:
         texts = within(limit_s, partial(self._resolve, target.host, target.port))
         addresses = [ip_address(text) for text in texts]
         for address in addresses:
-            self._check_address(target, address)
+            self._check(target, address)
         return addresses
 
-    def _check_address(self, target: Target, address: Address) -> None:
-        for allowed in self._allowed_on(target.port):
-            if allowed.name == target.host or (
-                allowed.network is not None and address in allowed.network
+    def _check(self, target: Target, address: Address | None) -> None:
+        """Raise `ForbiddenURLError` if callbacks may not go there.
+
+        Without an address, a name may be one that resolves into an allowed network.
+        """
+        for place, port in self._allowed:
+            if port in (None, target.port) and (
+                place == target.host
+                if isinstance(place, str)
+                else address is None or address in place
             ):
                 return
-        if not _is_public(address):
-            means = "" if address == target.literal else f" (now {address})"
-            raise _forbidden(target, f"is not a public address{means}")
-        if target.scheme != "https":
-            raise _forbidden(target, "is not https")
-
-    def _allowed_on(self, port: int) -> list[_Allowed]:
-        return [allowed for allowed in self._allowed if allowed.port in (None, port)]
-
-
-def _is_public(address: Address) -> bool:
-    if isinstance(address, IPv4Address):
-        return not any(address in network for network in _SPECIAL_V4)
-    return address in _PUBLIC_V6 and not any(address in network for network in _SPECIAL_V6)
+        if address is None and ("." not in target.host or target.host.endswith(".localhost")):
+            fact = "is not a public name"
+        elif address is not None and any(address in network for network in _SPECIAL):
+            now = "" if address == target.literal else f" (now {address})"
+            fact = f"is not a public address{now}"
+        elif target.scheme != "https":
+            fact = "is not https"
+        else:
+            return
+        raise ForbiddenURLError(
+            f"callbacks may not go to {target.scheme}://{target.host_and_port}, which {fact} (the "
+            "setting callback_allow allows a host or a network)",
+            "url",
+        )
 
 
 def _parse(url: object) -> Target:
@@ -193,28 +179,15 @@ def _place(match: re.Match[str]) -> tuple[str, Address | None, int | None]:
     return host, None, port
 
 
-def _forbidden(target: Target, fact: str) -> ForbiddenURLError:
-    return ForbiddenURLError(
-        f"callbacks may not go to {target.scheme}://{target.host_and_port}, which {fact} (the "
-        "setting callback_allow allows a host or a network)",
-        "url",
-    )
-
-
-def _allowed_entry(entry: str) -> _Allowed:
-    try:
-        return _Allowed(None, ip_network(entry), None)
-    except ValueError:
-        pass  # the entry has a port, or is a name
+def _allowed(entry: str) -> tuple[str | Network, int | None]:
+    """Return the name or the network, and perhaps the port, of an entry of `callback_allow`."""
+    with suppress(ValueError):
+        return ip_network(entry), None
     match = _HOST_AND_PORT.fullmatch(entry)
-    try:
+    with suppress(ValueError):
         if match is not None:
             host, literal, port = _place(match)
-            return (
-                _Allowed(None, ip_network(literal), port) if literal else _Allowed(host, None, port)
-            )
-    except ValueError:
-        pass  # reported below
+            return host if literal is None else ip_network(literal), port
     raise ConfigError(
         f"delaytasks_callback_allow: {shown(entry)} is not a host, host:port, address, "
         "address:port or network (10.1.0.0/16)"
@@ -227,7 +200,7 @@ def _allowed_entry(entry: str) -> _Allowed:
 #: A receiver may ask for a longer wait than the next retry delay, up to this.
 MAX_RETRY_AFTER_S = 86400.0
 #: The part of a response's body that is read. The connection of a longer response is closed.
-MAX_RESPONSE_BYTES = 64 * 1024
+MAX_BODY_BYTES = 64 * 1024
 #: The part of a response that is stored with a failed attempt.
 MAX_QUOTED_CHARS = 500
 _DEFAULT_HEADERS = {"Content-Type": "application/json", "User-Agent": "delaytasks"}
@@ -240,7 +213,7 @@ _RESERVED_HEADERS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Callback:
     """The body of an HTTP callback. Another program may have written it."""
 
@@ -290,13 +263,14 @@ class HttpCallbacks:
     def content(self, url: str, body: Any, headers: Mapping[str, str] | None) -> dict[str, Any]:
         """Return the body of a callback's task, after checking it."""
         self._guard.check(url)
-        callback = Callback(url, body, headers or {})
-        return {name: getattr(callback, name) for name in Callback.__slots__}
+        return vars(Callback(url, body, headers or {}))
 
     def __call__(self, callback: Callback, task: DelayedTask) -> Outcome:
         payload = json.dumps(callback.body, separators=(",", ":")).encode()
         try:
-            return self._post(self._guard.check(callback.url), callback.headers, payload, task)
+            target = self._guard.check(callback.url)
+            headers = self._headers(target, callback.headers, payload, task)
+            return self._post(target, headers, payload, task)
         except ForbiddenURLError as error:
             # The settings may change, and so may the address of a name.
             return Retry(reason=f"forbidden: {error}")
@@ -304,34 +278,51 @@ class HttpCallbacks:
     def _post(
         self, target: Target, headers: Mapping[str, str], payload: bytes, task: DelayedTask
     ) -> Outcome:
-        settings = self._settings
-        given = {name.lower() for name in headers}
-        usual = {name: text for name, text in _DEFAULT_HEADERS.items() if name.lower() not in given}
-        headers = {**usual, **headers, **self._own_headers(payload, task)}
+        settings, where, name = self._settings, target.host_and_port, target.host.strip("[]")
+        tls = self._tls if target.scheme == "https" else None
         # The time limit of each step: look up the name, connect, negotiate TLS, send head and body.
         step_s = min(settings.callback_connect_s, settings.callback_timeout_s / 5)
-        tls = self._tls if target.scheme == "https" else None
         until = monotonic() + settings.callback_timeout_s
-        with closing(_Connection(self._guard, target, tls, until, step_s)) as connection:
-            try:
+        try:
+            failed = OSError("the name has no address")
+            for address in self._guard.addresses(target, time_left_s(until, step_s)):
+                where = f"{target.host_and_port} ({address})"
+                try:
+                    place = str(address), target.port
+                    sock = socket.create_connection(place, time_left_s(until, step_s))
+                    break
+                except OSError as error:
+                    failed = error
+            else:
+                raise failed
+            with sock if tls is None else tls.wrap_socket(sock, server_hostname=name) as sock:
+                # The head and the body are sent one after the other.
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection = http.client.HTTPConnection(target.host)
+                connection.sock = sock
                 connection.request("POST", target.path, payload, headers)
-                connection.sock.settimeout(settings.callback_read_s)
-                with connection.getresponse() as response:
+                reader: Any = _BoundedReader(sock, until, settings.callback_read_s)
+                with _Response(reader, method="POST") as response:
+                    response.begin()
                     return self._outcome(response, task)
-            except (http.client.HTTPException, OSError) as error:
-                text = one_line(str(error), MAX_QUOTED_CHARS)
-                return Retry(reason=f"network: {type(error).__name__} at {connection}: {text}")
+        except (http.client.HTTPException, OSError) as error:
+            text = one_line(str(error), MAX_QUOTED_CHARS)
+            return Retry(reason=f"network: {type(error).__name__} at {where}: {text}")
 
-    def _own_headers(self, payload: bytes, task: DelayedTask) -> dict[str, str]:
-        """Return the headers that identify, time and sign the callback.
+    def _headers(
+        self, target: Target, given: Mapping[str, str], payload: bytes, task: DelayedTask
+    ) -> dict[str, str]:
+        """Return the headers, of which our own ones identify, time and sign the callback.
 
         The id is the same in each attempt, so that the receiver can recognize a repetition.
         """
+        names = {name.lower() for name in given}
+        usual = {name: text for name, text in _DEFAULT_HEADERS.items() if name.lower() not in names}
         id, timestamp = str(task.id), str(int(self._clock.now().timestamp()))
-        headers = {"Connection": "close", ID: id, TIMESTAMP: timestamp}
+        own = {"Host": target.host_and_port, "Connection": "close", ID: id, TIMESTAMP: timestamp}
         if self._keys:
-            headers[SIGNATURE] = self._keys.sign(id, timestamp, payload)
-        return headers
+            own[SIGNATURE] = self._keys.sign(id, timestamp, payload)
+        return {**usual, **given, **own}
 
     def _outcome(self, response: http.client.HTTPResponse, task: DelayedTask) -> Outcome:
         """Return the outcome. It depends on the status alone, even if the body cannot be read."""
@@ -375,56 +366,53 @@ def retry_after_s(text: str, now: datetime) -> float:
 def _quoted(response: http.client.HTTPResponse) -> str:
     """Return the first part of a response on one line."""
     try:
-        body = response.read(MAX_RESPONSE_BYTES)
-    except (http.client.HTTPException, OSError):
+        body = response.read(MAX_BODY_BYTES)
+    except (http.client.HTTPException, OSError, ValueError):  # such as a chunk of a negative size
         return ""
     return one_line(body[: 4 * MAX_QUOTED_CHARS].decode(errors="replace").strip(), MAX_QUOTED_CHARS)
 
 
-# -- Connections to untrusted servers: to the address that was checked, and with time limits ------
+# -- Responses of untrusted servers, which are read with limits of time and size ------------------
 
 #: A receiver may send this number of interim responses (status 1xx) before the final one.
 MAX_INTERIM_RESPONSES = 10
 
 
-def time_left_s(until: float, limit_s: float | None) -> float:
+def time_left_s(until: float, limit_s: float) -> float:
     """Return the time that is left for a callback, or `limit_s` if that is shorter."""
     left = until - monotonic()
     if left <= 0:
         raise TimeoutError("the request took too long")
-    return left if limit_s is None else min(left, limit_s)
+    return min(left, limit_s)
 
 
 class _BoundedReader(io.RawIOBase):
-    """Reads a socket until a time.
+    """Reads a socket until a time, and a limited number of bytes, for an `HTTPResponse`.
 
     The time that is left limits each wait. A time limit for each wait alone would let a server that
     sends a byte from time to time continue forever.
     """
 
-    def __init__(self, raw: io.RawIOBase, sock: socket.socket, until: float) -> None:
-        self._raw = raw
-        self._sock = sock
-        self._until = until
-        self._idle_s = sock.gettimeout()
+    def __init__(self, sock: socket.socket, until: float, idle_s: float) -> None:
+        self._sock, self._until, self._idle_s = sock, until, idle_s
+        self._bytes_left = 2 * MAX_BODY_BYTES  # of the head and the body
+
+    def makefile(self, _mode: str) -> io.BufferedReader:
+        return io.BufferedReader(self)
 
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: Any) -> int | None:
+    def readinto(self, buffer: Any) -> int:
         self._sock.settimeout(time_left_s(self._until, self._idle_s))
-        return self._raw.readinto(buffer)
-
-    def close(self) -> None:
-        self._raw.close()
-        super().close()
+        count = self._sock.recv_into(buffer)
+        self._bytes_left -= count
+        if self._bytes_left < 0:
+            raise http.client.HTTPException("the response is too long")
+        return count
 
 
 class _Response(http.client.HTTPResponse):
-    def __init__(self, until: float, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
-        super().__init__(sock, *args, **kwargs)
-        self.fp = io.BufferedReader(_BoundedReader(self.fp.detach(), sock, until))
-
     def _read_status(self) -> tuple[str, int, str]:
         """Return the status line of the final response.
 
@@ -438,54 +426,6 @@ class _Response(http.client.HTTPResponse):
         raise http.client.HTTPException(
             f"more than {MAX_INTERIM_RESPONSES} interim responses (status 1xx)"
         )
-
-    def _read_next_chunk_size(self) -> int:
-        size: int = super()._read_next_chunk_size()  # type: ignore[misc]
-        if size < 0:  # it would be read as all that comes
-            raise http.client.HTTPException(f"a chunk has the size {size}")
-        return size
-
-
-class _Connection(http.client.HTTPConnection):
-    """Connects to a checked address, for one request. Its text is the receiver, for messages.
-
-    HTTP/1.1 does not number responses. On a connection for several requests, what a hostile
-    receiver sends after its response would be the response to the next request.
-    """
-
-    def __init__(
-        self, guard: Guard, target: Target, tls: ssl.SSLContext | None, until: float, step_s: float
-    ) -> None:
-        super().__init__(target.host.strip("[]"), target.port, timeout=step_s)
-        self.default_port = DEFAULT_PORTS[target.scheme]
-        self.response_class = partial(_Response, until)  # type: ignore[assignment]
-        self._guard = guard
-        self._target = target
-        self._tls = tls
-        self._until = until
-        self._address: Address | None = None
-
-    def __str__(self) -> str:
-        address = "" if self._address is None else f" ({self._address})"
-        return f"{self._target.host_and_port}{address}"
-
-    def connect(self) -> None:
-        failed = OSError("the name has no address")
-        limit_s = time_left_s(self._until, self.timeout)
-        for address in self._guard.addresses(self._target, limit_s):
-            self._address = address
-            limit_s = time_left_s(self._until, self.timeout)
-            try:
-                self.sock = socket.create_connection((str(address), self._target.port), limit_s)
-                break
-            except OSError as error:
-                failed = error
-        else:
-            raise failed
-        # The head and the body are sent one after the other.
-        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if self._tls is not None:
-            self.sock = self._tls.wrap_socket(self.sock, server_hostname=self.host)
 
 
 def tls_context() -> ssl.SSLContext:

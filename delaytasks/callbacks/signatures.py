@@ -170,21 +170,21 @@ def webhook(secrets: str | Iterable[str]) -> Callable[[Callable[..., R]], Callab
     known = secrets if isinstance(secrets, str) else tuple(secrets)
 
     def decorate(view: Callable[..., R]) -> Callable[..., R]:
-        def answer(request: Any, payload: bytes, call: Callable[..., Any]) -> Any:
+        def answer(request: Any, payload: bytes, /, *args: Any, **values: Any) -> Any:
             try:
                 callback = verify(payload, request.headers, known)
             except InvalidInputError as error:
                 return _response(request, 401 if error.argument == "headers" else 400, str(error))
-            return call(callback=callback)
+            return view(*args, **values, callback=callback)
 
         def receive(*args: Any, **values: Any) -> Any:
             request = _request_in([*args, *values.values()])
-            return answer(request, _payload(request), functools.partial(view, *args, **values))
+            return answer(request, _payload(request), *args, **values)
 
         async def areceive(*args: Any, **values: Any) -> Any:
             request = _request_in([*args, *values.values()])
             payload = await request.body() if _is_starlette(request) else _payload(request)
-            answered = answer(request, payload, functools.partial(view, *args, **values))
+            answered = answer(request, payload, *args, **values)
             return await answered if inspect.isawaitable(answered) else answered
 
         is_async = inspect.iscoroutinefunction(view)
@@ -223,15 +223,12 @@ def _payload(request: Any) -> bytes:
 
 
 def _response(request: Any, status: int, text: str) -> Any:
-    kind = "text/plain"
     if _is_django(request):
         from django.http import HttpResponse
 
-        return HttpResponse(text, kind, status)
+        return HttpResponse(text, "text/plain", status)
     if _is_starlette(request):
         from starlette.responses import PlainTextResponse
 
         return PlainTextResponse(text, status)
-    from flask import Response
-
-    return Response(text, status, content_type=kind)
+    return text, status, {"Content-Type": "text/plain"}

@@ -124,6 +124,7 @@ def broken_bodies(status: int) -> dict[str, Any]:
         "a drip of a chunk's size": drip(chunked, b"0"),
         "an endless one": partial(pour, line + b"Connection: close\r\n\r\n"),
         "a chunk of a negative size": partial(pour, chunked + b"-5\r\n"),
+        "a chunk without an end": partial(pour, chunked + b"-1\r\n"),
         "an endless one of chunks": drip(chunked + b"fffffff\r\n", b"x" * 65536),
         "silence": lambda exchange: exchange.wfile.write(head) and hang(exchange),
         "a reset": lambda exchange: exchange.wfile.write(head) and reset(exchange),
