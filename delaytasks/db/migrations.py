@@ -6,22 +6,11 @@ Alembic is imported by the functions that migrate, so that producers and workers
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import (
-    Connection,
-    String,
-    Table,
-    column,
-    create_mock_engine,
-    func,
-    inspect,
-    select,
-    table,
-    text,
-)
+from sqlalchemy import Connection, String, Table, column, func, inspect, select, table, text
 from sqlalchemy.schema import CreateSchema
 
 from delaytasks.db.database import Database
@@ -35,6 +24,7 @@ if TYPE_CHECKING:
     from alembic.config import Config
     from alembic.operations import Operations
 
+Connect = Callable[[], AbstractContextManager[Connection]]
 #: A migration that waits for a lock blocks every statement behind it, so it gives up soon and is
 #: tried again.
 TABLE_LOCK_TIMEOUT_S = 2
@@ -43,21 +33,29 @@ _TURN_S = 60
 
 
 def upgrade(
-    database: Database, prefix: str = "", schema: str | None = None, revision: str = "head"
+    database: Database,
+    prefix: str = "",
+    schema: str | None = None,
+    revision: str = "head",
+    connect: Connect | None = None,
 ) -> None:
-    """Migrate to `revision`."""
+    """Migrate to `revision`. `connect` begins the transaction of a framework's own connection."""
     from alembic import command
 
     create_sqlite_file(database.url)
-    _run(database, prefix, schema, lambda config: command.upgrade(config, revision))
+    _run(database, prefix, schema, lambda config: command.upgrade(config, revision), connect)
 
 
 def downgrade(
-    database: Database, prefix: str = "", schema: str | None = None, revision: str = "-1"
+    database: Database,
+    prefix: str = "",
+    schema: str | None = None,
+    revision: str = "-1",
+    connect: Connect | None = None,
 ) -> None:
     from alembic import command
 
-    _run(database, prefix, schema, lambda config: command.downgrade(config, revision))
+    _run(database, prefix, schema, lambda config: command.downgrade(config, revision), connect)
 
 
 def current(database: Database, prefix: str = "", schema: str | None = None) -> str | None:
@@ -100,18 +98,6 @@ def url_of(settings: Settings) -> str:
     return settings.database_url or (
         f"sqlite:///{Path(settings.data_dir).absolute() / 'delays.sqlite3'}"
     )
-
-
-def ddl(dialect: str, prefix: str = "", schema: str | None = None) -> list[str]:
-    """Return the statements that make the tables, for frameworks with migrations of their own."""
-    statements: list[str] = []
-
-    def note(statement: Any, *_: Any, **__: Any) -> None:
-        statements.append(str(statement.compile(dialect=engine.dialect)).strip())
-
-    engine = create_mock_engine(f"{dialect}://", note)
-    Schema(prefix, schema).metadata.create_all(engine, checkfirst=False)
-    return statements
 
 
 def create_tables(op: Operations, prefix: str, schema: str | None) -> None:
@@ -233,7 +219,11 @@ def comparison(dialect: str) -> dict[str, Any]:
 
 
 def _run(
-    database: Database, prefix: str, schema: str | None, work: Callable[[Config], None]
+    database: Database,
+    prefix: str,
+    schema: str | None,
+    work: Callable[[Config], None],
+    connect: Connect | None,
 ) -> None:
     from alembic.config import Config
     from alembic.util import CommandError
@@ -243,7 +233,7 @@ def _run(
     config.set_main_option("path_separator", "os")
 
     def once() -> None:
-        with database.tx.begin() as connection:
+        with (connect or database.tx.begin)() as connection:
             config.attributes.update(connection=connection, prefix=prefix, schema=schema)
             try:
                 work(config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
 from itertools import islice
@@ -347,43 +346,6 @@ class LiveRows:
             query = query.order_by(order)
         found = connection.execute(query)
         return [LiveRow._make((*row[:3], Status(row[3]), *row[4:])) for row in found]
-
-
-# -- Counts the unfinished tasks of each tag, among a bounded number of rows ----------------------
-
-
-#: The rows of each status that are read in each queue, and the queues.
-MOST_TAG_ROWS, MOST_TAG_QUEUES = 1_000, 100
-
-
-class LiveTags(NamedTuple):
-    """The number of unfinished tasks of each tag."""
-
-    tasks: dict[str, int]
-    #: Whether there are rows that were not read, so that each number is a minimum.
-    is_capped: bool
-
-
-def live_tags(connection: Connection, schema: Schema) -> LiveTags:
-    """Count the first rows of each queue. Each statement reads a bounded part of an index."""
-    found: Counter[str] = Counter()
-    is_capped = False
-    for status in sorted(LIVE):
-        queues = distinct_values(connection, schema.tasks.c.queue, has_status(schema.tasks, status))
-        for number, queue in enumerate(islice(queues, MOST_TAG_QUEUES + 1)):
-            tags = [] if number == MOST_TAG_QUEUES else _tags(connection, schema, status, queue)
-            is_capped = is_capped or number == MOST_TAG_QUEUES or len(tags) > MOST_TAG_ROWS
-            found.update(tags[:MOST_TAG_ROWS])
-    return LiveTags(dict(sorted(found.items())), is_capped)
-
-
-def _tags(connection: Connection, schema: Schema, status: Status, queue: str) -> list[str]:
-    """Return the tags of the first rows of a queue, and of one more if there are more."""
-    t = schema.tasks
-    query = select(t.c.tag).where(has_status(t, status), t.c.queue == queue)
-    # The order of the index: otherwise PostgreSQL may read the whole table to find the rows.
-    query = query.order_by(t.c.priority, t.c.expected_time).limit(MOST_TAG_ROWS + 1)
-    return list(connection.scalars(query))
 
 
 # -- Reads the FAILED tasks that were due last, and tasks that failed runs were counted for -------

@@ -76,7 +76,6 @@ READS: dict[str, Callable[[PlannedWorld], object]] = {
     "changes of a tag": lambda world: world.changes(tag="note"),
     "changes of a key": lambda world: world.changes(key="k"),
     "what happens now": lambda world: world.live_rows(),
-    "unfinished tasks of each tag": lambda world: world.live_tags(),
     "overdue tasks": lambda world: world.overdue(),
     "queues that no worker serves": lambda world: world.unserved(),
 }

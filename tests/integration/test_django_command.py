@@ -1,7 +1,5 @@
 """Test `manage.py check` and `manage.py delays` in a Django project."""
 
-# ruff: noqa: F811 - parameters have the names of imported fixtures
-
 from __future__ import annotations
 
 import io
@@ -18,7 +16,6 @@ pytest.importorskip("django")
 from click.testing import CliRunner
 from django.core.checks import run_checks
 from django.core.management import CommandError, call_command
-from django.db import connections
 from sqlalchemy import text
 
 from delaytasks import Status
@@ -27,7 +24,6 @@ from delaytasks.contrib.django import checks
 from delaytasks.contrib.django.instance import DjangoDelays
 from delaytasks.contrib.django.management.commands import delays as command
 from delaytasks.db import migrations
-from delaytasks.operate import state_queries as live_tags
 from delaytasks.runtime import runtime_of
 from tests.integration import django_settings
 from tests.integration.test_django import alias, django  # noqa: F401
@@ -78,24 +74,6 @@ def test_only_a_wrong_horizon_or_broker_is_a_problem(make_project: MakeProject) 
     assert found() == {}
 
 
-def test_a_database_that_is_too_old_is_an_error(
-    make_project: MakeProject, alias: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_project(database=alias)
-    assert "E002" not in found(databases=[alias])
-    for name in checks.OLDEST_VERSIONS:
-        monkeypatch.setitem(checks.OLDEST_VERSIONS, name, (99, 1))
-    message = found(databases=[alias]).get("E002")
-    vendor = connections[alias].vendor
-    if vendor == "postgresql":  # Django itself refuses an old PostgreSQL
-        assert message is None
-    else:
-        servers = {"sqlite": "SQLite", "mysql": "(MariaDB|MySQL)"}
-        assert message is not None
-        assert re.search(rf" is {servers[vendor]} \d+\.\d+.* requires 99\.1", message)
-    assert found(databases=["default"]) == {}
-
-
 def test_tables_that_are_missing_or_of_another_version_are_reported(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,32 +83,15 @@ def test_tables_that_are_missing_or_of_another_version_are_reported(
         patch.setattr("sys.argv", ["manage.py", "migrate"])
         assert "W003" not in found(databases=["checked"]), "this command makes them"
     migrations.upgrade(database)
-    for revision, remedy in (("0000", "manage.py migrate"), ("9999", "or a newer one")):
+    for revision in ("9999", "0000"):
         with database.begin() as connection:
             table = migrations.version_table("")
             connection.execute(text(f"UPDATE {table} SET version_num = '{revision}'"))
-        message = found(databases=["checked"])["W003"]
-        assert revision in message
-        assert remedy in message
-
-
-def test_waiting_tasks_whose_tag_has_no_processor_are_counted_up_to_a_limit(
-    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    delays = make_project(tags="any")
-    migrations.upgrade(runtime_of(delays).store.database)
-    delays.processor("known")(lambda body: None)
-    for tag in ("known", "removed", "removed"):
-        delays.schedule_delay(tag, {}, 60, queue="a")
-    message = found(databases=["checked"])["W004"]
-    assert "'removed' (2)" in message
-    assert "'known'" not in message
-    monkeypatch.setattr(live_tags, "MOST_TAG_ROWS", 2)
-    delays.cancel(delays.find(tag="known").tasks[0])
-    for queue, tag in (("a", "removed"), ("b", "renamed")):
-        delays.schedule_delay(tag, {}, 60, queue=queue)
-    message = found(databases=["checked"])["W004"]
-    assert "'removed' (at least 2), 'renamed' (at least 1)" in message
+        if revision == "9999":  # this version works with tables of a newer one
+            assert found(databases=["checked"]) == {}
+    message = found(databases=["checked"])["W003"]
+    assert "revision 0000" in message
+    assert "manage.py migrate" in message
 
 
 # -- `manage.py delays`, which runs the command line with the settings of Django ------------------

@@ -130,17 +130,6 @@ def test_the_schema_comparison_detects_a_difference(database: Database) -> None:
     assert kinds == (wanted if database.can.copy else [wanted[0], wanted[2]])
 
 
-def test_the_statements_for_frameworks_create_the_same_tables(database: Database) -> None:
-    migrations.upgrade(database, PREFIX)
-    with database.begin() as connection:
-        for statement in migrations.ddl(database.url.get_backend_name(), "f_"):
-            connection.exec_driver_sql(statement)
-    shapes = {name: shape_of(database, f"f_{name}") for name in Schema().metadata.tables}
-    assert shapes == {name: shape_of(database, PREFIX + name) for name in shapes}
-    migrations.upgrade(database, "f_")
-    assert schema_differences(database, "f_", None) == [], "they are accepted unchanged"
-
-
 def test_upgrade_builds_the_metadatas_schema_also_after_a_downgrade(database: Database) -> None:
     assert migrations.current(database, PREFIX) is None
     for _ in range(2):  # a second upgrade has no effect

@@ -23,7 +23,7 @@ from delaytasks.model.filters import filter_of
 from delaytasks.model.task import Level
 from delaytasks.operate.bulk_calls import bulk_filter_of
 from delaytasks.operate.searches import Follower
-from delaytasks.operate.state_queries import LiveRows, OverdueRows, Stats, live_tags
+from delaytasks.operate.state_queries import LiveRows, OverdueRows, Stats
 from tests.conftest import new_world
 from tests.world.world import World
 
@@ -85,9 +85,6 @@ class PlannedWorld(World):
 
     def live_rows(self) -> object:
         return LiveRows(self.store.database, self.store.schema).read(1)
-
-    def live_tags(self) -> object:
-        return self.store.database.autocommitted(lambda c: live_tags(c, self.store.schema))
 
     def overdue(self) -> object:
         return OverdueRows(self.store.database, self.store.schema).count(1)
