@@ -19,7 +19,7 @@ with needs_extra("opentelemetry", "delaytasks.contrib.opentelemetry"):
     from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, TracerProvider
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from delaytasks.contrib.run_signals import RunReceivers
+from delaytasks.contrib.run_signals import connect_runs
 from delaytasks.db.producer import trace_sources
 from delaytasks.model.inputs import MAX_VALUE_LENGTH
 from delaytasks.model.task import DelayedTask
@@ -69,7 +69,7 @@ class _TracedRun(NamedTuple):
 
 
 class _Tracing:
-    """Creates the spans."""
+    """Creates the spans, until `end` is called."""
 
     def __init__(self, tracer_provider: TracerProvider | None, continues_trace: bool) -> None:
         self._tracer = trace.get_tracer("delaytasks", tracer_provider=tracer_provider)
@@ -78,7 +78,12 @@ class _Tracing:
         self._run: ContextVar[_TracedRun | None] = ContextVar(
             "delaytasks_opentelemetry", default=None
         )
-        self.receivers = RunReceivers("opentelemetry", self.started, self.ended, self.left)
+        self._disconnect = connect_runs(self.started, self.ended, self.left)
+        trace_sources.append(self.scheduled)
+
+    def end(self) -> None:
+        trace_sources.remove(self.scheduled)
+        self._disconnect()
 
     def scheduled(self, tag: str, tasks: Sequence[DelayedTask]) -> Mapping[str, str]:
         """Make the producer span of a call, and return its context for the meta of the tasks."""
@@ -155,8 +160,6 @@ def instrument(
     global _tracing
     uninstrument()
     _tracing = _Tracing(tracer_provider, continues_trace)
-    trace_sources.append(_tracing.scheduled)
-    _tracing.receivers.connect()
 
 
 def uninstrument() -> None:
@@ -168,8 +171,7 @@ def uninstrument() -> None:
     """
     global _tracing
     if _tracing is not None:
-        trace_sources.remove(_tracing.scheduled)
-        _tracing.receivers.disconnect()
+        _tracing.end()
         _tracing = None
 
 

@@ -14,74 +14,56 @@ OnStart = Callable[[Any], None]
 OnEnd = Callable[[Any, str, BaseException | None], None]
 
 
-class RunReceivers:
-    """Calls functions for each run of a delayed task in this process, in the context of the run.
+def connect_runs(started: OnStart, ended: OnEnd, left: OnStart) -> Callable[[], None]:
+    """Call functions for each run of a delayed task in this process, in the context of the run.
 
     Celery logs their exceptions.
 
     Parameters
     ----------
-    name
-        Distinguishes the integrations. Connecting another object of this name changes nothing.
     started
         Called before the processor.
     ended
         Called after the processor, for each task of a batch.
     left
         Called last, with the request of `started`.
+
+    Returns
+    -------
+    callable
+        Ends the calls.
     """
 
-    def __init__(self, name: str, started: OnStart, ended: OnEnd, left: OnStart) -> None:
-        self._name = name
-        self._started = started
-        self._ended = ended
-        self._left = left
-        self._receivers: tuple[tuple[Any, Callable[..., None]], ...] = (
-            (signals.task_prerun, self._on_prerun),
-            (signals.task_success, self._on_success),
-            (signals.task_failure, self._on_failure),
-            (signals.task_retry, self._on_retry),
-            (signals.task_revoked, self._on_revoked),
-            (signals.task_postrun, self._on_postrun),
-        )
+    def end(state: str, name: str = "") -> Callable[..., None]:
+        def call(request: Any, fields: dict[str, Any]) -> None:
+            error = fields.get(name)
+            ended(request, state, error if isinstance(error, BaseException) else None)
 
-    def connect(self) -> None:
-        for signal, receiver in self._receivers:
-            signal.connect(receiver, weak=False, dispatch_uid=self._uid(signal))
+        return call
 
-    def disconnect(self) -> None:
-        for signal, _ in self._receivers:
-            signal.disconnect(dispatch_uid=self._uid(signal))
+    receivers = [
+        _receive(signals.task_prerun, lambda request, _: started(request)),
+        _receive(signals.task_success, end("SUCCESS")),
+        _receive(signals.task_failure, end("FAILURE", "exception")),
+        _receive(signals.task_retry, end("RETRY", "reason")),
+        _receive(signals.task_revoked, end("REVOKED")),
+        _receive(signals.task_postrun, lambda request, _: left(request)),
+    ]
 
-    def _uid(self, signal: Any) -> str:
-        return f"delaytasks-{self._name}-{signal.name}"
+    def disconnect() -> None:
+        for signal, receiver in receivers:
+            signal.disconnect(receiver)
 
-    def _on_prerun(self, task: Any = None, **_: Any) -> None:
-        if (request := _request_of(task)) is not None:
-            self._started(request)
-
-    def _on_postrun(self, task: Any = None, **_: Any) -> None:
-        if (request := _request_of(task)) is not None:
-            self._left(request)
-
-    def _on_success(self, sender: Any = None, **_: Any) -> None:
-        self._end(sender, "SUCCESS", None)
-
-    def _on_failure(self, sender: Any = None, exception: Any = None, **_: Any) -> None:
-        self._end(sender, "FAILURE", exception)
-
-    def _on_retry(self, sender: Any = None, reason: Any = None, **_: Any) -> None:
-        self._end(sender, "RETRY", reason if isinstance(reason, BaseException) else None)
-
-    def _on_revoked(self, sender: Any = None, **_: Any) -> None:
-        self._end(sender, "REVOKED", None)
-
-    def _end(self, task: Any, state: str, error: BaseException | None) -> None:
-        if (request := _request_of(task)) is not None:
-            self._ended(request, state, error)
+    return disconnect
 
 
-def _request_of(task: Any) -> Any:
-    """Return the request of a delayed task, or None for an ordinary Celery task."""
-    request = getattr(task, "request", None)
-    return request if getattr(request, "delay_task", None) is not None else None
+def _receive(signal: Any, call: Callable[[Any, dict[str, Any]], None]) -> tuple[Any, Any]:
+    """Connect a function to a signal, except for the runs of ordinary Celery tasks."""
+
+    def receiver(sender: Any = None, **fields: Any) -> None:
+        request = getattr(sender, "request", None)
+        if getattr(request, "delay_task", None) is not None:
+            call(request, fields)
+
+    signal.connect(receiver, weak=False)
+    return signal, receiver

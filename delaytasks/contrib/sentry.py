@@ -20,7 +20,7 @@ with needs_extra("sentry", "delaytasks.contrib.sentry"):
     from sentry_sdk.scope import add_global_event_processor
     from sentry_sdk.utils import event_from_exception
 
-from delaytasks.contrib.run_signals import RunReceivers
+from delaytasks.contrib.run_signals import connect_runs
 from delaytasks.db.producer import trace_sources
 from delaytasks.model.inputs import MAX_VALUE_LENGTH
 from delaytasks.model.task import DelayedTask
@@ -53,7 +53,7 @@ class DelayTasksIntegration(Integration):
         """Called by `sentry_sdk.init` for the first client of a process."""
         add_global_event_processor(_drop_repeated)
         trace_sources.append(_trace_of_call)
-        RunReceivers("sentry", _started, _ended, _left).connect()
+        connect_runs(_started, _ended, _left)
         signals.worker_init.connect(_subscribe, weak=False)
         signals.worker_process_shutdown.connect(_flush, weak=False)
 
