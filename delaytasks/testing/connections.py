@@ -48,8 +48,10 @@ _CLOCKS = {
 }
 
 
-class SimulatedTime:
-    """Rewrites statements.
+@contextmanager
+def simulated_time(now_us: Callable[[], int]) -> Iterator[None]:
+    """Let the statements of all engines of this process, the application's included, read the
+    test's instant in place of the database's clock.
 
     The text of a statement changes with each instant, so statements must not be prepared.
 
@@ -59,32 +61,20 @@ class SimulatedTime:
         Returns the microseconds since 1970, in whole milliseconds: SQLite's clock has no more.
     """
 
-    def __init__(self, now_us: Callable[[], int]) -> None:
-        self._now_us = now_us
-
-    def rewritten(self, statement: str, dialect: str) -> str:
-        """Return the statement with the test's instant in place of the database's clock."""
-        clock, literal = _CLOCKS[dialect]
-        if clock not in statement or not any(mark in statement for mark in _OUR_NAMES):
-            return statement
-        instant = from_us(self._now_us()).strftime("%Y-%m-%d %H:%M:%S.%f")
-        return statement.replace(clock, literal.format(instant))
-
-    @contextmanager
-    def on_engines(self) -> Iterator[None]:
-        """Rewrite the statements of all engines of this process, the application's included."""
-        event.listen(Engine, "before_cursor_execute", self._before_execute, retval=True)
-        try:
-            yield
-        finally:
-            event.remove(Engine, "before_cursor_execute", self._before_execute)
-
-    def _before_execute(
-        self, connection: Any, _cursor: Any, statement: str, parameters: Any, *_: Any
+    def rewrite(
+        connection: Any, _cursor: Any, statement: str, parameters: Any, *_: Any
     ) -> tuple[str, Any]:
-        if connection.dialect.name in _CLOCKS:
-            statement = self.rewritten(statement, connection.dialect.name)
+        clock, literal = _CLOCKS.get(connection.dialect.name, ("", ""))
+        if clock and clock in statement and any(mark in statement for mark in _OUR_NAMES):
+            instant = from_us(now_us()).strftime("%Y-%m-%d %H:%M:%S.%f")
+            statement = statement.replace(clock, literal.format(instant))
         return statement, parameters
+
+    event.listen(Engine, "before_cursor_execute", rewrite, retval=True)
+    try:
+        yield
+    finally:
+        event.remove(Engine, "before_cursor_execute", rewrite)
 
 
 def source_of(given: Any) -> ConnectionSource:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
@@ -12,7 +12,7 @@ from weakref import WeakSet
 from sqlalchemy import select
 
 from delaytasks.db.engines import masked
-from delaytasks.model.clock import LATEST, STARTED_MS, Clock, Measure, from_us, to_us, wall_ms
+from delaytasks.model.clock import LATEST, STARTED_MS, Clock, from_us, to_us, wall_ms
 from delaytasks.model.errors import ConfigError, UnknownTagError
 from delaytasks.model.moves import LIVE
 from delaytasks.model.task import DelayedTask, Settlement
@@ -81,101 +81,84 @@ class SequentialRegistry:
         return getattr(self._registry, name)
 
 
-class RunRecorder(Observer):
-    """Observes the runs of a tester, and keeps them."""
+class TestRunner(Observer):
+    """Sweeps and runs for one tester, and keeps the runs."""
 
-    def __init__(self, time: SettableTime) -> None:
-        self._time = time
+    __test__ = False
+
+    def __init__(self, runtime: Runtime, processes: Processes, clock: SettableClock) -> None:
         self.runs: list[Run] = []
+        self._runtime = runtime
+        self._clock = clock
+        self._runner: Runner = processes.build_runner(self)
+        #: When to look again at the waitlists of limited tags.
+        self._recheck_us = float("inf")
+        #: The number of runs before the call that is under way.
+        self._earlier = 0
+        self._was_in_past = False
 
     def ended(self, settlement: Settlement, took_s: float, error: BaseException | None) -> None:
-        self.runs.append(Run(settlement.task, settlement.move, self._time.now(), error))
+        self.runs.append(Run(settlement.task, settlement.move, self._clock.now(), error))
 
     def not_called(self, settlement: Settlement, claimed: datetime) -> None:
         error, why = None, settlement.error or ""
         if settlement.move != "expire":
             why += OF_ANOTHER_APPLICATION if why.startswith(NO_PROCESSOR) else ""
             error = UnknownTagError(why, "tag")
-        self.runs.append(Run(settlement.task, settlement.move, self._time.now(), error))
+        self.ended(settlement, 0, error)
 
-
-class TestRunner:
-    """Sweeps and runs, for one tester."""
-
-    __test__ = False
-
-    def __init__(self, runtime: Runtime, processes: Processes, time: SettableTime) -> None:
-        self._runtime = runtime
-        self._time = time
-        self._recorder = RunRecorder(time)
-        registry: Any = SequentialRegistry(runtime.registry)
-        self._runner: Runner = processes.build_runner(self._recorder, registry)
-        self._swept_us = float("-inf")
-        #: When to look again at the waitlists of limited tags.
-        self._recheck_us = float("inf")
-        #: How many of the recorder's runs have been reported.
-        self._reported = 0
-        self._was_in_past = False
-
-    @property
-    def runs(self) -> list[Run]:
-        return self._recorder.runs
+    def new_runs(self, work: Callable[[], None]) -> list[Run]:
+        """Do the work, and return the runs of it."""
+        self._was_in_past |= self._clock.now_us() < STARTED_MS * 1000
+        if not self._was_in_past:  # else this test's own tasks look older
+            _refuse_earlier_tasks(self._runtime.store)
+        self._earlier = len(self.runs)
+        work()
+        return self.runs[self._earlier :]
 
     def run_due(self) -> None:
         """Run what is due now, until nothing is left."""
-        self._was_in_past |= self._time.now_us() < STARTED_MS * 1000
-        if not self._was_in_past:  # else this test's own tasks look older
-            _refuse_earlier_tasks(self._runtime.store)
-        began = len(self.runs)
-        self._sweep()
-        self._run_passes(began)
+        if self._runtime.registry.schedules:
+            from delaytasks.recurring.recurring import follow
+
+            follow(self._runtime)
+        self._runtime.make_recurring_tasks()
+        self._runtime.sweeper.release_resumed()
+        self._run_passes()
 
     def fast_forward(self, until: datetime) -> None:
         """Run everything that falls due up to `until`, each at its due time, and end there."""
-        began = len(self.runs)
         self.run_due()
         while (at := self._next_due(until)) is not None:
-            self._time.move_to(at)
+            self._clock.move_to(at)
             self.run_due()
-            self._check_number(began)
-            if any(run.outcome == "give_back" for run in self.runs[self._reported :]):
+            if any(run.outcome == "give_back" for run in self.runs[self._earlier :]):
                 return
-        if self._time.now() < until:
-            self._time.move_to(until)
+        if self._clock.now() < until:
+            self._clock.move_to(until)
             self.run_due()
 
     def run_all(self) -> None:
         """Run every task that waits, each at the time when it would be due."""
-        began = len(self.runs)
-        self.run_due()
+        self._runtime.sweeper.release_resumed()
+        self._run_passes()
         while (at := self._next_task(LATEST)) is not None:
-            # No sweep: it would end pauses whose time only seems to be over.
+            # Pauses whose time only seems to be over go on.
             self._runtime.policy_cache.refresh()
-            with self._time.moved_to(at):
-                if not self._run_passes(began):
+            with self._clock.moved_to(at):
+                if not self._run_passes():
                     return
 
-    def take_new(self) -> list[Run]:
-        """Return the runs since the last call."""
-        new = self.runs[self._reported :]
-        self._reported = len(self.runs)
-        return new
-
-    def _sweep(self) -> None:
-        """Apply pauses now, and sweep as often as beat does."""
-        interval_us = self._runtime.settings.sweep_s * 1e6
-        self._runtime.sweeper.release_resumed()
-        if self._time.now_us() < self._swept_us + interval_us:
-            return
-        self._swept_us = self._time.now_us()
-        self._runtime.sweeper.sweep(0)
-
-    def _run_passes(self, began: int) -> bool:
+    def _run_passes(self) -> bool:
         """Run what is due; return whether a task was claimed."""
         has_claimed = False
         while self._pass():
             has_claimed = True
-            self._check_number(began)
+            if len(self.runs) - self._earlier > MAX_RUNS:
+                raise AssertionError(
+                    f"more than {MAX_RUNS:,} tasks ran in one call, and more are due: does a "
+                    "processor schedule its own task again? Otherwise go forward in smaller steps"
+                )
         return has_claimed
 
     def _pass(self) -> bool:
@@ -187,19 +170,22 @@ class TestRunner:
             has_claimed |= report.claimed > 0
             for waitlist in report.waitlists:
                 if not waitlist.open:
-                    recheck_us = self._time.now_us() + waitlist.recheck_s * 1e6
+                    recheck_us = self._clock.now_us() + waitlist.recheck_s * 1e6
                     self._recheck_us = min(self._recheck_us, recheck_us)
         return has_claimed
 
     def _next_due(self, until: datetime) -> datetime | None:
         """Return the next time at which something is to do, up to `until`."""
-        now = self._time.now()
+        now = self._clock.now()
         next_task = self._next_task(until)
         times = [] if next_task is None else [next_task]
         next_occurrence = self._runtime.store.sweeps.first_occurrence()
         if next_occurrence is not None:
-            made_at = next_occurrence - timedelta(seconds=self._runtime.settings.recurring_lead_s)
-            times.append(max(made_at, self._next_sweep(), now))
+            settings = self._runtime.settings
+            made_at = next_occurrence - timedelta(seconds=settings.recurring_lead_s)
+            # What could not be made now is tried again as often as beat sweeps.
+            again = now + timedelta(seconds=settings.sweep_s)
+            times.append(made_at if made_at > now else again)
         if self._recheck_us < float("inf"):
             times.append(from_us(int(self._recheck_us)))
         times += [at for at in self._runtime.policy_cache.known.ends if at > now]
@@ -208,18 +194,8 @@ class TestRunner:
 
     def _next_task(self, until: datetime) -> datetime | None:
         """Return the next due time of a waiting task."""
-        first = self._runtime.store.sweeps.first_due_between(self._time.now(), until, 1)
+        first = self._runtime.store.sweeps.first_due_between(self._clock.now(), until, 1)
         return from_us(first[0].due_us) if first else None
-
-    def _check_number(self, began: int) -> None:
-        if len(self.runs) - began > MAX_RUNS:
-            raise AssertionError(
-                f"more than {MAX_RUNS:,} tasks ran in one call, and more are due: does a processor "
-                "schedule its own task again? Otherwise go forward in smaller steps"
-            )
-
-    def _next_sweep(self) -> datetime:
-        return from_us(int(self._swept_us + self._runtime.settings.sweep_s * 1e6))
 
 
 #: The databases that had no live tasks of before.
@@ -229,8 +205,7 @@ _checked: WeakSet[Database] = WeakSet()
 def _refuse_earlier_tasks(store: Store) -> None:
     """Raise an error if the database has live tasks that were scheduled before this process began.
 
-    They are probably those of a running application, and the test would run them, and recover
-    and drop rows as if hours had passed.
+    They are probably those of a running application, and the test would run them.
     """
     if store.database in _checked:
         return
@@ -259,22 +234,30 @@ class MovesTime(Protocol):
     def move_to(self, target_datetime: datetime) -> object: ...
 
 
-class SettableTime:
-    """The time of one tester.
+class SettableClock(Clock):
+    """The time of one tester, which producers and runners read.
 
     It continues with the host's clock, which freezegun and time-machine replace. It is in whole
     milliseconds, because SQLite's clock has no more.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._offset_us = 0
         self._mover: MovesTime | None = None
 
     def now_us(self) -> int:
         return wall_ms() * 1000 + self._offset_us
 
-    def now(self) -> datetime:
-        return from_us(self.now_us())
+    def certain_now(self) -> datetime:
+        return self.now()
+
+    def refresh_if_due(self) -> None:
+        """Do nothing: the test's time needs no measurement."""
+
+    @property
+    def is_due(self) -> bool:
+        return False
 
     def move_with(self, mover: MovesTime | None) -> None:
         self._mover = mover
@@ -283,37 +266,16 @@ class SettableTime:
         """Continue at `instant`, rounded up to a millisecond so that what is due then is due."""
         target_us = -(-to_us(instant) // 1000) * 1000
         if self._mover is not None:
-            self._offset_us = 0
             self._mover.move_to(from_us(target_us))
         self._offset_us = target_us - wall_ms() * 1000
 
     @contextmanager
     def moved_to(self, instant: datetime) -> Iterator[None]:
         """Let the time be later for a moment; the time of freezegun or time-machine stays."""
-        before = self._offset_us
-        self._offset_us = -(-to_us(instant) // 1000) * 1000 - wall_ms() * 1000
+        before, mover = self._offset_us, self._mover
+        self._mover = None
+        self.move_to(instant)
         try:
             yield
         finally:
-            self._offset_us = before
-
-
-class SettableClock(Clock):
-    """The `Clock` of producers and runners, which reads the time of a tester."""
-
-    def __init__(self, time: SettableTime, measure: Measure | None = None) -> None:
-        super().__init__(measure)
-        self._time = time
-
-    def now_us(self) -> int:
-        return self._time.now_us()
-
-    def certain_now(self) -> datetime:
-        return self._time.now()
-
-    def refresh_if_due(self) -> None:
-        """Do nothing: the test's time needs no measurement."""
-
-    @property
-    def is_due(self) -> bool:
-        return False
+            self._offset_us, self._mover = before, mover

@@ -11,8 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import cache, partial
-from pprint import pformat
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from kombu.compression import decompress
 from kombu.serialization import loads
@@ -21,7 +20,6 @@ from delaytasks.broker.link import Outgoing
 from delaytasks.celery import current_delays
 from delaytasks.db.database import is_on_the_loop
 from delaytasks.db.migrations import url_of
-from delaytasks.db.sessions import ConnectionSource
 from delaytasks.db.store import Store
 from delaytasks.model.inputs import Delay, check_delay, check_instant, show_from_now
 from delaytasks.model.moves import WAITING, Done, Outcome, Status
@@ -32,20 +30,21 @@ from delaytasks.runtime import Runtime, runtime_of
 from delaytasks.testing.connections import (
     BorrowedDatabase,
     SimulatedDatabase,
-    SimulatedTime,
     awaited_on_the_loop,
     calling_after_sessions,
     on_the_loop,
+    simulated_time,
     source_of,
 )
-from delaytasks.testing.runs import MovesTime, Run, SettableClock, SettableTime, TestRunner
+from delaytasks.testing.runs import MovesTime, Run, SequentialRegistry, SettableClock, TestRunner
+from delaytasks.twins import twin
 from delaytasks.worker.processes import processes_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     from delaytasks.callbacks.callback_calls import Message
-    from delaytasks.callbacks.http import Callback
+    from delaytasks.callbacks.http import Callback, HttpCallbacks
     from delaytasks.client import DelayTasks
 
 
@@ -58,125 +57,74 @@ TOLERANCE = timedelta(seconds=1)
 MAX_TASKS_SHOWN = 5
 
 
-class _Any:
-    """Matches each value."""
+class _Named:
+    """A value that messages show by its name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def __repr__(self) -> str:
-        return "ANY"
+        return self._name
 
 
 #: The default of expectations: the field is not compared.
-ANY: Any = _Any()
+ANY: Any = _Named("ANY")
+_NOTHING: Any = _Named("nothing")
 
 
-@dataclass(frozen=True)
 class Expectation:
-    """What a test expects of a scheduled task; `ANY` matches every value."""
+    """What a test expects of a scheduled task, at the test's present time."""
 
-    tag: str
-    key: Any = ANY
-    body: Any = ANY
-    queue: Any = ANY
-    priority: Any = ANY
-    meta: Any = ANY
-    #: The due time is at most this long after the test's present time.
-    within: Delay | None = None
-    #: The due time, give or take a second.
-    at: datetime | None = None
+    def __init__(self, now: datetime, tag: str, **fields: Any) -> None:
+        self._now = now
+        self._tag = tag
+        self._fields = {name: value for name, value in fields.items() if value is not ANY}
 
-    def __post_init__(self) -> None:
-        if self.within is not None and self.at is not None:
-            raise TypeError("within= and at= exclude each other")
-
-    def differences(self, task: DelayedTask, now: datetime) -> list[str]:
-        """Return a line for each field in which the task differs."""
-        lines = []
-        if task.tag != self.tag:
-            lines.append(f"tag: expected {self.tag!r}, got {task.tag!r}")
-        for name in ("key", "queue", "priority", "meta"):
-            expected, got = getattr(self, name), getattr(task, name)
-            if expected is not ANY and expected != got:
-                lines.append(f"{name}: expected {expected!r}, got {got!r}")
-        if self.body is not ANY and self.body != task.body:
-            lines += _body_lines(self.body, task.body)
-        lines += self._due_lines(task, now)
+    def differences(self, task: DelayedTask) -> list[str]:
+        """Return a line for each value in which the task differs."""
+        lines = self._lines("tag", self._tag, task)
+        for name, value in self._fields.items():
+            lines += self._lines(name, value, task)
         return lines
 
-    def _due_lines(self, task: DelayedTask, now: datetime) -> list[str]:
-        in_text = f"{show_from_now(task.due, now)} ({task.due.isoformat(timespec='seconds')})"
-        if (
-            self.within is not None
-            and task.due - now > check_delay(self.within, math.inf) + TOLERANCE
-        ):
-            return [f"due: expected within {self.within}, got {in_text}"]
-        if self.at is not None and abs(task.due - self.at) > TOLERANCE:
-            return [f"due: expected {self.at.isoformat()}, got {in_text}"]
-        return []
+    def _lines(self, name: str, value: Any, task: DelayedTask) -> list[str]:
+        if name in ("within", "at"):
+            latest = self._now + check_delay(value, math.inf) if name == "within" else value
+            is_late = task.due > latest + TOLERANCE
+            if not (is_late or (name == "at" and task.due < latest - TOLERANCE)):
+                return []
+            due = f"{show_from_now(task.due, self._now)} ({task.due.isoformat(timespec='seconds')})"
+            return [f"due: expected {name} {value}, got {due}"]
+        got = getattr(task, name)
+        if value == got:
+            return []
+        if isinstance(value, dict) and isinstance(got, dict):
+            pairs = {
+                item: (value.get(item, _NOTHING), got.get(item, _NOTHING))
+                for item in {**value, **got}
+            }
+            return [
+                f"{name}[{item!r}]: expected {wanted!r}, got {found!r}"
+                for item, (wanted, found) in pairs.items()
+                if wanted != found
+            ]
+        return [f"{name}: expected {value!r}, got {got!r}"]
 
     def __str__(self) -> str:
-        given = [f"{self.tag!r}"]
-        for name in ("key", "body", "queue", "priority", "meta"):
-            if (value := getattr(self, name)) is not ANY:
-                given.append(f"{name}={value!r}")
-        given += [
-            f"{name}={value!r}"
-            for name in ("within", "at")
-            if (value := getattr(self, name)) is not None
-        ]
-        return ", ".join(given)
+        fields = (f"{name}={value!r}" for name, value in self._fields.items())
+        return ", ".join([repr(self._tag), *fields])
 
-
-def missing_text(expected: Expectation, tasks: Sequence[DelayedTask], now: datetime) -> str:
-    """Return the message for an expected task that was not scheduled."""
-    same = [task for task in tasks if task.tag == expected.tag]
-    lines = [f"no waiting task matches {expected}"]
-    if not tasks:
-        return lines[0] + "; no task is waiting"
-    if not same:
-        lines.append(f"no task of this tag is waiting; {_count(tasks)}:")
-        lines += [f"  {line_of(task, now)}" for task in tasks[:MAX_TASKS_SHOWN]]
+    def message(self, title: str, tasks: Sequence[DelayedTask]) -> str:
+        """Return the message of an assertion: the tasks that wait, the most similar first."""
+        are = "is" if len(tasks) == 1 else "are"
+        lines = [f"{title} {self}; {count(len(tasks), 'task')} {are} waiting"]
+        others = {task.id: (task.tag != self._tag, len(self.differences(task))) for task in tasks}
+        for task in sorted(tasks, key=lambda task: others[task.id])[:MAX_TASKS_SHOWN]:
+            key = "" if task.key is None else f" key={task.key!r}"
+            due = show_from_now(task.due, self._now)
+            lines.append(f"  {task.tag}{key} body={task.body!r} due {due}")
+            lines += [f"    {line}" for line in self.differences(task)]
         return "\n".join(lines)
-    nearest = sorted(same, key=lambda task: len(expected.differences(task, now)))
-    lines.append(f"{_count(same)} of this tag, the most similar first:")
-    for task in nearest[:MAX_TASKS_SHOWN]:
-        lines.append(f"  {line_of(task, now)}")
-        lines += [f"    {line}" for line in expected.differences(task, now)]
-    return "\n".join(lines)
-
-
-def present_text(expected: Expectation, found: Sequence[DelayedTask], now: datetime) -> str:
-    """Return the message for tasks that should not have been scheduled."""
-    lines = [f"expected no waiting task to match {expected}; {_count(found)}:"]
-    lines += [f"  {line_of(task, now)}" for task in found[:MAX_TASKS_SHOWN]]
-    return "\n".join(lines)
-
-
-def line_of(task: DelayedTask, now: datetime) -> str:
-    key = "" if task.key is None else f" key={task.key!r}"
-    return f"{task.tag}{key} body={task.body!r} due {show_from_now(task.due, now)}"
-
-
-def _count(tasks: Sequence[DelayedTask]) -> str:
-    return f"{count(len(tasks), 'task')} {'is' if len(tasks) == 1 else 'are'} waiting"
-
-
-def _body_lines(expected: Any, got: Any) -> list[str]:
-    """Return the values that differ; of two dictionaries only the items that differ."""
-    if isinstance(expected, dict) and isinstance(got, dict):
-        return [
-            f"body[{name!r}]: expected {_item(expected, name)}, got {_item(got, name)}"
-            for name in _names([expected, got])
-            if _item(expected, name) != _item(got, name)
-        ]
-    return [f"body: expected {pformat(expected)}, got {pformat(got)}"]
-
-
-def _item(values: dict[Any, Any], name: Any) -> str:
-    return repr(values[name]) if name in values else "nothing"
-
-
-def _names(dictionaries: Iterable[dict[Any, Any]]) -> list[Any]:
-    return list(dict.fromkeys(name for one in dictionaries for name in one))
 
 
 # -- Take the place of the timer, the broker and HTTP in a test, and keep what would be sent ------
@@ -253,24 +201,18 @@ def _sent_task(message: Outgoing) -> SentTask:
 class RecordingCallbacks:
     """Checks callbacks as in production, and keeps them instead of sending them."""
 
-    def __init__(self, make_real: Callable[[], Any], sent: list[Any]) -> None:
-        self._make_real = make_real
+    def __init__(self, real: HttpCallbacks, sent: list[Callback]) -> None:
+        self.content = real.content
         self._sent = sent
 
-    def content(self, *arguments: Any) -> Any:
-        return self._make_real().content(*arguments)
-
-    def __call__(self, content: Any, task: DelayedTask) -> Outcome:
-        self._sent.append(content)
+    def __call__(self, callback: Callback, task: DelayedTask) -> Outcome:
+        self._sent.append(callback)
         return Done()
 
-    def close(self) -> None: ...
+
+# -- The tester -----------------------------------------------------------------------------------
 
 
-# -- The instance of `DelayTasks` under test: how it differs from production, and its runs --------
-
-
-T = TypeVar("T")
 #: A chunk may take this long: a developer may stop in a debugger.
 CHUNK_IN_TEST_S = 3600.0
 
@@ -279,148 +221,6 @@ CHUNK_IN_TEST_S = 3600.0
 def _import_modules(loader: Any) -> None:
     """Import the modules with processors, once: in Django, it runs all system checks."""
     loader.import_default_modules()
-
-
-class InstanceInTest:
-    """Replaces the clock, the broker and the senders of a `DelayTasks`, and runs its tasks."""
-
-    def __init__(
-        self, delays: DelayTasks, source: ConnectionSource | None, runs_inline: bool
-    ) -> None:
-        self.delays = delays
-        self.time = SettableTime()
-        self.sent_tasks: list[SentTask] = []
-        self.sent_callbacks: list[Callback] = []
-        self.sent_messages: list[Message] = []
-        self._source = source
-        self._runs_inline = runs_inline
-        self._opened = ExitStack()
-        self._runner: TestRunner | None = None
-        self._is_running = False
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def start(self) -> None:
-        delays, time = self.delays, SimulatedTime(self.time.now_us)
-        _import_modules(runtime_of(delays).celery.loader)
-        source = self._source or delays._test_connections()
-        self._source = source
-        with ExitStack() as opening:
-            runtime = delays._make_runtime(**self._settings())
-            self._replace_parts(runtime, source)
-            opening.callback(runtime.close)
-            before = delays._exchange_runtime(runtime, is_in_test=True)
-            opening.callback(delays._exchange_runtime, before, is_in_test=False)
-            opening.enter_context(time.on_engines())
-            if self._runs_inline:
-                opening.enter_context(calling_after_sessions(self._run_inline))
-            self._runner = TestRunner(runtime, processes_of(runtime.celery), self.time)
-            self._opened = opening.pop_all()
-
-    def stop(self) -> None:
-        self._runner = None
-        self._opened.close()
-        if self._loop is not None:
-            self._loop.close()
-            self._loop = None
-
-    def require_started(self) -> None:
-        if self._runner is None:
-            raise RuntimeError("the tester is not started: use `with DelaysTester(...) as tester`")
-
-    @property
-    def runner(self) -> TestRunner:
-        self.require_started()
-        assert self._runner is not None
-        return self._runner
-
-    def run(self, work: Callable[[], None], raises: bool) -> list[Run]:
-        __tracebackhide__ = True
-        runner = self.runner
-        self._is_running = True
-        try:
-            context = contextvars.copy_context()
-            context.run(run_coroutine.set, self._run_coroutine)
-            context.run(work)
-        finally:
-            self._is_running = False
-        new = runner.take_new()
-        if raises:
-            _raise_failures(new)
-        return new
-
-    async def awaited(self, call: Callable[[], T]) -> T:
-        """Return `call()`, which runs where the test's connection may be used."""
-        __tracebackhide__ = True
-        in_framework = None if self._source is None else self._source.in_framework
-        result: T = await (in_framework or on_the_loop)(call)
-        return result
-
-    def _settings(self) -> dict[str, Any]:
-        settings = {"_chunk_time_budget_s": CHUNK_IN_TEST_S, "lease": 4 * CHUNK_IN_TEST_S}
-        return {**settings, "horizon": None} if self._runs_inline else settings
-
-    def _replace_parts(self, runtime: Runtime, source: ConnectionSource | None) -> None:
-        settings = runtime.settings
-        database = SimulatedDatabase if source is None else partial(BorrowedDatabase, source)
-        url, remedy = url_of(settings), runtime.tables_remedy
-        runtime.store = Store(url, settings, runtime.cipher, database, remedy)
-        runtime.clock = SettableClock(self.time, runtime.ask_now)
-        runtime.timer = NoTimer(self._run_inline if self._runs_inline else lambda: None)
-        runtime.producer_timer = runtime.timer
-        runtime.producer.call_timer = lambda call, entries: call(entries)
-        runtime.direct_timer = runtime.redis_timer = None
-        for name, sent in (
-            ("http_callbacks", self.sent_callbacks),
-            ("queue_callbacks", self.sent_messages),
-        ):
-            make = partial(getattr(Runtime, name).func, runtime)
-            setattr(runtime, name, RecordingCallbacks(make, sent))
-        link: Any = RecordingLink(self.sent_tasks)
-        runtime.confirming_links = link
-        if source is not None:
-            runtime.processor_contexts = [source.around_processor, *runtime.processor_contexts]
-            runtime.in_framework = source.in_framework or runtime.in_framework
-
-    def _run_inline(self) -> None:
-        """Run all waiting tasks, each as if it were due."""
-        if not self._is_running and self._runner is not None:
-            self.run(self._runner.run_all, True)
-
-    def _run_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run a processor's coroutine where the connections of the test are."""
-        if self._source is not None and self._source.run_coroutine is not None:
-            return self._source.run_coroutine(coroutine)
-        if is_on_the_loop():
-            return awaited_on_the_loop(coroutine)
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-            return self._loop.run_until_complete(coroutine)
-        # A synchronous call in an asynchronous test: its loop waits for this call.
-        run_coroutine.set(None)
-        try:
-            return result_of(coroutine)
-        finally:
-            run_coroutine.set(self._run_coroutine)
-
-
-def _raise_failures(runs: Sequence[Run]) -> None:
-    """Raise the error of the first task whose last run has raised one."""
-    __tracebackhide__ = True
-    last = {run.task.id: run for run in runs}
-    errors = [run for run in last.values() if run.error is not None]
-    if not errors:
-        return
-    error = errors[0].error
-    assert error is not None
-    if hasattr(error, "add_note"):  # Python 3.11
-        task = errors[0].task
-        error.add_note(f"raised by the processor of task {task.id} (tag {task.tag!r})")
-        if len(errors) > 1:
-            error.add_note(f"{count(len(errors) - 1, 'more task')} failed")
-    raise error
 
 
 def create_tables(connection: Any, delays: DelayTasks | None = None) -> None:
@@ -470,17 +270,20 @@ class DelaysTester:
     def __init__(
         self, delays: DelayTasks | None = None, *, bind: Any = None, run_inline: bool = False
     ) -> None:
-        self._instance = instance = InstanceInTest(
-            delays if delays is not None else current_delays(),
-            None if bind is None else source_of(bind),
-            run_inline,
-        )
+        self._delays = delays if delays is not None else current_delays()
+        self._source = None if bind is None else source_of(bind)
+        self._runs_inline = run_inline
+        self._clock = SettableClock()
+        self._runner: TestRunner | None = None
+        self._is_running = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._opened = ExitStack()
         #: The Celery tasks that waited as rows and were sent, in their order.
-        self.sent_tasks: list[SentTask] = instance.sent_tasks
+        self.sent_tasks: list[SentTask] = []
         #: The HTTP callbacks that were sent.
-        self.sent_callbacks: list[Callback] = instance.sent_callbacks
+        self.sent_callbacks: list[Callback] = []
         #: The messages to queues that were sent.
-        self.sent_messages: list[Message] = instance.sent_messages
+        self.sent_messages: list[Message] = []
 
     def start(self) -> Self:
         """Begin the test. `with` calls this.
@@ -497,7 +300,23 @@ class DelaysTester:
         ...         self.delays = DelaysTester().start()
         ...         self.addCleanup(self.delays.stop)
         """
-        self._instance.start()
+        delays = self._delays
+        _import_modules(runtime_of(delays).celery.loader)
+        self._source = self._source or delays._test_connections()
+        settings = {"_chunk_time_budget_s": CHUNK_IN_TEST_S, "lease": 4 * CHUNK_IN_TEST_S}
+        with ExitStack() as opening:
+            runtime = delays._make_runtime(
+                **settings, **({"horizon": None} if self._runs_inline else {})
+            )
+            self._replace_parts(runtime)
+            opening.callback(runtime.close)
+            before = delays._exchange_runtime(runtime, is_in_test=True)
+            opening.callback(delays._exchange_runtime, before, is_in_test=False)
+            opening.enter_context(simulated_time(self._clock.now_us))
+            if self._runs_inline:
+                opening.enter_context(calling_after_sessions(self._run_inline))
+            self._runner = TestRunner(runtime, processes_of(runtime.celery), self._clock)
+            self._opened = opening.pop_all()
         return self
 
     def stop(self) -> None:
@@ -507,7 +326,11 @@ class DelaysTester:
         --------
         >>> tester.stop()
         """
-        self._instance.stop()
+        self._runner = None
+        self._opened.close()
+        if self._loop is not None:
+            self._loop.close()
+            self._loop = None
 
     def __enter__(self) -> Self:
         return self.start()
@@ -522,8 +345,8 @@ class DelaysTester:
         --------
         >>> tester.clear()
         """
-        self._instance.require_started()
-        runtime_of(self._instance.delays).store.clear()
+        _ = self._started
+        runtime_of(self._delays).store.clear()
 
     # -- look at scheduled tasks -------------------------------------------------------------------
 
@@ -554,12 +377,12 @@ class DelaysTester:
         >>> task.body
         {'order': 7}
         """
-        self._instance.require_started()
+        _ = self._started
         filters: dict[str, Any] = {"tag": tag, "key": key, "status": status or WAITING}
         found: list[DelayedTask] = []
         cursor = None
         while True:
-            page = self._instance.delays.find(cursor=cursor, limit=1000, **filters)
+            page = self._delays.find(cursor=cursor, limit=1000, **filters)
             found += page.tasks
             cursor = page.cursor
             if cursor is None:
@@ -574,8 +397,8 @@ class DelaysTester:
         queue: Any = ANY,
         priority: Any = ANY,
         meta: Any = ANY,
-        within: Delay | None = None,
-        at: datetime | None = None,
+        within: Delay = ANY,
+        at: datetime = ANY,
     ) -> DelayedTask:
         """Fail unless a waiting task matches; the message shows the differences.
 
@@ -606,12 +429,13 @@ class DelaysTester:
         >>> tester.assert_scheduled("order.close", key="7", body={"order": 7}, within="30m")
         """
         __tracebackhide__ = True  # pytest shows the line of the test
-        expected = Expectation(tag, key, body, queue, priority, meta, within, at)
-        waiting, now = self.scheduled(), self._instance.time.now()
+        fields = {"key": key, "body": body, "queue": queue, "priority": priority, "meta": meta}
+        expected = Expectation(self.now, tag, **fields, within=within, at=at)
+        waiting = self.scheduled()
         for task in waiting:
-            if not expected.differences(task, now):
+            if not expected.differences(task):
                 return task
-        raise AssertionError(missing_text(expected, waiting, now))
+        raise AssertionError(expected.message("no waiting task matches", waiting))
 
     def assert_not_scheduled(self, tag: str, *, key: Any = ANY, body: Any = ANY) -> None:
         """Fail if a waiting task matches.
@@ -631,48 +455,21 @@ class DelaysTester:
         >>> tester.assert_not_scheduled("order.close", key="7")
         """
         __tracebackhide__ = True
-        expected, now = Expectation(tag, key, body), self._instance.time.now()
-        found = [t for t in self.scheduled(tag) if not expected.differences(t, now)]
+        expected = Expectation(self.now, tag, key=key, body=body)
+        found = [task for task in self.scheduled(tag) if not expected.differences(task)]
         if found:
-            raise AssertionError(present_text(expected, found, now))
+            raise AssertionError(expected.message("expected no waiting task to match", found))
 
-    # -- asynchronous tests -----------------------------------------------------------------------
-
-    async def ascheduled(self, tag: str | None = None, **filters: Any) -> list[DelayedTask]:
-        """Await `scheduled`.
-
-        Examples
-        --------
-        >>> [task] = await tester.ascheduled("order.close")
-        """
-        return await self._instance.awaited(partial(self.scheduled, tag, **filters))
-
-    async def aassert_scheduled(self, tag: str, **expected: Any) -> DelayedTask:
-        """Await `assert_scheduled`.
-
-        Examples
-        --------
-        >>> await tester.aassert_scheduled("order.close", within="30m")
-        """
-        __tracebackhide__ = True
-        return await self._instance.awaited(partial(self.assert_scheduled, tag, **expected))
-
-    async def aassert_not_scheduled(self, tag: str, **expected: Any) -> None:
-        """Await `assert_not_scheduled`.
-
-        Examples
-        --------
-        >>> await tester.aassert_not_scheduled("order.close")
-        """
-        __tracebackhide__ = True
-        await self._instance.awaited(partial(self.assert_not_scheduled, tag, **expected))
+    ascheduled = twin(scheduled)
+    aassert_scheduled = twin(assert_scheduled)
+    aassert_not_scheduled = twin(assert_not_scheduled)
 
     # -- run tasks ---------------------------------------------------------------------------------
 
     @property
     def runs(self) -> list[Run]:
         """All runs of tasks since `start`, in their order."""
-        return self._instance.runner.runs
+        return self._started.runs
 
     def run_due(self, *, raises: bool = True) -> list[Run]:
         """Run the tasks that are due, and those that they schedule without a delay.
@@ -699,7 +496,7 @@ class DelaysTester:
         >>> tester.run_due()
         """
         __tracebackhide__ = True
-        return self._instance.run(self._instance.runner.run_due, raises)
+        return self._run(self._started.run_due, raises)
 
     def fast_forward(self, delay: Delay, *, raises: bool = True) -> list[Run]:
         """Move the time forward, and run everything that falls due in between, in order.
@@ -730,31 +527,11 @@ class DelaysTester:
         >>> tester.fast_forward("30m")
         """
         __tracebackhide__ = True
-        instance = self._instance
-        until = instance.time.now() + check_delay(delay, instance.delays.settings.max_delay_s)
-        return instance.run(partial(instance.runner.fast_forward, until), raises)
+        until = self.now + check_delay(delay, self._delays.settings.max_delay_s)
+        return self._run(partial(self._started.fast_forward, until), raises)
 
-    # -- asynchronous tests -----------------------------------------------------------------------
-
-    async def arun_due(self, *, raises: bool = True) -> list[Run]:
-        """Await `run_due`. Processors that are coroutines run in the event loop of the test.
-
-        Examples
-        --------
-        >>> await tester.arun_due()
-        """
-        __tracebackhide__ = True
-        return await self._instance.awaited(partial(self.run_due, raises=raises))
-
-    async def afast_forward(self, delay: Delay, *, raises: bool = True) -> list[Run]:
-        """Await `fast_forward`. Processors that are coroutines run in the event loop of the test.
-
-        Examples
-        --------
-        >>> await tester.afast_forward("30m")
-        """
-        __tracebackhide__ = True
-        return await self._instance.awaited(partial(self.fast_forward, delay, raises=raises))
+    arun_due = twin(run_due)
+    afast_forward = twin(fast_forward)
 
     # -- the time of the test ----------------------------------------------------------------------
 
@@ -765,7 +542,7 @@ class DelaysTester:
         It goes on with the clock of the host, and stands still if freezegun or time-machine stop
         that clock.
         """
-        return self._instance.time.now()
+        return self._clock.now()
 
     def travel_to(self, instant: datetime) -> None:
         """Set the time, forward or back, and run nothing.
@@ -779,7 +556,7 @@ class DelaysTester:
         --------
         >>> tester.travel_to(datetime(2027, 1, 1, tzinfo=timezone.utc))
         """
-        self._instance.time.move_to(check_instant(instant))
+        self._clock.move_to(check_instant(instant))
 
     def move_with(self, traveller: MovesTime | None) -> None:
         """Let `fast_forward` and `travel_to` move the time of freezegun or time-machine too.
@@ -798,4 +575,97 @@ class DelaysTester:
         ...     tester.move_with(frozen)
         ...     tester.fast_forward("1d")
         """
-        self._instance.time.move_with(traveller)
+        self._clock.move_with(traveller)
+
+    # -- how the instance differs from production --------------------------------------------------
+
+    def _replace_parts(self, runtime: Runtime) -> None:
+        settings, source = runtime.settings, self._source
+        database = SimulatedDatabase if source is None else partial(BorrowedDatabase, source)
+        url, remedy = url_of(settings), runtime.tables_remedy
+        runtime.store = Store(url, settings, runtime.cipher, database, remedy)
+        runtime.clock = self._clock
+        registry: Any = SequentialRegistry(runtime.registry)
+        runtime.registry = registry
+        runtime.timer = NoTimer(self._run_inline if self._runs_inline else lambda: None)
+        runtime.producer_timer = runtime.timer
+        runtime.producer.call_timer = lambda call, entries: call(entries)
+        runtime.direct_timer = runtime.redis_timer = None
+        callbacks: Any = RecordingCallbacks(runtime.http_callbacks, self.sent_callbacks)
+        runtime.http_callbacks = callbacks
+        runtime.queue_callbacks = self._keep_message
+        link: Any = RecordingLink(self.sent_tasks)
+        runtime.confirming_links = link
+        if source is not None:
+            runtime.processor_contexts = [source.around_processor, *runtime.processor_contexts]
+            runtime.in_framework = source.in_framework or runtime.in_framework
+
+    def _keep_message(self, message: Message, task: DelayedTask) -> Outcome:
+        self.sent_messages.append(message)
+        return Done()
+
+    @property
+    def _started(self) -> TestRunner:
+        if self._runner is None:
+            raise RuntimeError("the tester is not started: use `with DelaysTester(...) as tester`")
+        return self._runner
+
+    def _run(self, work: Callable[[], None], raises: bool) -> list[Run]:
+        __tracebackhide__ = True
+        self._is_running = True
+        try:
+            context = contextvars.copy_context()
+            context.run(run_coroutine.set, self._run_coroutine)
+            new = context.run(self._started.new_runs, work)
+        finally:
+            self._is_running = False
+        if raises:
+            _raise_failures(new)
+        return new
+
+    def _run_inline(self) -> None:
+        """Run all waiting tasks, each as if it were due."""
+        if not self._is_running and self._runner is not None:
+            self._run(self._runner.run_all, True)
+
+    async def _run_async(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call a method where the test's connection may be used."""
+        __tracebackhide__ = True
+        in_framework = None if self._source is None else self._source.in_framework
+        return await (in_framework or on_the_loop)(partial(method, *args, **options))
+
+    def _run_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run a processor's coroutine where the connections of the test are."""
+        if self._source is not None and self._source.run_coroutine is not None:
+            return self._source.run_coroutine(coroutine)
+        if is_on_the_loop():
+            return awaited_on_the_loop(coroutine)
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+            return self._loop.run_until_complete(coroutine)
+        # A synchronous call in an asynchronous test: its loop waits for this call.
+        run_coroutine.set(None)
+        try:
+            return result_of(coroutine)
+        finally:
+            run_coroutine.set(self._run_coroutine)
+
+
+def _raise_failures(runs: Sequence[Run]) -> None:
+    """Raise the error of the first task whose last run has raised one."""
+    __tracebackhide__ = True
+    last = {run.task.id: run for run in runs}
+    errors = [run for run in last.values() if run.error is not None]
+    if not errors:
+        return
+    error = errors[0].error
+    assert error is not None
+    if hasattr(error, "add_note"):  # Python 3.11
+        task = errors[0].task
+        error.add_note(f"raised by the processor of task {task.id} (tag {task.tag!r})")
+        if len(errors) > 1:
+            error.add_note(f"{count(len(errors) - 1, 'more task')} failed")
+    raise error

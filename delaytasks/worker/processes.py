@@ -23,7 +23,6 @@ from delaytasks.model.moves import LateReason
 from delaytasks.model.workers import LastRenewal
 
 if TYPE_CHECKING:
-    from delaytasks.registry import Registry
     from delaytasks.run.observers import Observer
     from delaytasks.run.runner import Runner
     from delaytasks.runtime import Runtime
@@ -240,10 +239,8 @@ class Processes:
         shows_bodies = settings.event_bodies and not settings.encryption_keys
         return TaskEvents(app, self.hostname, settings.publish_limit_s, shows_bodies)
 
-    def build_runner(
-        self, watcher: Observer | None = None, registry: Registry | None = None
-    ) -> Runner:
-        """Return a new runner. `registry` is that of the instance if it is None."""
+    def build_runner(self, watcher: Observer | None = None) -> Runner:
+        """Return a new runner."""
         # Most producers run no tasks, so they do not import what runs them.
         from delaytasks.limits.admission import Admission
         from delaytasks.run.calls import Host
@@ -259,7 +256,7 @@ class Processes:
         host = Host(
             claims,
             admission,
-            registry or runtime.registry,
+            runtime.registry,
             task_context,
             task_context.reuse_stack,
             # A process that runs tasks without a worker runs them without limits.
