@@ -142,8 +142,7 @@ def test_calls_and_commands_outside_of_atomic_report_that_the_database_is_unavai
     away: DjangoDelays, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for call in CALLS * 2:
-        message = f"database '{away.alias}' cannot be used: "
-        with pytest.raises(StoreUnavailableError, match=message) as caught:
+        with pytest.raises(StoreUnavailableError, match="cannot be reached: ") as caught:
             call(away)
         assert "atomic" not in str(caught.value)
     module = ModuleType("project_that_is_away")

@@ -3,6 +3,7 @@ commit."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import datetime
@@ -10,30 +11,24 @@ from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from asgiref.sync import async_to_sync, sync_to_async
-from django.db import (
-    DataError,
-    Error,
-    IntegrityError,
-    InterfaceError,
-    OperationalError,
-    connections,
-    transaction,
-)
+from django.db import Error, InterfaceError, OperationalError, connections, transaction
 from django.utils.asyncio import async_unsafe
 from sqlalchemy import URL, Connection, DateTime, Engine, NullPool, exc, make_url
 from sqlalchemy.dialects.sqlite import DATETIME
 from sqlalchemy.engine import Dialect
 
-from delaytasks.db.engines import DEMOTED, MISSING
+from delaytasks.db.engines import (
+    CONFLICT,
+    DEMOTED,
+    MISSING,
+    is_unsure,
+    reason_of,
+    translate,
+    unknown_outcome,
+)
 from delaytasks.db.sessions import ConnectionSource
 from delaytasks.model.clock import monotonic
-from delaytasks.model.errors import (
-    ConfigError,
-    OutcomeUnknownError,
-    SessionUnusableError,
-    StoreError,
-    StoreUnavailableError,
-)
+from delaytasks.model.errors import ConfigError, DelayTaskError, SessionUnusableError
 from delaytasks.model.task import DelayedTask
 
 
@@ -92,7 +87,9 @@ def lent_by(connection: Any) -> Connection:
         url = URL.create(connection.vendor, database=str(connection.settings_dict["NAME"] or ""))
         dialect = dialect_of(connection)
         pool = NullPool(lambda: _Lent(connection.connection), dialect=dialect)
-        engine = connection._delaytasks_engine = Engine(pool, dialect, url)
+        # Errors are shown without the values of rows, which may be secrets.
+        engine = Engine(pool, dialect, url, hide_parameters=True)
+        connection._delaytasks_engine = engine
     lent: Connection = engine.connect()
     if getattr(lent.dialect, "server_version_info", None) is None:
         lent.dialect.initialize(lent)
@@ -187,7 +184,7 @@ def _postgresql(database: Mapping[str, Any]) -> URL:
     query = {
         name: str(value)
         for name, value in options.items()
-        if name not in _NOT_LIBPQ and _is_plain(value)
+        if name not in _NOT_LIBPQ and isinstance(value, (str, int, os.PathLike))
     }
     role = options.get("assume_role")
     if role:
@@ -195,7 +192,7 @@ def _postgresql(database: Mapping[str, Any]) -> URL:
         query["options"] = f"{query.get('options', '')} -c role={escaped}".strip()
     host, port = str(database.get("HOST") or ""), str(database.get("PORT") or "")
     # A socket's folder, or several hosts.
-    if not _fits_before_slash(host) or (port and not port.isdigit()):
+    if "/" in host or "," in host or host.startswith("@") or not (port or "0").isdigit():
         query |= {"host": host} | ({"port": port} if port else {})
         host = port = ""
     return _url("postgresql+psycopg2", database, host, port, query)
@@ -219,10 +216,9 @@ def _mysql(database: Mapping[str, Any]) -> URL:
 def _sqlite(database: Mapping[str, Any]) -> URL:
     name = str(database["NAME"])
     # Django's test databases in memory are named like this; any other name is a file.
-    query = {"uri": "true"} if name.startswith("file:") else {}
-    path, _, parameters = name.partition("?") if query else (name, "", "")
-    query |= dict(pair.partition("=")[::2] for pair in parameters.split("&") if pair)
-    return URL.create("sqlite", database=path, query=query)
+    if name.startswith("file:"):
+        return make_url(f"sqlite:///{name}{'&' if '?' in name else '?'}uri=true")
+    return URL.create("sqlite", database=name)
 
 
 _BY_VENDOR: dict[str, Callable[[Mapping[str, Any]], URL]] = {
@@ -244,14 +240,6 @@ def _url(
         database=str(database.get("NAME") or "") or None,
         query=query,
     )
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (str, int)) or hasattr(value, "__fspath__")
-
-
-def _fits_before_slash(host: str) -> bool:
-    return "/" not in host and "," not in host and not host.startswith("@")
 
 
 # -- Runs all statements of delaytasks on a connection of Django's, for tests ---------------------
@@ -376,48 +364,36 @@ class DjangoTransaction:
             if connection.in_atomic_block:
                 # PostgreSQL would now answer COMMIT with a ROLLBACK and no error.
                 transaction.set_rollback(True, using=connection.alias)
+            known = self._known(error)
+            remedy = f"; {MIGRATE_REMEDY}" if MISSING.caused(known.orig) else ""
             raise SessionUnusableError(
                 f"the transaction on database {connection.alias!r} cannot be used: "
-                f"{_reason(error)}; leave the atomic block by an exception, nothing was sent"
+                f"{reason_of(known)}; leave the atomic block by an exception, nothing was sent"
+                f"{remedy}"
             ) from error
 
-    def _typed(self, error: Exception, unknown_id: int | None) -> StoreError:
-        alias, reason = self._django_connection.alias, _reason(error)
+    def _typed(self, error: Exception, unknown_id: int | None) -> DelayTaskError:
+        connection, known = self._django_connection, self._known(error)
         # Django checks its connections only between requests, and a script has no requests.
-        self._django_connection.close_if_unusable_or_obsolete()
-        is_read_only = DEMOTED.caused(_driver_error(error))
-        if is_read_only:
-            self._django_connection.close()  # a new connection may reach the new primary
-        if not is_read_only and not isinstance(error, _OF_CONNECTIONS):
-            return StoreError(f"database {alias!r} refused: {reason}")
-        if unknown_id is not None and not is_read_only:
-            return OutcomeUnknownError(
-                f"the connection to database {alias!r} broke before the answer came ({reason}); "
-                f"scheduling again with id={unknown_id} is safe",
-                unknown_id,
-            )
-        return StoreUnavailableError(f"database {alias!r} cannot be used: {reason}")
+        connection.close_if_unusable_or_obsolete()
+        if DEMOTED.caused(known.orig):
+            connection.close()  # a new connection may reach the new primary
+        elif is_unsure(known) and unknown_id is not None:
+            return unknown_outcome(reason_of(known), unknown_id)
+        return translate(known, None, MIGRATE_REMEDY, repr(connection.alias))
 
-
-#: Errors of the server or of the connection, and not of what was sent.
-_OF_CONNECTIONS = (OperationalError, InterfaceError, exc.OperationalError, exc.InterfaceError)
-#: The texts of PyMySQL's error for a closed connection.
-_SAYS_NOTHING = ("", "(0, '')")
-
-
-def _reason(error: Any) -> str:
-    """Return the first line of the error, without values.
-
-    Further lines may show values of the row, which may be secrets. If a value caused the error,
-    even the first line may quote it.
-    """
-    if isinstance(error, (IntegrityError, DataError, exc.IntegrityError, exc.DataError)):
-        return f"a value cannot be stored ({type(error).__name__})"
-    text = (str(getattr(error, "orig", None) or error).strip().splitlines() or [""])[0]
-    text = f"{type(error).__name__} {text}".rstrip() if text in _SAYS_NOTHING else text
-    return f"{text} ({MIGRATE_REMEDY})" if MISSING.caused(_driver_error(error)) else text
-
-
-def _driver_error(error: Any) -> object:
-    """Return the error of the driver, which SQLAlchemy and Django keep in different places."""
-    return getattr(error, "orig", None) or error.__cause__ or error
+    def _known(self, error: Any) -> exc.DBAPIError:
+        """Return SQLAlchemy's error for one of Django, which come from connecting and commits."""
+        if isinstance(error, exc.DBAPIError):
+            return error
+        driver_error: Any = error.__cause__ or error
+        is_lost = isinstance(error, (OperationalError, InterfaceError))
+        known: Any = exc.DBAPIError.instance(
+            None,
+            None,
+            driver_error,
+            Exception,
+            connection_invalidated=is_lost and not CONFLICT.caused(driver_error),
+            dialect=self.connection.dialect,
+        )
+        return known  # type: ignore[no-any-return]
