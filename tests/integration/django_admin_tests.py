@@ -214,12 +214,12 @@ def test_selected_tasks_are_counted_before_an_action_and_audited_after_it() -> N
     assert abs(due_in - timedelta(hours=2)) < timedelta(seconds=30)
 
 
-def test_ended_tasks_run_again_and_the_page_of_the_task_follows() -> None:
+def test_ended_tasks_run_again_from_their_page() -> None:
     client, task = operator(), delays.schedule_delay("mail", {}, 3600)
     delays.cancel(task)
     page = text_of(client.get(f"{TASKS}{task.id}/change/"))
     assert re.findall(r'name="action" value="(\w+)"', page) == ["rerun_tasks"]
-    act(client, "rerun_tasks", task, page="task")
+    act(client, "rerun_tasks", task)
     assert status(task) is Status.NOT_COMPLETE
     assert "Run again." in text_of(client.get(f"{TASKS}{task.id}/history/"))
 

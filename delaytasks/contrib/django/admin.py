@@ -8,6 +8,7 @@ The mounted console has the rest: policies, schedules, bulk actions, statistics.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -16,10 +17,8 @@ from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.contrib.admin.options import IncorrectLookupParameters
 from django.contrib.admin.views.main import ChangeList
 from django.db import transaction
-from django.http import HttpResponseRedirect
 from django.template.defaultfilters import date as date_text
 from django.template.response import TemplateResponse
-from django.urls import reverse
 from django.utils.html import format_html, format_html_join
 from django.utils.timezone import localtime
 
@@ -34,7 +33,7 @@ from delaytasks.model.errors import (
 from delaytasks.model.inputs import ACTOR_LENGTH, check_id, parse_duration, show_from_now
 from delaytasks.model.moves import MOVES, Status
 from delaytasks.model.task import Attempt, DelayedTask, Page
-from delaytasks.model.text import last_line, one_line
+from delaytasks.model.text import count, last_line, one_line
 from delaytasks.operate.bulk_calls import record_action
 from delaytasks.operate.searches import find_by_error
 from delaytasks.operate.single_tasks import pretty_body, pretty_result
@@ -50,9 +49,8 @@ ERROR_LENGTH = 120
 
 def row_of(task: DelayedTask) -> DelayTaskRow:
     """Return the row of a task for the admin's pages, which read the attribute `task`."""
-    same = "id tag queue priority runs lapses worker".split()
-    same += "expected_time create_time execution_time update_time lease_until".split()
-    row = DelayTaskRow(status=int(task.status), **{name: getattr(task, name) for name in same})
+    names = (field.attname for field in DelayTaskRow._meta.concrete_fields)
+    row = DelayTaskRow(**{name: getattr(task, name) for name in names if hasattr(task, name)})
     row.task = task
     return row
 
@@ -106,30 +104,23 @@ class TaskList(ChangeList):
 
     def _page(self, cursor: str | None) -> Page:
         """Find the text in the search field: an id, a key, or else a part of the error text."""
-        delays, text = project_delays(), self.query.strip()
+        find_tasks, text = project_delays().find, self.query.strip()
         values = {spec.parameter_name: spec.value() for spec in self.filter_specs}
         filters = {name: value for name, value in values.items() if value}
         is_newest_first = "asc" not in self.get_ordering_field_columns().values()
 
         def find(**more: Any) -> Page:
             size = {"limit": self.list_per_page, "newest_first": is_newest_first}
-            return delays.find(**filters, cursor=cursor, **size, **more)
+            return find_tasks(**filters, cursor=cursor, **size, **more)
 
         if not text:
             return find()
-        if text.isascii() and text.isdigit():
-            try:
-                return Page([delays.get(check_id(text))], None)
-            except (InvalidInputError, TaskNotFoundError):
-                pass  # a key may be a number
-        try:
-            found = find(key=text)
-        except InvalidInputError:  # too long for a key
-            found = Page([], None)
-        if found.tasks:
-            return found
+        for names_task in ({"ids": [text]}, {"key": text}):
+            with suppress(InvalidInputError):  # no id, or too long for a key
+                if (found := find(**names_task)).tasks:
+                    return found
         return find_by_error(
-            delays.find, filters, text, cursor, is_newest_first, self.list_per_page
+            find_tasks, filters, text, cursor, is_newest_first, self.list_per_page
         )[0]
 
 
@@ -139,22 +130,27 @@ class TaskList(ChangeList):
 class TaskAction(NamedTuple):
     """An action on selected tasks."""
 
-    name: str
-    #: The move of `model/moves.py`.
+    #: The move of `model/moves.py`, which has the name of the method of `DelayTasks`.
     move: str
     words: str
     done: str
-    asks_delay: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.move}_tasks"
 
     @property
     def sources(self) -> str:
         return " or ".join(sorted(each.name for each in MOVES[self.move].sources))
 
+    def can_move(self, task: DelayedTask) -> bool:
+        return task.status in MOVES[self.move].sources
+
 
 TASK_ACTIONS = (
-    TaskAction("cancel_tasks", "cancel", "Cancel", "cancelled"),
-    TaskAction("reschedule_tasks", "reschedule", "Reschedule", "rescheduled", asks_delay=True),
-    TaskAction("rerun_tasks", "rerun", "Run again", "waiting again"),
+    TaskAction("cancel", "Cancel", "cancelled"),
+    TaskAction("reschedule", "Reschedule", "rescheduled"),
+    TaskAction("rerun", "Run again", "waiting again"),
 )
 
 
@@ -163,10 +159,9 @@ def _admin_action(which: TaskAction) -> Callable[..., Any]:
 
     @admin.action(description=f"{which.words} selected tasks", permissions=["operate"])
     def act(model_admin: Any, request: Any, queryset: Any) -> Any:
+        step = _move_tasks if request.POST.get("is_confirmed") == "yes" else _question
         try:
-            if request.POST.get("is_confirmed") == "yes":
-                return _move_tasks(model_admin, request, which)
-            return _question(model_admin, request, which)
+            return step(model_admin, request, which)
         except DelayTaskError as error:
             model_admin.message_user(request, str(error), messages.ERROR)
             return None
@@ -180,7 +175,7 @@ def _question(model_admin: Any, request: Any, which: TaskAction) -> Any:
     """Return the page that shows which of the selected tasks would change."""
     selected = dict.fromkeys(request.POST.getlist(ACTION_CHECKBOX_NAME))
     tasks = [project_delays().get(check_id(id)) for id in selected]
-    movable = [task for task in tasks if task.status in MOVES[which.move].sources]
+    movable = [task for task in tasks if which.can_move(task)]
     if not movable:
         raise InvalidInputError(f"{which.words}: no selected task is {which.sources}", "status")
     context = {
@@ -190,7 +185,6 @@ def _question(model_admin: Any, request: Any, which: TaskAction) -> Any:
         "title": which.words,
         "which": which,
         "checkbox": ACTION_CHECKBOX_NAME,
-        "page": request.POST.get("page", ""),
         "tasks": movable,
         "left": len(tasks) - len(movable),
     }
@@ -199,16 +193,17 @@ def _question(model_admin: Any, request: Any, which: TaskAction) -> Any:
 
 def _move_tasks(model_admin: Any, request: Any, which: TaskAction) -> Any:
     """Move the tasks that still have the versions that the user saw."""
-    delay = request.POST.get("delay", "") if which.asks_delay else "0"
-    delay_s, changed, refused = parse_duration(delay).total_seconds(), list[int](), list[str]()
+    delay_s = parse_duration(request.POST.get("delay", "0")).total_seconds()
+    changed, refused = list[int](), list[str]()
     for id, version in _versions(request.POST.getlist("version")):
         try:
-            task = _moved(which, id, version, delay_s)
+            _move(which, id, version, delay_s)
         except TaskStateError as error:
             refused.append(str(error))
             continue
         changed.append(id)
-        model_admin.log_change(request, row_of(task), f"{which.words}.")
+        row = row_of(project_delays().get(id))
+        model_admin.log_change(request, row, f"{which.words}.")
     what, actor = {"ids": changed, "refused": len(refused)}, request.user.get_username()
     record_action(
         runtime_of(project_delays()),
@@ -217,25 +212,18 @@ def _move_tasks(model_admin: Any, request: Any, which: TaskAction) -> Any:
         one_line(actor, ACTOR_LENGTH - 1),
         is_refused=not changed,
     )
-    text = f"{len(changed)} {'task is' if len(changed) == 1 else 'tasks are'} {which.done}."
+    text = f"{count(len(changed), 'task is', 'tasks are')} {which.done}."
     if refused:
         text += f" {len(refused)} refused: {refused[0]}"
     model_admin.message_user(request, text, messages.WARNING if refused else messages.SUCCESS)
-    if request.POST.get("page") != "task":
-        return None
-    id, site = check_id(request.POST.get(ACTION_CHECKBOX_NAME)), model_admin.admin_site.name
-    view = "admin:delaytasks_delaytaskrow_change"
-    return HttpResponseRedirect(reverse(view, args=(id,), current_app=site))
 
 
-def _moved(which: TaskAction, id: int, version: int, delay_s: float) -> DelayedTask:
+def _move(which: TaskAction, id: int, version: int, delay_s: float) -> None:
     delays = project_delays()
-    if which.move == "cancel":
-        if (error := delays.cancel(id, version=version).error) is not None:
-            raise error
-        return delays.get(id)
-    move = delays.rerun if which.move == "rerun" else delays.reschedule
-    return move(id, delay_s, version=version)
+    if which.move != "cancel":
+        getattr(delays, which.move)(id, delay_s, version=version)
+    elif (error := delays.cancel(id, version=version).error) is not None:
+        raise error
 
 
 def _versions(texts: Sequence[str]) -> Iterator[tuple[int, int]]:
@@ -262,29 +250,20 @@ def _text(text: str | None) -> Any:
 
 
 def _attempts(attempts: Sequence[Attempt]) -> Any:
-    if not attempts:
-        return NOTHING_SHOWN
-    rows = format_html_join(
-        "",
-        "<tr><td>{}</td><td>{}</td><td>{}</td><td>{}</td>"
-        "<td><details><summary>{}</summary>{}</details></td></tr>",
+    """Return a line for each attempt, which opens its traceback."""
+    shown = "<details><summary>{}. {} to {} on {}: {}</summary>{}</details>"
+    rows = (
         (
-            (
-                each.number,
-                _instant(each.began),
-                _instant(each.ended),
-                each.worker or NOTHING_SHOWN,
-                last_line(each.error, ERROR_LENGTH),
-                _text(each.error),
-            )
-            for each in attempts
-        ),
+            each.number,
+            _instant(each.began),
+            _instant(each.ended),
+            each.worker or NOTHING_SHOWN,
+            last_line(each.error, ERROR_LENGTH),
+            _text(each.error),
+        )
+        for each in attempts
     )
-    return format_html(
-        "<table><thead><tr><th>attempt</th><th>began</th><th>ended</th><th>worker</th>"
-        "<th>error</th></tr></thead><tbody>{}</tbody></table>",
-        rows,
-    )
+    return format_html_join("", shown, rows) or NOTHING_SHOWN
 
 
 #: Bodies may contain data of customers, so the permission to view tasks does not show them.
@@ -360,13 +339,9 @@ class DelayTaskRowAdmin(admin.ModelAdmin):
     def change_view(
         self, request: Any, object_id: str, form_url: str = "", extra_context: Any = None
     ) -> Any:
-        row = self.get_object(request, object_id)
-        may_operate = row is not None and self.has_operate_permission(request)
-        actions = [
-            each
-            for each in TASK_ACTIONS
-            if may_operate and row.task.status in MOVES[each.move].sources
-        ]
+        row, actions = self.get_object(request, object_id), list[TaskAction]()
+        if row is not None and self.has_operate_permission(request):
+            actions = [each for each in TASK_ACTIONS if each.can_move(row.task)]
         return super().change_view(
             request, object_id, form_url, {**(extra_context or {}), "task_actions": actions}
         )
