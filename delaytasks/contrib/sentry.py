@@ -129,25 +129,22 @@ def _left(request: Any) -> None:
 def _describe(scope: sentry_sdk.Scope, task: DelayedTask) -> None:
     """Add what identifies the task to all events of a scope. The body may be confidential."""
     scope.set_transaction_name(task.tag, source="task")
-    scope.set_tag("delaytasks.tag", task.tag)
-    scope.set_tag("delaytasks.id", str(task.id))
-    scope.set_tag("delaytasks.queue", task.queue)
-    scope.set_tag("delaytasks.attempt", str(task.runs))
-    if task.key is not None:
-        scope.set_tag("delaytasks.key", task.key)
-    scope.set_context(
-        "delaytasks",
-        {
-            "id": str(task.id),
-            "tag": task.tag,
-            "key": task.key,
-            "queue": task.queue,
-            "attempt": task.runs,
-            "lost_leases": task.lapses,
-            "due": task.due.isoformat(),
-            "meta": {k: v for k, v in task.meta.items() if k not in TRACE_HEADERS},
-        },
-    )
+    known = {
+        "id": str(task.id),
+        "tag": task.tag,
+        "key": task.key,
+        "queue": task.queue,
+        "attempt": str(task.runs),
+    }
+    for name, value in known.items():
+        if value is not None:
+            scope.set_tag(f"delaytasks.{name}", value)
+    more = {
+        "lost_leases": task.lapses,
+        "due": task.due.isoformat(),
+        "meta": {name: text for name, text in task.meta.items() if name not in TRACE_HEADERS},
+    }
+    scope.set_context("delaytasks", {**known, **more})
 
 
 def _capture(task: DelayedTask, error: BaseException) -> None:

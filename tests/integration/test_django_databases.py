@@ -86,7 +86,7 @@ def test_tasks_are_written_with_psycopg_3_which_django_prefers(postgresql_url: s
     [
         ({"horizon_s": 30}, "did you mean horizon"),
         ({"horizon": -1}, "delaytasks_horizon = -1"),
-        ({"database": "orders"}, r"'orders' is not in settings.DATABASES \('default'"),
+        ({"database": "orders"}, r"'orders' is not one alias of settings.DATABASES \('default'"),
         ({"database": ["default", "orders"]}, "not one alias .* several databases need"),
         ({"database_url": "sqlite://"}, "name an alias"),
         ({"celery_app": "delaytasks.client.DelayTasks"}, "not a Celery app"),

@@ -42,16 +42,11 @@ class DjangoDelays(DelayTasks):
     _tables_remedy = MIGRATE_REMEDY
 
     def __init__(self, celery_app: Any, alias: str = "default", **options: Any) -> None:
-        if not isinstance(alias, str):
+        if not isinstance(alias, str) or alias not in connections.settings:
             raise ConfigError(
                 f"settings.DELAYTASKS['database'] = {alias!r} is not one alias of "
-                "settings.DATABASES; several databases need a DelayTasks of your own"
-            )
-        if alias not in connections.settings:
-            known = ", ".join(map(repr, connections.settings))
-            raise ConfigError(
-                f"settings.DELAYTASKS['database'] = {alias!r} is not in settings.DATABASES "
-                f"({known})"
+                f"settings.DATABASES ({', '.join(map(repr, connections.settings))}); several "
+                "databases need a DelayTasks of your own"
             )
         self.alias = alias
         #: The name of the database that the runtime was made for.

@@ -6,24 +6,41 @@ from typing import Any, NoReturn
 
 from django.core.exceptions import PermissionDenied
 from django.db import DEFAULT_DB_ALIAS, models
+from sqlalchemy import BigInteger, Column, Integer, SmallInteger, String, Table
 
 from delaytasks.contrib.django.instance import project_delays
 from delaytasks.db.schema import BODY
-from delaytasks.model.inputs import KEY_LENGTH, LIMIT_KEY_LENGTH, QUEUE_LENGTH, TAG_LENGTH
+from delaytasks.db.types import LongText, UTCDateTime
 from delaytasks.model.moves import Status
 from delaytasks.model.task import decoded
 from delaytasks.runtime import runtime_of
 
+#: Django's field for each type of a column.
+_FIELDS: Any = {
+    UTCDateTime: models.DateTimeField,
+    type(LongText): models.TextField,
+    String: models.CharField,
+    BigInteger: models.BigIntegerField,
+    SmallInteger: models.SmallIntegerField,
+    Integer: models.IntegerField,
+}
 
-def table_name(name: str = "yb_delay_task_message") -> str:
-    """Return the name with the prefix and the schema of the settings."""
-    settings = project_delays().settings
-    name = f"{settings.name_prefix}{name}"
-    if not settings.table_schema:
-        return name
+
+def _field(column: Column[Any]) -> Any:
+    is_status = column.name == "status"
+    return _FIELDS[type(column.type)](
+        null=column.nullable,
+        max_length=getattr(column.type, "length", None),
+        choices=[(int(each), each.name) for each in Status] if is_status else None,
+    )
+
+
+def _table_name(table: Table) -> str:
+    if not table.schema:
+        return table.name
     # Django quotes a name unless it is quoted already.
     mark = "`" if runtime_of(project_delays()).store.database.backend == "mysql" else '"'
-    return f"{mark}{settings.table_schema}{mark}.{mark}{name}{mark}"
+    return f"{mark}{table.schema}{mark}.{mark}{table.name}{mark}"
 
 
 class ReadOnlyRowError(PermissionDenied, TypeError):
@@ -54,44 +71,25 @@ class RowManager(_RowsManager):
         return rows if alias == DEFAULT_DB_ALIAS else rows.using(alias)
 
 
+_TASKS = runtime_of(project_delays()).store.schema.tasks
+
+
 class DelayTaskRow(models.Model):
-    """A row of `yb_delay_task_message`, which only delaytasks writes."""
+    """A row of `yb_delay_task_message`, which only delaytasks writes.
+
+    Its fields are the columns of the table.
+    """
 
     objects = RowManager()
 
     save = delete = _refuse
     id = models.BigIntegerField(primary_key=True)
-    tag = models.CharField(max_length=TAG_LENGTH)
-    message_body = models.TextField()
-    status = models.SmallIntegerField(choices=[(int(status), status.name) for status in Status])
-    error_stack = models.TextField(null=True)
-    version = models.BigIntegerField()
-    ip_address = models.BigIntegerField(null=True)
-    delay_time = models.BigIntegerField()
-    expected_time = models.DateTimeField()
-    execution_time = models.DateTimeField(null=True)
-    create_time = models.DateTimeField()
-    update_time = models.DateTimeField()
-    queue = models.CharField(max_length=QUEUE_LENGTH)
-    priority = models.SmallIntegerField()
-    headers = models.TextField(null=True)
-    runs = models.IntegerField()
-    lapses = models.IntegerField()
-    lease_until = models.DateTimeField(null=True)
-    worker = models.CharField(max_length=255, null=True)
-    task_key = models.CharField(max_length=KEY_LENGTH, null=True)
-    result = models.TextField(null=True)
-    limit_key = models.CharField(max_length=LIMIT_KEY_LENGTH, null=True)
-    due_time = models.DateTimeField(null=True)
-    meta = models.TextField(null=True)
-    cancel_request = models.SmallIntegerField(null=True)
-    late_by = models.SmallIntegerField(null=True)
 
     class Meta:
         managed = False
         #: What the admin's pages and actions require.
         default_permissions = ("view", "change")
-        db_table = table_name()
+        db_table = _table_name(_TASKS)
         verbose_name = "delayed task"
 
     def __str__(self) -> str:
@@ -105,3 +103,8 @@ class DelayTaskRow(models.Model):
         if cipher is not None:
             text = cipher.read(text, BODY, self.id, self.tag)
         return decoded(text, f"the body of task {self.id}")
+
+
+for _column in _TASKS.columns:
+    if _column.name != "id":
+        DelayTaskRow.add_to_class(_column.name, _field(_column))
