@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 from delaytasks.model.text import needs_extra
 
@@ -63,21 +63,14 @@ def _attributes(tasks: Sequence[DelayedTask], operation: str) -> Mapping[str, st
     return found
 
 
-class _TracedRun(NamedTuple):
-    span: Span
-    token: Any
-
-
 class _Tracing:
     """Creates the spans, until `end` is called."""
 
     def __init__(self, tracer_provider: TracerProvider | None, continues_trace: bool) -> None:
         self._tracer = trace.get_tracer("delaytasks", tracer_provider=tracer_provider)
         self._continues_trace = continues_trace
-        #: The run of each context.
-        self._run: ContextVar[_TracedRun | None] = ContextVar(
-            "delaytasks_opentelemetry", default=None
-        )
+        #: The span of the run of each context, and the token that ends its context.
+        self._run = ContextVar[tuple[Span, Any] | None]("delaytasks_opentelemetry", default=None)
         self._disconnect = connect_runs(self.started, self.ended, self.left)
         trace_sources.append(self.scheduled)
 
@@ -109,27 +102,27 @@ class _Tracing:
             links=() if is_child else links,
             attributes=_attributes(tasks, PROCESS),
         )
-        self._run.set(_TracedRun(span, otel_context.attach(trace.set_span_in_context(span))))
+        self._run.set((span, otel_context.attach(trace.set_span_in_context(span))))
 
     def ended(self, request: Any, state: str, error: BaseException | None) -> None:
-        run = self._run.get()
-        if run is None:
+        if (run := self._run.get()) is None:
             return
+        span, _ = run
         task: DelayedTask = request.delay_task
         if len(request.delay_tasks) == 1:
-            run.span.set_attribute("delaytasks.outcome", OUTCOME_OF_STATE[state])
+            span.set_attribute("delaytasks.outcome", OUTCOME_OF_STATE[state])
         if state in ("FAILURE", "RETRY") and error is not None:
-            run.span.record_exception(error, {"messaging.message.id": str(task.id)})
+            span.record_exception(error, {"messaging.message.id": str(task.id)})
         if state == "FAILURE":
-            run.span.set_status(Status(StatusCode.ERROR, str(error)))
-            run.span.set_attribute("error.type", type(error).__qualname__)
+            span.set_status(Status(StatusCode.ERROR, str(error)))
+            span.set_attribute("error.type", type(error).__qualname__)
 
     def left(self, _: Any) -> None:
-        run = self._run.get()
-        if run is not None:
+        if (run := self._run.get()) is not None:
+            span, token = run
             self._run.set(None)
-            otel_context.detach(run.token)
-            run.span.end()
+            otel_context.detach(token)
+            span.end()
 
 
 _tracing: _Tracing | None = None

@@ -120,8 +120,7 @@ def _ended(request: Any, state: str, error: BaseException | None) -> None:
 
 
 def _left(request: Any) -> None:
-    run = _run.get()
-    if run is not None:
+    if (run := _run.get()) is not None:
         _run.set(None)
         run.close()
 

@@ -51,22 +51,6 @@ except ModuleNotFoundError:
     except ImportError:  # up to 0.12
         from django_tasks.exceptions import InvalidTaskError as InvalidTask
 
-__all__ = [
-    "BaseTaskBackend",
-    "InvalidTask",
-    "Task",
-    "TaskContext",
-    "TaskError",
-    "TaskResult",
-    "TaskResultDoesNotExist",
-    "TaskResultStatus",
-    "normalize_json",
-    "task_enqueued",
-    "task_finished",
-    "task_started",
-]
-
-
 # -- The body of the row of a Django task: its arguments, and the options of the call -------------
 
 
@@ -303,11 +287,14 @@ class DelayTasksBackend(BaseTaskBackend):
             run_after and run_after.isoformat(),
         )
         delays = project_delays()
-        options: Any = {"queue": task.queue_name, "priority": column_priority(task.priority)}
-        if run_after is None:
-            row = delays.schedule_delay(task.module_path, call, 0, **options)
-        else:
-            row = delays.schedule_delay(task.module_path, call, at=run_after, **options)
+        row = delays.schedule_delay(
+            task.module_path,
+            call,
+            0 if run_after is None else None,
+            at=run_after,
+            queue=task.queue_name,
+            priority=column_priority(task.priority),
+        )
         result = result_of_row(task, call, row)
         task_enqueued.send(type(self), task_result=result)
         return result
