@@ -19,14 +19,30 @@ from delaytasks.model.errors import StoreError
 FAILED_REST_S = 1.0
 
 
+class AnswerLimit(threading.local):
+    """How long a step of this thread may wait for an answer of the database."""
+
+    #: None for the limit of all other threads.
+    seconds: float | None = None
+
+
+answer_limit = AnswerLimit()
+
+
+def limit_answers(seconds: float | None) -> None:
+    """From now on, let no step of this thread wait longer for an answer, up to a second more."""
+    answer_limit.seconds = seconds
+
+
 class Loop:
     """Calls `turn` again and again in a thread of its own.
 
     `turn` returns the seconds to rest after it, or None to rest until `wake` is called or the event
     `wake` is set. After a turn that fails, which is reported, the loop rests for `FAILED_REST_S`.
 
-    Nothing watches a loop, so each step of a turn has a time limit: the database cuts connections
-    whose server is silent, and Redis and the broker have limits for their sockets.
+    Nothing watches a loop, so each step of a turn has a time limit: connections whose database is
+    silent are cut, after `answer_s` if it is given, and Redis and the broker have limits for their
+    sockets.
     """
 
     def __init__(
@@ -35,11 +51,13 @@ class Loop:
         turn: Callable[[], float | None],
         events: Events,
         wake: threading.Event | None = None,
+        answer_s: float | None = None,
     ) -> None:
         self.name = name
         self._turn = turn
         self._events = events
         self._wake = wake or threading.Event()
+        self._answer_s = answer_s
         self._thread: threading.Thread | None = None
         self.is_running = False
         self._turned_at: float | None = None
@@ -67,6 +85,7 @@ class Loop:
         return {"turned_s_ago": None if turned_at is None else round(monotonic() - turned_at, 3)}
 
     def _run(self) -> None:
+        limit_answers(self._answer_s)
         while True:
             self._wake.clear()  # first, since `stop` may set it meanwhile
             if not self.is_running:

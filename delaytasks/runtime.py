@@ -14,14 +14,8 @@ from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from delaytasks.broker.arming import (
-    BackgroundTimer,
-    DirectTimer,
-    EtaTimer,
-    Publisher,
-    Sender,
-    can_run_threads,
-)
+from delaytasks.broker.arming import BackgroundTimer, EtaTimer, Publisher, Sender, can_run_threads
+from delaytasks.broker.direct import DirectTimer
 from delaytasks.broker.link import ConfirmingLinks
 from delaytasks.db.migrations import url_of
 from delaytasks.db.producer import CallerTransactions, Producer, QueueRouting

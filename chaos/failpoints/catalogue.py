@@ -157,12 +157,17 @@ FAILPOINTS = [
         "handing on",
         "main",
         "before",
-        ("worker.pollers:RedisPoller._pass_on",),
+        ("broker.redis_poller:RedisPoller._pass_on",),
         "R1",
         timer="redis",
     ),
     Failpoint(
-        "handed on", "main", "after", ("worker.pollers:RedisPoller._pass_on",), "R1", timer="redis"
+        "handed on",
+        "main",
+        "after",
+        ("broker.redis_poller:RedisPoller._pass_on",),
+        "R1",
+        timer="redis",
     ),
     # claim, run and settle
     Failpoint("claiming", "pool", "before", ("db.claims:Claims.claim",), "R1"),

@@ -1,8 +1,7 @@
-"""Arms near rows: by messages with an eta, which a thread of the process sends, or by notices.
+"""Arms near rows by messages with an eta, which a thread of the process sends.
 
 `Publisher` sends Celery tasks of ours to our queues. `EtaTimer` arms rows by them, and `Sender` is
-the thread that waits for a timer. Without a broker, `DirectTimer` notifies the workers, which read
-the table.
+the thread that waits for a timer.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from math import inf
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from kombu.entity import Exchange, Queue
 from kombu.utils.uuid import uuid
@@ -25,14 +24,11 @@ from delaytasks.broker.link import BrokerLink, OutageError, Outgoing, QueueAwayE
 from delaytasks.events import Events
 from delaytasks.loops import Availability
 from delaytasks.model.clock import Clock, from_us, monotonic, reset_in_child
-from delaytasks.model.errors import InvalidInputError, StoreError
+from delaytasks.model.errors import InvalidInputError
 from delaytasks.model.filters import batches
 from delaytasks.model.inputs import MAX_PRIORITY, check_id, is_queue
-from delaytasks.model.task import CallerConnection, Entry, Timer, by_queue
+from delaytasks.model.task import Entry, Timer, by_queue
 from delaytasks.model.text import count
-
-if TYPE_CHECKING:
-    from delaytasks.db.statements import Notices
 
 RUN = "delaytasks.run"
 #: The Celery task that sweeps; beat sends it.
@@ -483,48 +479,3 @@ def can_run_threads() -> bool:
     options = {} if uwsgi is None else uwsgi.opt
     # The option `threads` implies `enable-threads`.
     return uwsgi is None or "threads" in options or "enable-threads" in options
-
-
-# -- The timer `direct`: tasks wait only in the table ---------------------------------------------
-
-# Workers poll the table for the rows that are due soon. A database with notifications makes them
-# poll it when a row is written that is due before their next poll.
-
-
-#: Workers that receive notifications poll the table this often.
-NOTIFIED_POLL_S = 1.0
-#: Rows that are due within `NOTIFIED_POLL_S + NOTICE_SLACK_S` are notified.
-NOTICE_SLACK_S = 1.0
-
-
-class DirectTimer:
-    """Notifies the workers about rows that are due before their next poll."""
-
-    def __init__(self, notices: Notices, clock: Clock) -> None:
-        self._notices = notices
-        self._clock = clock
-
-    @property
-    def is_up(self) -> bool:
-        """Always True: this timer needs only the database."""
-        return True
-
-    def arm(self, entries: Iterable[Entry]) -> bool:
-        try:
-            self.notify(entries)
-        except StoreError:
-            pass  # workers find the rows at their next poll
-        return True
-
-    def notify(self, entries: Iterable[Entry], on: CallerConnection | None = None) -> None:
-        """Notify workers when the transaction `on` commits, or immediately without one."""
-        if self._notices.is_possible:
-            until = self._clock.now_us() + (NOTIFIED_POLL_S + NOTICE_SLACK_S) * 1e6
-            if any(entry.due_us <= until for entry in entries):
-                self._notices.send(on)
-
-    def request_drain(
-        self, queue: str, priorities: Sequence[int], messages: int, expires_s: float
-    ) -> bool:
-        """Do nothing: workers poll the table for overdue rows."""
-        return True

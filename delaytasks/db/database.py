@@ -39,7 +39,7 @@ from delaytasks.db.engines import (
     unknown_outcome,
 )
 from delaytasks.db.types import capabilities_of, db_now
-from delaytasks.loops import ThreadPool
+from delaytasks.loops import ThreadPool, answer_limit
 from delaytasks.model.clock import reset_in_child
 from delaytasks.model.errors import (
     DuplicateTaskError,
@@ -157,23 +157,10 @@ def _check_alive(connection: Any, record: Any, _proxy: Any) -> None:
 ANSWER_LIMIT_S = 30.0
 
 
-class _Limit(threading.local):
-    """How long a step of this thread may wait for an answer."""
-
-    #: None for `ANSWER_LIMIT_S`.
-    answer_s: float | None = None
-
-
-_limit = _Limit()
 #: The time between two checks.
 CHECK_S = 1.0
 #: After this number of checks that find no step, the thread ends.
 IDLE_CHECKS = 60
-
-
-def limit_answers(seconds: float) -> None:
-    """From now on, let no step of this thread wait longer for an answer, up to a check more."""
-    _limit.answer_s = seconds
 
 
 class BoundedStep:
@@ -187,7 +174,7 @@ class BoundedStep:
 
     def __init__(self, connection: Connection, on_silence: Callable[[], None]) -> None:
         self.connection = connection.connection.driver_connection
-        self.limit_s = _limit.answer_s or ANSWER_LIMIT_S
+        self.limit_s = answer_limit.seconds or ANSWER_LIMIT_S
         self._on_silence = on_silence
 
     def __enter__(self) -> None:
@@ -501,7 +488,7 @@ class Database:
         if may_switch and is_on_the_loop():
             return off_the_loop(partial(self.repeat, work, connect, unknown_id, tries))
         began, is_sent = time.monotonic(), False
-        retry_for_s = min(RETRY_FOR_S, _limit.answer_s or RETRY_FOR_S)
+        retry_for_s = min(RETRY_FOR_S, answer_limit.seconds or RETRY_FOR_S)
         for attempt in range(1, tries + 1):
             try:
                 with connect() as connection:

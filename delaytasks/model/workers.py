@@ -13,6 +13,11 @@ from delaytasks.model.clock import json_fields
 from delaytasks.model.inputs import ALL_QUEUES
 
 
+def serves(queues: Collection[str], queue: str) -> bool:
+    """Return whether a worker with these logical queues serves this one."""
+    return ALL_QUEUES in queues or queue in queues
+
+
 class ServiceTimes(NamedTuple):
     """For how long a worker has been without the services around it, in seconds."""
 
@@ -59,7 +64,7 @@ class RegisteredWorker(NamedTuple):
     version: str | None = None
 
     def serves(self, queue: str) -> bool:
-        return ALL_QUEUES in self.queues or queue in self.queues
+        return serves(self.queues, queue)
 
     @property
     def up_s(self) -> float:

@@ -4,8 +4,9 @@ The dispatcher is the core of the main process. This is the way of a task throug
 line names what the module adds:
 
 ============================================  =====================================================
-`consumer`, `pollers`                         bring entries, and drain messages, from the broker,
-                                              from the table, or from Redis
+`consumer`                                    brings entries, and drain messages, from the broker;
+                                              the pollers of `broker.redis_poller` and
+                                              `broker.direct` bring them from Redis or the table
 `wheel`                                       keeps entries until they are due
 `dispatcher`                                  takes what is due, chooses what the next chunk has
                                               (entries, a part of a drain, or a waitlist), and fills

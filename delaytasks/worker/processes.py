@@ -18,7 +18,6 @@ from billiard.util import set_pdeathsig
 from celery import signals
 
 from delaytasks.model.clock import reset_in_child
-from delaytasks.model.inputs import ALL_QUEUES
 from delaytasks.model.moves import LateReason
 from delaytasks.model.workers import LastRenewal
 
@@ -335,11 +334,6 @@ def logical_queues(names: Iterable[str], namespace: str) -> list[str]:
     """Return our logical queues among a broker's queues."""
     prefix = namespace + "."
     return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
-
-
-def serves(queues: Sequence[str], queue: str) -> bool:
-    """Return whether a worker with these logical queues serves this one."""
-    return ALL_QUEUES in queues or queue in queues
 
 
 def own_address(toward: str | None) -> int | None:

@@ -23,16 +23,20 @@ import time
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-from delaytasks.db.database import limit_answers
 from delaytasks.loops import Availability, Loop
 from delaytasks.model.clock import from_us, monotonic
 from delaytasks.model.errors import StoreError, StoreUnavailableError
 from delaytasks.model.policies import POLICY_REFRESH_S, Policies
 from delaytasks.model.task import Level, Timer
-from delaytasks.model.workers import ONLY_DRAINING_PREFIX, POLLING_PREFIX, PREFORK, ServiceTimes
+from delaytasks.model.workers import (
+    ONLY_DRAINING_PREFIX,
+    POLLING_PREFIX,
+    PREFORK,
+    ServiceTimes,
+    serves,
+)
 from delaytasks.settings import SILENT_SWEEPS
 from delaytasks.worker.pool import running_pids
-from delaytasks.worker.processes import serves
 from delaytasks.worker.sweep import emit_recovered
 
 if TYPE_CHECKING:
@@ -121,10 +125,9 @@ class LeasesLoop:
         # Without a broker the pool's name says whether the worker polls the table.
         without_broker = POLLING_PREFIX if worker.polls_table else ONLY_DRAINING_PREFIX
         self._pool_prefix = "" if settings.uses_broker else without_broker
-        self.loop = Loop("leases", self._turn, runtime.events)
+        self.loop = Loop("leases", self._turn, runtime.events, answer_s=QUICK_ANSWER_S)
 
     def _turn(self) -> float:
-        limit_answers(QUICK_ANSWER_S)
         # First, since the last report of a process may arrive after its death was found.
         starts, detached_rows = self._dispatcher.running()
         alive = self._find_dead(detached_rows.keys())
@@ -345,10 +348,9 @@ class PoliciesLoop:
             lambda error: runtime.events.emit("store.down", error=error),
             lambda: runtime.events.emit("store.up"),
         )
-        self.loop = Loop("policies", self._turn, runtime.events)
+        self.loop = Loop("policies", self._turn, runtime.events, answer_s=QUICK_ANSWER_S)
 
     def _turn(self) -> float:
-        limit_answers(QUICK_ANSWER_S)
         try:
             self._read_policies()
         except StoreUnavailableError as error:

@@ -26,7 +26,7 @@ from delaytasks.model.inputs import ALL_QUEUES
 from delaytasks.model.policies import Policies, Stamp
 from delaytasks.model.task import Entry, Level, QueuePlace, Recovered
 from delaytasks.model.text import DEFER_MAX_S, some_values
-from delaytasks.model.workers import one_more_worker
+from delaytasks.model.workers import one_more_worker, serves
 
 if TYPE_CHECKING:
     from delaytasks.db.sweep_queries import SweepQueries
@@ -399,11 +399,7 @@ FOLLOW_S = 60.0
 
 
 class SweepLoop:
-    """The sweeps of a worker.
-
-    If the worker polls the table it looks for near tasks in the table itself, and counts as one of
-    the workers that share them.
-    """
+    """The sweeps of a worker, and its looks for overdue rows of its own queues."""
 
     def __init__(self, worker: WorkerRuntime) -> None:
         self._worker = worker
@@ -425,10 +421,12 @@ class SweepLoop:
         self._sweeper = Sweeper(runtime, self._knows_silence, self._drain_here)
         self._overdue = OverdueQueues(self._store.sweeps, settings.grace_s)
         self._rest_s = min(settings.sweep_s, SWEEP_LOOP_REST_S)
+        # Without a broker in each turn: no message brings what the reads of the table have missed.
+        own_queues_s = 0.0 if self._polls_table else settings.sweep_s - self._rest_s
         self._stages = Stages(
             self._events,
             ("others", settings.sweep_s, self._look_at_workers),
-            ("own queues", settings.sweep_s - self._rest_s, self._drain_own_queues),
+            ("own queues", own_queues_s, self._drain_own_queues),
             ("forget", 0, self._forget_armed_rows),
             ("requested", 0, self._sweep_requested),
             ("stale", min(STALE_CHECK_S, self._patience_s / 2), self._sweep_stale),
@@ -452,15 +450,25 @@ class SweepLoop:
 
     def _drain_own_queues(self) -> None:
         """Start drains of this worker's queues that have overdue rows, whichever worker sweeps, and
-        whether or not there is a broker."""
-        if not self._settings.uses_broker:
-            return  # the poller of the table does so more often
-        for queue, priorities in self._overdue.of_named(self._processes.queues).items():
-            self._worker.dispatcher.start_drain(queue, priorities)
+        whether or not there is a broker.
+        """
+        worker = self._worker
+        if not (self._settings.uses_broker or worker.polls_table):
+            return  # it drains only what it is asked to
+        queues: Collection[str] = self._processes.queues
+        serves_all = ALL_QUEUES in queues
+        if serves_all:
+            queues = self._runtime.queues.all()
+        late = self._overdue.of_named(queues)
+        if serves_all:
+            # No more unknown queues than can have their turn soon, in between the known ones.
+            most = MOST_OTHERS - worker.dispatcher.drain_count
+            late |= self._overdue.of_others(queues, most)
+        for queue, priorities in late.items():
+            worker.dispatcher.start_drain(queue, priorities)
 
     def _drain_here(self, queue: str, priorities: Sequence[int]) -> None:
-        served = self._processes.queues
-        if ALL_QUEUES in served or queue in served:
+        if serves(self._processes.queues, queue):
             self._worker.dispatcher.start_drain(queue, priorities)
 
     def _sweep_requested(self) -> None:

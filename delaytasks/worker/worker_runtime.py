@@ -21,6 +21,7 @@ from celery.utils.log import get_logger
 from celery.utils.nodenames import node_format
 from kombu.asynchronous import Hub, set_event_loop
 
+from delaytasks.broker.direct import TablePoller
 from delaytasks.events import Events
 from delaytasks.loops import Loop
 from delaytasks.model.clock import from_us, monotonic
@@ -39,12 +40,12 @@ from delaytasks.worker.task_events import wants_task_events
 from delaytasks.worker.wheel import Wheel
 
 if TYPE_CHECKING:
+    from delaytasks.broker.redis_poller import RedisPoller
     from delaytasks.client import DelayTasks
     from delaytasks.metrics.prometheus import MetricsEndpoint
     from delaytasks.run.runner import Report
     from delaytasks.runtime import Runtime
     from delaytasks.settings import Address
-    from delaytasks.worker.pollers import RedisPoller, TablePoller
 
 logger = get_logger(__name__)
 
@@ -102,13 +103,11 @@ class WorkerRuntime:
         self.policies_loop = PoliciesLoop(self)
         self.table_poller: TablePoller | None = None
         self.redis_poller: RedisPoller | None = None
-        # Imported here, since other deployments need no Redis client.
         if polls_table and runtime.direct_timer is not None:
-            from delaytasks.worker.pollers import TablePoller
-
             self.table_poller = TablePoller(self)
         if runtime.redis_timer is not None:
-            from delaytasks.worker.pollers import RedisPoller
+            # Imported here, since other deployments need no Redis client.
+            from delaytasks.broker.redis_poller import RedisPoller
 
             self.redis_poller = RedisPoller(self, runtime.redis_timer)
         self.loops = [

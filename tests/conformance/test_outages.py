@@ -16,7 +16,7 @@ from sqlalchemy import make_url, select, text, update
 from sqlalchemy.exc import DBAPIError
 
 from delaytasks import DelayedTask, OutcomeUnknownError, Status, StoreUnavailableError
-from delaytasks.db.database import limit_answers
+from delaytasks.loops import limit_answers
 from tests.conftest import new_world
 from tests.services import kill_connections
 from tests.waiting import wait_until

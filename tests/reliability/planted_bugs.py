@@ -21,6 +21,7 @@ from chaos.simulation.clock import Times
 from delaytasks import Done, TaskStateError
 from delaytasks.broker import link, redis_timer
 from delaytasks.broker.arming import Publisher, Sender
+from delaytasks.broker.redis_poller import RedisPoller
 from delaytasks.callbacks import http
 from delaytasks.db import claims, database, engines, migrations, producer, sweep_queries
 from delaytasks.db.claims import Claims, MysqlTexts
@@ -44,7 +45,6 @@ from delaytasks.run.chunk import Chunk, TimeBudget
 from delaytasks.run.runner import FailureReason
 from delaytasks.worker import quick_loops
 from delaytasks.worker.dispatcher import Dispatcher, QueueDrain, ReadyEntries
-from delaytasks.worker.pollers import RedisPoller
 from delaytasks.worker.pool import ChunkRequest
 from delaytasks.worker.processes import Renewals
 from delaytasks.worker.sweep import Sweeper, SweepLoop

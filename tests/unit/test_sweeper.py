@@ -468,16 +468,14 @@ def test_a_table_with_notices_is_read_once_a_second(direct: Direct) -> None:
     assert direct.held == 2000
 
 
-def test_drains_of_late_rows_are_requested_once_a_second(direct: Direct) -> None:
+def test_drains_of_late_rows_are_started_in_each_turn_of_the_sweeps(direct: Direct) -> None:
     for queue, priority in (("default", 0), ("default", 9), ("others", 0)):
         direct.put(-60, queue=queue, priority=priority)
-    direct.rests(5)
+    direct.sweep_turn()
     [request] = direct.requests
     assert (request.drained_queue, {*request.priorities}) == ("default", {0, 9})
     direct.end(0)
-    direct.rests(5)
-    assert direct.requests == []
-    direct.poll(is_woken=True)
+    direct.sweep_turn()
     assert direct.drained() == ["default"]
 
 
@@ -487,7 +485,7 @@ def test_a_worker_of_all_queues_drains_known_ones_and_few_unknown_ones(direct: D
     direct.world.put_each([f"q{number:04}" for number in range(3 * MOST_OTHERS)], -60)
     found = list[set[str | None]]()
     for _ in range(3):
-        direct.poll(is_woken=True)
+        direct.sweep_turn()
         # A thread that looks for held-up chunks may send the last ones.
         wait_until(
             lambda: len({*direct.drained()}) == direct.dispatcher.drain_count,
@@ -495,7 +493,7 @@ def test_a_worker_of_all_queues_drains_known_ones_and_few_unknown_ones(direct: D
             "a chunk of each drain",
         )
         found.append({*direct.drained()})
-        direct.poll(is_woken=True)
+        direct.sweep_turn()
         assert {*direct.drained()} == found[-1], "the others wait until there is room"
         while direct.requests:
             direct.end(0)

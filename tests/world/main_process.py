@@ -12,12 +12,12 @@ from billiard.exceptions import WorkerLostError
 # A worker loads this module when it meets a limit. A manual clock reaches only loaded modules.
 import delaytasks.limits.tracked_waitlists  # noqa: F401
 from delaytasks import DelayedTask, DelayTasks
+from delaytasks.broker.direct import TablePoller
 from delaytasks.model.task import Entry
 from delaytasks.run.runner import Report
 from delaytasks.runtime import runtime_of
 from delaytasks.worker import pool as worker_pool
 from delaytasks.worker.consumer import add_queues
-from delaytasks.worker.pollers import TablePoller
 from delaytasks.worker.pool import ChunkRequest
 from delaytasks.worker.processes import Processes, logical_queues
 from delaytasks.worker.worker_runtime import WorkerRuntime
@@ -152,13 +152,11 @@ class MainProcess:
         """Let the thread that sweeps take one turn."""
         self.runtime.sweep_loop._turn()
 
-    def poll(self, is_woken: bool = False, hears_notices: bool = False) -> float:
+    def poll(self, hears_notices: bool = False) -> float:
         """Let the thread that reads the table take one turn, and return how long it rests."""
         poller = self.runtime.table_poller
         assert isinstance(poller, TablePoller)
         poller.listener.is_listening = hears_notices
-        if is_woken:
-            poller._overdue_check_at = 0.0
         return poller._turn()
 
     def drain(self, queue: str = "default", *priorities: int) -> None:

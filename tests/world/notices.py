@@ -9,9 +9,9 @@ from unittest import mock
 from sqlalchemy import text
 
 from delaytasks import DelayTasks
+from delaytasks.broker import direct
 from delaytasks.events import Events
 from delaytasks.runtime import Runtime, runtime_of
-from delaytasks.worker import pollers
 
 #: Short times of the part of a worker that listens.
 TIMES: dict[str, Any] = {"NOTICE_WAIT_S": 0.1, "RECONNECT_REST_S": 0.1}
@@ -44,9 +44,9 @@ class ListeningWorker:
         events, self._store = Events(), runtime_of(delays).store
         events.subscribe(lambda name, fields: self.event_names.append(name))
         runtime: Any = SimpleNamespace(store=self._store, events=events)
-        self._times = mock.patch.multiple(pollers, **TIMES)
+        self._times = mock.patch.multiple(direct, **TIMES)
         self._times.start()
-        self._listener = pollers.NotifyListener(runtime, self._look)
+        self._listener = direct.NotifyListener(runtime, self._look)
         self._listener.loop.start()
 
     def _look(self) -> None:

@@ -9,10 +9,9 @@ from unittest.mock import Mock
 import pytest
 
 from delaytasks import loops as loops
-from delaytasks.broker import redis_timer
+from delaytasks.broker import redis_poller, redis_timer
 from delaytasks.model.clock import Clock, monotonic
 from delaytasks.model.task import Entry
-from delaytasks.worker import pollers
 from tests.proxy import Proxy
 from tests.waiting import wait_until
 from tests.world.main_process import MainProcess
@@ -43,7 +42,7 @@ class RedisWorker(MainProcess):
         ahead_ms: int | None = None,
     ) -> None:
         self._patch = patch
-        for module in (pollers, redis_timer) if ahead_ms else ():
+        for module in (redis_poller, redis_timer) if ahead_ms else ():
             patch.setattr(module, "AHEAD_MS", ahead_ms)
         settings: dict[str, Any] = {
             "namespace": "t" + secrets.token_hex(4), "_grace_s": 60, "sweep": 60,
