@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -187,16 +186,9 @@ def stage() -> Iterator[SimulationStage]:
         with store.database.begin() as connection:
             store.schema.metadata.create_all(connection)
         threads = SimpleNamespace(
-            Condition=threading.Condition,
-            Event=threading.Event,
-            Lock=Lock,
-            RLock=threading.RLock,
-            Timer=Timer,
+            Condition=threading.Condition, Event=threading.Event, Lock=Lock, RLock=threading.RLock
         )
-        modules = ("run.chunk", "worker.dispatcher")
-        others: dict[str, dict[str, Any]] = {
-            f"delaytasks.{name}": {"threading": threads} for name in modules
-        }
+        others: dict[str, dict[str, Any]] = {"delaytasks.run.chunk": {"threading": threads}}
         # The pids are simulated; the simulated pool reports deaths.
         others["delaytasks.worker.quick_loops"] = {"has_exited": lambda _pid: False}
         with installed(times, others):
@@ -206,24 +198,3 @@ def stage() -> Iterator[SimulationStage]:
             finally:
                 logger.setLevel(level)
                 store.close()
-
-
-class Timer:
-    """Replaces `threading.Timer` on a host."""
-
-    daemon = True
-
-    def __init__(self, seconds: float, function: Callable[..., None], args: Any) -> None:
-        self._seconds = seconds
-        self._call = partial(function, *args)
-
-    def start(self) -> None:
-        world = Lock.world
-        host = world.host
-        assert host is not None
-
-        def work() -> None:
-            world.pause(self._seconds)
-            self._call()
-
-        world.start(host, work)

@@ -30,7 +30,7 @@ from delaytasks.worker.worker_runtime import WorkerRuntime
 
 CHILDREN = 2
 #: The loops of a worker runtime that are simulated.
-DRIVEN = frozenset({"wheel", "leases", "sweep", "redis_poller", "redis_listener"})
+DRIVEN = frozenset({"wheel", "dispatcher", "leases", "sweep", "redis_poller", "redis_listener"})
 #: The errors that a loop may report.
 EXPECTED = ("StoreUnavailableError: ", "OutcomeUnknownError: ")
 

@@ -96,13 +96,12 @@ class TrackedWaitlist:
         self.check_at = inf
         return min(state.recheck_s, recheck_s)
 
-    def probed(self, state: WaitlistState) -> float:
+    def probed(self, state: WaitlistState) -> None:
         """Record a probe while others serve the waitlist; its slots include the one it took."""
         free = state.open or 0
         self.wanted = max(self.wanted, free - 1)
         self.probe_s = PROBE_S if free else max(min(2 * self.probe_s, state.recheck_s), PROBE_S)
         self.check_at = monotonic() + self.probe_s
-        return self.probe_s
 
     def limits_changed(self, now: float) -> None:
         """Let a check be due now, and further ones soon, since slots may have become free."""
@@ -152,26 +151,24 @@ class TrackedWaitlists:
         now = monotonic()
         return any(one.needs_process(now) for one in self._waitlists.values())
 
-    @property
-    def next_check_due_in_s(self) -> float:
-        """In how many seconds the next check is due."""
-        return min((one.check_at for one in self._waitlists.values()), default=inf) - monotonic()
+    def next_check_at(self, now: float) -> float:
+        """Return when the next check after `now` is due, or infinity."""
+        times = (one.check_at for one in self._waitlists.values())
+        return min((at for at in times if at > now), default=inf)
 
     def update(
         self,
         states: Sequence[WaitlistState],
         visited: WaitlistName | None = None,
         is_probe: bool = False,
-    ) -> float | None:
+    ) -> None:
         """Record the states that a process reports.
 
         `visited` is the waitlist that the process was sent to. `is_probe` is true if the process
-        only probed it and ran no long task. Return the number of seconds until a further check is
-        needed, or None if an earlier one is due anyway.
+        only probed it and ran no long task.
         """
         if visited is not None and (known := self._waitlists.get(visited)) is not None:
             known.visit_ended(is_empty=not states)
-        first_s = inf
         slowdown = max(len(self._waitlists) / MAX_CHECKS_PER_S, 1.0)
         for state in states:
             name, was_visited = state[:2], visited == state[:2]
@@ -179,24 +176,20 @@ class TrackedWaitlists:
             if known is None and len(self._waitlists) >= MAX_TRACKED_WAITLISTS:
                 continue
             if is_probe and was_visited and known is not None and known.serving:
-                first_s = min(first_s, known.probed(state))
+                known.probed(state)
                 continue
             if state.open is None:
                 if known is not None:
                     continue  # a process serves it, or checks it within a second
                 state = state._replace(open=1)
             known = self._waitlists.setdefault(name, TrackedWaitlist())
-            check_due_in_s = known.found(state, was_visited) * slowdown
-            check_at = monotonic() + check_due_in_s
-            if check_at < known.check_at:
-                known.check_at = check_at
-                first_s = min(first_s, check_due_in_s)
+            check_at = monotonic() + known.found(state, was_visited) * slowdown
+            known.check_at = min(known.check_at, check_at)
         self._waitlists = {
             name: one
             for name, one in self._waitlists.items()
             if one.is_active or one.check_at < inf
         }
-        return None if first_s == inf else first_s
 
     def limits_changed(self, tags: Set[str]) -> None:
         """Check the waitlists of these tags now."""
@@ -205,8 +198,8 @@ class TrackedWaitlists:
             if tag in tags:
                 one.limits_changed(now)
 
-    def visit_failed(self, name: WaitlistName) -> float | None:
-        return self.update([WaitlistState(*name, 0, WAITLIST_RECHECK_S)], name)
+    def visit_failed(self, name: WaitlistName) -> None:
+        self.update([WaitlistState(*name, 0, WAITLIST_RECHECK_S)], name)
 
     def next_visit(self) -> WaitlistVisit | None:
         """Return the waitlist that a free process should serve or probe."""

@@ -31,10 +31,10 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
-from heapq import heappop, heappush, merge
+from heapq import merge
 from math import inf
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -42,12 +42,13 @@ from typing import TYPE_CHECKING, Any
 from billiard.exceptions import WorkerLostError
 
 from delaytasks.limits.tracked_waitlists import PROBE_S, TrackedWaitlists
+from delaytasks.loops import Loop
 from delaytasks.model.clock import monotonic
 from delaytasks.model.moves import LateReason
 from delaytasks.model.task import Entry
 from delaytasks.run.chunk import ChunkSize
 from delaytasks.run.runner import FailureReason, Report
-from delaytasks.worker.pool import ChunkRequest, Pool
+from delaytasks.worker.pool import ChunkRequest, Pool, SentChunk
 
 if TYPE_CHECKING:
     from delaytasks.worker.worker_runtime import WorkerRuntime
@@ -196,17 +197,17 @@ class QueueDrain:
     """
 
     priorities: set[int]
-    #: When each chunk was sent that processes work on, by its number.
+    #: From when on each chunk that processes work on counts as held up, by its number.
     chunks: dict[int, float] = field(default_factory=dict)
     is_deep: bool = False
-    #: The drain was started again since these chunks were sent. They may have read the table too
-    #: early.
-    stale: set[int] = field(default_factory=set)
+    #: The last chunk that was sent before the drain was started again. It and those before may
+    #: have read the table too early.
+    last_stale: int = 0
 
     def wants_chunk(self) -> bool:
         """Whether the pool should get another chunk of this drain now."""
-        began_after = monotonic() - HELD_UP_S
-        quick = sum(sent_at > began_after for sent_at in self.chunks.values())
+        now = monotonic()
+        quick = sum(held_up_at > now for held_up_at in self.chunks.values())
         return self.is_deep or quick < max(len(self.chunks) - quick, 1)
 
 
@@ -253,14 +254,9 @@ class Dispatcher:
         self._source_turns = [self._entry_chunk, self._waitlist_chunk, self._drain_chunk]
         #: The waitlists that processes have reported.
         self._waitlists = TrackedWaitlists()
-        #: The start of each chunk in the pool, by the clock of the database. The leases of the
-        #: rows that such a chunk claimed are renewed.
-        self._began_us: dict[int, float] = {}
-        #: The numbers of chunks whose processes may continue with further ones.
-        self._continuing: set[int] = set()
-        #: When to pump again, as a heap, and when the timers of these looks end: usually one.
-        self._planned: list[float] = []
-        self._timers: set[float] = set()
+        #: When to pump although nothing arrives: something begins to wait for a process then.
+        self._look_at = inf
+        self.loop = Loop("dispatcher", self._look, runtime.events)
         #: The ids of the rows that still run in each process although their chunk has ended.
         self._detached: dict[int, Sequence[int]] = {}
         #: The Redis poller sets this if it waits for capacity, which `capacity_granted` ends.
@@ -328,7 +324,7 @@ class Dispatcher:
         """Start the drain of a queue, or let the one that is in progress look once more."""
         drain = self._drains.setdefault(queue, QueueDrain(set()))
         drain.priorities.update(priorities)
-        drain.stale.update(drain.chunks)
+        drain.last_stale = self._last_number
 
     def limits_changed(self, tags: Set[str]) -> None:
         """Check the waitlists of these tags now."""
@@ -384,23 +380,22 @@ class Dispatcher:
             self._drain(queue, (priority,))
             self._left_to_table.setdefault(queue, set()).add(priority)
 
-    def take_left_to_table(self) -> UnfinishedDrains:
-        """Return the queues that other workers should drain too: those whose entries were left to
+    def left_to_table(self) -> Iterator[tuple[str, set[int]]]:
+        """Take the queues that other workers should drain too: those whose entries were left to
         the table since the last call, and those with late entries that wait here for a turn.
 
-        If all processes run long tasks, nothing else looks at late entries.
+        If all processes run long tasks, nothing else looks at late entries. What the caller does
+        not ask for comes first in the next call.
         """
         with self._lock:
-            left, self._left_to_table = self._left_to_table, {}
             for priority, queue in self._ready.levels_before(self._late_before_us()):
-                left.setdefault(queue, set()).add(priority)
-            return list(left.items())
-
-    def leave_again(self, drains: UnfinishedDrains) -> None:
-        """Keep what `take_left_to_table` has returned for its next call."""
-        with self._lock:
-            for queue, priorities in drains:
-                self._left_to_table.setdefault(queue, set()).update(priorities)
+                self._left_to_table.setdefault(queue, set()).add(priority)
+            queues = list(self._left_to_table)
+        for queue in queues:
+            with self._lock:
+                priorities = self._left_to_table.pop(queue, None)
+            if priorities is not None:
+                yield queue, priorities
 
     def _late_before_us(self) -> int:
         return self._clock.now_us() - int(self._settings.grace_s * 1e6)
@@ -421,13 +416,13 @@ class Dispatcher:
     def is_busy(self) -> bool:
         """Whether the pool has a chunk, or one could be sent."""
         with self._lock:
-            is_sending = self._began_us or self._ready or self._drains
+            is_sending = self._pool.chunks or self._ready or self._drains
             return bool(is_sending or self._waitlists.is_active)
 
     @property
     def is_at_work(self) -> bool:
         """Whether a task runs, as far as the main process knows."""
-        return bool(self._began_us or self._detached)
+        return bool(self._pool.chunks or self._detached)
 
     def pids(self) -> set[int]:
         """Return the processes that run tasks, if they are the pool's own."""
@@ -436,7 +431,8 @@ class Dispatcher:
     def running(self) -> tuple[list[float], dict[int, Sequence[int]]]:
         """Return the starts of the chunks, and by process the rows that outlive theirs."""
         with self._lock:
-            return [*self._began_us.values()], dict(self._detached)
+            began_us = [chunk.began_us for chunk in self._pool.chunks.values()]
+            return began_us, dict(self._detached)
 
     def process_died(self, pid: int) -> None:
         with self._lock:
@@ -473,8 +469,8 @@ class Dispatcher:
                 # Chunks that began a short time ago, or that end soon if other tasks wait.
                 recent_us = self._clock.now_us() - 2 * self._settings.chunk_time_budget_s * 1e6
                 budgets += free + sum(
-                    began_us > recent_us or number in self._continuing
-                    for number, began_us in self._began_us.items()
+                    chunk.began_us > recent_us or chunk.request.continue_s > 0
+                    for chunk in self._pool.chunks.values()
                 )
             most = budgets * self._size.in_time
             waiting = coming + (self.waiting if self._may_send() else 0)
@@ -482,7 +478,7 @@ class Dispatcher:
 
     @property
     def _free_processes(self) -> int:
-        return self._pool.size - len(self._began_us)
+        return self._pool.size - len(self._pool.chunks)
 
     @property
     def _needs_process(self) -> bool:
@@ -508,39 +504,31 @@ class Dispatcher:
     def _pump_soon(self) -> None:
         self._worker.call_soon(self.pump)
 
-    def _pump_after(self, seconds: float) -> None:
+    def _look(self) -> float | None:
+        """Pump if it is time, which plans the next look; return how long to rest until it."""
         with self._lock:
-            heappush(self._planned, monotonic() + seconds)
-        self.start_timer()
+            rest_s = self._look_at - monotonic()
+            if rest_s <= 0:
+                self._look_at = inf
+        if rest_s <= 0:
+            self._pump_soon()
+        return rest_s if 0 < rest_s < inf else None
 
-    def start_timer(self) -> None:
-        """Start a timer for the next planned look, unless one ends by then.
+    def _plan_look(self) -> None:
+        """Plan a look for when a pause ends, a chunk counts as held up, or a waitlist is checked.
 
-        The caller does not hold the lock, since starting a thread takes time. If no thread can be
-        started, the next call tries again; the loop of policies makes one each second.
+        Everything else that needs a process pumps when it arrives.
         """
         with self._lock:
-            at = self._planned[0] if self._planned else inf
-            if at >= min(self._timers, default=inf):
-                return
-            self._timers.add(at)
-        timer = threading.Timer(max(at - monotonic(), 0.0), self._pump_planned, (at,))
-        timer.daemon = True
-        try:
-            timer.start()
-        except RuntimeError:  # the system's limit of threads
-            with self._lock:
-                self._timers.discard(at)
-
-    def _pump_planned(self, at: float) -> None:
-        """Pump for the looks that were planned until now, and go on with the timer."""
-        with self._lock:
-            self._timers.discard(at)
-            until = max(at, monotonic())
-            while self._planned and self._planned[0] <= until:
-                heappop(self._planned)
-        self._pump_soon()
-        self.start_timer()
+            now, before = monotonic(), self._look_at
+            times = [self._paused_until, self._waitlists.next_check_at(now)]
+            for drain in self._drains.values():
+                if not drain.is_deep:
+                    times += drain.chunks.values()
+            self._look_at = min((at for at in times if at > now), default=inf)
+            is_earlier = self._look_at < before
+        if is_earlier:
+            self.loop.wake()
 
     def pump(self) -> None:
         """Fill the pool. A solo pool runs the chunk within this call, and calls back from there."""
@@ -556,6 +544,7 @@ class Dispatcher:
         finally:
             with self._lock:
                 self._is_pumping = False
+            self._plan_look()
             if self.is_capacity_wanted and self.capacity():
                 self.is_capacity_wanted = False
                 self.capacity_granted.set()
@@ -612,10 +601,8 @@ class Dispatcher:
         """Drains take turns, and those without a chunk come first."""
         for queue, drain in sorted(self._drains.items(), key=lambda each: bool(each[1].chunks)):
             if drain.wants_chunk():
-                drain.chunks[number] = monotonic()
+                drain.chunks[number] = monotonic() + HELD_UP_S
                 self._drains[queue] = self._drains.pop(queue)  # to the end
-                if not drain.is_deep:  # a slow task may hold the chunk up
-                    heappush(self._planned, monotonic() + HELD_UP_S)  # `_send` starts the timer
                 continue_s = CONTINUE_S if len(self._drains) == 1 else CONTINUE_IN_TURN_S
                 return ChunkRequest(
                     (),
@@ -638,30 +625,18 @@ class Dispatcher:
 
     def _send(self, request: ChunkRequest) -> bool:
         """Return True if the chunk has ended already, as in a solo pool."""
-        check_in_s = inf
         with self._lock:
-            self._began_us[request.number] = self._clock.now_us()
-            self._continuing &= self._began_us.keys()
-            if request.continue_s:
-                self._continuing.add(request.number)
-            if request.waitlist is not None:
-                check_in_s = self._waitlists.next_check_due_in_s
-        if check_in_s < inf:
-            # The chunk may run one task for minutes: others check the waitlist meanwhile.
-            self._pump_after(max(check_in_s, 0))
-        elif self._planned:
-            self.start_timer()
+            chunk = SentChunk(request, self._clock.now_us())
+            self._pool.chunks[request.number] = chunk
         done, lost = partial(self._done, request), partial(self._lost, request)
         try:
-            sent = self._pool.send(request, done, lost)
+            self._pool.send(chunk, done, lost)
         except Exception as error:
             self._not_sent(request, repr(error), cause=error, is_logged=False)
             return False
-        with self._lock:
-            if request.number not in self._began_us:
-                return True
-            self._pool.sent[request.number] = sent
-        if sent.result is None:
+        if request.number not in self._pool.chunks:
+            return True
+        if chunk.result is None:
             self._not_sent(request, "the pool takes no more work")
         return False
 
@@ -669,7 +644,6 @@ class Dispatcher:
         """Pause, or every waiting entry would fail in the same way."""
         self._paused_until = monotonic() + PAUSE_S
         self._ended(request, Report(error=error), **fields)
-        self._pump_after(PAUSE_S)
 
     # -- from the pool ----------------------------------------------------------------------------
     # `_done` and `_lost` end in `_ended`, which pumps again.
@@ -725,17 +699,16 @@ class Dispatcher:
         `is_logged` tells that the process has logged why the chunk failed, or the pool how the
         process died.
         """
-        check_in_s: float | None = None
         with self._lock:
             is_open = self._is_open
             self._chunk_ended(request, report.ran)
             if report.error:
-                check_in_s = self._chunk_failed(request, report.reason)
+                self._chunk_failed(request, report.reason)
             else:
                 rows, seconds = report.sample or (report.ran, report.seconds)
                 self._size.learn(rows, seconds, report.wanted)
                 if is_open:
-                    check_in_s = self._continue_after(request, report)
+                    self._continue_after(request, report)
                     if report.early:  # under the lock, or `close` could come before it
                         self.receive(report.early)
         if report.error:
@@ -749,21 +722,18 @@ class Dispatcher:
         elif not is_open:
             queues = {state.queue for state in report.waitlists}
             self._worker.send_back(list(report.early), [(queue, set()) for queue in queues])
-        if check_in_s is not None:
-            self._pump_after(check_in_s)
         self._pump_soon()
 
     def _chunk_ended(self, request: ChunkRequest, ran: int) -> None:
         """Record that the pool has this chunk no more."""
         if self._free_processes <= 0 and self._has_rows_to_send:
             self._obstacles.record(LateReason.BUSY, self._clock.now_us())
-        self._pool.forget(request.number)
-        began_us = self._began_us.pop(request.number, None)
-        if began_us is not None and self.row_budget is not None:
+        chunk = self._pool.chunks.pop(request.number, None)
+        if chunk is not None and self.row_budget is not None:
             self.row_budget += max(request.limit - ran, 0)
 
-    def _chunk_failed(self, request: ChunkRequest, reason: FailureReason) -> float | None:
-        """Decide what rests after a chunk that failed as a whole, and return for how long.
+    def _chunk_failed(self, request: ChunkRequest, reason: FailureReason) -> None:
+        """Decide what rests after a chunk that failed as a whole.
 
         Its drain ends, unless only the process died: other processes continue it then. The next
         chunk would meet the same rows, and fail again and again without a pause. The next sweep
@@ -776,24 +746,18 @@ class Dispatcher:
                 drain.chunks.pop(request.number, None)
         if request.waitlist is not None:
             self._waitlists.visit_failed(request.waitlist)
-        if reason is not FailureReason.UNAVAILABLE:
-            return None
-        self._paused_until = monotonic() + PAUSE_S
-        self._obstacles.record(LateReason.DATABASE, self._clock.now_us())
-        return PAUSE_S
+        if reason is FailureReason.UNAVAILABLE:
+            self._paused_until = monotonic() + PAUSE_S
+            self._obstacles.record(LateReason.DATABASE, self._clock.now_us())
 
-    def _continue_after(self, request: ChunkRequest, report: Report) -> float | None:
-        """Decide by the report whether the drain and the waitlists of its chunk go on.
-
-        Return the number of seconds until a waitlist has to be checked, or None.
-        """
+    def _continue_after(self, request: ChunkRequest, report: Report) -> None:
+        """Decide by the report whether the drain and the waitlists of its chunk go on."""
         if request.drained_queue is not None:
             self._drain_chunk_ended(request, request.drained_queue, report.is_full)
             self._ready.remove_claimed(report.drained)
-        if not report.waitlists and request.waitlist is None:
-            return None
-        was_probe = request.is_probe and report.seconds < PROBE_S
-        return self._waitlists.update(report.waitlists, request.waitlist, was_probe)
+        if report.waitlists or request.waitlist is not None:
+            was_probe = request.is_probe and report.seconds < PROBE_S
+            self._waitlists.update(report.waitlists, request.waitlist, was_probe)
 
     def _drain_chunk_ended(self, request: ChunkRequest, queue: str, is_full: bool) -> None:
         """Continue the drain of a queue that may have more rows; otherwise end it."""
@@ -802,12 +766,12 @@ class Dispatcher:
             drain = self._drains[queue] = QueueDrain(set(request.priorities))
         if drain is None:
             return
-        sent_at = drain.chunks.pop(request.number, None)
+        was_known = drain.chunks.pop(request.number, None) is not None
         if is_full:
             drain.is_deep = True
-        elif sent_at is None:
+        elif not was_known:
             pass  # it began before the queue was found empty and its drain was started again
-        elif request.number in drain.stale:
+        elif request.number <= drain.last_stale:
             drain.is_deep = False
         else:
             del self._drains[queue]

@@ -9,6 +9,7 @@ import gc
 import math
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -135,14 +136,18 @@ def is_forgotten(result: Any) -> bool:
     return cache is not None and result._job not in cache and not result.ready()
 
 
-class Sent(NamedTuple):
-    """A chunk that was sent to the pool."""
+@dataclass
+class SentChunk:
+    """A chunk in the pool."""
 
     request: ChunkRequest
+    #: When it was sent, by the clock of the database. The leases of the rows that it claims are
+    #: renewed.
+    began_us: float
     #: The pool's result object, or None if the pool takes no more work.
-    result: Any
+    result: Any = None
     #: The processes that a prefork pool had at that time. Other pools have none.
-    pids: frozenset[int]
+    pids: frozenset[int] = frozenset()
 
     @property
     def process(self) -> Any:
@@ -160,13 +165,13 @@ class Pool:
     """Sends chunks to Celery's pool.
 
     `send`, `recall` and the size may be used from one thread only: that of the event loop, if
-    there is one. `forget` and the reading of pids are safe in any thread.
+    there is one. The lock of the dispatcher guards `chunks`.
     """
 
     def __init__(self, celery_pool: Any) -> None:
         self._celery_pool = celery_pool
         #: The chunks in the pool, by number.
-        self.sent: dict[int, Sent] = {}
+        self.chunks: dict[int, SentChunk] = {}
 
     @property
     def size(self) -> int:
@@ -183,13 +188,13 @@ class Pool:
         return isinstance(self._celery_pool, solo.TaskPool)
 
     def send(
-        self, request: ChunkRequest, done: Callable[[Any], None], lost: Callable[[Any], None]
-    ) -> Sent:
+        self, chunk: SentChunk, done: Callable[[Any], None], lost: Callable[[Any], None]
+    ) -> None:
         """Send a chunk. A solo pool runs it within this call; other pools may be as quick."""
         processes = getattr(getattr(self._celery_pool, "_pool", None), "_pool", ())
-        pids = frozenset(process.pid for process in processes if process.pid is not None)
-        result = self._celery_pool.apply_async(
-            run_chunk, args=(request,), callback=done, error_callback=lost
+        chunk.pids = frozenset(process.pid for process in processes if process.pid is not None)
+        chunk.result = result = self._celery_pool.apply_async(
+            run_chunk, args=(chunk.request,), callback=done, error_callback=lost
         )
         if hasattr(result, "_on_timeout_set"):
             # The app's `task_time_limit` is for messages. A chunk has many tasks, and the limit
@@ -197,21 +202,11 @@ class Pool:
             # accepts.
             result._on_timeout_set = None
             result._timeout = result._soft_timeout = math.inf
-        return Sent(request, result, pids)
-
-    def pid_of(self, number: int) -> int:
-        """Return the process that has reported that it has this chunk, or 0 if none has."""
-        sent = self.sent.get(number)
-        pids: list[int] = [] if sent is None else getattr(sent.result, "worker_pids", list)()
-        return next(iter(pids), 0)
 
     def pids(self) -> set[int]:
-        """Return the processes that are known to have chunks."""
-        return {pid for number in list(self.sent) if (pid := self.pid_of(number))}
-
-    def forget(self, number: int) -> None:
-        """Forget a chunk that has ended."""
-        self.sent.pop(number, None)
+        """Return the processes that have reported that they have chunks."""
+        results = [chunk.result for chunk in list(self.chunks.values())]
+        return {pid for result in results for pid in getattr(result, "worker_pids", list)()}
 
     def recall(self) -> list[ChunkRequest]:
         """Restore the forgotten chunks that a process has; return those that no process has.
@@ -220,15 +215,15 @@ class Pool:
         wait for half a minute until its result is read.
         """
         lost, busy = [], set()
-        for sent in self.sent.values():
-            process = sent.process
+        for chunk in self.chunks.values():
+            process = chunk.process
             if process is not None:
                 busy.add(process.inqW_fd)
-            if is_forgotten(sent.result):
+            if is_forgotten(chunk.result):
                 if process is None:
-                    lost.append(sent.request)
+                    lost.append(chunk.request)
                 else:
-                    sent.result._cache[sent.result._job] = sent.result
+                    chunk.result._cache[chunk.result._job] = chunk.result
         # Before Celery 5.7 a pool forgets which processes are busy when the worker loses its
         # broker. It could then send a job to a process that runs a long job while others are idle.
         workers = getattr(self._celery_pool, "_pool", None)

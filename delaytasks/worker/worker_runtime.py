@@ -112,6 +112,7 @@ class WorkerRuntime:
             self.redis_poller = RedisPoller(self, runtime.redis_timer)
         self.loops = [
             self.wheel.loop,
+            self.dispatcher.loop,
             self.sweep_loop.loop,
             self.leases_loop.loop,
             self.policies_loop.loop,
@@ -220,7 +221,6 @@ class WorkerRuntime:
     def watch(self) -> None:
         """Do what a worker does once a second, and what needs no database."""
         self.ask_for_help()
-        self.dispatcher.start_timer()
         consumer = getattr(self.celery_worker.consumer, "task_consumer", None)
         if consumer is not None:  # `celery control add_consumer` and `cancel_consumer` change it
             names = (queue.name for queue in consumer.queues)
@@ -236,11 +236,10 @@ class WorkerRuntime:
 
         The queues that take too long come first in the next turn.
         """
-        drains, until = self.dispatcher.take_left_to_table(), monotonic() + HELP_S
-        while drains:
-            self.send_back([], [drains.pop(0)])
+        until = monotonic() + HELP_S
+        for drain in self.dispatcher.left_to_table():
+            self.send_back([], [drain])
             if monotonic() >= until:
-                self.dispatcher.leave_again(drains)
                 return
 
     def connected(self) -> None:

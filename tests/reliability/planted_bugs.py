@@ -121,7 +121,7 @@ VERBS: dict[str, tuple[Any, str]] = {
     "drain the own queues": (SweepLoop, "_drain_own_queues"),
     "send back": (WorkerRuntime, "send_back"),
     "close": (Dispatcher, "close"),
-    "ask others to help": (Dispatcher, "take_left_to_table"),
+    "ask others to help": (Dispatcher, "left_to_table"),
     "take a turn for a backlog": (Dispatcher, "_drain_chunk"),
     "share the entries": (Dispatcher, "_entry_chunk"),
     "know late entries": (ReadyEntries, "levels_before"),

@@ -14,7 +14,6 @@ queues and limits), which worker gets a message, and which processes die. The pr
 from __future__ import annotations
 
 import random
-import threading
 from bisect import insort
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -22,7 +21,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +28,7 @@ from billiard.einfo import ExceptionInfo
 from billiard.exceptions import WorkerLostError
 
 from delaytasks.limits.admission import Capacity
+from delaytasks.loops import Loop
 from delaytasks.model.clock import Clock
 from delaytasks.model.moves import BroughtBy
 from delaytasks.run.chunk import ChunkSize, TagCosts, Tally
@@ -270,8 +269,8 @@ class SimulatedWorker:
         runtime = self.main.runtime
         runtime.call_soon = lambda call: play.after(0, call)
         self.main.pool.apply_async = self._send  # type: ignore[method-assign]
-        self._wheel, self._turns = runtime.wheel, 0
-        runtime.wheel.loop.wake = self._turn  # type: ignore[method-assign]
+        for driven in (runtime.wheel.loop, runtime.dispatcher.loop):
+            self._drive(driven)
         self._queue: deque[tuple[ChunkRequest, Any, Any]] = deque()
         #: The chunks without a report, and the entries that the dispatcher got, in this order.
         self._busy, self._late = 0, 0
@@ -283,16 +282,22 @@ class SimulatedWorker:
         for loop in (self._policies, self._leases, self._watch):
             play.every(1.0, loop)
 
-    def _turn(self) -> None:
-        """Let the wheel take a turn now, and when it wants the next one."""
-        self._turns += 1
-        self.play.after(0, lambda turn=self._turns: self._take_turn(turn))  # type: ignore[misc]
+    def _drive(self, loop: Loop) -> None:
+        """Let a loop take a turn when it is woken, and when it wants the next one."""
+        turns = 0
 
-    def _take_turn(self, turn: int) -> None:
-        if turn == self._turns:
-            rest_s = self._wheel._turn()
-            if rest_s is not None and turn == self._turns:
-                self.play.after(max(rest_s, 1e-6), lambda: self._take_turn(turn))
+        def wake() -> None:
+            nonlocal turns
+            turns += 1
+            self.play.after(0, partial(take_turn, turns))
+
+        def take_turn(turn: int) -> None:
+            if turn == turns:
+                rest_s = loop._turn()
+                if rest_s is not None and turn == turns:
+                    self.play.after(max(rest_s, 1e-6), partial(take_turn, turn))
+
+        loop.wake = wake  # type: ignore[method-assign]
 
     def _send(self, function: Any, args: Any, callback: Any, error_callback: Any) -> object:
         def ended(answer: Callable[[Any], None], info: Any) -> None:
@@ -631,10 +636,6 @@ def play(world: World, patch: MonkeyPatch, seed: int) -> Play:
         time.replace(patched)
         script, processes = SCRIPTS[seed % len(SCRIPTS)]
         played = Play(world, time, seed, processes)
-        timer = lambda wait_s, call, args=(): SimpleNamespace(  # noqa: E731
-            start=lambda: played.after(max(wait_s, 1e-4), lambda: call(*args))
-        )
-        patched.setattr(threading, "Timer", timer)
         chance = played.chance
         script(played)
         if not played.is_light and chance.random() < 0.3:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, wait
 from datetime import datetime, timezone
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from celery.concurrency import solo
@@ -33,8 +31,9 @@ class Main(MainProcess):
         self.time, self.broker = time, world.broker
 
     def pump_later(self, seconds: float) -> None:
+        """Pump only if the dispatcher has planned to look by then."""
         self.time.at += seconds
-        self.pump()
+        self.look()
 
     def late(self) -> int:
         """Return how many entries were left to the table."""
@@ -226,8 +225,8 @@ def test_after_a_chunk_found_the_database_unavailable_chunks_pause(main: Main) -
     main.end(0, error="away", reason=FailureReason.UNAVAILABLE)
     main.pump()
     assert len(main.requests) == 1
-    main.time.at += 1
-    wait_until(lambda: len(main.requests) == 2, 10, "another try after the pause")
+    main.pump_later(1)
+    assert len(main.requests) == 2, "another try after the pause"
 
 
 @pytest.mark.parametrize("reason", [FailureReason.UNKNOWN, FailureReason.REFUSED])
@@ -265,27 +264,13 @@ def test_an_empty_queue_behind_a_slow_task_is_read_once(make_main: MakeMain) -> 
     assert main.requests == []
 
 
-def test_the_drains_of_many_queues_share_a_timer(make_main: MakeMain) -> None:
-    main, before = make_main(40), threading.active_count()
+def test_each_slow_chunk_of_many_drains_gets_another_one_beside_it(make_main: MakeMain) -> None:
+    main = make_main(40)
     for number in range(20):
         main.dispatcher.start_drain(f"q{number}", (0,))
     assert len(main.requests) == 20
-    assert threading.active_count() <= before + 1
     main.pump_later(HELD_UP_S)
     assert len(main.requests) == 40, "another process for each"
-
-
-def test_a_timer_that_cannot_be_started_is_started_later(
-    make_main: MakeMain, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    main = make_main(8)
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("no thread")))
-        main.drain()
-        assert len(main.requests) == 1
-    main.time.at += HELD_UP_S
-    main.runtime.watch()
-    wait_until(lambda: len(main.requests) == 2, 5, "another process to help")
 
 
 def test_a_chunk_that_ends_late_does_not_end_a_drain_that_was_requested_later(main: Main) -> None:

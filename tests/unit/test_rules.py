@@ -78,13 +78,19 @@ class Tracked(TrackedWaitlists):
         super().__init__()
         self.time = time
 
-    def sees(self, free: int | None = None, recheck_s: float = WAITLIST_RECHECK_S) -> float | None:
+    def sees(self, free: int | None = None, recheck_s: float = WAITLIST_RECHECK_S) -> float:
         """A claim, or a visit to another waitlist, reports this number of free slots."""
-        return self.update([WaitlistState(*MAIL, free, recheck_s)])
+        self.update([WaitlistState(*MAIL, free, recheck_s)])
+        return self.check_in_s
 
-    def ends(self, free: int, is_probe: bool = False) -> float | None:
+    def ends(self, free: int, is_probe: bool = False) -> float:
         """A process returns from the waitlist and reports this number of free slots."""
-        return self.update([WaitlistState(*MAIL, free)], MAIL, is_probe)
+        self.update([WaitlistState(*MAIL, free)], MAIL, is_probe)
+        return self.check_in_s
+
+    @property
+    def check_in_s(self) -> float:
+        return round(self.next_check_at(self.time.at) - self.time.at, 6)
 
     def visits(self, count: int = 1, after_s: float = 0) -> list[WaitlistName | None]:
         """Return the waitlists to which as many free processes are sent."""
@@ -100,7 +106,7 @@ def found(time: ManualTime) -> Tracked:
 
 def test_a_full_waitlist_is_checked_again_later(found: Tracked) -> None:
     assert found.sees(0) == WAITLIST_RECHECK_S
-    assert found.sees(0) is None, "somebody will look already"
+    assert found.sees(0, 2 * WAITLIST_RECHECK_S) == WAITLIST_RECHECK_S, "somebody looks already"
     assert found.sees(0, 0.1) == 0.1
     assert found.visits() == [None]
     assert found.visits(2, after_s=0.2) == [MAIL, None]
@@ -125,14 +131,15 @@ def test_probes_without_success_become_rarer_down_to_one_a_second(found: Tracked
     for _ in range(5):
         waits.append(found.ends(0, is_probe=True))
         assert found.visits() == [None]
-        assert found.visits(2, waits[-1] or 0) == [MAIL, None]
+        assert found.visits(2, waits[-1]) == [MAIL, None]
     assert waits == [0.4, 0.8, WAITLIST_RECHECK_S, WAITLIST_RECHECK_S, WAITLIST_RECHECK_S]
 
 
 def test_a_waitlist_whose_process_failed_is_visited_again(found: Tracked) -> None:
     found.sees(1)
     assert found.visits() == [MAIL]
-    assert found.visit_failed(MAIL) == 0.02
+    found.visit_failed(MAIL)
+    assert found.check_in_s == 0.02
     assert found.visits(1, WAITLIST_RECHECK_S) == [MAIL]
 
 

@@ -30,7 +30,7 @@ def main(world: World) -> Iterator[MainProcess]:
         yield main
 
 
-LOOPS = "statistics wheel leases sweep policies calls redis_poller redis_listener"
+LOOPS = "statistics wheel dispatcher leases sweep policies calls redis_poller redis_listener"
 
 
 def test_a_worker_has_the_expected_loops(at_work: AtWork) -> None:

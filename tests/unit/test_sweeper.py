@@ -11,7 +11,6 @@ import pytest
 from sqlalchemy import select
 
 from delaytasks import DelayedTask, Status, StoreUnavailableError
-from tests.waiting import wait_until
 from tests.world import Entry, MainProcess, MakeWorld, World
 from tests.world.recording import CrashError, ManualClock, ManualTime
 
@@ -486,12 +485,7 @@ def test_a_worker_of_all_queues_drains_known_ones_and_few_unknown_ones(direct: D
     found = list[set[str | None]]()
     for _ in range(3):
         direct.sweep_turn()
-        # A thread that looks for held-up chunks may send the last ones.
-        wait_until(
-            lambda: len({*direct.drained()}) == direct.dispatcher.drain_count,
-            10,
-            "a chunk of each drain",
-        )
+        assert len({*direct.drained()}) == direct.dispatcher.drain_count, "a chunk of each"
         found.append({*direct.drained()})
         direct.sweep_turn()
         assert {*direct.drained()} == found[-1], "the others wait until there is room"

@@ -128,6 +128,10 @@ class MainProcess:
         """Fill the free processes, and leave late entries to the table."""
         self.dispatcher.pump()
 
+    def look(self) -> None:
+        """Let the loop of the dispatcher take a turn, which pumps if it is time."""
+        self.dispatcher.loop._turn()
+
     def stop(self) -> None:
         """Send back what the worker keeps, as at its stop."""
         self.runtime.stop()
