@@ -188,9 +188,12 @@ def stage() -> Iterator[SimulationStage]:
         threads = SimpleNamespace(
             Condition=threading.Condition, Event=threading.Event, Lock=Lock, RLock=threading.RLock
         )
-        others: dict[str, dict[str, Any]] = {"delaytasks.run.chunk": {"threading": threads}}
+        modules = ("run.chunk", "worker.quick_loops")
+        others: dict[str, dict[str, Any]] = {
+            f"delaytasks.{name}": {"threading": threads} for name in modules
+        }
         # The pids are simulated; the simulated pool reports deaths.
-        others["delaytasks.worker.quick_loops"] = {"has_exited": lambda _pid: False}
+        others["delaytasks.worker.quick_loops"]["has_exited"] = lambda _pid: False
         with installed(times, others):
             logger.setLevel(logging.CRITICAL)
             try:

@@ -19,7 +19,7 @@ new one before others mark it as lost.
 from __future__ import annotations
 
 import os
-import time
+import threading
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
@@ -28,13 +28,7 @@ from delaytasks.model.clock import from_us, monotonic
 from delaytasks.model.errors import StoreError, StoreUnavailableError
 from delaytasks.model.policies import POLICY_REFRESH_S, Policies
 from delaytasks.model.task import Level, Timer
-from delaytasks.model.workers import (
-    ONLY_DRAINING_PREFIX,
-    POLLING_PREFIX,
-    PREFORK,
-    ServiceTimes,
-    serves,
-)
+from delaytasks.model.workers import ONLY_DRAINING_PREFIX, POLLING_PREFIX, PREFORK, ServiceTimes
 from delaytasks.settings import SILENT_SWEEPS
 from delaytasks.worker.pool import running_pids
 from delaytasks.worker.sweep import emit_recovered
@@ -53,9 +47,6 @@ QUICK_ANSWER_S = 4.0
 
 #: The longest time between two checks of the pool's processes.
 PROCESS_CHECK_S = 1.0
-#: How long `sign_off` waits for a report under way, which may take as long as two tries, and how
-#: often it looks.
-REPORT_WAIT_S, REPORT_CHECK_S = 10.0, 0.02
 #: Chunks that run for a shorter part of their lease need no renewal yet. Most chunks end before.
 YOUNG_CHUNK_PART = 1 / 4
 
@@ -117,7 +108,9 @@ class LeasesLoop:
         self._renewed_at = monotonic()
         self._reported_at = float("-inf")
         self.contact = DatabaseContact(SILENT_SWEEPS * settings.sweep_s / 2 + PROCESS_CHECK_S)
-        self._has_signed_off = self._is_reporting = False
+        self._has_signed_off = False
+        #: Held while the worker's row is written, which is bounded as each turn is.
+        self._reporting = threading.Lock()
         #: The rows that the last renewal skipped, because other transactions had locked them. Each
         #: turn tries again: after the lock, a sweep would recover a row whose lease has ended.
         self._locked: Sequence[int] = ()
@@ -175,8 +168,7 @@ class LeasesLoop:
         claim looks at them, and the claims of several queues begin at the same time here.
         """
         for queue, priority in self._released:
-            if serves(self._processes.queues, queue):
-                self._dispatcher.start_drain(queue, (priority,))
+            self._worker.drain_here(queue, (priority,))
 
     def _renew(self, alive: set[int], starts: Collection[float], detached: Sequence[int]) -> None:
         now_us = self._runtime.clock.now_us()
@@ -206,39 +198,26 @@ class LeasesLoop:
         self.loop.wake()
 
     def sign_off(self) -> None:
-        """Delete the worker's row. Its leases are renewed as long as its main process lives.
-
-        A report under way ends first, since it may write the row.
-        """
+        """Delete the worker's row. Its leases are renewed as long as its main process lives."""
         self._has_signed_off = True
-        until = monotonic() + REPORT_WAIT_S
-        while self._is_reporting and monotonic() < until:
-            time.sleep(REPORT_CHECK_S)
         self._report()
 
     def _report(self) -> None:
         """Write the worker's row if it is time, or delete it at last. A failure ends no turn.
 
-        Each turn deletes the row again: a report that `sign_off` no longer waited for may have
-        written it.
+        A report under way ends before the row is deleted.
         """
-        self._is_reporting = True  # first, so that `sign_off` waits, or this sees that it began
-        try:
-            self._report_or_delete()
-        finally:
-            self._is_reporting = False
-
-    def _report_or_delete(self) -> None:
         attempt, name = self._runtime.events.attempt, self.loop.name
-        if self._has_signed_off:
-            attempt(name, "sign off", self._delete_row)
-        elif monotonic() - self._reported_at >= self._settings.sweep_s - PROCESS_CHECK_S:
-            self._reported_at = monotonic()  # first, since `report_soon` may ask for another one
-            if attempt(name, "report", self._write_row):
-                self.contact.mark_answered()
-            else:
-                self._reported_at = float("-inf")
-                self.contact.mark_failed()
+        with self._reporting:
+            if self._has_signed_off:
+                attempt(name, "sign off", self._delete_row)  # each turn, as the first one may fail
+            elif monotonic() - self._reported_at >= self._settings.sweep_s - PROCESS_CHECK_S:
+                self._reported_at = monotonic()  # first: `report_soon` may ask for another one
+                if attempt(name, "report", self._write_row):
+                    self.contact.mark_answered()
+                else:
+                    self._reported_at = float("-inf")
+                    self.contact.mark_failed()
 
     def _write_row(self) -> None:
         worker, settings, asked_at = self._celery_worker, self._settings, monotonic()

@@ -26,7 +26,7 @@ from delaytasks.model.inputs import ALL_QUEUES
 from delaytasks.model.policies import Policies, Stamp
 from delaytasks.model.task import Entry, Level, QueuePlace, Recovered
 from delaytasks.model.text import DEFER_MAX_S, some_values
-from delaytasks.model.workers import one_more_worker, serves
+from delaytasks.model.workers import one_more_worker
 
 if TYPE_CHECKING:
     from delaytasks.db.sweep_queries import SweepQueries
@@ -418,7 +418,7 @@ class SweepLoop:
         #: Without a broker no message can request a sweep, so none is waited for.
         self._patience_s = settings.sweep_s if self._polls_table else settings.self_sweep_s
         self.loop = Loop("sweep", self._turn, self._events)
-        self._sweeper = Sweeper(runtime, self._knows_silence, self._drain_here)
+        self._sweeper = Sweeper(runtime, self._knows_silence, worker.drain_here)
         self._overdue = OverdueQueues(self._store.sweeps, settings.grace_s)
         self._rest_s = min(settings.sweep_s, SWEEP_LOOP_REST_S)
         # Without a broker in each turn: no message brings what the reads of the table have missed.
@@ -466,10 +466,6 @@ class SweepLoop:
             late |= self._overdue.of_others(queues, most)
         for queue, priorities in late.items():
             worker.dispatcher.start_drain(queue, priorities)
-
-    def _drain_here(self, queue: str, priorities: Sequence[int]) -> None:
-        if serves(self._processes.queues, queue):
-            self._worker.dispatcher.start_drain(queue, priorities)
 
     def _sweep_requested(self) -> None:
         for sweep_partition in sorted(self._requested.copy()):

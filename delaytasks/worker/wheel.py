@@ -1,11 +1,13 @@
 """A hashed timing wheel: each slot is one tick, and has the entries of all rounds.
 
-The costs of a tick, and of adding, cancelling and moving an entry, do not depend on the number of
-entries.
+The costs of a tick, and of adding an entry, do not depend on the number of entries. Nothing is
+cancelled or moved here: a task that is cancelled or touched gets another version, and the claim
+refuses the entry of the earlier one.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, TypeVar
@@ -43,26 +45,18 @@ class TimingWheel(Generic[E]):
     def __len__(self) -> int:
         return len(self._ticks)
 
-    def __contains__(self, name: Hashable) -> bool:
-        return name in self._ticks
-
     def add(self, name: Hashable, tick: int, entry: E) -> int:
         """Keep `entry` until `tick`, or until the next tick if `tick` has passed, and return that
         tick.
 
-        An entry of this name moves.
+        An entry of this name that is kept already stays as it is.
         """
-        if name in self._ticks:
-            self.cancel(name)
-        if tick <= self._now:
-            tick = self._now + 1
+        known = self._ticks.get(name)
+        if known is not None:
+            return known
+        tick = max(tick, self._now + 1)
         self._ticks[name] = tick
-        rounds, round = self._slots[tick % self._size], tick // self._size
-        kept = rounds.get(round)
-        if kept is None:
-            rounds[round] = {name: entry}
-        else:
-            kept[name] = entry
+        self._slots[tick % self._size].setdefault(tick // self._size, {})[name] = entry
         return tick
 
     def go_back(self, tick: int) -> None:
@@ -71,24 +65,12 @@ class TimingWheel(Generic[E]):
         """
         self._now = min(self._now, tick)
 
-    def cancel(self, name: Hashable) -> E | None:
-        """Remove an entry and return it, or return None if the wheel does not keep it."""
-        tick = self._ticks.pop(name, None)
-        if tick is None:
-            return None
-        rounds, round = self._slots[tick % self._size], tick // self._size
-        kept = rounds[round]
-        entry = kept.pop(name)
-        if not kept:
-            del rounds[round]
-        return entry
-
     def advance(self, tick: int) -> list[E]:
         """Remove and return the entries that are due up to `tick`, in the order of their ticks."""
         passed: Iterable[int] = range(self._now + 1, tick + 1)
         if tick - self._now >= self._size:
             # The machine slept: read each entry once, instead of each slot once a round.
-            passed = sorted(at for at in self._held_ticks() if at <= tick)
+            passed = sorted({at for at in self._ticks.values() if at <= tick})
         self._now = tick
         due: list[E] = []
         for at in passed if self._ticks else ():
@@ -110,20 +92,6 @@ class TimingWheel(Generic[E]):
         coming = range(self._now + 1, latest)
         return next(
             (at for at in coming if at // self._size in self._slots[at % self._size]), latest
-        )
-
-    def take_all(self) -> list[E]:
-        entries = [
-            entry for rounds in self._slots for kept in rounds.values() for entry in kept.values()
-        ]
-        for rounds in self._slots:
-            rounds.clear()
-        self._ticks.clear()
-        return entries
-
-    def _held_ticks(self) -> Iterable[int]:
-        return (
-            round * self._size + slot for slot, rounds in enumerate(self._slots) for round in rounds
         )
 
 
@@ -177,7 +145,7 @@ class Wheel(Generic[E]):
         with self._lock:
             self._is_open = False
             self._next_tick = None  # no entry is late now
-            return self._wheel.take_all()
+            return self._wheel.advance(sys.maxsize)
 
     def _turn(self) -> float | None:
         rests_s = self._rests_until - monotonic()

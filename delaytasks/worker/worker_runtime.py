@@ -28,6 +28,7 @@ from delaytasks.model.clock import from_us, monotonic
 from delaytasks.model.inputs import ALL_QUEUES
 from delaytasks.model.moves import LateReason
 from delaytasks.model.task import Entry
+from delaytasks.model.workers import serves
 from delaytasks.run.celery_context import check_time_limits
 from delaytasks.statistics.statistics_table import StatisticsWriter, WorkerCounts, write_last
 from delaytasks.worker.dispatcher import Dispatcher, UnfinishedDrains
@@ -101,15 +102,15 @@ class WorkerRuntime:
         self.sweep_loop = SweepLoop(self)
         self.leases_loop = LeasesLoop(self)
         self.policies_loop = PoliciesLoop(self)
-        self.table_poller: TablePoller | None = None
-        self.redis_poller: RedisPoller | None = None
+        #: Takes entries from the timer, unless messages bring them.
+        self.poller: TablePoller | RedisPoller | None = None
         if polls_table and runtime.direct_timer is not None:
-            self.table_poller = TablePoller(self)
-        if runtime.redis_timer is not None:
+            self.poller = TablePoller(self)
+        elif runtime.redis_timer is not None:
             # Imported here, since other deployments need no Redis client.
             from delaytasks.broker.redis_poller import RedisPoller
 
-            self.redis_poller = RedisPoller(self, runtime.redis_timer)
+            self.poller = RedisPoller(self, runtime.redis_timer)
         self.loops = [
             self.wheel.loop,
             self.dispatcher.loop,
@@ -120,9 +121,8 @@ class WorkerRuntime:
         for part in (call_thread, self.statistics_writer):
             if part is not None:
                 self.loops.append(part.loop)
-        for poller in (self.table_poller, self.redis_poller):
-            if poller is not None:
-                self.loops += poller.loops
+        if self.poller is not None:
+            self.loops += self.poller.loops
         self._was_connected = False
         self._endpoint: MetricsEndpoint | None = None
 
@@ -176,10 +176,9 @@ class WorkerRuntime:
         the pool may have to finish tasks. With `is_warm` the caller is the pool's thread, and the
         pool may be changed.
         """
-        # The pollers stop first. Otherwise they would take what is sent back.
-        for poller in (self.redis_poller, self.table_poller):
-            if poller is not None:
-                poller.stop()
+        # The poller stops first. Otherwise it would take what is sent back.
+        if self.poller is not None:
+            self.poller.stop()
         # The dispatcher closes before the wheel, so that it sends back all that comes from now on.
         waiting, drains = self.dispatcher.close()
         waiting += self.wheel.stop()
@@ -217,6 +216,11 @@ class WorkerRuntime:
         """Write what the worker has counted since the last write."""
         if self.statistics_writer is not None:
             write_last(self.statistics_writer, self.events)
+
+    def drain_here(self, queue: str, priorities: Sequence[int]) -> None:
+        """Start a drain if this worker serves the queue."""
+        if serves(self.processes.queues, queue):
+            self.dispatcher.start_drain(queue, priorities)
 
     def watch(self) -> None:
         """Do what a worker does once a second, and what needs no database."""
@@ -256,10 +260,6 @@ class WorkerRuntime:
         lost = self.dispatcher.recall()
         if lost:
             self.dispatcher.take(lost)
-
-    def pids(self) -> set[int]:
-        """Return the pool's processes and this one, which runs the tasks of a pool of threads."""
-        return {os.getpid(), *running_pids(self.celery_worker.pool)}
 
     def info(self) -> dict[str, Any]:
         """Return what `celery inspect stats` shows."""

@@ -124,6 +124,7 @@ VERBS: dict[str, tuple[Any, str]] = {
     "ask others to help": (Dispatcher, "left_to_table"),
     "take a turn for a backlog": (Dispatcher, "_drain_chunk"),
     "share the entries": (Dispatcher, "_entry_chunk"),
+    "plan a look": (Dispatcher, "_plan_look"),
     "know late entries": (ReadyEntries, "levels_before"),
     "go on after a chunk": (Dispatcher, "_continue_after"),
     "want another chunk": (QueueDrain, "wants_chunk"),
@@ -176,6 +177,7 @@ for _name, _verb, _answer, *_found in [
     ("no_sweep", "sweep", True, "stuck"),
     ("every_sweep_was_just_made", "begin a sweep", None, "stuck"),
     ("late_entries_wait_for_a_busy_pool", "know late entries", [], "reliability/dispatching"),
+    ("the_dispatcher_looks_only_when_it_is_told", "plan a look", None, "reliability/dispatching"),
     ("nobody_sweeps_without_beat", "sweep without beat", None, "unit/sweeper"),
     ("running_tasks_are_not_asked_to_stop", "ask to stop", True, "conformance/cancel"),
     ("paused_rows_are_not_held", "hold", set(), "conformance/policies"),
@@ -518,7 +520,7 @@ def the_workers_clock_decides(strftime: Any, times: Times, *words: str) -> Any:
 
 @bug("ask others to help", "unit/dispatcher")
 def other_workers_help_after_the_next_sweep(take: Any, at: Any) -> Any:
-    take(at)
+    list(take(at))
     return []
 
 
@@ -611,8 +613,8 @@ def a_higher_limit_waits_for_long_rows(needs: Any, at: Any, now: float) -> bool:
 
 
 @bug("learn from a probe", "unit/dispatcher pace_of_a_raised_rate")
-def probes_do_not_come_at_the_pace_of_a_rate(probed: Any, at: Any, state: Any) -> float:
-    return float(probed(at, state._replace(recheck_s=WAITLIST_RECHECK_S)))
+def probes_do_not_come_at_the_pace_of_a_rate(probed: Any, at: Any, state: Any) -> None:
+    probed(at, state._replace(recheck_s=WAITLIST_RECHECK_S))
 
 
 # -- the Redis timer ------------------------------------------------------------------------------

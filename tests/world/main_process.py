@@ -158,7 +158,7 @@ class MainProcess:
 
     def poll(self, hears_notices: bool = False) -> float:
         """Let the thread that reads the table take one turn, and return how long it rests."""
-        poller = self.runtime.table_poller
+        poller = self.runtime.poller
         assert isinstance(poller, TablePoller)
         poller.listener.is_listening = hears_notices
         return poller._turn()

@@ -90,20 +90,20 @@ class RedisWorker(MainProcess):
 
     def look_at_all(self) -> None:
         """Let the worker read all slots soon."""
-        poller: Any = self.runtime.redis_poller
+        poller: Any = self.runtime.poller
         poller._read_all_soon()
         poller._poll_loop.wake()
 
     def count_turns(self) -> Mock:
         """Return what counts the turns of the poller from now on."""
-        loop: Any = self.runtime.redis_poller.loops[0]  # type: ignore[union-attr]
+        loop: Any = self.runtime.poller.loops[0]  # type: ignore[union-attr]
         loop._turn = Mock(wraps=loop._turn)
         turns: Mock = loop._turn
         return turns
 
     def stop_after_passing_on(self, ids: range) -> None:
         """Stop the worker when it has passed entries on and not deleted them yet."""
-        poller: Any = self.runtime.redis_poller
+        poller: Any = self.runtime.poller
         poller._poll_loop.stop()
         self.arm(ids)
         poller._passed_on = self.timer.take(dict.fromkeys(self.timer.slots("default"), 10)) or []
