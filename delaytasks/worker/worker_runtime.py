@@ -1,8 +1,7 @@
 """What the main process of a worker does besides Celery, from its start to its stop.
 
 `WorkerRuntime` runs beside a Celery worker, or beside a `StandaloneWorker`, which takes its place
-without a broker: its main thread is the event loop of a pool of processes, or it runs tasks itself,
-like a solo pool, and makes the calls of the runtime in between.
+without a broker: its main thread is the event loop of a pool of processes, or of a solo pool.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from delaytasks.model.workers import serves
 from delaytasks.run.celery_context import check_time_limits
 from delaytasks.statistics.statistics_table import StatisticsWriter, WorkerCounts, write_last
 from delaytasks.worker.dispatcher import Dispatcher, UnfinishedDrains
-from delaytasks.worker.patches import stop_reading
+from delaytasks.worker.patches import let_threads_wake, stop_reading
 from delaytasks.worker.pool import freeze_loaded_objects, running_pids
 from delaytasks.worker.processes import Processes, logical_queues, processes_of
 from delaytasks.worker.quick_loops import LeasesLoop, PoliciesLoop, ServiceWatch
@@ -86,9 +85,8 @@ class WorkerRuntime:
         self.store = runtime.store
         self.registry = runtime.registry
         self.service_watch = ServiceWatch(runtime.timer)
-        hub_or_worker = celery_worker.hub or celery_worker
-        call_thread = None if hasattr(hub_or_worker, "call_soon") else CallThread(self.events)
-        self.call_soon = (call_thread or hub_or_worker).call_soon
+        call_thread = CallThread(self.events) if celery_worker.hub is None else None
+        self.call_soon = (call_thread or celery_worker.hub).call_soon
         #: What the worker has run; None if the setting `statistics` is off.
         self.counts: WorkerCounts | None = None
         self.statistics_writer: StatisticsWriter | None = None
@@ -333,8 +331,8 @@ class StandaloneWorker:
             delays._renew_runtime(timer="direct")
         self._parts = parts = delays._runtime
         self._polls_table = polls_table
-        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._is_stopping = self._is_done = False
+        self._has_processes = processes is not None
+        self._is_stopping = False
         self._was_current = getattr(_state._tls, "current_app", None)
         app = parts.celery
         pool_processes = processes_of(app)
@@ -343,7 +341,9 @@ class StandaloneWorker:
         if processes is not None:
             app.loader.init_worker()
             signals.worker_init.send(sender=self)
-        self.hub = None if processes is None else set_event_loop(Hub())
+        self.hub = Hub()
+        set_event_loop(self.hub)
+        let_threads_wake(self.hub)
         self.pool = self._make_pool(app, processes)
         if processes is not None:
             pool_processes.serve(self.hostname, self.pool, may_detach=polls_table)
@@ -372,10 +372,6 @@ class StandaloneWorker:
             putlocks=False,  # the dispatcher sends no more chunks than there are processes
         )
 
-    def call_soon(self, call: Callable[[], None]) -> None:
-        """Take the place of the event loop's method if there is no event loop."""
-        self._calls.put(call)
-
     def start(self) -> None:
         """Start the pool and the runtime. Raise `ConfigError` if the configuration is wrong."""
         runtime = self.runtime
@@ -383,33 +379,17 @@ class StandaloneWorker:
             self._parts.checks.check_ready()
             queues = runtime.processes.queues
             check_time_limits(runtime.registry, self._parts.queues, queues, self.pool)
-        if self.hub is not None:
+        if self._has_processes:
             freeze_loaded_objects()
         self.pool.start()  # it forks, so it starts before there are threads
         runtime.start()
 
     def run(self, is_done: Callable[[], bool] = lambda: False) -> None:
-        """Run until `stop_soon` is called, or until `is_done` returns True in an idle moment."""
-        if self.hub is not None:
-            self._run_hub(self.hub, is_done)
-            return
-        while not self._is_stopping:
-            try:
-                call = self._calls.get(timeout=DONE_CHECK_S)
-            except Empty:
-                if is_done():
-                    return
-            else:
-                call()
-
-    def _run_hub(self, hub: Hub, is_done: Callable[[], bool]) -> None:
-        def check() -> None:
-            self._is_done = is_done()
-
-        self.pool.register_with_event_loop(hub)
-        hub.call_repeatedly(DONE_CHECK_S, check)
-        loop = hub.create_loop()
-        while not (self._is_stopping or self._is_done):
+        """Run until `stop_soon` is called, or until `is_done` returns True."""
+        self.pool.register_with_event_loop(self.hub)
+        self.hub.call_repeatedly(DONE_CHECK_S, lambda: None)  # so that the loop turns
+        loop = self.hub.create_loop()
+        while not (self._is_stopping or is_done()):
             next(loop)
 
     def stop_soon(self) -> None:
@@ -442,8 +422,7 @@ class StandaloneWorker:
             loop.stop()
         self._parts.clock.refreshes_inline = True
         self._parts.policy_cache.is_led = False
-        if self.hub is not None:
-            self.hub.close()
-            set_event_loop(None)
+        self.hub.close()
+        set_event_loop(None)
         signals.worker_shutdown.send(sender=self)
         _state._set_current_app(self._was_current)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -49,7 +50,8 @@ class Pool:
 class CeleryWorker:
     """The parts of Celery's worker that the runtime uses."""
 
-    hub = consumer = None
+    hub: Any = None
+    consumer = None
 
     def __init__(self, pool: Any, hostname: str) -> None:
         self.pool, self.hostname = pool, hostname
@@ -58,9 +60,7 @@ class CeleryWorker:
 class SteppedCeleryWorker(CeleryWorker):
     """Makes the calls of the event loop immediately."""
 
-    @staticmethod
-    def call_soon(call: Callable[[], object]) -> None:
-        call()
+    hub = SimpleNamespace(call_soon=lambda call: call())
 
 
 def run_chunk(world: World, *tasks: DelayedTask, queue: str | None = None) -> Report:
