@@ -32,6 +32,6 @@ def lose_broker(state: Any) -> dict[str, int]:
         process.join()
     pool.maintain_pool()
     consumer.pool.flush()
-    forgotten = sum(is_forgotten(sent.result) for sent in dispatcher._pool.sent.values())
+    forgotten = sum(is_forgotten(chunk.result) for chunk in dispatcher._pool.chunks.values())
     runtime.connected()
     return {"forgotten": forgotten}
