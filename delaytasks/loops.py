@@ -37,8 +37,8 @@ def limit_answers(seconds: float | None) -> None:
 class Loop:
     """Calls `turn` again and again in a thread of its own.
 
-    `turn` returns the seconds to rest after it, or None to rest until `wake` is called or the event
-    `wake` is set. After a turn that fails, which is reported, the loop rests for `FAILED_REST_S`.
+    `turn` returns the seconds to rest after it, or None to rest until `wake` is called. After a
+    turn that fails, which is reported, the loop rests for `FAILED_REST_S`.
 
     Nothing watches a loop, so each step of a turn has a time limit: connections whose database is
     silent are cut, after `answer_s` if it is given, and Redis and the broker have limits for their
@@ -50,13 +50,12 @@ class Loop:
         name: str,
         turn: Callable[[], float | None],
         events: Events,
-        wake: threading.Event | None = None,
         answer_s: float | None = None,
     ) -> None:
         self.name = name
         self._turn = turn
         self._events = events
-        self._wake = wake or threading.Event()
+        self._wake = threading.Event()
         self._answer_s = answer_s
         self._thread: threading.Thread | None = None
         self.is_running = False

@@ -170,23 +170,22 @@ MIN_POLL_REST_S, MAX_POLL_REST_S = 0.02, 0.5
 REST_GROWTH = 1.5
 #: Rows in one read. If there are more, the next read comes soon.
 MAX_READ_ROWS = 2000
-#: How often the poller looks for other workers.
-SHARES_CHECK_S = 1.0
+#: How often the poller looks for other workers, and for overdue tasks.
+CHECK_S = 1.0
 #: How long a read waits for an answer. If the database is silent, another connection may not be.
 POLL_ANSWER_S = 10.0
 
 
 class TablePoller:
-    """Passes rows of this worker on that are due before the next read. It leaves overdue ones,
-    which the loop of sweeps finds.
+    """Passes rows of this worker on that are due before the next read. Overdue ones are drained,
+    whichever worker's they were.
     """
 
     def __init__(self, worker: WorkerRuntime) -> None:
+        self._worker = worker
         self._runtime = runtime = worker.runtime
-        self._processes = worker.processes
-        self._dispatcher = worker.dispatcher
         self._shares = WorkerShares(worker.celery_worker.hostname)
-        self._shares_check_at = 0.0
+        self._check_at = 0.0
         #: The rows that were passed on, which the next read may find again, and their due times.
         self._passed_on: dict[tuple[int, int], int] = {}
         self._rest_s = MIN_POLL_REST_S
@@ -200,8 +199,9 @@ class TablePoller:
 
     def _turn(self) -> float:
         store, settings, clock = self._runtime.store, self._runtime.settings, self._runtime.clock
-        if monotonic() >= self._shares_check_at:
-            self._shares_check_at = monotonic() + SHARES_CHECK_S
+        is_time_to_check = monotonic() >= self._check_at
+        if is_time_to_check:
+            self._check_at = monotonic() + CHECK_S
             self._shares.learn(store.workers.all(), clock.now(), settings.sweep_s)
         now_us, grace_us = clock.now_us(), settings.grace_s * 1e6
         hears_notices = self.listener.is_listening
@@ -212,7 +212,9 @@ class TablePoller:
         )
         mine = self._new(found)
         if mine:
-            self._dispatcher.receive(mine)
+            self._worker.dispatcher.receive(mine)
+        if is_time_to_check:
+            self._worker.sweep_loop.drain_own_queues()
         self._passed_on = {
             name: due_us
             for name, due_us in self._passed_on.items()
@@ -229,7 +231,7 @@ class TablePoller:
 
     def _new(self, found: Iterable[Entry]) -> list[Entry]:
         """Return those entries that are this worker's, and that were not passed on before."""
-        queues, known = self._processes.queues, self._passed_on
+        queues, known = self._worker.processes.queues, self._passed_on
         new = {
             (entry.id, entry.version): entry
             for entry in found

@@ -64,8 +64,7 @@ class RedisPoller:
         self._delete_at = 0.0
         self._read_all_at = 0.0
         self._was_down = False
-        has_capacity = worker.dispatcher.capacity_granted
-        self._poll_loop = Loop("redis_poller", self._poll, events, has_capacity)
+        self._poll_loop = Loop("redis_poller", self._poll, events)
         self._listen_loop = Loop("redis_listener", self._listen, events)
         self.loops = [self._poll_loop, self._listen_loop]
 
@@ -106,7 +105,7 @@ class RedisPoller:
     def _slots_to_read(self) -> tuple[dict[Slot, int], float]:
         """Return how many entries to take of each slot that is due, or how long to rest at most."""
         # First, or capacity that comes meanwhile would be missed.
-        self._dispatcher.is_capacity_wanted = True
+        self._dispatcher.on_capacity = self._poll_loop.wake
         now_us = self._clock.now_us()
         # If the clock was set back, entries may wait for hours again. They use no capacity.
         latest_us = now_us + AHEAD_MS * 1000
@@ -125,7 +124,7 @@ class RedisPoller:
                 self._read_at |= dict.fromkeys(wanted, inf)
                 return wanted, 0
             if not due:
-                self._dispatcher.is_capacity_wanted = False
+                self._dispatcher.on_capacity = None
                 next_ms = min(self._read_at.values(), default=inf)
                 rest_s = min(rest_s, (next_ms * 1000 - now_us) / 1e6)
             return {}, rest_s

@@ -259,9 +259,8 @@ class Dispatcher:
         self.loop = Loop("dispatcher", self._look, runtime.events)
         #: The ids of the rows that still run in each process although their chunk has ended.
         self._detached: dict[int, Sequence[int]] = {}
-        #: The Redis poller sets this if it waits for capacity, which `capacity_granted` ends.
-        self.is_capacity_wanted = False
-        self.capacity_granted = threading.Event()
+        #: Is called once when there is capacity. The Redis poller sets it while it waits.
+        self.on_capacity: Callable[[], object] | None = None
 
     # -- what arrives -----------------------------------------------------------------------------
 
@@ -545,9 +544,10 @@ class Dispatcher:
             with self._lock:
                 self._is_pumping = False
             self._plan_look()
-            if self.is_capacity_wanted and self.capacity():
-                self.is_capacity_wanted = False
-                self.capacity_granted.set()
+            on_capacity = self.on_capacity
+            if on_capacity is not None and self.capacity():
+                self.on_capacity = None
+                on_capacity()
 
     def _next_chunk(self) -> ChunkRequest | None:
         """Return the next chunk, or None if none may be sent."""

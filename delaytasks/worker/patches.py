@@ -388,7 +388,7 @@ class ReconnectStep(bootsteps.Step):
         self._runtime.recall()
         self._is_ready = False
         if self._blocked is not None:
-            turn_event_loop(consumer, RECONNECT_PAUSE_S)
+            call_in_background(consumer, partial(time.sleep, RECONNECT_PAUSE_S))
         for step in consumer.steps:
             if type(step).__name__ == "DelayedDelivery" and not isinstance(step.start, partial):
                 step.start = partial(_start_in_thread, step.start)
@@ -541,13 +541,6 @@ def call_in_background(consumer: Any, work: Callable[[], Any]) -> Any:
     if thread.is_alive():
         _turn(consumer, thread.is_alive)
     return answer.result()
-
-
-def turn_event_loop(consumer: Any, seconds: float) -> None:
-    """Turn the event loop for `seconds`, without a broker."""
-    until = monotonic() + seconds
-    if getattr(consumer, "hub", None) is not None:
-        _turn(consumer, lambda: monotonic() < until)
 
 
 def _turn(consumer: Any, goes_on: Callable[[], bool]) -> None:

@@ -263,46 +263,31 @@ class Sweeper:
     # -- rows due within the horizon --------------------------------------------------------------
 
     def _arm_due_within_horizon(self, sweep_partition: int, armed_until: datetime) -> None:
-        """Arm the rows that came within the horizon since the last sweep, up to `armed_until`."""
-        horizon_s = self._settings.horizon_s
-        if horizon_s is None or not self._settings.uses_broker:
-            return  # every row was armed when it was scheduled, or each worker polls the table
-        now = self._runtime.clock.certain_now()
-        since, until = max(armed_until, now), now + timedelta(seconds=horizon_s)
-        armed = self._arm(sweep_partition, since, until)
-        if armed is None:
-            return
-        count, end = armed
-        # This is written last. A crash before it costs duplicate messages, but leaves no gap.
-        self._sweeps.mark_armed(sweep_partition, self._settings.sweep_partitions, armed_until, end)
-        if count:
-            self._events.emit("sweep.armed", count=count)
-
-    def _arm(
-        self, sweep_partition: int, since: datetime, until: datetime
-    ) -> tuple[int, datetime] | None:
-        """Arm the rows due after `since` and up to `until`, within one sweep interval.
-
-        Returns
-        -------
-        tuple or None
-            The number of armed rows and the due time up to which all rows are armed. None if the
-            broker is unavailable: the next sweep starts at the same row.
+        """Arm the rows that came within the horizon since the last sweep, which has armed those
+        due up to `armed_until`.
         """
-        count, deadline = 0, monotonic() + self._settings.sweep_s
-        partitions, timer = self._settings.sweep_partitions, self._runtime.timer
-        for entries in self._sweeps.due_between(since, until, sweep_partition, partitions):
+        settings, timer, sweeps = self._settings, self._runtime.timer, self._sweeps
+        if settings.horizon_s is None or not settings.uses_broker:
+            return  # every row was armed when it was scheduled, or each worker polls the table
+        now, partitions = self._runtime.clock.certain_now(), settings.sweep_partitions
+        since, until = max(armed_until, now), now + timedelta(seconds=settings.horizon_s)
+        count, deadline = 0, monotonic() + settings.sweep_s
+        for entries in sweeps.due_between(since, until, sweep_partition, partitions):
             if timer.arm(entries):
                 count += len(entries)
             elif not timer.is_up:
-                return None
+                return  # the next sweep starts at the same row
             # Otherwise the broker refuses one queue. Its rows are drained when they are overdue,
             # and the rows of the other queues do not wait for them.
             if monotonic() > deadline and (end := _before_last_instant(entries)) is not None:
                 # Each queue needs a message of its own, and overdue rows must not wait for
                 # thousands of messages. The next sweep continues with the last due time.
-                return count, end
-        return count, until
+                until = end
+                break
+        # This is written last. A crash before it costs duplicate messages, but leaves no gap.
+        sweeps.mark_armed(sweep_partition, partitions, armed_until, until)
+        if count:
+            self._events.emit("sweep.armed", count=count)
 
     # -- rows of dead workers ---------------------------------------------------------------------
 
@@ -421,12 +406,10 @@ class SweepLoop:
         self._sweeper = Sweeper(runtime, self._knows_silence, worker.drain_here)
         self._overdue = OverdueQueues(self._store.sweeps, settings.grace_s)
         self._rest_s = min(settings.sweep_s, SWEEP_LOOP_REST_S)
-        # Without a broker in each turn: no message brings what the reads of the table have missed.
-        own_queues_s = 0.0 if self._polls_table else settings.sweep_s - self._rest_s
         self._stages = Stages(
             self._events,
             ("others", settings.sweep_s, self._look_at_workers),
-            ("own queues", own_queues_s, self._drain_own_queues),
+            ("own queues", settings.sweep_s - self._rest_s, self._drain_with_broker),
             ("forget", 0, self._forget_armed_rows),
             ("requested", 0, self._sweep_requested),
             ("stale", min(STALE_CHECK_S, self._patience_s / 2), self._sweep_stale),
@@ -448,13 +431,12 @@ class SweepLoop:
         self._stages.run()
         return self._rest_s
 
-    def _drain_own_queues(self) -> None:
-        """Start drains of this worker's queues that have overdue rows, whichever worker sweeps, and
-        whether or not there is a broker.
-        """
-        worker = self._worker
-        if not (self._settings.uses_broker or worker.polls_table):
-            return  # it drains only what it is asked to
+    def _drain_with_broker(self) -> None:
+        if self._settings.uses_broker:  # else the poller of the table does so more often
+            self.drain_own_queues()
+
+    def drain_own_queues(self) -> None:
+        """Start drains of this worker's queues that have overdue rows, whichever worker sweeps."""
         queues: Collection[str] = self._processes.queues
         serves_all = ALL_QUEUES in queues
         if serves_all:
@@ -462,10 +444,10 @@ class SweepLoop:
         late = self._overdue.of_named(queues)
         if serves_all:
             # No more unknown queues than can have their turn soon, in between the known ones.
-            most = MOST_OTHERS - worker.dispatcher.drain_count
+            most = MOST_OTHERS - self._worker.dispatcher.drain_count
             late |= self._overdue.of_others(queues, most)
         for queue, priorities in late.items():
-            worker.dispatcher.start_drain(queue, priorities)
+            self._worker.dispatcher.start_drain(queue, priorities)
 
     def _sweep_requested(self) -> None:
         for sweep_partition in sorted(self._requested.copy()):

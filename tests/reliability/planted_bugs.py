@@ -118,7 +118,7 @@ VERBS: dict[str, tuple[Any, str]] = {
     "walk through the queues": (SweepQueries, "next_queues"),
     "read without a broker": (SweepQueries, "first_due_between"),
     "sweep without beat": (SweepLoop, "_sweep_stale"),
-    "drain the own queues": (SweepLoop, "_drain_own_queues"),
+    "drain the own queues": (SweepLoop, "drain_own_queues"),
     "send back": (WorkerRuntime, "send_back"),
     "close": (Dispatcher, "close"),
     "ask others to help": (Dispatcher, "left_to_table"),

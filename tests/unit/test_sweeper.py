@@ -467,14 +467,16 @@ def test_a_table_with_notices_is_read_once_a_second(direct: Direct) -> None:
     assert direct.held == 2000
 
 
-def test_drains_of_late_rows_are_started_in_each_turn_of_the_sweeps(direct: Direct) -> None:
+def test_drains_of_late_rows_are_requested_once_a_second(direct: Direct) -> None:
     for queue, priority in (("default", 0), ("default", 9), ("others", 0)):
         direct.put(-60, queue=queue, priority=priority)
-    direct.sweep_turn()
+    direct.rests(5)
     [request] = direct.requests
     assert (request.drained_queue, {*request.priorities}) == ("default", {0, 9})
     direct.end(0)
-    direct.sweep_turn()
+    direct.rests(5)
+    assert direct.requests == []
+    direct.poll(is_woken=True)
     assert direct.drained() == ["default"]
 
 
@@ -484,10 +486,10 @@ def test_a_worker_of_all_queues_drains_known_ones_and_few_unknown_ones(direct: D
     direct.world.put_each([f"q{number:04}" for number in range(3 * MOST_OTHERS)], -60)
     found = list[set[str | None]]()
     for _ in range(3):
-        direct.sweep_turn()
+        direct.poll(is_woken=True)
         assert len({*direct.drained()}) == direct.dispatcher.drain_count, "a chunk of each"
         found.append({*direct.drained()})
-        direct.sweep_turn()
+        direct.poll(is_woken=True)
         assert {*direct.drained()} == found[-1], "the others wait until there is room"
         while direct.requests:
             direct.end(0)

@@ -156,11 +156,13 @@ class MainProcess:
         """Let the thread that sweeps take one turn."""
         self.runtime.sweep_loop._turn()
 
-    def poll(self, hears_notices: bool = False) -> float:
+    def poll(self, is_woken: bool = False, hears_notices: bool = False) -> float:
         """Let the thread that reads the table take one turn, and return how long it rests."""
         poller = self.runtime.poller
         assert isinstance(poller, TablePoller)
         poller.listener.is_listening = hears_notices
+        if is_woken:
+            poller._check_at = 0.0
         return poller._turn()
 
     def drain(self, queue: str = "default", *priorities: int) -> None:
