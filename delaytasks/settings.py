@@ -70,6 +70,20 @@ class Sweep(NamedTuple):
         return interval if self.partitions == 1 else f"{interval} {self.partitions}"
 
 
+#: What the console may paint the name of a deployment with.
+COLORS = ("red", "orange", "green", "blue", "grey")
+
+
+class Badge(NamedTuple):
+    """The name of a deployment on the pages of the console, and its colour."""
+
+    name: str
+    color: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.color}".strip()
+
+
 def _check(is_right: object, rule: str) -> None:
     if not is_right:
         raise ValueError(rule)
@@ -179,6 +193,15 @@ def _metrics(value: Any) -> Address | str:
     rule = "is a port, as 9819, an address, as 0.0.0.0:9819 or [::]:9819, or the path of a file"
     _check(address.port > 0 if address else not text or "/" in text, rule)
     return address or text
+
+
+def _badge(value: Any) -> Badge:
+    name, _, color = _text(value).rpartition(" ")
+    if color not in COLORS or not name:
+        name, color = value, "red" if value.lower().startswith("prod") else "blue"
+    rule = f"is a name of at most 24 characters, and maybe a colour: {', '.join(COLORS)}"
+    _check(name.isprintable() and len(name) <= 24, rule)
+    return Badge(name, color if name else "")
 
 
 def _is_none(value: Any) -> bool:
@@ -311,6 +334,13 @@ class Settings:
         "where a worker shows its metrics to Prometheus: at a port (9819, only for this host) or "
         "an address (0.0.0.0:9819), or in a file, in whose path %h, %n and %d stand for the "
         "worker's name, as in Celery; empty: nowhere",
+    )
+
+    environment: Badge = _setting(
+        "",
+        _badge,
+        "name of this deployment on all pages of the console, as production, or 'staging orange'; "
+        "without a colour (red, orange, green, blue, grey), production is red, and others are blue",
     )
 
     callback_secrets: tuple[str, ...] = _setting(

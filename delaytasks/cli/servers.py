@@ -134,10 +134,8 @@ def _announce(cli: Cli, urls: dict[str, str]) -> None:
 def _console(cli: Cli, proxy_header: str | None, proxy: tuple[str, ...], **_: Any) -> Any:
     with needs_extra("console"):
         from delaytasks.console import application
-    access = None
-    if proxy_header is not None:
-        access = application.proxy_access(cli.delays, proxy_header, proxy or ("127.0.0.1", "::1"))
-    return application.standalone(cli.delays, partial(click.echo, err=cli.is_json), access)
+    say = partial(click.echo, err=cli.is_json)
+    return application.standalone(cli.delays, say, proxy_header, proxy or ("127.0.0.1", "::1"))
 
 
 def _api(cli: Cli, rate: float | None, keys: Path | None, **_: Any) -> Any:

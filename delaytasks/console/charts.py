@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import datetime, timedelta, tzinfo
-from html import escape
+from datetime import datetime, timedelta
 from typing import NamedTuple
+
+from markupsafe import Markup, escape
 
 from delaytasks.model.clock import UTC
 from delaytasks.model.inputs import show_measured
-from delaytasks.statistics.reading import SeriesPoint
 
 WIDTH, HEIGHT = 520, 190
 LEFT, RIGHT, TOP, BOTTOM = 54, 6, 10, 24
@@ -41,51 +41,17 @@ class Series(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """Maps values to heights."""
+    """Maps values to shares of the height."""
 
-    position: Callable[[float], float]
+    share: Callable[[float], float]
     lines: Sequence[tuple[float, str]]
 
     def y(self, value: float) -> float:
-        share = min(max(self.position(value), 0.0), 1.0)
+        share = min(max(self.share(value), 0.0), 1.0)
         return TOP + (HEIGHT - TOP - BOTTOM) * (1 - share)
 
 
-def throughput_chart(points: Sequence[SeriesPoint], step: timedelta, zone: tzinfo = UTC) -> str:
-    """Return a chart of the runs of each step by outcome, with its legend."""
-    totals = [point.total for point in points]
-    parts = [
-        Series("done", "done", [one.done for one in totals]),
-        Series("retried", "retried", [one.retried for one in totals]),
-        Series("failed", "failed", [one.failed for one in totals]),
-        Series("cancelled or expired", "other", [one.cancelled + one.expired for one in totals]),
-    ]
-    return legend(parts) + stacked_bars(_starts(points, zone), step, parts)
-
-
-def lateness_chart(points: Sequence[SeriesPoint], step: timedelta, zone: tzinfo = UTC) -> str:
-    """Return a chart of the lateness of each step, with its legend."""
-    parts = [
-        Series(name, f"p{share}", [p.total.lateness_quantile(share / 100) for p in points])
-        for name, share in (("p50: half began earlier", 50), ("p99: 99 of 100 began earlier", 99))
-    ]
-    return legend(parts) + lines(_starts(points, zone), step, parts)
-
-
-def duration_chart(points: Sequence[SeriesPoint], step: timedelta, zone: tzinfo = UTC) -> str:
-    """Return a chart of the durations of the runs of each step, with its legend."""
-    parts = [
-        Series(name, f"p{share}", [p.total.duration_quantile(share / 100) for p in points])
-        for name, share in (("p50: half were shorter", 50), ("p99: 99 of 100 were shorter", 99))
-    ]
-    return legend(parts) + lines(_starts(points, zone), step, parts)
-
-
-def _starts(points: Sequence[SeriesPoint], zone: tzinfo) -> list[datetime]:
-    return [point.start.astimezone(zone) for point in points]
-
-
-def stacked_bars(starts: Sequence[datetime], step: timedelta, parts: Sequence[Series]) -> str:
+def stacked_bars(starts: Sequence[datetime], step: timedelta, parts: Sequence[Series]) -> Markup:
     """Return a chart of counts that are stacked in each step."""
     sums = [sum(part.values[n] or 0 for part in parts) for n in range(len(starts))]
     scale = _counts(max(sums, default=0))
@@ -98,45 +64,36 @@ def stacked_bars(starts: Sequence[datetime], step: timedelta, parts: Sequence[Se
                 top, bottom = scale.y(below + value), scale.y(below)
                 shapes.append(_rect(x, top, width, bottom - top, part.style))
             below += value
-    titles = [
-        _title(start, step, {part.name: f"{part.values[n] or 0:,.0f}" for part in parts})
-        for n, start in enumerate(starts)
-    ]
-    label = "Counts by time: " + ", ".join(part.name for part in parts)
-    return _chart(label, starts, step, scale, shapes, titles)
+    return _chart("Counts", starts, step, parts, scale, shapes, lambda value: f"{value or 0:,.0f}")
 
 
-def lines(starts: Sequence[datetime], step: timedelta, parts: Sequence[Series]) -> str:
+def lines(starts: Sequence[datetime], step: timedelta, parts: Sequence[Series]) -> Markup:
     """Return a chart of durations, on a logarithmic scale. A step without value is a gap."""
-    known = [value for part in parts for value in part.values if value is not None]
-    scale = _durations(known)
+    scale = _durations([value for part in parts for value in part.values if value is not None])
     shapes = [shape for part in parts for shape in _line(part, len(starts), scale)]
-    titles = [
-        _title(start, step, {part.name: show_measured(part.values[n]) for part in parts})
-        for n, start in enumerate(starts)
-    ]
-    label = "Durations by time: " + ", ".join(part.name for part in parts)
-    return _chart(label, starts, step, scale, shapes, titles)
+    return _chart("Durations", starts, step, parts, scale, shapes, show_measured)
 
 
-def legend(parts: Sequence[Series]) -> str:
-    items = (f'<span><i class="key {part.style}"></i>{escape(part.name)}</span>' for part in parts)
-    return f'<p class="legend">{"".join(items)}</p>'
+def with_legend(parts: Sequence[Series], chart: Markup) -> Markup:
+    """Return a chart below the names of its colours."""
+    item = Markup('<span><i class="key {}"></i>{}</span>')
+    items = Markup("").join(item.format(part.style, part.name) for part in parts)
+    return Markup('<p class="legend">{}</p>{}').format(items, chart)
 
 
-def sparkline(values: Sequence[float], label: str) -> str:
+def sparkline(values: Sequence[float], label: str) -> Markup:
     """Return a small bar chart for a cell of a table."""
     most, width = max(values, default=0) or 1, 120 / max(len(values), 1)
-    bars = "".join(
+    bars = (
         f'<rect x="{n * width:.1f}" y="{20 - 20 * value / most:.1f}" width="{width * 0.8:.1f}" '
         f'height="{20 * value / most:.1f}"/>'
         for n, value in enumerate(values)
         if value
     )
-    return (
-        f'<svg class="spark" viewBox="0 0 120 20" role="img" aria-label="{escape(label)}">'
-        f"<title>{escape(label)}</title>{bars}</svg>"
-    )
+    return Markup(
+        '<svg class="spark" viewBox="0 0 120 20" role="img" aria-label="{0}">'
+        "<title>{0}</title>{1}</svg>"
+    ).format(label, Markup("".join(bars)))
 
 
 # -- scales ---------------------------------------------------------------------------------------
@@ -180,29 +137,53 @@ def _columns(count: int) -> Sequence[tuple[int, float, float]]:
     return [(n, LEFT + n * space + gap / 2, space - gap) for n in range(count)]
 
 
-def _rect(x: float, y: float, width: float, height: float, style: str) -> str:
+def _rect(x: float, y: float, width: float, height: float, style: str, inner: str = "") -> str:
     return (
-        f'<rect class="{style}" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"/>'
+        f'<rect class="{style}" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" '
+        f'height="{height:.1f}">{inner}</rect>'
     )
 
 
-def _line(part: Series, count: int, scale: Scale) -> Sequence[str]:
-    columns = _columns(count)
+def _text(anchor: str, x: float, y: float, text: str) -> str:
+    return f'<text class="axis" text-anchor="{anchor}" x="{x:.1f}" y="{y:.1f}">{text}</text>'
+
+
+def _line(part: Series, count: int, scale: Scale) -> Iterator[str]:
     runs: list[list[str]] = [[]]
-    for n, value in enumerate(part.values):
+    for value, (_, x, width) in zip(part.values, _columns(count), strict=True):
         if value is None:
             runs.append([])
         else:
-            _, x, width = columns[n]
             runs[-1].append(f"{x + width / 2:.1f},{scale.y(value):.1f}")
-    shapes = []
     for points in runs:
         if len(points) > 1:
-            shapes.append(f'<polyline class="line {part.style}" points="{" ".join(points)}"/>')
+            yield f'<polyline class="line {part.style}" points="{" ".join(points)}"/>'
         elif points:
             cx, _, cy = points[0].partition(",")
-            shapes.append(f'<circle class="{part.style}" cx="{cx}" cy="{cy}" r="3"/>')
-    return shapes
+            yield f'<circle class="{part.style}" cx="{cx}" cy="{cy}" r="3"/>'
+
+
+def _chart(
+    about: str,
+    starts: Sequence[datetime],
+    step: timedelta,
+    parts: Sequence[Series],
+    scale: Scale,
+    shapes: Sequence[str],
+    show: Callable[[float | None], str],
+) -> Markup:
+    # Each step has an invisible column, whose title is shown where the pointer is.
+    hover = []
+    for n, x, width in _columns(len(starts)):
+        values = {part.name: show(part.values[n]) for part in parts}
+        title = f"<title>{escape(_title(starts[n], step, values))}</title>"
+        hover.append(_rect(x, TOP, width, HEIGHT - TOP - BOTTOM, "hover", title))
+    inner = [*_grid(scale), *shapes, *_time_axis(starts, step), *hover]
+    label = f"{about} by time: {', '.join(part.name for part in parts)}"
+    return Markup(
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'aria-label="{escape(label)}">{"".join(inner)}</svg>'
+    )
 
 
 def _title(start: datetime, step: timedelta, values: Mapping[str, str]) -> str:
@@ -211,68 +192,36 @@ def _title(start: datetime, step: timedelta, values: Mapping[str, str]) -> str:
     return f"{start:%Y-%m-%d %H:%M} to {start + step:{end}}: {shown}"
 
 
-def _chart(
-    label: str,
-    starts: Sequence[datetime],
-    step: timedelta,
-    scale: Scale,
-    shapes: Sequence[str],
-    titles: Sequence[str],
-) -> str:
-    # Each step has an invisible column, whose title is shown where the pointer is.
-    height = HEIGHT - TOP - BOTTOM
-    hover = [
-        f'<rect class="hover" x="{x:.1f}" y="{TOP}" width="{width:.1f}" height="{height}">'
-        f"<title>{escape(title)}</title></rect>"
-        for (_, x, width), title in zip(_columns(len(starts)), titles, strict=True)
-    ]
-    inner = "".join([*_grid(scale), *shapes, *_time_axis(starts, step), *hover])
-    return (
-        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'aria-label="{escape(label)}">{inner}</svg>'
-    )
+def _grid(scale: Scale) -> Iterator[str]:
+    for value, text in scale.lines:
+        y = scale.y(value)
+        yield f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>'
+        yield _text("end", LEFT - 6, y + 4, text)
 
 
-def _grid(scale: Scale) -> Sequence[str]:
-    return [
-        f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        f'<text class="axis" text-anchor="end" x="{LEFT - 6}" y="{y + 4:.1f}">{escape(text)}</text>'
-        for value, text in scale.lines
-        for y in [scale.y(value)]
-    ]
+# -- the time axis --------------------------------------------------------------------------------
 
 
-def _time_axis(starts: Sequence[datetime], step: timedelta) -> Sequence[str]:
+def _time_axis(starts: Sequence[datetime], step: timedelta) -> Iterator[str]:
+    """Yield labels at round times of day, and below the other axis the name of their zone."""
     if not starts:
-        return []
-    # The corner below the other axis has space for the zone.
-    place = f'class="axis" text-anchor="end" x="{LEFT - 6}" y="{HEIGHT - 6}"'
-    shapes, month = [f"<text {place}>{starts[0]:%Z}</text>"], 0
-    free = LEFT - 6 + LABEL_GAP
+        return
+    yield _text("end", LEFT - 6, HEIGHT - 6, f"{starts[0]:%Z}")
+    free, month = LEFT - 6 + LABEL_GAP, 0
     begin, length = starts[0].astimezone(UTC), len(starts) * step
     for at in _ticks(starts[0], length):
         x = LEFT + (at.astimezone(UTC) - begin) / length * (WIDTH - LEFT - RIGHT)
-        text = _tick_label(at, month)
+        is_midnight = at.hour == at.minute == 0
+        # When clocks go forward, a time of day that does not exist is shown as the next one.
+        text = f"{at.astimezone(UTC).astimezone(at.tzinfo):%H:%M}"
+        if is_midnight:
+            text = f"{at:%a %d}" if at.month == month else f"{at:%a %b %d}"
         half = len(text) * LETTER / 2
         if x - half >= free and x + half < WIDTH:
-            place = f'class="axis" text-anchor="middle" x="{x:.1f}" y="{HEIGHT - 6}"'
-            mark = f'<path class="grid" d="M{x:.1f} {HEIGHT - BOTTOM}v4"/>'
-            shapes.append(f"<text {place}>{text}</text>{mark}")
-            month = at.month if _is_midnight(at) else month
+            yield _text("middle", x, HEIGHT - 6, text)
+            yield f'<path class="grid" d="M{x:.1f} {HEIGHT - BOTTOM}v4"/>'
+            month = at.month if is_midnight else month
             free = x + half + LABEL_GAP
-    return shapes
-
-
-def _tick_label(at: datetime, month: int) -> str:
-    """Return the day at midnight, with its month unless the last label had it; else the time."""
-    if _is_midnight(at):
-        return f"{at:%a %d}" if at.month == month else f"{at:%a %b %d}"
-    # When clocks go forward, a time of day that does not exist is shown as the next one that does.
-    return f"{at.astimezone(UTC).astimezone(at.tzinfo):%H:%M}"
-
-
-def _is_midnight(at: datetime) -> bool:
-    return at.hour == at.minute == 0
 
 
 def _ticks(start: datetime, length: timedelta) -> Iterator[datetime]:

@@ -3,42 +3,36 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
-from flask import Flask, abort, render_template, request
-from werkzeug.wrappers import Response
+from flask import abort, render_template, request
 
-from delaytasks.console.requests import act, requires, state, viewer
+from delaytasks.console.requests import action, now, number_of, page, state, viewer
 from delaytasks.console.viewers import Role
 from delaytasks.model.errors import DelayTaskError, InvalidInputError, TaskNotFoundError
 from delaytasks.model.inputs import show_timing
-from delaytasks.model.policies import UNCHANGED, Policy
+from delaytasks.model.policies import Policy
 from delaytasks.model.task import DelayedTask
 from delaytasks.recurring.definition import FIELDS, RecurringOptions, RecurringSchedule
 from delaytasks.recurring.timing import ANY_START, EVERY
-from delaytasks.runtime import runtime_of
+
+# -- policies -------------------------------------------------------------------------------------
 
 
-def install(app: Flask) -> None:
-    app.add_url_rule("/policies", view_func=policies)
-    app.add_url_rule("/policies/limits", view_func=set_limits, methods=["POST"])
-    for name in POLICY_BUTTONS:
-        path = f"/policies/{name.removesuffix('_policy')}"
-        app.add_url_rule(path, name, _policy_button(name), methods=["POST"])
-    app.add_url_rule("/recurring", view_func=recurring)
-    app.add_url_rule("/recurring", view_func=set_recurring, methods=["POST"])
-    for name in RECURRING_BUTTONS:
-        path = f"/recurring/{name.removesuffix('_recurring')}"
-        app.add_url_rule(path, name, _recurring_button(name), methods=["POST"])
+LIMITS = ("concurrency", "concurrency_per_key", "rate")
 
 
-@requires(Role.VIEW)
+@page("/policies")
 def policies() -> str:
     found, tag = state().snapshot(), request.args.get("tag", "").strip()
     return render_template(
-        "policies.html", page="policies", s=found, now=found.now, edited=_limited(tag)
+        "lists.html",
+        page="policies",
+        rows=found.policies,
+        s=found,
+        now=found.now,
+        edited=_limited(tag),
     )
 
 
@@ -48,173 +42,143 @@ def _limited(tag: str) -> Policy | None:
     return next((policy for policy in stored if policy.has_limits), None)
 
 
-def _named() -> dict[str, Any]:
-    kind, name = request.form.get("kind"), request.form.get("name", "").strip()
+def _of_policy() -> dict[str, Any]:
+    """Return the tag or queue that the form names, and the actor, as arguments."""
+    kind = request.form.get("kind")
     if kind not in ("tag", "queue"):
         abort(400)
-    return {kind: name}
+    return {kind: request.form.get("name", "").strip(), "actor": viewer().name}
 
 
-#: The role and the sentence for the viewer.
-POLICY_BUTTONS = {
-    "pause": (Role.OPERATE, "The {0.kind} {0.name} is paused. Tasks that run will finish."),
-    "resume": (Role.OPERATE, "The {0.kind} {0.name} continues."),
-    "remove_policy": (Role.ADMIN, "The pause and the limits of the {0.kind} {0.name} are removed."),
-}
+@action("/policies/pause", Role.OPERATE)
+def pause() -> str:
+    until = request.form.get("until", "").strip() or None
+    done = state().delays.policies.pause(**_of_policy(), until=until)
+    return f"The {done.kind} {done.name} is paused. Tasks that run will finish."
 
 
-def _policy_button(name: str) -> Callable[[], Response]:
-    (role, sentence), method = POLICY_BUTTONS[name], name.removesuffix("_policy")
-
-    @requires(role)
-    def press() -> Response:
-        until = request.form.get("until", "").strip()
-        what = _named() | ({"until": until} if until else {})
-
-        def do() -> str:
-            done = getattr(state().delays.policies, method)(**what, actor=viewer().name)
-            return sentence.format(done)
-
-        return act(name, what, do)
-
-    return press
+@action("/policies/resume", Role.OPERATE)
+def resume() -> str:
+    done = state().delays.policies.resume(**_of_policy())
+    return f"The {done.kind} {done.name} continues."
 
 
-@requires(Role.ADMIN)
-def set_limits() -> Response:
-    named, delays = _named(), state().delays
-    given = {name: request.form[name].strip() for name in _LIMITS if name in request.form}
-
-    def do() -> str:
-        tag = named.get("tag", "")
-        if "is_change" not in request.form and _limited(tag) is not None:
-            raise InvalidInputError(
-                f"the tag {tag} has limits already: change them in the list", "tag"
-            )
-        limits = {name: _limit(name, text) for name, text in given.items()}
-        policy = delays.policies.set(**named, **limits, actor=viewer().name)
-        return f"The limits of the {policy.kind} {policy.name} are changed."
-
-    return act("set_limits", {**named, **given}, do)
+@action("/policies/remove", Role.ADMIN)
+def remove_policy() -> str:
+    done = state().delays.policies.remove(**_of_policy())
+    return f"The pause and the limits of the {done.kind} {done.name} are removed."
 
 
-_LIMITS = ("concurrency", "concurrency_per_key", "rate")
+@action("/policies/limits", Role.ADMIN)
+def set_limits() -> str:
+    of, form = _of_policy(), request.form
+    if "is_change" not in form and _limited(of.get("tag", "")) is not None:
+        raise InvalidInputError(
+            f"the tag {of['tag']} has limits already: change them in the list", "tag"
+        )
+    # Limits without a field stay.
+    limits = {name: _limit(name, form[name].strip()) for name in LIMITS if name in form}
+    policy = state().delays.policies.set(**of, **limits)
+    return f"The limits of the {policy.kind} {policy.name} are changed."
 
 
 def _limit(name: str, text: str) -> Any:
     """Return the limit that a field says; an empty field means no limit."""
-    if text == "unchanged":
-        return UNCHANGED
-    if not text:
-        return None
-    if name == "rate":
-        return text
-    if not text.isdigit():
+    if not text or name == "rate":
+        return text or None
+    number = number_of(text)
+    if number is None:
         raise InvalidInputError(f"{name} is a number, not {text!r:.40}", name)
-    return int(text)
+    return number
 
 
-SCHEDULES_PER_PAGE = 100
-#: Occurrences that are shown of each schedule.
-NEXT = 3
+# -- recurring schedules --------------------------------------------------------------------------
+
+
+#: The schedules of a page, and the occurrences that are shown of each.
+SCHEDULES_PER_PAGE, NEXT = 100, 3
 #: The fields of the form, apart from the name and the body.
 FORM_FIELDS = ("tag", "cron", "every", "tz", "queue", "missed", "overlap")
 
 
-@requires(Role.VIEW)
+@page("/recurring")
 def recurring() -> str:
-    delays = state().delays
-    now = runtime_of(delays).clock.now()
+    schedules, at = state().delays.recurring, now()
     after, prefix = request.args.get("after") or None, request.args.get("prefix") or None
-    found = delays.recurring.list(prefix=prefix, after=after, limit=SCHEDULES_PER_PAGE)
-    name = request.args.get("name", "").strip()
-    edited = _stored(name) if name else None
+    found = schedules.list(prefix=prefix, after=after, limit=SCHEDULES_PER_PAGE)
+    edited = _stored(request.args.get("name", "").strip())
     return render_template(
-        "recurring.html",
+        "lists.html",
         page="recurring",
-        schedules=[(each, show_timing(each.timing), _next(each, now)) for each in found],
-        more=found[-1].name if len(found) == SCHEDULES_PER_PAGE else None,
+        rows=[(each, show_timing(each.timing), _next(each, at)) for each in found],
+        following=found[-1].name if len(found) == SCHEDULES_PER_PAGE else None,
         prefix=prefix or "",
         edited=edited,
         values={} if edited is None else _values_of(edited),
         body="" if edited is None else _body_text(edited),
-        now=now,
+        now=at,
     )
 
 
-def _next(schedule: Any, now: datetime) -> list[datetime]:
+def _next(schedule: RecurringSchedule, at: datetime) -> list[datetime]:
     try:
-        occurrences: list[datetime] = schedule.next(NEXT, now)
-        return occurrences
+        return schedule.next(NEXT, at)
     except DelayTaskError:  # another program has written the timing
         return []
 
 
 def _name() -> str:
-    name = request.form.get("name", "").strip()
-    if not name:
-        abort(400)
-    return name
+    return request.form.get("name", "").strip() or abort(400)
 
 
-#: The role and the sentence for the viewer.
-RECURRING_BUTTONS = {
-    "pause_recurring": (Role.OPERATE, "The schedule {name} is paused."),
-    "resume_recurring": (Role.OPERATE, "The schedule {name} continues with its next occurrence."),
-    "run_recurring": (Role.OPERATE, "The task {done.id} of the schedule {name} is due now."),
-    "remove_recurring": (Role.ADMIN, "The schedule {name} is removed."),
-}
+@action("/recurring/pause", Role.OPERATE)
+def pause_recurring() -> str:
+    state().delays.recurring.pause(_name(), actor=viewer().name)
+    return f"The schedule {_name()} is paused."
 
 
-def _recurring_button(button: str) -> Callable[[], Response]:
-    (role, sentence), word = RECURRING_BUTTONS[button], button.removesuffix("_recurring")
-
-    @requires(role)
-    def press() -> Response:
-        name = _name()
-
-        def do() -> str:
-            schedules = state().delays.recurring
-            if word == "run":
-                return sentence.format(name=name, done=schedules.schedule_now(name))
-            getattr(schedules, word)(name, actor=viewer().name)
-            return sentence.format(name=name)
-
-        return act(button, {"recurring": name}, do)
-
-    return press
+@action("/recurring/resume", Role.OPERATE)
+def resume_recurring() -> str:
+    state().delays.recurring.resume(_name(), actor=viewer().name)
+    return f"The schedule {_name()} continues with its next occurrence."
 
 
-@requires(Role.ADMIN)
-def set_recurring() -> Response:
+@action("/recurring/run", Role.OPERATE)
+def run_recurring() -> str:
+    task = state().delays.recurring.schedule_now(_name())
+    return f"The task {task.id} of the schedule {_name()} is due now."
+
+
+@action("/recurring/remove", Role.ADMIN)
+def remove_recurring() -> str:
+    state().delays.recurring.remove(_name(), actor=viewer().name)
+    return f"The schedule {_name()} is removed."
+
+
+@action("/recurring", Role.ADMIN)
+def set_recurring() -> str:
     """Add a schedule, or change the one of this name, which keeps the options without a field."""
     name, form, schedules = _name(), request.form, state().delays.recurring
     given = {field: form[field].strip() for field in FORM_FIELDS if field in form}
-    text = form.get("body", "").strip()
-
-    def do() -> str:
-        known = _stored(name)
-        if known is not None and "is_change" not in form:
+    text, known = form.get("body", "").strip(), _stored(name)
+    values: dict[str, Any] = {}
+    if known is not None:
+        if "is_change" not in form:
             raise InvalidInputError(
                 f"there is a schedule {name} already: change it in the list", "name"
             )
-        body = known.body if known is not None and not text else _body(text)
-        values: dict[str, Any] = {}
-        if known is not None:
-            kept = _kept_options(known, given.get("tag", known.tag), body)
-            values = {**kept, **_values_of(known)}
-        values |= given
-        options = {option: value for option, value in values.items() if value not in (None, "")}
-        schedules.set(name, options.pop("tag", ""), body, actor=viewer().name, **options)
-        return f"The schedule {name} is stored."
-
-    shown = {field: value for field, value in given.items() if value}
-    return act("set_recurring", {"recurring": name, **shown}, do)
+        body = _body(text) if text else known.body
+        values = {**_kept_options(known, given.get("tag", known.tag), body), **_values_of(known)}
+    else:
+        body = _body(text) if text else None
+    options = {field: v for field, v in {**values, **given}.items() if v not in (None, "")}
+    schedules.set(name, options.pop("tag", ""), body, actor=viewer().name, **options)
+    return f"The schedule {name} is stored."
 
 
 def _stored(name: str) -> RecurringSchedule | None:
     try:
-        return state().delays.recurring.get(name)
+        return state().delays.recurring.get(name) if name else None
     except TaskNotFoundError:
         return None
 
@@ -256,8 +220,6 @@ def _body_text(schedule: RecurringSchedule) -> str:
 
 
 def _body(text: str) -> Any:
-    if not text:
-        return None
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from datetime import datetime, tzinfo
-from itertools import islice
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from flask import Flask, render_template, request
+from flask import render_template, request
 from markupsafe import Markup
 
-from delaytasks.client import DelayTasks
-from delaytasks.console.charts import (
-    Series,
-    duration_chart,
-    lateness_chart,
-    sparkline,
-    stacked_bars,
-    throughput_chart,
-)
-from delaytasks.console.queries import BAR, DueSoon
-from delaytasks.console.requests import requires, state
+from delaytasks.console.charts import Series, lines, sparkline, stacked_bars, with_legend
+from delaytasks.console.requests import now, page, runtime, state
 from delaytasks.console.shown import viewer_zone
-from delaytasks.console.viewers import Role
 from delaytasks.model.errors import StoreError
-from delaytasks.model.inputs import ALL_QUEUES, check_tag, parse_duration, show_measured
-from delaytasks.runtime import runtime_of
+from delaytasks.model.inputs import ALL_QUEUES, check_tag, parse_duration
 from delaytasks.statistics.reading import OTHER_TAGS, RunTotals, SeriesPoint, count_rows
+
+# -- the runs of a period, which all viewers share for some time ----------------------------------
 
 
 class ChartPeriod(NamedTuple):
@@ -47,11 +35,12 @@ PERIODS = {
 }
 #: The most rows that a long chart reads: one for each minute and tag.
 MOST_CHART_ROWS = 100_000
-_SHOWN_OUTCOMES = ("done", "failed", "retried", "cancelled")
+UNREADABLE = "The statistics cannot be read: {}"
+_OUTCOMES = ("done", "failed", "retried", "cancelled")
 
 
-class PeriodRuns(NamedTuple):
-    """The runs of all tags by step."""
+class Runs(NamedTuple):
+    """The runs of a period by step."""
 
     points: Sequence[SeriesPoint]
     #: The number of tags that were read, if all of them have more than `MOST_CHART_ROWS` rows.
@@ -66,108 +55,97 @@ class PeriodRuns(NamedTuple):
         return steps
 
 
-@dataclass
-class Runs:
-    """The runs of one period, of all tags or of one."""
+def read_runs(name: str, tag: str | None = None) -> Runs:
+    """Return the runs of all tags in a period, or of one tag."""
+    period = PERIODS[name]
 
-    step: str
-    has_runs: bool = False
-    total: RunTotals = field(default_factory=lambda: RunTotals.total([]))
-    p50: str = "–"
-    p99: str = "–"
-    longest: str = "–"
-    summary: str = ""
-    lateness: Markup | str = ""
-    throughput: Markup | str = ""
-    #: Only of one tag.
-    duration: Markup | str = ""
-    problem: str | None = None
-    cut_to: int | None = None
+    def read() -> Runs:
+        tags = [tag] if tag is not None else _busiest_tags(period)
+        points = state().delays.statistics.series(since=period.since, step=period.step, tags=tags)
+        return Runs(points, len(tags) if tags and tag is None else None)
 
-
-def due_chart(due: DueSoon, now: datetime, zone: tzinfo) -> Markup:
-    """Return the bars of the tasks that are due in each of the next minutes."""
-    starts = [now.astimezone(zone) + n * BAR for n in range(len(due.counts))]
-    return Markup(stacked_bars(starts, BAR, [Series("due", "due", due.counts)]))
-
-
-def chosen_period() -> str:
-    """Return the period in the address of this request."""
-    period = request.args.get("period", "hour")
-    return period if period in PERIODS else "hour"
-
-
-def runs_of(name: str, zone: tzinfo, tag: str | None = None) -> Runs:
-    """Return the runs of a period; a database that does not answer is part of the result."""
-    try:
-        found = read_runs(name) if tag is None else PeriodRuns(_read_tag(name, tag))
-    except StoreError as error:
-        return Runs(PERIODS[name].step, problem=f"The statistics cannot be read: {error}")
-    runs = _runs(PERIODS[name], found, zone)
-    if tag is not None:
-        step = parse_duration(runs.step)
-        runs.duration = Markup(duration_chart(found.points, step, zone))
-    return runs
-
-
-def read_runs(name: str) -> PeriodRuns:
-    """Return the runs of all tags in a period, which all viewers share for some time."""
-    return state().history.get(("runs", name), PERIODS[name].kept_s, lambda: _read_all(name))
-
-
-def _read_all(name: str) -> PeriodRuns:
-    period, delays = PERIODS[name], state().delays
-    tags = _busiest_tags(period) if period.has_row_limit else None
-    points = delays.statistics.series(since=period.since, step=period.step, tags=tags)
-    return PeriodRuns(points, None if tags is None else len(tags))
+    return state().history.get(("runs", name, tag), period.kept_s, read)
 
 
 def _busiest_tags(period: ChartPeriod) -> list[str] | None:
     """Return the tags with the most runs in the last hour; None if all tags can be read."""
-    runtime = runtime_of(state().delays)
-    now, length = runtime.clock.now(), parse_duration(period.since)
-    if count_rows(runtime.store, now - length, now, MOST_CHART_ROWS + 1) <= MOST_CHART_ROWS:
+    end, length = now(), parse_duration(period.since)
+    if not period.has_row_limit:
         return None
-    started = {
-        tag: sum(total.started for total in steps.values())
-        for tag, steps in read_runs("hour").by_tag().items()
-    }
+    if count_rows(runtime().store, end - length, end, MOST_CHART_ROWS + 1) <= MOST_CHART_ROWS:
+        return None
     most = max(MOST_CHART_ROWS // int(length.total_seconds() / 60), 1)
-    return sorted(started, key=lambda tag: (-started[tag], tag))[:most]
+    return [each.tag for each in read_tags("hour")[0][:most]]
 
 
-def _read_tag(name: str, tag: str) -> Sequence[SeriesPoint]:
-    period, shared = PERIODS[name], state()
-
-    def read() -> Sequence[SeriesPoint]:
-        return shared.delays.statistics.series(since=period.since, step=period.step, tags=[tag])
-
-    return shared.history.get(("runs", name, tag), period.kept_s, read)
+def chosen_period() -> str:
+    """Return the period in the address of this request."""
+    name = request.args.get("period", "hour")
+    return name if name in PERIODS else "hour"
 
 
-def _runs(period: ChartPeriod, found: PeriodRuns, zone: tzinfo) -> Runs:
-    points, step = found.points, parse_duration(period.step)
-    total = RunTotals.total(point.total for point in points)
-    counts = {outcome: getattr(total, outcome) for outcome in _SHOWN_OUTCOMES}
-    words = [f"{count:,} {outcome}" for outcome, count in counts.items() if count]
-    return Runs(
-        period.step,
-        has_runs=any(counts.values()),
-        total=total,
-        p50=show_measured(total.lateness_quantile(0.5)),
-        p99=show_measured(total.lateness_quantile(0.99)),
-        longest=show_measured(total.lateness_max_s if total.started else None),
-        summary=", ".join(words) or "no runs",
-        lateness=Markup(lateness_chart(points, step, zone)),
-        throughput=Markup(throughput_chart(points, step, zone)),
-        cut_to=found.cut_to,
-    )
+def shown_runs(tag: str | None = None) -> dict[str, Any]:
+    """Return what a page shows of the chosen period.
+
+    A database that does not answer is a part of the result.
+    """
+    name, found, problem = chosen_period(), Runs([]), None
+    try:
+        found = read_runs(name, tag)
+    except StoreError as error:
+        problem = UNREADABLE.format(error)
+    total = RunTotals.total(point.total for point in found.points)
+    counts = {outcome: getattr(total, outcome) for outcome in _OUTCOMES}
+    return {
+        "period": name,
+        "periods": list(PERIODS),
+        "step": PERIODS[name].step,
+        "points": found.points,
+        "total": total,
+        "outcomes": ", ".join(f"{count:,} {outcome}" for outcome, count in counts.items() if count),
+        "cut_to": found.cut_to,
+        "problem": problem,
+        "throughput": _throughput,
+        "quantiles": _quantiles,
+    }
+
+
+def _throughput(points: Sequence[SeriesPoint], step: str) -> Markup:
+    """Return a chart of the runs of each step by outcome."""
+    totals = [point.total for point in points]
+    parts = [
+        Series("done", "done", [one.done for one in totals]),
+        Series("retried", "retried", [one.retried for one in totals]),
+        Series("failed", "failed", [one.failed for one in totals]),
+        Series("cancelled or expired", "other", [one.cancelled + one.expired for one in totals]),
+    ]
+    starts = [point.start.astimezone(viewer_zone()) for point in points]
+    return with_legend(parts, stacked_bars(starts, parse_duration(step), parts))
+
+
+def _quantiles(
+    points: Sequence[SeriesPoint], step: str, of: Literal["lateness", "duration"], verb: str
+) -> Markup:
+    """Return a chart of the lateness or the durations of the runs of each step."""
+    parts = [
+        Series(
+            f"p{percent}: {some} {verb}",
+            f"p{percent}",
+            [getattr(point.total, f"{of}_quantile")(percent / 100) for point in points],
+        )
+        for percent, some in ((50, "half"), (99, "99 of 100"))
+    ]
+    starts = [point.start.astimezone(viewer_zone()) for point in points]
+    return with_legend(parts, lines(starts, parse_duration(step), parts))
+
+
+# -- the list of tags, and one tag ----------------------------------------------------------------
 
 
 #: Seconds for which all viewers see the same list, besides those of the runs that it is made of.
 LIST_KEPT_S = 10.0
-#: The most bars of a sparkline. Each has one or more steps of the period.
-MOST_BARS = 32
+#: The most bars of a sparkline, each with one or more steps, and the most rows of the page.
+MOST_BARS, SHOWN_TAGS = 32, 100
 
 
 class TagRuns(NamedTuple):
@@ -177,132 +155,95 @@ class TagRuns(NamedTuple):
     total: RunTotals
     spark: Markup
 
-    @property
-    def failed(self) -> int:
-        """The runs that failed, those that will be retried included."""
-        return self.total.failed + self.total.retried
+
+def read_tags(period: str) -> tuple[list[TagRuns], int | None]:
+    """Return the tags of a period, those with the most runs first, and `Runs.cut_to`."""
+
+    def read() -> tuple[list[TagRuns], int | None]:
+        runs = read_runs(period)
+        found = [_of_tag(tag, steps, len(runs.points)) for tag, steps in runs.by_tag().items()]
+        return sorted(found, key=lambda each: (-each.total.started, each.tag)), runs.cut_to
+
+    return state().history.get(("tags", period), LIST_KEPT_S, read)
 
 
-class TagList(NamedTuple):
-    """The tags that have counts in a period, those with the most runs first."""
-
-    tags: tuple[TagRuns, ...]
-    #: The number of tags that were read, if all of them have too many rows.
-    cut_to: int | None
-
-
-def read_tags(period: str) -> TagList:
-    """Return the tags of a period, from the same rows as the charts of the overview."""
-    return state().history.get(("tags", period), LIST_KEPT_S, lambda: _tags_of(read_runs(period)))
-
-
-def _tags_of(found: PeriodRuns) -> TagList:
-    tags = [_runs_of(tag, steps, len(found.points)) for tag, steps in found.by_tag().items()]
-    tags.sort(key=lambda each: (-each.total.started, each.tag))
-    return TagList(tuple(tags), found.cut_to)
-
-
-def _runs_of(tag: str, steps: dict[int, RunTotals], count: int) -> TagRuns:
+def _of_tag(tag: str, steps: dict[int, RunTotals], count: int) -> TagRuns:
     of_bar = -(-count // MOST_BARS)
     bars = [0] * -(-count // of_bar)
     for number, total in steps.items():
         bars[number // of_bar] += total.started
     label = f"runs by time, at most {max(bars):,} in one of {len(bars)} bars"
-    return TagRuns(tag, RunTotals.total(steps.values()), Markup(sparkline(bars, label)))
+    return TagRuns(tag, RunTotals.total(steps.values()), sparkline(bars, label))
 
 
-#: The most names of each kind, and the seconds for which all viewers see the same ones.
-MOST_SUGGESTED, KNOWN_S = 200, 60.0
-
-
-class KnownNames(NamedTuple):
-    """Names in the order of the alphabet."""
-
-    tags: list[str]
-    queues: list[str]
-
-
-def known_names() -> KnownNames:
-    """Return the tags and queues of workers, policies and statistics.
-
-    No task is read. Of more than `MOST_SUGGESTED` tags, those of policies and workers come first,
-    and then those with the most runs of the last hour.
-    """
-    shared = state()
-    return shared.history.get("known_names", KNOWN_S, lambda: _read(shared.delays))
-
-
-def _read(delays: DelayTasks) -> KnownNames:
-    """Read the names; none if the database does not answer."""
-    tags, queues = dict[str, None](), {delays.settings.default_queue: None}
-    now = runtime_of(delays).clock.now()
-    store = runtime_of(delays).store
-    with suppress(StoreError):
-        for policy in store.policies.read():
-            (tags if policy.kind == "tag" else queues)[policy.name] = None
-        for worker in store.workers.registered(now, delays.settings.silent_s):
-            tags.update(dict.fromkeys(worker.tags or ()))
-            queues.update(dict.fromkeys(worker.queues))
-    with suppress(StoreError):
-        tags.update(dict.fromkeys(each.tag for each in read_tags("hour").tags))
-    tags.pop(OTHER_TAGS, None)
-    queues.pop(ALL_QUEUES, None)
-    return KnownNames(_first(tags), _first(queues))
-
-
-def _first(names: Iterable[str]) -> list[str]:
-    return sorted(islice(names, MOST_SUGGESTED))
-
-
-#: The most rows of the page of tags.
-SHOWN_TAGS = 100
-
-
-def install(app: Flask) -> None:
-    app.add_url_rule("/tags", view_func=tags)
-    # The name is no part of the path, since a tag may contain slashes, or be "..".
-    app.add_url_rule("/tag", view_func=tag)
-
-
-@requires(Role.VIEW)
+@page("/tags")
 def tags() -> str:
     period, part = chosen_period(), request.args.get("contains", "").strip()
-    found, problem = TagList((), None), None
+    found, cut_to, problem = list[TagRuns](), None, None
     try:
-        found = read_tags(period)
+        found, cut_to = read_tags(period)
     except StoreError as error:
-        problem = f"The statistics cannot be read: {error}"
-    matching = [each for each in found.tags if part.lower() in each.tag.lower()]
+        problem = UNREADABLE.format(error)
+    matching = [each for each in found if part.lower() in each.tag.lower()]
     return render_template(
-        "tags.html",
+        "lists.html",
         page="tags",
         period=period,
         periods=list(PERIODS),
-        step=PERIODS[period].step,
-        tags=matching[:SHOWN_TAGS],
+        rows=matching[:SHOWN_TAGS],
         more=len(matching) - SHOWN_TAGS,
-        cut_to=found.cut_to,
+        cut_to=cut_to,
         contains=part,
         problem=problem,
         other_tags=OTHER_TAGS,
     )
 
 
-@requires(Role.VIEW)
+# The name is no part of the path, since a tag may contain slashes, or be "..".
+@page("/tag")
 def tag() -> str:
-    name, period = check_tag(request.args.get("name", "")), chosen_period()
-    found = state().snapshot()
-    policies = [each for each in found.policies if (each.kind, each.name) == ("tag", name)]
+    name, found = check_tag(request.args.get("name", "")), state().snapshot()
+    policies = (each for each in found.policies if (each.kind, each.name) == ("tag", name))
     return render_template(
         "tag.html",
-        page="tags",
         s=found,
         now=found.now,
         tag=name,
-        period=period,
-        periods=list(PERIODS),
-        runs=runs_of(period, viewer_zone(), name),
-        policy=next(iter(policies), None),
+        runs=shown_runs(name),
+        policy=next(policies, None),
         groups=[group for group in found.groups if group.tag == name],
         is_other=name == OTHER_TAGS,
     )
+
+
+# -- the names that fields suggest ----------------------------------------------------------------
+
+
+#: The most names of each kind, and the seconds for which all viewers see the same ones.
+MOST_SUGGESTED, KNOWN_S = 200, 60.0
+
+
+def known_names() -> dict[str, list[str]]:
+    """Return the tags and the queues of workers, policies and statistics, sorted.
+
+    No task is read. Of more than `MOST_SUGGESTED` tags, those of policies and workers come first,
+    and then those with the most runs of the last hour.
+    """
+    return state().history.get("known_names", KNOWN_S, _read_names)
+
+
+def _read_names() -> dict[str, list[str]]:
+    store, settings = runtime().store, runtime().settings
+    known = {"tag": list[str](), "queue": [settings.default_queue]}
+    with suppress(StoreError):  # a database that does not answer has no names
+        for policy in store.policies.read():
+            known[policy.kind].append(policy.name)
+        for worker in store.workers.registered(now(), settings.silent_s):
+            known["tag"] += worker.tags or ()
+            known["queue"] += worker.queues
+    with suppress(StoreError):
+        known["tag"] += (each.tag for each in read_tags("hour")[0])
+    for kind, names in known.items():
+        different = dict.fromkeys(names).keys() - {OTHER_TAGS, ALL_QUEUES}
+        known[kind] = sorted(sorted(different, key=names.index)[:MOST_SUGGESTED])
+    return known

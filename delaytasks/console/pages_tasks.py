@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
-from flask import Flask, abort, redirect, render_template, request, url_for
+from flask import abort, redirect, render_template, request, url_for
+from werkzeug.datastructures import MultiDict
 from werkzeug.wrappers import Response
 
-from delaytasks.client import DelayTasks
-from delaytasks.console.queries import Searches, TaskQuery, number_of, query_of, read_page
+from delaytasks.console.queries import Searches, TaskQuery
 from delaytasks.console.requests import (
     BulkRunState,
     ReportProgress,
-    act,
-    new_run_id,
+    action,
+    now,
+    number_of,
+    page,
     record,
-    requires,
+    runtime,
     state,
     viewer,
 )
-from delaytasks.console.shown import timeline_of, viewer_zone
+from delaytasks.console.shown import local_text, timeline_of, viewer_zone
 from delaytasks.console.viewers import Role
 from delaytasks.model.errors import DelayTaskError, InvalidInputError
 from delaytasks.model.inputs import check_id, parse_duration, parse_instant
@@ -29,23 +32,122 @@ from delaytasks.model.moves import MOVES, Status, moves_from
 from delaytasks.model.task import DelayedTask, Page
 from delaytasks.operate.bulk_calls import BulkResult
 from delaytasks.operate.explanations import Explanations
-from delaytasks.operate.searches import SearchTimeoutError, error_filter, error_matcher
-from delaytasks.operate.why import Reason
-from delaytasks.runtime import runtime_of
+from delaytasks.operate.searches import SearchTimeoutError, error_filter
+
+# -- the list, and one task -----------------------------------------------------------------------
 
 
-def install(app: Flask) -> None:
-    app.add_url_rule("/bulk", view_func=bulk)
-    app.add_url_rule("/bulk", view_func=start_bulk, methods=["POST"])
-    app.add_url_rule("/bulk/<id>", view_func=bulk_run)
-    app.add_url_rule("/bulk/<id>/stop", view_func=stop_bulk, methods=["POST"])
-    app.add_url_rule("/audit", view_func=audit)
-    app.add_url_rule("/audit/<id>/rerun", view_func=rerun_entry, methods=["POST"])
-    app.add_url_rule("/tasks", view_func=tasks)
-    app.add_url_rule("/tasks/<id>", view_func=task)
-    for view in (cancel_task, rerun_task, reschedule_task, run_task_now):
-        name = view.__name__.removesuffix("_task").removesuffix("_task_now")
-        app.add_url_rule(f"/tasks/<id>/{name}", view_func=view, methods=["POST"])
+@page("/tasks")
+def tasks() -> str | Response:
+    wanted = request.args.get("id", "").strip()
+    if number_of(wanted) is not None:
+        return redirect(url_for("task", id=wanted), 303)
+    problem, found, searched, query = None, Page([], None), 0, TaskQuery({}, {})
+    try:
+        query = TaskQuery.read(request.args, now(), viewer_zone())
+        if "meta" in query.filters and viewer().role < Role.OPERATE:
+            raise InvalidInputError(
+                "your role does not show meta, so it cannot search by meta", "meta"
+            )
+        found, searched = query.page(state().delays)
+    except (InvalidInputError, SearchTimeoutError) as error:
+        problem = str(error)
+    return render_template(
+        "tasks.html",
+        query=query,
+        found=found,
+        searched=searched,
+        problem=problem,
+        statuses=[status.name for status in Status],
+        now=now(),
+        actions=possible_actions(query.filters.get("status", ())),
+        bulk_filters={name: value for name, value in query.typed.items() if name != "order"},
+    )
+
+
+@page("/tasks/<id>")
+def task(id: str) -> str:
+    delays = state().delays
+    found = delays.get(check_id(id))
+    explanation = Explanations(runtime()).of(found)
+    # The explanation reads the task again. The page shows the row that the reasons are about.
+    found, reasons, at = explanation.task or found, explanation.reasons, now()
+    attempts = delays.get(found, attempts=True).attempts
+    schedules = (reason.facts["name"] for reason in reasons if reason.code == "recurring")
+    # The trace is a part of the meta, which the role may not show.
+    trace = _trace_id_of(found.meta) if viewer().role >= Role.OPERATE else None
+    return render_template(
+        "task.html",
+        task=found,
+        attempts=attempts,
+        events=timeline_of(found, attempts, at, next(schedules, None), trace),
+        # The console does not know how its viewers call the command line.
+        reasons=[(r.sentence, "" if ": delaytasks " in r.remedy else r.remedy) for r in reasons],
+        moves=set(moves_from(found.status)),
+        now=at,
+    )
+
+
+#: The pairs of meta with the trace: the W3C Trace Context, and that of Sentry.
+_TRACE_PAIRS = {
+    "traceparent": re.compile("[0-9a-f]{2}-([0-9a-f]{32})-.*"),
+    "sentry-trace": re.compile("([0-9a-f]{32})-.*"),
+}
+
+
+def _trace_id_of(meta: Mapping[str, str]) -> str | None:
+    """Return the id of the trace of the call that scheduled a task, or None without a trace."""
+    found = (pattern.fullmatch(meta.get(name, "")) for name, pattern in _TRACE_PAIRS.items())
+    return next((each[1] for each in found if each), None)
+
+
+# -- actions on one task --------------------------------------------------------------------------
+
+
+def _time_of_day() -> str:
+    """Return the time for a notice, which stays on a page that follows the task."""
+    return f"{now().astimezone(viewer_zone()):%H:%M:%S %Z}"
+
+
+def _version() -> int | None:
+    """Return the version that the viewer saw, so that a task that moved meanwhile is left alone."""
+    return number_of(request.form.get("version", ""))
+
+
+@action("/tasks/<id>/cancel", Role.OPERATE)
+def cancel_task(id: str) -> str:
+    is_running = request.form.get("running") == "1"
+    result = state().delays.cancel(check_id(id), version=_version(), running=is_running)
+    if result.error is not None:
+        raise result.error
+    done = "asked to stop" if result.is_requested else "cancelled"
+    return f"The task was {done} at {_time_of_day()}."
+
+
+@action("/tasks/<id>/rerun", Role.OPERATE)
+def rerun_task(id: str) -> str:
+    state().delays.rerun(check_id(id), version=_version())
+    return f"The task was scheduled again at {_time_of_day()}."
+
+
+@action("/tasks/<id>/run", Role.OPERATE)
+def run_task(id: str) -> str:
+    state().delays.reschedule(check_id(id), 0, version=_version())
+    return f"The task was made due at {_time_of_day()}."
+
+
+@action("/tasks/<id>/reschedule", Role.OPERATE)
+def reschedule_task(id: str) -> str:
+    text, to = request.form.get("to", "").strip(), dict[str, Any]()
+    try:
+        to["delay"] = parse_duration(text)
+    except InvalidInputError:
+        to["at"] = parse_instant(text, zone=viewer_zone())
+    moved = state().delays.reschedule(check_id(id), **to, version=_version())
+    return f"The task was rescheduled at {_time_of_day()}, to {local_text(moved.due)}."
+
+
+# -- actions on many tasks: count and confirm -----------------------------------------------------
 
 
 class BulkAction(NamedTuple):
@@ -70,20 +172,6 @@ ACTIONS = {
 MOST_MATCHES_COUNTED, COUNT_PAGE = 5_000, 100
 #: Tasks that are shown as examples.
 EXAMPLE_TASKS = 10
-AUDIT_ENTRIES = 200
-
-
-# -- count and confirm ----------------------------------------------------------------------------
-
-
-def _query(given: Any) -> TaskQuery:
-    """Return the filters of a bulk action; raise `InvalidInputError` if there are none."""
-    query = query_of(given, runtime_of(state().delays).clock.now(), viewer_zone())
-    if not query.has_filters:
-        raise InvalidInputError(
-            "select some tasks or choose a filter first, so that not all tasks are changed", "ids"
-        )
-    return query
 
 
 def possible_actions(statuses: Collection[str] = ()) -> dict[str, str]:
@@ -95,113 +183,104 @@ def possible_actions(statuses: Collection[str] = ()) -> dict[str, str]:
     return {name: action.word for name, action in ACTIONS.items() if chosen & action.sources}
 
 
-def _statuses(action: str, query: TaskQuery) -> list[str]:
-    """Return the chosen statuses in which tasks can move; raise `InvalidInputError` if none can.
-
-    A rerun takes CANCELLED tasks only if the viewer has chosen this status or selected the tasks.
-    """
-    sources = ACTIONS[action].sources
-    if action == "rerun" and not query.filters.keys() & {"status", "ids"}:
-        sources = {"FAILED"}
-    wanted = sources & set(query.filters.get("status", sources))
-    if not wanted:
-        names = ", ".join(sorted(sources))
-        raise InvalidInputError(f"{ACTIONS[action].word} is for tasks that are {names}", "status")
-    return sorted(wanted)
-
-
-def _filters(action: str, query: TaskQuery) -> dict[str, Any]:
-    """Return the filters as the methods of `bulk` take them."""
+def _chosen(given: MultiDict[str, str]) -> tuple[str, dict[str, Any], list[str]]:
+    """Return the action that a viewer has chosen, its filters as the methods of `bulk` take them,
+    and the statuses in which tasks can move."""
+    name = given.get("action", "")
+    chosen = ACTIONS.get(name) or abort(404)
+    query = TaskQuery.read(given, now(), viewer_zone())
+    if not query.has_filters:
+        raise InvalidInputError(
+            "select some tasks or choose a filter first, so that not all tasks are changed", "ids"
+        )
     filters = dict(query.filters)
     if query.error:
         filters["error"] = error_filter(query.error)
-    if "status" in filters or (action == "rerun" and "ids" in filters):
-        filters["status"] = _statuses(action, query)
-    return filters
+    sources, is_explicit = chosen.sources, "status" in filters
+    if name == "rerun":  # CANCELLED tasks only if the viewer has chosen them
+        is_explicit |= "ids" in filters
+        sources = sources if is_explicit else {"FAILED"}
+    movable = sorted(sources & set(filters.get("status", sources)))
+    if not movable:
+        names = ", ".join(sorted(sources))
+        raise InvalidInputError(f"{chosen.word} is for tasks that are {names}", "status")
+    if is_explicit:
+        filters["status"] = movable
+    return name, filters, movable
 
 
-def _counted(action: str, query: TaskQuery) -> tuple[int, bool, list[DelayedTask]]:
-    """Return the number of tasks that can move, whether there may be more, and some of them.
-
-    A bounded number of tasks is read, also if only few of them have the error text.
-    """
-    matches = error_matcher(query.error) if query.error else (lambda error: True)
-    count, read, cursor, examples = 0, 0, None, list[DelayedTask]()
-    searched = {**query.filters, "status": _statuses(action, query)}
+def _counted(filters: dict[str, Any]) -> tuple[int, bool, list[DelayedTask]]:
+    """Return the number of tasks, whether there may be more, and some of them."""
+    count, cursor, examples = 0, None, list[DelayedTask]()
     searches = Searches(state().delays)
-    while read < MOST_MATCHES_COUNTED:
+    while count < MOST_MATCHES_COUNTED:
         try:
-            page = searches.find(**searched, cursor=cursor, limit=COUNT_PAGE)
+            found = searches.find(**filters, cursor=cursor, limit=COUNT_PAGE)
         except SearchTimeoutError:
-            if not read:
+            if not count:
                 raise
             break
-        found = [task for task in page if matches(task.error or "")]
-        count, read, cursor = count + len(found), read + len(page), page.cursor
-        examples = (examples + found)[:EXAMPLE_TASKS]
+        count, cursor = count + len(found), found.cursor
+        examples = examples or list(found)[:EXAMPLE_TASKS]
         if cursor is None:
             return count, False, examples
     return count, True, examples
 
 
-@requires(Role.OPERATE)
+@page("/bulk", Role.OPERATE)
 def bulk() -> str:
-    action = request.args.get("action", "")
-    if action not in ACTIONS:
-        abort(404)
-    query = _query(request.args)
-    count, has_more, examples = _counted(action, query)
+    name, filters, movable = _chosen(request.args)
+    count, has_more, examples = _counted({**filters, "status": movable})
     given = {name: list(filter(None, values)) for name, values in request.args.lists()}
-    kept = {name: values for name, values in given.items() if values and name != "action"}
     return render_template(
         "bulk.html",
-        page="tasks",
-        action=action,
-        word=ACTIONS[action].word,
+        action=name,
+        word=ACTIONS[name].word,
         count=count,
         has_more=has_more,
         examples=examples,
-        kept=kept,
-        selected=len(set(query.filters.get("ids", ()))),
-        now=runtime_of(state().delays).clock.now(),
+        kept={name: values for name, values in given.items() if values and name != "action"},
+        selected=len(set(filters.get("ids", ()))),
+        now=now(),
     )
 
 
-# -- run ------------------------------------------------------------------------------------------
+# -- actions on many tasks: run and stop ----------------------------------------------------------
 
 
-@requires(Role.OPERATE)
+@page("/bulk", Role.OPERATE, "POST")
 def start_bulk() -> Response:
-    action = request.form.get("action", "")
-    if action not in ACTIONS:
-        abort(404)
-    filters = _filters(action, _query(request.form))
-    delays, actor = state().delays, viewer().name
+    name, filters, _ = _chosen(request.form)
+    bulk = state().delays.bulk
     delay = parse_duration(request.form.get("delay", "").strip() or "0")
-
-    def work(report: ReportProgress) -> BulkResult:
-        options: dict[str, Any] = {**filters, "actor": actor, "on_progress": report}
-        if action == "cancel":
-            return delays.bulk.cancel(**options)
-        if action == "reschedule":
-            return delays.bulk.reschedule(delay, **options)
-        if action == "spread":
-            return delays.bulk.reschedule(jitter=delay, **options)
-        return delays.bulk.rerun(delay, **options)
-
+    changes: dict[str, Callable[..., BulkResult]] = {
+        "cancel": bulk.cancel,
+        "reschedule": partial(bulk.reschedule, delay),
+        "spread": partial(bulk.reschedule, jitter=delay),
+        "rerun": partial(bulk.rerun, delay),
+    }
     expected = number_of(request.form.get("expected") or "0")
     if expected is None:
         raise InvalidInputError("the number of expected tasks is not a number", "expected")
-    return _start(action, filters, expected, work)
+    return _start(name, filters, expected, partial(changes[name], **filters))
+
+
+@page("/audit/<id>/rerun", Role.OPERATE, "POST")
+def rerun_entry(id: str) -> Response:
+    """Run the tasks again that an operation has cancelled."""
+    if number_of(id) is None:
+        abort(404)
+    return _start("rerun", {"entry": id}, 0, partial(state().delays.bulk.rerun, entry=id))
 
 
 def _start(
-    action: str,
-    filters: dict[str, Any],
-    expected: int,
-    work: Callable[[ReportProgress], BulkResult],
+    name: str, shown: dict[str, Any], expected: int, change: Callable[..., BulkResult]
 ) -> Response:
-    run = BulkRunState(new_run_id(), action, viewer().name, filters, expected)
+    run = BulkRunState(name, viewer().name, shown, expected)
+
+    def work(report: ReportProgress) -> BulkResult:
+        return change(actor=run.actor, on_progress=report)
+
     if not state().runs.start(run, work):
         raise DelayTaskError("several bulk actions are running: wait until one has ended")
     state().cache.forget()
@@ -215,14 +294,13 @@ def _run_of(id: str) -> BulkRunState:
     return run
 
 
-@requires(Role.OPERATE)
+@page("/bulk/<id>", Role.OPERATE)
 def bulk_run(id: str) -> str:
     run = _run_of(id)
-    word = ACTIONS[run.action].word if run.action in ACTIONS else run.action
-    return render_template("bulk_run.html", page="tasks", run=run, word=word)
+    return render_template("bulk.html", run=run, word=ACTIONS[run.action].word)
 
 
-@requires(Role.OPERATE)
+@page("/bulk/<id>/stop", Role.OPERATE, "POST")
 def stop_bulk(id: str) -> Response:
     run = _run_of(id)
     has_ended = run.state != "running"
@@ -236,177 +314,15 @@ def stop_bulk(id: str) -> Response:
 # -- audit ----------------------------------------------------------------------------------------
 
 
-@requires(Role.VIEW)
+AUDIT_ENTRIES = 200
+
+
+@page("/audit")
 def audit() -> str:
-    delays, before = state().delays, number_of(request.args.get("before", ""))
+    log, before = state().delays.bulk.log, number_of(request.args.get("before", ""))
     entries = state().cache.get(
-        ("audit", before), 2.0, lambda: delays.bulk.log(limit=AUDIT_ENTRIES + 1, before=before)
+        ("audit", before), 2.0, lambda: log(limit=AUDIT_ENTRIES + 1, before=before)
     )
     shown = entries[:AUDIT_ENTRIES]
-    return render_template(
-        "audit.html",
-        page="audit",
-        entries=shown,
-        more=shown[-1].id if len(entries) > AUDIT_ENTRIES else None,
-        now=runtime_of(delays).clock.now(),
-    )
-
-
-@requires(Role.OPERATE)
-def rerun_entry(id: str) -> Response:
-    """Run the tasks again that an operation has cancelled."""
-    if number_of(id) is None:
-        abort(404)
-    delays, actor = state().delays, viewer().name
-
-    def work(report: ReportProgress) -> BulkResult:
-        return delays.bulk.rerun(entry=id, actor=actor, on_progress=report)
-
-    return _start("rerun", {"entry": id}, 0, work)
-
-
-@requires(Role.VIEW)
-def tasks() -> str | Response:
-    given = request.args.get("id", "").strip()
-    if number_of(given) is not None:
-        return redirect(url_for("task", id=given), 303)
-    delays, now = state().delays, runtime_of(state().delays).clock.now()
-    problem, page, searched = None, Page([], None), 0
-    query = query_of(request.args.__class__(), now, viewer_zone())
-    try:
-        query = query_of(request.args, now, viewer_zone())
-        if "meta" in query.filters and viewer().role < Role.OPERATE:
-            raise InvalidInputError(
-                "your role does not show meta, so it cannot search by meta", "meta"
-            )
-        page, searched = read_page(delays, query)
-    except (InvalidInputError, SearchTimeoutError) as error:
-        problem = str(error)
-    return render_template(
-        "tasks.html",
-        page="tasks",
-        query=query,
-        found=page,
-        searched=searched,
-        problem=problem,
-        statuses=[status.name for status in Status],
-        now=now,
-        actions=possible_actions(query.filters.get("status", ())),
-        bulk_filters={name: value for name, value in query.typed.items() if name != "order"},
-    )
-
-
-@requires(Role.VIEW)
-def task(id: str) -> str:
-    delays = state().delays
-    found = delays.get(check_id(id))
-    explanation = Explanations(runtime_of(delays)).of(found)
-    # The explanation reads the task again. The page shows the row that the reasons are about.
-    found, reasons = explanation.task or found, explanation.reasons
-    now = runtime_of(delays).clock.now()
-    attempts = delays.get(found, attempts=True).attempts
-    schedules = (reason.facts["name"] for reason in reasons if reason.code == "recurring")
-    # The trace is a part of the meta, which the role may not show.
-    trace = _trace_id_of(found.meta) if viewer().role >= Role.OPERATE else None
-    return render_template(
-        "task.html",
-        page="tasks",
-        task=found,
-        attempts=attempts,
-        events=timeline_of(found, attempts, now, next(schedules, None), trace),
-        reasons=[(reason.sentence, _remedy(reason)) for reason in reasons],
-        moves=set(moves_from(found.status)),
-        now=now,
-    )
-
-
-#: The pairs of meta with the trace: the W3C Trace Context, and that of Sentry.
-_TRACE_PAIRS = {
-    "traceparent": re.compile("[0-9a-f]{2}-([0-9a-f]{32})-.*"),
-    "sentry-trace": re.compile("([0-9a-f]{32})-.*"),
-}
-
-
-def _trace_id_of(meta: Mapping[str, str]) -> str | None:
-    """Return the id of the trace of the call that scheduled a task, or None without a trace."""
-    for name, pattern in _TRACE_PAIRS.items():
-        found = pattern.fullmatch(meta.get(name, ""))
-        if found is not None:
-            return found[1]
-    return None
-
-
-def _remedy(reason: Reason) -> str:
-    """Return the remedy of a reason, unless it is a command.
-
-    The console does not know how its viewers call the command line, and has buttons and pages
-    instead.
-    """
-    return "" if ": delaytasks " in reason.remedy else reason.remedy
-
-
-# -- actions --------------------------------------------------------------------------------------
-
-
-def _on_task(name: str, id: str, do: Any, **more: Any) -> Response:
-    return act(name, {"id": id, **more}, lambda: do(state().delays, check_id(id)))
-
-
-def _time_of_day() -> str:
-    """Return the time for a notice, which stays on a page that follows the task."""
-    now = runtime_of(state().delays).clock.now()
-    return f"{now.astimezone(viewer_zone()):%H:%M:%S %Z}"
-
-
-def _version() -> int | None:
-    """Return the version that the viewer saw, so that a task that moved meanwhile is left alone."""
-    return number_of(request.form.get("version", ""))
-
-
-@requires(Role.OPERATE)
-def cancel_task(id: str) -> Response:
-    is_running = request.form.get("running") == "1"
-
-    def do(delays: DelayTasks, number: int) -> str:
-        result = delays.cancel(number, version=_version(), running=is_running)
-        if result.error is not None:
-            raise result.error
-        done = "asked to stop" if result.is_requested else "cancelled"
-        return f"The task was {done} at {_time_of_day()}."
-
-    return _on_task("cancel_task", id, do)
-
-
-@requires(Role.OPERATE)
-def rerun_task(id: str) -> Response:
-    def do(delays: DelayTasks, number: int) -> str:
-        delays.rerun(number, version=_version())
-        return f"The task was scheduled again at {_time_of_day()}."
-
-    return _on_task("rerun_task", id, do)
-
-
-@requires(Role.OPERATE)
-def run_task_now(id: str) -> Response:
-    def do(delays: DelayTasks, number: int) -> str:
-        delays.reschedule(number, 0, version=_version())
-        return f"The task was made due at {_time_of_day()}."
-
-    return _on_task("run_task", id, do)
-
-
-@requires(Role.OPERATE)
-def reschedule_task(id: str) -> Response:
-    text = request.form.get("when", "").strip()
-
-    def do(delays: DelayTasks, number: int) -> str:
-        to: dict[str, Any]
-        try:
-            to = {"delay": parse_duration(text)}
-        except InvalidInputError:
-            to = {"at": parse_instant(text, zone=viewer_zone())}
-        moved = delays.reschedule(number, **to, version=_version())
-        due = f"{moved.due.astimezone(viewer_zone()):%Y-%m-%d %H:%M:%S %Z}"
-        return f"The task was rescheduled at {_time_of_day()}, to {due}."
-
-    return _on_task("reschedule_task", id, do, to=text)
+    following = shown[-1].id if len(entries) > AUDIT_ENTRIES else None
+    return render_template("lists.html", page="audit", rows=shown, following=following, now=now())

@@ -1,37 +1,41 @@
 """What the requests of one console share, and what happens before and after each of them.
 
 `ConsoleState` has the cached snapshot that all viewers share, and the bulk operations that run in
-threads. Each request is checked: the viewer, the role, the CSRF token. Each action is recorded in
-the audit table with the name of its viewer.
+threads. `page` and `action` declare the path of a function with the least role that may call it.
+Each request is checked: the viewer, the role, the CSRF token. Each action is recorded in the audit
+table with the name of its viewer.
 """
 
 from __future__ import annotations
 
 import hmac
 import logging
+import re
 import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Literal, TypeVar
-from urllib.parse import urlsplit
+from datetime import datetime
+from functools import partial, wraps
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from flask import Flask, Response, abort, current_app, flash, g, redirect, request, session, url_for
 from flask.sessions import SecureCookieSessionInterface
 from werkzeug.wrappers import Response as AnyResponse
 
 from delaytasks.client import DelayTasks
-from delaytasks.console.queries import number_of
-from delaytasks.console.viewers import Access, LoginLimit, Role, Viewer
+from delaytasks.console.viewers import HOST_REQUEST, LoginLimit, Role, UserFile, Viewer
 from delaytasks.loops import Latest
 from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import DelayTaskError
 from delaytasks.operate.bulk_calls import BulkResult, record_action
 from delaytasks.operate.health import ENDPOINTS
 from delaytasks.operate.state import DeploymentState, ask_broker, read_state
-from delaytasks.runtime import runtime_of
+from delaytasks.runtime import Runtime, runtime_of
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 #: Values that are kept. The ones that were read longest ago are dropped first.
@@ -105,7 +109,9 @@ class SharedCache:
             self._slots.clear()
 
 
-logger = logging.getLogger(__name__)
+# -- bulk operations ------------------------------------------------------------------------------
+
+
 #: Runs that are remembered, and the most that are active simultaneously.
 MOST_RUNS_REMEMBERED, MOST_ACTIVE = 100, 4
 State = Literal["running", "done", "stopped", "failed"]
@@ -117,12 +123,12 @@ ReportProgress = Callable[[BulkResult], None]
 class BulkRunState:
     """A bulk operation. The thread of the operation writes the fields, and pages read them."""
 
-    id: str
     action: str
     actor: str
     filters: dict[str, Any]
     #: The tasks that matched when the viewer confirmed.
     expected: int
+    id: str = field(default_factory=lambda: secrets.token_urlsafe(9))
     state: State = "running"
     result: BulkResult | None = None
     error: str | None = None
@@ -140,7 +146,7 @@ class BulkRunState:
 class BulkRuns:
     """The bulk operations of this process."""
 
-    def __init__(self, on_end: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, on_end: Callable[[], None]) -> None:
         """`on_end` is called at the end of each operation."""
         self._on_end = on_end
         self._lock = threading.Lock()
@@ -158,73 +164,47 @@ class BulkRuns:
             self._runs[run.id] = run
             while len(self._runs) > MOST_RUNS_REMEMBERED:
                 self._runs.popitem(last=False)
-        thread = threading.Thread(
-            target=self._work, args=(run, work), name=f"console {run.action}", daemon=True
-        )
-        thread.start()
+        name = f"console {run.action}"
+        threading.Thread(target=self._work, args=(run, work), name=name, daemon=True).start()
         return True
 
     def _work(self, run: BulkRunState, work: Callable[[ReportProgress], BulkResult]) -> None:
-        state = _end_of(run, work)
+        def report(result: BulkResult) -> None:
+            run.result = result
+            if run.stop.is_set():
+                raise KeyboardInterrupt  # the log entry is "stopped", as after Ctrl-C
+
+        end: State = "done"
+        try:
+            run.result = work(report)
+        except KeyboardInterrupt:
+            end = "stopped"
+        except Exception as error:
+            logger.exception("the bulk operation %s of the console failed", run.action)
+            is_ours = isinstance(error, DelayTaskError)
+            run.error, end = str(error) if is_ours else f"{type(error).__name__}: {error}", "failed"
         self._on_end()  # before viewers see the end, so that their next page has fresh counts
-        run.state = state
+        run.state = end
 
 
-def _end_of(run: BulkRunState, work: Callable[[ReportProgress], BulkResult]) -> State:
-    """Do the work, and return how it ended."""
-
-    def report(result: BulkResult) -> None:
-        run.result = result
-        if run.stop.is_set():
-            raise KeyboardInterrupt  # the log entry is "stopped", as after Ctrl-C
-
-    try:
-        run.result = work(report)
-    except KeyboardInterrupt:
-        return "stopped"
-    except DelayTaskError as error:
-        run.error = str(error)
-        return "failed"
-    except Exception as error:
-        logger.exception("the bulk operation %s of the console failed", run.action)
-        run.error = f"{type(error).__name__}: {error}"
-        return "failed"
-    return "done"
+# -- what the requests share ----------------------------------------------------------------------
 
 
-def new_run_id() -> str:
-    return secrets.token_urlsafe(9)
-
-
-F = TypeVar("F", bound=Callable[..., Any])
 #: Seconds for which all viewers see the same numbers, and the same answer of the broker.
 SNAPSHOT_S, BROKER_S = 4.0, 20.0
 #: A larger number of tasks of a status is an estimate of the database.
 MOST_COUNTED_ROWS = 20_000
-#: Seconds after which a viewer logs in again, however often the session was used.
-SESSION_S = 12 * 3600
 EXTENSION = "delaytasks_console"
-HEADERS = {
-    # No inline script or style, and no other host.
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
-        "font-src 'self'; connect-src 'self'; form-action 'self'; base-uri 'none'; "
-        "frame-ancestors 'none'"
-    ),
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Referrer-Policy": "same-origin",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
-}
+#: The file of users, or a function that returns the viewer of a request of the host.
+Viewers = UserFile | Callable[[Any], Viewer | None]
 
 
 class ConsoleState:
     """What the requests of one console share."""
 
-    def __init__(self, delays: DelayTasks, access: Access) -> None:
+    def __init__(self, delays: DelayTasks, viewers: Viewers) -> None:
         self.delays = delays
-        self.access = access
+        self.viewers = viewers
         self.cache = SharedCache()
         #: What ran, which no action changes: a chart of a year is read rarely.
         self.history = SharedCache()
@@ -258,20 +238,96 @@ def state() -> ConsoleState:
     return found
 
 
+def runtime() -> Runtime:
+    return runtime_of(state().delays)
+
+
+def now() -> datetime:
+    """Return the time by the clock that all processes share."""
+    return runtime().clock.now()
+
+
 def viewer() -> Viewer:
     """Return the viewer of this request, who has logged in."""
     found: Viewer = g.viewer
     return found
 
 
-def requires(role: Role) -> Callable[[F], F]:
-    """Declare the least role that a page or an action requires. A page without it is refused."""
+def number_of(text: str) -> int | None:
+    """Return the number that a request contains, or None if it is none or a far too large one."""
+    # `int` refuses some texts that `isdigit` accepts, such as a superscript, and very long ones.
+    is_number = text.isascii() and text.isdigit() and len(text) <= 20
+    return int(text) if is_number else None
+
+
+# -- pages and actions, with their roles ----------------------------------------------------------
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Route(NamedTuple):
+    path: str
+    role: Role
+    method: str
+    view: Callable[..., Any]
+
+
+#: The pages and actions by their endpoint, the name of the function. Others are refused.
+ROUTES: dict[str, Route] = {}
+
+
+def page(path: str, role: Role = Role.VIEW, method: str = "GET") -> Callable[[F], F]:
+    """Declare the path of a function, and the least role of its viewers."""
 
     def declare(view: F) -> F:
-        view.console_role = role  # type: ignore[attr-defined]
+        ROUTES[view.__name__] = Route(path, role, method, view)
         return view
 
     return declare
+
+
+def action(path: str, role: Role) -> Callable[[Callable[..., str]], Callable[..., AnyResponse]]:
+    """Declare a function that changes something, and returns a sentence for the viewer.
+
+    The log entry of the action is written, and the viewer returns to the page of the form.
+    """
+
+    def declare(do: Callable[..., str]) -> Callable[..., AnyResponse]:
+        @wraps(do)
+        def act(**values: Any) -> AnyResponse:
+            try:
+                sentence, is_refused = do(**values), False
+            except (DelayTaskError, TypeError, ValueError) as problem:
+                sentence, is_refused = str(problem), True
+            record(do.__name__, given(), is_refused=is_refused)
+            flash(sentence, "bad" if is_refused else "good")
+            state().cache.forget()
+            return back()
+
+        return page(path, role, "POST")(act)
+
+    return declare
+
+
+# -- before and after each request ----------------------------------------------------------------
+
+
+#: Seconds after which a viewer logs in again, however often the session was used.
+SESSION_S = 12 * 3600
+HEADERS = {
+    # No inline script or style, and no other host.
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+        "font-src 'self'; connect-src 'self'; form-action 'self'; base-uri 'none'; "
+        "frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+}
 
 
 class _Sessions(SecureCookieSessionInterface):
@@ -285,9 +341,11 @@ class _Sessions(SecureCookieSessionInterface):
 
 
 def protect(app: Flask, shared: ConsoleState) -> None:
-    """Let each request of the app pass these checks."""
+    """Add all pages and actions to the app, and let each request pass these checks."""
     app.extensions[EXTENSION] = shared
     app.session_interface = _Sessions()
+    for endpoint, route in ROUTES.items():
+        app.add_url_rule(route.path, endpoint, route.view, methods=[route.method])
     app.before_request(_admit)
     app.after_request(_finish)
 
@@ -295,130 +353,101 @@ def protect(app: Flask, shared: ConsoleState) -> None:
 #: Addresses that answer without asking who the viewer is.
 _FOR_ANYONE = {"static", *ENDPOINTS}
 #: Pages without a viewer.
-_OPEN = {"static", "login", "log_in"}
+_OPEN = {"login", "log_in"}
 
 
 def _admit() -> AnyResponse | None:
     g.viewer = None  # the error page needs it if the next lines raise
     if request.endpoint in _FOR_ANYONE:
         return None
-    if not _is_login_over():
-        g.viewer = state().access.viewer(request.environ, session)
+    g.viewer = _find_viewer()
     if request.method not in ("GET", "HEAD", "OPTIONS"):
-        _check_origin()
-        _check_token()
-    if request.endpoint in _OPEN and state().access.has_login:
+        _check_form()
+    has_login = isinstance(state().viewers, UserFile)
+    if request.endpoint in _OPEN and has_login:
         return None
+    if g.viewer is None and has_login and request.method == "GET":
+        target = request.full_path.rstrip("?")
+        return redirect(url_for("login", next=target if target != "/" else None), 303)
     if g.viewer is None:
-        return _without_viewer()
+        abort(401)
     if request.endpoint is None:
         return None  # Flask answers 404 or 405
-    view = current_app.view_functions[request.endpoint]
-    role = getattr(view, "console_role", None)
-    if role is None or g.viewer.role < role:
+    route = ROUTES.get(request.endpoint)
+    if route is None or g.viewer.role < route.role:
         abort(403)
     return None
 
 
-def _is_login_over() -> bool:
-    if not state().access.has_login:
-        return False
-    at = session.get("logged_in_at")
-    return not isinstance(at, float) or now_s() - at > SESSION_S
+def _find_viewer() -> Viewer | None:
+    viewers = state().viewers
+    if isinstance(viewers, UserFile):
+        at = session.get("logged_in_at")
+        is_over = not isinstance(at, float) or now_s() - at > SESSION_S
+        return None if is_over else viewers.viewer(session)
+    with request.environ.get(HOST_REQUEST, lambda: nullcontext(request.environ))() as host:
+        return viewers(host) or None  # a rule may return False
 
 
 def now_s() -> float:
     """Return seconds since 1970, by the clock that all processes share."""
-    return runtime_of(state().delays).clock.now().timestamp()
+    return now().timestamp()
 
 
-def _without_viewer() -> AnyResponse:
-    if not state().access.has_login:
-        abort(401)
-    if request.method != "GET":
-        abort(401)
-    target = request.full_path.rstrip("?")
-    return redirect(url_for("login", next=target if target != "/" else None), 303)
-
-
-def _check_origin() -> None:
-    """Refuse a request that another site makes a browser send."""
+def _check_form() -> None:
+    """Refuse a form that another site makes a browser send, or without the session's token."""
     origin = request.headers.get("Origin")
-    is_foreign = origin is not None and urlsplit(origin).netloc != request.host
+    is_foreign = origin is not None and origin.partition("://")[2] != request.host
     if is_foreign or request.headers.get("Sec-Fetch-Site", "same-origin") == "cross-site":
         abort(403)
-
-
-def _check_token() -> None:
-    given = request.form.get("csrf") or request.headers.get("X-CSRF-Token", "")
-    known = session.get("csrf")
-    if not isinstance(known, str) or not hmac.compare_digest(known.encode(), given.encode()):
+    sent = request.form.get("csrf", "").encode()
+    if not hmac.compare_digest(csrf_token().encode(), sent):
         abort(403)
 
 
 def csrf_token() -> str:
     """Return the token that each form of this session contains."""
-    if "csrf" not in session:
-        session["csrf"] = secrets.token_urlsafe(24)
-    token: str = session["csrf"]
+    token: str = session.setdefault("csrf", secrets.token_urlsafe(24))
     return token
 
 
 def _finish(response: Response) -> Response:
     response.headers.update(HEADERS)
-    if request.endpoint == "static":
-        response.headers["Cache-Control"] = "public, max-age=31536000, immutable"
-    else:
-        response.headers["Cache-Control"] = "no-store"
-    return response
+    is_static = request.endpoint == "static"
+    kept = "public, max-age=31536000, immutable" if is_static else "no-store"
+    response.headers["Cache-Control"] = kept
+    return _audit_refusal(response)
 
 
 def safe_next(target: str | None) -> str:
     """Return the address of a page of this console, whatever a request asks for."""
-    parts = urlsplit(target or "")
-    is_ours = (
-        bool(target)
-        and not parts.scheme
-        and not parts.netloc
-        and parts.path.startswith("/")
-        and not parts.path.startswith("//")
-        and "\\" not in (target or "")
-    )
+    # A second slash or a backslash would begin the name of another host. Browsers drop blanks.
+    is_ours = re.fullmatch(r"/(?!/)[^\\\x00-\x20]*", target or "")
     return f"{request.script_root}{target}" if is_ours else url_for("overview")
+
+
+def back() -> AnyResponse:
+    return redirect(safe_next(request.form.get("next")), 303)
+
+
+# -- log entries ----------------------------------------------------------------------------------
 
 
 #: The statuses of a refused action. The form of a request that is too large (413) cannot be read.
 REFUSED = {400, 403, 404}
 #: Fields that are not part of a log entry. A body may contain secrets.
 _LEFT_OUT = {"csrf", "next", "body", "version", "expected", "is_change"}
-#: Fields of a refused form that are audited, and their characters: nobody has checked them.
+#: Fields of a form that are audited, and their characters: nobody has checked those of a refused
+#: one.
 MOST_FIELDS, MOST_CHARACTERS = 20, 200
 
 
-def act(action: str, what: dict[str, Any], do: Callable[[], str]) -> AnyResponse:
-    """Do one action, write its log entry, and return to the page it came from.
-
-    Parameters
-    ----------
-    action
-        The name in the audit table.
-    what
-        The task, tag, queue or schedule, as a JSON value.
-    do
-        Does it, and returns a sentence for the viewer.
-    """
-    try:
-        sentence, error = do(), None
-    except (DelayTaskError, TypeError, ValueError) as problem:
-        sentence, error = str(problem), problem
-    record(action, what, is_refused=error is not None)
-    flash(sentence, "good" if error is None else "bad")
-    state().cache.forget()
-    return back()
-
-
-def back() -> AnyResponse:
-    return redirect(safe_next(request.form.get("next")), 303)
+def given() -> dict[str, Any]:
+    """Return what this request names in its form and its path, as a log entry has it."""
+    fields = {name: ", ".join(values) for name, values in request.form.lists()}
+    fields |= request.view_args or {}
+    shown = [(name, text) for name, text in fields.items() if text and name not in _LEFT_OUT]
+    return {name[:MOST_CHARACTERS]: text[:MOST_CHARACTERS] for name, text in shown[:MOST_FIELDS]}
 
 
 def record(action: str, what: dict[str, Any], *, is_refused: bool = False) -> None:
@@ -427,32 +456,19 @@ def record(action: str, what: dict[str, Any], *, is_refused: bool = False) -> No
     logger.info("console: %s by %s: %r%s", action, actor, what, " (refused)" if is_refused else "")
     try:
         task = number_of(str(what.get("id", "")))
-        record_action(
-            runtime_of(state().delays), action, what, actor, is_refused=is_refused, task=task
-        )
+        record_action(runtime(), action, what, actor, is_refused=is_refused, task=task)
     except DelayTaskError:
         # The action itself may be done, and the log has it.
         logger.exception("console: the log entry of %s could not be written", action)
 
 
-def audit_refusals(app: Flask) -> None:
-    """Let the app audit the actions that are refused: by role, token or origin, or as impossible.
-
-    `act` answers with a redirect, so its refusals are not recorded twice.
-    """
-    app.after_request(_audit_refusal)
-
-
 def _audit_refusal(response: Response) -> Response:
-    if request.method == "POST" and response.status_code in REFUSED and g.get("viewer") is not None:
-        view = current_app.view_functions.get(request.endpoint or "")
-        if getattr(view, "console_role", Role.VIEW) > Role.VIEW:
-            record(request.endpoint or "", _refused_form(), is_refused=True)
+    """Record an action that was refused: by role, token or origin, or as impossible.
+
+    `action` answers with a redirect, so that its refusals are not recorded twice.
+    """
+    route = ROUTES.get(request.endpoint or "")
+    is_action = route is not None and request.method == "POST" and route.role > Role.VIEW
+    if is_action and response.status_code in REFUSED and g.get("viewer") is not None:
+        record(request.endpoint or "", given(), is_refused=True)
     return response
-
-
-def _refused_form() -> dict[str, Any]:
-    fields = {name: ", ".join(values) for name, values in request.form.lists()}
-    fields |= request.view_args or {}
-    shown = [(name, text) for name, text in fields.items() if text and name not in _LEFT_OUT]
-    return {name[:MOST_CHARACTERS]: text[:MOST_CHARACTERS] for name, text in shown[:MOST_FIELDS]}

@@ -12,7 +12,6 @@ from flask import Flask, session
 from markupsafe import Markup
 
 from delaytasks.console.charts import sparkline
-from delaytasks.model.clock import UTC
 from delaytasks.model.inputs import show_duration, show_from_now, show_measured, show_offset
 from delaytasks.model.moves import Status
 from delaytasks.model.task import Attempt, DelayedTask
@@ -54,17 +53,20 @@ def zone_label() -> str:
     return name if isinstance(name, str) and zone_of(name) is not None else "UTC"
 
 
-def instant(value: datetime | None, now: datetime | None = None) -> Markup:
-    """Return an instant in the viewer's time zone, with the distance from `now` if it is given."""
-    if value is None:
-        return Markup('<span class="none">–</span>')
+def local_text(value: datetime) -> str:
+    """Return an instant in the viewer's time zone, with the name of the zone."""
     try:
         local = value.astimezone(viewer_zone())
-    except (OverflowError, ValueError):
+    except (OverflowError, ValueError):  # in the first or the last year
         local = value
-    zone = local.strftime("%Z") or local.strftime("%z")
-    text = f"{local:%Y-%m-%d %H:%M:%S} {zone}"
-    iso = value.astimezone(UTC).isoformat() if value.year > 1 else value.isoformat()
+    return f"{local:%Y-%m-%d %H:%M:%S} {local.strftime('%Z') or local.strftime('%z')}"
+
+
+def instant(value: datetime | None, now: datetime | None = None) -> Markup:
+    """Return an instant, with the distance from `now` if it is given."""
+    if value is None:
+        return Markup('<span class="none">–</span>')
+    iso, text = value.isoformat(), local_text(value)
     if now is None:
         return Markup('<time datetime="{}">{}</time>').format(iso, text)
     return Markup('<time datetime="{}" title="{}">{}</time> <span class="muted">{}</span>').format(
@@ -75,11 +77,9 @@ def instant(value: datetime | None, now: datetime | None = None) -> Markup:
 def distance(value: datetime | None, now: datetime) -> Markup:
     """Return only the distance from `now`; the instant is its title."""
     if value is None:
-        return Markup('<span class="none">–</span>')
-    local = value.astimezone(viewer_zone())
-    text = f"{local:%Y-%m-%d %H:%M:%S %Z}"
+        return instant(None)
     return Markup('<time datetime="{}" title="{}">{}</time>').format(
-        value.isoformat(), text, show_from_now(value, now)
+        value.isoformat(), local_text(value), show_from_now(value, now)
     )
 
 
@@ -93,9 +93,8 @@ def local_times(text: object) -> str:
 
     def local(found: re.Match[str]) -> str:
         try:
-            instant = datetime.fromisoformat(f"{found[0][:19]}+00:00")
-            return f"{instant.astimezone(viewer_zone()):%Y-%m-%d %H:%M:%S %Z}"
-        except (OverflowError, ValueError):
+            return local_text(datetime.fromisoformat(f"{found[0][:19]}+00:00"))
+        except ValueError:
             return found[0]
 
     return _INSTANT.sub(local, str(text))
@@ -106,14 +105,14 @@ def value_or_some(value: object) -> object:
     return some_values(value) if isinstance(value, (list, tuple)) else value
 
 
-def error_line(error: str | None) -> str:
-    return last_line(error, 160) if error else ""
-
-
 def spark(values: Sequence[int]) -> Markup:
     """Return a small bar chart of failures by the hour; its numbers are in its label."""
     label = f"failures in each of the last {len(values)} hours: {', '.join(map(str, values))}"
-    return Markup(sparkline(values, label))
+    return sparkline(values, label)
+
+
+def percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.2f}%"
 
 
 def install_filters(app: Flask) -> None:
@@ -123,16 +122,16 @@ def install_filters(app: Flask) -> None:
         day_and_time=day_and_time,
         local_times=local_times,
         value_or_some=value_or_some,
-        error_line=error_line,
+        error_line=lambda error: last_line(error, 160) if error else "",
         pretty_body=pretty_body,
         pretty_result=pretty_result,
         duration=show_duration,
         offset=show_offset,
         measured=show_measured,
+        percent=percent,
         spark=spark,
         number=lambda value: f"{value:,}",
-        status_class=lambda status: STATUS_WORDS.get(status, "unknown"),
-        status_word=lambda status: STATUS_WORDS.get(status, status),
+        status_word=STATUS_WORDS.__getitem__,
     )
 
 

@@ -10,11 +10,10 @@ import hashlib
 import ipaddress
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from werkzeug.security import check_password_hash, generate_password_hash
 
@@ -62,45 +61,18 @@ class Viewer:
         return cls(one_line(str(name), ACTOR_LENGTH - 1), chosen)
 
 
-class Access(Protocol):
-    """The rule that names the viewer of a request."""
-
-    #: Whether viewers log in on the console's own page.
-    has_login: bool
-
-    def viewer(self, environ: Mapping[str, Any], session: Mapping[str, Any]) -> Viewer | None:
-        """Return the viewer, or None if the request has none."""
-
-
 #: The name, in the WSGI environment, of a function that the integration with a web framework sets.
 #: It returns a context manager, whose value is the request of the framework.
 HOST_REQUEST = "delaytasks.host_request"
 
 
-class HostAccess:
-    """The viewer is the user of the web framework that mounts the console.
+def proxy_viewer(
+    header: str, proxies: Sequence[str], role: Callable[[str], Role | None]
+) -> Callable[[Mapping[str, Any]], Viewer | None]:
+    """Return a function that names the viewer of a WSGI environment, for `make_console`.
 
-    Parameters
-    ----------
-    find
-        Returns the viewer of a request of the framework, or None. If no framework mounts the
-        console, the request is the WSGI environment.
-    """
-
-    has_login = False
-
-    def __init__(self, find: Callable[[Any], Viewer | None]) -> None:
-        self._find = find
-
-    def viewer(self, environ: Mapping[str, Any], session: Mapping[str, Any]) -> Viewer | None:
-        with environ.get(HOST_REQUEST, lambda: nullcontext(environ))() as request:
-            return self._find(request)
-
-
-class ProxyAccess:
-    """A proxy in front of the console authenticates, and names the user in a header.
-
-    The header counts only if the request comes directly from one of the proxy's addresses.
+    A proxy in front of the console authenticates, and names the user in a header, which counts
+    only if the request comes directly from one of the proxy's addresses.
 
     Parameters
     ----------
@@ -109,41 +81,25 @@ class ProxyAccess:
     proxies
         Addresses or networks of the proxy.
     role
-        The role of a user that `roles` does not name; None refuses these users.
-    roles
-        The roles of users by name.
+        Returns the role of a user; None means VIEW.
     """
+    variable = "HTTP_" + header.upper().replace("-", "_")
+    try:
+        networks = [ipaddress.ip_network(each, strict=False) for each in proxies]
+    except ValueError as error:
+        raise ConfigError(f"the address of the proxy is wrong: {error}") from None
 
-    has_login = False
-
-    def __init__(
-        self,
-        header: str,
-        proxies: Sequence[str] = ("127.0.0.1", "::1"),
-        role: Role | None = Role.VIEW,
-        roles: Callable[[str], Role | None] = lambda name: None,
-    ) -> None:
-        self._variable = "HTTP_" + header.upper().replace("-", "_")
+    def find(environ: Mapping[str, Any]) -> Viewer | None:
+        name = str(environ.get(variable, "")).strip()
         try:
-            self._proxies = [ipaddress.ip_network(each, strict=False) for each in proxies]
-        except ValueError as error:
-            raise ConfigError(f"the address of the proxy is wrong: {error}") from None
-        self._role = role
-        self._roles = roles
-
-    def viewer(self, environ: Mapping[str, Any], session: Mapping[str, Any]) -> Viewer | None:
-        name = str(environ.get(self._variable, "")).strip()
-        if not name or not self._is_proxy(environ.get("REMOTE_ADDR")):
-            return None
-        role = self._roles(name) or self._role
-        return None if role is None else Viewer.of(name, role)
-
-    def _is_proxy(self, address: object) -> bool:
-        try:
-            peer = ipaddress.ip_address(str(address))
+            peer = ipaddress.ip_address(str(environ.get("REMOTE_ADDR")))
         except ValueError:
-            return False
-        return any(peer in network for network in self._proxies)
+            return None
+        if not name or not any(peer in network for network in networks):
+            return None
+        return Viewer.of(name, role(name) or Role.VIEW)
+
+    return find
 
 
 def derived_key(secret: str | bytes) -> str:
@@ -162,8 +118,6 @@ FIRST_USER = "admin"
 class UserFile:
     """Users who log in on the console's own page. The file is read again when it changes."""
 
-    has_login = True
-
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = WatchedFile(path, {"users": {}}, _read_users, "console users")
@@ -178,7 +132,7 @@ class UserFile:
         user = self.users().get(name)
         return None if user is None else Role.named(user["role"])
 
-    def viewer(self, environ: Mapping[str, Any], session: Mapping[str, Any]) -> Viewer | None:
+    def viewer(self, session: Mapping[str, Any]) -> Viewer | None:
         """Return the user of a session, unless the password has changed since the login."""
         name = session.get("user")
         user = self.users().get(name) if isinstance(name, str) else None

@@ -19,8 +19,8 @@ from flask.testing import FlaskClient
 from delaytasks import DelayTasks, Retry
 from delaytasks.cli.servers import Place, make_server
 from delaytasks.console.application import make_console
-from delaytasks.console.requests import EXTENSION, BulkRunState, ReportProgress, new_run_id
-from delaytasks.console.viewers import HostAccess, Role, Viewer
+from delaytasks.console.requests import EXTENSION, BulkRunState, ReportProgress
+from delaytasks.console.viewers import Role, Viewer
 from delaytasks.db.engines import create_sqlite_file
 from delaytasks.db.types import db_now_plus
 from delaytasks.operate.bulk_calls import BulkResult
@@ -182,7 +182,7 @@ class Site:
     def __init__(self, delays: DelayTasks) -> None:
         self.delays = delays
         self.viewer: Viewer | None = Viewer("maria", Role.ADMIN)
-        self.app: Flask = make_console(delays, HostAccess(lambda environ: self.viewer))
+        self.app: Flask = make_console(delays, lambda _: self.viewer, secret_key="of tests")
         self._begun_run: BulkRunState | None = None
 
     def client(self, role: Role | None = Role.ADMIN) -> FlaskClient:
@@ -196,7 +196,7 @@ class Site:
     def begun_run(self, tag: str) -> str:
         """Return the path of a bulk run that has done a half, and goes on until it is stopped."""
         if self._begun_run is None or self._begun_run.filters != {"tag": tag}:
-            run = BulkRunState(new_run_id(), "cancel", "maria", {"tag": tag}, 5200)
+            run = BulkRunState("cancel", "maria", {"tag": tag}, 5200)
             half = BulkResult(5200, 2600, 12, runtime_of(self.delays).clock.now())
 
             def work(report: ReportProgress) -> BulkResult:

@@ -14,12 +14,12 @@ from werkzeug.routing import Rule
 from delaytasks import ConfigError
 from delaytasks.console import pages_tasks, requests, viewers
 from delaytasks.console.application import make_console
-from delaytasks.console.requests import EXTENSION, MOST_ACTIVE, SESSION_S, BulkRunState, new_run_id
-from delaytasks.console.viewers import HostAccess, LoginLimit, ProxyAccess, Role, UserFile, Viewer
+from delaytasks.console.requests import EXTENSION, MOST_ACTIVE, SESSION_S, BulkRunState
+from delaytasks.console.viewers import LoginLimit, Role, UserFile, Viewer, proxy_viewer
 from delaytasks.model.filters import LogEntry
 from delaytasks.operate.bulk_calls import BulkResult, record_action
 from delaytasks.runtime import runtime_of
-from tests.ui.console_site import SECRET, Site, post, token_of
+from tests.ui.console_site import SECRET, Site, healthy_site, make_delays, post, token_of
 from tests.waiting import wait_until
 
 #: The least role of each page and action. A new route needs a line here.
@@ -28,7 +28,7 @@ ROLES = """
     GET view: recurring audit
     GET operate: bulk bulk_run
     POST view: log_out preferences
-    POST operate: cancel_task rerun_task reschedule_task run_task_now pause resume start_bulk
+    POST operate: cancel_task rerun_task reschedule_task run_task pause resume start_bulk
     POST operate: stop_bulk rerun_entry pause_recurring resume_recurring run_recurring
     POST admin: set_limits remove_policy set_recurring remove_recurring
 """
@@ -108,10 +108,10 @@ def test_each_action_is_audited_with_the_name_of_its_viewer(own_site: Site) -> N
 
     bulk_runs: list[str] = []
     waiting = delays.find(tag="order.close", status="NOT_COMPLETE").tasks[0].id
-    do("reschedule_task", waiting, when="1h")
+    do("reschedule_task", waiting, to="1h")
     do("cancel_task", waiting)
     do("rerun_task", waiting)
-    do("run_task_now", waiting)
+    do("run_task", waiting)
     tag, schedule = {"kind": "tag", "name": "report.build"}, {"name": "hourly"}
     do("pause", **tag)
     do("resume", **tag)
@@ -165,11 +165,50 @@ def test_answers_allow_no_inline_code_and_no_other_host(site: Site) -> None:
         assert not re.search(r'(src|href|action)="(https?:)?//', text), path
 
 
+@pytest.mark.parametrize(
+    ("environment", "name", "color"),
+    [("production", "production", "red"), ("staging eu orange", "staging eu", "orange"),
+     ("qa", "qa", "blue"), ("<b>", "<b>", "blue")],
+)  # fmt: skip
+def test_each_page_and_question_names_the_deployment(
+    tmp_path: Path, environment: str, name: str, color: str
+) -> None:
+    with healthy_site(tmp_path, environment=environment) as site:
+        badge = f'<span class="badge {color}">{html.escape(name)}</span>'
+        for path in ("/", "/tasks", "/nothing"):
+            text = site.client().get(path).text
+            assert f"<title>[{html.escape(name)}] " in text
+            assert text.count(badge) == 2, "at the top, and in the question before an action"
+        login = make_console(site.delays, UserFile(tmp_path / "users.json")).test_client()
+        assert badge in login.get("/login").text
+    for wrong in ("x" * 30, "two\nlines"):
+        with pytest.raises(ConfigError, match="is a name of at most 24 characters"):
+            make_delays("sqlite://", is_new=False, environment=wrong)
+
+
+def test_without_a_name_of_the_deployment_there_is_no_badge(site: Site) -> None:
+    assert "badge" not in site.client().get("/").text
+
+
+@pytest.mark.parametrize("origin", ["http://[", "null", "http://localhost.evil.example"])
+def test_a_strange_origin_is_refused(site: Site, origin: str) -> None:
+    client = site.client()
+    data = {"csrf": token_of(client), "theme": "dark"}
+    answer = client.post("/preferences", data=data, headers={"Origin": origin})
+    assert answer.status_code == 403
+
+
+def test_a_rule_that_returns_false_refuses(site: Site) -> None:
+    no_viewer: Any = lambda _: False  # noqa: E731
+    console = make_console(site.delays, no_viewer, secret_key="of tests")
+    assert console.test_client().get("/").status_code == 401
+
+
 def test_an_error_of_the_access_rule_has_an_error_page(site: Site) -> None:
     def broken(environ: Any) -> Viewer | None:
         raise LookupError("the users of the host cannot be read")
 
-    client = make_console(site.delays, HostAccess(broken)).test_client()
+    client = make_console(site.delays, broken, secret_key="of tests").test_client()
     answer = client.get("/tasks")
     assert answer.status_code == 500
     assert "This page failed" in answer.text
@@ -226,7 +265,10 @@ def test_a_user_logs_in_and_returns_to_the_page(site: Site, users: UserFile) -> 
     assert client.get("/tasks").status_code == 303
     answer = client.get("/login", base_url="https://ops.example/")
     assert "Secure" in answer.headers["Set-Cookie"], "behind HTTPS"
-    for target in ("https://evil.example", "//evil.example", "/\\evil", "javascript:alert(1)"):
+    for target in (
+        "https://evil.example", "//evil.example", "///evil.example", "/\\evil", "//[", "/\t/evil",
+        "javascript:alert(1)",
+    ):  # fmt: skip
         assert log_in(client, next=target).location == "/", "a login leads to no other site"
 
 
@@ -298,8 +340,8 @@ def test_the_file_has_hashes_only_and_belongs_to_its_owner(tmp_path: Path) -> No
 
 
 def test_the_header_of_a_proxy_counts_only_from_its_address(site: Site) -> None:
-    access = ProxyAccess("X-Forwarded-User", ["10.0.0.0/8"], Role.VIEW, {"ann": Role.ADMIN}.get)
-    console = make_console(site.delays, access).test_client()
+    find = proxy_viewer("X-Forwarded-User", ["10.0.0.0/8"], {"ann": Role.ADMIN}.get)
+    console = make_console(site.delays, find, secret_key="of tests").test_client()
     named = {"X-Forwarded-User": "ann"}
     trusted, foreign = {"REMOTE_ADDR": "10.1.2.3"}, {"REMOTE_ADDR": "192.0.2.1"}
     answer = console.get("/", headers=named, environ_base=trusted)
@@ -307,8 +349,9 @@ def test_the_header_of_a_proxy_counts_only_from_its_address(site: Site) -> None:
     assert console.get("/", headers=named, environ_base=foreign).status_code == 401
     assert console.get("/", environ_base=trusted).status_code == 401
     assert console.get("/login", environ_base=trusted).status_code == 401
-    viewer = access.viewer({"HTTP_X_FORWARDED_USER": "bob", "REMOTE_ADDR": "10.0.0.1"}, {})
-    assert viewer == Viewer("bob", Role.VIEW)
+    assert find({"HTTP_X_FORWARDED_USER": "bob", "REMOTE_ADDR": "10.0.0.1"}) == Viewer(
+        "bob", Role.VIEW
+    )
 
 
 # -- The audit table names who has done, stopped or tried an action in the console ----------------
@@ -345,7 +388,7 @@ def test_a_bulk_action_that_does_not_begin_is_audited(own_site: Site) -> None:
     client = own_site.client(Role.OPERATE)
     assert post(client, "/bulk", action="cancel").status_code == 400
     assert refusal(own_site) == ("start_bulk", "maria", 1, {"action": "cancel"})
-    begun = [BulkRunState(new_run_id(), "cancel", "bob", {}, 1) for _ in range(MOST_ACTIVE)]
+    begun = [BulkRunState("cancel", "bob", {}, 1) for _ in range(MOST_ACTIVE)]
 
     def work(run: BulkRunState) -> BulkResult:
         run.stop.wait()

@@ -12,7 +12,7 @@ import pytest
 from delaytasks import Status
 from delaytasks.cli.status import read_deployment
 from delaytasks.console import queries
-from delaytasks.console.queries import SEARCH_S, ConsoleQueries
+from delaytasks.console.queries import SEARCH_S, count_queues
 from delaytasks.console.viewers import Role
 from delaytasks.db.types import db_now_plus
 from delaytasks.model.clock import UTC
@@ -95,7 +95,7 @@ def test_overdue_tasks_of_a_queue_are_counted_priority_by_priority(tmp_path: Any
     shown: list[str] = []
 
     def count() -> None:
-        [counts] = ConsoleQueries(store).queues(["default"], 1.0)
+        [counts] = count_queues(delays, [])
         assert counts.oldest == delays.get(oldest.id).due
         shown.append(f"{counts.waiting} {counts.overdue}")
 
@@ -252,7 +252,7 @@ def test_a_task_is_cancelled_run_again_and_rescheduled(own_site: Site) -> None:
     do("rerun")
     assert delays.get(task.id).status is Status.NOT_COMPLETE
     assert "The task was scheduled again at " in client.get(page).text
-    do("reschedule", when="2h")
+    do("reschedule", to="2h")
     assert f", to {delays.get(task.id).due:%Y-%m-%d %H:%M:%S} UTC.<" in client.get(page).text
     due = delays.get(task.id).due - runtime_of(delays).clock.now()
     assert timedelta(minutes=119) < due <= timedelta(hours=2)

@@ -133,7 +133,7 @@ def test_the_page_of_tags_and_the_suggested_names_do_not_read_the_tasks(own_site
     assert all(store.schema.statistics.name in statement for statement in seen)
     with own_site.app.test_request_context():
         found = pages_tags.known_names()
-        assert found.tags
+        assert found["tag"]
         assert not [each for each in seen if store.schema.tasks.name in each]
         seen.clear()
         assert pages_tags.known_names() == found
