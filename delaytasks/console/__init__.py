@@ -3,7 +3,6 @@
     application     makes the WSGI application from a `DelayTasks` and the rule for its viewers
     viewers         the roles, who the viewer of a request is, and the file of users
     requests        what requests share, and what happens before and after each: role, CSRF token
-    queries         what the pages read from the database
     charts          charts as SVG
     shown           times, numbers and tasks as the pages show them
     pages_*         one module for each group of pages

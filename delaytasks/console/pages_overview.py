@@ -1,27 +1,42 @@
-"""The overview, failures, queues, workers, and the forecast."""
+"""The overview, queues, workers, failures, and the forecast."""
 
 from __future__ import annotations
 
 import math
-from datetime import timedelta
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from datetime import datetime, timedelta
+from typing import NamedTuple
 
 from flask import abort, render_template, request
 from markupsafe import Markup
+from sqlalchemy import Connection, func, literal, select
 
+from delaytasks.client import DelayTasks
 from delaytasks.console.charts import Series, stacked_bars, with_legend
 from delaytasks.console.pages_tags import shown_runs
-from delaytasks.console.pages_tasks import possible_actions
-from delaytasks.console.queries import BAR, Searches, count_due, count_queues
+from delaytasks.console.pages_tasks import Searches, possible_actions
 from delaytasks.console.requests import SNAPSHOT_S, number_of, page, runtime, state
 from delaytasks.console.shown import day_and_time, viewer_zone
+from delaytasks.db.searching import distinct_values, first_page, has_status
+from delaytasks.db.store import Store
 from delaytasks.model.clock import from_us
-from delaytasks.model.errors import InvalidInputError
+from delaytasks.model.errors import InvalidInputError, StoreError
+from delaytasks.model.filters import Filter
+from delaytasks.model.inputs import ALL_QUEUES
+from delaytasks.model.moves import Status
 from delaytasks.model.task import Page
+from delaytasks.model.workers import RegisteredWorker
 from delaytasks.operate.forecast import HOUR_S, Forecast, busiest, headline
 from delaytasks.operate.searches import SearchTimeoutError
 from delaytasks.operate.state import DeploymentState
+from delaytasks.operate.state_queries import OverdueRows
 from delaytasks.operate.verdict import Problem, verdict_of
+from delaytasks.runtime import runtime_of
 from delaytasks.statistics.reading import gather_on_time
+
+# -- the overview --------------------------------------------------------------------------------
+
 
 #: Seconds for which all viewers see the same counts of queues, and the same shares on time.
 QUEUES_S, SHARES_S = 5.0, 60.0
@@ -35,15 +50,13 @@ SHOWN_BY = {
     "tasks": "the tasks",
     "workers": "the workers",
 }
-#: Tasks that the page of a group shows.
-SHOWN_FAILURES = 50
 
 
 @page("/")
 def overview() -> str:
     found, cache, zone = state().snapshot(), state().cache, viewer_zone()
     due = cache.get("due", SNAPSHOT_S, lambda: count_due(runtime().store, found.now))
-    starts = [found.now.astimezone(zone) + n * BAR for n in range(len(due.counts))]
+    starts = [found.now.astimezone(zone) + n * BAR for n in range(BARS)]
     statistics, registry = state().delays.statistics, runtime().registry
     return render_template(
         "overview.html",
@@ -52,7 +65,8 @@ def overview() -> str:
         verdict=verdict_of(found, zone, _ahead(found)),
         shown_by=SHOWN_BY,
         due=due,
-        due_chart=stacked_bars(starts, BAR, [Series("due", "due", due.counts)]),
+        is_due_cut=sum(due) >= MOST_DUE,
+        due_chart=stacked_bars(starts, BAR, [Series("due", "due", due)]),
         runs=shown_runs(),
         on_time=cache.get("on_time", SHARES_S, lambda: gather_on_time(statistics, registry)),
     )
@@ -70,10 +84,73 @@ def _ahead(found: DeploymentState) -> list[Problem]:
     return [Problem("warning", text, "forecast")]
 
 
-@page("/workers")
-def workers() -> str:
-    found = state().snapshot()
-    return render_template("lists.html", page="workers", rows=found.workers, s=found, now=found.now)
+#: The bars of the histogram of due times, the time of each, and the tasks that are read at most.
+BARS, BAR, MOST_DUE = 30, timedelta(minutes=1), 5_000
+
+
+def count_due(store: Store, now: datetime) -> list[int]:
+    """Count the waiting tasks that are due in each of the next minutes.
+
+    At most `MOST_DUE` are read, and none if the database does not answer.
+    """
+    table, counts = store.schema.tasks, [0] * BARS
+    t, waiting = table.c, Filter(status=frozenset({Status.NOT_COMPLETE}))
+    soon = t.expected_time >= now, t.expected_time < now + BARS * BAR
+    query = select(t.expected_time, t.id).where(*soon)
+    with suppress(StoreError):  # the state of the deployment has the error
+        for at, _ in store.database.autocommitted(
+            lambda c: first_page(c, query, table, waiting, MOST_DUE)
+        ):
+            counts[min((at - now) // BAR, BARS - 1)] += 1
+    return counts
+
+
+# -- queues and workers ---------------------------------------------------------------------------
+
+
+#: Queues whose waiting tasks are counted, and the most that are counted in each.
+MOST_QUEUES, MOST_COUNTED = 100, 10_000
+
+
+class QueueCounts(NamedTuple):
+    """The tasks of a queue, counted up to `MOST_COUNTED` each."""
+
+    name: str
+    waiting: int
+    overdue: int
+    running: int
+    held: int
+    #: The due time of the oldest of the overdue tasks that were counted.
+    oldest: datetime | None
+
+
+def count_queues(delays: DelayTasks, workers: Sequence[RegisteredWorker]) -> list[QueueCounts]:
+    """Return the live tasks of the queues that have live tasks or workers, and of the default."""
+    store, settings = runtime_of(delays).store, delays.settings
+    served = {queue for worker in workers for queue in worker.queues if queue != ALL_QUEUES}
+    names = {settings.default_queue, *served}
+    return store.database.autocommitted(lambda c: list(_queues(c, store, names, settings.grace_s)))
+
+
+def _queues(on: Connection, store: Store, names: set[str], late_s: float) -> Iterator[QueueCounts]:
+    t, live = store.schema.tasks, (Status.NOT_COMPLETE, Status.RUNNING, Status.HELD)
+    for status in live:
+        for queue in distinct_values(on, t.c.queue, has_status(t, status)):
+            if len(names) >= MOST_QUEUES:
+                break
+            names.add(queue)
+
+    def count(queue: str, status: Status) -> int:
+        rows = select(literal(1)).where(has_status(t, status), t.c.queue == queue)
+        some = rows.limit(MOST_COUNTED).subquery()
+        return int(on.execute(select(func.count()).select_from(some)).scalar_one())
+
+    queues, overdue_rows = sorted(names), OverdueRows(store.database, store.schema)
+    overdue = overdue_rows.count_of_queues(on, queues, late_s, MOST_COUNTED)
+    for name in queues:
+        waiting, running, held = (count(name, status) for status in live)
+        late = overdue[name]
+        yield QueueCounts(name, waiting, late.tasks, running, held, late.oldest)
 
 
 @page("/queues")
@@ -84,6 +161,19 @@ def queues() -> str:
     return render_template(
         "lists.html", page="queues", rows=counted, paused_queues=paused, s=found, now=found.now
     )
+
+
+@page("/workers")
+def workers() -> str:
+    found = state().snapshot()
+    return render_template("lists.html", page="workers", rows=found.workers, s=found, now=found.now)
+
+
+# -- failures ------------------------------------------------------------------------------------
+
+
+#: Tasks that the page of a group shows.
+SHOWN_FAILURES = 50
 
 
 @page("/failures")

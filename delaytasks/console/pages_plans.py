@@ -104,15 +104,14 @@ FORM_FIELDS = ("tag", "cron", "every", "tz", "queue", "missed", "overlap")
 @page("/recurring")
 def recurring() -> str:
     schedules, at = state().delays.recurring, now()
-    after, prefix = request.args.get("after") or None, request.args.get("prefix") or None
-    found = schedules.list(prefix=prefix, after=after, limit=SCHEDULES_PER_PAGE)
+    after = request.args.get("after") or None
+    found = schedules.list(after=after, limit=SCHEDULES_PER_PAGE)
     edited = _stored(request.args.get("name", "").strip())
     return render_template(
         "lists.html",
         page="recurring",
         rows=[(each, show_timing(each.timing), _next(each, at)) for each in found],
         following=found[-1].name if len(found) == SCHEDULES_PER_PAGE else None,
-        prefix=prefix or "",
         edited=edited,
         values={} if edited is None else _values_of(edited),
         body="" if edited is None else _body_text(edited),

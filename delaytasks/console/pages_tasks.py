@@ -1,17 +1,18 @@
-"""The pages of tasks: the list, one task, actions on many tasks, and the audit table."""
+"""The pages of tasks: searches, the list, one task, actions on many tasks, the audit table."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from datetime import datetime, tzinfo
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from flask import abort, redirect, render_template, request, url_for
 from werkzeug.datastructures import MultiDict
 from werkzeug.wrappers import Response
 
-from delaytasks.console.queries import Searches, TaskQuery
+from delaytasks.client import DelayTasks
 from delaytasks.console.requests import (
     BulkRunState,
     ReportProgress,
@@ -26,22 +27,123 @@ from delaytasks.console.requests import (
 )
 from delaytasks.console.shown import local_text, timeline_of, viewer_zone
 from delaytasks.console.viewers import Role
+from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import DelayTaskError, InvalidInputError
-from delaytasks.model.inputs import check_id, parse_duration, parse_instant
+from delaytasks.model.filters import Filters, check_ids
+from delaytasks.model.inputs import check_id, parse_duration, parse_instant, parse_past
 from delaytasks.model.moves import MOVES, Status, moves_from
 from delaytasks.model.task import DelayedTask, Page
 from delaytasks.operate.bulk_calls import BulkResult
 from delaytasks.operate.explanations import Explanations
-from delaytasks.operate.searches import SearchTimeoutError, error_filter
+from delaytasks.operate.searches import SearchTimeoutError, error_filter, find_by_error
+from delaytasks.operate.single_tasks import find_tasks
+from delaytasks.runtime import runtime_of
+
+# -- searches -------------------------------------------------------------------------------------
+
+
+#: Seconds after which a search ends.
+SEARCH_S = 5.0
+#: The least limit of a search that continues an earlier one.
+LEAST_SEARCH_S = 0.1
+
+
+class Searches:
+    """Reads pages of tasks. All pages together end after `SEARCH_S` seconds."""
+
+    def __init__(self, delays: DelayTasks) -> None:
+        self._runtime = runtime_of(delays)
+        self._began = monotonic()
+
+    def find(
+        self, *, limit: int, cursor: str | None = None, newest_first: bool = False, **filters: Any
+    ) -> Page:
+        """Return a page like `DelayTasks.find`, or raise `SearchTimeoutError`."""
+        left_s = max(SEARCH_S - (monotonic() - self._began), LEAST_SEARCH_S)
+        return find_tasks(
+            self._runtime, cast("Filters", filters), cursor, limit, newest_first, None, left_s
+        )
+
+
+TASKS_PER_PAGE = 50
+_TEXTS = ("tag", "key", "key_prefix", "queue")
+_INSTANTS = ("since", "until", "created_since", "created_until")
+#: Raise the error of a wrong pattern, or of a wrong id.
+_CHECKS: dict[str, Callable[[Any], object]] = {"error": error_filter, "ids": check_ids}
+
+
+@dataclass(frozen=True)
+class TaskQuery:
+    """The filters of the page of tasks and of bulk actions.
+
+    Attributes
+    ----------
+    typed
+        The values as they were typed, for the form and the addresses of other pages. The error is
+        a part of the error text, or a pattern in which `*` stands for any text.
+    filters
+        The filters of `find`, without the error.
+    """
+
+    typed: dict[str, Any]
+    filters: dict[str, Any]
+    cursor: str | None = None
+
+    @property
+    def error(self) -> str:
+        return str(self.typed.get("error", ""))
+
+    @property
+    def has_filters(self) -> bool:
+        return bool(self.filters or self.error)
+
+    @classmethod
+    def read(cls, given: MultiDict[str, str], now: datetime, zone: tzinfo) -> TaskQuery:
+        """Read the filters; raise an `InvalidInputError` if one is wrong."""
+        typed: dict[str, Any] = {}
+        for name in (*_TEXTS, *_INSTANTS, "meta", "error"):
+            # Browsers send the line ends of a pattern as CR LF.
+            typed[name] = given.get(name, "").replace("\r\n", "\n").strip()
+        for name in ("status", "ids"):
+            typed[name] = list(filter(None, given.getlist(name)))
+        typed = {name: value for name, value in typed.items() if value}
+        for name in _CHECKS.keys() & typed.keys():
+            _CHECKS[name](typed[name])
+        filters = {name: value for name, value in typed.items() if name != "error"}
+        for name in filters.keys() & set(_INSTANTS):
+            filters[name] = parse_past(typed[name], now, name, zone)
+        if "meta" in typed:
+            filters["meta"] = _meta_of(typed["meta"])
+        if given.get("order") == "oldest":
+            typed["order"] = "oldest"
+        return cls(typed, filters, given.get("cursor") or None)
+
+    def page(self, delays: DelayTasks) -> tuple[Page, int]:
+        """Return a page of tasks, and how many tasks were searched for the error text."""
+        find, newest_first = Searches(delays).find, "order" not in self.typed
+        if self.error:
+            return find_by_error(
+                find, self.filters, self.error, self.cursor, newest_first, TASKS_PER_PAGE
+            )
+        where = {"cursor": self.cursor, "newest_first": newest_first, **self.filters}
+        return find(limit=TASKS_PER_PAGE, **where), 0
+
+
+def _meta_of(text: str) -> dict[str, str]:
+    pairs = {}
+    for each in text.split(","):
+        name, sign, value = each.partition("=")
+        if not sign:
+            raise InvalidInputError(f"{each!r:.40} is not a pair: write name=value", "meta")
+        pairs[name.strip()] = value.strip()
+    return pairs
+
 
 # -- the list, and one task -----------------------------------------------------------------------
 
 
 @page("/tasks")
-def tasks() -> str | Response:
-    wanted = request.args.get("id", "").strip()
-    if number_of(wanted) is not None:
-        return redirect(url_for("task", id=wanted), 303)
+def tasks() -> str:
     problem, found, searched, query = None, Page([], None), 0, TaskQuery({}, {})
     try:
         query = TaskQuery.read(request.args, now(), viewer_zone())
@@ -74,31 +176,16 @@ def task(id: str) -> str:
     found, reasons, at = explanation.task or found, explanation.reasons, now()
     attempts = delays.get(found, attempts=True).attempts
     schedules = (reason.facts["name"] for reason in reasons if reason.code == "recurring")
-    # The trace is a part of the meta, which the role may not show.
-    trace = _trace_id_of(found.meta) if viewer().role >= Role.OPERATE else None
     return render_template(
         "task.html",
         task=found,
         attempts=attempts,
-        events=timeline_of(found, attempts, at, next(schedules, None), trace),
+        events=timeline_of(found, attempts, at, next(schedules, None)),
         # The console does not know how its viewers call the command line.
         reasons=[(r.sentence, "" if ": delaytasks " in r.remedy else r.remedy) for r in reasons],
         moves=set(moves_from(found.status)),
         now=at,
     )
-
-
-#: The pairs of meta with the trace: the W3C Trace Context, and that of Sentry.
-_TRACE_PAIRS = {
-    "traceparent": re.compile("[0-9a-f]{2}-([0-9a-f]{32})-.*"),
-    "sentry-trace": re.compile("([0-9a-f]{32})-.*"),
-}
-
-
-def _trace_id_of(meta: Mapping[str, str]) -> str | None:
-    """Return the id of the trace of the call that scheduled a task, or None without a trace."""
-    found = (pattern.fullmatch(meta.get(name, "")) for name, pattern in _TRACE_PAIRS.items())
-    return next((each[1] for each in found if each), None)
 
 
 # -- actions on one task --------------------------------------------------------------------------

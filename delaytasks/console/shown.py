@@ -116,20 +116,15 @@ def percent(share: float | None) -> str:
 
 
 def install_filters(app: Flask) -> None:
+    shown = (instant, distance, day_and_time, local_times, value_or_some, spark, percent)
+    app.jinja_env.filters.update({filter.__name__: filter for filter in shown})
     app.jinja_env.filters.update(
-        instant=instant,
-        distance=distance,
-        day_and_time=day_and_time,
-        local_times=local_times,
-        value_or_some=value_or_some,
         error_line=lambda error: last_line(error, 160) if error else "",
         pretty_body=pretty_body,
         pretty_result=pretty_result,
         duration=show_duration,
         offset=show_offset,
         measured=show_measured,
-        percent=percent,
-        spark=spark,
         number=lambda value: f"{value:,}",
         status_word=STATUS_WORDS.__getitem__,
     )
@@ -149,21 +144,15 @@ _ENDS = {Status.DONE: "done", Status.FAILED: "failed", Status.CANCELLED: "cancel
 
 
 def timeline_of(
-    task: DelayedTask,
-    attempts: Sequence[Attempt],
-    now: datetime,
-    schedule: str | None = None,
-    trace: str | None = None,
+    task: DelayedTask, attempts: Sequence[Attempt], now: datetime, schedule: str | None = None
 ) -> list[LifeEvent]:
     """Return what happened to a task, and what happens next, in the order of time.
 
-    `schedule` is the name of the recurring schedule that made the task, and `trace` the id of the
-    trace of the call that scheduled it, if they are known.
+    `schedule` is the name of the recurring schedule that made the task, if it is known.
     """
     title = f"Scheduled by the recurring schedule {schedule}" if schedule else "Scheduled"
     delay = f"with a delay of {show_duration(task.delay_s)}" if task.delay_s else "for now"
-    detail = f"{delay}, in the trace {trace}" if trace else delay
-    events = [LifeEvent(task.create_time, "scheduled", title, detail)]
+    events = [LifeEvent(task.create_time, "scheduled", title, delay)]
     events += (_attempt(each) for each in attempts)
     events += _last_run(task, attempts)
     past = [each for each in events if each.at is None or each.at <= now]

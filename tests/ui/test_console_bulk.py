@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from werkzeug.datastructures import MultiDict
 
-from delaytasks.console import queries
+from delaytasks.console import pages_tasks
 from delaytasks.console.viewers import Role
 from delaytasks.operate import bulk_calls as bulk
 from delaytasks.operate.single_tasks import find_tasks
@@ -122,7 +122,7 @@ def test_bulk_counts_read_small_pages(site: Site, monkeypatch: pytest.MonkeyPatc
         limits.append(limit)
         return find_tasks(runtime, filters, cursor, limit, *others)
 
-    monkeypatch.setattr(queries, "find_tasks", finding)
+    monkeypatch.setattr(pages_tasks, "find_tasks", finding)
     text = site.client().get("/bulk?action=cancel&queue=default").text
     assert int(re.findall(r"\d+", heading(text))[0]) > 100
     assert len(limits) > 1

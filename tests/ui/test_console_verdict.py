@@ -464,7 +464,7 @@ def test_a_lost_worker_is_a_note_while_tasks_are_on_time(waiting: Site) -> None:
     assert problem.text in overview
     for text in (overview, workers):
         [row] = [each for each in re.findall(r"(?s)<tr[ >].*?</tr>", text) if "w1@host" in each]
-        words = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", "", row))
+        words = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", row))
         assert re.search(r"w1@host lost [-\d]{10} [:\d]{8} UTC (now|\d+m?s ago) 10m\S* ago", words)
     # A worker that reports again is no problem.
     report(waiting, "w1@host")

@@ -357,7 +357,7 @@ class World:
 
     def queues(self) -> list[Any]:
         """Return the counts of queues that the console shows, of those with live tasks."""
-        from delaytasks.console.queries import count_queues
+        from delaytasks.console.pages_overview import count_queues
 
         return count_queues(self.delays, [])
 
