@@ -36,19 +36,6 @@ THEMES = ("auto", "light", "dark")
 USERS, KEY = "console-users.json", "console-key"
 #: Bytes that one request may contain.
 MOST_BYTES = 1_000_000
-#: The pages of the navigation: endpoint, name, and the key that opens the page after `g`.
-PAGES = (
-    ("overview", "Overview", "o"),
-    ("tasks", "Tasks", "t"),
-    ("tags", "Tags", "s"),
-    ("failures", "Failures", "f"),
-    ("forecast", "Forecast", "c"),
-    ("recurring", "Recurring", "r"),
-    ("policies", "Policies", "p"),
-    ("queues", "Queues", "q"),
-    ("workers", "Workers", "w"),
-    ("audit", "Audit", "a"),
-)
 #: The modules whose functions are the pages and the actions.
 _PAGES_OF = (pages_overview, pages_tasks, pages_tags, pages_plans)
 
@@ -115,7 +102,6 @@ def _of_every_page() -> dict[str, Any]:
         return getattr(viewer(), "role", 0) >= Role.named(role)
 
     return {
-        "pages": PAGES,
         "csrf": requests.csrf_token,
         "viewer": viewer(),
         "can": can,
@@ -131,18 +117,9 @@ def _of_every_page() -> dict[str, Any]:
 # -- errors ---------------------------------------------------------------------------------------
 
 
-_TITLES = {
-    401: (
-        "Not logged in",
-        "Log in to the application or proxy that this console is part of, as a user who may see "
-        "it, and reload this page.",
-    ),
-    403: ("Not allowed", "Your role does not allow this, or the form is too old: reload its page."),
-    404: ("There is no such page", "The address may be mistyped, or what it named is gone."),
-}
 #: The status and the title of the page of an error. The first class that fits decides.
 _REFUSED: dict[type[Exception], tuple[int, str]] = {
-    TaskNotFoundError: (404, "Not found"),
+    TaskNotFoundError: (404, "There is no such task"),
     SearchTimeoutError: (503, "The search took too long"),
     StoreError: (503, "The database does not answer"),
     DelayTaskError: (400, "This is not possible"),
@@ -151,9 +128,7 @@ _REFUSED: dict[type[Exception], tuple[int, str]] = {
 
 def _failed(error: Exception) -> Any:
     if isinstance(error, HTTPException):
-        code = error.code or 500
-        title, text = _TITLES.get(code, (error.name, error.description or ""))
-        return error.response or _error_page(code, title, text)
+        return error.response or _error_page(error.code or 500, error.name, error.description or "")
     for kind, (code, title) in _REFUSED.items():
         if isinstance(error, kind):
             return _error_page(code, title, str(error))

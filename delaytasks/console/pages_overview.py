@@ -40,16 +40,6 @@ from delaytasks.statistics.reading import gather_on_time
 
 #: Seconds for which all viewers see the same counts of queues, and the same shares on time.
 QUEUES_S, SHARES_S = 5.0, 60.0
-#: What the links after the sentences of the verdict show, by the page to which they lead.
-SHOWN_BY = {
-    "failure": "these failures",
-    "failures": "all failures",
-    "forecast": "the forecast",
-    "overview": "the health",
-    "policies": "the policies",
-    "tasks": "the tasks",
-    "workers": "the workers",
-}
 
 
 @page("/")
@@ -63,7 +53,6 @@ def overview() -> str:
         s=found,
         now=found.now,
         verdict=verdict_of(found, zone, _ahead(found)),
-        shown_by=SHOWN_BY,
         due=due,
         is_due_cut=sum(due) >= MOST_DUE,
         due_chart=stacked_bars(starts, BAR, [Series("due", "due", due)]),

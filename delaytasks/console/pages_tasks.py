@@ -8,7 +8,7 @@ from datetime import datetime, tzinfo
 from functools import partial
 from typing import Any, NamedTuple, cast
 
-from flask import abort, redirect, render_template, request, url_for
+from flask import abort, flash, redirect, render_template, request, url_for
 from werkzeug.datastructures import MultiDict
 from werkzeug.wrappers import Response
 
@@ -25,7 +25,7 @@ from delaytasks.console.requests import (
     state,
     viewer,
 )
-from delaytasks.console.shown import local_text, timeline_of, viewer_zone
+from delaytasks.console.shown import local_text, viewer_zone
 from delaytasks.console.viewers import Role
 from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import DelayTaskError, InvalidInputError
@@ -180,7 +180,7 @@ def task(id: str) -> str:
         "task.html",
         task=found,
         attempts=attempts,
-        events=timeline_of(found, attempts, at, next(schedules, None)),
+        schedule=next(schedules, None),
         # The console does not know how its viewers call the command line.
         reasons=[(r.sentence, "" if ": delaytasks " in r.remedy else r.remedy) for r in reasons],
         moves=set(moves_from(found.status)),
@@ -377,7 +377,8 @@ def _start(
 def _run_of(id: str) -> BulkRunState:
     run = state().runs.get(id)
     if run is None:
-        abort(404, "This process does not know the run. The audit table has its result.")
+        flash("This process does not know the run. Its entry is here.", "bad")
+        abort(redirect(url_for("audit"), 303))
     return run
 
 

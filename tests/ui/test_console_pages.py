@@ -23,6 +23,7 @@ from delaytasks.operate.searches import SearchTimeoutError, error_matcher
 from delaytasks.operate.verdict import verdict_of
 from delaytasks.runtime import runtime_of
 from tests.ui.console_site import Site, chart_titles, fill, make_delays, post
+from tests.world import RUNNING
 from tests.world.plans import plans
 from tests.world.recording import set_columns
 
@@ -220,6 +221,31 @@ def test_the_timeline_of_a_task_names_its_delay_or_recurring_schedule(own_site: 
     assert re.search("Scheduled +with a delay of 1m ", life(task))
     alike = delays.schedule_delay("order.close", {"order": 1}, 60, key="gone@2030-01-31T18:00:00Z")
     assert "recurring" not in life(alike)
+
+
+def test_the_timeline_ends_with_what_happened_last_or_comes_next(own_site: Site) -> None:
+    delays = own_site.delays
+    running, due = delays.find(tag="order.close", status="NOT_COMPLETE").tasks[:2]
+    set_columns(runtime_of(delays).store, "tasks", {"id": running.id}, **RUNNING)
+    set_columns(runtime_of(delays).store, "tasks", {"id": due.id}, expected_time=db_now_plus(-9))
+    last = {
+        running.id: "running future: Its lease ends, unless it is renewed",
+        due.id: "waiting future: Due: waits for a worker",
+    }
+    for filters, event in (
+        ({"status": "DONE"}, r"done: Done after \d+m?s"),
+        ({"status": "FAILED", "tag": "report.build"}, "failed: Attempt 1 failed on .* after .*"),
+        ({"status": "CANCELLED"}, "cancelled: Cancelled"),
+        ({"key": "retrying", "tag": "pay.notify"}, "waiting future: Retry 1"),
+        ({"tag": "feed.read", "status": "NOT_COMPLETE"}, "waiting future: Due"),
+    ):
+        last[delays.find(**filters).tasks[0].id] = event  # type: ignore[arg-type]
+    for id, event in last.items():
+        text = own_site.client(Role.VIEW).get(f"/tasks/{id}").text
+        found = re.findall('<li class="([^"]*)"><span class="when">.*?</span>(<str.*?)</li>', text)
+        shown = [re.sub("<[^>]*>", " ", f"{kind}: {words}") for kind, words in found]
+        *_, end = (" ".join(each.split()) for each in shown)
+        assert re.match(event, end), end
 
 
 def test_the_page_of_workers_shows_their_load_and_their_version(site: Site) -> None:
