@@ -177,7 +177,7 @@ def failure(name: str) -> str:
     group = next((group for group in found.groups if group.name == name), None) or abort(404)
     tasks, problem = Page([], None), ""
     try:
-        find = Searches(state().delays).find
+        find = Searches().find
         tasks = find(**group.filters, limit=SHOWN_FAILURES, newest_first=True)
     except SearchTimeoutError as error:
         problem = str(error)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from datetime import datetime, tzinfo
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -12,7 +11,6 @@ from flask import abort, flash, redirect, render_template, request, url_for
 from werkzeug.datastructures import MultiDict
 from werkzeug.wrappers import Response
 
-from delaytasks.client import DelayTasks
 from delaytasks.console.requests import (
     BulkRunState,
     ReportProgress,
@@ -37,7 +35,6 @@ from delaytasks.operate.bulk_calls import BulkResult
 from delaytasks.operate.explanations import Explanations
 from delaytasks.operate.searches import SearchTimeoutError, error_filter, find_by_error
 from delaytasks.operate.single_tasks import find_tasks
-from delaytasks.runtime import runtime_of
 
 # -- searches -------------------------------------------------------------------------------------
 
@@ -51,8 +48,7 @@ LEAST_SEARCH_S = 0.1
 class Searches:
     """Reads pages of tasks. All pages together end after `SEARCH_S` seconds."""
 
-    def __init__(self, delays: DelayTasks) -> None:
-        self._runtime = runtime_of(delays)
+    def __init__(self) -> None:
         self._began = monotonic()
 
     def find(
@@ -60,16 +56,13 @@ class Searches:
     ) -> Page:
         """Return a page like `DelayTasks.find`, or raise `SearchTimeoutError`."""
         left_s = max(SEARCH_S - (monotonic() - self._began), LEAST_SEARCH_S)
-        return find_tasks(
-            self._runtime, cast("Filters", filters), cursor, limit, newest_first, None, left_s
-        )
+        where = cast("Filters", filters)
+        return find_tasks(runtime(), where, cursor, limit, newest_first, None, left_s)
 
 
 TASKS_PER_PAGE = 50
-_TEXTS = ("tag", "key", "key_prefix", "queue")
+_TEXTS = ("tag", "key", "key_prefix", "queue", "meta", "error")
 _INSTANTS = ("since", "until", "created_since", "created_until")
-#: Raise the error of a wrong pattern, or of a wrong id.
-_CHECKS: dict[str, Callable[[Any], object]] = {"error": error_filter, "ids": check_ids}
 
 
 @dataclass(frozen=True)
@@ -82,51 +75,46 @@ class TaskQuery:
         The values as they were typed, for the form and the addresses of other pages. The error is
         a part of the error text, or a pattern in which `*` stands for any text.
     filters
-        The filters of `find`, without the error.
+        The same as the filters of `find`.
     """
 
     typed: dict[str, Any]
     filters: dict[str, Any]
     cursor: str | None = None
 
-    @property
-    def error(self) -> str:
-        return str(self.typed.get("error", ""))
-
-    @property
-    def has_filters(self) -> bool:
-        return bool(self.filters or self.error)
-
     @classmethod
-    def read(cls, given: MultiDict[str, str], now: datetime, zone: tzinfo) -> TaskQuery:
+    def read(cls, given: MultiDict[str, str]) -> TaskQuery:
         """Read the filters; raise an `InvalidInputError` if one is wrong."""
-        typed: dict[str, Any] = {}
-        for name in (*_TEXTS, *_INSTANTS, "meta", "error"):
-            # Browsers send the line ends of a pattern as CR LF.
-            typed[name] = given.get(name, "").replace("\r\n", "\n").strip()
-        for name in ("status", "ids"):
-            typed[name] = list(filter(None, given.getlist(name)))
-        typed = {name: value for name, value in typed.items() if value}
-        for name in _CHECKS.keys() & typed.keys():
-            _CHECKS[name](typed[name])
-        filters = {name: value for name, value in typed.items() if name != "error"}
-        for name in filters.keys() & set(_INSTANTS):
-            filters[name] = parse_past(typed[name], now, name, zone)
+        # Browsers send the line ends of a pattern as CR LF.
+        texts = {name: given.get(name, "").replace("\r\n", "\n") for name in (*_TEXTS, *_INSTANTS)}
+        found: dict[str, Any] = {name: text.strip() for name, text in texts.items()}
+        found |= {name: list(filter(None, given.getlist(name))) for name in ("status", "ids")}
+        typed = {name: value for name, value in found.items() if value}
+        filters = dict(typed)
+        for name in typed.keys() & set(_INSTANTS):
+            filters[name] = parse_past(typed[name], now(), name, viewer_zone())
         if "meta" in typed:
             filters["meta"] = _meta_of(typed["meta"])
+        if "error" in typed:
+            filters["error"] = error_filter(typed["error"])
+        if "ids" in typed:
+            check_ids(typed["ids"])
         if given.get("order") == "oldest":
             typed["order"] = "oldest"
         return cls(typed, filters, given.get("cursor") or None)
 
-    def page(self, delays: DelayTasks) -> tuple[Page, int]:
+    def page(self) -> tuple[Page, int]:
         """Return a page of tasks, and how many tasks were searched for the error text."""
-        find, newest_first = Searches(delays).find, "order" not in self.typed
-        if self.error:
-            return find_by_error(
-                find, self.filters, self.error, self.cursor, newest_first, TASKS_PER_PAGE
-            )
-        where = {"cursor": self.cursor, "newest_first": newest_first, **self.filters}
-        return find(limit=TASKS_PER_PAGE, **where), 0
+        find, where, newest_first = Searches().find, dict(self.filters), "order" not in self.typed
+        if "error" in where:
+            error = where.pop("error")
+            return find_by_error(find, where, error, self.cursor, newest_first, TASKS_PER_PAGE)
+        paging: dict[str, Any] = {
+            "cursor": self.cursor,
+            "newest_first": newest_first,
+            "limit": TASKS_PER_PAGE,
+        }
+        return find(**paging, **where), 0
 
 
 def _meta_of(text: str) -> dict[str, str]:
@@ -146,12 +134,12 @@ def _meta_of(text: str) -> dict[str, str]:
 def tasks() -> str:
     problem, found, searched, query = None, Page([], None), 0, TaskQuery({}, {})
     try:
-        query = TaskQuery.read(request.args, now(), viewer_zone())
+        query = TaskQuery.read(request.args)
         if "meta" in query.filters and viewer().role < Role.OPERATE:
             raise InvalidInputError(
                 "your role does not show meta, so it cannot search by meta", "meta"
             )
-        found, searched = query.page(state().delays)
+        found, searched = query.page()
     except (InvalidInputError, SearchTimeoutError) as error:
         problem = str(error)
     return render_template(
@@ -275,14 +263,11 @@ def _chosen(given: MultiDict[str, str]) -> tuple[str, dict[str, Any], list[str]]
     and the statuses in which tasks can move."""
     name = given.get("action", "")
     chosen = ACTIONS.get(name) or abort(404)
-    query = TaskQuery.read(given, now(), viewer_zone())
-    if not query.has_filters:
+    filters = TaskQuery.read(given).filters
+    if not filters:
         raise InvalidInputError(
             "select some tasks or choose a filter first, so that not all tasks are changed", "ids"
         )
-    filters = dict(query.filters)
-    if query.error:
-        filters["error"] = error_filter(query.error)
     sources, is_explicit = chosen.sources, "status" in filters
     if name == "rerun":  # CANCELLED tasks only if the viewer has chosen them
         is_explicit |= "ids" in filters
@@ -299,7 +284,7 @@ def _chosen(given: MultiDict[str, str]) -> tuple[str, dict[str, Any], list[str]]
 def _counted(filters: dict[str, Any]) -> tuple[int, bool, list[DelayedTask]]:
     """Return the number of tasks, whether there may be more, and some of them."""
     count, cursor, examples = 0, None, list[DelayedTask]()
-    searches = Searches(state().delays)
+    searches = Searches()
     while count < MOST_MATCHES_COUNTED:
         try:
             found = searches.find(**filters, cursor=cursor, limit=COUNT_PAGE)
