@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
 from functools import partial
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Select, Update, case, delete, func, insert, select, update
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Select,
+    Update,
+    bindparam,
+    case,
+    delete,
+    func,
+    insert,
+    select,
+    update,
+)
 
 from delaytasks.db.database import Database
 from delaytasks.db.schema import (
-    MAX_INTEGER,
     Schema,
     by_id,
     check_row_count,
@@ -28,7 +39,7 @@ from delaytasks.model.body import dump_json
 from delaytasks.model.clock import EARLIEST, MAX_ID, to_us
 from delaytasks.model.filters import BulkFilter, Filter, LogEntry, To, new_due
 from delaytasks.model.inputs import Spread
-from delaytasks.model.moves import LIVE, Status, following
+from delaytasks.model.moves import Status, following
 from delaytasks.model.task import Entry
 
 
@@ -36,7 +47,6 @@ class Audit:
     def __init__(self, database: Database, schema: Schema) -> None:
         self._db = database
         self._a = schema.audit
-        self._steps = schema.audit_steps
 
     def begin(self, entry: LogEntry) -> None:
         """Write the row before any task is moved, so that an operation that dies is visible."""
@@ -67,22 +77,6 @@ class Audit:
     def end(self, id: int, state: str, done: tuple[int, int] | None) -> None:
         self.note(id, done, state=state, finished_at=db_now())
 
-    def record(self, on: Any, id: int, step: int, moved: Sequence[tuple[int, int]]) -> None:
-        """Write the ids and the new versions of the tasks that a step has moved."""
-        values = {"audit_id": id, "step": step, "moved": dump_json(moved)}
-        on.execute(insert(self._steps).values(values))
-
-    def recorded(self, id: int) -> Iterator[dict[int, int]]:
-        """Yield the ids and new versions that each step has recorded, the last step first."""
-        s, last = self._steps.c, MAX_INTEGER
-        while True:
-            query = select(s.step, s.moved).where(s.audit_id == id, s.step < last)
-            rows = self._db.rows(query.order_by(s.step.desc()).limit(1))
-            if not rows:
-                return
-            last = rows[0][0]
-            yield dict(json.loads(rows[0][1]))
-
     def get(self, id: int) -> LogEntry | None:
         return next(iter(self._entries(select(self._a).where(self._a.c.id == id))), None)
 
@@ -99,13 +93,8 @@ class Audit:
         ]
 
     def purge(self, older_than_s: float) -> None:
-        is_old = self._a.c.seen_at < db_now_plus(-older_than_s)
-        steps = delete(self._steps).where(
-            self._steps.c.audit_id.in_(select(self._a.c.id).where(is_old))
-        )
-        self._db.autocommitted(
-            lambda c: (c.execute(steps), c.execute(delete(self._a).where(is_old)))
-        )
+        old = delete(self._a).where(self._a.c.seen_at < db_now_plus(-older_than_s))
+        self._db.autocommitted(lambda c: c.execute(old))
 
 
 # -- bulk -----------------------------------------------------------------------------------------
@@ -119,10 +108,6 @@ class Audit:
 
 #: Rows that one statement reads, plus those with the same due time as the last of them.
 WINDOW = 20_000
-
-
-#: Conditions for the rows among which windows are measured, and for those that are returned.
-_Level = tuple[list[ColumnElement[bool]], list[ColumnElement[bool]]]
 
 
 class Step(NamedTuple):
@@ -150,25 +135,15 @@ class Bulk:
 
     def matching(self, which: BulkFilter) -> Iterator[list[tuple[int, Status]]]:
         """Yield (id, status) of the rows that the filter names, one window at a time."""
-        where, columns = which.where, (self._t.c.id, self._t.c.status)
+        columns, matches = (self._t.c.id, self._t.c.status), self._matches(which)
         parts: Iterator[Sequence[Any]]
-        if where.ids is None:
-            parts = self._windows(which.looked_at, where, columns)
+        if which.where.ids is None:
+            parts = self._windows(which.looked_at, which.where, columns, *matches)
         else:
-            query = select(*columns).where(*self._matches(which.looked_at, where))
+            query = select(*columns).where(self._is(which.looked_at), *matches)
             parts = iter([self._db.rows(by_id(query, self._t))])
         for rows in parts:
             yield [(row[0], Status(row[1])) for row in rows]
-
-    def unmoved(self, which: BulkFilter, operation: int) -> Iterator[dict[int, int]]:
-        """Yield id and version of the tasks that the operation has cancelled, step by step.
-
-        Tasks that have moved since, and tasks that the filter does not match, are left out.
-        """
-        query = self._listed(which, [self._t.c.id, self._t.c.version])
-        for versions in self.audit.recorded(operation):
-            read = partial(_read, query=query, ids=list(versions), versions=versions)
-            yield {row.id: row.version for row in self._db.autocommitted(read)}
 
     def having(
         self,
@@ -182,20 +157,19 @@ class Bulk:
         """
         return self._windows(statuses, Filter(), columns, *where)
 
-    def _levels(self, statuses: frozenset[Status], queue: str | None) -> Iterator[_Level]:
+    def _levels(
+        self, statuses: frozenset[Status], queue: str | None
+    ) -> Iterator[Sequence[ColumnElement[bool]]]:
         """Yield the parts of the table that an index has in the order of due times.
 
-        Rows that wait or run are found without reading those that are finished.
+        Rows are found without reading those that are DONE, of which there are far more.
         """
         t = self._t.c
-        for status in sorted(statuses & LIVE):
+        for status in sorted(statuses):
             here = has_status(self._t, status)
             for level in self._db.autocommitted(partial(queue_levels, t=self._t, status=status)):
                 if queue in (None, level.queue):
-                    rows = [here, t.queue == level.queue, t.priority == level.priority]
-                    yield rows, rows
-        if finished := statuses - LIVE:
-            yield [], [self._is(finished)]
+                    yield here, t.queue == level.queue, t.priority == level.priority
 
     def _windows(
         self,
@@ -205,25 +179,28 @@ class Bulk:
         *others: ColumnElement[bool],
     ) -> Iterator[Sequence[Any]]:
         due = self._t.c.expected_time
-        matching = select(*columns).where(*conditions(self._t, where, self._db.can), *others)
-        for walked, wanted in self._levels(statuses, where.queue):
-            query = matching.where(*wanted).order_by(due)
+        for level in self._levels(statuses, where.queue):
+            query = select(*columns).where(*level, *others).order_by(due)
             begin: ColumnElement[bool] = due >= (where.since or EARLIEST)
             while True:
-                end = select(due).where(*walked, begin).order_by(due).offset(WINDOW - 1).limit(1)
+                end = select(due).where(*level, begin).order_by(due).offset(WINDOW - 1).limit(1)
                 ends = self._db.rows(end if where.until is None else end.where(due < where.until))
                 yield self._db.rows(query.where(begin, *(due <= row[0] for row in ends)))
                 if not ends:
                     break
                 begin = due > ends[0][0]
 
-    def _matches(self, statuses: frozenset[Status], where: Filter) -> list[ColumnElement[bool]]:
-        return [self._is(statuses), *conditions(self._t, where, self._db.can)]
+    def _matches(self, which: BulkFilter) -> list[ColumnElement[bool]]:
+        """Return the conditions of the filter, except that of the status."""
+        found = conditions(self._t, which.where, self._db.can)
+        if which.cancelled_by is not None:
+            found.append(self._t.c.cancel_request == which.cancelled_by)
+        return found
 
     def _listed(self, which: BulkFilter, columns: Sequence[ColumnElement[Any]]) -> Select[Any]:
         """Return the query of the listed rows that still match the filter and can be moved."""
         t = self._t.c
-        matches = self._matches(which.movable, which.where)
+        matches = self._is(which.movable), *self._matches(which)
         return select(*columns).where(listed(self._db, t.id, "ids"), *matches).order_by(t.id)
 
     def _is(self, statuses: frozenset[Status]) -> ColumnElement[bool]:
@@ -232,15 +209,9 @@ class Bulk:
     # -- move -------------------------------------------------------------------------------------
 
     def step(
-        self,
-        run: int,
-        which: BulkFilter,
-        ids: Sequence[int],
-        to: To,
-        done: tuple[int, int],
-        versions: Mapping[int, int] | None = None,
+        self, run: int, which: BulkFilter, ids: Sequence[int], to: To, done: tuple[int, int]
     ) -> Step:
-        """Move these rows if they still match the filter, and still have these `versions` if given.
+        """Move these rows if they still match the filter.
 
         `done` is what the audit row of the operation counts. It is updated in the same transaction,
         so a step whose answer was lost is not done again.
@@ -251,11 +222,8 @@ class Bulk:
             counts = self.audit.counts(connection, run)
             if tried and counts not in (None, done):
                 return tried[-1]
-            step = self._step(connection, which, ids, to, versions)
+            step = self._step(connection, which, ids, to, run)
             tried.append(step)
-            if step.moved and which.move == "cancel":
-                cancelled = [(entry.id, entry.version) for entry in step.moved]
-                self.audit.record(connection, run, sum(done), cancelled)
             counted = done[0] + len(step.moved), done[1] + step.refused
             self.audit.note(run, counted, connection)
             return step
@@ -267,24 +235,19 @@ class Bulk:
         return self._step(on, BulkFilter("cancel", Filter()), ids, None, None)
 
     def _step(
-        self,
-        on: Any,
-        which: BulkFilter,
-        ids: Sequence[int],
-        to: To,
-        versions: Mapping[int, int] | None,
+        self, on: Any, which: BulkFilter, ids: Sequence[int], to: To, run: int | None
     ) -> Step:
         t, is_rerun = self._t.c, which.move == "rerun"
         due = func.coalesce(t.due_time, t.expected_time).label("due")
         key = t.id, t.tag, t.task_key
         rows = self._listed(which, [*key, t.version, t.expected_time, t.queue, t.priority, due])
-        seen = _read(on, rows, ids, versions)
+        seen = on.execute(rows, {"ids": ids}).all()
         with_key = [row for row in seen if row.task_key is not None]
         left_out = (
             {row.id for row in with_key} if is_rerun else self._busy_keys(on, which.move, with_key)
         )
-        locked = self._lock(on, rows, [row.id for row in seen if row.id not in left_out], versions)
-        moved = self._moved(on, which.move, locked, to)
+        locked = self._lock(on, rows, [row.id for row in seen if row.id not in left_out])
+        moved = self._moved(on, which.move, locked, to, run)
         if which.move == "cancel":
             taken = {entry.id for entry in moved}
             self._keys.release_all(on, [row for row in with_key if row.id in taken])
@@ -302,12 +265,13 @@ class Bulk:
         others = [row for row in with_key if row[0] not in locked]
         return {row[0] for row in self._keys.owned(on, others)}
 
-    def _lock(
-        self, on: Any, rows: Select[Any], ids: list[int], versions: Mapping[int, int] | None
-    ) -> list[Any]:
-        return _read(on, rows.with_for_update(skip_locked=True), ids, versions) if ids else []
+    def _lock(self, on: Any, rows: Select[Any], ids: list[int]) -> list[Any]:
+        locking = rows.with_for_update(skip_locked=True)
+        return list(on.execute(locking, {"ids": ids})) if ids else []
 
-    def _moved(self, on: Any, move: str, locked: Sequence[Any], to: To) -> list[Entry]:
+    def _moved(
+        self, on: Any, move: str, locked: Sequence[Any], to: To, run: int | None
+    ) -> list[Entry]:
         """Move the locked rows, fenced by the versions that were read."""
         is_relative = isinstance(to, timedelta | Spread)
         now = on.execute(select(db_now())).scalar_one() if is_relative else None
@@ -319,7 +283,12 @@ class Bulk:
             due_us = to_us(new or row.expected_time)
             entries.append(Entry(row.id, version, due_us, row.queue, row.priority))
         if rows:
-            named = {"rows": dump_json(rows), "ids": [entry.id for entry in entries]}
+            named = {
+                "rows": dump_json(rows),
+                "ids": [entry.id for entry in entries],
+                # By it a rerun finds the tasks that this operation has cancelled.
+                "cancelled_by": run if move == "cancel" else None,
+            }
             changed = on.execute(self._updates[move], named).rowcount
             check_row_count(changed, len(rows), f"tasks to {move}")
         return entries
@@ -332,16 +301,8 @@ class Bulk:
             expected_time=func.coalesce(w.c.expected_time, t.c.expected_time),
             due_time=case((w.c.expected_time.is_(None), t.c.due_time), else_=None),
             late_by=case((w.c.expected_time.is_(None), t.c.late_by), else_=None),
-            cancel_request=None,
+            cancel_request=bindparam("cancelled_by", type_=BigInteger),
             **({"runs": 0, "lapses": 0} if move == "rerun" else {}),
         )
         mine = listed(self._db, t.c.id, "ids")  # else a small table would be scanned
         return update(t).where(mine, t.c.id == w.c.id, t.c.version == w.c.version).values(values)
-
-
-def _read(
-    on: Any, query: Select[Any], ids: Sequence[int], versions: Mapping[int, int] | None
-) -> list[Any]:
-    """Return the rows that still have these `versions` if given."""
-    rows = on.execute(query, {"ids": ids}).all()
-    return [row for row in rows if versions is None or versions[row.id] == row.version]

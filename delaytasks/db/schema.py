@@ -143,8 +143,9 @@ def task_table(metadata: MetaData, prefix: str) -> Table:
         Column("due_time", UTCDateTime),
         # Pairs of strings that the caller gave to the task, as JSON.
         Column("meta", LongText),
-        # 1 if a running task was asked to stop, else NULL.
-        Column("cancel_request", SmallInteger),
+        # 1 if a running task was asked to stop. The id of the audit row if a bulk operation has
+        # cancelled the task. Else NULL.
+        Column("cancel_request", BigInteger),
         # What brought the last run, if it began late, and why it did not begin earlier
         # (`BroughtBy` and `LateReason`). A row that was held when it was due, and has not run
         # since, has HELD.
@@ -366,15 +367,6 @@ class Schema:
             Column("changed", BigInteger, nullable=False),
             Column("refused", BigInteger, nullable=False),
             key=["id"],
-        )
-        # The tasks that each step of a cancel of many tasks has moved, to rerun them.
-        self.audit_steps = table(
-            "yb_delay_audit_step",
-            Column("audit_id", BigInteger, nullable=False, autoincrement=False),
-            Column("step", Integer, nullable=False, autoincrement=False),
-            # JSON lists: id and version after the move.
-            Column("moved", LongText, nullable=False),
-            key=["audit_id", "step"],
         )
         # The due tasks of limited tags that wait for capacity.
         self.waitlists = table(

@@ -29,6 +29,7 @@ from delaytasks.model.filters import Filter, batches
 from delaytasks.model.inputs import CELERY_PREFIX
 from delaytasks.model.moves import LIVE, MOVES, Status, following
 from delaytasks.model.task import (
+    ASKED,
     Attempt,
     CallerConnection,
     DelayedTask,
@@ -190,10 +191,6 @@ class Attempts:
 # Requests to cancel running tasks. The version, which is the fence of the run, stays as it is.
 
 
-#: The value of the column `cancel_request` of a row that was asked to stop.
-ASKED = 1
-
-
 class CancelRequests:
     def __init__(self, database: Database, schema: Schema) -> None:
         self._db = database
@@ -214,7 +211,7 @@ class CancelRequests:
         """Return id and version of the rows of these processes that were asked to stop."""
         t = self._t
         runs_here = and_(has_status(t, Status.RUNNING), t.c.worker.in_(list(workers)))
-        query = select(t.c.id, t.c.version).where(runs_here, t.c.cancel_request.is_not(None))
+        query = select(t.c.id, t.c.version).where(runs_here, t.c.cancel_request == ASKED)
         return [(row[0], row[1]) for row in self._db.rows(query)]
 
 

@@ -180,6 +180,8 @@ class BulkFilter:
 
     move: str
     where: Filter
+    #: Only the tasks that this operation has cancelled, by its id, and that have not moved since.
+    cancelled_by: int | None = None
 
     @property
     def movable(self) -> frozenset[Status]:

@@ -82,6 +82,8 @@ _JSON_FIELDS = (
 ).split()
 #: The queue of rows without one, such as rows of other programs.
 DEFAULT_QUEUE = "default"
+#: The `cancel_request` of a running task that was asked to stop.
+ASKED = 1
 
 
 # Not frozen: workers make one for each row, and a frozen one takes five times as long to make.
@@ -127,7 +129,8 @@ class DelayedTask:
     meta_json
         The meta as it is stored. `meta` decodes it.
     cancel_request
-        1 if the running task was asked to stop; else None.
+        1 if the running task was asked to stop; the id of the log entry if `bulk.cancel` has
+        cancelled the task; else None.
     late_by
         Why the last run that ended began late, as a number; `late_start` has the names. Else
         None.
@@ -356,6 +359,8 @@ class DelayedTask:
 
 
 #: What names one task: its id, or a task that was read.
+#: The value of `DelayedTask.cancel_request` of a running task that was asked to stop.
+ASKED_TO_STOP = 1
 TaskName = int | str | DelayedTask
 
 

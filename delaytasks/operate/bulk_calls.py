@@ -370,7 +370,7 @@ class BulkRun:
         self._producer = runtime.producer
         self._events = runtime.events
         self._to = to
-        self._ids, self._versions = array("q"), array("q")
+        self._ids = array("q")
         self._id: int | None = None
         self.matched = self._changed = self._refused = 0
         self.started = runtime.store.database.now()
@@ -381,22 +381,17 @@ class BulkRun:
         if isinstance(to, timedelta | Spread) and cancelled is None:
             until = min(which.where.updated_until or self.started, self.started)
             which = replace(which, where=replace(which.where, updated_until=until))
+        elif cancelled is not None:
+            which = replace(which, cancelled_by=cancelled.id)
         self._which = which
 
     def find(self) -> None:
         """Find the tasks. Running tasks are counted as refused."""
-        if self._cancelled is not None:
-            for versions in self._store.unmoved(self._which, self._cancelled.id):
-                self._ids.extend(versions)
-                self._versions.extend(versions.values())
-            self.matched = len(self._ids)
-            if not self._which.where.as_json().keys() - {"status"}:
-                self.matched = self._cancelled.changed
-                self._refused = self.matched - len(self._ids)  # they have moved since
-            return
         for rows in self._store.matching(self._which):
             self._ids.extend(id for id, status in rows if status in self._which.movable)
             self._refused += sum(status not in self._which.movable for _, status in rows)
+        if self._cancelled and not self._which.where.as_json().keys() - {"status"}:
+            self._refused = self._cancelled.changed - len(self._ids)  # they have moved since
         self.matched = len(self._ids) + self._refused
 
     @property
@@ -451,27 +446,23 @@ class BulkRun:
     # -- steps ------------------------------------------------------------------------------------
 
     def _steps(self) -> Iterator[None]:
-        busy: list[tuple[Sequence[int], dict[int, int] | None]] = []
-        versions = None
+        busy: list[Sequence[int]] = []
         for start in range(0, len(self._ids), BULK_ROWS):
-            ids = self._ids[start : start + BULK_ROWS]
-            if self._cancelled is not None:
-                versions = dict(zip(ids, self._versions[start : start + BULK_ROWS], strict=True))
-            if locked := self._step(ids, versions):
-                busy.append((locked, versions))
+            if locked := self._step(self._ids[start : start + BULK_ROWS]):
+                busy.append(locked)
             yield
         if busy:
             time.sleep(BUSY_S)
         still_busy = 0
-        for left, versions in busy:
-            still_busy += len(self._step(left, versions))
+        for left in busy:
+            still_busy += len(self._step(left))
             yield
         self._refused += still_busy
 
-    def _step(self, ids: Sequence[int], versions: dict[int, int] | None) -> list[int]:
+    def _step(self, ids: Sequence[int]) -> list[int]:
         """Change the tasks with these ids; return the ids that other transactions have locked."""
         assert self._id is not None
-        step = self._store.step(self._id, self._which, ids, self._to, self._done, versions)
+        step = self._store.step(self._id, self._which, ids, self._to, self._done)
         self._changed += len(step.moved)
         self._refused += step.refused
         if step.moved and self._which.move != "cancel":

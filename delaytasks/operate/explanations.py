@@ -15,7 +15,7 @@ from delaytasks.model.body import names_of
 from delaytasks.model.clock import MAX_ID, Clock, first_id, from_us
 from delaytasks.model.errors import StoreUnavailableError
 from delaytasks.model.moves import Status
-from delaytasks.model.task import DelayedTask, id_of
+from delaytasks.model.task import ASKED, DelayedTask, id_of
 from delaytasks.operate.single_tasks import find_id, name_of
 from delaytasks.operate.state_queries import Stats
 from delaytasks.operate.why import AuditFacts, Explanation, Facts, Reason, ScheduleFacts, why
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 #: A waitlist is counted up to this number.
 MOST_WAITLIST_COUNTED = 10_000
-#: Bulk operations that may have cancelled a task: those that ran at that time.
-MOST_OPERATIONS = 5
 #: The ids of a minute: a cancel and its log entry have the times of the clocks of two machines.
 IDS_AROUND = first_id(from_us(60_000_000)) - first_id(from_us(0))
 #: The key of a task that a recurring schedule has made: its name and the time of the occurrence.
@@ -140,38 +138,19 @@ class Explanations:
         """Return the log entry of the action that has cancelled the task."""
         if task.update_time is None:
             return None
-        return self._cancelled_alone(task, task.update_time) or self._cancelled_with_others(
-            task, task.update_time
-        )
-
-    def _cancelled_alone(self, task: DelayedTask, at: datetime) -> AuditFacts | None:
-        """Return the entry of a cancel of this task, which a person made in the console.
-
-        The ids of the entries contain their times, so the primary key leads to those of that time.
-        """
-        a, near = self._schema.audit.c, min(first_id(at), MAX_ID - IDS_AROUND)
-        is_near = a.id >= near - IDS_AROUND, a.id < near + IDS_AROUND
-        is_cancel = a.action == "cancel_task", a.changed > 0
-        is_mine = a.filter.contains(f'"id":"{task.id}"', autoescape=True)
-        query = select(a.id, a.actor).where(*is_near, *is_cancel, is_mine)
-        rows = self._db.rows(query.order_by(a.id.desc()).limit(1))
+        a = self._schema.audit.c
+        query = select(a.id, a.actor).order_by(a.id.desc()).limit(1)
+        if (task.cancel_request or ASKED) != ASKED:
+            query = query.where(a.id == task.cancel_request)  # with other tasks
+        else:
+            # By a person in the console. The ids of the entries contain their times, so the primary
+            # key leads to those of that time.
+            near = min(first_id(task.update_time), MAX_ID - IDS_AROUND)
+            query = query.where(a.id >= near - IDS_AROUND, a.id < near + IDS_AROUND)
+            is_mine = a.filter.contains(f'"id":"{task.id}"', autoescape=True)
+            query = query.where(a.action == "cancel_task", a.changed > 0, is_mine)
+        rows = self._db.rows(query)
         return AuditFacts(*rows[0]) if rows else None
-
-    def _cancelled_with_others(self, task: DelayedTask, at: datetime) -> AuditFacts | None:
-        """Return the bulk operation that has cancelled the task.
-
-        No index leads to it, so only the steps of the operations of that time are read.
-        """
-        a, step = self._schema.audit.c, self._schema.audit_steps.c
-        has_run_then = a.started_at <= at, (a.finished_at.is_(None)) | (a.finished_at >= at)
-        operations = select(a.id, a.actor).where(a.action == "cancel", *has_run_then)
-        newest = operations.order_by(a.id.desc()).limit(MOST_OPERATIONS)
-        has_moved = step.moved.contains(f"[{task.id},{task.version}]", autoescape=True)
-        for id, actor in self._db.rows(newest):
-            mine = select(step.step).where(step.audit_id == id, has_moved).limit(1)
-            if self._db.rows(mine):
-                return AuditFacts(id, actor)
-        return None
 
     def _running_tasks(self, tag: str, key: str | None = None) -> int:
         t = self._schema.tasks

@@ -36,6 +36,7 @@ from delaytasks.model.errors import (
 from delaytasks.model.inputs import MAX_SLOTS, check_wait
 from delaytasks.model.moves import Cancel, Done, Fail, LateReason, Outcome, Retry, Snooze
 from delaytasks.model.task import (
+    ASKED,
     CallerConnection,
     DelayedTask,
     Settlement,
@@ -770,7 +771,7 @@ class Calls:
 
     def not_now(self, processor: ProcessorSpec | None, task: DelayedTask) -> Settlement | None:
         """Return the settlement of a task that is not run here now, or None if the task can run."""
-        if task.cancel_request is not None or self.host.is_asked_to_stop(task.id, task.version):
+        if task.cancel_request == ASKED or self.host.is_asked_to_stop(task.id, task.version):
             self._events.emit("task.withdrawn", **task.event_fields, reason=CANCELLED_EARLIER)
             return Settlement(task, "expire", error=CANCELLED_EARLIER)
         if processor is None:  # a deploy may bring it
