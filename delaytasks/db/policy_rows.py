@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import (
     ColumnElement,
-    ScalarSelect,
     Table,
     and_,
     delete,
@@ -38,30 +37,10 @@ from delaytasks.db.schema import (
 from delaytasks.db.searching import distinct_values, has_status, queue_levels
 from delaytasks.db.statements import Insert
 from delaytasks.db.types import db_now, unindexed
-from delaytasks.model.clock import to_us
+from delaytasks.model.clock import EARLIEST, MAX_ID, to_us
 from delaytasks.model.moves import MOVES, Status, following
 from delaytasks.model.policies import Kind, Policies, Policy, PolicyRead, Stamp
 from delaytasks.model.task import DelayedTask, Entry, Level
-
-# -- The number of requests to cancel running tasks, which workers read with the policies ---------
-
-
-class RequestNumber:
-    """One row with one number, in a table of its own."""
-
-    def __init__(self, database: Database, schema: Schema) -> None:
-        self._t = t = schema.cancel_requests
-        self._insert = Insert(database, t, ("id", "number"))
-        #: The query of the number; it yields NULL if nothing has been counted.
-        self.query: ScalarSelect[int] = select(t.c.number).scalar_subquery()
-
-    def count(self, on: Any) -> None:
-        """Count one request. The row stays locked until the commit."""
-        counting = update(self._t).values(number=self._t.c.number + 1)
-        if not on.execute(counting).rowcount:
-            self._insert(on, {"id": 1, "number": 0})
-            check_row_count(on.execute(counting).rowcount, 1, "the number of requests")
-
 
 # -- The policies ---------------------------------------------------------------------------------
 
@@ -87,7 +66,8 @@ class PolicyTable:
         self._p = p = schema.policies
         self._t = schema.tasks
         self._insert = Insert(database, p, ("kind", "name", "is_paused", "version"))
-        self._requests = RequestNumber(database, schema).query
+        #: The number of requests to cancel running tasks; NULL before the first one.
+        self._requests = select(schema.cancel_requests.c.number).scalar_subquery()
         self._columns = [p.c[field.name] for field in fields(Policy) if field.name in p.c]
         self._listed = tuple_(p.c.kind, p.c.name).in_(listing("policies"))
         self._new_version = {"version": p.c.version + 1, "update_time": db_now()}
@@ -209,19 +189,17 @@ def is_entry_of(waitlist: Table, row: Any) -> ColumnElement[bool]:
 
 #: Waitlists of a queue that one call of `waitlists_in` returns: each of them costs a statement.
 WAITLISTS_PER_CALL = 100
-#: Held rows that one query reads, whatever holds them, and rows that one transaction releases.
-HELD_PAGE, RELEASED_ROWS = 500, 500
-#: Rows of one due time that one query returns. It reads all of them, to sort them by their ids.
-HELD_PAGE_OF_INSTANT = 5000
+#: Held rows that one query returns, whatever holds them, and rows that one transaction releases. A
+#: query reads all rows of the last due time, to sort them by their ids.
+HELD_PAGE, RELEASED_ROWS = 5000, 500
 
 
 class HeldPlace(NamedTuple):
     """A place in the held rows of a level, in the order of due time and id."""
 
-    #: Rows due later follow it; None for the beginning.
-    due: datetime | None = None
-    #: If it is a number, the rows due at `due` that have a higher id follow it as well.
-    id: int | None = None
+    #: Rows due later follow it, and rows due then with a higher id.
+    due: datetime = EARLIEST
+    id: int = 0
 
 
 class PausedRows:
@@ -286,47 +264,28 @@ class PausedRows:
         """Return the next held rows of a level, due until `until`, as their ids and tags, and the
         place after them. The place is None after the last page.
 
-        Rows are read in the order of the index, whatever holds them. The index does not contain the
-        id, so those of one due time are sorted by it only if they fill a page.
+        Rows are read in the order of the index, whatever holds them.
         """
-        t, most = self._t, HELD_PAGE if place.id is None else HELD_PAGE_OF_INSTANT
-        id, due = unindexed(t.c.id), t.c.expected_time
-        query = by_index(select(t.c.id, t.c.tag, due), t, hot_index(t)).limit(most)
+        t, due = self._t, self._t.c.expected_time
+        query = by_index(select(t.c.id, t.c.tag, due), t, hot_index(t))
         query = query.where(
             has_status(t, Status.HELD), t.c.queue == level.queue, t.c.priority == level.priority
         )
-        if place.id is not None:
-            query = query.where(due == place.due, id > place.id).order_by(id)
-            rows = self._db.rows(query)
-            end = HeldPlace(place.due, rows[-1].id if len(rows) == most else None)
-            return [(row.id, row.tag) for row in rows], end
-        if place.due is not None:
-            query = query.where(due > place.due)
+        query = query.where(due >= place.due, or_(due > place.due, t.c.id > place.id))
         if until is not None:
             query = query.where(due <= until)
-        rows = self._db.rows(query.order_by(due))
-        if len(rows) < most:
-            return [(row.id, row.tag) for row in rows], None
-        # The last due time may have more rows, which the next page returns.
-        last = rows[-1].expected_time
-        whole = [row for row in rows if row.expected_time < last]
-        end = HeldPlace(whole[-1].expected_time) if whole else HeldPlace(last, -1)
-        return [(row.id, row.tag) for row in whole], end
-
-    def resumed(self, ids: Sequence[int]) -> list[int]:
-        """Return which of these held rows neither a pause nor a waitlist holds."""
-        t = self._t
-        is_held = unindexed(t.c.status) == int(Status.HELD)
-        query = select(t.c.id).where(self._listed, is_held)
-        query = query.where(not_(self._is_paused), self._is_not_in_waitlist)
-        return self._db.autocommitted(lambda c: list(c.execute(query, {"ids": ids}).scalars()))
+        rows = self._db.rows(query.order_by(due, t.c.id).limit(HELD_PAGE))
+        is_last = len(rows) < HELD_PAGE
+        end = None if is_last else HeldPlace(rows[-1].expected_time, rows[-1].id)
+        return [(row.id, row.tag) for row in rows], end
 
     def release(self, ids: Sequence[int]) -> list[Entry]:
-        """Release the held rows that no other transaction has locked, whatever holds them, and
-        return them as they wait now."""
+        """Release those of these held rows that neither a pause nor a waitlist holds and that no
+        other transaction has locked. Return them as they wait now."""
         t, move = self._t, MOVES["release"]
         query = select(t.c.id, t.c.version, t.c.expected_time, t.c.queue, t.c.priority)
         query = query.where(self._listed, unindexed(t.c.status) == int(move.source))
+        query = query.where(not_(self._is_paused), self._is_not_in_waitlist)
         locking = query.order_by(t.c.id).with_for_update(skip_locked=True)
         releasing = update(t).values(moved(t, move.name))
 
@@ -379,7 +338,7 @@ class HeldSearch:
         self._ids = []
         self._parts.clear()
         self._parts.extend((level, HeldPlace(), near) for level in levels)
-        self._parts.extend((level, HeldPlace(near), None) for level in levels)
+        self._parts.extend((level, HeldPlace(near, MAX_ID), None) for level in levels)
 
     def step(self, policies: Policies) -> list[Entry]:
         """Read some rows, or release some of those that were read, and return the released ones.
@@ -391,8 +350,7 @@ class HeldSearch:
             self._read(policies)
             return []
         ids = self._ids[:RELEASED_ROWS]
-        resumed = self._rows.resumed(ids)
-        released = self._rows.release(resumed) if resumed else []
+        released = self._rows.release(ids)
         del self._ids[: len(ids)]
         return released
 

@@ -3,20 +3,19 @@ touch and rerun."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from typing import Any, TypeVar
 
-from sqlalchemy import ColumnElement, Select, and_, bindparam, case, delete, insert, select, update
+from sqlalchemy import ColumnElement, Select, and_, bindparam, case, delete, select, update
 
 from delaytasks.db.database import Database
 from delaytasks.db.engines import TRIES
-from delaytasks.db.policy_rows import RequestNumber
 from delaytasks.db.schema import Schema, by_id, check_row_count, columns, listed, moved, task_of
 from delaytasks.db.searching import after_cursor, conditions, first_page, has_status, make_cursor
-from delaytasks.db.statements import Insert, NewRows, skipping_insert, values_of
+from delaytasks.db.statements import Insert, NewRows, insert_if_absent, values_of
 from delaytasks.db.types import UTCDateTime, db_now, unindexed
 from delaytasks.model.errors import (
     DuplicateTaskError,
@@ -60,28 +59,20 @@ class TaskKeys:
     def __init__(self, database: Database, schema: Schema) -> None:
         self._k = k = schema.keys
         self._insert = Insert(database, k, ("tag", "task_key", "task_id"))
-        self._of = select(k.c.task_id).where(
-            k.c.tag == bindparam("tag"), k.c.task_key == bindparam("task_key")
-        )
         named = and_(k.c.tag == bindparam("tag"), listed(database, k.c.task_key, "task_keys"))
-        self._of_many = select(k.c.task_key, k.c.task_id).where(named)
-
-    def id_of(self, on: Any, tag: str, key: str | None, is_locked: bool = False) -> int | None:
-        """Return the id of the task that owns the key. If the key is locked, the task owns it until
-        the end of the transaction."""
-        query = self._of.with_for_update() if is_locked else self._of
-        found: int | None = on.execute(query, {"tag": tag, "task_key": key}).scalar()
-        return found
-
-    def lock(self, on: Any, task: DelayedTask) -> None:
-        self.id_of(on, task.tag, task.key, is_locked=True)
+        self._find = select(k.c.task_key, k.c.task_id).where(named)
 
     def ids_of(
-        self, on: Any, tag: str, keys: Sequence[str], is_locked: bool = False
+        self, on: Any, tag: str, keys: Sequence[str | None], is_locked: bool = False
     ) -> dict[str, int]:
-        """Return the owners of the keys that are taken, by key."""
-        query = self._of_many.with_for_update() if is_locked else self._of_many
+        """Return the owners of the keys that are taken, by key. If the keys are locked, these tasks
+        own them until the end of the transaction."""
+        query = self._find.with_for_update() if is_locked else self._find
         return dict(on.execute(query, {"tag": tag, "task_keys": keys}).all())
+
+    def owner_of(self, on: Any, task: DelayedTask, is_locked: bool = True) -> int | None:
+        """Return the id of the task that owns the key of `task`, and lock the key."""
+        return next(iter(self.ids_of(on, task.tag, [task.key], is_locked).values()), None)
 
     def take(self, on: Any, task: DelayedTask) -> bool:
         """Insert the key. Returns True if it was free."""
@@ -142,10 +133,8 @@ KEPT_ATTEMPTS = 50
 class Attempts:
     def __init__(self, database: Database, schema: Schema) -> None:
         self._a = a = schema.attempts
-        made = skipping_insert(database)
         # A settlement whose answer was lost is sent again, and then its attempt exists already.
-        row = made(a).on_conflict_do_nothing() if made else insert(a).prefix_with("IGNORE")
-        self._add = row.values(ended=db_now())
+        self._add = insert_if_absent(database, a, a.c.version).values(ended=db_now())
         versions = select(a.c.version).where(a.c.task_id == bindparam("of"))
         # MySQL reads a table that the statement changes only in a derived table.
         first_old = versions.order_by(a.c.version.desc()).offset(KEPT_ATTEMPTS).limit(1).subquery()
@@ -194,8 +183,8 @@ class Attempts:
 class CancelRequests:
     def __init__(self, database: Database, schema: Schema) -> None:
         self._db = database
-        self._t = schema.tasks
-        self._number = RequestNumber(database, schema)
+        self._t, self._n = schema.tasks, schema.cancel_requests
+        self._insert = Insert(database, self._n, ("id", "number"))
 
     def make(self, on: Any, task: DelayedTask) -> bool:
         """Ask the run of this version to stop. Return False if it has ended meanwhile."""
@@ -204,7 +193,12 @@ class CancelRequests:
         asking = this_run.where(has_status(t, Status.RUNNING)).values(cancel_request=ASKED)
         if not on.execute(asking).rowcount:
             return False
-        self._number.count(on)  # workers look for the request within a second
+        # Workers look for the request within a second after the number in this row has changed,
+        # which they read with the policies. The row stays locked until the commit.
+        counting = update(self._n).values(number=self._n.c.number + 1)
+        if not on.execute(counting).rowcount:
+            self._insert(on, {"id": 1, "number": 0})
+            check_row_count(on.execute(counting).rowcount, 1, "the number of requests")
         return True
 
     def of(self, workers: Collection[str]) -> list[tuple[int, int]]:
@@ -328,18 +322,16 @@ class Tasks:
         self, keys: Sequence[str], ids: Sequence[int] = (), on: CallerConnection | None = None
     ) -> list[DelayedTask]:
         """Return the rows of Celery tasks with these keys or ids that wait or run."""
-        found: list[DelayedTask] = []
-        for column, names in ((self._t.c.task_key, keys), (self._t.c.id, ids)):
-            query = self._live_of_celery.where(listed(self._db, column, "names"))
-            for some in batches(names, MOST_KEYS):
-                found += self._tasks(query, {"names": some}, on)
-        return found
 
-    def _tasks(
-        self, query: Select[Any], parameters: Mapping[str, Any], on: CallerConnection | None
-    ) -> list[DelayedTask]:
-        rows = self._db.autocommitted(lambda c: c.execute(query, parameters).all(), on)
-        return [task_of(row, self._schema) for row in rows]
+        def read(connection: Any) -> list[Any]:
+            found: list[Any] = []
+            for column, names in ((self._t.c.task_key, keys), (self._t.c.id, ids)):
+                query = self._live_of_celery.where(listed(self._db, column, "names"))
+                for some in batches(names, MOST_KEYS):
+                    found += connection.execute(query, {"names": some})
+            return found
+
+        return [task_of(row, self._schema) for row in self._db.autocommitted(read, on)]
 
     # -- move -------------------------------------------------------------------------------------
 
@@ -355,7 +347,7 @@ class Tasks:
         def work(connection: Any) -> DelayedTask:
             for number in range(CANCEL_TRIES):
                 try:
-                    task = self._move(connection, "cancel", id, version, {}, self._keys.lock)
+                    task = self._move(connection, "cancel", id, version, {}, self._keys.owner_of)
                 except TaskStateError as error:
                     is_running = error.status is Status.RUNNING
                     if not (running and is_running) or number == CANCEL_TRIES - 1:
@@ -504,13 +496,13 @@ class Tasks:
             # In MySQL a failed INSERT would leave a lock on the key, so the key is read first.
             is_free = (
                 self._db.can.insert_or_skip
-                or self._keys.id_of(on, task.tag, task.key, attempt > 0) is None
+                or self._keys.owner_of(on, task, is_locked=attempt > 0) is None
             )
             if is_free and self._keys.take(on, task):
                 return None
             # The key's row is locked before the task's, as in settling and cancelling. Else they
             # could deadlock.
-            owner_id = self._keys.id_of(on, task.tag, task.key, is_locked=True)
+            owner_id = self._keys.owner_of(on, task)
             if owner_id is not None:
                 return owner_id
             # The owner has just ended.
@@ -555,8 +547,7 @@ class Tasks:
         def work(connection: Any) -> bool:
             if connection.execute(self._touch, {"task_id": id, "due": due}).rowcount:
                 return True
-            if connection.execute(self._get, {"task_id": id}).first() is None:
-                raise TaskNotFoundError(f"there is no task {id}", id)
+            self.read(id, connection)
             return False
 
         return self._db.autocommitted(work, on)
@@ -570,7 +561,7 @@ class Tasks:
             named = {"of_tag": tag, "of_key": key, "due": due}
             if connection.execute(self._touch_key, named).rowcount:
                 return True
-            if self._keys.id_of(connection, tag, key) is None:
+            if not self._keys.ids_of(connection, tag, [key]):
                 raise TaskNotFoundError(
                     f"no live task of tag {shown(tag)} has the key {shown(key)}"
                 )

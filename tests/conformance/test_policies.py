@@ -471,7 +471,7 @@ def test_simultaneous_releases_count_each_row_once(world: World, make_world: Mak
 
 
 def test_rows_with_one_due_time_are_released_past_those_that_stay_held(world: World) -> None:
-    world.lower(rows_of_a_release=3, held_rows_of_a_page=4, held_rows_of_an_instant=6)
+    world.lower(rows_of_a_release=3, held_rows_of_a_page=4)
     at = world.now() + timedelta(hours=1)
     rows = [world.new_row(tag="sms" if n % 3 else "note", expected_time=at) for n in range(20)]
     rows += [world.new_row(expected_time=at + timedelta(seconds=n - 2)) for n in range(5)]

@@ -306,8 +306,7 @@ def test_the_search_for_rows_to_release_reads_only_held_rows(planned: PlannedWor
     for work in (
         planned.held_levels,
         partial(planned.held_page, HeldPlace(), now),
-        partial(planned.held_page, HeldPlace(now), None),
-        partial(planned.held_page, HeldPlace(now, -1), None),
+        partial(planned.held_page, HeldPlace(now, 1), None),
     ):
         shown = planned.plans(work)
         assert f"plan_idx_yb_delay_{name}" in shown, shown
@@ -319,11 +318,7 @@ def test_rows_are_held_and_released_by_their_ids(planned: PlannedWorld) -> None:
     held = [one.id for one in planned.delays.find(status=Status.HELD, limit=100).tasks]
     claimed = planned.claim_due(priorities=[0], most=20)
     planned.delays.policies.pause(tag="sms")
-    for work in (
-        partial(planned.resumed_rows, *held),
-        partial(planned.release, *held),
-        partial(planned.hold_back, *claimed),
-    ):
+    for work in (partial(planned.release, *held), partial(planned.hold_back, *claimed)):
         shown = planned.plans(work)
         assert re.search(PRIMARY_KEY, shown), shown
         assert "plan_idx" not in shown, shown

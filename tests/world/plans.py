@@ -119,9 +119,6 @@ class PlannedWorld(World):
     def held_page(self, place: HeldPlace, until: datetime | None) -> object:
         return self.store.paused_rows.page(Level("default", 0), place, until)
 
-    def resumed_rows(self, *ids: int) -> object:
-        return self.store.paused_rows.resumed(ids)
-
     def windows(self, move: Any, filters: dict[str, Any], most: int = 2) -> object:
         """Find the rows of the first windows of a bulk call."""
         with mock.patch.object(bulk_moves, "WINDOW", 500):

@@ -75,7 +75,6 @@ LIMITS = {
     "seconds_before_a_second_try": "operate.bulk_calls.BUSY_S",
     "rows_of_a_bulk_window": "db.bulk_moves.WINDOW",
     "held_rows_of_a_page": "db.policy_rows.HELD_PAGE",
-    "held_rows_of_an_instant": "db.policy_rows.HELD_PAGE_OF_INSTANT",
     "rows_of_a_release": "db.policy_rows.RELEASED_ROWS",
     "share_of_a_release": "worker.sweep.RELEASE_SHARE",
     "seconds_between_searches": "worker.sweep.SEARCH_HELD_S",
