@@ -17,7 +17,6 @@ from sqlalchemy import (
     case,
     delete,
     func,
-    insert,
     select,
     update,
 )
@@ -33,6 +32,7 @@ from delaytasks.db.schema import (
     moved,
 )
 from delaytasks.db.searching import conditions, has_status, queue_levels
+from delaytasks.db.statements import insert_if_absent
 from delaytasks.db.task_rows import TaskKeys
 from delaytasks.db.types import db_now, db_now_plus, unindexed
 from delaytasks.model.body import dump_json
@@ -52,13 +52,9 @@ class Audit:
         """Write the row before any task is moved, so that an operation that dies is visible."""
         values = {column.name: getattr(entry, column.name) for column in self._a.c}
         values["filter"] = json.dumps(entry.filter, ensure_ascii=False, separators=(",", ":"))
-        exists = select(self._a.c.id).where(self._a.c.id == entry.id)
-
-        def work(connection: Any) -> None:
-            if connection.execute(exists).first() is None:  # else an earlier try has written it
-                connection.execute(insert(self._a).values(values))
-
-        self._db.transaction(work)
+        # An earlier try, whose answer was lost, may have written it.
+        writing = insert_if_absent(self._db, self._a, self._a.c.id).values(values)
+        self._db.autocommitted(lambda c: c.execute(writing))
 
     def counts(self, on: Any, id: int) -> tuple[int, int] | None:
         """Return how many tasks an operation has changed and refused; None if its row is gone."""
@@ -106,6 +102,7 @@ class Audit:
 # the filter.
 
 
+EVERYTHING = Filter()
 #: Rows that one statement reads, plus those with the same due time as the last of them.
 WINDOW = 20_000
 
@@ -138,24 +135,12 @@ class Bulk:
         columns, matches = (self._t.c.id, self._t.c.status), self._matches(which)
         parts: Iterator[Sequence[Any]]
         if which.where.ids is None:
-            parts = self._windows(which.looked_at, which.where, columns, *matches)
+            parts = self.windows(which.looked_at, columns, *matches, within=which.where)
         else:
             query = select(*columns).where(self._is(which.looked_at), *matches)
             parts = iter([self._db.rows(by_id(query, self._t))])
         for rows in parts:
             yield [(row[0], Status(row[1])) for row in rows]
-
-    def having(
-        self,
-        statuses: frozenset[Status],
-        columns: Sequence[ColumnElement[Any]],
-        *where: ColumnElement[bool],
-    ) -> Iterator[Sequence[Any]]:
-        """Yield these columns of all rows that have one of the statuses, one window at a time.
-
-        A row that moves meanwhile may be missed.
-        """
-        return self._windows(statuses, Filter(), columns, *where)
 
     def _levels(
         self, statuses: frozenset[Status], queue: str | None
@@ -171,20 +156,26 @@ class Bulk:
                 if queue in (None, level.queue):
                     yield here, t.queue == level.queue, t.priority == level.priority
 
-    def _windows(
+    def windows(
         self,
         statuses: frozenset[Status],
-        where: Filter,
         columns: Sequence[ColumnElement[Any]],
-        *others: ColumnElement[bool],
+        *where: ColumnElement[bool],
+        within: Filter = EVERYTHING,
     ) -> Iterator[Sequence[Any]]:
+        """Yield these columns of the rows that have one of the statuses and meet the conditions,
+        one window at a time.
+
+        Windows lie in the queue and between the due times of the filter `within`. A row that moves
+        meanwhile may be missed.
+        """
         due = self._t.c.expected_time
-        for level in self._levels(statuses, where.queue):
-            query = select(*columns).where(*level, *others).order_by(due)
-            begin: ColumnElement[bool] = due >= (where.since or EARLIEST)
+        for level in self._levels(statuses, within.queue):
+            query = select(*columns).where(*level, *where).order_by(due)
+            begin: ColumnElement[bool] = due >= (within.since or EARLIEST)
             while True:
                 end = select(due).where(*level, begin).order_by(due).offset(WINDOW - 1).limit(1)
-                ends = self._db.rows(end if where.until is None else end.where(due < where.until))
+                ends = self._db.rows(end if within.until is None else end.where(due < within.until))
                 yield self._db.rows(query.where(begin, *(due <= row[0] for row in ends)))
                 if not ends:
                     break
@@ -232,7 +223,7 @@ class Bulk:
 
     def cancel(self, on: Any, ids: Sequence[int]) -> Step:
         """Cancel those of these tasks that wait and that no other transaction has locked."""
-        return self._step(on, BulkFilter("cancel", Filter()), ids, None, None)
+        return self._step(on, BulkFilter("cancel", EVERYTHING), ids, None, None)
 
     def _step(
         self, on: Any, which: BulkFilter, ids: Sequence[int], to: To, run: int | None

@@ -301,11 +301,12 @@ class PausedRows:
         """Return `WAITLISTS_PER_CALL` waitlists of a queue, whether or not their tags still have
         limits; the next call returns the next ones."""
         entry, after = self._waitlist.c, self._after.get(queue)
-        here = entry.queue == queue
-        later = here if after is None else and_(here, entry.tag > after)
-        tags = self._db.autocommitted(
-            lambda c: list(islice(distinct_values(c, entry.tag, later), WAITLISTS_PER_CALL))
-        )
+
+        def next_tags(on: Any) -> list[str]:
+            names = distinct_values(on, entry.tag, entry.queue == queue, after)
+            return list(islice(names, WAITLISTS_PER_CALL))
+
+        tags = self._db.autocommitted(next_tags)
         if len(tags) == WAITLISTS_PER_CALL:
             self._after[queue] = tags[-1]
         elif self._after.pop(queue, None) is not None and not tags:

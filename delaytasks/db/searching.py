@@ -118,9 +118,7 @@ def queues_after(
     connection: Connection, t: Table, status: Status, after: str | None, most: int
 ) -> list[str]:
     """Return the next `most` queues that have rows of this status, in the database's order."""
-    here = has_status(t, status)
-    later = here if after is None else and_(here, t.c.queue > after)
-    return list(islice(distinct_values(connection, t.c.queue, later), most))
+    return list(islice(distinct_values(connection, t.c.queue, has_status(t, status), after), most))
 
 
 def has_status(t: Table, *statuses: Status) -> ColumnElement[bool]:
@@ -136,17 +134,18 @@ def waits_between(t: Table, since: datetime, until: datetime) -> ColumnElement[b
 
 
 def distinct_values(
-    connection: Any, column: Any, where: Any = None, descending: bool = False
+    connection: Any, column: Any, where: Any = None, after: Any = None
 ) -> Iterator[Any]:
-    """Yield the distinct values of an index's column, one query for each."""
-    where = true() if where is None else where
-    query = select(column).where(where).order_by(column.desc() if descending else column).limit(1)
+    """Yield the distinct values of an index's column after the value `after`, one query for
+    each."""
     # Not min(): if statistics are missing, PostgreSQL reads all rows of the queue for it.
-    value = connection.execute(query).scalar()
-    while value is not None:
-        yield value
-        further = column < value if descending else column > value
-        value = connection.execute(query.where(further)).scalar()
+    query = select(column).where(true() if where is None else where).order_by(column).limit(1)
+    while True:
+        later = query if after is None else query.where(column > after)
+        after = connection.execute(later).scalar()
+        if after is None:
+            return
+        yield after
 
 
 # -- pages ----------------------------------------------------------------------------------------

@@ -564,8 +564,8 @@ class SweepQueries:
 
         def work(connection: Any) -> tuple[set[str], QueuePlace]:
             tasks = queues_after(connection, self._t, Status.NOT_COMPLETE, after.tasks, most)
-            later = None if after.waitlists is None else waitlist_queue > after.waitlists
-            waitlists = list(islice(distinct_values(connection, waitlist_queue, later), most))
+            names = distinct_values(connection, waitlist_queue, after=after.waitlists)
+            waitlists = list(islice(names, most))
             # A part that is not full was the last one.
             place = QueuePlace(
                 *(part[-1] if len(part) == most else None for part in (tasks, waitlists))

@@ -183,7 +183,7 @@ class Stats:
             *([mark.not_in(marks)] if marks else []),
         ]
         found: dict[tuple[str, str], UntrustedInput] = {}
-        for rows in self._bulk.having(LIVE, [t.tag, mark, t.expected_time, t.id], *needs):
+        for rows in self._bulk.windows(LIVE, [t.tag, mark, t.expected_time, t.id], *needs):
             for tag, begin, due, id in rows:
                 name = name_in(begin)
                 one = UntrustedInput(tag, 1, due, (id, id), _why(name))
