@@ -154,7 +154,7 @@ def clear() -> None:
     """Delete all rows and reset the statistics, the hardest case for the planner."""
     schema = runtime_of(delays).store.schema
     tables = (_t, schema.keys, schema.waitlists, schema.recurring)
-    if _database.can.notify:
+    if _database.can.copy:
         _execute(text(f"TRUNCATE {', '.join(table.name for table in tables)}"))
     else:
         for table in tables:

@@ -55,7 +55,6 @@ from sqlalchemy import (
     bindparam,
     case,
     func,
-    literal_column,
     select,
     text,
     update,
@@ -611,10 +610,6 @@ class Claims(Settlements):
             database.backend, postgresql=PostgresqlTexts, mysql=MysqlTexts, sqlite=ClaimTexts
         )
         self._texts = texts = made(database, schema.tasks, lease_s, ip)
-        #: The new values of an admitted row, which are those of a claimed one.
-        self.admitted: Mapping[str, Any] = {
-            name: literal_column(new) for name, new in texts.values.items()
-        } | {"worker": worker}
         self._parameters: list[BindParameter[Any]] = [
             id_list(database),
             bindparam("worker", worker, String),

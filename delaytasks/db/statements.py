@@ -357,7 +357,7 @@ class BulkInsert:
 
     def __call__(self, on: Any, tasks: Sequence[DelayedTask]) -> None:
         rows = new_values(tasks, self._schema)
-        driver = driver_of(on)
+        driver = driver_of(on) if self._db.can.copy else None
         if driver is not None:
             self._copy(on, driver, rows)
             return

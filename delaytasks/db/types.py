@@ -257,6 +257,8 @@ class Capabilities:
     #: INSERT can skip rows that exist. Where it cannot, a failed INSERT leaves the transaction
     #: usable.
     insert_or_skip: bool = False
+    #: COPY FROM STDIN.
+    copy: bool = False
     #: LISTEN and NOTIFY: a commit sends messages to the connections that listen.
     notify: bool = False
     #: A list of ids finds rows faster than a join with a table of them.
@@ -280,6 +282,7 @@ POSTGRESQL = Capabilities(
     update_returning=True,
     arrays=True,
     insert_or_skip=True,
+    copy=True,
     notify=True,
     looks_up_lists=True,
     prepare=True,
