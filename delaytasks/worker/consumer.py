@@ -13,7 +13,6 @@ from delaytasks.broker.arming import read_message
 from delaytasks.model.inputs import is_queue
 from delaytasks.model.task import DEFAULT_QUEUE
 from delaytasks.model.text import one_line
-from delaytasks.run.celery_context import check_time_limits
 from delaytasks.worker.patches import (
     bound_connections,
     end_chunks_on_cold_shutdown,
@@ -59,11 +58,8 @@ class DelaysStep(bootsteps.StartStopStep):
 
     def start(self, worker: Any) -> None:
         runtime: WorkerRuntime = worker.delays_runtime
-        parts = runtime.runtime
-        parts.checks.check_ready()
-        queues = runtime.processes.queues
-        check_time_limits(runtime.registry, parts.queues, queues, worker.pool)
-        log_tags([processor.tag for processor in runtime.registry], queues)
+        runtime.check()
+        log_tags([processor.tag for processor in runtime.registry], runtime.processes.queues)
         pass_over_exited_processes(worker.pool)
         runtime.start()
 

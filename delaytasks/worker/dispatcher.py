@@ -17,6 +17,8 @@ What arrives, what is decided, and the constants that decide it:
   `SERVE_ALONE_S` if no other process is free.
 - *A free process*. Entries, waitlists and drains take turns, so that none of them starves the
   others. `ChunkSize` learns from reports how many rows fit `chunk_time_budget`.
+- *A time that passes*: the end of a pause, a drain chunk that counts as held up from now on, or a
+  waitlist to check. After each pump the dispatcher plans its next look (`_plan_look`).
 - *A request for capacity*, from the Redis poller: how many more entries run in time.
 - *A report*. The size is learned, entries of rows that a drain has claimed are forgotten, and early
   entries return to the wheel.

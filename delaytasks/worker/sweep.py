@@ -11,7 +11,6 @@ and drains them.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Collection, Sequence
 from datetime import datetime, timedelta
 from functools import partial
@@ -395,7 +394,8 @@ class SweepLoop:
         self._processes = worker.processes
         #: Other threads add to it.
         self._requested: set[int] = set()
-        self._must_forget = threading.Event()
+        #: How often the timer may have lost rows, and how often that was when they were forgotten.
+        self._losses = self._forgotten = 0
         self._has_followed = False
         self._started_at = monotonic()
         self._workers: set[tuple[str, object]] | None = None
@@ -424,7 +424,7 @@ class SweepLoop:
 
     def forget_armed(self) -> None:
         """Make the next sweep arm all near tasks again, since the timer may have lost some."""
-        self._must_forget.set()
+        self._losses += 1
         self.loop.wake()
 
     def _turn(self) -> float:
@@ -496,14 +496,10 @@ class SweepLoop:
             self._runtime.timer.arm(entries)
 
     def _forget_armed_rows(self) -> None:
-        if not self._must_forget.is_set():
-            return
-        self._must_forget.clear()  # first, since the broker may fail again meanwhile
-        try:
+        losses = self._losses  # first, since the broker may fail again meanwhile
+        if losses != self._forgotten:
             self._store.sweeps.forget_armed()
-        except Exception:
-            self._must_forget.set()
-            raise
+            self._forgotten = losses
 
     def _sweep_stale(self) -> None:
         """Sweep the sweep partitions that no worker has swept for a while."""

@@ -137,6 +137,12 @@ class WorkerRuntime:
         if is_by_messages and self.service_watch.is_without_service:
             runtime.timer.arm([])
 
+    def check(self) -> None:
+        """Raise `ConfigError` if the worker cannot run the tasks of its queues."""
+        self.runtime.checks.check_ready()
+        queues, pool = self.processes.queues, self.celery_worker.pool
+        check_time_limits(self.registry, self.runtime.queues, queues, pool)
+
     def start(self) -> None:
         self.clock.refresh_if_due()
         # From now on the loop of leases refreshes the clock, so that neither the event loop nor the
@@ -376,9 +382,7 @@ class StandaloneWorker:
         """Start the pool and the runtime. Raise `ConfigError` if the configuration is wrong."""
         runtime = self.runtime
         if self._polls_table:
-            self._parts.checks.check_ready()
-            queues = runtime.processes.queues
-            check_time_limits(runtime.registry, self._parts.queues, queues, self.pool)
+            runtime.check()
         if self._has_processes:
             freeze_loaded_objects()
         self.pool.start()  # it forks, so it starts before there are threads
