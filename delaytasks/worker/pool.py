@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 from celery import current_app
 from celery.concurrency import solo
 
-from delaytasks.events import LogEvent, log_event
 from delaytasks.model.policies import Stamp
 from delaytasks.model.task import Entry
 from delaytasks.run.runner import FailureReason, Report, Runner
-from delaytasks.worker.processes import Processes, processes_of
+from delaytasks.worker.processes import processes_of
 
 
 class ChunkRequest(NamedTuple):
@@ -69,32 +68,24 @@ def run_chunk(request: ChunkRequest) -> Report:
 
     A failure is returned as text, since not every pool reports exceptions.
     """
-    processes: Processes | None = None
-    runner: Runner | None = None
-    report: Report
-    log: LogEvent = log_event
+    processes, runner = processes_of(current_app), None
+    processes.began_chunk()
     try:
-        processes = processes_of(current_app)
-        log = processes.runtime.events.log
-        processes.began_chunk()
-        policies = processes.runtime.policy_cache
         # While the process continues with a drain, the main process sends it no further stamps.
         is_led = request.continue_s == 0
-        policies.follow(request.policies, is_led)
+        processes.runtime.policy_cache.follow(request.policies, is_led)
         runner = processes.runner(request.sends_events)
-        report = request.work(runner)()
+        return request.work(runner)()
     except Exception as error:
         # Not as an event, which would be counted twice if the main process runs the chunk.
-        log("chunk.failed", {"error": error})
+        processes.runtime.events.log("chunk.failed", {"error": error})
         text = f"{type(error).__name__}: {error}"
         detached = runner.detached if runner is not None else ()
-        report = Report(
+        return Report(
             pid=os.getpid(), detached=detached, error=text, reason=FailureReason.of(error)
         )
     finally:
-        if processes is not None:
-            processes.ended_chunk()
-    return report
+        processes.ended_chunk()
 
 
 # -- Celery's pool ---------------------------------------------------------------------------------

@@ -130,12 +130,10 @@ class WorkerRuntime:
     def check_timer(self) -> None:
         """Let the timer try its broker if either may be down, since an idle worker arms nothing.
 
-        The Redis poller tries its server by itself.
+        A poller tries its server by itself.
         """
-        runtime = self.runtime
-        is_by_messages = runtime.redis_timer is None and runtime.direct_timer is None
-        if is_by_messages and self.service_watch.is_without_service:
-            runtime.timer.arm([])
+        if self.poller is None and self.service_watch.is_without_service:
+            self.runtime.timer.arm([])
 
     def check(self) -> None:
         """Raise `ConfigError` if the worker cannot run the tasks of its queues."""
