@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -11,18 +15,7 @@ from flask import abort, flash, redirect, render_template, request, url_for
 from werkzeug.datastructures import MultiDict
 from werkzeug.wrappers import Response
 
-from delaytasks.console.requests import (
-    BulkRunState,
-    ReportProgress,
-    action,
-    now,
-    number_of,
-    page,
-    record,
-    runtime,
-    state,
-    viewer,
-)
+from delaytasks.console.requests import action, now, number_of, page, record, runtime, state, viewer
 from delaytasks.console.shown import local_text, viewer_zone
 from delaytasks.console.viewers import Role
 from delaytasks.model.clock import monotonic
@@ -35,6 +28,8 @@ from delaytasks.operate.bulk_calls import BulkResult
 from delaytasks.operate.explanations import Explanations
 from delaytasks.operate.searches import SearchTimeoutError, error_filter, find_by_error
 from delaytasks.operate.single_tasks import find_tasks
+
+logger = logging.getLogger(__name__)
 
 # -- searches -------------------------------------------------------------------------------------
 
@@ -320,6 +315,10 @@ def bulk() -> str:
 # -- actions on many tasks: run and stop ----------------------------------------------------------
 
 
+#: Seconds for which a viewer waits until the tasks are found, and the log entry is written.
+BEGIN_S = 2.0
+
+
 @page("/bulk", Role.OPERATE, "POST")
 def start_bulk() -> Response:
     name, filters, _ = _chosen(request.form)
@@ -331,57 +330,66 @@ def start_bulk() -> Response:
         "spread": partial(bulk.reschedule, jitter=delay),
         "rerun": partial(bulk.rerun, delay),
     }
-    expected = number_of(request.form.get("expected") or "0")
-    if expected is None:
-        raise InvalidInputError("the number of expected tasks is not a number", "expected")
-    return _start(name, filters, expected, partial(changes[name], **filters))
+    return _start(partial(changes[name], **filters))
 
 
 @page("/audit/<id>/rerun", Role.OPERATE, "POST")
 def rerun_entry(id: str) -> Response:
     """Run the tasks again that an operation has cancelled."""
-    if number_of(id) is None:
-        abort(404)
-    return _start("rerun", {"entry": id}, 0, partial(state().delays.bulk.rerun, entry=id))
+    return _start(partial(state().delays.bulk.rerun, entry=check_id(id)))
 
 
-def _start(
-    name: str, shown: dict[str, Any], expected: int, change: Callable[..., BulkResult]
-) -> Response:
-    run = BulkRunState(name, viewer().name, shown, expected)
+def _start(change: Callable[..., BulkResult]) -> Response:
+    """Start a bulk operation in a thread, and lead to its log entry."""
+    shared, actor, stop, begun = state(), viewer().name, threading.Event(), Future[int]()
 
-    def work(report: ReportProgress) -> BulkResult:
-        return change(actor=run.actor, on_progress=report)
+    def report(result: BulkResult) -> None:
+        if not begun.done():
+            shared.stops[result.runs[0]] = stop
+            begun.set_result(result.runs[0])
+        if stop.is_set():
+            raise KeyboardInterrupt  # the log entry is "stopped", as after Ctrl-C
 
-    if not state().runs.start(run, work):
+    def work() -> None:
+        try:
+            report(change(actor=actor, on_progress=report))
+        except KeyboardInterrupt:
+            logger.info("console: a bulk operation of %s was stopped", actor)
+        except Exception as error:
+            logger.exception("console: a bulk operation of %s failed", actor)
+            if not begun.done():
+                begun.set_exception(error)
+        shared.forget()
+        shared.threads.release()
+
+    if not shared.threads.acquire(blocking=False):
         raise DelayTaskError("several bulk actions are running: wait until one has ended")
-    state().cache.forget()
-    return redirect(url_for("bulk_run", id=run.id), 303)
+    threading.Thread(target=work, name="console bulk", daemon=True).start()
+    try:
+        return redirect(url_for("entry", id=begun.result(BEGIN_S)), 303)
+    except FutureTimeoutError:
+        flash("The tasks are being found. Their entry appears here when some are changed.", "good")
+        return redirect(url_for("audit"), 303)
 
 
-def _run_of(id: str) -> BulkRunState:
-    run = state().runs.get(id)
-    if run is None:
-        flash("This process does not know the run. Its entry is here.", "bad")
-        abort(redirect(url_for("audit"), 303))
-    return run
+@page("/audit/<id>")
+def entry(id: str) -> str:
+    """The page of a log entry, which follows a bulk operation wherever it runs."""
+    found = runtime().store.bulk.audit.get(check_id(id)) or abort(404)
+    word = ACTIONS[found.action].word if found.action in ACTIONS else found.action
+    is_ours = found.id in state().stops  # until its end is seen in all numbers
+    return render_template("bulk.html", entry=found, word=word, is_ours=is_ours, now=now())
 
 
-@page("/bulk/<id>", Role.OPERATE)
-def bulk_run(id: str) -> str:
-    run = _run_of(id)
-    return render_template("bulk.html", run=run, word=ACTIONS[run.action].word)
-
-
-@page("/bulk/<id>/stop", Role.OPERATE, "POST")
+@page("/audit/<id>/stop", Role.OPERATE, "POST")
 def stop_bulk(id: str) -> Response:
-    run = _run_of(id)
-    has_ended = run.state != "running"
-    run.stop.set()
-    entries = () if run.result is None else run.result.runs
-    what = {"action": run.action, "started by": run.actor, "entry": ", ".join(map(str, entries))}
-    record("stop_bulk", what, is_refused=has_ended)
-    return redirect(url_for("bulk_run", id=id), 303)
+    stop = state().stops.get(check_id(id))
+    if stop is None:
+        flash("It has ended, or another process of the console does it.", "bad")
+    else:
+        stop.set()
+    record("stop_bulk", {"entry": id}, is_refused=stop is None)
+    return redirect(url_for("entry", id=id), 303)
 
 
 # -- audit ----------------------------------------------------------------------------------------

@@ -1,9 +1,8 @@
 """What the requests of one console share, and what happens before and after each of them.
 
-`ConsoleState` has the cached snapshot that all viewers share, and the bulk operations that run in
-threads. `page` and `action` declare the path of a function with the least role that may call it.
-Each request is checked: the viewer, the role, the CSRF token. Each action is recorded in the audit
-table with the name of its viewer.
+`ConsoleState` has the cached snapshot that all viewers share. `page` and `action` declare the path
+of a function with the least role that may call it. Each request is checked: the viewer, the role,
+the CSRF token. Each action is recorded in the audit table with the name of its viewer.
 """
 
 from __future__ import annotations
@@ -16,10 +15,11 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import datetime
 from functools import partial, wraps
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
 from flask import Flask, Response, abort, current_app, flash, g, redirect, request, session, url_for
 from flask.sessions import SecureCookieSessionInterface
@@ -30,7 +30,7 @@ from delaytasks.console.viewers import HOST_REQUEST, LoginLimit, Role, UserFile,
 from delaytasks.loops import Latest
 from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import DelayTaskError
-from delaytasks.operate.bulk_calls import BulkResult, record_action
+from delaytasks.operate.bulk_calls import record_action
 from delaytasks.operate.health import ENDPOINTS
 from delaytasks.operate.state import DeploymentState, ask_broker, read_state
 from delaytasks.runtime import Runtime, runtime_of
@@ -109,89 +109,13 @@ class SharedCache:
             self._slots.clear()
 
 
-# -- bulk operations ------------------------------------------------------------------------------
-
-
-#: Runs that are remembered, and the most that are active simultaneously.
-MOST_RUNS_REMEMBERED, MOST_ACTIVE = 100, 4
-State = Literal["running", "done", "stopped", "failed"]
-#: Reports the counts so far. It raises `KeyboardInterrupt` if the run was asked to stop.
-ReportProgress = Callable[[BulkResult], None]
-
-
-@dataclass
-class BulkRunState:
-    """A bulk operation. The thread of the operation writes the fields, and pages read them."""
-
-    action: str
-    actor: str
-    filters: dict[str, Any]
-    #: The tasks that matched when the viewer confirmed.
-    expected: int
-    id: str = field(default_factory=lambda: secrets.token_urlsafe(9))
-    state: State = "running"
-    result: BulkResult | None = None
-    error: str | None = None
-    stop: threading.Event = field(default_factory=threading.Event)
-
-    @property
-    def done(self) -> int:
-        return 0 if self.result is None else self.result.changed + self.result.refused
-
-    @property
-    def matched(self) -> int:
-        return self.expected if self.result is None else self.result.matched
-
-
-class BulkRuns:
-    """The bulk operations of this process."""
-
-    def __init__(self, on_end: Callable[[], None]) -> None:
-        """`on_end` is called at the end of each operation."""
-        self._on_end = on_end
-        self._lock = threading.Lock()
-        self._runs: OrderedDict[str, BulkRunState] = OrderedDict()
-
-    def get(self, id: str) -> BulkRunState | None:
-        with self._lock:
-            return self._runs.get(id)
-
-    def start(self, run: BulkRunState, work: Callable[[ReportProgress], BulkResult]) -> bool:
-        """Start the operation in a thread. Return False if too many are active."""
-        with self._lock:
-            if sum(each.state == "running" for each in self._runs.values()) >= MOST_ACTIVE:
-                return False
-            self._runs[run.id] = run
-            while len(self._runs) > MOST_RUNS_REMEMBERED:
-                self._runs.popitem(last=False)
-        name = f"console {run.action}"
-        threading.Thread(target=self._work, args=(run, work), name=name, daemon=True).start()
-        return True
-
-    def _work(self, run: BulkRunState, work: Callable[[ReportProgress], BulkResult]) -> None:
-        def report(result: BulkResult) -> None:
-            run.result = result
-            if run.stop.is_set():
-                raise KeyboardInterrupt  # the log entry is "stopped", as after Ctrl-C
-
-        end: State = "done"
-        try:
-            run.result = work(report)
-        except KeyboardInterrupt:
-            end = "stopped"
-        except Exception as error:
-            logger.exception("the bulk operation %s of the console failed", run.action)
-            is_ours = isinstance(error, DelayTaskError)
-            run.error, end = str(error) if is_ours else f"{type(error).__name__}: {error}", "failed"
-        self._on_end()  # before viewers see the end, so that their next page has fresh counts
-        run.state = end
-
-
 # -- what the requests share ----------------------------------------------------------------------
 
 
 #: Seconds for which all viewers see the same numbers, and the same answer of the broker.
 SNAPSHOT_S, BROKER_S = 4.0, 20.0
+#: Bulk operations that one process does simultaneously.
+MOST_ACTIVE = 4
 #: A larger number of tasks of a status is an estimate of the database.
 MOST_COUNTED_ROWS = 20_000
 EXTENSION = "delaytasks_console"
@@ -209,7 +133,9 @@ class ConsoleState:
         #: What ran, which no action changes: a chart of a year is read rarely.
         self.history = SharedCache()
         self.forecast = Latest("forecast", delays.forecast)
-        self.runs = BulkRuns(on_end=self.forget)
+        #: The bulk operations of this process, and what stops each of them, by its log entry.
+        self.threads = threading.BoundedSemaphore(MOST_ACTIVE)
+        self.stops = WeakValueDictionary[int, threading.Event]()
         self.logins = LoginLimit()
 
     def forget(self) -> None:

@@ -19,16 +19,15 @@ from flask.testing import FlaskClient
 from delaytasks import DelayTasks, Retry
 from delaytasks.cli.servers import Place, make_server
 from delaytasks.console.application import make_console
-from delaytasks.console.requests import EXTENSION, BulkRunState, ReportProgress
+from delaytasks.console.requests import EXTENSION
 from delaytasks.console.viewers import Role, Viewer
 from delaytasks.db.engines import create_sqlite_file
 from delaytasks.db.types import db_now_plus
-from delaytasks.operate.bulk_calls import BulkResult
+from delaytasks.model.filters import LogEntry
 from delaytasks.run.observers import RunCounts
 from delaytasks.runtime import runtime_of
 from delaytasks.settings import Address
 from delaytasks.statistics.statistics_table import StatisticsTable, Unwritten
-from tests.waiting import wait_until
 from tests.world.recording import runner_of, set_columns
 
 #: Text that other users may write into tags, keys, bodies and errors.
@@ -183,7 +182,7 @@ class Site:
         self.delays = delays
         self.viewer: Viewer | None = Viewer("maria", Role.ADMIN)
         self.app: Flask = make_console(delays, lambda _: self.viewer, secret_key="of tests")
-        self._begun_run: BulkRunState | None = None
+        self._begun: dict[str, tuple[int, threading.Thread]] = {}
 
     def client(self, role: Role | None = Role.ADMIN) -> FlaskClient:
         self.viewer = None if role is None else Viewer("maria", role)
@@ -195,24 +194,27 @@ class Site:
 
     def begun_run(self, tag: str) -> str:
         """Return the path of a bulk run that has done a half, and goes on until it is stopped."""
-        if self._begun_run is None or self._begun_run.filters != {"tag": tag}:
-            run = BulkRunState("cancel", "maria", {"tag": tag}, 5200)
-            half = BulkResult(5200, 2600, 12, runtime_of(self.delays).clock.now())
+        if tag not in self._begun:
+            runtime, stop = runtime_of(self.delays), threading.Event()
+            id, at, audit = runtime.new_id(), runtime.clock.now(), runtime.store.bulk.audit
+            times, counts = (at, at, None), (5200, 2600, 12)
+            audit.begin(LogEntry(id, "cancel", {"tag": tag}, "maria", "running", *times, *counts))
 
-            def work(report: ReportProgress) -> BulkResult:
-                report(half)
-                run.stop.wait()
-                report(half)  # ends the run
-                return half
+            def work() -> None:
+                stop.wait()
+                audit.end(id, "stopped", (2600, 12))
 
-            assert self.app.extensions[EXTENSION].runs.start(run, work)
-            wait_until(lambda: run.result, 10, "the first step of the run")
-            self._begun_run = run
-        return f"/bulk/{self._begun_run.id}"
+            thread = threading.Thread(target=work, daemon=True)
+            thread.start()
+            self.app.extensions[EXTENSION].stops[id] = stop
+            self._begun[tag] = id, thread
+        return f"/audit/{self._begun[tag][0]}"
 
     def close(self) -> None:
-        if self._begun_run is not None:
-            self._begun_run.stop.set()
+        for stop in [*self.app.extensions[EXTENSION].stops.values()]:
+            stop.set()
+        for _, thread in self._begun.values():
+            thread.join(10)
         self.delays.close()
 
 

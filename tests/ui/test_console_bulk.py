@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from werkzeug.datastructures import MultiDict
 
+from delaytasks import StoreUnavailableError
 from delaytasks.console import pages_tasks
 from delaytasks.console.viewers import Role
 from delaytasks.operate import bulk_calls as bulk
@@ -83,6 +84,7 @@ def test_stopped_bulk_runs_leave_the_rest(own_site: Site, monkeypatch: pytest.Mo
         report = options.pop("on_progress")
 
         def wait_and_report(result: Any) -> None:
+            report(result)
             has_begun.set()
             assert may_go_on.wait(30)
             report(result)
@@ -102,6 +104,44 @@ def test_stopped_bulk_runs_leave_the_rest(own_site: Site, monkeypatch: pytest.Mo
     assert len(delays.find(tag="order.close", status="CANCELLED", limit=1000)) == 10
     [stopped] = [entry for entry in delays.bulk.log(limit=2) if entry.action == "cancel"]
     assert (stopped.state, stopped.changed) == ("stopped", 10)
+
+
+def test_an_action_whose_tasks_are_being_found_leads_to_the_audit_page(
+    own_site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go_on, rerun = threading.Event(), bulk.Bulk.rerun
+
+    def find_slowly(*arguments: Any, **options: Any) -> Any:
+        assert may_go_on.wait(30)
+        return rerun(*arguments, **options)
+
+    monkeypatch.setattr(bulk.Bulk, "rerun", find_slowly)
+    monkeypatch.setattr(pages_tasks, "BEGIN_S", 0.05)
+    client = own_site.client(Role.OPERATE)
+    answer = post(client, "/bulk", action="rerun", tag="report.build")
+    assert (answer.status_code, answer.location) == (303, "/audit")
+    assert "The tasks are being found." in client.get("/audit").text
+    may_go_on.set()
+    shop = own_site.delays
+    wait_until(lambda: shop.find(tag="report.build", status="NOT_COMPLETE").tasks, 30, "the run")
+
+
+def test_a_bulk_action_that_fails_says_why_or_is_failed(
+    own_site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, fields = own_site.client(Role.OPERATE), {"action": "cancel", "tag": "order.close"}
+    later = StoreUnavailableError("the database is gone")
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise later
+
+    monkeypatch.setattr(bulk.BulkRun, "_step", fail)
+    answer = post(client, "/bulk", **fields)
+    assert (answer.status_code, "the database is gone" in answer.text) == (503, True)
+    [entry] = own_site.delays.bulk.log(limit=1)
+    text = client.get(f"/audit/{entry.id}").text
+    assert "Cancel: failed" in heading(text)
+    assert "The log of the process has the error." in text
 
 
 def test_a_bulk_action_leaves_out_the_chosen_statuses_that_cannot_move(own_site: Site) -> None:
