@@ -18,16 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from delaytasks.cli.output import (
-    WANTS_JSON,
-    Failure,
-    cell,
-    is_json,
-    print_json,
-    say,
-    sentence,
-    show_instant,
-)
+from delaytasks.cli.output import WANTS_JSON, Failure, is_json, print_json, say
 from delaytasks.model.errors import ConfigError, DelayTaskError, TaskNotFoundError
 
 if TYPE_CHECKING:
@@ -37,7 +28,6 @@ if TYPE_CHECKING:
     from delaytasks.db.database import Database
     from delaytasks.db.store import Store
     from delaytasks.model.task import DelayedTask
-    from delaytasks.recurring.definition import RecurringSchedule
     from delaytasks.runtime import Runtime
 
 
@@ -235,17 +225,6 @@ class Cli:
             print_json(document)
         else:
             say(text)
-
-    def answer_task(self, task: DelayedTask, done: str) -> None:
-        """Print the task, or a sentence such as "scheduled task 7 (mail): due …"."""
-        self.answer(task.as_json(), sentence(task, done, self.runtime.clock.now()))
-
-    def answer_schedule(self, schedule: RecurringSchedule, done: str) -> None:
-        """Print the recurring schedule, or a sentence with its next occurrence."""
-        at = None if done == "removed" else schedule.next_at
-        following = "" if at is None else f"; next occurrence {show_instant(at)}"
-        what = f"recurring schedule {cell(schedule.name)} ({cell(schedule.tag)})"
-        self.answer(schedule.as_json(), f"{done} {what}{following}")
 
     def get(self, id: str | None, tag: str | None, key: str | None) -> DelayedTask:
         """Read a task. If no live task has the key, read the last one that had it."""

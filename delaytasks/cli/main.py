@@ -16,13 +16,13 @@ from delaytasks.cli.context import (
 
 #: The commands of each module.
 _MODULES = {
-    "policy_commands": "limit pause resume",
+    "options": "limit log pause resume",
     "run": "run",
     "schedule_commands": "import recurring schedule",
     "servers": "access serve",
     "setup": "check db",
     "status": "status",
-    "tasks": "cancel list log rerun reschedule show",
+    "tasks": "cancel list rerun reschedule show",
     "up": "up",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}

@@ -7,14 +7,14 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from delaytasks.model.clock import UTC
 from delaytasks.model.errors import ConfigError, DelayTaskError, InvalidInputError
-from delaytasks.model.inputs import parse_duration, parse_instant, parse_past, show_from_now
+from delaytasks.model.inputs import show_from_now
 from delaytasks.model.moves import Status
 from delaytasks.model.task import DelayedTask
 from delaytasks.model.text import count as count
@@ -28,87 +28,9 @@ if TYPE_CHECKING:
 # -- Instants, durations and pairs of meta, as people type them -----------------------------------
 
 
-def parse_shift(text: str, argument: str) -> timedelta:
-    """Return a duration, which is negative if it begins with a minus sign."""
-    typed = text.strip()
-    size = parse_duration(typed.removeprefix("-"), argument)
-    return -size if typed.startswith("-") else size
-
-
 def show_instant(instant: datetime) -> str:
     """Return the instant in UTC to the second, in the form that `parse_instant` reads."""
     return instant.astimezone(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-
-
-class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic only in later versions
-    """A type of option that one function parses. Its errors name the option."""
-
-    def __init__(self, name: str, parse: Callable[[str, str], Any]) -> None:
-        self.name = name
-        self._parse = parse
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return self._parse(value, _name(param)) if isinstance(value, str) else value
-
-
-def _past(text: str, argument: str) -> datetime:
-    now: datetime = click.get_current_context().obj.runtime.clock.now()
-    return parse_past(text, now, argument)
-
-
-#: A range of instants, each of which may be left out.
-Range = tuple[datetime | None, datetime | None]
-
-
-def parse_range(text: str, argument: str) -> Range:
-    since, dots, until = text.partition("..")
-    if not dots or not (since or until):
-        raise InvalidInputError(
-            f"{text!r:.40} is no range; write it as 2h..1h, or 1h.. without an end", argument
-        )
-    return (_past(since, argument) if since else None, _past(until, argument) if until else None)
-
-
-def _name(param: click.Parameter | None) -> str:
-    return (param and param.name) or "value"
-
-
-DURATION = Parsed("duration", parse_duration)
-SHIFT = Parsed("duration", parse_shift)
-INSTANT = Parsed("instant", parse_instant)
-PAST = Parsed("time", _past)
-RANGE = Parsed("range", parse_range)
-
-delay_option = click.option(
-    "--delay", type=DURATION, help="From now: 90 (seconds), 30m, 1h30m, 2d, 500ms."
-)
-at_option = click.option(
-    "--at", type=INSTANT, help="As 2030-01-31T18:00:00Z. A time in the past means now."
-)
-actor_option = click.option("--actor", metavar="NAME", help="Who does it [you on this host].")
-
-
-class Pair(tuple[str, str]):
-    """A pair that was typed."""
-
-    __slots__ = ()
-
-
-def parse_pair(text: str, argument: str) -> Pair:
-    name, sign, value = text.partition("=")
-    if not sign:
-        raise InvalidInputError(f"{text!r:.40} is no pair: write it as name=value", argument)
-    return Pair((name, value))
-
-
-def pairs_or(value: Any) -> Any:
-    """Return pairs as a dict, an empty option as None, and any other value as it is."""
-    if isinstance(value, tuple) and value and isinstance(value[0], Pair):
-        return dict(value)
-    return value or None
-
-
-PAIR = Parsed("pair", parse_pair)
 
 
 #: Printed in a cell without a value, so that a script can count the columns of a piped table.

@@ -3,141 +3,57 @@
 from __future__ import annotations
 
 import difflib
-import json
 import os
-import sys
 from collections.abc import Callable
-from datetime import datetime, timedelta
+from datetime import datetime
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 import click
 
 from delaytasks.cli.beat_imports import SOURCES, import_entries
 from delaytasks.cli.context import Cli, Command, Group, moved_bar, pass_cli
-from delaytasks.cli.output import (
-    INSTANT,
-    NOTHING,
-    PAIR,
-    Cell,
-    actor_option,
-    at_option,
-    cell,
-    count,
-    delay_option,
-    pairs_or,
-    print_json,
-    print_table,
-    show_instant,
-)
+from delaytasks.cli.options import command_of, parse_body, perform
+from delaytasks.cli.output import NOTHING, Cell, cell, count, print_json, print_table, show_instant
 from delaytasks.client import DelayTasks
 from delaytasks.db import producer
 from delaytasks.model.errors import DelayTaskError, InvalidInputError
-from delaytasks.model.inputs import check_id, parse_duration, parse_instant, show_timing
+from delaytasks.model.inputs import parse_duration, parse_instant, show_timing
 from delaytasks.model.task import NewTask, OnConflict
+from delaytasks.operate.operations import Operation
 from delaytasks.recurring.definition import RecurringSchedule
 from delaytasks.recurring.timing import zone_of
 from delaytasks.runtime import runtime_of
 
 T = TypeVar("T")
 _LINE_FIELDS = NewTask._fields
-_meta = click.option(
-    "--meta", type=PAIR, multiple=True, metavar="NAME=VALUE", help="A pair of its meta. Repeatable."
-)
+#: Options that the tasks of a file share.
+_SHARED = ("queue", "priority", "on_conflict")
 
 
-@click.command(cls=Command)
-@click.argument("tag", required=False)
-@click.argument("body", required=False)
-@delay_option
-@at_option
-@click.option("--key", help="Names the task within its tag, until it is finished.")
-@click.option(
-    "--on-conflict",
-    type=click.Choice(["reject", "keep", "replace", "take"]),
-    default="reject",
-    show_default=True,
-    help="While another task has the key: refuse, keep it, give it this body and time, run both.",
-)
-@click.option("--queue", help="The queue, if not the processor's own.")
-@click.option("--priority", type=int, default=0, help="0 to 9, higher first.")
-@click.option("--retries", metavar="DELAYS", help='Its own retry schedule, such as "15s 3m 10m".')
-@click.option("--max-late", metavar="DURATION", help="If it starts later, it is cancelled instead.")
-@click.option("--limit-key", metavar="KEY", help="The key for limits that each key has.")
-@_meta
-@click.option("--jitter", metavar="DURATION", help="Due up to this time later, to spread many.")
-@click.option("--id", help="Your own id; scheduling again with it is harmless.")
-@click.option(
-    "--many", type=click.File("rb"), help="Schedule the tasks in this file (- for stdin)."
-)
-@pass_cli
-def schedule(
-    cli: Cli,
-    tag: str | None,
-    body: str | None,
-    delay: timedelta | None,
-    at: datetime | None,
-    many: BinaryIO | None,
-    **options: Any,
-) -> None:
-    """Schedule a task of TAG. BODY is JSON, @FILE, or - for stdin; without it the body is null.
-
-    \b
-    delaytasks schedule order.close '{"order": 7}' --delay 30m
-    delaytasks schedule report.send @report.json --at 2030-01-31T18:00:00Z --key january
-
-    FILE for --many has one JSON object a line, with tag, body, delay or at, and further options of
-    the task (key, queue, priority, retries, max_late, limit_key, meta, jitter, id):
-
-    \b
-    {"tag": "order.close", "body": {"order": 7}, "delay": "30m"}
-    """
-    options["meta"] = pairs_or(options["meta"])
+def _schedule(cli: Cli, operation: Operation, given: dict[str, Any], many: BinaryIO | None) -> None:
     if many is not None:
-        shared = {name: options.pop(name) for name in ("on_conflict", "queue", "priority")}
-        if any(given is not None for given in (tag, delay, at, *options.values())):
+        if given.keys() - {*_SHARED}:
             raise click.UsageError(
                 "With --many, only --queue, --priority and --on-conflict may be options; "
                 "the file contains everything else."
             )
-        _schedule_many(cli, many, **shared)
+        _schedule_many(cli, many, **given)
         return
-    if tag is None:
+    if "tag" not in given:
         raise click.UsageError("Missing argument 'TAG'.")
-    if (delay is None) == (at is None):
+    if ("delay" in given) == ("at" in given):
         raise click.UsageError("Give either --delay or --at.")
-    if options["id"] is not None:
-        options["id"] = check_id(options["id"])
-    content = read_body(body)
-    cli.import_processors()
-    delays = cli.delays
-    task = delays.schedule_delay(tag, content, delay, at=at, **options)
-    cli.answer_task(task, "scheduled")
-    cli.note_broker_away()
+    perform(cli, operation, given)
 
 
-def read_body(text: str | None) -> Any:
-    if text is None:
-        return None
-    where = "the body"
-    try:
-        if text == "-":
-            text, where = sys.stdin.read(), "stdin"
-        elif text.startswith("@"):
-            text, where = Path(text[1:]).read_text(encoding="utf-8"), text[1:]
-    except (OSError, UnicodeDecodeError) as error:
-        name = text[1:] or "stdin"
-        raise click.BadParameter(f"cannot read {name}: {error}", param_hint="'BODY'") from None
-    return _parse(text, f"{where} is not JSON", "a string needs quotes, as in '\"text\"'")
-
-
-def _parse(text: str, what: str, remedy: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidInputError(f"{what} ({error}); {remedy}", "body") from None
+_many = click.Option(
+    ["--many"], type=click.File("rb"), help="Schedule the tasks in this file (- for stdin)."
+)
+schedule = command_of("schedule", _schedule, [_many])
+for _each in schedule.params:
+    _each.required = False  # with --many, the lines of the file have the tags
 
 
 # -- many -----------------------------------------------------------------------------------------
@@ -166,7 +82,10 @@ def _schedule_many(cli: Cli, file: BinaryIO, **shared: Any) -> None:
 
 
 def _schedule_batch(
-    delays: DelayTasks, batch: list[tuple[int, bytes]], on_conflict: OnConflict, **defaults: Any
+    delays: DelayTasks,
+    batch: list[tuple[int, bytes]],
+    on_conflict: OnConflict = "reject",
+    **defaults: Any,
 ) -> int:
     """Schedule the tasks of some numbered lines, all or none. Return the number of new tasks."""
     defaults["body"] = None
@@ -202,7 +121,7 @@ def _task(raw: bytes, defaults: dict[str, Any]) -> NewTask:
         raise InvalidInputError(
             f"the line is not UTF-8 ({error}); write JSON as UTF-8", "body"
         ) from None
-    values = _parse(text, "the line is not JSON", "write one object a line")
+    values = parse_body(text, "the line is not JSON", "write one object a line")
     if not isinstance(values, dict) or "tag" not in values:
         raise InvalidInputError(
             'not an object with a tag, as {"tag": "order.close", "delay": "30m"} is one', "tag"
@@ -230,9 +149,6 @@ def _size(file: BinaryIO) -> int | None:
 
 
 # -- `recurring`: list, set, run and remove, and `import` -----------------------------------------
-
-
-_name = click.argument("name")
 
 
 @click.group(cls=Group)
@@ -298,66 +214,8 @@ def _print_occurrences(cli: Cli, schedule: RecurringSchedule, most: int, now: da
     cli.answer(shown, "\n".join(lines) or "No further occurrence.")
 
 
-@recurring.command("set")
-@_name
-@click.argument("tag")
-@click.argument("body", default="null")
-@click.option("--cron", metavar="FIELDS", help='As "0 9 * * mon-fri".')
-@click.option("--every", metavar="INTERVAL", help="As 30s, 5m or 1d.")
-@click.option("--tz", metavar="ZONE", help="The time zone of --cron, as Europe/Berlin.")
-@click.option("--start", type=INSTANT, help="The first occurrence, as 2030-01-31T18:00:00Z.")
-@click.option("--jitter", metavar="DURATION", help="Each task is due up to this time later.")
-@click.option("--missed", help="latest, all or skip: which missed occurrences run.")
-@click.option("--overlap", help="allow, or skip while the last task has not ended.")
-@click.option("--queue", help="The queue [the queue of the tag].")
-@click.option("--priority", type=int, help="0 to 9; higher first.")
-@click.option("--retries", help='A retry schedule, as "15s 3m".')
-@click.option("--max-late", metavar="DURATION", help="A task that starts later is cancelled.")
-@_meta
-@actor_option
-@pass_cli
-def set_(cli: Cli, name: str, tag: str, body: str, actor: str | None, **given: Any) -> None:
-    """Store a schedule, or replace the one of this name. The body is JSON; - reads it from stdin.
-
-    \b
-    delaytasks recurring set nightly report.send --cron "0 2 * * *" --tz Europe/Berlin
-    delaytasks recurring set feeds feed.read '{"feed": 7}' --every 5m --overlap skip
-    """
-    cli.import_processors()
-    given["meta"] = pairs_or(given["meta"])
-    options = {option: value for option, value in given.items() if value is not None}
-    stored = cli.delays.recurring.set(name, tag, read_body(body), actor=actor, **options)
-    cli.answer_schedule(stored, "stored")
-
-
-@recurring.command()
-@_name
-@pass_cli
-def run(cli: Cli, name: str) -> None:
-    """Make one task of a schedule now. Its occurrences stay as they are.
-
-    \b
-    delaytasks recurring run nightly
-    """
-    task = cli.delays.recurring.schedule_now(name)
-    cli.answer_task(task, "scheduled")
-    cli.note_broker_away()
-
-
-@recurring.command()
-@_name
-@actor_option
-@pass_cli
-def remove(cli: Cli, name: str, actor: str | None) -> None:
-    """Delete a schedule, and cancel its tasks that wait for later occurrences.
-
-    \b
-    delaytasks recurring remove nightly
-    """
-    removed = cli.delays.recurring.remove(name, actor=actor)
-    cli.answer_schedule(removed, "removed")
-    if removed.is_declared:
-        cli.note("Workers whose code declares it add it again. To stop it, pause it.")
+for _command in ("set", "run", "remove"):
+    recurring.add_command(command_of(f"recurring {_command}"))
 
 
 @click.command("import", cls=Command)

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from delaytasks.cli.context import Cli, Command, check_belongs, pass_cli
-from delaytasks.cli.output import Parsed, print_json, print_table
+from delaytasks.cli.options import Parsed
+from delaytasks.cli.output import print_json, print_table
 from delaytasks.http_api.api_keys import API_KEYS, ApiKeyFile
 from delaytasks.metrics.files import NAMES, read_file
 from delaytasks.model.errors import ConfigError, InvalidInputError

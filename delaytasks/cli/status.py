@@ -16,9 +16,9 @@ from typing import Any
 import click
 
 from delaytasks.cli.context import Cli, Command, Hints, check_belongs, pass_cli
+from delaytasks.cli.options import DURATION
 from delaytasks.cli.output import (
     BAD,
-    DURATION,
     GOOD,
     LONGEST,
     NOTHING,

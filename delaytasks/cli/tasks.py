@@ -1,4 +1,4 @@
-"""The commands on tasks: list, show, cancel, reschedule and rerun, and the log of bulk operations.
+"""The commands on tasks: list, show, cancel, reschedule and rerun.
 
 All of them take the same filters. A command that changes tasks moves them one by one if each of
 them is named, by its id or by its tag and key. Otherwise it counts the tasks that match the
@@ -11,33 +11,26 @@ import functools
 import json
 import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from inspect import cleandoc
 from typing import Any
 
 import click
 
 from delaytasks.cli.context import Cli, Command, moved_bar, pass_cli, stopping_between_steps
+from delaytasks.cli.options import DURATION, PAST, RANGE, command_of, given_of, option_of
 from delaytasks.cli.output import (
     BAD,
-    DURATION,
-    GOOD,
     LONGEST,
-    PAIR,
-    PAST,
-    RANGE,
-    SHIFT,
     Cell,
     Failure,
-    at_option,
     block,
     cell,
     coloured,
     count,
-    delay_option,
     kind_of,
-    pairs_or,
     print_fields,
     print_json,
     print_table,
@@ -50,10 +43,12 @@ from delaytasks.model.errors import DelayTaskError, StoreError
 from delaytasks.model.filters import Filter, filter_of
 from delaytasks.model.inputs import check_id, show_duration, show_from_now
 from delaytasks.model.moves import Status, moves_from
-from delaytasks.model.task import DelayedTask
-from delaytasks.model.text import last_line, one_line, some_values
+from delaytasks.model.task import CancelResult, DelayedTask
+from delaytasks.model.text import last_line, one_line
+from delaytasks.operate import operations
 from delaytasks.operate.bulk_calls import BulkResult
 from delaytasks.operate.explanations import Explanations
+from delaytasks.operate.operations import Operation
 from delaytasks.operate.searches import Follower, changed_at
 from delaytasks.operate.single_tasks import pretty_body
 from delaytasks.operate.why import deferral_of
@@ -61,36 +56,19 @@ from delaytasks.operate.why import deferral_of
 # -- Filters, which all commands share ------------------------------------------------------------
 
 
-_STATUS = click.Choice([s.name for s in Status], case_sensitive=False)
-FILTERS: dict[str, dict[str, Any]] = {
-    "tag": {"help": "Of this tag."},
-    "key": {"help": "With this key; 'eu-*' stands for all keys that begin with eu-."},
-    "status": {"type": _STATUS, "multiple": True, "help": "Of this status. Repeatable."},
-    "queue": {"help": "Of this queue."},
-    "meta": {
-        "type": PAIR,
-        "multiple": True,
-        "metavar": "NAME=VALUE",
-        "help": "With this pair. Repeatable.",
-    },
-    "error": {
-        "metavar": "PATTERN",
-        "help": "Whose last error matches; * stands for any text, as '*timeout*'.",
-    },
-    "due": {
-        "type": RANGE,
-        "metavar": "A..B",
-        "help": "Due from A until before B, as 2030-01-31T18:00:00Z, or 1h for an hour ago. "
-        "Without A or B, the range has no such end.",
-    },
-    "created": {"type": RANGE, "metavar": "A..B", "help": "Scheduled in this range."},
-    "updated_until": {"type": PAST, "help": "Not moved since this time."},
+_OF_PYTHON = "ids key_prefix since until created_since created_until updated_until".split()
+#: The filters that are typed as they are passed to `find`, and those with another form.
+FILTERS = [each for each in operations.FILTERS if each.name not in _OF_PYTHON]
+_RANGES: dict[str, Any] = {
+    "due": (
+        RANGE,
+        "Due from A until before B, as 2030-01-31T18:00:00Z, or 1h for an hour ago. Without A or "
+        "B, the range has no such end.",
+    ),
+    "created": (RANGE, "Scheduled in this range."),
+    "updated_until": (PAST, "Not moved since this time."),
 }
-_FLAGS: dict[str, dict[str, Any]] = {
-    "everything": {"is_flag": True, "help": "All tasks."},
-    "dry_run": {"is_flag": True, "help": "Only count the tasks."},
-    "yes": {"is_flag": True, "help": "Do not ask."},
-}
+_FLAGS = {"everything": "All tasks.", "dry_run": "Only count the tasks.", "yes": "Do not ask."}
 
 
 @dataclass(frozen=True)
@@ -102,6 +80,15 @@ class Selection:
     everything: bool = False
     dry_run: bool = False
     yes: bool = False
+
+    @classmethod
+    def of(cls, options: dict[str, Any]) -> Selection:
+        """Take the values of `_filters` out of the options of a command."""
+        given = given_of(FILTERS, options)
+        ranges = {name: options.pop(name) for name in _RANGES}
+        given.update({name: value for name, value in ranges.items() if value is not None})
+        flags = {name: options.pop(name) for name in _FLAGS if name in options}
+        return cls(options.pop("ids"), given, **flags)
 
     @property
     def filters(self) -> dict[str, Any]:
@@ -147,24 +134,18 @@ def _typed(value: Any) -> list[str]:
             return [*value]
 
 
-def takes_filters(
-    command: Callable[..., Any], flags: dict[str, dict[str, Any]] | None = None
-) -> Callable[..., Any]:
-    """Add ids and filters to a command, which receives a `Selection` as its argument `which`."""
-    flags = flags or {}
-
-    @functools.wraps(command)
-    def with_filters(*args: Any, ids: tuple[str, ...], **options: Any) -> Any:
-        given = {n: value for n in FILTERS if (value := pairs_or(options.pop(n))) is not None}
-        chosen = {name: options.pop(name) for name in flags}
-        return command(*args, which=Selection(ids, given, **chosen), **options)
-
-    for name, attributes in reversed([*FILTERS.items(), *flags.items()]):
-        with_filters = click.option(f"--{name.replace('_', '-')}", **attributes)(with_filters)
-    return click.argument("ids", nargs=-1, metavar="[ID]...")(with_filters)
+def _filters(flags: Mapping[str, str] | None = None) -> list[click.Parameter]:
+    """Return the ids, the filters and some flags of a command, which `Selection.of` takes."""
+    return [
+        click.Argument(["ids"], nargs=-1, metavar="[ID]..."),
+        *map(option_of, FILTERS),
+        *(click.Option([_flag(n)], type=kind, help=about) for n, (kind, about) in _RANGES.items()),
+        *(click.Option([_flag(n)], is_flag=True, help=about) for n, about in (flags or {}).items()),
+    ]
 
 
-takes_many = functools.partial(takes_filters, flags=_FLAGS)
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 # -- `list`, and the changes that `list --follow` prints ------------------------------------------
@@ -179,22 +160,15 @@ LONGEST_DETAIL = 300
 TAG_WIDTH = 16
 
 
-@click.command("list", cls=Command)
-@takes_filters
-@click.option("--oldest-first", is_flag=True, help="Begin with the earliest due time.")
-@click.option("--limit", type=int, help="The most tasks, 1 to 1000. [100; --follow: 10]")
-@click.option("--cursor", help="Continue after the page that printed this cursor.")
-@click.option("--follow", is_flag=True, help="Print the changes of tasks as they happen.")
-@click.option("--for", "for_", type=DURATION, help="--follow: stop after this time.")
 @pass_cli
-def list_(
+def _list(
     cli: Cli,
-    which: Selection,
     oldest_first: bool,
     limit: int | None,
     cursor: str | None,
     follow: bool,
     for_: timedelta | None,
+    **options: Any,
 ) -> None:
     """List tasks in the order of their due times, the latest first.
 
@@ -209,6 +183,7 @@ def list_(
     failed or cancelled. Of changes within half a second, only the last is shown. The first lines
     are changes of the last minute. Ctrl-C ends the command. With --json, each line is one document.
     """
+    which = Selection.of(options)
     if follow:
         if oldest_first or cursor is not None:
             raise click.UsageError("--follow excludes --oldest-first and --cursor.")
@@ -240,6 +215,21 @@ def list_(
         words += [f"--limit {limit} --cursor {page.cursor}"]
         # On stderr, so that a pipe receives tasks only.
         cli.note(f"More: {' '.join(filter(None, words))}")
+
+
+list_ = Command(
+    "list",
+    callback=_list,
+    help=cleandoc(_list.__doc__ or ""),
+    params=[
+        *_filters(),
+        click.Option(["--oldest-first"], is_flag=True, help="Begin with the earliest due time."),
+        click.Option(["--limit"], type=int, help="The most tasks, 1 to 1000. [100; --follow: 10]"),
+        click.Option(["--cursor"], help="Continue after the page that printed this cursor."),
+        click.Option(["--follow"], is_flag=True, help="Print the changes of tasks as they happen."),
+        click.Option(["--for", "for_"], type=DURATION, help="--follow: stop after this time."),
+    ],
+)
 
 
 def _row(task: DelayedTask, now: datetime) -> list[Cell]:
@@ -401,130 +391,57 @@ def show(cli: Cli, id: str | None, tag: str | None, key: str | None) -> None:
 # -- `cancel`, `reschedule` and `rerun`: each task that is named, or many -------------------------
 
 
-@click.command(cls=Command)
-@takes_many
-@click.option("--running", is_flag=True, help="Ask tasks that run to stop.")
-@pass_cli
-def cancel(cli: Cli, which: Selection, running: bool) -> None:
-    """Cancel waiting tasks: by their ids, by tag and key, or many that match filters.
+#: Options for tasks by id or by key.
+_OF_ONE = ("running", "version")
+#: Options that move a task again if the command is repeated, so that it needs one more filter.
+_SHIFTS = ("by", "jitter")
 
-    \b
-    delaytasks cancel 2305843009213693952 2305843009213693953
-    delaytasks cancel --tag order.close --key order-7
-    delaytasks cancel --tag newsletter.send --key 'eu-*' --dry-run
 
-    It is no error if a named task was cancelled before. A task that runs, has ended or does not
-    exist is reported, and the exit code is 1.
-    """
-    delays, ids = cli.delays, which.each(cli)
-    if ids is None:
-        if running:
-            raise click.UsageError("--running is for tasks by id or by key.")
-        _move_many(cli, "cancelled", which, delays.bulk.cancel)
+def _move(cli: Cli, operation: Operation, given: dict[str, Any], **options: Any) -> None:
+    """Move each task that is named, or many."""
+    which, choice = Selection.of(options), operation.one_of
+    if choice and sum(each in given for each in choice) != 1:
+        raise click.UsageError(f"Give exactly one of {', '.join(map(_flag, choice))}.")
+    is_many = any(each.name in given for each in operation.only_bulk)
+    ids = None if is_many else which.each(cli)
+    if ids is not None:
+        _move_each(cli, operation, ids, given)
         return
-
-    def cancel_one(id: int) -> _Moved:
-        result = delays.cancel(id, running=running)
-        if result.error is not None:  # the exit code tells a script that the task may have run
-            raise result.error
-        done = "requested" if result.is_requested else "cancelled" if result else "unchanged"
-        return done, str(id), f"cancelled task {id}" if result else result.reason
-
-    _move_each(cli, ids, ("cancelled", "requested", "unchanged"), cancel_one)
+    for each in _OF_ONE:
+        if each in given:
+            raise click.UsageError(f"{_flag(each)} is for tasks by id or by key.")
+    _move_many(cli, operation, which, given)
 
 
-@click.command(cls=Command)
-@takes_many
-@delay_option
-@at_option
-@click.option("--by", type=SHIFT, help="Many: this much later, or with a minus sign earlier.")
-@click.option(
-    "--jitter", type=DURATION, help="Many: up to this time later, so that a peak becomes flat."
-)
-@click.option("--version", type=int, help="Only if the task still has this version.")
-@pass_cli
-def reschedule(
-    cli: Cli,
-    which: Selection,
-    delay: timedelta | None,
-    at: datetime | None,
-    by: timedelta | None,
-    jitter: timedelta | None,
-    version: int | None,
-) -> None:
-    """Give waiting tasks another time: by their ids, by tag and key, or many that match filters.
-
-    \b
-    delaytasks reschedule 2305843009213693952 --delay 2h
-    delaytasks reschedule --queue reports --due ..2030-01-31T18:00:00Z --by 2h --dry-run
-    delaytasks reschedule --tag mail.send --jitter 10m \\
-        --due 2030-01-31T09:00:00Z..2030-01-31T09:01:00Z
-
-    --jitter distributes the tasks uniformly. Overdue tasks are distributed from now on.
-    """
-    if [delay, at, by, jitter].count(None) != 3:
-        raise click.UsageError("Give exactly one of --delay, --at, --by and --jitter.")
-    is_shift = delay is None and at is None
-    delays, ids = cli.delays, which.each(cli)
-    if ids is None or is_shift:
-        if version is not None:
-            raise click.UsageError("--version is for tasks by id or by key.")
-        move = functools.partial(delays.bulk.reschedule, delay, at=at, by=by, jitter=jitter)
-        _move_many(cli, "rescheduled", which, move, is_shift)
-        return
-
-    def reschedule_one(id: int) -> _Moved:
-        return _task(cli, "rescheduled", delays.reschedule(id, delay, at=at, version=version))
-
-    _move_each(cli, ids, ["rescheduled"], reschedule_one)
-    cli.note_broker_away()
+cancel = command_of("cancel", _move, _filters(_FLAGS))
+reschedule = command_of("reschedule", _move, _filters(_FLAGS))
+rerun = command_of("rerun", _move, _filters(_FLAGS))
 
 
-@click.command(cls=Command)
-@takes_many
-@click.option("--delay", type=DURATION, help="Run after this time [now].")
-@click.option("--entry", metavar="ID", help="Many: cancelled by this operation that `log` lists.")
-@pass_cli
-def rerun(cli: Cli, which: Selection, delay: timedelta | None, entry: str | None) -> None:
-    """Run FAILED or CANCELLED tasks again: by their ids, or many FAILED ones that match filters.
-
-    \b
-    delaytasks rerun 2305843009213693952
-    delaytasks rerun --tag pay.notify --due 2030-01-31T00:00:00Z.. --dry-run
-
-    Filters match CANCELLED tasks only with --status CANCELLED. With --entry, tasks that have not
-    moved since their cancel run at their own due times, unless --delay is given.
-    """
-    delays, ids = cli.delays, None if entry is not None else which.each(cli)
-    if ids is None:
-        move = functools.partial(delays.bulk.rerun, delay, entry=entry)
-        _move_many(cli, "rerun", which, move)
-        return
-
-    def rerun_one(id: int) -> _Moved:
-        return _task(cli, "rerun", delays.rerun(id, delay or 0))
-
-    _move_each(cli, ids, ["rerun"], rerun_one)
-    cli.note_broker_away()
-
-
-#: The list of the JSON document that a task is added to, its value there, and a sentence.
-_Moved = tuple[str, Any, str]
-
-
-def _task(cli: Cli, done: str, task: DelayedTask) -> _Moved:
-    return done, task.as_json(), sentence(task, done, cli.runtime.clock.now())
+def _moved(operation: Operation, id: int, result: Any, now: datetime) -> tuple[str, Any, str]:
+    """Return the list of the JSON document, the value in it, and the sentence for one task."""
+    if not isinstance(result, CancelResult):
+        done = operation.done
+        return done, result.as_json(), sentence(result, done, now)
+    if result.error is not None:  # the exit code tells a script that the task may have run
+        raise result.error
+    done = "requested" if result.is_requested else "cancelled" if result else "unchanged"
+    return done, str(id), f"cancelled task {id}" if result else result.reason
 
 
 def _move_each(
-    cli: Cli, ids: Sequence[str], lists: Sequence[str], move: Callable[[int], _Moved]
+    cli: Cli, operation: Operation, ids: Sequence[str], given: Mapping[str, Any]
 ) -> None:
-    """Call `move` for each id, even if another id fails. A text that is no id prevents all."""
-    document: dict[str, list[Any]] = {name: [] for name in lists}
+    """Move each task, even if another one fails. A text that is no id prevents all."""
+    done = ("cancelled", "requested", "unchanged")
+    document: dict[str, list[Any]] = {
+        name: [] for name in (done if operation.name == "cancel" else [operation.done])
+    }
     failures: list[tuple[int, DelayTaskError]] = []
     for id in [check_id(text) for text in ids]:
         try:
-            name, moved, text = move(id)
+            result = operation.call(cli.delays, task=id, **given)
+            name, moved, text = _moved(operation, id, result, cli.runtime.clock.now())
         except DelayTaskError as error:
             failures.append((id, error))
             if isinstance(error, StoreError):
@@ -544,25 +461,18 @@ def _move_each(
             Failure(earlier, False, rewrite=cli.hints.rewrite).show()
     if failures:
         raise failures[-1][1]
+    if operation.name != "cancel":
+        cli.note_broker_away()
 
 
-def _move_many(
-    cli: Cli, done: str, which: Selection, move: Callable[..., BulkResult], is_shift: bool = False
-) -> None:
-    """Count the tasks, ask the user, and move them in steps.
-
-    Parameters
-    ----------
-    done
-        What `move` does to a task, as a participle: "cancelled".
-    move
-        A method such as `bulk.cancel`.
-    is_shift
-        Whether a second call would move the tasks again, so that it needs one more filter.
-    """
+def _move_many(cli: Cli, operation: Operation, which: Selection, given: Mapping[str, Any]) -> None:
+    """Count the tasks, ask the user, and move them in steps."""
     if not which.dry_run:
         cli.require_terminal(which.yes, "Count the tasks with --dry-run, then use --yes.")
-    move = functools.partial(move, everything=which.everything, **which.filters)
+    done, is_shift = operation.done, any(name in given for name in _SHIFTS)
+    assert operation.bulk is not None
+    filters = {**which.filters, "everything": which.everything}
+    move = functools.partial(operation.bulk, cli.delays, **given, **filters)
     found = move(dry_run=True)
     would = f"{count(found.matched - found.refused, 'task')} would be {done}"
     if which.dry_run:
@@ -613,57 +523,3 @@ def _report(cli: Cli, result: BulkResult, sentence: str, state: str) -> None:
         moved = "they run or moved on, are locked, or another task has their key"
         why = "they run" if state == "dry run" else moved
         cli.note(f"left as they are: {count(result.refused, 'task')} ({why})")
-
-
-# -- `log` ----------------------------------------------------------------------------------------
-
-
-_STATE_COLOURS = {"done": GOOD, "failed": BAD, "stopped": "yellow", "running": "cyan"}
-
-
-@click.command(cls=Command)
-@click.option("--limit", type=int, default=20, show_default=True, help="1 to 1000.")
-@pass_cli
-def log(cli: Cli, limit: int) -> None:
-    """List the operations on many tasks, the newest first: the actor, the filter and the counts.
-
-    \b
-    delaytasks log --limit 5
-
-    If the process of an operation died, its state stays `running`, and its time of `seen` stops.
-    """
-    entries = cli.delays.bulk.log(limit=limit)
-    if cli.is_json:
-        print_json([entry.as_json() for entry in entries])
-        return
-    if not entries:
-        cli.note("No operations yet.")
-        return
-    now = cli.runtime.clock.now()
-    print_table(
-        "id,started,actor,action,filter,state,seen,matched,changed,refused".split(","),
-        [
-            [
-                str(entry.id),
-                entry.started_at,
-                entry.actor,
-                entry.action,
-                _filter_text(entry.filter),
-                (entry.state, _STATE_COLOURS.get(entry.state, "")),
-                show_from_now(entry.seen_at, now),
-                entry.matched,
-                entry.changed,
-                entry.refused,
-            ]
-            for entry in entries
-        ],
-        folded="actor filter",
-        extra="seen",
-    )
-
-
-def _filter_text(filter: dict[str, Any]) -> str:
-    """Return a filter for the table, which has only the first of many ids. `--json` has all."""
-    if "ids" in filter:
-        filter = {**filter, "ids": some_values(filter["ids"])}
-    return json.dumps(filter, ensure_ascii=False)

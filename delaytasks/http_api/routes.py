@@ -9,12 +9,12 @@ import hashlib
 import json
 import logging
 import math
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from enum import Enum
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from http import HTTPStatus
-from typing import Any, NamedTuple
+from typing import Any
 
 from delaytasks.client import DelayTasks
 from delaytasks.http_api import schemas
@@ -30,11 +30,20 @@ from delaytasks.model.errors import (
     TaskNotFoundError,
     TaskStateError,
 )
-from delaytasks.model.inputs import CALLBACK, CELERY_PREFIX, parse_duration, parse_instant
-from delaytasks.model.task import CancelResult, DelayedTask, NewTask, OnConflict, TouchResult
+from delaytasks.model.inputs import CALLBACK, CELERY_PREFIX
+from delaytasks.model.task import DelayedTask
 from delaytasks.model.text import needs_extra, shown
 from delaytasks.operate.access import TokenBuckets
 from delaytasks.operate.health import HealthChecks, Probes
+from delaytasks.operate.operations import (
+    KEY,
+    OPERATIONS,
+    TAG,
+    TASK_ID,
+    Operation,
+    Parameter,
+    document_of,
+)
 from delaytasks.runtime import runtime_of
 
 with needs_extra("api", "the HTTP API"):
@@ -71,19 +80,74 @@ class RefusedRequestError(Exception):
         self.headers = {"WWW-Authenticate": challenge} if challenge else {}
 
 
-class Permission(Enum):
-    """The permission that a route requires. Each value names the scopes that grant it."""
+#: What no caller chooses: an id may be that of a hidden task, and a key's name is the actor.
+_NOT_OF_CALLERS = ("id", "actor")
+_OF_KEY = (replace(TAG, is_required=True), replace(KEY, is_required=True))
 
-    READ = "the scope read"
-    SCHEDULE = "a scope schedule:PATTERN that matches the tag"
-    READ_TASK = "the scope read, or a scope schedule:PATTERN that matches the tag"
-    CHANGE_TASK = "the scope operate, or a scope schedule:PATTERN that matches the tag"
+
+@dataclass(frozen=True)
+class Route:
+    """One request of the API, which performs an operation."""
+
+    name: str
+    method: str
+    #: As in OpenAPI, for example `/v1/tasks/{id}`.
+    path: str
+    operation: Operation
+
+    @cached_property
+    def parameters(self) -> Mapping[str, Parameter]:
+        """The parameters of the query or of the body."""
+        given = {each.name: each for each in self.operation.parameters}
+        if self.path.startswith("/v1/keys/") and "tag" not in given:
+            given = {**{each.name: each for each in _OF_KEY}, **given}
+        return {name: each for name, each in given.items() if name not in _NOT_OF_CALLERS}
+
+    @cached_property
+    def request(self) -> JSONSchema | None:
+        """The schema of the body; None for a route without a body. Other names are refused."""
+        if self.method == "GET":
+            return None
+        required = [name for name, each in self.parameters.items() if each.is_required]
+        properties = {name: each.schema for name, each in self.parameters.items()}
+        schema = {"type": "object", "properties": properties, "additionalProperties": False}
+        return {**schema, "required": required} if required else schema
+
+    @property
+    def takes_idempotency_key(self) -> bool:
+        """Whether repetitions are detected. Other routes refuse a request with the header."""
+        return self.operation.who == "schedule"
+
+    @property
+    def is_of_tag(self) -> bool:
+        """Whether the route concerns one tag, so that a scope with a pattern may allow it."""
+        return self.takes_idempotency_key or "{id}" in self.path or "/keys/" in self.path
+
+    @property
+    def summary(self) -> str:
+        return re.split("[.:]", self.operation.help)[0]
+
+    @property
+    def requires(self) -> str:
+        """The scopes that allow it."""
+        pattern = "a scope schedule:PATTERN that matches the tag"
+        if self.takes_idempotency_key:
+            return pattern
+        scope = f"the scope {self.operation.who}"
+        return f"{scope}, or {pattern}" if self.is_of_tag else scope
 
     def is_for_all_tags(self, scopes: Scopes) -> bool:
         """Return whether the scopes allow the route whatever the tag is."""
-        if self in (Permission.READ, Permission.READ_TASK):
-            return scopes.can_read
-        return scopes.can_operate and self is not Permission.SCHEDULE
+        return {"read": scopes.can_read, "operate": scopes.can_operate}.get(
+            self.operation.who, False
+        )
+
+
+ROUTES = [
+    Route(name, method, path, operation)
+    for operation in OPERATIONS.values()
+    for name, (method, path) in operation.routes.items()
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,63 +156,10 @@ class ApiRequest:
 
     delays: DelayTasks
     key: ApiKey
-    path: Mapping[str, str]
-    query: Mapping[str, Any]
-    body: Any
+    route: Route
+    #: The arguments of the operation.
+    values: Mapping[str, Any]
     idempotency_key: str | None
-
-
-#: The document of a response.
-Reply = dict[str, Any]
-Function = Callable[[ApiRequest], Reply]
-
-
-class Route(NamedTuple):
-    """One operation of the API."""
-
-    name: str
-    method: str
-    #: As in OpenAPI, for example `/v1/tasks/{id}`.
-    path: str
-    summary: str
-    permission: Permission
-    function: Function
-    #: The name of the response's schema in `COMPONENTS`.
-    reply: str
-    #: The schema of the body; None for a route without a body.
-    request: JSONSchema | None
-    query: Mapping[str, JSONSchema]
-
-    @property
-    def takes_idempotency_key(self) -> bool:
-        """Whether repetitions are detected. Other routes refuse a request with the header."""
-        return self.permission is Permission.SCHEDULE
-
-
-#: The table of the operations, in the order of the document. `_route` fills it.
-ROUTES: list[Route] = []
-
-
-def _route(
-    operation: str,
-    permission: Permission,
-    reply: str,
-    request: JSONSchema | None = None,
-    query: Mapping[str, JSONSchema] | None = None,
-) -> Callable[[Function], Function]:
-    """Add a function to the table. Its docstring is the summary, and its name that of the route."""
-    method, path = operation.split()
-
-    def add(function: Function) -> Function:
-        first, *others = function.__name__.split("_")
-        name = first + "".join(map(str.title, others))
-        summary = (function.__doc__ or "").removesuffix(".")
-        ROUTES.append(
-            Route(name, method, path, summary, permission, function, reply, request, query or {})
-        )
-        return function
-
-    return add
 
 
 def _admitted(
@@ -162,12 +173,14 @@ def _admitted(
         raise RefusedRequestError(401, said, challenge="Bearer")
     if wait_s := limit.take(key.name):
         raise RefusedRequestError(429, "This API key makes too many requests.", wait_s)
-    is_for_all = route.permission.is_for_all_tags(key.scopes)
-    has_patterns = bool(key.scopes.patterns) and route.permission is not Permission.READ
-    if not is_for_all and not has_patterns:
+    is_for_all = route.is_for_all_tags(key.scopes)
+    if not is_for_all and not (key.scopes.patterns and route.is_of_tag):
         raise _forbidden(route)
-    query, body = _query(route, request), _body(route, request)
-    found = ApiRequest(delays, key, path, query, body, _idempotency_key(route, request))
+    given = {**_query(route, request), **_body(route, request)}
+    values = {name: route.parameters[name].read(value) for name, value in given.items()}
+    if path:
+        values["task"] = path["id"]
+    found = ApiRequest(delays, key, route, values, _idempotency_key(route, request))
     if not is_for_all and not key.scopes.covers(_tag_of(found)):
         raise _forbidden(route)
     return found
@@ -175,9 +188,7 @@ def _admitted(
 
 def _forbidden(route: Route) -> RefusedRequestError:
     return RefusedRequestError(
-        403,
-        f"The scopes of this API key do not allow it: {route.name} requires "
-        f"{route.permission.value}.",
+        403, f"The scopes of this API key do not allow it: {route.name} requires {route.requires}."
     )
 
 
@@ -187,9 +198,9 @@ def _tag_of(request: ApiRequest) -> str:
     If the caller's scopes do not cover the tag of the task in the path, the error is that of a
     missing task, so that callers cannot find out which ids exist.
     """
-    if "id" not in request.path:
-        return str(request.body.get("tag", CALLBACK))
-    id = request.path["id"]
+    if "task" not in request.values:
+        return str(request.values.get("tag", CALLBACK))
+    id = request.values["task"]
     try:
         tag = request.delays.get(id).tag
     except TaskNotFoundError:
@@ -204,12 +215,13 @@ def _tag_of(request: ApiRequest) -> str:
 
 def _query(route: Route, http: Request) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    known = route.parameters if route.request is None else {}
     for name, texts in http.args.lists():
-        schema = route.query.get(name)
-        if schema is None:
-            known = ", ".join(route.query) or "none"
-            raise InvalidInputError(f"unknown query parameter {shown(name)} (known: {known})", name)
-        if schema.get("type") == "array":
+        if name not in known:
+            names = ", ".join(known) or "none"
+            raise InvalidInputError(f"unknown query parameter {shown(name)} (known: {names})", name)
+        schema = known[name].schema
+        if known[name].is_many:
             found[name] = texts
         elif len(texts) == 1:
             found[name] = _converted(texts[0], schema.get("type"))
@@ -227,9 +239,9 @@ def _converted(text: str, kind: object) -> Any:
     return int(text) if is_number else text
 
 
-def _body(route: Route, http: Request) -> Any:
+def _body(route: Route, http: Request) -> dict[str, Any]:
     if route.request is None:
-        return None
+        return {}
     data = _data(http)
     if not data and "required" not in route.request:
         return {}
@@ -240,7 +252,7 @@ def _body(route: Route, http: Request) -> Any:
     except (ValueError, RecursionError) as error:
         raise InvalidInputError(f"the body is not JSON: {error}", "body") from None
     check_value(body, route.request, "the body")
-    return body
+    return dict(body)
 
 
 def _data(http: Request) -> bytes:
@@ -340,39 +352,23 @@ def _problem(
 #: because its task would answer requests of another caller.
 IDEMPOTENCY_START = "idempotency:"
 
-# -- schedule -------------------------------------------------------------------------------------
+# -- perform the operation ------------------------------------------------------------------------
 
 
-@_route("POST /v1/tasks", Permission.SCHEDULE, "Task", schemas.NEW_TASK)
-def schedule_task(request: ApiRequest) -> Reply:
-    """Schedule a task."""
-    return _scheduled(request, *_new_task(request.body))
-
-
-@_route("POST /v1/callbacks", Permission.SCHEDULE, "Task", schemas.NEW_CALLBACK)
-def schedule_callback(request: ApiRequest) -> Reply:
-    """Schedule a POST to a URL."""
-    options = dict(request.body)
-    url, body, headers = options.pop("url"), options.pop("body", None), options.pop("headers", None)
-    content = runtime_of(request.delays).http_callbacks.content(url, body, headers)
-    return _scheduled(request, *_task_of({**options, "tag": CALLBACK, "body": content}))
-
-
-def _new_task(item: Mapping[str, Any]) -> tuple[NewTask, OnConflict]:
-    """Return the task that a request describes, and the rule for its key."""
-    tag = item["tag"]
-    if tag.startswith((OWN_PREFIX, CELERY_PREFIX)):
-        raise InvalidInputError(f"tasks of the tag {tag!r} are not scheduled by this route", "tag")
-    return _task_of(dict(item))
-
-
-def _task_of(options: dict[str, Any]) -> tuple[NewTask, OnConflict]:
-    on_conflict: OnConflict = options.pop("on_conflict", "reject")
-    if (options.get("key") or "").startswith(IDEMPOTENCY_START):
-        raise InvalidInputError(f"keys that start with {IDEMPOTENCY_START!r} are reserved", "key")
-    at = options.pop("at", None)
-    new = NewTask(at=None if at is None else parse_instant(at), **{"body": None, **options})
-    return new, on_conflict
+def _performed(request: ApiRequest) -> Any:
+    """Return the document of the response."""
+    route, values = request.route, request.values
+    if route.takes_idempotency_key:
+        tag, key = values.get("tag", ""), values.get("key")
+        if tag.startswith((OWN_PREFIX, CELERY_PREFIX)):
+            problem = f"tasks of the tag {tag!r} are not scheduled by this route"
+            raise InvalidInputError(problem, "tag")
+        if key is not None and key.startswith(IDEMPOTENCY_START):
+            problem = f"keys that start with {IDEMPOTENCY_START!r} are reserved"
+            raise InvalidInputError(problem, "key")
+        if request.idempotency_key is not None:
+            return _scheduled_once(request).as_json()
+    return document_of(route.operation.call(request.delays, **values))
 
 
 class _ScheduledBeforeError(Exception):
@@ -383,165 +379,52 @@ class _ScheduledBeforeError(Exception):
         self.task = task
 
 
-def _schedule_once(request: ApiRequest, new: NewTask) -> DelayedTask:
+def _scheduled_once(request: ApiRequest) -> DelayedTask:
     """Schedule a task, unless a request with the same Idempotency-Key has scheduled it.
 
     The task's key is a hash of the names of the API key and of the Idempotency-Key. Of several
     simultaneous requests, one inserts its row and the others return that row.
     """
+    values, delays = request.values, request.delays
+    if "key" in values:
+        raise InvalidInputError(
+            "a request has a key or the header Idempotency-Key: with a key, on_conflict: keep "
+            "returns the task of an earlier request",
+            "key",
+        )
     caller = json.dumps([request.key.name, request.idempotency_key])
     digest = hashlib.sha256(caller.encode(errors="surrogatepass")).hexdigest()
-    new = new._replace(key=IDEMPOTENCY_START + digest[:32])
-    runtime = runtime_of(request.delays)
+    named = {"tag": values.get("tag", CALLBACK), "key": IDEMPOTENCY_START + digest[:32]}
+    options = {**values, "key": named["key"], "on_conflict": "keep"}
 
     def insert(on: Any) -> DelayedTask:
-        task = runtime.producer.schedule(new, "keep", runtime.transactions.of(on))
+        task: DelayedTask = request.route.operation.call(delays, **options, session=on)
         # A row keeps its key when it ends, but no unique key prevents this insert then. The look
         # comes after the insert, because from then on the key of this row prevents others.
-        found = request.delays.find(tag=new.tag, key=new.key, limit=2, session=on)
+        found = delays.find(**named, limit=2, session=on)
         before = next((each for each in found if each.id != task.id), None)
         if before is not None:
             raise _ScheduledBeforeError(before)
         return task
 
     try:
-        task = runtime.store.database.transaction(insert)
+        task = runtime_of(delays).store.database.transaction(insert)
     except _ScheduledBeforeError as before:
         task = before.task
     except SessionUnusableError:
         # MariaDB ends a transaction that waits for the lock of a simultaneous request too long.
-        found = request.delays.find(tag=new.tag, key=new.key, limit=1)
+        found = delays.find(**named, limit=1)
         if not found.tasks:
             raise
         task = found.tasks[0]
-    if task.body != new.body:
+    body = values.get("body")
+    if "url" in values:
+        body = {"url": values["url"], "body": body, "headers": values.get("headers", {})}
+    if task.body != body:
         raise RefusedRequestError(
             422, "Another request was made with this Idempotency-Key: use a new one."
         )
     return task
-
-
-def _scheduled(request: ApiRequest, new: NewTask, on_conflict: OnConflict) -> Reply:
-    if request.idempotency_key is None:
-        runtime = runtime_of(request.delays)
-        return runtime.producer.schedule(new, on_conflict, runtime.transactions.of(None)).as_json()
-    if new.key is not None:
-        raise InvalidInputError(
-            "a request has a key or the header Idempotency-Key: with a key, on_conflict: keep "
-            "returns the task of an earlier request",
-            "key",
-        )
-    return _schedule_once(request, new).as_json()
-
-
-# -- read and change ------------------------------------------------------------------------------
-
-_TIMES = ("since", "until", "created_since", "created_until", "updated_until")
-
-
-@_route("GET /v1/tasks", Permission.READ, "TaskPage", query=schemas.FIND_PARAMETERS)
-def find_tasks(request: ApiRequest) -> Reply:
-    """Find tasks, in the order of their due times."""
-    filters = dict(request.query)
-    for name in _TIMES:
-        if name in filters:
-            filters[name] = parse_instant(filters[name], name)
-    if "meta" in filters:
-        filters["meta"] = dict(pair.split("=", 1) for pair in filters["meta"])
-    page = request.delays.find(**filters)
-    return {"tasks": [task.as_json() for task in page], "cursor": page.cursor}
-
-
-@_route("GET /v1/tasks/{id}", Permission.READ_TASK, "Task")
-def get_task(request: ApiRequest) -> Reply:
-    """Read a task."""
-    return request.delays.get(request.path["id"]).as_json()
-
-
-@_route("GET /v1/tasks/{id}/attempts", Permission.READ_TASK, "Attempts")
-def get_attempts(request: ApiRequest) -> Reply:
-    """Read the failed attempts of a task."""
-    task = request.delays.get(request.path["id"], attempts=True)
-    return {"attempts": [attempt.as_json() for attempt in task.attempts]}
-
-
-@_route("POST /v1/tasks/{id}/cancel", Permission.CHANGE_TASK, "CancelResult", schemas.CANCEL_TASK)
-def cancel_task(request: ApiRequest) -> Reply:
-    """Cancel a task."""
-    return _cancelled(request.delays.cancel(request.path["id"], **request.body))
-
-
-@_route("POST /v1/tasks/{id}/reschedule", Permission.CHANGE_TASK, "Task", schemas.RESCHEDULE_TASK)
-def reschedule_task(request: ApiRequest) -> Reply:
-    """Give a waiting task a due time."""
-    return request.delays.reschedule(request.path["id"], **_due(request)).as_json()
-
-
-@_route("POST /v1/tasks/{id}/touch", Permission.CHANGE_TASK, "TouchResult", schemas.TOUCH_TASK)
-def touch_task(request: ApiRequest) -> Reply:
-    """Postpone a timeout."""
-    return _touched(request.delays.touch(request.path["id"], **request.body))
-
-
-@_route("POST /v1/tasks/{id}/rerun", Permission.CHANGE_TASK, "Task", schemas.RERUN_TASK)
-def rerun_task(request: ApiRequest) -> Reply:
-    """Run a failed or cancelled task again."""
-    return request.delays.rerun(request.path["id"], **request.body).as_json()
-
-
-@_route("POST /v1/keys/cancel", Permission.CHANGE_TASK, "CancelResult", schemas.CANCEL_KEY)
-def cancel_key(request: ApiRequest) -> Reply:
-    """Cancel the live task of a key."""
-    return _cancelled(request.delays.cancel(**request.body))
-
-
-@_route("POST /v1/keys/reschedule", Permission.CHANGE_TASK, "Task", schemas.RESCHEDULE_KEY)
-def reschedule_key(request: ApiRequest) -> Reply:
-    """Give the live task of a key a due time."""
-    return request.delays.reschedule(**_due(request)).as_json()
-
-
-@_route("POST /v1/keys/touch", Permission.CHANGE_TASK, "TouchResult", schemas.TOUCH_KEYS)
-def touch_keys(request: ApiRequest) -> Reply:
-    """Postpone the timeouts of many keys."""
-    body = dict(request.body)
-    return _touched(request.delays.touch(key=body.pop("keys"), **body))
-
-
-@_route("GET /v1/statistics", Permission.READ, "Statistics", query=schemas.STATISTICS_PARAMETERS)
-def get_statistics(request: ApiRequest) -> Reply:
-    """Read counts of ended tasks."""
-    totals = request.delays.statistics.totals(
-        since=_since(request.query.get("since", "1h")), tags=request.query.get("tag")
-    )
-    return {"tags": {tag: total.as_json() for tag, total in totals.items()}}
-
-
-def _due(request: ApiRequest) -> dict[str, Any]:
-    body = dict(request.body)
-    return {**body, "at": parse_instant(body["at"])} if "at" in body else body
-
-
-def _since(text: str) -> Any:
-    try:
-        parse_duration(text)
-        return text
-    except InvalidInputError:
-        return parse_instant(text, "since")
-
-
-def _cancelled(result: CancelResult) -> Reply:
-    return {
-        "is_cancelled": result.is_cancelled,
-        "is_requested": result.is_requested,
-        "reason": result.reason,
-        "id": None if result.id is None else str(result.id),
-        "status": None if result.status is None else result.status.name,
-    }
-
-
-def _touched(result: TouchResult) -> Reply:
-    return {"touched": [*map(str, result.touched)], "gone": [*map(str, result.gone)]}
 
 
 # -- the WSGI application --------------------------------------------------------------------------
@@ -606,7 +489,7 @@ def make_api(
 
 def _add(app: Flask, route: Route, admitted: Callable[..., ApiRequest]) -> None:
     def view(**path: str) -> Response:
-        return _json(route.function(admitted(route, path)))
+        return _json(_performed(admitted(route, path)))
 
     app.add_url_rule(route.path.replace("{id}", "<id>"), route.name, view, methods=[route.method])
 
@@ -660,10 +543,10 @@ def _operation(route: Route) -> dict[str, Any]:
     operation: dict[str, Any] = {
         "operationId": route.name,
         "summary": route.summary,
-        "description": f"Requires {route.permission.value}.",
+        "description": f"Requires {route.requires}.",
         "parameters": _parameters(route),
         "responses": {
-            "200": _response("Done", "application/json", route.reply),
+            "200": _response("Done", "application/json", route.operation.reply),
             "default": _response("An error", PROBLEM_TYPE, "Problem"),
         },
     }
@@ -678,8 +561,10 @@ def _operation(route: Route) -> dict[str, Any]:
 def _parameters(route: Route) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     if "{id}" in route.path:
-        found.append({"name": "id", "in": "path", "required": True, "schema": schemas.TASK_ID})
-    found += [{"name": name, "in": "query", "schema": each} for name, each in route.query.items()]
+        found.append({"name": "id", "in": "path", "required": True, "schema": TASK_ID.schema})
+    if route.request is None:
+        for name, each in route.parameters.items():
+            found.append({"name": name, "in": "query", "schema": each.schema})
     if route.takes_idempotency_key:
         schema = {"type": "string", "minLength": 1, "maxLength": IDEMPOTENCY_LENGTH}
         found.append(

@@ -162,7 +162,7 @@ def round_trips_table() -> str:
 def http_routes_table() -> str:
     rows = ["| operation | request | requires |", "|---|---|---|"]
     for each in ROUTES:
-        rows.append(f"| {each.summary} | `{each.method} {each.path}` | {each.permission.value} |")
+        rows.append(f"| {each.summary} | `{each.method} {each.path}` | {each.requires} |")
     return "\n".join(rows)
 
 

@@ -88,13 +88,15 @@ WRONG = """
     BadParameter: schedule ok @nowhere.json --delay 1 | schedule ok --delay 1 --priority x
     BadParameter: schedule ok --delay 1 --on-conflict x | schedule --many nowhere.jsonl
     UsageError: schedule | schedule ok --delay 1 --at 2999-01-01T00:00:00Z
-    UsageError: schedule ok --many - | schedule --many - --max-late soon
+    UsageError: schedule ok --many - | schedule --many - --max-late 1h
     NoSuchOption: schedule ok --delya 1
     tag: pause | resume --tag a --queue b
     queue: limit --queue 'a b' --remove
-    UsageError: limit --queue a --rate 1/s | limit --rate 1/s | limit --tag a --rate 1/s --remove
-    UsageError: pause --recurring a --tag b | pause --recurring a --until 1h
-    UsageError: resume --recurring a --queue b
+    queue: limit --queue a --rate 1/s
+    tag: limit --rate 1/s
+    remove: limit --tag a --rate 1/s --remove
+    recurring: pause --recurring a --tag b | pause --recurring a --until 1h
+    recurring: resume --recurring a --queue b
     until: pause --tag mail --until soon | pause --tag mail --until 2020-01-31T18:00:00Z
     concurrency: limit --tag mail --concurrency 0
     concurrency_per_key: limit --tag mail --concurrency-per-key many

@@ -13,7 +13,7 @@ import pytest
 
 from delaytasks import ConfigError
 from delaytasks.http_api.api_keys import ApiKeyFile, ApiKeys, Scopes, new_entry
-from delaytasks.http_api.routes import ROUTES, Permission, Route, make_api
+from delaytasks.http_api.routes import ROUTES, Route, make_api
 from delaytasks.operate import health as probes
 from delaytasks.operate.access import TokenBuckets
 from delaytasks.operate.health import HealthChecks
@@ -32,12 +32,13 @@ BODIES: dict[str, dict[str, Any]] = {
     "touchKeys": {"tag": "mine", "keys": ["a"], "delay": 60},
 }
 BY_NAME = {route.name: route for route in ROUTES}
-#: The scopes that allow a route, and those that do not, for a task with the tag "mine".
+#: The scopes that allow a route, and those that do not, for a task with the tag "mine": by what
+#: the route does, and whether it concerns one tag.
 ALLOWED = {
-    Permission.READ: (["read"], ["operate", "schedule:*"]),
-    Permission.SCHEDULE: (["schedule:*", "schedule:m*"], ["read", "operate", "schedule:other"]),
-    Permission.READ_TASK: (["read", "schedule:mine"], ["operate", "schedule:other"]),
-    Permission.CHANGE_TASK: (["operate", "schedule:mine"], ["read", "schedule:other"]),
+    ("read", False): (["read"], ["operate", "schedule:*"]),
+    ("schedule", True): (["schedule:*", "schedule:m*"], ["read", "operate", "schedule:other"]),
+    ("read", True): (["read", "schedule:mine"], ["operate", "schedule:other"]),
+    ("operate", True): (["operate", "schedule:mine"], ["read", "schedule:other"]),
 }
 
 
@@ -50,7 +51,7 @@ def call(caller: ApiCaller, route: Route, id: int) -> int:
 def test_a_route_is_refused_without_its_scope(site: ApiSite, name: str) -> None:
     route = BY_NAME[name]
     assert (route.request is None) == (name not in BODIES)
-    allowed, refused = ALLOWED[route.permission]
+    allowed, refused = ALLOWED[route.operation.who, route.is_of_tag]
     if name == "scheduleCallback":
         allowed, refused = ["schedule:delaytasks.*"], [*refused, "schedule:*"]
     task = site.delays.schedule_delay("mine", {}, 60, key="a")
