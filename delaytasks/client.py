@@ -68,11 +68,11 @@ if TYPE_CHECKING:
     from delaytasks.model.task import OnConflict, TaskOptions, Transaction
     from delaytasks.operate.forecast import Forecast
     from delaytasks.operate.start_checks import Finding
+    from delaytasks.operate.statistics import Statistics
     from delaytasks.recurring.recurring import Recurring
     from delaytasks.registry import CommonOptions, Decorator, P, ProcessorOptions, Returned
     from delaytasks.runtime import ProcessorContext, Runtime
     from delaytasks.settings import Settings
-    from delaytasks.statistics.reading import Statistics
     from delaytasks.twins import AsyncCalls
     from delaytasks.worker.processes import Processes
 
@@ -785,7 +785,7 @@ class DelayTasks:
         >>> delays.statistics.totals(since="1d")["mail.send"].failed
         """
         # Imported here: most processes read no statistics.
-        from delaytasks.statistics.reading import Statistics
+        from delaytasks.operate.statistics import Statistics
 
         return Statistics(self)
 

@@ -196,7 +196,7 @@ class Runtime:
             create(self)
 
     def purge_statistics(self) -> None:
-        from delaytasks.statistics.statistics_table import StatisticsTable
+        from delaytasks.operate.statistics_table import StatisticsTable
 
         StatisticsTable(self.store.database, self.store.schema).purge(self.clock.now())
 

@@ -28,9 +28,9 @@ from delaytasks.console.application import USERS
 from delaytasks.console.viewers import Role, UserFile
 from delaytasks.model.body import dump_json
 from delaytasks.model.moves import Status
+from delaytasks.operate.statistics_table import COUNTS_KEPT
 from delaytasks.run.observers import RunCounts
 from delaytasks.runtime import runtime_of
-from delaytasks.statistics.statistics_table import COUNTS_KEPT
 
 #: The number of waiting rows, and how many finished rows there are for each of them.
 PENDING, QUICK_PENDING = 10_000_000, 100_000

@@ -18,9 +18,9 @@ from delaytasks.cli.context import Cli, Command, check_belongs, pass_cli
 from delaytasks.cli.options import Parsed
 from delaytasks.cli.output import print_json, print_table
 from delaytasks.http_api.api_keys import API_KEYS, ApiKeyFile
-from delaytasks.metrics.files import NAMES, read_file
 from delaytasks.model.errors import ConfigError, InvalidInputError
 from delaytasks.model.text import needs_extra
+from delaytasks.operate.monitoring import NAMES, read_file
 from delaytasks.settings import Address
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def _api(cli: Cli, rate: float | None, keys: Path | None, **_: Any) -> Any:
 
 
 def _metrics(cli: Cli, **_: Any) -> Any:
-    from delaytasks.metrics.snapshot import exporter_app  # names its extra itself
+    from delaytasks.operate.exporter import exporter_app  # names its extra itself
 
     return exporter_app(cli.delays)
 

@@ -50,9 +50,9 @@ from delaytasks.operate.state import (
     ask_broker,
     read_state,
 )
+from delaytasks.operate.statistics import WINDOWS, gather_on_time
 from delaytasks.operate.verdict import verdict_of
 from delaytasks.runtime import runtime_of
-from delaytasks.statistics.reading import WINDOWS, gather_on_time
 
 # -- Reads the state of the deployment for the commands that show or judge it ---------------------
 

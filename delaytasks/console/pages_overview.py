@@ -31,9 +31,9 @@ from delaytasks.operate.forecast import HOUR_S, Forecast, busiest, headline
 from delaytasks.operate.searches import SearchTimeoutError
 from delaytasks.operate.state import DeploymentState
 from delaytasks.operate.state_queries import OverdueRows
+from delaytasks.operate.statistics import gather_on_time
 from delaytasks.operate.verdict import Problem, verdict_of
 from delaytasks.runtime import runtime_of
-from delaytasks.statistics.reading import gather_on_time
 
 # -- the overview --------------------------------------------------------------------------------
 

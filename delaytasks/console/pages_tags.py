@@ -14,7 +14,7 @@ from delaytasks.console.requests import now, page, runtime, state
 from delaytasks.console.shown import viewer_zone
 from delaytasks.model.errors import StoreError
 from delaytasks.model.inputs import ALL_QUEUES, check_tag, parse_duration
-from delaytasks.statistics.reading import OTHER_TAGS, RunTotals, SeriesPoint, count_rows
+from delaytasks.operate.statistics import OTHER_TAGS, RunTotals, SeriesPoint, count_rows
 
 # -- the runs of a period, which all viewers share for some time ----------------------------------
 

@@ -37,7 +37,7 @@ from delaytasks.model.inputs import check_integer, is_number, show_duration
 from delaytasks.model.moves import WAITING
 from delaytasks.model.text import count, shown, some_values
 from delaytasks.operate.state_queries import estimate_rows
-from delaytasks.statistics.reading import checked_range, counts_by_tag
+from delaytasks.operate.statistics import checked_range, counts_by_tag
 
 if TYPE_CHECKING:
     from delaytasks.db.store import Store

@@ -32,15 +32,15 @@ from delaytasks.operate.state_queries import (
     failed_rows,
     rows_of,
 )
-from delaytasks.operate.why import Reason, why_late
-from delaytasks.run.observers import error_pattern
-from delaytasks.settings import Settings
-from delaytasks.statistics.reading import (
+from delaytasks.operate.statistics import (
     CountedFailures,
     recent_failures,
     recent_hours,
     recent_late_starts,
 )
+from delaytasks.operate.why import Reason, why_late
+from delaytasks.run.observers import error_pattern
+from delaytasks.settings import Settings
 
 if TYPE_CHECKING:
     from delaytasks.runtime import Runtime

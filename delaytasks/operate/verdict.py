@@ -16,8 +16,8 @@ from delaytasks.model.moves import Status
 from delaytasks.model.policies import Policy
 from delaytasks.model.text import count, some_values
 from delaytasks.operate.state import DeploymentState, FailedNow, RecentRuns
+from delaytasks.operate.statistics import LATE_RANGE
 from delaytasks.operate.why import LATE_BECAUSE
-from delaytasks.statistics.reading import LATE_RANGE
 
 # -- The sentences of a verdict, and the words that they share ------------------------------------
 

@@ -315,7 +315,7 @@ class Processes:
         statistics = runner.take_statistics()
         runtime.flush()
         if statistics.tags and runtime.settings.statistics:
-            from delaytasks.statistics.statistics_table import write_rest
+            from delaytasks.operate.statistics_table import write_rest
 
             write_rest(runtime, statistics)
 

@@ -28,8 +28,8 @@ from delaytasks.model.inputs import ALL_QUEUES
 from delaytasks.model.moves import LateReason
 from delaytasks.model.task import Entry
 from delaytasks.model.workers import serves
+from delaytasks.operate.statistics_table import StatisticsWriter, WorkerCounts, write_last
 from delaytasks.run.celery_context import check_time_limits
-from delaytasks.statistics.statistics_table import StatisticsWriter, WorkerCounts, write_last
 from delaytasks.worker.dispatcher import Dispatcher, UnfinishedDrains
 from delaytasks.worker.patches import let_threads_wake, stop_reading
 from delaytasks.worker.pool import freeze_loaded_objects, running_pids
@@ -42,7 +42,7 @@ from delaytasks.worker.wheel import Wheel
 if TYPE_CHECKING:
     from delaytasks.broker.redis_poller import RedisPoller
     from delaytasks.client import DelayTasks
-    from delaytasks.metrics.prometheus import MetricsEndpoint
+    from delaytasks.operate.metrics import MetricsEndpoint
     from delaytasks.run.runner import Report
     from delaytasks.runtime import Runtime
     from delaytasks.settings import Address
@@ -159,8 +159,7 @@ class WorkerRuntime:
     def _prepare_metrics(self, place: Address | str) -> None:
         """Add the loop that serves the metrics of this worker, or writes them."""
         # Imported here, since other deployments need no client of Prometheus.
-        from delaytasks.metrics.process import SweepTimes, WorkerMetrics
-        from delaytasks.metrics.prometheus import MetricsEndpoint
+        from delaytasks.operate.metrics import MetricsEndpoint, SweepTimes, WorkerMetrics
 
         if isinstance(place, str):
             place = node_format(place, self.celery_worker.hostname)

@@ -16,8 +16,8 @@ from sqlalchemy import select
 
 from delaytasks import DelayedTask, DelayTasks, Retry, Status
 from delaytasks.cli.status import read_deployment
-from delaytasks.metrics.process import run_metrics
 from delaytasks.model.clock import to_us
+from delaytasks.operate.metrics import run_metrics
 from delaytasks.operate.verdict import verdict_of
 from delaytasks.run.runner import FailureReason
 from tests.services import free_port

@@ -24,10 +24,10 @@ from delaytasks.console.viewers import Role, Viewer
 from delaytasks.db.engines import create_sqlite_file
 from delaytasks.db.types import db_now_plus
 from delaytasks.model.filters import LogEntry
+from delaytasks.operate.statistics_table import StatisticsTable, Unwritten
 from delaytasks.run.observers import RunCounts
 from delaytasks.runtime import runtime_of
 from delaytasks.settings import Address
-from delaytasks.statistics.statistics_table import StatisticsTable, Unwritten
 from tests.world.recording import runner_of, set_columns
 
 #: Text that other users may write into tags, keys, bodies and errors.

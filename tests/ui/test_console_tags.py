@@ -17,9 +17,9 @@ from delaytasks import StoreUnavailableError
 from delaytasks.console import pages_tags
 from delaytasks.console.pages_tags import PERIODS
 from delaytasks.console.viewers import Role
+from delaytasks.operate.statistics import Statistics
 from delaytasks.run.observers import OTHER_TAGS
 from delaytasks.runtime import runtime_of
-from delaytasks.statistics.reading import Statistics
 from tests.ui.console_site import Site, chart_titles, make_delays, post, write_runs
 
 MINUTE, DAY = timedelta(minutes=1), timedelta(days=1)

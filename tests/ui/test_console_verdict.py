@@ -23,9 +23,9 @@ from delaytasks.operate import state as state_module
 from delaytasks.operate import state_queries as failed_rows
 from delaytasks.operate.state import ServicesState
 from delaytasks.operate.state_queries import OverdueRows, Stats
+from delaytasks.operate.statistics_table import StatisticsTable, WorkerCounts
 from delaytasks.operate.verdict import Verdict, verdict_of
 from delaytasks.runtime import runtime_of
-from delaytasks.statistics.statistics_table import StatisticsTable, WorkerCounts
 from tests.ui.chromium import MODES, watched
 from tests.ui.console_site import Site, healthy_site, make_delays, post, served
 from tests.ui.test_console_in_a_browser import check_page

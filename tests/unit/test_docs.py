@@ -27,11 +27,11 @@ from delaytasks.db.engines import create_sqlite_file
 from delaytasks.db.schema import Schema
 from delaytasks.events import _LOG_LEVELS as LEVELS
 from delaytasks.http_api.routes import ROUTES
-from delaytasks.metrics import snapshot
-from delaytasks.metrics.files import read_file
-from delaytasks.metrics.process import ProducerMetrics, SweepTimes, WorkerMetrics
 from delaytasks.model import errors
 from delaytasks.model.filters import Filter
+from delaytasks.operate import exporter as snapshot
+from delaytasks.operate.metrics import ProducerMetrics, SweepTimes, WorkerMetrics
+from delaytasks.operate.monitoring import read_file
 from delaytasks.runtime import runtime_of
 from delaytasks.settings import Settings
 from delaytasks.testing import DelaysTester, create_tables
@@ -89,8 +89,7 @@ def metric_names() -> set[str]:
     worker = WorkerMetrics(lambda: info, dict, lambda: 1, SweepTimes())
     producer = ProducerMetrics(max_tags=1)
     found = chain(
-        *(snapshot.row_metrics(None), snapshot.worker_metrics(None)),
-        *(snapshot.service_metrics(None), snapshot.peak_metrics(None)),
+        *(snapshot.table_metrics(None), snapshot.peak_metrics(None)),
         *(snapshot._redis_timer({}), worker.collect(), producer.collect()),
     )
     names = {"delaytasks_database_up", "delaytasks_broker_up"}

@@ -16,11 +16,11 @@ from delaytasks import StoreUnavailableError
 from delaytasks.console import requests
 from delaytasks.console.requests import SharedCache
 from delaytasks.events import Events
-from delaytasks.metrics import prometheus, snapshot
-from delaytasks.metrics.files import read_file
-from delaytasks.metrics.process import FAULT_EVENTS
-from delaytasks.metrics.prometheus import MetricsEndpoint
-from delaytasks.metrics.snapshot import MAX_REST_S, REST_S, DatabaseMetrics
+from delaytasks.operate import exporter as snapshot
+from delaytasks.operate import metrics as prometheus
+from delaytasks.operate.exporter import MAX_REST_S, REST_S, DatabaseMetrics
+from delaytasks.operate.metrics import FAULT_EVENTS, MetricsEndpoint
+from delaytasks.operate.monitoring import read_file
 from delaytasks.operate.state import read_tables
 from delaytasks.settings import Address
 from tests.services import free_port

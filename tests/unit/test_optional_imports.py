@@ -23,7 +23,7 @@ WITH_THE_FIRST_CALL = ["delaytasks.runtime", "delaytasks.db", "sqlalchemy.dialec
 OPTIONAL = """
 cronsim cryptography sentry_sdk requests delaytasks.console delaytasks.durable_eta
 delaytasks.broker.files delaytasks.operate.forecast delaytasks.http_api delaytasks.limits
-delaytasks.metrics delaytasks.recurring delaytasks.testing
+delaytasks.operate.metrics delaytasks.recurring delaytasks.testing
 delaytasks.broker.redis_timer delaytasks.callbacks delaytasks.broker.redis_poller
 """.split()
 PROJECT = """

@@ -16,13 +16,13 @@ from delaytasks.console.charts import LEFT, RIGHT, WIDTH, Series, lines, stacked
 from delaytasks.model.clock import UTC, from_us
 from delaytasks.model.inputs import parse_duration
 from delaytasks.model.text import traceback_text
+from delaytasks.operate import statistics_table as writer
 from delaytasks.operate.state import groups_of
 from delaytasks.operate.state_queries import FailedRow
+from delaytasks.operate.statistics import RunTotals, quantile
+from delaytasks.operate.statistics_table import StatisticsWriter, WorkerCounts
 from delaytasks.run import observers
 from delaytasks.run.observers import FailureCount, RunCounts, RunStatistics, error_pattern
-from delaytasks.statistics import statistics_table as writer
-from delaytasks.statistics.reading import RunTotals, quantile
-from delaytasks.statistics.statistics_table import StatisticsWriter, WorkerCounts
 from tests.world import MainProcess, MonkeyPatch, World
 from tests.world.recording import ManualClock
 

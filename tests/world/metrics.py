@@ -1,7 +1,7 @@
 """What users import to show metrics, as the documentation says. It needs an extra."""
 
-from delaytasks.metrics.process import ProducerMetrics
-from delaytasks.metrics.snapshot import exporter_app
+from delaytasks.operate.exporter import exporter_app
+from delaytasks.operate.metrics import ProducerMetrics
 
 __all__ = ["count_scheduled", "exporter_app"]
 

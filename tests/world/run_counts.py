@@ -5,9 +5,9 @@ from __future__ import annotations
 from datetime import datetime
 
 from delaytasks.model.clock import to_us
+from delaytasks.operate.statistics import count_rows
+from delaytasks.operate.statistics_table import MINUTE_US, StatisticsTable, Unwritten
 from delaytasks.run.observers import FailureCount, RunCounts
-from delaytasks.statistics.reading import count_rows
-from delaytasks.statistics.statistics_table import MINUTE_US, StatisticsTable, Unwritten
 from tests.world.world import World
 
 

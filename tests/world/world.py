@@ -36,10 +36,10 @@ from delaytasks.operate.explanations import Explanations
 from delaytasks.operate.live import LiveSnapshot, snapshot
 from delaytasks.operate.searches import Follower, limited_search
 from delaytasks.operate.state import TableState, read_tables
+from delaytasks.operate.statistics_table import StatisticsTable, Unwritten
 from delaytasks.operate.why import Reason, why
 from delaytasks.run.observers import RunCounts
 from delaytasks.run.runner import Report, Runner
-from delaytasks.statistics.statistics_table import StatisticsTable, Unwritten
 from delaytasks.worker import sweep as sweeps
 from delaytasks.worker.processes import Processes
 from delaytasks.worker.sweep import OverdueQueues, emit_recovered

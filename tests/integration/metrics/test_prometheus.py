@@ -13,9 +13,8 @@ import pytest
 import requests
 
 from delaytasks import DelayedTask
-from delaytasks.metrics.files import NAMES, read_file
-from delaytasks.metrics.process import ProducerMetrics
-from delaytasks.metrics.prometheus import serve
+from delaytasks.operate.metrics import ProducerMetrics, serve
+from delaytasks.operate.monitoring import NAMES, read_file
 from tests.integration.conftest import Deploy
 from tests.running import Deployment
 from tests.services import Server, free_port
@@ -63,7 +62,7 @@ class ScrapedSite(Deployment):
 
     def close(self) -> None:
         for server in self._servers:
-            server.stop()
+            server()
         super().close()
 
 

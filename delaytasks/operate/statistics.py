@@ -14,9 +14,9 @@ from delaytasks.model.clock import AN_HOUR, EPOCH, from_us, hour_of
 from delaytasks.model.errors import InvalidInputError, StoreError
 from delaytasks.model.inputs import Delay, check_instant, check_page_limit, check_tag, check_wait
 from delaytasks.model.moves import late_start
+from delaytasks.operate.statistics_table import COUNTS_KEPT, StatisticsTable, hour_counts_of
 from delaytasks.run.observers import DURATION_BOUNDS_S, LATENESS_BOUNDS_S, RunCounts
 from delaytasks.run.observers import OTHER_TAGS as OTHER_TAGS
-from delaytasks.statistics.statistics_table import COUNTS_KEPT, StatisticsTable, hour_counts_of
 from delaytasks.twins import CallGroup, twin
 
 if TYPE_CHECKING:

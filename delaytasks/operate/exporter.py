@@ -5,25 +5,16 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
 
 from delaytasks.loops import Latest
-from delaytasks.metrics.prometheus import (
-    Collector,
-    Metric,
-    Samples,
-    gauge,
-    gauges,
-    make_wsgi_app,
-    registry_of,
-)
 from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import StoreError
 from delaytasks.model.inputs import ALL_QUEUES
 from delaytasks.model.workers import RegisteredWorker
 from delaytasks.operate.forecast import Forecast, make_forecast
+from delaytasks.operate.metrics import Collector, Metric, gauge, gauges, registry_of
 from delaytasks.operate.state import TableState, ask_broker, beat_age_s, read_tables
 
 if TYPE_CHECKING:
@@ -110,20 +101,15 @@ class DatabaseMetrics(Collector):
             pass  # the value 0 of `delaytasks_database_up` reports it
         self._is_up = found is not None
         yield gauge("delaytasks_database_up", "Whether the database answers.", self._is_up)
-        yield from row_metrics(found)
-        yield from worker_metrics(found)
-        yield from service_metrics(found)
+        yield from table_metrics(found)
         yield from peak_metrics(self._forecast.get() if found is not None else None)
         if runtime.direct_timer is None:
-            yield gauge("delaytasks_broker_up", "Whether the broker answers.", self._is_broker_up())
+            is_up = ask_broker(runtime) is None
+            yield gauge("delaytasks_broker_up", "Whether the broker answers.", is_up)
         if runtime.redis_timer is not None:
             served = set() if found is None else queue_workers(found).keys() - {ALL_QUEUES}
             queues = sorted({runtime.settings.default_queue, *served})[:MAX_QUEUES]
             yield from _redis_timer(runtime.redis_timer.counts(queues))
-
-    def _is_broker_up(self) -> bool:
-        runtime = self._runtime
-        return ask_broker(runtime) is None
 
 
 def _redis_timer(counts: Mapping[str, tuple[int, int]] | None) -> Iterator[Metric]:
@@ -139,133 +125,9 @@ def _redis_timer(counts: Mapping[str, tuple[int, int]] | None) -> Iterator[Metri
     yield gauges("delaytasks_redis_timer_entries", about, entries, "queue", "state")
 
 
-def _of_tables(
-    found: TableState | None,
-    name: str,
-    about: str,
-    samples: Callable[[TableState], Samples],
-    *labels: str,
-) -> Metric:
-    """Return a gauge with the samples of the tables, if the database has answered."""
-    return gauges(name, about, () if found is None else samples(found), *labels)
-
-
-def row_metrics(found: TableState | None) -> Iterator[Metric]:
-    """Yield the metrics of rows and sweeps."""
-    metric = partial(_of_tables, found)
-    yield metric(
-        "delaytasks_tasks",
-        "Rows of each status. Numbers above a million, and that of DONE then, are estimates.",
-        lambda one: (((status.name,), count.rows) for status, count in one.counts.items()),
-        "status",
-    )
-    yield metric(
-        "delaytasks_overdue_tasks",
-        "Waiting tasks that are later than the grace period.",
-        lambda one: [((), one.overdue.tasks)],
-    )
-    yield metric(
-        "delaytasks_oldest_overdue_seconds",
-        "How late the oldest overdue task is; 0 if no task is overdue.",
-        lambda one: [((), one.oldest_overdue_s)],
-    )
-    yield metric(
-        "delaytasks_overdue_tasks_by_tag",
-        "Overdue tasks of the largest groups, at most 20.",
-        lambda one: overdue_by_tag(one).items(),
-        "queue",
-        "tag",
-    )
-    yield metric(
-        "delaytasks_expired_leases",
-        "Running tasks whose lease has ended. The next sweep recovers them.",
-        lambda one: [((), one.expired_leases)],
-    )
-    yield metric(
-        "delaytasks_sweep_age_seconds",
-        "Time since the last sweep of each sweep partition.",
-        lambda one: (
-            ((each.partition,), inf if each.age_s is None else each.age_s) for each in one.sweeps
-        ),
-        "sweep_partition",
-    )
-    yield metric(
-        "delaytasks_paused_policies",
-        "Tags and queues that are paused.",
-        lambda one: [((), one.paused)],
-    )
-
-
-def worker_metrics(found: TableState | None) -> Iterator[Metric]:
-    """Yield the metrics of workers, and the time that all these metrics took."""
-    metric = partial(_of_tables, found)
-    yield metric(
-        "delaytasks_snapshot_seconds",
-        "How long the queries of these metrics took.",
-        lambda one: [((), one.read_s)],
-    )
-    yield metric(
-        "delaytasks_workers",
-        "Workers that report to the database.",
-        lambda one: [((), sum(worker.is_alive for worker in one.workers))],
-    )
-    yield metric(
-        "delaytasks_queue_workers",
-        "Live workers of each queue that is served or has overdue tasks.",
-        lambda one: (((queue,), number) for queue, number in queue_workers(one).items()),
-        "queue",
-    )
-    yield metric(
-        "delaytasks_worker_seen_seconds",
-        "Time since the last report of each worker, at most 100 workers.",
-        lambda one: (((worker.name,), worker.age_s) for worker in labelled_workers(one)),
-        "worker",
-    )
-    yield metric(
-        "delaytasks_worker_clock_offset_seconds",
-        "How far the clock of a worker's machine is ahead of the database's clock.",
-        lambda one: (((worker.name,), worker.clock_offset_s) for worker in labelled_workers(one)),
-        "worker",
-    )
-
-
-def service_metrics(found: TableState | None) -> Iterator[Metric]:
-    """Yield the metrics of the services around the workers."""
-    metric = partial(_of_tables, found)
-    yield metric(
-        "delaytasks_worker_broker_down_seconds",
-        "Time since a live worker lost its broker; 0 while it is connected.",
-        lambda one: (
-            ((each.name,), each.services.broker_down_s or 0.0) for each in live_workers(one)
-        ),
-        "worker",
-    )
-    yield metric(
-        "delaytasks_worker_timer_down_seconds",
-        "Time since the timer of a live worker accepts no tasks; 0 while it does.",
-        lambda one: (
-            ((each.name,), each.services.timer_down_s or 0.0) for each in live_workers(one)
-        ),
-        "worker",
-    )
-    yield metric(
-        "delaytasks_beat_age_seconds",
-        "Time since a worker received beat's last message; absent if no worker can receive one.",
-        lambda one: [] if (age_s := beat_age_s(one.workers)) is None else [((), age_s)],
-    )
-
-
-# -- values with labels, whose number is bounded ---------------------------------------------------
-
-
-def labelled_workers(state: TableState) -> list[RegisteredWorker]:
-    """Return the first workers by name."""
-    return state.workers[:MAX_WORKERS]
-
-
-def live_workers(state: TableState) -> list[RegisteredWorker]:
+def _live_workers(state: TableState) -> list[RegisteredWorker]:
     """Return the live ones of the first workers by name."""
-    return [worker for worker in labelled_workers(state) if worker.is_alive]
+    return [worker for worker in state.workers[:MAX_WORKERS] if worker.is_alive]
 
 
 def queue_workers(state: TableState) -> dict[str, int]:
@@ -277,9 +139,107 @@ def queue_workers(state: TableState) -> dict[str, int]:
     return {name: served[name] + of_all for name in list(dict.fromkeys(names))[:MAX_QUEUES]}
 
 
-def overdue_by_tag(state: TableState) -> dict[tuple[str, str], int]:
-    """Return the overdue tasks of the largest groups, by queue and tag."""
-    return {(group.queue, group.tag): group.tasks for group in state.late}
+#: The gauges of the tables: the name, the help, the samples, and the names of the labels.
+_OF_TABLES: Sequence[tuple[Any, ...]] = (
+    (
+        "delaytasks_tasks",
+        "Rows of each status. Numbers above a million, and that of DONE then, are estimates.",
+        lambda one: (((status.name,), count.rows) for status, count in one.counts.items()),
+        "status",
+    ),
+    (
+        "delaytasks_overdue_tasks",
+        "Waiting tasks that are later than the grace period.",
+        lambda one: [((), one.overdue.tasks)],
+    ),
+    (
+        "delaytasks_oldest_overdue_seconds",
+        "How late the oldest overdue task is; 0 if no task is overdue.",
+        lambda one: [((), one.oldest_overdue_s)],
+    ),
+    (
+        "delaytasks_overdue_tasks_by_tag",
+        "Overdue tasks of the largest groups, at most 20.",
+        lambda one: (((group.queue, group.tag), group.tasks) for group in one.late),
+        "queue",
+        "tag",
+    ),
+    (
+        "delaytasks_expired_leases",
+        "Running tasks whose lease has ended. The next sweep recovers them.",
+        lambda one: [((), one.expired_leases)],
+    ),
+    (
+        "delaytasks_sweep_age_seconds",
+        "Time since the last sweep of each sweep partition.",
+        lambda one: (
+            ((each.partition,), inf if each.age_s is None else each.age_s) for each in one.sweeps
+        ),
+        "sweep_partition",
+    ),
+    (
+        "delaytasks_paused_policies",
+        "Tags and queues that are paused.",
+        lambda one: [((), one.paused)],
+    ),
+    (
+        "delaytasks_snapshot_seconds",
+        "How long the queries of these metrics took.",
+        lambda one: [((), one.read_s)],
+    ),
+    (
+        "delaytasks_workers",
+        "Workers that report to the database.",
+        lambda one: [((), sum(worker.is_alive for worker in one.workers))],
+    ),
+    (
+        "delaytasks_queue_workers",
+        "Live workers of each queue that is served or has overdue tasks.",
+        lambda one: (((queue,), number) for queue, number in queue_workers(one).items()),
+        "queue",
+    ),
+    (
+        "delaytasks_worker_seen_seconds",
+        "Time since the last report of each worker, at most 100 workers.",
+        lambda one: (((worker.name,), worker.age_s) for worker in one.workers[:MAX_WORKERS]),
+        "worker",
+    ),
+    (
+        "delaytasks_worker_clock_offset_seconds",
+        "How far the clock of a worker's machine is ahead of the database's clock.",
+        lambda one: (
+            ((worker.name,), worker.clock_offset_s) for worker in one.workers[:MAX_WORKERS]
+        ),
+        "worker",
+    ),
+    (
+        "delaytasks_worker_broker_down_seconds",
+        "Time since a live worker lost its broker; 0 while it is connected.",
+        lambda one: (
+            ((each.name,), each.services.broker_down_s or 0.0) for each in _live_workers(one)
+        ),
+        "worker",
+    ),
+    (
+        "delaytasks_worker_timer_down_seconds",
+        "Time since the timer of a live worker accepts no tasks; 0 while it does.",
+        lambda one: (
+            ((each.name,), each.services.timer_down_s or 0.0) for each in _live_workers(one)
+        ),
+        "worker",
+    ),
+    (
+        "delaytasks_beat_age_seconds",
+        "Time since a worker received beat's last message; absent if no worker can receive one.",
+        lambda one: [] if (age_s := beat_age_s(one.workers)) is None else [((), age_s)],
+    ),
+)
+
+
+def table_metrics(found: TableState | None) -> Iterator[Metric]:
+    """Yield the metrics of the tables; without values if `found` is None."""
+    for name, about, samples, *labels in _OF_TABLES:
+        yield gauges(name, about, () if found is None else samples(found), *labels)
 
 
 def exporter_app(delays: DelayTasks) -> WSGIApp:
@@ -304,5 +264,7 @@ def exporter_app(delays: DelayTasks) -> WSGIApp:
     --------
     >>> application = DispatcherMiddleware(site, {"/metrics": exporter_app(delays)})
     """
+    from prometheus_client import make_wsgi_app
+
     app: WSGIApp = make_wsgi_app(registry_of(DatabaseMetrics(delays._runtime)))
     return app
