@@ -1,18 +1,45 @@
-"""Counts the present tasks by queue, tag and worker, for `delaytasks status`."""
+"""Counts the present tasks by queue, tag and worker, for `delaytasks status`.
+
+The rows that matter now run, are overdue, due soon or held, or have ended lately. Each part of a
+read looks at a bounded number of rows through an index, so the cost does not grow with the table.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime
-from typing import Any
+from datetime import datetime, timedelta
+from typing import Any, NamedTuple
 
+from sqlalchemy import ColumnElement, Connection, select
+
+from delaytasks.db.searching import has_status, levels_of, queues_after
 from delaytasks.db.store import Store
 from delaytasks.model.inputs import ALL_QUEUES
-from delaytasks.model.moves import Status
-from delaytasks.operate.state_queries import Live, LiveRow, LiveRows
+from delaytasks.model.moves import FINISHED, Status
+from delaytasks.operate.state_queries import OverdueRows
 from delaytasks.settings import Settings
+
+#: The rows that each part of a read looks at.
+MOST_ROWS = 5_000
+#: Queues among which waiting rows are looked for.
+MOST_QUEUES = 100
+#: "Soon" and "lately" are a minute.
+PERIOD = timedelta(minutes=1)
+
+
+class LiveRow(NamedTuple):
+    """The columns of a row that matter here."""
+
+    queue: str
+    tag: str
+    worker: str | None
+    status: int
+    expected_time: datetime
+    due_time: datetime | None
+    execution_time: datetime | None
 
 
 @dataclass
@@ -36,6 +63,26 @@ class LiveGroup:
     #: Live workers that serve the queue, or have a processor for the tag.
     workers: int = 0
 
+    def add(self, row: LiveRow, now: datetime, grace_s: float) -> None:
+        due = row.due_time or row.expected_time
+        late_s = (now - due).total_seconds()
+        match row.status:
+            case Status.RUNNING:
+                self.running += 1
+            case Status.HELD:
+                self.held += 1
+            case Status.NOT_COMPLETE if late_s > grace_s:
+                self.overdue += 1
+                self.oldest_overdue_s = max(self.oldest_overdue_s, late_s)
+            case Status.NOT_COMPLETE:
+                self.soon += 1
+            case _:
+                self.ended += 1
+                self.failed += row.status == Status.FAILED
+        has_run = row.status in (Status.RUNNING, Status.DONE, Status.FAILED)
+        if has_run and row.execution_time is not None:
+            self.latenesses.append(max((row.execution_time - due).total_seconds(), 0.0))
+
     def lateness(self, share: float) -> float | None:
         """Return the lateness that `share` of the runs do not exceed; None without runs."""
         if not self.latenesses:
@@ -52,8 +99,7 @@ class LiveGroup:
         return {**document, "oldest_overdue_s": round(self.oldest_overdue_s, 3)}
 
 
-@dataclass(frozen=True)
-class LiveSnapshot:
+class LiveSnapshot(NamedTuple):
     """The counts of one time."""
 
     total: LiveGroup
@@ -67,59 +113,58 @@ class LiveSnapshot:
 
 def snapshot(store: Store, settings: Settings) -> LiveSnapshot:
     """Read what happens now."""
-    return _Reading(store, settings).snapshot()
+    now, grace_s = store.tasks.now(), settings.grace_s
+    total, queues, tags = LiveGroup(""), dict[str, LiveGroup](), dict[str, LiveGroup]()
+    running_of, is_capped = Counter[str](), False
+    for rows in store.database.autocommitted(lambda on: list(live_rows(store, on, now, grace_s))):
+        is_capped |= len(rows) >= MOST_ROWS
+        for row in filter(None, rows):
+            for group in (total, _of(queues, row.queue), _of(tags, row.tag)):
+                group.add(row, now, grace_s)
+            if row.status == Status.RUNNING:
+                process = row.worker or ""
+                running_of[process.rpartition("/")[0] or process] += 1
+    for policy in store.policies.read():
+        if policy.is_paused:
+            _of(tags if policy.kind == "tag" else queues, policy.name).is_paused = True
+    workers = [each for each in store.workers.registered(now, settings.silent_s) if each.is_alive]
+    for name in {queue for worker in workers for queue in worker.queues} - {ALL_QUEUES}:
+        _of(queues, name)  # a queue without tasks is shown as well
+    for group in queues.values():
+        group.workers = sum(worker.serves(group.name) for worker in workers)
+    for group in tags.values():
+        group.workers = sum(group.name in (worker.tags or ()) for worker in workers)
+    return LiveSnapshot(
+        total, _ordered(queues.values()), _ordered(tags.values()), running_of, is_capped
+    )
 
 
-class _Reading:
-    def __init__(self, store: Store, settings: Settings) -> None:
-        self._store = store
-        self._settings = settings
-        self._total = LiveGroup("")
-        self._queues: dict[str, LiveGroup] = {}
-        self._tags: dict[str, LiveGroup] = {}
-        self._running_of: dict[str, int] = {}
+def live_rows(
+    store: Store, connection: Connection, now: datetime, grace_s: float
+) -> Iterator[Sequence[LiveRow | None]]:
+    """Yield the rows of each part, at most `MOST_ROWS`. None are rows of another part."""
+    tasks, t = store.schema.tasks, store.schema.tasks.c
+    columns = [t[name] for name in LiveRow._fields]
 
-    def _add_rows(self, live: Live) -> None:
-        for row in live.running:
-            self._count(row, _running)
-            process = row.worker or ""
-            worker = process.rpartition("/")[0] or process
-            self._running_of[worker] = self._running_of.get(worker, 0) + 1
-        grace_s, now = self._settings.grace_s, live.now
-        for row in live.waiting:
-            self._count(row, lambda group, row: _waiting(group, row, now, grace_s))
-        for row in live.held:
-            self._count(row, _held)
-        for row in live.ended:
-            self._count(row, _ended)
+    def read(*where: ColumnElement[bool], order: Any = None) -> list[LiveRow]:
+        query = select(*columns).where(*where).limit(MOST_ROWS)
+        found = connection.execute(query if order is None else query.order_by(order))
+        return [LiveRow._make(row) for row in found]
 
-    def _count(self, row: LiveRow, add: Callable[[LiveGroup, LiveRow], None]) -> None:
-        for group in (self._total, _of(self._queues, row.queue), _of(self._tags, row.tag)):
-            add(group, row)
-
-    def snapshot(self) -> LiveSnapshot:
-        store, settings = self._store, self._settings
-        live = LiveRows(store.database, store.schema).read(settings.grace_s)
-        self._add_rows(live)
-        for policy in store.policies.read():
-            groups = self._tags if policy.kind == "tag" else self._queues
-            if policy.is_paused:
-                _of(groups, policy.name).is_paused = True
-        workers = store.workers.registered(live.now, settings.silent_s)
-        alive = [worker for worker in workers if worker.is_alive]
-        for name in {queue for worker in alive for queue in worker.queues} - {ALL_QUEUES}:
-            _of(self._queues, name)  # a queue without tasks is shown as well
-        for group in self._queues.values():
-            group.workers = sum(worker.serves(group.name) for worker in alive)
-        for group in self._tags.values():
-            group.workers = sum(group.name in (worker.tags or ()) for worker in alive)
-        return LiveSnapshot(
-            total=self._total,
-            queues=_ordered(self._queues.values()),
-            tags=_ordered(self._tags.values()),
-            running_of=self._running_of,
-            is_capped=live.is_capped,
-        )
+    yield read(has_status(tasks, Status.RUNNING))
+    yield read(has_status(tasks, Status.HELD))
+    waits, soon = has_status(tasks, Status.NOT_COMPLETE), now + PERIOD
+    for queue in queues_after(connection, tasks, Status.NOT_COMPLETE, None, MOST_QUEUES):
+        for level in levels_of(connection, tasks, Status.NOT_COMPLETE, queue):
+            of_level = t.queue == queue, t.priority == level.priority, t.expected_time <= soon
+            yield read(waits, *of_level, order=t.expected_time)
+    # Overdue rows that a worker has deferred for longer than a minute.
+    deferred = OverdueRows(store.database, store.schema).deferred(grace_s)
+    yield read(deferred, t.expected_time > soon)
+    lately = t.expected_time > now - PERIOD, t.expected_time <= now
+    due = read(*lately, order=t.expected_time.desc())
+    # The others are in the parts above. More conditions would make the database read more rows.
+    yield [row if row.status in FINISHED else None for row in due]
 
 
 def _of(groups: dict[str, LiveGroup], name: str) -> LiveGroup:
@@ -132,33 +177,3 @@ def _ordered(groups: Iterable[LiveGroup]) -> list[LiveGroup]:
         groups,
         key=lambda one: (-one.overdue, -one.running, -one.ended - one.soon - one.held, one.name),
     )
-
-
-def _running(group: LiveGroup, row: LiveRow) -> None:
-    group.running += 1
-    _late(group, row)
-
-
-def _waiting(group: LiveGroup, row: LiveRow, now: datetime, grace_s: float) -> None:
-    late_s = (now - row.due).total_seconds()
-    if late_s > grace_s:
-        group.overdue += 1
-        group.oldest_overdue_s = max(group.oldest_overdue_s, late_s)
-    else:
-        group.soon += 1
-
-
-def _held(group: LiveGroup, row: LiveRow) -> None:
-    group.held += 1
-
-
-def _ended(group: LiveGroup, row: LiveRow) -> None:
-    group.ended += 1
-    group.failed += row.status is Status.FAILED
-    if row.status is not Status.CANCELLED:
-        _late(group, row)
-
-
-def _late(group: LiveGroup, row: LiveRow) -> None:
-    if row.execution_time is not None:
-        group.latenesses.append(max((row.execution_time - row.due).total_seconds(), 0.0))

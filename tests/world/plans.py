@@ -22,8 +22,9 @@ from delaytasks.db.store import Store
 from delaytasks.model.filters import filter_of
 from delaytasks.model.task import Level
 from delaytasks.operate.bulk_calls import bulk_filter_of
+from delaytasks.operate.live import live_rows
 from delaytasks.operate.searches import Follower
-from delaytasks.operate.state_queries import LiveRows, OverdueRows, Stats
+from delaytasks.operate.state_queries import OverdueRows, Stats
 from tests.conftest import new_world
 from tests.world.world import World
 
@@ -84,7 +85,8 @@ class PlannedWorld(World):
         return Follower(self.store, filter_of(filters)).read()
 
     def live_rows(self) -> object:
-        return LiveRows(self.store.database, self.store.schema).read(1)
+        read = partial(live_rows, self.store, now=self.store.tasks.now(), grace_s=1)
+        return self.store.database.autocommitted(lambda on: list(read(on)))
 
     def overdue(self) -> object:
         return OverdueRows(self.store.database, self.store.schema).count(1)
