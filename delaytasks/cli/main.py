@@ -13,10 +13,10 @@ from delaytasks.cli.context import (
     open_cli_under_celery,
     open_cli_under_flask,
 )
+from delaytasks.operate.operations import OPERATIONS
 
-#: The commands of each module.
+#: The commands of each module. All others are made from the table of operations.
 _MODULES = {
-    "options": "limit log pause resume",
     "run": "run",
     "schedule_commands": "import recurring schedule",
     "servers": "access serve",
@@ -35,9 +35,14 @@ class AllCommands(RootGroup):
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(_MODULE_OF)
+        plain = (each.name for each in OPERATIONS.values() if each.is_command)
+        return sorted({*_MODULE_OF, *(name for name in plain if " " not in name)})
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in _MODULE_OF and name in self.list_commands(ctx):
+            from delaytasks.cli.options import table_command
+
+            return table_command(name)
         if name not in _MODULE_OF:
             return super().get_command(ctx, name)
         module = import_module(f"delaytasks.cli.{_MODULE_OF[name]}")

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,12 @@ def perform(cli: Cli, operation: Operation, given: dict[str, Any]) -> None:
     print_result(cli, operation.name, operation.call(cli.delays, **given), operation.done)
 
 
+@cache
+def table_command(name: str) -> click.Command:
+    """Return the command of an operation that needs nothing but the table."""
+    return command_of(name)
+
+
 def command_of(
     name: str, act: Callable[..., None] = perform, more: Iterable[click.Parameter] = ()
 ) -> click.Command:
@@ -144,7 +151,3 @@ def parse_body(typed: str, what: str, remedy: str) -> Any:
         return json.loads(typed)
     except (ValueError, RecursionError) as error:
         raise InvalidInputError(f"{what} ({error}); {remedy}", "body") from None
-
-
-#: The commands that need nothing but the table.
-limit, log, pause, resume = map(command_of, ("limit", "log", "pause", "resume"))

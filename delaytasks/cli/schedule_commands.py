@@ -21,7 +21,7 @@ from delaytasks.db import producer
 from delaytasks.model.errors import DelayTaskError, InvalidInputError
 from delaytasks.model.inputs import parse_duration, parse_instant, show_timing
 from delaytasks.model.task import NewTask, OnConflict
-from delaytasks.operate.operations import Operation
+from delaytasks.operate.operations import OPERATIONS, Operation
 from delaytasks.recurring.definition import RecurringSchedule
 from delaytasks.recurring.timing import zone_of
 from delaytasks.runtime import runtime_of
@@ -43,8 +43,6 @@ def _schedule(cli: Cli, operation: Operation, given: dict[str, Any], many: Binar
         return
     if "tag" not in given:
         raise click.UsageError("Missing argument 'TAG'.")
-    if ("delay" in given) == ("at" in given):
-        raise click.UsageError("Give either --delay or --at.")
     perform(cli, operation, given)
 
 
@@ -214,8 +212,9 @@ def _print_occurrences(cli: Cli, schedule: RecurringSchedule, most: int, now: da
     cli.answer(shown, "\n".join(lines) or "No further occurrence.")
 
 
-for _command in ("set", "run", "remove"):
-    recurring.add_command(command_of(f"recurring {_command}"))
+for _operation in OPERATIONS:
+    if _operation.startswith("recurring "):
+        recurring.add_command(command_of(_operation))
 
 
 @click.command("import", cls=Command)

@@ -35,7 +35,6 @@ from delaytasks.cli.output import (
 from delaytasks.cli.setup import broker_url
 from delaytasks.client import DelayTasks
 from delaytasks.db import migrations
-from delaytasks.model.errors import StoreError
 from delaytasks.model.inputs import ALL_QUEUES, show_duration, show_measured, show_offset
 from delaytasks.model.moves import Status
 from delaytasks.model.text import installed_version, mask_url, one_line
@@ -43,7 +42,6 @@ from delaytasks.model.workers import RegisteredWorker
 from delaytasks.operate.health import HealthChecks, HealthQuestion
 from delaytasks.operate.live import snapshot
 from delaytasks.operate.state import (
-    DatabaseState,
     DeploymentState,
     ExplainedGroup,
     SweepState,
@@ -83,15 +81,23 @@ def gather(cli: Cli) -> dict[str, Any]:
     delays = cli.delays
     state = read_deployment(delays)
     policies = sorted(state.policies, key=lambda policy: not policy.is_paused)
-    workers = [worker_json(state.now, worker) for worker in state.workers]
-    broker = _broker(delays, state)
-    live = snapshot(cli.store, delays.settings)
-    for worker in workers:
-        worker["running"] = live.running_of.get(worker["name"], 0)
+    live = snapshot(cli.store, delays.settings, state)
+    workers = [
+        {**worker_json(state.now, each), "running": live.running_of.get(each.name, 0)}
+        for each in state.workers
+    ]
+    services = state.services
+    broker = {
+        "url": broker_url(runtime_of(delays).celery),
+        # Without a broker, nothing was asked.
+        "is_up": services.broker_error is None if services.uses_broker else None,
+        "error": services.broker_error,
+    }
     return {
         "now": show_instant(state.now),
         "verdict": verdict_of(state).as_json(),
-        **_counts(state),
+        "counts": {status.name: count.rows for status, count in state.counts.items()},
+        "estimated": [status.name for status, count in state.counts.items() if count.is_estimate],
         "live": {
             **{name: value for name, value in live.total.as_json().items() if name != "name"},
             "queues": [group.as_json() for group in live.queues],
@@ -99,7 +105,11 @@ def gather(cli: Cli) -> dict[str, Any]:
             "is_capped": live.is_capped,
         },
         "late": [_late(cli, group) for group in state.late],
-        "overdue": _overdue(state),
+        "overdue": {
+            "count": state.overdue,
+            "oldest": state.oldest and show_instant(state.oldest),
+            "late_s": state.oldest and _age_s(state.now, state.oldest),
+        },
         "expired_leases": state.expired_leases,
         "on_time": gather_on_time(delays.statistics, runtime_of(delays).registry),
         "workers": workers,
@@ -116,7 +126,12 @@ def gather(cli: Cli) -> dict[str, Any]:
         },
         "broker": broker,
         "timer": _timer(delays, workers, broker),
-        "database": _database(cli, state.database),
+        "database": {
+            "url": state.database.url,
+            "server": state.database.server,
+            "revision": migrations.current(*cli.tables),
+            "head": migrations.head(),
+        },
         "versions": {
             **{
                 name: installed_version(name) or "(not installed)"
@@ -136,42 +151,6 @@ def _late(cli: Cli, group: ExplainedGroup) -> dict[str, Any]:
         "late_s": round(group.late_s, 3),
         "code": group.reason.code,
         "why": cli.hints.rewrite(group.reason.text),
-    }
-
-
-def _database(cli: Cli, state: DatabaseState) -> dict[str, Any]:
-    """Return the address of the database, and its answers to further questions."""
-    document: dict[str, Any] = {
-        "url": state.url,
-        "server": state.server,
-        "revision": None,
-        "head": migrations.head(),
-        "error": None if state.error is None else str(state.error),
-    }
-    if state.error is None:
-        try:
-            document["revision"] = migrations.current(*cli.tables)
-        except StoreError as error:
-            document["error"] = str(error)
-    return document
-
-
-def _counts(state: DeploymentState) -> dict[str, Any]:
-    """Return the number of tasks of each status, and the statuses whose number is an estimate."""
-    found = {} if state.tables is None else state.tables.counts
-    return {
-        "counts": {status.name: state.count(status) for status in Status},
-        "estimated": [status.name for status, each in found.items() if each.is_estimate],
-    }
-
-
-def _overdue(state: DeploymentState) -> dict[str, Any]:
-    """Return the sum of the overdue tasks, and the oldest one."""
-    oldest = state.oldest
-    return {
-        "count": state.overdue,
-        "oldest": oldest and show_instant(oldest),
-        "late_s": oldest and _age_s(state.now, oldest),
     }
 
 
@@ -206,13 +185,6 @@ def _sweep(sweep: SweepState, is_armed: bool) -> dict[str, Any]:
     }
 
 
-def _broker(delays: DelayTasks, state: DeploymentState) -> dict[str, Any]:
-    """Return the URL of the broker, and whether it answers."""
-    error, uses_broker = state.services.broker_error, state.services.uses_broker
-    is_up = error is None if uses_broker else None  # without a broker, nothing was asked
-    return {"url": broker_url(runtime_of(delays).celery), "is_up": is_up, "error": error}
-
-
 def _timer(
     delays: DelayTasks, workers: list[dict[str, Any]], broker: dict[str, Any]
 ) -> dict[str, Any]:
@@ -236,8 +208,6 @@ def _timer(
 
 
 LEVEL_STYLES = {"good": {"fg": GOOD}, "note": {}, "warning": {"fg": "yellow"}, "bad": {"fg": BAD}}
-#: Paused tags and queues in one line of text.
-NAMED = 10
 #: Queues, and tags, in a table of text. The document has all of them.
 GROUPS_SHOWN = 20
 #: Hours in the table of `--ahead`: those that keep the processes busiest. The document has all.
@@ -318,8 +288,6 @@ def status(
             print_json(found)
         else:
             _print(found, cli.hints)
-        if found["database"]["error"]:
-            sys.exit(1)
 
 
 # -- `--watch` ------------------------------------------------------------------------------------
@@ -544,8 +512,6 @@ def _fields(found: dict[str, Any], hints: Hints) -> Iterator[tuple[str, Cell]]:
     expired = found["expired_leases"]
     yield "overdue", _overdue_cell(found["overdue"])
     yield "lease over", _alarm(f"{expired:,}", expired)
-    if paused := _paused_text(found, hints):
-        yield "paused", (paused, "yellow")
     yield "database", _database_cell(found["database"], hints)
     yield "broker", _broker_cell(found["broker"])
     yield "timer", _timer_cell(found["timer"])
@@ -560,27 +526,8 @@ def _overdue_cell(overdue: dict[str, Any]) -> Cell:
     return _alarm(late, overdue["count"])
 
 
-def _until(policy: dict[str, Any]) -> str:
-    end = policy["paused_until"]
-    return "" if end is None else f", until {show_instant(datetime.fromisoformat(end))}"
-
-
-def _paused_text(found: dict[str, Any], hints: Hints) -> str:
-    paused = [each for each in found["policies"] if each["is_paused"]][:NAMED]
-    names = [
-        f"{each['kind']} {cell(each['name'])} ({each['held']:,} held{_until(each)})"
-        for each in paused
-    ]
-    more = found["policy_counts"]["paused"] - len(paused)
-    if more:
-        names.append(f"and {more:,} more; {hints.command} limit shows them")
-    return ", ".join(names)
-
-
 def _database_cell(database: dict[str, Any], hints: Hints) -> Cell:
     url = database["url"]
-    if database["error"]:
-        return _alarm(f"{url}: down ({cell(database['error'])})", True)
     text = f"{url} ({database['server']}), revision {database['revision'] or 'unknown'}"
     if database["revision"] != database["head"]:
         text += f", this version has {database['head']}; run: {hints.command} db upgrade"

@@ -399,9 +399,7 @@ _SHIFTS = ("by", "jitter")
 
 def _move(cli: Cli, operation: Operation, given: dict[str, Any], **options: Any) -> None:
     """Move each task that is named, or many."""
-    which, choice = Selection.of(options), operation.one_of
-    if choice and sum(each in given for each in choice) != 1:
-        raise click.UsageError(f"Give exactly one of {', '.join(map(_flag, choice))}.")
+    which = Selection.of(options)
     is_many = any(each.name in given for each in operation.only_bulk)
     ids = None if is_many else which.each(cli)
     if ids is not None:

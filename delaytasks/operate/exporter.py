@@ -15,7 +15,7 @@ from delaytasks.model.inputs import ALL_QUEUES
 from delaytasks.model.workers import RegisteredWorker
 from delaytasks.operate.forecast import Forecast, make_forecast
 from delaytasks.operate.metrics import Collector, Metric, gauge, gauges, registry_of
-from delaytasks.operate.state import TableState, ask_broker, beat_age_s, read_tables
+from delaytasks.operate.state import DeploymentState, ask_broker, beat_age_s, read_tables
 
 if TYPE_CHECKING:
     from delaytasks.client import DelayTasks
@@ -125,12 +125,12 @@ def _redis_timer(counts: Mapping[str, tuple[int, int]] | None) -> Iterator[Metri
     yield gauges("delaytasks_redis_timer_entries", about, entries, "queue", "state")
 
 
-def _live_workers(state: TableState) -> list[RegisteredWorker]:
+def _live_workers(state: DeploymentState) -> list[RegisteredWorker]:
     """Return the live ones of the first workers by name."""
     return [worker for worker in state.workers[:MAX_WORKERS] if worker.is_alive]
 
 
-def queue_workers(state: TableState) -> dict[str, int]:
+def queue_workers(state: DeploymentState) -> dict[str, int]:
     """Return how many live workers serve each queue that is served or has overdue tasks."""
     alive = [worker for worker in state.workers if worker.is_alive]
     served = Counter(queue for worker in alive for queue in worker.queues)
@@ -150,7 +150,7 @@ _OF_TABLES: Sequence[tuple[Any, ...]] = (
     (
         "delaytasks_overdue_tasks",
         "Waiting tasks that are later than the grace period.",
-        lambda one: [((), one.overdue.tasks)],
+        lambda one: [((), one.overdue)],
     ),
     (
         "delaytasks_oldest_overdue_seconds",
@@ -180,7 +180,7 @@ _OF_TABLES: Sequence[tuple[Any, ...]] = (
     (
         "delaytasks_paused_policies",
         "Tags and queues that are paused.",
-        lambda one: [((), one.paused)],
+        lambda one: [((), len(one.paused))],
     ),
     (
         "delaytasks_snapshot_seconds",
@@ -236,7 +236,7 @@ _OF_TABLES: Sequence[tuple[Any, ...]] = (
 )
 
 
-def table_metrics(found: TableState | None) -> Iterator[Metric]:
+def table_metrics(found: DeploymentState | None) -> Iterator[Metric]:
     """Yield the metrics of the tables; without values if `found` is None."""
     for name, about, samples, *labels in _OF_TABLES:
         yield gauges(name, about, () if found is None else samples(found), *labels)

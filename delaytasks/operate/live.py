@@ -19,6 +19,7 @@ from delaytasks.db.searching import has_status, levels_of, queues_after
 from delaytasks.db.store import Store
 from delaytasks.model.inputs import ALL_QUEUES
 from delaytasks.model.moves import FINISHED, Status
+from delaytasks.operate.state import DeploymentState
 from delaytasks.operate.state_queries import OverdueRows
 from delaytasks.settings import Settings
 
@@ -111,8 +112,8 @@ class LiveSnapshot(NamedTuple):
     is_capped: bool
 
 
-def snapshot(store: Store, settings: Settings) -> LiveSnapshot:
-    """Read what happens now."""
+def snapshot(store: Store, settings: Settings, state: DeploymentState) -> LiveSnapshot:
+    """Read what happens now. `state` has the workers and the policies."""
     now, grace_s = store.tasks.now(), settings.grace_s
     total, queues, tags = LiveGroup(""), dict[str, LiveGroup](), dict[str, LiveGroup]()
     running_of, is_capped = Counter[str](), False
@@ -124,16 +125,14 @@ def snapshot(store: Store, settings: Settings) -> LiveSnapshot:
             if row.status == Status.RUNNING:
                 process = row.worker or ""
                 running_of[process.rpartition("/")[0] or process] += 1
-    for policy in store.policies.read():
-        if policy.is_paused:
-            _of(tags if policy.kind == "tag" else queues, policy.name).is_paused = True
-    workers = [each for each in store.workers.registered(now, settings.silent_s) if each.is_alive]
-    for name in {queue for worker in workers for queue in worker.queues} - {ALL_QUEUES}:
+    for policy in state.paused:
+        _of(tags if policy.kind == "tag" else queues, policy.name).is_paused = True
+    for name in {queue for worker in state.alive for queue in worker.queues} - {ALL_QUEUES}:
         _of(queues, name)  # a queue without tasks is shown as well
     for group in queues.values():
-        group.workers = sum(worker.serves(group.name) for worker in workers)
+        group.workers = len(state.serving(group.name))
     for group in tags.values():
-        group.workers = sum(group.name in (worker.tags or ()) for worker in workers)
+        group.workers = sum(group.name in (worker.tags or ()) for worker in state.alive)
     return LiveSnapshot(
         total, _ordered(queues.values()), _ordered(tags.values()), running_of, is_capped
     )

@@ -251,8 +251,11 @@ class Operation:
     #: parameters that only this method has.
     bulk: Callable[..., Any] | None = None
     only_bulk: tuple[Parameter, ...] = ()
-    #: Exactly one of these parameters is given.
-    one_of: tuple[str, ...] = ()
+
+    @property
+    def is_command(self) -> bool:
+        """Whether it is a command. The help of a command has an example."""
+        return f"\ndelaytasks {self.name}" in self.help
 
 
 OPERATIONS: dict[str, Operation] = {}
@@ -283,7 +286,6 @@ def operation(name: str, who: Who, *parameters: Parameter, **details: Any) -> Ca
     Parameter("id", TASK_ID, "Your own id; scheduling again with it is harmless."),
     routes={"scheduleTask": ("POST", "/v1/tasks")},
     done="scheduled",
-    one_of=("delay", "at"),
 )
 def schedule(delays: DelayTasks, tag: str, body: Any = None, **options: Any) -> DelayedTask:
     """Schedule a task of TAG. BODY is JSON, @FILE, or - for stdin; without it the body is null.
@@ -391,7 +393,6 @@ def cancel(delays: DelayTasks, **options: Any) -> CancelResult:
         Parameter("by", SHIFT, "Many: this much later, or with a minus sign earlier."),
         replace(JITTER, help="Many: up to this time later, so that a peak becomes flat."),
     ),
-    one_of=("delay", "at", "by", "jitter"),
 )
 def reschedule(delays: DelayTasks, **options: Any) -> DelayedTask:
     """Give waiting tasks another time: by their ids, by tag and key, or many that match filters.
@@ -514,10 +515,10 @@ def pause(
     Running tasks may finish. The waiting tasks of a tag or a queue become HELD, step by step with
     each sweep. Those of a recurring schedule are cancelled if their occurrences are later.
     """
-    if recurring is None:
-        return _counted(delays, delays.policies.pause(**target, actor=actor))
-    _exclude("recurring", target)
-    return delays.recurring.pause(recurring, actor=actor)
+    if recurring is not None:
+        _exclude("recurring", target)
+        return delays.recurring.pause(recurring, actor=actor)
+    return _counted(delays, delays.policies.pause(**target, actor=actor))
 
 
 @operation("resume", "operate", *_PAUSED, ACTOR, done="resumed")
@@ -533,10 +534,10 @@ def resume(
     Held tasks wait again, in the order of their due times. A recurring schedule continues with its
     next occurrence.
     """
-    if recurring is None:
-        return _counted(delays, delays.policies.resume(**target, actor=actor))
-    _exclude("recurring", target)
-    return delays.recurring.resume(recurring, actor=actor)
+    if recurring is not None:
+        _exclude("recurring", target)
+        return delays.recurring.resume(recurring, actor=actor)
+    return _counted(delays, delays.policies.resume(**target, actor=actor))
 
 
 @operation(

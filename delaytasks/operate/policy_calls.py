@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from delaytasks.model.errors import InvalidInputError
 from delaytasks.model.inputs import actor_of, check_delay, check_instant
@@ -36,20 +36,6 @@ NO_POLICY: dict[str, Any] = {
     "rate": None,
     "rate_period_s": None,
 }
-
-
-class CountedPolicies(NamedTuple):
-    """Policies, and the number of all HELD rows if they were counted."""
-
-    policies: list[Policy]
-    held: int | None
-
-
-def read_policies(table: PolicyTable, *only: tuple[Kind, str]) -> CountedPolicies:
-    """Return all policies, or those of these kinds and names, with the numbers of their rows."""
-    policies, held = _counted(table.read(*only), table)
-    policies.sort(key=lambda policy: (policy.kind, policy.name))
-    return CountedPolicies(policies, held)
 
 
 class PolicyCalls(CallGroup):
@@ -264,7 +250,7 @@ class PolicyCalls(CallGroup):
         ['mail.send']
         """
         only = () if tag is None and queue is None else (named(tag, queue),)
-        return read_policies(self._runtime.store.policies, *only).policies
+        return read_policies(self._runtime.store.policies, *only)[0]
 
     alist = twin(list)
 
@@ -281,17 +267,18 @@ class PolicyCalls(CallGroup):
         return policy
 
 
-def _counted(policies: list[Policy], table: PolicyTable) -> tuple[list[Policy], int | None]:
-    """Return the policies with the numbers of their rows, and the number of all HELD rows.
+def read_policies(table: PolicyTable, *only: tuple[Kind, str]) -> tuple[list[Policy], int | None]:
+    """Return all policies, or those of these kinds and names, with the numbers of their rows.
 
-    Without a policy, nothing is counted.
+    The second value is the number of all HELD rows. Without a policy, nothing is counted.
     """
+    policies = sorted(table.read(*only), key=lambda policy: (policy.kind, policy.name))
     if not policies:
         return [], None
     counts = table.count(Status.HELD)
     held, running = _by_policy(counts), _by_policy(table.count(Status.RUNNING))
 
-    def count(policy: Policy) -> Policy:
+    def counted(policy: Policy) -> Policy:
         name = policy.kind, policy.name
         mine = held.get(name, [])
         return replace(
@@ -301,7 +288,7 @@ def _counted(policies: list[Policy], table: PolicyTable) -> tuple[list[Policy], 
             held_since=min((each.first_due for each in mine), default=None),
         )
 
-    return [count(policy) for policy in policies], sum(each.rows for each in counts.values())
+    return list(map(counted, policies)), sum(each.rows for each in counts.values())
 
 
 def _by_policy(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -292,31 +292,6 @@ class SweepState(NamedTuple):
     is_late: bool
 
 
-class TableState(NamedTuple):
-    """The contents of the tables at one time, in numbers."""
-
-    now: datetime
-    counts: dict[Status, Count]
-    overdue: OverdueCount
-    #: The largest groups of overdue tasks.
-    late: list[ExplainedGroup]
-    expired_leases: int
-    sweeps: list[SweepState]
-    workers: list[RegisteredWorker]
-    #: The number of paused tags and queues.
-    paused: int
-    #: The failed tasks that were due last; empty if they were not asked for.
-    failed: list[FailedRow]
-    #: How long the queries took.
-    read_s: float
-
-    @property
-    def oldest_overdue_s(self) -> float:
-        """How late the oldest overdue task is, or 0."""
-        oldest = self.overdue.oldest
-        return 0.0 if oldest is None else max((self.now - oldest).total_seconds(), 0.0)
-
-
 class DatabaseState(NamedTuple):
     """Whether the database answers."""
 
@@ -336,25 +311,34 @@ class ServicesState(NamedTuple):
 
 @dataclass(frozen=True)
 class DeploymentState:
-    """The state of the tables, and of the services."""
+    """The state of the tables and of the services. Without the database, the tables seem empty."""
 
     now: datetime
-    #: None if the database does not answer.
-    tables: TableState | None
     database: DatabaseState
-    policies: Sequence[Policy]
     services: ServicesState
+    counts: Mapping[Status, Count] = field(default_factory=lambda: dict.fromkeys(Status, Count(0)))
+    #: The number of overdue tasks, and when the oldest of them was due.
+    overdue: int = 0
+    oldest: datetime | None = None
+    #: The largest groups of overdue tasks, with the reasons why they have not begun.
+    late: Sequence[ExplainedGroup] = ()
+    expired_leases: int = 0
+    sweeps: Sequence[SweepState] = ()
     #: The workers by name.
-    workers: Sequence[RegisteredWorker]
+    workers: Sequence[RegisteredWorker] = ()
+    policies: Sequence[Policy] = ()
+    #: How long the queries took.
+    read_s: float = 0.0
     #: The workers that were lost within the last hour, the latest loss first.
-    lost: Sequence[LostWorker]
-    #: Failures with the same tag and kind of error.
-    groups: Sequence[FailedNow]
+    lost: Sequence[LostWorker] = ()
+    #: Failures with the same tag and kind of error, and whether all FAILED tasks are in them.
+    groups: Sequence[FailedNow] = ()
+    has_all_failures: bool = True
     #: How many runs began late within `LATE_RANGE`, by the reason.
-    late_starts: Mapping[str, int]
+    late_starts: Mapping[str, int] = field(default_factory=dict)
 
     def count(self, status: Status) -> int:
-        return 0 if self.tables is None else self.tables.counts[status].rows
+        return self.counts[status].rows
 
     @property
     def waiting(self) -> int:
@@ -373,26 +357,9 @@ class DeploymentState:
         return self.count(Status.HELD)
 
     @property
-    def overdue(self) -> int:
-        return 0 if self.tables is None else self.tables.overdue.tasks
-
-    @property
-    def oldest(self) -> datetime | None:
-        """When the oldest overdue task was due."""
-        return None if self.tables is None else self.tables.overdue.oldest
-
-    @property
-    def late(self) -> list[ExplainedGroup]:
-        """The largest groups of overdue tasks, with the reasons why they have not begun."""
-        return [] if self.tables is None else self.tables.late
-
-    @property
-    def expired_leases(self) -> int:
-        return 0 if self.tables is None else self.tables.expired_leases
-
-    @property
-    def sweeps(self) -> list[SweepState]:
-        return [] if self.tables is None else self.tables.sweeps
+    def oldest_overdue_s(self) -> float:
+        """How late the oldest overdue task is, or 0."""
+        return 0.0 if self.oldest is None else max((self.now - self.oldest).total_seconds(), 0.0)
 
     @property
     def alive(self) -> list[RegisteredWorker]:
@@ -405,11 +372,6 @@ class DeploymentState:
     @property
     def paused(self) -> list[Policy]:
         return [policy for policy in self.policies if policy.is_paused]
-
-    @property
-    def has_all_failures(self) -> bool:
-        """Whether all FAILED tasks are in `groups`."""
-        return self.tables is None or _has_all_failures(self.tables)
 
     @property
     def beat_age_s(self) -> float | None:
@@ -436,103 +398,70 @@ def read_state(
     runtime: Runtime, error: str | None = None, most_counted: int = MAX_COUNTED
 ) -> DeploymentState:
     """Read the state. `error` is that of the broker, and that of the database is in the result."""
-    uses_broker = runtime.direct_timer is None
-    services = ServicesState(runtime.settings.timer_kind, uses_broker, error)
     store, now = runtime.store, runtime.clock.now()
-    database, tables = DatabaseState(store.database.shown_url), None
-    policies, lost = list[Policy](), list[LostWorker]()
+    services = ServicesState(runtime.settings.timer_kind, runtime.settings.uses_broker, error)
     try:
-        tables = read_tables(store, runtime.settings, most_counted, with_failed=True)
-        lost = store.workers.lost()
-        database = database._replace(server=Stats(store.database, store.schema).server())
+        found = read_tables(store, runtime.settings, most_counted)
+        rows = failed_rows(store.database, store.schema) if found.failed else []
         policies, held = read_policies(store.policies)
-        tables = _with_count(tables, Status.HELD, held)
+        # Tasks may have moved between two queries. The sentences of the verdict contain the later
+        # numbers, so the counts have them too.
+        later = {
+            Status.HELD: held,
+            Status.FAILED: len(rows) if 0 < len(rows) < MOST_FAILED else None,
+        }
+        found = replace(
+            found,
+            database=found.database._replace(server=Stats(store.database, store.schema).server()),
+            services=services,
+            policies=policies,
+            counts={**found.counts, **{s: Count(n) for s, n in later.items() if n is not None}},
+            lost=store.workers.lost(),
+            has_all_failures=len(rows) < MOST_FAILED,
+        )
     except StoreError as error:
-        database = database._replace(error=error)
-    workers = [] if tables is None else tables.workers
-    return DeploymentState(
-        now,
-        tables,
-        database,
-        policies,
-        services,
-        workers,
-        lost,
-        [] if tables is None else _groups(runtime, tables, now),
-        {} if tables is None else _late_starts(runtime, now),
-    )
-
-
-def _late_starts(runtime: Runtime, now: datetime) -> Mapping[str, int]:
-    try:
-        return recent_late_starts(runtime, now)
-    except StoreError:
-        return {}  # the tables of statistics may be missing
-
-
-def _groups(runtime: Runtime, tables: TableState, now: datetime) -> list[FailedNow]:
+        return DeploymentState(now, DatabaseState(store.database.shown_url, None, error), services)
     counted: Sequence[CountedFailures] = ()
-    last: list[FailedRow] = []
+    last: Sequence[FailedRow] = ()
+    late_starts: Mapping[str, int] = {}
     try:
         counted = recent_failures(runtime, now)
-        ids = [each.group.task_id for each in counted]
-        last = list(rows_of(runtime.store.database, runtime.store.schema, ids))
+        last = rows_of(store.database, store.schema, [each.group.task_id for each in counted])
+        late_starts = recent_late_starts(runtime, now)
     except StoreError:
         pass  # the tables of statistics may be missing; FAILED tasks are known without them
-    return groups_of(tables.failed, now, counted, last, has_more=not _has_all_failures(tables))
-
-
-def _has_all_failures(tables: TableState) -> bool:
-    return len(tables.failed) < MOST_FAILED
+    groups = groups_of(rows, now, counted, last, has_more=not found.has_all_failures)
+    return replace(found, groups=groups, late_starts=late_starts)
 
 
 def read_tables(
-    store: Store, settings: Settings, most_counted: int = MAX_COUNTED, *, with_failed: bool = False
-) -> TableState:
-    """Read the state of the tables.
+    store: Store, settings: Settings, most_counted: int = MAX_COUNTED
+) -> DeploymentState:
+    """Read what the tables say in numbers, without failures, lost workers and late starts.
 
-    Parameters
-    ----------
-    most_counted
-        A larger number of tasks of a status is the planner's estimate.
-    with_failed
-        Read the failed tasks that were due last, with their errors.
+    A number of tasks of a status that is larger than `most_counted` is the planner's estimate.
     """
     began = monotonic()
     stats, now = Stats(store.database, store.schema), store.tasks.now()
-    counts = stats.counts(most_counted)
     overdue = OverdueRows(store.database, store.schema).count(settings.grace_s, most_counted)
     late = explain_overdue(store, settings) if overdue.tasks else []
     if overdue.tasks and len(late) < MAX_EXPLAINED_GROUPS:  # these are all overdue tasks
         oldest = min((group.oldest for group in late), default=None)
         overdue = OverdueCount(sum(group.tasks for group in late), oldest)
-    has_failed = with_failed and counts[Status.FAILED].rows
-    failed = failed_rows(store.database, store.schema) if has_failed else []
-    state = TableState(
-        now=now,
-        counts=counts,
-        overdue=overdue,
+    found = DeploymentState(
+        now,
+        DatabaseState(store.database.shown_url),
+        ServicesState(settings.timer_kind, settings.uses_broker),
+        counts=stats.counts(most_counted),
+        overdue=overdue.tasks,
+        oldest=overdue.oldest,
         late=late,
         expired_leases=stats.expired_leases(),
         sweeps=list(_sweeps(stats, settings, now)),
         workers=store.workers.registered(now, settings.silent_s),
-        paused=sum(policy.is_paused for policy in store.policies.read()),
-        failed=failed,
-        read_s=monotonic() - began,
+        policies=store.policies.read(),
     )
-    has_all = has_failed and len(failed) < MOST_FAILED
-    return _with_count(state, Status.FAILED, len(failed) if has_all else None)
-
-
-def _with_count(state: TableState, status: Status, rows: int | None) -> TableState:
-    """Replace the number of a status by that of a later query, unless it is None.
-
-    Tasks may have moved between two queries. The sentences of the verdict contain the numbers of
-    the later one.
-    """
-    if rows is None:
-        return state
-    return state._replace(counts={**state.counts, status: Count(rows)})
+    return replace(found, read_s=monotonic() - began)
 
 
 def _sweeps(stats: Stats, settings: Settings, now: datetime) -> Iterator[SweepState]:

@@ -76,7 +76,7 @@ NAMED_TAGS = 3
 def failure_flaw(state: DeploymentState) -> str | None:
     """Return the end of the headline, for example "14 tasks failed"; None without failures."""
     if _recent(state):
-        is_estimate = state.tables is not None and state.tables.counts[Status.FAILED].is_estimate
+        is_estimate = state.counts[Status.FAILED].is_estimate
         return f"{'about ' if is_estimate else ''}{count(state.failed, 'task')} failed"
     if retried := sum(runs.runs for _, runs in _retried(state) if _is_much(runs)):
         return f"{runs_have(retried)} failed and will be retried"

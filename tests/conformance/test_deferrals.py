@@ -224,7 +224,7 @@ def test_a_task_is_overdue_though_its_next_try_is_later(world: World, overdue: D
     world.serve("worker-1", "default")
     world.schedule("later", delay=60)
     state, due = world.state(), overdue.due
-    assert state.overdue == (1, due)
+    assert (state.overdue, state.oldest) == (1, due)
     [late] = state.late
     assert (late.tag, late.oldest, late.reason.code) == ("new", due, "no_processor")
     [queue] = world.queues()
@@ -237,7 +237,7 @@ def test_late_tasks_are_counted_by_queue_tag_and_cause(world: World, overdue: De
     for tag, queue in (("note", "default"), ("note", "letters"), ("new", "default")):
         world.put(due_s=-100, tag=tag, queue=queue)
     state = world.state()
-    assert state.overdue.tasks == 4
+    assert state.overdue == 4
     found = {(one.queue, one.tag, one.tasks, one.reason.code) for one in state.late}
     assert found == {
         ("default", "new", 1, "no_processor"),

@@ -35,7 +35,7 @@ from delaytasks.operate import forecast
 from delaytasks.operate.explanations import Explanations
 from delaytasks.operate.live import LiveSnapshot, snapshot
 from delaytasks.operate.searches import Follower, limited_search
-from delaytasks.operate.state import TableState, read_tables
+from delaytasks.operate.state import DeploymentState, read_tables
 from delaytasks.operate.statistics_table import StatisticsTable, Unwritten
 from delaytasks.operate.why import Reason, why
 from delaytasks.run.observers import RunCounts
@@ -346,13 +346,13 @@ class World:
         offset_us, times = int(clock_offset_s * 1e6), ServiceTimes(**services)
         self.store.workers.report(name, queues, pool, size, offset_us, tags, times)
 
-    def state(self) -> TableState:
+    def state(self) -> DeploymentState:
         """Return the numbers of the tables, as the command `status` shows them."""
         return read_tables(self.store, self.delays.settings)
 
     def live(self) -> LiveSnapshot:
         """Return what the command `top` shows."""
-        return snapshot(self.store, self.delays.settings)
+        return snapshot(self.store, self.delays.settings, self.state())
 
     def queues(self) -> list[Any]:
         """Return the counts of queues that the console shows, of those with live tasks."""

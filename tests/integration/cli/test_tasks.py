@@ -75,8 +75,8 @@ WRONG = """
     id: cancel x | schedule ok --delay 1 --id '1 OR 1=1'
     status: cancel --tag ok --status DONE --yes | rerun --status RUNNING --yes
     key_prefix: cancel --tag ok --key * --yes
-    UsageError: reschedule --delay 1 | reschedule --tag ok --yes | reschedule 1 --by 1h
-    UsageError: reschedule --tag ok --by 1h --delay 1h --yes
+    UsageError: reschedule --delay 1 | reschedule 1 --by 1h
+    delay: reschedule --tag ok --yes | reschedule --tag ok --by 1h --delay 1h --yes
     UsageError: reschedule --tag ok --by 1h --version 0 --yes
     by: reschedule --tag ok --by 0 --yes
     jitter: reschedule --tag ok --jitter 0 --yes
@@ -87,7 +87,8 @@ WRONG = """
     body: schedule ok {a} --delay 1
     BadParameter: schedule ok @nowhere.json --delay 1 | schedule ok --delay 1 --priority x
     BadParameter: schedule ok --delay 1 --on-conflict x | schedule --many nowhere.jsonl
-    UsageError: schedule | schedule ok --delay 1 --at 2999-01-01T00:00:00Z
+    UsageError: schedule
+    delay: schedule ok | schedule ok --delay 1 --at 2999-01-01T00:00:00Z
     UsageError: schedule ok --many - | schedule --many - --max-late 1h
     NoSuchOption: schedule ok --delya 1
     tag: pause | resume --tag a --queue b
