@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import json
-import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -111,28 +110,6 @@ class Selection:
             raise click.UsageError("Name the tasks by ids or by filters.")
         return None if self.given else self.ids
 
-    def as_typed(self) -> str:
-        """Return the ids and filters as a part of a command line."""
-        words = [*self.ids]
-        for name, value in self.given.items():
-            words += [f"--{name.replace('_', '-')} {shlex.quote(each)}" for each in _typed(value)]
-        return " ".join(words)
-
-
-def _typed(value: Any) -> list[str]:
-    """Return the texts with which a user gives the value of a filter."""
-    match value:
-        case str():
-            return [value]
-        case datetime():
-            return [value.isoformat()]
-        case dict():
-            return [f"{name}={text}" for name, text in value.items()]
-        case (datetime() | None, datetime() | None):
-            return ["..".join("" if end is None else end.isoformat() for end in value)]
-        case _:
-            return [*value]
-
 
 def _filters(flags: Mapping[str, str] | None = None) -> list[click.Parameter]:
     """Return the ids, the filters and some flags of a command, which `Selection.of` takes."""
@@ -211,10 +188,8 @@ def _list(
         below="error",
     )
     if page.cursor is not None:
-        words = [cli.command, "list", which.as_typed(), "--oldest-first" if oldest_first else ""]
-        words += [f"--limit {limit} --cursor {page.cursor}"]
         # On stderr, so that a pipe receives tasks only.
-        cli.note(f"More: {' '.join(filter(None, words))}")
+        cli.note(f"More: the same with --cursor {page.cursor}")
 
 
 list_ = Command(

@@ -443,6 +443,7 @@ def read_tables(
     """
     began = monotonic()
     stats, now = Stats(store.database, store.schema), store.tasks.now()
+    counts = stats.counts(most_counted)
     overdue = OverdueRows(store.database, store.schema).count(settings.grace_s, most_counted)
     late = explain_overdue(store, settings) if overdue.tasks else []
     if overdue.tasks and len(late) < MAX_EXPLAINED_GROUPS:  # these are all overdue tasks
@@ -452,7 +453,7 @@ def read_tables(
         now,
         DatabaseState(store.database.shown_url),
         ServicesState(settings.timer_kind, settings.uses_broker),
-        counts=stats.counts(most_counted),
+        counts=counts,
         overdue=overdue.tasks,
         oldest=overdue.oldest,
         late=late,

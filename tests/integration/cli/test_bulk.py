@@ -57,8 +57,7 @@ def test_ids_and_filters_that_are_given_together_must_both_match(shop: Project) 
     assert shop.json("reschedule", first, second, "--by", "1m", "--yes")["changed"] == 2
     assert shop.json("cancel", first, second, "--tag", "ok", "--yes")["changed"] == 2
     assert shop.json("cancel", other, "--tag", "mail", "--yes")["changed"] == 0
-    said = shop("list", first, second, "--oldest-first", "--limit", "1")
-    assert f"list {first} {second} --oldest-first" in said.stderr
+    assert len(shop.json("list", first, second, "--tag", "ok")["tasks"]) == 2
     rerun = shop.json("rerun", first, second, "--status", "CANCELLED", "--yes")
     assert (rerun["changed"], shop.delays.get(other).version) == (2, 0)
 
@@ -208,6 +207,4 @@ def test_list_and_cancel_take_several_statuses_and_meta(shop: Project) -> None:
     assert shop.json("cancel", "--meta", "tenant=acme", "--yes")["changed"] == 1
     both = ["--status", "CANCELLED", "--status", "NOT_COMPLETE"]
     assert len(shop.json("list", *both)["tasks"]) == 3
-    more = shop("list", *both, "--meta", "a=b", "--limit", "1").stderr
-    assert "--status CANCELLED --status NOT_COMPLETE" in more
-    assert "--meta a=b" in more
+    assert len(shop.json("list", *both, "--meta", "a=b")["tasks"]) == 2

@@ -40,21 +40,17 @@ def test_list_finds_by_tag_status_key_and_time(shop: Project) -> None:
     assert shop.status(near) is not shop.status(old)
 
 
-def test_list_prints_a_working_command_for_the_next_page(shop: Project) -> None:
+def test_list_prints_the_cursor_of_the_next_page(shop: Project) -> None:
     ids = [str(shop.schedule("mail", 60 + number, key=f"a b{number}").id) for number in range(5)]
     seen: list[str] = []
     chosen = f"--tag mail --status NOT_COMPLETE --due 2020-01-01T00:00:00Z..{FAR} --created 1h.."
     arguments = ["list", *chosen.split(), "--limit", "2"]
+    more: list[str] = []
     for _ in range(3):
-        said = shop(*arguments)
+        said = shop(*arguments, *more)
         seen += [line.split()[0] for line in said.stdout.splitlines()[1:]]
-        more = re.search(r"^More: delaytasks -A (\S+) (list .*)$", said.stderr, re.MULTILINE)
-        if more is None:
-            break
-        assert more[1] == shop.name
-        due = "--due 2020-01-01T00:00:00+00:00..2999-01-01T00:00:00+00:00 --created 20"
-        assert f"--tag mail --status NOT_COMPLETE {due}" in more[2]
-        arguments = shlex.split(more[2])
+        more = said.stderr.split()[-2:]
+    assert more == [], "the last page has no cursor"
     assert seen == ids[::-1]
     page = shop.json("list", "--limit", "3")
     rest = shop.json("list", "--limit", "3", "--cursor", page["cursor"])

@@ -1,0 +1,41 @@
+"""The table of operations: each of them is in the faces, explained, with valid bounds."""
+
+from __future__ import annotations
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from delaytasks import InvalidInputError
+from delaytasks.cli.main import main
+from delaytasks.http_api.routes import ROUTES
+from delaytasks.operate import operations
+from delaytasks.operate.operations import OPERATIONS, Kind, Parameter
+from tests.unit.test_cli import commands
+
+PARAMETERS = [
+    (f"{name} {each.name}", each)
+    for name, operation in OPERATIONS.items()
+    for each in (*operation.parameters, *operation.only_bulk)
+]
+
+
+def test_each_operation_is_a_command_or_a_route() -> None:
+    names, routed = {path for path, _ in commands(main)}, {each.operation.name for each in ROUTES}
+    assert {name for name, each in OPERATIONS.items() if each.is_command} <= names
+    assert OPERATIONS.keys() == names.intersection(OPERATIONS) | routed
+    assert len({each.name for each in ROUTES}) == len(ROUTES)
+
+
+@pytest.mark.parametrize("parameter", dict(PARAMETERS).values(), ids=dict(PARAMETERS))
+def test_each_parameter_is_explained_and_has_a_valid_schema(parameter: Parameter) -> None:
+    assert parameter.help.endswith((".", "]"))
+    Draft202012Validator.check_schema(parameter.schema)
+
+
+@pytest.mark.parametrize("name", "DURATION SHIFT INSTANT END BEGIN LIMIT PAIR PAIRS".split())
+def test_a_wrong_value_is_refused_with_the_name_of_its_parameter(name: str) -> None:
+    kind: Kind = getattr(operations, name)
+    for typed in ("", "soon\0", "2030-01-01T00:00"):
+        with pytest.raises(InvalidInputError) as caught:
+            kind.parse(typed, "mine")
+        assert caught.value.argument == "mine"
