@@ -15,13 +15,13 @@ from delaytasks.registry import Processor
 from delaytasks.shards import Shards
 
 if TYPE_CHECKING:
+    from delaytasks.operate.findings import Finding
     from delaytasks.operate.forecast import Forecast
-    from delaytasks.operate.start_checks import Finding
     from delaytasks.recurring.definition import RecurringSchedule
 
 #: Values that most processes do not use, and the modules that have them.
 _LATER = {
-    "Finding": "operate.start_checks",
+    "Finding": "operate.findings",
     "Forecast": "operate.forecast",
     "RecurringSchedule": "recurring.definition",
 }

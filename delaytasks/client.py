@@ -66,8 +66,8 @@ if TYPE_CHECKING:
     from delaytasks.model.filters import Filters
     from delaytasks.model.moves import Outcome
     from delaytasks.model.task import OnConflict, TaskOptions, Transaction
+    from delaytasks.operate.findings import Finding
     from delaytasks.operate.forecast import Forecast
-    from delaytasks.operate.start_checks import Finding
     from delaytasks.operate.statistics import Statistics
     from delaytasks.recurring.recurring import Recurring
     from delaytasks.registry import CommonOptions, Decorator, P, ProcessorOptions, Returned
@@ -927,7 +927,9 @@ class DelayTasks:
         >>> for finding in delays.check():
         ...     print(finding.tag, finding.problem)
         """
-        return [*self._runtime.checks.findings()]
+        from delaytasks.operate.findings import WaitingTasks
+
+        return [*WaitingTasks(self._runtime).findings()]
 
     acheck = twin(check)
 

@@ -27,8 +27,8 @@ from delaytasks.db import migrations
 from delaytasks.db.engines import lacks_sqlite_file
 from delaytasks.model.errors import ConfigError, StoreError
 from delaytasks.model.text import mask_url
+from delaytasks.operate.findings import standby_problem
 from delaytasks.operate.state import explain_overdue
-from delaytasks.operate.state_queries import Stats
 from delaytasks.runtime import runtime_of
 
 OTHER_DATABASE = (
@@ -180,7 +180,7 @@ def warnings_of(delays: DelayTasks) -> list[str]:
         if not group.is_expected
     ]
     try:
-        problem = Stats(runtime.store.database, runtime.store.schema).standby_problem()
+        problem = standby_problem(runtime.store.database)
     except StoreError as error:
         problem = f"its replication is unknown: {error}"
     try:

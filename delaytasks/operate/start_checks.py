@@ -1,20 +1,14 @@
-"""Checks at the start of a process, and of waiting tasks before a deployment; beat's schedule."""
+"""Checks at the start of a process, and the entries of beat's schedule."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from datetime import datetime
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from delaytasks.broker.arming import SWEEP
-from delaytasks.model.body import name_in, names_of
-from delaytasks.model.errors import BodyRefusedError, ConfigError, StoreUnavailableError
-from delaytasks.model.task import DelayedTask, is_encrypted
+from delaytasks.model.errors import ConfigError, StoreUnavailableError
 from delaytasks.model.text import shown
 
 if TYPE_CHECKING:
-    from delaytasks.operate.state_queries import Pending, UntrustedInput
-    from delaytasks.registry import ProcessorSpec, Registry
     from delaytasks.runtime import Runtime
 
 
@@ -91,17 +85,6 @@ class StartChecks:
             )
             self._runtime.events.emit("content.unsafe", accepts=unsafe, remedy=remedy)
 
-    def findings(self) -> Iterator[Finding]:
-        """Yield the waiting tasks that this code cannot run."""
-        from delaytasks.operate.state_queries import Stats
-
-        settings = self._runtime.settings
-        keys = names_of(settings.encryption_keys)
-        stats = Stats(self._runtime.store.database, self._runtime.store.schema)
-        untrusted = stats.strange(settings.max_delay_s, settings.lease_s)
-        registry = self._runtime.registry
-        yield from find_problems(stats.pending(), stats.bodies, registry, untrusted, keys)
-
     def _check_visibility(self) -> None:
         """Compare the horizon with the time after which a broker delivers a message again.
 
@@ -125,107 +108,3 @@ class StartChecks:
                 f"visibility_timeout = {visible_s:g}: messages could be delivered twice; lower "
                 "the horizon, or raise visibility_timeout in broker_transport_options"
             )
-
-
-# -- before a deployment: the waiting tasks that the new code could not run -----------------------
-
-
-#: Id, body, due time and headers of a waiting task.
-WaitingBody = tuple[int, str, datetime, str | None]
-#: Ids that one finding lists.
-EXAMPLES = 5
-
-
-class Finding(NamedTuple):
-    """Tasks of one tag that this code could not run, and the reason."""
-
-    tag: str
-    tasks: int
-    first_due: datetime
-    problem: str
-    #: Some of the tasks; empty if the finding is about all tasks of the tag.
-    ids: list[int]
-    #: The queues of the tasks, if known.
-    queues: tuple[str, ...] = ()
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            **self._asdict(),
-            "first_due": self.first_due.isoformat(),
-            "ids": [str(id) for id in self.ids],
-        }
-
-
-def find_problems(
-    pending: Iterable[Pending],
-    bodies: Callable[[str], Iterable[WaitingBody]],
-    registry: Registry,
-    strange: Iterable[UntrustedInput] = (),
-    keys: Collection[str] = (),
-) -> Iterator[Finding]:
-    """Compare the waiting tasks with the registered processors.
-
-    Parameters
-    ----------
-    pending
-        The waiting tasks, summed up by tag.
-    bodies
-        Returns the waiting tasks of a tag. It is called only for tags whose processor has a schema
-        or a version.
-    registry
-        The processors of this code.
-    strange
-        Rows of other programs that no worker can run.
-    keys
-        The names of the encryption keys with which the bodies were read.
-
-    Yields
-    ------
-    Finding
-        One for each tag, and each problem of untrusted rows.
-    """
-    for waiting in pending:
-        tag, queues = waiting.tag, waiting.queues
-        processor = registry.get(tag)
-        if processor is None:
-            yield Finding(tag, waiting.tasks, waiting.first_due, "no processor", [], queues)
-        elif processor.schema is not None or processor.body_version is not None:
-            refused = _refused(processor, bodies(tag), keys)
-            count, examples = 0, list[tuple[int, datetime, str]]()
-            for count, found in enumerate(refused, 1):
-                if count <= EXAMPLES:
-                    examples.append(found)
-            if examples:
-                ids, dues, problems = zip(*examples, strict=True)
-                yield Finding(tag, count, min(dues), problems[0], list(ids), queues)
-    for row in strange:
-        yield Finding(row.tag, row.tasks, row.first_due, row.problem, sorted(set(row.ids)))
-
-
-def _refused(
-    processor: ProcessorSpec, bodies: Iterable[WaitingBody], keys: Collection[str]
-) -> Iterator[tuple[int, datetime, str]]:
-    """Yield the id, the due time and the problem of each task whose body cannot be read."""
-    for id, body, due, headers in bodies:
-        problem = _problem(
-            processor, DelayedTask(id, processor.tag, body, due, headers_json=headers), keys
-        )
-        if problem is not None:
-            yield id, due, problem
-
-
-def _problem(processor: ProcessorSpec, task: DelayedTask, keys: Collection[str]) -> str | None:
-    if processor.is_newer(task.body_version):
-        return (
-            f"bodies of version {task.body_version}, and its processor has {processor.body_version}"
-        )
-    if is_encrypted(task.body_json):
-        name = name_in(task.body_json)
-        # A body whose key is missing is reported among the rows of other programs.
-        problem = f"encrypted with key {name}, which is here, and changed since, or another task's"
-        return problem if name in keys else None
-    try:
-        processor.checked(task.body)
-    except (BodyRefusedError, ValueError, RecursionError) as error:
-        return str(error)
-    return None

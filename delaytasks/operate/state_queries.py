@@ -7,42 +7,20 @@ from datetime import datetime
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
-from sqlalchemy import ColumnElement, Connection, Select, and_, case, func, null, select, text
+from sqlalchemy import ColumnElement, Connection, Select, and_, case, func, null, select
 
-from delaytasks.db.bulk_moves import Bulk
 from delaytasks.db.database import Database
-from delaytasks.db.schema import BODY, Schema, by_id, listed
+from delaytasks.db.schema import Schema, by_id, listed
 from delaytasks.db.searching import distinct_values, first_page, has_status, levels_of
 from delaytasks.db.sweep_queries import is_abandoned, is_late
 from delaytasks.db.types import db_now_plus, for_database, is_past, once
-from delaytasks.model.body import MARK_LENGTH, NO_NAME, PREFIX, marks_of, name_in
 from delaytasks.model.filters import Filter
-from delaytasks.model.inputs import show_duration
-from delaytasks.model.moves import LIVE, Status
+from delaytasks.model.moves import Status
 from delaytasks.model.text import DEFER_MAX_S, DEFERRALS
 
 T = TypeVar("T")
-#: A lease that ends after this number of lease periods cannot be ours.
-LONG_LEASES = 100
 #: Up to this number, rows are counted exactly.
 MAX_COUNTED = 1_000_000
-
-
-#: Queries whose first value says whether the server is a standby, whether it replicates
-#: synchronously, and whether a synchronous standby is connected. A role without pg_monitor sees
-#: NULL for the state of each standby.
-_POSTGRESQL_ROLE = (
-    "SELECT pg_is_in_recovery()",
-    "SELECT current_setting('synchronous_standby_names') <> ''",
-    "SELECT 1 FROM pg_stat_replication WHERE COALESCE(sync_state, 'sync') IN ('sync', 'quorum')",
-)
-_MYSQL_ROLE = (
-    "SELECT @@global.read_only",
-    "SHOW GLOBAL VARIABLES WHERE variable_name IN "
-    "('rpl_semi_sync_master_enabled', 'rpl_semi_sync_source_enabled') AND value = 'ON'",
-    "SHOW GLOBAL STATUS WHERE variable_name IN "
-    "('Rpl_semi_sync_master_clients', 'Rpl_semi_sync_source_clients') AND value <> '0'",
-)
 
 
 class Swept(NamedTuple):
@@ -61,26 +39,6 @@ class Swept(NamedTuple):
         return age_s is None or age_s > limit_s
 
 
-class Pending(NamedTuple):
-    """The unfinished tasks of one tag."""
-
-    tag: str
-    tasks: int
-    first_due: datetime
-    queues: tuple[str, ...] = ()
-
-
-class UntrustedInput(NamedTuple):
-    """Rows of one tag that another program wrote, and that no worker can claim."""
-
-    tag: str
-    tasks: int
-    first_due: datetime
-    #: The first and the last id.
-    ids: tuple[int, int]
-    problem: str
-
-
 class Count(NamedTuple):
     rows: int
     is_estimate: bool = False
@@ -91,8 +49,6 @@ class Stats:
         self._db = database
         self._t = schema.tasks
         self._s = schema.sweeps
-        self._cipher = schema.cipher
-        self._bulk = Bulk(database, schema)
 
     def counts(self, most: int = MAX_COUNTED) -> dict[Status, Count]:
         """Return the number of rows of each status.
@@ -126,78 +82,6 @@ class Stats:
         query = select(func.count()).where(is_abandoned(self._t))
         return self._db.autocommitted(lambda c: int(c.execute(query).scalar_one()))
 
-    def pending(self) -> list[Pending]:
-        """Return the tags that have tasks yet to run."""
-        t = self._t
-        first_due = func.min(func.coalesce(t.c.due_time, t.c.expected_time))
-        query = select(t.c.tag, t.c.queue, func.count(), first_due).where(self._is_live())
-        found: dict[str, Pending] = {}
-        query = query.group_by(t.c.tag, t.c.queue).order_by(t.c.tag, t.c.queue)
-        for tag, queue, tasks, due in self._all(query):
-            seen = found.get(tag, Pending(tag, 0, due))
-            found[tag] = Pending(
-                tag, seen.tasks + tasks, min(seen.first_due, due), (*seen.queues, queue)
-            )
-        return list(found.values())
-
-    def bodies(self, tag: str) -> Iterator[tuple[int, str, datetime, str | None]]:
-        """Yield (id, body, due, headers) of a tag's live tasks."""
-        t = self._t
-        query = select(t.c.id, t.c.message_body, t.c.expected_time, t.c.headers).where(
-            self._is_live(), t.c.tag == tag
-        )
-        for id, body, *others in self._all(query.order_by(t.c.expected_time)):
-            if self._cipher is not None:
-                body = self._cipher.read(body, BODY, id, tag)
-            yield id, body, *others
-
-    def strange(self, max_delay_s: float, lease_s: float) -> Iterator[UntrustedInput]:
-        """Yield live rows that no worker will take."""
-        t = self._t
-        waits, runs = t.c.status == int(Status.NOT_COMPLETE), t.c.status == int(Status.RUNNING)
-        is_far = t.c.expected_time > db_now_plus(max_delay_s)
-        problems = {
-            f"due later than {show_duration(max_delay_s)} from now": and_(waits, is_far),
-            "RUNNING, with a longer lease than any worker sets": and_(
-                runs, t.c.lease_until > db_now_plus(LONG_LEASES * lease_s)
-            ),
-        }
-        grouped = select(
-            t.c.tag, func.count(), func.min(t.c.expected_time), func.min(t.c.id), func.max(t.c.id)
-        )
-        for problem, is_so in problems.items():
-            query = grouped.where(is_so).group_by(t.c.tag).order_by(t.c.tag)
-            for tag, tasks, first_due, first, last in self._all(query):
-                yield UntrustedInput(tag, tasks, first_due, (first, last), problem)
-        yield from self._without_key()
-
-    def _without_key(self) -> Iterator[UntrustedInput]:
-        """Yield live rows that no key here can decrypt, window by window: no statement reads all
-        bodies."""
-        t = self._t.c
-        marks = [] if self._cipher is None else marks_of(self._cipher.names)
-        mark = func.substr(t.message_body, 1, MARK_LENGTH + 1)
-        needs = [
-            func.substr(t.message_body, 1, len(PREFIX)) == PREFIX,
-            *([mark.not_in(marks)] if marks else []),
-        ]
-        found: dict[tuple[str, str], UntrustedInput] = {}
-        for rows in self._bulk.windows(LIVE, [t.tag, mark, t.expected_time, t.id], *needs):
-            for tag, begin, due, id in rows:
-                name = name_in(begin)
-                one = UntrustedInput(tag, 1, due, (id, id), _why(name))
-                seen = found.get((tag, name))
-                found[tag, name] = one if seen is None else _both(seen, one)
-        yield from (found[each] for each in sorted(found))
-
-    def _all(self, query: Select[Any]) -> Iterator[Any]:
-        """Yield the rows of a query that reads all tasks, and so may take minutes."""
-        for rows in self._db.stream(query, size=1000, may_take_long=True):
-            yield from rows
-
-    def _is_live(self) -> ColumnElement[bool]:
-        return self._t.c.status.in_([int(status) for status in LIVE])
-
     def sweeps(self, sweep_partitions: int) -> list[Swept]:
         """Return the last sweep of each sweep partition, with or without a broker."""
         s = self._s
@@ -207,22 +91,6 @@ class Stats:
         found = {row[0]: Swept(*row) for row in rows}
         return [found.get(n, Swept(n, None, None)) for n in range(sweep_partitions)]
 
-    def standby_problem(self) -> str | None:
-        """Return what is wrong with the server's role in a replication, for `check`."""
-        queries: Sequence[str] = for_database(
-            self._db.backend, postgresql=_POSTGRESQL_ROLE, mysql=_MYSQL_ROLE, sqlite=()
-        )
-
-        def read(connection: Connection) -> list[bool]:
-            return [bool(connection.execute(text(query)).scalar()) for query in queries]
-
-        match self._db.autocommitted(read):
-            case [True, *_]:
-                return "it is a standby, which accepts no tasks"
-            case [_, True, False]:
-                return "it replicates synchronously, and no synchronous standby is connected"
-        return None
-
     def server(self) -> str:
         """Return the database's kind and version."""
 
@@ -231,18 +99,6 @@ class Stats:
             return f"{connection.dialect.name} {'.'.join(map(str, numbers))}".strip()
 
         return self._db.autocommitted(version)
-
-
-def _why(name: str) -> str:
-    if name == NO_NAME:
-        return f"begins with {PREFIX} and names no key: no process can read it"
-    return f"encrypted with key {name}, which delaytasks_encryption_keys does not have here"
-
-
-def _both(a: UntrustedInput, b: UntrustedInput) -> UntrustedInput:
-    ids = *a.ids, *b.ids
-    due = min(a.first_due, b.first_due)
-    return a._replace(tasks=a.tasks + b.tasks, first_due=due, ids=(min(ids), max(ids)))
 
 
 # -- Reads the FAILED tasks that were due last, and tasks that failed runs were counted for -------

@@ -22,8 +22,9 @@ from delaytasks.db import migrations
 from delaytasks.db.schema import Schema
 from delaytasks.db.store import Store
 from delaytasks.model.task import Entry
+from delaytasks.operate.findings import WaitingTasks, standby_problem
 from delaytasks.operate.health import HealthChecks, HealthQuestion
-from delaytasks.operate.state_queries import OverdueRows, Stats
+from delaytasks.operate.state_queries import OverdueRows
 from delaytasks.recurring.recurring import follow
 from delaytasks.runtime import runtime_of
 from tests.conftest import settings_for
@@ -236,13 +237,13 @@ def test_a_worker_that_may_not_read_the_requests_to_cancel_is_refused(
 def test_a_console_can_read(role_tables: RoleTables) -> None:
     web, delays = role_tables.delays("web"), role_tables.delays("console")
     store = runtime_of(delays).store
-    stats, overdue = Stats(store.database, store.schema), OverdueRows(store.database, store.schema)
+    overdue = OverdueRows(store.database, store.schema)
     task = web.schedule_delay("mail", {}, 60)
     web.close()
     assert explain(delays, task).reasons[0].code == "future"
     assert overdue.groups(3600, 20) == [], "an earlier test may have left due tasks"
-    assert stats.standby_problem() is None
-    assert list(stats.pending()) is not None
+    assert standby_problem(store.database) is None
+    assert WaitingTasks(runtime_of(delays)).by_tag() is not None
     assert delays.find() is not None
     assert delays.policies.list() is not None
     assert store.workers.all() is not None

@@ -1,0 +1,212 @@
+"""What `check` reads before a deployment: the waiting tasks that this code could not run.
+
+The queries read all waiting tasks, and so may take minutes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sqlalchemy import Connection, Select, and_, func, select, text
+
+from delaytasks.db.bulk_moves import Bulk
+from delaytasks.db.database import Database
+from delaytasks.db.schema import BODY
+from delaytasks.db.types import db_now_plus, for_database
+from delaytasks.model.body import MARK_LENGTH, NO_NAME, PREFIX, marks_of, name_in, names_of
+from delaytasks.model.errors import BodyRefusedError
+from delaytasks.model.inputs import show_duration
+from delaytasks.model.moves import LIVE, Status
+from delaytasks.model.task import DelayedTask, is_encrypted
+
+if TYPE_CHECKING:
+    from delaytasks.registry import ProcessorSpec
+    from delaytasks.runtime import Runtime
+
+#: Ids that one finding lists.
+EXAMPLES = 5
+#: A lease that ends after this number of lease periods cannot be ours.
+LONG_LEASES = 100
+
+
+class Finding(NamedTuple):
+    """Tasks of one tag that this code could not run, and the reason."""
+
+    tag: str
+    tasks: int
+    first_due: datetime
+    problem: str
+    #: Some of the tasks; empty if the finding is about all tasks of the tag.
+    ids: list[int]
+    #: The queues of the tasks, if known.
+    queues: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            **self._asdict(),
+            "first_due": self.first_due.isoformat(),
+            "ids": [str(id) for id in self.ids],
+        }
+
+
+class WaitingTasks:
+    """Compares the waiting tasks with the processors, the settings and the keys of this process."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._db, self._schema = runtime.store.database, runtime.store.schema
+        self._settings, self._registry = runtime.settings, runtime.registry
+        self._t = t = self._schema.tasks.c
+        self._is_live = t.status.in_([int(status) for status in LIVE])
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield one finding for each tag, and then those about rows that no worker takes."""
+        for every in self.by_tag():
+            processor = self._registry.get(every.tag)
+            if processor is None:
+                yield every
+            elif processor.schema is not None or processor.body_version is not None:
+                tasks, examples = 0, list[Finding]()
+                for tasks, refused in enumerate(self._refused(processor), 1):
+                    if tasks <= EXAMPLES:
+                        examples.append(refused)
+                if examples:
+                    ids = [each.ids[0] for each in examples]
+                    yield examples[0]._replace(tasks=tasks, ids=ids, queues=every.queues)
+        yield from self._untimely()
+        yield from self._without_key()
+
+    def by_tag(self) -> list[Finding]:
+        """Return the waiting tasks of each tag, as if it had no processor."""
+        t, found = self._t, dict[str, Finding]()
+        first_due = func.min(func.coalesce(t.due_time, t.expected_time))
+        query = select(t.tag, t.queue, func.count(), first_due).where(self._is_live)
+        for tag, queue, tasks, due in self._all(
+            query.group_by(t.tag, t.queue).order_by(t.tag, t.queue)
+        ):
+            one = Finding(tag, tasks, due, "no processor", [], (queue,))
+            found[tag] = _both(found[tag], one) if tag in found else one
+        return list(found.values())
+
+    def _refused(self, processor: ProcessorSpec) -> Iterator[Finding]:
+        """Yield the tasks of a tag whose bodies its processor cannot read."""
+        t, tag, cipher = self._t, processor.tag, self._schema.cipher
+        query = select(t.id, t.message_body, t.expected_time, t.headers)
+        mine = query.where(self._is_live, t.tag == tag).order_by(t.expected_time)
+        for id, body, due, headers in self._all(mine):
+            body = body if cipher is None else cipher.read(body, BODY, id, tag)
+            problem = self._problem(
+                processor, DelayedTask(id, tag, body, due, headers_json=headers)
+            )
+            if problem is not None:
+                yield Finding(tag, 1, due, problem, [id])
+
+    def _problem(self, processor: ProcessorSpec, task: DelayedTask) -> str | None:
+        if processor.is_newer(task.body_version):
+            mine = processor.body_version
+            return f"bodies of version {task.body_version}, and its processor has {mine}"
+        if is_encrypted(task.body_json):
+            name = name_in(task.body_json)
+            # `_without_key` reports a body whose key is missing.
+            changed = f"encrypted with key {name}, which is here, and changed since, or another "
+            keys = names_of(self._settings.encryption_keys)
+            return f"{changed}task's" if name in keys else None
+        try:
+            processor.checked(task.body)
+        except (BodyRefusedError, ValueError, RecursionError) as error:
+            return str(error)
+        return None
+
+    # -- rows of other programs -------------------------------------------------------------------
+
+    def _untimely(self) -> Iterator[Finding]:
+        """Yield rows whose times are too far away, so that no worker will take them."""
+        t, max_delay_s = self._t, self._settings.max_delay_s
+        is_far = t.expected_time > db_now_plus(max_delay_s)
+        is_long = t.lease_until > db_now_plus(LONG_LEASES * self._settings.lease_s)
+        waits, runs = t.status == int(Status.NOT_COMPLETE), t.status == int(Status.RUNNING)
+        problems = {
+            f"due later than {show_duration(max_delay_s)} from now": and_(waits, is_far),
+            "RUNNING, with a longer lease than any worker sets": and_(runs, is_long),
+        }
+        first, last = func.min(t.id), func.max(t.id)
+        grouped = select(t.tag, func.count(), func.min(t.expected_time), first, last)
+        for problem, is_so in problems.items():
+            query = grouped.where(is_so).group_by(t.tag).order_by(t.tag)
+            for tag, tasks, first_due, *ids in self._all(query):
+                yield Finding(tag, tasks, first_due, problem, sorted({*ids}))
+
+    def _without_key(self) -> Iterator[Finding]:
+        """Yield rows that no key here can decrypt. No statement reads all bodies."""
+        t, cipher = self._t, self._schema.cipher
+        marks = [] if cipher is None else marks_of(cipher.names)
+        mark = func.substr(t.message_body, 1, MARK_LENGTH + 1)
+        needs = [
+            func.substr(t.message_body, 1, len(PREFIX)) == PREFIX,
+            *([mark.not_in(marks)] if marks else []),
+        ]
+        found: dict[tuple[str, str], Finding] = {}
+        columns = [t.tag, mark, t.expected_time, t.id]
+        for rows in Bulk(self._db, self._schema).windows(LIVE, columns, *needs):
+            for tag, begin, due, id in rows:
+                name = name_in(begin)
+                problem = f"encrypted with key {name}, which delaytasks_encryption_keys does not "
+                problem += "have here"
+                if name == NO_NAME:
+                    problem = f"begins with {PREFIX} and names no key: no process can read it"
+                one, seen = Finding(tag, 1, due, problem, [id]), found.get((tag, name))
+                found[tag, name] = one if seen is None else _both(seen, one)
+        yield from (found[each] for each in sorted(found))
+
+    def _all(self, query: Select[Any]) -> Iterator[Any]:
+        for rows in self._db.stream(query, size=1000, may_take_long=True):
+            yield from rows
+
+
+def _both(a: Finding, b: Finding) -> Finding:
+    """Return a finding about the tasks of both, with the first and the last id."""
+    ids = {*a.ids, *b.ids}
+    return a._replace(
+        tasks=a.tasks + b.tasks,
+        first_due=min(a.first_due, b.first_due),
+        ids=sorted({min(ids), max(ids)}) if ids else [],
+        queues=(*a.queues, *b.queues),
+    )
+
+
+# -- the role of the server in a replication ------------------------------------------------------
+
+
+#: Queries whose first value says whether the server is a standby, whether it replicates
+#: synchronously, and whether a synchronous standby is connected. A role without pg_monitor sees
+#: NULL for the state of each standby.
+_POSTGRESQL_ROLE = (
+    "SELECT pg_is_in_recovery()",
+    "SELECT current_setting('synchronous_standby_names') <> ''",
+    "SELECT 1 FROM pg_stat_replication WHERE COALESCE(sync_state, 'sync') IN ('sync', 'quorum')",
+)
+_MYSQL_ROLE = (
+    "SELECT @@global.read_only",
+    "SHOW GLOBAL VARIABLES WHERE variable_name IN "
+    "('rpl_semi_sync_master_enabled', 'rpl_semi_sync_source_enabled') AND value = 'ON'",
+    "SHOW GLOBAL STATUS WHERE variable_name IN "
+    "('Rpl_semi_sync_master_clients', 'Rpl_semi_sync_source_clients') AND value <> '0'",
+)
+
+
+def standby_problem(database: Database) -> str | None:
+    """Return what is wrong with the role of the server."""
+    queries: Sequence[str] = for_database(
+        database.backend, postgresql=_POSTGRESQL_ROLE, mysql=_MYSQL_ROLE, sqlite=()
+    )
+
+    def read(connection: Connection) -> list[bool]:
+        return [bool(connection.execute(text(query)).scalar()) for query in queries]
+
+    match database.autocommitted(read):
+        case [True, *_]:
+            return "it is a standby, which accepts no tasks"
+        case [_, True, False]:
+            return "it replicates synchronously, and no synchronous standby is connected"
+    return None
