@@ -30,7 +30,8 @@ from delaytasks.broker.arming import EtaTimer
 from delaytasks.broker.redis_timer import RedisLocation, RedisTimer
 from delaytasks.db.claims import Claims
 from delaytasks.db.engines import create_sqlite_file
-from delaytasks.db.schema import columns, task_of
+from delaytasks.db.schema import columns
+from delaytasks.db.statements import task_of
 from delaytasks.db.store import Store
 from delaytasks.events import Events
 from delaytasks.model.clock import Clock

@@ -76,15 +76,12 @@ from delaytasks.db.schema import (
     instant_text,
     json_query,
     json_rows,
-    list_of,
     next_version,
-    parts,
     shared_name,
     shared_parameter,
-    task_of,
     type_of,
 )
-from delaytasks.db.statements import Prepared
+from delaytasks.db.statements import Prepared, parts, task_of
 from delaytasks.db.task_rows import Attempts, TaskKeys
 from delaytasks.db.types import UTCDateTime, db_now, for_database, latest, unindexed
 from delaytasks.model.body import dump_json
@@ -485,6 +482,13 @@ class Settlements:
             for name in names
         ]
         return dump_json([dict(zip(names, row, strict=True)) for row in zip(*values, strict=True)])
+
+
+def list_of(database: Database, ids: list[int]) -> dict[str, Any]:
+    """Return the parameters of a sorted list of ids."""
+    if not database.can.arrays:
+        return {"ids": ids}
+    return {"ids": ids, "first": ids[0], "last": ids[-1]}
 
 
 def _after(settlement: Settlement) -> tuple[int, int, int]:

@@ -5,7 +5,7 @@ The task table is the contract with other programs. `Schema` builds the tables f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -457,9 +457,8 @@ class Schema:
         )
 
 
-# -- Rows: their columns, and how they become tasks -----------------------------------------------
+# -- Rows: their columns, and what a move changes -------------------------------------------------
 
-T = TypeVar("T")
 S = TypeVar("S", Select[Any], Update)
 #: The largest value of an INTEGER column.
 MAX_INTEGER = 2**31 - 1
@@ -475,15 +474,6 @@ CLAIMED = COLUMNS[: COLUMNS.index("update_time")]
 
 def columns(schema: Schema, names: Sequence[str] = COLUMNS) -> list[Column[Any]]:
     return [schema.tasks.c[name] for name in names]
-
-
-def task_of(row: Sequence[Any], schema: Schema) -> DelayedTask:
-    cipher = schema.cipher
-    body = row[2] if cipher is None else cipher.read(row[2], BODY, row[0], row[1])
-    task = DelayedTask(row[0], row[1], body, row[3], Status(row[4]), *row[5:])
-    if cipher is not None and task.result_json is not None:
-        task.result_json = cipher.read(task.result_json, RESULT, task.id, task.tag)
-    return task
 
 
 #: The attribute of a task for each column.
@@ -514,11 +504,6 @@ def one_more(count: Column[int]) -> ColumnElement[int]:
 
 
 # -- Lists of values and of rows as one parameter -------------------------------------------------
-
-
-#: Bytes of texts in one statement. Quoted for JSON and then for SQL they may be several times as
-#: long, and MariaDB accepts 16 MB.
-MAX_TEXT = 2_000_000
 
 
 _COLUMN_TYPES = {column.name: column.type for column in task_table(MetaData(), "").columns}
@@ -596,7 +581,7 @@ def _array(kind: Any) -> TypeEngine[Any]:
 
 
 def each_listed(database: Database, id: Column[int]) -> ColumnElement[bool]:
-    """The condition that an id is in the list of `list_of`, for prepared statements.
+    """The condition that an id is in the list of `claims.list_of`, for prepared statements.
 
     Without it a table that was never analysed is scanned.
     """
@@ -608,17 +593,10 @@ def each_listed(database: Database, id: Column[int]) -> ColumnElement[bool]:
 
 
 def id_list(database: Database) -> BindParameter[Any]:
-    """The parameter `ids` of `list_of`."""
+    """The parameter `ids` of `claims.list_of`."""
     if not database.can.arrays:
         return listing("ids")
     return bindparam("ids", type_=_array(BigInteger()))
-
-
-def list_of(database: Database, ids: list[int]) -> dict[str, Any]:
-    """Return the parameters of a sorted list of ids."""
-    if not database.can.arrays:
-        return {"ids": ids}
-    return {"ids": ids, "first": ids[0], "last": ids[-1]}
 
 
 def listing(name: str) -> BindParameter[Any]:
@@ -651,7 +629,7 @@ class _ValueOfId(FunctionElement[Any]):
 def at_place(database: Database, id: Column[int], name: str) -> ColumnElement[Any]:
     """The value of a row in the list parameter `name`, for rows that `each_listed` finds.
 
-    The list has one value for each id of `list_of`, in the same order.
+    The list has one value for each id of `claims.list_of`, in the same order.
     """
     kind = type_of(name)
     if not database.can.arrays:
@@ -673,21 +651,6 @@ def _(element: Any, compiler: Any, **kw: Any) -> str:
     # Lists have parentheses, as IN needs them.
     ids, values = (written.removeprefix("(").removesuffix(")") for written in lists)
     return f"ELT(FIELD({id}, {ids}), {values})"
-
-
-def parts(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """Split `items` into lists that one statement can carry each, in their order."""
-    part: list[T] = []
-    size = 0
-    for item in items:
-        length = size_of(item)
-        if part and size + length > MAX_TEXT:
-            yield part
-            part, size = [], 0
-        part.append(item)
-        size += length
-    if part:
-        yield part
 
 
 def instant_text(database: Database, instant: datetime | None) -> str | None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from zlib import crc32
 
 from sqlalchemy import URL, Connection, Table, bindparam, delete, exc, false, func, insert, select
@@ -26,20 +26,14 @@ from delaytasks.db.engines import (
     make_engine,
     unknown_outcome,
 )
-from delaytasks.db.schema import (
-    ATTRIBUTES,
-    BODY,
-    Schema,
-    columns,
-    instant_text,
-    json_rows,
-    parts,
-    task_of,
-)
+from delaytasks.db.schema import ATTRIBUTES, BODY, RESULT, Schema, columns, instant_text, json_rows
 from delaytasks.db.types import UTCDateTime
 from delaytasks.model.body import dump_json
 from delaytasks.model.errors import DuplicateTaskError, StoreUnavailableError
+from delaytasks.model.moves import Status
 from delaytasks.model.task import CallerConnection, DelayedTask
+
+T = TypeVar("T")
 
 # -- The differences between psycopg2 and psycopg 3 that SQLAlchemy does not hide -----------------
 
@@ -255,9 +249,24 @@ def _sent(value: Any) -> Any:
     return "{" + ",".join(["NULL" if item is None else str(item) for item in value]) + "}"
 
 
+# -- Rows as tasks ---------------------------------------------------------------------------------
+
+
+def task_of(row: Sequence[Any], schema: Schema) -> DelayedTask:
+    cipher = schema.cipher
+    body = row[2] if cipher is None else cipher.read(row[2], BODY, row[0], row[1])
+    task = DelayedTask(row[0], row[1], body, row[3], Status(row[4]), *row[5:])
+    if cipher is not None and task.result_json is not None:
+        task.result_json = cipher.read(task.result_json, RESULT, task.id, task.tag)
+    return task
+
+
 # -- INSERT in the fastest way of each database ---------------------------------------------------
 
 
+#: Bytes of texts in one statement. Quoted for JSON and then for SQL they may be several times as
+#: long, and MariaDB accepts 16 MB.
+MAX_TEXT = 2_000_000
 #: The columns of a new row. The first ones differ in nearly all rows, or are NULL.
 NEW_COLUMNS = tuple(
     "id message_body expected_time task_key tag status version delay_time create_time update_time "
@@ -281,6 +290,21 @@ def new_values(tasks: Iterable[DelayedTask], schema: Schema) -> Iterator[tuple[A
     if cipher is None:
         return rows
     return ((row[0], cipher.seal(row[1], BODY, row[0], row[_TAG]), *row[2:]) for row in rows)
+
+
+def parts(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """Split `items` into lists that one statement can carry each, in their order."""
+    part: list[T] = []
+    size = 0
+    for item in items:
+        length = size_of(item)
+        if part and size + length > MAX_TEXT:
+            yield part
+            part, size = [], 0
+        part.append(item)
+        size += length
+    if part:
+        yield part
 
 
 def values_of(task: DelayedTask, schema: Schema) -> dict[str, Any]:

@@ -40,7 +40,6 @@ from delaytasks.db.schema import (
     moved,
     next_version,
     one_more,
-    task_of,
 )
 from delaytasks.db.searching import (
     distinct_values,
@@ -49,7 +48,7 @@ from delaytasks.db.searching import (
     queues_after,
     waits_between,
 )
-from delaytasks.db.statements import Insert
+from delaytasks.db.statements import Insert, task_of
 from delaytasks.db.task_rows import Attempts, TaskKeys
 from delaytasks.db.types import db_now, db_now_plus, is_narrow, is_past, is_rare, once, unindexed
 from delaytasks.model.clock import to_us

@@ -13,9 +13,9 @@ from sqlalchemy import ColumnElement, Select, and_, bindparam, case, delete, sel
 
 from delaytasks.db.database import Database
 from delaytasks.db.engines import TRIES
-from delaytasks.db.schema import Schema, by_id, check_row_count, columns, listed, moved, task_of
+from delaytasks.db.schema import Schema, by_id, check_row_count, columns, listed, moved
 from delaytasks.db.searching import after_cursor, conditions, first_page, has_status, make_cursor
-from delaytasks.db.statements import Insert, NewRows, insert_if_absent, values_of
+from delaytasks.db.statements import Insert, NewRows, insert_if_absent, task_of, values_of
 from delaytasks.db.types import UTCDateTime, db_now, unindexed
 from delaytasks.model.errors import (
     DuplicateTaskError,

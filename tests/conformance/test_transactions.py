@@ -373,7 +373,7 @@ def test_if_an_id_is_taken_a_batch_loses_and_duplicates_no_task(
     shop: Caller, monkeypatch: MonkeyPatch
 ) -> None:
     # Databases without COPY use several statements.
-    monkeypatch.setattr("delaytasks.db.schema.MAX_TEXT", 100_000)
+    monkeypatch.setattr("delaytasks.db.statements.MAX_TEXT", 100_000)
     old = shop.world.schedule()
     take_id(shop, monkeypatch, 240, old.id)
     told: list[DelayedTask] = []
