@@ -22,10 +22,9 @@ from delaytasks.limits.admission import Admission
 from delaytasks.loops import FAILED_REST_S, Loop
 from delaytasks.model.policies import NO_POLICIES
 from delaytasks.run.calls import Host as RunnerHost
-from delaytasks.run.calls import ThreadSlots
+from delaytasks.run.calls import ThreadSlots, WorkerMemory
 from delaytasks.run.runner import FailureReason, Report, Runner
 from delaytasks.worker.pool import ChunkRequest
-from delaytasks.worker.processes import Obstacles, OthersWait, Renewals
 from delaytasks.worker.worker_runtime import WorkerRuntime
 
 CHILDREN = 2
@@ -74,9 +73,7 @@ class Child(Host):
             play.execute,
             thread_slots=SimulatedSlots(play),
             may_detach=True,
-            last_renewal=lambda: worker.processes.renewals.last(),
-            has_others=worker.processes.others_wait.is_so,
-            why_late=worker.processes.obstacles.why_late,
+            memory=worker.processes.memory,
         )
         self._runner = Runner(runtime, host)
         self._runner._threads = SimulatedThreads(play, self)  # type: ignore[assignment]
@@ -231,9 +228,7 @@ class SimulatedWorker(Host):
             name=lambda pid: f"{self.name}/{pid}",
             queues=["default"],
             task_events=lambda: None,
-            renewals=Renewals(),
-            others_wait=OthersWait(),
-            obstacles=Obstacles(),
+            memory=WorkerMemory.shared(),
             keeps_time_limits=True,
         )
         self.processes = processes

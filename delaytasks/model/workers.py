@@ -1,11 +1,10 @@
-"""A worker: its row in the registry, and the last renewal of its leases."""
+"""A worker: its row in the registry."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from datetime import datetime
 from itertools import islice
-from math import inf
 from shlex import quote
 from typing import Any, NamedTuple
 
@@ -95,25 +94,3 @@ def one_more_worker(queues: Collection[str], namespace: str) -> str:
     """
     names = quote(",".join(f"{namespace}.{queue}" for queue in islice(queues, MOST_NAMES)))
     return f"Start one more worker: celery -A … worker -Q {names}"
-
-
-# -- The last renewal of a worker's leases, which the processes of its pool read ------------------
-
-
-class LastRenewal(NamedTuple):
-    """The last renewal of leases that succeeded. Both times are those of the monotonic clock.
-
-    The docstring of `delaytasks.worker.processes.Renewals` has a drawing of them.
-    """
-
-    #: When the renewal was requested. The renewed leases last from this time on.
-    asked_at: float
-    #: The lease of a row that was claimed before this time had ended before the renewal was
-    #: answered.
-    lost_if_claimed_before: float
-    #: When other workers may release the rows, because this one has not reported since.
-    lost_at: float = inf
-
-
-#: No lease has been renewed yet.
-NO_RENEWAL = LastRenewal(-inf, -inf)

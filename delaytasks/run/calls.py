@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import ctypes
 import logging
+import mmap
 import os
 import threading
 from collections import Counter
@@ -22,6 +24,7 @@ from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from math import inf
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args
 
@@ -56,7 +59,6 @@ from delaytasks.model.text import (
     storable,
     traceback_text,
 )
-from delaytasks.model.workers import NO_RENEWAL, LastRenewal
 from delaytasks.run.observers import Observer
 
 if TYPE_CHECKING:
@@ -241,6 +243,106 @@ def awaited(value: Any) -> Any:
     return result_of(value) if type(value) is CoroutineType else value
 
 
+# -- What the main process of a worker tells the processes of its pool -----------------------------
+
+
+#: The most runs of a worker that are asked to stop at the same time.
+MOST_STOPS = 1000
+#: Processes that were busy for longer ago do not explain why a run begins late.
+BUSY_US = 3_000_000
+
+
+class WorkerMemory(ctypes.Structure):
+    """What the main process of a worker tells the processes of its pool, in memory that they share.
+
+    Each number is written as a whole. In a process without a worker, nothing was ever written.
+
+    The times of leases are those of the monotonic clock, which all processes of a host share.
+    Usually a renewal is answered less than one lease after the previous one was requested, and no
+    lease has ended in between. A main process that was frozen may renew too late:
+
+        previous renewal                                   this renewal
+            asked_at          lost_if_claimed_before   asked_at   answered_at
+        -------|------------------------|-----------------|------------|------> time
+                                        |<---------- lease_s --------->|
+
+    The lease of a row that was claimed before `lost_if_claimed_before` had then ended before the
+    renewal was answered, and another worker may have recovered the row.
+
+    Attributes
+    ----------
+    asked_at, lost_if_claimed_before
+        The last renewal of the leases that succeeded. The renewed leases last from `asked_at` on.
+    lost_at
+        When other workers may release the rows, because this one has not reported since.
+    others_wait
+        Whether tasks wait for a process that continues with a backlog.
+    obstacles_us
+        When each `LateReason` last kept due rows from starting, by the database's clock.
+    stops, stopped
+        How many runs were asked to stop, and the id and version of each.
+    """
+
+    asked_at: float
+    lost_if_claimed_before: float
+    lost_at: float
+    others_wait: bool
+    obstacles_us: Any
+    stops: int
+    stopped: Any
+
+    _fields_ = (
+        *((name, ctypes.c_double) for name in ("asked_at", "lost_if_claimed_before", "lost_at")),
+        ("others_wait", ctypes.c_bool),
+        ("obstacles_us", ctypes.c_double * len(LateReason)),
+        ("stops", ctypes.c_int64),
+        ("stopped", ctypes.c_int64 * 2 * MOST_STOPS),
+    )
+
+    @classmethod
+    def shared(cls) -> WorkerMemory:
+        """Return new memory, which the children of this process will see."""
+        memory = cls.from_buffer(mmap.mmap(-1, ctypes.sizeof(cls)))
+        memory.lost_at = inf
+        return memory
+
+    def record_renewal(self, asked_at: float, answered_at: float, lease_s: float) -> None:
+        """Record a renewal that succeeded."""
+        one_lease_ago = answered_at - lease_s
+        if self.asked_at < one_lease_ago:
+            self.lost_if_claimed_before = one_lease_ago
+        self.asked_at = asked_at  # written last, since it is read first
+
+    def record_report(self, asked_at: float, answered_at: float, lost_s: float) -> None:
+        """Record that the worker has reported. Others release its rows `lost_s` after its last
+        report.
+        """
+        if self.lost_at < answered_at:
+            self.lost_if_claimed_before = answered_at
+        self.lost_at = asked_at + lost_s
+
+    def ask_to_stop(self, runs: Sequence[tuple[int, int]]) -> None:
+        """Replace the ids and versions of the runs that were asked to stop."""
+        self.stops = 0
+        for number, run in enumerate(runs[:MOST_STOPS]):
+            self.stopped[number][:] = run
+        self.stops = min(len(runs), MOST_STOPS)
+
+    def is_asked_to_stop(self, id: int, version: int) -> bool:
+        if not self.stops:  # as nearly always
+            return False
+        return (id, version) in map(tuple, self.stopped[: self.stops])
+
+    def why_late(self, since_us: int, now_us: int) -> LateReason:
+        """Return why a row that could have started at `since_us` starts only now."""
+        at_us = self.obstacles_us
+        for reason in (LateReason.NO_WORKER, LateReason.DATABASE, LateReason.BROKER):
+            if at_us[reason] > since_us:
+                return reason
+        was_busy = at_us[LateReason.BUSY] > max(since_us, now_us - BUSY_US)
+        return LateReason.BUSY if was_busy else LateReason.UNNOTICED
+
+
 # -- Calls ----------------------------------------------------------------------------------------
 
 
@@ -264,15 +366,7 @@ class Host:
     may_detach: bool = False
     #: Whether reports have the counts of runs although the deployment has no statistics.
     counts_runs: bool = False
-    #: Returns the last renewal of the leases that succeeded.
-    last_renewal: Callable[[], LastRenewal] = lambda: NO_RENEWAL
-    #: Whether a caller has asked the run of this id and version to stop.
-    is_asked_to_stop: Callable[[int, int], bool] = lambda id, version: False
-    #: Whether other tasks than those of a backlog wait for this process.
-    has_others: Callable[[], bool] = lambda: False
-    #: Returns why a row that could have started at the first instant starts only at the second one,
-    #: both in microseconds.
-    why_late: Callable[[int, int], LateReason] = lambda since_us, now_us: LateReason.UNNOTICED
+    memory: WorkerMemory = field(default_factory=lambda: WorkerMemory.shared())
 
 
 # -- One run of one task: its completion, its lease and its settlement -----------------------------
@@ -364,13 +458,13 @@ class TaskRun:
     @property
     def is_asked_to_stop(self) -> bool:
         """Whether `cancel(running=True)` has asked this run to stop."""
-        return self._calls.host.is_asked_to_stop(self.task.id, self.task.version)
+        return self._calls.host.memory.is_asked_to_stop(self.task.id, self.task.version)
 
     def check_lease(self) -> None:
         task, settings = self.task, self._runtime.settings
         if self.is_asked_to_stop:
             raise TaskCancelledError(f"task {task.id} ({task.tag}) was cancelled: stop", task.id)
-        lost_in_s = self._calls.host.last_renewal().lost_at - monotonic()
+        lost_in_s = self._calls.host.memory.lost_at - monotonic()
         left_s = self.lease_left_s()
         if left_s < settings.lease_s * LAST_PART or lost_in_s < settings.lost_s * LAST_PART:
             left_s = min(left_s, lost_in_s)
@@ -386,11 +480,12 @@ class TaskRun:
         A lease that ended has no time left, even if the worker has renewed its leases since then:
         another worker may have recovered the row before that.
         """
-        settings, renewal = self._runtime.settings, self._calls.host.last_renewal()
+        settings, memory = self._runtime.settings, self._calls.host.memory
+        asked_at = memory.asked_at
         claimed_at = self.began_s - MAX_BUDGETS * settings.chunk_time_budget_s
-        if claimed_at < renewal.lost_if_claimed_before:
+        if claimed_at < memory.lost_if_claimed_before:
             return 0.0
-        return max(claimed_at, renewal.asked_at) + settings.lease_s - monotonic()
+        return max(claimed_at, asked_at) + settings.lease_s - monotonic()
 
     # -- the settlement ---------------------------------------------------------------------------
 
@@ -771,7 +866,8 @@ class Calls:
 
     def not_now(self, processor: ProcessorSpec | None, task: DelayedTask) -> Settlement | None:
         """Return the settlement of a task that is not run here now, or None if the task can run."""
-        if task.cancel_request == ASKED or self.host.is_asked_to_stop(task.id, task.version):
+        is_asked_to_stop = self.host.memory.is_asked_to_stop
+        if task.cancel_request == ASKED or is_asked_to_stop(task.id, task.version):
             self._events.emit("task.withdrawn", **task.event_fields, reason=CANCELLED_EARLIER)
             return Settlement(task, "expire", error=CANCELLED_EARLIER)
         if processor is None:  # a deploy may bring it

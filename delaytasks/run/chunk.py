@@ -579,7 +579,7 @@ class ChunkRunner:
             tasks, refused = self._host.admission.hold_paused(tasks)
         if tasks or refused:
             self._events.emit("chunk.claimed", count=len(tasks))
-        leases_end_at, lost_at = claimed_at + self._lease_s, self._host.last_renewal().lost_at
+        leases_end_at, lost_at = claimed_at + self._lease_s, self._host.memory.lost_at
         if lost_at > claimed_at:  # the rows that a lost worker claims afterwards are its own
             leases_end_at = min(leases_end_at, lost_at)
         chunk = Chunk(self._in_order(tasks), leases_end_at, self._budget_s + waits_s)
@@ -660,7 +660,7 @@ class ChunkRunner:
         since = max(task.expected_time, task.create_time or task.expected_time)
         if since >= late_before:
             return LateReason.SCHEDULED_LATE
-        return self._host.why_late(to_us(since), now_us)
+        return self._host.memory.why_late(to_us(since), now_us)
 
     def close(self, chunk: Chunk, settle: Settle | None = None) -> None:
         """Give back the waiting rows, and settle them with the rows that have ended.

@@ -318,7 +318,7 @@ class Runner:
         return self._has_time(until)
 
     def _has_time(self, until: float) -> bool:
-        return monotonic() < until and not self._host.has_others()
+        return monotonic() < until and not self._host.memory.others_wait
 
     def _close_and_claim(
         self, ended: Chunk | None, claim: Claim, most: int, rest: Callable[[], object], until: float

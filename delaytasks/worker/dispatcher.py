@@ -237,7 +237,7 @@ class Dispatcher:
         self._settings = settings = runtime.settings
         self._clock = runtime.clock
         self._events = runtime.events
-        self._obstacles = worker.processes.obstacles
+        self._memory = worker.processes.memory
         self._pool = Pool(worker.celery_worker.pool)
         self._lock = threading.RLock()
         self._is_open = True
@@ -337,7 +337,7 @@ class Dispatcher:
         """Send no more chunks, and return what waits. Processes report soon."""
         with self._lock:
             self._is_open = False
-            self._worker.processes.others_wait.record(True)
+            self._memory.others_wait = True
             # The set of priorities is empty for a queue that only has waitlists.
             queues = {queue: set[int]() for queue in self._waitlists.queues}
             queues |= {queue: drain.priorities for queue, drain in self._drains.items()}
@@ -559,7 +559,7 @@ class Dispatcher:
             if not self._is_open:
                 return None
             request = self._choose_chunk()
-            worker.processes.others_wait.record(self._needs_process)
+            self._memory.others_wait = self._needs_process
             if request is None:
                 return None
             return request._replace(
@@ -729,7 +729,7 @@ class Dispatcher:
     def _chunk_ended(self, request: ChunkRequest, ran: int) -> None:
         """Record that the pool has this chunk no more."""
         if self._free_processes <= 0 and self._has_rows_to_send:
-            self._obstacles.record(LateReason.BUSY, self._clock.now_us())
+            self._memory.obstacles_us[LateReason.BUSY] = self._clock.now_us()
         chunk = self._pool.chunks.pop(request.number, None)
         if chunk is not None and self.row_budget is not None:
             self.row_budget += max(request.limit - ran, 0)
@@ -750,7 +750,7 @@ class Dispatcher:
             self._waitlists.visit_failed(request.waitlist)
         if reason is FailureReason.UNAVAILABLE:
             self._paused_until = monotonic() + PAUSE_S
-            self._obstacles.record(LateReason.DATABASE, self._clock.now_us())
+            self._memory.obstacles_us[LateReason.DATABASE] = self._clock.now_us()
 
     def _continue_after(self, request: ChunkRequest, report: Report) -> None:
         """Decide by the report whether the drain and the waitlists of its chunk go on."""

@@ -1,149 +1,29 @@
-"""The processes of a worker: names and queues, what they share, and the runners of this one."""
+"""The processes of a worker: their names and queues, and the runner of this one."""
 
 from __future__ import annotations
 
 import atexit
-import mmap
 import os
 import secrets
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from math import inf
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from billiard.util import set_pdeathsig
 from celery import signals
 
 from delaytasks.model.clock import reset_in_child
-from delaytasks.model.moves import LateReason
-from delaytasks.model.workers import LastRenewal
 
 if TYPE_CHECKING:
+    from delaytasks.run.calls import WorkerMemory
     from delaytasks.run.observers import Observer
     from delaytasks.run.runner import Runner
     from delaytasks.runtime import Runtime
     from delaytasks.worker.task_events import TaskEvents
-
-
-# -- Memory that the main process of a worker writes, and that the processes of its pool read ------
-
-
-class Renewals:
-    """The last renewal of the leases.
-
-    The times are those of the monotonic clock, which all processes of a host share. Each number is
-    written as a whole.
-
-    Usually a renewal is answered less than one lease after the previous one was requested, and no
-    lease has ended in between. A main process that was frozen may renew too late:
-
-        previous renewal                                   this renewal
-            asked_at          lost_if_claimed_before   asked_at   answered_at
-        -------|------------------------|-----------------|------------|------> time
-                                        |<---------- lease_s --------->|
-
-    The lease of a row that was claimed before `lost_if_claimed_before` had then ended before the
-    renewal was answered, and another worker may have recovered the row.
-    """
-
-    def __init__(self) -> None:
-        self._asked_at = memoryview(mmap.mmap(-1, 8)).cast("d")
-        self._lost_if_claimed_before = memoryview(mmap.mmap(-1, 8)).cast("d")
-        #: When others may release the rows; 0 if the worker has no row in the table of workers.
-        self._lost_at = memoryview(mmap.mmap(-1, 8)).cast("d")
-
-    def record(self, asked_at: float, answered_at: float, lease_s: float) -> None:
-        """Record a renewal that succeeded."""
-        one_lease_ago = answered_at - lease_s
-        if self._asked_at[0] < one_lease_ago:
-            self._lost_if_claimed_before[0] = one_lease_ago
-        self._asked_at[0] = asked_at  # written last, since `last` reads it first
-
-    def record_report(self, asked_at: float, answered_at: float, lost_s: float) -> None:
-        """Record that the worker has reported. Others release its rows `lost_s` after its last
-        report.
-        """
-        if 0 < self._lost_at[0] < answered_at:
-            self._lost_if_claimed_before[0] = answered_at
-        self._lost_at[0] = asked_at + lost_s
-
-    def forget_reports(self) -> None:
-        """Record that the worker has signed off: others wait for the end of its leases."""
-        self._lost_at[0] = 0
-
-    def last(self) -> LastRenewal:
-        """Return the last renewal that succeeded."""
-        asked_at = self._asked_at[0]
-        return LastRenewal(asked_at, self._lost_if_claimed_before[0], self._lost_at[0] or inf)
-
-
-class OthersWait:
-    """Whether tasks wait in the main process for a process that continues with a backlog."""
-
-    def __init__(self) -> None:
-        self._flag = mmap.mmap(-1, 1)
-
-    def record(self, is_so: bool) -> None:
-        self._flag[0] = is_so
-
-    def is_so(self) -> bool:
-        return bool(self._flag[0])
-
-
-#: Processes that were busy for longer ago do not explain why a run begins late.
-BUSY_US = 3_000_000
-
-
-class Obstacles:
-    """When each of these reasons last kept due rows from starting, by the database's clock."""
-
-    def __init__(self) -> None:
-        self._at_us = memoryview(mmap.mmap(-1, 8 * len(LateReason))).cast("d")
-
-    def record(self, reason: LateReason, at_us: float) -> None:
-        self._at_us[reason] = at_us
-
-    def why_late(self, since_us: int, now_us: int) -> LateReason:
-        """Return why a row that could have started at `since_us` starts only now."""
-        for reason in (LateReason.NO_WORKER, LateReason.DATABASE, LateReason.BROKER):
-            if self._at_us[reason] > since_us:
-                return reason
-        was_busy = self._at_us[LateReason.BUSY] > max(since_us, now_us - BUSY_US)
-        return LateReason.BUSY if was_busy else LateReason.UNNOTICED
-
-
-#: The most rows of a worker that are asked to stop at the same time.
-MOST_ROWS = 1000
-
-
-class RequestedRuns:
-    """The runs of this worker that were asked to stop, by id and version.
-
-    Each number is written as a whole, and the count last.
-    """
-
-    def __init__(self) -> None:
-        self._memory = memoryview(mmap.mmap(-1, 8 * (1 + 2 * MOST_ROWS))).cast("q")
-
-    def record(self, rows: Sequence[tuple[int, int]]) -> None:
-        """Replace the rows."""
-        memory = self._memory
-        memory[0] = 0
-        for number, row in enumerate(rows[:MOST_ROWS]):
-            memory[1 + 2 * number], memory[2 + 2 * number] = row
-        memory[0] = min(len(rows), MOST_ROWS)
-
-    def has(self, id: int, version: int) -> bool:
-        """Return whether this run was asked to stop."""
-        memory = self._memory
-        if not memory[0]:  # as nearly always
-            return False
-        return any(
-            memory[at] == id and memory[at + 1] == version for at in range(1, 1 + 2 * memory[0], 2)
-        )
 
 
 # -- Names, queues and runners --------------------------------------------------------------------
@@ -168,7 +48,6 @@ class Processes:
         self.hostname = f"delaytasks@{socket.gethostname()}"
         self._token = secrets.token_hex(2)
         self.is_worker = False
-        self._share()
         #: Whether the worker's pool can keep time limits.
         self.keeps_time_limits = False
         #: The logical queues that this worker serves.
@@ -187,10 +66,12 @@ class Processes:
         #: Whether this process of the pool runs a chunk, and whether its main process is dead.
         self._runs_chunk = self._is_orphan = False
 
-    def _share(self) -> None:
-        """Make the memory that this process shares with those that it forks from now on."""
-        self.renewals, self.others_wait = Renewals(), OthersWait()
-        self.requested_runs, self.obstacles = RequestedRuns(), Obstacles()
+    @cached_property
+    def memory(self) -> WorkerMemory:
+        """What the main process of a worker tells the processes that it forks from now on."""
+        from delaytasks.run.calls import WorkerMemory
+
+        return WorkerMemory.shared()
 
     @property
     def runtime(self) -> Runtime:
@@ -203,7 +84,7 @@ class Processes:
         self.hostname = hostname
         self.is_worker = True
         self.may_detach = may_detach
-        self._share()  # before the pool's processes are forked
+        vars(self).pop("memory", None)  # before the pool's processes are forked
         self.keeps_time_limits = can_limit_time(pool)
         # For the pool's processes, for this one when its pool has stopped, and for cold shutdowns.
         signals.worker_process_shutdown.connect(self._finish, weak=False)
@@ -263,10 +144,7 @@ class Processes:
             # The main process of a worker renews the leases of the rows that are left.
             may_detach=self.is_worker and self.may_detach,
             counts_runs=self.counts_runs,
-            last_renewal=self.renewals.last,
-            is_asked_to_stop=self.requested_runs.has,
-            has_others=self.others_wait.is_so,
-            why_late=self.obstacles.why_late,
+            memory=self.memory,
         )
         runner = Runner(runtime, host)
         runner.watch(watcher)

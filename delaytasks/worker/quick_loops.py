@@ -21,6 +21,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Collection, Sequence
+from math import inf
 from typing import TYPE_CHECKING
 
 from delaytasks.loops import Availability, Loop
@@ -186,7 +187,7 @@ class LeasesLoop:
             asked_at = monotonic()
             self._locked = leases.renew(names, claimed_since, detached).skipped
             self._renewed_at = monotonic()
-            self._processes.renewals.record(asked_at, self._renewed_at, self._lease_s)
+            self._processes.memory.record_renewal(asked_at, self._renewed_at, self._lease_s)
         elif self._locked:
             self._locked = leases.renew(names, from_us(now_us), self._locked).skipped
 
@@ -234,11 +235,11 @@ class LeasesLoop:
             len(self._dispatcher.in_flight),
         )
         if pool == PREFORK:
-            self._processes.renewals.record_report(asked_at, monotonic(), settings.lost_s)
+            self._processes.memory.record_report(asked_at, monotonic(), settings.lost_s)
 
     def _delete_row(self) -> None:
         self._runtime.store.workers.remove(self._celery_worker.hostname)
-        self._processes.renewals.forget_reports()
+        self._processes.memory.lost_at = inf  # others wait for the end of its leases
 
 
 class ServiceWatch:
@@ -364,4 +365,4 @@ class PoliciesLoop:
         """Tell the processes which of their rows were asked to stop."""
         processes = self._worker.processes
         names = [processes.name(pid) for pid in running_pids(self._worker.celery_worker.pool)]
-        processes.requested_runs.record(self._runtime.store.tasks.cancel_requests.of(names))
+        processes.memory.ask_to_stop(self._runtime.store.tasks.cancel_requests.of(names))

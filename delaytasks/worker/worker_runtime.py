@@ -146,7 +146,7 @@ class WorkerRuntime:
         # From now on the loop of leases refreshes the clock, so that neither the event loop nor the
         # timing wheel waits for the database.
         self.clock.refreshes_inline = False
-        self.processes.obstacles.record(LateReason.NO_WORKER, self.clock.now_us())
+        self.processes.memory.obstacles_us[LateReason.NO_WORKER] = self.clock.now_us()
         if self.counts is not None:
             self.events.subscribe(self.counts)
             # After the pool has stopped, since its last chunks report until then.
@@ -231,7 +231,7 @@ class WorkerRuntime:
             names = (queue.name for queue in consumer.queues)
             self.processes.queues = logical_queues(names, self.settings.namespace)
         if self.service_watch.is_without_service:
-            self.processes.obstacles.record(LateReason.BROKER, self.clock.now_us())
+            self.processes.memory.obstacles_us[LateReason.BROKER] = self.clock.now_us()
         late_s = self.wheel.late_s
         if late_s > self.settings.grace_s:
             self.events.emit("wheel.late", seconds=late_s)

@@ -101,7 +101,7 @@ def cancel(world: World, task: DelayedTask) -> CancelResult:
 
 def tell(world: World) -> None:
     requests = world.store.tasks.cancel_requests.of(["worker-1"])
-    world.worker().processes.requested_runs.record(requests)
+    world.worker().processes.memory.ask_to_stop(requests)
 
 
 def run(world: World, end: Callable[[DelayedTask], Any], **options: Any) -> DelayedTask:
@@ -198,10 +198,10 @@ def test_a_rerun_forgets_the_request(world: World) -> None:
 
 def test_a_request_is_for_one_run_of_the_row(world: World) -> None:
     task = run(world, fail)
-    assert world.worker().processes.requested_runs.has(task.id, task.version - 1)
-    assert not world.worker().processes.requested_runs.has(task.id, task.version)
+    assert world.worker().processes.memory.is_asked_to_stop(task.id, task.version - 1)
+    assert not world.worker().processes.memory.is_asked_to_stop(task.id, task.version)
     tell(world)
-    assert not world.worker().processes.requested_runs.has(task.id, task.version - 1)
+    assert not world.worker().processes.memory.is_asked_to_stop(task.id, task.version - 1)
 
 
 def test_the_answer_of_cancel_says_that_the_task_was_asked_to_stop(world: World) -> None:

@@ -366,7 +366,7 @@ def test_a_late_start_names_what_kept_its_worker_from_it(
         with mock.patch.object(main.clock, "now_us", lambda now_us=now_us: now_us):
             happens(main)
         main.close()
-        world.worker(f"{ago_s}", obstacles=main.processes.obstacles).run(task)
+        world.worker(f"{ago_s}", memory=main.processes.memory).run(task)
         assert late_start(world, task) == ("entry", expected)
 
 

@@ -40,13 +40,12 @@ from delaytasks.operate.start_checks import StartChecks
 from delaytasks.recurring import creation, recurring
 from delaytasks.recurring.creation import RecurringTable
 from delaytasks.run import celery_context, chunk
-from delaytasks.run.calls import Calls, TaskRun
+from delaytasks.run.calls import Calls, TaskRun, WorkerMemory
 from delaytasks.run.chunk import Chunk, TimeBudget
 from delaytasks.run.runner import FailureReason
 from delaytasks.worker import quick_loops
 from delaytasks.worker.dispatcher import Dispatcher, QueueDrain, ReadyEntries
 from delaytasks.worker.pool import ChunkRequest
-from delaytasks.worker.processes import Renewals
 from delaytasks.worker.sweep import Sweeper, SweepLoop
 from delaytasks.worker.worker_runtime import WorkerRuntime
 from tests.world import Claimed, Recovered, Settlement
@@ -66,7 +65,7 @@ VERBS: dict[str, tuple[Any, str]] = {
     "complete": (Claims, "complete"),
     "bring forward": (SweepQueries, "bring_forward"),
     "renew": (Leases, "renew"),
-    "tell of a renewal": (Renewals, "record"),
+    "tell of a renewal": (WorkerMemory, "record_renewal"),
     "release": (Leases, "release"),
     "recover": (Leases, "recover"),
     "sweep": (Sweeper, "sweep"),

@@ -9,9 +9,8 @@ from typing import Any
 from delaytasks.db.sweep_queries import SweepQueries
 from delaytasks.model.clock import monotonic
 from delaytasks.model.inputs import MAX_SLOTS
-from delaytasks.run.calls import ThreadSlots
+from delaytasks.run.calls import ThreadSlots, WorkerMemory
 from delaytasks.run.chunk import Chunk, TagCosts, TimeBudget
-from delaytasks.worker.processes import Renewals
 from tests.waiting import in_child, wait_until
 from tests.world import World
 
@@ -54,33 +53,35 @@ def test_all_tags_together_have_at_most_max_slots_thread_slots() -> None:
 
 
 def test_children_see_the_renewals_that_the_main_process_records() -> None:
-    renewals = Renewals()
-    assert renewals.last() == (0, 0, inf)
-    renewals.record(asked_at=61.5, answered_at=61.5, lease_s=60)
+    memory = WorkerMemory.shared()
+
+    def renewal() -> tuple[float, float, float]:
+        return memory.asked_at, memory.lost_if_claimed_before, memory.lost_at
+
+    assert renewal() == (0, 0, inf)
+    memory.record_renewal(asked_at=61.5, answered_at=61.5, lease_s=60)
 
     def see_and_record() -> bool:
-        is_seen = renewals.last() == (61.5, 1.5, inf)
-        renewals.record(asked_at=62.5, answered_at=62.5, lease_s=60)
+        is_seen = renewal() == (61.5, 1.5, inf)
+        memory.record_renewal(asked_at=62.5, answered_at=62.5, lease_s=60)
         return is_seen
 
     assert in_child(see_and_record)
-    assert renewals.last() == (62.5, 1.5, inf)
+    assert renewal() == (62.5, 1.5, inf)
     for asked_at, answered_at, last in (
         (80, 81, (80, 1.5)),  # no lease ended between the two renewals
         (100, 141, (100, 81)),  # leases ended before the answer
     ):
-        renewals.record(asked_at=asked_at, answered_at=answered_at, lease_s=60)
-        assert renewals.last() == (*last, inf)
+        memory.record_renewal(asked_at=asked_at, answered_at=answered_at, lease_s=60)
+        assert renewal() == (*last, inf)
 
 
 def test_reports_after_a_silence_say_that_rows_were_released() -> None:
-    renewals, found = Renewals(), []
+    memory, found = WorkerMemory.shared(), []
     for asked_at, answered_at in ((100, 101), (110, 114.5), (124, 125), (139.5, 140)):
-        renewals.record_report(asked_at, answered_at, lost_s=15)
-        found.append(renewals.last()[1:])
+        memory.record_report(asked_at, answered_at, lost_s=15)
+        found.append((memory.lost_if_claimed_before, memory.lost_at))
     assert found == [(0, 115), (0, 125), (0, 139), (140, 154.5)]
-    renewals.forget_reports()
-    assert renewals.last().lost_at == inf
 
 
 def test_sweeps_without_a_broker_do_not_replace_sweeps_with_one(world: World) -> None:

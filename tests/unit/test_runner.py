@@ -9,7 +9,6 @@ from concurrent.futures import Executor
 from dataclasses import replace
 from datetime import timedelta
 from itertools import repeat
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from celery.exceptions import WorkerShutdown
 
 import delaytasks as e
 from delaytasks import DelayedTask, Retry, Snooze, Status
+from delaytasks.run.calls import WorkerMemory
 from tests.unit.conftest import Gate, fail_settlements
 from tests.waiting import wait_until
 from tests.world import RUNNING, Entry, MainProcess, MakeWorld, Report, World
@@ -513,7 +513,11 @@ def test_the_chunk_after_a_slow_row_is_claimed_shortly_before(make_world: MakeWo
 
 def test_other_tasks_that_wait_end_the_backlog_of_this_process(single: World) -> None:
     others = [False, False, True]
-    single.worker(others_wait=SimpleNamespace(is_so=lambda: others.pop(0)))
+
+    class Memory(WorkerMemory):
+        others_wait = property(lambda _: others.pop(0))
+
+    single.worker(memory=Memory.shared())
     tasks = backlog(single, 4)
     report = drain(single)
     assert (report.ran, report.is_full) == (2, True)

@@ -227,7 +227,7 @@ class MainProcess:
     @property
     def others_wait(self) -> bool:
         """Whether the processes are told that tasks wait for a process."""
-        return self.processes.others_wait.is_so()
+        return self.processes.memory.others_wait
 
     def capacity(self, coming: int = 0) -> int:
         """Return how many more entries can run in time."""

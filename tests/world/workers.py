@@ -95,7 +95,7 @@ class FrozenWorker:
             self._patches.enter_context(mock.patch.object(module, "monotonic", read))
         self.world = world
         processes = world.worker().processes
-        self._renewals = processes.renewals
+        self._memory = processes.memory
         chunk_began_us = to_us(world.now()) - int(world.delays.settings.lease_s * 1e6)
         self._dispatcher = cast("Any", SimpleNamespace(running=lambda: ([chunk_began_us], {})))
         #: The ids of the pool's processes.
@@ -119,7 +119,7 @@ class FrozenWorker:
 
     def renew(self) -> None:
         """Let the main process renew the leases once."""
-        self.keep_leases(lambda: self._renewals.last()[0] == self.now_s)
+        self.keep_leases(lambda: self._memory.asked_at == self.now_s)
 
     def keep_leases(self, until: Callable[[], bool]) -> None:
         """Let the main process work until the condition is true."""

@@ -801,11 +801,11 @@ class Worker:
 
     def renewed(self, at: float, lease_s: float) -> None:
         """Tell the process that its leases were renewed at a time of its monotonic clock."""
-        self.processes.renewals.record(at, at, lease_s)
+        self.processes.memory.record_renewal(at, at, lease_s)
 
     def reported(self, at: float, lost_s: float) -> None:
         """Tell the process that its worker has reported."""
-        self.processes.renewals.record_report(at, at, lost_s)
+        self.processes.memory.record_report(at, at, lost_s)
 
     def finish(self) -> None:
         """Wait for the rows and settlements that outlive their chunks."""
