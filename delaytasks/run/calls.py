@@ -98,7 +98,7 @@ class ThreadSlots:
         Return False if this takes longer than `until`.
         """
         with self._changed:
-            if not self._wait(lambda: self._is_free(tag, slots), until):
+            if not self._wait(lambda: self._free(tag, slots) > 0, until):
                 return False
             self._taken[tag] += 1
             self._all_taken += 1
@@ -121,7 +121,7 @@ class ThreadSlots:
 
     def free(self, tag: str, slots: int) -> int:
         with self._changed:
-            return min(slots - self._taken[tag], MAX_SLOTS - self._all_taken)
+            return self._free(tag, slots)
 
     def wait(self, is_so: Callable[[], bool], until: float | None = None) -> bool:
         """Wait until `is_so` returns True, tested whenever a call has ended.
@@ -162,16 +162,11 @@ class ThreadSlots:
         self._taken[tag] -= 1
         self._all_taken -= 1
 
-    def _is_free(self, tag: str, slots: int) -> bool:
-        return self._taken[tag] < slots and self._all_taken < MAX_SLOTS
+    def _free(self, tag: str, slots: int) -> int:
+        return min(slots - self._taken[tag], MAX_SLOTS - self._all_taken)
 
     def _wait(self, is_so: Callable[[], bool], until: float | None) -> bool:
-        while not is_so():
-            left = None if until is None else until - monotonic()
-            if left is not None and left <= 0:
-                return False
-            self._changed.wait(left)
-        return True
+        return self._changed.wait_for(is_so, None if until is None else until - monotonic())
 
 
 # -- The event loop of a process, in which processors that are `async def` run --------------------
@@ -405,10 +400,8 @@ class TaskRun:
     def __init__(
         self, calls: Calls, processor: ProcessorSpec, task: DelayedTask, began: datetime
     ) -> None:
-        self._calls = calls
-        self.processor = processor
-        self.task = task
-        self.began = began
+        self._calls, self._runtime = calls, calls.runtime
+        self.processor, self.task, self.began = processor, task, began
         #: The time of the monotonic clock.
         self.began_s = monotonic()
         #: The processor has settled the row as DONE in its own transaction.
@@ -421,19 +414,11 @@ class TaskRun:
         self._connection: CallerConnection | None = None
 
     @property
-    def _runtime(self) -> Runtime:
-        return self._calls.runtime
-
-    @property
     def is_left_open(self) -> bool:
         """Whether the processor's transaction has not ended, so that the row is still locked."""
         if self.is_committed or self._connection is None:
             return False
         return self._connection.in_transaction()
-
-    @property
-    def is_rolled_back(self) -> bool:
-        return self.is_written and not self.is_committed and not self.is_left_open
 
     def complete(self, session: Any, result: Any) -> None:
         task = self.task
@@ -541,7 +526,7 @@ class TaskRun:
     def _of_value(self, value: object) -> Settlement:
         """Return the settlement of what a processor returned."""
         if self.is_written:
-            if not self.is_rolled_back:
+            if self.is_committed or self.is_left_open:
                 return self._of_completed(None)
             if isinstance(value, Done) or not isinstance(value, Outcome):
                 raise TaskStateError(
@@ -648,23 +633,16 @@ _OUTCOMES = get_args(Outcome)
 
 
 class ProcessorCall:
-    __slots__ = ("_bodies", "_calls", "_refusal", "processor", "results", "runs")
+    __slots__ = ("_bodies", "_calls", "processor", "results", "runs")
 
-    def __init__(
-        self,
-        calls: Calls,
-        runs: Sequence[TaskRun],
-        bodies: Sequence[Any] = (),
-        refusal: Exception | None = None,
-    ) -> None:
+    def __init__(self, calls: Calls, runs: Sequence[TaskRun], bodies: Sequence[Any] = ()) -> None:
         self._calls = calls
         self.processor = runs[0].processor
         #: One run, or those of a batch.
         self.runs = runs
-        #: The bodies of a batch, as the processor's schema made them.
+        #: The bodies of a batch, as the processor's schema made them; none if its only body cannot
+        #: be read.
         self._bodies = bodies
-        #: Why the only body of a batch cannot be read.
-        self._refusal = refusal
         #: What became of the runs, after `end`.
         self.results: list[RunResult] = []
 
@@ -675,11 +653,9 @@ class ProcessorCall:
 
     def read_argument(self) -> Any:
         """Return the body, or the bodies of a batch; raise an error if it cannot be read."""
-        if self._refusal is not None:
-            raise self._refusal
-        if self.processor.batch is not None:
-            return list(self._bodies)
-        return self.task.body
+        if self.processor.batch is None:
+            return self.task.body
+        return list(self._bodies) or [self.processor.checked(self.task.body)]
 
     def __call__(self, argument: Any) -> Any:
         """Call the user's function with what `read_argument` returned."""
@@ -745,20 +721,16 @@ def _outcomes_of_batch(value: object, ids: Sequence[int]) -> list[object]:
                 "outcome",
             )
         return [value.get(id) for id in ids]
-    if not isinstance(value, (list, tuple)):
-        raise InvalidInputError(
-            f"the batch's processor returned a {type(value).__name__}: it is None, a list with an "
-            "outcome for each task, or a dict of outcomes by task.id",
-            "outcome",
-        )
-    if len(value) != len(ids):
-        raise InvalidInputError(
-            f"the batch's processor returned {count(len(value), 'outcome')} for "
-            f"{count(len(ids), 'task')}: return one for each, in their order, or a dict of "
-            "outcomes by task.id",
-            "outcome",
-        )
-    return list(value)
+    what = f"a {type(value).__name__}"
+    if isinstance(value, (list, tuple)):
+        if len(value) == len(ids):
+            return list(value)
+        what = count(len(value), "outcome")
+    raise InvalidInputError(
+        f"the batch's processor returned {what} for {count(len(ids), 'task')}: it returns None, a "
+        "list with an outcome for each task, in their order, or a dict of outcomes by task.id",
+        "outcome",
+    )
 
 
 # -- The calls of a process -----------------------------------------------------------------------
@@ -855,8 +827,8 @@ class Calls:
                 continue
             try:
                 bodies.append(processor.checked(task.body))
-            except Exception as error:  # fails this task alone, with this traceback
-                yield ProcessorCall(self, [run], refusal=error)
+            except Exception:  # fails this task alone, when its body is read again
+                yield ProcessorCall(self, [run])
             else:
                 runs.append(run)
         if runs:

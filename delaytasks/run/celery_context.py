@@ -114,43 +114,34 @@ def _send_end(sender: Any, request: Any, state: str, result: Any) -> None:
         signals.task_revoked.send(
             sender=sender, request=request, terminated=False, signum=None, expired=False
         )
-    elif state == states.RETRY:
-        einfo = _exception_info(result)
-        signals.task_retry.send(sender=sender, request=request, reason=result, einfo=einfo)
     else:
-        _send_failure(sender, request, result)
+        _send_error(sender, request, state, result)
 
 
-def _send_failure(sender: Any, request: Any, error: BaseException) -> None:
+def _send_error(sender: Any, request: Any, state: str, error: BaseException) -> None:
     """Send the signal while the exception is handled, as Celery does.
 
     Some receivers, such as that of Elastic APM, read the exception with `sys.exc_info()`.
     """
-    einfo = _exception_info(error)  # first, since it may add the exception's traceback
     traceback = error.__traceback__
     try:
         raise error
     except BaseException:
-        error.__traceback__ = traceback  # without this function
+        if traceback is not None:  # an error that was never raised before needs one frame
+            error.__traceback__ = traceback  # without this function
+        einfo = ExceptionInfo((type(error), error, error.__traceback__))
+        if state == states.RETRY:
+            signals.task_retry.send(sender=sender, request=request, reason=error, einfo=einfo)
+            return
         signals.task_failure.send(
             sender=sender,
             task_id=request.id,
             exception=error,
             args=request.args,
             kwargs={},
-            traceback=traceback,
+            traceback=error.__traceback__,
             einfo=einfo,
         )
-
-
-def _exception_info(error: BaseException) -> Any:
-    if error.__traceback__ is None:
-        # It was never raised, and Celery's form of a traceback needs at least one frame.
-        try:
-            raise error
-        except BaseException:
-            pass
-    return ExceptionInfo((type(error), error, error.__traceback__))
 
 
 # -- The time limits of processors, kept by the process that runs the task -------------------------

@@ -525,12 +525,9 @@ class Settler:
         """Arm the tasks that are due within the horizon."""
         now_us, horizon_s = self._runtime.clock.now_us(), self._runtime.settings.horizon_s or 1e9
         entries = [
-            Entry(
-                s.task.id,
-                following(s.task.version),
-                to_us(s.expected_time or s.task.expected_time),
-                s.task.queue,
-                s.task.priority,
+            Entry.of(s.task)._replace(
+                version=following(s.task.version),
+                due_us=to_us(s.expected_time or s.task.expected_time),
             )
             for s in settlements
         ]

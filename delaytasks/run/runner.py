@@ -103,9 +103,8 @@ class Report(NamedTuple):
     waitlists: tuple[WaitlistState, ...] = ()
     #: What the process has counted since its last report.
     statistics: RunStatistics = RunStatistics()
-    #: The rows and seconds from which the size of the next chunk is learned, if they are not `ran`
-    #: and `seconds`.
-    sample: tuple[int, float] | None = None
+    #: The rows and seconds from which the size of the next chunk is learned.
+    sample: tuple[int, float] = (0, 0.0)
 
 
 class _ClaimedChunk(NamedTuple):
@@ -454,15 +453,14 @@ class Runner:
 
     def _report(self, tally: Tally, claimed: int, **others: Any) -> Report:
         tally.add(*self._host.thread_slots.ended())
-        ran, seconds = tally.ran, tally.seconds
         return Report(
             claimed,
-            ran,
-            seconds,
+            tally.ran,
+            tally.seconds,
             wanted=tally.wanted_next,
             pid=os.getpid(),
             detached=self._chunks.detached,
             statistics=self.take_statistics(),
-            sample=tally.sample if tally.sample != (ran, seconds) else None,
+            sample=tally.sample,
             **others,
         )

@@ -707,8 +707,7 @@ class Dispatcher:
             if report.error:
                 self._chunk_failed(request, report.reason)
             else:
-                rows, seconds = report.sample or (report.ran, report.seconds)
-                self._size.learn(rows, seconds, report.wanted)
+                self._size.learn(*report.sample, report.wanted)
                 if is_open:
                     self._continue_after(request, report)
                     if report.early:  # under the lock, or `close` could come before it

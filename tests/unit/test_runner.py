@@ -270,7 +270,7 @@ def test_a_slow_row_gives_back_slow_rows_and_no_quick_ones(make_world: MakeWorld
     assert world.statuses(quick) == ["DONE"] * 20
     assert world.statuses(slow) == ["DONE", "NOT_COMPLETE", "NOT_COMPLETE"]
     assert report.ran == 21
-    rows, seconds = report.sample or (0, 0)
+    rows, seconds = report.sample
     assert rows == 23, "the rows that were given back count as what they would take"
     assert seconds == pytest.approx(3 * BUDGET_S, rel=0.5)
 
@@ -279,7 +279,7 @@ def test_a_slow_row_counts_as_one_time_budget(make_world: MakeWorld) -> None:
     world = mixed(make_world, lambda body: threading.Event().wait(4 * BUDGET_S))
     quick = [world.schedule() for _ in range(19)]
     report = world.run(*quick, world.schedule("slow"))
-    rows, seconds = report.sample or (0, 0)
+    rows, seconds = report.sample
     assert (report.ran, rows) == (20, 20)
     assert seconds < 3 * BUDGET_S < 4 * BUDGET_S < report.seconds
 
@@ -289,7 +289,7 @@ def test_a_chunk_of_slow_rows_makes_the_next_one_small(make_world: MakeWorld) ->
     report = world.run(*[world.schedule("slow", number) for number in range(40)])
     assert report.ran == 1
     main = MainProcess(world)
-    for make in (Report(200, 200, 0.0002), report):
+    for make in (Report(200, 200, 0.0002, sample=(200, 0.0002)), report):
         main.take(1)
         main.pool.end(make)
     main.take(4)

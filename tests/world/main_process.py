@@ -175,7 +175,8 @@ class MainProcess:
 
     def end(self, rows: int = 10, row_s: float = 0.001, **report: Any) -> ChunkRequest:
         """End the oldest chunk, of which that many rows ran in that time each."""
-        return self.pool.end(Report(rows, rows, rows * row_s, **report))
+        seconds = rows * row_s
+        return self.pool.end(Report(rows, rows, seconds, **{"sample": (rows, seconds), **report}))
 
     def sweep(self) -> None:
         """Report the worker, and sweep all partitions, each stage by itself."""
