@@ -169,8 +169,13 @@ class Message:
     headers: Mapping[str, str | int | float | bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check_name(self.exchange, "exchange")
-        _check_name(self.to, "to")
+        for argument, name in (("exchange", self.exchange), ("to", self.to)):
+            is_name = isinstance(name, str) and name.isprintable()
+            if not is_name or len(name.encode()) > MAX_NAME_BYTES:
+                raise InvalidInputError(
+                    f"{argument} has at most {MAX_NAME_BYTES} printable bytes, not {shown(name)}",
+                    argument,
+                )
         if not (self.to or self.exchange):
             raise InvalidInputError(
                 "a message goes to a queue or an exchange, and neither is named", "to"
@@ -179,15 +184,6 @@ class Message:
             raise InvalidInputError(
                 f"headers are a mapping, not {type(self.headers).__name__}", "headers"
             )
-
-
-def _check_name(name: object, argument: str) -> None:
-    if not isinstance(name, str) or not (
-        name.isprintable() and len(name.encode()) <= MAX_NAME_BYTES
-    ):
-        raise InvalidInputError(
-            f"{argument} has at most {MAX_NAME_BYTES} printable bytes, not {shown(name)}", argument
-        )
 
 
 def send_message(runtime: Runtime, message: Message, task: DelayedTask) -> Outcome:

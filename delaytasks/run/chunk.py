@@ -26,12 +26,9 @@ from delaytasks.model.errors import OutcomeUnknownError, StoreError, StoreUnavai
 from delaytasks.model.moves import LATE_S, BroughtBy, LateReason, Status, following
 from delaytasks.model.task import DelayedTask, Entry, Settle, Settlement
 from delaytasks.run.calls import Calls
-from delaytasks.run.observers import Observer
 
 if TYPE_CHECKING:
-    from delaytasks.db.claims import Claims
     from delaytasks.registry import ProcessorSpec
-    from delaytasks.runtime import Runtime
 
 
 # -- The number of rows of a chunk ----------------------------------------------------------------
@@ -106,7 +103,7 @@ class Chunk:
         waiting   `start`: its run begins             running
         waiting   `give_back`: it will not run here   ended
         running   `end`: its run has a settlement     ended
-        running   `forget`: its process ends          (abandoned)
+        running   `end`: it has none                  (abandoned)
         ended     `take_finished`: it is settled      (left)
         (left)    `keep`: it could not be settled     ended
 
@@ -155,18 +152,11 @@ class Chunk:
             self._running |= ids
             return started
 
-    def end(self, settlements: Iterable[Settlement]) -> None:
-        """Record the settlements of started rows."""
+    def end(self, started: Iterable[DelayedTask], settlements: Iterable[Settlement] = ()) -> None:
+        """Record the end of started rows. A row without a settlement is abandoned."""
         with self._lock:
-            for settlement in settlements:
-                self._running.remove(settlement.task.id)
-                self._finished.append(settlement)
-
-    def forget(self, tasks: Iterable[DelayedTask]) -> None:
-        """Remove started rows that get no settlement."""
-        with self._lock:
-            for task in tasks:
-                self._running.discard(task.id)
+            self._running.difference_update([task.id for task in started])
+            self._finished.extend(settlements)
 
     def keep(self, settlements: Iterable[Settlement]) -> None:
         """Add settlements for the next call of `take_finished`."""
@@ -411,9 +401,9 @@ class Settler:
     has locked a row, each row is settled by itself. Rows that run again are armed afterwards.
     """
 
-    def __init__(self, runtime: Runtime, claims: Claims, observers: list[Observer]) -> None:
-        self._runtime, self._events = runtime, runtime.events
-        self._claims, self._observers = claims, observers
+    def __init__(self, calls: Calls) -> None:
+        self._runtime, self._events = calls.runtime, calls.runtime.events
+        self._claims, self._observers = calls.host.claims, calls.observers
 
     def settle(self, chunk: Chunk, patience_s: float, settle: Settle | None = None) -> bool:
         """Settle the rows of a chunk that have ended, and arm those that run again.
@@ -548,12 +538,13 @@ DETACHED_RETRY_S = 1.0
 
 
 class ChunkRunner:
-    def __init__(self, runtime: Runtime, calls: Calls, settler: Settler) -> None:
+    def __init__(self, calls: Calls) -> None:
+        runtime = calls.runtime
         self._clock, self._events, self._host = runtime.clock, runtime.events, calls.host
         self._policies = runtime.policy_cache
         self._lease_s = runtime.settings.lease_s
         self._budget_s = runtime.settings.chunk_time_budget_s
-        self._calls, self._settler = calls, settler
+        self._calls, self._settler = calls, Settler(calls)
         self._registry, self._slots = calls.host.registry, calls.host.thread_slots
         self.costs = TagCosts(self._budget_s)
         failed = partial(self._events.failed, "time budget")
@@ -621,9 +612,9 @@ class ChunkRunner:
                 if first.tag in self._registry.time_limits:
                     began += self._prepare_for_kill(chunk, started)
                 try:
-                    chunk.end(self._calls.run(processor, started, claimed))
+                    chunk.end(started, self._calls.run(processor, started, claimed))
                 except BaseException:
-                    chunk.forget(started)  # the process ends, and the rows are abandoned
+                    chunk.end(started)  # the process ends
                     raise
                 tally.start(len(started), most if most > 1 else 0)
                 took_s = monotonic() - began
@@ -771,8 +762,7 @@ class ChunkRunner:
     def _ended_in_thread(
         self, chunk: Chunk, tasks: Sequence[DelayedTask], settlements: Sequence[Settlement]
     ) -> None:
-        chunk.end(settlements)
-        chunk.forget(tasks)  # a row without a settlement is abandoned
+        chunk.end(tasks, settlements)
         self._time_budget.open(chunk)
 
     def _wait(self, chunk: Chunk, processors: Collection[ProcessorSpec], may_detach: bool) -> None:
@@ -824,7 +814,7 @@ class ChunkRunner:
             self._wait_until_alone(lambda: not self._detached and len(chunk.running) == len(tasks))
             self._settler.settle(chunk, patience_s=self._lease_s)
         except BaseException:
-            chunk.end(Settlement(task, "give_back") for task in tasks)
+            chunk.end(tasks, [Settlement(task, "give_back") for task in tasks])
             raise
         return monotonic() - began
 

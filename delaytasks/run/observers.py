@@ -10,7 +10,7 @@ import re
 import sysconfig
 import threading
 from bisect import bisect_left
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Container, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -281,7 +281,7 @@ class RunCounter(Observer):
     def after_fork(self) -> None:
         self._lock = threading.Lock()
         self._runs: deque[tuple[str, timedelta, float, int | None]] = deque()
-        self._tags: dict[str, RunCounts] = {}
+        self._tags = defaultdict[str, RunCounts](RunCounts)
         self._failures: dict[tuple[str, str], FailureCount] = {}
 
     def ended(self, settlement: Settlement, took_s: float, error: BaseException | None) -> None:
@@ -300,7 +300,7 @@ class RunCounter(Observer):
                 else:
                     self._add_outcome(settlement, task.id in accepted)
             for tag, number in done.items():
-                self._of(tag)[OUTCOMES["succeed"]] += number
+                self._tags[tag][OUTCOMES["succeed"]] += number
 
     def take(self) -> RunStatistics:
         """Return the counts since the last call, and count anew."""
@@ -308,7 +308,7 @@ class RunCounter(Observer):
             self._add_runs()
             if not self._tags:
                 return RunStatistics()
-            tags, self._tags = self._tags, {}
+            tags, self._tags = self._tags, defaultdict(RunCounts)
             failures, self._failures = self._failures, {}
         return RunStatistics(tuple(tags.items()), tuple(failures.values()))
 
@@ -318,14 +318,14 @@ class RunCounter(Observer):
         for _ in range(len(runs)):
             tag, lateness, duration_s, late_by = runs.popleft()
             if counts is None or tag != last:  # most neighbours have the same tag
-                last, counts, on_time_s = tag, self._of(tag), self._on_time_s(tag)
+                last, counts, on_time_s = tag, self._tags[tag], self._on_time_s(tag)
             counts.add_run(lateness.total_seconds(), duration_s, on_time_s)
             if late_by is not None:
                 counts.add_late_start(late_by)
 
     def _add_outcome(self, settlement: Settlement, is_accepted: bool) -> None:
         task, move = settlement.task, settlement.move
-        counts = self._of(task.tag)
+        counts = self._tags[task.tag]
         # A transaction of the processor that is still open keeps the row until its lease ends.
         is_left_open = settlement.is_made and move != "succeed"
         if is_left_open or not is_accepted:
@@ -336,12 +336,6 @@ class RunCounter(Observer):
             self._add_failure(task, settlement.error or "")
         elif move == "expire" and self._on_time_s(task.tag) is not None:
             counts["late"] += 1
-
-    def _of(self, tag: str) -> RunCounts:
-        counts = self._tags.get(tag)
-        if counts is None:
-            counts = self._tags[tag] = RunCounts()
-        return counts
 
     def _on_time_s(self, tag: str) -> float | None:
         processor = self._registry.get(tag)

@@ -38,7 +38,7 @@ from delaytasks.model.moves import BroughtBy, Status
 from delaytasks.model.policies import NO_WAITLISTS, WaitlistsSeen, WaitlistState
 from delaytasks.model.task import Claimed, DelayedTask, Entry, Settlement
 from delaytasks.run.calls import Calls, Host
-from delaytasks.run.chunk import Chunk, ChunkRunner, ChunkSize, Settler, Tally
+from delaytasks.run.chunk import Chunk, ChunkRunner, ChunkSize, Tally
 from delaytasks.run.observers import Observer, RunCounter, RunLog, RunStatistics
 
 if TYPE_CHECKING:
@@ -131,8 +131,7 @@ class Runner:
         if self._settings.log_format == "json":
             self._observers.append(RunLog(runtime.events))
         self._own_observers = len(self._observers)
-        calls = Calls(runtime, host, self._observers)
-        self._chunks = ChunkRunner(runtime, calls, Settler(runtime, host.claims, self._observers))
+        self._chunks = ChunkRunner(Calls(runtime, host, self._observers))
         #: The next time for recovered rows, by queue.
         self._recovered_at: dict[str, float] = {}
         #: The chunk size of each waitlist. Rows beyond the time budget would occupy slots and not
