@@ -626,6 +626,7 @@ class ChunkRunner:
         if concurrent:
             self._wait(chunk, concurrent.values(), may_detach)
             tally.wanted = max(tally.wanted, *map(self._free_rows, concurrent.values()))
+        tally.add(*self._slots.ended())
 
     def _explain_late(
         self, tasks: Sequence[DelayedTask], now: datetime, brought_by: BroughtBy

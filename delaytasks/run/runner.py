@@ -254,7 +254,6 @@ class Runner:
                 has_run.set()
                 if ahead is None:
                     break
-                tally.add(*self._host.thread_slots.ended())
                 ran, took_s = tally.sample
                 size.learn(ran - rows, took_s - seconds, tally.wanted_next)
                 ended, current = current.chunk, ahead.result()
@@ -411,7 +410,6 @@ class Runner:
                 settle = partial(self._settle_and_admit, queue, tag, least, until, admitted)
                 with self._chunks.opened(tasks, claimed_at, settle) as chunk:
                     self._chunks.run(chunk, of_chunk, may_detach=False)
-                of_chunk.add(*self._host.thread_slots.ended())
                 tally.claimed += len(tasks)
                 tally.add(of_chunk.ran, of_chunk.seconds)
                 size.learn(of_chunk.ran, of_chunk.seconds)
@@ -451,7 +449,6 @@ class Runner:
         self._chunks.finish()
 
     def _report(self, tally: Tally, claimed: int, **others: Any) -> Report:
-        tally.add(*self._host.thread_slots.ended())
         return Report(
             claimed,
             tally.ran,
