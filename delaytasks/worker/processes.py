@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from delaytasks.worker.task_events import TaskEvents
 
 
-# -- Names, queues and runners --------------------------------------------------------------------
-
-
 #: Without a main process, a row runs no longer than this part of a lease, and of the time after
 #: which a silent worker's rows are released. Leases are renewed after a third of their time, and a
 #: worker reports after a third of the other one, so another worker does not run the row yet.
@@ -79,12 +76,13 @@ class Processes:
 
     def serve(self, hostname: str, pool: Any, may_detach: bool = True) -> None:
         """Make this process the main process of a worker. Its children inherit the name."""
+        from delaytasks.run.calls import WorkerMemory
         from delaytasks.run.celery_context import can_limit_time
 
         self.hostname = hostname
         self.is_worker = True
         self.may_detach = may_detach
-        vars(self).pop("memory", None)  # before the pool's processes are forked
+        self.memory = WorkerMemory.shared()  # before the pool's processes are forked
         self.keeps_time_limits = can_limit_time(pool)
         # For the pool's processes, for this one when its pool has stopped, and for cold shutdowns.
         signals.worker_process_shutdown.connect(self._finish, weak=False)
