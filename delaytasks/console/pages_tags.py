@@ -24,14 +24,12 @@ class ChartPeriod(NamedTuple):
     step: str
     #: Seconds for which all viewers see the same chart.
     kept_s: float
-    #: Whether the number of rows is checked before they are read.
-    has_row_limit: bool = False
 
 
 PERIODS = {
     "hour": ChartPeriod("1h", "1m", 10.0),
-    "day": ChartPeriod("1d", "15m", 60.0, has_row_limit=True),
-    "two days": ChartPeriod("2d", "30m", 300.0, has_row_limit=True),
+    "day": ChartPeriod("1d", "15m", 60.0),
+    "two days": ChartPeriod("2d", "30m", 300.0),
 }
 #: The most rows that a long chart reads: one for each minute and tag.
 MOST_CHART_ROWS = 100_000
@@ -60,9 +58,10 @@ def read_runs(name: str, tag: str | None = None) -> Runs:
     period = PERIODS[name]
 
     def read() -> Runs:
-        tags = [tag] if tag is not None else _busiest_tags(period)
+        busiest = None if tag is not None or name == "hour" else _busiest_tags(period)
+        tags = busiest if tag is None else [tag]
         points = state().delays.statistics.series(since=period.since, step=period.step, tags=tags)
-        return Runs(points, len(tags) if tags and tag is None else None)
+        return Runs(points, None if busiest is None else len(busiest))
 
     return state().history.get(("runs", name, tag), period.kept_s, read)
 
@@ -70,8 +69,6 @@ def read_runs(name: str, tag: str | None = None) -> Runs:
 def _busiest_tags(period: ChartPeriod) -> list[str] | None:
     """Return the tags with the most runs in the last hour; None if all tags can be read."""
     end, length = now(), parse_duration(period.since)
-    if not period.has_row_limit:
-        return None
     if count_rows(runtime().store, end - length, end, MOST_CHART_ROWS + 1) <= MOST_CHART_ROWS:
         return None
     most = max(MOST_CHART_ROWS // int(length.total_seconds() / 60), 1)

@@ -115,6 +115,7 @@ def percent(share: float | None) -> str:
 def install_filters(app: Flask) -> None:
     shown = (instant, distance, day_and_time, local_times, value_or_some, spark, percent)
     app.jinja_env.filters.update({filter.__name__: filter for filter in shown})
+    app.jinja_env.globals["zip"] = zip
     app.jinja_env.filters.update(
         error_line=lambda error: last_line(error, 160) if error else "",
         pretty_body=pretty_body,
