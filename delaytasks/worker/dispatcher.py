@@ -520,6 +520,8 @@ class Dispatcher:
 
         Everything else that needs a process pumps when it arrives.
         """
+        if not self._drains and not self._waitlists and self._may_send():
+            return  # as after nearly every task that is due alone
         with self._lock:
             now, before = monotonic(), self._look_at
             times = [self._paused_until, self._waitlists.next_check_at(now)]
