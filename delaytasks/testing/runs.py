@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Protocol
-from weakref import WeakSet
 
 from sqlalchemy import select
 
@@ -21,7 +20,6 @@ from delaytasks.registry import ProcessorSpec, Registry
 from delaytasks.run.observers import Observer
 
 if TYPE_CHECKING:
-    from delaytasks.db.database import Database
     from delaytasks.db.store import Store
     from delaytasks.run.runner import Runner
     from delaytasks.runtime import Runtime
@@ -95,7 +93,7 @@ class TestRunner(Observer):
         self._recheck_us = float("inf")
         #: The number of runs before the call that is under way.
         self._earlier = 0
-        self._was_in_past = False
+        self._has_looked = False
 
     def ended(self, settlement: Settlement, took_s: float, error: BaseException | None) -> None:
         self.runs.append(Run(settlement.task, settlement.move, self._clock.now(), error))
@@ -109,9 +107,10 @@ class TestRunner(Observer):
 
     def new_runs(self, work: Callable[[], None]) -> list[Run]:
         """Do the work, and return the runs of it."""
-        self._was_in_past |= self._clock.now_us() < STARTED_MS * 1000
-        if not self._was_in_past:  # else this test's own tasks look older
-            _refuse_earlier_tasks(self._runtime.store)
+        if not self._has_looked:
+            if self._clock.now_us() >= STARTED_MS * 1000:  # else this test's own tasks look older
+                _refuse_earlier_tasks(self._runtime.store)
+            self._has_looked = True
         self._earlier = len(self.runs)
         work()
         return self.runs[self._earlier :]
@@ -198,17 +197,11 @@ class TestRunner(Observer):
         return from_us(first[0].due_us) if first else None
 
 
-#: The databases that had no live tasks of before.
-_checked: WeakSet[Database] = WeakSet()
-
-
 def _refuse_earlier_tasks(store: Store) -> None:
     """Raise an error if the database has live tasks that were scheduled before this process began.
 
     They are probably those of a running application, and the test would run them.
     """
-    if store.database in _checked:
-        return
     t = store.schema.tasks
     query = select(t.c.tag, t.c.id).where(
         t.c.status.in_(sorted(map(int, LIVE))), t.c.create_time < from_us(STARTED_MS * 1000)
@@ -222,7 +215,6 @@ def _refuse_earlier_tasks(store: Store) -> None:
             "would run them: give the tests a database of their own, or begin with "
             "tester.clear() if earlier tests left them"
         )
-    _checked.add(store.database)
 
 
 # -- The clock of a test: the time of the host, moved forward as the test asks --------------------
