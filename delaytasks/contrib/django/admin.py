@@ -49,8 +49,9 @@ ERROR_LENGTH = 120
 
 def row_of(task: DelayedTask) -> DelayTaskRow:
     """Return the row of a task for the admin's pages, which read the attribute `task`."""
-    names = (field.attname for field in DelayTaskRow._meta.concrete_fields)
-    row = DelayTaskRow(**{name: getattr(task, name) for name in names if hasattr(task, name)})
+    same = "id tag status queue priority runs lapses worker".split()
+    same += "expected_time create_time execution_time update_time lease_until".split()
+    row = DelayTaskRow(**{name: getattr(task, name) for name in same})
     row.task = task
     return row
 
