@@ -151,9 +151,9 @@ def ctrl_c(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """Interrupt each bulk command in its first step of two rows, until the patch is undone."""
     step: Any = bulk.BulkRun._step
 
-    def stopped(run: Any, ids: Any, versions: Any) -> Any:
+    def stopped(run: Any, ids: Any) -> Any:
         signal.raise_signal(signal.SIGINT)
-        return step(run, ids, versions)
+        return step(run, ids)
 
     monkeypatch.setattr(bulk, "BULK_ROWS", 2)
     with monkeypatch.context() as patch:

