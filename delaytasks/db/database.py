@@ -422,7 +422,9 @@ class Database:
         """Yield the rows of a query in the order in which the database finds them, `size` at a
         time. The wait for them is bounded each time, unless the query `may_take_long`."""
         engine = self.tx if self.can.server_side_cursors else self.auto
-        connection = self.run(engine.connect).execution_options(yield_per=size)
+        connection = self.repeat(lambda _: engine.connect(), nullcontext).execution_options(
+            yield_per=size
+        )
         opened, step = ExitStack(), nullcontext() if may_take_long else self.bounded(connection)
         opened.callback(connection.close)
         try:
@@ -456,10 +458,6 @@ class Database:
         for engine in (self._auto, self._tx):
             if engine is not None:
                 engine.dispose(close=close)
-
-    def run(self, work: Callable[[], T], unknown_id: int | None = None) -> T:
-        """Call `work`, which opens its own connections, and repeat it as `repeat` does."""
-        return self.repeat(lambda _: work(), nullcontext, unknown_id)
 
     def repeat(
         self,

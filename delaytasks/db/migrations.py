@@ -232,15 +232,14 @@ def _run(
     config.set_main_option("script_location", str(scripts()).replace("%", "%%"))
     config.set_main_option("path_separator", "os")
 
-    def once() -> None:
-        with (connect or database.tx.begin)() as connection:
-            config.attributes.update(connection=connection, prefix=prefix, schema=schema)
-            try:
-                work(config)
-            except CommandError as error:
-                raise ConfigError(f"the migration cannot run: {error}") from error
+    def once(connection: Connection) -> None:
+        config.attributes.update(connection=connection, prefix=prefix, schema=schema)
+        try:
+            work(config)
+        except CommandError as error:
+            raise ConfigError(f"the migration cannot run: {error}") from error
 
-    database.run(once)
+    database.repeat(once, connect or database.tx.begin)
 
 
 def scripts() -> Path:

@@ -52,14 +52,15 @@ class Store:
         """Raise `ConfigError` if a table that claims read is missing, too old or too narrow, or
         cannot be read."""
         where, schema = self.database.shown_url, self.schema
-        read = {"tasks": schema.tasks, "policies": schema.policies}
-        for what, table in (*read.items(), ("requests to cancel", schema.cancel_requests)):
+        for table in (schema.tasks, schema.policies, schema.cancel_requests):
             try:
                 self.database.rows(select(table).where(false()))
             except StoreUnavailableError:
                 raise
             except StoreError as error:
-                raise ConfigError(f"the {what} cannot be read, in {where}: {error}") from error
+                raise ConfigError(
+                    f"{table.fullname} cannot be read, in {where}: {error}"
+                ) from error
         check_charset(self.database, schema)
 
     def clear(self) -> None:

@@ -516,16 +516,14 @@ class Admission:
         another transaction has locked the tag's policy for seconds, no row is admitted now.
         """
 
-        def work() -> tuple[Sequence[DelayedTask], WaitlistState | None]:
-            with self._db.begin() as connection:
-                return self._admit(connection, queue, tag, limit, parallel)
-
         if (queue, tag) in self._empty and not self._db.autocommitted(
             lambda c: self._queries.has_entries(c, queue, tag)
         ):
             return [], None  # the usual case of a tag that does not reach its limit
         try:
-            tasks, state = self._db.run(work)
+            tasks, state = self._db.transaction(
+                lambda c: self._admit(c, queue, tag, limit, parallel)
+            )
         except StoreUnavailableError as error:
             if not error.is_locked:
                 raise
@@ -566,12 +564,11 @@ class Admission:
         worker, so the capacity need not be measured.
         """
 
-        def work() -> tuple[set[int], Sequence[DelayedTask]]:
-            with self._db.begin() as connection:
-                accepted = self.claims.settle(settlements, connection)
-                return accepted, self.admit_to_slots(connection, queue, tag, len(accepted))
+        def work(connection: Any) -> tuple[set[int], Sequence[DelayedTask]]:
+            accepted = self.claims.settle(settlements, connection)
+            return accepted, self.admit_to_slots(connection, queue, tag, len(accepted))
 
-        return self._db.run(work)
+        return self._db.transaction(work)
 
     def admit_to_slots(self, on: Any, queue: str, tag: str, slots: int) -> Sequence[DelayedTask]:
         """Admit waiting rows to slots that become free in the same transaction.

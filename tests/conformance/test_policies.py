@@ -243,7 +243,7 @@ def test_a_worker_without_policies_reports_this(world: World, monkeypatch: Monke
     with store.database.begin() as connection:
         p.drop(connection)
     try:
-        says = r"policies cannot be read, in .*: .*delaytasks -A APP db upgrade"
+        says = r"yb_delay_policy cannot be read, in .*: .*delaytasks -A APP db upgrade"
         with pytest.raises(e.ConfigError, match=says):
             store.check()
     finally:

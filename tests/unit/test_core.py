@@ -8,6 +8,7 @@ import pickle
 import stat
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from datetime import datetime, timedelta, timezone
 from decimal import Decimal
 from enum import Enum
@@ -445,13 +446,13 @@ def run(*outcomes: Any, id: int | None = None) -> object:
     """Run work that raises these errors, one a try, or returns. It changes the task `id`."""
     left = list(outcomes)
 
-    def work() -> Any:
+    def work(_: Any) -> Any:
         found = left.pop(0) if len(left) > 1 else left[0]
         if isinstance(found, Exception):
             raise found
         return found
 
-    return Database("sqlite://").run(work, id)
+    return Database("sqlite://").repeat(work, nullcontext, id)
 
 
 UNABLE = [error("no", state=state) for state in "53100 53200 57014 57P01 57P02 58030 25006".split()]
