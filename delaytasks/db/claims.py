@@ -726,13 +726,12 @@ class Claims(Settlements):
         Each priority has a query of its own. One query for all would read the index of all rows
         that wait in the queue, however far in the future.
         """
-        seen = NO_WAITLISTS
+        claimed = Claimed()
         for priority in sorted(priorities, reverse=True):
-            claimed = self._claim(self._recovered, {"queue": queue, "priority": priority})
-            seen = seen.merge(claimed.seen)
+            claimed.add(self._claim(self._recovered, {"queue": queue, "priority": priority}))
             if claimed:
-                return Claimed(claimed, seen)
-        return Claimed((), seen)
+                break
+        return claimed
 
     @property
     def _has_limits(self) -> bool:

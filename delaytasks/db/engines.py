@@ -235,7 +235,7 @@ def _sqlite_engine(url: URL, isolation_level: str, options: dict[str, Any]) -> E
     event.listen(engine, "checkout", fork_gate.enter)
     event.listen(engine, "checkin", fork_gate.leave)
     if isolation_level != "AUTOCOMMIT":
-        event.listen(engine, "begin", _sqlite_begin_immediate)
+        event.listen(engine, "begin", lambda on: on.exec_driver_sql("BEGIN IMMEDIATE"))
     return engine
 
 
@@ -296,10 +296,6 @@ def _sqlite_connect(connection: Any, _record: Any) -> None:
     # thousand rows.
     cursor.execute("PRAGMA wal_autocheckpoint = 4000")
     cursor.close()
-
-
-def _sqlite_begin_immediate(connection: Connection) -> None:
-    connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
 # -- The file of an SQLite database, readable by its owner only -----------------------------------

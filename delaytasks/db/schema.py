@@ -570,14 +570,17 @@ def listed(database: Database, column: Column[Any], name: str) -> ColumnElement[
     """
     if not database.can.arrays:
         return column.in_(listing(name))
-    made = select(func.unnest(bindparam(name, type_=_array(column.type))))
+    made = select(func.unnest(_list_parameter(database, name, column.type)))
     return column == any_(func.array(made.scalar_subquery()))
 
 
-def _array(kind: Any) -> TypeEngine[Any]:
+def _list_parameter(database: Database, name: str, kind: Any) -> BindParameter[Any]:
+    """A list parameter: an array if the database has arrays, else written out."""
+    if not database.can.arrays:
+        return bindparam(name, type_=kind, expanding=True)
     from sqlalchemy.dialects.postgresql import ARRAY  # only where the database is PostgreSQL
 
-    return ARRAY(kind)
+    return bindparam(name, type_=ARRAY(kind))
 
 
 def each_listed(database: Database, id: Column[int]) -> ColumnElement[bool]:
@@ -594,9 +597,7 @@ def each_listed(database: Database, id: Column[int]) -> ColumnElement[bool]:
 
 def id_list(database: Database) -> BindParameter[Any]:
     """The parameter `ids` of `claims.list_of`."""
-    if not database.can.arrays:
-        return listing("ids")
-    return bindparam("ids", type_=_array(BigInteger()))
+    return _list_parameter(database, "ids", BigInteger())
 
 
 def listing(name: str) -> BindParameter[Any]:
@@ -631,10 +632,7 @@ def at_place(database: Database, id: Column[int], name: str) -> ColumnElement[An
 
     The list has one value for each id of `claims.list_of`, in the same order.
     """
-    kind = type_of(name)
-    if not database.can.arrays:
-        return _ValueOfId(id, id_list(database), bindparam(name, type_=kind, expanding=True))
-    return _ValueOfId(id, id_list(database), bindparam(name, type_=_array(kind)))
+    return _ValueOfId(id, id_list(database), _list_parameter(database, name, type_of(name)))
 
 
 @compiles(_ValueOfId, "postgresql")

@@ -446,10 +446,6 @@ class Tasks:
         kept = {name: values[name] for name in _RETURNED if name in values}
         return replace(task, status=MOVES[name].target, version=following(task.version), **kept)
 
-    def _locked(self, on: Any, id: int) -> DelayedTask | None:
-        row = on.execute(self._get.with_for_update(), {"task_id": id}).first()
-        return None if row is None else task_of(row, self._schema)
-
     # -- the owner of a key: takes, keeps, replaces or passes on the key that another task wants ---
 
     def _take_key(
@@ -462,7 +458,8 @@ class Tasks:
         owner_id = self._take_or_lock(on, task)
         if owner_id is None:
             return task, True
-        owner = self._locked(on, owner_id)
+        row = on.execute(self._get.with_for_update(), {"task_id": owner_id}).first()
+        owner = None if row is None else task_of(row, self._schema)
         if owner is None or owner.is_finished:
             # The owner was purged, or another program finished it.
             return self._take_over(on, task)

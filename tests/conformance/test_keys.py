@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -115,7 +116,11 @@ def test_a_key_has_one_live_task_during_replacing(world: World, monkeypatch: Mon
     if world.kind == "postgresql":
         # Without this patch, a retry would hide a deadlock, apart from the second that each retry
         # takes.
-        monkeypatch.setattr(type(world.store.database), "run", lambda self, work, *_, **__: work())
+        def once(_: Any, work: Callable[[Any], Any], connect: Any, *_args: Any, **_kw: Any) -> Any:
+            with connect() as connection:
+                return work(connection)
+
+        monkeypatch.setattr(type(world.store.database), "repeat", once)
     ended = threading.Event()
 
     def settle() -> None:
