@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -191,7 +192,9 @@ class Bulk:
     def _listed(self, which: BulkFilter, columns: Sequence[ColumnElement[Any]]) -> Select[Any]:
         """Return the query of the listed rows that still match the filter and can be moved."""
         t = self._t.c
-        matches = self._is(which.movable), *self._matches(which)
+        # The filter by ids has found the listed rows. With two lists PostgreSQL may scan the table.
+        unlisted = replace(which, where=replace(which.where, ids=None))
+        matches = self._is(which.movable), *self._matches(unlisted)
         return select(*columns).where(listed(self._db, t.id, "ids"), *matches).order_by(t.id)
 
     def _is(self, statuses: frozenset[Status]) -> ColumnElement[bool]:
