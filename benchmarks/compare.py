@@ -1,9 +1,9 @@
 """`bench compare COMMIT [CASE]...`: measure an earlier commit and this tree in turn.
 
-Each commit runs its own benchmarks, with the installed libraries of this tree, and only the side of
-delaytasks. Bare Celery is the same in both. A round of one tree follows one of the other, since the
-speed of a shared machine changes within minutes, and each round begins with the other tree. A ratio
-whose range includes 1 shows nothing.
+Each commit runs its own benchmarks, with the installed libraries of this tree and on one Redis, and
+only the side of delaytasks. A round of one tree follows one of the other, since the speed of a
+shared machine changes within minutes, and each round begins with the other tree. A ratio whose
+range includes 1 shows nothing.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from pathlib import Path
 
 from rich.table import Table
 
-from benchmarks import report
+from benchmarks.figures import console, spread
+from benchmarks.processes import ROOT
+from benchmarks.servers import private_redis
 
-ROOT = Path(__file__).parent.parent
 DEFAULT = ["call", "burst_bulk", "steady"]
-#: Runs the benchmarks of the working directory. Every side is replaced by the first one.
-ONE_SIDE = """
+#: Runs benchmarks from before `--alone`, in which every side is replaced by the first one.
+FIRST_SIDE = """
 import sys
 from benchmarks import stage
 stage.CaseContext.each = lambda self, work, *sides: [work(sides[0])] * len(sides)
@@ -38,19 +39,20 @@ Name = tuple[str, str, str]
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks compare", description=__doc__)
+    parser = argparse.ArgumentParser(prog="bench compare", description=__doc__)
     parser.add_argument("commit")
     parser.add_argument("names", nargs="*", metavar="CASE", help=f"default: {' '.join(DEFAULT)}")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="small, to check that it works")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all values to FILE")
-    options = parser.parse_args(arguments)
-    names = options.names or DEFAULT
+    options = parser.parse_intermixed_args(arguments)
+    more = ["--quick"] if options.quick else []
     values: dict[Name, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
-    with _checked_out(options.commit) as before:
+    with _checked_out(options.commit) as before, private_redis(before.parent) as redis:
         trees = [(before, 0), (ROOT, 1)]
         for number in range(options.rounds):
             for tree, side in trees if number % 2 == 0 else trees[::-1]:
-                for name, value in _round(tree, names):
+                for name, value in _round(tree, [*(options.names or DEFAULT), *more], redis):
                     values[name][side].append(value)
     _print(options.commit, values)
     if options.json is not None:
@@ -75,17 +77,21 @@ def _checked_out(commit: str) -> Iterator[Path]:
             subprocess.run([*git, "remove", "--force", str(tree)], check=True)
 
 
-def _round(tree: Path, names: Sequence[str]) -> list[tuple[Name, float]]:
+def _round(tree: Path, words: Sequence[str], redis: str) -> list[tuple[Name, float]]:
+    is_old = (tree / "benchmarks" / "stage.py").exists()
+    start = ["-c", FIRST_SIDE] if is_old else ["-m", "benchmarks", "--alone"]
     with tempfile.NamedTemporaryFile(suffix=".json") as found:
-        command = [sys.executable, "-c", ONE_SIDE, *names, "--rounds", "1", "--json", found.name]
+        command = [sys.executable, *start, *words, "--rounds", "1", "--json", found.name]
         # The programs that a benchmark starts import the package of its tree, too.
-        environment = {**os.environ, "PYTHONPATH": str(tree)}
+        given = os.environ.get("DELAYTASKS_BENCH_BROKER_URL", redis)
+        places = {"PYTHONPATH": str(tree), "DELAYTASKS_BENCH_BROKER_URL": given}
+        environment = {**os.environ, **places}
         subprocess.run(command, cwd=tree, env=environment, check=True, stdout=sys.stderr)
         figures = json.load(found)["figures"]
     return [
         ((each["case"], each["what"], each["unit"]), each["delaytasks"][0])
         for each in figures
-        if each["delaytasks"]
+        if each.get("delaytasks")
     ]
 
 
@@ -96,6 +102,5 @@ def _print(commit: str, values: dict[Name, tuple[list[float], list[float]]]) -> 
     for (case, what, unit), (old, new) in values.items():
         if old and new:
             ratios = [b / a for a, b in zip(old, new, strict=False) if a]
-            cells = [f"{report.spread(old)} {unit}", f"{report.spread(new)} {unit}"]
-            made.add_row(case, what, *cells, report.spread(ratios) if ratios else "–")
-    report.console().print(made)
+            made.add_row(case, f"{what}, {unit}", spread(old), spread(new), spread(ratios))
+    console().print(made)

@@ -7,11 +7,41 @@ from __future__ import annotations
 import os
 import struct
 import time
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.settings import computes, notes_path, takes_s
 from benchmarks.waiting import wall
+
+
+def database_url() -> str:
+    return os.environ["BENCH_DATABASE_URL"]
+
+
+def broker_url() -> str:
+    return os.environ["BENCH_BROKER_URL"]
+
+
+def redis_url() -> str:
+    """Return the Redis of the `redis` timer and of systems that keep tasks in Redis."""
+    return os.environ["BENCH_REDIS_URL"]
+
+
+@cache
+def takes_s() -> float:
+    """Return the duration of each task; most cases need none."""
+    return float(os.environ.get("BENCH_TAKES_S", "0"))
+
+
+def computes() -> bool:
+    """Return whether a task with a duration computes instead of sleeping."""
+    return "BENCH_COMPUTES" in os.environ
+
+
+def is_one_at_a_time() -> bool:
+    """Return whether a process with an event loop runs one task at a time."""
+    return "BENCH_ONE_AT_A_TIME" in os.environ
+
 
 _LINE = struct.Struct("<ddd")
 _file: tuple[int, int] = (0, -1)
@@ -29,8 +59,7 @@ def note(due: float, began: float | None = None) -> None:
     """
     global _file
     if _file[0] != os.getpid():
-        path = notes_path()
-        assert path is not None, "tasks must run in the workers of the benchmark"
+        path = os.environ["BENCH_NOTES"]
         _file = (os.getpid(), os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644))
     now = wall()
     os.write(_file[1], _LINE.pack(due, now if began is None else began, now))
@@ -65,21 +94,17 @@ class Notes:
     """The benchmark's view of the file."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self.clear()
 
-    @property
-    def path(self) -> str:
-        return str(self._path)
-
     def clear(self) -> None:
-        self._path.write_bytes(b"")
+        self.path.write_bytes(b"")
 
     def __len__(self) -> int:
-        return self._path.stat().st_size // _LINE.size
+        return self.path.stat().st_size // _LINE.size
 
     def read(self) -> list[Note]:
-        data = self._path.read_bytes()
+        data = self.path.read_bytes()
         return [
             Note(*line) for line in _LINE.iter_unpack(data[: len(data) // _LINE.size * _LINE.size])
         ]

@@ -1,4 +1,4 @@
-"""The delaytasks side with each timer: default settings, and its own tables and queues."""
+"""The delaytasks app: default settings, with the timer of BENCH_TIMER."""
 
 from __future__ import annotations
 
@@ -8,63 +8,38 @@ from typing import Any
 
 from celery import Celery
 
-from benchmarks.notes import note, run
-from benchmarks.settings import (
-    NAMESPACES,
-    TABLE_PREFIX,
-    broker_url,
-    data_dir,
-    database_url,
-    metrics_port,
-    redis_url,
-)
+from benchmarks.bare import SETTINGS
+from benchmarks.notes import broker_url, database_url, note, redis_url, run
 from delaytasks import DelayTasks
 
+NAMESPACE = "bench"
+#: The queue of the app's own tasks; only durable Celery tasks use it.
+QUEUE = "bench_celery"
 TAG = "bench.note"
 #: Works for a number of seconds, then records the time.
 WORK = "bench.work"
 #: Runs as long as its body says, and records 1 at its begin and -1 at its end.
 SLOW = "bench.slow"
-#: Kills its process.
-ABORT = "bench.abort"
 
 
-def make(
-    name: str, timer: str = "eta", database: str = "", **settings: Any
-) -> tuple[Celery, DelayTasks]:
-    made = Celery(name, broker=broker_url(), set_as_current=False)
-    # The same settings as in the project's celeryconfig.py. Only one Celery task uses the queue.
-    made.conf.update(
-        task_ignore_result=True,
-        worker_prefetch_multiplier=4,
-        broker_connection_retry_on_startup=True,
-        task_default_queue="bench_idle",
-    )
-    if timer == "redis":
-        settings |= {"timer": redis_url()}
-    if timer == "direct":
-        settings |= {"timer": timer}
+def make(timer: str = "eta", **settings: Any) -> tuple[Celery, DelayTasks]:
+    made = Celery(f"bench_{timer}", broker=broker_url(), set_as_current=False)
+    made.conf.update(SETTINGS, task_default_queue=QUEUE)
+    if timer != "eta":
+        settings["timer"] = redis_url() if timer == "redis" else timer
+    if folder := os.environ.get("BENCH_DATA_DIR"):
+        # The folder in which the console finds its users.
+        settings["data_dir"] = folder
     found = DelayTasks(
-        made,
-        database or database_url(),
-        namespace=NAMESPACES[timer],
-        table_prefix=TABLE_PREFIX,
-        callback_allow="127.0.0.1",
-        data_dir=data_dir(),
-        metrics=metrics_port(),
-        **settings,
+        made, database_url(), namespace=NAMESPACE, callback_allow="127.0.0.1", **settings
     )
     return made, found
 
 
-app, delays = make("bench")
-redis_app, redis_delays = make("bench_redis", timer="redis")
-direct_app, direct_delays = make("bench_direct", timer="direct")
+app, delays = make(os.environ.get("BENCH_TIMER", "eta"))
 
 
 @delays.processor(TAG)
-@redis_delays.processor(TAG)
-@direct_delays.processor(TAG)
 def note_task(body: Any) -> None:
     run(body["due"])
 
@@ -76,11 +51,12 @@ def note_celery_task(due: float) -> None:
 
 @delays.processor(WORK)
 def work(body: Any) -> None:
-    if body["seconds"]:
-        time.sleep(body["seconds"])
+    time.sleep(body["seconds"])
     note(body["due"])
 
 
-@delays.processor(ABORT)
-def abort(body: Any) -> None:
-    os.abort()
+@delays.processor(SLOW)
+def slow(body: Any) -> None:
+    note(1)
+    time.sleep(body["seconds"])
+    note(-1)

@@ -1,125 +1,141 @@
-"""Measure the chosen cases in turn, and print their figures.
-
-Importing this module creates the Celery apps of the benchmarks, which read the environment.
-"""
+"""Measure the chosen cases with their sides in turn, and print their figures."""
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
+import signal
 import tempfile
 import time
 import traceback
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-
-from benchmarks import brokers, machine, report, table
-from benchmarks.cases import CASES, GROUPS, ONCE
-from benchmarks.notes import Notes
-from benchmarks.sides import Bare, DurableEta, Ours, OursDirect, OursInRedis
-from benchmarks.stage import CaseContext
+from benchmarks import figures, processes, servers
+from benchmarks.figures import OURS, Results
+from benchmarks.servers import POSTGRESQL, Servers
+from benchmarks.systems import SYSTEMS
 from benchmarks.waiting import BenchError
 
+if TYPE_CHECKING:
+    from benchmarks.side import Side
 
-def chosen(names: Sequence[str]) -> list[str]:
-    """Return the cases of the named cases and groups, each one once.
 
-    Raises
-    ------
-    ValueError
-        A name is neither a case nor a group.
+@dataclass
+class Stage:
+    """What a case needs beside the side that it measures."""
+
+    servers: Servers
+    results: Results
+    is_quick: bool
+    began: float = field(default_factory=time.monotonic)
+    case: str = ""
+
+    def size(self, full: int, quick: int) -> int:
+        return quick if self.is_quick else full
+
+    def say(self, text: str) -> None:
+        took_s = time.monotonic() - self.began
+        self.results.console.print(f"[dim]{took_s:5.0f} s  {text}[/dim]", highlight=False)
+
+    def remark(self, side: str, text: str) -> None:
+        self.results.remark(self.case, side, text)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A measurement, which is called once per round and side.
+
+    The names of its figures end with a comma and the unit.
     """
-    unknown = sorted(set(names) - set(CASES) - set(GROUPS))
-    if unknown:
-        raise ValueError(
-            f"no case {', '.join(unknown)}; the cases are {', '.join(CASES)}; the groups are "
-            f"{', '.join(GROUPS)}"
-        )
-    return list(dict.fromkeys(case for name in names for case in GROUPS.get(name, [name])))
+
+    name: str
+    #: Called with the stage and a `benchmarks.side.Side`, which imports the app of the benchmarks
+    #: and with it the environment of the run.
+    measure: Callable[..., Mapping[str, float]]
+    sides: tuple[str, ...] = (OURS,)
+    #: Bounds by the ends of the names of figures.
+    targets: Mapping[str, str] = field(default_factory=dict)
+    #: It can measure any side.
+    is_load: bool = False
+    needs_postgresql: bool = False
+    #: It takes minutes to set up, and computes medians itself.
+    is_once: bool = False
 
 
-def run(names: Sequence[str], rounds: int, options: Namespace) -> int:
-    """Return the exit status."""
-    console = report.console()
+def run(cases: Sequence[Case], options: Namespace) -> int:
+    """Return the exit status. Each round begins with another side, since one side's aftereffects
+    may slow the next one.
+    """
+    signal.signal(signal.SIGTERM, _interrupt)
+    results = Results(figures.console())
     folder = Path(tempfile.mkdtemp(prefix="delaytasks-bench-"))
-    stage = _stage(folder, console, options.quick)
-    failures: list[str] = []
-    with ExitStack() as held:
-        try:
-            held.enter_context(table.alone())
-            brokers.check()
-            table.make()
-        except BenchError as error:
-            shutil.rmtree(folder)
-            console.print(str(error), style="red", markup=False)
-            return 2
-        held.callback(brokers.clear)
-        held.callback(table.drop)
-        brokers.clear()
-        facts = {
-            **machine.facts(),
-            "database": table.server_version(),
-            "broker": brokers.describe(),
-        }
-        report.print_facts(console, facts)
-        for name in names:
-            failures += _measure(stage, console, name, 1 if name in ONCE else rounds)
-    report.print_table(console, stage.figures)
-    if options.json is not None:
-        _write(options.json, facts, stage, failures)
-    if failures:
-        console.print(
-            f"{len(failures)} failed; the logs are in {folder}", style="red", markup=False
-        )
+    try:
+        with ExitStack() as held:
+            here = held.enter_context(servers.started(folder))
+            results.machine = {**processes.facts(), **here.versions(), "broker": here.broker_name}
+            shown = " · ".join(f"{name} {fact}" for name, fact in results.machine.items())
+            results.console.print(shown, highlight=False)
+            stage = Stage(here, results, options.quick)
+            for case in cases:
+                if case.needs_postgresql and here.missing((POSTGRESQL,)):
+                    stage.say(f"{case.name} is skipped: it needs PostgreSQL")
+                else:
+                    _measure(stage, case, _sides(stage, case, options, folder), options)
+    except BenchError as error:
+        results.console.print(str(error), style="red", markup=False)
+        return 2
+    finally:
+        results.write(options.json, quick=options.quick)
+    if results.failures:
+        text = f"{len(results.failures)} failed; the logs are in {folder}"
+        results.console.print(text, style="red", markup=False)
         return 1
     shutil.rmtree(folder, ignore_errors=True)
-    is_missed = any(figure.is_reached is False for figure in stage.figures)
-    return 1 if is_missed and options.strict else 0
+    return 0
 
 
-def _stage(folder: Path, console: Console, is_quick: bool) -> CaseContext:
-    notes = Notes(folder / "notes")
-    began = time.monotonic()
+def _sides(stage: Stage, case: Case, options: Namespace, folder: Path) -> list[Side]:
+    """Return the sides that can be measured here."""
+    from benchmarks.side import Side
 
-    def say(text: str) -> None:
-        console.print(f"[dim]{time.monotonic() - began:5.0f} s  {text}[/dim]", highlight=False)
-
-    return CaseContext(
-        Ours(folder, notes),
-        OursInRedis(folder, notes),
-        OursDirect(folder, notes),
-        DurableEta(folder, notes),
-        Bare(folder, notes),
-        is_quick,
-        say,
-    )
+    names = (options.sides or case.sides) if case.is_load else case.sides
+    sides = []
+    for name in dict.fromkeys(names):
+        system = SYSTEMS[name]
+        reason = stage.servers.missing(system.servers) or system.install(stage.say)
+        if reason:
+            stage.say(f"{system.title} is left out: {reason}")
+        else:
+            sides.append(Side(system, stage.servers, folder))
+    return sides
 
 
-def _measure(stage: CaseContext, console: Console, name: str, times: int) -> list[str]:
-    """Run a case `times` times, and return its failures."""
-    failures = []
-    for number in range(times):
-        stage.say(f"{name}, round {number + 1} of {times}")
-        stage.round = number
-        try:
-            CASES[name](stage)
-        except Exception as error:  # the results of the other cases are still of use
-            failures.append(f"{name}, round {number + 1}: {error}")
-            text = str(error) if isinstance(error, BenchError) else traceback.format_exc()
-            console.print(f"{name}: {text}", style="red", highlight=False, markup=False)
-    return failures
+def _measure(stage: Stage, case: Case, sides: Sequence[Side], options: Namespace) -> None:
+    results, stage.case = stage.results, case.name
+    rounds = 1 if case.is_once else options.rounds
+    for number in range(rounds if sides else 0):
+        first = number % len(sides)
+        for side in [*sides[first:], *sides[:first]]:
+            before = f"round {number + 1} of {rounds}, load {processes.load():.1f}"
+            try:
+                found = case.measure(stage, side)
+            except Exception as error:  # the results of the others are still of use
+                text = str(error) if isinstance(error, BenchError) else traceback.format_exc()
+                results.failures.append(f"{case.name}, {side.name}: {text}")
+                results.console.print(results.failures[-1], style="red", markup=False)
+                continue
+            results.add(case.name, side.name, number, found, case.targets)
+            values = "; ".join(f"{name} {figures.short(value)}" for name, value in found.items())
+            stage.say(f"{case.name}, {before}: {side.name}: {values}")
+        results.write(options.json, quick=options.quick)
+    if any(figure.case == case.name for figure in results.figures.values()):
+        results.print_case(case.name)
 
 
-def _write(file: Path, facts: object, stage: CaseContext, failures: Sequence[str]) -> None:
-    document = {
-        "machine": facts,
-        "quick": stage.is_quick,
-        "figures": [figure.as_json() for figure in stage.figures],
-        "failures": failures,
-    }
-    file.write_text(json.dumps(document, indent=1) + os.linesep)
+def _interrupt(number: int, frame: object) -> None:
+    """Treat the signal as an interrupt, so that processes are ended and figures are written."""
+    raise KeyboardInterrupt

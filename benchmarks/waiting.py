@@ -11,10 +11,6 @@ class BenchError(Exception):
     """The measurement is unreliable or incomplete; the text has the reason."""
 
 
-class TooSlowError(BenchError):
-    """Scheduling took longer than the lead, so a longer lead may help."""
-
-
 def wait_until(
     is_so: Callable[[], object], deadline_s: float, what: str, every_s: float = 0.05
 ) -> None:
@@ -34,5 +30,5 @@ def instant(at: float) -> datetime:
     return datetime.fromtimestamp(at, timezone.utc)
 
 
-def sleep_until(instant: float) -> None:
-    time.sleep(max(instant - wall(), 0))
+def sleep_until(at: float) -> None:
+    time.sleep(max(at - wall(), 0))

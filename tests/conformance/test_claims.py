@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 import threading
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from itertools import chain
@@ -15,7 +17,6 @@ from typing import Any
 import pytest
 from sqlalchemy import create_engine, update
 
-from benchmarks.call_counts import count_calls
 from delaytasks import DelayedTask, Status, StoreUnavailableError
 from delaytasks.db import claims as module
 from delaytasks.db.claims import Choice, ClaimTexts
@@ -306,8 +307,27 @@ def test_the_names_of_tables_are_quoted_in_claims(world: World) -> None:
 # -- a task that runs alone costs a limited number of function calls ------------------------------
 
 
-#: `./dev bench lone` counts the same. If a change needs more, weigh its use against its costs.
+#: If a change needs more, weigh its use against its costs.
 MOST_CALLS = 670
+
+
+def count_calls(work: Callable[[], object]) -> int:
+    """Return how many functions, of Python and of C, `work` calls in this thread.
+
+    Their number does not depend on the load of the machine.
+    """
+    count = 0
+
+    def observe(_frame: object, event: str, _argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(observe)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
 
 
 def test_the_function_calls_of_a_lone_task_are_limited(world: World) -> None:

@@ -21,7 +21,6 @@ from sqlalchemy import text
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateIndex
 
-from benchmarks.peers import pages
 from delaytasks import DelayTasks, Status
 from delaytasks.db.engines import create_sqlite_file
 from delaytasks.db.schema import Schema
@@ -363,14 +362,3 @@ def test_each_command_shown_exists_with_its_options(name: str) -> None:
                 words = shlex.split(line, comments=True)
                 if "delays" in words or words[:1] in (["celery"], ["delaytasks"]):
                     check_command(words, f"{name}: {line}")
-
-
-# -- peers pages ----------------------------------------------------------------------------------
-
-
-def test_the_page_in_the_docs_matches_its_values(tmp_path: Path) -> None:
-    docs = ROOT / "docs" / "peers.json"
-    written: list[Any] = pages.write(docs, tmp_path / "peers.md", tmp_path / "images")
-    for path in written:
-        shown = (pages.PAGE if path.suffix == ".md" else pages.PICTURES / path.name).read_text()
-        assert shown == path.read_text(), f"{path.name}: run ./dev bench --pages docs/peers.json"

@@ -1,0 +1,261 @@
+"""The measured systems, their configuration and their installation.
+
+Each is configured as its own documentation recommends for throughput, with workers of two
+processes. Polling intervals are 0.1 s if they can be set. The other systems are installed into
+.bench-peers/ in the repository, isolated from the project's dependencies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from benchmarks.processes import PYTHON, ROOT
+from benchmarks.servers import BROKER, DATABASE, POSTGRESQL, RABBITMQ, REDIS
+
+_FOLDER = ROOT / ".bench-peers"
+_VENV, _NODE = _FOLDER / "venv", _FOLDER / "node"
+_PYTHON = _VENV / "bin" / "python"
+INSTALL_S = 600.0
+
+
+@dataclass(frozen=True)
+class System:
+    """A system. In its commands, `{name}` is the name of the worker, `{pool}` the kind of its pool,
+    `{processes}` their number, and `{tasks}` how many tasks an event loop runs at a time.
+    """
+
+    name: str
+    title: str
+    #: The servers that store and transport tasks.
+    servers: tuple[str, ...]
+    producer: str
+    #: The commands of one worker.
+    worker: tuple[str, ...]
+    #: What is installed, each version pinned; the constraints of all systems bind each other.
+    packages: str = ""
+    #: The runtime: the project's own Python, the peers' Python, or Node.
+    runs_on: Literal["own", "python", "node"] = "python"
+    #: A command that is started once, whatever the number of workers.
+    beat: str = ""
+    timer: str = ""
+    has_bulk: bool = True
+    #: The tasks that an event loop of a worker runs at a time.
+    concurrency: int = 1
+    #: The maximum number of tasks due together; with more, the system runs no task at all.
+    most_due_together: int | None = None
+
+    @property
+    def is_one_process(self) -> bool:
+        """Whether tasks run only in the process that schedules them."""
+        return not self.worker
+
+    @property
+    def launcher(self) -> tuple[str, ...]:
+        """The command prefix of its programs."""
+        if self.runs_on == "node":
+            return ("node", str(ROOT / "benchmarks" / "programs" / "bullmq.mjs"))
+        return PYTHON if self.runs_on == "own" else (str(_PYTHON), "-m")
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment variables of its processes, except the URLs of servers."""
+        if self.runs_on == "own":
+            return {"BENCH_TIMER": self.timer or "eta"}
+        # Its processes must not find packages of this project's environment.
+        return {"PYTHONPATH": str(ROOT), "VIRTUAL_ENV": str(_VENV), "BENCH_NODE_FOLDER": str(_NODE)}
+
+    def install(self, say: Callable[[str], None]) -> str:
+        """Install the system unless it is. Return why it cannot be measured, or an empty string."""
+        stamp = hashlib.sha256(f"{sys.version} {self.packages}".encode()).hexdigest()[:16]
+        installed = _FOLDER / f"{self.name}-{stamp}"
+        if self.runs_on == "own" or installed.exists():
+            return ""
+        say(f"installing {self.title} into {_FOLDER}")
+        _FOLDER.mkdir(exist_ok=True)
+        if self.runs_on == "node":
+            quiet = ["--no-audit", "--no-fund", "--silent"]
+            commands = [["npm", "install", *quiet, "--prefix", str(_NODE), *self.packages.split()]]
+        else:
+            constraints = _FOLDER / "constraints.txt"
+            pins = [
+                one for each in SYSTEMS.values() for one in each.packages.split() if "==" in one
+            ]
+            # In a constraint, extras are not allowed.
+            constraints.write_text("\n".join(re.sub(r"\[\w+\]", "", pin) for pin in pins))
+            pip = [str(_PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+            commands = [] if _PYTHON.exists() else [[sys.executable, "-m", "venv", str(_VENV)]]
+            commands.append([*pip, "--constraint", str(constraints), *self.packages.split()])
+        reason = next(filter(None, map(_refusal, commands)), "")
+        if not reason:
+            installed.touch()
+        return reason
+
+
+def _refusal(command: list[str]) -> str:
+    """Run a command of an installation, and return why it failed, or an empty string."""
+    if shutil.which(command[0]) is None:
+        return f"{command[0]} is required"
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S, env=clean)
+    words = (done.stderr or done.stdout).splitlines()[-2:] or [f"status {done.returncode}"]
+    return f"{command[0]}: {' '.join(words)}" if done.returncode else ""
+
+
+_CELERY = "celery -A {app} worker -P {{pool}} -c {{processes}} -n {{name}}@%h --loglevel WARNING"
+_OURS = _CELERY.format(app="benchmarks.ours")
+_BARE = _CELERY.format(app="benchmarks.bare")
+_BEAT = "celery -A benchmarks.ours beat -s {folder}/beat --loglevel WARNING"
+_PROGRAMS = "benchmarks.programs"
+
+
+def _ours(name: str, title: str, *servers: str, program: str = "ours", **more: Any) -> System:
+    """delaytasks with its default settings."""
+    producer = f"{_PROGRAMS}.ours produce {program}"
+    found = {"worker": (_OURS,), "beat": _BEAT, "timer": "eta", **more}
+    return System(name, title, servers, producer, runs_on="own", **found)
+
+
+def _celery(name: str, title: str, broker: str) -> System:
+    producer = f"{_PROGRAMS}.ours produce celery"
+    return System(name, title, (broker,), producer, (_BARE,), runs_on="own", has_bulk=False)
+
+
+def _python(name: str, title: str, server: str, *worker: str, packages: str, **more: Any) -> System:
+    producer = f"{_PROGRAMS}.{name} produce"
+    return System(name, title, (server,), producer, worker, packages, **more)
+
+
+_CLIENT = "redis[hiredis]==5.3.1"  # arq allows nothing newer
+_ALL = [
+    _ours("delaytasks", "delaytasks", DATABASE, BROKER),
+    _ours("ours_redis", "delaytasks, timer redis", DATABASE, REDIS, timer="redis"),
+    _ours(
+        "ours_direct",
+        "delaytasks, no broker",
+        DATABASE,
+        worker=("delaytasks -A benchmarks.ours run --forever -c {processes}",),
+        beat="",
+        timer="direct",
+    ),
+    _ours("ours_rabbitmq", "delaytasks, RabbitMQ", DATABASE, RABBITMQ),
+    _ours("ours_eta", "durable Celery eta", DATABASE, BROKER, program="durable_eta"),
+    _celery("celery", "Celery eta", BROKER),
+    _celery("celery_rabbitmq", "Celery eta, RabbitMQ", RABBITMQ),
+    # asyncpg on a direct connection, uvloop, `batch_size=200` since jobs are short, and its
+    # autovacuum settings: pgqueuer/docs/guides/performance-tuning.md. It accepts relative delays
+    # only.
+    _python(
+        "pgqueuer",
+        "PgQueuer",
+        POSTGRESQL,
+        *[f"{_PROGRAMS}.pgqueuer work"] * 2,
+        packages="pgqueuer==1.6.0 asyncpg==0.32.0 uvloop==0.23.0",
+    ),
+    # It polls for delayed tasks every 0.1 s instead of 5 s:
+    # https://procrastinate.readthedocs.io/en/stable/howto/production/concurrency.html
+    _python(
+        "procrastinate",
+        "Procrastinate",
+        POSTGRESQL,
+        *[
+            f"procrastinate --app {_PROGRAMS}.procrastinate.app worker --concurrency {{tasks}} "
+            "--fetch-job-polling-interval 0.1"
+        ]
+        * 2,
+        packages="procrastinate==3.10.0 psycopg[binary]==3.3.9",
+        concurrency=30,
+    ),
+    # A concurrency of 100 each, and it polls every 100 ms instead of 200 and 250 ms:
+    # awa/docs/configuration.md. All tasks of a bulk call are due at the same instant. It moves
+    # 4,096 due tasks with one statement that has 18 parameters per task, and PostgreSQL accepts
+    # 65,535.
+    _python(
+        "awa",
+        "awa-pg",
+        POSTGRESQL,
+        *[f"{_PROGRAMS}.awa work"] * 2,
+        packages="awa-pg==0.6.9",
+        most_due_together=3640,
+    ),
+    # `concurrency: 100`, finished jobs removed: https://docs.bullmq.io/guide/
+    # parallelism-and-concurrency. Its due times are whole milliseconds.
+    System(
+        "bullmq",
+        "BullMQ",
+        (REDIS,),
+        "produce",
+        ("work", "work"),
+        "bullmq@6.7.0 ioredis@5.8.2",
+        "node",
+    ),
+    # One process per core with 8 threads, the default of its command:
+    # https://dramatiq.io/guide.html. Its due times are whole milliseconds.
+    _python(
+        "dramatiq",
+        "Dramatiq",
+        REDIS,
+        f"dramatiq {_PROGRAMS}.dramatiq --processes {{processes}} --threads 8",
+        packages=f"dramatiq==2.2.1 {_CLIENT}",
+        has_bulk=False,
+    ),
+    # No results; its scheduler polls every second, the shortest interval that it allows:
+    # https://huey.readthedocs.io/en/latest/consumer.html
+    _python(
+        "huey",
+        "huey",
+        REDIS,
+        f"huey.bin.huey_consumer {_PROGRAMS}.huey.huey -k process -w {{processes}}",
+        packages=f"huey==3.5.4 {_CLIENT}",
+        has_bulk=False,
+    ),
+    # `SimpleWorker`s, which fork for no job, as it advises for very short jobs; results dropped:
+    # rq/docs/benchmark.md. It polls once a second, and its due times are whole seconds.
+    _python(
+        "rq",
+        "RQ",
+        REDIS,
+        "rq.cli worker-pool --num-workers {processes} --url {redis} --worker-class "
+        "rq.worker.SimpleWorker",
+        packages=f"rq==2.12.0 {_CLIENT}",
+    ),
+    # `max_jobs = 100`, results dropped; it polls every 0.1 s instead of 0.5 s:
+    # https://arq-docs.helpmanual.io/
+    _python(
+        "arq",
+        "arq",
+        REDIS,
+        *[f"arq {_PROGRAMS}.arq.WorkerSettings"] * 2,
+        packages=f"arq==0.28.0 {_CLIENT}",
+        has_bulk=False,
+    ),
+    # A concurrency of 10, as in its own benchmark: saq/benchmarks/simple.py. It polls once a
+    # second.
+    _python(
+        "saq",
+        "SAQ",
+        REDIS,
+        f"saq {_PROGRAMS}.saq.settings --workers {{processes}}",
+        packages=f"saq==0.26.4 {_CLIENT}",
+        has_bulk=False,
+    ),
+    # One process with 20 threads, because its store cannot be shared; late jobs run nevertheless:
+    # https://apscheduler.readthedocs.io/en/3.x/faq.html
+    _python(
+        "apscheduler",
+        "APScheduler",
+        POSTGRESQL,
+        packages="apscheduler==3.11.3 sqlalchemy==2.1.9 psycopg2-binary==2.9.13",
+        has_bulk=False,
+    ),
+]
+SYSTEMS = {system.name: system for system in _ALL}
+#: Those of other projects, and the variants that belong into the comparison with them.
+PEERS = [name for name in SYSTEMS if name != "ours_eta"]
