@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypedDict, TypeVar
 
 from delaytasks.model.body import check_version
@@ -30,7 +31,7 @@ from delaytasks.model.inputs import (
     check_wait,
     processor_tag,
 )
-from delaytasks.model.moves import MAX_RETRY_DELAY_S, Retries, RetryRule, RetrySchedule
+from delaytasks.model.moves import Retries, RetryRule, RetrySchedule
 from delaytasks.model.task import DelayedTask, new_task, new_task_of
 from delaytasks.model.text import shown
 from delaytasks.twins import twin
@@ -92,43 +93,19 @@ class ProcessorOptions(CommonOptions, total=False):
     schema: Callable[..., Any] | None
 
 
-def _duration(option: str) -> Callable[[Any], float]:
-    return lambda given: check_wait(given, MAX_RETRY_DELAY_S, option)
-
-
-def _time_limit(option: str) -> Callable[[Any], float]:
-    def read(given: Any) -> float:
-        if (seconds := check_wait(given, MAX_RETRY_DELAY_S, option)) == 0:
-            raise InvalidInputError(
-                f"{option}=0 leaves no time to run; None means no limit", option
-            )
-        return seconds
-
-    return read
-
-
-def _number(option: str, most: int) -> Callable[[Any], int]:
-    return lambda given: check_integer(given, option, 1, most)
-
-
-def _as_it_is(given: Any) -> Any:
-    return given
-
-
-#: The field of `ProcessorSpec` that has an option, and how the option is checked.
-_OPTIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "queue": ("queue", check_queue),
-    "retries": ("retries", Retries.of),
-    "max_late": ("max_late_s", _duration("max_late")),
-    "on_time": ("on_time_s", _duration("on_time")),
-    "keep_result": ("keep_result", bool),
-    "schema": ("schema", _as_it_is),
-    "body_version": ("body_version", check_version),
-    "limit_key": ("limit_key", _as_it_is),
-    "batch": ("batch", _number("batch", MAX_BATCH)),
-    "in_flight": ("in_flight", _number("in_flight", MAX_SLOTS)),
-    "soft_time_limit": ("soft_time_limit_s", _time_limit("soft_time_limit")),
-    "time_limit": ("time_limit_s", _time_limit("time_limit")),
+#: The checks of the options. A checked duration is in seconds, in the field `max_late_s` for
+#: example.
+_CHECKS: dict[str, Callable[[Any], Any]] = {
+    "queue": check_queue,
+    "retries": Retries.of,
+    "keep_result": bool,
+    "body_version": check_version,
+    "batch": partial(check_integer, argument="batch", least=1, most=MAX_BATCH),
+    "in_flight": partial(check_integer, argument="in_flight", least=1, most=MAX_SLOTS),
+    "max_late": partial(check_wait, argument="max_late"),
+    "on_time": partial(check_wait, argument="on_time"),
+    "soft_time_limit": partial(check_wait, argument="soft_time_limit", may_be_zero=False),
+    "time_limit": partial(check_wait, argument="time_limit", may_be_zero=False),
 }
 
 
@@ -211,16 +188,7 @@ class Registry:
     def processor(self, tag: str, **options: Unpack[ProcessorOptions]) -> Callable[[F], F]:
         """Register the decorated function, `f(body)` or `f(body, task)`, for `tag`."""
         check_tag(tag)
-        if unknown := options.keys() - _OPTIONS.keys():
-            raise TypeError(
-                f"a processor has no option {', '.join(sorted(unknown))} (known: "
-                f"{', '.join(_OPTIONS)})"
-            )
-        given: dict[str, Any] = {
-            field: check(option)
-            for name, (field, check) in _OPTIONS.items()
-            if (option := options.get(name)) is not None
-        }
+        given = _checked(options)
 
         def register(function: F) -> F:
             known = self._processors.get(tag)
@@ -270,6 +238,19 @@ class Registry:
 
     def __iter__(self) -> Iterator[ProcessorSpec]:
         return iter(self._processors.values())
+
+
+def _checked(options: ProcessorOptions) -> dict[str, Any]:
+    """Return the fields of `ProcessorSpec` that options give; None means that one is not given."""
+    known, given = ProcessorOptions.__annotations__.keys() - {"aliases"}, dict[str, Any]()
+    for name, value in options.items():
+        if name not in known:
+            names = ", ".join(sorted(known))
+            raise TypeError(f"a processor has no option {name} (known: {names})")
+        if value is not None:
+            field = name if name in ProcessorSpec.__slots__ else f"{name}_s"
+            given[field] = _CHECKS[name](value) if name in _CHECKS else value
+    return given
 
 
 def tags_of(tag: str, aliases: Collection[str]) -> tuple[str, ...]:

@@ -127,7 +127,7 @@ def _whole(least: int, most: int = 2**31) -> Reader:
 
 def _duration(value: Any) -> float:
     try:
-        seconds = check_wait(value, _LONGEST_S)
+        seconds = check_wait(value, "the value", _LONGEST_S)
     except InvalidInputError:
         seconds = 0.0
     _check(seconds > 0, "is a duration, as 30s, 5m or 1h30m")
@@ -360,7 +360,6 @@ class Settings:
     redis_slots: int = 8
     #: The longest time for sending a message. A row without one is found when it is overdue.
     publish_limit_s: float = 0.5
-    max_delay_s: float = 10 * 366 * 86400.0
     max_error_bytes: int = 64 * 1024
     #: The time budget of a chunk. Rows that have not started by then are given back.
     chunk_time_budget_s: float = 0.05

@@ -346,7 +346,7 @@ class HttpCallbacks:
         seconds.
         """
         asked = retry_after_s(response.headers.get("Retry-After", ""), self._clock.now())
-        asked = min(asked, MAX_RETRY_AFTER_S, self._settings.max_delay_s)
+        asked = min(asked, MAX_RETRY_AFTER_S)
         wait = (task.retry_schedule or RetrySchedule.NOTIFY).wait_s(task.runs)
         return asked if wait is not None and asked > wait else None
 

@@ -26,6 +26,7 @@ from delaytasks.model.clock import LATEST, to_us
 from delaytasks.model.errors import DuplicateTaskError, InvalidInputError
 from delaytasks.model.filters import batches
 from delaytasks.model.inputs import (
+    MAX_DELAY_S,
     check_choice,
     check_delay,
     check_due,
@@ -33,7 +34,6 @@ from delaytasks.model.inputs import (
     check_instant,
     check_key,
     check_limit_key,
-    check_period,
     check_priority,
     check_queue,
     check_tag,
@@ -41,7 +41,7 @@ from delaytasks.model.inputs import (
     encode_meta,
     share_of,
 )
-from delaytasks.model.moves import MAX_RETRY_DELAY_S, Status, retry_schedule_of
+from delaytasks.model.moves import Status, retry_schedule_of
 from delaytasks.model.task import (
     CallerConnection,
     DelayedTask,
@@ -209,11 +209,10 @@ class Producer:
         is_number = type(delay) in (int, float)
         found = cache.delays.get(delay) if is_number else None
         if found is None:
-            max_s = self._settings.max_delay_s
             if at is None:
-                left = check_delay(delay, max_s)
+                left = check_delay(delay)
             else:
-                left = check_delay(max(check_instant(at) - cache.now, timedelta()), max_s, "at")
+                left = check_delay(max(check_instant(at) - cache.now, timedelta()), "at")
             found = cache.now + left, math.ceil(left.total_seconds())
             if is_number:
                 cache.delays[delay] = found
@@ -227,11 +226,11 @@ class Producer:
         A call that repeats an earlier one, by the same id or key, gets the same place in the
         period.
         """
-        max_s = self._settings.max_delay_s
-        period = check_period(new.jitter, max_s)
+        period_s = check_wait(new.jitter, "jitter", MAX_DELAY_S, may_be_zero=False)
         name = str(id) if new.key is None else f"{new.tag}\0{new.key}"
-        # The sum is checked, since the due time itself may be as late as `max_delay_s` allows.
-        delay = check_delay(due - cache.now + share_of(name) * period, max_s, "jitter")
+        # The sum is checked, since the due time itself may be as late as a delay allows.
+        spread = timedelta(seconds=share_of(name) * period_s)
+        delay = check_delay(due - cache.now + spread, "jitter")
         return cache.now + delay, math.ceil(delay.total_seconds())
 
     def _tag(self, asked: object) -> Tag:
@@ -428,7 +427,7 @@ def _headers(new: NewTask, body_version: int) -> str | None:
             "variation": retry_schedule.variation,
         }
     if new.max_late is not None:
-        headers["max_late_s"] = check_wait(new.max_late, MAX_RETRY_DELAY_S, "max_late")
+        headers["max_late_s"] = check_wait(new.max_late, "max_late")
     return json.dumps(headers, separators=(",", ":"))
 
 

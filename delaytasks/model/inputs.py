@@ -30,6 +30,8 @@ def invalid(argument: str, problem: str) -> InvalidInputError:
 
 #: Seconds, a text that `parse_duration` reads, or a timedelta.
 Delay = float | str | timedelta
+#: The longest delay of a task, and the longest of other durations such as retry delays.
+MAX_DELAY_S, MAX_WAIT_S = 10 * 366 * 86400.0, 366 * 86400.0
 
 _UNITS = {"w": 604_800.0, "d": 86_400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
 _DECIMAL = r"[0-9]+(?:\.[0-9]+)?"
@@ -309,8 +311,8 @@ def check_priority(priority: object) -> int:
     return check_integer(priority, "priority", 0, MAX_PRIORITY, rule)
 
 
-def check_delay(delay: object, max_delay_s: float, argument: str = "delay") -> timedelta:
-    """Convert seconds, a text such as "1h30m" or a timedelta to a timedelta up to `max_delay_s`."""
+def check_delay(delay: object, argument: str = "delay", most_s: float = MAX_DELAY_S) -> timedelta:
+    """Convert seconds, a text with units such as "1h30m" or a timedelta to a timedelta."""
     if isinstance(delay, str) and has_unit(delay):
         delay = parse_duration(delay, argument)
     if isinstance(delay, timedelta):
@@ -326,12 +328,12 @@ def check_delay(delay: object, max_delay_s: float, argument: str = "delay") -> t
         )
     if not 0 <= seconds < math.inf:
         raise invalid(argument, f"is finite and not negative, not {shown(delay)}")
-    if seconds > max_delay_s:
-        raise invalid(argument, f"is at most {show_duration(max_delay_s)}, not {shown(delay)}")
+    if seconds > most_s:
+        raise invalid(argument, f"is at most {show_duration(most_s)}, not {shown(delay)}")
     return timedelta(seconds=seconds)
 
 
-def check_shift(shift: Any, max_s: float) -> timedelta:
+def check_shift(shift: Any, argument: str = "by") -> timedelta:
     """Convert a delay to a timedelta that is not 0; it may be negative."""
     if isinstance(shift, str):
         is_negative, size = shift.lstrip().startswith("-"), shift.strip().removeprefix("-")
@@ -339,24 +341,21 @@ def check_shift(shift: Any, max_s: float) -> timedelta:
         zero: Any = timedelta() if isinstance(shift, timedelta) else 0
         is_negative = isinstance(shift, (timedelta, int, float)) and shift < zero
         size = -shift if is_negative else shift
-    checked = check_delay(size, max_s, "by")
+    checked = check_wait(size, argument, MAX_DELAY_S)
     if not checked:
-        raise invalid("by", "is not 0")
-    return -checked if is_negative else checked
+        raise invalid(argument, "is not 0")
+    return timedelta(seconds=-checked if is_negative else checked)
 
 
-def check_period(jitter: object, max_s: float, argument: str = "jitter") -> timedelta:
-    """Convert a period to a timedelta that is not 0. A text without a unit means seconds."""
-    checked = timedelta(seconds=check_wait(jitter, max_s, argument))
-    if not checked:
-        raise invalid(argument, "is more than 0")
-    return checked
-
-
-def check_wait(wait: object, max_s: float, argument: str = "delay") -> float:
-    """Convert an option that is a delay to seconds. A text without a unit means seconds."""
+def check_wait(
+    wait: object, argument: str, most_s: float = MAX_WAIT_S, *, may_be_zero: bool = True
+) -> float:
+    """Convert an option that is a duration to seconds. A text without a unit means seconds."""
     delay = parse_duration(wait, argument) if isinstance(wait, str) else wait
-    return check_delay(delay, max_s, argument).total_seconds()
+    seconds = check_delay(delay, argument, most_s).total_seconds()
+    if not seconds and not may_be_zero:
+        raise invalid(argument, "is more than 0")
+    return seconds
 
 
 def check_due(delay: object, at: object) -> None:

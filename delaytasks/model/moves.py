@@ -285,7 +285,6 @@ Outcome = Done | Retry | Snooze | Cancel | Fail
 
 #: A row with a retry schedule of its own stays small.
 MAX_RETRY_DELAYS = 1000
-MAX_RETRY_DELAY_S = 366 * 86400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,9 +331,7 @@ class RetrySchedule:
             if isinstance(retry_delays, str)
             else itertools.islice(retry_delays, MAX_RETRY_DELAYS + 1)
         )
-        retry_delays_s = tuple(
-            check_wait(item, MAX_RETRY_DELAY_S, "retry_delays") for item in items
-        )
+        retry_delays_s = tuple(check_wait(item, "retry_delays") for item in items)
         if not 0 < len(retry_delays_s) <= MAX_RETRY_DELAYS:
             rule = f"a retry schedule has 1 to {MAX_RETRY_DELAYS} delays"
             raise InvalidInputError(f"{rule}, not {len(retry_delays_s)}", "retry_delays")

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 from delaytasks.model.errors import InvalidInputError, StoreUnavailableError, TaskStateError
 from delaytasks.model.filters import BulkFilter, Filter, Filters, LogEntry, To, filter_of, new_due
 from delaytasks.model.inputs import (
+    MAX_DELAY_S,
     Spread,
     actor_of,
     check_id,
     check_page_limit,
-    check_period,
     check_shift,
+    check_wait,
 )
 from delaytasks.model.moves import LIVE, MOVES, Status
 from delaytasks.model.task import DelayedTask
@@ -204,12 +205,12 @@ class Bulk(CallGroup):
                 "give a delay, an instant (at), a shift (by) or a period (jitter), one of the four",
                 "delay",
             )
-        max_s = self._runtime.settings.max_delay_s
         to: To
         if jitter is not None:
-            to = Spread(check_period(jitter, max_s))
+            over_s = check_wait(jitter, "jitter", MAX_DELAY_S, may_be_zero=False)
+            to = Spread(timedelta(seconds=over_s))
         elif by is not None:
-            to = check_shift(by, max_s)
+            to = check_shift(by)
         else:
             to = self._runtime.producer.due_of(delay, at)
         return self._move("reschedule", to, options)

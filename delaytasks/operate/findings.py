@@ -17,7 +17,7 @@ from delaytasks.db.schema import BODY
 from delaytasks.db.types import db_now_plus, for_database
 from delaytasks.model.body import MARK_LENGTH, NO_NAME, PREFIX, marks_of, name_in, names_of
 from delaytasks.model.errors import BodyRefusedError
-from delaytasks.model.inputs import show_duration
+from delaytasks.model.inputs import MAX_DELAY_S, show_duration
 from delaytasks.model.moves import LIVE, Status
 from delaytasks.model.task import DelayedTask, is_encrypted
 
@@ -122,12 +122,12 @@ class WaitingTasks:
 
     def _untimely(self) -> Iterator[Finding]:
         """Yield rows whose times are too far away, so that no worker will take them."""
-        t, max_delay_s = self._t, self._settings.max_delay_s
-        is_far = t.expected_time > db_now_plus(max_delay_s)
+        t = self._t
+        is_far = t.expected_time > db_now_plus(MAX_DELAY_S)
         is_long = t.lease_until > db_now_plus(LONG_LEASES * self._settings.lease_s)
         waits, runs = t.status == int(Status.NOT_COMPLETE), t.status == int(Status.RUNNING)
         problems = {
-            f"due later than {show_duration(max_delay_s)} from now": and_(waits, is_far),
+            f"due later than {show_duration(MAX_DELAY_S)} from now": and_(waits, is_far),
             "RUNNING, with a longer lease than any worker sets": and_(runs, is_long),
         }
         first, last = func.min(t.id), func.max(t.id)

@@ -24,6 +24,7 @@ from delaytasks.model.inputs import (
     PAGE_MAX,
     QUEUE_LENGTH,
     TAG_LENGTH,
+    check_shift,
     has_unit,
     parse_duration,
     parse_instant,
@@ -63,12 +64,6 @@ def integer(least: int, most: int) -> Kind:
 
 def one_of(*words: str) -> Kind:
     return Kind("word", {"enum": list(words)})
-
-
-def parse_shift(typed: str, argument: str) -> timedelta:
-    """Return a duration, which is negative if it begins with a minus sign."""
-    size = parse_duration(typed.strip().removeprefix("-"), argument)
-    return -size if typed.strip().startswith("-") else size
 
 
 def _parse_end(typed: str, argument: str) -> datetime | timedelta:
@@ -119,7 +114,7 @@ _INSTANT = {"type": "string", "format": "date-time", "maxLength": 40}
 INSTANT = Kind("instant", _INSTANT, parse_instant, parse_instant)
 _DURATION = {"type": ["number", "string"], "minimum": 0, "minLength": 2, "maxLength": 100}
 DURATION = Kind("duration", _DURATION, parse_duration)
-SHIFT = Kind("duration", parse=parse_shift)
+SHIFT = Kind("duration", parse=check_shift)
 END = Kind("time", parse=_parse_end)
 BEGIN = Kind("time", text(100).schema, _parse_begin, _parse_begin)
 LIMIT = Kind("number", parse=_parse_limit)

@@ -97,7 +97,7 @@ class PolicyCalls(CallGroup):
             if isinstance(until, datetime):
                 until = check_instant(until, "until")
             else:
-                until = now + check_delay(until, runtime.settings.max_delay_s, "until")
+                until = now + check_delay(until, "until")
             if until <= now:
                 raise InvalidInputError(
                     f"until is over, as it is {now:%Y-%m-%d %H:%M:%S} UTC: pass a later instant, a "

@@ -27,7 +27,7 @@ from delaytasks.model.inputs import (
     check_tag,
     check_wait,
 )
-from delaytasks.model.moves import FINISHED, MAX_RETRY_DELAY_S, Status
+from delaytasks.model.moves import FINISHED, Status
 from delaytasks.model.task import (
     CallerConnection,
     CancelResult,
@@ -108,7 +108,7 @@ class Pauses:
         self._pause_s = FIRST_S
         self._ends_at = self._limit_s = None
         if timeout is not None:
-            self._limit_s = check_wait(timeout, MAX_RETRY_DELAY_S, "timeout")
+            self._limit_s = check_wait(timeout, "timeout")
             self._ends_at = monotonic() + self._limit_s
 
     def next(self, task: DelayedTask) -> float:

@@ -278,8 +278,6 @@ def _rounded(seconds: float | None) -> float | None:
 
 #: The most steps of one series.
 MAX_SERIES_STEPS = 10_000
-#: A longer duration is a mistake in its unit.
-_MOST_S = 400 * 86_400.0
 
 Since = datetime | Delay
 #: The ranges that are shown.
@@ -479,7 +477,7 @@ class StepRange(NamedTuple):
     @classmethod
     def of(cls, now: datetime, since: Since, until: datetime | None, step: Delay) -> StepRange:
         """Check a range and a step, and begin at the step that contains the range's begin."""
-        step_s = check_wait(step, _MOST_S, "step")
+        step_s = check_wait(step, "step")
         if step_s < 60 or step_s % 60:
             raise InvalidInputError(
                 f"a step is a number of whole minutes, not {step_s:g} s", "step"
@@ -505,7 +503,7 @@ def checked_range(now: datetime, since: Since, until: datetime | None) -> tuple[
     if isinstance(since, datetime):
         start = check_instant(since, "since")
     else:
-        ago = timedelta(seconds=check_wait(since, _MOST_S, "since"))
+        ago = timedelta(seconds=check_wait(since, "since"))
         if ago > COUNTS_KEPT:
             raise InvalidInputError(
                 "counts are kept for two days: `since` is at most '2d'", "since"

@@ -272,7 +272,7 @@ def recurrence_of(cron: Any, options: RecurringOptions, default_tz: str) -> dict
         "timing": timing,
         "tz": tz,
         "start_at": start_at,
-        "jitter_s": check_wait(options.get("jitter", 0), MAX_JITTER_S, "jitter"),
+        "jitter_s": check_wait(options.get("jitter", 0), "jitter", MAX_JITTER_S),
         **words,
     }
 

@@ -18,12 +18,10 @@ from cronsim import CronSim, CronSimError
 
 from delaytasks.model.clock import UTC
 from delaytasks.model.errors import InvalidInputError
-from delaytasks.model.inputs import check_wait
+from delaytasks.model.inputs import MAX_DELAY_S, check_wait
 from delaytasks.model.text import shown
 
 ONE_SECOND = timedelta(seconds=1)
-#: The longest interval, so that the next occurrence is always an instant that databases can store.
-MAX_INTERVAL_S = 366 * 86_400 * 10
 #: A start for the check of a timing.
 ANY_START = datetime(2000, 1, 1, tzinfo=UTC)
 EVERY = "every"
@@ -140,9 +138,9 @@ def zone_of(name: str) -> ZoneInfo:
 
 
 def _interval(text: str) -> timedelta:
-    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= MAX_INTERVAL_S):
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= MAX_DELAY_S):
         raise InvalidInputError(
-            f"an interval is a whole number of seconds from 1 to {MAX_INTERVAL_S}, not "
+            f"an interval is a whole number of seconds from 1 to {MAX_DELAY_S:.0f}, not "
             f"{shown(text)}",
             "every",
         )
@@ -173,7 +171,7 @@ def timing_of(found: Any) -> tuple[str, str | None]:
 
 def interval_text(every: object) -> str:
     """Return the timing of an interval: seconds, a timedelta, or a text such as "5m"."""
-    seconds = check_wait(every, MAX_INTERVAL_S, "every")
+    seconds = check_wait(every, "every", MAX_DELAY_S)
     if seconds < 1 or seconds != int(seconds):
         raise InvalidInputError(f"every is a whole number of seconds, not {shown(every)}", "every")
     return f"{EVERY} {int(seconds)}"

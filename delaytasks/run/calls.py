@@ -36,7 +36,7 @@ from delaytasks.model.errors import (
     TaskCancelledError,
     TaskStateError,
 )
-from delaytasks.model.inputs import MAX_SLOTS, check_wait
+from delaytasks.model.inputs import MAX_DELAY_S, MAX_SLOTS, check_wait
 from delaytasks.model.moves import Cancel, Done, Fail, LateReason, Outcome, Retry, Snooze
 from delaytasks.model.task import (
     ASKED,
@@ -612,7 +612,7 @@ class TaskRun:
         self._runtime.events.emit(name, **self.task.event_fields, began=self.began, **fields)
 
     def _wait_s(self, after: object) -> float:
-        return check_wait(after, self._runtime.settings.max_delay_s, "after")
+        return check_wait(after, "after", MAX_DELAY_S)
 
     def _text(self, reason: str) -> str:
         return storable(str(reason), self._runtime.settings.max_error_bytes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -89,7 +88,7 @@ class Expectation:
 
     def _lines(self, name: str, value: Any, task: DelayedTask) -> list[str]:
         if name in ("within", "at"):
-            latest = self._now + check_delay(value, math.inf) if name == "within" else value
+            latest = self._now + check_delay(value) if name == "within" else value
             is_late = task.due > latest + TOLERANCE
             if not (is_late or (name == "at" and task.due < latest - TOLERANCE)):
                 return []
@@ -527,7 +526,7 @@ class DelaysTester:
         >>> tester.fast_forward("30m")
         """
         __tracebackhide__ = True
-        until = self.now + check_delay(delay, self._delays.settings.max_delay_s)
+        until = self.now + check_delay(delay)
         return self._run(partial(self._started.fast_forward, until), raises)
 
     arun_due = twin(run_due)

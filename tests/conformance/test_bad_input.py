@@ -19,6 +19,7 @@ from sqlalchemy.orm import Session
 
 import delaytasks as e
 from delaytasks import DelayedTask, NewTask, Status
+from delaytasks.model.inputs import MAX_DELAY_S
 from tests.conftest import closing_all
 from tests.fuzzing import fuzz, plain
 from tests.refusals import raised
@@ -598,7 +599,7 @@ def test_a_delay_that_is_no_delay_is_refused_by_every_call(place: Place) -> None
 
 def test_a_spread_is_a_delay_and_not_zero(place: Place) -> None:
     waits, d = place.put(key="k"), place.delays
-    longest = d.settings.max_delay_s
+    longest = MAX_DELAY_S
     place.refuse(
         "jitter",
         BAD_OPTIONS,
@@ -613,11 +614,10 @@ def test_a_spread_is_a_delay_and_not_zero(place: Place) -> None:
     assert d.get(waits).version == 0
 
 
-def test_a_delay_above_the_setting_is_refused_and_one_at_it_is_not(make: Any) -> None:
-    place = make(_max_delay_s=100)
-    place.delays.schedule_delay("mail", {}, 100)
-    with place.refuses("delay", "at most 1m40s"):
-        place.delays.schedule_delay("mail", {}, 100.001)
+def test_a_delay_above_the_limit_is_refused_and_one_at_it_is_not(place: Place) -> None:
+    place.delays.schedule_delay("mail", {}, MAX_DELAY_S)
+    with place.refuses("delay", "at most 522w6d"):
+        place.delays.schedule_delay("mail", {}, MAX_DELAY_S + 0.001)
     with place.refuses("at"):
         place.delays.schedule_delay("mail", {}, at=datetime.max.replace(tzinfo=UTC))
 

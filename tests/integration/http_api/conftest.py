@@ -64,7 +64,7 @@ class ApiSite:
 
 @contextmanager
 def site_at(url: str, folder: Path, **settings: Any) -> Iterator[ApiSite]:
-    delays = delays_on(url, timer="direct", tags="any", _max_delay_s=1e10, **settings)
+    delays = delays_on(url, timer="direct", tags="any", **settings)
     yield ApiSite(delays, folder, requests_per_s=1e9)
     delays.close()
 
