@@ -13,13 +13,14 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from delaytasks.model.body import are_keys, names_of
+from delaytasks.model.body import checked_keys, names_of
 from delaytasks.model.clock import MAX_SHARDS
-from delaytasks.model.errors import ConfigError, InvalidInputError
-from delaytasks.model.inputs import check_wait, is_queue, parse_duration, show_duration
+from delaytasks.model.errors import ConfigError
+from delaytasks.model.inputs import MAX_DELAY_S, check_wait, parse_duration, show_duration
 from delaytasks.model.text import hide, mask_secret, shown
 
 PREFIX = "delaytasks_"
@@ -39,7 +40,6 @@ _BOOLS = {
     **dict.fromkeys(("false", "0", "no", "off"), False),
 }
 _TIMERS = ("eta", "direct", "redis")
-_LONGEST_S = 1000 * 366 * 86400.0
 _ADDRESS = re.compile(r"(?:(?:\[([^]/]+)]|([^][:/]+)):)?([0-9]{1,5})")
 
 
@@ -84,128 +84,87 @@ class Badge(NamedTuple):
         return f"{self.name} {self.color}".strip()
 
 
-def _check(is_right: object, rule: str) -> None:
-    if not is_right:
-        raise ValueError(rule)
+def _by(rule: str, convert: Reader) -> Reader:
+    """Return a reader whose errors state the rule, whatever `convert` raises."""
 
-
-def _text(value: Any) -> str:
-    _check(isinstance(value, str), "is a text")
-    return str(value)
-
-
-def _matching(is_right: Callable[[str], object], rule: str) -> Reader:
-    def read(value: Any) -> str:
-        _check(isinstance(value, str) and is_right(value), rule)
-        return str(value)
+    def read(value: Any) -> Any:
+        try:
+            return convert(value)
+        except (ValueError, TypeError, LookupError, AttributeError):
+            raise ValueError(rule) from None
 
     return read
+
+
+def _matching(pattern: str, rule: str) -> Reader:
+    found = re.compile(pattern, re.ASCII).fullmatch
+    return _by(rule, lambda value: found(value)[0])  # type: ignore[index]  # None is a TypeError
 
 
 def _one_of(*names: str) -> Reader:
-    return _matching(names.__contains__, f"is {', '.join(map(repr, names[:-1]))} or {names[-1]!r}")
-
-
-_NAME = _matching(is_queue, "has letters, digits, '_', '.' and '-' only")
-
-
-def _bool(value: Any) -> bool:
-    found = _BOOLS.get(str(value).lower())
-    _check(found is not None, "is true or false")
-    return bool(found)
+    rule = f"is {', '.join(map(repr, names[:-1]))} or {names[-1]!r}"
+    return _by(rule, lambda value: names[names.index(value)])
 
 
 def _whole(least: int, most: int = 2**31) -> Reader:
-    def read(value: Any) -> int:
-        number = int(value) if re.fullmatch("[0-9]{1,18}", str(value)) else -1
-        end = f" to {most}" if most < 2**31 else ""
-        _check(least <= number <= most, f"is a whole number from {least}{end}")
-        return number
-
-    return read
+    allowed, end = range(least, most + 1), f" to {most}" if most < 2**31 else ""
+    rule = f"is a whole number from {least}{end}"
+    return _by(rule, lambda value: allowed[allowed.index(int(str(value)))])
 
 
-def _duration(value: Any) -> float:
-    try:
-        seconds = check_wait(value, "the value", _LONGEST_S)
-    except InvalidInputError:
-        seconds = 0.0
-    _check(seconds > 0, "is a duration, as 30s, 5m or 1h30m")
-    return seconds
+def _or_none(read: Reader) -> Reader:
+    return lambda value: None if _is_none(value) else read(value)
 
 
-def _duration_or_none(value: Any) -> float | None:
-    return None if _is_none(value) else _duration(value)
+def _is_none(value: Any) -> bool:
+    return str(value).lower() == "none"
 
 
-def _texts(value: Any) -> tuple[str, ...]:
-    texts = value.split() if isinstance(value, str) else value
-    is_right = isinstance(texts, (list, tuple)) and all(isinstance(v, str) and v for v in texts)
-    _check(is_right, "is a list of texts, or a text with blanks between")
-    return tuple(texts)
-
-
-def _keys(value: Any) -> tuple[str, ...]:
-    keys = _texts(value)
-    rule = (
-        "each is a different key, the URL-safe base64 of 32 random bytes; 'plain' may precede them"
-    )
-    _check(are_keys(keys), rule)
-    return keys
+def _each_text(value: Any) -> tuple[str, ...]:
+    return tuple(map(_WORD, value.split() if isinstance(value, str) else value))
 
 
 def _queues(value: Any) -> dict[str, str]:
-    rule = (
-        'maps tags and patterns to queues, as {"mail.*": "mail", "*": "other"}, which in the '
-        "environment is JSON; a queue has letters, digits, '_', '.' and '-' only"
-    )
-    try:
-        mapping = json.loads(value) if isinstance(value, str) else value
-        names = {_text(tag): _NAME(queue) for tag, queue in mapping.items()}
-    except (AttributeError, ValueError):
-        raise ValueError(rule) from None
-    _check("" not in names, rule)
-    return names
-
-
-def _tags(value: Any) -> str | tuple[str, ...]:
-    return value if value in ("auto", "any") else _texts(value)
+    mapping = json.loads(value) if isinstance(value, str) else value
+    return {_WORD(tag): _NAME(queue) for tag, queue in mapping.items()}
 
 
 def _durable_eta(value: Any) -> float | None:
-    if str(value).lower() in _BOOLS:
-        return 0.0 if _bool(value) else None
-    return _duration(value)
+    is_on = _BOOLS.get(str(value).lower())
+    return _DURATION(value) if is_on is None else 0.0 if is_on else None
 
 
 def _sweep(value: Any) -> Sweep:
     interval, *partitions = value.split() if isinstance(value, str) else [value]
-    try:
-        return Sweep(_duration(interval), *map(_whole(1), partitions))
-    except (TypeError, ValueError):
-        rule = "is the interval of sweeps, as 5s, or the interval and the partitions, as '5s 4'"
-        raise ValueError(rule) from None
+    return Sweep(_DURATION(interval), *map(_whole(1), partitions))
 
 
 def _metrics(value: Any) -> Address | str:
     text = "" if _is_none(value) else str(value)
     address = Address.read(text)
-    rule = "is a port, as 9819, an address, as 0.0.0.0:9819 or [::]:9819, or the path of a file"
-    _check(address.port > 0 if address else not text or "/" in text, rule)
+    if address.port == 0 if address else text and "/" not in text:
+        raise ValueError
     return address or text
 
 
 def _badge(value: Any) -> Badge:
-    name, _, color = _text(value).rpartition(" ")
+    text: str = _TEXT(value)
+    name, _, color = text.rpartition(" ")
     if color not in COLORS or not name:
-        name, color = value, "red" if value.lower().startswith("prod") else "blue"
-    rule = f"is a name of at most 24 characters, and maybe a colour: {', '.join(COLORS)}"
-    _check(name.isprintable() and len(name) <= 24, rule)
+        name, color = text, "red" if text.lower().startswith("prod") else "blue"
+    if not name.isprintable() or len(name) > 24:
+        raise ValueError
     return Badge(name, color if name else "")
 
 
-def _is_none(value: Any) -> bool:
-    return value is None or (isinstance(value, str) and value.lower() == "none")
+_BOOL = _by("is true or false", lambda value: _BOOLS[str(value).lower()])
+_TEXT, _WORD = (_matching(pattern, "is a text") for pattern in ("(?s).*", "(?s).+"))
+_NAME = _matching("[A-Za-z0-9_.-]+", "has letters, digits, '_', '.' and '-' only")
+_TEXTS = _by("is a list of texts, or a text with blanks between", _each_text)
+_DURATION = _by(
+    "is a duration, as 30s, 5m or 1h30m",
+    partial(check_wait, argument="value", most_s=MAX_DELAY_S, may_be_zero=False),
+)
 
 
 # -- The settings ---------------------------------------------------------------------------------
@@ -224,7 +183,7 @@ class Settings:
     """The settings of one `DelayTasks`, and constants. Durations are in seconds: `lease_s`."""
 
     database_url: str = _setting(
-        "", _text, "SQLAlchemy URL of the database; empty: SQLite in data_dir", mask_secret
+        "", _TEXT, "SQLAlchemy URL of the database; empty: SQLite in data_dir", mask_secret
     )
     shard: int = _setting(
         0,
@@ -232,7 +191,7 @@ class Settings:
         "number that new ids carry; each member of Shards has a number of its own",
     )
     data_dir: str = _setting(
-        ".delaytasks", _text, "folder of the SQLite file and the message files"
+        ".delaytasks", _TEXT, "folder of the SQLite file and the message files"
     )
     namespace: str = _setting(
         "delaytasks", _NAME, "prefix of the queues, so that deployments can share a broker"
@@ -240,7 +199,7 @@ class Settings:
     table_prefix: str = _setting(
         "",
         _matching(
-            re.compile(r"(?:\w+\.)?\w*", re.ASCII).fullmatch,
+            r"(?:\w+\.)?\w*",
             "has letters, digits and '_' only, and may begin with a schema and a dot",
         ),
         "prefix of the tables, so that deployments can share a database; may begin with a schema "
@@ -250,10 +209,7 @@ class Settings:
 
     timer: str = _setting(
         "eta",
-        _matching(
-            lambda value: value in _TIMERS or "://" in value,
-            "is 'eta', 'direct', 'redis', or the URL of a Redis",
-        ),
+        _matching("eta|direct|redis|.*://.*", "is 'eta', 'direct', 'redis', or the URL of a Redis"),
         "where rows due within the horizon wait: broker and workers (eta), the table (direct), "
         "the broker's Redis (redis), or another Redis (its URL)",
         lambda value: value if difflib.get_close_matches(value, _TIMERS) else mask_secret(value),
@@ -266,29 +222,33 @@ class Settings:
     )
     horizon_s: float | None = _setting(
         "30s",
-        _duration_or_none,
+        _or_none(_DURATION),
         "only tasks due within this time are sent to the broker; none: all tasks",
     )
     queues: Mapping[str, str] = _setting(
         {"*": "default"},
-        _queues,
+        _by(
+            'maps tags and patterns to queues, as {"mail.*": "mail", "*": "other"}, which in the '
+            "environment is JSON; a queue has letters, digits, '_', '.' and '-' only",
+            _queues,
+        ),
         "queues of tags, and of patterns such as mail.*; in the environment as JSON",
     )
     tags: str | tuple[str, ...] = _setting(
         "auto",
-        _tags,
+        lambda value: value if value in ("auto", "any") else _TEXTS(value),
         "tags that this process may schedule: those of its processors and of a list; any; or all "
         "if it has no processors (auto)",
     )
     #: The shortest delay of Celery tasks that wait as rows; None: only those that ask for it.
     durable_eta_s: float | None = _setting(
         False,
-        _durable_eta,
+        _by("is true, false or the shortest delay, as 5m", _durable_eta),
         "Celery tasks with an eta or a countdown wait as rows, all or from this delay on; "
         "overridden by @app.task(durable_eta=…)",
     )
     event_bodies: bool = _setting(
-        True, _bool, "Flower and other monitors see bodies and results, as they see Celery's"
+        True, _BOOL, "Flower and other monitors see bodies and results, as they see Celery's"
     )
     log_format: str = _setting(
         "text",
@@ -298,7 +258,11 @@ class Settings:
     max_body_bytes: int = _setting(256 * 1024, _whole(1), "longest body, as JSON")
     encryption_keys: tuple[str, ...] = _setting(
         (),
-        _keys,
+        _by(
+            "each is a different key, the URL-safe base64 of 32 random bytes; 'plain' may precede "
+            "them",
+            lambda value: checked_keys(_TEXTS(value)),
+        ),
         "bodies and results are encrypted with the first key and decrypted with all; "
         "'plain' as the first: new ones are not encrypted",
         mask_secret,
@@ -306,7 +270,7 @@ class Settings:
 
     lease_s: float = _setting(
         "1m",
-        _duration,
+        _DURATION,
         "time for which a running task belongs to its worker; renewed after a third of it",
     )
     max_lost_leases: int = _setting(
@@ -314,23 +278,26 @@ class Settings:
     )
     sweep: Sweep = _setting(
         "5s",
-        _sweep,
+        _by("is the interval, as 5s, or the interval and the partitions, as '5s 4'", _sweep),
         "time between sweeps; with the number of sweep partitions, each with its own share of the "
         "table, as '5s 4'",
     )
     purge_after_s: float | None = _setting(
         "30d",
-        _duration_or_none,
+        _or_none(_DURATION),
         "tasks that ended (DONE, FAILED, CANCELLED) longer ago than this are deleted; none: never",
     )
     statistics: bool = _setting(
         True,
-        _bool,
+        _BOOL,
         "workers count what they run, and write the counts to the database once a minute",
     )
     metrics: Address | str = _setting(
         "",
-        _metrics,
+        _by(
+            "is a port, as 9819, an address, as 0.0.0.0:9819 or [::]:9819, or the path of a file",
+            _metrics,
+        ),
         "where a worker shows its metrics to Prometheus: at a port (9819, only for this host) or "
         "an address (0.0.0.0:9819), or in a file, in whose path %h, %n and %d stand for the "
         "worker's name, as in Celery; empty: nowhere",
@@ -338,21 +305,21 @@ class Settings:
 
     environment: Badge = _setting(
         "",
-        _badge,
+        _by(f"is a name of at most 24 characters, and maybe a colour: {', '.join(COLORS)}", _badge),
         "name of this deployment on all pages of the console, as production, or 'staging orange'; "
         "without a colour (red, orange, green, blue, grey), production is red, and others are blue",
     )
 
     callback_secrets: tuple[str, ...] = _setting(
-        (), _texts, "keys that sign HTTP callbacks (whsec_…)", mask_secret
+        (), _TEXTS, "keys that sign HTTP callbacks (whsec_…)", mask_secret
     )
     callback_allow: tuple[str, ...] = _setting(
-        (), _texts, "hosts and networks that callbacks may reach in addition to public https"
+        (), _TEXTS, "hosts and networks that callbacks may reach in addition to public https"
     )
     callback_broker_url: str = _setting(
-        "", _text, "broker of queue callbacks; empty: the app's own broker", mask_secret
+        "", _TEXT, "broker of queue callbacks; empty: the app's own broker", mask_secret
     )
-    callback_timeout_s: float = _setting("30s", _duration, "longest time for a whole callback")
+    callback_timeout_s: float = _setting("30s", _DURATION, "longest time for a whole callback")
 
     # -- Constants. Only tests change them: `DelayTasks(…, _grace_s=0)`, `delaytasks__grace_s` ----
 

@@ -285,12 +285,13 @@ def names_of(keys: Iterable[str]) -> list[str]:
     return [key if key == PLAIN else key_name(key) for key in keys]
 
 
-def are_keys(keys: Sequence[str]) -> bool:
-    """Return whether a value of the setting is valid: different keys, optionally after `PLAIN`."""
+def checked_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
+    """Return a valid value of the setting: different keys, optionally after `PLAIN`."""
     real = keys[1:] if keys[:1] == (PLAIN,) else keys
-    if not all(map(_KEY.fullmatch, real)) or (keys and not real):
-        return False
-    return len(set(map(key_name, real))) == len(real)
+    is_right = all(map(_KEY.fullmatch, real)) and len(set(map(key_name, real))) == len(real)
+    if not is_right or (keys and not real):
+        raise ValueError("malformed or repeated keys")
+    return keys
 
 
 def marks_of(names: Iterable[str]) -> list[str]:
