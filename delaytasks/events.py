@@ -10,7 +10,7 @@ from typing import Any
 
 from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import OutcomeUnknownError, StoreUnavailableError
-from delaytasks.model.text import traceback_text
+from delaytasks.model.text import DEFERRALS, traceback_text
 
 # -- Log an event that occurs for each row, message or turn once a minute, with a count -----------
 
@@ -23,9 +23,7 @@ MOST_SUBJECTS = 20
 #: failure of a task is not among them, because each failure has its own reason. All stages and
 #: loops that meet the same error share its line.
 SUBJECTS = {
-    "task.no_processor": "tag",
-    "task.no_key": "tag",
-    "task.no_time_limits": "tag",
+    **{f"task.{code}": "tag" for code in DEFERRALS},
     "task.expired": "tag",
     "task.left_open": "tag",
     "task.raised_late": "tag",

@@ -54,14 +54,7 @@ from delaytasks.db.types import db_now, db_now_plus, is_narrow, is_past, is_rare
 from delaytasks.model.clock import to_us
 from delaytasks.model.moves import FINISHED, MOVES, Status, following
 from delaytasks.model.task import Entry, Level, QueuePlace, Recovered
-from delaytasks.model.text import (
-    NO_KEY,
-    NO_PROCESSOR,
-    NO_TIME_LIMITS,
-    count,
-    installed_version,
-    is_deferred_until,
-)
+from delaytasks.model.text import DEFERRALS, count, installed_version, is_deferred_until
 from delaytasks.model.workers import NO_OUTAGES, PREFORK, LostWorker, RegisteredWorker, ServiceTimes
 
 # -- Recovers rows whose worker died, or lost its lease, while they ran ---------------------------
@@ -650,11 +643,7 @@ class SweepQueries:
     ) -> Select[Any]:
         """Return the query that locks a batch of deferred rows, in the order of their tries."""
         t = self._t.c
-        is_why = or_(
-            t.error_stack.startswith(NO_PROCESSOR),
-            t.error_stack.startswith(NO_TIME_LIMITS),
-            t.error_stack.startswith(NO_KEY),
-        )
+        is_why = or_(*map(t.error_stack.startswith, DEFERRALS.values()))
         query = (
             select(t.id, t.version, t.expected_time, t.queue, t.priority, t.error_stack, t.due_time)
             .where(unindexed(t.status) == int(Status.NOT_COMPLETE), is_why, t.tag.in_(tags))

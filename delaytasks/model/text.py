@@ -29,20 +29,12 @@ def storable(text: str, max_bytes: int) -> str:
     return text[:head] + _CUT.format(n=len(text) - keep) + text[len(text) - (keep - head) :]
 
 
-#: The beginning of a deferred row's error if the worker had no processor for the tag.
-NO_PROCESSOR = "no such processor, tag="
-#: The same if the worker did not have the encryption key of the body. The key's name follows.
-NO_KEY = "no such encryption key, key="
-#: The same if the worker's pool could not keep the time limits of the tag.
-NO_TIME_LIMITS = "this worker's pool can not keep time limits, tag="
-#: The same if newer code has made the body.
-NEWER_BODY = "the body is of a newer version than this worker's processor, tag="
-#: The codes of these reasons, for programs.
+#: Why a worker defers a task, by the code that its event has: the beginning of the row's error.
 DEFERRALS = {
-    NO_PROCESSOR: "no_processor",
-    NO_KEY: "no_key",
-    NO_TIME_LIMITS: "no_time_limits",
-    NEWER_BODY: "newer_body",
+    "no_processor": "no such processor, tag=",
+    "no_key": "no such encryption key, key=",
+    "no_time_limits": "this worker's pool can not keep time limits, tag=",
+    "newer_body": "the body is of a newer version than this worker's processor, tag=",
 }
 
 #: A task that cannot run here is tried again after a tenth of its lateness, within these bounds.

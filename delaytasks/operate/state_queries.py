@@ -333,7 +333,7 @@ class OverdueRows:
         is_late = and_(
             has_status(t, Status.NOT_COMPLETE), is_past(t.c.expected_time, db_now_plus(-late_s))
         )
-        codes = [(t.c.error_stack.startswith(begin), code) for begin, code in DEFERRALS.items()]
+        codes = [(t.c.error_stack.startswith(begin), code) for code, begin in DEFERRALS.items()]
         cause = case(*codes, else_="deferred")
         for where, why in ((is_late, null()), (self.deferred(late_s), cause)):
             tasks = func.count().label("tasks")

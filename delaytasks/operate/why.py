@@ -336,7 +336,7 @@ def _not_due(facts: Facts) -> Iterator[Reason]:
 
 def deferral_of(error: str | None) -> str | None:
     """Return the code of the reason for a deferral, from the error that the worker wrote."""
-    found = (code for begin, code in DEFERRALS.items() if error and error.startswith(begin))
+    found = (code for code, begin in DEFERRALS.items() if error and error.startswith(begin))
     return next(found, None)
 
 

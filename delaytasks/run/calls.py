@@ -49,10 +49,7 @@ from delaytasks.model.task import (
 from delaytasks.model.text import (
     DEFER_MAX_S,
     DEFER_MIN_S,
-    NEWER_BODY,
-    NO_KEY,
-    NO_PROCESSOR,
-    NO_TIME_LIMITS,
+    DEFERRALS,
     count,
     defer_until,
     shown,
@@ -844,8 +841,8 @@ class Calls:
             return Settlement(task, "expire", error=CANCELLED_EARLIER)
         if processor is None:  # a deploy may bring it
             known = ", ".join(sorted(processor.tag for processor in self.host.registry)) or "none"
-            why = f"{NO_PROCESSOR}{task.tag} (this worker knows: {known}); is its module imported?"
-            return self._defer(task, why, "task.no_processor")
+            why = f"{task.tag} (this worker knows: {known}); is its module imported?"
+            return self._defer(task, "no_processor", why)
         max_late_s = processor.max_late_s if task.max_late_s is None else task.max_late_s
         if max_late_s is not None:
             late_s = (self._clock.now() - task.due).total_seconds()
@@ -860,29 +857,29 @@ class Calls:
             key, known = name_in(task.body_json), ", ".join(self._keys) or "none"
             if key != NO_NAME and key not in self._keys:
                 remedy = f"(this worker has: {known}); add it to delaytasks_encryption_keys"
-                return self._defer(task, f"{NO_KEY}{key} {remedy}", "task.no_key", key=key)
+                return self._defer(task, "no_key", f"{key} {remedy}", key=key)
         if processor.is_newer(task.body_version):
             version = f"version {task.body_version}, not {processor.body_version}"
-            why = f"{NEWER_BODY}{task.tag} ({version})"
-            return self._defer(task, why, "task.newer_body")
+            return self._defer(task, "newer_body", f"{task.tag} ({version})")
         if not self.host.keeps_time_limits and processor.has_time_limits:
-            why = f"{NO_TIME_LIMITS}{task.tag}; let a worker with -P prefork serve the queue "
-            return self._defer(task, why + task.queue, "task.no_time_limits")
+            why = f"{task.tag}; let a worker with -P prefork serve the queue {task.queue}"
+            return self._defer(task, "no_time_limits", why)
         return None
 
-    def _defer(self, task: DelayedTask, why: str, event: str, **fields: Any) -> Settlement:
+    def _defer(self, task: DelayedTask, code: str, why: str, **fields: Any) -> Settlement:
         """Let the task run later on a worker that can run it; it keeps its due time.
 
         It waits for a tenth of the time that it has been overdue, within bounds.
         """
         overdue_s = (self._clock.now() - task.due).total_seconds()
         wait_s = min(max(overdue_s / 10, DEFER_MIN_S), DEFER_MAX_S)
-        self._events.emit(event, **task.event_fields, **fields, next_try_s=wait_s)
+        self._events.emit(f"task.{code}", **task.event_fields, **fields, next_try_s=wait_s)
+        error = storable(DEFERRALS[code] + why, MAX_DEFERRAL_BYTES)
         next_try = self._clock.after(wait_s)
         return Settlement(
             task,
             "give_back",
-            error=defer_until(storable(why, MAX_DEFERRAL_BYTES), next_try),
+            error=defer_until(error, next_try),
             expected_time=next_try,
             due_time=task.due,
         )

@@ -15,7 +15,7 @@ from delaytasks.model.clock import LATEST, STARTED_MS, Clock, from_us, to_us, wa
 from delaytasks.model.errors import ConfigError, UnknownTagError
 from delaytasks.model.moves import LIVE
 from delaytasks.model.task import DelayedTask, Settlement
-from delaytasks.model.text import NO_PROCESSOR
+from delaytasks.model.text import DEFERRALS
 from delaytasks.registry import ProcessorSpec, Registry
 from delaytasks.run.observers import Observer
 
@@ -101,7 +101,7 @@ class TestRunner(Observer):
     def not_called(self, settlement: Settlement, claimed: datetime) -> None:
         error, why = None, settlement.error or ""
         if settlement.move != "expire":
-            why += OF_ANOTHER_APPLICATION if why.startswith(NO_PROCESSOR) else ""
+            why += OF_ANOTHER_APPLICATION if why.startswith(DEFERRALS["no_processor"]) else ""
             error = UnknownTagError(why, "tag")
         self.ended(settlement, 0, error)
 

@@ -28,6 +28,7 @@ from delaytasks.events import _LOG_LEVELS as LEVELS
 from delaytasks.http_api.routes import ROUTES
 from delaytasks.model import errors
 from delaytasks.model.filters import Filter
+from delaytasks.model.text import DEFERRALS
 from delaytasks.operate import exporter as snapshot
 from delaytasks.operate.metrics import ProducerMetrics, SweepTimes, WorkerMetrics
 from delaytasks.operate.monitoring import read_file
@@ -195,7 +196,8 @@ def test_each_event_that_is_logged_is_explained_with_its_level() -> None:
     for names, levels in re.findall(r"^\| (`[a-z_.`, ]+) \| ([A-Z, ]+) \|", page("worker"), re.M):
         shown.update(zip(re.findall(r"`([^`]+)`", names), levels.split(", "), strict=True))
     source = "".join(path.read_text() for path in (ROOT / "delaytasks").rglob("*.py"))
-    emitted = set(re.findall(r'(?:emit\(|self\._defer\(.*,)\s*"([a-z_.]+)"', source))
+    emitted = set(re.findall(r'emit\(\s*"([a-z_.]+)"', source))
+    emitted |= {f"task.{code}" for code in DEFERRALS}
     levels = {name: logging.getLevelName(level) for name, level in LEVELS.items()}
     assert shown == {name: level for name, level in levels.items() if name in emitted}
 

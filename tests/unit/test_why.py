@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from delaytasks import DelayedTask, Status
+from delaytasks.model.text import DEFERRALS
 from tests.world import MakeWorld, World
 from tests.world.recording import delays_on, explain, new_key
 
@@ -157,14 +158,7 @@ def test_each_worker_serves_the_tags_of_celery_tasks(world: World) -> None:
     assert codes(world, world.put(tag="celery:shop.remind", queue=QUEUE)) == ["due"]
 
 
-DEFERRALS = [
-    ("no such processor, tag=", "no_processor"),
-    ("no such encryption key, key=", "no_key"),
-    ("this worker's pool can not keep time limits, tag=", "no_time_limits"),
-]
-
-
-@pytest.mark.parametrize(("begin", "code"), DEFERRALS)
+@pytest.mark.parametrize(("code", "begin"), DEFERRALS.items())
 def test_a_deferred_task_has_a_cause_and_a_next_try(world: World, begin: str, code: str) -> None:
     if code == "no_processor":  # the registry and the row both tell the reason
         world.serve(WORKER, QUEUE, tags=[])
