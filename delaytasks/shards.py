@@ -27,6 +27,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 from delaytasks.client import DelayTasks
 from delaytasks.model import errors
 from delaytasks.model.clock import monotonic, shard_of
+from delaytasks.model.filters import batches
 from delaytasks.model.inputs import Delay, check_key
 from delaytasks.model.moves import LIVE
 from delaytasks.model.task import DelayedTask, TaskName, id_of, new_task_of
@@ -68,8 +69,8 @@ def _for_batches(method: Method[P, int]) -> MethodOfShards[P, int]:
         # Imported here: a process that only imports delaytasks does not need it.
         from delaytasks.db.producer import BULK
 
-        total, source = 0, map(new_task_of, tasks)
-        while batch := list(itertools.islice(source, BULK)):
+        total = 0
+        for batch in batches(map(new_task_of, tasks), BULK):
             parts: dict[tuple[DelayTasks, ...], list[Any]] = {}
             anywhere = self._in_turn()
             for new in batch:

@@ -19,6 +19,7 @@ from delaytasks.model.inputs import (
     check_meta,
     check_queue,
     check_tag,
+    invalid,
 )
 from delaytasks.model.moves import LIVE, MOVES, Status
 from delaytasks.model.text import shown
@@ -96,16 +97,12 @@ class Filter:
 
 
 def check_error(pattern: object) -> str:
-    """Check a pattern of error texts."""
-    if not isinstance(pattern, str) or not pattern.strip("*"):
-        problem = f"={shown(pattern)}: name a part of the text, as '*timeout*'"
-    elif len(pattern) > MAX_ERROR_PATTERN:
-        problem = f": a pattern has at most {MAX_ERROR_PATTERN} characters"
-    elif "\0" in pattern:
-        problem = ": no stored text contains the character NUL"
-    else:
-        return pattern
-    raise InvalidInputError(f"error{problem}", "error")
+    """Check a pattern of error texts, which may have several lines."""
+    if not isinstance(pattern, str) or not pattern.strip("*") or "\0" in pattern:
+        raise invalid("error", f"names a part of the text, as '*timeout*', not {shown(pattern)}")
+    if len(pattern) > MAX_ERROR_PATTERN:
+        raise invalid("error", f"has at most {MAX_ERROR_PATTERN} characters, not {len(pattern)}")
+    return pattern
 
 
 def check_status(status: object) -> Status:
@@ -148,7 +145,7 @@ _CHECKS: dict[str, Callable[[object], Any]] = {
     "tag": check_tag,
     "ids": check_ids,
     "key": check_key,
-    "key_prefix": lambda prefix: check_key(prefix, "key_prefix"),
+    "key_prefix": partial(check_key, argument="key_prefix"),
     "status": check_statuses,
     "queue": check_queue,
     "error": check_error,

@@ -247,23 +247,23 @@ def _digest(text: str) -> str:
 
 
 def check_tag(tag: object) -> str:
-    return _check_name(tag, "tag", TAG_LENGTH)
+    return check_name(tag, "tag", TAG_LENGTH)
 
 
 def check_key(key: object, argument: str = "key") -> str:
-    return _check_name(key, argument, KEY_LENGTH)
+    return check_name(key, argument, KEY_LENGTH)
 
 
 def check_limit_key(key: object) -> str:
-    return _check_name(key, "limit_key", LIMIT_KEY_LENGTH)
+    return check_name(key, "limit_key", LIMIT_KEY_LENGTH)
 
 
 def check_schedule_name(name: object) -> str:
-    return _check_name(name, "name", SCHEDULE_NAME_LENGTH)
+    return check_name(name, "name", SCHEDULE_NAME_LENGTH)
 
 
 def check_actor(actor: object) -> str:
-    return _check_name(actor, "actor", ACTOR_LENGTH)
+    return check_name(actor, "actor", ACTOR_LENGTH)
 
 
 def check_page_limit(limit: object) -> int:
@@ -272,15 +272,13 @@ def check_page_limit(limit: object) -> int:
 
 def check_queue(queue: object) -> str:
     """Check a queue name. RabbitMQ limits its length, and the file transport uses it in paths."""
-    name = _check_name(queue, "queue", QUEUE_LENGTH)
+    name = check_name(queue, "queue", QUEUE_LENGTH)
     if not is_queue(name):
-        raise InvalidInputError(
-            f"a queue has letters, digits, '_', '.' and '-' only, not {shown(name)}", "queue"
-        )
+        raise invalid("queue", f"has letters, digits, '_', '.' and '-' only, not {shown(name)}")
     return name
 
 
-def _check_name(value: object, argument: str, longest: int) -> str:
+def check_name(value: object, argument: str, longest: int) -> str:
     if (
         isinstance(value, str)
         and 0 < len(value) <= longest
@@ -288,14 +286,10 @@ def _check_name(value: object, argument: str, longest: int) -> str:
         and value == value.strip()  # MySQL treats 'a' and 'a ' as equal
     ):
         return str.__str__(value)  # a str itself, because drivers write an enum by its own rules
-    raise invalid(argument, _problem_of_name(value, longest))
-
-
-def _problem_of_name(value: object, longest: int) -> str:
+    rule = f"has 1 to {longest} printable characters, and no blank at its ends, not {shown(value)}"
     if not isinstance(value, str):
-        return f"is a string, such as str(order.id), not {type(value).__name__}"
-    rule = f"has 1 to {longest} printable characters, and no blank at its ends"
-    return f"{rule}, not {len(value)}: {shown(value)}"
+        rule = f"is a string, such as str(order.id), not {type(value).__name__}"
+    raise invalid(argument, rule)
 
 
 #: The queue name of workers that serve all queues.

@@ -11,13 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from delaytasks.model.clock import json_fields, monotonic
 from delaytasks.model.errors import InvalidInputError, StoreError
-from delaytasks.model.inputs import (
-    check_integer,
-    check_queue,
-    check_tag,
-    parse_duration,
-    show_duration,
-)
+from delaytasks.model.inputs import check_integer, check_queue, check_tag, check_wait, show_duration
 from delaytasks.model.text import shown
 
 Kind = Literal["tag", "queue"]
@@ -153,10 +147,6 @@ class Policies:
         """Return the tags whose policies with limits differ from those before."""
         return {tag for tag, _ in self.limited.items() ^ before.limited.items()}
 
-    @property
-    def has_pauses(self) -> bool:
-        return bool(self.paused_tags or self.paused_queues)
-
     def pauses(self, tag: str, queue: str) -> bool:
         return tag in self.paused_tags or queue in self.paused_queues
 
@@ -183,17 +173,13 @@ def parse_rate(text: object) -> tuple[int | None, float | None]:
     if text is None:
         return None, None
     match = _RATE.fullmatch(text) if isinstance(text, str) else None
-    period = match[2] if match else ""
-    try:
-        seconds = parse_duration("1" + period if period[:1].isalpha() else period).total_seconds()
-    except InvalidInputError:
-        match = None
     if match is None:
         rule = "a rate is a number of starts and a period, as 100/s, 30/m or 1000/1h30m"
         raise InvalidInputError(f"{rule}, not {shown(text)}", "rate")
-    if not MIN_PERIOD_S <= seconds <= MAX_PERIOD_S:
-        problem = f"the period of a rate is 1 ms to 31 days, not {shown(period)}"
-        raise InvalidInputError(problem, "rate")
+    period = f"1{match[2]}" if match[2][0].isalpha() else match[2]
+    seconds = check_wait(period, "rate", MAX_PERIOD_S)
+    if seconds < MIN_PERIOD_S:
+        raise InvalidInputError(f"the period of a rate is at least 1 ms, not {period}", "rate")
     return check_limit(int(match[1]), "rate"), seconds
 
 

@@ -189,9 +189,9 @@ def test_a_worker_that_lost_its_lease_holds_nothing(world: World) -> None:
 
 def test_a_process_applies_a_pause_within_about_a_second(world: World, other: World) -> None:
     cache = other.runtime.policy_cache
-    assert not cache.current().has_pauses
+    assert not cache.current().paused_tags
     world.delays.policies.pause(tag="note")
-    assert not cache.current().has_pauses, "it reads once a second"
+    assert not cache.current().paused_tags, "it reads once a second"
     cache._read_at -= 1
     assert cache.current().pauses("note", "default")
 
