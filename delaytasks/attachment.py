@@ -64,15 +64,11 @@ def forced(app: Any) -> Iterator[None]:
         _forced_app.reset(token)
 
 
-def is_forced(app: Any) -> bool:
-    return _forced_app.get() is app
-
-
-def _is_durable(app: Any, delays: DelayTasks, call: CeleryCall, task: Any, asked: Any) -> bool:
-    """Return whether a call becomes a row; `task` is the Celery task, or None if unknown."""
+def _is_durable(delays: DelayTasks, call: CeleryCall, task: Any, asked: Any) -> bool:
+    """Return whether a delayed call becomes a row; `task` is the Celery task if it is known."""
     own = getattr(task, "durable_eta", None) if asked is None else asked
-    if own is not None or is_forced(app):
-        return is_forced(app) or bool(own)
+    if own is not None:
+        return bool(own)
     runtime = delays._runtime
     least_s = runtime.settings.durable_eta_s
     return least_s is not None and (not least_s or runtime.celery_tasks.delay_s(call) >= least_s)
@@ -118,9 +114,10 @@ def intercept(app: Any, delays: DelayTasks) -> None:
         **options: Any,
     ) -> Any:
         call = CeleryCall(name, args, kwargs, countdown, eta, task_id, producer, connection)
-        if countdown or eta or is_forced(app):
+        is_forced = _forced_app.get() is app
+        if countdown or eta or is_forced:
             task = options.get("task_type") or app.tasks.get(name)
-            if _is_durable(app, delays, call, task, durable_eta):
+            if is_forced or _is_durable(delays, call, task, durable_eta):
                 return delays._runtime.celery_tasks.send(send, call, *more, **options)
         return send(*call, *more, **options)
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from delaytasks.model.clock import UTC
 from delaytasks.model.errors import ConfigError, DelayTaskError, InvalidInputError
 from delaytasks.model.inputs import show_from_now
+from delaytasks.model.inputs import show_instant as show_instant
 from delaytasks.model.moves import Status
 from delaytasks.model.task import DelayedTask
 from delaytasks.model.text import count as count
@@ -23,14 +23,6 @@ from delaytasks.model.text import last_line, one_line
 if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
-
-
-# -- Instants, durations and pairs of meta, as people type them -----------------------------------
-
-
-def show_instant(instant: datetime) -> str:
-    """Return the instant in UTC to the second, in the form that `parse_instant` reads."""
-    return instant.astimezone(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 #: Printed in a cell without a value, so that a script can count the columns of a piped table.

@@ -29,7 +29,6 @@ from delaytasks.model.inputs import (
     MAX_DELAY_S,
     check_choice,
     check_delay,
-    check_due,
     check_id,
     check_instant,
     check_key,
@@ -205,7 +204,8 @@ class Producer:
 
     def _due(self, delay: Any, at: datetime | None, cache: BuildCache) -> tuple[datetime, int]:
         """Return the due time, and the seconds until then."""
-        check_due(delay, at)
+        if (delay is None) == (at is None):
+            raise InvalidInputError("give a delay or an instant (at), one of the two", "delay")
         is_number = type(delay) in (int, float)
         found = cache.delays.get(delay) if is_number else None
         if found is None:

@@ -88,6 +88,11 @@ def show_duration(seconds: float) -> str:
     return "".join(shown)
 
 
+def show_instant(instant: datetime) -> str:
+    """Return the instant in UTC to the second, in the form that `parse_instant` reads."""
+    return instant.astimezone(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
 def show_from_now(instant: datetime, now: datetime) -> str:
     """Return, for example, "in 1h30m", "now" or "5s ago"."""
     seconds = (instant - now).total_seconds()
@@ -350,12 +355,6 @@ def check_wait(
     if not seconds and not may_be_zero:
         raise invalid(argument, "is more than 0")
     return seconds
-
-
-def check_due(delay: object, at: object) -> None:
-    """Check that either a delay or an instant is given."""
-    if (delay is None) == (at is None):
-        raise InvalidInputError("give a delay or an instant (at), one of the two", "delay")
 
 
 def check_instant(at: object, argument: str = "at") -> datetime:

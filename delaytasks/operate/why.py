@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from delaytasks.model.body import PREFIX, name_in
 from delaytasks.model.clock import json_fields
-from delaytasks.model.inputs import processor_tag, show_duration, show_timing
+from delaytasks.model.inputs import processor_tag, show_duration, show_instant, show_timing
 from delaytasks.model.moves import Status
 from delaytasks.model.policies import Policy
 from delaytasks.model.task import DelayedTask, is_encrypted
@@ -130,9 +130,7 @@ class Explanation:
 
 
 def instant_text(instant: datetime | None) -> str:
-    if instant is None:
-        return "(unknown)"
-    return instant.isoformat(timespec="seconds").replace("+00:00", "Z")
+    return "(unknown)" if instant is None else show_instant(instant)
 
 
 # -- Explain why no worker takes the tasks of a queue and a tag -----------------------------------

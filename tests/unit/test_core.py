@@ -24,7 +24,6 @@ from sqlalchemy import exc, make_url
 
 import delaytasks as e
 from delaytasks.broker.redis_timer import redis_location
-from delaytasks.cli.output import show_instant
 from delaytasks.db import engines
 from delaytasks.db.database import Database
 from delaytasks.db.engines import MISSING, sqlite_path, translate
@@ -33,7 +32,13 @@ from delaytasks.db.statements import _COPY_CHARACTERS, _COPY_ROWS, _copy_parts, 
 from delaytasks.model import body as body_json
 from delaytasks.model import clock, inputs
 from delaytasks.model.body import Cipher, dump_flat, dump_json, encode_body, key_name
-from delaytasks.model.inputs import parse_duration, parse_instant, show_duration, show_from_now
+from delaytasks.model.inputs import (
+    parse_duration,
+    parse_instant,
+    show_duration,
+    show_from_now,
+    show_instant,
+)
 from delaytasks.model.task import is_encrypted
 from delaytasks.model.text import TABLES_REMEDY, Secret, mask_secret, mask_url, one_line, storable
 from delaytasks.operate.access import TokenBuckets
