@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from delaytasks.model.body import checked_keys, names_of
 from delaytasks.model.clock import MAX_SHARDS
 from delaytasks.model.errors import ConfigError
-from delaytasks.model.inputs import MAX_DELAY_S, check_wait, parse_duration, show_duration
+from delaytasks.model.inputs import MAX_DELAY_S, check_wait
 from delaytasks.model.text import hide, mask_secret, shown
 
 PREFIX = "delaytasks_"
@@ -64,10 +64,6 @@ class Address(NamedTuple):
 class Sweep(NamedTuple):
     interval_s: float
     partitions: int = 1
-
-    def __str__(self) -> str:
-        interval = _shown_duration(self.interval_s)
-        return interval if self.partitions == 1 else f"{interval} {self.partitions}"
 
 
 #: What the console may paint the name of a deployment with.
@@ -174,7 +170,7 @@ def _setting(
     default: Any, read: Reader, about: str, mask: Callable[[str], str] | None = None
 ) -> Any:
     """Return the field of a setting. `mask` returns a secret text as it is shown."""
-    metadata = {"read": read, "about": about, "mask": mask}
+    metadata = {"default": default, "read": read, "about": about, "mask": mask}
     return field(default_factory=lambda: read(default), repr=mask is None, metadata=metadata)
 
 
@@ -345,7 +341,8 @@ class Settings:
     #: The longest silence of a callback's receiver.
     callback_read_s: float = 10.0
 
-    origins: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    #: The values that were given, and their origins.
+    given: Mapping[str, tuple[Any, str]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "self_sweep_s", self.self_sweep_s or 2 * self.sweep_s)
@@ -411,19 +408,18 @@ class Settings:
         return type(number) is int and 0 <= number < self.sweep_partitions
 
     def origin(self, name: str) -> str:
-        return self.origins.get(name, "default")
+        return self.given[name][1] if name in self.given else "default"
 
     def effective(self) -> list[tuple[str, str, str, str]]:
-        """Return the name, value, origin and meaning of each setting, with secrets masked."""
-        return [
-            (
-                PREFIX + name,
-                _shown(spec, getattr(self, spec.name)),
-                self.origin(name),
-                str(spec.metadata["about"]),
-            )
-            for name, spec in _SPECS.items()
-        ]
+        """Return the name, value as written, origin and meaning of each setting.
+
+        Secrets are masked.
+        """
+        rows = []
+        for name, spec in _SPECS.items():
+            value, origin = self.given.get(name, (spec.metadata["default"], "default"))
+            rows.append((PREFIX + name, _shown(spec, value), origin, spec.metadata["about"]))
+        return rows
 
 
 #: The fields of the settings and of the constants, by the names that people write.
@@ -434,25 +430,14 @@ _CONSTANTS = {
 
 
 def _shown(spec: Field[Any], value: Any) -> str:
-    mask = spec.metadata["mask"]
+    show = spec.metadata["mask"] or str
     if spec.name == "encryption_keys":
-        return " ".join(names_of(value))
-    if spec.name == "durable_eta_s" and not value:
-        return str(value is not None)
-    if isinstance(value, float):
-        return _shown_duration(value)
-    if type(value) is tuple:
-        return " ".join(map(mask, value) if mask else value)
-    if mask:
-        return str(mask(value))
-    if value is None:
-        return "none"
-    return json.dumps(value) if isinstance(value, Mapping) else str(value)
-
-
-def _shown_duration(seconds: float) -> str:
-    text = show_duration(seconds)
-    return text if parse_duration(text).total_seconds() == seconds else f"{seconds:g}s"
+        value, show = names_of(spec.metadata["read"](value)), str
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(show, value))
+    if isinstance(value, Mapping):
+        return json.dumps(value)
+    return "none" if value is None else str(show(value))
 
 
 # -- The data folder, which only its owner can read -----------------------------------------------
@@ -520,7 +505,7 @@ def load_settings(
             name = full_name.removeprefix(PREFIX)
             if name not in _SPECS and name not in _CONSTANTS:
                 raise ConfigError(_unknown(name, origin))
-            given[name] = value, origin
+            given[name] = hide(value) if name in secret_names() else value, origin
     values: dict[str, Any] = {}
     for name, (value, _) in given.items():
         spec = _SPECS.get(name) or _CONSTANTS[name]
@@ -529,7 +514,7 @@ def load_settings(
         except ValueError as error:
             raise _wrong(name, value, given, str(error)) from None
         values[spec.name] = hide(read) if spec.metadata.get("mask") else read
-    made = Settings(**values, origins={name: origin for name, (_, origin) in given.items()})
+    made = Settings(**values, given=given)
     budgets_s = 4 * made.chunk_time_budget_s  # rows claimed ahead wait for two budgets
     if made.lease_s < budgets_s:
         raise _wrong("lease", made.lease_s, given, f"is at least {budgets_s:g} s")

@@ -137,7 +137,7 @@ def test_stats_says_how_many_near_tasks_wait_in_redis(
 
 
 def test_check_settings_has_the_origin_of_each_setting_and_no_password(bare: Project) -> None:
-    bare.patch.setenv("DELAYTASKS_LEASE", "33")
+    bare.patch.setenv("DELAYTASKS_LEASE", "33s")
     database = "postgresql://me:canary@db.example/shop?sslpassword=canary"
     brokers = "amqp://me:canary@one.example//;amqp://me:canary@two.example//"
     bare.patch.setenv("DELAYTASKS_DATABASE_URL", database)
