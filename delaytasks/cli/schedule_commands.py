@@ -19,7 +19,7 @@ from delaytasks.cli.output import NOTHING, Cell, cell, count, print_json, print_
 from delaytasks.client import DelayTasks
 from delaytasks.db import producer
 from delaytasks.model.errors import DelayTaskError, InvalidInputError
-from delaytasks.model.inputs import parse_duration, parse_instant, show_timing
+from delaytasks.model.inputs import parse_duration, parse_instant
 from delaytasks.model.task import NewTask, OnConflict
 from delaytasks.operate.operations import OPERATIONS, Operation
 from delaytasks.recurring.definition import RecurringSchedule
@@ -235,10 +235,7 @@ def import_(cli: Cli, source: str, dry_run: bool) -> None:
     elif found:
         print_table(
             "name,Celery task,timing,result,problem".split(","),
-            [
-                (e.name, e.task, show_timing(e.timing or NOTHING), e.result, e.problem or NOTHING)
-                for e in found
-            ],
+            [(e.name, e.task, e.timing or NOTHING, e.result, e.problem or NOTHING) for e in found],
             folded="name problem",
         )
     refused = sum(entry.result == "refused" for entry in found)
@@ -267,7 +264,7 @@ def _row(schedule: RecurringSchedule, now: datetime) -> list[Cell]:
     return [
         schedule.name,
         schedule.tag,
-        show_timing(schedule.timing),
+        schedule.timing,
         schedule.tz,
         _next_occurrence(schedule, now),
         schedule.last_at,

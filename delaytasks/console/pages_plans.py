@@ -11,7 +11,6 @@ from flask import abort, render_template, request
 from delaytasks.console.requests import action, now, number_of, page, state, viewer
 from delaytasks.console.viewers import Role
 from delaytasks.model.errors import DelayTaskError, InvalidInputError, TaskNotFoundError
-from delaytasks.model.inputs import show_timing
 from delaytasks.model.policies import Policy
 from delaytasks.model.task import DelayedTask
 from delaytasks.recurring.definition import FIELDS, RecurringOptions, RecurringSchedule
@@ -110,7 +109,7 @@ def recurring() -> str:
     return render_template(
         "lists.html",
         page="recurring",
-        rows=[(each, show_timing(each.timing), _next(each, at)) for each in found],
+        rows=[(each, _next(each, at)) for each in found],
         following=found[-1].name if len(found) == SCHEDULES_PER_PAGE else None,
         edited=edited,
         values={} if edited is None else _values_of(edited),

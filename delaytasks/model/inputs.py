@@ -101,13 +101,6 @@ def show_from_now(instant: datetime, now: datetime) -> str:
     return f"in {show_duration(seconds)}" if seconds > 0 else f"{show_duration(seconds)} ago"
 
 
-def show_timing(timing: str) -> str:
-    """Return the timing of a recurring schedule for readers: "every 5m" instead of "every 300"."""
-    kind, _, seconds = timing.partition(" ")
-    is_interval = kind == "every" and seconds.isascii() and seconds.isdigit()
-    return f"every {show_duration(int(seconds))}" if is_interval else timing
-
-
 def show_measured(seconds: float | None) -> str:
     """Return a measured duration, which may be short: "12ms", "1.5s", "1m30s"; "–" for None."""
     if seconds is None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from delaytasks.model.body import PREFIX, name_in
 from delaytasks.model.clock import json_fields
-from delaytasks.model.inputs import processor_tag, show_duration, show_instant, show_timing
+from delaytasks.model.inputs import processor_tag, show_duration, show_instant
 from delaytasks.model.moves import Status
 from delaytasks.model.policies import Policy
 from delaytasks.model.task import DelayedTask, is_encrypted
@@ -561,8 +561,7 @@ def _recurring(facts: Facts) -> Iterator[Reason]:
         next_at = f"the next occurrence without a task is at {instant_text(schedule.next_at)}"
     yield Reason(
         "recurring",
-        f"It is a task of the recurring schedule {schedule.name} "
-        f"({show_timing(schedule.timing)}); {next_at}.",
+        f"It is a task of the recurring schedule {schedule.name} ({schedule.timing}); {next_at}.",
         f"To see its next occurrences: delaytasks recurring list {quote(schedule.name)} --next 5",
         schedule._asdict(),
     )

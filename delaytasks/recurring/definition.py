@@ -56,7 +56,7 @@ class RecurringSchedule:
     tag, body_json, queue, priority, headers_json, meta_json, limit_key
         The values of each task of the schedule. `body` and `meta` decode two of them.
     timing, tz, start_at
-        When tasks are due: a cron expression and its time zone, or for example `"every 300"`, and
+        When tasks are due: a cron expression and its time zone, or for example `"every 5m"`, and
         the first occurrence of an interval or the earliest one of a cron expression.
     jitter_s
         Each task is due up to this time after its occurrence.

@@ -18,7 +18,7 @@ from cronsim import CronSim, CronSimError
 
 from delaytasks.model.clock import UTC
 from delaytasks.model.errors import InvalidInputError
-from delaytasks.model.inputs import MAX_DELAY_S, check_wait
+from delaytasks.model.inputs import MAX_DELAY_S, check_wait, invalid, show_duration
 from delaytasks.model.text import shown
 
 ONE_SECOND = timedelta(seconds=1)
@@ -114,7 +114,7 @@ def parse_timing(text: str, tz: str, start: datetime | None = None) -> Timing:
     if kind == EVERY:
         if start is None:
             raise InvalidInputError(f"{shown(text)} has no start", "start")
-        return Every(_interval(rest), start)
+        return Every(timedelta(seconds=_whole_seconds(rest)), start)
     try:
         made = Cron(text, zone, start)
     except (CronSimError, ValueError) as error:
@@ -137,14 +137,18 @@ def zone_of(name: str) -> ZoneInfo:
         ) from None
 
 
-def _interval(text: str) -> timedelta:
-    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= MAX_DELAY_S):
-        raise InvalidInputError(
-            f"an interval is a whole number of seconds from 1 to {MAX_DELAY_S:.0f}, not "
-            f"{shown(text)}",
-            "every",
-        )
-    return timedelta(seconds=int(text))
+def interval_text(every: object) -> str:
+    """Return the timing of an interval: seconds, a timedelta, or a text such as "5m"."""
+    seconds = _whole_seconds(every)
+    text = show_duration(seconds)  # without the smaller units
+    return f"{EVERY} {text if _whole_seconds(text) == seconds else f'{seconds}s'}"
+
+
+def _whole_seconds(every: object) -> int:
+    seconds = check_wait(every, "every", MAX_DELAY_S)
+    if seconds < 1 or seconds != int(seconds):
+        raise invalid("every", f"is a whole number of seconds, not {shown(every)}")
+    return int(seconds)
 
 
 # -- The timing of Celery's schedules: `crontab` and `schedule` -----------------------------------
@@ -167,14 +171,6 @@ def timing_of(found: Any) -> tuple[str, str | None]:
     raise InvalidInputError(
         f"{shown(found)} is no crontab or schedule of Celery: only beat knows its times", "cron"
     )
-
-
-def interval_text(every: object) -> str:
-    """Return the timing of an interval: seconds, a timedelta, or a text such as "5m"."""
-    seconds = check_wait(every, "every", MAX_DELAY_S)
-    if seconds < 1 or seconds != int(seconds):
-        raise InvalidInputError(f"every is a whole number of seconds, not {shown(every)}", "every")
-    return f"{EVERY} {int(seconds)}"
 
 
 def _celery_crontab(found: crontab) -> str:

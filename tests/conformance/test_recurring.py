@@ -162,7 +162,7 @@ def test_a_damaged_schedule_stops_no_other_and_can_be_replaced(world: RecurringW
     world.sweep_at(0)
     assert world.due_s("other") == [10]
     assert world.count("recurring.failed") == 2
-    assert world.recur(30, "replaced").timing == "every 30"
+    assert world.recur(30, "replaced").timing == "every 30s"
     world.recurring.remove("removed")
     assert [each.name for each in world.recurring.list()] == ["good", "replaced"]
 
@@ -252,7 +252,7 @@ def test_a_declaration_is_stored_under_its_tag(code: Code) -> None:
 def test_a_changed_declaration_replaces_the_stored_one_and_keeps_a_pause(code: Code) -> None:
     code(report=OFTEN).recurring.pause("report")
     found = code(report={"every": "10m"}).recurring.get("report")
-    assert (found.timing, found.is_paused) == ("every 600", True)
+    assert (found.timing, found.is_paused) == ("every 10m", True)
 
 
 @pytest.mark.parametrize(

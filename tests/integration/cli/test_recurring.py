@@ -114,9 +114,9 @@ def test_beats_schedule_is_imported_and_again_without_effect(shop: Project) -> N
     assert refused == {"bad args", "fraction", "friday 13"}
     stored = schedules(shop)
     assert {name: entry["timing"] for name, entry in stored.items()} == {
-        "every 30 s": "every 30",
-        "delta": "every 300",
-        "interval": "every 60",
+        "every 30 s": "every 30s",
+        "delta": "every 5m",
+        "interval": "every 1m",
         "daily": "0 9 * * 1,2,3,4,5",
     }
     assert stored["delta"]["tag"] == "celery:shop.poll"
@@ -147,7 +147,7 @@ def test_redbeats_keys_are_imported(shop: Project, redis_url: str) -> None:
         redbeat.schedulers.get_redis(app).close()
     assert done == {"a": "added", "b": "added", "c": "refused"}
     stored = schedules(shop)
-    assert (stored["a"]["timing"], stored["a"]["body"]["args"]) == ("every 30", [1])
+    assert (stored["a"]["timing"], stored["a"]["body"]["args"]) == ("every 30s", [1])
     assert (stored["b"]["timing"], stored["b"]["is_paused"]) == ("*/5 * * * *", True)
 
 
@@ -188,6 +188,6 @@ def test_the_tables_of_django_celery_beat_are_imported(shop: Project, tmp_path: 
     stored = schedules(shop)
     assert stored.keys() == {"each", "night"}
     call = {"task": "shop.poll", "args": [1], "kwargs": {"a": 2}, "options": {"queue": "q"}}
-    assert (stored["each"]["timing"], stored["each"]["body"]) == ("every 600", call)
+    assert (stored["each"]["timing"], stored["each"]["body"]) == ("every 10m", call)
     assert (stored["night"]["timing"], stored["night"]["tz"]) == ("30 2 * * *", "Europe/Berlin")
     assert stored["night"]["is_paused"]
