@@ -76,9 +76,6 @@ class Badge(NamedTuple):
     name: str
     color: str
 
-    def __str__(self) -> str:
-        return f"{self.name} {self.color}".strip()
-
 
 def _by(rule: str, convert: Reader) -> Reader:
     """Return a reader whose errors state the rule, whatever `convert` raises."""
@@ -99,13 +96,18 @@ def _matching(pattern: str, rule: str) -> Reader:
 
 def _one_of(*names: str) -> Reader:
     rule = f"is {', '.join(map(repr, names[:-1]))} or {names[-1]!r}"
-    return _by(rule, lambda value: names[names.index(value)])
+    return _matching("|".join(names), rule)
 
 
 def _whole(least: int, most: int = 2**31) -> Reader:
-    allowed, end = range(least, most + 1), f" to {most}" if most < 2**31 else ""
-    rule = f"is a whole number from {least}{end}"
-    return _by(rule, lambda value: allowed[allowed.index(int(str(value)))])
+    def convert(value: Any) -> int:
+        number = int(str(value))
+        if not least <= number <= most:
+            raise ValueError
+        return number
+
+    end = f" to {most}" if most < 2**31 else ""
+    return _by(f"is a whole number from {least}{end}", convert)
 
 
 def _or_none(read: Reader) -> Reader:
@@ -126,8 +128,11 @@ def _queues(value: Any) -> dict[str, str]:
 
 
 def _durable_eta(value: Any) -> float | None:
-    is_on = _BOOLS.get(str(value).lower())
-    return _DURATION(value) if is_on is None else 0.0 if is_on else None
+    word = str(value).lower()
+    if word in _BOOLS:
+        return 0.0 if _BOOLS[word] else None
+    seconds: float = _DURATION(value)
+    return seconds
 
 
 def _sweep(value: Any) -> Sweep:
@@ -138,7 +143,8 @@ def _sweep(value: Any) -> Sweep:
 def _metrics(value: Any) -> Address | str:
     text = "" if _is_none(value) else str(value)
     address = Address.read(text)
-    if address.port == 0 if address else text and "/" not in text:
+    is_right = address.port > 0 if address else not text or "/" in text
+    if not is_right:
         raise ValueError
     return address or text
 
