@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ JOBS = ("prefork", "threads", "exporter", "producer")
 
 
 class ScrapedSite(Deployment):
-    _servers: tuple[Any, ...] = ()
+    _stops: tuple[Callable[[], object], ...] = ()
 
     def scrape(self) -> None:
         """Start a Prometheus."""
@@ -35,11 +36,11 @@ class ScrapedSite(Deployment):
         rules = self.folder / NAMES["rules"]
         rules.write_text(read_file("rules"))
         self.prometheus = PrometheusServer(self.folder, self.ports, rules)
-        self._servers = (self.prometheus,)
+        self._stops = (self.prometheus.stop,)
 
     def start(self) -> None:
         metrics = ProducerMetrics.of(self.delays)
-        self._servers += (serve("127.0.0.1", self.ports["producer"], metrics),)
+        self._stops += (serve("127.0.0.1", self.ports["producer"], metrics),)
         self.beat()
         for pool in ("prefork", "threads"):
             self.worker(pool=pool, DELAYTASKS_METRICS=str(self.ports[pool]))
@@ -61,8 +62,8 @@ class ScrapedSite(Deployment):
         assert set(re.findall(r"delaytasks_\w+", expression)) <= known, what
 
     def close(self) -> None:
-        for server in self._servers:
-            server()
+        for stop in self._stops:
+            stop()
         super().close()
 
 
