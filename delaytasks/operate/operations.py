@@ -14,9 +14,11 @@ from datetime import datetime, timedelta
 from inspect import cleandoc
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from delaytasks.model.body import FIRST_VERSION, MAX_VERSION
 from delaytasks.model.errors import InvalidInputError
 from delaytasks.model.filters import MAX_ERROR_PATTERN, MAX_IDS
 from delaytasks.model.inputs import (
+    ACTOR_LENGTH,
     KEY_LENGTH,
     LIMIT_KEY_LENGTH,
     MAX_PRIORITY,
@@ -171,7 +173,7 @@ DELAY = Parameter("delay", DURATION, "From now: 90 (seconds), 30m, 1h30m, 2d, 50
 AT = Parameter("at", INSTANT, "As 2030-01-31T18:00:00Z. A time in the past means now.")
 IF_VERSION = Parameter("version", VERSION, "Only if the task still has this version.")
 RUNNING = Parameter("running", FLAG, "Ask tasks that run to stop.")
-ACTOR = Parameter("actor", text(255), "Who does it [you on this host].")
+ACTOR = Parameter("actor", text(ACTOR_LENGTH), "Who does it [you on this host].")
 BODY = Parameter("body", ANY_VALUE, "The argument of the processor.")
 META = Parameter("meta", PAIRS, "Pairs of its meta.")
 RETRY_DELAYS = Parameter("retries", RETRIES, 'Its own retry schedule, such as "15s 3m 10m".')
@@ -276,7 +278,7 @@ def operation(name: str, who: Who, *parameters: Parameter, **details: Any) -> Ca
     "schedule",
     replace(TAG, is_required=True),
     BODY,
-    Parameter("body_version", integer(1, 2**31 - 1), "The version of its body. [1]"),
+    Parameter("body_version", integer(FIRST_VERSION, MAX_VERSION), "The version of its body. [1]"),
     *NEW_TASK,
     Parameter("id", TASK_ID, "Your own id; scheduling again with it is harmless."),
     routes={"scheduleTask": ("POST", "/v1/tasks")},
