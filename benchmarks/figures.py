@@ -97,23 +97,39 @@ class Results:
     def print_case(self, case: str) -> None:
         figures = [figure for figure in self.figures.values() if figure.case == case]
         sides = list(dict.fromkeys(side for figure in figures for side in figure.values))
-        has_ratio = any(figure.ratios for figure in figures)
         made = Table(
             title=f"{case}: median (min to max of the rounds)",
             title_justify="left",
             header_style="bold",
         )
-        made.add_column("figure")
-        for name in [*sides, *[f"{figures[0].first} / {BARE}"] * has_ratio, "target", "reached"]:
-            made.add_column(name, justify="right")
-        for figure in figures:
-            cells = [spread([*figure.values.get(side, {}).values()]) for side in sides]
-            ratio = [f"{spread(figure.ratios)} ×" if figure.ratios else "–"] * has_ratio
-            reached = {True: "yes", False: "[red]no[/red]", None: ""}[figure.is_reached]
-            made.add_row(figure.name, *cells, *ratio, figure.target, reached)
+        if len(sides) > 4:
+            self._fill_by_side(made, figures, sides)
+        else:
+            self._fill_by_figure(made, figures, sides)
         self.console.print(made)
         for side, texts in self.remarks.get(case, {}).items():
             self.console.print(f"{side}: {'; '.join(texts)}", highlight=False, markup=False)
+
+    @staticmethod
+    def _fill_by_side(made: Table, figures: Sequence[Figure], sides: Sequence[str]) -> None:
+        made.add_column("system")
+        for figure in figures:
+            made.add_column(figure.name, justify="right")
+        for side in sides:
+            made.add_row(side, *[spread([*each.values.get(side, {}).values()]) for each in figures])
+
+    @staticmethod
+    def _fill_by_figure(made: Table, figures: Sequence[Figure], sides: Sequence[str]) -> None:
+        ratio = [f"{figures[0].first} / {BARE}"] if any(each.ratios for each in figures) else []
+        made.add_column("figure")
+        for name in [*sides, *ratio, "target", "reached"]:
+            made.add_column(name, justify="right")
+        for figure in figures:
+            cells = [spread([*figure.values.get(side, {}).values()]) for side in sides]
+            if ratio:
+                cells.append(f"{spread(figure.ratios)} ×" if figure.ratios else "–")
+            reached = {True: "yes", False: "[red]no[/red]", None: ""}[figure.is_reached]
+            made.add_row(figure.name, *cells, figure.target, reached)
 
     def write(self, file: Path | None, **more: object) -> None:
         """Write the results so far. A run may take hours, and an abort must not lose them."""

@@ -18,7 +18,7 @@ from benchmarks import ours
 from benchmarks.notes import Note, Notes
 from benchmarks.processes import BenchmarkProcess, Usage, family, usage
 from benchmarks.rows import Rows
-from benchmarks.servers import Servers
+from benchmarks.servers import DATABASE, POSTGRESQL, Servers
 from benchmarks.systems import System
 from benchmarks.waiting import BenchError, wait_until, wall
 from delaytasks import DelayTasks
@@ -363,5 +363,8 @@ class CpuMeter:
 
     def _spent_s(self) -> dict[str, float]:
         side = self._side
-        servers_s = {name: side.servers.cpu_s(name) for name in side.system.servers}
+        servers_s = {
+            "database" if name in (DATABASE, POSTGRESQL) else "broker": side.servers.cpu_s(name)
+            for name in side.system.servers
+        }
         return {"worker": side.usage().cpu_s, **servers_s}
