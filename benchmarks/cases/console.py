@@ -14,7 +14,7 @@ from itertools import islice
 from sqlalchemy import insert, select, update
 
 from benchmarks import ours
-from benchmarks.cases.loads import steady_work
+from benchmarks.cases.loads import run_steadily
 from benchmarks.clients import USER
 from benchmarks.figures import late, percentile
 from benchmarks.processes import BenchmarkProcess, free_port
@@ -66,7 +66,7 @@ def console(stage: Stage, side: Side) -> Figures:
 def _steady(stage: Stage, side: Side) -> list[float]:
     """Run steady work in front of rows that stay."""
     side.notes.clear()
-    steady_work(stage, side)
+    run_steadily(stage, side)
     return side.lateness_ms()
 
 

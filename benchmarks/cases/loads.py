@@ -140,22 +140,24 @@ def steady(stage: Stage, side: Side, rate: int = RATE, batch: int = 1) -> Figure
         }
 
 
-def steady_work(
-    stage: Stage, side: Side, rate: int = RATE, batch: int = 1, seconds: float = 0
-) -> list[float]:
-    """Return the lateness of each task in milliseconds, as in the rows of ours."""
-    seconds = seconds or stage.size(20, 8)
-    count, before = round(rate * seconds), len(side.ran())
-    made = side.steady(rate, count, batch, SOONEST_S, LATEST_S, 2 * seconds)
-    if made.took_s > seconds * 1.1:
-        stage.remark(side.name, f"could schedule only {made.per_s:,.0f} a second")
-    if not side.ran_all(before + made.tasks, 60):
-        ran = len(side.ran()) - before
-        stage.remark(side.name, f"{ran:,} of {made.tasks:,} ran within 60 s after the last call")
-    found = side.claimed_late_ms()[before:]
+def steady_work(stage: Stage, side: Side, rate: int = RATE, batch: int = 1) -> list[float]:
+    """Run steady work, and return the lateness of each task in milliseconds, as in our rows."""
+    run_steadily(stage, side, rate, batch)
+    found = side.claimed_late_ms()
     if not found:
         raise BenchError("no task ran")
     return found
+
+
+def run_steadily(stage: Stage, side: Side, rate: int = RATE, batch: int = 1) -> None:
+    """Schedule tasks at a rate, and wait until they have run. No other tasks may have run."""
+    seconds = stage.size(20, 8)
+    made = side.steady(rate, rate * seconds, batch, SOONEST_S, LATEST_S, 2 * seconds)
+    if made.took_s > seconds * 1.1:
+        stage.remark(side.name, f"could schedule only {made.per_s:,.0f} a second")
+    if not side.ran_all(made.tasks, 60):
+        text = f"{len(side.ran()):,} of {made.tasks:,} ran within 60 s after the last call"
+        stage.remark(side.name, text)
 
 
 def durable_eta(stage: Stage, side: Side) -> Figures:
