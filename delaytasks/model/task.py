@@ -352,8 +352,6 @@ class DelayedTask:
 
 
 #: What names one task: its id, or a task that was read.
-#: The value of `DelayedTask.cancel_request` of a running task that was asked to stop.
-ASKED_TO_STOP = 1
 TaskName = int | str | DelayedTask
 
 

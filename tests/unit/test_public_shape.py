@@ -48,7 +48,7 @@ LIMITS: list[tuple[str, Callable[[], Collection[str]], int]] = [
     ("errors", lambda: errors.__all__, 20),
     ("terms", lambda: re.findall("^### (.+)", (ROOT / "docs/glossary.md").read_text(), re.M), 32),
     ("commands", lambda: [path for path, _ in commands(main)], 22),
-    ("settings", lambda: [each.name for each in fields(Settings) if each.metadata], 26),
+    ("settings", lambda: [each.name for each in fields(Settings) if each.metadata], 27),
 ]
 
 
