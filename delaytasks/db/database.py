@@ -422,14 +422,18 @@ class Database:
         """Yield the rows of a query in the order in which the database finds them, `size` at a
         time. The wait for them is bounded each time, unless the query `may_take_long`."""
         engine = self.tx if self.can.server_side_cursors else self.auto
-        connection = self.repeat(lambda _: engine.connect(), nullcontext).execution_options(
-            yield_per=size
-        )
-        opened, step = ExitStack(), nullcontext() if may_take_long else self.bounded(connection)
-        opened.callback(connection.close)
+
+        def begin(_: object) -> tuple[ExitStack, Any, Iterator[Sequence[Any]]]:
+            with ExitStack() as opened:
+                connection = opened.enter_context(engine.connect())
+                connection = connection.execution_options(yield_per=size)
+                step = nullcontext() if may_take_long else self.bounded(connection)
+                with step:
+                    result = opened.enter_context(connection.execute(query))
+                return opened.pop_all(), step, result.partitions()
+
+        opened, step, parts = self.repeat(begin, nullcontext)
         try:
-            with step:
-                parts = opened.enter_context(connection.execute(query)).partitions()
             while True:
                 with step:
                     part = next(parts, None)

@@ -189,8 +189,7 @@ def is_entry_of(waitlist: Table, row: Any) -> ColumnElement[bool]:
 
 #: Waitlists of a queue that one call of `waitlists_in` returns: each of them costs a statement.
 WAITLISTS_PER_CALL = 100
-#: Held rows that one query returns, whatever holds them, and rows that one transaction releases. A
-#: query reads all rows of the last due time, to sort them by their ids.
+#: Held rows that one query returns, whatever holds them, and rows that one transaction releases.
 HELD_PAGE, RELEASED_ROWS = 5000, 500
 
 
@@ -271,7 +270,8 @@ class PausedRows:
         query = query.where(
             has_status(t, Status.HELD), t.c.queue == level.queue, t.c.priority == level.priority
         )
-        query = query.where(due >= place.due, or_(due > place.due, t.c.id > place.id))
+        # The comparison of the pair alone would be no range of the index on MySQL.
+        query = query.where(due >= place.due, tuple_(due, t.c.id) > (place.due, place.id))
         if until is not None:
             query = query.where(due <= until)
         rows = self._db.rows(query.order_by(due, t.c.id).limit(HELD_PAGE))

@@ -192,6 +192,7 @@ def _indexes(prefix: str) -> Sequence[Index]:
         Index(
             conv(prefix + "idx_yb_delay_held"),
             *_LEVEL,
+            "id",  # the indexes of InnoDB and SQLite end with it anyway
             postgresql_where=text(f"status = {Status.HELD:d}"),
         ).ddl_if(dialect="postgresql"),
         Index(

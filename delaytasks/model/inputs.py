@@ -333,10 +333,10 @@ def check_shift(shift: Any, argument: str = "by") -> timedelta:
         zero: Any = timedelta() if isinstance(shift, timedelta) else 0
         is_negative = isinstance(shift, (timedelta, int, float)) and shift < zero
         size = -shift if is_negative else shift
-    checked = check_wait(size, argument, MAX_DELAY_S)
+    checked = check_delay(size, argument)
     if not checked:
         raise invalid(argument, "is not 0")
-    return timedelta(seconds=-checked if is_negative else checked)
+    return -checked if is_negative else checked
 
 
 def check_wait(

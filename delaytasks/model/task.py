@@ -14,7 +14,14 @@ from typing import Any, Literal, NamedTuple, Protocol, TypedDict
 from delaytasks.model.body import FIRST_VERSION, MAX_VERSION, PREFIX, dump_any, name_in
 from delaytasks.model.clock import json_fields, to_us
 from delaytasks.model.errors import BodyEncryptedError, InvalidInputError, TaskStateError
-from delaytasks.model.inputs import Delay, check_id, decode_meta, decode_object, is_integer
+from delaytasks.model.inputs import (
+    Delay,
+    check_id,
+    decode_meta,
+    decode_object,
+    is_integer,
+    is_queue,
+)
 from delaytasks.model.moves import (
     FINISHED,
     MOVES,
@@ -621,9 +628,9 @@ def by_queue(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
     """
     queues: dict[str, list[Entry]] = {}
     for entry in entries:
-        if entry.id > 0 and entry.due_us >= 0:
+        if entry.id > 0 and entry.version >= 0 and entry.due_us >= 0:
             queues.setdefault(entry.queue, []).append(entry)
-    return queues
+    return {queue: found for queue, found in queues.items() if is_queue(queue)}
 
 
 class Claimed(list[DelayedTask]):

@@ -16,7 +16,7 @@ from delaytasks.model.text import one_line
 from delaytasks.worker.patches import (
     bound_connections,
     end_chunks_on_cold_shutdown,
-    let_threads_wake,
+    let_calls_wake,
     pass_over_exited_processes,
 )
 from delaytasks.worker.pool import freeze_loaded_objects
@@ -48,7 +48,7 @@ class DelaysStep(bootsteps.StartStopStep):
         parts = processes.runtime
         processes.queues = logical_queues(add_queues(parts), parts.settings.namespace)
         bound_connections(app)
-        let_threads_wake(worker.hub)
+        let_calls_wake(worker.hub)
         worker.delays_runtime = runtime = WorkerRuntime(parts, processes, worker)
         end_chunks_on_cold_shutdown(worker)
         # Before the pool forks: its processes inherit the policies and need not read them again.

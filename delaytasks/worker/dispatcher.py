@@ -515,20 +515,21 @@ class Dispatcher:
             self._pump_soon()
         return rest_s if 0 < rest_s < inf else None
 
-    def _plan_look(self) -> None:
+    def _plan_look(self, decided_at: float) -> None:
         """Plan a look for when a pause ends, a chunk counts as held up, or a waitlist is checked.
 
-        Everything else that needs a process pumps when it arrives.
+        These are times after the last decision; some of them may have passed since. Everything else
+        that needs a process pumps when it arrives.
         """
-        if not self._drains and not self._waitlists and self._may_send():
+        if not self._drains and not self._waitlists and decided_at >= self._paused_until:
             return  # as after nearly every task that is due alone
         with self._lock:
-            now, before = monotonic(), self._look_at
-            times = [self._paused_until, self._waitlists.next_check_at(now)]
+            before = self._look_at
+            times = [self._paused_until, self._waitlists.next_check_at(decided_at)]
             for drain in self._drains.values():
                 if not drain.is_deep:
                     times += drain.chunks.values()
-            self._look_at = min((at for at in times if at > now), default=inf)
+            self._look_at = min((at for at in times if at > decided_at), default=inf)
             is_earlier = self._look_at < before
         if is_earlier:
             self.loop.wake()
@@ -539,15 +540,17 @@ class Dispatcher:
             if self._is_pumping:
                 return
             self._is_pumping = True
+        decided_at = monotonic()
         try:
             while (request := self._next_chunk()) is not None:
+                decided_at = monotonic()
                 if self._send(request):
                     self._pump_soon()  # the chunk ran inline: let the loop read its messages first
                     return
         finally:
             with self._lock:
                 self._is_pumping = False
-            self._plan_look()
+            self._plan_look(decided_at)
             on_capacity = self.on_capacity
             if on_capacity is not None and self.capacity():
                 self.on_capacity = None

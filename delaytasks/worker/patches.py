@@ -8,7 +8,7 @@ longer supports the releases before the one in the last column, delete the funct
 here                              because                                         until
 ================================  ==============================================  =================
 `pass_over_exited_processes`      a process that has exited ends the worker       (from Celery 5.7)
-`let_threads_wake`                a call of another thread waits for a message    kombu 5.7
+`let_calls_wake`                a call of another thread waits for a message    kombu 5.7
 `keep_polling`                    one closed Redis connection stops all others    kombu 5.7
 `BRPOP_S`                         another wait for Redis                          kombu 5.6
 `GuardStep`                       a malformed message ends the worker
@@ -79,7 +79,7 @@ def pass_over_exited_processes(pool: Any) -> None:
 
 
 class _Waker:
-    """A `call_soon` for an event loop that wakes the loop if another thread calls it."""
+    """A `call_soon` for an event loop that wakes the loop."""
 
     def __init__(self, hub: Any) -> None:
         self._hub = hub
@@ -109,13 +109,15 @@ class _Waker:
             pass
 
 
-def let_threads_wake(hub: Any) -> None:
+def let_calls_wake(hub: Any, from_own_thread: bool = False) -> None:
     """Make `call_soon` wake the event loop if another thread calls it.
 
     Before kombu 5.7 the loop calls the function when its next timer is due or its next message
-    arrives, which may be a second later or more.
+    arrives, which may be a second later or more. Later versions still do that if a function that
+    the loop calls is the caller, as in a solo pool.
     """
-    if hub is not None and _KOMBU < (5, 7) and not isinstance(hub.call_soon, _Waker):
+    is_needed = from_own_thread or _KOMBU < (5, 7)
+    if hub is not None and is_needed and not isinstance(hub.call_soon, _Waker):
         hub.call_soon = _Waker(hub)
 
 

@@ -69,8 +69,8 @@ def run_chunk(request: ChunkRequest) -> Report:
     A failure is returned as text, since not every pool reports exceptions.
     """
     processes, runner = processes_of(current_app), None
-    processes.began_chunk()
     try:
+        processes.began_chunk()
         # While the process continues with a drain, the main process sends it no further stamps.
         is_led = request.continue_s == 0
         processes.runtime.policy_cache.follow(request.policies, is_led)

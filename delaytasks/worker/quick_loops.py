@@ -24,7 +24,7 @@ from collections.abc import Collection, Sequence
 from math import inf
 from typing import TYPE_CHECKING
 
-from delaytasks.loops import Availability, Loop
+from delaytasks.loops import Availability, Loop, limit_answers
 from delaytasks.model.clock import from_us, monotonic
 from delaytasks.model.errors import StoreError, StoreUnavailableError
 from delaytasks.model.policies import POLICY_REFRESH_S, Policies
@@ -201,7 +201,11 @@ class LeasesLoop:
     def sign_off(self) -> None:
         """Delete the worker's row. Its leases are renewed as long as its main process lives."""
         self._has_signed_off = True
-        self._report()
+        limit_answers(QUICK_ANSWER_S)  # the loop needs the lock to renew the leases
+        try:
+            self._report()
+        finally:
+            limit_answers(None)
 
     def _report(self) -> None:
         """Write the worker's row if it is time, or delete it at last. A failure ends no turn.

@@ -31,7 +31,7 @@ from delaytasks.model.workers import serves
 from delaytasks.operate.statistics_table import StatisticsWriter, WorkerCounts, write_last
 from delaytasks.run.celery_context import check_time_limits
 from delaytasks.worker.dispatcher import Dispatcher, UnfinishedDrains
-from delaytasks.worker.patches import let_threads_wake, stop_reading
+from delaytasks.worker.patches import let_calls_wake, stop_reading
 from delaytasks.worker.pool import freeze_loaded_objects, running_pids
 from delaytasks.worker.processes import Processes, logical_queues, processes_of
 from delaytasks.worker.quick_loops import LeasesLoop, PoliciesLoop, ServiceWatch
@@ -346,7 +346,7 @@ class StandaloneWorker:
             signals.worker_init.send(sender=self)
         self.hub = Hub()
         set_event_loop(self.hub)
-        let_threads_wake(self.hub)
+        let_calls_wake(self.hub, from_own_thread=processes is None)
         self.pool = self._make_pool(app, processes)
         if processes is not None:
             pool_processes.serve(self.hostname, self.pool, may_detach=polls_table)

@@ -574,6 +574,7 @@ def test_a_filter_compares_text_literally(delays: DelayTasks, tag: str) -> None:
         (lambda d: d.bulk.reschedule(tag="a"), "delay", "one of the four"),
         (lambda d: d.bulk.reschedule(5, by=5, tag="a"), "delay", "one of the four"),
         (lambda d: d.bulk.reschedule(by=0, tag="a"), "by", "not 0"),
+        (lambda d: d.bulk.reschedule(by="-5", tag="a"), "by", "text with units"),
         (lambda d: d.bulk.reschedule(by=True, tag="a"), "by", "number of seconds"),
         (lambda d: d.bulk.reschedule(by=float("-inf"), tag="a"), "by", "finite"),
         (lambda d: d.bulk.reschedule(by=-1e12, tag="a"), "by", "at most"),

@@ -13,7 +13,16 @@ import pytest
 from celery.concurrency import solo
 
 from tests.waiting import wait_until
-from tests.world import Entry, FailureReason, MainProcess, MakeWorld, Report, WaitlistState, World
+from tests.world import (
+    Entry,
+    FailureReason,
+    MainProcess,
+    MakeWorld,
+    MonkeyPatch,
+    Report,
+    WaitlistState,
+    World,
+)
 from tests.world.recording import ManualClock, ManualTime
 
 MakeMain = Callable[[int], "Main"]
@@ -262,6 +271,25 @@ def test_an_empty_queue_behind_a_slow_task_is_read_once(make_main: MakeMain) -> 
     assert main.requests == [], "the next start is worth one look, too"
     slow[1](Report(10, 1, 12.0))
     assert main.requests == []
+
+
+def test_a_look_whose_time_comes_after_the_decision_is_made(
+    main: Main, monkeypatch: MonkeyPatch
+) -> None:
+    main.drain()
+    main.time.at += HELD_UP_S - 0.02
+    decide = main.dispatcher._next_chunk
+
+    def decide_before() -> Any:
+        request = decide()
+        main.time.at += 0.02
+        return request
+
+    monkeypatch.setattr(main.dispatcher, "_next_chunk", decide_before)
+    main.pump()
+    assert len(main.requests) == 1
+    main.look()
+    assert len(main.requests) == 2
 
 
 def test_each_slow_chunk_of_many_drains_gets_another_one_beside_it(make_main: MakeMain) -> None:

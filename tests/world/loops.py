@@ -9,7 +9,7 @@ from typing import Any
 from kombu.asynchronous import Hub
 
 from delaytasks.loops import Loop
-from delaytasks.worker.patches import let_threads_wake
+from delaytasks.worker.patches import let_calls_wake
 from tests.waiting import wait_until
 from tests.world.main_process import MainProcess
 from tests.world.world import World
@@ -18,7 +18,7 @@ from tests.world.world import World
 def worker_hub() -> Hub:
     """Return an event loop of Celery as a worker changes it."""
     hub = Hub()
-    let_threads_wake(hub)
+    let_calls_wake(hub)
     return hub
 
 
