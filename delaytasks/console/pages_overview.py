@@ -80,7 +80,7 @@ BARS, BAR, MOST_DUE = 30, timedelta(minutes=1), 5_000
 def count_due(store: Store, now: datetime) -> list[int]:
     """Count the waiting tasks that are due in each of the next minutes.
 
-    At most `MOST_DUE` are read, and none if the database does not answer.
+    At most `MOST_DUE` of `MOST_QUEUES` queues are read, and none if the database does not answer.
     """
     table, counts = store.schema.tasks, [0] * BARS
     t, waiting = table.c, Filter(status=frozenset({Status.NOT_COMPLETE}))
@@ -88,7 +88,7 @@ def count_due(store: Store, now: datetime) -> list[int]:
     query = select(t.expected_time, t.id).where(*soon)
     with suppress(StoreError):  # the state of the deployment has the error
         for at, _ in store.database.autocommitted(
-            lambda c: first_page(c, query, table, waiting, MOST_DUE)
+            lambda c: first_page(c, query, table, waiting, MOST_DUE, most_queues=MOST_QUEUES)
         ):
             counts[min((at - now) // BAR, BARS - 1)] += 1
     return counts

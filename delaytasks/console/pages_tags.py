@@ -241,6 +241,6 @@ def _read_names() -> dict[str, list[str]]:
     with suppress(StoreError):
         known["tag"] += (each.tag for each in read_tags("hour")[0])
     for kind, names in known.items():
-        different = dict.fromkeys(names).keys() - {OTHER_TAGS, ALL_QUEUES}
-        known[kind] = sorted(sorted(different, key=names.index)[:MOST_SUGGESTED])
+        different = [name for name in dict.fromkeys(names) if name not in (OTHER_TAGS, ALL_QUEUES)]
+        known[kind] = sorted(different[:MOST_SUGGESTED])
     return known

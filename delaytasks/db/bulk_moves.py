@@ -153,9 +153,9 @@ class Bulk:
         t = self._t.c
         for status in sorted(statuses):
             here = has_status(self._t, status)
-            for level in self._db.autocommitted(partial(queue_levels, t=self._t, status=status)):
-                if queue in (None, level.queue):
-                    yield here, t.queue == level.queue, t.priority == level.priority
+            read = partial(queue_levels, t=self._t, status=status, queue=queue)
+            for level in self._db.autocommitted(read):
+                yield here, t.queue == level.queue, t.priority == level.priority
 
     def windows(
         self,

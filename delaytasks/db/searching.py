@@ -102,10 +102,19 @@ def _has_pairs(
 # not with the rows.
 
 
-def queue_levels(connection: Connection, t: Table, status: Status) -> list[Level]:
-    """Return the queues and priorities that have rows of this status."""
-    queues = distinct_values(connection, t.c.queue, has_status(t, status))
-    return [level for queue in queues for level in levels_of(connection, t, status, queue)]
+def queue_levels(
+    connection: Connection,
+    t: Table,
+    status: Status,
+    queue: str | None = None,
+    most_queues: int | None = None,
+) -> list[Level]:
+    """Return the priorities that have rows of this status, of one queue or of all (up to
+    `most_queues`)."""
+    if queue is not None:  # the other queues are not visited, since each costs a query
+        return levels_of(connection, t, status, queue)
+    queues = islice(distinct_values(connection, t.c.queue, has_status(t, status)), most_queues)
+    return [level for each in queues for level in levels_of(connection, t, status, each)]
 
 
 def levels_of(connection: Connection, t: Table, status: Status, queue: str) -> list[Level]:
@@ -161,13 +170,15 @@ def first_page(
     where: Filter,
     limit: int,
     newest_first: bool = False,
+    most_queues: int | None = None,
 ) -> list[Any]:
     """Return the first rows of `query` by due time, or with `newest_first` the last ones.
 
     In the order of due times alone, a search for a few rows that failed or wait would read millions
     of finished rows. Rows of one status are therefore read through the index of their status, which
     has them in order within each queue and priority. This does not apply to a filter that has its
-    own index: few rows have a given key, and a given tag may have no rows in most queues.
+    own index: few rows have a given key, and a given tag may have no rows in most queues. Each
+    queue costs a query or more: with `most_queues`, no further ones are read.
     """
     t = tasks.c
     order = (t.expected_time.desc(), t.id.desc()) if newest_first else (t.expected_time, t.id)
@@ -180,17 +191,16 @@ def first_page(
     if where.has_own_index or Status.DONE in where.status:  # nearly all rows are DONE
         return list(connection.execute(query.where(has_status(tasks, *where.status))))
     found: list[Any] = []
+    bounded = query
     for status in sorted(where.status):
-        for level in queue_levels(connection, tasks, status):
-            if where.queue not in (None, level.queue):
-                continue
+        for level in queue_levels(connection, tasks, status, where.queue, most_queues):
             here = (t.queue == level.queue, t.priority == level.priority)
-            found += connection.execute(query.where(has_status(tasks, status), *here))
+            found += connection.execute(bounded.where(has_status(tasks, status), *here))
             found = sorted(found, key=attrgetter("expected_time", "id"), reverse=newest_first)
             found = found[:limit]
             if len(found) == limit:  # later rows are not on this page
                 last = found[-1].expected_time
-                query = query.where(
+                bounded = query.where(
                     t.expected_time >= last if newest_first else t.expected_time <= last
                 )
     return found

@@ -286,3 +286,25 @@ def test_a_read_has_few_statements_and_each_is_bounded(world: World) -> None:
     assert len(step.tasks) == 20
     assert len(statements) == 5, "the time, three parts, and the rows"
     assert sum("LIMIT" in statement for statement in statements) == 3
+
+
+# The cost of a search by status grows with the queues that it may read, and not faster
+
+
+@pytest.mark.parametrize("newest_first", [False, True])
+def test_a_page_is_read_with_equally_short_statements(world: World, newest_first: bool) -> None:
+    ids = [world.put(queue=f"q{n}", status=Status.FAILED).id for n in range(8)]
+    with world.statements() as statements:
+        page = world.delays.find(status="FAILED", limit=1, newest_first=newest_first)
+    assert page.tasks[0].id in ids
+    reads = [each for each in statements if "task_key" in each]
+    assert len(reads) == 8
+    assert len({len(each) for each in reads[2:]}) == 1, "each has one bound of due times"
+
+
+def test_other_queues_than_that_of_the_filter_are_not_visited(world: World) -> None:
+    tasks = [world.put(queue=f"q{n}", status=Status.FAILED) for n in range(30)]
+    with world.statements() as statements:
+        assert [task.id for task in world.delays.find(status="FAILED", queue="q7")] == [tasks[7].id]
+        assert world.delays.bulk.rerun(queue="q7", dry_run=True).matched == 1
+    assert len(statements) < 20

@@ -11,7 +11,7 @@ import pytest
 
 from delaytasks import Status
 from delaytasks.cli.status import read_deployment
-from delaytasks.console import pages_tasks
+from delaytasks.console import pages_overview, pages_tasks
 from delaytasks.console.pages_overview import count_queues
 from delaytasks.console.pages_tasks import SEARCH_S
 from delaytasks.console.viewers import Role
@@ -108,6 +108,19 @@ def test_overdue_tasks_of_a_queue_are_counted_priority_by_priority(tmp_path: Any
     text = Site(delays).client().get("/queues").text
     [age] = re.findall(r'data-label="Oldest overdue"><time[^>]*>([^<]*)<', text)
     assert age == "2h5m ago"
+    delays.close()
+
+
+def test_tasks_that_are_due_soon_are_read_from_a_limited_number_of_queues(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delays = make_delays(f"sqlite:///{tmp_path / 'queues.sqlite3'}")
+    for number in range(4):
+        delays.schedule_delay("order.close", {}, 90, queue=f"queue-{number}")
+    store = runtime_of(delays).store
+    assert sum(pages_overview.count_due(store, store.database.now())) == 4
+    monkeypatch.setattr(pages_overview, "MOST_QUEUES", 3)
+    assert sum(pages_overview.count_due(store, store.database.now())) == 3
     delays.close()
 
 
