@@ -15,19 +15,32 @@ from flask import abort, flash, redirect, render_template, request, url_for
 from werkzeug.datastructures import MultiDict
 from werkzeug.wrappers import Response
 
-from delaytasks.console.requests import action, now, number_of, page, record, runtime, state, viewer
+from delaytasks.console.requests import (
+    action,
+    given,
+    now,
+    number_of,
+    page,
+    record,
+    record_as,
+    runtime,
+    state,
+    viewer,
+)
 from delaytasks.console.shown import local_text, viewer_zone
 from delaytasks.console.viewers import Role
-from delaytasks.model.clock import monotonic
+from delaytasks.model.clock import MAX_ID, monotonic
 from delaytasks.model.errors import DelayTaskError, InvalidInputError
 from delaytasks.model.filters import Filters, check_ids
 from delaytasks.model.inputs import check_id, parse_duration, parse_instant, parse_past
 from delaytasks.model.moves import MOVES, Status, moves_from
 from delaytasks.model.task import DelayedTask, Page
+from delaytasks.model.text import one_line
 from delaytasks.operate.bulk_calls import BulkResult
 from delaytasks.operate.explanations import Explanations
 from delaytasks.operate.searches import SearchTimeoutError, error_filter, find_by_error
 from delaytasks.operate.single_tasks import find_tasks
+from delaytasks.runtime import Runtime
 
 logger = logging.getLogger(__name__)
 
@@ -359,17 +372,38 @@ def _start(change: Callable[..., BulkResult]) -> Response:
             logger.exception("console: a bulk operation of %s failed", actor)
             if not begun.done():
                 begun.set_exception(error)
-        shared.forget()
-        shared.threads.release()
+        finally:
+            shared.threads.release()
+            shared.forget()
 
-    if not shared.threads.acquire(blocking=False):
-        raise DelayTaskError("several bulk actions are running: wait until one has ended")
-    threading.Thread(target=work, name="console bulk", daemon=True).start()
+    record_failure = partial(_record_failure, actor, runtime(), request.endpoint or "", given())
+    _start_thread(shared.threads, work)
     try:
         return redirect(url_for("entry", id=begun.result(BEGIN_S)), 303)
     except FutureTimeoutError:
+        begun.add_done_callback(record_failure)
         flash("The tasks are being found. Their entry appears here when some are changed.", "good")
         return redirect(url_for("audit"), 303)
+
+
+def _start_thread(places: threading.Semaphore, work: Callable[[], None]) -> None:
+    """Start a thread, whose work gives its place back."""
+    if not places.acquire(blocking=False):
+        raise DelayTaskError("several bulk actions are running: wait until one has ended")
+    try:
+        threading.Thread(target=work, name="console bulk", daemon=True).start()
+    except BaseException:  # the process can have no more threads
+        places.release()
+        raise
+
+
+def _record_failure(
+    actor: str, of: Runtime, action: str, what: dict[str, Any], begun: Future[int]
+) -> None:
+    """Write a log entry if an operation failed before it had one: nobody waits for its error."""
+    error = begun.exception()
+    if error is not None:
+        record_as(actor, of, action, {**what, "error": one_line(str(error))}, is_refused=True)
 
 
 @page("/audit/<id>")
@@ -401,6 +435,7 @@ AUDIT_ENTRIES = 200
 @page("/audit")
 def audit() -> str:
     log, before = state().delays.bulk.log, number_of(request.args.get("before", ""))
+    before = None if before is None else min(max(before, 1), MAX_ID)
     entries = state().cache.get(
         ("audit", before), 2.0, lambda: log(limit=AUDIT_ENTRIES + 1, before=before)
     )

@@ -378,11 +378,17 @@ def given() -> dict[str, Any]:
 
 def record(action: str, what: dict[str, Any], *, is_refused: bool = False) -> None:
     """Log an action of the viewer, and write its log entry."""
-    actor = viewer().name
+    record_as(viewer().name, runtime(), action, what, is_refused=is_refused)
+
+
+def record_as(
+    actor: str, of: Runtime, action: str, what: dict[str, Any], *, is_refused: bool
+) -> None:
+    """Do what `record` does, also outside of a request."""
     logger.info("console: %s by %s: %r%s", action, actor, what, " (refused)" if is_refused else "")
     try:
         task = number_of(str(what.get("id", "")))
-        record_action(runtime(), action, what, actor, is_refused=is_refused, task=task)
+        record_action(of, action, what, actor, is_refused=is_refused, task=task)
     except DelayTaskError:
         # The action itself may be done, and the log has it.
         logger.exception("console: the log entry of %s could not be written", action)

@@ -126,6 +126,40 @@ def test_an_action_whose_tasks_are_being_found_leads_to_the_audit_page(
     wait_until(lambda: shop.find(tag="report.build", status="NOT_COMPLETE").tasks, 30, "the run")
 
 
+def test_a_search_that_fails_after_the_answer_has_an_entry(
+    own_site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_fail = threading.Event()
+
+    def fail(*_: Any, **__: Any) -> Any:
+        assert may_fail.wait(30)
+        raise StoreUnavailableError("the database is gone")
+
+    monkeypatch.setattr(bulk.Bulk, "rerun", fail)
+    monkeypatch.setattr(pages_tasks, "BEGIN_S", 0.05)
+    client, log = own_site.client(Role.OPERATE), own_site.delays.bulk.log
+    assert post(client, "/bulk", action="rerun", tag="report.build").location == "/audit"
+    before = len(log())
+    may_fail.set()
+    wait_until(lambda: len(log()) > before, 30, "the entry")
+    [entry] = log(limit=1)
+    assert (entry.action, entry.state) == ("start_bulk", "failed")
+    assert entry.filter["tag"] == "report.build"
+    assert entry.filter["error"] == "the database is gone"
+    assert "the database is gone" in client.get("/audit").text
+
+
+def test_a_bulk_action_without_a_thread_gives_its_place_back(
+    own_site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, fields = own_site.client(Role.OPERATE), {"action": "cancel", "tag": "order.close"}
+    with monkeypatch.context() as patches:
+        patches.setattr(threading, "Thread", lambda **_: 1 / 0)
+        for _ in range(10):
+            assert post(client, "/bulk", **fields).status_code == 500
+    assert "/audit/" in post(client, "/bulk", **fields).location
+
+
 def test_a_bulk_action_that_fails_says_why_or_is_failed(
     own_site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
