@@ -79,8 +79,7 @@ class Audit:
 
     def all(self, limit: int, before: int | None = None) -> list[LogEntry]:
         """Return the newest rows first, by their ids; only those with ids below `before`."""
-        last = MAX_ID if before is None else min(before, MAX_ID)
-        rows = select(self._a).where(self._a.c.id < last)
+        rows = select(self._a).where(self._a.c.id < (MAX_ID if before is None else before))
         return self._entries(rows.order_by(self._a.c.id.desc()).limit(limit))
 
     def _entries(self, query: Select[Any]) -> list[LogEntry]:

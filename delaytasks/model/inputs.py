@@ -256,8 +256,8 @@ def check_limit_key(key: object) -> str:
     return check_name(key, "limit_key", LIMIT_KEY_LENGTH)
 
 
-def check_schedule_name(name: object) -> str:
-    return check_name(name, "name", SCHEDULE_NAME_LENGTH)
+def check_schedule_name(name: object, argument: str = "name") -> str:
+    return check_name(name, argument, SCHEDULE_NAME_LENGTH)
 
 
 def check_actor(actor: object) -> str:

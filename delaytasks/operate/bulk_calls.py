@@ -286,6 +286,8 @@ class Bulk(CallGroup):
         'maria'
         """
         check_page_limit(limit)
+        if before is not None:
+            before = check_id(before, "before")
         # The order is that of the ids, which contain the time in milliseconds.
         return self._runtime.store.bulk.audit.all(limit, before)
 

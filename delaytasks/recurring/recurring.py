@@ -413,6 +413,11 @@ class Recurring(CallGroup):
         list of RecurringSchedule
             The schedules.
 
+        Raises
+        ------
+        InvalidInputError
+            If a name, a tag or the limit is wrong.
+
         Examples
         --------
         >>> [schedule.name for schedule in delays.recurring.list(tag="report.send")]
@@ -421,7 +426,10 @@ class Recurring(CallGroup):
         runtime = self._runtime
         check_page_limit(limit)
         return runtime.recurring_table.page(
-            None if tag is None else check_tag(tag), prefix, after, limit
+            None if tag is None else check_tag(tag),
+            None if prefix in (None, "") else check_schedule_name(prefix, "prefix"),
+            None if after is None else check_schedule_name(after, "after"),
+            limit,
         )
 
     alist = twin(list)

@@ -396,8 +396,8 @@ class DelaysTester:
         queue: Any = ANY,
         priority: Any = ANY,
         meta: Any = ANY,
-        within: Delay = ANY,
-        at: datetime = ANY,
+        within: Delay | None = None,
+        at: datetime | None = None,
     ) -> DelayedTask:
         """Fail unless a waiting task matches; the message shows the differences.
 
@@ -429,7 +429,8 @@ class DelaysTester:
         """
         __tracebackhide__ = True  # pytest shows the line of the test
         fields = {"key": key, "body": body, "queue": queue, "priority": priority, "meta": meta}
-        expected = Expectation(self.now, tag, **fields, within=within, at=at)
+        times = {"within": ANY if within is None else within, "at": ANY if at is None else at}
+        expected = Expectation(self.now, tag, **fields, **times)
         waiting = self.scheduled()
         for task in waiting:
             if not expected.differences(task):

@@ -581,6 +581,7 @@ def test_a_filter_compares_text_literally(delays: DelayTasks, tag: str) -> None:
         (lambda d: d.bulk.reschedule(-5, tag="a"), "delay", "negative"),
         (lambda d: d.bulk.rerun(float("nan"), tag="a"), "delay", "finite"),
         (lambda d: d.bulk.log(limit=0), "limit", "1 to 1000"),
+        *[(lambda d, b=b: d.bulk.log(before=b), "before", "integer") for b in ("x", 0, 2**63)],
     ],
 )
 def test_invalid_calls_are_refused(delays: DelayTasks, call: Any, argument: str, says: str) -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -469,6 +470,10 @@ def test_list_returns_pages_by_name(world: RecurringWorld) -> None:
     assert found() == ["eu-1", "eu-2", "us-1", "us-2"]
     assert found(limit=2, after="eu-1") == ["eu-2", "us-1"]
     assert found(prefix="us-") == found(tag="tag.us") == ["us-1", "us-2"]
+    assert found(prefix="") == found()
+    for argument, wrong in product(("prefix", "after"), ("\0", "\ud800", 7)):
+        with invalid(argument):
+            found(**{argument: wrong})
 
 
 def test_a_schedule_has_the_sessions_transaction(world: RecurringWorld, database_url: str) -> None:

@@ -87,6 +87,7 @@ def test_a_scheduled_task_is_found_by_each_of_its_values(shop: Shop, tester: Del
     of: Any = {"queue": "q", "priority": 3, "meta": {"tenant": "a"}, "within": "30m"}
     found = tester.assert_scheduled("order.close", key="7", body={"order": mock.ANY}, **of)
     assert found.id == task.id
+    tester.assert_scheduled("order.close", within=None, at=None)
     tester.assert_scheduled("order.close", at=task.due)
     tester.assert_scheduled("order.close", within=timedelta(hours=1))
     assert [one.id for one in tester.scheduled("order.close", key="7")] == [task.id]

@@ -29,6 +29,7 @@ def test_recurring_schedules_are_changed(own_site: Site) -> None:
     assert actions == ["remove_recurring", "run_recurring", "pause_recurring", "set_recurring"]
     post(client, "/recurring", **{**fields, "body": "{"})
     assert "not JSON" in html.unescape(client.get("/recurring").text)
+    assert client.get("/recurring?after=%00").status_code == 400
 
 
 def form_of(text: str, action: str = "/recurring") -> dict[str, str]:
