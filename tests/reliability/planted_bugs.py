@@ -668,7 +668,7 @@ BUGS["claims_lock_rows_of_other_queues"] = Bug(
 )
 BUGS["schedules_are_not_advanced_with_their_tasks"] = Bug(_advance_no_schedule, ("repeated",))
 BUGS["entries_of_a_dead_poller_never_return"] = Bug(
-    lambda patch: patch.setattr(redis_timer, "RETURN_S", 1e6), ("left in Redis",)
+    lambda patch: patch.setattr(redis_timer, "TICKETS_MS", 1e12), ("property/redis_timer",)
 )
 
 
