@@ -378,6 +378,8 @@ def _move(cli: Cli, operation: Operation, given: dict[str, Any], **options: Any)
     is_many = any(each.name in given for each in operation.only_bulk)
     ids = None if is_many else which.each(cli)
     if ids is not None:
+        if operation.name == "reschedule":  # a wrong time is one error, not one for each task
+            cli.runtime.producer.due_of(given.get("delay"), given.get("at"))
         _move_each(cli, operation, ids, given)
         return
     for each in _OF_ONE:

@@ -139,7 +139,9 @@ def _meta_of(text: str) -> dict[str, str]:
 
 
 @page("/tasks")
-def tasks() -> str:
+def tasks() -> str | Response:
+    if id := request.args.get("id", "").strip():
+        return redirect(url_for("task", id=check_id(id)), 303)
     problem, found, searched, query = None, Page([], None), 0, TaskQuery({}, {})
     try:
         query = TaskQuery.read(request.args)

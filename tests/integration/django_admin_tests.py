@@ -214,6 +214,13 @@ def test_selected_tasks_are_counted_before_an_action_and_audited_after_it() -> N
     assert abs(due_in - timedelta(hours=2)) < timedelta(seconds=30)
 
 
+def test_a_selected_text_that_is_no_id_is_refused() -> None:
+    client = operator()
+    answer = client.post(TASKS, {"action": "cancel_tasks", "_selected_action": "x", "index": "0"})
+    assert answer.status_code == 302
+    assert "Id is an integer" in message_of(client)
+
+
 def test_ended_tasks_run_again_from_their_page() -> None:
     client, task = operator(), delays.schedule_delay("mail", {}, 3600)
     delays.cancel(task)

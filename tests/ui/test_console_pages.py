@@ -124,6 +124,13 @@ def test_tasks_that_are_due_soon_are_read_from_a_limited_number_of_queues(
     delays.close()
 
 
+def test_the_address_of_the_list_with_an_id_leads_to_the_task(site: Site) -> None:
+    client, [task, *_] = site.client(), site.delays.find(limit=1)
+    assert client.get(f"/tasks?id={task.id}").location == f"/tasks/{task.id}"
+    assert client.get("/tasks?id=x").status_code == 400
+    assert client.get("/tasks?id=").status_code == 200
+
+
 def test_tasks_are_filtered_and_paged_by_the_address(site: Site) -> None:
     client = site.client()
     counts = {

@@ -331,6 +331,15 @@ class DelayTaskRowAdmin(admin.ModelAdmin):
     def get_readonly_fields(self, request: Any, obj: Any = None) -> list[str]:
         return [name for _, options in self.get_fieldsets(request) for name in options["fields"]]
 
+    def response_action(self, request: Any, queryset: Any) -> Any:
+        try:
+            for id in request.POST.getlist(ACTION_CHECKBOX_NAME):
+                check_id(id)  # Django answers 500 if an id is no number
+        except InvalidInputError as error:
+            self.message_user(request, str(error), messages.ERROR)
+            return None
+        return super().response_action(request, queryset)
+
     # An action writes log entries on another connection, which SQLite would let wait for the
     # transaction of ATOMIC_REQUESTS.
     @transaction.non_atomic_requests(using=project_delays().alias)

@@ -97,6 +97,7 @@ class Project:
         result = self(*arguments, "--json", typed=typed)
         assert result.exit_code == exit_code, result.output
         found = json.loads(result.stderr)
+        assert exit_code != 2 or not result.stdout, "nothing was done"
         assert found.keys() - {"argument"} == {"error", "type"}
         # The text output reports the same error.
         plain = self(*arguments, typed=typed)

@@ -72,6 +72,7 @@ WRONG = """
     status: cancel --tag ok --status DONE --yes | rerun --status RUNNING --yes
     key_prefix: cancel --tag ok --key * --yes
     UsageError: reschedule --delay 1 | reschedule 1 --by 1h
+    delay: reschedule 1 | reschedule 1 2 --delay 1h --at 2030-01-01T00:00:00Z
     delay: reschedule --tag ok --yes | reschedule --tag ok --by 1h --delay 1h --yes
     UsageError: reschedule --tag ok --by 1h --version 0 --yes
     by: reschedule --tag ok --by 0 --yes
