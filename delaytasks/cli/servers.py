@@ -155,6 +155,9 @@ def _metrics(cli: Cli, **_: Any) -> Any:
 
 
 THREADS = 8
+#: Connections that are open at a time, in less than the usual 1,024 files of a process, and how
+#: long one may be idle: half a request, or a connection without one, keeps others out only so long.
+MOST_CONNECTIONS, IDLE_S = 800, 30
 #: A longer request is refused before the application sees it. Applications have lower limits.
 MOST_RECEIVED_BYTES = 16 * 1024 * 1024
 
@@ -192,6 +195,10 @@ def make_server(
             url_prefix=place.path,
             ident=None,
             max_request_body_size=MOST_RECEIVED_BYTES,
+            connection_limit=MOST_CONNECTIONS,
+            channel_timeout=IDLE_S,
+            cleanup_interval=max(IDLE_S // 6, 1),
+            asyncore_use_poll=True,  # `select` is limited to files with low numbers
             **forwarded,
         )
     except (OSError, ValueError) as error:  # a ValueError: the host has no address

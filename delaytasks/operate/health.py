@@ -23,7 +23,7 @@ from delaytasks.model.workers import (
     RegisteredWorker,
 )
 from delaytasks.operate.state import beat_age_s
-from delaytasks.operate.state_queries import OverdueRows, Stats, Swept
+from delaytasks.operate.state_queries import READ_ONLY, OverdueRows, Stats, Swept
 from delaytasks.settings import Settings
 
 
@@ -88,6 +88,7 @@ class _Answer(NamedTuple):
     #: None if `delaytasks.testing.create_tables` made the tables, or if there are none.
     revision: str | None
     has_tables: bool
+    is_read_only: bool
     workers: Sequence[RegisteredWorker] = ()
     lost: Sequence[LostWorker] = ()
     swept: Sequence[Swept] = ()
@@ -120,17 +121,19 @@ class HealthChecks:
     def live(self, question: HealthQuestion) -> list[HealthCheck]:
         """Return a check that fails only if a restart of the process would help.
 
-        Without the database it is unknown whether the process works. A restart would not bring
-        it back, so the check succeeds then.
+        Without the database, or while it is read-only, it is unknown whether the process works.
+        A restart would not change that, so the check succeeds then.
         """
         try:
             answer = self._ask(question._replace(max_overdue=None))
         except DelayTaskError:
             name = "beat" if question.component == "beat" else "worker"
             return [HealthCheck(name, True, "unknown, because the database does not answer")]
-        if question.component == "beat":
-            return [self._beat_check(answer)]
-        return [_worker_check(answer, question)]
+        is_beat = question.component == "beat"
+        check = self._beat_check(answer) if is_beat else _worker_check(answer, question)
+        if answer.is_read_only and not check.is_ok:  # nobody can report
+            check = HealthCheck(check.name, True, "unknown, because the database is read-only")
+        return [check]
 
     def ready(self, question: HealthQuestion) -> list[HealthCheck]:
         """Return the checks that all succeed if tasks can run on time."""
@@ -143,7 +146,8 @@ class HealthChecks:
         except DelayTaskError as error:
             yield HealthCheck("database", False, str(error))
         else:
-            yield HealthCheck("database", True, "answers")
+            is_ok = not answer.is_read_only
+            yield HealthCheck("database", is_ok, "answers" if is_ok else READ_ONLY)
             yield _revision_check(answer, self._store.database.tables_remedy)
         if question.component == "api":
             return
@@ -178,15 +182,17 @@ class HealthChecks:
         names = (settings.name_prefix, settings.table_schema or None)
         revision = migrations.current(store.database, *names)
         has_tables = revision is not None or migrations.has_tables(store.database, store.schema)
-        if question.component == "api":  # a producer's role may not read the other tables
-            return _Answer(now, revision, has_tables)
         stats = Stats(store.database, store.schema)
+        is_read_only = stats.is_read_only()
+        if question.component == "api":  # a producer's role may not read the other tables
+            return _Answer(now, revision, has_tables, is_read_only)
         overdue = OverdueRows(store.database, store.schema)
         most, workers = question.max_overdue, store.workers.registered(now, settings.silent_s)
         return _Answer(
             now,
             revision,
             has_tables,
+            is_read_only,
             workers,
             store.workers.lost(),
             stats.sweeps(settings.sweep_partitions),

@@ -299,6 +299,8 @@ class DatabaseState(NamedTuple):
     url: str
     server: str | None = None
     error: StoreError | None = None
+    #: Whether it refuses changes.
+    is_read_only: bool = False
 
 
 class ServicesState(NamedTuple):
@@ -402,6 +404,7 @@ def read_state(
     services = ServicesState(runtime.settings.timer_kind, runtime.settings.uses_broker, error)
     try:
         found = read_tables(store, runtime.settings, most_counted)
+        stats = Stats(store.database, store.schema)
         rows = failed_rows(store.database, store.schema) if found.failed else []
         policies, held = read_policies(store.policies)
         # Tasks may have moved between two queries. The sentences of the verdict contain the later
@@ -412,7 +415,9 @@ def read_state(
         }
         found = replace(
             found,
-            database=found.database._replace(server=Stats(store.database, store.schema).server()),
+            database=DatabaseState(
+                found.database.url, stats.server(), is_read_only=stats.is_read_only()
+            ),
             services=services,
             policies=policies,
             counts={**found.counts, **{s: Count(n) for s, n in later.items() if n is not None}},

@@ -7,7 +7,7 @@ from datetime import datetime
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
-from sqlalchemy import ColumnElement, Connection, Select, and_, case, func, null, select
+from sqlalchemy import ColumnElement, Connection, Select, and_, case, func, null, select, text
 
 from delaytasks.db.database import Database
 from delaytasks.db.schema import Schema, by_id, listed
@@ -21,6 +21,7 @@ from delaytasks.model.text import DEFER_MAX_S, DEFERRALS
 T = TypeVar("T")
 #: Up to this number, rows are counted exactly.
 MAX_COUNTED = 1_000_000
+READ_ONLY = "it is read-only, as a standby or a demoted primary is: no task can change"
 
 
 class Swept(NamedTuple):
@@ -90,6 +91,16 @@ class Stats:
         rows = self._db.rows(select(*columns).where(mine).order_by(s.c.swept_at))
         found = {row[0]: Swept(*row) for row in rows}
         return [found.get(n, Swept(n, None, None)) for n in range(sweep_partitions)]
+
+    def is_read_only(self) -> bool:
+        """Return whether the server refuses changes, as a standby or a demoted primary does."""
+        query = for_database(
+            self._db.backend,
+            postgresql="SELECT current_setting('transaction_read_only') = 'on'",
+            mysql="SELECT @@global.read_only",
+            sqlite="SELECT 0",
+        )
+        return bool(self._db.autocommitted(lambda c: c.execute(text(query)).scalar()))
 
     def server(self) -> str:
         """Return the database's kind and version."""

@@ -16,6 +16,7 @@ from delaytasks.model.moves import Status
 from delaytasks.model.policies import Policy
 from delaytasks.model.text import count, some_values
 from delaytasks.operate.state import DeploymentState, FailedNow, RecentRuns
+from delaytasks.operate.state_queries import READ_ONLY
 from delaytasks.operate.statistics import LATE_RANGE
 from delaytasks.operate.why import LATE_BECAUSE
 
@@ -183,6 +184,9 @@ def verdict_of(
         text = f"The database does not answer: {state.database.error}"
         headline = "Unknown. The database does not answer."
         return Verdict("bad", headline, [Problem("bad", text)])
+    if state.database.is_read_only:
+        text = f"The database answers, but {READ_ONLY}."
+        return Verdict("bad", "Stopped. The database is read-only.", [Problem("bad", text)])
     tasks = [*_stopped(state), *_late(state), *failure_problems(state, zone), *ahead]
     others = [*_services(state, zone), *_workers(state, zone), *_held_back(state, zone)]
     problems = worst_first(

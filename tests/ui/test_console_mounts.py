@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import fastapi
 import httpx
@@ -19,6 +22,7 @@ from starlette.middleware.sessions import SessionMiddleware
 from starlette.requests import Request
 
 from delaytasks import ConfigError, DelayTasks
+from delaytasks.cli import servers
 from delaytasks.cli.main import main
 from delaytasks.cli.servers import Place, make_server
 from delaytasks.console.application import make_console, standalone
@@ -199,6 +203,23 @@ def test_a_trusted_proxy_names_the_address_and_scheme(proxy: str | None, seen: s
     headers = {"X-Forwarded-For": "192.0.2.7", "X-Forwarded-Proto": "https"}
     with served(app, proxy) as url:
         assert httpx.get(url, headers=headers).text == seen
+
+
+def test_requests_that_are_half_sent_keep_no_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def app(environ: Any, start_response: Any) -> list[bytes]:
+        start_response("200 OK", [])
+        return [b"live"]
+
+    monkeypatch.setattr(servers, "IDLE_S", 1)
+    with served(app) as url, ExitStack() as opened:
+        address = urlsplit(url)
+        for _ in range(150):
+            half = socket.create_connection((address.hostname or "", address.port or 0))
+            opened.callback(half.close)
+            half.sendall(b"GET / HTTP/1.1\r\nHost: ")
+        assert httpx.get(url, timeout=10).text == "live"
+        half.settimeout(10)
+        assert half.recv(100) == b"", "an idle connection is closed"
 
 
 def test_a_proxy_is_an_address_and_no_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
