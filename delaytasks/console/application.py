@@ -182,9 +182,15 @@ def _login_page(problem: str | None, code: int) -> tuple[str, int]:
 
 @page("/logout", method="POST")
 def log_out() -> Response:
+    users, name = state().viewers, session.get("user")
     session.clear()
-    has_login = isinstance(state().viewers, UserFile)
-    return redirect(url_for("login" if has_login else "overview"), 303)
+    if not isinstance(users, UserFile):
+        return redirect(url_for("overview"), 303)
+    try:
+        users.log_out(str(name), requests.now_s())
+    except OSError:  # such as a folder that is mounted read-only: a copied cookie goes on working
+        logger.exception("console: the log out of %s could not be stored", one_line(str(name), 60))
+    return redirect(url_for("login"), 303)
 
 
 @page("/preferences", method="POST")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import secrets
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -121,6 +122,10 @@ class UserFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = WatchedFile(path, {"users": {}}, _read_users, "console users")
+        # A file of its own, so that no log out undoes a change of the users at the same time.
+        ends = path.with_name(f"{path.stem}-logged-out.json")
+        self._ends = WatchedFile(ends, {}, _read_times, "the last log outs of console users")
+        self._ending = threading.Lock()
 
     # -- read -------------------------------------------------------------------------------------
 
@@ -133,10 +138,12 @@ class UserFile:
         return None if user is None else Role.named(user["role"])
 
     def viewer(self, session: Mapping[str, Any]) -> Viewer | None:
-        """Return the user of a session, unless the password has changed since the login."""
+        """Return the user of a session, unless it has ended: by a log out or a new password."""
         name = session.get("user")
         user = self.users().get(name) if isinstance(name, str) else None
         if user is None or session.get("password") != _mark(user.get("password", "")):
+            return None
+        if session.get("logged_in_at", 0.0) <= self._ends.read().get(str(name), 0.0):
             return None
         return Viewer.of(name, user["role"])
 
@@ -166,6 +173,12 @@ class UserFile:
             self._file.write({"users": users})
         return is_known
 
+    def log_out(self, name: str, at_s: float) -> None:
+        """End all sessions of a user that began until then, also those of copied cookies."""
+        with self._ending:
+            ends = {**self._ends.read(), name: at_s}
+            self._ends.write({user: ends[user] for user in self.users() if user in ends})
+
     def make_first(self) -> str | None:
         """Make an administrator if there are no users, and return the generated password."""
         if self.users():
@@ -190,6 +203,10 @@ def _read_users(document: Any) -> dict[str, dict[str, str]]:
     for each in users.values():
         Role.named(each["role"])
     return users
+
+
+def _read_times(document: Any) -> dict[str, float]:
+    return {str(name): float(at_s) for name, at_s in document.items()}
 
 
 def _mark(hashed: str) -> str:

@@ -270,6 +270,24 @@ def test_a_user_logs_in_and_returns_to_the_page(site: Site, users: UserFile) -> 
         assert log_in(client, next=target).location == "/", "a login leads to no other site"
 
 
+def test_a_log_out_ends_the_session_of_a_copied_cookie(site: Site, users: UserFile) -> None:
+    users.set("bob", "a long password", Role.VIEW)
+    console = make_console(site.delays, users)
+    client, other = console.test_client(), console.test_client()
+    copied = log_in(client).headers["Set-Cookie"].partition(";")[0].partition("=")
+    log_in(other, "bob")
+    thief = make_console(site.delays, UserFile(users.path)).test_client()
+    thief.application.secret_key = console.secret_key
+    thief.set_cookie(copied[0], copied[2])
+    assert thief.get("/tasks").status_code == 200
+    assert post(client, "/logout").status_code == 303
+    assert thief.get("/tasks").status_code == 303, "another process knows it, too"
+    assert other.get("/tasks").status_code == 200, "other users stay"
+    log_in(client)
+    assert client.get("/tasks").status_code == 200
+    assert thief.get("/tasks").status_code == 303
+
+
 @pytest.mark.parametrize(("name", "password"), [("ann", "wrong"), ("nobody", "a long password")])
 def test_wrong_logins_are_limited_by_name_and_address(
     site: Site, users: UserFile, name: str, password: str
