@@ -366,7 +366,8 @@ class Moves(stateful.RuleBasedStateMachine):
 
     @rule(ids=st.lists(tasks, min_size=1, max_size=4, unique=True))
     def release(self, ids: list[int]) -> None:
-        held = [self.known[id] for id in ids if self.known[id].can("release")]
+        may_run = [] if self.is_paused else ids
+        held = [self.known[id] for id in may_run if self.known[id].can("release")]
         released = {entry[:2] for entry in self.world.release(*ids)}
         for known in held:
             known.move("release")
