@@ -200,11 +200,14 @@ def _after_connection_commit(
     if not connection.in_transaction() or _stands_alone(connection):
         off_the_loop(partial(action, tasks))
         return
-    if not event.contains(connection, "commit", _on_connection_commit):
-        event.listen(connection, "commit", _on_connection_commit)
-        event.listen(connection, "rollback", _on_connection_rollback)
-        event.listen(connection, "rollback_savepoint", _on_rollback_to_savepoint)
-    _waiting.setdefault(connection, []).append((_savepoints(connection), tasks, action))
+    waiting = _waiting.get(connection)
+    if waiting is None:  # the first one of this transaction
+        if not event.contains(connection, "commit", _on_connection_commit):
+            event.listen(connection, "commit", _on_connection_commit)
+            event.listen(connection, "rollback", _on_connection_rollback)
+            event.listen(connection, "rollback_savepoint", _on_rollback_to_savepoint)
+        waiting = _waiting[connection] = []
+    waiting.append((_savepoints(connection), tasks, action))
 
 
 def _on_connection_commit(connection: Connection) -> None:
