@@ -340,6 +340,10 @@ def write_nothing(on: Any, table: Table) -> None:
     on.execute(delete(table).where(false()))
 
 
+#: Without this option SQLAlchemy does not read the count on psycopg 3 and asyncpg, and returns -1.
+_COUNTED = {"preserve_rowcount": True}
+
+
 class Insert:
     """INSERT into one table. A row that exists is skipped."""
 
@@ -347,10 +351,11 @@ class Insert:
         self._db = database
         skipping = skipping_insert(database)
         statement = skipping(table).on_conflict_do_nothing() if skipping else insert(table)
-        # Without this option SQLAlchemy does not read the count on psycopg 3 and asyncpg, and
-        # returns -1.
-        self._statement = statement.execution_options(preserve_rowcount=True)
+        self._statement = statement.execution_options(**_COUNTED)
         self._prepared = Prepared(database, self._statement, names=names)
+        self._names = names
+        #: By the name of the driver.
+        self._texts: dict[str, str] = {}
 
     def __call__(self, on: Any, values: dict[str, Any]) -> bool:
         """True if the row is new."""
@@ -358,11 +363,20 @@ class Insert:
             if self._db.owns(on):
                 return bool(self._prepared(on, values).row_count)
             # On a caller's connection we leave no prepared statement.
+            if driver_of(on) is not None:
+                text = self._texts.get(on.dialect.driver) or self._compile(on.dialect)
+                return bool(on.exec_driver_sql(text, values, _COUNTED).rowcount)
             return bool(on.execute(self._statement, values).rowcount)
         except exc.IntegrityError as error:
             if self._db.can.insert_or_skip or not DUPLICATE.caused(error.orig):
                 raise
             return False  # this is how the database reports a row that exists
+
+    def _compile(self, dialect: Any) -> str:
+        """Return the text, which SQLAlchemy executes in less time than the statement."""
+        text = str(self._statement.compile(dialect=dialect, column_keys=self._names))
+        self._texts[dialect.driver] = text
+        return text
 
 
 class BulkInsert:
