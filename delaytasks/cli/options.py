@@ -78,7 +78,7 @@ def option_of(parameter: Parameter) -> click.Parameter:
 def _type_of(kind: Kind) -> Any:
     if "enum" in kind.schema:
         return click.Choice(kind.schema["enum"], case_sensitive=False)
-    return click.INT if kind.schema.get("type") == "integer" else Parsed(kind.name, kind.parse)
+    return Parsed(kind.name, kind.parse)
 
 
 def given_of(parameters: Iterable[Parameter], options: dict[str, Any]) -> dict[str, Any]:

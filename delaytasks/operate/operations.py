@@ -1,16 +1,17 @@
 """The table of operations: what people and programs do with tasks, limits and schedules.
 
 An operation has a name, typed parameters and a function that calls the public class, and it says
-who may perform it. The options of the commands, and the routes of the HTTP API with their OpenAPI
-document, are made from this table. The docstring of an operation is the help of its command, and
-its first sentence is the summary of its routes.
+who may perform it. The options of the commands, the fields of forms, and the routes of the HTTP
+API with their OpenAPI document are made from this table. The docstring of an operation is the help
+of its command, and its first sentence is the summary of its routes.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta
+from datetime import datetime, timedelta, tzinfo
 from inspect import cleandoc
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -26,6 +27,7 @@ from delaytasks.model.inputs import (
     PAGE_MAX,
     QUEUE_LENGTH,
     TAG_LENGTH,
+    check_integer,
     check_shift,
     has_unit,
     parse_duration,
@@ -51,9 +53,11 @@ class Kind:
     #: The JSON Schema of a value, with its bounds.
     schema: Mapping[str, Any] = field(default_factory=dict)
     #: Converts what a person typed. The second argument is the name of the parameter, for errors.
-    parse: Callable[[str, str], Any] = lambda typed, _: typed
+    parse: Callable[..., Any] = lambda typed, _: typed
     #: Converts a value of a JSON document that matches the schema.
     read: Callable[[Any, str], Any] = lambda value, _: value
+    #: Whether `parse` takes the time zone of an instant as its third argument.
+    has_zone: bool = False
 
 
 def text(longest: int) -> Kind:
@@ -61,14 +65,25 @@ def text(longest: int) -> Kind:
 
 
 def integer(least: int, most: int) -> Kind:
-    return Kind("integer", {"type": "integer", "minimum": least, "maximum": most})
+    def parse(typed: str, argument: str) -> int:
+        is_number = typed.isascii() and typed.isdecimal() and len(typed) < 20
+        return check_integer(int(typed) if is_number else typed, argument, least, most)
+
+    return Kind("integer", {"type": "integer", "minimum": least, "maximum": most}, parse)
 
 
 def one_of(*words: str) -> Kind:
     return Kind("word", {"enum": list(words)})
 
 
-def _parse_end(typed: str, argument: str) -> datetime | timedelta:
+def _parse_json(typed: str, argument: str) -> Any:
+    try:
+        return json.loads(typed)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInputError(f"the {argument} is not JSON: {error}", argument) from None
+
+
+def _parse_end(typed: str, argument: str, zone: tzinfo | None = None) -> datetime | timedelta:
     """Return a duration from now, or an instant."""
     if not has_unit(typed):
         rule = "write 2h (from now) or 2030-01-31T18:00:00Z"
@@ -76,16 +91,16 @@ def _parse_end(typed: str, argument: str) -> datetime | timedelta:
     try:
         return parse_duration(typed, argument)
     except InvalidInputError:
-        return parse_instant(typed, argument)
+        return parse_instant(typed, argument, zone)
 
 
-def _parse_begin(typed: str, argument: str) -> datetime | str:
+def _parse_begin(typed: str, argument: str, zone: tzinfo | None = None) -> datetime | str:
     """Return a duration before now, or an instant."""
     try:
         parse_duration(typed)
         return typed
     except InvalidInputError:
-        return parse_instant(typed, argument)
+        return parse_instant(typed, argument, zone)
 
 
 #: Removes a limit.
@@ -108,17 +123,17 @@ def parse_pair(typed: str, argument: str) -> tuple[str, str]:
     return name, value
 
 
-ANY_VALUE = Kind("JSON")
-FLAG = Kind("flag", {"type": "boolean"})
+ANY_VALUE = Kind("JSON", parse=_parse_json)
+FLAG = Kind("flag", {"type": "boolean"}, lambda typed, _: typed in ("1", "on", "true"))
 TASK_ID = Kind("id", {"type": "string", "pattern": "^[0-9]{1,19}$"})
 VERSION = integer(0, 2**63 - 1)
 _INSTANT = {"type": "string", "format": "date-time", "maxLength": 40}
-INSTANT = Kind("instant", _INSTANT, parse_instant, parse_instant)
+INSTANT = Kind("instant", _INSTANT, parse_instant, parse_instant, has_zone=True)
 _DURATION = {"type": ["number", "string"], "minimum": 0, "minLength": 2, "maxLength": 100}
 DURATION = Kind("duration", _DURATION, parse_duration)
 SHIFT = Kind("duration", parse=check_shift)
-END = Kind("time", parse=_parse_end)
-BEGIN = Kind("time", text(100).schema, _parse_begin, _parse_begin)
+END = Kind("time", parse=_parse_end, has_zone=True)
+BEGIN = Kind("time", text(100).schema, _parse_begin, _parse_begin, has_zone=True)
 LIMIT = Kind("number", parse=_parse_limit)
 _RETRIES = {"type": ["string", "integer"], "minimum": 0, "minLength": 1, "maxLength": 1000}
 RETRIES = Kind("delays", _RETRIES)
@@ -146,6 +161,28 @@ class Parameter:
     is_required: bool = False
     #: The most values.
     most: int | None = None
+
+    @property
+    def label(self) -> str:
+        """The words before its field in a form."""
+        return self.name.replace("_", " ").capitalize()
+
+    @property
+    def choices(self) -> list[str]:
+        """The words of which a value is one; empty if it may be another."""
+        return list(self.kind.schema.get("enum", ()))
+
+    def parse(self, typed: str, zone: tzinfo | None = None) -> Any:
+        """Convert what a person typed into a field; several values are on lines of their own.
+
+        `zone` is the time zone of instants without one.
+        """
+        more = (zone,) if self.kind.has_zone else ()
+        if not self.is_many and self.kind is not PAIRS:
+            return self.kind.parse(typed.strip(), self.name, *more)
+        lines = filter(None, map(str.strip, typed.splitlines()))
+        values = [self.kind.parse(line, self.name, *more) for line in lines]
+        return dict(values) if self.kind in (PAIR, PAIRS) else values
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -248,6 +285,14 @@ class Operation:
     #: parameters that only this method has.
     bulk: Callable[..., Any] | None = None
     only_bulk: tuple[Parameter, ...] = ()
+
+    def parse(self, typed: Mapping[str, str], zone: tzinfo | None = None) -> dict[str, Any]:
+        """Convert the fields of a form to arguments; an empty field is not given."""
+        return {
+            each.name: each.parse(typed[each.name], zone)
+            for each in (*self.parameters, *self.only_bulk)
+            if typed.get(each.name, "").strip()
+        }
 
     @property
     def is_command(self) -> bool:
@@ -602,8 +647,8 @@ _NAME = Parameter("name", KEY.kind, "The name of the schedule.", is_required=Tru
     Parameter("tz", WORD, "The time zone of --cron, as Europe/Berlin."),
     Parameter("start", INSTANT, "The first occurrence, as 2030-01-31T18:00:00Z."),
     JITTER,
-    Parameter("missed", WORD, "latest, all or skip: which missed occurrences run."),
-    Parameter("overlap", WORD, "allow, or skip while the last task has not ended."),
+    Parameter("missed", one_of("latest", "skip", "all"), "Which missed occurrences run. [latest]"),
+    Parameter("overlap", one_of("allow", "skip"), "While the last task has not ended. [allow]"),
     QUEUE,
     PRIORITY,
     RETRY_DELAYS,

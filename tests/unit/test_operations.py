@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+from zoneinfo import ZoneInfo
+
 import pytest
 from jsonschema import Draft202012Validator
 
 from delaytasks import InvalidInputError
 from delaytasks.cli.main import main
 from delaytasks.http_api.routes import ROUTES
+from delaytasks.model.clock import UTC
 from delaytasks.operate import operations
 from delaytasks.operate.operations import OPERATIONS, Kind, Parameter
 from tests.unit.test_cli import commands
@@ -39,3 +43,31 @@ def test_a_wrong_value_is_refused_with_the_name_of_its_parameter(name: str) -> N
         with pytest.raises(InvalidInputError) as caught:
             kind.parse(typed, "mine")
         assert caught.value.argument == "mine"
+
+
+def test_the_fields_of_a_form_become_arguments() -> None:
+    fields = {
+        "tag": " order.close ",
+        "body": '{"order": 7}',
+        "at": "2030-01-31T18:00",
+        "priority": "9",
+        "meta": "tenant=acme\r\nplan=pro\r\n",
+        "key": "",
+    }
+    assert OPERATIONS["schedule"].parse(fields, ZoneInfo("Europe/Berlin")) == {
+        "tag": "order.close",
+        "body": {"order": 7},
+        "at": datetime(2030, 1, 31, 17, tzinfo=UTC),
+        "priority": 9,
+        "meta": {"tenant": "acme", "plan": "pro"},
+    }
+    for name, typed in (("priority", "10"), ("body", "{"), ("at", "2030-01-31T18:00")):
+        with pytest.raises(InvalidInputError) as caught:
+            OPERATIONS["schedule"].parse({name: typed})
+        assert caught.value.argument == name
+
+
+def test_a_field_has_a_label_and_the_words_to_choose_from() -> None:
+    fields = {each.name: each for each in OPERATIONS["recurring set"].parameters}
+    assert (fields["max_late"].label, fields["max_late"].choices) == ("Max late", [])
+    assert fields["overlap"].choices == ["allow", "skip"]
