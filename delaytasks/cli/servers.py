@@ -146,7 +146,7 @@ def _api(cli: Cli, rate: float | None, keys: Path | None, **_: Any) -> Any:
 
 
 def _metrics(cli: Cli, **_: Any) -> Any:
-    from delaytasks.operate.exporter import exporter_app  # names its extra itself
+    from delaytasks.operate.metrics import exporter_app  # names its extra itself
 
     return exporter_app(cli.delays)
 

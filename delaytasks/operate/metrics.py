@@ -1,8 +1,8 @@
-"""The metrics of one process, and how Prometheus gets them: over HTTP or in a file.
+"""What Prometheus gets: the metrics of a worker, over HTTP or in a file, and of a deployment.
 
-The main process of a worker knows what the processes of its pool have run. `exporter.py` has the
-metrics of a deployment, and `monitoring` the dashboard and the alert rules. All but these files
-need the extra `prometheus`. See docs/metrics.md.
+The main process of a worker knows what the processes of its pool have run. An exporter reads the
+tables. `monitoring` has the dashboard and the alert rules that use these metrics. All but these
+files need the extra `prometheus`. See docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -13,99 +13,60 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from delaytasks.events import Events
-from delaytasks.loops import Loop
-from delaytasks.model.clock import reset_in_child
-from delaytasks.model.errors import ConfigError
-from delaytasks.model.moves import LATE_S, late_start
-from delaytasks.run.observers import DURATION_BOUNDS_S, LATENESS_BOUNDS_S, OTHER_TAGS, RunCounts
+from delaytasks.loops import Latest, Loop
+from delaytasks.model.clock import monotonic
+from delaytasks.model.errors import ConfigError, StoreError
+from delaytasks.model.inputs import ALL_QUEUES
+from delaytasks.operate.forecast import Forecast, make_forecast
+from delaytasks.operate.state import DeploymentState, ask_broker, beat_age_s, read_tables
+from delaytasks.run.observers import DURATION_BOUNDS_S, LATENESS_BOUNDS_S, RunCounts
 from delaytasks.settings import Address
 
 if TYPE_CHECKING:
     from delaytasks.client import DelayTasks
+    from delaytasks.runtime import Runtime
 
 try:
-    from prometheus_client import CollectorRegistry, start_http_server
+    from prometheus_client import CollectorRegistry, Histogram, make_wsgi_app, start_http_server
     from prometheus_client.exposition import write_to_textfile
     from prometheus_client.metrics_core import (
         CounterMetricFamily,
         GaugeMetricFamily,
         HistogramMetricFamily,
+        Metric,
     )
-    from prometheus_client.metrics_core import Metric as Metric
-    from prometheus_client.registry import Collector as Collector
+    from prometheus_client.registry import Collector
 except ImportError as missing:
     raise ConfigError(
         "metrics for Prometheus need prometheus_client: pip install 'delaytasks[prometheus]'"
     ) from missing
 
-#: The values of the labels, and the value.
-Samples = Iterable[tuple[tuple[object, ...], float]]
+WSGIApp = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+#: A value, None if there is none now, or the values by the label or by a tuple of labels.
+Values = float | Mapping[Any, float] | None
 
 
-def gauge(name: str, about: str, value: float | None) -> Metric:
-    """Return a metric without labels, and without a value if that is None."""
-    return gauges(name, about, [] if value is None else [((), value)])
+def gauge(name: str, about: str, values: Values, *labels: str) -> Metric:
+    return _filled(GaugeMetricFamily(f"delaytasks_{name}", about, labels=labels), values)
 
 
-def gauges(name: str, about: str, samples: Samples, *labels: str) -> Metric:
-    return _filled(GaugeMetricFamily(name, about, labels=labels), samples)
+def counter(name: str, about: str, values: Values, *labels: str) -> Metric:
+    return _filled(CounterMetricFamily(f"delaytasks_{name}", about, labels=labels), values)
 
 
-def counters(name: str, about: str, samples: Samples, *labels: str) -> Metric:
-    return _filled(CounterMetricFamily(name, about, labels=labels), samples)
-
-
-def _filled(metric: GaugeMetricFamily | CounterMetricFamily, samples: Samples) -> Metric:
-    for labels, value in samples:
-        metric.add_metric([str(label) for label in labels], float(value))
+def _filled(metric: GaugeMetricFamily | CounterMetricFamily, values: Values) -> Metric:
+    if values is None:
+        return metric
+    for labels, value in (values if isinstance(values, Mapping) else {(): values}).items():
+        metric.add_metric([labels] if isinstance(labels, str) else labels, float(value))
     return metric
 
 
-def histograms(
-    name: str,
-    about: str,
-    bounds: Sequence[float],
-    samples: Iterable[tuple[tuple[str, ...], Sequence[int], float]],
-    *labels: str,
-) -> Metric:
-    """Return counted times: for each sample its labels, the counts, and the sum of the times.
-
-    There is one count more than `bounds`, for all longer times.
-    """
-    metric = HistogramMetricFamily(name, about, labels=labels)
-    names = [*map(repr, bounds), "+Inf"]
-    for values, counts, total in samples:
-        reached = map(float, accumulate(counts))
-        metric.add_metric(values, list(zip(names, reached, strict=True)), total)
-    return metric
-
-
-def registry_of(source: Collector) -> CollectorRegistry:
-    """Return a registry with the metrics of this source only."""
-    registry = CollectorRegistry()
-    registry.register(source)
-    return registry
-
-
-def serve(host: str, port: int, source: Collector) -> Callable[[], None]:
-    """Serve the metrics over HTTP in a thread. Return a function that ends it.
-
-    Raises
-    ------
-    OSError
-        If the port is in use.
-    """
-    server, thread = start_http_server(port, host, registry_of(source))
-
-    def stop() -> None:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-    return stop
+# -- The metrics of a worker ----------------------------------------------------------------------
 
 
 #: The bounds of the buckets of sweeps.
@@ -127,160 +88,242 @@ FAULT_EVENTS = (
 )
 
 
-class SweepTimes:
-    """Adds up how long the sweeps of this process took. A subscriber of events."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts = [0] * (len(SWEEP_BOUNDS_S) + 1)
-        self._sum = 0.0
-
-    def __call__(self, name: str, fields: Mapping[str, Any]) -> None:
-        if name != "sweep.done":
-            return
-        seconds = fields["seconds"]
-        bucket = sum(seconds > bound for bound in SWEEP_BOUNDS_S)
-        with self._lock:
-            self._counts[bucket] += 1
-            self._sum += seconds
-
-    def metric(self) -> Metric:
-        about = "How long the sweeps of this worker took."
-        with self._lock:
-            sample = (), self._counts, self._sum
-            return histograms("delaytasks_sweep_seconds", about, SWEEP_BOUNDS_S, [sample])
-
-
 class WorkerMetrics(Collector):
     """Reads the state of a worker. Each call costs some microseconds for each tag, and no query.
 
     Parameters
     ----------
+    events
+        The events of the worker, of which sweeps are observed.
     info
         Returns what `celery inspect stats` shows.
     totals
         Returns the counts of each tag since the start of the worker.
     processes
         Returns the number of chunks that the pool can run at once.
-    sweep_times
-        Subscribed to the events of the worker.
     """
 
     def __init__(
         self,
+        events: Events,
         info: Callable[[], Mapping[str, Any]],
         totals: Callable[[], Mapping[str, RunCounts]],
         processes: Callable[[], int],
-        sweep_times: SweepTimes,
     ) -> None:
         self._info = info
         self._totals = totals
         self._processes = processes
-        self._sweep_times = sweep_times
+        about = "How long the sweeps of this worker took."
+        self._sweeps = Histogram(
+            "delaytasks_sweep_seconds", about, buckets=SWEEP_BOUNDS_S, registry=None
+        )
+        events.subscribe(self._observe)
+
+    def _observe(self, name: str, fields: Mapping[str, Any]) -> None:
+        if name == "sweep.done":
+            self._sweeps.observe(fields["seconds"])
 
     def collect(self) -> Iterator[Metric]:
         yield from run_metrics(self._totals())
+        yield from self._sweeps.collect()
         info = self._info()
         about = "Whether the broker, or the Redis of the timer `redis`, took the last message."
-        yield gauge("delaytasks_timer_up", about, info["timer_is_up"])
+        yield gauge("timer_up", about, info["timer_is_up"])
         about = "Entries in the worker's memory, which wait for their due time."
-        yield gauge("delaytasks_wheel_entries", about, info["held"])
+        yield gauge("wheel_entries", about, info["held"])
         about = "Due entries in the worker's memory, which wait for a process."
-        yield gauge("delaytasks_ready_entries", about, info["waiting"])
-        about = "Processes or threads of the pool."
-        yield gauge("delaytasks_pool_processes", about, self._processes())
-        yield gauge("delaytasks_pool_chunks", "Chunks that the pool runs.", info["chunks"])
-        loops = [item for item in info["loops"].items() if item[1]["turned_s_ago"] is not None]
+        yield gauge("ready_entries", about, info["waiting"])
+        yield gauge("pool_processes", "Processes or threads of the pool.", self._processes())
+        yield gauge("pool_chunks", "Chunks that the pool runs.", info["chunks"])
+        turned = {name: loop["turned_s_ago"] for name, loop in info["loops"].items()}
+        turned = {name: ago_s for name, ago_s in turned.items() if ago_s is not None}
         about = "The time since the last turn of a loop began."
-        turned = [((name,), loop["turned_s_ago"]) for name, loop in loops]
-        yield gauges("delaytasks_loop_turned_seconds", about, turned, "loop")
-        yield self._sweep_times.metric()
+        yield gauge("loop_turned_seconds", about, turned, "loop")
+        events = {**dict.fromkeys(FAULT_EVENTS, 0), **info["events"]}
         about = "Events of this process, as in the log."
-        events = sorted({**dict.fromkeys(FAULT_EVENTS, 0), **info["events"]}.items())
-        counted = [((name,), count) for name, count in events]
-        yield counters("delaytasks_events", about, counted, "event")
+        yield counter("events", about, dict(sorted(events.items())), "event")
 
 
 def run_metrics(totals: Mapping[str, RunCounts]) -> Iterator[Metric]:
     """Yield the metrics of runs by tag. The worker bounds the number of tags."""
     runs = sorted(totals.items())
-    started = [((tag,), counts.started) for tag, counts in runs]
-    yield counters("delaytasks_runs_started", "Runs that began.", started, "tag")
-    outcomes = [
-        ((tag, outcome), count)
+    started = {tag: counts.started for tag, counts in runs}
+    yield counter("runs_started", "Runs that began.", started, "tag")
+    outcomes = {
+        (tag, outcome): number
         for tag, counts in runs
-        for outcome, count in counts.by_outcome().items()
-    ]
-    yield counters("delaytasks_runs", "Runs by outcome.", outcomes, "tag", "outcome")
-    contracts = [(tag, counts) for tag, counts in runs if counts["on_time"] or counts["late"]]
-    about = "Runs of tags with `on_time` that began in time."
-    on_time = [((tag,), counts["on_time"]) for tag, counts in contracts]
-    yield counters("delaytasks_runs_on_time", about, on_time, "tag")
-    about = "Runs of tags with `on_time` that began too late."
-    late = [((tag,), counts["late"]) for tag, counts in contracts]
-    yield counters("delaytasks_runs_late", about, late, "tag")
+        for outcome, number in counts.by_outcome().items()
+    }
+    yield counter("runs", "Runs by outcome.", outcomes, "tag", "outcome")
+    promised = [(tag, counts) for tag, counts in runs if counts["on_time"] or counts["late"]]
+    for name, how in (("on_time", "in time"), ("late", "too late")):
+        about = f"Runs of tags with `on_time` that began {how}."
+        yield counter(f"runs_{name}", about, {tag: c[name] for tag, c in promised}, "tag")
+    late = "Time from the due time of a task to the start of its run."
+    for name, bounds, about in (
+        ("lateness", LATENESS_BOUNDS_S, late),
+        ("duration", DURATION_BOUNDS_S, "Duration of runs."),
+    ):
+        times = HistogramMetricFamily(f"delaytasks_run_{name}_seconds", about, labels=["tag"])
+        ends = [*map(repr, bounds), "+Inf"]
+        for tag, counts in runs:
+            reached = map(float, accumulate(getattr(counts, name)))
+            times.add_metric([tag], list(zip(ends, reached, strict=True)), counts[f"{name}_s"])
+        yield times
+
+
+# -- The metrics of a deployment ------------------------------------------------------------------
+
+
+#: The values are read again after this time, and after their reading's duration times
+#: `REST_SHARE`: with millions of overdue rows the queries take seconds. The latter is at most
+#: `MAX_REST_S`, and does not count if a database was down, whose return must soon be visible.
+REST_S, REST_SHARE, MAX_REST_S = 4.0, 20, 60.0
+#: The most queues and the most workers that get labels.
+MAX_QUEUES, MAX_WORKERS = 100, 100
+
+
+class DatabaseMetrics(Collector):
+    """Reads the database. Scrapes within a few seconds get the same values.
+
+    Any number of threads may call it: one of them reads, and the others wait for its values.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._forecast = Latest("forecast", lambda: make_forecast(runtime))
+        self._lock = threading.Lock()
+        self._metrics: Sequence[Metric] = ()
+        self._is_read_again_at = -inf
+
+    def collect(self) -> Sequence[Metric]:
+        with self._lock:
+            began = monotonic()
+            if began >= self._is_read_again_at:
+                found = self._read_tables()
+                self._metrics = list(self._all(found))
+                now = monotonic()
+                slow_s = 0.0 if found is None else min(REST_SHARE * (now - began), MAX_REST_S)
+                self._is_read_again_at = now + max(REST_S, slow_s)
+            return self._metrics
+
+    def _read_tables(self) -> DeploymentState | None:
+        try:
+            return read_tables(self._runtime.store, self._runtime.settings)
+        except StoreError:
+            return None  # the value 0 of `delaytasks_database_up` reports it
+
+    def _all(self, found: DeploymentState | None) -> Iterator[Metric]:
+        runtime = self._runtime
+        yield gauge("database_up", "Whether the database answers.", found is not None)
+        if found is not None:
+            yield from table_metrics(found)
+            yield from peak_metrics(self._forecast.get())
+        if runtime.direct_timer is None:
+            yield gauge("broker_up", "Whether the broker answers.", ask_broker(runtime) is None)
+        if runtime.redis_timer is not None:
+            is_up = runtime.redis_timer.counts([runtime.settings.default_queue]) is not None
+            yield gauge("redis_timer_up", "Whether the Redis of the timer answers.", is_up)
+
+
+def table_metrics(found: DeploymentState) -> Iterator[Metric]:
+    """Yield what the tables contain."""
+    about = "Rows of each status. Numbers above a million, and that of DONE then, are estimates."
+    rows = {status.name: count.rows for status, count in found.counts.items()}
+    yield gauge("tasks", about, rows, "status")
+    about = "Waiting tasks that are later than the grace period."
+    yield gauge("overdue_tasks", about, found.overdue)
+    about = "How late the oldest overdue task is; 0 if no task is overdue."
+    yield gauge("oldest_overdue_seconds", about, found.oldest_overdue_s)
+    about = "Overdue tasks of the largest groups, at most 20."
+    late = {(group.queue, group.tag): group.tasks for group in found.late}
+    yield gauge("overdue_tasks_by_tag", about, late, "queue", "tag")
+    about = "Running tasks whose lease has ended. The next sweep recovers them."
+    yield gauge("expired_leases", about, found.expired_leases)
+    about = "Time since the last sweep of each sweep partition."
+    ages = {str(each.partition): inf if each.age_s is None else each.age_s for each in found.sweeps}
+    yield gauge("sweep_age_seconds", about, ages, "sweep_partition")
+
+    alive = [worker for worker in found.workers if worker.is_alive]
+    yield gauge("workers", "Workers that report to the database.", len(alive))
+    about = "Live workers of each queue that is served or has overdue tasks."
+    yield gauge("queue_workers", about, queue_workers(found), "queue")
+    shown = found.workers[:MAX_WORKERS]
+    about = "How far the clock of a worker's machine is ahead of the database's clock."
+    offsets = {worker.name: worker.clock_offset_s for worker in shown}
+    yield gauge("worker_clock_offset_seconds", about, offsets, "worker")
+    services = {worker.name: worker.services for worker in shown if worker.is_alive}
+    about = "Time since a live worker lost its broker; 0 while it is connected."
+    down = {name: each.broker_down_s or 0.0 for name, each in services.items()}
+    yield gauge("worker_broker_down_seconds", about, down, "worker")
+    about = "Time since the timer of a live worker accepts no tasks; 0 while it does."
+    down = {name: each.timer_down_s or 0.0 for name, each in services.items()}
+    yield gauge("worker_timer_down_seconds", about, down, "worker")
+    about = "Time since a worker received beat's last message; absent if no worker can receive one."
+    yield gauge("beat_age_seconds", about, beat_age_s(found.workers))
+
+
+def queue_workers(found: DeploymentState) -> dict[str, int]:
+    """Return how many live workers serve each queue that is served or has overdue tasks."""
+    alive = [worker for worker in found.workers if worker.is_alive]
+    served = Counter(queue for worker in alive for queue in worker.queues)
+    of_all = served.pop(ALL_QUEUES, 0)
+    names = [group.queue for group in found.late] + sorted(served)
+    return {name: served[name] + of_all for name in list(dict.fromkeys(names))[:MAX_QUEUES]}
+
+
+def peak_metrics(recent: tuple[Forecast, float] | None) -> Iterator[Metric]:
+    """Yield the metrics of a forecast and its age. They have no values if there is none."""
+    utilization = ahead_s = None
+    if recent is not None:
+        forecast, age_s = recent
+        utilization = 0.0
+        if (peak := forecast.peak) is not None:
+            utilization = peak.utilization
+            ahead_s = max((peak.start - forecast.made_at).total_seconds() - age_s, 0.0)
     about = (
-        f"Runs that began more than {LATE_S:g} s late, by what brought their rows, and by why they "
-        "did not begin earlier."
+        "The share of the busiest hour of the next week for which its tasks keep the processes "
+        "busy. Above 1, tasks start late."
     )
-    starts = [
-        ((tag, *late_start(late_by)), count)
-        for tag, counts in runs
-        for late_by, count in sorted(counts.late_starts.items())
-    ]
-    yield counters("delaytasks_late_starts", about, starts, "tag", "brought_by", "reason")
-    about = "Time from the due time of a task to the start of its run."
-    times = [((tag,), c.lateness, c["lateness_s"]) for tag, c in runs]
-    yield histograms("delaytasks_run_lateness_seconds", about, LATENESS_BOUNDS_S, times, "tag")
-    times = [((tag,), c.duration, c["duration_s"]) for tag, c in runs]
-    about = "Duration of runs."
-    yield histograms("delaytasks_run_duration_seconds", about, DURATION_BOUNDS_S, times, "tag")
+    yield gauge("forecast_peak_utilization", about, utilization)
+    about = "Time until this hour begins; 0 if it has begun."
+    yield gauge("forecast_peak_in_seconds", about, ahead_s)
 
 
-class ProducerMetrics(Collector):
-    """Counts by tag what this process schedules from now on. A subscriber of events.
+# -- Show them over HTTP or in a file -------------------------------------------------------------
+
+
+def registry_of(source: Collector) -> CollectorRegistry:
+    """Return a registry with the metrics of this source only."""
+    registry = CollectorRegistry()
+    registry.register(source)
+    return registry
+
+
+def exporter_app(delays: DelayTasks) -> WSGIApp:
+    """Return a WSGI application that answers with the metrics of the database.
 
     Parameters
     ----------
-    max_tags
-        All tags after this many are counted as one.
+    delays
+        A `DelayTasks`.
+
+    Returns
+    -------
+    callable
+        The application. It answers to any path, so mount it under `/metrics`.
+
+    Raises
+    ------
+    ConfigError
+        If `prometheus_client` is not installed.
+
+    Examples
+    --------
+    >>> application = DispatcherMiddleware(site, {"/metrics": exporter_app(delays)})
     """
-
-    def __init__(self, max_tags: int) -> None:
-        self._max_tags = max_tags
-        self.after_fork()
-        reset_in_child(self)
-
-    def after_fork(self) -> None:
-        """Begin again at zero: the parent process reports its own counts."""
-        self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
-
-    @classmethod
-    def of(cls, delays: DelayTasks) -> ProducerMetrics:
-        runtime = delays._runtime
-        metrics = cls(runtime.settings.statistics_tags)
-        runtime.events.subscribe(metrics)
-        return metrics
-
-    def __call__(self, name: str, fields: Mapping[str, Any]) -> None:
-        if name != "task.scheduled":
-            return
-        tag = fields["tag"]
-        with self._lock:
-            is_named = tag in self._counts or len(self._counts) < self._max_tags
-            self._counts[tag if is_named else OTHER_TAGS] += fields.get("count", 1)
-
-    def collect(self) -> Iterator[Metric]:
-        with self._lock:
-            counts = self._counts.copy()
-        about = "Tasks that this process has scheduled since it registered this metric."
-        yield counters(
-            "delaytasks_scheduled", about, [((tag,), n) for tag, n in counts.items()], "tag"
-        )
-
-
-# -- Serve them as the setting `metrics` asks for ------------------------------------------------
+    app: WSGIApp = make_wsgi_app(registry_of(DatabaseMetrics(delays._runtime)))
+    return app
 
 
 #: How often the file is written.
@@ -290,7 +333,7 @@ PORT_S = 10.0
 
 
 class MetricsEndpoint:
-    """Serves metrics as the setting `metrics` asks for.
+    """Serves the metrics of a worker as the setting `metrics` asks for.
 
     Parameters
     ----------
@@ -306,8 +349,8 @@ class MetricsEndpoint:
     def __init__(self, place: Address | str, events: Events, source: Collector) -> None:
         self._place = place
         self._events = events
-        self._source = source
-        self._stop_server: Callable[[], None] | None = None
+        self._registry = registry_of(source)
+        self._server: Any = None
         self._is_reported = False
         if isinstance(place, Address):
             loop = Loop("metrics_server", partial(self._serve, place), events)
@@ -318,15 +361,18 @@ class MetricsEndpoint:
 
     def stop(self) -> None:
         self.loop.stop()
-        if self._stop_server is not None:
-            self._stop_server()
+        if self._server is not None:
+            server, thread = self._server
+            server.shutdown()
+            server.server_close()
+            thread.join()
         if not isinstance(self._place, Address):
             self._events.attempt("metrics", "last", partial(self._write, self._place))
 
     def _serve(self, address: Address) -> float | None:
         """Serve at the port; return when to try again, or None."""
         try:
-            self._stop_server = serve(*address, self._source)
+            self._server = start_http_server(address.port, address.host, self._registry)
         except OSError as error:  # a worker without metrics is better than no worker
             if not self._is_reported:
                 self._events.emit("metrics.not_served", address=str(address), error=str(error))
@@ -336,5 +382,5 @@ class MetricsEndpoint:
 
     def _write(self, path: str) -> float:
         # The file is replaced as a whole, so that no reader sees half of it.
-        write_to_textfile(os.fspath(path), registry_of(self._source))
+        write_to_textfile(os.fspath(path), self._registry)
         return FILE_S

@@ -159,14 +159,13 @@ class WorkerRuntime:
     def _prepare_metrics(self, place: Address | str) -> None:
         """Add the loop that serves the metrics of this worker, or writes them."""
         # Imported here, since other deployments need no client of Prometheus.
-        from delaytasks.operate.metrics import MetricsEndpoint, SweepTimes, WorkerMetrics
+        from delaytasks.operate.metrics import MetricsEndpoint, WorkerMetrics
 
         if isinstance(place, str):
             place = node_format(place, self.celery_worker.hostname)
-        counts, pool, sweep_times = self.counts, self.celery_worker.pool, SweepTimes()
-        self.events.subscribe(sweep_times)
+        counts, pool = self.counts, self.celery_worker.pool
         totals = dict if counts is None else counts.totals
-        metrics = WorkerMetrics(self.info, totals, lambda: int(pool.limit or 1), sweep_times)
+        metrics = WorkerMetrics(self.events, self.info, totals, lambda: int(pool.limit or 1))
         self._endpoint = MetricsEndpoint(place, self.events, metrics)
         self.loops.append(self._endpoint.loop)
 

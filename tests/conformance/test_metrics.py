@@ -1,4 +1,4 @@
-"""Metrics of the database and of producers."""
+"""Metrics of the database, as Prometheus gets them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from delaytasks import NewTask
+from delaytasks.operate.metrics import exporter_app
 from tests.world import World
-from tests.world.metrics import count_scheduled, exporter_app
 from tests.world.recording import delays_on
-
-# The metrics of a database, as Prometheus gets them
 
 
 class Values:
@@ -72,7 +70,6 @@ def test_a_worker_that_does_not_report_is_not_counted(world: World) -> None:
     assert values.of("workers") == 1
     assert values.of("queue_workers", queue="default") == 1
     assert values.of("queue_workers", queue="mail") == 1
-    assert (values.of("worker_seen_seconds", worker="quiet") or 0) >= 1000
     assert values.of("worker_clock_offset_seconds", worker="alive") == 0.25
 
 
@@ -97,7 +94,7 @@ def test_a_sweep_sets_its_age(world: World) -> None:
 def test_the_peak_of_the_next_week_is_forecast(world: World) -> None:
     world.lower(seconds_to_a_first_forecast=60)
     values = Values(world.delays)
-    assert values.of("forecast_peak_utilization") == values.of("forecast_peak_tasks") == 0
+    assert values.of("forecast_peak_utilization") == 0
     assert values.of("forecast_peak_in_seconds") is None
     world.serve("alive", "default")
     at = world.now() + timedelta(days=2)
@@ -106,9 +103,7 @@ def test_the_peak_of_the_next_week_is_forecast(world: World) -> None:
     values = Values(world.delays)
     # Two processes need 50 ms for each of 3,000 tasks.
     assert values.of("forecast_peak_utilization") == pytest.approx(75 / 3600)
-    assert values.of("forecast_peak_tasks") == 3000
     assert 46 * 3600 <= (values.of("forecast_peak_in_seconds") or 0) <= 48 * 3600
-    assert 0 <= (values.of("forecast_age_seconds") or -1) < 300
 
 
 @pytest.mark.quick
@@ -118,31 +113,5 @@ def test_a_database_that_does_not_answer_is_down(tmp_path_factory: pytest.TempPa
     values = Values(delays)
     assert values.of("database_up") == 0
     assert values.of("workers") is None
-    assert values.of("forecast_age_seconds") is None
+    assert values.of("forecast_peak_utilization") is None
     delays.close()
-
-
-# The metrics of a process that schedules tasks
-
-
-def counts(metrics: Any) -> dict[str, Any]:
-    [metric] = metrics.collect()
-    return {sample.labels["tag"]: sample.value for sample in metric.samples}
-
-
-def test_each_tag_is_counted_however_its_tasks_are_scheduled(world: World) -> None:
-    world.schedule("before")
-    metrics = count_scheduled(world.delays)
-    world.schedule("mail")
-    world.delays.schedule_many([NewTask(tag, {}, "1h") for tag in ("mail", "mail", "invoice")])
-    for _ in range(2):
-        world.schedule("keyed", key="a", on_conflict="keep")
-    assert counts(metrics) == {"mail": 3, "invoice": 1, "keyed": 1}
-
-
-def test_tags_beyond_the_limit_are_counted_as_one(make_world: Any) -> None:
-    world = make_world(_statistics_tags=2)
-    metrics = count_scheduled(world.delays)
-    for tag in ("a", "b", "c", "d", "a"):
-        world.schedule(tag)
-    assert counts(metrics) == {"a": 2, "b": 1, "(other)": 2}

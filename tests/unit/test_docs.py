@@ -25,13 +25,15 @@ from delaytasks import DelayTasks, Status
 from delaytasks.db.engines import create_sqlite_file
 from delaytasks.db.schema import Schema
 from delaytasks.events import _LOG_LEVELS as LEVELS
+from delaytasks.events import Events
 from delaytasks.http_api.routes import ROUTES
 from delaytasks.model import errors
+from delaytasks.model.clock import from_us
 from delaytasks.model.filters import Filter
 from delaytasks.model.text import DEFERRALS
-from delaytasks.operate import exporter as snapshot
-from delaytasks.operate.metrics import ProducerMetrics, SweepTimes, WorkerMetrics
+from delaytasks.operate import metrics
 from delaytasks.operate.monitoring import read_file
+from delaytasks.operate.state import DatabaseState, DeploymentState, ServicesState
 from delaytasks.runtime import runtime_of
 from delaytasks.settings import Settings
 from delaytasks.testing import DelaysTester, create_tables
@@ -86,13 +88,11 @@ def cells(text: str) -> list[str]:
 def metric_names() -> set[str]:
     """Return the names of the metrics, as Prometheus shows them."""
     info = {"timer_is_up": True, "held": 0, "waiting": 0, "chunks": 0, "loops": {}, "events": {}}
-    worker = WorkerMetrics(lambda: info, dict, lambda: 1, SweepTimes())
-    producer = ProducerMetrics(max_tags=1)
-    found = chain(
-        *(snapshot.table_metrics(None), snapshot.peak_metrics(None)),
-        *(snapshot._redis_timer({}), worker.collect(), producer.collect()),
-    )
-    names = {"delaytasks_database_up", "delaytasks_broker_up"}
+    worker = metrics.WorkerMetrics(Events(), lambda: info, dict, lambda: 1)
+    empty = DeploymentState(from_us(0), DatabaseState(""), ServicesState("eta", True))
+    found = chain(metrics.table_metrics(empty), metrics.peak_metrics(None), worker.collect())
+    names = {f"delaytasks_{name}_up" for name in ("database", "broker", "redis_timer")}
+    names.add("delaytasks_scheduled_total")  # a recipe counts these
     return names | {each.name + ("_total" if each.type == "counter" else "") for each in found}
 
 

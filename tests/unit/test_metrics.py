@@ -16,10 +16,14 @@ from delaytasks import StoreUnavailableError
 from delaytasks.console import requests
 from delaytasks.console.requests import SharedCache
 from delaytasks.events import Events
-from delaytasks.operate import exporter as snapshot
 from delaytasks.operate import metrics as prometheus
-from delaytasks.operate.exporter import MAX_REST_S, REST_S, DatabaseMetrics
-from delaytasks.operate.metrics import FAULT_EVENTS, MetricsEndpoint
+from delaytasks.operate.metrics import (
+    FAULT_EVENTS,
+    MAX_REST_S,
+    REST_S,
+    DatabaseMetrics,
+    MetricsEndpoint,
+)
 from delaytasks.operate.monitoring import read_file
 from delaytasks.operate.state import read_tables
 from delaytasks.settings import Address
@@ -85,7 +89,7 @@ def test_a_worker_that_has_ended_does_not_try_its_port_again(two: Two) -> None:
 # -- how long the metrics of the databases are kept before they are read again --------------------
 
 
-CLOCKED = [snapshot, requests]
+CLOCKED = [prometheus, requests]
 
 
 RESTS: list[Any] = [(5, StoreUnavailableError("down"), REST_S), (0.1, None, REST_S)]
@@ -110,7 +114,7 @@ def test_slow_queries_are_repeated_less_often_and_a_database_that_was_down_is_re
             raise error
         return read(*arguments)
 
-    monkeypatch.setattr(snapshot, "read_tables", slow)
+    monkeypatch.setattr(prometheus, "read_tables", slow)
     source = DatabaseMetrics(world.runtime)
     source.collect()
     read_at = time.at

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import requests
+from prometheus_client import CollectorRegistry, Counter, start_http_server
 
-from delaytasks import DelayedTask
-from delaytasks.operate.metrics import ProducerMetrics, serve
+from delaytasks import DelayedTask, DelayTasks
 from delaytasks.operate.monitoring import NAMES, read_file
 from tests.integration.conftest import Deploy
 from tests.running import Deployment
@@ -25,6 +25,18 @@ pytestmark = pytest.mark.slow
 #: Expressions about the timer `redis` have a test of their own.
 REDIS_TIMER = "delaytasks_redis_timer_"
 JOBS = ("prefork", "threads", "exporter", "producer")
+
+
+def count_scheduled(delays: DelayTasks, registry: CollectorRegistry) -> None:
+    """Count what this process schedules, as the documentation of metrics says."""
+    about = "Tasks that this process has scheduled."
+    scheduled = Counter("delaytasks_scheduled_total", about, ["tag"], registry=registry)
+
+    def count(name: str, fields: dict[str, Any]) -> None:
+        if name == "task.scheduled":
+            scheduled.labels(fields["tag"]).inc(fields.get("count", 1))
+
+    delays.events.subscribe(count)
 
 
 class ScrapedSite(Deployment):
@@ -39,8 +51,10 @@ class ScrapedSite(Deployment):
         self._stops = (self.prometheus.stop,)
 
     def start(self) -> None:
-        metrics = ProducerMetrics.of(self.delays)
-        self._stops += (serve("127.0.0.1", self.ports["producer"], metrics),)
+        registry = CollectorRegistry()
+        count_scheduled(self.delays, registry)
+        server, _ = start_http_server(self.ports["producer"], "127.0.0.1", registry)
+        self._stops += (server.shutdown, server.server_close)
         self.beat()
         for pool in ("prefork", "threads"):
             self.worker(pool=pool, DELAYTASKS_METRICS=str(self.ports[pool]))
@@ -145,9 +159,8 @@ def test_expressions_about_the_redis_timer_have_results(deploy: Deploy) -> None:
     site.export()
     site.start()
     near = d.schedule("test.quiet", 100)
-    entries = "sum(delaytasks_redis_timer_entries)"
-    wait_until(lambda: site.prometheus.value(entries) == 1, 60, d.logs, every_s=0.3)
-    assert site.prometheus.value("delaytasks_redis_timer_up") == 1
+    is_up = "delaytasks_redis_timer_up"
+    wait_until(lambda: site.prometheus.value(is_up) == 1, 60, d.logs, every_s=0.3)
     expressions = [one for one in expressions_of_dashboard() if REDIS_TIMER in one[1]]
     assert expressions
     for title, text in expressions:
