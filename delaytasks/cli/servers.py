@@ -78,9 +78,6 @@ def _served(option: str, port: int, about: str) -> Callable[[Callable[..., Any]]
 @click.option("--trusted-proxy", help="The address of a proxy, whose X-Forwarded-… are believed.")
 @click.option("--proxy-header", help="Console: a proxy names the user in it: X-Forwarded-User.")
 @click.option("--proxy", multiple=True, help="Console: its address or network. [127.0.0.1, ::1]")
-@click.option(
-    "--rate", type=click.FloatRange(0, min_open=True), help="API: calls/s of a key. [100]"
-)
 @_keys_option
 @click.option(
     "--print",
@@ -110,7 +107,7 @@ def serve(cli: Cli, trusted_proxy: str | None, printed: str | None, **options: A
     if not any(places.values()):
         raise click.UsageError("say what to serve: --console, --api or --metrics")
     asked = {f"--{name}": place is not None for name, place in places.items()}
-    check_belongs({"--console": "proxy_header proxy", "--api": "rate keys"}, asked, options)
+    check_belongs({"--console": "proxy_header proxy", "--api": "keys"}, asked, options)
     if options["proxy_header"] is not None and trusted_proxy is not None:
         # --proxy is compared with the address that --trusted-proxy replaces by the browser's.
         raise ConfigError("--proxy-header and --trusted-proxy cannot be combined")
@@ -139,10 +136,10 @@ def _console(cli: Cli, proxy_header: str | None, proxy: tuple[str, ...], **_: An
     return application.standalone(cli.delays, say, proxy_header, proxy or ("127.0.0.1", "::1"))
 
 
-def _api(cli: Cli, rate: float | None, keys: Path | None, **_: Any) -> Any:
+def _api(cli: Cli, keys: Path | None, **_: Any) -> Any:
     with needs_extra("api"):
         from delaytasks.http_api.routes import make_api
-    return make_api(cli.delays, _key_file(cli, keys), requests_per_s=rate or 100.0)
+    return make_api(cli.delays, _key_file(cli, keys))
 
 
 def _metrics(cli: Cli, **_: Any) -> Any:
@@ -255,7 +252,7 @@ def _address(text: str) -> str:
     help="Console: each role may do what the one before it may, and more. [view]",
 )
 @click.option("--password", help="Console: no question. Others on this machine may see it.")
-@click.option("--scope", multiple=True, help="API: read, operate, schedule:PATTERN. Repeatable.")
+@click.option("--scope", multiple=True, help="API: read, operate, schedule:TAGS, queue:NAMES.")
 @_keys_option
 @click.option("--remove", is_flag=True, help="Remove the user or the key, from now on.")
 @pass_cli

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from delaytasks.model.errors import ConfigError
 from delaytasks.model.inputs import CELERY_PREFIX, check_actor
@@ -18,45 +18,50 @@ from delaytasks.operate.access import WatchedFile
 API_KEYS = "api-keys.json"
 #: Every key begins with this, so that programs that search for leaked secrets find it.
 KEY_PREFIX = "dtk"
-READ_SCOPE, OPERATE_SCOPE, SCHEDULE_SCOPE = "read", "operate", "schedule"
+#: The scopes for all tasks, and those that are followed by a pattern.
+READ, OPERATE, SCHEDULE, QUEUE = "read", "operate", "schedule", "queue"
 #: Tasks with these tags send HTTP requests and messages.
 OWN_PREFIX = "delaytasks."
 
 
 @dataclass(frozen=True, slots=True)
-class Scopes:
-    """The rights of an API key.
+class ApiKey:
+    """The key of one caller.
 
     Attributes
     ----------
-    can_read
-        Whether it may read all tasks and statistics.
-    can_operate
-        Whether it may change all tasks.
-    patterns
+    name
+        The actor of its changes.
+    rights
+        `read` if it may read all tasks, and `operate` if it may change all tasks.
+    tags
         Patterns of the tags whose tasks it may schedule, read and change.
+    queues
+        Patterns of the queues that its requests may name, besides those of the settings.
     """
 
-    can_read: bool
-    can_operate: bool
-    patterns: tuple[str, ...]
+    name: str
+    rights: frozenset[str]
+    tags: tuple[str, ...]
+    queues: tuple[str, ...]
 
     @classmethod
-    def of(cls, texts: Sequence[str]) -> Scopes:
-        """Read scopes such as `read` and `schedule:order.*`."""
-        patterns = []
-        for text in texts:
-            start, _, pattern = text.partition(":")
-            if start == SCHEDULE_SCOPE and pattern:
-                patterns.append(pattern)
-            elif text not in (READ_SCOPE, OPERATE_SCOPE):
+    def of(cls, name: str, scopes: Sequence[str]) -> ApiKey:
+        """Read scopes such as `read`, `schedule:order.*` and `queue:mail`."""
+        patterns: dict[str, list[str]] = {SCHEDULE: [], QUEUE: []}
+        for scope in scopes:
+            start, _, pattern = scope.partition(":")
+            if start in patterns and pattern:
+                patterns[start].append(pattern)
+            elif scope not in (READ, OPERATE):
                 raise ConfigError(
-                    f"{text!r:.60} is no scope of an API key: read, operate, or schedule:PATTERN "
-                    "as in schedule:order.*"
+                    f"{scope!r:.60} is no scope of an API key: read, operate, schedule:PATTERN as "
+                    "in schedule:order.*, or queue:PATTERN"
                 )
-        if not texts:
+        rights = frozenset({READ, OPERATE} & set(scopes))
+        if not rights and not patterns[SCHEDULE]:
             raise ConfigError("an API key needs a scope: read, operate or schedule:PATTERN")
-        return cls(READ_SCOPE in texts, OPERATE_SCOPE in texts, tuple(patterns))
+        return cls(check_actor(name), rights, tuple(patterns[SCHEDULE]), tuple(patterns[QUEUE]))
 
     def covers(self, tag: str) -> bool:
         """Return whether the key may schedule, read and change tasks of a tag.
@@ -64,29 +69,15 @@ class Scopes:
         The pattern `*` does not cover the tags of callbacks, since they send requests to any host:
         a pattern has to name them. No pattern covers the rows of Celery tasks.
         """
-        if tag.startswith(CELERY_PREFIX):
-            return False
         is_own = tag.startswith(OWN_PREFIX)
-        return any(
+        return not tag.startswith(CELERY_PREFIX) and any(
             fnmatchcase(tag, pattern)
-            for pattern in self.patterns
+            for pattern in self.tags
             if not is_own or pattern.startswith(OWN_PREFIX)
         )
 
-
-@dataclass(frozen=True, slots=True)
-class ApiKey:
-    """The key of one caller. The name is the actor of its changes."""
-
-    name: str
-    scopes: Scopes
-
-
-class FindsKeys(Protocol):
-    """The keys that an HTTP API accepts: `ApiKeys`, or an `ApiKeyFile`."""
-
-    def find(self, presented: str) -> ApiKey | None:
-        """Return the key that a caller presents, or None if it is unknown."""
+    def may_name(self, queue: str) -> bool:
+        return any(fnmatchcase(queue, pattern) for pattern in self.queues)
 
 
 class ApiKeys:
@@ -112,12 +103,12 @@ class ApiKeys:
         self._by_hash: dict[str, ApiKey] = {}
         for name, entry in entries.items():
             try:
-                key = ApiKey(check_actor(name), Scopes.of(entry["scopes"]))
-                self._by_hash[str(entry["hash"])] = key
+                self._by_hash[str(entry["hash"])] = ApiKey.of(name, entry["scopes"])
             except (KeyError, TypeError, AttributeError) as error:
                 raise ConfigError(f"the API key {name!r:.60} is incomplete: {error!r}") from error
 
     def find(self, presented: str) -> ApiKey | None:
+        """Return the key that a caller presents, or None if it is unknown."""
         return self._by_hash.get(_hash(presented))
 
 
@@ -170,9 +161,9 @@ def new_entry(scopes: Sequence[str]) -> tuple[str, dict[str, Any]]:
     Parameters
     ----------
     scopes
-        `read`, `operate` and `schedule:PATTERN`.
+        `read`, `operate`, `schedule:PATTERN` and `queue:PATTERN`.
     """
-    Scopes.of(scopes)  # raises the error of a wrong scope
+    ApiKey.of("new", scopes)  # raises the error of a wrong scope
     key = f"{KEY_PREFIX}_{secrets.token_urlsafe(32)}"
     return key, {"hash": _hash(key), "scopes": list(scopes)}
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -18,10 +17,9 @@ from typing import Any
 
 from delaytasks.client import DelayTasks
 from delaytasks.http_api import schemas
-from delaytasks.http_api.api_keys import OWN_PREFIX, ApiKey, FindsKeys, Scopes
+from delaytasks.http_api.api_keys import OWN_PREFIX, ApiKey, ApiKeyFile, ApiKeys
 from delaytasks.http_api.schemas import JSONSchema, check_value
 from delaytasks.model.errors import (
-    ConfigError,
     DelayTaskError,
     InvalidInputError,
     OutcomeUnknownError,
@@ -33,7 +31,6 @@ from delaytasks.model.errors import (
 from delaytasks.model.inputs import CALLBACK, CELERY_PREFIX
 from delaytasks.model.task import DelayedTask
 from delaytasks.model.text import needs_extra, shown
-from delaytasks.operate.access import TokenBuckets
 from delaytasks.operate.health import HealthChecks, Probes
 from delaytasks.operate.operations import (
     KEY,
@@ -43,13 +40,14 @@ from delaytasks.operate.operations import (
     Operation,
     Parameter,
     document_of,
+    text,
 )
 from delaytasks.runtime import runtime_of
 
 with needs_extra("api", "the HTTP API"):
-    from flask import Flask, Request, Response, request
-    from werkzeug.exceptions import HTTPException
-
+    from flask import Flask, Response, request
+    from werkzeug import exceptions
+    from werkzeug.datastructures import WWWAuthenticate
 
 logger = logging.getLogger(__name__)
 #: The status of each error. The first class that matches decides.
@@ -65,24 +63,14 @@ PROBLEM_TYPE = "application/problem+json"
 #: Seconds after which a caller may repeat a request that the database could not serve.
 REPEAT_AFTER_S = 5
 
-IDEMPOTENCY_HEADER = "Idempotency-Key"
-#: The longest Idempotency-Key.
-IDEMPOTENCY_LENGTH = 255
-
-
-class RefusedRequestError(Exception):
-    """A request that is refused before it reaches delaytasks."""
-
-    def __init__(self, status: int, detail: str, wait_s: float = 0.0, challenge: str = "") -> None:
-        super().__init__(detail)
-        self.status = status
-        self.wait_s = wait_s
-        self.headers = {"WWW-Authenticate": challenge} if challenge else {}
-
+# -- the routes, from the table of operations -----------------------------------------------------
 
 #: What no caller chooses: an id may be that of a hidden task, and a key's name is the actor.
 _NOT_OF_CALLERS = ("id", "actor")
 _OF_KEY = (replace(TAG, is_required=True), replace(KEY, is_required=True))
+IDEMPOTENCY = Parameter(
+    "Idempotency-Key", text(255), "A request that is repeated with this key schedules nothing more."
+)
 
 
 @dataclass(frozen=True)
@@ -108,10 +96,20 @@ class Route:
         """The schema of the body; None for a route without a body. Other names are refused."""
         if self.method == "GET":
             return None
-        required = [name for name, each in self.parameters.items() if each.is_required]
-        properties = {name: each.schema for name, each in self.parameters.items()}
-        schema = {"type": "object", "properties": properties, "additionalProperties": False}
-        return {**schema, "required": required} if required else schema
+        schema: dict[str, Any] = {
+            "type": "object",
+            "properties": {name: each.schema for name, each in self.parameters.items()},
+            "additionalProperties": False,
+        }
+        if required := [name for name, each in self.parameters.items() if each.is_required]:
+            schema["required"] = required
+        if "at" in self.parameters:
+            schema["oneOf"] = [{"required": ["delay"]}, {"required": ["at"]}]
+        return schema
+
+    @property
+    def needs_body(self) -> bool:
+        return self.request is not None and not self.request.keys().isdisjoint(_REQUIRING)
 
     @property
     def takes_idempotency_key(self) -> bool:
@@ -136,18 +134,16 @@ class Route:
         scope = f"the scope {self.operation.who}"
         return f"{scope}, or {pattern}" if self.is_of_tag else scope
 
-    def is_for_all_tags(self, scopes: Scopes) -> bool:
-        """Return whether the scopes allow the route whatever the tag is."""
-        return {"read": scopes.can_read, "operate": scopes.can_operate}.get(
-            self.operation.who, False
-        )
 
-
+#: The keywords of a schema that an empty body cannot match.
+_REQUIRING = ("required", "oneOf")
 ROUTES = [
     Route(name, method, path, operation)
     for operation in OPERATIONS.values()
     for name, (method, path) in operation.routes.items()
 ]
+
+# -- the checks of a request ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,32 +159,32 @@ class ApiRequest:
 
 
 def _admitted(
-    delays: DelayTasks, keys: FindsKeys, limit: TokenBuckets, route: Route, path: Mapping[str, str]
+    delays: DelayTasks, keys: ApiKeys | ApiKeyFile, route: Route, path: Mapping[str, str]
 ) -> ApiRequest:
     """Return the checked request of Flask's context, or raise the error that refuses it."""
     kind, _, presented = request.headers.get("Authorization", "").partition(" ")
     key = keys.find(presented.strip()) if kind.lower() == "bearer" else None
     if key is None:
         said = "The header Authorization has no known API key: send 'Bearer dtk_…'."
-        raise RefusedRequestError(401, said, challenge="Bearer")
-    if wait_s := limit.take(key.name):
-        raise RefusedRequestError(429, "This API key makes too many requests.", wait_s)
-    is_for_all = route.is_for_all_tags(key.scopes)
-    if not is_for_all and not (key.scopes.patterns and route.is_of_tag):
+        raise exceptions.Unauthorized(said, www_authenticate=WWWAuthenticate("bearer"))
+    is_for_all = route.operation.who in key.rights
+    if not is_for_all and not (key.tags and route.is_of_tag):
         raise _forbidden(route)
-    given = {**_query(route, request), **_body(route, request)}
+    given = _query(route) if route.request is None else _body(route)
     values = {name: route.parameters[name].read(value) for name, value in given.items()}
     if path:
         values["task"] = path["id"]
-    found = ApiRequest(delays, key, route, values, _idempotency_key(route, request))
-    if not is_for_all and not key.scopes.covers(_tag_of(found)):
+    found = ApiRequest(delays, key, route, values, _idempotency_key(route))
+    if not is_for_all and not key.covers(_tag_of(found)):
         raise _forbidden(route)
+    if route.takes_idempotency_key:
+        _check_new(found)
     return found
 
 
-def _forbidden(route: Route) -> RefusedRequestError:
-    return RefusedRequestError(
-        403, f"The scopes of this API key do not allow it: {route.name} requires {route.requires}."
+def _forbidden(route: Route) -> Exception:
+    return exceptions.Forbidden(
+        f"The scopes of this API key do not allow it: {route.name} requires {route.requires}."
     )
 
 
@@ -205,28 +201,45 @@ def _tag_of(request: ApiRequest) -> str:
         tag = request.delays.get(id).tag
     except TaskNotFoundError:
         tag = None
-    if tag is None or not request.key.scopes.covers(tag):
+    if tag is None or not request.key.covers(tag):
         raise TaskNotFoundError(f"no task that this API key may see has the id {id}")
     return tag
 
 
-# -- the parts of a request -----------------------------------------------------------------------
+def _check_new(request: ApiRequest) -> None:
+    """Refuse a new task with a tag, a key or a queue that a request may not choose."""
+    tag, key, queue = (request.values.get(name) for name in ("tag", "key", "queue"))
+    if tag is not None and tag.startswith((OWN_PREFIX, CELERY_PREFIX)):
+        problem = f"tasks of the tag {tag!r} are not scheduled by this route"
+        raise InvalidInputError(problem, "tag")
+    if key is not None and key.startswith(IDEMPOTENCY_START):
+        raise InvalidInputError(f"keys that start with {IDEMPOTENCY_START!r} are reserved", "key")
+    if key is not None and request.idempotency_key is not None:
+        raise InvalidInputError(
+            f"a request has a key or the header {IDEMPOTENCY.name}: with a key, on_conflict: keep "
+            "returns the task of an earlier request",
+            "key",
+        )
+    # No worker serves a queue that somebody has invented, and each queue costs a query.
+    known = {request.delays.settings.default_queue, *request.delays.settings.queues.values()}
+    if queue is not None and queue not in known and not request.key.may_name(queue):
+        raise exceptions.Forbidden(
+            f"The setting queues does not name the queue {shown(queue)}, and no scope "
+            "queue:PATTERN of this API key matches it."
+        )
 
 
-def _query(route: Route, http: Request) -> dict[str, Any]:
+def _query(route: Route) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    known = route.parameters if route.request is None else {}
-    for name, texts in http.args.lists():
-        if name not in known:
-            names = ", ".join(known) or "none"
+    for name, texts in request.args.lists():
+        parameter = route.parameters.get(name)
+        if parameter is None:
+            names = ", ".join(route.parameters) or "none"
             raise InvalidInputError(f"unknown query parameter {shown(name)} (known: {names})", name)
-        schema = known[name].schema
-        if known[name].is_many:
-            found[name] = texts
-        elif len(texts) == 1:
-            found[name] = _converted(texts[0], schema.get("type"))
-        else:
+        if len(texts) > 1 and not parameter.is_many:
             raise InvalidInputError(f"the query parameter {name} is given several times", name)
+        schema = parameter.schema
+        found[name] = texts if parameter.is_many else _converted(texts[0], schema.get("type"))
         check_value(found[name], schema, f"the query parameter {name}")
     return found
 
@@ -239,30 +252,33 @@ def _converted(text: str, kind: object) -> Any:
     return int(text) if is_number else text
 
 
-def _body(route: Route, http: Request) -> dict[str, Any]:
-    if route.request is None:
+def _body(route: Route) -> dict[str, Any]:
+    if request.args:
+        name = next(iter(request.args))
+        raise InvalidInputError(f"{route.name} has no query: send {shown(name)} in the body", name)
+    data = _data()
+    if not data and not route.needs_body:
         return {}
-    data = _data(http)
-    if not data and "required" not in route.request:
-        return {}
-    if http.mimetype != "application/json":
-        raise RefusedRequestError(415, "The body is JSON: send Content-Type: application/json.")
+    if request.mimetype != "application/json":
+        said = "The body is JSON: send Content-Type: application/json."
+        raise exceptions.UnsupportedMediaType(said)
     try:
         body = json.loads(data, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise InvalidInputError(f"the body is not JSON: {error}", "body") from None
-    check_value(body, route.request, "the body")
+    check_value(body, route.request or {}, "the body")
     return dict(body)
 
 
-def _data(http: Request) -> bytes:
+def _data() -> bytes:
     """Return the body, which has no length if the client sends it in chunks."""
-    if "Transfer-Encoding" in http.headers and "wsgi.input_terminated" not in http.environ:
+    if "Transfer-Encoding" in request.headers and "wsgi.input_terminated" not in request.environ:
         # Werkzeug would read an empty body.
-        raise RefusedRequestError(411, "This server does not read chunks: send Content-Length.")
-    data = http.get_data(cache=False)
-    if http.content_length is None:
-        http.stream.read(1)  # raises 413 if the limit has cut the body off
+        said = "This server does not read chunks: send Content-Length."
+        raise exceptions.LengthRequired(said)
+    data = request.get_data(cache=False)
+    if request.content_length is None:
+        request.stream.read(1)  # raises 413 if the limit has cut the body off
     return data
 
 
@@ -270,54 +286,49 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
 
 
-def _idempotency_key(route: Route, http: Request) -> str | None:
-    found = http.headers.get(IDEMPOTENCY_HEADER)
-    if found is None:
-        return None
-    if not route.takes_idempotency_key:
+def _idempotency_key(route: Route) -> str | None:
+    found = request.headers.get(IDEMPOTENCY.name)
+    if found is not None and not route.takes_idempotency_key:
         raise InvalidInputError(
-            f"{route.name} does not take the header {IDEMPOTENCY_HEADER}: a repeated request would "
+            f"{route.name} does not take the header {IDEMPOTENCY.name}: a repeated request would "
             "be carried out again; leave it out",
-            IDEMPOTENCY_HEADER,
+            IDEMPOTENCY.name,
         )
-    if not 1 <= len(found) <= IDEMPOTENCY_LENGTH:
-        raise InvalidInputError(
-            f"the {IDEMPOTENCY_HEADER} has 1 to {IDEMPOTENCY_LENGTH} characters", IDEMPOTENCY_HEADER
-        )
+    if found is not None:
+        check_value(found, IDEMPOTENCY.schema, f"the header {IDEMPOTENCY.name}")
     return found
 
 
 # -- errors ---------------------------------------------------------------------------------------
 
 
-def refused(error: RefusedRequestError) -> Response:
-    return _problem(error.status, str(error), wait_s=error.wait_s, headers=error.headers)
-
-
 def failed(error: DelayTaskError) -> Response:
     """Return the response for an error of delaytasks."""
     status = next((code for kind, code in STATUS_OF_ERROR if isinstance(error, kind)), None)
-    if isinstance(error, InvalidInputError) and error.is_too_large:
-        status = 413
     if status is None:
         return broken(error)
-    id = getattr(error, "id", None)
-    more = {"argument": error.argument} if isinstance(error, InvalidInputError) else {}
-    return _problem(
-        status,
-        str(error),
-        name=type(error).__name__,
-        wait_s=REPEAT_AFTER_S if status in (503, 504) else 0,
-        more=more if id is None else {"id": str(id)},
+    name, more = type(error).__name__, dict[str, Any]()
+    if isinstance(error, InvalidInputError):
+        more["argument"] = error.argument
+        status = 413 if error.is_too_large else status
+    if (id := getattr(error, "id", None)) is not None:
+        more["id"] = str(id)
+    response = _problem(
+        status, str(error), f"urn:delaytasks:{name}", name.removesuffix("Error"), **more
     )
+    if status in (503, 504):
+        response.headers["Retry-After"] = str(REPEAT_AFTER_S)
+    return response
 
 
-def of_http(error: HTTPException) -> Response:
+def of_http(error: exceptions.HTTPException) -> Response:
     """Return the response for an error of the HTTP layer, such as an unknown path."""
-    code = error.code or 500
-    allowed = error.get_response().headers.get("Allow")
-    headers = {} if allowed is None else {"Allow": allowed}
-    return _problem(code, error.description or error.name, headers=headers)
+    response = _problem(error.code or 500, error.description or error.name)
+    headers = error.get_response().headers
+    for name in ("Allow", "WWW-Authenticate"):
+        if name in headers:
+            response.headers[name] = headers[name]
+    return response
 
 
 def broken(error: Exception) -> Response:
@@ -327,48 +338,18 @@ def broken(error: Exception) -> Response:
 
 
 def _problem(
-    status: int,
-    detail: str,
-    name: str | None = None,
-    wait_s: float = 0.0,
-    headers: dict[str, str] | None = None,
-    more: dict[str, Any] | None = None,
+    status: int, detail: str, type: str = "about:blank", title: str = "", **more: Any
 ) -> Response:
-    title = HTTPStatus(status).phrase
-    document = {
-        "type": "about:blank" if name is None else f"urn:delaytasks:{name}",
-        "title": title if name is None else name.removesuffix("Error"),
-        "status": status,
-        "detail": detail,
-        **(more or {}),
-    }
-    response = Response(json.dumps(document), status, headers, content_type=PROBLEM_TYPE)
-    if wait_s:
-        response.headers["Retry-After"] = str(math.ceil(wait_s))
-    return response
+    title = title or HTTPStatus(status).phrase
+    document = {"type": type, "title": title, "status": status, "detail": detail, **more}
+    return Response(json.dumps(document), status, content_type=PROBLEM_TYPE)
 
+
+# -- perform the operation ------------------------------------------------------------------------
 
 #: The keys of tasks that were scheduled with an Idempotency-Key. No request may name such a key,
 #: because its task would answer requests of another caller.
 IDEMPOTENCY_START = "idempotency:"
-
-# -- perform the operation ------------------------------------------------------------------------
-
-
-def _performed(request: ApiRequest) -> Any:
-    """Return the document of the response."""
-    route, values = request.route, request.values
-    if route.takes_idempotency_key:
-        tag, key = values.get("tag", ""), values.get("key")
-        if tag.startswith((OWN_PREFIX, CELERY_PREFIX)):
-            problem = f"tasks of the tag {tag!r} are not scheduled by this route"
-            raise InvalidInputError(problem, "tag")
-        if key is not None and key.startswith(IDEMPOTENCY_START):
-            problem = f"keys that start with {IDEMPOTENCY_START!r} are reserved"
-            raise InvalidInputError(problem, "key")
-        if request.idempotency_key is not None:
-            return _scheduled_once(request).as_json()
-    return document_of(route.operation.call(request.delays, **values))
 
 
 class _ScheduledBeforeError(Exception):
@@ -386,12 +367,6 @@ def _scheduled_once(request: ApiRequest) -> DelayedTask:
     simultaneous requests, one inserts its row and the others return that row.
     """
     values, delays = request.values, request.delays
-    if "key" in values:
-        raise InvalidInputError(
-            "a request has a key or the header Idempotency-Key: with a key, on_conflict: keep "
-            "returns the task of an earlier request",
-            "key",
-        )
     caller = json.dumps([request.key.name, request.idempotency_key])
     digest = hashlib.sha256(caller.encode(errors="surrogatepass")).hexdigest()
     named = {"tag": values.get("tag", CALLBACK), "key": IDEMPOTENCY_START + digest[:32]}
@@ -421,16 +396,15 @@ def _scheduled_once(request: ApiRequest) -> DelayedTask:
     if "url" in values:
         body = {"url": values["url"], "body": body, "headers": values.get("headers", {})}
     if task.body != body:
-        raise RefusedRequestError(
-            422, "Another request was made with this Idempotency-Key: use a new one."
-        )
+        said = "Another request was made with this Idempotency-Key: use a new one."
+        raise exceptions.UnprocessableEntity(said)
     return task
 
 
 # -- the WSGI application --------------------------------------------------------------------------
 
-#: Bytes of the longest request, and the requests of a key in a second, by default.
-MOST_REQUEST_BYTES, REQUESTS_PER_S = 4 * 1024 * 1024, 100.0
+#: Bytes of the longest request, by default.
+MOST_REQUEST_BYTES = 4 * 1024 * 1024
 #: The version of the API. Each path begins with its first number.
 API_VERSION = "1.0.0"
 #: The route of the document itself, which needs no API key.
@@ -439,11 +413,7 @@ RESPONSE_HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosn
 
 
 def make_api(
-    delays: DelayTasks,
-    keys: FindsKeys,
-    *,
-    requests_per_s: float = REQUESTS_PER_S,
-    most_bytes: int = MOST_REQUEST_BYTES,
+    delays: DelayTasks, keys: ApiKeys | ApiKeyFile, *, most_bytes: int = MOST_REQUEST_BYTES
 ) -> Flask:
     """Return the HTTP API of `delays` as a WSGI application.
 
@@ -453,8 +423,6 @@ def make_api(
         The `DelayTasks` whose tasks callers schedule, read and change.
     keys
         The API keys: an `ApiKeyFile`, or `ApiKeys`.
-    requests_per_s
-        The requests that each key may make in a second, in this process.
     most_bytes
         The bytes of the longest request.
 
@@ -467,29 +435,27 @@ def make_api(
     --------
     >>> api = make_api(delays, ApiKeyFile(Path("api-keys.json")))
     """
-    if not requests_per_s > 0:
-        raise ConfigError(f"requests_per_s is more than 0, not {shown(requests_per_s)}")
     app = Flask(__name__, static_folder=None)
     app.config.update(MAX_CONTENT_LENGTH=most_bytes, PROVIDE_AUTOMATIC_OPTIONS=False)
     app.url_map.merge_slashes = False
-    # After a pause, a key may make the requests of a second at the same time.
-    limit = TokenBuckets(requests_per_s, max(requests_per_s, 1.0))
-    admitted = partial(_admitted, delays, keys, limit)
+    admitted = partial(_admitted, delays, keys)
     for route in ROUTES:
         _add(app, route, admitted)
     app.add_url_rule(DOCUMENT_PATH, view_func=_document)
     Probes(lambda: HealthChecks(runtime_of(delays).store, delays.settings)).add_to(app)
     app.after_request(_with_headers)
-    app.register_error_handler(RefusedRequestError, refused)
     app.register_error_handler(DelayTaskError, failed)
-    app.register_error_handler(HTTPException, of_http)
+    app.register_error_handler(exceptions.HTTPException, of_http)
     app.register_error_handler(Exception, broken)
     return app
 
 
 def _add(app: Flask, route: Route, admitted: Callable[..., ApiRequest]) -> None:
     def view(**path: str) -> Response:
-        return _json(_performed(admitted(route, path)))
+        found = admitted(route, path)
+        if found.idempotency_key is not None:
+            return _json(_scheduled_once(found).as_json())
+        return _json(document_of(route.operation.call(found.delays, **found.values)))
 
     app.add_url_rule(route.path.replace("{id}", "<id>"), route.name, view, methods=[route.method])
 
@@ -544,38 +510,27 @@ def _operation(route: Route) -> dict[str, Any]:
         "operationId": route.name,
         "summary": route.summary,
         "description": f"Requires {route.requires}.",
-        "parameters": _parameters(route),
+        "parameters": [],
         "responses": {
             "200": _response("Done", "application/json", route.operation.reply),
             "default": _response("An error", PROBLEM_TYPE, "Problem"),
         },
     }
-    if route.request is not None:
-        operation["requestBody"] = {
-            "required": "required" in route.request,
-            "content": {"application/json": {"schema": route.request}},
-        }
+    parameters = operation["parameters"]
+    if "{id}" in route.path:
+        parameters.append({"name": "id", "in": "path", "required": True, "schema": TASK_ID.schema})
+    if route.request is None:
+        parameters += (_placed(each, "query") for each in route.parameters.values())
+    else:
+        body = {"application/json": {"schema": route.request}}
+        operation["requestBody"] = {"required": route.needs_body, "content": body}
+    if route.takes_idempotency_key:
+        parameters.append(_placed(IDEMPOTENCY, "header"))
     return operation
 
 
-def _parameters(route: Route) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    if "{id}" in route.path:
-        found.append({"name": "id", "in": "path", "required": True, "schema": TASK_ID.schema})
-    if route.request is None:
-        for name, each in route.parameters.items():
-            found.append({"name": name, "in": "query", "schema": each.schema})
-    if route.takes_idempotency_key:
-        schema = {"type": "string", "minLength": 1, "maxLength": IDEMPOTENCY_LENGTH}
-        found.append(
-            {
-                "name": IDEMPOTENCY_HEADER,
-                "in": "header",
-                "description": "A request that is repeated with this key schedules nothing more.",
-                "schema": schema,
-            }
-        )
-    return found
+def _placed(parameter: Parameter, place: str) -> dict[str, Any]:
+    return {"name": parameter.name, "in": place, "schema": parameter.schema}
 
 
 def _response(description: str, media_type: str, component: str) -> dict[str, Any]:

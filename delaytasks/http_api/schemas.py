@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from delaytasks.model.errors import InvalidInputError
+from delaytasks.model.moves import Status
 from delaytasks.model.text import needs_extra
-from delaytasks.operate.operations import INSTANT, TASK_ID, VERSION
+from delaytasks.operate.operations import TASK_ID, VERSION
 
 with needs_extra("api", "the HTTP API"):
     from jsonschema import Draft202012Validator
@@ -26,14 +27,10 @@ def _each(names: str, schema: JSONSchema) -> dict[str, JSONSchema]:
     return dict.fromkeys(names.split(), schema)
 
 
-def _list(items: JSONSchema) -> dict[str, Any]:
-    return {"type": "array", "items": items}
-
-
 _ANY: dict[str, Any] = {}
-_TEXT, _COUNT, _BOOLEAN = {"type": "string"}, {"type": "integer"}, {"type": "boolean"}
+_TEXT, _COUNT, _STATUSES = {"type": "string"}, {"type": "integer"}, [each.name for each in Status]
 _TEXT_OR_NULL = {"type": ["string", "null"]}
-_INSTANT_OR_NULL = {**_TEXT_OR_NULL, "format": "date-time"}
+_INSTANT, _INSTANT_OR_NULL = ({**each, "format": "date-time"} for each in (_TEXT, _TEXT_OR_NULL))
 #: The schemas that the document names, as in `#/components/schemas/Task`.
 COMPONENTS: dict[str, dict[str, Any]] = {
     "Task": _open(
@@ -41,40 +38,30 @@ COMPONENTS: dict[str, dict[str, Any]] = {
             "id": TASK_ID.schema,
             "version": VERSION.schema,
             "meta": {"type": "object", "additionalProperties": _TEXT},
-            **_each("tag status queue", _TEXT),
+            "status": {"enum": _STATUSES},
+            **_each("tag queue", _TEXT),
             **_each("key worker error", _TEXT_OR_NULL),
             **_each("priority runs", _COUNT),
             **_each("body result", _ANY),
-            **_each("due_time expected_time execution_time", _INSTANT_OR_NULL),
-            **_each("create_time update_time", _INSTANT_OR_NULL),
+            **_each("due_time expected_time", _INSTANT),
+            **_each("execution_time create_time update_time", _INSTANT_OR_NULL),
         }
     ),
     "TaskPage": _open(
-        {"tasks": _list({"$ref": "#/components/schemas/Task"}), "cursor": _TEXT_OR_NULL}
-    ),
-    "Attempts": _open(
         {
-            "attempts": _list(
-                _open(
-                    {
-                        "number": _COUNT,
-                        "began": _INSTANT_OR_NULL,
-                        "ended": INSTANT.schema,
-                        **_each("worker error", _TEXT_OR_NULL),
-                    }
-                )
-            )
+            "tasks": {"type": "array", "items": {"$ref": "#/components/schemas/Task"}},
+            "cursor": _TEXT_OR_NULL,
         }
     ),
     "CancelResult": _open(
         {
-            **_each("is_cancelled is_requested", _BOOLEAN),
+            **_each("is_cancelled is_requested", {"type": "boolean"}),
             "reason": _TEXT,
-            **_each("id status", _TEXT_OR_NULL),
+            "id": _TEXT_OR_NULL,
+            "status": {"enum": [*_STATUSES, None]},
         }
     ),
-    "TouchResult": _open(_each("touched gone", _list(_TEXT))),
-    "Statistics": _open({"tags": {"type": "object", "additionalProperties": {"type": "object"}}}),
+    "TouchResult": _open(_each("touched gone", {"type": "array", "items": _TEXT})),
     "Problem": _open({**_each("type title detail argument", _TEXT), "status": _COUNT}, "argument"),
 }
 
@@ -101,5 +88,8 @@ def check_value(value: Any, schema: JSONSchema, name: str) -> None:
         argument = next(each for each in error.validator_value if each not in error.instance)
     elif error.validator == "additionalProperties":
         argument = next(each for each in error.instance if each not in error.schema["properties"])
+    elif error.validator == "oneOf":
+        choices = [name for each in error.validator_value for name in each["required"]]
+        raise InvalidInputError(f"{name}: give one of {', '.join(choices)}", choices[0])
     place = ".".join([name, *path])
     raise InvalidInputError(f"{place}: {error.message}"[:MESSAGE_LENGTH], argument)

@@ -22,6 +22,8 @@ from delaytasks.model.inputs import (
     ACTOR_LENGTH,
     KEY_LENGTH,
     LIMIT_KEY_LENGTH,
+    MAX_DELAY_S,
+    MAX_PAIRS,
     MAX_PRIORITY,
     MAX_VALUE_LENGTH,
     PAGE_MAX,
@@ -60,8 +62,14 @@ class Kind:
     has_zone: bool = False
 
 
-def text(longest: int) -> Kind:
-    return Kind("text", {"type": "string", "minLength": 1, "maxLength": longest})
+def text(longest: int, pattern: str | None = None) -> Kind:
+    schema: dict[str, Any] = {"type": "string", "minLength": 1, "maxLength": longest}
+    return Kind("text", schema if pattern is None else {**schema, "pattern": pattern})
+
+
+def printable(longest: int) -> Kind:
+    """A name: printable characters, without a blank at its ends."""
+    return text(longest, r"^[^\x00-\x20\x7f-\xa0]([^\x00-\x1f\x7f-\xa0]*[^\x00-\x20\x7f-\xa0])?$")
 
 
 def integer(least: int, most: int) -> Kind:
@@ -94,15 +102,6 @@ def _parse_end(typed: str, argument: str, zone: tzinfo | None = None) -> datetim
         return parse_instant(typed, argument, zone)
 
 
-def _parse_begin(typed: str, argument: str, zone: tzinfo | None = None) -> datetime | str:
-    """Return a duration before now, or an instant."""
-    try:
-        parse_duration(typed)
-        return typed
-    except InvalidInputError:
-        return parse_instant(typed, argument, zone)
-
-
 #: Removes a limit.
 NO_LIMIT = "none"
 
@@ -125,22 +124,36 @@ def parse_pair(typed: str, argument: str) -> tuple[str, str]:
 
 ANY_VALUE = Kind("JSON", parse=_parse_json)
 FLAG = Kind("flag", {"type": "boolean"}, lambda typed, _: typed in ("1", "on", "true"))
-TASK_ID = Kind("id", {"type": "string", "pattern": "^[0-9]{1,19}$"})
+TASK_ID = Kind("id", {"type": "string", "pattern": "^[1-9][0-9]{0,18}$"})
 VERSION = integer(0, 2**63 - 1)
 _INSTANT = {"type": "string", "format": "date-time", "maxLength": 40}
 INSTANT = Kind("instant", _INSTANT, parse_instant, parse_instant, has_zone=True)
-_DURATION = {"type": ["number", "string"], "minimum": 0, "minLength": 2, "maxLength": 100}
+_UNIT = "( ?(w|d|h|ms|m|s))"
+_DURATION = {
+    "type": ["number", "string"],
+    "minimum": 0,
+    "maximum": MAX_DELAY_S,
+    "maxLength": 100,
+    "pattern": rf"^[0-9]+(\.[0-9]+)?({_UNIT}( ?[0-9]+(\.[0-9]+)?{_UNIT})*)?$",
+}
 DURATION = Kind("duration", _DURATION, parse_duration)
 SHIFT = Kind("duration", parse=check_shift)
 END = Kind("time", parse=_parse_end, has_zone=True)
-BEGIN = Kind("time", text(100).schema, _parse_begin, _parse_begin, has_zone=True)
 LIMIT = Kind("number", parse=_parse_limit)
 _RETRIES = {"type": ["string", "integer"], "minimum": 0, "minLength": 1, "maxLength": 1000}
 RETRIES = Kind("delays", _RETRIES)
+CURSOR = text(200, "^[A-Za-z0-9_-]+=*$")
+QUEUE_PATTERN = "^[A-Za-z0-9_.-]+$"
 _VALUE = {"type": "string", "maxLength": MAX_VALUE_LENGTH}
 #: A JSON document has an object, and a person types each pair.
-PAIRS = Kind("name=value", {"type": "object", "additionalProperties": _VALUE}, parse_pair)
-_PAIR = {"type": "string", "pattern": "^[^=]+=", "maxLength": 600}
+_PAIRS = {
+    "type": "object",
+    "additionalProperties": _VALUE,
+    "propertyNames": {"pattern": "^[A-Za-z0-9_.-]{1,64}$"},
+    "maxProperties": MAX_PAIRS,
+}
+PAIRS = Kind("name=value", _PAIRS, parse_pair)
+_PAIR = {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}=", "maxLength": 600}
 PAIR = Kind("name=value", _PAIR, parse_pair, parse_pair)
 HEADERS = Kind("headers", {"type": "object", "additionalProperties": {"type": "string"}})
 WORD = text(1000)
@@ -203,14 +216,16 @@ class Parameter:
         return dict(values) if self.kind is PAIR else values
 
 
-TAG = Parameter("tag", text(TAG_LENGTH), "The tag, which names the processor.")
-KEY = Parameter("key", text(KEY_LENGTH), "The name of the task within its tag, until it has ended.")
-QUEUE = Parameter("queue", text(QUEUE_LENGTH), "The queue [that of the processor].")
+TAG = Parameter("tag", printable(TAG_LENGTH), "The tag, which names the processor.")
+KEY = Parameter(
+    "key", printable(KEY_LENGTH), "The name of the task within its tag, until it has ended."
+)
+QUEUE = Parameter("queue", text(QUEUE_LENGTH, QUEUE_PATTERN), "The queue [that of the processor].")
 DELAY = Parameter("delay", DURATION, "From now: 90 (seconds), 30m, 1h30m, 2d, 500ms.")
 AT = Parameter("at", INSTANT, "As 2030-01-31T18:00:00Z. A time in the past means now.")
 IF_VERSION = Parameter("version", VERSION, "Only if the task still has this version.")
 RUNNING = Parameter("running", FLAG, "Ask tasks that run to stop.")
-ACTOR = Parameter("actor", text(ACTOR_LENGTH), "Who does it [you on this host].")
+ACTOR = Parameter("actor", printable(ACTOR_LENGTH), "Who does it [you on this host].")
 BODY = Parameter("body", ANY_VALUE, "The argument of the processor.")
 META = Parameter("meta", PAIRS, "Pairs of its meta.")
 RETRY_DELAYS = Parameter("retries", RETRIES, 'Its own retry schedule, such as "15s 3m 10m".')
@@ -232,7 +247,7 @@ NEW_TASK = (
     PRIORITY,
     RETRY_DELAYS,
     MAX_LATE,
-    Parameter("limit_key", text(LIMIT_KEY_LENGTH), "The key for limits that each key has."),
+    Parameter("limit_key", printable(LIMIT_KEY_LENGTH), "The key for limits that each key has."),
     META,
     JITTER,
 )
@@ -241,7 +256,7 @@ FILTERS = (
     replace(TAG, help="Of this tag."),
     Parameter("ids", TASK_ID, "Some ids.", is_many=True, most=MAX_IDS),
     replace(KEY, help="With this key. A finished task keeps its key."),
-    Parameter("key_prefix", text(KEY_LENGTH), "With a key that begins so."),
+    Parameter("key_prefix", printable(KEY_LENGTH), "With a key that begins so."),
     replace(QUEUE, help="Of this queue."),
     Parameter("status", one_of(*(s.name for s in Status)), "Of this status. Repeatable.", True),
     Parameter("meta", PAIR, "With this pair. Repeatable.", is_many=True),
@@ -366,7 +381,9 @@ def callback(delays: DelayTasks, url: str, body: Any = None, **options: Any) -> 
     "list",
     "read",
     *FILTERS,
-    Parameter("cursor", text(200), "Continue after the page that has this cursor."),
+    Parameter(
+        "cursor", text(200, "^[A-Za-z0-9_-]+=*$"), "Continue after the page that has this cursor."
+    ),
     Parameter("limit", integer(1, PAGE_MAX), "The most tasks, 1 to 1000. [100]"),
     Parameter("newest_first", FLAG, "Begin with the latest due time."),
     routes={"findTasks": ("GET", "/v1/tasks")},
@@ -381,15 +398,6 @@ def find(delays: DelayTasks, **filters: Any) -> Page:
 def show(delays: DelayTasks, task: int) -> DelayedTask:
     """Read a task."""
     return delays.get(task)
-
-
-@operation(
-    "attempts", "read", routes={"getAttempts": ("GET", "/v1/tasks/{id}/attempts")}, reply="Attempts"
-)
-def attempts(delays: DelayTasks, task: int) -> dict[str, Any]:
-    """Read the failed attempts of a task."""
-    found = delays.get(task, attempts=True).attempts
-    return {"attempts": [attempt.as_json() for attempt in found]}
 
 
 @operation(
@@ -497,20 +505,6 @@ def touch(delays: DelayTasks, **options: Any) -> TouchResult:
 def touch_keys(delays: DelayTasks, keys: list[str], **options: Any) -> TouchResult:
     """Postpone the timeouts of many keys."""
     return delays.touch(key=keys, **options)
-
-
-@operation(
-    "statistics",
-    "read",
-    Parameter("since", BEGIN, "An instant, or a duration before now. [1h]"),
-    Parameter("tag", TAG.kind, "Only these tags.", is_many=True),
-    routes={"getStatistics": ("GET", "/v1/statistics")},
-    reply="Statistics",
-)
-def statistics(delays: DelayTasks, tag: list[str] | None = None, **since: Any) -> dict[str, Any]:
-    """Read counts of ended tasks."""
-    totals = delays.statistics.totals(tags=tag, **since)
-    return {"tags": {tag: total.as_json() for tag, total in totals.items()}}
 
 
 @operation("log", "read", Parameter("limit", integer(1, PAGE_MAX), "1 to 1000. [20]"))
@@ -697,8 +691,6 @@ def document_of(result: Any) -> Any:
     match result:
         case list():
             return [document_of(each) for each in result]
-        case dict():
-            return result
         case Page():
             return {"tasks": [task.as_json() for task in result], "cursor": result.cursor}
         case CancelResult():

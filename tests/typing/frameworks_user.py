@@ -37,7 +37,7 @@ def viewer(request: object) -> Viewer | None:
 console = make_console(delays, viewer, secret_key="secret")
 alone = make_console(delays, UserFile(Path("console-users.json")))
 key, entry = new_entry(["read"])
-api = make_api(delays, ApiKeys({"shop": entry}), requests_per_s=10)
+api = make_api(delays, ApiKeys({"shop": entry}))
 flask_mounts.mount(app, "/delays", console)
 fastapi.mount(web, "/delays", make_api(delays, ApiKeyFile(Path("api-keys.json"))))
 server_app = asgi.mount(web, "/console", alone)

@@ -52,10 +52,10 @@ class ApiCaller:
 class ApiSite:
     """The API of a `DelayTasks`."""
 
-    def __init__(self, delays: DelayTasks, folder: Path, **options: Any) -> None:
+    def __init__(self, delays: DelayTasks, folder: Path) -> None:
         self.delays = delays
         self.keys = ApiKeyFile(folder / "keys" / "api-keys.json")
-        self.app = make_api(delays, self.keys, **options)
+        self.app = make_api(delays, self.keys)
 
     def caller(self, *scopes: str) -> ApiCaller:
         key, _ = self.keys.create(f"caller-{len(self.keys.entries)}", scopes)
@@ -65,7 +65,7 @@ class ApiSite:
 @contextmanager
 def site_at(url: str, folder: Path, **settings: Any) -> Iterator[ApiSite]:
     delays = delays_on(url, timer="direct", tags="any", **settings)
-    yield ApiSite(delays, folder, requests_per_s=1e9)
+    yield ApiSite(delays, folder)
     delays.close()
 
 
@@ -96,4 +96,4 @@ def file_site(tmp_path: Path) -> Iterator[ApiSite]:
 @pytest.fixture
 def shop(site: ApiSite) -> ApiCaller:
     """A caller that may do everything."""
-    return site.caller("read", "operate", "schedule:*", "schedule:delaytasks.callback")
+    return site.caller("read", "operate", "schedule:*", "schedule:delaytasks.callback", "queue:*")

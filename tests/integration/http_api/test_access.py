@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from delaytasks import ConfigError
-from delaytasks.http_api.api_keys import ApiKeyFile, ApiKeys, Scopes, new_entry
+from delaytasks.db.store import Store
+from delaytasks.http_api.api_keys import ApiKey, ApiKeyFile, ApiKeys, new_entry
 from delaytasks.http_api.routes import ROUTES, Route, make_api
 from delaytasks.operate import health as probes
-from delaytasks.operate.access import TokenBuckets
 from delaytasks.operate.health import HealthChecks
 from tests.integration.http_api.conftest import ApiCaller, ApiSite, site_at
 
@@ -117,26 +117,22 @@ def test_keys_may_be_in_the_configuration(site: ApiSite) -> None:
         ApiKeys({"shop": {"scopes": ["read"]}})
 
 
-@pytest.mark.parametrize("scopes", [[], ["schedule:"], ["schedule"], ["admin"], ["read", ""]])
-def test_a_wrong_scope_is_refused(scopes: list[str]) -> None:
+@pytest.mark.parametrize("scopes", ["", "schedule:", "schedule", "admin", "read x", "queue:a"])
+def test_a_wrong_scope_is_refused(scopes: str) -> None:
     with pytest.raises(ConfigError, match="scope"):
-        Scopes.of(scopes)
+        ApiKey.of("shop", scopes.split())
 
 
-def test_a_key_that_makes_too_many_requests_waits(site: ApiSite) -> None:
-    now = 1000.0
-    limit = TokenBuckets(2, 2, lambda: now)
-    assert [limit.take("shop") for _ in range(3)] == [0, 0, 0.5]
-    assert limit.take("other") == 0
-    now += 0.5
-    assert [limit.take("shop"), limit.take("shop")] == [0, 0.5]
-    key, _ = site.keys.create("shop", ["read"])
-    caller = ApiCaller(make_api(site.delays, site.keys, requests_per_s=0.01), key)
-    assert caller("GET", "/v1/tasks").status_code == 200
-    refused = caller("GET", "/v1/tasks")
-    assert (refused.status_code, refused.headers["Retry-After"]) == (429, "100")
-    with pytest.raises(ConfigError, match="requests_per_s is more than 0"):
-        make_api(site.delays, site.keys, requests_per_s=0)
+def test_a_request_names_a_queue_of_the_settings_or_of_the_scopes_of_its_key(
+    database_url: str, store: Store, tmp_path: Path
+) -> None:
+    new = {"tag": "mail", "delay": 60}
+    with site_at(database_url, tmp_path, table_prefix="s_", queues={"*": "slow"}) as site:
+        caller = site.caller("schedule:mail", "queue:eu-*")
+        for queue, status in (("slow", 200), ("eu-1", 200), ("default", 403), ("invented", 403)):
+            answer = caller("POST", "/v1/tasks", {**new, "queue": queue})
+            assert answer.status_code == status, queue
+        assert caller.json("POST", "/v1/tasks", new)["queue"] == "slow"
 
 
 # -- The URLs for probes, which need no key -------------------------------------------------------
