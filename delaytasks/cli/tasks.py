@@ -46,11 +46,10 @@ from delaytasks.model.task import CancelResult, DelayedTask
 from delaytasks.model.text import last_line, one_line
 from delaytasks.operate import operations
 from delaytasks.operate.bulk_calls import BulkResult
-from delaytasks.operate.explanations import Explanations
 from delaytasks.operate.operations import Operation
 from delaytasks.operate.searches import Follower, changed_at
 from delaytasks.operate.single_tasks import pretty_body
-from delaytasks.operate.why import deferral_of
+from delaytasks.operate.why import deferral_of, why
 
 # -- Filters, which all commands share ------------------------------------------------------------
 
@@ -324,13 +323,13 @@ def show(cli: Cli, id: str | None, tag: str | None, key: str | None) -> None:
     """
     task = cli.get(id, tag, key)
     attempts = cli.delays.get(task, attempts=True).attempts
-    explanation = Explanations(cli.runtime).of(task)
-    task = explanation.task or task
-    reasons = [each._replace(remedy=cli.hints.rewrite(each.remedy)) for each in explanation.reasons]
+    reasons = [
+        each._replace(remedy=cli.hints.rewrite(each.remedy)) for each in why(cli.runtime, task)
+    ]
     document = {**task.as_json(), "moves": moves_from(task.status)}
     if cli.is_json:
-        why = [each.as_json() for each in reasons]
-        print_json({**document, "why": why, "failed_attempts": [one.as_json() for one in attempts]})
+        document["why"] = [each._asdict() for each in reasons]
+        print_json({**document, "failed_attempts": [one.as_json() for one in attempts]})
         return
     status, colour = coloured(task.status)
     say(f"task {task.id} ({cell(task.tag)}): {click.style(status, fg=colour or None)}")

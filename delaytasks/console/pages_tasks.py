@@ -37,9 +37,9 @@ from delaytasks.model.moves import MOVES, Status, moves_from
 from delaytasks.model.task import DelayedTask, Page
 from delaytasks.model.text import one_line
 from delaytasks.operate.bulk_calls import BulkResult
-from delaytasks.operate.explanations import Explanations
 from delaytasks.operate.searches import SearchTimeoutError, error_filter, find_by_error
 from delaytasks.operate.single_tasks import find_tasks
+from delaytasks.operate.why import why
 from delaytasks.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -169,11 +169,9 @@ def tasks() -> str | Response:
 def task(id: str) -> str:
     delays = state().delays
     found = delays.get(check_id(id))
-    explanation = Explanations(runtime()).of(found)
-    # The explanation reads the task again. The page shows the row that the reasons are about.
-    found, reasons, at = explanation.task or found, explanation.reasons, now()
+    reasons, at = why(runtime(), found), now()
     attempts = delays.get(found, attempts=True).attempts
-    schedules = (reason.facts["name"] for reason in reasons if reason.code == "recurring")
+    schedules = (reason.name for reason in reasons if reason.code == "recurring")
     return render_template(
         "task.html",
         task=found,

@@ -31,6 +31,7 @@ from delaytasks.operate.state_queries import (
     Stats,
     failed_rows,
     rows_of,
+    running_by_tag,
 )
 from delaytasks.operate.statistics import (
     CountedFailures,
@@ -234,7 +235,8 @@ def explain_overdue(
     if not groups:
         return []
     now = store.tasks.now()
-    workers = store.workers.registered(now, settings.silent_s)
+    workers, running = store.workers.registered(now, settings.silent_s), running_by_tag(store)
+    policies = store.policies.read()
     return [
         ExplainedGroup(
             group.queue,
@@ -242,12 +244,7 @@ def explain_overdue(
             group.tasks,
             group.oldest,
             max((now - group.oldest).total_seconds(), 0.0),
-            why_late(
-                group,
-                workers,
-                store.policies.read(("tag", group.tag), ("queue", group.queue)),
-                settings.namespace,
-            ),
+            why_late(group, workers, policies, settings.namespace, running, now),
         )
         for group in groups
     ]

@@ -12,11 +12,13 @@ from sqlalchemy import ColumnElement, Connection, Select, and_, case, func, null
 from delaytasks.db.database import Database
 from delaytasks.db.schema import Schema, by_id, listed
 from delaytasks.db.searching import distinct_values, first_page, has_status, levels_of
+from delaytasks.db.store import Store
 from delaytasks.db.sweep_queries import is_abandoned, is_late
 from delaytasks.db.types import db_now_plus, for_database, is_past, once
 from delaytasks.model.filters import Filter
 from delaytasks.model.moves import Status
 from delaytasks.model.text import DEFER_MAX_S, DEFERRALS
+from delaytasks.settings import Settings
 
 T = TypeVar("T")
 #: Up to this number, rows are counted exactly.
@@ -110,6 +112,33 @@ class Stats:
             return f"{connection.dialect.name} {'.'.join(map(str, numbers))}".strip()
 
         return self._db.autocommitted(version)
+
+
+def oldest_sweep(store: Store, settings: Settings) -> datetime | None:
+    """Return the time since which each partition was swept; None if there was no sweep."""
+    swept = Stats(store.database, store.schema).sweeps(settings.sweep_partitions)
+    return min((each.at for each in swept if each.at is not None), default=None)
+
+
+class Running(NamedTuple):
+    """The running tasks of a tag, and when the first of them began."""
+
+    tag: str
+    tasks: int
+    since: datetime
+
+
+#: Tags in the answer to what occupies the processes.
+MOST_RUNNING_TAGS = 3
+
+
+def running_by_tag(store: Store) -> list[Running]:
+    """Return the tags with the most running tasks. A few rows for each process are read."""
+    t = store.schema.tasks
+    query = select(t.c.tag, func.count(), func.min(t.c.execution_time))
+    query = query.where(has_status(t, Status.RUNNING), t.c.execution_time.is_not(None))
+    query = query.group_by(t.c.tag).order_by(func.count().desc()).limit(MOST_RUNNING_TAGS)
+    return [Running(*row) for row in store.database.rows(query)]
 
 
 # -- Reads the FAILED tasks that were due last, and tasks that failed runs were counted for -------

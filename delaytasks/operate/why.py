@@ -1,26 +1,37 @@
-"""Explain why a task has not run, or how it ended, from facts that the storage has read."""
+"""Explain why a task has not run, or how it ended.
+
+Each rule is a function that yields the reasons of one kind. `WAITING` has the rules for a task that
+waits, those first that an operator can end. The verdict takes its reasons for many late tasks from
+`why_late`, which shares the sentences.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime, timedelta
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import datetime
+from functools import cached_property
 from shlex import quote
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from delaytasks.model.body import PREFIX, name_in
-from delaytasks.model.clock import json_fields
+from sqlalchemy import func, select
+
+from delaytasks.broker.link import broker_error
+from delaytasks.db.policy_rows import is_entry_of
+from delaytasks.db.searching import has_status
+from delaytasks.model.body import PREFIX, name_in, names_of
+from delaytasks.model.clock import MAX_ID, first_id, from_us
 from delaytasks.model.inputs import processor_tag, show_duration, show_instant
 from delaytasks.model.moves import Status
 from delaytasks.model.policies import Policy
-from delaytasks.model.task import DelayedTask, is_encrypted
+from delaytasks.model.task import ASKED, DelayedTask, is_encrypted
 from delaytasks.model.text import DEFERRALS, count, last_line, some_values
 from delaytasks.model.workers import MOST_NAMES, RegisteredWorker, one_more_worker
+from delaytasks.operate.state_queries import Running, oldest_sweep, running_by_tag
 
 if TYPE_CHECKING:
     from delaytasks.operate.state_queries import OverdueGroup
-
-# -- The reasons why a task has not run, or how it ended, and the facts from which they follow ----
+    from delaytasks.runtime import Runtime
 
 
 class Reason(NamedTuple):
@@ -32,108 +43,99 @@ class Reason(NamedTuple):
     sentence: str
     #: The remedy for an operator; empty if none is needed.
     remedy: str = ""
-    #: The values in the sentence.
-    facts: Mapping[str, Any] = {}
+    #: The name of the policy, the schedule or the actor in the sentence.
+    name: str = ""
 
     @property
     def text(self) -> str:
         """The sentence and the remedy."""
         return f"{self.sentence} {self.remedy}".rstrip()
 
-    def as_json(self) -> dict[str, Any]:
-        return {**self._asdict(), "facts": json_fields(self.facts)}
+
+# -- one task, and what is read about it ----------------------------------------------------------
 
 
-class ScheduleFacts(NamedTuple):
-    """The recurring schedule that has made the task."""
-
-    name: str
-    timing: str
-    is_paused: bool
-    next_at: datetime | None
-
-
-class AuditFacts(NamedTuple):
-    """The log entry of the action that has cancelled the task."""
-
-    id: int
-    actor: str
+#: A waitlist is counted up to this number.
+MOST_WAITLIST_COUNTED = 10_000
+#: The ids of a minute: a cancel and its log entry have the times of the clocks of two machines.
+IDS_AROUND = first_id(from_us(60_000_000)) - first_id(from_us(0))
+#: The key of a task that a recurring schedule has made: its name and the time of the occurrence.
+_RECURRING_KEY = re.compile(r"(.+)@[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:.]+Z")
 
 
-class Facts(NamedTuple):
-    """The facts on which the reasons for one task depend."""
+class _Case:
+    """A task to explain. A rule reads from an index what it needs to know.
 
-    task: DelayedTask
-    #: The time of the database, whose clock decides what is due.
-    now: datetime
-    #: Seconds by which the clock of this machine is ahead of the database's clock.
-    clock_offset_s: float
-    workers: Sequence[RegisteredWorker]
-    #: The policies of the task's tag and queue.
-    policies: Sequence[Policy] = ()
-    #: Whether the task is in the waitlist of its tag's limit.
-    is_in_waitlist: bool = False
-    #: The number of tasks in the waitlist of the tag and queue, up to a bound.
-    waitlist_tasks: int = 0
-    #: Running tasks of the tag.
-    running: int = 0
-    #: Running tasks of the tag with the task's limit key.
-    running_of_key: int = 0
-    #: Seconds since the last sweep; None if there was none.
-    swept_s: float | None = None
-    #: Seconds after the due time from which the sweep takes care of a task.
-    grace_s: float = 1.0
-    #: Seconds after which a sweep is late.
-    self_sweep_s: float = 10.0
-    #: The prefix of the queues in the broker.
-    namespace: str = "delaytasks"
-    #: The names of the encryption keys that this process has.
-    keys: Sequence[str] = ()
-    schedule: ScheduleFacts | None = None
-    cancelled_by: AuditFacts | None = None
-    #: The errors of the servers that bring due tasks to the workers. None if they answer, or if the
-    #: task is not due soon: then they are not asked.
-    broker_error: str | None = None
-    timer_error: str | None = None
-
-    @property
-    def wait_s(self) -> float:
-        """Seconds until the next try; negative if it should have begun."""
-        return round((self.task.expected_time - self.now).total_seconds(), 3)
-
-    @property
-    def late_s(self) -> float:
-        """Seconds since the due time."""
-        return round((self.now - self.task.due).total_seconds(), 3)
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """Why a task has not run, or how it ended.
-
-    Attributes
-    ----------
-    id
-        The id of the task. None if the task was named by its key and its database does not answer.
-    task
-        The task as it was read. None if its database does not answer.
-    reasons
-        The reasons, the most important one first. There is at least one.
+    Instants are those of the database, whose clock decides what is due.
     """
 
-    id: int | None
-    task: DelayedTask | None
-    reasons: Sequence[Reason]
+    def __init__(self, runtime: Runtime, task: DelayedTask) -> None:
+        self.runtime, self.task = runtime, task
+        self.store, self.settings = runtime.store, runtime.settings
+        self.now = self.store.tasks.now()
+        #: Seconds until the next try; negative if it should have begun.
+        self.wait_s = (task.expected_time - self.now).total_seconds()
+        self.late_s = (self.now - task.due).total_seconds()
 
-    def __str__(self) -> str:
-        return " ".join(reason.text for reason in self.reasons)
+    @cached_property
+    def workers(self) -> Sequence[RegisteredWorker]:
+        return self.store.workers.registered(self.now, self.settings.silent_s)
+
+    @cached_property
+    def policies(self) -> Sequence[Policy]:
+        """The policies of the task's tag and queue."""
+        return self.store.policies.read(("tag", self.task.tag), ("queue", self.task.queue))
+
+    @cached_property
+    def swept_s(self) -> float | None:
+        """Seconds since the last sweep of all partitions; None if there was none."""
+        last = oldest_sweep(self.store, self.settings)
+        return None if last is None else (self.now - last).total_seconds()
+
+    def count_running(self, key: str | None = None) -> int:
+        """Count the running tasks of the tag, or those of a limit key."""
+        t = self.store.schema.tasks
+        where = [has_status(t, Status.RUNNING), t.c.tag == self.task.tag]
+        return self._count(select(t.c.id).where(*where, *([t.c.limit_key == key] if key else [])))
+
+    def count_waitlist(self) -> int:
+        w = self.store.schema.waitlists.c
+        mine = select(w.task_id).where(w.queue == self.task.queue, w.tag == self.task.tag)
+        return self._count(mine.limit(MOST_WAITLIST_COUNTED))
+
+    def is_in_waitlist(self) -> bool:
+        if self.task.status is not Status.HELD:
+            return False
+        waitlist = self.store.schema.waitlists
+        return bool(self.first(select(waitlist.c.task_id).where(is_entry_of(waitlist, self.task))))
+
+    def first(self, query: Any) -> Any:
+        """Return the first row of a query; None if there is none."""
+        return next(iter(self.store.database.rows(query.limit(1))), None)
+
+    def _count(self, rows: Any) -> int:
+        return int(self.first(select(func.count()).select_from(rows.subquery()))[0])
 
 
-def instant_text(instant: datetime | None) -> str:
-    return "(unknown)" if instant is None else show_instant(instant)
+def why(runtime: Runtime, task: DelayedTask) -> list[Reason]:
+    """Return the reasons why a task has not run, or how it ended, the most important one first.
+
+    For a task that runs or has ended, the first reason is its status. There is at least one.
+    """
+    case = _Case(runtime, task)
+    rules = _OF_STATUS.get(task.status)
+    reasons = list(_waiting(case) if rules is None else rules(case))
+    return [*reasons, *_recurring(case)]
 
 
-# -- Explain why no worker takes the tasks of a queue and a tag -----------------------------------
+def _waiting(case: _Case) -> Iterator[Reason]:
+    found = [reason for rule in WAITING for reason in rule(case)]
+    yield from found or _due(case)
+    yield from _transport(case)
+    yield from _expired(case)
+
+
+# -- why no worker takes the tasks of a queue and a tag -------------------------------------------
 
 
 def unserved(
@@ -144,18 +146,18 @@ def unserved(
     `namespace` is the prefix of the queues in the broker.
     """
     serving = [worker for worker in workers if worker.serves(queue)]
-    alive = [worker for worker in serving if worker.is_alive]
+    alive = [worker.name for worker in serving if worker.is_alive]
     if not alive:
         return _no_worker(queue, serving, workers, namespace)
-    known_as, names = {tag, processor_tag(tag)}, [worker.name for worker in alive]
-    if any(worker.tags is None or known_as & worker.tags for worker in alive):
+    known_as = {tag, processor_tag(tag)}
+    if any(each.tags is None or known_as & each.tags for each in serving if each.is_alive):
         return None
     return Reason(
         "no_processor",
-        f"No worker of the queue {queue} has a processor for the tag {tag} ({_names(names)}).",
+        f"No worker of the queue {queue} has a processor for the tag {tag} "
+        f"({some_values(alive, MOST_NAMES)}).",
         "Import the module of the processor in the worker (Celery's imports or include), or "
         "correct the tag.",
-        {"queue": queue, "tag": tag, "workers": names},
     )
 
 
@@ -179,65 +181,46 @@ def _no_worker(
         last = min(serving, key=lambda worker: worker.age_s)
         sentence += f"; {last.name}, which did, was seen {show_duration(last.age_s)} ago"
     elif alive:
-        served = _names(live_queues) or "no queue of delaytasks"
-        sentence += f"; live workers serve {served} ({_names([each.name for each in alive])})"
+        served = some_values(live_queues, MOST_NAMES) or "no queue of delaytasks"
+        names = some_values([each.name for each in alive], MOST_NAMES)
+        sentence += f"; live workers serve {served} ({names})"
     elif not workers:
         sentence += "; no worker runs"
-    last_seen = {worker.name: round(worker.age_s, 3) for worker in serving}
-    values = {"queue": queue, "live_queues": live_queues, "last_seen": last_seen}
-    return Reason("no_worker", f"{sentence}.", remedy, values)
+    return Reason("no_worker", f"{sentence}.", remedy)
 
 
-def _names(names: Sequence[str]) -> str:
-    return some_values(names, MOST_NAMES)
+#: Tasks that run for longer are named if they occupy all processes.
+LONG_RUN_S = 5.0
 
 
-# -- Explain why a task that is NOT_COMPLETE or HELD waits ----------------------------------------
+def all_busy(
+    queue: str, workers: Iterable[RegisteredWorker], running: Sequence[Running], now: datetime
+) -> Reason | None:
+    """Return which tasks occupy all processes of the workers of a queue for long, if any do."""
+    serving = [each for each in workers if each.is_alive and each.serves(queue)]
+    processes = sum(each.concurrency for each in serving)
+    long = [one for one in running if (now - one.since).total_seconds() > LONG_RUN_S]
+    if not long or any(each.busy is None or each.busy < each.concurrency for each in serving):
+        return None
+    named = ", ".join(
+        f"{one.tag} ({one.tasks:,}, the first since "
+        f"{show_duration((now - one.since).total_seconds())})"
+        for one in long
+    )
+    return Reason(
+        "busy",
+        f"All {count(processes, 'process', 'processes')} of the workers of the queue {queue} are "
+        f"busy, for long with {named}.",
+        "If they hang, give their processors a time_limit, and restart the workers.",
+        long[0].tag,
+    )
 
 
-#: For each deferral, the remedy for one task, and the reason why many tasks of a tag are late.
-_DEFERRED = {
-    "no_processor": (
-        "Import the module of the processor in a worker of the queue.",
-        "No worker that tried them has a processor for the tag {tag}; is its module imported?",
-    ),
-    "no_key": (
-        "Give the workers the key (delaytasks_encryption_keys).",
-        "No worker that tried them has the encryption key of their bodies "
-        "(delaytasks_encryption_keys).",
-    ),
-    "no_time_limits": (
-        "Start a worker of the queue with -P prefork.",
-        "The tag {tag} has time limits, which need a worker with -P prefork on the queue {queue}.",
-    ),
-    "newer_body": (
-        "Deploy the new code to the workers.",
-        "Their bodies are of a newer version of the tag {tag} than the workers' processors: deploy "
-        "the new code to the workers.",
-    ),
-    "deferred": ("", "A worker could not run them, and deferred them."),
-}
+# -- a task that waits ----------------------------------------------------------------------------
 
 
-def why_waiting(facts: Facts) -> list[Reason]:
-    """Return the reasons, first those that an operator can end. There is at least one."""
-    task = facts.task
-    waits = list(_not_due(facts))
-    reasons = [*_paused(facts), *_limited(facts), *waits]
-    no_worker = unserved(task.queue, task.tag, facts.workers, facts.namespace)
-    if no_worker is not None and no_worker.code not in {reason.code for reason in waits}:
-        reasons.append(no_worker)
-    reasons += _key(facts)
-    if not reasons:
-        reasons = [_due(facts)]
-    return [*reasons, *_transport(facts), *_expired(facts)]
-
-
-# -- held -----------------------------------------------------------------------------------------
-
-
-def _paused(facts: Facts) -> Iterator[Reason]:
-    for policy in facts.policies:
+def _paused(case: _Case) -> Iterator[Reason]:
+    for policy in case.policies:
         if not policy.is_paused:
             continue
         since, until, by = policy.update_time, policy.paused_until, policy.updated_by
@@ -245,91 +228,68 @@ def _paused(facts: Facts) -> Iterator[Reason]:
         if by:
             sentence += f" by {by}"
         if since is not None:
-            ago = show_duration((facts.now - since).total_seconds())
-            sentence += f" since {instant_text(since)} ({ago})"
+            ago = show_duration((case.now - since).total_seconds())
+            sentence += f" since {show_instant(since)} ({ago})"
         if until is not None:
-            sentence += f", until {instant_text(until)}"
+            sentence += f", until {show_instant(until)}"
         remedy = f"To resume it: delaytasks resume --{policy.kind} {quote(policy.name)}"
-        values = {"kind": policy.kind, "name": policy.name, "since": since, "until": until}
-        yield Reason("paused", f"{sentence}.", remedy, {**values, "actor": by})
+        yield Reason("paused", f"{sentence}.", remedy, policy.name)
 
 
-def _limited(facts: Facts) -> Iterator[Reason]:
-    task, policies = facts.task, facts.policies
-    limited = next((each for each in policies if each.kind == "tag" and each.has_limits), None)
-    is_due = task.status is Status.NOT_COMPLETE and facts.wait_s <= 0
-    most = (limited and limited.concurrency) or 2**63
-    if facts.is_in_waitlist or (is_due and facts.running >= most):
-        yield _limit(facts, limited)
-    elif task.status is Status.HELD and not any(policy.is_paused for policy in policies):
-        yield Reason(
-            "held", "It is HELD, and nothing holds it. A sweep releases it within about a minute."
-        )
-
-
-def _limit(facts: Facts, policy: Policy | None) -> Reason:
-    task = facts.task
+def _limited(case: _Case) -> Iterator[Reason]:
+    task = case.task
+    policy = next((each for each in case.policies if each.kind == "tag" and each.has_limits), None)
+    is_waiting = case.is_in_waitlist()
+    running = case.count_running() if policy is not None else 0
+    is_due = task.status is Status.NOT_COMPLETE and case.wait_s <= 0
+    if policy is not None and policy.concurrency is not None:
+        is_waiting |= is_due and running >= policy.concurrency
     sentence = f"It waits for the limit of the tag {task.tag}"
-    if policy is None:
-        return Reason("limit", f"{sentence}: the limit was removed a moment ago.")
-    sentence += f": {_limits(policy, facts)}"
-    if facts.waitlist_tasks:
-        sentence += f". Its waitlist has {count(facts.waitlist_tasks, 'task')}"
-    values = {
-        "tag": task.tag,
-        "concurrency": policy.concurrency,
-        "running": facts.running,
-        "concurrency_per_key": policy.concurrency_per_key,
-        "limit_key": task.limit_key,
-        "running_of_key": facts.running_of_key,
-        "rate": policy.rate_text,
-        "waitlist_tasks": facts.waitlist_tasks,
-    }
-    remedy = f"To change the limit: delaytasks limit --tag {quote(task.tag)}"
-    return Reason("limit", f"{sentence}.", remedy, values)
+    if is_waiting and policy is None:
+        yield Reason("limit", f"{sentence}: the limit was removed a moment ago.")
+    elif is_waiting and policy is not None:
+        sentence += f": {_limits(case, policy, running)}"
+        if waiting := case.count_waitlist():
+            sentence += f". Its waitlist has {count(waiting, 'task')}"
+        remedy = f"To change the limit: delaytasks limit --tag {quote(task.tag)}"
+        yield Reason("limit", f"{sentence}.", remedy, task.tag)
+    elif task.status is Status.HELD and not any(each.is_paused for each in case.policies):
+        text = "It is HELD, and nothing holds it. A sweep releases it within about a minute."
+        yield Reason("held", text)
 
 
-def _limits(policy: Policy, facts: Facts) -> str:
-    texts = []
+def _limits(case: _Case, policy: Policy, running: int) -> str:
+    texts, key = [], case.task.limit_key
     if policy.concurrency is not None:
-        texts.append(f"{policy.concurrency} may run at the same time, and {facts.running} do")
-    if policy.concurrency_per_key is not None and facts.task.limit_key is not None:
-        key = facts.task.limit_key
-        texts.append(
-            f"{policy.concurrency_per_key} of the key {key} may run, and {facts.running_of_key} do"
-        )
+        texts.append(f"{policy.concurrency} may run at the same time, and {running} do")
+    if policy.concurrency_per_key is not None and key is not None:
+        of_key = case.count_running(key)
+        texts.append(f"{policy.concurrency_per_key} of the key {key} may run, and {of_key} do")
     if policy.rate_text is not None:
         texts.append(f"its rate is {policy.rate_text}")
     return "; ".join(texts) or "its capacity is used"
 
 
-# -- not due, or deferred -------------------------------------------------------------------------
-
-
-def _not_due(facts: Facts) -> Iterator[Reason]:
-    task = facts.task
-    if facts.wait_s <= 0:
-        return
-    at = f"{instant_text(task.expected_time)}, in {show_duration(facts.wait_s)}"
-    values: dict[str, Any] = {"expected_time": task.expected_time, "wait_s": facts.wait_s}
-    error = last_line(task.error)
-    if task.due <= facts.now:
-        cause, ago = deferral_of(task.error) or "deferred", show_duration(facts.late_s)
-        yield Reason(
-            cause,
-            f"It was due {ago} ago, and no worker could run it: {error}. The next try is at {at}.",
-            _DEFERRED[cause][0],
-            {**values, "due_time": task.due, "late_s": facts.late_s, "error": error},
-        )
-    elif task.runs and error:
-        yield Reason(
-            "retry",
-            f"Attempt {task.runs} failed: {error}. Retry {task.runs} is due at {at}.",
-            f"To run it now: delaytasks reschedule {task.id} --delay 0",
-            {**values, "runs": task.runs, "error": error},
-        )
-    else:
-        yield Reason("future", f"It is due at {at}, by the clock of the database.", "", values)
+#: For each deferral, why workers could not run the tasks of a tag, and the remedy.
+_DEFERRED = {
+    "no_processor": (
+        "no worker that tried has a processor for the tag {tag}",
+        "Import the module of the processor in a worker of the queue.",
+    ),
+    "no_key": (
+        "no worker that tried has the key of the body",
+        "Give the workers the key (delaytasks_encryption_keys).",
+    ),
+    "no_time_limits": (
+        "the tag {tag} has time limits, which need a worker with -P prefork",
+        "Start a worker of the queue with -P prefork.",
+    ),
+    "newer_body": (
+        "the body is of a newer version of the tag {tag} than the processors of the workers",
+        "Deploy the new code to the workers.",
+    ),
+    "deferred": ("a worker could not run it", ""),
+}
 
 
 def deferral_of(error: str | None) -> str | None:
@@ -338,153 +298,182 @@ def deferral_of(error: str | None) -> str | None:
     return next(found, None)
 
 
-def _key(facts: Facts) -> Iterator[Reason]:
-    body = facts.task.body_json
-    name = name_in(body) if is_encrypted(body) else None
-    if name is None or name in facts.keys or deferral_of(facts.task.error) == "no_key":
+def _not_due(case: _Case) -> Iterator[Reason]:
+    task, error = case.task, last_line(case.task.error)
+    if case.wait_s <= 0:
         return
-    yield Reason(
-        "no_key_here",
-        f"Its body begins with {body[: len(PREFIX)]} and needs the key {name}, which "
-        "this process does not have.",
-        "Check that the workers have it (delaytasks_encryption_keys).",
-        {"key": name},
-    )
+    at = f"{show_instant(task.expected_time)}, in {show_duration(case.wait_s)}"
+    if task.due <= case.now:
+        cause, ago = deferral_of(task.error) or "deferred", show_duration(case.late_s)
+        text = (
+            f"It was due {ago} ago, and no worker could run it: {error}. The next try is at {at}."
+        )
+        yield Reason(cause, text, _DEFERRED[cause][1])
+    elif task.runs and error:
+        text = f"Attempt {task.runs} failed: {error}. Retry {task.runs} is due at {at}."
+        yield Reason("retry", text, f"To run it now: delaytasks reschedule {task.id} --delay 0")
+    else:
+        yield Reason("future", f"It is due at {at}, by the clock of the database.")
 
 
-# -- due ------------------------------------------------------------------------------------------
+def _unserved(case: _Case) -> Iterator[Reason]:
+    task = case.task
+    reason = unserved(task.queue, task.tag, case.workers, case.settings.namespace)
+    if reason is not None and reason.code != deferral_of(task.error):  # the row has told it
+        yield reason
 
 
-def _due(facts: Facts) -> Reason:
-    task, swept_s = facts.task, facts.swept_s
-    sentence = f"It is due since {show_duration(facts.late_s)}"
-    values = {
-        "due_time": task.due,
-        "late_s": facts.late_s,
-        "swept_s": None if swept_s is None else round(swept_s, 3),
-        "lapses": task.lapses,
-    }
-    lost = ""
+def _no_key(case: _Case) -> Iterator[Reason]:
+    body = case.task.body_json
+    name = name_in(body) if is_encrypted(body) else None
+    if name is None or name in names_of(case.settings.encryption_keys):
+        return
+    if deferral_of(case.task.error) != "no_key":
+        yield Reason(
+            "no_key_here",
+            f"Its body begins with {body[: len(PREFIX)]} and needs the key {name}, which "
+            "this process does not have.",
+            "Check that the workers have it (delaytasks_encryption_keys).",
+        )
+
+
+#: The rules that say what a task waits for. Without any reason of theirs, it is due.
+WAITING: Sequence[Callable[[_Case], Iterator[Reason]]] = (
+    _paused,
+    _limited,
+    _not_due,
+    _unserved,
+    _no_key,
+)
+
+
+def _due(case: _Case) -> Iterator[Reason]:
+    task, swept_s, settings = case.task, case.swept_s, case.settings
+    sentence, lost = f"It is due since {show_duration(case.late_s)}", ""
     if task.lapses:
         times = count(task.lapses, "time")
         lost = f"; {times} in a row the worker died or lost its lease while the task ran"
-    is_swept = swept_s is not None and swept_s <= facts.self_sweep_s
-    if is_swept or facts.late_s <= facts.grace_s:
-        return Reason("due", f"{sentence}, and a worker should take it soon{lost}.", "", values)
-    swept = "there was no sweep yet"
-    if swept_s is not None:
-        swept = f"the last sweep was {show_duration(swept_s)} ago"
-    sentence += f", and no sweep looks for overdue tasks: {swept}{lost}."
-    return Reason("no_sweep", sentence, "Check that beat and a worker run.", values)
+    is_swept = swept_s is not None and swept_s <= settings.self_sweep_s
+    if case.late_s > settings.grace_s:
+        if busy := all_busy(task.queue, case.workers, running_by_tag(case.store), case.now):
+            yield busy
+            return
+        if not is_swept:
+            swept = "there was no sweep yet"
+            if swept_s is not None:
+                swept = f"the last sweep was {show_duration(swept_s)} ago"
+            text = f"{sentence}, and no sweep looks for overdue tasks: {swept}{lost}."
+            yield Reason("no_sweep", text, "Check that beat and a worker run.")
+            return
+    yield Reason("due", f"{sentence}, and a worker should take it soon{lost}.")
 
 
-def _transport(facts: Facts) -> Iterator[Reason]:
-    broker, timer = facts.broker_error, facts.timer_error
-    if broker is not None:
+def _transport(case: _Case) -> Iterator[Reason]:
+    """Ask the broker and the timer, if the task waits for them now."""
+    settings, timer, horizon_s = case.settings, case.runtime.redis_timer, case.settings.horizon_s
+    is_due_soon = horizon_s is None or case.wait_s <= horizon_s
+    if case.task.status is Status.HELD or not (settings.uses_broker and is_due_soon):
+        return
+    limit_s = settings.publish_limit_s
+    error = broker_error(case.runtime.celery, limit_s)
+    if error is not None:
         yield Reason(
             "broker_down",
-            f"The broker does not answer: {broker}. Until it does, each worker reads the tasks of "
-            f"its own queues from the table, every {show_duration(facts.self_sweep_s)}.",
+            f"The broker does not answer: {error}. Until it does, each worker reads the tasks of "
+            f"its own queues from the table, every {show_duration(settings.self_sweep_s)}.",
             "Bring the broker back.",
-            {"error": broker},
         )
-    if timer is not None:
+    if timer is not None and timer.counts([case.task.queue]) is None:
         yield Reason(
             "timer_down",
-            f"The Redis of the timer does not answer: {timer}. Until it does, the sweep finds the "
-            "task when it is overdue.",
+            f"The Redis of the timer does not answer: no answer within {limit_s:g} s. Until it "
+            "does, the sweep finds the task when it is overdue.",
             "Bring this Redis back (delaytasks_timer).",
-            {"error": timer},
         )
 
 
-def _expired(facts: Facts) -> Iterator[Reason]:
-    max_late_s, due = facts.task.max_late_s, facts.task.due
-    if max_late_s is None or facts.late_s <= max_late_s:
-        return
-    yield Reason(
-        "expired",
-        f"It has expired: it may be {show_duration(max_late_s)} late. The worker that takes it "
-        "cancels it instead of running it.",
-        f"To run it nevertheless: delaytasks reschedule {facts.task.id} --delay 0",
-        {"max_late_s": max_late_s, "expired_at": due + timedelta(seconds=max_late_s)},
-    )
+def _expired(case: _Case) -> Iterator[Reason]:
+    max_late_s = case.task.max_late_s
+    if max_late_s is not None and case.late_s > max_late_s:
+        yield Reason(
+            "expired",
+            f"It has expired: it may be {show_duration(max_late_s)} late. The worker that takes it "
+            "cancels it instead of running it.",
+            f"To run it nevertheless: delaytasks reschedule {case.task.id} --delay 0",
+        )
 
 
-#: A clock offset up to this many seconds is not mentioned.
-CLOCK_TOLERANCE_S = 1.0
+# -- a task that runs or has ended ----------------------------------------------------------------
 
 
-def why(facts: Facts) -> list[Reason]:
-    """Return the reasons why the task has not run, the most important one first.
-
-    For a task that runs or has ended, the first reason is its status.
-    """
-    status = facts.task.status
-    if status in _ENDED:
-        reasons = [_ENDED[status](facts)]
-    elif status is Status.RUNNING:
-        reasons = [_running(facts)]
-    else:
-        reasons = [*why_waiting(facts), *_clock(facts)]
-    return [*reasons, *_recurring(facts)]
-
-
-# -- ended ----------------------------------------------------------------------------------------
-
-
-def _done(facts: Facts) -> Reason:
-    return Reason("done", f"It is done: it ran{_begun(facts.task)}.", "", _run(facts.task))
-
-
-def _failed(facts: Facts) -> Reason:
-    task, error = facts.task, last_line(facts.task.error)
-    times = f" after {count(task.runs, 'attempt')}" if task.runs > 1 else ""
-    at = "" if task.update_time is None else f" at {instant_text(task.update_time)}"
-    return Reason(
-        "failed",
-        f"It failed{times}{at}: {error}.",
-        f"To run it again: delaytasks rerun {task.id}",
-        {**_run(task), "error": error},
-    )
-
-
-def _cancelled(facts: Facts) -> Reason:
-    task, entry = facts.task, facts.cancelled_by
-    at, error = task.update_time, last_line(task.error)
-    by = f" by {entry.actor} (entry {entry.id} of the log)" if entry else ""
-    values = {"at": at, "actor": entry and entry.actor, "entry": entry and str(entry.id)}
-    return Reason(
-        "cancelled",
-        f"It was cancelled at {instant_text(at)}{by}{f': {error}' if error else ''}.",
-        f"To run it nevertheless: delaytasks rerun {task.id}",
-        {**values, "error": error or None},
-    )
-
-
-_ENDED = {Status.DONE: _done, Status.FAILED: _failed, Status.CANCELLED: _cancelled}
-
-
-# -- running --------------------------------------------------------------------------------------
-
-
-def _running(facts: Facts) -> Reason:
-    task, until = facts.task, facts.task.lease_until
-    is_asked = bool(task.cancel_request)
-    values = {**_run(task), "lease_until": until, "is_asked_to_stop": is_asked}
-    if until is not None and until < facts.now:
-        return Reason(
+def _running(case: _Case) -> Iterator[Reason]:
+    task, until = case.task, case.task.lease_until
+    end = "(unknown)" if until is None else show_instant(until)
+    if until is not None and until < case.now:
+        yield Reason(
             "lease_over",
-            f"The worker process {task.worker} died or lost its lease at {instant_text(until)}. "
+            f"The worker process {task.worker} died or lost its lease at {end}. "
             "The next sweep gives the task to another worker.",
-            "" if facts.swept_s is not None else "Check that beat or a worker runs.",
-            values,
+            "" if case.swept_s is not None else "Check that beat or a worker runs.",
         )
-    sentence = f"It runs{_begun(task)}; its lease lasts until {instant_text(until)}."
-    if is_asked:
-        return Reason("running", f"{sentence} A caller has asked it to stop.", "", values)
-    remedy = f"To ask it to stop: delaytasks cancel {task.id} --running"
-    return Reason("running", sentence, remedy, values)
+        return
+    sentence = f"It runs{_begun(task)}; its lease lasts until {end}."
+    if task.cancel_request:
+        yield Reason("running", f"{sentence} A caller has asked it to stop.")
+    else:
+        remedy = f"To ask it to stop: delaytasks cancel {task.id} --running"
+        yield Reason("running", sentence, remedy)
+
+
+def _done(case: _Case) -> Iterator[Reason]:
+    yield Reason("done", f"It is done: it ran{_begun(case.task)}.")
+
+
+def _failed(case: _Case) -> Iterator[Reason]:
+    task = case.task
+    times = f" after {count(task.runs, 'attempt')}" if task.runs > 1 else ""
+    text = f"It failed{times}{_at(task.update_time)}: {last_line(task.error)}."
+    yield Reason("failed", text, f"To run it again: delaytasks rerun {task.id}")
+
+
+def _cancelled(case: _Case) -> Iterator[Reason]:
+    task, entry = case.task, _cancelled_by(case)
+    by = "" if entry is None else f" by {entry.actor} (entry {entry.id} of the log)"
+    error = last_line(task.error)
+    yield Reason(
+        "cancelled",
+        f"It was cancelled{_at(task.update_time)}{by}{f': {error}' if error else ''}.",
+        f"To run it nevertheless: delaytasks rerun {task.id}",
+        "" if entry is None else entry.actor,
+    )
+
+
+_OF_STATUS = {
+    Status.RUNNING: _running,
+    Status.DONE: _done,
+    Status.FAILED: _failed,
+    Status.CANCELLED: _cancelled,
+}
+
+
+def _at(instant: datetime | None) -> str:
+    return "" if instant is None else f" at {show_instant(instant)}"
+
+
+def _cancelled_by(case: _Case) -> Any:
+    """Return the log entry of the action that has cancelled the task."""
+    task, a = case.task, case.store.schema.audit.c
+    if task.update_time is None:
+        return None
+    query = select(a.id, a.actor).order_by(a.id.desc())
+    if (task.cancel_request or ASKED) != ASKED:
+        return case.first(query.where(a.id == task.cancel_request))  # with other tasks
+    # By a person in the console. The ids of the entries contain their times, so the primary key
+    # leads to those of that time.
+    near = min(first_id(task.update_time), MAX_ID - IDS_AROUND)
+    is_mine = a.filter.contains(f'"id":"{task.id}"', autoescape=True)
+    is_near = a.id >= near - IDS_AROUND, a.id < near + IDS_AROUND
+    return case.first(query.where(*is_near, a.action == "cancel_task", a.changed > 0, is_mine))
 
 
 #: Why one or many runs began late, by the name of the `LateReason`.
@@ -501,73 +490,51 @@ LATE_BECAUSE = {
     "unknown": "a worker of a newer version noted a reason that this version does not know",
 }
 _BROUGHT = {
-    "entry": "",
     "drain": " (a drain of the queue found it)",
     "waitlist": " (it was in the waitlist of the tag)",
-    "unknown": "",
 }
 
 
-def _run(task: DelayedTask) -> dict[str, Any]:
-    began = task.execution_time
-    late_s = None if began is None else round((began - task.due).total_seconds(), 3)
-    values = {"worker": task.worker, "began": began, "late_s": late_s, "runs": task.runs}
-    return {**values, "late_start": _late_start(task)}
-
-
-def _late_start(task: DelayedTask) -> tuple[str, str] | None:
-    """Return what the end of the last run has noted; nothing is known of a task that runs."""
-    return None if task.status is Status.RUNNING else task.late_start
-
-
 def _begun(task: DelayedTask) -> str:
-    """Return where the task has begun and, if it was late, when."""
+    """Return where the task has begun and, if it was late, when and why."""
     began = task.execution_time
     where = f" on {task.worker}" if task.worker else ""
     if began is None or began <= task.due:
         return "" if began is None else where
     late = show_duration((began - task.due).total_seconds())
-    text = f"{where} since {instant_text(began)}, {late} after it was due"
-    if (noted := _late_start(task)) is None:
+    text = f"{where} since {show_instant(began)}, {late} after it was due"
+    # The end of a run notes the reason; nothing is known of a task that runs.
+    if task.status is Status.RUNNING or task.late_start is None:
         return text
-    brought_by, reason = noted
-    return f"{text}, because {LATE_BECAUSE[reason]}{_BROUGHT[brought_by]}"
+    brought_by, reason = task.late_start
+    return f"{text}, because {LATE_BECAUSE[reason]}{_BROUGHT.get(brought_by, '')}"
 
 
-# -- additional reasons ---------------------------------------------------------------------------
+# -- for each task --------------------------------------------------------------------------------
 
 
-def _clock(facts: Facts) -> Iterator[Reason]:
-    offset_s = facts.clock_offset_s
-    if abs(offset_s) > CLOCK_TOLERANCE_S:
-        ahead = "ahead of" if offset_s > 0 else "behind"
-        yield Reason(
-            "clock",
-            f"The clock of this machine is {show_duration(offset_s)} {ahead} the clock of the "
-            "database, which decides what is due.",
-            "Nothing has to be done for delaytasks; compare times with those of the database.",
-            {"offset_s": round(offset_s, 3)},
-        )
-
-
-def _recurring(facts: Facts) -> Iterator[Reason]:
-    schedule = facts.schedule
-    if schedule is None:
+def _recurring(case: _Case) -> Iterator[Reason]:
+    """Name the recurring schedule that has made the task."""
+    match = _RECURRING_KEY.fullmatch(case.task.key or "")
+    if match is None:
         return
-    next_at = "it has no further occurrence"
-    if schedule.is_paused:
-        next_at = "it is paused"
-    elif schedule.next_at is not None:
-        next_at = f"the next occurrence without a task is at {instant_text(schedule.next_at)}"
-    yield Reason(
-        "recurring",
-        f"It is a task of the recurring schedule {schedule.name} ({schedule.timing}); {next_at}.",
-        f"To see its next occurrences: delaytasks recurring list {quote(schedule.name)} --next 5",
-        schedule._asdict(),
-    )
+    r = case.store.schema.recurring.c
+    columns = r.name, r.timing, r.is_paused, r.next_at
+    found = case.first(select(*columns).where(r.name == match[1], r.tag == case.task.tag))
+    if found is None:
+        return
+    name, timing, is_paused, next_at = found
+    then = "it has no further occurrence"
+    if is_paused:
+        then = "it is paused"
+    elif next_at is not None:
+        then = f"the next occurrence without a task is at {show_instant(next_at)}"
+    text = f"It is a task of the recurring schedule {name} ({timing}); {then}."
+    remedy = f"To see its next occurrences: delaytasks recurring list {quote(name)} --next 5"
+    yield Reason("recurring", text, remedy, name)
 
 
-# -- Explain why the overdue tasks of a queue and a tag have not begun ----------------------------
+# -- why the overdue tasks of a queue and a tag have not begun ------------------------------------
 
 
 def why_late(
@@ -575,6 +542,8 @@ def why_late(
     workers: Sequence[RegisteredWorker],
     policies: Sequence[Policy],
     namespace: str,
+    running: Sequence[Running],
+    now: datetime,
 ) -> Reason:
     """Return the most important reason why the tasks of a queue and a tag have not begun."""
     queue, tag = late.queue, late.tag
@@ -582,11 +551,13 @@ def why_late(
     for policy in own:
         if policy.is_paused:
             return Reason("paused", f"The {policy.kind} {policy.name} is paused.")
-    no_worker = unserved(queue, tag, workers, namespace)
-    if no_worker is not None:
-        return no_worker
+    if reason := unserved(queue, tag, workers, namespace):
+        return reason
     if late.cause is not None:
-        return Reason(late.cause, _DEFERRED[late.cause][1].format(tag=tag, queue=queue))
+        fact, remedy = _DEFERRED[late.cause]
+        fact = fact.format(tag=tag)
+        return Reason(late.cause, f"{fact[0].upper()}{fact[1:]}.", remedy)
     if any(policy.kind == "tag" and policy.has_limits for policy in own):
         return Reason("limit", f"The tag {tag} has limits, and its tasks wait for each other.")
-    return Reason("due", "They wait for a worker of the queue to be free.")
+    busy = all_busy(queue, workers, running, now)
+    return busy or Reason("due", "They wait for a worker of the queue to be free.")

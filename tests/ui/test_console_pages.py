@@ -18,9 +18,9 @@ from delaytasks.console.viewers import Role
 from delaytasks.db.types import db_now_plus
 from delaytasks.model.clock import UTC
 from delaytasks.model.text import installed_version
-from delaytasks.operate.explanations import Explanations
 from delaytasks.operate.searches import SearchTimeoutError, error_matcher
 from delaytasks.operate.verdict import verdict_of
+from delaytasks.operate.why import why
 from delaytasks.runtime import runtime_of
 from tests.ui.console_site import Site, chart_titles, fill, make_delays, post
 from tests.world import RUNNING
@@ -311,23 +311,8 @@ def test_the_page_of_a_task_names_no_command_that_viewers_may_call_otherwise(sit
     client = site.client(Role.VIEW)
     for status in ("FAILED", "CANCELLED", "NOT_COMPLETE"):
         [task, *_] = site.delays.find(status=status).tasks
-        assert re.search(": delaytasks ", str(Explanations(runtime_of(site.delays)).of(task)))
+        assert re.search(": delaytasks ", why(runtime_of(site.delays), task)[0].text)
         assert not re.search(": delaytasks ", client.get(f"/tasks/{task.id}").text)
-
-
-def test_the_status_and_the_reason_of_a_task_are_of_the_same_read(
-    own_site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    task, explain = own_site.delays.find(status="NOT_COMPLETE").tasks[0], Explanations.of
-
-    def cancel_and_explain(*arguments: Any) -> Any:
-        own_site.delays.cancel(task.id)
-        return explain(*arguments)
-
-    monkeypatch.setattr(Explanations, "of", cancel_and_explain)
-    text = own_site.client().get(f"/tasks/{task.id}").text
-    assert heading(text) == f"cancelled {task.tag}"
-    assert "It was cancelled at " in text
 
 
 def test_a_task_that_moved_meanwhile_is_left_alone(own_site: Site) -> None:

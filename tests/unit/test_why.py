@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import closing
 from datetime import datetime, timedelta
@@ -186,16 +185,18 @@ def test_a_key_that_is_not_here_is_named(world: World) -> None:
     url = world.url.render_as_string()
     with closing(delays_on(url, tags="any", encryption_keys=[new_key()])) as with_key:
         sealed = with_key.schedule_delay(TAG, {}, 0, queue=QUEUE)
-        assert [reason.code for reason in explain(with_key, sealed).reasons] == ["due"]
+        assert [reason.code for reason in explain(with_key, sealed)] == ["due"]
         assert codes(world, sealed) == ["no_key_here"]
 
 
-@pytest.mark.parametrize(("ahead_s", "words"), [(30, "30s ahead of"), (-30, "30s behind")])
-def test_a_clock_that_differs_from_the_databases_is_named(
-    world: World, monkeypatch: pytest.MonkeyPatch, ahead_s: int, words: str
-) -> None:
-    task, time_ns = put(world), time.time_ns
-    monkeypatch.setattr(time, "time_ns", lambda: time_ns() + ahead_s * 10**9)
-    reasons = world.why(task)
-    assert [reason.code for reason in reasons] == ["due", "clock"]
-    assert words in reasons[1].text
+def test_tasks_that_occupy_all_processes_are_named(world: World) -> None:
+    task = put(world, expected_time=ago(world, minutes=1))
+    for _ in range(3):
+        hanging = world.put(Status.RUNNING, tag="hang", queue=QUEUE)
+        world.change(hanging, execution_time=ago(world, minutes=4))
+    world.store.workers.report(WORKER, [QUEUE], "prefork", 3, 0, [TAG], busy=2)
+    assert codes(world, task) == ["due"]
+    world.store.workers.report(WORKER, [QUEUE], "prefork", 3, 0, [TAG], busy=3)
+    says(world, task, "busy", "All 3 processes of", f"queue {QUEUE} are busy", "hang (3, the first")
+    [late] = world.state().late
+    assert (late.tag, late.reason.code) == (TAG, "busy")

@@ -32,8 +32,7 @@ from delaytasks.model.clock import Clock, monotonic, to_us
 from delaytasks.model.moves import Status
 from delaytasks.model.task import Entry
 from delaytasks.operate import bulk_calls
-from delaytasks.operate.explanations import Explanations
-from delaytasks.operate.why import Explanation
+from delaytasks.operate.why import Reason, why
 from delaytasks.run.runner import Runner
 from delaytasks.runtime import runtime_of
 from delaytasks.settings import load_settings
@@ -77,9 +76,9 @@ def run_now(delays: DelayTasks, task: DelayedTask) -> DelayedTask:
     return delays.get(task)
 
 
-def explain(delays: DelayTasks, task: DelayedTask | int) -> Explanation:
+def explain(delays: DelayTasks, task: DelayedTask | int) -> list[Reason]:
     """Return why a task has not run, as the command `show` and the console say it."""
-    return Explanations(runtime_of(delays)).of(task)
+    return why(runtime_of(delays), delays.get(task))
 
 
 def record_action(delays: DelayTasks, *words: Any, **options: Any) -> None:

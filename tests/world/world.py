@@ -32,7 +32,6 @@ from delaytasks.model.moves import SettlingMove
 from delaytasks.model.task import Attempt, Claimed, Entry, Recovered, Settlement
 from delaytasks.model.workers import ServiceTimes
 from delaytasks.operate import forecast
-from delaytasks.operate.explanations import Explanations
 from delaytasks.operate.live import LiveSnapshot, snapshot
 from delaytasks.operate.searches import Follower, limited_search
 from delaytasks.operate.state import DeploymentState, read_tables
@@ -389,7 +388,7 @@ class World:
 
     def why(self, task: DelayedTask) -> list[Reason]:
         """Return what the tables say of a task that has not run."""
-        return why(Explanations(self.runtime).facts(self.read(task)))
+        return why(self.runtime, self.read(task))
 
     def silence(self, seconds: float = 60, *names: str) -> None:
         """Let workers, or all of them, report nothing for a time."""

@@ -185,7 +185,7 @@ def test_show_begins_with_each_reason_and_its_remedy(shop: Project) -> None:
     assert said[2] == f"  → To resume it: delaytasks -A {shop.name} resume --tag ok"
     assert said[3].startswith("No live worker serves the queue default")
     paused, no_worker = shop.json("show", "--tag", "ok", "--key", "k1")["why"]
-    assert (paused["code"], paused["facts"]["actor"]) == ("paused", "ann")
+    assert (paused["code"], paused["name"]) == ("paused", "ok")
     assert no_worker["code"] == "no_worker"
 
 
