@@ -13,8 +13,13 @@ from delaytasks.console.viewers import Role
 from delaytasks.model.errors import DelayTaskError, InvalidInputError, TaskNotFoundError
 from delaytasks.model.policies import Policy
 from delaytasks.model.task import DelayedTask
-from delaytasks.recurring.definition import FIELDS, RecurringOptions, RecurringSchedule
-from delaytasks.recurring.timing import ANY_START, EVERY
+from delaytasks.recurring.definition import (
+    ANY_START,
+    EVERY,
+    FIELDS,
+    RecurringOptions,
+    RecurringSchedule,
+)
 
 # -- policies -------------------------------------------------------------------------------------
 
