@@ -110,7 +110,7 @@ _EVENTS_OF_LEVELS = {
         "celery_task.not_stored celery_task.not_published task.newer_body metrics.not_served"
     ),
     logging.INFO: (
-        "task.done task.brought_forward timer.up notices.up store.up "
+        "task.done timer.up notices.up store.up "
         "queue.unblocked policy.changed recurring.changed recurring.overlapped"
     ),
 }

@@ -22,7 +22,7 @@ ASKS = frozenset(
     (
         "insert cancel reschedule touch claim claim_due claim_alone claim_recovered unclaimed "
         "settle begin_sweep due_between mark_armed levels recover forget_armed "
-        "stale_sweep_partitions expire renew release bring_forward exist transaction"
+        "stale_sweep_partitions expire renew release exist transaction"
     ).split()
 )
 #: Steps that send commands to Redis, named by the first command of a pipeline.

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
-from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -37,7 +36,6 @@ from delaytasks.db.schema import (
     columns,
     hot_index,
     move_locked,
-    moved,
     next_version,
     one_more,
 )
@@ -50,11 +48,11 @@ from delaytasks.db.searching import (
 )
 from delaytasks.db.statements import Insert, task_of
 from delaytasks.db.task_rows import Attempts, TaskKeys
-from delaytasks.db.types import db_now, db_now_plus, is_narrow, is_past, is_rare, once, unindexed
+from delaytasks.db.types import db_now, db_now_plus, is_narrow, is_past, is_rare, unindexed
 from delaytasks.model.clock import to_us
-from delaytasks.model.moves import FINISHED, MOVES, Status, following
+from delaytasks.model.moves import FINISHED, MOVES, Status
 from delaytasks.model.task import Entry, Level, QueuePlace, Recovered
-from delaytasks.model.text import DEFERRALS, count, installed_version, is_deferred_until
+from delaytasks.model.text import count, installed_version
 from delaytasks.model.workers import NO_OUTAGES, PREFORK, LostWorker, RegisteredWorker, ServiceTimes
 
 # -- Recovers rows whose worker died, or lost its lease, while they ran ---------------------------
@@ -391,8 +389,6 @@ def _published(tags: Collection[str] | None) -> str | None:
 
 # -- The sweeps -----------------------------------------------------------------------------------
 
-#: Deferred rows that one transaction brings forward.
-DEFERRED_BATCH_ROWS = 500
 #: Spreads ids over the sweep partitions, since the ids of one producer differ mostly in their low
 #: bits.
 _PARTITION_PRIME = 1_000_003
@@ -595,64 +591,6 @@ class SweepQueries:
             return purged
 
         return self._db.transaction(work)
-
-    # -- deferred rows -----------------------------------------------------------------------------
-
-    # Rows that were deferred because no worker had a processor for their tag, or the key of their
-    # body. A worker that has the processor brings them forward. If no worker has the key, they are
-    # deferred again.
-
-    def bring_forward(
-        self, tags: Sequence[str], queues: Sequence[str] | None, within_s: float
-    ) -> list[Entry]:
-        """Make deferred rows of these tags and queues due now, and return them.
-
-        Rows that are next tried within `within_s` seconds are considered. `queues` is None for all
-        queues. A row that was rescheduled or touched meanwhile keeps the due time of that call.
-        """
-        t, brought = self._t, list[Entry]()
-        query = self._deferred(tags, queues, within_s)
-        # A touch may have made the task due later than now.
-        due = case((t.c.due_time > db_now(), t.c.due_time), else_=db_now())
-        change = update(t).values(moved(t, "reschedule", expected_time=due))
-
-        def step(on: Any, since: Any) -> tuple[list[Entry], Any]:
-            """Bring a batch forward. Return its entries, and where the next one starts."""
-            rows = on.execute(query.where(t.c.expected_time > since)).all()
-            found = [row for row in rows if is_deferred_until(row.error_stack, row.expected_time)]
-            if found:
-                move_locked(on, change, [row.id for row in found], "deferred rows")
-                now = on.execute(select(db_now())).scalar_one()
-            entries = [
-                Entry(
-                    *(row.id, following(row.version), to_us(max(now, row.due_time or now))),
-                    *(row.queue, row.priority),
-                )
-                for row in found
-            ]
-            return entries, rows[-1].expected_time if len(rows) == DEFERRED_BATCH_ROWS else None
-
-        since: Any = once(db_now())
-        while since is not None:
-            entries, since = self._db.transaction(partial(step, since=since))
-            brought += entries
-        return brought
-
-    def _deferred(
-        self, tags: Sequence[str], queues: Sequence[str] | None, within_s: float
-    ) -> Select[Any]:
-        """Return the query that locks a batch of deferred rows, in the order of their tries."""
-        t = self._t.c
-        is_why = or_(*map(t.error_stack.startswith, DEFERRALS.values()))
-        query = (
-            select(t.id, t.version, t.expected_time, t.queue, t.priority, t.error_stack, t.due_time)
-            .where(unindexed(t.status) == int(Status.NOT_COMPLETE), is_why, t.tag.in_(tags))
-            .where(t.expected_time <= once(db_now_plus(within_s)))
-            .order_by(t.expected_time)
-            .limit(DEFERRED_BATCH_ROWS)
-            .with_for_update(skip_locked=True)
-        )
-        return query if queues is None else query.where(t.queue.in_(queues))
 
     # -- due schedules -----------------------------------------------------------------------------
 

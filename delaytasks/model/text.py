@@ -45,11 +45,6 @@ def defer_until(why: str, due: datetime) -> str:
     return f"{why}; next try at {due.isoformat()}"
 
 
-def is_deferred_until(text: str, due: datetime) -> bool:
-    """Return whether an error text was written by the deferral until `due`."""
-    return text.endswith(defer_until("", due))
-
-
 def traceback_text(error: BaseException, max_bytes: int) -> str:
     """Return the traceback from the processor's frame on, even if `str(error)` fails."""
     frames = error.__traceback__

@@ -24,7 +24,7 @@ from delaytasks.model.clock import from_us, monotonic
 from delaytasks.model.inputs import ALL_QUEUES
 from delaytasks.model.policies import Policies, Stamp
 from delaytasks.model.task import Entry, Level, QueuePlace, Recovered
-from delaytasks.model.text import DEFER_MAX_S, some_values
+from delaytasks.model.text import some_values
 from delaytasks.model.workers import one_more_worker
 
 if TYPE_CHECKING:
@@ -398,7 +398,6 @@ class SweepLoop:
         self._losses = self._forgotten = 0
         self._has_followed = False
         self._started_at = monotonic()
-        self._workers: set[tuple[str, object]] | None = None
         self._polls_table = worker.polls_table and not settings.uses_broker
         #: Without a broker no message can request a sweep, so none is waited for.
         self._patience_s = settings.sweep_s if self._polls_table else settings.self_sweep_s
@@ -408,7 +407,7 @@ class SweepLoop:
         self._rest_s = min(settings.sweep_s, SWEEP_LOOP_REST_S)
         self._stages = Stages(
             self._events,
-            ("others", settings.sweep_s, self._look_at_workers),
+            ("timer", settings.sweep_s, worker.check_timer),
             ("own queues", settings.sweep_s - self._rest_s, self._drain_with_broker),
             ("forget", 0, self._forget_armed_rows),
             ("requested", 0, self._sweep_requested),
@@ -472,28 +471,6 @@ class SweepLoop:
         if not has_reported:
             contact.mark_failed()
         return has_reported
-
-    def _look_at_workers(self) -> None:
-        """Read which workers are alive, and let a timer that is down try its server."""
-        self._worker.check_timer()
-        workers = {(worker["name"], worker["started_at"]) for worker in self._store.workers.all()}
-        if workers != self._workers:
-            # A worker that begins, or that is left alone, may be the first one that knows a tag.
-            self._bring_forward()
-            self._workers = workers
-
-    def _bring_forward(self) -> None:
-        """Bring forward the rows that other workers deferred, and that this one can run."""
-        served = self._processes.queues
-        queues = None if ALL_QUEUES in served else served
-        keeps_all = self._processes.keeps_time_limits
-        tags = [
-            each.tag for each in self._runtime.registry if keeps_all or not each.has_time_limits
-        ]
-        entries = self._store.sweeps.bring_forward(tags, queues, DEFER_MAX_S)
-        if entries:
-            self._events.emit("task.brought_forward", count=len(entries))
-            self._runtime.timer.arm(entries)
 
     def _forget_armed_rows(self) -> None:
         losses = self._losses  # first, since the broker may fail again meanwhile

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from delaytasks import DelayedTask, DuplicateTaskError, Retry, RetrySchedule, Snooze, Status
-from tests.world import LeaseEndsError, MainProcess, MakeWorld, World
+from tests.world import LeaseEndsError, MakeWorld, World
 
 
 def defer(world: World, count: int = 1, tag: str = "new", **options: Any) -> list[DelayedTask]:
@@ -31,52 +31,28 @@ def run_when_due(world: World, task: DelayedTask) -> DelayedTask:
     return world.read(task)
 
 
-# Workers bring forward the rows that other workers deferred
-
-
-def test_a_worker_with_the_processor_brings_deferred_rows_forward(world: World) -> None:
-    tasks, other = defer(world, 3), defer(world, 1, queue="other")
-    assert world.bring_forward("another") == world.bring_forward("new", queues=["third"]) == []
-    assert sorted(world.bring_forward("another", "new")) == [task.id for task in tasks]
-    assert world.bring_forward("new", queues=None) == [other[0].id], "it serves all queues"
-    assert all(world.read(task).expected_time < task.expected_time for task in tasks)
-    assert [world.read(task).due for task in tasks] == [task.due for task in tasks]
+def test_a_deferred_task_runs_at_its_next_try_on_a_worker_with_the_processor(world: World) -> None:
+    tasks = defer(world, 3)
     world.delays.processor("new")(world.notes.append)
+    done = [run_when_due(world, task) for task in tasks]
+    assert [(task.status, task.due) for task in done] == [(Status.DONE, task.due) for task in tasks]
+    assert world.notes == [0, 1, 2]
+
+
+def test_a_call_for_all_tasks_of_the_tag_runs_deferred_ones_immediately(world: World) -> None:
+    tasks = defer(world, 3)
+    world.delays.processor("new")(world.notes.append)
+    world.delays.bulk.reschedule(at=world.now(), tag="new")
     world.deliver()
-    assert sorted(world.notes) == [0, 0, 1, 2]
-    assert world.statuses(tasks + other) == ["DONE"] * 4
-    assert world.bring_forward("new", queues=None) == []
+    assert world.statuses(tasks) == ["DONE"] * 3
 
 
-def test_rows_that_wait_for_their_own_due_time_are_not_brought_forward(world: World) -> None:
-    near = world.schedule("new", delay=60)
-    [moved, touched, locked, stays] = defer(world, 4)
-    world.delays.reschedule(moved, 60)
-    world.delays.touch(touched, 60)
-    own = {task.id: world.read(task).expected_time for task in (near, moved, touched)}
-    with world.locked(locked):
-        if world.has_row_locks:
-            assert world.bring_forward("new") == [stays.id]
-    world.bring_forward("new")
-    assert world.read(locked).expected_time < locked.expected_time
-    assert {id: world.read(id).expected_time for id in own} == own
-
-
-def test_a_retried_task_waits_for_its_retry_delay_whatever_its_error_text_is(world: World) -> None:
-    def fail(body: Any) -> None:
-        raise ValueError("no such processor, tag=new; next try at 2026")
-
-    world.delays.processor("new", retries="5m")(fail)
-    world.run(task := world.schedule("new"))
-    assert world.read(task).runs == 1
-    assert world.bring_forward("new") == []
-
-
-def test_deferred_rows_of_several_batches_are_all_brought_forward(world: World) -> None:
-    world.lower(rows_brought_forward=7)
-    tasks = defer(world, 30)
-    world.delays.reschedule(tasks.pop(6), 30)
-    assert sorted(world.bring_forward("new")) == [task.id for task in tasks]
+def test_a_touch_is_kept_beside_a_later_next_try(world: World, overdue: DelayedTask) -> None:
+    assert world.delays.touch(overdue, 180)
+    touched = world.read(overdue)
+    assert overdue.due < touched.due < touched.expected_time == overdue.expected_time
+    assert world.delays.touch(overdue, 60)
+    assert world.read(overdue).due == touched.due, "never earlier"
 
 
 def test_the_error_of_a_row_says_when_it_is_tried_again(world: World) -> None:
@@ -85,18 +61,6 @@ def test_the_error_of_a_row_says_when_it_is_tried_again(world: World) -> None:
     assert task.error is not None
     at = datetime.fromisoformat(task.error.rpartition("next try at ")[2])
     assert at == task.expected_time > began + timedelta(seconds=4)
-
-
-def test_only_a_worker_that_enforces_time_limits_brings_their_tasks_forward(world: World) -> None:
-    world.worker(keeps_time_limits=False)
-    world.delays.processor("slow", time_limit=5)(world.notes.append)
-    [task] = defer(world, tag="slow")
-    main = MainProcess(world)
-    for keeps_time_limits in (False, True):
-        main.processes.keeps_time_limits = keeps_time_limits
-        main.bring_forward()
-        assert (world.read(task).version > task.version) is keeps_time_limits
-    assert (world.read(task).due, world.count("task.brought_forward")) == (task.due, 1)
 
 
 # A task that waits for its processor keeps its due time: `max_late` and lateness count from it
@@ -206,18 +170,6 @@ def overdue(world: World) -> DelayedTask:
     """A task that was due an hour ago, and whose next try is in six minutes."""
     world.run(task := world.put(due_s=-3600, tag="new"))
     return world.read(task)
-
-
-def test_a_touch_is_kept_when_the_task_comes_forward(world: World, overdue: DelayedTask) -> None:
-    assert world.delays.touch(overdue, 180)
-    touched = world.read(overdue)
-    assert overdue.due < touched.due < touched.expected_time == overdue.expected_time
-    assert world.delays.touch(overdue, 60)
-    assert world.read(overdue).due == touched.due, "never earlier"
-    assert world.bring_forward("new") == [overdue.id]
-    moved = world.read(overdue)
-    assert moved.expected_time == moved.due == touched.due, "it must not run before that"
-    assert not world.deliver()
 
 
 def test_a_task_is_overdue_though_its_next_try_is_later(world: World, overdue: DelayedTask) -> None:

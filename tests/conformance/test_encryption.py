@@ -193,15 +193,6 @@ def test_without_the_key_a_task_is_deferred_and_does_not_fail(open_with: Open) -
         world.advance(1)
 
 
-def test_a_worker_with_the_key_brings_forward_tasks_that_others_deferred(open_with: Open) -> None:
-    others, rotated = open_with(OLD), open_with(OLD, NEW)
-    task = open_with(NEW).schedule(body=BODY)
-    others.run(task)
-    assert rotated.bring_forward("note") == [task.id]
-    rotated.deliver()
-    assert (others.notes, rotated.notes) == ([], [BODY])
-
-
 def test_an_unreadable_body_does_not_prevent_other_rows_from_running(open_with: Open) -> None:
     others, world = open_with(OLD), open_with(NEW)
     takes = world.delays.processor("batch", batch=10)

@@ -186,7 +186,6 @@ def test_a_worker_runs_sweeps_and_purges(role_tables: RoleTables) -> None:
     for _ in range(3):
         assert runtime_of(delays).sweeper.sweep(0)
         runner_of(delays).run_due("default", [0], 50)
-    store.sweeps.bring_forward(["nobody"], ["default"], 600)
     store.leases.renew(["w1/1"], runtime_of(delays).clock.now())
     store.leases.release(["w1/1"], 5)
     store.workers.expire(0)

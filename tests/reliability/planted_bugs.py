@@ -63,7 +63,6 @@ VERBS: dict[str, tuple[Any, str]] = {
     "give back": (Chunk, "give_back"),
     "settle": (Claims, "settle"),
     "complete": (Claims, "complete"),
-    "bring forward": (SweepQueries, "bring_forward"),
     "renew": (Leases, "renew"),
     "tell of a renewal": (WorkerMemory, "record_renewal"),
     "release": (Leases, "release"),
@@ -168,7 +167,6 @@ def bug(verb: str, *found: str, on: str = "sqlite") -> Callable[[Callable[..., A
 for _name, _verb, _answer, *_found in [
     ("acknowledged_before_it_is_written", "insert", True, "lost"),
     ("a_timeout_is_not_postponed", "touch", True, "conformance/deferrals"),
-    ("deferred_rows_wait_for_their_next_try", "bring forward", [], "conformance/deferrals"),
     ("leases_are_not_renewed", "renew", 0, "duplicated"),
     ("lost_leases_are_not_found", "recover", Recovered(0, []), "stuck"),
     ("a_completed_task_runs_again", "complete", True, "conformance/outcomes"),

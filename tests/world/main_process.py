@@ -169,10 +169,6 @@ class MainProcess:
         """Start to drain a queue."""
         self.dispatcher.start_drain(queue, priorities or [0])
 
-    def bring_forward(self) -> None:
-        """Arm what others deferred, as the worker does when it starts or other workers change."""
-        self.runtime.sweep_loop._bring_forward()
-
     def end(self, rows: int = 10, row_s: float = 0.001, **report: Any) -> ChunkRequest:
         """End the oldest chunk, of which that many rows ran in that time each."""
         seconds = rows * row_s

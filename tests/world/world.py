@@ -58,7 +58,6 @@ NASTY = (
 )
 #: The limits that `World.lower` lowers, and their names in the code of today.
 LIMITS = {
-    "rows_brought_forward": "db.sweep_queries.DEFERRED_BATCH_ROWS",
     "changes_of_a_read": "operate.searches.MOST_CHANGES",
     "tasks_counted_exactly": "operate.forecast.MAX_EXACT",
     "tasks_counted": "operate.forecast.MAX_COUNTED",
@@ -98,7 +97,6 @@ STAGES = {
     "unserved": "store.sweeps.next_queues",
     "purge": "store.sweeps.purge",
     "audit": "store.bulk.audit.purge",
-    "others": "store.workers.all",
     "report": "store.workers.report",
     "sign off": "store.workers.remove",
     "own queues": "store.sweeps.levels",
@@ -320,13 +318,6 @@ class World:
     def visit_waitlists(self, queue: str = "default") -> list[str]:
         """Return the tags of the waitlists that a drain of the queue visits next."""
         return sorted(tag for _, tag in self.store.paused_rows.waitlists_in(queue))
-
-    def bring_forward(self, *tags: str, queues: Sequence[str] | None = ("default",)) -> list[int]:
-        """Arm the tasks that others deferred, as a worker with these processors does; return
-        their ids."""
-        brought = self.store.sweeps.bring_forward(tags, queues, 600)
-        self.broker.arm(brought)
-        return [entry.id for entry in brought]
 
     def serve(
         self,
