@@ -65,7 +65,7 @@ def conditions(tasks: Table, where: Filter, can: Capabilities) -> list[ColumnEle
         # Not LIKE, which ignores case in SQLite.
         found.append(func.substr(t.task_key, 1, len(where.key_prefix)) == where.key_prefix)
     if where.error is not None:
-        found.append(t.error_stack.like(_like(where.error), escape=_ESCAPE))
+        found.append(t.error_stack.ilike(_like(where.error), escape=_ESCAPE))
     if where.meta is not None:
         found += _has_pairs(tasks.c.meta, where.meta, can)
     return found

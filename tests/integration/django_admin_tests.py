@@ -101,7 +101,7 @@ def act(
     if asked.status_code == 302:
         return "", message_of(client)
     question = text_of(asked)
-    hidden = re.findall(r'<input type="(?:hidden|text)" name="(\w+)" value="([^"]*)"', question)
+    hidden = re.findall(r'<input type="hidden" name="(\w+)" value="([^"]*)"', question)
     answers: dict[str, list[str]] = {}
     for name, value in hidden:
         answers.setdefault(name, []).append(value)
@@ -116,10 +116,14 @@ def message_of(client: Client) -> str:
     return re.sub(r"<[^>]*>", "", found[1]).strip()
 
 
-def confirm(client: Client, task: DelayedTask, version: str) -> Any:
-    """Answer the question about a cancellation at once."""
-    answer = {"action": "cancel_tasks", "_selected_action": task.id, "is_confirmed": "yes"}
-    return client.post(TASKS, {**answer, "version": version})
+def confirm(client: Client, task: DelayedTask, asked_at: str) -> Any:
+    """Answer the question about a cancellation."""
+    answer = {"action": "cancel", "_selected_action": task.id, "asked_at": asked_at}
+    return client.post(TASKS, answer)
+
+
+def now() -> str:
+    return runtime_of(delays).store.database.now().isoformat()
 
 
 def status(task: DelayedTask) -> Status:
@@ -146,11 +150,11 @@ def test_a_user_with_only_the_view_permission_sees_no_content_and_no_actions() -
     for page in (TASKS, f"{TASKS}{task.id}/change/"):
         shown = text_of(viewer().get(page))
         assert "mail" in shown
-        assert "cancel_tasks" not in shown
+        assert 'value="cancel"' not in shown
         assert "4711" not in shown
         assert "acme" not in shown
-        assert "cancel_tasks" in text_of(operator().get(page))
-    confirm(viewer(), task, f"{task.id}:{task.version}")
+        assert 'value="cancel"' in text_of(operator().get(page))
+    confirm(viewer(), task, now())
     assert status(task) is Status.NOT_COMPLETE
     assert user().get(TASKS).status_code == 403
 
@@ -201,22 +205,22 @@ def test_each_page_begins_after_the_one_before(monkeypatch: pytest.MonkeyPatch) 
 def test_selected_tasks_are_counted_before_an_action_and_audited_after_it() -> None:
     waits, ended = (delays.schedule_delay("mail", {}, 3600) for _ in range(2))
     delays.cancel(ended)
-    question, message = act(operator(), "cancel_tasks", waits, ended)
+    question, message = act(operator(), "cancel", waits, ended)
     assert "Cancel: 1 task<" in question
     assert "1 of the selected tasks will not change" in question
-    assert "1 task is cancelled." in message
+    assert "1 task was cancelled." in message
     assert status(waits) is Status.CANCELLED
     [entry] = delays.bulk.log()
-    assert (entry.action, entry.filter["ids"]) == ("cancel_tasks", [waits.id])
+    assert (entry.action, entry.filter["ids"]) == ("cancel", [str(waits.id)])
     moved = delays.schedule_delay("mail", {}, 3600)
-    act(operator(), "reschedule_tasks", moved, delay="2h")
+    act(operator(), "reschedule", moved, delay="2h")
     due_in = delays.get(moved).due - runtime_of(delays).clock.now()
     assert abs(due_in - timedelta(hours=2)) < timedelta(seconds=30)
 
 
 def test_a_selected_text_that_is_no_id_is_refused() -> None:
     client = operator()
-    answer = client.post(TASKS, {"action": "cancel_tasks", "_selected_action": "x", "index": "0"})
+    answer = client.post(TASKS, {"action": "cancel", "_selected_action": "x", "index": "0"})
     assert answer.status_code == 302
     assert "Id is an integer" in message_of(client)
 
@@ -225,26 +229,26 @@ def test_ended_tasks_run_again_from_their_page() -> None:
     client, task = operator(), delays.schedule_delay("mail", {}, 3600)
     delays.cancel(task)
     page = text_of(client.get(f"{TASKS}{task.id}/change/"))
-    assert re.findall(r'name="action" value="(\w+)"', page) == ["rerun_tasks"]
-    act(client, "rerun_tasks", task)
+    assert re.findall(r'name="action" value="(\w+)"', page) == ["rerun"]
+    act(client, "rerun", task)
     assert status(task) is Status.NOT_COMPLETE
-    assert "Run again." in text_of(client.get(f"{TASKS}{task.id}/history/"))
 
 
 def test_a_task_that_moved_after_the_question_is_left_as_it_is() -> None:
     client, task = operator(), delays.schedule_delay("mail", {}, 3600)
-    version = f"{task.id}:{task.version}"
+    asked_at = now()
     delays.reschedule(task, 7200)
-    confirm(client, task, version)
-    assert "0 tasks are cancelled. 1 refused" in message_of(client)
+    confirm(client, task, asked_at)
+    assert "0 tasks were cancelled. 1 moved in the meantime" in message_of(client)
     assert status(task) is Status.NOT_COMPLETE
 
 
 def test_wrong_answers_change_nothing() -> None:
     client, task = operator(), delays.schedule_delay("mail", {}, 3600)
-    assert "Delay is a duration" in act(client, "reschedule_tasks", task, delay="soon")[1]
-    for version in ("x", "1", f"{task.id}:-1", f"{task.id}:²"):
-        assert confirm(client, task, version).status_code == 302
+    assert "Delay is a duration" in act(client, "reschedule", task, delay="soon")[1]
+    assert "Give a delay" in act(client, "reschedule", task)[1]
+    for asked_at in ("", "x", "1"):
+        assert confirm(client, task, asked_at).status_code == 302
     assert client.get(f"{TASKS}x/change/").status_code == 302
     assert delays.get(task).version == 0
 

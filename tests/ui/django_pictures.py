@@ -80,7 +80,7 @@ def _draw_pages(address: str, session: str, failed: int) -> None:
         page.goto(f"{pages}delaytaskrow/?tag=order.close")
         draw_page(page, FOLDER / "tasks.png", 800)
         page.check("#action-toggle")
-        page.select_option("select[name=action]", "reschedule_tasks")
+        page.select_option("select[name=action]", "reschedule")
         page.click("div.actions button[type=submit]")
         draw_page(page, FOLDER / "confirm.png", 800)
         page.goto(f"{pages}delaytaskrow/{failed}/change/")

@@ -1,16 +1,16 @@
 """Delayed tasks in Django's admin: a list, the page of a task, and three actions.
 
 The pages use Django's classes for their looks only. The tasks come from `find`, whose cursor is a
-position in an index, and the actions call the public functions with the version that the user saw.
-The mounted console has the rest: policies, schedules, bulk actions, statistics.
+position in an index, and the actions are those operations of the table that change many tasks. The
+mounted console has the rest: policies, schedules, statistics.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 from django.contrib import admin, messages
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
@@ -20,23 +20,19 @@ from django.db import transaction
 from django.template.defaultfilters import date as date_text
 from django.template.response import TemplateResponse
 from django.utils.html import format_html, format_html_join
-from django.utils.timezone import localtime
+from django.utils.timezone import get_current_timezone, localtime
 
 from delaytasks.contrib.django.instance import project_delays
 from delaytasks.contrib.django.models import DelayTaskRow
-from delaytasks.model.errors import (
-    DelayTaskError,
-    InvalidInputError,
-    TaskNotFoundError,
-    TaskStateError,
-)
-from delaytasks.model.inputs import ACTOR_LENGTH, check_id, parse_duration, show_from_now
+from delaytasks.model.errors import DelayTaskError, InvalidInputError, TaskNotFoundError
+from delaytasks.model.filters import MAX_IDS
+from delaytasks.model.inputs import ACTOR_LENGTH, check_id, parse_instant, show_from_now
 from delaytasks.model.moves import MOVES, Status
 from delaytasks.model.task import Attempt, DelayedTask, Page
 from delaytasks.model.text import count, last_line, one_line
-from delaytasks.operate.bulk_calls import record_action
-from delaytasks.operate.searches import find_by_error
-from delaytasks.operate.single_tasks import pretty_body, pretty_result
+from delaytasks.operate.operations import IF_VERSION, OPERATIONS, RUNNING, Operation
+from delaytasks.operate.searches import SearchTimeoutError, error_filter
+from delaytasks.operate.single_tasks import find_tasks, pretty_body, pretty_result
 from delaytasks.runtime import runtime_of
 
 __all__ = ["DelayTaskRowAdmin"]
@@ -45,6 +41,8 @@ __all__ = ["DelayTaskRowAdmin"]
 CURSOR = "cursor"
 NOTHING_SHOWN = "–"
 ERROR_LENGTH = 120
+#: Seconds after which a search ends, since the error text has no index.
+SEARCH_S = 5.0
 
 
 def row_of(task: DelayedTask) -> DelayTaskRow:
@@ -94,7 +92,8 @@ class TaskList(ChangeList):
     def get_results(self, request: Any) -> None:
         try:
             page = self._page(request.GET.get(CURSOR) or None)
-        except InvalidInputError as error:
+        except (InvalidInputError, SearchTimeoutError) as error:
+            messages.error(request, str(error))
             raise IncorrectLookupParameters(str(error)) from error
         self.result_list = [row_of(task) for task in page]
         self.result_count = len(self.result_list)
@@ -105,14 +104,14 @@ class TaskList(ChangeList):
 
     def _page(self, cursor: str | None) -> Page:
         """Find the text in the search field: an id, a key, or else a part of the error text."""
-        find_tasks, text = project_delays().find, self.query.strip()
+        text, size = self.query.strip(), self.list_per_page
         values = {spec.parameter_name: spec.value() for spec in self.filter_specs}
         filters = {name: value for name, value in values.items() if value}
         is_newest_first = "asc" not in self.get_ordering_field_columns().values()
 
         def find(**more: Any) -> Page:
-            size = {"limit": self.list_per_page, "newest_first": is_newest_first}
-            return find_tasks(**filters, cursor=cursor, **size, **more)
+            where, of = cast(Any, {**filters, **more}), runtime_of(project_delays())
+            return find_tasks(of, where, cursor, size, is_newest_first, None, SEARCH_S)
 
         if not text:
             return find()
@@ -120,119 +119,82 @@ class TaskList(ChangeList):
             with suppress(InvalidInputError):  # no id, or too long for a key
                 if (found := find(**names_task)).tasks:
                     return found
-        return find_by_error(
-            find_tasks, filters, text, cursor, is_newest_first, self.list_per_page
-        )[0]
+        return find(status=filters.get("status", Status.FAILED), error=error_filter(text))
 
 
 # -- act ------------------------------------------------------------------------------------------
 
-
-class TaskAction(NamedTuple):
-    """An action on selected tasks."""
-
-    #: The move of `model/moves.py`, which has the name of the method of `DelayTasks`.
-    move: str
-    words: str
-    done: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.move}_tasks"
-
-    @property
-    def sources(self) -> str:
-        return " or ".join(sorted(each.name for each in MOVES[self.move].sources))
-
-    def can_move(self, task: DelayedTask) -> bool:
-        return task.status in MOVES[self.move].sources
+#: The operations on many tasks, as actions on those that are selected.
+ACTIONS = [each for each in OPERATIONS.values() if each.bulk is not None]
 
 
-TASK_ACTIONS = (
-    TaskAction("cancel", "Cancel", "cancelled"),
-    TaskAction("reschedule", "Reschedule", "rescheduled"),
-    TaskAction("rerun", "Run again", "waiting again"),
-)
+def _can_move(operation: Operation, task: DelayedTask) -> bool:
+    return task.status in MOVES[operation.name].sources
 
 
-def _admin_action(which: TaskAction) -> Callable[..., Any]:
+def _admin_action(operation: Operation) -> Callable[..., Any]:
     """Return the function that Django's admin calls for an action."""
+    description = f"{operation.name.capitalize()} selected tasks"
 
-    @admin.action(description=f"{which.words} selected tasks", permissions=["operate"])
+    @admin.action(description=description, permissions=["operate"])
     def act(model_admin: Any, request: Any, queryset: Any) -> Any:
-        step = _move_tasks if request.POST.get("is_confirmed") == "yes" else _question
+        step = _perform if "asked_at" in request.POST else _question
         try:
-            return step(model_admin, request, which)
+            return step(model_admin, request, operation)
         except DelayTaskError as error:
             model_admin.message_user(request, str(error), messages.ERROR)
             return None
 
-    act.__name__ = which.name
+    act.__name__ = operation.name
     decorated: Callable[..., Any] = act
     return decorated
 
 
-def _question(model_admin: Any, request: Any, which: TaskAction) -> Any:
+def _question(model_admin: Any, request: Any, operation: Operation) -> Any:
     """Return the page that shows which of the selected tasks would change."""
-    selected = dict.fromkeys(request.POST.getlist(ACTION_CHECKBOX_NAME))
-    tasks = [project_delays().get(check_id(id)) for id in selected]
-    movable = [task for task in tasks if which.can_move(task)]
+    now = runtime_of(project_delays()).store.database.now()
+    selected = request.POST.getlist(ACTION_CHECKBOX_NAME)
+    tasks = project_delays().find(ids=selected, limit=MAX_IDS)
+    movable = [task for task in tasks if _can_move(operation, task)]
     if not movable:
-        raise InvalidInputError(f"{which.words}: no selected task is {which.sources}", "status")
+        sources = " or ".join(sorted(each.name for each in MOVES[operation.name].sources))
+        raise InvalidInputError(f"{operation.name}: no selected task is {sources}", "status")
+    fields = (*operation.parameters, *operation.only_bulk)
     context = {
         **model_admin.admin_site.each_context(request),
         "opts": model_admin.opts,
         "media": model_admin.media,
-        "title": which.words,
-        "which": which,
+        "title": operation.name.capitalize(),
+        "operation": operation,
+        "fields": [each for each in fields if each not in _NOT_ASKED],
         "checkbox": ACTION_CHECKBOX_NAME,
+        "asked_at": now.isoformat(),
         "tasks": movable,
         "left": len(tasks) - len(movable),
     }
     return TemplateResponse(request, "admin/delaytasks/delaytaskrow/confirm.html", context)
 
 
-def _move_tasks(model_admin: Any, request: Any, which: TaskAction) -> Any:
-    """Move the tasks that still have the versions that the user saw."""
-    delay_s = parse_duration(request.POST.get("delay", "0")).total_seconds()
-    changed, refused = list[int](), list[str]()
-    for id, version in _versions(request.POST.getlist("version")):
-        try:
-            _move(which, id, version, delay_s)
-        except TaskStateError as error:
-            refused.append(str(error))
-            continue
-        changed.append(id)
-        row = row_of(project_delays().get(id))
-        model_admin.log_change(request, row, f"{which.words}.")
-    what, actor = {"ids": changed, "refused": len(refused)}, request.user.get_username()
-    record_action(
-        runtime_of(project_delays()),
-        which.name,
-        what,
-        one_line(actor, ACTOR_LENGTH - 1),
-        is_refused=not changed,
+#: Parameters for one task only, and one that names other tasks than those selected.
+_NOT_ASKED = (IF_VERSION, RUNNING, *(each for each in OPERATIONS["rerun"].only_bulk))
+
+
+def _perform(model_admin: Any, request: Any, operation: Operation) -> None:
+    """Change the selected tasks that have not moved since the user saw them."""
+    assert operation.bulk is not None
+    result = operation.bulk(
+        project_delays(),
+        **operation.parse(request.POST.dict(), get_current_timezone()),
+        ids=request.POST.getlist(ACTION_CHECKBOX_NAME),
+        status=MOVES[operation.name].sources,
+        updated_until=parse_instant(request.POST["asked_at"]),
+        actor=one_line(request.user.get_username(), ACTOR_LENGTH - 1),
     )
-    text = f"{count(len(changed), 'task is', 'tasks are')} {which.done}."
-    if refused:
-        text += f" {len(refused)} refused: {refused[0]}"
-    model_admin.message_user(request, text, messages.WARNING if refused else messages.SUCCESS)
-
-
-def _move(which: TaskAction, id: int, version: int, delay_s: float) -> None:
-    delays = project_delays()
-    if which.move != "cancel":
-        getattr(delays, which.move)(id, delay_s, version=version)
-    elif (error := delays.cancel(id, version=version).error) is not None:
-        raise error
-
-
-def _versions(texts: Sequence[str]) -> Iterator[tuple[int, int]]:
-    for text in texts:
-        id, _, version = text.partition(":")
-        if not version.isdecimal():
-            raise InvalidInputError(f"{text!r:.40} is not a task and its version", "version")
-        yield check_id(id), int(version)
+    left = len(set(request.POST.getlist(ACTION_CHECKBOX_NAME))) - result.changed
+    text = f"{count(result.changed, 'task was', 'tasks were')} {operation.done}."
+    if left:
+        text += f" {left} moved in the meantime, and stayed as they are."
+    model_admin.message_user(request, text, messages.WARNING if left else messages.SUCCESS)
 
 
 # -- show -----------------------------------------------------------------------------------------
@@ -293,7 +255,7 @@ class DelayTaskRowAdmin(admin.ModelAdmin):
     search_fields = ("id",)
     search_help_text = "An id, a key, or a part of the error text (* stands for any text)"
     show_facets = admin.ShowFacets.NEVER
-    actions = [_admin_action(each) for each in TASK_ACTIONS]
+    actions = [_admin_action(each) for each in ACTIONS]
     change_list_template = "admin/delaytasks/delaytaskrow/change_list.html"
     change_form_template = "admin/delaytasks/delaytaskrow/change_form.html"
     fieldsets = (
@@ -349,9 +311,9 @@ class DelayTaskRowAdmin(admin.ModelAdmin):
     def change_view(
         self, request: Any, object_id: str, form_url: str = "", extra_context: Any = None
     ) -> Any:
-        row, actions = self.get_object(request, object_id), list[TaskAction]()
+        row, actions = self.get_object(request, object_id), list[str]()
         if row is not None and self.has_operate_permission(request):
-            actions = [each for each in TASK_ACTIONS if each.can_move(row.task)]
+            actions = [each.name for each in ACTIONS if _can_move(each, row.task)]
         return super().change_view(
             request, object_id, form_url, {**(extra_context or {}), "task_actions": actions}
         )

@@ -238,7 +238,7 @@ def test_serve_serves_console_api_and_metrics_with_the_keys_of_the_data_folder(
 
 def test_serve_refuses_wrong_usage() -> None:
     wrong = {"": "say what to serve", "--api host": "is no address"}
-    for words, says in {**wrong, "--console --rate 5": "--rate requires --api"}.items():
+    for words, says in {**wrong, "--console --keys k": "--keys requires --api"}.items():
         refused = CliRunner().invoke(main, ["serve", *words.split()])
         assert refused.exit_code == 2
         assert says in refused.output
