@@ -27,8 +27,8 @@ from delaytasks.db import migrations
 from delaytasks.db.engines import lacks_sqlite_file
 from delaytasks.model.errors import ConfigError, StoreError
 from delaytasks.model.text import mask_url
-from delaytasks.operate.findings import standby_problem
-from delaytasks.operate.state import explain_overdue
+from delaytasks.operate.state import read_tables
+from delaytasks.operate.state_queries import server_problem
 from delaytasks.runtime import runtime_of
 
 OTHER_DATABASE = (
@@ -169,9 +169,9 @@ def warnings_of(delays: DelayTasks) -> list[str]:
 
     warnings, runtime = [], runtime_of(delays)
     try:
-        overdue = explain_overdue(runtime.store, delays.settings)
+        overdue = read_tables(runtime.store, delays.settings).late
     except StoreError as error:
-        overdue = []  # the role may read tasks, but not the tables of workers and policies
+        overdue = ()  # the role may read tasks, but not the tables of workers and policies
         warnings.append(f"late tasks are unknown: {error}")
     warnings += [
         f"{count(group.tasks, 'late task')} of the tag {group.tag} in the queue {group.queue}: "
@@ -180,7 +180,7 @@ def warnings_of(delays: DelayTasks) -> list[str]:
         if not group.is_expected
     ]
     try:
-        problem = standby_problem(runtime.store.database)
+        problem = server_problem(runtime.store.database)
     except StoreError as error:
         problem = f"its replication is unknown: {error}"
     try:

@@ -41,13 +41,8 @@ from delaytasks.model.text import installed_version, mask_url, one_line
 from delaytasks.model.workers import RegisteredWorker
 from delaytasks.operate.health import HealthChecks, HealthQuestion
 from delaytasks.operate.live import snapshot
-from delaytasks.operate.state import (
-    DeploymentState,
-    ExplainedGroup,
-    SweepState,
-    ask_broker,
-    read_state,
-)
+from delaytasks.operate.state import DeploymentState, ExplainedGroup, ask_broker, read_state
+from delaytasks.operate.state_queries import SweepState
 from delaytasks.operate.statistics import WINDOWS, gather_on_time
 from delaytasks.operate.verdict import verdict_of
 from delaytasks.runtime import runtime_of

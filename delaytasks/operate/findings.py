@@ -5,16 +5,15 @@ The queries read all waiting tasks, and so may take minutes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sqlalchemy import Connection, Select, and_, func, select, text
+from sqlalchemy import Select, and_, func, select
 
 from delaytasks.db.bulk_moves import Bulk
-from delaytasks.db.database import Database
 from delaytasks.db.schema import BODY
-from delaytasks.db.types import db_now_plus, for_database
+from delaytasks.db.types import db_now_plus
 from delaytasks.model.body import MARK_LENGTH, NO_NAME, PREFIX, marks_of, name_in, names_of
 from delaytasks.model.errors import BodyRefusedError
 from delaytasks.model.inputs import MAX_DELAY_S, show_duration
@@ -173,40 +172,3 @@ def _both(a: Finding, b: Finding) -> Finding:
         ids=sorted({min(ids), max(ids)}) if ids else [],
         queues=(*a.queues, *b.queues),
     )
-
-
-# -- the role of the server in a replication ------------------------------------------------------
-
-
-#: Queries whose first value says whether the server is a standby, whether it replicates
-#: synchronously, and whether a synchronous standby is connected. A role without pg_monitor sees
-#: NULL for the state of each standby.
-_POSTGRESQL_ROLE = (
-    "SELECT pg_is_in_recovery()",
-    "SELECT current_setting('synchronous_standby_names') <> ''",
-    "SELECT 1 FROM pg_stat_replication WHERE COALESCE(sync_state, 'sync') IN ('sync', 'quorum')",
-)
-_MYSQL_ROLE = (
-    "SELECT @@global.read_only",
-    "SHOW GLOBAL VARIABLES WHERE variable_name IN "
-    "('rpl_semi_sync_master_enabled', 'rpl_semi_sync_source_enabled') AND value = 'ON'",
-    "SHOW GLOBAL STATUS WHERE variable_name IN "
-    "('Rpl_semi_sync_master_clients', 'Rpl_semi_sync_source_clients') AND value <> '0'",
-)
-
-
-def standby_problem(database: Database) -> str | None:
-    """Return what is wrong with the role of the server."""
-    queries: Sequence[str] = for_database(
-        database.backend, postgresql=_POSTGRESQL_ROLE, mysql=_MYSQL_ROLE, sqlite=()
-    )
-
-    def read(connection: Connection) -> list[bool]:
-        return [bool(connection.execute(text(query)).scalar()) for query in queries]
-
-    match database.autocommitted(read):
-        case [True, *_]:
-            return "it is a standby, which accepts no tasks"
-        case [_, True, False]:
-            return "it replicates synchronously, and no synchronous standby is connected"
-    return None

@@ -23,7 +23,7 @@ from delaytasks.model.workers import (
     RegisteredWorker,
 )
 from delaytasks.operate.state import beat_age_s
-from delaytasks.operate.state_queries import READ_ONLY, OverdueRows, Stats, Swept
+from delaytasks.operate.state_queries import READ_ONLY, OverdueRows, Stats, server_problem
 from delaytasks.settings import Settings
 
 
@@ -81,22 +81,6 @@ class HealthCheck(NamedTuple):
     detail: str
 
 
-class _Answer(NamedTuple):
-    """The answer of the database."""
-
-    now: datetime
-    #: None if `delaytasks.testing.create_tables` made the tables, or if there are none.
-    revision: str | None
-    has_tables: bool
-    is_read_only: bool
-    workers: Sequence[RegisteredWorker] = ()
-    lost: Sequence[LostWorker] = ()
-    swept: Sequence[Swept] = ()
-    overdue: int = 0
-    #: Queues with late tasks that no live worker serves.
-    unserved: Sequence[str] = ()
-
-
 class HealthChecks:
     """Checks a deployment.
 
@@ -117,6 +101,8 @@ class HealthChecks:
         self._store = store
         self._settings = settings
         self._broker_error = broker_error
+        #: The time after which a worker would have swept by itself, and one interval more.
+        self._sweep_limit_s = settings.self_sweep_s + settings.sweep_s
 
     def live(self, question: HealthQuestion) -> list[HealthCheck]:
         """Return a check that fails only if a restart of the process would help.
@@ -124,168 +110,146 @@ class HealthChecks:
         Without the database, or while it is read-only, it is unknown whether the process works.
         A restart would not change that, so the check succeeds then.
         """
+        name = "beat" if question.component == "beat" else "worker"
         try:
-            answer = self._ask(question._replace(max_overdue=None))
+            return self._in_time(question, self._live)
         except DelayTaskError:
-            name = "beat" if question.component == "beat" else "worker"
             return [HealthCheck(name, True, "unknown, because the database does not answer")]
-        is_beat = question.component == "beat"
-        check = self._beat_check(answer) if is_beat else _worker_check(answer, question)
-        if answer.is_read_only and not check.is_ok:  # nobody can report
-            check = HealthCheck(check.name, True, "unknown, because the database is read-only")
-        return [check]
 
     def ready(self, question: HealthQuestion) -> list[HealthCheck]:
         """Return the checks that all succeed if tasks can run on time."""
-        return list(self._ready(question))
-
-    def _ready(self, question: HealthQuestion) -> Iterator[HealthCheck]:
-        answer: _Answer | None = None
         try:
-            answer = self._ask(question)
+            found = self._in_time(question, self._ready)
         except DelayTaskError as error:
-            yield HealthCheck("database", False, str(error))
-        else:
-            is_ok = not answer.is_read_only
-            yield HealthCheck("database", is_ok, "answers" if is_ok else READ_ONLY)
-            yield _revision_check(answer, self._store.database.tables_remedy)
-        if question.component == "api":
-            return
-        if answer is not None and question.component != "beat":
-            yield _worker_check(answer, question)
-        if answer is not None and question.component == "deployment":
-            yield _queues_check(answer)
-        if self._settings.uses_broker and question.component != "run":
+            found = [HealthCheck("database", False, str(error))]
+        if self._settings.uses_broker and question.component not in ("api", "run"):
             broker_error = self._broker_error()
-            yield HealthCheck("broker", broker_error is None, broker_error or "answers")
-        if answer is None:
-            return
-        is_beat = question.component == "beat"
-        yield self._beat_check(answer) if is_beat else self._sweep_check(answer, question)
-        if question.max_overdue is not None:
-            is_ok = answer.overdue <= question.max_overdue
-            found = f"{answer.overdue:,}" if is_ok else f"more than {question.max_overdue:,}"
-            detail = f"{found} overdue, at most {question.max_overdue:,}"
-            yield HealthCheck("overdue", is_ok, detail)
+            found.append(HealthCheck("broker", broker_error is None, broker_error or "answers"))
+        return found
 
-    def _ask(self, question: HealthQuestion) -> _Answer:
-        """Return the answer of the database; raise a `DelayTaskError` if it comes too late."""
+    def _in_time(
+        self,
+        question: HealthQuestion,
+        checks: Callable[[HealthQuestion, datetime], Iterator[HealthCheck]],
+    ) -> list[HealthCheck]:
+        """Return the checks; raise a `DelayTaskError` if the database answers too late."""
         try:
-            return within(question.timeout_s, lambda: self._answer(question))
+            return within(
+                question.timeout_s, lambda: list(checks(question, self._store.tasks.now()))
+            )
         except TimeoutError:
             late = f"no answer within {show_duration(question.timeout_s)}"
             raise StoreUnavailableError(late) from None
 
-    def _answer(self, question: HealthQuestion) -> _Answer:
-        settings, store = self._settings, self._store
-        now = store.tasks.now()
-        names = (settings.name_prefix, settings.table_schema or None)
-        revision = migrations.current(store.database, *names)
-        has_tables = revision is not None or migrations.has_tables(store.database, store.schema)
-        stats = Stats(store.database, store.schema)
-        is_read_only = stats.is_read_only()
+    def _live(self, question: HealthQuestion, now: datetime) -> Iterator[HealthCheck]:
+        check = self._process_check(question, now, self._workers(now))
+        if not check.is_ok and server_problem(self._store.database) == READ_ONLY:
+            text = "unknown, because the database is read-only"  # nobody can report
+            check = HealthCheck(check.name, True, text)
+        yield check
+
+    def _ready(self, question: HealthQuestion, now: datetime) -> Iterator[HealthCheck]:
+        store, most = self._store, question.max_overdue
+        is_ok = server_problem(store.database) != READ_ONLY
+        yield HealthCheck("database", is_ok, "answers" if is_ok else READ_ONLY)
+        yield self._revision_check()
         if question.component == "api":  # a producer's role may not read the other tables
-            return _Answer(now, revision, has_tables, is_read_only)
-        overdue = OverdueRows(store.database, store.schema)
-        most, workers = question.max_overdue, store.workers.registered(now, settings.silent_s)
-        return _Answer(
-            now,
-            revision,
-            has_tables,
-            is_read_only,
-            workers,
-            store.workers.lost(),
-            stats.sweeps(settings.sweep_partitions),
+            return
+        workers = self._workers(now)
+        yield self._process_check(question, now, workers)
+        if question.component == "deployment":
+            yield self._queues_check(workers)
+        if question.component != "beat":
+            yield self._sweep_check(question, now)
+        if most is not None:
             # More than one beyond the limit need not be counted.
-            0 if most is None else overdue.count(settings.grace_s, most + 1).tasks,
-            self._unserved(store, workers) if question.component == "deployment" else (),
-        )
+            overdue = OverdueRows(store.database, store.schema)
+            tasks = overdue.count(self._settings.grace_s, most + 1).tasks
+            found = f"{tasks:,}" if tasks <= most else f"more than {most:,}"
+            yield HealthCheck("overdue", tasks <= most, f"{found} overdue, at most {most:,}")
 
-    def _unserved(self, store: Store, workers: Sequence[RegisteredWorker]) -> Sequence[str]:
-        """Return queues with late tasks that no live worker serves. A paused queue needs none."""
-        alive = [worker for worker in workers if worker.is_alive]
-        served = {queue for worker in alive for queue in worker.queues}
-        if not alive or ALL_QUEUES in served:
-            return ()
-        policies = store.policies.read()
-        paused = {each.name for each in policies if each.kind == "queue" and each.is_paused}
-        overdue = OverdueRows(store.database, store.schema)
-        return overdue.other_queues(served | paused, self._sweep_limit_s)
+    def _workers(self, now: datetime) -> Sequence[RegisteredWorker]:
+        return self._store.workers.registered(now, self._settings.silent_s)
 
-    @property
-    def _sweep_limit_s(self) -> float:
-        """The time after which a worker would have swept by itself, and one interval more."""
-        return self._settings.self_sweep_s + self._settings.sweep_s
+    def _revision_check(self) -> HealthCheck:
+        """Compare the tables with this version, which also works with tables of a newer one.
 
-    def _beat_check(self, answer: _Answer) -> HealthCheck:
+        Migrations store the revision, also those of Django. `testing.create_tables` stores none.
+        """
+        database, settings = self._store.database, self._settings
+        names = (settings.name_prefix, settings.table_schema or None)
+        found, head = migrations.current(database, *names), migrations.head()
+        if found is None and not migrations.has_tables(database, self._store.schema):
+            return HealthCheck("tables", False, f"they are missing; {database.tables_remedy}")
+        detail = f"revision {found or 'unknown'}, this version has {head}"
+        if found is None or found >= head:
+            return HealthCheck("tables", True, detail)
+        return HealthCheck("tables", False, f"{detail}; {database.tables_remedy}")
+
+    def _process_check(
+        self, question: HealthQuestion, now: datetime, workers: Sequence[RegisteredWorker]
+    ) -> HealthCheck:
+        """Check that beat or a worker lives. On one host, all that are registered have to live."""
+        if question.component == "beat":
+            return self._beat_check(workers)
+        asked = [worker for worker in workers if question.is_about(worker)]
+        silent = [worker for worker in asked if not worker.is_alive]
+        alive = [worker for worker in asked if worker.is_alive]
+        lost = _lost_text(list(filter(question.is_about, self._store.workers.lost())), now)
+        if not asked:
+            return HealthCheck("worker", False, f"none is registered{_place(question)}{lost}")
+        if not alive or (silent and question.component != "deployment"):
+            last = min(silent, key=lambda worker: worker.name)
+            text = f"{last.name} has not reported for {show_duration(last.age_s)}"
+            return HealthCheck("worker", False, text + lost)
+        newest = min(alive, key=lambda worker: worker.age_s)
+        more = f" and {len(alive) - 1} more" if len(alive) > 1 else ""
+        text = f"{newest.name} ({show_duration(newest.age_s)} ago){more}{lost}"
+        return HealthCheck("worker", True, text)
+
+    def _beat_check(self, workers: Sequence[RegisteredWorker]) -> HealthCheck:
         """Check that messages of beat arrive, as far as live workers with a broker know."""
-        age_s = beat_age_s(answer.workers)
+        age_s = beat_age_s(workers)
         if age_s is None:
             return HealthCheck("beat", True, "unknown, because no worker receives its messages")
         limit = show_duration(self._sweep_limit_s)
         detail = f"last message {show_duration(age_s)} ago, at most {limit}"
         return HealthCheck("beat", age_s <= self._sweep_limit_s, detail)
 
-    def _sweep_check(self, answer: _Answer, question: HealthQuestion) -> HealthCheck:
+    def _queues_check(self, workers: Sequence[RegisteredWorker]) -> HealthCheck:
+        """Look for queues with late tasks and no live worker. A paused queue needs none."""
+        store, served = self._store, {q for each in workers if each.is_alive for q in each.queues}
+        queues: Sequence[str] = ()
+        if served and ALL_QUEUES not in served:
+            policies = store.policies.read()
+            paused = {each.name for each in policies if each.kind == "queue" and each.is_paused}
+            overdue = OverdueRows(store.database, store.schema)
+            queues = sorted(overdue.other_queues(served | paused, self._sweep_limit_s))
+        if not queues:
+            return HealthCheck("queues", True, "each queue with late tasks has a worker")
+        text = f"no live worker serves {some_values(queues)}, where tasks are late"
+        return HealthCheck("queues", False, text)
+
+    def _sweep_check(self, question: HealthQuestion, now: datetime) -> HealthCheck:
         given_s = question.max_sweep_age_s
         limit_s = self._sweep_limit_s if given_s is None else given_s
-        ages = [one.age_s(answer.now) for one in answer.swept]
-        known = [age_s for age_s in ages if age_s is not None]
-        if len(known) < len(ages):
-            return HealthCheck("sweep", False, "there was no sweep yet")
-        oldest_s = max(known)
+        stats = Stats(self._store.database, self._store.schema)
+        oldest_s = 0.0
+        for sweep in stats.sweeps(self._settings, now):
+            if sweep.age_s is None:
+                return HealthCheck("sweep", False, "there was no sweep yet")
+            oldest_s = max(oldest_s, sweep.age_s)
         detail = f"{show_duration(oldest_s)} ago, at most {show_duration(limit_s)}"
         return HealthCheck("sweep", oldest_s <= limit_s, detail)
 
 
-def _revision_check(answer: _Answer, remedy: str) -> HealthCheck:
-    """Compare the tables with this version, which also works with tables of a newer one.
-
-    Migrations store the revision, also those of Django. `testing.create_tables` stores none.
-    """
-    if not answer.has_tables:
-        return HealthCheck("tables", False, f"they are missing; {remedy}")
-    head = migrations.head()
-    is_ok = answer.revision is None or answer.revision >= head
-    found = "unknown" if answer.revision is None else answer.revision
-    detail = f"revision {found}, this version has {head}"
-    return HealthCheck("tables", is_ok, detail if is_ok else f"{detail}; {remedy}")
-
-
-def _worker_check(answer: _Answer, question: HealthQuestion) -> HealthCheck:
-    """Check that a worker lives. On one host, all that are registered have to live."""
-    workers = [worker for worker in answer.workers if question.is_about(worker)]
-    ages = {worker.name: worker.age_s for worker in workers}
-    alive = {worker.name for worker in workers if worker.is_alive}
-    silent, lost = sorted(ages.keys() - alive), _lost_text(answer, question)
-    is_ok = bool(alive) and (question.component == "deployment" or not silent)
-    if not ages:
-        return HealthCheck("worker", False, f"none is registered{_place(question)}{lost}")
-    if is_ok:
-        newest = min(alive, key=ages.__getitem__)
-        more = f" and {len(alive) - 1} more" if len(alive) > 1 else ""
-        detail = f"{newest} ({show_duration(ages[newest])} ago){more}{lost}"
-        return HealthCheck("worker", True, detail)
-    last = f"{silent[0]} has not reported for {show_duration(ages[silent[0]])}"
-    return HealthCheck("worker", False, last + lost)
-
-
-def _queues_check(answer: _Answer) -> HealthCheck:
-    queues = sorted(set(answer.unserved))
-    if not queues:
-        return HealthCheck("queues", True, "each queue with late tasks has a worker")
-    named = some_values(queues)
-    return HealthCheck("queues", False, f"no live worker serves {named}, where tasks are late")
-
-
-def _lost_text(answer: _Answer, question: HealthQuestion) -> str:
+def _lost_text(lost: Sequence[LostWorker], now: datetime) -> str:
     """Return a clause about the lost workers, which does not change the result of the check."""
-    lost = [worker for worker in answer.lost if question.is_about(worker)]
     if not lost:
         return ""
-    age_s = (answer.now - lost[0].lost_at).total_seconds()
+    ago = show_duration((now - lost[0].lost_at).total_seconds())
     more = f" (and {len(lost) - 1} more within the hour)" if len(lost) > 1 else ""
-    return f"; {lost[0].name} was lost {show_duration(age_s)} ago{more}"
+    return f"; {lost[0].name} was lost {ago} ago{more}"
 
 
 def _place(question: HealthQuestion) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,9 +29,11 @@ from delaytasks.operate.state_queries import (
     OverdueCount,
     OverdueRows,
     Stats,
+    SweepState,
     failed_rows,
     rows_of,
     running_by_tag,
+    server_problem,
 )
 from delaytasks.operate.statistics import (
     CountedFailures,
@@ -204,7 +206,7 @@ def _key(row: FailedRow) -> tuple[str, str]:
 # -- Groups the overdue tasks of a database, and explains why they have not begun -----------------
 
 
-#: The groups with the most tasks.
+#: The groups with the most tasks, which have reasons.
 MAX_EXPLAINED_GROUPS = 20
 #: Late tasks with these reasons need no operator.
 _EXPECTED_CODES = ("due", "limit", "paused")
@@ -225,29 +227,6 @@ class ExplainedGroup(NamedTuple):
     def is_expected(self) -> bool:
         """Whether the tasks wait for their turn, and not for an operator."""
         return self.reason.code in _EXPECTED_CODES
-
-
-def explain_overdue(
-    store: Store, settings: Settings, limit: int = MAX_EXPLAINED_GROUPS
-) -> list[ExplainedGroup]:
-    """Return up to `limit` groups of overdue tasks, those with the most tasks first."""
-    groups = OverdueRows(store.database, store.schema).groups(settings.grace_s, limit)
-    if not groups:
-        return []
-    now = store.tasks.now()
-    workers, running = store.workers.registered(now, settings.silent_s), running_by_tag(store)
-    policies = store.policies.read()
-    return [
-        ExplainedGroup(
-            group.queue,
-            group.tag,
-            group.tasks,
-            group.oldest,
-            max((now - group.oldest).total_seconds(), 0.0),
-            why_late(group, workers, policies, settings.namespace, running, now),
-        )
-        for group in groups
-    ]
 
 
 #: A worker whose outage began within this time after its start has never reached its broker.
@@ -279,16 +258,6 @@ def broker_down_s(workers: Iterable[RegisteredWorker]) -> float | None:
     return min(lost) if lost else max((down_s for _, down_s in known), default=None)
 
 
-class SweepState(NamedTuple):
-    """The last sweep of a sweep partition; without times if there was none."""
-
-    partition: int
-    at: datetime | None
-    age_s: float | None
-    armed_until: datetime | None
-    is_late: bool
-
-
 class DatabaseState(NamedTuple):
     """Whether the database answers."""
 
@@ -296,8 +265,8 @@ class DatabaseState(NamedTuple):
     url: str
     server: str | None = None
     error: StoreError | None = None
-    #: Whether it refuses changes.
-    is_read_only: bool = False
+    #: What is wrong with its role in a replication (`server_problem`).
+    problem: str | None = None
 
 
 class ServicesState(NamedTuple):
@@ -397,32 +366,21 @@ def read_state(
     runtime: Runtime, error: str | None = None, most_counted: int = MAX_COUNTED
 ) -> DeploymentState:
     """Read the state. `error` is that of the broker, and that of the database is in the result."""
-    store, now = runtime.store, runtime.clock.now()
-    services = ServicesState(runtime.settings.timer_kind, runtime.settings.uses_broker, error)
+    store, settings, now = runtime.store, runtime.settings, runtime.clock.now()
+    services = ServicesState(settings.timer_kind, settings.uses_broker, error)
     try:
-        found = read_tables(store, runtime.settings, most_counted)
-        stats = Stats(store.database, store.schema)
+        found = read_tables(store, settings, most_counted)
         rows = failed_rows(store.database, store.schema) if found.failed else []
         policies, held = read_policies(store.policies)
-        # Tasks may have moved between two queries. The sentences of the verdict contain the later
-        # numbers, so the counts have them too.
-        later = {
-            Status.HELD: held,
-            Status.FAILED: len(rows) if 0 < len(rows) < MOST_FAILED else None,
-        }
-        found = replace(
-            found,
-            database=DatabaseState(
-                found.database.url, stats.server(), is_read_only=stats.is_read_only()
-            ),
-            services=services,
-            policies=policies,
-            counts={**found.counts, **{s: Count(n) for s, n in later.items() if n is not None}},
-            lost=store.workers.lost(),
-            has_all_failures=len(rows) < MOST_FAILED,
-        )
     except StoreError as error:
         return DeploymentState(now, DatabaseState(store.database.shown_url, None, error), services)
+    # Tasks may have moved between two queries. The sentences of the verdict contain the later
+    # numbers, so the counts have them too.
+    has_all, counts = len(rows) < MOST_FAILED, dict(found.counts)
+    if held is not None:
+        counts[Status.HELD] = Count(held)
+    if rows and has_all:
+        counts[Status.FAILED] = Count(len(rows))
     counted: Sequence[CountedFailures] = ()
     last: Sequence[FailedRow] = ()
     late_starts: Mapping[str, int] = {}
@@ -432,44 +390,53 @@ def read_state(
         late_starts = recent_late_starts(runtime, now)
     except StoreError:
         pass  # the tables of statistics may be missing; FAILED tasks are known without them
-    groups = groups_of(rows, now, counted, last, has_more=not found.has_all_failures)
-    return replace(found, groups=groups, late_starts=late_starts)
+    return replace(
+        found,
+        services=services,
+        counts=counts,
+        policies=policies,
+        groups=groups_of(rows, now, counted, last, has_more=not has_all),
+        has_all_failures=has_all,
+        late_starts=late_starts,
+    )
 
 
 def read_tables(
     store: Store, settings: Settings, most_counted: int = MAX_COUNTED
 ) -> DeploymentState:
-    """Read what the tables say in numbers, without failures, lost workers and late starts.
+    """Read what the tables say without failures, late starts and numbers of the policies.
 
     A number of tasks of a status that is larger than `most_counted` is the planner's estimate.
     """
-    began = monotonic()
-    stats, now = Stats(store.database, store.schema), store.tasks.now()
+    began, database = monotonic(), store.database
+    stats, now = Stats(database, store.schema), store.tasks.now()
+    workers, policies = store.workers.registered(now, settings.silent_s), store.policies.read()
     counts = stats.counts(most_counted)
-    overdue = OverdueRows(store.database, store.schema).count(settings.grace_s, most_counted)
-    late = explain_overdue(store, settings) if overdue.tasks else []
-    if overdue.tasks and len(late) < MAX_EXPLAINED_GROUPS:  # these are all overdue tasks
-        oldest = min((group.oldest for group in late), default=None)
-        overdue = OverdueCount(sum(group.tasks for group in late), oldest)
+    rows, late = OverdueRows(database, store.schema), list[ExplainedGroup]()
+    overdue = rows.count(settings.grace_s, most_counted)
+    if overdue.tasks:
+        running = running_by_tag(store)
+        for group in rows.groups(settings.grace_s, MAX_EXPLAINED_GROUPS):
+            late_s = max((now - group.oldest).total_seconds(), 0.0)
+            reason = why_late(group, workers, policies, settings.namespace, running, now)
+            late.append(
+                ExplainedGroup(group.queue, group.tag, group.tasks, group.oldest, late_s, reason)
+            )
+        if len(late) < MAX_EXPLAINED_GROUPS:  # these are all overdue tasks
+            oldest = min((group.oldest for group in late), default=None)
+            overdue = OverdueCount(sum(group.tasks for group in late), oldest)
     found = DeploymentState(
         now,
-        DatabaseState(store.database.shown_url),
+        DatabaseState(database.shown_url, stats.server(), problem=server_problem(database)),
         ServicesState(settings.timer_kind, settings.uses_broker),
         counts=counts,
         overdue=overdue.tasks,
         oldest=overdue.oldest,
         late=late,
         expired_leases=stats.expired_leases(),
-        sweeps=list(_sweeps(stats, settings, now)),
-        workers=store.workers.registered(now, settings.silent_s),
-        policies=store.policies.read(),
+        sweeps=stats.sweeps(settings, now),
+        workers=workers,
+        policies=policies,
+        lost=store.workers.lost(),
     )
     return replace(found, read_s=monotonic() - began)
-
-
-def _sweeps(stats: Stats, settings: Settings, now: datetime) -> Iterator[SweepState]:
-    for swept in stats.sweeps(settings.sweep_partitions):
-        is_late = swept.is_late(now, settings.self_sweep_s)
-        yield SweepState(
-            swept.sweep_partition, swept.at, swept.age_s(now), swept.armed_until, is_late
-        )

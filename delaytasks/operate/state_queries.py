@@ -24,22 +24,17 @@ T = TypeVar("T")
 #: Up to this number, rows are counted exactly.
 MAX_COUNTED = 1_000_000
 READ_ONLY = "it is read-only, as a standby or a demoted primary is: no task can change"
+NO_STANDBY = "it replicates synchronously, and no synchronous standby is connected"
 
 
-class Swept(NamedTuple):
-    """The last sweep of one sweep partition; no time if it was never swept."""
+class SweepState(NamedTuple):
+    """The last sweep of a sweep partition; without times if there was none."""
 
-    sweep_partition: int
-    at: datetime | None
-    armed_until: datetime | None
-
-    def age_s(self, now: datetime) -> float | None:
-        return None if self.at is None else max((now - self.at).total_seconds(), 0.0)
-
-    def is_late(self, now: datetime, limit_s: float) -> bool:
-        """Return whether no sweep has run for `limit_s` seconds."""
-        age_s = self.age_s(now)
-        return age_s is None or age_s > limit_s
+    partition: int
+    is_late: bool = True
+    at: datetime | None = None
+    age_s: float | None = None
+    armed_until: datetime | None = None
 
 
 class Count(NamedTuple):
@@ -85,24 +80,17 @@ class Stats:
         query = select(func.count()).where(is_abandoned(self._t))
         return self._db.autocommitted(lambda c: int(c.execute(query).scalar_one()))
 
-    def sweeps(self, sweep_partitions: int) -> list[Swept]:
+    def sweeps(self, settings: Settings, now: datetime) -> list[SweepState]:
         """Return the last sweep of each sweep partition, with or without a broker."""
-        s = self._s
-        mine = s.c.sweep_partitions.in_([sweep_partitions, -sweep_partitions])
-        columns = s.c.sweep_partition, s.c.swept_at, s.c.armed_until
-        rows = self._db.rows(select(*columns).where(mine).order_by(s.c.swept_at))
-        found = {row[0]: Swept(*row) for row in rows}
-        return [found.get(n, Swept(n, None, None)) for n in range(sweep_partitions)]
-
-    def is_read_only(self) -> bool:
-        """Return whether the server refuses changes, as a standby or a demoted primary does."""
-        query = for_database(
-            self._db.backend,
-            postgresql="SELECT current_setting('transaction_read_only') = 'on'",
-            mysql="SELECT @@global.read_only",
-            sqlite="SELECT 0",
-        )
-        return bool(self._db.autocommitted(lambda c: c.execute(text(query)).scalar()))
+        s, partitions = self._s.c, settings.sweep_partitions
+        mine = s.sweep_partitions.in_([partitions, -partitions])
+        query = select(s.sweep_partition, s.swept_at, s.armed_until).where(mine)
+        found = {}
+        for partition, at, armed_until in self._db.rows(query.order_by(s.swept_at)):
+            age_s = max((now - at).total_seconds(), 0.0)
+            is_late = age_s > settings.self_sweep_s
+            found[partition] = SweepState(partition, is_late, at, age_s, armed_until)
+        return [found.get(n, SweepState(n)) for n in range(partitions)]
 
     def server(self) -> str:
         """Return the database's kind and version."""
@@ -114,10 +102,38 @@ class Stats:
         return self._db.autocommitted(version)
 
 
-def oldest_sweep(store: Store, settings: Settings) -> datetime | None:
-    """Return the time since which each partition was swept; None if there was no sweep."""
-    swept = Stats(store.database, store.schema).sweeps(settings.sweep_partitions)
-    return min((each.at for each in swept if each.at is not None), default=None)
+#: Queries whose first value says whether the server is a standby, whether it replicates
+#: synchronously, and whether a synchronous standby is connected. A role without pg_monitor sees
+#: NULL for the state of each standby.
+_POSTGRESQL_ROLE = (
+    "SELECT current_setting('transaction_read_only') = 'on'",
+    "SELECT current_setting('synchronous_standby_names') <> ''",
+    "SELECT 1 FROM pg_stat_replication WHERE COALESCE(sync_state, 'sync') IN ('sync', 'quorum')",
+)
+_MYSQL_ROLE = (
+    "SELECT @@global.read_only",
+    "SHOW GLOBAL VARIABLES WHERE variable_name IN "
+    "('rpl_semi_sync_master_enabled', 'rpl_semi_sync_source_enabled') AND value = 'ON'",
+    "SHOW GLOBAL STATUS WHERE variable_name IN "
+    "('Rpl_semi_sync_master_clients', 'Rpl_semi_sync_source_clients') AND value <> '0'",
+)
+
+
+def server_problem(database: Database) -> str | None:
+    """Return what is wrong with the role of the server: `READ_ONLY`, `NO_STANDBY` or None."""
+    queries: Sequence[str] = for_database(
+        database.backend, postgresql=_POSTGRESQL_ROLE, mysql=_MYSQL_ROLE, sqlite=()
+    )
+
+    def read(connection: Connection) -> list[bool]:
+        return [bool(connection.execute(text(query)).scalar()) for query in queries]
+
+    match database.autocommitted(read):
+        case [True, *_]:
+            return READ_ONLY
+        case [_, True, False]:
+            return NO_STANDBY
+    return None
 
 
 class Running(NamedTuple):

@@ -16,7 +16,7 @@ from delaytasks.model.moves import Status
 from delaytasks.model.policies import Policy
 from delaytasks.model.text import count, some_values
 from delaytasks.operate.state import DeploymentState, FailedNow, RecentRuns
-from delaytasks.operate.state_queries import READ_ONLY
+from delaytasks.operate.state_queries import NO_STANDBY, READ_ONLY
 from delaytasks.operate.statistics import LATE_RANGE
 from delaytasks.operate.why import LATE_BECAUSE
 
@@ -184,7 +184,7 @@ def verdict_of(
         text = f"The database does not answer: {state.database.error}"
         headline = "Unknown. The database does not answer."
         return Verdict("bad", headline, [Problem("bad", text)])
-    if state.database.is_read_only:
+    if state.database.problem == READ_ONLY:
         text = f"The database answers, but {READ_ONLY}."
         return Verdict("bad", "Stopped. The database is read-only.", [Problem("bad", text)])
     tasks = [*_stopped(state), *_late(state), *failure_problems(state, zone), *ahead]
@@ -262,6 +262,9 @@ def _late_starts(state: DeploymentState) -> Iterator[Problem]:
 
 def _services(state: DeploymentState, zone: tzinfo) -> Iterator[Problem]:
     broker_error, down_s = state.services.broker_error, state.broker_down_s
+    if state.database.problem == NO_STANDBY:
+        text = f"The database may lose or delay commits: {NO_STANDBY}."
+        yield Problem("warning", text)
     if broker_error:
         fact = "does not answer"
         if down_s is not None:

@@ -27,7 +27,7 @@ from delaytasks.model.policies import Policy
 from delaytasks.model.task import ASKED, DelayedTask, is_encrypted
 from delaytasks.model.text import DEFERRALS, count, last_line, some_values
 from delaytasks.model.workers import MOST_NAMES, RegisteredWorker, one_more_worker
-from delaytasks.operate.state_queries import Running, oldest_sweep, running_by_tag
+from delaytasks.operate.state_queries import Running, Stats, running_by_tag
 
 if TYPE_CHECKING:
     from delaytasks.operate.state_queries import OverdueGroup
@@ -89,8 +89,9 @@ class _Case:
     @cached_property
     def swept_s(self) -> float | None:
         """Seconds since the last sweep of all partitions; None if there was none."""
-        last = oldest_sweep(self.store, self.settings)
-        return None if last is None else (self.now - last).total_seconds()
+        stats = Stats(self.store.database, self.store.schema)
+        ages = [sweep.age_s for sweep in stats.sweeps(self.settings, self.now)]
+        return max((age_s for age_s in ages if age_s is not None), default=None)
 
     def count_running(self, key: str | None = None) -> int:
         """Count the running tasks of the tag, or those of a limit key."""

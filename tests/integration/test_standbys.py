@@ -57,7 +57,7 @@ def test_a_mariadb_that_is_a_standby_or_lacks_one_is_named(logging_mariadb: Mari
     assert "no synchronous standby is connected" in warning
     logging_mariadb.execute("SET GLOBAL read_only = ON")
     [warning] = warnings(logging_mariadb)
-    assert "it is a standby" in warning
+    assert "it is read-only, as a standby" in warning
 
 
 def test_a_galera_node_settles_what_another_node_has_just_claimed(

@@ -22,9 +22,9 @@ from delaytasks.db import migrations
 from delaytasks.db.schema import Schema
 from delaytasks.db.store import Store
 from delaytasks.model.task import Entry
-from delaytasks.operate.findings import WaitingTasks, standby_problem
+from delaytasks.operate.findings import WaitingTasks
 from delaytasks.operate.health import HealthChecks, HealthQuestion
-from delaytasks.operate.state_queries import OverdueRows
+from delaytasks.operate.state_queries import OverdueRows, server_problem
 from delaytasks.recurring.recurring import follow
 from delaytasks.runtime import runtime_of
 from tests.conftest import settings_for
@@ -239,7 +239,7 @@ def test_a_console_can_read(role_tables: RoleTables) -> None:
     web.close()
     assert explain(delays, task)[0].code == "future"
     assert overdue.groups(3600, 20) == [], "an earlier test may have left due tasks"
-    assert standby_problem(store.database) is None
+    assert server_problem(store.database) is None
     assert WaitingTasks(runtime_of(delays)).by_tag() is not None
     assert delays.find() is not None
     assert delays.policies.list() is not None

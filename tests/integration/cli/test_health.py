@@ -66,7 +66,7 @@ def test_a_deployment_is_healthy_if_all_of_its_parts_are(healthy: Project) -> No
     found = healthy.json("status", "--probe", "--max-overdue", "0")
     assert (found["component"], found["probe"]) == ("deployment", "ready")
     names = [check["name"] for check in found["checks"]]
-    assert names == ["database", "tables", "worker", "queues", "broker", "sweep", "overdue"]
+    assert names == ["database", "tables", "worker", "queues", "sweep", "overdue", "broker"]
     assert failed(healthy, "worker") == []
     assert re.search(r"^database +ok +answers$", healthy("status", "--probe").stdout, re.MULTILINE)
 
@@ -148,7 +148,7 @@ def test_beat_is_healthy_as_long_as_its_messages_reach_a_worker(healthy: Project
     assert failed(healthy, "beat") == failed(healthy, "beat", "--live") == []
     report(healthy, beat_s=1.0)
     found = healthy.json("status", "--probe", "beat")["checks"]
-    assert [check["name"] for check in found] == ["database", "tables", "broker", "beat"]
+    assert [check["name"] for check in found] == ["database", "tables", "beat", "broker"]
     age(healthy, "workers", beat_at=300)
     assert failed(healthy, "beat") == failed(healthy, "beat", "--live") == ["beat"]
     report(healthy, broker_down_s=9, beat_s=300)
