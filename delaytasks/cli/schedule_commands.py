@@ -22,7 +22,8 @@ from delaytasks.model.errors import DelayTaskError, InvalidInputError
 from delaytasks.model.inputs import parse_duration, parse_instant
 from delaytasks.model.task import NewTask, OnConflict
 from delaytasks.operate.operations import OPERATIONS, Operation
-from delaytasks.recurring.definition import RecurringSchedule, zone_of
+from delaytasks.recurring.definition import RecurringSchedule
+from delaytasks.recurring.timing import zone_of
 from delaytasks.runtime import runtime_of
 
 T = TypeVar("T")

@@ -165,7 +165,7 @@ def _examples(ids: list[int]) -> str:
 
 def warnings_of(delays: DelayTasks) -> list[str]:
     """Return the problems that do not prevent a deployment."""
-    from delaytasks.callbacks.sending import tls_context
+    from delaytasks.callbacks.http import tls_context
 
     warnings, runtime = [], runtime_of(delays)
     try:

@@ -5,6 +5,7 @@
     requests        what requests share, and what happens before and after each: role, CSRF token
     charts          charts as SVG
     shown           times, numbers and tasks as the pages show them
+    forms           the forms of operations, and the function that performs them
     pages_*         one module for each group of pages
 
 No other package imports this one, except the commands `serve` and `access`, and the integrations.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from werkzeug.exceptions import HTTPException
 from werkzeug.wrappers import Response
 
 from delaytasks.client import DelayTasks
-from delaytasks.console import pages_overview, pages_plans, pages_tags, pages_tasks, requests
-from delaytasks.console.requests import SESSION_S, ConsoleState, Viewers, back, page, state, viewer
+from delaytasks.console import forms, pages_overview, pages_tags, pages_tasks, requests
+from delaytasks.console.requests import SESSION_S, ConsoleState, Route, Viewers, back, state, viewer
 from delaytasks.console.shown import install_filters, zone_label, zone_of
 from delaytasks.console.viewers import (
     FIRST_USER,
@@ -27,6 +28,7 @@ from delaytasks.console.viewers import (
 from delaytasks.model.errors import ConfigError, DelayTaskError, StoreError, TaskNotFoundError
 from delaytasks.model.text import installed_version, one_line
 from delaytasks.operate.health import HealthChecks, Probes
+from delaytasks.operate.operations import FILTERS, OPERATIONS
 from delaytasks.operate.searches import SearchTimeoutError
 from delaytasks.runtime import runtime_of
 
@@ -36,8 +38,6 @@ THEMES = ("auto", "light", "dark")
 USERS, KEY = "console-users.json", "console-key"
 #: Bytes that one request may contain.
 MOST_BYTES = 1_000_000
-#: The modules whose functions are the pages and the actions.
-_PAGES_OF = (pages_overview, pages_tasks, pages_tags, pages_plans)
 
 
 def make_console(
@@ -90,21 +90,59 @@ def make_console(
     )
     app.jinja_env.trim_blocks = app.jinja_env.lstrip_blocks = True
     install_filters(app)
-    requests.protect(app, ConsoleState(delays, viewers))
+    requests.protect(app, ConsoleState(delays, viewers, dict(_routes())))
     Probes(lambda: HealthChecks(runtime_of(delays).store, delays.settings)).add_to(app)
     app.context_processor(_of_every_page)
     app.register_error_handler(Exception, _failed)
     return app
 
 
-def _of_every_page() -> dict[str, Any]:
-    def can(role: str) -> bool:
-        return getattr(viewer(), "role", 0) >= Role.named(role)
+def _routes() -> Iterator[tuple[str, Route]]:
+    """Yield all pages and actions with their endpoints.
 
+    The endpoint of a page is the name of its function, and that of an action its operation.
+    """
+    overview, tasks, tags = pages_overview, pages_tasks, pages_tags
+    for path, role, view, template in (
+        ("/", Role.VIEW, overview.overview, "overview.html"),
+        ("/tasks", Role.VIEW, tasks.tasks, "tasks.html"),
+        ("/tasks/<id>", Role.VIEW, tasks.task, "task.html"),
+        ("/bulk", Role.OPERATE, tasks.bulk, "bulk.html"),
+        ("/audit", Role.VIEW, tasks.audit, "lists.html"),
+        ("/audit/<id>", Role.VIEW, tasks.entry, "bulk.html"),
+        ("/tags", Role.VIEW, tags.tags, "lists.html"),
+        ("/tag", Role.VIEW, tags.tag, "tag.html"),
+        ("/policies", Role.VIEW, tags.policies, "lists.html"),
+        ("/recurring", Role.VIEW, tags.recurring, "lists.html"),
+        ("/failures", Role.VIEW, overview.failures, "lists.html"),
+        ("/failures/<name>", Role.VIEW, overview.failure, "tasks.html"),
+        ("/queues", Role.VIEW, overview.queues, "lists.html"),
+        ("/workers", Role.VIEW, overview.workers, "lists.html"),
+        ("/forecast", Role.VIEW, overview.forecast, "forecast.html"),
+        ("/login", Role.VIEW, login, None),
+    ):
+        yield view.__name__, Route(path, role, view, template)
+    for path, role, act in (
+        ("/login", Role.VIEW, log_in),
+        ("/logout", Role.VIEW, log_out),
+        ("/preferences", Role.VIEW, preferences),
+        ("/audit/<entry>/stop", Role.OPERATE, forms.stop_bulk),
+    ):
+        yield act.__name__, Route(path, role, act, method="POST")
+    for name, offer in forms.OFFERS.items():
+        act, path = partial(forms.perform, OPERATIONS[name]), f"/do/{name.replace(' ', '-')}"
+        yield name, Route(path, offer.role, act, method="POST")
+
+
+def _of_every_page() -> dict[str, Any]:
     return {
         "csrf": requests.csrf_token,
         "viewer": viewer(),
-        "can": can,
+        "is_operator": viewer() is not None and viewer().role >= Role.OPERATE,
+        "offers": forms.OFFERS,
+        "may": forms.can_perform,
+        "fields_of": forms.fields_of,
+        "filters": FILTERS,
         "known": pages_tags.known_names,
         "zone": zone_label(),
         "theme": session.get("theme", "auto"),
@@ -143,13 +181,11 @@ def _error_page(code: int, title: str, text: str) -> tuple[str, int]:
 # -- login ----------------------------------------------------------------------------------------
 
 
-@page("/login")
 def login() -> tuple[str, int]:
     _users()
     return _login_page(None, 200)
 
 
-@page("/login", method="POST")
 def log_in() -> tuple[str, int] | Response:
     users, limit = _users(), state().logins
     name, address = request.form.get("name", ""), request.remote_addr or ""
@@ -180,7 +216,6 @@ def _login_page(problem: str | None, code: int) -> tuple[str, int]:
     return render_template("message.html", next=target, problem=problem), code
 
 
-@page("/logout", method="POST")
 def log_out() -> Response:
     users, name = state().viewers, session.get("user")
     session.clear()
@@ -193,7 +228,6 @@ def log_out() -> Response:
     return redirect(url_for("login"), 303)
 
 
-@page("/preferences", method="POST")
 def preferences() -> Response:
     """Choose the time zone and the colours."""
     zone, theme = request.form.get("zone"), request.form.get("theme")

@@ -6,17 +6,18 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from flask import abort, render_template, request
+from flask import abort, request
 from markupsafe import Markup
 from sqlalchemy import Connection, func, literal, select
 
 from delaytasks.client import DelayTasks
 from delaytasks.console.charts import Series, stacked_bars, with_legend
+from delaytasks.console.forms import possible_operations
 from delaytasks.console.pages_tags import shown_runs
-from delaytasks.console.pages_tasks import Searches, possible_actions
-from delaytasks.console.requests import SNAPSHOT_S, number_of, page, runtime, state
+from delaytasks.console.pages_tasks import Searches
+from delaytasks.console.requests import SNAPSHOT_S, number_of, runtime, state
 from delaytasks.console.shown import day_and_time, viewer_zone
 from delaytasks.db.searching import distinct_values, first_page, has_status
 from delaytasks.db.store import Store
@@ -42,23 +43,21 @@ from delaytasks.runtime import runtime_of
 QUEUES_S, SHARES_S = 5.0, 60.0
 
 
-@page("/")
-def overview() -> str:
+def overview() -> dict[str, Any]:
     found, cache, zone = state().snapshot(), state().cache, viewer_zone()
     due = cache.get("due", SNAPSHOT_S, lambda: count_due(runtime().store, found.now))
     starts = [found.now.astimezone(zone) + n * BAR for n in range(BARS)]
     statistics, registry = state().delays.statistics, runtime().registry
-    return render_template(
-        "overview.html",
-        s=found,
-        now=found.now,
-        verdict=verdict_of(found, zone, _ahead(found)),
-        due=due,
-        is_due_cut=sum(due) >= MOST_DUE,
-        due_chart=stacked_bars(starts, BAR, [Series("due", "due", due)]),
-        runs=shown_runs(),
-        on_time=cache.get("on_time", SHARES_S, lambda: gather_on_time(statistics, registry)),
-    )
+    return {
+        "s": found,
+        "now": found.now,
+        "verdict": verdict_of(found, zone, _ahead(found)),
+        "due": due,
+        "is_due_cut": sum(due) >= MOST_DUE,
+        "due_chart": stacked_bars(starts, BAR, [Series("due", "due", due)]),
+        "runs": shown_runs(),
+        "on_time": cache.get("on_time", SHARES_S, lambda: gather_on_time(statistics, registry)),
+    }
 
 
 def _ahead(found: DeploymentState) -> list[Problem]:
@@ -142,20 +141,16 @@ def _queues(on: Connection, store: Store, names: set[str], late_s: float) -> Ite
         yield QueueCounts(name, waiting, late.tasks, running, held, late.oldest)
 
 
-@page("/queues")
-def queues() -> str:
+def queues() -> dict[str, Any]:
     found, delays = state().snapshot(), state().delays
     counted = state().cache.get("queues", QUEUES_S, lambda: count_queues(delays, found.alive))
     paused = {policy.name for policy in found.paused if policy.kind == "queue"}
-    return render_template(
-        "lists.html", page="queues", rows=counted, paused_queues=paused, s=found, now=found.now
-    )
+    return {"rows": counted, "paused_queues": paused, "s": found, "now": found.now}
 
 
-@page("/workers")
-def workers() -> str:
+def workers() -> dict[str, Any]:
     found = state().snapshot()
-    return render_template("lists.html", page="workers", rows=found.workers, s=found, now=found.now)
+    return {"s": found, "now": found.now}
 
 
 # -- failures ------------------------------------------------------------------------------------
@@ -165,14 +160,12 @@ def workers() -> str:
 SHOWN_FAILURES = 50
 
 
-@page("/failures")
-def failures() -> str:
+def failures() -> dict[str, Any]:
     found = state().snapshot()
-    return render_template("lists.html", page="failures", rows=found.groups, s=found, now=found.now)
+    return {"rows": found.groups, "s": found, "now": found.now}
 
 
-@page("/failures/<name>")
-def failure(name: str) -> str:
+def failure(name: str) -> dict[str, Any]:
     found = state().snapshot()
     group = next((group for group in found.groups if group.name == name), None) or abort(404)
     tasks, problem = Page([], None), ""
@@ -181,14 +174,13 @@ def failure(name: str) -> str:
         tasks = find(**group.filters, limit=SHOWN_FAILURES, newest_first=True)
     except SearchTimeoutError as error:
         problem = str(error)
-    return render_template(
-        "failure.html",
-        group=group,
-        tasks=tasks.tasks,
-        actions=possible_actions(group.filters["status"]),
-        problem=problem,
-        now=found.now,
-    )
+    return {
+        "group": group,
+        "found": tasks,
+        "actions": possible_operations(group.filters["status"]),
+        "problem": problem,
+        "now": found.now,
+    }
 
 
 # -- the forecast ---------------------------------------------------------------------------------
@@ -199,8 +191,7 @@ FORECAST_S, HOURS_SHOWN = 60.0, 12
 FORECAST_DAYS = {"day": 1, "week": 7, "month": 30}
 
 
-@page("/forecast")
-def forecast() -> str:
+def forecast() -> dict[str, Any]:
     period, typed = request.args.get("period", "week"), request.args.get("processes", "").strip()
     period, processes = period if period in FORECAST_DAYS else "week", number_of(typed)
     if typed and processes is None:
@@ -211,18 +202,17 @@ def forecast() -> str:
         lambda: state().delays.forecast(FORECAST_DAYS[period], processes=processes),
     )
     due, busy = _charts(found)
-    return render_template(
-        "forecast.html",
-        period=period,
-        periods=list(FORECAST_DAYS),
-        processes=processes,
-        f=found,
-        headline=headline(found, day_and_time),
-        hours=busiest(found, HOURS_SHOWN),
-        an_hour=timedelta(seconds=HOUR_S),
-        due=due,
-        busy=busy,
-    )
+    return {
+        "period": period,
+        "periods": list(FORECAST_DAYS),
+        "processes": processes,
+        "f": found,
+        "headline": headline(found, day_and_time),
+        "hours": busiest(found, HOURS_SHOWN),
+        "an_hour": timedelta(seconds=HOUR_S),
+        "due": due,
+        "busy": busy,
+    }
 
 
 def _charts(found: Forecast) -> list[Markup]:

@@ -1,20 +1,28 @@
-"""The pages of tags, with charts of their runs, and the names that fields suggest."""
+"""The pages of tags, with charts of their runs, of policies and of recurring schedules.
+
+Also the names of tags and queues that fields suggest.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import datetime
 from typing import Any, Literal, NamedTuple
 
-from flask import render_template, request
+from flask import request
 from markupsafe import Markup
 
 from delaytasks.console.charts import Series, lines, sparkline, stacked_bars, with_legend
-from delaytasks.console.requests import now, page, runtime, state
+from delaytasks.console.forms import stored_schedule, typed_text, values_of_schedule
+from delaytasks.console.requests import now, runtime, state
 from delaytasks.console.shown import viewer_zone
-from delaytasks.model.errors import StoreError
+from delaytasks.model.errors import DelayTaskError, StoreError
 from delaytasks.model.inputs import ALL_QUEUES, check_tag, parse_duration
+from delaytasks.operate.operations import NO_LIMIT
 from delaytasks.operate.statistics import OTHER_TAGS, RunTotals, SeriesPoint, count_rows
+from delaytasks.recurring.definition import RecurringSchedule
 
 # -- the runs of a period, which all viewers share for some time ----------------------------------
 
@@ -173,8 +181,7 @@ def _of_tag(tag: str, steps: dict[int, RunTotals], count: int) -> TagRuns:
     return TagRuns(tag, RunTotals.total(steps.values()), sparkline(bars, label))
 
 
-@page("/tags")
-def tags() -> str:
+def tags() -> dict[str, Any]:
     period, part = chosen_period(), request.args.get("contains", "").strip()
     found, cut_to, problem = list[TagRuns](), None, None
     try:
@@ -182,35 +189,78 @@ def tags() -> str:
     except StoreError as error:
         problem = UNREADABLE.format(error)
     matching = [each for each in found if part.lower() in each.tag.lower()]
-    return render_template(
-        "lists.html",
-        page="tags",
-        period=period,
-        periods=list(PERIODS),
-        rows=matching[:SHOWN_TAGS],
-        more=len(matching) - SHOWN_TAGS,
-        cut_to=cut_to,
-        contains=part,
-        problem=problem,
-        other_tags=OTHER_TAGS,
-    )
+    return {
+        "period": period,
+        "periods": list(PERIODS),
+        "rows": matching[:SHOWN_TAGS],
+        "more": len(matching) - SHOWN_TAGS,
+        "cut_to": cut_to,
+        "contains": part,
+        "problem": problem,
+        "other_tags": OTHER_TAGS,
+    }
 
 
 # The name is no part of the path, since a tag may contain slashes, or be "..".
-@page("/tag")
-def tag() -> str:
+def tag() -> dict[str, Any]:
     name, found = check_tag(request.args.get("name", "")), state().snapshot()
     policies = (each for each in found.policies if (each.kind, each.name) == ("tag", name))
-    return render_template(
-        "tag.html",
-        s=found,
-        now=found.now,
-        tag=name,
-        runs=shown_runs(name),
-        policy=next(policies, None),
-        groups=[group for group in found.groups if group.tag == name],
-        is_other=name == OTHER_TAGS,
-    )
+    return {
+        "s": found,
+        "now": found.now,
+        "tag": name,
+        "runs": shown_runs(name),
+        "policy": next(policies, None),
+        "groups": [group for group in found.groups if group.tag == name],
+        "is_other": name == OTHER_TAGS,
+    }
+
+
+# -- policies, and recurring schedules ------------------------------------------------------------
+
+
+def policies() -> dict[str, Any]:
+    found, tag = state().snapshot(), request.args.get("tag", "").strip()
+    stored = state().delays.policies.list(tag=tag) if tag else []
+    limits = ("concurrency", "concurrency_per_key")
+    values = {
+        "tag": tag,
+        **{name: getattr(policy, name) for policy in stored for name in limits},
+        "rate": next((policy.rate_text for policy in stored), None),
+    }
+    return {
+        "rows": found.policies,
+        "now": found.now,
+        "edited": tag if any(policy.has_limits for policy in stored) else None,
+        "values": {name: NO_LIMIT if value is None else value for name, value in values.items()},
+    }
+
+
+#: The schedules of a page, and the occurrences that are shown of each.
+SCHEDULES_PER_PAGE, NEXT = 100, 3
+
+
+def recurring() -> dict[str, Any]:
+    after = request.args.get("after") or None
+    found = state().delays.recurring.list(after=after, limit=SCHEDULES_PER_PAGE)
+    edited, values = stored_schedule(request.args.get("name", "").strip()), dict[str, str]()
+    if edited is not None:
+        values = {name: typed_text(each) for name, each in values_of_schedule(edited).items()}
+        with suppress(ValueError, RecursionError):  # this process may have no key to decrypt it
+            values["body"] = json.dumps(edited.body, ensure_ascii=False, indent=2)
+    return {
+        "rows": [(each, _next(each)) for each in found],
+        "following": found[-1].name if len(found) == SCHEDULES_PER_PAGE else None,
+        "edited": edited,
+        "values": values,
+    }
+
+
+def _next(schedule: RecurringSchedule) -> list[datetime]:
+    try:
+        return schedule.next(NEXT, now())
+    except DelayTaskError:  # another program has written the timing
+        return []
 
 
 # -- the names that fields suggest ----------------------------------------------------------------

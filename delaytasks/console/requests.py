@@ -1,8 +1,8 @@
 """What the requests of one console share, and what happens before and after each of them.
 
-`ConsoleState` has the cached snapshot that all viewers share. `page` and `action` declare the path
-of a function with the least role that may call it. Each request is checked: the viewer, the role,
-the CSRF token. Each action is recorded in the audit table with the name of its viewer.
+`ConsoleState` has the cached snapshot that all viewers share. Each request is checked: the viewer,
+the role of its route, the CSRF token. Each action is recorded in the audit table with the name of
+its viewer.
 """
 
 from __future__ import annotations
@@ -13,15 +13,26 @@ import re
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime
-from functools import partial, wraps
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
-from flask import Flask, Response, abort, current_app, flash, g, redirect, request, session, url_for
+from flask import (
+    Flask,
+    Response,
+    abort,
+    current_app,
+    g,
+    redirect,
+    render_template,
+    request,
+    session,
+    url_for,
+)
 from flask.sessions import SecureCookieSessionInterface
 from werkzeug.wrappers import Response as AnyResponse
 
@@ -123,12 +134,25 @@ EXTENSION = "delaytasks_console"
 Viewers = UserFile | Callable[[Any], Viewer | None]
 
 
+class Route(NamedTuple):
+    """A page or an action. One without a template answers by itself."""
+
+    path: str
+    #: The least role that may call it.
+    role: Role
+    view: Callable[..., Any]
+    template: str | None = None
+    method: str = "GET"
+
+
 class ConsoleState:
     """What the requests of one console share."""
 
-    def __init__(self, delays: DelayTasks, viewers: Viewers) -> None:
+    def __init__(self, delays: DelayTasks, viewers: Viewers, routes: Mapping[str, Route]) -> None:
         self.delays = delays
         self.viewers = viewers
+        #: The pages and actions by their endpoint. Others are refused.
+        self.routes = routes
         self.cache = SharedCache()
         #: What ran, which no action changes: a chart of a year is read rarely.
         self.history = SharedCache()
@@ -186,56 +210,6 @@ def number_of(text: str) -> int | None:
     return int(text) if is_number else None
 
 
-# -- pages and actions, with their roles ----------------------------------------------------------
-
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-class Route(NamedTuple):
-    path: str
-    role: Role
-    method: str
-    view: Callable[..., Any]
-
-
-#: The pages and actions by their endpoint, the name of the function. Others are refused.
-ROUTES: dict[str, Route] = {}
-
-
-def page(path: str, role: Role = Role.VIEW, method: str = "GET") -> Callable[[F], F]:
-    """Declare the path of a function, and the least role of its viewers."""
-
-    def declare(view: F) -> F:
-        ROUTES[view.__name__] = Route(path, role, method, view)
-        return view
-
-    return declare
-
-
-def action(path: str, role: Role) -> Callable[[Callable[..., str]], Callable[..., AnyResponse]]:
-    """Declare a function that changes something, and returns a sentence for the viewer.
-
-    The log entry of the action is written, and the viewer returns to the page of the form.
-    """
-
-    def declare(do: Callable[..., str]) -> Callable[..., AnyResponse]:
-        @wraps(do)
-        def act(**values: Any) -> AnyResponse:
-            try:
-                sentence, is_refused = do(**values), False
-            except (DelayTaskError, TypeError, ValueError) as problem:
-                sentence, is_refused = str(problem), True
-            record(do.__name__, given(), is_refused=is_refused)
-            flash(sentence, "bad" if is_refused else "good")
-            state().cache.forget()
-            return back()
-
-        return page(path, role, "POST")(act)
-
-    return declare
-
-
 # -- before and after each request ----------------------------------------------------------------
 
 
@@ -270,10 +244,22 @@ def protect(app: Flask, shared: ConsoleState) -> None:
     """Add all pages and actions to the app, and let each request pass these checks."""
     app.extensions[EXTENSION] = shared
     app.session_interface = _Sessions()
-    for endpoint, route in ROUTES.items():
-        app.add_url_rule(route.path, endpoint, route.view, methods=[route.method])
+    for endpoint, route in shared.routes.items():
+        view = _rendered(route) if route.template else route.view
+        app.add_url_rule(route.path, endpoint, view, methods=[route.method])
     app.before_request(_admit)
     app.after_request(_finish)
+
+
+def _rendered(route: Route) -> Callable[..., Any]:
+    def show(**values: Any) -> Any:
+        found = route.view(**values)
+        if not isinstance(found, dict):
+            return found
+        shown = {"page": request.endpoint, "now": now(), **found}
+        return render_template(str(route.template), **shown)
+
+    return show
 
 
 #: Addresses that answer without asking who the viewer is.
@@ -299,7 +285,7 @@ def _admit() -> AnyResponse | None:
         abort(401)
     if request.endpoint is None:
         return None  # Flask answers 404 or 405
-    route = ROUTES.get(request.endpoint)
+    route = state().routes.get(request.endpoint)
     if route is None or g.viewer.role < route.role:
         abort(403)
     return None
@@ -362,7 +348,7 @@ def back() -> AnyResponse:
 #: The statuses of a refused action. The form of a request that is too large (413) cannot be read.
 REFUSED = {400, 403, 404}
 #: Fields that are not part of a log entry. A body may contain secrets.
-_LEFT_OUT = {"csrf", "next", "body", "version", "expected", "is_change"}
+_LEFT_OUT = {"csrf", "next", "body", "version", "is_change"}
 #: Fields of a form that are audited, and their characters: nobody has checked those of a refused
 #: one.
 MOST_FIELDS, MOST_CHARACTERS = 20, 200
@@ -376,31 +362,32 @@ def given() -> dict[str, Any]:
     return {name[:MOST_CHARACTERS]: text[:MOST_CHARACTERS] for name, text in shown[:MOST_FIELDS]}
 
 
-def record(action: str, what: dict[str, Any], *, is_refused: bool = False) -> None:
-    """Log an action of the viewer, and write its log entry."""
-    record_as(viewer().name, runtime(), action, what, is_refused=is_refused)
+def recorder(action: str, what: dict[str, Any]) -> Callable[..., None]:
+    """Return a function that writes the log entry of an action of the viewer, also later.
 
+    An action on one task is named so: the entries of `cancel`, for example, are of many tasks.
+    """
+    actor, of, task = viewer().name, runtime(), number_of(str(what.get("id", "")))
+    name = f"{action}_task" if "id" in what else action
 
-def record_as(
-    actor: str, of: Runtime, action: str, what: dict[str, Any], *, is_refused: bool
-) -> None:
-    """Do what `record` does, also outside of a request."""
-    logger.info("console: %s by %s: %r%s", action, actor, what, " (refused)" if is_refused else "")
-    try:
-        task = number_of(str(what.get("id", "")))
-        record_action(of, action, what, actor, is_refused=is_refused, task=task)
-    except DelayTaskError:
-        # The action itself may be done, and the log has it.
-        logger.exception("console: the log entry of %s could not be written", action)
+    def record(*, is_refused: bool = False, **more: str) -> None:
+        logger.info("console: %s by %s: %r%s", name, actor, what, " (refused)" * is_refused)
+        try:
+            record_action(of, name, {**what, **more}, actor, is_refused=is_refused, task=task)
+        except DelayTaskError:
+            # The action itself may be done, and the log has it.
+            logger.exception("console: the log entry of %s could not be written", name)
+
+    return record
 
 
 def _audit_refusal(response: Response) -> Response:
     """Record an action that was refused: by role, token or origin, or as impossible.
 
-    `action` answers with a redirect, so that its refusals are not recorded twice.
+    `perform` answers with a redirect, so that its refusals are not recorded twice.
     """
-    route = ROUTES.get(request.endpoint or "")
+    route = state().routes.get(request.endpoint or "")
     is_action = route is not None and request.method == "POST" and route.role > Role.VIEW
     if is_action and response.status_code in REFUSED and g.get("viewer") is not None:
-        record(request.endpoint or "", given(), is_refused=True)
+        recorder(request.endpoint or "", given())(is_refused=True)
     return response

@@ -227,6 +227,12 @@ IF_VERSION = Parameter("version", VERSION, "Only if the task still has this vers
 RUNNING = Parameter("running", FLAG, "Ask tasks that run to stop.")
 ACTOR = Parameter("actor", printable(ACTOR_LENGTH), "Who does it [you on this host].")
 BODY = Parameter("body", ANY_VALUE, "The argument of the processor.")
+BODY_VERSION = Parameter(
+    "body_version", integer(FIRST_VERSION, MAX_VERSION), "The version of its body. [1]"
+)
+LIMIT_KEY = Parameter(
+    "limit_key", printable(LIMIT_KEY_LENGTH), "The key for limits that each key has."
+)
 META = Parameter("meta", PAIRS, "Pairs of its meta.")
 RETRY_DELAYS = Parameter("retries", RETRIES, 'Its own retry schedule, such as "15s 3m 10m".')
 PRIORITY = Parameter("priority", integer(0, MAX_PRIORITY), "0 to 9, higher first. [0]")
@@ -247,7 +253,7 @@ NEW_TASK = (
     PRIORITY,
     RETRY_DELAYS,
     MAX_LATE,
-    Parameter("limit_key", printable(LIMIT_KEY_LENGTH), "The key for limits that each key has."),
+    LIMIT_KEY,
     META,
     JITTER,
 )
@@ -338,7 +344,7 @@ def operation(name: str, who: Who, *parameters: Parameter, **details: Any) -> Ca
     "schedule",
     replace(TAG, is_required=True),
     BODY,
-    Parameter("body_version", integer(FIRST_VERSION, MAX_VERSION), "The version of its body. [1]"),
+    BODY_VERSION,
     *NEW_TASK,
     Parameter("id", TASK_ID, "Your own id; scheduling again with it is harmless."),
     routes={"scheduleTask": ("POST", "/v1/tasks")},
@@ -585,6 +591,7 @@ def resume(
     Parameter("rate", WORD, "The most tasks that begin in a period: 100/s, 30/m, 1000/1h30m."),
     Parameter("remove", FLAG, "Remove all limits, and the pause."),
     ACTOR,
+    done="changed",
 )
 def limit(
     delays: DelayTasks,
@@ -638,7 +645,7 @@ _NAME = Parameter("name", KEY.kind, "The name of the schedule.", is_required=Tru
     BODY,
     Parameter("cron", WORD, 'As "0 9 * * mon-fri".'),
     Parameter("every", WORD, "As 30s, 5m or 1d."),
-    Parameter("tz", WORD, "The time zone of --cron, as Europe/Berlin."),
+    Parameter("tz", WORD, "The time zone of the cron expression, as Europe/Berlin."),
     Parameter("start", INSTANT, "The first occurrence, as 2030-01-31T18:00:00Z."),
     JITTER,
     Parameter("missed", one_of("latest", "skip", "all"), "Which missed occurrences run. [latest]"),
@@ -647,7 +654,9 @@ _NAME = Parameter("name", KEY.kind, "The name of the schedule.", is_required=Tru
     PRIORITY,
     RETRY_DELAYS,
     MAX_LATE,
+    LIMIT_KEY,
     META,
+    BODY_VERSION,
     ACTOR,
     done="stored",
 )

@@ -31,7 +31,8 @@ from delaytasks.model.errors import TaskNotFoundError
 from delaytasks.model.inputs import share_of
 from delaytasks.model.moves import LIVE
 from delaytasks.model.task import CallerConnection, DelayedTask, Entry, is_encrypted
-from delaytasks.recurring.definition import FIELDS, ONE_SECOND, RecurringSchedule
+from delaytasks.recurring.definition import FIELDS, RecurringSchedule
+from delaytasks.recurring.timing import ONE_SECOND
 
 if TYPE_CHECKING:
     from delaytasks.runtime import Runtime

@@ -289,7 +289,7 @@ def test_staff_can_view_the_console_and_superusers_change_it(is_superuser: bool,
     text = text_of(client.get("/console/policies"))
     assert f'<span class="chip">{role}</span>' in text
     token = re.findall(r'name="csrf" value="([^"]+)"', text)[0]
-    data = {"csrf": token, "kind": "tag", "name": "mail", "concurrency": "3"}
-    answer = client.post("/console/policies/limits", data)
+    data = {"csrf": token, "tag": "mail", "concurrency": "3"}
+    answer = client.post("/console/do/limit", data)
     assert answer.status_code == (303 if is_superuser else 403)
     assert len(delays.policies.list()) == int(is_superuser)

@@ -24,18 +24,17 @@ from tests.waiting import wait_until
 
 #: The least role of each page and action. A new route needs a line here.
 ROLES = """
-    GET view: overview tasks task tags tag failures failure forecast queues workers policies
-    GET view: recurring audit entry
+    GET view: overview, tasks, task, tags, tag, failures, failure, forecast, queues, workers
+    GET view: policies, recurring, audit, entry
     GET operate: bulk
-    POST view: log_out preferences
-    POST operate: cancel_task rerun_task reschedule_task run_task pause resume start_bulk
-    POST operate: stop_bulk rerun_entry pause_recurring resume_recurring run_recurring
-    POST admin: set_limits remove_policy set_recurring remove_recurring
+    POST view: log_out, preferences
+    POST operate: cancel, reschedule, rerun, stop_bulk, pause, resume, recurring run
+    POST admin: limit, recurring set, recurring remove
 """
 LEAST = {
     (method, endpoint): Role[role.upper()]
     for method, role, names in re.findall(r"(\w+) (\w+): (.*)", ROLES)
-    for endpoint in names.split()
+    for endpoint in names.split(", ")
 }
 #: Without a viewer, these answer: they are part of the login page, or for probes.
 OPEN = {
@@ -53,7 +52,8 @@ def routes(site: Site) -> list[tuple[str, Rule]]:
 
 
 def path_of(site: Site, rule: Rule) -> str:
-    values: dict[str, Any] = {"id": "123456789", "name": "nothing", "filename": "console.css"}
+    values: dict[str, Any] = dict.fromkeys(("id", "entry", "name"), "123456789")
+    values["filename"] = "console.css"
     with site.app.test_request_context():
         return site.app.url_for(rule.endpoint, **{name: values[name] for name in rule.arguments})
 
@@ -87,41 +87,36 @@ def test_each_action_is_audited_with_the_name_of_its_viewer(own_site: Site) -> N
     known = {entry.id for entry in delays.bulk.log()}
     done: set[str] = set()
 
-    def do(endpoint: str, id: object = None, **fields: Any) -> str:
+    def do(action: str, **fields: Any) -> str:
         """Do the action, wait for the end of its log entry, and return the id of this entry."""
-        values: dict[str, Any] = {} if id is None else {"id": id}
-        with own_site.app.test_request_context():
-            path = own_site.app.url_for(endpoint, **values)
-        answer = post(client, path, **fields)
-        assert answer.status_code == 303, f"{endpoint}: {answer.text}"
+        answer = post(client, f"/do/{action.replace(' ', '-')}", **fields)
+        assert answer.status_code == 303, answer.text
 
         def ended() -> list[LogEntry]:
             found = [entry for entry in delays.bulk.log() if entry.id not in known]
             return [] if any(entry.state == "running" for entry in found) else found
 
-        [entry] = wait_until(ended, 10, f"the log entry of {endpoint}")
-        assert (entry.actor, entry.state) == ("maria", "done"), f"{endpoint}: {entry}"
+        [entry] = wait_until(ended, 10, f"the log entry of {action}")
+        name = f"{action}_task" if "id" in fields else action
+        assert (entry.action, entry.actor, entry.state) == (name, "maria", "done"), entry
         known.add(entry.id)
-        done.add(endpoint)
+        done.add(action)
         return str(entry.id)
 
-    waiting = delays.find(tag="order.close", status="NOT_COMPLETE").tasks[0].id
-    do("reschedule_task", waiting, to="1h")
-    do("cancel_task", waiting)
-    do("rerun_task", waiting)
-    do("run_task", waiting)
-    tag, schedule = {"kind": "tag", "name": "report.build"}, {"name": "hourly"}
-    do("pause", **tag)
-    do("resume", **tag)
-    do("set_limits", **tag, concurrency="3")
-    do("remove_policy", **tag)
-    do("set_recurring", **schedule, tag="report.build", cron="0 * * * *")
-    do("pause_recurring", **schedule)
-    do("resume_recurring", **schedule)
-    do("run_recurring", **schedule)
-    do("remove_recurring", **schedule)
-    do("start_bulk", action="cancel", tag="order.close")
-    do("rerun_entry", do("start_bulk", action="cancel", tag="order.close"))
+    waiting = str(delays.find(tag="order.close", status="NOT_COMPLETE").tasks[0].id)
+    do("reschedule", id=waiting, delay="1h")
+    do("cancel", id=waiting)
+    do("rerun", id=waiting)
+    do("pause", tag="report.build")
+    do("resume", tag="report.build")
+    do("limit", tag="report.build", concurrency="3")
+    do("limit", tag="report.build", remove="1")
+    do("recurring set", name="hourly", tag="report.build", cron="0 * * * *")
+    do("pause", recurring="hourly")
+    do("resume", recurring="hourly")
+    do("recurring run", name="hourly")
+    do("recurring remove", name="hourly")
+    do("rerun", entry=do("cancel", tag="order.close"))
     actions = {endpoint for method, endpoint in LEAST if method == "POST"}
     assert done == actions - UNAUDITED
 
@@ -385,33 +380,32 @@ def refusal(site: Site) -> tuple[str, str, int, dict[str, Any]]:
 
 
 def test_an_action_of_a_lower_role_and_a_forged_form_are_audited(own_site: Site) -> None:
-    answer = post(own_site.client(Role.VIEW), "/tasks/123/cancel", version="7", next="/tasks/123")
+    answer = post(own_site.client(Role.VIEW), "/do/cancel", id="123", version="7", next="/x")
     assert answer.status_code == 403
     assert refusal(own_site) == ("cancel_task", "maria", 1, {"id": "123"})
-    client, fields = own_site.client(Role.OPERATE), {"kind": "tag", "name": "pay.notify"}
+    client, fields = own_site.client(Role.OPERATE), {"tag": "pay.notify"}
     limits = {**fields, "concurrency": "3"}
-    assert post(client, "/policies/limits", **limits).status_code == 403
-    assert refusal(own_site) == ("set_limits", "maria", 1, limits)
+    assert post(client, "/do/limit", **limits).status_code == 403
+    assert refusal(own_site) == ("limit", "maria", 1, limits)
     token = token_of(client)
     for action, csrf, origin in (("pause", "wrong", {}), ("resume", token, {"Origin": "http://x"})):
         data = {"csrf": csrf, **fields}
-        answer = client.post(f"/policies/{action}", data=data, headers=origin)
-        assert answer.status_code == 403
+        assert client.post(f"/do/{action}", data=data, headers=origin).status_code == 403
         assert refusal(own_site) == (action, "maria", 1, fields)
 
 
 def test_a_bulk_action_that_does_not_begin_is_audited(own_site: Site) -> None:
     client = own_site.client(Role.OPERATE)
-    assert post(client, "/bulk", action="cancel").status_code == 400
-    assert refusal(own_site) == ("start_bulk", "maria", 1, {"action": "cancel"})
+    assert post(client, "/do/cancel").status_code == 400
+    assert refusal(own_site) == ("cancel", "maria", 1, {})
     threads = own_site.app.extensions[EXTENSION].threads
     for _ in range(MOST_ACTIVE):
         threads.acquire()
-    fields = {"action": "cancel", "tag": "order.close", "status": ["NOT_COMPLETE", "HELD"]}
-    answer = post(client, "/bulk", **fields)
+    fields = {"tag": "order.close", "status": ["NOT_COMPLETE", "HELD"]}
+    answer = post(client, "/do/cancel", **fields)
     assert (answer.status_code, "wait until one has ended" in answer.text) == (400, True)
     shown = {**fields, "status": "NOT_COMPLETE, HELD"}
-    assert refusal(own_site) == ("start_bulk", "maria", 1, shown)
+    assert refusal(own_site) == ("cancel", "maria", 1, shown)
 
 
 def test_the_audit_names_the_user_that_stops_the_run_of_another_user(own_site: Site) -> None:
@@ -427,7 +421,7 @@ def test_the_audit_names_the_user_that_stops_the_run_of_another_user(own_site: S
 def test_a_refused_form_is_audited_in_part(own_site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     client = own_site.client(Role.VIEW)
     long = {f"field-{number}": "x" * 5000 for number in range(100)}
-    answer = post(client, "/recurring", name="nightly", body="a secret", **long)
+    answer = post(client, "/do/recurring-set", name="nightly", body="a secret", **long)
     assert answer.status_code == 403
     *_, shown = refusal(own_site)
     assert "body" not in shown

@@ -11,7 +11,7 @@ import pytest
 from werkzeug.datastructures import MultiDict
 
 from delaytasks import StoreUnavailableError
-from delaytasks.console import pages_tasks
+from delaytasks.console import forms, pages_tasks
 from delaytasks.console.viewers import Role
 from delaytasks.operate import bulk_calls as bulk
 from delaytasks.operate.single_tasks import find_tasks
@@ -36,12 +36,17 @@ def finish(client: Any, location: str) -> str:
 def confirm(client: Any, link: str, **chosen: str) -> tuple[str, str]:
     """Open the page that counts, and start what it offers; return both pages."""
     question = client.get(html.unescape(link)).text
-    found = re.findall(r'<input type="hidden" name="(\w+)" value="([^"]*)"', question)
+    [(action, form)] = re.findall(
+        r'<form method="post" action="(/do/\w+)">(<input type="hidden".*?)</form>',
+        question.partition("<main")[2],
+        re.DOTALL,
+    )
+    found = re.findall(r'<input (?:type="hidden" )?name="(\w+)" value="([^"]*)"', form)
     # Browsers send the line ends of a form like this.
     fields = MultiDict((name, html.unescape(value).replace("\n", "\r\n")) for name, value in found)
     for name, value in chosen.items():
         fields[name] = value
-    return question, finish(client, client.post("/bulk", data=fields).location)
+    return question, finish(client, client.post(action, data=fields).location)
 
 
 def test_a_group_of_failures_runs_again_after_a_count(own_site: Site) -> None:
@@ -93,7 +98,7 @@ def test_stopped_bulk_runs_leave_the_rest(own_site: Site, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(bulk, "BULK_ROWS", 10)
     monkeypatch.setattr(bulk.Bulk, "cancel", cancel_slowly)
-    page = post(client, "/bulk", action="cancel", tag="order.close").location
+    page = post(client, "/do/cancel", tag="order.close").location
     assert has_begun.wait(30)
     assert f'action="{page}/stop"' in client.get(page).text
     assert post(client, f"{page}/stop").location == page
@@ -116,9 +121,9 @@ def test_an_action_whose_tasks_are_being_found_leads_to_the_audit_page(
         return rerun(*arguments, **options)
 
     monkeypatch.setattr(bulk.Bulk, "rerun", find_slowly)
-    monkeypatch.setattr(pages_tasks, "BEGIN_S", 0.05)
+    monkeypatch.setattr(forms, "BEGIN_S", 0.05)
     client = own_site.client(Role.OPERATE)
-    answer = post(client, "/bulk", action="rerun", tag="report.build")
+    answer = post(client, "/do/rerun", tag="report.build")
     assert (answer.status_code, answer.location) == (303, "/audit")
     assert "The tasks are being found." in client.get("/audit").text
     may_go_on.set()
@@ -136,14 +141,14 @@ def test_a_search_that_fails_after_the_answer_has_an_entry(
         raise StoreUnavailableError("the database is gone")
 
     monkeypatch.setattr(bulk.Bulk, "rerun", fail)
-    monkeypatch.setattr(pages_tasks, "BEGIN_S", 0.05)
+    monkeypatch.setattr(forms, "BEGIN_S", 0.05)
     client, log = own_site.client(Role.OPERATE), own_site.delays.bulk.log
-    assert post(client, "/bulk", action="rerun", tag="report.build").location == "/audit"
+    assert post(client, "/do/rerun", tag="report.build").location == "/audit"
     before = len(log())
     may_fail.set()
     wait_until(lambda: len(log()) > before, 30, "the entry")
     [entry] = log(limit=1)
-    assert (entry.action, entry.state) == ("start_bulk", "failed")
+    assert (entry.action, entry.state) == ("rerun", "failed")
     assert entry.filter["tag"] == "report.build"
     assert entry.filter["error"] == "the database is gone"
     assert "the database is gone" in client.get("/audit").text
@@ -152,25 +157,25 @@ def test_a_search_that_fails_after_the_answer_has_an_entry(
 def test_a_bulk_action_without_a_thread_gives_its_place_back(
     own_site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client, fields = own_site.client(Role.OPERATE), {"action": "cancel", "tag": "order.close"}
+    client, fields = own_site.client(Role.OPERATE), {"tag": "order.close"}
     with monkeypatch.context() as patches:
         patches.setattr(threading, "Thread", lambda **_: 1 / 0)
         for _ in range(10):
-            assert post(client, "/bulk", **fields).status_code == 500
-    assert "/audit/" in post(client, "/bulk", **fields).location
+            assert post(client, "/do/cancel", **fields).status_code == 500
+    assert "/audit/" in post(client, "/do/cancel", **fields).location
 
 
 def test_a_bulk_action_that_fails_says_why_or_is_failed(
     own_site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client, fields = own_site.client(Role.OPERATE), {"action": "cancel", "tag": "order.close"}
+    client, fields = own_site.client(Role.OPERATE), {"tag": "order.close"}
     later = StoreUnavailableError("the database is gone")
 
     def fail(*_: Any, **__: Any) -> Any:
         raise later
 
     monkeypatch.setattr(bulk.BulkRun, "_step", fail)
-    answer = post(client, "/bulk", **fields)
+    answer = post(client, "/do/cancel", **fields)
     assert (answer.status_code, "the database is gone" in answer.text) == (503, True)
     [entry] = own_site.delays.bulk.log(limit=1)
     text = client.get(f"/audit/{entry.id}").text
@@ -183,7 +188,7 @@ def test_a_bulk_action_leaves_out_the_chosen_statuses_that_cannot_move(own_site:
     before = len(delays.find(tag="order.close", status="NOT_COMPLETE", limit=1000))
     chosen = {"action": "cancel", "tag": "order.close", "status": ["NOT_COMPLETE", "DONE"]}
     assert heading(client.get("/bulk", query_string=chosen).text) == f"Cancel {before} tasks?"
-    answer = post(client, "/bulk", **chosen)
+    answer = post(client, "/do/cancel", **chosen)
     assert answer.status_code == 303, answer.text
     finish(client, answer.location)
     assert len(delays.find(tag="order.close", status="CANCELLED", limit=1000)) == before
@@ -236,9 +241,9 @@ def test_only_an_operator_can_select_rows(site: Site, path: str) -> None:
     ("status", "offered"),
     [
         ("status=FAILED", {"rerun"}),
-        ("status=NOT_COMPLETE&status=RUNNING", {"cancel", "reschedule", "spread"}),
+        ("status=NOT_COMPLETE&status=RUNNING", {"cancel", "reschedule"}),
         ("status=DONE", set()),
-        ("key_prefix=o", {"rerun", "cancel", "reschedule", "spread"}),
+        ("key_prefix=o", {"rerun", "cancel", "reschedule"}),
     ],
 )
 def test_only_actions_that_change_tasks_of_the_chosen_statuses_are_offered(
@@ -246,7 +251,7 @@ def test_only_actions_that_change_tasks_of_the_chosen_statuses_are_offered(
 ) -> None:
     text = site.client(Role.OPERATE).get(f"/tasks?{status}").text
     assert set(re.findall(r'href="/bulk\?action=(\w+)', text)) == offered
-    assert set(re.findall(r'name="action" value="(\w+)"', text)) == offered - {"spread"}
+    assert set(re.findall(r'name="action" value="(\w+)"', text)) == offered
 
 
 def test_selected_tasks_are_cancelled_and_no_others(own_site: Site) -> None:
@@ -259,8 +264,8 @@ def test_selected_tasks_are_cancelled_and_no_others(own_site: Site) -> None:
     entry = own_site.delays.bulk.log(limit=1)[0]
     assert (entry.action, entry.actor) == ("cancel", "maria")
     assert entry.filter == {"ids": [str(id) for id in sorted(ids[:3])]}
-    [path] = re.findall(rf'action="(/audit/{entry.id}/rerun)"', client.get("/audit").text)
-    assert "3 changed" in finish(client, post(client, path).location)
+    assert f'name="entry" value="{entry.id}"' in client.get("/audit").text
+    assert "3 changed" in finish(client, post(client, "/do/rerun", entry=entry.id).location)
     assert states(own_site, ids) == ["NOT_COMPLETE"] * 4
     many = waiting(own_site, 40)
     question, text = confirm(client, link_of("cancel", many))
@@ -273,7 +278,7 @@ def test_selected_tasks_are_cancelled_and_no_others(own_site: Site) -> None:
 def test_selected_tasks_are_rescheduled_and_ended_ones_run_again(own_site: Site) -> None:
     client, delays, ids = own_site.client(Role.OPERATE), own_site.delays, waiting(own_site, 2)
     before = [delays.get(id).due for id in ids]
-    question, text = confirm(client, link_of("reschedule", ids[:1]))
+    question, text = confirm(client, link_of("reschedule", ids[:1]), delay="30m")
     assert heading(question) == "Reschedule 1 task?"
     assert "1 changed, 0 left as they were" in text
     after = [delays.get(id).due for id in ids]
@@ -293,7 +298,7 @@ def test_a_selected_task_that_moved_meanwhile_is_left_as_it_is(own_site: Site) -
     client, ids = own_site.client(Role.OPERATE), waiting(own_site, 3)
     set_columns(runtime_of(own_site.delays).store, "tasks", {"id": ids[0]}, **RUNNING)
     own_site.delays.cancel(ids[1])
-    answer = post(client, "/bulk", action="cancel", ids=[str(id) for id in ids], expected=3)
+    answer = post(client, "/do/cancel", ids=[str(id) for id in ids])
     text = finish(client, answer.location)
     assert "1 changed, 1 left as they were, of 2." in text
     assert states(own_site, ids) == ["RUNNING", "CANCELLED", "CANCELLED"]
@@ -304,7 +309,7 @@ def test_a_wrong_selection_is_refused(site: Site, ids: str) -> None:
     client = site.client(Role.OPERATE)
     assert client.get(f"/bulk?action=cancel&{ids}").status_code == 400
     fields = dict([ids.split("=")]) if ids else {}
-    assert post(client, "/bulk", action="cancel", **fields).status_code == 400
+    assert post(client, "/do/cancel", **fields).status_code == 400
 
 
 def test_the_page_of_tasks_takes_ids(site: Site) -> None:

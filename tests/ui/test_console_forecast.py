@@ -61,11 +61,11 @@ def test_an_hour_that_is_too_full_is_a_warning(peak: Site, monkeypatch: pytest.M
 
 
 def test_an_operator_spreads_a_peak(peak: Site) -> None:
-    assert "action=spread" not in peak.client(Role.VIEW).get("/forecast").text
+    assert "/bulk?" not in peak.client(Role.VIEW).get("/forecast").text
     client = peak.client(Role.OPERATE)
-    [link] = re.findall(r'href="(/bulk\?action=spread[^"]*)"', client.get("/forecast").text)
-    question, text = confirm(client, link, delay="10m")
-    assert heading(question) == f"Spread {FITTING} tasks?"
+    [link] = re.findall(r'href="(/bulk\?action=reschedule[^"]*)"', client.get("/forecast").text)
+    question, text = confirm(client, link)
+    assert heading(question) == f"Reschedule {FITTING} tasks?"
     assert f"{FITTING} changed" in text
     assert len({task.due for task in peak.delays.find(tag="newsletter.send", limit=FITTING)}) > 100
 
@@ -112,8 +112,8 @@ def test_a_peak_ahead_is_named_with_a_link_to_its_forecast(quiet: Site) -> None:
     assert re.search(sentences, problem), problem
     assert 'href="/forecast"' in problem
     client = quiet.client(Role.OPERATE)
-    link = "/bulk?action=spread&tag=newsletter.send&status=NOT_COMPLETE"
-    assert f"{PEAK:,} changed" in confirm(client, link, delay="6h")[1]
+    link = "/bulk?action=reschedule&tag=newsletter.send&status=NOT_COMPLETE"
+    assert f"{PEAK:,} changed" in confirm(client, link, jitter="6h")[1]
     assert heading(client.get("/").text) == "✓ On time.", "a peak that was spread is none"
 
 

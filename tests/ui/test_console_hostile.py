@@ -78,7 +78,7 @@ def test_hostile_text_is_shown_as_text(hostile: Site) -> None:
         assert "<img src=x" not in text, path
         assert "{49}" not in text, path
         assert html.unescape(text).count(HOSTILE) >= times, path
-    post(client, "/policies/pause", kind="queue", name=HOSTILE)
+    post(client, "/do/pause", queue=HOSTILE)
     text = client.get("/").text
     [notice] = re.findall(r'<p class="notice bad">(.*?)</p>', text)
     assert HOSTILE[:9] in html.unescape(notice)

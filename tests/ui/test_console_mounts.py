@@ -55,13 +55,13 @@ def check_console(client: Any, delays: DelayTasks, get_text: Any) -> None:
     assert "--ground" in get_text(client.get(style[1]))
     token = re.search(r'name="csrf" value="([^"]+)"', text)
     assert token is not None
-    data = {"csrf": token[1], "kind": "tag", "name": "mail", "next": "/policies"}
-    answer = client.post("/delays/policies/pause", data=data, follow_redirects=False)
+    data = {"csrf": token[1], "tag": "mail", "next": "/policies"}
+    answer = client.post("/delays/do/pause", data=data, follow_redirects=False)
     assert answer.status_code == 303
     assert answer.headers["Location"] == "/delays/policies"
     assert delays.policies.list(tag="mail")[0].updated_by == "ann"
     data["csrf"] = "wrong"
-    assert client.post("/delays/policies/resume", data=data).status_code == 403
+    assert client.post("/delays/do/resume", data=data).status_code == 403
 
 
 def check_refused(client: Any) -> None:

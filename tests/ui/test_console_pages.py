@@ -285,7 +285,7 @@ def test_a_task_is_cancelled_run_again_and_rescheduled(own_site: Site) -> None:
 
     def do(action: str, **fields: Any) -> Any:
         version = delays.get(task.id).version
-        return post(client, f"{page}/{action}", version=version, next=page, **fields)
+        return post(client, f"/do/{action}", id=task.id, version=version, next=page, **fields)
 
     answer = do("cancel")
     assert (answer.status_code, answer.location) == (303, page)
@@ -294,17 +294,19 @@ def test_a_task_is_cancelled_run_again_and_rescheduled(own_site: Site) -> None:
     assert re.search(r"It was cancelled at .* by maria \(entry \d+", client.get(page).text)
     do("rerun")
     assert delays.get(task.id).status is Status.NOT_COMPLETE
-    assert "The task was scheduled again at " in client.get(page).text
-    do("reschedule", to="2h")
-    assert f", to {delays.get(task.id).due:%Y-%m-%d %H:%M:%S} UTC.<" in client.get(page).text
+    assert "The task was rerun at " in client.get(page).text
+    do("reschedule", delay="2h")
+    assert (
+        f", and is due at {delays.get(task.id).due:%Y-%m-%d %H:%M:%S} UTC.<"
+        in client.get(page).text
+    )
     due = delays.get(task.id).due - runtime_of(delays).clock.now()
     assert timedelta(minutes=119) < due <= timedelta(hours=2)
-    do("run")
+    do("reschedule", delay="0")
     assert delays.get(task.id).due <= runtime_of(delays).clock.now()
-    assert "The task was made due at " in client.get(page).text
     entries = [entry for entry in delays.bulk.log() if entry.filter.get("id") == str(task.id)]
     actions = [entry.action for entry in entries]
-    assert actions == ["run_task", "reschedule_task", "rerun_task", "cancel_task"]
+    assert actions == ["reschedule_task", "reschedule_task", "rerun_task", "cancel_task"]
 
 
 def test_the_page_of_a_task_names_no_command_that_viewers_may_call_otherwise(site: Site) -> None:
@@ -319,7 +321,7 @@ def test_a_task_that_moved_meanwhile_is_left_alone(own_site: Site) -> None:
     client, delays = own_site.client(), own_site.delays
     task = delays.find(tag="order.close", status="NOT_COMPLETE").tasks[0]
     delays.reschedule(task, 5000)
-    post(client, f"/tasks/{task.id}/cancel", version=task.version)
+    post(client, "/do/cancel", id=task.id, version=task.version)
     assert delays.get(task.id).status is Status.NOT_COMPLETE
     assert delays.bulk.log()[0].state == "failed"
     assert 'class="notice bad"' in client.get("/").text
@@ -330,9 +332,9 @@ def test_a_text_that_is_no_number_is_refused(site: Site, number: str) -> None:
     client = site.client()
     assert client.get(f"/tasks/{number}").status_code == 400
     assert client.get(f"/audit/{number}").status_code == 400
-    assert post(client, f"/audit/{number}/rerun").status_code == 400
+    assert post(client, "/do/rerun", entry=number).status_code == 400
     for fields in ({"version": number}, {}):
-        assert post(client, f"/tasks/{number}/cancel", **fields).status_code == 303
+        assert post(client, "/do/cancel", id=number, **fields).status_code == 303
 
 
 def test_tags_are_paused_limited_and_resumed(own_site: Site) -> None:
@@ -341,19 +343,19 @@ def test_tags_are_paused_limited_and_resumed(own_site: Site) -> None:
     def policy() -> Any:
         return next(iter(delays.policies.list(tag="order.close")), None)
 
-    post(client, "/policies/pause", kind="tag", name="order.close")
+    post(client, "/do/pause", tag="order.close")
     assert policy().is_paused
     assert policy().updated_by == "maria"
-    post(client, "/policies/resume", kind="tag", name="order.close")
-    post(client, "/policies/pause", kind="tag", name="order.close", until="2h")
+    post(client, "/do/resume", tag="order.close")
+    post(client, "/do/pause", tag="order.close", until="2h")
     until = f"{policy().paused_until:%Y-%m-%d %H:%M:%S} UTC"
     for page in ("/policies", "/tag?name=order.close"):
         assert "</span> until <time" in (text := client.get(page).text)
         assert until in text
-    post(client, "/policies/resume", kind="tag", name="order.close")
-    post(client, "/policies/limits", kind="tag", name="order.close", concurrency="3", rate="5/s")
+    post(client, "/do/resume", tag="order.close")
+    post(client, "/do/limit", tag="order.close", concurrency="3", rate="5/s")
     assert (policy().concurrency, policy().rate_text) == (3, "5/s")
-    post(client, "/policies/limits", kind="tag", name="order.close", concurrency="many")
+    post(client, "/do/limit", tag="order.close", concurrency="many")
     assert policy().concurrency == 3
-    post(client, "/policies/remove", kind="tag", name="order.close")
+    post(client, "/do/limit", tag="order.close", remove="1")
     assert policy() is None

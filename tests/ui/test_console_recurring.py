@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import re
 from typing import Any
 
@@ -18,23 +19,25 @@ from tests.ui.console_site import Site, post
 def test_recurring_schedules_are_changed(own_site: Site) -> None:
     client, recurring = own_site.client(Role.ADMIN), own_site.delays.recurring
     fields = {"name": "hourly", "tag": "order.close", "cron": "0 * * * *", "body": '{"order": 1}'}
-    post(client, "/recurring", **fields)
+    post(client, "/do/recurring-set", **fields)
     assert recurring.get("hourly").body == {"order": 1}
-    post(client, "/recurring/pause", name="hourly")
+    post(client, "/do/pause", recurring="hourly")
     assert recurring.get("hourly").is_paused
-    post(client, "/recurring/run", name="hourly")
-    post(client, "/recurring/remove", name="hourly")
+    post(client, "/do/recurring-run", name="hourly")
+    post(client, "/do/recurring-remove", name="hourly")
     assert "hourly" not in {each.name for each in recurring.list()}
     actions = [entry.action for entry in own_site.delays.bulk.log(limit=4)]
-    assert actions == ["remove_recurring", "run_recurring", "pause_recurring", "set_recurring"]
-    post(client, "/recurring", **{**fields, "body": "{"})
+    assert actions == ["recurring remove", "recurring run", "pause", "recurring set"]
+    post(client, "/do/recurring-set", **{**fields, "body": "{"})
     assert "not JSON" in html.unescape(client.get("/recurring").text)
     assert client.get("/recurring?after=%00").status_code == 400
 
 
-def form_of(text: str, action: str = "/recurring") -> dict[str, str]:
+def form_of(text: str, action: str = "/do/recurring-set") -> dict[str, str]:
     """Return what a browser sends if a viewer changes nothing in the form of this action."""
-    [form] = re.findall(rf'<form method="post" action="{action}" .*?</form>', text, re.DOTALL)
+    [form] = re.findall(
+        rf'<form method="post" action="{action}" class="fields".*?</form>', text, re.DOTALL
+    )
     fields: dict[str, str] = {}
     for field in re.findall(r"<input[^>]*>", form):
         [name] = re.findall(r' name="(\w+)"', field)
@@ -55,26 +58,26 @@ def test_a_schedule_is_changed_in_one_field_only(own_site: Site, timing: dict[st
     recurring.set("nightly", "order.close", body, **timing, **rules, **options)  # type: ignore[arg-type]
     stored = recurring.get("nightly")
     fields = form_of(client.get("/recurring?name=nightly").text)
-    client.post("/recurring", data=fields)
+    client.post("/do/recurring-set", data=fields)
     assert recurring.get("nightly") == stored
-    client.post("/recurring", data={**fields, "queue": "reports"})
+    client.post("/do/recurring-set", data={**fields, "queue": "reports"})
     changed = recurring.get("nightly")
     assert changed.queue == "reports"
     for name in set(DEFINED) - {"queue"}:
         assert getattr(changed, name) == getattr(stored, name), name
-    client.post("/recurring", data={**fields, "body": " ", "overlap": "allow"})
+    client.post("/do/recurring-set", data={**fields, "body": " ", "overlap": "allow"})
     assert (recurring.get("nightly").body, recurring.get("nightly").overlap) == (body, "allow")
-    assert "body_version" in (recurring.get("nightly").headers_json or "")
-    client.post("/recurring", data={**fields, "body": '{"order": 2}'})
-    assert recurring.get("nightly").body == {"order": 2}
-    assert "body_version" not in (recurring.get("nightly").headers_json or "")
+    client.post("/do/recurring-set", data={**fields, "body": '{"order": 2}', "retries": ""})
+    changed = recurring.get("nightly")
+    assert changed.body == {"order": 2}
+    assert json.loads(changed.headers_json or "").keys() == {"max_late_s", "body_version"}
 
 
 def test_the_form_is_for_schedules_that_can_change_and_replaces_no_other(own_site: Site) -> None:
     client, recurring = own_site.client(Role.ADMIN), own_site.delays.recurring
     fields = form_of(client.get("/recurring").text)
     fields |= {"name": "feeds", "tag": "report.build", "cron": "0 4 * * *"}
-    client.post("/recurring", data=fields)
+    client.post("/do/recurring-set", data=fields)
     assert "there is a schedule feeds already" in client.get("/recurring").text
     assert recurring.get("feeds").tag == "feed.read"
 
@@ -93,7 +96,7 @@ def test_the_form_is_for_schedules_that_can_change_and_replaces_no_other(own_sit
 # -- The form of limits in the console ------------------------------------------------------------
 
 
-LIMITS = "/policies/limits"
+LIMITS = "/do/limit"
 
 
 def limits(site: Site, tag: str) -> Any:
@@ -101,10 +104,10 @@ def limits(site: Site, tag: str) -> Any:
     return policy.concurrency, policy.concurrency_per_key, policy.rate_text
 
 
-def test_administrators_change_limits_one_by_one_and_new_ones_replace_none(own_site: Site) -> None:
+def test_administrators_change_limits_one_by_one(own_site: Site) -> None:
     assert "/policies?tag=" not in own_site.client(Role.OPERATE).get("/policies").text
     client = own_site.client(Role.ADMIN)
-    assert form_of(client.get("/policies?tag=gone").text, LIMITS)["name"] == ""
+    assert form_of(client.get("/policies?tag=gone").text, LIMITS)["tag"] == ""
     [link] = re.findall(r'href="(/policies\?tag=[^"]*)"', client.get("/policies").text)
     assert link == "/policies?tag=pay.notify#edit", "mail.send is paused and has no limits"
     fields = form_of(client.get(link).text, LIMITS)
@@ -112,12 +115,10 @@ def test_administrators_change_limits_one_by_one_and_new_ones_replace_none(own_s
     assert limits(own_site, "pay.notify") == (10, None, "100/s")
     client.post(LIMITS, data={**fields, "concurrency": "20"})
     assert limits(own_site, "pay.notify") == (20, None, "100/s")
-    client.post(LIMITS, data={**fields, "rate": ""})
-    assert limits(own_site, "pay.notify") == (10, None, None), "an empty field has no limit"
-    new = form_of(client.get("/policies").text, LIMITS)
-    assert new["name"] == ""
-    client.post(LIMITS, data={**new, "name": "pay.notify", "concurrency_per_key": "1"})
-    assert "the tag pay.notify has limits already" in client.get("/policies").text
+    client.post(LIMITS, data={**fields, "rate": "none"})
     assert limits(own_site, "pay.notify") == (10, None, None)
-    client.post(LIMITS, data={**new, "name": "mail.send", "concurrency_per_key": "1"})
-    assert limits(own_site, "mail.send") == (None, 1, None)
+    new = form_of(client.get("/policies").text, LIMITS)
+    client.post(LIMITS, data={**new, "tag": "pay.notify", "concurrency_per_key": "1"})
+    assert limits(own_site, "pay.notify") == (10, 1, None), "those without a value stay"
+    client.post(LIMITS, data={**new, "tag": "mail.send"})
+    assert "no limit was named" in client.get("/policies").text

@@ -94,16 +94,16 @@ def test_the_page_of_a_tag_has_its_charts_policy_and_failures(site: Site) -> Non
 
 def test_a_tag_is_paused_and_resumed_on_its_page(own_site: Site) -> None:
     path = "/tag?name=order.close"
-    assert "/policies/" not in own_site.client(Role.VIEW).get(path).text
+    assert "/do/" not in own_site.client(Role.VIEW).get(path).text
     client = own_site.client(Role.OPERATE)
     for action, is_paused in (("pause", True), ("resume", False)):
         text = client.get(path).text
-        [form] = re.findall(rf'action="(/policies/{action})".*?</form>', text)
-        answer = post(client, form, kind="tag", name="order.close", next=path)
+        [form] = re.findall(rf'action="(/do/{action})".*?</form>', text)
+        answer = post(client, form, tag="order.close", next=path)
         assert answer.location == path
         policies = own_site.delays.policies.list(tag="order.close")
         assert any(policy.is_paused for policy in policies) is is_paused
-    assert "/policies/" not in client.get("/tag", query_string={"name": OTHER_TAGS}).text
+    assert "/do/" not in client.get("/tag", query_string={"name": OTHER_TAGS}).text
 
 
 @pytest.mark.parametrize("tag", ["..", "a/../b", "?x=1&y", "# x", "ü", OTHER_TAGS])
@@ -224,7 +224,7 @@ def suggested(client: FlaskClient, path: str, field: str, form: str = "") -> lis
     return [html.unescape(each) for each in re.findall(r'<option value="([^"]*)">', options)]
 
 
-@pytest.mark.parametrize("path", ["/tasks", "/recurring"])
+@pytest.mark.parametrize("path", ["/tasks", "/recurring", "/policies"])
 def test_tags_of_workers_policies_and_statistics_are_suggested(own_site: Site, path: str) -> None:
     add_worker(own_site, "of.a.worker")
     write_runs(own_site.delays, "of.statistics", timedelta(minutes=2), 1)
@@ -232,12 +232,6 @@ def test_tags_of_workers_policies_and_statistics_are_suggested(own_site: Site, p
     tags = suggested(own_site.client(Role.ADMIN), path, "tag")
     others = ["mail.send", "order.close", "pay.notify"]
     assert tags == sorted([*others, "of.a.policy", "of.a.worker", "of.statistics"])
-
-
-def test_the_forms_of_policies_suggest_tags_and_queues(site: Site) -> None:
-    both = ["mail.send", "order.close", "pay.notify", "default", "feeds"]
-    assert suggested(site.client(Role.OPERATE), "/policies", "name") == both
-    assert suggested(site.client(Role.ADMIN), "/policies", "name") == both[:3]
 
 
 def test_the_names_are_bounded_and_those_of_policies_stay(

@@ -1,0 +1,357 @@
+"""The forms of operations, and the function that performs what a form asks for.
+
+`OFFERS` has the operations that the console offers. The fields of a form are the parameters of its
+operation, as the table in `operate/operations.py` has them. One function, `perform`, answers all
+forms: it changes one task, a policy or a schedule and leads back to the page, or it starts an
+operation on many tasks in a thread and leads to its log entry.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from typing import Any, NamedTuple
+
+from flask import flash, redirect, request, url_for
+from werkzeug.datastructures import MultiDict
+from werkzeug.wrappers import Response
+
+from delaytasks.console.requests import back, given, now, recorder, state, viewer
+from delaytasks.console.shown import local_text, viewer_zone
+from delaytasks.console.viewers import Role
+from delaytasks.model.errors import DelayTaskError, InvalidInputError, TaskNotFoundError
+from delaytasks.model.filters import check_ids
+from delaytasks.model.inputs import check_id, parse_past
+from delaytasks.model.moves import MOVES, RetrySchedule, Status
+from delaytasks.model.policies import Policy
+from delaytasks.model.task import CancelResult, DelayedTask
+from delaytasks.model.text import one_line
+from delaytasks.operate.bulk_calls import BulkResult
+from delaytasks.operate.operations import (
+    ACTOR,
+    FILTERS,
+    IF_VERSION,
+    INSTANT,
+    OPERATIONS,
+    RUNNING,
+    Operation,
+    Parameter,
+)
+from delaytasks.operate.searches import error_filter
+from delaytasks.recurring.definition import RecurringSchedule
+from delaytasks.recurring.timing import ANY_START, EVERY
+
+logger = logging.getLogger(__name__)
+
+
+class Offer(NamedTuple):
+    """How the console offers an operation."""
+
+    role: Role
+    #: The text of its button, and the class of its style.
+    word: str
+    style: str = ""
+    #: The question before it. The name of what it changes replaces the braces.
+    question: str = ""
+
+
+OFFERS = {
+    "rerun": Offer(Role.OPERATE, "Run again", "primary"),
+    "cancel": Offer(
+        Role.OPERATE, "Cancel", "danger", "Cancel {}? It will not run. You can run it again later."
+    ),
+    "reschedule": Offer(Role.OPERATE, "Reschedule"),
+    "pause": Offer(
+        Role.OPERATE, "Pause", question="Pause {}? Its tasks are held until you resume it."
+    ),
+    "resume": Offer(Role.OPERATE, "Resume"),
+    "limit": Offer(Role.ADMIN, "Set these limits"),
+    "recurring run": Offer(Role.OPERATE, "Run now"),
+    "recurring set": Offer(Role.ADMIN, "Store"),
+    "recurring remove": Offer(
+        Role.ADMIN, "Remove", question="Remove {}? Its waiting tasks are cancelled."
+    ),
+}
+
+
+def can_perform(name: str) -> bool:
+    """Return whether the role of the viewer allows an operation."""
+    return viewer().role >= OFFERS[name].role
+
+
+def fields_of(name: str) -> list[Parameter]:
+    """Return the parameters of an operation that a form shows.
+
+    The others are the name of the viewer, and what belongs to one task.
+    """
+    operation, hidden = OPERATIONS[name], (ACTOR, IF_VERSION, RUNNING)
+    shown = [each for each in operation.parameters if each not in hidden]
+    return shown + [each for each in operation.only_bulk if each.name != "entry"]
+
+
+# -- values ---------------------------------------------------------------------------------------
+
+
+def texts_of(form: MultiDict[str, str], name: str) -> list[str]:
+    """Return what was typed into the fields of a name, without empty ones."""
+    # Browsers send the line ends of a text as CR LF.
+    texts = (text.replace("\r\n", "\n").strip() for text in form.getlist(name))
+    return [text for text in texts if text]
+
+
+def values_of(parameters: Iterable[Parameter], form: MultiDict[str, str]) -> dict[str, Any]:
+    """Return the typed values by the names of the parameters, without those left empty."""
+    typed = ((each, "\n".join(texts_of(form, each.name))) for each in parameters)
+    return {each.name: _value(each, text) for each, text in typed if text}
+
+
+def _value(parameter: Parameter, text: str) -> Any:
+    if parameter.kind is INSTANT and parameter in FILTERS:
+        return parse_past(text, now(), parameter.name, viewer_zone())
+    return parameter.parse(text, viewer_zone())
+
+
+@dataclass(frozen=True)
+class TaskQuery:
+    """The filters of the page of tasks and of operations on many tasks.
+
+    Attributes
+    ----------
+    typed
+        The values as they were typed, for the form and the addresses of other pages. The error is
+        a part of the error text, or a pattern in which `*` stands for any text.
+    filters
+        The same as the filters of `find`.
+    """
+
+    typed: dict[str, Any]
+    filters: dict[str, Any]
+
+    @classmethod
+    def read(cls, form: MultiDict[str, str]) -> TaskQuery:
+        """Read the filters; raise an `InvalidInputError` if one is wrong."""
+        filters = values_of(FILTERS, form)
+        typed = {each.name: texts_of(form, each.name) for each in FILTERS if each.name in filters}
+        if "error" in filters:
+            filters["error"] = error_filter(filters["error"])
+        if "ids" in filters:
+            check_ids(filters["ids"])
+        return cls(typed, filters)
+
+
+def stored_schedule(name: str) -> RecurringSchedule | None:
+    try:
+        return state().delays.recurring.get(name) if name else None
+    except TaskNotFoundError:
+        return None
+
+
+def values_of_schedule(schedule: RecurringSchedule) -> dict[str, Any]:
+    """Return a stored schedule as `recurring set` takes it, without its body."""
+    same = ("name", "tag", "tz", "missed", "overlap", "queue", "priority", "limit_key")
+    timing = " ".join(schedule.timing.split())
+    interval = timing.removeprefix(f"{EVERY} ")
+    # A task reads these options from the same headers.
+    task = DelayedTask(0, schedule.tag, "", ANY_START, headers_json=schedule.headers_json)
+    return {
+        **{name: getattr(schedule, name) for name in same},
+        "cron" if interval == timing else "every": interval,
+        "start": schedule.start_at,
+        "jitter": schedule.jitter_s or None,
+        "retries": task.retry_schedule,
+        "max_late": task.max_late_s,
+        "meta": schedule.meta or None,
+        "body_version": task.headers.get("body_version"),
+    }
+
+
+def typed_text(value: Any) -> str:
+    """Return the text with which a person would type a value."""
+    match value:
+        case None:
+            return ""
+        case datetime():
+            return value.isoformat()
+        case RetrySchedule():
+            return " ".join(f"{delay_s:g}s" for delay_s in value.retry_delays_s)
+        case Mapping():
+            return "\n".join(f"{name}={text}" for name, text in value.items())
+    return str(value)
+
+
+def _values_of_changed_schedule(operation: Operation) -> dict[str, Any]:
+    """Return the values of the form. Those that were not changed are as they are stored: a text
+    says less than a value."""
+    values = values_of(operation.parameters, request.form)
+    known = stored_schedule(values.get("name", ""))
+    if known is None:
+        return values
+    if "is_change" not in request.form:
+        raise InvalidInputError(
+            f"there is a schedule {known.name} already: change it in the list", "name"
+        )
+    for name, value in values_of_schedule(known).items():
+        if value is not None and texts_of(request.form, name) == [typed_text(value)]:
+            values[name] = value
+    return values if "body" in values else {**values, "body": known.body}
+
+
+# -- one task, a policy, a schedule ---------------------------------------------------------------
+
+
+def perform(operation: Operation) -> Response:
+    """Do what a form asks for, and write its log entry."""
+    if operation.bulk is not None and "id" not in request.form:
+        return _perform_on_many(operation)
+    try:
+        sentence, is_refused = _perform_on_one(operation), False
+    except (DelayTaskError, TypeError, ValueError) as problem:
+        sentence, is_refused = str(problem), True
+    recorder(operation.name, given())(is_refused=is_refused)
+    flash(sentence, "bad" if is_refused else "good")
+    state().cache.forget()
+    return back()
+
+
+def _perform_on_one(operation: Operation) -> str:
+    """Return a sentence for the viewer."""
+    if operation.name == "recurring set":
+        values = _values_of_changed_schedule(operation)
+    else:
+        values = values_of(operation.parameters, request.form)
+    if operation.name == "limit" and not values.keys() - {"tag", "queue"}:
+        raise InvalidInputError("no limit was named, so nothing was changed", "concurrency")
+    if "id" in request.form:
+        values["task"] = check_id(request.form["id"])
+    if ACTOR in operation.parameters:
+        values["actor"] = viewer().name
+    result, done, more = operation.call(state().delays, **values), operation.done or "changed", ""
+    match result:
+        case CancelResult(error=error) if error is not None:
+            raise error
+        case CancelResult():
+            what, done = "task", "asked to stop" if result.is_requested else done
+        case DelayedTask():
+            what, more = "task", f", and is due at {local_text(result.due)}"
+        case Policy():
+            what = f"{result.kind} {result.name}"
+        case _:
+            what = f"schedule {result.name}"
+    # The notice stays on a page that follows the task.
+    return f"The {what} was {done} at {now().astimezone(viewer_zone()):%H:%M:%S %Z}{more}."
+
+
+# -- many tasks -----------------------------------------------------------------------------------
+
+
+#: Seconds for which a viewer waits until the tasks are found, and the log entry is written.
+BEGIN_S = 2.0
+
+
+def sources_of(name: str) -> set[str]:
+    """Return the statuses of the tasks that an operation on many changes."""
+    return {status.name for status in MOVES[name].sources}
+
+
+def possible_operations(statuses: Collection[str] = ()) -> dict[str, str]:
+    """Return the operations on many tasks that change tasks of one of these statuses, with their
+    words. Without statuses, the tasks may have any."""
+    chosen = set(statuses) or {status.name for status in Status}
+    many = (name for name in OFFERS if OPERATIONS[name].bulk and chosen & sources_of(name))
+    return {name: OFFERS[name].word for name in many}
+
+
+def chosen_tasks(name: str, form: MultiDict[str, str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the filters of an operation as the methods of `bulk` take them, and the statuses in
+    which tasks can move."""
+    filters = TaskQuery.read(form).filters
+    if not filters:
+        raise InvalidInputError(
+            "select some tasks or choose a filter first, so that not all tasks are changed", "ids"
+        )
+    sources, is_explicit = sources_of(name), "status" in filters
+    if name == "rerun":  # CANCELLED tasks only if the viewer has chosen them
+        is_explicit |= "ids" in filters
+        sources = sources if is_explicit else {"FAILED"}
+    movable = sorted(sources & set(filters.get("status", sources)))
+    if not movable:
+        names = ", ".join(sorted(sources))
+        raise InvalidInputError(f"{OFFERS[name].word} is for tasks that are {names}", "status")
+    if is_explicit:
+        filters["status"] = movable
+    return filters, movable
+
+
+def _perform_on_many(operation: Operation) -> Response:
+    """Start a bulk operation in a thread, and lead to its log entry."""
+    shown = (*fields_of(operation.name), *operation.only_bulk)
+    values = values_of(shown, request.form)
+    if "entry" not in values:
+        values |= chosen_tasks(operation.name, request.form)[0]
+    shared, actor, stop, begun = state(), viewer().name, threading.Event(), Future[int]()
+    assert operation.bulk is not None
+    change: Callable[..., BulkResult] = partial(operation.bulk, shared.delays, **values)
+
+    def report(result: BulkResult) -> None:
+        if not begun.done():
+            shared.stops[result.runs[0]] = stop
+            begun.set_result(result.runs[0])
+        if stop.is_set():
+            raise KeyboardInterrupt  # the log entry is "stopped", as after Ctrl-C
+
+    def work() -> None:
+        try:
+            report(change(actor=actor, on_progress=report))
+        except KeyboardInterrupt:
+            logger.info("console: a bulk operation of %s was stopped", actor)
+        except Exception as error:
+            logger.exception("console: a bulk operation of %s failed", actor)
+            if not begun.done():
+                begun.set_exception(error)
+        finally:
+            shared.threads.release()
+            shared.forget()
+
+    record = recorder(operation.name, given())
+    _start_thread(shared.threads, work)
+    try:
+        return redirect(url_for("entry", id=begun.result(BEGIN_S)), 303)
+    except FutureTimeoutError:
+        begun.add_done_callback(partial(_record_failure, record))
+        flash("The tasks are being found. Their entry appears here when some are changed.", "good")
+        return redirect(url_for("audit"), 303)
+
+
+def _start_thread(places: threading.Semaphore, work: Callable[[], None]) -> None:
+    """Start a thread, whose work gives its place back."""
+    if not places.acquire(blocking=False):
+        raise DelayTaskError("several bulk actions are running: wait until one has ended")
+    try:
+        threading.Thread(target=work, name="console bulk", daemon=True).start()
+    except BaseException:  # the process can have no more threads
+        places.release()
+        raise
+
+
+def _record_failure(record: Callable[..., None], begun: Future[int]) -> None:
+    """Write a log entry if an operation failed before it had one: nobody waits for its error."""
+    error = begun.exception()
+    if error is not None:
+        record(is_refused=True, error=one_line(str(error)))
+
+
+def stop_bulk(entry: str) -> Response:
+    """Stop an operation on many tasks that this process does."""
+    stop = state().stops.get(check_id(entry))
+    if stop is None:
+        flash("It has ended, or another process of the console does it.", "bad")
+    else:
+        stop.set()
+    recorder("stop_bulk", {"entry": entry})(is_refused=stop is None)
+    return redirect(url_for("entry", id=entry), 303)
