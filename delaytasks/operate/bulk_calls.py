@@ -19,6 +19,7 @@ from delaytasks.model.inputs import (
     check_page_limit,
     check_shift,
     check_wait,
+    parse_instant,
 )
 from delaytasks.model.moves import LIVE, MOVES, Status
 from delaytasks.model.task import DelayedTask
@@ -336,6 +337,22 @@ def _cancel_of(runtime: Runtime, entry: object) -> LogEntry:
     return found
 
 
+_BOUNDS = ("ids", "queue", "since", "until")
+
+
+def _within(where: Filter, cancelled: LogEntry) -> Filter:
+    """Narrow a filter by the ids, the queue and the due times of a cancel.
+
+    They bound the part of an index that is read. A cancel does not change them.
+    """
+    known = {name: value for name, value in cancelled.filter.items() if name in _BOUNDS}
+    for name in known.keys() & {"since", "until"}:
+        known[name] = parse_instant(known[name], name)
+    bounds = filter_of(known)
+    missing = [name for name in known if getattr(where, name) is None]
+    return replace(where, **{name: getattr(bounds, name) for name in missing})
+
+
 def record_action(
     runtime: Runtime,
     action: str,
@@ -385,7 +402,8 @@ class BulkRun:
             until = min(which.where.updated_until or self.started, self.started)
             which = replace(which, where=replace(which.where, updated_until=until))
         elif cancelled is not None:
-            which = replace(which, cancelled_by=cancelled.id)
+            where = _within(which.where, cancelled)
+            which = replace(which, where=where, cancelled_by=cancelled.id)
         self._which = which
 
     def find(self) -> None:
@@ -393,7 +411,7 @@ class BulkRun:
         for rows in self._store.matching(self._which):
             self._ids.extend(id for id, status in rows if status in self._which.movable)
             self._refused += sum(status not in self._which.movable for _, status in rows)
-        if self._cancelled and not self._which.where.as_json().keys() - {"status"}:
+        if self._cancelled and not self._filter_as_given.where.as_json().keys() - {"status"}:
             self._refused = self._cancelled.changed - len(self._ids)  # they have moved since
         self.matched = len(self._ids) + self._refused
 

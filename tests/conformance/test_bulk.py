@@ -441,6 +441,29 @@ def test_a_delay_and_filters_hold_for_the_tasks_of_an_operation(delays: DelayTas
     assert 3540 < due_in(delays, tasks[1]) <= 3600
 
 
+def test_a_rerun_reads_only_the_queue_and_the_due_times_of_the_cancel(
+    world: World, delays: DelayTasks
+) -> None:
+    task, other = schedule(delays), schedule(delays, queue="other")
+    delays.cancel(other)
+    later = task.expected_time + timedelta(seconds=1)
+    result = delays.bulk.cancel(queue=task.queue, since=task.expected_time, until=later)
+    read: list[str] = []
+
+    def note(_: Any, __: Any, statement: str, parameters: Any, *___: Any) -> None:
+        read.append(f"{statement} {parameters}")
+
+    engine = world.store.database.auto
+    event.listen(engine, "before_cursor_execute", note)
+    try:
+        assert counts(delays.bulk.rerun(entry=result.runs[0])) == (1, 1, 0)
+    finally:
+        event.remove(engine, "before_cursor_execute", note)
+    assert any("cancel_request" in each for each in read)
+    assert not any("'other'" in each for each in read)
+    assert all("expected_time < " in each for each in read if "cancel_request =" in each)
+
+
 def test_tasks_that_have_moved_since_are_left_as_they_are(world: World, delays: DelayTasks) -> None:
     plain, keyed, rerun, taken, gone, again = (
         schedule(delays, key=key) for key in (None, "k1", "k2", "k3", None, None)
