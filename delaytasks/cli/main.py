@@ -17,8 +17,8 @@ from delaytasks.operate.operations import OPERATIONS
 
 #: The commands of each module. All others are made from the table of operations.
 _MODULES = {
+    "recurring_commands": "import recurring",
     "run": "run",
-    "schedule_commands": "import recurring schedule",
     "servers": "access serve",
     "setup": "check db",
     "status": "status",
@@ -40,9 +40,9 @@ class AllCommands(RootGroup):
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in _MODULE_OF and name in self.list_commands(ctx):
-            from delaytasks.cli.options import table_command
+            from delaytasks.cli.options import command_of
 
-            return table_command(name)
+            return command_of(name)
         if name not in _MODULE_OF:
             return super().get_command(ctx, name)
         module = import_module(f"delaytasks.cli.{_MODULE_OF[name]}")

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from delaytasks.cli.context import Cli, Command, pass_cli
-from delaytasks.cli.results import print_result
+from delaytasks.cli.results import answer_result
 from delaytasks.model.errors import InvalidInputError
 from delaytasks.model.inputs import parse_duration, parse_past
 from delaytasks.operate.operations import (
@@ -63,16 +63,19 @@ PAST = Parsed("time", _parse_past)
 RANGE = Parsed("A..B", parse_range)
 
 
+def flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def option_of(parameter: Parameter) -> click.Parameter:
     """Return the option of a parameter. Those that are required, and the body, are arguments."""
     kind, name = parameter.kind, parameter.name
     if parameter.is_required or parameter is BODY:
         return click.Argument([name], required=parameter.is_required)
-    flag = f"--{name.replace('_', '-')}"
     if kind is FLAG:
-        return click.Option([flag], is_flag=True, help=parameter.help)
+        return click.Option([flag_of(name)], is_flag=True, help=parameter.help)
     is_many = parameter.is_many or kind is PAIRS
-    return click.Option([flag], type=_type_of(kind), multiple=is_many, help=parameter.help)
+    return click.Option([flag_of(name)], type=_type_of(kind), multiple=is_many, help=parameter.help)
 
 
 def _type_of(kind: Kind) -> Any:
@@ -96,18 +99,13 @@ def perform(cli: Cli, operation: Operation, given: dict[str, Any]) -> None:
     if BODY in operation.parameters:
         given["body"] = read_body(given.get("body"))
         cli.import_processors()  # the processor names the queue
-    print_result(cli, operation.name, operation.call(cli.delays, **given), operation.done)
+    answer_result(cli, operation, operation.call(cli.delays, **given))
 
 
 @cache
-def table_command(name: str) -> click.Command:
-    """Return the command of an operation that needs nothing but the table."""
-    return command_of(name)
-
-
 def command_of(
-    name: str, act: Callable[..., None] = perform, more: Iterable[click.Parameter] = ()
-) -> click.Command:
+    name: str, act: Callable[..., None] = perform, more: tuple[click.Parameter, ...] = ()
+) -> Command:
     """Return the command of an operation.
 
     Parameters

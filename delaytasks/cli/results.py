@@ -1,4 +1,4 @@
-"""Prints what operations return: as one JSON document, as a sentence, or as a table."""
+"""The text of what operations return: a sentence or a table."""
 
 from __future__ import annotations
 
@@ -7,77 +7,67 @@ from datetime import datetime
 from typing import Any
 
 from delaytasks.cli.context import Cli
-from delaytasks.cli.output import (
-    BAD,
-    GOOD,
-    NOTHING,
-    cell,
-    count,
-    print_json,
-    print_table,
-    say,
-    sentence,
-    show_instant,
-)
+from delaytasks.cli.output import BAD, GOOD, NOTED, NOTHING, Part, Table, cell, sentence
 from delaytasks.model.filters import LogEntry
-from delaytasks.model.inputs import show_from_now
+from delaytasks.model.inputs import show_from_now, show_instant
 from delaytasks.model.policies import Policy
 from delaytasks.model.task import DelayedTask
-from delaytasks.model.text import some_values
-from delaytasks.operate.operations import document_of
+from delaytasks.model.text import count, some_values
+from delaytasks.operate.operations import Operation, document_of
 from delaytasks.recurring.definition import RecurringSchedule
 
 #: What is said of an operation that lists nothing.
 _EMPTY = {"limit": "Nothing is paused, nothing is limited.", "log": "No operations yet."}
+_STATE_COLOURS = {"done": GOOD, "failed": BAD, "stopped": NOTED, "running": "cyan"}
 
 
-def print_result(cli: Cli, operation: str, result: Any, done: str) -> None:
-    """Print what an operation has returned. `done` is what it has done, as a participle."""
-    if cli.is_json:
-        print_json(document_of(result))
-        return
-    now = cli.runtime.clock.now()
+def answer_result(cli: Cli, operation: Operation, result: Any) -> None:
+    """Print what an operation has returned."""
+    cli.answer(document_of(result), *_parts(result, operation.done, cli.runtime.clock.now()))
     match result:
         case []:
-            cli.note(_EMPTY[operation])
-        case [Policy(), *_]:
-            _print_policies(result)
-        case [LogEntry(), *_]:
-            _print_log(result, now)
-        case Policy():
-            say(_policy_text(result))
-        case RecurringSchedule():
-            at = None if done == "removed" else result.next_at
-            following = "" if at is None else f"; next occurrence {show_instant(at)}"
-            say(f"{done} recurring schedule {cell(result.name)} ({cell(result.tag)}){following}")
-            if done == "removed" and result.is_declared:
-                cli.note("Workers whose code declares it add it again. To stop it, pause it.")
+            cli.note(_EMPTY[operation.name])
+        case RecurringSchedule(is_declared=True) if operation.done == "removed":
+            cli.note("Workers whose code declares it add it again. To stop it, pause it.")
         case DelayedTask():
-            say(sentence(result, done, now))
             cli.note_broker_away()
 
 
-def _print_policies(policies: list[Policy]) -> None:
-    print_table(
-        "kind,name,paused,held,running,at once,each key,rate,since,actor".split(","),
-        [
-            [
-                policy.kind,
-                policy.name,
-                (_end_of(policy) or "yes", "yellow") if policy.is_paused else NOTHING,
-                policy.held or 0,
-                policy.running or 0,
-                policy.concurrency,
-                policy.concurrency_per_key,
-                policy.rate_text,
-                policy.update_time,
-                policy.updated_by,
-            ]
-            for policy in policies
-        ],
-        folded="name actor",
-        extra="since",
-    )
+def _parts(result: Any, done: str, now: datetime) -> list[Part]:
+    match result:
+        case [Policy(), *_]:
+            columns = "kind,name,paused,held,running,at once,each key,rate,since,actor"
+            rows = [_policy_row(policy) for policy in result]
+            return [Table(columns, rows, folded="name,actor", extra="since")]
+        case [LogEntry(), *_]:
+            columns = "id,started,actor,action,filter,state,seen,matched,changed,refused"
+            rows = [_log_row(entry, now) for entry in result]
+            return [Table(columns, rows, folded="actor,filter", extra="seen")]
+        case Policy():
+            return [_policy_text(result)]
+        case RecurringSchedule():
+            at = None if done == "removed" else result.next_at
+            following = "" if at is None else f"; next occurrence {show_instant(at)}"
+            name, tag = cell(result.name), cell(result.tag)
+            return [f"{done} recurring schedule {name} ({tag}){following}"]
+        case DelayedTask():
+            return [sentence(result, done, now)]
+    return []
+
+
+def _policy_row(policy: Policy) -> list[Any]:
+    paused = (_end_of(policy) or "yes", NOTED) if policy.is_paused else NOTHING
+    limits = policy.concurrency, policy.concurrency_per_key, policy.rate_text
+    tasks = policy.held or 0, policy.running or 0
+    return [
+        policy.kind,
+        policy.name,
+        paused,
+        *tasks,
+        *limits,
+        policy.update_time,
+        policy.updated_by,
+    ]
 
 
 def _policy_text(policy: Policy) -> str:
@@ -101,34 +91,19 @@ def _end_of(policy: Policy) -> str:
     return "" if policy.paused_until is None else f"until {show_instant(policy.paused_until)}"
 
 
-_STATE_COLOURS = {"done": GOOD, "failed": BAD, "stopped": "yellow", "running": "cyan"}
-
-
-def _print_log(entries: list[LogEntry], now: datetime) -> None:
-    print_table(
-        "id,started,actor,action,filter,state,seen,matched,changed,refused".split(","),
-        [
-            [
-                str(entry.id),
-                entry.started_at,
-                entry.actor,
-                entry.action,
-                _filter_text(entry.filter),
-                (entry.state, _STATE_COLOURS.get(entry.state, "")),
-                show_from_now(entry.seen_at, now),
-                entry.matched,
-                entry.changed,
-                entry.refused,
-            ]
-            for entry in entries
-        ],
-        folded="actor filter",
-        extra="seen",
-    )
-
-
-def _filter_text(filter: dict[str, Any]) -> str:
-    """Return a filter for the table, which has only the first of many ids. `--json` has all."""
-    if "ids" in filter:
+def _log_row(entry: LogEntry, now: datetime) -> list[Any]:
+    filter = entry.filter
+    if "ids" in filter:  # the JSON document has all of them
         filter = {**filter, "ids": some_values(filter["ids"])}
-    return json.dumps(filter, ensure_ascii=False)
+    return [
+        str(entry.id),
+        entry.started_at,
+        entry.actor,
+        entry.action,
+        json.dumps(filter, ensure_ascii=False),
+        (entry.state, _STATE_COLOURS.get(entry.state, "")),
+        show_from_now(entry.seen_at, now),
+        entry.matched,
+        entry.changed,
+        entry.refused,
+    ]

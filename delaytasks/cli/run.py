@@ -7,28 +7,22 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from celery.exceptions import WorkerTerminate
 
-from delaytasks.cli.context import Cli, Command, pass_cli, progress_bar
-from delaytasks.cli.output import cell, count
-from delaytasks.client import DelayTasks
+from delaytasks.cli.context import Cli, Command, moved_bar, pass_cli
+from delaytasks.cli.output import NOTED, Part, cell
 from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import StoreError
 from delaytasks.model.inputs import show_duration
+from delaytasks.model.text import count
 from delaytasks.operate.state_queries import OverdueRows
 from delaytasks.run.runner import Report
-from delaytasks.runtime import runtime_of
 from delaytasks.worker.sweep import emit_recovered
 from delaytasks.worker.worker_runtime import StandaloneWorker
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
-
 
 #: Abandoned rows that one statement recovers.
 RECOVER_STEP = 500
@@ -86,12 +80,10 @@ def run(
         with cli.guarded_stdout():
             is_incomplete = _run(alone, cli, note, lambda: False) > 1
     else:
-        work = OverdueRun(cli.delays, queues, limit, processes)
-        text = "{task.completed:,} ran, {task.fields[failed]:,} failed"
-        with cli.guarded_stdout(), progress_bar(cli, text) as progress:
-            is_incomplete = work.until_empty(cli, progress)
-        summary = work.summary(is_incomplete)
-        cli.answer(summary, _text(summary))
+        with cli.guarded_stdout():
+            found = OverdueRun(cli, queues, limit, processes).until_empty()
+        is_incomplete = found["is_stopped"]
+        cli.answer(found, *_parts(found))
     if is_incomplete:
         raise SystemExit(1)
 
@@ -100,13 +92,12 @@ class OverdueRun:
     """Runs the overdue tasks, and counts the outcomes."""
 
     def __init__(
-        self, delays: DelayTasks, queues: tuple[str, ...], limit: int | None, processes: int | None
+        self, cli: Cli, queues: tuple[str, ...], limit: int | None, processes: int | None
     ) -> None:
+        self._cli = cli
         self._alone = StandaloneWorker(
-            delays, queues, processes, polls_table=False, on_report=self._add, row_budget=limit
+            cli.delays, queues, processes, polls_table=False, on_report=self._add, row_budget=limit
         )
-        self._delays = delays
-        self._runtime = runtime_of(delays)
         self._queues = frozenset(queues)
         self._dispatcher = self._alone.runtime.dispatcher
         self._began_at = monotonic()
@@ -114,15 +105,14 @@ class OverdueRun:
         self._claimed = self._errors = 0
         self._error = ""
         self._process_lost_at = float("-inf")
-        self._show: Callable[..., None] = lambda **_: None
-        self._succeeded = self._failed = self._recovered = 0
+        self._counts = Counter[str]()
         #: How many tasks have no processor, by tag.
         self._unknown_tags = Counter[str]()
-        delays.events.subscribe(self._on_event)
+        self._progress = moved_bar(cli, "ran")
+        cli.delays.events.subscribe(self._on_event)
 
-    def until_empty(self, cli: Cli, progress: Progress) -> bool:
-        """Run until no task is overdue. Return whether a signal ended the run before that."""
-        self._show = partial(progress.update, progress.add_task("", failed=0))
+    def until_empty(self) -> dict[str, Any]:
+        """Run until no task is overdue, or until a signal. Return the counts."""
         passes = self._passes()
 
         def is_over() -> bool:
@@ -133,34 +123,30 @@ class OverdueRun:
             return next(passes, None) is None
 
         note = "Stopping after the current chunk; once more to stop immediately."
-        is_stopped = _run(self._alone, cli, note, is_over) > 0
+        with self._progress:
+            self._progress.add_task("", moved=0)
+            is_stopped = _run(self._alone, self._cli, note, is_over) > 0
         if self._down is not None:
             raise self._down
-        return is_stopped
-
-    def summary(self, is_stopped: bool) -> dict[str, Any]:
+        counts = {name: self._counts[name] for name in ("succeeded", "failed", "recovered")}
         return {
-            "ran": self._succeeded + self._failed,
-            "succeeded": self._succeeded,
-            "failed": self._failed,
+            "ran": counts["succeeded"] + counts["failed"],
+            **counts,
             "without_processor": sum(self._unknown_tags.values()),
             "unknown_tags": sorted(self._unknown_tags),
-            "recovered": self._recovered,
             "seconds": round(monotonic() - self._began_at, 3),
             "is_stopped": is_stopped,
         }
 
-    # -- overdue tasks ----------------------------------------------------------------------------
-
     def _passes(self) -> Iterator[bool]:
         """Dispatch the overdue tasks, until a pass claims none."""
         try:
-            store = self._runtime.store
-            self._show(total=OverdueRows(store.database, store.schema).count(0).tasks)
-            settings = self._delays.settings
+            store, settings = self._cli.store, self._cli.delays.settings
+            overdue = OverdueRows(store.database, store.schema).count(0).tasks
+            self._progress.update(self._progress.task_ids[0], total=overdue)
             which = settings.max_lost_leases, RECOVER_STEP, settings.lost_s
             while (recovered := store.leases.recover(*which)).total:
-                emit_recovered(self._delays.events, recovered)
+                emit_recovered(self._cli.delays.events, recovered)
             while self._dispatch():
                 claimed = self._claimed
                 yield True
@@ -173,14 +159,12 @@ class OverdueRun:
 
     def _dispatch(self) -> bool:
         by_queue: dict[str, list[int]] = {}
-        for level in self._runtime.store.sweeps.levels(0):
+        for level in self._cli.store.sweeps.levels(0):
             if not self._queues or level.queue in self._queues:
                 by_queue.setdefault(level.queue, []).append(level.priority)
         for queue, priorities in by_queue.items():
             self._dispatcher.start_drain(queue, priorities)
         return bool(by_queue)
-
-    # -- outcomes ---------------------------------------------------------------------------------
 
     def _add(self, report: Report) -> None:
         self._claimed += report.claimed
@@ -189,34 +173,33 @@ class OverdueRun:
         elif report.claimed:
             self._errors = 0
         for tag, counts in report.statistics.tags:
-            self._succeeded += counts["done"]
-            self._failed += counts["failed"]
-            if self._runtime.registry.get(tag) is None and counts["given_back"]:
+            self._counts["succeeded"] += counts["done"]
+            self._counts["failed"] += counts["failed"]
+            if self._cli.runtime.registry.get(tag) is None and counts["given_back"]:
                 self._unknown_tags[tag] += counts["given_back"]
-        self._show(advance=report.ran, failed=self._failed)
+        ran = self._counts["succeeded"] + self._counts["failed"]
+        self._progress.update(self._progress.task_ids[0], completed=ran, moved=ran)
 
     def _on_event(self, name: str, fields: dict[str, Any]) -> None:
         if name == "task.recovered":
-            self._recovered += fields.get("count", 1)
+            self._counts["recovered"] += fields.get("count", 1)
         elif name == "task.worker_lost":
-            self._failed += 1
+            self._counts["failed"] += 1
         elif name == "chunk.failed":
             self._claimed += 1  # the chunk had tasks, so another pass is needed
             self._process_lost_at = monotonic()
 
 
-def _text(found: dict[str, Any]) -> str:
+def _parts(found: dict[str, Any]) -> Iterator[Part]:
     ran, took = count(found["ran"], "task"), show_duration(found["seconds"])
-    lines = [f"ran {ran} in {took}: {found['succeeded']:,} DONE, {found['failed']:,} FAILED"]
+    yield f"ran {ran} in {took}: {found['succeeded']:,} DONE, {found['failed']:,} FAILED"
     if found["recovered"]:
-        lines.append(f"{count(found['recovered'], 'task')} had lost their worker")
+        yield f"{count(found['recovered'], 'task')} had lost their worker"
     if found["without_processor"]:
         tasks, tags = count(found["without_processor"], "task"), map(cell, found["unknown_tags"])
-        text = f"{tasks} without processor, tried again later: {', '.join(tags)}"
-        lines.append(click.style(text, fg="yellow"))
+        yield f"{tasks} without processor, tried again later: {', '.join(tags)}", NOTED
     if found["is_stopped"]:
-        lines.append(click.style("stopped; there may be more", fg="yellow"))
-    return "\n".join(lines)
+        yield "stopped; there may be more", NOTED
 
 
 # -- processes ------------------------------------------------------------------------------------

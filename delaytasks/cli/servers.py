@@ -16,7 +16,7 @@ import click
 
 from delaytasks.cli.context import Cli, Command, check_belongs, pass_cli
 from delaytasks.cli.options import Parsed
-from delaytasks.cli.output import print_json, print_table
+from delaytasks.cli.output import Table
 from delaytasks.http_api.api_keys import API_KEYS, ApiKeyFile
 from delaytasks.model.errors import ConfigError, InvalidInputError
 from delaytasks.model.text import needs_extra
@@ -101,12 +101,10 @@ def serve(cli: Cli, trusted_proxy: str | None, printed: str | None, **options: A
     if printed is not None:
         click.echo(read_file(printed), nl=False)
         return
-    makers: dict[str, Callable[..., Any]]
-    makers = {"console": _console, "api": _api, "metrics": _metrics}
-    places = {name: options.pop(name) for name in makers}
-    if not any(places.values()):
+    places = {name: options.pop(name) for name in _MAKERS if options[name] is not None}
+    if not places:
         raise click.UsageError("say what to serve: --console, --api or --metrics")
-    asked = {f"--{name}": place is not None for name, place in places.items()}
+    asked = {f"--{name}": name in places for name in _MAKERS}
     check_belongs({"--console": "proxy_header proxy", "--api": "keys"}, asked, options)
     if options["proxy_header"] is not None and trusted_proxy is not None:
         # --proxy is compared with the address that --trusted-proxy replaces by the browser's.
@@ -114,19 +112,15 @@ def serve(cli: Cli, trusted_proxy: str | None, printed: str | None, **options: A
     try:
         cli.import_processors()
     except Exception:
-        if asked["--console"] or asked["--api"]:
+        if places.keys() != {"metrics"}:
             raise
         logger.exception("the forecast does not know the processors; all other metrics are served")
-    apps = {
-        name: (makers[name](cli, **options), place)
-        for name, place in places.items()
-        if place is not None
-    }
-    serve_apps(apps, trusted_proxy, partial(_announce, cli))
+    apps = {name: (_MAKERS[name](cli, **options), place) for name, place in places.items()}
 
+    def announce(urls: dict[str, str]) -> None:
+        cli.answer(urls, *(f"{name} at {url} ready." for name, url in urls.items()))
 
-def _announce(cli: Cli, urls: dict[str, str]) -> None:
-    cli.answer(urls, "\n".join(f"{name} at {url} ready." for name, url in urls.items()))
+    serve_apps(apps, trusted_proxy, announce)
 
 
 def _console(cli: Cli, proxy_header: str | None, proxy: tuple[str, ...], **_: Any) -> Any:
@@ -146,6 +140,9 @@ def _metrics(cli: Cli, **_: Any) -> Any:
     from delaytasks.operate.metrics import exporter_app  # names its extra itself
 
     return exporter_app(cli.delays)
+
+
+_MAKERS: dict[str, Callable[..., Any]] = {"console": _console, "api": _api, "metrics": _metrics}
 
 
 # -- Serve the applications by themselves, with waitress -------------------------------------------
@@ -291,18 +288,14 @@ def access(
 
 
 def _list(cli: Cli, file: UserFile | ApiKeyFile) -> None:
+    found: list[dict[str, Any]]
     if isinstance(file, ApiKeyFile):
-        found: list[dict[str, Any]] = [
-            {"name": name, "scopes": list(entry["scopes"])} for name, entry in file.entries.items()
-        ]
+        found = [{"name": n, "scopes": [*e["scopes"]]} for n, e in file.entries.items()]
     else:
         found = [{"name": name, "role": user["role"]} for name, user in file.users().items()]
-    if cli.is_json:
-        print_json(found)
-    elif found:
-        rows = [[e["name"], e.get("role") or " ".join(e["scopes"])] for e in found]
-        print_table([*found[0]], rows)
-    else:
+    rows = [[each["name"], each.get("role") or " ".join(each["scopes"])] for each in found]
+    cli.answer(found, Table("name,rights", rows))
+    if not found:
         cli.note(f"Nobody has access yet: {file.path} has no name.")
 
 
@@ -314,9 +307,8 @@ def _set_user(cli: Cli, users: UserFile, name: str, role: str | None, password: 
         password = click.prompt("Password", hide_input=True, confirmation_prompt=True, err=True)
     kept = Role.named(role) if role else users.role(name) or Role.VIEW
     users.set(name, password, kept)
-    cli.answer(
-        {"name": name, "role": kept.label}, f"stored the user {name} with the role {kept.label}"
-    )
+    stored = {"name": name, "role": kept.label}
+    cli.answer(stored, f"stored the user {name} with the role {kept.label}")
 
 
 def _user_file(cli: Cli) -> UserFile:

@@ -12,21 +12,12 @@ import click
 
 from delaytasks.attachment import file_broker_url
 from delaytasks.cli.context import Cli, Command, Group, pass_cli
-from delaytasks.cli.output import (
-    GOOD,
-    NOTHING,
-    cell,
-    count,
-    print_fields,
-    print_json,
-    print_table,
-    say,
-)
+from delaytasks.cli.output import GOOD, NOTED, NOTHING, Table, cell, fields
 from delaytasks.client import DelayTasks
 from delaytasks.db import migrations
 from delaytasks.db.engines import lacks_sqlite_file
 from delaytasks.model.errors import ConfigError, StoreError
-from delaytasks.model.text import mask_url
+from delaytasks.model.text import count, mask_url
 from delaytasks.operate.state import read_tables
 from delaytasks.operate.state_queries import server_problem
 from delaytasks.runtime import runtime_of
@@ -64,20 +55,19 @@ def upgrade(cli: Cli, to: str, check: bool, yes: bool) -> None:
 
     Rows stay, unless --to goes back to a revision whose tables have no place for them.
     """
+    database_url = cli.store.database.shown_url
     if check:
-        sys.exit(0 if _print_current(cli) else 1)
+        sys.exit(0 if _answer_current(cli) else 1)
     is_for_own_app = _is_for_own_app(cli)
     current = migrations.current(*cli.tables)
     is_back = to == "base" or to.startswith("-") or (current is not None and to < current)
     if is_back:
         cli.require_terminal(yes, "Going back may drop columns and tables; use --yes.")
-        cli.confirm(yes, f"Bring {cli.database_url} back to {to}? Tables may be dropped")
+        cli.confirm(yes, f"Bring {database_url} back to {to}? Tables may be dropped")
         migrations.downgrade(*cli.tables, to)
     else:
         migrations.upgrade(*cli.tables, to)
-    if not cli.is_json:
-        say(f"{'downgraded' if is_back else 'upgraded'} {cli.database_url}")
-    _print_current(cli)
+    _answer_current(cli, f"{'downgraded' if is_back else 'upgraded'} {database_url}")
     if not is_for_own_app:
         cli.note(OTHER_DATABASE)
 
@@ -90,14 +80,19 @@ def _is_for_own_app(cli: Cli) -> bool:
     return not is_new and not Path("manage.py").exists()
 
 
-def _print_current(cli: Cli) -> bool:
+def _answer_current(cli: Cli, *done: str) -> bool:
     """Print the revision; return whether it is this version's."""
     head, revision = migrations.head(), migrations.current(*cli.tables)
     is_current = revision == head
-    document = {"database": cli.database_url, "revision": revision, "head": head}
     remedy = f"this version has {head}; run: {cli.command} db upgrade"
     cli.answer(
-        {**document, "is_current": is_current},
+        {
+            "database": cli.store.database.shown_url,
+            "revision": revision,
+            "head": head,
+            "is_current": is_current,
+        },
+        *done,
         f"revision {revision or 'none yet'}, {'this version has it' if is_current else remedy}",
     )
     return is_current
@@ -131,36 +126,27 @@ def check(cli: Cli, settings: bool) -> None:
     arguments of DelayTasks(...).
     """
     if settings:
-        _print_settings(cli)
+        _answer_settings(cli)
         return
     cli.import_processors()
     cli.runtime.checks.check_settings()
     found = cli.delays.check()
-    warnings = [*map(cli.hints.rewrite, warnings_of(cli.delays))]
-    if cli.is_json:
-        print_json({"findings": [finding.as_json() for finding in found], "warnings": warnings})
-    elif found:
-        print_table(
-            ["tag", "queue", "tasks", "first due", "problem", "for example"],
-            [
-                [f.tag, ", ".join(f.queues), f.tasks, f.first_due, f.problem, _examples(f.ids)]
-                for f in found
-            ],
-            folded="tag queue problem",
-        )
-        tasks = count(sum(finding.tasks for finding in found), "task")
-        say(f"{tasks} would not run well with this code")
-    else:
-        say("every waiting task has a processor that accepts its body")
-    if not cli.is_json:
-        for warning in warnings:
-            say(f"warning: {cell(warning, 1000)}", fg="yellow")
+    warnings = [*map(cli.rewrite, warnings_of(cli.delays))]
+    tasks = count(sum(finding.tasks for finding in found), "task")
+    verdict = f"{tasks} would not run well with this code"
+    rows = [
+        [f.tag, ", ".join(f.queues), f.tasks, f.first_due, f.problem, " ".join(map(str, f.ids))]
+        for f in found
+    ]
+    columns = "tag,queue,tasks,first due,problem,for example"
+    cli.answer(
+        {"findings": [finding.as_json() for finding in found], "warnings": warnings},
+        Table(columns, rows, folded="tag,queue,problem"),
+        verdict if found else "every waiting task has a processor that accepts its body",
+        *((f"warning: {cell(warning, 1000)}", NOTED) for warning in warnings),
+    )
     if found:
         sys.exit(1)
-
-
-def _examples(ids: list[int]) -> str:
-    return " ".join(map(str, ids))
 
 
 def warnings_of(delays: DelayTasks) -> list[str]:
@@ -192,30 +178,27 @@ def warnings_of(delays: DelayTasks) -> list[str]:
     return warnings
 
 
-def _print_settings(cli: Cli) -> None:
+def _answer_settings(cli: Cli) -> None:
     settings = cli.delays.settings
     places = {
         "app": (cli.app.main or NOTHING, cli.app_origin),
-        "database": (cli.database_url, settings.origin("database_url")),
+        "database": (cli.store.database.shown_url, settings.origin("database_url")),
         "broker": (broker_url(cli.app), _broker_origin(cli)),
     }
     rows = settings.effective()
-    if cli.is_json:
-        document: dict[str, Any] = {n: {"value": v, "origin": o} for n, (v, o) in places.items()}
-        names = ("name", "value", "origin", "about")
-        document["settings"] = [dict(zip(names, row, strict=True)) for row in rows]
-        print_json(document)
-        return
-    print_fields((n, f"{cell(v, 1000)} (from {origin})") for n, (v, origin) in places.items())
-    say("")
-    print_table(
-        ("setting", "value", "origin", "meaning"),
-        [
-            [name, value, (origin, "" if origin == "default" else GOOD), about]
-            for name, value, origin, about in rows
-        ],
-        folded="value meaning",
-        extra="meaning",
+    names = ("name", "value", "origin", "about")
+    document: dict[str, Any] = {n: {"value": v, "origin": o} for n, (v, o) in places.items()}
+    document["settings"] = [dict(zip(names, row, strict=True)) for row in rows]
+    shown = [
+        [name, value, (origin, "" if origin == "default" else GOOD), about]
+        for name, value, origin, about in rows
+    ]
+    columns, folded = "setting,value,origin,meaning", "value,meaning"
+    cli.answer(
+        document,
+        fields([(name, f"{value} (from {origin})") for name, (value, origin) in places.items()]),
+        "",
+        Table(columns, shown, folded=folded, extra="meaning"),
     )
 
 

@@ -9,54 +9,55 @@ from __future__ import annotations
 
 import functools
 import json
+import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timedelta
 from inspect import cleandoc
 from typing import Any
 
 import click
 
-from delaytasks.cli.context import Cli, Command, moved_bar, pass_cli, stopping_between_steps
-from delaytasks.cli.options import DURATION, PAST, RANGE, command_of, given_of, option_of
+from delaytasks.cli.context import Cli, Command, moved_bar, pass_cli
+from delaytasks.cli.options import DURATION, PAST, RANGE, command_of, flag_of, given_of, option_of
 from delaytasks.cli.output import (
     BAD,
     LONGEST,
+    NOTED,
     Cell,
     Failure,
+    Part,
+    Table,
     block,
     cell,
     coloured,
-    count,
+    fields,
     kind_of,
-    print_fields,
-    print_json,
-    print_table,
+    plain,
     reason,
-    say,
     sentence,
 )
 from delaytasks.model.clock import monotonic
-from delaytasks.model.errors import DelayTaskError, StoreError
+from delaytasks.model.errors import DelayTaskError, StoreError, TaskNotFoundError
 from delaytasks.model.filters import Filter, filter_of
 from delaytasks.model.inputs import check_id, show_duration, show_from_now
 from delaytasks.model.moves import Status, moves_from
 from delaytasks.model.task import CancelResult, DelayedTask
-from delaytasks.model.text import last_line, one_line
+from delaytasks.model.text import count, last_line, one_line
 from delaytasks.operate import operations
 from delaytasks.operate.bulk_calls import BulkResult
 from delaytasks.operate.operations import Operation
 from delaytasks.operate.searches import Follower, changed_at
 from delaytasks.operate.single_tasks import pretty_body
-from delaytasks.operate.why import deferral_of, why
+from delaytasks.operate.why import why
 
 # -- Filters, which all commands share ------------------------------------------------------------
 
 
 _OF_PYTHON = "ids key_prefix since until created_since created_until updated_until".split()
 #: The filters that are typed as they are passed to `find`, and those with another form.
-FILTERS = [each for each in operations.FILTERS if each.name not in _OF_PYTHON]
+_FILTERS = [each for each in operations.FILTERS if each.name not in _OF_PYTHON]
 _RANGES: dict[str, Any] = {
     "due": (
         RANGE,
@@ -66,62 +67,42 @@ _RANGES: dict[str, Any] = {
     "created": (RANGE, "Scheduled in this range."),
     "updated_until": (PAST, "Not moved since this time."),
 }
-_FLAGS = {"everything": "All tasks.", "dry_run": "Only count the tasks.", "yes": "Do not ask."}
 
 
-@dataclass(frozen=True)
-class Selection:
-    """The tasks that the user names, by ids and filters, and how to change many of them."""
-
-    ids: tuple[str, ...]
-    given: dict[str, Any]
-    everything: bool = False
-    dry_run: bool = False
-    yes: bool = False
-
-    @classmethod
-    def of(cls, options: dict[str, Any]) -> Selection:
-        """Take the values of `_filters` out of the options of a command."""
-        given = given_of(FILTERS, options)
-        ranges = {name: options.pop(name) for name in _RANGES}
-        given.update({name: value for name, value in ranges.items() if value is not None})
-        flags = {name: options.pop(name) for name in _FLAGS if name in options}
-        return cls(options.pop("ids"), given, **flags)
-
-    @property
-    def filters(self) -> dict[str, Any]:
-        """The ids and filters by their names in `model.filters.Filters`."""
-        filters = {**self.given, **({"ids": self.ids} if self.ids else {})}
-        for name, prefix in (("due", ""), ("created", "created_")):
-            if name in filters:
-                filters[f"{prefix}since"], filters[f"{prefix}until"] = filters.pop(name)
-        if filters.get("key", "").endswith("*"):
-            filters["key_prefix"] = filters.pop("key")[:-1]
-        return filters
-
-    def each(self, cli: Cli) -> Sequence[str] | None:
-        """Return the ids of the tasks if each of them is named. Return None for filters."""
-        if self.everything or self.dry_run:
-            return None
-        if self.filters.keys() == {"tag", "key"}:
-            return [str(cli.get(None, **self.given).id)]
-        if not self.ids and not self.given:
-            raise click.UsageError("Name the tasks by ids or by filters.")
-        return None if self.given else self.ids
-
-
-def _filters(flags: Mapping[str, str] | None = None) -> list[click.Parameter]:
-    """Return the ids, the filters and some flags of a command, which `Selection.of` takes."""
+def _filter_options() -> list[click.Parameter]:
+    """Return the ids and the filters of a command, which `_filters` reads."""
     return [
         click.Argument(["ids"], nargs=-1, metavar="[ID]..."),
-        *map(option_of, FILTERS),
-        *(click.Option([_flag(n)], type=kind, help=about) for n, (kind, about) in _RANGES.items()),
-        *(click.Option([_flag(n)], is_flag=True, help=about) for n, about in (flags or {}).items()),
+        *map(option_of, _FILTERS),
+        *(click.Option([flag_of(n)], type=kind, help=help) for n, (kind, help) in _RANGES.items()),
     ]
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+def _filters(options: dict[str, Any]) -> dict[str, Any]:
+    """Take the filters out of the options of a command. They have the names of `find`."""
+    filters = given_of(_FILTERS, options)
+    for name, prefix in (("due", ""), ("created", "created_")):
+        if (given := options.pop(name)) is not None:
+            filters[f"{prefix}since"], filters[f"{prefix}until"] = given
+    for name in ("ids", "updated_until"):
+        if given := options.pop(name):
+            filters[name] = given
+    if filters.get("key", "").endswith("*"):
+        filters["key_prefix"] = filters.pop("key")[:-1]
+    return filters
+
+
+def get(cli: Cli, id: str | None, tag: str | None, key: str | None) -> DelayedTask:
+    """Read a task. If no live task has the key, read the last one that had it."""
+    try:
+        return cli.delays.get(id, tag=tag, key=key)
+    except TaskNotFoundError:
+        if tag is None or key is None:
+            raise
+        found = cli.delays.find(tag=tag, key=key, limit=100, newest_first=True).tasks
+        if not found:
+            raise
+        return max(found, key=lambda task: (task.create_time or task.expected_time, task.id))
 
 
 # -- `list`, and the changes that `list --follow` prints ------------------------------------------
@@ -159,35 +140,30 @@ def _list(
     failed or cancelled. Of changes within half a second, only the last is shown. The first lines
     are changes of the last minute. Ctrl-C ends the command. With --json, each line is one document.
     """
-    which = Selection.of(options)
+    filters = _filters(options)
     if follow:
         if oldest_first or cursor is not None:
             raise click.UsageError("--follow excludes --oldest-first and --cursor.")
         try:
-            _follow(cli, filter_of(which.filters), LATELY if limit is None else limit, for_)
+            _follow(cli, filter_of(filters), LATELY if limit is None else limit, for_)
         except KeyboardInterrupt:
             pass  # the way to end this command
         return
     limit = PAGE if limit is None else limit
-    page = cli.delays.find(
-        **which.filters, limit=limit, cursor=cursor, newest_first=not oldest_first
-    )
-    if cli.is_json:
-        print_json({"tasks": [task.as_json() for task in page], "cursor": page.cursor})
-        return
-    if not page.tasks:
-        cli.note("No tasks.")
-        return
+    page = cli.delays.find(**filters, limit=limit, cursor=cursor, newest_first=not oldest_first)
     now = cli.runtime.clock.now()
-    print_table(
-        ("id", "status", "tag", "key", "when", "due", "queue", "attempts", "error"),
+    table = Table(
+        "id,status,tag,key,when,due,queue,attempts,error",
         [_row(task, now) for task in page],
-        folded="tag key",
-        extra="due queue attempts key",
+        folded="tag,key",
+        extra="due,queue,attempts,key",
         below="error",
     )
-    if page.cursor is not None:
-        # On stderr, so that a pipe receives tasks only.
+    cli.answer(operations.document_of(page), table)
+    # On stderr, so that a pipe receives tasks only.
+    if not page.tasks:
+        cli.note("No tasks.")
+    elif page.cursor is not None:
         cli.note(f"More: the same with --cursor {page.cursor}")
 
 
@@ -196,7 +172,7 @@ list_ = Command(
     callback=_list,
     help=cleandoc(_list.__doc__ or ""),
     params=[
-        *_filters(),
+        *_filter_options(),
         click.Option(["--oldest-first"], is_flag=True, help="Begin with the earliest due time."),
         click.Option(["--limit"], type=int, help="The most tasks, 1 to 1000. [100; --follow: 10]"),
         click.Option(["--cursor"], help="Continue after the page that printed this cursor."),
@@ -228,7 +204,7 @@ def _follow(cli: Cli, where: Filter, most: int, for_: timedelta | None) -> None:
     while True:
         now = cli.runtime.clock.now()
         for task in tasks:
-            say(json.dumps(_change_json(task)) if cli.is_json else _change_line(task, now))
+            click.echo(json.dumps(_change(task)) if cli.is_json else _change_line(task, now))
         if step.is_incomplete and not is_noted:
             cli.note("There are more changes than this command reads; it shows some of them.")
         is_noted = step.is_incomplete
@@ -238,6 +214,16 @@ def _follow(cli: Cli, where: Filter, most: int, for_: timedelta | None) -> None:
         time.sleep(min(EVERY_S, left_s))
         step = follower.read()
         tasks = step.tasks
+
+
+def _change(task: DelayedTask) -> dict[str, Any]:
+    """Return the JSON document of a change. It has no body and no result."""
+    document = task.as_json()
+    for name in ("body", "result", "headers"):
+        del document[name]
+    error = last_line(task.error) or None
+    times = {"time": changed_at(task).isoformat(), "late_s": _late_s(task)}
+    return {**document, **times, "error": error}
 
 
 def _change_line(task: DelayedTask, now: datetime) -> str:
@@ -251,32 +237,11 @@ def _change_line(task: DelayedTask, now: datetime) -> str:
     return f"{click.style(at, dim=True)} {shown} {names}  {details}".rstrip()
 
 
-def _change_json(task: DelayedTask) -> dict[str, Any]:
-    """Return the JSON document of a change. It has no body and no result."""
-    document = task.as_json()
-    for name in ("body", "result", "headers"):
-        del document[name]
-    return {
-        **document,
-        "time": changed_at(task).isoformat(),
-        "late_s": _late_s(task),
-        "error": last_line(task.error) or None,
-    }
-
-
 def _details(task: DelayedTask, now: datetime) -> Iterator[str]:
     """Yield what the status of the task does not say."""
-    error = last_line(task.error)
     if task.status in (Status.NOT_COMPLETE, Status.HELD):
-        wait_s = (task.expected_time - now).total_seconds()
-        due = f"in {show_duration(wait_s)}" if wait_s > 0 else "now"
-        if deferral_of(task.error):
-            yield f"deferred, next try {due}: {error}"
-        elif task.runs and error:
-            yield f"retry {task.runs} {due}: {error}"
-        else:
-            yield f"due {due}"
-        return
+        is_due = task.expected_time <= now
+        yield f"due {'now' if is_due else show_from_now(task.expected_time, now)}"
     if task.status is Status.RUNNING:
         yield f"attempt {task.runs}"
         if task.worker:
@@ -286,7 +251,7 @@ def _details(task: DelayedTask, now: datetime) -> Iterator[str]:
     began, ended = task.execution_time, task.update_time
     if task.status in (Status.DONE, Status.FAILED) and began and ended:
         yield f"took {show_duration(max((ended - began).total_seconds(), 0))}"
-    if error and task.is_finished:
+    if error := last_line(task.error):
         yield error
 
 
@@ -302,7 +267,7 @@ def _late_s(task: DelayedTask) -> float | None:
 
 
 #: Fields that are times.
-INSTANTS = ("due_time expected_time execution_time create_time update_time lease_until").split()
+INSTANTS = "due_time expected_time execution_time create_time update_time lease_until".split()
 #: Fields that are in the first line, or below the others.
 ELSEWHERE = ("id", "tag", "status", "body", "error")
 
@@ -321,45 +286,36 @@ def show(cli: Cli, id: str | None, tag: str | None, key: str | None) -> None:
     delaytasks show 2305843009213693952
     delaytasks show --tag order.close --key order-7
     """
-    task = cli.get(id, tag, key)
+    task = get(cli, id, tag, key)
     attempts = cli.delays.get(task, attempts=True).attempts
-    reasons = [
-        each._replace(remedy=cli.hints.rewrite(each.remedy)) for each in why(cli.runtime, task)
-    ]
+    reasons = [each._replace(remedy=cli.rewrite(each.remedy)) for each in why(cli.runtime, task)]
     document = {**task.as_json(), "moves": moves_from(task.status)}
-    if cli.is_json:
-        document["why"] = [each._asdict() for each in reasons]
-        print_json({**document, "failed_attempts": [one.as_json() for one in attempts]})
-        return
     status, colour = coloured(task.status)
-    say(f"task {task.id} ({cell(task.tag)}): {click.style(status, fg=colour or None)}")
+    title = f"task {task.id} ({cell(task.tag)}): {click.style(status, fg=colour or None)}"
+    parts: list[Part] = [title]
     for each in reasons:
-        say(cell(each.sentence, LONGEST))
+        parts.append(cell(each.sentence, LONGEST))
         if each.remedy:
-            say(f"  → {cell(each.remedy, LONGEST)}", fg="yellow")
-    say("")
+            parts.append((f"  → {cell(each.remedy, LONGEST)}", NOTED))
     now = cli.runtime.clock.now()
-    fields: list[tuple[str, Cell]] = []
-    for name, value in document.items():
-        if name == "moves":
-            value = ", ".join(value)
-        elif value is not None and name in INSTANTS:
-            instant = task.due if name == "due_time" else getattr(task, name)
-            value = f"{value} ({show_from_now(instant, now)})"
-        if name not in ELSEWHERE:
-            fields.append((name, cell(None if value is None else str(value), LONGEST)))
-    print_fields(fields)
-    say("body")
-    say(block(pretty_body(task)))
+    shown = [name for name in document if name not in ELSEWHERE]
+    parts += ["", fields([(name, _field(task, name, document[name], now)) for name in shown])]
+    parts += ["body", block(pretty_body(task))]
     if task.error:
-        say("error", fg=BAD)
-        say(block(task.error))
+        parts += [("error", BAD), block(task.error)]
     if attempts:
-        say("failed attempts")
-        print_table(
-            ["attempt", "ended", "worker", "error"],
-            [[one.number, one.ended, one.worker, reason(one.error)] for one in attempts],
-        )
+        rows = [[one.number, one.ended, one.worker, reason(one.error)] for one in attempts]
+        parts += ["failed attempts", Table("attempt,ended,worker,error", rows)]
+    failed = [one.as_json() for one in attempts]
+    cli.answer({**document, "why": plain(reasons), "failed_attempts": failed}, *parts)
+
+
+def _field(task: DelayedTask, name: str, value: Any, now: datetime) -> str | None:
+    """Return the text of a field of the JSON document. A time also has its distance from now."""
+    if value is None or name not in INSTANTS:
+        return ", ".join(value) if name == "moves" else value and str(value)
+    instant = task.due if name == "due_time" else getattr(task, name)
+    return f"{value} ({show_from_now(instant, now)})"
 
 
 # -- `cancel`, `reschedule` and `rerun`: each task that is named, or many -------------------------
@@ -369,27 +325,80 @@ def show(cli: Cli, id: str | None, tag: str | None, key: str | None) -> None:
 _OF_ONE = ("running", "version")
 #: Options that move a task again if the command is repeated, so that it needs one more filter.
 _SHIFTS = ("by", "jitter")
+_FLAGS = {"everything": "All tasks.", "dry_run": "Only count the tasks.", "yes": "Do not ask."}
 
 
-def _move(cli: Cli, operation: Operation, given: dict[str, Any], **options: Any) -> None:
+def _move(
+    cli: Cli,
+    operation: Operation,
+    given: dict[str, Any],
+    everything: bool,
+    dry_run: bool,
+    yes: bool,
+    **options: Any,
+) -> None:
     """Move each task that is named, or many."""
-    which = Selection.of(options)
-    is_many = any(each.name in given for each in operation.only_bulk)
-    ids = None if is_many else which.each(cli)
+    filters = _filters(options)
+    is_many = everything or dry_run or any(each.name in given for each in operation.only_bulk)
+    ids: Sequence[str] | None = None
+    if not is_many and filters.keys() == {"tag", "key"}:
+        ids = [str(get(cli, None, **filters).id)]
+    elif not is_many and filters.keys() <= {"ids"}:
+        ids = filters.get("ids")
+        if not ids:
+            raise click.UsageError("Name the tasks by ids or by filters.")
     if ids is not None:
-        if operation.name == "reschedule":  # a wrong time is one error, not one for each task
-            cli.runtime.producer.due_of(given.get("delay"), given.get("at"))
         _move_each(cli, operation, ids, given)
         return
-    for each in _OF_ONE:
-        if each in given:
-            raise click.UsageError(f"{_flag(each)} is for tasks by id or by key.")
-    _move_many(cli, operation, which, given)
+    for name in _OF_ONE:
+        if name in given:
+            raise click.UsageError(f"{flag_of(name)} is for tasks by id or by key.")
+    _move_many(cli, operation, given, {**filters, "everything": everything}, dry_run, yes)
 
 
-cancel = command_of("cancel", _move, _filters(_FLAGS))
-reschedule = command_of("reschedule", _move, _filters(_FLAGS))
-rerun = command_of("rerun", _move, _filters(_FLAGS))
+def _move_command(name: str) -> Command:
+    flags = [click.Option([flag_of(n)], is_flag=True, help=help) for n, help in _FLAGS.items()]
+    return command_of(name, _move, (*_filter_options(), *flags))
+
+
+cancel = _move_command("cancel")
+reschedule = _move_command("reschedule")
+rerun = _move_command("rerun")
+
+
+def _move_each(
+    cli: Cli, operation: Operation, ids: Sequence[str], given: Mapping[str, Any]
+) -> None:
+    """Move each task, even if another one fails. A text that is no id prevents all."""
+    if operation.name == "reschedule":  # a wrong time is one error, not one for each task
+        cli.runtime.producer.due_of(given.get("delay"), given.get("at"))
+    is_cancel = operation.name == "cancel"
+    names = ("cancelled", "requested", "unchanged") if is_cancel else (operation.done,)
+    document: dict[str, list[Any]] = {name: [] for name in names}
+    lines: list[str] = []
+    failures: list[tuple[int, DelayTaskError]] = []
+    for id in [check_id(text) for text in ids]:
+        try:
+            result = operation.call(cli.delays, task=id, **given)
+            name, moved, line = _moved(operation, id, result, cli.runtime.clock.now())
+        except DelayTaskError as error:
+            failures.append((id, error))
+            if isinstance(error, StoreError):
+                break  # the next id would wait as long, for the same answer
+        else:
+            document[name].append(moved)
+            lines.append(line)
+    document["failed"] = [
+        {"id": str(id), "error": cli.rewrite(str(error)), **kind_of(error)}
+        for id, error in failures
+    ]
+    cli.answer(document, *lines)
+    for _, earlier in failures[:-1] if not cli.is_json else ():
+        Failure(earlier, False, rewrite=cli.rewrite).show()
+    if failures:
+        raise failures[-1][1]
+    if not is_cancel:
+        cli.note_broker_away()
 
 
 def _moved(operation: Operation, id: int, result: Any, now: datetime) -> tuple[str, Any, str]:
@@ -403,64 +412,32 @@ def _moved(operation: Operation, id: int, result: Any, now: datetime) -> tuple[s
     return done, str(id), f"cancelled task {id}" if result else result.reason
 
 
-def _move_each(
-    cli: Cli, operation: Operation, ids: Sequence[str], given: Mapping[str, Any]
+def _move_many(
+    cli: Cli,
+    operation: Operation,
+    given: Mapping[str, Any],
+    filters: Mapping[str, Any],
+    is_dry_run: bool,
+    is_confirmed: bool,
 ) -> None:
-    """Move each task, even if another one fails. A text that is no id prevents all."""
-    done = ("cancelled", "requested", "unchanged")
-    document: dict[str, list[Any]] = {
-        name: [] for name in (done if operation.name == "cancel" else [operation.done])
-    }
-    failures: list[tuple[int, DelayTaskError]] = []
-    for id in [check_id(text) for text in ids]:
-        try:
-            result = operation.call(cli.delays, task=id, **given)
-            name, moved, text = _moved(operation, id, result, cli.runtime.clock.now())
-        except DelayTaskError as error:
-            failures.append((id, error))
-            if isinstance(error, StoreError):
-                break  # the next id would wait as long, for the same answer
-        else:
-            document[name].append(moved)
-            if not cli.is_json:
-                say(text)
-    if cli.is_json:
-        failed = [
-            {"id": str(id), "error": cli.hints.rewrite(str(error)), **kind_of(error)}
-            for id, error in failures
-        ]
-        print_json({**document, "failed": failed})
-    else:
-        for _, earlier in failures[:-1]:
-            Failure(earlier, False, rewrite=cli.hints.rewrite).show()
-    if failures:
-        raise failures[-1][1]
-    if operation.name != "cancel":
-        cli.note_broker_away()
-
-
-def _move_many(cli: Cli, operation: Operation, which: Selection, given: Mapping[str, Any]) -> None:
     """Count the tasks, ask the user, and move them in steps."""
-    if not which.dry_run:
-        cli.require_terminal(which.yes, "Count the tasks with --dry-run, then use --yes.")
-    done, is_shift = operation.done, any(name in given for name in _SHIFTS)
+    if not is_dry_run:
+        cli.require_terminal(is_confirmed, "Count the tasks with --dry-run, then use --yes.")
     assert operation.bulk is not None
-    filters = {**which.filters, "everything": which.everything}
-    move = functools.partial(operation.bulk, cli.delays, **given, **filters)
-    found = move(dry_run=True)
-    would = f"{count(found.matched - found.refused, 'task')} would be {done}"
-    if which.dry_run:
-        _report(cli, found, would, "dry run")
+    done, move = operation.done, functools.partial(operation.bulk, cli.delays, **given, **filters)
+    so_far = move(dry_run=True)
+    would = f"{count(so_far.matched - so_far.refused, 'task')} would be {done}"
+    if is_dry_run:
+        _report(cli, so_far, would, "dry run")
         return
-    running = f" (without {count(found.refused, 'running task')})" if found.refused else ""
-    cli.confirm(which.yes, f"{would}{running}. Go on?")
-    so_far = found
+    running = f" (without {count(so_far.refused, 'running task')})" if so_far.refused else ""
+    cli.confirm(is_confirmed, f"{would}{running}. Go on?")
 
     def how_far() -> str:
         return f"{done} {so_far.changed:,} of {count(so_far.matched, 'task')}"
 
-    with moved_bar(cli, done) as progress, stopping_between_steps() as check:
-        bar = progress.add_task("", total=found.matched, moved=0)
+    with moved_bar(cli, done) as progress, _stopping_between_steps() as check:
+        bar = progress.add_task("", total=so_far.matched, moved=0)
 
         def on_progress(result: BulkResult) -> None:
             nonlocal so_far
@@ -477,7 +454,8 @@ def _move_many(cli: Cli, operation: Operation, which: Selection, given: Mapping[
             error.args = (f"{error}; {how_far()}", *error.args[1:])
             raise
     if result is None:
-        again = f", with --updated-until {found.started.isoformat()}" if is_shift else ""
+        is_shift = any(name in given for name in _SHIFTS)
+        again = f", with --updated-until {so_far.started.isoformat()}" if is_shift else ""
         _report(cli, so_far, f"stopped: {how_far()}; to go on run it again{again}", "stopped")
         raise SystemExit(1)
     _report(cli, result, f"{done} {count(result.changed, 'task')}", "done")
@@ -485,15 +463,34 @@ def _move_many(cli: Cli, operation: Operation, which: Selection, given: Mapping[
 
 
 def _report(cli: Cli, result: BulkResult, sentence: str, state: str) -> None:
-    document = {
-        "matched": result.matched,
-        "changed": result.changed,
-        "refused": result.refused,
-        "state": state,
-        "runs": [str(id) for id in result.runs],
-    }
-    cli.answer(document, sentence)
+    counts = {name: getattr(result, name) for name in ("matched", "changed", "refused")}
+    cli.answer({**counts, "state": state, "runs": [*map(str, result.runs)]}, sentence)
     if result.refused:
         moved = "they run or moved on, are locked, or another task has their key"
         why = "they run" if state == "dry run" else moved
         cli.note(f"left as they are: {count(result.refused, 'task')} ({why})")
+
+
+@contextmanager
+def _stopping_between_steps() -> Iterator[Callable[[], None]]:
+    """Let the current step end after Ctrl-C; a second Ctrl-C ends it immediately.
+
+    The command calls the yielded function after each step. It raises `KeyboardInterrupt` after
+    Ctrl-C.
+    """
+    is_stopped = False
+
+    def check() -> None:
+        if is_stopped:
+            raise KeyboardInterrupt
+
+    def stop(_number: int, _frame: Any) -> None:
+        nonlocal is_stopped
+        check()
+        is_stopped = True
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -356,12 +356,6 @@ def schedule(delays: DelayTasks, tag: str, body: Any = None, **options: Any) -> 
     \b
     delaytasks schedule order.close '{"order": 7}' --delay 30m
     delaytasks schedule report.send @report.json --at 2030-01-31T18:00:00Z --key january
-
-    FILE for --many has one JSON object a line, with tag, body, delay or at, and further options of
-    the task (key, queue, priority, retries, max_late, limit_key, meta, jitter, id):
-
-    \b
-    {"tag": "order.close", "body": {"order": 7}, "delay": "30m"}
     """
     return delays.schedule_delay(tag, body, **options)
 

@@ -20,14 +20,10 @@ import click
 import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner
-from rich.console import Console
 
 from delaytasks import DelayedTask
-from delaytasks.cli import context, output
-from delaytasks.cli import context as opening
-from delaytasks.cli.context import Hints
+from delaytasks.cli import context, output, up
 from delaytasks.cli.main import delays, main
-from delaytasks.cli.up import CombinedLog, Spec, Supervisor
 from delaytasks.model import errors
 from delaytasks.model.text import TABLES_REMEDY
 from delaytasks.operate.single_tasks import pretty_body
@@ -42,9 +38,10 @@ class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
 
-    def lines(self) -> list[str]:
-        """Return the lines without colours."""
-        return re.sub(r"\x1b\[[0-9;]*m", "", self.getvalue()).splitlines()
+
+def plain(shown: str) -> str:
+    """Return a text without colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", shown)
 
 
 @pytest.fixture
@@ -180,102 +177,59 @@ def test_an_error_with_untrusted_text_stays_one_harmless_line() -> None:
 # -- tables and documents -------------------------------------------------------------------------
 
 
-def test_a_piped_table_has_one_plain_line_for_each_row(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [(output.cell(HOSTILE), ("1", "red")), ("long " * 60, "22")]
-    output.print_table(("tag", "n"), rows, right=["n"])
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 3
+LIST = "id,status,tag,key,when,due,queue,attempts,error"
+ROW = "912516417671247403 NOT_COMPLETE newsletter.send k in_1h30m 2030-01-31T18:00:00Z default 3"
+
+
+def table(error: str, tag: str = "newsletter.send", rows: int = 2) -> str:
+    """Return the lines of a table on stdout."""
+    cells = ROW.split()
+    row = [*cells[:2], tag, *cells[3:7], 3, (error, "red")]
+    extra = "due,queue,attempts,key"
+    return output.text_of([output.Table(LIST, [row] * rows, "tag,key", extra, "error")])
+
+
+def test_a_piped_table_has_one_plain_line_for_each_row_and_leaves_out_nothing() -> None:
+    lines = table(HOSTILE, rows=1).splitlines()
+    assert lines[0].split() == LIST.split(",")
+    assert len(lines) == 2
     assert all(line.isprintable() and line == line.rstrip() for line in lines)
     assert r"\x1b[31mred\x1b[0m [red]markup[/red] :smile: \r\n\u202eforged line\x9b1m" in lines[1]
-    assert lines[1].endswith("  1")
+    assert " default         3  " in lines[1], "numbers are aligned on the right"
 
 
-def test_a_folded_column_shows_a_long_remedy_to_its_end(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folded_column_shows_a_long_remedy_to_its_end() -> None:
     fact = "x" * 300 + "; run: delaytasks db upgrade"
-    output.print_table(("check", "facts"), [("database", fact)], folded="facts")
-    assert capsys.readouterr().out.endswith(f"{fact}\n")
-
-
-def test_a_terminal_s_table_has_our_colours_only(terminal: Callable[[], Terminal]) -> None:
-    screen = terminal()
-    output.print_table(("tag", "status"), [(output.cell(HOSTILE), ("FAILED", "red"))], folded="tag")
-    shown = screen.getvalue()
-    assert "\x1b[31mFAILED" in shown
-    assert r"\x1b[31mred" in shown
-    assert "[red]markup[/red]" in shown
-    assert "\x9b" not in shown
-    assert "\u202e" not in shown
-
-
-def test_a_narrow_terminal_has_no_empty_and_extra_columns(terminal: Callable[[], Terminal]) -> None:
-    screen = terminal()
-    row = ("1", output.NOTHING, "now", "x" * 73)
-    output.print_table(("id", "key", "due", "tag"), [row], extra="tag due")
-    headings = screen.lines()[0].split()
-    assert headings == ["id", "due"], "once the tag is left out there is room"
-
-
-LIST = ("id", "status", "tag", "key", "when", "due", "queue", "attempts", "error")
-ROW = "912516417671247403 NOT_COMPLETE newsletter.send k in_1h30m 2030-01-31T18:00:00Z default 3"
-OPTIONS: dict[str, Any] = {"extra": "due queue attempts key", "below": "error"}
-
-
-def listed(error: str, tag: str = "newsletter.send", rows: int = 2) -> None:
-    cells = ROW.split()
-    row = [*cells[:2], tag, *cells[3:], (error, "red")]
-    output.print_table(LIST, [row] * rows, right=["attempts"], folded="tag key", **OPTIONS)
+    rows = [("database", fact)]
+    assert output.text_of([output.Table("check,facts", rows, "facts")]).endswith(fact)
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
-def test_no_line_is_longer_than_the_terminal_and_no_tag_is_broken(
+def test_a_terminal_breaks_no_tag_and_prints_errors_below_their_rows(
     terminal: Callable[[], Terminal], monkeypatch: MonkeyPatch, width: int
 ) -> None:
-    screen = terminal()
+    terminal()
     monkeypatch.setenv("COLUMNS", str(width))
-    listed("ValueError: the customer has no address, " + "and more " * 4)
-    lines = screen.lines()
+    shown = table("ValueError: the customer has no address")
+    lines = plain(shown).splitlines()
     assert all(len(line) <= width for line in lines)
     assert sum("newsletter.send" in line for line in lines) == 2
-    assert sum("ValueError: the customer" in line for line in lines) == 2
+    assert lines[2] == lines[4] == "    ValueError: the customer has no address"
+    assert "error" not in lines[0]
+    assert "\x1b[31mValueError" in shown
+    assert ("queue" in lines[0]) is (width >= 100), "a narrow terminal leaves out columns"
 
 
-def test_a_terminal_prints_an_error_below_its_row(terminal: Callable[[], Terminal]) -> None:
-    screen = terminal()
-    listed("ValueError: the customer has no address")
-    lines = screen.lines()
-    first = next(number for number, line in enumerate(lines) if "newsletter" in line)
-    assert lines[first + 1] == "    ValueError: the customer has no address"
-    assert "error" not in lines[0] + lines[1]
-    assert "\x1b[31mValueError" in screen.getvalue()
-
-
-def test_a_row_without_an_error_has_no_line_below(terminal: Callable[[], Terminal]) -> None:
-    screen = terminal()
-    rows = [[*ROW.split(), (error, "red")] for error in ("no", output.NOTHING)]
-    rows[0][2] = "x" * 30
-    output.print_table(LIST, rows, folded="tag", **OPTIONS)
-    assert not any("- " in line for line in screen.lines())
-    assert screen.lines()[-1].startswith("912516417671247403")
-
-
-def test_only_a_tag_as_long_as_the_terminal_is_folded(terminal: Callable[[], Terminal]) -> None:
-    screen = terminal()
-    listed("boom", tag="t" * 128, rows=1)
-    lines = screen.lines()
-    assert all(len(line) <= 80 for line in lines)
-    assert sum(line.count("t" * 10) for line in lines) > 1
-    assert any(line.startswith("912516417671247403  NOT_COMPLETE  ttt") for line in lines)
-
-
-def test_an_empty_table_has_its_headings(terminal: Callable[[], Terminal]) -> None:
-    screen = terminal()
-    output.print_table(LIST, [], folded="tag", extra="due", below="error")
-    assert "status" in screen.lines()[0]
-
-
-def test_a_pipe_leaves_out_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    output.print_table(("id", "key", "due"), [("1", output.NOTHING, "now")], extra="due")
-    assert capsys.readouterr().out.split() == ["id", "key", "due", "1", "-", "now"]
+def test_a_terminal_folds_a_long_tag_and_interprets_nothing_in_it(
+    terminal: Callable[[], Terminal],
+) -> None:
+    terminal()
+    shown = table(output.NOTHING, tag="t" * 100 + HOSTILE, rows=1)
+    lines = plain(shown).splitlines()
+    assert all(len(line) <= 80 and line.isprintable() for line in lines)
+    assert lines[1].startswith("912516417671247403  NOT_COMPLETE  ttt")
+    assert r"\x1b[31mred" in "".join(line.strip().split()[0] for line in lines[2:])
+    assert not any("- " in line for line in lines), "a row without an error has no line below"
 
 
 def test_a_block_keeps_its_lines_and_escapes_each() -> None:
@@ -329,25 +283,9 @@ HINTS = {
 
 @pytest.mark.parametrize(("message", "said"), HINTS.items())
 def test_a_hint_names_commands_as_the_user_called_them(message: str, said: str) -> None:
-    assert Hints("celery -A shop delays", ["db", "rerun"], "shop").rewrite(message) == said
-
-
-@pytest.mark.parametrize(
-    ("is_on_path", "program"), [(True, "delaytasks"), (False, ".venv/bin/delaytasks")]
-)
-def test_hints_name_a_command_that_the_shell_finds(
-    is_on_path: bool, program: str, tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
-    """`./dev up` starts the program by its path."""
-    folder = tmp_path / ".venv" / "bin"
-    folder.mkdir(parents=True)
-    script = folder / "delaytasks"
-    script.write_text("#!/bin/sh\n")
-    script.chmod(0o700)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [".venv/bin/delaytasks", "up"])
-    monkeypatch.setenv("PATH", str(folder) if is_on_path else str(tmp_path))
-    assert opening._program() == program
+    with click.Context(main) as ctx:
+        cli = context.Cli(ctx, lambda: None, "celery -A shop delays", "shop", "celery")
+    assert cli.rewrite(message) == said
 
 
 # -- the examples of the help are valid, and Click completes the command line ----------------------
@@ -394,7 +332,7 @@ def completed(*words: str) -> list[str]:
 def test_commands_options_and_values_are_completed() -> None:
     assert completed("re") == ["recurring", "rerun", "reschedule", "resume"]
     assert completed("-A", "shop", "db", "up") == ["upgrade"]
-    assert completed("status", "--max-") == ["--max-overdue", "--max-sweep-age"]
+    assert completed("status", "--max-") == ["--max-overdue"]
     [status] = completed("list", "--status", "FA")
     assert status.upper() == "FAILED"
 
@@ -407,7 +345,7 @@ def test_click_makes_the_script_that_operations_md_names() -> None:
     assert "_delaytasks_completion" in shown.stdout
 
 
-# -- the supervisor of `up` starts children in order, restarts dead ones, and stops them -----------
+# -- `up` runs processes with one log, and stops them together ------------------------------------
 
 
 #: This program prints a line when it is ready, and another line when it receives SIGTERM.
@@ -415,72 +353,49 @@ POLITE = """
 import signal, sys, time
 def end(*_): print("bye", flush=True); sys.exit(0)
 signal.signal(signal.SIGTERM, end)
-print("ready", flush=True)
+print("worker ready.", flush=True)
 while True: time.sleep(60)
 """
 STUBBORN = POLITE.replace("(signal.SIGTERM, end)", "(signal.SIGTERM, signal.SIG_IGN)")
 
 
-def spec(name: str, code: str = POLITE, stage: int = 0, patience_s: float = 10.0) -> Spec:
-    return Spec(name, [sys.executable, "-c", code], "cyan", stage, patience_s, ready_line="ready")
+def run_together(**programs: str) -> bool:
+    """Run the programs, and stop them as soon as the worker is ready."""
+    commands = {name: [sys.executable, "-c", code] for name, code in programs.items()}
+    return up._run(commands, lambda: os.kill(os.getpid(), signal.SIGINT))
 
 
-def supervise(*specs: Spec) -> str:
-    """Run the children until all are ready, stop them, and return the log."""
-    if os.name != "posix":
-        pytest.skip("up runs on Linux and macOS")
-    said = io.StringIO()
-    supervisor = Supervisor(specs, Console(file=said, width=200))
-    supervisor.run(lambda: os.kill(os.getpid(), signal.SIGINT))
-    return said.getvalue()
+def test_all_processes_are_stopped_by_ctrl_c(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_together(worker=POLITE, beat=POLITE)
+    log = capfd.readouterr().out
+    assert "worker  │ bye" in log
+    assert log.endswith("all stopped\n")
 
 
-def test_the_child_that_started_first_is_stopped_last() -> None:
-    log = supervise(spec("first", stage=0), spec("second", stage=1), spec("third", stage=2))
-    assert re.findall(r"(\w+) +│ bye", log) == ["third", "second", "first"]
+def test_a_process_that_does_not_stop_is_killed(monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr(up, "PATIENCE_S", 0.3)
+    assert run_together(worker=STUBBORN)
 
 
-def test_a_child_that_dies_is_started_again(tmp_path: Path) -> None:
-    dies_once = (
-        f"import os, pathlib; p = pathlib.Path({str(tmp_path / 'died')!r})\n"
-        "if not p.exists(): p.touch(); os._exit(3)\n"
-    )
-    log = supervise(spec("child", dies_once + POLITE))
-    assert "child ended with exit code 3; it is started again in 1 s" in log
-    assert "child │ ready" in log
-
-
-def test_a_child_that_does_not_stop_is_killed() -> None:
-    log = supervise(spec("child", STUBBORN, patience_s=0.3))
-    assert "killing child: it did not stop within 0.3 s" in log
-
-
-def test_processes_of_a_dead_child_are_killed(tmp_path: Path) -> None:
+def test_the_end_of_a_process_stops_the_others_and_those_that_it_has_left(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """A worker that is killed does not end its pool processes."""
     note = tmp_path / "orphan"
     leaves = f"""
 import os, pathlib, signal, subprocess, sys
-note = pathlib.Path({str(note)!r})
-if not note.exists():
-    orphan = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    note.write_text(str(orphan.pid))
-    os.kill(os.getpid(), signal.SIGKILL)
+orphan = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+pathlib.Path({str(note)!r}).write_text(str(orphan.pid))
+os.kill(os.getpid(), signal.SIGKILL)
 """
-    log = supervise(spec("child", leaves + POLITE))
-    assert "child was killed by SIGKILL" in log
-    pid = int(note.read_text())
-    stat = Path(f"/proc/{pid}/stat")
+    assert not run_together(worker=leaves, beat=POLITE)
+    log = capfd.readouterr().out
+    assert "worker has ended with the signal SIGKILL" in log
+    assert log.endswith("all stopped\n")
+    stat = Path(f"/proc/{note.read_text()}/stat")
     assert not stat.exists() or "Z" in stat.read_text().split(")")[1].split()[0]
 
 
-def test_a_log_line_cannot_move_the_cursor_and_keeps_its_level() -> None:
-    said = io.StringIO()
-    screen = Console(file=said, width=200, force_terminal=True, color_system="standard")
-    log = CombinedLog(screen, ["worker"])
-    text = "[2026-01-01 10:00:00,123: ERROR/MainProcess] no\x1b[2J\rroot │ all well\n"
-    log.line(spec("worker"), text)
-    line = said.getvalue()
-    assert "\x1b[2J" not in line
-    assert "\r" not in line
-    assert "MainProcess" not in line
-    assert "\x1b[1;31mno" in line
+def test_a_log_line_cannot_move_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    up._say("worker", "no\x1b[2J\rroot │ all well")
+    assert capsys.readouterr().out == "worker  │ no\\x1b[2J\\rroot │ all well\n"

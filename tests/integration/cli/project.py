@@ -135,10 +135,6 @@ class Project:
         return self.delays.get(task.id).status
 
 
-def lines(*tasks: Any) -> str:
-    return "".join(json.dumps(task) + "\n" for task in tasks)
-
-
 def write(name: str, text: str) -> str:
     Path(f"{name}.py").write_text(text)
     return name

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from delaytasks.cli.main import main
-from tests.integration.cli.project import Project, lines, write
+from tests.integration.cli.project import Project, write
 from tests.services import free_port
 
 CELERY = "from celery import Celery"
@@ -64,18 +64,16 @@ def test_processors_in_modules_that_the_app_imports_bring_their_queues_and_run(
     work = "from split_app import delays; delays.processor('here', queue='own')(lambda body: None)"
     forget(write("split_app", app), write("split_work", work))
 
-    def answer(*arguments: str, typed: str | None = None) -> Any:
+    def answer(*arguments: str) -> Any:
         # Import the modules again, like a new process.
         sys.modules.pop("split_app", None)
         sys.modules.pop("split_work", None)
-        said = CliRunner().invoke(main, ["-A", "split_app", *arguments, "--json"], input=typed)
+        said = CliRunner().invoke(main, ["-A", "split_app", *arguments, "--json"])
         assert said.exit_code == 0, said.output
         return json.loads(said.stdout)
 
     assert answer("schedule", "here", "--delay", "0")["queue"] == "own"
-    answer("schedule", "--many", "-", typed=lines({"tag": "here", "delay": 0}))
-    assert [task["queue"] for task in answer("list")["tasks"]] == ["own", "own"]
-    assert answer("run")["succeeded"] == 2
+    assert answer("run")["succeeded"] == 1
 
 
 def test_an_imported_modules_instance_is_found(bare: Project, forget: Callable[..., None]) -> None:

@@ -6,17 +6,17 @@ import re
 import socket
 import sys
 from collections.abc import Callable
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timezone
 from typing import Any
 
 from delaytasks import Status
 from delaytasks.db.engines import create_sqlite_file
 from delaytasks.db.types import db_now_plus
+from delaytasks.model.text import installed_version
 from delaytasks.operate.state_queries import Count, OverdueRows, Stats
 from delaytasks.runtime import runtime_of
 from tests.integration.cli.project import Project
 from tests.services import RedisServer, free_port
-from tests.ui.console_site import write_on_time
 from tests.world.recording import set_columns
 
 
@@ -34,7 +34,7 @@ def test_stats_sees_tasks_workers_sweeps_and_the_broker(shop: Project) -> None:
     store.claims("dead", None).claim_due("letters", [0], 1)
     assert shop.json("status")["expired_leases"] == 0
     set_columns(store, "tasks", {"tag": "mail"}, lease_until=db_now_plus(-1))
-    never = {"sweep_partition": 0, "age_s": None, "is_late": True, "armed_until": None}
+    never = {"partition": 0, "at": None, "age_s": None, "is_late": True, "armed_until": None}
     assert shop.json("status")["sweeps"] == [never]
     store.sweeps.begin_sweep(0, 1, 1)
     found = shop.json("status")
@@ -45,7 +45,7 @@ def test_stats_sees_tasks_workers_sweeps_and_the_broker(shop: Project) -> None:
     assert OverdueRows(store.database, store.schema).count(1000) == (0, None), "within its grace"
     assert 89 < found["overdue"]["late_s"] < 120
     shown = ("name", "is_alive", "busy", "clock_offset_s", "version", "queues")
-    version, queues = found["versions"]["delaytasks"], ["default", "letters"]
+    version, queues = installed_version(), ["default", "letters"]
     assert [[worker[name] for name in shown] for worker in found["workers"]] == [
         ["fresh", True, 1, 0.0015, version, queues],
         ["silent", False, None, 0.0015, version, queues],
@@ -53,9 +53,8 @@ def test_stats_sees_tasks_workers_sweeps_and_the_broker(shop: Project) -> None:
     assert found["sweeps"][0]["age_s"] < 30
     assert not found["sweeps"][0]["is_late"]
     assert found["broker"] == {"url": "memory://", "is_up": True, "error": None}
-    assert found["timer"] == {"name": "eta", "url": "memory://", "is_up": True, "queues": {}}
+    assert found["timer"] == {"name": "eta", "is_up": True, "queues": {}}
     assert found["database"]["revision"] == found["database"]["head"]
-    assert set(found["versions"]) == {"delaytasks", "celery", "sqlalchemy", "python"}
     set_columns(store, "sweeps", swept_at=db_now_plus(-60))
     assert shop.json("status")["sweeps"][0]["is_late"]
     said = shop("status").stdout
@@ -71,34 +70,19 @@ def test_stats_shows_a_lost_worker_apart_from_the_others(shop: Project) -> None:
     assert found["workers"] == []
     [worker] = found["lost_workers"]
     assert (worker["name"], worker["queues"], worker["concurrency"]) == ("w1@host", ["letters"], 2)
-    assert worker["lost_s"] < 30
     assert [problem["level"] for problem in found["verdict"]["problems"]] == ["note"]
     said = shop("status").stdout
-    assert re.search(r"^w1@host +lost \d+m?s ago +- .* 2 +letters +- +-$", said, re.MULTILINE)
+    assert re.search(r"^w1@host +\S+Z +letters$", said, re.MULTILINE)
     assert "no workers; start one" in said
-
-
-def test_stats_shows_which_tags_are_on_time(shop: Project) -> None:
-    shop("db", "upgrade")
-    assert shop.json("status")["on_time"] == []
-    write_on_time(shop.delays, "mail", timedelta(), 98, 2)
-    write_on_time(shop.delays, "mail", timedelta(hours=5), 700, 200)
-    [mail] = shop.json("status")["on_time"]
-    recent = {"on_time": 98, "late": 2, "share": 0.98}
-    day = {"on_time": 798, "late": 202, "share": 0.798}
-    assert mail == {"tag": "mail", "promised_s": None, "target": 0.99, "hour": recent, "day": day}
-    said = shop("status").stdout
-    assert "98.00% (2 late)" in said
-    assert re.search(r"^mail +- +98\.00% .* 79\.80% \(202 late\)$", said, re.MULTILINE)
 
 
 def test_an_estimate_is_shown_as_one(shop: Project) -> None:
     shop.schedule("ok", 60)
     assert shop.json("status")["estimated"] == []
-    assert "about" not in shop("status").stdout
+    assert "estimated" not in shop("status").stdout
     large = {status: Count(1_234_567, status is Status.NOT_COMPLETE) for status in Status}
     shop.patch.setattr(Stats, "counts", lambda *_: large)
-    assert shop("status").stdout.count("about 1,234,567") == 1
+    assert len(re.findall("1,234,567 +estimated", shop("status").stdout)) == 1
     assert shop.json("status")["estimated"] == ["NOT_COMPLETE"]
 
 
@@ -125,14 +109,14 @@ def test_stats_says_how_many_near_tasks_wait_in_redis(
         bare.schedule("ok", delay)
     runtime_of(bare.delays).flush()
     timer = bare.json("status")["timer"]
-    queues = {"default": {"waiting": 2, "taken": 0}, "letters": {"waiting": 0, "taken": 0}}
+    queues = {"default": 2, "letters": 0}
     url = redis.url.replace("://", "://:***@")
     assert timer == {"name": "redis", "url": url, "is_up": True, "queues": queues}
-    near = "near tasks: default 2, letters 0"
-    assert re.search(rf"(?m)^timer +redis, .*: up; {near}$", bare("status").stdout)
+    near = "near tasks of default: 2; near tasks of letters: 0"
+    assert re.search(rf"(?m)^timer +redis: up; {near}$", bare("status").stdout)
     redis.stop()
     said = bare("status")
-    assert re.search(r"^timer +redis, .*: down$", said.stdout, re.MULTILINE)
+    assert re.search(r"^timer +redis: down$", said.stdout, re.MULTILINE)
     assert "canary" not in said.output
 
 

@@ -91,10 +91,9 @@ def test_each_fault_fails_its_own_check(
     assert failed(healthy, "--max-overdue", "0") == [check]
 
 
-def test_the_options_set_the_limits_of_the_checks(healthy: Project) -> None:
+def test_overdue_tasks_are_counted_up_to_the_limit(healthy: Project) -> None:
     make_a_task_overdue(healthy)
-    age(healthy, "sweeps", swept_at=16)
-    assert failed(healthy, "--max-sweep-age", "1m", "--max-overdue", "1") == []
+    assert failed(healthy, "--max-overdue", "1") == []
     for _ in range(2):
         make_a_task_overdue(healthy)
     found = detail(healthy, "overdue", "--max-overdue", "1")
@@ -201,11 +200,9 @@ def test_a_database_that_hangs_is_given_up_in_time() -> None:
 
 #: A part of the error, and options of `status` with this error.
 IGNORED = """
-    --max-sweep-age: --probe worker --live --max-overdue 0 | --probe beat --live --max-overdue 0
-    --max-sweep-age: --probe beat --live --max-sweep-age 1s | --probe beat --max-sweep-age 1s
+    --max-overdue: --probe worker --live --max-overdue 0 | --probe beat --live --max-overdue 0
     requires a component: --probe --live | --probe beat --name w
     --live requires --probe: --live
-    --every requires --watch: --every 1s
     days is a number above 0: --ahead 0
     processes: --ahead 1d --processes 0
     --processes requires --ahead: --probe worker --processes 2

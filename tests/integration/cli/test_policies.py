@@ -29,7 +29,7 @@ def test_pause_and_resume_report_their_effect_and_the_number_of_held_tasks(shop:
         said = shop("pause", "--tag", "mail", *end).stdout
         assert said == "tag mail is paused until resumed; held: 3 tasks\n"
     assert re.search("^- The tag mail is paused by .*, 3 held", shop("status").stdout, re.MULTILINE)
-    [policy] = shop.json("status")["policies"]
+    [policy] = shop.json("limit")
     assert (policy["name"], policy["held"]) == ("mail", 3)
     resumed = shop("resume", "--tag", "mail").stdout
     assert resumed == "tag mail is not paused\n"
@@ -85,7 +85,7 @@ def test_limit_shows_the_running_and_held_tasks_of_a_limited_tag(shop: Project) 
     assert said == "tag mail is not paused; held: 3 tasks\nlimits: 4 at once; running: 2 tasks\n"
 
 
-def test_many_policies_are_listed_and_counted(shop: Project) -> None:
+def test_many_policies_are_listed(shop: Project) -> None:
     p = shop.store.schema.policies
     tag = {"kind": "tag", "version": 1, "concurrency": 1}
     rows = [tag | {"name": f"t{n:04}", "is_paused": n >= 230} for n in range(250)]
@@ -93,6 +93,3 @@ def test_many_policies_are_listed_and_counted(shop: Project) -> None:
     assert len(shop.json("limit")) == 250
     assert [each["name"] for each in shop.json("limit", "--tag", "t0007")] == ["t0007"]
     assert shop.json("limit", "--queue", "t0007") == []
-    stats = shop.json("status")
-    assert stats["policy_counts"] == {"all": 250, "paused": 20, "limited": 250}
-    assert [policy["is_paused"] for policy in stats["policies"]] == [True] * 20 + [False] * 80

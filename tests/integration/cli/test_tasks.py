@@ -82,11 +82,11 @@ WRONG = """
     delay: schedule ok --delay soon
     at: schedule ok --at 2030-01-01T00:00
     body: schedule ok {a} --delay 1
-    BadParameter: schedule ok @nowhere.json --delay 1 | schedule ok --delay 1 --priority x
-    BadParameter: schedule ok --delay 1 --on-conflict x | schedule --many nowhere.jsonl
-    UsageError: schedule
+    BadParameter: schedule ok @nowhere.json --delay 1
+    priority: schedule ok --delay 1 --priority x
+    BadParameter: schedule ok --delay 1 --on-conflict x
+    MissingParameter: schedule
     delay: schedule ok | schedule ok --delay 1 --at 2999-01-01T00:00:00Z
-    UsageError: schedule ok --many - | schedule --many - --max-late 1h
     NoSuchOption: schedule ok --delya 1
     tag: pause | resume --tag a --queue b
     queue: limit --queue 'a b' --remove
@@ -100,7 +100,7 @@ WRONG = """
     concurrency_per_key: limit --tag mail --concurrency-per-key many
     rate: limit --tag mail --rate fast
     cron: recurring set r ok --cron '61 * * * *'
-    missed: recurring set r ok --every 5m --missed never
+    BadParameter: recurring set r ok --every 5m --missed never
     body: recurring set r ok { --every 5m
     UsageError: recurring list --next 3 | recurring list r* --next 3
 """
