@@ -18,7 +18,7 @@ from kombu.messaging import Producer
 from chaos.history import DeliveryRecord, History, PublishRecord
 from chaos.project import notebook, now_us
 from delaytasks import DelayedTask
-from delaytasks.durable_eta.capture import KeepingChannel
+from delaytasks.durable_eta.messages import KeepingChannel
 from delaytasks.model.inputs import celery_tag
 
 #: The environment variable with the folder of the notes.

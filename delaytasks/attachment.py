@@ -85,7 +85,7 @@ class RevokesRows:
         try:
             if command in ("revoke", "terminate"):
                 # Imported here: most processes revoke nothing.
-                from delaytasks.durable_eta.publish import Revocations
+                from delaytasks.durable_eta.messages import Revocations
 
                 ids = {**options, **(arguments or {})}["task_id"]
                 Revocations(self.app.delaytasks._runtime).revoke(maybe_list(ids))

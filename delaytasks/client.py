@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast, overload
 
 from delaytasks.attachment import attach, forced
 from delaytasks.events import Events
+from delaytasks.loops import twin
 from delaytasks.model.errors import InvalidInputError
 from delaytasks.model.inputs import (
     ANY_CELERY_TASK,
@@ -55,13 +56,11 @@ from delaytasks.operate.single_tasks import (
 )
 from delaytasks.registry import MAX_BATCH, Processor, Registry, tags_of
 from delaytasks.settings import hide_secrets
-from delaytasks.twins import twin
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from delaytasks.callbacks.callback_calls import CallbackCalls, Message
-    from delaytasks.callbacks.http import Callback
+    from delaytasks.callbacks.sending import Callback, CallbackCalls, Message
     from delaytasks.db.sessions import ConnectionSource
     from delaytasks.model.filters import Filters
     from delaytasks.model.moves import Outcome
@@ -71,9 +70,8 @@ if TYPE_CHECKING:
     from delaytasks.operate.statistics import Statistics
     from delaytasks.recurring.recurring import Recurring
     from delaytasks.registry import CommonOptions, Decorator, P, ProcessorOptions, Returned
-    from delaytasks.runtime import ProcessorContext, Runtime
+    from delaytasks.runtime import AsyncCalls, ProcessorContext, Runtime
     from delaytasks.settings import Settings
-    from delaytasks.twins import AsyncCalls
     from delaytasks.worker.processes import Processes
 
 
@@ -81,13 +79,13 @@ if TYPE_CHECKING:
 
 
 def _callback_of(body: Any) -> Callback:
-    from delaytasks.callbacks.http import Callback
+    from delaytasks.callbacks.sending import Callback
 
     return Callback(**body)
 
 
 def _message_of(body: Any) -> Message:
-    from delaytasks.callbacks.callback_calls import Message
+    from delaytasks.callbacks.sending import Message
 
     return Message(**body)
 
@@ -282,7 +280,7 @@ class DelayTasks:
         >>> delays.callbacks.post("https://partner.example/paid", {"order": 7}, 60)
         """
         # Imported here: a process without callbacks does not need it.
-        from delaytasks.callbacks.callback_calls import CallbackCalls
+        from delaytasks.callbacks.sending import CallbackCalls
 
         return CallbackCalls(self)
 

@@ -1,19 +1,24 @@
-"""Threads: loops, pools, calls with a time limit, rests after failures, cached values."""
+"""Threads: loops, pools, calls with a time limit, cached values, and the asynchronous twins."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
 from queue import Empty, SimpleQueue
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from delaytasks.events import Events
 from delaytasks.model.clock import monotonic, reset_in_child
 from delaytasks.model.errors import StoreError
+
+if TYPE_CHECKING:
+    from delaytasks.client import DelayTasks
+    from delaytasks.runtime import Runtime
 
 #: The rest after a turn that failed.
 FAILED_REST_S = 1.0
@@ -279,3 +284,64 @@ class Latest(Generic[T]):
             if found is not None:
                 self._found, self._began = found, began
                 self._recent_until = self._again_at + rest_s
+
+
+# -- The asynchronous twins of the methods that wait for a database or a broker --------------------
+
+# A twin is one line beside its method: `acancel = twin(cancel)`. It has the parameters of the
+# method, its result and its errors, and runs the method without blocking the event loop.
+
+
+P = ParamSpec("P")
+
+
+class RunsAsync(Protocol):
+    """An object whose methods have twins."""
+
+    @property
+    def _run_async(self) -> Callable[..., Awaitable[Any]]:
+        """Run a method with its arguments, as `AsyncCalls.run` does."""
+
+
+Self_ = TypeVar("Self_", bound=RunsAsync)
+
+
+def twin(
+    method: Callable[Concatenate[Self_, P], T],
+) -> Callable[Concatenate[Self_, P], Coroutine[Any, Any, T]]:
+    """Return the asynchronous twin of a method, for the body of its class.
+
+    Examples
+    --------
+    >>> acancel = twin(cancel)
+    """
+    name, code = method.__name__, method.__code__
+    parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    # `AsyncCalls.run` looks for the session of `transaction` if a method can take one.
+    default: dict[str, Any] = {"session": None} if "session" in parameters else {}
+
+    @functools.wraps(method)
+    async def run(self: Self_, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        result: T = await self._run_async(getattr(self, name), *args, **{**default, **kwargs})
+        return result
+
+    summary = (method.__doc__ or "").partition("\n\n")[0]
+    run.__name__ = f"a{name}"
+    run.__qualname__ = f"{method.__qualname__.rpartition('.')[0]}.a{name}"
+    run.__doc__ = f"{summary}\n\nThis is the asynchronous twin of `{name}`."
+    return run
+
+
+class CallGroup:
+    """Methods of a `DelayTasks` that share a name of their own, such as `delays.bulk`."""
+
+    def __init__(self, delays: DelayTasks) -> None:
+        self._delays = delays
+
+    @property
+    def _runtime(self) -> Runtime:
+        return self._delays._runtime
+
+    @property
+    def _run_async(self) -> Callable[..., Awaitable[Any]]:
+        return self._delays._run_async

@@ -15,6 +15,7 @@ from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypedDict, TypeVar
 
+from delaytasks.loops import twin
 from delaytasks.model.body import check_version
 from delaytasks.model.errors import (
     BodyRefusedError,
@@ -34,7 +35,6 @@ from delaytasks.model.inputs import (
 from delaytasks.model.moves import Retries, RetryRule, RetrySchedule
 from delaytasks.model.task import DelayedTask, new_task, new_task_of
 from delaytasks.model.text import shown
-from delaytasks.twins import twin
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -7,6 +7,7 @@ setting the attribute before the part is used.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from collections.abc import Awaitable, Callable
@@ -17,23 +18,23 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from delaytasks.broker.arming import BackgroundTimer, EtaTimer, Publisher, Sender, can_run_threads
 from delaytasks.broker.direct import DirectTimer
 from delaytasks.broker.link import ConfirmingLinks
+from delaytasks.db.database import run_in_session
 from delaytasks.db.migrations import url_of
 from delaytasks.db.producer import CallerTransactions, Producer, QueueRouting
 from delaytasks.db.store import Store
+from delaytasks.loops import ThreadPool
 from delaytasks.model.body import Cipher
 from delaytasks.model.clock import Clock, IdMaker, reset_in_child, wall_ms
 from delaytasks.model.policies import PolicyCache
 from delaytasks.model.task import DelayedTask
 from delaytasks.operate.start_checks import StartChecks
 from delaytasks.settings import load_settings
-from delaytasks.twins import AsyncCalls
 
 if TYPE_CHECKING:
     from delaytasks.broker.redis_timer import RedisTimer
-    from delaytasks.callbacks.callback_calls import Message
-    from delaytasks.callbacks.http import HttpCallbacks
+    from delaytasks.callbacks.sending import HttpCallbacks, Message
     from delaytasks.client import DelayTasks
-    from delaytasks.durable_eta.publish import CeleryTasks
+    from delaytasks.durable_eta.messages import CeleryTasks
     from delaytasks.model.moves import Outcome
     from delaytasks.model.task import Timer
     from delaytasks.recurring.creation import RecurringTable
@@ -204,13 +205,13 @@ class Runtime:
 
     @part
     def http_callbacks(self) -> HttpCallbacks:
-        from delaytasks.callbacks.http import Guard, HttpCallbacks
+        from delaytasks.callbacks.sending import Guard, HttpCallbacks
 
         return HttpCallbacks(self.settings, Guard(self.settings.callback_allow), self.clock)
 
     @part
     def queue_callbacks(self) -> Callable[[Message, DelayedTask], Outcome]:
-        from delaytasks.callbacks.callback_calls import send_message
+        from delaytasks.callbacks.sending import send_message
 
         return partial(send_message, self)
 
@@ -228,7 +229,7 @@ class Runtime:
 
     @part
     def celery_tasks(self) -> CeleryTasks:
-        from delaytasks.durable_eta.publish import CeleryTasks
+        from delaytasks.durable_eta.messages import CeleryTasks
 
         return CeleryTasks(self)
 
@@ -263,6 +264,55 @@ class Runtime:
 
     def _made(self, name: str) -> Any:
         return self.__dict__.get(name)
+
+
+# -- The calls of twins ----------------------------------------------------------------------------
+
+
+#: The calls that start in one turn of an event loop. Each takes up to half a millisecond of the
+#: loop's thread, so a burst of some hundred calls would delay all other callbacks by the sum.
+STARTS_PER_TURN = 8
+
+
+class AsyncCalls:
+    """Runs a call on the caller's `AsyncSession` or `AsyncConnection`, or as a web framework
+    requires, else in a thread of a pool."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        # As many as an engine keeps connections, so that concurrent calls do not wait for one.
+        self._threads = ThreadPool(runtime.settings.pool_size, "delaytasks-async")
+        #: The last event loop, and what limits the calls that start in each of its turns.
+        self._starts: tuple[object, asyncio.Semaphore] = None, asyncio.Semaphore(STARTS_PER_TURN)
+
+    async def run(self, method: Callable[..., T], *arguments: Any, **options: Any) -> T:
+        """Return the result of a synchronous method."""
+        loop = asyncio.get_running_loop()
+        of, starts = self._starts
+        if of is not loop:
+            starts = asyncio.Semaphore(STARTS_PER_TURN)
+            self._starts = loop, starts
+        await starts.acquire()
+        loop.call_soon(starts.release)  # in the next turn
+        has_session = "session" in options
+        session = options.pop("session", None)
+        if has_session and session is None:
+            session = self._runtime.transactions.current_session()
+        call = partial(method, *arguments, **options)
+        if session is None:
+            return await self._in_thread(call)
+        clock = self._runtime.clock
+        if clock.is_due:  # it must not be read from the database on the event loop
+            await self._in_thread(clock.certain_now)
+        return await run_in_session(session, lambda session: call(session=session))
+
+    def close(self) -> None:
+        self._threads.close()
+
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        in_framework = self._runtime.in_framework(call)
+        result: T = await (in_framework or asyncio.wrap_future(self._threads.submit(call)))
+        return result
 
 
 def runtime_of(delays: DelayTasks) -> Runtime:

@@ -25,13 +25,13 @@ from operator import methodcaller
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from delaytasks.client import DelayTasks
+from delaytasks.loops import twin
 from delaytasks.model import errors
 from delaytasks.model.clock import monotonic, shard_of
 from delaytasks.model.filters import batches
 from delaytasks.model.inputs import Delay, check_key
 from delaytasks.model.moves import LIVE
 from delaytasks.model.task import DelayedTask, TaskName, id_of, new_task_of
-from delaytasks.twins import twin
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -7,9 +7,8 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from delaytasks.broker import redis_poller
-from delaytasks.broker.redis_poller import RedisPoller
-from delaytasks.broker.redis_timer import RedisTimer, Slot, Taken
+from delaytasks.broker import redis_timer
+from delaytasks.broker.redis_timer import RedisPoller, RedisTimer, Slot, Taken
 
 STEP = os.environ["DELAYTASKS_TEST_KILL"]
 #: The minimum number of entries in a burst.
@@ -36,6 +35,6 @@ def hand_on_and_die(redis_poller: RedisPoller, taken: list[Taken]) -> None:
     die_if("handed on", taken)
 
 
-redis_poller.DELETE_S = 0.0  # immediately: no task of the burst may begin before the kill
+redis_timer.DELETE_S = 0.0  # immediately: no task of the burst may begin before the kill
 RedisPoller._pass_on = hand_on_and_die  # type: ignore[method-assign, assignment]
 RedisTimer.take = take_and_die  # type: ignore[method-assign, assignment]

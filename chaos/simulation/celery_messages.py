@@ -12,8 +12,7 @@ from chaos.history import Answer, CallRecord, DeliveryRecord, Fault, PublishReco
 from chaos.simulation.stage import Play
 from delaytasks.broker.link import OutageError, Outgoing, Results
 from delaytasks.db.producer import Producer
-from delaytasks.durable_eta.capture import StoredMessage, new_task
-from delaytasks.durable_eta.publish import CeleryTasks
+from delaytasks.durable_eta.messages import CeleryTasks, StoredMessage, new_task
 from delaytasks.events import Events
 from delaytasks.model.clock import to_us
 from delaytasks.model.errors import DelayTaskError, OutcomeUnknownError, TaskStateError

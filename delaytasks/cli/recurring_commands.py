@@ -18,9 +18,8 @@ from delaytasks.model.errors import ConfigError, DelayTaskError, InvalidInputErr
 from delaytasks.model.inputs import PAGE_MAX, show_instant
 from delaytasks.model.text import count
 from delaytasks.operate.operations import OPERATIONS
-from delaytasks.recurring.definition import Definition, RecurringSchedule, celery_call
+from delaytasks.recurring.definition import Definition, RecurringSchedule, celery_call, zone_of
 from delaytasks.recurring.recurring import put
-from delaytasks.recurring.timing import zone_of
 from delaytasks.runtime import Runtime, runtime_of
 
 

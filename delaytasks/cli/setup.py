@@ -151,7 +151,7 @@ def check(cli: Cli, settings: bool) -> None:
 
 def warnings_of(delays: DelayTasks) -> list[str]:
     """Return the problems that do not prevent a deployment."""
-    from delaytasks.callbacks.http import tls_context
+    from delaytasks.callbacks.sending import tls_context
 
     warnings, runtime = [], runtime_of(delays)
     try:

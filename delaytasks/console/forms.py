@@ -44,8 +44,7 @@ from delaytasks.operate.operations import (
     Parameter,
 )
 from delaytasks.operate.searches import error_filter
-from delaytasks.recurring.definition import RecurringSchedule
-from delaytasks.recurring.timing import ANY_START, EVERY
+from delaytasks.recurring.definition import ANY_START, EVERY, RecurringSchedule
 
 logger = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
+from delaytasks.loops import CallGroup, twin
 from delaytasks.model.errors import InvalidInputError, StoreUnavailableError, TaskStateError
 from delaytasks.model.filters import BulkFilter, Filter, Filters, LogEntry, To, filter_of, new_due
 from delaytasks.model.inputs import (
@@ -23,7 +24,6 @@ from delaytasks.model.inputs import (
 )
 from delaytasks.model.moves import LIVE, MOVES, Status
 from delaytasks.model.task import DelayedTask
-from delaytasks.twins import CallGroup, twin
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -8,6 +8,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from delaytasks.loops import CallGroup, twin
 from delaytasks.model.errors import InvalidInputError
 from delaytasks.model.inputs import actor_of, check_delay, check_instant
 from delaytasks.model.moves import Status
@@ -20,7 +21,6 @@ from delaytasks.model.policies import (
     named,
     parse_rate,
 )
-from delaytasks.twins import CallGroup, twin
 
 if TYPE_CHECKING:
     from delaytasks.db.policy_rows import PolicyTable, RowCount

@@ -10,6 +10,7 @@ from itertools import accumulate
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from delaytasks.loops import CallGroup, twin
 from delaytasks.model.clock import AN_HOUR, EPOCH, from_us, hour_of
 from delaytasks.model.errors import InvalidInputError, StoreError
 from delaytasks.model.inputs import Delay, check_instant, check_page_limit, check_tag, check_wait
@@ -17,7 +18,6 @@ from delaytasks.model.moves import late_start
 from delaytasks.operate.statistics_table import COUNTS_KEPT, StatisticsTable, hour_counts_of
 from delaytasks.run.observers import DURATION_BOUNDS_S, LATENESS_BOUNDS_S, RunCounts
 from delaytasks.run.observers import OTHER_TAGS as OTHER_TAGS
-from delaytasks.twins import CallGroup, twin
 
 if TYPE_CHECKING:
     from delaytasks.db.store import Store

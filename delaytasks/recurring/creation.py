@@ -31,8 +31,7 @@ from delaytasks.model.errors import TaskNotFoundError
 from delaytasks.model.inputs import share_of
 from delaytasks.model.moves import LIVE
 from delaytasks.model.task import CallerConnection, DelayedTask, Entry, is_encrypted
-from delaytasks.recurring.definition import FIELDS, RecurringSchedule
-from delaytasks.recurring.timing import ONE_SECOND
+from delaytasks.recurring.definition import FIELDS, ONE_SECOND, RecurringSchedule
 
 if TYPE_CHECKING:
     from delaytasks.runtime import Runtime

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from celery.local import PromiseProxy
 
+from delaytasks.loops import CallGroup, twin
 from delaytasks.model.errors import (
     ConfigError,
     InvalidInputError,
@@ -39,7 +40,6 @@ from delaytasks.recurring.definition import (
     definition_of,
     recurrence_of,
 )
-from delaytasks.twins import CallGroup, twin
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

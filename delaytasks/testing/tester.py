@@ -20,6 +20,7 @@ from delaytasks.celery import current_delays
 from delaytasks.db.database import is_on_the_loop
 from delaytasks.db.migrations import url_of
 from delaytasks.db.store import Store
+from delaytasks.loops import twin
 from delaytasks.model.inputs import Delay, check_delay, check_instant, show_from_now
 from delaytasks.model.moves import WAITING, Done, Outcome, Status
 from delaytasks.model.task import DelayedTask, Entry
@@ -36,14 +37,12 @@ from delaytasks.testing.connections import (
     source_of,
 )
 from delaytasks.testing.runs import MovesTime, Run, SequentialRegistry, SettableClock, TestRunner
-from delaytasks.twins import twin
 from delaytasks.worker.processes import processes_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from delaytasks.callbacks.callback_calls import Message
-    from delaytasks.callbacks.http import Callback, HttpCallbacks
+    from delaytasks.callbacks.sending import Callback, HttpCallbacks, Message
     from delaytasks.client import DelayTasks
 
 

@@ -5,7 +5,7 @@ line names what the module adds:
 
 ============================================  =====================================================
 `consumer`                                    brings entries, and drain messages, from the broker;
-                                              the pollers of `broker.redis_poller` and
+                                              the pollers of `broker.redis_timer` and
                                               `broker.direct` bring them from Redis or the table
 `wheel`                                       keeps entries until they are due
 `dispatcher`                                  takes what is due, chooses what the next chunk has

@@ -40,7 +40,7 @@ from delaytasks.worker.task_events import wants_task_events
 from delaytasks.worker.wheel import Wheel
 
 if TYPE_CHECKING:
-    from delaytasks.broker.redis_poller import RedisPoller
+    from delaytasks.broker.redis_timer import RedisPoller
     from delaytasks.client import DelayTasks
     from delaytasks.operate.metrics import MetricsEndpoint
     from delaytasks.run.runner import Report
@@ -106,7 +106,7 @@ class WorkerRuntime:
             self.poller = TablePoller(self)
         elif runtime.redis_timer is not None:
             # Imported here, since other deployments need no Redis client.
-            from delaytasks.broker.redis_poller import RedisPoller
+            from delaytasks.broker.redis_timer import RedisPoller
 
             self.poller = RedisPoller(self, runtime.redis_timer)
         self.loops = [

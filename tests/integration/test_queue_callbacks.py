@@ -15,7 +15,7 @@ from kombu import Connection, Exchange, Queue
 from redis import Redis
 
 from delaytasks import BodyRefusedError, DelayedTask, DelayTasks, InvalidInputError, Status
-from delaytasks.callbacks.callback_calls import Message
+from delaytasks.callbacks.sending import Message
 from delaytasks.db import migrations
 from delaytasks.model.inputs import MESSAGE
 from delaytasks.runtime import runtime_of

@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from delaytasks.model.clock import UTC
-from delaytasks.recurring.timing import parse_timing
+from delaytasks.recurring.definition import parse_timing
 
 MINUTE, HOUR, DAY = timedelta(minutes=1), timedelta(hours=1), timedelta(days=1)
 ZONES = sorted(available_timezones() - {"localtime", "Factory"})

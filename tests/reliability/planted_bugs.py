@@ -21,8 +21,8 @@ from chaos.simulation.clock import Times
 from delaytasks import Done, TaskStateError
 from delaytasks.broker import link, redis_timer
 from delaytasks.broker.arming import Publisher, Sender
-from delaytasks.broker.redis_poller import RedisPoller
-from delaytasks.callbacks import http
+from delaytasks.broker.redis_timer import RedisPoller
+from delaytasks.callbacks import sending
 from delaytasks.db import claims, database, engines, migrations, producer, sweep_queries
 from delaytasks.db.claims import Claims, MysqlTexts
 from delaytasks.db.database import BoundedStep, Database
@@ -31,7 +31,7 @@ from delaytasks.db.policy_rows import PausedRows, PolicyTable
 from delaytasks.db.statements import NewRows
 from delaytasks.db.sweep_queries import Leases, SweepQueries, WorkerTable
 from delaytasks.db.task_rows import CancelRequests, Tasks
-from delaytasks.durable_eta import publish
+from delaytasks.durable_eta import messages
 from delaytasks.events import Events
 from delaytasks.limits.tracked_waitlists import TrackedWaitlist, TrackedWaitlists
 from delaytasks.model import clock, text
@@ -79,7 +79,7 @@ VERBS: dict[str, tuple[Any, str]] = {
     "plan a visit": (creation, "plan"),
     "make the first tasks": (recurring.Change, "with_first_tasks"),
     "cancel the tasks of a schedule": (recurring.Change, "cancel_waiting"),
-    "defer a message": (publish, "Snooze"),
+    "defer a message": (messages, "Snooze"),
     "find a durable task": (Tasks, "celery_rows"),
     "find the task of a key": (Tasks, "ids_of_keys"),
     "arm after a call": (producer, "_without_errors"),
@@ -109,7 +109,7 @@ VERBS: dict[str, tuple[Any, str]] = {
     "translate an error": (database, "translate"),
     "connect to the database": (database, "make_engine"),
     "migrate alone": (migrations, "_alone_on_postgresql"),
-    "time a callback": (http, "time_left_s"),
+    "time a callback": (sending, "time_left_s"),
     "read an instant": (producer, "check_instant"),
     "expire workers": (WorkerTable, "expire"),
     "note a failure of the database": (quick_loops.DatabaseContact, "mark_failed"),

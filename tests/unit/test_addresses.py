@@ -7,7 +7,7 @@ from ipaddress import ip_address
 import pytest
 
 from delaytasks import ConfigError, ForbiddenURLError
-from delaytasks.callbacks.http import Guard
+from delaytasks.callbacks.sending import Guard
 
 PUBLIC = [
     "https://partner.example/paid", "HTTPS://Partner.Example/paid", "https://1.2.3.4a/",

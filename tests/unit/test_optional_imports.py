@@ -24,7 +24,7 @@ OPTIONAL = """
 cronsim cryptography sentry_sdk requests delaytasks.console delaytasks.durable_eta
 delaytasks.broker.files delaytasks.operate.forecast delaytasks.http_api delaytasks.limits
 delaytasks.operate.metrics delaytasks.recurring delaytasks.testing
-delaytasks.broker.redis_timer delaytasks.callbacks delaytasks.broker.redis_poller
+delaytasks.broker.redis_timer delaytasks.callbacks
 """.split()
 PROJECT = """
 import atexit

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from delaytasks import loops as loops
-from delaytasks.broker import redis_poller, redis_timer
+from delaytasks.broker import redis_timer
 from delaytasks.model.clock import Clock, monotonic
 from delaytasks.model.task import Entry
 from tests.proxy import Proxy
@@ -42,8 +42,8 @@ class RedisWorker(MainProcess):
         ahead_ms: int | None = None,
     ) -> None:
         self._patch = patch
-        for module in (redis_poller, redis_timer) if ahead_ms else ():
-            patch.setattr(module, "AHEAD_MS", ahead_ms)
+        if ahead_ms:
+            patch.setattr(redis_timer, "AHEAD_MS", ahead_ms)
         settings: dict[str, Any] = {
             "namespace": "t" + secrets.token_hex(4), "_grace_s": 60, "sweep": 60,
             "horizon": 200, "_self_sweep_s": 120, "_publish_limit_s": 2,

@@ -10,7 +10,7 @@ import pytest
 from celery import Celery
 
 from delaytasks.broker.link import BrokerLink, OutageError, Outgoing, UnroutableError
-from delaytasks.durable_eta.capture import StoredMessage
+from delaytasks.durable_eta.messages import StoredMessage
 from delaytasks.model.clock import Clock
 from tests.conftest import closing_all
 from tests.proxy import Proxy, proxy_to

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from delaytasks import DelayedTask, DelayTasks
-from delaytasks.callbacks.http import Callback, Guard, HttpCallbacks
+from delaytasks.callbacks.sending import Callback, Guard, HttpCallbacks
 from delaytasks.db import migrations
 from delaytasks.model.clock import Clock
 from delaytasks.model.inputs import CALLBACK

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from delaytasks import Done, Fail, Retry
-from delaytasks.callbacks.http import MAX_INTERIM_RESPONSES, Callback, retry_after_s
+from delaytasks.callbacks.sending import MAX_INTERIM_RESPONSES, Callback, retry_after_s
 from tests.integration.http_callbacks.conftest import HEAD, PATIENCE_S, Caller, listener, task
 from tests.proxy import Exchange, WebServer, answer, drip, hang, pour, reset
 from tests.services import free_port, self_signed

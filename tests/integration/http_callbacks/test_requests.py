@@ -12,7 +12,7 @@ import pytest
 from standardwebhooks import Webhook
 
 from delaytasks import BodyRefusedError, DelayTasks, Done, ForbiddenURLError, RetrySchedule, Status
-from delaytasks.callbacks.http import Callback
+from delaytasks.callbacks.sending import Callback
 from delaytasks.model.clock import Clock
 from delaytasks.model.inputs import CALLBACK
 from delaytasks.runtime import runtime_of
