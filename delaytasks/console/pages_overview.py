@@ -3,38 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 from flask import abort, request
 from markupsafe import Markup
-from sqlalchemy import Connection, func, literal, select
+from sqlalchemy import select
 
-from delaytasks.client import DelayTasks
 from delaytasks.console.charts import Series, stacked_bars, with_legend
 from delaytasks.console.forms import possible_operations
 from delaytasks.console.pages_tags import shown_runs
 from delaytasks.console.pages_tasks import Searches
 from delaytasks.console.requests import SNAPSHOT_S, number_of, runtime, state
 from delaytasks.console.shown import day_and_time, viewer_zone
-from delaytasks.db.searching import distinct_values, first_page, has_status
+from delaytasks.db.searching import first_page
 from delaytasks.db.store import Store
 from delaytasks.model.clock import from_us
 from delaytasks.model.errors import InvalidInputError, StoreError
 from delaytasks.model.filters import Filter
-from delaytasks.model.inputs import ALL_QUEUES
 from delaytasks.model.moves import Status
 from delaytasks.model.task import Page
-from delaytasks.model.workers import RegisteredWorker
 from delaytasks.operate.forecast import HOUR_S, Forecast, busiest, headline
+from delaytasks.operate.live import snapshot
 from delaytasks.operate.searches import SearchTimeoutError
 from delaytasks.operate.state import DeploymentState
-from delaytasks.operate.state_queries import OverdueRows
 from delaytasks.operate.statistics import gather_on_time
 from delaytasks.operate.verdict import Problem, verdict_of
-from delaytasks.runtime import runtime_of
 
 # -- the overview --------------------------------------------------------------------------------
 
@@ -72,8 +67,8 @@ def _ahead(found: DeploymentState) -> list[Problem]:
     return [Problem("warning", text, "forecast")]
 
 
-#: The bars of the histogram of due times, the time of each, and the tasks that are read at most.
-BARS, BAR, MOST_DUE = 30, timedelta(minutes=1), 5_000
+#: The bars of the histogram of due times, the time of each, and what is read at most.
+BARS, BAR, MOST_DUE, MOST_QUEUES = 30, timedelta(minutes=1), 5_000, 100
 
 
 def count_due(store: Store, now: datetime) -> list[int]:
@@ -96,56 +91,10 @@ def count_due(store: Store, now: datetime) -> list[int]:
 # -- queues and workers ---------------------------------------------------------------------------
 
 
-#: Queues whose waiting tasks are counted, and the most that are counted in each.
-MOST_QUEUES, MOST_COUNTED = 100, 10_000
-
-
-class QueueCounts(NamedTuple):
-    """The tasks of a queue, counted up to `MOST_COUNTED` each."""
-
-    name: str
-    waiting: int
-    overdue: int
-    running: int
-    held: int
-    #: The due time of the oldest of the overdue tasks that were counted.
-    oldest: datetime | None
-
-
-def count_queues(delays: DelayTasks, workers: Sequence[RegisteredWorker]) -> list[QueueCounts]:
-    """Return the live tasks of the queues that have live tasks or workers, and of the default."""
-    store, settings = runtime_of(delays).store, delays.settings
-    served = {queue for worker in workers for queue in worker.queues if queue != ALL_QUEUES}
-    names = {settings.default_queue, *served}
-    return store.database.autocommitted(lambda c: list(_queues(c, store, names, settings.grace_s)))
-
-
-def _queues(on: Connection, store: Store, names: set[str], late_s: float) -> Iterator[QueueCounts]:
-    t, live = store.schema.tasks, (Status.NOT_COMPLETE, Status.RUNNING, Status.HELD)
-    for status in live:
-        for queue in distinct_values(on, t.c.queue, has_status(t, status)):
-            if len(names) >= MOST_QUEUES:
-                break
-            names.add(queue)
-
-    def count(queue: str, status: Status) -> int:
-        rows = select(literal(1)).where(has_status(t, status), t.c.queue == queue)
-        some = rows.limit(MOST_COUNTED).subquery()
-        return int(on.execute(select(func.count()).select_from(some)).scalar_one())
-
-    queues, overdue_rows = sorted(names), OverdueRows(store.database, store.schema)
-    overdue = overdue_rows.count_of_queues(on, queues, late_s, MOST_COUNTED)
-    for name in queues:
-        waiting, running, held = (count(name, status) for status in live)
-        late = overdue[name]
-        yield QueueCounts(name, waiting, late.tasks, running, held, late.oldest)
-
-
 def queues() -> dict[str, Any]:
-    found, delays = state().snapshot(), state().delays
-    counted = state().cache.get("queues", QUEUES_S, lambda: count_queues(delays, found.alive))
-    paused = {policy.name for policy in found.paused if policy.kind == "queue"}
-    return {"rows": counted, "paused_queues": paused, "s": found, "now": found.now}
+    found, store, settings = state().snapshot(), runtime().store, state().delays.settings
+    live = state().cache.get("queues", QUEUES_S, lambda: snapshot(store, settings, found))
+    return {"rows": live.queues, "is_capped": live.is_capped, "s": found, "now": found.now}
 
 
 def workers() -> dict[str, Any]:

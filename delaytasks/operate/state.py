@@ -23,7 +23,6 @@ from delaytasks.model.workers import LostWorker, RegisteredWorker
 from delaytasks.operate.policy_calls import read_policies
 from delaytasks.operate.state_queries import (
     MAX_COUNTED,
-    MOST_FAILED,
     Count,
     FailedRow,
     OverdueCount,
@@ -31,6 +30,7 @@ from delaytasks.operate.state_queries import (
     Stats,
     SweepState,
     failed_rows,
+    has_all_failed,
     rows_of,
     running_by_tag,
     server_problem,
@@ -376,7 +376,7 @@ def read_state(
         return DeploymentState(now, DatabaseState(store.database.shown_url, None, error), services)
     # Tasks may have moved between two queries. The sentences of the verdict contain the later
     # numbers, so the counts have them too.
-    has_all, counts = len(rows) < MOST_FAILED, dict(found.counts)
+    has_all, counts = has_all_failed(rows), dict(found.counts)
     if held is not None:
         counts[Status.HELD] = Count(held)
     if rows and has_all:

@@ -160,8 +160,8 @@ def running_by_tag(store: Store) -> list[Running]:
 # -- Reads the FAILED tasks that were due last, and tasks that failed runs were counted for -------
 
 
-#: The most tasks that `failed_rows` reads.
-MOST_FAILED = 500
+#: The most tasks that `failed_rows` reads, and the most queues: each costs a query.
+MOST_FAILED, MOST_FAILED_QUEUES = 500, 100
 
 
 class FailedRow(NamedTuple):
@@ -177,13 +177,21 @@ class FailedRow(NamedTuple):
 
 
 def failed_rows(database: Database, schema: Schema) -> list[FailedRow]:
-    """Return the FAILED tasks that were due last, at most `MOST_FAILED`."""
+    """Return the FAILED tasks that were due last, at most `MOST_FAILED` of the first queues."""
     where = Filter(status=frozenset({Status.FAILED}))
     query = select(*_columns(schema))
     rows = database.autocommitted(
-        lambda c: first_page(c, query, schema.tasks, where, MOST_FAILED, True)
+        lambda c: first_page(
+            c, query, schema.tasks, where, MOST_FAILED, True, most_queues=MOST_FAILED_QUEUES
+        )
     )
     return list(map(_row, rows))
+
+
+def has_all_failed(rows: Collection[FailedRow]) -> bool:
+    """Return whether these are all FAILED tasks, and neither rows nor queues were left out."""
+    queues = {row.queue for row in rows}
+    return len(rows) < MOST_FAILED and len(queues) < MOST_FAILED_QUEUES
 
 
 def rows_of(database: Database, schema: Schema, ids: Iterable[int]) -> list[FailedRow]:

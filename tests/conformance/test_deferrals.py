@@ -179,8 +179,8 @@ def test_a_task_is_overdue_though_its_next_try_is_later(world: World, overdue: D
     assert (state.overdue, state.oldest) == (1, due)
     [late] = state.late
     assert (late.tag, late.oldest, late.reason.code) == ("new", due, "no_processor")
-    [queue] = world.queues()
-    assert (queue.waiting, queue.overdue, queue.oldest) == (2, 1, due)
+    [queue] = world.live().queues
+    assert (queue.soon, queue.overdue) == (1, 1)
     assert [(one.name, one.overdue) for one in world.live().tags if one.overdue] == [("new", 1)]
 
 

@@ -12,7 +12,6 @@ import pytest
 from delaytasks import Status
 from delaytasks.cli.status import read_deployment
 from delaytasks.console import pages_overview, pages_tasks
-from delaytasks.console.pages_overview import count_queues
 from delaytasks.console.pages_tasks import SEARCH_S
 from delaytasks.console.viewers import Role
 from delaytasks.db.types import db_now_plus
@@ -24,7 +23,6 @@ from delaytasks.operate.why import why
 from delaytasks.runtime import runtime_of
 from tests.ui.console_site import Site, chart_titles, fill, make_delays, post
 from tests.world import RUNNING
-from tests.world.plans import plans
 from tests.world.recording import set_columns
 
 PAGES = "/ /tasks /tags /failures /forecast /recurring /policies /queues /workers /audit".split()
@@ -82,33 +80,6 @@ def test_all_pages_work_on_each_database(database_url: str) -> None:
     store = runtime_of(site.delays).store
     store.schema.metadata.drop_all(store.database.tx)
     site.delays.close()
-
-
-def test_overdue_tasks_of_a_queue_are_counted_priority_by_priority(tmp_path: Any) -> None:
-    """Without a priority, the database reads all waiting tasks of the queue."""
-    delays = make_delays(f"sqlite:///{tmp_path / 'queues.sqlite3'}")
-    store = runtime_of(delays).store
-    for priority in (0, 3, 9):
-        delays.schedule_delay("order.close", {}, 60, priority=priority)
-        late = delays.schedule_delay("order.close", {}, 60, priority=priority)
-        set_columns(store, "tasks", {"id": late.id}, expected_time=db_now_plus(-430))
-    oldest = delays.schedule_delay("order.close", {}, 60, priority=3)
-    set_columns(store, "tasks", {"id": oldest.id}, expected_time=db_now_plus(-7510))
-    shown: list[str] = []
-
-    def count() -> None:
-        [counts] = count_queues(delays, [])
-        assert counts.oldest == delays.get(oldest.id).due
-        shown.append(f"{counts.waiting} {counts.overdue}")
-
-    # SQLite names the columns with which it searches the index.
-    searches = re.findall(r"\(.*priority=.*expected_time<.*\)", plans(store, count))
-    assert shown == ["7 4"]
-    assert len(searches) == 3
-    text = Site(delays).client().get("/queues").text
-    [age] = re.findall(r'data-label="Oldest overdue"><time[^>]*>([^<]*)<', text)
-    assert age == "2h5m ago"
-    delays.close()
 
 
 def test_tasks_that_are_due_soon_are_read_from_a_limited_number_of_queues(

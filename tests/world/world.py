@@ -344,12 +344,6 @@ class World:
         """Return what the command `top` shows."""
         return snapshot(self.store, self.delays.settings, self.state())
 
-    def queues(self) -> list[Any]:
-        """Return the counts of queues that the console shows, of those with live tasks."""
-        from delaytasks.console.pages_overview import count_queues
-
-        return count_queues(self.delays, [])
-
     def headline(self, found: Forecast) -> str:
         """Return what the command `forecast` says of the first full hour."""
         return forecast.headline(found, lambda start: f"{start:%H:%M}")
