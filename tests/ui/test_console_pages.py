@@ -17,7 +17,7 @@ from delaytasks.console.viewers import Role
 from delaytasks.db.types import db_now_plus
 from delaytasks.model.clock import UTC
 from delaytasks.model.text import installed_version
-from delaytasks.operate.searches import SearchTimeoutError, error_matcher
+from delaytasks.operate.searches import SearchTimeoutError
 from delaytasks.operate.verdict import verdict_of
 from delaytasks.operate.why import why
 from delaytasks.runtime import runtime_of
@@ -135,23 +135,6 @@ def test_a_wrong_filter_is_explained(site: Site, query: str) -> None:
     answer = site.client().get(f"/tasks?{query}")
     assert answer.status_code == 200
     assert 'role="alert"' in answer.text
-
-
-@pytest.mark.parametrize(
-    ("pattern", "error", "is_match"),
-    [
-        ("ab*ba", "ab and ba", True),
-        ("ab*ba", "aba", False),
-        ("*b*c*", "c b", False),
-        ("*b*c*", "a\nB\nC", True),
-        ("B*", "ab", False),
-        ("*b", "ba", False),
-        # A regular expression with `.*` for each star would never end.
-        ("*a" * 60 + "*b", "a" * 3000, False),
-    ],
-)
-def test_an_error_pattern_matches_in_one_pass(pattern: str, error: str, is_match: bool) -> None:
-    assert error_matcher(pattern)(error) is is_match
 
 
 def test_a_slow_search_asks_to_narrow_it(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
