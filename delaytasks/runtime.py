@@ -197,9 +197,9 @@ class Runtime:
             create(self)
 
     def purge_statistics(self) -> None:
-        from delaytasks.operate.statistics_table import StatisticsTable
+        from delaytasks.operate.statistics import purge
 
-        StatisticsTable(self.store.database, self.store.schema).purge(self.clock.now())
+        purge(self.store, self.clock.now())
 
     # -- operations -------------------------------------------------------------------------------
 

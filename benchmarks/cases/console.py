@@ -26,7 +26,7 @@ from delaytasks import Status
 from delaytasks.console.application import USERS
 from delaytasks.console.viewers import Role, UserFile
 from delaytasks.model.body import dump_json
-from delaytasks.operate.statistics_table import COUNTS_KEPT
+from delaytasks.operate.statistics import COUNTS_KEPT
 from delaytasks.run.observers import RunCounts
 from delaytasks.runtime import runtime_of
 
@@ -99,8 +99,9 @@ def _fill_statistics(side: Side) -> None:
     side.rows.execute(store.schema.statistics.delete())
     with store.database.begin() as connection:
         made = (
-            {"start": minute - timedelta(minutes=ago), "tag": f"shop.{n}", "counts": text}
+            {"fingerprint": "", "start": start, "tag": f"shop.{n}", "counts": text}
             for ago in range(COUNTS_KEPT // timedelta(minutes=1))
+            for start in [minute - timedelta(minutes=ago)]
             for n in range(TAGS)
         )
         while batch := list(islice(made, 10_000)):

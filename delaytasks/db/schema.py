@@ -429,32 +429,16 @@ class Schema:
             ),
             key=["name"],
         )
-        # What workers have run, by minute and tag.
+        # What workers have run, by minute and tag; and their failures, by hour, tag and pattern.
         self.statistics = table(
             "yb_delay_statistics",
             Column("start", UTCDateTime, nullable=False),
             Column("tag", String(TAG_LENGTH), nullable=False),
-            # JSON.
-            Column("counts", LongText),
-            key=["start", "tag"],
-        )
-        # Failures with the same error pattern.
-        self.failures = table(
-            "yb_delay_failure",
-            Column("tag", String(TAG_LENGTH), nullable=False),
-            # Of the pattern, which is too long for a key.
+            # Of the error pattern, which is too long for a key; empty for the runs of a tag.
             Column("fingerprint", String(FINGERPRINT_LENGTH), nullable=False),
-            Column("pattern", LongText, nullable=False),
-            # The last task that failed in this way, and its error.
-            Column("task_id", BigInteger, nullable=False),
-            Column("sample", LongText, nullable=False),
-            Column("runs", BigInteger, nullable=False),
-            Column("first_at", UTCDateTime, nullable=False),
-            Column("last_at", UTCDateTime, nullable=False),
-            # JSON: the number of runs of the last hours that have any.
-            Column("hours", LongText, nullable=False),
-            Index(conv(prefix + "idx_yb_delay_failure_last"), "last_at"),
-            key=["tag", "fingerprint"],
+            # JSON.
+            Column("counts", LongText, nullable=False),
+            key=["fingerprint", "start", "tag"],
         )
 
 

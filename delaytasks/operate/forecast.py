@@ -283,10 +283,10 @@ def _tags(runtime: Runtime, due: Due, now: datetime) -> dict[str, TagForecast]:
     try:
         counted = counts_by_tag(runtime.store, *checked_range(now, MEASURED, None), None)
     except StoreError:  # for example, there are no tables of statistics yet
-        counted = []
+        counted = {}
     measured = {
         tag: counts["duration_s"] / counts.started
-        for tag, counts in counted
+        for tag, counts in counted.items()
         if counts.started >= LEAST_MEASURED_RUNS
     }
     totals = defaultdict[str, float](float)

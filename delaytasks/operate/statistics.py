@@ -1,28 +1,307 @@
-"""Reads the statistics: totals, windows and failure groups."""
+"""What ran: each worker counts its runs and writes them once a minute, and anyone reads them.
+
+The table has one row for each minute and tag, and one for each hour, tag and error pattern, for two
+days. The counts of a row are one JSON object (`RunCounts`). Prometheus keeps longer series.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from contextlib import suppress
+from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
+from functools import partial
 from itertools import accumulate
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from delaytasks.loops import CallGroup, twin
-from delaytasks.model.clock import AN_HOUR, EPOCH, from_us, hour_of
+from sqlalchemy import ColumnElement, bindparam, delete, func, literal, select, update
+
+from delaytasks.db.schema import FINGERPRINT_LENGTH
+from delaytasks.db.statements import insert_if_absent
+from delaytasks.loops import CallGroup, Loop, twin, within
+from delaytasks.model.body import dump_json
+from delaytasks.model.clock import AN_HOUR, EPOCH, from_us, hour_of, to_us
 from delaytasks.model.errors import InvalidInputError, StoreError
+from delaytasks.model.filters import batches
 from delaytasks.model.inputs import Delay, check_instant, check_page_limit, check_tag, check_wait
 from delaytasks.model.moves import late_start
-from delaytasks.operate.statistics_table import COUNTS_KEPT, StatisticsTable, hour_counts_of
-from delaytasks.run.observers import DURATION_BOUNDS_S, LATENESS_BOUNDS_S, RunCounts
+from delaytasks.run.observers import (
+    DURATION_BOUNDS_S,
+    LATENESS_BOUNDS_S,
+    WORKER_LOST,
+    FailureCount,
+    RunCounts,
+    RunStatistics,
+    error_pattern,
+)
 from delaytasks.run.observers import OTHER_TAGS as OTHER_TAGS
 
 if TYPE_CHECKING:
     from delaytasks.db.store import Store
     from delaytasks.registry import Registry
     from delaytasks.runtime import Runtime
+
+
+# -- A worker counts what its processes have run, and writes it once a minute ---------------------
+
+
+#: The time between two writes. A worker that is killed loses the counts since the last one.
+WRITE_S = 60.0
+#: How long a process that ends waits for its last write.
+LAST_WRITE_S = 3.0
+#: The most error patterns in one write, and about the most of all workers in one hour. Failures
+#: beyond them are counted for their tag only.
+MAX_PATTERNS = 100
+
+#: Counts by the tag and the error pattern, which is empty for the runs of a tag.
+Unwritten = dict[tuple[str, str], RunCounts]
+
+
+class StatisticsWriter:
+    """What a worker's processes have run since the worker started.
+
+    The pool processes report their counts with each chunk. Any thread may call these methods: one
+    thread writes the counts, and an endpoint for metrics reads `totals`. Counts whose write failed
+    wait for the next one; without a database, nothing runs meanwhile.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._store = runtime.store
+        self._clock = runtime.clock
+        self._events = runtime.events
+        self._max_tags = runtime.settings.statistics_tags
+        self._lock = threading.Lock()
+        self._totals: dict[str, RunCounts] = {}
+        self._unwritten: Unwritten = {}
+        self._is_first = True
+        self.loop = Loop("statistics", self._turn, runtime.events)
+
+    def add(self, statistics: RunStatistics) -> None:
+        """Add what a process has reported."""
+        with self._lock:
+            for tag, counts in statistics.tags:
+                name = self._counted_as(tag)
+                self._totals.setdefault(name, RunCounts()).add(counts)
+                self._add(name, "", counts)
+            for tag, pattern, runs, task_id, error in statistics.failures:
+                failure = {"pattern": pattern, "failed": runs, "task_id": task_id, "error": error}
+                self._add(self._counted_as(tag), pattern, failure)
+
+    def __call__(self, name: str, fields: dict[str, Any]) -> None:
+        """Count the tasks that failed because their workers died. A subscriber of events."""
+        if name == "task.worker_lost":
+            tag, error = fields["tag"], str(fields["error"])
+            failure = FailureCount(tag, error_pattern(error), 1, fields["id"], error)
+            self.add(RunStatistics(((tag, RunCounts({WORKER_LOST: 1})),), (failure,)))
+
+    def totals(self) -> dict[str, RunCounts]:
+        """Return the counts of each tag since the worker started, as copies."""
+        with self._lock:
+            return {tag: RunCounts(counts) for tag, counts in self._totals.items()}
+
+    def write(self) -> None:
+        """Write all counts that are not written yet."""
+        with self._lock:
+            taken, self._unwritten = self._unwritten, {}
+        if not taken:
+            return
+        database, is_executed = self._store.database, False
+
+        def work(on: Any) -> None:
+            nonlocal is_executed
+            write_counts(self._store, on, taken, self._clock.now())
+            is_executed = True
+
+        try:
+            # One try: if a commit is lost, nobody knows whether the counts were added.
+            database.repeat(work, database.begin, tries=1)
+        except Exception:
+            if not is_executed:
+                with self._lock:
+                    newer, self._unwritten = self._unwritten, taken
+                    for (tag, pattern), counts in newer.items():
+                        self._add(tag, pattern, counts)
+            raise
+
+    def write_last(self) -> None:
+        """Write what a process that ends has counted.
+
+        If the database does not answer, these counts are lost, because a worker must end in time.
+        """
+        with suppress(TimeoutError):
+            within(LAST_WRITE_S, partial(self._events.attempt, "stop", "statistics", self.write))
+
+    def _turn(self) -> float:
+        # The first turn is at the start of the worker, which has run nothing yet.
+        if not self._is_first:
+            # Without tables or rights each write fails. Then the next one is a minute later, too.
+            self._events.attempt(self.loop.name, "write", self.write)
+        self._is_first = False
+        return WRITE_S
+
+    def _counted_as(self, tag: str) -> str:
+        is_named = tag in self._totals or len(self._totals) < self._max_tags
+        return tag if is_named else OTHER_TAGS
+
+    def _add(self, tag: str, pattern: str, counts: Mapping[str, Any]) -> None:
+        known = self._unwritten
+        if not pattern or (tag, pattern) in known or self._patterns() < MAX_PATTERNS:
+            known.setdefault((tag, pattern), RunCounts()).add(counts)
+
+    def _patterns(self) -> int:
+        return sum(bool(pattern) for _, pattern in self._unwritten)
+
+
+# -- The table ------------------------------------------------------------------------------------
+
+
+#: The time for which counts are kept.
+COUNTS_KEPT = timedelta(days=2)
+#: The tags that one statement reads.
+TAGS_PER_READ = 200
+#: The most rows of failures that are read: those of the latest hours.
+MOST_FAILURE_ROWS = 2000
+
+
+def write_counts(store: Store, on: Any, unwritten: Unwritten, at: datetime) -> None:
+    """Add counts to the rows of the minute and, for failures, of the hour, in a transaction."""
+    runs = {(tag, ""): counts for (tag, pattern), counts in unwritten.items() if not pattern}
+    times = {"first_us": to_us(at), "last_us": to_us(at)}
+    failures = {
+        (tag, _fingerprint(pattern)): RunCounts(counts | times)
+        for (tag, pattern), counts in unwritten.items()
+        if pattern
+    }
+    s, hour = store.schema.statistics, hour_of(at)
+    known = select(func.count()).where(s.c.fingerprint > "", s.c.start == hour)
+    _add_rows(store, on, at.replace(second=0, microsecond=0), runs)
+    if failures:
+        is_full = on.execute(known).scalar_one() >= MAX_PATTERNS
+        _add_rows(store, on, hour, failures, inserts=not is_full)
+
+
+def _add_rows(
+    store: Store,
+    on: Any,
+    start: datetime,
+    counted: Mapping[tuple[str, str], RunCounts],
+    inserts: bool = True,
+) -> None:
+    """Add to the rows of a start, and create those that are missing."""
+    s = store.schema.statistics
+    # Rows are inserted and locked in the same order in every process.
+    keys = sorted(counted, key=lambda key: key[::-1])
+    rows = [{"start": start, "tag": tag, "fingerprint": f, "counts": "{}"} for tag, f in keys]
+    if inserts and rows:
+        on.execute(insert_if_absent(store.database, s, s.c.tag), rows)
+    mine = (
+        s.c.fingerprint.in_({fingerprint for _, fingerprint in keys}),
+        s.c.start == start,
+        s.c.tag.in_({tag for tag, _ in keys}),
+    )
+    query = select(s.c.tag, s.c.fingerprint, s.c.counts).where(*mine)
+    changes = []
+    for tag, fingerprint, text in on.execute(
+        query.order_by(s.c.fingerprint, s.c.tag).with_for_update()
+    ).all():
+        if (tag, fingerprint) in counted:
+            counts = RunCounts(json.loads(text))
+            counts.add(counted[tag, fingerprint])
+            key = {"of_start": start, "of_tag": tag, "of_fingerprint": fingerprint}
+            changes.append({**key, "new": dump_json(counts)})
+    if changes:
+        named = (
+            s.c.fingerprint == bindparam("of_fingerprint"),
+            s.c.start == bindparam("of_start", type_=s.c.start.type),
+            s.c.tag == bindparam("of_tag"),
+        )
+        on.execute(update(s).where(*named).values(counts=bindparam("new")), changes)
+
+
+def _fingerprint(pattern: str) -> str:
+    return hashlib.sha256(pattern.encode()).hexdigest()[:FINGERPRINT_LENGTH]
+
+
+def purge(store: Store, now: datetime) -> None:
+    """Delete the rows that are too old."""
+    s = store.schema.statistics
+    old = delete(s).where(s.c.start < now - COUNTS_KEPT)
+    store.database.autocommitted(lambda on: on.execute(old))
+
+
+def read_runs(
+    store: Store, since: datetime, until: datetime, tags: Sequence[str] | None
+) -> Iterator[tuple[datetime, str, RunCounts]]:
+    """Yield the minute, the tag and the counts of each row of a range; None reads all tags."""
+    s = store.schema.statistics
+    for some in [None] if tags is None else batches(tags, TAGS_PER_READ):
+        query = select(s.c.start, s.c.tag, s.c.counts).where(*_is_run(s, since, until))
+        if some is not None:
+            query = query.where(s.c.tag.in_(list(some)))
+        for start, tag, text in store.database.rows(query):
+            yield start, tag, RunCounts(json.loads(text))
+
+
+def count_rows(store: Store, since: datetime, until: datetime, most: int) -> int:
+    """Count the rows that `series` reads for all tags of a range, up to `most`."""
+    first = select(literal(1).label("one"))
+    first = first.where(*_is_run(store.schema.statistics, since, until)).limit(most)
+    query = select(func.count()).select_from(first.subquery())
+    return int(store.database.rows(query)[0][0])
+
+
+def _is_run(s: Any, since: datetime, until: datetime) -> tuple[ColumnElement[bool], ...]:
+    return s.c.fingerprint == "", s.c.start >= since, s.c.start < until
+
+
+def counts_by_tag(
+    store: Store, since: datetime, until: datetime, tags: Sequence[str] | None
+) -> dict[str, RunCounts]:
+    """Return the counts of a range, in the order of the tags."""
+    found: dict[str, RunCounts] = {}
+    for _, tag, counts in read_runs(store, since, until, tags):
+        found.setdefault(tag, RunCounts()).add(counts)
+    return dict(sorted(found.items()))
+
+
+def failure_groups(
+    store: Store, tag: str | None, since: datetime | None, limit: int
+) -> list[FailureGroup]:
+    """Return the groups, beginning with the one that failed last."""
+    s = store.schema.statistics
+    query = select(s).where(s.c.fingerprint > "").order_by(s.c.start.desc())
+    if tag is not None:
+        query = query.where(s.c.tag == tag)
+    merged: dict[tuple[str, str], RunCounts] = {}
+    hours: dict[tuple[str, str], dict[datetime, int]] = {}
+    for row in reversed(store.database.rows(query.limit(MOST_FAILURE_ROWS))):
+        key, counts = (row.tag, row.fingerprint), RunCounts(json.loads(row.counts))
+        merged.setdefault(key, RunCounts()).add(counts)
+        hours.setdefault(key, {})[row.start] = counts["failed"]
+    groups = [
+        FailureGroup(
+            tag=tag,
+            pattern=counts["pattern"],
+            fingerprint=fingerprint,
+            runs=counts["failed"],
+            first_at=from_us(counts["first_us"]),
+            last_at=from_us(counts["last_us"]),
+            task_id=counts["task_id"],
+            error=counts["error"],
+            hours=hours[tag, fingerprint],
+        )
+        for (tag, fingerprint), counts in sorted(merged.items())
+    ]
+    found = [group for group in groups if since is None or group.last_at >= since]
+    return sorted(found, key=lambda group: group.last_at, reverse=True)[:limit]
+
+
+# -- The values that `delays.statistics` returns --------------------------------------------------
 
 
 def quantile(
@@ -63,9 +342,6 @@ def quantile(
             inside = (wanted - (reached - counts[number])) / counts[number]
             return lower + (upper - lower) * max(inside, 0.0)
     return min(bounds[-1], highest)
-
-
-# -- The values that `delays.statistics` returns --------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,32 +394,25 @@ class RunTotals:
     duration: tuple[int, ...]
 
     @classmethod
-    def of(cls, counts: RunCounts) -> RunTotals:
-        return cls(
-            started=counts.started,
-            **counts.by_outcome(),
-            on_time=counts["on_time"],
-            late=counts["late"],
-            lateness_s=round(counts["lateness_s"], 3),
-            duration_s=round(counts["duration_s"], 3),
-            lateness_max_s=round(counts["lateness_max_s"], 6),
-            duration_max_s=round(counts["duration_max_s"], 6),
-            lateness=tuple(counts.lateness),
-            duration=tuple(counts.duration),
-        )
+    def of(cls, *many: RunCounts) -> RunTotals:
+        total = RunCounts()
+        for counts in many:
+            total.add(counts)
+        values: dict[str, Any] = {field.name: total[field.name] for field in fields(cls)}
+        values |= {"started": total.started}
+        values |= {"lateness": tuple(total.lateness), "duration": tuple(total.duration)}
+        return cls(**values)
 
     @classmethod
     def total(cls, many: Iterable[RunTotals]) -> RunTotals:
         """Return the totals of several tags or steps together."""
-        totals = [cls.of(RunCounts()), *many]
-        sums: dict[str, Any] = {}
+        totals, sums = [cls.of(), *many], dict[str, Any]()
         for field in fields(cls):
             values = [getattr(one, field.name) for one in totals]
             if field.name in ("lateness", "duration"):
                 sums[field.name] = tuple(map(sum, zip(*values, strict=True)))
             else:
-                is_highest = field.name in ("lateness_max_s", "duration_max_s")
-                sums[field.name] = max(values) if is_highest else sum(values)
+                sums[field.name] = max(values) if field.name.endswith("max_s") else sum(values)
         return cls(**sums)
 
     def lateness_quantile(self, share: float) -> float | None:
@@ -168,8 +437,8 @@ class RunTotals:
             if field.name not in ("lateness", "duration")
         }
         for share in (50, 99):
-            values[f"lateness_p{share}_s"] = _rounded(self.lateness_quantile(share / 100))
-            values[f"duration_p{share}_s"] = _rounded(self.duration_quantile(share / 100))
+            values[f"lateness_p{share}_s"] = self.lateness_quantile(share / 100)
+            values[f"duration_p{share}_s"] = self.duration_quantile(share / 100)
         values["on_time_share"] = self.on_time_share
         return values
 
@@ -183,37 +452,6 @@ class SeriesPoint:
     total: RunTotals
     #: The tags that have runs.
     tags: Mapping[str, RunTotals]
-
-
-@dataclass(frozen=True, slots=True)
-class OnTime:
-    """How many tasks of a tag began in the time that `@processor(tag, on_time=…)` promises.
-
-    Attributes
-    ----------
-    tag
-        The tag.
-    promised_s
-        The promise of the processor in this process; None if this process has no such processor.
-    on_time, late
-        Exact counts.
-    target
-        The share of tasks that should be on time.
-    """
-
-    tag: str
-    promised_s: float | None
-    on_time: int
-    late: int
-    target: float
-
-    @property
-    def share(self) -> float:
-        """The share of tasks on time."""
-        return self.on_time / (self.on_time + self.late)
-
-    def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "share": round(self.share, 6)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,20 +510,13 @@ def recent_hours(now: datetime) -> datetime:
     return hour_of(now) - AN_HOUR
 
 
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 6)
+# -- `delays.statistics` --------------------------------------------------------------------------
 
 
 #: The most steps of one series.
 MAX_SERIES_STEPS = 10_000
 
 Since = datetime | Delay
-#: The ranges that are shown.
-WINDOWS = {"hour": "1h", "day": "1d"}
-#: The range of the late starts that a verdict counts.
-LATE_RANGE = timedelta(minutes=15)
-#: The most groups, those that failed last.
-MOST_READ_GROUPS = 100
 
 
 class Statistics(CallGroup):
@@ -337,9 +568,33 @@ class Statistics(CallGroup):
         --------
         >>> points = delays.statistics.series(since="1d", step="1h", tags=["mail.send"])
         """
-        steps = StepRange.of(self._runtime.clock.now(), since, until, step)
-        found = counts_by_step(self._runtime.store, steps, _checked_tags(tags))
-        return [_point(start, found.get(start, {})) for start in steps.starts()]
+        step_s = check_wait(step, "step")
+        if step_s < 60 or step_s % 60:
+            raise InvalidInputError(
+                f"a step is a number of whole minutes, not {step_s:g} s", "step"
+            )
+        length = timedelta(seconds=step_s)
+        start, end = checked_range(self._runtime.clock.now(), since, until)
+        start -= (start - EPOCH) % length
+        number = -((start - end) // length)
+        if number > MAX_SERIES_STEPS:
+            raise InvalidInputError(
+                f"more than {MAX_SERIES_STEPS} steps: choose a longer step", "step"
+            )
+        steps: dict[datetime, dict[str, RunCounts]] = {
+            start + n * length: {} for n in range(number)
+        }
+        for at, tag, counts in read_runs(self._runtime.store, start, end, _checked_tags(tags)):
+            by_tag = steps[at - (at - EPOCH) % length]
+            by_tag.setdefault(tag, RunCounts()).add(counts)
+        return [
+            SeriesPoint(
+                at,
+                RunTotals.of(*by_tag.values()),
+                {tag: RunTotals.of(counts) for tag, counts in sorted(by_tag.items())},
+            )
+            for at, by_tag in steps.items()
+        ]
 
     aseries = twin(series)
 
@@ -366,54 +621,12 @@ class Statistics(CallGroup):
         --------
         >>> delays.statistics.totals(since="1d")["mail.send"].done
         """
-        return {tag: RunTotals.of(counts) for tag, counts in self._counts(since, until, tags)}
+        start, end = checked_range(self._runtime.clock.now(), since, until)
+        start = start.replace(second=0, microsecond=0)
+        found = counts_by_tag(self._runtime.store, start, end, _checked_tags(tags))
+        return {tag: RunTotals.of(counts) for tag, counts in found.items()}
 
     atotals = twin(totals)
-
-    def on_time(
-        self,
-        *,
-        since: Since = "1d",
-        until: datetime | None = None,
-        tags: Sequence[str] | None = None,
-        target: float = 0.99,
-    ) -> list[OnTime]:
-        """Return how many tasks began in the time that their processors promise with `on_time`.
-
-        Parameters
-        ----------
-        since, until, tags
-            See the class.
-        target
-            The share of tasks that should be on time, below 1.
-
-        Returns
-        -------
-        list of OnTime
-            By tag, for the tags that have such counts.
-
-        Raises
-        ------
-        InvalidInputError
-            If the target is no share, or if the range is wrong.
-
-        Examples
-        --------
-        >>> [one.share for one in delays.statistics.on_time(since="2d")]
-        """
-        if not 0 < target < 1:
-            raise InvalidInputError(
-                f"target={target!r}: it is a share between 0 and 1, as 0.99", "target"
-            )
-        found = []
-        for tag, counts in self._counts(since, until, tags):
-            if counts["on_time"] or counts["late"]:
-                processor = self._delays._registry.get(tag)
-                promised_s = None if processor is None else processor.on_time_s
-                found.append(OnTime(tag, promised_s, counts["on_time"], counts["late"], target))
-        return found
-
-    aon_time = twin(on_time)
 
     def failures(
         self, *, tag: str | None = None, since: datetime | None = None, limit: int = 100
@@ -446,57 +659,6 @@ class Statistics(CallGroup):
 
     afailures = twin(failures)
 
-    # -- private ----------------------------------------------------------------------------------
-
-    def _counts(
-        self, since: Since, until: datetime | None, tags: Sequence[str] | None
-    ) -> list[tuple[str, RunCounts]]:
-        start, end = checked_range(self._runtime.clock.now(), since, until)
-        start = start.replace(second=0, microsecond=0)
-        return counts_by_tag(self._runtime.store, start, end, _checked_tags(tags))
-
-
-def _point(start: datetime, by_tag: dict[str, RunCounts]) -> SeriesPoint:
-    total = RunCounts()
-    for counts in by_tag.values():
-        total.add(counts)
-    tags = {tag: RunTotals.of(counts) for tag, counts in sorted(by_tag.items())}
-    return SeriesPoint(start, RunTotals.of(total), tags)
-
-
-# -- ranges and their counts ----------------------------------------------------------------------
-
-
-class StepRange(NamedTuple):
-    """The steps of a series, which are aligned to 1970 in UTC."""
-
-    since: datetime
-    until: datetime
-    length: timedelta
-
-    @classmethod
-    def of(cls, now: datetime, since: Since, until: datetime | None, step: Delay) -> StepRange:
-        """Check a range and a step, and begin at the step that contains the range's begin."""
-        step_s = check_wait(step, "step")
-        if step_s < 60 or step_s % 60:
-            raise InvalidInputError(
-                f"a step is a number of whole minutes, not {step_s:g} s", "step"
-            )
-        length = timedelta(seconds=step_s)
-        start, end = checked_range(now, since, until)
-        steps = cls(_floor(start, length), end, length)
-        if (end - steps.since) / length > MAX_SERIES_STEPS:
-            raise InvalidInputError(
-                f"more than {MAX_SERIES_STEPS} steps: choose a longer step", "step"
-            )
-        return steps
-
-    def starts(self) -> Iterator[datetime]:
-        start = self.since
-        while start < self.until:
-            yield start
-            start += self.length
-
 
 def checked_range(now: datetime, since: Since, until: datetime | None) -> tuple[datetime, datetime]:
     """Return the begin and the end of a range. `since` may be a duration before now."""
@@ -515,68 +677,21 @@ def checked_range(now: datetime, since: Since, until: datetime | None) -> tuple[
     return start, end
 
 
-def counts_by_step(
-    store: Store, steps: StepRange, tags: Sequence[str] | None
-) -> dict[datetime, dict[str, RunCounts]]:
-    """Return the counts by step and tag, for the steps that have any."""
-    found: dict[datetime, dict[str, RunCounts]] = {}
-    for start, tag, counts in _table(store).read(steps.since, steps.until, tags):
-        by_tag = found.setdefault(_floor(start, steps.length), {})
-        by_tag.setdefault(tag, RunCounts()).add(counts)
-    return found
-
-
-def count_rows(store: Store, since: datetime, until: datetime, most: int) -> int:
-    """Count the rows that `series` reads for all tags of a range, up to `most`."""
-    return _table(store).count(since, until, most)
-
-
-def counts_by_tag(
-    store: Store, since: datetime, until: datetime, tags: Sequence[str] | None
-) -> list[tuple[str, RunCounts]]:
-    """Return the counts of a range, in the order of the tags."""
-    found: dict[str, RunCounts] = {}
-    for _, tag, counts in _table(store).read(since, until, tags):
-        found.setdefault(tag, RunCounts()).add(counts)
-    return sorted(found.items())
-
-
-def failure_groups(
-    store: Store, tag: str | None, since: datetime | None, limit: int
-) -> list[FailureGroup]:
-    """Return the groups, beginning with the one that failed last."""
-    return [
-        FailureGroup(
-            row.tag,
-            row.pattern,
-            row.fingerprint,
-            row.runs,
-            row.first_at,
-            row.last_at,
-            row.task_id,
-            row.sample,
-            {EPOCH + timedelta(hours=h): n for h, n in sorted(hour_counts_of(row.hours).items())},
-        )
-        for row in _table(store).failure_groups(tag, since, limit)
-    ]
-
-
 def _checked_tags(tags: Sequence[str] | None) -> Sequence[str] | None:
     if isinstance(tags, str):
         raise InvalidInputError(f"tags is a list of tags: [{tags!r}]", "tags")
     return None if tags is None else [check_tag(tag) for tag in tags]
 
 
-def _table(store: Store) -> StatisticsTable:
-    return StatisticsTable(store.database, store.schema)
-
-
-def _floor(instant: datetime, step: timedelta) -> datetime:
-    step_us = int(step.total_seconds()) * 1_000_000
-    return from_us((instant - EPOCH) // timedelta(microseconds=1) // step_us * step_us)
-
-
 # -- for the verdict, the command line and the console --------------------------------------------
+
+
+#: The ranges of the shares on time, and the share of tasks that should be on time.
+WINDOWS, ON_TIME_TARGET = {"hour": "1h", "day": "1d"}, 0.99
+#: The range of the late starts that a verdict counts.
+LATE_RANGE = timedelta(minutes=15)
+#: The most groups, those that failed last.
+MOST_READ_GROUPS = 100
 
 
 def gather_on_time(statistics: Statistics, registry: Registry) -> list[dict[str, Any]]:
@@ -585,30 +700,37 @@ def gather_on_time(statistics: Statistics, registry: Registry) -> list[dict[str,
     The tags are those with `on_time` in this process, and those with counts in the last hour: most
     processes of an operator have no processors.
     """
+    promises = {each.tag: each.on_time_s for each in registry if each.on_time_s is not None}
     try:
-        tags = {one.tag for one in statistics.on_time(since=WINDOWS["hour"])}
-        tags |= {each.tag for each in registry if each.on_time_s is not None}
-        return _of_tags(statistics, sorted(tags)) if tags else []
+        hour = statistics.totals(since=WINDOWS["hour"])
+        tags = {tag for tag, total in hour.items() if total.on_time_share is not None} | {*promises}
+        day = statistics.totals(since=WINDOWS["day"], tags=sorted(tags)) if tags else {}
     except StoreError:
         return []  # the state of the deployment has the error
+    return [
+        {
+            "tag": tag,
+            "promised_s": promises.get(tag),
+            "target": ON_TIME_TARGET,
+            "hour": _share(hour.get(tag)),
+            "day": _share(total),
+        }
+        for tag, total in day.items()
+        if total.on_time_share is not None
+    ]
 
 
-def _of_tags(statistics: Statistics, tags: Sequence[str]) -> list[dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    for window, since in WINDOWS.items():
-        for one in statistics.on_time(since=since, tags=tags):
-            about = {"tag": one.tag, "promised_s": one.promised_s, "target": one.target}
-            empty = dict.fromkeys(WINDOWS)
-            of_tag = found.setdefault(one.tag, {**about, **empty})
-            numbers = one.as_json()
-            of_tag[window] = {name: numbers[name] for name in ("on_time", "late", "share")}
-    return [found[tag] for tag in sorted(found)]
+def _share(total: RunTotals | None) -> dict[str, Any] | None:
+    if total is None or total.on_time_share is None:
+        return None
+    share = round(total.on_time_share, 6)
+    return {"on_time": total.on_time, "late": total.late, "share": share}
 
 
 def recent_late_starts(runtime: Runtime, now: datetime) -> Counter[str]:
     """Return how many runs began late, by the reason (`LateReason`)."""
     late = Counter[str]()
-    for _, counts in counts_by_tag(runtime.store, now - LATE_RANGE, now, None):
+    for counts in counts_by_tag(runtime.store, now - LATE_RANGE, now, None).values():
         for late_by, count in counts.late_starts.items():
             late[late_start(late_by)[1]] += count
     return late
@@ -622,5 +744,5 @@ def recent_failures(runtime: Runtime, now: datetime) -> list[CountedFailures]:
     started = Counter[str]()
     if tags:
         found = counts_by_tag(runtime.store, since, now, tags)
-        started.update({tag: counts.started for tag, counts in found})
+        started.update({tag: counts.started for tag, counts in found.items()})
     return [CountedFailures(group, started[group.tag]) for group in groups]

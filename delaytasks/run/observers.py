@@ -11,8 +11,9 @@ import sysconfig
 import threading
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from datetime import datetime, timedelta
+from operator import add
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from delaytasks.model.clock import reset_in_child
@@ -97,7 +98,12 @@ OUTCOME_NAMES = (*OUTCOMES.values(), LOST_LEASE, WORKER_LOST)
 _LATENESS = [f"lateness_{number}" for number in range(len(LATENESS_BOUNDS_S) + 1)]
 _DURATION = [f"duration_{number}" for number in range(len(DURATION_BOUNDS_S) + 1)]
 _LATE_START = "late_start_"
-_MAXIMA = frozenset({"lateness_max_s", "duration_max_s"})
+#: How the values of these names are added; all others are sums. The last failure is an example.
+_ADDED: dict[str, Callable[[Any, Any], Any]] = {
+    **dict.fromkeys(("lateness_max_s", "duration_max_s", "last_us"), max),
+    **dict.fromkeys(("pattern", "task_id", "error"), lambda _, new: new),
+    "first_us": min,
+}
 
 
 class RunCounts(dict[str, Any]):
@@ -111,6 +117,9 @@ class RunCounts(dict[str, Any]):
         lateness_max_s, duration_max_s  the largest of these times
         lateness_0, duration_0, …       the number of runs in each bucket of the histograms
         late_start_12, …                the runs that began late, by the value of `late_by`
+
+    The counts of a failure group have `failed`, the pattern, an example (`task_id`, `error`), and
+    the first and the last time (`first_us`, `last_us`).
     """
 
     def __missing__(self, name: str) -> int:
@@ -158,8 +167,9 @@ class RunCounts(dict[str, Any]):
             self["on_time" if lateness_s <= on_time_s else "late"] += 1
 
     def add(self, other: Mapping[str, Any]) -> None:
-        for name, number in other.items():
-            self[name] = max(self[name], number) if name in _MAXIMA else self[name] + number
+        for name, value in other.items():
+            known = self.get(name)
+            self[name] = value if known is None else _ADDED.get(name, add)(known, value)
 
 
 class FailureCount(NamedTuple):

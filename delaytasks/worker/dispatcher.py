@@ -675,8 +675,8 @@ class Dispatcher:
             return
         if self._worker.on_report is not None:
             self._worker.on_report(report)
-        if self._worker.counts is not None:
-            self._worker.counts.add(report.statistics)
+        if self._worker.statistics is not None:
+            self._worker.statistics.add(report.statistics)
         with self._lock:
             if report.detached:
                 self._detached[report.pid] = report.detached

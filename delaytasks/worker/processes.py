@@ -191,9 +191,11 @@ class Processes:
         statistics = runner.take_statistics()
         runtime.flush()
         if statistics.tags and runtime.settings.statistics:
-            from delaytasks.operate.statistics_table import write_rest
+            from delaytasks.operate.statistics import StatisticsWriter
 
-            write_rest(runtime, statistics)
+            writer = StatisticsWriter(runtime)
+            writer.add(statistics)
+            writer.write_last()
 
 
 def _kill_this_process() -> None:

@@ -28,7 +28,7 @@ from delaytasks.model.inputs import ALL_QUEUES
 from delaytasks.model.moves import LateReason
 from delaytasks.model.task import Entry
 from delaytasks.model.workers import serves
-from delaytasks.operate.statistics_table import StatisticsWriter, WorkerCounts, write_last
+from delaytasks.operate.statistics import StatisticsWriter
 from delaytasks.run.celery_context import check_time_limits
 from delaytasks.worker.dispatcher import Dispatcher, UnfinishedDrains
 from delaytasks.worker.patches import let_calls_wake, stop_reading
@@ -88,13 +88,7 @@ class WorkerRuntime:
         call_thread = CallThread(self.events) if celery_worker.hub is None else None
         self.call_soon = (call_thread or celery_worker.hub).call_soon
         #: What the worker has run; None if the setting `statistics` is off.
-        self.counts: WorkerCounts | None = None
-        self.statistics_writer: StatisticsWriter | None = None
-        if self.settings.statistics:
-            self.counts = WorkerCounts(self.clock, self.settings.statistics_tags)
-            self.statistics_writer = StatisticsWriter(
-                self.store, self.clock, self.counts, self.events
-            )
+        self.statistics = StatisticsWriter(runtime) if self.settings.statistics else None
         self.dispatcher = Dispatcher(self)
         self.wheel: Wheel[Entry] = Wheel(self.clock, self.dispatcher.take, self.events)
         self.sweep_loop = SweepLoop(self)
@@ -116,7 +110,7 @@ class WorkerRuntime:
             self.leases_loop.loop,
             self.policies_loop.loop,
         ]
-        for part in (call_thread, self.statistics_writer):
+        for part in (call_thread, self.statistics):
             if part is not None:
                 self.loops.append(part.loop)
         if self.poller is not None:
@@ -147,8 +141,8 @@ class WorkerRuntime:
         # timing wheel waits for the database.
         self.clock.refreshes_inline = False
         self.processes.memory.obstacles_us[LateReason.NO_WORKER] = self.clock.now_us()
-        if self.counts is not None:
-            self.events.subscribe(self.counts)
+        if self.statistics is not None:
+            self.events.subscribe(self.statistics)
             # After the pool has stopped, since its last chunks report until then.
             signals.worker_shutdown.connect(self.write_statistics)
         if self.settings.metrics:
@@ -163,8 +157,8 @@ class WorkerRuntime:
 
         if isinstance(place, str):
             place = node_format(place, self.celery_worker.hostname)
-        counts, pool = self.counts, self.celery_worker.pool
-        totals = dict if counts is None else counts.totals
+        statistics, pool = self.statistics, self.celery_worker.pool
+        totals = dict if statistics is None else statistics.totals
         metrics = WorkerMetrics(self.events, self.info, totals, lambda: int(pool.limit or 1))
         self._endpoint = MetricsEndpoint(place, self.events, metrics)
         self.loops.append(self._endpoint.loop)
@@ -214,8 +208,8 @@ class WorkerRuntime:
 
     def write_statistics(self, **_: Any) -> None:
         """Write what the worker has counted since the last write."""
-        if self.statistics_writer is not None:
-            write_last(self.statistics_writer, self.events)
+        if self.statistics is not None:
+            self.statistics.write_last()
 
     def drain_here(self, queue: str, priorities: Sequence[int]) -> None:
         """Start a drain if this worker serves the queue."""

@@ -8,11 +8,12 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
-from sqlalchemy import insert
 from sqlalchemy.exc import NoResultFound
 
 import delaytasks as e
 from delaytasks import Cancel, DelayTasks, Fail, Retry, Snooze, Status
+from delaytasks.operate.statistics import MAX_PATTERNS, StatisticsWriter
+from delaytasks.run.observers import FailureCount, RunCounts, RunStatistics
 from tests.refusals import invalid
 from tests.world import MainProcess, MakeWorld, World
 from tests.world.recording import refusing
@@ -212,7 +213,7 @@ def write(world: World) -> Write:
 
     def one(at: datetime, tag: str, *latenesses_s: float) -> None:
         on_time_s = 5.0 if tag == "prompt" else None
-        Counts(world).add_runs(at, tag, *latenesses_s, on_time_s=on_time_s).write(at)
+        Counts(world).add_runs(at, tag, *latenesses_s, on_time_s=on_time_s).write()
 
     return one
 
@@ -238,7 +239,7 @@ def test_the_rows_of_a_range_are_counted_up_to_a_limit(world: World) -> None:
     for minute in range(4):
         for tag in "abc":
             counts.add_runs(NOON - minute * MINUTE, tag, 0.1)
-    counts.write(NOON)
+    counts.write()
     since, until = NOON - 2 * MINUTE, NOON + HOUR
     assert [counts.rows(since, until, most) for most in (100, 5)] == [9, 5]
 
@@ -272,15 +273,11 @@ def test_a_duration_is_a_range_before_now(world: World, write: Write) -> None:
 
 
 def test_the_share_on_time_is_exact_despite_the_histogram(delays: DelayTasks, write: Write) -> None:
-    delays.processor("prompt", on_time="5s")(lambda body: None)
     write(NOON, "prompt", *[4.999] * 997, 5.001, 5.002, 9)
     write(NOON, "other", 1)
-    span: dict[str, Any] = {"since": NOON, "until": NOON + HOUR}
-    [one] = delays.statistics.on_time(**span, target=0.99)
-    assert (one.tag, one.promised_s, one.on_time, one.late) == ("prompt", 5, 997, 3)
-    assert one.share == 0.997
-    with invalid("target", match="target"):
-        delays.statistics.on_time(target=1)
+    found = delays.statistics.totals(since=NOON, until=NOON + HOUR)
+    assert (found["prompt"].on_time, found["prompt"].late) == (997, 3)
+    assert (found["prompt"].on_time_share, found["other"].on_time_share) == (0.997, None)
 
 
 RANGES: list[Any] = [({"step": step}, "step", "whole minutes") for step in ("90s", 0)]
@@ -319,7 +316,7 @@ def test_workers_that_write_simultaneously_lose_nothing(world: World) -> None:
         for tag in ("a", "b", f"only-{number}"):
             mine.add_runs(NOON, tag, 0.1)
         for _ in range(writes):
-            mine.write(NOON)
+            mine.write()
 
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(work, range(4)))
@@ -330,30 +327,32 @@ def test_workers_that_write_simultaneously_lose_nothing(world: World) -> None:
     assert group.runs == 4 * writes
 
 
-def test_a_failure_group_shows_the_failure_of_the_latest_hour(world: World) -> None:
-    mine = Counts(world).add_failures(NOON - HOUR, "broken*", 5, 1, "frequent and old")
-    mine.add_failures(NOON, "broken*", 1, 2, "rare and new").write(NOON)
-    [group] = world.delays.statistics.failures()
-    assert (group.task_id, group.error, group.runs) == (2, "rare and new", 6)
+def test_a_task_that_its_workers_lost_is_counted_and_grouped(main: MainProcess) -> None:
+    writer = main.runtime.statistics
+    assert writer is not None
+    writer("task.worker_lost", {"id": 5, "tag": "a", "error": "gave up: it died 5 times"})
+    writer("task.failed", {"id": 5, "tag": "a", "error": "counted by the process"})
+    main.write_counts()
+    assert outcomes(main.world, "a") == {"worker_lost": 1}
+    [group] = main.world.delays.statistics.failures()
+    assert (group.pattern, group.runs) == ("gave up: it died * times*", 1)
 
 
 def test_a_group_has_its_first_and_last_time_its_last_task_and_its_hours(world: World) -> None:
-    for n in range(60):
-        at = NOON + n * HOUR
-        Counts(world).add_failures(at, "x*", 2, n, f"x{n}").write(at)
+    for n in range(40):
+        Counts(world).add_failures(NOON + n * HOUR + MINUTE, "x*", 2, n, f"x{n}").write()
     [group] = world.delays.statistics.failures(tag="a", since=NOON)
-    assert (group.runs, group.task_id, group.error) == (120, 59, "x59")
-    assert (group.first_at, group.last_at) == (NOON, NOON + 59 * HOUR)
-    hours = {NOON + n * HOUR: 2 for n in range(12, 60)}
-    assert group.hours == hours, "the last 48 hours"
+    assert (group.runs, group.task_id, group.error) == (80, 39, "x39")
+    assert (group.first_at, group.last_at) == (NOON + MINUTE, NOON + 39 * HOUR + MINUTE)
+    assert group.hours == {NOON + n * HOUR: 2 for n in range(40)}
 
 
-def test_a_sweep_purges_and_groups_minutes_hourly_unless_it_is_off(make_world: MakeWorld) -> None:
+def test_a_sweep_purges_what_is_older_than_two_days_unless_it_is_off(make_world: MakeWorld) -> None:
     def left_after(world: World) -> tuple[int, list[str]]:
         now, statistics = world.now(), world.delays.statistics
-        for name, age in (("old*", HOUR), ("new*", -HOUR)):
-            Counts(world).add_runs(now - 2 * DAY - age, "runs", 0.1).write(now)
-            Counts(world).add_failures(now, name).write(now - 366 * DAY - age)
+        for name, age in (("old*", 2 * HOUR), ("new*", -2 * HOUR)):
+            at = now - 2 * DAY - age
+            Counts(world).add_runs(at, "runs", 0.1).add_failures(at, name).write()
         world.sweep_later()
         started = statistics.totals(since=now - 3 * DAY)["runs"].started
         return started, sorted(group.pattern for group in statistics.failures())
@@ -361,43 +360,22 @@ def test_a_sweep_purges_and_groups_minutes_hourly_unless_it_is_off(make_world: M
     off, on = make_world(statistics=False), make_world()
     assert left_after(off) == (2, ["new*", "old*"])
     assert left_after(on) == (2, ["new*"])
-    assert left_after(on) == (4, ["new*", "old*"])
 
 
-def test_the_number_of_groups_is_bounded(world: World) -> None:
-    now, table = world.now(), world.table("failures")
-    group = {"tag": "a", "task_id": 1, "sample": "", "runs": 1, "hours": "{}"}
-    rows = [
-        {**group, "fingerprint": f"{n}", "pattern": f"{n}*", "first_at": at, "last_at": at}
-        for n in range(1003)
-        for at in [now - n * MINUTE]
-    ]
-    with world.begin() as connection:
-        connection.execute(insert(table), rows)
-    world.sweep_later()
-    assert len(world.rows(table.select())) == 1000
-    newest = world.delays.statistics.failures(limit=2)
-    assert [group.pattern for group in newest] == ["0*", "1*"]
-
-
-def test_one_write_has_the_largest_groups(world: World) -> None:
-    mine = Counts(world)
-    for runs in (1, 200, *range(2, 101)):
-        mine.add_failures(NOON, f"{runs}*", runs)
-    mine.write(NOON)
-    assert {group.runs for group in world.delays.statistics.failures()} == {200, *range(2, 101)}
-
-
-def test_values_of_another_program_are_no_error(world: World, write: Write) -> None:
-    def started() -> int:
-        return world.delays.statistics.totals(since=NOON, until=NOON + MINUTE)["a"].started
-
-    with world.begin() as connection:
-        written = {"start": NOON, "tag": "a", "counts": "nonsense"}
-        connection.execute(insert(world.table("statistics")), [written])
-    assert started() == 0
-    write(NOON, "a", 0.1)
-    assert started() == 1
+def test_the_patterns_of_a_write_and_of_an_hour_are_bounded(world: World) -> None:
+    writer = StatisticsWriter(world.runtime)
+    for part in range(2):
+        patterns = [f"{part}.{n}*" for n in range(MAX_PATTERNS + 5)]
+        failures = tuple(FailureCount("a", pattern, 1, 1, "broken") for pattern in patterns)
+        writer.add(RunStatistics((("a", RunCounts(failed=1)),), failures))
+        writer.write()
+    known = FailureCount("a", "0.0*", 1, 2, "broken")
+    writer.add(RunStatistics((("a", RunCounts(failed=1)),), (known,)))
+    writer.write()
+    groups = world.delays.statistics.failures(limit=1000)
+    assert sorted(one.pattern for one in groups) == sorted(f"0.{n}*" for n in range(MAX_PATTERNS))
+    [again] = [group for group in groups if group.pattern == "0.0*"]
+    assert (again.runs, again.task_id) == (2, 2), "groups that exist are counted"
 
 
 # A write that fails is repeated if it was certainly not committed, and otherwise given up

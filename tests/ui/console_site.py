@@ -24,7 +24,7 @@ from delaytasks.console.viewers import Role, Viewer
 from delaytasks.db.engines import create_sqlite_file
 from delaytasks.db.types import db_now_plus
 from delaytasks.model.filters import LogEntry
-from delaytasks.operate.statistics_table import StatisticsTable, Unwritten
+from delaytasks.operate import statistics
 from delaytasks.run.observers import RunCounts
 from delaytasks.runtime import runtime_of
 from delaytasks.settings import Address
@@ -227,10 +227,10 @@ def write_on_time(delays: DelayTasks, tag: str, ago: timedelta, on_time: int, la
 
 def write_counts(delays: DelayTasks, tag: str, ago: timedelta, counts: RunCounts) -> None:
     """Write what a worker would have counted in one minute of the past."""
-    store, now, unwritten = runtime_of(delays).store, runtime_of(delays).clock.now(), Unwritten()
-    unwritten.add_run(int((now - ago).timestamp()) // 60, tag, counts)
-    with store.database.begin() as connection:
-        StatisticsTable(store.database, store.schema).add(connection, unwritten, now)
+    runtime = runtime_of(delays)
+    with runtime.store.database.begin() as connection:
+        at = runtime.clock.now() - ago
+        statistics.write_counts(runtime.store, connection, {(tag, ""): counts}, at)
 
 
 @contextmanager

@@ -18,11 +18,12 @@ from delaytasks.cli.status import read_deployment
 from delaytasks.console import requests
 from delaytasks.console.viewers import Role
 from delaytasks.db.types import db_now_plus
+from delaytasks.model.clock import AN_HOUR, hour_of
 from delaytasks.model.workers import ServiceTimes
 from delaytasks.operate import state_queries as failed_rows
 from delaytasks.operate.state import ServicesState
 from delaytasks.operate.state_queries import OverdueRows, Stats
-from delaytasks.operate.statistics_table import StatisticsTable, WorkerCounts
+from delaytasks.operate.statistics import StatisticsWriter
 from delaytasks.operate.verdict import Verdict, verdict_of
 from delaytasks.runtime import runtime_of
 from tests.ui.chromium import MODES, watched
@@ -281,13 +282,10 @@ class FailingShop:
         """Run new tasks of a tag until all of them have failed once."""
         body = {"port": 443, "order": 7}
         self.delays.schedule_many(NewTask(tag, body, delay=0, **options) for _ in range(number))
-        store, runner = self.store, runner_of(self.delays)
-        counts = WorkerCounts(runtime_of(self.delays).clock, 10)
+        runner, writer = runner_of(self.delays), StatisticsWriter(runtime_of(self.delays))
         while (report := runner.run_due("default", range(10), limit=100)).ran:
-            counts.add(report.statistics)
-        table = StatisticsTable(store.database, store.schema)
-        with store.database.begin() as connection:
-            table.add(connection, counts.take(), store.tasks.now())
+            writer.add(report.statistics)
+        writer.write()
 
     def verdict(self) -> Verdict:
         return verdict_of(read_deployment(self.delays))
@@ -415,7 +413,7 @@ def test_a_few_retried_failures_are_a_note_and_failed_tasks_are_not(shop: Failin
 
 def test_old_failures_that_wait_for_a_retry_are_a_note(shop: FailingShop) -> None:
     shop.run("pay.notify", 50, retries="1d")
-    set_columns(shop.store, "failures", hours='{"1000": 50}', last_at=db_now_plus(-9000))
+    set_columns(shop.store, "statistics", start=hour_of(shop.store.tasks.now()) - 3 * AN_HOUR)
     verdict = shop.verdict()
     assert (verdict.level, verdict.headline) == ("note", "On time.")
     assert [problem.text for problem in verdict.problems] == [

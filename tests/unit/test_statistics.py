@@ -16,15 +16,13 @@ from delaytasks.console.charts import LEFT, RIGHT, WIDTH, Series, lines, stacked
 from delaytasks.model.clock import UTC, from_us
 from delaytasks.model.inputs import parse_duration
 from delaytasks.model.text import traceback_text
-from delaytasks.operate import statistics_table as writer
+from delaytasks.operate import statistics as writer
 from delaytasks.operate.state import groups_of
 from delaytasks.operate.state_queries import FailedRow
-from delaytasks.operate.statistics import RunTotals, quantile
-from delaytasks.operate.statistics_table import StatisticsWriter, WorkerCounts
+from delaytasks.operate.statistics import RunTotals, StatisticsWriter, quantile
 from delaytasks.run import observers
 from delaytasks.run.observers import FailureCount, RunCounts, RunStatistics, error_pattern
-from tests.world import MainProcess, MonkeyPatch, World
-from tests.world.recording import ManualClock
+from tests.world import MainProcess, MakeWorld, MonkeyPatch, World
 
 # -- histograms and counts, which can be added and written in compact form ------------------------
 
@@ -60,11 +58,7 @@ def test_an_early_start_is_on_time() -> None:
     assert (counts["on_time"], counts.lateness[0], counts["lateness_s"]) == (1, 1, 0.0)
 
 
-# -- the counts of a worker's main process: totals, and counts that are not written yet -----------
-
-
-START = datetime(2030, 1, 1, 12, 0, 30, tzinfo=timezone.utc)
-MINUTE = int(START.timestamp()) // 60
+# -- the counts of a worker's main process --------------------------------------------------------
 
 
 def report(*tags: str, failures: tuple[FailureCount, ...] = ()) -> RunStatistics:
@@ -74,69 +68,13 @@ def report(*tags: str, failures: tuple[FailureCount, ...] = ()) -> RunStatistics
     return RunStatistics(tuple((tag, counts) for tag in tags), failures)
 
 
-def started(counts: WorkerCounts) -> dict[str, int]:
-    return {tag: found.started for tag, found in counts.totals().items()}
-
-
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock(START)
-
-
-@pytest.fixture
-def counts(clock: ManualClock) -> WorkerCounts:
-    return WorkerCounts(clock, 2)
-
-
-def test_totals_include_written_and_unwritten_counts(counts: WorkerCounts) -> None:
-    counts.add(report("a", "b"))
-    counts.take()
-    counts.add(report("a"))
-    assert started(counts) == {"a": 2, "b": 1}
-    assert counts.totals()["a"].by_outcome()["done"] == 2
-
-
-def test_tags_beyond_the_limit_are_counted_together(counts: WorkerCounts) -> None:
+def test_tags_beyond_the_limit_are_counted_together(make_world: MakeWorld) -> None:
+    counts = StatisticsWriter(make_world(_statistics_tags=2).runtime)
     counts.add(report("a", "b", "c", "d"))
+    counts.write()
     counts.add(report("a", "d"))
-    assert started(counts) == {"a": 2, "b": 1, observers.OTHER_TAGS: 3}
-
-
-@pytest.mark.parametrize("is_tried", [False, True], ids=["no writes", "failed writes"])
-def test_a_long_outage_keeps_the_newest_minutes_and_all_counts(
-    clock: ManualClock, counts: WorkerCounts, is_tried: bool
-) -> None:
-    for number in range(2 * writer.MAX_MINUTES):
-        clock.advance(60 * bool(number))
-        counts.add(report("a", "b"))
-        if is_tried:
-            counts.put_back(counts.take())
-    taken = counts.take()
-    minutes = {minute for minute, _ in taken.runs}
-    assert sum(one.started for one in taken.runs.values()) == 4 * writer.MAX_MINUTES
-    assert started(counts) == {"a": 2 * writer.MAX_MINUTES, "b": 2 * writer.MAX_MINUTES}
-    if is_tried:
-        newest = MINUTE + 2 * writer.MAX_MINUTES - 1
-        oldest = newest - writer.MAX_MINUTES + 1
-        assert minutes == set(range(oldest, newest + 1))
-        assert {taken.runs[oldest, tag].started for tag in "ab"} == {writer.MAX_MINUTES + 1}
-    else:
-        assert len(minutes) == writer.MAX_MINUTES
-
-
-def test_failed_writes_keep_a_bounded_number_of_groups(counts: WorkerCounts) -> None:
-    for number in range(writer.MAX_GROUPS_OF_WORKER + 5):
-        counts.add(report("a", failures=(FailureCount("a", f"p{number}", 1, number, "error"),)))
-        counts.put_back(counts.take())
-    assert len(counts.take().failures) == writer.MAX_GROUPS_OF_WORKER
-
-
-def test_a_task_that_its_workers_lost_is_counted_and_grouped(counts: WorkerCounts) -> None:
-    counts("task.worker_lost", {"id": 5, "tag": "a", "error": "gave up: it died 5 times"})
-    counts("task.failed", {"id": 5, "tag": "a", "error": "counted by the process"})
-    assert counts.totals()["a"].by_outcome()[observers.WORKER_LOST] == 1
-    [failure] = counts.take().failures.values()
-    assert failure.pattern == "gave up: it died * times*"
+    started = {tag: found.started for tag, found in counts.totals().items()}
+    assert started == {"a": 2, "b": 1, observers.OTHER_TAGS: 3}
 
 
 # -- A process that ends writes its counts, and waits briefly -------------------------------------
@@ -149,14 +87,13 @@ def test_a_silent_database_delays_no_process_end(world: World, monkeypatch: Monk
     runtime = MainProcess(world).runtime
     try:
         runtime.write_statistics()
-        writer.write_rest(runtime.runtime, report("a"))
         assert ended == []
     finally:
         answer.set()
 
 
 def test_after_a_failed_write_the_loop_rests(world: World, monkeypatch: MonkeyPatch) -> None:
-    made = MainProcess(world).runtime.statistics_writer
+    made = MainProcess(world).runtime.statistics
     assert made is not None
     monkeypatch.setattr(made, "write", lambda: 1 / 0)
     assert [made._turn(), made._turn()] == [writer.WRITE_S] * 2

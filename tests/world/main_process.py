@@ -191,11 +191,11 @@ class MainProcess:
 
     def write_counts(self, *reports: Report) -> None:
         """Write what these chunks have counted, and what could not be written before."""
-        if self.runtime.counts is None or self.runtime.statistics_writer is None:
+        if self.runtime.statistics is None:
             return
         for report in reports:
-            self.runtime.counts.add(report.statistics)
-        self.runtime.statistics_writer.write()
+            self.runtime.statistics.add(report.statistics)
+        self.runtime.statistics.write()
 
     @property
     def requests(self) -> list[ChunkRequest]:

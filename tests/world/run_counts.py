@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from delaytasks.model.clock import to_us
-from delaytasks.operate.statistics import count_rows
-from delaytasks.operate.statistics_table import MINUTE_US, StatisticsTable, Unwritten
-from delaytasks.run.observers import FailureCount, RunCounts
+from delaytasks.operate.statistics import Unwritten, count_rows, write_counts
+from delaytasks.run.observers import RunCounts
 from tests.world.world import World
 
 
 class Counts:
-    """What a worker has counted since it wrote the last time."""
+    """What workers have counted and not written yet, by the instant of the write."""
 
     def __init__(self, world: World) -> None:
         self._store = world.store
-        self._unwritten = Unwritten()
+        self._unwritten: dict[datetime, Unwritten] = {}
 
     def add_runs(
         self,
@@ -31,22 +29,29 @@ class Counts:
         counts["done"] += len(latenesses_s)
         for lateness_s in latenesses_s:
             counts.add_run(lateness_s, duration_s, on_time_s)
-        self._unwritten.add_run(to_us(at) // MINUTE_US, tag, counts)
-        return self
+        return self._add(at, (tag, ""), counts)
 
     def add_failures(
         self, at: datetime, pattern: str, runs: int = 1, task_id: int = 1, error: str = "broken"
     ) -> Counts:
-        """Add runs of the tag `a` that failed in the hour of this instant."""
-        failure = FailureCount("a", pattern, runs, task_id, error)
-        self._unwritten.add_failure(to_us(at) // MINUTE_US // 60, failure)
-        return self
+        """Add runs of the tag `a` that failed at this instant."""
+        failure = {"pattern": pattern, "failed": runs, "task_id": task_id, "error": error}
+        return self._add(at, ("a", pattern), RunCounts(failure))
 
-    def write(self, now: datetime) -> None:
-        """Write all counts in one transaction."""
-        table = StatisticsTable(self._store.database, self._store.schema)
-        self._store.database.transaction(lambda on: table.add(on, self._unwritten, now))
+    def write(self) -> None:
+        """Write all counts in one transaction. They are kept, and can be written again."""
+        store = self._store
+
+        def work(on: object) -> None:
+            for at, unwritten in self._unwritten.items():
+                write_counts(store, on, unwritten, at)
+
+        store.database.transaction(work)
 
     def rows(self, since: datetime, until: datetime, most: int) -> int:
         """Count the rows of a range up to a limit, as the console does before it reads them."""
         return count_rows(self._store, since, until, most)
+
+    def _add(self, at: datetime, key: tuple[str, str], counts: RunCounts) -> Counts:
+        self._unwritten.setdefault(at, {}).setdefault(key, RunCounts()).add(counts)
+        return self

@@ -35,7 +35,7 @@ from delaytasks.operate import forecast
 from delaytasks.operate.live import LiveSnapshot, snapshot
 from delaytasks.operate.searches import Follower, limited_search
 from delaytasks.operate.state import DeploymentState, read_tables
-from delaytasks.operate.statistics_table import StatisticsTable, Unwritten
+from delaytasks.operate.statistics import write_counts
 from delaytasks.operate.why import Reason, why
 from delaytasks.run.observers import RunCounts
 from delaytasks.run.runner import Report, Runner
@@ -364,12 +364,10 @@ class World:
 
     def measure(self, tag: str, runs: int, duration_s: float, ago: timedelta) -> None:
         """Store the statistics of runs that ended this long ago, as a worker writes them."""
-        counts, unwritten, at = RunCounts(), Unwritten(), self.now() - ago
+        counts, at, store = RunCounts(), self.now() - ago, self.store
         for _ in range(runs):
             counts.add_run(0.0, duration_s, None)
-        unwritten.add_run(int(at.timestamp()) // 60, tag, counts)
-        table = StatisticsTable(self.store.database, self.store.schema)
-        self.store.database.transaction(lambda c: table.add(c, unwritten, at))
+        store.database.transaction(lambda on: write_counts(store, on, {(tag, ""): counts}, at))
 
     def why(self, task: DelayedTask) -> list[Reason]:
         """Return what the tables say of a task that has not run."""
