@@ -12,22 +12,14 @@ from __future__ import annotations
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import (
-    ColumnElement,
-    Connection,
-    FromClause,
-    case,
-    func,
-    literal,
-    select,
-    tablesample,
-)
+from sqlalchemy import Connection, FromClause, case, func, literal, select, tablesample
 
 from delaytasks.db.searching import has_status
 from delaytasks.db.types import epoch_s
@@ -37,19 +29,20 @@ from delaytasks.model.inputs import check_integer, is_number, show_duration
 from delaytasks.model.moves import WAITING
 from delaytasks.model.text import count, shown, some_values
 from delaytasks.operate.state_queries import estimate_rows
-from delaytasks.operate.statistics import checked_range, counts_by_tag
+from delaytasks.operate.statistics import COUNTS_KEPT, counts_by_tag
+from delaytasks.run.observers import RunCounts
 
 if TYPE_CHECKING:
     from delaytasks.db.store import Store
     from delaytasks.recurring.creation import RecurringTable
     from delaytasks.runtime import Runtime
 
-HOUR_S = 3600
+HOUR_S, A_DAY = 3600, timedelta(days=1)
 MAX_DAYS, MAX_PROCESSES = 92, 1_000_000
 #: The duration of a task of which nothing is known, in seconds.
 ASSUMED_DURATION_S = 0.05
-#: The time before now whose runs count, and the runs that a mean needs.
-MEASURED, LEAST_MEASURED_RUNS = "2d", 10
+#: The runs that a mean needs.
+LEAST_MEASURED_RUNS = 10
 #: Up to this number, PostgreSQL counts waiting rows exactly.
 MAX_EXACT = 200_000
 #: The most rows of a day that are counted.
@@ -262,9 +255,9 @@ def make_forecast(runtime: Runtime, days: float = 7, processes: int | None = Non
         )
     hours = []
     for hour, tasks in sorted(due.items()):
-        largest = sorted(tasks.items(), key=lambda item: -item[1])
-        busy_s = sum(number * tags[tag].duration_s for tag, number in largest) / processes
-        by_tag = {tag: round(number) for tag, number in largest}
+        busy_s = sum(number * tags[tag].duration_s for tag, number in tasks.items()) / processes
+        largest = sorted(tasks, key=lambda tag: -tasks[tag])
+        by_tag = {tag: round(tasks[tag]) for tag in largest}
         start = from_us(hour * HOUR_S * 1_000_000)
         hours.append(ForecastHour(start, round(sum(tasks.values())), by_tag, busy_s, processes))
     return Forecast(
@@ -280,26 +273,21 @@ def make_forecast(runtime: Runtime, days: float = 7, processes: int | None = Non
 
 
 def _tags(runtime: Runtime, due: Due, now: datetime) -> dict[str, TagForecast]:
-    try:
-        counted = counts_by_tag(runtime.store, *checked_range(now, MEASURED, None), None)
-    except StoreError:  # for example, there are no tables of statistics yet
-        counted = {}
-    measured = {
-        tag: counts["duration_s"] / counts.started
-        for tag, counts in counted.items()
-        if counts.started >= LEAST_MEASURED_RUNS
-    }
+    measured: dict[str, RunCounts] = {}
+    with suppress(StoreError):  # for example, there is no table of statistics yet
+        measured = counts_by_tag(runtime.store, now - COUNTS_KEPT, now, None)
     totals = defaultdict[str, float](float)
     for tasks in due.values():
         for tag, number in tasks.items():
             totals[tag] += number
     found: dict[str, TagForecast] = {}
     for tag, number in totals.items():
-        processor = runtime.registry.get(tag)
+        counts, processor = measured.get(tag, RunCounts()), runtime.registry.get(tag)
+        is_measured = counts.started >= LEAST_MEASURED_RUNS
+        duration_s = counts["duration_s"] / counts.started if is_measured else ASSUMED_DURATION_S
         # A process runs so many tasks concurrently, or in one batch.
         together = 1 if processor is None else max(processor.in_flight or 1, processor.batch or 1)
-        duration_s = measured.get(tag, ASSUMED_DURATION_S) / together
-        found[tag] = TagForecast(tag, round(number), duration_s, tag in measured)
+        found[tag] = TagForecast(tag, round(number), duration_s / together, is_measured)
     return found
 
 
@@ -345,18 +333,9 @@ def _waiting(store: Store, now: datetime, until: datetime) -> tuple[Due, bool]:
     an answer that takes longer than `ANSWER_LIMIT_S` ends all connections.
     """
     t = store.schema.tasks
-    ends = [*(now + timedelta(days=n) for n in range(1, (until - now).days + 1)), until]
 
     def read(connection: Connection) -> tuple[Due, bool]:
         found: Due = defaultdict(lambda: defaultdict(float))
-
-        def count_rows(rows: FromClause, where: ColumnElement[bool], weight: float = 1.0) -> int:
-            counted = 0
-            for hour, tag, tasks in _by_hour(connection, rows, where, now):
-                found[hour][tag] += tasks * weight
-                counted += tasks
-            return counted
-
         if store.database.can.block_samples:
             waiting = estimate_rows(connection, select(t.c.id).where(has_status(t, *WAITING)))
             if waiting > MAX_EXACT:
@@ -364,27 +343,33 @@ def _waiting(store: Store, now: datetime, until: datetime) -> tuple[Due, bool]:
                 percent = 100 * min(SAMPLED / waiting, MAX_READ / max(all_rows, 1), 1.0)
                 # With a seed, two forecasts of an unchanged table are the same.
                 sample = tablesample(t, func.system(literal(percent)), seed=literal(0))
-                count_rows(sample, sample.c.expected_time <= until, 100 / percent)
+                for hour, tag, tasks in _by_hour(connection, sample, now, None, until):
+                    found[hour][tag] += tasks * 100 / percent
                 return found, True
-        due, is_estimate = t.c.expected_time, False
-        for since, end in zip([None, *ends], ends, strict=False):
-            # The first day has all overdue rows.
-            day = due <= end if since is None else (due > since) & (due <= end)
-            is_estimate |= count_rows(t, day) == MAX_COUNTED
+        since, is_estimate = None, False
+        for day in range(math.ceil((until - now) / A_DAY)):
+            end = min(now + (day + 1) * A_DAY, until)
+            counted = _by_hour(connection, t, now, since, end)
+            for hour, tag, tasks in counted:
+                found[hour][tag] += tasks
+            is_estimate |= sum(tasks for _, _, tasks in counted) == MAX_COUNTED
+            since = end
         return found, is_estimate
 
     return store.database.autocommitted(read)
 
 
 def _by_hour(
-    connection: Connection, t: FromClause, where: ColumnElement[bool], now: datetime
-) -> Iterator[tuple[int, str, int]]:
+    connection: Connection, t: FromClause, now: datetime, since: datetime | None, until: datetime
+) -> list[tuple[int, str, int]]:
     """Count waiting rows by hour and tag. Overdue rows count in the hour of `now`."""
-    waits = t.c.status.in_([int(status) for status in WAITING])
-    rows = select(t.c.tag, t.c.expected_time).where(waits, where).limit(MAX_COUNTED).subquery()
+    due = t.c.expected_time
+    query = select(t.c.tag, due).where(t.c.status.in_([int(s) for s in WAITING]), due <= until)
+    if since is not None:
+        query = query.where(due > since)
+    rows = query.limit(MAX_COUNTED).subquery()
     due = rows.c.expected_time
     second = case((due <= now, int(now.timestamp())), else_=epoch_s(due))
     hour = (second - second % HOUR_S).label("due_hour")
     groups = select(hour, rows.c.tag, func.count()).group_by("due_hour", "tag")
-    for begin, tag, tasks in connection.execute(groups):
-        yield begin // HOUR_S, tag, tasks
+    return [(begin // HOUR_S, tag, tasks) for begin, tag, tasks in connection.execute(groups)]
