@@ -1,4 +1,4 @@
-"""The pytest plugin of delaytasks: the fixture `delays_tester` and its marker `delays`.
+"""The pytest plugin of delaytasks: the fixture `delays_tester`.
 
 pytest imports this module in every test run where delaytasks is installed. Therefore it imports
 nothing else: delaytasks is imported with the first test that uses one of the fixtures.
@@ -14,14 +14,6 @@ import pytest
 if TYPE_CHECKING:
     from delaytasks import DelayTasks
     from delaytasks.testing import DelaysTester
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers",
-        "delays(run_inline=False): options of the DelaysTester that the fixture delays_tester "
-        "returns",
-    )
 
 
 @pytest.fixture
@@ -42,13 +34,9 @@ def delays_bind() -> Any:
 
 
 @pytest.fixture
-def delays_tester(
-    request: pytest.FixtureRequest, delays: DelayTasks, delays_bind: Any
-) -> Iterator[DelaysTester]:
+def delays_tester(delays: DelayTasks, delays_bind: Any) -> Iterator[DelaysTester]:
     """Return a started `DelaysTester`: the test looks at scheduled tasks and runs them."""
     from delaytasks.testing import DelaysTester
 
-    marker = request.node.get_closest_marker("delays")
-    options = {} if marker is None else marker.kwargs
-    with DelaysTester(delays, bind=delays_bind, **options) as tester:
+    with DelaysTester(delays, bind=delays_bind) as tester:
         yield tester

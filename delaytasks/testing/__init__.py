@@ -4,6 +4,7 @@ See docs/testing.md. pytest finds the fixtures of the package `pytest_delaytasks
 """
 
 from delaytasks.testing.runs import Run
-from delaytasks.testing.tester import ANY, DelaysTester, SentTask, create_tables
+from delaytasks.testing.simulated import SentTask
+from delaytasks.testing.tester import ANY, DelaysTester, create_tables
 
 __all__ = ["ANY", "DelaysTester", "Run", "SentTask", "create_tables"]

@@ -1,28 +1,27 @@
-"""What ran in a test, on a clock that the test sets."""
+"""What ran in a test, and the loop that runs it on a clock that the test sets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from sqlalchemy import select
 
 from delaytasks.db.engines import masked
-from delaytasks.model.clock import LATEST, STARTED_MS, Clock, from_us, to_us, wall_ms
+from delaytasks.model.clock import STARTED_MS, from_us
 from delaytasks.model.errors import ConfigError, UnknownTagError
 from delaytasks.model.moves import LIVE
 from delaytasks.model.task import DelayedTask, Settlement
 from delaytasks.model.text import DEFERRALS
-from delaytasks.registry import ProcessorSpec, Registry
 from delaytasks.run.observers import Observer
 
 if TYPE_CHECKING:
     from delaytasks.db.store import Store
     from delaytasks.run.runner import Runner
     from delaytasks.runtime import Runtime
+    from delaytasks.testing.simulated import SettableClock
     from delaytasks.worker.processes import Processes
 
 
@@ -59,26 +58,6 @@ class Run:
     error: BaseException | None = None
 
 
-class SequentialRegistry:
-    """The registered processors, none of which runs its tasks in threads of its own.
-
-    A test has one connection, and its transaction belongs to one thread.
-    """
-
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
-
-    def get(self, tag: str) -> ProcessorSpec | None:
-        found = self._registry.get(tag)
-        return found if found is None else replace(found, in_flight=None)
-
-    def __iter__(self) -> Iterator[ProcessorSpec]:
-        return iter(self._registry)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._registry, name)
-
-
 class TestRunner(Observer):
     """Sweeps and runs for one tester, and keeps the runs."""
 
@@ -90,7 +69,7 @@ class TestRunner(Observer):
         self._clock = clock
         self._runner: Runner = processes.build_runner(self)
         #: When to look again at the waitlists of limited tags.
-        self._recheck_us = float("inf")
+        self._rechecks: list[datetime] = []
         #: The number of runs before the call that is under way.
         self._earlier = 0
         self._has_looked = False
@@ -123,7 +102,12 @@ class TestRunner(Observer):
             follow(self._runtime)
         self._runtime.make_recurring_tasks()
         self._runtime.sweeper.release_resumed()
-        self._run_passes()
+        while self._pass():
+            if len(self.runs) - self._earlier > MAX_RUNS:
+                raise AssertionError(
+                    f"more than {MAX_RUNS:,} tasks ran in one call, and more are due: does a "
+                    "processor schedule its own task again? Otherwise go forward in smaller steps"
+                )
 
     def fast_forward(self, until: datetime) -> None:
         """Run everything that falls due up to `until`, each at its due time, and end there."""
@@ -137,64 +121,34 @@ class TestRunner(Observer):
             self._clock.move_to(until)
             self.run_due()
 
-    def run_all(self) -> None:
-        """Run every task that waits, each at the time when it would be due."""
-        self._runtime.sweeper.release_resumed()
-        self._run_passes()
-        while (at := self._next_task(LATEST)) is not None:
-            # Pauses whose time only seems to be over go on.
-            self._runtime.policy_cache.refresh()
-            with self._clock.moved_to(at):
-                if not self._run_passes():
-                    return
-
-    def _run_passes(self) -> bool:
-        """Run what is due; return whether a task was claimed."""
-        has_claimed = False
-        while self._pass():
-            has_claimed = True
-            if len(self.runs) - self._earlier > MAX_RUNS:
-                raise AssertionError(
-                    f"more than {MAX_RUNS:,} tasks ran in one call, and more are due: does a "
-                    "processor schedule its own task again? Otherwise go forward in smaller steps"
-                )
-        return has_claimed
-
     def _pass(self) -> bool:
         """Run a chunk of each queue; return whether a task was claimed, and ran or was held."""
         has_claimed = False
-        self._recheck_us = float("inf")
+        self._rechecks = []
         for queue in sorted({level.queue for level in self._runtime.store.sweeps.levels(0)}):
             report = self._runner.run_due(queue, PRIORITIES, CHUNK_ROWS)
             has_claimed |= report.claimed > 0
-            for waitlist in report.waitlists:
-                if not waitlist.open:
-                    recheck_us = self._clock.now_us() + waitlist.recheck_s * 1e6
-                    self._recheck_us = min(self._recheck_us, recheck_us)
+            self._rechecks += [
+                self._clock.now() + timedelta(seconds=waitlist.recheck_s)
+                for waitlist in report.waitlists
+                if not waitlist.open
+            ]
         return has_claimed
 
     def _next_due(self, until: datetime) -> datetime | None:
         """Return the next time at which something is to do, up to `until`."""
-        now = self._clock.now()
-        next_task = self._next_task(until)
-        times = [] if next_task is None else [next_task]
-        next_occurrence = self._runtime.store.sweeps.first_occurrence()
+        runtime, now = self._runtime, self._clock.now()
+        sweeps, settings = runtime.store.sweeps, runtime.settings
+        times = [from_us(task.due_us) for task in sweeps.first_due_between(now, until, 1)]
+        next_occurrence = sweeps.first_occurrence()
         if next_occurrence is not None:
-            settings = self._runtime.settings
             made_at = next_occurrence - timedelta(seconds=settings.recurring_lead_s)
             # What could not be made now is tried again as often as beat sweeps.
             again = now + timedelta(seconds=settings.sweep_s)
             times.append(made_at if made_at > now else again)
-        if self._recheck_us < float("inf"):
-            times.append(from_us(int(self._recheck_us)))
-        times += [at for at in self._runtime.policy_cache.known.ends if at > now]
-        times = [at for at in times if at <= until]
-        return min(times) if times else None
-
-    def _next_task(self, until: datetime) -> datetime | None:
-        """Return the next due time of a waiting task."""
-        first = self._runtime.store.sweeps.first_due_between(self._clock.now(), until, 1)
-        return from_us(first[0].due_us) if first else None
+        times += self._rechecks
+        times += [at for at in runtime.policy_cache.known.ends if at > now]
+        return min((at for at in times if at <= until), default=None)
 
 
 def _refuse_earlier_tasks(store: Store) -> None:
@@ -215,59 +169,3 @@ def _refuse_earlier_tasks(store: Store) -> None:
             "would run them: give the tests a database of their own, or begin with "
             "tester.clear() if earlier tests left them"
         )
-
-
-# -- The clock of a test: the time of the host, moved forward as the test asks --------------------
-
-
-class MovesTime(Protocol):
-    """The object with which freezegun or time-machine moves the time of the whole process."""
-
-    def move_to(self, target_datetime: datetime) -> object: ...
-
-
-class SettableClock(Clock):
-    """The time of one tester, which producers and runners read.
-
-    It continues with the host's clock, which freezegun and time-machine replace. It is in whole
-    milliseconds, because SQLite's clock has no more.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._offset_us = 0
-        self._mover: MovesTime | None = None
-
-    def now_us(self) -> int:
-        return wall_ms() * 1000 + self._offset_us
-
-    def certain_now(self) -> datetime:
-        return self.now()
-
-    def refresh_if_due(self) -> None:
-        """Do nothing: the test's time needs no measurement."""
-
-    @property
-    def is_due(self) -> bool:
-        return False
-
-    def move_with(self, mover: MovesTime | None) -> None:
-        self._mover = mover
-
-    def move_to(self, instant: datetime) -> None:
-        """Continue at `instant`, rounded up to a millisecond so that what is due then is due."""
-        target_us = -(-to_us(instant) // 1000) * 1000
-        if self._mover is not None:
-            self._mover.move_to(from_us(target_us))
-        self._offset_us = target_us - wall_ms() * 1000
-
-    @contextmanager
-    def moved_to(self, instant: datetime) -> Iterator[None]:
-        """Let the time be later for a moment; the time of freezegun or time-machine stays."""
-        before, mover = self._offset_us, self._mover
-        self._mover = None
-        self.move_to(instant)
-        try:
-            yield
-        finally:
-            self._offset_us, self._mover = before, mover

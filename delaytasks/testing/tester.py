@@ -5,17 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import ExitStack, closing
 from datetime import datetime, timedelta
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from kombu.compression import decompress
-from kombu.serialization import loads
-
-from delaytasks.broker.link import Outgoing
 from delaytasks.celery import current_delays
 from delaytasks.db.database import is_on_the_loop
 from delaytasks.db.migrations import url_of
@@ -23,26 +18,30 @@ from delaytasks.db.store import Store
 from delaytasks.loops import twin
 from delaytasks.model.inputs import Delay, check_delay, check_instant, show_from_now
 from delaytasks.model.moves import WAITING, Done, Outcome, Status
-from delaytasks.model.task import DelayedTask, Entry
+from delaytasks.model.task import DelayedTask
 from delaytasks.model.text import count
 from delaytasks.run.calls import result_of, run_coroutine
 from delaytasks.runtime import Runtime, runtime_of
-from delaytasks.testing.connections import (
+from delaytasks.testing.runs import Run, TestRunner
+from delaytasks.testing.simulated import (
     BorrowedDatabase,
+    NoTimer,
+    RecordingLink,
+    SentTask,
+    SequentialRegistry,
+    SettableClock,
     SimulatedDatabase,
     awaited_on_the_loop,
-    calling_after_sessions,
     on_the_loop,
     simulated_time,
     source_of,
 )
-from delaytasks.testing.runs import MovesTime, Run, SequentialRegistry, SettableClock, TestRunner
 from delaytasks.worker.processes import processes_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from delaytasks.callbacks.sending import Callback, HttpCallbacks, Message
+    from delaytasks.callbacks.sending import Callback, Message
     from delaytasks.client import DelayTasks
 
 
@@ -55,157 +54,51 @@ TOLERANCE = timedelta(seconds=1)
 MAX_TASKS_SHOWN = 5
 
 
-class _Named:
-    """A value that messages show by its name."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
+class _Any:
     def __repr__(self) -> str:
-        return self._name
+        return "ANY"
 
 
 #: The default of expectations: the field is not compared.
-ANY: Any = _Named("ANY")
-_NOTHING: Any = _Named("nothing")
+ANY: Any = _Any()
 
 
 class Expectation:
     """What a test expects of a scheduled task, at the test's present time."""
 
-    def __init__(self, now: datetime, tag: str, **fields: Any) -> None:
+    def __init__(self, now: datetime, **fields: Any) -> None:
         self._now = now
-        self._tag = tag
         self._fields = {name: value for name, value in fields.items() if value is not ANY}
 
     def differences(self, task: DelayedTask) -> list[str]:
         """Return a line for each value in which the task differs."""
-        lines = self._lines("tag", self._tag, task)
+        lines = []
         for name, value in self._fields.items():
-            lines += self._lines(name, value, task)
+            if name in ("within", "at"):
+                latest = self._now + check_delay(value) if name == "within" else value
+                is_early = name == "at" and task.due < latest - TOLERANCE
+                differs, got = is_early or task.due > latest + TOLERANCE, self._due(task)
+            else:
+                differs, got = getattr(task, name) != value, repr(getattr(task, name))
+            if differs:
+                wanted = value if name == "within" else repr(value)
+                lines.append(f"{name}: expected {wanted}, got {got}")
         return lines
-
-    def _lines(self, name: str, value: Any, task: DelayedTask) -> list[str]:
-        if name in ("within", "at"):
-            latest = self._now + check_delay(value) if name == "within" else value
-            is_late = task.due > latest + TOLERANCE
-            if not (is_late or (name == "at" and task.due < latest - TOLERANCE)):
-                return []
-            due = f"{show_from_now(task.due, self._now)} ({task.due.isoformat(timespec='seconds')})"
-            return [f"due: expected {name} {value}, got {due}"]
-        got = getattr(task, name)
-        if value == got:
-            return []
-        if isinstance(value, dict) and isinstance(got, dict):
-            pairs = {
-                item: (value.get(item, _NOTHING), got.get(item, _NOTHING))
-                for item in {**value, **got}
-            }
-            return [
-                f"{name}[{item!r}]: expected {wanted!r}, got {found!r}"
-                for item, (wanted, found) in pairs.items()
-                if wanted != found
-            ]
-        return [f"{name}: expected {value!r}, got {got!r}"]
-
-    def __str__(self) -> str:
-        fields = (f"{name}={value!r}" for name, value in self._fields.items())
-        return ", ".join([repr(self._tag), *fields])
 
     def message(self, title: str, tasks: Sequence[DelayedTask]) -> str:
         """Return the message of an assertion: the tasks that wait, the most similar first."""
+        wanted = ", ".join(f"{name}={value!r}" for name, value in self._fields.items())
         are = "is" if len(tasks) == 1 else "are"
-        lines = [f"{title} {self}; {count(len(tasks), 'task')} {are} waiting"]
-        others = {task.id: (task.tag != self._tag, len(self.differences(task))) for task in tasks}
-        for task in sorted(tasks, key=lambda task: others[task.id])[:MAX_TASKS_SHOWN]:
+        lines = [f"{title} {wanted}; {count(len(tasks), 'task')} {are} waiting"]
+        closest = sorted(tasks, key=lambda task: len(self.differences(task)))
+        for task in closest[:MAX_TASKS_SHOWN]:
             key = "" if task.key is None else f" key={task.key!r}"
-            due = show_from_now(task.due, self._now)
-            lines.append(f"  {task.tag}{key} body={task.body!r} due {due}")
+            lines.append(f"  {task.tag}{key} body={task.body!r} due {self._due(task)}")
             lines += [f"    {line}" for line in self.differences(task)]
         return "\n".join(lines)
 
-
-# -- Take the place of the timer, the broker and HTTP in a test, and keep what would be sent ------
-
-
-@dataclass(frozen=True)
-class SentTask:
-    """A Celery task that waited as a row and was published.
-
-    Attributes
-    ----------
-    name, id
-        The name and the id of the Celery task.
-    args, kwargs
-        Its arguments.
-    queue
-        The routing key of its message.
-    headers
-        The headers of its message.
-    """
-
-    name: str
-    id: str
-    args: list[Any]
-    kwargs: dict[str, Any]
-    queue: str
-    headers: Mapping[str, Any]
-
-
-class NoTimer:
-    """Arms nothing, since the test itself runs the tasks. Calls `on_armed` after each commit."""
-
-    is_up = True
-
-    def __init__(self, on_armed: Callable[[], None]) -> None:
-        self._on_armed = on_armed
-
-    def arm(self, entries: Iterable[Entry]) -> bool:
-        self._on_armed()
-        return True
-
-    def request_drain(
-        self, queue: str, priorities: Sequence[int], messages: int, expires_s: float
-    ) -> bool:
-        return True
-
-
-class RecordingLink:
-    """Keeps the messages of Celery tasks."""
-
-    def __init__(self, sent: list[SentTask]) -> None:
-        self._sent = sent
-
-    def publish(self, messages: Sequence[Outgoing]) -> list[Exception | None]:
-        self._sent += map(_sent_task, messages)
-        return [None] * len(messages)
-
-    def close(self) -> None: ...
-
-
-def _sent_task(message: Outgoing) -> SentTask:
-    options, body = message.options, message.body
-    headers, kind = options["headers"], options["content_type"]
-    if headers.get("compression"):
-        body = decompress(body, headers["compression"])  # type: ignore[no-untyped-call]
-    args, kwargs, _ = loads(  # type: ignore[no-untyped-call]
-        body, kind, options["content_encoding"], accept={kind}
-    )
-    return SentTask(
-        headers["task"], headers["id"], list(args), dict(kwargs), options["routing_key"], headers
-    )
-
-
-class RecordingCallbacks:
-    """Checks callbacks as in production, and keeps them instead of sending them."""
-
-    def __init__(self, real: HttpCallbacks, sent: list[Callback]) -> None:
-        self.content = real.content
-        self._sent = sent
-
-    def __call__(self, callback: Callback, task: DelayedTask) -> Outcome:
-        self._sent.append(callback)
-        return Done()
+    def _due(self, task: DelayedTask) -> str:
+        return f"{show_from_now(task.due, self._now)} ({task.due.isoformat(timespec='seconds')})"
 
 
 # -- The tester -----------------------------------------------------------------------------------
@@ -254,8 +147,6 @@ class DelaysTester:
         statements run on it, and in its transaction, which the test rolls back at the end.
         Without it, the tester uses the database of the settings and commits. With Django, it
         always uses Django's connection.
-    run_inline
-        Run each task when its transaction is committed, whatever its delay.
 
     Examples
     --------
@@ -265,16 +156,11 @@ class DelaysTester:
     ...     tester.fast_forward("30m")
     """
 
-    def __init__(
-        self, delays: DelayTasks | None = None, *, bind: Any = None, run_inline: bool = False
-    ) -> None:
+    def __init__(self, delays: DelayTasks | None = None, *, bind: Any = None) -> None:
         self._delays = delays if delays is not None else current_delays()
         self._source = None if bind is None else source_of(bind)
-        self._runs_inline = run_inline
         self._clock = SettableClock()
         self._runner: TestRunner | None = None
-        self._is_running = False
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._opened = ExitStack()
         #: The Celery tasks that waited as rows and were sent, in their order.
         self.sent_tasks: list[SentTask] = []
@@ -303,16 +189,14 @@ class DelaysTester:
         self._source = self._source or delays._test_connections()
         settings = {"_chunk_time_budget_s": CHUNK_IN_TEST_S, "lease": 4 * CHUNK_IN_TEST_S}
         with ExitStack() as opening:
-            runtime = delays._make_runtime(
-                **settings, **({"horizon": None} if self._runs_inline else {})
-            )
+            runtime = delays._make_runtime(**settings)
             self._replace_parts(runtime)
             opening.callback(runtime.close)
             before = delays._exchange_runtime(runtime, is_in_test=True)
             opening.callback(delays._exchange_runtime, before, is_in_test=False)
-            opening.enter_context(simulated_time(self._clock.now_us))
-            if self._runs_inline:
-                opening.enter_context(calling_after_sessions(self._run_inline))
+            opening.enter_context(simulated_time(self._clock))
+            #: Runs the coroutines of processors if the test has no loop of its own.
+            self._loop = opening.enter_context(closing(asyncio.new_event_loop()))
             self._runner = TestRunner(runtime, processes_of(runtime.celery), self._clock)
             self._opened = opening.pop_all()
         return self
@@ -326,9 +210,6 @@ class DelaysTester:
         """
         self._runner = None
         self._opened.close()
-        if self._loop is not None:
-            self._loop.close()
-            self._loop = None
 
     def __enter__(self) -> Self:
         return self.start()
@@ -429,7 +310,7 @@ class DelaysTester:
         __tracebackhide__ = True  # pytest shows the line of the test
         fields = {"key": key, "body": body, "queue": queue, "priority": priority, "meta": meta}
         times = {"within": ANY if within is None else within, "at": ANY if at is None else at}
-        expected = Expectation(self.now, tag, **fields, **times)
+        expected = Expectation(self.now, tag=tag, **fields, **times)
         waiting = self.scheduled()
         for task in waiting:
             if not expected.differences(task):
@@ -454,7 +335,7 @@ class DelaysTester:
         >>> tester.assert_not_scheduled("order.close", key="7")
         """
         __tracebackhide__ = True
-        expected = Expectation(self.now, tag, key=key, body=body)
+        expected = Expectation(self.now, tag=tag, key=key, body=body)
         found = [task for task in self.scheduled(tag) if not expected.differences(task)]
         if found:
             raise AssertionError(expected.message("expected no waiting task to match", found))
@@ -557,25 +438,6 @@ class DelaysTester:
         """
         self._clock.move_to(check_instant(instant))
 
-    def move_with(self, traveller: MovesTime | None) -> None:
-        """Let `fast_forward` and `travel_to` move the time of freezegun or time-machine too.
-
-        The code under test then reads the same time as delaytasks.
-
-        Parameters
-        ----------
-        traveller
-            What `freeze_time` or `time_machine.travel` returns in a `with` block, or the fixture
-            of one of their pytest plugins. None ends this.
-
-        Examples
-        --------
-        >>> with freeze_time("2027-01-01") as frozen, DelaysTester(delays) as tester:
-        ...     tester.move_with(frozen)
-        ...     tester.fast_forward("1d")
-        """
-        self._clock.move_with(traveller)
-
     # -- how the instance differs from production --------------------------------------------------
 
     def _replace_parts(self, runtime: Runtime) -> None:
@@ -584,24 +446,19 @@ class DelaysTester:
         url, remedy = url_of(settings), runtime.tables_remedy
         runtime.store = Store(url, settings, runtime.cipher, database, remedy)
         runtime.clock = self._clock
-        registry: Any = SequentialRegistry(runtime.registry)
-        runtime.registry = registry
-        runtime.timer = NoTimer(self._run_inline if self._runs_inline else lambda: None)
-        runtime.producer_timer = runtime.timer
+        runtime.registry = SequentialRegistry(runtime.registry)
+        runtime.timer = runtime.producer_timer = NoTimer()
         runtime.producer.call_timer = lambda call, entries: call(entries)
         runtime.direct_timer = runtime.redis_timer = None
-        callbacks: Any = RecordingCallbacks(runtime.http_callbacks, self.sent_callbacks)
+        callbacks: Any = _keeping(self.sent_callbacks)
+        callbacks.content = runtime.http_callbacks.content  # checks them as in production
         runtime.http_callbacks = callbacks
-        runtime.queue_callbacks = self._keep_message
+        runtime.queue_callbacks = _keeping(self.sent_messages)
         link: Any = RecordingLink(self.sent_tasks)
         runtime.confirming_links = link
         if source is not None:
             runtime.processor_contexts = [source.around_processor, *runtime.processor_contexts]
             runtime.in_framework = source.in_framework or runtime.in_framework
-
-    def _keep_message(self, message: Message, task: DelayedTask) -> Outcome:
-        self.sent_messages.append(message)
-        return Done()
 
     @property
     def _started(self) -> TestRunner:
@@ -611,21 +468,12 @@ class DelaysTester:
 
     def _run(self, work: Callable[[], None], raises: bool) -> list[Run]:
         __tracebackhide__ = True
-        self._is_running = True
-        try:
-            context = contextvars.copy_context()
-            context.run(run_coroutine.set, self._run_coroutine)
-            new = context.run(self._started.new_runs, work)
-        finally:
-            self._is_running = False
+        context = contextvars.copy_context()
+        context.run(run_coroutine.set, self._run_coroutine)
+        new = context.run(self._started.new_runs, work)
         if raises:
             _raise_failures(new)
         return new
-
-    def _run_inline(self) -> None:
-        """Run all waiting tasks, each as if it were due."""
-        if not self._is_running and self._runner is not None:
-            self._run(self._runner.run_all, True)
 
     async def _run_async(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Call a method where the test's connection may be used."""
@@ -639,18 +487,22 @@ class DelaysTester:
             return self._source.run_coroutine(coroutine)
         if is_on_the_loop():
             return awaited_on_the_loop(coroutine)
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
+        if asyncio._get_running_loop() is None:
             return self._loop.run_until_complete(coroutine)
-        # A synchronous call in an asynchronous test: its loop waits for this call.
-        run_coroutine.set(None)
-        try:
-            return result_of(coroutine)
-        finally:
-            run_coroutine.set(self._run_coroutine)
+        # A synchronous call in an asynchronous test, whose loop waits for this call.
+        context = contextvars.copy_context()
+        context.run(run_coroutine.set, None)
+        return context.run(result_of, coroutine)
+
+
+def _keeping(sent: list[Any]) -> Callable[[Any, DelayedTask], Outcome]:
+    """Return a function that keeps what it should send."""
+
+    def keep(message: Any, task: DelayedTask) -> Outcome:
+        sent.append(message)
+        return Done()
+
+    return keep
 
 
 def _raise_failures(runs: Sequence[Run]) -> None:

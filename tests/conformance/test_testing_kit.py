@@ -98,11 +98,9 @@ def test_a_scheduled_task_is_found_by_each_of_its_values(shop: Shop, tester: Del
     ("expected", "line"),
     [
         ({"key": "8"}, "key: expected '8', got '7'"),
-        ({"body": {"order": 8}}, "body['order']: expected 8, got 7"),
-        ({"body": {"order": 7, "by": "me"}}, "body['by']: expected 'me', got nothing"),
-        ({"body": 7}, "body: expected 7, got {'order': 7}"),
+        ({"body": {"order": 8}}, "body: expected {'order': 8}, got {'order': 7}"),
         ({"queue": "q"}, "queue: expected 'q', got 'default'"),
-        ({"within": "20m"}, "due: expected within 20m, got in "),
+        ({"within": "20m"}, "within: expected 20m, got in "),
     ],
 )
 def test_differences_are_named(shop: Shop, tester: DelaysTester, expected: Any, line: str) -> None:
@@ -187,16 +185,15 @@ def test_time_travels_forward_and_back(shop: Shop, tester: DelaysTester) -> None
 @pytest.mark.parametrize(
     "freeze", [freeze_time, partial(time_machine.travel, tick=False)], ids=["freezegun", "machine"]
 )
-def test_a_library_sets_the_time_and_moves_with_it(shop: Shop, freeze: Any) -> None:
+def test_a_library_sets_the_time_and_moves_it(shop: Shop, freeze: Any) -> None:
     with freeze(NEW_YEAR) as frozen, DelaysTester(shop.delays) as tester:
-        tester.move_with(frozen)
         seen = []
         shop.delays.processor("look")(lambda body: seen.append(datetime.now(timezone.utc)))
         task = shop.delays.schedule_delay("look", 1, "1h")
         assert task.due == NEW_YEAR + timedelta(hours=1)
-        tester.fast_forward("2h")
-        assert seen == [NEW_YEAR + timedelta(hours=1)]
-        assert tester.now == datetime.now(timezone.utc) == NEW_YEAR + timedelta(hours=2)
+        frozen.move_to(NEW_YEAR + timedelta(hours=2))
+        tester.run_due()
+        assert seen == [tester.now] == [NEW_YEAR + timedelta(hours=2)]
 
 
 @pytest.mark.parametrize("at", [NEW_YEAR, NEW_YEAR - timedelta(days=4000)], ids=["next", "past"])
@@ -416,30 +413,6 @@ def test_declared_schedules_run_too(shop: Shop, tester: DelaysTester) -> None:
     assert len(shop.noted) in (2, 3)
 
 
-# -- inline ---------------------------------------------------------------------------------------
-
-
-def test_a_task_runs_inline_whatever_its_delay(shop: Shop, start: Any) -> None:
-    tester = start(run_inline=True)
-    began = tester.now
-    shop.delays.schedule_delay("order.close", 1, "30m")
-    assert shop.noted == [1]
-    assert tester.now - began < timedelta(minutes=5)
-    shop.errors = [ValueError("no money")]
-    with pytest.raises(ValueError, match="no money"):
-        shop.delays.schedule_delay("order.bill", 1, 0)
-
-
-def test_a_task_that_runs_inline_ends_no_pause_of_another_tag(shop: Shop, start: Any) -> None:
-    start(run_inline=True)
-    shop.delays.policies.pause(tag="order.bill", until="1h")
-    held = shop.delays.schedule_delay("order.bill", "bill", 60)
-    shop.delays.schedule_delay("order.close", "close", "2h")
-    assert shop.noted == ["close"]
-    assert shop.delays.policies.list(tag="order.bill")[0].is_paused
-    assert shop.delays.get(held).status is Status.HELD
-
-
 # A tester inside the test's own transaction, which is rolled back at the end
 
 
@@ -527,20 +500,6 @@ def test_the_session_of_a_test_may_be_bound(shop: Shop, sessions: Sessions, star
         bound.fast_forward("30m")
         bound.stop()
     assert shop.noted == [7, 8]
-
-
-def test_a_task_runs_inline_when_its_session_commits(
-    shop: Shop, connection: Any, sessions: Sessions, start: Start
-) -> None:
-    start(bind=connection, run_inline=True)
-    with sessions() as session:
-        shop.delays.schedule_delay("order.close", 7, 1800, session=session)
-        assert shop.noted == []
-        session.commit()
-        assert shop.noted == [7]
-        shop.delays.schedule_delay("order.close", 8, 1800, session=session)
-        session.rollback()
-    assert shop.noted == [7]
 
 
 def test_limits_keys_and_schedules_work_in_a_transaction(shop: Shop, bound: DelaysTester) -> None:

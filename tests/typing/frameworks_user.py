@@ -8,7 +8,6 @@ from __future__ import annotations
 from datetime import datetime, timezone
 from pathlib import Path
 
-import pytest
 from fastapi import FastAPI
 from flask import Flask
 from typing_extensions import assert_type
@@ -58,7 +57,6 @@ async def aclosed(callback: Received) -> dict[str, str]:
 assert_type(verify(b"", {}, "whsec_c2VjcmV0"), Received)
 
 
-@pytest.mark.delays(run_inline=True)
 def test_an_order_is_closed(delays: DelayTasks, delays_tester: DelaysTester) -> None:
     assert_type(delays_tester.scheduled("order.close"), list[DelayedTask])
     assert_type(delays_tester.assert_scheduled("order.close", body=ANY, within="30m"), DelayedTask)
@@ -66,7 +64,6 @@ def test_an_order_is_closed(delays: DelayTasks, delays_tester: DelaysTester) -> 
     assert_type(delays_tester.run_due(), list[Run])
     assert_type(delays_tester.fast_forward("1h", raises=False), list[Run])
     delays_tester.travel_to(datetime(2027, 1, 1, tzinfo=timezone.utc))
-    delays_tester.move_with(None)
     assert_type(delays_tester.runs, list[Run])
     assert_type(delays_tester.now, datetime)
     assert_type(delays_tester.sent_tasks, list[SentTask])
@@ -84,6 +81,6 @@ async def test_asynchronously(delays_tester: DelaysTester) -> None:
     assert_type(await delays_tester.afast_forward("1h"), list[Run])
 
 
-with DelaysTester(delays, bind=None, run_inline=True) as tester:
+with DelaysTester(delays, bind=None) as tester:
     tester.stop()
     assert_type(tester.start(), DelaysTester)

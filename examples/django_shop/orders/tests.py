@@ -43,15 +43,6 @@ class OrderTest(TestCase):
         assert order.status == "closed"
 
 
-class InlineTest(TestCase):
-    def test_a_task_runs_with_the_commit(self) -> None:
-        with DelaysTester(run_inline=True):
-            with self.captureOnCommitCallbacks(execute=True):
-                number = self.client.post("/orders").json()["number"]
-                assert Order.objects.get(pk=number).status == "placed"
-            assert Order.objects.get(pk=number).status == "closed"
-
-
 class CommittedOrderTest(TransactionTestCase):
     def setUp(self) -> None:
         self.tester = DelaysTester().start()
