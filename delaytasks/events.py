@@ -205,7 +205,7 @@ def log_record(name: str, fields: Mapping[str, Any], level: int) -> logging.LogR
         (type(cause), cause, cause.__traceback__) if has_traceback else None,
         "log_event",
     )
-    record.event_name = name
+    record.event_name, record.event_tag = name, str(fields.get("tag", ""))
     if has_traceback:
         # Formatters show this text. Trackers such as Sentry use the exception itself.
         record.exc_text = _traceback(cause)

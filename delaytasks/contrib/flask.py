@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery import Celery
 from flask import Flask, Request, current_app, has_app_context, request
-from sqlalchemy import URL, make_url
+from sqlalchemy import URL
 from werkzeug.middleware.dispatcher import DispatcherMiddleware
 
 from delaytasks.attachment import attach
@@ -215,21 +215,14 @@ def _session_url() -> URL | None:
 
 
 def _url_of(app: Flask) -> URL | None:
-    """Return the URL of Flask-SQLAlchemy, else the URL in the app's configuration.
-
-    Only Flask-SQLAlchemy knows the folder of a relative SQLite file.
-    """
+    """Return the URL of Flask-SQLAlchemy, which knows the folder of a relative SQLite file."""
     with app.app_context():
         url = _session_url()
-    if url is None:
-        if "SQLALCHEMY_DATABASE_URI" not in app.config:
-            return None
-        url = make_url(app.config["SQLALCHEMY_DATABASE_URI"])
-        if url.get_backend_name() == "sqlite" and not str(url.database or "").startswith("/"):
-            raise ConfigError(
-                "SQLALCHEMY_DATABASE_URI is a relative SQLite file: call db.init_app(app) before "
-                "delays.init_app(app), or give app.config['DELAYTASKS'] a 'database_url'"
-            )
+    if url is None and "SQLALCHEMY_DATABASE_URI" in app.config:
+        raise ConfigError(
+            "Flask-SQLAlchemy does not know the app: call db.init_app(app) before "
+            "delays.init_app(app), or give app.config['DELAYTASKS'] a 'database_url'"
+        )
     return url
 
 

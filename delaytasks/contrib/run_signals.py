@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from celery import signals
@@ -34,36 +35,21 @@ def connect_runs(started: OnStart, ended: OnEnd, left: OnStart) -> Callable[[], 
         Ends the calls.
     """
 
-    def end(state: str, name: str = "") -> Callable[..., None]:
-        def call(request: Any, fields: dict[str, Any]) -> None:
-            error = fields.get(name)
-            ended(request, state, error if isinstance(error, BaseException) else None)
+    connected = ExitStack()
 
-        return call
+    def connect(signal: Any, call: Callable[[Any, dict[str, Any]], None]) -> None:
+        def receive(sender: Any = None, **fields: Any) -> None:
+            request = getattr(sender, "request", None)
+            if getattr(request, "delay_task", None) is not None:  # not an ordinary Celery task
+                call(request, fields)
 
-    receivers = [
-        _receive(signals.task_prerun, lambda request, _: started(request)),
-        _receive(signals.task_success, end("SUCCESS")),
-        _receive(signals.task_failure, end("FAILURE", "exception")),
-        _receive(signals.task_retry, end("RETRY", "reason")),
-        _receive(signals.task_revoked, end("REVOKED")),
-        _receive(signals.task_postrun, lambda request, _: left(request)),
-    ]
+        signal.connect(receive, weak=False)
+        connected.callback(signal.disconnect, receive)
 
-    def disconnect() -> None:
-        for signal, receiver in receivers:
-            signal.disconnect(receiver)
-
-    return disconnect
-
-
-def _receive(signal: Any, call: Callable[[Any, dict[str, Any]], None]) -> tuple[Any, Any]:
-    """Connect a function to a signal, except for the runs of ordinary Celery tasks."""
-
-    def receiver(sender: Any = None, **fields: Any) -> None:
-        request = getattr(sender, "request", None)
-        if getattr(request, "delay_task", None) is not None:
-            call(request, fields)
-
-    signal.connect(receiver, weak=False)
-    return signal, receiver
+    connect(signals.task_prerun, lambda request, _: started(request))
+    connect(signals.task_success, lambda request, _: ended(request, "SUCCESS", None))
+    connect(signals.task_failure, lambda r, fields: ended(r, "FAILURE", fields["exception"]))
+    connect(signals.task_retry, lambda r, fields: ended(r, "RETRY", fields["reason"]))
+    connect(signals.task_revoked, lambda request, _: ended(request, "REVOKED", None))
+    connect(signals.task_postrun, lambda request, _: left(request))
+    return connected.close

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from celery import current_app, signals
+from celery import signals
 
 from delaytasks.model.text import needs_extra
 
@@ -54,7 +54,6 @@ class DelayTasksIntegration(Integration):
         add_global_event_processor(_drop_repeated)
         trace_sources.append(_trace_of_call)
         connect_runs(_started, _ended, _left)
-        signals.worker_init.connect(_subscribe, weak=False)
         signals.worker_process_shutdown.connect(_flush, weak=False)
 
 
@@ -157,40 +156,18 @@ def _capture(task: DelayedTask, error: BaseException) -> None:
     sentry_sdk.capture_event(event, hint=hint)
 
 
-def _subscribe(**_: Any) -> None:
-    """Report the tasks that fail in the main process of a worker, because their workers died."""
-    delays = getattr(current_app, "delaytasks", None)
-    if delays is not None:
-        delays.events.subscribe(_report_worker_lost)
-
-
-def _report_worker_lost(name: str, fields: Mapping[str, Any]) -> None:
-    if name != "task.worker_lost" or not _is_active():
-        return
-    task: DelayedTask = fields["task"]
-    with sentry_sdk.new_scope() as scope:
-        _describe(scope, task)
-        event: Event = {
-            "level": "error",
-            "logger": "delaytasks",
-            "message": str(fields["error"]),
-            "fingerprint": ["delaytasks", name, task.tag],
-        }
-        sentry_sdk.capture_event(event)
-
-
 def _drop_repeated(event: Event, hint: Hint) -> Event | None:
     """Drop the log entries of failures that this module reports itself, and group other entries.
 
-    Sentry makes events of log entries at ERROR. All entries of one event of delaytasks should be
-    one issue.
+    Sentry makes events of log entries at ERROR, also of a task that failed because its workers
+    died. All entries of one event of delaytasks about a tag should be one issue.
     """
     record = (hint or {}).get("log_record")
     name = getattr(record, "event_name", None)
-    if name == "task.worker_lost" or (name == "task.failed" and _run.get() is not None):
+    if name == "task.failed" and _run.get() is not None:
         return None
     if name is not None and not event.get("exception"):
-        event["fingerprint"] = ["delaytasks", name]
+        event["fingerprint"] = ["delaytasks", name, getattr(record, "event_tag", "")]
     return event
 
 

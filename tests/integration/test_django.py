@@ -427,10 +427,9 @@ def orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DjangoDe
     for name in ("orders", "archive"):
         django_settings.add_database(name, f"sqlite:///{tmp_path / name}.sqlite3")
     made = DjangoDelays(django_settings.new_celery_app(), "orders")
-    from delaytasks.contrib.django import checks as tables
-    from delaytasks.contrib.django import models
+    from delaytasks.contrib.django import apps, models
 
-    for module in (tables, models):
+    for module in (apps, models):
         monkeypatch.setattr(module, "project_delays", lambda: made)
     yield made
     made.close()

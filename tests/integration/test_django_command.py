@@ -20,7 +20,7 @@ from sqlalchemy import text
 
 from delaytasks import Status
 from delaytasks.cli.main import main
-from delaytasks.contrib.django import checks
+from delaytasks.contrib.django import apps as checks
 from delaytasks.contrib.django.instance import DjangoDelays
 from delaytasks.contrib.django.management.commands import delays as command
 from delaytasks.db import migrations

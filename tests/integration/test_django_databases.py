@@ -58,7 +58,7 @@ SHOP = {"NAME": "shop", "HOST": "db"}
          "+pymysql://db/shop?ssl_ca=%2Fca.pem&ssl_check_hostname=false"),
         ("sqlite", {"NAME": "/srv/shop.sqlite3"}, ":////srv/shop.sqlite3"),
         ("sqlite", {"NAME": "file:memorydb_default?mode=memory&cache=shared"},
-         ":///file%3Amemorydb_default?cache=shared&mode=memory&uri=true"),
+         ":///file:memorydb_default?mode=memory&cache=shared&uri=true"),
     ],
 )  # fmt: skip
 def test_the_url_has_djangos_settings(vendor: str, settings: dict[str, Any], url: str) -> None:

@@ -298,30 +298,13 @@ def test_an_in_memory_database_is_enough_for_tests_of_views() -> None:
         project.db.session.commit()
 
 
-@pytest.mark.parametrize(
-    ("uri", "url"),
-    [
-        ("postgresql://me:p%40ss@db/shop", "postgresql+psycopg2://me:p%40ss@db/shop"),
-        *(
-            [each] * 2
-            for each in ("postgresql+psycopg://db/shop?sslmode=require", "sqlite:////srv/a")
-        ),
-    ],
-)
-def test_the_url_of_flask_sqlalchemy_is_used_from_its_configuration(uri: str, url: str) -> None:
-    app = Flask("shop")
-    app.config["SQLALCHEMY_DATABASE_URI"] = uri
-    delays = FlaskDelays(app, celery_app=Celery(broker="memory://", set_as_current=False))
-    assert runtime_of(delays).store.database.url.render_as_string(hide_password=False) == url
-
-
 def test_a_relative_sqlite_path_is_resolved_as_by_flask_sqlalchemy(tmp_path: Path) -> None:
     db, delays = SQLAlchemy(), FlaskDelays()
     app = Flask("shop", instance_path=str(tmp_path))
     app.config |= {"SQLALCHEMY_DATABASE_URI": "sqlite:///shop.sqlite3"}
     app.config["CELERY"] = {"broker_url": "memory://"}
     with pytest.raises(e.ConfigError, match=r"db\.init_app\(app\) before"):
-        delays.init_app(app)
+        delays.init_app(app)  # else the tasks would be in another database
     db.init_app(app)
     delays.init_app(app)
     assert runtime_of(delays).store.database.url.database == str(tmp_path / "shop.sqlite3")

@@ -3,7 +3,6 @@ commit."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import datetime
@@ -151,6 +150,7 @@ _DRIVER_NAMES = {"MySQLdb": "mysqldb", "sqlite3": "pysqlite", "sqlite3.dbapi2": 
 # -- Makes the SQLAlchemy URL of a Django database, by which workers reach its tables -------------
 
 
+_DRIVERS = {"postgresql": "postgresql+psycopg2", "mysql": "mysql+pymysql", "sqlite": "sqlite"}
 #: Options of Django and of psycopg 3 that psycopg2 does not know.
 _NOT_LIBPQ = frozenset(
     "assume_role context cursor_factory isolation_level pool prepare_threshold row_factory "
@@ -161,85 +161,48 @@ _MYSQL_OPTIONS = frozenset(
     "connect_timeout init_command read_default_file read_default_group read_timeout sql_mode "
     "unix_socket write_timeout".split()
 )
-#: Django's options of TLS, which the drivers know with the prefix `ssl_`.
-_TLS_OPTIONS = ("ca", "capath", "cert", "key", "cipher")
-#: For each `ssl_mode` that requires TLS, whether the server name is checked.
-_TLS_MODES = {"REQUIRED": "false", "VERIFY_CA": "false", "VERIFY_IDENTITY": "true"}
 
 
 def database_url(vendor: str, database: Mapping[str, Any]) -> str:
     """Return the URL of an entry of settings.DATABASES (`settings_dict` of a connection)."""
-    try:
-        make = _BY_VENDOR[vendor]
-    except KeyError:
+    name, options = str(database.get("NAME") or ""), database.get("OPTIONS") or {}
+    if vendor not in _DRIVERS:
         raise ConfigError(
             f"settings.DATABASES: delaytasks cannot use a {vendor!r} database (only "
-            f"{', '.join(_BY_VENDOR)}); name another alias in settings.DELAYTASKS['database']"
-        ) from None
-    return make(database).render_as_string(hide_password=False)
-
-
-def _postgresql(database: Mapping[str, Any]) -> URL:
-    options = database.get("OPTIONS") or {}
-    query = {
-        name: str(value)
-        for name, value in options.items()
-        if name not in _NOT_LIBPQ and isinstance(value, (str, int, os.PathLike))
-    }
-    role = options.get("assume_role")
-    if role:
-        escaped = str(role).replace(" ", r"\ ")
-        query["options"] = f"{query.get('options', '')} -c role={escaped}".strip()
-    host, port = str(database.get("HOST") or ""), str(database.get("PORT") or "")
-    # A socket's folder, or several hosts.
-    if "/" in host or "," in host or host.startswith("@") or not (port or "0").isdigit():
-        query |= {"host": host} | ({"port": port} if port else {})
-        host = port = ""
-    return _url("postgresql+psycopg2", database, host, port, query)
-
-
-def _mysql(database: Mapping[str, Any]) -> URL:
-    options = database.get("OPTIONS") or {}
-    query = {name: str(value) for name, value in options.items() if name in _MYSQL_OPTIONS}
-    tls = options.get("ssl") or {}
-    query |= {f"ssl_{name}": str(tls[name]) for name in _TLS_OPTIONS if tls.get(name)}
-    mode = str(options.get("ssl_mode", "")).upper()
-    if mode in _TLS_MODES:
-        query["ssl_check_hostname"] = _TLS_MODES[mode]
-    host = str(database.get("HOST") or "")
-    if host.startswith("/"):
-        query["unix_socket"], host = host, ""
-    host = host or ("localhost" if "read_default_file" not in query else "")
-    return _url("mysql+pymysql", database, host, str(database.get("PORT") or ""), query)
-
-
-def _sqlite(database: Mapping[str, Any]) -> URL:
-    name = str(database["NAME"])
+            f"{', '.join(_DRIVERS)}); name another alias in settings.DELAYTASKS['database']"
+        )
     # Django's test databases in memory are named like this; any other name is a file.
-    if name.startswith("file:"):
-        return make_url(f"sqlite:///{name}{'&' if '?' in name else '?'}uri=true")
-    return URL.create("sqlite", database=name)
-
-
-_BY_VENDOR: dict[str, Callable[[Mapping[str, Any]], URL]] = {
-    "postgresql": _postgresql,
-    "mysql": _mysql,
-    "sqlite": _sqlite,
-}
-
-
-def _url(
-    driver: str, database: Mapping[str, Any], host: str, port: str, query: Mapping[str, str]
-) -> URL:
-    return URL.create(
-        driver,
+    if vendor == "sqlite" and name.startswith("file:"):
+        return f"sqlite:///{name}{'&' if '?' in name else '?'}uri=true"
+    host, port = str(database.get("HOST") or ""), str(database.get("PORT") or "")
+    query = {}
+    if vendor == "postgresql":
+        query = {each: str(value) for each, value in options.items() if each not in _NOT_LIBPQ}
+        if role := options.get("assume_role"):
+            role = str(role).replace(" ", r"\ ")
+            query["options"] = f"{query.get('options', '')} -c role={role}".strip()
+        if host.startswith(("/", "@")) or "," in host + port:  # a socket, or several hosts
+            query |= {"host": host} | ({"port": port} if port else {})
+            host = port = ""
+    elif vendor == "mysql":
+        query = {each: str(value) for each, value in options.items() if each in _MYSQL_OPTIONS}
+        query |= {f"ssl_{each}": str(path) for each, path in (options.get("ssl") or {}).items()}
+        mode = str(options.get("ssl_mode", "")).upper()
+        if mode in ("REQUIRED", "VERIFY_CA", "VERIFY_IDENTITY"):
+            query["ssl_check_hostname"] = str(mode == "VERIFY_IDENTITY").lower()
+        if host.startswith("/"):
+            query["unix_socket"], host = host, ""
+        host = host or ("" if "read_default_file" in query else "localhost")
+    url = URL.create(
+        _DRIVERS[vendor],
         username=str(database.get("USER") or "") or None,
         password=str(database.get("PASSWORD") or "") or None,
         host=host or None,
         port=int(port) if port else None,
-        database=str(database.get("NAME") or "") or None,
+        database=name or None,
         query=query,
     )
+    return url.render_as_string(hide_password=False)
 
 
 # -- Runs all statements of delaytasks on a connection of Django's, for tests ---------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from django.db import migrations
 from django.db.migrations.state import ModelState
 
-from delaytasks.contrib.django import checks as tables
+from delaytasks.contrib.django.apps import downgrade, upgrade
 from delaytasks.contrib.django.models import DelayTaskRow
 
 _ROW = ModelState.from_model(DelayTaskRow)
@@ -17,6 +17,6 @@ class Migration(migrations.Migration):
     atomic = False
     dependencies: list[tuple[str, str]] = []
     operations = [
-        migrations.RunPython(tables.upgrade, tables.downgrade, elidable=False),
+        migrations.RunPython(upgrade, downgrade, elidable=False),
         migrations.CreateModel(_ROW.name, list(_ROW.fields.items()), _ROW.options),
     ]
