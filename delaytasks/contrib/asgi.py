@@ -1,42 +1,125 @@
-"""Serves a WSGI application, such as the console or the HTTP API, in an ASGI application.
+"""Integrates with ASGI applications: FastAPI, Starlette, Litestar, Quart and others.
 
-See docs/other-frameworks.md.
+A lifespan opens and closes a `DelayTasks`, a dependency of FastAPI is the transaction of a request,
+and `mount` serves the console or the HTTP API. See docs/fastapi.md and docs/other-frameworks.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
-from a2wsgi import WSGIMiddleware
+from delaytasks.client import DelayTasks
+from delaytasks.runtime import runtime_of
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
+
+Lifespan = Callable[[Any], AbstractAsyncContextManager[Any]]
 
 
-def mount(app: Any, path: str, wsgi: Any) -> Any:
-    """Return an ASGI application that serves `wsgi` below a path, and `app` everywhere else.
-
-    FastAPI and Starlette applications use `mount` of `delaytasks.contrib.fastapi` instead.
+def delays_lifespan(delays: DelayTasks, lifespan: Lifespan | None = None) -> Lifespan:
+    """Return a lifespan that opens `delays` when the application starts, and closes it at the end.
 
     Parameters
     ----------
-    app
-        The ASGI application of the framework.
-    path
-        The path, such as `/delays`.
-    wsgi
-        The result of `make_console` or `make_api`, or another WSGI application. Its requests are
-        served by 10 threads. The function that names a viewer of the console receives the scope.
+    delays
+        The `DelayTasks` of the application.
+    lifespan
+        The lifespan of the application itself. It begins after `delays` is open and ends before
+        `delays` is closed.
 
     Returns
     -------
     callable
-        The application that the ASGI server serves.
+        The argument `lifespan` of `FastAPI` or `Starlette`. A wrong setting raises `ConfigError`
+        at the start instead of in the first request.
 
     Examples
     --------
-    >>> server_app = mount(app, "/delays", make_api(delays, keys))
+    >>> app = FastAPI(lifespan=delays_lifespan(delays))
     """
-    mounted = asgi_of(wsgi, lambda scope: scope)
+
+    @asynccontextmanager
+    async def opened(app: Any) -> AsyncIterator[Any]:
+        runtime_of(delays)
+        try:
+            async with nullcontext() if lifespan is None else lifespan(app) as state:
+                yield state
+        finally:
+            await delays.aclose()
+
+    return opened
+
+
+def request_transaction(sessions: async_sessionmaker[AsyncSession]) -> Any:
+    """Return a FastAPI dependency: an `AsyncSession` whose transaction ends with the function.
+
+    The transaction is committed when the path operation function has returned, before the
+    response is sent. If the function raises, also an `HTTPException`, it is rolled back.
+
+    Parameters
+    ----------
+    sessions
+        Makes the sessions.
+
+    Returns
+    -------
+    fastapi.params.Depends
+        The dependency.
+
+    Examples
+    --------
+    >>> Transaction = Annotated[AsyncSession, request_transaction(async_sessionmaker(engine))]
+    >>> @app.post("/orders/{id}")
+    ... async def create_order(id: int, session: Transaction):
+    ...     await delays.aschedule_delay("order.close", {"order": id}, 1800, session=session)
+    """
+    # Imported here: other applications do not need FastAPI.
+    from fastapi import Depends
+
+    # With the scope "request", which is the default, the commit would follow the response, and its
+    # failure would be lost.
+    async def transaction() -> AsyncIterator[Any]:
+        async with sessions.begin() as session:
+            yield session
+
+    return Depends(transaction, scope="function")
+
+
+def mount(app: Any, path: str, wsgi: Any) -> Any:
+    """Serve the console or the HTTP API below a path of an ASGI application.
+
+    Parameters
+    ----------
+    app
+        The application of the framework.
+    path
+        The path, such as `/delays`.
+    wsgi
+        The result of `make_console` or `make_api`, or another WSGI application. Its requests are
+        served by 10 threads. The function that names a viewer of the console runs in one of them.
+        With FastAPI and Starlette it receives the `Request`, whose `session` and `user` are those
+        of the application's middleware, and otherwise the scope.
+
+    Returns
+    -------
+    callable
+        The application for the server. With FastAPI and Starlette it is `app` itself.
+
+    Examples
+    --------
+    >>> mount(app, "/delays", make_console(delays, viewer, secret_key=settings.secret_key))
+    >>> server_app = mount(litestar_app, "/delays", make_api(delays, keys))
+    """
+    if hasattr(app, "mount"):
+        # Imported here: other applications do not need Starlette.
+        from starlette.requests import Request
+
+        app.mount(path, _asgi_of(wsgi, Request))
+        return app
+    mounted = _asgi_of(wsgi, lambda scope: scope)
 
     async def served(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
@@ -49,15 +132,11 @@ def mount(app: Any, path: str, wsgi: Any) -> Any:
     return served
 
 
-def asgi_of(wsgi: Any, request_of: Callable[[Any], Any]) -> Any:
-    """Return the ASGI application of a WSGI application.
+def _asgi_of(wsgi: Any, request_of: Callable[[Any], Any]) -> Any:
+    """Return the ASGI application of a WSGI application; `request_of` gets the scope."""
+    # Imported here: applications that mount nothing need neither a2wsgi nor Werkzeug.
+    from a2wsgi import WSGIMiddleware
 
-    Parameters
-    ----------
-    request_of
-        Returns the request of the framework for an ASGI scope.
-    """
-    # Imported here: the module needs Werkzeug, which the WSGI application has.
     from delaytasks.console.viewers import HOST_REQUEST
 
     def adapted(environ: Any, start_response: Any) -> Any:

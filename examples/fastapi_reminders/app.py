@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_asyn
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from delaytasks import DelayTasks, InvalidInputError
-from delaytasks.contrib.fastapi import delays_lifespan, request_transaction
+from delaytasks.contrib.asgi import delays_lifespan, request_transaction
 
 logger = logging.getLogger(__name__)
 DATABASE_URL = os.environ["DELAYTASKS_DATABASE_URL"]

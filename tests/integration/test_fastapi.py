@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 from starlette.applications import Starlette
 
 from delaytasks import ConfigError, DelayTasks
-from delaytasks.contrib.fastapi import delays_lifespan, request_transaction
+from delaytasks.contrib.asgi import delays_lifespan, request_transaction
 from delaytasks.db.store import Store
 from delaytasks.runtime import runtime_of
 from tests.world.recording import delays_on, engine_at, run

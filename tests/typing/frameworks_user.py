@@ -16,9 +16,9 @@ from delaytasks import DelayedTask, DelayTasks
 from delaytasks.callbacks import Received, verify, webhook
 from delaytasks.console.application import make_console
 from delaytasks.console.viewers import Role, UserFile, Viewer
-from delaytasks.contrib import asgi, fastapi
+from delaytasks.contrib import asgi
 from delaytasks.contrib import flask as flask_mounts
-from delaytasks.contrib.fastapi import delays_lifespan
+from delaytasks.contrib.asgi import delays_lifespan
 from delaytasks.contrib.flask import FlaskDelays
 from delaytasks.http_api.api_keys import ApiKeyFile, ApiKeys, new_entry
 from delaytasks.http_api.routes import make_api
@@ -34,12 +34,11 @@ def viewer(request: object) -> Viewer | None:
 
 
 console = make_console(delays, viewer, secret_key="secret")
-alone = make_console(delays, UserFile(Path("console-users.json")))
+make_console(delays, UserFile(Path("console-users.json")))
 key, entry = new_entry(["read"])
 api = make_api(delays, ApiKeys({"shop": entry}))
 flask_mounts.mount(app, "/delays", console)
-fastapi.mount(web, "/delays", make_api(delays, ApiKeyFile(Path("api-keys.json"))))
-server_app = asgi.mount(web, "/console", alone)
+server_app = asgi.mount(web, "/delays", make_api(delays, ApiKeyFile(Path("api-keys.json"))))
 
 
 @app.post("/closed")

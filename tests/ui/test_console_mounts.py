@@ -27,7 +27,7 @@ from delaytasks.cli.main import main
 from delaytasks.cli.servers import Place, make_server
 from delaytasks.console.application import make_console, standalone
 from delaytasks.console.viewers import FIRST_USER, Role, Viewer
-from delaytasks.contrib import fastapi as fastapi_mounts
+from delaytasks.contrib import asgi
 from delaytasks.contrib import flask as flask_mounts
 from delaytasks.settings import Address
 from tests.integration.django_settings import configured
@@ -148,7 +148,7 @@ def test_in_fastapi_a_function_of_the_request_names_the_viewer(delays: DelayTask
 
     people = ["ann"]
     console = make_console(delays, viewer, secret_key=SECRET)
-    fastapi_mounts.mount(app, "/delays", console)
+    asgi.mount(app, "/delays", console)
     app.add_middleware(SessionMiddleware, secret_key=SECRET)
     client = AsgiClient(app)
     check_console(client, delays, lambda answer: answer.text)

@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from flask import Flask
 
 from delaytasks.cli.main import main
-from delaytasks.contrib import fastapi as fastapi_mounts
+from delaytasks.contrib import asgi
 from delaytasks.contrib import flask as flask_mounts
 from delaytasks.http_api.api_keys import ApiKeyFile
 from tests.integration.django_settings import configured
@@ -47,14 +47,6 @@ def in_flask(site: ApiSite) -> Iterator[Post]:
 
 
 @contextmanager
-def in_django_with_wsgi(site: ApiSite) -> Iterator[Post]:
-    with django_urls(site):
-        from django.core.handlers.wsgi import WSGIHandler
-
-        yield wsgi_post(WSGIHandler(), site)
-
-
-@contextmanager
 def in_django_with_asgi(site: ApiSite) -> Iterator[Post]:
     with django_urls(site):
         from django.core.handlers.asgi import ASGIHandler
@@ -65,15 +57,8 @@ def in_django_with_asgi(site: ApiSite) -> Iterator[Post]:
 @contextmanager
 def in_fastapi(site: ApiSite) -> Iterator[Post]:
     app = fastapi.FastAPI()
-    fastapi_mounts.mount(app, "/delays", site.app)
+    asgi.mount(app, "/delays", site.app)
     yield asgi_post(app, site)
-
-
-@contextmanager
-def by_itself(site: ApiSite) -> Iterator[Post]:
-    headers = headers_of(site)
-    with served(site.app) as url:
-        yield lambda content: httpx.post(f"{url}/v1/tasks", content=content, headers=headers)
 
 
 def wsgi_post(app: Any, site: ApiSite) -> Post:
@@ -117,7 +102,7 @@ def django_urls(site: ApiSite) -> Iterator[None]:
             yield
 
 
-MOUNTS = [in_flask, in_django_with_wsgi, in_django_with_asgi, in_fastapi, by_itself]
+MOUNTS = [in_flask, in_django_with_asgi, in_fastapi]
 Mount = Callable[[ApiSite], AbstractContextManager[Post]]
 
 
@@ -130,7 +115,7 @@ def in_chunks(document: Any, size: int) -> Iterator[bytes]:
 @pytest.mark.parametrize("mount", MOUNTS)
 def test_a_mounted_request_has_the_size_limit_of_the_api(file_site: ApiSite, mount: Mount) -> None:
     """Servers that do not read chunks refuse them. Django asks for no CSRF token."""
-    reads_chunks = mount not in (in_flask, in_django_with_wsgi)
+    reads_chunks = mount is not in_flask
     with mount(file_site) as post:
         for mib, status in ((3, 200), (5, 413)):
             answer = post(json.dumps(NEW).ljust(mib * 2**20).encode())
