@@ -8,7 +8,6 @@ from typing import Any
 
 from django.apps import AppConfig
 from django.core.checks import CheckMessage, Error, Tags, Warning, register
-from django.db import connections
 
 from delaytasks.celery import set_project_delays
 from delaytasks.contrib.django.django_connection import MIGRATE_REMEDY, source_at
@@ -33,7 +32,6 @@ class DelayTasksConfig(AppConfig):
     def ready(self) -> None:
         project_delays().import_processors()
         register(check_settings, "delaytasks")
-        register(check_production, "delaytasks", deploy=True)
         # `check --database` and `migrate` run those with this tag.
         register(check_database, Tags.database, "delaytasks")
 
@@ -62,21 +60,6 @@ def check_settings(**_: Any) -> list[CheckMessage]:
             )
         )
     return found
-
-
-def check_production(**_: Any) -> list[CheckMessage]:
-    """Check what is right in development and wrong in production."""
-    alias = project_delays().alias
-    if connections[alias].vendor != "sqlite":
-        return []
-    return [
-        Warning(
-            f"The tasks are in the SQLite database {alias!r}: all workers have to run on this "
-            "machine, and only one process writes at a time.",
-            "Use PostgreSQL or MySQL, or name another alias in settings.DELAYTASKS['database'].",
-            id="delaytasks.W002",
-        )
-    ]
 
 
 def check_database(databases: Iterable[str] | None = None, **_: Any) -> list[CheckMessage]:
