@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from celery import Celery, _state, group
+from celery import Celery, Task, _state, group, signature, uuid
 from celery.exceptions import Retry
 from celery.signals import after_task_publish, before_task_publish
 from kombu import Connection, Exchange, Queue
@@ -21,6 +22,7 @@ from sqlalchemy.orm import Session
 import delaytasks as e
 from delaytasks import DelayedTask, DelayTasks, Status
 from tests.conftest import closing_all
+from tests.doc_pages import ROOT
 from tests.refusals import invalid
 from tests.world import MonkeyPatch, World
 from tests.world.recording import new_key, record, refusing, run_now
@@ -98,23 +100,73 @@ def test_a_wait_for_a_row_in_vain_names_the_result_of_the_celery_task(office: Of
         office.delays.result(office.rows()[0], timeout=0)
 
 
+#: It does not take the result of the task to which it is linked.
+LINKED = signature("durable.add", (1, 2), immutable=True)
+#: Stand for the connection and the producer of the app, and for its default queue.
+OWN, QUEUE = "of the app's broker", "the default queue"
+#: Options that are tested one by one, and those that belong together.
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"time_limit": 50, "soft_time_limit": 40},
+    {"serializer": "pickle", "compression": "bzip2"},
+    {"retry": True, "retry_policy": {"max_retries": 1}},
+    {"stamped_headers": ["tenant"], "tenant": "acme"},
+    {"exchange": QUEUE, "routing_key": QUEUE},
+    {"group_id": "g", "group_index": 2},
+    {"link": [LINKED, LINKED]},
+    {"expires": datetime(2040, 1, 1, tzinfo=timezone.utc)},
+    *(
+        {name: value}
+        for name, value in {
+            "connection": OWN, "producer": OWN, "publisher": OWN, "expires": 600,
+            "headers": {"tenant": "acme", "size": 7}, "priority": 3, "serializer": "yaml",
+            "compression": "zlib", "shadow": "durable.other", "timeout": 5, "confirm_timeout": 5,
+            "link": LINKED, "link_error": LINKED, "delivery_mode": 1, "add_to_parent": False,
+            "reply_to": "somewhere", "queue": QUEUE, "root_id": "r", "parent_id": "p",
+            "ignore_result": False, "retries": 2, "expiration": 60, "message_id": "m",
+        }.items()
+    ),
+]  # fmt: skip
+
+
 def test_the_published_message_is_the_one_that_celery_would_have_sent(office: Office) -> None:
-    options = {"headers": {"tenant": "acme"}, "priority": 4, "shadow": "other", "expires": 600}
-    result = office.remind.apply_async((7,), {"word": "é"}, countdown=90, **options)
-    assert office.publish().status is Status.DONE
-    office.remind.apply_async((7,), {"word": "é"}, **options, task_id=result.id)
+    values: dict[Any, Any] = {QUEUE: office.queue}
+    for options in OPTIONS:
+        with office.app.connection_for_write() as connection:
+            producer = office.app.amqp.Producer(connection)
+            values[OWN] = connection if "connection" in options else producer
+            call = {
+                name: values.get(value, value) if isinstance(value, str) else value
+                for name, value in options.items()
+            }
+            call |= {"args": (7,), "kwargs": {"word": "é"}, "task_id": uuid()}
+            office.remind.apply_async(**call, countdown=90)
+            [row] = [row for row in office.rows() if row.key == call["task_id"]]
+            assert run_now(office.delays, row).status is Status.DONE, options
+            office.remind.apply_async(**call)
+        ours, bare = office.published()
+        for message in (ours, bare):
+            message.headers.pop("expires")  # from the call, which was a moment later
+            if "expires" in options:
+                assert int(message.properties.pop("expiration")) > 590_000
+            message.properties.pop("delivery_tag")
+        assert ours.body == bare.body, options
+        assert ours.headers == bare.headers, options
+        assert ours.properties == bare.properties, options
+        assert ours.content_type == bare.content_type, options
 
-    ours, bare = office.published()
 
-    assert ours.payload == bare.payload
-    ours.headers.pop("expires")
-    bare.headers.pop("expires")
-    assert ours.headers == bare.headers
-    for name in ("content_type", "content_encoding"):
-        assert getattr(ours, name) == getattr(bare, name)
-    for name in ("correlation_id", "reply_to", "delivery_mode", "priority"):
-        assert ours.properties[name] == bare.properties[name]
-    assert 0 < int(ours.properties["expiration"]) <= 600_000
+def test_each_option_of_the_documentation_is_called() -> None:
+    """An eta and an id have tests of their own."""
+    called = {name for options in OPTIONS for name in options}
+    called |= {"args", "kwargs", "countdown", "eta", "task_id"}
+    documented = re.findall(r"^ +(\w+) \(.+?\): ", Task.apply_async.__doc__ or "", re.MULTILINE)
+    page = (ROOT / "docs" / "durable-eta.md").read_text()
+    table = page.partition("| option of `apply_async` |")[2].partition("\n\n")[0]
+    listed = re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.+?) \|", table, re.MULTILINE)))
+    assert len(documented) > 20
+    assert len(listed) > 30
+    assert not {*documented, *listed} - called
 
 
 def test_the_time_that_the_broker_keeps_a_message_ends_as_the_task_expires(office: Office) -> None:

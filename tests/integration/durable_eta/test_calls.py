@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from celery import chain, chord, group, signature
 from celery.exceptions import TaskRevokedError
 
 from delaytasks import Status
-from tests.integration.durable_eta.conftest import Shop, in_each_combination
+from tests.integration.durable_eta.conftest import Shop, begin, end, in_each_combination
 from tests.waiting import wait_until
 
 pytestmark = [
@@ -183,4 +184,20 @@ def test_a_task_that_expires_before_it_is_due_is_revoked_by_the_worker(project: 
         result.get(timeout=WAIT_S)
 
 
-# -- operate -----------------------------------------------------------------------------------
+# -- result backends and queues of RabbitMQ that work differently ---------------------------------
+
+QUORUM = {"task_default_queue_type": "quorum", "task_default_exchange_type": "topic"}
+
+
+@pytest.mark.parametrize("conf", [{"result_backend": "rpc://"}, QUORUM], ids=["rpc", "quorum"])
+def test_a_durable_task_runs_and_has_a_result(
+    tmp_path: Path, postgresql_url: str, rabbitmq_url: str, redis_url: str, conf: dict[str, object]
+) -> None:
+    project = begin(tmp_path, postgresql_url, rabbitmq_url, redis_url, **conf)
+    try:
+        project.start_worker()
+        result = project.task("add").apply_async((1, 2), countdown=0.5)
+        assert result.get(timeout=WAIT_S) == 3
+        assert [row.key for row in project.rows("add")] == [result.id]
+    finally:
+        end(project)
