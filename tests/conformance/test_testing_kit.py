@@ -21,7 +21,7 @@ from sqlalchemy.orm import Session, scoped_session, sessionmaker
 from sqlalchemy.pool import StaticPool
 
 import delaytasks as e
-from delaytasks import Cancel, DelayTasks, Fail, Status
+from delaytasks import Cancel, DelayTasks, Fail
 from delaytasks.testing import DelaysTester, create_tables
 from tests.conformance.test_transactions import own_engine
 from tests.refusals import invalid
@@ -119,14 +119,6 @@ def test_the_most_similar_task_comes_first(shop: Shop, tester: DelaysTester) -> 
     assert text.index("key='2' body={'order': 2}") < text.index("key='1' body={'order': 1}")
 
 
-def test_the_message_says_that_other_tags_wait_or_nothing(shop: Shop, tester: DelaysTester) -> None:
-    with pytest.raises(AssertionError, match="0 tasks are waiting"):
-        tester.assert_scheduled("order.close")
-    shop.delays.schedule_delay("order.pay", 1, 60)
-    with pytest.raises(AssertionError, match=r"; 1 task is waiting\n.*pay.*\n.*tag: expected"):
-        tester.assert_scheduled("order.close")
-
-
 def test_a_task_that_should_not_wait_is_shown(shop: Shop, tester: DelaysTester) -> None:
     tester.assert_not_scheduled("order.close")
     shop.delays.schedule_delay("order.close", {"order": 7}, 60, key="7")
@@ -196,18 +188,6 @@ def test_a_library_sets_the_time_and_moves_it(shop: Shop, freeze: Any) -> None:
         assert seen == [tester.now] == [NEW_YEAR + timedelta(hours=2)]
 
 
-@pytest.mark.parametrize("at", [NEW_YEAR, NEW_YEAR - timedelta(days=4000)], ids=["next", "past"])
-def test_a_test_may_set_the_time_by_freezegun(shop: Shop, at: datetime) -> None:
-    with DelaysTester(shop.delays) as tester:
-        with freeze_time(at):
-            shop.delays.schedule_delay("order.close", 1, "1h")
-        with freeze_time(at + timedelta(hours=1)):
-            tester.run_due()
-            shop.delays.schedule_delay("order.close", 2, "3000d")
-            tester.fast_forward("3000d")  # from the past into the future
-    assert shop.noted == [1, 2]
-
-
 def test_live_tasks_of_before_are_refused(tmp_path: Path) -> None:
     """They are those of a running application, whose tasks a test must not run."""
     shop = Shop(f"sqlite:///{tmp_path}/shop.sqlite3")
@@ -258,15 +238,6 @@ def test_clear_deletes_what_other_tests_have_committed(shop: Shop, tester: Delay
 # A tester runs tasks in the order of their due times
 
 
-def test_run_due_runs_due_tasks_only(shop: Shop, tester: DelaysTester) -> None:
-    shop.delays.schedule_delay("order.close", 1, 0)
-    later = shop.delays.schedule_delay("order.close", 2, 60)
-    [run] = tester.run_due()
-    assert (shop.noted, run.outcome, run.error) == ([1], "succeed", None)
-    assert [task.id for task in tester.scheduled()] == [later.id]
-    assert shop.delays.get(run.task.id).status is Status.DONE
-
-
 def test_fast_forward_runs_all_at_due_times_in_order(shop: Shop, tester: DelaysTester) -> None:
     began = tester.now
     for minutes in (20, 5, 40, 10):
@@ -312,13 +283,6 @@ def test_an_error_is_raised_if_the_retry_is_still_to_come(shop: Shop, tester: De
     with pytest.raises(ValueError, match="no money"):
         tester.run_due()
     tester.assert_scheduled("order.pay", within="1m")
-
-
-def test_an_error_is_not_raised_if_the_test_says_so(shop: Shop, tester: DelaysTester) -> None:
-    shop.errors = [ValueError("no money")]
-    shop.delays.schedule_delay("order.bill", 1, 0)
-    [run] = tester.run_due(raises=False)
-    assert (run.outcome, type(run.error)) == ("fail", ValueError)
 
 
 def test_outcomes_are_no_errors(shop: Shop, tester: DelaysTester) -> None:
@@ -556,15 +520,6 @@ def test_coroutines_run_in_the_loop_of_a_test(shop: Shop, world: World, database
         assert count(world) == 0
 
     run(go())
-
-
-def test_an_async_test_may_commit(shop: Shop, tester: DelaysTester) -> None:
-    async def go() -> None:
-        await shop.delays.aschedule_delay("order.mail", 7, 60)
-        await tester.afast_forward("1m")
-
-    run(go())
-    assert shop.noted == [("mail", 7)]
 
 
 # -- other binds ----------------------------------------------------------------------------------

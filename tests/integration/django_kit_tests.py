@@ -7,10 +7,10 @@ from datetime import timedelta
 from unittest import mock
 
 from django.db import IntegrityError, connection
-from django.test import TestCase, TransactionTestCase, override_settings
+from django.test import TestCase, override_settings
 from orders.models import Order  # type: ignore[import-not-found]
 
-from delaytasks import ConfigError, aschedule_delay, current_delays, processor, schedule_delay
+from delaytasks import ConfigError, aschedule_delay, processor, schedule_delay
 from delaytasks.contrib.django.models import DelayTaskRow
 from delaytasks.testing import DelaysTester
 
@@ -76,25 +76,6 @@ class TestCaseTest(TestCase):
             assert len(tester.scheduled("order.close")) == 1
         assert not run_checks.called
 
-    def test_limits_apply(self) -> None:
-        current_delays().policies.set(tag="order.close", concurrency=1)
-        orders = [Order.objects.create(item="a hat") for _ in range(3)]
-        for order in orders:
-            schedule_delay("order.close", {"order": order.pk}, 0)
-        self.delays.run_due()
-        assert Order.objects.filter(status="closed").count() == 3
-
-    def test_keys_retries_and_many_rows_work(self) -> None:
-        orders = [Order.objects.create(item="a hat") for _ in range(3)]
-        current_delays().schedule_many(("order.close", {"order": order.pk}, 60) for order in orders)
-        schedule_delay("order.close", {"order": 0}, 60, key="a")
-        schedule_delay("order.close", {"order": 0}, 30, key="a", on_conflict="replace")
-        schedule_delay("order.name", {"order": orders[0].pk}, 0, retries="1m 1m")
-        runs = self.delays.fast_forward("10m", raises=False)
-        outcomes = [run.outcome for run in runs if run.task.tag == "order.name"]
-        assert outcomes == ["schedule_retry", "schedule_retry", "fail"]
-        assert Order.objects.filter(status="closed").count() == 3
-
     async def test_an_asynchronous_test_awaits_the_kit(self) -> None:
         order = await Order.objects.acreate(item="a hat")
         await aschedule_delay("order.aname", {"order": order.pk}, 60)
@@ -102,22 +83,3 @@ class TestCaseTest(TestCase):
         await self.delays.afast_forward("1m")
         await order.arefresh_from_db()
         assert order.item == "by a coroutine"
-
-
-class TransactionTestCaseTest(TransactionTestCase):
-    def setUp(self) -> None:
-        self.delays = DelaysTester().start()
-        self.addCleanup(self.delays.stop)
-        self.delays.clear()
-
-    def test_tasks_are_committed(self) -> None:
-        order = Order.objects.create(item="a hat")
-        schedule_delay("order.close", {"order": order.pk}, 60)
-        schedule_delay("order.name", {"order": order.pk}, 120)
-        assert not connection.in_atomic_block
-        with self.assertRaises(IntegrityError):
-            self.delays.fast_forward("2m")
-        assert Order.objects.get(pk=order.pk).status == "closed"
-
-    def test_clear_has_deleted_the_tasks(self) -> None:
-        assert self.delays.scheduled(status=["NOT_COMPLETE", "DONE", "FAILED"]) == []

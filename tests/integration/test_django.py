@@ -7,7 +7,6 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,10 @@ from django.core.exceptions import SynchronousOnlyOperation
 from django.core.management import call_command
 from django.db import connections, transaction
 from django.test.utils import CaptureQueriesContext, override_settings
-from sqlalchemy import literal_column
 
 import delaytasks as e
 from delaytasks import DelayedTask, Status
-from delaytasks.contrib.django import instance
-from delaytasks.contrib.django.django_connection import DjangoConnection, DjangoTransaction
+from delaytasks.contrib.django.django_connection import DjangoConnection
 from delaytasks.contrib.django.instance import DjangoDelays, project_delays
 from delaytasks.model.body import key_name
 from delaytasks.model.filters import Filter
@@ -261,16 +258,6 @@ def test_the_model_has_the_columns_of_the_table(delays: DjangoDelays) -> None:
     assert [field.column for field in DelayTaskRow._meta.concrete_fields] == columns
 
 
-def test_a_taken_id_among_many_leaves_the_transaction_usable(delays: DjangoDelays) -> None:
-    with transaction.atomic(delays.alias):
-        task = delays.schedule_delay("order.close", 1, 60)
-        other, unit = replace(task, body_json="2"), DjangoTransaction(delays.alias)
-        assert not runtime_of(delays).store.tasks.new.insert_many([other], unit.connection)
-        assert not runtime_of(delays).store.tasks.new.insert(other, unit.connection)
-        assert delays.schedule_delay("order.close", 1, 60, id=task.id).id == task.id
-    assert [found.id for found in rows(delays)] == [task.id]
-
-
 # -- keys and status changes ---------------------------------------------------------------------
 
 
@@ -353,22 +340,6 @@ def test_the_error_about_missing_tables_names_the_command_that_creates_them(alia
             runtime_of(delays).checks.check_ready()  # as a worker does at its start
     finally:
         delays.close()
-
-
-def test_a_failed_time_measurement_raises_the_same_error_as_other_statements(
-    delays: DjangoDelays, armed: list[Entry], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(instance, "db_now", lambda: literal_column("no_such_column"))
-        patch.setattr(runtime_of(delays).clock, "_base", None)
-        with pytest.raises(e.StoreError, match="no_such_column"):
-            delays.schedule_delay("order.close", 1, 1)
-        refused = pytest.raises(e.SessionUnusableError, match="no_such_column")
-        with transaction.atomic(delays.alias), refused:
-            delays.schedule_delay("order.close", 2, 1)
-    assert not rows(delays)
-    delays.schedule_delay("order.close", 3, 1)
-    assert [task.body for task in rows(delays)] == [3]
 
 
 def test_a_broken_connection_is_reported_and_during_a_commit_with_the_id(
@@ -497,23 +468,6 @@ def test_each_row_closes_its_connection(delays: DjangoDelays, alias: str, is_asy
     assert [connection.connection for _, connection in used] == [None] * 6
 
 
-@pytest.mark.usefixtures("fixup")
-def test_a_concurrent_row_has_its_own_transaction(delays: DjangoDelays, alias: str) -> None:
-    from django.db import transaction
-
-    # SQLite has one writer at a time.
-    turn = threading.Lock()
-
-    def work(body: Any, task: DelayedTask) -> None:
-        with turn, transaction.atomic(alias):
-            task.complete(result=str(task.id))
-
-    runtime_of(delays).registry._processors.pop("shop.complete", None)
-    delays.processor("shop.complete", in_flight=3)(work)
-    tasks = run_six(delays, "shop.complete")
-    assert [task.result for task in tasks] == [str(task.id) for task in tasks]
-
-
 # -- Asynchronous methods run on the connection of the asynchronous ORM ---------------------------
 
 
@@ -569,18 +523,3 @@ def test_a_synchronous_call_in_a_coroutine_names_its_twin(
 
     with pytest.raises(SynchronousOnlyOperation, match="such as aschedule_delay"):
         run(go())
-
-
-def test_a_task_belongs_to_the_atomic_block_of_a_function_in_the_same_thread(
-    async_delays: DjangoDelays, run: Callable[[Any], Any]
-) -> None:
-    def roll_back() -> None:
-        with transaction.atomic(async_delays.alias):
-            async_delays.schedule_delay("order.close", {}, 60)
-            transaction.set_rollback(True, using=async_delays.alias)
-
-    async def go() -> int:
-        await sync_to_async(roll_back)()
-        return len(await async_delays.afind())
-
-    assert run(go()) == 0

@@ -21,7 +21,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 import delaytasks as e
-from delaytasks import DelayedTask, Status, current_delays, schedule_delay
+from delaytasks import DelayedTask, Status
 from delaytasks import celery as current
 from delaytasks.cli.main import flask_delays
 from delaytasks.contrib.flask import FlaskDelays
@@ -189,16 +189,6 @@ def test_a_database_of_its_own_or_join_session_false_leave_the_requests_session_
         project.delays.close()
 
 
-def test_a_session_in_autocommit_commits_and_arms_each_task(
-    project: FlaskProject, caplog: pytest.LogCaptureFixture
-) -> None:
-    with app_of(project).app_context():
-        project.db.session.connection(execution_options={"isolation_level": "AUTOCOMMIT"})
-        near, _ = (project.delays.schedule_delay("order.close", 1, at) for at in (1, "1d"))
-        assert ([entry.id for entry in project.armed], count(project)) == ([near.id], 2)
-    assert "rolls back" not in caplog.text
-
-
 # -- processors -----------------------------------------------------------------------------------
 
 
@@ -266,13 +256,6 @@ def test_the_celery_app_is_the_one_given_or_the_apps_or_made_from_its_configurat
     assert "delaytasks.run" in app.extensions["celery"].tasks
 
 
-def test_functions_of_the_package_use_the_extension_by_default(project: FlaskProject) -> None:
-    task = schedule_delay("order.close", 1, 60)
-    assert project.delays.get(task).tag == "order.close"
-    FlaskDelays(default=False)
-    assert current_delays() is project.delays
-
-
 def test_each_app_of_a_test_suite_has_its_own_settings(sqlite_path: Callable[[str], str]) -> None:
     project = FlaskProject()
 
@@ -286,16 +269,6 @@ def test_each_app_of_a_test_suite_has_its_own_settings(sqlite_path: Callable[[st
         assert project.delays.settings.namespace == name
         assert runtime.celery is app.extensions["celery"]
         assert runtime.registry.get("order.close") is not None
-
-
-def test_an_in_memory_database_is_enough_for_tests_of_views() -> None:
-    project = FlaskProject()
-    with project.create_app("sqlite://").app_context():
-        runtime_of(project.delays).store.schema.metadata.create_all(project.db.session.connection())
-        task = project.delays.schedule_delay("order.close", 1, 60, key="k")
-        assert [found.id for found in project.delays.find(tag="order.close")] == [task.id]
-        assert project.delays.cancel(tag="order.close", key="k")
-        project.db.session.commit()
 
 
 def test_a_relative_sqlite_path_is_resolved_as_by_flask_sqlalchemy(tmp_path: Path) -> None:

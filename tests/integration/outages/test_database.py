@@ -20,7 +20,6 @@ from tests.integration.outages.conftest import DATABASES, SLACK_S, Connect, Prox
 from tests.proxy import Proxy
 from tests.services import kill_connections
 from tests.waiting import wait_until
-from tests.world.recording import delays_on
 
 pytestmark = pytest.mark.slow
 
@@ -161,17 +160,6 @@ def test_if_the_outcome_of_a_batch_is_unknown_all_or_none_of_its_tasks_exist(
         assert caller.rows() == before + rows
 
 
-@pytest.mark.parametrize("database", ["postgresql"])
-def test_an_interrupted_copy_raises_the_error_of_other_statements(caller: ProxiedCaller) -> None:
-    before = caller.rows()
-    caller.database.cut_request(b"COPY ")
-    watch_and_refuse(caller.database)
-    with unknown():
-        CASES["many"][1](caller.delays)
-    caller.database.heal()
-    assert caller.rows() == before
-
-
 @DATABASES
 @pytest.mark.parametrize(("name", "rows"), [("one", 1), ("many", 3)])
 @MOMENTS
@@ -255,33 +243,12 @@ def test_an_unavailable_database_is_reported_soon_and_without_secrets(
     assert CANARY not in repr(caller.seen)
 
 
-BAD_URLS = ["postgresql://u:{}@host:port/db", "{}", "oracle://u:{}@host/db"]
-
-
-@pytest.mark.parametrize("url", BAD_URLS)
-def test_an_invalid_url_is_a_config_error_that_does_not_show_it(url: str) -> None:
-    delays = delays_on(url.format(CANARY))
-    with pytest.raises(e.ConfigError) as caught:
-        delays.schedule_delay("mail", {}, 5)
-    assert CANARY not in texts_of_causes(caught.value)
-
-
 def texts_of_causes(error: BaseException | None) -> str:
     words = ""
     while error is not None:
         words += f"{error!s} {error!r} "
         error = error.__cause__ or error.__context__
     return words
-
-
-def test_a_broker_password_is_hidden(connect: Connect, redis_url: str, postgresql_url: str) -> None:
-    caller = connect(broker="rabbitmq")
-    delays = caller.connect(postgresql_url, f"amqp://canary:{CANARY}@127.0.0.1:5672//")
-    delays.schedule_delay("mail", {}, 5)
-    assert not runtime_of(delays).producer_timer.is_up
-    assert caller.count("timer.down") + delays.events.counts["timer.down"] == 1
-    assert CANARY not in repr(caller.seen)
-    delays.close()
 
 
 def test_an_exhausted_connection_pool_is_reported(connect: Connect) -> None:
