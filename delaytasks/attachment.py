@@ -100,23 +100,12 @@ def intercept(app: Any, delays: DelayTasks) -> None:
     send = app.send_task
 
     @wraps(send)
-    def send_task(
-        name: str,
-        args: Any = None,
-        kwargs: Any = None,
-        countdown: Any = None,
-        eta: Any = None,
-        task_id: str | None = None,
-        producer: Any = None,
-        connection: Any = None,
-        *more: Any,
-        durable_eta: bool | None = None,
-        **options: Any,
-    ) -> Any:
-        call = CeleryCall(name, args, kwargs, countdown, eta, task_id, producer, connection)
-        is_forced = _forced_app.get() is app
-        if countdown or eta or is_forced:
-            task = options.get("task_type") or app.tasks.get(name)
+    def send_task(*args: Any, durable_eta: bool | None = None, **options: Any) -> Any:
+        first, more = args[: len(CeleryCall._fields)], args[len(CeleryCall._fields) :]
+        named = {name: options.pop(name) for name in CeleryCall._fields if name in options}
+        call, is_forced = CeleryCall(*first, **named), _forced_app.get() is app
+        if call.countdown or call.eta or is_forced:
+            task = options.get("task_type") or app.tasks.get(call.name)
             if is_forced or _is_durable(delays, call, task, durable_eta):
                 return delays._runtime.celery_tasks.send(send, call, *more, **options)
         return send(*call, *more, **options)

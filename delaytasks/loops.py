@@ -110,13 +110,10 @@ class Loop:
 T = TypeVar("T")
 
 
-def within(limit_s: float, work: Callable[[], T]) -> T:
-    """Return what `work` returns, or raise `TimeoutError` if that takes longer than `limit_s`.
-
-    A thread does the work, and continues after the timeout. If no thread can be started, the caller
-    does the work.
-    """
-    answers: SimpleQueue[Future[T]] = SimpleQueue()
+def start_thread(
+    name: str, work: Callable[[], T], done: Callable[[Future[T]], object]
+) -> threading.Thread:
+    """Start a thread that does the work, and then calls `done` with the result or the error."""
 
     def run() -> None:
         answer: Future[T] = Future()
@@ -124,10 +121,22 @@ def within(limit_s: float, work: Callable[[], T]) -> T:
             answer.set_result(work())
         except BaseException as error:
             answer.set_exception(error)
-        answers.put(answer)
+        done(answer)
 
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def within(limit_s: float, work: Callable[[], T]) -> T:
+    """Return what `work` returns, or raise `TimeoutError` if that takes longer than `limit_s`.
+
+    A thread does the work, and continues after the timeout. If no thread can be started, the caller
+    does the work.
+    """
+    answers: SimpleQueue[Future[T]] = SimpleQueue()
     try:
-        threading.Thread(target=run, name="delaytasks-bounded", daemon=True).start()
+        start_thread("delaytasks-bounded", work, answers.put)
     except RuntimeError:  # the interpreter is ending
         return work()
     try:

@@ -40,7 +40,6 @@ class _Abandon(WorkerTerminate):  # type: ignore[misc]  # Celery ships no types
 @click.option(
     "--queue", "queues", multiple=True, metavar="QUEUE", help="Only this queue. Repeatable."
 )
-@click.option("--limit", type=click.IntRange(min=1), help="Stop after this number of tasks.")
 @click.option(
     "--forever", is_flag=True, help="Run tasks as they fall due, like a worker, until stopped."
 )
@@ -51,14 +50,12 @@ class _Abandon(WorkerTerminate):  # type: ignore[misc]  # Celery ships no types
     help="Processes that run tasks [with --forever the CPUs; else tasks run in this process].",
 )
 @pass_cli
-def run(
-    cli: Cli, queues: tuple[str, ...], limit: int | None, forever: bool, concurrency: int | None
-) -> None:
+def run(cli: Cli, queues: tuple[str, ...], forever: bool, concurrency: int | None) -> None:
     """Run overdue tasks here, without a broker.
 
     \b
     delaytasks run
-    celery -A proj delays run --queue mail --limit 1000
+    celery -A proj delays run --queue mail
     delaytasks run --forever
 
     Ends when no task is overdue, or with --forever when it is stopped. Workers and other calls may
@@ -66,8 +63,6 @@ def run(
     Ctrl-C or SIGTERM, tasks that have not begun are given back, and running tasks end (exit code 1
     if there may be more tasks). A second signal also gives up the running tasks.
     """
-    if forever and limit is not None:
-        raise click.UsageError("--forever and --limit exclude each other")
     cli.import_processors()
     processes = concurrency or ((os.cpu_count() or 1) if forever else None)
     if processes is not None:
@@ -81,7 +76,7 @@ def run(
             is_incomplete = _run(alone, cli, note, lambda: False) > 1
     else:
         with cli.guarded_stdout():
-            found = OverdueRun(cli, queues, limit, processes).until_empty()
+            found = OverdueRun(cli, queues, processes).until_empty()
         is_incomplete = found["is_stopped"]
         cli.answer(found, *_parts(found))
     if is_incomplete:
@@ -91,12 +86,10 @@ def run(
 class OverdueRun:
     """Runs the overdue tasks, and counts the outcomes."""
 
-    def __init__(
-        self, cli: Cli, queues: tuple[str, ...], limit: int | None, processes: int | None
-    ) -> None:
+    def __init__(self, cli: Cli, queues: tuple[str, ...], processes: int | None) -> None:
         self._cli = cli
         self._alone = StandaloneWorker(
-            cli.delays, queues, processes, polls_table=False, on_report=self._add, row_budget=limit
+            cli.delays, queues, processes, polls_table=False, on_report=self._add
         )
         self._queues = frozenset(queues)
         self._dispatcher = self._alone.runtime.dispatcher
@@ -116,8 +109,6 @@ class OverdueRun:
         passes = self._passes()
 
         def is_over() -> bool:
-            if self._dispatcher.row_budget == 0:
-                return not self._dispatcher.in_flight
             if self._dispatcher.is_busy or monotonic() - self._process_lost_at < LOST_S:
                 return False
             return next(passes, None) is None

@@ -243,8 +243,6 @@ class Dispatcher:
         self._is_open = True
         self._is_pumping = False
         self._paused_until = 0.0
-        #: How many more rows may be claimed in all; None means any number.
-        self.row_budget = worker.row_budget
         self._size = ChunkSize(settings.chunk_time_budget_s, settings.chunk_max)
         self._last_number = 0
         self._ready = ReadyEntries()
@@ -576,12 +574,11 @@ class Dispatcher:
 
         Entries, waitlists and drains take turns, so that none of them starves the others.
         """
-        free, budget = self._free_processes, self.row_budget
-        size = self._size.rows if budget is None else min(self._size.rows, budget)
-        if free <= 0 or size <= 0 or not self._may_send():
+        free = self._free_processes
+        if free <= 0 or not self._may_send():
             return None
         for source in self._source_turns:
-            request = source(self._last_number + 1, size)
+            request = source(self._last_number + 1, self._size.rows)
             if request is not None:
                 self._last_number += 1
                 self._source_turns.remove(source)
@@ -622,9 +619,6 @@ class Dispatcher:
         return None
 
     def _with_budgets(self, request: ChunkRequest, free: int) -> ChunkRequest:
-        if self.row_budget is not None:
-            self.row_budget -= request.limit
-            return request._replace(continue_s=0.0)
         if self._pool.runs_inline:
             request = request._replace(continue_s=0.0)
         serve_s = 0.0 if request.is_probe else SERVE_S if free > 1 else SERVE_ALONE_S
@@ -664,7 +658,7 @@ class Dispatcher:
             lost = self._pool.recall()
             if self._is_open:  # else a process may have it, and its leases are renewed
                 for request in lost:
-                    self._chunk_ended(request, 0)
+                    self._chunk_ended(request)
                     self._chunk_failed(request, FailureReason.PROCESS_LOST)
         return [entry for request in lost for entry in request.entries]
 
@@ -708,7 +702,7 @@ class Dispatcher:
         """
         with self._lock:
             is_open = self._is_open
-            self._chunk_ended(request, report.ran)
+            self._chunk_ended(request)
             if report.error:
                 self._chunk_failed(request, report.reason)
             else:
@@ -730,13 +724,11 @@ class Dispatcher:
             self._worker.send_back(list(report.early), [(queue, set()) for queue in queues])
         self._pump_soon()
 
-    def _chunk_ended(self, request: ChunkRequest, ran: int) -> None:
+    def _chunk_ended(self, request: ChunkRequest) -> None:
         """Record that the pool has this chunk no more."""
         if self._free_processes <= 0 and self._has_rows_to_send:
             self._memory.obstacles_us[LateReason.BUSY] = self._clock.now_us()
-        chunk = self._pool.chunks.pop(request.number, None)
-        if chunk is not None and self.row_budget is not None:
-            self.row_budget += max(request.limit - ran, 0)
+        self._pool.chunks.pop(request.number, None)
 
     def _chunk_failed(self, request: ChunkRequest, reason: FailureReason) -> None:
         """Decide what rests after a chunk that failed as a whole.

@@ -45,6 +45,7 @@ from kombu.utils.json import loads
 from redis.exceptions import DataError, ResponseError
 
 from delaytasks.broker.arming import RUN, SWEEP
+from delaytasks.loops import start_thread
 from delaytasks.model.clock import monotonic
 
 if TYPE_CHECKING:
@@ -525,24 +526,20 @@ def call_in_background(consumer: Any, work: Callable[[], Any]) -> Any:
     Return or raise what `work` returns or raises. Without an event loop, `work` runs in this
     thread, since another thread uses the pool then.
     """
-    answer: Future[Any] = Future()
     hub = getattr(consumer, "hub", None)
     if hub is None:
         return work()
+    answers: list[Future[Any]] = []
 
-    def run() -> None:
-        try:
-            answer.set_result(work())
-        except BaseException as error:
-            answer.set_exception(error)
+    def done(answer: Future[Any]) -> None:
+        answers.append(answer)
         hub.call_soon(_nothing)  # wakes the event loop
 
-    thread = threading.Thread(target=run, name="delaytasks-connect", daemon=True)
-    thread.start()
+    thread = start_thread("delaytasks-connect", work, done)
     thread.join(CONNECT_WAIT_S)
     if thread.is_alive():
         _turn(consumer, thread.is_alive)
-    return answer.result()
+    return answers[0].result()
 
 
 def _turn(consumer: Any, goes_on: Callable[[], bool]) -> None:

@@ -59,8 +59,7 @@ class WorkerRuntime:
 
     `celery_worker` is Celery's worker, or a worker that does without a broker. With `polls_table`
     and the timer `direct` it looks for near tasks in the table. `on_report` gets the report of each
-    chunk, and at most `row_budget` rows are claimed, if it is given. A test replaces a part by
-    setting its attribute before `loops` is used.
+    chunk. A test replaces a part by setting its attribute before `loops` is used.
     """
 
     def __init__(
@@ -71,14 +70,12 @@ class WorkerRuntime:
         *,
         polls_table: bool = True,
         on_report: Callable[[Report], None] | None = None,
-        row_budget: int | None = None,
     ) -> None:
         self.runtime = runtime
         self.processes = processes
         self.celery_worker = celery_worker
         self.polls_table = polls_table
         self.on_report = on_report
-        self.row_budget = row_budget
         self.settings = runtime.settings
         self.events = runtime.events
         self.clock = runtime.clock
@@ -307,7 +304,7 @@ class StandaloneWorker:
     """Takes the place of a Celery worker. Without processes of its own it runs tasks in this one.
 
     With `polls_table` it runs until it is stopped, and takes its share of the near tasks. Otherwise
-    it only drains what it is asked to. `on_report` and `row_budget` are passed to the dispatcher.
+    it only drains what it is asked to. `on_report` gets the report of each chunk.
     """
 
     consumer = None
@@ -319,7 +316,6 @@ class StandaloneWorker:
         processes: int | None,
         polls_table: bool,
         on_report: Callable[[Report], None] | None = None,
-        row_budget: int | None = None,
     ) -> None:
         if delays._runtime.settings.uses_broker:
             # From now on this process contacts neither broker nor Redis, and finds near rows in
@@ -346,12 +342,7 @@ class StandaloneWorker:
         pool_processes.queues = list(queues) or [ALL_QUEUES]
         pool_processes.counts_runs = on_report is not None
         self.runtime = WorkerRuntime(
-            parts,
-            pool_processes,
-            self,
-            polls_table=polls_table,
-            on_report=on_report,
-            row_budget=row_budget,
+            parts, pool_processes, self, polls_table=polls_table, on_report=on_report
         )
 
     def _make_pool(self, app: Any, processes: int | None) -> Any:
