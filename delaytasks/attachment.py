@@ -84,11 +84,8 @@ class RevokesRows:
     ) -> Any:
         try:
             if command in ("revoke", "terminate"):
-                # Imported here: most processes revoke nothing.
-                from delaytasks.durable_eta.messages import Revocations
-
                 ids = {**options, **(arguments or {})}["task_id"]
-                Revocations(self.app.delaytasks._runtime).revoke(maybe_list(ids))
+                self.app.delaytasks._runtime.celery_tasks.revoke(maybe_list(ids))
         finally:
             # Also if the database is unavailable, since a worker may have the message already.
             replies = super().broadcast(command, arguments, *args, **options)  # type: ignore[misc]

@@ -13,7 +13,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from delaytasks.events import Events
-from delaytasks.model.clock import monotonic, reset_in_child
+from delaytasks.model.clock import fork_safe, monotonic
 from delaytasks.model.errors import StoreError
 
 if TYPE_CHECKING:
@@ -157,8 +157,7 @@ class ThreadPool:
     def __init__(self, size: int, name: str) -> None:
         self._size = size
         self._name = name
-        self.after_fork()
-        reset_in_child(self)
+        fork_safe(self)
 
     def after_fork(self) -> None:
         """Forget the threads of the parent process."""
@@ -203,8 +202,7 @@ class Availability:
         self._rest_s = rest_s
         self.is_up = True
         self._rests_until = 0.0
-        self.after_fork()
-        reset_in_child(self)
+        fork_safe(self)
 
     def after_fork(self) -> None:
         self._lock = threading.Lock()

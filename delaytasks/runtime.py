@@ -24,7 +24,7 @@ from delaytasks.db.producer import CallerTransactions, Producer, QueueRouting
 from delaytasks.db.store import Store
 from delaytasks.loops import ThreadPool
 from delaytasks.model.body import Cipher
-from delaytasks.model.clock import Clock, IdMaker, reset_in_child, wall_ms
+from delaytasks.model.clock import Clock, IdMaker, fork_safe, wall_ms
 from delaytasks.model.policies import PolicyCache
 from delaytasks.model.task import DelayedTask
 from delaytasks.operate.start_checks import StartChecks
@@ -72,8 +72,7 @@ class Runtime:
     """
 
     def __init__(self, delays: DelayTasks, **changes: Any) -> None:
-        self._lock = threading.RLock()
-        reset_in_child(self)
+        fork_safe(self)
         self.celery = delays._celery
         self.registry = delays._registry
         self.events = events = delays._events

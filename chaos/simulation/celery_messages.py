@@ -109,7 +109,7 @@ class CeleryCalls:
         return id
 
     def _revoke(self, id: int) -> None:
-        """Cancel the row as `Revocations` does, if it waits or runs."""
+        """Cancel the row as `CeleryTasks.revoke` does, if it waits or runs."""
         asked_us, answer = self._play.times.now_us, UNKNOWN
         try:
             for row in self._play.stage.store.tasks.celery_rows([str(id)]):

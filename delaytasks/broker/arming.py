@@ -23,7 +23,7 @@ from kombu.utils.uuid import uuid
 from delaytasks.broker.link import BrokerLink, OutageError, Outgoing, QueueAwayError
 from delaytasks.events import Events
 from delaytasks.loops import Availability
-from delaytasks.model.clock import Clock, from_us, monotonic, reset_in_child
+from delaytasks.model.clock import Clock, fork_safe, from_us, monotonic
 from delaytasks.model.errors import InvalidInputError
 from delaytasks.model.filters import batches
 from delaytasks.model.inputs import MAX_PRIORITY, check_id, is_queue
@@ -292,8 +292,7 @@ class Sender:
         self._timer = timer
         self._clock = clock
         self._limit_s = limit_s
-        self.after_fork()
-        reset_in_child(self)
+        fork_safe(self)
 
     def after_fork(self) -> None:
         """Forget the entries of the parent process, whose thread arms them."""

@@ -21,7 +21,7 @@ from kombu.connection import Connection
 from kombu.entity import Exchange, Queue
 from kombu.messaging import Producer
 
-from delaytasks.model.clock import monotonic, reset_in_child
+from delaytasks.model.clock import fork_safe, monotonic
 
 #: The names of the errors with which Redis refuses each write: it is full, or not a primary.
 REFUSES_ALL_WRITES = {"OutOfMemoryError", "ReadOnlyError", "MasterDownError"}
@@ -165,8 +165,7 @@ class BrokerLink:
         self._url = url
         self._confirms = confirms
         self._connect_step_s = connect_step_s
-        self.after_fork()
-        reset_in_child(self)
+        fork_safe(self)
 
     def after_fork(self) -> None:
         self._lock = threading.Lock()
@@ -367,8 +366,7 @@ class ConfirmingLinks:
         self._make = functools.partial(
             BrokerLink, app, limit_s, url, confirms=True, connect_step_s=limit_s
         )
-        self.after_fork()
-        reset_in_child(self)
+        fork_safe(self)
 
     def after_fork(self) -> None:
         self._idle: list[BrokerLink] = []

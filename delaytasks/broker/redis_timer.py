@@ -30,7 +30,7 @@ from redis.sentinel import Sentinel
 from delaytasks.broker.link import CONNECT_STEP_S
 from delaytasks.events import Events
 from delaytasks.loops import SERVICE_REST_S, Availability, Loop
-from delaytasks.model.clock import MAX_ID, Clock, monotonic, reset_in_child
+from delaytasks.model.clock import MAX_ID, Clock, fork_safe, monotonic
 from delaytasks.model.errors import ConfigError
 from delaytasks.model.filters import batches
 from delaytasks.model.inputs import MAX_PRIORITY
@@ -250,8 +250,7 @@ class RedisLink:
         )
         #: The number of failures, for subscribers: they have connections of their own.
         self.failures = 0
-        self.after_fork()
-        reset_in_child(self)
+        fork_safe(self)
 
     def after_fork(self) -> None:
         self._connecting = threading.Lock()

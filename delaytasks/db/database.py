@@ -40,7 +40,7 @@ from delaytasks.db.engines import (
 )
 from delaytasks.db.types import capabilities_of, db_now
 from delaytasks.loops import ThreadPool, answer_limit
-from delaytasks.model.clock import reset_in_child
+from delaytasks.model.clock import fork_safe
 from delaytasks.model.errors import (
     DuplicateTaskError,
     SessionUnusableError,
@@ -207,8 +207,7 @@ class BoundedStep:
 
 class StepsInProgress:
     def __init__(self) -> None:
-        self.after_fork()
-        reset_in_child(self)
+        fork_safe(self)
 
     def after_fork(self) -> None:
         #: The garbage collector may end a step in a thread that holds it.
@@ -342,11 +341,10 @@ class Database:
         self.backend = self.url.get_backend_name()
         self.can = capabilities_of(self.backend)
         self._pool_size = pool_size
-        self._lock = threading.Lock()
         self._auto: Engine | None = None
         self._tx: Engine | None = None
         self._kept = KeptConnection(self.bounded)
-        reset_in_child(self)
+        fork_safe(self)
 
     @property
     def shown_url(self) -> str:

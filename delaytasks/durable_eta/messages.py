@@ -3,7 +3,7 @@
 `StoredMessage` has what kombu needs to publish a message that is serialized and compressed already.
 The body is never deserialized here, so that the worker that publishes it need not accept its
 content type. `new_task` returns the row of a message, and `StoredMessage.of_body` reads it back.
-`CeleryTasks` schedules and publishes, and `Revocations` revoke. See docs/durable-eta.md.
+`CeleryTasks` schedules, publishes and revokes. See docs/durable-eta.md.
 """
 
 from __future__ import annotations
@@ -280,6 +280,7 @@ def _chord_of(app: Any, message: StoredMessage) -> Any:
 
 # -- Schedules the messages, and publishes them when they are due ----------------------------------
 
+_ID = re.compile(r"[0-9]{1,19}")
 #: Messages that the broker has not confirmed are published again after this time.
 OUTAGE_S = 5.0
 
@@ -301,7 +302,6 @@ class CeleryTasks:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._app = runtime.celery
-        self._settings = runtime.settings
         self._transactions = runtime.transactions
         self._clock = runtime.clock
         self._events = runtime.events
@@ -454,26 +454,7 @@ class CeleryTasks:
         given = {option: value for option, value in own.items() if value is not None}
         return {"ignore_result": task.ignore_result, **given}
 
-
-class _NoTaskSentEvents:
-    """The event `task-sent` is not sent before the message is."""
-
-    @staticmethod
-    def publish(*args: Any, **options: Any) -> None: ...
-
-
-# -- Cancels the waiting rows of Celery tasks that are revoked ------------------------------------
-
-
-_ID = re.compile(r"[0-9]{1,19}")
-
-
-class Revocations:
-    def __init__(self, runtime: Runtime) -> None:
-        self._app = runtime.celery
-        self._tasks = runtime.store.tasks
-        self._transactions = runtime.transactions
-        self._runtime = runtime
+    # -- revoke -----------------------------------------------------------------------------------
 
     def revoke(self, task_ids: Iterable[str]) -> None:
         """Cancel the waiting rows of these Celery tasks, and store the state REVOKED of each.
@@ -487,7 +468,7 @@ class Revocations:
         ids = [int(name) for name in names if _ID.fullmatch(name) and int(name) <= MAX_ID]
         with self._transactions.guard(None) as transaction:
             on = connection_of(transaction)
-            live = self._tasks.celery_rows(sorted(keys), ids, on)
+            live = self._runtime.store.tasks.celery_rows(sorted(keys), ids, on)
             revoked = [row for row in live if row.key in keys or self._called_task(row)]
             self._cancel(revoked, transaction)
 
@@ -518,3 +499,10 @@ class Revocations:
             return called_task(task.body)
         except (DelayTaskError, ValueError):
             return None
+
+
+class _NoTaskSentEvents:
+    """The event `task-sent` is not sent before the message is."""
+
+    @staticmethod
+    def publish(*args: Any, **options: Any) -> None: ...

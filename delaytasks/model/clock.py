@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 _watched: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def reset_in_child(thing: Any) -> None:
-    """Call `thing.after_fork()` in every child that is forked while `thing` exists."""
+def fork_safe(thing: Any) -> None:
+    """Call `thing.after_fork()` now, and in every child that is forked while `thing` exists."""
+    thing.after_fork()
     _watched.add(thing)
 
 
@@ -120,19 +121,18 @@ class Clock:
 
     def __init__(self, measure: Measure | None = None) -> None:
         self._measure = measure or (lambda _: from_us(time.time_ns() // 1000))
-        #: Whether a call of `now` measures if the last measurement is old. A worker's main process
-        #: must not wait for the database, and calls `refresh_if_due` in another thread instead.
-        self.refreshes_inline = True
-        self._lock = threading.Lock()
         self._base: Base | None = None
         self._stale_at = self._rests_until = float("-inf")
         #: Seconds by which the host's clock was ahead of the database's at the last measurement.
         self.offset_s = 0.0
-        reset_in_child(self)
+        fork_safe(self)
 
     def after_fork(self) -> None:
         self._lock = threading.Lock()
-        self.refreshes_inline = True  # the child does not have the parent's thread
+        #: Whether a call of `now` measures if the last measurement is old. A worker's main process
+        #: must not wait for the database, and calls `refresh_if_due` in another thread instead. A
+        #: forked child does not have this thread.
+        self.refreshes_inline = True
 
     def now_us(self) -> int:
         """Return the time in microseconds; the host's time until a measurement succeeds.
@@ -240,8 +240,7 @@ class IdMaker:
     def __init__(self, wall_ms: Callable[[], int], shard: int = 0) -> None:
         self._wall_ms = wall_ms
         self._shard = shard << COUNTER_BITS
-        self.after_fork()
-        reset_in_child(self)
+        fork_safe(self)
 
     def after_fork(self) -> None:
         self._counter = itertools.count(random.SystemRandom().getrandbits(COUNTER_BITS))

@@ -29,7 +29,7 @@ from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args
 
 from delaytasks.model.body import NO_NAME, PLAIN, encode_body, name_in, names_of
-from delaytasks.model.clock import monotonic, reset_in_child
+from delaytasks.model.clock import fork_safe, monotonic
 from delaytasks.model.errors import (
     InvalidInputError,
     LeaseLostError,
@@ -78,8 +78,7 @@ class ThreadSlots:
     """
 
     def __init__(self) -> None:
-        self.after_fork()
-        reset_in_child(self)
+        fork_safe(self)
 
     def after_fork(self) -> None:
         self._changed = threading.Condition()
@@ -184,8 +183,7 @@ class EventLoop:
     """
 
     def __init__(self) -> None:
-        self.after_fork()
-        reset_in_child(self)
+        fork_safe(self)
 
     def after_fork(self) -> None:
         self._lock = threading.Lock()

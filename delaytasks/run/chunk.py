@@ -21,7 +21,7 @@ from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from delaytasks.model.clock import monotonic, reset_in_child, to_us
+from delaytasks.model.clock import fork_safe, monotonic, to_us
 from delaytasks.model.errors import OutcomeUnknownError, StoreError, StoreUnavailableError
 from delaytasks.model.moves import LATE_S, BroughtBy, LateReason, Status, following
 from delaytasks.model.task import DelayedTask, Entry, Settle, Settlement
@@ -223,8 +223,7 @@ class TimeBudget:
         self._budget_s = budget_s
         self._expire = expire
         self._on_error = on_error
-        self.after_fork()
-        reset_in_child(self)
+        fork_safe(self)
 
     def after_fork(self) -> None:
         self._changed = threading.Condition()

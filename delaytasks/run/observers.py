@@ -16,7 +16,7 @@ from datetime import datetime, timedelta
 from operator import add
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from delaytasks.model.clock import reset_in_child
+from delaytasks.model.clock import fork_safe
 from delaytasks.model.moves import MOVES, SettlingMove
 from delaytasks.model.task import DelayedTask, Settlement
 
@@ -285,8 +285,7 @@ class RunCounter(Observer):
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self.after_fork()
-        reset_in_child(self)
+        fork_safe(self)
 
     def after_fork(self) -> None:
         self._lock = threading.Lock()

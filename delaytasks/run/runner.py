@@ -31,7 +31,7 @@ from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from delaytasks.model.clock import monotonic, reset_in_child
+from delaytasks.model.clock import fork_safe, monotonic
 from delaytasks.model.errors import OutcomeUnknownError, StoreError, StoreUnavailableError
 from delaytasks.model.inputs import MAX_SLOTS
 from delaytasks.model.moves import BroughtBy, Status
@@ -137,8 +137,7 @@ class Runner:
         #: The chunk size of each waitlist. Rows beyond the time budget would occupy slots and not
         #: run.
         self._sizes: dict[str, ChunkSize] = {}
-        self.after_fork()
-        reset_in_child(self)
+        fork_safe(self)
 
     def after_fork(self) -> None:
         self._threads = ThreadPoolExecutor(MAX_SLOTS, "delaytasks-claim-ahead")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from billiard.util import set_pdeathsig
 from celery import signals
 
-from delaytasks.model.clock import reset_in_child
+from delaytasks.model.clock import fork_safe
 
 if TYPE_CHECKING:
     from delaytasks.run.calls import WorkerMemory
@@ -53,8 +53,7 @@ class Processes:
         self.may_detach = True
         #: Whether reports have the counts of runs although the deployment has no statistics.
         self.counts_runs = False
-        self.after_fork()
-        reset_in_child(self)
+        fork_safe(self)
 
     def after_fork(self) -> None:
         self._lock = threading.Lock()

@@ -96,7 +96,7 @@ class OwnControl(Control):
 def revoked(monkeypatch: MonkeyPatch) -> list[Any]:
     """The arguments with which rows are revoked; nothing is broadcast."""
     seen: list[Any] = []
-    revoke = "delaytasks.durable_eta.messages.Revocations.revoke"
+    revoke = "delaytasks.durable_eta.messages.CeleryTasks.revoke"
     monkeypatch.setattr(revoke, lambda self, ids: seen.append(ids))
     monkeypatch.setattr(Control, "broadcast", lambda self, command, *_, **__: command)
     return seen
