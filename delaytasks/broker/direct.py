@@ -18,7 +18,6 @@ from delaytasks.model.clock import Clock, from_us, monotonic
 from delaytasks.model.errors import StoreError
 from delaytasks.model.task import CallerConnection, Entry
 from delaytasks.model.workers import POLLING_PREFIX, serves
-from delaytasks.settings import SILENT_SWEEPS
 
 if TYPE_CHECKING:
     from delaytasks.db.statements import Listener, Notices
@@ -132,13 +131,13 @@ class WorkerShares:
         #: The number of parts of each queue, and which of them are this worker's.
         self._parts: dict[str, tuple[int, range]] = {}
 
-    def learn(self, workers: Sequence[Mapping[str, Any]], now: datetime, sweep_s: float) -> None:
+    def learn(self, workers: Sequence[Mapping[str, Any]], now: datetime, silent_s: float) -> None:
         """Read the rows of the table of workers."""
         known = [
             (worker["name"], max(worker["concurrency"], 1), worker["queues"])
             for worker in workers
             if worker["pool"].startswith(POLLING_PREFIX)
-            and abs((now - worker["seen_at"]).total_seconds()) < SILENT_SWEEPS * sweep_s
+            and abs((now - worker["seen_at"]).total_seconds()) < silent_s
         ]
         if known != self._workers:
             self._workers, self._parts = known, {}
@@ -202,7 +201,7 @@ class TablePoller:
         is_time_to_check = monotonic() >= self._check_at
         if is_time_to_check:
             self._check_at = monotonic() + CHECK_S
-            self._shares.learn(store.workers.all(), clock.now(), settings.sweep_s)
+            self._shares.learn(store.workers.all(), clock.now(), settings.silent_s)
         now_us, grace_us = clock.now_us(), settings.grace_s * 1e6
         hears_notices = self.listener.is_listening
         rest_s = NOTIFIED_POLL_S if hears_notices else self._rest_s

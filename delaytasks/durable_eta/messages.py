@@ -486,10 +486,10 @@ class CeleryTasks:
 
     def _readable(self, task: DelayedTask) -> StoredMessage | None:
         """Return the message of a row; None if another program wrote it, or without its key."""
-        if name := self._called_task(task):
-            return StoredMessage.of_call(name, str(task.id))
         try:
-            return StoredMessage.of_body(task.body)
+            name = called_task(task.body)
+            of_call = StoredMessage.of_call(name, str(task.id)) if name else None
+            return of_call or StoredMessage.of_body(task.body)
         except (DelayTaskError, ValueError):
             return None
 

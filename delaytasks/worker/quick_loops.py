@@ -30,7 +30,6 @@ from delaytasks.model.errors import StoreError, StoreUnavailableError
 from delaytasks.model.policies import POLICY_REFRESH_S, Policies
 from delaytasks.model.task import Level, Timer
 from delaytasks.model.workers import ONLY_DRAINING_PREFIX, POLLING_PREFIX, PREFORK, ServiceTimes
-from delaytasks.settings import SILENT_SWEEPS
 from delaytasks.worker.pool import running_pids
 from delaytasks.worker.sweep import emit_recovered
 
@@ -108,7 +107,7 @@ class LeasesLoop:
         self._released: Collection[Level] = ()
         self._renewed_at = monotonic()
         self._reported_at = float("-inf")
-        self.contact = DatabaseContact(SILENT_SWEEPS * settings.sweep_s / 2 + PROCESS_CHECK_S)
+        self.contact = DatabaseContact(settings.silent_s / 2 + PROCESS_CHECK_S)
         self._has_signed_off = False
         #: Held while the worker's row is written, which is bounded as each turn is.
         self._reporting = threading.Lock()
