@@ -10,19 +10,19 @@ member:
   other members are asked if this member does not have the task.
 - Anything else is a call of one member, or of every member by `each`.
 
-No row moves when a member is added at the end of the list. The parameter `newest` says which step
-of adding it has been reached, and decides where a key is looked up (docs/shards.md).
+No row moves when a member is added at the end of the list. So a call that names a task by its key
+asks the member of the key first, and then the others, which may have the task since before.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from operator import methodcaller
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from delaytasks.client import DelayTasks
 from delaytasks.loops import twin
@@ -30,12 +30,10 @@ from delaytasks.model import errors
 from delaytasks.model.clock import monotonic, shard_of
 from delaytasks.model.filters import batches
 from delaytasks.model.inputs import Delay, check_key
-from delaytasks.model.moves import LIVE
-from delaytasks.model.task import DelayedTask, TaskName, id_of, new_task_of
+from delaytasks.model.task import TaskName, id_of, new_task_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Step = Literal["reading", "moving", "settled"]
 #: A member that was unavailable gets no tasks without a key for this time, if others are available.
 REST_S = 5.0
 
@@ -105,12 +103,6 @@ class Shards:
     members
         The `DelayTasks`, a new one at the end. Each has a Celery app of its own, and a
         `delaytasks_shard`, a namespace and a database that no other member has.
-    newest
-        What the last member is used for: `"reading"`, `"moving"`, or `"settled"`. A member is
-        added in these three steps, so that processes of two neighbouring steps can run
-        simultaneously. With `"reading"` it gets no new tasks. With `"moving"` it does, and a key
-        stays at its older member as long as a live task has it there. With `"settled"`, keys are
-        no longer looked up at older members.
 
     Attributes
     ----------
@@ -130,15 +122,14 @@ class Shards:
     >>> shards.cancel(task.id)
     """
 
-    def __init__(self, members: Iterable[DelayTasks], *, newest: Step = "settled") -> None:
+    def __init__(self, members: Iterable[DelayTasks]) -> None:
         self.members: Sequence[DelayTasks] = tuple(members)
-        if len(self.members) < (1 if newest == "settled" else 2):
-            raise errors.ConfigError("Shards needs a member; with newest=reading or moving, two")
+        if not self.members:
+            raise errors.ConfigError("Shards needs a member")
         for what, fact in _DISTINCT.items():
             if len({fact(member.settings) for member in self.members}) < len(self.members):
                 raise errors.ConfigError(f"members of Shards share a {what}: give each its own")
         self._run_async = self.members[0]._run_async  # its threads call the other members as well
-        self._newest = newest
         self._by_number = {member.settings.shard: member for member in self.members}
         self._turns = itertools.count()
         self._rests_until: dict[DelayTasks, float] = {}
@@ -146,7 +137,10 @@ class Shards:
     # -- choose a member --------------------------------------------------------------------------
 
     def member(self, tag: str, key: str) -> DelayTasks:
-        """Return the member that has the live task with a key, or else the one for new tasks.
+        """Return the member for tasks with a key.
+
+        It is selected by rendezvous hashing: a new member takes keys from every other member, and
+        no key moves between the others.
 
         Parameters
         ----------
@@ -163,12 +157,12 @@ class Shards:
         >>> member = shards.member("order.close", "7")
         >>> member.schedule_delay("order.close", {"order": 7}, 1800, key="7", session=session)
         """
-        place, *others = self._places(tag, key)
-        for other in others:
-            with suppress(errors.TaskNotFoundError):
-                other.get(tag=tag, key=key)
-                return other
-        return place
+        name = f"{tag}\0{key}".encode(errors="surrogatepass")
+
+        def weight(member: DelayTasks) -> bytes:
+            return blake2b(name, digest_size=8, salt=b"%d" % member.settings.shard).digest()
+
+        return max(self.members, key=weight)
 
     def member_of(self, task: TaskName) -> DelayTasks:
         """Return the member that made the id of a task.
@@ -252,7 +246,7 @@ class Shards:
         """
         return self._first_available(self._in_turn(), call)
 
-    amember, aany, aeach = twin(member), twin(any), twin(each)
+    aany, aeach = twin(any), twin(each)
 
     # -- schedule ---------------------------------------------------------------------------------
 
@@ -304,29 +298,6 @@ class Shards:
     schedule_many = _for_batches(DelayTasks.schedule_many)
     aschedule_many = twin(schedule_many)
 
-    def misplaced(self) -> Iterator[DelayedTask]:
-        """Find the live tasks whose keys now belong to another member, because one was added.
-
-        Yields
-        ------
-        DelayedTask
-            A task. Without any, the last member is settled.
-
-        Examples
-        --------
-        >>> next(shards.misplaced(), None) is None
-        True
-        """
-        for member in self.members:
-            page = member.find(status=list(LIVE), limit=1000)
-            while True:
-                for task in page:
-                    if task.key and self._home(task.tag, task.key, self.members) is not member:
-                        yield task
-                if page.cursor is None:
-                    break
-                page = member.find(status=list(LIVE), limit=1000, cursor=page.cursor)
-
     # -- processors and connections ---------------------------------------------------------------
 
     def processor(self, tag: str, **options: Any) -> Callable[[T], T]:
@@ -371,24 +342,6 @@ class Shards:
 
     # -- internal ---------------------------------------------------------------------------------
 
-    def _places(self, tag: str, key: str) -> list[DelayTasks]:
-        """Return the member for new tasks with a key, and the one that may still have a task."""
-        homes = [self._home(tag, key, self.members)]
-        if self._newest != "settled":
-            homes.append(self._home(tag, key, self.members[:-1]))
-        return list(dict.fromkeys(homes[::-1] if self._newest == "reading" else homes))
-
-    @staticmethod
-    def _home(tag: str, key: str, members: Sequence[DelayTasks]) -> DelayTasks:
-        """Select a member by rendezvous hashing: a new member takes keys from every other member,
-        and no key moves between the others."""
-        name = f"{tag}\0{key}".encode(errors="surrogatepass")
-
-        def weight(member: DelayTasks) -> bytes:
-            return blake2b(name, digest_size=8, salt=b"%d" % member.settings.shard).digest()
-
-        return max(members, key=weight)
-
     def _members_for(self, tag: str, key: str | None, id: int | None) -> tuple[DelayTasks, ...]:
         """Return the member that a new task goes to. Without any, it may go to all members."""
         if key is not None:
@@ -401,9 +354,8 @@ class Shards:
 
     def _in_turn(self) -> tuple[DelayTasks, ...]:
         """Return the next member, and then the others; those that were unavailable come last."""
-        members = self.members[:-1] if self._newest == "reading" else self.members
-        first, now = next(self._turns) % len(members), monotonic()
-        order = [*members[first:], *members[:first]]
+        first, now = next(self._turns) % len(self.members), monotonic()
+        order = [*self.members[first:], *self.members[:first]]
         return tuple(sorted(order, key=lambda member: self._rests_until.get(member, 0) > now))
 
     def _first_available(self, members: Sequence[DelayTasks], call: Callable[[DelayTasks], T]) -> T:
@@ -417,10 +369,10 @@ class Shards:
     def _ask_in_turn(self, ask: Callable[[DelayTasks], T], task: Any, **name: Any) -> T:
         """Ask the member that most likely has the task, and then the others."""
         if None not in (name.get("tag"), name.get("key")):
-            members = self._places(name["tag"], check_key(name["key"]))[::-1]
+            number = self.member(name["tag"], check_key(name["key"])).settings.shard
         else:  # without any name, the first member raises the error
-            number = None if task is None else shard_of(id_of(task))
-            members = sorted(self.members, key=lambda member: member.settings.shard != number)
+            number = -1 if task is None else shard_of(id_of(task))
+        members = sorted(self.members, key=lambda member: member.settings.shard != number)
         for member in members[:-1]:
             with suppress(errors.TaskNotFoundError):
                 # `cancel` returns a result without a status instead of this error.

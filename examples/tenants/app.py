@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from typing import Any
+from contextlib import suppress
 
 from celery import Celery
 
-from delaytasks import DelayedTask, DelayTasks, Shards
+from delaytasks import DelayedTask, DelayTasks, Shards, TaskNotFoundError
 
 logger = logging.getLogger(__name__)
 TAG = "invoice.remind"
@@ -23,14 +23,14 @@ def remind(body: dict[str, str]) -> None:
     logger.info("%s is reminded of an invoice", body["tenant"])
 
 
-def connect(databases: Sequence[str], newest: Any = "settled") -> tuple[Shards, list[Celery]]:
+def connect(databases: Sequence[str]) -> tuple[Shards, list[Celery]]:
     """Return the databases as one object, and the Celery app of each."""
     apps = [Celery(f"tenants-{number}") for number in range(len(databases))]
     members = []
     for number, (app, url) in enumerate(zip(apps, databases, strict=True)):
         app.conf.imports = ["examples.tenants.app"]
         members.append(DelayTasks(app, url, shard=number, namespace=f"tenants-{number}"))
-    shards = Shards(members, newest=newest)
+    shards = Shards(members)
     shards.processor(TAG, retries="1m 10m")(remind)
     return shards, apps
 
@@ -40,8 +40,16 @@ shards, apps = connect(os.environ["TENANTS_DATABASES"].split())
 app = apps[int(os.environ.get("DELAYTASKS_SHARD", "0"))]
 
 
-def remind_later(shards: Shards, tenant: str, delay: str) -> DelayedTask:
-    """Remind a tenant once. A second call moves the reminder."""
+def remind_later(
+    shards: Shards, tenant: str, delay: str, before: Shards | None = None
+) -> DelayedTask:
+    """Remind a tenant once. A second call moves the reminder.
+
+    While a database is added, the reminder may be where it was `before`.
+    """
+    if before is not None:
+        with suppress(TaskNotFoundError):
+            return before.reschedule(tag=TAG, key=tenant, delay=delay)
     return shards.schedule_delay(
         TAG, {"tenant": tenant}, delay, key=tenant, meta={"tenant": tenant}, on_conflict="replace"
     )

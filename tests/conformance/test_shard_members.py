@@ -8,7 +8,6 @@ import inspect
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +56,12 @@ def empty_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def process(tmp_path: Path, empty_file: Path) -> Iterator[Process]:
     """Return the `Shards` of a new process that has the first `count` of four members."""
 
-    def new(count: int = 3, newest: Any = "settled", down: int | None = None) -> Shards:
+    def new(count: int = 3, down: int | None = None) -> Shards:
         members = [
             unavailable(tmp_path, number) if number == down else member(tmp_path, number)
             for number in range(count)
         ]
-        shards = Shards(members, newest=newest)
+        shards = Shards(members)
         shards.processor(TAG, keep_result=True)(lambda body: body)
         return shards
 
@@ -83,30 +82,8 @@ def key_at(shards: Shards, place: int) -> str:
     return next(key for key in keys if shards.member(TAG, key) is shards.members[place])
 
 
-def moving_key(process: Process) -> str:
-    """Return a key that moves from an older member to the third one when that is added."""
-    old, new = process(2), process(3)
-    keys = (f"k{number}" for number in range(1000))
-    return next(
-        key
-        for key in keys
-        if new.member(TAG, key) is new.members[2] and old.member(TAG, key) is old.members[0]
-    )
-
-
 def one_at_each(shards: Shards) -> list[DelayedTask]:
     return [shards.schedule_delay(TAG, {"n": 1}, 60) for _ in shards.members]
-
-
-def live(shards: Shards, key: str) -> list[DelayedTask]:
-    tasks = (task for member in shards.members for task in member.find(tag=TAG, key=key))
-    return [task for task in tasks if not task.is_finished]
-
-
-def end(shards: Shards, task: DelayedTask) -> None:
-    with DelaysTester(shards.member_of(task)) as tester:
-        tester.fast_forward("2d")
-    assert shards.get(task).status is Status.DONE
 
 
 # -- the setting ----------------------------------------------------------------------------------
@@ -140,9 +117,7 @@ def test_a_table_prefix_makes_two_databases_of_one(tmp_path: Path) -> None:
     assert Shards([member(tmp_path, 0), other]).members[1] is other
 
 
-def test_a_newest_member_needs_an_older_one(tmp_path: Path) -> None:
-    with pytest.raises(e.ConfigError, match="two"):
-        Shards([member(tmp_path, 0)], newest="moving")
+def test_shards_need_a_member() -> None:
     with pytest.raises(e.ConfigError, match="needs a member"):
         Shards([])
 
@@ -350,62 +325,22 @@ def test_a_new_member_takes_keys_and_no_other_key_moves(process: Process) -> Non
     assert 60 < moved < 140
 
 
-def test_the_new_member_is_only_read_first(process: Process) -> None:
-    reading, key = process(3, "reading"), moving_key(process)
-    for _ in range(6):
-        assert shard_of(reading.schedule_delay(TAG, None, 60).id) != 2
-        assert shard_of(reading.new_id()) != 2
-    assert shard_of(reading.schedule_delay(TAG, None, 60, key=key).id) == 0
-    # A process that is one step ahead has scheduled at the new member.
-    ahead = process(3, "moving").schedule_delay(TAG, None, 60, key=f"{key}-2")
-    assert reading.get(tag=TAG, key=f"{key}-2").id == ahead.id
-    task = process(3, "moving").members[2].schedule_delay(TAG, None, 60)
-    assert reading.cancel(task.id)
-
-
-def test_a_key_stays_at_its_older_member_until_its_task_has_ended(process: Process) -> None:
-    key = moving_key(process)
-    old = process(2).schedule_delay(TAG, {"n": 1}, 60, key=key)
-    moving = process(3, "moving")
-    with pytest.raises(e.DuplicateTaskError):
-        moving.schedule_delay(TAG, None, 60, key=key)
-    replaced = moving.schedule_delay(TAG, {"n": 2}, 120, key=key, on_conflict="replace")
-    assert replaced.id == old.id
-    assert moving.touch(tag=TAG, key=key, delay=300).touched == [key]
-    assert [task.id for task in live(moving, key)] == [old.id]
-    assert [task.id for task in moving.misplaced()] == [old.id]
-    end(moving, replaced)
-    assert next(moving.misplaced(), None) is None
-    new = moving.schedule_delay(TAG, None, 60, key=key)
-    assert shard_of(new.id) == 2
-    settled = process(3)
-    assert settled.get(tag=TAG, key=key).id == new.id
-    assert settled.get(old.id).body == {"n": 2}
-
-
-MOVING = [(2, "settled"), (3, "reading"), (3, "moving"), (3, "settled")]
-
-
-@pytest.mark.parametrize("steps", [*pairwise(MOVING)], ids=lambda step: step[1])
-@pytest.mark.parametrize("on_conflict", ["keep", "replace"])
-def test_neighbouring_steps_agree_on_a_key(process: Process, steps: Any, on_conflict: Any) -> None:
-    one, other = (process(*step) for step in steps)
-    reader, places = process(3), set[int]()
-    for first, second, name in ((one, other, "a"), (other, one, "b")):
-        for key in (f"{name}{number}" for number in range(12)):
-            made = first.schedule_delay(TAG, None, 60, key=key)
-            again = second.schedule_delay(TAG, None, 90, key=key, on_conflict=on_conflict)
-            assert [task.id for task in live(reader, key)] == [again.id] == [made.id]
-            assert second.cancel(tag=TAG, key=key)
-            places.add(shard_of(made.id))
-    assert places >= {0, 1}
+def test_tasks_of_keys_that_move_are_found_at_their_older_member(process: Process) -> None:
+    old, new = process(2), process(3)
+    key = next(f"k{n}" for n in range(1000) if new.member(TAG, f"k{n}") is new.members[2])
+    task = old.schedule_delay(TAG, None, 60, key=key)
+    assert new.get(tag=TAG, key=key).id == new.get(task.id).id == task.id
+    assert new.touch(tag=TAG, key=key, delay=300).touched == [key]
+    assert new.reschedule(tag=TAG, key=key, delay=60).id == task.id
+    assert new.cancel(tag=TAG, key=key).id == task.id
+    assert shard_of(new.schedule_delay(TAG, None, 60, key=key).id) == 2
 
 
 # -- asyncio --------------------------------------------------------------------------------------
 
 
 def test_what_waits_has_an_asynchronous_twin() -> None:
-    without = {"member_of", "misplaced", "new_id", "processor"}
+    without = {"member", "member_of", "new_id", "processor"}
     methods = {name for name, _ in inspect.getmembers(Shards, inspect.isfunction)}
     waiting = {name for name in methods if name[0] != "_" and f"a{name}" in methods}
     twins = {f"a{name}" for name in waiting}
@@ -424,7 +359,6 @@ def test_twins_call_the_right_members(shards: Shards) -> None:
         assert await shards.aschedule_many([(TAG, None, 60)] * 3) == 3
         assert await shards.aeach(lambda member: member.settings.shard) == {0: 0, 1: 1, 2: 2}
         key = key_at(shards, 2)
-        assert await shards.amember(TAG, key) is shards.members[2]
         task = await shards.aschedule_delay(TAG, 5, at=made[0].expected_time, key=key)
         with pytest.raises(e.WaitTimeoutError):
             await shards.aresult(tag=TAG, key=key, timeout=0.01)

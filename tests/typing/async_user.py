@@ -46,7 +46,6 @@ async def use_asyncio() -> None:
     assert_type(await delays.recurring.aresume("daily"), dt.RecurringSchedule)
     assert_type(await delays.recurring.aschedule_now("daily"), DelayedTask)
     await delays.recurring.aremove("daily")
-    assert_type(await shards.amember("order.close", "7"), DelayTasks)
     assert_type(await shards.aeach(DelayTasks.new_id), dict[int, int])
     assert_type(await shards.aany(DelayTasks.new_id), int)
     assert_type(await delays.acheck(), list[dt.Finding])
