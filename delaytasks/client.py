@@ -606,7 +606,7 @@ class DelayTasks:
         task, tag, key
             See `cancel`.
         attempts
-            Read the last 50 failed attempts as well, as `task.attempts`.
+            Read the failed attempts as well, as `task.attempts`.
         session
             A SQLAlchemy Session or Connection that reads the row.
 

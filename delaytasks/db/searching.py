@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import base64
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import datetime
 from itertools import islice
 from operator import attrgetter
 from typing import Any
 
 from sqlalchemy import (
-    Column,
     ColumnElement,
     Connection,
     Select,
@@ -33,9 +32,6 @@ from delaytasks.model.inputs import pair_text
 from delaytasks.model.moves import Status
 from delaytasks.model.task import DelayedTask, Level
 from delaytasks.model.text import shown
-
-#: A literal, since an index is over an expression without parameters.
-PAIR_SEPARATOR: ColumnElement[str] = literal_column("'\",\"'")
 
 #: Not a backslash, which MySQL's string literals escape, too.
 _ESCAPE = "!"
@@ -67,7 +63,8 @@ def conditions(tasks: Table, where: Filter, can: Capabilities) -> list[ColumnEle
     if where.error is not None:
         found.append(t.error_stack.ilike(_like(where.error), escape=_ESCAPE))
     if where.meta is not None:
-        found += _has_pairs(tasks.c.meta, where.meta, can)
+        find = func.strpos if can.arrays else func.instr
+        found += [find(t.meta, pair_text(*pair)) > 0 for pair in where.meta]
     return found
 
 
@@ -76,24 +73,6 @@ def _like(pattern: str) -> str:
     for special in (_ESCAPE, "%", "_"):
         pattern = pattern.replace(special, _ESCAPE + special)
     return pattern.replace("*", "%")
-
-
-def _has_pairs(
-    meta: Column[Any], pairs: Sequence[tuple[str, str]], can: Capabilities
-) -> list[ColumnElement[bool]]:
-    """Return the conditions that the stored text contains each pair.
-
-    Where a text can be split into an array, the condition is one that an index can serve. The
-    outer braces and quotation marks are cut off, and `","` occurs between pairs only.
-    """
-    texts = [pair_text(*pair) for pair in pairs]
-    if not can.arrays:
-        return [func.instr(meta, text) > 0 for text in texts]
-    wanted = func.string_to_array(",".join(texts)[1:-1], PAIR_SEPARATOR)
-    stored = func.string_to_array(
-        func.left(func.right(meta, literal_column("-2")), literal_column("-2")), PAIR_SEPARATOR
-    )
-    return [meta.is_not(None), stored.op("@>", is_comparison=True)(wanted)]
 
 
 # -- queue levels ---------------------------------------------------------------------------------

@@ -126,21 +126,11 @@ class TaskKeys:
 # -- Failed attempts, one row each. A task that succeeds at its first attempt has no row here -----
 
 
-#: The last attempts of each task are kept.
-KEPT_ATTEMPTS = 50
-
-
 class Attempts:
     def __init__(self, database: Database, schema: Schema) -> None:
         self._a = a = schema.attempts
         # A settlement whose answer was lost is sent again, and then its attempt exists already.
         self._add = insert_if_absent(database, a, a.c.version).values(ended=db_now())
-        versions = select(a.c.version).where(a.c.task_id == bindparam("of"))
-        # MySQL reads a table that the statement changes only in a derived table.
-        first_old = versions.order_by(a.c.version.desc()).offset(KEPT_ATTEMPTS).limit(1).subquery()
-        self._drop_old = delete(a).where(
-            a.c.task_id == bindparam("of"), a.c.version <= select(first_old).scalar_subquery()
-        )
 
     def record(self, on: Any, failed: Sequence[Settlement], worker: str) -> None:
         self._write(
@@ -156,9 +146,6 @@ class Attempts:
     def _write(self, on: Any, attempts: Sequence[tuple[Any, ...]]) -> None:
         names = ("task_id", "version", "attempt", "began", "worker", "error")
         on.execute(self._add, [dict(zip(names, values, strict=True)) for values in attempts])
-        old = [{"of": id} for id, _, number, *_ in attempts if number > KEPT_ATTEMPTS]
-        if old:
-            on.execute(self._drop_old, old)
 
     def of(self, on: Any, id: int) -> list[Attempt]:
         a = self._a

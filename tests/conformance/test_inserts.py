@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from sqlalchemy import String, cast, select, text
 from delaytasks import DelayedTask, DelayTasks, NewTask, Status, StoreError
 from tests.refusals import invalid
 from tests.world import NASTY, World
-from tests.world.plans import plans
 from tests.world.recording import ManualClock, delays_on
 
 # Rows that are inserted, on every database
@@ -216,26 +214,3 @@ def test_meta_that_another_program_stored_is_readable(world: World, stored: str)
     [task] = world.delays.find()
     assert task.meta == ({"b": "c"} if "b" in stored else {})
     assert len(world.delays.find(meta={"b": "c"})) == 0, "it has blanks, or no such pair"
-
-
-#: The statement in docs/operations.md.
-INDEX = (
-    "CREATE INDEX idx_meta ON s_yb_delay_task_message USING gin "
-    """(string_to_array(left(right(meta, -2), -2), '","')) WHERE meta IS NOT NULL"""
-)
-
-
-def test_the_index_of_the_documentation_serves_the_filter(world: World, store: Any) -> None:
-    if not world.can.arrays:
-        return  # the other databases read rows in the order of their due times
-    page = (Path(__file__).parents[2] / "docs/operations.md").read_text()
-    assert " ".join(INDEX.replace("s_yb", "yb").split()) in " ".join(page.split())
-    world.delays.schedule_many(
-        NewTask("mail", n, 60, meta={"tenant": f"t{n}"}) for n in range(5000)
-    )
-    with world.begin() as connection:
-        connection.execute(text(INDEX))
-        connection.execute(text("ANALYZE s_yb_delay_task_message"))
-    shown = plans(store, lambda: world.delays.find(meta={"tenant": "t77"}))
-    assert "idx_meta" in shown, shown
-    assert [task.body for task in world.delays.find(meta={"tenant": "t77"})] == [77]

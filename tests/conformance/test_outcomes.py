@@ -14,7 +14,7 @@ from sqlalchemy import Column, Integer, MetaData, Table, func, insert, select, u
 from sqlalchemy.orm import Session
 
 import delaytasks as e
-from delaytasks import Cancel, DelayedTask, Done, Fail, Retry, RetrySchedule, Snooze, Status
+from delaytasks import Cancel, DelayedTask, Done, Fail, Retry, Snooze, Status
 from delaytasks.db.task_rows import TaskKeys
 from tests.world import MonkeyPatch, World
 
@@ -91,20 +91,6 @@ def test_a_task_that_succeeds_after_a_retry_keeps_its_failed_attempts(world: Wor
     done = run_again(world, task)
     assert (done.status, done.runs, done.error) == (Status.DONE, 2, None)
     assert [one.number for one in world.attempts(task)] == [1]
-
-
-@pytest.mark.slow
-def test_the_last_fifty_attempts_are_kept(world: World) -> None:
-    raises(world, "pay", ConnectionError(), retries=RetrySchedule([0] * 60))
-    task = world.schedule("pay")
-    for _ in range(60):
-        run_again(world, task)
-    assert [one.number for one in world.attempts(task)] == list(range(11, 61))
-    run_again(world, task)
-    world.delays.rerun(task)  # counts attempts from 1 again
-    for _ in range(55):
-        run_again(world, task)
-    assert [one.number for one in world.attempts(task)] == list(range(6, 56))
 
 
 def test_a_lapse_is_an_attempt_that_failed(world: World) -> None:
