@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from delaytasks.loops import Availability, Loop
 from delaytasks.model.clock import Clock, from_us, monotonic
 from delaytasks.model.errors import StoreError
+from delaytasks.model.inputs import POLLING_PREFIX, serves
 from delaytasks.model.task import CallerConnection, Entry
-from delaytasks.model.workers import POLLING_PREFIX, serves
 
 if TYPE_CHECKING:
     from delaytasks.db.statements import Listener, Notices

@@ -17,8 +17,8 @@ from delaytasks.console.pages_tags import shown_runs
 from delaytasks.console.pages_tasks import Searches
 from delaytasks.console.requests import SNAPSHOT_S, number_of, runtime, state
 from delaytasks.console.shown import day_and_time, viewer_zone
-from delaytasks.db.searching import first_page
 from delaytasks.db.store import Store
+from delaytasks.db.task_rows import first_page
 from delaytasks.model.clock import from_us
 from delaytasks.model.errors import InvalidInputError, StoreError
 from delaytasks.model.filters import Filter

@@ -32,9 +32,8 @@ from delaytasks.db.schema import (
     listed,
     moved,
 )
-from delaytasks.db.searching import conditions, has_status, queue_levels
 from delaytasks.db.statements import insert_if_absent
-from delaytasks.db.task_rows import TaskKeys
+from delaytasks.db.task_rows import TaskKeys, conditions, has_status, queue_levels
 from delaytasks.db.types import db_now, db_now_plus, unindexed
 from delaytasks.model.body import dump_json
 from delaytasks.model.clock import EARLIEST, MAX_ID, to_us
@@ -131,13 +130,15 @@ class Bulk:
     # -- find -------------------------------------------------------------------------------------
 
     def matching(self, which: BulkFilter) -> Iterator[list[tuple[int, Status]]]:
-        """Yield (id, status) of the rows that the filter names, one window at a time."""
-        columns, matches = (self._t.c.id, self._t.c.status), self._matches(which)
-        parts: Iterator[Sequence[Any]]
+        """Yield (id, status) of the rows that the filter names, one window at a time.
+
+        A row that moves meanwhile may be missed.
+        """
+        query = select(self._t.c.id, self._t.c.status).where(*self._matches(which))
         if which.where.ids is None:
-            parts = self.windows(which.looked_at, columns, *matches, within=which.where)
+            parts = self._windows(query, which)
         else:
-            query = select(*columns).where(self._is(which.looked_at), *matches)
+            query = query.where(self._is(which.looked_at))
             parts = iter([self._db.rows(by_id(query, self._t))])
         for rows in parts:
             yield [(row[0], Status(row[1])) for row in rows]
@@ -156,26 +157,14 @@ class Bulk:
             for level in self._db.autocommitted(read):
                 yield here, t.queue == level.queue, t.priority == level.priority
 
-    def windows(
-        self,
-        statuses: frozenset[Status],
-        columns: Sequence[ColumnElement[Any]],
-        *where: ColumnElement[bool],
-        within: Filter = EVERYTHING,
-    ) -> Iterator[Sequence[Any]]:
-        """Yield these columns of the rows that have one of the statuses and meet the conditions,
-        one window at a time.
-
-        Windows lie in the queue and between the due times of the filter `within`. A row that moves
-        meanwhile may be missed.
-        """
-        due = self._t.c.expected_time
-        for level in self._levels(statuses, within.queue):
-            query = select(*columns).where(*level, *where).order_by(due)
-            begin: ColumnElement[bool] = due >= (within.since or EARLIEST)
+    def _windows(self, matching: Select[Any], which: BulkFilter) -> Iterator[Sequence[Any]]:
+        due, where = self._t.c.expected_time, which.where
+        for level in self._levels(which.looked_at, where.queue):
+            query = matching.where(*level).order_by(due)
+            begin: ColumnElement[bool] = due >= (where.since or EARLIEST)
             while True:
                 end = select(due).where(*level, begin).order_by(due).offset(WINDOW - 1).limit(1)
-                ends = self._db.rows(end if within.until is None else end.where(due < within.until))
+                ends = self._db.rows(end if where.until is None else end.where(due < where.until))
                 yield self._db.rows(query.where(begin, *(due <= row[0] for row in ends)))
                 if not ends:
                     break

@@ -34,10 +34,10 @@ from delaytasks.db.schema import (
     move_locked,
     moved,
 )
-from delaytasks.db.searching import distinct_values, has_status, queue_levels
 from delaytasks.db.statements import Insert
+from delaytasks.db.task_rows import distinct_values, has_status, queue_levels
 from delaytasks.db.types import db_now, unindexed
-from delaytasks.model.clock import EARLIEST, MAX_ID, to_us
+from delaytasks.model.clock import EARLIEST, to_us
 from delaytasks.model.moves import MOVES, Status, following
 from delaytasks.model.policies import Kind, Policies, Policy, PolicyRead, Stamp
 from delaytasks.model.task import DelayedTask, Entry, Level
@@ -258,10 +258,10 @@ class PausedRows:
         return sorted(levels, key=lambda at: (-at.priority, at.queue))
 
     def page(
-        self, level: Level, place: HeldPlace, until: datetime | None
+        self, level: Level, place: HeldPlace
     ) -> tuple[list[tuple[int, str]], HeldPlace | None]:
-        """Return the next held rows of a level, due until `until`, as their ids and tags, and the
-        place after them. The place is None after the last page.
+        """Return the next held rows of a level as their ids and tags, and the place after them,
+        which is None after the last page.
 
         Rows are read in the order of the index, whatever holds them.
         """
@@ -272,8 +272,6 @@ class PausedRows:
         )
         # The comparison of the pair alone would be no range of the index on MySQL.
         query = query.where(due >= place.due, tuple_(due, t.c.id) > (place.due, place.id))
-        if until is not None:
-            query = query.where(due <= until)
         rows = self._db.rows(query.order_by(due, t.c.id).limit(HELD_PAGE))
         is_last = len(rows) < HELD_PAGE
         end = None if is_last else HeldPlace(rows[-1].expected_time, rows[-1].id)
@@ -315,8 +313,7 @@ class PausedRows:
 
 
 class HeldSearch:
-    """Releases the held rows that no pause and no waitlist holds: first those that were due until
-    an instant, then all others, by priority and due time.
+    """Releases the held rows that no pause and no waitlist holds, by priority and due time.
 
     Most held rows may stay held. So each step reads a bounded number of rows, whatever holds them,
     and the place is kept. A step that fails is done again.
@@ -324,8 +321,8 @@ class HeldSearch:
 
     def __init__(self, rows: PausedRows) -> None:
         self._rows = rows
-        #: What has yet to be read: the rows of a level after a place, and due until an instant.
-        self._parts = deque[tuple[Level, HeldPlace, datetime | None]]()
+        #: What has yet to be read: the rows of a level after a place.
+        self._parts = deque[tuple[Level, HeldPlace]]()
         #: Rows that were read, and have yet to be released.
         self._ids: list[int] = []
 
@@ -333,13 +330,10 @@ class HeldSearch:
     def is_over(self) -> bool:
         return not self._parts and not self._ids
 
-    def begin(self, near: datetime) -> None:
+    def begin(self) -> None:
         """Begin at the first row."""
-        levels = self._rows.levels()
+        self._parts = deque((level, HeldPlace()) for level in self._rows.levels())
         self._ids = []
-        self._parts.clear()
-        self._parts.extend((level, HeldPlace(), near) for level in levels)
-        self._parts.extend((level, HeldPlace(near, MAX_ID), None) for level in levels)
 
     def step(self, policies: Policies) -> list[Entry]:
         """Read some rows, or release some of those that were read, and return the released ones.
@@ -356,12 +350,12 @@ class HeldSearch:
         return released
 
     def _read(self, policies: Policies) -> None:
-        level, place, until = self._parts[0]
+        level, place = self._parts[0]
         after: HeldPlace | None = None
         if level.queue not in policies.paused_queues:
-            found, after = self._rows.page(level, place, until)
+            found, after = self._rows.page(level, place)
             self._ids = [id for id, tag in found if tag not in policies.paused_tags]
         if after is None:
             self._parts.popleft()
         else:
-            self._parts[0] = level, after, until
+            self._parts[0] = level, after

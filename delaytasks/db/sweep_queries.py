@@ -39,21 +39,22 @@ from delaytasks.db.schema import (
     next_version,
     one_more,
 )
-from delaytasks.db.searching import (
+from delaytasks.db.statements import Insert, task_of
+from delaytasks.db.task_rows import (
+    Attempts,
+    TaskKeys,
     distinct_values,
     has_status,
     levels_of,
     queues_after,
     waits_between,
 )
-from delaytasks.db.statements import Insert, task_of
-from delaytasks.db.task_rows import Attempts, TaskKeys
 from delaytasks.db.types import db_now, db_now_plus, is_narrow, is_past, is_rare, unindexed
-from delaytasks.model.clock import to_us
+from delaytasks.model.clock import json_fields, to_us
+from delaytasks.model.inputs import serves
 from delaytasks.model.moves import FINISHED, MOVES, Status
 from delaytasks.model.task import Entry, Level, QueuePlace, Recovered
 from delaytasks.model.text import count, installed_version
-from delaytasks.model.workers import NO_OUTAGES, PREFORK, LostWorker, RegisteredWorker, ServiceTimes
 
 # -- Recovers rows whose worker died, or lost its lease, while they ran ---------------------------
 
@@ -229,6 +230,69 @@ class Leases:
 
 # Which are alive, which queues and tags they serve, how far their clocks are off, and which were
 # lost within the last hour.
+
+
+class ServiceTimes(NamedTuple):
+    """For how long a worker has been without the services around it, in seconds."""
+
+    #: Since it lost its broker; None while it is connected, and if it uses no broker.
+    broker_down_s: float | None = None
+    #: Since its timer accepts no tasks; None while it does.
+    timer_down_s: float | None = None
+    #: Since beat's last message arrived, or since the worker has waited for the first one. None if
+    #: the worker does not read the messages of beat.
+    beat_s: float | None = None
+
+
+NO_OUTAGES = ServiceTimes()
+#: The pool whose tasks run in other processes than the one that reports the worker.
+PREFORK = "prefork"
+
+
+class RegisteredWorker(NamedTuple):
+    name: str
+    #: Whether it has reported recently. A report from the future was not written by a live worker.
+    is_alive: bool
+    #: Seconds since its last report.
+    age_s: float
+    queues: Sequence[str]
+    #: The tags for which it has processors; None if the worker has not published its tags.
+    tags: frozenset[str] | None
+    pool: str
+    concurrency: int
+    started_at: datetime
+    seen_at: datetime
+    #: How far the clock of its machine is ahead of the clock of the database.
+    clock_offset_s: float
+    services: ServiceTimes = NO_OUTAGES
+    #: How many of its processes had a chunk when it last reported, and its version of delaytasks;
+    #: None if only workers of an earlier version have reported by this name.
+    busy: int | None = None
+    version: str | None = None
+
+    def serves(self, queue: str) -> bool:
+        return serves(self.queues, queue)
+
+    @property
+    def up_s(self) -> float:
+        """Seconds since its start."""
+        return (self.seen_at - self.started_at).total_seconds() + self.age_s
+
+
+class LostWorker(NamedTuple):
+    """A worker that ended without signing off: it was killed, or its host is down."""
+
+    name: str
+    #: When a sweep found that the worker no longer reports.
+    lost_at: datetime
+    #: When the worker reported for the last time.
+    seen_at: datetime
+    pool: str
+    concurrency: int
+    queues: Sequence[str]
+
+    def as_json(self) -> dict[str, Any]:
+        return json_fields(self._asdict())
 
 
 #: The number of workers that one sweep marks as lost.

@@ -294,11 +294,6 @@ def checked_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
     return keys
 
 
-def marks_of(names: Iterable[str]) -> list[str]:
-    """Return the beginnings of all texts that these keys read, with the colon."""
-    return [f"{PREFIX}{name}:" for name in names]
-
-
 def name_in(text: str) -> str:
     """Return the name of the key of an encrypted text; `NO_NAME` if the text is malformed."""
     return text[len(PREFIX) : MARK_LENGTH] if _MARK.match(text) else NO_NAME

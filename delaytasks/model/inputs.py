@@ -9,7 +9,7 @@ import math
 import os
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta, tzinfo
 from operator import mul
@@ -292,6 +292,14 @@ def check_name(value: object, argument: str, longest: int) -> str:
 
 #: The queue name of workers that serve all queues.
 ALL_QUEUES = "*"
+#: The pool names of workers without a broker begin with one of these prefixes: those that poll the
+#: table for rows due within the horizon, and those that only drain (`delaytasks run`).
+POLLING_PREFIX, ONLY_DRAINING_PREFIX = "direct/", "drain/"
+
+
+def serves(queues: Collection[str], queue: str) -> bool:
+    """Return whether a worker with these logical queues serves this one."""
+    return ALL_QUEUES in queues or queue in queues
 
 
 def is_queue(name: str) -> bool:

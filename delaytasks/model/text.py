@@ -10,6 +10,7 @@ from datetime import datetime, timedelta
 from functools import cache
 from importlib import metadata
 from itertools import islice
+from shlex import quote
 from typing import Any
 
 from delaytasks.model.errors import ConfigError
@@ -92,6 +93,19 @@ def some_values(values: Collection[object], most: int = 3) -> str:
     """Return the first values for a list that a person reads, and how many more there are."""
     text = ", ".join(map(str, islice(values, most)))
     return f"{text} and {len(values) - most:,} more" if len(values) > most else text
+
+
+#: Names in one sentence or command.
+MOST_NAMES = 5
+
+
+def one_more_worker(queues: Collection[str], namespace: str) -> str:
+    """Return the remedy for queues that no worker serves, while other workers run.
+
+    With -Q a worker serves no other queues, not even those of the app's own tasks.
+    """
+    names = quote(",".join(f"{namespace}.{queue}" for queue in islice(queues, MOST_NAMES)))
+    return f"Start one more worker: celery -A … worker -Q {names}"
 
 
 # -- Mask passwords and keys in URLs and in the `repr` of objects ---------------------------------

@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sqlalchemy import Select, and_, func, select
 
-from delaytasks.db.bulk_moves import Bulk
 from delaytasks.db.schema import BODY
 from delaytasks.db.types import db_now_plus
-from delaytasks.model.body import MARK_LENGTH, NO_NAME, PREFIX, marks_of, name_in, names_of
 from delaytasks.model.errors import BodyRefusedError
 from delaytasks.model.inputs import MAX_DELAY_S, show_duration
 from delaytasks.model.moves import LIVE, Status
-from delaytasks.model.task import DelayedTask, is_encrypted
+from delaytasks.model.task import DelayedTask
 
 if TYPE_CHECKING:
     from delaytasks.registry import ProcessorSpec
@@ -74,7 +72,6 @@ class WaitingTasks:
                     ids = [each.ids[0] for each in examples]
                     yield examples[0]._replace(tasks=tasks, ids=ids, queues=every.queues)
         yield from self._untimely()
-        yield from self._without_key()
 
     def by_tag(self) -> list[Finding]:
         """Return the waiting tasks of each tag, as if it had no processor."""
@@ -105,12 +102,6 @@ class WaitingTasks:
         if processor.is_newer(task.body_version):
             mine = processor.body_version
             return f"bodies of version {task.body_version}, and its processor has {mine}"
-        if is_encrypted(task.body_json):
-            name = name_in(task.body_json)
-            # `_without_key` reports a body whose key is missing.
-            changed = f"encrypted with key {name}, which is here, and changed since, or another "
-            keys = names_of(self._settings.encryption_keys)
-            return f"{changed}task's" if name in keys else None
         try:
             processor.checked(task.body)
         except (BodyRefusedError, ValueError, RecursionError) as error:
@@ -135,28 +126,6 @@ class WaitingTasks:
             query = grouped.where(is_so).group_by(t.tag).order_by(t.tag)
             for tag, tasks, first_due, *ids in self._all(query):
                 yield Finding(tag, tasks, first_due, problem, sorted({*ids}))
-
-    def _without_key(self) -> Iterator[Finding]:
-        """Yield rows that no key here can decrypt. No statement reads all bodies."""
-        t, cipher = self._t, self._schema.cipher
-        marks = [] if cipher is None else marks_of(cipher.names)
-        mark = func.substr(t.message_body, 1, MARK_LENGTH + 1)
-        needs = [
-            func.substr(t.message_body, 1, len(PREFIX)) == PREFIX,
-            *([mark.not_in(marks)] if marks else []),
-        ]
-        found: dict[tuple[str, str], Finding] = {}
-        columns = [t.tag, mark, t.expected_time, t.id]
-        for rows in Bulk(self._db, self._schema).windows(LIVE, columns, *needs):
-            for tag, begin, due, id in rows:
-                name = name_in(begin)
-                problem = f"encrypted with key {name}, which delaytasks_encryption_keys does not "
-                problem += "have here"
-                if name == NO_NAME:
-                    problem = f"begins with {PREFIX} and names no key: no process can read it"
-                one, seen = Finding(tag, 1, due, problem, [id]), found.get((tag, name))
-                found[tag, name] = one if seen is None else _both(seen, one)
-        yield from (found[each] for each in sorted(found))
 
     def _all(self, query: Select[Any]) -> Iterator[Any]:
         for rows in self._db.stream(query, size=1000, may_take_long=True):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Connection, FromClause, case, func, literal, select, tablesample
 
-from delaytasks.db.searching import has_status
+from delaytasks.db.task_rows import has_status
 from delaytasks.db.types import epoch_s
 from delaytasks.model.clock import from_us
 from delaytasks.model.errors import DelayTaskError, InvalidInputError, StoreError

@@ -11,17 +11,12 @@ from typing import Any, NamedTuple
 
 from delaytasks.db import migrations
 from delaytasks.db.store import Store
+from delaytasks.db.sweep_queries import LostWorker, RegisteredWorker
 from delaytasks.loops import within
 from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import DelayTaskError, StoreUnavailableError
-from delaytasks.model.inputs import ALL_QUEUES, show_duration
+from delaytasks.model.inputs import ALL_QUEUES, ONLY_DRAINING_PREFIX, POLLING_PREFIX, show_duration
 from delaytasks.model.text import some_values
-from delaytasks.model.workers import (
-    ONLY_DRAINING_PREFIX,
-    POLLING_PREFIX,
-    LostWorker,
-    RegisteredWorker,
-)
 from delaytasks.operate.state import beat_age_s
 from delaytasks.operate.state_queries import READ_ONLY, OverdueRows, Stats, server_problem
 from delaytasks.settings import Settings

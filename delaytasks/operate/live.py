@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, select
 
-from delaytasks.db.searching import has_status, levels_of, queues_after
 from delaytasks.db.store import Store
+from delaytasks.db.task_rows import has_status, levels_of, queues_after
 from delaytasks.model.inputs import ALL_QUEUES
 from delaytasks.model.moves import FINISHED, Status
 from delaytasks.operate.state import DeploymentState

@@ -17,9 +17,9 @@ from sqlalchemy import ColumnElement, Connection, Select, and_, event, exc, lite
 from delaytasks.db.database import Database
 from delaytasks.db.engines import TIMED_OUT
 from delaytasks.db.schema import COLUMNS, listed
-from delaytasks.db.searching import conditions, has_status
 from delaytasks.db.statements import task_of
 from delaytasks.db.store import Store
+from delaytasks.db.task_rows import conditions, has_status
 from delaytasks.db.types import for_database
 from delaytasks.model.clock import first_id, monotonic
 from delaytasks.model.errors import StoreError

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from delaytasks.broker.link import broker_error
 from delaytasks.db.store import Store
+from delaytasks.db.sweep_queries import LostWorker, RegisteredWorker
 from delaytasks.model.clock import AN_HOUR, hour_of, monotonic
 from delaytasks.model.errors import StoreError
 from delaytasks.model.moves import Status
 from delaytasks.model.policies import Policy
-from delaytasks.model.workers import LostWorker, RegisteredWorker
 from delaytasks.operate.policy_calls import read_policies
 from delaytasks.operate.state_queries import (
     MAX_COUNTED,

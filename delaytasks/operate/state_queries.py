@@ -11,9 +11,9 @@ from sqlalchemy import ColumnElement, Connection, Select, and_, case, func, null
 
 from delaytasks.db.database import Database
 from delaytasks.db.schema import Schema, by_id, listed
-from delaytasks.db.searching import distinct_values, first_page, has_status, levels_of
 from delaytasks.db.store import Store
 from delaytasks.db.sweep_queries import is_abandoned, is_late
+from delaytasks.db.task_rows import distinct_values, first_page, has_status, levels_of
 from delaytasks.db.types import db_now_plus, for_database, is_past, once
 from delaytasks.model.filters import Filter
 from delaytasks.model.moves import Status

@@ -18,15 +18,22 @@ from sqlalchemy import func, select
 
 from delaytasks.broker.link import broker_error
 from delaytasks.db.policy_rows import is_entry_of
-from delaytasks.db.searching import has_status
+from delaytasks.db.sweep_queries import RegisteredWorker
+from delaytasks.db.task_rows import has_status
 from delaytasks.model.body import PREFIX, name_in, names_of
 from delaytasks.model.clock import MAX_ID, first_id, from_us
 from delaytasks.model.inputs import processor_tag, show_duration, show_instant
 from delaytasks.model.moves import Status
 from delaytasks.model.policies import Policy
 from delaytasks.model.task import ASKED, DelayedTask, is_encrypted
-from delaytasks.model.text import DEFERRALS, count, last_line, some_values
-from delaytasks.model.workers import MOST_NAMES, RegisteredWorker, one_more_worker
+from delaytasks.model.text import (
+    DEFERRALS,
+    MOST_NAMES,
+    count,
+    last_line,
+    one_more_worker,
+    some_values,
+)
 from delaytasks.operate.state_queries import Running, Stats, running_by_tag
 
 if TYPE_CHECKING:

@@ -24,12 +24,13 @@ from collections.abc import Collection, Sequence
 from math import inf
 from typing import TYPE_CHECKING
 
+from delaytasks.db.sweep_queries import PREFORK, ServiceTimes
 from delaytasks.loops import Availability, Loop, limit_answers
 from delaytasks.model.clock import from_us, monotonic
 from delaytasks.model.errors import StoreError, StoreUnavailableError
+from delaytasks.model.inputs import ONLY_DRAINING_PREFIX, POLLING_PREFIX
 from delaytasks.model.policies import POLICY_REFRESH_S, Policies
 from delaytasks.model.task import Level, Timer
-from delaytasks.model.workers import ONLY_DRAINING_PREFIX, POLLING_PREFIX, PREFORK, ServiceTimes
 from delaytasks.worker.pool import running_pids
 from delaytasks.worker.sweep import emit_recovered
 

@@ -24,8 +24,7 @@ from delaytasks.model.clock import from_us, monotonic
 from delaytasks.model.inputs import ALL_QUEUES
 from delaytasks.model.policies import Policies, Stamp
 from delaytasks.model.task import Entry, Level, QueuePlace, Recovered
-from delaytasks.model.text import some_values
-from delaytasks.model.workers import one_more_worker
+from delaytasks.model.text import one_more_worker, some_values
 
 if TYPE_CHECKING:
     from delaytasks.db.sweep_queries import SweepQueries
@@ -220,8 +219,8 @@ class Sweeper:
             # change.
             must_begin = has_changed and not self._is_interrupting
         if must_begin:
-            is_interrupting, horizon_s = not search.is_over, self._settings.horizon_s or 0
-            search.begin(self._runtime.clock.certain_now() + timedelta(seconds=horizon_s))
+            is_interrupting = not search.is_over
+            search.begin()
             self._is_interrupting = is_interrupting
             self._searched_for = policies.stamp
             self._search_again_at = monotonic() + SEARCH_HELD_S

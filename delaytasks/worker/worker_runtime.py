@@ -24,10 +24,9 @@ from delaytasks.broker.direct import TablePoller
 from delaytasks.events import Events
 from delaytasks.loops import Loop
 from delaytasks.model.clock import from_us, monotonic
-from delaytasks.model.inputs import ALL_QUEUES
+from delaytasks.model.inputs import ALL_QUEUES, serves
 from delaytasks.model.moves import LateReason
 from delaytasks.model.task import Entry
-from delaytasks.model.workers import serves
 from delaytasks.operate.statistics import StatisticsWriter
 from delaytasks.run.celery_context import check_time_limits
 from delaytasks.worker.dispatcher import Dispatcher, UnfinishedDrains

@@ -380,7 +380,7 @@ def test_held_tasks_are_released_in_steps_the_oldest_first(world: World, small_s
         return len(order) == 7
 
     sweep_until(world, is_over)
-    assert [rows.index(row) for row in order] == [5, 6, 4, 2, 3, 1, 0], "the far one is the last"
+    assert [rows.index(row) for row in order] == [0, 5, 6, 4, 2, 3, 1]
 
 
 def test_a_tag_that_is_resumed_stays_held_in_a_queue_that_is_not(world: World) -> None:

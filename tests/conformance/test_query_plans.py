@@ -305,8 +305,8 @@ def test_the_search_for_rows_to_release_reads_only_held_rows(planned: PlannedWor
     planned.delays.policies.pause(tag="sms")
     for work in (
         planned.held_levels,
-        partial(planned.held_page, HeldPlace(), now),
-        partial(planned.held_page, HeldPlace(now, 1), None),
+        partial(planned.held_page, HeldPlace()),
+        partial(planned.held_page, HeldPlace(now, 1)),
     ):
         shown = planned.plans(work)
         assert f"plan_idx_yb_delay_{name}" in shown, shown

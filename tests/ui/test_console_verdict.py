@@ -17,9 +17,9 @@ from delaytasks import NewTask, Status
 from delaytasks.cli.status import read_deployment
 from delaytasks.console import requests
 from delaytasks.console.viewers import Role
+from delaytasks.db.sweep_queries import ServiceTimes
 from delaytasks.db.types import db_now_plus
 from delaytasks.model.clock import AN_HOUR, hour_of
-from delaytasks.model.workers import ServiceTimes
 from delaytasks.operate import state_queries as failed_rows
 from delaytasks.operate.state import ServicesState
 from delaytasks.operate.state_queries import OverdueRows, Stats

@@ -23,13 +23,13 @@ from delaytasks import StoreError, StoreUnavailableError
 from delaytasks import loops as loops
 from delaytasks.broker.link import bounded_connection
 from delaytasks.db.engines import ForkGate
+from delaytasks.db.sweep_queries import RegisteredWorker, ServiceTimes
 from delaytasks.events import Events
 from delaytasks.limits import tracked_waitlists
 from delaytasks.limits.admission import StartPace
 from delaytasks.limits.tracked_waitlists import TrackedWaitlists, WaitlistName
 from delaytasks.loops import Availability, Latest
 from delaytasks.model.policies import WAITLIST_RECHECK_S, WaitlistState
-from delaytasks.model.workers import RegisteredWorker, ServiceTimes
 from delaytasks.operate.state import beat_age_s, broker_down_s
 from delaytasks.worker import quick_loops
 from delaytasks.worker.quick_loops import ServiceWatch

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import timedelta
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -118,8 +118,8 @@ class PlannedWorld(World):
     def held_levels(self) -> object:
         return self.store.paused_rows.levels()
 
-    def held_page(self, place: HeldPlace, until: datetime | None) -> object:
-        return self.store.paused_rows.page(Level("default", 0), place, until)
+    def held_page(self, place: HeldPlace) -> object:
+        return self.store.paused_rows.page(Level("default", 0), place)
 
     def windows(self, move: Any, filters: dict[str, Any], most: int = 2) -> object:
         """Find the rows of the first windows of a bulk call."""

@@ -11,10 +11,9 @@ from unittest import mock
 
 from sqlalchemy import select
 
-from delaytasks.db.sweep_queries import WorkerTable
+from delaytasks.db.sweep_queries import LostWorker, RegisteredWorker, ServiceTimes, WorkerTable
 from delaytasks.db.types import db_now_plus
 from delaytasks.model.clock import to_us
-from delaytasks.model.workers import LostWorker, RegisteredWorker, ServiceTimes
 from delaytasks.run import calls
 from delaytasks.worker import quick_loops
 from tests.waiting import wait_until

@@ -23,14 +23,13 @@ from delaytasks.db.claims import Claims, UnclaimedRow
 from delaytasks.db.schema import moved
 from delaytasks.db.statements import values_of
 from delaytasks.db.store import Store
-from delaytasks.db.sweep_queries import Renewed
+from delaytasks.db.sweep_queries import Renewed, ServiceTimes
 from delaytasks.db.types import Capabilities, UTCDateTime, db_now_plus
 from delaytasks.limits.admission import Admission
 from delaytasks.model.clock import Clock, IdMaker, to_us
 from delaytasks.model.filters import filter_of
 from delaytasks.model.moves import SettlingMove
 from delaytasks.model.task import Attempt, Claimed, Entry, Recovered, Settlement
-from delaytasks.model.workers import ServiceTimes
 from delaytasks.operate import forecast
 from delaytasks.operate.live import LiveSnapshot, snapshot
 from delaytasks.operate.searches import Follower, limited_search

@@ -15,8 +15,8 @@ import pytest
 from delaytasks import StoreUnavailableError
 from delaytasks.cli import status
 from delaytasks.db import migrations
+from delaytasks.db.sweep_queries import ServiceTimes
 from delaytasks.db.types import db_now_plus
-from delaytasks.model.workers import ServiceTimes
 from delaytasks.operate.health import HealthChecks, HealthQuestion
 from delaytasks.settings import Settings
 from tests.integration.cli.project import Project

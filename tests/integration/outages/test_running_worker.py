@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 
 from delaytasks import DelayedTask
-from delaytasks.model.workers import ServiceTimes
+from delaytasks.db.sweep_queries import ServiceTimes
 from delaytasks.runtime import runtime_of
 from tests.integration.conftest import Deploy
 from tests.integration.outages.conftest import BROKERS, LIMIT_S, SLACK_S, seconds
