@@ -21,6 +21,7 @@ from delaytasks.loops import Latest, Loop
 from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import ConfigError, StoreError
 from delaytasks.model.inputs import ALL_QUEUES
+from delaytasks.model.moves import LATE_S, late_start
 from delaytasks.operate.forecast import Forecast, make_forecast
 from delaytasks.operate.state import DeploymentState, ask_broker, beat_age_s, read_tables
 from delaytasks.run.observers import DURATION_BOUNDS_S, LATENESS_BOUNDS_S, RunCounts
@@ -159,6 +160,13 @@ def run_metrics(totals: Mapping[str, RunCounts]) -> Iterator[Metric]:
     for name, how in (("on_time", "in time"), ("late", "too late")):
         about = f"Runs of tags with `on_time` that began {how}."
         yield counter(f"runs_{name}", about, {tag: c[name] for tag, c in promised}, "tag")
+    starts = {
+        (tag, *late_start(late_by)): number
+        for tag, counts in runs
+        for late_by, number in sorted(counts.late_starts.items())
+    }
+    about = f"Runs that began more than {LATE_S:g} s late, by what brought the row, and why then."
+    yield counter("late_starts", about, starts, "tag", "brought_by", "reason")
     late = "Time from the due time of a task to the start of its run."
     for name, bounds, about in (
         ("lateness", LATENESS_BOUNDS_S, late),

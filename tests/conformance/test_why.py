@@ -17,6 +17,7 @@ from sqlalchemy import select
 from delaytasks import DelayedTask, DelayTasks, Retry, Status
 from delaytasks.cli.status import read_deployment
 from delaytasks.model.clock import to_us
+from delaytasks.operate.metrics import run_metrics
 from delaytasks.operate.verdict import verdict_of
 from delaytasks.run.runner import FailureReason
 from tests.services import free_port
@@ -372,7 +373,7 @@ def test_a_late_start_names_what_kept_its_worker_from_it(
         assert late_start(world, task) == ("entry", expected)
 
 
-def test_late_starts_are_counted_for_the_verdict(world: World) -> None:
+def test_late_starts_are_counted_for_the_verdict_and_the_metrics(world: World) -> None:
     main = MainProcess(world)
     tasks = [world.put(), late(world), late(world)]
     main.write_counts(world.run(*tasks, world.schedule()))
@@ -383,3 +384,9 @@ def test_late_starts_are_counted_for_the_verdict(world: World) -> None:
         "3 runs of the last 15 minutes began late: 2 because no message reached a worker in time; "
         "1 because the call came after the due time."
     )
+    assert main.runtime.statistics is not None
+    metrics = {metric.name: metric for metric in run_metrics(main.runtime.statistics.totals())}
+    samples = metrics["delaytasks_late_starts"].samples
+    assert [(tuple(each.labels.values()), each.value) for each in samples] == [
+        (("note", "entry", "unnoticed"), 2), (("note", "entry", "scheduled_late"), 1),
+    ]  # fmt: skip
