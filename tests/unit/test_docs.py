@@ -97,7 +97,7 @@ def metric_names() -> set[str]:
 
 
 def test_each_metric_and_each_alert_is_explained() -> None:
-    text = page("metrics")
+    text = page("metrics") + page("tables-and-terms")
     assert not [name for name in metric_names() if not re.search(rf"[`\"]{name}[`{{\"]", text)]
     shown = re.findall(r"^\| `(DelayTasks\w+)` \|", text, re.MULTILINE)
     assert shown == re.findall(r"- alert: (\w+)", read_file("rules"))
@@ -193,7 +193,8 @@ def write_tables() -> None:
 
 def test_each_event_that_is_logged_is_explained_with_its_level() -> None:
     shown = dict[str, str]()
-    for names, levels in re.findall(r"^\| (`[a-z_.`, ]+) \| ([A-Z, ]+) \|", page("worker"), re.M):
+    table = page("tables-and-terms")
+    for names, levels in re.findall(r"^\| (`[a-z_.`, ]+) \| ([A-Z, ]+) \|", table, re.M):
         shown.update(zip(re.findall(r"`([^`]+)`", names), levels.split(", "), strict=True))
     source = "".join(path.read_text() for path in (ROOT / "delaytasks").rglob("*.py"))
     emitted = set(re.findall(r'emit\(\s*"([a-z_.]+)"', source))
@@ -217,7 +218,8 @@ def test_the_extras_in_the_docs_are_those_of_the_package() -> None:
 
 
 def test_the_columns_in_the_docs_are_those_of_the_table() -> None:
-    shown = cells(page("scheduling").partition("## The columns")[2])
+    table = page("tables-and-terms").partition("## The columns")[2].partition("\n## ")[0]
+    shown = cells(table)
     assert sorted(shown) == sorted(column.name for column in Schema().tasks.columns)
 
 

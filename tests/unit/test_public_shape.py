@@ -41,12 +41,13 @@ def methods() -> list[str]:
     return sorted(names - twins)
 
 
+TERMS = ROOT / "docs/tables-and-terms.md"
 #: What is counted, its names, and the most of them.
 LIMITS: list[tuple[str, Callable[[], Collection[str]], int]] = [
     ("names of DelayTasks", methods, 26),
     ("functions of the package", lambda: FUNCTIONS, 4),
     ("errors", lambda: errors.__all__, 20),
-    ("terms", lambda: re.findall("^### (.+)", (ROOT / "docs/glossary.md").read_text(), re.M), 32),
+    ("terms", lambda: re.findall("^### (.+)", TERMS.read_text(), re.MULTILINE), 30),
     ("commands", lambda: [path for path, _ in commands(main)], 22),
     ("settings", lambda: [each.name for each in fields(Settings) if each.metadata], 27),
 ]
