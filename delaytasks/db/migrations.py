@@ -104,7 +104,7 @@ def create_tables(op: Operations, prefix: str, schema: str | None) -> None:
     """Make the tables and indexes that are missing; the first revision calls this.
 
     MySQL commits each statement by itself, so a migration can stop half-way and is then repeated.
-    A task table can also be there because its owner made it (docs/install.md).
+    A task table can also be there because its owner made it (docs/first-task.md).
     """
     bind, looks = op.get_bind(), not op.get_context().as_sql
     tables = Schema(prefix, schema)
@@ -137,7 +137,7 @@ def _check_columns(bind: Connection, tasks: Table) -> None:
     if missing:
         raise ConfigError(
             f"{tasks.fullname} exists without the columns {', '.join(missing)}; if the table is "
-            "yours, add them (docs/install.md, You already have the table), otherwise give "
+            "yours, add them (docs/first-task.md, You already have the table), otherwise give "
             "delaytasks' tables a prefix (setting table_prefix)"
         )
 

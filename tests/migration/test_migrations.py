@@ -328,7 +328,7 @@ def test_the_documented_statements_make_an_existing_table_valid(
     for id, status, due in ROWS:
         row = f"{id}, 'mail', '{{}}', {status}, NULL, 7, NULL, 60, '{due}', NULL"
         execute(database, f"INSERT INTO {EXISTING} VALUES ({row}, '2026-01-01', '2026-01-01')")
-    execute(database, block_beginning("docs/install.md", BLOCKS[server]).text)
+    execute(database, block_beginning("docs/first-task.md", BLOCKS[server]).text)
     migrations.upgrade(database)
     assert schema_differences(database, "", None) == []
     migrations.upgrade(database, "f_")
