@@ -3,7 +3,7 @@
 `StoredMessage` has what kombu needs to publish a message that is serialized and compressed already.
 The body is never deserialized here, so that the worker that publishes it need not accept its
 content type. `new_task` returns the row of a message, and `StoredMessage.of_body` reads it back.
-`CeleryTasks` schedules, publishes and revokes. See docs/durable-eta.md.
+`CeleryTasks` schedules, publishes and revokes. See docs/move-from-eta.md.
 """
 
 from __future__ import annotations

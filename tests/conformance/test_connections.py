@@ -42,7 +42,7 @@ ROUND_TRIPS = {
     "`schedule_delay` in the caller's transaction": _only(1, 1),
     # On MariaDB, the pool of the caller's engine sends ROLLBACK after the commit.
     "commit of the caller's transaction, after a call due within the horizon": _only(1, 2),
-    "`apply_async` of a [durable Celery task](durable-eta.md)": _only(4, 4),
+    "`apply_async` of a [durable Celery task](move-from-eta.md)": _only(4, 4),
     # RabbitMQ sends no answer to these messages.
     "in a thread: arming up to 100 tasks of these calls together": ByServers(
         RoundTrips(0, 1), RoundTrips(0, 0)
@@ -91,7 +91,7 @@ def test_a_call_of_a_durable_celery_task_makes_these_round_trips(counter: Counte
 
     remind.apply_async(countdown=FAR_S)  # opens the connections
     trips = counter.of(lambda: remind.apply_async(countdown=FAR_S))
-    assert trips == counter.expected("`apply_async` of a [durable Celery task](durable-eta.md)")
+    assert trips == counter.expected("`apply_async` of a [durable Celery task](move-from-eta.md)")
 
 
 def test_entries_of_several_calls_are_armed_in_one_round_trip(counter: Counter) -> None:

@@ -161,7 +161,7 @@ def test_each_option_of_the_documentation_is_called() -> None:
     called = {name for options in OPTIONS for name in options}
     called |= {"args", "kwargs", "countdown", "eta", "task_id"}
     documented = re.findall(r"^ +(\w+) \(.+?\): ", Task.apply_async.__doc__ or "", re.MULTILINE)
-    page = (ROOT / "docs" / "durable-eta.md").read_text()
+    page = (ROOT / "docs" / "move-from-eta.md").read_text()
     table = page.partition("| option of `apply_async` |")[2].partition("\n\n")[0]
     listed = re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.+?) \|", table, re.MULTILINE)))
     assert len(documented) > 20
