@@ -159,9 +159,9 @@ def round_trips_table() -> str:
 
 
 def http_routes_table() -> str:
-    rows = ["| operation | request | requires |", "|---|---|---|"]
+    rows = ["| operation | request |", "|---|---|"]
     for each in ROUTES:
-        rows.append(f"| {each.summary} | `{each.method} {each.path}` | {each.requires} |")
+        rows.append(f"| {each.summary} | `{each.method} {each.path}` |")
     return "\n".join(rows)
 
 
@@ -169,7 +169,7 @@ GENERATED: dict[str, tuple[str, Callable[[], str]]] = {
     "settings": ("docs/operations.md", settings_table),
     "moves": ("docs/how-it-works.md", moves_table),
     "round trips": ("docs/how-it-works.md", round_trips_table),
-    "http routes": ("docs/http-api.md", http_routes_table),
+    "http routes": ("docs/callbacks.md", http_routes_table),
 }
 
 
@@ -255,7 +255,7 @@ def test_the_insert_statement_in_the_docs_makes_a_valid_task(database_url: str) 
     titles = {"postgresql": "-- PostgreSQL", "mysql": "-- MySQL, MariaDB", "sqlite": "-- SQLite"}
     store = open_store(database_url, table_prefix="docs_")
     title = titles[store.database.url.get_backend_name()]
-    shown = [b.text for b in blocks(ROOT / "docs/scheduling.md") if b.language == "sql"]
+    shown = [b.text for b in blocks(ROOT / "docs/callbacks.md") if b.language == "sql"]
     [insertion] = [sql for sql in shown if sql.startswith(title)]
     [cancellation] = [sql for sql in shown if sql.startswith("UPDATE")]
     try:

@@ -1,4 +1,4 @@
-"""The clients of docs/http-api.md in other languages, which call a real server."""
+"""The clients of docs/callbacks.md in other languages, which call a real server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.integration.http_api.conftest import ApiCaller, ApiSite
 from tests.running import output_of
 from tests.ui.console_site import served
 
-BLOCKS = [(block.language, block.text) for block in blocks(ROOT / "docs" / "http-api.md")]
+BLOCKS = [(block.language, block.text) for block in blocks(ROOT / "docs/callbacks.md")]
 #: By the language of a block: the file for it, and the command that runs the file.
 COMMANDS = {"text": ("schedule.sh", ["sh"]), "javascript": ("schedule.mjs", ["node"])}
 COMMANDS["go"] = ("schedule.go", ["go", "run"])

@@ -250,7 +250,7 @@ def test_a_header_that_cannot_be_used_is_refused(site: ApiSite, shop: ApiCaller)
 
 
 def test_the_docs_name_the_routes_that_take_the_header() -> None:
-    section = (ROOT / "docs/http-api.md").read_text().partition("## Repeated requests\n")[2]
+    section = (ROOT / "docs/callbacks.md").read_text().partition("## Repeated requests\n")[2]
     sentence = section.partition("The routes that schedule take the header:")[2].partition(".")[0]
     expected = [f"{each.method} {each.path}" for each in ROUTES if each.takes_idempotency_key]
     assert re.findall("`(.+?)`", sentence) == expected
