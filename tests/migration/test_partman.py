@@ -1,4 +1,4 @@
-"""The statements of docs/partitions.md, on a table with 100,000 rows."""
+"""The statements in deployment/partitions/, on a table with 100,000 rows."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from delaytasks import DelayTasks, Status
 from delaytasks.db import migrations
 from delaytasks.runtime import runtime_of
 from delaytasks.testing import DelaysTester
-from tests.doc_pages import blocks
 from tests.services import own_database
 
-PAGE = Path(__file__).parents[2] / "docs/partitions.md"
+FOLDER = Path(__file__).parents[2] / "deployment/partitions"
 TABLE = "yb_delay_task_message"
 TAG = "order.close"
 ROWS = 100_000
@@ -55,7 +54,7 @@ END $$
 
 
 class Server:
-    """A private database with the page's statements."""
+    """A private database for the statements."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -93,10 +92,12 @@ def server(postgresql_url: str) -> Iterator[Server]:
 
 
 def statements() -> dict[str, str]:
-    """Return the statements of the page by their beginnings."""
-    found = [block.text for block in blocks(PAGE) if block.language == "sql"]
-    names = ["extension", "prove", "validate", "convert", "maintain", "move", "drop"]
-    return dict(zip(names, found, strict=True))
+    """Return the statements by their names. `convert.sql` has four, each below its number."""
+    parts = re.split(r"(?m)^-- \d\. ", (FOLDER / "convert.sql").read_text())[1:]
+    names = ["extension", "prove", "validate", "convert"]
+    found = {name: f"-- {part}" for name, part in zip(names, parts, strict=True)}
+    others = ("maintain", "move", "drop")
+    return found | {name: (FOLDER / f"{name}.sql").read_text() for name in others}
 
 
 def delays_of(server: Server) -> DelayTasks:
@@ -107,7 +108,7 @@ def delays_of(server: Server) -> DelayTasks:
 
 
 @pytest.mark.slow
-def test_the_statements_of_the_page_keep_a_table_in_partitions(server: Server) -> None:
+def test_the_statements_keep_a_table_in_partitions(server: Server) -> None:
     sql, delays = statements(), delays_of(server)
     migrations.upgrade(runtime_of(delays).store.database)
     server.run(FILL)

@@ -55,9 +55,9 @@ def commands() -> Iterator[tuple[str, list[str]]]:
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
             yield container["name"], container.get(probe, {}).get("exec", {}).get("command", [])
     for unit in UNITS:
-        line = re.search(r"^ExecStart=(.*)", unit.read_text(), re.MULTILINE)
-        assert line is not None
-        for found in re.findall(r"/bin/((?:celery|delaytasks) [^;']+)", line[1]):
+        lines = re.findall(r"^Exec(?:Start|Condition)=(.*)", unit.read_text(), re.MULTILINE)
+        assert lines
+        for found in re.findall(r"/bin/((?:celery|delaytasks) [^;']+)", "\n".join(lines)):
             yield unit.name, shlex.split(found)
     yield "Dockerfile", json.loads(instructions("CMD")[0])
 
@@ -130,6 +130,13 @@ def test_the_process_of_the_image_gets_the_signals() -> None:
     """Without the exec form, a shell would be the main process and would not pass TERM on."""
     forms = [json.loads(arguments) for arguments in instructions("CMD", "ENTRYPOINT")]
     assert [form[0] for form in forms] == ["celery"]
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
+def test_the_units_import_the_project_as_its_user_only(unit: Path) -> None:
+    text = unit.read_text()
+    assert re.findall(r"^User=(.*)", text, re.MULTILINE) == ["delaytasks"]
+    assert not re.search(r"^Exec\w+=[-@:]*[+!].*(python|celery|delaytasks )", text, re.MULTILINE)
 
 
 def test_systemd_accepts_the_units(tmp_path: Path) -> None:

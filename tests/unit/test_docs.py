@@ -308,7 +308,7 @@ if __name__ == "__main__":
 def test_the_indexes_to_create_before_a_migration_are_those_of_the_schema() -> None:
     indexes = map(CreateIndex, Schema().tasks.indexes)
     made = {str(index.compile(dialect=postgresql.dialect())) for index in indexes}
-    block = block_beginning("docs/operations.md", "CREATE INDEX CONCURRENTLY")
+    block = block_beginning("docs/deployment.md", "CREATE INDEX CONCURRENTLY")
     text = re.sub(r"\s+", " ", block.text.replace(" CONCURRENTLY", ""))
     statements = text.strip(" ;").split("; ")
     assert len(statements) == 3

@@ -1,4 +1,4 @@
-"""Commands print what docs/forecast.md and docs/see-what-happens.md show, apart from the times."""
+"""Commands print what docs/scale.md and docs/see-what-happens.md show, apart from the times."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_forecast_of_a_peak(shop: Project) -> None:
     with shop.store.database.begin() as connection:
         due = f"{at:%Y-%m-%d %H:%M:00.000000}"
         connection.execute(text(rows), {"n": 240_000, "due": due})
-    words, lines = shown("docs/forecast.md", "$ delaytasks status --ahead 7d")
+    words, lines = shown("docs/scale.md", "$ delaytasks status --ahead 7d")
     assert printed(shop, words) == lines
 
 
