@@ -173,7 +173,8 @@ class Runner:
 
         An entry that is early within the clock tolerance is waited for, and a recovered row is
         claimed alone. All other entries are dropped: they were cancelled or moved, or another
-        process has them.
+        process has them. So are those of rows that were touched and are due far beyond the horizon
+        now: a touch leaves the version as it is, and a sweep arms the row again in time.
         """
         found = self._claims.unclaimed({id for id, _ in missing})
         rows = [
@@ -187,10 +188,11 @@ class Runner:
             self._clock.forget()
             soon_us = self._clock.now_us() + CLOCK_TOLERANCE_US
         due = [row for row in rows if row.due_us <= soon_us]
+        latest_us = soon_us + 2e6 * (self._settings.horizon_s or math.inf)
         early = tuple(
             missing[row.id, row.version]._replace(due_us=row.due_us)
             for row in rows
-            if row.due_us > soon_us
+            if soon_us < row.due_us <= latest_us
         )
         if dropped := len(missing) - len(due) - len(early):
             self._events.emit("entry.dropped", count=dropped)

@@ -1,8 +1,9 @@
 """A hashed timing wheel: each slot is one tick, and has the entries of all rounds.
 
 The costs of a tick, and of adding an entry, do not depend on the number of entries. Nothing is
-cancelled or moved here: a task that is cancelled or touched gets another version, and the claim
-refuses the entry of the earlier one.
+cancelled or moved here: a task that is cancelled or moved gets another version, and the claim
+refuses the entry of the earlier one. A touched row keeps its version. Its entry is early then, and
+comes back with the new due time, unless this is far away.
 """
 
 from __future__ import annotations
