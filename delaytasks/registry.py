@@ -32,7 +32,7 @@ from delaytasks.model.inputs import (
     check_wait,
     processor_tag,
 )
-from delaytasks.model.moves import Retries, RetryRule, RetrySchedule
+from delaytasks.model.moves import RetriesByError, RetryRule, RetrySchedule, retries_by_error
 from delaytasks.model.task import DelayedTask, new_task, new_task_of
 from delaytasks.model.text import shown
 
@@ -97,7 +97,7 @@ class ProcessorOptions(CommonOptions, total=False):
 #: example.
 _CHECKS: dict[str, Callable[[Any], Any]] = {
     "queue": check_queue,
-    "retries": Retries.of,
+    "retries": retries_by_error,
     "keep_result": bool,
     "body_version": check_version,
     "batch": partial(check_integer, argument="batch", least=1, most=MAX_BATCH),
@@ -115,7 +115,7 @@ class ProcessorSpec:
     function: Callable[..., Any]
     wants_task: bool
     queue: str | None = None
-    retries: Retries = field(default_factory=lambda: Retries.of(None))
+    retries: RetriesByError = field(default_factory=dict)
     max_late_s: float | None = None
     on_time_s: float | None = None
     keep_result: bool = False
@@ -169,11 +169,32 @@ class ProcessorSpec:
                 f"{name} refuses the body of a task of tag {self.tag!r}: {why}", "body"
             ) from error
 
-    def retry_schedule_for(self, error: BaseException, task: DelayedTask) -> RetrySchedule | None:
-        """Return the retry schedule of a task whose run ended in `error`."""
-        if isinstance(error, BodyRefusedError):  # the next run would refuse it as well
+    def retry_schedule_for(
+        self, kind: type[BaseException], task: DelayedTask
+    ) -> RetrySchedule | None:
+        """Return the retry schedule of a task whose run raised such an error; None: it is FAILED.
+
+        | the error is                                   | the retry schedule                    |
+        |------------------------------------------------|---------------------------------------|
+        | `BodyRefusedError`                             | none: the next run would refuse it    |
+        | of a type for which the tag says None          | none                                  |
+        | of a type for which the tag has a schedule     | the task's own one, or else this one  |
+        | another `Exception`                            | the task's own one, if it has one     |
+        | `SystemExit` or another that is no `Exception` | none                                  |
+
+        The nearest base class that the tag names decides; a tag with one schedule names
+        `Exception`. Some errors are not looked up here: `TaskRun.settlement` and `of_error` treat
+        those of a cancelled task and of a lease that ends. `ends_process` finds those that end the
+        worker, whose rows are recovered.
+        """
+        if issubclass(kind, BodyRefusedError):
             return None
-        return self.retries.retry_schedule_for(type(error), task.retry_schedule)
+        own = task.retry_schedule
+        for base in kind.__mro__:
+            if base in self.retries:
+                of_tag = self.retries[base]
+                return of_tag and (own or of_tag)
+        return own if issubclass(kind, Exception) else None
 
 
 class Registry:

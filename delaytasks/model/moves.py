@@ -353,41 +353,6 @@ class RetrySchedule:
         return wait * random.uniform(1 - self.variation, 1 + self.variation)
 
 
-@dataclass(frozen=True, slots=True)
-class Retries:
-    """The retry schedule of a tag for each exception type; None means that the task is FAILED."""
-
-    by_error: Mapping[type[BaseException], RetrySchedule | None]
-
-    @classmethod
-    def of(cls, retries: RetryRule) -> Retries:
-        """Read the option `retries`: one schedule, or a mapping of exception types to schedules."""
-        if retries is None:
-            return cls({})
-        if not isinstance(retries, Mapping):
-            return cls({Exception: retry_schedule_of(retries)})
-        for kind in retries:
-            if not (isinstance(kind, type) and issubclass(kind, BaseException)):
-                rule = "maps exception types to retry schedules"
-                raise invalid("retries", f"{rule}; {shown(kind)} is none")
-        given = retries.items()
-        return cls({kind: None if one is None else retry_schedule_of(one) for kind, one in given})
-
-    def retry_schedule_for(
-        self, kind: type[BaseException], own: RetrySchedule | None = None
-    ) -> RetrySchedule | None:
-        """Return the schedule of the nearest base class of `kind`.
-
-        The schedule of the task (`own`) replaces the one of the tag, unless the tag says that such
-        an error is not retried.
-        """
-        for base in kind.__mro__:
-            if base in self.by_error:
-                of_tag = self.by_error[base]
-                return of_tag and (own or of_tag)
-        return own
-
-
 RetrySchedule.LEVELS = RetrySchedule("5s 30s 1m 10m 30m 1h 6h 1d 2d")
 RetrySchedule.NOTIFY = RetrySchedule("15s 3m 10m 30m 30m 1h 2h 6h 15h")
 
@@ -419,3 +384,21 @@ RetryRule = (
     | Mapping[type[BaseException], RetrySchedule | str | int | None]
     | None
 )
+
+
+#: The retry schedule of a tag for each exception type; None means that the task is FAILED.
+RetriesByError = Mapping[type[BaseException], RetrySchedule | None]
+
+
+def retries_by_error(retries: RetryRule) -> RetriesByError:
+    """Read the option `retries`: one schedule, or a mapping of exception types to schedules."""
+    if retries is None:
+        return {}
+    if not isinstance(retries, Mapping):
+        return {Exception: retry_schedule_of(retries)}
+    for kind in retries:
+        if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+            rule = "maps exception types to retry schedules"
+            raise invalid("retries", f"{rule}; {shown(kind)} is none")
+    given = retries.items()
+    return {kind: None if one is None else retry_schedule_of(one) for kind, one in given}

@@ -504,7 +504,7 @@ class TaskRun:
             again = self._runtime.clock.now() + timedelta(seconds=rest_s)
             return Settlement(task, "snooze", self.began, expected_time=again, due_time=task.due)
         text = traceback_text(error, self._runtime.settings.max_error_bytes)
-        retry_schedule = self.processor.retry_schedule_for(error, task)
+        retry_schedule = self.processor.retry_schedule_for(type(error), task)
         wait_s = None if retry_schedule is None else retry_schedule.wait_s(task.runs)
         if wait_s is None:
             return self._failed(text, error)
@@ -578,7 +578,7 @@ class TaskRun:
 
     def _retry(self, asked: Retry) -> Settlement:
         task, reason = self.task, asked.reason or "its processor asked to be run again"
-        retry_schedule = self.processor.retries.retry_schedule_for(Exception, task.retry_schedule)
+        retry_schedule = self.processor.retry_schedule_for(Exception, task)
         wait_s = None if retry_schedule is None else retry_schedule.wait_s(task.runs)
         if retry_schedule is not None and wait_s is None:
             text = self._text(f"{reason} (its retry schedule has no delay left)")
@@ -739,7 +739,10 @@ MAX_DEFERRAL_BYTES = 4096
 
 
 def ends_process(error: BaseException) -> bool:
-    """Whether the error is Celery's WorkerShutdown or WorkerTerminate, which end the worker."""
+    """Whether the error is Celery's WorkerShutdown or WorkerTerminate, which end the worker.
+
+    `ProcessorSpec.retry_schedule_for` says which other errors are retried.
+    """
     return isinstance(error, _EXITS) and type(error) not in _EXITS
 
 

@@ -57,6 +57,32 @@ def test_a_processor_that_raises_fails_only_its_row(make_world: MakeWorld, error
     assert [fields["id"] for fields in world.told("task.failed")] == [tasks[1].id]
 
 
+@pytest.mark.parametrize("own", [None, "1m"])
+@pytest.mark.parametrize(
+    ("error", "of_tag", "is_retried"),
+    [
+        (ValueError(), None, "by its own schedule"),
+        (ValueError(), "1m", "always"),
+        (ValueError(), {ValueError: None, Exception: "1m"}, "never"),
+        (SystemExit(3), None, "never"),
+        (SystemExit(3), "1m", "never"),
+        (KeyboardInterrupt(), {Exception: "1m"}, "never"),
+        (SystemExit(3), {SystemExit: "1m"}, "always"),
+        (e.BodyRefusedError("no", "body"), {BaseException: "1m"}, "never"),
+    ],
+)
+def test_a_schedule_of_a_tag_or_a_task_retries_the_same_errors(
+    world: World, error: BaseException, of_tag: Any, is_retried: str, own: str | None
+) -> None:
+    def fail(body: Any) -> None:
+        raise error
+
+    world.delays.processor("fail", retries=of_tag)(fail)
+    world.run(task := world.schedule("fail", retries=own))
+    again = is_retried == "always" or (is_retried == "by its own schedule" and own is not None)
+    assert world.statuses([task]) == ["NOT_COMPLETE" if again else "FAILED"]
+
+
 @pytest.mark.parametrize(("options", "second"), [({}, "NOT_COMPLETE"), ({"batch": 9}, "RUNNING")])
 def test_a_stopping_worker_settles_and_gives_back(world: World, options: Any, second: str) -> None:
     def stop(_: Any) -> None:
@@ -402,6 +428,22 @@ def test_an_early_entry_is_returned_with_the_due_time_of_its_row(world: World) -
     assert report.early == (Entry.of(task),)
     assert (report.claimed, world.notes) == (0, [])
     assert world.count("entry.dropped") == 0
+
+
+@pytest.mark.parametrize(("horizon", "delay"), [("30s", 50), (None, 86_400)])
+def test_an_entry_of_a_touched_row_returns_if_no_sweep_will_arm_it(
+    make_world: MakeWorld, horizon: str | None, delay: float
+) -> None:
+    main = MainProcess(make_world(horizon=horizon), 1)
+    near, far = (main.world.schedule(delay=20) for _ in range(2))
+    main.world.delays.touch(near.id, delay=delay)
+    main.world.delays.touch(far.id, delay=86_400)
+    report = main.world.run(near, far)
+    kept = [near.id] if horizon else [near.id, far.id]
+    assert [entry.id for entry in report.early] == kept
+    assert main.world.count("entry.dropped") == len([near, far]) - len(kept)
+    main.dispatcher.receive(report.early)
+    assert (len(main.runtime.wheel), main.world.count("message.refused")) == (len(kept), 0)
 
 
 def test_an_entry_that_is_early_within_the_clock_tolerance_is_waited_for(world: World) -> None:

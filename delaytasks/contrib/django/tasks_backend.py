@@ -227,7 +227,7 @@ class DjangoTaskRun:
         """Send `task_finished`, unless the task will run again."""
         row, settings = self._row, self._wiring.settings
         processor = self._wiring.registry.get(row.tag)
-        retries = processor and processor.retry_schedule_for(error, row)
+        retries = processor and processor.retry_schedule_for(type(error), row)
         has_retry = bool(retries and retries.has_retry_delay(row.runs))
         if has_retry or ends_process(error) or isinstance(error, LeaseLostError):
             return
