@@ -292,9 +292,8 @@ def check_name(value: object, argument: str, longest: int) -> str:
 
 #: The queue name of workers that serve all queues.
 ALL_QUEUES = "*"
-#: The pool names of workers without a broker begin with one of these prefixes: those that poll the
-#: table for rows due within the horizon, and those that only drain (`delaytasks run`).
-POLLING_PREFIX, ONLY_DRAINING_PREFIX = "direct/", "drain/"
+#: The pool names of workers without a broker begin with this.
+POLLING_PREFIX = "direct/"
 
 
 def serves(queues: Collection[str], queue: str) -> bool:

@@ -15,7 +15,7 @@ from delaytasks.db.sweep_queries import LostWorker, RegisteredWorker
 from delaytasks.loops import within
 from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import DelayTaskError, StoreUnavailableError
-from delaytasks.model.inputs import ALL_QUEUES, ONLY_DRAINING_PREFIX, POLLING_PREFIX, show_duration
+from delaytasks.model.inputs import ALL_QUEUES, POLLING_PREFIX, show_duration
 from delaytasks.model.text import some_values
 from delaytasks.operate.state import beat_age_s
 from delaytasks.operate.state_queries import READ_ONLY, OverdueRows, Stats, server_problem
@@ -56,8 +56,6 @@ class HealthQuestion(NamedTuple):
 
     def is_about(self, worker: RegisteredWorker | LostWorker) -> bool:
         """Return whether the question is about this worker."""
-        if worker.pool.startswith(ONLY_DRAINING_PREFIX):
-            return False
         if self.component == "deployment":
             return True
         is_drain = worker.pool.startswith(POLLING_PREFIX)

@@ -354,8 +354,6 @@ class Host:
     #: Whether concurrent rows may go on while the next chunk runs: another process has to renew
     #: their leases, and `Runner.finish` has to be called at the end.
     may_detach: bool = False
-    #: Whether reports have the counts of runs although the deployment has no statistics.
-    counts_runs: bool = False
     memory: WorkerMemory = field(default_factory=lambda: WorkerMemory.shared())
 
 

@@ -245,6 +245,8 @@ class Dispatcher:
         self._paused_until = 0.0
         self._size = ChunkSize(settings.chunk_time_budget_s, settings.chunk_max)
         self._last_number = 0
+        #: The rows that processes have claimed.
+        self.claimed = 0
         self._ready = ReadyEntries()
         self._drains: dict[str, QueueDrain] = {}
         #: The priorities of each queue whose entries were left to the table, until other workers
@@ -667,11 +669,10 @@ class Dispatcher:
         if not isinstance(report, Report):
             self._lost(request, report)
             return
-        if self._worker.on_report is not None:
-            self._worker.on_report(report)
         if self._worker.statistics is not None:
             self._worker.statistics.add(report.statistics)
         with self._lock:
+            self.claimed += report.claimed
             if report.detached:
                 self._detached[report.pid] = report.detached
             else:

@@ -51,8 +51,6 @@ class Processes:
         self.queues: list[str] = []
         #: Whether concurrent tasks may run on when their chunk has ended, while others run.
         self.may_detach = True
-        #: Whether reports have the counts of runs although the deployment has no statistics.
-        self.counts_runs = False
         fork_safe(self)
 
     def after_fork(self) -> None:
@@ -140,7 +138,6 @@ class Processes:
             keeps_time_limits=self.keeps_time_limits or not self.is_worker,
             # The main process of a worker renews the leases of the rows that are left.
             may_detach=self.is_worker and self.may_detach,
-            counts_runs=self.counts_runs,
             memory=self.memory,
         )
         runner = Runner(runtime, host)

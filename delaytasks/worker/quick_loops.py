@@ -28,7 +28,7 @@ from delaytasks.db.sweep_queries import PREFORK, ServiceTimes
 from delaytasks.loops import Availability, Loop, limit_answers
 from delaytasks.model.clock import from_us, monotonic
 from delaytasks.model.errors import StoreError, StoreUnavailableError
-from delaytasks.model.inputs import ONLY_DRAINING_PREFIX, POLLING_PREFIX
+from delaytasks.model.inputs import POLLING_PREFIX
 from delaytasks.model.policies import POLICY_REFRESH_S, Policies
 from delaytasks.model.task import Level, Timer
 from delaytasks.worker.pool import running_pids
@@ -116,9 +116,7 @@ class LeasesLoop:
         #: turn tries again: after the lock, a sweep would recover a row whose lease has ended.
         self._locked: Sequence[int] = ()
         self._lease_s = settings.lease_s
-        # Without a broker the pool's name says whether the worker polls the table.
-        without_broker = POLLING_PREFIX if worker.polls_table else ONLY_DRAINING_PREFIX
-        self._pool_prefix = "" if settings.uses_broker else without_broker
+        self._pool_prefix = "" if settings.uses_broker else POLLING_PREFIX
         self.loop = Loop("leases", self._turn, runtime.events, answer_s=QUICK_ANSWER_S)
 
     def _turn(self) -> float:

@@ -397,9 +397,8 @@ class SweepLoop:
         self._losses = self._forgotten = 0
         self._has_followed = False
         self._started_at = monotonic()
-        self._polls_table = worker.polls_table and not settings.uses_broker
         #: Without a broker no message can request a sweep, so none is waited for.
-        self._patience_s = settings.sweep_s if self._polls_table else settings.self_sweep_s
+        self._patience_s = settings.self_sweep_s if settings.uses_broker else settings.sweep_s
         self.loop = Loop("sweep", self._turn, self._events)
         self._sweeper = Sweeper(runtime, self._knows_silence, worker.drain_here)
         self._overdue = OverdueQueues(self._store.sweeps, settings.grace_s)
@@ -488,7 +487,7 @@ class SweepLoop:
         )
         stale = sweeps.stale_sweep_partitions(settings.sweep_partitions, self._patience_s)
         for sweep_partition in stale:
-            if is_beat_silent and not self._polls_table:
+            if is_beat_silent and settings.uses_broker:
                 self._events.emit(
                     "sweep.self",
                     sweep_partition=sweep_partition,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import signal
 import socket
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
@@ -31,10 +30,10 @@ from delaytasks.operate.statistics import StatisticsWriter
 from delaytasks.run.celery_context import check_time_limits
 from delaytasks.worker.dispatcher import Dispatcher, UnfinishedDrains
 from delaytasks.worker.patches import let_calls_wake, stop_reading
-from delaytasks.worker.pool import freeze_loaded_objects, running_pids
+from delaytasks.worker.pool import freeze_loaded_objects
 from delaytasks.worker.processes import Processes, logical_queues, processes_of
 from delaytasks.worker.quick_loops import LeasesLoop, PoliciesLoop, ServiceWatch
-from delaytasks.worker.sweep import SweepLoop, emit_recovered
+from delaytasks.worker.sweep import SweepLoop
 from delaytasks.worker.task_events import wants_task_events
 from delaytasks.worker.wheel import Wheel
 
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from delaytasks.broker.redis_timer import RedisPoller
     from delaytasks.client import DelayTasks
     from delaytasks.operate.metrics import MetricsEndpoint
-    from delaytasks.run.runner import Report
     from delaytasks.runtime import Runtime
     from delaytasks.settings import Address
 
@@ -56,25 +54,15 @@ HELP_S = 0.2
 class WorkerRuntime:
     """Keeps near entries, sends chunks to the pool, sweeps, and renews leases.
 
-    `celery_worker` is Celery's worker, or a worker that does without a broker. With `polls_table`
-    and the timer `direct` it looks for near tasks in the table. `on_report` gets the report of each
-    chunk. A test replaces a part by setting its attribute before `loops` is used.
+    `celery_worker` is Celery's worker, or a worker that does without a broker. With the timer
+    `direct` it looks for near tasks in the table. A test replaces a part by setting its attribute
+    before `loops` is used.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        processes: Processes,
-        celery_worker: Any,
-        *,
-        polls_table: bool = True,
-        on_report: Callable[[Report], None] | None = None,
-    ) -> None:
+    def __init__(self, runtime: Runtime, processes: Processes, celery_worker: Any) -> None:
         self.runtime = runtime
         self.processes = processes
         self.celery_worker = celery_worker
-        self.polls_table = polls_table
-        self.on_report = on_report
         self.settings = runtime.settings
         self.events = runtime.events
         self.clock = runtime.clock
@@ -92,7 +80,7 @@ class WorkerRuntime:
         self.policies_loop = PoliciesLoop(self)
         #: Takes entries from the timer, unless messages bring them.
         self.poller: TablePoller | RedisPoller | None = None
-        if polls_table and runtime.direct_timer is not None:
+        if runtime.direct_timer is not None:
             self.poller = TablePoller(self)
         elif runtime.redis_timer is not None:
             # Imported here, since other deployments need no Redis client.
@@ -302,8 +290,7 @@ LOST_PROCESS_WAIT_S = 1.0
 class StandaloneWorker:
     """Takes the place of a Celery worker. Without processes of its own it runs tasks in this one.
 
-    With `polls_table` it runs until it is stopped, and takes its share of the near tasks. Otherwise
-    it only drains what it is asked to. `on_report` gets the report of each chunk.
+    It finds its work in the table. `may_detach` is for a worker that runs until it is stopped.
     """
 
     consumer = None
@@ -313,15 +300,14 @@ class StandaloneWorker:
         delays: DelayTasks,
         queues: Sequence[str],
         processes: int | None,
-        polls_table: bool,
-        on_report: Callable[[Report], None] | None = None,
+        *,
+        may_detach: bool = True,
     ) -> None:
         if delays._runtime.settings.uses_broker:
             # From now on this process contacts neither broker nor Redis, and finds near rows in
             # the table.
             delays._renew_runtime(timer="direct")
         self._parts = parts = delays._runtime
-        self._polls_table = polls_table
         self._has_processes = processes is not None
         self._is_stopping = False
         self._was_current = getattr(_state._tls, "current_app", None)
@@ -337,12 +323,9 @@ class StandaloneWorker:
         let_calls_wake(self.hub, from_own_thread=processes is None)
         self.pool = self._make_pool(app, processes)
         if processes is not None:
-            pool_processes.serve(self.hostname, self.pool, may_detach=polls_table)
+            pool_processes.serve(self.hostname, self.pool, may_detach=may_detach)
         pool_processes.queues = list(queues) or [ALL_QUEUES]
-        pool_processes.counts_runs = on_report is not None
-        self.runtime = WorkerRuntime(
-            parts, pool_processes, self, polls_table=polls_table, on_report=on_report
-        )
+        self.runtime = WorkerRuntime(parts, pool_processes, self)
 
     def _make_pool(self, app: Any, processes: int | None) -> Any:
         conf, kind = app.conf, get_implementation("solo" if processes is None else "prefork")
@@ -360,13 +343,11 @@ class StandaloneWorker:
 
     def start(self) -> None:
         """Start the pool and the runtime. Raise `ConfigError` if the configuration is wrong."""
-        runtime = self.runtime
-        if self._polls_table:
-            runtime.check()
         if self._has_processes:
+            self.runtime.check()
             freeze_loaded_objects()
         self.pool.start()  # it forks, so it starts before there are threads
-        runtime.start()
+        self.runtime.start()
 
     def run(self, is_done: Callable[[], bool] = lambda: False) -> None:
         """Run until `stop_soon` is called, or until `is_done` returns True."""
@@ -384,24 +365,7 @@ class StandaloneWorker:
         """Send back what is kept, and wait for running tasks."""
         self.runtime.stop()
         self.pool.stop()
-        self._close()
-
-    def abandon(self) -> None:
-        """Kill running tasks, and release their rows as if their processes had died."""
-        runtime = self.runtime
-        runtime.stop()
-        pids = running_pids(self.pool)
-        for pid in pids:
-            if pid != os.getpid():
-                os.kill(pid, signal.SIGKILL)
-        self.pool.terminate()
-        names = [runtime.processes.name(pid) for pid in pids]
-        recovered = runtime.store.leases.release(names, runtime.settings.max_lost_leases)
-        emit_recovered(runtime.events, recovered)
-        self._close()
-
-    def _close(self) -> None:
-        """Undo what concerns the whole process, which may continue with other work."""
+        # Undo what concerns the whole process, which may continue with other work.
         for loop in self.runtime.loops:
             loop.stop()
         self._parts.clock.refreshes_inline = True

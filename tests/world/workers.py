@@ -105,7 +105,6 @@ class FrozenWorker:
             processes=processes,
             dispatcher=self._dispatcher,
             celery_worker=SimpleNamespace(pool=pool, hub=None, hostname="frozen"),
-            polls_table=False,
         )
         self._keeper = quick_loops.LeasesLoop(worker)
         self._keeper.sign_off()  # the clock jumps by more than a silence after which rows are lost
