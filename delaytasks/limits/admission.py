@@ -13,19 +13,16 @@ have locked.
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from sqlalchemy import (
     Connection,
-    String,
     and_,
     bindparam,
     delete,
@@ -42,9 +39,8 @@ from delaytasks.db.claims import Claims
 from delaytasks.db.database import Database
 from delaytasks.db.schema import Schema, check_row_count, listed, listing, moved
 from delaytasks.db.store import Store
-from delaytasks.db.types import db_now, db_now_plus, is_narrow, is_past, unindexed
+from delaytasks.db.types import db_now, db_now_plus, unindexed
 from delaytasks.events import Events
-from delaytasks.model.clock import monotonic
 from delaytasks.model.errors import StoreError, StoreUnavailableError
 from delaytasks.model.moves import MOVES, Status
 from delaytasks.model.policies import WAITLIST_RECHECK_S, PolicyCache, WaitlistsSeen, WaitlistState
@@ -143,11 +139,9 @@ class Capacity:
             self.recheck_s = min(self.recheck_s, max(pace.wait_s(self.ahead_s), 0.001))
 
 
-# -- The SQL: policies of limited tags, the entries of waitlists, and overdue backlogs ------------
+# -- The SQL: policies of limited tags, and the entries of waitlists -------------------------------
 
 
-#: Rows of other keys are looked for among this number of the oldest rows.
-OTHER_KEYS_AMONG = 100_000
 _HELD = int(MOVES["admit"].source)
 
 
@@ -198,23 +192,6 @@ class LimitQueries:
         # Whether there was a turn before.
         self._next_key = {False: keys.where(not_full), True: keys.where(*after)}
         self._first = {False: first.where(not_full), True: first.where(*after)}
-        # Overdue rows of limited tags. Two of the queries lock the rows.
-        tags: Any = listing("tags")
-        is_due = and_(
-            t.c.status == int(MOVES["hold"].source),
-            is_narrow(t.c.queue, bindparam("queue", type_=String)),
-            t.c.priority == bindparam("priority"),
-            is_past(t.c.expected_time, db_now()),
-        )
-        due = select(t.c.id, t.c.tag, task_key.label("limit_key")).where(is_due)
-        oldest = due.order_by(t.c.expected_time).limit(OTHER_KEYS_AMONG).subquery()
-        backlogs = tuple_(oldest.c.tag, oldest.c.limit_key).not_in(listing("backlogs"))
-        others = select(oldest.c.id).where(oldest.c.tag.in_(tags), backlogs)
-        self._others = others.limit(bindparam("most"))
-        due = due.with_for_update(skip_locked=True)
-        due_of_tags = due.where(t.c.tag.in_(tags)).order_by(t.c.expected_time)
-        self._due = due_of_tags.limit(bindparam("most"))
-        self._due_named = due.where(named).order_by(t.c.id)
 
     def lock_policy(self, on: Connection, tag: str) -> Any:
         """Return the tag's policy, locked: meanwhile no other worker measures its capacity."""
@@ -284,95 +261,12 @@ class LimitQueries:
                 self._delete, {**where, "positions": [tuple(entry[:5]) for entry in entries]}
             )
 
-    def due(self, on: Connection, where: Mapping[str, Any]) -> Sequence[Any]:
-        """Lock the oldest overdue rows of the tags; return id, tag and key."""
-        return on.execute(self._due, where).all()
-
-    def due_named(
-        self, on: Connection, where: Mapping[str, Any], ids: Collection[int]
-    ) -> Sequence[Any]:
-        """Lock those of these rows that are still due; return id, tag and key."""
-        return on.execute(self._due_named, {**where, "ids": sorted(ids)}).all()
-
-    def others(
-        self, on: Connection, where: Mapping[str, Any], backlogs: Collection[tuple[str, str]]
-    ) -> Sequence[int]:
-        """Return the ids of rows whose tag and key are not among `backlogs`."""
-        return on.execute(self._others, {**where, "backlogs": sorted(backlogs)}).scalars().all()
-
 
 def _waits(schema: Schema) -> Any:
     """Return the condition that the row of an entry is held, in the version of the entry."""
     t, entry = schema.tasks, schema.waitlists
     is_held = unindexed(t.c.status) == _HELD
     return and_(t.c.id == entry.c.task_id, t.c.version == entry.c.version, is_held)
-
-
-# -- Backlogs: overdue rows of limited tags, which are held before a claim finds them -------------
-
-
-#: Rows that one step holds.
-HOLD_ROWS = 1000
-#: A key with more than this share of a step has a backlog.
-BACKLOG_SHARE = 0.1
-#: Rows of other keys are looked for at most once in `OTHER_KEYS_REST_S`, and at most for a 20th of
-#: the time, among the oldest rows.
-OTHER_KEYS_REST_S, OTHER_KEYS_SHARE = 1.0, 20
-
-
-class LimitedBacklogs:
-    def __init__(self, database: Database, queries: LimitQueries) -> None:
-        self._db, self._queries = database, queries
-        self._lock = threading.Lock()
-        #: For each queue and priority: tags and keys with a backlog, and when to look for others.
-        self._backlogs: dict[tuple[str, int], set[tuple[str, str]]] = {}
-        self._looks_at: dict[tuple[str, int], float] = {}
-
-    def hold_overdue(self, queue: str, priority: int, tags: Collection[str]) -> bool:
-        """Hold one step of the overdue rows of these tags; return True if there may be more."""
-        if not self._lock.acquire(blocking=False):
-            return False  # another thread does it
-        try:
-            level = queue, priority
-            where = {"queue": queue, "priority": priority, "tags": sorted(tags), "most": HOLD_ROWS}
-            known = self._backlogs.setdefault(level, set())
-            backlogs = {of for of in known if of[0] in tags}
-            is_look = bool(backlogs) and monotonic() >= self._looks_at.get(level, 0)
-            if is_look:
-                held = self._hold_others(level, backlogs, where)
-            else:
-                held = self._hold_step(partial(self._queries.due, where=where))
-            known |= {
-                of for of, count in Counter(held).items() if count > BACKLOG_SHARE * HOLD_ROWS
-            }
-            return is_look or len(held) == HOLD_ROWS
-        finally:
-            self._lock.release()
-
-    def _hold_others(
-        self, level: tuple[str, int], backlogs: set[tuple[str, str]], where: dict[str, Any]
-    ) -> list[tuple[str, str]]:
-        """Hold rows of the keys that have no backlog."""
-        began = monotonic()
-        ids = self._db.autocommitted(lambda c: self._queries.others(c, where, backlogs))
-        lock = partial(self._queries.due_named, where=where, ids=ids)
-        held = self._hold_step(lock) if ids else []
-        if len(held) < HOLD_ROWS:  # all others are held, or other transactions have locked them
-            self._backlogs[level] -= backlogs
-            self._looks_at[level] = monotonic() + max(
-                OTHER_KEYS_REST_S, OTHER_KEYS_SHARE * (monotonic() - began)
-            )
-        return held
-
-    def _hold_step(self, lock: Callable[[Any], Sequence[Any]]) -> list[tuple[str, str]]:
-        """Return the tag and the key of each row that was held."""
-
-        def work(connection: Any) -> list[tuple[str, str]]:
-            found = lock(connection)
-            self._queries.hold(connection, [row.id for row in found])
-            return [(row.tag, row.limit_key) for row in found]
-
-        return self._db.transaction(work)
 
 
 # -- Admission: which rows start now, and which one is the next of a waitlist ---------------------
@@ -392,7 +286,6 @@ class Admission:
         claims.hold_excess = self.hold_excess
         self._hold_claimed = store.paused_rows.hold_claimed
         self._queries = LimitQueries(store.database, store.schema)
-        self.hold_overdue = LimitedBacklogs(store.database, self._queries).hold_overdue
         #: Returns the waitlists of a queue.
         self.in_queue = store.paused_rows.waitlists_in
         #: The limit key of the last row of each waitlist that this process admitted.

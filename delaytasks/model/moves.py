@@ -29,7 +29,7 @@ from enum import IntEnum
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from delaytasks.model.errors import InvalidInputError
-from delaytasks.model.inputs import Delay, check_wait, invalid, is_integer, is_number
+from delaytasks.model.inputs import Delay, check_wait, invalid, is_integer, is_number, show_duration
 from delaytasks.model.text import shown
 
 
@@ -340,6 +340,10 @@ class RetrySchedule:
             raise invalid("variation", f"{rule}, not {shown(variation)}")
         object.__setattr__(self, "retry_delays_s", retry_delays_s)
         object.__setattr__(self, "variation", float(variation))
+
+    def __str__(self) -> str:
+        """Return the delays as text, such as "15s 3m"."""
+        return " ".join(map(show_duration, self.retry_delays_s))
 
     def has_retry_delay(self, attempts: int) -> bool:
         """Return whether a task is retried after this number of attempts."""

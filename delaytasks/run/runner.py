@@ -35,7 +35,7 @@ from delaytasks.model.clock import fork_safe, monotonic
 from delaytasks.model.errors import OutcomeUnknownError, StoreError, StoreUnavailableError
 from delaytasks.model.inputs import MAX_SLOTS
 from delaytasks.model.moves import BroughtBy, Status
-from delaytasks.model.policies import NO_WAITLISTS, WaitlistsSeen, WaitlistState
+from delaytasks.model.policies import WaitlistState
 from delaytasks.model.task import Claimed, DelayedTask, Entry, Settlement
 from delaytasks.run.calls import Calls, Host
 from delaytasks.run.chunk import Chunk, ChunkRunner, ChunkSize, Tally
@@ -53,9 +53,6 @@ CLOCK_TOLERANCE_SLACK_US = 2_000
 #: duration times `RECOVERED_SHARE`, since a look reads the whole backlog. They get at most half of
 #: the time of a queue.
 RECOVERED_S, RECOVERED_SHARE = 1.0, 20
-#: If a claim of more than `MANY` rows held most of them, there is an overdue backlog of a limited
-#: tag, which one chunk helps to hold for `HOLD_S`.
-MANY, HOLD_S = 5, 0.2
 
 #: Claims up to a number of rows.
 Claim = Callable[[int], Claimed]
@@ -154,20 +151,18 @@ class Runner:
         claimed = self._claims.claim(entries)
         with self._chunks.opened(claimed, claimed_at) as chunk:
             self._chunks.run(chunk, tally, self._host.may_detach)
-        early, seen = tuple[Entry, ...](), claimed.seen
-        if len(claimed) + seen.held < len(entries):
+        early, seen = tuple[Entry, ...](), claimed.seen.waitlists
+        if len(claimed) + claimed.seen.held < len(entries):
             got = {task.id for task in claimed}
             missing = {(one.id, one.version): one for one in entries if one.id not in got}
             early, more_seen = self._run_missing(missing, tally)
-            seen = WaitlistsSeen(seen.waitlists | more_seen.waitlists, seen.held)
-        levels = {(entry.queue, entry.priority) for entry in entries}
-        self._hold_backlog(claimed.seen, len(entries), levels)
-        states = self._run_waitlists(seen.waitlists, len(entries), for_s, tally)
+            seen = seen | more_seen
+        states = self._run_waitlists(seen, len(entries), for_s, tally)
         return self._report(tally, len(claimed), early=early, waitlists=states)
 
     def _run_missing(
         self, missing: dict[tuple[int, int], Entry], tally: Tally
-    ) -> tuple[tuple[Entry, ...], WaitlistsSeen]:
+    ) -> tuple[tuple[Entry, ...], Set[tuple[str, str]]]:
         """Run the missing entries (by id and version) that can run now, and return the early ones.
 
         An entry that is early within the clock tolerance is waited for, and a recovered row is
@@ -196,7 +191,7 @@ class Runner:
         if dropped := len(missing) - len(due) - len(early):
             self._events.emit("entry.dropped", count=dropped)
         if not due:
-            return early, NO_WAITLISTS
+            return early, frozenset()
         wait_us = max(row.due_us for row in due) - (soon_us - CLOCK_TOLERANCE_US)
         time.sleep((max(wait_us, 0) + CLOCK_TOLERANCE_SLACK_US) / 1e6)
         claimed_at = monotonic()
@@ -205,13 +200,13 @@ class Runner:
         )
         with self._chunks.opened(claimed, claimed_at) as chunk:
             self._chunks.run(chunk, tally, self._host.may_detach)
-        seen = claimed.seen
+        seen = claimed.seen.waitlists
         for row in due:
             if row.lapses:
                 claimed_at = monotonic()
                 claimed = self._claims.claim_alone(row.id, row.version)
                 self._run_alone(claimed, claimed_at, tally)
-                seen = seen.merge(claimed.seen)
+                seen = seen | claimed.seen.waitlists
         return early, seen
 
     # -- a drain ----------------------------------------------------------------------------------
@@ -262,19 +257,17 @@ class Runner:
                 self._give_up(current.chunk, ahead, error)
                 raise
         self._chunks.close(current.chunk)
-        is_full, seen = current.is_full, current.claimed.seen
+        is_full, seen = current.is_full, current.claimed.seen.waitlists
         if is_turn_of_recovered or not is_full:
             recovered = self._run_recovered(queue, priorities, tally)
             is_full = bool(recovered) or is_full
-            # Held recovered rows are no sign of a backlog.
-            seen = WaitlistsSeen(seen.waitlists | recovered.seen.waitlists, seen.held)
-        self._hold_backlog(seen, limit, {(queue, priority) for priority in priorities})
-        waitlists = seen.waitlists
+            seen = seen | recovered.seen.waitlists
+        waitlists = seen
         if not is_full or is_turn_of_recovered:
-            waitlists = waitlists | self._admission.in_queue(queue)
+            waitlists = seen | self._admission.in_queue(queue)
         # During a backlog, waitlists that no claim has seen get chunks of their own, or they would
         # delay the backlog.
-        later = waitlists - seen.waitlists if is_full else set()
+        later = waitlists - seen if is_full else set()
         states = self._run_waitlists(waitlists - later, limit, for_s, tally)
         states += tuple(WaitlistState(*waitlist, None) for waitlist in sorted(later))
         return self._report(
@@ -354,19 +347,6 @@ class Runner:
         tally = Tally(BroughtBy.WAITLIST)
         state = self._run_one_waitlist(queue, tag, limit, for_s, tally)
         return self._report(tally, tally.claimed, waitlists=() if state is None else (state,))
-
-    def _hold_backlog(self, seen: WaitlistsSeen, asked: int, levels: Set[tuple[str, int]]) -> None:
-        """If a claim of `asked` rows held most of them, hold further overdue rows of the tags.
-
-        Otherwise a row far behind in the backlog would miss its key's turn until a claim finds it.
-        """
-        if not 2 * seen.held > asked > MANY:
-            return
-        until = monotonic() + HOLD_S
-        for queue, priority in levels:
-            tags = {tag for of, tag in seen.waitlists if of == queue}
-            while monotonic() < until and self._admission.hold_overdue(queue, priority, tags):
-                pass
 
     def _run_waitlists(
         self, waitlists: Set[tuple[str, str]], limit: int, for_s: float, tally: Tally

@@ -22,9 +22,6 @@ def admit(world: World, limit: int = 100) -> list[DelayedTask]:
     return list(world.worker().admission.admit("default", "note", limit)[0])
 
 
-HOLD_ROWS = "delaytasks.limits.admission.HOLD_ROWS"
-
-
 def waitlist_rows(world: World) -> int:
     return len(world.rows(select(world.table("waitlists"))))
 
@@ -324,7 +321,7 @@ def test_a_sweep_finds_queues_with_waitlists(world: World) -> None:
     assert world.store.paused_rows.waitlists_in("default") == set()
 
 
-# A task that is settled passes its slot on, and an overdue backlog of a limited tag waits
+# A task that is settled passes its slot on
 
 
 def test_a_settlement_transfers_a_slot_to_the_next(world: World, monkeypatch: MonkeyPatch) -> None:
@@ -390,66 +387,6 @@ def test_slot_transfers_alternate_between_concurrency_keys(world: World) -> None
     tasks = [world.schedule(body=f"{key}{n}", limit_key=key) for key in "ab" for n in range(3)]
     world.worker().run(first, *tasks, for_s=20)
     assert world.notes == ["first", "a0", "b0", "a1", "b1", "a2", "b2"]
-
-
-def test_a_chunk_puts_all_overdue_tasks_of_a_full_tag_into_the_waitlist(world: World) -> None:
-    world.limit(concurrency=1)
-    world.claim(world.schedule())
-    tasks = [world.schedule(body=n) for n in range(20)]
-    later, elsewhere = world.schedule(delay=60), world.schedule(queue="other")
-    free = world.schedule("free")
-    report = world.run(*tasks[:8])
-    assert world.statuses(tasks) == ["HELD"] * 20
-    assert world.statuses([later, elsewhere, free]) == ["NOT_COMPLETE"] * 3
-    assert report.waitlists == (WaitlistState("default", "note", 0),)
-    assert world.run(*tasks[8:]).claimed == 0, "whose entries come later"
-    world.limit(concurrency=1000)
-    assert [task.body for task in admit(world)] == list(range(20))
-
-
-def test_other_keys_join_waitlists_before_backlogs(world: World, monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(HOLD_ROWS, 8)
-    world.limit(concurrency=1)
-    large = [world.schedule(body=n, limit_key="large") for n in range(40)]
-    small = [world.schedule(body=n, limit_key=f"small {n}") for n in range(3)]
-    later, free = world.schedule(delay=60), world.schedule("free")
-    lines, tags = world.worker().admission, {"note", "other"}
-    assert lines.hold_overdue("default", 0, {"note"})
-    assert world.statuses(small) == ["NOT_COMPLETE"] * 3, "the first step takes the oldest"
-    assert lines.hold_overdue("default", 0, {"note"})
-    assert world.statuses(small) == ["HELD"] * 3
-    assert Counter(world.statuses(large)) == {"HELD": 8, "NOT_COMPLETE": 32}
-    while lines.hold_overdue("default", 0, tags):
-        pass
-    assert world.statuses(large) == ["HELD"] * 40
-    assert world.statuses([later, free]) == ["NOT_COMPLETE"] * 2
-    assert waitlist_rows(world) == 43
-
-
-def test_a_backlog_without_keys_delays_no_other_tag(world: World, monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(HOLD_ROWS, 8)
-    for _ in range(40):
-        world.schedule()
-    other = world.schedule("other")
-    lines = world.worker().admission
-    for _ in range(2):
-        assert lines.hold_overdue("default", 0, {"note", "other"})
-    assert world.statuses([other]) == ["HELD"]
-
-
-def test_locked_rows_keep_no_others_off_a_waitlist(world: World, monkeypatch: MonkeyPatch) -> None:
-    if world.kind != "postgresql":
-        pytest.skip("others lock more of a small table than the rows that are named")
-    monkeypatch.setattr(HOLD_ROWS, 4)
-    large = [world.schedule(body=n, limit_key="large") for n in range(12)]
-    small = [world.schedule(body=n, limit_key=f"small {n}") for n in range(6)]
-    t, lines = world.table(), world.worker().admission
-    with world.begin() as somebody:
-        ids = [task.id for task in small]
-        somebody.execute(select(t.c.id).where(t.c.id.in_(ids)).with_for_update())
-        for _ in range(6):
-            lines.hold_overdue("default", 0, {"note"})
-        assert world.statuses(large) == ["HELD"] * 12
 
 
 def test_sweeps_do_not_release_tasks_of_a_waitlist(world: World) -> None:

@@ -348,6 +348,7 @@ def test_an_async_method_of_a_callable_object_runs(world: World) -> None:
 def test_a_retry_schedule_is_written_as_durations_or_made_of_them() -> None:
     retry_schedule = RetrySchedule("15s 3m 1h30m")
     assert retry_schedule.retry_delays_s == (15, 180, 5400)
+    assert str(retry_schedule) == "15s 3m 1h30m"
     assert retry_schedule == RetrySchedule([15, "3m", timedelta(minutes=90)])
 
 
