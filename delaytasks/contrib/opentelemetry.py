@@ -1,6 +1,6 @@
 """Producer spans of scheduling calls and consumer spans of runs, for OpenTelemetry.
 
-Needs the extra `opentelemetry`. See docs/tracing.md. Metrics are those of Prometheus, which
+Needs the extra `opentelemetry`. See docs/monitor.md. Metrics are those of Prometheus, which
 OpenTelemetry's collector scrapes.
 """
 

@@ -1,6 +1,6 @@
 """Reports failed tasks to Sentry, and continues traces from the scheduling call.
 
-Needs the extra `sentry`. See docs/tracing.md.
+Needs the extra `sentry`. See docs/monitor.md.
 """
 
 from __future__ import annotations

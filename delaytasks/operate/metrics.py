@@ -2,7 +2,7 @@
 
 The main process of a worker knows what the processes of its pool have run. An exporter reads the
 tables. `monitoring` has the dashboard and the alert rules that use these metrics. All but these
-files need the extra `prometheus`. See docs/metrics.md.
+files need the extra `prometheus`. See docs/monitor.md.
 """
 
 from __future__ import annotations

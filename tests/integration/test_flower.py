@@ -156,7 +156,7 @@ def test_tasks_metrics_and_the_worker_are_shown_without_messages_and_ids(site: F
     assert "delaytasks." not in metrics
     labels = set(re.findall(r'[,{]task="([^"]*)"', metrics))
     assert {"test.note"} <= labels <= TAGS | {""}
-    for line in block_beginning("docs/flower.md", "flower_events_total").text.splitlines():
+    for line in block_beginning("docs/monitor.md", "flower_events_total").text.splitlines():
         series = line.replace("order.close", "test.note").replace("celery@shop-1", site.worker_name)
         assert f"\n{series.rpartition(' ')[0]} " in metrics, line
     count = f'task="test.note",type="task-succeeded",worker="{site.worker_name}"}} [1-9]'
@@ -169,7 +169,7 @@ def test_tasks_metrics_and_the_worker_are_shown_without_messages_and_ids(site: F
     assert site.worker_name in site.page(f"/worker/{site.worker_name}")
 
 
-# -- docs/flower.md -------------------------------------------------------------------------------
+# -- docs/monitor.md -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_celery_control_switches_the_events_of_rows(deploy: Deploy, broker: str,
 
 
 def test_flower_is_protected_as_documented(deploy: Deploy, tmp_path: Path) -> None:
-    text = (ROOT / "docs" / "flower.md").read_text()
+    text = (ROOT / "docs" / "monitor.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     [config] = [block for block in blocks if "format_task" in block]
     (tmp_path / "flowerconfig.py").write_text(config)

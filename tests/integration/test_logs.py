@@ -86,5 +86,5 @@ def test_each_line_of_a_worker_and_of_beat_is_structured(deploy: Deploy) -> None
     assert failed["version"] > 0
     assert 0 <= failed["late_s"] < 15
     assert "raise ValueError(" in failed["traceback"]
-    documented = block_beginning("docs/see-what-happens.md", '{"time": ').text.splitlines()
+    documented = block_beginning("docs/monitor.md", '{"time": ').text.splitlines()
     assert [[*json.loads(line)] for line in documented] == [[*started], [*failed]]

@@ -118,7 +118,7 @@ def fired(rules: Path, changes: dict[str, str]) -> tuple[list[str], str]:
 
 
 def test_prometheus_accepts_the_configuration_in_the_documentation(rules: Path) -> None:
-    block = block_beginning("docs/metrics.md", "scrape_configs:")
+    block = block_beginning("docs/monitor.md", "scrape_configs:")
     (rules / "prometheus.yml").write_text(block.text)
     (rules / "delaytasks-rules.yml").write_text(read_file("rules"))
     run = promtool("check", "config", "prometheus.yml", cwd=rules)

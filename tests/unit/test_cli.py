@@ -337,7 +337,7 @@ def test_commands_options_and_values_are_completed() -> None:
     assert status.upper() == "FAILED"
 
 
-def test_click_makes_the_script_that_operations_md_names() -> None:
+def test_click_makes_the_script_that_the_docs_name() -> None:
     code = "from delaytasks.cli.main import main; main(prog_name='delaytasks')"
     command = [sys.executable, "-c", code]
     environment = {**os.environ, "_DELAYTASKS_COMPLETE": "bash_source", "PYTHONPATH": str(ROOT)}

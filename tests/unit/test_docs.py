@@ -8,12 +8,13 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from celery import Celery
 from freezegun import freeze_time
@@ -22,6 +23,7 @@ from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateIndex
 
 from delaytasks import DelayTasks, Status
+from delaytasks.cli.main import main
 from delaytasks.db.engines import create_sqlite_file
 from delaytasks.db.schema import Schema
 from delaytasks.events import _LOG_LEVELS as LEVELS
@@ -43,6 +45,7 @@ from tests.conformance.test_connections import ROUND_TRIPS
 from tests.conftest import open_store
 from tests.doc_commands import check_command, command_lines, runs_here
 from tests.doc_pages import NAMES, PAGES, ROOT, SHELLS, block_beginning, blocks, environment
+from tests.unit.test_cli import commands
 from tests.world import MOVES
 
 # -- the documentation agrees with the code: settings, metrics, errors and files exist ------------
@@ -97,7 +100,7 @@ def metric_names() -> set[str]:
 
 
 def test_each_metric_and_each_alert_is_explained() -> None:
-    text = page("metrics") + page("tables-and-terms")
+    text = page("monitor") + page("tables-and-terms")
     assert not [name for name in metric_names() if not re.search(rf"[`\"]{name}[`{{\"]", text)]
     shown = re.findall(r"^\| `(DelayTasks\w+)` \|", text, re.MULTILINE)
     assert shown == re.findall(r"- alert: (\w+)", read_file("rules"))
@@ -165,8 +168,39 @@ def http_routes_table() -> str:
     return "\n".join(rows)
 
 
+#: The options with which several commands select tasks.
+FILTERS = """
+tag key queue status meta error due created updated_until everything dry_run yes
+""".split()
+
+
+def commands_list() -> str:
+    """Return each command with its options, without `--json`. The filters are listed once."""
+    found = dict(commands(main))
+    about = "These options select tasks, which must match all of them."
+    parts = [f"### Filters\n\n{about}", _options(found["cancel"], FILTERS)]
+    for path, command in found.items():
+        names = [str(option.name) for option in command.params]
+        filters = FILTERS if "updated_until" in names else []
+        usage = " ".join(command.collect_usage_pieces(click.Context(command))[1:])
+        summary = " ".join((command.help or "").partition("\n\n")[0].split())
+        parts += [f"### delaytasks {path}", f"`{usage}`: {summary}" if usage else summary]
+        parts += ["With [filters](#filters)."] if filters else []
+        parts += [_options(command, [name for name in names if name not in [*filters, "json"]])]
+    return "\n\n".join(filter(None, parts))
+
+
+def _options(command: click.Command, names: Sequence[str]) -> str:
+    context = click.Context(command)
+    options = [each for each in command.params if each.name in names]
+    records = [each.get_help_record(context) for each in options]
+    lines = [f"- `{each[0]}`: {each[1]}" for each in records if each is not None]
+    return "\n".join(lines).replace("*", "\\*")
+
+
 GENERATED: dict[str, tuple[str, Callable[[], str]]] = {
-    "settings": ("docs/operations.md", settings_table),
+    "settings": ("docs/settings-and-commands.md", settings_table),
+    "commands": ("docs/settings-and-commands.md", commands_list),
     "moves": ("docs/how-it-works.md", moves_table),
     "round trips": ("docs/how-it-works.md", round_trips_table),
     "http routes": ("docs/callbacks.md", http_routes_table),
@@ -182,7 +216,7 @@ def test_generated_tables_match_the_code(name: str) -> None:
     page, make = GENERATED[name]
     found = _place(name).search((ROOT / page).read_text())
     assert found is not None, f"{page} has no place for {name}"
-    assert found[0].strip() == make().strip(), "out of date; run: python -m tests.unit.test_docs"
+    assert found[0].strip() == make().strip(), "out of date; run: ./dev tables"
 
 
 def write_tables() -> None:
@@ -207,7 +241,7 @@ def test_each_error_is_explained() -> None:
     for name, value in vars(errors).items():
         if isinstance(value, type) and issubclass(value, errors.DelayTaskError):
             shown = rf"`{name}`|^\W*{name}\b"
-            assert re.search(shown, page("errors"), re.MULTILINE), name
+            assert re.search(shown, page("fix-a-problem") + page("reference"), re.MULTILINE), name
 
 
 def test_the_extras_in_the_docs_are_those_of_the_package() -> None:
@@ -230,7 +264,7 @@ def test_the_files_that_a_page_names_exist(name: str) -> None:
 
 
 def test_the_documented_values_to_watch_exist(tmp_path: Path) -> None:
-    shown = cells(page("operations").partition("## What to watch")[2].partition("\n## ")[0])
+    shown = cells(page("monitor").partition("## What to watch")[2].partition("\n## ")[0])
     program = (
         "from delaytasks import current_delays; from delaytasks.cli.main import main; "
         "from delaytasks.db import migrations; from delaytasks.runtime import runtime_of; "
@@ -316,7 +350,7 @@ def test_the_indexes_to_create_before_a_migration_are_those_of_the_schema() -> N
 
 
 def test_the_tree_of_errors_has_the_classes_below_the_first_one() -> None:
-    first, *lines = block_beginning("docs/errors.md", "DelayTaskError").text.splitlines()
+    first, *lines = block_beginning("docs/reference.md", "DelayTaskError").text.splitlines()
     root = getattr(errors, first)
     branch = re.compile(r"[├└]── (\w+)(?: \(an? (\w+)\))? +\S.*")
     shown = {match[1]: match[2] for line in lines if (match := branch.fullmatch(line))}

@@ -55,7 +55,7 @@ def three_parts(version: str) -> str:
 
 
 def test_the_versions_in_the_docs_include_the_oldest_ones_that_are_tested() -> None:
-    page = (ROOT / "docs/operations.md").read_text()
+    page = (ROOT / "docs/reference.md").read_text()
     for package in FRAMEWORKS | {"kombu", "billiard"}:
         [tested] = re.findall(rf"(?mi)^\| {package} \|.*\| (.*) \|$", page)
         assert tested.split(", ")[0] == pinned()[package]
@@ -109,7 +109,7 @@ def test_a_worker_does_not_warn_of_a_celery_that_is_tested(version: Any, warned:
 
 
 def test_the_docs_state_the_tested_range() -> None:
-    page = (ROOT / "docs/operations.md").read_text()
+    page = (ROOT / "docs/reference.md").read_text()
     stated = [".".join(map(str, version)) for version in (OLDEST_CELERY, NEWEST_TESTED_CELERY)]
     assert f"| Celery | {' to '.join(stated)} |" in page
 

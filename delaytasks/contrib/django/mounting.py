@@ -1,6 +1,6 @@
 """Mounts the console and the HTTP API in Django's URLs.
 
-See docs/console.md and docs/callbacks.md.
+See docs/monitor.md and docs/callbacks.md.
 """
 
 from __future__ import annotations

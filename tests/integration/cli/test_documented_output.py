@@ -1,4 +1,4 @@
-"""Commands print what docs/scale.md and docs/see-what-happens.md show, apart from the times."""
+"""Commands print what docs/scale.md and docs/fix-a-problem.md show, apart from the times."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_forecast_of_a_peak(shop: Project) -> None:
 
 
 def test_the_reason_why_a_task_has_not_run(shop: Project) -> None:
-    words, lines = shown("docs/see-what-happens.md", "$ delaytasks show")
+    words, lines = shown("docs/fix-a-problem.md", "$ delaytasks show")
     shop.store.workers.report("w", ["default"], "prefork", 2, 0)
     task = shop.schedule("mail.send", id=int(words[-1]))
     shop("pause", "--tag", "mail.send", "--actor", "ann@shop")
