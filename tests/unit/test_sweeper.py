@@ -394,31 +394,6 @@ def test_an_idle_worker_tries_a_broker_that_is_down(main: MainProcess, time: Man
             assert tried == ([] if main.world.broker.is_up else [[]])
 
 
-def test_workers_that_come_or_go_bring_rows_forward(
-    main: MainProcess, make_world: MakeWorld, time: ManualTime
-) -> None:
-    world, old = main.world, make_world()
-    world.delays.processor("mail")(world.notes.append)
-    task = old.schedule("mail")
-    main.report()
-    for change in (
-        lambda: None,  # the start of the worker brings rows forward, too
-        lambda: world.serve("w2", "default"),
-        lambda: world.store.workers.remove("w2"),
-        lambda: world.set_columns("workers", started_at=world.now() - timedelta(hours=1)),
-    ):
-        change()
-        for is_brought in (True, False):
-            old.change(task, create_time=world.now() - timedelta(hours=1))
-            old.change(task, expected_time=world.now() - timedelta(hours=1), due_time=None)
-            old.run(old.read(task))
-            assert old.read(task).expected_time > world.now() + timedelta(minutes=5)
-            time.at += world.delays.settings.sweep_s
-            main.sweep_turn()
-            now = world.now()
-            assert (old.read(task).expected_time <= now + timedelta(minutes=1)) == is_brought
-
-
 # -- test how often a worker without a broker reads its table, and which entries it takes ---------
 
 
