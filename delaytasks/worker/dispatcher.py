@@ -8,10 +8,10 @@ What arrives, what is decided, and the constants that decide it:
   them, if they are late by the grace (by `BACKLOG_WAIT_S` more if the queue has a backlog there),
   or if they are a burst that the pool cannot run in `BURST_BUDGETS` time budgets. While late ones
   wait here, other workers are asked each second to drain their queue.
-- *A drain*, from the sweep, a message, a dead process, or of entries left to the table. Processes
-  claim the queue's due rows until a claim is not full (`QueueDrain`). A process continues with a
-  deep queue for `CONTINUE_S`, or for `CONTINUE_IN_TURN_S` if others are drained. Another process
-  helps if a chunk takes longer than `HELD_UP_S`.
+- *A drain*, from a look for overdue rows, a message, a dead process, or of entries left to the
+  table. Processes claim the queue's due rows until a claim is not full (`QueueDrain`). A process
+  continues with a deep queue for `CONTINUE_S`, or for `CONTINUE_IN_TURN_S` if others are drained.
+  Another process helps if a chunk takes longer than `HELD_UP_S`.
 - *A waitlist*, from a report. `TrackedWaitlists` says when a process looks for held rows that may
   start; changed limits end its pauses. A process serves waitlists for `SERVE_S`, or for
   `SERVE_ALONE_S` if no other process is free.
@@ -22,8 +22,8 @@ What arrives, what is decided, and the constants that decide it:
 - *A request for capacity*, from the Redis poller: how many more entries run in time.
 - *A report*. The size is learned, entries of rows that a drain has claimed are forgotten, and early
   entries return to the wheel.
-- *A failed chunk*. The sweep and the leases take care of its rows. Nothing is sent for
-  `PAUSE_S` if the database is unavailable, or if the pool takes no chunk.
+- *A failed chunk*. Its rows are found when they are overdue or when their leases end. Nothing is
+  sent for `PAUSE_S` if the database is unavailable, or if the pool takes no chunk.
   Only the entries of chunks that Celery lost on their way (`recall`) are taken again.
 - *The stop*. What waits goes back to the timer, and drains to other workers.
 """
@@ -202,9 +202,12 @@ class QueueDrain:
     #: From when on each chunk that processes work on counts as held up, by its number.
     chunks: dict[int, float] = field(default_factory=dict)
     is_deep: bool = False
-    #: The last chunk that was sent before the drain was started again. It and those before may
-    #: have read the table too early.
+    #: The last chunk that was sent before the drain was requested again.
     last_stale: int = 0
+
+    def may_have_read_too_early(self, number: int) -> bool:
+        """Whether this chunk may have missed the rows for which the drain was requested again."""
+        return number <= self.last_stale
 
     def wants_chunk(self) -> bool:
         """Whether the pool should get another chunk of this drain now."""
@@ -695,8 +698,8 @@ class Dispatcher:
         cause: BaseException | None = None,
         is_logged: bool = True,
     ) -> None:
-        """Go on after a chunk. If it failed as a whole, the sweep and the leases take care of its
-        rows.
+        """Go on after a chunk. If it failed as a whole, its rows are found when they are overdue or
+        when their leases end.
 
         `is_logged` tells that the process has logged why the chunk failed, or the pool how the
         process died.
@@ -735,8 +738,8 @@ class Dispatcher:
         """Decide what rests after a chunk that failed as a whole.
 
         Its drain ends, unless only the process died: other processes continue it then. The next
-        chunk would meet the same rows, and fail again and again without a pause. The next sweep
-        requests the drain again.
+        chunk would meet the same rows, and fail again and again without a pause. The next look for
+        overdue rows starts the drain again.
         """
         if request.drained_queue is not None:
             if reason is not FailureReason.PROCESS_LOST:
@@ -770,7 +773,7 @@ class Dispatcher:
             drain.is_deep = True
         elif not was_known:
             pass  # it began before the queue was found empty and its drain was started again
-        elif request.number <= drain.last_stale:
+        elif drain.may_have_read_too_early(request.number):
             drain.is_deep = False
         else:
             del self._drains[queue]

@@ -114,6 +114,15 @@ def test_a_drain_looks_at_the_priorities_of_entries_that_come_meanwhile(main: Ma
     assert set(drained) == {*before, 8}
 
 
+def test_a_drain_that_is_requested_again_looks_again(main: Main) -> None:
+    main.drain()
+    main.drain()  # while the first chunk is on its way
+    main.end(0)
+    assert main.drained() == ["default"]
+    main.end(0)
+    assert main.requests == []
+
+
 def test_the_capacity_is_a_chunk_and_the_next_one_of_each_process(main: Main) -> None:
     assert main.capacity() == 40, "two processes, of which nothing is known yet"
     main.take(20)
