@@ -543,7 +543,7 @@ ANY_LAPSES = MAX_INTEGER
 HoldExcess = Callable[[Any, Sequence[DelayedTask]], tuple[list[int], WaitlistsSeen]]
 
 
-#: After this time a search for the oldest rows starts at the beginning of the index again.
+#: How often a search for the oldest rows starts at the beginning of the index.
 RESTART_S = 5.0
 #: The parameters that are named as the column that has their type.
 _PARAMETERS = ("version", "status", "lapses", "queue", "priority")
@@ -557,6 +557,16 @@ class UnclaimedRow(NamedTuple):
     status: Status
     due_us: int
     lapses: int
+
+
+class Reached(NamedTuple):
+    """How far the claims of a level have come in the index of due times."""
+
+    #: The due time of the last claimed row, where the next search starts.
+    due_from: datetime
+    #: When a search starts at the beginning again. Full claims do not extend this time: in a long
+    #: backlog all claims are full, and rows that came back with older due times would starve.
+    restart_at: float
 
 
 class Choice(NamedTuple):
@@ -594,7 +604,8 @@ class Claims(Settlements):
     version (`PostgresqlTexts.version`).
     """
 
-    #: Holds the rows beyond the limits of their tags. `limits.admission` sets it.
+    #: Holds the rows beyond the limits of their tags: `Admission.hold_excess`. The constructor of
+    #: `Admission`, in `limits/admission.py`, sets it.
     hold_excess: HoldExcess
 
     def __init__(
@@ -626,9 +637,7 @@ class Claims(Settlements):
         self._oldest = self._choice(texts.oldest)
         self._recovered = self._choice(texts.recovered)
         self._locked = self._prepared(texts.claim_locked(), ("id", "version"), True)
-        #: The due time that was reached in each queue and priority, and until when searches start
-        #: at it.
-        self._reached: dict[tuple[str, int], tuple[datetime, float]] = {}
+        self._reached: dict[tuple[str, int], Reached] = {}
 
     def _choice(self, chosen: Callable[[str], str], is_planned_once: bool = False) -> Choice:
         lock = self._prepared(chosen(", ".join(CLAIMED)), CLAIMED, is_planned_once)
@@ -679,7 +688,7 @@ class Claims(Settlements):
 
     def claim_due(self, queue: str, priorities: Sequence[int], limit: int) -> Claimed:
         """Claim the oldest due rows of the highest priorities, without messages: at most `limit`
-        rows of all priorities together."""
+        rows of all priorities together. Recovered rows are left out."""
         claimed = Claimed()
         for priority in sorted(priorities, reverse=True):
             claimed.add(self._claim_level(queue, priority, limit - len(claimed)))
@@ -693,23 +702,28 @@ class Claims(Settlements):
         A claimed row leaves a dead entry in the index. The database cannot remove it while an older
         transaction is open, such as a backup's. Walking past all dead entries would slow down every
         chunk, so a chunk continues where the last one ended. Rows with older due times may come
-        back meanwhile: the index is searched from its beginning now and then, and before a level is
-        reported as empty.
+        back meanwhile: the index is searched from its beginning each `RESTART_S`, and before a
+        level is reported as empty.
+
+        A row that a process has given back has as many lapses as before, usually none, and is found
+        here. A recovered one has another lapse. It may kill its process, so it is left out here,
+        and `claim_recovered` claims it alone.
         """
         if self._has_limits:  # the claim holds some of the rows that it finds
             return self._claim_oldest(queue, priority, limit)
-        now = monotonic()
-        reached, until = self._reached.get((queue, priority), (EARLIEST, 0.0))
-        due_from = reached if now < until else EARLIEST
-        claimed = self._claim_oldest(queue, priority, limit, due_from)
-        if due_from > EARLIEST and len(claimed) < limit:
+        now, level = monotonic(), (queue, priority)
+        reached = self._reached.get(level)
+        if reached is None or reached.restart_at <= now:
+            reached = Reached(EARLIEST, now + RESTART_S)
+        claimed = self._claim_oldest(queue, priority, limit, reached.due_from)
+        if reached.due_from > EARLIEST and len(claimed) < limit:
             older = self._claim_oldest(queue, priority, limit - len(claimed))
             claimed = Claimed([*older, *claimed])
         if claimed and len(claimed) >= limit:
             latest = max(task.expected_time for task in claimed)
-            self._reached[queue, priority] = latest, until if now < until else now + RESTART_S
+            self._reached[level] = reached._replace(due_from=latest)
         else:
-            self._reached.pop((queue, priority), None)
+            self._reached.pop(level, None)
         return claimed
 
     def _claim_oldest(
