@@ -28,8 +28,8 @@ PREFIX = "delaytasks_"
 NO_HORIZON_S = 30.0
 #: A worker counts as dead if it was silent for this many sweep intervals.
 SILENT_SWEEPS = 3
-#: Its running rows are not released earlier than after this time, however often sweeps come: a busy
-#: machine may silence a live worker for some seconds, and its tasks would run twice.
+#: Its running rows are not recovered before this time, however often sweeps come: a busy machine
+#: may silence a live worker for some seconds, and its tasks would run twice.
 LEAST_LOST_S = 15.0
 
 # -- Readers: convert a value, which may be text, or raise a ValueError with the rule -------------
@@ -335,10 +335,12 @@ class Settings:
     chunk_max: int = 200
     #: A task that is later than this is found through the table, where all workers help.
     grace_s: float = 1.0
-    #: After this time without a sweep a worker sweeps by itself, within a second. Each worker
-    #: drains its own queues as often. 0 means twice the interval of sweep.
+    #: After this time without a sweep a worker sweeps by itself, within a second. 0 means twice the
+    #: interval of sweep. Each worker looks for overdue rows of its own queues more often: once in
+    #: an interval of sweep.
     self_sweep_s: float = 0.0
-    #: Drain messages per worker and queue at each sweep, and per queue that a worker leaves.
+    #: The messages of one request to drain a queue. Each makes one worker start a drain. Sweeps
+    #: send requests for the rows that they make ready, and workers for the queues that they leave.
     drain_messages: int = 2
     #: The most tags that a worker counts by name; the others are counted together.
     statistics_tags: int = 200
@@ -396,7 +398,7 @@ class Settings:
 
     @property
     def lost_s(self) -> float:
-        """The running rows of a worker that was silent for this time are released."""
+        """The running rows of a worker that was silent for this time are recovered."""
         return max(self.silent_s, LEAST_LOST_S)
 
     @property

@@ -371,7 +371,16 @@ FAILPOINTS = [
     # leases
     Failpoint("renewing", "main", "before", ("db.sweep_queries:Leases.renew",), "R2", "long"),
     Failpoint("renewed", "main", "after", ("db.sweep_queries:Leases.renew",), "R2", "long"),
-    Failpoint("releasing", "main", "before", ("db.sweep_queries:Leases.release",), "R2", "fatal"),
-    Failpoint("released", "main", "after", ("db.sweep_queries:Leases.release",), "R2", "fatal"),
+    Failpoint(
+        "recovering dead",
+        "main",
+        "before",
+        ("db.sweep_queries:Leases.recover_dead",),
+        "R2",
+        "fatal",
+    ),
+    Failpoint(
+        "recovered dead", "main", "after", ("db.sweep_queries:Leases.recover_dead",), "R2", "fatal"
+    ),
 ]
 BY_NAME = {failpoint.name: failpoint for failpoint in FAILPOINTS}

@@ -275,7 +275,7 @@ class Script:
         self._world.pause(seconds)
         broker.is_up = True
         for worker in self._alive():
-            worker.soon(worker.runtime.sweep_loop.forget_armed)
+            worker.soon(worker.runtime.sweep_loop.arm_again)
 
     def _break_redis(self) -> None:
         """Empty Redis, or stop it and restart it with or without its data."""

@@ -592,7 +592,7 @@ class RedisPoller:
         if self._was_down or any(some.was_lost for some in taken):
             self._was_down = False
             self._read_all_soon()
-            self._worker.sweep_loop.forget_armed()
+            self._worker.sweep_loop.arm_again()
         return 0
 
     def _slots_to_read(self) -> tuple[dict[Slot, int], float]:

@@ -150,7 +150,7 @@ class Leases:
 
         return self._db.transaction(work)
 
-    def release(
+    def recover_dead(
         self,
         workers: Sequence[str],
         max_lost_leases: int,

@@ -18,8 +18,8 @@ FIRST_RECHECK_S = 0.02
 #: change; if a rate allows the next start earlier, the probe comes then. The processes that serve
 #: the waitlist may run tasks that take minutes, and they report nothing before these end.
 PROBE_S = 0.1
-#: How many waitlists a worker tracks, and how many full ones it checks per second. The drain
-#: chunks of the sweep serve all other waitlists.
+#: How many waitlists a worker tracks, and how many full ones it checks per second. The drains
+#: of overdue rows serve all other waitlists.
 MAX_TRACKED_WAITLISTS, MAX_CHECKS_PER_S = 1000, 200
 #: The queue and the tag of a waitlist.
 WaitlistName = tuple[str, str]

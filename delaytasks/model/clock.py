@@ -64,7 +64,8 @@ def monotonic() -> float:
     """Return the seconds of a clock that is never set.
 
     While a host is suspended, its leases end by the database's clock. Therefore this clock goes on,
-    and afterwards the worker finds itself as if it had been frozen.
+    and afterwards the worker finds itself as if it had been frozen. `Clock` uses `time.monotonic`,
+    which stands still meanwhile: compared with the wall clock, it shows that the host slept.
     """
     return time.monotonic() if _BOOTTIME is None else time.clock_gettime(_BOOTTIME)
 
@@ -104,7 +105,7 @@ class Base(NamedTuple):
     """The times of three clocks at one moment, in one value that threads read atomically."""
 
     database_us: int
-    monotonic: float
+    monotonic_s: float
     wall_ns: int
 
 
@@ -144,7 +145,7 @@ class Clock:
         base = self._base
         if base is None:
             return time.time_ns() // 1000
-        return base.database_us + int((time.monotonic() - base.monotonic) * 1e6)
+        return base.database_us + int((time.monotonic() - base.monotonic_s) * 1e6)
 
     def now(self) -> datetime:
         return from_us(self.now_us())
@@ -192,7 +193,7 @@ class Clock:
         base = self._base
         if base is None:
             return True
-        elapsed_s = time.monotonic() - base.monotonic
+        elapsed_s = time.monotonic() - base.monotonic_s
         return abs((time.time_ns() - base.wall_ns) / 1e9 - elapsed_s) > JUMP_S
 
     def _refresh(self, insists: bool) -> None:
@@ -203,7 +204,7 @@ class Clock:
             raise
         self.offset_s = (base.wall_ns / 1e3 - base.database_us) / 1e6
         self._base = base
-        self._stale_at = base.monotonic + REFRESH_S
+        self._stale_at = base.monotonic_s + REFRESH_S
 
     def _ask(self, insists: bool) -> Base:
         """Measure three times; the answer with the shortest round trip is the most exact one."""

@@ -147,7 +147,7 @@ class BroughtBy(IntEnum):
 
     #: Its entry, which came in a message, from Redis or by a poll of the table.
     ENTRY = 10
-    #: A drain of its queue, which the sweep requests, among others.
+    #: A drain of its queue, which the look for overdue rows starts, among others.
     DRAIN = 20
     #: A visit of the waitlist of its tag.
     WAITLIST = 30

@@ -245,7 +245,8 @@ BUSY_US = 3_000_000
 class WorkerMemory(ctypes.Structure):
     """What the main process of a worker tells the processes of its pool, in memory that they share.
 
-    Each number is written as a whole. In a process without a worker, nothing was ever written.
+    Each number is written as a whole. In a process without a worker, nothing was ever written. Only
+    `worker` writes it, but runs read it, and `run` imports nothing of `worker`.
 
     The times of leases are those of the monotonic clock, which all processes of a host share.
     Usually a renewal is answered less than one lease after the previous one was requested, and no
@@ -264,7 +265,7 @@ class WorkerMemory(ctypes.Structure):
     asked_at, lost_if_claimed_before
         The last renewal of the leases that succeeded. The renewed leases last from `asked_at` on.
     lost_at
-        When other workers may release the rows, because this one has not reported since.
+        When other workers may recover the rows, because this one has not reported since.
     others_wait
         Whether tasks wait for a process that continues with a backlog.
     obstacles_us
@@ -304,7 +305,7 @@ class WorkerMemory(ctypes.Structure):
         self.asked_at = asked_at  # written last, since it is read first
 
     def record_report(self, asked_at: float, answered_at: float, lost_s: float) -> None:
-        """Record that the worker has reported. Others release its rows `lost_s` after its last
+        """Record that the worker has reported. Others recover its rows `lost_s` after its last
         report.
         """
         if self.lost_at < answered_at:
@@ -364,7 +365,7 @@ class Host:
 #: ahead waits for the budget of the current one, too.
 MAX_BUDGETS = 2
 #: `check_lease` raises if less than this part of the lease is left, or of the time after which the
-#: rows of a silent worker are released. If renewals and reports succeed, more than half is left.
+#: rows of a silent worker are recovered. If renewals and reports succeed, more than half is left.
 LAST_PART = 1 / 3
 
 

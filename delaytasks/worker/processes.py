@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 #: Without a main process, a row runs no longer than this part of a lease, and of the time after
-#: which a silent worker's rows are released. Leases are renewed after a third of their time, and a
+#: which a silent worker's rows are recovered. Leases are renewed after a third of their time, and a
 #: worker reports after a third of the other one, so another worker does not run the row yet.
 ORPHAN_PART = 0.5
 

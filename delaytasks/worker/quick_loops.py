@@ -1,7 +1,7 @@
 """The two quick loops of a worker's main process.
 
 The loop of leases shows that the worker and its processes are alive: it reports the worker in the
-table of workers, renews the leases of the rows that the pool runs, and releases the rows of
+table of workers, renews the leases of the rows that the pool runs, and recovers the rows of
 processes that died, so that others run them again immediately. This happens in the main process: a
 processor that holds the GIL for minutes, or runs C code, is alive as long as its process is.
 
@@ -85,7 +85,7 @@ class LeasesLoop:
     1. It notes the processes that died since the last turn, and tells the dispatcher.
     2. It renews the leases of the rows of the other processes, when they are due for it.
     3. It reports the worker in the table of workers, once in a sweep interval.
-    4. It releases the rows of the processes that died, and starts drains for them, now and in the
+    4. It recovers the rows of the processes that died, and starts drains for them, now and in the
        next turn.
     5. It refreshes the clock, which follows the clock of the database.
 
@@ -102,10 +102,10 @@ class LeasesLoop:
         self._known_pids: set[int] = set()
         #: The dead processes that the pool has yet to notice.
         self._exited: set[int] = set()
-        #: The names of processes that died, whose rows have yet to be released.
+        #: The names of processes that died, whose rows have yet to be recovered.
         self._dead: set[str] = set()
-        #: The levels of rows that the last turn released.
-        self._released: Collection[Level] = ()
+        #: The levels of rows that the last turn recovered.
+        self._recovered: Collection[Level] = ()
         self._renewed_at = monotonic()
         self._reported_at = float("-inf")
         self.contact = DatabaseContact(settings.silent_s / 2 + PROCESS_CHECK_S)
@@ -128,10 +128,10 @@ class LeasesLoop:
             self._renew(alive, starts, detached)  # first, so that dead processes cannot delay it
         finally:
             self._report()
-        self._start_drains()  # a second time for what the last turn released
-        self._released = ()
+        self._start_drains()  # a second time for what the last turn recovered
+        self._recovered = ()
         if self._dead:
-            self._release_dead()
+            self._recover_dead()
         self._runtime.clock.refresh_if_due()
         return min(PROCESS_CHECK_S, self._lease_s / 6, self._settings.sweep_s / 2)
 
@@ -151,22 +151,22 @@ class LeasesLoop:
         self._known_pids = alive
         return alive
 
-    def _release_dead(self) -> None:
+    def _recover_dead(self) -> None:
         dead, runtime = sorted(self._dead), self._runtime
         most, time_limits = self._settings.max_lost_leases, runtime.registry.time_limits
-        recovered = runtime.store.leases.release(dead, most, time_limits)
+        recovered = runtime.store.leases.recover_dead(dead, most, time_limits)
         self._dead.difference_update(dead)
         emit_recovered(runtime.events, recovered, reason="a pool process died")
-        self._released = recovered.levels
+        self._recovered = recovered.levels
         self._start_drains()
 
     def _start_drains(self) -> None:
-        """Run released rows here now, and not only after the next sweep.
+        """Run recovered rows here now, and not only after the next sweep.
 
         The first look may skip one: MariaDB and MySQL lock rows of other queues for as long as a
         claim looks at them, and the claims of several queues begin at the same time here.
         """
-        for queue, priority in self._released:
+        for queue, priority in self._recovered:
             self._worker.drain_here(queue, (priority,))
 
     def _renew(self, alive: set[int], starts: Collection[float], detached: Sequence[int]) -> None:

@@ -230,7 +230,7 @@ class WorkerRuntime:
         self.leases_loop.report_soon()
         if self._was_connected:
             self.recall()
-            self.sweep_loop.forget_armed()
+            self.sweep_loop.arm_again()
         self._was_connected = True
 
     def recall(self) -> None:

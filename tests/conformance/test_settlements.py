@@ -162,7 +162,7 @@ def test_a_recovery_names_the_time_limit_that_was_over(world: World) -> None:
     others = world.put(tag="slower", **running), world.put(tag="free", lapses=2, **running)
     for row in (last, slow, *others):
         world.change(row, execution_time=world.now() - timedelta(seconds=7))
-    found = world.store.leases.release(["worker-1"], 3, {"slow": 5.0, "slower": 8.0})
+    found = world.store.leases.recover_dead(["worker-1"], 3, {"slow": 5.0, "slower": 8.0})
     timed_out = [(last.id, "slow"), (slow.id, "slow")]
     assert (found.total, sorted(found.timed_out)) == (4, timed_out)
     for row in (last, slow, *others):

@@ -158,7 +158,7 @@ def test_the_capacity_of_a_dead_worker_is_free_when_its_tasks_lapse(world: World
     world.claim(tasks[1])
     assert world.claim(*tasks[2:]) == []
     assert admit(world) == []
-    assert world.store.leases.release(["worker-1"], 5).total == 2
+    assert world.store.leases.recover_dead(["worker-1"], 5).total == 2
     assert [task.body for task in admit(world)] == [2]
 
 

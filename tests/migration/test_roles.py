@@ -187,7 +187,7 @@ def test_a_worker_runs_sweeps_and_purges(role_tables: RoleTables) -> None:
         assert runtime_of(delays).sweeper.sweep(0)
         runner_of(delays).run_due("default", [0], 50)
     store.leases.renew(["w1/1"], runtime_of(delays).clock.now())
-    store.leases.release(["w1/1"], 5)
+    store.leases.recover_dead(["w1/1"], 5)
     store.workers.expire(0)
     store.sweeps.forget_armed()
     assert counts["recurring.created"] >= 6

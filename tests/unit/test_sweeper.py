@@ -321,7 +321,7 @@ def test_a_stage_that_fails_stops_no_other_and_is_retried(main: MainProcess, sta
         row = {"sweep_partition": partition}
         world.set_columns("sweeps", row, swept_at=now - timedelta(seconds=ago_s))
     main.request_sweep(1)
-    main.forget_armed()
+    main.arm_again()
 
     def missing() -> list[str]:
         partitions.update(swept(world))

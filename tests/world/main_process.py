@@ -148,9 +148,9 @@ class MainProcess:
         """Request a sweep, as a message of beat does."""
         self.runtime.sweep_loop.request(partition)
 
-    def forget_armed(self) -> None:
+    def arm_again(self) -> None:
         """Let the next sweep arm all near rows again, as after a loss of the broker."""
-        self.runtime.sweep_loop.forget_armed()
+        self.runtime.sweep_loop.arm_again()
 
     def sweep_turn(self) -> None:
         """Let the thread that sweeps take one turn."""

@@ -55,7 +55,7 @@ class RedisWorker(MainProcess):
         self.own_timer: Any = world.runtime.redis_timer
         super().__init__(world, is_stepped=False)
         #: Is called when the worker lets the sweep arm all near rows again.
-        self.arms_again = self.runtime.sweep_loop.forget_armed = Mock()  # type: ignore[method-assign]
+        self.arms_again = self.runtime.sweep_loop.arm_again = Mock()  # type: ignore[method-assign]
         #: When the worker has read Redis.
         self.reads: list[float] = []
         take = self.own_timer.take

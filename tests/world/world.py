@@ -452,9 +452,9 @@ class World:
             return self._workers[name]
 
     def die(self, name: str = "worker-1", max_lost_leases: int = 5) -> Recovered:
-        """Let a worker die, and release its rows as its main process does."""
+        """Let a worker die, and recover its rows as its main process does."""
         self._workers.pop(name, None)
-        return self.store.leases.release([name], max_lost_leases)
+        return self.store.leases.recover_dead([name], max_lost_leases)
 
     def report(self, recovered: Recovered, **fields: Any) -> None:
         """Report recovered rows, as the worker does that recovered them."""
