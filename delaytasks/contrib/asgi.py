@@ -1,7 +1,7 @@
 """Integrates with ASGI applications: FastAPI, Starlette, Litestar, Quart and others.
 
 A lifespan opens and closes a `DelayTasks`, a dependency of FastAPI is the transaction of a request,
-and `mount` serves the console or the HTTP API. See docs/fastapi.md and docs/other-frameworks.md.
+and `mount` serves the console or the HTTP API. See docs/frameworks.md.
 """
 
 from __future__ import annotations

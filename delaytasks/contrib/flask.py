@@ -1,6 +1,6 @@
 """Integrates with Flask: configuration, sessions of Flask-SQLAlchemy and application contexts.
 
-Also mounts the console and the HTTP API. See docs/flask.md.
+Also mounts the console and the HTTP API. See docs/frameworks.md.
 """
 
 from __future__ import annotations

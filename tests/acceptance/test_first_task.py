@@ -1,4 +1,4 @@
-"""Follow "A first task" of docs/django.md, docs/flask.md and docs/fastapi.md.
+"""Follow "A first task" of docs/django.md, and those with Flask and FastAPI of docs/frameworks.md.
 
 The files and the commands are those of the page, in their order, and then the tests of
 docs/testing.md. With DELAYTASKS_TEST_PYTHON, they run in the environment of that interpreter, for
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.doc_pages import ROOT, SHELLS, Block, blocks, section
+from tests.doc_pages import ROOT, SHELLS, Block, section
 from tests.running import Process
 from tests.services import RedisServer, free_port
 from tests.waiting import wait_until
@@ -108,17 +108,23 @@ def reader(tmp_path: Path, start_redis: Callable[..., RedisServer]) -> Iterator[
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "tests"),
-    [("django", "Django"), ("flask", "Flask-SQLAlchemy"), ("fastapi", "FastAPI and asyncio")],
+    ("name", "heading", "more", "tests"),
+    [
+        ("django", "A first task", "Command line", "Django"),
+        ("frameworks", "A first task with Flask", "Flask", "Flask-SQLAlchemy"),
+        ("frameworks", "A first task with FastAPI", "FastAPI", "FastAPI and asyncio"),
+    ],
 )
-def test_a_reader_sees_the_task_done_and_tests_pass(name: str, tests: str, reader: Reader) -> None:
+def test_a_reader_sees_the_task_done_and_tests_pass(
+    name: str, heading: str, more: str, tests: str, reader: Reader
+) -> None:
     page = ROOT / f"docs/{name}.md"
-    first_task = section(page, "A first task")
-    others = [block for block in blocks(page) if block not in first_task]
-    for block in [*first_task, *others]:
+    first_task = section(page, heading)
+    for block in [*first_task, *section(page, more)]:
         if block is first_task[-1]:  # it runs the tests, which the reader has copied
             reader.copy(section(ROOT / "docs/testing.md", tests))
-        reader.copy([block])
+        if block in first_task:
+            reader.copy([block])
         if block.language in SHELLS:
             for line in block.text.splitlines():
                 reader.do(line)

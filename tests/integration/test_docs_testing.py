@@ -84,7 +84,7 @@ def test_pytest_django(url: str, tmp_path: Path) -> None:
 
 
 def test_fastapi_and_asyncio(url: str, tmp_path: Path) -> None:
-    write_files("A first task", tmp_path, ROOT / "docs" / "fastapi.md")
+    write_files("A first task with FastAPI", tmp_path, ROOT / "docs" / "frameworks.md")
     write_files("FastAPI and asyncio", tmp_path)
     place = make_url(url)
     driver = DRIVERS[place.get_driver_name()]

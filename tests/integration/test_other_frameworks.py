@@ -1,4 +1,4 @@
-"""The applications in docs/other-frameworks.md, as they are on the page."""
+"""The applications in docs/frameworks.md, as they are on the page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from delaytasks.testing import create_tables
 from tests.doc_pages import blocks
 from tests.running import ROOT
 
-PAGE = ROOT / "docs/other-frameworks.md"
+PAGE = ROOT / "docs/frameworks.md"
 
 
 def block_with(text: str) -> str:
@@ -52,7 +52,7 @@ def test_a_request_schedules_in_its_transaction_and_the_http_api_is_mounted(
         create_tables(connection, delays)
     keys = tmp_path / "api-keys.json"
     key, _ = ApiKeyFile(keys).create("shop", ["read", "schedule:*"])
-    mounting = block_with("contrib.asgi").replace("/etc/shop/api-keys.json", str(keys))
+    mounting = block_with("make_api(delays").replace("/etc/shop/api-keys.json", str(keys))
     exec(mounting.replace('"/delays"', '"/delays/"') if root_path else mounting, names)
     # The path of a request contains the root path, as in uvicorn.
     asgi: dict[str, Any] = {"root_path": root_path, "raise_app_exceptions": False}
